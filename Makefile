@@ -1,0 +1,34 @@
+# `make demo` trains and exports a small agent; `make test` runs every check. Both set the environment up first.
+SEED ?= 1
+ARGS ?=
+BIN := .venv/bin
+
+.PHONY: setup demo test lint types contracts pytest docs clean
+
+setup:
+	@scripts/setup.sh
+
+demo: setup
+	@$(BIN)/arpo demo --seed $(SEED) $(ARGS)
+
+test: lint types contracts pytest
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: setup
+	$(BIN)/mypy
+
+contracts: setup
+	$(BIN)/lint-imports
+
+pytest: setup
+	$(BIN)/pytest $(ARGS)
+
+# Regenerates what is made from the code: the configuration reference.
+docs: setup
+	$(BIN)/python scripts/make_docs.py
+
+clean:
+	rm -rf .venv runs build *.egg-info

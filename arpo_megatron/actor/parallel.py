@@ -1,0 +1,112 @@
+"""Process groups of the trainer: gloo on a CPU, nccl on CUDA, laid out by Megatron's parallel state.
+
+Ranks come from the environment that torchrun (or srun with the same variables) sets; without one, the process is
+a world of its own. Call `initialize` before anything of megatron is built.
+"""
+
+import logging
+import os
+import warnings
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from arpo_megatron.actor import platform
+from arpo_megatron.config import ParallelConfig
+from arpo_megatron.errors import UserError
+
+Object = TypeVar("Object")
+
+_LEADER = 0
+_control_group: Any = None
+
+
+def initialize(parallel: ParallelConfig, seed: int, *, timeout_s: float = 1800.0, idle_timeout_s: float = 86400.0) -> None:
+    """Join the process group, install the CPU platform layer where needed and seed every generator.
+
+    Args:
+        parallel: the layout; its `world_size` must be the number of ranks started.
+        seed: equal on all ranks; tensor-parallel ranks get streams of their own from it.
+        timeout_s: deadline of one training collective in seconds.
+        idle_timeout_s: deadline of `broadcast_object` in seconds. Other ranks wait in it while the leader collects
+            trajectories, so it bounds the longest rollout.
+
+    Raises:
+        UserError: the number of ranks is not `parallel.world_size`, or megatron-core is of an unchecked version.
+    """
+    global _control_group
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if world_size != parallel.world_size:
+        raise UserError(
+            f"parallel.tensor={parallel.tensor} and parallel.data={parallel.data} need {parallel.world_size} trainer ranks, "
+            f"but {world_size} started: use torchrun --nproc-per-node {parallel.world_size}"
+        )
+    _quiet()
+    platform.install()
+    from megatron.core import parallel_state, tensor_parallel
+
+    torch.set_num_threads(_threads())
+    if torch.cuda.is_available():
+        torch.cuda.set_device(device())
+    dist.init_process_group(
+        "nccl" if torch.cuda.is_available() else "gloo",
+        # A lone process needs no rendezvous, and so no port that another run may take.
+        store=dist.HashStore() if world_size == 1 else None,
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=timeout_s),
+    )
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tensor, distributed_timeout_minutes=max(1, round(timeout_s / 60))
+    )
+    # Gloo on CUDA too: a rank that waits for the leader's next order must not spin on its GPU.
+    _control_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=idle_timeout_s))
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def destroy() -> None:
+    """Leave all process groups; harmless without any."""
+    global _control_group
+    if not dist.is_initialized():
+        return
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+    _control_group = None
+
+
+def device() -> torch.device:
+    """The device of this rank's parameters."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def is_leader() -> bool:
+    """Whether this is rank 0, which talks to the rollout service and to the engine."""
+    return int(os.environ.get("RANK", "0")) == _LEADER
+
+
+def broadcast_object(obj: Object | None) -> Object:
+    """The leader's (picklable) object, on every rank; what other ranks pass in is ignored."""
+    if dist.get_world_size() == 1:
+        return obj  # type: ignore[return-value]
+    box = [obj if is_leader() else None]
+    dist.broadcast_object_list(box, src=_LEADER, group=_control_group)
+    return box[0]  # type: ignore[return-value]
+
+
+def _threads() -> int:
+    """Cores of this machine over the ranks on it. torchrun's OMP_NUM_THREADS=1 is meant for GPU ranks."""
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
+    return max(1, len(os.sched_getaffinity(0)) // local_ranks)
+
+
+def _quiet() -> None:
+    """Silence what megatron says on import about packages that the project does without."""
+    warnings.filterwarnings("ignore", module=r"megatron\.core\..*")
+    logging.getLogger("megatron.core").setLevel(logging.ERROR)

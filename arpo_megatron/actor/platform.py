@@ -1,0 +1,167 @@
+"""The CPU platform layer: everything that is changed in torch and megatron-core so that training runs without CUDA.
+
+megatron-core runs on gloo, but it speaks of CUDA in places where it means "the device of this rank". `PATCHES` lists
+every such place and what it becomes. There are two mechanisms:
+
+- `Replace`: an attribute gets another function. Only functions that can do nothing but raise in a process without
+  CUDA are replaced.
+- `Retarget`: string literals ("cuda", "torch.cuda.FloatTensor") inside one named function are exchanged in its code
+  object, in place, so that modules which imported the function by name see the change too. A literal that is not
+  there is an error: the table and the installed version have drifted apart.
+
+With CUDA, `install` does nothing at all. The table was checked against one version of megatron-core; another one is
+refused on a CPU, because a half-patched optimizer may train wrongly instead of failing.
+"""
+
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from types import CodeType, FunctionType
+from typing import Any
+
+import torch
+
+from arpo_megatron.errors import UserError
+
+CHECKED_MEGATRON_CORE = "0.16.1"
+"""The version of megatron-core that `PATCHES` was checked against."""
+
+
+@dataclass(frozen=True, slots=True)
+class Replace:
+    """`module:attribute` becomes `function`, because `reason`."""
+
+    target: str
+    function: Callable[..., Any]
+    reason: str
+
+    def apply(self) -> None:
+        """Raises UserError where there is no such attribute."""
+        *path, name = _split(self.target)
+        owner = _resolve(self.target, path)
+        if not callable(getattr(owner, name, None)):
+            raise _drifted(self.target, "no such function")
+        setattr(owner, name, self.function)
+
+
+@dataclass(frozen=True, slots=True)
+class Retarget:
+    """The string literals of `literals` inside `module:function` are exchanged, because `reason`."""
+
+    target: str
+    literals: Mapping[str, str]
+    reason: str
+
+    def apply(self) -> None:
+        """Raises UserError where the function or one of the literals is missing."""
+        found = inspect.unwrap(_resolve(self.target, _split(self.target)))
+        function = getattr(found, "__func__", found)
+        if not isinstance(function, FunctionType):
+            raise _drifted(self.target, "no such function")
+        seen: set[str] = set()
+        code = _exchange(function.__code__, self.literals, seen)
+        if missing := self.literals.keys() - seen:
+            raise _drifted(self.target, f"literal {min(missing)!r} not found")
+        function.__code__ = code
+
+
+_CPU = torch.device("cpu")
+_DEVICE = {"cuda": "cpu"}
+_FP32_NAME = {"torch.cuda.FloatTensor": "torch.FloatTensor"}
+_HALF_NAMES = {
+    "torch.cuda.HalfTensor": "torch.HalfTensor",
+    "torch.cuda.BFloat16Tensor": "torch.BFloat16Tensor",
+}
+_STATE = "allocates a scalar or a loss-scale tensor on the device of the rank"
+_TYPES = "chooses parameter groups by the name of the tensor type"
+
+PATCHES: tuple[Replace | Retarget, ...] = (
+    Replace("torch:cuda.current_device", lambda: _CPU, "named as the device of every new buffer"),
+    Replace("torch:cuda.synchronize", lambda device=None: None, "CPU kernels are synchronous"),
+    Replace("torch:cuda.get_rng_state", lambda device=None: torch.get_rng_state(), "the device's generator is the CPU's"),
+    Replace("torch:cuda.random.get_rng_state", lambda device=None: torch.get_rng_state(), "the same, by its other name"),
+    Replace("torch:cuda.manual_seed", torch.manual_seed, "the same generator is seeded"),
+    Replace("torch:Tensor.cuda", lambda self, *args, **kwargs: self, "moves gathered optimizer state to the device"),
+    Replace(
+        "megatron.core.tensor_parallel.random:_set_cuda_rng_state",
+        lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(new_state),
+        "restores the generator by a private CUDA call (recomputation, tensor-parallel initialisation)",
+    ),
+    Retarget("megatron.core.utils:local_multi_tensor_l2_norm", _DEVICE, "returns the norm on the device"),
+    Retarget("megatron.core.optimizer.clip_grads:get_grad_norm_fp32", _DEVICE, _STATE),
+    Retarget(
+        "megatron.core.optimizer.clip_grads:clip_grad_by_total_norm_fp32",
+        _DEVICE | _FP32_NAME,
+        _STATE + " and asserts the gradient's type by name",
+    ),
+    Retarget("megatron.core.optimizer.clip_grads:count_zeros_fp32", _DEVICE, _STATE),
+    Retarget("megatron.core.optimizer.optimizer:FP32Optimizer.__init__", _DEVICE, _STATE),
+    Retarget("megatron.core.optimizer.optimizer:MixedPrecisionOptimizer.__init__", _DEVICE, _STATE),
+    Retarget(
+        "megatron.core.optimizer.optimizer:Float16OptimizerWithFloat16Params.__init__", _HALF_NAMES | _FP32_NAME, _TYPES
+    ),
+    Retarget(
+        "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer._build_model_and_main_param_groups",
+        _HALF_NAMES | _FP32_NAME,
+        _TYPES,
+    ),
+    Retarget("megatron.core.pipeline_parallel.schedules:forward_backward_no_pipelining", _DEVICE, _STATE),
+    Retarget(
+        "megatron.core.pipeline_parallel.schedules:forward_backward_pipelining_without_interleaving", _DEVICE, _STATE
+    ),
+    Retarget("megatron.core.pipeline_parallel.schedules:forward_backward_pipelining_with_interleaving", _DEVICE, _STATE),
+)
+
+_installed = False
+
+
+def install() -> None:
+    """Apply `PATCHES` once in this process; do nothing where CUDA is available.
+
+    Raises:
+        UserError: megatron-core is missing or of another version than the table was checked against.
+    """
+    global _installed
+    if _installed or torch.cuda.is_available():
+        return
+    try:
+        found = version("megatron-core")
+    except PackageNotFoundError:
+        raise UserError(f"megatron-core is not installed: pip install megatron-core=={CHECKED_MEGATRON_CORE}") from None
+    if found != CHECKED_MEGATRON_CORE:
+        raise UserError(
+            f"megatron-core {found} is not checked on a CPU (only {CHECKED_MEGATRON_CORE} is): "
+            f"pip install megatron-core=={CHECKED_MEGATRON_CORE}"
+        )
+    for patch in PATCHES:
+        patch.apply()
+    _installed = True
+
+
+def _split(target: str) -> list[str]:
+    return target.partition(":")[2].split(".")
+
+
+def _resolve(target: str, path: list[str]) -> Any:
+    found: Any = importlib.import_module(target.partition(":")[0])
+    for name in path:
+        found = getattr(found, name, None)
+    return found
+
+
+def _drifted(target: str, why: str) -> UserError:
+    return UserError(f"CPU platform layer: {target}: {why}; install the pinned torch and megatron-core (make setup)")
+
+
+def _exchange(value: Any, literals: Mapping[str, str], seen: set[str]) -> Any:
+    """`value` with its literals exchanged, inside tuples and nested code objects too; `seen` gathers those met."""
+    if isinstance(value, str) and value in literals:
+        seen.add(value)
+        return literals[value]
+    if isinstance(value, tuple):
+        return tuple(_exchange(item, literals, seen) for item in value)
+    if isinstance(value, CodeType):
+        return value.replace(co_consts=tuple(_exchange(item, literals, seen) for item in value.co_consts))
+    return value

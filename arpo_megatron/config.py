@@ -1,0 +1,330 @@
+"""Every knob of a job: typed, frozen, documented, and strict.
+
+A recipe (a function in `recipes/`) returns a `JobConfig`; `--config file.yaml` and `key=value` words are laid over it
+by `resolve`. An unknown key, a wrong type or an impossible combination raises `UserError` with one line before any
+process is started. The attribute docstrings are the reference: docs/configuration.md is generated from them.
+"""
+
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import ConfigDict, Field, model_validator
+from pydantic.dataclasses import dataclass
+
+_STRICT = ConfigDict(extra="forbid", use_attribute_docstrings=True, validate_default=True)
+
+Positive = Annotated[int, Field(gt=0)]
+NonNegative = Annotated[int, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+PositiveFloat = Annotated[float, Field(gt=0.0)]
+NonNegativeFloat = Annotated[float, Field(ge=0.0)]
+
+
+@dataclass(frozen=True, config=_STRICT)
+class ModelConfig:
+    """Which weights to start from, and in which number format to train them."""
+
+    path: Path | None = None
+    """Hugging Face directory to start from. None: the recipe makes a tiny random model (`shape`) and its tokenizer."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Parameters and activations of the trainer and of the engine."""
+    hidden_size: Positive = 192
+    """Width of the made model (used when `path` is None, like the next five)."""
+    layers: Positive = 4
+    """Transformer layers of the made model."""
+    heads: Positive = 6
+    """Query heads of the made model."""
+    kv_heads: Positive = 6
+    """Key/value heads of the made model."""
+    ffn_size: Positive = 512
+    """Width of the made model's gated MLP."""
+    vocabulary_size: Positive = 2048
+    """Largest vocabulary of a tokenizer trained on the data (byte-level BPE; the generated tasks need fewer)."""
+    max_length: Positive = 2048
+    """Longest trajectory in tokens: prompt, model and tool tokens together."""
+
+
+@dataclass(frozen=True, config=_STRICT)
+class ParallelConfig:
+    """How Megatron-Core lays the model over ranks. World size = tensor * pipeline * context * data."""
+
+    tensor: Positive = 1
+    """Tensor-parallel ranks."""
+    data: Positive = 1
+    """Data-parallel ranks."""
+    sequence: bool = False
+    """Sequence parallelism inside the tensor-parallel group; needs tensor > 1."""
+    recompute: bool = False
+    """Recompute every layer's activations in the backward pass."""
+
+    @property
+    def world_size(self) -> int:
+        """Number of trainer ranks."""
+        return self.tensor * self.data
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.sequence and self.tensor == 1:
+            raise ValueError("parallel.sequence=true needs parallel.tensor > 1")
+        return self
+
+
+@dataclass(frozen=True, config=_STRICT)
+class DataConfig:
+    """Where tasks come from."""
+
+    kind: Literal["generated", "arpo_parquet"] = "generated"
+    """`generated`: calculator and look-up tasks made from the seed. `arpo_parquet`: the released ARPO files."""
+    path: Path | None = None
+    """Parquet file of training questions (`arpo_parquet`)."""
+    search_cache: Path | None = None
+    """JSON file of stored searches that serves as the search index (`arpo_parquet`); None: search_cache.json beside
+    `path` where there is one."""
+    max_prompt_tokens: Positive = 1536
+    """A longer prompt is a bad row: counted, named and skipped."""
+    tasks: Positive = 2000
+    """How many training tasks to generate (`generated`)."""
+    held_out: Positive = 200
+    """How many tasks are kept for evaluation only."""
+
+
+@dataclass(frozen=True, config=_STRICT)
+class AlgorithmConfig:
+    """How trajectories branch and how their rewards become gradients."""
+
+    name: Literal["arpo", "grpo"] = "arpo"
+    """`arpo`: entropy-driven forks after tool results. `grpo`: `samples` fresh trajectories, no forks."""
+    samples: Positive = 16
+    """M: trajectories a task."""
+    initial: Positive = 8
+    """N: trajectories sampled from the prompt before branching; the rest is the forking budget. `grpo` ignores it."""
+    beam: Positive = 2
+    """Z: most MODEL children of one fork point, the measured path included."""
+    branch_probability: Fraction = 0.5
+    """alpha: chance of a fork when the entropy has not changed."""
+    entropy_weight: NonNegativeFloat = 0.2
+    """beta: how much a rise of the normalised entropy adds to that chance."""
+    threshold: Fraction | None = None
+    """tau: fork when the chance exceeds it. None: compared with a seeded uniform draw, as the released code does."""
+    entropy_tokens: Positive = 20
+    """k: entropy is measured on this many tokens after a tool result."""
+    attribution: Literal["soft", "hard"] = "soft"
+    """Advantage of a shared token: each leaf's own (soft) or the mean over the leaves below (hard)."""
+    aggregation: Literal["token-mean", "sequence-mean"] = "token-mean"
+    """Weight of a token: 1 / model tokens of the minibatch, or 1 / (trajectories * own length)."""
+    clip_low: Fraction = 0.2
+    """PPO ratio is clipped below 1 - clip_low."""
+    clip_high: NonNegativeFloat = 0.2
+    """PPO ratio is clipped above 1 + clip_high."""
+    dual_clip: Annotated[float, Field(gt=1.0)] | None = 3.0
+    """Bound c of the ratio for negative advantages; None: no bound."""
+    minibatches: Positive = 1
+    """Optimizer updates a step; the tasks of a step are divided among them."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.name == "arpo" and self.initial > self.samples:
+            raise ValueError(f"algorithm.initial={self.initial} exceeds algorithm.samples={self.samples}")
+        if self.samples < 2:
+            raise ValueError("algorithm.samples must be at least 2: an advantage compares trajectories of a group")
+        return self
+
+
+@dataclass(frozen=True, config=_STRICT)
+class RolloutConfig:
+    """Limits and sampling of a trajectory."""
+
+    temperature: PositiveFloat = 1.0
+    """Sampling temperature."""
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """Nucleus sampling; training wants 1."""
+    max_tool_calls: NonNegative = 3
+    """Tool calls a trajectory; a call beyond it ends the trajectory."""
+    max_response_tokens: Positive = 4096
+    """Tokens after the prompt, model and tool together."""
+    max_tool_tokens: Positive = 1024
+    """A longer tool result is cut to this many tokens."""
+    tool_timeout_s: PositiveFloat = 30.0
+    """Deadline of a tool call in seconds; the model reads that it timed out."""
+
+
+@dataclass(frozen=True, config=_STRICT)
+class EngineConfig:
+    """The SGLang server."""
+
+    tensor: Positive = 1
+    """Tensor-parallel GPUs of the engine."""
+    max_running_requests: Positive = 64
+    """Decoding batch."""
+    max_total_tokens: Positive | None = None
+    """KV pool in tokens; None lets SGLang size it from `memory_fraction`."""
+    memory_fraction: Fraction = 0.6
+    """Share of the device's memory for weights and KV pool."""
+    startup_timeout_s: PositiveFloat = 300.0
+    """Deadline of the health gate in seconds."""
+    request_timeout_s: PositiveFloat = 600.0
+    """Deadline of one generation in seconds."""
+
+
+@dataclass(frozen=True, config=_STRICT)
+class SandboxConfig:
+    """The tool service."""
+
+    python_timeout_s: PositiveFloat = 10.0
+    """Wall time of one python call in seconds."""
+    python_memory_mb: Positive = 512
+    """Address space of one python call in MiB."""
+    search_results: Positive = 3
+    """Pages a search answers with."""
+    preload: tuple[str, ...] = ()
+    """Modules imported once, so that every python call finds them warm (numpy, sympy, ...)."""
+
+
+@dataclass(frozen=True, config=_STRICT)
+class RewardConfig:
+    """How a finished trajectory is scored."""
+
+    kind: Literal["arpo", "arpo_released"] = "arpo"
+    """`arpo`: format gate, math-verify or QA F1, tool bonus. `arpo_released`: the released scorer, errors included."""
+    format_penalty: float = -1.0
+    """Reward of a trajectory that breaks the tag protocol."""
+    tool_bonus: NonNegativeFloat = 0.1
+    """Added to a right answer that used both search and python."""
+    success_threshold: Fraction = 0.5
+    """A trajectory counts as a success when its accuracy exceeds this."""
+
+
+@dataclass(frozen=True, config=_STRICT)
+class OptimizerConfig:
+    """AdamW through Megatron's optimizer."""
+
+    lr: PositiveFloat = 1e-6
+    """Peak learning rate."""
+    min_lr_ratio: Fraction = 0.1
+    """Final learning rate over `lr` (linear and cosine)."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Course after the warm-up."""
+    warmup_fraction: Fraction = 0.0
+    """Share of all updates in which the rate rises from 0."""
+    weight_decay: NonNegativeFloat = 0.01
+    """Decoupled; not applied to norms and biases."""
+    beta1: Fraction = 0.9
+    """First-moment decay."""
+    beta2: Fraction = 0.95
+    """Second-moment decay."""
+    eps: PositiveFloat = 1e-8
+    """Added to the denominator."""
+    clip_grad: PositiveFloat = 1.0
+    """Largest global gradient norm."""
+
+
+@dataclass(frozen=True, config=_STRICT)
+class SftConfig:
+    """The cold start: supervised training on demonstrations."""
+
+    steps: NonNegative = 0
+    """Updates; 0 skips the cold start."""
+    batch: Positive = 64
+    """Demonstrations an update."""
+    careless: Fraction = 0.4
+    """Share of generated demonstrations with one careless act (wrong operator, misspelt name, result ignored)."""
+    save_every: Positive = 100
+    """Updates between checkpoints."""
+    optimizer: OptimizerConfig = OptimizerConfig(lr=7e-6, schedule="cosine", warmup_fraction=0.1)
+    """Its own learning rate and schedule."""
+
+
+@dataclass(frozen=True, config=_STRICT)
+class TrainConfig:
+    """The ARPO loop."""
+
+    steps: Positive = 100
+    """Rollout-and-update rounds."""
+    tasks_per_step: Positive = 16
+    """Tasks whose trees are grown in one step."""
+    token_budget: Positive = 8192
+    """Tokens of one pack, the unit of a forward and backward pass."""
+    save_every: Positive = 1
+    """Steps between checkpoints."""
+    keep_checkpoints: Positive = 2
+    """Whole checkpoints kept; older ones are deleted."""
+    logprob_gap_limit: PositiveFloat = 1e-3
+    """Largest |trainer - engine| log-prob of a probe, in nats, that a weight push may leave; larger stops the run."""
+
+
+@dataclass(frozen=True, config=_STRICT)
+class EvalConfig:
+    """Held-out evaluation through the engine and the sandbox."""
+
+    tasks: Positive = 200
+    """Held-out tasks, one trajectory each."""
+    temperature: NonNegativeFloat = 1.0
+    """Sampling temperature; 0 is greedy."""
+    before: bool = True
+    """Evaluate before the first step."""
+    after: bool = True
+    """Evaluate after the last step."""
+
+
+@dataclass(frozen=True, config=_STRICT)
+class MonitorConfig:
+    """Where metrics go besides the run directory's JSONL file and the terminal."""
+
+    wandb: Literal["off", "offline", "online"] = "off"
+    """Weights & Biases mode."""
+    wandb_project: str = "arpo-megatron"
+    """Project there."""
+
+
+@dataclass(frozen=True, config=_STRICT)
+class JobConfig:
+    """A whole job: what a recipe returns."""
+
+    name: str
+    """Recipe name; part of the run directory's name."""
+    seed: NonNegative = 1
+    """Everything random follows from it."""
+    run_dir: Path | None = None
+    """Where the job writes; None: runs/<name>-seed<seed>."""
+    model: ModelConfig = ModelConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    data: DataConfig = DataConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    engine: EngineConfig = EngineConfig()
+    sandbox: SandboxConfig = SandboxConfig()
+    reward: RewardConfig = RewardConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    sft: SftConfig = SftConfig()
+    train: TrainConfig = TrainConfig()
+    evaluation: EvalConfig = EvalConfig()
+    monitor: MonitorConfig = MonitorConfig()
+
+    @property
+    def directory(self) -> Path:
+        """The run directory (docs/run-directory.md)."""
+        return self.run_dir or Path("runs") / f"{self.name}-seed{self.seed}"
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.algorithm.minibatches > self.train.tasks_per_step:
+            raise ValueError(
+                f"algorithm.minibatches={self.algorithm.minibatches} exceeds train.tasks_per_step="
+                f"{self.train.tasks_per_step}: a minibatch holds at least one task"
+            )
+        if self.model.path is None:
+            _check_made_model(self.model, self.parallel)
+        if self.data.kind == "arpo_parquet" and self.data.path is None:
+            raise ValueError("data.kind=arpo_parquet needs data.path=FILE.parquet")
+        return self
+
+
+def _check_made_model(model: ModelConfig, parallel: ParallelConfig) -> None:
+    """Divisibility rules of tensor parallelism and grouped attention."""
+    if model.hidden_size % model.heads:
+        raise ValueError(f"model.hidden_size={model.hidden_size} is not a multiple of model.heads={model.heads}")
+    if model.heads % model.kv_heads:
+        raise ValueError(f"model.heads={model.heads} is not a multiple of model.kv_heads={model.kv_heads}")
+    for name in ("kv_heads", "ffn_size"):
+        if getattr(model, name) % parallel.tensor:
+            raise ValueError(f"model.{name}={getattr(model, name)} is not a multiple of parallel.tensor={parallel.tensor}")

@@ -1,0 +1,164 @@
+"""The roles of a job on one machine: processes that start together, log to files, and end together.
+
+Every role leads a session of its own, so that ctrl-C reaches the command line alone and the command line ends the
+roles in order. A role also dies when the command line is killed (the kernel signals it), so nothing is ever left over.
+"""
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Self
+
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None, use_errno=True)
+GRACE_S = 5.0
+"""Seconds between SIGTERM and SIGKILL."""
+
+
+class RoleDiedError(Exception):
+    """A role ended with an error; the message names the role, its exit and its log with the last lines of it."""
+
+
+@dataclass(slots=True)
+class Role:
+    """One running process group and the file that its output goes to."""
+
+    name: str
+    process: subprocess.Popen[str]
+    log: Path
+
+    def failure(self) -> str:
+        """What to tell the user when this role ended by itself."""
+        code = self.process.returncode
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        return f"{self.name} {how}; log: {self.log}\n{last_lines(self.log)}"
+
+
+@dataclass(slots=True)
+class Roles:
+    """Starts roles and ends all of them on leaving the `with` block, whatever happened inside."""
+
+    log_dir: Path
+    running: list[Role] = field(default_factory=list)
+
+    def __enter__(self) -> Self:
+        self.log_dir.mkdir(parents=True, exist_ok=True)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.stop()
+
+    def start(
+        self, name: str, command: Sequence[str], *, env: Mapping[str, str] | None = None, stdout: int | None = None
+    ) -> Role:
+        """Start `command` in a session of its own, appending its output to `<log_dir>/<name>.log`.
+
+        `stdout=subprocess.PIPE` leaves standard output to the caller (stderr still goes to the log).
+        """
+        log = self.log_dir / f"{name}.log"
+        with log.open("a", encoding="utf-8") as sink:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=sink if stdout is None else stdout,
+                stderr=sink,
+                env={**os.environ, **(env or {})},
+                start_new_session=True,
+                preexec_fn=die_with_parent,  # noqa: PLW1509  (one prctl call, safe between fork and exec)
+                text=True,
+            )
+        role = Role(name, process, log)
+        self.running.append(role)
+        return role
+
+    def wait(self, role: Role, *, poll: Callable[[], None] = lambda: None, every_s: float = 0.1) -> None:
+        """Wait until `role` ends well, calling `poll` meanwhile.
+
+        Raises:
+            RoleDiedError: any role, this one included, ended with an error, or another ended at all.
+        """
+        while True:
+            poll()
+            for each in self.running:
+                code = each.process.poll()
+                if code is not None and (code != 0 or each is not role):
+                    raise RoleDiedError(each.failure())
+            if role.process.poll() is not None:
+                self.running.remove(role)
+                poll()
+                return
+            time.sleep(every_s)
+
+    def stop(self) -> None:
+        """SIGTERM to every role's group, SIGKILL after GRACE_S. A ctrl-C meanwhile does not interrupt it."""
+        with ignoring_interrupts():
+            stop_groups([role.process for role in self.running])
+        self.running.clear()
+
+
+def stop_groups(processes: Sequence[subprocess.Popen[str]], grace_s: float = GRACE_S) -> None:
+    """End whole process groups: TERM, up to `grace_s` seconds together, then KILL; the leaders are reaped."""
+    for process in processes:
+        _signal_group(process.pid, signal.SIGTERM)
+    deadline = time.monotonic() + grace_s
+    while time.monotonic() < deadline and any(_group_alive(process) for process in processes):
+        time.sleep(0.05)
+    for process in processes:
+        _signal_group(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def die_with_parent() -> None:
+    """Ask the kernel to kill the calling process when the thread that started it ends (Linux prctl(2))."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+@contextlib.contextmanager
+def ignoring_interrupts() -> Iterator[None]:
+    """Ctrl-C and SIGTERM are ignored inside: for clean-up that must run to its end. Main thread only."""
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def interrupt_on_termination() -> None:
+    """Make SIGTERM and SIGHUP end this process the way ctrl-C does: through KeyboardInterrupt and its clean-up."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, interrupt)
+    signal.signal(signal.SIGHUP, interrupt)
+
+
+def last_lines(path: Path, count: int = 15) -> str:
+    """The end of a log, for an error message; empty when there is none."""
+    if not path.exists():
+        return ""
+    with path.open(encoding="utf-8", errors="replace") as file:
+        return "".join(f"  | {line.rstrip()}\n" for line in deque(file, count)).rstrip("\n")
+
+
+def _signal_group(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, number)
+
+
+def _group_alive(process: subprocess.Popen[str]) -> bool:
+    process.poll()  # reap the leader, or its zombie would keep the group alive
+    try:
+        os.killpg(process.pid, 0)
+    except ProcessLookupError:
+        return False
+    return True

@@ -1,0 +1,140 @@
+"""From a recipe's name and the user's words to a checked `JobConfig`, or one line that says what is wrong."""
+
+import dataclasses
+import difflib
+import importlib
+import pkgutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import TypeAdapter, ValidationError
+
+from arpo_megatron.config import JobConfig
+from arpo_megatron.errors import UserError
+
+_JOB = TypeAdapter(JobConfig)
+Tree = dict[str, Any]
+
+
+def recipe_names() -> list[str]:
+    """Names of the recipes that ship with the project."""
+    import recipes
+
+    return sorted(module.name for module in pkgutil.iter_modules(recipes.__path__))
+
+
+def resolve(recipe: str, *, file: Path | None = None, words: Sequence[str] = ()) -> JobConfig:
+    """The recipe, the YAML file's values over it, the `key=value` words over both; checked.
+
+    Raises:
+        UserError: unknown recipe, unreadable file, unknown key, wrong type or a combination that cannot work.
+    """
+    names = recipe_names()
+    if recipe not in names:
+        raise UserError(f"unknown recipe {recipe!r}{_did_you_mean(recipe, names)}; recipes: {', '.join(names)}")
+    values = dump(importlib.import_module(f"recipes.{recipe}").recipe())
+    if file is not None:
+        _merge(values, _read_yaml(file))
+    for word in words:
+        _merge(values, _parse_word(word))
+    return check(values)
+
+
+def check(values: Mapping[str, Any]) -> JobConfig:
+    """Validate plain values. Raises UserError with one line for the first fault."""
+    try:
+        return _JOB.validate_python(values)
+    except ValidationError as error:
+        raise UserError(_one_line(error)) from None
+
+
+def dump(config: JobConfig) -> Tree:
+    """Plain, YAML-safe values; `check(dump(config)) == config`."""
+    plain: Tree = _JOB.dump_python(config, mode="json")
+    return plain
+
+
+def save(config: JobConfig, path: Path) -> None:
+    """Write the resolved config as YAML."""
+    path.write_text(yaml.safe_dump(dump(config), sort_keys=False), encoding="utf-8")
+
+
+def load(path: Path) -> JobConfig:
+    """Read what `save` wrote."""
+    return check(_read_yaml(path))
+
+
+def _read_yaml(path: Path) -> Tree:
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read the config file {path}: {error}") from None
+    except yaml.YAMLError as error:
+        raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
+    if values is None:
+        return {}
+    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
+        raise UserError(f"{path} must hold a mapping of config keys to values")
+    return values
+
+
+def _parse_word(word: str) -> Tree:
+    """`a.b=1` -> {"a": {"b": 1}}; the value is read as YAML."""
+    key, equals, text = word.partition("=")
+    if not equals or not all(key.split(".")):
+        raise UserError(f"cannot read {word!r}: an override has the form section.key=value")
+    try:
+        value: Any = yaml.safe_load(text) if text else ""
+    except yaml.YAMLError:
+        value = text
+    for part in reversed(key.split(".")):
+        value = {part: value}
+    return value  # type: ignore[no-any-return]  # the key has at least one part, so this is a dict
+
+
+def _merge(base: Tree, over: Mapping[str, Any]) -> None:
+    for key, value in over.items():
+        if isinstance(value, Mapping) and isinstance(base.get(key), dict):
+            _merge(base[key], value)
+        else:
+            base[key] = value
+
+
+def _one_line(error: ValidationError) -> str:
+    # Unknown keys first: a misspelt key is the likeliest cause of whatever else is wrong.
+    faults = sorted(error.errors(), key=lambda fault: fault["type"] != "unexpected_keyword_argument")
+    fault = faults[0]
+    path = [str(part) for part in fault["loc"]]
+    key = ".".join(path)
+    if fault["type"] == "unexpected_keyword_argument":
+        return f"unknown config key {key}{_key_hint(path)}"
+    message = fault["msg"].removeprefix("Value error, ")
+    if not path or fault["type"] == "value_error":
+        return f"impossible config: {message}"
+    return f"config key {key}: {message[0].lower()}{message[1:]}, not {fault['input']!r}"
+
+
+def _key_hint(path: Sequence[str]) -> str:
+    """Nearest key of the same section, else of any section."""
+    *section, name = path
+    every = list(_keys(JobConfig))
+    same = [key.rpartition(".")[2] for key in every if key.rpartition(".")[0] == ".".join(section)]
+    if near := difflib.get_close_matches(name, same, n=1, cutoff=0.6):
+        return f"; did you mean {'.'.join([*section, near[0]])}?"
+    if found := [key for key in every if key.rpartition(".")[2] == name]:
+        return f"; did you mean {found[0]}?"
+    return _did_you_mean(".".join(path), every) or f"; keys here: {', '.join(same)}"
+
+
+def _keys(owner: Any, prefix: str = "") -> Iterator[str]:
+    for item in dataclasses.fields(owner):
+        yield prefix + item.name
+        if dataclasses.is_dataclass(item.type):
+            yield from _keys(item.type, f"{prefix}{item.name}.")
+
+
+def _did_you_mean(word: str, names: Sequence[str]) -> str:
+    near = difflib.get_close_matches(word, names, n=1, cutoff=0.6)
+    return f"; did you mean {near[0]}?" if near else ""

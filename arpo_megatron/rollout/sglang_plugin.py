@@ -1,0 +1,66 @@
+"""Exact entropy of every sampled token, computed inside SGLang's sampler.
+
+The sampler's logits hold the whole vocabulary, so the entropy is exact, unlike an estimate from top log-probs. It travels
+through SGLang's own channel for additions (`LogitsProcessorOutput.customized_info`) and arrives as
+`meta_info["entropy"]`: one number for each output token, in nats, of the distribution softmax(logits / temperature)
+before top-p and top-k.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+META_KEY = "entropy"
+"""Key in a response's `meta_info`."""
+
+_SAMPLER = "sglang.srt.layers.sampler.Sampler.forward"
+
+
+def register() -> None:
+    """Wrap SGLang's sampler in this process (applied by SGLang's own `load_plugins`)."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(_SAMPLER, _forward_with_entropy, HookType.AROUND)
+
+
+def entropy_nats(logits: Tensor) -> Tensor:
+    """Entropy of softmax(logits) over the last axis: float32[..., V] -> float32[...], in nats.
+
+    -inf logits (forbidden tokens) count as probability 0.
+    """
+    log_probs = torch.log_softmax(logits.float(), dim=-1)
+    return torch.special.entr(log_probs.exp()).sum(dim=-1)
+
+
+class _HostValues:
+    """Numbers on their way to the host, read by the scheduler after it has waited for the forward pass.
+
+    The copy is queued behind the forward pass on its stream, so it costs no synchronisation of its own: the scheduler
+    reads any result of a batch only after the sampled token ids of that batch, queued later, have arrived.
+    """
+
+    __slots__ = ("_tensor", "_values")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor.to("cpu", non_blocking=True)
+        self._values: list[float] | None = None
+
+    def __getitem__(self, index: int) -> float:
+        if self._values is None:
+            self._values = self._tensor.tolist()
+        return self._values[index]
+
+
+def _forward_with_entropy(
+    original: Callable[..., Tensor], sampler: Any, logits_output: Any, sampling_info: Any, *args: Any, **kwargs: Any
+) -> Tensor:
+    """`Sampler.forward`, with the entropy added to `logits_output`."""
+    # Before the call: the sampler overwrites the logits with probabilities in place.
+    logits = logits_output.next_token_logits
+    scaled = logits if sampling_info.is_all_greedy else logits.float() / sampling_info.temperatures
+    entropy = _HostValues(entropy_nats(scaled))
+    token_ids = original(sampler, logits_output, sampling_info, *args, **kwargs)
+    logits_output.customized_info = {META_KEY: entropy}
+    return token_ids

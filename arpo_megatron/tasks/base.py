@@ -1,0 +1,30 @@
+"""A task: one question with its checkable answer, in the form every data source is brought to."""
+
+from dataclasses import dataclass
+from typing import TypedDict
+
+
+class Message(TypedDict):
+    """One turn of a chat."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A question and what counts as its answer.
+
+    Attributes:
+        id: unique within a data set and stable between runs ("calc-17", "train-204").
+        messages: the conversation before the model's turn.
+        ground_truth: the expected content of the answer's box, always text.
+        source: how an answer is verified: "math" (mathematical equality) or "qa" (token F1).
+        prompt_text: the messages as the text that is tokenized and put before the model.
+    """
+
+    id: str
+    messages: tuple[Message, ...]
+    ground_truth: str
+    source: str
+    prompt_text: str

@@ -1,0 +1,174 @@
+"""Generated tasks that can only be solved by calling a tool and using its answer.
+
+Three kinds, which a tiny model learns in minutes:
+
+    calc     "12*34"     needs python: the model is too small to multiply
+    lookup   "qzlf"      needs search: the value of a name is nowhere but in the corpus
+    two      "qzlf+56"   needs both, one after the other
+
+Held-out tasks use names and operand pairs that no training task contains, so success there means that the model
+calls and copies, not that it remembers.
+"""
+
+import json
+import random
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Self
+
+from arpo_megatron.errors import UserError
+from arpo_megatron.tasks.base import Task
+
+OPERATORS = "+-*"
+NAME_LETTERS = "bcdfghjklmnpqrstvwxz"
+"""No vowels: a random name is then never an English word that a search index treats specially (stop words, stems)."""
+NAME_LENGTH = 4
+OPERANDS = range(11, 100)
+VALUES = range(100, 1000)
+
+_MOST_NAMES = len(NAME_LETTERS) ** NAME_LENGTH // 2  # beyond half of all names, drawing fresh ones becomes slow
+_MOST_HELD_OUT_PAIRS = len(OPERANDS) ** 2 // 2
+_QUESTION = re.compile(r"(?:(?P<name>[a-z]{4})|(?P<left>\d\d))(?:(?P<operator>[-+*])(?P<right>\d\d))?")
+
+
+class Kind(StrEnum):
+    """Which tools a generated task needs."""
+
+    CALC = "calc"  # python
+    LOOKUP = "lookup"  # search
+    TWO = "two"  # search, then python
+
+
+MIX: Mapping[Kind, float] = {Kind.CALC: 0.4, Kind.LOOKUP: 0.3, Kind.TWO: 0.3}
+"""Share of each kind."""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What a generated task asks, in parts: `left operator right`, `name`, or `name operator right`."""
+
+    kind: Kind
+    name: str = ""
+    left: int = 0
+    operator: str = ""
+    right: int = 0
+
+    @property
+    def text(self) -> str:
+        """The question as the prompt shows it, e.g. "12*34"."""
+        if self.kind is Kind.LOOKUP:
+            return self.name
+        return f"{self.left if self.kind is Kind.CALC else self.name}{self.operator}{self.right}"
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Inverse of `text`. Raises ValueError where it is not such a question."""
+        match = _QUESTION.fullmatch(text)
+        if match is None or (match["left"] and not match["operator"]):
+            raise ValueError(f"not a generated question: {text!r}")
+        if match["left"]:
+            return cls(Kind.CALC, left=int(match["left"]), operator=match["operator"], right=int(match["right"]))
+        if not match["operator"]:
+            return cls(Kind.LOOKUP, name=match["name"])
+        return cls(Kind.TWO, name=match["name"], operator=match["operator"], right=int(match["right"]))
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratedTasks:
+    """Training and held-out tasks with the facts that answer them (name -> three-digit value)."""
+
+    train: tuple[Task, ...]
+    held_out: tuple[Task, ...]
+    facts: Mapping[str, int]
+
+    def write_corpus(self, path: Path) -> None:
+        """Write the facts as a search corpus, one {"text": "qzlf 417"} a line."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lines = (json.dumps({"text": f"{name} {value}"}) for name, value in self.facts.items())
+        path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+
+
+def generate(seed: int, train: int, held_out: int) -> GeneratedTasks:
+    """Make `train` + `held_out` tasks from a seed, 40 % calc, 30 % lookup and 30 % two-hop.
+
+    The held-out tasks are drawn first and the training tasks one after the other, so a larger `train` only appends.
+
+    Raises:
+        UserError: more tasks than there are names or operand pairs.
+    """
+    if train + held_out > _MOST_NAMES:
+        raise UserError(
+            f"data.tasks + data.held_out = {train + held_out}: generated tasks have names for {_MOST_NAMES} at most"
+        )
+    if held_out > _MOST_HELD_OUT_PAIRS:
+        raise UserError(
+            f"data.held_out={held_out}: generated tasks keep at most {_MOST_HELD_OUT_PAIRS} operand pairs apart"
+        )
+    source = _Source(random.Random(f"generated-tasks-{seed}"))
+    held = tuple(source.draw(f"held-out-{index}", held_out=True) for index in range(held_out))
+    trained = tuple(source.draw(f"train-{index}", held_out=False) for index in range(train))
+    return GeneratedTasks(trained, held, source.facts)
+
+
+def solve(question: Question, facts: Mapping[str, int]) -> int:
+    """The right answer. Raises KeyError for a name without a fact."""
+    if question.kind is Kind.LOOKUP:
+        return facts[question.name]
+    left = question.left if question.kind is Kind.CALC else facts[question.name]
+    return apply(left, question.operator, question.right)
+
+
+def apply(left: int, operator: str, right: int) -> int:
+    """`left operator right` for one of `OPERATORS`."""
+    if operator == "+":
+        return left + right
+    if operator == "-":
+        return left - right
+    if operator == "*":
+        return left * right
+    raise ValueError(f"unknown operator {operator!r}")
+
+
+class _Source:
+    """Draws tasks without using a name twice or a held-out operand pair in training."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.facts: dict[str, int] = {}
+        self._rng = rng
+        self._held_out_pairs: set[tuple[int, int]] = set()
+
+    def draw(self, task_id: str, *, held_out: bool) -> Task:
+        kind = self._rng.choices(list(MIX), weights=list(MIX.values()))[0]
+        if kind is Kind.CALC:
+            left, right = self._pair(held_out)
+            question = Question(kind, left=left, operator=self._rng.choice(OPERATORS), right=right)
+        elif kind is Kind.LOOKUP:
+            question = Question(kind, name=self._name())
+        else:
+            question = Question(kind, name=self._name(), operator="+", right=self._rng.choice(OPERANDS))
+        return Task(
+            id=f"{task_id}-{kind.value}",
+            messages=({"role": "user", "content": f"{question.text} ?"},),
+            ground_truth=str(solve(question, self.facts)),
+            source="qa" if kind is Kind.LOOKUP else "math",
+            prompt_text=f"question: {question.text} ?",
+        )
+
+    def _pair(self, held_out: bool) -> tuple[int, int]:
+        while True:
+            pair = (self._rng.choice(OPERANDS), self._rng.choice(OPERANDS))
+            if pair in self._held_out_pairs:
+                continue
+            if held_out:
+                self._held_out_pairs.add(pair)
+            return pair
+
+    def _name(self) -> str:
+        while True:
+            name = "".join(self._rng.choices(NAME_LETTERS, k=NAME_LENGTH))
+            if name not in self.facts:
+                self.facts[name] = self._rng.choice(VALUES)
+                return name

@@ -1,0 +1,275 @@
+"""The one data structure: a group of trajectories for one task, kept as the tree that the sampler grew.
+
+A node of the tree is a `Segment`: a run of tokens with one author. Segment 0 is the prompt; its children are MODEL
+segments; a TOOL segment answers the MODEL segment above it; two MODEL children of one PROMPT or TOOL segment are a
+fork. A path from the root to a leaf is a trajectory. Everything here is numpy and knows no other part of the project.
+
+Tokens are never edited or re-tokenized after sampling: what the engine returned is what the trainer trains.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from typing import Any, Self, TypeVar
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+Int32Array = NDArray[np.int32]
+Float32Array = NDArray[np.float32]
+Array = TypeVar("Array", bound=NDArray[Any])
+
+
+class Role(StrEnum):
+    """Who wrote a segment."""
+
+    PROMPT = "prompt"
+    MODEL = "model"
+    TOOL = "tool"
+
+
+class Finish(StrEnum):
+    """Why a MODEL segment ended."""
+
+    TOOL_CALL = "tool_call"  # a closing tool tag: a TOOL segment follows
+    END = "end"  # the end-of-sequence token or a finished answer
+    LENGTH = "length"  # the token limit of the trajectory
+    CALL_LIMIT = "call_limit"  # asked for a tool after the last allowed call
+    MALFORMED = "malformed"  # a closing tool tag without a usable call before it
+
+
+@dataclass(frozen=True, slots=True)
+class BranchRecord:
+    """One branching decision, taken on the first tokens of a MODEL segment.
+
+    Attributes:
+        dH: normalised entropy after the tool result minus that at the trajectory's start (dimensionless).
+        probability: chance of a fork that followed from it, in [0, 1].
+        draw: the number the chance was compared with (fork when draw < probability), in [0, 1].
+        why: the rule that decided, in words ("draw", "threshold", "budget spent", "beam full", ...).
+    """
+
+    dH: float  # noqa: N815  (the paper's symbol, and part of the contract)
+    probability: float
+    draw: float
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolRecord:
+    """How the text of a TOOL segment came about. `seconds` is wall time at the caller."""
+
+    name: str
+    arguments: Mapping[str, Any]
+    status: str
+    seconds: float
+    cached: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A run of tokens with one author.
+
+    Attributes:
+        token_ids: int32[n].
+        role: who wrote them.
+        parent: index of the segment above, -1 for the root, always smaller than the own index.
+        logprobs: float32[n] sampling log-probs in nats; MODEL only, None where unknown.
+        entropies: float32[k] entropy in nats of the distribution each of the first k tokens was drawn from; MODEL only.
+        policy_version: version of the weights that sampled it (of the newest, when a push fell into it).
+        finish: why a MODEL segment ended; None while it grows and for other roles.
+        branch: the branching decision taken at its start, if one was.
+        tool: how a TOOL segment's text came about.
+    """
+
+    token_ids: Int32Array
+    role: Role
+    parent: int
+    logprobs: Float32Array | None = None
+    entropies: Float32Array | None = None
+    policy_version: int = 0
+    finish: Finish | None = None
+    branch: BranchRecord | None = None
+    tool: ToolRecord | None = None
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    """One root-to-leaf path as flat arrays of one length n.
+
+    Attributes:
+        token_ids: int32[n].
+        loss_mask: int32[n], 1 on MODEL tokens only.
+        logprobs: float32[n], sampling log-probs in nats, 0 outside MODEL tokens and where unknown.
+        segment_of_token: int32[n], index of the segment in the tree.
+    """
+
+    token_ids: Int32Array
+    loss_mask: Int32Array
+    logprobs: Float32Array
+    segment_of_token: Int32Array
+
+
+def _ids(values: ArrayLike) -> Int32Array:
+    array = np.array(values, dtype=np.int64).reshape(-1)
+    if array.size and (array.min() < 0 or array.max() > np.iinfo(np.int32).max):
+        raise ValueError("token ids must be in [0, 2**31)")
+    return _frozen(array.astype(np.int32))
+
+
+def _frozen(array: Array) -> Array:
+    array.setflags(write=False)
+    return array
+
+
+@dataclass(slots=True)
+class RolloutTree:
+    """All trajectories of one task, grown by `add`. Segments are immutable once added.
+
+    Args:
+        task_id: which task this is an attempt at.
+        prompt_ids: tokens of segment 0.
+    """
+
+    task_id: str
+    prompt_ids: Int32Array
+    segments: list[Segment] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.prompt_ids = _ids(self.prompt_ids)
+        self.segments = [Segment(self.prompt_ids, Role.PROMPT, -1)]
+
+    def add(
+        self,
+        parent: int,
+        role: Role,
+        token_ids: ArrayLike,
+        *,
+        logprobs: ArrayLike | None = None,
+        entropies: ArrayLike | None = None,
+        policy_version: int = 0,
+        finish: Finish | None = None,
+        branch: BranchRecord | None = None,
+        tool: ToolRecord | None = None,
+    ) -> int:
+        """Append a segment below `parent` and return its index.
+
+        Raises:
+            ValueError: unknown parent, log-probs of another length than the tokens, more entropies than tokens,
+                sampling fields outside MODEL, a tool record outside TOOL, or a second prompt.
+        """
+        role = Role(role)
+        ids = _ids(token_ids)
+        if not 0 <= parent < len(self.segments):
+            raise ValueError(f"unknown parent {parent}: the tree has segments 0 to {len(self.segments) - 1}")
+        if role is Role.PROMPT:
+            raise ValueError("a tree has one PROMPT segment, its root")
+        if role is not Role.MODEL and any(x is not None for x in (logprobs, entropies, finish, branch)):
+            raise ValueError(f"log-probs, entropies, finish and branch belong to MODEL segments, not {role.value}")
+        if role is not Role.TOOL and tool is not None:
+            raise ValueError(f"a tool record belongs to TOOL segments, not {role.value}")
+        lps = None if logprobs is None else _frozen(np.array(logprobs, dtype=np.float32).reshape(-1))
+        ents = None if entropies is None else _frozen(np.array(entropies, dtype=np.float32).reshape(-1))
+        if lps is not None and len(lps) != len(ids):
+            raise ValueError(f"{len(lps)} log-probs for {len(ids)} tokens")
+        if ents is not None and len(ents) > len(ids):
+            raise ValueError(f"{len(ents)} entropies for {len(ids)} tokens")
+        self.segments.append(Segment(ids, role, parent, lps, ents, policy_version, finish, branch, tool))
+        return len(self.segments) - 1
+
+    def children(self) -> list[list[int]]:
+        """For each segment, the indices of the segments below it, in the order they were added."""
+        below: list[list[int]] = [[] for _ in self.segments]
+        for index, segment in enumerate(self.segments[1:], start=1):
+            below[segment.parent].append(index)
+        return below
+
+    def leaves(self) -> list[int]:
+        """Indices of the segments with nothing below them, ascending. A lone prompt is a leaf."""
+        inner = {segment.parent for segment in self.segments}
+        return [index for index in range(len(self.segments)) if index not in inner]
+
+    def path(self, leaf: int) -> list[int]:
+        """Indices from the root to `leaf`, both included. Any segment may be given, not only a leaf."""
+        if not 0 <= leaf < len(self.segments):
+            raise ValueError(f"unknown segment {leaf}: the tree has segments 0 to {len(self.segments) - 1}")
+        indices = []
+        while leaf >= 0:
+            indices.append(leaf)
+            leaf = self.segments[leaf].parent
+        return indices[::-1]
+
+    def trajectory(self, leaf: int) -> Trajectory:
+        """The flat arrays of the path to `leaf`."""
+        path = self.path(leaf)
+        parts = [self.segments[index] for index in path]
+        zeros = [np.zeros(len(part), np.float32) for part in parts]
+        return Trajectory(
+            token_ids=np.concatenate([part.token_ids for part in parts]),
+            loss_mask=np.concatenate([np.full(len(part), part.role is Role.MODEL, np.int32) for part in parts]),
+            logprobs=np.concatenate([zero if p.logprobs is None else p.logprobs for p, zero in zip(parts, zeros, strict=True)]),
+            segment_of_token=np.repeat(np.array(path, np.int32), [len(part) for part in parts]),
+        )
+
+    def path_tokens(self, leaf: int) -> Int32Array:
+        """int32[n]: only the token ids of `trajectory(leaf)`."""
+        return np.concatenate([self.segments[index].token_ids for index in self.path(leaf)])
+
+    @property
+    def unique_tokens(self) -> int:
+        """Tokens of the tree, each counted once."""
+        return sum(len(segment) for segment in self.segments)
+
+    @property
+    def flat_tokens(self) -> int:
+        """Tokens of all root-to-leaf trajectories, shared ones counted once for each leaf."""
+        lengths: list[int] = []
+        for segment in self.segments:
+            lengths.append(len(segment) + (lengths[segment.parent] if segment.parent >= 0 else 0))
+        return sum(lengths[leaf] for leaf in self.leaves())
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON-safe, lossless form (float32 values survive the round trip bit for bit)."""
+        return {"task_id": self.task_id, "segments": [_segment_to_dict(segment) for segment in self.segments]}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """Inverse of `to_dict`. Raises ValueError or KeyError where the data is not a tree."""
+        root, *rest = data["segments"]
+        if root["role"] != Role.PROMPT or root["parent"] != -1:
+            raise ValueError("segment 0 must be the PROMPT with parent -1")
+        tree = cls(data["task_id"], _ids(root["token_ids"]))
+        for item in rest:
+            fields = dict(item)
+            if fields.get("finish") is not None:
+                fields["finish"] = Finish(fields["finish"])
+            if fields.get("branch") is not None:
+                fields["branch"] = BranchRecord(**fields["branch"])
+            if fields.get("tool") is not None:
+                fields["tool"] = ToolRecord(**fields["tool"])
+            tree.add(fields.pop("parent"), Role(fields.pop("role")), fields.pop("token_ids"), **fields)
+        return tree
+
+
+def _segment_to_dict(segment: Segment) -> dict[str, Any]:
+    """Plain lists and numbers; fields that hold nothing are left out."""
+    data: dict[str, Any] = {
+        "parent": segment.parent,
+        "role": segment.role.value,
+        "token_ids": segment.token_ids.tolist(),
+        "policy_version": segment.policy_version,
+    }
+    if segment.logprobs is not None:
+        data["logprobs"] = segment.logprobs.tolist()
+    if segment.entropies is not None:
+        data["entropies"] = segment.entropies.tolist()
+    if segment.finish is not None:
+        data["finish"] = segment.finish.value
+    if segment.branch is not None:
+        data["branch"] = asdict(segment.branch)
+    if segment.tool is not None:
+        data["tool"] = {**asdict(segment.tool), "arguments": dict(segment.tool.arguments)}
+    return data
