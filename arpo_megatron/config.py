@@ -46,7 +46,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, config=_STRICT)
 class ParallelConfig:
-    """How Megatron-Core lays the model over ranks. World size = tensor * pipeline * context * data."""
+    """How Megatron-Core lays the model over ranks. World size = tensor * data."""
 
     tensor: Positive = 1
     """Tensor-parallel ranks."""
@@ -285,7 +285,7 @@ class JobConfig:
     seed: NonNegative = 1
     """Everything random follows from it."""
     run_dir: Path | None = None
-    """Where the job writes; None: runs/<name>-seed<seed>."""
+    """Where the job writes; None: the next free runs/<name>-<algorithm>-seed<seed>."""
     model: ModelConfig = ModelConfig()
     parallel: ParallelConfig = ParallelConfig()
     data: DataConfig = DataConfig()
@@ -299,11 +299,6 @@ class JobConfig:
     train: TrainConfig = TrainConfig()
     evaluation: EvalConfig = EvalConfig()
     monitor: MonitorConfig = MonitorConfig()
-
-    @property
-    def directory(self) -> Path:
-        """The run directory (docs/run-directory.md)."""
-        return self.run_dir or Path("runs") / f"{self.name}-seed{self.seed}"
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -327,4 +322,6 @@ def _check_made_model(model: ModelConfig, parallel: ParallelConfig) -> None:
         raise ValueError(f"model.heads={model.heads} is not a multiple of model.kv_heads={model.kv_heads}")
     for name in ("kv_heads", "ffn_size"):
         if getattr(model, name) % parallel.tensor:
-            raise ValueError(f"model.{name}={getattr(model, name)} is not a multiple of parallel.tensor={parallel.tensor}")
+            raise ValueError(
+                f"model.{name}={getattr(model, name)} is not a multiple of parallel.tensor={parallel.tensor}"
+            )

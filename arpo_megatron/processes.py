@@ -15,12 +15,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Self
+from typing import Any, Self
 
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True)
 GRACE_S = 5.0
 """Seconds between SIGTERM and SIGKILL."""
+
+
+class Interrupted(BaseException):
+    """A signal asked this process to end. Like KeyboardInterrupt, but no library in between catches it."""
 
 
 class RoleDiedError(Exception):
@@ -32,7 +36,7 @@ class Role:
     """One running process group and the file that its output goes to."""
 
     name: str
-    process: subprocess.Popen[str]
+    process: subprocess.Popen[Any]
     log: Path
 
     def failure(self) -> str:
@@ -97,6 +101,14 @@ class Roles:
                 return
             time.sleep(every_s)
 
+    def adopt(self, name: str, process: subprocess.Popen[Any], log: Path) -> None:
+        """Watch a process that somebody else started and will stop."""
+        self.running.append(Role(name, process, log))
+
+    def forget(self, name: str) -> None:
+        """Stop watching what `adopt` named."""
+        self.running = [role for role in self.running if role.name != name]
+
     def stop(self) -> None:
         """SIGTERM to every role's group, SIGKILL after GRACE_S. A ctrl-C meanwhile does not interrupt it."""
         with ignoring_interrupts():
@@ -104,7 +116,7 @@ class Roles:
         self.running.clear()
 
 
-def stop_groups(processes: Sequence[subprocess.Popen[str]], grace_s: float = GRACE_S) -> None:
+def stop_groups(processes: Sequence[subprocess.Popen[Any]], grace_s: float = GRACE_S) -> None:
     """End whole process groups: TERM, up to `grace_s` seconds together, then KILL; the leaders are reaped."""
     for process in processes:
         _signal_group(process.pid, signal.SIGTERM)
@@ -132,14 +144,14 @@ def ignoring_interrupts() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def interrupt_on_termination() -> None:
-    """Make SIGTERM and SIGHUP end this process the way ctrl-C does: through KeyboardInterrupt and its clean-up."""
+def interrupt_on_signals() -> None:
+    """Make SIGINT, SIGTERM and SIGHUP raise `Interrupted`, so that every way of ending runs the same clean-up."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
+        raise Interrupted
 
-    signal.signal(signal.SIGTERM, interrupt)
-    signal.signal(signal.SIGHUP, interrupt)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, interrupt)
 
 
 def last_lines(path: Path, count: int = 15) -> str:
@@ -155,7 +167,7 @@ def _signal_group(pid: int, number: signal.Signals) -> None:
         os.killpg(pid, number)
 
 
-def _group_alive(process: subprocess.Popen[str]) -> bool:
+def _group_alive(process: subprocess.Popen[Any]) -> bool:
     process.poll()  # reap the leader, or its zombie would keep the group alive
     try:
         os.killpg(process.pid, 0)

@@ -210,7 +210,9 @@ class RolloutTree:
         return Trajectory(
             token_ids=np.concatenate([part.token_ids for part in parts]),
             loss_mask=np.concatenate([np.full(len(part), part.role is Role.MODEL, np.int32) for part in parts]),
-            logprobs=np.concatenate([zero if p.logprobs is None else p.logprobs for p, zero in zip(parts, zeros, strict=True)]),
+            logprobs=np.concatenate(
+                [zero if p.logprobs is None else p.logprobs for p, zero in zip(parts, zeros, strict=True)]
+            ),
             segment_of_token=np.repeat(np.array(path, np.int32), [len(part) for part in parts]),
         )
 

@@ -40,15 +40,15 @@ class SandboxError(RuntimeError):
     """The service gave no tool answer. (A tool that fails is no error here: it answers with a status.)"""
 
 
-class SandboxUnavailable(SandboxError):
+class SandboxUnavailable(SandboxError):  # noqa: N818 - the contract's name
     """The service cannot be reached, is overloaded or shutting down, also after the retries."""
 
 
-class SandboxDenied(SandboxError):
+class SandboxDenied(SandboxError):  # noqa: N818 - its twin
     """The service answered and did not accept the request: wrong token or malformed request. Not retried."""
 
 
-class _TryAgain(Exception):
+class _RetryableError(Exception):
     """One attempt failed in a way that another may not."""
 
 
@@ -69,9 +69,9 @@ def _headers(token: str | None) -> dict[str, str]:
 
 
 def _check_status(url: str, status_code: int, detail: str) -> None:
-    """Raise for everything but 200: _TryAgain for what passes (5xx), SandboxDenied for what does not."""
+    """Raise for everything but 200: _RetryableError for what passes (5xx), SandboxDenied for what does not."""
     if status_code >= 500:
-        raise _TryAgain(f"HTTP {status_code}: {detail[:200]}")
+        raise _RetryableError(f"HTTP {status_code}: {detail[:200]}")
     if status_code != 200:
         raise SandboxDenied(f"tool service at {url} does not accept the request: HTTP {status_code}: {detail[:500]}")
 
@@ -119,7 +119,7 @@ class SandboxClient:
         for attempt in range(1, self._retries + 2):
             try:
                 return self._attempt(body, timeout_s + self._queue_wait_s)
-            except _TryAgain as error:
+            except _RetryableError as error:
                 pause_s = next(pauses, None)
                 if pause_s is None:
                     raise _unavailable(self.url, attempt, error) from error
@@ -133,7 +133,7 @@ class SandboxClient:
             # A service silent for that long hangs; asking again would double an already long wait.
             raise _unavailable(self.url, 1, error) from error
         except (requests.ConnectionError, requests.Timeout, requests.exceptions.ChunkedEncodingError) as error:
-            raise _TryAgain(str(error)) from error
+            raise _RetryableError(str(error)) from error
         _check_status(self.url, reply.status_code, reply.text)
         try:
             data: object = reply.json()
@@ -184,7 +184,7 @@ class AsyncSandboxClient:
         for attempt in range(1, self._retries + 2):
             try:
                 return await self._attempt(body, timeout_s + self._queue_wait_s)
-            except _TryAgain as error:
+            except _RetryableError as error:
                 pause_s = next(pauses, None)
                 if pause_s is None:
                     raise _unavailable(self.url, attempt, error) from error
@@ -200,12 +200,12 @@ class AsyncSandboxClient:
                 data: object = await reply.json()
         except aiohttp.SocketTimeoutError as error:
             if isinstance(error, aiohttp.ConnectionTimeoutError):
-                raise _TryAgain(str(error)) from error
+                raise _RetryableError(str(error)) from error
             raise _unavailable(self.url, 1, error) from error
         except aiohttp.ContentTypeError as error:
             raise SandboxDenied(f"{self.url} does not speak the tool service's protocol: {error}") from error
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
-            raise _TryAgain(str(error)) from error
+            raise _RetryableError(str(error)) from error
         except ValueError as error:  # the body is not JSON
             raise SandboxDenied(f"{self.url} does not speak the tool service's protocol: {error}") from error
         return _parsed(self.url, data)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
@@ -68,7 +68,8 @@ class Source:
     path: Path
     """File; a relative path is relative to the configuration file."""
     format: Literal["jsonl", "arpo_cache"]
-    """jsonl: one object a line, {"title"?, "text"}. arpo_cache: one JSON object, query -> "Page 1: ...\\nPage 2: ..."."""
+    """jsonl: one object a line, {"title"?, "text"}.
+    arpo_cache: one JSON object, query -> "Page 1: ...\\nPage 2: ..."."""
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -128,8 +129,6 @@ def load_config(path: Path | None) -> SandboxConfig:
 
 
 def _with_absolute_paths(config: SandboxConfig, folder: Path) -> SandboxConfig:
-    from dataclasses import replace
-
     sources = tuple(replace(source, path=folder / source.path) for source in config.search.sources)
     sqlite_path = config.cache.sqlite_path
     return replace(

@@ -1,0 +1,1 @@
+"""The policy in training: packs of rollout trees through Megatron-Core."""

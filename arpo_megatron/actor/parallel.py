@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from arpo_megatron.actor import platform
 from arpo_megatron.config import ParallelConfig
@@ -20,10 +21,12 @@ from arpo_megatron.errors import UserError
 Object = TypeVar("Object")
 
 _LEADER = 0
-_control_group: Any = None
+_groups: dict[str, Any] = {}
 
 
-def initialize(parallel: ParallelConfig, seed: int, *, timeout_s: float = 1800.0, idle_timeout_s: float = 86400.0) -> None:
+def initialize(
+    parallel: ParallelConfig, seed: int, *, timeout_s: float = 1800.0, idle_timeout_s: float = 86400.0
+) -> None:
     """Join the process group, install the CPU platform layer where needed and seed every generator.
 
     Args:
@@ -36,12 +39,11 @@ def initialize(parallel: ParallelConfig, seed: int, *, timeout_s: float = 1800.0
     Raises:
         UserError: the number of ranks is not `parallel.world_size`, or megatron-core is of an unchecked version.
     """
-    global _control_group
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if world_size != parallel.world_size:
         raise UserError(
-            f"parallel.tensor={parallel.tensor} and parallel.data={parallel.data} need {parallel.world_size} trainer ranks, "
-            f"but {world_size} started: use torchrun --nproc-per-node {parallel.world_size}"
+            f"parallel.tensor={parallel.tensor} and parallel.data={parallel.data} need {parallel.world_size} trainer "
+            f"ranks, but {world_size} started: use torchrun --nproc-per-node {parallel.world_size}"
         )
     _quiet()
     platform.install()
@@ -53,7 +55,7 @@ def initialize(parallel: ParallelConfig, seed: int, *, timeout_s: float = 1800.0
     dist.init_process_group(
         "nccl" if torch.cuda.is_available() else "gloo",
         # A lone process needs no rendezvous, and so no port that another run may take.
-        store=dist.HashStore() if world_size == 1 else None,
+        store=HashStore() if world_size == 1 else None,
         rank=rank,
         world_size=world_size,
         timeout=timedelta(seconds=timeout_s),
@@ -62,21 +64,20 @@ def initialize(parallel: ParallelConfig, seed: int, *, timeout_s: float = 1800.0
         tensor_model_parallel_size=parallel.tensor, distributed_timeout_minutes=max(1, round(timeout_s / 60))
     )
     # Gloo on CUDA too: a rank that waits for the leader's next order must not spin on its GPU.
-    _control_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=idle_timeout_s))
+    _groups["control"] = dist.new_group(backend="gloo", timeout=timedelta(seconds=idle_timeout_s))
     torch.manual_seed(seed)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
 
 def destroy() -> None:
     """Leave all process groups; harmless without any."""
-    global _control_group
     if not dist.is_initialized():
         return
     from megatron.core import parallel_state
 
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
-    _control_group = None
+    _groups.clear()
 
 
 def device() -> torch.device:
@@ -96,7 +97,7 @@ def broadcast_object(obj: Object | None) -> Object:
     if dist.get_world_size() == 1:
         return obj  # type: ignore[return-value]
     box = [obj if is_leader() else None]
-    dist.broadcast_object_list(box, src=_LEADER, group=_control_group)
+    dist.broadcast_object_list(box, src=_LEADER, group=_groups["control"])
     return box[0]  # type: ignore[return-value]
 
 

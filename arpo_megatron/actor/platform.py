@@ -17,6 +17,7 @@ import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from types import CodeType, FunctionType
 from typing import Any
@@ -80,8 +81,12 @@ _TYPES = "chooses parameter groups by the name of the tensor type"
 PATCHES: tuple[Replace | Retarget, ...] = (
     Replace("torch:cuda.current_device", lambda: _CPU, "named as the device of every new buffer"),
     Replace("torch:cuda.synchronize", lambda device=None: None, "CPU kernels are synchronous"),
-    Replace("torch:cuda.get_rng_state", lambda device=None: torch.get_rng_state(), "the device's generator is the CPU's"),
-    Replace("torch:cuda.random.get_rng_state", lambda device=None: torch.get_rng_state(), "the same, by its other name"),
+    Replace(
+        "torch:cuda.get_rng_state", lambda device=None: torch.get_rng_state(), "the device's generator is the CPU's"
+    ),
+    Replace(
+        "torch:cuda.random.get_rng_state", lambda device=None: torch.get_rng_state(), "the same, by its other name"
+    ),
     Replace("torch:cuda.manual_seed", torch.manual_seed, "the same generator is seeded"),
     Replace("torch:Tensor.cuda", lambda self, *args, **kwargs: self, "moves gathered optimizer state to the device"),
     Replace(
@@ -111,21 +116,28 @@ PATCHES: tuple[Replace | Retarget, ...] = (
     Retarget(
         "megatron.core.pipeline_parallel.schedules:forward_backward_pipelining_without_interleaving", _DEVICE, _STATE
     ),
-    Retarget("megatron.core.pipeline_parallel.schedules:forward_backward_pipelining_with_interleaving", _DEVICE, _STATE),
+    Retarget(
+        "megatron.core.pipeline_parallel.schedules:forward_backward_pipelining_with_interleaving", _DEVICE, _STATE
+    ),
 )
 
-_installed = False
 
-
+@cache
 def install() -> None:
     """Apply `PATCHES` once in this process; do nothing where CUDA is available.
 
     Raises:
         UserError: megatron-core is missing or of another version than the table was checked against.
     """
-    global _installed
-    if _installed or torch.cuda.is_available():
+    if torch.cuda.is_available():
         return
+    check_version()
+    for patch in PATCHES:
+        patch.apply()
+
+
+def check_version() -> None:
+    """Raises UserError unless the installed megatron-core is the one that `PATCHES` was checked against."""
     try:
         found = version("megatron-core")
     except PackageNotFoundError:
@@ -135,9 +147,6 @@ def install() -> None:
             f"megatron-core {found} is not checked on a CPU (only {CHECKED_MEGATRON_CORE} is): "
             f"pip install megatron-core=={CHECKED_MEGATRON_CORE}"
         )
-    for patch in PATCHES:
-        patch.apply()
-    _installed = True
 
 
 def _split(target: str) -> list[str]:

@@ -1,26 +1,26 @@
-"""`python -m arpo_megatron.rollout.sglang_main ARGS`: SGLang's own server with this project's two additions.
+"""`python -m arpo_megatron.rollout.sglang_main ARGS`: SGLang's own server with this project's additions.
 
-SGLang starts its scheduler and detokenizer with the `spawn` method, which imports this module again in every child, so what stands
-at module level reaches all of the engine's processes: the entropy plug-in, the CPU stand-ins (only with `--device cpu`), and
-the guard that no process outlives the one that started it. ARGS are those of `sglang.launch_server`.
+They are the entropy plug-in, the guard that no process outlives the one that started it, and with `--device cpu` the
+stand-ins of `cpu_standins`. They must be in all of the engine's processes. SGLang spawns its scheduler and
+detokenizer, and a spawned child imports this module again (as `__mp_main__`), so the module level reaches it; on a
+CPU they are forked and inherit everything. ARGS are those of `sglang.launch_server`.
 """
 
 import ctypes
+import itertools
 import multiprocessing
 import os
 import signal
 import sys
-import threading
-import time
 
 from arpo_megatron.errors import USER_ERROR_EXIT_CODE, UserError
-from arpo_megatron.rollout import cpu_standins, sglang_plugin
+from arpo_megatron.rollout import cpu_attention, cpu_standins, sglang_plugin
+from arpo_megatron.rollout.lifetime import watch_parent
 
 LAUNCHER_PID_VARIABLE = "ARPO_ENGINE_LAUNCHER_PID"
 """Environment variable: when the process with this id dies, the engine's whole process group dies too."""
 
 _PR_SET_PDEATHSIG = 1
-_WATCH_INTERVAL_S = 0.5
 
 
 def _die_with_spawner() -> None:
@@ -34,24 +34,38 @@ def _die_with_spawner() -> None:
 
 
 def _die_with_launcher() -> None:
-    """In the server: end the process group when the launcher is gone, however it went.
+    """In the server: end the whole process group when the launcher is gone."""
+    if launcher := int(os.environ.get(LAUNCHER_PID_VARIABLE, "0")):
+        watch_parent(launcher, lambda: os.killpg(0, signal.SIGKILL))
 
-    PR_SET_PDEATHSIG would do for a launcher's main thread, but it fires when the launching THREAD ends.
-    """
-    launcher = int(os.environ.get(LAUNCHER_PID_VARIABLE, "0"))
-    if not launcher:
-        return
 
-    def watch() -> None:
-        while os.getppid() == launcher:
-            time.sleep(_WATCH_INTERVAL_S)
-        os.killpg(0, signal.SIGKILL)
+def _choose_device() -> None:
+    """Add `--device cpu` where there is no GPU, and what SGLang cannot do otherwise on a CPU."""
+    if "--device" not in sys.argv:
+        import torch
 
-    threading.Thread(target=watch, name="launcher-watch", daemon=True).start()
+        if not torch.cuda.is_available():
+            sys.argv += ["--device", "cpu"]
+    if _on_cpu(sys.argv):
+        sys.argv += ["--attention-backend", "torch_native", "--page-size", "1"]
 
 
 def _on_cpu(arguments: list[str]) -> bool:
-    return "--device=cpu" in arguments or ("--device", "cpu") in zip(arguments, arguments[1:], strict=False)
+    return ("--device", "cpu") in itertools.pairwise(arguments)
+
+
+def _fork_workers() -> None:
+    """Fork SGLang's workers from the server instead of spawning them: ready in 8 s instead of 13 s on two cores.
+
+    A worker then inherits the imported modules. Safe on a CPU only: CUDA does not survive a fork, and nothing here
+    has run a torch operator (which would have started threads) by the time SGLang starts its workers.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    def fork(*_args: object) -> None:
+        multiprocessing.set_start_method("fork", force=True)
+
+    HookRegistry.register("sglang.srt.entrypoints.engine._set_envs_and_config", fork, HookType.AFTER)
 
 
 def _prepare_process() -> None:
@@ -60,12 +74,14 @@ def _prepare_process() -> None:
     if _on_cpu(sys.argv):
         os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
         cpu_standins.install()
+        if not os.environ.get("NOATT"): cpu_attention.register()
     sglang_plugin.register()
 
 
 def main() -> None:
     """Serve until a signal comes. Exits with 2 on a `UserError`."""
     _die_with_launcher()
+    _choose_device()
     try:
         _prepare_process()
     except UserError as error:
@@ -76,6 +92,8 @@ def main() -> None:
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
 
+    if _on_cpu(sys.argv):
+        _fork_workers()
     load_plugins()
     try:
         run_server(prepare_server_args(sys.argv[1:]))

@@ -1,16 +1,16 @@
 """Exact entropy of every sampled token, computed inside SGLang's sampler.
 
-The sampler's logits hold the whole vocabulary, so the entropy is exact, unlike an estimate from top log-probs. It travels
-through SGLang's own channel for additions (`LogitsProcessorOutput.customized_info`) and arrives as
+The sampler's logits hold the whole vocabulary, so the entropy is exact, unlike an estimate from top log-probs. It
+travels through SGLang's own channel for additions (`LogitsProcessorOutput.customized_info`) and arrives as
 `meta_info["entropy"]`: one number for each output token, in nats, of the distribution softmax(logits / temperature)
 before top-p and top-k.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:  # the client reads META_KEY and does without torch
+    from torch import Tensor
 
 META_KEY = "entropy"
 """Key in a response's `meta_info`."""
@@ -25,13 +25,16 @@ def register() -> None:
     HookRegistry.register(_SAMPLER, _forward_with_entropy, HookType.AROUND)
 
 
-def entropy_nats(logits: Tensor) -> Tensor:
+def entropy_nats(logits: "Tensor") -> "Tensor":
     """Entropy of softmax(logits) over the last axis: float32[..., V] -> float32[...], in nats.
 
     -inf logits (forbidden tokens) count as probability 0.
     """
+    import torch
+
     log_probs = torch.log_softmax(logits.float(), dim=-1)
-    return torch.special.entr(log_probs.exp()).sum(dim=-1)
+    entropy: Tensor = torch.special.entr(log_probs.exp()).sum(dim=-1)
+    return entropy
 
 
 class _HostValues:
@@ -43,7 +46,7 @@ class _HostValues:
 
     __slots__ = ("_tensor", "_values")
 
-    def __init__(self, tensor: Tensor) -> None:
+    def __init__(self, tensor: "Tensor") -> None:
         self._tensor = tensor.to("cpu", non_blocking=True)
         self._values: list[float] | None = None
 
@@ -54,8 +57,8 @@ class _HostValues:
 
 
 def _forward_with_entropy(
-    original: Callable[..., Tensor], sampler: Any, logits_output: Any, sampling_info: Any, *args: Any, **kwargs: Any
-) -> Tensor:
+    original: Callable[..., "Tensor"], sampler: Any, logits_output: Any, sampling_info: Any, *args: Any, **kwargs: Any
+) -> "Tensor":
     """`Sampler.forward`, with the entropy added to `logits_output`."""
     # Before the call: the sampler overwrites the logits with probabilities in place.
     logits = logits_output.next_token_logits

@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+
 from arpo_megatron.tasks.base import Task
 from arpo_megatron.tasks.generated import MIX, NAME_LETTERS, OPERATORS, Kind, Question, apply
 from arpo_megatron.tree import Finish, Role, RolloutTree, ToolRecord
@@ -22,9 +24,11 @@ class Encoder(Protocol):
     """The part of a transformers tokenizer that demonstrations need."""
 
     @property
-    def eos_token(self) -> str: ...
+    def eos_token(self) -> str:
+        """Text of the end-of-sequence token."""
 
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids of a text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +106,7 @@ def demonstrate(
     chances = carelessness(careless)
     trees = []
     for position, task in enumerate(tasks):
-        rng = random.Random(f"demonstration-{seed}-{position}-{task.id}")
+        rng = random.Random(f"demonstration-{seed}-{position}-{task.id}")  # noqa: S311  (no secret)
         writer = _Writer(task, tokenizer, facts)
         writer.answer(_act(task, writer, chances, rng))
         trees.append(writer.tree)
@@ -133,14 +137,11 @@ class _Writer:
     """Writes one demonstration into a tree, segment by segment, with the answers of the real tools."""
 
     def __init__(self, task: Task, tokenizer: Encoder, facts: Mapping[str, int]) -> None:
-        self.tree = RolloutTree(task.id, self._prompt(task, tokenizer))
+        prompt_ids = tokenizer.encode(task.prompt_text, add_special_tokens=False)
+        self.tree = RolloutTree(task.id, np.array(prompt_ids, np.int32))
         self._tokenizer = tokenizer
         self._facts = facts
         self._last = 0
-
-    @staticmethod
-    def _prompt(task: Task, tokenizer: Encoder) -> list[int]:
-        return tokenizer.encode(task.prompt_text, add_special_tokens=False)
 
     def python(self, left: int, operator: str, right: int) -> int:
         """Call python and return the number it answers."""

@@ -10,7 +10,15 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import (  # type: ignore[import-untyped]
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    pre_tokenizers,
+    trainers,
+)
 
 from arpo_megatron.config import ModelConfig
 
@@ -35,11 +43,11 @@ def generated_tokenizer() -> "PreTrainedTokenizerFast":
     """
     specials = ["<pad>", "<eos>", "<unk>"]
     vocabulary = {token: index for index, token in enumerate([*specials, *_WORDS, *_CHARACTERS])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))  # noqa: S106  (no password)
     words = "|".join(re.escape(word) for word in _WORDS)
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(rf"{words}|[\s\S]"), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
-    return _finished(tokenizer, PROTOCOL_TAGS, eos="<eos>", pad="<pad>", unk="<unk>")
+    return _finished(tokenizer, eos="<eos>", pad="<pad>", unk="<unk>")
 
 
 def train_bpe(texts: Iterable[str], vocabulary_size: int) -> "PreTrainedTokenizerFast":
@@ -53,11 +61,10 @@ def train_bpe(texts: Iterable[str], vocabulary_size: int) -> "PreTrainedTokenize
         ValueError: a vocabulary too small for all bytes and tags.
     """
     reserved = len(PROTOCOL_TAGS) + len(CHAT_TAGS) + 1
+    smallest = -(-(256 + reserved) // _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE
+    if vocabulary_size < smallest:
+        raise ValueError(f"vocabulary_size={vocabulary_size}: 256 bytes and {reserved} tags need at least {smallest}")
     learned = vocabulary_size // _VOCABULARY_MULTIPLE * _VOCABULARY_MULTIPLE - reserved
-    if learned < 256:
-        raise ValueError(
-            f"vocabulary_size={vocabulary_size}: 256 bytes and {reserved} tags need at least {-(-(256 + reserved) // 8) * 8}"
-        )
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -68,29 +75,23 @@ def train_bpe(texts: Iterable[str], vocabulary_size: int) -> "PreTrainedTokenize
     )
     tags = re.compile("|".join(re.escape(tag) for tag in (*PROTOCOL_TAGS, *CHAT_TAGS)))
     tokenizer.train_from_iterator((tags.sub(" ", text) for text in texts), trainer)
-    return _finished(tokenizer, PROTOCOL_TAGS, eos="<|im_end|>", pad="<|endoftext|>", special=("<|im_start|>",))
+    return _finished(tokenizer, eos="<|im_end|>", pad="<|endoftext|>", special=("<|im_start|>",))
 
 
 def _finished(
-    tokenizer: Tokenizer,
-    tags: Iterable[str],
-    *,
-    eos: str,
-    pad: str,
-    unk: str | None = None,
-    special: tuple[str, ...] = (),
+    tokenizer: Tokenizer, *, eos: str, pad: str, unk: str | None = None, special: tuple[str, ...] = ()
 ) -> "PreTrainedTokenizerFast":
-    """Add the tags, fill the vocabulary up to the multiple, and wrap it for transformers and SGLang."""
+    """Add the protocol tags, fill the vocabulary up to the multiple, and wrap it for transformers and SGLang."""
     from transformers import PreTrainedTokenizerFast
 
     names = [name for name in (pad, eos, unk, *special) if name is not None]
     tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in names])
-    tokenizer.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in tags])
+    tokenizer.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in PROTOCOL_TAGS])
     missing = -tokenizer.get_vocab_size() % _VOCABULARY_MULTIPLE
     # Every id the model can sample has a text of its own; the fillers have no other use.
     fillers = [AddedToken(f"<|unused{index}|>", special=True, normalized=False) for index in range(missing)]
     tokenizer.add_special_tokens(fillers)
-    return PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=tokenizer,
         eos_token=eos,
         pad_token=pad,

@@ -1,0 +1,104 @@
+"""Log-probs and entropies of target tokens from hidden states, without ever holding [targets, vocabulary] whole.
+
+The head's matrix product, the softmax over the vocabulary-parallel shards and the choice of the target are one
+autograd function that works through the targets in chunks and computes each chunk's logits again in the backward pass.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from arpo_megatron.actor.linear import product, weight_gradient
+
+CHUNK_ELEMENTS = 1 << 26
+"""Logits of one chunk on one rank (256 MiB in float32)."""
+
+
+def target_logprobs(
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, temperature: float = 1.0, group: Any = None
+) -> tuple[Tensor, Tensor]:
+    """log softmax(hidden @ weight.T / temperature) at the targets, as the engine reports it, and its entropy.
+
+    Args:
+        hidden: [m, width], whole on every rank of `group` (its gradient is this rank's share: the sum is the caller's).
+        weight: [vocabulary / ranks, width], this rank's rows of the head.
+        targets: int64[m], ids in the whole vocabulary.
+        temperature: of the sampling distribution.
+        group: tensor-parallel process group; None: one rank.
+
+    Returns:
+        log-probs [m] with gradient and entropies [m] without one, in nats, float32 (float64 for float64 weights).
+    """
+    result: tuple[Tensor, Tensor] = _TargetLogprobs.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, targets, temperature, group
+    )
+    return result
+
+
+class _TargetLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, group: Any
+    ) -> tuple[Tensor, Tensor]:
+        ranks = 1 if group is None else dist.get_world_size(group)
+        first = 0 if group is None else dist.get_rank(group) * len(weight)
+        dtype = _wide(weight.dtype)
+        logprobs, entropies, normalisers = torch.empty(3, len(hidden), dtype=dtype, device=hidden.device)
+        for rows in _chunks(len(hidden), len(weight)):
+            logits = _logits(hidden[rows], weight, temperature)
+            top = logits.amax(-1)
+            if ranks > 1:
+                dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
+            logits -= top[:, None]
+            local, mine = _local(targets[rows], first, len(weight))
+            chosen = logits.gather(1, local[:, None])[:, 0] * mine
+            exponentials = logits.exp()
+            sums = torch.stack([exponentials.sum(-1), (exponentials * logits).sum(-1), chosen])
+            if ranks > 1:
+                dist.all_reduce(sums, group=group)
+            log_sum = sums[0].log()
+            logprobs[rows] = sums[2] - log_sum
+            entropies[rows] = log_sum - sums[1] / sums[0]
+            normalisers[rows] = top + log_sum
+        ctx.save_for_backward(hidden, weight, targets, normalisers)
+        ctx.temperature, ctx.first = temperature, first
+        ctx.mark_non_differentiable(entropies)
+        return logprobs, entropies
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, targets, normalisers = ctx.saved_tensors
+        scaled = gradients[0] / ctx.temperature
+        grad_hidden = torch.empty_like(hidden)
+        grad_weight = torch.zeros_like(weight, dtype=normalisers.dtype)
+        for rows in _chunks(len(hidden), len(weight)):
+            grad = _logits(hidden[rows], weight, ctx.temperature).sub_(normalisers[rows, None]).exp_().neg_()
+            local, mine = _local(targets[rows], ctx.first, len(weight))
+            grad.scatter_add_(1, local[:, None], mine[:, None].to(grad.dtype))
+            grad = grad.mul_(scaled[rows, None]).to(weight.dtype)
+            grad_hidden[rows] = product(grad, weight.t())
+            grad_weight += weight_gradient(grad, hidden[rows])
+        return grad_hidden, grad_weight.to(weight.dtype), None, None, None
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
+    logits = product(hidden, weight).to(_wide(weight.dtype))
+    return logits if temperature == 1.0 else logits.div_(temperature)
+
+
+def _local(targets: Tensor, first: int, rows: int) -> tuple[Tensor, Tensor]:
+    """Row of each target on this rank (0 for others' targets), and whether it is this rank's."""
+    local = targets - first
+    mine = (local >= 0) & (local < rows)
+    return local * mine, mine
+
+
+def _chunks(rows: int, width: int) -> list[slice]:
+    size = max(1, CHUNK_ELEMENTS // max(1, width))
+    return [slice(low, min(low + size, rows)) for low in range(0, rows, size)]

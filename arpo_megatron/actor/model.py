@@ -1,0 +1,211 @@
+"""The policy: Megatron's GPTModel over a pack instead of a batch of sequences.
+
+Three things differ from GPTModel: positions are depths in the tree, the core attention is `TreeAttention`, and the
+output is the log-prob and entropy of every predicted token, not logits.
+"""
+
+from typing import Any
+
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from torch import Tensor, nn
+from torch.nn.functional import rms_norm, silu
+
+from arpo_megatron.actor.attention import TreeAttention
+from arpo_megatron.actor.linear import CpuColumnParallelLinear, CpuRowParallelLinear
+from arpo_megatron.actor.logprobs import target_logprobs
+from arpo_megatron.config import ParallelConfig
+from arpo_megatron.errors import UserError
+from arpo_megatron.weights.shape import ModelShape
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+"""Names of parameter types; float64 is for tests of exactness."""
+
+
+class RMSNorm(nn.Module):
+    """RMSNorm in the shape of a layer spec's norm, usable under sequence parallelism.
+
+    Megatron's own wrapper refuses sequence parallelism; all it takes is the mark that makes the weight's gradient be
+    summed over the tensor-parallel ranks.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.eps = eps
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[..., hidden_size] -> the same."""
+        return rms_norm(hidden, self.weight.shape, self.weight, self.eps)
+
+
+class TreeGPTModel(GPTModel):  # type: ignore[misc]
+    """GPTModel whose input is one pack and whose output are log-probs."""
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        position_ids: Tensor,
+        subtree_end: Tensor,
+        predictors: Tensor,
+        targets: Tensor,
+        temperature: float = 1.0,
+    ) -> tuple[Tensor, Tensor] | Tensor:
+        """Log-probs and entropies of the predicted tokens.
+
+        Args:
+            token_ids: int64[n]; n a multiple of the tensor-parallel size under sequence parallelism.
+            position_ids: int64[n], depth of each token in its own trajectory.
+            subtree_end: int32[n], the attention mask (see attention.py).
+            predictors: int64[m], positions whose hidden states predict the targets.
+            targets: int64[m], the predicted token ids.
+            temperature: log-probs are those of logits / temperature.
+
+        Returns:
+            float32[m] log-probs in nats and float32[m] entropies without gradient; on a pipeline stage that is not the
+            last, hidden states [n, 1, hidden].
+        """
+        embedded = self.embedding(token_ids[None], position_ids[None]) if self.pre_process else None
+        frequencies = torch.outer(position_ids.to(self.rotary_pos_emb.inv_freq.dtype), self.rotary_pos_emb.inv_freq)
+        hidden = self.decoder(
+            hidden_states=embedded,
+            attention_mask=subtree_end,
+            rotary_pos_emb=torch.cat([frequencies, frequencies], dim=-1)[:, None, None],
+        )
+        if not self.post_process:
+            return hidden  # type: ignore[no-any-return]
+        group = self.pg_collection.tp
+        # Whichever way the whole hidden states come to be, their gradient is summed over the vocabulary's shards.
+        if self.config.sequence_parallel:
+            hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden, group=group)
+        elif group.size() > 1:
+            hidden = tensor_parallel.copy_to_tensor_model_parallel_region(hidden, group=group)
+        head = (
+            self.shared_embedding_or_output_weight()
+            if self.share_embeddings_and_output_weights
+            else self.output_layer.weight
+        )
+        return target_logprobs(
+            hidden.squeeze(1).index_select(0, predictors), head, targets, temperature=temperature, group=group
+        )
+
+
+def build_model(
+    shape: ModelShape, parallel: ParallelConfig, dtype: str | torch.dtype, *, initialize: bool = True
+) -> TreeGPTModel:
+    """The model of this rank, on its device, in training mode (there is no dropout).
+
+    Args:
+        shape: sizes and family traits.
+        parallel: the layout that Megatron's parallel state was initialized with.
+        dtype: of parameters and activations.
+        initialize: draw random weights from torch's generator, the same whatever the layout; False leaves them
+            undefined for a load that follows.
+
+    Raises:
+        UserError: heads, MLP or vocabulary cannot be divided by `parallel.tensor`.
+    """
+    _check_divisible(shape, parallel)
+    config = transformer_config(
+        shape, parallel, DTYPES[dtype] if isinstance(dtype, str) else dtype, initialize=initialize
+    )
+    model = TreeGPTModel(
+        config=config,
+        transformer_layer_spec=_block_spec(config),
+        vocab_size=shape.vocabulary,
+        max_sequence_length=shape.max_positions,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        parallel_output=True,
+        share_embeddings_and_output_weights=shape.tied,
+        position_embedding_type="rope",
+        rotary_base=shape.rope_theta,
+    )
+    if (stretch := shape.rope_scaling) is not None:
+        # Megatron's own switch has Llama 3.1's bounds as constants; its function takes any.
+        rotary = model.rotary_pos_emb
+        rotary.inv_freq = rotary._apply_scaling(
+            rotary.inv_freq,
+            stretch.factor,
+            stretch.low_freq_factor,
+            stretch.high_freq_factor,
+            stretch.original_max_positions,
+        )
+    return model.to(torch.cuda.current_device()) if torch.cuda.is_available() else model
+
+
+def transformer_config(
+    shape: ModelShape, parallel: ParallelConfig, dtype: torch.dtype, *, initialize: bool = True
+) -> TransformerConfig:
+    """Megatron's configuration for `shape`. Fusions that need CUDA extensions are off."""
+    recompute: dict[str, Any] = (
+        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+        if parallel.recompute
+        else {}
+    )
+    return TransformerConfig(
+        num_layers=shape.layers,
+        hidden_size=shape.hidden,
+        num_attention_heads=shape.heads,
+        num_query_groups=shape.kv_heads,
+        kv_channels=shape.head_dim,
+        ffn_hidden_size=shape.ffn,
+        normalization="RMSNorm",
+        layernorm_epsilon=shape.norm_eps,
+        gated_linear_unit=True,
+        activation_func=silu,
+        add_bias_linear=False,
+        add_qkv_bias=shape.qkv_bias,
+        qk_layernorm=shape.qk_norm,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        bf16=dtype == torch.bfloat16,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        tensor_model_parallel_size=parallel.tensor,
+        sequence_parallel=parallel.sequence,
+        use_cpu_initialization=not torch.cuda.is_available(),
+        perform_initialization=initialize,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=False,
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
+        # The loss arrives normalised over the whole minibatch: gradients are summed over micro-batches and
+        # data-parallel ranks, and this switch turns off both of Megatron's averages.
+        calculate_per_token_loss=True,
+        **recompute,
+    )
+
+
+def _block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
+    """Megatron's local layer spec with our norms and core attention."""
+    layer: ModuleSpec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+    layer.submodules.input_layernorm = RMSNorm
+    layer.submodules.pre_mlp_layernorm = RMSNorm
+    attention = layer.submodules.self_attention.submodules
+    attention.core_attention = TreeAttention
+    if not torch.cuda.is_available():
+        attention.linear_qkv = layer.submodules.mlp.submodules.linear_fc1 = CpuColumnParallelLinear
+        attention.linear_proj = layer.submodules.mlp.submodules.linear_fc2 = CpuRowParallelLinear
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    return TransformerBlockSubmodules(layer_specs=[layer] * config.num_layers, layer_norm=RMSNorm)
+
+
+def _check_divisible(shape: ModelShape, parallel: ParallelConfig) -> None:
+    for what, size in (
+        ("query heads", shape.heads),
+        ("key/value heads", shape.kv_heads),
+        ("MLP width", shape.ffn),
+        ("vocabulary", shape.vocabulary),
+    ):
+        if size % parallel.tensor:
+            raise UserError(f"the model's {what} ({size}) cannot be divided by parallel.tensor={parallel.tensor}")

@@ -1,0 +1,200 @@
+"""`arpo`: the command line. Imports of torch and friends wait until a command needs them."""
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+import yaml
+
+from arpo_megatron import resolve, run_directory
+from arpo_megatron.config import JobConfig
+from arpo_megatron.errors import USER_ERROR_EXIT_CODE, UserError
+
+app = typer.Typer(
+    name="arpo",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    help="Train tool-using language models with ARPO. Begin with [bold]arpo demo[/bold]: a tiny agent learns to use "
+    "its tools on two CPU cores, in minutes.",
+)
+
+Recipe = Annotated[str, typer.Argument(help="Recipe name; `arpo recipes` lists them.")]
+Words = Annotated[
+    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, e.g. algorithm.entropy_weight=0.4")
+]
+ConfigFile = Annotated[Path | None, typer.Option("--config", help="YAML file laid over the recipe, below KEY=VALUE.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on with the newest run of this config from its last step.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the resolved config and what would run, then stop.")]
+Seed = Annotated[int | None, typer.Option(help="Everything random follows from it; short for seed=N.")]
+
+
+@app.command()
+def demo(
+    overrides: Words = None,
+    seed: Seed = None,
+    algorithm: Annotated[str, typer.Option(help="arpo, or grpo for the comparison without branching.")] = "arpo",
+    config: ConfigFile = None,
+    resume: Resume = False,
+    dry_run: DryRun = False,
+) -> None:
+    """The main job at laptop size: cold start, evaluation, ARPO, evaluation, export, and one question answered.
+
+    The last line of standard output is one JSON object with the figures.
+    """
+    words = [f"algorithm.name={algorithm}", *(overrides or ())]
+    job = _resolve("quickstart", words, config, seed)
+    if dry_run:
+        return _print_plan(job)
+    from arpo_megatron.demo import run_demo
+
+    print(json.dumps(run_demo(job, resume=resume)), flush=True)
+    return None
+
+
+@app.command()
+def train(
+    recipe: Recipe,
+    overrides: Words = None,
+    config: ConfigFile = None,
+    seed: Seed = None,
+    resume: Resume = False,
+    dry_run: DryRun = False,
+) -> None:
+    """Run a recipe on this machine: cold start where it has one, the ARPO loop, and the export.
+
+    Example: arpo train quickstart algorithm.entropy_weight=0.4 train.steps=20
+    """
+    job = _resolve(recipe, overrides, config, seed)
+    if dry_run:
+        return _print_plan(job)
+    from arpo_megatron.job import run_job
+
+    run_job(job, resume=resume)
+    return None
+
+
+@app.command()
+def sft(
+    recipe: Recipe,
+    overrides: Words = None,
+    config: ConfigFile = None,
+    seed: Seed = None,
+    resume: Resume = False,
+    dry_run: DryRun = False,
+) -> None:
+    """Run only the cold start of a recipe and export the model to RUN_DIR/cold_start."""
+    job = _resolve(recipe, overrides, config, seed)
+    if job.sft.steps == 0:
+        raise UserError(f"recipe {recipe} has no cold start: give sft.steps=N")
+    if dry_run:
+        return _print_plan(job)
+    from arpo_megatron.job import run_sft
+
+    run_sft(job, resume=resume)
+    return None
+
+
+RunDir = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Directory of a run, e.g. runs/quickstart-arpo-seed1")]
+
+
+@app.command("eval")
+def evaluate(
+    run_dir: RunDir,
+    model: Annotated[Path | None, typer.Option(help="Hugging Face directory; default: the run's export.")] = None,
+    tasks: Annotated[int | None, typer.Option(help="How many held-out tasks; default: the run's own number.")] = None,
+) -> None:
+    """Answer a run's held-out tasks through the engine and the tools. Prints one JSON object."""
+    from arpo_megatron.evaluation.run import evaluate_run
+
+    print(json.dumps(evaluate_run(_open_run(run_dir), model=model, tasks=tasks)), flush=True)
+
+
+@app.command()
+def export(
+    run_dir: RunDir,
+    out: Annotated[Path, typer.Option(help="Hugging Face directory to write; must not exist.")],
+    step: Annotated[int | None, typer.Option(help="Step of the checkpoint; default: the newest.")] = None,
+) -> None:
+    """Turn a checkpoint of a run into a Hugging Face directory that transformers and SGLang load."""
+    from arpo_megatron.job import export_checkpoint
+
+    print(export_checkpoint(_open_run(run_dir), out, step))
+
+
+@app.command()
+def trees(
+    run_dir: RunDir,
+    step: Annotated[int | None, typer.Option(help="Step whose trees to draw; default: the last.")] = None,
+    count: Annotated[int, typer.Option(min=1, help="How many trees.")] = 1,
+) -> None:
+    """Draw rollout trees of a run: where they forked, how uncertain the policy was, and who was right."""
+    from arpo_megatron.tree_files import draw_trees
+
+    draw_trees(_open_run(run_dir), step=step, count=count)
+
+
+@app.command()
+def recipes() -> None:
+    """List the recipes."""
+    import importlib
+
+    for name in resolve.recipe_names():
+        summary = (importlib.import_module(f"recipes.{name}").__doc__ or "").strip().splitlines()
+        print(f"{name:18} {summary[0] if summary else ''}")
+
+
+def _resolve(recipe: str, words: Sequence[str] | None, config: Path | None, seed: int | None) -> JobConfig:
+    seeded = [*(words or ()), *([] if seed is None else [f"seed={seed}"])]
+    return resolve.resolve(recipe, file=config, words=seeded)
+
+
+def _open_run(path: Path) -> run_directory.RunDirectory:
+    run = run_directory.RunDirectory(path)
+    if not run.config.is_file():
+        raise UserError(f"{path} is not a run directory (no config.yaml there)")
+    return run
+
+
+def _print_plan(config: JobConfig) -> None:
+    """The resolved config, then the processes and phases in order."""
+    from arpo_megatron.preparation import check_inputs
+
+    check_inputs(config)
+    print(yaml.safe_dump(resolve.dump(config), sort_keys=False), end="")
+    parallel, train_config = config.parallel, config.train
+    print("# plan:")
+    print("#   sandbox  python -m tools_sandbox")
+    print(f"#   engine   SGLang, tensor parallel {config.engine.tensor}, {config.model.dtype}")
+    print(f"#   trainer  {parallel.world_size} rank(s): tensor {parallel.tensor} x data {parallel.data}")
+    print(f"#   cold start: {config.sft.steps} updates of {config.sft.batch} demonstrations")
+    print(
+        f"#   {config.algorithm.name}: {train_config.steps} steps of {train_config.tasks_per_step} tasks x "
+        f"{config.algorithm.samples} trajectories, {config.algorithm.minibatches} update(s) a step"
+    )
+
+
+def main() -> None:
+    """Entry point. A `UserError` is one line on standard error and exit code 2; ctrl-C is exit code 130."""
+    from arpo_megatron.processes import Interrupted, RoleDiedError, interrupt_on_signals
+
+    interrupt_on_signals()
+    try:
+        app()
+    except UserError as error:
+        print(f"arpo: {error}", file=sys.stderr)
+        sys.exit(USER_ERROR_EXIT_CODE)
+    except RoleDiedError as error:
+        print(f"arpo: {error}", file=sys.stderr)
+        sys.exit(1)
+    except Interrupted:
+        print("arpo: interrupted; the same command with --resume goes on from the last step", file=sys.stderr)
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Evaluation of Hugging Face models through the engine and the tools."""

@@ -1,0 +1,55 @@
+"""`arpo eval`: the held-out tasks of a run, answered by one of its models."""
+
+from pathlib import Path
+from typing import Any
+
+from arpo_megatron import resolve
+from arpo_megatron.errors import UserError
+from arpo_megatron.launch import services, start_rollouts
+from arpo_megatron.preparation import load_data, load_tokenizer, prepare
+from arpo_megatron.processes import Roles
+from arpo_megatron.rewards import make_reward
+from arpo_megatron.rewards.base import score_tree
+from arpo_megatron.rollout.service import GrowSettings
+from arpo_megatron.run_directory import RunDirectory
+
+
+def evaluate_run(run: RunDirectory, *, model: Path | None, tasks: int | None) -> dict[str, Any]:
+    """Answer held-out tasks with `model` (None: the run's export), one trajectory each.
+
+    Returns:
+        success, accuracy and format shares in [0, 1], tool calls, the number of tasks and of those not answered.
+
+    Raises:
+        UserError: the run has no such model.
+        RoleDiedError: the engine or the tool service did not start.
+    """
+    config = resolve.load(run.config)
+    model = model or run.export
+    if not (model / "config.json").is_file():
+        raise UserError(f"{model} is no Hugging Face model; name one with --model")
+    with run.locked(), Roles(run.logs) as roles:
+        prepare(config, run)
+        tokenizer = load_tokenizer(model)
+        chosen = load_data(config, tokenizer).held_out[: tasks or config.evaluation.tasks]
+        with services(config, run, roles, model) as ready:
+            rollouts = start_rollouts(config, model, run.logs / "rollout.log", ready)
+            try:
+                report = rollouts.grow(chosen, step=0, version=0, settings=GrowSettings.evaluation(config))
+            finally:
+                rollouts.close()
+    reward, by_id = make_reward(config.reward), {task.id: task for task in chosen}
+    scores = [
+        score_tree(reward, tree, by_id[tree.task_id], lambda ids: str(tokenizer.decode(ids)))[0]
+        for tree in report.trees
+    ]
+    threshold, count = config.reward.success_threshold, max(1, len(chosen))
+    return {
+        "model": str(model),
+        "tasks": len(chosen),
+        "not_answered": len(report.failed),
+        "success": sum(score.accuracy > threshold for score in scores) / count,
+        "accuracy": sum(score.accuracy for score in scores) / count,
+        "format_ok": sum(score.format_ok for score in scores) / count,
+        "tool_calls": report.stats.counts.calls_executed,
+    }

@@ -1,0 +1,122 @@
+"""A whole job on this machine: prepare, cold start, train, export. The command line calls these functions."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from arpo_megatron import resolve, run_directory
+from arpo_megatron.config import JobConfig
+from arpo_megatron.errors import UserError
+from arpo_megatron.launch import run_trainer, services
+from arpo_megatron.monitor.events import EventReader
+from arpo_megatron.monitor.progress import Progress
+from arpo_megatron.preparation import check_inputs, prepare
+from arpo_megatron.processes import Roles
+from arpo_megatron.run_directory import RunDirectory
+
+
+def run_job(config: JobConfig, *, resume: bool) -> RunDirectory:
+    """Run a recipe from its beginning, or from where its newest run stopped, to the export.
+
+    Raises:
+        UserError: an input is missing, or there is nothing to resume.
+        RoleDiedError: a process of the job died; the message names its log.
+    """
+    with opened(config, resume=resume) as run, watching(run) as (progress, poll), Roles(run.logs) as roles:
+        run_phases(config, run, roles, progress, poll)
+        progress.note(f"exported to {run.export}")
+    return run
+
+
+def run_phases(
+    config: JobConfig, run: RunDirectory, roles: Roles, progress: Progress, poll: Callable[[], None]
+) -> None:
+    """Prepare, cold start where the recipe has one, train; what a stopped run has done already is not done again."""
+    _prepare(config, run, progress)
+    if config.sft.steps:
+        _cold_start(config, run, roles, progress, poll)
+    if run.result.exists():
+        progress.note("training is done already")
+    else:
+        _train(config, run, roles, progress, poll)
+
+
+def run_sft(config: JobConfig, *, resume: bool) -> RunDirectory:
+    """Only the cold start. Raises as `run_job` does."""
+    with opened(config, resume=resume) as run, watching(run) as (progress, poll), Roles(run.logs) as roles:
+        _prepare(config, run, progress)
+        _cold_start(config, run, roles, progress, poll)
+        progress.note(f"exported to {run.cold_start}")
+    return run
+
+
+def export_checkpoint(run: RunDirectory, out: Path, step: int | None) -> Path:
+    """Write checkpoint `step` (None: the newest) of a run as a Hugging Face directory.
+
+    Raises:
+        UserError: `out` exists, or there is no such checkpoint.
+        RoleDiedError: the conversion failed; the message names its log.
+    """
+    if out.exists():
+        raise UserError(f"{out} exists already; name a directory that does not")
+    found = sorted(path for path in run.checkpoints.glob("step_*") if path.suffix != ".tmp")
+    wanted = [path for path in found if step is None or int(path.name.removeprefix("step_")) == step]
+    if not wanted:
+        have = ", ".join(path.name for path in found) or "none"
+        raise UserError(f"{run.path} has no checkpoint{'' if step is None else f' of step {step}'}; it has: {have}")
+    config = resolve.load(run.config)
+    with run.locked(), Roles(run.logs) as roles:
+        arguments = [str(wanted[-1]), str(out)]
+        run_trainer("arpo_megatron.convert", config, run, roles, arguments=arguments)
+    return out
+
+
+@contextmanager
+def opened(config: JobConfig, *, resume: bool) -> Iterator[RunDirectory]:
+    """A checked and locked run directory: a fresh one, or the newest of this config."""
+    check_inputs(config)
+    run = run_directory.existing(config) if resume else run_directory.fresh(config)
+    with run.locked():
+        run.remove_partial()  # what a kill -9 left
+        try:
+            yield run
+        finally:
+            run.remove_partial()
+
+
+@contextmanager
+def watching(run: RunDirectory) -> Iterator[tuple[Progress, Callable[[], None]]]:
+    """The live display, and the function that feeds it with what the trainer has said since the last call."""
+    reader = EventReader(run.events)
+    with Progress() as progress:
+
+        def poll() -> None:
+            for event in reader.new():
+                progress.event(event)
+
+        yield progress, poll
+
+
+def _prepare(config: JobConfig, run: RunDirectory, progress: Progress) -> None:
+    progress.phase("prepare")
+    data = prepare(config, run)
+    progress.note(f"run directory {run.path}: {len(data.train)} training tasks, {len(data.held_out)} held out")
+    if data.bad_rows:
+        first = data.bad_rows[0]
+        progress.note(f"{len(data.bad_rows)} bad rows skipped, listed in {run.path / 'bad_rows.jsonl'}; first: {first}")
+
+
+def _cold_start(
+    config: JobConfig, run: RunDirectory, roles: Roles, progress: Progress, poll: Callable[[], None]
+) -> None:
+    if (run.cold_start / "config.json").exists():
+        progress.note("the cold start is done already")
+        return
+    run_trainer("arpo_megatron.sft", config, run, roles, poll=poll)
+
+
+def _train(config: JobConfig, run: RunDirectory, roles: Roles, progress: Progress, poll: Callable[[], None]) -> None:
+    progress.phase("start engine and tools")
+    model = run.cold_start if config.sft.steps else config.model.path or run.initial_model
+    with services(config, run, roles, model) as ready:
+        run_trainer("arpo_megatron.train", config, run, roles, env=ready.environment, poll=poll)

@@ -1,0 +1,116 @@
+"""Metrics of a run: RUN_DIR/metrics.jsonl, one JSON object a step, and Weights & Biases where configured."""
+
+import json
+import math
+import os
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from arpo_megatron import resolve
+from arpo_megatron.config import JobConfig
+from arpo_megatron.errors import UserError
+
+Value = float | int | str | bool | None
+
+
+class MetricsLog:
+    """Appends the metrics of each step, so that every step is there once, whatever was interrupted and resumed.
+
+    A resumed run repeats the steps after its last checkpoint; their first rows are replaced. The wandb run has one id,
+    kept in RUN_DIR/wandb_run_id, so a resumed run goes on in the same curves.
+
+    Args:
+        run_dir: the run directory, which exists.
+        config: says whether and how wandb is used; its values are logged there.
+
+    Raises:
+        UserError: wandb cannot be started (no login in online mode, for example).
+    """
+
+    def __init__(self, run_dir: Path, config: JobConfig) -> None:
+        self._path = run_dir / "metrics.jsonl"
+        self._last_step = _repair(self._path)
+        mode = config.monitor.wandb
+        self._wandb = None if mode == "off" else _start_wandb(run_dir, config, mode)
+
+    def log(self, row: Mapping[str, Any]) -> None:
+        """Write one step, `row["step"]` counting from 1. Values are numbers or text; NaN and infinity become null."""
+        plain = {key: _plain(value) for key, value in row.items()}
+        step = int(row["step"])
+        if step <= self._last_step:
+            _keep_before(self._path, step)
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(plain) + "\n")
+        self._last_step = step
+        if self._wandb is not None:
+            self._wandb.log(plain)
+
+    def close(self) -> None:
+        """End the wandb run, if there is one."""
+        if self._wandb is not None:
+            self._wandb.finish()
+
+
+def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """The rows of a run, in order; none where it has not logged yet."""
+    path = run_dir / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+
+
+def _plain(value: Any) -> Value:
+    """A JSON value: numpy scalars become Python numbers, and NaN and infinities null."""
+    if hasattr(value, "item"):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if value is None or isinstance(value, int | float | str | bool):
+        return value
+    raise TypeError(f"a metric is a number or text, not {type(value).__name__}")
+
+
+def _repair(path: Path) -> int:
+    """Cut off a line that a crash left half-written; returns the last whole row's step, 0 without one."""
+    if not path.exists():
+        return 0
+    data = path.read_bytes()
+    whole = data[: data.rfind(b"\n") + 1]
+    if len(whole) < len(data):
+        os.truncate(path, len(whole))
+    lines = whole.splitlines()
+    return int(json.loads(lines[-1])["step"]) if lines else 0
+
+
+def _keep_before(path: Path, step: int) -> None:
+    """Leave out the rows of `step` and later; the file is the old or the new one at any moment."""
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    partial = path.with_suffix(".tmp")
+    partial.write_text("".join(line for line in lines if json.loads(line)["step"] < step), encoding="utf-8")
+    partial.replace(path)
+
+
+def _start_wandb(run_dir: Path, config: JobConfig, mode: Literal["offline", "online"]) -> Any:
+    """A wandb run that an earlier part of this run may have begun."""
+    import wandb
+
+    id_file = run_dir / "wandb_run_id"
+    if not id_file.exists():
+        id_file.write_text(uuid.uuid4().hex[:8] + "\n")
+    try:
+        run = wandb.init(
+            project=config.monitor.wandb_project,
+            name=run_dir.name,
+            id=id_file.read_text().strip(),
+            resume="allow",
+            mode=mode,
+            dir=run_dir,
+            config=resolve.dump(config),
+            settings=wandb.Settings(silent=True, console="off"),
+        )
+    except wandb.errors.Error as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(f"monitor.wandb={mode}: {reason}; or use monitor.wandb=offline") from None
+    # Steps of a resumed run come twice; wandb drops those when they are its own step counter, but not as a metric.
+    run.define_metric("*", step_metric="step")
+    return run

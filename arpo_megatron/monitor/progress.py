@@ -1,0 +1,162 @@
+"""The display of a running job, on standard error: a live table in a terminal, plain lines anywhere else.
+
+Standard output stays free for results that programs read.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any, Self
+
+from rich.console import Console, ConsoleRenderable, Group, RichCast
+from rich.live import Live
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+
+Row = Mapping[str, Any]
+Renderable = ConsoleRenderable | RichCast | str
+
+STEP_PHASES = frozenset({"rollout", "reward", "logprobs", "update", "push", "save"})
+"""Phases inside a step: shown live, and as seconds in the step's row, but not as lines of their own."""
+
+_ROWS_SHOWN = 12
+
+
+def _number(key: str, form: str) -> Callable[[Row], str]:
+    return lambda row: "-" if row.get(key) is None else format(row[key], form)
+
+
+def _step(row: Row) -> str:
+    return f"{row['step']}/{row['steps']}" if "steps" in row else str(row["step"])
+
+
+def _calls(row: Row) -> str:
+    executed, inherited = row.get("tool_calls_executed"), row.get("tool_calls_inherited")
+    return "-" if executed is None else f"{executed:.0f}+{inherited or 0:.0f}"
+
+
+def _seconds(row: Row) -> str:
+    phases = {key.removeprefix("seconds/"): value for key, value in row.items() if key.startswith("seconds/")}
+    parts = [f"{name} {value:.1f}" for name, value in phases.items() if value >= 0.05]
+    return " ".join(parts) or "-"
+
+
+COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
+    ("step", _step),
+    ("reward", _number("reward", ".3f")),
+    ("success", _number("success", ".1%")),
+    ("forks", _number("forks", ".0f")),
+    ("calls+inherited", _calls),
+    ("cached", _number("cached_prompt_share", ".0%")),
+    ("log-prob gap", _number("logprob_gap", ".1e")),
+    ("tokens/s", _number("tokens_per_s", ".0f")),
+    ("seconds by phase", _seconds),
+)
+"""Title and content of each column; a row is what `MetricsLog.log` gets, and a value it lacks is shown as "-"."""
+
+
+class Progress:
+    """Shows phases, steps and notes of a job. Use it as a context manager.
+
+    Args:
+        console: where to; standard error by default.
+    """
+
+    def __init__(self, console: Console | None = None) -> None:
+        self.console = console or Console(stderr=True)
+        self._started = time.monotonic()
+        self._rows: deque[Row] = deque(maxlen=_ROWS_SHOWN)
+        self._spinner = Spinner("dots", Text(""))
+        self._phase = ""
+        self._live = Live(
+            console=self.console, get_renderable=self._picture, refresh_per_second=2, redirect_stdout=False
+        )
+
+    def __enter__(self) -> Self:
+        if self.console.is_terminal:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._spinner = Spinner("dots", Text(""))
+        self._phase = ""
+        if self._live.is_started:
+            self._live.stop()
+
+    def event(self, event: Mapping[str, Any]) -> None:
+        """Show one event of `monitor.events`. Raises ValueError for a kind that is not known."""
+        fields = {key: value for key, value in event.items() if key not in ("time", "kind")}
+        match event["kind"]:
+            case "phase":
+                self.phase(fields["name"])
+            case "progress":
+                self._say(f"{self._phase}: {fields['text']}")
+            case "note":
+                self.note(fields["text"])
+            case "step":
+                self.step(fields)
+            case "cold_start":
+                self.cold_start(**fields)
+            case "evaluation":
+                self.evaluation(fields["when"], fields["success"])
+            case other:
+                raise ValueError(f"unknown event kind {other!r}")
+
+    def phase(self, name: str) -> None:
+        """What the job does now."""
+        if name != self._phase and name not in STEP_PHASES and not self._live.is_started:
+            self._line(name)
+        self._phase = name
+        self._say(name)
+
+    def note(self, text: str) -> None:
+        """A line that stays."""
+        self._line(text)
+
+    def show(self, renderable: Renderable) -> None:
+        """Anything that Rich can draw; it stays."""
+        self.console.print(renderable)
+
+    def step(self, row: Row) -> None:
+        """The figures of a finished step, with `steps` as the number of all steps."""
+        self._rows.append(row)
+        if self._live.is_started:
+            return
+        fields = [f"{title} {content(row)}" for title, content in COLUMNS if content(row) != "-"]
+        self._line(" | ".join(fields))
+
+    def cold_start(self, *, update: int, updates: int, loss: float, seconds: float) -> None:
+        """How far supervised training is."""
+        text = f"cold start: update {update}/{updates}, loss {loss:.3f}, {seconds:.0f} s"
+        if self._live.is_started and update < updates:
+            self._say(text)
+        else:
+            self._line(text)
+
+    def evaluation(self, when: str, success: float) -> None:
+        """Held-out success, in [0, 1], before or after training."""
+        self._line(f"held-out success {when} training: {success:.1%}")
+
+    def _line(self, text: str) -> None:
+        minutes, seconds = divmod(int(time.monotonic() - self._started), 60)
+        # No markup: paths and answers may hold square brackets. No wrapping: a line of a log is one line.
+        self.console.print(Text(f"{minutes:3d}:{seconds:02d} {text}"), soft_wrap=True)
+
+    def _say(self, text: str) -> None:
+        """Text beside the spinner."""
+        self._spinner.update(text=Text(text))
+
+    def _picture(self) -> ConsoleRenderable:
+        parts: list[ConsoleRenderable] = []
+        if self._rows:
+            table = Table(*(title for title, _ in COLUMNS), box=None, pad_edge=False, header_style="bold")
+            for row in list(self._rows):  # a copy: the display draws in a thread of its own
+                table.add_row(*(content(row) for _, content in COLUMNS))
+            parts.append(table)
+        if self._phase:
+            parts.append(self._spinner)
+        return Group(*parts)

@@ -1,0 +1,138 @@
+"""What a job needs before its first process starts: the tasks, the model to begin with, the tool service's config.
+
+`load_data` is a pure function of the config, so the command line and every trainer rank see the same tasks.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from arpo_megatron.config import JobConfig
+from arpo_megatron.errors import UserError
+from arpo_megatron.run_directory import RunDirectory
+from arpo_megatron.tasks.base import Task
+from arpo_megatron.tasks.generated import GeneratedTasks, generate
+
+if TYPE_CHECKING:  # transformers imports torch: seconds that `arpo --help` need not take
+    from transformers import PreTrainedTokenizerFast
+
+
+@dataclass(frozen=True, slots=True)
+class JobData:
+    """The tasks of a job.
+
+    Attributes:
+        train: what the policy practises on.
+        held_out: what it is evaluated on; never trained.
+        facts: name -> value of generated tasks; empty for other data.
+        bad_rows: rows that were skipped, each with its place and the reason.
+    """
+
+    train: Sequence[Task]
+    held_out: Sequence[Task]
+    facts: Mapping[str, int] = field(default_factory=dict)
+    bad_rows: Sequence[Mapping[str, Any]] = ()
+
+
+def model_path(config: JobConfig, run: RunDirectory) -> Path:
+    """The Hugging Face directory that training begins with."""
+    return config.model.path or run.initial_model
+
+
+def load_tokenizer(directory: Path) -> "PreTrainedTokenizerFast":
+    """The tokenizer of a Hugging Face directory. Raises UserError where there is none."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+        return tokenizer  # type: ignore[no-any-return]
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(f"model.path={directory}: no tokenizer can be loaded from there: {reason}") from None
+
+
+def load_data(config: JobConfig, tokenizer: "PreTrainedTokenizerFast") -> JobData:
+    """Read or make the tasks. Raises UserError for a missing or unusable file."""
+    data = config.data
+    if data.kind == "generated":
+        made = generate(config.seed, data.tasks, data.held_out)
+        return JobData(made.train, made.held_out, made.facts)
+    from arpo_megatron.tasks.arpo_parquet import read_parquet
+
+    read = read_parquet(_parquet_path(config), tokenizer=tokenizer, max_prompt_tokens=data.max_prompt_tokens)
+    if len(read.tasks) <= data.held_out:
+        raise UserError(f"data.path={data.path}: {len(read.tasks)} usable rows, but data.held_out={data.held_out}")
+    cut = len(read.tasks) - data.held_out
+    return JobData(read.tasks[:cut], read.tasks[cut:], bad_rows=[asdict(row) for row in read.bad_rows])
+
+
+def check_inputs(config: JobConfig) -> None:
+    """Look for every file that the config names. Raises UserError before anything is written or started."""
+    if config.model.path is not None and not (config.model.path / "config.json").is_file():
+        raise UserError(f"model.path={config.model.path}: no Hugging Face model there (config.json is missing)")
+    if config.data.kind == "arpo_parquet":
+        path = _parquet_path(config)
+        if not path.is_file():
+            raise UserError(f"data.path={path}: no such file; name one with data.path=FILE.parquet")
+        cache = config.data.search_cache
+        if cache is not None and not cache.is_file():
+            raise UserError(f"data.search_cache={cache}: no such file")
+
+
+def prepare(config: JobConfig, run: RunDirectory) -> JobData:
+    """Fill a run directory with what its roles read; what is there already is kept. Raises UserError."""
+    if config.model.path is None and not (run.initial_model / "model.safetensors").exists():
+        _make_model(config, run)
+    data = load_data(config, load_tokenizer(model_path(config, run)))
+    sources = []
+    if data.facts:
+        GeneratedTasks((), (), data.facts).write_corpus(run.corpus)
+        sources = [{"path": str(run.corpus.resolve()), "format": "jsonl"}]
+    elif cache := _search_cache(config):
+        sources = [{"path": str(cache.resolve()), "format": "arpo_cache"}]
+    run.sandbox_config.write_text(yaml.safe_dump(_sandbox_values(config, sources)), encoding="utf-8")
+    if data.bad_rows:
+        lines = (json.dumps(row) + "\n" for row in data.bad_rows)
+        (run.path / "bad_rows.jsonl").write_text("".join(lines), encoding="utf-8")
+    return data
+
+
+def _sandbox_values(config: JobConfig, sources: list[dict[str, str]]) -> dict[str, Any]:
+    """The tool service's own config file, from the job's."""
+    sandbox = config.sandbox
+    return {
+        "limits": {"time_s": sandbox.python_timeout_s, "memory_mb": sandbox.python_memory_mb},
+        "python": {"preload": list(sandbox.preload)},
+        "search": {"sources": sources, "max_results": sandbox.search_results},
+    }
+
+
+def _make_model(config: JobConfig, run: RunDirectory) -> None:
+    from arpo_megatron.tasks import tokenizers
+    from arpo_megatron.weights.random_init import save_random_weights
+
+    if config.data.kind == "generated":
+        tokenizer = tokenizers.generated_tokenizer()
+    else:
+        from arpo_megatron.tasks.arpo_parquet import read_texts
+
+        tokenizer = tokenizers.train_bpe(read_texts(_parquet_path(config)), config.model.vocabulary_size)
+    tokenizers.make_model_directory(run.initial_model, config.model, tokenizer)
+    save_random_weights(run.initial_model, seed=config.seed)
+
+
+def _parquet_path(config: JobConfig) -> Path:
+    if config.data.path is None:
+        raise UserError("data.kind=arpo_parquet needs data.path=FILE.parquet")
+    return config.data.path
+
+
+def _search_cache(config: JobConfig) -> Path | None:
+    if config.data.search_cache is not None:
+        return config.data.search_cache
+    beside = _parquet_path(config).with_name("search_cache.json")
+    return beside if beside.is_file() else None

@@ -1,0 +1,34 @@
+"""Scores of short answers in words: exact match and token F1, normalised as in SQuAD (arXiv 1606.05250)."""
+
+import re
+import string
+from collections import Counter
+
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_UNGRADED = ("yes", "no", "noanswer")
+
+
+def normalise(text: str) -> str:
+    """Lower case, without ASCII punctuation, articles and repeated white space."""
+    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
+
+
+def exact_match(answer: str, truth: str) -> float:
+    """1.0 where both are the same after normalisation."""
+    return float(normalise(answer) == normalise(truth))
+
+
+def token_f1(answer: str, truth: str) -> float:
+    """Harmonic mean of token precision and recall after normalisation, in [0, 1].
+
+    "yes", "no" and "noanswer" are right or wrong as a whole, as in HotpotQA's scorer.
+    """
+    given, expected = normalise(answer), normalise(truth)
+    if given != expected and (given in _UNGRADED or expected in _UNGRADED):
+        return 0.0
+    given_tokens, expected_tokens = given.split(), expected.split()
+    common = sum((Counter(given_tokens) & Counter(expected_tokens)).values())
+    if common == 0:
+        return 0.0
+    return 2.0 * common / (len(given_tokens) + len(expected_tokens))

@@ -1,0 +1,58 @@
+"""The scorer of the authors' released code, errors included, so that published runs can be compared.
+
+It grades mathematics by token F1 without punctuation ("6" and "-6" are the same, "\\frac12" and "\\dfrac12" are not),
+counts tags anywhere in the text, tool results included, and takes a made-up <result> for a real one.
+"""
+
+from dataclasses import dataclass
+
+from arpo_megatron.rewards.base import Score
+from arpo_megatron.rewards.qa import token_f1
+from arpo_megatron.rewards.tag_format import last_boxed
+from arpo_megatron.tasks.base import Task
+
+
+@dataclass(frozen=True, slots=True)
+class ReleasedReward:
+    """Token F1 of the boxed answer, plus `tool_bonus` where it is positive and both tools' tags occur."""
+
+    format_penalty: float = -1.0
+    tool_bonus: float = 0.1
+
+    def score_text(self, response: str, task: Task) -> Score:
+        """Score the decoded text after the prompt."""
+        reason = _broken_rule(response)
+        start, end = response.find("<answer>"), response.find("</answer>")
+        answer = None if reason else last_boxed(response[start:end])
+        if answer is None:
+            return Score(self.format_penalty, 0.0, format_ok=False, reason=reason or "\\boxed{} is not closed")
+        f1 = token_f1(answer, task.ground_truth)
+        both = "</search>" in response and "</python>" in response
+        bonus = self.tool_bonus if f1 > 0.0 and both else 0.0
+        return Score(f1 + bonus, f1, format_ok=True, parts={"f1": f1, "tool_bonus": bonus}, answer=answer)
+
+
+def _broken_rule(text: str) -> str:
+    """The first rule the released check finds broken, or an empty string."""
+    if text.count("<think>") == 0 or text.count("<think>") != text.count("</think>"):
+        return "<think> is not paired"
+    if text.count("<answer>") != 1 or text.count("</answer>") != 1:
+        return "not exactly one answer"
+    for tool in ("search", "python"):
+        if not _every_call_has_a_result(text, tool):
+            return f"<{tool}> without a <result>"
+    answer = text[text.find("<answer>") : text.find("</answer>")]
+    return "" if "\\boxed{" in answer and "}" in answer else "no \\boxed{} in the answer"
+
+
+def _every_call_has_a_result(text: str, tool: str) -> bool:
+    """Whether after every <tool> come </tool>, <result> and </result> in this order, whatever stands between them."""
+    position = text.find(f"<{tool}>")
+    while position >= 0:
+        for tag in (f"</{tool}>", "<result>", "</result>"):
+            following = text.find(tag, position)
+            if following < 0 or (tag == f"</{tool}>" and 0 <= text.find("<result>", position) < following):
+                return False
+            position = following
+        position = text.find(f"<{tool}>", position)
+    return True

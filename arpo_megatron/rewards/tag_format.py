@@ -1,0 +1,121 @@
+"""The tag format of a finished trajectory, and where its answer is.
+
+<think>..</think> <search>query</search> <result>..</result> <python>code</python> <result>..</result>
+<answer>..\\boxed{x}..</answer>
+"""
+
+import re
+from dataclasses import dataclass
+
+_TAG = re.compile(r"<(/?)(think|search|python|result|answer)>")
+_TOOLS = ("search", "python")
+_RESULT = re.compile(r"\s*<result>")
+
+
+@dataclass(frozen=True, slots=True)
+class Parsed:
+    """What the tags of a response say.
+
+    Attributes:
+        reason: the first rule that is broken, empty where none is.
+        answer: content of the last box inside the answer; None where the format is broken.
+        tools: names of the tools that were called and answered.
+    """
+
+    reason: str
+    answer: str | None
+    tools: frozenset[str]
+
+
+def parse_response(text: str) -> Parsed:
+    """Check the rules of the ARPO protocol on a whole response.
+
+    At least one paired <think>, exactly one <answer>, every <search> and <python> followed by a <result>, and a
+    \\boxed{} inside the answer. A <result> stands for a call only, and what is inside one (or inside a call) is not
+    read as tags: a web page or a program may contain any text. A thought may name a tool's tag without calling it.
+    """
+    scan = _Scan(text)
+    reason = scan.run()
+    if reason:
+        return Parsed(reason, None, frozenset(scan.tools))
+    if scan.thoughts == 0:
+        return Parsed("no <think>", None, frozenset(scan.tools))
+    if len(scan.answers) != 1:
+        return Parsed(f"{len(scan.answers)} answers instead of one", None, frozenset(scan.tools))
+    answer = last_boxed(scan.answers[0])
+    return Parsed("" if answer is not None else "no \\boxed{} in the answer", answer, frozenset(scan.tools))
+
+
+def last_boxed(text: str) -> str | None:
+    """Content of the last \\boxed{...} with balanced braces, None where there is none."""
+    start = text.rfind("\\boxed{")
+    if start < 0:
+        return None
+    start += len("\\boxed{")
+    depth = 1
+    for position in range(start, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[position], 0)
+        if depth == 0:
+            return text[start:position]
+    return None
+
+
+class _Scan:
+    """Walks over the tags from left to right."""
+
+    def __init__(self, text: str) -> None:
+        self.thoughts = 0
+        self.answers: list[str] = []
+        self.tools: set[str] = set()
+        self._text = text
+        self._position = 0
+
+    def run(self) -> str:
+        """Returns what is wrong, or an empty string."""
+        thinking = False
+        while match := _TAG.search(self._text, self._position):
+            self._position = match.end()
+            closing, name = match[1] == "/", match[2]
+            if name == "think":
+                if closing != thinking:
+                    return "<think> is not paired"
+                thinking = not closing
+                self.thoughts += closing
+            elif closing:
+                return f"</{name}> without <{name}>"
+            elif name == "result":
+                return "<result> without a call"
+            elif thinking and name in _TOOLS and not self._closed_before(f"</{name}>", "</think>"):
+                continue
+            elif problem := self._block(name):
+                return problem
+        return "<think> is not paired" if thinking else ""
+
+    def _block(self, name: str) -> str:
+        """Skip over a call with its result, or over the answer."""
+        content = self._until(f"</{name}>")
+        if content is None:
+            return f"<{name}> is not closed"
+        if name == "answer":
+            self.answers.append(content)
+            return ""
+        if not _RESULT.match(self._text, self._position):
+            return f"<{name}> without a <result>"
+        if self._until("</result>") is None:
+            return "<result> is not closed"
+        self.tools.add(name)
+        return ""
+
+    def _closed_before(self, tag: str, end: str) -> bool:
+        """Whether `tag` comes, and before `end`."""
+        place, limit = self._text.find(tag, self._position), self._text.find(end, self._position)
+        return place >= 0 and (limit < 0 or place < limit)
+
+    def _until(self, tag: str) -> str | None:
+        """Text up to `tag`, which is passed; None where it does not come."""
+        end = self._text.find(tag, self._position)
+        if end < 0:
+            return None
+        content = self._text[self._position : end]
+        self._position = end + len(tag)
+        return content

@@ -1,0 +1,172 @@
+"""What growing cost, and what it should have cost.
+
+`predicted_requests` replays from finished trees alone which requests the grower must have made and how much of each
+prompt the engine's radix cache must have held. The engine reports what it really served from there; the two shares
+differ by more than a few per cent only when something is wrong (evicted prefixes, a lost prefill, requests that were
+repeated).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from arpo_megatron.rollout.policies import BranchPolicy
+from arpo_megatron.tree import Int32Array, Role, RolloutTree
+
+SHORTEST_SHARED_PREFIX = 16
+"""Tokens that all prompts must begin with for the grower to prefill them once, before any prompt."""
+
+
+@dataclass(slots=True)
+class GrowCounts:
+    """What is counted while trees grow; the grower adds to it.
+
+    Attributes:
+        requests: answered engine requests, prefills included.
+        prompt_tokens: tokens sent with them.
+        cached_tokens: how many of those the engine served from its radix cache.
+        tokens_sampled: tokens the engine sampled.
+        calls_executed: tool calls that were sent to the tool service.
+        calls_cached: how many of those it answered from its cache.
+    """
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    tokens_sampled: int = 0
+    calls_executed: int = 0
+    calls_cached: int = 0
+
+    def add(self, other: "GrowCounts") -> None:
+        """Add another count to this one."""
+        for field in fields(self):
+            setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
+
+
+@dataclass(frozen=True, slots=True)
+class GrowStats:
+    """Costs of one call of `grow`: counted on the way (`GrowCounts`), and derived from the finished trees.
+
+    Attributes:
+        counts: of all trees, failed ones included.
+        trees: finished trees.
+        failed: trees that could not be finished.
+        trajectories: leaves of the finished trees.
+        forks: trajectories that began at a fork behind a tool result.
+        calls_inherited: tool results that a trajectory shares with one that made the call, counted once for each
+            further trajectory.
+        unique_tokens: tokens of the trees, each once.
+        flat_tokens: tokens of all trajectories, shared ones counted for each.
+        predicted_prompt_tokens: tokens that should have been sent to the engine.
+        predicted_cached_tokens: how many of those its cache should have served, starting empty.
+        seconds: wall time.
+    """
+
+    counts: GrowCounts
+    trees: int
+    failed: int
+    trajectories: int
+    forks: int
+    calls_inherited: int
+    unique_tokens: int
+    flat_tokens: int
+    predicted_prompt_tokens: int
+    predicted_cached_tokens: int
+    seconds: float
+
+    @property
+    def cached_share(self) -> float:
+        """Part of the prompt tokens that the engine took from its cache."""
+        return self.counts.cached_tokens / max(1, self.counts.prompt_tokens)
+
+    @property
+    def predicted_cached_share(self) -> float:
+        """The same from the trees alone."""
+        return self.predicted_cached_tokens / max(1, self.predicted_prompt_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class PredictedRequest:
+    """One engine request: tokens sent, and how many of them earlier requests must have left in the cache."""
+
+    prompt_tokens: int
+    cached_tokens: int
+
+
+def grow_stats(
+    trees: Sequence[RolloutTree], counts: GrowCounts, policy: BranchPolicy, *, failed: int, seconds: float
+) -> GrowStats:
+    """Put counts and finished trees together."""
+    requests = predicted_requests(trees, policy)
+    forks = inherited = trajectories = 0
+    for tree in trees:
+        leaves = tree.leaves()
+        trajectories += len(leaves)
+        tools = [segment.role is Role.TOOL for segment in tree.segments]
+        inherited += sum(tools[index] for leaf in leaves for index in tree.path(leaf)) - sum(tools)
+        forks += sum(len(below) - 1 for below, tool in zip(tree.children(), tools, strict=True) if tool and below)
+    return GrowStats(
+        counts=counts,
+        trees=len(trees),
+        failed=failed,
+        trajectories=trajectories,
+        forks=forks,
+        calls_inherited=inherited,
+        unique_tokens=sum(tree.unique_tokens for tree in trees),
+        flat_tokens=sum(tree.flat_tokens for tree in trees),
+        predicted_prompt_tokens=sum(request.prompt_tokens for request in requests),
+        predicted_cached_tokens=sum(request.cached_tokens for request in requests),
+        seconds=seconds,
+    )
+
+
+def common_prefix_length(prompts: Sequence[Int32Array]) -> int:
+    """How many tokens all prompts begin with; 0 for fewer than two prompts, or where it is not worth a request."""
+    if len(prompts) < 2:
+        return 0
+    shortest = min(len(prompt) for prompt in prompts)
+    same = np.ones(shortest, dtype=bool)
+    for prompt in prompts[1:]:
+        same &= prompt[:shortest] == prompts[0][:shortest]
+    length = shortest if same.all() else int(same.argmin())
+    return length if length >= SHORTEST_SHARED_PREFIX else 0
+
+
+def predicted_requests(trees: Sequence[RolloutTree], policy: BranchPolicy) -> list[PredictedRequest]:
+    """The requests behind trees that grew together, under `policy`, on an engine with an empty cache.
+
+    First the prefix that all prompts share, then each prompt (once, where several trajectories begin there); then one
+    request for a MODEL segment, or two where a branching decision was taken behind its first k tokens.
+    """
+    shared = common_prefix_length([tree.prompt_ids for tree in trees])
+    requests = [PredictedRequest(shared, 0)] if shared else []
+    for tree in trees:
+        requests += _tree_requests(tree, shared, policy)
+    return requests
+
+
+def _tree_requests(tree: RolloutTree, shared: int, policy: BranchPolicy) -> list[PredictedRequest]:
+    prompt = len(tree.prompt_ids)
+    first = PredictedRequest(prompt, min(shared, prompt - 1))
+    requests = [first] if policy.initial > 1 else []
+    path_tokens = [prompt]
+    continued: set[int] = set()  # segments below which a request has been made
+    for segment in tree.segments[1:]:
+        above = path_tokens[segment.parent]
+        path_tokens.append(above + len(segment))
+        if segment.role is not Role.MODEL:
+            continue
+        if not requests:
+            requests.append(first)
+        elif tree.segments[segment.parent].role is Role.TOOL and segment.parent not in continued:
+            # All but the tool's tokens is there, except the last sampled token, which was never fed to the model.
+            requests.append(PredictedRequest(above, above - len(tree.segments[segment.parent]) - 1))
+        else:
+            # The engine always computes the last token: its logits are wanted.
+            requests.append(PredictedRequest(above, above - 1))
+        continued.add(segment.parent)
+        if segment.branch is not None and len(segment) > policy.measured_tokens:
+            measured = above + policy.measured_tokens
+            requests.append(PredictedRequest(measured, measured - 1))
+    return requests

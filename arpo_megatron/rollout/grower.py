@@ -1,0 +1,309 @@
+"""Growing one tree: a coroutine for each of its paths, none of which waits for another.
+
+A path samples a MODEL segment, has its tool call answered, and goes on below the TOOL segment. Behind a tool result
+it samples the first k tokens by themselves, asks the policy, and forks if told so: siblings start from the tool
+result at once, while the measured path goes on from its k tokens. When all paths have ended, what is left of the
+budget becomes fresh trajectories.
+
+The places in the tree (`PathKey`) are handed out when a path begins, and the finished tree is written in their order,
+so equal decisions and samples give an equal tree whichever request came back first. Which fork gets the last of the
+budget does depend on that.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from arpo_megatron.rollout import protocol
+from arpo_megatron.rollout.accounting import GrowCounts
+from arpo_megatron.rollout.client import EngineClient, EngineFinish, Generation, Sampling
+from arpo_megatron.rollout.policies import BranchPolicy, ForkPoint, PathKey
+from arpo_megatron.tree import BranchRecord, Finish, Float32Array, Int32Array, Role, RolloutTree, ToolRecord
+from tools_sandbox.client import AsyncSandboxClient
+
+
+class PromptTooLongError(ValueError):
+    """The prompt leaves no room for a single token."""
+
+
+class TextCodec(Protocol):
+    """Text to token ids without special tokens added, and back with special tokens kept."""
+
+    def encode(self, text: str) -> list[int]: ...  # noqa: D102
+
+    def decode(self, token_ids: Sequence[int]) -> str: ...  # noqa: D102
+
+
+@dataclass(frozen=True, slots=True)
+class GrowLimits:
+    """Bounds of a trajectory (`config.RolloutConfig`), and `max_length`, those of prompt and response together."""
+
+    max_length: int
+    max_response_tokens: int
+    max_tool_calls: int
+    max_tool_tokens: int
+    tool_timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class GrowContext:
+    """What all trees of one call share."""
+
+    engine: EngineClient
+    sandbox: AsyncSandboxClient
+    codec: TextCodec
+    policy: BranchPolicy
+    sampling: Sampling
+    limits: GrowLimits
+    step: int
+    version: int
+    on_tokens: Callable[[int], None]
+
+
+@dataclass(slots=True)
+class _Node:
+    """A segment that may still grow."""
+
+    role: Role
+    key: PathKey
+    token_ids: Int32Array = field(default_factory=lambda: np.zeros(0, np.int32))
+    logprobs: Float32Array | None = None
+    entropies: Float32Array | None = None
+    policy_version: int = 0
+    finish: Finish | None = None
+    branch: BranchRecord | None = None
+    tool: ToolRecord | None = None
+    children: "list[_Node]" = field(default_factory=list)
+
+    def child(self, role: Role) -> "_Node":
+        """Take the next place below this segment."""
+        node = _Node(role, (*self.key, len(self.children)))
+        self.children.append(node)
+        return node
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a MODEL segment begins.
+
+    Attributes:
+        node: the segment to fill.
+        prefix: int32[n], all tokens before it.
+        above: the TOOL segment it follows if a fork may be decided behind its first tokens, else None.
+        start_entropies: those of the trajectory's first MODEL segment; None in that segment itself.
+        calls: tool calls made before.
+    """
+
+    node: _Node
+    prefix: Int32Array
+    above: _Node | None = None
+    start_entropies: Float32Array | None = None
+    calls: int = 0
+
+
+class TreeGrower:
+    """Grows one tree; `counts` says what it has cost so far, also when `grow` raises."""
+
+    def __init__(self, task_id: str, prompt_ids: Int32Array, context: GrowContext) -> None:
+        self.counts = GrowCounts()
+        self._task_id = task_id
+        self._context = context
+        self._root = _Node(Role.PROMPT, (), prompt_ids)
+        limits = context.limits
+        self._longest = min(limits.max_length, len(prompt_ids) + limits.max_response_tokens)
+        self._budget = context.policy.total
+        self._paths = asyncio.TaskGroup()
+
+    async def grow(self) -> RolloutTree:
+        """Sample all trajectories of the task.
+
+        Raises:
+            PromptTooLongError: nothing can be sampled.
+            EngineUnavailableError, EngineRefusedError, SandboxError: the tree cannot be finished.
+        """
+        prompt = self._root.token_ids
+        if len(prompt) >= self._longest:
+            raise PromptTooLongError(
+                f"the prompt has {len(prompt)} tokens of max_length={self._context.limits.max_length}"
+            )
+        initial = min(self._context.policy.initial, self._budget)
+        if initial > 1:  # else they would all compute the prompt
+            prompt_tokens, cached_tokens = await self._context.engine.prefill(prompt)
+            self._count_request(prompt_tokens, cached_tokens, 0)
+        await self._run_from_prompt(initial)
+        if self._budget:  # all paths have ended before the forks were spent
+            await self._run_from_prompt(self._budget)
+        return self._tree()
+
+    async def _run_from_prompt(self, trajectories: int) -> None:
+        """Sample fresh trajectories and all their forks; the first error of a path ends the others and is raised."""
+        self._budget -= trajectories
+        self._paths = asyncio.TaskGroup()
+        try:
+            async with self._paths:
+                for _ in range(trajectories):
+                    self._start(_Place(self._root.child(Role.MODEL), self._root.token_ids))
+        except BaseExceptionGroup as errors:
+            raise _first_leaf(errors) from None
+
+    def _start(self, place: _Place) -> None:
+        self._paths.create_task(self._run_path(place))
+
+    async def _run_path(self, place: _Place) -> None:
+        """Alternate between model and tool until the trajectory ends."""
+        next_place: _Place | None = place
+        while next_place is not None:
+            call = await self._sample_segment(next_place)
+            next_place = await self._answer(next_place, call) if call is not None else None
+
+    async def _sample_segment(self, place: _Place) -> protocol.ToolCall | None:
+        """Fill the segment at `place`. Returns the tool call to be made, None where the trajectory ends."""
+        room = self._longest - len(place.prefix)
+        measured = self._context.policy.measured_tokens if place.above is not None and self._budget > 0 else 0
+        parts = [await self._generate(place.prefix, min(room, measured) if measured else room)]
+        matched = parts[0].matched
+        if measured:
+            matched = await self._finish_tag(place, parts, room)
+            self._decide(place, parts[0].entropies)
+            left = room - sum(len(part.token_ids) for part in parts)
+            if matched is None and parts[-1].finish is EngineFinish.LENGTH and left > 0:
+                so_far = np.concatenate([place.prefix, *(part.token_ids for part in parts)])
+                parts.append(await self._generate(so_far, left))
+                matched = parts[-1].matched
+        self._fill(place.node, parts)
+        finish, call = self._outcome(place, parts[-1].finish, matched)
+        place.node.finish = finish
+        return call
+
+    async def _finish_tag(self, place: _Place, parts: list[Generation], room: int) -> str | None:
+        """Make sure that no stop string is cut in two at the end of the measured tokens; returns one that is found.
+
+        The engine looks for stop strings in the tokens of one request only. Where the tags are single tokens, or the
+        measured tokens do not end within a tag, this does nothing.
+        """
+        matched = parts[-1].matched
+        while matched is None and parts[-1].finish is EngineFinish.LENGTH:
+            ids = np.concatenate([part.token_ids for part in parts])
+            text = self._context.codec.decode(ids.tolist())
+            matched = protocol.find_stop(text) if len(parts) > 1 else None
+            if matched is not None or not protocol.ends_inside_stop(text) or len(ids) >= room:
+                break
+            parts.append(await self._generate(np.concatenate([place.prefix, ids]), 1))
+            matched = parts[-1].matched
+        return matched
+
+    def _decide(self, place: _Place, entropies: Float32Array) -> None:
+        """Ask the policy, and start the siblings it wants from the tool result."""
+        above = place.above
+        if above is None or place.start_entropies is None:
+            raise AssertionError("only a segment behind a tool result is measured")
+        decision = self._context.policy.decide(
+            ForkPoint(
+                task_id=self._task_id,
+                step=self._context.step,
+                path=place.node.key,
+                start_entropies=place.start_entropies,
+                entropies=entropies,
+                budget=self._budget,
+                children=len(above.children),
+            )
+        )
+        place.node.branch = decision.record
+        self._budget -= decision.siblings
+        for _ in range(decision.siblings):
+            self._start(_Place(above.child(Role.MODEL), place.prefix, None, place.start_entropies, place.calls))
+
+    def _fill(self, node: _Node, parts: Sequence[Generation]) -> None:
+        node.token_ids = np.concatenate([part.token_ids for part in parts])
+        node.logprobs = np.concatenate([part.logprobs for part in parts])
+        node.entropies = np.concatenate([part.entropies for part in parts])
+        node.policy_version = max(self._context.version, *(part.weight_version for part in parts))
+
+    def _outcome(
+        self, place: _Place, finish: EngineFinish, matched: str | None
+    ) -> tuple[Finish, protocol.ToolCall | None]:
+        """What the end of a generation means for the trajectory."""
+        if matched is None:
+            return (Finish.END if finish is EngineFinish.END_TOKEN else Finish.LENGTH), None
+        call = protocol.parse_call(self._context.codec.decode(place.node.token_ids.tolist()), matched)
+        if isinstance(call, protocol.Malformed):
+            return Finish.MALFORMED, None
+        if place.calls >= self._context.limits.max_tool_calls:
+            return Finish.CALL_LIMIT, None
+        return Finish.TOOL_CALL, call
+
+    async def _answer(self, place: _Place, call: protocol.ToolCall) -> _Place | None:
+        """Have a call answered and add the TOOL segment; returns where the path goes on.
+
+        An answer that leaves no room for another model token is not added: the trajectory ends with the call, by
+        length.
+        """
+        node, limits = place.node, self._context.limits
+        started = time.monotonic()
+        answer = await self._context.sandbox.call(
+            call.tool,
+            dict(call.arguments),
+            trajectory_id="/".join([self._task_id, *map(str, node.key)]),
+            timeout_s=limits.tool_timeout_s,
+        )
+        self.counts.calls_executed += 1
+        self.counts.calls_cached += answer.cached
+        codec = self._context.codec
+        ids = protocol.result_tokens(
+            answer.text, encode=codec.encode, decode=codec.decode, max_tokens=limits.max_tool_tokens
+        )
+        prefix = np.concatenate([place.prefix, node.token_ids, np.array(ids, dtype=np.int32)])
+        if len(prefix) >= self._longest:
+            node.finish = Finish.LENGTH
+            return None
+        tool = node.child(Role.TOOL)
+        tool.token_ids = np.array(ids, dtype=np.int32)
+        seconds = time.monotonic() - started
+        tool.tool = ToolRecord(call.tool, dict(call.arguments), str(answer.status), seconds, answer.cached)
+        start = node.entropies if place.start_entropies is None else place.start_entropies
+        return _Place(tool.child(Role.MODEL), prefix, tool, start, place.calls + 1)
+
+    async def _generate(self, prefix: Int32Array, max_new_tokens: int) -> Generation:
+        part = await self._context.engine.generate(
+            prefix, max_new_tokens=max_new_tokens, sampling=self._context.sampling, stop=protocol.STOP_STRINGS
+        )
+        self._count_request(part.prompt_tokens, part.cached_tokens, len(part.token_ids))
+        return part
+
+    def _count_request(self, prompt_tokens: int, cached_tokens: int, sampled: int) -> None:
+        self.counts.requests += 1
+        self.counts.prompt_tokens += prompt_tokens
+        self.counts.cached_tokens += cached_tokens
+        self.counts.tokens_sampled += sampled
+        self._context.on_tokens(sampled)
+
+    def _tree(self) -> RolloutTree:
+        """The finished tree, depth first in the order of places."""
+        tree = RolloutTree(self._task_id, self._root.token_ids)
+        pending = [(0, child) for child in reversed(self._root.children)]
+        while pending:
+            parent, node = pending.pop()
+            index = tree.add(
+                parent,
+                node.role,
+                node.token_ids,
+                logprobs=node.logprobs,
+                entropies=node.entropies,
+                policy_version=node.policy_version,
+                finish=node.finish,
+                branch=node.branch,
+                tool=node.tool,
+            )
+            pending += [(index, child) for child in reversed(node.children)]
+        return tree
+
+
+def _first_leaf(error: BaseException) -> BaseException:
+    """The first plain exception inside nested groups."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

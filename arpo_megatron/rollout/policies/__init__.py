@@ -1,0 +1,24 @@
+"""Branch policies: one small pure file each. `make_policy` is where a new one is registered."""
+
+from arpo_megatron.config import AlgorithmConfig
+from arpo_megatron.rollout.policies.arpo import ArpoPolicy
+from arpo_megatron.rollout.policies.base import BranchPolicy, Decision, ForkPoint, PathKey, uniform_draw
+from arpo_megatron.rollout.policies.grpo import GrpoPolicy
+
+__all__ = [
+    "ArpoPolicy",
+    "BranchPolicy",
+    "Decision",
+    "ForkPoint",
+    "GrpoPolicy",
+    "PathKey",
+    "make_policy",
+    "uniform_draw",
+]
+
+
+def make_policy(config: AlgorithmConfig, *, vocabulary_size: int, seed: int) -> BranchPolicy:
+    """The policy that `algorithm.name` names."""
+    if config.name == "grpo":
+        return GrpoPolicy(config.samples)
+    return ArpoPolicy(config, vocabulary_size, seed)

@@ -1,0 +1,66 @@
+"""Entropy-driven forks after tool results (ARPO, arXiv 2507.19849, section 3.1)."""
+
+import math
+from dataclasses import dataclass
+
+from arpo_megatron.config import AlgorithmConfig
+from arpo_megatron.rollout.policies.base import Decision, ForkPoint, uniform_draw
+from arpo_megatron.tree import BranchRecord, Float32Array
+
+
+@dataclass(frozen=True, slots=True)
+class ArpoPolicy:
+    """Fork where the entropy after a tool result has risen over that of the trajectory's start.
+
+        dH = (sum of the first k entropies after the result - sum of the first k of the trajectory) / log V
+        P  = clip(alpha + beta * dH, 0, 1)
+
+    The sum over k tokens divided by log V is the scale of the authors' released code, for which their alpha and beta
+    were chosen. Where one side has fewer than k tokens, k times its mean stands for its sum. Unlike the released
+    code, the entropy is exact, is measured after the result instead of before the call, and is compared with the
+    trajectory's own start.
+
+    Attributes:
+        config: M, N, Z, alpha, beta, tau, k.
+        vocabulary_size: V.
+        seed: the run's seed.
+    """
+
+    config: AlgorithmConfig
+    vocabulary_size: int
+    seed: int
+
+    @property
+    def initial(self) -> int:
+        """N."""
+        return self.config.initial
+
+    @property
+    def total(self) -> int:
+        """M."""
+        return self.config.samples
+
+    @property
+    def measured_tokens(self) -> int:
+        """k; 0 where no fork is possible."""
+        return self.config.entropy_tokens if self.config.beam > 1 and self.total > self.initial else 0
+
+    def decide(self, point: ForkPoint) -> Decision:
+        """One draw for a fork point; a fork fills the beam as far as the budget goes."""
+        rise = self._sum(point.entropies) - self._sum(point.start_entropies)
+        rise /= math.log(self.vocabulary_size)
+        chance = min(1.0, max(0.0, self.config.branch_probability + self.config.entropy_weight * rise))
+        draw = uniform_draw(self.seed, point.step, point.task_id, point.path)
+        if self.config.threshold is None:
+            fork, why = draw < chance, "draw"
+        else:
+            fork, why = chance > self.config.threshold, "threshold"
+        siblings = max(0, min(self.config.beam - point.children, point.budget)) if fork else 0
+        if fork and not siblings:
+            why = "budget spent" if point.budget <= 0 else "beam full"
+        return Decision(siblings, BranchRecord(dH=rise, probability=chance, draw=draw, why=why))
+
+    def _sum(self, entropies: Float32Array) -> float:
+        """Entropy of the first k tokens in nats, extrapolated from fewer; 0 for none."""
+        first = entropies[: self.config.entropy_tokens]
+        return float(first.mean(dtype=float)) * self.config.entropy_tokens if len(first) else 0.0

@@ -1,0 +1,74 @@
+"""What every branch policy answers: how many trajectories to begin with, and whether to fork where a tool has answered.
+
+Policies decide and do nothing else: no clock, no global random state. A decision follows from its `ForkPoint`, the
+settings, and a draw keyed by (run seed, step, task, place in the tree), so it is the same whichever request came back
+first.
+"""
+
+import hashlib
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from arpo_megatron.tree import BranchRecord, Float32Array
+
+PathKey = tuple[int, ...]
+"""A place in a tree: the child taken at every segment from the root. Unlike an index it does not depend on timing."""
+
+
+@dataclass(frozen=True, slots=True)
+class ForkPoint:
+    """What is known where a path goes on after a tool result.
+
+    Attributes:
+        task_id: the tree's task.
+        step: rollout step of the run.
+        path: the measured MODEL segment.
+        start_entropies: float32[<=k], nats: first tokens of the trajectory's first MODEL segment.
+        entropies: float32[<=k], nats: first tokens after the tool result.
+        budget: trajectories the task may still start.
+        children: MODEL segments that start from this tool result by now, the measured one included.
+    """
+
+    task_id: str
+    step: int
+    path: PathKey
+    start_entropies: Float32Array
+    entropies: Float32Array
+    budget: int
+    children: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """How many siblings to fork off beside the measured path (0: go on), and the record of why."""
+
+    siblings: int
+    record: BranchRecord
+
+
+class BranchPolicy(Protocol):
+    """Distribution of a task's trajectories over its tree."""
+
+    @property
+    def initial(self) -> int:
+        """N: trajectories sampled from the prompt before anything is known."""
+
+    @property
+    def total(self) -> int:
+        """M: trajectories of the finished tree."""
+
+    @property
+    def measured_tokens(self) -> int:
+        """k: tokens to sample after a tool result before `decide` is asked; 0: never ask."""
+
+    def decide(self, point: ForkPoint) -> Decision:
+        """Pure. `siblings` never exceeds `point.budget`."""
+
+
+def uniform_draw(seed: int, step: int, task_id: str, path: PathKey) -> float:
+    """A number in [0, 1) that depends on the arguments alone."""
+    digest = hashlib.sha256(task_id.encode()).digest()
+    words = [int.from_bytes(digest[start : start + 4], "big") for start in range(0, 16, 4)]
+    return float(np.random.default_rng([seed, step, *words, *path]).random())

@@ -1,0 +1,264 @@
+"""The grower in a process of its own, and the handle that trainer rank 0 holds on it.
+
+An event loop with thousands of coroutines inside a training rank would delay its kernel launches and be delayed by
+them. The process is `python -m arpo_megatron.rollout.worker`, started with one end of a socket pair; both ends speak
+multiprocessing's `Connection`. (multiprocessing's own `spawn` would import the trainer's main module, torch and
+Megatron with it, into that process.)
+"""
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Self
+
+from arpo_megatron.config import AlgorithmConfig, JobConfig
+from arpo_megatron.errors import UserError
+from arpo_megatron.rollout.accounting import GrowStats
+from arpo_megatron.rollout.grower import GrowLimits
+from arpo_megatron.tasks.base import Task
+from arpo_megatron.tree import RolloutTree
+
+_CLOSE_DEADLINE_S = 5.0
+
+
+class RolloutError(RuntimeError):
+    """The rollout process failed in a way that is not a failed tree; the message holds its traceback or exit code."""
+
+
+@dataclass(frozen=True, slots=True)
+class GrowSettings:
+    """How the trees of one call are grown.
+
+    Attributes:
+        branching: the algorithm whose policy distributes the trajectories; None: independent ones.
+        samples: trajectories a task where `branching` is None.
+        temperature: sampling temperature, 0 is greedy.
+        top_p: nucleus sampling.
+        limits: bounds of a trajectory.
+    """
+
+    branching: AlgorithmConfig | None
+    samples: int
+    temperature: float
+    top_p: float
+    limits: GrowLimits
+
+    @classmethod
+    def training(cls, config: JobConfig) -> Self:
+        """A training step: the config's algorithm and temperature."""
+        return cls(
+            branching=config.algorithm,
+            samples=config.algorithm.samples,
+            temperature=config.rollout.temperature,
+            top_p=config.rollout.top_p,
+            limits=_limits(config),
+        )
+
+    @classmethod
+    def evaluation(cls, config: JobConfig, *, samples: int = 1, temperature: float | None = None) -> Self:
+        """Independent trajectories at `temperature` (None: that of `config.evaluation`)."""
+        return cls(
+            branching=None,
+            samples=samples,
+            temperature=config.evaluation.temperature if temperature is None else temperature,
+            top_p=1.0,
+            limits=_limits(config),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class GrowProgress:
+    """How far a call has come. `trees_done` counts failed trees too."""
+
+    trees_done: int
+    trees_total: int
+    tokens_sampled: int
+
+
+@dataclass(frozen=True, slots=True)
+class GrowReport:
+    """What a call has grown.
+
+    Attributes:
+        trees: the finished trees, in the order of their tasks.
+        failed: (task id, reason) of every task whose tree could not be finished.
+        stats: what it cost.
+    """
+
+    trees: list[RolloutTree]
+    failed: list[tuple[str, str]]
+    stats: GrowStats
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceSettings:
+    """What the process needs to know once.
+
+    Attributes:
+        engine_url: the SGLang server or router.
+        sandbox_url: the tool service.
+        tokenizer_path: Hugging Face directory with the tokenizer.
+        seed: the run's seed; branching draws follow from it.
+        request_timeout_s: deadline of one engine request.
+        retry_for_s: how long an engine that does not answer is waited for.
+        sandbox_token: the tool service's bearer token, if it has one.
+    """
+
+    engine_url: str
+    sandbox_url: str
+    tokenizer_path: Path
+    seed: int
+    request_timeout_s: float = 600.0
+    retry_for_s: float = 60.0
+    sandbox_token: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GrowRequest:
+    """One call of `RolloutHandle.grow` on its way to the process."""
+
+    tasks: tuple[Task, ...]
+    step: int
+    version: int
+    settings: GrowSettings
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An exception on its way back.
+
+    Attributes:
+        traceback: the process's, as text.
+        user_error: the one line of a `UserError`, None for other exceptions.
+    """
+
+    traceback: str
+    user_error: str | None = None
+
+
+class RolloutHandle:
+    """Holds the rollout process. Not for several threads at once; also a context manager that closes it."""
+
+    def __init__(self, process: "subprocess.Popen[bytes]", connection: "Connection[object, object]") -> None:
+        self.process = process
+        self._connection = connection
+
+    @classmethod
+    def start(cls, settings: ServiceSettings, *, log_path: Path | None = None) -> Self:
+        """Start the process; returns when it is ready to grow.
+
+        Args:
+            settings: addresses, tokenizer, seed.
+            log_path: where its stdout and stderr go; None: to those of this process.
+
+        Raises:
+            UserError: `tokenizer_path` holds no tokenizer.json.
+            RolloutError: the process could not start.
+        """
+        ours, theirs = socket.socketpair()
+        output = None if log_path is None else log_path.open("wb")
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "arpo_megatron.rollout.worker", str(theirs.fileno()), str(os.getpid())],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=None if output is None else subprocess.STDOUT,
+                pass_fds=[theirs.fileno()],
+                env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
+            )
+        finally:
+            theirs.close()
+            if output is not None:
+                output.close()
+        handle = cls(process, Connection(ours.detach()))
+        try:
+            handle._send(settings)
+            handle._receive()
+        except BaseException:
+            handle.close()
+            raise
+        return handle
+
+    def grow(
+        self,
+        tasks: Sequence[Task],
+        *,
+        step: int,
+        version: int,
+        settings: GrowSettings,
+        progress: Callable[[GrowProgress], None] | None = None,
+    ) -> GrowReport:
+        """Grow one tree for each task, all at once; blocks until the last one is finished or has failed.
+
+        Args:
+            tasks: ids may repeat only if equal trees' draws are wanted.
+            step: keys the branching draws.
+            version: version of the weights the engine holds; recorded on every MODEL segment.
+            settings: how to grow.
+            progress: called now and then from this thread.
+
+        Raises:
+            RolloutError: the process broke down. A tree that cannot be finished is no error: see `GrowReport.failed`.
+        """
+        self._send(GrowRequest(tuple(tasks), step, version, settings))
+        while True:
+            answer = self._receive()
+            if isinstance(answer, GrowReport):
+                return answer
+            if isinstance(answer, GrowProgress) and progress is not None:
+                progress(answer)
+
+    def close(self) -> None:
+        """End the process, within 5 seconds; a second call changes nothing."""
+        self._connection.close()  # the process ends when it reads the end of the stream
+        try:
+            self.process.wait(_CLOSE_DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self.close()
+
+    def _send(self, message: object) -> None:
+        try:
+            self._connection.send(message)
+        except OSError as error:
+            raise self._ended() from error
+
+    def _receive(self) -> object:
+        try:
+            answer = self._connection.recv()
+        except (EOFError, OSError) as error:
+            raise self._ended() from error
+        if isinstance(answer, Failure) and answer.user_error is not None:
+            raise UserError(answer.user_error)
+        if isinstance(answer, Failure):
+            raise RolloutError(f"the rollout process failed:\n{answer.traceback}")
+        return answer
+
+    def _ended(self) -> RolloutError:
+        try:
+            code: int | None = self.process.wait(_CLOSE_DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            code = None
+        return RolloutError(f"the rollout process ended with code {code}")
+
+
+def _limits(config: JobConfig) -> GrowLimits:
+    rollout = config.rollout
+    return GrowLimits(
+        max_length=config.model.max_length,
+        max_response_tokens=rollout.max_response_tokens,
+        max_tool_calls=rollout.max_tool_calls,
+        max_tool_tokens=rollout.max_tool_tokens,
+        tool_timeout_s=rollout.tool_timeout_s,
+    )

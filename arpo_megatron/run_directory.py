@@ -1,0 +1,175 @@
+"""Where a job writes, and what each file there is (docs/run-directory.md)."""
+
+import fcntl
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from arpo_megatron import resolve
+from arpo_megatron.config import JobConfig
+from arpo_megatron.errors import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class RunDirectory:
+    """The paths inside a run directory."""
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        """The resolved config (YAML)."""
+        return self.path / "config.yaml"
+
+    @property
+    def events(self) -> Path:
+        """What the trainer tells the terminal (JSONL)."""
+        return self.path / "events.jsonl"
+
+    @property
+    def logs(self) -> Path:
+        """One log a role."""
+        return self.path / "logs"
+
+    @property
+    def initial_model(self) -> Path:
+        """Hugging Face directory of the model made for this run, where the recipe names none."""
+        return self.path / "initial_model"
+
+    @property
+    def corpus(self) -> Path:
+        """Search corpus of generated tasks (JSONL)."""
+        return self.path / "corpus.jsonl"
+
+    @property
+    def sandbox_config(self) -> Path:
+        """Config of the tool service (YAML)."""
+        return self.path / "sandbox.yaml"
+
+    @property
+    def cold_start(self) -> Path:
+        """Hugging Face directory after supervised training."""
+        return self.path / "cold_start"
+
+    @property
+    def sft_checkpoints(self) -> Path:
+        """Checkpoints of the cold start."""
+        return self.path / "sft_checkpoints"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Checkpoints of the ARPO loop: step_N, each whole or absent."""
+        return self.path / "checkpoints"
+
+    @property
+    def trees(self) -> Path:
+        """Finished trees with their rewards, one JSONL file a step."""
+        return self.path / "trees"
+
+    @property
+    def export(self) -> Path:
+        """The trained model as a Hugging Face directory."""
+        return self.path / "export"
+
+    @property
+    def result(self) -> Path:
+        """Final counters and held-out success (JSON); there once the job is done."""
+        return self.path / "result.json"
+
+    def remove_partial(self) -> None:
+        """Delete what was being written when its writer ended; everything is written as NAME.tmp and then renamed."""
+        for path in self.path.rglob("*.tmp"):
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the directory for this process. Raises UserError when another job is using it."""
+        with (self.path / ".lock").open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UserError(
+                    f"{self.path} is in use by another job; end it first, or name another run_dir"
+                ) from None
+            yield
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a JSON file that exists wholly or not at all."""
+    partial = path.with_name(path.name + ".tmp")
+    partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    partial.replace(path)
+
+
+def fresh(config: JobConfig) -> RunDirectory:
+    """A new run directory with the config saved in it: `run_dir` where given, else the next free runs/NAME-seedN[-K].
+
+    Raises:
+        UserError: `run_dir` already holds a run, or cannot be written.
+    """
+    path = config.run_dir or _next_free(_default(config))
+    if (path / "config.yaml").exists():
+        raise UserError(f"{path} already holds a run: add --resume to go on with it, or name another run_dir")
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        if not os.access(path, os.W_OK):
+            raise PermissionError(f"{path} is not writable")
+    except OSError as error:
+        raise UserError(f"cannot make the run directory {path}: {error.strerror or error}") from None
+    run = RunDirectory(path)
+    resolve.save(config, run.config)
+    return run
+
+
+def existing(config: JobConfig) -> RunDirectory:
+    """The newest run directory of this config, to go on with.
+
+    Raises:
+        UserError: there is none, or it was started with another config (the differing key is named).
+    """
+    path = config.run_dir or _newest(_default(config))
+    if path is None or not (path / "config.yaml").exists():
+        raise UserError(f"nothing to resume at {path or _default(config)}: run the same command without --resume first")
+    run = RunDirectory(path)
+    if difference := _difference(resolve.dump(resolve.load(run.config)), resolve.dump(config)):
+        raise UserError(f"{path} was started with another config: {difference}; give the same words, or start afresh")
+    return run
+
+
+def _default(config: JobConfig) -> Path:
+    return Path("runs") / f"{config.name}-{config.algorithm.name}-seed{config.seed}"
+
+
+def _series(base: Path) -> list[tuple[int, Path]]:
+    """(number, path) of runs/NAME-seedN, runs/NAME-seedN-2, ... in order."""
+    found = []
+    for path in base.parent.glob(f"{base.name}*"):
+        if match := re.fullmatch(rf"{re.escape(base.name)}(?:-(\d+))?", path.name):
+            found.append((int(match[1] or 1), path))
+    return sorted(found)
+
+
+def _next_free(base: Path) -> Path:
+    series = _series(base)
+    return base.with_name(f"{base.name}-{series[-1][0] + 1}") if series else base
+
+
+def _newest(base: Path) -> Path | None:
+    series = _series(base)
+    return series[-1][1] if series else None
+
+
+def _difference(old: resolve.Tree, new: resolve.Tree, prefix: str = "") -> str:
+    for key in new:
+        if isinstance(new[key], dict) and isinstance(old.get(key), dict):
+            if inner := _difference(old[key], new[key], f"{prefix}{key}."):
+                return inner
+        elif old.get(key) != new[key]:
+            return f"{prefix}{key} was {old.get(key)!r}, now {new[key]!r}"
+    return ""

@@ -1,0 +1,75 @@
+"""The cold start: supervised training on demonstrations, through the same tree packs as ARPO.
+
+Every rank runs this file (`torchrun -m arpo_megatron.sft RUN_DIR`). Which demonstrations an update sees is a function
+of the seed and its number alone, so all ranks agree without talking and a resumed run goes on exactly.
+"""
+
+import random
+import sys
+import time
+from pathlib import Path
+
+from arpo_megatron import resolve
+from arpo_megatron.actor import parallel
+from arpo_megatron.actor.actor import Actor
+from arpo_megatron.actor.checkpoint import CheckpointStore
+from arpo_megatron.actor.packing import pack_trees
+from arpo_megatron.algorithms.credit import supervised_credit
+from arpo_megatron.errors import UserError
+from arpo_megatron.monitor.events import EventLog
+from arpo_megatron.preparation import load_data, load_tokenizer, model_path
+from arpo_megatron.processes import die_with_parent
+from arpo_megatron.run_directory import RunDirectory
+from arpo_megatron.tasks.demonstrations import demonstrate
+from arpo_megatron.weights.export import export_hf
+from arpo_megatron.weights.shape import ModelShape
+
+REPORT_EVERY = 10
+
+
+def sft(directory: RunDirectory) -> None:
+    """Train from the last checkpoint of the cold start to its end, then export to `directory.cold_start`."""
+    config = resolve.load(directory.config)
+    events = EventLog(directory.events, enabled=parallel.is_leader())
+    start = model_path(config, directory)
+    tokenizer = load_tokenizer(start)
+    data = load_data(config, tokenizer)
+    if not data.facts:
+        raise UserError("sft.steps: demonstrations exist for data.kind=generated only; start from a trained model.path")
+    shape = ModelShape.from_hf(start)
+    actor = Actor(config, shape, start, optimizer=config.sft.optimizer, total_updates=config.sft.steps)
+    checkpoints = CheckpointStore(directory.sft_checkpoints, keep=1)
+    if (latest := checkpoints.latest()) is not None:
+        actor.load(CheckpointStore.actor_directory(latest))
+        events.emit("note", text=f"cold start resumed after {actor.updates_done} of {config.sft.steps} updates")
+    events.emit("phase", name="cold start", step=0)
+    started = time.monotonic()
+    while actor.updates_done < config.sft.steps:
+        number = actor.updates_done
+        drawn = random.Random(f"cold-start-{config.seed}-{number}").choices(data.train, k=config.sft.batch)
+        trees = demonstrate(drawn, data.facts, tokenizer, careless=config.sft.careless, seed=config.seed + number)
+        packs = pack_trees(trees, supervised_credit(trees), token_budget=config.train.token_budget)
+        stats = actor.update(packs, None, loss="nll")
+        done = actor.updates_done
+        if done % REPORT_EVERY == 0 or done == config.sft.steps:
+            seconds = round(time.monotonic() - started, 1)
+            events.emit("cold_start", update=done, updates=config.sft.steps, loss=stats.loss, seconds=seconds)
+        if done % config.sft.save_every == 0 and done < config.sft.steps:
+            checkpoints.save(done, actor, {})
+    export_hf(actor.model, shape, start, directory.cold_start)
+
+
+def main() -> None:
+    """Entry point of every trainer rank."""
+    die_with_parent()
+    directory = RunDirectory(Path(sys.argv[1]))
+    config = resolve.load(directory.config)
+    parallel.initialize(config.parallel, config.seed)
+    try:
+        sft(directory)
+    finally:
+        parallel.destroy()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,155 @@
+"""The released ARPO training files: parquet with the columns prompt, reward_model and ability.
+
+Each row is a conversation (system and user message) with its expected answer. Two things are mended on the way in:
+every system prompt of the published files carries a literal backspace where "\\boxed" should be, and rows that cannot
+be trained on are left out. Such rows are named and counted, never dropped silently.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from arpo_megatron.errors import UserError
+from arpo_megatron.tasks.base import Message, Task
+
+_COLUMNS = ("prompt", "reward_model")
+_SOURCE_COLUMNS = ("ability", "data_source")
+_BATCH_ROWS = 1024
+
+
+class ChatTokenizer(Protocol):
+    """The part of a transformers tokenizer that prompts need."""
+
+    chat_template: Any
+
+    def apply_chat_template(
+        self, conversation: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool
+    ) -> Any:
+        """The conversation as the model's own prompt text."""
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids of a text."""
+
+
+@dataclass(frozen=True, slots=True)
+class BadRow:
+    """A row that no task was made of: its number from 0 and the reason in words."""
+
+    row: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ParquetTasks:
+    """The tasks of a file, in its order, and the rows that gave none."""
+
+    tasks: tuple[Task, ...]
+    bad_rows: tuple[BadRow, ...]
+
+
+def read_parquet(
+    path: Path, *, tokenizer: ChatTokenizer | None = None, max_prompt_tokens: int | None = None
+) -> ParquetTasks:
+    """Read a released training or validation file.
+
+    Args:
+        path: the parquet file.
+        tokenizer: gives the chat form of the prompt, where it has a chat template, and the prompt's length.
+        max_prompt_tokens: a longer prompt is a bad row; needs `tokenizer`.
+
+    Raises:
+        UserError: no such file, not parquet, columns missing, or not one usable row.
+    """
+    tasks, bad_rows = [], []
+    for number, row in enumerate(_rows(path)):
+        try:
+            task = _task(f"{path.stem}-{number}", row, tokenizer)
+            _check_length(task, tokenizer, max_prompt_tokens)
+        except _BadRowError as problem:
+            bad_rows.append(BadRow(number, str(problem)))
+        else:
+            tasks.append(task)
+    if not tasks:
+        first = f"; the first: {bad_rows[0].reason}" if bad_rows else ""
+        raise UserError(f"data.path={path}: none of its {len(bad_rows)} rows can be used{first}")
+    return ParquetTasks(tuple(tasks), tuple(bad_rows))
+
+
+def read_texts(path: Path) -> Iterator[str]:
+    """The text of every usable row (messages and answer), to train a tokenizer on. Raises as `read_parquet` does."""
+    for task in read_parquet(path).tasks:
+        yield task.prompt_text
+        yield task.ground_truth
+
+
+def chat_text(messages: Sequence[Message], tokenizer: ChatTokenizer | None) -> str:
+    """The prompt up to the beginning of the model's turn: the tokenizer's chat template, or ChatML without one."""
+    if tokenizer is not None and tokenizer.chat_template:
+        turns = [{"role": message["role"], "content": message["content"]} for message in messages]
+        return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
+    turns_text = (f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n" for message in messages)
+    return "".join(turns_text) + "<|im_start|>assistant\n"
+
+
+class _BadRowError(Exception):
+    """Why a row gives no task."""
+
+
+def _rows(path: Path) -> Iterator[Mapping[str, Any]]:
+    """The rows as dicts, a batch in memory at a time."""
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        file = pyarrow.parquet.ParquetFile(path)
+    except FileNotFoundError:
+        raise UserError(f"data.path={path}: no such file; name one with data.path=FILE.parquet") from None
+    except (pyarrow.ArrowException, OSError) as error:
+        raise UserError(f"data.path={path}: not a readable parquet file: {str(error).splitlines()[0]}") from None
+    with file:
+        found = file.schema_arrow.names
+        missing = [name for name in _COLUMNS if name not in found]
+        sources = [name for name in _SOURCE_COLUMNS if name in found]
+        if not sources:
+            missing.append("ability")
+        if missing:
+            raise UserError(f"data.path={path}: columns missing: {', '.join(missing)}; it has: {', '.join(found)}")
+        for batch in file.iter_batches(_BATCH_ROWS, columns=[*_COLUMNS, *sources]):
+            yield from batch.to_pylist()
+
+
+def _task(task_id: str, row: Mapping[str, Any], tokenizer: ChatTokenizer | None) -> Task:
+    messages = _messages(row["prompt"])
+    truth = row["reward_model"].get("ground_truth") if isinstance(row["reward_model"], dict) else None
+    if not isinstance(truth, str) or not truth.strip():
+        raise _BadRowError("the answer is missing")
+    kind = next((row[name] for name in _SOURCE_COLUMNS if row.get(name)), None)
+    if kind is None:
+        raise _BadRowError("neither ability nor data_source says what kind of question it is")
+    source = "math" if "math" in str(kind).lower() else "qa"
+    return Task(task_id, messages, truth.strip(), source, chat_text(messages, tokenizer))
+
+
+def _messages(prompt: Any) -> tuple[Message, ...]:
+    if not isinstance(prompt, list) or not all(isinstance(turn, dict) for turn in prompt):
+        raise _BadRowError("the prompt is no list of messages")
+    messages: list[Message] = []
+    for turn in prompt:
+        role, content = turn.get("role"), turn.get("content")
+        if not isinstance(role, str) or not isinstance(content, str):
+            raise _BadRowError("a message without role or content")
+        messages.append({"role": role, "content": content.replace("\x08oxed", "\\boxed")})
+    if not messages or messages[-1]["role"] != "user" or not messages[-1]["content"].strip():
+        raise _BadRowError("the question is empty")
+    return tuple(messages)
+
+
+def _check_length(task: Task, tokenizer: ChatTokenizer | None, max_prompt_tokens: int | None) -> None:
+    if tokenizer is None or max_prompt_tokens is None:
+        return
+    if len(task.prompt_text.encode()) <= max_prompt_tokens:  # no token is shorter than a byte
+        return
+    length = len(tokenizer.encode(task.prompt_text, add_special_tokens=False))
+    if length > max_prompt_tokens:
+        raise _BadRowError(f"the prompt has {length} tokens, more than data.max_prompt_tokens={max_prompt_tokens}")

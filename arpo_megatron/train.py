@@ -1,0 +1,69 @@
+"""The ARPO training loop. Read `train` from top to bottom: it is the algorithm.
+
+Every rank runs this file (`torchrun -m arpo_megatron.train RUN_DIR`). The leader alone grows trees and scores them;
+the other ranks hold empty lists until `share` hands every rank the same packs.
+"""
+
+import sys
+from pathlib import Path
+
+from arpo_megatron.actor.packing import TreePack
+from arpo_megatron.algorithms.advantages import group_advantages
+from arpo_megatron.algorithms.credit import tree_credits
+from arpo_megatron.run_directory import RunDirectory
+from arpo_megatron.training_run import TrainingRun, training_run
+from arpo_megatron.tree_files import ScoredTree
+
+
+def train(run: TrainingRun) -> None:
+    """Train from the last checkpoint to the last step."""
+    config = run.config
+    run.push_weights()
+    run.evaluate_once("before")
+    while run.state.step < config.train.steps:
+        with run.phase("rollout"):
+            tasks = run.sampler.next_batch(config.train.tasks_per_step)
+            trees = run.grow(tasks)
+        with run.phase("reward"):
+            scored = run.score(trees, tasks)
+        with run.phase("logprobs"):
+            minibatches = run.share(pack_minibatches(run, scored))
+            old_logprobs = [run.actor.logprobs(packs) for packs in minibatches]
+        with run.phase("update"):
+            updates = [
+                run.actor.update(packs, logprobs, loss="ppo")
+                for packs, logprobs in zip(minibatches, old_logprobs, strict=True)
+            ]
+        run.check_on_policy(updates)
+        with run.phase("push"):
+            run.push_weights()
+        with run.phase("save"):
+            run.finish_step(scored, minibatches, old_logprobs, updates)
+    run.evaluate_once("after")
+    run.export()
+
+
+def pack_minibatches(run: TrainingRun, scored: list[ScoredTree]) -> list[list[TreePack]]:
+    """Trees of each minibatch -> advantages of their leaves -> credit of their tokens -> packs."""
+    minibatches = []
+    for part in run.split(scored):
+        trees = [item.tree for item in part]
+        advantages = [group_advantages(item.rewards) for item in part]
+        credits = tree_credits(
+            trees,
+            advantages,
+            aggregation=run.config.algorithm.aggregation,
+            attribution=run.config.algorithm.attribution,
+        )
+        minibatches.append(run.pack(trees, credits))
+    return minibatches
+
+
+def main() -> None:
+    """Entry point of every trainer rank."""
+    with training_run(RunDirectory(Path(sys.argv[1]))) as run:
+        train(run)
+
+
+if __name__ == "__main__":
+    main()

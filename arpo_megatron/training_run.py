@@ -1,0 +1,260 @@
+"""What the training loop stands on: the actor, the services, the crash state, and the records of a run.
+
+One object a rank. The leader (rank 0) also holds the rollout service, the reward and the weight pusher; on other
+ranks the methods that need them return empty lists, so that `train.py` reads the same on every rank.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from arpo_megatron import resolve
+from arpo_megatron.actor import parallel
+from arpo_megatron.actor.actor import Actor, UpdateStats
+from arpo_megatron.actor.checkpoint import CheckpointStore
+from arpo_megatron.actor.packing import TreePack, pack_trees
+from arpo_megatron.algorithms.credit import TreeCredit
+from arpo_megatron.config import JobConfig
+from arpo_megatron.launch import Services
+from arpo_megatron.leader import Leader
+from arpo_megatron.monitor.events import EventLog
+from arpo_megatron.monitor.metrics import MetricsLog
+from arpo_megatron.preparation import load_data, load_tokenizer, model_path
+from arpo_megatron.processes import die_with_parent
+from arpo_megatron.run_directory import RunDirectory, write_json
+from arpo_megatron.tasks.base import Task
+from arpo_megatron.tasks.sampler import TaskSampler
+from arpo_megatron.tree import RolloutTree
+from arpo_megatron.tree_files import ScoredTree, step_file, write_trees
+from arpo_megatron.weights.export import export_hf, hf_tensors
+from arpo_megatron.weights.shape import ModelShape
+
+Logprobs = NDArray[np.float32]
+
+
+@dataclass(slots=True)
+class RunState:
+    """All that must survive a crash besides the actor's own checkpoint; saved with it.
+
+    Attributes:
+        step: finished steps; also the version of the policy.
+        sampler: position in the task order.
+        totals: counters over all steps (forks, tool calls, tokens), by name.
+        success: held-out success "before" and "after", where measured, in [0, 1].
+        logprob_gap_max: largest |trainer - engine| log-prob seen, in nats.
+        seconds: wall time spent in finished steps.
+    """
+
+    step: int = 0
+    sampler: dict[str, Any] = field(default_factory=dict)
+    totals: dict[str, float] = field(default_factory=dict)
+    success: dict[str, float] = field(default_factory=dict)
+    logprob_gap_max: float = 0.0
+    seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class TrainingRun:
+    """One rank's hold on a run."""
+
+    config: JobConfig
+    directory: RunDirectory
+    actor: Actor
+    sampler: TaskSampler
+    held_out: Sequence[Task]
+    checkpoints: CheckpointStore
+    events: EventLog
+    metrics: MetricsLog | None
+    leader: Leader | None
+    state: RunState = field(default_factory=RunState)
+    phases: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time a part of the step and show it in the progress display."""
+        self.events.emit("phase", name=name, step=self.state.step + 1)
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            self.phases[name] = self.phases.get(name, 0.0) + time.monotonic() - started
+
+    def resume(self) -> None:
+        """Go on from the newest whole checkpoint, if there is one."""
+        latest = self.checkpoints.latest()
+        if latest is None:
+            return
+        self.actor.load(CheckpointStore.actor_directory(latest))
+        self.state = RunState(**self.checkpoints.load_state(latest))
+        self.sampler.load_state_dict(self.state.sampler)
+        self.events.emit("note", text=f"resumed from {latest.name}: {self.state.step} steps are done")
+
+    def grow(self, tasks: Sequence[Task]) -> list[RolloutTree]:
+        """A finished tree for each task; those that could not be finished are missing, reported and counted."""
+        return [] if self.leader is None else self.leader.grow(tasks, self.state.step)
+
+    def score(self, trees: Sequence[RolloutTree], tasks: Sequence[Task]) -> list[ScoredTree]:
+        """The trees with a reward for every leaf."""
+        return [] if self.leader is None else self.leader.score(trees, tasks)
+
+    def split(self, scored: Sequence[ScoredTree]) -> list[list[ScoredTree]]:
+        """Divide a step's trees into minibatches as equal as can be, in order."""
+        count = min(self.config.algorithm.minibatches, len(scored))
+        bounds = [round(index * len(scored) / count) for index in range(count + 1)] if count else []
+        return [list(scored[a:b]) for a, b in pairwise(bounds)]
+
+    def pack(self, trees: Sequence[RolloutTree], credits: Sequence[TreeCredit]) -> list[TreePack]:
+        """Packs of at most `train.token_budget` tokens."""
+        layout = self.config.parallel
+        multiple = layout.tensor if layout.sequence else 1
+        return pack_trees(trees, credits, token_budget=self.config.train.token_budget, multiple_of=multiple)
+
+    def share(self, minibatches: list[list[TreePack]]) -> list[list[TreePack]]:
+        """The leader's packs, on every rank."""
+        return parallel.broadcast_object(minibatches)
+
+    def push_weights(self) -> None:
+        """Hand the actor's weights to the engine and check with a probe that they arrived.
+
+        Raises:
+            RuntimeError: the engine's log-probs of the probe are further than `train.logprob_gap_limit` nats away.
+        """
+        probe = self.share([[self.leader.probe_pack()] if self.leader else []])[0]
+        logprobs = self.actor.logprobs(probe)[0]
+        tensors = hf_tensors(self.actor.model, self.actor.shape)
+        if self.leader is None:
+            for _ in tensors:  # every rank takes part in gathering the shards
+                pass
+            return
+        gap = self.leader.push(tensors, self.state.step, logprobs)
+        self.state.logprob_gap_max = max(self.state.logprob_gap_max, gap)
+        if gap > self.config.train.logprob_gap_limit:
+            raise RuntimeError(
+                f"after the push of version {self.state.step} the engine's log-probs differ from the trainer's by "
+                f"{gap:.2e} nats (train.logprob_gap_limit={self.config.train.logprob_gap_limit:g})"
+            )
+
+    def check_on_policy(self, updates: Sequence[UpdateStats]) -> None:
+        """On the first minibatch nothing was updated yet: every ratio must be exactly 1 (same packs, same kernels)."""
+        if updates and updates[0].ratio_max != 1.0:
+            raise RuntimeError(
+                f"the first minibatch has a probability ratio of {updates[0].ratio_max!r} before any update: old "
+                f"log-probs and training pass do not compute the same thing"
+            )
+
+    def finish_step(
+        self,
+        scored: Sequence[ScoredTree],
+        minibatches: Sequence[Sequence[TreePack]],
+        old_logprobs: Sequence[Sequence[Logprobs]],
+        updates: Sequence[UpdateStats],
+    ) -> None:
+        """Count the step as done, save what must survive, and log it."""
+        self.state.step += 1
+        self.state.sampler = self.sampler.state_dict()
+        gap = sampling_gap(minibatches, old_logprobs)
+        self.state.logprob_gap_max = max(self.state.logprob_gap_max, gap)
+        if self.leader is not None:
+            self.leader.count(self.state.totals)
+        last = self.state.step == self.config.train.steps
+        if last or self.state.step % self.config.train.save_every == 0:
+            self.checkpoints.save(self.state.step, self.actor, asdict(self.state))
+        seconds, self.phases = self.phases, {}
+        self.state.seconds += sum(seconds.values())
+        if self.leader is not None and self.metrics is not None:
+            row = {
+                "step": self.state.step,
+                **self.leader.step_metrics(scored),
+                "logprob_gap": gap,
+                **_mean_stats(updates),
+                **{f"seconds/{name}": round(value, 3) for name, value in seconds.items()},
+            }
+            write_trees(step_file(self.directory, self.state.step), scored)
+            self.metrics.log(row)
+            self.events.emit("step", steps=self.config.train.steps, **row)
+
+    def evaluate_once(self, when: str) -> None:
+        """Held-out success through engine and tools, unless a resumed run has it already or the config says no."""
+        if when in self.state.success or not getattr(self.config.evaluation, when) or self.leader is None:
+            return
+        self.events.emit("phase", name=f"evaluate {when}", step=self.state.step)
+        success = self.leader.evaluate(self.held_out[: self.config.evaluation.tasks], self.state.step)
+        self.state.success[when] = success
+        self.events.emit("evaluation", when=when, success=success)
+
+    def export(self) -> None:
+        """Write the Hugging Face directory, then the run's result."""
+        self.events.emit("phase", name="export", step=self.state.step)
+        source = model_path(self.config, self.directory)
+        export_hf(self.actor.model, self.actor.shape, source, self.directory.export)
+        if self.leader is not None:
+            write_json(self.directory.result, asdict(self.state))
+
+
+def sampling_gap(minibatches: Sequence[Sequence[TreePack]], logprobs: Sequence[Sequence[Logprobs]]) -> float:
+    """Largest |trainer - engine| log-prob over all sampled tokens of a step, in nats; 0 without any."""
+    gaps = [
+        np.abs(ours - pack.sampling_logprobs)
+        for packs, outputs in zip(minibatches, logprobs, strict=True)
+        for pack, ours in zip(packs, outputs, strict=True)
+    ]
+    values = np.concatenate(gaps) if gaps else np.zeros(0)
+    values = values[~np.isnan(values)]
+    return float(values.max()) if values.size else 0.0
+
+
+def _mean_stats(updates: Sequence[UpdateStats]) -> dict[str, float]:
+    """Update figures of a step: means over its minibatches, but the largest ratio and the number of skipped updates."""
+    if not updates:
+        return {}
+    rows = [asdict(update) for update in updates]
+    means = {key: float(np.mean([row[key] for row in rows])) for key in rows[0] if key not in ("ratio_max", "skipped")}
+    return {
+        **means,
+        "ratio_max": max(update.ratio_max for update in updates),
+        "updates_skipped": sum(update.skipped for update in updates),
+    }
+
+
+@contextmanager
+def training_run(directory: RunDirectory) -> Iterator[TrainingRun]:
+    """Set a rank up from a run directory (resuming where it left off) and take it down again."""
+    die_with_parent()
+    config = resolve.load(directory.config)
+    parallel.initialize(config.parallel, config.seed)
+    leading = parallel.is_leader()
+    start = directory.cold_start if config.sft.steps else model_path(config, directory)
+    tokenizer = load_tokenizer(start)
+    data = load_data(config, tokenizer)
+    shape = ModelShape.from_hf(start)
+    updates = config.train.steps * config.algorithm.minibatches
+    actor = Actor(config, shape, start, optimizer=config.optimizer, total_updates=updates)
+    events = EventLog(directory.events, enabled=leading)
+    found = Services.from_environment()
+    leader = Leader.start(config, directory, start, tokenizer, found, events) if leading else None
+    run = TrainingRun(
+        config=config,
+        directory=directory,
+        actor=actor,
+        sampler=TaskSampler(data.train, config.seed),
+        held_out=data.held_out,
+        checkpoints=CheckpointStore(directory.checkpoints, config.train.keep_checkpoints),
+        events=events,
+        metrics=MetricsLog(directory.path, config) if leading else None,
+        leader=leader,
+    )
+    run.resume()
+    try:
+        yield run
+    finally:
+        if leader is not None:
+            leader.close()
+        if run.metrics is not None:
+            run.metrics.close()
+        parallel.destroy()

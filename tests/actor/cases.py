@@ -1,0 +1,107 @@
+"""Trees, credits and shapes for the actor's tests."""
+
+from dataclasses import replace
+
+import numpy as np
+from hypothesis import strategies as st
+
+from arpo_megatron.algorithms.credit import TreeCredit
+from arpo_megatron.config import JobConfig, ModelConfig, ParallelConfig
+from arpo_megatron.tree import Role, RolloutTree
+from arpo_megatron.weights.shape import ModelShape
+
+VOCABULARY = 32
+
+
+QWEN3 = ModelShape(
+    family="qwen3",
+    layers=2,
+    hidden=16,
+    heads=4,
+    kv_heads=2,
+    head_dim=8,
+    ffn=32,
+    vocabulary=VOCABULARY,
+    rope_theta=10000.0,
+    norm_eps=1e-6,
+    tied=False,
+    qkv_bias=False,
+    qk_norm=True,
+    max_positions=2048,
+)
+QWEN2 = replace(QWEN3, family="qwen2", tied=True, qkv_bias=True, qk_norm=False)
+LLAMA = replace(QWEN3, family="llama", qk_norm=False, kv_heads=4)
+
+
+def job(parallel: ParallelConfig | None = None, dtype: str = "float32", **fields) -> JobConfig:
+    return JobConfig(name="test", model=ModelConfig(dtype=dtype), parallel=parallel or ParallelConfig(), **fields)
+
+
+def add(tree: RolloutTree, parent: int, role: Role, length: int, rng: np.random.Generator) -> int:
+    ids = rng.integers(0, VOCABULARY, length)
+    # Old log-probs around those of a fresh model, far enough that every clip is met.
+    old = -np.log(VOCABULARY) + rng.normal(0, 0.4, length)
+    return tree.add(parent, role, ids, logprobs=old if role is Role.MODEL else None)
+
+
+@st.composite
+def trees(draw: st.DrawFn, max_segments: int = 8, max_tokens: int = 5) -> RolloutTree:
+    """Any tree: deep, bushy, forked at the prompt, branches of one token, empty segments, leaves without model tokens."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    tree = RolloutTree("case", rng.integers(0, VOCABULARY, draw(st.integers(1, max_tokens))))
+    for index in range(1, draw(st.integers(1, max_segments))):
+        # Favouring the newest segment makes deep trees as likely as bushy ones.
+        parent = index - 1 if draw(st.booleans()) else draw(st.integers(0, index - 1))
+        role = Role.TOOL if tree.segments[parent].role is Role.MODEL and draw(st.booleans()) else Role.MODEL
+        add(tree, parent, role, draw(st.integers(0, max_tokens)), rng)
+    return tree
+
+
+def grown(seed: int, samples: int = 6, length: int = 6) -> RolloutTree:
+    """A tree as ARPO grows it: half of the samples from the prompt, the rest forked after tool results."""
+    rng = np.random.default_rng(seed)
+    tree = RolloutTree(f"task-{seed}", rng.integers(0, VOCABULARY, 2 * length))
+    forks = [0]
+    for sample in range(samples):
+        parent = 0 if sample < samples // 2 else int(rng.choice(forks))
+        call = add(tree, parent, Role.MODEL, int(rng.integers(1, length)), rng)
+        result = add(tree, call, Role.TOOL, int(rng.integers(1, length)), rng)
+        forks.append(result)
+        add(tree, result, Role.MODEL, int(rng.integers(1, length)), rng)
+    return tree
+
+
+def dyadic_advantages(tree: RolloutTree, seed: int) -> np.ndarray:
+    """One advantage a leaf, of both signs, whose sums are exact in float32."""
+    return np.random.default_rng(seed).integers(-8, 9, len(tree.leaves())) / 8.0
+
+
+def plain_credit(tree: RolloutTree, advantages: np.ndarray, weight: float) -> TreeCredit:
+    """The definition, leaf by leaf and token by token: sums of w * max(A, 0), w * min(A, 0) and w."""
+    starts = np.cumsum([0, *(len(segment) for segment in tree.segments)])
+    sums = np.zeros((3, tree.unique_tokens), np.float32)
+    for leaf, advantage in zip(tree.leaves(), advantages, strict=True):
+        for index in tree.path(leaf):
+            if tree.segments[index].role is Role.MODEL:
+                span = slice(starts[index], starts[index + 1])
+                sums[:, span] += np.float32([weight * max(advantage, 0), weight * min(advantage, 0), weight])[:, None]
+    return TreeCredit(*sums)
+
+
+def flat_trees(tree: RolloutTree) -> list[RolloutTree]:
+    """The tree's trajectories as trees of one path each."""
+    flat = []
+    for leaf in tree.leaves():
+        path = tree.path(leaf)
+        single = RolloutTree(tree.task_id, tree.prompt_ids)
+        for above, index in enumerate(path[1:]):
+            segment = tree.segments[index]
+            single.add(above, segment.role, segment.token_ids, logprobs=segment.logprobs)
+        flat.append(single)
+    return flat
+
+
+def minibatch(seed: int, count: int = 4) -> tuple[list[RolloutTree], list[TreeCredit]]:
+    """Grown trees with advantages of both signs, weighted like a token mean."""
+    forest = [grown(10 * seed + i) for i in range(count)]
+    return forest, [plain_credit(t, dyadic_advantages(t, seed + i), 2.0**-7) for i, t in enumerate(forest)]

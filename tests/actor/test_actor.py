@@ -1,0 +1,189 @@
+"""The actor on one rank: what an update promises."""
+
+import dataclasses
+
+import cases
+import numpy as np
+import pytest
+import reference
+import torch
+
+from arpo_megatron.actor.actor import Actor
+from arpo_megatron.actor.packing import pack_trees
+from arpo_megatron.algorithms.credit import supervised_credit
+from arpo_megatron.config import AlgorithmConfig, OptimizerConfig, RolloutConfig
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+
+def new_actor(lr=1e-2, updates=10, dtype="float32", seed=1, **fields) -> Actor:
+    torch.manual_seed(seed)
+    job = cases.job(dtype=dtype, **fields)
+    return Actor(job, cases.QWEN3, None, optimizer=OptimizerConfig(lr=lr), total_updates=updates)
+
+
+def packs_of(seed: int, budget: int = 120):
+    return pack_trees(*cases.minibatch(seed), token_budget=budget)
+
+
+def weights(actor: Actor) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in actor.model.named_parameters()}
+
+
+def assert_equal_weights(one: Actor, two: Actor) -> None:
+    for (name, left), right in zip(one.model.named_parameters(), two.model.parameters(), strict=True):
+        assert torch.equal(left, right), name
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_first_on_policy_ratio_is_exactly_one(dtype):
+    actor = new_actor(dtype=dtype)
+    packs = packs_of(0)
+    assert len(packs) > 1
+    for _ in range(2):  # after an update too
+        old = actor.logprobs(packs)
+        stats = actor.update(packs, old)
+        assert (stats.ratio_max, stats.ratio_mean, stats.kl_k3, stats.clip_share) == (1.0, 1.0, 0.0, 0.0)
+    assert actor.update(packs, old).ratio_max != 1.0
+
+
+def test_without_old_logprobs_the_present_policy_is_the_old_one():
+    explicit, implicit = new_actor(), new_actor()
+    packs = packs_of(0)
+    first = explicit.update(packs, explicit.logprobs(packs))
+    assert implicit.update(packs, None) == first
+    assert_equal_weights(explicit, implicit)
+
+
+def test_logprobs_are_those_of_each_trajectory_at_the_sampling_temperature():
+    actor = new_actor(rollout=RolloutConfig(temperature=0.7))
+    parameters = {name: p.detach().double() for name, p in actor.model.named_parameters()}
+    tree = cases.grown(3)
+    credit = supervised_credit([tree])
+    (pack,) = pack_trees([tree], credit, token_budget=1000)
+    (found,) = actor.logprobs([pack])
+    expected = {}
+    for leaf in tree.leaves():
+        values = reference.trajectory_logprobs(parameters, tree, leaf, cases.QWEN3, temperature=0.7)
+        trajectory = tree.trajectory(leaf)
+        for position in np.flatnonzero(trajectory.loss_mask):
+            expected[tuple(trajectory.token_ids[: position + 1])] = float(values[position - 1])
+    for value, target in zip(found, pack.targets, strict=True):
+        path = [int(target)]
+        while pack.parent_index[path[-1]] >= 0:
+            path.append(int(pack.parent_index[path[-1]]))
+        assert value == pytest.approx(expected[tuple(pack.token_ids[path[::-1]])], abs=2e-5)
+
+
+def test_the_gradient_norm_and_loss_are_those_of_the_trajectories():
+    algorithm = AlgorithmConfig(clip_low=0.2, clip_high=0.28, dual_clip=1.5)
+    actor = new_actor(algorithm=algorithm)
+    forest, credits = cases.minibatch(1)
+    parameters = {name: p.detach().double().requires_grad_() for name, p in actor.model.named_parameters()}
+    clip = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 1.5}
+    loss = sum(
+        reference.flat_ppo(parameters, tree, cases.dyadic_advantages(tree, 1 + i), 2.0**-7, cases.QWEN3, **clip)
+        for i, tree in enumerate(forest)
+    )
+    loss.backward()
+    norm = sum(p.grad.square().sum() for p in parameters.values()).sqrt()
+    packs = pack_trees(forest, credits, token_budget=120)
+    stats = actor.update(packs, [pack.sampling_logprobs for pack in packs])
+    assert stats.loss == pytest.approx(float(loss), rel=1e-5)
+    assert stats.grad_norm == pytest.approx(float(norm), rel=1e-5)
+    assert 0 < stats.clip_share < 1 and stats.ratio_max > 1 > 0 < stats.kl_k3
+    assert 0.9 * np.log(cases.VOCABULARY) < stats.entropy_mean <= np.log(cases.VOCABULARY)
+    assert stats.tokens == sum(len(pack.targets) for pack in packs)
+
+
+def test_supervised_training_learns_the_demonstrations():
+    actor = new_actor(updates=40)
+    forest = [cases.grown(seed, samples=1) for seed in range(3)]
+    packs = pack_trees(forest, supervised_credit(forest), token_budget=1000)
+    losses = [actor.update(packs, None, "nll").loss for _ in range(40)]
+    assert losses[0] == pytest.approx(np.log(cases.VOCABULARY), rel=0.1)
+    assert losses[-1] < 0.2 * losses[0]
+
+
+def test_supervised_training_ignores_the_sampling_temperature():
+    packs = packs_of(2)
+    warm, cool = new_actor(rollout=RolloutConfig(temperature=0.5)), new_actor()
+    assert warm.update(packs, None, "nll") == cool.update(packs, None, "nll")
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing_and_is_reported():
+    actor, other = new_actor(), new_actor()
+    good, bad = (
+        packs_of(0),
+        [dataclasses.replace(pack, weight=pack.weight * np.float32(np.nan)) for pack in packs_of(1)],
+    )
+    for each in (actor, other):
+        each.update(good, None, "nll")
+    before = weights(actor)
+    stats = actor.update(bad, None, "nll")
+    assert stats.skipped and not np.isfinite(stats.grad_norm)
+    assert all(torch.equal(value, before[name]) for name, value in actor.model.named_parameters())
+    assert actor.updates_done == 2
+    assert not actor.update(good, None, "nll").skipped
+    other.update(good, None, "nll")
+    assert_equal_weights(actor, other)  # the skipped update left no trace in the optimizer either
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_resumed_run_is_the_same_run_bit_for_bit(dtype, tmp_path):
+    batches = [packs_of(seed) for seed in range(4)]
+
+    def train(actor: Actor, some) -> list:
+        return [actor.update(packs, actor.logprobs(packs)) for packs in some for _ in range(2)]
+
+    straight = new_actor(dtype=dtype)
+    expected = train(straight, batches)
+    first = new_actor(dtype=dtype)
+    train(first, batches[:2])
+    first.save(tmp_path)
+    resumed = new_actor(dtype=dtype, seed=99)
+    resumed.load(tmp_path)
+    assert resumed.updates_done == 4
+    assert train(resumed, batches[2:]) == expected[4:]
+    assert_equal_weights(resumed, straight)
+
+
+def test_a_checkpoint_before_the_first_update_can_be_resumed(tmp_path):
+    saved, resumed = new_actor(), new_actor(seed=99)
+    saved.save(tmp_path)
+    resumed.load(tmp_path)
+    packs = packs_of(0)
+    assert saved.update(packs, None) == resumed.update(packs, None)
+    assert_equal_weights(saved, resumed)
+
+
+def test_a_resumed_run_follows_its_configuration_not_the_saved_one(tmp_path):
+    saved = new_actor(lr=1e-2)
+    saved.update(packs_of(0), None)
+    saved.save(tmp_path)
+    resumed = new_actor(lr=3e-4)
+    resumed.load(tmp_path)
+    assert resumed.update(packs_of(1), None).lr == 3e-4
+
+
+def test_a_new_phase_starts_with_a_fresh_optimizer():
+    actor = new_actor()
+    actor.update(packs_of(0), None, "nll")
+    actor.reset_optimizer(OptimizerConfig(lr=1e-5), 5)
+    assert actor.updates_done == 0
+    before = weights(actor)
+    stats = actor.update(packs_of(0), None)
+    assert stats.lr == 1e-5
+    # Adam's first step moves a weight by about the learning rate, whatever the gradient: no old moments are left.
+    change = max((value - before[name]).abs().max().item() for name, value in actor.model.named_parameters())
+    assert 0.5e-5 < change < 1.5e-5
+
+
+def test_impossible_calls_are_refused():
+    actor = new_actor()
+    with pytest.raises(ValueError, match="at least one pack"):
+        actor.update([], None)
+    packs = packs_of(0)
+    with pytest.raises(ValueError, match="do not fit"):
+        actor.update(packs, actor.logprobs(packs)[:-1])
+    assert actor.logprobs([]) == []

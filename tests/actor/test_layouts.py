@@ -1,0 +1,72 @@
+"""Loss, gradient, log-probs and statistics do not depend on how the model and the data are laid over ranks."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+EXACT = {"tokens", "skipped", "lr"}
+
+
+@pytest.fixture(scope="module")
+def runs(one_rank, tmp_path_factory):
+    """Results of one rank, in this process, and of each two-rank layout, from one torchrun."""
+    import layouts
+
+    from arpo_megatron.config import ParallelConfig
+
+    root = tmp_path_factory.mktemp("layouts")
+    alone = ParallelConfig()
+    torch.manual_seed(7)
+    fresh = layouts.train(layouts.new_actor(alone), alone, range(1))
+    start = layouts.new_actor(alone)
+    layouts.train(start, alone, range(5, 7))
+    (root / "start").mkdir()
+    start.save(root / "start")
+    rows = layouts.train(start, alone, range(3))
+    expected = {"fresh": fresh, "rows": rows, "next": layouts.train(start, alone, range(3, 5))}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    process = subprocess.Popen(
+        [*command, str(HERE / "layouts.py"), str(root)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[1]), "PYTHONWARNINGS": "ignore"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=120)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 0, output[-4000:]
+    return expected, json.loads((root / "losses.json").read_text())
+
+
+def assert_close(actual: list[dict], expected: list[dict]) -> None:
+    assert len(actual) == len(expected)
+    for row, wanted in zip(actual, expected, strict=True):
+        for name, value in wanted.items():
+            tolerance = {} if name in EXACT else {"rel": 1e-5, "abs": 1e-6}
+            assert row[name] == pytest.approx(value, **tolerance), name
+
+
+@pytest.mark.parametrize("layout", ["tensor", "sequence", "recompute", "data"])
+def test_training_is_the_same_in_every_layout(runs, layout):
+    expected, found = runs
+    assert_close(found[layout]["fresh"], expected["fresh"])  # random weights are drawn alike
+    assert_close(found[layout]["rows"], expected["rows"])  # after loading the checkpoint of one rank
+
+
+@pytest.mark.parametrize("layout", ["tensor", "sequence", "recompute", "data"])
+def test_a_resumed_run_is_the_same_run_in_every_layout(runs, layout):
+    expected, found = runs
+    assert found[layout]["resumed"] == found[layout]["next"]
+    assert_close(found[layout]["next"], expected["next"])

@@ -1,0 +1,48 @@
+"""Log-probs of targets: chunked, vocabulary-parallel, and equal to a plain log-softmax."""
+
+import pytest
+import torch
+
+from arpo_megatron.actor import logprobs
+from arpo_megatron.actor.logprobs import target_logprobs
+
+
+@pytest.fixture
+def problem():
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(13, 6, generator=generator, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(11, 6, generator=generator, dtype=torch.float64, requires_grad=True)
+    return hidden, weight, torch.randint(0, 11, (13,), generator=generator)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("chunk_elements", [1, 44, 1 << 20])
+def test_values_and_gradients_are_those_of_log_softmax(problem, temperature, chunk_elements, monkeypatch):
+    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", chunk_elements)
+    hidden, weight, targets = problem
+    actual, entropies = target_logprobs(hidden, weight, targets, temperature=temperature)
+    table = torch.log_softmax(hidden @ weight.t() / temperature, -1)
+    expected = table.gather(1, targets[:, None])[:, 0]
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(entropies, -(table.exp() * table).sum(-1), rtol=1e-12, atol=1e-12)
+    assert not entropies.requires_grad
+    weights = torch.linspace(-1, 2, 13, dtype=torch.float64)
+    for mine, theirs in zip(
+        torch.autograd.grad((actual * weights).sum(), (hidden, weight)),
+        torch.autograd.grad((expected * weights).sum(), (hidden, weight)),
+        strict=True,
+    ):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_extreme_logits_stay_finite(problem):
+    hidden, weight, targets = problem
+    values, entropies = target_logprobs(hidden * 1e4, weight, targets)
+    assert values.isfinite().all() and entropies.isfinite().all() and (entropies >= 0).all()
+
+
+def test_no_targets_give_zero_gradients(problem):
+    hidden, weight, targets = problem
+    values, _ = target_logprobs(hidden[:0], weight, targets[:0])
+    values.sum().backward()
+    assert len(values) == 0 and not weight.grad.any()

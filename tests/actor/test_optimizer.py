@@ -1,0 +1,62 @@
+"""AdamW and its schedule, against the formulas."""
+
+import math
+
+import cases
+import pytest
+import torch
+
+from arpo_megatron.actor.actor import Actor
+from arpo_megatron.actor.packing import pack_trees
+from arpo_megatron.config import OptimizerConfig
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+UPDATES = 10
+
+
+def rates(config: OptimizerConfig) -> list[float]:
+    actor = Actor(cases.job(), cases.QWEN3, None, optimizer=config, total_updates=UPDATES)
+    found = []
+    for _ in range(UPDATES):
+        actor.scheduler.step(1)
+        found.append(actor.optimizer.param_groups[0]["lr"])
+    return found
+
+
+def expected_rate(schedule: str, update: int, warmup: int) -> float:
+    """Of update 1 to UPDATES, for a peak of 1 and a final rate of 0.1."""
+    if update <= warmup:
+        return update / warmup
+    progress = (update - warmup) / (UPDATES - warmup)
+    falling = {"constant": 1.0, "linear": 1 - progress, "cosine": (1 + math.cos(math.pi * progress)) / 2}[schedule]
+    return 1.0 if schedule == "constant" else 0.1 + 0.9 * falling
+
+
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
+@pytest.mark.parametrize("warmup", [0, 3])
+def test_the_rate_follows_the_schedule(schedule, warmup):
+    config = OptimizerConfig(lr=1.0, schedule=schedule, warmup_fraction=warmup / UPDATES, min_lr_ratio=0.1)
+    assert rates(config) == pytest.approx([expected_rate(schedule, k, warmup) for k in range(1, UPDATES + 1)])
+
+
+def test_an_update_is_adamw_with_clipping_and_without_decay_of_norms():
+    config = OptimizerConfig(lr=1e-2, weight_decay=0.1, beta1=0.8, beta2=0.9, clip_grad=0.05)
+    actor = Actor(cases.job(), cases.QWEN3, None, optimizer=config, total_updates=UPDATES)
+    packs = pack_trees(*cases.minibatch(0), token_budget=1000)
+    copies = {name: torch.nn.Parameter(p.detach().double()) for name, p in actor.model.named_parameters()}
+    decayed = [p for p in copies.values() if p.dim() > 1]
+    plain = [p for p in copies.values() if p.dim() == 1]
+    adamw = torch.optim.AdamW(
+        [{"params": decayed}, {"params": plain, "weight_decay": 0.0}], lr=1e-2, weight_decay=0.1, betas=(0.8, 0.9)
+    )
+    for _ in range(3):
+        stats = actor.update(packs, [pack.sampling_logprobs for pack in packs])
+        assert stats.grad_norm > config.clip_grad
+        for name, parameter in actor.model.named_parameters():  # main_grad holds the clipped gradient
+            copies[name].grad = parameter.main_grad.double()
+        norm = torch.stack([p.grad.norm() for p in copies.values()]).norm()
+        assert float(norm) == pytest.approx(config.clip_grad, rel=1e-4)
+        adamw.step()
+    for name, parameter in actor.model.named_parameters():
+        torch.testing.assert_close(parameter.double(), copies[name], rtol=1e-5, atol=1e-6)

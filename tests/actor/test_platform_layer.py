@@ -1,0 +1,74 @@
+"""The CPU platform layer does what its table says, and refuses to guess."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from arpo_megatron.actor import parallel, platform
+from arpo_megatron.config import ParallelConfig
+from arpo_megatron.errors import UserError
+
+
+def literals(*values: str) -> tuple[object, ...]:
+    """A function with string literals to exchange: alone, in a tuple, in a nested function."""
+
+    def inner() -> str:
+        return "cuda"
+
+    return ("cuda", "torch.cuda.FloatTensor") if values else ("cuda", inner())
+
+
+def test_every_patch_is_applied_once_and_has_a_reason() -> None:
+    targets = [patch.target for patch in platform.PATCHES]
+    assert len(set(targets)) == len(targets)
+    assert all(patch.reason for patch in platform.PATCHES)
+
+
+def test_another_version_of_megatron_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "CHECKED_MEGATRON_CORE", "0.0.1")
+    with pytest.raises(UserError, match=r"megatron-core 0\.16\.1 is not checked on a CPU \(only 0\.0\.1 is\)"):
+        platform.check_version()
+
+
+def test_literals_are_exchanged_wherever_the_function_holds_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "_resolve", lambda target, path: literals)
+    platform.Retarget("here:literals", {"cuda": "cpu"}, "a test").apply()
+    assert literals() == ("cpu", "cpu")
+    assert literals("any") == ("cpu", "torch.cuda.FloatTensor")
+
+
+@pytest.mark.parametrize(
+    ("patch", "said"),
+    [
+        (platform.Retarget("megatron.core.utils:local_multi_tensor_l2_norm", {"tpu": "cpu"}, "-"), "literal 'tpu' not"),
+        (platform.Retarget("megatron.core.utils:no_such_thing", {"cuda": "cpu"}, "-"), "no such function"),
+        (platform.Replace("torch:cuda.no_such_thing", lambda: None, "-"), "no such function"),
+    ],
+)
+def test_a_target_that_has_drifted_is_refused(patch: platform.Replace | platform.Retarget, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        patch.apply()
+
+
+def test_a_wrong_number_of_ranks_is_told_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(UserError, match=r"need 4 trainer ranks, but 1 started: use torchrun --nproc-per-node 4"):
+        parallel.initialize(ParallelConfig(tensor=2, data=2), seed=1)
+
+
+def test_a_lone_process_is_a_quiet_world_of_its_own() -> None:
+    code = (
+        "from arpo_megatron.actor import parallel; from arpo_megatron.config import ParallelConfig\n"
+        "from arpo_megatron.actor.platform import install\n"
+        "parallel.destroy(); parallel.initialize(ParallelConfig(), seed=1); install()\n"
+        "import megatron.core.optimizer, megatron.core.models.gpt.gpt_layer_specs\n"
+        "assert parallel.is_leader() and parallel.broadcast_object([1]) == [1]\n"
+        "parallel.destroy(); parallel.destroy(); print('done')"
+    )
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120, check=True
+    )
+    assert (done.stdout, done.stderr) == ("done\n", "")

@@ -1,0 +1,72 @@
+"""metrics.jsonl holds every step once, whatever was interrupted; wandb goes on in one run."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from arpo_megatron.config import JobConfig, MonitorConfig
+from arpo_megatron.monitor.metrics import MetricsLog, read_metrics
+
+CONFIG = JobConfig(name="test")
+
+
+def test_each_step_is_on_disk_as_one_json_object_at_once(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path, CONFIG)
+    log.log({"step": 1, "reward": np.float32(0.5), "forks": np.int64(3), "note": "first", "gap": None})
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == [
+        {"step": 1, "reward": 0.5, "forks": 3, "note": "first", "gap": None}
+    ]
+    log.log({"step": 2, "reward": math.nan, "gap": np.inf})
+    assert read_metrics(tmp_path)[1] == {"step": 2, "reward": None, "gap": None}
+    log.close()
+
+
+def test_repeated_steps_of_a_resumed_run_replace_the_old_rows(tmp_path: Path) -> None:
+    first = MetricsLog(tmp_path, CONFIG)
+    for step in (1, 2, 3, 4):
+        first.log({"step": step, "run": 1})
+    second = MetricsLog(tmp_path, CONFIG)
+    for step in (3, 4, 5):
+        second.log({"step": step, "run": 2})
+    rows = [(row["step"], row["run"]) for row in read_metrics(tmp_path)]
+    assert rows == [(1, 1), (2, 1), (3, 2), (4, 2), (5, 2)]
+
+
+def test_a_half_written_line_is_cut_off(tmp_path: Path) -> None:
+    MetricsLog(tmp_path, CONFIG).log({"step": 1})
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2, "rew')
+    MetricsLog(tmp_path, CONFIG).log({"step": 2})
+    assert read_metrics(tmp_path) == [{"step": 1}, {"step": 2}]
+
+
+def test_nothing_logged_is_an_empty_history(tmp_path: Path) -> None:
+    assert read_metrics(tmp_path) == []
+
+
+def test_a_value_that_is_no_number_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="list"):
+        MetricsLog(tmp_path, CONFIG).log({"step": 1, "rewards": [1.0]})
+
+
+def test_wandb_is_not_touched_unless_configured(tmp_path: Path) -> None:
+    MetricsLog(tmp_path, CONFIG).log({"step": 1})
+    assert not (tmp_path / "wandb_run_id").exists()
+    assert not (tmp_path / "wandb").exists()
+
+
+def test_wandb_offline_keeps_one_run_id_over_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    config = JobConfig(name="test", monitor=MonitorConfig(wandb="offline"))
+    for step in (1, 2):
+        log = MetricsLog(tmp_path, config)
+        log.log({"step": step, "reward": 0.5})
+        log.close()
+    run_id = (tmp_path / "wandb_run_id").read_text().strip()
+    assert len(list((tmp_path / "wandb").glob(f"offline-run-*-{run_id}"))) >= 1
+    assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2]

@@ -1,0 +1,162 @@
+"""Rewards of whole trajectories, the released scorer's errors included."""
+
+import numpy as np
+import pytest
+
+from arpo_megatron.config import RewardConfig
+from arpo_megatron.rewards import make_reward
+from arpo_megatron.rewards.arpo import ArpoReward
+from arpo_megatron.rewards.base import score_tree
+from arpo_megatron.rewards.released import ReleasedReward
+from arpo_megatron.rewards.tag_format import last_boxed, parse_response
+from arpo_megatron.tasks.base import Task
+from arpo_megatron.tasks.demonstrations import demonstrate
+from arpo_megatron.tasks.generated import generate
+from arpo_megatron.tasks.tokenizers import generated_tokenizer
+from arpo_megatron.tree import Role, RolloutTree
+
+THINK = "<think>hm</think>"
+SEARCH = "<search>q</search> <result>\nPage 1: x\n</result>"
+PYTHON = "<python>1+1</python> <result>\n2\n</result>"
+TWO_TOOLS = THINK + SEARCH + THINK + PYTHON
+
+
+def answer(text: str) -> str:
+    return f"<answer>\\[ \\boxed{{{text}}} \\]</answer><eos>"
+
+
+def task(truth: str, source: str = "math") -> Task:
+    return Task("t", ({"role": "user", "content": "?"},), truth, source, "?")
+
+
+WELL_FORMED = [
+    THINK + answer("5"),
+    THINK + SEARCH + answer("5"),
+    TWO_TOOLS + answer("5"),
+    "<think>a <search>q</search>\n\n<result>r</result> b</think>" + answer("5"),
+    THINK + "<search>q</search><result>a page with <answer> and </think> tags</result>" + answer("5"),
+    THINK + "<python>print('<think>')</python> <result>\n<think>\n</result>" + answer("5"),
+    "<think><search> or <python>?</think>" + SEARCH + answer("5"),
+    "<think>not <python> but <search>q</search> <result>r</result> it is</think>" + answer("5"),
+    THINK + "<answer>first \\boxed{4}, no: \\boxed{5}</answer>",
+]
+BROKEN = [
+    ("", "no <think>"),
+    (answer("5"), "no <think>"),
+    ("<think>hm" + answer("5"), "<think> is not paired"),
+    ("hm</think>" + answer("5"), "<think> is not paired"),
+    ("<think><think>hm</think></think>" + answer("5"), "<think> is not paired"),
+    (THINK, "0 answers instead of one"),
+    (THINK + answer("5") + answer("5"), "2 answers instead of one"),
+    (THINK + "<answer>\\boxed{5}", "<answer> is not closed"),
+    (THINK + "<answer>5</answer>", "no \\boxed{} in the answer"),
+    (THINK + "<answer>\\boxed{5</answer>", "no \\boxed{} in the answer"),
+    (THINK + "\\boxed{5}<answer>5</answer>", "no \\boxed{} in the answer"),
+    (THINK + "<search>q</search>", "<search> without a <result>"),
+    (THINK + "<search>q</search> so" + SEARCH + answer("5"), "<search> without a <result>"),
+    (THINK + "<python>1+1" + answer("5"), "<python> is not closed"),
+    (THINK + "<python>1</python><result>2" + answer("5"), "<result> is not closed"),
+    (THINK + "<result>made up</result>" + answer("5"), "<result> without a call"),
+    (THINK + "</search>" + answer("5"), "</search> without <search>"),
+]
+
+
+@pytest.mark.parametrize("text", WELL_FORMED)
+def test_a_response_that_keeps_the_rules_gets_its_accuracy(text: str) -> None:
+    score = ArpoReward(tool_bonus=0.0).score_text(text, task("5"))
+    assert (score.format_ok, score.reward, score.accuracy, score.answer) == (True, 1.0, 1.0, "5")
+    assert ArpoReward(tool_bonus=0.0).score_text(text, task("6")).reward == 0.0
+
+
+@pytest.mark.parametrize(("text", "reason"), BROKEN)
+def test_a_broken_rule_is_named_and_costs_the_penalty(text: str, reason: str) -> None:
+    score = ArpoReward(format_penalty=-0.7).score_text(text, task("5"))
+    assert (score.format_ok, score.reward, score.accuracy, score.reason) == (False, -0.7, 0.0, reason)
+
+
+@pytest.mark.parametrize(("text", "bonus"), [(THINK + SEARCH, 0.0), (THINK + PYTHON, 0.0), (TWO_TOOLS, 0.1)])
+def test_the_bonus_needs_both_tools_and_a_right_answer(text: str, bonus: float) -> None:
+    reward = ArpoReward()
+    assert reward.score_text(text + answer("5"), task("5")).reward == pytest.approx(1.0 + bonus)
+    assert reward.score_text(text + answer("4"), task("5")).reward == 0.0
+    partly = reward.score_text(text + answer("Berlin"), task("Berlin, Germany", "qa"))
+    assert partly.reward == pytest.approx(2 / 3 + bonus)
+    assert partly.parts["exact_match"] == 0.0
+
+
+def test_the_released_scorer_keeps_its_errors() -> None:
+    released, ours = ReleasedReward(), ArpoReward()
+    minus = THINK + answer("-6")
+    assert (released.score_text(minus, task("6")).reward, ours.score_text(minus, task("6")).reward) == (1.0, 0.0)
+    fraction = THINK + answer("\\dfrac{1}{2}")
+    assert released.score_text(fraction, task("\\frac{1}{2}")).reward == 0.0
+    assert ours.score_text(fraction, task("\\frac{1}{2}")).reward == 1.0
+    made_up = THINK + "<result>made up</result>" + answer("5")
+    assert (released.score_text(made_up, task("5")).reward, ours.score_text(made_up, task("5")).reward) == (1.0, -1.0)
+    quoted = WELL_FORMED[4]
+    assert (released.score_text(quoted, task("5")).reward, ours.score_text(quoted, task("5")).reward) == (-1.0, 1.0)
+
+
+@pytest.mark.parametrize("text", [text for text, reason in BROKEN if "without a call" not in reason])
+def test_the_released_scorer_refuses_what_its_rules_refuse(text: str) -> None:
+    score = ReleasedReward().score_text(text, task("5"))
+    lenient = text.startswith(("<think><think>", THINK + "</search>", THINK + "<search>q</search> so"))
+    assert score.reward == (1.0 if lenient else -1.0)
+
+
+def test_the_released_scorer_gives_the_bonus_for_tags() -> None:
+    score = ReleasedReward().score_text(TWO_TOOLS + answer("a British film"), task("British", "qa"))
+    assert score.reward == pytest.approx(2 / 3 + 0.1)
+
+
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [("\\boxed{a{b}c}", "a{b}c"), ("\\boxed{1} \\boxed{2}", "2"), ("\\boxed{1", None), ("1", None), ("\\boxed{}", "")],
+)
+def test_the_last_box_is_read_with_balanced_braces(text: str, content: str | None) -> None:
+    assert last_boxed(text) == content
+
+
+def test_a_megabyte_of_tags_is_scanned_quickly() -> None:
+    assert not parse_response(THINK + PYTHON * 20_000 + answer("5")).reason
+
+
+def test_careful_demonstrations_score_full_marks() -> None:
+    tasks, tokenizer = generate(3, train=40, held_out=0), generated_tokenizer()
+    reward = make_reward(RewardConfig())
+    for one, tree in zip(
+        tasks.train, demonstrate(tasks.train, tasks.facts, tokenizer, careless=0, seed=0), strict=True
+    ):
+        (score,) = score_tree(reward, tree, one, tokenizer.decode)
+        assert score.reward == (1.1 if one.id.endswith("two") else 1.0)
+
+
+def test_careless_demonstrations_keep_the_format() -> None:
+    tasks, tokenizer = generate(3, train=200, held_out=0), generated_tokenizer()
+    trees = demonstrate(tasks.train, tasks.facts, tokenizer, careless=1.0, seed=0)
+    scores = [
+        score_tree(ArpoReward(), tree, one, tokenizer.decode)[0] for one, tree in zip(tasks.train, trees, strict=True)
+    ]
+    assert all(score.format_ok for score in scores)
+    assert sum(score.accuracy for score in scores) < 5
+
+
+def test_a_tree_is_scored_leaf_by_leaf_after_the_prompt() -> None:
+    tokenizer = generated_tokenizer()
+
+    def encode(text: str) -> list[int]:
+        return tokenizer.encode(text, add_special_tokens=False)
+
+    tree = RolloutTree("t", np.array(encode("<answer> in a prompt is no answer"), np.int32))
+    call = tree.add(0, Role.MODEL, encode("<think>calculate</think><python>1+1</python>"))
+    result = tree.add(call, Role.TOOL, encode(" <result>\n2\n</result>"))
+    tree.add(result, Role.MODEL, encode(answer("2")))
+    tree.add(result, Role.MODEL, encode(answer("3")))
+    tree.add(0, Role.MODEL, encode("lost"))
+    scores = score_tree(ArpoReward(), tree, task("2"), tokenizer.decode)
+    assert [score.reward for score in scores] == [1.0, 0.0, -1.0]
+
+
+def test_the_configured_reward_is_built() -> None:
+    assert make_reward(RewardConfig(format_penalty=-2.0, tool_bonus=0.5)) == ArpoReward(-2.0, 0.5)
+    assert make_reward(RewardConfig(kind="arpo_released")) == ReleasedReward(-1.0, 0.1)

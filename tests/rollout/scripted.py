@@ -1,0 +1,88 @@
+"""A scripted stand-in for the engine.
+
+It exists for the script alone: a random model cannot be made to call a tool at a given place. It speaks the engine's
+HTTP interface, token ids in and out, and keeps a radix cache's account of what each request finds. What the real
+engine does is tested in test_engine.py.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiohttp import web
+
+END = 0  # the scripted engine's end-of-sequence token
+
+
+class CharacterCodec:
+    """One token a character, so that every tag is many tokens."""
+
+    vocabulary_size = 0x110000
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(character) for character in text]
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return "".join(map(chr, token_ids))
+
+
+@dataclass
+class ScriptedEngine:
+    """Continues a text as `script(text)` says; every answer ends with END unless a limit or stop string comes first.
+
+    Attributes:
+        script: whole text so far -> everything that follows.
+        delay_s: text so far -> how long to wait before answering.
+        fail_first: answer so many requests with 503.
+    """
+
+    script: Callable[[str], str]
+    delay_s: Callable[[str], float] = lambda _text: 0.0
+    fail_first: int = 0
+    requests: list[dict[str, Any]] = field(default_factory=list)
+    url: str = ""
+    _kept: set[tuple[int, ...]] = field(default_factory=set)
+
+    def _cached(self, ids: Sequence[int]) -> int:
+        """Longest prefix that an earlier request has left, at most all but the last token."""
+        length = len(ids) - 1
+        while length > 0 and tuple(ids[:length]) not in self._kept:
+            length -= 1
+        return max(length, 0)
+
+    def _keep(self, ids: Sequence[int]) -> None:
+        self._kept |= {tuple(ids[:length]) for length in range(1, len(ids) + 1)}
+
+    async def generate(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self.requests.append(body)
+        if self.fail_first > 0:
+            self.fail_first -= 1
+            return web.Response(status=503)
+        ids, parameters = body["input_ids"], body["sampling_params"]
+        text = "".join(map(chr, ids))
+        cached = self._cached(ids)
+        await asyncio.sleep(self.delay_s(text))
+        output, reason = self._continue(text, parameters["max_new_tokens"], parameters.get("stop", []))
+        self._keep(ids + output[:-1])  # the last sampled token was never fed to the model
+        meta: dict[str, Any] = {
+            "finish_reason": reason,
+            "prompt_tokens": len(ids),
+            "cached_tokens": cached,
+            "weight_version": "0",
+            "output_token_logprobs": [[-0.5, token, None] for token in output],
+            "entropy": [1.0 + token / 1000 for token in output],
+        }
+        return web.json_response({"output_ids": output, "meta_info": meta})
+
+    def _continue(self, text: str, limit: int, stops: Sequence[str]) -> tuple[list[int], dict[str, Any]]:
+        output: list[int] = []
+        for character in self.script(text) + chr(END):
+            if len(output) == limit:
+                return output, {"type": "length", "length": limit}
+            output.append(ord(character))
+            new = "".join(map(chr, output))
+            if matched := next((stop for stop in stops if new.endswith(stop)), None):
+                return output, {"type": "stop", "matched": matched}
+        return output, {"type": "stop", "matched": END}

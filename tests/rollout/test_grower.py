@@ -1,0 +1,298 @@
+"""How a tree grows, step by step: against a scripted engine (see conftest) and the real tool service."""
+
+import asyncio
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from scripted import CharacterCodec, ScriptedEngine
+
+from arpo_megatron.config import AlgorithmConfig
+from arpo_megatron.rollout.accounting import grow_stats, predicted_requests
+from arpo_megatron.rollout.client import EngineClient, EngineRefusedError, EngineUnavailableError, Sampling
+from arpo_megatron.rollout.grower import GrowContext, GrowLimits, PromptTooLongError, TreeGrower
+from arpo_megatron.rollout.policies import ArpoPolicy, BranchPolicy, GrpoPolicy
+from arpo_megatron.rollout.protocol import result_text
+from arpo_megatron.tree import Finish, Role, RolloutTree
+from tools_sandbox.client import AsyncSandboxClient, SandboxUnavailable
+
+CODEC = CharacterCodec()
+LIMITS = GrowLimits(
+    max_length=1000, max_response_tokens=800, max_tool_calls=3, max_tool_tokens=200, tool_timeout_s=10.0
+)
+PROMPT = "What is 1+1? "
+PLAN = (
+    "<think>ask</think><python>1+1</python>",
+    "<think>and double</think><python>2*2</python>",
+    "<think>sure</think><answer>\\boxed{4}</answer>",
+)
+Start = Callable[[ScriptedEngine], ScriptedEngine]
+
+
+def planned(*plan: str) -> Callable[[str], str]:
+    """A script: the n-th part of the plan follows the n-th tool result."""
+
+    def script(text: str) -> str:
+        *answered, current = text.removeprefix(PROMPT).split("</result>")
+        part = plan[min(len(answered), len(plan) - 1)]
+        assert part.startswith(current)
+        return part[len(current) :]
+
+    return script
+
+
+def arpo(samples: int, initial: int, *, k: int = 6, **fields: Any) -> ArpoPolicy:
+    config = AlgorithmConfig(samples=samples, initial=initial, entropy_tokens=k, **fields)
+    return ArpoPolicy(config, CODEC.vocabulary_size, seed=5)
+
+
+def grow(
+    engine_url: str, sandbox_url: str, policy: BranchPolicy, *, limits: GrowLimits = LIMITS, retry_for_s: float = 5.0
+) -> tuple[RolloutTree, TreeGrower]:
+    """One tree for PROMPT."""
+
+    async def run() -> tuple[RolloutTree, TreeGrower]:
+        async with (
+            EngineClient(engine_url, retry_for_s=retry_for_s) as engine,
+            AsyncSandboxClient(sandbox_url) as sandbox,
+        ):
+            context = GrowContext(engine, sandbox, CODEC, policy, Sampling(), limits, 3, 7, lambda _tokens: None)
+            grower = TreeGrower("task-1", np.array(CODEC.encode(PROMPT), np.int32), context)
+            return await grower.grow(), grower
+
+    return asyncio.run(run())
+
+
+def texts(tree: RolloutTree, leaf: int) -> list[str]:
+    return [CODEC.decode(tree.segments[index].token_ids.tolist()) for index in tree.path(leaf)]
+
+
+def fork_points(tree: RolloutTree) -> list[int]:
+    """Number of MODEL children of every TOOL segment."""
+    return [
+        len(below) for below, segment in zip(tree.children(), tree.segments, strict=True) if segment.role is Role.TOOL
+    ]
+
+
+def test_model_and_tool_take_turns_and_every_token_is_kept(scripted_engine: Start, sandbox_url: str) -> None:
+    engine = scripted_engine(ScriptedEngine(planned(*PLAN)))
+    tree, grower = grow(engine.url, sandbox_url, GrpoPolicy(1))
+    (leaf,) = tree.leaves()
+    assert texts(tree, leaf) == [
+        PROMPT,
+        PLAN[0],
+        result_text("2"),
+        PLAN[1],
+        result_text("4"),
+        PLAN[2] + "\0",
+    ]
+    finishes = [segment.finish for segment in tree.segments if segment.role is Role.MODEL]
+    assert finishes == [Finish.TOOL_CALL, Finish.TOOL_CALL, Finish.END]
+    call = tree.segments[2].tool
+    assert call is not None
+    assert (call.name, dict(call.arguments), call.status) == ("python", {"code": "1+1"}, "ok")
+    assert call.seconds > 0
+    assert all(segment.policy_version == 7 for segment in tree.segments if segment.role is Role.MODEL)
+    assert grower.counts.calls_executed == 2
+    assert grower.counts.tokens_sampled == int(tree.trajectory(leaf).loss_mask.sum())
+
+
+def test_the_budget_is_spent_and_the_beam_kept(scripted_engine: Start, sandbox_url: str) -> None:
+    engine = scripted_engine(ScriptedEngine(planned(*PLAN)))
+    for samples, initial, beam in ((6, 2, 2), (9, 2, 3), (5, 4, 2), (3, 1, 2)):
+        policy = arpo(samples, initial, beam=beam, branch_probability=1.0, entropy_weight=0.0)
+        tree, grower = grow(engine.url, sandbox_url, policy)
+        assert len(tree.leaves()) == samples
+        assert max(fork_points(tree)) <= beam
+        assert max(fork_points(tree)) > 1
+        stats = grow_stats([tree], grower.counts, policy, failed=0, seconds=1.0)
+        fresh = len(tree.children()[0])
+        assert stats.forks == samples - fresh
+        assert stats.calls_inherited + stats.counts.calls_executed == 2 * samples  # each trajectory made two
+        assert stats.calls_inherited > 0
+
+
+def test_without_forks_the_budget_becomes_fresh_trajectories(scripted_engine: Start, sandbox_url: str) -> None:
+    engine = scripted_engine(ScriptedEngine(planned(*PLAN)))
+    tree, _ = grow(engine.url, sandbox_url, arpo(5, 2, branch_probability=0.0, entropy_weight=0.0))
+    assert len(tree.children()[0]) == len(tree.leaves()) == 5
+    measured = [segment.branch for segment in tree.segments if segment.branch is not None]
+    assert len(measured) == 4  # two results on each of the two measured paths, none on the late ones
+    assert {record.why for record in measured} == {"draw"}
+
+
+def test_a_decision_is_recorded_on_the_measured_segment(scripted_engine: Start, sandbox_url: str) -> None:
+    engine = scripted_engine(ScriptedEngine(planned(*PLAN)))
+    tree, _ = grow(engine.url, sandbox_url, arpo(2, 1, branch_probability=1.0, entropy_weight=0.0))
+    forked = fork_points(tree).index(2)
+    tool = [index for index, segment in enumerate(tree.segments) if segment.role is Role.TOOL][forked]
+    measured, sibling = (tree.segments[child] for child in tree.children()[tool])
+    assert measured.branch is not None
+    assert measured.branch.probability == 1.0
+    assert sibling.branch is None
+    assert measured.entropies is not None
+    assert len(measured.entropies) == len(measured)  # both requests' entropies, in order
+    assert measured.token_ids.tolist() == sibling.token_ids.tolist()
+
+
+def test_decisions_do_not_depend_on_timing(scripted_engine: Start, sandbox_url: str) -> None:
+    grown = []
+    for seed in range(3):
+        shuffled = random.Random(seed)
+        engine = scripted_engine(ScriptedEngine(planned(*PLAN), delay_s=lambda _text, r=shuffled: r.random() * 0.05))
+        tree, _ = grow(engine.url, sandbox_url, arpo(64, 8))  # a budget that no order can spend on forks
+        data = tree.to_dict()
+        for segment in data["segments"]:
+            if "tool" in segment:
+                segment["tool"] = segment["tool"] | {"seconds": 0, "cached": False}
+        grown.append(data)
+    assert grown[0] == grown[1] == grown[2]
+    assert any("branch" in segment for segment in grown[0]["segments"])
+
+
+def test_siblings_do_not_wait_for_the_measured_path(scripted_engine: Start, sandbox_url: str) -> None:
+    """They are asked for while the rest of the measured segment is still being sampled."""
+    resting = "<think>and double</think><pyth"
+
+    def slow_rest(text: str) -> float:
+        return 1.0 if text.endswith(resting[:10]) else 0.0
+
+    engine = scripted_engine(ScriptedEngine(planned(*PLAN), delay_s=slow_rest))
+    grow(engine.url, sandbox_url, arpo(2, 1, k=10, branch_probability=1.0, entropy_weight=0.0))
+    asked = ["".join(map(chr, request["input_ids"])) for request in engine.requests]
+    rest = next(index for index, text in enumerate(asked) if text.endswith(resting[:10]))
+    after_result = [index for index, text in enumerate(asked) if text.endswith("2\n</result>")]
+    assert len(after_result) == 2
+    assert after_result[1] <= rest + 1
+    third_segment = next(index for index, text in enumerate(asked) if text.endswith("4\n</result>"))
+    assert third_segment > after_result[1]
+
+
+@pytest.mark.parametrize("k", range(1, 48))
+def test_a_tag_is_found_wherever_the_measured_tokens_end(scripted_engine: Start, sandbox_url: str, k: int) -> None:
+    """The engine looks for stop strings in one request's tokens only; tags are many tokens here."""
+    engine = scripted_engine(ScriptedEngine(planned(*PLAN)))
+    tree, _ = grow(engine.url, sandbox_url, arpo(2, 1, k=k, branch_probability=0.0, entropy_weight=0.0))
+    assert texts(tree, tree.leaves()[0])[3] == PLAN[1]
+
+
+def test_a_call_beyond_the_limit_ends_the_trajectory(scripted_engine: Start, sandbox_url: str) -> None:
+    engine = scripted_engine(ScriptedEngine(planned(*PLAN)))
+    tree, grower = grow(engine.url, sandbox_url, GrpoPolicy(2), limits=replace(LIMITS, max_tool_calls=1))
+    assert grower.counts.calls_executed == 2
+    for leaf in tree.leaves():
+        assert tree.segments[leaf].finish is Finish.CALL_LIMIT
+        assert texts(tree, leaf)[-1] == PLAN[1]  # nothing is made up behind it
+
+
+def test_a_malformed_call_ends_the_trajectory_and_calls_nothing(scripted_engine: Start, sandbox_url: str) -> None:
+    engine = scripted_engine(ScriptedEngine(planned("<think>hm</think><search> </search>")))
+    tree, grower = grow(engine.url, sandbox_url, GrpoPolicy(1))
+    assert tree.segments[1].finish is Finish.MALFORMED
+    assert grower.counts.calls_executed == 0
+
+
+def test_a_tool_that_fails_answers_with_an_error_the_model_reads(scripted_engine: Start, sandbox_url: str) -> None:
+    engine = scripted_engine(ScriptedEngine(planned("<python>1/0</python>", "<answer>none</answer>")))
+    tree, _ = grow(engine.url, sandbox_url, GrpoPolicy(1))
+    record = tree.segments[2].tool
+    assert record is not None
+    assert record.status == "error"
+    assert "ZeroDivisionError" in texts(tree, 3)[2]
+    assert tree.segments[3].finish is Finish.END
+
+
+def test_limits_on_tokens_hold(scripted_engine: Start, sandbox_url: str) -> None:
+    engine = scripted_engine(ScriptedEngine(planned(*PLAN)))
+    for response in (1, 20, len(PLAN[0]), len(PLAN[0]) + 5, len(PLAN[0]) + len(result_text("2")) + 3):
+        tree, _ = grow(engine.url, sandbox_url, arpo(4, 2), limits=replace(LIMITS, max_response_tokens=response))
+        for leaf in tree.leaves():
+            assert len(tree.path_tokens(leaf)) <= len(PROMPT) + response
+            assert tree.segments[leaf].role is Role.MODEL
+            assert tree.segments[leaf].finish is Finish.LENGTH
+    limits = replace(LIMITS, max_tool_tokens=30)
+    long = scripted_engine(ScriptedEngine(planned("<python>print('x' * 500)</python>", "<answer>x</answer>")))
+    tree, _ = grow(long.url, sandbox_url, GrpoPolicy(1), limits=limits)
+    assert len(tree.segments[2]) == 30
+    assert texts(tree, 3)[2].startswith(" <result>\nxxx")
+    assert texts(tree, 3)[2].endswith("x\n</result>")
+
+
+def test_requests_and_cache_are_what_the_tree_alone_predicts(scripted_engine: Start, sandbox_url: str) -> None:
+    cases: tuple[BranchPolicy, ...] = (
+        GrpoPolicy(1),
+        GrpoPolicy(4),
+        arpo(8, 3, branch_probability=1.0, entropy_weight=0.0),
+        arpo(6, 1, branch_probability=0.5),
+        arpo(5, 2, branch_probability=0.0, entropy_weight=0.0),
+    )
+    for policy in cases:
+        engine = scripted_engine(ScriptedEngine(planned(*PLAN)))
+        tree, grower = grow(engine.url, sandbox_url, policy)
+        predicted = predicted_requests([tree], policy)
+        assert grower.counts.requests == len(predicted) == len(engine.requests)
+        assert grower.counts.prompt_tokens == sum(request.prompt_tokens for request in predicted)
+        assert sorted(len(request["input_ids"]) for request in engine.requests) == sorted(
+            request.prompt_tokens for request in predicted
+        )
+        # Equal samples let the scripted engine find more than the tree says; where paths differ it is exact (below).
+        assert grower.counts.cached_tokens >= sum(request.cached_tokens for request in predicted)
+
+
+def test_cached_tokens_are_predicted_exactly_where_samples_differ(scripted_engine: Start, sandbox_url: str) -> None:
+    serial = iter(range(1000))
+
+    def script(text: str) -> str:
+        calls = text.count("</result>")
+        if text.endswith(("</result>", PROMPT)):  # a new segment: unlike any other
+            return f"{next(serial):03d}<python>1+{calls}</python>" if calls < 2 else f"{next(serial):03d} done"
+        return "7<python>3</python>"  # the rest of a measured segment
+
+    policy = arpo(12, 4, k=3, beam=3)
+    engine = scripted_engine(ScriptedEngine(script))
+    tree, grower = grow(engine.url, sandbox_url, policy)
+    assert len(tree.leaves()) == 12
+    predicted = predicted_requests([tree], policy)
+    assert len(predicted) == len(engine.requests)
+    assert grower.counts.cached_tokens == sum(request.cached_tokens for request in predicted)
+
+
+def test_a_passing_failure_is_retried_and_changes_nothing(scripted_engine: Start, sandbox_url: str) -> None:
+    engine = scripted_engine(ScriptedEngine(planned(*PLAN), fail_first=3))
+    tree, _ = grow(engine.url, sandbox_url, GrpoPolicy(1))
+    assert texts(tree, tree.leaves()[0])[-1] == PLAN[2] + "\0"
+
+
+def test_an_engine_that_stays_away_is_an_error_in_time(sandbox_url: str) -> None:
+    with pytest.raises(EngineUnavailableError, match="does not answer"):
+        grow("http://127.0.0.1:9", sandbox_url, GrpoPolicy(3), retry_for_s=0.5)
+
+
+def test_an_unreachable_tool_service_fails_the_tree(scripted_engine: Start) -> None:
+    engine = scripted_engine(ScriptedEngine(planned(*PLAN)))
+    with pytest.raises(SandboxUnavailable):
+        grow(engine.url, "http://127.0.0.1:9", GrpoPolicy(2))
+
+
+def test_a_prompt_without_room_for_an_answer_is_refused(sandbox_url: str) -> None:
+    with pytest.raises(PromptTooLongError, match=f"{len(PROMPT)} tokens"):
+        grow("http://127.0.0.1:9", sandbox_url, GrpoPolicy(1), limits=replace(LIMITS, max_length=len(PROMPT)))
+
+
+def test_an_engine_without_the_entropy_plugin_is_recognised(scripted_engine: Start, sandbox_url: str) -> None:
+    class Plain(ScriptedEngine):
+        async def generate(self, request: Any) -> Any:
+            import json
+
+            from aiohttp import web
+
+            answer = json.loads((await super().generate(request)).body)
+            del answer["meta_info"]["entropy"]
+            return web.json_response(answer)
+
+    engine = scripted_engine(Plain(planned(*PLAN)))
+    with pytest.raises(EngineRefusedError, match="sglang_main"):
+        grow(engine.url, sandbox_url, GrpoPolicy(1))

@@ -1,0 +1,116 @@
+"""Branch decisions: the paper's formula, the released scale, seeded draws, and bounds that always hold."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from arpo_megatron.config import AlgorithmConfig
+from arpo_megatron.rollout.policies import ArpoPolicy, ForkPoint, GrpoPolicy, make_policy, uniform_draw
+from arpo_megatron.tree import Float32Array
+
+CONFIG = AlgorithmConfig(samples=16, initial=8, beam=2, branch_probability=0.5, entropy_weight=0.2, entropy_tokens=4)
+POLICY = ArpoPolicy(CONFIG, vocabulary_size=1000, seed=3)
+
+entropies = st.lists(st.floats(0, 7, width=32), min_size=1, max_size=8).map(lambda x: np.array(x, np.float32))
+paths = st.lists(st.integers(0, 20), min_size=1, max_size=8).map(tuple)
+
+
+def point(start: Float32Array, after: Float32Array, **fields: object) -> ForkPoint:
+    return replace(ForkPoint("task", 1, (0, 0, 0), start, after, budget=8), **fields)  # type: ignore[arg-type]
+
+
+def array(*values: float) -> Float32Array:
+    return np.array(values, np.float32)
+
+
+def test_the_probability_is_the_papers_on_the_released_scale() -> None:
+    record = POLICY.decide(point(array(1, 2, 3, 4, 99), array(2, 3, 4, 5, 99))).record
+    rise = (2 + 3 + 4 + 5 - 1 - 2 - 3 - 4) / math.log(1000)  # only the first k = 4 tokens count
+    assert record.dH == pytest.approx(rise)
+    assert record.probability == pytest.approx(0.5 + 0.2 * rise)
+
+
+def test_fewer_tokens_than_k_are_extrapolated_by_their_mean() -> None:
+    record = POLICY.decide(point(array(1, 1, 1, 1), array(3, 3))).record
+    assert record.dH == pytest.approx(4 * 2 / math.log(1000))
+
+
+def test_a_fork_follows_from_draw_below_probability() -> None:
+    for step in range(50):
+        decision = POLICY.decide(point(array(1), array(1), step=step))
+        assert decision.record.probability == 0.5
+        assert decision.siblings == (1 if decision.record.draw < 0.5 else 0)
+
+
+def test_a_threshold_replaces_the_draw() -> None:
+    policy = ArpoPolicy(replace(CONFIG, threshold=0.6), vocabulary_size=1000, seed=3)
+    rising = policy.decide(point(array(0, 0, 0, 0), array(2, 2, 2, 2)))
+    flat = policy.decide(point(array(1, 1, 1, 1), array(1, 1, 1, 1)))
+    assert (rising.siblings, rising.record.why) == (1, "threshold")
+    assert (flat.siblings, flat.record.why) == (0, "threshold")
+
+
+def test_more_entropy_never_makes_a_fork_less_likely() -> None:
+    chances = [POLICY.decide(point(array(2), array(level))).record.probability for level in np.linspace(0, 7, 30)]
+    assert chances == sorted(chances)
+    assert chances[0] >= 0.0
+    assert chances[-1] <= 1.0
+
+
+@given(entropies, entropies, st.integers(0, 8), st.integers(1, 5), st.integers(2, 5), st.floats(0, 1))
+def test_budget_and_beam_are_never_exceeded(
+    start: Float32Array, after: Float32Array, budget: int, children: int, beam: int, alpha: float
+) -> None:
+    policy = ArpoPolicy(replace(CONFIG, beam=beam, branch_probability=alpha), vocabulary_size=50, seed=0)
+    decision = policy.decide(point(start, after, budget=budget, children=children))
+    assert 0 <= decision.siblings <= budget
+    assert decision.siblings == 0 or children + decision.siblings <= beam
+    assert 0 <= decision.record.probability <= 1
+
+
+@given(entropies, entropies, st.integers(0, 2**32), st.integers(0, 10**6), st.text(), paths)
+def test_the_same_seed_gives_the_same_decision(
+    start: Float32Array, after: Float32Array, seed: int, step: int, task_id: str, path: tuple[int, ...]
+) -> None:
+    asked = ForkPoint(task_id, step, path, start, after, budget=3)
+    first, second = (ArpoPolicy(CONFIG, vocabulary_size=64, seed=seed).decide(asked) for _ in range(2))
+    assert first == second
+
+
+def test_draws_are_uniform_and_differ_in_every_key() -> None:
+    draws = [uniform_draw(0, 0, "task", (place, 0)) for place in range(2000)]
+    assert abs(np.mean(draws) - 0.5) < 0.03
+    assert 0 <= min(draws)
+    assert max(draws) < 1
+    variants = {
+        uniform_draw(1, 1, "a", (0,)),
+        uniform_draw(2, 1, "a", (0,)),
+        uniform_draw(1, 2, "a", (0,)),
+        uniform_draw(1, 1, "b", (0,)),
+        uniform_draw(1, 1, "a", (1,)),
+        uniform_draw(1, 1, "a", (0, 0)),
+    }
+    assert len(variants) == 6
+
+
+def test_a_spent_budget_and_a_full_beam_are_named() -> None:
+    policy = ArpoPolicy(replace(CONFIG, branch_probability=1.0), vocabulary_size=50, seed=0)
+    assert policy.decide(point(array(1), array(1), budget=0)).record.why == "budget spent"
+    assert policy.decide(point(array(1), array(1), children=2)).record.why == "beam full"
+
+
+def test_policies_are_made_by_name() -> None:
+    assert make_policy(CONFIG, vocabulary_size=9, seed=0) == ArpoPolicy(CONFIG, 9, 0)
+    grpo = make_policy(replace(CONFIG, name="grpo"), vocabulary_size=9, seed=0)
+    assert grpo == GrpoPolicy(16)
+    assert (grpo.initial, grpo.total, grpo.measured_tokens) == (16, 16, 0)
+    assert (POLICY.initial, POLICY.total, POLICY.measured_tokens) == (8, 16, 4)
+
+
+def test_nothing_is_measured_where_no_fork_is_possible() -> None:
+    assert ArpoPolicy(replace(CONFIG, beam=1), 9, 0).measured_tokens == 0
+    assert ArpoPolicy(replace(CONFIG, initial=16), 9, 0).measured_tokens == 0

@@ -1,0 +1,127 @@
+"""Demonstrations look exactly like sampled trajectories, and as many are careless as asked for."""
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from arpo_megatron.rollout.protocol import ToolCall, find_stop, parse_call, result_text
+from arpo_megatron.tasks.demonstrations import Carelessness, carelessness, demonstrate
+from arpo_megatron.tasks.generated import GeneratedTasks, Kind, Question, generate
+from arpo_megatron.tasks.tokenizers import generated_tokenizer
+from arpo_megatron.tree import Finish, Role, RolloutTree
+
+TOKENIZER = generated_tokenizer()
+MADE = generate(7, train=1500, held_out=0)
+
+
+def texts(tree: RolloutTree) -> list[str]:
+    return [TOKENIZER.decode(segment.token_ids.tolist()) for segment in tree.segments]
+
+
+def correct_answer(made: GeneratedTasks, careless: float, seed: int) -> float:
+    trees = demonstrate(made.train, made.facts, TOKENIZER, careless=careless, seed=seed)
+    right = [f"\\boxed{{{task.ground_truth}}}" in texts(tree)[-1] for task, tree in zip(made.train, trees, strict=True)]
+    return sum(right) / len(right)
+
+
+def test_a_careful_demonstration_calls_the_tools_and_copies_their_answers() -> None:
+    facts = {"qzlf": 417}
+    task = next(task for task in MADE.train if task.id.endswith("two"))
+    name = Question.parse(task.messages[0]["content"].removesuffix(" ?")).name
+    right = Question.parse(task.messages[0]["content"].removesuffix(" ?")).right
+    (tree,) = demonstrate([task], MADE.facts | facts, TOKENIZER, careless=0.0, seed=0)
+    value = MADE.facts[name]
+    assert texts(tree) == [
+        f"question: {name}+{right} ?",
+        f"<think>look up</think><search>{name}</search>",
+        f" <result>\nPage 1: {name} {value}\n</result>",
+        f"<think>calculate</think><python>{value}+{right}</python>",
+        f" <result>\n{value + right}\n</result>",
+        f"<answer>\\boxed{{{value + right}}}</answer><eos>",
+    ]
+
+
+def test_segments_end_where_sampling_would_end_them() -> None:
+    closing = {TOKENIZER.convert_tokens_to_ids(tag) for tag in ("</search>", "</python>")}
+    for tree in demonstrate(MADE.train[:300], MADE.facts, TOKENIZER, careless=0.5, seed=1):
+        assert len(tree.leaves()) == 1
+        assert [segment.parent for segment in tree.segments] == list(range(-1, len(tree.segments) - 1))
+        *calls, last = [segment for segment in tree.segments if segment.role is Role.MODEL]
+        assert all(int(call.token_ids[-1]) in closing and call.finish is Finish.TOOL_CALL for call in calls)
+        assert (int(last.token_ids[-1]), last.finish) == (TOKENIZER.eos_token_id, Finish.END)
+        tools = [segment.tool for segment in tree.segments if segment.role is Role.TOOL]
+        assert len(tools) == len(calls)
+        assert all(tool is not None and tool.status == "ok" and tool.name in ("search", "python") for tool in tools)
+
+
+def test_the_rollout_protocol_reads_the_same_calls_and_writes_the_same_results() -> None:
+    for tree in demonstrate(MADE.train[:300], MADE.facts, TOKENIZER, careless=0.5, seed=1):
+        for index, segment in enumerate(tree.segments):
+            if segment.tool is None:
+                continue
+            call, result = texts(tree)[index - 1], texts(tree)[index]
+            stop = find_stop(call)
+            assert stop is not None
+            assert call.endswith(stop)
+            assert parse_call(call, stop) == ToolCall(segment.tool.name, segment.tool.arguments)
+            assert result == result_text(result.removeprefix(" <result>\n").removesuffix("\n</result>"))
+
+
+def test_trajectories_are_short() -> None:
+    trees = demonstrate(MADE.train, MADE.facts, TOKENIZER, careless=0.4, seed=1)
+    assert sum(tree.flat_tokens for tree in trees) / len(trees) < 45
+    assert max(tree.flat_tokens for tree in trees) < 70
+
+
+@pytest.mark.parametrize("share", [0.0, 0.2, 0.4, 0.7, 1.0])
+def test_the_stated_share_is_careless(share: float) -> None:
+    assert carelessness(share).share == pytest.approx(share, abs=1e-6)
+    # A careless act can still end right (a guess, 1 in 1000), a careful one cannot end wrong.
+    assert correct_answer(MADE, share, seed=2) == pytest.approx(1.0 - share, abs=0.04)
+
+
+@given(st.floats(0, 1))
+def test_chances_are_probabilities_in_the_stated_proportions(share: float) -> None:
+    chances = carelessness(share)
+    values = (chances.wrong_operator, chances.misspelt_name, chances.skipped_hop, chances.ignored_result)
+    assert all(0.0 <= value <= 1.0 for value in values)
+    if max(values) < 1.0:
+        assert chances.wrong_operator * 0.20 == pytest.approx(chances.ignored_result * 0.30)
+        assert chances.skipped_hop * 0.20 == pytest.approx(chances.misspelt_name * 0.25)
+
+
+def test_the_probe_proportions_give_the_share_by_the_formula() -> None:
+    chances = Carelessness(0.30, 0.20, 0.25, 0.20)
+    by_kind = {Kind.CALC: 1 - 0.7 * 0.8, Kind.LOOKUP: 1 - 0.8 * 0.8, Kind.TWO: 1 - 0.8 * 0.75 * 0.8}
+    expected = 0.4 * by_kind[Kind.CALC] + 0.3 * by_kind[Kind.LOOKUP] + 0.3 * by_kind[Kind.TWO]
+    assert chances.share == pytest.approx(expected)
+
+
+def test_every_careless_act_happens_and_the_rest_stays_whole() -> None:
+    trees = demonstrate(MADE.train, MADE.facts, TOKENIZER, careless=0.6, seed=3)
+    wrong_operator = misspelt = skipped = ignored = 0
+    for task, tree in zip(MADE.train, trees, strict=True):
+        asked = Question.parse(task.messages[0]["content"].removesuffix(" ?"))
+        whole = "".join(texts(tree)[1:])
+        calls = re.findall(r"<(search|python)>(.*?)</\1>", whole)
+        results = re.findall(r"(\S+)\n</result>", whole)
+        wrong_operator += asked.kind is Kind.CALC and calls[0][1] != asked.text
+        misspelt += asked.kind is not Kind.CALC and calls[0][1] != asked.name
+        skipped += asked.kind is Kind.TWO and len(calls) == 1
+        ignored += f"\\boxed{{{results[-1]}}}" not in whole and "No results" not in whole
+    assert min(wrong_operator, misspelt, skipped, ignored) > 20
+
+
+def test_the_seed_decides_everything() -> None:
+    first = demonstrate(MADE.train[:50], MADE.facts, TOKENIZER, careless=0.5, seed=4)
+    again = demonstrate(MADE.train[:50], MADE.facts, TOKENIZER, careless=0.5, seed=4)
+    other = demonstrate(MADE.train[:50], MADE.facts, TOKENIZER, careless=0.5, seed=5)
+    assert [texts(tree) for tree in first] == [texts(tree) for tree in again]
+    assert [texts(tree) for tree in first] != [texts(tree) for tree in other]
+
+
+def test_a_share_outside_zero_and_one_is_refused() -> None:
+    with pytest.raises(ValueError, match="share"):
+        carelessness(1.5)

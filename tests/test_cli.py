@@ -1,0 +1,61 @@
+"""A user's mistake is one line and exit code 2, before any process starts."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ARPO = [sys.executable, "-m", "arpo_megatron.cli"]
+
+
+def arpo(*words: str, cwd: Path) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run([*ARPO, *words], cwd=cwd, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["train", "quickstart", "algorithm.entropy_wieght=0.3"], "did you mean algorithm.entropy_weight?"),
+        (["demo", "algorithm.entropy_wieght=0.3"], "did you mean algorithm.entropy_weight?"),
+        (["demo", "--algorithm", "gripo"], "algorithm.name"),
+        (["train", "quikstart"], "did you mean quickstart?"),
+        (["train", "reasoning_tiny", "data.path=nowhere.parquet"], "nowhere.parquet: no such file"),
+        (["train", "reasoning_tiny"], "train_10k.parquet: no such file"),
+        (["train", "quickstart", "model.path=nowhere"], "no Hugging Face model there"),
+        (["train", "quickstart", "--resume"], "nothing to resume"),
+        (["train", "quickstart", "--config", "nowhere.yaml"], "nowhere.yaml"),
+        (["sft", "reasoning_tiny", "data.path=x"], "sft.steps"),
+        (["eval", "nowhere"], "not a run directory"),
+        (["export", "nowhere", "--out", "out"], "not a run directory"),
+        (["trees", "nowhere"], "not a run directory"),
+    ],
+)
+def test_a_mistake_is_one_line(words: list[str], line: str, tmp_path: Path) -> None:
+    done = arpo(*words, cwd=tmp_path)
+    assert done.returncode == 2
+    assert line in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert done.stdout == ""
+    assert not list(tmp_path.iterdir()), "nothing may be written"
+
+
+def test_help_names_every_command(tmp_path: Path) -> None:
+    done = arpo("--help", cwd=tmp_path)
+    assert done.returncode == 0
+    for command in ("demo", "train", "sft", "eval", "export", "trees", "recipes"):
+        assert command in done.stdout
+
+
+def test_a_dry_run_prints_the_resolved_config_and_the_plan_and_writes_nothing(tmp_path: Path) -> None:
+    done = arpo("train", "quickstart", "train.steps=3", "--dry-run", cwd=tmp_path)
+    assert done.returncode == 0
+    assert "  steps: 3\n" in done.stdout
+    assert "# plan:" in done.stdout
+    assert not list(tmp_path.iterdir())
+
+
+def test_recipes_are_listed_with_what_they_are(tmp_path: Path) -> None:
+    done = arpo("recipes", cwd=tmp_path)
+    assert "quickstart" in done.stdout
+    assert "reasoning_tiny" in done.stdout

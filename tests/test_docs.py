@@ -1,0 +1,38 @@
+"""What the documents say is so."""
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+
+
+def test_the_configuration_reference_is_what_the_code_says() -> None:
+    spec = importlib.util.spec_from_file_location("make_docs", ROOT / "scripts" / "make_docs.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert (ROOT / "docs" / "configuration.md").read_text() == module.render(), "run `make docs`"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_and_named_files_exist(page: Path) -> None:
+    text = page.read_text()
+    links = [link.split("#")[0] for link in re.findall(r"\]\(([^)]+)\)", text) if not link.startswith("http")]
+    for link in links:
+        assert (page.parent / link).exists(), f"{page.name} links to {link}"
+    for name in re.findall(r"`((?:arpo_megatron|recipes|tools_sandbox|tests|docs|scripts)/[\w/.]+)`", text):
+        assert (ROOT / name).exists(), f"{page.name} names {name}"
+
+
+def test_the_training_loop_fits_on_two_screens() -> None:
+    assert len((ROOT / "arpo_megatron" / "train.py").read_text().splitlines()) <= 100
+
+
+def test_no_source_file_holds_two_ideas() -> None:
+    sources = [*ROOT.glob("arpo_megatron/**/*.py"), *ROOT.glob("tools_sandbox/**/*.py"), *ROOT.glob("recipes/*.py")]
+    long = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in sources}
+    assert not {name: lines for name, lines in long.items() if lines > 500}

@@ -1,0 +1,121 @@
+"""Real services for the tests: each is a process of its own on a free port."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+from tools_sandbox.client import SandboxClient
+
+FACTS = [f"fact{number} value{number}" for number in range(3000)] + ["qzlf 417", "Grüße 7"]
+REMEMBERED = {
+    "search query: Who wrote   Solaris": "Page 1: Stanisław Lem wrote the novel.\nPage 2: A film followed in 1972.",
+    "capital of nowhere": "No search results found.",
+}
+
+# An ordinary user who can read this Python, also where it lies in a closed home.
+_AS_NOBODY = """
+import os, sys
+from tools_sandbox.python_tool import filewalls, isolation, linux
+linux.unshare(linux.CLONE_NEWNS)
+linux.mount("", "/", linux.MS_REC | linux.MS_PRIVATE)
+for home in filewalls._homes():
+    filewalls._cover(home, "mode=0755")
+isolation._become(65534)
+os.execv(sys.executable, [sys.executable, "-m", "tools_sandbox", *sys.argv[1:]])
+"""
+
+
+class Service:
+    """A running service. `url`, `process` (its Popen), `stderr()` (its log so far)."""
+
+    def __init__(self, process: subprocess.Popen[str], url: str, log: Path) -> None:
+        self.process, self.url, self._log = process, url, log
+
+    def stderr(self) -> str:
+        return self._log.read_text()
+
+    def family(self) -> list[psutil.Process]:
+        """The service and all its descendants."""
+        me = psutil.Process(self.process.pid)
+        return [me, *me.children(recursive=True)]
+
+
+StartService = Callable[..., Service]
+
+
+@contextmanager
+def running(
+    config: dict[str, Any] | None, *, as_nobody: bool = False, env: dict[str, str] | None = None
+) -> Iterator[Service]:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        folder.chmod(0o755)
+        arguments = ["--port", "0"]
+        if config is not None:
+            (folder / "config.yaml").write_text(yaml.safe_dump(config))
+            arguments += ["--config", str(folder / "config.yaml")]
+        start = ["-c", _AS_NOBODY] if as_nobody else ["-m", "tools_sandbox"]
+        with (folder / "log").open("w") as log:
+            process = subprocess.Popen(
+                [sys.executable, *start, *arguments],
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env={**os.environ, **(env or {})},
+            )
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            assert line.startswith("ready http://127.0.0.1:"), (folder / "log").read_text()
+            yield Service(process, line.split()[1], folder / "log")
+        finally:
+            process.terminate()
+            process.wait(10)
+
+
+@pytest.fixture
+def start_service() -> Iterator[StartService]:
+    """Start a service with a configuration; it ends with the test."""
+    with ExitStack() as stack:
+
+        def start(config: dict[str, Any] | None = None, **more: Any) -> Service:
+            return stack.enter_context(running(config, **more))
+
+        yield start
+
+
+@pytest.fixture(scope="session")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """One service for all tests that leave it as it was."""
+    folder = tmp_path_factory.mktemp("corpus")
+    (folder / "facts.jsonl").write_text("".join(json.dumps({"text": fact}) + "\n" for fact in FACTS))
+    (folder / "cache.json").write_text(json.dumps(REMEMBERED))
+    config = {
+        "limits": {"memory_mb": 512, "file_mb": 1, "output_chars": 1000},
+        "search": {
+            "sources": [
+                {"path": str(folder / "facts.jsonl"), "format": "jsonl"},
+                {"path": str(folder / "cache.json"), "format": "arpo_cache"},
+            ]
+        },
+    }
+    with running(config) as started:
+        yield started
+
+
+@pytest.fixture(scope="session")
+def client(service: Service) -> Iterator[SandboxClient]:
+    with SandboxClient(service.url) as opened:
+        yield opened

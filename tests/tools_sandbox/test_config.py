@@ -1,0 +1,51 @@
+"""The configuration file: strict, and clear about what is wrong with it."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from tools_sandbox.config import ConfigError, SandboxConfig, Source, load_config
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("limits:\n  memory_md: 3\n", ["unknown key 'limits.memory_md'", "'memory_mb'"]),
+        ("search:\n  sources:\n    - {pth: x, format: jsonl}\n", ["search.sources.0.pth", "'path'"]),
+        ("zzz: 1\n", ["unknown key 'zzz'", "max_concurrency"]),
+        ("limits:\n  memory_mb: -1\n", ["limits.memory_mb", "greater than 0"]),
+        ("limits:\n  memory_mb: many\n", ["limits.memory_mb", "many"]),
+        ("- 1\n", ["top level"]),
+        ("a: [\n", ["not YAML"]),
+    ],
+)
+def test_a_bad_value_or_key_is_one_line_that_names_it(tmp_path: Path, text: str, parts: list[str]) -> None:
+    (tmp_path / "c.yaml").write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_config(tmp_path / "c.yaml")
+    assert len(str(caught.value).splitlines()) == 1
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_no_file_and_an_empty_file_are_the_defaults(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("# nothing yet\n")
+    assert load_config(None) == load_config(tmp_path / "c.yaml") == SandboxConfig()
+
+
+def test_paths_are_relative_to_the_file(tmp_path: Path) -> None:
+    sources = "search: {sources: [{path: a.jsonl, format: jsonl}, {path: /b.json, format: arpo_cache}]}"
+    (tmp_path / "c.yaml").write_text(f"{sources}\ncache: {{sqlite_path: c.db}}\n")
+    config = load_config(tmp_path / "c.yaml")
+    assert config.search.sources == (Source(tmp_path / "a.jsonl", "jsonl"), Source(Path("/b.json"), "arpo_cache"))
+    assert config.cache.sqlite_path == tmp_path / "c.db"
+
+
+@pytest.mark.parametrize("key", [field.name for field in fields(SandboxConfig)])
+def test_a_misspelt_key_is_answered_with_the_right_one(tmp_path: Path, key: str) -> None:
+    (tmp_path / "c.yaml").write_text(f"{key}s: 1\n")
+    with pytest.raises(ConfigError, match=f"did you mean '{key}'"):
+        load_config(tmp_path / "c.yaml")

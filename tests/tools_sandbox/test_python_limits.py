@@ -1,0 +1,81 @@
+"""What code may use: every limit ends the call with an answer that says so."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tools_sandbox.client import SandboxClient
+
+
+@pytest.mark.parametrize("code", ["import time; print('before'); time.sleep(60)", "print('before')\nwhile True: pass"])
+def test_the_time_limit_of_the_call_ends_it(client: SandboxClient, code: str) -> None:
+    began = time.monotonic()
+    answer = client.call("python", {"code": code}, timeout_s=0.5)
+    assert answer.status == "timeout"
+    assert "0.5 s" in answer.text
+    assert answer.text.endswith("before")
+    assert 0.5 <= answer.seconds < 2
+    assert time.monotonic() - began < 3
+
+
+def test_memory_is_limited(client: SandboxClient) -> None:
+    answer = client.call("python", {"code": "x = bytearray(1 << 30)"})
+    assert answer.status == "error"
+    assert "MemoryError" in answer.text
+    assert "512 MiB" in answer.text
+    slow = client.call("python", {"code": "x = []\nwhile True: x.append(bytearray(1 << 20))"})
+    assert (slow.status, "MemoryError" in slow.text) == ("error", True)
+
+
+def test_file_size_is_limited(client: SandboxClient) -> None:
+    answer = client.call("python", {"code": "open('big', 'wb').write(bytes(2 << 20))"})
+    assert (answer.status, "File too large" in answer.text) == ("error", True)
+
+
+def test_long_output_is_cut_with_a_note_and_does_not_block(client: SandboxClient) -> None:
+    answer = client.call("python", {"code": "print('x' * 20_000_000)"})
+    assert answer.status == "ok"
+    assert answer.text.startswith("x" * 1000 + "\n[output truncated: 20000001 bytes")
+    assert len(answer.text) < 1200
+
+
+def test_a_long_trace_keeps_its_end(client: SandboxClient) -> None:
+    answer = client.call(
+        "python", {"code": "import sys\nsys.stderr.write('y' * 100_000)\nraise ValueError('the reason')"}
+    )
+    assert answer.status == "error"
+    assert answer.text.endswith("ValueError: the reason")
+    assert len(answer.text) < 1200
+
+
+def test_processes_descriptors_and_cpu_time_are_limited(start_service: Callable[..., Any]) -> None:
+    service = start_service({"limits": {"cpu_s": 1, "processes": 8, "open_files": 32, "time_s": 20}})
+    with SandboxClient(service.url) as client:
+        cpu = client.call("python", {"code": "while True: pass"}, timeout_s=20)
+        assert (cpu.status, "CPU time" in cpu.text) == ("timeout", True)
+        files = client.call("python", {"code": "x = [open('/dev/null') for _ in range(40)]"})
+        assert "Too many open files" in files.text
+        if "user id" in service.stderr().split("lost:")[0]:
+            bomb = client.call("python", {"code": "import os\nwhile True: os.fork()"}, timeout_s=5)
+            assert bomb.status == "error"
+
+
+def test_a_request_cannot_ask_for_more_time_than_configured(start_service: Callable[..., Any]) -> None:
+    service = start_service({"limits": {"time_s": 0.3, "code_chars": 100}})
+    with SandboxClient(service.url) as client:
+        assert client.call("python", {"code": "import time; time.sleep(9)"}, timeout_s=9).status == "timeout"
+        long = client.call("python", {"code": "#" * 101})
+        assert (long.status, '"code"' in long.text, "100" in long.text) == ("error", True, True)
+
+
+def test_preloaded_modules_are_there_at_once_and_draw_their_own_numbers(start_service: Callable[..., Any]) -> None:
+    service = start_service({"python": {"preload": ["numpy", "numpy.random"]}})
+    with SandboxClient(service.url) as client:
+        loaded = client.call("python", {"code": "import sys; 'numpy' in sys.modules, 'sympy' in sys.modules"})
+        assert loaded.text == "(True, False)"
+        draws = {client.call("python", {"code": "import numpy; numpy.random.rand()"}).text for _ in range(3)}
+        assert len(draws) == 3

@@ -1,0 +1,101 @@
+"""Search: names are found exactly, unknown names not at all, remembered queries as they were answered."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tools_sandbox.client import SandboxClient
+from tools_sandbox.config import ConfigError, Source
+from tools_sandbox.corpus import Corpus, _passages, load_corpus, normalise_query
+from tools_sandbox.search import NO_RESULTS, SearchIndex
+
+WORDS = st.text("abcdefgh", min_size=1, max_size=3)
+
+
+def test_a_name_among_thousands_is_found_first(client: SandboxClient) -> None:
+    assert client.call("search", {"query": "qzlf"}).text == "Page 1: qzlf 417"
+    assert client.call("search", {"query": "What is the value of QZLF?", "k": 1}).text == "Page 1: qzlf 417"
+    assert client.call("search", {"query": "grüße"}).text == "Page 1: Grüße 7"
+    for number in range(0, 3000, 300):
+        assert client.call("search", {"query": f"fact{number}"}).text == f"Page 1: fact{number} value{number}"
+
+
+@pytest.mark.parametrize("query", ["unknownname", "what is unknownname", "?!", "fact"])
+def test_an_unknown_name_finds_nothing(client: SandboxClient, query: str) -> None:
+    answer = client.call("search", {"query": query})
+    assert (answer.status, answer.text) == ("ok", NO_RESULTS)
+
+
+def test_a_remembered_query_gets_its_old_answer(client: SandboxClient) -> None:
+    both = "Page 1: Stanisław Lem wrote the novel.\nPage 2: A film followed in 1972."
+    assert client.call("search", {"query": "who wrote solaris"}).text == both
+    assert client.call("search", {"query": "Search query:  WHO wrote Solaris"}).text == both
+    assert client.call("search", {"query": "who wrote solaris", "k": 1}).text == both.split("\n", maxsplit=1)[0]
+    assert client.call("search", {"query": "capital of nowhere"}).text == NO_RESULTS
+    assert client.call("search", {"query": "film 1972"}).text == "Page 1: A film followed in 1972."
+
+
+def test_an_equal_search_is_cached(client: SandboxClient) -> None:
+    first = client.call("search", {"query": "fact77 value77", "k": 2})
+    again = client.call("search", {"k": 2, "query": "fact77 value77"})
+    assert (first.cached, again.cached) == (False, True)
+    assert first.text == again.text
+    assert not client.call("search", {"query": "fact77 value77", "k": 3}).cached
+
+
+def test_long_documents_become_passages_that_can_all_be_found(tmp_path: Path) -> None:
+    text = " ".join(f"word{number}" for number in range(1000))
+    (tmp_path / "c.jsonl").write_text(json.dumps({"title": "A title", "text": text}) + "\n\n")
+    index = SearchIndex(load_corpus((Source(tmp_path / "c.jsonl", "jsonl"),), 1000))
+    for number in (0, 500, 999):
+        found = index.search(f"word{number}", 10)
+        assert found.startswith("Page 1: A title: word")
+        assert f"word{number}" in found
+        assert len(found) <= 1000 + len("Page 1: ")
+
+
+@pytest.mark.parametrize(
+    ("kind", "content", "said"),
+    [
+        ("jsonl", '{"text": "a"}\n{"txt": "b"}\n', "line 2"),
+        ("jsonl", "nonsense\n", "line 1: not JSON"),
+        ("jsonl", '{"text": "a", "title": 3}\n', "line 1"),
+        ("arpo_cache", '["a"]', "one JSON object"),
+        ("arpo_cache", "{", "not JSON"),
+    ],
+)
+def test_a_damaged_source_says_where(tmp_path: Path, kind: str, content: str, said: str) -> None:
+    (tmp_path / "c").write_text(content)
+    with pytest.raises(ConfigError, match=said):
+        load_corpus((Source(tmp_path / "c", kind),), 1000)  # type: ignore[arg-type]
+
+
+@given(st.lists(st.lists(WORDS, min_size=1, max_size=5).map(" ".join), max_size=12, unique=True), WORDS)
+def test_exactly_the_passages_with_the_word_are_found(passages: list[str], word: str) -> None:
+    index = SearchIndex(Corpus(passages=passages))
+    found = index.search(word, len(passages) + 1)
+    expected = {passage for passage in passages if word in passage.split()}
+    got = set() if found == NO_RESULTS else {line.split(": ", 1)[1] for line in found.split("\n")}
+    assert got == expected
+
+
+@given(st.text(), st.integers(1, 50), st.text(max_size=10))
+def test_passages_keep_every_character_and_their_bound(text: str, bound: int, title: str) -> None:
+    passages = list(_passages(title, text, bound))
+    assert all(len(passage) <= bound for passage in passages)
+    if not title.strip():
+        assert "".join("".join(passages).split()) == "".join(text.split())
+
+
+@given(st.text(max_size=30))
+def test_normalising_a_query_twice_changes_nothing_more(query: str) -> None:
+    once = normalise_query(query)
+    assert normalise_query(f"  search query: {query.upper() if query.isascii() else query}") in (
+        once,
+        normalise_query(once),
+    )

@@ -1,0 +1,196 @@
+"""Hugging Face -> Megatron -> Hugging Face: the same function, the same gradient, the same bits."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from tiny_models import CASES, make, megatron_logprobs, reference_logprobs, sample_tokens, weigh
+from torch import Tensor
+
+from arpo_megatron.config import ParallelConfig
+from arpo_megatron.weights.mapping import Entry, entries
+from arpo_megatron.weights.shape import ModelShape
+
+HERE = Path(__file__).parent
+
+
+def loaded(path: Path, dtype: str = "float32"):
+    from arpo_megatron.actor.model import build_model
+    from arpo_megatron.weights.load import load_hf
+
+    shape = ModelShape.from_hf(path)
+    model = build_model(shape, ParallelConfig(), dtype)
+    load_hf(model, shape, path)
+    return model, shape
+
+
+def assert_same_bits(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
+    assert left.keys() == right.keys()
+    for name, tensor in left.items():
+        assert tensor.dtype == right[name].dtype
+        assert torch.equal(tensor, right[name]), name
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("case", CASES)
+def test_megatron_computes_what_transformers_computes(case: str, tmp_path: Path) -> None:
+    reference = make(tmp_path, case)
+    model, _ = loaded(tmp_path)
+    tokens = sample_tokens()
+    expected, got = reference_logprobs(reference, tokens), megatron_logprobs(model, tokens)
+    assert (expected - got).abs().max() < 1e-4
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_are_those_of_transformers_under_the_same_names(case: str, tmp_path: Path) -> None:
+    from arpo_megatron.weights.export import hf_tensors
+
+    reference = make(tmp_path, case)
+    model, shape = loaded(tmp_path)
+    tokens = sample_tokens()
+    weigh(reference_logprobs(reference, tokens)).backward()
+    weigh(megatron_logprobs(model, tokens)).backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.grad)
+    expected = {name: parameter.grad for name, parameter in reference.named_parameters()}
+    got = dict(hf_tensors(model, shape))
+    assert got.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert (gradient - got[name]).norm() < 1e-5 * gradient.norm(), name
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("case", CASES)
+def test_a_round_trip_keeps_every_bit(case: str, tmp_path: Path) -> None:
+    from arpo_megatron.weights.export import export_hf
+
+    make(tmp_path / "source", case)
+    model, shape = loaded(tmp_path / "source")
+    export_hf(model, shape, tmp_path / "source", tmp_path / "out")
+    assert_same_bits(load_file(tmp_path / "source/model.safetensors"), load_file(tmp_path / "out/model.safetensors"))
+
+
+def test_two_tensor_parallel_ranks_compute_and_export_the_same(tmp_path: Path) -> None:
+    references = {case: make(tmp_path / "models" / case, case) for case in CASES}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])}
+    done = subprocess.run(
+        [*command, str(HERE / "tp_roundtrip.py"), str(tmp_path / "models"), "2"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    for case, reference in references.items():
+        out = tmp_path / "exported" / case
+        assert_same_bits(
+            load_file(tmp_path / "models" / case / "model.safetensors"), load_file(out / "model.safetensors")
+        )
+        expected = reference_logprobs(reference, sample_tokens())
+        assert (torch.load(out / "logprobs.pt") - expected).abs().max() < 1e-4, case
+
+
+@st.composite
+def shapes_and_ranks(draw: st.DrawFn) -> tuple[ModelShape, int]:
+    ranks = draw(st.sampled_from([1, 2, 3, 4]))
+    groups = ranks * draw(st.integers(1, 2))
+    shape = ModelShape(
+        family=draw(st.sampled_from(["llama", "qwen2", "qwen3"])),
+        layers=draw(st.integers(1, 2)),
+        hidden=draw(st.integers(1, 5)),
+        heads=groups * draw(st.integers(1, 3)),
+        kv_heads=groups,
+        head_dim=draw(st.integers(1, 3)),
+        ffn=ranks * draw(st.integers(1, 3)),
+        vocabulary=draw(st.integers(1, 13)),
+        rope_theta=1e4,
+        norm_eps=1e-6,
+        tied=draw(st.booleans()),
+        qkv_bias=False,
+        qk_norm=False,
+        max_positions=8,
+    )
+    return shape, ranks
+
+
+@settings(max_examples=60, deadline=None)
+@given(shapes_and_ranks())
+def test_joining_every_ranks_pieces_and_splitting_them_changes_nothing(case: tuple[ModelShape, int]) -> None:
+    shape, ranks = case
+    for entry in entries(shape):
+        full = {name: torch.randn(size) for name, size in entry.hf.items()}
+        shards = [join(entry, full, rank, ranks) for rank in range(ranks)]
+        assert len({shard.shape for shard in shards}) == 1
+        assert_same_bits(full, dict(entry.split(shards)))
+
+
+def join(entry: Entry, full: dict[str, Tensor], rank: int, ranks: int) -> Tensor:
+    return entry.join([full[name][entry.piece(size, rank, ranks)] for name, size in entry.hf.items()], ranks)
+
+
+def test_norms_are_found_under_the_names_of_both_layer_specs() -> None:
+    shape = ModelShape("llama", 1, 4, 2, 2, 2, 4, 8, 1e4, 1e-6, False, False, False, 8)
+    both = [entry for entry in entries(shape) if len(entry.megatron) == 2]
+    assert [name for entry in both for name in entry.hf] == [
+        "model.layers.0.input_layernorm.weight",
+        "model.layers.0.post_attention_layernorm.weight",
+    ]
+    weight = torch.ones(4)
+    for entry in both:
+        for name in entry.megatron:
+            assert entry.parameter({name: weight}) is weight
+    with pytest.raises(KeyError, match="no parameter"):
+        both[0].parameter({})
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_sharded_export_loads_again_and_opens_in_transformers(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    from arpo_megatron.weights.export import export_hf
+
+    reference = make(tmp_path / "source", "qwen3")
+    model, shape = loaded(tmp_path / "source")
+    export_hf(model, shape, tmp_path / "source", tmp_path / "out", max_shard_bytes=20_000)
+    files = sorted((tmp_path / "out").glob("model-*.safetensors"))
+    index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
+    assert len(files) > 1
+    assert set(index["weight_map"].values()) == {file.name for file in files}
+    assert all(sum(t.nbytes for t in load_file(file).values()) <= 20_000 for file in files)
+    opened = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert_same_bits(dict(reference.state_dict()), dict(opened.state_dict()))
+    again, _ = loaded(tmp_path / "out")
+    assert_same_bits(dict(model.named_parameters()), dict(again.named_parameters()))
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_an_export_replaces_a_directory_whole_and_takes_the_tokenizer_along(tmp_path: Path) -> None:
+    from arpo_megatron.weights.export import export_hf
+
+    source, out = tmp_path / "source", tmp_path / "out"
+    make(source, "qwen2")
+    (source / "tokenizer.json").write_text("{}")
+    (source / "optimizer.pt").write_text("not part of a model")
+    (out.with_name("out.tmp")).mkdir()
+    (out.with_name("out.tmp") / "half").write_text("of an interrupted export")
+    out.mkdir()
+    (out / "stale").write_text("of an older export")
+    model, shape = loaded(source, "bfloat16")
+    export_hf(model, shape, source, out)
+    names = {file.name for file in out.iterdir()}
+    assert names == {"config.json", "generation_config.json", "tokenizer.json", "model.safetensors"}
+    assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
+    expected = {name: t.bfloat16() for name, t in load_file(source / "model.safetensors").items()}
+    assert_same_bits(expected, load_file(out / "model.safetensors"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source"]

@@ -1,0 +1,117 @@
+"""What the user can mend is told in one line that names the file, the tensor and the field."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_models import LLAMA3_ROPE, make
+
+from arpo_megatron.config import ParallelConfig
+from arpo_megatron.errors import UserError
+from arpo_megatron.weights.shape import ModelShape, RopeScaling
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("qwen3")
+    make(path, "qwen3")
+    return path
+
+
+def line(error: pytest.ExceptionInfo[UserError]) -> str:
+    text = str(error.value)
+    assert "\n" not in text
+    return text
+
+
+def write_config(directory: Path, source: Path, **changes: Any) -> Path:
+    config = json.loads((source / "config.json").read_text()) | changes
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"architectures": ["GemmaForCausalLM"]}, "'GemmaForCausalLM' is not supported"),
+        ({"architectures": ["Qwen3ForSequenceClassification"]}, "'Qwen3ForSequenceClassification' is not supported"),
+        ({"architectures": None}, "'none' is not supported"),
+        ({"attention_bias": True}, "attention_bias=True is not supported"),
+        ({"use_sliding_window": True}, "use_sliding_window=True is not supported"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, "rope_type 'linear' is not"),
+        ({"hidden_size": "wide"}, "transformers cannot read it"),
+    ],
+)
+def test_a_model_that_would_be_computed_wrongly_is_refused(
+    source: Path, tmp_path: Path, changes: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(UserError) as error:
+        ModelShape.from_hf(write_config(tmp_path, source, **changes))
+    assert said in line(error)
+    assert str(tmp_path / "config.json") in line(error)
+
+
+def test_a_path_that_is_no_model_directory_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="is not a directory") as error:
+        ModelShape.from_hf(tmp_path / "nowhere")
+    assert "nowhere" in line(error)
+    with pytest.raises(UserError, match=r"config\.json is missing"):
+        ModelShape.from_hf(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(UserError, match="is not JSON"):
+        ModelShape.from_hf(tmp_path)
+
+
+def test_both_spellings_of_the_rotary_fields_are_read(source: Path, tmp_path: Path) -> None:
+    config = json.loads((source / "config.json").read_text())
+    del config["rope_parameters"]
+    (tmp_path / "config.json").write_text(json.dumps(config | {"rope_theta": 1234.0}))
+    assert ModelShape.from_hf(tmp_path).rope_theta == 1234.0
+    make(tmp_path, "llama", rope_parameters=LLAMA3_ROPE)
+    assert ModelShape.from_hf(tmp_path).rope_scaling == RopeScaling(8.0, 1.0, 4.0, 32)
+    assert ModelShape.from_hf(tmp_path).rope_theta == 5000.0
+
+
+@pytest.fixture(scope="module")
+def model_and_shape(one_rank: None, source: Path) -> tuple[Any, ModelShape]:
+    from arpo_megatron.actor.model import build_model
+
+    shape = ModelShape.from_hf(source)
+    return build_model(shape, ParallelConfig(), "float32"), shape
+
+
+def refusal(model_and_shape: tuple[Any, ModelShape], path: Path) -> str:
+    from arpo_megatron.weights.load import load_hf
+
+    with pytest.raises(UserError) as error:
+        load_hf(*model_and_shape, path)
+    return line(error)
+
+
+def test_a_missing_a_misshapen_and_an_unknown_tensor_are_named(
+    model_and_shape: tuple[Any, ModelShape], source: Path, tmp_path: Path
+) -> None:
+    name, file = "model.layers.1.mlp.up_proj.weight", tmp_path / "model.safetensors"
+    tensors = load_file(source / "model.safetensors")
+    save_file({key: tensor for key, tensor in tensors.items() if key != name}, file)
+    assert f"tensor {name} is missing" in refusal(model_and_shape, tmp_path)
+    save_file(tensors | {name: torch.zeros(3, 5)}, file)
+    assert f"tensor {name} has shape [3, 5], but config.json says [48, 32]" in refusal(model_and_shape, tmp_path)
+    save_file(tensors | {"model.layers.0.self_attn.q_proj.bias": torch.zeros(64)}, file)
+    assert "tensor model.layers.0.self_attn.q_proj.bias (one of 1) does not belong" in refusal(
+        model_and_shape, tmp_path
+    )
+
+
+def test_missing_and_damaged_files_are_named(model_and_shape: tuple[Any, ModelShape], tmp_path: Path) -> None:
+    assert "has neither model.safetensors nor" in refusal(model_and_shape, tmp_path)
+    assert "is not a directory" in refusal(model_and_shape, tmp_path / "nowhere")
+    (tmp_path / "model.safetensors").write_bytes(b"no safetensors")
+    assert "model.safetensors is damaged" in refusal(model_and_shape, tmp_path)
+    names = {"model.embed_tokens.weight": "model-00001-of-00002.safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    assert "is missing" in refusal(model_and_shape, tmp_path)

@@ -1,0 +1,78 @@
+"""Random tiny models of every family, made and judged by transformers, and their log-probs through Megatron."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+VOCABULARY = 64
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 5000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+CASES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "llama-tied-rope3": {"tie_word_embeddings": True, "rope_parameters": LLAMA3_ROPE},
+    "qwen2": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+    "qwen2-tied": {"tie_word_embeddings": True},
+    "qwen3": {"head_dim": 16},
+    "qwen3-tied": {"tie_word_embeddings": True, "head_dim": 8, "num_key_value_heads": 4},
+}
+
+
+def make(directory: Path, case: str, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
+    """A transformers model of the case, saved in `directory`; no parameter has a neutral value (biases, norms)."""
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+    config_class, model_class = {
+        "llama": (LlamaConfig, LlamaForCausalLM),
+        "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+        "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    }[case.partition("-")[0]]
+    torch.manual_seed(seed)
+    model = model_class(config_class(**{**_SIZES, **CASES[case], **changes})).to(dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(directory)
+    return model
+
+
+def sample_tokens(length: int = 40, seed: int = 3) -> Tensor:
+    """int64[length]"""
+    return torch.randint(0, VOCABULARY, (length,), generator=torch.Generator().manual_seed(seed))
+
+
+def reference_logprobs(model: Any, tokens: Tensor) -> Tensor:
+    """[n - 1] log-probs of each token after the first, by transformers."""
+    table = model(tokens[None]).logits[0].log_softmax(-1)
+    return table[:-1].gather(1, tokens[1:, None])[:, 0]
+
+
+def megatron_logprobs(model: Any, tokens: Tensor) -> Tensor:
+    """[n - 1], the same by the trainer's model: a pack of one plain sequence."""
+    positions = torch.arange(len(tokens))
+    ends = torch.full((len(tokens),), len(tokens), dtype=torch.int32)
+    return model(tokens, positions, ends, positions[:-1], tokens[1:])[0]
+
+
+def weigh(logprobs: Tensor) -> Tensor:
+    """A scalar with a gradient through every token, of both signs."""
+    weights = torch.randn(len(logprobs), generator=torch.Generator().manual_seed(5))
+    return (logprobs * weights).sum() / len(logprobs)

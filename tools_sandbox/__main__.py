@@ -1,0 +1,89 @@
+"""``python -m tools_sandbox``: start the service, say ``ready http://host:port`` on stdout, serve until stopped."""
+
+from __future__ import annotations
+
+import argparse
+import ipaddress
+import logging
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+
+from tools_sandbox.config import ConfigError, load_config
+from tools_sandbox.python_tool.pool import SandboxBroken
+
+TOKEN_VARIABLE = "TOOLS_SANDBOX_TOKEN"  # noqa: S105 - a name, not a token
+
+
+class _CannotStartError(Exception):
+    """What the user has to change; one line."""
+
+
+def _listen(host: str, port: int, token: str | None) -> socket.socket:
+    """A listening socket. Only loopback addresses are open to callers without a token."""
+    if not 0 <= port <= 65535:  # the resolver would take it modulo 65536
+        raise _CannotStartError(f"port {port} is not between 0 and 65535")
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    except OSError as error:
+        raise _CannotStartError(f"cannot resolve {host}: {error}") from error
+    if token is None and not ipaddress.ip_address(str(address[0]).split("%")[0]).is_loopback:
+        raise _CannotStartError(f"{host} is open to other machines: set {TOKEN_VARIABLE}, or use 127.0.0.1")
+    # With the protocol named, since asyncio turns off Nagle's delay (40 ms an answer) only for what says it is TCP.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+        listener.listen(2048)
+    except OSError as error:
+        listener.close()
+        raise _CannotStartError(f"cannot listen on {host} port {port}: {error.strerror}") from error
+    return listener
+
+
+def _serve(arguments: argparse.Namespace) -> None:
+    token = os.environ.get(TOKEN_VARIABLE) or None
+    config = load_config(arguments.config)
+    with _listen(arguments.host, arguments.port, token) as listener:
+        # Late, so that a bad file or a taken port is said before the half second that these take.
+        from tools_sandbox.server import Server, build_app
+        from tools_sandbox.service import ToolService
+
+        host = f"[{arguments.host}]" if ":" in arguments.host else arguments.host
+        service = ToolService(config)
+        try:
+            server = Server(build_app(service, token), service, f"ready http://{host}:{listener.getsockname()[1]}")
+            server.run(sockets=[listener])
+        finally:
+            service.close()
+
+
+def _stop(number: int, frame: object) -> None:
+    # uvicorn sends itself the signal again when it has shut down, so this is also the last step of a clean end.
+    raise SystemExit(0)
+
+
+def main() -> None:
+    """Parse arguments, serve. Exit codes: 0 after SIGTERM or SIGINT, 2 if it cannot start as told."""
+    parser = argparse.ArgumentParser(prog="python -m tools_sandbox", description="The tool service.")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    parser.add_argument("--port", type=int, default=0, help="0: any free port (default)")
+    parser.add_argument("--config", type=Path, help="YAML file, see tools_sandbox/config.py")
+    arguments = parser.parse_args()
+    logging.basicConfig(stream=sys.stderr, format="tools_sandbox: %(message)s")
+    logging.getLogger("tools_sandbox").setLevel(logging.INFO)
+    for name in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(name, _stop)
+    try:
+        if sys.platform != "linux":
+            raise _CannotStartError("needs Linux")
+        _serve(arguments)
+    except (_CannotStartError, ConfigError, SandboxBroken) as error:
+        print(f"tools_sandbox: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

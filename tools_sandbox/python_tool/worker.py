@@ -1,0 +1,152 @@
+"""The process that runs foreign code, and the process above it that is the first of the call's tree."""
+
+from __future__ import annotations
+
+import ast
+import atexit
+import io
+import linecache
+import os
+import signal
+import sys
+import traceback
+import types
+from collections.abc import Iterator
+
+from tools_sandbox.python_tool import isolation
+from tools_sandbox.python_tool.isolation import Isolation
+from tools_sandbox.python_tool.wire import THREAD_VARIABLES, Request
+
+FILENAME = "<python>"
+"""The name of the code in its own tracebacks."""
+
+
+def run_init(
+    walls: Isolation, request: Request, *, folder: str, uid: int, streams: tuple[int, int], status: int
+) -> None:
+    """Be the first process of the call's tree: fork the worker, report its end, never return.
+
+    streams: descriptors of the worker's stdout and stderr. status: descriptor that gets the worker's wait status as a
+    decimal number, or "!" and a message if the walls could not be raised.
+    """
+    try:
+        isolation.enter_init(walls, request.limits, folder)
+        pid = os.fork()
+        if pid == 0:
+            _run_worker(walls, request, uid, streams, status)
+        for descriptor in streams:
+            os.close(descriptor)
+        while True:  # the tree's orphans come here too
+            ended, code = os.waitpid(-1, 0)
+            if ended == pid:
+                os.write(status, str(code).encode())
+                break
+    except BaseException as error:
+        os.write(status, f"!{error!r}\n".encode(errors="backslashreplace"))
+    finally:
+        os._exit(0)
+
+
+def _run_worker(walls: Isolation, request: Request, uid: int, streams: tuple[int, int], status: int) -> None:
+    code = 1
+    try:
+        try:
+            nothing = os.open(os.devnull, os.O_RDONLY)
+            for source, target in zip((nothing, *streams), (0, 1, 2), strict=True):
+                os.dup2(source, target)
+            isolation.enter_worker(walls, request.limits, uid)
+        except BaseException as error:
+            os.write(status, f"!{error!r}\n".encode(errors="backslashreplace"))
+            return
+        os.closerange(3, 1 << 20)
+        _fresh_interpreter_state()
+        code = _run(request)
+        # A full pipe or a closed stdout is the code's own doing, and its result all the same.
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)
+
+
+def _fresh_interpreter_state() -> None:
+    """Undo what a fork inherits and a new Python would not have."""
+    os.environ.clear()
+    for name in THREAD_VARIABLES:
+        # For C libraries alone: os.environ stays empty.
+        os.putenv(name, "1")
+    for number in (signal.SIGCHLD, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if "numpy.random" in sys.modules:
+        # Preloaded once, its global generator would draw the same numbers in every call.
+        sys.modules["numpy.random"].seed()
+    sys.stdin = open(0, encoding="utf-8")  # noqa: SIM115
+    # By lines, so that what was printed before a time limit is not lost in a buffer.
+    sys.stdout = io.TextIOWrapper(open(1, "wb"), "utf-8", "backslashreplace", line_buffering=True)  # noqa: SIM115
+    sys.stderr = io.TextIOWrapper(open(2, "wb"), "utf-8", "backslashreplace", line_buffering=True)  # noqa: SIM115
+    for name in ("stdin", "stdout", "stderr"):
+        setattr(sys, f"__{name}__", getattr(sys, name))
+    sys.argv = [""]
+    sys.path.insert(0, "")
+
+
+def _run(request: Request) -> int:
+    """Run code as a notebook cell would; returns the exit code and leaves a trimmed traceback on stderr."""
+    main = types.ModuleType("__main__")
+    sys.modules["__main__"] = main
+    code = request.code
+    linecache.cache[FILENAME] = (len(code), None, code.splitlines(keepends=True), FILENAME)
+    try:
+        # dont_inherit: the __future__ imports of this module are not the code's.
+        tree = ast.parse(code, FILENAME)
+        last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+        exec(compile(tree, FILENAME, "exec", dont_inherit=True), main.__dict__)  # noqa: S102 - what this process is for
+        if isinstance(last, ast.Expr):
+            expression = compile(ast.Expression(last.value), FILENAME, "eval", dont_inherit=True)
+            value = eval(expression, main.__dict__)  # noqa: S307
+            if value is not None:
+                print(value)
+        _finish()
+        return 0
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            return (end.code or 0) & 0xFF
+        print(end.code, file=sys.stderr)
+    except BaseException as error:
+        isolation.release_memory_reserve()
+        sys.stdout.flush()
+        print(_trimmed_traceback(error), end="", file=sys.stderr)
+        if isinstance(error, MemoryError):
+            print(f"(The memory limit is {request.limits.memory_mb} MiB.)", file=sys.stderr)
+    return 1
+
+
+def _finish() -> None:
+    """End as Python does: wait for threads that the code started (also idle ones of pools), run exit functions."""
+    threading = sys.modules.get("threading")
+    if threading is not None:
+        threading._shutdown()
+    atexit._run_exitfuncs()
+
+
+def _trimmed_traceback(error: BaseException) -> str:
+    """The traceback as Python prints it, with the frames of the code itself only."""
+    try:
+        report = traceback.TracebackException.from_exception(error)
+        for part in _parts(report):
+            part.stack = traceback.StackSummary.from_list([frame for frame in part.stack if frame.filename == FILENAME])
+        return "".join(report.format())
+    except BaseException:  # an exception whose own __str__ raises, a recursion limit reached again
+        return f"{type(error).__name__}\n"
+
+
+def _parts(report: traceback.TracebackException) -> Iterator[traceback.TracebackException]:
+    """The exception, those that caused it and those of a group, each once."""
+    waiting, seen = [report], set[int]()
+    while waiting:
+        part = waiting.pop()
+        if id(part) not in seen:
+            seen.add(id(part))
+            yield part
+            linked = (part.__cause__, part.__context__, *(part.exceptions or ()))
+            waiting.extend(other for other in linked if other is not None)

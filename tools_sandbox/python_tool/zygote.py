@@ -1,0 +1,77 @@
+"""The process that calls are forked from: imports what calls will need once, then forks a supervisor for each.
+
+It is a fresh Python with an empty environment, so a call can find nothing of the service in its memory, and it does
+so little that a call can cost it nothing: it never reads a request.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import signal
+import socket
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from tools_sandbox.python_tool import isolation
+from tools_sandbox.python_tool.supervisor import supervise
+
+
+def main(descriptor: int, mode: str, root: str, preload: list[str]) -> None:
+    """Say over the control socket which walls stand (one JSON line), then fork for every connection that comes.
+
+    descriptor: the control socket. mode, preload: see `PythonConfig`. root: directory for working directories,
+    removed at the end. Returns when the service closes its end of the control socket, also by dying.
+    """
+    control = socket.socket(fileno=descriptor)
+    try:
+        _serve(control, mode, root, preload)
+    finally:
+        # Returns (with an error) when the last supervisor has ended its call, which the service's end told it to.
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(-1, 0)
+        with contextlib.suppress(OSError):
+            Path(root).rmdir()
+
+
+def _serve(control: socket.socket, mode: str, root: str, preload: list[str]) -> None:
+    try:
+        # What a call's view of the file system is built from must be open to the call's user.
+        os.umask(0o022)
+        walls = isolation.prepare(mode)
+        for name in preload:
+            importlib.import_module(name)
+    except Exception as error:
+        control.sendall(json.dumps({"error": f"{type(error).__name__}: {error}"}).encode() + b"\n")
+        return
+    control.sendall(json.dumps({"walls": asdict(walls), "summary": walls.describe()}).encode() + b"\n")
+    # Nobody waits for supervisors: the kernel reaps them.
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    # Collections in a child would otherwise touch, and so copy, every page of what was preloaded.
+    gc.collect()
+    gc.freeze()
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(control, 1, 1)
+        if not message:
+            return
+        try:
+            pid = os.fork()
+        except OSError as error:  # out of processes or memory: this call fails, the next one may not
+            print(f"tools_sandbox: cannot fork: {error}", file=sys.stderr, flush=True)
+            pid = -1
+        if pid == 0:
+            code = 1
+            try:
+                control.close()
+                supervise(socket.socket(fileno=descriptors[0]), walls, root)
+                code = 0
+            except BaseException as error:
+                print(f"tools_sandbox: supervisor failed: {error!r}", file=sys.stderr, flush=True)
+            finally:
+                os._exit(code)
+        for descriptor in descriptors:
+            os.close(descriptor)
