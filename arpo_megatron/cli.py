@@ -1,8 +1,10 @@
 """`arpo`: the command line. Imports of torch and friends wait until a command needs them."""
 
 import json
+import os
 import sys
 from collections.abc import Sequence
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +14,7 @@ import yaml
 from arpo_megatron import resolve, run_directory
 from arpo_megatron.config import JobConfig
 from arpo_megatron.errors import USER_ERROR_EXIT_CODE, UserError
+from arpo_megatron.processes import WAIT_ASLEEP, Interrupted, RoleDiedError, interrupt_on_signals
 
 app = typer.Typer(
     name="arpo",
@@ -138,6 +141,24 @@ def trees(
     draw_trees(_open_run(run_dir), step=step, count=count)
 
 
+class Benchmark(StrEnum):
+    """What `arpo bench` can measure."""
+
+    UPDATE = "update"
+
+
+@app.command()
+def bench(
+    name: Annotated[Benchmark, typer.Argument(help="update: a training step on trees against flattened trajectories.")],
+    repeats: Annotated[int, typer.Option(min=1, help="Counted repetitions of each side, in turn.")] = 5,
+) -> None:
+    """Measure, side by side in one run. The last line of standard output is one JSON object."""
+    os.environ.update(WAIT_ASLEEP)
+    from arpo_megatron.bench.update import bench_update
+
+    print(json.dumps({"benchmark": name.value, **bench_update(resolve.resolve("quickstart"), repeats)}), flush=True)
+
+
 @app.command()
 def recipes() -> None:
     """List the recipes."""
@@ -180,8 +201,6 @@ def _print_plan(config: JobConfig) -> None:
 
 def main() -> None:
     """Entry point. A `UserError` is one line on standard error and exit code 2; ctrl-C is exit code 130."""
-    from arpo_megatron.processes import Interrupted, RoleDiedError, interrupt_on_signals
-
     interrupt_on_signals()
     try:
         app()

@@ -1,4 +1,4 @@
-"""Checkpoint to Hugging Face directory, on the trainer ranks: `torchrun -m arpo_megatron.convert RUN_DIR STEP_DIR OUT`."""
+"""Checkpoint to Hugging Face directory, on all ranks: `python -m arpo_megatron.convert RUN_DIR STEP_DIR OUT`."""
 
 import sys
 from pathlib import Path

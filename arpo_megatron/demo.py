@@ -68,6 +68,9 @@ def _transformers_gap(run: RunDirectory, trajectory: Trajectory) -> float:
     """Load the export with transformers; largest difference to the engine's log-probs of the answer, in nats."""
     import torch
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
 
     model = AutoModelForCausalLM.from_pretrained(run.export, local_files_only=True)
     ids = torch.from_numpy(trajectory.token_ids.astype(np.int64))[None]
@@ -94,7 +97,6 @@ def _draw(progress: Progress, tokenizer: "PreTrainedTokenizerFast", run: RunDire
 def _figures(run: RunDirectory, seconds: float) -> dict[str, Any]:
     result = json.loads(run.result.read_text())
     totals, success = result["totals"], result["success"]
-    prompt = max(1.0, totals["prompt_tokens"])
     return {
         "success_before": success["before"],
         "success_after": success["after"],
@@ -104,8 +106,8 @@ def _figures(run: RunDirectory, seconds: float) -> dict[str, Any]:
         "tool_calls_executed": int(totals["tool_calls_executed"]),
         "tool_calls_inherited": int(totals["tool_calls_inherited"]),
         "logprob_gap_max": result["logprob_gap_max"],
-        "cached_prompt_share": round(totals["cached_tokens"] / prompt, 4),
-        "predicted_cached_share": round(totals["predicted_cached_tokens"] / prompt, 4),
+        "cached_prompt_share": round(totals["cached_tokens"] / totals["prompt_tokens"], 4),
+        "predicted_cached_share": round(totals["predicted_cached_tokens"] / totals["predicted_prompt_tokens"], 4),
         "run_dir": str(run.path),
         "export_dir": str(run.export),
     }

@@ -111,7 +111,7 @@ class Leader:
 
     def probe_pack(self) -> TreePack:
         """The probe sequence as a pack whose targets are all its tokens but the first."""
-        tree = RolloutTree("probe", np.array(self.probe[:1], np.int32))
+        tree = RolloutTree("probe", self.probe[:1])
         tree.add(0, Role.MODEL, self.probe[1:])
         return pack_trees([tree], supervised_credit([tree]), token_budget=len(self.probe), multiple_of=self._multiple)[
             0

@@ -18,7 +18,7 @@ from arpo_megatron.tree_files import ScoredTree
 def train(run: TrainingRun) -> None:
     """Train from the last checkpoint to the last step."""
     config = run.config
-    run.push_weights()
+    run.push_weights(version=run.state.step)
     run.evaluate_once("before")
     while run.state.step < config.train.steps:
         with run.phase("rollout"):
@@ -36,9 +36,8 @@ def train(run: TrainingRun) -> None:
             ]
         run.check_on_policy(updates)
         with run.phase("push"):
-            run.push_weights()
-        with run.phase("save"):
-            run.finish_step(scored, minibatches, old_logprobs, updates)
+            run.push_weights(version=run.state.step + 1)
+        run.finish_step(scored, minibatches, old_logprobs, updates)
     run.evaluate_once("after")
     run.export()
 

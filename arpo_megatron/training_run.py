@@ -78,7 +78,7 @@ class TrainingRun:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Time a part of the step and show it in the progress display."""
-        self.events.emit("phase", name=name, step=self.state.step + 1)
+        self.events.emit("phase", name=name, step=self.state.step)
         started = time.monotonic()
         try:
             yield
@@ -119,8 +119,8 @@ class TrainingRun:
         """The leader's packs, on every rank."""
         return parallel.broadcast_object(minibatches)
 
-    def push_weights(self) -> None:
-        """Hand the actor's weights to the engine and check with a probe that they arrived.
+    def push_weights(self, version: int) -> None:
+        """Hand the actor's weights to the engine as policy `version` and check with a probe that they arrived.
 
         Raises:
             RuntimeError: the engine's log-probs of the probe are further than `train.logprob_gap_limit` nats away.
@@ -132,11 +132,11 @@ class TrainingRun:
             for _ in tensors:  # every rank takes part in gathering the shards
                 pass
             return
-        gap = self.leader.push(tensors, self.state.step, logprobs)
+        gap = self.leader.push(tensors, version, logprobs)
         self.state.logprob_gap_max = max(self.state.logprob_gap_max, gap)
         if gap > self.config.train.logprob_gap_limit:
             raise RuntimeError(
-                f"after the push of version {self.state.step} the engine's log-probs differ from the trainer's by "
+                f"after the push of version {version} the engine's log-probs differ from the trainer's by "
                 f"{gap:.2e} nats (train.logprob_gap_limit={self.config.train.logprob_gap_limit:g})"
             )
 
@@ -162,11 +162,12 @@ class TrainingRun:
         self.state.logprob_gap_max = max(self.state.logprob_gap_max, gap)
         if self.leader is not None:
             self.leader.count(self.state.totals)
+        self.state.seconds += sum(self.phases.values())
         last = self.state.step == self.config.train.steps
         if last or self.state.step % self.config.train.save_every == 0:
-            self.checkpoints.save(self.state.step, self.actor, asdict(self.state))
+            with self.phase("save"):
+                self.checkpoints.save(self.state.step, self.actor, asdict(self.state))
         seconds, self.phases = self.phases, {}
-        self.state.seconds += sum(seconds.values())
         if self.leader is not None and self.metrics is not None:
             row = {
                 "step": self.state.step,

@@ -8,7 +8,7 @@ Tokens are never edited or re-tokenized after sampling: what the engine returned
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any, Self, TypeVar
 
@@ -125,22 +125,27 @@ def _frozen(array: Array) -> Array:
     return array
 
 
-@dataclass(slots=True)
 class RolloutTree:
     """All trajectories of one task, grown by `add`. Segments are immutable once added.
 
     Args:
         task_id: which task this is an attempt at.
-        prompt_ids: tokens of segment 0.
+        prompt_ids: int[n], tokens of segment 0.
+
+    Attributes:
+        segments: all segments in the order they were added; a parent comes before its children.
     """
 
-    task_id: str
-    prompt_ids: Int32Array
-    segments: list[Segment] = field(init=False)
+    __slots__ = ("segments", "task_id")
 
-    def __post_init__(self) -> None:
-        self.prompt_ids = _ids(self.prompt_ids)
-        self.segments = [Segment(self.prompt_ids, Role.PROMPT, -1)]
+    def __init__(self, task_id: str, prompt_ids: ArrayLike) -> None:
+        self.task_id = task_id
+        self.segments = [Segment(_ids(prompt_ids), Role.PROMPT, -1)]
+
+    @property
+    def prompt_ids(self) -> Int32Array:
+        """int32[n]: the tokens of segment 0."""
+        return self.segments[0].token_ids
 
     def add(
         self,
@@ -243,7 +248,7 @@ class RolloutTree:
         root, *rest = data["segments"]
         if root["role"] != Role.PROMPT or root["parent"] != -1:
             raise ValueError("segment 0 must be the PROMPT with parent -1")
-        tree = cls(data["task_id"], _ids(root["token_ids"]))
+        tree = cls(data["task_id"], root["token_ids"])
         for item in rest:
             fields = dict(item)
             if fields.get("finish") is not None:

@@ -164,12 +164,13 @@ class CheckpointStore:
         if is_leader():
             (partial / _STATE_FILE).write_text(json.dumps(crash_state))
             _flush(partial)
+            replaced = final.with_name(final.name + ".replaced.tmp")
             if final.exists():
-                shutil.rmtree(final)
+                final.rename(replaced)
             partial.rename(final)
             _flush_directory(self.root)
-            for old in self._all()[: -self.keep]:
-                shutil.rmtree(old)
+            for old in [*self._all()[: -self.keep], replaced]:
+                shutil.rmtree(old, ignore_errors=old is replaced)
         _barrier()
         return final
 

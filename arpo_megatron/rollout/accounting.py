@@ -1,9 +1,8 @@
 """What growing cost, and what it should have cost.
 
 `predicted_requests` replays from finished trees alone which requests the grower must have made and how much of each
-prompt the engine's radix cache must have held. The engine reports what it really served from there; the two shares
-differ by more than a few per cent only when something is wrong (evicted prefixes, a lost prefill, requests that were
-repeated).
+prompt the engine's radix cache must have held. The engine reports what it really served from there; it lies outside
+the predicted bounds only when something is wrong (evicted prefixes, a lost prefill, requests that were repeated).
 """
 
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from arpo_megatron.rollout.policies import BranchPolicy
+from arpo_megatron.rollout.prefix_cache import PrefixCache
 from arpo_megatron.tree import Int32Array, Role, RolloutTree
 
 SHORTEST_SHARED_PREFIX = 16
@@ -59,7 +59,8 @@ class GrowStats:
         unique_tokens: tokens of the trees, each once.
         flat_tokens: tokens of all trajectories, shared ones counted for each.
         predicted_prompt_tokens: tokens that should have been sent to the engine.
-        predicted_cached_tokens: how many of those its cache should have served, starting empty.
+        predicted_cached_tokens: how many of those its cache should have served, starting empty: the middle between the
+            bounds of `PredictedRequest`, so at most half their distance off whatever the timing was.
         seconds: wall time.
     """
 
@@ -72,7 +73,7 @@ class GrowStats:
     unique_tokens: int
     flat_tokens: int
     predicted_prompt_tokens: int
-    predicted_cached_tokens: int
+    predicted_cached_tokens: float
     seconds: float
 
     @property
@@ -88,10 +89,18 @@ class GrowStats:
 
 @dataclass(frozen=True, slots=True)
 class PredictedRequest:
-    """One engine request: tokens sent, and how many of them earlier requests must have left in the cache."""
+    """One engine request: tokens sent, and bounds of how many of them the cache served.
+
+    Attributes:
+        prompt_tokens: tokens sent.
+        cached_least: those that an earlier request of the same path or fork point has put into the cache.
+        cached_most: those that any earlier request has, if requests came one after the other: trajectories that sampled
+            equal tokens find each other's, unless they are in flight at the same moment.
+    """
 
     prompt_tokens: int
-    cached_tokens: int
+    cached_least: int
+    cached_most: int
 
 
 def grow_stats(
@@ -116,7 +125,7 @@ def grow_stats(
         unique_tokens=sum(tree.unique_tokens for tree in trees),
         flat_tokens=sum(tree.flat_tokens for tree in trees),
         predicted_prompt_tokens=sum(request.prompt_tokens for request in requests),
-        predicted_cached_tokens=sum(request.cached_tokens for request in requests),
+        predicted_cached_tokens=sum(request.cached_least + request.cached_most for request in requests) / 2,
         seconds=seconds,
     )
 
@@ -134,39 +143,54 @@ def common_prefix_length(prompts: Sequence[Int32Array]) -> int:
 
 
 def predicted_requests(trees: Sequence[RolloutTree], policy: BranchPolicy) -> list[PredictedRequest]:
-    """The requests behind trees that grew together, under `policy`, on an engine with an empty cache.
+    """The requests behind trees that grew together, under `policy`, on an engine whose cache was empty.
 
     First the prefix that all prompts share, then each prompt (once, where several trajectories begin there); then one
-    request for a MODEL segment, or two where a branching decision was taken behind its first k tokens.
+    request for a MODEL segment, or two where a branching decision was taken behind its first k tokens. What the engine
+    holds are the tokens that were fed to the model: all but the last one that a request samples. It always computes a
+    prompt's last token, whose logits are wanted.
     """
+    cache = PrefixCache()
+    requests: list[PredictedRequest] = []
+
+    def ask(prompt: Int32Array, least: int) -> None:
+        sure = min(least, len(prompt) - 1)
+        requests.append(PredictedRequest(len(prompt), sure, max(sure, min(cache.insert(prompt), len(prompt) - 1))))
+
     shared = common_prefix_length([tree.prompt_ids for tree in trees])
-    requests = [PredictedRequest(shared, 0)] if shared else []
-    for tree in trees:
-        requests += _tree_requests(tree, shared, policy)
-    return requests
-
-
-def _tree_requests(tree: RolloutTree, shared: int, policy: BranchPolicy) -> list[PredictedRequest]:
-    prompt = len(tree.prompt_ids)
-    first = PredictedRequest(prompt, min(shared, prompt - 1))
-    requests = [first] if policy.initial > 1 else []
-    path_tokens = [prompt]
-    continued: set[int] = set()  # segments below which a request has been made
-    for segment in tree.segments[1:]:
-        above = path_tokens[segment.parent]
-        path_tokens.append(above + len(segment))
-        if segment.role is not Role.MODEL:
-            continue
-        if not requests:
-            requests.append(first)
-        elif tree.segments[segment.parent].role is Role.TOOL and segment.parent not in continued:
-            # All but the tool's tokens is there, except the last sampled token, which was never fed to the model.
-            requests.append(PredictedRequest(above, above - len(tree.segments[segment.parent]) - 1))
-        else:
-            # The engine always computes the last token: its logits are wanted.
-            requests.append(PredictedRequest(above, above - 1))
-        continued.add(segment.parent)
+    if shared:
+        ask(trees[0].prompt_ids[:shared], 0)
+    if policy.initial > 1:
+        for tree in trees:
+            ask(tree.prompt_ids, shared)
+    begun: set[tuple[int, int]] = set()  # (tree, segment) below which a request has been made
+    for number, index in _model_segments_by_level(trees):
+        tree = trees[number]
+        segment, parent = tree.segments[index], tree.segments[tree.segments[index].parent]
+        path = tree.path_tokens(index)
+        above = len(path) - len(segment)
+        place = (number, segment.parent)
+        if parent.role is Role.PROMPT:
+            least = above if policy.initial > 1 or place in begun else shared
+        else:  # below a tool result: the first request brings it, behind the last sampled token, which was never fed
+            least = above if place in begun else above - len(parent) - 1
+        begun.add(place)
+        ask(path[:above], least)
         if segment.branch is not None and len(segment) > policy.measured_tokens:
-            measured = above + policy.measured_tokens
-            requests.append(PredictedRequest(measured, measured - 1))
+            measured = path[: above + policy.measured_tokens]
+            cache.insert(measured[:-1])
+            ask(measured, len(measured) - 1)
+        cache.insert(path[:-1])
     return requests
+
+
+def _model_segments_by_level(trees: Sequence[RolloutTree]) -> list[tuple[int, int]]:
+    """(tree, segment) of the MODEL segments of all trees, those nearer to the root first."""
+    found = []
+    for number, tree in enumerate(trees):
+        levels: list[int] = []
+        for index, segment in enumerate(tree.segments):
+            levels.append(levels[segment.parent] + 1 if segment.parent >= 0 else 0)
+            if segment.role is Role.MODEL:
+                found.append((levels[index], number, index))
+    return [(number, index) for _, number, index in sorted(found)]

@@ -14,7 +14,7 @@ import signal
 import sys
 
 from arpo_megatron.errors import USER_ERROR_EXIT_CODE, UserError
-from arpo_megatron.rollout import cpu_attention, cpu_standins, sglang_plugin
+from arpo_megatron.rollout import cpu_standins, sglang_plugin
 from arpo_megatron.rollout.lifetime import watch_parent
 
 LAUNCHER_PID_VARIABLE = "ARPO_ENGINE_LAUNCHER_PID"
@@ -47,7 +47,8 @@ def _choose_device() -> None:
         if not torch.cuda.is_available():
             sys.argv += ["--device", "cpu"]
     if _on_cpu(sys.argv):
-        sys.argv += ["--attention-backend", "torch_native", "--page-size", "1"]
+        # An idle scheduler would otherwise spin on a core that the trainer needs.
+        sys.argv += ["--attention-backend", "torch_native", "--page-size", "1", "--sleep-on-idle"]
 
 
 def _on_cpu(arguments: list[str]) -> bool:
@@ -74,7 +75,6 @@ def _prepare_process() -> None:
     if _on_cpu(sys.argv):
         os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
         cpu_standins.install()
-        if not os.environ.get("NOATT"): cpu_attention.register()
     sglang_plugin.register()
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import resource
 import signal
 import sys
 import time
@@ -171,6 +172,8 @@ def main(arguments: Sequence[str]) -> None:
     descriptor, parent_pid = map(int, arguments)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C reaches the trainer too, which then ends this process
     watch_parent(parent_pid, lambda: os._exit(1))
+    _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))  # a connection for each path that waits
     connection: Connection[Any, Any] = Connection(descriptor)
     try:
         worker = RolloutWorker(connection.recv(), connection.send)

@@ -106,7 +106,7 @@ def demonstrate(
     chances = carelessness(careless)
     trees = []
     for position, task in enumerate(tasks):
-        rng = random.Random(f"demonstration-{seed}-{position}-{task.id}")  # noqa: S311  (no secret)
+        rng = random.Random(f"demonstration-{seed}-{position}-{task.id}")
         writer = _Writer(task, tokenizer, facts)
         writer.answer(_act(task, writer, chances, rng))
         trees.append(writer.tree)

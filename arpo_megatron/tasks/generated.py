@@ -107,7 +107,7 @@ def generate(seed: int, train: int, held_out: int) -> GeneratedTasks:
         raise UserError(
             f"data.held_out={held_out}: generated tasks keep at most {_MOST_HELD_OUT_PAIRS} operand pairs apart"
         )
-    source = _Source(random.Random(f"generated-tasks-{seed}"))  # noqa: S311  (no secret)
+    source = _Source(random.Random(f"generated-tasks-{seed}"))
     held = tuple(source.draw(f"held-out-{index}", held_out=True) for index in range(held_out))
     trained = tuple(source.draw(f"train-{index}", held_out=False) for index in range(train))
     return GeneratedTasks(trained, held, source.facts)

@@ -67,7 +67,7 @@ class TaskSampler:
 
     def _shuffled(self, epoch: int) -> list[int]:
         order = list(range(len(self._tasks)))
-        random.Random(f"task-order-{self._seed}-{epoch}").shuffle(order)  # noqa: S311  (no secret)
+        random.Random(f"task-order-{self._seed}-{epoch}").shuffle(order)
         return order
 
     @staticmethod

@@ -91,7 +91,7 @@ def _finished(
     # Every id the model can sample has a text of its own; the fillers have no other use.
     fillers = [AddedToken(f"<|unused{index}|>", special=True, normalized=False) for index in range(missing)]
     tokenizer.add_special_tokens(fillers)
-    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+    return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=eos,
         pad_token=pad,

@@ -46,7 +46,7 @@ def add(tree: RolloutTree, parent: int, role: Role, length: int, rng: np.random.
 
 @st.composite
 def trees(draw: st.DrawFn, max_segments: int = 8, max_tokens: int = 5) -> RolloutTree:
-    """Any tree: deep, bushy, forked at the prompt, branches of one token, empty segments, leaves without model tokens."""
+    """Any tree: deep, bushy, forked at the prompt, one-token branches, empty segments, leaves without model tokens."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     tree = RolloutTree("case", rng.integers(0, VOCABULARY, draw(st.integers(1, max_tokens))))
     for index in range(1, draw(st.integers(1, max_segments))):

@@ -7,11 +7,13 @@ import numpy as np
 import pytest
 import reference
 import torch
+from safetensors.torch import save_file
 
 from arpo_megatron.actor.actor import Actor
 from arpo_megatron.actor.packing import pack_trees
 from arpo_megatron.algorithms.credit import supervised_credit
 from arpo_megatron.config import AlgorithmConfig, OptimizerConfig, RolloutConfig
+from arpo_megatron.weights.export import hf_tensors
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -94,6 +96,16 @@ def test_the_gradient_norm_and_loss_are_those_of_the_trajectories():
     assert 0 < stats.clip_share < 1 and stats.ratio_max > 1 > 0 < stats.kl_k3
     assert 0.9 * np.log(cases.VOCABULARY) < stats.entropy_mean <= np.log(cases.VOCABULARY)
     assert stats.tokens == sum(len(pack.targets) for pack in packs)
+
+
+def test_weights_come_from_the_hugging_face_directory(tmp_path):
+    source = new_actor()
+    save_file({n: t.contiguous() for n, t in hf_tensors(source.model, cases.QWEN3)}, tmp_path / "model.safetensors")
+    torch.manual_seed(99)
+    loaded = Actor(cases.job(), cases.QWEN3, tmp_path, optimizer=OptimizerConfig(lr=1e-2), total_updates=10)
+    packs = packs_of(0)
+    assert loaded.update(packs, None) == source.update(packs, None)
+    assert_equal_weights(loaded, source)
 
 
 def test_supervised_training_learns_the_demonstrations():

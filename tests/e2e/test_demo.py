@@ -31,7 +31,14 @@ def test_the_radix_cache_serves_what_the_trees_predict(demo: dict[str, Any]) -> 
 
 
 def test_the_screen_shows_an_answered_question_and_a_tree(demo: dict[str, Any]) -> None:
-    for words in ("held-out question", "<search>", "<result>", "\\boxed{", "transformers and SGLang agree", "forks after"):
+    for words in (
+        "held-out question",
+        "<search>",
+        "<result>",
+        "\\boxed{",
+        "transformers and SGLang agree",
+        "forks after",
+    ):
         assert words in demo["screen"], words
 
 
@@ -49,7 +56,9 @@ def test_a_checkpoint_exports_to_the_weights_that_training_ended_with(demo: dict
     from safetensors.numpy import load_file
 
     out = tmp_path / "export"
-    done = subprocess.run([*ARPO, "export", demo["run_dir"], "--out", str(out)], capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [*ARPO, "export", demo["run_dir"], "--out", str(out)], capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr
     ours, theirs = (load_file(path / "model.safetensors") for path in (out, Path(demo["export_dir"])))
     assert ours.keys() == theirs.keys()

@@ -49,6 +49,10 @@ def events(run: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
+def rolling_out(run: Path, steps_done: int) -> bool:
+    return any(event.get("name") == "rollout" and event["step"] == steps_done for event in events(run))
+
+
 def interrupt(job: "subprocess.Popen[str]", run: Path) -> str:
     family = [psutil.Process(job.pid), *psutil.Process(job.pid).children(recursive=True)]
     os.killpg(job.pid, signal.SIGINT)  # what a terminal does on ctrl-C
@@ -64,8 +68,8 @@ def interrupt(job: "subprocess.Popen[str]", run: Path) -> str:
 
 def test_ctrl_c_and_resume(warm_run: Path) -> None:
     job = start(warm_run)
-    wait_for("first checkpoint", lambda: (warm_run / "checkpoints" / "step_1").exists())
-    wait_for("rollout of step 2", lambda: any(e["kind"] == "phase" and e["step"] == 2 for e in events(warm_run)))
+    wait_for("first checkpoint", (warm_run / "checkpoints" / "step_1").exists)
+    wait_for("rollout of step 2", lambda: rolling_out(warm_run, 1))
     said = interrupt(job, warm_run)
     assert "--resume goes on from the last step" in said
     done_before = len((warm_run / "metrics.jsonl").read_text().splitlines())
@@ -82,7 +86,7 @@ def test_ctrl_c_and_resume(warm_run: Path) -> None:
 @pytest.mark.parametrize("victim", ["sglang", "arpo_megatron.train", "tools_sandbox"])
 def test_a_killed_role_ends_the_job_and_names_its_log(warm_run: Path, victim: str) -> None:
     job = start(warm_run)
-    wait_for("first step", lambda: any(e["kind"] == "phase" and e["step"] == 1 for e in events(warm_run)))
+    wait_for("first step", lambda: rolling_out(warm_run, 0))
     family = psutil.Process(job.pid).children(recursive=True)
     killed = [process for process in family if any(victim in word for word in process.cmdline())]
     killed[-1].kill()
@@ -95,7 +99,7 @@ def test_a_killed_role_ends_the_job_and_names_its_log(warm_run: Path, victim: st
 
 def test_a_killed_command_line_takes_every_role_with_it(warm_run: Path) -> None:
     job = start(warm_run)
-    wait_for("first step", lambda: any(e["kind"] == "phase" and e["step"] == 1 for e in events(warm_run)))
+    wait_for("first step", lambda: rolling_out(warm_run, 0))
     family = psutil.Process(job.pid).children(recursive=True)
     assert len(family) >= 5
     job.kill()

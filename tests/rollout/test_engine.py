@@ -1,4 +1,4 @@
-"""The real SGLang server: numbers equal to transformers', whole trees through the service, and no process left behind."""
+"""The real SGLang server: numbers equal to transformers', whole trees through the service, no process left behind."""
 
 import asyncio
 import json
@@ -104,7 +104,7 @@ def test_logprobs_and_entropies_are_those_of_the_whole_vocabulary(
 def test_scores_are_those_of_transformers_and_ignore_the_cache(
     engine: EngineHandle, reference: Callable[[list[int]], torch.Tensor]
 ) -> None:
-    ids = PROMPT + [3, 15, 25, 4]
+    ids = [*PROMPT, 3, 15, 25, 4]
     expected = reference(ids).log_softmax(-1)[:-1].gather(-1, torch.tensor(ids)[1:, None])[:, 0]
     for _ in range(2):
         scores = ask(engine, lambda client: client.score(ids))

@@ -143,7 +143,8 @@ def test_decisions_do_not_depend_on_timing(scripted_engine: Start, sandbox_url: 
     for seed in range(3):
         shuffled = random.Random(seed)
         engine = scripted_engine(ScriptedEngine(planned(*PLAN), delay_s=lambda _text, r=shuffled: r.random() * 0.05))
-        tree, _ = grow(engine.url, sandbox_url, arpo(64, 8))  # a budget that no order can spend on forks
+        tree, _ = grow(engine.url, sandbox_url, arpo(24, 3))
+        assert len(tree.children()[0]) > 3  # no order could spend this budget on forks
         data = tree.to_dict()
         for segment in data["segments"]:
             if "tool" in segment:
@@ -238,8 +239,9 @@ def test_requests_and_cache_are_what_the_tree_alone_predicts(scripted_engine: St
         assert sorted(len(request["input_ids"]) for request in engine.requests) == sorted(
             request.prompt_tokens for request in predicted
         )
-        # Equal samples let the scripted engine find more than the tree says; where paths differ it is exact (below).
-        assert grower.counts.cached_tokens >= sum(request.cached_tokens for request in predicted)
+        # Equal samples find each other or not, as timing goes; where paths differ the bounds meet (below).
+        least, most = (sum(getattr(r, name) for r in predicted) for name in ("cached_least", "cached_most"))
+        assert least <= grower.counts.cached_tokens <= most
 
 
 def test_cached_tokens_are_predicted_exactly_where_samples_differ(scripted_engine: Start, sandbox_url: str) -> None:
@@ -257,7 +259,8 @@ def test_cached_tokens_are_predicted_exactly_where_samples_differ(scripted_engin
     assert len(tree.leaves()) == 12
     predicted = predicted_requests([tree], policy)
     assert len(predicted) == len(engine.requests)
-    assert grower.counts.cached_tokens == sum(request.cached_tokens for request in predicted)
+    assert grower.counts.cached_tokens == sum(request.cached_least for request in predicted)
+    assert grower.counts.cached_tokens == sum(request.cached_most for request in predicted)
 
 
 def test_a_passing_failure_is_retried_and_changes_nothing(scripted_engine: Start, sandbox_url: str) -> None:

@@ -1,0 +1,29 @@
+"""What the model refuses, and which parameters it has."""
+
+from dataclasses import replace
+
+import cases
+import pytest
+
+from arpo_megatron.actor.model import build_model
+from arpo_megatron.config import ParallelConfig
+from arpo_megatron.errors import UserError
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [({"vocabulary": 33}, "vocabulary"), ({"kv_heads": 1}, "key/value heads"), ({"ffn": 31}, "MLP width")],
+)
+def test_a_shape_that_cannot_be_divided_is_refused_in_one_line(change, what):
+    with pytest.raises(UserError, match=rf"{what} \(\d+\) cannot be divided by parallel.tensor=2"):
+        build_model(replace(cases.QWEN3, **change), ParallelConfig(tensor=2), "float32")
+
+
+@pytest.mark.parametrize("shape", [cases.QWEN3, cases.QWEN2, cases.LLAMA], ids=lambda shape: shape.family)
+def test_families_differ_by_their_traits_only(shape):
+    names = {name for name, _ in build_model(shape, ParallelConfig(), "float32").named_parameters()}
+    assert ("output_layer.weight" in names) != shape.tied
+    assert any(name.endswith("linear_qkv.bias") for name in names) == shape.qkv_bias
+    assert any("q_layernorm" in name for name in names) == shape.qk_norm
