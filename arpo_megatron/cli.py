@@ -134,11 +134,12 @@ def trees(
     run_dir: RunDir,
     step: Annotated[int | None, typer.Option(help="Step whose trees to draw; default: the last.")] = None,
     count: Annotated[int, typer.Option(min=1, help="How many trees.")] = 1,
+    svg: Annotated[Path | None, typer.Option(help="Write the picture to this SVG file instead of the screen.")] = None,
 ) -> None:
     """Draw rollout trees of a run: where they forked, how uncertain the policy was, and who was right."""
     from arpo_megatron.tree_files import draw_trees
 
-    draw_trees(_open_run(run_dir), step=step, count=count)
+    draw_trees(_open_run(run_dir), step=step, count=count, svg=svg)
 
 
 class Benchmark(StrEnum):

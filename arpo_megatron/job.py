@@ -1,5 +1,6 @@
 """A whole job on this machine: prepare, cold start, train, export. The command line calls these functions."""
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,10 +36,15 @@ def run_phases(
     _prepare(config, run, progress)
     if config.sft.steps:
         _cold_start(config, run, roles, progress, poll)
-    if run.result.exists():
+    if _steps_done(run) >= config.train.steps:
         progress.note("training is done already")
     else:
         _train(config, run, roles, progress, poll)
+
+
+def _steps_done(run: RunDirectory) -> int:
+    """Steps of a finished training, -1 where none has finished."""
+    return int(json.loads(run.result.read_text())["step"]) if run.result.exists() else -1
 
 
 def run_sft(config: JobConfig, *, resume: bool) -> RunDirectory:

@@ -9,6 +9,7 @@ import ctypes
 import os
 import signal
 import subprocess
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,6 +23,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 WAIT_ASLEEP = {"OMP_WAIT_POLICY": "passive"}
 """Environment of processes that compute on a CPU: OpenMP threads that wait sleep instead of spinning. On cores that are
 shared, spinning made an update of the quickstart ten times slower."""
+PARENT_WATCH_INTERVAL_S = 0.5
 GRACE_S = 5.0
 """Seconds between SIGTERM and SIGKILL."""
 
@@ -134,6 +136,21 @@ def stop_groups(processes: Sequence[subprocess.Popen[Any]], grace_s: float = GRA
 def die_with_parent() -> None:
     """Ask the kernel to kill the calling process when the thread that started it ends (Linux prctl(2))."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def watch_parent(parent_pid: int, on_death: Callable[[], None]) -> None:
+    """Call `on_death` from a thread as soon as this process is no longer a child of `parent_pid`.
+
+    For a process that is started from another thread than its parent's main one: `die_with_parent` would fire when
+    that thread ends.
+    """
+
+    def watch() -> None:
+        while os.getppid() == parent_pid:
+            time.sleep(PARENT_WATCH_INTERVAL_S)
+        on_death()
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
 
 
 @contextlib.contextmanager

@@ -15,6 +15,9 @@ from arpo_megatron import resolve
 from arpo_megatron.config import JobConfig
 from arpo_megatron.errors import UserError
 
+CHANGEABLE = ("train.steps", "train.save_every", "train.keep_checkpoints", "engine", "monitor")
+"""Config keys and sections that a resumed run may give another value: a longer run, another machine."""
+
 
 @dataclass(frozen=True, slots=True)
 class RunDirectory:
@@ -128,7 +131,7 @@ def fresh(config: JobConfig) -> RunDirectory:
 
 
 def existing(config: JobConfig) -> RunDirectory:
-    """The newest run directory of this config, to go on with.
+    """The newest run directory of this config, to go on with; what is in `CHANGEABLE` may have changed and is saved.
 
     Raises:
         UserError: there is none, or it was started with another config (the differing key is named).
@@ -139,6 +142,7 @@ def existing(config: JobConfig) -> RunDirectory:
     run = RunDirectory(path)
     if difference := _difference(resolve.dump(resolve.load(run.config)), resolve.dump(config)):
         raise UserError(f"{path} was started with another config: {difference}; give the same words, or start afresh")
+    resolve.save(config, run.config)
     return run
 
 
@@ -167,6 +171,8 @@ def _newest(base: Path) -> Path | None:
 
 def _difference(old: resolve.Tree, new: resolve.Tree, prefix: str = "") -> str:
     for key in new:
+        if prefix + key in CHANGEABLE:
+            continue
         if isinstance(new[key], dict) and isinstance(old.get(key), dict):
             if inner := _difference(old[key], new[key], f"{prefix}{key}."):
                 return inner

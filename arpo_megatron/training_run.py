@@ -126,7 +126,7 @@ class TrainingRun:
             RuntimeError: the engine's log-probs of the probe are further than `train.logprob_gap_limit` nats away.
         """
         probe = self.share([[self.leader.probe_pack()] if self.leader else []])[0]
-        logprobs = self.actor.logprobs(probe)[0]
+        logprobs = self.actor.logprobs(probe, temperature=1.0)[0]  # what the engine scores a prompt at
         tensors = hf_tensors(self.actor.model, self.actor.shape)
         if self.leader is None:
             for _ in tensors:  # every rank takes part in gathering the shards

@@ -80,24 +80,42 @@ def latest_step(run: RunDirectory) -> int:
 
 
 def most_telling(stored: Sequence[StoredTree]) -> list[StoredTree]:
-    """Trees ordered so that those with forks and with both right and wrong leaves come first."""
+    """Trees ordered for showing: those whose forks decided between right and wrong first, short ones before long."""
 
-    def forks(item: StoredTree) -> int:
-        return sum(1 for index, below in enumerate(item.tree.children()) if index > 0 and len(below) > 1)
+    def decisive_forks(item: StoredTree) -> int:
+        tree, earned = item.tree, dict(zip(item.tree.leaves(), item.rewards, strict=True))
+        outcomes: list[set[float]] = [set() for _ in tree.segments]
+        for leaf, reward in earned.items():
+            for index in tree.path(leaf):
+                outcomes[index].add(reward)
+        forks = [below for index, below in enumerate(tree.children()) if index > 0 and len(below) > 1]
+        return sum(len(set().union(*(outcomes[child] for child in below))) > 1 for below in forks)
 
-    return sorted(stored, key=lambda item: (len(set(item.rewards)) > 1, forks(item)), reverse=True)
+    return sorted(stored, key=lambda item: (-decisive_forks(item), item.tree.unique_tokens))
 
 
-def draw_trees(run: RunDirectory, *, step: int | None, count: int) -> None:
-    """Draw `count` stored trees of a step (None: the newest) on standard output, the most telling first."""
-    from rich.console import Console
+def draw_trees(run: RunDirectory, *, step: int | None, count: int, svg: Path | None) -> None:
+    """Draw `count` stored trees of a step (None: the newest), the most telling first, on the screen or as SVG.
+
+    Raises:
+        UserError: no trees are stored, or the file cannot be written.
+    """
+    from rich.console import Console, Group
 
     from arpo_megatron import resolve
-    from arpo_megatron.monitor.tree_view import render_tree
+    from arpo_megatron.monitor.tree_view import render_tree, save_svg
     from arpo_megatron.preparation import load_tokenizer, model_path
 
     stored = read_trees(step_file(run, latest_step(run) if step is None else step))
     tokenizer = load_tokenizer(model_path(resolve.load(run.config), run))
-    console = Console()
-    for item in most_telling(stored)[:count]:
-        console.print(render_tree(item.tree, lambda ids: str(tokenizer.decode(ids)), item.rewards))
+    pictures = [
+        render_tree(item.tree, lambda ids: str(tokenizer.decode(ids)), item.rewards)
+        for item in most_telling(stored)[:count]
+    ]
+    if svg is None:
+        Console().print(Group(*pictures))
+        return
+    try:
+        save_svg(Group(*pictures), svg, title=f"arpo trees {run.path}")
+    except OSError as error:
+        raise UserError(f"cannot write {svg}: {error.strerror}") from None

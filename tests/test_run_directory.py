@@ -33,6 +33,13 @@ def test_resuming_another_config_names_the_key_that_differs() -> None:
         run_directory.existing(resolve.resolve("quickstart", words=["algorithm.beam=3"]))
 
 
+def test_a_run_may_be_resumed_for_more_steps() -> None:
+    run = run_directory.fresh(resolve.resolve("quickstart"))
+    longer = resolve.resolve("quickstart", words=["train.steps=99", "engine.max_running_requests=3"])
+    assert run_directory.existing(longer) == run
+    assert resolve.load(run.config) == longer
+
+
 def test_resuming_nothing_is_one_line() -> None:
     with pytest.raises(UserError, match="nothing to resume"):
         run_directory.existing(resolve.resolve("quickstart"))

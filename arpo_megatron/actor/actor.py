@@ -152,10 +152,14 @@ class Actor:
         return int(self.scheduler.num_steps)
 
     @torch.no_grad()
-    def logprobs(self, packs: Sequence[TreePack]) -> list[Float32Array]:
-        """Log-probs in nats of the packs' targets under the present weights, at the sampling temperature.
+    def logprobs(self, packs: Sequence[TreePack], *, temperature: float | None = None) -> list[Float32Array]:
+        """Log-probs in nats of the packs' targets under the present weights.
 
         The kernels and shapes are those of `update`, so that the ratio of a first on-policy update is exactly 1.
+
+        Args:
+            packs: on every rank the same ones.
+            temperature: None: the job's sampling temperature.
 
         Returns:
             float32[m] a pack, on every rank.
@@ -169,7 +173,7 @@ class Actor:
             self._micro_batches(packs, None, mine, count),
             count,
             _keep_logprobs,
-            temperature=self.config.rollout.temperature,
+            temperature=self.config.rollout.temperature if temperature is None else temperature,
             forward_only=True,
         )
         for index, output in zip(mine, outputs, strict=False):  # padding micro-batches come last

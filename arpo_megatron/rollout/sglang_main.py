@@ -6,7 +6,6 @@ detokenizer, and a spawned child imports this module again (as `__mp_main__`), s
 CPU they are forked and inherit everything. ARGS are those of `sglang.launch_server`.
 """
 
-import ctypes
 import itertools
 import multiprocessing
 import os
@@ -14,13 +13,11 @@ import signal
 import sys
 
 from arpo_megatron.errors import USER_ERROR_EXIT_CODE, UserError
+from arpo_megatron.processes import die_with_parent, watch_parent
 from arpo_megatron.rollout import cpu_standins, sglang_plugin
-from arpo_megatron.rollout.lifetime import watch_parent
 
 LAUNCHER_PID_VARIABLE = "ARPO_ENGINE_LAUNCHER_PID"
 """Environment variable: when the process with this id dies, the engine's whole process group dies too."""
-
-_PR_SET_PDEATHSIG = 1
 
 
 def _die_with_spawner() -> None:
@@ -28,7 +25,7 @@ def _die_with_spawner() -> None:
     spawner = multiprocessing.parent_process()
     if spawner is None:
         return
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent()
     if os.getppid() != spawner.pid:  # it died before the line above
         os._exit(1)
 

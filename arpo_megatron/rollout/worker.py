@@ -16,10 +16,10 @@ import numpy as np
 from tokenizers import Tokenizer  # type: ignore[import-untyped]
 
 from arpo_megatron.errors import UserError
+from arpo_megatron.processes import watch_parent
 from arpo_megatron.rollout.accounting import GrowCounts, common_prefix_length, grow_stats
 from arpo_megatron.rollout.client import EngineClient, EngineRefusedError, EngineUnavailableError, Sampling
 from arpo_megatron.rollout.grower import GrowContext, PromptTooLongError, TreeGrower
-from arpo_megatron.rollout.lifetime import watch_parent
 from arpo_megatron.rollout.policies import BranchPolicy, GrpoPolicy, make_policy
 from arpo_megatron.rollout.service import Failure, GrowProgress, GrowReport, GrowRequest, GrowSettings, ServiceSettings
 from arpo_megatron.tree import Int32Array, RolloutTree

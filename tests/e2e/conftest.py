@@ -3,14 +3,11 @@
 import json
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-ARPO = [sys.executable, "-m", "arpo_megatron.cli"]
-SEED = 7
+from jobs import ARPO, SEED
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ARPO
+from jobs import ARPO
 
 pytestmark = pytest.mark.timeout(1600)  # the fixture trains an agent
 

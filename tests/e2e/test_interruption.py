@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import ARPO, SEED
+from jobs import ARPO, SEED
 
 pytestmark = pytest.mark.timeout(1600)
 

@@ -9,9 +9,6 @@ from pathlib import Path
 
 import pytest
 from aiohttp import web
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from scripted import ScriptedEngine
 
 

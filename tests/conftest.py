@@ -1,0 +1,26 @@
+"""For all tests: processes share the cores, and one process alone can be Megatron's whole world."""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from arpo_megatron.processes import WAIT_ASLEEP
+
+os.environ.update(WAIT_ASLEEP)  # before anything imports torch, whose OpenMP reads it once
+
+
+@pytest.fixture(scope="module")
+def one_rank() -> Iterator[None]:
+    """Megatron's parallel state for a world of this process alone, on one thread: enough for tiny models."""
+    import torch
+
+    from arpo_megatron.actor import parallel
+    from arpo_megatron.config import ParallelConfig
+
+    parallel.initialize(ParallelConfig(), seed=1)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+    parallel.destroy()
