@@ -65,15 +65,16 @@ def export_checkpoint(run: RunDirectory, out: Path, step: int | None) -> Path:
     """
     if out.exists():
         raise UserError(f"{out} exists already; name a directory that does not")
-    found = sorted(path for path in run.checkpoints.glob("step_*") if path.suffix != ".tmp")
-    wanted = [path for path in found if step is None or int(path.name.removeprefix("step_")) == step]
-    if not wanted:
-        have = ", ".join(path.name for path in found) or "none"
-        raise UserError(f"{run.path} has no checkpoint{'' if step is None else f' of step {step}'}; it has: {have}")
+    found = {int(path.name.removeprefix("step_")): path for path in run.checkpoints.glob("step_*[0-9]")}
+    wanted = found.get(max(found, default=0) if step is None else step)
+    if wanted is None:
+        have = ", ".join(str(number) for number in sorted(found)) or "none"
+        raise UserError(
+            f"{run.path} has no checkpoint{'' if step is None else f' of step {step}'}; steps it has: {have}"
+        )
     config = resolve.load(run.config)
     with run.locked(), Roles(run.logs) as roles:
-        arguments = [str(wanted[-1]), str(out)]
-        run_trainer("arpo_megatron.convert", config, run, roles, arguments=arguments)
+        run_trainer("arpo_megatron.convert", config, run, roles, arguments=[str(wanted), str(out)])
     return out
 
 

@@ -3,6 +3,7 @@
 `load_data` is a pure function of the config, so the command line and every trainer rank see the same tasks.
 """
 
+import importlib.util
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -13,6 +14,7 @@ import yaml
 
 from arpo_megatron.config import JobConfig
 from arpo_megatron.errors import UserError
+from arpo_megatron.rollout.cpu_standins import SGLANG_VERSION
 from arpo_megatron.run_directory import RunDirectory
 from arpo_megatron.tasks.base import Task
 from arpo_megatron.tasks.generated import GeneratedTasks, generate
@@ -71,7 +73,16 @@ def load_data(config: JobConfig, tokenizer: "PreTrainedTokenizerFast") -> JobDat
 
 
 def check_inputs(config: JobConfig) -> None:
-    """Look for every file that the config names. Raises UserError before anything is written or started."""
+    """Look for the engine and for every file that the config names.
+
+    Raises:
+        UserError: something is missing; nothing has been written or started yet.
+    """
+    if importlib.util.find_spec("sglang") is None:
+        raise UserError(
+            "the engine is not installed: run `make setup`, or in the clone "
+            f"pip install '.[cpu]' && pip install --no-deps sglang=={SGLANG_VERSION}"
+        )
     if config.model.path is not None and not (config.model.path / "config.json").is_file():
         raise UserError(f"model.path={config.model.path}: no Hugging Face model there (config.json is missing)")
     if config.data.kind == "arpo_parquet":

@@ -5,6 +5,7 @@ import difflib
 import importlib
 import pkgutil
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,17 @@ def resolve(recipe: str, *, file: Path | None = None, words: Sequence[str] = ())
         _merge(values, _read_yaml(file))
     for word in words:
         _merge(values, _parse_word(word))
-    return check(values)
+    return _with_absolute_paths(check(values))
+
+
+def _with_absolute_paths(config: JobConfig) -> JobConfig:
+    """Inputs are found again from another working directory (`arpo eval RUN_DIR`, another node)."""
+
+    def absolute(path: Path | None) -> Path | None:
+        return None if path is None else path.expanduser().absolute()
+
+    data = replace(config.data, path=absolute(config.data.path), search_cache=absolute(config.data.search_cache))
+    return replace(config, data=data, model=replace(config.model, path=absolute(config.model.path)))
 
 
 def check(values: Mapping[str, Any]) -> JobConfig:
