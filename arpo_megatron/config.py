@@ -311,6 +311,8 @@ class JobConfig:
             _check_made_model(self.model, self.parallel)
         if self.data.kind == "arpo_parquet" and self.data.path is None:
             raise ValueError("data.kind=arpo_parquet needs data.path=FILE.parquet")
+        if self.data.kind == "arpo_parquet" and self.sft.steps:
+            raise ValueError("sft.steps > 0 needs data.kind=generated: the released questions hold no demonstrations")
         return self
 
 

@@ -3,6 +3,8 @@
 import sys
 from pathlib import Path
 
+from torch.distributed.elastic.multiprocessing.errors import record
+
 from arpo_megatron import resolve
 from arpo_megatron.actor import parallel
 from arpo_megatron.actor.actor import Actor
@@ -14,6 +16,7 @@ from arpo_megatron.weights.export import export_hf
 from arpo_megatron.weights.shape import ModelShape
 
 
+@record  # a failing rank is named by torchrun with its traceback
 def main() -> None:
     """Entry point of every rank."""
     die_with_parent()

@@ -99,6 +99,8 @@ def watching(run: RunDirectory) -> Iterator[tuple[Progress, Callable[[], None]]]
 
         def poll() -> None:
             for event in reader.new():
+                if event["kind"] == "user_error":
+                    raise UserError(event["text"])
                 progress.event(event)
 
         yield progress, poll
@@ -110,7 +112,9 @@ def _prepare(config: JobConfig, run: RunDirectory, progress: Progress) -> None:
     progress.note(f"run directory {run.path}: {len(data.train)} training tasks, {len(data.held_out)} held out")
     if data.bad_rows:
         first = data.bad_rows[0]
-        progress.note(f"{len(data.bad_rows)} bad rows skipped, listed in {run.path / 'bad_rows.jsonl'}; first: {first}")
+        rows = f"{len(data.bad_rows)} bad row{'s' if len(data.bad_rows) > 1 else ''} skipped"
+        listed = run.path / "bad_rows.jsonl"
+        progress.note(f"{rows}, listed in {listed}; the first is row {first['row']}: {first['reason']}")
 
 
 def _cold_start(

@@ -9,14 +9,15 @@ import sys
 import time
 from pathlib import Path
 
+from torch.distributed.elastic.multiprocessing.errors import record
+
 from arpo_megatron import resolve
 from arpo_megatron.actor import parallel
 from arpo_megatron.actor.actor import Actor
 from arpo_megatron.actor.checkpoint import CheckpointStore
 from arpo_megatron.actor.packing import pack_trees
 from arpo_megatron.algorithms.credit import supervised_credit
-from arpo_megatron.errors import UserError
-from arpo_megatron.monitor.events import EventLog
+from arpo_megatron.monitor.events import EventLog, user_errors_told
 from arpo_megatron.preparation import load_data, load_tokenizer, model_path
 from arpo_megatron.processes import die_with_parent
 from arpo_megatron.run_directory import RunDirectory
@@ -34,8 +35,6 @@ def sft(directory: RunDirectory) -> None:
     start = model_path(config, directory)
     tokenizer = load_tokenizer(start)
     data = load_data(config, tokenizer)
-    if not data.facts:
-        raise UserError("sft.steps: demonstrations exist for data.kind=generated only; start from a trained model.path")
     shape = ModelShape.from_hf(start)
     actor = Actor(config, shape, start, optimizer=config.sft.optimizer, total_updates=config.sft.steps)
     checkpoints = CheckpointStore(directory.sft_checkpoints, keep=1)
@@ -59,16 +58,18 @@ def sft(directory: RunDirectory) -> None:
     export_hf(actor.model, shape, start, directory.cold_start)
 
 
+@record  # a failing rank is named by torchrun with its traceback
 def main() -> None:
     """Entry point of every trainer rank."""
     die_with_parent()
     directory = RunDirectory(Path(sys.argv[1]))
     config = resolve.load(directory.config)
-    parallel.initialize(config.parallel, config.seed)
-    try:
-        sft(directory)
-    finally:
-        parallel.destroy()
+    with user_errors_told(directory.events):
+        parallel.initialize(config.parallel, config.seed)
+        try:
+            sft(directory)
+        finally:
+            parallel.destroy()
 
 
 if __name__ == "__main__":

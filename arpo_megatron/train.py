@@ -7,9 +7,12 @@ the other ranks hold empty lists until `share` hands every rank the same packs.
 import sys
 from pathlib import Path
 
+from torch.distributed.elastic.multiprocessing.errors import record
+
 from arpo_megatron.actor.packing import TreePack
 from arpo_megatron.algorithms.advantages import group_advantages
 from arpo_megatron.algorithms.credit import tree_credits
+from arpo_megatron.monitor.events import user_errors_told
 from arpo_megatron.run_directory import RunDirectory
 from arpo_megatron.training_run import TrainingRun, training_run
 from arpo_megatron.tree_files import ScoredTree
@@ -58,9 +61,11 @@ def pack_minibatches(run: TrainingRun, scored: list[ScoredTree]) -> list[list[Tr
     return minibatches
 
 
+@record  # a failing rank is named by torchrun with its traceback
 def main() -> None:
     """Entry point of every trainer rank."""
-    with training_run(RunDirectory(Path(sys.argv[1]))) as run:
+    directory = RunDirectory(Path(sys.argv[1]))
+    with user_errors_told(directory.events), training_run(directory) as run:
         train(run)
 
 

@@ -5,9 +5,13 @@ The ranks own no terminal (on a cluster they run elsewhere); they append events,
 
 import json
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from arpo_megatron.errors import UserError
 
 
 @dataclass(slots=True)
@@ -23,6 +27,16 @@ class EventLog:
             return
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"time": round(time.time(), 3), "kind": kind, **fields}) + "\n")
+
+
+@contextmanager
+def user_errors_told(path: Path) -> Iterator[None]:
+    """A `UserError` inside becomes an event too: the command line says its one line instead of showing a traceback."""
+    try:
+        yield
+    except UserError as error:
+        EventLog(path).emit("user_error", text=str(error))
+        raise
 
 
 @dataclass(slots=True)

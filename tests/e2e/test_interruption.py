@@ -89,7 +89,7 @@ def test_a_killed_role_ends_the_job_and_names_its_log(warm_run: Path, victim: st
     wait_for("first step", lambda: rolling_out(warm_run, 0))
     family = psutil.Process(job.pid).children(recursive=True)
     killed = [process for process in family if any(victim in word for word in process.cmdline())]
-    killed[-1].kill()
+    killed[0].kill()
     _, said = job.communicate(timeout=120)
     assert job.returncode == 1, said
     assert ".log" in said
