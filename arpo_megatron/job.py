@@ -123,6 +123,7 @@ def _cold_start(
     if (run.cold_start / "config.json").exists():
         progress.note("the cold start is done already")
         return
+    progress.phase("start the trainer")
     run_trainer("arpo_megatron.sft", config, run, roles, poll=poll)
 
 

@@ -19,10 +19,6 @@ done
 [ -n "$python" ] || fail "Python 3.11 or 3.12 is missing: apt-get install python3.11 python3.11-venv (Debian 12) or python3.12 python3.12-venv (Ubuntu 24.04), or name one: make setup PYTHON=/path/to/python3.11"
 "$python" -c 'import ensurepip, venv' 2>/dev/null ||
   fail "Python's venv module is missing: apt-get install $("$python" -c 'import sys; print("python%d.%d-venv" % sys.version_info[:2])')"
-command -v c++ >/dev/null || command -v g++ >/dev/null || fail "a C++ compiler is missing (torch compiles small functions): apt-get install g++"
-"$python" -c 'import sysconfig, pathlib, sys; sys.exit(not (pathlib.Path(sysconfig.get_paths()["include"]) / "Python.h").exists())' ||
-  fail "Python's headers are missing (torch compiles small functions): apt-get install $("$python" -c 'import sys; print("python%d.%d-dev" % sys.version_info[:2])')"
-
 rm -f $stamp
 say "making .venv with $("$python" --version) (2 to 5 minutes; log: .venv/setup.log)"
 "$python" -m venv --clear .venv
