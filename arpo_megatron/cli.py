@@ -14,7 +14,7 @@ import yaml
 from arpo_megatron import resolve, run_directory
 from arpo_megatron.config import JobConfig
 from arpo_megatron.errors import USER_ERROR_EXIT_CODE, UserError
-from arpo_megatron.processes import WAIT_ASLEEP, Interrupted, RoleDiedError, interrupt_on_signals
+from arpo_megatron.processes import CPU_ENVIRONMENT, Interrupted, RoleDiedError, interrupt_on_signals
 
 app = typer.Typer(
     name="arpo",
@@ -40,7 +40,7 @@ Seed = Annotated[int | None, typer.Option(help="Everything random follows from i
 def demo(
     overrides: Words = None,
     seed: Seed = None,
-    algorithm: Annotated[str, typer.Option(help="arpo, or grpo for the comparison without branching.")] = "arpo",
+    algorithm: Annotated[str | None, typer.Option(help="arpo, or grpo for the comparison without branching.")] = None,
     config: ConfigFile = None,
     resume: Resume = False,
     dry_run: DryRun = False,
@@ -49,7 +49,7 @@ def demo(
 
     The last line of standard output is one JSON object with the figures.
     """
-    words = [f"algorithm.name={algorithm}", *(overrides or ())]
+    words = [*([] if algorithm is None else [f"algorithm.name={algorithm}"]), *(overrides or ())]
     job = _resolve("quickstart", words, config, seed)
     if dry_run:
         return _print_plan(job)
@@ -154,7 +154,7 @@ def bench(
     repeats: Annotated[int, typer.Option(min=1, help="Counted repetitions of each side, in turn.")] = 5,
 ) -> None:
     """Measure, side by side in one run. The last line of standard output is one JSON object."""
-    os.environ.update(WAIT_ASLEEP)
+    os.environ.update(CPU_ENVIRONMENT)
     from arpo_megatron.bench.update import bench_update
 
     print(json.dumps({"benchmark": name.value, **bench_update(resolve.resolve("quickstart"), repeats)}), flush=True)
@@ -212,7 +212,9 @@ def main() -> None:
         print(f"arpo: {error}", file=sys.stderr)
         sys.exit(1)
     except Interrupted:
-        print("arpo: interrupted; the same command with --resume goes on from the last step", file=sys.stderr)
+        resumable = set(sys.argv[1:2]) & {"demo", "train", "sft"}
+        more = "; the same command with --resume goes on from the last step" if resumable else ""
+        print(f"arpo: interrupted{more}", file=sys.stderr)
         sys.exit(130)
 
 

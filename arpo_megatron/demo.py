@@ -98,8 +98,8 @@ def _figures(run: RunDirectory, seconds: float) -> dict[str, Any]:
     result = json.loads(run.result.read_text())
     totals, success = result["totals"], result["success"]
     return {
-        "success_before": success["before"],
-        "success_after": success["after"],
+        "success_before": success.get("before"),
+        "success_after": success.get("after"),
         "seconds": round(seconds, 1),
         "steps": result["step"],
         "forks": int(totals["forks"]),

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from arpo_megatron.config import JobConfig
-from arpo_megatron.processes import WAIT_ASLEEP, Role, RoleDiedError, Roles, last_lines
+from arpo_megatron.processes import CPU_ENVIRONMENT, Role, RoleDiedError, Roles, last_lines
 from arpo_megatron.rollout.server import EngineHandle, launch_engine
 from arpo_megatron.rollout.service import RolloutHandle, ServiceSettings
 from arpo_megatron.run_directory import RunDirectory
@@ -106,7 +106,7 @@ def run_trainer(
         f"--nproc-per-node={config.parallel.world_size}",
         *(sys.executable, "-m", module, str(run.path), *arguments),
     ]
-    roles.wait(roles.start(name, command, env={**WAIT_ASLEEP, **(env or {})}), poll=poll)
+    roles.wait(roles.start(name, command, env={**CPU_ENVIRONMENT, **(env or {})}), poll=poll)
 
 
 def _first_line(role: Role, timeout_s: float) -> str:

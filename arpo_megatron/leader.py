@@ -113,9 +113,8 @@ class Leader:
         """The probe sequence as a pack whose targets are all its tokens but the first."""
         tree = RolloutTree("probe", self.probe[:1])
         tree.add(0, Role.MODEL, self.probe[1:])
-        return pack_trees([tree], supervised_credit([tree]), token_budget=len(self.probe), multiple_of=self._multiple)[
-            0
-        ]
+        multiple = self.config.parallel.pack_multiple
+        return pack_trees([tree], supervised_credit([tree]), token_budget=len(self.probe), multiple_of=multiple)[0]
 
     def push(self, tensors: Iterable[tuple[str, Tensor]], version: int, probe_logprobs: Float32Array) -> float:
         """Broadcast the weights to the engine; returns its largest difference to `probe_logprobs` in nats."""
@@ -167,10 +166,6 @@ class Leader:
             "tokens_per_s": stats.counts.tokens_sampled / max(stats.seconds, 1e-9),
             **self.counters(),
         }
-
-    @property
-    def _multiple(self) -> int:
-        return self.config.parallel.tensor if self.config.parallel.sequence else 1
 
     def _decode(self, ids: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=False))

@@ -15,9 +15,11 @@ import yaml
 from arpo_megatron.config import JobConfig
 from arpo_megatron.errors import UserError
 from arpo_megatron.rollout.cpu_standins import SGLANG_VERSION
+from arpo_megatron.rollout.protocol import result_text
 from arpo_megatron.run_directory import RunDirectory
 from arpo_megatron.tasks.base import Task
 from arpo_megatron.tasks.generated import GeneratedTasks, generate
+from arpo_megatron.weights.shape import ModelShape
 
 if TYPE_CHECKING:  # transformers imports torch: seconds that `arpo --help` need not take
     from transformers import PreTrainedTokenizerFast
@@ -83,8 +85,10 @@ def check_inputs(config: JobConfig) -> None:
             "the engine is not installed: run `make setup`, or in the clone "
             f"pip install '.[cpu]' && pip install --no-deps sglang=={SGLANG_VERSION}"
         )
-    if config.model.path is not None and not (config.model.path / "config.json").is_file():
-        raise UserError(f"model.path={config.model.path}: no Hugging Face model there (config.json is missing)")
+    if config.model.path is not None:
+        if not (config.model.path / "config.json").is_file():
+            raise UserError(f"model.path={config.model.path}: no Hugging Face model there (config.json is missing)")
+        ModelShape.from_hf(config.model.path).check_divisible(config.parallel)
     if config.data.kind == "arpo_parquet":
         path = _parquet_path(config)
         if not path.is_file():
@@ -96,9 +100,11 @@ def check_inputs(config: JobConfig) -> None:
 
 def prepare(config: JobConfig, run: RunDirectory) -> JobData:
     """Fill a run directory with what its roles read; what is there already is kept. Raises UserError."""
-    if config.model.path is None and not (run.initial_model / "model.safetensors").exists():
+    if config.model.path is None and not run.initial_model.exists():
         _make_model(config, run)
-    data = load_data(config, load_tokenizer(model_path(config, run)))
+    tokenizer = load_tokenizer(model_path(config, run))
+    data = load_data(config, tokenizer)
+    _check_data(config, data, tokenizer)
     sources = []
     if data.facts:
         GeneratedTasks((), (), data.facts).write_corpus(run.corpus)
@@ -110,6 +116,20 @@ def prepare(config: JobConfig, run: RunDirectory) -> JobData:
         lines = (json.dumps(row) + "\n" for row in data.bad_rows)
         (run.path / "bad_rows.jsonl").write_text("".join(lines), encoding="utf-8")
     return data
+
+
+def _check_data(config: JobConfig, data: JobData, tokenizer: "PreTrainedTokenizerFast") -> None:
+    """What only the data and the tokenizer can tell about the config. Raises UserError."""
+    if len(data.train) < config.train.tasks_per_step:
+        raise UserError(
+            f"train.tasks_per_step={config.train.tasks_per_step}, but only {len(data.train)} training tasks"
+        )
+    tags = len(tokenizer.encode(result_text(""), add_special_tokens=False))
+    if config.rollout.max_tool_tokens <= tags:
+        raise UserError(
+            f"rollout.max_tool_tokens={config.rollout.max_tool_tokens} leaves no room for a result, "
+            f"whose tags alone take {tags} tokens"
+        )
 
 
 def _sandbox_values(config: JobConfig, sources: list[dict[str, str]]) -> dict[str, Any]:
@@ -132,8 +152,10 @@ def _make_model(config: JobConfig, run: RunDirectory) -> None:
         from arpo_megatron.tasks.arpo_parquet import read_texts
 
         tokenizer = tokenizers.train_bpe(read_texts(_parquet_path(config)), config.model.vocabulary_size)
-    tokenizers.make_model_directory(run.initial_model, config.model, tokenizer)
-    save_random_weights(run.initial_model, seed=config.seed)
+    partial = run.initial_model.with_name(run.initial_model.name + ".tmp")
+    tokenizers.make_model_directory(partial, config.model, tokenizer)
+    save_random_weights(partial, seed=config.seed)
+    partial.rename(run.initial_model)
 
 
 def _parquet_path(config: JobConfig) -> Path:

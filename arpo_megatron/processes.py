@@ -20,9 +20,9 @@ from typing import Any, Self
 
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True)
-WAIT_ASLEEP = {"OMP_WAIT_POLICY": "passive"}
-"""Environment of processes that compute on a CPU: OpenMP threads that wait sleep instead of spinning. On cores that are
-shared, spinning made an update of the quickstart ten times slower."""
+CPU_ENVIRONMENT = {"OMP_WAIT_POLICY": "passive", "CUDA_VISIBLE_DEVICES": ""}
+"""Environment of processes that compute on a CPU: OpenMP threads that wait sleep instead of spinning away the core that
+another role needs, and a GPU that is there is left alone (tree attention has no CUDA kernel yet)."""
 PARENT_WATCH_INTERVAL_S = 0.5
 GRACE_S = 5.0
 """Seconds between SIGTERM and SIGKILL."""

@@ -3,7 +3,9 @@
 import dataclasses
 import difflib
 import importlib
+import json
 import pkgutil
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -56,7 +58,8 @@ def _with_absolute_paths(config: JobConfig) -> JobConfig:
 def check(values: Mapping[str, Any]) -> JobConfig:
     """Validate plain values. Raises UserError with one line for the first fault."""
     try:
-        return _JOB.validate_python(values)
+        # As JSON: in pydantic's strict mode text is then still a path and a list a tuple, but true is not 1.
+        return _JOB.validate_json(json.dumps(values, default=str))
     except ValidationError as error:
         raise UserError(_one_line(error)) from None
 
@@ -68,8 +71,10 @@ def dump(config: JobConfig) -> Tree:
 
 
 def save(config: JobConfig, path: Path) -> None:
-    """Write the resolved config as YAML."""
-    path.write_text(yaml.safe_dump(dump(config), sort_keys=False), encoding="utf-8")
+    """Write the resolved config as YAML; the file is the old or the new one at any moment."""
+    partial = path.with_name(path.name + ".tmp")
+    partial.write_text(yaml.safe_dump(dump(config), sort_keys=False), encoding="utf-8")
+    partial.replace(path)
 
 
 def load(path: Path) -> JobConfig:
@@ -77,9 +82,26 @@ def load(path: Path) -> JobConfig:
     return check(_read_yaml(path))
 
 
+class _Yaml(yaml.SafeLoader):
+    """YAML 1.2's idea of booleans and numbers: `off` and `yes` are text, and 1e-5 is a number."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012  (how PyYAML declares them)
+        first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith((":bool", ":float", ":timestamp"))]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+
+_Yaml.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"(true|false)$"), list("tf"))
+_Yaml.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"([-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?|[-+]?\.inf|\.nan)$"),
+    list("-+.0123456789"),
+)
+
+
 def _read_yaml(path: Path) -> Tree:
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        values = yaml.load(path.read_text(encoding="utf-8"), _Yaml)  # noqa: S506  (a SafeLoader)
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read the config file {path}: {error}") from None
     except yaml.YAMLError as error:
@@ -97,7 +119,7 @@ def _parse_word(word: str) -> Tree:
     if not equals or not all(key.split(".")):
         raise UserError(f"cannot read {word!r}: an override has the form section.key=value")
     try:
-        value: Any = yaml.safe_load(text) if text else ""
+        value: Any = yaml.load(text, _Yaml) if text else ""  # noqa: S506  (a SafeLoader)
     except yaml.YAMLError:
         value = text
     for part in reversed(key.split(".")):

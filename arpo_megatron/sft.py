@@ -47,7 +47,12 @@ def sft(directory: RunDirectory) -> None:
         number = actor.updates_done
         drawn = random.Random(f"cold-start-{config.seed}-{number}").choices(data.train, k=config.sft.batch)
         trees = demonstrate(drawn, data.facts, tokenizer, careless=config.sft.careless, seed=config.seed + number)
-        packs = pack_trees(trees, supervised_credit(trees), token_budget=config.train.token_budget)
+        packs = pack_trees(
+            trees,
+            supervised_credit(trees),
+            token_budget=config.train.token_budget,
+            multiple_of=config.parallel.pack_multiple,
+        )
         stats = actor.update(packs, None, loss="nll")
         done = actor.updates_done
         if done % REPORT_EVERY == 0 or done == config.sft.steps:

@@ -36,6 +36,8 @@ from arpo_megatron.weights.export import export_hf, hf_tensors
 from arpo_megatron.weights.shape import ModelShape
 
 Logprobs = NDArray[np.float32]
+GAP_LIMITS = {"float32": 1e-3, "bfloat16": 0.2}
+"""Nats between trainer and engine that are rounding; see `TrainConfig.logprob_gap_limit`."""
 
 
 @dataclass(slots=True)
@@ -48,7 +50,6 @@ class RunState:
         totals: counters over all steps (forks, tool calls, tokens), by name.
         success: held-out success "before" and "after", where measured, in [0, 1].
         logprob_gap_max: largest |trainer - engine| log-prob seen, in nats.
-        seconds: wall time spent in finished steps.
     """
 
     step: int = 0
@@ -56,7 +57,6 @@ class RunState:
     totals: dict[str, float] = field(default_factory=dict)
     success: dict[str, float] = field(default_factory=dict)
     logprob_gap_max: float = 0.0
-    seconds: float = 0.0
 
 
 @dataclass(slots=True)
@@ -111,9 +111,8 @@ class TrainingRun:
 
     def pack(self, trees: Sequence[RolloutTree], credits: Sequence[TreeCredit]) -> list[TreePack]:
         """Packs of at most `train.token_budget` tokens."""
-        layout = self.config.parallel
-        multiple = layout.tensor if layout.sequence else 1
-        return pack_trees(trees, credits, token_budget=self.config.train.token_budget, multiple_of=multiple)
+        budget, multiple = self.config.train.token_budget, self.config.parallel.pack_multiple
+        return pack_trees(trees, credits, token_budget=budget, multiple_of=multiple)
 
     def share(self, minibatches: list[list[TreePack]]) -> list[list[TreePack]]:
         """The leader's packs, on every rank."""
@@ -134,18 +133,20 @@ class TrainingRun:
             return
         gap = self.leader.push(tensors, version, logprobs)
         self.state.logprob_gap_max = max(self.state.logprob_gap_max, gap)
-        if gap > self.config.train.logprob_gap_limit:
+        limit = self.config.train.logprob_gap_limit or GAP_LIMITS[self.config.model.dtype]
+        if gap > limit:
             raise RuntimeError(
-                f"after the push of version {version} the engine's log-probs differ from the trainer's by "
-                f"{gap:.2e} nats (train.logprob_gap_limit={self.config.train.logprob_gap_limit:g})"
+                f"after the push of version {version} the engine's log-probs differ from the trainer's by {gap:.2e} "
+                f"nats, more than train.logprob_gap_limit={limit:g}"
             )
 
     def check_on_policy(self, updates: Sequence[UpdateStats]) -> None:
         """On the first minibatch nothing was updated yet: every ratio must be exactly 1 (same packs, same kernels)."""
-        if updates and updates[0].ratio_max != 1.0:
+        # The k3 estimate is 0 only where every single ratio is 1; it is written so that NaN is refused too.
+        if updates and not (updates[0].ratio_max == 1.0 and updates[0].kl_k3 == 0.0):
             raise RuntimeError(
-                f"the first minibatch has a probability ratio of {updates[0].ratio_max!r} before any update: old "
-                f"log-probs and training pass do not compute the same thing"
+                f"probability ratios of the first minibatch before any update: largest {updates[0].ratio_max!r}, k3 "
+                f"{updates[0].kl_k3!r}: old log-probs and training pass do not compute the same thing"
             )
 
     def finish_step(
@@ -155,20 +156,17 @@ class TrainingRun:
         old_logprobs: Sequence[Sequence[Logprobs]],
         updates: Sequence[UpdateStats],
     ) -> None:
-        """Count the step as done, save what must survive, and log it."""
+        """Count the step as done, record it, and save what must survive.
+
+        The record comes first: a step whose checkpoint was not reached is done again, and its record replaced.
+        """
         self.state.step += 1
         self.state.sampler = self.sampler.state_dict()
         gap = sampling_gap(minibatches, old_logprobs)
         self.state.logprob_gap_max = max(self.state.logprob_gap_max, gap)
-        if self.leader is not None:
-            self.leader.count(self.state.totals)
-        self.state.seconds += sum(self.phases.values())
-        last = self.state.step == self.config.train.steps
-        if last or self.state.step % self.config.train.save_every == 0:
-            with self.phase("save"):
-                self.checkpoints.save(self.state.step, self.actor, asdict(self.state))
         seconds, self.phases = self.phases, {}
         if self.leader is not None and self.metrics is not None:
+            self.leader.count(self.state.totals)
             row = {
                 "step": self.state.step,
                 **self.leader.step_metrics(scored),
@@ -179,15 +177,21 @@ class TrainingRun:
             write_trees(step_file(self.directory, self.state.step), scored)
             self.metrics.log(row)
             self.events.emit("step", steps=self.config.train.steps, **row)
+        if self.state.step == self.config.train.steps or self.state.step % self.config.train.save_every == 0:
+            with self.phase("save"):  # its seconds are part of the next step's record
+                self.checkpoints.save(self.state.step, self.actor, asdict(self.state))
 
     def evaluate_once(self, when: str) -> None:
         """Held-out success through engine and tools, unless a resumed run has it already or the config says no."""
-        if when in self.state.success or not getattr(self.config.evaluation, when) or self.leader is None:
+        if when in self.state.success or not getattr(self.config.evaluation, when):
             return
-        self.events.emit("phase", name=f"evaluate {when}", step=self.state.step)
-        success = self.leader.evaluate(self.held_out[: self.config.evaluation.tasks], self.state.step)
-        self.state.success[when] = success
-        self.events.emit("evaluation", when=when, success=success)
+        if self.leader is not None:
+            self.events.emit("phase", name=f"evaluate {when}", step=self.state.step)
+            success = self.leader.evaluate(self.held_out[: self.config.evaluation.tasks], self.state.step)
+            self.state.success[when] = success
+            self.events.emit("evaluation", when=when, success=success)
+        # The others wait here, where the deadline is long, and not in the next collective of the actor.
+        self.state.success = parallel.broadcast_object(self.state.success)
 
     def export(self) -> None:
         """Write the Hugging Face directory, then the run's result."""
@@ -199,15 +203,15 @@ class TrainingRun:
 
 
 def sampling_gap(minibatches: Sequence[Sequence[TreePack]], logprobs: Sequence[Sequence[Logprobs]]) -> float:
-    """Largest |trainer - engine| log-prob over all sampled tokens of a step, in nats; 0 without any."""
-    gaps = [
-        np.abs(ours - pack.sampling_logprobs)
-        for packs, outputs in zip(minibatches, logprobs, strict=True)
-        for pack, ours in zip(packs, outputs, strict=True)
-    ]
-    values = np.concatenate(gaps) if gaps else np.zeros(0)
-    values = values[~np.isnan(values)]
-    return float(values.max()) if values.size else 0.0
+    """Largest |trainer - engine| log-prob over the sampled tokens of a step, in nats; inf where one is not finite."""
+    largest = 0.0
+    for packs, outputs in zip(minibatches, logprobs, strict=True):
+        for pack, ours in zip(packs, outputs, strict=True):
+            known = ~np.isnan(pack.sampling_logprobs)
+            gaps = np.abs(ours[known] - pack.sampling_logprobs[known])
+            # A comparison with NaN is false: not finite means as far apart as can be.
+            largest = max(largest, float(gaps.max(initial=0.0)) if np.isfinite(gaps).all() else np.inf)
+    return largest
 
 
 def _mean_stats(updates: Sequence[UpdateStats]) -> dict[str, float]:

@@ -8,7 +8,7 @@ Tokens are never edited or re-tokenized after sampling: what the engine returned
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
 from typing import Any, Self, TypeVar
 
@@ -113,8 +113,14 @@ class Trajectory:
     segment_of_token: Int32Array
 
 
+_FIELDS = {field.name for field in fields(Segment)}
+
+
 def _ids(values: ArrayLike) -> Int32Array:
-    array = np.array(values, dtype=np.int64).reshape(-1)
+    given = np.asarray(values).reshape(-1)
+    if given.size and given.dtype.kind not in "iu":
+        raise ValueError(f"token ids must be integers, not {given.dtype}")
+    array = given.astype(np.int64)
     if array.size and (array.min() < 0 or array.max() > np.iinfo(np.int32).max):
         raise ValueError("token ids must be in [0, 2**31)")
     return _frozen(array.astype(np.int32))
@@ -250,14 +256,16 @@ class RolloutTree:
             raise ValueError("segment 0 must be the PROMPT with parent -1")
         tree = cls(data["task_id"], root["token_ids"])
         for item in rest:
-            fields = dict(item)
-            if fields.get("finish") is not None:
-                fields["finish"] = Finish(fields["finish"])
-            if fields.get("branch") is not None:
-                fields["branch"] = BranchRecord(**fields["branch"])
-            if fields.get("tool") is not None:
-                fields["tool"] = ToolRecord(**fields["tool"])
-            tree.add(fields.pop("parent"), Role(fields.pop("role")), fields.pop("token_ids"), **fields)
+            given = dict(item)
+            if given.get("finish") is not None:
+                given["finish"] = Finish(given["finish"])
+            if given.get("branch") is not None:
+                given["branch"] = BranchRecord(**given["branch"])
+            if given.get("tool") is not None:
+                given["tool"] = ToolRecord(**given["tool"])
+            if unknown := given.keys() - _FIELDS:
+                raise ValueError(f"unknown segment fields: {', '.join(sorted(unknown))}")
+            tree.add(given.pop("parent"), Role(given.pop("role")), given.pop("token_ids"), **given)
         return tree
 
 

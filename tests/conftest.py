@@ -5,9 +5,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from arpo_megatron.processes import WAIT_ASLEEP
+from arpo_megatron.processes import CPU_ENVIRONMENT
 
-os.environ.update(WAIT_ASLEEP)  # before anything imports torch, whose OpenMP reads it once
+os.environ.update(CPU_ENVIRONMENT)  # before anything imports torch, whose OpenMP reads it once
 
 
 @pytest.fixture(scope="module")

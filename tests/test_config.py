@@ -1,10 +1,14 @@
 """A wrong word in a config is one clear line before anything starts."""
 
+import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
 
 import pytest
 
 from arpo_megatron import resolve
+from arpo_megatron.config import JobConfig
 from arpo_megatron.errors import UserError
 
 
@@ -38,6 +42,16 @@ def test_words_win_over_the_file_and_the_file_over_the_recipe(tmp_path: Path) ->
         (["parallel.tensor=5"], "not a multiple of parallel.tensor=5"),
         (["algorithm.minibatches=99"], "exceeds train.tasks_per_step"),
         (["algorithm=3"], "algorithm"),
+        (["train.steps=true"], "train.steps: input should be a valid integer"),
+        (['train.steps="20"'], "train.steps: input should be a valid integer"),
+        (["train.steps=2026-11-21"], "train.steps: input should be a valid integer"),
+        (["parallel.sequence=yes"], "parallel.sequence: input should be a valid boolean"),
+        (["reward.format_penalty=.nan"], "reward.format_penalty: input should be a finite number"),
+        (["optimizer.beta2=1.0"], "optimizer.beta2: input should be less than 1"),
+        (["train.tasks_per_step=3000"], "exceeds data.tasks"),
+        (["evaluation.tasks=1000"], "exceeds data.held_out"),
+        (["engine.max_total_tokens=10"], "cannot hold one model.max_length"),
+        (["data.kind=arpo_parquet"], "data.path"),
         (["steps"], "section.key=value"),
         (["=3"], "section.key=value"),
         (["train.=3"], "section.key=value"),
@@ -48,6 +62,26 @@ def test_a_wrong_word_is_one_line_that_helps(words: list[str], line: str) -> Non
         resolve.resolve("quickstart", words=words)
     assert line in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def choices(owner: Any = JobConfig, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """(key, word) for every value of every key that has a fixed set of them."""
+    for field in dataclasses.fields(owner):
+        if dataclasses.is_dataclass(field.type):
+            yield from choices(field.type, f"{prefix}{field.name}.")
+        elif get_origin(field.type) is Literal:
+            yield from ((prefix + field.name, word) for word in get_args(field.type))
+
+
+def test_every_documented_choice_can_be_given_as_a_word() -> None:
+    for key, word in choices():
+        more = ["data.path=x", "sft.steps=0"] if word == "arpo_parquet" else []
+        resolve.resolve("quickstart", words=[f"{key}={word}", *more])
+
+
+@pytest.mark.parametrize("text", ["1e-5", "0.00001", "1E-5", "10e-6"])
+def test_numbers_are_read_as_people_write_them(text: str) -> None:
+    assert resolve.resolve("quickstart", words=[f"optimizer.lr={text}"]).optimizer.lr == 1e-5
 
 
 def test_a_misspelt_recipe_is_suggested() -> None:

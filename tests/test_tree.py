@@ -118,6 +118,11 @@ def test_negative_and_oversized_token_ids_are_refused() -> None:
             RolloutTree("task", bad)
 
 
+def test_token_ids_that_are_no_integers_are_refused() -> None:
+    with pytest.raises(ValueError, match="must be integers"):
+        RolloutTree("task", [1.7])
+
+
 def test_segments_cannot_be_edited_after_sampling() -> None:
     tree = RolloutTree("task", [1])
     index = tree.add(0, Role.MODEL, [2, 3], logprobs=[-0.1, -0.2])
@@ -130,3 +135,8 @@ def test_segments_cannot_be_edited_after_sampling() -> None:
 def test_from_dict_refuses_what_is_not_a_tree() -> None:
     with pytest.raises(ValueError, match="segment 0"):
         RolloutTree.from_dict({"task_id": "x", "segments": [{"role": "model", "parent": -1, "token_ids": []}]})
+    root = {"role": "prompt", "parent": -1, "token_ids": [1]}
+    with pytest.raises(ValueError, match="unknown segment fields: colour"):
+        RolloutTree.from_dict(
+            {"task_id": "x", "segments": [root, {"role": "model", "parent": 0, "token_ids": [], "colour": 1}]}
+        )

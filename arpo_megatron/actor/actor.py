@@ -137,7 +137,6 @@ class Actor:
         )
         self.model.config.finalize_model_grads_func = _sum_gradients
         self._data_group = parallel_state.get_data_parallel_group()
-        self._multiple_of = config.parallel.tensor if config.parallel.sequence else 1
         self.reset_optimizer(optimizer, total_updates)
 
     def reset_optimizer(self, optimizer: OptimizerConfig, total_updates: int) -> None:
@@ -234,7 +233,7 @@ class Actor:
         for index in mine:
             yield MicroBatch.of(packs[index], None if old_logprobs is None else old_logprobs[index])
         for _ in range(count - len(mine)):
-            yield MicroBatch.of(empty_pack(self._multiple_of), None)
+            yield MicroBatch.of(empty_pack(self.config.parallel.pack_multiple), None)
 
     def _run(
         self,

@@ -20,7 +20,6 @@ from arpo_megatron.actor.attention import TreeAttention
 from arpo_megatron.actor.linear import CpuColumnParallelLinear, CpuRowParallelLinear
 from arpo_megatron.actor.logprobs import target_logprobs
 from arpo_megatron.config import ParallelConfig
-from arpo_megatron.errors import UserError
 from arpo_megatron.weights.shape import ModelShape
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -111,7 +110,7 @@ def build_model(
     Raises:
         UserError: heads, MLP or vocabulary cannot be divided by `parallel.tensor`.
     """
-    _check_divisible(shape, parallel)
+    shape.check_divisible(parallel)
     config = transformer_config(
         shape, parallel, DTYPES[dtype] if isinstance(dtype, str) else dtype, initialize=initialize
     )
@@ -198,14 +197,3 @@ def _block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     return TransformerBlockSubmodules(layer_specs=[layer] * config.num_layers, layer_norm=RMSNorm)
-
-
-def _check_divisible(shape: ModelShape, parallel: ParallelConfig) -> None:
-    for what, size in (
-        ("query heads", shape.heads),
-        ("key/value heads", shape.kv_heads),
-        ("MLP width", shape.ffn),
-        ("vocabulary", shape.vocabulary),
-    ):
-        if size % parallel.tensor:
-            raise UserError(f"the model's {what} ({size}) cannot be divided by parallel.tensor={parallel.tensor}")

@@ -65,7 +65,7 @@ def pack_trees(
     """Lay whole trees into as few packs as first-fit-decreasing finds.
 
     Args:
-        trees: of one minibatch; those without tokens to train still cost their tokens, so leave them out.
+        trees: of one minibatch.
         credits: one a tree.
         token_budget: most tokens of a pack; a larger tree gets a pack of its own.
         multiple_of: packs are padded at the end to a multiple of this (sequence parallelism); a padding token is a root

@@ -33,7 +33,7 @@ class MetricsLog:
         self._path = run_dir / "metrics.jsonl"
         self._last_step = _repair(self._path)
         mode = config.monitor.wandb
-        self._wandb = None if mode == "off" else _start_wandb(run_dir, config, mode)
+        self._wandb = None if mode == "disabled" else _start_wandb(run_dir, config, mode)
 
     def log(self, row: Mapping[str, Any]) -> None:
         """Write one step, `row["step"]` counting from 1. Values are numbers or text; NaN and infinity become null."""

@@ -20,7 +20,7 @@ import numpy as np
 
 from arpo_megatron.rollout import protocol
 from arpo_megatron.rollout.accounting import GrowCounts
-from arpo_megatron.rollout.client import EngineClient, EngineFinish, Generation, Sampling
+from arpo_megatron.rollout.client import EngineClient, EngineFinish, EngineRefusedError, Generation, Sampling
 from arpo_megatron.rollout.policies import BranchPolicy, ForkPoint, PathKey
 from arpo_megatron.tree import BranchRecord, Finish, Float32Array, Int32Array, Role, RolloutTree, ToolRecord
 from tools_sandbox.client import AsyncSandboxClient
@@ -221,7 +221,12 @@ class TreeGrower:
         node.token_ids = np.concatenate([part.token_ids for part in parts])
         node.logprobs = np.concatenate([part.logprobs for part in parts])
         node.entropies = np.concatenate([part.entropies for part in parts])
-        node.policy_version = max(self._context.version, *(part.weight_version for part in parts))
+        served = min(part.weight_version for part in parts)
+        if served < self._context.version:
+            raise EngineRefusedError(
+                f"the engine serves policy {served}, not {self._context.version}: a push is missing"
+            )
+        node.policy_version = max(part.weight_version for part in parts)
 
     def _outcome(
         self, place: _Place, finish: EngineFinish, matched: str | None

@@ -161,7 +161,7 @@ class RolloutHandle:
             RolloutError: the process could not start.
         """
         ours, theirs = socket.socketpair()
-        output = None if log_path is None else log_path.open("wb")
+        output = None if log_path is None else log_path.open("ab")
         try:
             process = subprocess.Popen(
                 [sys.executable, "-m", "arpo_megatron.rollout.worker", str(theirs.fileno()), str(os.getpid())],

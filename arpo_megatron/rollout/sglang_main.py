@@ -53,7 +53,7 @@ def _on_cpu(arguments: list[str]) -> bool:
 
 
 def _fork_workers() -> None:
-    """Fork SGLang's workers from the server instead of spawning them: ready in 8 s instead of 13 s on two cores.
+    """Fork SGLang's workers from the server instead of spawning them: they need not import SGLang once more.
 
     A worker then inherits the imported modules. Safe on a CPU only: CUDA does not survive a fork, and nothing here
     has run a torch operator (which would have started threads) by the time SGLang starts its workers.

@@ -174,7 +174,7 @@ class WeightPusher:
 
     def _engine_ranks(self, url: str) -> int:
         try:
-            answer = requests.get(f"{url}/server_info", timeout=min(10.0, self._timeout_s))
+            answer = _session().get(f"{url}/server_info", timeout=min(10.0, self._timeout_s))
             answer.raise_for_status()
             return int(answer.json()["tp_size"])
         except requests.RequestException as error:
@@ -217,7 +217,7 @@ class WeightPusher:
         """The JSON answer. Raises WeightPushError with one line for every kind of failure."""
         where = f"{url}/{endpoint}"
         try:
-            answer = requests.post(where, json=body, timeout=self._timeout_s)
+            answer = _session().post(where, json=body, timeout=self._timeout_s)
         except requests.RequestException as error:
             raise WeightPushError(f"{where}: {_first_line(error)}") from error
         if answer.status_code != requests.codes.ok:
@@ -277,6 +277,13 @@ def _local_address(url: str) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((parts.hostname, parts.port or 80))  # sends nothing; it only chooses the interface
         return str(probe.getsockname()[0])
+
+
+def _session() -> requests.Session:
+    """Engines are addressed directly: a cluster's HTTP_PROXY knows nothing of the addresses of its nodes."""
+    session = requests.Session()
+    session.trust_env = False
+    return session
 
 
 def _first_line(error: object) -> str:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
+from arpo_megatron.config import ParallelConfig
 from arpo_megatron.errors import UserError
 
 Family = Literal["llama", "qwen2", "qwen3"]
@@ -67,6 +68,17 @@ class ModelShape:
     qk_norm: bool
     max_positions: int
     rope_scaling: RopeScaling | None = None
+
+    def check_divisible(self, parallel: ParallelConfig) -> None:
+        """Raises UserError where tensor parallelism cannot divide the model."""
+        for what, size in (
+            ("query heads", self.heads),
+            ("key/value heads", self.kv_heads),
+            ("MLP width", self.ffn),
+            ("vocabulary", self.vocabulary),
+        ):
+            if size % parallel.tensor:
+                raise UserError(f"the model's {what} ({size}) cannot be divided by parallel.tensor={parallel.tensor}")
 
     @classmethod
     def from_hf(cls, path: Path) -> Self:

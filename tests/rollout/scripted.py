@@ -70,7 +70,7 @@ class ScriptedEngine:
             "finish_reason": reason,
             "prompt_tokens": len(ids),
             "cached_tokens": cached,
-            "weight_version": "0",
+            "weight_version": "7",
             "output_token_logprobs": [[-0.5, token, None] for token in output],
             "entropy": [1.0 + token / 1000 for token in output],
         }

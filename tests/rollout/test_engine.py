@@ -183,7 +183,7 @@ def test_whole_trees_grow_and_the_cache_serves_what_they_predict(
 ) -> None:
     flush_cache(engine)
     seen: list[GrowProgress] = []
-    report = rollouts.grow(tasks(8), step=1, version=3, settings=GrowSettings.training(job()), progress=seen.append)
+    report = rollouts.grow(tasks(8), step=1, version=0, settings=GrowSettings.training(job()), progress=seen.append)
     stats = report.stats
     assert report.failed == []
     assert [tree.task_id for tree in report.trees] == [task.id for task in tasks(8)]
@@ -208,7 +208,7 @@ def check_tree(tree: RolloutTree, reference: Callable[[list[int]], torch.Tensor]
             assert above.finish is Finish.TOOL_CALL
             continue
         assert above.role in (Role.PROMPT, Role.TOOL)
-        assert segment.policy_version == 3
+        assert segment.policy_version == 0
         assert segment.logprobs is not None
         assert (segment.finish is Finish.TOOL_CALL) == (index not in tree.leaves())
     leaf = tree.leaves()[-1]
@@ -225,6 +225,12 @@ def test_independent_trajectories_are_grown_for_evaluation(engine: EngineHandle,
     again = rollouts.grow(tasks(3), step=9, version=0, settings=GrowSettings.evaluation(job(), temperature=0.0))
     for first, second in zip(report.trees, again.trees, strict=True):
         assert first.path_tokens(first.leaves()[0]).tolist() == second.path_tokens(second.leaves()[0]).tolist()
+
+
+def test_trees_of_an_engine_with_older_weights_are_refused(rollouts: RolloutHandle) -> None:
+    report = rollouts.grow(tasks(2), step=1, version=1, settings=GrowSettings.training(job()))
+    assert report.trees == []
+    assert all("serves policy 0, not 1" in reason for _, reason in report.failed)
 
 
 def test_a_tree_that_cannot_be_finished_is_reported_not_returned(sandbox_url: str, tiny_model: Path) -> None:

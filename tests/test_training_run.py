@@ -1,0 +1,59 @@
+"""The guards of the loop refuse broken numbers."""
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from arpo_megatron.actor.actor import UpdateStats
+from arpo_megatron.training_run import TrainingRun, sampling_gap
+
+STATS = UpdateStats(
+    loss=0.0,
+    grad_norm=1.0,
+    lr=1e-3,
+    clip_share=0.0,
+    ratio_max=1.0,
+    ratio_mean=1.0,
+    entropy_mean=1.0,
+    kl_k3=0.0,
+    tokens=3,
+    skipped=False,
+)
+
+
+def pack(*logprobs: float) -> Any:
+    return SimpleNamespace(sampling_logprobs=np.array(logprobs, np.float32))
+
+
+def check(**changes: float) -> None:
+    # The check looks at nothing of the run: any object will do for it.
+    TrainingRun.check_on_policy(SimpleNamespace(), [dataclasses.replace(STATS, **changes)])  # type: ignore[arg-type]
+
+
+def test_the_gap_is_the_largest_over_all_packs_and_leaves_unknown_tokens_out() -> None:
+    packs = [[pack(-1.0, np.nan)], [pack(-2.0), pack(-3.0)]]
+    ours = [[np.array([-1.5, -9.0], np.float32)], [np.array([-2.0], np.float32), np.array([-2.75], np.float32)]]
+    assert sampling_gap(packs, ours) == 0.5
+    assert sampling_gap([], []) == 0.0
+    assert sampling_gap([[pack()]], [[np.zeros(0, np.float32)]]) == 0.0
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_trainer_logprob_that_is_not_finite_is_an_infinite_gap(bad: float) -> None:
+    assert sampling_gap([[pack(-1.0, -1.0)]], [[np.array([-1.0, bad], np.float32)]]) == np.inf
+
+
+def test_ratios_of_exactly_one_pass() -> None:
+    check()
+    TrainingRun.check_on_policy(SimpleNamespace(), [])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "changes", [{"ratio_max": 1.0000001}, {"kl_k3": 1e-12}, {"ratio_max": np.nan}, {"kl_k3": np.nan}]
+)
+def test_any_other_ratio_before_an_update_is_refused(changes: dict[str, float]) -> None:
+    with pytest.raises(RuntimeError, match="do not compute the same thing"):
+        check(**changes)
