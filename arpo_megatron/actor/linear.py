@@ -1,7 +1,7 @@
 """The matrix products of training on a CPU, through oneDNN.
 
-torch's float32 products go to MKL, which keeps to AVX2 on processors that are not Intel's. oneDNN uses what is there:
-on two AVX-512 cores of an AMD EPYC it is 2.2 times as fast, for forward and backward products alike.
+torch's float32 products go to MKL, which keeps to AVX2 on processors that are not Intel's. oneDNN uses what is there,
+AVX-512 for instance, in forward and backward products alike.
 """
 
 from typing import Any
