@@ -189,11 +189,12 @@ def _print_plan(config: JobConfig) -> None:
     check_inputs(config)
     print(yaml.safe_dump(resolve.dump(config), sort_keys=False), end="")
     parallel, train_config = config.parallel, config.train
-    print("# plan:")
+    print(f"# plan: a new run in {run_directory.next_path(config)}")
     print("#   sandbox  python -m tools_sandbox")
     print(f"#   engine   SGLang, tensor parallel {config.engine.tensor}, {config.model.dtype}")
     print(f"#   trainer  {parallel.world_size} rank(s): tensor {parallel.tensor} x data {parallel.data}")
-    print(f"#   cold start: {config.sft.steps} updates of {config.sft.batch} demonstrations")
+    if config.sft.steps:
+        print(f"#   cold start: {config.sft.steps} updates of {config.sft.batch} demonstrations")
     print(
         f"#   {config.algorithm.name}: {train_config.steps} steps of {train_config.tasks_per_step} tasks x "
         f"{config.algorithm.samples} trajectories, {config.algorithm.minibatches} update(s) a step"

@@ -15,8 +15,9 @@ from arpo_megatron import resolve
 from arpo_megatron.config import JobConfig
 from arpo_megatron.errors import UserError
 
-CHANGEABLE = ("train.steps", "train.save_every", "train.keep_checkpoints", "engine", "monitor")
-"""Config keys and sections that a resumed run may give another value: a longer run, another machine."""
+CHANGEABLE = ("run_dir", "train.steps", "train.save_every", "train.keep_checkpoints", "engine", "monitor")
+"""Config keys and sections that a resumed run may give another value: a longer run, another machine.
+(`run_dir` is how the directory was found, and the same one has many names.)"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +117,7 @@ def fresh(config: JobConfig) -> RunDirectory:
     Raises:
         UserError: `run_dir` already holds a run, or cannot be written.
     """
-    path = config.run_dir or _next_free(_default(config))
+    path = next_path(config)
     if (path / "config.yaml").exists():
         raise UserError(f"{path} already holds a run: add --resume to go on with it, or name another run_dir")
     try:
@@ -128,6 +129,11 @@ def fresh(config: JobConfig) -> RunDirectory:
     run = RunDirectory(path)
     resolve.save(config, run.config)
     return run
+
+
+def next_path(config: JobConfig) -> Path:
+    """Where a fresh run of this config would be."""
+    return config.run_dir or _next_free(_default(config))
 
 
 def existing(config: JobConfig) -> RunDirectory:

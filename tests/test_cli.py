@@ -52,7 +52,7 @@ def test_a_dry_run_prints_the_resolved_config_and_the_plan_and_writes_nothing(tm
     done = arpo("train", "quickstart", "train.steps=3", "--dry-run", cwd=tmp_path)
     assert done.returncode == 0
     assert "  steps: 3\n" in done.stdout
-    assert "# plan:" in done.stdout
+    assert "# plan: a new run in runs/quickstart-arpo-seed1\n" in done.stdout
     assert not list(tmp_path.iterdir())
 
 

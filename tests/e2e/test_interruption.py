@@ -5,7 +5,7 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -18,10 +18,22 @@ END_S = 15.0
 TASKS = 4
 
 Job = subprocess.Popen[str]
+Start = Callable[[list[str]], Job]
 
 
-def start(command: list[str]) -> Job:
-    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Starts a job in the background; one that a failing test leaves is killed, and its roles die with it."""
+    jobs: list[Job] = []
+
+    def start_job(command: list[str]) -> Job:
+        jobs.append(subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True))
+        return jobs[-1]
+
+    yield start_job
+    for job in jobs:
+        job.kill()
+        job.communicate()
 
 
 def training(run: Path, *extra: str, steps: int = 3) -> list[str]:
@@ -79,7 +91,7 @@ def interrupt(job: Job, run: Path) -> str:
     return said
 
 
-def test_ctrl_c_in_a_rollout_and_resume(warm_run: Path) -> None:
+def test_ctrl_c_in_a_rollout_and_resume(start: Start, warm_run: Path) -> None:
     job = start(training(warm_run))
     wait_for("rollout of step 2", lambda: in_phase(warm_run, "rollout", 1), job)
     interrupt(job, warm_run)
@@ -94,7 +106,7 @@ def test_ctrl_c_in_a_rollout_and_resume(warm_run: Path) -> None:
     [("sandbox.log", ""), ("engine.log", ""), ("engine.log", "Load weight begin")],
     ids=["tool-service-starts", "engine-starts", "engine-loads"],
 )
-def test_ctrl_c_while_engine_and_tools_start(warm_run: Path, log: str, words: str) -> None:
+def test_ctrl_c_while_engine_and_tools_start(start: Start, warm_run: Path, log: str, words: str) -> None:
     job, path = start(training(warm_run)), warm_run / "logs" / log
     wait_for(f"{words!r} in {path}", lambda: path.exists() and words in path.read_text(), job)
     interrupt(job, warm_run)
@@ -102,13 +114,13 @@ def test_ctrl_c_while_engine_and_tools_start(warm_run: Path, log: str, words: st
 
 
 @pytest.mark.parametrize("phase", ["save", "export"])
-def test_ctrl_c_while_files_are_written(warm_run: Path, phase: str) -> None:
+def test_ctrl_c_while_files_are_written(start: Start, warm_run: Path, phase: str) -> None:
     job = start(training(warm_run, steps=1))
     wait_for(phase, lambda: in_phase(warm_run, phase, 1), job)
     interrupt(job, warm_run)
 
 
-def test_ctrl_c_in_the_cold_start_and_resume(tmp_path: Path) -> None:
+def test_ctrl_c_in_the_cold_start_and_resume(start: Start, tmp_path: Path) -> None:
     run, words = tmp_path / "run", ["sft.steps=400", "sft.batch=8", "sft.save_every=20"]
     checkpoints = run / "sft_checkpoints"
     job = start(training(run, *words))
@@ -127,13 +139,13 @@ def updates(run: Path) -> list[object]:
 
 
 @pytest.mark.parametrize("victim", ["arpo_megatron.rollout.sglang_main", "tools_sandbox"])
-def test_a_killed_service_ends_the_job_and_names_its_log(warm_run: Path, victim: str) -> None:
+def test_a_killed_service_ends_the_job_and_names_its_log(start: Start, warm_run: Path, victim: str) -> None:
     job = start(training(warm_run))
     wait_for("rollout of step 1", lambda: in_phase(warm_run, "rollout", 0), job)
     ends_after_kill(job, warm_run, victim)
 
 
-def test_a_killed_rank_ends_the_job_and_no_step_is_lost(warm_run: Path) -> None:
+def test_a_killed_rank_ends_the_job_and_no_step_is_lost(start: Start, warm_run: Path) -> None:
     """It dies between a step's record and its checkpoint, whichever the loop writes first."""
     job = start(training(warm_run))
     record, checkpoint = warm_run / "metrics.jsonl", warm_run / "checkpoints" / "step_2"
@@ -166,7 +178,7 @@ def runs(command: list[str], module: str) -> bool:
     return command[1:3] == ["-m", module]
 
 
-def test_a_killed_command_line_takes_every_role_with_it(warm_run: Path) -> None:
+def test_a_killed_command_line_takes_every_role_with_it(start: Start, warm_run: Path) -> None:
     job = start(training(warm_run))
     wait_for("rollout of step 1", lambda: in_phase(warm_run, "rollout", 0), job)
     family = family_of(job)

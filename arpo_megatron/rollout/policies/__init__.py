@@ -19,6 +19,8 @@ __all__ = [
 
 def make_policy(config: AlgorithmConfig, *, vocabulary_size: int, seed: int) -> BranchPolicy:
     """The policy that `algorithm.name` names."""
-    if config.name == "grpo":
-        return GrpoPolicy(config.samples)
-    return ArpoPolicy(config, vocabulary_size, seed)
+    match config.name:
+        case "arpo":
+            return ArpoPolicy(config, vocabulary_size, seed)
+        case "grpo":
+            return GrpoPolicy(config.samples)
