@@ -109,7 +109,9 @@ RunDir = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Directory of a 
 def evaluate(
     run_dir: RunDir,
     model: Annotated[Path | None, typer.Option(help="Hugging Face directory; default: the run's export.")] = None,
-    tasks: Annotated[int | None, typer.Option(help="How many held-out tasks; default: the run's own number.")] = None,
+    tasks: Annotated[
+        int | None, typer.Option(min=1, help="How many held-out tasks; default: the run's own number.")
+    ] = None,
 ) -> None:
     """Answer a run's held-out tasks through the engine and the tools. Prints one JSON object."""
     from arpo_megatron.evaluation.run import evaluate_run

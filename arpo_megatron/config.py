@@ -41,7 +41,7 @@ class ModelConfig:
     """Width of the made model's gated MLP."""
     vocabulary_size: Positive = 2048
     """Largest vocabulary of a tokenizer trained on the data (byte-level BPE; the generated tasks need fewer)."""
-    max_length: Positive = 2048
+    max_length: Annotated[int, Field(ge=64)] = 2048
     """Longest trajectory in tokens: prompt, model and tool tokens together."""
 
 
@@ -287,10 +287,10 @@ class MonitorConfig:
 class JobConfig:
     """A whole job: what a recipe returns."""
 
-    name: str
+    name: Annotated[str, Field(pattern=r"^[\w.-]+$")]
     """Recipe name; part of the run directory's name."""
-    seed: NonNegative = 1
-    """Everything random follows from it."""
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 1
+    """Everything random follows from it; the engine takes 32 bits."""
     run_dir: Path | None = None
     """Where the job writes; None: the next free runs/<name>-<algorithm>-seed<seed>."""
     model: ModelConfig = ModelConfig()
@@ -318,13 +318,20 @@ class JobConfig:
             _check_made_model(self.model, self.parallel)
         if self.data.kind == "generated" and self.train.tasks_per_step > self.data.tasks:
             raise ValueError(f"train.tasks_per_step={self.train.tasks_per_step} exceeds data.tasks={self.data.tasks}")
+        if self.data.kind == "arpo_parquet" and self.data.path is None:
+            raise ValueError("data.kind=arpo_parquet needs data.path=FILE.parquet")
+        if self.data.kind == "generated" and self.data.path is not None:
+            raise ValueError("data.path is not read with data.kind=generated; give data.kind=arpo_parquet too")
+        if self.data.kind == "arpo_parquet" and self.data.max_prompt_tokens >= self.model.max_length:
+            raise ValueError(
+                f"data.max_prompt_tokens={self.data.max_prompt_tokens} leaves no room in model.max_length="
+                f"{self.model.max_length}"
+            )
         if self.evaluation.tasks > self.data.held_out:
             raise ValueError(f"evaluation.tasks={self.evaluation.tasks} exceeds data.held_out={self.data.held_out}")
         pool = self.engine.max_total_tokens
         if pool is not None and pool < self.model.max_length:
             raise ValueError(f"engine.max_total_tokens={pool} cannot hold one model.max_length={self.model.max_length}")
-        if self.data.kind == "arpo_parquet" and self.data.path is None:
-            raise ValueError("data.kind=arpo_parquet needs data.path=FILE.parquet")
         if self.data.kind == "arpo_parquet" and self.sft.steps:
             raise ValueError("sft.steps > 0 needs data.kind=generated: the released questions hold no demonstrations")
         return self
@@ -334,6 +341,10 @@ def _check_made_model(model: ModelConfig, parallel: ParallelConfig) -> None:
     """Divisibility rules of tensor parallelism and grouped attention."""
     if model.hidden_size % model.heads:
         raise ValueError(f"model.hidden_size={model.hidden_size} is not a multiple of model.heads={model.heads}")
+    if model.hidden_size // model.heads % 2:
+        raise ValueError(
+            f"model.hidden_size={model.hidden_size} / model.heads={model.heads}: rotary positions need an even quotient"
+        )
     if model.heads % model.kv_heads:
         raise ValueError(f"model.heads={model.heads} is not a multiple of model.kv_heads={model.kv_heads}")
     for name in ("kv_heads", "ffn_size"):

@@ -84,6 +84,7 @@ def opened(config: JobConfig, *, resume: bool) -> Iterator[RunDirectory]:
     check_inputs(config)
     run = run_directory.existing(config) if resume else run_directory.fresh(config)
     with run.locked():
+        resolve.save(config, run.config)  # not before the lock: a running job reads it
         run.remove_partial()  # what a kill -9 left
         try:
             yield run
@@ -110,6 +111,8 @@ def _prepare(config: JobConfig, run: RunDirectory, progress: Progress) -> None:
     progress.phase("prepare")
     data = prepare(config, run)
     progress.note(f"run directory {run.path}: {len(data.train)} training tasks, {len(data.held_out)} held out")
+    if not run.searchable:
+        progress.note("there is nothing to search: the search tool is not offered (data.search_cache=FILE.json)")
     if data.bad_rows:
         first = data.bad_rows[0]
         rows = f"{len(data.bad_rows)} bad row{'s' if len(data.bad_rows) > 1 else ''} skipped"

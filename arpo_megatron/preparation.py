@@ -17,6 +17,7 @@ from arpo_megatron.errors import UserError
 from arpo_megatron.rollout.cpu_standins import SGLANG_VERSION
 from arpo_megatron.rollout.protocol import result_text
 from arpo_megatron.run_directory import RunDirectory
+from arpo_megatron.tasks.arpo_parquet import check_readable, read_parquet, read_texts
 from arpo_megatron.tasks.base import Task
 from arpo_megatron.tasks.generated import GeneratedTasks, generate
 from arpo_megatron.weights.shape import ModelShape
@@ -65,8 +66,6 @@ def load_data(config: JobConfig, tokenizer: "PreTrainedTokenizerFast") -> JobDat
     if data.kind == "generated":
         made = generate(config.seed, data.tasks, data.held_out)
         return JobData(made.train, made.held_out, made.facts)
-    from arpo_megatron.tasks.arpo_parquet import read_parquet
-
     read = read_parquet(_parquet_path(config), tokenizer=tokenizer, max_prompt_tokens=data.max_prompt_tokens)
     if len(read.tasks) <= data.held_out:
         raise UserError(f"data.path={data.path}: {len(read.tasks)} usable rows, but data.held_out={data.held_out}")
@@ -89,10 +88,10 @@ def check_inputs(config: JobConfig) -> None:
         if not (config.model.path / "config.json").is_file():
             raise UserError(f"model.path={config.model.path}: no Hugging Face model there (config.json is missing)")
         ModelShape.from_hf(config.model.path).check_divisible(config.parallel)
+    if config.engine.tensor > 1:
+        raise UserError(f"engine.tensor={config.engine.tensor}: an engine on a CPU has one rank")
     if config.data.kind == "arpo_parquet":
-        path = _parquet_path(config)
-        if not path.is_file():
-            raise UserError(f"data.path={path}: no such file; name one with data.path=FILE.parquet")
+        check_readable(_parquet_path(config))
         cache = config.data.search_cache
         if cache is not None and not cache.is_file():
             raise UserError(f"data.search_cache={cache}: no such file")
@@ -149,8 +148,6 @@ def _make_model(config: JobConfig, run: RunDirectory) -> None:
     if config.data.kind == "generated":
         tokenizer = tokenizers.generated_tokenizer()
     else:
-        from arpo_megatron.tasks.arpo_parquet import read_texts
-
         tokenizer = tokenizers.train_bpe(read_texts(_parquet_path(config)), config.model.vocabulary_size)
     partial = run.initial_model.with_name(run.initial_model.name + ".tmp")
     tokenizers.make_model_directory(partial, config.model, tokenizer)

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from arpo_megatron import resolve
 from arpo_megatron.config import JobConfig
 from arpo_megatron.errors import UserError
@@ -18,6 +20,8 @@ from arpo_megatron.errors import UserError
 CHANGEABLE = ("run_dir", "train.steps", "train.save_every", "train.keep_checkpoints", "engine", "monitor")
 """Config keys and sections that a resumed run may give another value: a longer run, another machine.
 (`run_dir` is how the directory was found, and the same one has many names.)"""
+REUSABLE = frozenset({"initial_model", "cold_start", ".lock"})
+"""What a directory may hold for a fresh run to begin there: a model and a cold start that are not made again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +90,18 @@ class RunDirectory:
         """Final counters and held-out success (JSON); there once the job is done."""
         return self.path / "result.json"
 
+    @property
+    def searchable(self) -> bool:
+        """Whether the tool service has a corpus."""
+        return bool(yaml.safe_load(self.sandbox_config.read_text(encoding="utf-8"))["search"]["sources"])
+
     def remove_partial(self) -> None:
-        """Delete what was being written when its writer ended; everything is written as NAME.tmp and then renamed."""
-        for path in self.path.rglob("*.tmp"):
+        """Delete what was being written when its writer ended: a job writes NAME.tmp and then renames it."""
+        whole = (self.config, self.result, self.initial_model, self.cold_start, self.export)
+        found = [path.with_name(path.name + ".tmp") for path in whole] + [self.path / "metrics.tmp"]
+        for folder in (self.checkpoints, self.sft_checkpoints, self.trees):
+            found += folder.glob("step_*.tmp")
+        for path in found:
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
     @contextmanager
@@ -121,6 +134,9 @@ def fresh(config: JobConfig) -> RunDirectory:
     if (path / "config.yaml").exists():
         raise UserError(f"{path} already holds a run: add --resume to go on with it, or name another run_dir")
     try:
+        strangers = sorted({item.name for item in path.iterdir()} - REUSABLE) if path.is_dir() else []
+        if strangers:
+            raise UserError(f"run_dir={path} holds files that are no run's ({strangers[0]}, ...): name a new directory")
         path.mkdir(parents=True, exist_ok=True)
         if not os.access(path, os.W_OK):
             raise PermissionError(f"{path} is not writable")
@@ -137,7 +153,7 @@ def next_path(config: JobConfig) -> Path:
 
 
 def existing(config: JobConfig) -> RunDirectory:
-    """The newest run directory of this config, to go on with; what is in `CHANGEABLE` may have changed and is saved.
+    """The newest run directory of this config, to go on with; what is in `CHANGEABLE` may have changed.
 
     Raises:
         UserError: there is none, or it was started with another config (the differing key is named).
@@ -148,7 +164,6 @@ def existing(config: JobConfig) -> RunDirectory:
     run = RunDirectory(path)
     if difference := _difference(resolve.dump(resolve.load(run.config)), resolve.dump(config)):
         raise UserError(f"{path} was started with another config: {difference}; give the same words, or start afresh")
-    resolve.save(config, run.config)
     return run
 
 

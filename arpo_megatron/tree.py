@@ -7,6 +7,7 @@ fork. A path from the root to a leaf is a trajectory. Everything here is numpy a
 Tokens are never edited or re-tokenized after sampling: what the engine returned is what the trainer trains.
 """
 
+import operator
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
@@ -170,9 +171,9 @@ class RolloutTree:
 
         Raises:
             ValueError: unknown parent, log-probs of another length than the tokens, more entropies than tokens,
-                sampling fields outside MODEL, a tool record outside TOOL, or a second prompt.
+                values that are not finite, sampling fields outside MODEL, a tool record outside TOOL, a second prompt.
         """
-        role = Role(role)
+        role, parent = Role(role), operator.index(parent)
         ids = _ids(token_ids)
         if not 0 <= parent < len(self.segments):
             raise ValueError(f"unknown parent {parent}: the tree has segments 0 to {len(self.segments) - 1}")
@@ -188,7 +189,10 @@ class RolloutTree:
             raise ValueError(f"{len(lps)} log-probs for {len(ids)} tokens")
         if ents is not None and len(ents) > len(ids):
             raise ValueError(f"{len(ents)} entropies for {len(ids)} tokens")
-        self.segments.append(Segment(ids, role, parent, lps, ents, policy_version, finish, branch, tool))
+        if not all(values is None or np.isfinite(values).all() for values in (lps, ents)):
+            raise ValueError("log-probs and entropies must be finite numbers")
+        version = operator.index(policy_version)
+        self.segments.append(Segment(ids, role, parent, lps, ents, version, finish, branch, tool))
         return len(self.segments) - 1
 
     def children(self) -> list[list[int]]:

@@ -30,6 +30,8 @@ def arpo(*words: str, cwd: Path) -> "subprocess.CompletedProcess[str]":
         (["eval", "nowhere"], "not a run directory"),
         (["export", "nowhere", "--out", "out"], "not a run directory"),
         (["trees", "nowhere"], "not a run directory"),
+        (["train", "reasoning_tiny", f"data.path={__file__}"], "not a readable parquet file"),
+        (["train", "quickstart", "engine.tensor=8"], "an engine on a CPU has one rank"),
     ],
 )
 def test_a_mistake_is_one_line(words: list[str], line: str, tmp_path: Path) -> None:

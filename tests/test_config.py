@@ -52,6 +52,12 @@ def test_words_win_over_the_file_and_the_file_over_the_recipe(tmp_path: Path) ->
         (["evaluation.tasks=1000"], "exceeds data.held_out"),
         (["engine.max_total_tokens=10"], "cannot hold one model.max_length"),
         (["data.kind=arpo_parquet"], "data.path"),
+        (["data.path=x.parquet"], "data.path is not read with data.kind=generated"),
+        (["seed=99999999999999999999"], "seed: input should be less than 4294967296"),
+        (["name=../../etc"], "name: string should match pattern"),
+        (["optimizer.lr=.inf"], "optimizer.lr: input should be a finite number"),
+        (["model.max_length=10"], "model.max_length: input should be greater than or equal to 64"),
+        (["model.hidden_size=6"], "rotary positions need an even quotient"),
         (["steps"], "section.key=value"),
         (["=3"], "section.key=value"),
         (["train.=3"], "section.key=value"),
@@ -75,7 +81,7 @@ def choices(owner: Any = JobConfig, prefix: str = "") -> Iterator[tuple[str, str
 
 def test_every_documented_choice_can_be_given_as_a_word() -> None:
     for key, word in choices():
-        more = ["data.path=x", "sft.steps=0"] if word == "arpo_parquet" else []
+        more = ["data.path=x", "data.max_prompt_tokens=99", "sft.steps=0"] if word == "arpo_parquet" else []
         resolve.resolve("quickstart", words=[f"{key}={word}", *more])
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from arpo_megatron import resolve, run_directory
 from arpo_megatron.errors import UserError
+from arpo_megatron.job import opened
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +38,37 @@ def test_a_run_may_be_resumed_for_more_steps() -> None:
     run = run_directory.fresh(resolve.resolve("quickstart"))
     longer = resolve.resolve("quickstart", words=["train.steps=99", "engine.max_running_requests=3"])
     assert run_directory.existing(longer) == run
-    assert resolve.load(run.config) == longer
+
+
+def test_a_refused_second_job_changes_nothing_of_the_running_one() -> None:
+    run = run_directory.fresh(resolve.resolve("quickstart"))
+    before = run.config.read_bytes()
+    with (
+        run.locked(),
+        pytest.raises(UserError, match="in use"),
+        opened(resolve.resolve("quickstart", words=["train.steps=99"]), resume=True),
+    ):
+        pass
+    assert run.config.read_bytes() == before
+
+
+def test_a_directory_with_other_files_is_refused_and_left_alone(tmp_path: Path) -> None:
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "notes.tmp").write_text("precious")
+    with pytest.raises(UserError, match=r"holds files that are no run's \(notes\.tmp"):
+        run_directory.fresh(resolve.resolve("quickstart", words=[f"run_dir={mine}"]))
+    assert [path.name for path in mine.iterdir()] == ["notes.tmp"]
+
+
+def test_only_what_a_job_was_writing_is_removed(tmp_path: Path) -> None:
+    run = run_directory.fresh(resolve.resolve("quickstart"))
+    partial = [run.checkpoints / "step_3.tmp", run.path / "export.tmp"]
+    for path in [*partial, run.path / "notes.tmp", run.checkpoints / "step_2"]:
+        path.mkdir(parents=True)
+    run.remove_partial()
+    assert not any(path.exists() for path in partial)
+    assert (run.path / "notes.tmp").exists() and (run.checkpoints / "step_2").exists()
 
 
 def test_resuming_nothing_is_one_line() -> None:

@@ -103,6 +103,8 @@ def test_a_lone_prompt_is_a_leaf() -> None:
         (0, Role.TOOL, {"logprobs": [-0.5, -0.5]}, "belong to MODEL"),
         (0, Role.MODEL, {"tool": ToolRecord("python", {}, "ok", 0.0, False)}, "belongs to TOOL"),
         (0, Role.PROMPT, {}, "one PROMPT"),
+        (0, Role.MODEL, {"logprobs": [float("nan"), -0.5]}, "must be finite"),
+        (0, Role.MODEL, {"entropies": [float("inf")]}, "must be finite"),
     ],
 )
 def test_a_segment_that_does_not_fit_is_refused(parent: int, role: Role, fields: dict, message: str) -> None:

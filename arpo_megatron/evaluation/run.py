@@ -31,7 +31,10 @@ def evaluate_run(run: RunDirectory, *, model: Path | None, tasks: int | None) ->
     with run.locked(), Roles(run.logs) as roles:
         prepare(config, run)
         tokenizer = load_tokenizer(model)
-        chosen = load_data(config, tokenizer).held_out[: tasks or config.evaluation.tasks]
+        held_out = load_data(config, tokenizer).held_out
+        if tasks is not None and tasks > len(held_out):
+            raise UserError(f"--tasks {tasks}: the run has {len(held_out)} held-out tasks")
+        chosen = held_out[: tasks or config.evaluation.tasks]
         with services(config, run, roles, model) as ready:
             rollouts = start_rollouts(config, model, run.logs / "rollout.log", ready)
             try:

@@ -76,6 +76,11 @@ def read_parquet(
     return ParquetTasks(tuple(tasks), tuple(bad_rows))
 
 
+def check_readable(path: Path) -> None:
+    """Raises UserError where `path` is no parquet file with the released columns."""
+    next(iter(_rows(path)), None)
+
+
 def read_texts(path: Path) -> Iterator[str]:
     """The text of every usable row (messages and answer), to train a tokenizer on. Raises as `read_parquet` does."""
     for task in read_parquet(path).tasks:
