@@ -73,7 +73,7 @@ class Roles:
         `stdout=subprocess.PIPE` leaves standard output to the caller (stderr still goes to the log).
         """
         log = self.log_dir / f"{name}.log"
-        with log.open("a", encoding="utf-8") as sink:
+        with interrupts_deferred(), log.open("a", encoding="utf-8") as sink:
             process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -84,8 +84,8 @@ class Roles:
                 preexec_fn=die_with_parent,  # noqa: PLW1509  (one prctl call, safe between fork and exec)
                 text=True,
             )
-        role = Role(name, process, log)
-        self.running.append(role)
+            role = Role(name, process, log)
+            self.running.append(role)
         return role
 
     def wait(self, role: Role, *, poll: Callable[[], None] = lambda: None, every_s: float = 0.1) -> None:
@@ -162,6 +162,25 @@ def ignoring_interrupts() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def interrupts_deferred() -> Iterator[None]:
+    """A signal inside takes effect on leaving. Main thread only.
+
+    Around a fork: what a handler raises in an at-fork hook (logging has one) is printed and lost, and a process that
+    has started but is not yet noted would be left behind.
+    """
+    arrived: list[int] = []
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, lambda number, frame: arrived.append(number)) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for number in arrived:
+            signal.raise_signal(number)
 
 
 def interrupt_on_signals() -> None:

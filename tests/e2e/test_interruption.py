@@ -15,6 +15,7 @@ from jobs import SHORT, quickstart, rows_of, run_to_end
 pytestmark = pytest.mark.timeout(1600)  # the first test of a session waits for the demo
 
 END_S = 15.0
+MOMENT_S = 240.0  # most seconds until a job reaches the moment of a test
 TASKS = 4
 
 Job = subprocess.Popen[str]
@@ -63,14 +64,14 @@ def alive(family: list[psutil.Process], run: Path) -> list[psutil.Process]:
     return left + processes_of(run)
 
 
-def wait_for(what: str, condition: Callable[[], object], job: Job, within_s: float = 240.0) -> None:
-    deadline = time.monotonic() + within_s
+def wait_for(what: str, condition: Callable[[], object], job: Job, every_s: float = 0.01) -> None:
+    deadline = time.monotonic() + MOMENT_S
     while time.monotonic() < deadline:
         if condition():
             return
         assert job.poll() is None, f"the job ended before {what}: {job.communicate()[1]}"
-        time.sleep(0.01)
-    raise AssertionError(f"no {what} within {within_s:g} s")
+        time.sleep(every_s)
+    raise AssertionError(f"no {what} within {MOMENT_S:g} s")
 
 
 def updates(run: Path) -> list[object]:
@@ -101,13 +102,14 @@ def interrupt(job: Job, run: Path) -> str:
     return said
 
 
-def kill(job: Job, run: Path, module: str) -> None:
-    """Kill -9 the process that runs `python -m module`; the whole job must end and name a log."""
-    family = family_of(job)
-    # Not torchrun: it names the module of its ranks further on in its own command line.
-    victims = [process for process in family if process.cmdline()[1:3] == ["-m", module]]
-    assert len(victims) == 1
-    victims[0].kill()
+def process_of(job: Job, module: str) -> psutil.Process:
+    """The process that runs `python -m module`; not torchrun, which names the module of its ranks further on."""
+    (found,) = [process for process in family_of(job) if process.cmdline()[1:3] == ["-m", module]]
+    return found
+
+
+def ends_by_itself(job: Job, run: Path, family: list[psutil.Process]) -> None:
+    """One of its processes was killed: the whole job ends, names a log, and leaves nothing."""
     _, said = job.communicate(timeout=120)
     assert job.returncode == 1, said
     assert ".log" in said
@@ -122,11 +124,13 @@ def test_neither_ctrl_c_nor_a_killed_rank_costs_a_step(start: Start, warm_run: P
     interrupt(job, warm_run)
 
     job = start(training(warm_run, "--resume"))
+    wait_for("resumed training", lambda: "resumed from step_1: 1 steps are done" in notes(warm_run), job)
+    rank, family = process_of(job, "arpo_megatron.train"), family_of(job)
     record, checkpoint = warm_run / "metrics.jsonl", warm_run / "checkpoints" / "step_2"
     # The moment between a step's record and its checkpoint, whichever the loop writes first.
-    wait_for("end of step 2", lambda: len(rows_of(record)) == 2 or checkpoint.exists(), job)
-    kill(job, warm_run, "arpo_megatron.train")
-    assert "resumed from step_1: 1 steps are done" in notes(warm_run)
+    wait_for("end of step 2", lambda: len(rows_of(record)) == 2 or checkpoint.exists(), job, every_s=0.001)
+    rank.kill()
+    ends_by_itself(job, warm_run, family)
 
     run_to_end(training(warm_run, "--resume"), warm_run)
     assert [row["step"] for row in rows_of(record)] == [1, 2, 3]
@@ -175,7 +179,9 @@ def test_ctrl_c_in_the_export_leaves_a_whole_one_or_none(start: Start, tmp_path:
 def test_a_killed_engine_ends_the_job_and_names_its_log(start: Start, warm_run: Path) -> None:
     job = start(training(warm_run))
     wait_for("rollout of step 1", lambda: in_phase(warm_run, "rollout", 0), job)
-    kill(job, warm_run, "arpo_megatron.rollout.sglang_main")
+    family = family_of(job)
+    process_of(job, "arpo_megatron.rollout.sglang_main").kill()
+    ends_by_itself(job, warm_run, family)
 
 
 def test_a_killed_command_line_takes_every_role_with_it(start: Start, warm_run: Path) -> None:
