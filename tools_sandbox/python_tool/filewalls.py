@@ -14,6 +14,7 @@ from pathlib import Path
 from tools_sandbox.python_tool import linux
 
 _TMP = "/tmp"  # noqa: S108 - hidden from calls, not used
+_WORK = f"{_TMP}/work"
 _HIDDEN = ("/run", "/dev/shm")  # noqa: S108
 """Folders of sockets and shared memory that a call sees empty (and may write to) instead of the machine's."""
 
@@ -24,7 +25,7 @@ def remember_paths() -> None:
 
 
 def raise_walls(disk_mb: int) -> None:
-    """Own, read-only view of the file system without homes; the working directory is a private /tmp."""
+    """Own, read-only view of the file system without homes; the working directory is in a private /tmp."""
     linux.unshare(linux.CLONE_NEWNS)
     linux.mount("", "/", linux.MS_REC | linux.MS_PRIVATE)
     linux.make_mounts_read_only()
@@ -39,7 +40,10 @@ def raise_walls(disk_mb: int) -> None:
     except OSError:
         # Containers that mask parts of /proc forbid a new one; none at all is the other safe choice.
         linux.mount("tmpfs", "/proc", quiet, "mode=0555")
-    os.chdir(_TMP)
+    # Not /tmp itself: where Python is installed below it, its folder is visible there.
+    Path(_WORK).mkdir()
+    Path(_WORK).chmod(0o777)  # the call may run as another user
+    os.chdir(_WORK)
 
 
 def _cover(target: Path, options: str) -> None:
