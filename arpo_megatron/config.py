@@ -47,21 +47,31 @@ class ModelConfig:
 
 @dataclass(frozen=True, config=_STRICT)
 class ParallelConfig:
-    """How Megatron-Core lays the model over ranks. World size = tensor * data."""
+    """How Megatron-Core lays the model over ranks. World size = tensor * context * pipeline * data."""
 
     tensor: Positive = 1
     """Tensor-parallel ranks."""
     data: Positive = 1
     """Data-parallel ranks."""
+    pipeline: Positive = 1
+    """Pipeline stages."""
+    virtual_pipeline: Positive = 1
+    """Model chunks a stage (interleaved schedule); above 1 it needs pipeline > 1."""
+    context: Positive = 1
+    """Context-parallel ranks: the tokens of a pack are divided among them."""
+    expert: Positive = 1
+    """Ranks that share out the experts of a mixture-of-experts model; divides data * context."""
     sequence: bool = False
     """Sequence parallelism inside the tensor-parallel group; needs tensor > 1."""
-    recompute: bool = False
-    """Recompute every layer's activations in the backward pass."""
+    distributed_optimizer: bool = False
+    """Divide the optimizer's state among the data-parallel ranks."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Activations computed again in the backward pass: none, those of core attention, or every layer's."""
 
     @property
     def world_size(self) -> int:
         """Number of trainer ranks."""
-        return self.tensor * self.data
+        return self.tensor * self.context * self.pipeline * self.data
 
     @property
     def pack_multiple(self) -> int:
@@ -72,6 +82,13 @@ class ParallelConfig:
     def _check(self) -> Self:
         if self.sequence and self.tensor == 1:
             raise ValueError("parallel.sequence=true needs parallel.tensor > 1")
+        if self.virtual_pipeline > 1 and self.pipeline == 1:
+            raise ValueError(f"parallel.virtual_pipeline={self.virtual_pipeline} needs parallel.pipeline > 1")
+        if self.data * self.context % self.expert:
+            raise ValueError(
+                f"parallel.expert={self.expert} does not divide parallel.data * parallel.context = "
+                f"{self.data * self.context}"
+            )
         return self
 
 

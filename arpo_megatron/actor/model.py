@@ -143,11 +143,11 @@ def transformer_config(
     shape: ModelShape, parallel: ParallelConfig, dtype: torch.dtype, *, initialize: bool = True
 ) -> TransformerConfig:
     """Megatron's configuration for `shape`. Fusions that need CUDA extensions are off."""
-    recompute: dict[str, Any] = (
-        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-        if parallel.recompute
-        else {}
-    )
+    recompute: dict[str, dict[str, Any]] = {
+        "none": {},
+        "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+        "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    }
     return TransformerConfig(
         num_layers=shape.layers,
         hidden_size=shape.hidden,
@@ -180,7 +180,7 @@ def transformer_config(
         # The loss arrives normalised over the whole minibatch: gradients are summed over micro-batches and
         # data-parallel ranks, and this switch turns off both of Megatron's averages.
         calculate_per_token_loss=True,
-        **recompute,
+        **recompute[parallel.recompute],
     )
 
 

@@ -22,7 +22,7 @@ from arpo_megatron.config import OptimizerConfig, ParallelConfig
 LAYOUTS = {
     "tensor": ParallelConfig(tensor=2),
     "sequence": ParallelConfig(tensor=2, sequence=True),
-    "recompute": ParallelConfig(tensor=2, sequence=True, recompute=True),
+    "recompute": ParallelConfig(tensor=2, sequence=True, recompute="full"),
     "data": ParallelConfig(data=2),
 }
 OPTIMIZER = OptimizerConfig(lr=1e-2, schedule="cosine", warmup_fraction=0.2, weight_decay=0.1)

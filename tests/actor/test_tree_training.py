@@ -126,7 +126,7 @@ def test_supervised_loss_is_the_weighted_negative_log_likelihood(models):
 
 def test_recomputing_activations_changes_nothing(models):
     shape, model = models["qwen3"]
-    again = build_model(shape, ParallelConfig(recompute=True), "float64")
+    again = build_model(shape, ParallelConfig(recompute="full"), "float64")
     again.load_state_dict(model.state_dict())
     tree = cases.grown(8)
     packs = pack_trees([tree], [cases.plain_credit(tree, cases.dyadic_advantages(tree, 8), WEIGHT)], token_budget=1000)
