@@ -74,8 +74,13 @@ class ParallelConfig:
         return self.tensor * self.context * self.pipeline * self.data
 
     @property
+    def nested_packs(self) -> bool:
+        """Whether packs of a cut tree inherit from each other: pipelines and experts fix another order of passes."""
+        return self.pipeline == 1 and self.expert == 1
+
+    @property
     def pack_multiple(self) -> int:
-        """Packs are padded to a multiple of this: sequence parallelism divides their tokens among the tensor ranks."""
+        """A rank's tokens are padded to a multiple of this: sequence parallelism divides them among tensor ranks."""
         return self.tensor if self.sequence else 1
 
     @model_validator(mode="after")

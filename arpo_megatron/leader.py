@@ -113,8 +113,7 @@ class Leader:
         """The probe sequence as a pack whose targets are all its tokens but the first."""
         tree = RolloutTree("probe", self.probe[:1])
         tree.add(0, Role.MODEL, self.probe[1:])
-        multiple = self.config.parallel.pack_multiple
-        return pack_trees([tree], supervised_credit([tree]), token_budget=len(self.probe), multiple_of=multiple)[0]
+        return pack_trees([tree], supervised_credit([tree]), token_budget=len(self.probe))[0]
 
     def push(self, tensors: Iterable[tuple[str, Tensor]], version: int, probe_logprobs: Float32Array) -> float:
         """Broadcast the weights to the engine; returns its largest difference to `probe_logprobs` in nats."""

@@ -15,7 +15,7 @@ from arpo_megatron import resolve
 from arpo_megatron.actor import parallel
 from arpo_megatron.actor.actor import Actor
 from arpo_megatron.actor.checkpoint import CheckpointStore
-from arpo_megatron.actor.packing import pack_trees
+from arpo_megatron.actor.packing import pack_minibatch
 from arpo_megatron.algorithms.credit import supervised_credit
 from arpo_megatron.monitor.events import EventLog, user_errors_told
 from arpo_megatron.preparation import load_data, load_tokenizer, model_path
@@ -47,12 +47,7 @@ def sft(directory: RunDirectory) -> None:
         number = actor.updates_done
         drawn = random.Random(f"cold-start-{config.seed}-{number}").choices(data.train, k=config.sft.batch)
         trees = demonstrate(drawn, data.facts, tokenizer, careless=config.sft.careless, seed=config.seed + number)
-        packs = pack_trees(
-            trees,
-            supervised_credit(trees),
-            token_budget=config.train.token_budget,
-            multiple_of=config.parallel.pack_multiple,
-        )
+        packs = pack_minibatch(trees, supervised_credit(trees), config)
         stats = actor.update(packs, None, loss="nll")
         done = actor.updates_done
         if done % REPORT_EVERY == 0 or done == config.sft.steps:

@@ -18,7 +18,7 @@ from arpo_megatron import resolve
 from arpo_megatron.actor import parallel
 from arpo_megatron.actor.actor import Actor, UpdateStats
 from arpo_megatron.actor.checkpoint import CheckpointStore
-from arpo_megatron.actor.packing import TreePack, pack_trees
+from arpo_megatron.actor.packing import TreePack, pack_minibatch
 from arpo_megatron.algorithms.credit import TreeCredit
 from arpo_megatron.config import JobConfig
 from arpo_megatron.launch import Services
@@ -111,8 +111,7 @@ class TrainingRun:
 
     def pack(self, trees: Sequence[RolloutTree], credits: Sequence[TreeCredit]) -> list[TreePack]:
         """Packs of at most `train.token_budget` tokens."""
-        budget, multiple = self.config.train.token_budget, self.config.parallel.pack_multiple
-        return pack_trees(trees, credits, token_budget=budget, multiple_of=multiple)
+        return pack_minibatch(trees, credits, self.config)
 
     def share(self, minibatches: list[list[TreePack]]) -> list[list[TreePack]]:
         """The leader's packs, on every rank."""

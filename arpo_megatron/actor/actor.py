@@ -4,26 +4,26 @@ All ranks call the same methods with the same packs (the controller broadcasts t
 its share, and results that leave a method are equal on all ranks.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from arpo_megatron.actor.checkpoint import load_training_state, save_training_state
 from arpo_megatron.actor.losses import PolicyStats, nll_loss, tree_ppo_loss
-from arpo_megatron.actor.model import DTYPES, build_model
+from arpo_megatron.actor.microbatch import MicroBatch, MicroBatches, Place
+from arpo_megatron.actor.model import DTYPES, TreeGPTModel, build_chunks
 from arpo_megatron.actor.optimizer import build_optimizer, build_scheduler, clipped_step
-from arpo_megatron.actor.packing import TreePack, empty_pack, share_packs
+from arpo_megatron.actor.packing import TreePack, empty_pack, last_uses
 from arpo_megatron.actor.parallel import device
+from arpo_megatron.actor.schedule import Finish, run_nested, run_pipeline
 from arpo_megatron.config import JobConfig, OptimizerConfig
 from arpo_megatron.tree import Float32Array
 from arpo_megatron.weights.load import load_hf
@@ -61,47 +61,6 @@ class UpdateStats:
     skipped: bool
 
 
-@dataclass(frozen=True, slots=True)
-class MicroBatch:
-    """A pack as tensors on the device.
-
-    Attributes:
-        inputs: positional arguments of `TreeGPTModel.forward`.
-        positive: float32[m], like the next two from the pack.
-        negative: float32[m].
-        weight: float32[m].
-        old_logprobs: float32[m] in nats, None where the present policy is the old one.
-    """
-
-    inputs: tuple[Tensor, ...]
-    positive: Tensor
-    negative: Tensor
-    weight: Tensor
-    old_logprobs: Tensor | None
-
-    @classmethod
-    def of(cls, pack: TreePack, old_logprobs: Float32Array | None) -> Self:
-        """Copy a pack to the device of this rank."""
-
-        def put(array: np.ndarray[Any, Any], dtype: torch.dtype | None = None) -> Tensor:
-            return torch.from_numpy(np.ascontiguousarray(array)).to(device(), dtype)
-
-        predictors, ids = pack.parent_index[pack.targets], pack.token_ids[pack.targets]
-        return cls(
-            inputs=(
-                put(pack.token_ids, torch.int64),
-                put(pack.position_ids, torch.int64),
-                put(pack.subtree_end),
-                put(predictors, torch.int64),
-                put(ids, torch.int64),
-            ),
-            positive=put(pack.positive),
-            negative=put(pack.negative),
-            weight=put(pack.weight),
-            old_logprobs=None if old_logprobs is None else put(old_logprobs),
-        )
-
-
 class Actor:
     """The model, its optimizer and its schedule on this rank.
 
@@ -126,17 +85,15 @@ class Actor:
     ) -> None:
         self.config = config
         self.shape = shape
-        self.model = build_model(shape, config.parallel, config.model.dtype, initialize=model_path is None)
+        self.chunks = build_chunks(shape, config.parallel, config.model.dtype, initialize=model_path is None)
         if model_path is not None:
             load_hf(self.model, shape, model_path)
         self._dtype = DTYPES[config.model.dtype]
-        self._wrapped = DistributedDataParallel(
-            self.model.config,
-            DistributedDataParallelConfig(grad_reduce_in_fp32=self._dtype == torch.bfloat16),
-            self.model,
-        )
-        self.model.config.finalize_model_grads_func = _sum_gradients
-        self._data_group = parallel_state.get_data_parallel_group()
+        ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=self._dtype == torch.bfloat16)
+        self._wrapped = [DistributedDataParallel(chunk.config, ddp, chunk) for chunk in self.chunks]
+        for chunk in self.chunks:
+            chunk.config.finalize_model_grads_func = _sum_gradients
+            chunk.config.no_sync_func = None if len(self.chunks) == 1 else [w.no_sync for w in self._wrapped]
         self.reset_optimizer(optimizer, total_updates)
 
     def reset_optimizer(self, optimizer: OptimizerConfig, total_updates: int) -> None:
@@ -144,6 +101,11 @@ class Actor:
         self._optimizer_config = optimizer
         self.optimizer = build_optimizer(optimizer, self._wrapped, self._dtype)
         self.scheduler = build_scheduler(optimizer, self.optimizer, total_updates)
+
+    @property
+    def model(self) -> TreeGPTModel:
+        """The only chunk of a rank without a virtual pipeline."""
+        return self.chunks[0]
 
     @property
     def updates_done(self) -> int:
@@ -165,22 +127,20 @@ class Actor:
         """
         if not packs:
             return []
-        ends = np.cumsum([len(pack.targets) for pack in packs])
+        ends = np.cumsum([len(pack.predictors) for pack in packs])
         whole = torch.zeros(int(ends[-1]), device=device())
-        mine, count = self._share(packs)
+        mine = self._indices(packs)
         outputs = self._run(
-            self._micro_batches(packs, None, mine, count),
-            count,
+            packs,
+            None,
             _keep_logprobs,
             temperature=self.config.rollout.temperature if temperature is None else temperature,
             forward_only=True,
         )
-        for index, output in zip(mine, outputs, strict=False):  # padding micro-batches come last
-            whole[ends[index] - len(output) : ends[index]] = output
-        if self._data_group.size() > 1:
-            # Every target is one rank's; the others add exact zeros.
-            dist.all_reduce(whole, group=self._data_group)
-        return np.split(whole.cpu().numpy(), ends[:-1])
+        for index, (targets, values) in zip(mine, outputs, strict=False):  # padding micro-batches come last
+            if index < len(packs):
+                whole[targets + int(ends[index]) - len(packs[index].predictors)] = values
+        return np.split(self._sum(whole).cpu().numpy(), ends[:-1])
 
     def update(
         self, packs: Sequence[TreePack], old_logprobs: Sequence[Float32Array] | None, loss: Loss = "ppo"
@@ -195,23 +155,33 @@ class Actor:
         Raises:
             ValueError: no packs, or old log-probs that do not fit them.
         """
+        self.scheduler.step(1)
+        outputs = self.accumulate(packs, old_logprobs, loss)
+        grad_norm, stepped = clipped_step(self.optimizer, self._optimizer_config.clip_grad)
+        return self._stats(outputs, grad_norm, skipped=not stepped)
+
+    def accumulate(
+        self, packs: Sequence[TreePack], old_logprobs: Sequence[Float32Array] | None, loss: Loss = "ppo"
+    ) -> list[Tensor]:
+        """The first half of `update`: afterwards every parameter's `main_grad` is the gradient of the whole minibatch.
+
+        Returns:
+            a row of statistics for each of this rank's packs, none before the last stage of a pipeline.
+        """
         if not packs:
             raise ValueError("an update needs at least one pack")
-        if old_logprobs is not None and [len(o) for o in old_logprobs] != [len(p.targets) for p in packs]:
+        if old_logprobs is not None and [len(o) for o in old_logprobs] != [len(p.predictors) for p in packs]:
             raise ValueError("old log-probs do not fit the packs")
-        self._wrapped.zero_grad_buffer()
+        for chunk in self._wrapped:
+            chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        self.scheduler.step(1)
-        mine, count = self._share(packs)
-        outputs = self._run(
-            self._micro_batches(packs, old_logprobs, mine, count),
-            count,
+        return self._run(
+            packs,
+            old_logprobs,
             _nll if loss == "nll" else self._ppo,
             temperature=1.0 if loss == "nll" else self.config.rollout.temperature,
             forward_only=False,
         )
-        grad_norm, stepped = clipped_step(self.optimizer, self._optimizer_config.clip_grad)
-        return self._stats(outputs, grad_norm, skipped=not stepped)
 
     def save(self, directory: Path) -> None:
         """Write weights, optimizer, schedule and generators to an existing empty directory (a call of all ranks)."""
@@ -221,48 +191,60 @@ class Actor:
         """Continue from `save`, in any layout; in the same one bit for bit. Configured rates win over saved ones."""
         load_training_state(directory, self.model, self.optimizer, self.scheduler)
 
-    def _share(self, packs: Sequence[TreePack]) -> tuple[list[int], int]:
-        """This data-parallel rank's packs, and the number of micro-batches that every rank runs."""
-        shares = share_packs([pack.cost for pack in packs], self._data_group.size())
-        return shares[self._data_group.rank()], max(len(share) for share in shares)
-
-    def _micro_batches(
-        self, packs: Sequence[TreePack], old_logprobs: Sequence[Float32Array] | None, mine: Sequence[int], count: int
-    ) -> Iterator[MicroBatch]:
-        """This rank's packs, then empty ones up to `count`."""
-        for index in mine:
-            yield MicroBatch.of(packs[index], None if old_logprobs is None else old_logprobs[index])
-        for _ in range(count - len(mine)):
-            yield MicroBatch.of(empty_pack(self.config.parallel.pack_multiple), None)
+    def _indices(self, packs: Sequence[TreePack]) -> list[int]:
+        """This rank's packs in order, and beyond the last index empty ones that keep ranks in step with each other."""
+        parallel = self.config.parallel
+        own = [i for i, pack in enumerate(packs) if pack.data_rank == parallel_state.get_data_parallel_rank()]
+        counts = [sum(pack.data_rank == rank for pack in packs) for rank in range(parallel.data)]
+        count = max(1, *counts) if parallel.expert > 1 else max(1, len(own))
+        count += -count % parallel.pipeline if parallel.virtual_pipeline > 1 else 0
+        return own + list(range(len(packs), len(packs) + count - len(own)))
 
     def _run(
         self,
-        batches: Iterator[MicroBatch],
-        count: int,
-        finish: Callable[..., Any],
+        packs: Sequence[TreePack],
+        old_logprobs: Sequence[Float32Array] | None,
+        finish: Finish,
         *,
         temperature: float,
         forward_only: bool,
     ) -> list[Any]:
-        """Megatron's schedule; `finish` makes a loss (or data) of a micro-batch and the model's output."""
+        """This rank's passes; what `finish` keeps, on the last stage of a pipeline."""
+        mine = self._indices(packs)
+        extra = sum(index >= len(packs) for index in mine)
+        padded = [*packs, *[empty_pack()] * extra]
+        old = None if old_logprobs is None else [*old_logprobs, *[np.zeros(0, np.float32)] * extra]
+        with MicroBatches(padded, old, self._place) as batches:
+            if self.config.parallel.pipeline > 1:
+                return run_pipeline(
+                    self._wrapped, batches.make, mine, finish, temperature=temperature, forward_only=forward_only
+                )
+            uses = last_uses(padded)
+            return run_nested(
+                self._wrapped[0],
+                batches.make,
+                [(index, uses[index]) for index in mine],
+                finish,
+                temperature=temperature,
+                forward_only=forward_only,
+            )
 
-        def forward_step(iterator: Iterator[MicroBatch], model: Any) -> tuple[Any, Any]:
-            batch = next(iterator)
-            return model(*batch.inputs, temperature), partial(finish, batch)
+    @property
+    def _place(self) -> Place:
+        parallel = self.config.parallel
+        return Place(parallel_state.get_context_parallel_rank(), parallel.context, parallel.pack_multiple)
 
-        outputs: list[Any] = get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=batches,
-            model=self._wrapped,
-            num_microbatches=count,
-            seq_length=1,  # this and the next are for pipeline stages only
-            micro_batch_size=1,
-            forward_only=forward_only,
-            collect_non_loss_data=forward_only,
-        )
-        return outputs
+    def _sum(self, values: Tensor, operation: Any = dist.ReduceOp.SUM) -> Tensor:
+        """Combine over ranks that hold different targets; stages before the last one bring zeros."""
+        for group in (
+            parallel_state.get_data_parallel_group(with_context_parallel=True),
+            parallel_state.get_pipeline_model_parallel_group(),
+        ):
+            if group.size() > 1:
+                dist.all_reduce(values, operation, group=group)
+        return values
 
-    def _ppo(self, batch: MicroBatch, output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    def _ppo(self, batch: MicroBatch, output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         logprobs, entropies = output
         algorithm = self.config.algorithm
         loss, stats = tree_ppo_loss(
@@ -274,14 +256,12 @@ class Actor:
             clip_high=algorithm.clip_high,
             dual_clip=algorithm.dual_clip,
         )
-        return loss, *_account(stats, entropies)
+        return loss, _account(stats, entropies)
 
     def _stats(self, outputs: list[Tensor], grad_norm: float, *, skipped: bool) -> UpdateStats:
-        rows = torch.stack(outputs)
-        sums, ratio_max = rows[:, :-1].sum(0), rows[:, -1].max()
-        if self._data_group.size() > 1:
-            dist.all_reduce(sums, group=self._data_group)
-            dist.all_reduce(ratio_max, dist.ReduceOp.MAX, group=self._data_group)
+        rows = torch.stack(outputs) if outputs else torch.zeros(1, _STATISTICS, dtype=torch.float64, device=device())
+        sums = self._sum(rows[:, :-1].sum(0))
+        ratio_max = self._sum(rows[:, -1].max(), dist.ReduceOp.MAX)
         loss, tokens, clipped, ratio, kl, entropy = sums.tolist()
         count = max(1.0, tokens)
         return UpdateStats(
@@ -298,19 +278,21 @@ class Actor:
         )
 
 
-def _nll(batch: MicroBatch, output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+def _nll(batch: MicroBatch, output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     loss, stats = nll_loss(output[0], batch.weight)
-    return loss, *_account(stats, output[1])
+    return loss, _account(stats, output[1])
 
 
-def _keep_logprobs(batch: MicroBatch, output: tuple[Tensor, Tensor], *, non_loss_data: bool) -> Tensor:
-    return output[0]
+def _keep_logprobs(batch: MicroBatch, output: tuple[Tensor, Tensor]) -> tuple[None, tuple[Tensor, Tensor]]:
+    return None, (batch.targets, output[0])
 
 
-def _account(stats: PolicyStats, entropies: Tensor) -> tuple[Tensor, Tensor]:
-    """The token count that the schedule wants, and one row of statistics: sums, entropy sum, largest ratio."""
-    row = torch.cat([stats.sums(), entropies.double().sum()[None], stats.ratio_max.double()[None]])
-    return stats.tokens.int(), row
+_STATISTICS = len(fields(PolicyStats)) + 1
+
+
+def _account(stats: PolicyStats, entropies: Tensor) -> Tensor:
+    """One row of statistics: sums, entropy sum, largest ratio."""
+    return torch.cat([stats.sums(), entropies.double().sum()[None], stats.ratio_max.double()[None]])
 
 
 def _sum_gradients(model: list[Any], num_tokens: Tensor | None, **groups: Any) -> None:

@@ -8,12 +8,12 @@ Why that is enough: if k < a <= q < b and q attends to k, then q < subtree_end[k
 attends to k itself. The keys outside a block are therefore the ancestors of its FIRST token, a few contiguous slices.
 Inside the block (and for ancestors whose subtree ends in it) a small boolean mask decides.
 
-Where to cut is decided by `plan_attention`, a pure function of `subtree_end`: the cheapest cut under a cost model.
+Where to cut is decided by `cut_blocks`, a pure function of `subtree_end`: the cheapest cut under a cost model. Context
+parallelism divides the blocks among its ranks.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from arpo_megatron.errors import UserError
+from arpo_megatron.actor.balance import allowed_cuts, depths, share_out
+from arpo_megatron.actor.context import lookup
+from arpo_megatron.actor.layout import Span
 
 MAX_BLOCK = 256
 """Most queries of one call."""
@@ -31,10 +33,8 @@ CHAIN_STEP = 64
 """A long chain may be cut at every multiple of this many tokens from its start."""
 CALL_COST_PAIRS = 6000
 """Overhead of a call, forward and backward, in query-key pairs (six heads of 32, two cores: 0.15 ms against 26 ns)."""
-PLANS_KEPT = 16
-"""Plans in the cache. All layers use a pack's plan in turn; making one anew takes milliseconds."""
-
-Span = tuple[int, int]
+TOKEN_COST_PAIRS = 3000
+"""Work of a token outside attention, in query-key pairs; for the balance of context-parallel ranks only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +54,10 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """All calls of one pack.
+    """The calls of one pack, or of one context-parallel rank's part of it.
 
     Attributes:
-        blocks: they partition the tokens, ascending.
+        blocks: ascending, without overlap.
         piece_sizes: lengths of the pieces that keys and values are split into (every span is a run of whole pieces).
         keys: for each block, the pieces whose concatenation are its keys.
         masks: for each block its mask as a tensor.
@@ -69,23 +69,29 @@ class AttentionPlan:
     masks: tuple[Tensor, ...]
 
     @property
+    def queries(self) -> int:
+        """Number of tokens of the blocks."""
+        return sum(block.stop - block.start for block in self.blocks)
+
+    @property
     def pairs(self) -> int:
         """Query-key pairs computed, masked ones included."""
         return sum(block.mask.size for block in self.blocks)
 
 
-def cut_blocks(subtree_end: NDArray[np.int32]) -> list[Span]:
-    """The cheapest cut of a pack into blocks of at most `MAX_BLOCK` queries.
+def cut_blocks(subtree_end: NDArray[np.int32], first_query: int = 0) -> list[Span]:
+    """The cheapest cut of a pack's queries into blocks of at most `MAX_BLOCK`.
 
     Cuts are allowed where the depth-first order jumps or a subtree ends (chain boundaries) and inside long chains.
     A block costs its queries times its keys plus `CALL_COST_PAIRS`; the sum is minimised by dynamic programming.
 
     Args:
         subtree_end: int32[n], one past the last position of each token's subtree.
+        first_query: tokens before it are keys only.
     """
-    n = len(subtree_end)
-    depths = _depths(subtree_end)
-    cuts = _allowed_cuts(subtree_end)
+    above = depths(subtree_end)
+    cuts = allowed_cuts(subtree_end, CHAIN_STEP)
+    cuts = np.concatenate([[first_query], cuts[cuts > first_query]]) if first_query else cuts
     best = np.zeros(len(cuts))
     previous = np.zeros(len(cuts), np.int64)
     first = 0
@@ -94,31 +100,45 @@ def cut_blocks(subtree_end: NDArray[np.int32]) -> list[Span]:
             first += 1
         starts = cuts[first:i]
         sizes = cuts[i] - starts
-        costs = best[first:i] + sizes * (depths[starts] + sizes) + CALL_COST_PAIRS
+        costs = best[first:i] + sizes * (above[starts] + sizes) + CALL_COST_PAIRS
         choice = int(np.argmin(costs))
         best[i], previous[i] = costs[choice], first + choice
     spans: list[Span] = []
     i = len(cuts) - 1
-    while n and i > 0:
+    while i > 0:
         spans.append((int(cuts[previous[i]]), int(cuts[i])))
         i = int(previous[i])
     return spans[::-1]
 
 
-def plan_attention(subtree_end: NDArray[np.int32]) -> AttentionPlan:
-    """The calls of a pack; equal arrays give the same (cached) plan, on every rank.
+def share_blocks(subtree_end: NDArray[np.int32], first_query: int, ranks: int) -> list[list[Span]]:
+    """Blocks of each context-parallel rank, ascending; their estimated work is as equal as a greedy division makes it.
+
+    Args:
+        subtree_end: int32[n] of the pack.
+        first_query: tokens before it are keys only.
+        ranks: context-parallel ranks.
+    """
+    blocks = cut_blocks(subtree_end, first_query)
+    if ranks == 1:
+        return [blocks]
+    above = depths(subtree_end)
+    costs = [(stop - start) * (TOKEN_COST_PAIRS + int(above[start]) + stop - start) for start, stop in blocks]
+    return [[blocks[i] for i in sorted(share)] for share in share_out(costs, ranks)]
+
+
+def plan_attention(subtree_end: NDArray[np.int32], spans: Sequence[Span] | None = None) -> AttentionPlan:
+    """The calls for some blocks of a pack.
 
     Args:
         subtree_end: int32[n].
+        spans: the blocks, from `cut_blocks` or `share_blocks`; None: all of the pack.
     """
-    return _plan(np.ascontiguousarray(subtree_end, np.int32).tobytes())
-
-
-@lru_cache(maxsize=PLANS_KEPT)
-def _plan(raw: bytes) -> AttentionPlan:
-    subtree_end = np.frombuffer(raw, np.int32)
-    blocks = tuple(_block(subtree_end, start, stop) for start, stop in cut_blocks(subtree_end))
-    edges = sorted({edge for b in blocks for span in (*b.ancestors, (b.start, b.stop)) for edge in span})
+    spans = cut_blocks(subtree_end) if spans is None else spans
+    blocks = tuple(_block(subtree_end, start, stop) for start, stop in spans)
+    edges = sorted(
+        {0, len(subtree_end)} | {edge for b in blocks for span in (*b.ancestors, (b.start, b.stop)) for edge in span}
+    )
     index = {edge: i for i, edge in enumerate(edges)}
     keys = tuple(
         tuple(piece for low, high in (*b.ancestors, (b.start, b.stop)) for piece in range(index[low], index[high]))
@@ -136,39 +156,24 @@ def _block(subtree_end: NDArray[np.int32], start: int, stop: int) -> Block:
     return Block(start, stop, tuple(runs), (key <= query) & (query < subtree_end[key]))
 
 
-def _depths(subtree_end: NDArray[np.int32]) -> NDArray[np.int64]:
-    """Number of ancestors of each token: subtrees opened before it, less those that have ended."""
-    n = len(subtree_end)
-    ended = np.cumsum(np.bincount(subtree_end, minlength=n + 1))[:n]
-    return np.arange(n) - ended
-
-
-def _allowed_cuts(subtree_end: NDArray[np.int32]) -> NDArray[np.int64]:
-    """Ascending positions, 0 and n among them, at most `CHAIN_STEP` apart."""
-    n = len(subtree_end)
-    # A chain goes on from t-1 to t when t is the only child: then both subtrees end at one place.
-    heads = (
-        np.flatnonzero(np.concatenate([[True], subtree_end[1:] != subtree_end[:-1]])) if n else np.zeros(0, np.int64)
-    )
-    edges = np.append(heads, n)
-    steps = [np.arange(low, high, CHAIN_STEP) for low, high in pairwise(edges)]
-    return np.concatenate([*steps, [n]]).astype(np.int64)
-
-
 def tree_attention(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, scale: float) -> Tensor:
     """Attention of one pack under its tree mask.
 
     Args:
-        query: [n, heads, head_dim]; key, value: [n, groups, head_dim] with heads a multiple of groups.
-        plan: from `plan_attention` of the pack.
+        query: [q, heads, head_dim], the tokens of the plan's blocks one after the other; what follows them is padding.
+        key: [n, groups, head_dim] with heads a multiple of groups, all tokens of the pack.
+        value: like `key`.
+        plan: from `plan_attention`.
         scale: factor of the scores.
 
     Returns:
-        [n, heads, head_dim], the type of `query`.
+        [q, heads, head_dim], the type of `query`; zeros for padding.
     """
+    sizes = [block.stop - block.start for block in plan.blocks]
+    padding = len(query) - plan.queries
     grouped = query.shape[1] != key.shape[1]
     # One split each, and concatenation: indexing the same tensor once a block would add a full-size gradient a block.
-    queries = query.transpose(0, 1).unsqueeze(0).split([b.stop - b.start for b in plan.blocks], dim=2)
+    queries = query.transpose(0, 1).unsqueeze(0).split([*sizes, padding], dim=2)
     keys = key.transpose(0, 1).unsqueeze(0).split(plan.piece_sizes, dim=2)
     values = value.transpose(0, 1).unsqueeze(0).split(plan.piece_sizes, dim=2)
     outputs = [
@@ -180,8 +185,11 @@ def tree_attention(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPla
             scale=scale,
             enable_gqa=grouped,
         )
-        for block_queries, pieces, mask in zip(queries, plan.keys, plan.masks, strict=True)
+        for block_queries, pieces, mask in zip(queries, plan.keys, plan.masks, strict=False)
     ]
+    if padding:
+        # Zeros that depend on keys and values: a rank with nothing but padding takes part in summing their gradients.
+        outputs.append(torch.zeros_like(queries[-1]) + 0.0 * (key[:1].sum() + value[:1].sum()))
     return torch.cat(outputs, dim=2).squeeze(0).transpose(0, 1)
 
 
@@ -192,10 +200,7 @@ def _join(parts: tuple[Tensor, ...], pieces: tuple[int, ...]) -> Tensor:
 class TreeAttention(MegatronModule):  # type: ignore[misc]
     """Core attention of a layer spec, in the place of Megatron's DotProductAttention.
 
-    The pack's `subtree_end` (int32[n], a plain tensor, so that recomputation can save it) comes as `attention_mask`.
-
-    Raises:
-        UserError: with CUDA, whose kernel (FlexAttention over the same plan) is not there yet.
+    What it needs to know of the pack it finds by the handle that comes as `attention_mask` (see context.py).
     """
 
     def __init__(
@@ -210,10 +215,7 @@ class TreeAttention(MegatronModule):  # type: ignore[misc]
         pg_collection: Any = None,
     ) -> None:
         super().__init__(config=config)
-        if torch.cuda.is_available():
-            raise UserError(
-                "tree attention has no CUDA kernel yet: hide the GPU (CUDA_VISIBLE_DEVICES=) to train on the CPU"
-            )
+        self.layer_number = layer_number
         self.softmax_scale = config.kv_channels**-0.5 if softmax_scale is None else softmax_scale
 
     def forward(
@@ -226,7 +228,8 @@ class TreeAttention(MegatronModule):  # type: ignore[misc]
         attention_bias: Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> Tensor:
-        """query [n, 1, heads, dim] and key, value [n, 1, groups, dim] of this rank -> [n, 1, heads * dim]."""
-        plan = plan_attention(attention_mask.numpy())
-        output = tree_attention(query.squeeze(1), key.squeeze(1), value.squeeze(1), plan, self.softmax_scale)
+        """query [q, 1, heads, dim] and key, value [q, 1, groups, dim] of this rank -> [q, 1, heads * dim]."""
+        context = lookup(attention_mask)
+        keys, values = context.keys_and_values(self.layer_number, key.squeeze(1), value.squeeze(1))
+        output = tree_attention(query.squeeze(1), keys, values, context.plan, self.softmax_scale)
         return output.reshape(len(query), 1, -1)

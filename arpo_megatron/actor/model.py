@@ -12,7 +12,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm, silu
 
@@ -51,7 +51,7 @@ class TreeGPTModel(GPTModel):  # type: ignore[misc]
         self,
         token_ids: Tensor,
         position_ids: Tensor,
-        subtree_end: Tensor,
+        handle: Tensor,
         predictors: Tensor,
         targets: Tensor,
         temperature: float = 1.0,
@@ -59,10 +59,10 @@ class TreeGPTModel(GPTModel):  # type: ignore[misc]
         """Log-probs and entropies of the predicted tokens.
 
         Args:
-            token_ids: int64[n]; n a multiple of the tensor-parallel size under sequence parallelism.
+            token_ids: int64[n], this rank's; n a multiple of the tensor-parallel size under sequence parallelism.
             position_ids: int64[n], depth of each token in its own trajectory.
-            subtree_end: int32[n], the attention mask (see attention.py).
-            predictors: int64[m], positions whose hidden states predict the targets.
+            handle: int64[] on the CPU, of the pack's context (see context.py).
+            predictors: int64[m], which of the n tokens predict the targets.
             targets: int64[m], the predicted token ids.
             temperature: log-probs are those of logits / temperature.
 
@@ -74,7 +74,7 @@ class TreeGPTModel(GPTModel):  # type: ignore[misc]
         frequencies = torch.outer(position_ids.to(self.rotary_pos_emb.inv_freq.dtype), self.rotary_pos_emb.inv_freq)
         hidden = self.decoder(
             hidden_states=embedded,
-            attention_mask=subtree_end,
+            attention_mask=handle,
             rotary_pos_emb=torch.cat([frequencies, frequencies], dim=-1)[:, None, None],
         )
         if not self.post_process:
@@ -95,10 +95,26 @@ class TreeGPTModel(GPTModel):  # type: ignore[misc]
         )
 
 
-def build_model(
+def build_chunks(
     shape: ModelShape, parallel: ParallelConfig, dtype: str | torch.dtype, *, initialize: bool = True
+) -> list[TreeGPTModel]:
+    """The model of this rank: one chunk, or `parallel.virtual_pipeline` of them for the interleaved schedule."""
+    count = parallel.virtual_pipeline
+    return [
+        build_model(shape, parallel, dtype, initialize=initialize, stage=stage if count > 1 else None)
+        for stage in range(count)
+    ]
+
+
+def build_model(
+    shape: ModelShape,
+    parallel: ParallelConfig,
+    dtype: str | torch.dtype,
+    *,
+    initialize: bool = True,
+    stage: int | None = None,
 ) -> TreeGPTModel:
-    """The model of this rank, on its device, in training mode (there is no dropout).
+    """A model chunk of this rank, on its device, in training mode (there is no dropout).
 
     Args:
         shape: sizes and family traits.
@@ -106,9 +122,10 @@ def build_model(
         dtype: of parameters and activations.
         initialize: draw random weights from torch's generator, the same whatever the layout; False leaves them
             undefined for a load that follows.
+        stage: which chunk of a virtual pipeline; None without one.
 
     Raises:
-        UserError: heads, MLP or vocabulary cannot be divided by `parallel.tensor`.
+        UserError: heads, MLP, vocabulary or layers cannot be divided by the layout.
     """
     shape.check_divisible(parallel)
     config = transformer_config(
@@ -116,15 +133,16 @@ def build_model(
     )
     model = TreeGPTModel(
         config=config,
-        transformer_layer_spec=_block_spec(config),
+        transformer_layer_spec=_block_spec(config, stage),
         vocab_size=shape.vocabulary,
         max_sequence_length=shape.max_positions,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=stage is None, vp_stage=stage),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=stage is None, vp_stage=stage),
         parallel_output=True,
         share_embeddings_and_output_weights=shape.tied,
         position_embedding_type="rope",
         rotary_base=shape.rope_theta,
+        vp_stage=stage,
     )
     if (stretch := shape.rope_scaling) is not None:
         # Megatron's own switch has Llama 3.1's bounds as constants; its function takes any.
@@ -168,6 +186,13 @@ def transformer_config(
         params_dtype=dtype,
         pipeline_dtype=dtype,
         tensor_model_parallel_size=parallel.tensor,
+        pipeline_model_parallel_size=parallel.pipeline,
+        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None,
+        context_parallel_size=parallel.context,
+        variable_seq_lengths=parallel.pipeline > 1,
+        # Megatron's batched exchange between stages needs NCCL; the interleaved schedule overlaps it instead.
+        batch_p2p_comm=parallel.virtual_pipeline == 1,
+        overlap_p2p_comm=parallel.virtual_pipeline > 1,
         sequence_parallel=parallel.sequence,
         use_cpu_initialization=not torch.cuda.is_available(),
         perform_initialization=initialize,
@@ -184,8 +209,8 @@ def transformer_config(
     )
 
 
-def _block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
-    """Megatron's local layer spec with our norms and core attention."""
+def _block_spec(config: TransformerConfig, stage: int | None) -> TransformerBlockSubmodules:
+    """The layers of this stage: Megatron's local layer spec with our norms and core attention."""
     layer: ModuleSpec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
     layer.submodules.input_layernorm = RMSNorm
     layer.submodules.pre_mlp_layernorm = RMSNorm
@@ -196,4 +221,6 @@ def _block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
         attention.linear_proj = layer.submodules.mlp.submodules.linear_fc2 = CpuRowParallelLinear
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
-    return TransformerBlockSubmodules(layer_specs=[layer] * config.num_layers, layer_norm=RMSNorm)
+    return TransformerBlockSubmodules(
+        layer_specs=[layer] * get_num_layers_to_build(config, vp_stage=stage), layer_norm=RMSNorm
+    )

@@ -12,8 +12,8 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from arpo_megatron.config import OptimizerConfig
 
 
-def build_optimizer(config: OptimizerConfig, wrapped_model: Any, dtype: torch.dtype) -> Any:
-    """Megatron's optimizer for a model in Megatron's DistributedDataParallel.
+def build_optimizer(config: OptimizerConfig, wrapped_chunks: list[Any], dtype: torch.dtype) -> Any:
+    """Megatron's optimizer for model chunks in Megatron's DistributedDataParallel.
 
     Norms and biases are not decayed. In bfloat16 the optimizer keeps float32 master weights.
     """
@@ -30,7 +30,7 @@ def build_optimizer(config: OptimizerConfig, wrapped_model: Any, dtype: torch.dt
             bf16=dtype == torch.bfloat16,
             params_dtype=dtype,
         ),
-        [wrapped_model],
+        wrapped_chunks,
     )
     complete_state(optimizer)
     return optimizer

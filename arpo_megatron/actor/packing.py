@@ -1,209 +1,151 @@
 """Packs: rollout trees laid out in depth-first order, the unit of one forward and backward pass.
 
-Everything here is numpy and a pure function of its inputs, so all ranks that hold the same trees hold the same packs.
+Trees that fit the token budget are packed whole, several to a pack; the system prompt that all of them begin with is
+computed once a pack. A larger tree is cut into stretches of its depth-first order. What such a stretch attends to
+outside of itself are the ancestors of its first token: it inherits their keys and values from the packs that computed
+them, so nothing is computed twice (`schedule.py` keeps the order that this needs). Where that order is impossible, in a
+pipeline and with experts on several ranks, the ancestors are computed again, without loss.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import asdict, dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from arpo_megatron.actor.balance import CostModel, balanced_groups, cut_spans, share_out
+from arpo_megatron.actor.layout import TreePack, cut, join, lay_out, new_pack, on_rank, shared_prefix
 from arpo_megatron.algorithms.credit import TreeCredit
-from arpo_megatron.tree import Float32Array, Int32Array, Role, RolloutTree
+from arpo_megatron.config import JobConfig
+from arpo_megatron.tree import RolloutTree
 
-TOKEN_COST_PAIRS = 3000
-"""Cost of a token outside attention, in query-key pairs (a 2M-parameter model on two cores); for balance only."""
+__all__ = ["PackReport", "TreePack", "empty_pack", "pack_minibatch", "pack_trees", "report"]
 
-
-@dataclass(frozen=True, slots=True)
-class TreePack:
-    """A forest of n tokens in depth-first order and its m predicted MODEL tokens.
-
-    Attributes:
-        token_ids: int32[n].
-        position_ids: int32[n], depth in the own trajectory.
-        parent_index: int32[n], position of the token that predicts this one, -1 for roots and padding.
-        subtree_end: int32[n], one past the last position of the subtree: q attends to k iff k <= q < subtree_end[k].
-        targets: int32[m], positions of the MODEL tokens, ascending.
-        positive: float32[m], like the next two from the trees' credits.
-        negative: float32[m].
-        weight: float32[m].
-        sampling_logprobs: float32[m] in nats, NaN where unknown.
-        tree_index: int32[m], which of the packed trees a target belongs to.
-    """
-
-    token_ids: Int32Array
-    position_ids: Int32Array
-    parent_index: Int32Array
-    subtree_end: Int32Array
-    targets: Int32Array
-    positive: Float32Array
-    negative: Float32Array
-    weight: Float32Array
-    sampling_logprobs: Float32Array
-    tree_index: Int32Array
-
-    def __len__(self) -> int:
-        return len(self.token_ids)
-
-    @property
-    def attention_pairs(self) -> int:
-        """Query-key pairs under the mask."""
-        return int(self.position_ids.sum(dtype=np.int64)) + len(self)
-
-    @property
-    def cost(self) -> int:
-        """Estimated work, in query-key pairs."""
-        return self.attention_pairs + TOKEN_COST_PAIRS * len(self)
+DEFAULT_COST = CostModel()
 
 
 def pack_trees(
-    trees: Sequence[RolloutTree], credits: Sequence[TreeCredit], *, token_budget: int, multiple_of: int = 1
+    trees: Sequence[RolloutTree],
+    credits: Sequence[TreeCredit],
+    *,
+    token_budget: int,
+    ranks: int = 1,
+    inherit: bool = True,
+    cost: CostModel = DEFAULT_COST,
 ) -> list[TreePack]:
-    """Lay whole trees into as few packs as first-fit-decreasing finds.
+    """Packs of one minibatch, those of a data-parallel rank in the order in which it computes them.
 
     Args:
         trees: of one minibatch.
         credits: one a tree.
-        token_budget: most tokens of a pack; a larger tree gets a pack of its own.
-        multiple_of: packs are padded at the end to a multiple of this (sequence parallelism); a padding token is a root
-            of its own that nothing attends to.
+        token_budget: most tokens of a pack.
+        ranks: data-parallel ranks to share them out to.
+        inherit: cut packs inherit ancestors; False: they repeat them (pipelines, expert parallelism).
+        cost: what balances ranks and packs.
 
     Raises:
         ValueError: trees and credits differ in number or length, or a MODEL token has no token before it.
     """
     if len(trees) != len(credits):
         raise ValueError(f"{len(trees)} trees but {len(credits)} credits")
-    layouts = [_lay_out(index, tree, credit) for index, (tree, credit) in enumerate(zip(trees, credits, strict=True))]
-    sizes = [len(layout) for layout in layouts]
-    return [_join([layouts[i] for i in group], multiple_of) for group in first_fit_decreasing(sizes, token_budget)]
+    layouts = [lay_out(index, tree, credit) for index, (tree, credit) in enumerate(zip(trees, credits, strict=True))]
+    costs = [cost.cost(len(layout), layout.attention_pairs) for layout in layouts]
+    packs: list[TreePack] = []
+    for rank, share in enumerate(share_out(costs, ranks)):
+        fitting = sorted(i for i in share if 0 < len(layouts[i]) <= token_budget)
+        shared = shared_prefix([layouts[i] for i in fitting], [len(trees[i].prompt_ids) for i in fitting])
+        groups = balanced_groups(
+            [len(layouts[i]) - shared for i in fitting], [costs[i] for i in fitting], token_budget - shared
+        )
+        for group in groups:
+            members = [layouts[fitting[i]] for i in group]
+            packs.append(on_rank(join(members, shared if len(members) > 1 else 0), rank))
+        for index in sorted(i for i in share if len(layouts[i]) > token_budget):
+            spans = cut_spans(layouts[index].subtree_end, token_budget, inherit=inherit)
+            parts = cut(layouts[index], spans, first_pack=len(packs), inherit=inherit)
+            packs += [on_rank(part, rank) for part in parts]
+    return packs
 
 
-def first_fit_decreasing(sizes: Sequence[int], budget: int) -> list[list[int]]:
-    """Indices of `sizes` in groups whose sums stay within `budget`; a larger item is alone, an empty one left out."""
-    groups: list[list[int]] = []
-    free: list[int] = []
-    for index in sorted((i for i, size in enumerate(sizes) if size), key=lambda i: -sizes[i]):
-        place = next((g for g, room in enumerate(free) if sizes[index] <= room), None)
-        if place is None:
-            groups.append([index])
-            free.append(budget - sizes[index])
-        else:
-            groups[place].append(index)
-            free[place] -= sizes[index]
-    return groups
-
-
-def share_packs(costs: Sequence[int], ranks: int) -> list[list[int]]:
-    """Divide packs among data-parallel ranks: the costliest first, each to the rank with the least work so far."""
-    shares: list[list[int]] = [[] for _ in range(ranks)]
-    loads = [0] * ranks
-    for index in sorted(range(len(costs)), key=lambda i: -costs[i]):
-        rank = loads.index(min(loads))
-        shares[rank].append(index)
-        loads[rank] += costs[index]
-    return shares
-
-
-def empty_pack(multiple_of: int = 1) -> TreePack:
-    """Padding only: a micro-batch without loss, for a rank that has fewer packs than another."""
-    return _join([], multiple_of)
-
-
-_FIELDS: dict[str, type[np.generic]] = {
-    "token_ids": np.int32,
-    "position_ids": np.int32,
-    "parent_index": np.int32,
-    "subtree_end": np.int32,
-    "targets": np.int32,
-    "positive": np.float32,
-    "negative": np.float32,
-    "weight": np.float32,
-    "sampling_logprobs": np.float32,
-    "tree_index": np.int32,
-}
-
-
-def _depth_first(tree: RolloutTree) -> list[int]:
-    children = tree.children()
-    order, stack = [], [0]
-    while stack:
-        index = stack.pop()
-        order.append(index)
-        stack.extend(reversed(children[index]))
-    return order
-
-
-def _lay_out(index: int, tree: RolloutTree, credit: TreeCredit) -> TreePack:
-    """One tree as a pack of its own, without padding."""
-    lengths = np.array([len(segment) for segment in tree.segments], np.int64)
-    total = int(lengths.sum())
-    for name in ("positive", "negative", "weight"):
-        if len(getattr(credit, name)) != total:
-            raise ValueError(f"tree {index}: {len(getattr(credit, name))} {name} credits for {total} tokens")
-    parents = np.array([segment.parent for segment in tree.segments], np.int64)
-    order = np.array(_depth_first(tree), np.int64)
-    start = np.empty(len(order), np.int64)
-    start[order] = np.cumsum(lengths[order]) - lengths[order]
-    depth, last = np.zeros(len(order), np.int64), np.full(len(order), -1, np.int64)
-    end = start + lengths
-    for s in range(len(order)):  # a parent comes before its children
-        above = parents[s]
-        depth[s] = depth[above] + lengths[above] if above >= 0 else 0
-        # The token before an (possibly empty) segment's end; the first token of a child is predicted by it.
-        last[s] = end[s] - 1 if lengths[s] else (last[above] if above >= 0 else -1)
-    for s in range(len(order) - 1, 0, -1):
-        end[parents[s]] = max(end[parents[s]], end[s])
-
-    segment_of = np.repeat(order, lengths[order])
-    offset = np.arange(total) - start[segment_of]
-    before = np.where(parents >= 0, last[parents], -1)
-    parent_index = np.where(offset > 0, np.arange(total) - 1, before[segment_of])
-    model = np.array([segment.role is Role.MODEL for segment in tree.segments])
-    targets = np.flatnonzero(model[segment_of])
-    if np.any(parent_index[targets] < 0):
-        raise ValueError(f"tree {index}: a MODEL token has no token before it that could predict it (empty prompt)")
-    in_tree = (np.cumsum(lengths) - lengths)[segment_of[targets]] + offset[targets]  # place in segment-index order
-    logprobs = [np.full(len(s), np.nan, np.float32) if s.logprobs is None else s.logprobs for s in tree.segments]
-    return _pack(
-        token_ids=np.concatenate([tree.segments[s].token_ids for s in order]),
-        position_ids=depth[segment_of] + offset,
-        parent_index=parent_index,
-        subtree_end=end[segment_of],
-        targets=targets,
-        positive=credit.positive[in_tree],
-        negative=credit.negative[in_tree],
-        weight=credit.weight[in_tree],
-        sampling_logprobs=np.concatenate(logprobs)[in_tree],
-        tree_index=np.full(len(targets), index),
+def pack_minibatch(trees: Sequence[RolloutTree], credits: Sequence[TreeCredit], config: JobConfig) -> list[TreePack]:
+    """`pack_trees` for the job's budget and layout."""
+    layout = config.parallel
+    return pack_trees(
+        trees, credits, token_budget=config.train.token_budget, ranks=layout.data, inherit=layout.nested_packs
     )
 
 
-def _join(layouts: Sequence[TreePack], multiple_of: int) -> TreePack:
-    """Layouts side by side, shifted to their places, and padding after them (at least one token)."""
-    starts = np.cumsum([0, *(len(layout) for layout in layouts)])
-    total = int(starts[-1])
-    padding = -total % multiple_of if total else multiple_of
-    parts: dict[str, list[NDArray[Any]]] = {name: [] for name in _FIELDS}
-    for start, layout in zip(starts, layouts, strict=False):
-        for name in _FIELDS:
-            parts[name].append(getattr(layout, name))
-        parts["parent_index"][-1] = np.where(layout.parent_index < 0, -1, layout.parent_index + start)
-        parts["subtree_end"][-1] = layout.subtree_end + start
-        parts["targets"][-1] = layout.targets + start
-    places = np.arange(total, total + padding)
-    fill = {
-        "token_ids": places * 0,
-        "position_ids": places * 0,
-        "parent_index": places * 0 - 1,
-        "subtree_end": places + 1,
-    }
-    for name, values in fill.items():
-        parts[name].append(values)
-    return _pack(**{name: np.concatenate(values) if values else np.zeros(0) for name, values in parts.items()})
+def empty_pack(data_rank: int = 0) -> TreePack:
+    """No tokens: a micro-batch without loss, for a rank that has fewer packs than another."""
+    return on_rank(new_pack(), data_rank)
 
 
-def _pack(**arrays: NDArray[Any]) -> TreePack:
-    return TreePack(**{name: arrays[name].astype(dtype, copy=False) for name, dtype in _FIELDS.items()})
+@dataclass(frozen=True, slots=True)
+class PackReport:
+    """What packing made of a minibatch, in tokens unless said otherwise.
+
+    Attributes:
+        packs: their number.
+        unique: tokens of the trees, each once.
+        flat: tokens of all trajectories.
+        computed: tokens of the packs.
+        repeated: computed more than once, because a cut repeats ancestors.
+        inherited: ancestors whose keys and values a cut hands down.
+        saved_by_shared_prompt: not computed, because trees of a pack share their system prompt.
+        held: most tokens whose activations live at once on a rank.
+        imbalance: the costliest rank's work over the mean, less 1.
+    """
+
+    packs: int
+    unique: int
+    flat: int
+    computed: int
+    repeated: int
+    inherited: int
+    saved_by_shared_prompt: int
+    held: int
+    imbalance: float
+
+    def row(self) -> dict[str, float]:
+        """Metrics under `pack/`."""
+        return {f"pack/{name}": value for name, value in asdict(self).items()}
+
+
+def report(
+    packs: Sequence[TreePack], trees: Sequence[RolloutTree], *, ranks: int = 1, cost: CostModel = DEFAULT_COST
+) -> PackReport:
+    """Measure `pack_trees`' answer for these trees."""
+    unique, computed = sum(tree.unique_tokens for tree in trees), sum(len(pack) for pack in packs)
+    repeated = sum(pack.repeated for pack in packs)
+    work = [sum(cost.cost(len(p), p.attention_pairs) for p in packs if p.data_rank == rank) for rank in range(ranks)]
+    mean = sum(work) / ranks
+    return PackReport(
+        packs=len(packs),
+        unique=unique,
+        flat=sum(tree.flat_tokens for tree in trees),
+        computed=computed,
+        repeated=repeated,
+        inherited=sum(pack.inherited for pack in packs),
+        saved_by_shared_prompt=unique + repeated - computed,
+        held=max(_held(packs), default=0),
+        imbalance=max(work) / mean - 1.0 if mean else 0.0,
+    )
+
+
+def last_uses(packs: Sequence[TreePack]) -> list[int]:
+    """For each pack the index of the last one that inherits from it, its own index where none does."""
+    last = list(range(len(packs)))
+    for index, pack in enumerate(packs):
+        for source in np.unique(pack.inherited_pack):
+            last[int(source)] = index
+    return last
+
+
+def _held(packs: Sequence[TreePack]) -> list[int]:
+    """Tokens alive at each forward pass: a pack waits for the last one that hangs below it (see schedule.py)."""
+    last, stack, held = last_uses(packs), list[int](), []
+    for index in range(len(packs)):
+        while stack and last[stack[-1]] < index:
+            stack.pop()
+        stack.append(index)
+        held.append(sum(len(packs[i]) for i in stack))
+    return held

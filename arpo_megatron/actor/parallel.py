@@ -42,12 +42,13 @@ def initialize(
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if world_size != parallel.world_size:
         raise UserError(
-            f"parallel.tensor={parallel.tensor} and parallel.data={parallel.data} need {parallel.world_size} trainer "
-            f"ranks, but {world_size} started: use torchrun --nproc-per-node {parallel.world_size}"
+            f"parallel: tensor {parallel.tensor} x context {parallel.context} x pipeline {parallel.pipeline} x data "
+            f"{parallel.data} need {parallel.world_size} trainer ranks, but {world_size} started: use torchrun "
+            f"--nproc-per-node {parallel.world_size}"
         )
     _quiet()
     platform.install()
-    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core import tensor_parallel
 
     torch.set_num_threads(_threads())
     if torch.cuda.is_available():
@@ -60,13 +61,25 @@ def initialize(
         world_size=world_size,
         timeout=timedelta(seconds=timeout_s),
     )
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=parallel.tensor, distributed_timeout_minutes=max(1, round(timeout_s / 60))
-    )
+    lay_out(parallel, timeout_s=timeout_s)
     # Gloo on CUDA too: a rank that waits for the leader's next order must not spin on its GPU.
     _groups["control"] = dist.new_group(backend="gloo", timeout=timedelta(seconds=idle_timeout_s))
     torch.manual_seed(seed)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def lay_out(parallel: ParallelConfig, *, timeout_s: float = 1800.0) -> None:
+    """Megatron's groups over the ranks that have joined."""
+    from megatron.core import parallel_state
+
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tensor,
+        pipeline_model_parallel_size=parallel.pipeline,
+        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None,
+        context_parallel_size=parallel.context,
+        expert_model_parallel_size=parallel.expert,
+        distributed_timeout_minutes=max(1, round(timeout_s / 60)),
+    )
 
 
 def destroy() -> None:

@@ -3,8 +3,12 @@
 from dataclasses import replace
 
 import numpy as np
+import torch
 from hypothesis import strategies as st
 
+from arpo_megatron.actor.microbatch import MicroBatches
+from arpo_megatron.actor.packing import last_uses
+from arpo_megatron.actor.schedule import nested_order
 from arpo_megatron.algorithms.credit import TreeCredit
 from arpo_megatron.config import JobConfig, ModelConfig, ParallelConfig
 from arpo_megatron.tree import Role, RolloutTree
@@ -99,6 +103,33 @@ def flat_trees(tree: RolloutTree) -> list[RolloutTree]:
             single.add(above, segment.role, segment.token_ids, logprobs=segment.logprobs)
         flat.append(single)
     return flat
+
+
+def backward(model, packs, loss, old=True):
+    """Forward and backward passes in the order that packs need; the sum of `loss(batch, output)`, and its gradients."""
+    model.zero_grad()
+    old_logprobs = [pack.sampling_logprobs for pack in packs] if old else None
+    total, waiting = 0.0, []
+    with MicroBatches(packs, old_logprobs) as batches:
+        for step, index in nested_order(list(enumerate(last_uses(packs)))):
+            if step == "backward":
+                waiting.pop().backward()
+                continue
+            batch = batches.make(index)
+            waiting.append(loss(batch, model(*batch.inputs)))
+            total = total + waiting[-1].detach()
+    return total, gradients(model)
+
+
+def gradients(model) -> dict[str, torch.Tensor]:
+    return {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
+
+
+@torch.no_grad()
+def outputs(model, packs) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Log-probs and entropies of each pack's targets."""
+    with MicroBatches(packs, None) as batches:
+        return [model(*batches.make(index).inputs) for index in range(len(packs))]
 
 
 def minibatch(seed: int, count: int = 4) -> tuple[list[RolloutTree], list[TreeCredit]]:

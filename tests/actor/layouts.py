@@ -39,7 +39,7 @@ def train(actor: Actor, layout: ParallelConfig, updates: range) -> list[dict[str
     for seed in updates:
         # Five trees in packs of about two: an odd number, so that two data-parallel ranks have different counts.
         forest, credits = cases.minibatch(seed, count=5)
-        packs = pack_trees(forest, credits, token_budget=120, multiple_of=layout.tensor)
+        packs = pack_trees(forest, credits, token_budget=120, ranks=layout.data)
         before = actor.logprobs(packs)
         stats = actor.update(packs, before if seed % 2 else [pack.sampling_logprobs for pack in packs])
         rows.append({**asdict(stats), "logprobs": float(sum(values.sum(dtype="float64") for values in before))})
@@ -50,7 +50,7 @@ def lay_out(layout: ParallelConfig) -> None:
     """Megatron's groups anew; torch's own can be made only once under one torchrun."""
     if dist.is_initialized():
         parallel_state.destroy_model_parallel()
-        parallel_state.initialize_model_parallel(tensor_model_parallel_size=layout.tensor)
+        parallel.lay_out(layout)
         torch.manual_seed(7)
         tensor_parallel.model_parallel_cuda_manual_seed(7, force_reset_rng=True)
     else:

@@ -70,11 +70,9 @@ def test_logprobs_are_those_of_each_trajectory_at_the_sampling_temperature():
         trajectory = tree.trajectory(leaf)
         for position in np.flatnonzero(trajectory.loss_mask):
             expected[tuple(trajectory.token_ids[: position + 1])] = float(values[position - 1])
-    for value, target in zip(found, pack.targets, strict=True):
-        path = [int(target)]
-        while pack.parent_index[path[-1]] >= 0:
-            path.append(int(pack.parent_index[path[-1]]))
-        assert value == pytest.approx(expected[tuple(pack.token_ids[path[::-1]])], abs=2e-5)
+    for value, predictor, target in zip(found, pack.predictors, pack.target_ids, strict=True):
+        path = [k for k in range(predictor + 1) if predictor < pack.subtree_end[k]]
+        assert value == pytest.approx(expected[(*pack.token_ids[path], target)], abs=2e-5)
 
 
 def test_the_gradient_norm_and_loss_are_those_of_the_trajectories():
@@ -95,7 +93,7 @@ def test_the_gradient_norm_and_loss_are_those_of_the_trajectories():
     assert stats.grad_norm == pytest.approx(float(norm), rel=1e-5)
     assert 0 < stats.clip_share < 1 and stats.ratio_max > 1 > 0 < stats.kl_k3
     assert 0.9 * np.log(cases.VOCABULARY) < stats.entropy_mean <= np.log(cases.VOCABULARY)
-    assert stats.tokens == sum(len(pack.targets) for pack in packs)
+    assert stats.tokens == sum(len(pack.predictors) for pack in packs)
 
 
 def test_weights_come_from_the_hugging_face_directory(tmp_path):

@@ -106,11 +106,6 @@ def test_no_cut_at_the_same_places_is_cheaper(forest):
     assert cost_of(cut_blocks(ends)) <= best
 
 
-def test_equal_packs_share_one_plan():
-    ends = subtree_ends([cases.grown(1)])
-    assert plan_attention(ends) is plan_attention(ends.copy())
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_lower_precision_stays_close(dtype):
     ends = subtree_ends([cases.grown(seed) for seed in range(3)])

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from arpo_megatron.actor.packing import empty_pack, first_fit_decreasing, pack_trees, share_packs
+from arpo_megatron.actor.balance import balanced_groups, first_fit_decreasing, share_out
+from arpo_megatron.actor.packing import pack_trees, report
 from arpo_megatron.algorithms.credit import TreeCredit
 from arpo_megatron.tree import Role, RolloutTree
 
@@ -18,58 +19,99 @@ def numbered_credit(tree: RolloutTree, start: int) -> TreeCredit:
 
 
 def path_to(pack, position: int) -> list[int]:
-    path = []
-    while position >= 0:
-        path.append(position)
-        position = int(pack.parent_index[position])
-    return path[::-1]
+    """What a token attends to, itself included, by the mask's definition."""
+    return [key for key in range(position + 1) if position < pack.subtree_end[key]]
 
 
-@settings(max_examples=60, deadline=None)
-@given(
-    forest=st.lists(cases.trees(), min_size=1, max_size=4),
-    budget=st.integers(1, 60),
-    multiple_of=st.sampled_from([1, 2, 8]),
-)
-def test_every_model_token_of_every_tree_is_trained_once_with_its_credit(forest, budget, multiple_of):
-    credits = [numbered_credit(tree, 1000 * i) for i, tree in enumerate(forest)]
-    packs = pack_trees(forest, credits, token_budget=budget, multiple_of=multiple_of)
-    seen = []
-    for pack in packs:
-        for i, target in enumerate(pack.targets):
-            seen.append(pack.positive[i])
-            tree, token = int(pack.tree_index[i]), int(pack.positive[i]) - 1000 * int(pack.tree_index[i])
+def assert_packed(packs, forest):
+    """Every model token of every tree is predicted once, with its credit, from its own trajectory's tokens."""
+    seen = set()
+    for index, pack in enumerate(packs):
+        for i, predictor in enumerate(pack.predictors):
+            assert predictor >= pack.inherited + pack.repeated  # predicted where it is computed first
+            tree, token = int(pack.tree_index[i]), int(pack.token_index[i])
+            seen.add((tree, token))
+            assert pack.positive[i] == 1000 * tree + token == -pack.negative[i] == pack.weight[i] - 0.5
             starts = np.cumsum([len(segment) for segment in forest[tree].segments])
             segment = int(np.searchsorted(starts, token, side="right"))
             offset = token - (starts[segment] - len(forest[tree].segments[segment]))
             assert forest[tree].segments[segment].role is Role.MODEL
-            assert pack.negative[i] == -pack.positive[i]
-            assert pack.weight[i] == pack.positive[i] + 0.5
             assert pack.sampling_logprobs[i] == forest[tree].segments[segment].logprobs[offset]
-            # Walking up the predictors spells the token's trajectory, and its depth is its position in it.
-            path = path_to(pack, int(target))
-            prefix = forest[tree].path_tokens(segment)[: len(path)]
-            assert pack.token_ids[path].tolist() == prefix.tolist()
-            assert pack.position_ids[path].tolist() == list(range(len(path)))
-            assert (
-                len(path) == len(forest[tree].path_tokens(segment)) - len(forest[tree].segments[segment]) + offset + 1
-            )
+            # The tokens that the predictor attends to spell the trajectory before the target.
+            trajectory = forest[tree].path_tokens(segment)
+            length = len(trajectory) - len(forest[tree].segments[segment]) + offset
+            path = path_to(pack, int(predictor))
+            assert pack.token_ids[path].tolist() == trajectory[:length].tolist()
+            assert pack.target_ids[i] == trajectory[length]
+            assert pack.position_ids[path].tolist() == list(range(length))
+        for place, (source, there) in enumerate(zip(pack.inherited_pack, pack.inherited_place, strict=True)):
+            assert source < index and packs[source].data_rank == pack.data_rank
+            assert there >= packs[source].inherited and packs[source].token_ids[there] == pack.token_ids[place]
     model_tokens = sum(len(s) for tree in forest for s in tree.segments if s.role is Role.MODEL)
-    assert len(seen) == len(set(seen)) == model_tokens
+    assert len(seen) == sum(len(pack.predictors) for pack in packs) == model_tokens
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    forest=st.lists(cases.trees(), min_size=1, max_size=4),
+    budget=st.integers(1, 60),
+    ranks=st.integers(1, 3),
+    inherit=st.booleans(),
+)
+def test_every_model_token_of_every_tree_is_trained_once_with_its_credit(forest, budget, ranks, inherit):
+    credits = [numbered_credit(tree, 1000 * i) for i, tree in enumerate(forest)]
+    packs = pack_trees(forest, credits, token_budget=budget, ranks=ranks, inherit=inherit)
+    assert_packed(packs, forest)
+    made = report(packs, forest, ranks=ranks)
+    if inherit:
+        assert made.repeated == 0 and all(len(pack) <= budget for pack in packs)
+    else:
+        assert made.inherited == 0
+    assert made.computed == made.unique + made.repeated - made.saved_by_shared_prompt
+    assert made.saved_by_shared_prompt >= 0
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    rests=st.lists(st.lists(st.integers(0, 31), max_size=3), min_size=2, max_size=4),
+    system=st.lists(st.integers(0, 31), min_size=1, max_size=9),
+    seed=st.integers(0, 99),
+)
+def test_a_system_prompt_is_computed_once_a_pack(rests, system, seed):
+    rng = np.random.default_rng(seed)
+    forest = []
+    for i, rest in enumerate(rests):
+        tree = RolloutTree(str(i), [*system, *rest])
+        for _ in range(3):
+            cases.add(tree, 0, Role.MODEL, 4, rng)
+        forest.append(tree)
+    packs = pack_trees(forest, [numbered_credit(t, 1000 * i) for i, t in enumerate(forest)], token_budget=10**6)
+    assert_packed(packs, forest)
+    assert len(packs) == 1
+    assert report(packs, forest).saved_by_shared_prompt >= len(system) * (len(forest) - 1)
+    assert packs[0].multiplicity[0] == 3 * len(forest)
+
+
+def test_a_pack_waits_only_for_those_that_hang_below_it():
+    tree = RolloutTree("deep", np.arange(40) % 32)
+    rng = np.random.default_rng(0)
+    for _ in range(6):
+        cases.add(tree, 0, Role.MODEL, 30, rng)
+    packs = pack_trees([tree], [numbered_credit(tree, 0)], token_budget=40)
+    made = report(packs, [tree])
+    assert made.packs == 7 and made.computed == tree.unique_tokens
+    assert made.held == 70  # the prompt and one branch at a time: the memory of a path
 
 
 @settings(max_examples=60, deadline=None)
-@given(forest=st.lists(cases.trees(), min_size=1, max_size=4), multiple_of=st.sampled_from([1, 4]))
-def test_a_token_attends_to_itself_and_its_ancestors_only(forest, multiple_of):
-    credits = [numbered_credit(tree, 0) for tree in forest]
-    (pack,) = pack_trees(forest, credits, token_budget=10**6, multiple_of=multiple_of)
-    n = len(pack)
-    assert n % multiple_of == 0 and n - sum(tree.unique_tokens for tree in forest) < multiple_of
-    queries, keys = np.arange(n)[:, None], np.arange(n)[None]
-    attends = (keys <= queries) & (queries < pack.subtree_end[None])
-    for query in range(n):
-        assert np.flatnonzero(attends[query]).tolist() == path_to(pack, query)
-    assert pack.attention_pairs == attends.sum()
+@given(forest=st.lists(cases.trees(), min_size=1, max_size=4))
+def test_a_token_counts_as_often_as_trajectories_hold_it(forest):
+    packs = pack_trees(forest, [numbered_credit(t, 0) for t in forest], token_budget=10**6)
+    assert sum(int(pack.multiplicity.sum()) for pack in packs) == sum(tree.flat_tokens for tree in forest)
+    assert sum(pack.attention_pairs for pack in packs) == sum(
+        int(((np.arange(len(p.token_ids))[:, None] < p.subtree_end[None]) & np.tri(len(p.token_ids), dtype=bool)).sum())
+        for p in packs
+    )
 
 
 @settings(deadline=None)
@@ -85,17 +127,20 @@ def test_packs_keep_to_the_budget_and_waste_little(sizes, budget):
 
 
 @given(costs=st.lists(st.integers(1, 100), max_size=30), ranks=st.integers(1, 8))
-def test_ranks_get_shares_that_differ_by_one_pack_at_most(costs, ranks):
-    shares = share_packs(costs, ranks)
+def test_ranks_get_shares_that_differ_by_one_tree_at_most(costs, ranks):
+    shares = share_out(costs, ranks)
     assert sorted(i for share in shares for i in share) == list(range(len(costs)))
     loads = [sum(costs[i] for i in share) for share in shares]
     assert max(loads) - min(loads) <= max(costs, default=0)
 
 
-def test_a_micro_batch_without_loss_is_padding_only():
-    pack = empty_pack(4)
-    assert len(pack) == 4 and len(pack.targets) == 0
-    assert pack.subtree_end.tolist() == [1, 2, 3, 4] and pack.parent_index.tolist() == [-1] * 4
+@settings(deadline=None)
+@given(sizes=st.lists(st.integers(1, 30), min_size=1, max_size=40), budget=st.integers(1, 60))
+def test_balanced_packs_are_as_few_as_first_fit_needs(sizes, budget):
+    groups = balanced_groups(sizes, sizes, budget)
+    assert len(groups) == len(first_fit_decreasing(sizes, budget))
+    assert sorted(i for group in groups for i in group) == list(range(len(sizes)))
+    assert all(sum(sizes[i] for i in group) <= budget or len(group) == 1 for group in groups)
 
 
 def test_unknown_sampling_logprobs_are_nan():

@@ -10,8 +10,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from arpo_megatron.actor.actor import MicroBatch
 from arpo_megatron.actor.losses import nll_loss, tree_ppo_loss
+from arpo_megatron.actor.microbatch import MicroBatches
 from arpo_megatron.actor.model import build_model
 from arpo_megatron.actor.packing import pack_trees
 from arpo_megatron.config import ParallelConfig
@@ -35,21 +35,15 @@ def models(one_rank):
     return built
 
 
-def ppo(model, packs) -> torch.Tensor:
-    total = torch.zeros((), dtype=torch.float64)
-    for pack in packs:
-        batch = MicroBatch.of(pack, pack.sampling_logprobs)
-        loss, _ = tree_ppo_loss(model(*batch.inputs)[0], batch.old_logprobs, batch.positive, batch.negative, **CLIP)
-        total = total + loss
-    return total
+def ppo(batch, output) -> torch.Tensor:
+    return tree_ppo_loss(output[0], batch.old_logprobs, batch.positive, batch.negative, **CLIP)[0]
 
 
 def evaluate(loss, model):
-    """The loss and the gradient of every parameter. (Recomputation supports `backward` only, not `grad`.)"""
+    """The loss and the gradient of every parameter."""
     model.zero_grad()
     loss.backward()
-    grads = {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
-    return loss.detach(), grads
+    return loss.detach(), cases.gradients(model)
 
 
 def assert_same(actual, expected, tolerance=1e-10):
@@ -71,8 +65,7 @@ def test_loss_and_every_gradient_equal_those_of_the_flattened_trajectories(model
     flat = sum(
         reference.flat_ppo(parameters, t, a, WEIGHT, shape, **CLIP) for t, a in zip(forest, advantages, strict=True)
     )
-    total = ppo(model, packs)
-    assert_same(evaluate(total, model), evaluate(flat, model))
+    assert_same(cases.backward(model, packs, ppo), evaluate(flat, model))
 
 
 def test_a_grown_tree_with_clipping_on_both_sides_equals_its_trajectories(models):
@@ -80,11 +73,13 @@ def test_a_grown_tree_with_clipping_on_both_sides_equals_its_trajectories(models
     tree = cases.grown(5, samples=8)
     advantages = cases.dyadic_advantages(tree, 5)
     pack = pack_trees([tree], [cases.plain_credit(tree, advantages, WEIGHT)], token_budget=10**6)[0]
-    batch = MicroBatch.of(pack, pack.sampling_logprobs)
-    _, stats = tree_ppo_loss(model(*batch.inputs)[0], batch.old_logprobs, batch.positive, batch.negative, **CLIP)
+    ((logprobs, _),) = cases.outputs(model, [pack])
+    with MicroBatches([pack], [pack.sampling_logprobs]) as batches:
+        batch = batches.make(0)
+    _, stats = tree_ppo_loss(logprobs, batch.old_logprobs, batch.positive, batch.negative, **CLIP)
     assert 0.1 < float(stats.clipped / stats.tokens) < 0.9
     expected = reference.flat_ppo(dict(model.named_parameters()), tree, advantages, WEIGHT, shape, **CLIP)
-    assert_same(evaluate(ppo(model, [pack]), model), evaluate(expected, model))
+    assert_same(cases.backward(model, [pack], ppo), evaluate(expected, model))
 
 
 def test_loss_and_gradient_do_not_depend_on_packing(models):
@@ -92,36 +87,39 @@ def test_loss_and_gradient_do_not_depend_on_packing(models):
     forest = [cases.grown(seed) for seed in range(4)]
     advantages = [cases.dyadic_advantages(tree, seed) for seed, tree in enumerate(forest)]
     credits = [cases.plain_credit(t, a, WEIGHT) for t, a in zip(forest, advantages, strict=True)]
-    whole = evaluate(ppo(model, pack_trees(forest, credits, token_budget=10**6)), model)
+    whole = cases.backward(model, pack_trees(forest, credits, token_budget=10**6), ppo)
     flat = [
         (single, cases.plain_credit(single, np.array([advantage]), WEIGHT))
         for tree, values in zip(forest, advantages, strict=True)
         for single, advantage in zip(cases.flat_trees(tree), values, strict=True)
     ]
     layouts = {
-        "a pack a tree": pack_trees(forest, credits, token_budget=1),
-        "padded": pack_trees(forest, credits, token_budget=150, multiple_of=64),
+        "a pack a tree": [
+            p for t, c in zip(forest, credits, strict=True) for p in pack_trees([t], [c], token_budget=10**6)
+        ],
+        "two ranks": pack_trees(forest, credits, token_budget=150, ranks=2),
+        "cut, inheriting": pack_trees(forest, credits, token_budget=20),
+        "cut, repeating": pack_trees(forest, credits, token_budget=40, inherit=False),
         "another order": pack_trees(forest[::-1], credits[::-1], token_budget=10**6),
         "flat, one pack": pack_trees(*zip(*flat, strict=True), token_budget=10**6),
         "flat, several packs": pack_trees(*zip(*flat, strict=True), token_budget=90),
     }
     assert len(layouts["flat, several packs"]) > 3
     for packs in layouts.values():
-        assert_same(evaluate(ppo(model, packs), model), whole)
+        assert_same(cases.backward(model, packs, ppo), whole)
 
 
 def test_supervised_loss_is_the_weighted_negative_log_likelihood(models):
     shape, model = models["qwen2"]
     tree = cases.grown(2)
     pack = pack_trees([tree], [cases.plain_credit(tree, np.ones(len(tree.leaves())), WEIGHT)], token_budget=1000)[0]
-    batch = MicroBatch.of(pack, None)
-    loss, _ = nll_loss(model(*batch.inputs)[0], batch.weight)
+    found = cases.backward(model, [pack], lambda batch, output: nll_loss(output[0], batch.weight)[0], old=False)
     expected = torch.zeros((), dtype=torch.float64)
     for leaf in tree.leaves():
         mask = torch.from_numpy(tree.trajectory(leaf).loss_mask[1:])
         logprobs = reference.trajectory_logprobs(dict(model.named_parameters()), tree, leaf, shape)
         expected = expected - WEIGHT * (logprobs * mask).sum()
-    assert_same(evaluate(loss, model), evaluate(expected, model))
+    assert_same(found, evaluate(expected, model))
 
 
 def test_recomputing_activations_changes_nothing(models):
@@ -130,7 +128,7 @@ def test_recomputing_activations_changes_nothing(models):
     again.load_state_dict(model.state_dict())
     tree = cases.grown(8)
     packs = pack_trees([tree], [cases.plain_credit(tree, cases.dyadic_advantages(tree, 8), WEIGHT)], token_budget=1000)
-    first, second = evaluate(ppo(model, packs), model), evaluate(ppo(again, packs), again)
+    first, second = cases.backward(model, packs, ppo), cases.backward(again, packs, ppo)
     assert first[0] == second[0]
     assert all(torch.equal(gradient, second[1][name]) for name, gradient in first[1].items())
 
@@ -150,10 +148,9 @@ def test_a_branch_cannot_see_its_siblings_nor_other_trees_in_the_pack(one_rank, 
     (other,) = pack_trees(forest, credits, token_budget=10**6)
     moved = pack.token_ids != other.token_ids
     assert 0 < moved.sum() == len(changed)
-    with torch.no_grad():
-        before, after = (model(*MicroBatch.of(p, None).inputs) for p in (pack, other))
+    (before,), (after,) = (cases.outputs(model, [p]) for p in (pack, other))
     # Its own tokens change, the prediction of its first token's id too, and nothing else by a single bit.
-    kept = torch.from_numpy(~moved[pack.targets])
+    kept = torch.from_numpy(pack.target_ids == other.target_ids)
     for first, second in zip(before, after, strict=True):
         assert torch.equal(first[kept], second[kept])
     assert not torch.equal(before[0][~kept], after[0][~kept])
@@ -166,7 +163,7 @@ def test_bfloat16_agrees_with_float32(one_rank):
     for dtype in ("float32", "bfloat16"):
         torch.manual_seed(5)
         model = build_model(cases.QWEN3, ParallelConfig(), dtype)
-        outputs.append(model(*MicroBatch.of(pack, None).inputs)[0])
+        outputs.append(cases.outputs(model, [pack])[0][0])
         assert outputs[-1].dtype == torch.float32
         assert {p.dtype for p in model.parameters()} == {getattr(torch, dtype)}
     torch.testing.assert_close(outputs[1], outputs[0], rtol=0, atol=0.03)

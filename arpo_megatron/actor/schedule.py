@@ -1,0 +1,122 @@
+"""In which order packs go forward and backward through the model.
+
+Without a pipeline the order is nested: a pack waits with its backward pass for the packs that inherit keys and values
+from it, and so the activations of one path of packs live at a time. A pipeline needs Megatron's own order, first in
+first out; its packs do not inherit.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from arpo_megatron.actor.microbatch import MicroBatch
+
+Finish = Callable[[MicroBatch, tuple[Tensor, Tensor]], tuple[Tensor | None, Any]]
+"""A micro-batch and the model's output -> the loss (None: forward only) and what is to be kept."""
+
+
+def nested_order(uses: Sequence[tuple[int, int]]) -> Iterator[tuple[str, int]]:
+    """Forward and backward passes of packs that inherit from each other: ("forward" | "backward", pack).
+
+    A pack's backward pass comes after those of all that inherit from it, whose gradients it needs, and as soon as
+    possible, because its activations live until then.
+
+    Args:
+        uses: each pack, in order, and the last one that inherits from it (itself where none does).
+    """
+    waiting: list[tuple[int, int]] = []
+    for index, last_use in uses:
+        while waiting and waiting[-1][1] < index:
+            yield "backward", waiting.pop()[0]
+        yield "forward", index
+        waiting.append((index, last_use))
+    while waiting:
+        yield "backward", waiting.pop()[0]
+
+
+def run_nested(
+    model: Any,
+    make: Callable[[int], MicroBatch],
+    uses: Sequence[tuple[int, int]],
+    finish: Finish,
+    *,
+    temperature: float,
+    forward_only: bool,
+) -> list[Any]:
+    """All passes of one rank; gradients are summed over data-parallel ranks at the end.
+
+    Args:
+        model: the chunk, in Megatron's DistributedDataParallel.
+        make: the micro-batch of a pack.
+        uses: as in `nested_order`.
+        finish: makes the loss.
+        temperature: of the sampling distribution.
+        forward_only: no backward passes.
+
+    Returns:
+        what `finish` keeps of each pack, in order.
+    """
+    kept: list[Any] = []
+    if forward_only:
+        for index, _ in uses:
+            batch = make(index)
+            kept.append(finish(batch, model(*batch.inputs, temperature))[1])
+        return kept
+    losses: list[Tensor] = []  # of the packs that wait, the last to come the first to go
+    left = len(uses)
+    with ExitStack() as unsynchronised:
+        unsynchronised.enter_context(model.no_sync())
+        for step, index in nested_order(uses):
+            if step == "forward":
+                batch = make(index)
+                loss, keep = finish(batch, model(*batch.inputs, temperature))
+                assert loss is not None
+                losses.append(loss)
+                kept.append(keep)
+                continue
+            left -= 1
+            if not left:
+                unsynchronised.close()  # the last backward pass may overlap with the reduction of its gradients
+            losses.pop().backward()
+    finalize_model_grads([model], None)
+    return kept
+
+
+def run_pipeline(
+    chunks: Sequence[Any],
+    make: Callable[[int], MicroBatch],
+    indices: Sequence[int],
+    finish: Finish,
+    *,
+    temperature: float,
+    forward_only: bool,
+) -> list[Any]:
+    """Megatron's pipeline schedules; as `run_nested`, but only the last stage gets what `finish` keeps."""
+
+    def forward_step(iterator: Iterator[MicroBatch], model: Any) -> tuple[Any, Any]:
+        batch = next(iterator)
+        return model(*batch.inputs, temperature), partial(finished, batch)
+
+    def finished(batch: MicroBatch, output: Any, *, non_loss_data: bool = False) -> Any:
+        loss, keep = finish(batch, output)
+        # The count of tokens that the schedule wants is not used: credits are normalised over the minibatch.
+        return keep if non_loss_data else (loss, torch.ones((), dtype=torch.int32, device=batch.targets.device), keep)
+
+    iterators = [map(make, indices) for _ in chunks]
+    outputs: list[Any] = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iterators if len(chunks) > 1 else iterators[0],
+        model=list(chunks) if len(chunks) > 1 else chunks[0],
+        num_microbatches=len(indices),
+        seq_length=1,  # the stages tell each other the shapes
+        micro_batch_size=1,
+        forward_only=forward_only,
+        collect_non_loss_data=forward_only,
+    )
+    return outputs
