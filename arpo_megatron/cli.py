@@ -1,10 +1,8 @@
 """`arpo`: the command line. Imports of torch and friends wait until a command needs them."""
 
 import json
-import os
 import sys
 from collections.abc import Sequence
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -12,9 +10,10 @@ import typer
 import yaml
 
 from arpo_megatron import resolve, run_directory
+from arpo_megatron.bench.cli import app as bench
 from arpo_megatron.config import JobConfig
 from arpo_megatron.errors import USER_ERROR_EXIT_CODE, UserError
-from arpo_megatron.processes import CPU_ENVIRONMENT, Interrupted, RoleDiedError, interrupt_on_signals
+from arpo_megatron.processes import Interrupted, RoleDiedError, interrupt_on_signals
 
 app = typer.Typer(
     name="arpo",
@@ -25,6 +24,7 @@ app = typer.Typer(
     help="Train tool-using language models with ARPO. Begin with [bold]arpo demo[/bold]: a tiny agent learns to use "
     "its tools on two CPU cores, in minutes.",
 )
+app.add_typer(bench, name="bench")
 
 Recipe = Annotated[str, typer.Argument(help="Recipe name; `arpo recipes` lists them.")]
 Words = Annotated[
@@ -142,24 +142,6 @@ def trees(
     from arpo_megatron.tree_files import draw_trees
 
     draw_trees(_open_run(run_dir), step=step, count=count, svg=svg)
-
-
-class Benchmark(StrEnum):
-    """What `arpo bench` can measure."""
-
-    UPDATE = "update"
-
-
-@app.command()
-def bench(
-    name: Annotated[Benchmark, typer.Argument(help="update: a training step on trees against flattened trajectories.")],
-    repeats: Annotated[int, typer.Option(min=1, help="Counted repetitions of each side, in turn.")] = 5,
-) -> None:
-    """Measure, side by side in one run. The last line of standard output is one JSON object."""
-    os.environ.update(CPU_ENVIRONMENT)
-    from arpo_megatron.bench.update import bench_update
-
-    print(json.dumps({"benchmark": name.value, **bench_update(resolve.resolve("quickstart"), repeats)}), flush=True)
 
 
 @app.command()

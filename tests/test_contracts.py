@@ -15,7 +15,7 @@ VIOLATIONS = {
     "tree.py knows nobody": {"arpo_megatron/tree.py": "from arpo_megatron import errors"},
     "only actor and weights import megatron": {
         "arpo_megatron/train.py": "import megatron.core",
-        "arpo_megatron/bench/update.py": "from megatron.core import parallel_state",
+        "arpo_megatron/bench/pack.py": "from megatron.core import parallel_state",
     },
     "only rollout imports sglang": {"arpo_megatron/launch.py": "import sglang"},
     "the tool service stands alone": {"tools_sandbox/__main__.py": "import arpo_megatron.errors"},

@@ -30,6 +30,7 @@ def pack_trees(
     token_budget: int,
     ranks: int = 1,
     inherit: bool = True,
+    share_prompt: bool = True,
     cost: CostModel = DEFAULT_COST,
 ) -> list[TreePack]:
     """Packs of one minibatch, those of a data-parallel rank in the order in which it computes them.
@@ -40,6 +41,7 @@ def pack_trees(
         token_budget: most tokens of a pack.
         ranks: data-parallel ranks to share them out to.
         inherit: cut packs inherit ancestors; False: they repeat them (pipelines, expert parallelism).
+        share_prompt: compute the beginning that the prompts of all trees of a pack have in common once.
         cost: what balances ranks and packs.
 
     Raises:
@@ -52,7 +54,8 @@ def pack_trees(
     packs: list[TreePack] = []
     for rank, share in enumerate(share_out(costs, ranks)):
         fitting = sorted(i for i in share if 0 < len(layouts[i]) <= token_budget)
-        shared = shared_prefix([layouts[i] for i in fitting], [len(trees[i].prompt_ids) for i in fitting])
+        prompts = [len(trees[i].prompt_ids) if share_prompt else 0 for i in fitting]
+        shared = shared_prefix([layouts[i] for i in fitting], prompts)
         groups = balanced_groups(
             [len(layouts[i]) - shared for i in fitting], [costs[i] for i in fitting], token_budget - shared
         )

@@ -46,7 +46,7 @@ def initialize(
             f"{parallel.data} need {parallel.world_size} trainer ranks, but {world_size} started: use torchrun "
             f"--nproc-per-node {parallel.world_size}"
         )
-    _quiet()
+    quiet()
     platform.install()
     from megatron.core import tensor_parallel
 
@@ -120,7 +120,7 @@ def _threads() -> int:
     return max(1, len(os.sched_getaffinity(0)) // local_ranks)
 
 
-def _quiet() -> None:
+def quiet() -> None:
     """Silence what megatron says on import about packages that the project does without."""
     warnings.filterwarnings("ignore", module=r"megatron\.core\..*")
     logging.getLogger("megatron.core").setLevel(logging.ERROR)

@@ -1,0 +1,145 @@
+"""What training the tree saves: one Megatron update on trees against the same trajectories flattened.
+
+Both kinds go through the same packs, attention and model; the flattened one has neither padding nor masked pairs to
+carry (variable-length causal attention). The floor is the token ratio: work outside attention is proportional to
+tokens. `captured` is (flat time / tree time) / (flat tokens / unique tokens): 1 when all shared work is saved, more
+when attention shrinks more than the tokens do.
+"""
+
+import sys
+import time
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+import torch
+
+from arpo_megatron.actor import parallel
+from arpo_megatron.actor.actor import Actor
+from arpo_megatron.actor.attention import plan_attention, share_blocks
+from arpo_megatron.actor.balance import CostModel
+from arpo_megatron.actor.layout import TreePack
+from arpo_megatron.actor.packing import pack_trees, report
+from arpo_megatron.algorithms.credit import supervised_credit
+from arpo_megatron.bench.mixes import MIXES, flattened
+from arpo_megatron.config import JobConfig
+from arpo_megatron.tree import RolloutTree
+from arpo_megatron.weights.shape import ModelShape
+
+SHAPE = ModelShape(
+    family="qwen3",
+    layers=4,
+    hidden=256,
+    heads=8,
+    kv_heads=4,
+    head_dim=32,
+    ffn=768,
+    vocabulary=2048,
+    rope_theta=1e6,
+    norm_eps=1e-6,
+    tied=False,
+    qkv_bias=False,
+    qk_norm=True,
+    max_positions=16384,
+)
+TOKEN_BUDGET = 8192
+RANKS = 8
+"""Data-parallel ranks for which balance is reported (planned, not run)."""
+TREES = 32
+"""Trees of the minibatch for which balance is reported."""
+
+
+def bench_pack(config: JobConfig, *, mixes: list[str], repeats: int, progress: bool = True) -> dict[str, Any]:
+    """Medians over `repeats` updates of one tree of each mix, on one rank in float32.
+
+    The two kinds are timed in turn, so a machine whose speed drifts slows both.
+
+    Args:
+        config: seed and sampling temperature.
+        mixes: names in `MIXES`; the first one's figures are the top level of the answer.
+        repeats: timed updates of each kind, after one that is not.
+        progress: tell each pass on standard error.
+    """
+    config = replace(config, model=replace(config.model, dtype="float32"))
+    parallel.initialize(config.parallel, config.seed)
+    try:
+        actor = Actor(config, SHAPE, None, optimizer=config.optimizer, total_updates=10**6)
+        found = {name: _measure(actor, name, repeats, progress) for name in mixes}
+    finally:
+        parallel.destroy()
+    first = found[mixes[0]]
+    return {"mix": mixes[0], **first, "mixes": found, "shape": f"{SHAPE.layers} x {SHAPE.hidden}"}
+
+
+def _measure(actor: Actor, name: str, repeats: int, progress: bool) -> dict[str, Any]:
+    mix = MIXES[name]
+    trees = [mix.tree(0, SHAPE.vocabulary)]
+    packs = {"flat": _packed(flattened(trees), share_prompt=False), "tree": _packed(trees)}
+    seconds: dict[str, list[float]] = {kind: [] for kind in packs}
+    gradients: dict[str, list[torch.Tensor]] = {}
+    for repeat in range(1 + repeats):
+        for kind, times in seconds.items():
+            started = time.perf_counter()
+            actor.accumulate(packs[kind], None)
+            times.append(time.perf_counter() - started)
+            if progress:
+                print(f"{name}: {kind} pass {repeat + 1}/{1 + repeats}: {times[-1]:.2f} s", file=sys.stderr)
+            if not repeat:
+                gradients[kind] = [p.main_grad.detach().clone() for p in actor.model.parameters()]
+    tree_s, flat_s = (median(seconds[kind][1:]) for kind in ("tree", "flat"))
+    tokens = {kind: sum(len(pack) for pack in packs[kind]) for kind in packs}
+    pairs = {kind: sum(_pairs(pack) for pack in packs[kind]) for kind in packs}
+    made = report(packs["tree"], trees)
+    return {
+        "tree_s": tree_s,
+        "flat_s": flat_s,
+        "unique_tokens": tokens["tree"],
+        "flat_tokens": tokens["flat"],
+        "token_ratio": tokens["tree"] / tokens["flat"],
+        "pair_ratio": pairs["tree"] / pairs["flat"],
+        "time_ratio": tree_s / flat_s,
+        "captured": (flat_s / tree_s) / (tokens["flat"] / tokens["tree"]),
+        "repeated_share": made.repeated / made.computed,
+        "held_tokens": made.held,
+        "packs": made.packs,
+        "grad_rel_error": _distance(gradients["tree"], gradients["flat"]),
+        **_balance(name),
+    }
+
+
+def _packed(trees: list[RolloutTree], *, share_prompt: bool = True) -> list[TreePack]:
+    return pack_trees(trees, supervised_credit(trees), token_budget=TOKEN_BUDGET, share_prompt=share_prompt)
+
+
+def _pairs(pack: TreePack) -> int:
+    """Query-key pairs that attention computes, masked ones included."""
+    (spans,) = share_blocks(pack.subtree_end, pack.inherited, 1)
+    return plan_attention(pack.subtree_end, spans).pairs
+
+
+def _distance(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
+    """Relative L2 distance of two gradients."""
+    difference = sum((a.double() - b.double()).square().sum() for a, b in zip(found, expected, strict=True))
+    return float((difference / sum(b.double().square().sum() for b in expected)) ** 0.5)
+
+
+def _balance(name: str) -> dict[str, float]:
+    """Of a minibatch on several ranks: the slowest rank over the mean, and over what no packer can beat, less 1."""
+    trees = [MIXES[name].tree(seed, SHAPE.vocabulary) for seed in range(TREES)]
+    packs = pack_trees(trees, supervised_credit(trees), token_budget=TOKEN_BUDGET, ranks=RANKS)
+    cost = CostModel()
+    ranks = [0.0] * RANKS
+    for pack in packs:
+        ranks[pack.data_rank] += cost.cost(len(pack), pack.attention_pairs)
+    whole = pack_trees(trees, supervised_credit(trees), token_budget=10**9, ranks=TREES)  # a tree a rank
+    largest = max(cost.cost(len(pack), pack.attention_pairs) for pack in whole)
+    fewest = sum(-(-_rank_tokens(packs, rank) // TOKEN_BUDGET) for rank in range(RANKS))
+    return {
+        "imbalance": report(packs, trees, ranks=RANKS).imbalance,
+        "slowest_rank_over_lower_bound": max(ranks) / max(sum(ranks) / RANKS, largest) - 1,
+        "packs_over_lower_bound": len(packs) / fewest - 1,
+    }
+
+
+def _rank_tokens(packs: list[TreePack], rank: int) -> int:
+    return sum(len(pack) for pack in packs if pack.data_rank == rank)
