@@ -4,6 +4,7 @@ Ranks come from the environment that torchrun (or srun with the same variables) 
 a world of its own. Call `initialize` before anything of megatron is built.
 """
 
+import ctypes
 import logging
 import os
 import warnings
@@ -21,6 +22,7 @@ from arpo_megatron.errors import UserError
 Object = TypeVar("Object")
 
 _LEADER = 0
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
 _groups: dict[str, Any] = {}
 
 
@@ -51,7 +53,9 @@ def initialize(
     from megatron.core import tensor_parallel
 
     torch.set_num_threads(_threads())
-    if torch.cuda.is_available():
+    if not torch.cuda.is_available():
+        _keep_freed_memory()
+    else:
         torch.cuda.set_device(device())
     dist.init_process_group(
         "nccl" if torch.cuda.is_available() else "gloo",
@@ -118,6 +122,18 @@ def _threads() -> int:
     """Cores of this machine over the ranks on it. torchrun's OMP_NUM_THREADS=1 is meant for GPU ranks."""
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
     return max(1, len(os.sched_getaffinity(0)) // local_ranks)
+
+
+def _keep_freed_memory() -> None:
+    """Let glibc reuse large blocks instead of giving them back to the kernel, which has to clear every page anew.
+
+    An update of some thousand tokens then takes about a tenth less time (`arpo bench pack`).
+    """
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "mallopt"):
+        return
+    for option, value in ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, 2**31 - 1), (_M_TOP_PAD, 2**28)):
+        libc.mallopt(option, value)
 
 
 def quiet() -> None:

@@ -28,12 +28,12 @@ from arpo_megatron.weights.shape import ModelShape
 
 SHAPE = ModelShape(
     family="qwen3",
-    layers=4,
-    hidden=256,
-    heads=8,
-    kv_heads=4,
-    head_dim=32,
-    ffn=768,
+    layers=2,
+    hidden=768,
+    heads=6,
+    kv_heads=2,
+    head_dim=64,
+    ffn=2304,
     vocabulary=2048,
     rope_theta=1e6,
     norm_eps=1e-6,
