@@ -66,8 +66,7 @@ def expert_fields(shape: ModelShape, parallel: ParallelConfig, balance_coefficie
     """The fields of TransformerConfig for a mixture of experts; almost none for a dense model.
 
     Tokens travel by all-to-all, because expert-parallel ranks hold packs of different lengths and the all-gather
-    dispatcher wants equal ones. Experts are divided among the tensor-parallel ranks like every other matrix: a whole
-    expert on each would take their number out of the data-parallel ranks that `parallel.expert` shares them out over.
+    dispatcher wants equal ones.
     """
     dispatcher = {"moe_token_dispatcher_type": "alltoall"}  # dense pipelines too: the default refuses packs of any length
     if (experts := shape.experts) is None:
@@ -83,5 +82,5 @@ def expert_fields(shape: ModelShape, parallel: ParallelConfig, balance_coefficie
         "moe_aux_loss_coeff": balance_coefficient,
         "moe_expert_capacity_factor": None,  # no token is dropped
         "expert_model_parallel_size": parallel.expert,
-        "expert_tensor_parallel_size": parallel.tensor,
+        "expert_tensor_parallel_size": parallel.expert_tensor,
     }

@@ -26,7 +26,7 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor, nn
 
-from arpo_megatron.actor import current
+from arpo_megatron.actor.context import PackContext
 from arpo_megatron.actor.linear import linear
 
 
@@ -99,9 +99,10 @@ class TreeTopKRouter(TopKRouter):  # type: ignore[misc]
 
     def _multiplicity(self, tokens: int) -> Tensor | None:
         """float64[tokens] of this rank; under sequence parallelism its slice of the pack's."""
-        whole = current.multiplicity
-        if whole is None:
+        context = PackContext.current  # set by the attention of the same layer
+        if context is None:
             return None
+        whole = context.multiplicity
         first = 0 if len(whole) == tokens else self.tp_group.rank() * tokens
         return whole[first : first + tokens].double()
 

@@ -35,10 +35,10 @@ _COPIED = (
 def hf_tensors(chunks: Sequence[nn.Module], shape: ModelShape) -> Iterator[tuple[str, Tensor]]:
     """Every full tensor under its Hugging Face name, in the parameters' type and on their device.
 
-    A collective of all ranks: each must run the iterator to its end. Rank 0 and the other ranks of its tensor-parallel
-    group get the tensors, in the order of `mapping.exported`; on the rest nothing comes out. One tensor at a time is
-    gathered: a rank never holds more of the model than its own share, one whole tensor and one shard of it. Tensors may
-    share memory with the model: use or copy them before its next update.
+    A collective of all ranks: each must run the iterator to its end. The tensors come out on rank 0, in the order of
+    `mapping.exported`, and nothing on the others. One tensor at a time is gathered: besides its own share of the model
+    rank 0 never holds more than one whole tensor and shards of it, another rank two shards. Tensors may share memory
+    with the model: use or copy them before its next update.
 
     Args:
         chunks: this rank's part of the model, wrapped or not (see `load_hf`).
@@ -94,34 +94,40 @@ class _Route:
     """
 
     def __init__(self, entry: Entry, shape: ModelShape, stage: int, size: tuple[int, ...], like: Tensor) -> None:
-        self.ranks = parallel_state.get_tensor_model_parallel_world_size()
         self._entry, self._stage, self._size, self._like = entry, stage, size, like
+        self.ranks = parallel_state.get_tensor_model_parallel_world_size()
         self._expert_rank = 0
         if entry.expert is not None and shape.experts is not None:
+            self.ranks = parallel_state.get_expert_tensor_parallel_world_size()
             share = shape.experts.count // parallel_state.get_expert_model_parallel_world_size()
             self._expert_rank = entry.expert // share
 
     def to_leader(self, part: Tensor | None) -> Tensor | None:
-        """The whole tensor in rank 0's tensor-parallel group, None elsewhere."""
-        here = parallel_state.get_pipeline_model_parallel_rank()
+        """The whole tensor on rank 0, None elsewhere."""
+        here, row = (
+            parallel_state.get_pipeline_model_parallel_rank(),
+            parallel_state.get_tensor_model_parallel_rank(),
+        )
         if self._expert_rank and here == self._stage and parallel_state.get_expert_data_parallel_rank() == 0:
             part = self._broadcast(part, parallel_state.get_expert_model_parallel_group(), self._expert_rank)
-        if parallel_state.get_data_parallel_rank(with_context_parallel=True):
+        if parallel_state.get_data_parallel_rank(with_context_parallel=True) or row >= self.ranks:
             return None
         if self._stage:
             part = self._broadcast(part, parallel_state.get_pipeline_model_parallel_group(), self._stage)
-        return None if here else self._assemble(part)
-
-    def _assemble(self, part: Tensor | None) -> Tensor:
+        if here:
+            return None
         assert part is not None, self._entry.megatron
         if self.ranks == 1 or self._entry.layout.split_dim is None:
-            return part.contiguous()
-        whole = part.new_empty(self._size)
-        group, mine = parallel_state.get_tensor_model_parallel_group(), parallel_state.get_tensor_model_parallel_rank()
+            return None if row else part.contiguous()
+        return self._assemble(part, row)
+
+    def _assemble(self, part: Tensor, row: int) -> Tensor | None:
+        group = parallel_state.get_tensor_model_parallel_group()
+        whole = None if row else part.new_empty(self._size)
         for rank in range(self.ranks):
-            self._entry.put(
-                whole, self._broadcast(part if rank == mine else None, group, rank), rank, self.ranks
-            )
+            sent = self._broadcast(part if rank == row else None, group, rank)
+            if whole is not None:
+                self._entry.put(whole, sent, rank, self.ranks)
         return whole
 
     def _broadcast(self, part: Tensor | None, group: dist.ProcessGroup, source: int) -> Tensor:

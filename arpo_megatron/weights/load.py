@@ -30,8 +30,8 @@ def load_hf(chunks: Sequence[nn.Module], shape: ModelShape, path: Path) -> None:
         UserError: a tensor is missing, of another shape, or unknown to the family; files are missing or damaged. All
             ranks look at all names and shapes, so that they agree.
     """
-    rank = parallel_state.get_tensor_model_parallel_rank()
-    ranks = parallel_state.get_tensor_model_parallel_world_size()
+    dense = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
+    sparse = parallel_state.get_expert_tensor_parallel_rank(), parallel_state.get_expert_tensor_parallel_world_size()
     held = HeldParameters.of(chunks)
     left = set(held.parameters)
     with TensorFiles(path) as files, torch.no_grad():
@@ -41,7 +41,7 @@ def load_hf(chunks: Sequence[nn.Module], shape: ModelShape, path: Path) -> None:
         for entry in entries(shape):
             if (found := held.find(entry)) is not None:
                 name, parameter = found
-                _fill(entry, parameter, files, rank, ranks)
+                _fill(entry, parameter, files, *(dense if entry.expert is None else sparse))
                 left.remove(name)
     if left:
         raise KeyError(f"the model has a parameter that no row of its family names: {min(left)}")

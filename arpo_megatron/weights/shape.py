@@ -91,13 +91,13 @@ class ModelShape:
 
     def check_divisible(self, parallel: ParallelConfig) -> None:
         """Raises UserError where tensor or expert parallelism cannot divide the model."""
-        for what, size in (
-            ("query heads", self.heads),
-            ("key/value heads", self.kv_heads),
-            ("MLP width", self.ffn),
-            ("vocabulary", self.vocabulary),
+        for what, size, ranks in (
+            ("query heads", self.heads, parallel.tensor),
+            ("key/value heads", self.kv_heads, parallel.tensor),
+            ("MLP width", self.ffn, parallel.tensor if self.experts is None else parallel.expert_tensor),
+            ("vocabulary", self.vocabulary, parallel.tensor),
         ):
-            if size % parallel.tensor:
+            if size % ranks:
                 raise UserError(f"the model's {what} ({size}) cannot be divided by parallel.tensor={parallel.tensor}")
         chunks = parallel.pipeline * parallel.virtual_pipeline
         if self.layers % chunks:

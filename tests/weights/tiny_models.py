@@ -94,9 +94,16 @@ def reference_logprobs(model: Any, tokens: Tensor) -> Tensor:
 
 def megatron_logprobs(model: Any, tokens: Tensor) -> Tensor:
     """[n - 1], the same by the trainer's model: a pack of one plain sequence."""
-    positions = torch.arange(len(tokens))
-    ends = torch.full((len(tokens),), len(tokens), dtype=torch.int32)
-    return model(tokens, positions, ends, positions[:-1], tokens[1:])[0]
+    from arpo_megatron.actor.microbatch import MicroBatches
+    from arpo_megatron.actor.packing import pack_trees
+    from arpo_megatron.algorithms.credit import supervised_credit
+    from arpo_megatron.tree import Role, RolloutTree
+
+    tree = RolloutTree("plain", tokens[:1].numpy())
+    tree.add(0, Role.MODEL, tokens[1:].numpy())
+    packs = pack_trees([tree], supervised_credit([tree]), token_budget=len(tokens))
+    with MicroBatches(packs, None) as batches:
+        return model(*batches.make(0).inputs)[0]
 
 
 def weigh(logprobs: Tensor) -> Tensor:
