@@ -60,7 +60,7 @@ class ParallelConfig:
     context: Positive = 1
     """Context-parallel ranks: the tokens of a pack are divided among them."""
     expert: Positive = 1
-    """Ranks that share out the experts of a mixture-of-experts model; divides data * context."""
+    """Ranks that share out the experts of a mixture-of-experts model; divides tensor * context * data."""
     sequence: bool = False
     """Sequence parallelism inside the tensor-parallel group; needs tensor > 1."""
     distributed_optimizer: bool = False
@@ -72,6 +72,16 @@ class ParallelConfig:
     def world_size(self) -> int:
         """Number of trainer ranks."""
         return self.tensor * self.context * self.pipeline * self.data
+
+    @property
+    def expert_tensor(self) -> int:
+        """Tensor-parallel ranks that divide an expert.
+
+        Shared-out experts are whole: the ranks of a divided one would have to gather tokens of unequal number (which
+        gloo cannot) after every exchange, for slices too thin to be fast. Experts that are not shared out are divided
+        like every other matrix, because Megatron sums the gradients of whole ones over data-parallel ranks only.
+        """
+        return self.tensor if self.expert == 1 else 1
 
     @property
     def nested_packs(self) -> bool:
@@ -89,10 +99,10 @@ class ParallelConfig:
             raise ValueError("parallel.sequence=true needs parallel.tensor > 1")
         if self.virtual_pipeline > 1 and self.pipeline == 1:
             raise ValueError(f"parallel.virtual_pipeline={self.virtual_pipeline} needs parallel.pipeline > 1")
-        if self.data * self.context % self.expert:
+        if self.tensor * self.context * self.data % self.expert:
             raise ValueError(
-                f"parallel.expert={self.expert} does not divide parallel.data * parallel.context = "
-                f"{self.data * self.context}"
+                f"parallel.expert={self.expert} does not divide parallel.tensor * parallel.context * parallel.data = "
+                f"{self.tensor * self.context * self.data}"
             )
         return self
 

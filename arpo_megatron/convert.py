@@ -29,7 +29,7 @@ def main() -> None:
         updates = config.train.steps * config.algorithm.minibatches
         actor = Actor(config, shape, start, optimizer=config.optimizer, total_updates=updates)
         actor.load(CheckpointStore.actor_directory(checkpoint))
-        export_hf(actor.model, shape, start, out)
+        export_hf(actor.chunks, shape, start, out)
     finally:
         parallel.destroy()
 

@@ -55,7 +55,7 @@ def sft(directory: RunDirectory) -> None:
             events.emit("cold_start", update=done, updates=config.sft.steps, loss=stats.loss, seconds=seconds)
         if done % config.sft.save_every == 0 and done < config.sft.steps:
             checkpoints.save(done, actor, {})
-    export_hf(actor.model, shape, start, directory.cold_start)
+    export_hf(actor.chunks, shape, start, directory.cold_start)
 
 
 @record  # a failing rank is named by torchrun with its traceback

@@ -125,7 +125,7 @@ class TrainingRun:
         """
         probe = self.share([[self.leader.probe_pack()] if self.leader else []])[0]
         logprobs = self.actor.logprobs(probe, temperature=1.0)[0]  # what the engine scores a prompt at
-        tensors = hf_tensors(self.actor.model, self.actor.shape)
+        tensors = hf_tensors(self.actor.chunks, self.actor.shape)
         if self.leader is None:
             for _ in tensors:  # every rank takes part in gathering the shards
                 pass
@@ -196,7 +196,7 @@ class TrainingRun:
         """Write the Hugging Face directory, then the run's result."""
         self.events.emit("phase", name="export", step=self.state.step)
         source = model_path(self.config, self.directory)
-        export_hf(self.actor.model, self.actor.shape, source, self.directory.export)
+        export_hf(self.actor.chunks, self.actor.shape, source, self.directory.export)
         if self.leader is not None:
             write_json(self.directory.result, asdict(self.state))
 

@@ -87,7 +87,7 @@ class Actor:
         self.shape = shape
         self.chunks = build_chunks(shape, config.parallel, config.model.dtype, initialize=model_path is None)
         if model_path is not None:
-            load_hf(self.model, shape, model_path)
+            load_hf(self.chunks, shape, model_path)
         self._dtype = DTYPES[config.model.dtype]
         ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=self._dtype == torch.bfloat16)
         self._wrapped = [DistributedDataParallel(chunk.config, ddp, chunk) for chunk in self.chunks]

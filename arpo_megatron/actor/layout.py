@@ -27,7 +27,7 @@ class TreePack:
         token_ids: int32[n].
         position_ids: int32[n], depth in the own trajectory.
         subtree_end: int32[n], one past the last position of the subtree: q attends to k iff k <= q < subtree_end[k].
-        multiplicity: int32[n], leaves (trajectories) that a token belongs to.
+        multiplicity: int32[n], leaves (trajectories) that a token belongs to; 0 where another pack counts it.
         inherited_pack: int32[a], for each of the first `a` tokens the index of the pack that computes it.
         inherited_place: int32[a], its position there.
         predictors: int32[m], positions whose hidden states predict a MODEL token; ascending.
@@ -260,7 +260,7 @@ def cut(layout: TreePack, spans: Sequence[Span], *, first_pack: int, inherit: bo
                 token_ids=layout.token_ids[members],
                 position_ids=layout.position_ids[members],
                 subtree_end=end,
-                multiplicity=layout.multiplicity[members],
+                multiplicity=np.where(members < start, 0, layout.multiplicity[members]),
                 inherited_pack=home + first_pack if inherit else (),
                 inherited_place=place if inherit else (),
                 repeated=0 if inherit else len(above),

@@ -9,39 +9,17 @@ from typing import Any
 import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
-from torch import Tensor, nn
-from torch.nn.functional import rms_norm, silu
+from torch import Tensor
+from torch.nn.functional import silu
 
-from arpo_megatron.actor.attention import TreeAttention
-from arpo_megatron.actor.linear import CpuColumnParallelLinear, CpuRowParallelLinear
+from arpo_megatron.actor.layers import block_spec, expert_fields
 from arpo_megatron.actor.logprobs import target_logprobs
 from arpo_megatron.config import ParallelConfig
 from arpo_megatron.weights.shape import ModelShape
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 """Names of parameter types; float64 is for tests of exactness."""
-
-
-class RMSNorm(nn.Module):
-    """RMSNorm in the shape of a layer spec's norm, usable under sequence parallelism.
-
-    Megatron's own wrapper refuses sequence parallelism; all it takes is the mark that makes the weight's gradient be
-    summed over the tensor-parallel ranks.
-    """
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-        self.eps = eps
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """[..., hidden_size] -> the same."""
-        return rms_norm(hidden, self.weight.shape, self.weight, self.eps)
 
 
 class TreeGPTModel(GPTModel):  # type: ignore[misc]
@@ -96,12 +74,24 @@ class TreeGPTModel(GPTModel):  # type: ignore[misc]
 
 
 def build_chunks(
-    shape: ModelShape, parallel: ParallelConfig, dtype: str | torch.dtype, *, initialize: bool = True
+    shape: ModelShape,
+    parallel: ParallelConfig,
+    dtype: str | torch.dtype,
+    *,
+    initialize: bool = True,
+    balance_coefficient: float = 0.0,
 ) -> list[TreeGPTModel]:
     """The model of this rank: one chunk, or `parallel.virtual_pipeline` of them for the interleaved schedule."""
     count = parallel.virtual_pipeline
     return [
-        build_model(shape, parallel, dtype, initialize=initialize, stage=stage if count > 1 else None)
+        build_model(
+            shape,
+            parallel,
+            dtype,
+            initialize=initialize,
+            stage=stage if count > 1 else None,
+            balance_coefficient=balance_coefficient,
+        )
         for stage in range(count)
     ]
 
@@ -113,6 +103,7 @@ def build_model(
     *,
     initialize: bool = True,
     stage: int | None = None,
+    balance_coefficient: float = 0.0,
 ) -> TreeGPTModel:
     """A model chunk of this rank, on its device, in training mode (there is no dropout).
 
@@ -123,17 +114,22 @@ def build_model(
         initialize: draw random weights from torch's generator, the same whatever the layout; False leaves them
             undefined for a load that follows.
         stage: which chunk of a virtual pipeline; None without one.
+        balance_coefficient: of the loss that levels the load of experts (see router.py).
 
     Raises:
         UserError: heads, MLP, vocabulary or layers cannot be divided by the layout.
     """
     shape.check_divisible(parallel)
     config = transformer_config(
-        shape, parallel, DTYPES[dtype] if isinstance(dtype, str) else dtype, initialize=initialize
+        shape,
+        parallel,
+        DTYPES[dtype] if isinstance(dtype, str) else dtype,
+        initialize=initialize,
+        balance_coefficient=balance_coefficient,
     )
     model = TreeGPTModel(
         config=config,
-        transformer_layer_spec=_block_spec(config, stage),
+        transformer_layer_spec=block_spec(config, stage),
         vocab_size=shape.vocabulary,
         max_sequence_length=shape.max_positions,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=stage is None, vp_stage=stage),
@@ -158,7 +154,12 @@ def build_model(
 
 
 def transformer_config(
-    shape: ModelShape, parallel: ParallelConfig, dtype: torch.dtype, *, initialize: bool = True
+    shape: ModelShape,
+    parallel: ParallelConfig,
+    dtype: torch.dtype,
+    *,
+    initialize: bool = True,
+    balance_coefficient: float = 0.0,
 ) -> TransformerConfig:
     """Megatron's configuration for `shape`. Fusions that need CUDA extensions are off."""
     recompute: dict[str, dict[str, Any]] = {
@@ -206,21 +207,5 @@ def transformer_config(
         # data-parallel ranks, and this switch turns off both of Megatron's averages.
         calculate_per_token_loss=True,
         **recompute[parallel.recompute],
-    )
-
-
-def _block_spec(config: TransformerConfig, stage: int | None) -> TransformerBlockSubmodules:
-    """The layers of this stage: Megatron's local layer spec with our norms and core attention."""
-    layer: ModuleSpec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
-    layer.submodules.input_layernorm = RMSNorm
-    layer.submodules.pre_mlp_layernorm = RMSNorm
-    attention = layer.submodules.self_attention.submodules
-    attention.core_attention = TreeAttention
-    if not torch.cuda.is_available():
-        attention.linear_qkv = layer.submodules.mlp.submodules.linear_fc1 = CpuColumnParallelLinear
-        attention.linear_proj = layer.submodules.mlp.submodules.linear_fc2 = CpuRowParallelLinear
-    if config.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
-    return TransformerBlockSubmodules(
-        layer_specs=[layer] * get_num_layers_to_build(config, vp_stage=stage), layer_norm=RMSNorm
+        **expert_fields(shape, parallel, balance_coefficient),
     )

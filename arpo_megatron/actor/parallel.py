@@ -82,6 +82,7 @@ def lay_out(parallel: ParallelConfig, *, timeout_s: float = 1800.0) -> None:
         virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None,
         context_parallel_size=parallel.context,
         expert_model_parallel_size=parallel.expert,
+        expert_tensor_parallel_size=parallel.expert_tensor,
         distributed_timeout_minutes=max(1, round(timeout_s / 60)),
     )
 

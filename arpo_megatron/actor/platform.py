@@ -1,10 +1,11 @@
 """The CPU platform layer: everything that is changed in torch and megatron-core so that training runs without CUDA.
 
 megatron-core runs on gloo, but it speaks of CUDA in places where it means "the device of this rank". `PATCHES` lists
-every such place and what it becomes. There are two mechanisms:
+every such place and what it becomes. There are three mechanisms:
 
 - `Replace`: an attribute gets another function. Only functions that can do nothing but raise in a process without
   CUDA are replaced.
+- `Preset`: an attribute that would be filled by a CUDA call gets a value before.
 - `Retarget`: string literals ("cuda", "torch.cuda.FloatTensor") inside one named function are exchanged in its code
   object, in place, so that modules which imported the function by name see the change too. A literal that is not
   there is an error: the table and the installed version have drifted apart.
@@ -48,6 +49,23 @@ class Replace:
 
 
 @dataclass(frozen=True, slots=True)
+class Preset:
+    """`module:attribute`, None until its first use, becomes `value`, because `reason`."""
+
+    target: str
+    value: object
+    reason: str
+
+    def apply(self) -> None:
+        """Raises UserError where there is no such attribute, or it has a value already."""
+        *path, name = _split(self.target)
+        owner = _resolve(self.target, path)
+        if getattr(owner, name, self) is not None:
+            raise _drifted(self.target, "not an attribute that waits for a value")
+        setattr(owner, name, self.value)
+
+
+@dataclass(frozen=True, slots=True)
 class Retarget:
     """The string literals of `literals` inside `module:function` are exchanged, because `reason`."""
 
@@ -78,7 +96,20 @@ _HALF_NAMES = {
 _STATE = "allocates a scalar or a loss-scale tensor on the device of the rank"
 _TYPES = "chooses parameter groups by the name of the tensor type"
 
-PATCHES: tuple[Replace | Retarget, ...] = (
+
+
+def _split_sizes_for_gloo(self: Any, point: str, tokens_per_expert: Any = None) -> Any:
+    """What the all-to-all dispatcher copies to the host on CUDA is there already; only its form is another."""
+    if point == self.cuda_dtoh_point:
+        for name in ("input_splits", "output_splits", "output_splits_tp"):
+            if isinstance(sizes := getattr(self, name), torch.Tensor):
+                setattr(self, name, sizes.numpy())
+    return tokens_per_expert
+
+
+_DISPATCHER = "megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher."
+
+PATCHES: tuple[Replace | Preset | Retarget, ...] = (
     Replace("torch:cuda.current_device", lambda: _CPU, "named as the device of every new buffer"),
     Replace("torch:cuda.synchronize", lambda device=None: None, "CPU kernels are synchronous"),
     Replace(
@@ -93,6 +124,10 @@ PATCHES: tuple[Replace | Retarget, ...] = (
         "megatron.core.tensor_parallel.random:_set_cuda_rng_state",
         lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(new_state),
         "restores the generator by a private CUDA call (recomputation, tensor-parallel initialisation)",
+    ),
+    Preset(_DISPATCHER + "cuda_dtoh_stream", "none", "would be a new CUDA stream, for copies to the host"),
+    Replace(
+        _DISPATCHER + "_maybe_dtoh_and_synchronize", _split_sizes_for_gloo, "copies to the host on that stream"
     ),
     Retarget("megatron.core.utils:local_multi_tensor_l2_norm", _DEVICE, "returns the norm on the device"),
     Retarget("megatron.core.optimizer.clip_grads:get_grad_norm_fp32", _DEVICE, _STATE),

@@ -3,17 +3,17 @@
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from arpo_megatron.weights.load import megatron_parameters
-from arpo_megatron.weights.mapping import entries
+from arpo_megatron.weights.files import write_tensors
+from arpo_megatron.weights.held import HeldParameters
+from arpo_megatron.weights.mapping import Entry, entries, exported
 from arpo_megatron.weights.shape import ModelShape
 
 MAX_SHARD_BYTES = 5_000_000_000
@@ -32,61 +32,141 @@ _COPIED = (
 )
 
 
-def hf_tensors(model: nn.Module, shape: ModelShape) -> Iterator[tuple[str, Tensor]]:
+def hf_tensors(chunks: Sequence[nn.Module], shape: ModelShape) -> Iterator[tuple[str, Tensor]]:
     """Every full tensor under its Hugging Face name, in the parameters' type and on their device.
 
-    A collective of each tensor-parallel group: every rank must run the iterator to its end, and every rank gets the
-    same tensors. One parameter at a time is gathered. Tensors may share memory with the model: use or copy them before
-    its next update.
+    A collective of all ranks: each must run the iterator to its end. The tensors come out on rank 0, in the order of
+    `mapping.exported`, and nothing on the others. One tensor at a time is gathered: besides its own share of the model
+    rank 0 never holds more than one whole tensor and shards of it, another rank two shards. Tensors may share memory
+    with the model: use or copy them before its next update.
+
+    Args:
+        chunks: this rank's part of the model, wrapped or not (see `load_hf`).
+        shape: of the whole model.
     """
-    parameters = megatron_parameters(model)
-    for entry in entries(shape):
-        shard = entry.parameter(parameters).detach()
-        shards = [shard] if entry.layout.split_dim is None else _gather(shard)
-        yield from entry.split(shards)
+    held = HeldParameters.of(chunks)
+    table = [entry for entry in entries(shape) if not entry.copy]
+    stages = _stages(table, held)
+    for entry, stage in zip(table, stages, strict=True):
+        found = held.find(entry)
+        for index, (name, size) in enumerate(entry.hf.items()):
+            route = _Route(entry, shape, stage, size, like=next(iter(held.parameters.values())))
+            part = None if found is None else entry.read_part(found[1].detach(), index, route.ranks)
+            if (whole := route.to_leader(part)) is not None:
+                yield name, whole
 
 
 def export_hf(
-    model: nn.Module, shape: ModelShape, source_dir: Path, out_dir: Path, *, max_shard_bytes: int = MAX_SHARD_BYTES
+    chunks: Sequence[nn.Module],
+    shape: ModelShape,
+    source_dir: Path,
+    out_dir: Path,
+    *,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
     """Write `out_dir` as a Hugging Face directory: safetensors, config.json, generation config and tokenizer.
 
-    A call of all ranks; rank 0 writes. The directory appears under its name when it is complete, replacing one that
-    was there; an interrupted export leaves only `out_dir`.tmp, which the next one removes.
+    A call of all ranks; rank 0 writes, one tensor at a time. The directory appears under its name when it is complete,
+    replacing one that was there; an interrupted export leaves only `out_dir`.tmp, which the next one removes.
 
     Args:
-        model: GPTModel of this shape, wrapped or not.
-        shape: its shape.
+        chunks: this rank's part of the model, wrapped or not (see `load_hf`).
+        shape: of the whole model.
         source_dir: Hugging Face directory that everything except the weights is copied from.
         out_dir: where to.
         max_shard_bytes: tensors are spread over files of at most this many bytes (a larger tensor has its own).
     """
-    tensors = hf_tensors(model, shape)
+    tensors = hf_tensors(chunks, shape)
     if dist.get_rank() == 0:
-        _write(tensors, source_dir, out_dir, max_shard_bytes)
+        dtype = next(chunks[0].parameters()).dtype
+        _write(tensors, shape, dtype, source_dir, out_dir, max_shard_bytes)
     else:
         for _ in tensors:  # take part in gathering
             pass
     dist.barrier()
 
 
-def _gather(shard: Tensor) -> list[Tensor]:
-    """The shards of all tensor-parallel ranks, in rank order."""
-    ranks = parallel_state.get_tensor_model_parallel_world_size()
-    if ranks == 1:
-        return [shard]
-    shards = [torch.empty_like(shard) for _ in range(ranks)]
-    dist.all_gather(shards, shard.contiguous(), group=parallel_state.get_tensor_model_parallel_group())
-    return shards
+class _Route:
+    """The way of one Hugging Face tensor from the ranks that hold it to rank 0: expert, then stage, then tensor ranks.
+
+    Only the first data-parallel replica (and the ranks that share out its experts) takes part; the parameters of the
+    others are the same.
+    """
+
+    def __init__(self, entry: Entry, shape: ModelShape, stage: int, size: tuple[int, ...], like: Tensor) -> None:
+        self._entry, self._stage, self._size, self._like = entry, stage, size, like
+        self.ranks = parallel_state.get_tensor_model_parallel_world_size()
+        self._expert_rank = 0
+        if entry.expert is not None and shape.experts is not None:
+            self.ranks = parallel_state.get_expert_tensor_parallel_world_size()
+            share = shape.experts.count // parallel_state.get_expert_model_parallel_world_size()
+            self._expert_rank = entry.expert // share
+
+    def to_leader(self, part: Tensor | None) -> Tensor | None:
+        """The whole tensor on rank 0, None elsewhere."""
+        here, row = (
+            parallel_state.get_pipeline_model_parallel_rank(),
+            parallel_state.get_tensor_model_parallel_rank(),
+        )
+        if self._expert_rank and here == self._stage and parallel_state.get_expert_data_parallel_rank() == 0:
+            part = self._broadcast(part, parallel_state.get_expert_model_parallel_group(), self._expert_rank)
+        if parallel_state.get_data_parallel_rank(with_context_parallel=True) or row >= self.ranks:
+            return None
+        if self._stage:
+            part = self._broadcast(part, parallel_state.get_pipeline_model_parallel_group(), self._stage)
+        if here:
+            return None
+        assert part is not None, self._entry.megatron
+        if self.ranks == 1 or self._entry.layout.split_dim is None:
+            return None if row else part.contiguous()
+        return self._assemble(part, row)
+
+    def _assemble(self, part: Tensor, row: int) -> Tensor | None:
+        group = parallel_state.get_tensor_model_parallel_group()
+        whole = None if row else part.new_empty(self._size)
+        for rank in range(self.ranks):
+            sent = self._broadcast(part if rank == row else None, group, rank)
+            if whole is not None:
+                self._entry.put(whole, sent, rank, self.ranks)
+        return whole
+
+    def _broadcast(self, part: Tensor | None, group: dist.ProcessGroup, source: int) -> Tensor:
+        """The part of the group's rank `source`; what others pass in is left alone."""
+        if dist.get_rank(group) == source:
+            assert part is not None, self._entry.megatron
+            part = part.contiguous()
+        else:
+            part = self._like.new_empty(self._entry.part_shape(self._size, self.ranks))
+        dist.broadcast(part, group=group, group_src=source)
+        return part
 
 
-def _write(tensors: Iterator[tuple[str, Tensor]], source_dir: Path, out_dir: Path, max_shard_bytes: int) -> None:
+def _stages(table: Sequence[Entry], held: HeldParameters) -> list[int]:
+    """The pipeline rank that has each entry, or whose expert ranks have it."""
+    mine = {
+        index for index, entry in enumerate(table) if entry.layer in held.layers or held.find(entry) is not None
+    }
+    count = parallel_state.get_pipeline_model_parallel_world_size()
+    everyones: list[set[int]] = [mine] * count
+    if count > 1:
+        dist.all_gather_object(everyones, mine, group=parallel_state.get_pipeline_model_parallel_group())
+    return [next(stage for stage, indices in enumerate(everyones) if index in indices) for index in range(len(table))]
+
+
+def _write(
+    tensors: Iterator[tuple[str, Tensor]],
+    shape: ModelShape,
+    dtype: torch.dtype,
+    source_dir: Path,
+    out_dir: Path,
+    max_shard_bytes: int,
+) -> None:
     temporary = out_dir.with_name(out_dir.name + ".tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
-    dtype = _write_tensors(tensors, temporary, max_shard_bytes)
+    write_tensors(tensors, exported(shape), dtype, temporary, max_shard_bytes)
     config = json.loads((source_dir / "config.json").read_text())
-    config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
+    config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
     (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     for name in _COPIED:
         if (source_dir / name).exists():
@@ -102,41 +182,6 @@ def _write(tensors: Iterator[tuple[str, Tensor]], source_dir: Path, out_dir: Pat
     else:
         temporary.rename(out_dir)
     _sync(out_dir.parent)
-
-
-def _write_tensors(tensors: Iterator[tuple[str, Tensor]], directory: Path, max_shard_bytes: int) -> str:
-    """Write the safetensors files and, for more than one, their index; returns the name of the tensors' type."""
-    shards: list[list[str]] = []
-    held: dict[str, Tensor] = {}
-    dtype, total = "", 0
-
-    def flush() -> None:
-        save_file(held, directory / f"{len(shards)}.part", metadata={"format": "pt"})
-        shards.append(list(held))
-        held.clear()
-
-    for name, tensor in tensors:
-        if held and sum(map(_bytes, held.values())) + _bytes(tensor) > max_shard_bytes:
-            flush()
-        # A copy: tensors may be views of one parameter, which safetensors would refuse to write.
-        held[name] = tensor.to("cpu", copy=True)
-        dtype, total = str(tensor.dtype).removeprefix("torch."), total + _bytes(tensor)
-    flush()
-    if len(shards) == 1:
-        (directory / "0.part").rename(directory / "model.safetensors")
-        return dtype
-    weight_map = {}
-    for number, names in enumerate(shards):
-        file = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
-        (directory / f"{number}.part").rename(directory / file)
-        weight_map.update(dict.fromkeys(names, file))
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
-    return dtype
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def _sync(path: Path) -> None:

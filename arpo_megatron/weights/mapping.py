@@ -3,13 +3,14 @@
 `FAMILIES` is the whole truth: one row a parameter. Loading, exporting and pushing read it in one direction or the
 other. Megatron fuses query, key and value into one matrix, interleaved by query group (the queries of a group, then
 its key, then its value), and gate and up projection into another; each rank holds its own piece of every part.
+Layers and experts are numbered as in the whole model here; `held.py` knows which of them a rank has.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from math import prod
 
-import torch
 from torch import Tensor
 
 from arpo_megatron.weights.shape import Family, ModelShape
@@ -31,22 +32,25 @@ class Layout(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One Megatron parameter; `{}` stands for the layer.
+    """One Megatron parameter; `{layer}` and `{expert}` stand for their numbers.
 
     Attributes:
         megatron: its name; a second one is that of Transformer Engine's layer specs, which fuse norms into the
-            linear layer behind them.
+            linear layer behind them and keep all experts of a rank in one module.
         hf: Hugging Face names with the sizes of their dimensions (see `sizes`), in Megatron's order.
         layout: how they are divided and put together.
+        copy: the last pipeline stage's copy of a parameter that another row names: loaded, but never exported.
     """
 
     megatron: tuple[str, ...]
     hf: Mapping[str, tuple[str, ...]]
     layout: Layout
+    copy: bool = False
 
 
-_LAYER, _HF = "decoder.layers.{}.", "model.layers.{}."
+_LAYER, _HF = "decoder.layers.{layer}.", "model.layers.{layer}."
 _ATTENTION, _HF_ATTENTION = _LAYER + "self_attention.", _HF + "self_attn."
+_EXPERTS, _HF_EXPERT = _LAYER + "mlp.experts.", _HF + "mlp.experts.{expert}."
 
 _COMMON = (
     Row(
@@ -79,6 +83,13 @@ _COMMON = (
         Layout.WHOLE,
     ),
     Row(
+        ("decoder.final_layernorm.weight",),
+        {"model.norm.weight": ("hidden",)},
+        Layout.WHOLE,
+    ),
+)
+_MLP = (
+    Row(
         (_LAYER + "mlp.linear_fc1.weight",),
         {_HF + "mlp.gate_proj.weight": ("ffn", "hidden"), _HF + "mlp.up_proj.weight": ("ffn", "hidden")},
         Layout.ROWS,
@@ -88,10 +99,18 @@ _COMMON = (
         {_HF + "mlp.down_proj.weight": ("hidden", "ffn")},
         Layout.COLUMNS,
     ),
+)
+_MIXTURE = (
+    Row((_LAYER + "mlp.router.weight",), {_HF + "mlp.gate.weight": ("experts", "hidden")}, Layout.WHOLE),
     Row(
-        ("decoder.final_layernorm.weight",),
-        {"model.norm.weight": ("hidden",)},
-        Layout.WHOLE,
+        (_EXPERTS + "local_experts.{expert}.linear_fc1.weight", _EXPERTS + "linear_fc1.weight{expert}"),
+        {_HF_EXPERT + "gate_proj.weight": ("ffn", "hidden"), _HF_EXPERT + "up_proj.weight": ("ffn", "hidden")},
+        Layout.ROWS,
+    ),
+    Row(
+        (_EXPERTS + "local_experts.{expert}.linear_fc2.weight", _EXPERTS + "linear_fc2.weight{expert}"),
+        {_HF_EXPERT + "down_proj.weight": ("hidden", "ffn")},
+        Layout.COLUMNS,
     ),
 )
 _QKV_BIAS = Row(
@@ -106,13 +125,17 @@ _QKV_BIAS = Row(
 _Q_NORM = Row((_ATTENTION + "q_layernorm.weight",), {_HF_ATTENTION + "q_norm.weight": ("head",)}, Layout.WHOLE)
 _K_NORM = Row((_ATTENTION + "k_layernorm.weight",), {_HF_ATTENTION + "k_norm.weight": ("head",)}, Layout.WHOLE)
 _HEAD = Row(("output_layer.weight",), {"lm_head.weight": ("vocabulary", "hidden")}, Layout.ROWS)
+_TIED_HEAD = Row(
+    ("output_layer.weight",), {"model.embed_tokens.weight": ("vocabulary", "hidden")}, Layout.ROWS, copy=True
+)
 
 FAMILIES: Mapping[Family, tuple[Row, ...]] = {
-    "llama": _COMMON,
-    "qwen2": (*_COMMON, _QKV_BIAS),
-    "qwen3": (*_COMMON, _Q_NORM, _K_NORM),
+    "llama": (*_COMMON, *_MLP),
+    "qwen2": (*_COMMON, *_MLP, _QKV_BIAS),
+    "qwen3": (*_COMMON, *_MLP, _Q_NORM, _K_NORM),
+    "qwen3_moe": (*_COMMON, *_MIXTURE, _Q_NORM, _K_NORM),
 }
-"""Rows of each family; untied models have the output head besides."""
+"""Rows of each family; the output head comes besides."""
 
 
 def sizes(shape: ModelShape) -> dict[str, int]:
@@ -124,35 +147,31 @@ def sizes(shape: ModelShape) -> dict[str, int]:
         "keys": shape.kv_heads * shape.head_dim,
         "head": shape.head_dim,
         "ffn": shape.ffn,
+        "experts": 0 if shape.experts is None else shape.experts.count,
     }
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A row for one layer of one model.
+    """A row for one layer, and one expert, of one model.
 
     Attributes:
-        megatron: possible names of the parameter.
+        megatron: possible names of the parameter, with numbers of the whole model.
         hf: Hugging Face names and full shapes.
         layout: as in the row.
         groups: query groups (key/value heads) of the whole model.
+        layer: number of the layer, None outside of the layers.
+        expert: number of the expert, None for parameters that all tokens use.
+        copy: as in the row.
     """
 
     megatron: tuple[str, ...]
     hf: Mapping[str, tuple[int, ...]]
     layout: Layout
     groups: int
-
-    def parameter(self, parameters: Mapping[str, Tensor]) -> Tensor:
-        """The model's parameter under any of its names.
-
-        Raises:
-            KeyError: the model has none of them, so it is not of the shape that the entry was made for.
-        """
-        for name in self.megatron:
-            if name in parameters:
-                return parameters[name]
-        raise KeyError(f"the model has no parameter {' or '.join(self.megatron)}")
+    layer: int | None
+    expert: int | None
+    copy: bool
 
     def piece(self, size: tuple[int, ...], rank: int, ranks: int) -> tuple[slice, ...]:
         """Index of the part of a Hugging Face tensor of shape `size` that a tensor-parallel rank holds."""
@@ -163,47 +182,66 @@ class Entry:
         mine = slice(min(rank * step, size[dim]), min((rank + 1) * step, size[dim]))
         return tuple(mine if index == dim else slice(None) for index in range(len(size)))
 
-    def join(self, pieces: Sequence[Tensor], ranks: int) -> Tensor:
-        """One rank's parameter from its pieces. A vocabulary that the ranks cannot share evenly ends in zero rows."""
-        if self.layout is Layout.GROUPS:
-            groups = self.groups // ranks
-            return torch.cat([piece.reshape(groups, -1, *piece.shape[1:]) for piece in pieces], dim=1).flatten(0, 1)
-        if self.layout is Layout.ROWS and len(pieces) == 1:
-            (size,) = self.hf.values()
-            missing = -(-size[0] // ranks) - len(pieces[0])
-            return torch.cat([pieces[0], pieces[0].new_zeros(missing, *size[1:])]) if missing else pieces[0]
-        return torch.cat(list(pieces)) if len(pieces) > 1 else pieces[0]
+    def part_shape(self, size: tuple[int, ...], ranks: int) -> tuple[int, ...]:
+        """Shape of a rank's part of that tensor; a vocabulary that cannot be shared out evenly is padded."""
+        return tuple(-(-n // ranks) if dim == self.layout.split_dim else n for dim, n in enumerate(size))
 
-    def split(self, shards: Sequence[Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """The full Hugging Face tensors from the parameter's shards on all tensor-parallel ranks, in rank order."""
-        if self.layout.split_dim is None:
-            (name,) = self.hf
-            yield name, shards[0]
-            return
-        parts = zip(*(self._parts(shard, len(shards)) for shard in shards), strict=True)
-        for (name, size), pieces in zip(self.hf.items(), parts, strict=True):
-            whole = torch.cat(pieces, dim=self.layout.split_dim) if len(pieces) > 1 else pieces[0]
-            yield name, whole[: size[0]].contiguous()
-
-    def _parts(self, shard: Tensor, ranks: int) -> Sequence[Tensor]:
-        """Inverse of `join`, except that padding stays."""
+    def parts(self, parameter: Tensor, ranks: int) -> list[Tensor]:
+        """The parameter's views for each Hugging Face tensor, in order: what `read_part` and `fill` work on."""
         if self.layout is Layout.GROUPS:
-            groups = self.groups // ranks
             widths = [size[0] // self.groups for size in self.hf.values()]
-            parts = torch.split(shard.reshape(groups, -1, *shard.shape[1:]), widths, dim=1)
-            return [part.flatten(0, 1) for part in parts]
-        return shard.chunk(len(self.hf), dim=0)
+            grouped = parameter.view(self.groups // ranks, sum(widths), *parameter.shape[1:])
+            return list(grouped.split(widths, dim=1))
+        if self.layout is Layout.ROWS:
+            return list(parameter.split([self.part_shape(size, ranks)[0] for size in self.hf.values()]))
+        return [parameter]
+
+    def read_part(self, parameter: Tensor, index: int, ranks: int) -> Tensor:
+        """A rank's part of the tensor number `index`, of `part_shape`; memory is shared with the parameter if it can be."""
+        part = self.parts(parameter, ranks)[index]
+        return part.flatten(0, 1) if self.layout is Layout.GROUPS else part
+
+    def fill(self, part: Tensor, piece: Tensor) -> None:
+        """Copy a rank's piece of a Hugging Face tensor into its view from `parts`, zeros into padding rows."""
+        if self.layout is Layout.GROUPS:
+            part.copy_(piece.view(part.shape))
+            return
+        part[: len(piece)].copy_(piece)
+        part[len(piece) :].zero_()
+
+    def put(self, whole: Tensor, part: Tensor, rank: int, ranks: int) -> None:
+        """Copy the part of one rank, as `read_part` gives it, to its place in the whole Hugging Face tensor."""
+        target = whole[self.piece(tuple(whole.shape), rank, ranks)]
+        target.copy_(part[: len(target)])
 
 
 def entries(shape: ModelShape) -> list[Entry]:
-    """Every parameter of the model, layer by layer."""
-    rows = (*FAMILIES[shape.family], *(() if shape.tied else (_HEAD,)))
+    """Every parameter of the model, layer by layer, expert by expert: the order of exports and pushes."""
+    rows = (*FAMILIES[shape.family], _TIED_HEAD if shape.tied else _HEAD)
     size = sizes(shape)
 
-    def entry(row: Row, layer: int) -> Entry:
-        hf = {name.format(layer): tuple(size[dim] for dim in dims) for name, dims in row.hf.items()}
-        return Entry(tuple(name.format(layer) for name in row.megatron), hf, row.layout, shape.kv_heads)
+    def made(row: Row, layer: int | None = None, expert: int | None = None) -> Entry:
+        numbers = {"layer": layer, "expert": expert}
+        hf = {name.format(**numbers): tuple(size[dim] for dim in dims) for name, dims in row.hf.items()}
+        names = tuple(name.format(**numbers) for name in row.megatron)
+        return Entry(names, hf, row.layout, shape.kv_heads, layer, expert, row.copy)
 
-    once = [entry(row, 0) for row in rows if "{}" not in row.megatron[0]]
-    layered = [entry(row, layer) for layer in range(shape.layers) for row in rows if "{}" in row.megatron[0]]
-    return once + layered
+    def of_layer(row: Row, layer: int) -> Iterator[Entry]:
+        if "{expert}" not in row.megatron[0]:
+            yield made(row, layer)
+        else:
+            yield from (made(row, layer, expert) for expert in range(size["experts"]))
+
+    once = [made(row) for row in rows if "{layer}" not in row.megatron[0]]
+    layered = [row for row in rows if "{layer}" in row.megatron[0]]
+    return once + [entry for layer in range(shape.layers) for row in layered for entry in of_layer(row, layer)]
+
+
+def exported(shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of all Hugging Face tensors of the model, in the order in which they are exported."""
+    return {name: size for entry in entries(shape) if not entry.copy for name, size in entry.hf.items()}
+
+
+def parameter_count(shape: ModelShape) -> int:
+    """Parameters of the whole model, a tied head counted once."""
+    return sum(prod(size) for size in exported(shape).values())

@@ -8,12 +8,13 @@ from typing import Any, Literal, Self
 from arpo_megatron.config import ParallelConfig
 from arpo_megatron.errors import UserError
 
-Family = Literal["llama", "qwen2", "qwen3"]
+Family = Literal["llama", "qwen2", "qwen3", "qwen3_moe"]
 
 _FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": "llama",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
 }
 
 
@@ -32,8 +33,25 @@ class RopeScaling:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertShape:
+    """The mixture of experts that takes the place of the MLP in every layer; each expert is as wide as `ModelShape.ffn`.
+
+    Attributes:
+        count: experts of a layer.
+        top_k: experts that a token is sent to.
+        normalise: the weights of a token's experts are scaled to sum to 1.
+        balance_coefficient: `router_aux_loss_coef` of config.json; used only where the job says so.
+    """
+
+    count: int
+    top_k: int
+    normalise: bool
+    balance_coefficient: float
+
+
+@dataclass(frozen=True, slots=True)
 class ModelShape:
-    """Sizes and traits of a dense decoder: everything that building it and naming its weights needs.
+    """Sizes and traits of a decoder: everything that building it and naming its weights needs.
 
     Attributes:
         family: which rows of the weight mapping apply.
@@ -42,7 +60,7 @@ class ModelShape:
         heads: query heads.
         kv_heads: key/value heads; each serves heads / kv_heads query heads.
         head_dim: width of one head (heads * head_dim need not be `hidden`).
-        ffn: width of the gated MLP.
+        ffn: width of the gated MLP, or of each expert.
         vocabulary: rows of the embedding.
         rope_theta: base of the rotary frequencies.
         norm_eps: added to the mean square in RMSNorm.
@@ -51,6 +69,7 @@ class ModelShape:
         qk_norm: queries and keys are normalised per head.
         max_positions: longest sequence the weights were made for.
         rope_scaling: stretch of the rotary frequencies, if there is one.
+        experts: the mixture of experts, if it is one.
     """
 
     family: Family
@@ -68,17 +87,37 @@ class ModelShape:
     qk_norm: bool
     max_positions: int
     rope_scaling: RopeScaling | None = None
+    experts: ExpertShape | None = None
 
     def check_divisible(self, parallel: ParallelConfig) -> None:
-        """Raises UserError where tensor parallelism cannot divide the model."""
-        for what, size in (
-            ("query heads", self.heads),
-            ("key/value heads", self.kv_heads),
-            ("MLP width", self.ffn),
-            ("vocabulary", self.vocabulary),
+        """Raises UserError where tensor or expert parallelism cannot divide the model."""
+        for what, size, ranks in (
+            ("query heads", self.heads, parallel.tensor),
+            ("key/value heads", self.kv_heads, parallel.tensor),
+            ("MLP width", self.ffn, parallel.tensor if self.experts is None else parallel.expert_tensor),
+            ("vocabulary", self.vocabulary, parallel.tensor),
         ):
-            if size % parallel.tensor:
+            if size % ranks:
                 raise UserError(f"the model's {what} ({size}) cannot be divided by parallel.tensor={parallel.tensor}")
+        chunks = parallel.pipeline * parallel.virtual_pipeline
+        if self.layers % chunks:
+            raise UserError(
+                f"the model's layers ({self.layers}) cannot be divided into parallel.pipeline={parallel.pipeline} x "
+                f"parallel.virtual_pipeline={parallel.virtual_pipeline} chunks"
+            )
+        if self.experts is None:
+            if parallel.expert > 1:
+                raise UserError(f"parallel.expert={parallel.expert}, but the model has no experts")
+            return
+        if self.experts.count % parallel.expert:
+            raise UserError(
+                f"the model's experts ({self.experts.count}) cannot be divided by parallel.expert={parallel.expert}"
+            )
+        if parallel.tensor > 1 and not parallel.sequence:
+            raise UserError(
+                f"a mixture of experts with parallel.tensor={parallel.tensor} needs parallel.sequence=true: otherwise "
+                "every tensor-parallel rank would send every token to the experts"
+            )
 
     @classmethod
     def from_hf(cls, path: Path) -> Self:
@@ -99,15 +138,16 @@ class ModelShape:
             heads=config.num_attention_heads,
             kv_heads=config.num_key_value_heads,
             head_dim=head_dim,
-            ffn=config.intermediate_size,
+            ffn=config.moe_intermediate_size if family == "qwen3_moe" else config.intermediate_size,
             vocabulary=config.vocab_size,
             rope_theta=float(config.rope_parameters["rope_theta"]),
             norm_eps=config.rms_norm_eps,
             tied=config.tie_word_embeddings,
             qkv_bias=family == "qwen2",
-            qk_norm=family == "qwen3",
+            qk_norm=family in ("qwen3", "qwen3_moe"),
             max_positions=config.max_position_embeddings,
             rope_scaling=_rope_scaling(path, config.rope_parameters),
+            experts=_experts(path, config) if family == "qwen3_moe" else None,
         )
 
 
@@ -163,4 +203,25 @@ def _rope_scaling(path: Path, rope: dict[str, Any]) -> RopeScaling | None:
         low_freq_factor=float(rope["low_freq_factor"]),
         high_freq_factor=float(rope["high_freq_factor"]),
         original_max_positions=int(rope["original_max_position_embeddings"]),
+    )
+
+
+def _experts(path: Path, config: Any) -> ExpertShape:
+    file = path / "config.json"
+    if config.mlp_only_layers or config.decoder_sparse_step != 1:
+        raise UserError(
+            f"{file}: mlp_only_layers={config.mlp_only_layers} and decoder_sparse_step={config.decoder_sparse_step} mix "
+            "dense and expert layers; only models with experts in every layer are supported"
+        )
+    if not 0 < config.num_experts_per_tok <= config.num_experts:
+        raise UserError(
+            f"{file}: num_experts_per_tok={config.num_experts_per_tok} of {config.num_experts} experts cannot be chosen"
+        )
+    if config.norm_topk_prob and config.num_experts_per_tok == 1:
+        raise UserError(f"{file}: norm_topk_prob with one expert a token gives the router no gradient: not supported")
+    return ExpertShape(
+        count=config.num_experts,
+        top_k=config.num_experts_per_tok,
+        normalise=config.norm_topk_prob,
+        balance_coefficient=float(config.router_aux_loss_coef),
     )

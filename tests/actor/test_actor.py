@@ -98,7 +98,7 @@ def test_the_gradient_norm_and_loss_are_those_of_the_trajectories():
 
 def test_weights_come_from_the_hugging_face_directory(tmp_path):
     source = new_actor()
-    save_file({n: t.contiguous() for n, t in hf_tensors(source.model, cases.QWEN3)}, tmp_path / "model.safetensors")
+    save_file({n: t.contiguous() for n, t in hf_tensors([source.model], cases.QWEN3)}, tmp_path / "model.safetensors")
     torch.manual_seed(99)
     loaded = Actor(cases.job(), cases.QWEN3, tmp_path, optimizer=OptimizerConfig(lr=1e-2), total_updates=10)
     packs = packs_of(0)

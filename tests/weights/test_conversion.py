@@ -11,12 +11,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from tiny_models import CASES, make, megatron_logprobs, reference_logprobs, sample_tokens, weigh
-from torch import Tensor
+from tiny_models import CASES, gradients, make, megatron_logprobs, reference_logprobs, sample_tokens, weigh
+from torch import Tensor, nn
 
 from arpo_megatron.config import ParallelConfig
+from arpo_megatron.weights.held import HeldParameters
 from arpo_megatron.weights.mapping import Entry, entries
-from arpo_megatron.weights.shape import ModelShape
+from arpo_megatron.weights.shape import ExpertShape, ModelShape
 
 HERE = Path(__file__).parent
 
@@ -27,7 +28,7 @@ def loaded(path: Path, dtype: str = "float32"):
 
     shape = ModelShape.from_hf(path)
     model = build_model(shape, ParallelConfig(), dtype)
-    load_hf(model, shape, path)
+    load_hf([model], shape, path)
     return model, shape
 
 
@@ -61,8 +62,8 @@ def test_gradients_are_those_of_transformers_under_the_same_names(case: str, tmp
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(parameter.grad)
-    expected = {name: parameter.grad for name, parameter in reference.named_parameters()}
-    got = dict(hf_tensors(model, shape))
+    expected = gradients(reference)
+    got = dict(hf_tensors([model], shape))
     assert got.keys() == expected.keys()
     for name, gradient in expected.items():
         assert (gradient - got[name]).norm() < 1e-5 * gradient.norm(), name
@@ -75,38 +76,60 @@ def test_a_round_trip_keeps_every_bit(case: str, tmp_path: Path) -> None:
 
     make(tmp_path / "source", case)
     model, shape = loaded(tmp_path / "source")
-    export_hf(model, shape, tmp_path / "source", tmp_path / "out")
+    export_hf([model], shape, tmp_path / "source", tmp_path / "out")
     assert_same_bits(load_file(tmp_path / "source/model.safetensors"), load_file(tmp_path / "out/model.safetensors"))
 
 
-def test_two_tensor_parallel_ranks_compute_and_export_the_same(tmp_path: Path) -> None:
-    references = {case: make(tmp_path / "models" / case, case) for case in CASES}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])}
+# Four layers where an interleaved pipeline of two stages wants them; models with experts in every layout.
+FOUR_RANKS = ("llama-tied-rope3", "qwen2", "qwen3-tied", "qwen3moe", "qwen3moe-tied-raw")
+
+
+@pytest.mark.parametrize(
+    ("cases", "layouts"),
+    [
+        (tuple(CASES), ("tensor", "pipeline", "expert")),
+        (FOUR_RANKS, ("tensor-pipeline", "tensor-expert", "interleaved")),
+    ],
+    ids=["two-ranks", "four-ranks"],
+)
+def test_a_round_trip_keeps_every_bit_in_every_layout(
+    cases: tuple[str, ...], layouts: tuple[str, ...], tmp_path: Path
+) -> None:
+    from roundtrip import LAYOUTS
+
+    references = {case: make(tmp_path / "models" / case, case, num_hidden_layers=4) for case in cases}
+    (ranks,) = {LAYOUTS[name].world_size for name in layouts}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE), *sys.path]), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [*command, str(HERE / "tp_roundtrip.py"), str(tmp_path / "models"), "2"],
+        [*command, str(HERE / "roundtrip.py"), str(tmp_path / "models"), *layouts],
         env=environment,
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=240,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    for case, reference in references.items():
-        out = tmp_path / "exported" / case
-        assert_same_bits(
-            load_file(tmp_path / "models" / case / "model.safetensors"), load_file(out / "model.safetensors")
-        )
-        expected = reference_logprobs(reference, sample_tokens())
-        assert (torch.load(out / "logprobs.pt") - expected).abs().max() < 1e-4, case
+    for layout in layouts:
+        for case, reference in references.items():
+            out = tmp_path / "exported" / layout / case
+            if LAYOUTS[layout].expert > 1 and "moe" not in case:
+                assert not out.exists()
+                continue
+            source = load_file(tmp_path / "models" / case / "model.safetensors")
+            assert_same_bits(source, load_file(out / "model.safetensors"))
+            if LAYOUTS[layout].pipeline == 1:
+                expected = reference_logprobs(reference, sample_tokens())
+                assert (torch.load(out / "logprobs.pt") - expected).abs().max() < 1e-4, (layout, case)
 
 
 @st.composite
 def shapes_and_ranks(draw: st.DrawFn) -> tuple[ModelShape, int]:
     ranks = draw(st.sampled_from([1, 2, 3, 4]))
     groups = ranks * draw(st.integers(1, 2))
+    family = draw(st.sampled_from(["llama", "qwen2", "qwen3", "qwen3_moe"]))
     shape = ModelShape(
-        family=draw(st.sampled_from(["llama", "qwen2", "qwen3"])),
+        family=family,
         layers=draw(st.integers(1, 2)),
         hidden=draw(st.integers(1, 5)),
         heads=groups * draw(st.integers(1, 3)),
@@ -120,38 +143,79 @@ def shapes_and_ranks(draw: st.DrawFn) -> tuple[ModelShape, int]:
         qkv_bias=False,
         qk_norm=False,
         max_positions=8,
+        experts=ExpertShape(3, 2, True, 0.0) if family == "qwen3_moe" else None,
     )
     return shape, ranks
 
 
 @settings(max_examples=60, deadline=None)
 @given(shapes_and_ranks())
-def test_joining_every_ranks_pieces_and_splitting_them_changes_nothing(case: tuple[ModelShape, int]) -> None:
+def test_filling_every_ranks_parameter_and_putting_it_back_changes_nothing(case: tuple[ModelShape, int]) -> None:
     shape, ranks = case
     for entry in entries(shape):
         full = {name: torch.randn(size) for name, size in entry.hf.items()}
-        shards = [join(entry, full, rank, ranks) for rank in range(ranks)]
-        assert len({shard.shape for shard in shards}) == 1
-        assert_same_bits(full, dict(entry.split(shards)))
+        parameters = [fill(entry, full, rank, ranks) for rank in range(ranks)]
+        assert all(parameter.isfinite().all() for parameter in parameters)
+        back = {name: torch.full(size, torch.nan) for name, size in entry.hf.items()}
+        for index, whole in enumerate(back.values()):
+            for rank, parameter in enumerate(parameters):
+                entry.put(whole, entry.read_part(parameter, index, ranks), rank, ranks)
+        assert_same_bits(full, back)
 
 
-def join(entry: Entry, full: dict[str, Tensor], rank: int, ranks: int) -> Tensor:
-    return entry.join([full[name][entry.piece(size, rank, ranks)] for name, size in entry.hf.items()], ranks)
+def fill(entry: Entry, full: dict[str, Tensor], rank: int, ranks: int) -> Tensor:
+    """A rank's parameter of Megatron's shape: all parts of one width, side by side in the first dimension."""
+    shapes = [entry.part_shape(size, ranks) for size in entry.hf.values()]
+    parameter = torch.full((sum(shape[0] for shape in shapes), *shapes[0][1:]), torch.nan)
+    for part, (name, size) in zip(entry.parts(parameter, ranks), entry.hf.items(), strict=True):
+        entry.fill(part, full[name][entry.piece(size, rank, ranks)])
+    return parameter
 
 
-def test_norms_are_found_under_the_names_of_both_layer_specs() -> None:
-    shape = ModelShape("llama", 1, 4, 2, 2, 2, 4, 8, 1e4, 1e-6, False, False, False, 8)
+def test_parameters_are_found_under_the_names_of_both_layer_specs() -> None:
+    experts = ExpertShape(2, 1, False, 0.0)
+    shape = ModelShape("qwen3_moe", 1, 4, 2, 2, 2, 4, 8, 1e4, 1e-6, False, False, True, 8, None, experts)
     both = [entry for entry in entries(shape) if len(entry.megatron) == 2]
-    assert [name for entry in both for name in entry.hf] == [
-        "model.layers.0.input_layernorm.weight",
-        "model.layers.0.post_attention_layernorm.weight",
+    assert [entry.megatron[1] for entry in both] == [
+        "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight",
+        "decoder.layers.0.mlp.linear_fc1.layer_norm_weight",
+        "decoder.layers.0.mlp.experts.linear_fc1.weight0",
+        "decoder.layers.0.mlp.experts.linear_fc1.weight1",
+        "decoder.layers.0.mlp.experts.linear_fc2.weight0",
+        "decoder.layers.0.mlp.experts.linear_fc2.weight1",
     ]
     weight = torch.ones(4)
     for entry in both:
         for name in entry.megatron:
-            assert entry.parameter({name: weight}) is weight
+            held = HeldParameters({name: weight}, frozenset([0]), frozenset([0, 1]))
+            assert held.find(entry) == (name, weight)
     with pytest.raises(KeyError, match="no parameter"):
-        both[0].parameter({})
+        HeldParameters({}, frozenset([0]), frozenset([1])).find(both[3])
+    assert HeldParameters({}, frozenset([0]), frozenset([1])).find(both[2]) is None  # another rank's expert
+    assert HeldParameters({}, frozenset([1]), frozenset([0, 1])).find(both[2]) is None  # another stage's layer
+
+
+class Numbered(nn.Module):
+    """A layer of another stage, named as Transformer Engine's grouped experts name their weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer_number = 6
+        self.mlp = nn.Module()
+        self.mlp.local_expert_indices = [2, 3]
+        self.mlp.experts = nn.Module()
+        self.mlp.experts.linear_fc1 = nn.Module()
+        for number in range(2):
+            self.mlp.experts.linear_fc1.register_parameter(f"weight{number}", nn.Parameter(torch.ones(1)))
+
+
+def test_layers_and_experts_of_a_rank_get_the_numbers_of_the_whole_model() -> None:
+    chunk = nn.Module()
+    chunk.decoder = nn.Module()
+    chunk.decoder.layers = nn.ModuleList([Numbered()])
+    held = HeldParameters.of([chunk])
+    assert set(held.parameters) == {f"decoder.layers.5.mlp.experts.linear_fc1.weight{number}" for number in (2, 3)}
+    assert (held.layers, held.experts) == ({5}, {2, 3})
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -162,7 +226,7 @@ def test_a_sharded_export_loads_again_and_opens_in_transformers(tmp_path: Path) 
 
     reference = make(tmp_path / "source", "qwen3")
     model, shape = loaded(tmp_path / "source")
-    export_hf(model, shape, tmp_path / "source", tmp_path / "out", max_shard_bytes=20_000)
+    export_hf([model], shape, tmp_path / "source", tmp_path / "out", max_shard_bytes=20_000)
     files = sorted((tmp_path / "out").glob("model-*.safetensors"))
     index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
     assert len(files) > 1
@@ -187,7 +251,7 @@ def test_an_export_replaces_a_directory_whole_and_takes_the_tokenizer_along(tmp_
     out.mkdir()
     (out / "stale").write_text("of an older export")
     model, shape = loaded(source, "bfloat16")
-    export_hf(model, shape, source, out)
+    export_hf([model], shape, source, out)
     names = {file.name for file in out.iterdir()}
     assert names == {"config.json", "generation_config.json", "tokenizer.json", "model.safetensors"}
     assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"

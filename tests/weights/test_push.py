@@ -69,7 +69,7 @@ def test_each_push_gives_the_engine_the_trainers_weights_and_version(
         reference = make(tmp_path / str(version), "qwen3-tied", seed=version)
         shape = ModelShape.from_hf(tmp_path / str(version))
         model = build_model(shape, ParallelConfig(), "float32")
-        load_hf(model, shape, tmp_path / str(version))
+        load_hf([model], shape, tmp_path / str(version))
         with torch.no_grad():
             trainer = megatron_logprobs(model, TOKENS).numpy()
             expected = reference_logprobs(reference, TOKENS).numpy()
@@ -77,7 +77,7 @@ def test_each_push_gives_the_engine_the_trainers_weights_and_version(
         cached_before = generate(engine.url)["meta_info"]["cached_tokens"]
         assert probe_gap(trainer, pusher.score(TOKENS.tolist())[0]) > 0.1
 
-        report = pusher.push(hf_tensors(model, shape), version)
+        report = pusher.push(hf_tensors([model], shape), version)
 
         after = generate(engine.url)["meta_info"]
         assert after["weight_version"] == str(version)

@@ -88,7 +88,7 @@ def refusal(model_and_shape: tuple[Any, ModelShape], path: Path) -> str:
     from arpo_megatron.weights.load import load_hf
 
     with pytest.raises(UserError) as error:
-        load_hf(*model_and_shape, path)
+        load_hf([model_and_shape[0]], model_and_shape[1], path)
     return line(error)
 
 

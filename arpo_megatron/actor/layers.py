@@ -1,0 +1,86 @@
+"""The layers that the model is made of: Megatron's specs with our norms, core attention, CPU products and router.
+
+With CUDA the linear layers are Megatron's own for now, and experts run one after another; Transformer Engine's layers
+(with its grouped products for experts) belong into `block_spec`. The weight mapping knows their names already.
+"""
+
+from typing import Any
+
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from torch import Tensor, nn
+from torch.nn.functional import rms_norm
+
+from arpo_megatron.actor.attention import TreeAttention
+from arpo_megatron.actor.linear import CpuColumnParallelLinear, CpuRowParallelLinear
+from arpo_megatron.actor.router import TreeTopKRouter
+from arpo_megatron.config import ParallelConfig
+from arpo_megatron.weights.shape import ModelShape
+
+
+class RMSNorm(nn.Module):
+    """RMSNorm in the shape of a layer spec's norm, usable under sequence parallelism.
+
+    Megatron's own wrapper refuses sequence parallelism; all it takes is the mark that makes the weight's gradient be
+    summed over the tensor-parallel ranks.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.eps = eps
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[..., hidden_size] -> the same."""
+        return rms_norm(hidden, self.weight.shape, self.weight, self.eps)
+
+
+def block_spec(config: TransformerConfig, stage: int | None = None) -> TransformerBlockSubmodules:
+    """The layers of this pipeline stage (of its chunk `stage`, with an interleaved pipeline), all alike."""
+    layer: ModuleSpec = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
+    )
+    layer.submodules.input_layernorm = RMSNorm
+    layer.submodules.pre_mlp_layernorm = RMSNorm
+    attention = layer.submodules.self_attention.submodules
+    attention.core_attention = TreeAttention
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    mlp: MLPSubmodules = layer.submodules.mlp.submodules
+    if config.num_moe_experts is not None:
+        layer.submodules.mlp.submodules.router = TreeTopKRouter
+        mlp = layer.submodules.mlp.submodules.experts.submodules
+    if not torch.cuda.is_available():
+        attention.linear_qkv = mlp.linear_fc1 = CpuColumnParallelLinear
+        attention.linear_proj = mlp.linear_fc2 = CpuRowParallelLinear
+    layers = get_num_layers_to_build(config, vp_stage=stage)
+    return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=RMSNorm)
+
+
+def expert_fields(shape: ModelShape, parallel: ParallelConfig, balance_coefficient: float) -> dict[str, Any]:
+    """The fields of TransformerConfig for a mixture of experts; almost none for a dense model.
+
+    Tokens travel by all-to-all, because expert-parallel ranks hold packs of different lengths and the all-gather
+    dispatcher wants equal ones.
+    """
+    dispatcher = {"moe_token_dispatcher_type": "alltoall"}  # dense pipelines too: the default refuses packs of any length
+    if (experts := shape.experts) is None:
+        return dispatcher
+    return {
+        **dispatcher,
+        "num_moe_experts": experts.count,
+        "moe_ffn_hidden_size": shape.ffn,
+        "moe_router_topk": experts.top_k,
+        "moe_router_pre_softmax": not experts.normalise,
+        "moe_router_score_function": "softmax",
+        "moe_router_load_balancing_type": "aux_loss" if balance_coefficient else "none",
+        "moe_aux_loss_coeff": balance_coefficient,
+        "moe_expert_capacity_factor": None,  # no token is dropped
+        "expert_model_parallel_size": parallel.expert,
+        "expert_tensor_parallel_size": parallel.expert_tensor,
+    }

@@ -1,0 +1,157 @@
+"""The router of a mixture of experts, and its balance over trajectories instead of tree tokens.
+
+A token that m trajectories share counts m times, and padding not at all, in the experts' load and in the loss that
+pulls them level (global-batch balance, arXiv 2501.11873, the way Qwen3's were trained). For a layer with E experts and
+the tokens t of all packs of a minibatch, with multiplicities m_t, M their sum and p_te the softmax of the router,
+
+    loss = coefficient * sum_t m_t / M * E * sum_e load_e * p_te
+
+and load_e is a constant: the share of all choices that fell on expert e in the last whole pass over packs (as in every
+such loss, choices have no gradient). The loss is therefore a sum over tokens: it and its gradient do not depend on how
+tokens are packed, cut into micro-batches or laid over ranks, and a tree's equal those of its flattened trajectories
+exactly. Taking load_e from the packs at hand would make it depend on the packing, because the product of two sums does.
+
+In reinforcement learning the log-prob pass over the step's packs comes first, so the load of the first update is that
+of the present weights. Before any pass the load is level, and a level load has no gradient: sum_e p_te is 1.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor, nn
+
+from arpo_megatron.actor.context import PackContext
+from arpo_megatron.actor.linear import linear
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertBalance:
+    """How evenly a pass used the experts, over logical tokens.
+
+    Attributes:
+        busiest: load of the busiest expert of any layer over the mean load; 1 is level, the count of experts the most.
+        loss: mean over layers of E * sum_e load_e * mean_t p_te, without coefficient; 1 is level.
+    """
+
+    busiest: float
+    loss: float
+
+
+class TreeTopKRouter(TopKRouter):  # type: ignore[misc]
+    """Megatron's router with the choice of transformers' Qwen3-MoE and the loss above. No token is ever dropped.
+
+    Attributes:
+        load: float64[experts], share of all choices that fell on each expert in the last finished pass; in checkpoints.
+        logical_tokens: sum of the multiplicities of all packs of the present pass, on all ranks; see `begin_pass`.
+        choices: float64[experts], choices of the present pass on this rank so far.
+        scores: float64[experts], likewise sums of the softmax.
+    """
+
+    def __init__(self, config: Any, pg_collection: Any = None) -> None:
+        super().__init__(config=config, pg_collection=pg_collection)
+        count = config.num_moe_experts
+        device = torch.cuda.current_device()
+        self.register_buffer("load", torch.full((count,), 1 / count, dtype=torch.float64, device=device))
+        self.logical_tokens: float | None = None
+        self.choices = torch.zeros(count, dtype=torch.float64, device=device)
+        self.scores = torch.zeros_like(self.choices)
+
+    def gating(self, hidden: Tensor) -> Tensor:
+        """[n, 1, hidden] -> logits [n, 1, experts] in the type of the model, as transformers and SGLang compute them.
+
+        Megatron's own names a function of Transformer Engine that is undefined without it.
+        """
+        return linear(hidden, self.weight)
+
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Experts of every token and their weights.
+
+        Args:
+            logits: [n, 1, experts] of this rank's tokens.
+            padding_mask: unused; padding has multiplicity 0.
+
+        Returns:
+            weights [n, experts], zero for experts not chosen, float32 (float64 for float64 logits), and bool[n, experts].
+        """
+        logits = logits.flatten(0, -2)
+        # float32 like transformers' and SGLang's; Megatron's own would round float64 to it too.
+        scores = logits.softmax(-1, dtype=torch.float64 if logits.dtype == torch.float64 else torch.float32)
+        weights, experts = scores.topk(self.topk, dim=-1)
+        if not self.config.moe_router_pre_softmax:
+            weights = weights / weights.sum(-1, keepdim=True)
+        routing_map = torch.zeros_like(scores, dtype=torch.bool).scatter(1, experts, True)
+        probabilities = torch.zeros_like(scores).scatter(1, experts, weights)
+        multiplicity = self._multiplicity(len(scores))
+        if multiplicity is not None:
+            # Recomputation counts every token twice; shares do not change by it.
+            self.choices += multiplicity @ routing_map.double()
+            self.scores += multiplicity @ scores.detach().double()
+        if self.config.moe_aux_loss_coeff and self.training and torch.is_grad_enabled():
+            loss = self._balance_loss(scores, multiplicity)
+            probabilities = MoEAuxLossAutoScaler.apply(probabilities, loss)
+        return probabilities, routing_map
+
+    def _multiplicity(self, tokens: int) -> Tensor | None:
+        """float64[tokens] of this rank; under sequence parallelism its slice of the pack's."""
+        context = PackContext.current  # set by the attention of the same layer
+        if context is None:
+            return None
+        whole = context.multiplicity
+        first = 0 if len(whole) == tokens else self.tp_group.rank() * tokens
+        return whole[first : first + tokens].double()
+
+    def _balance_loss(self, scores: Tensor, multiplicity: Tensor | None) -> Tensor:
+        if multiplicity is None or self.logical_tokens is None:
+            raise RuntimeError("the router's loss needs begin_pass and the multiplicities of the pack")
+        share = multiplicity / max(self.logical_tokens, 1.0)
+        scale = self.config.moe_aux_loss_coeff * self.config.num_moe_experts
+        return (scores * torch.outer(share, scale * self.load).to(scores.dtype)).sum()
+
+
+def begin_pass(chunks: Sequence[nn.Module], logical_tokens: float) -> None:
+    """Before the packs of a minibatch run (forward, or forward and backward).
+
+    Args:
+        chunks: this rank's model.
+        logical_tokens: sum of the multiplicities over the packs of ALL ranks.
+    """
+    for router in _routers(chunks):
+        router.logical_tokens = logical_tokens
+        router.choices.zero_()
+        router.scores.zero_()
+
+
+def finish_pass(chunks: Sequence[nn.Module]) -> ExpertBalance | None:
+    """After all packs of a pass have run on all ranks: the load that the next pass is balanced by, and its figures.
+
+    A collective of all ranks of a model with experts; None without experts or without counted tokens.
+    """
+    routers = list(_routers(chunks))
+    if not routers:
+        return None
+    sums = torch.stack([torch.stack([router.choices, router.scores]) for router in routers])
+    dist.all_reduce(sums, group=routers[0].tp_dp_cp_group)
+    totals = sums.sum(-1, keepdim=True)
+    if not bool((totals > 0).all()):
+        return None
+    load, probability = (sums / totals).unbind(1)
+    for router, shares in zip(routers, load, strict=True):
+        router.load.copy_(shares)
+    experts = load.shape[1]
+    losses = experts * (load * probability).sum(-1)
+    mean = torch.stack([losses.sum(), losses.new_tensor(float(len(losses)))])
+    busiest = experts * load.max()
+    pipeline = parallel_state.get_pipeline_model_parallel_group()
+    dist.all_reduce(mean, group=pipeline)
+    dist.all_reduce(busiest, dist.ReduceOp.MAX, group=pipeline)
+    return ExpertBalance(busiest=float(busiest), loss=float(mean[0] / mean[1]))
+
+
+def _routers(chunks: Sequence[nn.Module]) -> Iterator[TreeTopKRouter]:
+    return (module for chunk in chunks for module in chunk.modules() if isinstance(module, TreeTopKRouter))

@@ -1,0 +1,239 @@
+"""Safetensors files, read and written a piece at a time.
+
+The format is a length (8 bytes, little endian), a JSON header of names, types, shapes and byte ranges, and the bytes.
+The safetensors package maps whole files into memory, so that every page read stays with the process, and writes from
+a dictionary of whole tensors; here a rank holds only the piece that it reads, and the tensor that it writes.
+"""
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import BinaryIO, Self
+
+import torch
+from torch import Tensor
+
+from arpo_megatron.errors import UserError
+
+Shape = tuple[int, ...]
+
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_BLOCK_BYTES = 8 * 2**20
+"""Whole rows are read in blocks of this size where only some columns are kept."""
+_LARGEST_HEADER = 100_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a tensor lies: an open file, its first byte there, its type's name and its shape."""
+
+    file: BinaryIO
+    offset: int
+    dtype: str
+    shape: Shape
+
+
+class TensorFiles:
+    """The safetensors of a model directory, one file or several under an index; a context manager.
+
+    Attributes:
+        names: every tensor and the file it is in.
+
+    Raises:
+        UserError: the directory has no safetensors, or one that is listed is missing or damaged.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._stack = ExitStack()
+        self._headers: dict[Path, dict[str, Place]] = {}
+        self.names = self._index()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self._stack.close()
+
+    def check(self, tensors: Mapping[str, Shape]) -> None:
+        """Look all of them up, without reading any.
+
+        Raises:
+            UserError: one is missing, of another shape or of a type that is not read.
+        """
+        for name, shape in tensors.items():
+            place = self._place(name)
+            if place.shape != shape:
+                raise UserError(
+                    f"{self.path}: tensor {name} has shape {list(place.shape)}, but config.json says {list(shape)}"
+                )
+            if place.dtype not in _DTYPES:
+                raise UserError(
+                    f"{self.path}: tensor {name} is stored as {place.dtype}, which is not read ({', '.join(_DTYPES)} are)"
+                )
+
+    def read(self, name: str, index: tuple[slice, ...]) -> Tensor:
+        """That part of a tensor that `check` has passed, on the CPU; only rows inside of it are read."""
+        place = self._place(name)
+        rows, *columns = (range(*part.indices(size)) for part, size in zip(index, place.shape, strict=True))
+        dtype, width = _DTYPES[place.dtype], place.shape[1:]
+        row_bytes = prod(width) * dtype.itemsize
+        kept = [slice(part.start, part.stop) for part in columns]
+        if all(len(part) == size for part, size in zip(columns, width, strict=True)):
+            part = torch.empty(len(rows), *width, dtype=dtype)
+            self._fill(part, place, rows.start * row_bytes)
+            return part
+        part = torch.empty(len(rows), *(len(column) for column in columns), dtype=dtype)
+        step = max(1, _BLOCK_BYTES // row_bytes)
+        block = torch.empty(min(step, len(rows)), *width, dtype=dtype)
+        for start in range(0, len(rows), step):
+            count = min(step, len(rows) - start)
+            self._fill(block[:count], place, (rows.start + start) * row_bytes)
+            part[start : start + count] = block[:count][(slice(None), *kept)]
+        return part
+
+    def _fill(self, tensor: Tensor, place: Place, start: int) -> None:
+        """Read bytes from `start` of the tensor's data on into a contiguous tensor."""
+        left, offset = _bytes(tensor), place.offset + start
+        while left:
+            count = os.preadv(place.file.fileno(), [left], offset)
+            if not count:
+                raise UserError(f"{place.file.name} is damaged: it ends before its last tensor")
+            left, offset = left[count:], offset + count
+
+    def _place(self, name: str) -> Place:
+        if name not in self.names:
+            raise UserError(f"{self.path}: tensor {name} is missing")
+        file = self.names[name]
+        places = self._header(file)
+        if name not in places:
+            raise UserError(f"{file} does not hold tensor {name}, although the index says so")
+        return places[name]
+
+    def _index(self) -> dict[str, Path]:
+        if not self.path.is_dir():
+            raise UserError(f"{self.path} is not a directory: model.path must be a Hugging Face model directory")
+        index = self.path / "model.safetensors.index.json"
+        if index.exists():
+            try:
+                return {name: self.path / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise UserError(f"{index} is damaged: {error!r}") from None
+        single = self.path / "model.safetensors"
+        if not single.exists():
+            raise UserError(f"{self.path} has neither model.safetensors nor {index.name}: other formats are not read")
+        return dict.fromkeys(self._header(single), single)
+
+    def _header(self, file: Path) -> dict[str, Place]:
+        if file not in self._headers:
+            try:
+                opened = self._stack.enter_context(file.open("rb"))
+            except FileNotFoundError:
+                raise UserError(f"{file} is missing, although the index lists it") from None
+            try:
+                self._headers[file] = _parse_header(opened)
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise UserError(f"{file} is damaged: {error}") from None
+        return self._headers[file]
+
+
+def write_tensors(
+    tensors: Iterable[tuple[str, Tensor]],
+    shapes: Mapping[str, Shape],
+    dtype: torch.dtype,
+    directory: Path,
+    max_shard_bytes: int,
+) -> None:
+    """Write safetensors files, and for more than one their index, from tensors that come one by one.
+
+    Args:
+        tensors: all of `shapes`, in that order, of type `dtype`, on any device; run to its end.
+        shapes: names and shapes, known beforehand because a file begins with them.
+        dtype: of all tensors.
+        directory: an existing one without such files.
+        max_shard_bytes: of a file's data; a larger tensor has a file of its own.
+
+    Raises:
+        RuntimeError: a tensor is not the one that comes next.
+    """
+    coming = iter(tensors)
+    sizes = {name: prod(shape) * dtype.itemsize for name, shape in shapes.items()}
+    groups = list(_grouped(sizes, max_shard_bytes))
+    weight_map: dict[str, str] = {}
+    for number, names in enumerate(groups):
+        file = f"model-{number + 1:05d}-of-{len(groups):05d}.safetensors" if len(groups) > 1 else "model.safetensors"
+        weight_map.update(dict.fromkeys(names, file))
+        with (directory / file).open("wb") as out:
+            out.write(_make_header({name: shapes[name] for name in names}, dtype))
+            for name in names:
+                _write_next(coming, out, name, shapes[name], dtype)
+    if (extra := next(coming, None)) is not None:
+        raise RuntimeError(f"tensor {extra[0]} was not expected")
+    if len(groups) > 1:
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
+        (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _write_next(
+    coming: Iterator[tuple[str, Tensor]], out: BinaryIO, name: str, shape: Shape, dtype: torch.dtype
+) -> None:
+    found, tensor = next(coming, ("nothing", torch.empty(0)))
+    if (found, tuple(tensor.shape), tensor.dtype) != (name, shape, dtype):
+        raise RuntimeError(f"expected {name} {shape} {dtype}, got {found} {tuple(tensor.shape)} {tensor.dtype}")
+    out.write(_bytes(tensor.detach().cpu().contiguous()))
+
+
+def _grouped(sizes: Mapping[str, int], limit: int) -> Iterator[list[str]]:
+    """Consecutive names whose sizes stay within the limit together; a larger one is alone."""
+    held: list[str] = []
+    total = 0
+    for name, size in sizes.items():
+        if held and total + size > limit:
+            yield held
+            held, total = [], 0
+        held.append(name)
+        total += size
+    if held:
+        yield held
+
+
+def _make_header(shapes: Mapping[str, Shape], dtype: torch.dtype) -> bytes:
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, shape in shapes.items():
+        start, end = end, end + prod(shape) * dtype.itemsize
+        header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # the data begins at a multiple of 8
+    return len(text).to_bytes(8, "little") + text
+
+
+def _parse_header(file: BinaryIO) -> dict[str, Place]:
+    """Raises ValueError, or what reading wrong JSON raises, where it is not a safetensors file."""
+    length = int.from_bytes(file.read(8), "little")
+    if not 0 < length <= _LARGEST_HEADER:
+        raise ValueError(f"its header cannot be {length} bytes long")
+    start, size = 8 + length, os.fstat(file.fileno()).st_size
+    places = {}
+    for name, entry in json.loads(file.read(length)).items():
+        if name == "__metadata__":
+            continue
+        first, last = entry["data_offsets"]
+        shape, dtype = tuple(entry["shape"]), entry["dtype"]
+        known = _DTYPES.get(dtype)
+        if known is not None and last - first != prod(shape) * known.itemsize:
+            raise ValueError(f"tensor {name} of shape {list(shape)} cannot take {last - first} bytes")
+        if first < 0 or start + last > size:
+            raise ValueError(f"it ends before its tensor {name}")
+        places[name] = Place(file, start + first, dtype, shape)
+    return places
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the CPU."""
+    return memoryview(tensor.view(-1).view(torch.uint8).numpy())

@@ -1,0 +1,66 @@
+"""torchrun script: in each layout load every model under ROOT, compute log-probs where one stage can, export again.
+
+Arguments: ROOT and the names of layouts, all of as many ranks as were started.
+"""
+
+import math
+import sys
+from pathlib import Path
+
+import torch
+from megatron.core import parallel_state
+from tiny_models import megatron_logprobs, sample_tokens
+
+from arpo_megatron.actor import parallel
+from arpo_megatron.actor.model import build_chunks
+from arpo_megatron.config import ParallelConfig
+from arpo_megatron.weights.export import export_hf
+from arpo_megatron.weights.load import load_hf
+from arpo_megatron.weights.shape import ModelShape
+
+LAYOUTS = {
+    "tensor": ParallelConfig(tensor=2, sequence=True),
+    "pipeline": ParallelConfig(pipeline=2),
+    "expert": ParallelConfig(data=2, expert=2),
+    "tensor-pipeline": ParallelConfig(tensor=2, pipeline=2, sequence=True),
+    "tensor-expert": ParallelConfig(tensor=2, data=2, expert=2, sequence=True),
+    "interleaved": ParallelConfig(data=2, pipeline=2, virtual_pipeline=2, expert=2),
+}
+
+
+def main() -> None:
+    root, names = Path(sys.argv[1]), sys.argv[2:]
+    for name in names:
+        layout = LAYOUTS[name]
+        if name == names[0]:
+            parallel.initialize(layout, seed=1)
+            told = parallel.broadcast_object({"from": "the leader"} if parallel.is_leader() else None)
+            assert told == {"from": "the leader"}
+        else:
+            parallel_state.destroy_model_parallel()
+            parallel.lay_out(layout)
+        for source in sorted(root.iterdir()):
+            shape = ModelShape.from_hf(source)
+            if layout.expert > 1 and shape.experts is None:
+                continue
+            round_trip(shape, source, layout, root.parent / "exported" / name / source.name)
+    parallel.destroy()
+
+
+def round_trip(shape: ModelShape, source: Path, layout: ParallelConfig, out: Path) -> None:
+    chunks = build_chunks(shape, layout, "float32", initialize=False)
+    for chunk in chunks:
+        for tensor in chunk.parameters():
+            torch.nn.init.constant_(tensor, math.nan)  # whatever is left unloaded will show
+    load_hf(chunks, shape, source)
+    assert all(tensor.isfinite().all() for chunk in chunks for tensor in chunk.parameters())
+    export_hf(chunks, shape, source, out)
+    if layout.pipeline == 1:
+        with torch.no_grad():
+            logprobs = megatron_logprobs(chunks[0], sample_tokens())
+        if parallel.is_leader():
+            torch.save(logprobs, out / "logprobs.pt")
+
+
+if __name__ == "__main__":
+    main()
