@@ -68,7 +68,9 @@ def expert_fields(shape: ModelShape, parallel: ParallelConfig, balance_coefficie
     Tokens travel by all-to-all, because expert-parallel ranks hold packs of different lengths and the all-gather
     dispatcher wants equal ones.
     """
-    dispatcher = {"moe_token_dispatcher_type": "alltoall"}  # dense pipelines too: the default refuses packs of any length
+    dispatcher = {
+        "moe_token_dispatcher_type": "alltoall"
+    }  # dense pipelines too: the default refuses packs of any length
     if (experts := shape.experts) is None:
         return dispatcher
     return {

@@ -97,7 +97,6 @@ _STATE = "allocates a scalar or a loss-scale tensor on the device of the rank"
 _TYPES = "chooses parameter groups by the name of the tensor type"
 
 
-
 def _split_sizes_for_gloo(self: Any, point: str, tokens_per_expert: Any = None) -> Any:
     """What the all-to-all dispatcher copies to the host on CUDA is there already; only its form is another."""
     if point == self.cuda_dtoh_point:
@@ -126,9 +125,7 @@ PATCHES: tuple[Replace | Preset | Retarget, ...] = (
         "restores the generator by a private CUDA call (recomputation, tensor-parallel initialisation)",
     ),
     Preset(_DISPATCHER + "cuda_dtoh_stream", "none", "would be a new CUDA stream, for copies to the host"),
-    Replace(
-        _DISPATCHER + "_maybe_dtoh_and_synchronize", _split_sizes_for_gloo, "copies to the host on that stream"
-    ),
+    Replace(_DISPATCHER + "_maybe_dtoh_and_synchronize", _split_sizes_for_gloo, "copies to the host on that stream"),
     Retarget("megatron.core.utils:local_multi_tensor_l2_norm", _DEVICE, "returns the norm on the device"),
     Retarget("megatron.core.optimizer.clip_grads:get_grad_norm_fp32", _DEVICE, _STATE),
     Retarget(

@@ -143,9 +143,7 @@ class _Route:
 
 def _stages(table: Sequence[Entry], held: HeldParameters) -> list[int]:
     """The pipeline rank that has each entry, or whose expert ranks have it."""
-    mine = {
-        index for index, entry in enumerate(table) if entry.layer in held.layers or held.find(entry) is not None
-    }
+    mine = {index for index, entry in enumerate(table) if entry.layer in held.layers or held.find(entry) is not None}
     count = parallel_state.get_pipeline_model_parallel_world_size()
     everyones: list[set[int]] = [mine] * count
     if count > 1:

@@ -35,6 +35,8 @@ QWEN3 = ModelShape(
 )
 QWEN2 = replace(QWEN3, family="qwen2", tied=True, qkv_bias=True, qk_norm=False)
 LLAMA = replace(QWEN3, family="llama", qk_norm=False, kv_heads=4)
+SHAPES = {"tied": replace(QWEN2, layers=4), "untied": replace(QWEN3, layers=4)}
+"""By name, deep enough for two stages of two chunks each."""
 
 
 def job(parallel: ParallelConfig | None = None, dtype: str = "float32", **fields) -> JobConfig:

@@ -46,7 +46,7 @@ def train(actor: Actor, layout: ParallelConfig, updates: range) -> list[dict[str
     return rows
 
 
-def lay_out(layout: ParallelConfig) -> None:
+def join(layout: ParallelConfig) -> None:
     """Megatron's groups anew; torch's own can be made only once under one torchrun."""
     if dist.is_initialized():
         parallel_state.destroy_model_parallel()
@@ -61,7 +61,7 @@ def main() -> None:
     root = Path(sys.argv[1])
     results = {}
     for name, layout in LAYOUTS.items():
-        lay_out(layout)
+        join(layout)
         fresh = train(new_actor(layout), layout, range(1))
         actor = new_actor(layout)
         actor.load(root / "start")

@@ -11,7 +11,7 @@ from pathlib import Path
 import cases
 import torch
 import torch.distributed as dist
-from layouts import lay_out
+from layouts import join
 
 from arpo_megatron.actor import parallel
 from arpo_megatron.actor.actor import Actor
@@ -31,7 +31,7 @@ def gradient(actor: Actor, budget: int) -> dict[str, torch.Tensor]:
     layout = actor.config.parallel
     packs = pack_trees(forest, credits, token_budget=budget, ranks=layout.data, inherit=layout.nested_packs)
     rows = actor.accumulate(packs, [pack.sampling_logprobs for pack in packs])
-    loss = actor.statistics(rows, 0.0, skipped=False).loss
+    loss = actor._stats(rows, 0.0, skipped=False).loss
     before = [[p.detach().clone() for p in chunk.parameters()] for chunk in actor.chunks]
     with torch.no_grad():
         # Export knows where every piece of every tensor is: let it gather the gradients in the weights' places.
@@ -50,7 +50,7 @@ def main() -> None:
     torch.set_num_threads(1)
     for name, (families, fields) in json.loads((root / "cases.json").read_text()).items():
         layout = ParallelConfig(**fields)
-        lay_out(layout)
+        join(layout)
         for family in families:
             job = cases.job(layout, algorithm=CLIP)
             actor = Actor(job, cases.SHAPES[family], root / family, optimizer=OptimizerConfig(), total_updates=1)
