@@ -41,6 +41,9 @@ class ModelConfig:
     """Width of the made model's gated MLP."""
     vocabulary_size: Positive = 2048
     """Largest vocabulary of a tokenizer trained on the data (byte-level BPE; the generated tasks need fewer)."""
+    router_aux_loss: NonNegativeFloat | Literal["model"] = 0.0
+    """Coefficient of the loss that levels the load of a mixture's experts, counted over trajectories; a level load has
+    a loss of 1 a layer. 0, usual in reinforcement learning: none. `model`: its config.json's `router_aux_loss_coef`."""
     max_length: Annotated[int, Field(ge=64)] = 2048
     """Longest trajectory in tokens: prompt, model and tool tokens together."""
 

@@ -23,6 +23,7 @@ from arpo_megatron.actor.model import DTYPES, TreeGPTModel, build_chunks
 from arpo_megatron.actor.optimizer import build_optimizer, build_scheduler, clipped_step
 from arpo_megatron.actor.packing import TreePack, empty_pack, last_uses
 from arpo_megatron.actor.parallel import device
+from arpo_megatron.actor.router import ExpertBalance, begin_pass, finish_pass
 from arpo_megatron.actor.schedule import Finish, run_nested, run_pipeline
 from arpo_megatron.config import JobConfig, OptimizerConfig
 from arpo_megatron.tree import Float32Array
@@ -85,7 +86,14 @@ class Actor:
     ) -> None:
         self.config = config
         self.shape = shape
-        self.chunks = build_chunks(shape, config.parallel, config.model.dtype, initialize=model_path is None)
+        balance = config.model.router_aux_loss
+        if balance == "model":
+            balance = 0.0 if shape.experts is None else shape.experts.balance_coefficient
+        self.chunks = build_chunks(
+            shape, config.parallel, config.model.dtype, initialize=model_path is None, balance_coefficient=balance
+        )
+        self.expert_balance: ExpertBalance | None = None
+        """Of the last pass over packs; None without experts."""
         if model_path is not None:
             load_hf(self.chunks, shape, model_path)
         self._dtype = DTYPES[config.model.dtype]
@@ -214,6 +222,21 @@ class Actor:
         extra = sum(index >= len(packs) for index in mine)
         padded = [*packs, *[empty_pack()] * extra]
         old = None if old_logprobs is None else [*old_logprobs, *[np.zeros(0, np.float32)] * extra]
+        begin_pass(self.chunks, float(sum(int(pack.multiplicity.sum()) for pack in packs)))
+        outputs = self._passes(padded, mine, old, finish, temperature=temperature, forward_only=forward_only)
+        self.expert_balance = finish_pass(self.chunks)
+        return outputs
+
+    def _passes(
+        self,
+        padded: Sequence[TreePack],
+        mine: Sequence[int],
+        old: Sequence[Float32Array] | None,
+        finish: Finish,
+        *,
+        temperature: float,
+        forward_only: bool,
+    ) -> list[Any]:
         with MicroBatches(padded, old, self._place) as batches:
             if self.config.parallel.pipeline > 1:
                 return run_pipeline(

@@ -41,16 +41,17 @@ def complete_state(optimizer: Any) -> None:
 
     With the state there from the beginning, a checkpoint has the same keys before and after the first update.
     """
-    inner = optimizer.optimizer
-    if not isinstance(inner, torch.optim.AdamW):
-        return
-    for group in inner.param_groups:
-        group["fused"] = True
-        for parameter in group["params"]:
-            state = inner.state[parameter]
-            state.setdefault("step", torch.zeros((), dtype=torch.float32, device=parameter.device))
-            state.setdefault("exp_avg", torch.zeros_like(parameter))
-            state.setdefault("exp_avg_sq", torch.zeros_like(parameter))
+    for part in optimizer.chained_optimizers:  # shared-out experts have one of their own
+        inner = part.optimizer
+        if not isinstance(inner, torch.optim.AdamW):
+            continue
+        for group in inner.param_groups:
+            group["fused"] = True
+            for parameter in group["params"]:
+                state = inner.state[parameter]
+                state.setdefault("step", torch.zeros((), dtype=torch.float32, device=parameter.device))
+                state.setdefault("exp_avg", torch.zeros_like(parameter))
+                state.setdefault("exp_avg_sq", torch.zeros_like(parameter))
 
 
 def build_scheduler(config: OptimizerConfig, optimizer: Any, total_updates: int) -> Any:

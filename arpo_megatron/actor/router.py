@@ -77,7 +77,8 @@ class TreeTopKRouter(TopKRouter):  # type: ignore[misc]
             padding_mask: unused; padding has multiplicity 0.
 
         Returns:
-            weights [n, experts], zero for experts not chosen, float32 (float64 for float64 logits), and bool[n, experts].
+            weights [n, experts], zero for experts not chosen, float32 (float64 for float64 logits); and which were
+            chosen, bool[n, experts].
         """
         logits = logits.flatten(0, -2)
         # float32 like transformers' and SGLang's; Megatron's own would round float64 to it too.

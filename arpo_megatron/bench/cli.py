@@ -3,6 +3,7 @@
 import json
 import os
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -39,6 +40,22 @@ def pack(
 
     names = [m.value for m in (mix or MixName)]
     _answer("pack", bench_pack(resolve.resolve("quickstart"), mixes=names, repeats=repeats, progress=not json_only))
+
+
+@app.command()
+def load(
+    gigabytes: Annotated[float, typer.Option(min=0.1, help="Weights of the random model, in 10^9 bytes.")] = 1.0,
+    tensor: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks.")] = 2,
+    pipeline: Annotated[int, typer.Option(min=1, help="Pipeline stages.")] = 1,
+    directory: Annotated[
+        Path | None, typer.Option(help="Where to write twice the weights; default: the temporary directory.")
+    ] = None,
+) -> None:
+    """Memory of loading and exporting a model: at most the own shard and the two largest tensors on every rank."""
+    os.environ.update(CPU_ENVIRONMENT)
+    from arpo_megatron.bench.load import bench_load
+
+    _answer("load", bench_load(gigabytes, tensor, pipeline, directory))
 
 
 def _answer(name: str, figures: dict[str, Any]) -> None:

@@ -17,6 +17,8 @@ from arpo_megatron.weights.mapping import Entry, entries, exported
 from arpo_megatron.weights.shape import ModelShape
 
 MAX_SHARD_BYTES = 5_000_000_000
+_BLOCK_BYTES = 2 * 2**20
+"""What tensor-parallel ranks send at a time."""
 
 _COPIED = (
     "generation_config.json",
@@ -52,8 +54,10 @@ def hf_tensors(chunks: Sequence[nn.Module], shape: ModelShape) -> Iterator[tuple
         for index, (name, size) in enumerate(entry.hf.items()):
             route = _Route(entry, shape, stage, size, like=next(iter(held.parameters.values())))
             part = None if found is None else entry.read_part(found[1].detach(), index, route.ranks)
-            if (whole := route.to_leader(part)) is not None:
+            whole = route.to_leader(part)
+            if whole is not None:
                 yield name, whole
+            del part, whole  # or they would live until the next ones are there
 
 
 def export_hf(
@@ -119,15 +123,23 @@ class _Route:
         assert part is not None, self._entry.megatron
         if self.ranks == 1 or self._entry.layout.split_dim is None:
             return None if row else part.contiguous()
-        return self._assemble(part, row)
+        return self._assemble(part.contiguous(), row)
 
     def _assemble(self, part: Tensor, row: int) -> Tensor | None:
         group = parallel_state.get_tensor_model_parallel_group()
         whole = None if row else part.new_empty(self._size)
+        step = max(1, _BLOCK_BYTES * len(part) // part.nbytes)
+        received = torch.empty_like(part[:step])
         for rank in range(self.ranks):
-            sent = self._broadcast(part if rank == row else None, group, rank)
-            if whole is not None:
-                self._entry.put(whole, sent, rank, self.ranks)
+            place = None if whole is None else whole[self._entry.piece(self._size, rank, self.ranks)]
+            for start in range(0, len(part), step):
+                # In blocks of rows: a second tensor of this size would be too much for a rank 0 that is nearly full.
+                rows = part[start : start + step]
+                rows = rows if rank == row else received[: len(rows)]
+                dist.broadcast(rows, group=group, group_src=rank)
+                if place is not None:
+                    target = place[start : start + step]
+                    target.copy_(rows[: len(target)])
         return whole
 
     def _broadcast(self, part: Tensor | None, group: dist.ProcessGroup, source: int) -> Tensor:

@@ -23,7 +23,7 @@ Shape = tuple[int, ...]
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-_BLOCK_BYTES = 8 * 2**20
+_BLOCK_BYTES = 2 * 2**20
 """Whole rows are read in blocks of this size where only some columns are kept."""
 _LARGEST_HEADER = 100_000_000
 
@@ -73,8 +73,9 @@ class TensorFiles:
                     f"{self.path}: tensor {name} has shape {list(place.shape)}, but config.json says {list(shape)}"
                 )
             if place.dtype not in _DTYPES:
+                kinds = ", ".join(_DTYPES)
                 raise UserError(
-                    f"{self.path}: tensor {name} is stored as {place.dtype}, which is not read ({', '.join(_DTYPES)} are)"
+                    f"{self.path}: tensor {name} is stored as {place.dtype}, which is not read ({kinds} are)"
                 )
 
     def read(self, name: str, index: tuple[slice, ...]) -> Tensor:
@@ -236,4 +237,4 @@ def _parse_header(file: BinaryIO) -> dict[str, Place]:
 
 def _bytes(tensor: Tensor) -> memoryview:
     """The memory of a contiguous tensor on the CPU."""
-    return memoryview(tensor.view(-1).view(torch.uint8).numpy())
+    return tensor.view(-1).view(torch.uint8).numpy().data

@@ -197,7 +197,7 @@ class Entry:
         return [parameter]
 
     def read_part(self, parameter: Tensor, index: int, ranks: int) -> Tensor:
-        """A rank's part of the tensor number `index`, of `part_shape`; memory is shared with the parameter if it can be."""
+        """A rank's part of tensor number `index`, of `part_shape`; a view of the parameter where it can be."""
         part = self.parts(parameter, ranks)[index]
         return part.flatten(0, 1) if self.layout is Layout.GROUPS else part
 
@@ -208,11 +208,6 @@ class Entry:
             return
         part[: len(piece)].copy_(piece)
         part[len(piece) :].zero_()
-
-    def put(self, whole: Tensor, part: Tensor, rank: int, ranks: int) -> None:
-        """Copy the part of one rank, as `read_part` gives it, to its place in the whole Hugging Face tensor."""
-        target = whole[self.piece(tuple(whole.shape), rank, ranks)]
-        target.copy_(part[: len(target)])
 
 
 def entries(shape: ModelShape) -> list[Entry]:

@@ -34,7 +34,7 @@ class RopeScaling:
 
 @dataclass(frozen=True, slots=True)
 class ExpertShape:
-    """The mixture of experts that takes the place of the MLP in every layer; each expert is as wide as `ModelShape.ffn`.
+    """The mixture of experts in the place of every layer's MLP; each expert is as wide as `ModelShape.ffn`.
 
     Attributes:
         count: experts of a layer.
@@ -210,8 +210,8 @@ def _experts(path: Path, config: Any) -> ExpertShape:
     file = path / "config.json"
     if config.mlp_only_layers or config.decoder_sparse_step != 1:
         raise UserError(
-            f"{file}: mlp_only_layers={config.mlp_only_layers} and decoder_sparse_step={config.decoder_sparse_step} mix "
-            "dense and expert layers; only models with experts in every layer are supported"
+            f"{file}: mlp_only_layers={config.mlp_only_layers} and decoder_sparse_step={config.decoder_sparse_step} "
+            "mix dense and expert layers; only models with experts in every layer are supported"
         )
     if not 0 < config.num_experts_per_tok <= config.num_experts:
         raise UserError(

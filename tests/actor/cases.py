@@ -12,7 +12,7 @@ from arpo_megatron.actor.schedule import nested_order
 from arpo_megatron.algorithms.credit import TreeCredit
 from arpo_megatron.config import JobConfig, ModelConfig, ParallelConfig
 from arpo_megatron.tree import Role, RolloutTree
-from arpo_megatron.weights.shape import ModelShape
+from arpo_megatron.weights.shape import ExpertShape, ModelShape
 
 VOCABULARY = 32
 
@@ -35,7 +35,12 @@ QWEN3 = ModelShape(
 )
 QWEN2 = replace(QWEN3, family="qwen2", tied=True, qkv_bias=True, qk_norm=False)
 LLAMA = replace(QWEN3, family="llama", qk_norm=False, kv_heads=4)
-SHAPES = {"tied": replace(QWEN2, layers=4), "untied": replace(QWEN3, layers=4)}
+QWEN3_MOE = replace(QWEN3, family="qwen3_moe", ffn=12, experts=ExpertShape(6, 2, True, 0.001))
+SHAPES = {
+    "tied": replace(QWEN2, layers=4),
+    "untied": replace(QWEN3, layers=4),
+    "experts": replace(QWEN3_MOE, layers=4),
+}
 """By name, deep enough for two stages of two chunks each."""
 
 

@@ -46,16 +46,40 @@ def _attention(p: dict[str, Tensor], prefix: str, x: Tensor, shape: ModelShape) 
     return mixed_values.reshape(n, -1) @ p[prefix + "linear_proj.weight"].T
 
 
-def logits(p: dict[str, Tensor], token_ids: Tensor, shape: ModelShape) -> Tensor:
-    """[n, vocabulary] for one sequence."""
+def _mlp(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    gate, up = (x @ first.T).chunk(2, -1)
+    return (torch.nn.functional.silu(gate) * up) @ second.T
+
+
+def _mixture(p: dict[str, Tensor], prefix: str, x: Tensor, shape: ModelShape) -> tuple[Tensor, Tensor, Tensor]:
+    """Output, softmax [n, experts] of the router, and the chosen experts [n, k]; every expert on every token."""
+    scores = (x @ p[prefix + "router.weight"].T).softmax(-1)
+    weights, chosen = scores.topk(shape.experts.top_k, dim=-1)
+    if shape.experts.normalise:
+        weights = weights / weights.sum(-1, keepdim=True)
+    spread = torch.zeros_like(scores).scatter(1, chosen, weights)
+    experts = [
+        _mlp(x, *(p[f"{prefix}experts.local_experts.{number}.linear_fc{n}.weight"] for n in (1, 2)))
+        for number in range(shape.experts.count)
+    ]
+    return sum(spread[:, number, None] * output for number, output in enumerate(experts)), scores, chosen
+
+
+def logits(p: dict[str, Tensor], token_ids: Tensor, shape: ModelShape, routes: list | None = None) -> Tensor:
+    """[n, vocabulary] for one sequence; `routes` gets each layer's softmax over experts and the chosen ones."""
     x = p["embedding.word_embeddings.weight"][token_ids]
     for layer in range(shape.layers):
         prefix = f"decoder.layers.{layer}."
         normed = _norm(x, p[prefix + "input_layernorm.weight"], shape.norm_eps)
         x = x + _attention(p, prefix + "self_attention.", normed, shape)
         normed = _norm(x, p[prefix + "pre_mlp_layernorm.weight"], shape.norm_eps)
-        gate, up = (normed @ p[prefix + "mlp.linear_fc1.weight"].T).chunk(2, -1)
-        x = x + (torch.nn.functional.silu(gate) * up) @ p[prefix + "mlp.linear_fc2.weight"].T
+        if shape.experts is None:
+            x = x + _mlp(normed, p[prefix + "mlp.linear_fc1.weight"], p[prefix + "mlp.linear_fc2.weight"])
+            continue
+        mixed, *route = _mixture(p, prefix + "mlp.", normed, shape)
+        x = x + mixed
+        if routes is not None:
+            routes.append(route)
     x = _norm(x, p["decoder.final_layernorm.weight"], shape.norm_eps)
     return x @ p["embedding.word_embeddings.weight" if shape.tied else "output_layer.weight"].T
 
@@ -92,3 +116,26 @@ def flat_ppo(
             objective = torch.maximum(objective, torch.full_like(objective, dual_clip * advantage))
         total = total - weight * (objective * mask).sum()
     return total
+
+
+def flat_balance(
+    p: dict[str, Tensor], trees: list[RolloutTree], shape: ModelShape, load: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The router's loss without coefficient, summed over layers, from all trajectories one by one; and the load.
+
+    Args:
+        load: float64[layers, experts], shares of choices; None: those of these trajectories.
+    """
+    count = shape.experts.count
+    scores, choices = torch.zeros(2, shape.layers, count, dtype=torch.float64)
+    tokens = 0
+    for tree in trees:
+        for leaf in tree.leaves():
+            ids = torch.from_numpy(tree.trajectory(leaf).token_ids).long()
+            routes: list = []
+            logits(p, ids, shape, routes)
+            scores = scores + torch.stack([softmax.sum(0) for softmax, _ in routes])
+            choices = choices + torch.stack([torch.bincount(chosen.flatten(), minlength=count) for _, chosen in routes])
+            tokens += len(ids)
+    measured = choices / choices.sum(-1, keepdim=True)
+    return count * ((measured if load is None else load) * scores / tokens).sum(), measured

@@ -21,6 +21,20 @@ def test_a_shape_that_cannot_be_divided_is_refused_in_one_line(change, what):
         build_model(replace(cases.QWEN3, **change), ParallelConfig(tensor=2), "float32")
 
 
+@pytest.mark.parametrize(
+    ("shape", "layout", "said"),
+    [
+        (cases.QWEN3, {"data": 2, "expert": 2}, "parallel.expert=2, but the model has no experts"),
+        (cases.QWEN3_MOE, {"data": 4, "expert": 4}, r"experts \(6\) cannot be divided by parallel.expert=4"),
+        (cases.QWEN3_MOE, {"tensor": 2}, "needs parallel.sequence=true"),
+        (cases.QWEN3, {"pipeline": 3}, r"layers \(2\) cannot be divided into parallel.pipeline=3 x"),
+    ],
+)
+def test_a_layout_that_the_model_cannot_have_is_refused_in_one_line(shape, layout, said):
+    with pytest.raises(UserError, match=said):
+        build_model(shape, ParallelConfig(**layout), "float32")
+
+
 @pytest.mark.parametrize("shape", [cases.QWEN3, cases.QWEN2, cases.LLAMA], ids=lambda shape: shape.family)
 def test_families_differ_by_their_traits_only(shape):
     names = {name for name, _ in build_model(shape, ParallelConfig(), "float32").named_parameters()}

@@ -11,7 +11,7 @@ from tiny_models import LLAMA3_ROPE, make
 
 from arpo_megatron.config import ParallelConfig
 from arpo_megatron.errors import UserError
-from arpo_megatron.weights.shape import ModelShape, RopeScaling
+from arpo_megatron.weights.shape import ExpertShape, ModelShape, RopeScaling
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +53,25 @@ def test_a_model_that_would_be_computed_wrongly_is_refused(
         ModelShape.from_hf(write_config(tmp_path, source, **changes))
     assert said in line(error)
     assert str(tmp_path / "config.json") in line(error)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"mlp_only_layers": [1]}, r"mlp_only_layers=\[1\] and decoder_sparse_step=1 mix dense and expert layers"),
+        ({"decoder_sparse_step": 2}, "decoder_sparse_step=2 mix dense and expert layers"),
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok=9 of 8 experts cannot be chosen"),
+        ({"num_experts_per_tok": 1}, "norm_topk_prob with one expert a token gives the router no gradient"),
+    ],
+)
+def test_a_mixture_that_would_be_computed_wrongly_is_refused(
+    tmp_path: Path, changes: dict[str, Any], said: str
+) -> None:
+    make(tmp_path, "qwen3moe")
+    assert ModelShape.from_hf(tmp_path).experts == ExpertShape(8, 3, True, 0.001)
+    with pytest.raises(UserError, match=said) as error:
+        ModelShape.from_hf(write_config(tmp_path, tmp_path, **changes))
+    assert "\n" not in str(error.value)
 
 
 def test_a_path_that_is_no_model_directory_is_named(tmp_path: Path) -> None:
@@ -112,6 +131,13 @@ def test_missing_and_damaged_files_are_named(model_and_shape: tuple[Any, ModelSh
     assert "is not a directory" in refusal(model_and_shape, tmp_path / "nowhere")
     (tmp_path / "model.safetensors").write_bytes(b"no safetensors")
     assert "model.safetensors is damaged" in refusal(model_and_shape, tmp_path)
+    header = b'{"a":{"dtype":"F32","shape":[4],"data_offsets":[0,16]}}'
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(12))
+    assert "model.safetensors is damaged: it ends before its tensor a" in refusal(model_and_shape, tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header.replace(b"16", b"12"))
+    assert "tensor a of shape [4] cannot take 12 bytes" in refusal(model_and_shape, tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text("{}")
+    assert "model.safetensors.index.json is damaged" in refusal(model_and_shape, tmp_path)
     names = {"model.embed_tokens.weight": "model-00001-of-00002.safetensors"}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
     assert "is missing" in refusal(model_and_shape, tmp_path)

@@ -1,0 +1,193 @@
+"""Memory of loading and exporting a model: no rank needs more than its own shard and the two largest tensors.
+
+A random model of Qwen3's shape with a tied embedding of 151936 rows is the hard case: its largest tensor is fifty times
+the second. `arpo bench load` writes it to disk tensor by tensor, starts the ranks, and compares what they export with
+what they loaded.
+"""
+
+import gc
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from math import ceil, prod
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from arpo_megatron.config import ParallelConfig
+from arpo_megatron.errors import UserError
+from arpo_megatron.weights.files import TensorFiles, write_tensors
+from arpo_megatron.weights.mapping import exported
+from arpo_megatron.weights.shape import ModelShape
+
+DTYPE = torch.bfloat16
+SHARD_BYTES = 400_000_000
+"""Of the files: several, as real checkpoints have."""
+SMALLEST = ModelShape(
+    family="qwen3",
+    layers=2,
+    hidden=1024,
+    heads=16,
+    kv_heads=8,
+    head_dim=128,
+    ffn=3072,
+    vocabulary=151936,
+    rope_theta=1e6,
+    norm_eps=1e-6,
+    tied=True,
+    qkv_bias=False,
+    qk_norm=True,
+    max_positions=4096,
+)
+WARM_UP = replace(SMALLEST, vocabulary=1024, hidden=64, ffn=64)
+
+
+@dataclass(frozen=True, slots=True)
+class RankFigures:
+    """What one rank measured; bytes are above its resident memory before the model was built."""
+
+    shard_bytes: int
+    load_peak_bytes: int
+    export_peak_bytes: int
+    load_s: float
+    export_s: float
+
+
+def bench_load(gigabytes: float, tensor: int, pipeline: int, directory: Path | None) -> dict[str, Any]:
+    """Figures for a model of at least that many GB in bfloat16.
+
+    Args:
+        gigabytes: 10^9 bytes of weights.
+        tensor: tensor-parallel ranks.
+        pipeline: pipeline stages.
+        directory: where to write (twice the model's size); None: the system's temporary directory.
+
+    Raises:
+        UserError: the model cannot be divided so, or a rank failed.
+    """
+    shape, layout = _shape(gigabytes, pipeline), ParallelConfig(tensor=tensor, pipeline=pipeline)
+    shape.check_divisible(layout)
+    with TemporaryDirectory(dir=directory, prefix="arpo-bench-load-") as made:
+        root = Path(made)
+        for name, size in (("warm_up", replace(WARM_UP, layers=pipeline)), ("model", shape)):
+            (root / name).mkdir()
+            (root / name / "config.json").write_text("{}")
+            tensors = exported(size)
+            print(f"writing {name}: {_total(size) / 1e9:.2f} GB", file=sys.stderr)
+            write_tensors(_random(tensors), tensors, DTYPE, root / name, SHARD_BYTES)
+        ranks = _run_ranks(root, shape, layout)
+        exact = _same(root / "model", root / "exported", shape)
+    largest = sorted((prod(size) * DTYPE.itemsize for size in exported(shape).values()), reverse=True)[:2]
+    bounds = [rank.shard_bytes + sum(largest) for rank in ranks]
+    return {
+        "model_bytes": _total(shape),
+        "tensor": tensor,
+        "pipeline": pipeline,
+        "largest_tensors_bytes": largest,
+        "bound_bytes": bounds,
+        **{key: [asdict(rank)[key] for rank in ranks] for key in asdict(ranks[0])},
+        "within_bound": all(
+            max(rank.load_peak_bytes, rank.export_peak_bytes) <= bound
+            for rank, bound in zip(ranks, bounds, strict=True)
+        ),
+        "bit_exact": exact,
+    }
+
+
+def _shape(gigabytes: float, pipeline: int) -> ModelShape:
+    """As many layers as it takes, divisible by the stages."""
+    rest, one = (_total(replace(SMALLEST, layers=layers)) for layers in (0, pipeline))
+    steps = ceil((gigabytes * 1e9 - rest) / (one - rest))
+    return replace(SMALLEST, layers=max(1, steps) * pipeline)
+
+
+def _total(shape: ModelShape) -> int:
+    return sum(prod(size) for size in exported(shape).values()) * DTYPE.itemsize
+
+
+def _random(shapes: dict[str, tuple[int, ...]]) -> Iterator[tuple[str, Tensor]]:
+    draw = torch.Generator().manual_seed(1)
+    for name, shape in shapes.items():
+        yield name, torch.randn(shape, generator=draw, dtype=DTYPE)
+
+
+def _same(left: Path, right: Path, shape: ModelShape) -> bool:
+    with TensorFiles(left) as first, TensorFiles(right) as second:
+        tensors = exported(shape)
+        second.check(tensors)
+        everything = {name: tuple(slice(None) for _ in size) for name, size in tensors.items()}
+        return all(torch.equal(first.read(name, part), second.read(name, part)) for name, part in everything.items())
+
+
+def _run_ranks(root: Path, shape: ModelShape, layout: ParallelConfig) -> list[RankFigures]:
+    settings = {"layers": shape.layers, "tensor": layout.tensor, "pipeline": layout.pipeline}
+    (root / "settings.json").write_text(json.dumps(settings))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    done = subprocess.run(
+        [*command, str(layout.world_size), "-m", "arpo_megatron.bench.load", str(root)],
+        # Freed blocks go back to the system at once: what the C library would keep of them is not what is measured.
+        env={**os.environ, "MALLOC_MMAP_THRESHOLD_": str(2**18)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        reasons = [line for line in done.stderr.splitlines() if "Error: " in line]
+        raise UserError(f"bench load: a rank failed: {(reasons or ['no message'])[0]}")
+    return [RankFigures(**json.loads((root / f"rank{rank}.json").read_text())) for rank in range(layout.world_size)]
+
+
+def _peak(work: Callable[[], Any]) -> tuple[int, float]:
+    """Largest resident memory while `work` runs, in bytes, and its seconds."""
+    Path("/proc/self/clear_refs").write_text("5")  # sets the high-water mark back to the present
+    started = time.perf_counter()
+    work()
+    return _status("VmHWM"), time.perf_counter() - started
+
+
+def _status(field: str) -> int:
+    """A size from this process's status file, in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field + ":"))
+
+
+def main() -> None:
+    """One rank: the model is loaded and exported; before it a tiny one, so that no first use of code is measured."""
+    from arpo_megatron.actor import parallel
+    from arpo_megatron.actor.model import build_chunks
+    from arpo_megatron.weights.export import export_hf
+    from arpo_megatron.weights.load import load_hf
+
+    root = Path(sys.argv[1])
+    settings = json.loads((root / "settings.json").read_text())
+    layers = settings.pop("layers")
+    layout = ParallelConfig(**settings)
+    parallel.initialize(layout, seed=1)
+
+    def measured(name: str, shape: ModelShape, out: Path) -> RankFigures:
+        gc.collect()
+        baseline = _status("VmRSS")
+        chunks = build_chunks(shape, layout, DTYPE, initialize=False)
+        shard = sum(tensor.nbytes for chunk in chunks for tensor in chunk.parameters())
+        load_peak, load_s = _peak(lambda: load_hf(chunks, shape, root / name))
+        export_peak, export_s = _peak(lambda: export_hf(chunks, shape, root / name, out, max_shard_bytes=SHARD_BYTES))
+        return RankFigures(shard, load_peak - baseline, export_peak - baseline, round(load_s, 2), round(export_s, 2))
+
+    try:
+        measured("warm_up", replace(WARM_UP, layers=layout.pipeline), root / "warmed_up")
+        figures = measured("model", replace(SMALLEST, layers=layers), root / "exported")
+        (root / f"rank{os.environ.get('RANK', '0')}.json").write_text(json.dumps(asdict(figures)))
+    finally:
+        parallel.destroy()
+
+
+if __name__ == "__main__":
+    main()
