@@ -23,7 +23,7 @@ from arpo_megatron.weights.export import hf_tensors
 
 HERE = Path(__file__).parent
 TOLERANCE = 1e-5
-FAMILIES = ("tied", "untied")
+FAMILIES = ("tied", "untied", "experts")
 LAYOUTS = {
     2: {
         "tensor": {"tensor": 2},
@@ -36,6 +36,9 @@ LAYOUTS = {
         "pipeline": {"pipeline": 2},
         "pipeline, recomputed": {"pipeline": 2, "recompute": "full"},
         "interleaved pipeline": {"pipeline": 2, "virtual_pipeline": 2},
+        "experts": {"data": 2, "expert": 2},
+        "experts over tensor ranks": {"tensor": 2, "expert": 2, "sequence": True},
+        "experts over context ranks, recomputed": {"context": 2, "expert": 2, "recompute": "full"},
     },
     4: {
         "tensor x pipeline": {"tensor": 2, "pipeline": 2, "sequence": True},
@@ -43,8 +46,18 @@ LAYOUTS = {
         "pipeline x data": {"pipeline": 2, "data": 2},
         "context x data": {"context": 2, "data": 2},
         "pipeline x context": {"pipeline": 2, "context": 2},
+        "experts x pipeline": {"pipeline": 2, "data": 2, "expert": 2},
+        "experts x interleaved pipeline": {"pipeline": 2, "virtual_pipeline": 2, "data": 2, "expert": 2},
+        "experts x tensor": {"tensor": 2, "data": 2, "expert": 2, "sequence": True},
     },
 }
+
+
+def families_of(fields: dict) -> tuple[str, ...]:
+    """Layouts that share out experts are for the model that has some; a divided one wants sequence parallelism."""
+    if "expert" in fields:
+        return ("experts",)
+    return FAMILIES if "tensor" not in fields or "sequence" in fields else FAMILIES[:2]
 
 
 def by_hf_name(model, shape, values) -> dict[str, torch.Tensor]:
@@ -92,7 +105,9 @@ def computed(request, expected):
     """What each layout of that many ranks computed, from one torchrun."""
     root, _ = expected
     ranks = request.param
-    (root / "cases.json").write_text(json.dumps({n: [FAMILIES, fields] for n, fields in LAYOUTS[ranks].items()}))
+    (root / "cases.json").write_text(
+        json.dumps({n: [families_of(fields), fields] for n, fields in LAYOUTS[ranks].items()})
+    )
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     process = subprocess.Popen(
         [*command, str(HERE / "proof.py"), str(root)],
@@ -108,7 +123,10 @@ def computed(request, expected):
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
     assert process.returncode == 0, output[-4000:]
-    return {name: {f: torch.load(root / f"{name}.{f}.pt") for f in FAMILIES} for name in LAYOUTS[ranks]}
+    return {
+        name: {family: torch.load(root / f"{name}.{family}.pt") for family in families_of(fields)}
+        for name, fields in LAYOUTS[ranks].items()
+    }
 
 
 def test_loss_and_every_gradient_are_those_of_the_flattened_trajectories(expected, computed):
