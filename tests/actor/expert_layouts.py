@@ -11,7 +11,7 @@ from typing import Any
 import cases
 import torch
 import torch.distributed as dist
-from layouts import lay_out
+from layouts import join
 from safetensors.torch import save_file
 
 from arpo_megatron.actor import parallel
@@ -70,7 +70,7 @@ def main() -> None:
     torch.set_num_threads(1)
     for name, fields in json.loads((root / "cases.json").read_text()).items():
         layout = ParallelConfig(**fields)
-        lay_out(layout)
+        join(layout)
         results = found(new_actor(layout, root / "model"))
         if parallel.is_leader():
             torch.save(results, root / f"{name}.pt")

@@ -26,7 +26,7 @@ MINIBATCH = 3
 
 
 def gradient(actor: Actor, budget: int) -> dict[str, torch.Tensor]:
-    """The loss and all gradients; on every rank, whole."""
+    """The loss, and on the leader all gradients, whole."""
     forest, credits = cases.minibatch(MINIBATCH)
     layout = actor.config.parallel
     packs = pack_trees(forest, credits, token_budget=budget, ranks=layout.data, inherit=layout.nested_packs)
