@@ -382,6 +382,14 @@ def _check_made_model(model: ModelConfig, parallel: ParallelConfig) -> None:
         )
     if model.heads % model.kv_heads:
         raise ValueError(f"model.heads={model.heads} is not a multiple of model.kv_heads={model.kv_heads}")
+    chunks = parallel.pipeline * parallel.virtual_pipeline
+    if model.layers % chunks:
+        raise ValueError(
+            f"model.layers={model.layers} is not a multiple of parallel.pipeline={parallel.pipeline} x "
+            f"parallel.virtual_pipeline={parallel.virtual_pipeline}"
+        )
+    if parallel.expert > 1:
+        raise ValueError(f"parallel.expert={parallel.expert} needs a model with experts at model.path")
     for name in ("kv_heads", "ffn_size"):
         if getattr(model, name) % parallel.tensor:
             raise ValueError(
