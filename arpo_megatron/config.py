@@ -159,6 +159,16 @@ class AlgorithmConfig:
     """PPO ratio is clipped above 1 + clip_high."""
     dual_clip: Annotated[float, Field(gt=1.0)] | None = 3.0
     """Bound c of the ratio for negative advantages; None: no bound."""
+    ratio: Literal["token", "sequence"] = "token"
+    """`token`: PPO's ratio of each token. `sequence`: one ratio a trajectory, the geometric mean of its tokens' (GSPO,
+    arXiv 2507.18071); its bounds are clip_low and clip_high too, and want to be about a hundred times smaller."""
+    trajectory_weight_limit: PositiveFloat | None = None
+    """Weigh each trajectory by min(limit, its probability under the step's policy over that at which the engine sampled
+    it), which corrects for older weights and other arithmetic; None: no weights."""
+    kl_coefficient: NonNegativeFloat = 0.0
+    """Weight of the k3 penalty for leaving the first weights; above 0 a copy of them is kept in host memory."""
+    entropy_coefficient: NonNegativeFloat = 0.0
+    """Weight of the bonus for entropy."""
     minibatches: Positive = 1
     """Optimizer updates a step; the tasks of a step are divided among them."""
 
@@ -168,6 +178,13 @@ class AlgorithmConfig:
             raise ValueError(f"algorithm.initial={self.initial} exceeds algorithm.samples={self.samples}")
         if self.samples < 2:
             raise ValueError("algorithm.samples must be at least 2: an advantage compares trajectories of a group")
+        if self.ratio == "sequence" and (self.kl_coefficient or self.entropy_coefficient):
+            raise ValueError(
+                "algorithm.ratio=sequence has neither penalty nor bonus: set algorithm.kl_coefficient and "
+                "algorithm.entropy_coefficient to 0"
+            )
+        if self.ratio == "sequence" and self.attribution == "hard":
+            raise ValueError("algorithm.ratio=sequence gives every trajectory its own advantage: attribution=soft")
         return self
 
 

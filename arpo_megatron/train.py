@@ -9,13 +9,10 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from arpo_megatron.actor.packing import TreePack
-from arpo_megatron.algorithms.advantages import group_advantages
-from arpo_megatron.algorithms.credit import tree_credits
+from arpo_megatron.minibatch import Minibatch, share, update
 from arpo_megatron.monitor.events import user_errors_told
 from arpo_megatron.run_directory import RunDirectory
 from arpo_megatron.training_run import TrainingRun, training_run
-from arpo_megatron.tree_files import ScoredTree
 
 
 def train(run: TrainingRun) -> None:
@@ -30,12 +27,12 @@ def train(run: TrainingRun) -> None:
         with run.phase("reward"):
             scored = run.score(trees, tasks)
         with run.phase("logprobs"):
-            minibatches = run.share(pack_minibatches(run, scored))
-            old_logprobs = [run.actor.logprobs(packs) for packs in minibatches]
+            minibatches = share([Minibatch.of(part, config) for part in run.split(scored)])
+            old_logprobs = [run.actor.logprobs(minibatch.packs) for minibatch in minibatches]
         with run.phase("update"):
             updates = [
-                run.actor.update(packs, logprobs, loss="ppo")
-                for packs, logprobs in zip(minibatches, old_logprobs, strict=True)
+                update(run.actor, minibatch, old, config, on_policy=number == 0)
+                for number, (minibatch, old) in enumerate(zip(minibatches, old_logprobs, strict=True))
             ]
         run.check_on_policy(updates)
         with run.phase("push"):
@@ -43,22 +40,6 @@ def train(run: TrainingRun) -> None:
         run.finish_step(scored, minibatches, old_logprobs, updates)
     run.evaluate_once("after")
     run.export()
-
-
-def pack_minibatches(run: TrainingRun, scored: list[ScoredTree]) -> list[list[TreePack]]:
-    """Trees of each minibatch -> advantages of their leaves -> credit of their tokens -> packs."""
-    minibatches = []
-    for part in run.split(scored):
-        trees = [item.tree for item in part]
-        advantages = [group_advantages(item.rewards) for item in part]
-        credits = tree_credits(
-            trees,
-            advantages,
-            aggregation=run.config.algorithm.aggregation,
-            attribution=run.config.algorithm.attribution,
-        )
-        minibatches.append(run.pack(trees, credits))
-    return minibatches
 
 
 @record  # a failing rank is named by torchrun with its traceback

@@ -16,13 +16,15 @@ from numpy.typing import NDArray
 
 from arpo_megatron import resolve
 from arpo_megatron.actor import parallel
-from arpo_megatron.actor.actor import Actor, UpdateStats
+from arpo_megatron.actor.actor import Actor
 from arpo_megatron.actor.checkpoint import CheckpointStore
-from arpo_megatron.actor.packing import TreePack, pack_minibatch
-from arpo_megatron.algorithms.credit import TreeCredit
+from arpo_megatron.actor.layout import TreePack
+from arpo_megatron.actor.packing import report
+from arpo_megatron.actor.statistics import UpdateStats
 from arpo_megatron.config import JobConfig
 from arpo_megatron.launch import Services
 from arpo_megatron.leader import Leader
+from arpo_megatron.minibatch import Minibatch
 from arpo_megatron.monitor.events import EventLog
 from arpo_megatron.monitor.metrics import MetricsLog
 from arpo_megatron.preparation import load_data, load_tokenizer, model_path
@@ -109,21 +111,13 @@ class TrainingRun:
         bounds = [round(index * len(scored) / count) for index in range(count + 1)] if count else []
         return [list(scored[a:b]) for a, b in pairwise(bounds)]
 
-    def pack(self, trees: Sequence[RolloutTree], credits: Sequence[TreeCredit]) -> list[TreePack]:
-        """Packs of at most `train.token_budget` tokens."""
-        return pack_minibatch(trees, credits, self.config)
-
-    def share(self, minibatches: list[list[TreePack]]) -> list[list[TreePack]]:
-        """The leader's packs, on every rank."""
-        return parallel.broadcast_object(minibatches)
-
     def push_weights(self, version: int) -> None:
         """Hand the actor's weights to the engine as policy `version` and check with a probe that they arrived.
 
         Raises:
             RuntimeError: the engine's log-probs of the probe are further than `train.logprob_gap_limit` nats away.
         """
-        probe = self.share([[self.leader.probe_pack()] if self.leader else []])[0]
+        probe = parallel.broadcast_object([self.leader.probe_pack()] if self.leader else [])
         logprobs = self.actor.logprobs(probe, temperature=1.0)[0]  # what the engine scores a prompt at
         tensors = hf_tensors(self.actor.chunks, self.actor.shape)
         if self.leader is None:
@@ -142,16 +136,16 @@ class TrainingRun:
     def check_on_policy(self, updates: Sequence[UpdateStats]) -> None:
         """On the first minibatch nothing was updated yet: every ratio must be exactly 1 (same packs, same kernels)."""
         # The k3 estimate is 0 only where every single ratio is 1; it is written so that NaN is refused too.
-        if updates and not (updates[0].ratio_max == 1.0 and updates[0].kl_k3 == 0.0):
+        if updates and not (updates[0].ratio_max == 1.0 and updates[0].kl_old == 0.0):
             raise RuntimeError(
                 f"probability ratios of the first minibatch before any update: largest {updates[0].ratio_max!r}, k3 "
-                f"{updates[0].kl_k3!r}: old log-probs and training pass do not compute the same thing"
+                f"{updates[0].kl_old!r}: old log-probs and training pass do not compute the same thing"
             )
 
     def finish_step(
         self,
         scored: Sequence[ScoredTree],
-        minibatches: Sequence[Sequence[TreePack]],
+        minibatches: Sequence[Minibatch],
         old_logprobs: Sequence[Sequence[Logprobs]],
         updates: Sequence[UpdateStats],
     ) -> None:
@@ -161,7 +155,7 @@ class TrainingRun:
         """
         self.state.step += 1
         self.state.sampler = self.sampler.state_dict()
-        gap = sampling_gap(minibatches, old_logprobs)
+        gap = sampling_gap([minibatch.packs for minibatch in minibatches], old_logprobs)
         self.state.logprob_gap_max = max(self.state.logprob_gap_max, gap)
         seconds, self.phases = self.phases, {}
         if self.leader is not None and self.metrics is not None:
@@ -170,6 +164,7 @@ class TrainingRun:
                 "step": self.state.step,
                 **self.leader.step_metrics(scored),
                 "logprob_gap": gap,
+                **_pack_metrics(minibatches, self.config),
                 **_mean_stats(updates),
                 **{f"seconds/{name}": round(value, 3) for name, value in seconds.items()},
             }
@@ -211,6 +206,13 @@ def sampling_gap(minibatches: Sequence[Sequence[TreePack]], logprobs: Sequence[S
             # A comparison with NaN is false: not finite means as far apart as can be.
             largest = max(largest, float(gaps.max(initial=0.0)) if np.isfinite(gaps).all() else np.inf)
     return largest
+
+
+def _pack_metrics(minibatches: Sequence[Minibatch], config: JobConfig) -> dict[str, float]:
+    """What packing made of a step's trees: sums over its minibatches, but the largest of `held` and `imbalance`."""
+    rows = [report(m.packs, m.trees, ranks=config.parallel.data).row() for m in minibatches]
+    largest = ("pack/held", "pack/imbalance")
+    return {name: (max if name in largest else sum)(row[name] for row in rows) for name in (rows[0] if rows else ())}
 
 
 def _mean_stats(updates: Sequence[UpdateStats]) -> dict[str, float]:

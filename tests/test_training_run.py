@@ -6,20 +6,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from arpo_megatron.actor.actor import UpdateStats
+from arpo_megatron.actor.statistics import PolicyStats, UpdateStats
 from arpo_megatron.training_run import TrainingRun, sampling_gap
 
-STATS = UpdateStats(
-    loss=0.0,
+STATS = UpdateStats.of(
+    PolicyStats.of(ratio=torch.ones(3), log_ratio=torch.zeros(3), entropies=torch.ones(3)).sums,
+    torch.ones(()),
     grad_norm=1.0,
     lr=1e-3,
-    clip_share=0.0,
-    ratio_max=1.0,
-    ratio_mean=1.0,
-    entropy_mean=1.0,
-    kl_k3=0.0,
-    tokens=3,
     skipped=False,
 )
 
@@ -52,7 +48,7 @@ def test_ratios_of_exactly_one_pass() -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"ratio_max": 1.0000001}, {"kl_k3": 1e-12}, {"ratio_max": np.nan}, {"kl_k3": np.nan}]
+    "changes", [{"ratio_max": 1.0000001}, {"kl_old": 1e-12}, {"ratio_max": np.nan}, {"kl_old": np.nan}]
 )
 def test_any_other_ratio_before_an_update_is_refused(changes: dict[str, float]) -> None:
     with pytest.raises(RuntimeError, match="do not compute the same thing"):

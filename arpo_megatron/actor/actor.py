@@ -4,8 +4,7 @@ All ranks call the same methods with the same packs (the controller broadcasts t
 its share, and results that leave a method are equal on all ranks.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,49 +16,23 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from torch import Tensor
 
 from arpo_megatron.actor.checkpoint import load_training_state, save_training_state
-from arpo_megatron.actor.losses import PolicyStats, nll_loss, tree_ppo_loss
+from arpo_megatron.actor.losses import linear_loss, tree_ppo_loss
 from arpo_megatron.actor.microbatch import MicroBatch, MicroBatches, Place
 from arpo_megatron.actor.model import DTYPES, TreeGPTModel, build_chunks
 from arpo_megatron.actor.optimizer import build_optimizer, build_scheduler, clipped_step
 from arpo_megatron.actor.packing import TreePack, empty_pack, last_uses
 from arpo_megatron.actor.parallel import device
+from arpo_megatron.actor.reference import ReferencePolicy
 from arpo_megatron.actor.router import ExpertBalance, begin_pass, finish_pass
 from arpo_megatron.actor.schedule import Finish, run_nested, run_pipeline
+from arpo_megatron.actor.statistics import WIDTH, UpdateStats
 from arpo_megatron.config import JobConfig, OptimizerConfig
 from arpo_megatron.tree import Float32Array
 from arpo_megatron.weights.load import load_hf
 from arpo_megatron.weights.shape import ModelShape
 
-Loss = Literal["ppo", "nll"]
-
-
-@dataclass(frozen=True, slots=True)
-class UpdateStats:
-    """One optimizer update. Means are over target tokens, a shared token counted once.
-
-    Attributes:
-        loss: of the whole minibatch.
-        grad_norm: global norm before clipping.
-        lr: learning rate of this update.
-        clip_share: share of tokens whose gradient was clipped away, in [0, 1].
-        ratio_max: largest ratio of new to old probability.
-        ratio_mean: its mean.
-        entropy_mean: of the policy before the update, in nats.
-        kl_k3: k3 estimate of KL(old || new), mean, in nats.
-        tokens: target tokens.
-        skipped: a gradient was not finite, so weights and optimizer state are unchanged (the schedule goes on).
-    """
-
-    loss: float
-    grad_norm: float
-    lr: float
-    clip_share: float
-    ratio_max: float
-    ratio_mean: float
-    entropy_mean: float
-    kl_k3: float
-    tokens: int
-    skipped: bool
+Loss = Literal["ppo", "linear", "nll"]
+"""PPO-clip; -sum(coefficient * logprob) with credits as coefficients; the same at temperature 1, for demonstrations."""
 
 
 class Actor:
@@ -96,6 +69,7 @@ class Actor:
         """Of the last pass over packs; None without experts."""
         if model_path is not None:
             load_hf(self.chunks, shape, model_path)
+        self._reference = ReferencePolicy(self.chunks) if config.algorithm.kl_coefficient else None
         self._dtype = DTYPES[config.model.dtype]
         ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=self._dtype == torch.bfloat16)
         self._wrapped = [DistributedDataParallel(chunk.config, ddp, chunk) for chunk in self.chunks]
@@ -150,26 +124,44 @@ class Actor:
                 whole[targets + int(ends[index]) - len(packs[index].predictors)] = values
         return np.split(self._sum(whole).cpu().numpy(), ends[:-1])
 
+    def reference_logprobs(self, packs: Sequence[TreePack]) -> list[Float32Array] | None:
+        """`logprobs` under the reference policy; None without a KL penalty."""
+        if self._reference is None:
+            return None
+        with self._reference.swapped_in():
+            return self.logprobs(packs)
+
     def update(
-        self, packs: Sequence[TreePack], old_logprobs: Sequence[Float32Array] | None, loss: Loss = "ppo"
+        self,
+        packs: Sequence[TreePack],
+        old_logprobs: Sequence[Float32Array] | None,
+        loss: Loss = "ppo",
+        *,
+        reference_logprobs: Sequence[Float32Array] | None = None,
     ) -> UpdateStats:
         """One optimizer step on a minibatch, each pack a micro-batch.
 
         Args:
             packs: the whole minibatch; their credits are normalised over it.
             old_logprobs: from `logprobs` before the step's first update; None: the present policy is the old one.
-            loss: "ppo" with the job's clipping, or "nll" (supervised; at temperature 1).
+            loss: what the credits mean.
+            reference_logprobs: from the method of that name.
 
         Raises:
             ValueError: no packs, or old log-probs that do not fit them.
         """
         self.scheduler.step(1)
-        outputs = self.accumulate(packs, old_logprobs, loss)
+        outputs = self.accumulate(packs, old_logprobs, loss, reference_logprobs=reference_logprobs)
         grad_norm, stepped = clipped_step(self.optimizer, self._optimizer_config.clip_grad)
         return self._stats(outputs, grad_norm, skipped=not stepped)
 
     def accumulate(
-        self, packs: Sequence[TreePack], old_logprobs: Sequence[Float32Array] | None, loss: Loss = "ppo"
+        self,
+        packs: Sequence[TreePack],
+        old_logprobs: Sequence[Float32Array] | None,
+        loss: Loss = "ppo",
+        *,
+        reference_logprobs: Sequence[Float32Array] | None = None,
     ) -> list[Tensor]:
         """The first half of `update`: afterwards every parameter's `main_grad` is the gradient of the whole minibatch.
 
@@ -186,7 +178,8 @@ class Actor:
         return self._run(
             packs,
             old_logprobs,
-            _nll if loss == "nll" else self._ppo,
+            self._ppo if loss == "ppo" else _linear,
+            reference_logprobs=reference_logprobs,
             temperature=1.0 if loss == "nll" else self.config.rollout.temperature,
             forward_only=False,
         )
@@ -216,14 +209,20 @@ class Actor:
         *,
         temperature: float,
         forward_only: bool,
+        reference_logprobs: Sequence[Float32Array] | None = None,
     ) -> list[Any]:
         """This rank's passes; what `finish` keeps, on the last stage of a pipeline."""
         mine = self._indices(packs)
         extra = sum(index >= len(packs) for index in mine)
         padded = [*packs, *[empty_pack()] * extra]
-        old = None if old_logprobs is None else [*old_logprobs, *[np.zeros(0, np.float32)] * extra]
+        nothing = [np.zeros(0, np.float32)] * extra
+        old = None if old_logprobs is None else [*old_logprobs, *nothing]
+        reference = None if reference_logprobs is None else [*reference_logprobs, *nothing]
         begin_pass(self.chunks, float(sum(int(pack.multiplicity.sum()) for pack in packs)))
-        outputs = self._passes(padded, mine, old, finish, temperature=temperature, forward_only=forward_only)
+        with MicroBatches(padded, old, self._place, reference) as batches:
+            outputs = self._passes(
+                padded, mine, batches.make, finish, temperature=temperature, forward_only=forward_only
+            )
         self.expert_balance = finish_pass(self.chunks)
         return outputs
 
@@ -231,26 +230,23 @@ class Actor:
         self,
         padded: Sequence[TreePack],
         mine: Sequence[int],
-        old: Sequence[Float32Array] | None,
+        make: Callable[[int], MicroBatch],
         finish: Finish,
         *,
         temperature: float,
         forward_only: bool,
     ) -> list[Any]:
-        with MicroBatches(padded, old, self._place) as batches:
-            if self.config.parallel.pipeline > 1:
-                return run_pipeline(
-                    self._wrapped, batches.make, mine, finish, temperature=temperature, forward_only=forward_only
-                )
-            uses = last_uses(padded)
-            return run_nested(
-                self._wrapped[0],
-                batches.make,
-                [(index, uses[index]) for index in mine],
-                finish,
-                temperature=temperature,
-                forward_only=forward_only,
-            )
+        if self.config.parallel.pipeline > 1:
+            return run_pipeline(self._wrapped, make, mine, finish, temperature=temperature, forward_only=forward_only)
+        uses = last_uses(padded)
+        return run_nested(
+            self._wrapped[0],
+            make,
+            [(index, uses[index]) for index in mine],
+            finish,
+            temperature=temperature,
+            forward_only=forward_only,
+        )
 
     @property
     def _place(self) -> Place:
@@ -269,53 +265,36 @@ class Actor:
 
     def _ppo(self, batch: MicroBatch, output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         logprobs, entropies = output
-        algorithm = self.config.algorithm
         loss, stats = tree_ppo_loss(
             logprobs,
+            entropies,
             logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs,
             batch.positive,
             batch.negative,
-            clip_low=algorithm.clip_low,
-            clip_high=algorithm.clip_high,
-            dual_clip=algorithm.dual_clip,
+            batch.weight,
+            self.config.algorithm,
+            batch.reference_logprobs,
         )
-        return loss, _account(stats, entropies)
+        return loss, stats.row()
 
     def _stats(self, outputs: list[Tensor], grad_norm: float, *, skipped: bool) -> UpdateStats:
-        rows = torch.stack(outputs) if outputs else torch.zeros(1, _STATISTICS, dtype=torch.float64, device=device())
-        sums = self._sum(rows[:, :-1].sum(0))
-        ratio_max = self._sum(rows[:, -1].max(), dist.ReduceOp.MAX)
-        loss, tokens, clipped, ratio, kl, entropy = sums.tolist()
-        count = max(1.0, tokens)
-        return UpdateStats(
-            loss=loss,
+        rows = torch.stack(outputs) if outputs else torch.zeros(1, WIDTH, dtype=torch.float64, device=device())
+        return UpdateStats.of(
+            self._sum(rows[:, :-1].sum(0)),
+            self._sum(rows[:, -1].max(), dist.ReduceOp.MAX),
             grad_norm=grad_norm,
             lr=float(self.optimizer.param_groups[0]["lr"]),
-            clip_share=clipped / count,
-            ratio_max=float(ratio_max),
-            ratio_mean=ratio / count,
-            entropy_mean=entropy / count,
-            kl_k3=kl / count,
-            tokens=int(tokens),
             skipped=skipped,
         )
 
 
-def _nll(batch: MicroBatch, output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    loss, stats = nll_loss(output[0], batch.weight)
-    return loss, _account(stats, output[1])
+def _linear(batch: MicroBatch, output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    loss, stats = linear_loss(*output, batch.positive + batch.negative)
+    return loss, stats.row()
 
 
 def _keep_logprobs(batch: MicroBatch, output: tuple[Tensor, Tensor]) -> tuple[None, tuple[Tensor, Tensor]]:
     return None, (batch.targets, output[0])
-
-
-_STATISTICS = len(fields(PolicyStats)) + 1
-
-
-def _account(stats: PolicyStats, entropies: Tensor) -> Tensor:
-    """One row of statistics: sums, entropy sum, largest ratio."""
-    return torch.cat([stats.sums(), entropies.double().sum()[None], stats.ratio_max.double()[None]])
 
 
 def _sum_gradients(model: list[Any], num_tokens: Tensor | None, **groups: Any) -> None:

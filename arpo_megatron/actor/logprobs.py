@@ -29,7 +29,7 @@ def target_logprobs(
         group: tensor-parallel process group; None: one rank.
 
     Returns:
-        log-probs [m] with gradient and entropies [m] without one, in nats, float32 (float64 for float64 weights).
+        log-probs [m] and entropies [m], in nats, both differentiable, float32 (float64 for float64 weights).
     """
     result: tuple[Tensor, Tensor] = _TargetLogprobs.apply(  # type: ignore[no-untyped-call]
         hidden, weight, targets, temperature, group
@@ -62,22 +62,29 @@ class _TargetLogprobs(torch.autograd.Function):
             logprobs[rows] = sums[2] - log_sum
             entropies[rows] = log_sum - sums[1] / sums[0]
             normalisers[rows] = top + log_sum
-        ctx.save_for_backward(hidden, weight, targets, normalisers)
+        ctx.save_for_backward(hidden, weight, targets, normalisers, entropies)
         ctx.temperature, ctx.first = temperature, first
-        ctx.mark_non_differentiable(entropies)
+        ctx.set_materialize_grads(False)  # whoever does not use the entropies does not pay for their gradient
         return logprobs, entropies
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, targets, normalisers = ctx.saved_tensors
-        scaled = gradients[0] / ctx.temperature
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, targets, normalisers, entropies = ctx.saved_tensors
+        by_logprob, by_entropy = gradients
+        scaled = (torch.zeros_like(normalisers) if by_logprob is None else by_logprob) / ctx.temperature
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=normalisers.dtype)
         for rows in _chunks(len(hidden), len(weight)):
-            grad = _logits(hidden[rows], weight, ctx.temperature).sub_(normalisers[rows, None]).exp_().neg_()
+            log_p = _logits(hidden[rows], weight, ctx.temperature).sub_(normalisers[rows, None])
+            # dH/dlogit = -p (log p + H)
+            of_entropy = None if by_entropy is None else log_p.exp() * (log_p + entropies[rows, None])
+            grad = log_p.exp_().neg_()
             local, mine = _local(targets[rows], ctx.first, len(weight))
             grad.scatter_add_(1, local[:, None], mine[:, None].to(grad.dtype))
-            grad = grad.mul_(scaled[rows, None]).to(weight.dtype)
+            grad = grad.mul_(scaled[rows, None])
+            if of_entropy is not None and by_entropy is not None:
+                grad -= of_entropy.mul_(by_entropy[rows, None] / ctx.temperature)
+            grad = grad.to(weight.dtype)
             grad_hidden[rows] = product(grad, weight.t())
             grad_weight += weight_gradient(grad, hidden[rows])
         return grad_hidden, grad_weight.to(weight.dtype), None, None, None

@@ -29,6 +29,7 @@ class MicroBatch:
         negative: float32[m].
         weight: float32[m].
         old_logprobs: float32[m] in nats, None where the present policy is the old one.
+        reference_logprobs: float32[m] in nats, None without a reference policy.
     """
 
     inputs: tuple[Tensor, ...]
@@ -37,6 +38,7 @@ class MicroBatch:
     negative: Tensor
     weight: Tensor
     old_logprobs: Tensor | None
+    reference_logprobs: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +63,18 @@ class MicroBatches:
         packs: of the whole minibatch; those of other data-parallel ranks are never asked for.
         old_logprobs: one array a pack, or None.
         place: of this rank.
+        reference_logprobs: one array a pack, or None.
     """
 
     def __init__(
-        self, packs: Sequence[TreePack], old_logprobs: Sequence[Float32Array] | None, place: Place = Place()
+        self,
+        packs: Sequence[TreePack],
+        old_logprobs: Sequence[Float32Array] | None,
+        place: Place = Place(),
+        reference_logprobs: Sequence[Float32Array] | None = None,
     ) -> None:
         self._packs = packs
+        self._reference = reference_logprobs
         self._old = old_logprobs
         self._place = place
         self._legacies = _legacies(packs)
@@ -94,7 +102,6 @@ class MicroBatches:
         )
         self._handles.append(register(context))
         predictors, targets = local.targets(pack)
-        old = None if self._old is None else self._old[index]
         return MicroBatch(
             inputs=(
                 _put(np.append(pack.token_ids, 0)[local.members], torch.int64),
@@ -107,7 +114,8 @@ class MicroBatches:
             positive=_put(pack.positive[targets]),
             negative=_put(pack.negative[targets]),
             weight=_put(pack.weight[targets]),
-            old_logprobs=None if old is None else _put(old[targets]),
+            old_logprobs=None if self._old is None else _put(self._old[index][targets]),
+            reference_logprobs=None if self._reference is None else _put(self._reference[index][targets]),
         )
 
     def _inheritances(self, pack: TreePack) -> list[Inheritance]:

@@ -45,7 +45,7 @@ class TreeGPTModel(GPTModel):  # type: ignore[misc]
             temperature: log-probs are those of logits / temperature.
 
         Returns:
-            float32[m] log-probs in nats and float32[m] entropies without gradient; on a pipeline stage that is not the
+            float32[m] log-probs and float32[m] entropies in nats; on a pipeline stage that is not the
             last, hidden states [n, 1, hidden].
         """
         embedded = self.embedding(token_ids[None], position_ids[None]) if self.pre_process else None

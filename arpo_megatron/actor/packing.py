@@ -8,15 +8,16 @@ pipeline and with experts on several ranks, the ancestors are computed again, wi
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from arpo_megatron.actor.balance import CostModel, balanced_groups, cut_spans, share_out
 from arpo_megatron.actor.layout import TreePack, cut, join, lay_out, new_pack, on_rank, shared_prefix
 from arpo_megatron.algorithms.credit import TreeCredit
 from arpo_megatron.config import JobConfig
-from arpo_megatron.tree import RolloutTree
+from arpo_megatron.tree import Float32Array, RolloutTree
 
 __all__ = ["PackReport", "TreePack", "empty_pack", "pack_minibatch", "pack_trees", "report"]
 
@@ -75,6 +76,40 @@ def pack_minibatch(trees: Sequence[RolloutTree], credits: Sequence[TreeCredit], 
     return pack_trees(
         trees, credits, token_budget=config.train.token_budget, ranks=layout.data, inherit=layout.nested_packs
     )
+
+
+def with_credits(packs: Sequence[TreePack], credits: Sequence[TreeCredit]) -> list[TreePack]:
+    """The packs with other credits for the same trees."""
+
+    def field(pack: TreePack, name: str) -> Float32Array:
+        values = np.zeros(len(pack.predictors), np.float32)
+        for tree in np.unique(pack.tree_index):
+            here = pack.tree_index == tree
+            values[here] = getattr(credits[int(tree)], name)[pack.token_index[here]]
+        return values
+
+    return [
+        replace(p, positive=field(p, "positive"), negative=field(p, "negative"), weight=field(p, "weight"))
+        for p in packs
+    ]
+
+
+def by_tree(
+    packs: Sequence[TreePack], values: Sequence[Float32Array], trees: Sequence[RolloutTree]
+) -> list[NDArray[np.float64]]:
+    """Values of the packs' targets as one array a tree, in segment-index order; NaN where a tree has no target.
+
+    Args:
+        packs: of these trees.
+        values: float[m] a pack.
+        trees: of the minibatch.
+    """
+    found = [np.full(tree.unique_tokens, np.nan) for tree in trees]
+    for pack, own in zip(packs, values, strict=True):
+        for tree in np.unique(pack.tree_index):
+            here = pack.tree_index == tree
+            found[int(tree)][pack.token_index[here]] = own[here]
+    return found
 
 
 def empty_pack(data_rank: int = 0) -> TreePack:

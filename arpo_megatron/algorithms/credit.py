@@ -44,6 +44,7 @@ def tree_credits(
     *,
     aggregation: Aggregation,
     attribution: Attribution,
+    trajectory_weights: Sequence[ArrayLike] | None = None,
 ) -> list[TreeCredit]:
     """Credit of every token of one minibatch.
 
@@ -54,19 +55,22 @@ def tree_credits(
             w_i = 1 / (trajectories * model tokens of trajectory i).
         attribution: "soft": each leaf keeps its own advantage on shared tokens, as in the flattened loss. "hard": a
             shared token gets the mean advantage of the leaves below it (ARPO, arXiv 2507.19849).
+        trajectory_weights: for each tree float[leaves], factors of the w_i (importance weights); None: 1.
 
     Raises:
         ValueError: another number of advantages than trees or leaves.
     """
-    shapes = [_TreeShape(tree) for tree in trees]
+    shapes = [TreeShape(tree) for tree in trees]
     leaf_advantages = [np.asarray(values, np.float64) for values in advantages]
     expected = [len(shape.leaves) for shape in shapes]
     if [values.shape for values in leaf_advantages] != [(count,) for count in expected]:
         found = [values.shape for values in leaf_advantages]
         raise ValueError(f"advantages of shapes {found} for trees with {expected} leaves")
     weights = _leaf_weights([shape.leaf_model_tokens for shape in shapes], aggregation)
+    if trajectory_weights is not None:
+        weights = [w * np.asarray(own, np.float64) for w, own in zip(weights, trajectory_weights, strict=True)]
     return [
-        shape.credit(values, weight, attribution)
+        shape.token_credit(values, weight, attribution)
         for shape, values, weight in zip(shapes, leaf_advantages, weights, strict=True)
     ]
 
@@ -89,7 +93,7 @@ def _leaf_weights(model_tokens: Sequence[_Floats], aggregation: Aggregation) -> 
     return [np.where(tokens > 0, 1.0 / (trajectories * np.maximum(tokens, 1.0)), 0.0) for tokens in model_tokens]
 
 
-class _TreeShape:
+class TreeShape:
     """Parents, lengths and leaves of a tree as arrays, for sums along its paths."""
 
     def __init__(self, tree: RolloutTree) -> None:
@@ -103,7 +107,8 @@ class _TreeShape:
             tokens[index] += tokens[parent]
         self.leaf_model_tokens: _Floats = tokens[self.leaves]
 
-    def credit(self, advantages: _Floats, weights: _Floats, attribution: Attribution) -> TreeCredit:
+    def token_credit(self, advantages: _Floats, weights: _Floats, attribution: Attribution) -> TreeCredit:
+        """Sums of the leaves' weights and weighted advantages over the leaves below each token."""
         weight = self._sum_below(weights)
         if attribution == "soft":
             positive = self._sum_below(weights * np.maximum(advantages, 0.0))
@@ -113,6 +118,19 @@ class _TreeShape:
             positive = weight * np.maximum(mean, 0.0)
             negative = weight * np.minimum(mean, 0.0)
         return TreeCredit(self._spread(positive), self._spread(negative), self._spread(weight))
+
+    def sum_to_leaves(self, token_values: _Floats) -> _Floats:
+        """For every leaf the sum over the MODEL tokens of its trajectory, of values in segment-index order."""
+        ends = np.cumsum(self.lengths)
+        totals = np.concatenate([[0.0], np.cumsum(np.where(np.repeat(self.is_model, self.lengths), token_values, 0.0))])
+        sums = totals[ends] - totals[ends - self.lengths]
+        for index, parent in enumerate(self.parents[1:], start=1):  # parents come before children
+            sums[index] += sums[parent]
+        return np.asarray(sums[self.leaves])
+
+    def spread_leaves(self, positive: _Floats, negative: _Floats, weight: _Floats) -> TreeCredit:
+        """Credit whose token values are sums of the leaves' values below them."""
+        return TreeCredit(*(self._spread(self._sum_below(values)) for values in (positive, negative, weight)))
 
     def _sum_below(self, leaf_values: _Floats) -> _Floats:
         """For every segment, the sum of `leaf_values` over the leaves at or below it."""

@@ -1,6 +1,7 @@
 """Trees, credits and shapes for the actor's tests."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -45,7 +46,8 @@ SHAPES = {
 
 
 def job(parallel: ParallelConfig | None = None, dtype: str = "float32", **fields) -> JobConfig:
-    return JobConfig(name="test", model=ModelConfig(dtype=dtype), parallel=parallel or ParallelConfig(), **fields)
+    model = ModelConfig(path=Path("not read here"), dtype=dtype)
+    return JobConfig(name="test", model=model, parallel=parallel or ParallelConfig(), **fields)
 
 
 def add(tree: RolloutTree, parent: int, role: Role, length: int, rng: np.random.Generator) -> int:

@@ -24,7 +24,11 @@ COEFFICIENT = 0.5
 
 
 def new_actor(layout: ParallelConfig, path: Path | None) -> Actor:
-    job = JobConfig(name="test", model=ModelConfig(dtype="float32", router_aux_loss=COEFFICIENT), parallel=layout)
+    job = JobConfig(
+        name="test",
+        model=ModelConfig(path=Path("not read here"), dtype="float32", router_aux_loss=COEFFICIENT),
+        parallel=layout,
+    )
     return Actor(job, cases.QWEN3_MOE, path, optimizer=OptimizerConfig(lr=1e-2), total_updates=1)
 
 

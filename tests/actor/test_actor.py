@@ -45,7 +45,7 @@ def test_the_first_on_policy_ratio_is_exactly_one(dtype):
     for _ in range(2):  # after an update too
         old = actor.logprobs(packs)
         stats = actor.update(packs, old)
-        assert (stats.ratio_max, stats.ratio_mean, stats.kl_k3, stats.clip_share) == (1.0, 1.0, 0.0, 0.0)
+        assert (stats.ratio_max, stats.ratio_mean, stats.kl_old, stats.clip_high_share) == (1.0, 1.0, 0.0, 0.0)
     assert actor.update(packs, old).ratio_max != 1.0
 
 
@@ -91,7 +91,7 @@ def test_the_gradient_norm_and_loss_are_those_of_the_trajectories():
     stats = actor.update(packs, [pack.sampling_logprobs for pack in packs])
     assert stats.loss == pytest.approx(float(loss), rel=1e-5)
     assert stats.grad_norm == pytest.approx(float(norm), rel=1e-5)
-    assert 0 < stats.clip_share < 1 and stats.ratio_max > 1 > 0 < stats.kl_k3
+    assert 0 < stats.clip_high_share < 1 and stats.ratio_max > 1 > 0 < stats.kl_old
     assert 0.9 * np.log(cases.VOCABULARY) < stats.entropy_mean <= np.log(cases.VOCABULARY)
     assert stats.tokens == sum(len(pack.predictors) for pack in packs)
 
@@ -125,7 +125,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_is_reported():
     actor, other = new_actor(), new_actor()
     good, bad = (
         packs_of(0),
-        [dataclasses.replace(pack, weight=pack.weight * np.float32(np.nan)) for pack in packs_of(1)],
+        [dataclasses.replace(pack, positive=pack.positive * np.float32(np.nan)) for pack in packs_of(1)],
     )
     for each in (actor, other):
         each.update(good, None, "nll")
@@ -197,3 +197,33 @@ def test_impossible_calls_are_refused():
     with pytest.raises(ValueError, match="do not fit"):
         actor.update(packs, actor.logprobs(packs)[:-1])
     assert actor.logprobs([]) == []
+
+
+def test_the_reference_is_the_first_policy_and_leaves_no_trace():
+    actor = new_actor(algorithm=AlgorithmConfig(kl_coefficient=0.1))
+    packs = packs_of(0)
+    first = actor.logprobs(packs)
+    for seed in range(2):
+        actor.update(packs_of(seed), None)
+    before = weights(actor)
+    for now, then in zip(actor.reference_logprobs(packs), first, strict=True):
+        assert np.array_equal(now, then)
+    assert all(torch.equal(now, before[name]) for name, now in weights(actor).items())
+    with pytest.raises(RuntimeError, match="stop"), actor._reference.swapped_in():
+        raise RuntimeError("stop")
+    assert all(torch.equal(now, before[name]) for name, now in weights(actor).items())
+    assert new_actor().reference_logprobs(packs) is None
+
+
+def test_the_penalty_keeps_the_policy_near_the_reference():
+    distances = {}
+    for coefficient in (0.0, 10.0):
+        actor = new_actor(algorithm=AlgorithmConfig(kl_coefficient=coefficient))
+        packs = packs_of(0)
+        first = actor.logprobs(packs)
+        for _ in range(6):
+            stats = actor.update(packs, first, reference_logprobs=first)
+        assert stats.kl_reference > 0 and (stats.loss_kl > 0) == (coefficient > 0)
+        after = actor.logprobs(packs)
+        distances[coefficient] = sum(float(np.square(a - b).sum()) for a, b in zip(after, first, strict=True))
+    assert distances[10.0] < 0.5 * distances[0.0]

@@ -20,7 +20,7 @@ from arpo_megatron.actor.losses import tree_ppo_loss
 from arpo_megatron.actor.model import build_model
 from arpo_megatron.actor.packing import pack_trees
 from arpo_megatron.actor.router import begin_pass, finish_pass
-from arpo_megatron.config import ParallelConfig
+from arpo_megatron.config import AlgorithmConfig, ParallelConfig
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -49,7 +49,8 @@ def balanced(one_rank):
 
 
 def ppo(batch, output) -> torch.Tensor:
-    return tree_ppo_loss(output[0], batch.old_logprobs, batch.positive, batch.negative, **CLIP)[0]
+    rest = (batch.old_logprobs, batch.positive, batch.negative, batch.weight)
+    return tree_ppo_loss(*output, *rest, AlgorithmConfig(**CLIP))[0]
 
 
 def nothing(batch, output) -> torch.Tensor:

@@ -25,8 +25,15 @@ def test_values_and_gradients_are_those_of_log_softmax(problem, temperature, chu
     expected = table.gather(1, targets[:, None])[:, 0]
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(entropies, -(table.exp() * table).sum(-1), rtol=1e-12, atol=1e-12)
-    assert not entropies.requires_grad
     weights = torch.linspace(-1, 2, 13, dtype=torch.float64)
+    both = (actual * weights - entropies * weights.flip(0)).sum()
+    exact = (expected * weights + (table.exp() * table).sum(-1) * weights.flip(0)).sum()
+    for mine, theirs in zip(
+        torch.autograd.grad(both, (hidden, weight), retain_graph=True),
+        torch.autograd.grad(exact, (hidden, weight), retain_graph=True),
+        strict=True,
+    ):
+        torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-12)
     for mine, theirs in zip(
         torch.autograd.grad((actual * weights).sum(), (hidden, weight)),
         torch.autograd.grad((expected * weights).sum(), (hidden, weight)),

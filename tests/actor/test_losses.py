@@ -7,14 +7,28 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from arpo_megatron.actor.losses import nll_loss, tree_ppo_loss
+from arpo_megatron.actor.losses import linear_loss, tree_ppo_loss
+from arpo_megatron.actor.statistics import HISTOGRAM_BINS, HISTOGRAM_BOUND, UpdateStats, ratio_quantile
+from arpo_megatron.config import AlgorithmConfig
 
 finite = st.floats(-3, 3)
-CLIP = {"clip_low": 0.2, "clip_high": 0.3, "dual_clip": None}
+CLIP = AlgorithmConfig(clip_low=0.2, clip_high=0.3, dual_clip=None)
+DUAL = AlgorithmConfig(clip_low=0.2, clip_high=0.3, dual_clip=3.0)
 
 
 def tensor(*values: float) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float64)
+
+
+def ppo(new, old, positive, negative, config=CLIP, *, weight=None, entropies=None, reference=None):
+    blank = torch.zeros_like(new)
+    weight, entropies = blank if weight is None else weight, blank if entropies is None else entropies
+    return tree_ppo_loss(new, entropies, old, positive, negative, weight, config, reference)
+
+
+def summed(*stats) -> UpdateStats:
+    sums = sum(s.sums for s in stats)
+    return UpdateStats.of(sums, max(s.ratio_max for s in stats), grad_norm=0.0, lr=0.0, skipped=False)
 
 
 @settings(deadline=None)
@@ -34,41 +48,82 @@ def test_one_term_equals_the_sum_over_the_copies(log_ratio, copies, clip_low, cl
         expected -= weight * objective
     positive = tensor(sum(w * max(a, 0) for w, a in copies))
     negative = tensor(sum(w * min(a, 0) for w, a in copies))
-    loss, _ = tree_ppo_loss(
-        tensor(log_ratio), tensor(0.0), positive, negative, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip
-    )
+    config = AlgorithmConfig(clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
+    loss, _ = ppo(tensor(log_ratio), tensor(0.0), positive, negative, config)
     assert float(loss) == pytest.approx(expected, rel=1e-9, abs=1e-9)
 
 
 def test_a_clipped_token_has_no_gradient_and_is_counted():
     new = torch.tensor([0.0, math.log(1.5), math.log(0.5), math.log(9.0)], dtype=torch.float64, requires_grad=True)
     positive, negative = tensor(1, 1, 0, 0), tensor(-1, 0, -1, -1)
-    loss, stats = tree_ppo_loss(new, tensor(0, 0, 0, 0), positive, negative, clip_low=0.2, clip_high=0.3, dual_clip=3.0)
+    loss, stats = ppo(new, tensor(0, 0, 0, 0), positive, negative, DUAL)
     loss.backward()
     assert new.grad.tolist() == [0.0, 0.0, 0.0, 0.0]  # the first token's two signs cancel at ratio 1
-    assert (int(stats.clipped), int(stats.tokens)) == (3, 4)
-    assert float(stats.ratio_max) == pytest.approx(9.0)
+    told = summed(stats)
+    assert (told.clip_high_share, told.clip_low_share, told.clip_dual_share, told.tokens) == (0.25, 0.25, 0.25, 4)
+    assert told.ratio_max == pytest.approx(9.0)
 
 
 def test_an_infinite_ratio_gives_no_nan():
     new = torch.tensor([1000.0, -1000.0], requires_grad=True)
-    loss, stats = tree_ppo_loss(new, torch.zeros(2), torch.ones(2), -torch.ones(2), **CLIP)
+    config = AlgorithmConfig(kl_coefficient=0.1, dual_clip=None)
+    loss, stats = ppo(new, torch.zeros(2), torch.ones(2), -torch.ones(2), config, reference=torch.zeros(2))
     loss.backward()
-    assert loss.isfinite() and new.grad.isfinite().all() and stats.kl_k3.isfinite()
+    assert loss.isfinite() and new.grad.isfinite().all() and stats.sums.isfinite().all()
+
+
+@settings(deadline=None)
+@given(
+    tokens=st.lists(st.tuples(st.floats(-6, 0), st.floats(-6, 0), st.floats(0, 2)), min_size=1, max_size=6),
+    coefficient=st.floats(0.01, 1),
+)
+def test_the_penalty_is_k3_against_the_reference_and_pulls_towards_it(tokens, coefficient):
+    new, reference, weight = (tensor(*column) for column in zip(*tokens, strict=True))
+    new.requires_grad_()
+    zeros, config = torch.zeros_like(weight), AlgorithmConfig(kl_coefficient=coefficient)
+    loss, stats = ppo(new, new.detach(), zeros, zeros, config, weight=weight, reference=reference)
+    loss.backward()
+    expected = sum(coefficient * w * (math.exp(r - n) - (r - n) - 1) for n, r, w in tokens)
+    assert float(loss.detach()) == pytest.approx(expected, rel=1e-9, abs=1e-12)
+    assert summed(stats).loss_kl == pytest.approx(expected, rel=1e-9, abs=1e-12)
+    slopes = [coefficient * w * (1 - math.exp(r - n)) for n, r, w in tokens]
+    torch.testing.assert_close(new.grad, tensor(*slopes), rtol=1e-9, atol=1e-12)
+
+
+def test_the_bonus_is_the_weighted_entropy():
+    new, entropies = tensor(-1, -2).requires_grad_(), tensor(0.5, 1.5).requires_grad_()
+    zeros, config = torch.zeros(2, dtype=torch.float64), AlgorithmConfig(entropy_coefficient=0.1)
+    loss, stats = ppo(new, new.detach(), zeros, zeros, config, weight=tensor(1, 2), entropies=entropies)
+    loss.backward()
+    assert float(loss.detach()) == pytest.approx(-0.35)
+    assert entropies.grad.tolist() == pytest.approx([-0.1, -0.2])
+    assert summed(stats).loss_entropy == pytest.approx(0.35) and summed(stats).entropy_mean == pytest.approx(1.0)
 
 
 def test_on_policy_statistics_are_exact():
     logprobs = torch.randn(5)
-    _, stats = tree_ppo_loss(logprobs, logprobs.clone(), torch.ones(5), torch.zeros(5), **CLIP)
-    assert (float(stats.ratio), float(stats.ratio_max), float(stats.kl_k3), int(stats.clipped)) == (5.0, 1.0, 0.0, 0)
+    _, stats = ppo(logprobs, logprobs.clone(), torch.ones(5), torch.zeros(5))
+    told = summed(stats)
+    assert (told.ratio_mean, told.ratio_max, told.kl_old, told.clip_high_share) == (1.0, 1.0, 0.0, 0.0)
 
 
 def test_no_tokens_have_no_loss():
     empty = torch.zeros(0, requires_grad=True)
-    for loss, stats in (tree_ppo_loss(empty, empty, empty, empty, **CLIP), nll_loss(empty, empty)):
-        assert float(loss) == 0 and stats.sums().tolist() == [0.0] * 5 and float(stats.ratio_max) == 0
+    for loss, stats in (ppo(empty, empty, empty, empty), linear_loss(empty, empty, empty)):
+        told = summed(stats)
+        assert float(loss) == 0 and told.tokens == 0 and told.ratio_max == 0 and told.ratio_p50 == 1.0
 
 
-def test_negative_log_likelihood_is_weighted():
-    loss, stats = nll_loss(tensor(-1.0, -2.0), tensor(0.25, 0.5))
-    assert float(loss) == 1.25 and int(stats.tokens) == 2
+def test_a_linear_loss_weighs_log_probs():
+    loss, stats = linear_loss(tensor(-1.0, -2.0), tensor(0, 0), tensor(0.25, 0.5))
+    assert float(loss) == 1.25 and summed(stats).tokens == 2
+
+
+def test_packs_add_up_and_quantiles_are_those_of_all_tokens():
+    log_ratios = torch.linspace(-1, 1, 1001, dtype=torch.float64)
+    packs = [ppo(part, torch.zeros_like(part), part * 0, part * 0)[1] for part in log_ratios.split(300)]
+    told = summed(*packs)
+    bin_width = 2 * HISTOGRAM_BOUND / HISTOGRAM_BINS
+    for share, found in ((0.01, told.ratio_p01), (0.5, told.ratio_p50), (0.99, told.ratio_p99)):
+        assert abs(math.log(found) - (2 * share - 1)) <= bin_width
+    assert told.tokens == 1001 and ratio_quantile(torch.zeros(HISTOGRAM_BINS).numpy(), 0.5) == 1.0

@@ -10,15 +10,17 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from arpo_megatron.actor.losses import nll_loss, tree_ppo_loss
+from arpo_megatron.actor.losses import linear_loss, tree_ppo_loss
 from arpo_megatron.actor.microbatch import MicroBatches
 from arpo_megatron.actor.model import build_model
 from arpo_megatron.actor.packing import pack_trees
-from arpo_megatron.config import ParallelConfig
+from arpo_megatron.actor.statistics import UpdateStats
+from arpo_megatron.config import AlgorithmConfig, ParallelConfig
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 CLIP = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 1.5}
+CONFIG = AlgorithmConfig(**CLIP)
 WEIGHT = 2.0**-5
 
 
@@ -36,7 +38,7 @@ def models(one_rank):
 
 
 def ppo(batch, output) -> torch.Tensor:
-    return tree_ppo_loss(output[0], batch.old_logprobs, batch.positive, batch.negative, **CLIP)[0]
+    return tree_ppo_loss(*output, batch.old_logprobs, batch.positive, batch.negative, batch.weight, CONFIG)[0]
 
 
 def evaluate(loss, model):
@@ -76,8 +78,10 @@ def test_a_grown_tree_with_clipping_on_both_sides_equals_its_trajectories(models
     ((logprobs, _),) = cases.outputs(model, [pack])
     with MicroBatches([pack], [pack.sampling_logprobs]) as batches:
         batch = batches.make(0)
-    _, stats = tree_ppo_loss(logprobs, batch.old_logprobs, batch.positive, batch.negative, **CLIP)
-    assert 0.1 < float(stats.clipped / stats.tokens) < 0.9
+    rest = (batch.old_logprobs, batch.positive, batch.negative, batch.weight)
+    _, stats = tree_ppo_loss(logprobs, logprobs, *rest, CONFIG)
+    told = UpdateStats.of(stats.sums, stats.ratio_max, grad_norm=0.0, lr=0.0, skipped=False)
+    assert 0.1 < told.clip_high_share + told.clip_low_share < 0.9
     expected = reference.flat_ppo(dict(model.named_parameters()), tree, advantages, WEIGHT, shape, **CLIP)
     assert_same(cases.backward(model, [pack], ppo), evaluate(expected, model))
 
@@ -113,7 +117,7 @@ def test_supervised_loss_is_the_weighted_negative_log_likelihood(models):
     shape, model = models["qwen2"]
     tree = cases.grown(2)
     pack = pack_trees([tree], [cases.plain_credit(tree, np.ones(len(tree.leaves())), WEIGHT)], token_budget=1000)[0]
-    found = cases.backward(model, [pack], lambda batch, output: nll_loss(output[0], batch.weight)[0], old=False)
+    found = cases.backward(model, [pack], lambda batch, output: linear_loss(*output, batch.weight)[0], old=False)
     expected = torch.zeros((), dtype=torch.float64)
     for leaf in tree.leaves():
         mask = torch.from_numpy(tree.trajectory(leaf).loss_mask[1:])
