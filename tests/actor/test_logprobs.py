@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from arpo_megatron.actor import logprobs
 from arpo_megatron.actor.logprobs import target_logprobs
@@ -53,3 +54,29 @@ def test_no_targets_give_zero_gradients(problem):
     values, _ = target_logprobs(hidden[:0], weight, targets[:0])
     values.sum().backward()
     assert len(values) == 0 and not weight.grad.any()
+
+
+class LargestResult(TorchDispatchMode):
+    """Remembers the size of the largest tensor that any operation made."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(tensor, torch.Tensor):
+                self.elements = max(self.elements, tensor.numel())
+        return result
+
+
+def test_a_large_vocabulary_is_never_held_for_all_tokens(monkeypatch):
+    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", 1 << 23)
+    tokens, vocabulary, width = 500, 151_936, 16
+    generator = torch.Generator().manual_seed(1)
+    hidden = torch.randn(tokens, width, generator=generator, requires_grad=True)
+    weight = torch.randn(vocabulary, width, generator=generator, requires_grad=True)
+    with LargestResult() as seen:
+        values, entropies = target_logprobs(hidden, weight, torch.arange(tokens))
+        (values.sum() + entropies.sum()).backward()
+    assert seen.elements <= logprobs.CHUNK_ELEMENTS < tokens * vocabulary / 8
+    assert weight.grad.isfinite().all() and hidden.grad.isfinite().all()
