@@ -13,18 +13,18 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from torch import Tensor
 
-from arpo_megatron.actor.checkpoint import load_training_state, save_training_state
 from arpo_megatron.actor.losses import PolicyStats, nll_loss, tree_ppo_loss
 from arpo_megatron.actor.microbatch import MicroBatch, MicroBatches, Place
 from arpo_megatron.actor.model import DTYPES, TreeGPTModel, build_chunks
-from arpo_megatron.actor.optimizer import build_optimizer, build_scheduler, clipped_step
+from arpo_megatron.actor.optimizer import build_optimizer, build_scheduler, clipped_step, gradient_buffers
 from arpo_megatron.actor.packing import TreePack, empty_pack, last_uses
 from arpo_megatron.actor.parallel import device
 from arpo_megatron.actor.router import ExpertBalance, begin_pass, finish_pass
 from arpo_megatron.actor.schedule import Finish, run_nested, run_pipeline
+from arpo_megatron.actor.training_state import Snapshot, load_training_state, save_training_state, snapshot
 from arpo_megatron.config import JobConfig, OptimizerConfig
 from arpo_megatron.tree import Float32Array
 from arpo_megatron.weights.load import load_hf
@@ -97,7 +97,7 @@ class Actor:
         if model_path is not None:
             load_hf(self.chunks, shape, model_path)
         self._dtype = DTYPES[config.model.dtype]
-        ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=self._dtype == torch.bfloat16)
+        ddp = gradient_buffers(self._dtype, distributed=config.parallel.distributed_optimizer)
         self._wrapped = [DistributedDataParallel(chunk.config, ddp, chunk) for chunk in self.chunks]
         for chunk in self.chunks:
             chunk.config.finalize_model_grads_func = _sum_gradients
@@ -107,7 +107,9 @@ class Actor:
     def reset_optimizer(self, optimizer: OptimizerConfig, total_updates: int) -> None:
         """Start a new phase (policy training after the cold start): fresh moments, a schedule from its beginning."""
         self._optimizer_config = optimizer
-        self.optimizer = build_optimizer(optimizer, self._wrapped, self._dtype)
+        self.optimizer = build_optimizer(
+            optimizer, self._wrapped, self._dtype, distributed=self.config.parallel.distributed_optimizer
+        )
         self.scheduler = build_scheduler(optimizer, self.optimizer, total_updates)
 
     @property
@@ -193,11 +195,15 @@ class Actor:
 
     def save(self, directory: Path) -> None:
         """Write weights, optimizer, schedule and generators to an existing empty directory (a call of all ranks)."""
-        save_training_state(directory, self.model, self.optimizer, self.scheduler)
+        save_training_state(directory, self.chunks, self.optimizer, self.scheduler)
+
+    def snapshot(self, directory: Path) -> Snapshot:
+        """The first half of `save`: what is to be written, copied to host memory (a call of all ranks)."""
+        return snapshot(directory, self.chunks, self.optimizer, self.scheduler)
 
     def load(self, directory: Path) -> None:
         """Continue from `save`, in any layout; in the same one bit for bit. Configured rates win over saved ones."""
-        load_training_state(directory, self.model, self.optimizer, self.scheduler)
+        load_training_state(directory, self.chunks, self.optimizer, self.scheduler)
 
     def _indices(self, packs: Sequence[TreePack]) -> list[int]:
         """This rank's packs in order, and beyond the last index empty ones that keep ranks in step with each other."""
