@@ -7,12 +7,11 @@ the other ranks hold empty lists until `share` hands every rank the same packs.
 import sys
 from pathlib import Path
 
-from torch.distributed.elastic.multiprocessing.errors import record
-
 from arpo_megatron.actor.packing import TreePack
 from arpo_megatron.algorithms.advantages import group_advantages
 from arpo_megatron.algorithms.credit import tree_credits
 from arpo_megatron.monitor.events import user_errors_told
+from arpo_megatron.ranks import rank_main
 from arpo_megatron.run_directory import RunDirectory
 from arpo_megatron.training_run import TrainingRun, training_run
 from arpo_megatron.tree_files import ScoredTree
@@ -33,10 +32,7 @@ def train(run: TrainingRun) -> None:
             minibatches = run.share(pack_minibatches(run, scored))
             old_logprobs = [run.actor.logprobs(packs) for packs in minibatches]
         with run.phase("update"):
-            updates = [
-                run.actor.update(packs, logprobs, loss="ppo")
-                for packs, logprobs in zip(minibatches, old_logprobs, strict=True)
-            ]
+            updates = [run.update(packs, logprobs) for packs, logprobs in zip(minibatches, old_logprobs, strict=True)]
         run.check_on_policy(updates)
         with run.phase("push"):
             run.push_weights(version=run.state.step + 1)
@@ -61,7 +57,7 @@ def pack_minibatches(run: TrainingRun, scored: list[ScoredTree]) -> list[list[Tr
     return minibatches
 
 
-@record  # a failing rank is named by torchrun with its traceback
+@rank_main
 def main() -> None:
     """Entry point of every trainer rank."""
     directory = RunDirectory(Path(sys.argv[1]))

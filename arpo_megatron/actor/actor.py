@@ -21,7 +21,7 @@ from arpo_megatron.actor.microbatch import MicroBatch, MicroBatches, Place
 from arpo_megatron.actor.model import DTYPES, TreeGPTModel, build_chunks
 from arpo_megatron.actor.optimizer import build_optimizer, build_scheduler, clipped_step, gradient_buffers
 from arpo_megatron.actor.packing import TreePack, empty_pack, last_uses
-from arpo_megatron.actor.parallel import device
+from arpo_megatron.actor.parallel import device, gather_objects
 from arpo_megatron.actor.router import ExpertBalance, begin_pass, finish_pass
 from arpo_megatron.actor.schedule import Finish, run_nested, run_pipeline
 from arpo_megatron.actor.training_state import Snapshot, load_training_state, save_training_state, snapshot
@@ -47,7 +47,7 @@ class UpdateStats:
         entropy_mean: of the policy before the update, in nats.
         kl_k3: k3 estimate of KL(old || new), mean, in nats.
         tokens: target tokens.
-        skipped: a gradient was not finite, so weights and optimizer state are unchanged (the schedule goes on).
+        skipped: loss or gradient was not finite, so weights and optimizer state are unchanged (the schedule goes on).
     """
 
     loss: float
@@ -73,6 +73,10 @@ class Actor:
         total_updates: length of the schedule.
 
     `arpo_megatron.actor.parallel.initialize` comes first.
+
+    Attributes:
+        unsound: after a skipped update, the indices of its packs whose loss was not finite on some rank; empty where
+            only the gradient was not.
     """
 
     def __init__(
@@ -102,6 +106,7 @@ class Actor:
         for chunk in self.chunks:
             chunk.config.finalize_model_grads_func = _sum_gradients
             chunk.config.no_sync_func = None if len(self.chunks) == 1 else [w.no_sync for w in self._wrapped]
+        self.unsound: list[int] = []
         self.reset_optimizer(optimizer, total_updates)
 
     def reset_optimizer(self, optimizer: OptimizerConfig, total_updates: int) -> None:
@@ -167,7 +172,9 @@ class Actor:
         """
         self.scheduler.step(1)
         outputs = self.accumulate(packs, old_logprobs, loss)
-        grad_norm, stepped = clipped_step(self.optimizer, self._optimizer_config.clip_grad)
+        unsound = [index for index, value in self.losses(packs, outputs).items() if not np.isfinite(value)]
+        grad_norm, stepped = clipped_step(self.optimizer, self._optimizer_config.clip_grad, sound=not unsound)
+        self.unsound = [] if stepped else sorted({index for part in gather_objects(unsound) for index in part})
         return self._stats(outputs, grad_norm, skipped=not stepped)
 
     def accumulate(
@@ -192,6 +199,11 @@ class Actor:
             temperature=1.0 if loss == "nll" else self.config.rollout.temperature,
             forward_only=False,
         )
+
+    def losses(self, packs: Sequence[TreePack], outputs: Sequence[Tensor]) -> dict[int, float]:
+        """The loss of each of this rank's packs by its index, from what `accumulate` returned."""
+        values = torch.stack(list(outputs))[:, 0].tolist() if outputs else []
+        return {index: value for index, value in zip(self._indices(packs), values, strict=False) if index < len(packs)}
 
     def save(self, directory: Path) -> None:
         """Write weights, optimizer, schedule and generators to an existing empty directory (a call of all ranks)."""

@@ -19,7 +19,7 @@ from arpo_megatron.errors import UserError
 
 
 def gradient_buffers(dtype: torch.dtype, *, distributed: bool) -> DistributedDataParallelConfig:
-    """How gradients are held and reduced: in float32; summed to every rank, or each stretch to the rank that owns it."""
+    """How gradients are held, in float32, and reduced: summed on every rank, or only where it is owned."""
     return DistributedDataParallelConfig(
         grad_reduce_in_fp32=dtype == torch.bfloat16, use_distributed_optimizer=distributed
     )

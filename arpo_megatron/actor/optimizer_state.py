@@ -155,9 +155,7 @@ def boxes(shape: Sequence[int], start: int, end: int) -> Iterator[tuple[tuple[in
     yield from _in_row(shape, last, 0, end - last * row)
 
 
-def _in_row(
-    shape: Sequence[int], row: int, start: int, end: int
-) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+def _in_row(shape: Sequence[int], row: int, start: int, end: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     for offset, size in boxes(shape[1:], start, end):
         yield (row, *offset), (1, *size)
 
