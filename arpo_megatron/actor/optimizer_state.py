@@ -163,9 +163,11 @@ def _in_row(shape: Sequence[int], row: int, start: int, end: int) -> Iterator[tu
 def _stretch(base: Any, flat: Tensor, start: int, end: int, prefix: str) -> Iterator[ShardedTensor]:
     """The stretch [start, end) of a weight, whose values are `flat`, as sharded tensors with irregular bounds."""
     for shard, begin in _regular_parts(base):
-        low, high = max(start, begin), min(end, begin + prod(shard.local_shape))
+        # An expert's weight is a row of a tensor with one more axis, which its own shape does not show.
+        shape = (*[1] * shard.prepend_axis_num, *shard.local_shape)
+        low, high = max(start, begin), min(end, begin + prod(shape))
         place = low - start
-        for offset, size in boxes(shard.local_shape, low - begin, high - begin):
+        for offset, size in boxes(shape, low - begin, high - begin):
             data = flat[place : place + prod(size)].view(size)
             place += prod(size)
             yield ShardedTensor(
@@ -190,7 +192,7 @@ def _regular_parts(base: Any) -> Iterator[tuple[ShardedTensor, int]]:
         raise ValueError(f"a weight is saved as {type(base).__name__}, which the distributed optimizer cannot divide")
     hollow = replace(base, data=torch.empty_like(base.data, device="meta"))
     for part in hollow.build():
-        if not part.data.is_contiguous() or part.prepend_axis_num:
+        if not part.data.is_contiguous():
             raise ValueError(f"{part.key}: not a contiguous part of its weight")
         yield part, part.data.storage_offset()
 

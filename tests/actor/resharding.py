@@ -1,7 +1,8 @@
 """torchrun script of test_resharding.py: each layout of four ranks goes on from checkpoints of every other.
 
-Arguments: a directory with a checkpoint of one rank (`start`) and room for results. Each layout trains from `start`,
-saves under its name, and goes on; then from the checkpoint of each layout before it. The leader writes losses.json.
+Arguments: a directory with checkpoints of one rank (`dense`, `experts`) and room for results. Each layout trains from
+that, saves under its name, and goes on; then from the checkpoint of each layout before it. The leader writes
+losses.json.
 """
 
 import json
@@ -11,24 +12,32 @@ from pathlib import Path
 
 import cases
 import torch.distributed as dist
-from layouts import OPTIMIZER, UPDATES, lay_out
+from layouts import OPTIMIZER, UPDATES, join
 
 from arpo_megatron.actor import parallel
 from arpo_megatron.actor.actor import Actor
 from arpo_megatron.actor.packing import pack_trees
-from arpo_megatron.config import ParallelConfig
+from arpo_megatron.config import JobConfig, ModelConfig, ParallelConfig
 
-SHAPE = replace(cases.QWEN3, layers=4, tied=True)
+SHAPES = {"dense": replace(cases.QWEN3, layers=4, tied=True), "experts": replace(cases.QWEN3_MOE, layers=4)}
 LAYOUTS = {
-    "tensor-pipeline": ParallelConfig(tensor=2, pipeline=2),
-    "virtual-data-distributed": ParallelConfig(pipeline=2, virtual_pipeline=2, data=2, distributed_optimizer=True),
-    "tensor-data-distributed": ParallelConfig(tensor=2, sequence=True, data=2, distributed_optimizer=True),
-    "data": ParallelConfig(data=4),
+    "dense": {
+        "tensor-pipeline": ParallelConfig(tensor=2, pipeline=2),
+        "virtual-data-distributed": ParallelConfig(pipeline=2, virtual_pipeline=2, data=2, distributed_optimizer=True),
+        "tensor-data-distributed": ParallelConfig(tensor=2, sequence=True, data=2, distributed_optimizer=True),
+        "data": ParallelConfig(data=4),
+    },
+    "experts": {
+        "expert-distributed": ParallelConfig(data=4, expert=2, distributed_optimizer=True),
+        "tensor-expert": ParallelConfig(tensor=2, sequence=True, data=2, expert=2),
+    },
 }
 
 
-def new_actor(layout: ParallelConfig, dtype: str = "float32") -> Actor:
-    return Actor(cases.job(layout, dtype), SHAPE, None, optimizer=OPTIMIZER, total_updates=UPDATES)
+def new_actor(kind: str, layout: ParallelConfig) -> Actor:
+    # The path only says that the model is not made by the job; its shape and random weights are given here.
+    job = JobConfig(name="test", model=ModelConfig(dtype="float32", path=Path("unread")), parallel=layout)
+    return Actor(job, SHAPES[kind], None, optimizer=OPTIMIZER, total_updates=UPDATES)
 
 
 def train(actor: Actor, updates: range) -> list[dict[str, float]]:
@@ -50,18 +59,18 @@ def save(actor: Actor, directory: Path) -> None:
 
 
 def main() -> None:
-    root, results = Path(sys.argv[1]), {}
-    for name, layout in LAYOUTS.items():
-        lay_out(layout)
-        actor = new_actor(layout)
-        actor.load(root / "start")
+    root, results = Path(sys.argv[1]), {kind: {} for kind in LAYOUTS}
+    for kind, name, layout in [(kind, name, each) for kind in LAYOUTS for name, each in LAYOUTS[kind].items()]:
+        join(layout)
+        actor = new_actor(kind, layout)
+        actor.load(root / kind)
         rows = train(actor, range(3))
         save(actor, root / name)
-        results[name] = {"rows": rows, "next": train(actor, range(3, 5))}
-        for other in list(results):
-            actor = new_actor(layout)
+        results[kind][name] = {"rows": rows, "next": train(actor, range(3, 5))}
+        for other in list(results[kind]):
+            actor = new_actor(kind, layout)
             actor.load(root / other)
-            results[name][f"from {other}"] = train(actor, range(3, 5))
+            results[kind][name][f"from {other}"] = train(actor, range(3, 5))
     if dist.get_rank() == 0:
         (root / "losses.json").write_text(json.dumps(results))
     parallel.destroy()
