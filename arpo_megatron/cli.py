@@ -131,6 +131,20 @@ def export(
     print(export_checkpoint(_open_run(run_dir), out, step))
 
 
+@app.command("replay-pack")
+def replay_pack(
+    file: Annotated[Path, typer.Argument(help="Dump of a skipped update: RUN_DIR/bad_packs/*.npz.")],
+    run: Annotated[Path | None, typer.Option(help="Run directory; default: the one that the file lies in.")] = None,
+) -> None:
+    """Compute an update again that was skipped, and say which of its quantities are not finite.
+
+    The weights are those of the run's newest whole checkpoint; nothing is changed.
+    """
+    from arpo_megatron.job import replay_bad_update
+
+    print(replay_bad_update(_open_run(run or file.resolve().parent.parent), file), end="", flush=True)
+
+
 @app.command()
 def trees(
     run_dir: RunDir,

@@ -274,6 +274,8 @@ class OptimizerConfig:
     """Added to the denominator."""
     clip_grad: PositiveFloat = 1.0
     """Largest global gradient norm."""
+    offload: bool = False
+    """Keep moments and master weights in host memory and update them there (a GPU with the distributed optimizer)."""
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -305,7 +307,9 @@ class TrainConfig:
     save_every: Positive = 1
     """Steps between checkpoints."""
     keep_checkpoints: Positive = 2
-    """Whole checkpoints kept; older ones are deleted."""
+    """Newest whole checkpoints kept; older ones are deleted."""
+    keep_every: NonNegative = 0
+    """Checkpoints of every n-th step are kept for good; 0: none."""
     logprob_gap_limit: PositiveFloat | None = None
     """Largest |trainer - engine| log-prob of a probe, in nats, that a weight push may leave; larger stops the run.
     None: 1e-3 in float32, 0.2 in bfloat16, whose activations carry 8 bits."""

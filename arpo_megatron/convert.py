@@ -1,36 +1,55 @@
-"""Checkpoint to Hugging Face directory, on all ranks: `python -m arpo_megatron.convert RUN_DIR STEP_DIR OUT`."""
+"""Checkpoint to Hugging Face directory, on all ranks: `python -m arpo_megatron.convert RUN_DIR STEP|newest OUT`."""
 
 import sys
 from pathlib import Path
 
-from torch.distributed.elastic.multiprocessing.errors import record
-
 from arpo_megatron import resolve
 from arpo_megatron.actor import parallel
 from arpo_megatron.actor.actor import Actor
-from arpo_megatron.actor.checkpoint import CheckpointStore
+from arpo_megatron.actor.checkpoint import CheckpointStore, damage_of, newest_whole
+from arpo_megatron.errors import UserError
+from arpo_megatron.monitor.events import EventLog, user_errors_told
 from arpo_megatron.preparation import model_path
 from arpo_megatron.processes import die_with_parent
+from arpo_megatron.ranks import rank_main
 from arpo_megatron.run_directory import RunDirectory
 from arpo_megatron.weights.export import export_hf
 from arpo_megatron.weights.shape import ModelShape
 
 
-@record  # a failing rank is named by torchrun with its traceback
+def whole_checkpoint(run: RunDirectory, wanted: str) -> Path:
+    """The checkpoint of a step, or the newest whole one; what is not used, and why, becomes an event.
+
+    Raises:
+        UserError: there is none, or that step's is damaged.
+    """
+    if wanted != "newest":
+        path = run.checkpoints / f"step_{wanted}"
+        if phrases := damage_of(path):
+            raise UserError(f"{path} cannot be used: {phrases[0]}")
+        return path
+    found = newest_whole(run.checkpoints)
+    if found.path is None:
+        raise UserError(f"{run.path} has no checkpoint")
+    for line in found.told:
+        EventLog(run.events, enabled=parallel.is_leader()).emit("note", text=line)
+    return found.path
+
+
+@rank_main
 def main() -> None:
     """Entry point of every rank."""
     die_with_parent()
-    run, checkpoint, out = RunDirectory(Path(sys.argv[1])), Path(sys.argv[2]), Path(sys.argv[3])
+    run, out = RunDirectory(Path(sys.argv[1])), Path(sys.argv[3])
     config = resolve.load(run.config)
-    parallel.initialize(config.parallel, config.seed)
-    try:
+    with user_errors_told(run.events):
+        parallel.initialize(config.parallel, config.seed)
         start = model_path(config, run)
         shape = ModelShape.from_hf(start)
         updates = config.train.steps * config.algorithm.minibatches
         actor = Actor(config, shape, start, optimizer=config.optimizer, total_updates=updates)
-        actor.load(CheckpointStore.actor_directory(checkpoint))
+        actor.load(CheckpointStore.actor_directory(whole_checkpoint(run, sys.argv[2])))
         export_hf(actor.chunks, shape, start, out)
-    finally:
         parallel.destroy()
 
 

@@ -1,11 +1,14 @@
 """A whole job on this machine: prepare, cold start, train, export. The command line calls these functions."""
 
 import json
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from arpo_megatron import resolve, run_directory
+from arpo_megatron.actor.directories import checkpoint_directories, step_of
+from arpo_megatron.bad_packs import load_bad_update
 from arpo_megatron.config import JobConfig
 from arpo_megatron.errors import UserError
 from arpo_megatron.launch import run_trainer, services
@@ -65,17 +68,38 @@ def export_checkpoint(run: RunDirectory, out: Path, step: int | None) -> Path:
     """
     if out.exists():
         raise UserError(f"{out} exists already; name a directory that does not")
-    found = {int(path.name.removeprefix("step_")): path for path in run.checkpoints.glob("step_*[0-9]")}
-    wanted = found.get(max(found, default=0) if step is None else step)
-    if wanted is None:
-        have = ", ".join(str(number) for number in sorted(found)) or "none"
+    steps = [step_of(path) for path in checkpoint_directories(run.checkpoints)]
+    if not steps or (step is not None and step not in steps):
+        have = ", ".join(map(str, steps)) or "none"
         raise UserError(
             f"{run.path} has no checkpoint{'' if step is None else f' of step {step}'}; steps it has: {have}"
         )
+    wanted = "newest" if step is None else str(step)
     config = resolve.load(run.config)
-    with run.locked(), Roles(run.logs) as roles:
-        run_trainer("arpo_megatron.convert", config, run, roles, arguments=[str(wanted), str(out)])
+    with run.locked(), watching(run) as (_, poll), Roles(run.logs) as roles:
+        run_trainer("arpo_megatron.convert", config, run, roles, arguments=[wanted, str(out)], poll=poll)
     return out
+
+
+def replay_bad_update(run: RunDirectory, dump: Path) -> str:
+    """Compute a skipped update of a run again, with its newest checkpoint; lines on what is finite and what is not.
+
+    Raises:
+        UserError: the dump cannot be read, or no checkpoint is whole.
+        RoleDiedError: a rank failed; the message names its log.
+    """
+    try:
+        load_bad_update(dump)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    config = resolve.load(run.config)
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "replay.txt"
+        with run.locked(), watching(run) as (_, poll), Roles(run.logs) as roles:
+            run_trainer(
+                "arpo_megatron.replay", config, run, roles, arguments=[str(dump.resolve()), str(out)], poll=poll
+            )
+        return out.read_text(encoding="utf-8")
 
 
 @contextmanager

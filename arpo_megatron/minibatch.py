@@ -5,8 +5,8 @@ log-probs besides (importance weights of trajectories, sequence-level ratios) is
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Self
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,9 +15,8 @@ from arpo_megatron.actor import parallel
 from arpo_megatron.actor.actor import Actor
 from arpo_megatron.actor.layout import TreePack
 from arpo_megatron.actor.packing import by_tree, pack_minibatch, with_credits
-from arpo_megatron.actor.statistics import UpdateStats
 from arpo_megatron.algorithms.advantages import group_advantages
-from arpo_megatron.algorithms.credit import TreeCredit, tree_credits
+from arpo_megatron.algorithms.credit import Loss, TreeCredit, tree_credits
 from arpo_megatron.algorithms.sequence_ratio import gspo, trajectory_weights
 from arpo_megatron.config import JobConfig
 from arpo_megatron.tree import Float32Array, RolloutTree
@@ -54,10 +53,29 @@ def share(minibatches: Sequence[Minibatch]) -> list[Minibatch]:
     return list(minibatches) if parallel.is_leader() else [Minibatch(own) for own in packs]
 
 
-def update(
+@dataclass(frozen=True, slots=True)
+class ReadyUpdate:
+    """What `Actor.update` takes, and what it cannot know.
+
+    Attributes:
+        packs: with their final credits.
+        old_logprobs: None where the loss needs none.
+        loss: the kind of loss.
+        reference_logprobs: of the reference policy, if there is one.
+        statistics: replace those of the update.
+    """
+
+    packs: list[TreePack]
+    old_logprobs: Sequence[Float32Array] | None
+    loss: Loss
+    reference_logprobs: Sequence[Float32Array] | None = None
+    statistics: dict[str, Any] = field(default_factory=dict)
+
+
+def prepare_update(
     actor: Actor, minibatch: Minibatch, old_logprobs: Sequence[Float32Array], config: JobConfig, *, on_policy: bool
-) -> UpdateStats:
-    """Train on one minibatch (a call of all ranks).
+) -> ReadyUpdate:
+    """The part of the algorithm that needs log-probs (a call of all ranks).
 
     Args:
         actor: the policy.
@@ -72,7 +90,7 @@ def update(
         minibatch = _credited(minibatch, _credits(minibatch.trees, minibatch.advantages, config, weights))
     if config.algorithm.ratio == "token":
         reference = actor.reference_logprobs(minibatch.packs)
-        return actor.update(minibatch.packs, old_logprobs, reference_logprobs=reference)
+        return ReadyUpdate(minibatch.packs, old_logprobs, "ppo", reference_logprobs=reference)
     new = old_logprobs if on_policy else actor.logprobs(minibatch.packs)
     differences = [a - b for a, b in zip(new, old_logprobs, strict=True)]
     found = gspo(
@@ -83,9 +101,8 @@ def update(
         clip_high=config.algorithm.clip_high,
         trajectory_weights=weights,
     )
-    minibatch = _credited(minibatch, found.credits)
     # Ratios and loss are those of trajectories: only the leader knows them, and only it reports.
-    return replace(actor.update(minibatch.packs, None, "linear"), **found.statistics())
+    return ReadyUpdate(_credited(minibatch, found.credits).packs, None, "linear", statistics=found.statistics())
 
 
 def _credits(

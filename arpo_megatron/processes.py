@@ -24,6 +24,9 @@ CPU_ENVIRONMENT = {"OMP_WAIT_POLICY": "passive", "CUDA_VISIBLE_DEVICES": ""}
 """Environment of processes that compute on a CPU: OpenMP threads that wait sleep instead of spinning away the core that
 another role needs, and a GPU that is there is left alone (tree attention has no CUDA kernel yet)."""
 PARENT_WATCH_INTERVAL_S = 0.5
+RANK_FAILED = "---- rank {rank} failed:"
+"""Begins, on a line of its own, what a failing trainer rank writes to its log (`ranks.py`)."""
+RANK_FAILED_END = "---- end of that rank's report"
 GRACE_S = 5.0
 """Seconds between SIGTERM and SIGKILL."""
 
@@ -38,17 +41,18 @@ class RoleDiedError(Exception):
 
 @dataclass(slots=True)
 class Role:
-    """One running process group and the file that its output goes to."""
+    """One running process group, the file that its output goes to, and where in that file it begins, in bytes."""
 
     name: str
     process: subprocess.Popen[Any]
     log: Path
+    log_start: int = 0
 
     def failure(self) -> str:
         """What to tell the user when this role ended by itself."""
         code = self.process.returncode
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        return f"{self.name} {how}; log: {self.log}\n{last_lines(self.log)}"
+        return f"{self.name} {how}; log: {self.log}\n{first_failure(self.log, self.log_start) or last_lines(self.log)}"
 
 
 @dataclass(slots=True)
@@ -73,6 +77,7 @@ class Roles:
         `stdout=subprocess.PIPE` leaves standard output to the caller (stderr still goes to the log).
         """
         log = self.log_dir / f"{name}.log"
+        log_start = log.stat().st_size if log.exists() else 0
         with interrupts_deferred(), log.open("a", encoding="utf-8") as sink:
             process = subprocess.Popen(
                 command,
@@ -84,7 +89,7 @@ class Roles:
                 preexec_fn=die_with_parent,  # noqa: PLW1509  (one prctl call, safe between fork and exec)
                 text=True,
             )
-            role = Role(name, process, log)
+            role = Role(name, process, log, log_start)
             self.running.append(role)
         return role
 
@@ -199,6 +204,22 @@ def last_lines(path: Path, count: int = 15) -> str:
         return ""
     with path.open(encoding="utf-8", errors="replace") as file:
         return "".join(f"  | {line.rstrip()}\n" for line in deque(file, count)).rstrip("\n")
+
+
+def first_failure(path: Path, start: int = 0, limit: int = 40) -> str:
+    """What the first failing rank wrote to a log after byte `start`, its last `limit` lines; empty where none did."""
+    if not path.exists():
+        return ""
+    with path.open("rb") as file:
+        file.seek(start)
+        lines = file.read().decode(errors="replace").splitlines()
+    opening = RANK_FAILED.partition("{")[0]
+    first = next((number for number, line in enumerate(lines) if line.startswith(opening)), None)
+    if first is None:
+        return ""
+    report = lines[first : next((n for n in range(first, len(lines)) if lines[n] == RANK_FAILED_END), len(lines))]
+    shown = report if len(report) <= limit else [report[0], "...", *report[2 - limit :]]
+    return "\n".join(f"  | {line}" for line in shown)
 
 
 def _signal_group(pid: int, number: signal.Signals) -> None:

@@ -17,9 +17,19 @@ from arpo_megatron import resolve
 from arpo_megatron.config import JobConfig
 from arpo_megatron.errors import UserError
 
-CHANGEABLE = ("run_dir", "train.steps", "train.save_every", "train.keep_checkpoints", "engine", "monitor")
-"""Config keys and sections that a resumed run may give another value: a longer run, another machine.
-(`run_dir` is how the directory was found, and the same one has many names.)"""
+CHANGEABLE = (
+    "run_dir",
+    "train.steps",
+    "train.save_every",
+    "train.keep_checkpoints",
+    "train.keep_every",
+    "parallel",
+    "optimizer.offload",
+    "engine",
+    "monitor",
+)
+"""Config keys and sections that a resumed run may give another value: a longer run, another machine, another layout
+(a checkpoint is read in any). (`run_dir` is how the directory was found, and the same one has many names.)"""
 REUSABLE = frozenset({"initial_model", "cold_start", ".lock"})
 """What a directory may hold for a fresh run to begin there: a model and a cold start that are not made again."""
 
@@ -76,6 +86,11 @@ class RunDirectory:
         return self.path / "checkpoints"
 
     @property
+    def bad_packs(self) -> Path:
+        """Minibatches whose update was skipped because something was not finite (`arpo replay-pack`)."""
+        return self.path / "bad_packs"
+
+    @property
     def trees(self) -> Path:
         """Finished trees with their rewards, one JSONL file a step."""
         return self.path / "trees"
@@ -101,6 +116,7 @@ class RunDirectory:
         found = [path.with_name(path.name + ".tmp") for path in whole] + [self.path / "metrics.tmp"]
         for folder in (self.checkpoints, self.sft_checkpoints, self.trees):
             found += folder.glob("step_*.tmp")
+        found += self.bad_packs.glob("*.tmp")
         for path in found:
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 

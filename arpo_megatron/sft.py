@@ -9,17 +9,17 @@ import sys
 import time
 from pathlib import Path
 
-from torch.distributed.elastic.multiprocessing.errors import record
-
 from arpo_megatron import resolve
 from arpo_megatron.actor import parallel
 from arpo_megatron.actor.actor import Actor
 from arpo_megatron.actor.checkpoint import CheckpointStore
 from arpo_megatron.actor.packing import pack_minibatch
 from arpo_megatron.algorithms.credit import supervised_credit
+from arpo_megatron.bad_packs import BadUpdate, dump_if_skipped
 from arpo_megatron.monitor.events import EventLog, user_errors_told
 from arpo_megatron.preparation import load_data, load_tokenizer, model_path
 from arpo_megatron.processes import die_with_parent
+from arpo_megatron.ranks import rank_main
 from arpo_megatron.run_directory import RunDirectory
 from arpo_megatron.tasks.demonstrations import demonstrate
 from arpo_megatron.weights.export import export_hf
@@ -38,27 +38,36 @@ def sft(directory: RunDirectory) -> None:
     shape = ModelShape.from_hf(start)
     actor = Actor(config, shape, start, optimizer=config.sft.optimizer, total_updates=config.sft.steps)
     checkpoints = CheckpointStore(directory.sft_checkpoints, keep=1)
-    if (latest := checkpoints.latest()) is not None:
-        actor.load(CheckpointStore.actor_directory(latest))
+    found = checkpoints.resume_point()
+    for line in found.told:
+        events.emit("note", text=line)
+    if found.path is not None:
+        actor.load(CheckpointStore.actor_directory(found.path))
         events.emit("note", text=f"cold start resumed after {actor.updates_done} of {config.sft.steps} updates")
     events.emit("phase", name="cold start", step=0)
-    started = time.monotonic()
+    started, skipped = time.monotonic(), 0
     while actor.updates_done < config.sft.steps:
         number = actor.updates_done
         drawn = random.Random(f"cold-start-{config.seed}-{number}").choices(data.train, k=config.sft.batch)
         trees = demonstrate(drawn, data.facts, tokenizer, careless=config.sft.careless, seed=config.seed + number)
         packs = pack_minibatch(trees, supervised_credit(trees), config)
         stats = actor.update(packs, None, loss="nll")
+        bad = BadUpdate("sft", number, "nll", actor.unsound, packs, None) if stats.skipped else None
+        skipped = dump_if_skipped(bad, skipped, directory.bad_packs, events)
         done = actor.updates_done
         if done % REPORT_EVERY == 0 or done == config.sft.steps:
             seconds = round(time.monotonic() - started, 1)
             events.emit("cold_start", update=done, updates=config.sft.steps, loss=stats.loss, seconds=seconds)
         if done % config.sft.save_every == 0 and done < config.sft.steps:
             checkpoints.save(done, actor, {})
+        for report in checkpoints.reports():
+            if report.error:
+                events.emit("note", text=str(report))
+    checkpoints.finish()
     export_hf(actor.chunks, shape, start, directory.cold_start)
 
 
-@record  # a failing rank is named by torchrun with its traceback
+@rank_main
 def main() -> None:
     """Entry point of every trainer rank."""
     die_with_parent()
@@ -66,10 +75,8 @@ def main() -> None:
     config = resolve.load(directory.config)
     with user_errors_told(directory.events):
         parallel.initialize(config.parallel, config.seed)
-        try:
-            sft(directory)
-        finally:
-            parallel.destroy()
+        sft(directory)
+        parallel.destroy()
 
 
 if __name__ == "__main__":

@@ -7,10 +7,9 @@ the other ranks hold empty lists until `share` hands every rank the same packs.
 import sys
 from pathlib import Path
 
-from torch.distributed.elastic.multiprocessing.errors import record
-
-from arpo_megatron.minibatch import Minibatch, share, update
+from arpo_megatron.minibatch import Minibatch, share
 from arpo_megatron.monitor.events import user_errors_told
+from arpo_megatron.ranks import rank_main
 from arpo_megatron.run_directory import RunDirectory
 from arpo_megatron.training_run import TrainingRun, training_run
 
@@ -31,7 +30,7 @@ def train(run: TrainingRun) -> None:
             old_logprobs = [run.actor.logprobs(minibatch.packs) for minibatch in minibatches]
         with run.phase("update"):
             updates = [
-                update(run.actor, minibatch, old, config, on_policy=number == 0)
+                run.update(minibatch, old, on_policy=number == 0)
                 for number, (minibatch, old) in enumerate(zip(minibatches, old_logprobs, strict=True))
             ]
         run.check_on_policy(updates)
@@ -42,7 +41,7 @@ def train(run: TrainingRun) -> None:
     run.export()
 
 
-@record  # a failing rank is named by torchrun with its traceback
+@rank_main
 def main() -> None:
     """Entry point of every trainer rank."""
     directory = RunDirectory(Path(sys.argv[1]))

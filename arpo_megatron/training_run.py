@@ -7,7 +7,7 @@ ranks the methods that need them return empty lists, so that `train.py` reads th
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -19,16 +19,19 @@ from arpo_megatron.actor import parallel
 from arpo_megatron.actor.actor import Actor
 from arpo_megatron.actor.checkpoint import CheckpointStore
 from arpo_megatron.actor.layout import TreePack
+from arpo_megatron.actor.optimizer import adam_name
 from arpo_megatron.actor.packing import report
 from arpo_megatron.actor.statistics import UpdateStats
+from arpo_megatron.bad_packs import BadUpdate, dump_if_skipped
 from arpo_megatron.config import JobConfig
 from arpo_megatron.launch import Services
 from arpo_megatron.leader import Leader
-from arpo_megatron.minibatch import Minibatch
+from arpo_megatron.minibatch import Minibatch, prepare_update
 from arpo_megatron.monitor.events import EventLog
 from arpo_megatron.monitor.metrics import MetricsLog
 from arpo_megatron.preparation import load_data, load_tokenizer, model_path
 from arpo_megatron.processes import die_with_parent
+from arpo_megatron.ranks import tell_failure
 from arpo_megatron.run_directory import RunDirectory, write_json
 from arpo_megatron.tasks.base import Task
 from arpo_megatron.tasks.sampler import TaskSampler
@@ -52,6 +55,7 @@ class RunState:
         totals: counters over all steps (forks, tool calls, tokens), by name.
         success: held-out success "before" and "after", where measured, in [0, 1].
         logprob_gap_max: largest |trainer - engine| log-prob seen, in nats.
+        skipped_in_a_row: updates skipped since the last one that was taken.
     """
 
     step: int = 0
@@ -59,6 +63,7 @@ class RunState:
     totals: dict[str, float] = field(default_factory=dict)
     success: dict[str, float] = field(default_factory=dict)
     logprob_gap_max: float = 0.0
+    skipped_in_a_row: int = 0
 
 
 @dataclass(slots=True)
@@ -88,9 +93,12 @@ class TrainingRun:
             self.phases[name] = self.phases.get(name, 0.0) + time.monotonic() - started
 
     def resume(self) -> None:
-        """Go on from the newest whole checkpoint, if there is one."""
-        latest = self.checkpoints.latest()
-        if latest is None:
+        """Go on from the newest whole checkpoint, if there is one; say which newer ones are damaged, and how."""
+        self.events.emit("note", text=f"optimizer: {adam_name(self.actor.optimizer)}")
+        found = self.checkpoints.resume_point()
+        for line in found.told:
+            self.events.emit("note", text=line)
+        if (latest := found.path) is None:
             return
         self.actor.load(CheckpointStore.actor_directory(latest))
         self.state = RunState(**self.checkpoints.load_state(latest))
@@ -133,10 +141,35 @@ class TrainingRun:
                 f"nats, more than train.logprob_gap_limit={limit:g}"
             )
 
+    def update(self, minibatch: Minibatch, old_logprobs: Sequence[Logprobs], *, on_policy: bool) -> UpdateStats:
+        """One optimizer update; one that is skipped because something is not finite is dumped for replay and counted.
+
+        Args:
+            minibatch: from `minibatch.share`.
+            old_logprobs: of its packs under the policy of the step.
+            on_policy: the present policy still is that one.
+
+        Raises:
+            UserError: it was the third in a row that was skipped.
+        """
+        ready = prepare_update(self.actor, minibatch, old_logprobs, self.config, on_policy=on_policy)
+        stats = self.actor.update(
+            ready.packs, ready.old_logprobs, ready.loss, reference_logprobs=ready.reference_logprobs
+        )
+        self.state.skipped_in_a_row = dump_if_skipped(
+            BadUpdate("train", self.state.step, ready.loss, self.actor.unsound, ready.packs, ready.old_logprobs)
+            if stats.skipped
+            else None,
+            self.state.skipped_in_a_row,
+            self.directory.bad_packs,
+            self.events,
+        )
+        return replace(stats, **ready.statistics)
+
     def check_on_policy(self, updates: Sequence[UpdateStats]) -> None:
         """On the first minibatch nothing was updated yet: every ratio must be exactly 1 (same packs, same kernels)."""
         # The k3 estimate is 0 only where every single ratio is 1; it is written so that NaN is refused too.
-        if updates and not (updates[0].ratio_max == 1.0 and updates[0].kl_old == 0.0):
+        if updates and not updates[0].skipped and not (updates[0].ratio_max == 1.0 and updates[0].kl_old == 0.0):
             raise RuntimeError(
                 f"probability ratios of the first minibatch before any update: largest {updates[0].ratio_max!r}, k3 "
                 f"{updates[0].kl_old!r}: old log-probs and training pass do not compute the same thing"
@@ -171,9 +204,18 @@ class TrainingRun:
             write_trees(step_file(self.directory, self.state.step), scored)
             self.metrics.log(row)
             self.events.emit("step", steps=self.config.train.steps, **row)
+        self.tell_saves()
         if self.state.step == self.config.train.steps or self.state.step % self.config.train.save_every == 0:
             with self.phase("save"):  # its seconds are part of the next step's record
                 self.checkpoints.save(self.state.step, self.actor, asdict(self.state))
+
+    def tell_saves(self, *, wait: bool = False) -> None:
+        """Say which saves have failed since the last call; `wait` for the one under way."""
+        if wait:
+            self.checkpoints.finish()
+        for saved in self.checkpoints.reports():
+            if saved.error:
+                self.events.emit("note", text=str(saved))
 
     def evaluate_once(self, when: str) -> None:
         """Held-out success through engine and tools, unless a resumed run has it already or the config says no."""
@@ -189,6 +231,7 @@ class TrainingRun:
 
     def export(self) -> None:
         """Write the Hugging Face directory, then the run's result."""
+        self.tell_saves(wait=True)
         self.events.emit("phase", name="export", step=self.state.step)
         source = model_path(self.config, self.directory)
         export_hf(self.actor.chunks, self.actor.shape, source, self.directory.export)
@@ -250,17 +293,20 @@ def training_run(directory: RunDirectory) -> Iterator[TrainingRun]:
         actor=actor,
         sampler=TaskSampler(data.train, config.seed),
         held_out=data.held_out,
-        checkpoints=CheckpointStore(directory.checkpoints, config.train.keep_checkpoints),
+        checkpoints=CheckpointStore(directory.checkpoints, config.train.keep_checkpoints, config.train.keep_every),
         events=events,
         metrics=MetricsLog(directory.path, config) if leading else None,
         leader=leader,
     )
-    run.resume()
     try:
+        run.resume()
         yield run
+    except BaseException as error:
+        tell_failure(error)  # before the clean-up, which may take a while and which other ranks may notice
+        raise
     finally:
         if leader is not None:
             leader.close()
         if run.metrics is not None:
             run.metrics.close()
-        parallel.destroy()
+    parallel.destroy()  # a failed rank leaves its groups only with its end, so that it is the first to tell

@@ -6,33 +6,31 @@ its share, and results that leave a method are equal on all ranks.
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from torch import Tensor
 
-from arpo_megatron.actor.checkpoint import load_training_state, save_training_state
 from arpo_megatron.actor.losses import linear_loss, tree_ppo_loss
 from arpo_megatron.actor.microbatch import MicroBatch, MicroBatches, Place
 from arpo_megatron.actor.model import DTYPES, TreeGPTModel, build_chunks
-from arpo_megatron.actor.optimizer import build_optimizer, build_scheduler, clipped_step
+from arpo_megatron.actor.optimizer import build_optimizer, build_scheduler, clipped_step, gradient_buffers
 from arpo_megatron.actor.packing import TreePack, empty_pack, last_uses
-from arpo_megatron.actor.parallel import device
+from arpo_megatron.actor.parallel import device, gather_objects
 from arpo_megatron.actor.reference import ReferencePolicy
 from arpo_megatron.actor.router import ExpertBalance, begin_pass, finish_pass
 from arpo_megatron.actor.schedule import Finish, run_nested, run_pipeline
 from arpo_megatron.actor.statistics import WIDTH, UpdateStats
+from arpo_megatron.actor.training_state import Snapshot, load_training_state, save_training_state, snapshot
+from arpo_megatron.algorithms.credit import Loss
 from arpo_megatron.config import JobConfig, OptimizerConfig
 from arpo_megatron.tree import Float32Array
 from arpo_megatron.weights.load import load_hf
 from arpo_megatron.weights.shape import ModelShape
-
-Loss = Literal["ppo", "linear", "nll"]
-"""PPO-clip; -sum(coefficient * logprob) with credits as coefficients; the same at temperature 1, for demonstrations."""
 
 
 class Actor:
@@ -46,6 +44,10 @@ class Actor:
         total_updates: length of the schedule.
 
     `arpo_megatron.actor.parallel.initialize` comes first.
+
+    Attributes:
+        unsound: after a skipped update, the indices of its packs whose loss was not finite on some rank; empty where
+            only the gradient was not.
     """
 
     def __init__(
@@ -71,17 +73,20 @@ class Actor:
             load_hf(self.chunks, shape, model_path)
         self._reference = ReferencePolicy(self.chunks) if config.algorithm.kl_coefficient else None
         self._dtype = DTYPES[config.model.dtype]
-        ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=self._dtype == torch.bfloat16)
+        ddp = gradient_buffers(self._dtype, distributed=config.parallel.distributed_optimizer)
         self._wrapped = [DistributedDataParallel(chunk.config, ddp, chunk) for chunk in self.chunks]
         for chunk in self.chunks:
             chunk.config.finalize_model_grads_func = _sum_gradients
             chunk.config.no_sync_func = None if len(self.chunks) == 1 else [w.no_sync for w in self._wrapped]
+        self.unsound: list[int] = []
         self.reset_optimizer(optimizer, total_updates)
 
     def reset_optimizer(self, optimizer: OptimizerConfig, total_updates: int) -> None:
         """Start a new phase (policy training after the cold start): fresh moments, a schedule from its beginning."""
         self._optimizer_config = optimizer
-        self.optimizer = build_optimizer(optimizer, self._wrapped, self._dtype)
+        self.optimizer = build_optimizer(
+            optimizer, self._wrapped, self._dtype, distributed=self.config.parallel.distributed_optimizer
+        )
         self.scheduler = build_scheduler(optimizer, self.optimizer, total_updates)
 
     @property
@@ -152,7 +157,9 @@ class Actor:
         """
         self.scheduler.step(1)
         outputs = self.accumulate(packs, old_logprobs, loss, reference_logprobs=reference_logprobs)
-        grad_norm, stepped = clipped_step(self.optimizer, self._optimizer_config.clip_grad)
+        unsound = [index for index, value in self.losses(packs, outputs).items() if not np.isfinite(value)]
+        grad_norm, stepped = clipped_step(self.optimizer, self._optimizer_config.clip_grad, sound=not unsound)
+        self.unsound = [] if stepped else sorted({index for part in gather_objects(unsound) for index in part})
         return self._stats(outputs, grad_norm, skipped=not stepped)
 
     def accumulate(
@@ -184,13 +191,22 @@ class Actor:
             forward_only=False,
         )
 
+    def losses(self, packs: Sequence[TreePack], outputs: Sequence[Tensor]) -> dict[int, float]:
+        """The loss of each of this rank's packs by its index, from what `accumulate` returned."""
+        values = torch.stack(list(outputs))[:, 0].tolist() if outputs else []
+        return {index: value for index, value in zip(self._indices(packs), values, strict=False) if index < len(packs)}
+
     def save(self, directory: Path) -> None:
         """Write weights, optimizer, schedule and generators to an existing empty directory (a call of all ranks)."""
-        save_training_state(directory, self.model, self.optimizer, self.scheduler)
+        save_training_state(directory, self.chunks, self.optimizer, self.scheduler)
+
+    def snapshot(self, directory: Path) -> Snapshot:
+        """The first half of `save`: what is to be written, copied to host memory (a call of all ranks)."""
+        return snapshot(directory, self.chunks, self.optimizer, self.scheduler)
 
     def load(self, directory: Path) -> None:
         """Continue from `save`, in any layout; in the same one bit for bit. Configured rates win over saved ones."""
-        load_training_state(directory, self.model, self.optimizer, self.scheduler)
+        load_training_state(directory, self.chunks, self.optimizer, self.scheduler)
 
     def _indices(self, packs: Sequence[TreePack]) -> list[int]:
         """This rank's packs in order, and beyond the last index empty ones that keep ranks in step with each other."""

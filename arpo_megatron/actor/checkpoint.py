@@ -1,183 +1,202 @@
-"""Checkpoints: the training state through Megatron's dist_checkpointing, in directories that are whole or absent."""
+"""Checkpoints: directories that are whole or absent, written while the training goes on.
+
+A save writes into `step_N.tmp`: every rank its own files, then a manifest with the checksum of each of them; the rename
+to `step_N` is what makes it count. Whatever happens before leaves the older checkpoints as they were, and a `.tmp` that
+is swept away. Training waits only for the copy of the state to host memory; a thread on every rank writes, over a gloo
+group of its own, so a checkpoint counts as soon as the last rank has written, and a failure is known at the next step.
+"""
 
 import json
-import os
-import re
 import shutil
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
-from megatron.core.dist_checkpointing.mapping import ShardedObject
-from megatron.core.dist_checkpointing.strategies.torch import (
-    MCoreSavePlanner,
-    TorchDistSaveShardedStrategy,
-    _replace_state_dict_keys_with_sharded_keys,
-    mcore_to_pyt_state_dict,
+
+from arpo_megatron.actor import parallel
+from arpo_megatron.actor.directories import checkpoint_directories, kept, remove, replace_directory
+from arpo_megatron.actor.manifest import (
+    DamagedError,
+    FileRecord,
+    damage,
+    flush_directory,
+    flush_file,
+    read_manifest,
+    record,
+    write_manifest,
 )
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.state_dict_saver import save as save_state_dict
+from arpo_megatron.errors import UserError
 
-from arpo_megatron.actor.optimizer import complete_state
-from arpo_megatron.actor.parallel import is_leader
-
-_STEP = re.compile(r"step_(\d+)")
+MAX_FAILED_SAVES = 3
+"""Saves that may fail in a row (a full disk) before the run stops: until then it goes on without a new checkpoint."""
 _STATE_FILE = "state.json"
 _ACTOR_DIRECTORY = "actor"
+_GROUP = "checkpoint"
 
 
-class InProcessSave(TorchDistSaveShardedStrategy):  # type: ignore[misc]
-    """Megatron's torch_dist format, written by the ranks themselves.
+class Snapshot(Protocol):
+    """A state at one moment, copied and ready to be written."""
 
-    Its own strategy writes through forked workers and a manager process that imports the main module anew: seconds at
-    the first save of a small model, and one more process to outlive a crash.
-    """
+    def write(self) -> tuple[Any, list[Path]]:
+        """Write this rank's part, in any thread; what `finish` needs of it, and the files."""
 
-    def save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> None:
-        """Write this rank's shards and, together, the metadata."""
-        sharded, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, keep_only_main_replica=True)
-        save_state_dict(
-            mcore_to_pyt_state_dict(sharded, False),
-            storage_writer=FileSystemWriter(checkpoint_dir, single_file_per_rank=True),
-            planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
-        )
-
-
-def save_training_state(directory: Path, model: Any, optimizer: Any, scheduler: Any) -> None:
-    """Write weights, optimizer, schedule and generators, sharded over the ranks, to an existing empty directory."""
-    template = _template(model, optimizer, scheduler, loading=False, with_rng=True)
-    dist_checkpointing.save(template, str(directory), InProcessSave("torch_dist", 1))
-
-
-def load_training_state(directory: Path, model: Any, optimizer: Any, scheduler: Any) -> None:
-    """Inverse of `save_training_state`, resharding as needed.
-
-    Generators are restored only in the layout that they were saved in. Hyper-parameters stay those of `optimizer` and
-    `scheduler`: a resumed run follows its configuration.
-    """
-    common = dist_checkpointing.load_common_state_dict(str(directory))
-    same_layout = common["layout"] == _layout()
-    template = _template(model, optimizer, scheduler, loading=True, with_rng=same_layout)
-    hyper = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-    state = dist_checkpointing.load(template, str(directory))
-    model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
-    complete_state(optimizer)
-    for group, values in zip(optimizer.param_groups, hyper, strict=True):
-        group.update(values)
-    scheduler.num_steps = 0
-    scheduler.step(state["updates"])
-    if same_layout:
-        _set_rng(state["rng"])
-
-
-def _template(model: Any, optimizer: Any, scheduler: Any, *, loading: bool, with_rng: bool) -> dict[str, Any]:
-    weights = model.sharded_state_dict()
-    moments = optimizer.sharded_state_dict(weights, is_loading=loading)
-    if isinstance(optimizer.optimizer, torch.optim.AdamW):
-        # Megatron saves the steps of all parameters as one number, and leaves it out while it is 0.
-        moments.get("optimizer", moments)["state"].setdefault("common_step", torch.zeros(()))
-    state = {
-        "model": weights,
-        "optimizer": moments,
-        "updates": int(scheduler.num_steps),
-        "layout": _layout(),
-    }
-    if with_rng:
-        tensor, data = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_data_parallel_rank()
-        state["rng"] = ShardedObject(
-            "rng", _get_rng(), (parallel_state.get_tensor_model_parallel_world_size(),), (tensor,), replica_id=data
-        )
-    return state
-
-
-def _layout() -> dict[str, int]:
-    return {
-        "tensor": parallel_state.get_tensor_model_parallel_world_size(),
-        "data": parallel_state.get_data_parallel_world_size(),
-    }
-
-
-def _get_rng() -> dict[str, Any]:
-    state: dict[str, Any] = {
-        "torch": torch.get_rng_state(),
-        "tensor_parallel": tensor_parallel.get_cuda_rng_tracker().get_states(),
-    }
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
-
-
-def _set_rng(state: dict[str, Any]) -> None:
-    torch.set_rng_state(state["torch"])
-    tensor_parallel.get_cuda_rng_tracker().set_states(state["tensor_parallel"])
-    if "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"])
+    def finish(self, written: list[Any]) -> list[Path]:
+        """On the leader, with every rank's `written`: write what joins them; those files."""
 
 
 class Saveable(Protocol):
     """An actor, as far as its checkpoint goes."""
 
-    def save(self, directory: Path) -> None:
-        """Write into an existing empty directory; all ranks call it."""
+    def snapshot(self, directory: Path) -> Snapshot:
+        """Copy the state for writing into an existing empty directory; all ranks call it."""
+
+
+@dataclass(frozen=True, slots=True)
+class SaveReport:
+    """How a save ended.
+
+    Attributes:
+        step: of the checkpoint.
+        seconds: from the beginning of the save to its end, most of it beside the training.
+        error: why there is no such checkpoint; empty where there is.
+    """
+
+    step: int
+    seconds: float
+    error: str = ""
+
+    def __str__(self) -> str:
+        if not self.error:
+            return f"step_{self.step} is saved ({self.seconds:.1f} s)"
+        return f"step_{self.step} could not be saved: {self.error}; older checkpoints are whole, training goes on"
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Where to go on from.
+
+    Attributes:
+        path: the newest whole checkpoint, None where there is none at all.
+        refused: newer ones and what is wrong with them.
+    """
+
+    path: Path | None
+    refused: tuple[tuple[Path, str], ...] = ()
+
+    @property
+    def told(self) -> list[str]:
+        """A line for each one that is not used."""
+        return [f"{path.name} is not used: {why}" for path, why in self.refused]
+
+
+def damage_of(path: Path) -> list[str]:
+    """What is wrong with a checkpoint, a phrase each; all ranks read a share of it and get the same answer."""
+    records, unreadable = parallel.broadcast_object(_manifest(path) if parallel.is_leader() else ([], ""))
+    if unreadable:
+        return [unreadable]
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    mine = records[dist.get_rank() if ranks > 1 else 0 :: ranks]
+    return [phrase for part in parallel.gather_objects(damage(path, mine)) for phrase in part]
+
+
+def newest_whole(root: Path) -> Found:
+    """Check the checkpoints at `root` from the newest down to the first that is whole; all ranks call it.
+
+    Raises:
+        UserError: there are checkpoints, but none is whole. Beginning anew is not for the program to decide.
+    """
+    refused: list[tuple[Path, str]] = []
+    for path in parallel.broadcast_object(checkpoint_directories(root)[::-1]):
+        if not (phrases := damage_of(path)):
+            return Found(path, tuple(refused))
+        refused.append((path, phrases[0] + (f" and {len(phrases) - 1} more" if len(phrases) > 1 else "")))
+    if refused:
+        told = "; ".join(Found(None, tuple(refused)).told)
+        raise UserError(f"no checkpoint in {root} is whole ({told}): restore one, or delete them all")
+    return Found(None)
 
 
 class CheckpointStore:
-    """Whole checkpoints `root/step_N`; a directory of that name was written completely and flushed to disk.
-
-    All ranks construct and call it alike, on a file system that they share.
+    """The checkpoints `root/step_N` of a run, on a file system that all ranks share; they construct and call it alike.
 
     Args:
         root: made where it is missing; what an interrupted save left there is removed.
         keep: newest checkpoints kept.
+        keep_every: those of every n-th step are kept too; 0: none.
     """
 
-    def __init__(self, root: Path, keep: int) -> None:
+    def __init__(self, root: Path, keep: int, keep_every: int = 0) -> None:
         self.root = root
-        self.keep = keep
-        if is_leader():
+        self._keep = keep
+        self._keep_every = keep_every
+        self._writing: _Writing | None = None
+        self._reports: list[SaveReport] = []
+        self._failed_in_a_row = 0
+        self._last_error = ""
+        if parallel.is_leader():
             root.mkdir(parents=True, exist_ok=True)
             for stale in root.glob("*.tmp"):
                 shutil.rmtree(stale)
-        _barrier()
+        parallel.gather_objects(None, _GROUP)  # makes the group, and is a barrier
 
-    def save(self, step: int, actor: Saveable, crash_state: dict[str, Any]) -> Path:
-        """Write `step_N` and delete the oldest ones.
+    def save(self, step: int, actor: Saveable, crash_state: dict[str, Any]) -> None:
+        """Begin to write `step_N`; `reports` tells how it ended. Waits for the save before it.
 
         Args:
             step: N; an older checkpoint of the same step is replaced.
-            actor: the training state.
+            actor: the training state as it is now.
             crash_state: whatever else must survive a crash, JSON-safe; the leader's is written.
 
-        Returns:
-            the directory.
+        Raises:
+            TypeError: `crash_state` is not JSON-safe.
+            UserError: the last `MAX_FAILED_SAVES` saves all failed.
         """
-        final = self.root / f"step_{step}"
-        partial = final.with_name(final.name + ".tmp")
-        if is_leader():
-            (partial / _ACTOR_DIRECTORY).mkdir(parents=True)
-        _barrier()
-        actor.save(partial / _ACTOR_DIRECTORY)
-        _barrier()
-        if is_leader():
-            (partial / _STATE_FILE).write_text(json.dumps(crash_state))
-            _flush(partial)
-            replaced = final.with_name(final.name + ".replaced.tmp")
-            if final.exists():
-                final.rename(replaced)
-            partial.rename(final)
-            _flush_directory(self.root)
-            for old in [*self._all()[: -self.keep], replaced]:
-                shutil.rmtree(old, ignore_errors=old is replaced)
-        _barrier()
-        return final
+        self.finish()
+        if self._failed_in_a_row >= MAX_FAILED_SAVES:
+            raise UserError(
+                f"{self._failed_in_a_row} checkpoints in a row could not be saved ({self._last_error}): "
+                f"mend {self.root} and go on with --resume"
+            )
+        state, started = json.dumps(crash_state), time.monotonic()
+        partial = self.root / f"step_{step}.tmp"
+        if error := _on_leader(lambda: _fresh(partial), "control"):
+            self._note(SaveReport(step, time.monotonic() - started, error))
+            return
+        self._writing = _Writing(
+            step, partial, actor.snapshot(partial / _ACTOR_DIRECTORY), state, self._commit, started
+        )
 
-    def latest(self) -> Path | None:
-        """The checkpoint of the highest step, None without any."""
-        found = self._all()
-        return found[-1] if found else None
+    def reports(self) -> list[SaveReport]:
+        """How saves ended, those not yet told; does not wait."""
+        if self._writing is not None and self._writing.report is not None:
+            self._note(self._writing.report)
+            self._writing = None
+        told, self._reports = self._reports, []
+        return told
+
+    def finish(self) -> None:
+        """Wait until the save under way has ended."""
+        if self._writing is not None:
+            self._note(self._writing.wait())
+            self._writing = None
+
+    def resume_point(self) -> Found:
+        """`newest_whole`; damaged newer ones are set aside as `step_N.damaged`, so they crowd out nothing.
+
+        Raises:
+            UserError: there are checkpoints, but none is whole.
+        """
+        found = newest_whole(self.root)
+        if parallel.is_leader():
+            for path, _ in found.refused:
+                replace_directory(path, path.with_name(path.name + ".damaged"))
+        parallel.gather_objects(None, _GROUP)
+        return found
 
     @staticmethod
     def load_state(path: Path) -> dict[str, Any]:
@@ -190,30 +209,110 @@ class CheckpointStore:
         """What `Actor.load` takes."""
         return path / _ACTOR_DIRECTORY
 
-    def _all(self) -> list[Path]:
-        steps = {int(m[1]): path for path in self.root.iterdir() if (m := _STEP.fullmatch(path.name))}
-        return [steps[step] for step in sorted(steps)]
+    def _note(self, report: SaveReport) -> None:
+        self._reports.append(report)
+        self._failed_in_a_row = self._failed_in_a_row + 1 if report.error else 0
+        self._last_error = report.error
+
+    def _commit(self, step: int, partial: Path, records: list[FileRecord]) -> None:
+        """On the leader: from here on `step_N` counts, and older ones may go."""
+        write_manifest(partial, records)
+        replace_directory(partial, self.root / f"step_{step}")
+        flush_directory(self.root)
+        there = checkpoint_directories(self.root)
+        doomed = set(there) - kept(there, self._keep, self._keep_every)
+        for path in [*doomed, self.root / f"step_{step}.damaged"]:
+            with suppress(OSError):  # what cannot be deleted does no harm
+                remove(path)
 
 
-def _barrier() -> None:
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.barrier()
+class _Writing:
+    """A save under way: a thread that writes this rank's part and agrees with the other ranks' threads."""
+
+    def __init__(
+        self,
+        step: int,
+        partial: Path,
+        snapshot: Snapshot,
+        state: str,
+        commit: Callable[[int, Path, list[FileRecord]], None],
+        started: float,
+    ) -> None:
+        self.report: SaveReport | None = None
+        self._step, self._partial, self._snapshot = step, partial, snapshot
+        self._state, self._commit, self._started = state, commit, started
+        # A daemon: a rank that fails must not wait for its disk.
+        self._thread = threading.Thread(target=self._run, name=f"save-{step}", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> SaveReport:
+        self._thread.join()
+        assert self.report is not None
+        return self.report
+
+    def _run(self) -> None:
+        try:
+            error = self._save()
+        except Exception as lost:  # a group whose member has died; that rank tells why
+            error = _reason(lost)
+        self.report = SaveReport(self._step, time.monotonic() - self._started, error)
+
+    def _save(self) -> str:
+        """Why it failed, the same words on all ranks; empty when it did not."""
+        error, written, records = "", None, []
+        try:
+            written, files = self._snapshot.write()
+            records = [record(path, self._partial) for path in files]
+        except Exception as failure:
+            error = _reason(failure)
+        parts = parallel.gather_objects((error, written, records), _GROUP)
+        errors = [each for each, _, _ in parts if each]
+        if not errors:
+            joined = [each for _, _, part in parts for each in part]
+            last = _on_leader(lambda: self._complete([each for _, each, _ in parts], joined), _GROUP)
+            errors = [last] if last else []
+        if errors and parallel.is_leader():
+            shutil.rmtree(self._partial, ignore_errors=True)
+        return errors[0] if errors else ""
+
+    def _complete(self, written: list[Any], records: list[FileRecord]) -> None:
+        state = self._partial / _STATE_FILE
+        state.write_text(self._state, encoding="utf-8")
+        added = [*self._snapshot.finish(written), state]
+        for path in added:
+            flush_file(path)
+        self._commit(self._step, self._partial, [*records, *(record(path, self._partial) for path in added)])
 
 
-def _flush(directory: Path) -> None:
-    """Everything below `directory` to the disk, before the rename that makes it count."""
-    for path in directory.rglob("*"):
-        if path.is_file():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-        else:
-            _flush_directory(path)
-    _flush_directory(directory)
+def _fresh(partial: Path) -> None:
+    shutil.rmtree(partial, ignore_errors=True)
+    (partial / _ACTOR_DIRECTORY).mkdir(parents=True)
 
 
-def _flush_directory(directory: Path) -> None:
-    handle = os.open(directory, os.O_RDONLY)
+def _manifest(path: Path) -> tuple[list[FileRecord], str]:
     try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        return read_manifest(path), ""
+    except DamagedError as error:
+        return [], str(error)
+
+
+def _on_leader(action: Callable[[], None], group: str) -> str:
+    """Do it on the leader; on all ranks why it failed, or nothing."""
+    error = ""
+    if parallel.is_leader():
+        try:
+            action()
+        except Exception as failure:
+            error = _reason(failure)
+    return parallel.broadcast_object(error, group)
+
+
+def _reason(error: BaseException) -> str:
+    """One line: the system's words where a file could not be written, however torch wrapped that."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.strerror:
+            return f"{cause.strerror}{f': {cause.filename}' if cause.filename else ''}"
+        cause = cause.__cause__ or cause.__context__
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

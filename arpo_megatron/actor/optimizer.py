@@ -1,22 +1,48 @@
-"""AdamW through Megatron's optimizer, and its learning-rate schedule."""
+"""AdamW through Megatron's optimizer, whole or divided among data-parallel ranks, and its learning-rate schedule."""
 
 import math
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+from arpo_megatron.actor.optimizer_state import inner_optimizers
+from arpo_megatron.actor.parallel import device
 from arpo_megatron.config import OptimizerConfig
+from arpo_megatron.errors import UserError
 
 
-def build_optimizer(config: OptimizerConfig, wrapped_chunks: list[Any], dtype: torch.dtype) -> Any:
+def gradient_buffers(dtype: torch.dtype, *, distributed: bool) -> DistributedDataParallelConfig:
+    """How gradients are held, in float32, and reduced: summed on every rank, or only where it is owned."""
+    return DistributedDataParallelConfig(
+        grad_reduce_in_fp32=dtype == torch.bfloat16, use_distributed_optimizer=distributed
+    )
+
+
+def build_optimizer(
+    config: OptimizerConfig, wrapped_chunks: list[Any], dtype: torch.dtype, *, distributed: bool = False
+) -> Any:
     """Megatron's optimizer for model chunks in Megatron's DistributedDataParallel.
 
     Norms and biases are not decayed. In bfloat16 the optimizer keeps float32 master weights.
+
+    Args:
+        config: learning rate, decay, clipping.
+        wrapped_chunks: made with `gradient_buffers` of the same `dtype` and `distributed`.
+        dtype: of the parameters.
+        distributed: moments and master weights are divided among the data-parallel ranks.
+
+    Raises:
+        UserError: `config.offload` where it cannot work.
     """
+    if config.offload:
+        _check_offload(dtype, distributed=distributed)
     optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(
             optimizer="adam",
@@ -29,6 +55,12 @@ def build_optimizer(config: OptimizerConfig, wrapped_chunks: list[Any], dtype: t
             clip_grad=config.clip_grad,
             bf16=dtype == torch.bfloat16,
             params_dtype=dtype,
+            use_distributed_optimizer=distributed,
+            optimizer_cpu_offload=config.offload,
+            optimizer_offload_fraction=1.0 if config.offload else 0.0,
+            # The offloading optimizer finds its master weights only in this form.
+            use_precision_aware_optimizer=config.offload,
+            overlap_cpu_optimizer_d2h_h2d=config.offload,
         ),
         wrapped_chunks,
     )
@@ -36,22 +68,54 @@ def build_optimizer(config: OptimizerConfig, wrapped_chunks: list[Any], dtype: t
     return optimizer
 
 
-def complete_state(optimizer: Any) -> None:
-    """Give torch's AdamW (which Megatron takes without TE and apex) its whole state and its fused kernel.
+def _check_offload(dtype: torch.dtype, *, distributed: bool) -> None:
+    if not torch.cuda.is_available():
+        raise UserError("optimizer.offload=true needs a GPU: on a CPU the optimizer's state is in host memory already")
+    if not distributed or dtype != torch.bfloat16:
+        raise UserError(
+            "optimizer.offload=true needs parallel.distributed_optimizer=true and model.dtype=bfloat16: Megatron "
+            "offloads the master weights of its distributed optimizer"
+        )
 
-    With the state there from the beginning, a checkpoint has the same keys before and after the first update.
+
+def adam_name(optimizer: Any) -> str:
+    """Whose Adam does the arithmetic, for the log: Transformer Engine's, apex's or torch's, and where its state is."""
+    makers = {"transformer_engine": "Transformer Engine", "apex": "apex", "torch": "torch"}
+    found = []
+    for inner in inner_optimizers(optimizer):
+        kind = type(inner)
+        fused = isinstance(inner, torch.optim.AdamW) and any(group.get("fused") for group in inner.param_groups)
+        maker = makers.get(kind.__module__.partition(".")[0], kind.__module__)
+        found.append(f"{maker} {kind.__name__}{' (fused)' if fused else ''}")
+    offloaded = any(isinstance(part.optimizer, HybridDeviceOptimizer) for part in optimizer.chained_optimizers)
+    return ", ".join(dict.fromkeys(found)) + (", state in host memory" if offloaded else "")
+
+
+def complete_state(optimizer: Any) -> None:
+    """Give every Adam its whole state before the first update, and torch's its fused kernel.
+
+    With the state there from the beginning, a checkpoint has the same tensors before and after the first update, and
+    can be loaded in place.
     """
-    for part in optimizer.chained_optimizers:  # shared-out experts have one of their own
+    for part in optimizer.chained_optimizers:
         inner = part.optimizer
-        if not isinstance(inner, torch.optim.AdamW):
-            continue
-        for group in inner.param_groups:
-            group["fused"] = True
-            for parameter in group["params"]:
-                state = inner.state[parameter]
-                state.setdefault("step", torch.zeros((), dtype=torch.float32, device=parameter.device))
-                state.setdefault("exp_avg", torch.zeros_like(parameter))
-                state.setdefault("exp_avg_sq", torch.zeros_like(parameter))
+        if isinstance(inner, HybridDeviceOptimizer):
+            if not inner.state:
+                inner.dummy_step()
+        elif isinstance(inner, torch.optim.AdamW):
+            _complete_torch_state(inner)
+        elif inner is not None:  # Transformer Engine's and apex's
+            part.init_state_fn(inner, part.config)
+
+
+def _complete_torch_state(inner: torch.optim.AdamW) -> None:
+    for group in inner.param_groups:
+        group["fused"] = True
+        for parameter in group["params"]:
+            state = inner.state[parameter]
+            state.setdefault("step", torch.zeros((), dtype=torch.float32, device=parameter.device))
+            state.setdefault("exp_avg", torch.zeros_like(parameter))
+            state.setdefault("exp_avg_sq", torch.zeros_like(parameter))
 
 
 def build_scheduler(config: OptimizerConfig, optimizer: Any, total_updates: int) -> Any:
@@ -72,17 +136,42 @@ def build_scheduler(config: OptimizerConfig, optimizer: Any, total_updates: int)
     )
 
 
-def clipped_step(optimizer: Any, clip_grad: float) -> tuple[float, bool]:
-    """Clip by the global norm and step, unless a gradient is not finite: then nothing changes.
+def gradient_norm(optimizer: Any) -> float:
+    """The global norm of the accumulated gradient; afterwards the optimizer is ready to clip and step."""
+    optimizer.prepare_grads()
+    return float(optimizer.get_grad_norm())
+
+
+def clipped_step(optimizer: Any, clip_grad: float, *, sound: bool = True) -> tuple[float, bool]:
+    """Clip by the global norm and step, unless something is not finite on any rank: then nothing changes.
+
+    Args:
+        optimizer: with the gradient of a whole minibatch accumulated.
+        clip_grad: largest norm.
+        sound: whether this rank's losses were finite.
 
     Returns:
-        the global gradient norm before clipping, and whether the step was taken.
+        the global gradient norm before clipping, and whether the step was taken; that is the same on all ranks.
     """
-    optimizer.prepare_grads()
-    norm = float(optimizer.get_grad_norm())
-    if not math.isfinite(norm):
+    norm = gradient_norm(optimizer)
+    if not everywhere(sound and math.isfinite(norm)):
         return norm, False
     for part in optimizer.chained_optimizers:
-        clip_grad_by_total_norm_fp32(part.get_parameters(), max_norm=clip_grad, total_norm=norm)
+        if parameters := part.get_parameters():
+            clip_grad_by_total_norm_fp32(
+                parameters,
+                max_norm=clip_grad,
+                total_norm=norm,
+                use_decoupled_grad=part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8,
+            )
     optimizer.step_with_ready_grads()
     return norm, True
+
+
+def everywhere(condition: bool) -> bool:
+    """Whether it holds on all ranks."""
+    if dist.get_world_size() == 1:
+        return condition
+    flag = torch.tensor(int(condition), device=device())
+    dist.all_reduce(flag, dist.ReduceOp.MIN)
+    return bool(flag)

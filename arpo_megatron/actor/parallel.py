@@ -67,7 +67,7 @@ def initialize(
     )
     lay_out(parallel, timeout_s=timeout_s)
     # Gloo on CUDA too: a rank that waits for the leader's next order must not spin on its GPU.
-    _groups["control"] = dist.new_group(backend="gloo", timeout=timedelta(seconds=idle_timeout_s))
+    group("control", timeout_s=idle_timeout_s)
     torch.manual_seed(seed)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
@@ -110,13 +110,36 @@ def is_leader() -> bool:
     return int(os.environ.get("RANK", "0")) == _LEADER
 
 
-def broadcast_object(obj: Object | None) -> Object:
-    """The leader's (picklable) object, on every rank; what other ranks pass in is ignored."""
-    if dist.get_world_size() == 1:
+def group(name: str, *, timeout_s: float = 86400.0) -> Any:
+    """A gloo group of all ranks by that name, made when it is first asked for (by all ranks); None for a lone process.
+
+    Two threads may talk at once if each has a group of its own.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    if name not in _groups:
+        _groups[name] = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+    return _groups[name]
+
+
+def broadcast_object(obj: Object | None, name: str = "control") -> Object:
+    """The leader's (picklable) object, on every rank of `group(name)`; what other ranks pass in is ignored."""
+    members = group(name)
+    if members is None:
         return obj  # type: ignore[return-value]
     box = [obj if is_leader() else None]
-    dist.broadcast_object_list(box, src=_LEADER, group=_groups["control"])
+    dist.broadcast_object_list(box, src=_LEADER, group=members)
     return box[0]  # type: ignore[return-value]
+
+
+def gather_objects(obj: Object, name: str = "control") -> list[Object]:
+    """Every rank's (picklable) object, in the order of ranks, on every rank of `group(name)`."""
+    members = group(name)
+    if members is None:
+        return [obj]
+    box: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(box, obj, group=members)
+    return box
 
 
 def _threads() -> int:

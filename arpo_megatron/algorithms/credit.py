@@ -20,6 +20,9 @@ from arpo_megatron.tree import Float32Array, Role, RolloutTree
 
 Aggregation = Literal["token-mean", "sequence-mean"]
 Attribution = Literal["soft", "hard"]
+Loss = Literal["ppo", "linear", "nll"]
+"""What credits are to an update: of PPO-clip; coefficients c of -sum(c * logprob); the same at temperature 1, where
+demonstrations were not sampled at any."""
 _Floats = NDArray[np.float64]
 
 

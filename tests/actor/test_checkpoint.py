@@ -1,65 +1,210 @@
-"""A checkpoint is whole or absent."""
+"""A checkpoint is whole or absent, and damage is named."""
 
+import os
+import resource
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from arpo_megatron.actor.checkpoint import CheckpointStore
+from arpo_megatron.actor.checkpoint import MAX_FAILED_SAVES, CheckpointStore, newest_whole
+from arpo_megatron.errors import UserError
 
 
+@dataclass
 class Weights:
-    """Something to save: a file with a number."""
+    """Something to save: a file with a number, taken as it is when the save begins."""
 
-    def __init__(self, value: int, fails: bool = False) -> None:
-        self.value, self.fails = value, fails
+    value: int
+    seconds: float = 0.0
+    size: int = 0
 
-    def save(self, directory: Path) -> None:
-        (directory / "weights").write_text(str(self.value))
-        if self.fails:
-            raise OSError("disk full")
+    def snapshot(self, directory: Path) -> "WeightsTaken":
+        return WeightsTaken(directory / "weights", f"{self.value}{' ' * self.size}", self.seconds)
+
+
+@dataclass
+class WeightsTaken:
+    path: Path
+    content: str
+    seconds: float
+
+    def write(self):
+        time.sleep(self.seconds)
+        self.path.write_text(self.content)
+        return 1, [self.path]
+
+    def finish(self, written):
+        joined = self.path.with_name("joined")
+        joined.write_text(str(written))
+        return [joined]
+
+
+def saved(store: CheckpointStore, step: int, weights: Weights | None = None, state=None) -> Path:
+    store.save(step, weights or Weights(step), state or {})
+    store.finish()
+    assert not store.reports()[-1].error
+    return store.root / f"step_{step}"
 
 
 def value_of(path: Path) -> str:
     return (CheckpointStore.actor_directory(path) / "weights").read_text()
 
 
-def test_state_and_weights_come_back_and_the_newest_is_latest(tmp_path):
+def names(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir())
+
+
+def flip_a_byte(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@contextmanager
+def largest_file(size: int):
+    """The system refuses to let this process write files beyond `size` bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_state_and_weights_come_back_and_the_newest_is_found(tmp_path):
     store = CheckpointStore(tmp_path / "checkpoints", keep=5)
-    assert store.latest() is None
+    assert store.resume_point().path is None
     state = {"step": 3, "buffer": [{"task": "a", "logprobs": [-0.1]}]}
     for step in (9, 10):  # not in the order of names
-        saved = store.save(step, Weights(step), state)
-    assert store.latest() == saved == tmp_path / "checkpoints" / "step_10"
-    assert value_of(saved) == "10" and store.load_state(saved) == state
+        last = saved(store, step, state=state)
+    assert newest_whole(store.root).path == last == tmp_path / "checkpoints" / "step_10"
+    assert value_of(last) == "10" and store.load_state(last) == state
 
 
-def test_only_the_newest_are_kept(tmp_path):
+def test_training_goes_on_while_a_checkpoint_is_written_and_it_holds_the_state_of_its_step(tmp_path):
+    store, weights = CheckpointStore(tmp_path, keep=2), Weights(1, seconds=0.3)
+    started = time.monotonic()
+    store.save(1, weights, {})
+    assert time.monotonic() - started < 0.2
+    assert store.reports() == [] and newest_whole(tmp_path).path is None
+    weights.value = 2
+    while not (reports := store.reports()):
+        time.sleep(0.01)
+    assert reports[0].step == 1 and reports[0].seconds >= 0.3
+    assert value_of(tmp_path / "step_1") == "1"
+
+
+def test_a_second_save_waits_for_the_first(tmp_path):
     store = CheckpointStore(tmp_path, keep=2)
-    for step in range(4):
-        store.save(step, Weights(step), {})
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_2", "step_3"]
+    store.save(1, Weights(1, seconds=0.2), {})
+    store.save(2, Weights(2), {})
+    store.finish()
+    assert [report.step for report in store.reports()] == [1, 2]
+    assert names(tmp_path) == ["step_1", "step_2"]
+
+
+@pytest.mark.parametrize(
+    ("every", "left"), [(0, [8, 9]), (1, list(range(10))), (3, [0, 3, 6, 8, 9]), (7, [0, 7, 8, 9])]
+)
+def test_the_newest_and_every_nth_are_kept(tmp_path, every, left):
+    store = CheckpointStore(tmp_path, keep=2, keep_every=every)
+    for step in range(10):
+        saved(store, step)
+    assert names(tmp_path) == [f"step_{step}" for step in left]
+
+
+@pytest.mark.parametrize("name", ["actor/weights", "actor/joined", "state.json", "manifest.json"])
+@pytest.mark.parametrize(
+    ("harm", "words"),
+    [
+        (flip_a_byte, "has another checksum|cannot be read"),
+        (Path.unlink, "is missing"),
+        (lambda path: os.truncate(path, 1), "has 1 bytes instead of|cannot be read"),
+    ],
+    ids=["a flipped byte", "a lost file", "a short file"],
+)
+def test_a_damaged_checkpoint_is_named_with_its_reason_and_the_next_older_one_is_taken(tmp_path, name, harm, words):
+    store = CheckpointStore(tmp_path, keep=3)
+    for step in (1, 2):
+        saved(store, step, Weights(10 * step, size=100), {"step": step})
+    harm(tmp_path / "step_2" / name)
+    found = CheckpointStore(tmp_path, keep=3).resume_point()
+    assert found.path == tmp_path / "step_1"
+    (line,) = found.told
+    assert line.startswith(f"step_2 is not used: file {name} ")
+    assert any(word in line for word in words.split("|")), line
+
+
+def test_a_damaged_checkpoint_crowds_out_no_whole_one_and_is_replaced(tmp_path):
+    store = CheckpointStore(tmp_path, keep=2)
+    for step in (1, 2):
+        saved(store, step)
+    flip_a_byte(tmp_path / "step_2" / "state.json")
+    store = CheckpointStore(tmp_path, keep=2)
+    assert store.resume_point().path == tmp_path / "step_1"
+    assert names(tmp_path) == ["step_1", "step_2.damaged"]
+    saved(store, 2, Weights(7))
+    assert names(tmp_path) == ["step_1", "step_2"]
+    assert newest_whole(tmp_path).path == tmp_path / "step_2"
+
+
+def test_damage_of_all_checkpoints_stops_the_run_with_every_reason(tmp_path):
+    store = CheckpointStore(tmp_path, keep=2)
+    for step in (1, 2):
+        flip_a_byte(saved(store, step) / "actor" / "weights")
+    with pytest.raises(UserError, match=r"no checkpoint in .* is whole .*step_2 is not used.*step_1 is not used"):
+        store.resume_point()
 
 
 def test_an_interrupted_save_leaves_the_last_whole_one_and_is_swept_away(tmp_path):
     store = CheckpointStore(tmp_path, keep=2)
-    store.save(1, Weights(1), {})
-    with pytest.raises(OSError, match="disk full"):
-        store.save(2, Weights(2, fails=True), {})
-    assert store.latest() == tmp_path / "step_1"
+    saved(store, 1)
+    store.save(2, Weights(2, seconds=60.0), {})  # its process would be killed now
+    assert newest_whole(tmp_path).path == tmp_path / "step_1"
+    assert names(tmp_path) == ["step_1", "step_2.tmp"]
     again = CheckpointStore(tmp_path, keep=2)
-    assert [path.name for path in tmp_path.iterdir()] == ["step_1"]
-    assert value_of(again.save(2, Weights(2), {})) == "2"
+    assert names(tmp_path) == ["step_1"]
+    assert value_of(saved(again, 2)) == "2"
+
+
+def test_a_file_that_cannot_be_written_is_told_and_leaves_the_older_checkpoint_whole(tmp_path):
+    store = CheckpointStore(tmp_path, keep=2)
+    saved(store, 1)
+    with largest_file(4096):
+        store.save(2, Weights(2, size=100_000), {})
+        store.finish()
+    (report,) = store.reports()
+    assert str(report) == "step_2 could not be saved: File too large; older checkpoints are whole, training goes on"
+    assert names(tmp_path) == ["step_1"] and newest_whole(tmp_path).path == tmp_path / "step_1"
+    saved(store, 3)
+
+
+def test_failing_saves_stop_the_run_only_after_several_in_a_row(tmp_path):
+    store = CheckpointStore(tmp_path, keep=2)
+    for start in (0, MAX_FAILED_SAVES):
+        with largest_file(4096):
+            for step in range(start, start + MAX_FAILED_SAVES - (not start)):
+                store.save(step, Weights(step, size=100_000), {})
+            store.finish()
+        if not start:
+            saved(store, 99)  # one that succeeds begins the count anew
+    with pytest.raises(UserError, match="3 checkpoints in a row could not be saved \\(File too large\\): mend"):
+        store.save(100, Weights(1), {})
 
 
 def test_a_step_that_is_done_again_replaces_its_checkpoint(tmp_path):
     store = CheckpointStore(tmp_path, keep=2)
-    store.save(1, Weights(1), {"try": 1})
-    saved = store.save(1, Weights(7), {"try": 2})
-    assert value_of(saved) == "7" and store.load_state(saved) == {"try": 2}
+    saved(store, 1, state={"try": 1})
+    again = saved(store, 1, Weights(7), {"try": 2})
+    assert value_of(again) == "7" and store.load_state(again) == {"try": 2}
+    assert names(tmp_path) == ["step_1"]
 
 
 def test_state_that_is_not_json_is_refused_before_it_counts(tmp_path):
     store = CheckpointStore(tmp_path, keep=2)
     with pytest.raises(TypeError):
         store.save(1, Weights(1), {"bytes": b"no"})
-    assert store.latest() is None
+    assert names(tmp_path) == []

@@ -1,0 +1,51 @@
+"""The names of checkpoint directories: which there are, which are kept, and how one is put in place or taken away."""
+
+import re
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+_STEP = re.compile(r"step_(\d+)")
+
+
+def step_of(path: Path) -> int | None:
+    """N of `step_N`; None for any other name (a save under way, a damaged one that was set aside)."""
+    match = _STEP.fullmatch(path.name)
+    return int(match[1]) if match else None
+
+
+def checkpoint_directories(root: Path) -> list[Path]:
+    """The checkpoints at `root` in the order of their steps."""
+    steps = {step: path for path in root.iterdir() if (step := step_of(path)) is not None} if root.is_dir() else {}
+    return [steps[step] for step in sorted(steps)]
+
+
+def kept(paths: Sequence[Path], keep: int, keep_every: int) -> set[Path]:
+    """The `keep` newest, and those of every n-th step for n = `keep_every` (0: none of these).
+
+    Args:
+        paths: in the order of their steps.
+        keep: at least 1.
+        keep_every: at least 0.
+    """
+    milestones = {path for path in paths if keep_every and not (step_of(path) or 0) % keep_every}
+    return milestones | set(paths[-keep:])
+
+
+def remove(path: Path) -> None:
+    """Delete a directory; at no moment is there half of it under its own name. Nothing happens where it is missing."""
+    if path.exists():
+        doomed = path.with_name(path.name + ".removed.tmp")
+        shutil.rmtree(doomed, ignore_errors=True)
+        path.rename(doomed)
+        shutil.rmtree(doomed)
+
+
+def replace_directory(source: Path, target: Path) -> None:
+    """Rename `source` to `target`, in the place of what may be there."""
+    doomed = target.with_name(target.name + ".replaced.tmp")
+    shutil.rmtree(doomed, ignore_errors=True)
+    if target.exists():
+        target.rename(doomed)
+    source.rename(target)
+    shutil.rmtree(doomed, ignore_errors=True)

@@ -1,0 +1,131 @@
+"""Updates that were skipped because something was not finite: counted, dumped for replay, and no more than three.
+
+A dump is one .npz: all packs of the minibatch (a cut tree's packs inherit from each other, so one alone says nothing),
+their old log-probs, and what was known when it was written. `arpo replay-pack FILE` computes it again.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from arpo_megatron.actor.layout import TreePack, new_pack
+from arpo_megatron.algorithms.credit import Loss
+from arpo_megatron.errors import UserError
+from arpo_megatron.monitor.events import EventLog
+from arpo_megatron.tree import Float32Array
+
+MAX_SKIPPED_UPDATES = 3
+"""Updates that may be skipped in a row before the run stops."""
+
+
+@dataclass(frozen=True, slots=True)
+class BadUpdate:
+    """A minibatch whose update was skipped.
+
+    Attributes:
+        phase: of the job, "train" or "sft"; its checkpoints are where a replay gets the weights.
+        step: finished steps (updates, in the cold start) before it.
+        loss: of `Actor.update`.
+        suspects: indices of the packs whose loss was not finite; none: the gradient was not, with finite losses.
+        packs: the whole minibatch.
+        old_logprobs: float32[m] a pack, in nats; None: the policy of the update itself.
+    """
+
+    phase: Literal["train", "sft"]
+    step: int
+    loss: Loss
+    suspects: Sequence[int]
+    packs: Sequence[TreePack]
+    old_logprobs: Sequence[Float32Array] | None
+
+    @property
+    def told(self) -> str:
+        """What was not finite, in words."""
+        if not self.suspects:
+            return f"the gradient was not finite, the loss of all {len(self.packs)} packs was"
+        return f"the loss of pack {', '.join(map(str, self.suspects))} of {len(self.packs)} was not finite"
+
+
+def save_bad_update(folder: Path, bad: BadUpdate) -> Path:
+    """Write `folder/<phase>_<step>[-K].npz`, the next free name, wholly or not at all."""
+    folder.mkdir(parents=True, exist_ok=True)
+    stem, number = f"{bad.phase}_{bad.step:06d}", 1
+    while (path := folder / f"{stem}{f'-{number}' if number > 1 else ''}.npz").exists():
+        number += 1
+    arrays: dict[str, Any] = {"about": np.array(json.dumps(_about(bad)))}
+    for index, pack in enumerate(bad.packs):
+        arrays |= {f"{index}/{field.name}": np.asarray(getattr(pack, field.name)) for field in fields(TreePack)}
+        if bad.old_logprobs is not None:
+            arrays[f"{index}/old_logprobs"] = bad.old_logprobs[index]
+    partial = path.with_suffix(".tmp")
+    with partial.open("wb") as file:
+        np.savez_compressed(file, **arrays)
+    partial.replace(path)
+    return path
+
+
+def load_bad_update(path: Path) -> BadUpdate:
+    """Inverse of `save_bad_update`.
+
+    Raises:
+        ValueError: the file is no such dump.
+    """
+    try:
+        with np.load(path) as stored:
+            about = json.loads(str(stored["about"]))
+            count, old = about.pop("packs"), about.pop("old_logprobs")
+            packs = tuple(_pack({f.name: stored[f"{i}/{f.name}"] for f in fields(TreePack)}) for i in range(count))
+            logprobs = tuple(stored[f"{i}/old_logprobs"] for i in range(count)) if old else None
+    except (OSError, KeyError, ValueError, EOFError) as error:
+        raise ValueError(f"{path} is no dump of a skipped update ({error})") from None
+    return BadUpdate(packs=packs, old_logprobs=logprobs, **about)
+
+
+def not_finite(bad: BadUpdate, index: int) -> list[str]:
+    """Inputs of one pack that are not finite, a phrase each (unknown sampling log-probs are NaN by design)."""
+    pack = bad.packs[index]
+    arrays = {name: getattr(pack, name) for name in ("positive", "negative", "weight")}
+    if bad.old_logprobs is not None:
+        arrays["old log-probs"] = bad.old_logprobs[index]
+    counts = {name: int((~np.isfinite(values)).sum()) for name, values in arrays.items()}
+    return [f"{name}: {count} of {len(arrays[name])} not finite" for name, count in counts.items() if count]
+
+
+def dump_if_skipped(bad: BadUpdate | None, skipped_in_a_row: int, folder: Path, events: EventLog) -> int:
+    """After every update, on all ranks: dump it if it was skipped (the leader, whose `events` are enabled), and count.
+
+    Args:
+        bad: the update; None: it was taken.
+        skipped_in_a_row: before it.
+        folder: for dumps.
+        events: where it is told.
+
+    Returns:
+        the updates skipped in a row now.
+
+    Raises:
+        UserError: `MAX_SKIPPED_UPDATES` in a row.
+    """
+    if bad is None:
+        return 0
+    path = save_bad_update(folder, bad) if events.enabled else folder
+    events.emit("note", text=f"an update was skipped: {bad.told}; replay it with: arpo replay-pack {path}")
+    if skipped_in_a_row + 1 < MAX_SKIPPED_UPDATES:
+        return skipped_in_a_row + 1
+    raise UserError(
+        f"{MAX_SKIPPED_UPDATES} updates in a row were skipped because loss or gradient was not finite; the last: "
+        f"{bad.told}; what is not finite shows: arpo replay-pack {path}"
+    )
+
+
+def _about(bad: BadUpdate) -> dict[str, Any]:
+    plain = {f.name: getattr(bad, f.name) for f in fields(bad) if f.name not in ("packs", "old_logprobs")}
+    return {**plain, "packs": len(bad.packs), "old_logprobs": bad.old_logprobs is not None}
+
+
+def _pack(arrays: dict[str, Any]) -> TreePack:
+    return new_pack(**{name: int(values) if values.ndim == 0 else values for name, values in arrays.items()})

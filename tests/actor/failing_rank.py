@@ -1,0 +1,44 @@
+"""Trainer module of test_failing_rank.py: rank 1 fails in the way that the run directory's `how.txt` says.
+
+Meanwhile rank 0 sits in a collective that the other never joins.
+"""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from arpo_megatron.actor import parallel
+from arpo_megatron.config import ParallelConfig
+from arpo_megatron.ranks import rank_main, tell_failure
+
+
+def fail(how: str) -> None:
+    if how == "raises":
+        raise ValueError("the guilty rank's own words")
+    if how == "is killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:  # its clean-up closes the groups and then hangs
+        raise ValueError("the guilty rank's own words")
+    except ValueError as error:
+        tell_failure(error)
+        parallel.destroy()
+        time.sleep(600)
+
+
+@rank_main
+def main() -> None:
+    how = (Path(sys.argv[1]) / "how.txt").read_text()
+    parallel.initialize(ParallelConfig(data=2), seed=1)
+    if dist.get_rank() == 1:
+        time.sleep(0.5)
+        fail(how)
+    dist.all_reduce(torch.zeros(1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""torchrun script of test_resharding.py: each layout of four ranks goes on from checkpoints of every other.
+
+Arguments: a directory with checkpoints of one rank (`dense`, `experts`) and room for results. Each layout trains from
+that, saves under its name, and goes on; then from the checkpoint of each layout before it. The leader writes
+losses.json.
+"""
+
+import json
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import cases
+import torch.distributed as dist
+from layouts import OPTIMIZER, UPDATES, join
+
+from arpo_megatron.actor import parallel
+from arpo_megatron.actor.actor import Actor
+from arpo_megatron.actor.packing import pack_trees
+from arpo_megatron.config import JobConfig, ModelConfig, ParallelConfig
+
+SHAPES = {"dense": replace(cases.QWEN3, layers=4, tied=True), "experts": replace(cases.QWEN3_MOE, layers=4)}
+LAYOUTS = {
+    "dense": {
+        "tensor-pipeline": ParallelConfig(tensor=2, pipeline=2),
+        "virtual-data-distributed": ParallelConfig(pipeline=2, virtual_pipeline=2, data=2, distributed_optimizer=True),
+        "tensor-data-distributed": ParallelConfig(tensor=2, sequence=True, data=2, distributed_optimizer=True),
+        "data": ParallelConfig(data=4),
+    },
+    "experts": {
+        "expert-distributed": ParallelConfig(data=4, expert=2, distributed_optimizer=True),
+        "tensor-expert": ParallelConfig(tensor=2, sequence=True, data=2, expert=2),
+    },
+}
+
+
+def new_actor(kind: str, layout: ParallelConfig) -> Actor:
+    # The path only says that the model is not made by the job; its shape and random weights are given here.
+    job = JobConfig(name="test", model=ModelConfig(dtype="float32", path=Path("unread")), parallel=layout)
+    return Actor(job, SHAPES[kind], None, optimizer=OPTIMIZER, total_updates=UPDATES)
+
+
+def train(actor: Actor, updates: range) -> list[dict[str, float]]:
+    """The statistics of the updates."""
+    layout = actor.config.parallel
+    rows = []
+    for seed in updates:
+        forest, credits = cases.minibatch(seed, count=5)
+        packs = pack_trees(forest, credits, token_budget=120, ranks=layout.data, inherit=layout.nested_packs)
+        rows.append(asdict(actor.update(packs, None)))
+    return rows
+
+
+def save(actor: Actor, directory: Path) -> None:
+    if parallel.is_leader():
+        directory.mkdir()
+    parallel.broadcast_object(None)  # after the directory is there
+    actor.save(directory)
+
+
+def main() -> None:
+    root, results = Path(sys.argv[1]), {each: {} for each in LAYOUTS}
+    for kind, name, layout in [(k, name, each) for k, named in LAYOUTS.items() for name, each in named.items()]:
+        join(layout)
+        actor = new_actor(kind, layout)
+        actor.load(root / kind)
+        rows = train(actor, range(3))
+        save(actor, root / name)
+        results[kind][name] = {"rows": rows, "next": train(actor, range(3, 5))}
+        for other in list(results[kind]):
+            actor = new_actor(kind, layout)
+            actor.load(root / other)
+            results[kind][name][f"from {other}"] = train(actor, range(3, 5))
+    if dist.get_rank() == 0:
+        (root / "losses.json").write_text(json.dumps(results))
+    parallel.destroy()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""A run that is killed with -9 at any moment and resumed ends with the same bits as one that was left alone."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+from torchrun import torchrun
+
+STEPS = 10
+POINTS = ("update", "save", "shard", "joined", "renamed")
+
+
+def moments(seed: int, count: int, ranks: int) -> list[dict[str, object]]:
+    """Kills in the order of their steps; every second one while a checkpoint is being written."""
+    draw = random.Random(f"kill-{seed}")
+    steps = sorted(draw.sample(range(2, STEPS), count))
+    points = [
+        ("update", "save")[draw.random() < 0.5] if index % 2 else draw.choice(POINTS[2:]) for index in range(count)
+    ]
+    return [
+        {"rank": draw.randrange(ranks), "step": step, "point": point, "delay_s": draw.uniform(0, 0.03)}
+        for step, point in zip(steps, points, strict=True)
+    ]
+
+
+def campaign(root: Path, layout: str, ranks: int, kills: list[dict[str, object]]) -> list[dict[str, object]]:
+    """Run it to its end; what each attempt began with."""
+    # It is the leader that joins the parts and renames.
+    kills = [{**kill, "rank": 0} if kill["point"] in ("joined", "renamed") else kill for kill in kills]
+    for kill in [*kills, None]:
+        torchrun("campaign.py", str(root), layout, json.dumps(kill), ranks=ranks, fails="SIGKILL" if kill else "")
+    attempts = [json.loads(line) for line in (root / "attempts.jsonl").read_text().splitlines()]
+    for attempt, kill in zip(attempts[1:], kills, strict=True):
+        # The save of a step waits for the one before it: at most that one and the present one are lost.
+        assert kill["step"] - 2 <= attempt["resumed"] <= kill["step"], (attempt, kill)
+        if kill["point"] == "renamed":
+            assert attempt["resumed"] == kill["step"]
+        assert attempt["refused"] == []  # nothing half-written ever has the name of a checkpoint
+    assert json.loads((root / "result.json").read_text()) == json.loads((root / "straight.json").read_text())
+    assert sorted(path.name for path in (root / "checkpoints").iterdir()) == ["step_10", "step_9"]
+    return attempts
+
+
+def test_five_steps_a_kill_and_five_more_are_ten_steps_bit_for_bit(tmp_path):
+    campaign(tmp_path, "alone", 1, [{"rank": 0, "step": 6, "point": "update", "delay_s": 0.005}])
+
+
+def test_kills_of_any_rank_also_while_saving_leave_the_same_bits(tmp_path):
+    kills = moments(1, 4, ranks=2)
+    attempts = campaign(tmp_path, "data", 2, kills)
+    assert any(attempt["partial"] for attempt in attempts), "no kill came during a save"
+
+
+@pytest.mark.slow_campaign
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("seed", range(2, 7))
+def test_twenty_seeded_moments(tmp_path, seed):
+    campaign(tmp_path, "data", 2, moments(seed, 4, ranks=2))

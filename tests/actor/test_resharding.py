@@ -1,0 +1,62 @@
+"""A checkpoint of any layout, with or without the distributed optimizer, is gone on from in any other."""
+
+import json
+
+import pytest
+import torch
+from torchrun import torchrun
+
+EXACT = {"tokens", "skipped", "lr"}
+
+
+@pytest.fixture(scope="module")
+def runs(one_rank, tmp_path_factory):
+    """Of each kind of model: results of one rank, in this process, and of the layouts of four ranks."""
+    import resharding
+
+    from arpo_megatron.config import ParallelConfig
+
+    root, expected = tmp_path_factory.mktemp("resharding"), {}
+    for kind in resharding.LAYOUTS:
+        torch.manual_seed(7)
+        actor = resharding.new_actor(kind, ParallelConfig())
+        resharding.train(actor, range(5, 7))
+        resharding.save(actor, root / kind)
+        expected[kind] = {"rows": resharding.train(actor, range(3)), "next": resharding.train(actor, range(3, 5))}
+    torchrun("resharding.py", str(root), ranks=4)
+    found = json.loads((root / "losses.json").read_text())
+    for kind, layouts in resharding.LAYOUTS.items():
+        for name in layouts:  # back on one rank
+            alone = resharding.new_actor(kind, ParallelConfig(distributed_optimizer=name == "data"))
+            alone.load(root / name)
+            found[kind][name]["on one rank"] = resharding.train(alone, range(3, 5))
+    return expected, found
+
+
+def assert_close(actual: list[dict], expected: list[dict]) -> None:
+    assert len(actual) == len(expected)
+    for row, wanted in zip(actual, expected, strict=True):
+        for name, value in wanted.items():
+            tolerance = {} if name in EXACT else {"rel": 1e-5, "abs": 1e-6}
+            assert row[name] == pytest.approx(value, **tolerance), name
+
+
+@pytest.mark.parametrize("kind", ["dense", "experts"])
+def test_every_layout_goes_on_from_the_checkpoint_of_one_rank(runs, kind):
+    expected, found = runs
+    for name, result in found[kind].items():
+        assert_close(result["rows"], expected[kind]["rows"])
+        assert_close(result["next"], expected[kind]["next"])
+        assert result[f"from {name}"] == result["next"]  # its own checkpoint: bit for bit
+
+
+@pytest.mark.parametrize("kind", ["dense", "experts"])
+def test_every_layout_goes_on_from_the_checkpoint_of_every_other(runs, kind):
+    expected, found = runs
+    compared = 0
+    for result in found[kind].values():
+        for name, rows in result.items():
+            if name.startswith(("from", "on one")):
+                assert_close(rows, expected[kind]["next"])
+                compared += 1
+    assert compared == {"dense": 4 * 5 // 2 + 4, "experts": 2 * 3 // 2 + 2}[kind]

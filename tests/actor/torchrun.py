@@ -1,0 +1,34 @@
+"""Runs a script of this folder on several ranks."""
+
+import os
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+
+def torchrun(script: str, *arguments: str, ranks: int, fails: str = "", timeout_s: float = 120.0) -> str:
+    """What it printed; an AssertionError with the end of that where it failed. Nothing is left running.
+
+    With `fails`, it must fail and say this.
+    """
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command += [str(HERE / script), *arguments]
+    process = subprocess.Popen(
+        command,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[1]), "PYTHONWARNINGS": "ignore"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=timeout_s)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    assert (fails in output) if fails and process.returncode else not fails and not process.returncode, output[-4000:]
+    return output
