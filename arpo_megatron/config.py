@@ -337,6 +337,16 @@ class MonitorConfig:
     """Weights & Biases mode."""
     wandb_project: str = "arpo-megatron"
     """Project there."""
+    peak_tflops: PositiveFloat | None = None
+    """What a rank's device can do at most, in TFLOP/s of the training format (H100 bfloat16: 989); for MFU."""
+    profile_steps: tuple[Positive, Positive] | None = None
+    """First and last step whose log-prob passes and updates rank 0 traces with torch's profiler."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.profile_steps is not None and self.profile_steps[0] > self.profile_steps[1]:
+            raise ValueError(f"monitor.profile_steps={list(self.profile_steps)}: the last step is before the first")
+        return self
 
 
 @dataclass(frozen=True, config=_STRICT)

@@ -86,6 +86,11 @@ class RunDirectory:
         return self.path / "checkpoints"
 
     @property
+    def profile(self) -> Path:
+        """Profiler traces."""
+        return self.path / "profile"
+
+    @property
     def bad_packs(self) -> Path:
         """Minibatches whose update was skipped because something was not finite (`arpo replay-pack`)."""
         return self.path / "bad_packs"

@@ -11,16 +11,11 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from arpo_megatron import resolve
 from arpo_megatron.actor import parallel
 from arpo_megatron.actor.actor import Actor
 from arpo_megatron.actor.checkpoint import CheckpointStore
-from arpo_megatron.actor.layout import TreePack
 from arpo_megatron.actor.optimizer import adam_name
-from arpo_megatron.actor.packing import report
 from arpo_megatron.actor.statistics import UpdateStats
 from arpo_megatron.bad_packs import BadUpdate, dump_if_skipped
 from arpo_megatron.config import JobConfig
@@ -28,11 +23,13 @@ from arpo_megatron.launch import Services
 from arpo_megatron.leader import Leader
 from arpo_megatron.minibatch import Minibatch, prepare_update
 from arpo_megatron.monitor.events import EventLog
+from arpo_megatron.monitor.machine import StepProfiler, peak_memory_gb
 from arpo_megatron.monitor.metrics import MetricsLog
 from arpo_megatron.preparation import load_data, load_tokenizer, model_path
 from arpo_megatron.processes import die_with_parent
 from arpo_megatron.ranks import tell_failure
 from arpo_megatron.run_directory import RunDirectory, write_json
+from arpo_megatron.step_metrics import Logprobs, pack_metrics, sampling_gap, speed_metrics, update_metrics
 from arpo_megatron.tasks.base import Task
 from arpo_megatron.tasks.sampler import TaskSampler
 from arpo_megatron.tree import RolloutTree
@@ -40,7 +37,6 @@ from arpo_megatron.tree_files import ScoredTree, step_file, write_trees
 from arpo_megatron.weights.export import export_hf, hf_tensors
 from arpo_megatron.weights.shape import ModelShape
 
-Logprobs = NDArray[np.float32]
 GAP_LIMITS = {"float32": 1e-3, "bfloat16": 0.2}
 """Nats between trainer and engine that are rounding; see `TrainConfig.logprob_gap_limit`."""
 
@@ -79,12 +75,15 @@ class TrainingRun:
     events: EventLog
     metrics: MetricsLog | None
     leader: Leader | None
+    profiler: StepProfiler
     state: RunState = field(default_factory=RunState)
     phases: dict[str, float] = field(default_factory=dict)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Time a part of the step and show it in the progress display."""
+        if name == "logprobs":
+            self.profiler.before(self.state.step + 1)
         self.events.emit("phase", name=name, step=self.state.step)
         started = time.monotonic()
         try:
@@ -191,19 +190,24 @@ class TrainingRun:
         gap = sampling_gap([minibatch.packs for minibatch in minibatches], old_logprobs)
         self.state.logprob_gap_max = max(self.state.logprob_gap_max, gap)
         seconds, self.phases = self.phases, {}
+        memory = parallel.gather_objects(peak_memory_gb())
         if self.leader is not None and self.metrics is not None:
             self.leader.count(self.state.totals)
             row = {
                 "step": self.state.step,
                 **self.leader.step_metrics(scored),
                 "logprob_gap": gap,
-                **_pack_metrics(minibatches, self.config),
-                **_mean_stats(updates),
+                **pack_metrics(minibatches, self.config),
+                **update_metrics(updates),
+                **speed_metrics(minibatches, self.actor.shape, self.config, seconds),
+                "memory_peak_gb": max(memory),
                 **{f"seconds/{name}": round(value, 3) for name, value in seconds.items()},
             }
             write_trees(step_file(self.directory, self.state.step), scored)
             self.metrics.log(row)
             self.events.emit("step", steps=self.config.train.steps, **row)
+        if (trace := self.profiler.after(self.state.step)) is not None:
+            self.events.emit("note", text=f"profile: {trace}")
         self.tell_saves()
         if self.state.step == self.config.train.steps or self.state.step % self.config.train.save_every == 0:
             with self.phase("save"):  # its seconds are part of the next step's record
@@ -239,38 +243,6 @@ class TrainingRun:
             write_json(self.directory.result, asdict(self.state))
 
 
-def sampling_gap(minibatches: Sequence[Sequence[TreePack]], logprobs: Sequence[Sequence[Logprobs]]) -> float:
-    """Largest |trainer - engine| log-prob over the sampled tokens of a step, in nats; inf where one is not finite."""
-    largest = 0.0
-    for packs, outputs in zip(minibatches, logprobs, strict=True):
-        for pack, ours in zip(packs, outputs, strict=True):
-            known = ~np.isnan(pack.sampling_logprobs)
-            gaps = np.abs(ours[known] - pack.sampling_logprobs[known])
-            # A comparison with NaN is false: not finite means as far apart as can be.
-            largest = max(largest, float(gaps.max(initial=0.0)) if np.isfinite(gaps).all() else np.inf)
-    return largest
-
-
-def _pack_metrics(minibatches: Sequence[Minibatch], config: JobConfig) -> dict[str, float]:
-    """What packing made of a step's trees: sums over its minibatches, but the largest of `held` and `imbalance`."""
-    rows = [report(m.packs, m.trees, ranks=config.parallel.data).row() for m in minibatches]
-    largest = ("pack/held", "pack/imbalance")
-    return {name: (max if name in largest else sum)(row[name] for row in rows) for name in (rows[0] if rows else ())}
-
-
-def _mean_stats(updates: Sequence[UpdateStats]) -> dict[str, float]:
-    """Update figures of a step: means over its minibatches, but the largest ratio and the number of skipped updates."""
-    if not updates:
-        return {}
-    rows = [asdict(update) for update in updates]
-    means = {key: float(np.mean([row[key] for row in rows])) for key in rows[0] if key not in ("ratio_max", "skipped")}
-    return {
-        **means,
-        "ratio_max": max(update.ratio_max for update in updates),
-        "updates_skipped": sum(update.skipped for update in updates),
-    }
-
-
 @contextmanager
 def training_run(directory: RunDirectory) -> Iterator[TrainingRun]:
     """Set a rank up from a run directory (resuming where it left off) and take it down again."""
@@ -297,6 +269,7 @@ def training_run(directory: RunDirectory) -> Iterator[TrainingRun]:
         events=events,
         metrics=MetricsLog(directory.path, config) if leading else None,
         leader=leader,
+        profiler=StepProfiler(config.monitor.profile_steps if leading else None, directory.profile),
     )
     try:
         run.resume()

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from arpo_megatron.actor.statistics import PolicyStats, UpdateStats
-from arpo_megatron.training_run import TrainingRun, sampling_gap
+from arpo_megatron.step_metrics import sampling_gap
+from arpo_megatron.training_run import TrainingRun
 
 STATS = UpdateStats.of(
     PolicyStats.of(ratio=torch.ones(3), log_ratio=torch.zeros(3), entropies=torch.ones(3)).sums,

@@ -1,0 +1,75 @@
+"""The figures of a step that come from the trainer: packs, updates, work and speed, the gap to the engine."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+
+import numpy as np
+from numpy.typing import NDArray
+
+from arpo_megatron.actor.flops import work_of
+from arpo_megatron.actor.layout import TreePack
+from arpo_megatron.actor.packing import report
+from arpo_megatron.actor.statistics import UpdateStats
+from arpo_megatron.config import JobConfig
+from arpo_megatron.minibatch import Minibatch
+from arpo_megatron.weights.shape import ModelShape
+
+Logprobs = NDArray[np.float32]
+
+
+def sampling_gap(minibatches: Sequence[Sequence[TreePack]], logprobs: Sequence[Sequence[Logprobs]]) -> float:
+    """Largest |trainer - engine| log-prob over the sampled tokens of a step, in nats; inf where one is not finite."""
+    largest = 0.0
+    for packs, outputs in zip(minibatches, logprobs, strict=True):
+        for pack, ours in zip(packs, outputs, strict=True):
+            known = ~np.isnan(pack.sampling_logprobs)
+            gaps = np.abs(ours[known] - pack.sampling_logprobs[known])
+            # A comparison with NaN is false: not finite means as far apart as can be.
+            largest = max(largest, float(gaps.max(initial=0.0)) if np.isfinite(gaps).all() else np.inf)
+    return largest
+
+
+def pack_metrics(minibatches: Sequence[Minibatch], config: JobConfig) -> dict[str, float]:
+    """What packing made of a step's trees: sums over its minibatches, but the largest of `held` and `imbalance`."""
+    rows = [report(m.packs, m.trees, ranks=config.parallel.data).row() for m in minibatches]
+    largest = ("pack/held", "pack/imbalance")
+    return {name: (max if name in largest else sum)(row[name] for row in rows) for name in (rows[0] if rows else ())}
+
+
+def update_metrics(updates: Sequence[UpdateStats]) -> dict[str, float]:
+    """Update figures of a step: means over its minibatches, but the largest ratio and the number of skipped updates."""
+    if not updates:
+        return {}
+    rows = [asdict(update) for update in updates]
+    means = {key: float(np.mean([row[key] for row in rows])) for key in rows[0] if key not in ("ratio_max", "skipped")}
+    return {
+        **means,
+        "ratio_max": max(update.ratio_max for update in updates),
+        "updates_skipped": sum(update.skipped for update in updates),
+    }
+
+
+def speed_metrics(
+    minibatches: Sequence[Minibatch], shape: ModelShape, config: JobConfig, seconds: Mapping[str, float]
+) -> dict[str, float]:
+    """Speed of the update phase, per second and rank where it is FLOPs.
+
+    `trainer/tokens_per_s` counts computed tokens, `trainer/flat_tokens_per_s` those of the flattened trajectories.
+    `trainer/tflops` are model FLOPs (see actor/flops.py), `trainer/hardware_tflops` all that are computed, and
+    `trainer/mfu` the first over `monitor.peak_tflops`.
+    """
+    elapsed = seconds.get("update", 0.0)
+    if not elapsed:
+        return {}
+    packs = [pack for minibatch in minibatches for pack in minibatch.packs]
+    work, ranks = work_of(shape, packs), config.parallel.world_size
+    recompute = config.parallel.recompute == "full"
+    tflops = work.model_update / elapsed / ranks / 1e12
+    peak = config.monitor.peak_tflops
+    return {
+        "trainer/tokens_per_s": sum(len(pack) for pack in packs) / elapsed,
+        "trainer/flat_tokens_per_s": sum(tree.flat_tokens for m in minibatches for tree in m.trees) / elapsed,
+        "trainer/tflops": tflops,
+        "trainer/hardware_tflops": work.hardware_update(recompute=recompute) / elapsed / ranks / 1e12,
+        **({} if peak is None else {"trainer/mfu": tflops / peak}),
+    }
