@@ -284,8 +284,13 @@ class SftConfig:
 
     steps: NonNegative = 0
     """Updates; 0 skips the cold start."""
+    data: Path | None = None
+    """Conversations to learn from (.jsonl or .parquet, rows with "messages"); None: demonstrations of the generated
+    tasks."""
+    held_out: Fraction = 0.0
+    """Share of the conversations that are kept for the evaluation loss (`data`)."""
     batch: Positive = 64
-    """Demonstrations an update."""
+    """Demonstrations or conversations an update."""
     careless: Fraction = 0.4
     """Share of generated demonstrations with one careless act (wrong operator, misspelt name, result ignored)."""
     save_every: Positive = 100
@@ -398,8 +403,11 @@ class JobConfig:
         pool = self.engine.max_total_tokens
         if pool is not None and pool < self.model.max_length:
             raise ValueError(f"engine.max_total_tokens={pool} cannot hold one model.max_length={self.model.max_length}")
-        if self.data.kind == "arpo_parquet" and self.sft.steps:
-            raise ValueError("sft.steps > 0 needs data.kind=generated: the released questions hold no demonstrations")
+        if self.data.kind == "arpo_parquet" and self.sft.steps and self.sft.data is None:
+            raise ValueError(
+                "sft.steps > 0 needs sft.data=FILE with data.kind=arpo_parquet: the released questions hold no "
+                "demonstrations"
+            )
         return self
 
 

@@ -6,7 +6,7 @@
 import importlib.util
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from arpo_megatron.rollout.protocol import result_text
 from arpo_megatron.run_directory import RunDirectory
 from arpo_megatron.tasks.arpo_parquet import check_readable, read_parquet, read_texts
 from arpo_megatron.tasks.base import Task
+from arpo_megatron.tasks.conversations import Conversations, check_conversations, read_conversations
 from arpo_megatron.tasks.generated import GeneratedTasks, generate
 from arpo_megatron.weights.shape import ModelShape
 
@@ -41,6 +42,13 @@ class JobData:
     held_out: Sequence[Task]
     facts: Mapping[str, int] = field(default_factory=dict)
     bad_rows: Sequence[Mapping[str, Any]] = ()
+
+
+def load_conversations(config: JobConfig, tokenizer: "PreTrainedTokenizerFast") -> Conversations | None:
+    """What `sft.data` holds; None without it. Raises UserError for a missing or unusable file."""
+    if not config.sft.steps or config.sft.data is None:
+        return None
+    return read_conversations(config.sft.data, tokenizer, config.model.max_length)
 
 
 def model_path(config: JobConfig, run: RunDirectory) -> Path:
@@ -88,6 +96,8 @@ def check_inputs(config: JobConfig) -> None:
         if not (config.model.path / "config.json").is_file():
             raise UserError(f"model.path={config.model.path}: no Hugging Face model there (config.json is missing)")
         ModelShape.from_hf(config.model.path).check_divisible(config.parallel)
+    if config.sft.steps and config.sft.data is not None:
+        check_conversations(config.sft.data)
     if config.engine.tensor > 1:
         raise UserError(f"engine.tensor={config.engine.tensor}: an engine on a CPU has one rank")
     if config.data.kind == "arpo_parquet":
@@ -111,6 +121,9 @@ def prepare(config: JobConfig, run: RunDirectory) -> JobData:
     elif cache := _search_cache(config):
         sources = [{"path": str(cache.resolve()), "format": "arpo_cache"}]
     run.sandbox_config.write_text(yaml.safe_dump(_sandbox_values(config, sources)), encoding="utf-8")
+    if (conversations := load_conversations(config, tokenizer)) is not None:
+        bad = [{"file": str(config.sft.data), **asdict(row)} for row in conversations.bad_rows]
+        data = replace(data, bad_rows=[*data.bad_rows, *bad])
     if data.bad_rows:
         lines = (json.dumps(row) + "\n" for row in data.bad_rows)
         (run.path / "bad_rows.jsonl").write_text("".join(lines), encoding="utf-8")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from arpo_megatron.errors import UserError
-from arpo_megatron.tasks.base import Message, Task
+from arpo_megatron.tasks.base import BadRow, Message, Task
 
 _COLUMNS = ("prompt", "reward_model")
 _SOURCE_COLUMNS = ("ability", "data_source")
@@ -30,14 +30,6 @@ class ChatTokenizer(Protocol):
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of a text."""
-
-
-@dataclass(frozen=True, slots=True)
-class BadRow:
-    """A row that no task was made of: its number from 0 and the reason in words."""
-
-    row: int
-    reason: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,3 +28,11 @@ class Task:
     ground_truth: str
     source: str
     prompt_text: str
+
+
+@dataclass(frozen=True, slots=True)
+class BadRow:
+    """A row of a data file that nothing was made of: its number from 0 and the reason in words."""
+
+    row: int
+    reason: str
