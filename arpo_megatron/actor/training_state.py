@@ -4,10 +4,10 @@ Saving has two halves. `snapshot` (all ranks) copies the state to host memory an
 that training waits for. `Snapshot.write` puts this rank's part on disk and talks to nobody, so it may run in a thread
 beside the training.
 
-Megatron's own asynchronous save forks a worker that writes. With 334 MB of state on two cores, training waits 0.03 s for
-the thread's save; for the fork's 2.8 s the first time, because it starts a manager process that imports the main module
-anew, and 0.06 s afterwards (tests/actor/measure_save.py). A fork also must not touch CUDA and outlives a killed rank; a
-thread dies with it, and its error is an exception that is told at the next step.
+Megatron's own asynchronous save forks a worker that writes. With 334 MB of state on two cores, training waits 0.03 s
+for the thread's save; for the fork's 2.8 s the first time, because it starts a manager process that imports the main
+module anew, and 0.06 s afterwards (tests/actor/measure_save.py). A fork also must not touch CUDA and outlives a killed
+rank; a thread dies with it, and its error is an exception that is told at the next step.
 """
 
 from dataclasses import dataclass, replace

@@ -104,7 +104,7 @@ def test_three_skipped_updates_in_a_row_stop_the_run_in_one_line(tmp_path):
     in_a_row = 0
     for update in (bad, bad, None, bad, bad):
         in_a_row = dump_if_skipped(update, in_a_row, folder, events)
-    with pytest.raises(UserError, match="3 updates in a row were skipped .* arpo replay-pack .*train_000003-5.npz"):
+    with pytest.raises(UserError, match=r"3 updates in a row were skipped .* arpo replay-pack .*train_000003-5.npz"):
         dump_if_skipped(bad, in_a_row, folder, events)
     told = [json.loads(line)["text"] for line in events.path.read_text().splitlines()]
     assert len(told) == len(list(folder.iterdir())) == 5

@@ -65,7 +65,7 @@ def test_the_log_says_whose_adam_it_is():
 
 @pytest.mark.usefixtures("one_rank")
 def test_offloading_is_refused_in_one_line_where_it_cannot_work():
-    with pytest.raises(UserError, match="optimizer.offload=true needs"):
+    with pytest.raises(UserError, match=r"optimizer\.offload=true needs"):
         new_actor(offload=True)
 
 
