@@ -55,7 +55,7 @@ def skipped(actor: Actor) -> list[tuple[bool, list[int]]]:
     """What each rank makes of an update in which one pack's loss is not finite."""
     layout = actor.config.parallel
     packs = pack_trees(*cases.minibatch(9, count=5), token_budget=60, ranks=layout.data, inherit=layout.nested_packs)
-    packs[-1] = replace(packs[-1], weight=packs[-1].weight * float("nan"))
+    packs[-1] = replace(packs[-1], positive=packs[-1].positive * float("nan"))
     return parallel.gather_objects((actor.update(packs, None, "nll").skipped, [i - len(packs) for i in actor.unsound]))
 
 

@@ -30,9 +30,9 @@ def packs_of(seed: int, budget: int = 120):
 
 def with_a(value: float, packs, index: int):
     """The packs, one credit of one of them changed."""
-    weight = packs[index].weight.copy()
-    weight[0] = value
-    return [*packs[:index], dataclasses.replace(packs[index], weight=weight), *packs[index + 1 :]]
+    positive = packs[index].positive.copy()
+    positive[0] = value
+    return [*packs[:index], dataclasses.replace(packs[index], positive=positive), *packs[index + 1 :]]
 
 
 def bad_update(actor: Actor, packs, old=None, step: int = 0) -> BadUpdate:
@@ -66,7 +66,7 @@ def test_a_gradient_that_alone_is_not_finite_is_skipped_too():
 def test_a_dump_holds_the_whole_minibatch(tmp_path, old, budget):
     packs = with_a(np.nan, packs_of(0, budget), 0)
     logprobs = [pack.sampling_logprobs for pack in packs] if old else None
-    first = BadUpdate("sft", 7, "ppo", [0, 2], packs, logprobs)
+    first = BadUpdate("sft", 7, "ppo", [0, 2], packs, logprobs, [pack.weight for pack in packs] if old else None)
     paths = [save_bad_update(tmp_path / "bad_packs", first) for _ in range(2)]
     assert [path.name for path in paths] == ["sft_000007.npz", "sft_000007-2.npz"]
     again = load_bad_update(paths[1])
@@ -78,6 +78,11 @@ def test_a_dump_holds_the_whole_minibatch(tmp_path, old, budget):
             assert not isinstance(left, np.ndarray) or left.dtype == right.dtype
     if old:
         assert all(np.array_equal(a, b, equal_nan=True) for a, b in zip(logprobs, again.old_logprobs, strict=True))
+        assert all(
+            np.array_equal(p.weight, b, equal_nan=True) for p, b in zip(packs, again.reference_logprobs, strict=True)
+        )
+    else:
+        assert again.old_logprobs is None and again.reference_logprobs is None
 
 
 def test_a_replay_says_which_quantities_are_finite_and_changes_nothing(tmp_path):
@@ -88,9 +93,9 @@ def test_a_replay_says_which_quantities_are_finite_and_changes_nothing(tmp_path)
     lines = list(replay(actor, again))
     assert len(lines) == len(packs) + 2
     assert lines[0].startswith("pack 0: inputs finite, log-probs finite, loss finite (")
-    count = len(packs[1].weight)
+    count = len(packs[1].positive)
     assert lines[1].startswith(
-        f"pack 1: inputs NOT FINITE (weight: 1 of {count} not finite), log-probs finite, loss NOT"
+        f"pack 1: inputs NOT FINITE (positive: 1 of {count} not finite), log-probs finite, loss NOT"
     )
     assert lines[-2] == "minibatch: gradient norm NOT FINITE (nan)"
     assert "the gradient is not finite in" in lines[-1]

@@ -47,7 +47,7 @@ def test_a_skipped_update_is_replayed(run):
     tree = RolloutTree("task", [1, 2, 3])
     tree.add(0, Role.MODEL, [4, 5, 6], logprobs=np.zeros(3))
     (pack,) = pack_trees([tree], supervised_credit([tree]), token_budget=100)
-    bad = dataclasses.replace(pack, weight=pack.weight * np.float32(np.nan))
+    bad = dataclasses.replace(pack, positive=pack.positive * np.float32(np.nan))
     dump = save_bad_update(run / "bad_packs", BadUpdate("sft", 1, "nll", [1], [pack, bad], None))
     done = subprocess.run([*ARPO, "replay-pack", str(dump)], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
@@ -55,7 +55,7 @@ def test_a_skipped_update_is_replayed(run):
     assert lines[0] == "skipped update after 1 updates: the loss of pack 1 of 2 was not finite"
     assert lines[1].startswith("weights of ") and "step_" in lines[1]
     assert lines[2].startswith("pack 0: inputs finite, log-probs finite, loss finite")
-    assert lines[3].startswith("pack 1: inputs NOT FINITE (weight: 3 of 3 not finite)")
+    assert lines[3].startswith("pack 1: inputs NOT FINITE (positive: 3 of 3 not finite)")
 
 
 def test_a_run_without_any_whole_checkpoint_stops_with_one_line(run):
