@@ -3,7 +3,7 @@ SEED ?= 1
 ARGS ?=
 BIN := .venv/bin
 
-.PHONY: setup demo test lint types contracts pytest docs clean
+.PHONY: setup demo test lint types contracts pytest test-slow docs clean
 
 setup:
 	@scripts/setup.sh
@@ -25,6 +25,10 @@ contracts: setup
 
 pytest: setup
 	$(BIN)/pytest $(ARGS)
+
+# Minutes of kill -9 and restart, beside `make test`.
+test-slow: setup
+	$(BIN)/pytest -m slow_campaign $(ARGS)
 
 # Regenerates what is made from the code: the configuration reference.
 docs: setup

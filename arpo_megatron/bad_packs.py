@@ -33,6 +33,7 @@ class BadUpdate:
         suspects: indices of the packs whose loss was not finite; none: the gradient was not, with finite losses.
         packs: the whole minibatch.
         old_logprobs: float32[m] a pack, in nats; None: the policy of the update itself.
+        reference_logprobs: likewise; None: no KL penalty.
     """
 
     phase: Literal["train", "sft"]
@@ -41,6 +42,7 @@ class BadUpdate:
     suspects: Sequence[int]
     packs: Sequence[TreePack]
     old_logprobs: Sequence[Float32Array] | None
+    reference_logprobs: Sequence[Float32Array] | None = None
 
     @property
     def told(self) -> str:
@@ -59,8 +61,7 @@ def save_bad_update(folder: Path, bad: BadUpdate) -> Path:
     arrays: dict[str, Any] = {"about": np.array(json.dumps(_about(bad)))}
     for index, pack in enumerate(bad.packs):
         arrays |= {f"{index}/{field.name}": np.asarray(getattr(pack, field.name)) for field in fields(TreePack)}
-        if bad.old_logprobs is not None:
-            arrays[f"{index}/old_logprobs"] = bad.old_logprobs[index]
+        arrays |= {f"{index}/{name}": values[index] for name, values in _logprobs(bad).items()}
     partial = path.with_suffix(".tmp")
     with partial.open("wb") as file:
         np.savez_compressed(file, **arrays)
@@ -77,20 +78,21 @@ def load_bad_update(path: Path) -> BadUpdate:
     try:
         with np.load(path) as stored:
             about = json.loads(str(stored["about"]))
-            count, old = about.pop("packs"), about.pop("old_logprobs")
-            packs = tuple(_pack({f.name: stored[f"{i}/{f.name}"] for f in fields(TreePack)}) for i in range(count))
-            logprobs = tuple(stored[f"{i}/old_logprobs"] for i in range(count)) if old else None
+            count, known = about.pop("packs"), about.pop("logprobs")
+            packs = [_pack({f.name: stored[f"{i}/{f.name}"] for f in fields(TreePack)}) for i in range(count)]
+            logprobs = {
+                name: [stored[f"{i}/{name}"] for i in range(count)] if name in known else None for name in _LOGPROBS
+            }
     except (OSError, KeyError, ValueError, EOFError) as error:
         raise ValueError(f"{path} is no dump of a skipped update ({error})") from None
-    return BadUpdate(packs=packs, old_logprobs=logprobs, **about)
+    return BadUpdate(packs=packs, **about | logprobs)
 
 
 def not_finite(bad: BadUpdate, index: int) -> list[str]:
     """Inputs of one pack that are not finite, a phrase each (unknown sampling log-probs are NaN by design)."""
     pack = bad.packs[index]
     arrays = {name: getattr(pack, name) for name in ("positive", "negative", "weight")}
-    if bad.old_logprobs is not None:
-        arrays["old log-probs"] = bad.old_logprobs[index]
+    arrays |= {name: values[index] for name, values in _logprobs(bad).items()}
     counts = {name: int((~np.isfinite(values)).sum()) for name, values in arrays.items()}
     return [f"{name}: {count} of {len(arrays[name])} not finite" for name, count in counts.items() if count]
 
@@ -123,8 +125,15 @@ def dump_if_skipped(bad: BadUpdate | None, skipped_in_a_row: int, folder: Path, 
 
 
 def _about(bad: BadUpdate) -> dict[str, Any]:
-    plain = {f.name: getattr(bad, f.name) for f in fields(bad) if f.name not in ("packs", "old_logprobs")}
-    return {**plain, "packs": len(bad.packs), "old_logprobs": bad.old_logprobs is not None}
+    plain = {name: getattr(bad, name) for name in ("phase", "step", "loss")}
+    return {**plain, "suspects": list(bad.suspects), "packs": len(bad.packs), "logprobs": list(_logprobs(bad))}
+
+
+_LOGPROBS = ("old_logprobs", "reference_logprobs")
+
+
+def _logprobs(bad: BadUpdate) -> dict[str, Sequence[Float32Array]]:
+    return {name: values for name in _LOGPROBS if (values := getattr(bad, name)) is not None}
 
 
 def _pack(arrays: dict[str, Any]) -> TreePack:

@@ -31,7 +31,7 @@ def replay(actor: Actor, bad: BadUpdate) -> Iterator[str]:
     ranks = actor.config.parallel.data  # the run may have been resumed on fewer
     packs = [replace(pack, data_rank=pack.data_rank % ranks) for pack in bad.packs]
     logprobs = actor.logprobs(packs, temperature=1.0 if bad.loss == "nll" else None)
-    outputs = actor.accumulate(packs, bad.old_logprobs, bad.loss, reference_logprobs=actor.reference_logprobs(packs))
+    outputs = actor.accumulate(packs, bad.old_logprobs, bad.loss, reference_logprobs=bad.reference_logprobs)
     losses: dict[int, float] = {}
     for part in parallel.gather_objects(actor.losses(packs, outputs)):
         losses.update({index: value for index, value in part.items() if math.isfinite(losses.get(index, 0.0))})

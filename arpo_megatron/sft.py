@@ -86,7 +86,7 @@ def sft(directory: RunDirectory) -> None:
     tokenizer = load_tokenizer(start)
     shape = ModelShape.from_hf(start)
     actor = Actor(config, shape, start, optimizer=config.sft.optimizer, total_updates=config.sft.steps)
-    checkpoints = CheckpointStore(directory.sft_checkpoints, keep=1)
+    checkpoints = CheckpointStore(directory.sft_checkpoints, keep=2)
     found = checkpoints.resume_point()
     for line in found.told:
         events.emit("note", text=line)

@@ -155,13 +155,17 @@ class TrainingRun:
         stats = self.actor.update(
             ready.packs, ready.old_logprobs, ready.loss, reference_logprobs=ready.reference_logprobs
         )
+        bad = BadUpdate(
+            phase="train",
+            step=self.state.step,
+            loss=ready.loss,
+            suspects=self.actor.unsound,
+            packs=ready.packs,
+            old_logprobs=ready.old_logprobs,
+            reference_logprobs=ready.reference_logprobs,
+        )
         self.state.skipped_in_a_row = dump_if_skipped(
-            BadUpdate("train", self.state.step, ready.loss, self.actor.unsound, ready.packs, ready.old_logprobs)
-            if stats.skipped
-            else None,
-            self.state.skipped_in_a_row,
-            self.directory.bad_packs,
-            self.events,
+            bad if stats.skipped else None, self.state.skipped_in_a_row, self.directory.bad_packs, self.events
         )
         return replace(stats, **ready.statistics)
 

@@ -2,10 +2,12 @@
 
 Saving has two halves. `snapshot` (all ranks) copies the state to host memory and agrees on who writes what; it is all
 that training waits for. `Snapshot.write` puts this rank's part on disk and talks to nobody, so it may run in a thread
-beside the training. Megatron's own asynchronous save forks a worker that writes; measured against it on a model of
-25M parameters (tests/actor/bench_save.py): see there. A fork copies the page tables of the whole process, must not
-touch CUDA, and its first call imports the main module anew; a thread needs none of that, writing releases the
-interpreter's lock, and an error in it is an exception that can be told at the next step.
+beside the training.
+
+Megatron's own asynchronous save forks a worker that writes. With 334 MB of state on two cores, training waits 0.03 s
+for the thread's save; for the fork's 2.8 s the first time, because it starts a manager process that imports the main
+module anew, and 0.06 s afterwards (tests/actor/measure_save.py). A fork also must not touch CUDA and outlives a killed
+rank; a thread dies with it, and its error is an exception that is told at the next step.
 """
 
 from dataclasses import dataclass, replace

@@ -51,6 +51,14 @@ def train(actor: Actor, updates: range) -> list[dict[str, float]]:
     return rows
 
 
+def skipped(actor: Actor) -> list[tuple[bool, list[int]]]:
+    """What each rank makes of an update in which one pack's loss is not finite."""
+    layout = actor.config.parallel
+    packs = pack_trees(*cases.minibatch(9, count=5), token_budget=60, ranks=layout.data, inherit=layout.nested_packs)
+    packs[-1] = replace(packs[-1], positive=packs[-1].positive * float("nan"))
+    return parallel.gather_objects((actor.update(packs, None, "nll").skipped, [i - len(packs) for i in actor.unsound]))
+
+
 def save(actor: Actor, directory: Path) -> None:
     if parallel.is_leader():
         directory.mkdir()
@@ -71,6 +79,7 @@ def main() -> None:
             actor = new_actor(kind, layout)
             actor.load(root / other)
             results[kind][name][f"from {other}"] = train(actor, range(3, 5))
+        results[kind][name]["skipped"] = skipped(actor)
     if dist.get_rank() == 0:
         (root / "losses.json").write_text(json.dumps(results))
     parallel.destroy()

@@ -51,6 +51,12 @@ def test_every_layout_goes_on_from_the_checkpoint_of_one_rank(runs, kind):
 
 
 @pytest.mark.parametrize("kind", ["dense", "experts"])
+def test_all_ranks_agree_that_an_update_is_skipped_and_which_pack_is_to_blame(runs, kind):
+    for result in runs[1][kind].values():
+        assert result["skipped"] == [[True, [-1]]] * 4
+
+
+@pytest.mark.parametrize("kind", ["dense", "experts"])
 def test_every_layout_goes_on_from_the_checkpoint_of_every_other(runs, kind):
     expected, found = runs
     compared = 0

@@ -121,6 +121,8 @@ def ends_by_itself(job: Job, run: Path, family: list[psutil.Process]) -> None:
 def test_neither_ctrl_c_nor_a_killed_rank_costs_a_step(start: Start, warm_run: Path) -> None:
     job = start(training(warm_run))
     wait_for("rollout of step 2", lambda: in_phase(warm_run, "rollout", 1), job)
+    # It is written while the rollout goes on.
+    wait_for("checkpoint of step 1", (warm_run / "checkpoints" / "step_1").exists, job)
     interrupt(job, warm_run)
 
     job = start(training(warm_run, "--resume"))
@@ -157,7 +159,10 @@ def test_ctrl_c_in_the_cold_start_and_resume(start: Start, tmp_path: Path) -> No
     checkpoints = run / "sft_checkpoints"
     job = start(training(run, *words))
     wait_for("first checkpoint", (checkpoints / "step_20").exists, job)
-    wait_for("writing of the second", (checkpoints / "step_40.tmp").exists, job)
+    second = checkpoints / "step_40"
+    wait_for(
+        "writing of the second", lambda: second.exists() or second.with_suffix(".tmp").exists(), job, every_s=0.001
+    )
     interrupt(job, run)
 
     job, seen = start(training(run, *words, "--resume")), len(updates(run))

@@ -1,0 +1,128 @@
+"""Stretches of flattened weights as boxes, and a full disk under a real optimizer's checkpoint."""
+
+import os
+import resource
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from math import prod
+from pathlib import Path
+
+import cases
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from arpo_megatron.actor import optimizer_state
+from arpo_megatron.actor.actor import Actor
+from arpo_megatron.actor.checkpoint import CheckpointStore, newest_whole
+from arpo_megatron.actor.optimizer import adam_name
+from arpo_megatron.actor.packing import pack_trees
+from arpo_megatron.config import OptimizerConfig, ParallelConfig
+from arpo_megatron.errors import UserError
+
+
+@given(st.lists(st.integers(1, 5), max_size=4), st.data())
+def test_boxes_tile_a_stretch_in_its_order_and_are_few(shape, data):
+    size = prod(shape)
+    start = data.draw(st.integers(0, size))
+    end = data.draw(st.integers(start, size))
+    places = np.arange(size).reshape(shape)
+    found = list(optimizer_state.boxes(shape, start, end))
+    cuts = [places[tuple(slice(o, o + n) for o, n in zip(*box, strict=True))].reshape(-1) for box in found]
+    assert [int(i) for cut in cuts for i in cut] == list(range(start, end))
+    assert len(found) <= max(1, 2 * len(shape) - 1)
+
+
+def new_actor(dtype: str = "float32", **optimizer) -> Actor:
+    torch.manual_seed(1)
+    job = cases.job(ParallelConfig(distributed_optimizer=dtype == "bfloat16"), dtype)
+    return Actor(job, cases.QWEN3, None, optimizer=OptimizerConfig(lr=1e-2, **optimizer), total_updates=10)
+
+
+def update(actor: Actor, seed: int) -> object:
+    return actor.update(pack_trees(*cases.minibatch(seed), token_budget=120), None)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_every_parameter_has_a_step_count_of_its_own_after_a_load(tmp_path):
+    actor = new_actor("bfloat16")
+    update(actor, 0)
+    actor.save(tmp_path)
+    actor.load(tmp_path)
+    (inner,) = optimizer_state.inner_optimizers(actor.optimizer)
+    counts = [state["step"] for state in inner.state.values()]
+    assert len({count.data_ptr() for count in counts}) == len(counts)
+    assert {float(count) for count in counts} == {1.0}
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_the_log_says_whose_adam_it_is():
+    assert adam_name(new_actor().optimizer) == adam_name(new_actor("bfloat16").optimizer) == "torch AdamW (fused)"
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_offloading_is_refused_in_one_line_where_it_cannot_work():
+    with pytest.raises(UserError, match=r"optimizer\.offload=true needs"):
+        new_actor(offload=True)
+
+
+@contextmanager
+def small_disk(folder: Path, size: int) -> Iterator[str]:
+    """A file system of `size` bytes at `folder` where we may mount one, else a limit on files; the system's words."""
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
+    if os.geteuid() == 0 and subprocess.run(command, capture_output=True).returncode == 0:
+        try:
+            yield "No space left on device"
+        finally:
+            subprocess.run(["umount", str(folder)], check=True)
+        return
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size // 8, before[1]))
+    try:
+        yield "File too large"
+    finally:
+        with suppress(ValueError):
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_disk_that_fills_up_during_a_save_costs_that_checkpoint_only(tmp_path):
+    actor = new_actor()
+    update(actor, 0)
+    actor.save(_made(tmp_path / "probe"))
+    one = sum(path.stat().st_size for path in (tmp_path / "probe").rglob("*"))
+    disk = _made(tmp_path / "disk")
+    with small_disk(disk, 4 * one) as words:
+        store = CheckpointStore(disk / "checkpoints", keep=2)
+        store.save(1, actor, {})
+        store.finish()
+        first = store.reports()
+        filler = disk / "filler"
+        if words.startswith("No space"):
+            assert not first[0].error
+            filler.write_bytes(b" " * int(2.5 * one))
+        update(actor, 1)
+        store.save(2, actor, {})
+        store.finish()
+        (report,) = store.reports()
+        assert report.error.startswith(words) and "\n" not in str(report)
+        if not words.startswith("No space"):
+            return  # the limit cannot be told from the first save on
+        assert [path.name for path in store.root.iterdir()] == ["step_1"]
+        filler.unlink()
+        store.save(2, actor, {})
+        store.finish()
+        assert not store.reports()[0].error
+        found = newest_whole(store.root).path
+        assert found == store.root / "step_2"
+        resumed = new_actor()
+        resumed.load(store.actor_directory(found))
+        assert update(resumed, 2) == update(actor, 2)
+
+
+def _made(path: Path) -> Path:
+    path.mkdir()
+    return path
