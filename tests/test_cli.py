@@ -26,7 +26,7 @@ def arpo(*words: str, cwd: Path) -> "subprocess.CompletedProcess[str]":
         (["train", "quickstart", "--resume"], "nothing to resume"),
         (["train", "quickstart", "--config", "nowhere.yaml"], "nowhere.yaml"),
         (["sft", "reasoning_tiny", "data.path=x"], "sft.steps"),
-        (["sft", "reasoning_tiny", "sft.steps=3"], "needs data.kind=generated"),
+        (["sft", "reasoning_tiny", "sft.steps=3"], "needs sft.data=FILE"),
         (["eval", "nowhere"], "not a run directory"),
         (["export", "nowhere", "--out", "out"], "not a run directory"),
         (["trees", "nowhere"], "not a run directory"),
