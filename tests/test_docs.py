@@ -28,6 +28,11 @@ def test_links_and_named_files_exist(page: Path) -> None:
         assert (ROOT / name).exists(), f"{page.name} names {name}"
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_merge_was_left_half_done(page: Path) -> None:
+    assert not re.findall(r"^(?:<{7}|>{7}) .*$", page.read_text(), re.MULTILINE)
+
+
 def test_the_training_loop_fits_on_two_screens() -> None:
     assert len((ROOT / "arpo_megatron" / "train.py").read_text().splitlines()) <= 100
 
