@@ -99,6 +99,23 @@ _Yaml.add_implicit_resolver(
 )
 
 
+def _mapping(loader: _Yaml, node: yaml.MappingNode) -> Iterator[dict[Any, Any]]:
+    """A mapping in which no key stands twice: YAML forbids that, PyYAML would silently take the last one."""
+    lines: dict[str, int] = {}
+    for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+        line = key.start_mark.line + 1
+        if key.value in lines:
+            where = f"in line {lines[key.value]} and in line {line}" if line != lines[key.value] else "twice"
+            raise yaml.YAMLError(f"the key {key.value} stands {where}")
+        lines[key.value] = line
+    values: dict[Any, Any] = {}
+    yield values  # first the mapping, then what is in it: so the loader resolves anchors
+    values.update(loader.construct_mapping(node))
+
+
+_Yaml.add_constructor("tag:yaml.org,2002:map", _mapping)
+
+
 def _read_yaml(path: Path) -> Tree:
     try:
         values = yaml.load(path.read_text(encoding="utf-8"), _Yaml)  # noqa: S506  (a SafeLoader)

@@ -108,3 +108,21 @@ def test_an_unusable_file_is_one_line(content: str, tmp_path: Path) -> None:
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"nowhere\.yaml"):
         resolve.resolve("quickstart", file=tmp_path / "nowhere.yaml")
+
+
+def test_a_key_that_stands_twice_in_a_file_is_named_with_its_lines(tmp_path: Path) -> None:
+    file = tmp_path / "twice.yaml"
+    file.write_text("train:\n  steps: 3\n  token_budget: 4096\n  steps: 4\n")
+    with pytest.raises(UserError, match=r"twice\.yaml.*the key steps stands in line 2 and in line 4") as caught:
+        resolve.resolve("quickstart", file=file)
+    assert len(str(caught.value).splitlines()) == 1
+    file.write_text("train:\n  steps: 3\nsft:\n  steps: 4\n")  # the same key of two sections
+    config = resolve.resolve("quickstart", file=file)
+    assert (config.train.steps, config.sft.steps) == (3, 4)
+
+
+def test_a_file_may_use_yaml_anchors(tmp_path: Path) -> None:
+    file = tmp_path / "anchors.yaml"
+    file.write_text("optimizer: &rate\n  lr: 2e-4\nsft:\n  optimizer: *rate\n")
+    config = resolve.resolve("quickstart", file=file)
+    assert config.optimizer.lr == config.sft.optimizer.lr == 2e-4
