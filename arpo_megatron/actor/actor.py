@@ -4,7 +4,7 @@ All ranks call the same methods with the same packs (the controller broadcasts t
 its share, and results that leave a method are equal on all ranks.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -236,9 +236,7 @@ class Actor:
         reference = None if reference_logprobs is None else [*reference_logprobs, *nothing]
         begin_pass(self.chunks, float(sum(int(pack.multiplicity.sum()) for pack in packs)))
         with MicroBatches(padded, old, self._place, reference) as batches:
-            outputs = self._passes(
-                padded, mine, batches.make, finish, temperature=temperature, forward_only=forward_only
-            )
+            outputs = self._passes(padded, mine, batches, finish, temperature=temperature, forward_only=forward_only)
         self.expert_balance = finish_pass(self.chunks)
         return outputs
 
@@ -246,18 +244,20 @@ class Actor:
         self,
         padded: Sequence[TreePack],
         mine: Sequence[int],
-        make: Callable[[int], MicroBatch],
+        batches: MicroBatches,
         finish: Finish,
         *,
         temperature: float,
         forward_only: bool,
     ) -> list[Any]:
         if self.config.parallel.pipeline > 1:
-            return run_pipeline(self._wrapped, make, mine, finish, temperature=temperature, forward_only=forward_only)
+            return run_pipeline(
+                self._wrapped, batches.make, mine, finish, temperature=temperature, forward_only=forward_only
+            )
         uses = last_uses(padded)
         return run_nested(
             self._wrapped[0],
-            make,
+            batches,
             [(index, uses[index]) for index in mine],
             finish,
             temperature=temperature,

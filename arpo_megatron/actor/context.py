@@ -151,4 +151,5 @@ def lookup(handle: Tensor) -> PackContext:
 
 def release(handle: Tensor) -> None:
     """Forget a context after its backward pass."""
-    _registered.pop(int(handle), None)
+    if _registered.pop(int(handle), None) is PackContext.current:
+        PackContext.current = None

@@ -78,17 +78,23 @@ class MicroBatches:
         self._old = old_logprobs
         self._place = place
         self._legacies = _legacies(packs)
-        self._handles: list[Tensor] = []
+        self._handles: dict[int, list[Tensor]] = {}
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_exception: object) -> None:
-        for handle in self._handles:
+        for index in list(self._handles):
+            self.done(index)
+
+    def done(self, index: int) -> None:
+        """Forget a pack that nothing will be asked of any more, and what it kept for others."""
+        for handle in self._handles.pop(index, ()):
             release(handle)
+        self._legacies.pop(index, None)
 
     def make(self, index: int) -> MicroBatch:
-        """The micro-batch of a pack; its context is found by its handle until the pass is over."""
+        """The micro-batch of a pack; its context is found by its handle until it is done."""
         pack = self._packs[index]
         local = _Local.of(pack, self._place)
         plan = plan_attention(pack.subtree_end, local.spans)
@@ -100,13 +106,14 @@ class MicroBatches:
             legacy=self._legacies.get(index),
             order=local.order if self._place.ranks > 1 else None,
         )
-        self._handles.append(register(context))
+        handle = register(context)
+        self._handles.setdefault(index, []).append(handle)
         predictors, targets = local.targets(pack)
         return MicroBatch(
             inputs=(
                 _put(np.append(pack.token_ids, 0)[local.members], torch.int64),
                 _put(np.append(pack.position_ids, 0)[local.members], torch.int64),
-                self._handles[-1],
+                handle,
                 _put(predictors, torch.int64),
                 _put(pack.target_ids[targets], torch.int64),
             ),

@@ -15,7 +15,7 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from arpo_megatron.actor.microbatch import MicroBatch
+from arpo_megatron.actor.microbatch import MicroBatch, MicroBatches
 
 Finish = Callable[[MicroBatch, tuple[Tensor, Tensor]], tuple[Tensor | None, Any]]
 """A micro-batch and the model's output -> the loss (None: forward only) and what is to be kept."""
@@ -42,7 +42,7 @@ def nested_order(uses: Sequence[tuple[int, int]]) -> Iterator[tuple[str, int]]:
 
 def run_nested(
     model: Any,
-    make: Callable[[int], MicroBatch],
+    batches: MicroBatches,
     uses: Sequence[tuple[int, int]],
     finish: Finish,
     *,
@@ -53,7 +53,7 @@ def run_nested(
 
     Args:
         model: the chunk, in Megatron's DistributedDataParallel.
-        make: the micro-batch of a pack.
+        batches: of the pass; a pack is done with after its backward pass.
         uses: as in `nested_order`.
         finish: makes the loss.
         temperature: of the sampling distribution.
@@ -65,8 +65,10 @@ def run_nested(
     kept: list[Any] = []
     if forward_only:
         for index, _ in uses:
-            batch = make(index)
+            batch = batches.make(index)
             kept.append(finish(batch, model(*batch.inputs, temperature))[1])
+            for over in [earlier for earlier, last_use in uses if last_use == index]:
+                batches.done(over)
         return kept
     losses: list[Tensor] = []  # of the packs that wait, the last to come the first to go
     left = len(uses)
@@ -74,7 +76,7 @@ def run_nested(
         unsynchronised.enter_context(model.no_sync())
         for step, index in nested_order(uses):
             if step == "forward":
-                batch = make(index)
+                batch = batches.make(index)
                 loss, keep = finish(batch, model(*batch.inputs, temperature))
                 assert loss is not None
                 losses.append(loss)
@@ -84,6 +86,7 @@ def run_nested(
             if not left:
                 unsynchronised.close()  # the last backward pass may overlap with the reduction of its gradients
             losses.pop().backward()
+            batches.done(index)
     finalize_model_grads([model], None)
     return kept
 

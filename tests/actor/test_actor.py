@@ -9,6 +9,7 @@ import reference
 import torch
 from safetensors.torch import save_file
 
+from arpo_megatron.actor import context
 from arpo_megatron.actor.actor import Actor
 from arpo_megatron.actor.packing import pack_trees
 from arpo_megatron.algorithms.credit import supervised_credit
@@ -197,6 +198,20 @@ def test_impossible_calls_are_refused():
     with pytest.raises(ValueError, match="do not fit"):
         actor.update(packs, actor.logprobs(packs)[:-1])
     assert actor.logprobs([]) == []
+
+
+def test_a_cut_tree_trains_as_a_whole_one_and_nothing_of_the_pass_is_kept():
+    whole, cut = new_actor(), new_actor()
+    forest, credits = cases.minibatch(1)
+    stats = whole.update(pack_trees(forest, credits, token_budget=10**6), None)
+    packs = pack_trees(forest, credits, token_budget=24)
+    assert sum(pack.inherited for pack in packs) > 0
+    again = cut.update(packs, cut.logprobs(packs))
+    assert (again.ratio_max, again.kl_old) == (1.0, 0.0)  # inherited keys are the same in both passes
+    assert again.loss == pytest.approx(stats.loss, rel=1e-5) and again.grad_norm == pytest.approx(
+        stats.grad_norm, rel=1e-5
+    )
+    assert not context._registered and context.PackContext.current is None
 
 
 def test_the_reference_is_the_first_policy_and_leaves_no_trace():
