@@ -145,3 +145,27 @@ def minibatch(seed: int, count: int = 4) -> tuple[list[RolloutTree], list[TreeCr
     """Grown trees with advantages of both signs, weighted like a token mean."""
     forest = [grown(10 * seed + i) for i in range(count)]
     return forest, [plain_credit(t, dyadic_advantages(t, seed + i), 2.0**-7) for i, t in enumerate(forest)]
+
+
+def odd(seed: int) -> RolloutTree:
+    """What grown trees seldom have: branches of one token and at the prompt, a leaf without model tokens, depth."""
+    rng = np.random.default_rng(seed)
+    tree = RolloutTree(f"odd-{seed}", rng.integers(0, VOCABULARY, 3))
+    call = add(tree, 0, Role.MODEL, 5, rng)
+    result = add(tree, call, Role.TOOL, 4, rng)
+    add(tree, result, Role.MODEL, 1, rng)
+    add(tree, result, Role.MODEL, 3, rng)
+    add(tree, 0, Role.MODEL, 1, rng)
+    add(tree, add(tree, 0, Role.MODEL, 2, rng), Role.TOOL, 3, rng)
+    end = add(tree, 0, Role.MODEL, 0, rng)
+    for _ in range(5):
+        end = add(tree, add(tree, end, Role.MODEL, 4, rng), Role.TOOL, 2, rng)
+    add(tree, end, Role.MODEL, 2, rng)
+    return tree
+
+
+def proof_forest(seed: int) -> tuple[list[RolloutTree], list[np.ndarray], list[TreeCredit]]:
+    """Grown and odd trees, their advantages, and the credits of a token mean."""
+    forest = [*(grown(10 * seed + i) for i in range(4)), odd(seed), odd(seed + 1)]
+    advantages = [dyadic_advantages(tree, seed + i) for i, tree in enumerate(forest)]
+    return forest, advantages, [plain_credit(t, a, 2.0**-7) for t, a in zip(forest, advantages, strict=True)]

@@ -27,7 +27,7 @@ MINIBATCH = 3
 
 def gradient(actor: Actor, budget: int) -> dict[str, torch.Tensor]:
     """The loss, and on the leader all gradients, whole."""
-    forest, credits = cases.minibatch(MINIBATCH)
+    forest, _, credits = cases.proof_forest(MINIBATCH)
     layout = actor.config.parallel
     packs = pack_trees(forest, credits, token_budget=budget, ranks=layout.data, inherit=layout.nested_packs)
     rows = actor.accumulate(packs, [pack.sampling_logprobs for pack in packs])

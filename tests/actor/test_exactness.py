@@ -74,7 +74,7 @@ def expected(one_rank, tmp_path_factory):
     import proof
 
     root, found = tmp_path_factory.mktemp("exactness"), {}
-    forest, _ = cases.minibatch(proof.MINIBATCH)
+    forest, advantages, _ = cases.proof_forest(proof.MINIBATCH)
     clip = {name: getattr(proof.CLIP, name) for name in ("clip_low", "clip_high", "dual_clip")}
     for family in FAMILIES:
         shape = cases.SHAPES[family]
@@ -88,10 +88,8 @@ def expected(one_rank, tmp_path_factory):
         save_file(weights, root / family / "model.safetensors")
         parameters = {n: p.detach().double().requires_grad_() for n, p in model.named_parameters()}
         loss = sum(
-            reference.flat_ppo(
-                parameters, tree, cases.dyadic_advantages(tree, proof.MINIBATCH + i), 2.0**-7, shape, **clip
-            )
-            for i, tree in enumerate(forest)
+            reference.flat_ppo(parameters, tree, own, 2.0**-7, shape, **clip)
+            for tree, own in zip(forest, advantages, strict=True)
         )
         loss.backward()
         exact = build_model(shape, ParallelConfig(), "float64")
