@@ -429,6 +429,8 @@ def _check_made_model(model: ModelConfig, parallel: ParallelConfig) -> None:
         )
     if parallel.expert > 1:
         raise ValueError(f"parallel.expert={parallel.expert} needs a model with experts at model.path")
+    if model.router_aux_loss:
+        raise ValueError(f"model.router_aux_loss={model.router_aux_loss} needs a model with experts at model.path")
     for name in ("kv_heads", "ffn_size"):
         if getattr(model, name) % parallel.tensor:
             raise ValueError(
