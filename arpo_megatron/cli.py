@@ -1,7 +1,6 @@
 """`arpo`: the command line. Imports of torch and friends wait until a command needs them."""
 
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -12,8 +11,7 @@ import yaml
 from arpo_megatron import resolve, run_directory
 from arpo_megatron.bench.cli import app as bench
 from arpo_megatron.config import JobConfig
-from arpo_megatron.errors import USER_ERROR_EXIT_CODE, UserError
-from arpo_megatron.processes import Interrupted, RoleDiedError, interrupt_on_signals
+from arpo_megatron.errors import UserError
 
 app = typer.Typer(
     name="arpo",
@@ -199,23 +197,7 @@ def _print_plan(config: JobConfig) -> None:
     )
 
 
-def main() -> None:
-    """Entry point. A `UserError` is one line on standard error and exit code 2; ctrl-C is exit code 130."""
-    interrupt_on_signals()
-    try:
-        app()
-    except UserError as error:
-        print(f"arpo: {error}", file=sys.stderr)
-        sys.exit(USER_ERROR_EXIT_CODE)
-    except RoleDiedError as error:
-        print(f"arpo: {error}", file=sys.stderr)
-        sys.exit(1)
-    except Interrupted:
-        resumable = set(sys.argv[1:2]) & {"demo", "train", "sft"}
-        more = "; the same command with --resume goes on from the last step" if resumable else ""
-        print(f"arpo: interrupted{more}", file=sys.stderr)
-        sys.exit(130)
+if __name__ == "__main__":  # `python -m arpo_megatron.cli`, the long way round
+    from arpo_megatron.__main__ import main
 
-
-if __name__ == "__main__":
     main()
