@@ -1,7 +1,7 @@
 """`arpo`: the command line. Imports of torch and friends wait until a command needs them."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -57,47 +57,46 @@ def demo(
     return None
 
 
-@app.command()
-def train(
-    recipe: Recipe,
-    overrides: Words = None,
-    config: ConfigFile = None,
-    seed: Seed = None,
-    resume: Resume = False,
-    dry_run: DryRun = False,
-) -> None:
-    """Run a recipe on this machine: cold start where it has one, the ARPO loop, and the export.
-
-    Example: arpo train quickstart algorithm.entropy_weight=0.4 train.steps=20
-    """
-    job = _resolve(recipe, overrides, config, seed)
-    if dry_run:
-        return _print_plan(job)
+def _start_train(job: JobConfig, resume: bool) -> None:
     from arpo_megatron.job import run_job
 
     run_job(job, resume=resume)
-    return None
 
 
-@app.command()
-def sft(
-    recipe: Recipe,
-    overrides: Words = None,
-    config: ConfigFile = None,
-    seed: Seed = None,
-    resume: Resume = False,
-    dry_run: DryRun = False,
-) -> None:
-    """Run only the cold start of a recipe and export the model to RUN_DIR/cold_start."""
-    job = _resolve(recipe, overrides, config, seed)
-    if job.sft.steps == 0:
-        raise UserError(f"recipe {recipe} has no cold start: give sft.steps=N")
-    if dry_run:
-        return _print_plan(job)
+def _start_sft(job: JobConfig, resume: bool) -> None:
     from arpo_megatron.job import run_sft
 
     run_sft(job, resume=resume)
-    return None
+
+
+def _recipe_command(name: str, text: str, start: Callable[[JobConfig, bool], None]) -> None:
+    """Add a command that runs a recipe; all of them take the same words and options."""
+
+    @app.command(name, help=text)
+    def command(
+        recipe: Recipe,
+        overrides: Words = None,
+        config: ConfigFile = None,
+        seed: Seed = None,
+        resume: Resume = False,
+        dry_run: DryRun = False,
+    ) -> None:
+        job = _resolve(recipe, overrides, config, seed)
+        if name == "sft" and job.sft.steps == 0:
+            raise UserError(f"recipe {recipe} has no cold start: give sft.steps=N")
+        if dry_run:
+            _print_plan(job)
+        else:
+            start(job, resume)
+
+
+_recipe_command(
+    "train",
+    "Run a recipe on this machine: cold start where it has one, the ARPO loop, and the export.\n\n"
+    "Example: arpo train quickstart algorithm.entropy_weight=0.4 train.steps=20",
+    _start_train,
+)
+_recipe_command("sft", "Run only the cold start of a recipe and export the model to RUN_DIR/cold_start.", _start_sft)
 
 
 RunDir = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Directory of a run, e.g. runs/quickstart-arpo-seed1")]
