@@ -114,13 +114,7 @@ def prepare(config: JobConfig, run: RunDirectory) -> JobData:
     tokenizer = load_tokenizer(model_path(config, run))
     data = load_data(config, tokenizer)
     _check_data(config, data, tokenizer)
-    sources = []
-    if data.facts:
-        GeneratedTasks((), (), data.facts).write_corpus(run.corpus)
-        sources = [{"path": str(run.corpus.resolve()), "format": "jsonl"}]
-    elif cache := _search_cache(config):
-        sources = [{"path": str(cache.resolve()), "format": "arpo_cache"}]
-    run.sandbox_config.write_text(yaml.safe_dump(_sandbox_values(config, sources)), encoding="utf-8")
+    write_tool_files(config, run, data)
     if (conversations := load_conversations(config, tokenizer)) is not None:
         bad = [{"file": str(config.sft.data), **asdict(row)} for row in conversations.bad_rows]
         data = replace(data, bad_rows=[*data.bad_rows, *bad])
@@ -128,6 +122,17 @@ def prepare(config: JobConfig, run: RunDirectory) -> JobData:
         lines = (json.dumps(row) + "\n" for row in data.bad_rows)
         (run.path / "bad_rows.jsonl").write_text("".join(lines), encoding="utf-8")
     return data
+
+
+def write_tool_files(config: JobConfig, run: RunDirectory, data: JobData) -> None:
+    """What the tool service reads: its config, and the facts of generated tasks as a search corpus."""
+    sources = []
+    if data.facts:
+        GeneratedTasks((), (), data.facts).write_corpus(run.corpus)
+        sources = [{"path": str(run.corpus.resolve()), "format": "jsonl"}]
+    elif cache := _search_cache(config):
+        sources = [{"path": str(cache.resolve()), "format": "arpo_cache"}]
+    run.sandbox_config.write_text(yaml.safe_dump(_sandbox_values(config, sources)), encoding="utf-8")
 
 
 def _check_data(config: JobConfig, data: JobData, tokenizer: "PreTrainedTokenizerFast") -> None:
