@@ -19,8 +19,9 @@ from arpo_megatron.rollout.protocol import result_text
 from arpo_megatron.run_directory import RunDirectory
 from arpo_megatron.tasks.arpo_parquet import check_readable, read_parquet, read_texts
 from arpo_megatron.tasks.base import Task
-from arpo_megatron.tasks.conversations import Conversations, check_conversations, read_conversations
+from arpo_megatron.tasks.conversations import Conversations, read_conversations
 from arpo_megatron.tasks.generated import GeneratedTasks, generate
+from arpo_megatron.tasks.messages import check_file
 from arpo_megatron.weights.shape import ModelShape
 
 if TYPE_CHECKING:  # transformers imports torch: seconds that `arpo --help` need not take
@@ -97,7 +98,7 @@ def check_inputs(config: JobConfig) -> None:
             raise UserError(f"model.path={config.model.path}: no Hugging Face model there (config.json is missing)")
         ModelShape.from_hf(config.model.path).check_divisible(config.parallel)
     if config.sft.steps and config.sft.data is not None:
-        check_conversations(config.sft.data)
+        check_file(config.sft.data)
     if config.engine.tensor > 1:
         raise UserError(f"engine.tensor={config.engine.tensor}: an engine on a CPU has one rank")
     if config.data.kind == "arpo_parquet":
