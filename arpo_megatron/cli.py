@@ -1,8 +1,7 @@
 """`arpo`: the command line. Imports of torch and friends wait until a command needs them."""
 
 import json
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -12,8 +11,7 @@ import yaml
 from arpo_megatron import resolve, run_directory
 from arpo_megatron.bench.cli import app as bench
 from arpo_megatron.config import JobConfig
-from arpo_megatron.errors import USER_ERROR_EXIT_CODE, UserError
-from arpo_megatron.processes import Interrupted, RoleDiedError, interrupt_on_signals
+from arpo_megatron.errors import UserError
 
 app = typer.Typer(
     name="arpo",
@@ -59,47 +57,46 @@ def demo(
     return None
 
 
-@app.command()
-def train(
-    recipe: Recipe,
-    overrides: Words = None,
-    config: ConfigFile = None,
-    seed: Seed = None,
-    resume: Resume = False,
-    dry_run: DryRun = False,
-) -> None:
-    """Run a recipe on this machine: cold start where it has one, the ARPO loop, and the export.
-
-    Example: arpo train quickstart algorithm.entropy_weight=0.4 train.steps=20
-    """
-    job = _resolve(recipe, overrides, config, seed)
-    if dry_run:
-        return _print_plan(job)
+def _start_train(job: JobConfig, resume: bool) -> None:
     from arpo_megatron.job import run_job
 
     run_job(job, resume=resume)
-    return None
 
 
-@app.command()
-def sft(
-    recipe: Recipe,
-    overrides: Words = None,
-    config: ConfigFile = None,
-    seed: Seed = None,
-    resume: Resume = False,
-    dry_run: DryRun = False,
-) -> None:
-    """Run only the cold start of a recipe and export the model to RUN_DIR/cold_start."""
-    job = _resolve(recipe, overrides, config, seed)
-    if job.sft.steps == 0:
-        raise UserError(f"recipe {recipe} has no cold start: give sft.steps=N")
-    if dry_run:
-        return _print_plan(job)
+def _start_sft(job: JobConfig, resume: bool) -> None:
     from arpo_megatron.job import run_sft
 
     run_sft(job, resume=resume)
-    return None
+
+
+def _recipe_command(name: str, text: str, start: Callable[[JobConfig, bool], None]) -> None:
+    """Add a command that runs a recipe; all of them take the same words and options."""
+
+    @app.command(name, help=text)
+    def command(
+        recipe: Recipe,
+        overrides: Words = None,
+        config: ConfigFile = None,
+        seed: Seed = None,
+        resume: Resume = False,
+        dry_run: DryRun = False,
+    ) -> None:
+        job = _resolve(recipe, overrides, config, seed)
+        if name == "sft" and job.sft.steps == 0:
+            raise UserError(f"recipe {recipe} has no cold start: give sft.steps=N")
+        if dry_run:
+            _print_plan(job)
+        else:
+            start(job, resume)
+
+
+_recipe_command(
+    "train",
+    "Run a recipe on this machine: cold start where it has one, the ARPO loop, and the export.\n\n"
+    "Example: arpo train quickstart algorithm.entropy_weight=0.4 train.steps=20",
+    _start_train,
+)
+_recipe_command("sft", "Run only the cold start of a recipe and export the model to RUN_DIR/cold_start.", _start_sft)
 
 
 RunDir = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Directory of a run, e.g. runs/quickstart-arpo-seed1")]
@@ -199,23 +196,7 @@ def _print_plan(config: JobConfig) -> None:
     )
 
 
-def main() -> None:
-    """Entry point. A `UserError` is one line on standard error and exit code 2; ctrl-C is exit code 130."""
-    interrupt_on_signals()
-    try:
-        app()
-    except UserError as error:
-        print(f"arpo: {error}", file=sys.stderr)
-        sys.exit(USER_ERROR_EXIT_CODE)
-    except RoleDiedError as error:
-        print(f"arpo: {error}", file=sys.stderr)
-        sys.exit(1)
-    except Interrupted:
-        resumable = set(sys.argv[1:2]) & {"demo", "train", "sft"}
-        more = "; the same command with --resume goes on from the last step" if resumable else ""
-        print(f"arpo: interrupted{more}", file=sys.stderr)
-        sys.exit(130)
+if __name__ == "__main__":  # `python -m arpo_megatron.cli`, the long way round
+    from arpo_megatron.__main__ import main
 
-
-if __name__ == "__main__":
     main()

@@ -19,8 +19,9 @@ from arpo_megatron.rollout.protocol import result_text
 from arpo_megatron.run_directory import RunDirectory
 from arpo_megatron.tasks.arpo_parquet import check_readable, read_parquet, read_texts
 from arpo_megatron.tasks.base import Task
-from arpo_megatron.tasks.conversations import Conversations, check_conversations, read_conversations
+from arpo_megatron.tasks.conversations import Conversations, read_conversations
 from arpo_megatron.tasks.generated import GeneratedTasks, generate
+from arpo_megatron.tasks.messages import check_file
 from arpo_megatron.weights.shape import ModelShape
 
 if TYPE_CHECKING:  # transformers imports torch: seconds that `arpo --help` need not take
@@ -97,7 +98,7 @@ def check_inputs(config: JobConfig) -> None:
             raise UserError(f"model.path={config.model.path}: no Hugging Face model there (config.json is missing)")
         ModelShape.from_hf(config.model.path).check_divisible(config.parallel)
     if config.sft.steps and config.sft.data is not None:
-        check_conversations(config.sft.data)
+        check_file(config.sft.data)
     if config.engine.tensor > 1:
         raise UserError(f"engine.tensor={config.engine.tensor}: an engine on a CPU has one rank")
     if config.data.kind == "arpo_parquet":
@@ -114,13 +115,7 @@ def prepare(config: JobConfig, run: RunDirectory) -> JobData:
     tokenizer = load_tokenizer(model_path(config, run))
     data = load_data(config, tokenizer)
     _check_data(config, data, tokenizer)
-    sources = []
-    if data.facts:
-        GeneratedTasks((), (), data.facts).write_corpus(run.corpus)
-        sources = [{"path": str(run.corpus.resolve()), "format": "jsonl"}]
-    elif cache := _search_cache(config):
-        sources = [{"path": str(cache.resolve()), "format": "arpo_cache"}]
-    run.sandbox_config.write_text(yaml.safe_dump(_sandbox_values(config, sources)), encoding="utf-8")
+    write_tool_files(config, run, data)
     if (conversations := load_conversations(config, tokenizer)) is not None:
         bad = [{"file": str(config.sft.data), **asdict(row)} for row in conversations.bad_rows]
         data = replace(data, bad_rows=[*data.bad_rows, *bad])
@@ -128,6 +123,17 @@ def prepare(config: JobConfig, run: RunDirectory) -> JobData:
         lines = (json.dumps(row) + "\n" for row in data.bad_rows)
         (run.path / "bad_rows.jsonl").write_text("".join(lines), encoding="utf-8")
     return data
+
+
+def write_tool_files(config: JobConfig, run: RunDirectory, data: JobData) -> None:
+    """What the tool service reads: its config, and the facts of generated tasks as a search corpus."""
+    sources = []
+    if data.facts:
+        GeneratedTasks((), (), data.facts).write_corpus(run.corpus)
+        sources = [{"path": str(run.corpus.resolve()), "format": "jsonl"}]
+    elif cache := _search_cache(config):
+        sources = [{"path": str(cache.resolve()), "format": "arpo_cache"}]
+    run.sandbox_config.write_text(yaml.safe_dump(_sandbox_values(config, sources)), encoding="utf-8")
 
 
 def _check_data(config: JobConfig, data: JobData, tokenizer: "PreTrainedTokenizerFast") -> None:

@@ -52,7 +52,8 @@ def _with_absolute_paths(config: JobConfig) -> JobConfig:
         return None if path is None else path.expanduser().absolute()
 
     data = replace(config.data, path=absolute(config.data.path), search_cache=absolute(config.data.search_cache))
-    return replace(config, data=data, model=replace(config.model, path=absolute(config.model.path)))
+    model, sft = replace(config.model, path=absolute(config.model.path)), config.sft
+    return replace(config, data=data, model=model, sft=replace(sft, data=absolute(sft.data)))
 
 
 def check(values: Mapping[str, Any]) -> JobConfig:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-ARPO = [sys.executable, "-m", "arpo_megatron.cli"]
+ARPO = [sys.executable, "-m", "arpo_megatron"]
 
 
 def arpo(*words: str, cwd: Path) -> "subprocess.CompletedProcess[str]":
@@ -62,3 +62,31 @@ def test_recipes_are_listed_with_what_they_are(tmp_path: Path) -> None:
     done = arpo("recipes", cwd=tmp_path)
     assert "quickstart" in done.stdout
     assert "reasoning_tiny" in done.stdout
+
+
+INTERRUPTED_IMPORT = """
+import signal, sys
+
+class CtrlC:
+    def find_spec(self, name, path=None, target=None):
+        if name == sys.argv[2]:
+            sys.meta_path.remove(self)
+            signal.raise_signal(signal.SIGINT)
+
+sys.meta_path.insert(0, CtrlC())
+from arpo_megatron.__main__ import main
+main()
+"""
+
+
+@pytest.mark.parametrize("moment", ["typer", "yaml", "pydantic", "arpo_megatron.cli"])
+def test_ctrl_c_while_the_command_line_is_being_imported_is_one_line(moment: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", INTERRUPTED_IMPORT, "recipes", moment]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (130, "arpo: interrupted\n")
+
+
+@pytest.mark.parametrize("module", ["arpo_megatron", "arpo_megatron.cli"])
+def test_the_command_line_runs_as_a_module_too(module: str, tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-m", module, "recipes"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0 and "quickstart" in done.stdout

@@ -126,3 +126,10 @@ def test_a_file_may_use_yaml_anchors(tmp_path: Path) -> None:
     file.write_text("optimizer: &rate\n  lr: 2e-4\nsft:\n  optimizer: *rate\n")
     config = resolve.resolve("quickstart", file=file)
     assert config.optimizer.lr == config.sft.optimizer.lr == 2e-4
+
+
+def test_inputs_are_found_again_from_another_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = resolve.resolve("quickstart", words=["sft.data=talks.jsonl", "model.path=model"])
+    assert config.sft.data == tmp_path / "talks.jsonl"
+    assert config.model.path == tmp_path / "model"

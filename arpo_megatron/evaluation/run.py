@@ -6,7 +6,7 @@ from typing import Any
 from arpo_megatron import resolve
 from arpo_megatron.errors import UserError
 from arpo_megatron.launch import services, start_rollouts
-from arpo_megatron.preparation import load_data, load_tokenizer, prepare
+from arpo_megatron.preparation import load_data, load_tokenizer, write_tool_files
 from arpo_megatron.processes import Roles
 from arpo_megatron.rewards import make_reward
 from arpo_megatron.rewards.base import score_tree
@@ -29,11 +29,12 @@ def evaluate_run(run: RunDirectory, *, model: Path | None, tasks: int | None) ->
     if not (model / "config.json").is_file():
         raise UserError(f"{model} is no Hugging Face model; name one with --model")
     with run.locked(), Roles(run.logs) as roles:
-        prepare(config, run)
         tokenizer = load_tokenizer(model)
-        held_out = load_data(config, tokenizer).held_out
+        data = load_data(config, tokenizer)
+        held_out = data.held_out
         if tasks is not None and tasks > len(held_out):
             raise UserError(f"--tasks {tasks}: the run has {len(held_out)} held-out tasks")
+        write_tool_files(config, run, data)
         chosen = held_out[: tasks or config.evaluation.tasks]
         with services(config, run, roles, model) as ready:
             rollouts = start_rollouts(config, model, run.logs / "rollout.log", ready)

@@ -1,32 +1,26 @@
-"""Conversations for supervised training: message lists in the customary form, token-exact to the model's chat template.
+"""Conversations for supervised training: the rows of a file as trees of one path, and the order they are learnt in.
 
-A row is {"messages": [{"role": "system" | "user" | "assistant" | "tool", "content": str, "train": bool}, ...]}, with an
-optional "tools" list for the template; `train` is optional and only of an assistant's messages. What the model is to
-learn are the assistant's tokens, the end-of-turn token included; everything else is context.
-
-Which tokens those are is asked of the template itself: where it marks them ({% generation %}), by its mask; otherwise
-by rendering the conversation up to each turn. A conversation whose rendered beginning is not a beginning of the whole
-(templates that rewrite earlier turns) has no such answer and counts as a bad row, like every other that cannot be used.
+What a row looks like says messages.py; which of its tokens are learnt, chat_tokens.py.
 """
 
-import json
 import random
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from arpo_megatron.errors import UserError
 from arpo_megatron.tasks.base import BadRow
-from arpo_megatron.tree import Role, RolloutTree
+from arpo_megatron.tasks.chat_tokens import ChatEncoder, tree_of
+from arpo_megatron.tasks.messages import BadRowError, check_row, read_rows
+from arpo_megatron.tree import RolloutTree
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-ROLES = ("system", "user", "assistant", "tool")
-_GENERATION = re.compile(r"{%-?\s*generation\s*-?%}")
+TOLD_EVERY = 1000
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,27 +30,57 @@ class Conversations:
     trees: tuple[RolloutTree, ...]
     bad_rows: tuple[BadRow, ...]
 
+    def split(self, held_out: float, seed: int) -> tuple[list[RolloutTree], list[RolloutTree]]:
+        """Those to train on and those to keep out, drawn by the seed: a file may be sorted by source.
 
-def read_conversations(path: Path, tokenizer: "PreTrainedTokenizerFast", max_tokens: int) -> Conversations:
-    """Read a .jsonl or .parquet file.
+        Args:
+            held_out: share that is kept out, in [0, 1); at least one where it is not 0.
+            seed: a function of it and of the number of usable rows alone.
+
+        Raises:
+            UserError: nothing is left to train on.
+        """
+        count = max(1, round(held_out * len(self.trees))) if held_out else 0
+        if count >= len(self.trees):
+            raise UserError(f"sft.held_out={held_out} leaves none of {len(self.trees)} conversations to learn from")
+        kept = set(random.Random(f"held-out-conversations-{seed}").sample(range(len(self.trees)), count))
+        train = [tree for index, tree in enumerate(self.trees) if index not in kept]
+        return train, [self.trees[index] for index in sorted(kept)]
+
+
+def read_conversations(
+    path: Path,
+    tokenizer: "PreTrainedTokenizerFast",
+    max_tokens: int,
+    *,
+    vocabulary: int | None = None,
+    tell: Callable[[str], None] = lambda text: None,
+) -> Conversations:
+    """Read a .jsonl, .json or .parquet file.
 
     Args:
         path: of the file.
         tokenizer: with a chat template.
         max_tokens: a longer conversation is a bad row.
+        vocabulary: rows of the model's embedding; a token beyond makes a bad row.
+        tell: is told how far it is, now and then.
 
     Raises:
         UserError: the file or the chat template is missing, or no row is usable.
     """
     if getattr(tokenizer, "chat_template", None) is None:
         raise UserError(f"sft.data={path} needs a tokenizer with a chat template: give model.path=DIR of a chat model")
-    trees, bad_rows = [], []
-    for number, row in enumerate(_rows(path)):
+    encoder = ChatEncoder(tokenizer)
+    trees: list[RolloutTree] = []
+    bad_rows: list[BadRow] = []
+    for number, row in enumerate(read_rows(path)):
+        if number and number % TOLD_EVERY == 0:
+            tell(f"{number} conversations read, {len(bad_rows)} of them bad rows")
         try:
-            if isinstance(row, ValueError):
-                raise row
-            trees.append(conversation_tree(row, tokenizer, max_tokens, name=f"row-{number}"))
-        except ValueError as error:
+            tree = _tree(row, encoder, max_tokens, f"row-{number}")
+            _check_vocabulary(tree, vocabulary)
+            trees.append(tree)
+        except BadRowError as error:
             bad_rows.append(BadRow(number, str(error)))
     if not trees:
         first = f"; the first: {bad_rows[0].reason}" if bad_rows else ""
@@ -64,24 +88,25 @@ def read_conversations(path: Path, tokenizer: "PreTrainedTokenizerFast", max_tok
     return Conversations(tuple(trees), tuple(bad_rows))
 
 
-def check_conversations(path: Path) -> None:
-    """Raises UserError unless `path` is a file of a kind that `read_conversations` reads."""
-    if path.suffix not in (".jsonl", ".parquet"):
-        raise UserError(f"sft.data={path}: conversations are read from .jsonl or .parquet files")
-    if not path.is_file():
-        raise UserError(f"sft.data={path}: no such file")
+def batch(conversations: Sequence[Item], size: int, *, seed: int, update: int) -> list[Item]:
+    """The conversations of an update: shuffled epochs, a pure function of seed and update number.
 
-
-def batch(conversations: Sequence[RolloutTree], size: int, *, seed: int, update: int) -> list[RolloutTree]:
-    """The conversations of an update: shuffled epochs, a pure function of seed and update number."""
-    drawn: list[RolloutTree] = []
+    A batch may begin in one epoch and end in the next, or hold several.
+    """
+    drawn: list[Item] = []
     position = update * size
     while len(drawn) < size:
         epoch, offset = divmod(position + len(drawn), len(conversations))
-        order = list(range(len(conversations)))
-        random.Random(f"conversations-{seed}-{epoch}").shuffle(order)
+        order = _epoch_order(len(conversations), seed, epoch)
         drawn += [conversations[index] for index in order[offset : offset + size - len(drawn)]]
     return drawn
+
+
+@lru_cache(maxsize=2)
+def _epoch_order(count: int, seed: int, epoch: int) -> list[int]:
+    order = list(range(count))
+    random.Random(f"conversations-{seed}-{epoch}").shuffle(order)
+    return order
 
 
 def conversation_tree(
@@ -90,92 +115,19 @@ def conversation_tree(
     """One row as a path: PROMPT, then MODEL segments with TOOL segments (any context) between them.
 
     Raises:
-        ValueError: it cannot be used; the message says why.
+        BadRowError: it cannot be used; the message says why.
     """
-    messages = _checked(row)
-    try:
-        token_ids, trained = _render(messages, row.get("tools"), tokenizer)
-    except ValueError:
-        raise
-    except Exception as error:  # templates raise whatever they like about roles they do not want
-        raise ValueError(f"the chat template refuses it: {str(error).splitlines()[0]}") from error
-    if len(token_ids) > max_tokens:
-        raise ValueError(f"{len(token_ids)} tokens, more than {max_tokens}")
-    if not any(trained):
-        raise ValueError("no assistant turn to learn")
-    if trained[0]:
-        raise ValueError("the template puts nothing before the first assistant turn that could predict it")
-    edges = [0, *(i for i in range(1, len(trained)) if trained[i] != trained[i - 1]), len(trained)]
-    tree, parent = RolloutTree(name, token_ids[: edges[1]]), 0
-    last = max(i for i, flag in enumerate(trained) if flag)
-    for start, stop in pairwise(edges[1:]):
-        if start <= last:
-            parent = tree.add(parent, Role.MODEL if trained[start] else Role.TOOL, token_ids[start:stop])
+    return _tree(row, ChatEncoder(tokenizer), max_tokens, name)
+
+
+def _tree(row: Any, encoder: ChatEncoder, max_tokens: int, name: str) -> RolloutTree:
+    tree = tree_of(name, encoder.encode(check_row(row)))
+    if tree.unique_tokens > max_tokens:
+        raise BadRowError(f"{tree.unique_tokens} tokens, more than {max_tokens}")
     return tree
 
 
-def _rows(path: Path) -> Iterator[Any]:
-    """Each row, a ValueError in the place of one that is no JSON."""
-    check_conversations(path)
-    if path.suffix == ".parquet":
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
-        try:
-            yield from pq.read_table(path).to_pylist()
-        except pa.ArrowInvalid as error:
-            raise UserError(f"sft.data={path}: not a readable parquet file: {str(error).splitlines()[0]}") from None
-        return
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for line in file:
-            try:
-                yield json.loads(line)
-            except ValueError as error:
-                yield ValueError(f"no JSON: {error}")
-
-
-def _checked(row: Any) -> list[dict[str, Any]]:
-    messages = row.get("messages") if isinstance(row, dict) else None
-    if not isinstance(messages, list) or not messages:
-        raise ValueError('no "messages" list')
-    for place, message in enumerate(messages):
-        if not isinstance(message, dict) or message.get("role") not in ROLES:
-            raise ValueError(f"message {place} has no role of {', '.join(ROLES)}")
-        if not isinstance(message.get("content"), str) and not message.get("tool_calls"):
-            raise ValueError(f"message {place} has no content")
-        if not isinstance(message.get("train", True), bool | None):
-            raise ValueError(f"message {place}: train is neither true nor false")
-    return messages
-
-
-def _render(messages: Sequence[dict[str, Any]], tools: Any, tokenizer: Any) -> tuple[list[int], list[bool]]:
-    """Token ids of the whole conversation, and which of them are to be learnt."""
-    plain = [{key: value for key, value in message.items() if key != "train"} for message in messages]
-    skipped = any(message.get("train") is False for message in messages)
-    if _GENERATION.search(str(tokenizer.chat_template)) and not skipped:
-        made = tokenizer.apply_chat_template(
-            plain, tools=tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
-        )
-        return list(made["input_ids"]), [bool(flag) for flag in made["assistant_masks"]]
-
-    def ids(count: int, *, prompt: bool = False) -> list[int]:
-        made = tokenizer.apply_chat_template(
-            plain[:count], tools=tools, tokenize=True, return_dict=True, add_generation_prompt=prompt
-        )
-        return list(made["input_ids"])
-
-    whole = ids(len(plain))
-    trained = [False] * len(whole)
-    special = set(tokenizer.all_special_ids) | set(tokenizer.get_added_vocab().values())
-    for place, message in enumerate(messages):
-        if message["role"] != "assistant" or message.get("train") is False:
-            continue
-        before, through = ids(place, prompt=True), ids(place + 1)
-        if through[: len(before)] != before or whole[: len(through)] != through:
-            raise ValueError(f"the chat template renders the turns before message {place} otherwise in the whole")
-        stop = len(through)
-        # What follows the end-of-turn token (a line break, say) is the template's, not the model's.
-        ends = [i for i in range(len(before), stop) if through[i] in special]
-        stop = ends[-1] + 1 if ends else stop
-        trained[len(before) : stop] = [True] * (stop - len(before))
-    return whole, trained
+def _check_vocabulary(tree: RolloutTree, vocabulary: int | None) -> None:
+    largest = max(int(segment.token_ids.max(initial=0)) for segment in tree.segments)
+    if vocabulary is not None and largest >= vocabulary:
+        raise BadRowError(f"token {largest} is beyond the model's vocabulary of {vocabulary}")

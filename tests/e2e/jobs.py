@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-ARPO = [sys.executable, "-m", "arpo_megatron.cli"]
+ARPO = [sys.executable, "-m", "arpo_megatron"]
 SEED = 7
 SHORT = ["train.tasks_per_step=4", "evaluation.before=false", "evaluation.after=false"]
 """Words that make a step of the quickstart take seconds."""

@@ -80,7 +80,7 @@ def test_the_assistants_tokens_and_no_others_are_learnt(template: str) -> None:
     template=st.sampled_from([CHATML, MARKED]),
 )
 def test_any_talk_is_a_beginning_of_the_rendered_one(turns: list[tuple[str, str]], template: str) -> None:
-    messages = [said("system", "x"), *(said(role, text) for role, text in turns), said("assistant", "end")]
+    messages = [said("system", "x"), *(said(role, "x" + text) for role, text in turns), said("assistant", "end")]
     tokenizer = tokenizer_with(template)
     tree = conversation_tree({"messages": messages}, tokenizer, 10**6)
     trajectory = tree.trajectory(tree.leaves()[0])
