@@ -18,7 +18,7 @@ and nothing attends to it: its blocks are empty and skipped, its rows are zeros.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -61,13 +61,11 @@ class FlexPlan:
 
 def padded_length(length: int) -> int:
     """The smallest of 128, 256, 384, 512, 768, 1024, 1536 ... (two an octave) that is not smaller."""
-    step = max(BLOCK, 2 ** max(0, (length - 1).bit_length() - 2))
+    step = max(BLOCK, 1 << max(0, (length - 1).bit_length() - 2))
     return max(1, -(-length // step)) * step
 
 
-def block_classes(
-    key_end: _Positions, query_positions: _Positions
-) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+def block_classes(key_end: _Positions, query_positions: _Positions) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
     """Which blocks are full and which are partial; the others are empty.
 
     Args:
@@ -187,12 +185,13 @@ def _padded(tensor: Tensor, length: int) -> Tensor:
 @cache
 def _kernel(compiled: bool) -> Callable[..., Tensor]:
     _allow_many_lengths()
-    return compiled_kernel() if compiled else flex_attention
+    return compiled_kernel() if compiled else cast("Callable[..., Tensor]", flex_attention)
 
 
 def compiled_kernel(backend: Any = "inductor") -> Callable[..., Tensor]:
     """FlexAttention for static lengths, compiled by one of torch.compile's backends at the first call of each."""
-    return torch.compile(flex_attention, backend=backend, dynamic=False, fullgraph=True)
+    kernel: Callable[..., Any] = torch.compile(flex_attention, backend=backend, dynamic=False, fullgraph=True)
+    return kernel
 
 
 def _allow_many_lengths() -> None:
