@@ -11,6 +11,8 @@ from typing import Annotated, Literal, Self
 from pydantic import ConfigDict, Field, model_validator
 from pydantic.dataclasses import dataclass
 
+from arpo_megatron import config_rules
+
 _STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
 Positive = Annotated[int, Field(gt=0)]
@@ -19,6 +21,8 @@ Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 PositiveFloat = Annotated[float, Field(gt=0.0)]
 NonNegativeFloat = Annotated[float, Field(ge=0.0)]
+Fp8Recipe = Literal["none", "delayed", "current", "blockwise"]
+Platform = Literal["auto", "cpu"]
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -29,6 +33,12 @@ class ModelConfig:
     """Hugging Face directory to start from. None: the recipe makes a tiny random model (`shape`) and its tokenizer."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Parameters and activations of the trainer and of the engine."""
+    fp8: Fp8Recipe = "none"
+    """Matrix products of the trainer's layers in FP8 (Hopper GPU, transformer-engine, bfloat16); named after what a
+    scale comes from: `delayed` the tensor's earlier values (so that ratios before any update are only nearly 1),
+    `current` the tensor, `blockwise` 128 features of one token."""
+    bf16_edge_layers: NonNegative = 0
+    """With fp8 `current` or `blockwise`: this many first and as many last layers keep bfloat16 products."""
     hidden_size: Positive = 192
     """Width of the made model (used when `path` is None, like the next five)."""
     layers: Positive = 4
@@ -91,22 +101,9 @@ class ParallelConfig:
         """Whether packs of a cut tree inherit from each other: pipelines and experts fix another order of passes."""
         return self.pipeline == 1 and self.expert == 1
 
-    @property
-    def pack_multiple(self) -> int:
-        """A rank's tokens are padded to a multiple of this: sequence parallelism divides them among tensor ranks."""
-        return self.tensor if self.sequence else 1
-
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.sequence and self.tensor == 1:
-            raise ValueError("parallel.sequence=true needs parallel.tensor > 1")
-        if self.virtual_pipeline > 1 and self.pipeline == 1:
-            raise ValueError(f"parallel.virtual_pipeline={self.virtual_pipeline} needs parallel.pipeline > 1")
-        if self.tensor * self.context * self.data % self.expert:
-            raise ValueError(
-                f"parallel.expert={self.expert} does not divide parallel.tensor * parallel.context * parallel.data = "
-                f"{self.tensor * self.context * self.data}"
-            )
+        config_rules.check_parallel(self)
         return self
 
 
@@ -216,8 +213,12 @@ class EngineConfig:
     """Decoding batch."""
     max_total_tokens: Positive | None = None
     """KV pool in tokens; None lets SGLang size it from `memory_fraction`."""
-    memory_fraction: Fraction = 0.6
-    """Share of the device's memory for weights and KV pool."""
+    memory_fraction: Fraction | None = None
+    """Share of the device's memory for weights and KV pool. None: 0.3 on a GPU that the trainer uses too, else 0.6."""
+    attention_backend: Literal["auto", "fa3", "flashinfer", "triton"] = "auto"
+    """Attention kernels on a GPU. `auto`: SGLang's choice (fa3 on Hopper), in float32 triton."""
+    deterministic: bool = False
+    """On a GPU: kernels whose result for a request does not depend on the others of its batch; slower."""
     startup_timeout_s: PositiveFloat = 300.0
     """Deadline of the health gate in seconds."""
     request_timeout_s: PositiveFloat = 600.0
@@ -317,7 +318,7 @@ class TrainConfig:
     """Checkpoints of every n-th step are kept for good; 0: none."""
     logprob_gap_limit: PositiveFloat | None = None
     """Largest |trainer - engine| log-prob of a probe, in nats, that a weight push may leave; larger stops the run.
-    None: 1e-3 in float32, 0.2 in bfloat16, whose activations carry 8 bits."""
+    None: 1e-3 in float32, 0.2 in bfloat16, whose activations carry 8 bits, 0.5 with FP8 products."""
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -362,6 +363,8 @@ class JobConfig:
     """Recipe name; part of the run directory's name."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 1
     """Everything random follows from it; the engine takes 32 bits."""
+    platform: Platform = "auto"
+    """`auto`: the GPUs of this machine, where it has any. `cpu`: leave them alone."""
     run_dir: Path | None = None
     """Where the job writes; None: the next free runs/<name>-<algorithm>-seed<seed>."""
     model: ModelConfig = ModelConfig()
@@ -380,59 +383,13 @@ class JobConfig:
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.algorithm.minibatches > self.train.tasks_per_step:
-            raise ValueError(
-                f"algorithm.minibatches={self.algorithm.minibatches} exceeds train.tasks_per_step="
-                f"{self.train.tasks_per_step}: a minibatch holds at least one task"
-            )
-        if self.model.path is None:
-            _check_made_model(self.model, self.parallel)
-        if self.data.kind == "generated" and self.train.tasks_per_step > self.data.tasks:
-            raise ValueError(f"train.tasks_per_step={self.train.tasks_per_step} exceeds data.tasks={self.data.tasks}")
-        if self.data.kind == "arpo_parquet" and self.data.path is None:
-            raise ValueError("data.kind=arpo_parquet needs data.path=FILE.parquet")
-        if self.data.kind == "generated" and self.data.path is not None:
-            raise ValueError("data.path is not read with data.kind=generated; give data.kind=arpo_parquet too")
-        if self.data.kind == "arpo_parquet" and self.data.max_prompt_tokens >= self.model.max_length:
-            raise ValueError(
-                f"data.max_prompt_tokens={self.data.max_prompt_tokens} leaves no room in model.max_length="
-                f"{self.model.max_length}"
-            )
-        if self.evaluation.tasks > self.data.held_out:
-            raise ValueError(f"evaluation.tasks={self.evaluation.tasks} exceeds data.held_out={self.data.held_out}")
-        pool = self.engine.max_total_tokens
-        if pool is not None and pool < self.model.max_length:
-            raise ValueError(f"engine.max_total_tokens={pool} cannot hold one model.max_length={self.model.max_length}")
-        if self.data.kind == "arpo_parquet" and self.sft.steps and self.sft.data is None:
-            raise ValueError(
-                "sft.steps > 0 needs sft.data=FILE with data.kind=arpo_parquet: the released questions hold no "
-                "demonstrations"
-            )
+        config_rules.check_job(self)
         return self
 
+    @property
+    def pack_multiple(self) -> int:
+        """A rank's tokens are padded to a multiple of this.
 
-def _check_made_model(model: ModelConfig, parallel: ParallelConfig) -> None:
-    """Divisibility rules of tensor parallelism and grouped attention."""
-    if model.hidden_size % model.heads:
-        raise ValueError(f"model.hidden_size={model.hidden_size} is not a multiple of model.heads={model.heads}")
-    if model.hidden_size // model.heads % 2:
-        raise ValueError(
-            f"model.hidden_size={model.hidden_size} / model.heads={model.heads}: rotary positions need an even quotient"
-        )
-    if model.heads % model.kv_heads:
-        raise ValueError(f"model.heads={model.heads} is not a multiple of model.kv_heads={model.kv_heads}")
-    chunks = parallel.pipeline * parallel.virtual_pipeline
-    if model.layers % chunks:
-        raise ValueError(
-            f"model.layers={model.layers} is not a multiple of parallel.pipeline={parallel.pipeline} x "
-            f"parallel.virtual_pipeline={parallel.virtual_pipeline}"
-        )
-    if parallel.expert > 1:
-        raise ValueError(f"parallel.expert={parallel.expert} needs a model with experts at model.path")
-    if model.router_aux_loss:
-        raise ValueError(f"model.router_aux_loss={model.router_aux_loss} needs a model with experts at model.path")
-    for name in ("kv_heads", "ffn_size"):
-        if getattr(model, name) % parallel.tensor:
-            raise ValueError(
-                f"model.{name}={getattr(model, name)} is not a multiple of parallel.tensor={parallel.tensor}"
-            )
+        Sequence parallelism divides them among tensor-parallel ranks, and FP8 products want multiples on every rank.
+        """
+        return config_rules.FP8_TOKENS[self.model.fp8] * (self.parallel.tensor if self.parallel.sequence else 1)

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from arpo_megatron.config import JobConfig
-from arpo_megatron.processes import CPU_ENVIRONMENT, Role, RoleDiedError, Roles, last_lines
+from arpo_megatron.machine import placement, trainer_environment
+from arpo_megatron.processes import Role, RoleDiedError, Roles, last_lines
 from arpo_megatron.rollout.server import EngineHandle, launch_engine
 from arpo_megatron.rollout.service import RolloutHandle, ServiceSettings
 from arpo_megatron.run_directory import RunDirectory
@@ -52,7 +53,12 @@ def services(config: JobConfig, run: RunDirectory, roles: Roles, model: Path) ->
     engine: EngineHandle | None = None
     try:
         engine = launch_engine(
-            model, config.engine, dtype=config.model.dtype, seed=config.seed, log_path=run.logs / "engine.log"
+            model,
+            config.engine,
+            dtype=config.model.dtype,
+            seed=config.seed,
+            log_path=run.logs / "engine.log",
+            placement=placement(config),
         )
         roles.adopt("engine", engine.process, run.logs / "engine.log")
         yield Services(sandbox, engine.url)
@@ -106,7 +112,7 @@ def run_trainer(
         f"--nproc-per-node={config.parallel.world_size}",
         *(sys.executable, "-m", module, str(run.path), *arguments),
     ]
-    roles.wait(roles.start(name, command, env={**CPU_ENVIRONMENT, **(env or {})}), poll=poll)
+    roles.wait(roles.start(name, command, env={**trainer_environment(config.platform), **(env or {})}), poll=poll)
 
 
 def _first_line(role: Role, timeout_s: float) -> str:

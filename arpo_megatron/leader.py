@@ -12,6 +12,7 @@ from arpo_megatron.actor.packing import TreePack, pack_trees
 from arpo_megatron.algorithms.credit import supervised_credit
 from arpo_megatron.config import JobConfig
 from arpo_megatron.launch import Services, start_rollouts
+from arpo_megatron.machine import placement
 from arpo_megatron.monitor.events import EventLog
 from arpo_megatron.rewards import make_reward
 from arpo_megatron.rewards.base import Reward, Score, score_tree
@@ -59,7 +60,8 @@ class Leader:
             tokenizer=tokenizer,
             rollouts=start_rollouts(config, model, directory.logs / "rollout.log", services),
             reward=make_reward(config.reward),
-            pusher=WeightPusher(services.engine_url),
+            # NCCL refuses two ranks on one GPU.
+            pusher=WeightPusher(services.engine_url, backend="gloo" if placement(config).shared else None),
             events=events,
             probe=tokenizer.encode(PROBE_TEXT, add_special_tokens=False),
         )

@@ -14,6 +14,7 @@ import yaml
 
 from arpo_megatron.config import JobConfig
 from arpo_megatron.errors import UserError
+from arpo_megatron.machine import check_machine
 from arpo_megatron.rollout.cpu_standins import SGLANG_VERSION
 from arpo_megatron.rollout.protocol import result_text
 from arpo_megatron.run_directory import RunDirectory
@@ -96,11 +97,12 @@ def check_inputs(config: JobConfig) -> None:
     if config.model.path is not None:
         if not (config.model.path / "config.json").is_file():
             raise UserError(f"model.path={config.model.path}: no Hugging Face model there (config.json is missing)")
-        ModelShape.from_hf(config.model.path).check_divisible(config.parallel)
+        shape = ModelShape.from_hf(config.model.path)
+        shape.check_divisible(config.parallel)
+        shape.check_fp8(config.model, config.parallel)
     if config.sft.steps and config.sft.data is not None:
         check_file(config.sft.data)
-    if config.engine.tensor > 1:
-        raise UserError(f"engine.tensor={config.engine.tensor}: an engine on a CPU has one rank")
+    check_machine(config)
     if config.data.kind == "arpo_parquet":
         check_readable(_parquet_path(config))
         cache = config.data.search_cache

@@ -20,9 +20,10 @@ from typing import Any, Self
 
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True)
-CPU_ENVIRONMENT = {"OMP_WAIT_POLICY": "passive", "CUDA_VISIBLE_DEVICES": ""}
-"""Environment of processes that compute on a CPU: OpenMP threads that wait sleep instead of spinning away the core that
-another role needs, and a GPU that is there is left alone (tree attention has no CUDA kernel yet)."""
+WAITING_ENVIRONMENT = {"OMP_WAIT_POLICY": "passive"}
+"""OpenMP threads that wait sleep instead of spinning away the core that another role needs."""
+CPU_ENVIRONMENT = {**WAITING_ENVIRONMENT, "CUDA_VISIBLE_DEVICES": ""}
+"""Environment of processes that compute on a CPU: a GPU that is there is left alone."""
 PARENT_WATCH_INTERVAL_S = 0.5
 RANK_FAILED = "---- rank {rank} failed:"
 """Begins, on a line of its own, what a failing trainer rank writes to its log (`ranks.py`)."""

@@ -37,8 +37,10 @@ from arpo_megatron.tree_files import ScoredTree, step_file, write_trees
 from arpo_megatron.weights.export import export_hf, hf_tensors
 from arpo_megatron.weights.shape import ModelShape
 
-GAP_LIMITS = {"float32": 1e-3, "bfloat16": 0.2}
+GAP_LIMITS = {"float32": 1e-3, "bfloat16": 0.2, "fp8": 0.5}
 """Nats between trainer and engine that are rounding; see `TrainConfig.logprob_gap_limit`."""
+DELAYED_KL_LIMIT = 1e-2
+"""Nats between two passes of one pack with delayed scaling, whose scales change in between."""
 
 
 @dataclass(slots=True)
@@ -133,7 +135,8 @@ class TrainingRun:
             return
         gap = self.leader.push(tensors, version, logprobs)
         self.state.logprob_gap_max = max(self.state.logprob_gap_max, gap)
-        limit = self.config.train.logprob_gap_limit or GAP_LIMITS[self.config.model.dtype]
+        model = self.config.model
+        limit = self.config.train.logprob_gap_limit or GAP_LIMITS["fp8" if model.fp8 != "none" else model.dtype]
         if gap > limit:
             raise RuntimeError(
                 f"after the push of version {version} the engine's log-probs differ from the trainer's by {gap:.2e} "
@@ -171,6 +174,10 @@ class TrainingRun:
 
     def check_on_policy(self, updates: Sequence[UpdateStats]) -> None:
         """On the first minibatch nothing was updated yet: every ratio must be exactly 1 (same packs, same kernels)."""
+        if self.config.model.fp8 == "delayed":
+            if updates and not updates[0].skipped and not updates[0].kl_old < DELAYED_KL_LIMIT:
+                raise RuntimeError(f"before any update the policy is {updates[0].kl_old!r} nats (k3) from itself")
+            return
         # The k3 estimate is 0 only where every single ratio is 1; it is written so that NaN is refused too.
         if updates and not updates[0].skipped and not (updates[0].ratio_max == 1.0 and updates[0].kl_old == 0.0):
             raise RuntimeError(

@@ -7,7 +7,10 @@ import pytest
 
 from arpo_megatron.processes import CPU_ENVIRONMENT
 
-os.environ.update(CPU_ENVIRONMENT)  # before anything imports torch, whose OpenMP reads it once
+# Before anything imports torch, whose OpenMP reads it once. Tests that need a GPU run with ARPO_TESTS_ON=cuda, and
+# only they: the others count on gloo.
+if os.environ.get("ARPO_TESTS_ON") != "cuda":
+    os.environ.update(CPU_ENVIRONMENT)
 
 
 @pytest.fixture(scope="module")

@@ -58,6 +58,14 @@ def test_words_win_over_the_file_and_the_file_over_the_recipe(tmp_path: Path) ->
         (["optimizer.lr=.inf"], "optimizer.lr: input should be a finite number"),
         (["model.max_length=10"], "model.max_length: input should be greater than or equal to 64"),
         (["model.hidden_size=6"], "rotary positions need an even quotient"),
+        (["model.fp8=current"], "model.fp8=current needs model.dtype=bfloat16, not float32"),
+        (["model.fp8=current", "model.dtype=bfloat16", "platform=cpu"], "needs a GPU, but platform=cpu"),
+        (["model.fp8=blockwise", "model.dtype=bfloat16"], "hidden size of a rank (192) is not a multiple of 128"),
+        (["model.fp8=current", "model.dtype=bfloat16", "model.ffn_size=520"], "MLP width of a rank (520)"),
+        (["model.bf16_edge_layers=1"], "means nothing with model.fp8=none"),
+        (["model.fp8=delayed", "model.dtype=bfloat16", "model.bf16_edge_layers=1"], "delayed scales are model-wide"),
+        (["model.fp8=current", "model.dtype=bfloat16", "model.bf16_edge_layers=9"], "exceeds the 4 layers"),
+        (["engine.deterministic=true", "engine.attention_backend=flashinfer"], "fa3 or triton"),
         (["steps"], "section.key=value"),
         (["=3"], "section.key=value"),
         (["train.=3"], "section.key=value"),
@@ -80,7 +88,11 @@ def choices(owner: Any = JobConfig, prefix: str = "") -> Iterator[tuple[str, str
 
 
 def test_every_documented_choice_can_be_given_as_a_word() -> None:
+    wide = ["model.dtype=bfloat16", "model.hidden_size=256", "model.heads=8", "model.kv_heads=8"]
     for key, word in choices():
+        if key == "model.fp8":
+            resolve.resolve("quickstart", words=[*wide, f"{key}={word}"])
+            continue
         more = ["data.path=x", "data.max_prompt_tokens=99", "sft.steps=0"] if word == "arpo_parquet" else []
         resolve.resolve("quickstart", words=[f"{key}={word}", *more])
 

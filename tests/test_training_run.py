@@ -9,9 +9,12 @@ import pytest
 import torch
 
 from arpo_megatron.actor.statistics import PolicyStats, UpdateStats
+from arpo_megatron.config import JobConfig
 from arpo_megatron.step_metrics import sampling_gap
 from arpo_megatron.training_run import TrainingRun
 
+# The check looks at nothing of the run but its config.
+RUN: Any = SimpleNamespace(config=JobConfig(name="test"))
 STATS = UpdateStats.of(
     PolicyStats.of(ratio=torch.ones(3), log_ratio=torch.zeros(3), entropies=torch.ones(3)).sums,
     torch.ones(()),
@@ -26,8 +29,7 @@ def pack(*logprobs: float) -> Any:
 
 
 def check(**changes: float) -> None:
-    # The check looks at nothing of the run: any object will do for it.
-    TrainingRun.check_on_policy(SimpleNamespace(), [dataclasses.replace(STATS, **changes)])  # type: ignore[arg-type]
+    TrainingRun.check_on_policy(RUN, [dataclasses.replace(STATS, **changes)])  # type: ignore[arg-type]
 
 
 def test_the_gap_is_the_largest_over_all_packs_and_leaves_unknown_tokens_out() -> None:
@@ -45,7 +47,7 @@ def test_a_trainer_logprob_that_is_not_finite_is_an_infinite_gap(bad: float) -> 
 
 def test_ratios_of_exactly_one_pass() -> None:
     check()
-    TrainingRun.check_on_policy(SimpleNamespace(), [])  # type: ignore[arg-type]
+    TrainingRun.check_on_policy(RUN, [])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from arpo_megatron.actor.reference import ReferencePolicy
 from arpo_megatron.actor.router import ExpertBalance, begin_pass, finish_pass
 from arpo_megatron.actor.schedule import Finish, run_nested, run_pipeline
 from arpo_megatron.actor.statistics import WIDTH, UpdateStats
+from arpo_megatron.actor.te_layers import Fp8
 from arpo_megatron.actor.training_state import Snapshot, load_training_state, save_training_state, snapshot
 from arpo_megatron.algorithms.credit import Loss
 from arpo_megatron.config import JobConfig, OptimizerConfig
@@ -65,7 +66,12 @@ class Actor:
         if balance == "model":
             balance = 0.0 if shape.experts is None else shape.experts.balance_coefficient
         self.chunks = build_chunks(
-            shape, config.parallel, config.model.dtype, initialize=model_path is None, balance_coefficient=balance
+            shape,
+            config.parallel,
+            config.model.dtype,
+            initialize=model_path is None,
+            balance_coefficient=balance,
+            fp8=Fp8.of(config.model),
         )
         self.expert_balance: ExpertBalance | None = None
         """Of the last pass over packs; None without experts."""
@@ -250,6 +256,8 @@ class Actor:
         temperature: float,
         forward_only: bool,
     ) -> list[Any]:
+        for chunk in self.chunks:
+            chunk.set_is_first_microbatch()  # FP8: weights are quantized anew, once a pass
         if self.config.parallel.pipeline > 1:
             return run_pipeline(
                 self._wrapped, batches.make, mine, finish, temperature=temperature, forward_only=forward_only
@@ -267,7 +275,7 @@ class Actor:
     @property
     def _place(self) -> Place:
         parallel = self.config.parallel
-        return Place(parallel_state.get_context_parallel_rank(), parallel.context, parallel.pack_multiple)
+        return Place(parallel_state.get_context_parallel_rank(), parallel.context, self.config.pack_multiple)
 
     def _sum(self, values: Tensor, operation: Any = dist.ReduceOp.SUM) -> Tensor:
         """Combine over ranks that hold different targets; stages before the last one bring zeros."""

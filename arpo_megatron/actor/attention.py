@@ -25,6 +25,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from arpo_megatron.actor.balance import allowed_cuts, depths, share_out
 from arpo_megatron.actor.context import lookup
+from arpo_megatron.actor.flex_attention import FlexPlan, flex_tree_attention
 from arpo_megatron.actor.layout import Span
 
 MAX_BLOCK = 256
@@ -231,5 +232,9 @@ class TreeAttention(MegatronModule):  # type: ignore[misc]
         """query [q, 1, heads, dim] and key, value [q, 1, groups, dim] of this rank -> [q, 1, heads * dim]."""
         context = lookup(attention_mask)
         keys, values = context.keys_and_values(self.layer_number, key.squeeze(1), value.squeeze(1))
-        output = tree_attention(query.squeeze(1), keys, values, context.plan, self.softmax_scale)
+        plan, tensors = context.plan, (query.squeeze(1), keys, values)
+        if isinstance(plan, FlexPlan):
+            output = flex_tree_attention(*tensors, plan, self.softmax_scale)
+        else:
+            output = tree_attention(*tensors, plan, self.softmax_scale)
         return output.reshape(len(query), 1, -1)

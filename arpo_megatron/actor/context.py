@@ -16,6 +16,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from arpo_megatron.actor.attention import AttentionPlan
+    from arpo_megatron.actor.flex_attention import FlexPlan
 
 
 @dataclass(slots=True)
@@ -57,7 +58,7 @@ class PackContext:
         order: context parallelism: sizes of the pieces of the gathered tokens, and their order in the pack.
     """
 
-    plan: "AttentionPlan"
+    plan: "AttentionPlan | FlexPlan"
     multiplicity: Tensor
     inheritances: Sequence[Inheritance] = ()
     legacy: Legacy | None = None

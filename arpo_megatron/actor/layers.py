@@ -1,7 +1,6 @@
 """The layers that the model is made of: Megatron's specs with our norms, core attention, CPU products and router.
 
-With CUDA the linear layers are Megatron's own for now, and experts run one after another; Transformer Engine's layers
-(with its grouped products for experts) belong into `block_spec`. The weight mapping knows their names already.
+In bfloat16 on CUDA they are Transformer Engine's (see te_layers.py), with other names; the weight mapping knows both.
 """
 
 from typing import Any
@@ -18,6 +17,7 @@ from torch.nn.functional import rms_norm
 from arpo_megatron.actor.attention import TreeAttention
 from arpo_megatron.actor.linear import CpuColumnParallelLinear, CpuRowParallelLinear
 from arpo_megatron.actor.router import TreeTopKRouter
+from arpo_megatron.actor.te_layers import te_layer, te_norm, uses_transformer_engine
 from arpo_megatron.config import ParallelConfig
 from arpo_megatron.weights.shape import ModelShape
 
@@ -42,6 +42,9 @@ class RMSNorm(nn.Module):
 
 def block_spec(config: TransformerConfig, stage: int | None = None) -> TransformerBlockSubmodules:
     """The layers of this pipeline stage (of its chunk `stage`, with an interleaved pipeline), all alike."""
+    layers = get_num_layers_to_build(config, vp_stage=stage)
+    if uses_transformer_engine(config.params_dtype):
+        return TransformerBlockSubmodules(layer_specs=[te_layer(config)] * layers, layer_norm=te_norm())
     layer: ModuleSpec = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
     )
@@ -58,7 +61,6 @@ def block_spec(config: TransformerConfig, stage: int | None = None) -> Transform
     if not torch.cuda.is_available():
         attention.linear_qkv = mlp.linear_fc1 = CpuColumnParallelLinear
         attention.linear_proj = mlp.linear_fc2 = CpuRowParallelLinear
-    layers = get_num_layers_to_build(config, vp_stage=stage)
     return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=RMSNorm)
 
 

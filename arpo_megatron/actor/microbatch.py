@@ -11,6 +11,7 @@ from torch import Tensor
 
 from arpo_megatron.actor.attention import plan_attention, share_blocks
 from arpo_megatron.actor.context import Inheritance, Legacy, PackContext, register, release
+from arpo_megatron.actor.flex_attention import flex_plan
 from arpo_megatron.actor.layout import Span, TreePack
 from arpo_megatron.actor.parallel import device
 from arpo_megatron.tree import Float32Array
@@ -97,7 +98,11 @@ class MicroBatches:
         """The micro-batch of a pack; its context is found by its handle until it is done."""
         pack = self._packs[index]
         local = _Local.of(pack, self._place)
-        plan = plan_attention(pack.subtree_end, local.spans)
+        plan = (
+            flex_plan(pack.subtree_end, local.members[local.members >= 0], device())
+            if device().type == "cuda"
+            else plan_attention(pack.subtree_end, local.spans)
+        )
         multiplicity = np.append(pack.multiplicity, 0)[local.members]
         context = PackContext(
             plan=plan,

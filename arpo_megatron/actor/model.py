@@ -15,6 +15,7 @@ from torch.nn.functional import silu
 
 from arpo_megatron.actor.layers import block_spec, expert_fields
 from arpo_megatron.actor.logprobs import target_logprobs
+from arpo_megatron.actor.te_layers import NO_FP8, Fp8, te_fields
 from arpo_megatron.config import ParallelConfig
 from arpo_megatron.weights.shape import ModelShape
 
@@ -80,6 +81,7 @@ def build_chunks(
     *,
     initialize: bool = True,
     balance_coefficient: float = 0.0,
+    fp8: Fp8 = NO_FP8,
 ) -> list[TreeGPTModel]:
     """The model of this rank: one chunk, or `parallel.virtual_pipeline` of them for the interleaved schedule."""
     count = parallel.virtual_pipeline
@@ -91,6 +93,7 @@ def build_chunks(
             initialize=initialize,
             stage=stage if count > 1 else None,
             balance_coefficient=balance_coefficient,
+            fp8=fp8,
         )
         for stage in range(count)
     ]
@@ -104,6 +107,7 @@ def build_model(
     initialize: bool = True,
     stage: int | None = None,
     balance_coefficient: float = 0.0,
+    fp8: Fp8 = NO_FP8,
 ) -> TreeGPTModel:
     """A model chunk of this rank, on its device, in training mode (there is no dropout).
 
@@ -115,6 +119,7 @@ def build_model(
             undefined for a load that follows.
         stage: which chunk of a virtual pipeline; None without one.
         balance_coefficient: of the loss that levels the load of experts (see router.py).
+        fp8: number format of the layers' products.
 
     Raises:
         UserError: heads, MLP, vocabulary or layers cannot be divided by the layout.
@@ -126,6 +131,7 @@ def build_model(
         DTYPES[dtype] if isinstance(dtype, str) else dtype,
         initialize=initialize,
         balance_coefficient=balance_coefficient,
+        fp8=fp8,
     )
     model = TreeGPTModel(
         config=config,
@@ -160,8 +166,9 @@ def transformer_config(
     *,
     initialize: bool = True,
     balance_coefficient: float = 0.0,
+    fp8: Fp8 = NO_FP8,
 ) -> TransformerConfig:
-    """Megatron's configuration for `shape`. Fusions that need CUDA extensions are off."""
+    """Megatron's configuration for `shape`. Its fusions are off unless te_layers.py turns them on."""
     recompute: dict[str, dict[str, Any]] = {
         "none": {},
         "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
@@ -197,15 +204,10 @@ def transformer_config(
         sequence_parallel=parallel.sequence,
         use_cpu_initialization=not torch.cuda.is_available(),
         perform_initialization=initialize,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        apply_rope_fusion=False,
-        gradient_accumulation_fusion=False,
-        persist_layer_norm=False,
         # The loss arrives normalised over the whole minibatch: gradients are summed over micro-batches and
         # data-parallel ranks, and this switch turns off both of Megatron's averages.
         calculate_per_token_loss=True,
         **recompute[parallel.recompute],
         **expert_fields(shape, parallel, balance_coefficient),
+        **te_fields(dtype, fp8, experts=shape.experts is not None),
     )

@@ -16,16 +16,14 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Self
+from typing import Self
 
 import requests
 
 from arpo_megatron.config import EngineConfig
 from arpo_megatron.errors import UserError
-from arpo_megatron.processes import CPU_ENVIRONMENT
+from arpo_megatron.machine import ON_CPU, Placement, role_environment
 from arpo_megatron.rollout.sglang_main import LAUNCHER_PID_VARIABLE
-
-Device = Literal["cpu", "cuda"]
 
 _FLAGS = ("--enable-metrics", "--skip-server-warmup")  # the health gate's own generation is the warm-up
 _POLL_INTERVAL_S = 0.1
@@ -82,7 +80,7 @@ def launch_engine(
     seed: int,
     log_path: Path,
     port: int = 0,
-    device: Device | None = None,
+    placement: Placement = ON_CPU,
     context_length: int | None = None,
 ) -> EngineHandle:
     """Start SGLang on `model_path` and return when it has answered a generation.
@@ -94,7 +92,7 @@ def launch_engine(
         seed: seed of the engine's own sampling.
         log_path: file for the engine's output; parent directories are made, an old file is continued.
         port: TCP port on 127.0.0.1; 0 picks a free one.
-        device: None: "cuda" where torch sees one, else "cpu".
+        placement: which GPUs to use, if any.
         context_length: longest request in tokens; None: what the model's config says.
 
     Raises:
@@ -105,22 +103,21 @@ def launch_engine(
         raise UserError(f"{model_path} holds no Hugging Face model (config.json is missing)")
     port = port or _free_port()
     url = f"http://127.0.0.1:{port}"
-    options = _options(engine) | {"model-path": model_path, "dtype": dtype, "random-seed": seed, "port": port}
-    if device is not None:
-        options["device"] = device
+    options = engine_options(engine, placement, dtype)
+    options |= {"model-path": model_path, "random-seed": seed, "port": port}
     if context_length is not None:
         options["context-length"] = context_length
-    arguments = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    arguments = [word for name, value in options.items() for word in (f"--{name}", value) if word is not None]
     scratch = Path(tempfile.mkdtemp(prefix="arpo-engine-"))
     log_path.parent.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
     with log_path.open("ab") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "arpo_megatron.rollout.sglang_main", *arguments, *_FLAGS],
+            [sys.executable, "-m", "arpo_megatron.rollout.sglang_main", *map(str, arguments), *_FLAGS],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            env=_environment(scratch),
+            env=_environment(scratch, placement),
             start_new_session=True,
         )
     try:
@@ -132,28 +129,44 @@ def launch_engine(
     return EngineHandle(url, process, log_path, scratch, time.monotonic() - started)
 
 
-def _options(engine: EngineConfig) -> dict[str, object]:
-    """SGLang's options that follow from the config; `sglang_main` adds what a CPU needs."""
+def engine_options(engine: EngineConfig, placement: Placement, dtype: str) -> dict[str, object]:
+    """SGLang's options that follow from the config and the machine; a value of None is an option without one.
+
+    Pages of one token, because trajectories fork anywhere.
+    """
     options: dict[str, object] = {
         "host": "127.0.0.1",
         "weight-version": 0,
         "tp-size": engine.tensor,
         "max-running-requests": engine.max_running_requests,
-        "mem-fraction-static": engine.memory_fraction,
+        "mem-fraction-static": placement.memory_fraction(engine),
+        "page-size": 1,
+        "dtype": dtype,
         "log-level": "info",
         "log-level-http": "warning",
     }
     if engine.max_total_tokens is not None:
         options["max-total-tokens"] = engine.max_total_tokens
+    if not placement.gpus:
+        # An idle scheduler would otherwise spin on a core that the trainer needs.
+        return options | {"device": "cpu", "attention-backend": "torch_native", "sleep-on-idle": None}
+    # Every decoding batch is replayed as a CUDA graph, also the largest.
+    options |= {"device": "cuda", "base-gpu-id": placement.engine_gpu, "cuda-graph-max-bs": engine.max_running_requests}
+    if engine.attention_backend != "auto":
+        options["attention-backend"] = engine.attention_backend
+    elif dtype == "float32":
+        options["attention-backend"] = "triton"  # the others know half precision only
+    if engine.deterministic:
+        options["enable-deterministic-inference"] = None
     return options
 
 
-def _environment(scratch: Path) -> Mapping[str, str]:
+def _environment(scratch: Path, placement: Placement) -> Mapping[str, str]:
     environment = dict(os.environ)
     environment[LAUNCHER_PID_VARIABLE] = str(os.getpid())
     environment["TMPDIR"] = str(scratch)
     environment["PYTHONUNBUFFERED"] = "1"
-    environment.update(CPU_ENVIRONMENT)
+    environment.update(role_environment("auto" if placement.gpus else "cpu"))
     # Half the cores for the scheduler, which decodes; the rest for the server, the detokenizer and whoever trains.
     environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // 2)))
     # A launcher that is itself a torchrun rank: its rendezvous is not the engine's.

@@ -36,18 +36,6 @@ def _die_with_launcher() -> None:
         watch_parent(launcher, lambda: os.killpg(0, signal.SIGKILL))
 
 
-def _choose_device() -> None:
-    """Add `--device cpu` where there is no GPU, and what SGLang cannot do otherwise on a CPU."""
-    if "--device" not in sys.argv:
-        import torch
-
-        if not torch.cuda.is_available():
-            sys.argv += ["--device", "cpu"]
-    if _on_cpu(sys.argv):
-        # An idle scheduler would otherwise spin on a core that the trainer needs.
-        sys.argv += ["--attention-backend", "torch_native", "--page-size", "1", "--sleep-on-idle"]
-
-
 def _on_cpu(arguments: list[str]) -> bool:
     return ("--device", "cpu") in itertools.pairwise(arguments)
 
@@ -78,7 +66,6 @@ def _prepare_process() -> None:
 def main() -> None:
     """Serve until a signal comes. Exits with 2 on a `UserError`."""
     _die_with_launcher()
-    _choose_device()
     try:
         _prepare_process()
     except UserError as error:

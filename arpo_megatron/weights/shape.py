@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from arpo_megatron.config import ParallelConfig
+from arpo_megatron import config_rules
+from arpo_megatron.config import ModelConfig, ParallelConfig
 from arpo_megatron.errors import UserError
 
 Family = Literal["llama", "qwen2", "qwen3", "qwen3_moe"]
@@ -118,6 +119,20 @@ class ModelShape:
                 f"a mixture of experts with parallel.tensor={parallel.tensor} needs parallel.sequence=true: otherwise "
                 "every tensor-parallel rank would send every token to the experts"
             )
+
+    def check_fp8(self, model: ModelConfig, parallel: ParallelConfig) -> None:
+        """Raises UserError where the products of a rank are not of the sizes that `model.fp8` needs."""
+        try:
+            config_rules.check_fp8_widths(
+                model.fp8,
+                hidden=self.hidden,
+                queries=self.heads * self.head_dim // parallel.tensor,
+                keys=self.kv_heads * self.head_dim // parallel.tensor,
+                ffn=self.ffn // (parallel.tensor if self.experts is None else parallel.expert_tensor),
+            )
+            config_rules.check_fp8_layers(model, self.layers, parallel)
+        except ValueError as error:
+            raise UserError(str(error)) from None
 
     @classmethod
     def from_hf(cls, path: Path) -> Self:

@@ -73,7 +73,10 @@ MARKED = (
     "{% endfor %}"
 )
 MARKED_WITHOUT_END = MARKED.replace("<|im_end|>{% endgeneration %}", "{% endgeneration %}<|im_end|>")
-NO_END = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+NO_END = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
 MARKS = ["<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
 ENDS = {CHATML: "<|im_end|>", LLAMA3: "<|eot_id|>", MARKED: "<|im_end|>", MARKED_WITHOUT_END: "<|im_end|>"}
 STYLES = {"chatml": CHATML, "llama3": LLAMA3, "marked": MARKED, "marked without end": MARKED_WITHOUT_END}

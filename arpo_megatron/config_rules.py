@@ -1,0 +1,152 @@
+"""Which combinations of config values are possible. Each rule raises ValueError with the one line that a user reads."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from arpo_megatron.config import Fp8Recipe, JobConfig, ModelConfig, ParallelConfig
+
+FP8_TOKENS: Mapping[str, int] = {"none": 1, "delayed": 16, "current": 16, "blockwise": 128}
+"""Tokens of an FP8 product on one rank are a multiple of this: the gradient of a weight sums over them.
+
+Trees need no alignment of their own. A scale of the `blockwise` recipe belongs to 128 features of ONE token in the
+forward pass and in the gradient of the input (1 x 128 blocks along the features), so no token's result depends on a
+neighbour. Only the weight gradient quantizes 128 tokens of a feature together, in a sum that mixes all tokens anyway.
+The scales of `current` and `delayed` belong to a whole tensor, which no alignment changes.
+"""
+FP8_FEATURES: Mapping[str, int] = {"none": 1, "delayed": 16, "current": 16, "blockwise": 128}
+"""Rows and columns of a rank's part of an FP8 weight are a multiple of this."""
+
+
+def check_parallel(parallel: "ParallelConfig") -> None:
+    """Rules of the layout alone."""
+    if parallel.sequence and parallel.tensor == 1:
+        raise ValueError("parallel.sequence=true needs parallel.tensor > 1")
+    if parallel.virtual_pipeline > 1 and parallel.pipeline == 1:
+        raise ValueError(f"parallel.virtual_pipeline={parallel.virtual_pipeline} needs parallel.pipeline > 1")
+    if parallel.tensor * parallel.context * parallel.data % parallel.expert:
+        raise ValueError(
+            f"parallel.expert={parallel.expert} does not divide parallel.tensor * parallel.context * parallel.data = "
+            f"{parallel.tensor * parallel.context * parallel.data}"
+        )
+
+
+def check_job(config: "JobConfig") -> None:
+    """All rules between sections."""
+    if config.algorithm.minibatches > config.train.tasks_per_step:
+        raise ValueError(
+            f"algorithm.minibatches={config.algorithm.minibatches} exceeds train.tasks_per_step="
+            f"{config.train.tasks_per_step}: a minibatch holds at least one task"
+        )
+    _check_fp8(config)
+    if config.engine.deterministic and config.engine.attention_backend == "flashinfer":
+        raise ValueError("engine.deterministic=true needs attention_backend fa3 or triton: flashinfer loses its cache")
+    if config.model.path is None:
+        _check_made_model(config.model, config.parallel)
+    _check_data(config)
+    if config.evaluation.tasks > config.data.held_out:
+        raise ValueError(f"evaluation.tasks={config.evaluation.tasks} exceeds data.held_out={config.data.held_out}")
+    pool = config.engine.max_total_tokens
+    if pool is not None and pool < config.model.max_length:
+        raise ValueError(f"engine.max_total_tokens={pool} cannot hold one model.max_length={config.model.max_length}")
+
+
+def _check_data(config: "JobConfig") -> None:
+    data = config.data
+    if data.kind == "generated":
+        if config.train.tasks_per_step > data.tasks:
+            raise ValueError(f"train.tasks_per_step={config.train.tasks_per_step} exceeds data.tasks={data.tasks}")
+        if data.path is not None:
+            raise ValueError("data.path is not read with data.kind=generated; give data.kind=arpo_parquet too")
+        return
+    if data.path is None:
+        raise ValueError("data.kind=arpo_parquet needs data.path=FILE.parquet")
+    if data.max_prompt_tokens >= config.model.max_length:
+        raise ValueError(
+            f"data.max_prompt_tokens={data.max_prompt_tokens} leaves no room in model.max_length="
+            f"{config.model.max_length}"
+        )
+    if config.sft.steps and config.sft.data is None:
+        raise ValueError(
+            "sft.steps > 0 needs sft.data=FILE with data.kind=arpo_parquet: the released questions hold no "
+            "demonstrations"
+        )
+
+
+def _check_made_model(model: "ModelConfig", parallel: "ParallelConfig") -> None:
+    """Divisibility rules of tensor parallelism and grouped attention."""
+    if model.hidden_size % model.heads:
+        raise ValueError(f"model.hidden_size={model.hidden_size} is not a multiple of model.heads={model.heads}")
+    head = model.hidden_size // model.heads
+    if head % 2:
+        raise ValueError(
+            f"model.hidden_size={model.hidden_size} / model.heads={model.heads}: rotary positions need an even quotient"
+        )
+    if model.heads % model.kv_heads:
+        raise ValueError(f"model.heads={model.heads} is not a multiple of model.kv_heads={model.kv_heads}")
+    chunks = parallel.pipeline * parallel.virtual_pipeline
+    if model.layers % chunks:
+        raise ValueError(
+            f"model.layers={model.layers} is not a multiple of parallel.pipeline={parallel.pipeline} x "
+            f"parallel.virtual_pipeline={parallel.virtual_pipeline}"
+        )
+    if parallel.expert > 1:
+        raise ValueError(f"parallel.expert={parallel.expert} needs a model with experts at model.path")
+    if model.router_aux_loss:
+        raise ValueError(f"model.router_aux_loss={model.router_aux_loss} needs a model with experts at model.path")
+    for name in ("kv_heads", "ffn_size"):
+        if getattr(model, name) % parallel.tensor:
+            raise ValueError(
+                f"model.{name}={getattr(model, name)} is not a multiple of parallel.tensor={parallel.tensor}"
+            )
+    check_fp8_widths(
+        model.fp8,
+        hidden=model.hidden_size,
+        queries=model.heads * head // parallel.tensor,
+        keys=model.kv_heads * head // parallel.tensor,
+        ffn=model.ffn_size // parallel.tensor,
+    )
+    check_fp8_layers(model, model.layers, parallel)
+
+
+def _check_fp8(config: "JobConfig") -> None:
+    model = config.model
+    if model.fp8 == "none":
+        if model.bf16_edge_layers:
+            raise ValueError(f"model.bf16_edge_layers={model.bf16_edge_layers} means nothing with model.fp8=none")
+        return
+    if model.dtype != "bfloat16":
+        raise ValueError(f"model.fp8={model.fp8} needs model.dtype=bfloat16, not {model.dtype}")
+    if config.platform == "cpu":
+        raise ValueError(f"model.fp8={model.fp8} needs a GPU, but platform=cpu")
+    if model.fp8 == "delayed" and model.bf16_edge_layers:
+        raise ValueError("model.bf16_edge_layers needs model.fp8=current or blockwise: delayed scales are model-wide")
+
+
+def check_fp8_widths(fp8: "Fp8Recipe", *, hidden: int, queries: int, keys: int, ffn: int) -> None:
+    """Rows and columns of the weights of a layer, as one rank holds them.
+
+    Args:
+        fp8: the recipe.
+        hidden: width of the residual stream.
+        queries: rows of the query projection.
+        keys: rows of the key projection.
+        ffn: width of the MLP, or of an expert.
+
+    Raises:
+        ValueError: one of them is not the multiple that the products need.
+    """
+    multiple = FP8_FEATURES[fp8]
+    fused = {"hidden size": hidden, "query width": queries, "query, key and value width": queries + 2 * keys}
+    for name, width in {**fused, "MLP width": ffn}.items():
+        if width % multiple:
+            raise ValueError(f"model.fp8={fp8}: the {name} of a rank ({width}) is not a multiple of {multiple}")
+
+
+def check_fp8_layers(model: "ModelConfig", layers: int, parallel: "ParallelConfig") -> None:
+    """Raises ValueError where `model.bf16_edge_layers` are more than a pipeline stage has."""
+    if model.bf16_edge_layers > layers // parallel.pipeline:
+        raise ValueError(
+            f"model.bf16_edge_layers={model.bf16_edge_layers} exceeds the {layers // parallel.pipeline} layers of a "
+            "pipeline stage"
+        )
