@@ -9,9 +9,12 @@ from typing import Annotated, Any
 import typer
 
 from arpo_megatron import resolve
+from arpo_megatron.bench.gpu.cli import app as gpu
 from arpo_megatron.processes import CPU_ENVIRONMENT
 
 app = typer.Typer(no_args_is_help=True, help="Measure, side by side in one run; the last line is one JSON object.")
+
+app.add_typer(gpu, name="gpu")
 
 
 class MixName(StrEnum):
