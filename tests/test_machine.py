@@ -65,7 +65,7 @@ def test_a_machine_that_cannot_run_the_job_is_one_line(words, gpus, line, monkey
 
 def test_an_engine_on_a_gpu_captures_its_largest_batch_and_forks_at_any_token() -> None:
     options = engine_options(EngineConfig(max_running_requests=48), Placement.of(job(), 2), "bfloat16")
-    assert options["device"] == "cuda"
+    assert (options["device"], options["dtype"]) == ("cuda", "bfloat16")
     assert options["base-gpu-id"] == 1
     assert options["cuda-graph-max-bs"] == 48
     assert options["page-size"] == 1
