@@ -136,7 +136,6 @@ def engine_options(engine: EngineConfig, placement: Placement, dtype: str) -> di
     """
     options: dict[str, object] = {
         "host": "127.0.0.1",
-        "dtype": dtype,
         "weight-version": 0,
         "tp-size": engine.tensor,
         "max-running-requests": engine.max_running_requests,
