@@ -66,7 +66,7 @@ def _start_train(job: JobConfig, resume: bool) -> None:
 def _start_sft(job: JobConfig, resume: bool) -> None:
     from arpo_megatron.job import run_sft
 
-    run_sft(job, resume=resume)
+    print(json.dumps(run_sft(job, resume=resume)), flush=True)
 
 
 def _recipe_command(name: str, text: str, start: Callable[[JobConfig, bool], None]) -> None:
@@ -96,7 +96,12 @@ _recipe_command(
     "Example: arpo train quickstart algorithm.entropy_weight=0.4 train.steps=20",
     _start_train,
 )
-_recipe_command("sft", "Run only the cold start of a recipe and export the model to RUN_DIR/cold_start.", _start_sft)
+_recipe_command(
+    "sft",
+    "Run only the cold start of a recipe, on conversations (sft.data=FILE) or generated demonstrations, and export the "
+    "model to RUN_DIR/cold_start.\n\nThe last line of standard output is one JSON object with the figures.",
+    _start_sft,
+)
 
 
 RunDir = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Directory of a run, e.g. runs/quickstart-arpo-seed1")]

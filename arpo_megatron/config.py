@@ -286,10 +286,14 @@ class SftConfig:
     steps: NonNegative = 0
     """Updates; 0 skips the cold start."""
     data: Path | None = None
-    """Conversations to learn from (.jsonl or .parquet, rows with "messages"); None: demonstrations of the generated
-    tasks."""
-    held_out: Fraction = 0.0
+    """Conversations to learn from (.jsonl, .json or .parquet, rows with "messages"), for a model at model.path; None:
+    demonstrations of the generated tasks."""
+    max_tokens: Positive | None = None
+    """A conversation of more tokens is a bad row (`data`); None: model.max_length."""
+    held_out: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
     """Share of the conversations that are kept for the evaluation loss (`data`)."""
+    evaluate_every: Positive = 50
+    """Updates between two measurements of that loss; one comes after the last update."""
     batch: Positive = 64
     """Demonstrations or conversations an update."""
     careless: Fraction = 0.4
@@ -346,7 +350,9 @@ class MonitorConfig:
     peak_tflops: PositiveFloat | None = None
     """What a rank's device can do at most, in TFLOP/s of the training format (H100 bfloat16: 989); for MFU."""
     profile_steps: tuple[Positive, Positive] | None = None
-    """First and last step whose log-prob passes and updates rank 0 traces with torch's profiler."""
+    """First and last step (update, in a cold start) whose passes over packs are traced with torch's profiler."""
+    profile_ranks: Literal["leader", "all"] = "leader"
+    """Which trainer ranks write a trace; one of a large model takes hundreds of MB."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

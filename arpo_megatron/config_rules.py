@@ -44,11 +44,28 @@ def check_job(config: "JobConfig") -> None:
     if config.model.path is None:
         _check_made_model(config.model, config.parallel)
     _check_data(config)
+    _check_sft(config)
     if config.evaluation.tasks > config.data.held_out:
         raise ValueError(f"evaluation.tasks={config.evaluation.tasks} exceeds data.held_out={config.data.held_out}")
     pool = config.engine.max_total_tokens
     if pool is not None and pool < config.model.max_length:
         raise ValueError(f"engine.max_total_tokens={pool} cannot hold one model.max_length={config.model.max_length}")
+
+
+def _check_sft(config: "JobConfig") -> None:
+    sft = config.sft
+    if sft.data is None:
+        if sft.held_out:
+            raise ValueError(f"sft.held_out={sft.held_out} needs sft.data=FILE")
+        if sft.max_tokens is not None:
+            raise ValueError(f"sft.max_tokens={sft.max_tokens} needs sft.data=FILE")
+        return
+    if not sft.steps:
+        raise ValueError("sft.data is not read with sft.steps=0: give sft.steps=N too")
+    if config.model.path is None:
+        raise ValueError("sft.data needs model.path=DIR of a model with a chat template: a made model has none")
+    if sft.max_tokens is not None and sft.max_tokens > config.model.max_length:
+        raise ValueError(f"sft.max_tokens={sft.max_tokens} exceeds model.max_length={config.model.max_length}")
 
 
 def _check_data(config: "JobConfig") -> None:

@@ -5,6 +5,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from arpo_megatron import resolve, run_directory
 from arpo_megatron.actor.directories import checkpoint_directories, step_of
@@ -50,13 +51,14 @@ def _steps_done(run: RunDirectory) -> int:
     return int(json.loads(run.result.read_text())["step"]) if run.result.exists() else -1
 
 
-def run_sft(config: JobConfig, *, resume: bool) -> RunDirectory:
-    """Only the cold start. Raises as `run_job` does."""
+def run_sft(config: JobConfig, *, resume: bool) -> dict[str, Any]:
+    """Only the cold start; returns the figures that the command line prints. Raises as `run_job` does."""
     with opened(config, resume=resume) as run, watching(run) as (progress, poll), Roles(run.logs) as roles:
         _prepare(config, run, progress)
         _cold_start(config, run, roles, progress, poll)
         progress.note(f"exported to {run.cold_start}")
-    return run
+        figures = json.loads(run.sft_result.read_text()) if run.sft_result.exists() else {}
+    return {**figures, "run_dir": str(run.path), "export_dir": str(run.cold_start)}
 
 
 def export_checkpoint(run: RunDirectory, out: Path, step: int | None) -> Path:
@@ -133,7 +135,7 @@ def watching(run: RunDirectory) -> Iterator[tuple[Progress, Callable[[], None]]]
 
 def _prepare(config: JobConfig, run: RunDirectory, progress: Progress) -> None:
     progress.phase("prepare")
-    data = prepare(config, run)
+    data = prepare(config, run, lambda text: progress.event({"kind": "progress", "text": text}))
     progress.note(f"run directory {run.path}: {len(data.train)} training tasks, {len(data.held_out)} held out")
     if not run.searchable:
         progress.note("there is nothing to search: the search tool is not offered (data.search_cache=FILE.json)")

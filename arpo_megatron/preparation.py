@@ -5,7 +5,7 @@
 
 import importlib.util
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,11 +46,17 @@ class JobData:
     bad_rows: Sequence[Mapping[str, Any]] = ()
 
 
-def load_conversations(config: JobConfig, tokenizer: "PreTrainedTokenizerFast") -> Conversations | None:
+def load_conversations(
+    config: JobConfig,
+    tokenizer: "PreTrainedTokenizerFast",
+    shape: ModelShape,
+    tell: Callable[[str], None] = lambda text: None,
+) -> Conversations | None:
     """What `sft.data` holds; None without it. Raises UserError for a missing or unusable file."""
-    if not config.sft.steps or config.sft.data is None:
+    if config.sft.data is None:
         return None
-    return read_conversations(config.sft.data, tokenizer, config.model.max_length)
+    longest = config.sft.max_tokens or config.model.max_length
+    return read_conversations(config.sft.data, tokenizer, longest, vocabulary=shape.vocabulary, tell=tell)
 
 
 def model_path(config: JobConfig, run: RunDirectory) -> Path:
@@ -100,7 +106,7 @@ def check_inputs(config: JobConfig) -> None:
         shape = ModelShape.from_hf(config.model.path)
         shape.check_divisible(config.parallel)
         shape.check_fp8(config.model, config.parallel)
-    if config.sft.steps and config.sft.data is not None:
+    if config.sft.data is not None:
         check_file(config.sft.data)
     check_machine(config)
     if config.data.kind == "arpo_parquet":
@@ -110,15 +116,23 @@ def check_inputs(config: JobConfig) -> None:
             raise UserError(f"data.search_cache={cache}: no such file")
 
 
-def prepare(config: JobConfig, run: RunDirectory) -> JobData:
-    """Fill a run directory with what its roles read; what is there already is kept. Raises UserError."""
+def prepare(config: JobConfig, run: RunDirectory, tell: Callable[[str], None] = lambda text: None) -> JobData:
+    """Fill a run directory with what its roles read; what is there already is kept. Raises UserError.
+
+    Args:
+        config: of the job.
+        run: its directory.
+        tell: is told how far the slow parts are.
+    """
     if config.model.path is None and not run.initial_model.exists():
         _make_model(config, run)
     tokenizer = load_tokenizer(model_path(config, run))
     data = load_data(config, tokenizer)
     _check_data(config, data, tokenizer)
     write_tool_files(config, run, data)
-    if (conversations := load_conversations(config, tokenizer)) is not None:
+    shape = ModelShape.from_hf(model_path(config, run))
+    if (conversations := load_conversations(config, tokenizer, shape, tell)) is not None:
+        conversations.split(config.sft.held_out, config.seed)  # says so now where nothing is left to train on
         bad = [{"file": str(config.sft.data), **asdict(row)} for row in conversations.bad_rows]
         data = replace(data, bad_rows=[*data.bad_rows, *bad])
     if data.bad_rows:

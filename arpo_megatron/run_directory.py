@@ -81,6 +81,11 @@ class RunDirectory:
         return self.path / "sft_checkpoints"
 
     @property
+    def sft_result(self) -> Path:
+        """Final figures of the cold start (JSON); there once it is done."""
+        return self.path / "sft_result.json"
+
+    @property
     def checkpoints(self) -> Path:
         """Checkpoints of the ARPO loop: step_N, each whole or absent."""
         return self.path / "checkpoints"
@@ -117,11 +122,13 @@ class RunDirectory:
 
     def remove_partial(self) -> None:
         """Delete what was being written when its writer ended: a job writes NAME.tmp and then renames it."""
-        whole = (self.config, self.result, self.initial_model, self.cold_start, self.export)
-        found = [path.with_name(path.name + ".tmp") for path in whole] + [self.path / "metrics.tmp"]
+        whole = (self.config, self.result, self.sft_result, self.initial_model, self.cold_start, self.export)
+        found = [path.with_name(path.name + ".tmp") for path in whole]
+        found += [self.path / "metrics.tmp", self.path / "sft_metrics.tmp"]
         for folder in (self.checkpoints, self.sft_checkpoints, self.trees):
             found += folder.glob("step_*.tmp")
         found += self.bad_packs.glob("*.tmp")
+        found += self.profile.glob("**/*.tmp.gz")
         for path in found:
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 

@@ -4,11 +4,12 @@ Every rank runs this file (`torchrun -m arpo_megatron.sft RUN_DIR`). Which demon
 of the seed and its number alone, so all ranks agree without talking and a resumed run goes on exactly.
 """
 
+import math
 import random
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -20,12 +21,15 @@ from arpo_megatron.actor.packing import pack_minibatch
 from arpo_megatron.algorithms.credit import supervised_credit
 from arpo_megatron.bad_packs import BadUpdate, dump_if_skipped
 from arpo_megatron.config import JobConfig
-from arpo_megatron.errors import UserError
+from arpo_megatron.minibatch import Minibatch
 from arpo_megatron.monitor.events import EventLog, user_errors_told
+from arpo_megatron.monitor.machine import StepProfiler, peak_memory_gb
+from arpo_megatron.monitor.metrics import MetricsLog
 from arpo_megatron.preparation import load_conversations, load_data, load_tokenizer, model_path
 from arpo_megatron.processes import die_with_parent
 from arpo_megatron.ranks import rank_main
-from arpo_megatron.run_directory import RunDirectory
+from arpo_megatron.run_directory import RunDirectory, write_json
+from arpo_megatron.step_metrics import pack_metrics, speed_metrics, update_metrics
 from arpo_megatron.tasks.conversations import batch
 from arpo_megatron.tasks.demonstrations import demonstrate
 from arpo_megatron.tree import RolloutTree
@@ -36,6 +40,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 REPORT_EVERY = 10
+SFT_FIGURES = frozenset({"loss", "grad_norm", "lr", "entropy_mean", "tokens", "updates_skipped"})
+"""Those of an update that supervised training has; there are no ratios to an old policy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,21 +51,27 @@ class Examples:
     Attributes:
         of_update: the trees of an update by its number, a pure function.
         held_out: conversations for the evaluation loss.
+        conversations: to learn from; None where demonstrations are made as they are needed.
+        skipped_rows: rows of the file that could not be used.
     """
 
     of_update: Callable[[int], list[RolloutTree]]
     held_out: Sequence[RolloutTree] = ()
+    conversations: int | None = None
+    skipped_rows: int = 0
 
     @classmethod
-    def of(cls, config: JobConfig, tokenizer: "PreTrainedTokenizerFast") -> Self:
+    def of(cls, config: JobConfig, tokenizer: "PreTrainedTokenizerFast", shape: ModelShape) -> Self:
         """Conversations of `sft.data`, or demonstrations of the generated tasks."""
         sft_config, seed = config.sft, config.seed
-        if (conversations := load_conversations(config, tokenizer)) is not None:
-            kept = round(sft_config.held_out * len(conversations.trees))
-            train, held_out = conversations.trees[kept:], conversations.trees[:kept]
-            if not train:
-                raise UserError(f"sft.held_out={sft_config.held_out} leaves none of {kept} conversations to learn from")
-            return cls(lambda number: batch(train, sft_config.batch, seed=seed, update=number), held_out)
+        if (read := load_conversations(config, tokenizer, shape)) is not None:
+            train, held_out = read.split(sft_config.held_out, seed)
+            return cls(
+                lambda number: batch(train, sft_config.batch, seed=seed, update=number),
+                held_out,
+                len(train),
+                len(read.bad_rows),
+            )
         data = load_data(config, tokenizer)
 
         def demonstrations(number: int) -> list[RolloutTree]:
@@ -67,6 +79,23 @@ class Examples:
             return demonstrate(drawn, data.facts, tokenizer, careless=sft_config.careless, seed=seed + number)
 
         return cls(demonstrations)
+
+
+@dataclass(slots=True)
+class SftState:
+    """What must survive a crash besides the actor's own checkpoint; saved with it.
+
+    Attributes:
+        tokens: that went through the model, each once.
+        learnt_tokens: those among them that were learnt.
+        loss: of the last update.
+        held_out_loss: as last measured.
+    """
+
+    tokens: int = 0
+    learnt_tokens: int = 0
+    loss: float | None = None
+    held_out_loss: float | None = None
 
 
 def held_out_loss(actor: Actor, trees: Sequence[RolloutTree], config: JobConfig) -> float | None:
@@ -78,44 +107,141 @@ def held_out_loss(actor: Actor, trees: Sequence[RolloutTree], config: JobConfig)
     return -float(sum((values * pack.weight).sum() for values, pack in zip(logprobs, packs, strict=True)))
 
 
+@dataclass(slots=True)
+class ColdStart:
+    """One rank's hold on a cold start."""
+
+    config: JobConfig
+    directory: RunDirectory
+    actor: Actor
+    examples: Examples
+    checkpoints: CheckpointStore
+    events: EventLog
+    metrics: MetricsLog | None
+    profiler: StepProfiler
+    state: SftState = field(default_factory=SftState)
+    skipped: int = 0
+
+    def resume(self) -> None:
+        """Go on from the newest whole checkpoint, if there is one."""
+        found = self.checkpoints.resume_point()
+        for line in found.told:
+            self.events.emit("note", text=line)
+        if found.path is None:
+            return
+        self.actor.load(CheckpointStore.actor_directory(found.path))
+        self.state = SftState(**self.checkpoints.load_state(found.path))
+        done, steps = self.actor.updates_done, self.config.sft.steps
+        self.events.emit("note", text=f"cold start resumed after {done} of {steps} updates")
+
+    def update(self) -> None:
+        """One optimizer update and its record."""
+        number, started = self.actor.updates_done, time.monotonic()
+        self.profiler.before(number + 1)
+        trees = self.examples.of_update(number)
+        packs = pack_minibatch(trees, supervised_credit(trees), self.config)
+        stats = self.actor.update(packs, None, loss="nll")
+        seconds = time.monotonic() - started
+        if (trace := self.profiler.after(number + 1)) is not None:
+            self.events.emit("note", text=f"profile: {trace}")
+        bad = BadUpdate("sft", number, "nll", self.actor.unsound, packs, None) if stats.skipped else None
+        self.skipped = dump_if_skipped(bad, self.skipped, self.directory.bad_packs, self.events)
+        self.state.tokens += sum(len(pack) for pack in packs)
+        self.state.learnt_tokens += stats.tokens
+        self.state.loss = stats.loss
+        measured = self._measure()
+        memory = parallel.gather_objects(peak_memory_gb())
+        if self.metrics is None:
+            return
+        minibatches = [Minibatch(packs, trees)]
+        row = {
+            "step": number + 1,
+            **pack_metrics(minibatches, self.config),
+            **{name: value for name, value in update_metrics([stats]).items() if name in SFT_FIGURES},
+            **speed_metrics(minibatches, self.actor.shape, self.config, {"update": seconds}),
+            "memory_peak_gb": max(memory),
+            "seconds/update": round(seconds, 3),
+        }
+        if self.examples.conversations is not None:
+            row["epoch"] = (number + 1) * self.config.sft.batch / self.examples.conversations
+        if measured is not None:
+            row["held_out_loss"] = measured
+        self.metrics.log(row)
+
+    def _measure(self) -> float | None:
+        """The evaluation loss, where it is due; a call of all ranks."""
+        done, sft_config = self.actor.updates_done, self.config.sft
+        if done % sft_config.evaluate_every and done != sft_config.steps:
+            return None
+        loss = held_out_loss(self.actor, self.examples.held_out, self.config)
+        if loss is not None:
+            self.state.held_out_loss = loss
+            count = len(self.examples.held_out)
+            self.events.emit("note", text=f"loss on {count} held-out conversations: {loss:.4f}")
+        return loss
+
+    def save(self) -> None:
+        """A checkpoint where one is due; and say which saves have failed."""
+        done, sft_config = self.actor.updates_done, self.config.sft
+        if done % sft_config.save_every == 0 and done < sft_config.steps:
+            self.checkpoints.save(done, self.actor, asdict(self.state))
+        for report in self.checkpoints.reports():
+            if report.error:
+                self.events.emit("note", text=str(report))
+
+    def finish(self, start: Path) -> None:
+        """Export the model that began as `start`, then write the result."""
+        self.checkpoints.finish()
+        export_hf(self.actor.chunks, self.actor.shape, start, self.directory.cold_start)
+        if parallel.is_leader():
+            result = {
+                "updates": self.actor.updates_done,
+                **asdict(self.state),
+                "conversations": self.examples.conversations,
+                "held_out": len(self.examples.held_out),
+                "skipped_rows": self.examples.skipped_rows,
+            }
+            write_json(self.directory.sft_result, {name: _finite(value) for name, value in result.items()})
+
+
+def _finite(value: float | None) -> float | None:
+    """JSON has no NaN."""
+    return value if value is not None and math.isfinite(value) else None
+
+
 def sft(directory: RunDirectory) -> None:
     """Train from the last checkpoint of the cold start to its end, then export to `directory.cold_start`."""
     config = resolve.load(directory.config)
-    events = EventLog(directory.events, enabled=parallel.is_leader())
+    leading = parallel.is_leader()
+    events = EventLog(directory.events, enabled=leading)
     start = model_path(config, directory)
     tokenizer = load_tokenizer(start)
     shape = ModelShape.from_hf(start)
-    actor = Actor(config, shape, start, optimizer=config.sft.optimizer, total_updates=config.sft.steps)
-    checkpoints = CheckpointStore(directory.sft_checkpoints, keep=2)
-    found = checkpoints.resume_point()
-    for line in found.told:
-        events.emit("note", text=line)
-    if found.path is not None:
-        actor.load(CheckpointStore.actor_directory(found.path))
-        events.emit("note", text=f"cold start resumed after {actor.updates_done} of {config.sft.steps} updates")
+    window = config.monitor.profile_steps if leading or config.monitor.profile_ranks == "all" else None
+    run = ColdStart(
+        config=config,
+        directory=directory,
+        actor=Actor(config, shape, start, optimizer=config.sft.optimizer, total_updates=config.sft.steps),
+        examples=Examples.of(config, tokenizer, shape),
+        checkpoints=CheckpointStore(directory.sft_checkpoints, keep=2),
+        events=events,
+        metrics=MetricsLog(directory.path, config, phase="sft") if leading else None,
+        profiler=StepProfiler(window, directory.profile / "cold_start", parallel.rank()),
+    )
+    run.resume()
     events.emit("phase", name="cold start", step=0)
-    examples = Examples.of(config, tokenizer)
-    started, skipped = time.monotonic(), 0
-    while actor.updates_done < config.sft.steps:
-        number = actor.updates_done
-        trees = examples.of_update(number)
-        packs = pack_minibatch(trees, supervised_credit(trees), config)
-        stats = actor.update(packs, None, loss="nll")
-        bad = BadUpdate("sft", number, "nll", actor.unsound, packs, None) if stats.skipped else None
-        skipped = dump_if_skipped(bad, skipped, directory.bad_packs, events)
-        done = actor.updates_done
+    started = time.monotonic()
+    while run.actor.updates_done < config.sft.steps:
+        run.update()
+        done = run.actor.updates_done
         if done % REPORT_EVERY == 0 or done == config.sft.steps:
             seconds = round(time.monotonic() - started, 1)
-            events.emit("cold_start", update=done, updates=config.sft.steps, loss=stats.loss, seconds=seconds)
-            if (held_out := held_out_loss(actor, examples.held_out, config)) is not None:
-                events.emit("note", text=f"loss on {len(examples.held_out)} held-out conversations: {held_out:.4f}")
-        if done % config.sft.save_every == 0 and done < config.sft.steps:
-            checkpoints.save(done, actor, {})
-        for report in checkpoints.reports():
-            if report.error:
-                events.emit("note", text=str(report))
-    checkpoints.finish()
-    export_hf(actor.chunks, shape, start, directory.cold_start)
+            events.emit("cold_start", update=done, updates=config.sft.steps, loss=run.state.loss, seconds=seconds)
+        run.save()
+    run.profiler.close()
+    run.finish(start)
+    if run.metrics is not None:
+        run.metrics.close()
 
 
 @rank_main

@@ -270,6 +270,7 @@ def training_run(directory: RunDirectory) -> Iterator[TrainingRun]:
     events = EventLog(directory.events, enabled=leading)
     found = Services.from_environment()
     leader = Leader.start(config, directory, start, tokenizer, found, events) if leading else None
+    window = config.monitor.profile_steps if leading or config.monitor.profile_ranks == "all" else None
     run = TrainingRun(
         config=config,
         directory=directory,
@@ -280,7 +281,7 @@ def training_run(directory: RunDirectory) -> Iterator[TrainingRun]:
         events=events,
         metrics=MetricsLog(directory.path, config) if leading else None,
         leader=leader,
-        profiler=StepProfiler(config.monitor.profile_steps if leading else None, directory.profile),
+        profiler=StepProfiler(window, directory.profile, parallel.rank()),
     )
     try:
         run.resume()
@@ -293,4 +294,5 @@ def training_run(directory: RunDirectory) -> Iterator[TrainingRun]:
             leader.close()
         if run.metrics is not None:
             run.metrics.close()
+        run.profiler.close()
     parallel.destroy()  # a failed rank leaves its groups only with its end, so that it is the first to tell

@@ -41,7 +41,7 @@ def initialize(
     Raises:
         UserError: the number of ranks is not `parallel.world_size`, or megatron-core is of an unchecked version.
     """
-    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if world_size != parallel.world_size:
         raise UserError(
             f"parallel: tensor {parallel.tensor} x context {parallel.context} x pipeline {parallel.pipeline} x data "
@@ -61,7 +61,7 @@ def initialize(
         "nccl" if torch.cuda.is_available() else "gloo",
         # A lone process needs no rendezvous, and so no port that another run may take.
         store=HashStore() if world_size == 1 else None,
-        rank=rank,
+        rank=rank(),
         world_size=world_size,
         timeout=timedelta(seconds=timeout_s),
     )
@@ -107,7 +107,12 @@ def device() -> torch.device:
 
 def is_leader() -> bool:
     """Whether this is rank 0, which talks to the rollout service and to the engine."""
-    return int(os.environ.get("RANK", "0")) == _LEADER
+    return rank() == _LEADER
+
+
+def rank() -> int:
+    """The number of this rank among all."""
+    return int(os.environ.get("RANK", "0"))
 
 
 def group(name: str, *, timeout_s: float = 86400.0) -> Any:

@@ -24,16 +24,18 @@ class MetricsLog:
     Args:
         run_dir: the run directory, which exists.
         config: says whether and how wandb is used; its values are logged there.
+        phase: of a cold start: the file is PHASE_metrics.jsonl, and wandb's curves are PHASE/... over PHASE/step.
 
     Raises:
         UserError: wandb cannot be started (no login in online mode, for example).
     """
 
-    def __init__(self, run_dir: Path, config: JobConfig) -> None:
-        self._path = run_dir / "metrics.jsonl"
+    def __init__(self, run_dir: Path, config: JobConfig, phase: str = "") -> None:
+        self._path = run_dir / (f"{phase}_metrics.jsonl" if phase else "metrics.jsonl")
+        self._prefix = f"{phase}/" if phase else ""
         self._last_step = _repair(self._path)
         mode = config.monitor.wandb
-        self._wandb = None if mode == "disabled" else _start_wandb(run_dir, config, mode)
+        self._wandb = None if mode == "disabled" else _start_wandb(run_dir, config, mode, self._prefix)
 
     def log(self, row: Mapping[str, Any]) -> None:
         """Write one step, `row["step"]` counting from 1. Values are numbers or text; NaN and infinity become null."""
@@ -45,7 +47,7 @@ class MetricsLog:
             file.write(json.dumps(plain) + "\n")
         self._last_step = step
         if self._wandb is not None:
-            self._wandb.log(plain)
+            self._wandb.log({self._prefix + key: value for key, value in plain.items()})
 
     def close(self) -> None:
         """End the wandb run, if there is one."""
@@ -90,7 +92,7 @@ def _keep_before(path: Path, step: int) -> None:
     partial.replace(path)
 
 
-def _start_wandb(run_dir: Path, config: JobConfig, mode: Literal["offline", "online"]) -> Any:
+def _start_wandb(run_dir: Path, config: JobConfig, mode: Literal["offline", "online"], prefix: str) -> Any:
     """A wandb run that an earlier part of this run may have begun."""
     import wandb
 
@@ -112,5 +114,5 @@ def _start_wandb(run_dir: Path, config: JobConfig, mode: Literal["offline", "onl
         reason = str(error).splitlines()[0]
         raise UserError(f"monitor.wandb={mode}: {reason}; or use monitor.wandb=offline") from None
     # Steps of a resumed run come twice; wandb drops those when they are its own step counter, but not as a metric.
-    run.define_metric("*", step_metric="step")
+    run.define_metric(f"{prefix}*", step_metric=f"{prefix}step")
     return run

@@ -1,6 +1,9 @@
 """`arpo sft` on a file of conversations: learnt, resumed, and what cannot be used is named."""
 
+import gzip
 import json
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -46,17 +49,19 @@ def model(tmp_path: Path, talks: Path) -> Path:
     return directory
 
 
+def words(talks: Path, model: Path, *more: str) -> list[str]:
+    batch = ["sft.held_out=0.1", "sft.batch=16", "sft.optimizer.lr=0.01", "sft.evaluate_every=15"]
+    return [f"model.path={model}", f"sft.data={talks}", *batch, *more]
+
+
 def test_conversations_are_learnt_and_bad_rows_named(tmp_path: Path, talks: Path, model: Path) -> None:
     run = tmp_path / "run"
-    words = [
-        f"model.path={model}",
-        f"sft.data={talks}",
-        "sft.held_out=0.1",
-        "sft.steps=40",
-        "sft.batch=16",
-        "sft.optimizer.lr=0.01",
-    ]
-    told = run_to_end(quickstart("sft", run, *words), run)
+    command = quickstart(
+        "sft", run, *words(talks, model, "sft.steps=40", "monitor.peak_tflops=0.1", "monitor.profile_steps=[2,3]")
+    )
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    told = done.stderr
     assert "2 bad rows skipped" in told and "row 40" in told
     assert "loss on 4 held-out conversations" in told
     losses = [event["loss"] for event in rows_of(run / "events.jsonl") if event["kind"] == "cold_start"]
@@ -66,3 +71,35 @@ def test_conversations_are_learnt_and_bad_rows_named(tmp_path: Path, talks: Path
         TEMPLATE in (run / "cold_start" / "tokenizer_config.json").read_text()
         or (run / "cold_start" / "chat_template.jinja").read_text() == TEMPLATE
     )
+    rows = rows_of(run / "sft_metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(1, 41))
+    assert [row["step"] for row in rows if "held_out_loss" in row] == [15, 30, 40]
+    assert rows[-1]["held_out_loss"] < rows[14]["held_out_loss"]
+    assert rows[-1]["epoch"] == pytest.approx(40 * 16 / 36)
+    assert all(0 < row["trainer/mfu"] < 1 and row["memory_peak_gb"] > 0.01 for row in rows)
+    figures = json.loads(done.stdout.splitlines()[-1])
+    assert figures["loss"] == rows[-1]["loss"] and figures["held_out_loss"] == rows[-1]["held_out_loss"]
+    assert (figures["updates"], figures["conversations"], figures["held_out"]) == (40, 36, 4)
+    assert figures["skipped_rows"] == 2
+    assert figures["learnt_tokens"] == sum(row["tokens"] for row in rows) < figures["tokens"]
+    trace = run / "profile" / "cold_start" / "rank0.json.gz"
+    names = {event.get("name", "") for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]}
+    assert any("TreeAttention" in name for name in names)
+    assert any("Optimizer.step" in name for name in names)
+
+
+def test_a_cold_start_that_is_stopped_and_resumed_ends_with_the_same_bits(
+    tmp_path: Path, talks: Path, model: Path
+) -> None:
+    run = tmp_path / "run"
+    command = quickstart("sft", run, *words(talks, model, "sft.steps=12", "sft.save_every=4"))
+    run_to_end(command, run)
+    weights = (run / "cold_start" / "model.safetensors").read_bytes()
+    figures, rows = (run / "sft_result.json").read_text(), rows_of(run / "sft_metrics.jsonl")
+    shutil.rmtree(run / "cold_start")  # as if it had been stopped after its last checkpoint
+    assert "resumed after 8 of 12 updates" in run_to_end([*command, "--resume"], run)
+    assert (run / "cold_start" / "model.safetensors").read_bytes() == weights
+    assert (run / "sft_result.json").read_text() == figures
+    timeless = [{k: v for k, v in row.items() if not k.startswith(("seconds", "trainer", "memory"))} for row in rows]
+    again = rows_of(run / "sft_metrics.jsonl")
+    assert [{key: row[key] for key in kept} for row, kept in zip(again, timeless, strict=True)] == timeless
