@@ -63,13 +63,12 @@ def speed_metrics(
         return {}
     packs = [pack for minibatch in minibatches for pack in minibatch.packs]
     work, ranks = work_of(shape, packs), config.parallel.world_size
-    recompute = config.parallel.recompute == "full"
     tflops = work.model_update / elapsed / ranks / 1e12
     peak = config.monitor.peak_tflops
     return {
         "trainer/tokens_per_s": sum(len(pack) for pack in packs) / elapsed,
         "trainer/flat_tokens_per_s": sum(tree.flat_tokens for m in minibatches for tree in m.trees) / elapsed,
         "trainer/tflops": tflops,
-        "trainer/hardware_tflops": work.hardware_update(recompute=recompute) / elapsed / ranks / 1e12,
+        "trainer/hardware_tflops": work.hardware_update(config.parallel.recompute) / elapsed / ranks / 1e12,
         **({} if peak is None else {"trainer/mfu": tflops / peak}),
     }

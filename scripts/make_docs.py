@@ -1,4 +1,7 @@
-"""Write docs/configuration.md from the config dataclasses (`make docs`); a test fails when it is out of date."""
+"""Write docs/configuration.md from the config dataclasses and the metrics of docs/run-directory.md (`make docs`).
+
+A test fails when they are out of date.
+"""
 
 import dataclasses
 import re
@@ -7,8 +10,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from arpo_megatron.config import JobConfig
+from arpo_megatron.monitor.catalogue import metrics
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
+RUN_DIRECTORY = TARGET.with_name("run-directory.md")
 HEAD = """# Configuration reference
 
 Made from `arpo_megatron/config.py` by `make docs`; do not edit. The value shown is the default; a recipe states what
@@ -21,6 +26,13 @@ def render() -> str:
     """The whole page."""
     parts = [HEAD, *_section(JobConfig, "")]
     return "\n".join(parts) + "\n"
+
+
+def render_metrics(page: str) -> str:
+    """The page about the run directory with its list of metrics made anew."""
+    rows = [f"| `{name}` | {meaning.replace(chr(124), chr(92) + chr(124))} |" for name, meaning in metrics().items()]
+    table = "\n".join(["", "| metric | meaning |", "| --- | --- |", *rows, ""])
+    return re.sub(r"(?<=: begin -->\n).*?(?=<!-- end -->)", lambda _: table + "\n", page, flags=re.DOTALL)
 
 
 def _section(owner: Any, prefix: str) -> list[str]:
@@ -62,3 +74,4 @@ def _type(kind: Any) -> str:
 
 if __name__ == "__main__":
     TARGET.write_text(render(), encoding="utf-8")
+    RUN_DIRECTORY.write_text(render_metrics(RUN_DIRECTORY.read_text(encoding="utf-8")), encoding="utf-8")

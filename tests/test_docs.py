@@ -16,6 +16,10 @@ def test_the_configuration_reference_is_what_the_code_says() -> None:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     assert (ROOT / "docs" / "configuration.md").read_text() == module.render(), "run `make docs`"
+    page = (ROOT / "docs" / "run-directory.md").read_text()
+    assert page == module.render_metrics(page), "run `make docs`"
+    for name in ("reward", "pack/unique", "grad_norm", "trainer/mfu", "seconds/update", "held_out_loss"):
+        assert f"| `{name}` |" in page
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -8,10 +8,12 @@ less time, not as more FLOP/s.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 from arpo_megatron.actor.layout import TreePack
 from arpo_megatron.weights.shape import ModelShape
 
+Recompute = Literal["none", "selective", "full"]
 BACKWARD = 2.0
 """Work of a backward pass over that of its forward pass."""
 
@@ -24,20 +26,26 @@ class Work:
         layers: of the transformer layers.
         head: of the output head, which is computed where a token is predicted.
         repeated: of tokens that a cut computed again, a part of `layers`.
+        attention: of query-key pairs, a part of `layers`.
     """
 
     layers: float
     head: float
     repeated: float
+    attention: float
 
     @property
     def model_update(self) -> float:
         """Forward and backward pass, without what is computed twice."""
         return (1 + BACKWARD) * (self.layers - self.repeated + self.head)
 
-    def hardware_update(self, *, recompute: bool) -> float:
-        """What is really computed: with repeated tokens, the head's logits twice, and layers again if recomputed."""
-        return (1 + BACKWARD + recompute) * self.layers + (2 + BACKWARD) * self.head
+    def hardware_update(self, recompute: Recompute) -> float:
+        """What is really computed: with repeated tokens, the head's logits twice, and what recomputation does again.
+
+        Masked pairs inside a block of queries and padding are not in it.
+        """
+        again = {"none": 0.0, "selective": self.attention, "full": self.layers}[recompute]
+        return (1 + BACKWARD) * self.layers + again + (2 + BACKWARD) * self.head
 
 
 def forward_flops(shape: ModelShape, tokens: int, pairs: int, targets: int) -> tuple[float, float]:
@@ -60,10 +68,11 @@ def forward_flops(shape: ModelShape, tokens: int, pairs: int, targets: int) -> t
 
 def work_of(shape: ModelShape, packs: Iterable[TreePack]) -> Work:
     """Of one forward pass over packs."""
-    layers = head = repeated = 0.0
+    layers = head = repeated = attention = 0.0
     for pack in packs:
         own, predicted = forward_flops(shape, len(pack), pack.attention_pairs, len(pack.predictors))
         # Repeated tokens come first in a pack: a chain of ancestors, each seeing those before it.
         again, _ = forward_flops(shape, pack.repeated, pack.repeated * (pack.repeated + 1) // 2, 0)
         layers, head, repeated = layers + own, head + predicted, repeated + again
-    return Work(layers, head, repeated)
+        attention += forward_flops(shape, 0, pack.attention_pairs, 0)[0]
+    return Work(layers, head, repeated, attention)

@@ -52,6 +52,10 @@ COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
     ("cached", _number("cached_prompt_share", ".0%")),
     ("log-prob gap", _number("logprob_gap", ".1e")),
     ("tokens/s", _number("tokens_per_s", ".0f")),
+    ("trained tokens/s", _number("trainer/tokens_per_s", ".0f")),
+    ("TFLOP/s", _number("trainer/tflops", ".3g")),
+    ("MFU", _number("trainer/mfu", ".1%")),
+    ("GB", _number("memory_peak_gb", ".1f")),
     ("seconds by phase", _seconds),
 )
 """Title and content of each column; a row is what `MetricsLog.log` gets, and a value it lacks is shown as "-"."""

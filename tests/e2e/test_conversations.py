@@ -10,6 +10,7 @@ import pytest
 from jobs import quickstart, rows_of, run_to_end
 
 from arpo_megatron.config import ModelConfig
+from arpo_megatron.monitor.catalogue import undocumented
 from arpo_megatron.tasks.tokenizers import make_model_directory, train_bpe
 from arpo_megatron.weights.random_init import save_random_weights
 
@@ -77,6 +78,7 @@ def test_conversations_are_learnt_and_bad_rows_named(tmp_path: Path, talks: Path
     assert rows[-1]["held_out_loss"] < rows[14]["held_out_loss"]
     assert rows[-1]["epoch"] == pytest.approx(40 * 16 / 36)
     assert all(0 < row["trainer/mfu"] < 1 and row["memory_peak_gb"] > 0.01 for row in rows)
+    assert not undocumented({name: value for row in rows for name, value in row.items()})
     figures = json.loads(done.stdout.splitlines()[-1])
     assert figures["loss"] == rows[-1]["loss"] and figures["held_out_loss"] == rows[-1]["held_out_loss"]
     assert (figures["updates"], figures["conversations"], figures["held_out"]) == (40, 36, 4)

@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 from jobs import SHORT, quickstart, rows_of, run_to_end
 
+from arpo_megatron.monitor.catalogue import undocumented
+
 pytestmark = pytest.mark.timeout(1600)  # the first test of a session waits for the demo
 
 TASKS = 4
@@ -18,6 +20,7 @@ def test_a_step_with_tensor_and_sequence_parallelism(warm_run: Path) -> None:
     assert row["step"] == 1
     assert row["logprob_gap"] < 1e-3
     assert row["forks"] > 0
+    assert not undocumented(row)
     assert (warm_run / "export" / "model.safetensors").exists()
 
 

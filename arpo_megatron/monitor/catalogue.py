@@ -1,0 +1,76 @@
+"""What every metric of metrics.jsonl and sft_metrics.jsonl means; docs/run-directory.md is made from it (`make docs`).
+
+Figures of an update and of packing are described where they are made: the attributes of `UpdateStats` and `PackReport`.
+"""
+
+import re
+from collections.abc import Mapping
+
+from arpo_megatron.monitor.progress import STEP_PHASES
+
+_ROLLOUT = {
+    "reward": "mean over trajectories",
+    "success": "share of trajectories whose accuracy exceeds `reward.success_threshold`",
+    "format_ok": "share of trajectories that keep to the tag protocol",
+    "groups_without_signal": "trees whose trajectories all have the same reward",
+    "cached_prompt_share": "share of prompt tokens that the engine had in its cache",
+    "predicted_cached_share": "what the shape of the trees lets expect of it",
+    "tokens_per_s": "tokens sampled a second while trees grow",
+    "forks": "branches taken",
+    "trees": "finished trees",
+    "trees_dropped": "trees that could not be finished",
+    "trajectories": "root-to-leaf paths",
+    "tool_calls_executed": "calls that ran or were answered from the cache",
+    "tool_calls_cached": "those of them answered from the cache",
+    "tool_calls_inherited": "calls that branches share with the path they forked from",
+    "tokens_sampled": "tokens that the engine sampled",
+    "prompt_tokens": "prompt tokens of all requests",
+    "cached_tokens": "those of them that the engine had in its cache",
+    "predicted_prompt_tokens": "prompt tokens as the shape of the trees predicts them",
+    "predicted_cached_tokens": "likewise the cached ones",
+    "unique_tokens": "tokens of the trees, each once",
+    "flat_tokens": "tokens of all trajectories",
+    "logprob_gap": "largest difference between trainer and engine over the sampled tokens, in nats",
+}
+_TRAINER = {
+    "trainer/tokens_per_s": "computed tokens a second of the update phase",
+    "trainer/flat_tokens_per_s": "likewise tokens of the flattened trajectories",
+    "trainer/tflops": "model TFLOP/s of a rank in the update phase: what the mathematics needs, forward and backward",
+    "trainer/hardware_tflops": "likewise all that is computed: recomputation, logits twice, repeated ancestors",
+    "trainer/mfu": "model TFLOP/s over `monitor.peak_tflops`, where that is given",
+    "memory_peak_gb": "most memory that a rank has had since its start, in 10^9 bytes; the largest of all ranks",
+    "updates_skipped": "updates whose loss or gradient was not finite",
+}
+_SFT = {
+    "epoch": "times that the conversations have been learnt from (`sft.data`)",
+    "held_out_loss": "mean loss on held-out conversations, where it was measured, in nats",
+}
+
+
+def metrics() -> dict[str, str]:
+    """Every name that a row may have, with its meaning."""
+    from arpo_megatron.actor.packing import PackReport
+    from arpo_megatron.actor.statistics import UpdateStats
+
+    updates = {name: text for name, text in attributes(UpdateStats).items() if name != "skipped"}
+    return {
+        "step": "counts from 1; the update, in sft_metrics.jsonl",
+        **_ROLLOUT,
+        **{f"pack/{name}": text for name, text in attributes(PackReport).items()},
+        **updates,
+        **_TRAINER,
+        **_SFT,
+        **{f"seconds/{name}": "wall time of that phase" for name in sorted(STEP_PHASES)},
+    }
+
+
+def undocumented(row: Mapping[str, object]) -> list[str]:
+    """Names in a row that `metrics` does not know."""
+    return sorted(set(row) - set(metrics()))
+
+
+def attributes(owner: type) -> dict[str, str]:
+    """The section "Attributes" of a class's docstring: name -> text."""
+    section = (owner.__doc__ or "").partition("Attributes:")[2]
+    found = re.findall(r"^ {8}(\w+): (.*(?:\n {12}.*)*)", section, re.MULTILINE)
+    return {name: " ".join(text.split()).removesuffix(".") for name, text in found}
