@@ -1,6 +1,7 @@
 # `make demo` trains and exports a small agent; `make test` runs every check. Both set the environment up first.
 SEED ?= 1
 ARGS ?=
+WORKERS ?= 2
 BIN := .venv/bin
 
 .PHONY: setup demo test lint types contracts pytest test-slow docs clean
@@ -24,7 +25,7 @@ contracts: setup
 	$(BIN)/lint-imports
 
 pytest: setup
-	$(BIN)/pytest $(ARGS)
+	$(BIN)/pytest --numprocesses $(WORKERS) --dist loadgroup --durations 20 $(ARGS)
 
 # Minutes of kill -9 and restart, beside `make test`.
 test-slow: setup

@@ -21,6 +21,7 @@ from arpo_megatron.algorithms.sequence_ratio import gspo, trajectory_weights
 from arpo_megatron.config import JobConfig
 from arpo_megatron.tree import Float32Array, RolloutTree
 from arpo_megatron.tree_files import ScoredTree
+from arpo_megatron.weights.shape import ModelShape
 
 _Floats = NDArray[np.float64]
 
@@ -40,11 +41,12 @@ class Minibatch:
     advantages: Sequence[_Floats] = ()
 
     @classmethod
-    def of(cls, scored: Sequence[ScoredTree], config: JobConfig) -> Self:
+    def of(cls, scored: Sequence[ScoredTree], config: JobConfig, shape: ModelShape) -> Self:
         """Rewards of the leaves -> their advantages -> credit of the tokens -> packs."""
         trees = [item.tree for item in scored]
         advantages = [group_advantages(item.rewards) for item in scored]
-        return cls(pack_minibatch(trees, _credits(trees, advantages, config), config), trees, advantages)
+        packs = pack_minibatch(trees, _credits(trees, advantages, config), config, shape)
+        return cls(packs, trees, advantages)
 
 
 def share(minibatches: Sequence[Minibatch]) -> list[Minibatch]:

@@ -102,7 +102,7 @@ def held_out_loss(actor: Actor, trees: Sequence[RolloutTree], config: JobConfig)
     """Mean negative log-likelihood in nats of the tokens to learn; None without trees. A call of all ranks."""
     if not trees:
         return None
-    packs = pack_minibatch(trees, supervised_credit(trees), config)
+    packs = pack_minibatch(trees, supervised_credit(trees), config, actor.shape)
     logprobs = actor.logprobs(packs, temperature=1.0)
     return -float(sum((values * pack.weight).sum() for values, pack in zip(logprobs, packs, strict=True)))
 
@@ -139,7 +139,7 @@ class ColdStart:
         number, started = self.actor.updates_done, time.monotonic()
         self.profiler.before(number + 1)
         trees = self.examples.of_update(number)
-        packs = pack_minibatch(trees, supervised_credit(trees), self.config)
+        packs = pack_minibatch(trees, supervised_credit(trees), self.config, self.actor.shape)
         stats = self.actor.update(packs, None, loss="nll")
         seconds = time.monotonic() - started
         if (trace := self.profiler.after(number + 1)) is not None:
@@ -156,7 +156,7 @@ class ColdStart:
         minibatches = [Minibatch(packs, trees)]
         row = {
             "step": number + 1,
-            **pack_metrics(minibatches, self.config),
+            **pack_metrics(minibatches, self.actor.shape, self.config),
             **{name: value for name, value in update_metrics([stats]).items() if name in SFT_FIGURES},
             **speed_metrics(minibatches, self.actor.shape, self.config, {"update": seconds}),
             "memory_peak_gb": max(memory),

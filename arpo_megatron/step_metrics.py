@@ -6,6 +6,7 @@ from dataclasses import asdict
 import numpy as np
 from numpy.typing import NDArray
 
+from arpo_megatron.actor.balance import CostModel
 from arpo_megatron.actor.flops import work_of
 from arpo_megatron.actor.layout import TreePack
 from arpo_megatron.actor.packing import report
@@ -29,9 +30,10 @@ def sampling_gap(minibatches: Sequence[Sequence[TreePack]], logprobs: Sequence[S
     return largest
 
 
-def pack_metrics(minibatches: Sequence[Minibatch], config: JobConfig) -> dict[str, float]:
+def pack_metrics(minibatches: Sequence[Minibatch], shape: ModelShape, config: JobConfig) -> dict[str, float]:
     """What packing made of a step's trees: sums over its minibatches, but the largest of `held` and `imbalance`."""
-    rows = [report(m.packs, m.trees, ranks=config.parallel.data).row() for m in minibatches]
+    cost = CostModel.of(shape)
+    rows = [report(m.packs, m.trees, ranks=config.parallel.data, cost=cost).row() for m in minibatches]
     largest = ("pack/held", "pack/imbalance")
     return {name: (max if name in largest else sum)(row[name] for row in rows) for name in (rows[0] if rows else ())}
 

@@ -26,7 +26,7 @@ def train(run: TrainingRun) -> None:
         with run.phase("reward"):
             scored = run.score(trees, tasks)
         with run.phase("logprobs"):
-            minibatches = share([Minibatch.of(part, config) for part in run.split(scored)])
+            minibatches = share([Minibatch.of(part, config, run.actor.shape) for part in run.split(scored)])
             old_logprobs = [run.actor.logprobs(minibatch.packs) for minibatch in minibatches]
         with run.phase("update"):
             updates = [

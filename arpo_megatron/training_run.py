@@ -208,7 +208,7 @@ class TrainingRun:
                 "step": self.state.step,
                 **self.leader.step_metrics(scored),
                 "logprob_gap": gap,
-                **pack_metrics(minibatches, self.config),
+                **pack_metrics(minibatches, self.actor.shape, self.config),
                 **update_metrics(updates),
                 **speed_metrics(minibatches, self.actor.shape, self.config, seconds),
                 "memory_peak_gb": max(memory),

@@ -1,7 +1,7 @@
 """Which trees go into which pack, where a large tree is cut, and which rank computes what: decisions as pure functions.
 
 Costs are in query-key pairs, the unit of attention work; `CostModel` says how many of them a token is worth outside of
-attention.
+attention, and a prediction in the output head.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,9 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from arpo_megatron.actor.flops import forward_flops
 from arpo_megatron.actor.layout import Span
+from arpo_megatron.weights.shape import ModelShape
 
 CUT_STEP = 64
 """A long chain may be cut at every multiple of this many tokens from its start."""
@@ -19,6 +21,8 @@ PACK_COST_TOKENS = 512
 """What one more pack costs, in tokens; an inherited or repeated ancestor costs one."""
 BROKEN_CHAIN_TOKENS = 16
 """What a cut inside a chain costs besides: the pack before it has to wait with its activations."""
+PAIR_SLOWNESS = 2.0
+"""Seconds of an attention FLOP over those of a FLOP elsewhere, as `arpo bench pack` measures it on two cores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,15 +30,23 @@ class CostModel:
     """Estimated work of a stretch of tokens.
 
     Attributes:
-        token_pairs: work of a token outside attention, in query-key pairs. `arpo bench pack` measures it; the default
-            is that of a 2M-parameter model on two cores.
+        token_pairs: work of a token in the layers outside attention, in query-key pairs.
+        target_pairs: work of a predicted token in the output head, in query-key pairs.
     """
 
-    token_pairs: float = 3000.0
+    token_pairs: float
+    target_pairs: float = 0.0
 
-    def cost(self, tokens: int, pairs: int) -> float:
+    @classmethod
+    def of(cls, shape: ModelShape) -> "CostModel":
+        """From the FLOPs of a model, an attention FLOP taking `PAIR_SLOWNESS` as long as another."""
+        pair, _ = forward_flops(shape, 0, 1, 0)
+        token, target = forward_flops(shape, 1, 0, 1)
+        return cls(token / pair / PAIR_SLOWNESS, target / pair / PAIR_SLOWNESS)
+
+    def cost(self, tokens: int, pairs: int, targets: int) -> float:
         """Work in query-key pairs."""
-        return self.token_pairs * tokens + pairs
+        return self.token_pairs * tokens + pairs + self.target_pairs * targets
 
 
 def first_fit_decreasing(sizes: Sequence[int], budget: int) -> list[list[int]]:

@@ -18,10 +18,12 @@ from arpo_megatron.actor.layout import TreePack, cut, join, lay_out, new_pack, o
 from arpo_megatron.algorithms.credit import TreeCredit
 from arpo_megatron.config import JobConfig
 from arpo_megatron.tree import Float32Array, RolloutTree
+from arpo_megatron.weights.shape import ModelShape
 
-__all__ = ["PackReport", "TreePack", "empty_pack", "pack_minibatch", "pack_trees", "report"]
+__all__ = ["PackReport", "TreePack", "empty_pack", "pack_minibatch", "pack_trees", "rank_costs", "report"]
 
-DEFAULT_COST = CostModel()
+TYPICAL_COST = CostModel(token_pairs=4000.0)
+"""Of a model of medium size; a job takes `CostModel.of` its own."""
 
 
 def pack_trees(
@@ -32,7 +34,7 @@ def pack_trees(
     ranks: int = 1,
     inherit: bool = True,
     share_prompt: bool = True,
-    cost: CostModel = DEFAULT_COST,
+    cost: CostModel = TYPICAL_COST,
 ) -> list[TreePack]:
     """Packs of one minibatch, those of a data-parallel rank in the order in which it computes them.
 
@@ -51,7 +53,7 @@ def pack_trees(
     if len(trees) != len(credits):
         raise ValueError(f"{len(trees)} trees but {len(credits)} credits")
     layouts = [lay_out(index, tree, credit) for index, (tree, credit) in enumerate(zip(trees, credits, strict=True))]
-    costs = [cost.cost(len(layout), layout.attention_pairs) for layout in layouts]
+    costs = [_cost(layout, cost) for layout in layouts]
     packs: list[TreePack] = []
     for rank, share in enumerate(share_out(costs, ranks)):
         fitting = sorted(i for i in share if 0 < len(layouts[i]) <= token_budget)
@@ -70,11 +72,17 @@ def pack_trees(
     return packs
 
 
-def pack_minibatch(trees: Sequence[RolloutTree], credits: Sequence[TreeCredit], config: JobConfig) -> list[TreePack]:
-    """`pack_trees` for the job's budget and layout."""
-    layout = config.parallel
+def pack_minibatch(
+    trees: Sequence[RolloutTree], credits: Sequence[TreeCredit], config: JobConfig, shape: ModelShape
+) -> list[TreePack]:
+    """`pack_trees` for the job's budget, layout and model."""
     return pack_trees(
-        trees, credits, token_budget=config.train.token_budget, ranks=layout.data, inherit=layout.nested_packs
+        trees,
+        credits,
+        token_budget=config.train.token_budget,
+        ranks=config.parallel.data,
+        inherit=config.parallel.nested_packs,
+        cost=CostModel.of(shape),
     )
 
 
@@ -149,12 +157,12 @@ class PackReport:
 
 
 def report(
-    packs: Sequence[TreePack], trees: Sequence[RolloutTree], *, ranks: int = 1, cost: CostModel = DEFAULT_COST
+    packs: Sequence[TreePack], trees: Sequence[RolloutTree], *, ranks: int = 1, cost: CostModel = TYPICAL_COST
 ) -> PackReport:
     """Measure `pack_trees`' answer for these trees."""
     unique, computed = sum(tree.unique_tokens for tree in trees), sum(len(pack) for pack in packs)
     repeated = sum(pack.repeated for pack in packs)
-    work = [sum(cost.cost(len(p), p.attention_pairs) for p in packs if p.data_rank == rank) for rank in range(ranks)]
+    work = rank_costs(packs, ranks, cost)
     mean = sum(work) / ranks
     return PackReport(
         packs=len(packs),
@@ -167,6 +175,18 @@ def report(
         held=max(_held(packs), default=0),
         imbalance=max(work) / mean - 1.0 if mean else 0.0,
     )
+
+
+def rank_costs(packs: Sequence[TreePack], ranks: int, cost: CostModel) -> list[float]:
+    """Estimated work of each data-parallel rank, in query-key pairs."""
+    work = [0.0] * ranks
+    for pack in packs:
+        work[pack.data_rank] += _cost(pack, cost)
+    return work
+
+
+def _cost(pack: TreePack, cost: CostModel) -> float:
+    return cost.cost(len(pack), pack.attention_pairs, len(pack.predictors))
 
 
 def last_uses(packs: Sequence[TreePack]) -> list[int]:

@@ -4,6 +4,9 @@ Both kinds go through the same packs, attention and model; the flattened one has
 carry (variable-length causal attention). The floor is the token ratio: work outside attention is proportional to
 tokens. `captured` is (flat time / tree time) / (flat tokens / unique tokens): 1 when all shared work is saved, more
 when attention shrinks more than the tokens do.
+
+All passes together say how much longer an attention FLOP takes than one of a matrix product (`pair_slowness`), which is
+what the packer's cost model has to know: least squares over the medians, each weighted by its inverse.
 """
 
 import sys
@@ -12,14 +15,15 @@ from dataclasses import replace
 from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 
 from arpo_megatron.actor import parallel
 from arpo_megatron.actor.actor import Actor
-from arpo_megatron.actor.attention import plan_attention, share_blocks
-from arpo_megatron.actor.balance import CostModel
+from arpo_megatron.actor.balance import PAIR_SLOWNESS, CostModel
+from arpo_megatron.actor.flops import forward_flops
 from arpo_megatron.actor.layout import TreePack
-from arpo_megatron.actor.packing import pack_trees, report
+from arpo_megatron.actor.packing import pack_trees, rank_costs, report
 from arpo_megatron.algorithms.credit import supervised_credit
 from arpo_megatron.bench.mixes import MIXES, flattened
 from arpo_megatron.config import JobConfig
@@ -67,8 +71,28 @@ def bench_pack(config: JobConfig, *, mixes: list[str], repeats: int, progress: b
         found = {name: _measure(actor, name, repeats, progress) for name in mixes}
     finally:
         parallel.destroy()
-    first = found[mixes[0]]
-    return {"mix": mixes[0], **first, "mixes": found, "shape": f"{SHAPE.layers} x {SHAPE.hidden}"}
+    return {
+        "mix": mixes[0],
+        **found[mixes[0]],
+        "pair_slowness": _pair_slowness(list(found.values())),
+        "pair_slowness_assumed": PAIR_SLOWNESS,
+        "mixes": found,
+        "shape": f"{SHAPE.layers} x {SHAPE.hidden}",
+    }
+
+
+def _pair_slowness(found: list[dict[str, Any]]) -> float:
+    """Seconds of an attention FLOP over those of a FLOP elsewhere, fitted to the flat and the tree passes."""
+    rows, seconds = [], []
+    for figures in found:
+        for kind in ("tree", "flat"):
+            tokens, pairs, targets = (figures[f"{kind}_{what}"] for what in ("tokens", "pairs", "targets"))
+            linear = sum(forward_flops(SHAPE, tokens, 0, targets))
+            rows.append([linear, forward_flops(SHAPE, 0, pairs, 0)[0]])
+            seconds.append(figures[f"{kind}_s"])
+    weighted = np.array(rows) / np.array(seconds)[:, None]
+    (linear_s, attention_s), *_ = np.linalg.lstsq(weighted, np.ones(len(seconds)), rcond=None)
+    return float(attention_s / linear_s)
 
 
 def _measure(actor: Actor, name: str, repeats: int, progress: bool) -> dict[str, Any]:
@@ -88,13 +112,17 @@ def _measure(actor: Actor, name: str, repeats: int, progress: bool) -> dict[str,
                 gradients[kind] = [p.main_grad.detach().clone() for p in actor.model.parameters()]
     tree_s, flat_s = (median(seconds[kind][1:]) for kind in ("tree", "flat"))
     tokens = {kind: sum(len(pack) for pack in packs[kind]) for kind in packs}
-    pairs = {kind: sum(_pairs(pack) for pack in packs[kind]) for kind in packs}
+    pairs = {kind: sum(pack.attention_pairs for pack in packs[kind]) for kind in packs}
     made = report(packs["tree"], trees)
     return {
         "tree_s": tree_s,
         "flat_s": flat_s,
-        "unique_tokens": tokens["tree"],
+        "tree_tokens": tokens["tree"],
         "flat_tokens": tokens["flat"],
+        "tree_pairs": pairs["tree"],
+        "flat_pairs": pairs["flat"],
+        "tree_targets": sum(len(pack.predictors) for pack in packs["tree"]),
+        "flat_targets": sum(len(pack.predictors) for pack in packs["flat"]),
         "token_ratio": tokens["tree"] / tokens["flat"],
         "pair_ratio": pairs["tree"] / pairs["flat"],
         "time_ratio": tree_s / flat_s,
@@ -111,12 +139,6 @@ def _packed(trees: list[RolloutTree], *, share_prompt: bool = True) -> list[Tree
     return pack_trees(trees, supervised_credit(trees), token_budget=TOKEN_BUDGET, share_prompt=share_prompt)
 
 
-def _pairs(pack: TreePack) -> int:
-    """Query-key pairs that attention computes, masked ones included."""
-    (spans,) = share_blocks(pack.subtree_end, pack.inherited, 1)
-    return plan_attention(pack.subtree_end, spans).pairs
-
-
 def _distance(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
     """Relative L2 distance of two gradients."""
     difference = sum((a.double() - b.double()).square().sum() for a, b in zip(found, expected, strict=True))
@@ -126,16 +148,14 @@ def _distance(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
 def _balance(name: str) -> dict[str, float]:
     """Of a minibatch on several ranks: the slowest rank over the mean, and over what no packer can beat, less 1."""
     trees = [MIXES[name].tree(seed, SHAPE.vocabulary) for seed in range(TREES)]
-    packs = pack_trees(trees, supervised_credit(trees), token_budget=TOKEN_BUDGET, ranks=RANKS)
-    cost = CostModel()
-    ranks = [0.0] * RANKS
-    for pack in packs:
-        ranks[pack.data_rank] += cost.cost(len(pack), pack.attention_pairs)
-    whole = pack_trees(trees, supervised_credit(trees), token_budget=10**9, ranks=TREES)  # a tree a rank
-    largest = max(cost.cost(len(pack), pack.attention_pairs) for pack in whole)
+    cost = CostModel.of(SHAPE)
+    packs = pack_trees(trees, supervised_credit(trees), token_budget=TOKEN_BUDGET, ranks=RANKS, cost=cost)
+    ranks = rank_costs(packs, RANKS, cost)
+    whole = pack_trees(trees, supervised_credit(trees), token_budget=10**9, ranks=TREES, cost=cost)  # a tree a rank
+    largest = max(rank_costs(whole, TREES, cost))
     fewest = sum(-(-_rank_tokens(packs, rank) // TOKEN_BUDGET) for rank in range(RANKS))
     return {
-        "imbalance": report(packs, trees, ranks=RANKS).imbalance,
+        "imbalance": report(packs, trees, ranks=RANKS, cost=cost).imbalance,
         "slowest_rank_over_lower_bound": max(ranks) / max(sum(ranks) / RANKS, largest) - 1,
         "packs_over_lower_bound": len(packs) / fewest - 1,
     }
