@@ -2,7 +2,8 @@
 
 A node of the tree is a `Segment`: a run of tokens with one author. Segment 0 is the prompt; its children are MODEL
 segments; a TOOL segment answers the MODEL segment above it; two MODEL children of one PROMPT or TOOL segment are a
-fork. A path from the root to a leaf is a trajectory. Everything here is numpy and knows no other part of the project.
+fork. A MODEL segment below a MODEL segment is its continuation by newer weights, and no fork. A path from the root to a
+leaf is a trajectory. Everything here is numpy and knows no other part of the project.
 
 Tokens are never edited or re-tokenized after sampling: what the engine returned is what the trainer trains.
 """
@@ -77,7 +78,7 @@ class Segment:
         parent: index of the segment above, -1 for the root, always smaller than the own index.
         logprobs: float32[n] sampling log-probs in nats; MODEL only, None where unknown.
         entropies: float32[k] entropy in nats of the distribution each of the first k tokens was drawn from; MODEL only.
-        policy_version: version of the weights that sampled it (of the newest, when a push fell into it).
+        policy_version: version of the weights that sampled it.
         finish: why a MODEL segment ended; None while it grows and for other roles.
         branch: the branching decision taken at its start, if one was.
         tool: how a TOOL segment's text came about.

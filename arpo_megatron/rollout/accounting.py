@@ -145,6 +145,8 @@ def common_prefix_length(prompts: Sequence[Int32Array]) -> int:
 def predicted_requests(trees: Sequence[RolloutTree], policy: BranchPolicy) -> list[PredictedRequest]:
     """The requests behind trees that grew together, under `policy`, on an engine whose cache was empty.
 
+    That holds where no weight push fell between them.
+
     First the prefix that all prompts share, then each prompt (once, where several trajectories begin there); then one
     request for a MODEL segment, or two where a branching decision was taken behind its first k tokens. What the engine
     holds are the tokens that were fed to the model: all but the last one that a request samples. It always computes a
@@ -170,7 +172,9 @@ def predicted_requests(trees: Sequence[RolloutTree], policy: BranchPolicy) -> li
         path = tree.path_tokens(index)
         above = len(path) - len(segment)
         place = (number, segment.parent)
-        if parent.role is Role.PROMPT:
+        if parent.role is Role.MODEL:
+            least = 0  # cut short by a weight push, which emptied the cache
+        elif parent.role is Role.PROMPT:
             least = above if policy.initial > 1 or place in begun else shared
         else:  # below a tool result: the first request brings it, behind the last sampled token, which was never fed
             least = above if place in begun else above - len(parent) - 1

@@ -6,6 +6,7 @@ answer was used.
 """
 
 import asyncio
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -19,6 +20,7 @@ from arpo_megatron.tree import Float32Array, Int32Array
 
 _FIRST_BACKOFF_S = 0.1
 _LONGEST_BACKOFF_S = 5.0
+_ABORT_INTERVAL_S = 0.2
 _PASSING_STATUSES = frozenset({502, 503, 504})  # starting, shutting down, or a router without a worker
 
 
@@ -36,6 +38,7 @@ class EngineFinish(StrEnum):
     STOP_STRING = "stop_string"  # `Generation.matched` says which
     END_TOKEN = "end_token"  # noqa: S105  the model's end-of-sequence token, the last of token_ids
     LENGTH = "length"
+    CUT_SHORT = "cut_short"  # by `EngineClient.pause`; the tokens so far are as good as any
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +53,7 @@ class Generation:
         matched: the stop string, where one ended it.
         prompt_tokens: tokens sent.
         cached_tokens: how many of those the radix cache served.
-        weight_version: the version the engine reports (of the newest weights, if a push fell into the request).
+        weight_version: the version of the weights that sampled it; a push waits until there is no request.
     """
 
     token_ids: Int32Array
@@ -87,6 +90,9 @@ class EngineClient:
         url: http://host:port.
         request_timeout_s: deadline of one attempt.
         retry_for_s: how long an unreachable engine is waited for (it may be restarting) before a request fails.
+
+    Attributes:
+        version: oldest policy whose tokens are accepted.
     """
 
     def __init__(self, url: str, *, request_timeout_s: float = 600.0, retry_for_s: float = 60.0) -> None:
@@ -94,6 +100,11 @@ class EngineClient:
         self._timeout = aiohttp.ClientTimeout(total=request_timeout_s)
         self._retry_for_s = retry_for_s
         self._session: aiohttp.ClientSession | None = None
+        self.version = 0
+        self._open = asyncio.Event()
+        self._open.set()
+        self._in_flight = 0
+        self._idle = asyncio.Event()
 
     async def __aenter__(self) -> Self:
         # No limit on connections: the engine queues better than a client could.
@@ -105,6 +116,29 @@ class EngineClient:
             await self._session.close()
             self._session = None
 
+    async def pause(self) -> None:
+        """Hold requests back from now on, cut those short that run, and return when there are none.
+
+        Raises:
+            EngineUnavailableError: the engine does not end them.
+        """
+        self._open.clear()
+        give_up = asyncio.get_running_loop().time() + self._retry_for_s
+        while self._in_flight:
+            self._idle.clear()
+            # Again and again: a request may have been on its way when the last one was said.
+            with contextlib.suppress(aiohttp.ClientError, TimeoutError):
+                await self._post_abort()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._idle.wait(), _ABORT_INTERVAL_S)
+            if self._in_flight and asyncio.get_running_loop().time() > give_up:
+                raise EngineUnavailableError(f"the engine at {self.url} does not end {self._in_flight} requests")
+
+    def resume(self, version: int) -> None:
+        """Let requests pass again; answers come from policy `version` or a later one."""
+        self.version = version
+        self._open.set()
+
     async def generate(
         self,
         input_ids: Sequence[int] | Int32Array,
@@ -114,6 +148,8 @@ class EngineClient:
         stop: Sequence[str] = (),
     ) -> Generation:
         """Sample up to `max_new_tokens` tokens after `input_ids`, ending early behind any of the `stop` strings.
+
+        The answer may be shorter for a `pause`; then `finish` says so, and whoever asks again waits for `resume`.
 
         Raises:
             EngineUnavailableError: no answer after all repetitions.
@@ -125,7 +161,12 @@ class EngineClient:
         answer = await self._request(
             {"input_ids": _plain(input_ids), "sampling_params": parameters, "return_logprob": True}
         )
-        return _generation(answer)
+        generation = _generation(answer)
+        if generation.weight_version < self.version:
+            raise EngineRefusedError(
+                f"the engine serves policy {generation.weight_version}, not {self.version}: a push is missing"
+            )
+        return generation
 
     async def prefill(self, input_ids: Sequence[int] | Int32Array) -> tuple[int, int]:
         """Put a prefix into the radix cache, sampling nothing; returns (prompt tokens, of which were cached).
@@ -159,6 +200,9 @@ class EngineClient:
         give_up = loop.time() + self._retry_for_s
         backoff_s = _FIRST_BACKOFF_S
         while True:
+            if not self._open.is_set():
+                await self._open.wait()
+                give_up = loop.time() + self._retry_for_s
             try:
                 return await self._attempt(self._session, body)
             except (aiohttp.ClientError, TimeoutError, _PassingError) as error:
@@ -168,7 +212,22 @@ class EngineClient:
             await asyncio.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, _LONGEST_BACKOFF_S)
 
+    async def _post_abort(self) -> None:
+        if self._session is None:
+            raise RuntimeError("EngineClient is used outside `async with`")
+        async with self._session.post(f"{self.url}/abort_request", json={"abort_all": True}) as response:
+            await response.read()
+
     async def _attempt(self, session: aiohttp.ClientSession, body: Mapping[str, Any]) -> dict[str, Any]:
+        self._in_flight += 1
+        try:
+            return await self._exchange(session, body)
+        finally:
+            self._in_flight -= 1
+            if not self._in_flight:
+                self._idle.set()
+
+    async def _exchange(self, session: aiohttp.ClientSession, body: Mapping[str, Any]) -> dict[str, Any]:
         async with session.post(f"{self.url}/generate", json=body) as response:
             if response.status in _PASSING_STATUSES:
                 raise _PassingError(f"HTTP {response.status}")
@@ -176,7 +235,7 @@ class EngineClient:
                 raise EngineRefusedError(f"HTTP {response.status} from the engine: {(await response.text())[:500]}")
             answer: dict[str, Any] = await response.json()
         finish = answer["meta_info"]["finish_reason"]
-        if finish["type"] == "abort":
+        if finish["type"] == "abort" and (self._open.is_set() or not answer["output_ids"]):
             raise _PassingError(f"the engine aborted the request: {finish.get('message', '')}")
         return answer
 
@@ -204,6 +263,8 @@ def _generation(answer: Mapping[str, Any]) -> Generation:
     matched = reason.get("matched")
     if reason["type"] == "length":
         finish = EngineFinish.LENGTH
+    elif reason["type"] == "abort":
+        finish = EngineFinish.CUT_SHORT
     else:
         finish = EngineFinish.STOP_STRING if isinstance(matched, str) else EngineFinish.END_TOKEN
     version = str(meta.get("weight_version", ""))

@@ -14,13 +14,14 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Protocol
 
 import numpy as np
 
 from arpo_megatron.rollout import protocol
 from arpo_megatron.rollout.accounting import GrowCounts
-from arpo_megatron.rollout.client import EngineClient, EngineFinish, EngineRefusedError, Generation, Sampling
+from arpo_megatron.rollout.client import EngineClient, EngineFinish, Generation, Sampling
 from arpo_megatron.rollout.policies import BranchPolicy, ForkPoint, PathKey
 from arpo_megatron.tree import BranchRecord, Finish, Float32Array, Int32Array, Role, RolloutTree, ToolRecord
 from tools_sandbox.client import AsyncSandboxClient
@@ -60,7 +61,6 @@ class GrowContext:
     sampling: Sampling
     limits: GrowLimits
     step: int
-    version: int
     on_tokens: Callable[[int], None]
 
 
@@ -103,6 +103,25 @@ class _Place:
     above: _Node | None = None
     start_entropies: Float32Array | None = None
     calls: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Sampled:
+    """A MODEL segment that has ended.
+
+    Attributes:
+        node: its last piece; there are several only where weight pushes fell into it.
+        prefix: int32[n], all tokens up to its end.
+        start_entropies: those of the trajectory's first MODEL segment.
+        calls: tool calls made before.
+        call: the one that ended it; None where the trajectory ends.
+    """
+
+    node: _Node
+    prefix: Int32Array
+    start_entropies: Float32Array
+    calls: int
+    call: protocol.ToolCall | None
 
 
 class TreeGrower:
@@ -157,44 +176,44 @@ class TreeGrower:
         """Alternate between model and tool until the trajectory ends."""
         next_place: _Place | None = place
         while next_place is not None:
-            call = await self._sample_segment(next_place)
-            next_place = await self._answer(next_place, call) if call is not None else None
+            segment = await self._sample_segment(next_place)
+            next_place = await self._answer(segment) if segment.call is not None else None
 
-    async def _sample_segment(self, place: _Place) -> protocol.ToolCall | None:
-        """Fill the segment at `place`. Returns the tool call to be made, None where the trajectory ends."""
+    async def _sample_segment(self, place: _Place) -> "_Sampled":
+        """Fill the segment at `place`, asking the policy for forks behind its first tokens where it is measured."""
         room = self._longest - len(place.prefix)
         measured = self._context.policy.measured_tokens if place.above is not None and self._budget > 0 else 0
-        parts = [await self._generate(place.prefix, min(room, measured) if measured else room)]
-        matched = parts[0].matched
+        parts: list[Generation] = []
+        matched = await self._extend(place, parts, min(room, measured) if measured else room)
         if measured:
-            matched = await self._finish_tag(place, parts, room)
-            self._decide(place, parts[0].entropies)
-            left = room - sum(len(part.token_ids) for part in parts)
-            if matched is None and parts[-1].finish is EngineFinish.LENGTH and left > 0:
-                so_far = np.concatenate([place.prefix, *(part.token_ids for part in parts)])
-                parts.append(await self._generate(so_far, left))
-                matched = parts[-1].matched
-        self._fill(place.node, parts)
-        finish, call = self._outcome(place, parts[-1].finish, matched)
-        place.node.finish = finish
-        return call
+            self._decide(place, np.concatenate([part.entropies for part in parts])[:measured])
+            matched = await self._extend(place, parts, room)
+        last = self._fill(place.node, parts)
+        ids = np.concatenate([part.token_ids for part in parts])
+        last.finish, call = self._outcome(place, parts[-1].finish, matched, ids)
+        entropies = np.concatenate([part.entropies for part in parts])
+        start = entropies if place.start_entropies is None else place.start_entropies
+        return _Sampled(last, np.concatenate([place.prefix, ids]), start, place.calls, call)
 
-    async def _finish_tag(self, place: _Place, parts: list[Generation], room: int) -> str | None:
-        """Make sure that no stop string is cut in two at the end of the measured tokens; returns one that is found.
+    async def _extend(self, place: _Place, parts: list[Generation], tokens: int) -> str | None:
+        """Sample until the segment has `tokens` tokens or the model stops; returns the stop string where one ended it.
 
-        The engine looks for stop strings in the tokens of one request only. Where the tags are single tokens, or the
-        measured tokens do not end within a tag, this does nothing.
+        More than one request is needed where weight pushes cut one short. The engine looks for stop strings in the
+        tokens of one request only: behind tokens that end within a tag, they are sampled one by one until the tag is
+        whole or broken off, also beyond `tokens`. (Where the tags are single tokens that does not happen.)
         """
-        matched = parts[-1].matched
-        while matched is None and parts[-1].finish is EngineFinish.LENGTH:
-            ids = np.concatenate([part.token_ids for part in parts])
-            text = self._context.codec.decode(ids.tolist())
-            matched = protocol.find_stop(text) if len(parts) > 1 else None
-            if matched is not None or not protocol.ends_inside_stop(text) or len(ids) >= room:
-                break
-            parts.append(await self._generate(np.concatenate([place.prefix, ids]), 1))
-            matched = parts[-1].matched
-        return matched
+        room = self._longest - len(place.prefix)
+        while True:
+            if parts and (parts[-1].matched is not None or parts[-1].finish is EngineFinish.END_TOKEN):
+                return parts[-1].matched
+            ids = np.concatenate([place.prefix[:0], *(part.token_ids for part in parts)])
+            text = self._context.codec.decode(ids.tolist()) if parts else ""
+            if len(parts) > 1 and (matched := protocol.find_stop(text)) is not None:
+                return matched
+            wanted = 1 if protocol.ends_inside_stop(text) else tokens - len(ids)
+            if wanted <= 0 or len(ids) >= room:
+                return None
+            parts.append(await self._generate(np.concatenate([place.prefix, ids]), wanted))
 
     def _decide(self, place: _Place, entropies: Float32Array) -> None:
         """Ask the policy, and start the siblings it wants from the tool result."""
@@ -217,37 +236,40 @@ class TreeGrower:
         for _ in range(decision.siblings):
             self._start(_Place(above.child(Role.MODEL), place.prefix, None, place.start_entropies, place.calls))
 
-    def _fill(self, node: _Node, parts: Sequence[Generation]) -> None:
-        node.token_ids = np.concatenate([part.token_ids for part in parts])
-        node.logprobs = np.concatenate([part.logprobs for part in parts])
-        node.entropies = np.concatenate([part.entropies for part in parts])
-        served = min(part.weight_version for part in parts)
-        if served < self._context.version:
-            raise EngineRefusedError(
-                f"the engine serves policy {served}, not {self._context.version}: a push is missing"
-            )
-        node.policy_version = max(part.weight_version for part in parts)
+    def _fill(self, node: _Node, parts: Sequence[Generation]) -> _Node:
+        """Write what was sampled to `node`, and below it what later policies added; returns the last segment."""
+        for version, group in groupby(parts, key=lambda part: part.weight_version):
+            same = list(group)
+            if len(node.token_ids):
+                node = node.child(Role.MODEL)
+            node.token_ids = np.concatenate([part.token_ids for part in same])
+            node.logprobs = np.concatenate([part.logprobs for part in same])
+            node.entropies = np.concatenate([part.entropies for part in same])
+            node.policy_version = version
+        return node
 
     def _outcome(
-        self, place: _Place, finish: EngineFinish, matched: str | None
+        self, place: _Place, finish: EngineFinish, matched: str | None, ids: Int32Array
     ) -> tuple[Finish, protocol.ToolCall | None]:
         """What the end of a generation means for the trajectory."""
         if matched is None:
             return (Finish.END if finish is EngineFinish.END_TOKEN else Finish.LENGTH), None
-        call = protocol.parse_call(self._context.codec.decode(place.node.token_ids.tolist()), matched)
+        call = protocol.parse_call(self._context.codec.decode(ids.tolist()), matched)
         if isinstance(call, protocol.Malformed):
             return Finish.MALFORMED, None
         if place.calls >= self._context.limits.max_tool_calls:
             return Finish.CALL_LIMIT, None
         return Finish.TOOL_CALL, call
 
-    async def _answer(self, place: _Place, call: protocol.ToolCall) -> _Place | None:
+    async def _answer(self, segment: "_Sampled") -> _Place | None:
         """Have a call answered and add the TOOL segment; returns where the path goes on.
 
         An answer that leaves no room for another model token is not added: the trajectory ends with the call, by
         length.
         """
-        node, limits = place.node, self._context.limits
+        node, call, limits = segment.node, segment.call, self._context.limits
+        if call is None:
+            raise AssertionError("there is no call to answer")
         started = time.monotonic()
         answer = await self._context.sandbox.call(
             call.tool,
@@ -258,19 +280,19 @@ class TreeGrower:
         self.counts.calls_executed += 1
         self.counts.calls_cached += answer.cached
         codec = self._context.codec
-        ids = protocol.result_tokens(
+        result = protocol.result_tokens(
             answer.text, encode=codec.encode, decode=codec.decode, max_tokens=limits.max_tool_tokens
         )
-        prefix = np.concatenate([place.prefix, node.token_ids, np.array(ids, dtype=np.int32)])
+        ids = np.array(result, dtype=np.int32)
+        prefix = np.concatenate([segment.prefix, ids])
         if len(prefix) >= self._longest:
             node.finish = Finish.LENGTH
             return None
-        tool = node.child(Role.TOOL)
-        tool.token_ids = np.array(ids, dtype=np.int32)
         seconds = time.monotonic() - started
-        tool.tool = ToolRecord(call.tool, dict(call.arguments), str(answer.status), seconds, answer.cached)
-        start = node.entropies if place.start_entropies is None else place.start_entropies
-        return _Place(tool.child(Role.MODEL), prefix, tool, start, place.calls + 1)
+        record = ToolRecord(call.tool, dict(call.arguments), str(answer.status), seconds, answer.cached)
+        tool = node.child(Role.TOOL)
+        tool.token_ids, tool.tool = ids, record
+        return _Place(tool.child(Role.MODEL), prefix, tool, segment.start_entropies, segment.calls + 1)
 
     async def _generate(self, prefix: Int32Array, max_new_tokens: int) -> Generation:
         part = await self._context.engine.generate(

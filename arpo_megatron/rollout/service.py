@@ -6,6 +6,7 @@ multiprocessing's `Connection`. (multiprocessing's own `spawn` would import the 
 Megatron with it, into that process.)
 """
 
+import itertools
 import os
 import socket
 import subprocess
@@ -119,13 +120,47 @@ class ServiceSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class GrowRequest:
-    """One call of `RolloutHandle.grow` on its way to the process."""
+class StartTrees:
+    """Begin to grow a tree for each task.
 
+    Attributes:
+        group: trees that are collected together.
+        tasks: ids may repeat only if equal trees' draws are wanted.
+        step: keys the branching draws.
+        version: of the weights that the engine holds now, at least.
+        settings: how to grow.
+    """
+
+    group: str
     tasks: tuple[Task, ...]
     step: int
     version: int
     settings: GrowSettings
+
+
+@dataclass(frozen=True, slots=True)
+class CollectTrees:
+    """Wait for `count` finished trees of a group (None: for all of it), and for all that began before a version.
+
+    Those that began with the oldest version come first, and in the order of their start. More than `count` come only
+    where more began before `finish_before`.
+    """
+
+    group: str
+    count: int | None = None
+    finish_before: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """Let no request pass to the engine and cut short those that run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """Go on with policy `version`."""
+
+    version: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +182,7 @@ class RolloutHandle:
     def __init__(self, process: "subprocess.Popen[bytes]", connection: "Connection[object, object]") -> None:
         self.process = process
         self._connection = connection
+        self._calls = itertools.count()
 
     @classmethod
     def start(cls, settings: ServiceSettings, *, log_path: Path | None = None) -> Self:
@@ -196,22 +232,37 @@ class RolloutHandle:
         """Grow one tree for each task, all at once; blocks until the last one is finished or has failed.
 
         Args:
-            tasks: ids may repeat only if equal trees' draws are wanted.
+            tasks: see `StartTrees`, as for the next two.
             step: keys the branching draws.
-            version: version of the weights the engine holds; recorded on every MODEL segment.
+            version: of the weights the engine holds, at least.
             settings: how to grow.
             progress: called now and then from this thread.
 
         Raises:
             RolloutError: the process broke down. A tree that cannot be finished is no error: see `GrowReport.failed`.
         """
-        self._send(GrowRequest(tuple(tasks), step, version, settings))
-        while True:
-            answer = self._receive()
-            if isinstance(answer, GrowReport):
-                return answer
-            if isinstance(answer, GrowProgress) and progress is not None:
-                progress(answer)
+        group = f"call {next(self._calls)}"
+        self.start_trees(StartTrees(group, tuple(tasks), step, version, settings))
+        return self.collect(CollectTrees(group), progress)
+
+    def start_trees(self, request: StartTrees) -> None:
+        """Begin to grow; returns at once. The trees go on growing whatever else is called. Raises RolloutError."""
+        self._call(request)
+
+    def collect(self, request: CollectTrees, progress: Callable[[GrowProgress], None] | None = None) -> GrowReport:
+        """Wait for finished trees. Raises RolloutError as `grow` does."""
+        report = self._call(request, progress)
+        if not isinstance(report, GrowReport):
+            raise AssertionError(f"a collection was answered with {report!r}")
+        return report
+
+    def pause(self) -> None:
+        """Stop all trees where they are; the engine is idle when this returns. Raises RolloutError."""
+        self._call(Pause())
+
+    def resume(self, version: int) -> None:
+        """Let the trees go on with policy `version`. Raises RolloutError."""
+        self._call(Resume(version))
 
     def close(self) -> None:
         """End the process, within 5 seconds; a second call changes nothing."""
@@ -227,6 +278,14 @@ class RolloutHandle:
 
     def __exit__(self, *_exception: object) -> None:
         self.close()
+
+    def _call(self, request: object, progress: Callable[[GrowProgress], None] | None = None) -> object:
+        """Send a request and wait for its answer."""
+        self._send(request)
+        while isinstance(answer := self._receive(), GrowProgress):
+            if progress is not None:
+                progress(answer)
+        return answer
 
     def _send(self, message: object) -> None:
         try:

@@ -21,7 +21,15 @@ from arpo_megatron.config import AlgorithmConfig, EngineConfig, JobConfig, Model
 from arpo_megatron.errors import UserError
 from arpo_megatron.rollout.client import EngineClient, EngineFinish, EngineRefusedError, Generation, Sampling
 from arpo_megatron.rollout.server import EngineHandle, EngineStartError, launch_engine
-from arpo_megatron.rollout.service import GrowProgress, GrowSettings, RolloutError, RolloutHandle, ServiceSettings
+from arpo_megatron.rollout.service import (
+    CollectTrees,
+    GrowProgress,
+    GrowSettings,
+    RolloutError,
+    RolloutHandle,
+    ServiceSettings,
+    StartTrees,
+)
 from arpo_megatron.tasks.base import Task
 from arpo_megatron.tree import Finish, Role, RolloutTree
 
@@ -217,6 +225,65 @@ def check_tree(tree: RolloutTree, reference: Callable[[list[int]], torch.Tensor]
     scores = reference(ids.tolist()).log_softmax(-1)[:-1].gather(-1, ids[1:, None])[:, 0].numpy()
     sampled = trajectory.loss_mask[1:] == 1
     np.testing.assert_allclose(trajectory.logprobs[1:][sampled], scores[sampled], atol=1e-4)
+
+
+def set_version(engine: EngineHandle, version: int) -> None:
+    """What the last bucket of a push does besides loading weights. Needs an idle engine."""
+    flush_cache(engine)
+    body = json.dumps({"new_version": str(version), "abort_all_requests": False}).encode()
+    headers = {"Content-Type": "application/json"}
+    urllib.request.urlopen(urllib.request.Request(f"{engine.url}/update_weight_version", body, headers)).read()
+
+
+def test_trees_survive_a_push_wherever_it_meets_them(engine: EngineHandle, rollouts: RolloutHandle) -> None:
+    """Greedy trees that are paused again and again are those that are not, but for the versions of their pieces."""
+    settings = GrowSettings.evaluation(job(), temperature=0.0)
+    rng = np.random.default_rng(0)
+    prompts = ["".join(rng.choice(list("0123456789+*- \n"), 40)) for _ in range(200)]
+    asked = [Task(f"task-{number}", (), "1", "math", prompt) for number, prompt in enumerate(prompts)]
+    drawn = rollouts.grow(asked, step=1, version=0, settings=settings).trees
+    whole = [tree for tree in drawn if tree.unique_tokens > 120][:16]
+    assert len(whole) == 16, "too few long answers"
+    chosen = tuple(asked[int(tree.task_id.removeprefix("task-"))] for tree in whole)
+    rollouts.start_trees(StartTrees("training", chosen, step=1, version=0, settings=settings))
+    last = 0
+    try:
+        for last in range(1, 6):
+            time.sleep(0.15)
+            rollouts.pause()
+            set_version(engine, last)  # fails where a request lives
+            rollouts.resume(last)
+        report = rollouts.collect(CollectTrees("training"))
+    finally:
+        set_version(engine, 0)
+        rollouts.resume(0)
+    assert report.failed == []
+    assert [trajectories(tree) for tree in report.trees] == [trajectories(tree) for tree in whole]
+    versions = {segment.policy_version for tree in report.trees for segment in tree.segments}
+    assert len(versions) > 2, "no push met a tree"
+    continued = [
+        (tree.segments[segment.parent], segment)
+        for tree in report.trees
+        for segment in tree.segments
+        if segment.role is Role.MODEL and tree.segments[segment.parent].role is Role.MODEL
+    ]
+    assert continued, "no push met a generation"
+    assert all(old.policy_version < new.policy_version and old.finish is None for old, new in continued)
+
+
+def trajectories(tree: RolloutTree) -> list[list[int]]:
+    return [tree.path_tokens(leaf).tolist() for leaf in tree.leaves()]
+
+
+def test_finished_trees_are_given_away_before_the_others_oldest_first(rollouts: RolloutHandle) -> None:
+    settings = GrowSettings.training(job())
+    rollouts.start_trees(StartTrees("training", tuple(tasks(8)), step=0, version=0, settings=settings))
+    first = rollouts.collect(CollectTrees("training", count=3))
+    rollouts.start_trees(StartTrees("training", tuple(tasks(10)[8:]), step=1, version=0, settings=settings))
+    rest = rollouts.collect(CollectTrees("training"))
+    assert len(first.trees) == 3
+    assert first.stats.trees == 3
+    assert sorted(tree.task_id for tree in [*first.trees, *rest.trees]) == [task.id for task in tasks(10)]
 
 
 def test_independent_trajectories_are_grown_for_evaluation(engine: EngineHandle, rollouts: RolloutHandle) -> None:

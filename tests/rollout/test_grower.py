@@ -59,7 +59,7 @@ def grow(
             EngineClient(engine_url, retry_for_s=retry_for_s) as engine,
             AsyncSandboxClient(sandbox_url) as sandbox,
         ):
-            context = GrowContext(engine, sandbox, CODEC, policy, Sampling(), limits, 3, 7, lambda _tokens: None)
+            context = GrowContext(engine, sandbox, CODEC, policy, Sampling(), limits, 3, lambda _tokens: None)
             grower = TreeGrower("task-1", np.array(CODEC.encode(PROMPT), np.int32), context)
             return await grower.grow(), grower
 

@@ -1,0 +1,198 @@
+"""The trees that are growing: started at any time, collected when they are finished, kept across weight pushes.
+
+One pool lives as long as the rollout process. A tree belongs to a group (training, evaluation) and remembers the policy
+version at its start. While the pool is paused no request is in flight, and generations that were cut short wait to go
+on with the next policy; tool calls go on meanwhile.
+"""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from arpo_megatron.rollout.accounting import GrowCounts, common_prefix_length, grow_stats
+from arpo_megatron.rollout.client import EngineClient, EngineRefusedError, EngineUnavailableError, Sampling
+from arpo_megatron.rollout.grower import GrowContext, PromptTooLongError, TextCodec, TreeGrower
+from arpo_megatron.rollout.policies import BranchPolicy
+from arpo_megatron.rollout.service import CollectTrees, GrowProgress, GrowReport, StartTrees
+from arpo_megatron.tree import Int32Array, RolloutTree
+from tools_sandbox.client import AsyncSandboxClient, SandboxError
+
+TREE_FAILURES = (EngineUnavailableError, EngineRefusedError, SandboxError, PromptTooLongError)
+"""What makes a tree a failed one. Anything else is a defect and ends the call with its traceback."""
+_PROGRESS_INTERVAL_S = 0.25
+
+
+@dataclass(slots=True)
+class _Growing:
+    """A tree under way, and what became of it: None while it grows."""
+
+    task_id: str
+    version: int
+    grower: TreeGrower
+    result: RolloutTree | Exception | None = None
+
+
+@dataclass(slots=True)
+class _Group:
+    """Trees that are collected together, in the order of their start.
+
+    Attributes:
+        trees: not collected yet.
+        unfinished: how many of them still grow, by the version at their start.
+        policy: of the newest.
+        prefills: cost of what was prefilled for them together.
+        since: when the last report was made, or the first tree began.
+        defect: what went wrong in a tree that is not the outside's fault; the next `collect` raises it.
+    """
+
+    policy: BranchPolicy
+    trees: list[_Growing] = field(default_factory=list)
+    unfinished: Counter[int] = field(default_factory=Counter)
+    prefills: GrowCounts = field(default_factory=GrowCounts)
+    since: float = field(default_factory=time.monotonic)
+    defect: Exception | None = None
+
+
+class TreePool:
+    """Grows trees in the running event loop.
+
+    Args:
+        engine: where tokens come from; not shared with another pool.
+        sandbox: where tools are called.
+        codec: the tokenizer.
+        send: is called with a `GrowProgress` now and then while a `collect` waits.
+    """
+
+    def __init__(
+        self,
+        engine: EngineClient,
+        sandbox: AsyncSandboxClient,
+        codec: TextCodec,
+        send: Callable[[GrowProgress], None],
+    ) -> None:
+        self._engine = engine
+        self._sandbox = sandbox
+        self._codec = codec
+        self._send = send
+        self._groups: dict[str, _Group] = {}
+        self._jobs: set[asyncio.Task[None]] = set()
+        self._changed = asyncio.Event()
+        self._tokens = 0
+
+    def start(self, request: StartTrees, policy: BranchPolicy) -> None:
+        """Begin to grow a tree for each task; returns at once."""
+        self._engine.version = request.version
+        group = self._groups.setdefault(request.group, _Group(policy))
+        group.policy = policy
+        context = GrowContext(
+            engine=self._engine,
+            sandbox=self._sandbox,
+            codec=self._codec,
+            policy=policy,
+            sampling=Sampling(request.settings.temperature, request.settings.top_p),
+            limits=request.settings.limits,
+            step=request.step,
+            on_tokens=self._count_tokens,
+        )
+        prompts = [np.array(self._codec.encode(task.prompt_text), dtype=np.int32) for task in request.tasks]
+        common = asyncio.create_task(self._prefill_common(prompts, group))
+        for task, prompt in zip(request.tasks, prompts, strict=True):
+            grower = TreeGrower(task.id, prompt, context)
+            tree = _Growing(task.id, request.version, grower)
+            group.trees.append(tree)
+            group.unfinished[tree.version] += 1
+            job = asyncio.create_task(self._grow(tree, group, common))
+            self._jobs.add(job)
+            job.add_done_callback(self._jobs.discard)
+
+    async def collect(self, request: CollectTrees) -> GrowReport:
+        """Wait for trees of a group, and give them away: the oldest finished ones.
+
+        See `CollectTrees` for how many. A defect in any tree of the group is raised.
+        """
+        group = self._groups.get(request.group)
+        if group is None:
+            raise ValueError(f"no trees were started in group {request.group!r}")
+        count = len(group.trees) if request.count is None else min(request.count, len(group.trees))
+        sent_at = 0.0
+        while True:
+            if group.defect is not None:
+                raise group.defect
+            growing = group.unfinished.total()
+            if time.monotonic() - sent_at >= _PROGRESS_INTERVAL_S:
+                sent_at = time.monotonic()
+                self._send(GrowProgress(min(count, len(group.trees) - growing), count, self._tokens))
+            if len(group.trees) - growing >= count and not self._overdue(group, request.finish_before):
+                break
+            self._changed.clear()
+            await self._changed.wait()
+        return self._report(group, count, request.finish_before)
+
+    async def pause(self) -> None:
+        """Let no request pass, cut those short that run, and return when the engine is idle."""
+        await self._engine.pause()
+
+    def resume(self, version: int) -> None:
+        """Go on with policy `version`."""
+        self._engine.resume(version)
+
+    async def close(self) -> None:
+        """Give up all trees."""
+        for job in self._jobs:
+            job.cancel()
+        await asyncio.gather(*self._jobs, return_exceptions=True)
+
+    @staticmethod
+    def _overdue(group: _Group, finish_before: int | None) -> bool:
+        return finish_before is not None and any(
+            count and version < finish_before for version, count in group.unfinished.items()
+        )
+
+    def _report(self, group: _Group, count: int, finish_before: int | None) -> GrowReport:
+        finished = sorted((tree for tree in group.trees if tree.result is not None), key=lambda tree: tree.version)
+        due = 0 if finish_before is None else sum(tree.version < finish_before for tree in finished)
+        given = finished[: max(count, due)]
+        taken = set(map(id, given))
+        group.trees = [tree for tree in group.trees if id(tree) not in taken]
+        counts, group.prefills = group.prefills, GrowCounts()
+        for tree in given:
+            counts.add(tree.grower.counts)
+        trees = [tree.result for tree in given if isinstance(tree.result, RolloutTree)]
+        failed = [
+            (tree.task_id, f"{type(tree.result).__name__}: {tree.result}")
+            for tree in given
+            if isinstance(tree.result, Exception)
+        ]
+        now = time.monotonic()
+        stats = grow_stats(trees, counts, group.policy, failed=len(failed), seconds=now - group.since)
+        group.since = now
+        self._send(GrowProgress(count, count, self._tokens))
+        self._tokens = 0
+        return GrowReport(trees, failed, stats)
+
+    async def _grow(self, tree: _Growing, group: _Group, common: "asyncio.Task[None]") -> None:
+        try:
+            await asyncio.shield(common)
+            tree.result = await tree.grower.grow()
+        except TREE_FAILURES as error:
+            tree.result = error
+        except Exception as defect:
+            group.defect = defect
+        finally:
+            group.unfinished[tree.version] -= 1
+            self._changed.set()
+
+    async def _prefill_common(self, prompts: Sequence[Int32Array], group: _Group) -> None:
+        """Put what all prompts begin with (a system prompt) into the engine's cache, before they all compute it."""
+        shared = common_prefix_length(prompts)
+        if shared:
+            prompt_tokens, cached_tokens = await self._engine.prefill(prompts[0][:shared])
+            group.prefills.add(GrowCounts(requests=1, prompt_tokens=prompt_tokens, cached_tokens=cached_tokens))
+
+    def _count_tokens(self, tokens: int) -> None:
+        self._tokens += tokens
+        self._changed.set()  # a `collect` may want to tell
