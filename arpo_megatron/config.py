@@ -168,6 +168,8 @@ class AlgorithmConfig:
     """Weight of the bonus for entropy."""
     minibatches: Positive = 1
     """Optimizer updates a step; the tasks of a step are divided among them."""
+    drop_groups_without_signal: bool = False
+    """Replace trees whose trajectories all earned the same (DAPO's dynamic sampling, arXiv 2503.14476)."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -201,6 +203,19 @@ class RolloutConfig:
     """A longer tool result is cut to this many tokens."""
     tool_timeout_s: PositiveFloat = 30.0
     """Deadline of a tool call in seconds; the model reads that it timed out."""
+    max_staleness: NonNegative = 0
+    """0: a step trains the trees that it began. n: twice a step's trees are under way, also while the trainer trains,
+    and a tree is trained at most n versions of the policy after the one that began it."""
+    across_push: Literal["keep", "drain"] = "keep"
+    """What a weight push does to trees under way: they go on with the new weights from where they were, or are finished
+    first."""
+    stale: Literal["correct", "refuse"] = "correct"
+    """What becomes of trees that older weights have sampled in part: corrected by `algorithm.trajectory_weight_limit`,
+    or left out and replaced."""
+    oversampling: NonNegativeFloat = 0.0
+    """Share of trees begun beyond a step's need; the last to finish are given up. Favours short trajectories."""
+    max_refills: NonNegative = 8
+    """Rounds of new tasks in a step for those that failed or were left out, before it goes on with fewer."""
 
 
 @dataclass(frozen=True, config=_STRICT)

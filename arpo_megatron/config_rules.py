@@ -44,12 +44,26 @@ def check_job(config: "JobConfig") -> None:
     if config.model.path is None:
         _check_made_model(config.model, config.parallel)
     _check_data(config)
+    _check_staleness(config)
     _check_sft(config)
     if config.evaluation.tasks > config.data.held_out:
         raise ValueError(f"evaluation.tasks={config.evaluation.tasks} exceeds data.held_out={config.data.held_out}")
     pool = config.engine.max_total_tokens
     if pool is not None and pool < config.model.max_length:
         raise ValueError(f"engine.max_total_tokens={pool} cannot hold one model.max_length={config.model.max_length}")
+
+
+def _check_staleness(config: "JobConfig") -> None:
+    rollout = config.rollout
+    if not rollout.max_staleness:
+        return
+    if rollout.stale == "correct" and config.algorithm.trajectory_weight_limit is None:
+        raise ValueError(
+            f"rollout.max_staleness={rollout.max_staleness} trains what older weights sampled: correct for it with "
+            "algorithm.trajectory_weight_limit=2, or leave it out with rollout.stale=refuse"
+        )
+    if rollout.oversampling:
+        raise ValueError("rollout.oversampling needs rollout.max_staleness=0: trees that go on need not be given up")
 
 
 def _check_sft(config: "JobConfig") -> None:

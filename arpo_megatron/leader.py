@@ -1,5 +1,6 @@
 """Rank 0's part of a step: growing, scoring, pushing, counting. No other rank talks to the outside."""
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,14 +12,17 @@ from torch import Tensor
 from arpo_megatron.actor.packing import TreePack, pack_trees
 from arpo_megatron.algorithms.credit import supervised_credit
 from arpo_megatron.config import JobConfig
+from arpo_megatron.harvest import Harvest, show_progress, staleness
 from arpo_megatron.launch import Services, start_rollouts
 from arpo_megatron.machine import placement
 from arpo_megatron.monitor.events import EventLog
 from arpo_megatron.rewards import make_reward
-from arpo_megatron.rewards.base import Reward, Score, score_tree
-from arpo_megatron.rollout.service import GrowProgress, GrowReport, GrowSettings, RolloutHandle
+from arpo_megatron.rewards.base import Reward, score_tree
+from arpo_megatron.rollout.accounting import GrowStats
+from arpo_megatron.rollout.service import GrowProgress, GrowSettings, RolloutHandle
 from arpo_megatron.run_directory import RunDirectory
 from arpo_megatron.tasks.base import Task
+from arpo_megatron.tasks.sampler import TaskSampler
 from arpo_megatron.tree import Float32Array, Role, RolloutTree
 from arpo_megatron.tree_files import ScoredTree
 from arpo_megatron.weights.push import WeightPusher, probe_gap
@@ -39,10 +43,13 @@ class Leader:
     rollouts: RolloutHandle
     reward: Reward
     pusher: WeightPusher
+    sampler: TaskSampler
     events: EventLog
     probe: list[int]
-    report: GrowReport | None = None
-    scores: list[list[Score]] = field(default_factory=list)
+    harvest: Harvest = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.harvest = Harvest(self.config, self.rollouts, self.score, self.sampler, self.events)
 
     @classmethod
     def start(
@@ -52,6 +59,7 @@ class Leader:
         model: Path,
         tokenizer: "PreTrainedTokenizerFast",
         services: Services,
+        sampler: TaskSampler,
         events: EventLog,
     ) -> Self:
         """Start the rollout service (with the tokenizer of `model`) and join the weight group with the engine."""
@@ -62,6 +70,7 @@ class Leader:
             reward=make_reward(config.reward),
             # NCCL refuses two ranks on one GPU.
             pusher=WeightPusher(services.engine_url, backend="gloo" if placement(config).shared else None),
+            sampler=sampler,
             events=events,
             probe=tokenizer.encode(PROBE_TEXT, add_special_tokens=False),
         )
@@ -71,35 +80,19 @@ class Leader:
         self.rollouts.close()
         self.pusher.close()
 
-    def grow(self, tasks: Sequence[Task], step: int) -> list[RolloutTree]:
-        """Grow one tree for each task with the policy of `step`; trees that cannot be finished are reported.
-
-        Raises:
-            RuntimeError: not one tree was finished.
-        """
-        settings = GrowSettings.training(self.config)
-        self.report = self.rollouts.grow(
-            tasks, step=step, version=step, settings=settings, progress=self._show_progress
-        )
-        for task_id, reason in self.report.failed:
-            self.events.emit("note", text=f"the tree of {task_id} was dropped: {reason}")
-        if not self.report.trees:
-            raise RuntimeError(f"no tree of step {step + 1} was finished; the first failure: {self.report.failed[0]}")
-        return list(self.report.trees)
-
     def score(self, trees: Sequence[RolloutTree], tasks: Sequence[Task]) -> list[ScoredTree]:
-        """Rewards for every leaf."""
-        by_id = {task.id: task for task in tasks}
-        self.scores = [score_tree(self.reward, tree, by_id[tree.task_id], self._decode) for tree in trees]
-        return [
-            ScoredTree(
-                task=by_id[tree.task_id],
-                tree=tree,
-                rewards=np.array([score.reward for score in scores]),
-                accuracies=np.array([score.accuracy for score in scores]),
-            )
-            for tree, scores in zip(trees, self.scores, strict=True)
-        ]
+        """Rewards for every leaf of the trees of these tasks."""
+        return [self._scored(tree, task) for tree, task in zip(trees, tasks, strict=True)]
+
+    def _scored(self, tree: RolloutTree, task: Task) -> ScoredTree:
+        scores = score_tree(self.reward, tree, task, self._decode)
+        return ScoredTree(
+            task=task,
+            tree=tree,
+            rewards=np.array([score.reward for score in scores]),
+            accuracies=np.array([score.accuracy for score in scores]),
+            format_ok=np.array([score.format_ok for score in scores]),
+        )
 
     def evaluate(self, tasks: Sequence[Task], step: int) -> float:
         """Share of tasks solved by one trajectory each, in [0, 1]; what could not be finished counts as wrong."""
@@ -107,7 +100,8 @@ class Leader:
         report = self.rollouts.grow(tasks, step=step, version=step, settings=settings, progress=self._show_progress)
         for task_id, reason in report.failed:
             self.events.emit("note", text=f"{task_id} could not be evaluated and counts as wrong: {reason}")
-        scored = self.score(report.trees, tasks)
+        by_id = {task.id: task for task in tasks}
+        scored = self.score(report.trees, [by_id[tree.task_id] for tree in report.trees])
         threshold = self.config.reward.success_threshold
         return sum(bool(item.accuracies[0] > threshold) for item in scored) / max(1, len(tasks))
 
@@ -118,59 +112,76 @@ class Leader:
         return pack_trees([tree], supervised_credit([tree]), token_budget=len(self.probe))[0]
 
     def push(self, tensors: Iterable[tuple[str, Tensor]], version: int, probe_logprobs: Float32Array) -> float:
-        """Broadcast the weights to the engine; returns its largest difference to `probe_logprobs` in nats."""
+        """Broadcast the weights to the engine, between whose requests there is none meanwhile.
+
+        Returns its largest difference to `probe_logprobs` in nats.
+        """
+        self.harvest.before_push()
         self.pusher.push(tensors, version)
-        return max(probe_gap(probe_logprobs, engine) for engine in self.pusher.score(self.probe))
+        gap = max(probe_gap(probe_logprobs, engine) for engine in self.pusher.score(self.probe))
+        self.harvest.after_push(version)
+        return gap
 
     def count(self, totals: dict[str, float]) -> None:
-        """Add the counters of the last `grow` to `totals`."""
+        """Add the counters of the last step to `totals`."""
         for name, value in self.counters().items():
             totals[name] = totals.get(name, 0) + value
 
     def counters(self) -> dict[str, float]:
-        """Counters of the last `grow` that add up over steps."""
-        if self.report is None:
-            return {}
-        stats = self.report.stats
+        """Counters of the last step that add up over steps."""
         return {
-            "forks": stats.forks,
-            "trees": stats.trees,
-            "trees_dropped": stats.failed,
-            "trajectories": stats.trajectories,
-            "tool_calls_executed": stats.counts.calls_executed,
-            "tool_calls_cached": stats.counts.calls_cached,
-            "tool_calls_inherited": stats.calls_inherited,
-            "tokens_sampled": stats.counts.tokens_sampled,
-            "prompt_tokens": stats.counts.prompt_tokens,
-            "cached_tokens": stats.counts.cached_tokens,
-            "predicted_prompt_tokens": stats.predicted_prompt_tokens,
-            "predicted_cached_tokens": stats.predicted_cached_tokens,
-            "unique_tokens": stats.unique_tokens,
-            "flat_tokens": stats.flat_tokens,
+            **sum_by_name(_counted(stats) for stats in self.harvest.stats),
+            **self.harvest.metrics(),
         }
 
-    def step_metrics(self, scored: Sequence[ScoredTree]) -> dict[str, float]:
-        """What the last step earned and what it cost."""
-        if self.report is None:
-            return {}
+    def step_metrics(self, scored: Sequence[ScoredTree], version: int) -> dict[str, float]:
+        """What the trees of the last step, trained by the update of policy `version`, earned and what they cost."""
         rewards = np.concatenate([item.rewards for item in scored])
         accuracies = np.concatenate([item.accuracies for item in scored])
-        flat = [score for scores in self.scores for score in scores]
-        stats = self.report.stats
+        counted = self.counters()
+        ages = [staleness(item.tree, version) for item in scored]
         return {
             "reward": float(rewards.mean()),
             "success": float((accuracies > self.config.reward.success_threshold).mean()),
-            "format_ok": float(np.mean([score.format_ok for score in flat])),
+            "format_ok": float(np.concatenate([item.format_ok for item in scored]).mean()),
             "groups_without_signal": sum(bool(np.ptp(item.rewards) == 0) for item in scored),
-            "cached_prompt_share": stats.cached_share,
-            "predicted_cached_share": stats.predicted_cached_share,
-            "tokens_per_s": stats.counts.tokens_sampled / max(stats.seconds, 1e-9),
-            **self.counters(),
+            "staleness": float(np.mean([mean for mean, _ in ages])),
+            "staleness_max": max(most for _, most in ages),
+            "cached_prompt_share": counted["cached_tokens"] / max(1, counted["prompt_tokens"]),
+            "predicted_cached_share": counted["predicted_cached_tokens"] / max(1, counted["predicted_prompt_tokens"]),
+            "tokens_per_s": counted["tokens_sampled"] / max(1e-9, sum(stats.seconds for stats in self.harvest.stats)),
+            **counted,
         }
 
     def _decode(self, ids: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=False))
 
     def _show_progress(self, progress: GrowProgress) -> None:
-        text = f"{progress.trees_done} of {progress.trees_total} trees, {progress.tokens_sampled} tokens sampled"
-        self.events.emit("progress", text=text)
+        show_progress(self.events, progress)
+
+
+def sum_by_name(rows: Iterable[dict[str, float]]) -> dict[str, float]:
+    """Rows with the same names -> their sums."""
+    total: Counter[str] = Counter()
+    for row in rows:
+        total.update(row)
+    return dict(total)
+
+
+def _counted(stats: GrowStats) -> dict[str, float]:
+    """The counters of one collection under the names of the metrics."""
+    return {
+        "forks": stats.forks,
+        "trees": stats.trees,
+        "trajectories": stats.trajectories,
+        "tool_calls_executed": stats.counts.calls_executed,
+        "tool_calls_cached": stats.counts.calls_cached,
+        "tool_calls_inherited": stats.calls_inherited,
+        "tokens_sampled": stats.counts.tokens_sampled,
+        "prompt_tokens": stats.counts.prompt_tokens,
+        "cached_tokens": stats.counts.cached_tokens,
+        "predicted_prompt_tokens": stats.predicted_prompt_tokens,
+        "predicted_cached_tokens": stats.predicted_cached_tokens,
+        "unique_tokens": stats.unique_tokens,
+        "flat_tokens": stats.flat_tokens,
+    }

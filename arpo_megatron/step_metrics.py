@@ -8,8 +8,7 @@ from numpy.typing import NDArray
 
 from arpo_megatron.actor.balance import CostModel
 from arpo_megatron.actor.flops import work_of
-from arpo_megatron.actor.layout import TreePack
-from arpo_megatron.actor.packing import report
+from arpo_megatron.actor.packing import by_tree, report
 from arpo_megatron.actor.statistics import UpdateStats
 from arpo_megatron.config import JobConfig
 from arpo_megatron.minibatch import Minibatch
@@ -18,15 +17,21 @@ from arpo_megatron.weights.shape import ModelShape
 Logprobs = NDArray[np.float32]
 
 
-def sampling_gap(minibatches: Sequence[Sequence[TreePack]], logprobs: Sequence[Sequence[Logprobs]]) -> float:
-    """Largest |trainer - engine| log-prob over the sampled tokens of a step, in nats; inf where one is not finite."""
+def sampling_gap(minibatches: Sequence[Minibatch], logprobs: Sequence[Sequence[Logprobs]], *, version: int) -> float:
+    """Largest |trainer - engine| log-prob in nats over the tokens that the trainer's own `version` has sampled.
+
+    inf where one is not finite; 0 where there are no trees (on all ranks but the leader).
+    """
     largest = 0.0
-    for packs, outputs in zip(minibatches, logprobs, strict=True):
-        for pack, ours in zip(packs, outputs, strict=True):
-            known = ~np.isnan(pack.sampling_logprobs)
-            gaps = np.abs(ours[known] - pack.sampling_logprobs[known])
-            # A comparison with NaN is false: not finite means as far apart as can be.
-            largest = max(largest, float(gaps.max(initial=0.0)) if np.isfinite(gaps).all() else np.inf)
+    for minibatch, outputs in zip(minibatches, logprobs, strict=True):
+        for tree, ours in zip(minibatch.trees, by_tree(minibatch.packs, outputs, minibatch.trees), strict=True):
+            ends = np.cumsum([len(segment) for segment in tree.segments])
+            for segment, end in zip(tree.segments, ends, strict=True):
+                if segment.logprobs is None or segment.policy_version != version:
+                    continue
+                gaps = np.abs(ours[end - len(segment) : end] - segment.logprobs)
+                # A comparison with NaN is false: not finite means as far apart as can be.
+                largest = max(largest, float(gaps.max(initial=0.0)) if np.isfinite(gaps).all() else np.inf)
     return largest
 
 

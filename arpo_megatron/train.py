@@ -21,10 +21,7 @@ def train(run: TrainingRun) -> None:
     run.evaluate_once("before")
     while run.state.step < config.train.steps:
         with run.phase("rollout"):
-            tasks = run.sampler.next_batch(config.train.tasks_per_step)
-            trees = run.grow(tasks)
-        with run.phase("reward"):
-            scored = run.score(trees, tasks)
+            scored = run.grow()
         with run.phase("logprobs"):
             minibatches = share([Minibatch.of(part, config, run.actor.shape) for part in run.split(scored)])
             old_logprobs = [run.actor.logprobs(minibatch.packs) for minibatch in minibatches]

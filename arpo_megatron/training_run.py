@@ -32,7 +32,6 @@ from arpo_megatron.run_directory import RunDirectory, write_json
 from arpo_megatron.step_metrics import Logprobs, pack_metrics, sampling_gap, speed_metrics, update_metrics
 from arpo_megatron.tasks.base import Task
 from arpo_megatron.tasks.sampler import TaskSampler
-from arpo_megatron.tree import RolloutTree
 from arpo_megatron.tree_files import ScoredTree, step_file, write_trees
 from arpo_megatron.weights.export import export_hf, hf_tensors
 from arpo_megatron.weights.shape import ModelShape
@@ -50,6 +49,7 @@ class RunState:
     Attributes:
         step: finished steps; also the version of the policy.
         sampler: position in the task order.
+        growing: ids of the tasks whose trees were under way.
         totals: counters over all steps (forks, tool calls, tokens), by name.
         success: held-out success "before" and "after", where measured, in [0, 1].
         logprob_gap_max: largest |trainer - engine| log-prob seen, in nats.
@@ -58,6 +58,7 @@ class RunState:
 
     step: int = 0
     sampler: dict[str, Any] = field(default_factory=dict)
+    growing: list[str] = field(default_factory=list)
     totals: dict[str, float] = field(default_factory=dict)
     success: dict[str, float] = field(default_factory=dict)
     logprob_gap_max: float = 0.0
@@ -71,6 +72,7 @@ class TrainingRun:
     config: JobConfig
     directory: RunDirectory
     actor: Actor
+    tasks: Sequence[Task]
     sampler: TaskSampler
     held_out: Sequence[Task]
     checkpoints: CheckpointStore
@@ -104,15 +106,13 @@ class TrainingRun:
         self.actor.load(CheckpointStore.actor_directory(latest))
         self.state = RunState(**self.checkpoints.load_state(latest))
         self.sampler.load_state_dict(self.state.sampler)
+        if self.leader is not None:
+            self.leader.harvest.load_state_dict(self.state.growing, self.tasks)
         self.events.emit("note", text=f"resumed from {latest.name}: {self.state.step} steps are done")
 
-    def grow(self, tasks: Sequence[Task]) -> list[RolloutTree]:
-        """A finished tree for each task; those that could not be finished are missing, reported and counted."""
-        return [] if self.leader is None else self.leader.grow(tasks, self.state.step)
-
-    def score(self, trees: Sequence[RolloutTree], tasks: Sequence[Task]) -> list[ScoredTree]:
-        """The trees with a reward for every leaf."""
-        return [] if self.leader is None else self.leader.score(trees, tasks)
+    def grow(self) -> list[ScoredTree]:
+        """The step's finished trees with a reward for every leaf; on the leader, elsewhere none."""
+        return [] if self.leader is None else self.leader.harvest.step(self.state.step)
 
     def split(self, scored: Sequence[ScoredTree]) -> list[list[ScoredTree]]:
         """Divide a step's trees into minibatches as equal as can be, in order."""
@@ -196,9 +196,12 @@ class TrainingRun:
 
         The record comes first: a step whose checkpoint was not reached is done again, and its record replaced.
         """
+        version = self.state.step
         self.state.step += 1
-        self.state.sampler = self.sampler.state_dict()
-        gap = sampling_gap([minibatch.packs for minibatch in minibatches], old_logprobs)
+        if self.leader is not None:  # it alone draws tasks, and its state is the one that is saved
+            self.state.sampler = self.sampler.state_dict()
+            self.state.growing = self.leader.harvest.state_dict()
+        gap = sampling_gap(minibatches, old_logprobs, version=version)
         self.state.logprob_gap_max = max(self.state.logprob_gap_max, gap)
         seconds, self.phases = self.phases, {}
         memory = parallel.gather_objects(peak_memory_gb())
@@ -206,7 +209,7 @@ class TrainingRun:
             self.leader.count(self.state.totals)
             row = {
                 "step": self.state.step,
-                **self.leader.step_metrics(scored),
+                **self.leader.step_metrics(scored, version),
                 "logprob_gap": gap,
                 **pack_metrics(minibatches, self.actor.shape, self.config),
                 **update_metrics(updates),
@@ -269,13 +272,15 @@ def training_run(directory: RunDirectory) -> Iterator[TrainingRun]:
     actor = Actor(config, shape, start, optimizer=config.optimizer, total_updates=updates)
     events = EventLog(directory.events, enabled=leading)
     found = Services.from_environment()
-    leader = Leader.start(config, directory, start, tokenizer, found, events) if leading else None
+    sampler = TaskSampler(data.train, config.seed)
+    leader = Leader.start(config, directory, start, tokenizer, found, sampler, events) if leading else None
     window = config.monitor.profile_steps if leading or config.monitor.profile_ranks == "all" else None
     run = TrainingRun(
         config=config,
         directory=directory,
         actor=actor,
-        sampler=TaskSampler(data.train, config.seed),
+        tasks=data.train,
+        sampler=sampler,
         held_out=data.held_out,
         checkpoints=CheckpointStore(directory.checkpoints, config.train.keep_checkpoints, config.train.keep_every),
         events=events,

@@ -23,12 +23,14 @@ class ScoredTree:
         tree: its trajectories.
         rewards: float64[leaves] in the order of `tree.leaves()`.
         accuracies: float64[leaves], how right each answer is, in [0, 1].
+        format_ok: bool[leaves], whether the trajectory keeps to the tag protocol.
     """
 
     task: Task
     tree: RolloutTree
     rewards: NDArray[np.float64]
     accuracies: NDArray[np.float64]
+    format_ok: NDArray[np.bool_]
 
 
 def step_file(run: RunDirectory, step: int) -> Path:

@@ -8,10 +8,14 @@ import numpy as np
 import pytest
 import torch
 
+from arpo_megatron.actor.packing import pack_trees
 from arpo_megatron.actor.statistics import PolicyStats, UpdateStats
+from arpo_megatron.algorithms.credit import supervised_credit
 from arpo_megatron.config import JobConfig
-from arpo_megatron.step_metrics import sampling_gap
+from arpo_megatron.minibatch import Minibatch
+from arpo_megatron.step_metrics import Logprobs, sampling_gap
 from arpo_megatron.training_run import TrainingRun
+from arpo_megatron.tree import Role, RolloutTree
 
 # The check looks at nothing of the run but its config.
 RUN: Any = SimpleNamespace(config=JobConfig(name="test"))
@@ -24,25 +28,43 @@ STATS = UpdateStats.of(
 )
 
 
-def pack(*logprobs: float) -> Any:
-    return SimpleNamespace(sampling_logprobs=np.array(logprobs, np.float32))
+def minibatch(*versions: int) -> tuple[Minibatch, list[Logprobs]]:
+    """A tree whose MODEL segments of two tokens have these versions, sampled at -1 nat each, and its log-probs."""
+    tree = RolloutTree("task", [1, 2])
+    for version in versions:
+        tree.add(0, Role.MODEL, [3, 4], logprobs=[-1.0, -1.0], policy_version=version)
+    tree.add(0, Role.MODEL, [5])  # nobody knows what it was sampled at
+    packs = pack_trees([tree], supervised_credit([tree]), token_budget=100)
+    return Minibatch(packs, [tree]), [np.full(len(pack.predictors), -1.0, np.float32) for pack in packs]
+
+
+def place(of: tuple[Minibatch, list[Logprobs]], token: int, logprob: float) -> None:
+    """The trainer's log-prob of a token of the tree, counted over its segments."""
+    batch, logprobs = of
+    logprobs[0][batch.packs[0].token_index == token] = logprob
 
 
 def check(**changes: float) -> None:
     TrainingRun.check_on_policy(RUN, [dataclasses.replace(STATS, **changes)])  # type: ignore[arg-type]
 
 
-def test_the_gap_is_the_largest_over_all_packs_and_leaves_unknown_tokens_out() -> None:
-    packs = [[pack(-1.0, np.nan)], [pack(-2.0), pack(-3.0)]]
-    ours = [[np.array([-1.5, -9.0], np.float32)], [np.array([-2.0], np.float32), np.array([-2.75], np.float32)]]
-    assert sampling_gap(packs, ours) == 0.5
-    assert sampling_gap([], []) == 0.0
-    assert sampling_gap([[pack()]], [[np.zeros(0, np.float32)]]) == 0.0
+def test_the_gap_is_the_largest_over_tokens_of_the_own_version() -> None:
+    first, second = minibatch(3, 3), minibatch(3, 2)
+    assert sampling_gap([first[0], second[0]], [first[1], second[1]], version=3) == 0.0
+    place(second, 2, -1.5)
+    place(second, 3, -0.75)
+    assert sampling_gap([first[0], second[0]], [first[1], second[1]], version=3) == 0.5
+    place(second, 4, -9.0)  # of an older version
+    assert sampling_gap([first[0], second[0]], [first[1], second[1]], version=3) == 0.5
+    assert sampling_gap([first[0], second[0]], [first[1], second[1]], version=2) == 8.0
+    assert sampling_gap([], [], version=3) == 0.0
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_a_trainer_logprob_that_is_not_finite_is_an_infinite_gap(bad: float) -> None:
-    assert sampling_gap([[pack(-1.0, -1.0)]], [[np.array([-1.0, bad], np.float32)]]) == np.inf
+    one = minibatch(3)
+    place(one, 3, bad)
+    assert sampling_gap([one[0]], [one[1]], version=3) == np.inf
 
 
 def test_ratios_of_exactly_one_pass() -> None:

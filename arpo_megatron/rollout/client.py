@@ -20,7 +20,7 @@ from arpo_megatron.tree import Float32Array, Int32Array
 
 _FIRST_BACKOFF_S = 0.1
 _LONGEST_BACKOFF_S = 5.0
-_ABORT_INTERVAL_S = 0.2
+_ABORT_INTERVAL_S = 0.05
 _PASSING_STATUSES = frozenset({502, 503, 504})  # starting, shutting down, or a router without a worker
 
 
@@ -117,22 +117,21 @@ class EngineClient:
             self._session = None
 
     async def pause(self) -> None:
-        """Hold requests back from now on, cut those short that run, and return when there are none.
+        """Hold requests back from now on, cut those short that run, and return when the engine is idle.
 
         Raises:
             EngineUnavailableError: the engine does not end them.
         """
         self._open.clear()
         give_up = asyncio.get_running_loop().time() + self._retry_for_s
-        while self._in_flight:
+        # Again and again: a request may have been on its way when the last abort was said, and one whose asker was
+        # cancelled is known to the engine alone.
+        while not await self._idle_after_abort():
+            if asyncio.get_running_loop().time() > give_up:
+                raise EngineUnavailableError(f"the engine at {self.url} does not end its requests")
             self._idle.clear()
-            # Again and again: a request may have been on its way when the last one was said.
-            with contextlib.suppress(aiohttp.ClientError, TimeoutError):
-                await self._post_abort()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._idle.wait(), _ABORT_INTERVAL_S)
-            if self._in_flight and asyncio.get_running_loop().time() > give_up:
-                raise EngineUnavailableError(f"the engine at {self.url} does not end {self._in_flight} requests")
 
     def resume(self, version: int) -> None:
         """Let requests pass again; answers come from policy `version` or a later one."""
@@ -212,11 +211,20 @@ class EngineClient:
             await asyncio.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, _LONGEST_BACKOFF_S)
 
-    async def _post_abort(self) -> None:
+    async def _idle_after_abort(self) -> bool:
+        """Abort all requests; whether none is left, here and in the engine."""
         if self._session is None:
             raise RuntimeError("EngineClient is used outside `async with`")
-        async with self._session.post(f"{self.url}/abort_request", json={"abort_all": True}) as response:
-            await response.read()
+        try:
+            async with self._session.post(f"{self.url}/abort_request", json={"abort_all": True}) as aborted:
+                await aborted.read()
+            if self._in_flight:
+                return False
+            # It refuses while a request lives; the cache is of no use to the next policy.
+            async with self._session.post(f"{self.url}/flush_cache") as flushed:
+                return flushed.status == 200
+        except (aiohttp.ClientError, TimeoutError):
+            return False
 
     async def _attempt(self, session: aiohttp.ClientSession, body: Mapping[str, Any]) -> dict[str, Any]:
         self._in_flight += 1
@@ -235,7 +243,7 @@ class EngineClient:
                 raise EngineRefusedError(f"HTTP {response.status} from the engine: {(await response.text())[:500]}")
             answer: dict[str, Any] = await response.json()
         finish = answer["meta_info"]["finish_reason"]
-        if finish["type"] == "abort" and (self._open.is_set() or not answer["output_ids"]):
+        if finish["type"] == "abort" and (self._open.is_set() or not answer.get("output_ids")):
             raise _PassingError(f"the engine aborted the request: {finish.get('message', '')}")
         return answer
 

@@ -33,6 +33,7 @@ class _Growing:
     task_id: str
     version: int
     grower: TreeGrower
+    job: "asyncio.Task[None] | None" = None
     result: RolloutTree | Exception | None = None
 
 
@@ -79,7 +80,6 @@ class TreePool:
         self._codec = codec
         self._send = send
         self._groups: dict[str, _Group] = {}
-        self._jobs: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
         self._tokens = 0
 
@@ -88,6 +88,8 @@ class TreePool:
         self._engine.version = request.version
         group = self._groups.setdefault(request.group, _Group(policy))
         group.policy = policy
+        if not group.trees:
+            group.since = time.monotonic()
         context = GrowContext(
             engine=self._engine,
             sandbox=self._sandbox,
@@ -105,9 +107,7 @@ class TreePool:
             tree = _Growing(task.id, request.version, grower)
             group.trees.append(tree)
             group.unfinished[tree.version] += 1
-            job = asyncio.create_task(self._grow(tree, group, common))
-            self._jobs.add(job)
-            job.add_done_callback(self._jobs.discard)
+            tree.job = asyncio.create_task(self._grow(tree, group, common))
 
     async def collect(self, request: CollectTrees) -> GrowReport:
         """Wait for trees of a group, and give them away: the oldest finished ones.
@@ -118,6 +118,24 @@ class TreePool:
         if group is None:
             raise ValueError(f"no trees were started in group {request.group!r}")
         count = len(group.trees) if request.count is None else min(request.count, len(group.trees))
+        await self._until_finished(group, count, request.finish_before)
+        return self._report(group, count, request.finish_before)
+
+    async def finish(self, name: str) -> None:
+        """Wait until no tree of a group grows."""
+        if (group := self._groups.get(name)) is not None:
+            await self._until_finished(group, len(group.trees), None)
+
+    async def stop(self, name: str) -> None:
+        """Give up all trees of a group that were not collected. The engine is left without their requests."""
+        if (group := self._groups.pop(name, None)) is None:
+            return
+        await self.pause()
+        await _cancel(group.trees)
+        self.resume(self._engine.version)
+
+    async def _until_finished(self, group: _Group, count: int, finish_before: int | None) -> None:
+        """Until `count` trees are finished and all that began before a version, telling how far it is."""
         sent_at = 0.0
         while True:
             if group.defect is not None:
@@ -126,11 +144,10 @@ class TreePool:
             if time.monotonic() - sent_at >= _PROGRESS_INTERVAL_S:
                 sent_at = time.monotonic()
                 self._send(GrowProgress(min(count, len(group.trees) - growing), count, self._tokens))
-            if len(group.trees) - growing >= count and not self._overdue(group, request.finish_before):
-                break
+            if len(group.trees) - growing >= count and not self._overdue(group, finish_before):
+                return
             self._changed.clear()
             await self._changed.wait()
-        return self._report(group, count, request.finish_before)
 
     async def pause(self) -> None:
         """Let no request pass, cut those short that run, and return when the engine is idle."""
@@ -142,9 +159,7 @@ class TreePool:
 
     async def close(self) -> None:
         """Give up all trees."""
-        for job in self._jobs:
-            job.cancel()
-        await asyncio.gather(*self._jobs, return_exceptions=True)
+        await _cancel([tree for group in self._groups.values() for tree in group.trees])
 
     @staticmethod
     def _overdue(group: _Group, finish_before: int | None) -> bool:
@@ -196,3 +211,10 @@ class TreePool:
     def _count_tokens(self, tokens: int) -> None:
         self._tokens += tokens
         self._changed.set()  # a `collect` may want to tell
+
+
+async def _cancel(trees: Sequence[_Growing]) -> None:
+    jobs = [tree.job for tree in trees if tree.job is not None]
+    for job in jobs:
+        job.cancel()
+    await asyncio.gather(*jobs, return_exceptions=True)

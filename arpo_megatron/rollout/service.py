@@ -152,6 +152,20 @@ class CollectTrees:
 
 
 @dataclass(frozen=True, slots=True)
+class FinishTrees:
+    """Wait until no tree of a group grows; they stay to be collected."""
+
+    group: str
+
+
+@dataclass(frozen=True, slots=True)
+class StopTrees:
+    """Give up all trees of a group that were not collected."""
+
+    group: str
+
+
+@dataclass(frozen=True, slots=True)
 class Pause:
     """Let no request pass to the engine and cut short those that run."""
 
@@ -255,6 +269,14 @@ class RolloutHandle:
         if not isinstance(report, GrowReport):
             raise AssertionError(f"a collection was answered with {report!r}")
         return report
+
+    def finish_trees(self, request: FinishTrees, progress: Callable[[GrowProgress], None] | None = None) -> None:
+        """Wait for all trees of a group. Raises RolloutError."""
+        self._call(request, progress)
+
+    def stop_trees(self, request: StopTrees) -> None:
+        """Give up trees. Raises RolloutError."""
+        self._call(request)
 
     def pause(self) -> None:
         """Stop all trees where they are; the engine is idle when this returns. Raises RolloutError."""

@@ -21,11 +21,13 @@ from arpo_megatron.rollout.pool import TreePool
 from arpo_megatron.rollout.service import (
     CollectTrees,
     Failure,
+    FinishTrees,
     GrowSettings,
     Pause,
     Resume,
     ServiceSettings,
     StartTrees,
+    StopTrees,
 )
 from tools_sandbox.client import AsyncSandboxClient
 
@@ -86,6 +88,10 @@ class RolloutWorker:
                 return await pool.collect(request)
             case StartTrees():
                 pool.start(request, self._policy(request.settings))
+            case FinishTrees(group):
+                await pool.finish(group)
+            case StopTrees(group):
+                await pool.stop(group)
             case Pause():
                 await pool.pause()
             case Resume(version):

@@ -40,3 +40,33 @@ def test_a_cold_start_with_tensor_and_sequence_parallelism(tmp_path: Path) -> No
     assert (run / "cold_start" / "model.safetensors").exists()
     updates = [event for event in rows_of(run / "events.jsonl") if event["kind"] == "cold_start"]
     assert updates[-1]["update"] == 2
+
+
+def test_trees_grow_on_while_the_trainer_trains_and_across_pushes(warm_run: Path) -> None:
+    """Whatever the pushes meet, tokens of the trainer's own version have its log-probs, and no task is lost."""
+    words = ["train.steps=4", *SHORT, "rollout.max_staleness=1", "algorithm.trajectory_weight_limit=2"]
+    run_to_end(quickstart("train", warm_run, *words), warm_run)
+    rows = rows_of(warm_run / "metrics.jsonl")
+    assert [row["trees"] for row in rows] == [TASKS] * 4
+    assert [row["trajectories"] for row in rows] == [TASKS * SAMPLES] * 4
+    assert max(row["staleness_max"] for row in rows) == 1
+    assert all(row["logprob_gap"] < 1e-3 for row in rows)
+    assert not any(row[name] for row in rows for name in row if name.startswith("dropped/"))
+    assert not undocumented(rows[-1])
+
+
+def test_groups_without_signal_are_replaced_and_what_is_left_out_is_counted(warm_run: Path) -> None:
+    words = ["train.steps=2", *SHORT, "rollout.oversampling=0.5", "algorithm.drop_groups_without_signal=true"]
+    run_to_end(quickstart("train", warm_run, *words), warm_run)
+    for row in rows_of(warm_run / "metrics.jsonl"):
+        assert row["groups_without_signal"] == 0
+        assert row["trees"] - row["dropped/no_signal"] == TASKS  # of all that were collected
+        assert row["dropped/no_signal"] + row["dropped/oversampled"] > 0
+
+
+def test_stale_trees_can_be_refused_and_are_replaced(warm_run: Path) -> None:
+    words = ["train.steps=3", *SHORT, "rollout.max_staleness=2", "rollout.stale=refuse", "rollout.across_push=drain"]
+    run_to_end(quickstart("train", warm_run, *words), warm_run)
+    rows = rows_of(warm_run / "metrics.jsonl")
+    assert all(row["staleness_max"] == 0 and row["trees"] - row["dropped/stale"] == TASKS for row in rows)
+    assert sum(row["dropped/stale"] for row in rows) > 0

@@ -1,0 +1,178 @@
+"""Which trees a step trains: started ahead of need, collected when finished, scored, filtered, replaced.
+
+With `rollout.max_staleness=0` a step starts its tasks and waits for all of them. Otherwise as many trees again are
+under way while the trainer trains; they go on across weight pushes, so a slow tool delays nobody else. A tree that
+began with version v is trained by the update of version v + max_staleness at the latest: the step waits for those that
+would be too late.
+
+Whatever is left out is counted by its reason, and another task takes its place.
+"""
+
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from arpo_megatron.config import JobConfig
+from arpo_megatron.monitor.events import EventLog
+from arpo_megatron.rollout.accounting import GrowStats
+from arpo_megatron.rollout.service import (
+    CollectTrees,
+    FinishTrees,
+    GrowProgress,
+    GrowSettings,
+    RolloutHandle,
+    StartTrees,
+    StopTrees,
+)
+from arpo_megatron.tasks.base import Task
+from arpo_megatron.tasks.sampler import TaskSampler
+from arpo_megatron.tree import Role, RolloutTree
+from arpo_megatron.tree_files import ScoredTree
+
+GROUP = "training"
+DROPS = ("failed", "no_signal", "stale", "oversampled")
+"""Reasons for which a tree is not trained: it could not be finished; all its trajectories earned the same
+(`algorithm.drop_groups_without_signal`); older weights sampled a part of it (`rollout.stale=refuse`); the step had
+enough (`rollout.oversampling`)."""
+
+
+@dataclass(slots=True)
+class Harvest:
+    """The leader's hold on the trees of training.
+
+    Attributes:
+        score: trees and the tasks they belong to -> scored trees, in the same order.
+        growing: tasks of the trees under way, in the order of their start.
+        waiting: tasks to be started before new ones are drawn: those that a stopped run had under way.
+        stats: what the trees of the last step cost.
+        dropped: of the last step, by reason.
+    """
+
+    config: JobConfig
+    rollouts: RolloutHandle
+    score: Callable[[Sequence[RolloutTree], Sequence[Task]], list[ScoredTree]]
+    sampler: TaskSampler
+    events: EventLog
+    growing: list[Task] = field(default_factory=list)
+    waiting: deque[Task] = field(default_factory=deque)
+    stats: list[GrowStats] = field(default_factory=list)
+    dropped: Counter[str] = field(default_factory=Counter)
+
+    def step(self, step: int) -> list[ScoredTree]:
+        """The trees that update number `step` (from 0, the version of the policy too) trains.
+
+        Raises:
+            RuntimeError: after all refills not one tree is fit for training.
+        """
+        train, rollout = self.config.train, self.config.rollout
+        self.stats, self.dropped, kept = [], Counter(), list[ScoredTree]()
+        self._start(self._wanted(step) - len(self.growing), step)
+        for refill in range(rollout.max_refills + 1):
+            kept += self._fit(self._collect(train.tasks_per_step - len(kept), step), step)
+            missing = train.tasks_per_step - len(kept)
+            if missing <= 0 or refill == rollout.max_refills:
+                break
+            self._start(missing - len(self.growing), step)
+        if rollout.max_staleness == 0 and self.growing:
+            self.rollouts.stop_trees(StopTrees(GROUP))
+            self.dropped["oversampled"] += len(self.growing)
+            self.growing.clear()
+        if not kept:
+            reasons = ", ".join(f"{count} {reason}" for reason, count in self.dropped.items())
+            raise RuntimeError(f"step {step + 1} has not one tree to train; dropped: {reasons}")
+        if len(kept) < train.tasks_per_step:
+            self._tell(f"step {step + 1} trains {len(kept)} trees of {train.tasks_per_step}: {dict(self.dropped)}")
+        return kept
+
+    def before_push(self) -> None:
+        """Bring the trees under way to where weights may change: at rest, or (`rollout.across_push=drain`) finished."""
+        if self.growing and self.config.rollout.across_push == "drain":
+            self.rollouts.finish_trees(FinishTrees(GROUP), self._show)
+        self.rollouts.pause()
+
+    def after_push(self, version: int) -> None:
+        """Let the trees go on with the new policy."""
+        self.rollouts.resume(version)
+
+    def state_dict(self) -> list[str]:
+        """Ids of the tasks whose trees are under way."""
+        return [task.id for task in [*self.growing, *self.waiting]]
+
+    def load_state_dict(self, ids: Iterable[str], tasks: Sequence[Task]) -> None:
+        """Start the tasks of `state_dict` anew, before any other."""
+        by_id = {task.id: task for task in tasks}
+        self.waiting.extend(by_id[task_id] for task_id in ids)
+
+    def _wanted(self, step: int) -> int:
+        """Trees that should be under way at the beginning of a step, never more than the rest of the run can train."""
+        train, rollout = self.config.train, self.config.rollout
+        rest = (train.steps - step) * train.tasks_per_step
+        if rollout.max_staleness:
+            return min(2 * train.tasks_per_step, rest)
+        return math.ceil(train.tasks_per_step * (1 + rollout.oversampling))
+
+    def _start(self, count: int, step: int) -> None:
+        if count <= 0:
+            return
+        again = [self.waiting.popleft() for _ in range(min(count, len(self.waiting)))]
+        new = self.sampler.next_batch(count - len(again)) if count > len(again) else []
+        tasks = (*again, *new)
+        self.growing += tasks
+        settings = GrowSettings.training(self.config)
+        self.rollouts.start_trees(StartTrees(GROUP, tasks, step=step, version=step, settings=settings))
+
+    def _collect(self, count: int, step: int) -> list[ScoredTree]:
+        """About `count` more finished trees, scored; those that failed are told and counted."""
+        oldest = self.config.rollout.max_staleness
+        before = step - oldest + 1 if oldest else None
+        report = self.rollouts.collect(CollectTrees(GROUP, count=count, finish_before=before), self._show)
+        self.stats.append(report.stats)
+        for task_id, reason in report.failed:
+            self._take(task_id)
+            self._tell(f"the tree of {task_id} was dropped: {reason}")
+        self.dropped["failed"] += len(report.failed)
+        return self.score(report.trees, [self._take(tree.task_id) for tree in report.trees])
+
+    def _take(self, task_id: str) -> Task:
+        index = next(i for i, task in enumerate(self.growing) if task.id == task_id)
+        return self.growing.pop(index)
+
+    def _fit(self, scored: Sequence[ScoredTree], step: int) -> list[ScoredTree]:
+        """Those that a step may train."""
+        fit = []
+        for item in scored:
+            if self.config.rollout.stale == "refuse" and staleness(item.tree, step)[1]:
+                self.dropped["stale"] += 1
+            elif self.config.algorithm.drop_groups_without_signal and np.ptp(item.rewards) == 0:
+                self.dropped["no_signal"] += 1
+            else:
+                fit.append(item)
+        return fit
+
+    def _tell(self, text: str) -> None:
+        self.events.emit("note", text=text)
+
+    def _show(self, progress: GrowProgress) -> None:
+        show_progress(self.events, progress)
+
+    def metrics(self) -> dict[str, Any]:
+        """What was dropped in the last step."""
+        return {f"dropped/{reason}": self.dropped[reason] for reason in DROPS}
+
+
+def show_progress(events: EventLog, progress: GrowProgress) -> None:
+    """Tell how far a collection has come."""
+    text = f"{progress.trees_done} of {progress.trees_total} trees, {progress.tokens_sampled} tokens sampled"
+    events.emit("progress", text=text)
+
+
+def staleness(tree: RolloutTree, version: int) -> tuple[float, int]:
+    """How many versions older than `version` the weights were that sampled it: mean over MODEL tokens, and the most."""
+    model = [segment for segment in tree.segments if segment.role is Role.MODEL]
+    ages = [version - segment.policy_version for segment in model]
+    tokens = sum(len(segment) for segment in model)
+    return sum(age * len(s) for age, s in zip(ages, model, strict=True)) / max(1, tokens), max(ages, default=0)
