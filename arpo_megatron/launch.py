@@ -18,28 +18,32 @@ from arpo_megatron.rollout.service import RolloutHandle, ServiceSettings
 from arpo_megatron.run_directory import RunDirectory
 
 SANDBOX_STARTUP_S = 60.0
-ENGINE_URL = "ARPO_ENGINE_URL"
-"""Environment variable of the trainer: where the engine serves."""
+ENGINE_URLS = "ARPO_ENGINE_URLS"
+"""Environment variable of the trainer: where the engines serve, separated by spaces."""
+ROUTER_URL = "ARPO_ROUTER_URL"
+"""Environment variable of the trainer: where the router before them serves; not set where there is none."""
 SANDBOX_URL = "ARPO_SANDBOX_URL"
 """Environment variable of the trainer: where the tool service serves."""
 
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """Where the tool service and the engine answer."""
+    """Where the tool service and the engines answer, and the router before these if there is one."""
 
     sandbox_url: str
-    engine_url: str
+    engine_urls: tuple[str, ...]
+    router_url: str | None = None
 
     @property
     def environment(self) -> dict[str, str]:
         """The variables through which the trainer learns of them."""
-        return {SANDBOX_URL: self.sandbox_url, ENGINE_URL: self.engine_url}
+        router = {} if self.router_url is None else {ROUTER_URL: self.router_url}
+        return {SANDBOX_URL: self.sandbox_url, ENGINE_URLS: " ".join(self.engine_urls), **router}
 
     @classmethod
     def from_environment(cls) -> "Services":
         """What `environment` said to this process."""
-        return cls(os.environ[SANDBOX_URL], os.environ[ENGINE_URL])
+        return cls(os.environ[SANDBOX_URL], tuple(os.environ[ENGINE_URLS].split()), os.environ.get(ROUTER_URL))
 
 
 @contextmanager
@@ -61,7 +65,7 @@ def services(config: JobConfig, run: RunDirectory, roles: Roles, model: Path) ->
             placement=placement(config),
         )
         roles.adopt("engine", engine.process, run.logs / "engine.log")
-        yield Services(sandbox, engine.url)
+        yield Services(sandbox, (engine.url,))
     finally:
         if engine is not None:
             roles.forget("engine")
@@ -81,7 +85,8 @@ def start_sandbox(run: RunDirectory, roles: Roles) -> str:
 def start_rollouts(config: JobConfig, model: Path, log: Path, services: Services) -> RolloutHandle:
     """The rollout service in a process of its own, with the tokenizer of `model`."""
     settings = ServiceSettings(
-        engine_url=services.engine_url,
+        engine_urls=services.engine_urls,
+        router_url=services.router_url,
         sandbox_url=services.sandbox_url,
         tokenizer_path=model,
         seed=config.seed,

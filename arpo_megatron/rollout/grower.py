@@ -130,6 +130,7 @@ class TreeGrower:
     def __init__(self, task_id: str, prompt_ids: Int32Array, context: GrowContext) -> None:
         self.counts = GrowCounts()
         self._task_id = task_id
+        self._routing_key = f"{context.step}/{task_id}"  # a tree stays on one engine, which has its prefixes cached
         self._context = context
         self._root = _Node(Role.PROMPT, (), prompt_ids)
         limits = context.limits
@@ -151,7 +152,7 @@ class TreeGrower:
             )
         initial = min(self._context.policy.initial, self._budget)
         if initial > 1:  # else they would all compute the prompt
-            prompt_tokens, cached_tokens = await self._context.engine.prefill(prompt)
+            prompt_tokens, cached_tokens = await self._context.engine.prefill(prompt, key=self._routing_key)
             self._count_request(prompt_tokens, cached_tokens, 0)
         await self._run_from_prompt(initial)
         if self._budget:  # all paths have ended before the forks were spent
@@ -296,7 +297,11 @@ class TreeGrower:
 
     async def _generate(self, prefix: Int32Array, max_new_tokens: int) -> Generation:
         part = await self._context.engine.generate(
-            prefix, max_new_tokens=max_new_tokens, sampling=self._context.sampling, stop=protocol.STOP_STRINGS
+            prefix,
+            max_new_tokens=max_new_tokens,
+            sampling=self._context.sampling,
+            stop=protocol.STOP_STRINGS,
+            key=self._routing_key,
         )
         self._count_request(part.prompt_tokens, part.cached_tokens, len(part.token_ids))
         return part

@@ -187,11 +187,11 @@ class TreePool:
             self._changed.set()
 
     async def _prefill_common(self, prompts: Sequence[Int32Array], group: _Group) -> None:
-        """Put what all prompts begin with (a system prompt) into the engine's cache, before they all compute it."""
+        """Put what all prompts begin with (a system prompt) into the engines' caches before they all compute it."""
         shared = common_prefix_length(prompts)
         if shared:
-            prompt_tokens, cached_tokens = await self._engine.prefill(prompts[0][:shared])
-            group.prefills.add(GrowCounts(requests=1, prompt_tokens=prompt_tokens, cached_tokens=cached_tokens))
+            for prompt_tokens, cached_tokens in await self._engine.prefill_everywhere(prompts[0][:shared]):
+                group.prefills.add(GrowCounts(requests=1, prompt_tokens=prompt_tokens, cached_tokens=cached_tokens))
 
     def _count_tokens(self, tokens: int) -> None:
         self._tokens += tokens

@@ -69,7 +69,10 @@ class RolloutWorker:
         """Until the other end is closed."""
         settings = self._settings
         engine = EngineClient(
-            settings.engine_url, request_timeout_s=settings.request_timeout_s, retry_for_s=settings.retry_for_s
+            *settings.engine_urls,
+            router=settings.router_url,
+            request_timeout_s=settings.request_timeout_s,
+            retry_for_s=settings.retry_for_s,
         )
         async with engine, AsyncSandboxClient(settings.sandbox_url, settings.sandbox_token) as sandbox:
             pool = TreePool(engine, sandbox, self._codec, self._connection.send)
