@@ -23,8 +23,8 @@ from arpo_megatron.rollout import protocol
 from arpo_megatron.rollout.accounting import GrowCounts
 from arpo_megatron.rollout.client import EngineClient, EngineFinish, Generation, Sampling
 from arpo_megatron.rollout.policies import BranchPolicy, ForkPoint, PathKey
+from arpo_megatron.rollout.tools import ToolClient
 from arpo_megatron.tree import BranchRecord, Finish, Float32Array, Int32Array, Role, RolloutTree, ToolRecord
-from tools_sandbox.client import AsyncSandboxClient
 
 
 class PromptTooLongError(ValueError):
@@ -55,7 +55,7 @@ class GrowContext:
     """What all trees of one call share."""
 
     engine: EngineClient
-    sandbox: AsyncSandboxClient
+    tools: ToolClient
     codec: TextCodec
     policy: BranchPolicy
     sampling: Sampling
@@ -272,7 +272,7 @@ class TreeGrower:
         if call is None:
             raise AssertionError("there is no call to answer")
         started = time.monotonic()
-        answer = await self._context.sandbox.call(
+        answer = await self._context.tools.call(
             call.tool,
             dict(call.arguments),
             trajectory_id="/".join([self._task_id, *map(str, node.key)]),

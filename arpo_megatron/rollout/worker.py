@@ -27,7 +27,7 @@ from arpo_megatron.rollout.service import (
     ServiceSettings,
     StartTrees,
 )
-from tools_sandbox.client import AsyncSandboxClient
+from arpo_megatron.rollout.tools import ToolClient
 
 
 class TokenizerCodec:
@@ -74,8 +74,9 @@ class RolloutWorker:
             request_timeout_s=settings.request_timeout_s,
             retry_for_s=settings.retry_for_s,
         )
-        async with engine, AsyncSandboxClient(settings.sandbox_url, settings.sandbox_token) as sandbox:
-            pool = TreePool(engine, sandbox, self._codec, self._connection.send)
+        tools = ToolClient(settings.sandbox_url, settings.sandbox_token, retry_for_s=settings.retry_for_s)
+        async with engine, tools:
+            pool = TreePool(engine, tools, self._codec, self._connection.send)
             try:
                 while True:
                     request = await asyncio.to_thread(self._connection.recv)
