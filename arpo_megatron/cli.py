@@ -161,6 +161,14 @@ def trees(
 
 
 @app.command()
+def health(run_dir: RunDir) -> None:
+    """Say what is up in a running job: each role, since when, how often it was restarted and why."""
+    from arpo_megatron.health import print_health
+
+    print_health(_open_run(run_dir))
+
+
+@app.command()
 def recipes() -> None:
     """List the recipes."""
     import importlib
@@ -191,7 +199,8 @@ def _print_plan(config: JobConfig) -> None:
     parallel, train_config = config.parallel, config.train
     print(f"# plan: a new run in {run_directory.next_path(config)}")
     print("#   sandbox  python -m tools_sandbox")
-    print(f"#   engine   SGLang, tensor parallel {config.engine.tensor}, {config.model.dtype}")
+    engines = "engine " if config.engine.replicas == 1 else f"{config.engine.replicas} engines"
+    print(f"#   {engines}  SGLang, tensor parallel {config.engine.tensor}, {config.model.dtype}")
     print(f"#   trainer  {parallel.world_size} rank(s): tensor {parallel.tensor} x data {parallel.data}")
     if config.sft.steps:
         print(f"#   cold start: {config.sft.steps} updates of {config.sft.batch} demonstrations")

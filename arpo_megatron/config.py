@@ -220,10 +220,15 @@ class RolloutConfig:
 
 @dataclass(frozen=True, config=_STRICT)
 class EngineConfig:
-    """The SGLang server."""
+    """The SGLang servers."""
 
+    replicas: Positive = 1
+    """Engines, each with a copy of the model. A tree keeps to one of them."""
     tensor: Positive = 1
-    """Tensor-parallel GPUs of the engine."""
+    """Tensor-parallel GPUs of an engine."""
+    router: Literal["auto", "sglang", "none"] = "auto"
+    """What divides trees among engines. `sglang`: its own router, the least busy engine first; `none`: a hash of the
+    tree's task; `auto`: the router where it is installed and there are several engines."""
     max_running_requests: Positive = 64
     """Decoding batch."""
     max_total_tokens: Positive | None = None
@@ -238,6 +243,13 @@ class EngineConfig:
     """Deadline of the health gate in seconds."""
     request_timeout_s: PositiveFloat = 600.0
     """Deadline of one generation in seconds."""
+    hang_timeout_s: PositiveFloat = 120.0
+    """An engine or tool service that does not answer its health probe for so many seconds is restarted. It must exceed
+    the longest pause of a healthy one: a bucket of a weight push, a kernel's compilation."""
+    restarts: NonNegative = 10
+    """Engines and tool services that are restarted in a run; one more that dies stops the run."""
+    retry_for_s: PositiveFloat = 600.0
+    """Seconds after its first failure in which a generation or tool call is repeated: time to restart an engine."""
 
 
 @dataclass(frozen=True, config=_STRICT)

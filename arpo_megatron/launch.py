@@ -1,10 +1,9 @@
 """A job on one machine: tool service, engine and trainer ranks, started in order, watched, and ended together."""
 
 import os
-import select
-import subprocess
+import shutil
 import sys
-import time
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,80 +11,108 @@ from pathlib import Path
 
 from arpo_megatron.config import JobConfig
 from arpo_megatron.machine import placement, trainer_environment
-from arpo_megatron.processes import Role, RoleDiedError, Roles, last_lines
-from arpo_megatron.rollout.server import EngineHandle, launch_engine
+from arpo_megatron.processes import GRACE_S, Roles
+from arpo_megatron.rollout.server import engine_program, free_ports, router_program
 from arpo_megatron.rollout.service import RolloutHandle, ServiceSettings
 from arpo_megatron.run_directory import RunDirectory
+from arpo_megatron.supervisor import Program, Supervisor
+from tools_sandbox.config import TOKEN_VARIABLE
 
 SANDBOX_STARTUP_S = 60.0
-ENGINE_URL = "ARPO_ENGINE_URL"
-"""Environment variable of the trainer: where the engine serves."""
+ENGINE_URLS = "ARPO_ENGINE_URLS"
+"""Environment variable of the trainer: where the engines serve, separated by spaces."""
+ROUTER_URL = "ARPO_ROUTER_URL"
+"""Environment variable of the trainer: where the router before them serves; not set where there is none."""
 SANDBOX_URL = "ARPO_SANDBOX_URL"
 """Environment variable of the trainer: where the tool service serves."""
 
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """Where the tool service and the engine answer."""
+    """Where the tool service and the engines answer, and the router before these if there is one."""
 
     sandbox_url: str
-    engine_url: str
+    engine_urls: tuple[str, ...]
+    router_url: str | None = None
 
     @property
     def environment(self) -> dict[str, str]:
         """The variables through which the trainer learns of them."""
-        return {SANDBOX_URL: self.sandbox_url, ENGINE_URL: self.engine_url}
+        router = {} if self.router_url is None else {ROUTER_URL: self.router_url}
+        return {SANDBOX_URL: self.sandbox_url, ENGINE_URLS: " ".join(self.engine_urls), **router}
 
     @classmethod
     def from_environment(cls) -> "Services":
         """What `environment` said to this process."""
-        return cls(os.environ[SANDBOX_URL], os.environ[ENGINE_URL])
+        return cls(os.environ[SANDBOX_URL], tuple(os.environ[ENGINE_URLS].split()), os.environ.get(ROUTER_URL))
 
 
 @contextmanager
 def services(config: JobConfig, run: RunDirectory, roles: Roles, model: Path) -> Iterator[Services]:
-    """Start the tool service and an engine that serves `model`; both are healthy inside the `with` block.
+    """Start the tool service and engines that serve `model`; inside the `with` block they are kept up.
 
     Raises:
+        UserError: no model at `model`, or the config wants a router that is not installed.
         RoleDiedError: one of them did not come up in time; the message names its log.
     """
-    sandbox = start_sandbox(run, roles)
-    engine: EngineHandle | None = None
+    count = config.engine.replicas
+    ports = free_ports(count + 3)
+    scratch = Path(tempfile.mkdtemp(prefix="arpo-engine-"))
     try:
-        engine = launch_engine(
-            model,
-            config.engine,
-            dtype=config.model.dtype,
-            seed=config.seed,
-            log_path=run.logs / "engine.log",
-            placement=placement(config),
-        )
-        roles.adopt("engine", engine.process, run.logs / "engine.log")
-        yield Services(sandbox, engine.url)
+        engines = [_engine(config, run, model, index, ports[index], scratch) for index in range(count)]
+        sandbox = sandbox_program(run, ports[count], hang_timeout_s=config.engine.hang_timeout_s)
+        urls = tuple(engine.url for engine in engines)
+        router = router_program(config.engine, urls, log_path=run.logs / "router.log", ports=ports[count + 1 :])
+        with Supervisor(run, roles, restarts=config.engine.restarts) as supervisor:
+            supervisor.start(sandbox, *engines)
+            if router is not None:
+                supervisor.start(router)
+            yield Services(sandbox.url, urls, router.url if router is not None else None)
+            supervisor.check()
     finally:
-        if engine is not None:
-            roles.forget("engine")
-            engine.stop()
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
-def start_sandbox(run: RunDirectory, roles: Roles) -> str:
-    """Start the tool service and return its URL once it serves."""
-    command = [sys.executable, "-m", "tools_sandbox", "--port", "0", "--config", str(run.sandbox_config)]
-    role = roles.start("sandbox", command, stdout=subprocess.PIPE)
-    line = _first_line(role, SANDBOX_STARTUP_S)
-    if not line.startswith("ready "):
-        raise RoleDiedError(f"the tool service did not start; log: {role.log}\n{last_lines(role.log)}")
-    return line.removeprefix("ready ").strip()
+def _engine(config: JobConfig, run: RunDirectory, model: Path, index: int, port: int, scratch: Path) -> Program:
+    name = "engine" if config.engine.replicas == 1 else f"engine-{index}"
+    return engine_program(
+        model,
+        config.engine,
+        dtype=config.model.dtype,
+        seed=config.seed + index,
+        log_path=run.logs / f"{name}.log",
+        port=port,
+        scratch=scratch,
+        placement=placement(config).of_engine(index, config.engine),
+        name=name,
+    )
+
+
+def sandbox_program(run: RunDirectory, port: int, *, hang_timeout_s: float) -> Program:
+    """How to start the tool service; it takes its token, if any, from this process's environment."""
+    return Program(
+        name="sandbox",
+        url=f"http://127.0.0.1:{port}",
+        command=[sys.executable, "-m", "tools_sandbox", "--port", str(port), "--config", str(run.sandbox_config)],
+        log=run.logs / "sandbox.log",
+        environment=dict(os.environ),
+        startup_timeout_s=SANDBOX_STARTUP_S,
+        hang_timeout_s=hang_timeout_s,
+        grace_s=GRACE_S,
+    )
 
 
 def start_rollouts(config: JobConfig, model: Path, log: Path, services: Services) -> RolloutHandle:
     """The rollout service in a process of its own, with the tokenizer of `model`."""
     settings = ServiceSettings(
-        engine_url=services.engine_url,
+        engine_urls=services.engine_urls,
+        router_url=services.router_url,
         sandbox_url=services.sandbox_url,
         tokenizer_path=model,
         seed=config.seed,
         request_timeout_s=config.engine.request_timeout_s,
+        retry_for_s=config.engine.retry_for_s,
+        sandbox_token=os.environ.get(TOKEN_VARIABLE) or None,
     )
     return RolloutHandle.start(settings, log_path=log)
 
@@ -113,17 +140,3 @@ def run_trainer(
         *(sys.executable, "-m", module, str(run.path), *arguments),
     ]
     roles.wait(roles.start(name, command, env={**trainer_environment(config.platform), **(env or {})}), poll=poll)
-
-
-def _first_line(role: Role, timeout_s: float) -> str:
-    """The first line that `role` prints, or "" when it ends or `timeout_s` seconds pass before."""
-    stdout = role.process.stdout
-    if stdout is None:
-        raise ValueError(f"{role.name} was not started with stdout=PIPE")
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        if select.select([stdout], [], [], 0.1)[0]:
-            return str(stdout.readline())
-        if role.process.poll() is not None:
-            return ""
-    return ""

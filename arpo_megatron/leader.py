@@ -69,7 +69,7 @@ class Leader:
             rollouts=start_rollouts(config, model, directory.logs / "rollout.log", services),
             reward=make_reward(config.reward),
             # NCCL refuses two ranks on one GPU.
-            pusher=WeightPusher(services.engine_url, backend="gloo" if placement(config).shared else None),
+            pusher=WeightPusher(*services.engine_urls, backend="gloo" if placement(config).shared else None),
             sampler=sampler,
             events=events,
             probe=tokenizer.encode(PROBE_TEXT, add_special_tokens=False),

@@ -4,7 +4,7 @@ Trainer ranks take the first GPUs, one each. The engine takes those behind them,
 too few for both. It is all a pure function of the config and the number of GPUs, so every role finds the same answer.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.util import find_spec
 
@@ -23,7 +23,7 @@ class Placement:
 
     Attributes:
         gpus: of this machine that the job may use; 0: it runs on a CPU.
-        engine_gpu: the engine's first one.
+        engine_gpu: the (first) engine's first one.
         shared: the engine shares GPUs with trainer ranks.
     """
 
@@ -35,8 +35,12 @@ class Placement:
     def of(cls, config: JobConfig, gpus: int) -> "Placement":
         """For a machine with `gpus` of them."""
         ranks = config.parallel.world_size
-        shared = gpus > 0 and ranks + config.engine.tensor > gpus
+        shared = gpus > 0 and ranks + config.engine.tensor * config.engine.replicas > gpus
         return cls(gpus, 0 if shared or not gpus else ranks, shared)
+
+    def of_engine(self, index: int, engine: EngineConfig) -> "Placement":
+        """The same for replica `index`, whose GPUs are behind those of the replicas before."""
+        return replace(self, engine_gpu=self.engine_gpu + index * engine.tensor) if self.gpus else self
 
     def memory_fraction(self, engine: EngineConfig) -> float:
         """Share of the device's memory for the engine."""
@@ -93,7 +97,14 @@ def check_machine(config: JobConfig) -> None:
         if config.model.fp8 != "none":
             raise UserError(f"model.fp8={config.model.fp8} needs a GPU, and torch sees none here")
         return
-    for name, wanted in (("trainer ranks", config.parallel.world_size), ("engine.tensor", config.engine.tensor)):
+    engine = config.engine
+    for name, wanted in (
+        ("trainer ranks", config.parallel.world_size),
+        (
+            "engine.tensor" if engine.replicas == 1 else "engine.tensor * engine.replicas",
+            engine.tensor * engine.replicas,
+        ),
+    ):
         if wanted > gpus:
             raise UserError(f"{wanted} {name} need as many GPUs, and torch sees {gpus} here (platform=cpu uses none)")
     if config.model.fp8 != "none":

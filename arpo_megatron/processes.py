@@ -30,6 +30,7 @@ RANK_FAILED = "---- rank {rank} failed:"
 RANK_FAILED_END = "---- end of that rank's report"
 GRACE_S = 5.0
 """Seconds between SIGTERM and SIGKILL."""
+REAP_DEADLINE_S = 4.0
 
 
 class Interrupted(BaseException):
@@ -42,26 +43,33 @@ class RoleDiedError(Exception):
 
 @dataclass(slots=True)
 class Role:
-    """One running process group, the file that its output goes to, and where in that file it begins, in bytes."""
+    """One running process group, the file that its output goes to, and where in that file it begins, in bytes.
+
+    `started` is in seconds since the epoch.
+    """
 
     name: str
     process: subprocess.Popen[Any]
     log: Path
     log_start: int = 0
+    started: float = field(default_factory=time.time)
 
     def failure(self) -> str:
         """What to tell the user when this role ended by itself."""
-        code = self.process.returncode
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        return f"{self.name} {how}; log: {self.log}\n{first_failure(self.log, self.log_start) or last_lines(self.log)}"
+        report = first_failure(self.log, self.log_start) or last_lines(self.log)
+        return f"{self.name} {how_it_ended(self.process.returncode)}; log: {self.log}\n{report}"
 
 
 @dataclass(slots=True)
 class Roles:
-    """Starts roles and ends all of them on leaving the `with` block, whatever happened inside."""
+    """Starts roles and ends all of them on leaving the `with` block, whatever happened inside.
+
+    `checks` are called while a role is waited for; one that raises ends the wait.
+    """
 
     log_dir: Path
     running: list[Role] = field(default_factory=list)
+    checks: list[Callable[[], None]] = field(default_factory=list)
 
     def __enter__(self) -> Self:
         self.log_dir.mkdir(parents=True, exist_ok=True)
@@ -70,21 +78,16 @@ class Roles:
     def __exit__(self, *exc: object) -> None:
         self.stop()
 
-    def start(
-        self, name: str, command: Sequence[str], *, env: Mapping[str, str] | None = None, stdout: int | None = None
-    ) -> Role:
-        """Start `command` in a session of its own, appending its output to `<log_dir>/<name>.log`.
-
-        `stdout=subprocess.PIPE` leaves standard output to the caller (stderr still goes to the log).
-        """
+    def start(self, name: str, command: Sequence[str], *, env: Mapping[str, str] | None = None) -> Role:
+        """Start `command` in a session of its own, appending its output to `<log_dir>/<name>.log`."""
         log = self.log_dir / f"{name}.log"
         log_start = log.stat().st_size if log.exists() else 0
         with interrupts_deferred(), log.open("a", encoding="utf-8") as sink:
             process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
-                stdout=sink if stdout is None else stdout,
-                stderr=sink,
+                stdout=sink,
+                stderr=subprocess.STDOUT,
                 env={**os.environ, **(env or {})},
                 start_new_session=True,
                 preexec_fn=die_with_parent,  # noqa: PLW1509  (one prctl call, safe between fork and exec)
@@ -98,10 +101,13 @@ class Roles:
         """Wait until `role` ends well, calling `poll` meanwhile.
 
         Raises:
-            RoleDiedError: any role, this one included, ended with an error, or another ended at all.
+            RoleDiedError: any role, this one included, ended with an error, or another ended at all, or one of the
+                `checks` says so.
         """
         while True:
             poll()
+            for check in self.checks:
+                check()
             for each in self.running:
                 code = each.process.poll()
                 if code is not None and (code != 0 or each is not role):
@@ -112,14 +118,6 @@ class Roles:
                 return
             time.sleep(every_s)
 
-    def adopt(self, name: str, process: subprocess.Popen[Any], log: Path) -> None:
-        """Watch a process that somebody else started and will stop."""
-        self.running.append(Role(name, process, log))
-
-    def forget(self, name: str) -> None:
-        """Stop watching what `adopt` named."""
-        self.running = [role for role in self.running if role.name != name]
-
     def stop(self) -> None:
         """SIGTERM to every role's group, SIGKILL after GRACE_S. A ctrl-C meanwhile does not interrupt it."""
         with ignoring_interrupts():
@@ -128,15 +126,18 @@ class Roles:
 
 
 def stop_groups(processes: Sequence[subprocess.Popen[Any]], grace_s: float = GRACE_S) -> None:
-    """End whole process groups: TERM, up to `grace_s` seconds together, then KILL; the leaders are reaped."""
-    for process in processes:
-        _signal_group(process.pid, signal.SIGTERM)
-    deadline = time.monotonic() + grace_s
-    while time.monotonic() < deadline and any(_group_alive(process) for process in processes):
-        time.sleep(0.05)
+    """End whole process groups: TERM, up to `grace_s` seconds together (0: no TERM), then KILL.
+
+    The leaders are reaped, and no member is left (unless the kernel takes longer than REAP_DEADLINE_S).
+    """
+    if grace_s:
+        for process in processes:
+            _signal_group(process.pid, signal.SIGTERM)
+        _wait_for_end(processes, grace_s)
     for process in processes:
         _signal_group(process.pid, signal.SIGKILL)
         process.wait()
+    _wait_for_end(processes, REAP_DEADLINE_S)
 
 
 def die_with_parent() -> None:
@@ -199,6 +200,11 @@ def interrupt_on_signals() -> None:
         signal.signal(number, interrupt)
 
 
+def how_it_ended(code: int) -> str:
+    """A process's return code (`Popen.returncode`) in words."""
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+
 def last_lines(path: Path, count: int = 15) -> str:
     """The end of a log, for an error message; empty when there is none."""
     if not path.exists():
@@ -226,6 +232,12 @@ def first_failure(path: Path, start: int = 0, limit: int = 40) -> str:
 def _signal_group(pid: int, number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, number)
+
+
+def _wait_for_end(processes: Sequence[subprocess.Popen[Any]], timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline and any(_group_alive(process) for process in processes):
+        time.sleep(0.02)
 
 
 def _group_alive(process: subprocess.Popen[Any]) -> bool:

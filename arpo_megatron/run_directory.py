@@ -116,13 +116,26 @@ class RunDirectory:
         return self.path / "result.json"
 
     @property
+    def health(self) -> Path:
+        """Address of the health page of a running job (JSON); there while its services run."""
+        return self.path / "health.json"
+
+    @property
     def searchable(self) -> bool:
         """Whether the tool service has a corpus."""
         return bool(yaml.safe_load(self.sandbox_config.read_text(encoding="utf-8"))["search"]["sources"])
 
     def remove_partial(self) -> None:
         """Delete what was being written when its writer ended: a job writes NAME.tmp and then renames it."""
-        whole = (self.config, self.result, self.sft_result, self.initial_model, self.cold_start, self.export)
+        whole = [
+            self.config,
+            self.result,
+            self.sft_result,
+            self.initial_model,
+            self.cold_start,
+            self.export,
+            self.health,
+        ]
         found = [path.with_name(path.name + ".tmp") for path in whole]
         found += [self.path / "metrics.tmp", self.path / "sft_metrics.tmp"]
         for folder in (self.checkpoints, self.sft_checkpoints, self.trees):

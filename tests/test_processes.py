@@ -59,9 +59,9 @@ def test_a_killed_service_ends_the_wait_even_though_the_trainer_lives(tmp_path: 
 
 def test_stop_ends_whole_groups_even_when_term_is_ignored(tmp_path: Path) -> None:
     with Roles(tmp_path) as roles:
-        role = roles.start("stubborn", STUBBORN, stdout=subprocess.PIPE)
-        assert role.process.stdout is not None
-        assert role.process.stdout.readline() == "up\n"
+        role = roles.start("stubborn", STUBBORN)
+        while role.log.read_text() != "up\n":
+            time.sleep(0.02)
         family = [role.process.pid, *(child.pid for child in psutil.Process(role.process.pid).children())]
         assert len(family) == 2
         started = time.monotonic()

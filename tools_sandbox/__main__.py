@@ -11,10 +11,8 @@ import socket
 import sys
 from pathlib import Path
 
-from tools_sandbox.config import ConfigError, load_config
+from tools_sandbox.config import TOKEN_VARIABLE, ConfigError, load_config
 from tools_sandbox.python_tool.pool import SandboxBroken
-
-TOKEN_VARIABLE = "TOOLS_SANDBOX_TOKEN"  # noqa: S105 - a name, not a token
 
 
 class _CannotStartError(Exception):

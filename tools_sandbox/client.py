@@ -41,7 +41,14 @@ class SandboxError(RuntimeError):
 
 
 class SandboxUnavailable(SandboxError):  # noqa: N818 - the contract's name
-    """The service cannot be reached, is overloaded or shutting down, also after the retries."""
+    """The service cannot be reached, is overloaded or shutting down, also after the retries.
+
+    status: of its last HTTP answer; None where it gave none.
+    """
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class SandboxDenied(SandboxError):  # noqa: N818 - its twin
@@ -49,7 +56,11 @@ class SandboxDenied(SandboxError):  # noqa: N818 - its twin
 
 
 class _RetryableError(Exception):
-    """One attempt failed in a way that another may not."""
+    """One attempt failed in a way that another may not; `status` as in `SandboxUnavailable`."""
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 def _pauses_s(retries: int) -> Iterator[float]:
@@ -71,7 +82,7 @@ def _headers(token: str | None) -> dict[str, str]:
 def _check_status(url: str, status_code: int, detail: str) -> None:
     """Raise for everything but 200: _RetryableError for what passes (5xx), SandboxDenied for what does not."""
     if status_code >= 500:
-        raise _RetryableError(f"HTTP {status_code}: {detail[:200]}")
+        raise _RetryableError(f"HTTP {status_code}: {detail[:200]}", status_code)
     if status_code != 200:
         raise SandboxDenied(f"tool service at {url} does not accept the request: HTTP {status_code}: {detail[:500]}")
 
@@ -84,7 +95,8 @@ def _parsed(url: str, data: object) -> ToolAnswer:
 
 
 def _unavailable(url: str, attempts: int, cause: BaseException) -> SandboxUnavailable:
-    return SandboxUnavailable(f"tool service at {url} is unavailable after {attempts} attempt(s): {cause}")
+    status = cause.status if isinstance(cause, _RetryableError) else None
+    return SandboxUnavailable(f"tool service at {url} is unavailable after {attempts} attempt(s): {cause}", status)
 
 
 class SandboxClient:

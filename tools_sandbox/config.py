@@ -14,6 +14,9 @@ from pydantic.dataclasses import dataclass
 
 _STRICT = ConfigDict(extra="forbid")
 
+TOKEN_VARIABLE = "TOOLS_SANDBOX_TOKEN"  # noqa: S105 - a name, not a token
+"""Environment variable of the service: the bearer token that callers must have, if any."""
+
 Positive = Annotated[int, Field(gt=0, strict=True)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Flag = Annotated[bool, Field(strict=True)]

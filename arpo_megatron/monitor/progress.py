@@ -99,7 +99,7 @@ class Progress:
                 self.phase(fields["name"])
             case "progress":
                 self._say(f"{self._phase}: {fields['text']}")
-            case "note":
+            case "note" | "restart":
                 self.note(fields["text"])
             case "step":
                 self.step(fields)

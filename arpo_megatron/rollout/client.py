@@ -1,13 +1,17 @@
-"""Speaking to one SGLang server: token ids in, token ids out.
+"""Speaking to SGLang servers: token ids in, token ids out.
 
 Text never decides what the tokens are: `Generation.token_ids` is what the engine sampled, also where a stop string
 ends inside a token. Requests that fail on the way are repeated; sampling anew is harmless, since nothing of a lost
 answer was used.
+
+Requests with one routing key go to one engine (`routing`), so that what a tree has prefilled is in the cache of the
+engine its siblings go to. An engine that fails rests for a while, and its trees go to another one meanwhile.
 """
 
 import asyncio
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Self
@@ -15,17 +19,17 @@ from typing import Any, Self
 import aiohttp
 import numpy as np
 
+from arpo_megatron.rollout.routing import ROUTING_KEY_HEADER, Engine, place
 from arpo_megatron.rollout.sglang_plugin import META_KEY
 from arpo_megatron.tree import Float32Array, Int32Array
 
-_FIRST_BACKOFF_S = 0.1
-_LONGEST_BACKOFF_S = 5.0
 _ABORT_INTERVAL_S = 0.05
-_PASSING_STATUSES = frozenset({502, 503, 504})  # starting, shutting down, or a router without a worker
+_LOOK_TIMEOUT_S = 5.0
+_PASSING_STATUS = 500  # and above: starting, shutting down, weights arriving, a router without an engine
 
 
 class EngineUnavailableError(RuntimeError):
-    """No answer after all repetitions: the engine is gone, hangs, or aborts what it is asked."""
+    """No answer after all repetitions: the engines are gone, hang, abort what they are asked, or lack the weights."""
 
 
 class EngineRefusedError(RuntimeError):
@@ -84,25 +88,39 @@ class Sampling:
 
 
 class EngineClient:
-    """Client of the server at `url`, for one event loop. Use as `async with`.
+    """Client of the servers at `urls`, which serve the same policy, for one event loop. Use as `async with`.
 
     Args:
-        url: http://host:port.
+        urls: http://host:port of each engine.
+        router: of SGLang's router before them, through which generations go then; None: this client distributes them.
         request_timeout_s: deadline of one attempt.
-        retry_for_s: how long an unreachable engine is waited for (it may be restarting) before a request fails.
+        retry_for_s: how long after its first failure a request is repeated (an engine may be restarting).
+        on_stale: called with the URL of an engine that serves an older policy than `version`, whenever one is met.
 
     Attributes:
-        version: oldest policy whose tokens are accepted.
+        version: oldest policy whose tokens are accepted. What an engine with an older one answers (a restarted engine
+            is such) is thrown away and asked for again.
+        repeated: attempts that had to be repeated, by reason ("connection", "timeout", "HTTP 503", "abort", "stale").
     """
 
-    def __init__(self, url: str, *, request_timeout_s: float = 600.0, retry_for_s: float = 60.0) -> None:
-        self.url = url.rstrip("/")
+    def __init__(
+        self,
+        *urls: str,
+        router: str | None = None,
+        request_timeout_s: float = 600.0,
+        retry_for_s: float = 60.0,
+        on_stale: Callable[[str], None] = lambda _url: None,
+    ) -> None:
+        self.version = 0
+        self.repeated: Counter[str] = Counter()
+        self._engines = tuple(Engine(url.rstrip("/")) for url in urls)
+        self._targets = self._engines if router is None else (Engine(router.rstrip("/")),)
         self._timeout = aiohttp.ClientTimeout(total=request_timeout_s)
         self._retry_for_s = retry_for_s
+        self._on_stale = on_stale
         self._session: aiohttp.ClientSession | None = None
-        self.version = 0
-        self._open = asyncio.Event()
-        self._open.set()
+        self._gate = asyncio.Event()
+        self._gate.set()
         self._in_flight = 0
         self._idle = asyncio.Event()
 
@@ -120,15 +138,16 @@ class EngineClient:
         """Hold requests back from now on, cut those short that run, and return when the engine is idle.
 
         Raises:
-            EngineUnavailableError: the engine does not end them.
+            EngineUnavailableError: an engine does not end them.
         """
-        self._open.clear()
-        give_up = asyncio.get_running_loop().time() + self._retry_for_s
+        clock = asyncio.get_running_loop().time
+        self._gate.clear()
+        give_up = clock() + self._retry_for_s
         # Again and again: a request may have been on its way when the last abort was said, and one whose asker was
         # cancelled is known to the engine alone.
-        while not await self._idle_after_abort():
-            if asyncio.get_running_loop().time() > give_up:
-                raise EngineUnavailableError(f"the engine at {self.url} does not end its requests")
+        while busy := await self._busy_after_abort():
+            if clock() > give_up:
+                raise EngineUnavailableError(f"engines that do not end their requests: {', '.join(busy)}")
             self._idle.clear()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._idle.wait(), _ABORT_INTERVAL_S)
@@ -136,7 +155,7 @@ class EngineClient:
     def resume(self, version: int) -> None:
         """Let requests pass again; answers come from policy `version` or a later one."""
         self.version = version
-        self._open.set()
+        self._gate.set()
 
     async def generate(
         self,
@@ -145,10 +164,18 @@ class EngineClient:
         max_new_tokens: int,
         sampling: Sampling,
         stop: Sequence[str] = (),
+        key: str = "",
     ) -> Generation:
         """Sample up to `max_new_tokens` tokens after `input_ids`, ending early behind any of the `stop` strings.
 
         The answer may be shorter for a `pause`; then `finish` says so, and whoever asks again waits for `resume`.
+
+        Args:
+            input_ids: the whole prefix.
+            max_new_tokens: at least 1.
+            sampling: how tokens are drawn.
+            stop: strings that end the generation; the token that completes one is kept.
+            key: requests with the same routing key go to the same engine, as long as it is up.
 
         Raises:
             EngineUnavailableError: no answer after all repetitions.
@@ -157,23 +184,32 @@ class EngineClient:
         parameters = sampling.as_request() | {"max_new_tokens": max_new_tokens}
         if stop:
             parameters["stop"] = list(stop)
-        answer = await self._request(
-            {"input_ids": _plain(input_ids), "sampling_params": parameters, "return_logprob": True}
-        )
-        generation = _generation(answer)
-        if generation.weight_version < self.version:
-            raise EngineRefusedError(
-                f"the engine serves policy {generation.weight_version}, not {self.version}: a push is missing"
-            )
-        return generation
+        body = {"input_ids": _plain(input_ids), "sampling_params": parameters, "return_logprob": True}
+        return _generation(await self._request(body, key))
 
-    async def prefill(self, input_ids: Sequence[int] | Int32Array) -> tuple[int, int]:
+    async def prefill(self, input_ids: Sequence[int] | Int32Array, *, key: str = "") -> tuple[int, int]:
         """Put a prefix into the radix cache, sampling nothing; returns (prompt tokens, of which were cached).
 
         Requests that start at once from a prefix nobody has prefilled would each compute it.
         """
-        answer = await self._request({"input_ids": _plain(input_ids), "sampling_params": {"max_new_tokens": 0}})
-        return int(answer["meta_info"]["prompt_tokens"]), int(answer["meta_info"]["cached_tokens"])
+        return _prefilled(await self._request(_prefill_body(input_ids), key))
+
+    async def prefill_everywhere(self, input_ids: Sequence[int] | Int32Array) -> list[tuple[int, int]]:
+        """As `prefill`, on every engine: for what all trees begin with. An engine that does not answer goes without.
+
+        Raises:
+            EngineUnavailableError: none of them answered.
+            EngineRefusedError: the request itself is at fault.
+        """
+        if len(self._engines) == 1:
+            return [await self.prefill(input_ids)]
+        body = _prefill_body(input_ids)
+        await self._gate.wait()
+        answers = await asyncio.gather(
+            *(self._attempt(engine, body) for engine in self._engines), return_exceptions=True
+        )
+        done = [_prefilled(answer) for answer in answers if isinstance(answer, dict)]
+        return done or [await self.prefill(input_ids)]  # which says why, or waits until one is up again
 
     async def score(self, token_ids: Sequence[int] | Int32Array) -> Float32Array:
         """float32[n]: log-prob in nats at temperature 1 of each token given those before it; NaN for the first.
@@ -191,65 +227,135 @@ class EngineClient:
         entries = answer["meta_info"]["input_token_logprobs"]
         return np.array([np.nan if entry[0] is None else entry[0] for entry in entries], dtype=np.float32)
 
-    async def _request(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """POST /generate until it is answered, refused, or given up."""
-        if self._session is None:
-            raise RuntimeError("EngineClient is used outside `async with`")
-        loop = asyncio.get_running_loop()
-        give_up = loop.time() + self._retry_for_s
-        backoff_s = _FIRST_BACKOFF_S
+    async def _request(self, body: Mapping[str, Any], key: str = "") -> dict[str, Any]:
+        """POST /generate until it is answered with a policy new enough, refused, or given up."""
+        clock = asyncio.get_running_loop().time
+        give_up = float("inf")
         while True:
-            if not self._open.is_set():
-                await self._open.wait()
-                give_up = loop.time() + self._retry_for_s
+            if not self._gate.is_set():
+                await self._gate.wait()
+                give_up = float("inf")
+            engine = place(key, self._targets, clock())
+            if (rest_s := engine.rests_until - clock()) > 0:
+                await asyncio.sleep(rest_s)
+                continue  # another one may be up by now, or none asked
             try:
-                return await self._attempt(self._session, body)
+                if engine.suspect and self.version and engine in self._engines:
+                    self._check_version(await self._version(engine))
+                answer = await self._attempt(engine, body, key)
+                self._check_version(_version_of(answer["meta_info"]))
             except (aiohttp.ClientError, TimeoutError, _PassingError) as error:
-                if loop.time() + backoff_s > give_up:
-                    reason = str(error) or type(error).__name__
-                    raise EngineUnavailableError(f"the engine at {self.url} does not answer: {reason}") from error
-            await asyncio.sleep(backoff_s)
-            backoff_s = min(2 * backoff_s, _LONGEST_BACKOFF_S)
+                self.repeated[_reason(error)] += 1
+                if engine.failed(clock()) and isinstance(error, _StaleError):
+                    await self._tell_stale(engine)
+                give_up = min(give_up, clock() + self._retry_for_s)
+                if clock() >= give_up:
+                    text = f"the engine at {engine.url} does not answer: {_text(error)}"
+                    raise EngineUnavailableError(text) from error
+            else:
+                engine.answered()
+                return answer
 
-    async def _idle_after_abort(self) -> bool:
-        """Abort all requests; whether none is left, here and in the engine."""
-        if self._session is None:
-            raise RuntimeError("EngineClient is used outside `async with`")
-        try:
-            async with self._session.post(f"{self.url}/abort_request", json={"abort_all": True}) as aborted:
-                await aborted.read()
-            if self._in_flight:
-                return False
-            # It refuses while a request lives; the cache is of no use to the next policy.
-            async with self._session.post(f"{self.url}/flush_cache") as flushed:
-                return flushed.status == 200
-        except (aiohttp.ClientError, TimeoutError):
-            return False
-
-    async def _attempt(self, session: aiohttp.ClientSession, body: Mapping[str, Any]) -> dict[str, Any]:
+    async def _attempt(self, engine: Engine, body: Mapping[str, Any], key: str = "") -> dict[str, Any]:
         self._in_flight += 1
         try:
-            return await self._exchange(session, body)
+            return await self._exchange(engine, body, key)
         finally:
             self._in_flight -= 1
             if not self._in_flight:
                 self._idle.set()
 
-    async def _exchange(self, session: aiohttp.ClientSession, body: Mapping[str, Any]) -> dict[str, Any]:
-        async with session.post(f"{self.url}/generate", json=body) as response:
-            if response.status in _PASSING_STATUSES:
-                raise _PassingError(f"HTTP {response.status}")
+    async def _exchange(self, engine: Engine, body: Mapping[str, Any], key: str) -> dict[str, Any]:
+        headers = {ROUTING_KEY_HEADER: key} if key else {}
+        async with self._connected().post(f"{engine.url}/generate", json=body, headers=headers) as response:
+            if response.status >= _PASSING_STATUS:
+                raise _PassingError(f"HTTP {response.status}", (await response.text(errors="replace"))[:200])
             if response.status != 200:
                 raise EngineRefusedError(f"HTTP {response.status} from the engine: {(await response.text())[:500]}")
             answer: dict[str, Any] = await response.json()
         finish = answer["meta_info"]["finish_reason"]
-        if finish["type"] == "abort" and (self._open.is_set() or not answer.get("output_ids")):
-            raise _PassingError(f"the engine aborted the request: {finish.get('message', '')}")
+        if finish["type"] == "abort" and (self._gate.is_set() or not answer.get("output_ids")):
+            raise _PassingError("abort", str(finish.get("message", "")))
         return answer
+
+    async def _busy_after_abort(self) -> list[str]:
+        """Abort all requests everywhere; URLs of the engines that may still have some."""
+        idle = await asyncio.gather(*map(self._abort_all, self._engines))
+        all_busy = self._in_flight > 0
+        return [engine.url for engine, done in zip(self._engines, idle, strict=True) if all_busy or not done]
+
+    async def _abort_all(self, engine: Engine) -> bool:
+        """Ask an engine to end what runs; whether nothing does now. One that is down has nothing running."""
+        limit = aiohttp.ClientTimeout(total=_LOOK_TIMEOUT_S)
+        body = {"abort_all": True}
+        try:
+            async with self._connected().post(f"{engine.url}/abort_request", json=body, timeout=limit) as aborted:
+                await aborted.read()
+            # It refuses while a request lives; the cache is of no use to the next policy.
+            async with self._connected().post(f"{engine.url}/flush_cache", timeout=limit) as flushed:
+                return flushed.status == 200
+        except TimeoutError:
+            return False
+        except aiohttp.ClientError:
+            return True
+
+    async def _version(self, engine: Engine) -> int:
+        """The policy version an engine has now."""
+        limit = aiohttp.ClientTimeout(total=_LOOK_TIMEOUT_S)
+        async with self._connected().get(f"{engine.url}/model_info", timeout=limit) as response:
+            response.raise_for_status()
+            return _version_of(await response.json())
+
+    async def _tell_stale(self, engine: Engine) -> None:
+        """Call `on_stale` for the engine; behind a router, for each that has old weights."""
+        if engine in self._engines:
+            self._on_stale(engine.url)
+            return
+        for each in self._engines:
+            with contextlib.suppress(aiohttp.ClientError, TimeoutError):  # down: whoever restarts it knows
+                if await self._version(each) < self.version:
+                    self._on_stale(each.url)
+
+    def _check_version(self, version: int) -> None:
+        if version < self.version:
+            raise _StaleError("stale", f"it serves policy {version}, not {self.version}: a push is missing")
+
+    def _connected(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            raise RuntimeError("EngineClient is used outside `async with`")
+        return self._session
 
 
 class _PassingError(Exception):
-    """A condition that may be over soon."""
+    """A condition that may be over soon: its short name, and more about it."""
+
+
+class _StaleError(_PassingError):
+    """An engine has older weights than were asked for."""
+
+
+def _reason(error: Exception) -> str:
+    """The key under which a failed attempt is counted."""
+    if isinstance(error, _PassingError):
+        return str(error.args[0])
+    return "timeout" if isinstance(error, TimeoutError) else "connection"
+
+
+def _text(error: Exception) -> str:
+    return ": ".join(str(part) for part in error.args if part) or type(error).__name__
+
+
+def _version_of(fields: Mapping[str, Any]) -> int:
+    version = str(fields.get("weight_version", ""))
+    return int(version) if version.isdecimal() else 0
+
+
+def _prefill_body(input_ids: Sequence[int] | Int32Array) -> dict[str, Any]:
+    return {"input_ids": _plain(input_ids), "sampling_params": {"max_new_tokens": 0}}
+
+
+def _prefilled(answer: Mapping[str, Any]) -> tuple[int, int]:
+    return int(answer["meta_info"]["prompt_tokens"]), int(answer["meta_info"]["cached_tokens"])
 
 
 def _plain(ids: Sequence[int] | Int32Array) -> list[int]:
@@ -275,7 +381,6 @@ def _generation(answer: Mapping[str, Any]) -> Generation:
         finish = EngineFinish.CUT_SHORT
     else:
         finish = EngineFinish.STOP_STRING if isinstance(matched, str) else EngineFinish.END_TOKEN
-    version = str(meta.get("weight_version", ""))
     return Generation(
         token_ids=token_ids,
         logprobs=logprobs,
@@ -284,5 +389,5 @@ def _generation(answer: Mapping[str, Any]) -> Generation:
         matched=matched if isinstance(matched, str) else None,
         prompt_tokens=int(meta["prompt_tokens"]),
         cached_tokens=int(meta["cached_tokens"]),
-        weight_version=int(version) if version.isdecimal() else 0,
+        weight_version=_version_of(meta),
     )

@@ -23,8 +23,8 @@ from arpo_megatron.rollout import protocol
 from arpo_megatron.rollout.accounting import GrowCounts
 from arpo_megatron.rollout.client import EngineClient, EngineFinish, Generation, Sampling
 from arpo_megatron.rollout.policies import BranchPolicy, ForkPoint, PathKey
+from arpo_megatron.rollout.tools import ToolClient
 from arpo_megatron.tree import BranchRecord, Finish, Float32Array, Int32Array, Role, RolloutTree, ToolRecord
-from tools_sandbox.client import AsyncSandboxClient
 
 
 class PromptTooLongError(ValueError):
@@ -55,7 +55,7 @@ class GrowContext:
     """What all trees of one call share."""
 
     engine: EngineClient
-    sandbox: AsyncSandboxClient
+    tools: ToolClient
     codec: TextCodec
     policy: BranchPolicy
     sampling: Sampling
@@ -130,6 +130,7 @@ class TreeGrower:
     def __init__(self, task_id: str, prompt_ids: Int32Array, context: GrowContext) -> None:
         self.counts = GrowCounts()
         self._task_id = task_id
+        self._routing_key = f"{context.step}/{task_id}"  # a tree stays on one engine, which has its prefixes cached
         self._context = context
         self._root = _Node(Role.PROMPT, (), prompt_ids)
         limits = context.limits
@@ -151,7 +152,7 @@ class TreeGrower:
             )
         initial = min(self._context.policy.initial, self._budget)
         if initial > 1:  # else they would all compute the prompt
-            prompt_tokens, cached_tokens = await self._context.engine.prefill(prompt)
+            prompt_tokens, cached_tokens = await self._context.engine.prefill(prompt, key=self._routing_key)
             self._count_request(prompt_tokens, cached_tokens, 0)
         await self._run_from_prompt(initial)
         if self._budget:  # all paths have ended before the forks were spent
@@ -271,7 +272,7 @@ class TreeGrower:
         if call is None:
             raise AssertionError("there is no call to answer")
         started = time.monotonic()
-        answer = await self._context.sandbox.call(
+        answer = await self._context.tools.call(
             call.tool,
             dict(call.arguments),
             trajectory_id="/".join([self._task_id, *map(str, node.key)]),
@@ -296,7 +297,11 @@ class TreeGrower:
 
     async def _generate(self, prefix: Int32Array, max_new_tokens: int) -> Generation:
         part = await self._context.engine.generate(
-            prefix, max_new_tokens=max_new_tokens, sampling=self._context.sampling, stop=protocol.STOP_STRINGS
+            prefix,
+            max_new_tokens=max_new_tokens,
+            sampling=self._context.sampling,
+            stop=protocol.STOP_STRINGS,
+            key=self._routing_key,
         )
         self._count_request(part.prompt_tokens, part.cached_tokens, len(part.token_ids))
         return part

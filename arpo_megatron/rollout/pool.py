@@ -18,8 +18,9 @@ from arpo_megatron.rollout.client import EngineClient, EngineRefusedError, Engin
 from arpo_megatron.rollout.grower import GrowContext, PromptTooLongError, TextCodec, TreeGrower
 from arpo_megatron.rollout.policies import BranchPolicy
 from arpo_megatron.rollout.service import CollectTrees, GrowProgress, GrowReport, StartTrees
+from arpo_megatron.rollout.tools import ToolClient
 from arpo_megatron.tree import Int32Array, RolloutTree
-from tools_sandbox.client import AsyncSandboxClient, SandboxError
+from tools_sandbox.client import SandboxError
 
 TREE_FAILURES = (EngineUnavailableError, EngineRefusedError, SandboxError, PromptTooLongError)
 """What makes a tree a failed one. Anything else is a defect and ends the call with its traceback."""
@@ -63,7 +64,7 @@ class TreePool:
 
     Args:
         engine: where tokens come from; not shared with another pool.
-        sandbox: where tools are called.
+        tools: where tools are called.
         codec: the tokenizer.
         send: is called with a `GrowProgress` now and then while a `collect` waits.
     """
@@ -71,12 +72,12 @@ class TreePool:
     def __init__(
         self,
         engine: EngineClient,
-        sandbox: AsyncSandboxClient,
+        tools: ToolClient,
         codec: TextCodec,
         send: Callable[[GrowProgress], None],
     ) -> None:
         self._engine = engine
-        self._sandbox = sandbox
+        self._tools = tools
         self._codec = codec
         self._send = send
         self._groups: dict[str, _Group] = {}
@@ -92,7 +93,7 @@ class TreePool:
             group.since = time.monotonic()
         context = GrowContext(
             engine=self._engine,
-            sandbox=self._sandbox,
+            tools=self._tools,
             codec=self._codec,
             policy=policy,
             sampling=Sampling(request.settings.temperature, request.settings.top_p),
@@ -202,11 +203,11 @@ class TreePool:
             self._changed.set()
 
     async def _prefill_common(self, prompts: Sequence[Int32Array], group: _Group) -> None:
-        """Put what all prompts begin with (a system prompt) into the engine's cache, before they all compute it."""
+        """Put what all prompts begin with (a system prompt) into the engines' caches before they all compute it."""
         shared = common_prefix_length(prompts)
         if shared:
-            prompt_tokens, cached_tokens = await self._engine.prefill(prompts[0][:shared])
-            group.prefills.add(GrowCounts(requests=1, prompt_tokens=prompt_tokens, cached_tokens=cached_tokens))
+            for prompt_tokens, cached_tokens in await self._engine.prefill_everywhere(prompts[0][:shared]):
+                group.prefills.add(GrowCounts(requests=1, prompt_tokens=prompt_tokens, cached_tokens=cached_tokens))
 
     def _count_tokens(self, tokens: int) -> None:
         self._tokens += tokens

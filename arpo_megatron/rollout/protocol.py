@@ -16,6 +16,8 @@ STOP_STRINGS = ("</search>", "</python>")
 _ARGUMENT_OF_TOOL: Mapping[str, str] = MappingProxyType({"search": "query", "python": "code"})
 _OPENING = re.compile(r"<(search|python)>")
 _THOUGHT_END = "</think>"
+_LONGEST_TOKENS = 16
+"""Characters a token of a tool's answer that are worth tokenizing: 10 MB of it would hold up all other trees."""
 
 Encode = Callable[[str], Sequence[int]]
 Decode = Callable[[Sequence[int]], str]
@@ -86,7 +88,8 @@ def result_text(text: str) -> str:
 def result_tokens(text: str, *, encode: Encode, decode: Decode, max_tokens: int) -> list[int]:
     """Token ids of `result_text`, at most `max_tokens` of them.
 
-    A longer answer loses its end; the tags around it stay. Tokenized alone: neither the text before nor special
+    A longer answer loses its end (that of a gross one without being read: ordinary text has fewer than 16 characters a
+    token); the tags around it stay. Tokenized alone: neither the text before nor special
     tokens have a part in it.
 
     Args:
@@ -97,6 +100,7 @@ def result_tokens(text: str, *, encode: Encode, decode: Decode, max_tokens: int)
     Raises:
         ValueError: not even an empty result fits.
     """
+    text = text[: _LONGEST_TOKENS * max_tokens]
     ids = list(encode(result_text(text)))
     if len(ids) <= max_tokens:
         return ids

@@ -1,20 +1,20 @@
-"""Starting and ending one SGLang server, so that it can neither fail silently nor be left behind.
+"""Starting and ending SGLang servers, so that none can fail silently or be left behind.
 
-The server runs in a session of its own. `EngineHandle.stop` ends that whole process group; when the launching process
-dies without calling it (even by kill -9), the server ends the group itself (see `sglang_main`).
+A server runs in a session of its own. Whoever started it ends that whole process group; when the starting process dies
+without doing so (even by kill -9), the server ends the group itself (see `sglang_main`).
 """
 
 import contextlib
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Self
 
@@ -23,12 +23,13 @@ import requests
 from arpo_megatron.config import EngineConfig
 from arpo_megatron.errors import UserError
 from arpo_megatron.machine import ON_CPU, Placement, role_environment
+from arpo_megatron.processes import last_lines, stop_groups
 from arpo_megatron.rollout.sglang_main import LAUNCHER_PID_VARIABLE
+from arpo_megatron.supervisor import Program
 
 _FLAGS = ("--enable-metrics", "--skip-server-warmup")  # the health gate's own generation is the warm-up
 _POLL_INTERVAL_S = 0.1
-_LOG_LINES_IN_ERRORS = 15
-_REAP_DEADLINE_S = 4.0
+_ROUTER_STARTUP_S = 60.0
 
 
 class EngineStartError(UserError):
@@ -40,18 +41,21 @@ class EngineHandle:
     """A running server. Also a context manager that stops it.
 
     Attributes:
-        url: http://host:port.
+        program: how it was started.
         process: the server's main process, leader of its session and process group.
-        log_path: stdout and stderr of all of the engine's processes.
         scratch: private temporary directory of the engine (its IPC sockets), removed by `stop`.
         startup_s: seconds from launch to healthy.
     """
 
-    url: str
+    program: Program
     process: "subprocess.Popen[bytes]"
-    log_path: Path
     scratch: Path
     startup_s: float
+
+    @property
+    def url(self) -> str:
+        """http://host:port."""
+        return self.program.url
 
     def alive(self) -> bool:
         """Whether the server's main process still runs (the engine ends it when one of its workers fails)."""
@@ -62,7 +66,7 @@ class EngineHandle:
 
         The group is killed outright: a server keeps nothing worth saving, and its orderly end waits 5 s or more.
         """
-        _kill_group(self.process)
+        stop_groups([self.process], 0.0)
         shutil.rmtree(self.scratch, ignore_errors=True)
 
     def __enter__(self) -> Self:
@@ -99,34 +103,130 @@ def launch_engine(
         UserError: no model at `model_path`.
         EngineStartError: the server ended or missed `engine.startup_timeout_s`. Nothing is left running.
     """
+    scratch = Path(tempfile.mkdtemp(prefix="arpo-engine-"))
+    process: subprocess.Popen[bytes] | None = None
+    try:
+        program = engine_program(
+            model_path,
+            engine,
+            dtype=dtype,
+            seed=seed,
+            log_path=log_path,
+            port=port or free_ports(1)[0],
+            scratch=scratch,
+            placement=placement,
+            context_length=context_length,
+        )
+        started = time.monotonic()
+        process = program.start()
+        _wait_until_healthy(process, program)
+    except BaseException:
+        if process is not None:
+            stop_groups([process], 0.0)
+        shutil.rmtree(scratch, ignore_errors=True)
+        raise
+    return EngineHandle(program, process, scratch, time.monotonic() - started)
+
+
+def engine_program(
+    model_path: Path,
+    engine: EngineConfig,
+    *,
+    dtype: str,
+    seed: int,
+    log_path: Path,
+    port: int,
+    scratch: Path,
+    placement: Placement = ON_CPU,
+    context_length: int | None = None,
+    name: str = "engine",
+) -> Program:
+    """How to start one SGLang server; `launch_engine` says what the arguments are, besides these.
+
+    Args:
+        scratch: directory for its temporary files (IPC sockets: a short path).
+        name: of the role.
+
+    Raises:
+        UserError: no model at `model_path`.
+    """
     if not (model_path / "config.json").is_file():
         raise UserError(f"{model_path} holds no Hugging Face model (config.json is missing)")
-    port = port or _free_port()
-    url = f"http://127.0.0.1:{port}"
     options = engine_options(engine, placement, dtype)
     options |= {"model-path": model_path, "random-seed": seed, "port": port}
     if context_length is not None:
         options["context-length"] = context_length
-    arguments = [word for name, value in options.items() for word in (f"--{name}", value) if word is not None]
-    scratch = Path(tempfile.mkdtemp(prefix="arpo-engine-"))
-    log_path.parent.mkdir(parents=True, exist_ok=True)
-    started = time.monotonic()
-    with log_path.open("ab") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "arpo_megatron.rollout.sglang_main", *map(str, arguments), *_FLAGS],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env=_environment(scratch, placement),
-            start_new_session=True,
-        )
-    try:
-        _wait_until_healthy(process, url, engine.startup_timeout_s, log_path)
-    except BaseException:
-        _kill_group(process)
-        shutil.rmtree(scratch, ignore_errors=True)
-        raise
-    return EngineHandle(url, process, log_path, scratch, time.monotonic() - started)
+    arguments = [str(word) for name, value in options.items() for word in (f"--{name}", value) if word is not None]
+    return Program(
+        name=name,
+        url=f"http://127.0.0.1:{port}",
+        command=[sys.executable, "-m", "arpo_megatron.rollout.sglang_main", *arguments, *_FLAGS],
+        log=log_path,
+        environment=_environment(scratch, placement, engine.replicas),
+        startup_timeout_s=engine.startup_timeout_s,
+        hang_timeout_s=engine.hang_timeout_s,
+        # Asks the scheduler, which /health does only with a generation: that would fail while the engine's memory is
+        # released. 6 ms on a CPU.
+        alive="/server_info",
+        bound=False,
+    )
+
+
+def router_program(
+    engine: EngineConfig, urls: Sequence[str], *, log_path: Path, ports: Sequence[int]
+) -> Program | None:
+    """SGLang's own router before the engines at `urls`; None where the config wants none or one engine needs none.
+
+    Requests that bear the same routing key go to one engine, chosen when the key is first seen: the one with the fewest
+    requests. (Its policy `cache_aware` parts the siblings of a tree when the load of the engines differs: 48 of 256
+    missed their fork point in the cache where this one misses none.)
+
+    Args:
+        engine: `router` and deadlines.
+        urls: of the engines.
+        log_path: file for its output.
+        ports: two free ones, for requests and for its metrics.
+
+    Raises:
+        UserError: engine.router=sglang, but it is not installed.
+    """
+    installed = find_spec("sglang_router") is not None
+    if engine.router == "sglang" and not installed:
+        raise UserError("engine.router=sglang: pip install --no-deps sglang-router==0.3.2")
+    if engine.router == "none" or not installed or (engine.router == "auto" and len(urls) == 1):
+        return None
+    options = {
+        "host": "127.0.0.1",
+        "port": ports[0],
+        "prometheus-host": "127.0.0.1",
+        "prometheus-port": ports[1],
+        "policy": "manual",
+        "assignment-mode": "min_load",
+        "request-timeout-secs": round(engine.request_timeout_s),
+        "health-check-endpoint": "/server_info",
+        "health-check-interval-secs": 1,
+        "health-check-timeout-secs": 5,
+        "health-failure-threshold": 2,
+        "health-success-threshold": 1,
+        "worker-startup-check-interval": 1,
+        "log-level": "warn",
+    }
+    words = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
+    return Program(
+        name="router",
+        url=f"http://127.0.0.1:{ports[0]}",
+        # Repeating is the client's part. A circuit breaker would keep an engine out for long after a weight push.
+        command=[
+            *(sys.executable, "-m", "sglang_router.launch_router", *words),
+            *("--disable-retries", "--disable-circuit-breaker", "--worker-urls", *urls),
+        ],
+        log=log_path,
+        environment=dict(os.environ),
+        startup_timeout_s=_ROUTER_STARTUP_S,
+        hang_timeout_s=engine.hang_timeout_s,
+        ready="/readiness",
+        alive="/liveness",
+    )
 
 
 def engine_options(engine: EngineConfig, placement: Placement, dtype: str) -> dict[str, object]:
@@ -161,59 +261,45 @@ def engine_options(engine: EngineConfig, placement: Placement, dtype: str) -> di
     return options
 
 
-def _environment(scratch: Path, placement: Placement) -> Mapping[str, str]:
+def _environment(scratch: Path, placement: Placement, replicas: int) -> Mapping[str, str]:
     environment = dict(os.environ)
     environment[LAUNCHER_PID_VARIABLE] = str(os.getpid())
     environment["TMPDIR"] = str(scratch)
     environment["PYTHONUNBUFFERED"] = "1"
     environment.update(role_environment("auto" if placement.gpus else "cpu"))
-    # Half the cores for the scheduler, which decodes; the rest for the server, the detokenizer and whoever trains.
-    environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // 2)))
+    # Half the cores for the schedulers, which decode; the rest for servers, detokenizers and whoever trains.
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // (2 * replicas))))
     # A launcher that is itself a torchrun rank: its rendezvous is not the engine's.
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         environment.pop(name, None)
     return environment
 
 
-def _wait_until_healthy(process: "subprocess.Popen[bytes]", url: str, timeout_s: float, log_path: Path) -> None:
+def _wait_until_healthy(process: "subprocess.Popen[bytes]", program: Program) -> None:
     """Poll /health, which answers 200 only after a generation has gone through the whole engine."""
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + program.startup_timeout_s
     session = requests.Session()
     session.trust_env = False  # a cluster's HTTP_PROXY knows nothing of 127.0.0.1
     while time.monotonic() < deadline:
         if process.poll() is not None:
-            raise EngineStartError(
-                f"SGLang ended with code {process.returncode} while starting{_log_excerpt(log_path)}"
-            )
+            raise EngineStartError(_with_log(program, f"SGLang ended with code {process.returncode} while starting"))
         with contextlib.suppress(requests.ConnectionError, requests.Timeout):  # not listening yet
-            if session.get(f"{url}/health", timeout=max(1.0, deadline - time.monotonic())).status_code == 200:
+            left_s = max(1.0, deadline - time.monotonic())
+            if session.get(program.url + program.ready, timeout=left_s).status_code == 200:
                 return
         time.sleep(_POLL_INTERVAL_S)
-    raise EngineStartError(
-        f"SGLang was not healthy after {timeout_s:g} s (engine.startup_timeout_s){_log_excerpt(log_path)}"
-    )
+    text = f"SGLang was not healthy after {program.startup_timeout_s:g} s (engine.startup_timeout_s)"
+    raise EngineStartError(_with_log(program, text))
 
 
-def _log_excerpt(log_path: Path) -> str:
-    lines = log_path.read_text(errors="replace").splitlines()[-_LOG_LINES_IN_ERRORS:]
-    return f"; log {log_path}, last lines:\n" + "\n".join(f"  {line}" for line in lines)
+def _with_log(program: Program, text: str) -> str:
+    return f"{text}; log {program.log}, last lines:\n{last_lines(program.log)}"
 
 
-def _kill_group(process: "subprocess.Popen[bytes]") -> None:
-    """Kill the group that `process` leads and wait until no member is left."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    deadline = time.monotonic() + _REAP_DEADLINE_S
-    while time.monotonic() < deadline:
-        try:
-            os.killpg(process.pid, 0)
-        except ProcessLookupError:
-            return
-        time.sleep(0.02)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def free_ports(count: int) -> list[int]:
+    """So many different TCP ports of 127.0.0.1 that are free now."""
+    with contextlib.ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [int(probe.getsockname()[1]) for probe in probes]

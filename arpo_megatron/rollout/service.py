@@ -101,22 +101,24 @@ class ServiceSettings:
     """What the process needs to know once.
 
     Attributes:
-        engine_url: the SGLang server or router.
+        engine_urls: the SGLang servers.
         sandbox_url: the tool service.
         tokenizer_path: Hugging Face directory with the tokenizer.
         seed: the run's seed; branching draws follow from it.
         request_timeout_s: deadline of one engine request.
-        retry_for_s: how long an engine that does not answer is waited for.
+        retry_for_s: how long after its first failure a request or tool call is repeated.
         sandbox_token: the tool service's bearer token, if it has one.
+        router_url: SGLang's router before the engines, if one runs.
     """
 
-    engine_url: str
+    engine_urls: tuple[str, ...]
     sandbox_url: str
     tokenizer_path: Path
     seed: int
     request_timeout_s: float = 600.0
     retry_for_s: float = 60.0
     sandbox_token: str | None = None
+    router_url: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

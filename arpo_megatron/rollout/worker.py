@@ -29,7 +29,7 @@ from arpo_megatron.rollout.service import (
     StartTrees,
     StopTrees,
 )
-from tools_sandbox.client import AsyncSandboxClient
+from arpo_megatron.rollout.tools import ToolClient
 
 
 class TokenizerCodec:
@@ -71,10 +71,14 @@ class RolloutWorker:
         """Until the other end is closed."""
         settings = self._settings
         engine = EngineClient(
-            settings.engine_url, request_timeout_s=settings.request_timeout_s, retry_for_s=settings.retry_for_s
+            *settings.engine_urls,
+            router=settings.router_url,
+            request_timeout_s=settings.request_timeout_s,
+            retry_for_s=settings.retry_for_s,
         )
-        async with engine, AsyncSandboxClient(settings.sandbox_url, settings.sandbox_token) as sandbox:
-            pool = TreePool(engine, sandbox, self._codec, self._connection.send)
+        tools = ToolClient(settings.sandbox_url, settings.sandbox_token, retry_for_s=settings.retry_for_s)
+        async with engine, tools:
+            pool = TreePool(engine, tools, self._codec, self._connection.send)
             try:
                 while True:
                     request = await asyncio.to_thread(self._connection.recv)

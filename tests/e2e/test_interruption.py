@@ -181,8 +181,8 @@ def test_ctrl_c_in_the_export_leaves_a_whole_one_or_none(start: Start, tmp_path:
         assert names >= {"config.json", "model.safetensors", "tokenizer.json"}
 
 
-def test_a_killed_engine_ends_the_job_and_names_its_log(start: Start, warm_run: Path) -> None:
-    job = start(training(warm_run))
+def test_an_engine_killed_once_too_often_ends_the_job_and_names_its_log(start: Start, warm_run: Path) -> None:
+    job = start(training(warm_run, "engine.restarts=0"))
     wait_for("rollout of step 1", lambda: in_phase(warm_run, "rollout", 0), job)
     family = family_of(job)
     process_of(job, "arpo_megatron.rollout.sglang_main").kill()

@@ -23,6 +23,7 @@ def scripted_engine() -> Iterator[Callable[[ScriptedEngine], ScriptedEngine]]:
     async def serve(engine: ScriptedEngine) -> None:
         app = web.Application(client_max_size=2**26)
         app.router.add_post("/generate", engine.generate)
+        app.router.add_get("/model_info", engine.model_info)
         runner = web.AppRunner(app)
         runners.append(runner)
         await runner.setup()

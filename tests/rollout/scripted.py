@@ -35,11 +35,13 @@ class ScriptedEngine:
         script: whole text so far -> everything that follows.
         delay_s: text so far -> how long to wait before answering.
         fail_first: answer so many requests with 503.
+        version: of the policy, as answers report it.
     """
 
     script: Callable[[str], str]
     delay_s: Callable[[str], float] = lambda _text: 0.0
     fail_first: int = 0
+    version: int = 7
     requests: list[dict[str, Any]] = field(default_factory=list)
     url: str = ""
     _kept: set[tuple[int, ...]] = field(default_factory=set)
@@ -70,11 +72,14 @@ class ScriptedEngine:
             "finish_reason": reason,
             "prompt_tokens": len(ids),
             "cached_tokens": cached,
-            "weight_version": "7",
+            "weight_version": str(self.version),
             "output_token_logprobs": [[-0.5, token, None] for token in output],
             "entropy": [1.0 + token / 1000 for token in output],
         }
         return web.json_response({"output_ids": output, "meta_info": meta})
+
+    async def model_info(self, _request: web.Request) -> web.Response:
+        return web.json_response({"weight_version": str(self.version)})
 
     def _continue(self, text: str, limit: int, stops: Sequence[str]) -> tuple[list[int], dict[str, Any]]:
         output: list[int] = []

@@ -177,7 +177,7 @@ def job(**algorithm: Any) -> JobConfig:
 
 @pytest.fixture
 def rollouts(engine: EngineHandle, sandbox_url: str, tiny_model: Path) -> Iterator[RolloutHandle]:
-    with RolloutHandle.start(ServiceSettings(engine.url, sandbox_url, tiny_model, seed=4)) as handle:
+    with RolloutHandle.start(ServiceSettings((engine.url,), sandbox_url, tiny_model, seed=4)) as handle:
         yield handle
     assert handle.process.returncode == 0
 
@@ -294,14 +294,18 @@ def test_independent_trajectories_are_grown_for_evaluation(engine: EngineHandle,
         assert first.path_tokens(first.leaves()[0]).tolist() == second.path_tokens(second.leaves()[0]).tolist()
 
 
-def test_trees_of_an_engine_with_older_weights_are_refused(rollouts: RolloutHandle) -> None:
-    report = rollouts.grow(tasks(2), step=1, version=1, settings=GrowSettings.training(job()))
+def test_trees_of_an_engine_with_older_weights_are_refused(
+    engine: EngineHandle, sandbox_url: str, tiny_model: Path
+) -> None:
+    settings = ServiceSettings((engine.url,), sandbox_url, tiny_model, seed=4, retry_for_s=0.5)
+    with RolloutHandle.start(settings) as rollouts:
+        report = rollouts.grow(tasks(2), step=1, version=1, settings=GrowSettings.training(job()))
     assert report.trees == []
     assert all("serves policy 0, not 1" in reason for _, reason in report.failed)
 
 
 def test_a_tree_that_cannot_be_finished_is_reported_not_returned(sandbox_url: str, tiny_model: Path) -> None:
-    settings = ServiceSettings("http://127.0.0.1:9", sandbox_url, tiny_model, seed=4, retry_for_s=0.3)
+    settings = ServiceSettings(("http://127.0.0.1:9",), sandbox_url, tiny_model, seed=4, retry_for_s=0.3)
     with RolloutHandle.start(settings) as handle:
         report = handle.grow(tasks(2), step=0, version=0, settings=GrowSettings.training(job()))
     assert report.trees == []
@@ -311,7 +315,7 @@ def test_a_tree_that_cannot_be_finished_is_reported_not_returned(sandbox_url: st
 
 
 def test_a_broken_rollout_process_is_an_error_with_its_traceback(sandbox_url: str, tiny_model: Path) -> None:
-    settings = ServiceSettings("http://127.0.0.1:9", sandbox_url, tiny_model, seed=4)
+    settings = ServiceSettings(("http://127.0.0.1:9",), sandbox_url, tiny_model, seed=4)
     with RolloutHandle.start(settings) as handle:
         not_a_task: Any = "not a task"
         with pytest.raises(RolloutError, match=r"(?s)Traceback.*AttributeError"):
@@ -319,7 +323,7 @@ def test_a_broken_rollout_process_is_an_error_with_its_traceback(sandbox_url: st
         with pytest.raises(RolloutError, match="ended with code 1"):
             handle.grow(tasks(1), step=0, version=0, settings=GrowSettings.training(job()))
     with pytest.raises(UserError, match=r"tokenizer\.json is missing"):
-        RolloutHandle.start(ServiceSettings("http://127.0.0.1:9", sandbox_url, tiny_model / "nowhere", seed=4))
+        RolloutHandle.start(ServiceSettings(("http://127.0.0.1:9",), sandbox_url, tiny_model / "nowhere", seed=4))
 
 
 def test_a_server_that_cannot_start_says_why_and_leaves_nothing(tmp_path: Path) -> None:
@@ -342,7 +346,7 @@ from arpo_megatron.rollout.server import launch_engine
 from arpo_megatron.rollout.service import RolloutHandle, ServiceSettings
 model, log = map(Path, sys.argv[1:])
 config = EngineConfig(max_total_tokens=4096, memory_fraction=0.1, startup_timeout_s=120)
-rollouts = RolloutHandle.start(ServiceSettings("http://127.0.0.1:9", "http://127.0.0.1:9", model, seed=1))
+rollouts = RolloutHandle.start(ServiceSettings(("http://127.0.0.1:9",), "http://127.0.0.1:9", model, seed=1))
 print("launching", flush=True)
 engine = launch_engine(model, config, dtype="float32", seed=1, log_path=log)
 print("ready", flush=True)

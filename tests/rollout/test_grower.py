@@ -16,8 +16,9 @@ from arpo_megatron.rollout.client import EngineClient, EngineRefusedError, Engin
 from arpo_megatron.rollout.grower import GrowContext, GrowLimits, PromptTooLongError, TreeGrower
 from arpo_megatron.rollout.policies import ArpoPolicy, BranchPolicy, GrpoPolicy
 from arpo_megatron.rollout.protocol import result_text
+from arpo_megatron.rollout.tools import ToolClient
 from arpo_megatron.tree import Finish, Role, RolloutTree
-from tools_sandbox.client import AsyncSandboxClient, SandboxUnavailable
+from tools_sandbox.client import SandboxUnavailable
 
 CODEC = CharacterCodec()
 LIMITS = GrowLimits(
@@ -57,9 +58,9 @@ def grow(
     async def run() -> tuple[RolloutTree, TreeGrower]:
         async with (
             EngineClient(engine_url, retry_for_s=retry_for_s) as engine,
-            AsyncSandboxClient(sandbox_url) as sandbox,
+            ToolClient(sandbox_url, retry_for_s=retry_for_s) as tools,
         ):
-            context = GrowContext(engine, sandbox, CODEC, policy, Sampling(), limits, 3, lambda _tokens: None)
+            context = GrowContext(engine, tools, CODEC, policy, Sampling(), limits, 3, lambda _tokens: None)
             grower = TreeGrower("task-1", np.array(CODEC.encode(PROMPT), np.int32), context)
             return await grower.grow(), grower
 

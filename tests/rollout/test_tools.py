@@ -1,0 +1,129 @@
+"""Tool calls survive a killed tool service and its HTTP errors; what fails for good becomes a text for the model."""
+
+import asyncio
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+from aiohttp import web
+from scripted import CharacterCodec
+
+from arpo_megatron.rollout.protocol import result_text, result_tokens
+from arpo_megatron.rollout.server import free_ports
+from arpo_megatron.rollout.tools import ToolClient
+from tools_sandbox.client import SandboxUnavailable, ToolAnswer
+
+SLOW = "import time; time.sleep(1); 6 * 7"
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    (port,) = free_ports(1)
+    yield port
+
+
+def start(port: int) -> "subprocess.Popen[str]":
+    """A real tool service at `port`; returns when it serves."""
+    command = [sys.executable, "-m", "tools_sandbox", "--port", str(port)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline().startswith("ready ")
+    process.stdout.close()
+    return process
+
+
+def ask(client: ToolClient, code: str) -> "asyncio.Task[ToolAnswer]":
+    return asyncio.create_task(client.call("python", {"code": code}, trajectory_id="t", timeout_s=10.0))
+
+
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGTERM])
+def test_calls_in_flight_survive_a_restart_of_the_service(port: int, fault: signal.Signals) -> None:
+    service = start(port)
+
+    async def run() -> list[ToolAnswer]:
+        nonlocal service
+        async with ToolClient(f"http://127.0.0.1:{port}", retry_for_s=30) as client:
+            calls = [ask(client, SLOW) for _ in range(8)]
+            await asyncio.sleep(0.5)
+            service.send_signal(fault)
+            await asyncio.to_thread(service.wait)
+            await asyncio.sleep(3)  # longer than the service's own client waits
+            service = await asyncio.to_thread(start, port)
+            answers = await asyncio.gather(*calls)
+            assert client.repeated
+            return answers
+
+    try:
+        assert [(answer.text, answer.status) for answer in asyncio.run(run())] == [("42", "ok")] * 8
+    finally:
+        service.kill()
+        service.wait()
+
+
+def test_a_service_that_stays_away_fails_the_call(port: int) -> None:
+    async def run() -> None:
+        async with ToolClient(f"http://127.0.0.1:{port}", retry_for_s=1) as client:
+            await ask(client, "1")
+
+    started = time.monotonic()
+    with pytest.raises(SandboxUnavailable):
+        asyncio.run(run())
+    assert time.monotonic() - started < 10
+
+
+@pytest.mark.parametrize(
+    ("status", "failures", "expected"),
+    [
+        (500, 3, ("fine", "ok")),
+        (500, 999, ("The python tool failed; this is not the fault of the call.", "error")),
+        (503, 7, ("fine", "ok")),
+    ],
+)
+def test_http_errors_are_asked_again_and_become_a_text_in_the_end(
+    status: int, failures: int, expected: tuple[str, str]
+) -> None:
+    left = failures
+
+    async def answer(_request: web.Request) -> web.Response:
+        nonlocal left
+        left -= 1
+        if left >= 0:
+            return web.Response(status=status, text="oh")
+        return web.json_response({"text": "fine", "status": "ok", "seconds": 0.1, "cached": False})
+
+    async def run() -> ToolAnswer:
+        app = web.Application()
+        app.router.add_post("/call", answer)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        try:
+            async with ToolClient(f"http://127.0.0.1:{runner.addresses[0][1]}", retry_for_s=30) as client:
+                return await ask(client, "1")
+        finally:
+            await runner.cleanup()
+
+    got = asyncio.run(run())
+    assert (got.text, got.status) == expected
+
+
+def test_ten_megabytes_are_cut_without_being_tokenized() -> None:
+    codec, encoded = CharacterCodec(), 0
+
+    def encode(text: str) -> list[int]:
+        nonlocal encoded
+        encoded += len(text)
+        return codec.encode(text)
+
+    answer = "".join(f"line {number}\n" for number in range(850_000))
+    assert len(answer) > 10_000_000
+    ids = result_tokens(answer, encode=encode, decode=codec.decode, max_tokens=500)
+    assert len(ids) == 500
+    empty = result_text("")
+    middle = len(empty) - len("\n</result>")
+    assert codec.decode(ids) == result_text(answer[: 500 - len(empty)])
+    assert codec.decode(ids)[middle:].startswith("line 0\nline 1\n")
+    assert encoded < 100_000
