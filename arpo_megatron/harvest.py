@@ -48,6 +48,9 @@ class Harvest:
         score: trees and the tasks they belong to -> scored trees, in the same order.
         growing: tasks of the trees under way, in the order of their start.
         waiting: tasks to be started before new ones are drawn: those that a stopped run had under way.
+        begun: the step that was begun last.
+        refills: of this step.
+        kept: trees of this step, until it has enough.
         stats: what the trees of the last step cost.
         dropped: of the last step, by reason.
     """
@@ -59,6 +62,9 @@ class Harvest:
     events: EventLog
     growing: list[Task] = field(default_factory=list)
     waiting: deque[Task] = field(default_factory=deque)
+    begun: int = -1
+    refills: int = 0
+    kept: list[ScoredTree] = field(default_factory=list)
     stats: list[GrowStats] = field(default_factory=list)
     dropped: Counter[str] = field(default_factory=Counter)
 
@@ -66,17 +72,21 @@ class Harvest:
         """The trees that update number `step` (from 0, the version of the policy too) trains.
 
         Raises:
+            StaleEnginesError: engines need a push; a second call goes on where this one was.
             RuntimeError: after all refills not one tree is fit for training.
         """
         train, rollout = self.config.train, self.config.rollout
-        self.stats, self.dropped, kept = [], Counter(), list[ScoredTree]()
-        self._start(self._wanted(step) - len(self.growing), step)
-        for refill in range(rollout.max_refills + 1):
-            kept += self._fit(self._collect(train.tasks_per_step - len(kept), step), step)
-            missing = train.tasks_per_step - len(kept)
-            if missing <= 0 or refill == rollout.max_refills:
+        if step != self.begun:
+            self.begun, self.refills, self.stats, self.dropped = step, 0, [], Counter()
+            self._start(self._wanted(step) - len(self.growing), step)
+        while True:
+            self.kept += self._fit(self._collect(train.tasks_per_step - len(self.kept), step), step)
+            missing = train.tasks_per_step - len(self.kept)
+            if missing <= 0 or self.refills == rollout.max_refills:
                 break
+            self.refills += 1
             self._start(missing - len(self.growing), step)
+        kept, self.kept = self.kept, []
         if rollout.max_staleness == 0 and self.growing:
             self.rollouts.stop_trees(StopTrees(GROUP))
             self.dropped["oversampled"] += len(self.growing)

@@ -19,7 +19,7 @@ from arpo_megatron.monitor.events import EventLog
 from arpo_megatron.rewards import make_reward
 from arpo_megatron.rewards.base import Reward, score_tree
 from arpo_megatron.rollout.accounting import GrowStats
-from arpo_megatron.rollout.service import GrowProgress, GrowSettings, RolloutHandle
+from arpo_megatron.rollout.service import CollectTrees, GrowProgress, GrowSettings, RolloutHandle, StartTrees
 from arpo_megatron.run_directory import RunDirectory
 from arpo_megatron.tasks.base import Task
 from arpo_megatron.tasks.sampler import TaskSampler
@@ -30,6 +30,8 @@ from arpo_megatron.weights.push import WeightPusher, probe_gap
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+EVALUATION = "evaluation"
+"""Group of the trees of held-out tasks."""
 PROBE_TEXT = "<think>probe</think><python>12*34</python> <result>\n408\n</result><answer>\\boxed{408}</answer>"
 """Scored by trainer and engine after each push: text of the job's own protocol, so ordinary rows of the embedding."""
 
@@ -46,6 +48,7 @@ class Leader:
     sampler: TaskSampler
     events: EventLog
     probe: list[int]
+    evaluating: bool = False
     harvest: Harvest = field(init=False)
 
     def __post_init__(self) -> None:
@@ -95,9 +98,16 @@ class Leader:
         )
 
     def evaluate(self, tasks: Sequence[Task], step: int) -> float:
-        """Share of tasks solved by one trajectory each, in [0, 1]; what could not be finished counts as wrong."""
-        settings = GrowSettings.evaluation(self.config)
-        report = self.rollouts.grow(tasks, step=step, version=step, settings=settings, progress=self._show_progress)
+        """Share of tasks solved by one trajectory each, in [0, 1]; what could not be finished counts as wrong.
+
+        Raises StaleEnginesError where engines need a push; a second call goes on where this one was.
+        """
+        if not self.evaluating:
+            settings = GrowSettings.evaluation(self.config)
+            self.rollouts.start_trees(StartTrees(EVALUATION, tuple(tasks), step, step, settings))
+            self.evaluating = True
+        report = self.rollouts.collect(CollectTrees(EVALUATION), self._show_progress)
+        self.evaluating = False
         for task_id, reason in report.failed:
             self.events.emit("note", text=f"{task_id} could not be evaluated and counts as wrong: {reason}")
         by_id = {task.id: task for task in tasks}

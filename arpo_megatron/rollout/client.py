@@ -95,9 +95,9 @@ class EngineClient:
         router: of SGLang's router before them, through which generations go then; None: this client distributes them.
         request_timeout_s: deadline of one attempt.
         retry_for_s: how long after its first failure a request is repeated (an engine may be restarting).
-        on_stale: called with the URL of an engine that serves an older policy than `version`, whenever one is met.
 
     Attributes:
+        on_stale: called with the URL of an engine that serves an older policy than `version`, whenever one is met.
         version: oldest policy whose tokens are accepted. What an engine with an older one answers (a restarted engine
             is such) is thrown away and asked for again.
         repeated: attempts that had to be repeated, by reason ("connection", "timeout", "HTTP 503", "abort", "stale").
@@ -109,7 +109,6 @@ class EngineClient:
         router: str | None = None,
         request_timeout_s: float = 600.0,
         retry_for_s: float = 60.0,
-        on_stale: Callable[[str], None] = lambda _url: None,
     ) -> None:
         self.version = 0
         self.repeated: Counter[str] = Counter()
@@ -117,7 +116,7 @@ class EngineClient:
         self._targets = self._engines if router is None else (Engine(router.rstrip("/")),)
         self._timeout = aiohttp.ClientTimeout(total=request_timeout_s)
         self._retry_for_s = retry_for_s
-        self._on_stale = on_stale
+        self.on_stale: Callable[[str], None] = lambda _url: None
         self._session: aiohttp.ClientSession | None = None
         self._gate = asyncio.Event()
         self._gate.set()
@@ -309,12 +308,12 @@ class EngineClient:
     async def _tell_stale(self, engine: Engine) -> None:
         """Call `on_stale` for the engine; behind a router, for each that has old weights."""
         if engine in self._engines:
-            self._on_stale(engine.url)
+            self.on_stale(engine.url)
             return
         for each in self._engines:
             with contextlib.suppress(aiohttp.ClientError, TimeoutError):  # down: whoever restarts it knows
                 if await self._version(each) < self.version:
-                    self._on_stale(each.url)
+                    self.on_stale(each.url)
 
     def _check_version(self, version: int) -> None:
         if version < self.version:

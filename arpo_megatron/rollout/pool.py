@@ -17,7 +17,7 @@ from arpo_megatron.rollout.accounting import GrowCounts, common_prefix_length, g
 from arpo_megatron.rollout.client import EngineClient, EngineRefusedError, EngineUnavailableError, Sampling
 from arpo_megatron.rollout.grower import GrowContext, PromptTooLongError, TextCodec, TreeGrower
 from arpo_megatron.rollout.policies import BranchPolicy
-from arpo_megatron.rollout.service import CollectTrees, GrowProgress, GrowReport, StartTrees
+from arpo_megatron.rollout.service import CollectTrees, GrowProgress, GrowReport, StaleEnginesError, StartTrees
 from arpo_megatron.rollout.tools import ToolClient
 from arpo_megatron.tree import Int32Array, RolloutTree
 from tools_sandbox.client import SandboxError
@@ -81,6 +81,7 @@ class TreePool:
         self._codec = codec
         self._send = send
         self._groups: dict[str, _Group] = {}
+        self._stale: set[str] = set()
         self._changed = asyncio.Event()
         self._tokens = 0
 
@@ -114,6 +115,9 @@ class TreePool:
         """Wait for trees of a group, and give them away: the oldest finished ones.
 
         See `CollectTrees` for how many. A defect in any tree of the group is raised.
+
+        Raises:
+            StaleEnginesError: engines need a push first; nothing was given away.
         """
         group = self._groups.get(request.group)
         if group is None:
@@ -141,6 +145,9 @@ class TreePool:
         while True:
             if group.defect is not None:
                 raise group.defect
+            if self._stale:
+                urls, self._stale = sorted(self._stale), set()
+                raise StaleEnginesError(*urls)
             growing = group.unfinished.total()
             if time.monotonic() - sent_at >= _PROGRESS_INTERVAL_S:
                 sent_at = time.monotonic()
@@ -161,6 +168,11 @@ class TreePool:
     async def close(self) -> None:
         """Give up all trees."""
         await _cancel([tree for group in self._groups.values() for tree in group.trees])
+
+    def note_stale(self, url: str) -> None:
+        """An engine serves older weights than its trees need (it was restarted): the next wait says so."""
+        self._stale.add(url)
+        self._changed.set()
 
     @staticmethod
     def _overdue(group: _Group, finish_before: int | None) -> bool:

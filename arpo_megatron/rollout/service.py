@@ -31,6 +31,10 @@ class RolloutError(RuntimeError):
     """The rollout process failed in a way that is not a failed tree; the message holds its traceback or exit code."""
 
 
+class StaleEnginesError(RuntimeError):
+    """Engines (their URLs are the arguments) serve older weights than trees need: push, then ask again."""
+
+
 @dataclass(frozen=True, slots=True)
 class GrowSettings:
     """How the trees of one call are grown.
@@ -256,6 +260,7 @@ class RolloutHandle:
 
         Raises:
             RolloutError: the process broke down. A tree that cannot be finished is no error: see `GrowReport.failed`.
+            StaleEnginesError: see `collect`.
         """
         group = f"call {next(self._calls)}"
         self.start_trees(StartTrees(group, tuple(tasks), step, version, settings))
@@ -266,14 +271,20 @@ class RolloutHandle:
         self._call(request)
 
     def collect(self, request: CollectTrees, progress: Callable[[GrowProgress], None] | None = None) -> GrowReport:
-        """Wait for finished trees. Raises RolloutError as `grow` does."""
+        """Wait for finished trees.
+
+        Raises:
+            RolloutError: the process broke down.
+            StaleEnginesError: an engine lacks the weights (it was restarted). The trees go on at the others; nothing
+                was collected.
+        """
         report = self._call(request, progress)
         if not isinstance(report, GrowReport):
             raise AssertionError(f"a collection was answered with {report!r}")
         return report
 
     def finish_trees(self, request: FinishTrees, progress: Callable[[GrowProgress], None] | None = None) -> None:
-        """Wait for all trees of a group. Raises RolloutError."""
+        """Wait for all trees of a group. Raises what `collect` does."""
         self._call(request, progress)
 
     def stop_trees(self, request: StopTrees) -> None:
@@ -322,6 +333,8 @@ class RolloutHandle:
             answer = self._connection.recv()
         except (EOFError, OSError) as error:
             raise self._ended() from error
+        if isinstance(answer, StaleEnginesError):
+            raise answer
         if isinstance(answer, Failure) and answer.user_error is not None:
             raise UserError(answer.user_error)
         if isinstance(answer, Failure):

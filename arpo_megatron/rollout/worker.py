@@ -26,6 +26,7 @@ from arpo_megatron.rollout.service import (
     Pause,
     Resume,
     ServiceSettings,
+    StaleEnginesError,
     StartTrees,
     StopTrees,
 )
@@ -79,10 +80,15 @@ class RolloutWorker:
         tools = ToolClient(settings.sandbox_url, settings.sandbox_token, retry_for_s=settings.retry_for_s)
         async with engine, tools:
             pool = TreePool(engine, tools, self._codec, self._connection.send)
+            engine.on_stale = pool.note_stale
             try:
                 while True:
                     request = await asyncio.to_thread(self._connection.recv)
-                    self._connection.send(await self._answer(pool, request))
+                    try:
+                        answer = await self._answer(pool, request)
+                    except StaleEnginesError as stale:
+                        answer = stale
+                    self._connection.send(answer)
             finally:
                 await pool.close()
 
