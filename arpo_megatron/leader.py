@@ -6,13 +6,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 import numpy as np
-from torch import Tensor
 
 from arpo_megatron.actor.packing import TreePack, pack_trees
 from arpo_megatron.algorithms.credit import supervised_credit
 from arpo_megatron.config import JobConfig
 from arpo_megatron.launch import Services, start_rollouts
-from arpo_megatron.machine import placement
 from arpo_megatron.monitor.events import EventLog
 from arpo_megatron.rewards import make_reward
 from arpo_megatron.rewards.base import Reward, Score, score_tree
@@ -21,7 +19,8 @@ from arpo_megatron.run_directory import RunDirectory
 from arpo_megatron.tasks.base import Task
 from arpo_megatron.tree import Float32Array, Role, RolloutTree
 from arpo_megatron.tree_files import ScoredTree
-from arpo_megatron.weights.push import WeightPusher, probe_gap
+from arpo_megatron.weights.sync import WeightSync, probe_gap
+from arpo_megatron.weights.transports import Bucket
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -32,13 +31,13 @@ PROBE_TEXT = "<think>probe</think><python>12*34</python> <result>\n408\n</result
 
 @dataclass(slots=True)
 class Leader:
-    """Holds the rollout service, the reward and the weight pusher of a run."""
+    """Holds the rollout service, the reward and the weight sync of a run."""
 
     config: JobConfig
     tokenizer: "PreTrainedTokenizerFast"
     rollouts: RolloutHandle
     reward: Reward
-    pusher: WeightPusher
+    sync: WeightSync
     events: EventLog
     probe: list[int]
     report: GrowReport | None = None
@@ -54,22 +53,21 @@ class Leader:
         services: Services,
         events: EventLog,
     ) -> Self:
-        """Start the rollout service (with the tokenizer of `model`) and join the weight group with the engine."""
+        """Start the rollout service (with the tokenizer of `model`) and prepare to push weights to the engine."""
         return cls(
             config=config,
             tokenizer=tokenizer,
             rollouts=start_rollouts(config, model, directory.logs / "rollout.log", services),
             reward=make_reward(config.reward),
-            # NCCL refuses two ranks on one GPU.
-            pusher=WeightPusher(services.engine_url, backend="gloo" if placement(config).shared else None),
+            sync=WeightSync.of(config, [services.engine_url], directory.path),
             events=events,
             probe=tokenizer.encode(PROBE_TEXT, add_special_tokens=False),
         )
 
     def close(self) -> None:
-        """End the rollout service and leave the weight group."""
+        """End the rollout service and let go of the engine."""
         self.rollouts.close()
-        self.pusher.close()
+        self.sync.close()
 
     def grow(self, tasks: Sequence[Task], step: int) -> list[RolloutTree]:
         """Grow one tree for each task with the policy of `step`; trees that cannot be finished are reported.
@@ -117,10 +115,10 @@ class Leader:
         tree.add(0, Role.MODEL, self.probe[1:])
         return pack_trees([tree], supervised_credit([tree]), token_budget=len(self.probe))[0]
 
-    def push(self, tensors: Iterable[tuple[str, Tensor]], version: int, probe_logprobs: Float32Array) -> float:
-        """Broadcast the weights to the engine; returns its largest difference to `probe_logprobs` in nats."""
-        self.pusher.push(tensors, version)
-        return max(probe_gap(probe_logprobs, engine) for engine in self.pusher.score(self.probe))
+    def push(self, buckets: Iterable[Bucket], version: int, probe_logprobs: Float32Array) -> float:
+        """Send the weights to the engine; returns its largest difference to `probe_logprobs` in nats."""
+        self.sync.push(buckets, version)
+        return max(probe_gap(probe_logprobs, engine) for engine in self.sync.score(self.probe))
 
     def count(self, totals: dict[str, float]) -> None:
         """Add the counters of the last `grow` to `totals`."""

@@ -1,6 +1,6 @@
 """What the training loop stands on: the actor, the services, the crash state, and the records of a run.
 
-One object a rank. The leader (rank 0) also holds the rollout service, the reward and the weight pusher; on other
+One object a rank. The leader (rank 0) also holds the rollout service, the reward and the weight sync; on other
 ranks the methods that need them return empty lists, so that `train.py` reads the same on every rank.
 """
 
@@ -34,7 +34,7 @@ from arpo_megatron.tasks.base import Task
 from arpo_megatron.tasks.sampler import TaskSampler
 from arpo_megatron.tree import RolloutTree
 from arpo_megatron.tree_files import ScoredTree, step_file, write_trees
-from arpo_megatron.weights.export import export_hf, hf_tensors
+from arpo_megatron.weights.export import export_hf, hf_buckets
 from arpo_megatron.weights.shape import ModelShape
 
 GAP_LIMITS = {"float32": 1e-3, "bfloat16": 0.2, "fp8": 0.5}
@@ -128,15 +128,14 @@ class TrainingRun:
         """
         probe = parallel.broadcast_object([self.leader.probe_pack()] if self.leader else [])
         logprobs = self.actor.logprobs(probe, temperature=1.0)[0]  # what the engine scores a prompt at
-        tensors = hf_tensors(self.actor.chunks, self.actor.shape)
+        buckets = hf_buckets(self.actor.chunks, self.actor.shape, self.config.sync.bucket_mb * 2**20)
         if self.leader is None:
-            for _ in tensors:  # every rank takes part in gathering the shards
+            for _ in buckets:  # every rank takes part in gathering the shards
                 pass
             return
-        gap = self.leader.push(tensors, version, logprobs)
+        gap = self.leader.push(buckets, version, logprobs)
         self.state.logprob_gap_max = max(self.state.logprob_gap_max, gap)
-        model = self.config.model
-        limit = self.config.train.logprob_gap_limit or GAP_LIMITS["fp8" if model.fp8 != "none" else model.dtype]
+        limit = self.config.train.logprob_gap_limit or gap_limit(self.config)
         if gap > limit:
             raise RuntimeError(
                 f"after the push of version {version} the engine's log-probs differ from the trainer's by {gap:.2e} "
@@ -252,6 +251,12 @@ class TrainingRun:
         export_hf(self.actor.chunks, self.actor.shape, source, self.directory.export)
         if self.leader is not None:
             write_json(self.directory.result, asdict(self.state))
+
+
+def gap_limit(config: JobConfig) -> float:
+    """Nats that number formats explain."""
+    rounded = config.model.fp8 != "none" or config.engine.quantization != "none"
+    return GAP_LIMITS["fp8" if rounded else config.model.dtype]
 
 
 @contextmanager
