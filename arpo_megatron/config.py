@@ -237,6 +237,9 @@ class EngineConfig:
     """Share of the device's memory for weights and KV pool. None: 0.3 on a GPU that the trainer uses too, else 0.6."""
     attention_backend: Literal["auto", "fa3", "flashinfer", "triton"] = "auto"
     """Attention kernels on a GPU. `auto`: SGLang's choice (fa3 on Hopper), in float32 triton."""
+    quantization: Literal["none", "fp8"] = "none"
+    """`fp8`, on a GPU: the engine quantizes the weights it is sent, a scale a row. Trajectories are then sampled from
+    a policy that differs from the trained one by the rounding."""
     deterministic: bool = False
     """On a GPU: kernels whose result for a request does not depend on the others of its batch; slower."""
     startup_timeout_s: PositiveFloat = 300.0
@@ -250,6 +253,23 @@ class EngineConfig:
     """Engines and tool services that are restarted in a run; one more that dies stops the run."""
     retry_for_s: PositiveFloat = 600.0
     """Seconds after its first failure in which a generation or tool call is repeated: time to restart an engine."""
+
+
+@dataclass(frozen=True, config=_STRICT)
+class SyncConfig:
+    """Weights from the trainer into the engines."""
+
+    transport: Literal["auto", "broadcast", "ipc", "disk"] = "auto"
+    """`broadcast`: gloo, on GPUs NCCL. `ipc`: memory that trainer and engine share, CUDA's where they share a GPU.
+    `disk`: files, for engines that no network joins with the trainer. `auto`: `ipc` on a shared GPU, else
+    `broadcast`."""
+    bucket_mb: Positive = 256
+    """Tensors are gathered and sent in buckets of so many MiB; the trainer's first rank holds two at a time. A
+    parameter that is larger is a bucket of its own."""
+    verify_every: NonNegative = 20
+    """At the first push and at every so many, checksums of sampled tensors are compared; 0: at the first alone."""
+    directory: Path | None = None
+    """With `disk`: where, under one name on all machines. None: in the run directory."""
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -349,7 +369,7 @@ class TrainConfig:
     """Checkpoints of every n-th step are kept for good; 0: none."""
     logprob_gap_limit: PositiveFloat | None = None
     """Largest |trainer - engine| log-prob of a probe, in nats, that a weight push may leave; larger stops the run.
-    None: 1e-3 in float32, 0.2 in bfloat16, whose activations carry 8 bits, 0.5 with FP8 products."""
+    None: 1e-3 in float32, 0.2 in bfloat16, whose activations carry 8 bits, 0.5 with FP8 in trainer or engine."""
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -406,6 +426,7 @@ class JobConfig:
     algorithm: AlgorithmConfig = AlgorithmConfig()
     rollout: RolloutConfig = RolloutConfig()
     engine: EngineConfig = EngineConfig()
+    sync: SyncConfig = SyncConfig()
     sandbox: SandboxConfig = SandboxConfig()
     reward: RewardConfig = RewardConfig()
     optimizer: OptimizerConfig = OptimizerConfig()

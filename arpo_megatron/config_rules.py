@@ -41,6 +41,9 @@ def check_job(config: "JobConfig") -> None:
     _check_fp8(config)
     if config.engine.deterministic and config.engine.attention_backend == "flashinfer":
         raise ValueError("engine.deterministic=true needs attention_backend fa3 or triton: flashinfer loses its cache")
+    _check_engine_fp8(config)
+    if config.sync.directory is not None and config.sync.transport != "disk":
+        raise ValueError(f"sync.directory is not read with sync.transport={config.sync.transport}; give disk")
     if config.model.path is None:
         _check_made_model(config.model, config.parallel)
     _check_data(config)
@@ -152,6 +155,19 @@ def _check_fp8(config: "JobConfig") -> None:
         raise ValueError(f"model.fp8={model.fp8} needs a GPU, but platform=cpu")
     if model.fp8 == "delayed" and model.bf16_edge_layers:
         raise ValueError("model.bf16_edge_layers needs model.fp8=current or blockwise: delayed scales are model-wide")
+
+
+def _check_engine_fp8(config: "JobConfig") -> None:
+    if config.engine.quantization == "none":
+        return
+    if config.model.dtype != "bfloat16":
+        raise ValueError(f"engine.quantization=fp8 needs model.dtype=bfloat16, not {config.model.dtype}")
+    if config.platform == "cpu":
+        raise ValueError("engine.quantization=fp8 needs a GPU, but platform=cpu")
+    if config.sync.transport == "disk":
+        raise ValueError(
+            "engine.quantization=fp8 needs sync.transport=broadcast or ipc: SGLang does not quantize files"
+        )
 
 
 def check_fp8_widths(fp8: "Fp8Recipe", *, hidden: int, queries: int, keys: int, ffn: int) -> None:

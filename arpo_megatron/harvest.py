@@ -11,6 +11,7 @@ Whatever is left out is counted by its reason, and another task takes its place.
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +26,7 @@ from arpo_megatron.rollout.service import (
     GrowProgress,
     GrowSettings,
     RolloutHandle,
+    StaleEnginesError,
     StartTrees,
     StopTrees,
 )
@@ -101,7 +103,8 @@ class Harvest:
     def before_push(self) -> None:
         """Bring the trees under way to where weights may change: at rest, or (`rollout.across_push=drain`) finished."""
         if self.growing and self.config.rollout.across_push == "drain":
-            self.rollouts.finish_trees(FinishTrees(GROUP), self._show)
+            with suppress(StaleEnginesError):  # what comes now is the push that they wait for
+                self.rollouts.finish_trees(FinishTrees(GROUP), self._show)
         self.rollouts.pause()
 
     def after_push(self, version: int) -> None:

@@ -7,14 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 import numpy as np
-from torch import Tensor
 
 from arpo_megatron.actor.packing import TreePack, pack_trees
 from arpo_megatron.algorithms.credit import supervised_credit
 from arpo_megatron.config import JobConfig
 from arpo_megatron.harvest import Harvest, show_progress, staleness
 from arpo_megatron.launch import Services, start_rollouts
-from arpo_megatron.machine import placement
 from arpo_megatron.monitor.events import EventLog
 from arpo_megatron.rewards import make_reward
 from arpo_megatron.rewards.base import Reward, score_tree
@@ -25,7 +23,8 @@ from arpo_megatron.tasks.base import Task
 from arpo_megatron.tasks.sampler import TaskSampler
 from arpo_megatron.tree import Float32Array, Role, RolloutTree
 from arpo_megatron.tree_files import ScoredTree
-from arpo_megatron.weights.push import WeightPusher, probe_gap
+from arpo_megatron.weights.sync import WeightSync, probe_gap
+from arpo_megatron.weights.transports import Bucket
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -38,13 +37,13 @@ PROBE_TEXT = "<think>probe</think><python>12*34</python> <result>\n408\n</result
 
 @dataclass(slots=True)
 class Leader:
-    """Holds the rollout service, the reward and the weight pusher of a run."""
+    """Holds the rollout service, the reward and the weight sync of a run."""
 
     config: JobConfig
     tokenizer: "PreTrainedTokenizerFast"
     rollouts: RolloutHandle
     reward: Reward
-    pusher: WeightPusher
+    sync: WeightSync
     sampler: TaskSampler
     events: EventLog
     probe: list[int]
@@ -65,23 +64,22 @@ class Leader:
         sampler: TaskSampler,
         events: EventLog,
     ) -> Self:
-        """Start the rollout service (with the tokenizer of `model`) and join the weight group with the engine."""
+        """Start the rollout service (with the tokenizer of `model`) and prepare to push weights to the engine."""
         return cls(
             config=config,
             tokenizer=tokenizer,
             rollouts=start_rollouts(config, model, directory.logs / "rollout.log", services),
             reward=make_reward(config.reward),
-            # NCCL refuses two ranks on one GPU.
-            pusher=WeightPusher(*services.engine_urls, backend="gloo" if placement(config).shared else None),
+            sync=WeightSync.of(config, services.engine_urls, directory.path),
             sampler=sampler,
             events=events,
             probe=tokenizer.encode(PROBE_TEXT, add_special_tokens=False),
         )
 
     def close(self) -> None:
-        """End the rollout service and leave the weight group."""
+        """End the rollout service and let go of the engine."""
         self.rollouts.close()
-        self.pusher.close()
+        self.sync.close()
 
     def score(self, trees: Sequence[RolloutTree], tasks: Sequence[Task]) -> list[ScoredTree]:
         """Rewards for every leaf of the trees of these tasks."""
@@ -121,14 +119,15 @@ class Leader:
         tree.add(0, Role.MODEL, self.probe[1:])
         return pack_trees([tree], supervised_credit([tree]), token_budget=len(self.probe))[0]
 
-    def push(self, tensors: Iterable[tuple[str, Tensor]], version: int, probe_logprobs: Float32Array) -> float:
-        """Broadcast the weights to the engine, between whose requests there is none meanwhile.
+    def push(self, buckets: Iterable[Bucket], version: int, probe_logprobs: Float32Array) -> float:
+        """Send the weights to the engines, between whose requests there is none meanwhile.
 
-        Returns its largest difference to `probe_logprobs` in nats.
+        Returns their largest difference to `probe_logprobs` in nats. Raises WeightPushError.
         """
         self.harvest.before_push()
-        self.pusher.push(tensors, version)
-        gap = max(probe_gap(probe_logprobs, engine) for engine in self.pusher.score(self.probe))
+        self.sync.wait_until_up(self.config.engine.startup_timeout_s)
+        self.sync.push(buckets, version)
+        gap = max(probe_gap(probe_logprobs, engine) for engine in self.sync.score(self.probe))
         self.harvest.after_push(version)
         return gap
 

@@ -96,6 +96,8 @@ def check_machine(config: JobConfig) -> None:
             raise UserError(f"engine.tensor={config.engine.tensor}: an engine on a CPU has one rank")
         if config.model.fp8 != "none":
             raise UserError(f"model.fp8={config.model.fp8} needs a GPU, and torch sees none here")
+        if config.engine.quantization != "none":
+            raise UserError(f"engine.quantization={config.engine.quantization} needs a GPU, and torch sees none here")
         return
     engine = config.engine
     for name, wanted in (
@@ -107,6 +109,8 @@ def check_machine(config: JobConfig) -> None:
     ):
         if wanted > gpus:
             raise UserError(f"{wanted} {name} need as many GPUs, and torch sees {gpus} here (platform=cpu uses none)")
+    if config.sync.transport == "ipc" and not Placement.of(config, gpus).shared:
+        raise UserError("sync.transport=ipc is for an engine that shares the trainer's GPUs; here it has its own")
     if config.model.fp8 != "none":
         _check_fp8(config.model.fp8)
 

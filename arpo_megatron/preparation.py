@@ -106,6 +106,7 @@ def check_inputs(config: JobConfig) -> None:
         shape = ModelShape.from_hf(config.model.path)
         shape.check_divisible(config.parallel)
         shape.check_fp8(config.model, config.parallel)
+        shape.check_engine(config.engine)
     if config.sft.data is not None:
         check_file(config.sft.data)
     check_machine(config)

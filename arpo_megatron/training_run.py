@@ -1,15 +1,16 @@
 """What the training loop stands on: the actor, the services, the crash state, and the records of a run.
 
-One object a rank. The leader (rank 0) also holds the rollout service, the reward and the weight pusher; on other
+One object a rank. The leader (rank 0) also holds the rollout service, the reward and the weight sync; on other
 ranks the methods that need them return empty lists, so that `train.py` reads the same on every rank.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 from arpo_megatron import resolve
 from arpo_megatron.actor import parallel
@@ -19,6 +20,7 @@ from arpo_megatron.actor.optimizer import adam_name
 from arpo_megatron.actor.statistics import UpdateStats
 from arpo_megatron.bad_packs import BadUpdate, dump_if_skipped
 from arpo_megatron.config import JobConfig
+from arpo_megatron.errors import UserError
 from arpo_megatron.launch import Services
 from arpo_megatron.leader import Leader
 from arpo_megatron.minibatch import Minibatch, prepare_update
@@ -28,16 +30,20 @@ from arpo_megatron.monitor.metrics import MetricsLog
 from arpo_megatron.preparation import load_data, load_tokenizer, model_path
 from arpo_megatron.processes import die_with_parent
 from arpo_megatron.ranks import tell_failure
+from arpo_megatron.rollout.service import StaleEnginesError
 from arpo_megatron.run_directory import RunDirectory, write_json
 from arpo_megatron.step_metrics import Logprobs, pack_metrics, sampling_gap, speed_metrics, update_metrics
 from arpo_megatron.tasks.base import Task
 from arpo_megatron.tasks.sampler import TaskSampler
 from arpo_megatron.tree_files import ScoredTree, step_file, write_trees
-from arpo_megatron.weights.export import export_hf, hf_tensors
+from arpo_megatron.weights.engines import WeightPushError
+from arpo_megatron.weights.export import export_hf, hf_buckets
 from arpo_megatron.weights.shape import ModelShape
 
 GAP_LIMITS = {"float32": 1e-3, "bfloat16": 0.2, "fp8": 0.5}
 """Nats between trainer and engine that are rounding; see `TrainConfig.logprob_gap_limit`."""
+PUSH_ATTEMPTS = 3
+T = TypeVar("T")
 DELAYED_KL_LIMIT = 1e-2
 """Nats between two passes of one pack with delayed scaling, whose scales change in between."""
 
@@ -112,7 +118,23 @@ class TrainingRun:
 
     def grow(self) -> list[ScoredTree]:
         """The step's finished trees with a reward for every leaf; on the leader, elsewhere none."""
-        return [] if self.leader is None else self.leader.harvest.step(self.state.step)
+        leader, step = self.leader, self.state.step
+        return self._with_weights(None if leader is None else partial(leader.harvest.step, step)) or []
+
+    def _with_weights(self, work: Callable[[], T] | None) -> T | None:
+        """On the leader the result of `work`; pushes, on all ranks, whenever that meets an engine without weights."""
+        while True:
+            result, stale = None, False
+            if work is not None:
+                try:
+                    result = work()
+                except StaleEnginesError as engines:
+                    self.events.emit("note", text=f"the weights are pushed again: {', '.join(engines.args)} lost them")
+                    stale = True
+            # The others wait here, where the deadline is long.
+            if not parallel.broadcast_object(stale):
+                return result
+            self.push_weights(self.state.step)
 
     def split(self, scored: Sequence[ScoredTree]) -> list[list[ScoredTree]]:
         """Divide a step's trees into minibatches as equal as can be, in order."""
@@ -121,22 +143,39 @@ class TrainingRun:
         return [list(scored[a:b]) for a, b in pairwise(bounds)]
 
     def push_weights(self, version: int) -> None:
-        """Hand the actor's weights to the engine as policy `version` and check with a probe that they arrived.
+        """Hand the actor's weights to the engines as policy `version` and check with a probe that they arrived.
+
+        A push that an engine's death interrupts is made again as soon as the engine is back.
 
         Raises:
-            RuntimeError: the engine's log-probs of the probe are further than `train.logprob_gap_limit` nats away.
+            UserError: `PUSH_ATTEMPTS` in a row have failed.
+            RuntimeError: an engine's log-probs of the probe are further than `train.logprob_gap_limit` nats away.
         """
         probe = parallel.broadcast_object([self.leader.probe_pack()] if self.leader else [])
         logprobs = self.actor.logprobs(probe, temperature=1.0)[0]  # what the engine scores a prompt at
-        tensors = hf_tensors(self.actor.chunks, self.actor.shape)
-        if self.leader is None:
-            for _ in tensors:  # every rank takes part in gathering the shards
-                pass
-            return
-        gap = self.leader.push(tensors, version, logprobs)
+        for _ in range(PUSH_ATTEMPTS):
+            error = parallel.broadcast_object(self._push_once(version, logprobs))
+            if error is None:
+                return
+            self.events.emit("note", text=f"a weight push failed and is made again: {error}")
+        raise UserError(f"{PUSH_ATTEMPTS} weight pushes in a row have failed: {error}")
+
+    def _push_once(self, version: int, logprobs: Logprobs) -> str | None:
+        """One attempt of `push_weights`; what went wrong at the engines, if anything did."""
+        buckets = hf_buckets(self.actor.chunks, self.actor.shape, self.config.sync.bucket_mb * 2**20)
+        error = None
+        try:
+            if self.leader is not None:
+                self._check_gap(self.leader.push(buckets, version, logprobs), version)
+        except WeightPushError as failed:
+            error = str(failed)
+        for _ in buckets:  # every rank takes part in gathering the shards, whatever becomes of them
+            pass
+        return error
+
+    def _check_gap(self, gap: float, version: int) -> None:
         self.state.logprob_gap_max = max(self.state.logprob_gap_max, gap)
-        model = self.config.model
-        limit = self.config.train.logprob_gap_limit or GAP_LIMITS["fp8" if model.fp8 != "none" else model.dtype]
+        limit = self.config.train.logprob_gap_limit or gap_limit(self.config)
         if gap > limit:
             raise RuntimeError(
                 f"after the push of version {version} the engine's log-probs differ from the trainer's by {gap:.2e} "
@@ -239,12 +278,12 @@ class TrainingRun:
         """Held-out success through engine and tools, unless a resumed run has it already or the config says no."""
         if when in self.state.success or not getattr(self.config.evaluation, when):
             return
-        if self.leader is not None:
-            self.events.emit("phase", name=f"evaluate {when}", step=self.state.step)
-            success = self.leader.evaluate(self.held_out[: self.config.evaluation.tasks], self.state.step)
+        self.events.emit("phase", name=f"evaluate {when}", step=self.state.step)
+        leader, tasks = self.leader, self.held_out[: self.config.evaluation.tasks]
+        success = self._with_weights(None if leader is None else partial(leader.evaluate, tasks, self.state.step))
+        if success is not None:
             self.state.success[when] = success
             self.events.emit("evaluation", when=when, success=success)
-        # The others wait here, where the deadline is long, and not in the next collective of the actor.
         self.state.success = parallel.broadcast_object(self.state.success)
 
     def export(self) -> None:
@@ -255,6 +294,12 @@ class TrainingRun:
         export_hf(self.actor.chunks, self.actor.shape, source, self.directory.export)
         if self.leader is not None:
             write_json(self.directory.result, asdict(self.state))
+
+
+def gap_limit(config: JobConfig) -> float:
+    """Nats that number formats explain."""
+    rounded = config.model.fp8 != "none" or config.engine.quantization != "none"
+    return GAP_LIMITS["fp8" if rounded else config.model.dtype]
 
 
 @contextmanager

@@ -66,6 +66,13 @@ def test_words_win_over_the_file_and_the_file_over_the_recipe(tmp_path: Path) ->
         (["model.fp8=delayed", "model.dtype=bfloat16", "model.bf16_edge_layers=1"], "delayed scales are model-wide"),
         (["model.fp8=current", "model.dtype=bfloat16", "model.bf16_edge_layers=9"], "exceeds the 4 layers"),
         (["engine.deterministic=true", "engine.attention_backend=flashinfer"], "fa3 or triton"),
+        (["engine.quantization=fp8"], "engine.quantization=fp8 needs model.dtype=bfloat16, not float32"),
+        (["engine.quantization=fp8", "model.dtype=bfloat16", "platform=cpu"], "needs a GPU, but platform=cpu"),
+        (
+            ["engine.quantization=fp8", "model.dtype=bfloat16", "sync.transport=disk"],
+            "needs sync.transport=broadcast or ipc",
+        ),
+        (["sync.directory=/shared"], "sync.directory is not read with sync.transport=auto"),
         (["steps"], "section.key=value"),
         (["=3"], "section.key=value"),
         (["train.=3"], "section.key=value"),
@@ -90,7 +97,7 @@ def choices(owner: Any = JobConfig, prefix: str = "") -> Iterator[tuple[str, str
 def test_every_documented_choice_can_be_given_as_a_word() -> None:
     wide = ["model.dtype=bfloat16", "model.hidden_size=256", "model.heads=8", "model.kv_heads=8"]
     for key, word in choices():
-        if key == "model.fp8":
+        if key in ("model.fp8", "engine.quantization"):
             resolve.resolve("quickstart", words=[*wide, f"{key}={word}"])
             continue
         more = ["data.path=x", "data.max_prompt_tokens=99", "sft.steps=0"] if word == "arpo_parquet" else []

@@ -52,6 +52,8 @@ def test_platform_cpu_hides_gpus_from_every_role() -> None:
         (["engine.tensor=2"], 0, "an engine on a CPU has one rank"),
         (["model.fp8=current", "model.dtype=bfloat16"], 0, "needs a GPU, and torch sees none"),
         (["model.fp8=current", "model.dtype=bfloat16"], 1, "needs Transformer Engine"),
+        (["engine.quantization=fp8", "model.dtype=bfloat16"], 0, "needs a GPU, and torch sees none"),
+        (["sync.transport=ipc"], 2, "is for an engine that shares the trainer's GPUs; here it has its own"),
     ],
 )
 def test_a_machine_that_cannot_run_the_job_is_one_line(words, gpus, line, monkeypatch) -> None:
@@ -92,6 +94,6 @@ print(*(option for action in parser._actions for option in action.option_strings
 def test_every_engine_option_is_one_of_the_installed_sglang() -> None:
     done = subprocess.run([sys.executable, "-c", KNOWN_OPTIONS], capture_output=True, text=True, check=True)
     known = done.stdout.splitlines()[-1].split()
-    engine = EngineConfig(attention_backend="fa3", deterministic=True, max_total_tokens=100)
+    engine = EngineConfig(attention_backend="fa3", deterministic=True, max_total_tokens=100, quantization="fp8")
     for place in (ON_CPU, Placement.of(job(), 1)):
         assert {f"--{name}" for name in engine_options(engine, place, "bfloat16")} <= set(known)

@@ -256,6 +256,9 @@ def engine_options(engine: EngineConfig, placement: Placement, dtype: str) -> di
         options["attention-backend"] = engine.attention_backend
     elif dtype == "float32":
         options["attention-backend"] = "triton"  # the others know half precision only
+    if engine.quantization != "none":
+        # The load format that also quantizes what a push brings.
+        options |= {"quantization": engine.quantization, "load-format": "flash_rl"}
     if engine.deterministic:
         options["enable-deterministic-inference"] = None
     return options

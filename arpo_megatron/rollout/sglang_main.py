@@ -1,7 +1,8 @@
 """`python -m arpo_megatron.rollout.sglang_main ARGS`: SGLang's own server with this project's additions.
 
-They are the entropy plug-in, the guard that no process outlives the one that started it, and with `--device cpu` the
-stand-ins of `cpu_standins`. They must be in all of the engine's processes. SGLang spawns its scheduler and
+They are the entropy plug-in, checksums of the weights, the gate that a weight push closes, the guard that no process
+outlives the one that started it, and with `--device cpu` the stand-ins of `cpu_standins`. All but the gate, which
+belongs to the HTTP server, must be in all of the engine's processes. SGLang spawns its scheduler and
 detokenizer, and a spawned child imports this module again (as `__mp_main__`), so the module level reaches it; on a
 CPU they are forked and inherit everything. ARGS are those of `sglang.launch_server`.
 """
@@ -14,7 +15,7 @@ import sys
 
 from arpo_megatron.errors import USER_ERROR_EXIT_CODE, UserError
 from arpo_megatron.processes import die_with_parent, watch_parent
-from arpo_megatron.rollout import cpu_standins, sglang_plugin
+from arpo_megatron.rollout import cpu_standins, push_gate, sglang_plugin
 
 LAUNCHER_PID_VARIABLE = "ARPO_ENGINE_LAUNCHER_PID"
 """Environment variable: when the process with this id dies, the engine's whole process group dies too."""
@@ -60,7 +61,10 @@ def _prepare_process() -> None:
     if _on_cpu(sys.argv):
         os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
         cpu_standins.install()
+    from arpo_megatron.rollout import weight_checksums  # imports torch, which a mere launcher has no use for
+
     sglang_plugin.register()
+    weight_checksums.register()
 
 
 def main() -> None:
@@ -79,6 +83,7 @@ def main() -> None:
     if _on_cpu(sys.argv):
         _fork_workers()
     load_plugins()
+    push_gate.install()
     try:
         run_server(prepare_server_args(sys.argv[1:]))
     finally:

@@ -4,6 +4,8 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Sequence
+from itertools import islice
+from math import prod
 from pathlib import Path
 
 import torch
@@ -13,7 +15,7 @@ from torch import Tensor, nn
 
 from arpo_megatron.weights.files import write_tensors
 from arpo_megatron.weights.held import HeldParameters
-from arpo_megatron.weights.mapping import Entry, entries, exported
+from arpo_megatron.weights.mapping import Entry, bucket_counts, entries, exported
 from arpo_megatron.weights.shape import ModelShape
 
 MAX_SHARD_BYTES = 5_000_000_000
@@ -53,11 +55,34 @@ def hf_tensors(chunks: Sequence[nn.Module], shape: ModelShape) -> Iterator[tuple
         found = held.find(entry)
         for index, (name, size) in enumerate(entry.hf.items()):
             route = _Route(entry, shape, stage, size, like=next(iter(held.parameters.values())))
-            part = None if found is None else entry.read_part(found[1].detach(), index, route.ranks)
+            part = None if found is None else entry.parts(found[1].detach(), route.ranks)[index]
             whole = route.to_leader(part)
             if whole is not None:
                 yield name, whole
             del part, whole  # or they would live until the next ones are there
+
+
+def hf_buckets(chunks: Sequence[nn.Module], shape: ModelShape, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
+    """The tensors of `hf_tensors` in buckets, each gathered when it is asked for.
+
+    A collective of all ranks, likewise; only rank 0 gets buckets. All tensors of one Megatron parameter are in one
+    bucket: they are those that SGLang fuses too (query, key and value; gate and up projection), and what it quantizes
+    it wants to see together. Whoever holds a bucket while the next one is gathered holds two.
+
+    Args:
+        chunks: this rank's part of the model.
+        shape: of the whole model.
+        bucket_bytes: a bucket holds at most this many bytes, or one parameter that is larger.
+    """
+    tensors = hf_tensors(chunks, shape)
+    if dist.get_rank():
+        for _ in tensors:
+            pass
+        return
+    for count in bucket_counts(shape, next(chunks[0].parameters()).dtype.itemsize, bucket_bytes):
+        yield list(islice(tensors, count))
+    for _ in tensors:  # it has something to do after its last tensor
+        pass
 
 
 def export_hf(
@@ -116,27 +141,37 @@ class _Route:
             part = self._broadcast(part, parallel_state.get_expert_model_parallel_group(), self._expert_rank)
         if parallel_state.get_data_parallel_rank(with_context_parallel=True) or row >= self.ranks:
             return None
+        if self.ranks > 1 and self._entry.layout.split_dim is not None:
+            return self._assemble(part, row, here)
         if self._stage:
             part = self._broadcast(part, parallel_state.get_pipeline_model_parallel_group(), self._stage)
-        if here:
+        if here or row:
             return None
         assert part is not None, self._entry.megatron
-        if self.ranks == 1 or self._entry.layout.split_dim is None:
-            return None if row else part.contiguous()
-        return self._assemble(part.contiguous(), row)
+        return part.reshape(self._entry.part_shape(self._size, self.ranks)).contiguous()
 
-    def _assemble(self, part: Tensor, row: int) -> Tensor | None:
-        group = parallel_state.get_tensor_model_parallel_group()
-        whole = None if row else part.new_empty(self._size)
-        step = max(1, _BLOCK_BYTES * len(part) // part.nbytes)
-        received = torch.empty_like(part[:step])
+    def _assemble(self, part: Tensor | None, row: int, here: int) -> Tensor | None:
+        """The whole tensor on rank 0, from the parts of the tensor-parallel ranks of the stage that has it.
+
+        In blocks of rows, stage to stage and then rank to rank: a second tensor of this size, or a part of one, would
+        be too much for a rank 0 that is nearly full.
+        """
+        whole = None if row or here else self._like.new_empty(self._size)
+        first, *others = self._entry.part_shape(self._size, self.ranks)
+        step = max(1, _BLOCK_BYTES // (prod(others) * self._like.itemsize))
+        received = self._like.new_empty(min(step, first), *others)
         for rank in range(self.ranks):
             place = None if whole is None else whole[self._entry.piece(self._size, rank, self.ranks)]
-            for start in range(0, len(part), step):
-                # In blocks of rows: a second tensor of this size would be too much for a rank 0 that is nearly full.
-                rows = part[start : start + step]
-                rows = rows if rank == row else received[: len(rows)]
-                dist.broadcast(rows, group=group, group_src=rank)
+            for start in range(0, first, step):
+                rows = received[: min(step, first - start)]
+                if rank == row and here == self._stage:
+                    assert part is not None, self._entry.megatron
+                    rows = _rows(part, start, start + len(rows), grouped=part.dim() > len(self._size))
+                if rank == row and self._stage:
+                    group = parallel_state.get_pipeline_model_parallel_group()
+                    dist.broadcast(rows, group=group, group_src=self._stage)
+                if here == 0:
+                    dist.broadcast(rows, group=parallel_state.get_tensor_model_parallel_group(), group_src=rank)
                 if place is not None:
                     target = place[start : start + step]
                     target.copy_(rows[: len(target)])
@@ -151,6 +186,15 @@ class _Route:
             part = self._like.new_empty(self._entry.part_shape(self._size, self.ranks))
         dist.broadcast(part, group=group, group_src=source)
         return part
+
+
+def _rows(part: Tensor, start: int, stop: int, *, grouped: bool) -> Tensor:
+    """Rows of a part, contiguous; a part that is interleaved with others comes as [groups, rows of a group, ...]."""
+    if not grouped:
+        return part[start:stop].contiguous()
+    width = part.shape[1]
+    groups = part[start // width : -(-stop // width)].flatten(0, 1)
+    return groups[start % width : start % width + stop - start]
 
 
 def _stages(table: Sequence[Entry], held: HeldParameters) -> list[int]:

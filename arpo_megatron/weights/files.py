@@ -7,7 +7,7 @@ a dictionary of whole tensors; here a rank holds only the piece that it reads, a
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from math import prod
@@ -170,7 +170,7 @@ def write_tensors(
         file = f"model-{number + 1:05d}-of-{len(groups):05d}.safetensors" if len(groups) > 1 else "model.safetensors"
         weight_map.update(dict.fromkeys(names, file))
         with (directory / file).open("wb") as out:
-            out.write(_make_header({name: shapes[name] for name in names}, dtype))
+            out.write(_make_header({name: (shapes[name], dtype) for name in names}))
             for name in names:
                 _write_next(coming, out, name, shapes[name], dtype)
     if (extra := next(coming, None)) is not None:
@@ -178,6 +178,14 @@ def write_tensors(
     if len(groups) > 1:
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
         (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
+def write_file(path: Path, tensors: Sequence[tuple[str, Tensor]]) -> None:
+    """Write one safetensors file of contiguous tensors that are there already, of any types that are read here."""
+    with path.open("wb") as out:
+        out.write(_make_header({name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors}))
+        for _, tensor in tensors:
+            out.write(_bytes(tensor.detach().cpu()))
 
 
 def _write_next(
@@ -203,10 +211,10 @@ def _grouped(sizes: Mapping[str, int], limit: int) -> Iterator[list[str]]:
         yield held
 
 
-def _make_header(shapes: Mapping[str, Shape], dtype: torch.dtype) -> bytes:
+def _make_header(tensors: Mapping[str, tuple[Shape, torch.dtype]]) -> bytes:
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for name, shape in shapes.items():
+    for name, (shape, dtype) in tensors.items():
         start, end = end, end + prod(shape) * dtype.itemsize
         header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()

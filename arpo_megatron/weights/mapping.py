@@ -187,7 +187,10 @@ class Entry:
         return tuple(-(-n // ranks) if dim == self.layout.split_dim else n for dim, n in enumerate(size))
 
     def parts(self, parameter: Tensor, ranks: int) -> list[Tensor]:
-        """The parameter's views for each Hugging Face tensor, in order: what `read_part` and `fill` work on."""
+        """The parameter's views for each Hugging Face tensor, in order: parts of `part_shape`.
+
+        Parts that are interleaved by query group are [groups of the rank, rows of a group, ...].
+        """
         if self.layout is Layout.GROUPS:
             widths = [size[0] // self.groups for size in self.hf.values()]
             grouped = parameter.view(self.groups // ranks, sum(widths), *parameter.shape[1:])
@@ -195,11 +198,6 @@ class Entry:
         if self.layout is Layout.ROWS:
             return list(parameter.split([self.part_shape(size, ranks)[0] for size in self.hf.values()]))
         return [parameter]
-
-    def read_part(self, parameter: Tensor, index: int, ranks: int) -> Tensor:
-        """A rank's part of tensor number `index`, of `part_shape`; a view of the parameter where it can be."""
-        part = self.parts(parameter, ranks)[index]
-        return part.flatten(0, 1) if self.layout is Layout.GROUPS else part
 
     def fill(self, part: Tensor, piece: Tensor) -> None:
         """Copy a rank's piece of a Hugging Face tensor into its view from `parts`, zeros into padding rows."""
@@ -240,3 +238,18 @@ def exported(shape: ModelShape) -> dict[str, tuple[int, ...]]:
 def parameter_count(shape: ModelShape) -> int:
     """Parameters of the whole model, a tied head counted once."""
     return sum(prod(size) for size in exported(shape).values())
+
+
+def bucket_counts(shape: ModelShape, itemsize: int, bucket_bytes: int) -> list[int]:
+    """How many of the exported tensors each bucket holds: whole rows, `bucket_bytes` at most or one larger row."""
+    counts, held = [0], 0
+    for entry in entries(shape):
+        if entry.copy:
+            continue
+        size = sum(prod(size) for size in entry.hf.values()) * itemsize
+        if held and held + size > bucket_bytes:
+            counts.append(0)
+            held = 0
+        counts[-1] += len(entry.hf)
+        held += size
+    return counts

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from arpo_megatron import config_rules
-from arpo_megatron.config import ModelConfig, ParallelConfig
+from arpo_megatron.config import EngineConfig, ModelConfig, ParallelConfig
 from arpo_megatron.errors import UserError
 
 Family = Literal["llama", "qwen2", "qwen3", "qwen3_moe"]
@@ -133,6 +133,18 @@ class ModelShape:
             config_rules.check_fp8_layers(model, self.layers, parallel)
         except ValueError as error:
             raise UserError(str(error)) from None
+
+    def check_engine(self, engine: EngineConfig) -> None:
+        """Raises UserError where SGLang cannot quantize the weights it is sent.
+
+        Its loader for that (`flash_rl` of 0.5.18) would also quantize the norms of queries and keys, and the router
+        and experts of a mixture, without keeping their scales.
+        """
+        if engine.quantization != "none" and (self.qk_norm or self.experts is not None):
+            raise UserError(
+                f"engine.quantization={engine.quantization} is not possible with a {self.family} model: SGLang would "
+                "quantize weights that it keeps no scale for"
+            )
 
     @classmethod
     def from_hf(cls, path: Path) -> Self:

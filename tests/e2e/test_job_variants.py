@@ -12,10 +12,11 @@ pytestmark = pytest.mark.timeout(1600)  # the first test of a session waits for 
 TASKS = 4
 SAMPLES = 8  # of the recipe
 TWO_RANKS = ["parallel.tensor=2", "parallel.sequence=true"]
+GRPO = ["algorithm.name=grpo", "sync.transport=disk", "sync.bucket_mb=1"]
 
 
 def test_a_step_with_tensor_and_sequence_parallelism(warm_run: Path) -> None:
-    run_to_end(quickstart("train", warm_run, "train.steps=1", *SHORT, *TWO_RANKS), warm_run)
+    run_to_end(quickstart("train", warm_run, "train.steps=1", *SHORT, *TWO_RANKS, "sync.transport=ipc"), warm_run)
     (row,) = rows_of(warm_run / "metrics.jsonl")
     assert row["step"] == 1
     assert row["logprob_gap"] < 1e-3
@@ -25,7 +26,7 @@ def test_a_step_with_tensor_and_sequence_parallelism(warm_run: Path) -> None:
 
 
 def test_grpo_samples_fresh_trajectories_only(warm_run: Path) -> None:
-    run_to_end(quickstart("train", warm_run, "train.steps=1", *SHORT, "algorithm.name=grpo"), warm_run)
+    run_to_end(quickstart("train", warm_run, "train.steps=1", *SHORT, *GRPO), warm_run)
     (row,) = rows_of(warm_run / "metrics.jsonl")
     assert row["logprob_gap"] < 1e-3
     assert row["forks"] == 0

@@ -4,6 +4,8 @@ import json
 import os
 import subprocess
 import sys
+from itertools import islice
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,7 @@ from torch import Tensor, nn
 
 from arpo_megatron.config import ParallelConfig
 from arpo_megatron.weights.held import HeldParameters
-from arpo_megatron.weights.mapping import Entry, entries
+from arpo_megatron.weights.mapping import Entry, bucket_counts, entries, exported
 from arpo_megatron.weights.shape import ExpertShape, ModelShape
 
 HERE = Path(__file__).parent
@@ -158,9 +160,11 @@ def test_filling_every_ranks_parameter_and_putting_it_back_changes_nothing(case:
         assert all(parameter.isfinite().all() for parameter in parameters)
         back = {name: torch.full(size, torch.nan) for name, size in entry.hf.items()}
         for index, whole in enumerate(back.values()):
+            size = tuple(whole.shape)
             for rank, parameter in enumerate(parameters):
-                place = whole[entry.piece(tuple(whole.shape), rank, ranks)]
-                place.copy_(entry.read_part(parameter, index, ranks)[: len(place)])
+                place = whole[entry.piece(size, rank, ranks)]
+                part = entry.parts(parameter, ranks)[index].reshape(entry.part_shape(size, ranks))
+                place.copy_(part[: len(place)])
         assert_same_bits(full, back)
 
 
@@ -171,6 +175,23 @@ def fill(entry: Entry, full: dict[str, Tensor], rank: int, ranks: int) -> Tensor
     for part, (name, size) in zip(entry.parts(parameter, ranks), entry.hf.items(), strict=True):
         entry.fill(part, full[name][entry.piece(size, rank, ranks)])
     return parameter
+
+
+@given(shapes_and_ranks(), st.integers(1, 3000))
+def test_buckets_hold_whole_parameters_and_as_many_as_fit(case: tuple[ModelShape, int], limit: int) -> None:
+    shape, _ = case
+    sizes = exported(shape)
+    names = iter(sizes)
+    buckets = [list(islice(names, count)) for count in bucket_counts(shape, 4, limit)]
+    assert [name for bucket in buckets for name in bucket] == list(sizes)
+    groups = [set(entry.hf) for entry in entries(shape) if not entry.copy]
+    of = {name: index for index, bucket in enumerate(buckets) for name in bucket}
+    assert all(len({of[name] for name in group}) == 1 for group in groups)  # what SGLang fuses comes together
+    total = [sum(4 * prod(sizes[name]) for name in bucket) for bucket in buckets]
+    first = [next(group for group in groups if bucket[0] in group) for bucket in buckets]
+    assert all(size <= limit or set(bucket) == group for size, bucket, group in zip(total, buckets, first, strict=True))
+    for size, group in zip(total, first[1:], strict=False):
+        assert size + sum(4 * prod(sizes[name]) for name in group) > limit
 
 
 def test_parameters_are_found_under_the_names_of_both_layer_specs() -> None:

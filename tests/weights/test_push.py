@@ -1,10 +1,14 @@
-"""A push into a real SGLang server: the engine's next log-probs are those of the trainer's weights."""
+"""Pushes into a real SGLang server: the engine's next log-probs are those of the trainer's weights, or it is silent."""
 
+import json
 import os
 import signal
+import subprocess
+import sys
 import time
-from collections.abc import Iterator
-from itertools import pairwise
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +16,19 @@ import numpy as np
 import pytest
 import requests
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from tiny_models import VOCABULARY, make, megatron_logprobs, reference_logprobs, sample_tokens
 
 from arpo_megatron.config import EngineConfig, ParallelConfig
 from arpo_megatron.rollout.server import EngineHandle, launch_engine
-from arpo_megatron.weights.push import WeightPusher, WeightPushError, buckets, probe_gap
-from arpo_megatron.weights.shape import ModelShape
+from arpo_megatron.weights import transports
+from arpo_megatron.weights.engines import Engines, WeightPushError
+from arpo_megatron.weights.sync import WeightSync, probe_gap
+from arpo_megatron.weights.transports import Broadcast, Bucket, Disk, SharedMemory, Transport
 
+HERE = Path(__file__).parent
 TOKENS = sample_tokens(48)
+TIMEOUT_S = 20.0
+BUCKET_BYTES = 20_000
 
 
 def add_tokenizer(directory: Path) -> None:
@@ -43,96 +50,260 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineHandle]:
         yield handle
 
 
-@pytest.fixture(scope="module")
-def pusher(engine: EngineHandle) -> Iterator[WeightPusher]:
-    made = WeightPusher(engine.url, bucket_bytes=20_000, timeout_s=20.0)
-    yield made
-    made.close()
+@contextmanager
+def weight_sync(
+    url: str, make_transport: Callable[[Engines], Transport] = Broadcast, timeout_s: float = TIMEOUT_S
+) -> Iterator[WeightSync]:
+    requests = Engines([url], timeout_s)
+    sync = WeightSync(requests, make_transport(requests), verify_every=1)
+    try:
+        yield sync
+    finally:
+        sync.close()
 
 
-def generate(url: str) -> dict[str, Any]:
-    body = {"input_ids": TOKENS.tolist(), "sampling_params": {"temperature": 0.0, "max_new_tokens": 4}}
-    answer = requests.post(f"{url}/generate", json=body, timeout=30)
+def post(url: str, max_new_tokens: int = 4) -> requests.Response:
+    sampling = {"temperature": 0.0, "max_new_tokens": max_new_tokens, "ignore_eos": True}
+    return requests.post(
+        f"{url}/generate", json={"input_ids": TOKENS.tolist(), "sampling_params": sampling}, timeout=60
+    )
+
+
+def generate(url: str, max_new_tokens: int = 4) -> dict[str, Any]:
+    answer = post(url, max_new_tokens)
     answer.raise_for_status()
     return dict(answer.json())
 
 
-@pytest.mark.usefixtures("one_rank")
-def test_each_push_gives_the_engine_the_trainers_weights_and_version(
-    engine: EngineHandle, pusher: WeightPusher, tmp_path: Path
-) -> None:
+def trainer(directory: Path, seed: int) -> tuple[Any, Any, Any]:
+    """A Megatron model with random weights, its shape, and the transformers model it was loaded from."""
     from arpo_megatron.actor.model import build_model
-    from arpo_megatron.weights.export import hf_tensors
     from arpo_megatron.weights.load import load_hf
+    from arpo_megatron.weights.shape import ModelShape
 
-    for version in (1, 2):
-        reference = make(tmp_path / str(version), "qwen3-tied", seed=version)
-        shape = ModelShape.from_hf(tmp_path / str(version))
-        model = build_model(shape, ParallelConfig(), "float32")
-        load_hf([model], shape, tmp_path / str(version))
+    reference = make(directory / str(seed), "qwen3-tied", seed=seed)
+    shape = ModelShape.from_hf(directory / str(seed))
+    model = build_model(shape, ParallelConfig(), "float32")
+    load_hf([model], shape, directory / str(seed))
+    return model, shape, reference
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(
+    ("transport", "seed"), [("broadcast", 1), ("ipc", 3), ("disk", 5)], ids=["broadcast", "ipc", "disk"]
+)
+def test_each_push_gives_the_engine_the_trainers_weights_and_version(
+    engine: EngineHandle, tmp_path: Path, transport: str, seed: int
+) -> None:
+    from arpo_megatron.weights.export import hf_buckets
+
+    makers = {"broadcast": Broadcast, "ipc": SharedMemory, "disk": lambda r: Disk(r, tmp_path / "sync")}
+    with weight_sync(engine.url, makers[transport]) as sync:
+        for version in (seed, seed + 1):
+            model, shape, reference = trainer(tmp_path, version)
+            with torch.no_grad():
+                wanted = megatron_logprobs(model, TOKENS).numpy()
+                expected = reference_logprobs(reference, TOKENS).numpy()
+            generate(engine.url)
+            cached_before = generate(engine.url)["meta_info"]["cached_tokens"]
+            assert probe_gap(wanted, sync.score(TOKENS.tolist())[0]) > 0.1
+
+            report = sync.push(hf_buckets([model], shape, BUCKET_BYTES), version)
+
+            after = generate(engine.url)["meta_info"]
+            assert after["weight_version"] == str(version)
+            assert cached_before > 0
+            assert after["cached_tokens"] == 0  # no key or value of the old weights is served
+            (scored,) = sync.score(TOKENS.tolist())
+            assert probe_gap(wanted, scored) < 1e-4
+            assert probe_gap(expected, scored) < 1e-4
+            assert report.bytes == sum(parameter.nbytes for parameter in model.parameters())
+            assert report.buckets > 1
+            assert len(report.verified) >= report.buckets
+    assert not (tmp_path / "sync").exists()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_every_tensor_of_the_model_can_be_found_in_the_engine(engine: EngineHandle, tmp_path: Path) -> None:
+    """Fused ones, and the tied head's; the checksums are those of other code over the file's tensors."""
+    from arpo_megatron.weights.export import hf_tensors
+
+    model, shape, _ = trainer(tmp_path, 7)
+    tensors = dict(hf_tensors([model], shape))
+    with weight_sync(engine.url) as sync:
+        sync.push([list(tensors.items())], 7)
+    asked = {name: (tuple(tensor.shape), "float32") for name, tensor in tensors.items()}
+    (held,) = Engines([engine.url], TIMEOUT_S).checksums(asked, [engine.url])
+    for name, tensor in tensors.items():
+        bits = tensor.detach().numpy().view(np.int32).ravel().astype(object)
+        place = np.arange(bits.size).astype(object)
+        assert {piece.checksum for piece in held[name]} == {int((bits * (2 * place + 1)).sum()) % 2**64}, name
+
+
+class Corrupting(Broadcast):
+    """Changes the lowest bit of one element of each tensor on its way."""
+
+    def send(self, bucket: Bucket) -> Callable[[], None]:
+        wrong = [(name, tensor.detach().clone()) for name, tensor in bucket]
+        for _, tensor in wrong:
+            tensor.view(-1).view(torch.int32)[-1] ^= 1
+        return super().send(wrong)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_one_wrong_bit_on_the_engine_is_found_by_its_checksum(engine: EngineHandle, tmp_path: Path) -> None:
+    from arpo_megatron.weights.export import hf_buckets
+
+    model, shape, _ = trainer(tmp_path, 8)
+    with (
+        weight_sync(engine.url, Corrupting) as sync,
+        pytest.raises(WeightPushError, match=r"is not what the trainer sent: checksum \w{16} instead of"),
+    ):
+        sync.push(hf_buckets([model], shape, BUCKET_BYTES), 8)
+
+
+def test_a_generation_under_way_is_waited_for_or_aborted_and_new_ones_are_refused(engine: EngineHandle) -> None:
+    norm = ("model.norm.weight", torch.ones(32))
+    refused: list[requests.Response] = []
+
+    def bucket_after_a_request() -> Iterator[Bucket]:
+        refused.append(post(engine.url))
+        yield [norm]
+
+    for abort, version in ((False, 20), (True, 21)):
+        with ThreadPoolExecutor(1) as pool, weight_sync(engine.url) as sync:
+            long = pool.submit(generate, engine.url, 200)
+            time.sleep(0.05)
+            assert not long.done()
+            sync.push(bucket_after_a_request(), version, abort=abort)
+            meta = long.result()["meta_info"]
+            assert (meta["finish_reason"]["type"] == "abort") is abort
+            assert (meta["completion_tokens"] == 200) is not abort
+        assert refused[-1].status_code == 503
+        assert refused[-1].json() == {"error": f"weights of version {version} are arriving"}
+        assert generate(engine.url)["meta_info"]["weight_version"] == str(version)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_trainer_killed_between_two_buckets_leaves_an_engine_that_refuses_until_a_whole_push(
+    engine: EngineHandle, tmp_path: Path
+) -> None:
+    from arpo_megatron.weights.export import hf_buckets
+
+    model, shape, _ = trainer(tmp_path, 30)
+    command = [sys.executable, str(HERE / "half_a_push.py"), engine.url, str(tmp_path / "30"), "30"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "one bucket has arrived\n"
+        process.kill()
+    for _ in range(2):
+        assert post(engine.url).status_code == 503
+    with weight_sync(engine.url) as sync:
+        with pytest.raises(WeightPushError, match=r"HTTP 503: .*weights of version 30 are arriving"):
+            sync.score(TOKENS.tolist())
+        sync.push(hf_buckets([model], shape, BUCKET_BYTES), 31)
         with torch.no_grad():
-            trainer = megatron_logprobs(model, TOKENS).numpy()
-            expected = reference_logprobs(reference, TOKENS).numpy()
-        generate(engine.url)
-        cached_before = generate(engine.url)["meta_info"]["cached_tokens"]
-        assert probe_gap(trainer, pusher.score(TOKENS.tolist())[0]) > 0.1
-
-        report = pusher.push(hf_tensors([model], shape), version)
-
-        after = generate(engine.url)["meta_info"]
-        assert after["weight_version"] == str(version)
-        assert cached_before > 0
-        assert after["cached_tokens"] == 0  # no key or value of the old weights is served
-        (scored,) = pusher.score(TOKENS.tolist())
-        assert probe_gap(trainer, scored) < 1e-4
-        assert probe_gap(expected, scored) < 1e-4
-        assert report.bytes == sum(parameter.nbytes for parameter in model.parameters())
-        assert report.buckets > 1
+            assert probe_gap(megatron_logprobs(model, TOKENS).numpy(), sync.score(TOKENS.tolist())[0]) < 1e-4
+    assert generate(engine.url)["meta_info"]["weight_version"] == "31"
 
 
-def test_a_tensor_the_engine_cannot_take_is_an_error_with_its_words(engine: EngineHandle) -> None:
-    second = WeightPusher(engine.url, timeout_s=20.0)
-    with pytest.raises(
-        WeightPushError, match=r"/update_weights_from_distributed: HTTP 400: .*Failed to update"
-    ) as error:
-        second.push([("model.norm.weight", torch.ones(7))], 3)
-    assert engine.url in str(error.value)
-    assert "\n" not in str(error.value)
-    with pytest.raises(WeightPushError, match="make a new one"):
-        second.push([("model.norm.weight", torch.ones(32))], 3)
-    second.close()
+def test_a_commit_of_another_version_does_not_open_the_gate(engine: EngineHandle) -> None:
+    engines = Engines([engine.url], TIMEOUT_S)
+    engines.begin(40, engines.urls, abort=False)
+    with pytest.raises(WeightPushError, match=r"HTTP 409: .*weights of version 40 are arriving, not 39"):
+        engines.commit(39, engines.urls)
+    assert post(engine.url).status_code == 503
+    engines.commit(40, engines.urls)
+    assert generate(engine.url)["meta_info"]["weight_version"] == "40"
+    engines.close()
+
+
+def test_a_tensor_the_engine_cannot_take_is_an_error_with_its_words_and_the_next_push_starts_anew(
+    engine: EngineHandle,
+) -> None:
+    with weight_sync(engine.url) as sync:
+        with pytest.raises(
+            WeightPushError, match=r"/update_weights_from_distributed: HTTP 400: .*Failed to update"
+        ) as error:
+            sync.push([[("model.norm.weight", torch.ones(7))]], 50)
+        assert engine.url in str(error.value)
+        assert "\n" not in str(error.value)
+        assert post(engine.url).status_code == 503
+        sync.push([[("model.norm.weight", torch.ones(32))]], 51)
+    assert generate(engine.url)["meta_info"]["weight_version"] == "51"
 
 
 @pytest.mark.parametrize("megabytes", [0.001, 32], ids=["fits-the-socket", "stalls-the-broadcast"])
 def test_an_engine_that_hangs_is_an_error_at_the_deadline(engine: EngineHandle, megabytes: float) -> None:
-    hopeless = WeightPusher(engine.url, timeout_s=2.0)
-    os.killpg(engine.process.pid, signal.SIGSTOP)
+    def stops_then_sends() -> Iterator[Bucket]:
+        os.killpg(engine.process.pid, signal.SIGSTOP)
+        yield [("model.norm.weight", torch.ones(int(megabytes * 2**18)))]
+
     started = time.monotonic()
-    try:
-        with pytest.raises(WeightPushError, match=engine.url):
-            hopeless.push([("model.norm.weight", torch.ones(int(megabytes * 2**18)))], 4)
-    finally:
-        os.killpg(engine.process.pid, signal.SIGCONT)
-    assert 1.5 < time.monotonic() - started < 10.0
+    with weight_sync(engine.url, timeout_s=2.0) as hopeless:
+        try:
+            with pytest.raises(WeightPushError, match=engine.url):
+                hopeless.push(stops_then_sends(), 60)
+        finally:
+            os.killpg(engine.process.pid, signal.SIGCONT)
+    assert 1.5 < time.monotonic() - started < 12.0
 
 
-def test_an_engine_that_is_gone_is_an_error_and_not_a_hang(engine: EngineHandle, pusher: WeightPusher) -> None:
-    engine.stop()
+def test_an_engine_that_is_gone_is_an_error_and_not_a_hang(engine: EngineHandle) -> None:
     started = time.monotonic()
-    with pytest.raises(WeightPushError, match=engine.url):
-        pusher.push([("model.norm.weight", torch.ones(32))], 4)
-    with pytest.raises(WeightPushError, match="/server_info: no engine answers"):
-        WeightPusher(engine.url, timeout_s=20.0)
-    assert time.monotonic() - started < 20.0
+    with weight_sync(engine.url) as sync:
+        sync.push([[("model.norm.weight", torch.ones(32))]], 70)
+        engine.stop()
+        with pytest.raises(WeightPushError, match=f"{engine.url}/arpo/begin_push"):
+            sync.push([[("model.norm.weight", torch.ones(32))]], 71)
+    assert time.monotonic() - started < TIMEOUT_S
 
 
-@given(st.lists(st.integers(0, 9), max_size=12), st.integers(1, 12))
-def test_buckets_keep_every_tensor_in_order_and_within_the_bound(sizes: list[int], limit: int) -> None:
-    tensors = [(f"t{index}", torch.zeros(size, dtype=torch.uint8)) for index, size in enumerate(sizes)]
-    cut = list(buckets(iter(tensors), limit))
-    assert [name for bucket in cut for name, _ in bucket] == [name for name, _ in tensors]
-    assert all(len(bucket) == 1 or sum(t.nbytes for _, t in bucket) <= limit for bucket in cut)
-    assert all(sum(t.nbytes for _, t in [*left, right[0]]) > limit for left, right in pairwise(cut))
+SGLANG_KNOWS = """
+import inspect, json
+from arpo_megatron.rollout import cpu_standins
+cpu_standins.install()
+from torch.multiprocessing.reductions import rebuild_cuda_tensor
+from sglang.srt.managers import io_struct
+from sglang.srt.utils import patch_torch
+from sglang.srt.utils.common import SafeUnpickler
+from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
+requests = ("UpdateWeightsFromTensor", "UpdateWeightsFromDistributed", "UpdateWeightFromDisk", "InitWeightsUpdateGroup",
+    "DestroyWeightsUpdateGroup", "CheckWeights")
+print(json.dumps({
+    "fields": {name: list(getattr(io_struct, name + "ReqInput").__struct_fields__) for name in requests},
+    "metadata": list(FlattenedTensorMetadata.__dataclass_fields__),
+    "device": patch_torch._REDUCE_TENSOR_ARG_DEVICE_INDEX,
+    "device_name": list(inspect.signature(rebuild_cuda_tensor).parameters)[patch_torch._REDUCE_TENSOR_ARG_DEVICE_INDEX],
+    "safe": sorted(SafeUnpickler.ALLOWED_MODULE_PREFIXES),
+}))
+"""
+
+
+def test_what_is_sent_is_what_the_installed_sglang_takes() -> None:
+    """Also that of CUDA handles, which no CPU can try: SGLang takes a GPU's name in the place of its number."""
+    done = subprocess.run([sys.executable, "-c", SGLANG_KNOWS], capture_output=True, text=True, check=True)
+    known = json.loads(done.stdout.splitlines()[-1])
+    sent = {
+        "UpdateWeightsFromTensor": {"serialized_named_tensors", "load_format", "flush_cache"},
+        "UpdateWeightsFromDistributed": {"names", "dtypes", "shapes", "group_name", "flush_cache"},
+        "UpdateWeightFromDisk": {"model_path", "load_format", "flush_cache"},
+        "InitWeightsUpdateGroup": {
+            *("master_address", "master_port", "rank_offset", "world_size", "group_name", "backend")
+        },
+        "DestroyWeightsUpdateGroup": {"group_name"},
+        "CheckWeights": {"action"},
+    }
+    for name, fields in sent.items():
+        assert fields <= set(known["fields"][name]), name
+    assert set(known["metadata"]) == {"name", "shape", "dtype", "start_idx", "end_idx", "numel"}
+    assert (known["device"], known["device_name"]) == (transports._DEVICE_ARGUMENT, "storage_device")
+    assert {"torch.", "types."} <= set(known["safe"])
+
+
+def test_an_engine_on_another_machine_is_refused_by_shared_memory() -> None:
+    with pytest.raises(Exception, match=r"sync\.transport=ipc: the engine at http://192\.0\.2\.1:80 is not on"):
+        SharedMemory(Engines(["http://192.0.2.1:80"], TIMEOUT_S))
 
 
 def test_the_probe_gap_is_the_largest_difference_and_never_hides_a_nan() -> None:

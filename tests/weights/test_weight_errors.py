@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import LLAMA3_ROPE, make
 
-from arpo_megatron.config import ParallelConfig
+from arpo_megatron.config import EngineConfig, ParallelConfig
 from arpo_megatron.errors import UserError
 from arpo_megatron.weights.shape import ExpertShape, ModelShape, RopeScaling
 
@@ -72,6 +72,22 @@ def test_a_mixture_that_would_be_computed_wrongly_is_refused(
     with pytest.raises(UserError, match=said) as error:
         ModelShape.from_hf(write_config(tmp_path, tmp_path, **changes))
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("case", "possible"), [("llama", True), ("qwen2", True), ("qwen3", False), ("qwen3moe", False)]
+)
+def test_an_engine_that_would_quantize_a_norm_or_an_expert_without_its_scale_is_refused(
+    tmp_path: Path, case: str, possible: bool
+) -> None:
+    make(tmp_path, case)
+    shape = ModelShape.from_hf(tmp_path)
+    shape.check_engine(EngineConfig())
+    if possible:
+        shape.check_engine(EngineConfig(quantization="fp8"))
+    else:
+        with pytest.raises(UserError, match=r"engine\.quantization=fp8 is not possible with a qwen3"):
+            shape.check_engine(EngineConfig(quantization="fp8"))
 
 
 def test_a_path_that_is_no_model_directory_is_named(tmp_path: Path) -> None:

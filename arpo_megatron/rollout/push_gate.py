@@ -1,0 +1,107 @@
+"""The gate of an engine: from the beginning of a weight push to its commit nothing is generated.
+
+A push that is interrupted leaves a mixture of weights behind, so the gate stays closed (HTTP 503) until a whole push
+has arrived, whoever sends it. Two endpoints are added to SGLang's server:
+
+    POST /arpo/begin_push  {"version": N, "abort": bool, "timeout_s": s}  -> {"ranks": n, "incarnation": "..."}
+    POST /arpo/commit_push {"version": N, "timeout_s": s}
+
+`begin_push` answers when no generation is under way any more: they are waited for, or aborted. SGLang's own
+endpoints that take weights are called in between; `commit_push` empties the caches, which hold keys and values of the
+old weights, and sets the version that answers report.
+"""
+
+import asyncio
+import json
+import uuid
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+_GENERATING = ("/generate", "/v1/", "/invocations", "/encode", "/classify")
+_POLL_INTERVAL_S = 0.005
+
+
+class PushGate:
+    """ASGI middleware around SGLang's application."""
+
+    def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
+        self._app = app
+        self._incarnation = uuid.uuid4().hex
+        self._arriving: int | None = None
+        self._running = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request, or hand it on."""
+        if scope["type"] != "http" or scope["method"] != "POST":
+            await self._app(scope, receive, send)
+        elif scope["path"] == "/arpo/begin_push":
+            await self._answer(send, *await self._begin(**await _json(receive)))
+        elif scope["path"] == "/arpo/commit_push":
+            await self._answer(send, *await self._commit(**await _json(receive)))
+        elif not scope["path"].startswith(_GENERATING):
+            await self._app(scope, receive, send)
+        elif self._arriving is not None:
+            await self._answer(send, 503, {"error": f"weights of version {self._arriving} are arriving"})
+        else:
+            self._running += 1
+            try:
+                await self._app(scope, receive, send)
+            finally:
+                self._running -= 1
+
+    async def _begin(self, version: int, abort: bool, timeout_s: float) -> tuple[int, dict[str, Any]]:
+        before, self._arriving = self._arriving, version
+        manager = _manager()
+        if abort:
+            manager.abort_request(abort_all=True)
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        while self._running:
+            if asyncio.get_running_loop().time() > deadline:
+                self._arriving = before  # nothing has been changed yet
+                return 409, {"error": f"{self._running} generations were still running after {timeout_s:g} s"}
+            await asyncio.sleep(_POLL_INTERVAL_S)
+        return 200, {"ranks": manager.server_args.tp_size, "incarnation": self._incarnation}
+
+    async def _commit(self, version: int, timeout_s: float) -> tuple[int, dict[str, Any]]:
+        if self._arriving != version:
+            return 409, {"error": f"weights of version {self._arriving} are arriving, not {version}"}
+        manager = _manager()
+        flushed = await manager.flush_cache(timeout_s=timeout_s)
+        if not flushed.success:
+            return 409, {"error": f"the caches could not be emptied: {flushed.message}"}
+        manager.record_config_updates("arpo.push", weight_version=str(version))
+        self._arriving = None
+        return 200, {}
+
+    @staticmethod
+    async def _answer(send: Send, status: int, body: dict[str, Any]) -> None:
+        headers = [(b"content-type", b"application/json")]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": json.dumps(body).encode()})
+
+
+def install() -> None:
+    """Put the gate before the server of this process."""
+    from sglang.srt.entrypoints.http_server import app
+
+    app.add_middleware(PushGate)
+
+
+def _manager() -> Any:
+    from sglang.srt.entrypoints.http_server import get_global_state
+
+    return get_global_state().tokenizer_manager
+
+
+async def _json(receive: Receive) -> dict[str, Any]:
+    body, more = b"", True
+    while more:
+        message = await receive()
+        body += message.get("body", b"")
+        more = message.get("more_body", False)
+    data: dict[str, Any] = json.loads(body)
+    return data

@@ -1,0 +1,178 @@
+"""Speaking to SGLang servers about their weights: the HTTP half of a push.
+
+What `rollout/push_gate.py` and `rollout/weight_checksums.py` add to a server is used here beside SGLang's own
+endpoints.
+"""
+
+import json
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+import requests
+from numpy.typing import NDArray
+
+from arpo_megatron.errors import UserError
+from arpo_megatron.weights.checksums import CHECKSUM_ACTION, Piece
+
+_POLL_INTERVAL_S = 0.2
+_LOOK_TIMEOUT_S = 5.0
+
+
+class WeightPushError(UserError):
+    """A push failed. Engines that it reached refuse to generate until a whole push has arrived."""
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """A server that is ready for a push.
+
+    Attributes:
+        url: http://host:port.
+        ranks: its tensor-parallel processes.
+        incarnation: another one after each start of the server.
+    """
+
+    url: str
+    ranks: int
+    incarnation: str
+
+
+class Engines:
+    """Requests to any of several servers, at once where there are several.
+
+    Args:
+        urls: http://host:port of each.
+        timeout_s: deadline of a request.
+    """
+
+    def __init__(self, urls: Sequence[str], timeout_s: float) -> None:
+        self.urls = tuple(url.rstrip("/") for url in urls)
+        self.timeout_s = timeout_s
+        self._pool = ThreadPoolExecutor(len(self.urls), thread_name_prefix="weight-push")
+
+    def wait_until_up(self, timeout_s: float) -> None:
+        """Until every server answers; one that was killed may be starting again. Raises WeightPushError."""
+        give_up = time.monotonic() + timeout_s
+        for url in self.urls:
+            while not _answers(url):
+                if time.monotonic() > give_up:
+                    raise WeightPushError(f"{url} does not answer for {timeout_s:g} s")
+                time.sleep(_POLL_INTERVAL_S)
+
+    def close(self) -> None:
+        """Wait for no one."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def begin(self, version: int, urls: Sequence[str], *, abort: bool) -> tuple[Engine, ...]:
+        """Close the gates: from now on every engine refuses to generate; returns when none does any more.
+
+        Args:
+            version: of the weights that are to arrive.
+            urls: which engines.
+            abort: end unfinished generations (they answer what they have) instead of waiting for them.
+        """
+        body = {"version": version, "abort": abort, "timeout_s": self.timeout_s}
+        posts = self.start("arpo/begin_push", [(url, body) for url in urls])
+        answers = [post.result() for post in posts]
+        return tuple(Engine(url, a["ranks"], a["incarnation"]) for url, a in zip(urls, answers, strict=True))
+
+    def commit(self, version: int, urls: Sequence[str]) -> None:
+        """All weights are there: caches are emptied, the version is set, and the gates open."""
+        body = {"version": version, "timeout_s": self.timeout_s}
+        for post in self.start("arpo/commit_push", [(url, body) for url in urls]):
+            post.result()
+
+    def score(self, token_ids: Sequence[int], urls: Sequence[str]) -> list[NDArray[np.float32]]:
+        """For each engine, float32[n - 1]: log-probs in nats at temperature 1 of token 1 to n - 1 given those before.
+
+        They are computed with the weights the engine has now, without its radix cache.
+        """
+        body = {
+            "input_ids": list(token_ids),
+            "sampling_params": {"max_new_tokens": 0},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+        }
+        answers = [post.result() for post in self.start("generate", [(url, body) for url in urls])]
+        return [np.array([x[0] for x in a["meta_info"]["input_token_logprobs"][1:]], np.float32) for a in answers]
+
+    def checksums(
+        self, tensors: Mapping[str, tuple[Sequence[int], str]], urls: Sequence[str]
+    ) -> list[dict[str, list[Piece]]]:
+        """For each engine: which pieces of the named tensors its ranks hold, and what each sums up to.
+
+        Args:
+            tensors: shape and type ("bfloat16") of each, by Hugging Face name.
+            urls: which engines.
+        """
+        body = {"action": CHECKSUM_ACTION + json.dumps(tensors)}
+        answers = [post.result() for post in self.start("weights_checker", [(url, body) for url in urls])]
+        held: list[dict[str, list[Piece]]] = []
+        for answer in answers:
+            ranks = [rank["checksums"] for rank in answer["ranks"]]
+            held.append(
+                {name: [Piece.from_json(p) for rank in ranks for p in json.loads(rank[name])] for name in tensors}
+            )
+        return held
+
+    def start(self, endpoint: str, bodies: Sequence[tuple[str, Mapping[str, Any]]]) -> list["Future[Any]"]:
+        """POST each body to its server; a future's result is the JSON answer, its error a WeightPushError."""
+        return [self._pool.submit(self._post, url, endpoint, body) for url, body in bodies]
+
+    def _post(self, url: str, endpoint: str, body: Mapping[str, Any]) -> Any:
+        where = f"{url}/{endpoint}"
+        try:
+            answer = _session().post(where, json=body, timeout=self.timeout_s)
+        except requests.RequestException as error:
+            raise WeightPushError(f"{where}: {first_line(error)}") from error
+        if answer.status_code != requests.codes.ok:
+            raise WeightPushError(f"{where}: HTTP {answer.status_code}: {first_line(answer.text)}")
+        return answer.json()
+
+
+def failure(posts: Sequence["Future[Any]"], what: str) -> WeightPushError:
+    """An engine's own words where one has answered with an error, else `what` happened at this end."""
+    for post in posts:
+        if post.done() and isinstance(error := post.exception(), WeightPushError):
+            return error
+    return WeightPushError(what)
+
+
+def local_address(url: str) -> str:
+    """The address of this machine under which the engine's host reaches it."""
+    parts = urlsplit(url)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((parts.hostname, parts.port or 80))  # sends nothing; it only chooses the interface
+        return str(probe.getsockname()[0])
+
+
+def is_local(url: str) -> bool:
+    """Whether the engine runs on this machine: packets to its host leave from that very address."""
+    host = urlsplit(url).hostname or ""
+    return local_address(url) == socket.gethostbyname(host)
+
+
+def first_line(error: object) -> str:
+    """Of an error's message or an answer's text, in at most 300 characters."""
+    lines = str(error).strip().splitlines()
+    return lines[0][:300] if lines else "no message"
+
+
+def _answers(url: str) -> bool:
+    try:
+        return bool(_session().get(f"{url}/model_info", timeout=_LOOK_TIMEOUT_S).status_code == requests.codes.ok)
+    except requests.RequestException:
+        return False
+
+
+def _session() -> requests.Session:
+    """Engines are addressed directly: a cluster's HTTP_PROXY knows nothing of the addresses of its nodes."""
+    session = requests.Session()
+    session.trust_env = False
+    return session

@@ -1,0 +1,192 @@
+"""Live weights from the trainer into running SGLang servers: begin, buckets, commit, verify.
+
+    begin    every engine refuses to generate (HTTP 503) and has no generation left
+    buckets  one is on its way while the next one is gathered from the trainer's ranks: never more than two
+    commit   caches are emptied, answers carry the new policy version, engines generate again
+    verify   now and then checksums of sampled tensors on the engine; the caller compares log-probs of a probe each time
+
+Whatever interrupts a push before its commit, a kill -9 of the trainer included, leaves engines that refuse to
+generate until a whole push has arrived.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
+
+from arpo_megatron.config import JobConfig
+from arpo_megatron.machine import placement
+from arpo_megatron.weights.checksums import checksum, difference
+from arpo_megatron.weights.engines import Engines, WeightPushError
+from arpo_megatron.weights.transports import Broadcast, Bucket, Disk, SharedMemory, Transport
+
+TIMEOUT_S = 120.0
+"""Deadline of a request to an engine: of joining, of a bucket, of generations that are waited for."""
+_SAMPLED_SHARE = 16
+"""Of each bucket's tensors one in so many is sampled for checksums, and at least one."""
+
+
+@dataclass(frozen=True, slots=True)
+class PushReport:
+    """What a push took.
+
+    Attributes:
+        seconds: wall time from begin to commit, or to the comparison of checksums.
+        bytes: sent to each engine.
+        buckets: in how many parts.
+        verified: names of the tensors whose checksums were compared.
+    """
+
+    seconds: float
+    bytes: int
+    buckets: int
+    verified: tuple[str, ...]
+
+
+class WeightSync:
+    """Rank 0's end.
+
+    Args:
+        requests: to the engines; closed with this.
+        transport: carries the buckets; closed with this.
+        verify_every: checksums are compared at the first push and every so many; 0: at the first alone. None: never,
+            because the engines hold other bits (quantized weights).
+    """
+
+    def __init__(self, requests: Engines, transport: Transport, *, verify_every: int | None) -> None:
+        self._requests = requests
+        self._transport = transport
+        self._verify_every = verify_every
+        self._pushes = 0
+
+    @classmethod
+    def of(cls, config: JobConfig, urls: Sequence[str], run: Path) -> Self:
+        """As a job's config says.
+
+        Args:
+            config: of the job.
+            urls: http://host:port of each engine.
+            run: the run directory, whose `sync` the `disk` transport uses where the config names no directory.
+
+        Raises:
+            UserError: the transport cannot reach an engine.
+        """
+        requests = Engines(urls, TIMEOUT_S)
+        shared = placement(config).shared
+        kind = config.sync.transport
+        transport: Transport
+        if kind == "disk":
+            transport = Disk(requests, config.sync.directory or run / "sync")
+        elif kind == "ipc" or (kind == "auto" and shared):
+            transport = SharedMemory(requests)
+        else:  # NCCL refuses two ranks on one GPU
+            transport = Broadcast(requests, "gloo" if shared else None)
+        comparable = config.engine.quantization == "none"
+        return cls(requests, transport, verify_every=config.sync.verify_every if comparable else None)
+
+    def wait_until_up(self, timeout_s: float) -> None:
+        """See `Engines.wait_until_up`."""
+        self._requests.wait_until_up(timeout_s)
+
+    def push(
+        self, buckets: Iterable[Bucket], version: int, *, urls: Sequence[str] | None = None, abort: bool = False
+    ) -> PushReport:
+        """Replace engines' weights and set their policy version.
+
+        Args:
+            buckets: full tensors under Hugging Face names, each bucket made when it is asked for
+                (`export.hf_buckets`). A tied head needs no entry of its own: SGLang's head is its embedding.
+            version: reported from then on by every answer of an engine (`meta_info["weight_version"]`).
+            urls: the engines to push to; None: all.
+            abort: end unfinished generations instead of waiting for them; they answer what they have sampled.
+
+        Raises:
+            WeightPushError: an engine failed or differs; the next push starts anew.
+            ValueError: there are no tensors.
+        """
+        started = time.monotonic()
+        where = self._requests.urls if urls is None else tuple(url.rstrip("/") for url in urls)
+        try:
+            self._transport.connect(self._requests.begin(version, where, abort=abort))
+            total, count, sums = self._send(buckets, np.random.default_rng(version) if self._due() else None)
+            self._requests.commit(version, where)
+        except BaseException:
+            self._transport.close()  # the two ends may be out of step now
+            raise
+        self._pushes += 1
+        if sums:
+            self._verify(sums, where)
+        return PushReport(time.monotonic() - started, total, count, tuple(sums))
+
+    def score(self, token_ids: Sequence[int], urls: Sequence[str] | None = None) -> list[NDArray[np.float32]]:
+        """See `Engines.score`."""
+        return self._requests.score(token_ids, self._requests.urls if urls is None else urls)
+
+    def close(self) -> None:
+        """Let go of the engines. Those that are gone already are not an error."""
+        self._transport.close()
+        self._requests.close()
+
+    def _due(self) -> bool:
+        if self._verify_every is None:
+            return False
+        return not self._pushes or bool(self._verify_every and self._pushes % self._verify_every == 0)
+
+    def _send(
+        self, buckets: Iterable[Bucket], sampler: np.random.Generator | None
+    ) -> tuple[int, int, dict[str, "_Sampled"]]:
+        """Bytes and buckets sent, and what is known of the sampled tensors."""
+        total, count = 0, 0
+        sums: dict[str, _Sampled] = {}
+        wait: Callable[[], None] | None = None
+        for bucket in buckets:  # gathered while the last one travels
+            if sampler is not None:
+                for index in sampler.choice(len(bucket), max(1, len(bucket) // _SAMPLED_SHARE), replace=False):
+                    sums[bucket[index][0]] = _Sampled.of(bucket[index][1])
+            if wait is not None:
+                wait()
+            wait = self._transport.send(bucket)
+            total, count = total + sum(tensor.nbytes for _, tensor in bucket), count + 1
+        if wait is None:
+            raise ValueError("a push needs at least one tensor")
+        wait()
+        return total, count, sums
+
+    def _verify(self, sums: dict[str, "_Sampled"], urls: Sequence[str]) -> None:
+        asked = {name: (sample.sizes, sample.dtype) for name, sample in sums.items()}
+        for url, held in zip(urls, self._requests.checksums(asked, urls), strict=True):
+            for name, sample in sums.items():
+                if what := difference(held[name], sample.sizes, sample.checksum):
+                    raise WeightPushError(f"{url}: {name} is not what the trainer sent: {what}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Sampled:
+    """What stays of a sampled tensor when its bucket is gone."""
+
+    sizes: tuple[int, ...]
+    dtype: str
+    checksum: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Self:
+        return cls(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), checksum(tensor))
+
+
+def probe_gap(trainer_logprobs: ArrayLike, engine_logprobs: ArrayLike) -> float:
+    """Largest absolute difference in nats of two arrays of log-probs; infinity where either is not finite.
+
+    Raises:
+        ValueError: they are of different lengths.
+    """
+    trainer, engine = np.asarray(trainer_logprobs, np.float64), np.asarray(engine_logprobs, np.float64)
+    if trainer.shape != engine.shape:
+        raise ValueError(f"log-probs of {trainer.shape} and {engine.shape} cannot be compared")
+    if not (np.isfinite(trainer).all() and np.isfinite(engine).all()):
+        return float("inf")
+    return float(np.abs(trainer - engine).max(initial=0.0))

@@ -1,0 +1,328 @@
+"""Three ways for a bucket of tensors into an engine. `sync.WeightSync` says what is sent when.
+
+| | bucket travels through | for |
+| --- | --- | --- |
+| `Broadcast` | a process group of its own: gloo, or NCCL on CUDA | engines that the trainer's network reaches |
+| `SharedMemory` | CUDA IPC handles, on a CPU a shared memory file | an engine on the trainer's own GPU or machine |
+| `Disk` | safetensors in a directory that both see | engines elsewhere |
+"""
+
+import base64
+import concurrent.futures
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from datetime import timedelta
+from io import BytesIO
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Literal, Protocol
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch.distributed.distributed_c10d import Backend, GroupName, _new_process_group_helper, _world
+from torch.multiprocessing import reductions
+
+from arpo_megatron.errors import UserError
+from arpo_megatron.weights.engines import Engine, Engines, WeightPushError, failure, first_line, is_local, local_address
+from arpo_megatron.weights.files import write_file
+
+Bucket = Sequence[tuple[str, Tensor]]
+
+_POLL_INTERVAL_S = 0.0005
+_CLOSE_S = 5.0
+"""How long an engine is waited for that is to leave a group."""
+_DEVICE_ARGUMENT = 6
+"""The device among the arguments of torch's `rebuild_cuda_tensor`."""
+
+
+class Transport(Protocol):
+    """One way of sending buckets."""
+
+    def connect(self, engines: Sequence[Engine]) -> None:
+        """Be ready to send to these; called at the beginning of every push."""
+
+    def send(self, bucket: Bucket) -> Callable[[], None]:
+        """Start to send a bucket that is not empty; the result waits until every engine has loaded it.
+
+        The bucket's tensors are not changed until then, and no other bucket is sent.
+        """
+
+    def close(self) -> None:
+        """Let go of what `connect` made; engines that are gone already are not an error."""
+
+
+class Broadcast:
+    """Trainer rank 0 and all ranks of the engines form a process group; each tensor is broadcast as it is.
+
+    Args:
+        requests: to the engines.
+        backend: None: nccl where torch sees a GPU, else gloo.
+    """
+
+    def __init__(self, requests: Engines, backend: Literal["gloo", "nccl"] | None = None) -> None:
+        self._requests = requests
+        self._backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
+        self._engines: tuple[Engine, ...] = ()
+        self._name = ""
+        self._group: Any = None
+
+    def connect(self, engines: Sequence[Engine]) -> None:
+        """Join with the engines, unless they are those of the last push and none was restarted since."""
+        if self._group is not None and self._engines == tuple(engines):
+            return
+        self.close()
+        self._engines = tuple(engines)
+        self._join()
+
+    def send(self, bucket: Bucket) -> Callable[[], None]:
+        """Announce the tensors by HTTP and broadcast them."""
+        body: dict[str, Any] = {
+            "names": [name for name, _ in bucket],
+            "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
+            "shapes": [list(tensor.shape) for _, tensor in bucket],
+            "group_name": self._name,
+            "flush_cache": False,
+        }
+        posts = self._requests.start(
+            "update_weights_from_distributed", [(engine.url, body) for engine in self._engines]
+        )
+        tensors = [tensor.detach().contiguous() for _, tensor in bucket]
+        try:
+            works = [dist.broadcast(tensor, src=0, group=self._group, async_op=True) for tensor in tensors]
+        except RuntimeError as error:
+            raise failure(posts, f"{self._where()}: broadcasting a bucket: {first_line(error)}") from error
+        deadline = time.monotonic() + self._requests.timeout_s
+        return lambda: self._wait(works, posts, deadline)
+
+    def close(self) -> None:
+        """Leave the group."""
+        if self._group is None:
+            return
+        body = {"group_name": self._name}
+        posts = self._requests.start("destroy_weights_update_group", [(engine.url, body) for engine in self._engines])
+        dist.destroy_process_group(self._group)
+        self._group = None
+        concurrent.futures.wait(posts, _CLOSE_S)
+
+    def _wait(self, works: Sequence[Any], posts: Sequence["Future[Any]"], deadline: float) -> None:
+        try:
+            for work in works:
+                while not work.is_completed():
+                    for post in posts:
+                        if post.done():
+                            post.result()  # an engine that refused will never take part in the broadcast
+                    if time.monotonic() > deadline:
+                        raise failure(posts, f"{self._where()}: no engine took the bucket in time")
+                    time.sleep(_POLL_INTERVAL_S)
+                work.wait()
+        except RuntimeError as error:
+            raise failure(posts, f"{self._where()}: broadcasting a bucket: {first_line(error)}") from error
+        for post in posts:
+            post.result()
+
+    def _join(self) -> None:
+        world_size = 1 + sum(engine.ranks for engine in self._engines)
+        address = local_address(self._engines[0].url)
+        timeout = timedelta(seconds=self._requests.timeout_s)
+        # Engines keep groups by name: one that a crashed trainer left behind must not be met again.
+        self._name = f"arpo-weights-{time.time_ns()}"
+        store = TCPStore(address, 0, world_size, is_master=True, timeout=timeout, wait_for_workers=False)
+        bodies, offset = [], 1
+        for engine in self._engines:
+            body = {
+                "master_address": address,
+                "master_port": store.port,
+                "rank_offset": offset,
+                "world_size": world_size,
+                "group_name": self._name,
+                "backend": self._backend,
+            }
+            bodies.append((engine.url, body))
+            offset += engine.ranks
+        posts = self._requests.start("init_weights_update_group", bodies)
+        try:
+            # torch has no public way to a second group with processes outside the default one; SGLang, slime and
+            # verl all take this one, and both ends must, for the keys in the store to match.
+            group, _ = _new_process_group_helper(
+                world_size,
+                0,
+                [],
+                Backend(self._backend),
+                PrefixStore(self._name, store),
+                group_name=GroupName(self._name),
+                timeout=timeout,
+            )
+        except RuntimeError as error:
+            raise failure(posts, f"{self._where()}: joining the weight group: {first_line(error)}") from error
+        for post in posts:
+            post.result()
+        _world.pg_group_ranks[group] = {rank: rank for rank in range(world_size)}
+        self._group = group
+
+    def _where(self) -> str:
+        return ", ".join(engine.url for engine in self._engines)
+
+
+class SharedMemory:
+    """The bucket is copied into one buffer that the engine's processes map: CUDA IPC, or shared memory on a CPU.
+
+    Args:
+        requests: to the engines, all on this machine.
+
+    Raises:
+        UserError: an engine is on another machine.
+    """
+
+    def __init__(self, requests: Engines) -> None:
+        for url in requests.urls:
+            if not is_local(url):
+                raise UserError(f"sync.transport=ipc: the engine at {url} is not on the trainer's machine")
+        self._requests = requests
+        self._engines: tuple[Engine, ...] = ()
+        self._buffer: Tensor | None = None
+
+    def connect(self, engines: Sequence[Engine]) -> None:
+        """There is nothing to join."""
+        self._engines = tuple(engines)
+
+    def send(self, bucket: Bucket) -> Callable[[], None]:
+        """Copy the tensors into the buffer and hand its handle to every rank of every engine."""
+        total = sum(tensor.nbytes for _, tensor in bucket)
+        flat = self._room(total, bucket[0][1].device)
+        metadata, end = [], 0
+        for name, tensor in bucket:
+            start, end = end, end + tensor.nbytes
+            flat[start:end].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
+            place = {"start_idx": start, "end_idx": end, "numel": tensor.nbytes}
+            # SGLang's FlattenedTensorMetadata in all but name; it reads the attributes and unpickles few classes.
+            metadata.append(SimpleNamespace(name=name, shape=tensor.shape, dtype=tensor.dtype, **place))
+        if flat.is_cuda:
+            torch.cuda.synchronize()  # another process reads it, on a stream of its own
+        bodies = []
+        for engine in self._engines:
+            # A handle for each rank: torch counts who has opened one.
+            payload = [_pickled(flat, metadata) for _ in range(engine.ranks)]
+            body = {"serialized_named_tensors": payload, "load_format": "flattened_bucket", "flush_cache": False}
+            bodies.append((engine.url, body))
+        posts = self._requests.start("update_weights_from_tensor", bodies)
+
+        def wait() -> None:
+            for post in posts:
+                post.result()
+
+        return wait
+
+    def close(self) -> None:
+        """Free the buffer."""
+        self._buffer = None
+
+    def _room(self, size: int, device: torch.device) -> Tensor:
+        """uint8[size], the beginning of the buffer."""
+        if self._buffer is None or len(self._buffer) < size:
+            self._buffer = None  # before the larger one is made
+            self._buffer = _shareable(size, device)
+        return self._buffer[:size]
+
+
+class _CudaHandle:
+    """Pickles a CUDA tensor as SGLang's processes expect one."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        function, arguments = reductions.reduce_tensor(self._tensor)[:2]
+        # The engine may number the GPUs otherwise; it understands a GPU's own name in the place of its number.
+        device = str(torch.cuda.get_device_properties(self._tensor.device).uuid)
+        return function, (*arguments[:_DEVICE_ARGUMENT], device, *arguments[_DEVICE_ARGUMENT + 1 :])
+
+
+def _shareable(size: int, device: torch.device) -> Tensor:
+    """uint8[size] that another process may map."""
+    if device.type != "cuda":
+        with _shared_by_name():
+            buffer = torch.empty(size, dtype=torch.uint8)
+            buffer.share_memory_()
+            return buffer
+    # Of memory in expandable segments no handle can be opened without rights over this process. The allocator heeds
+    # the setting at every allocation.
+    expandable = "expandable_segments:True" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    if expandable:
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
+    try:
+        return torch.empty(size, dtype=torch.uint8, device=device)
+    finally:
+        if expandable:
+            torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+
+
+def _pickled(flat: Tensor, metadata: Sequence[SimpleNamespace]) -> str:
+    """What SGLang's `MultiprocessingSerializer` would make of a flattened bucket, for one rank."""
+    stream = BytesIO()
+    with _shared_by_name():
+        handle = _CudaHandle(flat) if flat.is_cuda else flat
+        ForkingPickler(stream).dump({"flattened_tensor": handle, "metadata": metadata})
+    return base64.b64encode(stream.getvalue()).decode()
+
+
+@contextmanager
+def _shared_by_name() -> Iterator[None]:
+    """CPU memory is shared by file name: torch's default, a descriptor, ends an engine that is not a child."""
+    before = torch.multiprocessing.get_sharing_strategy()
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    try:
+        yield
+    finally:
+        torch.multiprocessing.set_sharing_strategy(before)
+
+
+class Disk:
+    """Each bucket is a safetensors file that the engines read; it is deleted when they have.
+
+    Args:
+        requests: to the engines.
+        directory: one that trainer and engines see under the same name; it is made, and emptied at the end.
+    """
+
+    def __init__(self, requests: Engines, directory: Path) -> None:
+        self._requests = requests
+        self._directory = directory
+        self._engines: tuple[Engine, ...] = ()
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="weight-writer")
+
+    def connect(self, engines: Sequence[Engine]) -> None:
+        """Make the directory; what an interrupted push left there is removed."""
+        self._engines = tuple(engines)
+        shutil.rmtree(self._directory, ignore_errors=True)
+        try:
+            self._directory.mkdir(parents=True)
+        except OSError as error:
+            raise WeightPushError(f"sync.directory: {error}") from error
+
+    def send(self, bucket: Bucket) -> Callable[[], None]:
+        """Write the file and have the engines read it, both while the caller goes on."""
+        return self._writer.submit(self._write_and_load, bucket).result
+
+    def close(self) -> None:
+        """Remove the directory."""
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _write_and_load(self, bucket: Bucket) -> None:
+        file = self._directory / "model.safetensors"
+        try:
+            write_file(file, bucket)
+        except OSError as error:
+            raise WeightPushError(f"{file}: {error.strerror}") from error
+        body = {"model_path": str(self._directory), "load_format": "safetensors", "flush_cache": False}
+        posts = self._requests.start("update_weights_from_disk", [(engine.url, body) for engine in self._engines])
+        for post in posts:
+            post.result()
+        file.unlink()

@@ -1,0 +1,33 @@
+"""Pushes one bucket of the model in DIRECTORY to the engine at URL, says so, and waits to be killed.
+
+Arguments: URL DIRECTORY VERSION
+"""
+
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from safetensors.torch import load_file
+
+from arpo_megatron.weights.engines import Engines
+from arpo_megatron.weights.sync import WeightSync
+from arpo_megatron.weights.transports import Broadcast, Bucket
+
+
+def main() -> None:
+    url, directory, version = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
+    tensors = sorted(load_file(directory / "model.safetensors").items())
+
+    def buckets() -> Iterator[Bucket]:
+        yield tensors[:4]
+        yield tensors[4:8]  # is asked for when the first is under way, sent when it has arrived
+        print("one bucket has arrived", flush=True)
+        time.sleep(600)
+
+    requests = Engines([url], timeout_s=20.0)
+    WeightSync(requests, Broadcast(requests), verify_every=None).push(buckets(), version)
+
+
+if __name__ == "__main__":
+    main()
