@@ -237,6 +237,9 @@ class EngineConfig:
     """Share of the device's memory for weights and KV pool. None: 0.3 on a GPU that the trainer uses too, else 0.6."""
     attention_backend: Literal["auto", "fa3", "flashinfer", "triton"] = "auto"
     """Attention kernels on a GPU. `auto`: SGLang's choice (fa3 on Hopper), in float32 triton."""
+    placement: Literal["auto", "colocated", "split"] = "auto"
+    """`colocated`: engines share the trainer's GPUs and give their memory back while it trains. `split`: they have
+    their own. `auto`: split where there are GPUs enough, and on a CPU."""
     quantization: Literal["none", "fp8"] = "none"
     """`fp8`, on a GPU: the engine quantizes the weights it is sent, a scale a row. Trajectories are then sampled from
     a policy that differs from the trained one by the rounding."""

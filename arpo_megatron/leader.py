@@ -13,6 +13,7 @@ from arpo_megatron.algorithms.credit import supervised_credit
 from arpo_megatron.config import JobConfig
 from arpo_megatron.harvest import Harvest, show_progress, staleness
 from arpo_megatron.launch import Services, start_rollouts
+from arpo_megatron.machine import placement
 from arpo_megatron.monitor.events import EventLog
 from arpo_megatron.rewards import make_reward
 from arpo_megatron.rewards.base import Reward, score_tree
@@ -48,6 +49,7 @@ class Leader:
     events: EventLog
     probe: list[int]
     evaluating: bool = False
+    lent: bool = False
     harvest: Harvest = field(init=False)
 
     def __post_init__(self) -> None:
@@ -119,13 +121,26 @@ class Leader:
         tree.add(0, Role.MODEL, self.probe[1:])
         return pack_trees([tree], supervised_credit([tree]), token_budget=len(self.probe))[0]
 
+    def lend_memory(self) -> None:
+        """Where engines share the trainer's GPUs: stop the trees, and give the engines' memory to the trainer.
+
+        The next push takes it back.
+        """
+        if placement(self.config).shared:
+            self.harvest.before_push()
+            self.sync.engines.release_memory()
+            self.lent = True
+
     def push(self, buckets: Iterable[Bucket], version: int, probe_logprobs: Float32Array) -> float:
         """Send the weights to the engines, between whose requests there is none meanwhile.
 
         Returns their largest difference to `probe_logprobs` in nats. Raises WeightPushError.
         """
         self.harvest.before_push()
-        self.sync.wait_until_up(self.config.engine.startup_timeout_s)
+        self.sync.engines.wait_until_up(self.config.engine.startup_timeout_s)
+        if self.lent:
+            self.sync.engines.resume_memory()
+            self.lent = False
         self.sync.push(buckets, version)
         gap = max(probe_gap(probe_logprobs, engine) for engine in self.sync.score(self.probe))
         self.harvest.after_push(version)

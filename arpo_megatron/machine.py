@@ -1,7 +1,9 @@
 """Which processors the roles of a job use: the GPUs of this machine where it has any, unless the config says `cpu`.
 
-Trainer ranks take the first GPUs, one each. The engine takes those behind them, or shares the trainer's where there are
-too few for both. It is all a pure function of the config and the number of GPUs, so every role finds the same answer.
+Trainer ranks take the first GPUs, one each. Engines take those behind them (split), or share the trainer's (colocated);
+`engine.placement=auto` shares where there are too few for both. Colocated engines give their memory back while the
+trainer trains; on a CPU too, so that the same steps are taken there. It is all a pure function of the config and the
+number of GPUs, so every role finds the same answer.
 """
 
 from dataclasses import dataclass, replace
@@ -24,7 +26,7 @@ class Placement:
     Attributes:
         gpus: of this machine that the job may use; 0: it runs on a CPU.
         engine_gpu: the (first) engine's first one.
-        shared: the engine shares GPUs with trainer ranks.
+        shared: the engine computes where trainer ranks do, and takes turns with them.
     """
 
     gpus: int
@@ -34,8 +36,9 @@ class Placement:
     @classmethod
     def of(cls, config: JobConfig, gpus: int) -> "Placement":
         """For a machine with `gpus` of them."""
-        ranks = config.parallel.world_size
-        shared = gpus > 0 and ranks + config.engine.tensor * config.engine.replicas > gpus
+        ranks, engine = config.parallel.world_size, config.engine
+        too_few = 0 < gpus < ranks + engine.tensor * engine.replicas
+        shared = engine.placement == "colocated" or (engine.placement == "auto" and too_few)
         return cls(gpus, 0 if shared or not gpus else ranks, shared)
 
     def of_engine(self, index: int, engine: EngineConfig) -> "Placement":
@@ -99,16 +102,15 @@ def check_machine(config: JobConfig) -> None:
         if config.engine.quantization != "none":
             raise UserError(f"engine.quantization={config.engine.quantization} needs a GPU, and torch sees none here")
         return
-    engine = config.engine
-    for name, wanted in (
-        ("trainer ranks", config.parallel.world_size),
-        (
-            "engine.tensor" if engine.replicas == 1 else "engine.tensor * engine.replicas",
-            engine.tensor * engine.replicas,
-        ),
-    ):
+    ranks, engines = config.parallel.world_size, config.engine.tensor * config.engine.replicas
+    for name, wanted in (("trainer ranks", ranks), ("engine.tensor * engine.replicas", engines)):
         if wanted > gpus:
             raise UserError(f"{wanted} {name} need as many GPUs, and torch sees {gpus} here (platform=cpu uses none)")
+    if config.engine.placement == "split" and ranks + engines > gpus:
+        raise UserError(
+            f"engine.placement=split needs {ranks} GPUs for the trainer and {engines} for engines, and torch sees "
+            f"{gpus} here"
+        )
     if config.sync.transport == "ipc" and not Placement.of(config, gpus).shared:
         raise UserError("sync.transport=ipc is for an engine that shares the trainer's GPUs; here it has its own")
     if config.model.fp8 != "none":

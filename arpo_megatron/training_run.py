@@ -119,7 +119,10 @@ class TrainingRun:
     def grow(self) -> list[ScoredTree]:
         """The step's finished trees with a reward for every leaf; on the leader, elsewhere none."""
         leader, step = self.leader, self.state.step
-        return self._with_weights(None if leader is None else partial(leader.harvest.step, step)) or []
+        scored = self._with_weights(None if leader is None else partial(leader.harvest.step, step)) or []
+        if leader is not None:
+            leader.lend_memory()
+        return scored
 
     def _with_weights(self, work: Callable[[], T] | None) -> T | None:
         """On the leader the result of `work`; pushes, on all ranks, whenever that meets an engine without weights."""

@@ -48,7 +48,8 @@ def test_platform_cpu_hides_gpus_from_every_role() -> None:
     ("words", "gpus", "line"),
     [
         (["parallel.data=2"], 1, "2 trainer ranks need as many GPUs, and torch sees 1"),
-        (["engine.tensor=4"], 2, "4 engine.tensor need as many GPUs, and torch sees 2"),
+        (["engine.tensor=4"], 2, "4 engine.tensor * engine.replicas need as many GPUs, and torch sees 2"),
+        (["engine.placement=split"], 1, "needs 1 GPUs for the trainer and 1 for engines, and torch sees 1"),
         (["engine.tensor=2"], 0, "an engine on a CPU has one rank"),
         (["model.fp8=current", "model.dtype=bfloat16"], 0, "needs a GPU, and torch sees none"),
         (["model.fp8=current", "model.dtype=bfloat16"], 1, "needs Transformer Engine"),

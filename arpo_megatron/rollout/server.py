@@ -259,6 +259,8 @@ def engine_options(engine: EngineConfig, placement: Placement, dtype: str) -> di
     if engine.quantization != "none":
         # The load format that also quantizes what a push brings.
         options |= {"quantization": engine.quantization, "load-format": "flash_rl"}
+    if placement.shared:
+        options["enable-memory-saver"] = None  # memory can be given back and taken again
     if engine.deterministic:
         options["enable-deterministic-inference"] = None
     return options

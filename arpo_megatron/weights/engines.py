@@ -88,6 +88,16 @@ class Engines:
         for post in self.start("arpo/commit_push", [(url, body) for url in urls]):
             post.result()
 
+    def release_memory(self) -> None:
+        """Give weights and KV pool back to the device. Raises WeightPushError. The engines must be idle."""
+        for post in self.start("release_memory_occupation", [(url, {}) for url in self.urls]):
+            post.result()
+
+    def resume_memory(self) -> None:
+        """Take the memory again; what it holds is undefined until a push. Raises WeightPushError."""
+        for post in self.start("resume_memory_occupation", [(url, {}) for url in self.urls]):
+            post.result()
+
     def score(self, token_ids: Sequence[int], urls: Sequence[str]) -> list[NDArray[np.float32]]:
         """For each engine, float32[n - 1]: log-probs in nats at temperature 1 of token 1 to n - 1 given those before.
 

@@ -64,6 +64,11 @@ class WeightSync:
         self._verify_every = verify_every
         self._pushes = 0
 
+    @property
+    def engines(self) -> Engines:
+        """Requests to the engines beside a push."""
+        return self._requests
+
     @classmethod
     def of(cls, config: JobConfig, urls: Sequence[str], run: Path) -> Self:
         """As a job's config says.
@@ -88,10 +93,6 @@ class WeightSync:
             transport = Broadcast(requests, "gloo" if shared else None)
         comparable = config.engine.quantization == "none"
         return cls(requests, transport, verify_every=config.sync.verify_every if comparable else None)
-
-    def wait_until_up(self, timeout_s: float) -> None:
-        """See `Engines.wait_until_up`."""
-        self._requests.wait_until_up(timeout_s)
 
     def push(
         self, buckets: Iterable[Bucket], version: int, *, urls: Sequence[str] | None = None, abort: bool = False

@@ -1,0 +1,47 @@
+"""An engine that is killed during training costs time only: its trees go on after the weights were pushed again."""
+
+import signal
+import subprocess
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+from jobs import SHORT, quickstart, rows_of
+
+pytestmark = pytest.mark.timeout(1600)  # the first test of a session waits for the demo
+
+STEPS = 4
+TASKS = 4
+
+
+def test_training_survives_the_death_of_its_engine(warm_run: Path) -> None:
+    words = ["rollout.max_staleness=1", "algorithm.trajectory_weight_limit=2"]  # trees are under way at any moment
+    command = quickstart("train", warm_run, f"train.steps={STEPS}", *SHORT, *words)
+    with (warm_run.parent / "screen").open("wb") as screen, subprocess.Popen(command, stderr=screen) as job:
+        for step in (1, 2):
+            wait_for_steps(warm_run, step, job)
+            kill_engine(job.pid)
+        assert job.wait(240) == 0, (warm_run.parent / "screen").read_text()[-3000:]
+    rows = rows_of(warm_run / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    assert all(row["trees"] == TASKS and not row["dropped/failed"] for row in rows)
+    assert all(row["logprob_gap"] < 1e-3 for row in rows)
+    told = [event["text"] for event in rows_of(warm_run / "events.jsonl") if event["kind"] == "note"]
+    assert any("pushed again" in text or "made again" in text for text in told), told
+    assert "restart 2 of" in (warm_run.parent / "screen").read_text()
+
+
+def wait_for_steps(run: Path, count: int, job: "subprocess.Popen[bytes]") -> None:
+    while len(rows_of(run / "metrics.jsonl")) < count:
+        assert job.poll() is None, "the job ended too early"
+        time.sleep(0.02)
+
+
+def kill_engine(job: int) -> None:
+    """kill -9 of the server and all its workers."""
+    for process in psutil.Process(job).children(recursive=True):
+        with suppress(psutil.Error):  # gone, or going
+            if "arpo_megatron.rollout.sglang_main" in " ".join(process.cmdline()):
+                process.send_signal(signal.SIGKILL)
