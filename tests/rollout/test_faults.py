@@ -62,7 +62,7 @@ JOB = JobConfig(
     name="test",
     model=ModelConfig(max_length=400),
     algorithm=AlgorithmConfig(samples=4, initial=1, entropy_tokens=3),
-    rollout=RolloutConfig(max_response_tokens=120, max_tool_tokens=24),
+    rollout=RolloutConfig(max_response_tokens=120, max_tool_calls=2, max_tool_tokens=24),
 )
 
 
