@@ -146,12 +146,13 @@ class Supervisor:
         with ignoring_interrupts():
             self._roles.checks.remove(self.check)
             self._in_loop(self._close())
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-            self._loop.close()
             for grace_s in sorted({service.program.grace_s for service in self._services}):
                 same = [service for service in self._services if service.program.grace_s == grace_s]
                 stop_groups([service.process for service in same if service.process is not None], grace_s)
+            # Last: the kernel kills bound services with the thread that started them.
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
 
     def start(self, *programs: Program) -> None:
         """Start services side by side; returns when all of them are ready, and from then on keeps them so.

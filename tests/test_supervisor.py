@@ -44,7 +44,14 @@ def roles(run: RunDirectory) -> Iterator[Roles]:
         yield roles
 
 
-def program(run: RunDirectory, name: str = "toy", code: str = SERVER, *, startup_timeout_s: float = 20.0) -> Program:
+def program(
+    run: RunDirectory,
+    name: str = "toy",
+    code: str = SERVER,
+    *,
+    startup_timeout_s: float = 20.0,
+    grace_s: float = 0.0,
+) -> Program:
     (port,) = free_ports(1)
     return Program(
         name=name,
@@ -54,6 +61,7 @@ def program(run: RunDirectory, name: str = "toy", code: str = SERVER, *, startup
         environment=dict(os.environ),
         startup_timeout_s=startup_timeout_s,
         hang_timeout_s=1.0,
+        grace_s=grace_s,
     )
 
 
@@ -163,6 +171,15 @@ def test_a_service_that_never_came_up_is_not_restarted(run: RunDirectory, roles:
         supervisor.start(program(run), program(run, "broken", code, startup_timeout_s=1.5))
     assert not run.events.exists()
     assert not run.health.exists()
+
+
+@pytest.mark.parametrize(("grace_s", "said"), [(5.0, "serving\nbye\n"), (0.0, "serving\n")])
+def test_a_service_that_is_given_time_ends_in_order(run: RunDirectory, roles: Roles, grace_s: float, said: str) -> None:
+    polite = "import signal\nsignal.signal(signal.SIGTERM, lambda *_: (print('bye', flush=True), os._exit(0)))\n"
+    toy = program(run, code=SERVER.replace("class", f"{polite}class", 1), grace_s=grace_s)
+    with Supervisor(run, roles, restarts=3) as supervisor:
+        supervisor.start(toy)
+    assert toy.log.read_text() == said
 
 
 LAUNCHER = """

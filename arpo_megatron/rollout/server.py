@@ -209,7 +209,7 @@ def router_program(
         "health-failure-threshold": 2,
         "health-success-threshold": 1,
         "worker-startup-check-interval": 1,
-        "log-level": "warn",
+        "log-level": "error",
     }
     words = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
     return Program(

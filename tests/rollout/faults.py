@@ -1,0 +1,147 @@
+"""What stands between the rollouts and their services in the fault campaign, and breaks when it is told to.
+
+Faults of processes (kill, stop) are done to the real engines and the real tool service; these two break what is
+between: a TCP proxy that cuts connections, and an HTTP proxy before the tool service that is slow, fails, and has a
+search of its own that answers 10 MB.
+"""
+
+import asyncio
+import random
+import threading
+from collections.abc import Coroutine
+from typing import Any, Self, TypeVar
+
+import aiohttp
+from aiohttp import web
+
+T = TypeVar("T", "CutProxy", "ToolProxy")
+PAGE = "0123456789 " * 950_000  # 10 MB
+
+
+class Proxies:
+    """A thread with an event loop, in which proxies run. Also a context manager."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._opened: list[CutProxy | ToolProxy] = []
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        for proxy in self._opened:
+            self.run(proxy.close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+
+    def cutting(self, target: str) -> "CutProxy":
+        return self._open(CutProxy(target))
+
+    def tools(self, target: str, *, seed: int) -> "ToolProxy":
+        return self._open(ToolProxy(target, seed))
+
+    def run(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(30)
+
+    def _open(self, proxy: T) -> T:
+        self.run(proxy.open())
+        self._opened.append(proxy)
+        return proxy
+
+
+class CutProxy:
+    """Forwards TCP connections to `target`; `cut` resets all that are open."""
+
+    def __init__(self, target: str) -> None:
+        host, _, port = target.removeprefix("http://").rpartition(":")
+        self._target = (host, int(port))
+        self._open_ends: set[asyncio.StreamWriter] = set()
+        self.url = ""
+
+    async def open(self) -> None:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+
+    async def close(self) -> None:
+        self._cut()
+        self._server.close()
+
+    def cut_soon(self) -> None:
+        """From any thread."""
+        self._server.get_loop().call_soon_threadsafe(self._cut)
+
+    def _cut(self) -> None:
+        for writer in self._open_ends:
+            writer.transport.abort()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._open_ends.add(writer)
+        try:
+            there, back = await asyncio.open_connection(*self._target)
+            self._open_ends.add(back)
+            try:
+                # When one side ends, so does the other: a reset is passed on.
+                await asyncio.wait(
+                    [asyncio.ensure_future(_copy(reader, back)), asyncio.ensure_future(_copy(there, writer))],
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
+            finally:
+                self._open_ends.discard(back)
+                back.transport.abort()
+        except OSError:
+            pass  # the target is down
+        finally:
+            self._open_ends.discard(writer)
+            writer.transport.abort()
+
+
+async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    try:
+        while data := await reader.read(1 << 16):
+            writer.write(data)
+            await writer.drain()
+    except OSError:
+        pass
+
+
+class ToolProxy:
+    """Forwards calls to the tool service, each a moment late, one in fifty of them twenty times as late."""
+
+    def __init__(self, target: str, seed: int) -> None:
+        self._target = target
+        self._random = random.Random(seed)
+        self.failures_left = 0
+        self.slow_left = 0
+        self.url = ""
+
+    async def open(self) -> None:
+        self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+        app = web.Application(client_max_size=2**26)
+        app.router.add_post("/call", self._call)
+        self._runner = web.AppRunner(app)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+
+    async def close(self) -> None:
+        await self._runner.cleanup()
+        await self._session.close()
+
+    async def _call(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        if self.failures_left:
+            self.failures_left -= 1
+            return web.Response(status=500, text="oh")
+        await asyncio.sleep(0.01 * (20 if self._random.random() < 0.02 else 1))
+        if self.slow_left:
+            self.slow_left -= 1
+            await asyncio.sleep(4)
+        if body["tool"] == "search":
+            return web.json_response({"text": PAGE, "status": "ok", "seconds": 0.1, "cached": False})
+        try:
+            async with self._session.post(f"{self._target}/call", json=body) as answer:
+                return web.Response(status=answer.status, body=await answer.read(), content_type="application/json")
+        except aiohttp.ClientError:
+            return web.Response(status=502)

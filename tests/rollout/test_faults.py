@@ -1,0 +1,303 @@
+"""Two hundred trees and twenty faults: every tree arrives, once, and is the one that grows without faults.
+
+Real engines, the real tool service, supervised as in a job. The faults come in an order drawn by the seed, spread
+evenly over the sampling. Tools are slow with a heavy tail throughout, and a search always answers 10 MB.
+"""
+
+import os
+import random
+import shutil
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import requests
+import torch
+from faults import CutProxy, Proxies, ToolProxy
+
+from arpo_megatron.config import AlgorithmConfig, EngineConfig, JobConfig, ModelConfig, RolloutConfig
+from arpo_megatron.health import read_health
+from arpo_megatron.launch import sandbox_program
+from arpo_megatron.processes import Roles
+from arpo_megatron.rollout.server import engine_program, free_ports, router_program
+from arpo_megatron.rollout.service import GrowProgress, GrowReport, GrowSettings, RolloutHandle, ServiceSettings
+from arpo_megatron.run_directory import RunDirectory
+from arpo_megatron.supervisor import Program, Supervisor
+from arpo_megatron.tasks.base import Task
+from arpo_megatron.tree import Role, RolloutTree
+
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="the expectations are those of float32 on a CPU"),
+    pytest.mark.timeout(600),
+]
+
+TREES = 200
+ENGINES = 2
+FAULTS = {
+    "kill an engine": 2,
+    "stop an engine": 1,
+    "cut the connections": 6,
+    "kill the tool service": 2,
+    "stop the tool service": 1,
+    "HTTP 500 from tools": 4,
+    "slow tools": 4,
+}
+ENGINE = EngineConfig(
+    replicas=ENGINES,
+    max_total_tokens=65536,
+    memory_fraction=0.1,
+    max_running_requests=64,
+    startup_timeout_s=120,
+    hang_timeout_s=5,
+    retry_for_s=120,
+)
+JOB = JobConfig(
+    name="test",
+    model=ModelConfig(max_length=400),
+    algorithm=AlgorithmConfig(samples=4, initial=1, entropy_tokens=3),
+    rollout=RolloutConfig(max_response_tokens=120, max_tool_calls=2, max_tool_tokens=24),
+)
+
+
+@pytest.fixture(scope="module")
+def talkative_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model, made to call a tool now and then when it decodes greedily."""
+    from safetensors.torch import load_file, save_file
+
+    folder = tmp_path_factory.mktemp("talkative") / "model"
+    shutil.copytree(tiny_model, folder)
+    weights = load_file(folder / "model.safetensors")
+    head = weights["lm_head.weight"]
+    head[[3, 4, 5, 6, 7, 8, 12]] = 0.0  # bare tags
+    head[[9, 10, 11]] *= 1.5  # whole calls
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@dataclass
+class Fleet:
+    """The services of a job, and the proxies before them."""
+
+    run: RunDirectory
+    supervisor: Supervisor
+    engines: list[Program]
+    sandbox: Program
+    router: Program
+    model: Path
+
+    def pid(self, name: str) -> int | None:
+        """Of a service that is up."""
+        return {role["name"]: role["pid"] for role in read_health(self.run)["roles"] if role["up"]}.get(name)
+
+    @contextmanager
+    def rollouts(self, *, routed: bool, seed: int) -> Iterator[tuple[RolloutHandle, list[CutProxy], ToolProxy]]:
+        """A rollout process that reaches everything through proxies."""
+        with Proxies() as proxies:
+            tools = proxies.tools(self.sandbox.url, seed=seed)
+            targets = [self.router] if routed else self.engines
+            cuts = [proxies.cutting(program.url) for program in targets]
+            engine_urls = tuple(engine.url for engine in self.engines) if routed else tuple(cut.url for cut in cuts)
+            settings = ServiceSettings(
+                engine_urls=engine_urls,
+                router_url=cuts[0].url if routed else None,
+                sandbox_url=tools.url,
+                tokenizer_path=self.model,
+                seed=4,
+                retry_for_s=ENGINE.retry_for_s,
+            )
+            with RolloutHandle.start(settings) as handle:
+                yield handle, cuts, tools
+
+
+@pytest.fixture(scope="module")
+def fleet(talkative_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    run = RunDirectory(tmp_path_factory.mktemp("run"))
+    run.sandbox_config.write_text("{}")
+    scratch = tmp_path_factory.mktemp("s")
+    ports = free_ports(ENGINES + 3)
+    engines = [
+        engine_program(
+            talkative_model,
+            ENGINE,
+            dtype="float32",
+            seed=1,
+            log_path=run.logs / f"engine-{index}.log",
+            port=ports[index],
+            scratch=scratch,
+            name=f"engine-{index}",
+        )
+        for index in range(ENGINES)
+    ]
+    sandbox = sandbox_program(run, ports[-1], hang_timeout_s=ENGINE.hang_timeout_s)
+    urls = [engine.url for engine in engines]
+    router = router_program(ENGINE, urls, log_path=run.logs / "router.log", ports=ports[ENGINES:-1])
+    assert router is not None
+    with Roles(run.logs) as roles, Supervisor(run, roles, restarts=100) as supervisor:
+        supervisor.start(sandbox, *engines)
+        supervisor.start(router)
+        yield Fleet(run, supervisor, engines, sandbox, router, talkative_model)
+
+
+def tasks(count: int) -> list[Task]:
+    draw = random.Random(0)
+    questions = ["".join(draw.choices("0123456789+-*", k=30)) for _ in range(count)]
+    return [
+        Task(f"task-{i}", (), "1", "math", f"{'1 2 3 + 4 * ' * 3}{question}\n") for i, question in enumerate(questions)
+    ]
+
+
+def grow(handle: RolloutHandle, count: int, progress: Callable[[GrowProgress], None] | None = None) -> GrowReport:
+    settings = replace(GrowSettings.training(JOB), temperature=0.0)
+    return handle.grow(tasks(count), step=1, version=0, settings=settings, progress=progress)
+
+
+class Saboteur:
+    """Does the faults of a campaign, one after the other, whenever another share of the tokens has been sampled."""
+
+    def __init__(self, fleet: Fleet, cuts: list[CutProxy], tools: ToolProxy, *, tokens: int, seed: int) -> None:
+        self._fleet, self._cuts, self._tools = fleet, cuts, tools
+        self._draw = random.Random(seed)
+        names = [name for name, count in FAULTS.items() for _ in range(count)]
+        self._draw.shuffle(names)
+        # The last one early enough for what it hits to be in use.
+        self._due = [(round(0.9 * tokens * (i + 0.5) / len(names)), name) for i, name in enumerate(names)]
+        self._hit: set[int] = set()
+        self.done: list[str] = []
+
+    def __call__(self, progress: GrowProgress) -> None:
+        while self._due and progress.tokens_sampled >= self._due[0][0]:
+            if not self._do(self._due[0][1]):
+                return  # what it is to hit is down just now: at the next call
+            self.done.append(self._due.pop(0)[1])
+
+    def _do(self, name: str) -> bool:
+        engines = [f"engine-{index}" for index in self._draw.sample(range(ENGINES), ENGINES)]
+        match name:
+            case "kill an engine":
+                return self._signal(engines, signal.SIGKILL)
+            case "stop an engine":
+                return self._signal(engines, signal.SIGSTOP)
+            case "kill the tool service":
+                return self._signal(["sandbox"], signal.SIGKILL)
+            case "stop the tool service":
+                return self._signal(["sandbox"], signal.SIGSTOP)
+            case "cut the connections":
+                for cut in self._cuts:
+                    cut.cut_soon()
+            case "HTTP 500 from tools":
+                self._tools.failures_left = 3
+            case "slow tools":
+                self._tools.slow_left = 3
+        return True
+
+    def _signal(self, roles: list[str], number: signal.Signals) -> bool:
+        """To the first of these that is up and was not hit before (it may be dying, or hang unnoticed yet)."""
+        for pid in map(self._fleet.pid, roles):
+            if pid is not None and pid not in self._hit:
+                self._hit.add(pid)
+                os.kill(pid, number)
+                return True
+        return False
+
+
+def content(tree: RolloutTree) -> list[Any]:
+    """All of a tree but its times and log-probs."""
+    return [
+        (
+            segment.role,
+            segment.parent,
+            segment.token_ids.tolist(),
+            segment.policy_version,
+            segment.finish,
+            segment.tool and (segment.tool.name, dict(segment.tool.arguments), segment.tool.status),
+            segment.branch and (segment.branch.draw, segment.branch.why),
+        )
+        for segment in tree.segments
+    ]
+
+
+def check_equal(found: GrowReport, expected: GrowReport) -> None:
+    assert found.failed == []
+    assert [tree.task_id for tree in found.trees] == [tree.task_id for tree in expected.trees]
+    for one, other in zip(found.trees, expected.trees, strict=True):
+        assert content(one) == content(other)
+        for ours, theirs in zip(one.segments, other.segments, strict=True):
+            if ours.role is Role.MODEL:
+                assert ours.logprobs is not None
+                assert theirs.logprobs is not None
+                np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=1e-4)
+    assert found.stats.forks == expected.stats.forks
+    assert found.stats.counts.tokens_sampled == expected.stats.counts.tokens_sampled
+    assert found.stats.counts.calls_executed == expected.stats.counts.calls_executed
+
+
+def check_cached(report: GrowReport) -> None:
+    """Every fork point was in the cache of its siblings' engine: as if there were one engine."""
+    assert report.failed == []
+    assert report.stats.cached_share > report.stats.predicted_cached_share - 0.005
+
+
+def check_undisturbed(report: GrowReport) -> None:
+    """The trees are such as the campaign needs."""
+    check_cached(report)
+    stats = report.stats
+    assert stats.trees == TREES
+    assert stats.counts.calls_executed > 2 * TREES
+    assert stats.forks > TREES // 4
+    assert {segment.tool.name for tree in report.trees for segment in tree.segments if segment.tool} == {
+        "python",
+        "search",
+    }
+
+
+def campaign(fleet: Fleet, expected: GrowReport, *, routed: bool, seed: int) -> None:
+    restarted = fleet.supervisor.restarted
+    with fleet.rollouts(routed=routed, seed=seed) as (handle, cuts, tools):
+        saboteur = Saboteur(fleet, cuts, tools, tokens=expected.stats.counts.tokens_sampled, seed=seed)
+        found = grow(handle, TREES, saboteur)
+    assert Counter(saboteur.done) == Counter(FAULTS)
+    check_equal(found, expected)
+    killed = sum(count for name, count in FAULTS.items() if name.startswith(("kill", "stop")))
+    deadline = time.monotonic() + 60
+    while not all(role["up"] for role in read_health(fleet.run)["roles"]) or (
+        fleet.supervisor.restarted - restarted < killed
+    ):
+        assert time.monotonic() < deadline, read_health(fleet.run)
+        time.sleep(0.1)
+    fleet.supervisor.check()
+    assert fleet.supervisor.restarted - restarted == killed
+
+
+@pytest.fixture(scope="module")
+def undisturbed(fleet: Fleet) -> GrowReport:
+    """The trees as they grow without faults, divided among the engines by their keys."""
+    with fleet.rollouts(routed=False, seed=0) as (handle, _, _):
+        return grow(handle, TREES)
+
+
+def test_the_router_finds_each_trees_engine_again(fleet: Fleet, undisturbed: GrowReport) -> None:
+    for engine in fleet.engines:
+        requests.post(f"{engine.url}/flush_cache", timeout=10).raise_for_status()
+    with fleet.rollouts(routed=True, seed=0) as (handle, _, _):
+        report = grow(handle, TREES // 4)
+    check_cached(report)
+    assert list(map(content, report.trees)) == list(map(content, undisturbed.trees[: TREES // 4]))
+
+
+def test_twenty_faults_change_none_of_two_hundred_trees(fleet: Fleet, undisturbed: GrowReport) -> None:
+    check_undisturbed(undisturbed)
+    campaign(fleet, undisturbed, routed=True, seed=1)
+
+
+@pytest.mark.slow_campaign
+@pytest.mark.timeout(1800)
+def test_neither_do_they_at_other_moments_with_and_without_the_router(fleet: Fleet, undisturbed: GrowReport) -> None:
+    for seed in range(2, 8):
+        campaign(fleet, undisturbed, routed=seed % 2 == 0, seed=seed)
