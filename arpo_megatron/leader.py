@@ -13,7 +13,6 @@ from arpo_megatron.algorithms.credit import supervised_credit
 from arpo_megatron.config import JobConfig
 from arpo_megatron.harvest import Harvest, show_progress, staleness
 from arpo_megatron.launch import Services, start_rollouts
-from arpo_megatron.machine import placement
 from arpo_megatron.monitor.events import EventLog
 from arpo_megatron.rewards import make_reward
 from arpo_megatron.rewards.base import Reward, score_tree
@@ -122,14 +121,10 @@ class Leader:
         return pack_trees([tree], supervised_credit([tree]), token_budget=len(self.probe))[0]
 
     def lend_memory(self) -> None:
-        """Where engines share the trainer's GPUs: stop the trees, and give the engines' memory to the trainer.
-
-        The next push takes it back.
-        """
-        if placement(self.config).shared:
-            self.harvest.before_push()
-            self.sync.engines.release_memory()
-            self.lent = True
+        """Stop the trees, and give the engines' memory to the trainer until the next push."""
+        self.harvest.before_push()
+        self.sync.engines.release_memory()
+        self.lent = True
 
     def push(self, buckets: Iterable[Bucket], version: int, probe_logprobs: Float32Array) -> float:
         """Send the weights to the engines, between whose requests there is none meanwhile.

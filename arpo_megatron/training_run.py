@@ -23,6 +23,7 @@ from arpo_megatron.config import JobConfig
 from arpo_megatron.errors import UserError
 from arpo_megatron.launch import Services
 from arpo_megatron.leader import Leader
+from arpo_megatron.machine import placement
 from arpo_megatron.minibatch import Minibatch, prepare_update
 from arpo_megatron.monitor.events import EventLog
 from arpo_megatron.monitor.machine import StepProfiler, peak_memory_gb
@@ -120,8 +121,10 @@ class TrainingRun:
         """The step's finished trees with a reward for every leaf; on the leader, elsewhere none."""
         leader, step = self.leader, self.state.step
         scored = self._with_weights(None if leader is None else partial(leader.harvest.step, step)) or []
-        if leader is not None:
-            leader.lend_memory()
+        if placement(self.config).shared:
+            with self.phase("lend"):
+                if leader is not None:
+                    leader.lend_memory()
         return scored
 
     def _with_weights(self, work: Callable[[], T] | None) -> T | None:

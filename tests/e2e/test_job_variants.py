@@ -79,5 +79,4 @@ def test_a_colocated_engine_gives_its_memory_back_while_the_trainer_trains(warm_
     rows = rows_of(warm_run / "metrics.jsonl")
     assert [row["trees"] for row in rows] == [TASKS] * 2
     assert all(row["logprob_gap"] < 1e-3 for row in rows)
-    log = (warm_run / "logs" / "engine.log").read_text()
-    assert log.count("release_memory_occupation") == log.count("resume_memory_occupation") == 2
+    assert all(row["seconds/lend"] > 0 for row in rows)
