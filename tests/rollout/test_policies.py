@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from arpo_megatron.config import AlgorithmConfig
-from arpo_megatron.rollout.policies import ArpoPolicy, ForkPoint, GrpoPolicy, make_policy, uniform_draw
+from arpo_megatron.rollout.policies import ArpoPolicy, ForkPoint, GrpoPolicy, make_policy, shares, uniform_draw
 from arpo_megatron.tree import Float32Array
 
 CONFIG = AlgorithmConfig(samples=16, initial=8, beam=2, branch_probability=0.5, entropy_weight=0.2, entropy_tokens=4)
@@ -114,3 +114,12 @@ def test_policies_are_made_by_name() -> None:
 def test_nothing_is_measured_where_no_fork_is_possible() -> None:
     assert ArpoPolicy(replace(CONFIG, beam=1), 9, 0).measured_tokens == 0
     assert ArpoPolicy(replace(CONFIG, initial=16), 9, 0).measured_tokens == 0
+
+
+@given(st.integers(0, 100), st.integers(1, 20))
+def test_forks_are_shared_out_evenly_and_wholly(forks: int, paths: int) -> None:
+    reserved = shares(forks, paths)
+    assert len(reserved) == paths
+    assert sum(reserved) == forks
+    assert max(reserved) - min(reserved) <= 1
+    assert reserved == sorted(reserved, reverse=True)

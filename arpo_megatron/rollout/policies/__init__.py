@@ -2,7 +2,15 @@
 
 from arpo_megatron.config import AlgorithmConfig
 from arpo_megatron.rollout.policies.arpo import ArpoPolicy
-from arpo_megatron.rollout.policies.base import BranchPolicy, Decision, ForkPoint, PathKey, uniform_draw
+from arpo_megatron.rollout.policies.base import (
+    BranchPolicy,
+    Decision,
+    ForkPoint,
+    PathKey,
+    place_seed,
+    shares,
+    uniform_draw,
+)
 from arpo_megatron.rollout.policies.grpo import GrpoPolicy
 
 __all__ = [
@@ -13,6 +21,8 @@ __all__ = [
     "GrpoPolicy",
     "PathKey",
     "make_policy",
+    "place_seed",
+    "shares",
     "uniform_draw",
 ]
 

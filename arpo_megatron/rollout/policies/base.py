@@ -27,7 +27,7 @@ class ForkPoint:
         path: the measured MODEL segment.
         start_entropies: float32[<=k], nats: first tokens of the trajectory's first MODEL segment.
         entropies: float32[<=k], nats: first tokens after the tool result.
-        budget: trajectories the task may still start.
+        budget: forks that are reserved for this path (see `shares`).
         children: MODEL segments that start from this tool result by now, the measured one included.
     """
 
@@ -67,8 +67,29 @@ class BranchPolicy(Protocol):
         """Pure. `siblings` never exceeds `point.budget`."""
 
 
+def shares(forks: int, paths: int) -> list[int]:
+    """Divide forks among paths in the order of their places, as evenly as can be; earlier places get the remainder.
+
+    So the budget of a task is reserved: M - N among its N first trajectories, and what a path has left at a fork among
+    itself and its new siblings. Which path forks then never depends on which request came back first.
+    """
+    return [forks // paths + (place < forks % paths) for place in range(paths)]
+
+
 def uniform_draw(seed: int, step: int, task_id: str, path: PathKey) -> float:
     """A number in [0, 1) that depends on the arguments alone."""
+    return float(np.random.default_rng(_sequence(seed, step, task_id, path)).random())
+
+
+def place_seed(seed: int, step: int, task_id: str, path: PathKey) -> int:
+    """A seed in [0, 2**31) for what the engine samples at a place; it too depends on the arguments alone.
+
+    An engine with seeded sampling keys its noise by (seed, position), so paths that shared one would be copies.
+    """
+    return int(_sequence(seed, step, task_id, path).spawn(1)[0].generate_state(1)[0] >> 1)
+
+
+def _sequence(seed: int, step: int, task_id: str, path: PathKey) -> np.random.SeedSequence:
     digest = hashlib.sha256(task_id.encode()).digest()
     words = [int.from_bytes(digest[start : start + 4], "big") for start in range(0, 16, 4)]
-    return float(np.random.default_rng([seed, step, *words, *path]).random())
+    return np.random.SeedSequence([seed, step, *words, *path])
