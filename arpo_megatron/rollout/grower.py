@@ -48,6 +48,7 @@ class GrowLimits:
     max_tool_calls: int
     max_tool_tokens: int
     tool_timeout_s: float
+    stop_at_answer: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +104,7 @@ class _Place:
         forks: how many the path may still take, its siblings' included.
         above: the TOOL segment it follows if a fork may be decided behind its first tokens, else None.
         start_entropies: those of the trajectory's first MODEL segment; None in that segment itself.
+        before_entropies: those of the MODEL segment that made the call before; None in the first.
         calls: tool calls made before.
     """
 
@@ -111,6 +113,7 @@ class _Place:
     forks: int
     above: _Node | None = None
     start_entropies: Float32Array | None = None
+    before_entropies: Float32Array | None = None
     calls: int = 0
 
 
@@ -123,6 +126,7 @@ class _Sampled:
         prefix: int32[n], all tokens up to its end.
         forks: how many the path may still take.
         start_entropies: those of the trajectory's first MODEL segment.
+        entropies: its own.
         calls: tool calls made before.
         call: the one that ended it; None where the trajectory ends.
     """
@@ -131,6 +135,7 @@ class _Sampled:
     prefix: Int32Array
     forks: int
     start_entropies: Float32Array
+    entropies: Float32Array
     calls: int
     call: protocol.ToolCall | None
 
@@ -145,6 +150,7 @@ class TreeGrower:
         self._context = context
         self._root = _Node(Role.PROMPT, (), prompt_ids)
         limits = context.limits
+        self._stops = (*protocol.STOP_STRINGS, *([protocol.ANSWER_STOP] if limits.stop_at_answer else []))
         self._longest = min(limits.max_length, len(prompt_ids) + limits.max_response_tokens)
         self._unused = 0
         self._paths = asyncio.TaskGroup()
@@ -206,7 +212,7 @@ class TreeGrower:
         last.finish, call = self._outcome(place, parts[-1].finish, matched, ids)
         entropies = np.concatenate([part.entropies for part in parts])
         start = entropies if place.start_entropies is None else place.start_entropies
-        return _Sampled(last, np.concatenate([place.prefix, ids]), forks, start, place.calls, call)
+        return _Sampled(last, np.concatenate([place.prefix, ids]), forks, start, entropies, place.calls, call)
 
     async def _extend(self, place: _Place, parts: list[Generation], tokens: int) -> str | None:
         """Sample until the segment has `tokens` tokens or the model stops; returns the stop string where one ended it.
@@ -221,9 +227,9 @@ class TreeGrower:
                 return parts[-1].matched
             ids = np.concatenate([place.prefix[:0], *(part.token_ids for part in parts)])
             text = self._context.codec.decode(ids.tolist()) if parts else ""
-            if len(parts) > 1 and (matched := protocol.find_stop(text)) is not None:
+            if len(parts) > 1 and (matched := protocol.find_stop(text, self._stops)) is not None:
                 return matched
-            wanted = 1 if protocol.ends_inside_stop(text) else tokens - len(ids)
+            wanted = 1 if protocol.ends_inside_stop(text, self._stops) else tokens - len(ids)
             if wanted <= 0 or len(ids) >= room:
                 return None
             parts.append(await self._generate(place, ids, wanted))
@@ -231,7 +237,7 @@ class TreeGrower:
     def _decide(self, place: _Place, entropies: Float32Array) -> int:
         """Ask the policy, and start the siblings it wants from the tool result; returns the forks the path keeps."""
         above = place.above
-        if above is None or place.start_entropies is None:
+        if above is None or place.start_entropies is None or place.before_entropies is None:
             raise AssertionError("only a segment behind a tool result is measured")
         decision = self._context.policy.decide(
             ForkPoint(
@@ -239,6 +245,7 @@ class TreeGrower:
                 step=self._context.step,
                 path=place.node.key,
                 start_entropies=place.start_entropies,
+                before_entropies=place.before_entropies,
                 entropies=entropies,
                 budget=place.forks,
                 children=len(above.children),
@@ -248,7 +255,7 @@ class TreeGrower:
         kept, *given = shares(place.forks - decision.siblings, 1 + decision.siblings)
         for forks in given:
             sibling = above.child(Role.MODEL)
-            self._start(_Place(sibling, place.prefix, forks, None, place.start_entropies, place.calls))
+            self._start(replace(place, node=sibling, forks=forks, above=None))
         return kept
 
     def _fill(self, node: _Node, parts: Sequence[Generation]) -> _Node:
@@ -269,6 +276,8 @@ class TreeGrower:
         """What the end of a generation means for the trajectory."""
         if matched is None:
             return (Finish.END if finish is EngineFinish.END_TOKEN else Finish.LENGTH), None
+        if matched == protocol.ANSWER_STOP:
+            return Finish.END, None
         call = protocol.parse_call(self._context.codec.decode(ids.tolist()), matched)
         if isinstance(call, protocol.Malformed):
             return Finish.MALFORMED, None
@@ -307,7 +316,15 @@ class TreeGrower:
         record = ToolRecord(call.tool, dict(call.arguments), str(answer.status), seconds, answer.cached)
         tool = node.child(Role.TOOL)
         tool.token_ids, tool.tool = ids, record
-        return _Place(tool.child(Role.MODEL), prefix, segment.forks, tool, segment.start_entropies, segment.calls + 1)
+        return _Place(
+            tool.child(Role.MODEL),
+            prefix,
+            segment.forks,
+            above=tool,
+            start_entropies=segment.start_entropies,
+            before_entropies=segment.entropies,
+            calls=segment.calls + 1,
+        )
 
     async def _generate(self, place: _Place, sampled: Int32Array, max_new_tokens: int) -> Generation:
         context = self._context
@@ -316,7 +333,7 @@ class TreeGrower:
             np.concatenate([place.prefix, sampled]),
             max_new_tokens=max_new_tokens,
             sampling=replace(context.sampling, seed=seed),
-            stop=protocol.STOP_STRINGS,
+            stop=self._stops,
             key=self._routing_key,
         )
         self._count_request(part.prompt_tokens, part.cached_tokens, len(part.token_ids))

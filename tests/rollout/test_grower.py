@@ -14,7 +14,7 @@ from arpo_megatron.config import AlgorithmConfig
 from arpo_megatron.rollout.accounting import grow_stats, predicted_requests
 from arpo_megatron.rollout.client import EngineClient, EngineRefusedError, EngineUnavailableError, Sampling
 from arpo_megatron.rollout.grower import GrowContext, GrowLimits, PromptTooLongError, TreeGrower
-from arpo_megatron.rollout.policies import ArpoPolicy, BranchPolicy, GrpoPolicy
+from arpo_megatron.rollout.policies import ArpoPolicy, BranchPolicy, GrpoPolicy, make_policy
 from arpo_megatron.rollout.protocol import result_text
 from arpo_megatron.rollout.tools import ToolClient
 from arpo_megatron.tree import Finish, Role, RolloutTree
@@ -239,6 +239,30 @@ def test_a_call_beyond_the_limit_ends_the_trajectory(scripted_engine: Start, san
     for leaf in tree.leaves():
         assert tree.segments[leaf].finish is Finish.CALL_LIMIT
         assert texts(tree, leaf)[-1] == PLAN[1]  # nothing is made up behind it
+
+
+def test_a_finished_answer_ends_the_trajectory_where_the_config_says_so(
+    scripted_engine: Start, sandbox_url: str
+) -> None:
+    engine = scripted_engine(ScriptedEngine(planned("<think>a</think><answer>4</answer> and more")))
+    for stop_at_answer, last in ((False, "</answer> and more\0"), (True, "</answer>")):
+        tree, _ = grow(engine.url, sandbox_url, GrpoPolicy(1), limits=replace(LIMITS, stop_at_answer=stop_at_answer))
+        assert texts(tree, 1)[-1] == f"<think>a</think><answer>4{last}"
+        assert tree.segments[1].finish is Finish.END
+
+
+@pytest.mark.parametrize("name", ["arpo", "arpo_reference", "random"])
+def test_every_branching_policy_grows_whole_trees(scripted_engine: Start, sandbox_url: str, name: Any) -> None:
+    engine = scripted_engine(ScriptedEngine(planned(*PLAN)))
+    config = AlgorithmConfig(name=name, samples=10, initial=3, entropy_tokens=6)
+    tree, _ = grow(engine.url, sandbox_url, make_policy(config, vocabulary_size=CODEC.vocabulary_size, seed=SEED))
+    assert len(tree.leaves()) == 10
+    records = [segment.branch for segment in tree.segments if segment.branch is not None]
+    assert max(fork_points(tree)) == 2
+    after_first_call = [tree.segments[i].branch for i in range(len(tree.segments)) if len(tree.path(i)) == 4]
+    if name == "arpo_reference":
+        assert {record.dH for record in after_first_call if record is not None} == {0.0}
+        assert any(record.dH != 0.0 for record in records)
 
 
 def test_a_malformed_call_ends_the_trajectory_and_calls_nothing(scripted_engine: Start, sandbox_url: str) -> None:

@@ -11,6 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
+from arpo_megatron.config import AlgorithmConfig
 from arpo_megatron.tree import BranchRecord, Float32Array
 
 PathKey = tuple[int, ...]
@@ -25,8 +26,9 @@ class ForkPoint:
         task_id: the tree's task.
         step: rollout step of the run.
         path: the measured MODEL segment.
-        start_entropies: float32[<=k], nats: first tokens of the trajectory's first MODEL segment.
-        entropies: float32[<=k], nats: first tokens after the tool result.
+        start_entropies: float32[n], nats: of the trajectory's first MODEL segment.
+        before_entropies: float32[n], nats: of the MODEL segment that made the call.
+        entropies: float32[<=k], nats: of the first tokens after the tool result.
         budget: forks that are reserved for this path (see `shares`).
         children: MODEL segments that start from this tool result by now, the measured one included.
     """
@@ -35,6 +37,7 @@ class ForkPoint:
     step: int
     path: PathKey
     start_entropies: Float32Array
+    before_entropies: Float32Array
     entropies: Float32Array
     budget: int
     children: int = 1
@@ -61,10 +64,26 @@ class BranchPolicy(Protocol):
 
     @property
     def measured_tokens(self) -> int:
-        """k: tokens to sample after a tool result before `decide` is asked; 0: never ask."""
+        """k: tokens to sample after a tool result before `decide` is asked; 0: never ask.
+
+        They bring the tool result into the engine's cache before siblings ask for it.
+        """
 
     def decide(self, point: ForkPoint) -> Decision:
         """Pure. `siblings` never exceeds `point.budget`."""
+
+
+def tokens_to_measure(config: AlgorithmConfig) -> int:
+    """k; 0 where no fork is possible."""
+    return config.entropy_tokens if config.beam > 1 and config.samples > config.initial else 0
+
+
+def fork(point: ForkPoint, beam: int, *, wanted: bool, why: str) -> tuple[int, str]:
+    """Siblings to start, and why so many: a fork fills the beam as far as the path's forks go."""
+    siblings = max(0, min(beam - point.children, point.budget)) if wanted else 0
+    if wanted and not siblings:
+        why = "budget spent" if point.budget <= 0 else "beam full"
+    return siblings, why
 
 
 def shares(forks: int, paths: int) -> list[int]:
