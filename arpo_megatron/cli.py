@@ -38,7 +38,7 @@ Seed = Annotated[int | None, typer.Option(help="Everything random follows from i
 def demo(
     overrides: Words = None,
     seed: Seed = None,
-    algorithm: Annotated[str | None, typer.Option(help="arpo, or grpo for the comparison without branching.")] = None,
+    algorithm: Annotated[str | None, typer.Option(help="arpo, or a comparison: grpo, random, arpo_reference.")] = None,
     config: ConfigFile = None,
     resume: Resume = False,
     dry_run: DryRun = False,

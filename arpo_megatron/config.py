@@ -130,8 +130,10 @@ class DataConfig:
 class AlgorithmConfig:
     """How trajectories branch and how their rewards become gradients."""
 
-    name: Literal["arpo", "grpo"] = "arpo"
-    """`arpo`: entropy-driven forks after tool results. `grpo`: `samples` fresh trajectories, no forks."""
+    name: Literal["arpo", "arpo_reference", "random", "grpo"] = "arpo"
+    """`arpo`: entropy-driven forks after tool results, as in the paper. `arpo_reference`: by the released code's
+    arithmetic, defects included. `random`: the control arm, forks without regard to entropy. `grpo`: `samples` fresh
+    trajectories, no forks."""
     samples: Positive = 16
     """M: trajectories a task."""
     initial: Positive = 8
@@ -173,7 +175,7 @@ class AlgorithmConfig:
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.name == "arpo" and self.initial > self.samples:
+        if self.name != "grpo" and self.initial > self.samples:
             raise ValueError(f"algorithm.initial={self.initial} exceeds algorithm.samples={self.samples}")
         if self.samples < 2:
             raise ValueError("algorithm.samples must be at least 2: an advantage compares trajectories of a group")
@@ -196,9 +198,11 @@ class RolloutConfig:
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     """Nucleus sampling; training wants 1."""
     max_tool_calls: NonNegative = 3
-    """Tool calls a trajectory; a call beyond it ends the trajectory."""
+    """Tool calls a trajectory, so one turn of the model more; a call beyond it ends the trajectory."""
     max_response_tokens: Positive = 4096
     """Tokens after the prompt, model and tool together."""
+    stop_at_answer: bool = False
+    """End a trajectory at </answer> instead of waiting for the end-of-sequence token (which then is not learnt)."""
     max_tool_tokens: Positive = 1024
     """A longer tool result is cut to this many tokens."""
     tool_timeout_s: PositiveFloat = 30.0

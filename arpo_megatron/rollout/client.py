@@ -72,19 +72,25 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How tokens are drawn. Temperature 0 is greedy; log-probs and entropies are then those of temperature 1."""
+    """How tokens are drawn. Temperature 0 is greedy; log-probs and entropies are then those of temperature 1.
+
+    `seed` counts where the engine samples deterministically (`engine.deterministic`); without one, equal prompts would
+    be continued equally there.
+    """
 
     temperature: float = 1.0
     top_p: float = 1.0
+    seed: int | None = None
 
     def as_request(self) -> dict[str, Any]:
         """SGLang's `sampling_params`; special tokens stay in the text in which stop strings are looked for."""
-        return {
+        parameters: dict[str, Any] = {
             "temperature": self.temperature,
             "top_p": self.top_p,
             "skip_special_tokens": False,
             "no_stop_trim": True,
         }
+        return parameters if self.seed is None else parameters | {"sampling_seed": self.seed}
 
 
 class EngineClient:

@@ -5,15 +5,15 @@ it samples the first k tokens by themselves, asks the policy, and forks if told 
 result at once, while the measured path goes on from its k tokens. When all paths have ended, what is left of the
 budget becomes fresh trajectories.
 
-The places in the tree (`PathKey`) are handed out when a path begins, and the finished tree is written in their order,
-so equal decisions and samples give an equal tree whichever request came back first. Which fork gets the last of the
-budget does depend on that.
+Nothing depends on which request came back first: places in the tree (`PathKey`) are handed out when a path begins, the
+forks of a task are reserved by place (`policies.base.shares`), draws and the engine's seeds are keyed by place, and the
+finished tree is written in the order of places.
 """
 
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Protocol
 
@@ -22,7 +22,7 @@ import numpy as np
 from arpo_megatron.rollout import protocol
 from arpo_megatron.rollout.accounting import GrowCounts
 from arpo_megatron.rollout.client import EngineClient, EngineFinish, Generation, Sampling
-from arpo_megatron.rollout.policies import BranchPolicy, ForkPoint, PathKey
+from arpo_megatron.rollout.policies import BranchPolicy, ForkPoint, PathKey, place_seed, shares
 from arpo_megatron.rollout.tools import ToolClient
 from arpo_megatron.tree import BranchRecord, Finish, Float32Array, Int32Array, Role, RolloutTree, ToolRecord
 
@@ -48,11 +48,12 @@ class GrowLimits:
     max_tool_calls: int
     max_tool_tokens: int
     tool_timeout_s: float
+    stop_at_answer: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class GrowContext:
-    """What all trees of one call share."""
+    """What all trees of one call share. `seed` is the run's; `sampling.seed` is replaced for every place."""
 
     engine: EngineClient
     tools: ToolClient
@@ -60,6 +61,7 @@ class GrowContext:
     policy: BranchPolicy
     sampling: Sampling
     limits: GrowLimits
+    seed: int
     step: int
     on_tokens: Callable[[int], None]
 
@@ -85,6 +87,12 @@ class _Node:
         self.children.append(node)
         return node
 
+    def continuation(self) -> "_Node":
+        """A MODEL segment below this one that goes on with it: the same place, sampled by newer weights."""
+        node = _Node(Role.MODEL, self.key)
+        self.children.append(node)
+        return node
+
 
 @dataclass(frozen=True, slots=True)
 class _Place:
@@ -93,15 +101,19 @@ class _Place:
     Attributes:
         node: the segment to fill.
         prefix: int32[n], all tokens before it.
+        forks: how many the path may still take, its siblings' included.
         above: the TOOL segment it follows if a fork may be decided behind its first tokens, else None.
         start_entropies: those of the trajectory's first MODEL segment; None in that segment itself.
+        before_entropies: those of the MODEL segment that made the call before; None in the first.
         calls: tool calls made before.
     """
 
     node: _Node
     prefix: Int32Array
+    forks: int
     above: _Node | None = None
     start_entropies: Float32Array | None = None
+    before_entropies: Float32Array | None = None
     calls: int = 0
 
 
@@ -112,14 +124,18 @@ class _Sampled:
     Attributes:
         node: its last piece; there are several only where weight pushes fell into it.
         prefix: int32[n], all tokens up to its end.
+        forks: how many the path may still take.
         start_entropies: those of the trajectory's first MODEL segment.
+        entropies: its own.
         calls: tool calls made before.
         call: the one that ended it; None where the trajectory ends.
     """
 
     node: _Node
     prefix: Int32Array
+    forks: int
     start_entropies: Float32Array
+    entropies: Float32Array
     calls: int
     call: protocol.ToolCall | None
 
@@ -134,8 +150,9 @@ class TreeGrower:
         self._context = context
         self._root = _Node(Role.PROMPT, (), prompt_ids)
         limits = context.limits
+        self._stops = (*protocol.STOP_STRINGS, *([protocol.ANSWER_STOP] if limits.stop_at_answer else []))
         self._longest = min(limits.max_length, len(prompt_ids) + limits.max_response_tokens)
-        self._budget = context.policy.total
+        self._unused = 0
         self._paths = asyncio.TaskGroup()
 
     async def grow(self) -> RolloutTree:
@@ -150,23 +167,22 @@ class TreeGrower:
             raise PromptTooLongError(
                 f"the prompt has {len(prompt)} tokens of max_length={self._context.limits.max_length}"
             )
-        initial = min(self._context.policy.initial, self._budget)
-        if initial > 1:  # else they would all compute the prompt
+        policy = self._context.policy
+        if policy.initial > 1:  # else they would all compute the prompt
             prompt_tokens, cached_tokens = await self._context.engine.prefill(prompt, key=self._routing_key)
             self._count_request(prompt_tokens, cached_tokens, 0)
-        await self._run_from_prompt(initial)
-        if self._budget:  # all paths have ended before the forks were spent
-            await self._run_from_prompt(self._budget)
+        await self._run_from_prompt(shares(policy.total - policy.initial, policy.initial))
+        if self._unused:  # all paths have ended before the forks were spent
+            await self._run_from_prompt([0] * self._unused)
         return self._tree()
 
-    async def _run_from_prompt(self, trajectories: int) -> None:
-        """Sample fresh trajectories and all their forks; the first error of a path ends the others and is raised."""
-        self._budget -= trajectories
+    async def _run_from_prompt(self, forks: Sequence[int]) -> None:
+        """Sample a fresh trajectory for each number of forks; the first error ends the others and is raised."""
         self._paths = asyncio.TaskGroup()
         try:
             async with self._paths:
-                for _ in range(trajectories):
-                    self._start(_Place(self._root.child(Role.MODEL), self._root.token_ids))
+                for reserved in forks:
+                    self._start(_Place(self._root.child(Role.MODEL), self._root.token_ids, reserved))
         except BaseExceptionGroup as errors:
             raise _first_leaf(errors) from None
 
@@ -174,27 +190,29 @@ class TreeGrower:
         self._paths.create_task(self._run_path(place))
 
     async def _run_path(self, place: _Place) -> None:
-        """Alternate between model and tool until the trajectory ends."""
+        """Alternate between model and tool until the trajectory ends; what it did not fork is left for fresh ones."""
         next_place: _Place | None = place
         while next_place is not None:
             segment = await self._sample_segment(next_place)
             next_place = await self._answer(segment) if segment.call is not None else None
+        self._unused += segment.forks
 
     async def _sample_segment(self, place: _Place) -> "_Sampled":
         """Fill the segment at `place`, asking the policy for forks behind its first tokens where it is measured."""
         room = self._longest - len(place.prefix)
-        measured = self._context.policy.measured_tokens if place.above is not None and self._budget > 0 else 0
+        measured = self._context.policy.measured_tokens if place.above is not None and place.forks > 0 else 0
         parts: list[Generation] = []
+        forks = place.forks
         matched = await self._extend(place, parts, min(room, measured) if measured else room)
         if measured:
-            self._decide(place, np.concatenate([part.entropies for part in parts])[:measured])
+            forks = self._decide(place, np.concatenate([part.entropies for part in parts])[:measured])
             matched = await self._extend(place, parts, room)
         last = self._fill(place.node, parts)
         ids = np.concatenate([part.token_ids for part in parts])
         last.finish, call = self._outcome(place, parts[-1].finish, matched, ids)
         entropies = np.concatenate([part.entropies for part in parts])
         start = entropies if place.start_entropies is None else place.start_entropies
-        return _Sampled(last, np.concatenate([place.prefix, ids]), start, place.calls, call)
+        return _Sampled(last, np.concatenate([place.prefix, ids]), forks, start, entropies, place.calls, call)
 
     async def _extend(self, place: _Place, parts: list[Generation], tokens: int) -> str | None:
         """Sample until the segment has `tokens` tokens or the model stops; returns the stop string where one ended it.
@@ -209,17 +227,17 @@ class TreeGrower:
                 return parts[-1].matched
             ids = np.concatenate([place.prefix[:0], *(part.token_ids for part in parts)])
             text = self._context.codec.decode(ids.tolist()) if parts else ""
-            if len(parts) > 1 and (matched := protocol.find_stop(text)) is not None:
+            if len(parts) > 1 and (matched := protocol.find_stop(text, self._stops)) is not None:
                 return matched
-            wanted = 1 if protocol.ends_inside_stop(text) else tokens - len(ids)
+            wanted = 1 if protocol.ends_inside_stop(text, self._stops) else tokens - len(ids)
             if wanted <= 0 or len(ids) >= room:
                 return None
-            parts.append(await self._generate(np.concatenate([place.prefix, ids]), wanted))
+            parts.append(await self._generate(place, ids, wanted))
 
-    def _decide(self, place: _Place, entropies: Float32Array) -> None:
-        """Ask the policy, and start the siblings it wants from the tool result."""
+    def _decide(self, place: _Place, entropies: Float32Array) -> int:
+        """Ask the policy, and start the siblings it wants from the tool result; returns the forks the path keeps."""
         above = place.above
-        if above is None or place.start_entropies is None:
+        if above is None or place.start_entropies is None or place.before_entropies is None:
             raise AssertionError("only a segment behind a tool result is measured")
         decision = self._context.policy.decide(
             ForkPoint(
@@ -227,22 +245,25 @@ class TreeGrower:
                 step=self._context.step,
                 path=place.node.key,
                 start_entropies=place.start_entropies,
+                before_entropies=place.before_entropies,
                 entropies=entropies,
-                budget=self._budget,
+                budget=place.forks,
                 children=len(above.children),
             )
         )
         place.node.branch = decision.record
-        self._budget -= decision.siblings
-        for _ in range(decision.siblings):
-            self._start(_Place(above.child(Role.MODEL), place.prefix, None, place.start_entropies, place.calls))
+        kept, *given = shares(place.forks - decision.siblings, 1 + decision.siblings)
+        for forks in given:
+            sibling = above.child(Role.MODEL)
+            self._start(replace(place, node=sibling, forks=forks, above=None))
+        return kept
 
     def _fill(self, node: _Node, parts: Sequence[Generation]) -> _Node:
         """Write what was sampled to `node`, and below it what later policies added; returns the last segment."""
         for version, group in groupby(parts, key=lambda part: part.weight_version):
             same = list(group)
             if len(node.token_ids):
-                node = node.child(Role.MODEL)
+                node = node.continuation()
             node.token_ids = np.concatenate([part.token_ids for part in same])
             node.logprobs = np.concatenate([part.logprobs for part in same])
             node.entropies = np.concatenate([part.entropies for part in same])
@@ -255,6 +276,8 @@ class TreeGrower:
         """What the end of a generation means for the trajectory."""
         if matched is None:
             return (Finish.END if finish is EngineFinish.END_TOKEN else Finish.LENGTH), None
+        if matched == protocol.ANSWER_STOP:
+            return Finish.END, None
         call = protocol.parse_call(self._context.codec.decode(ids.tolist()), matched)
         if isinstance(call, protocol.Malformed):
             return Finish.MALFORMED, None
@@ -293,14 +316,24 @@ class TreeGrower:
         record = ToolRecord(call.tool, dict(call.arguments), str(answer.status), seconds, answer.cached)
         tool = node.child(Role.TOOL)
         tool.token_ids, tool.tool = ids, record
-        return _Place(tool.child(Role.MODEL), prefix, tool, segment.start_entropies, segment.calls + 1)
-
-    async def _generate(self, prefix: Int32Array, max_new_tokens: int) -> Generation:
-        part = await self._context.engine.generate(
+        return _Place(
+            tool.child(Role.MODEL),
             prefix,
+            segment.forks,
+            above=tool,
+            start_entropies=segment.start_entropies,
+            before_entropies=segment.entropies,
+            calls=segment.calls + 1,
+        )
+
+    async def _generate(self, place: _Place, sampled: Int32Array, max_new_tokens: int) -> Generation:
+        context = self._context
+        seed = place_seed(context.seed, context.step, self._task_id, place.node.key)
+        part = await context.engine.generate(
+            np.concatenate([place.prefix, sampled]),
             max_new_tokens=max_new_tokens,
-            sampling=self._context.sampling,
-            stop=protocol.STOP_STRINGS,
+            sampling=replace(context.sampling, seed=seed),
+            stop=self._stops,
             key=self._routing_key,
         )
         self._count_request(part.prompt_tokens, part.cached_tokens, len(part.token_ids))

@@ -66,6 +66,7 @@ class TreePool:
         engine: where tokens come from; not shared with another pool.
         tools: where tools are called.
         codec: the tokenizer.
+        seed: the run's.
         send: is called with a `GrowProgress` now and then while a `collect` waits.
     """
 
@@ -74,11 +75,13 @@ class TreePool:
         engine: EngineClient,
         tools: ToolClient,
         codec: TextCodec,
+        seed: int,
         send: Callable[[GrowProgress], None],
     ) -> None:
         self._engine = engine
         self._tools = tools
         self._codec = codec
+        self._seed = seed
         self._send = send
         self._groups: dict[str, _Group] = {}
         self._stale: set[str] = set()
@@ -99,6 +102,7 @@ class TreePool:
             policy=policy,
             sampling=Sampling(request.settings.temperature, request.settings.top_p),
             limits=request.settings.limits,
+            seed=self._seed,
             step=request.step,
             on_tokens=self._count_tokens,
         )

@@ -12,6 +12,8 @@ from types import MappingProxyType
 
 STOP_STRINGS = ("</search>", "</python>")
 """A generation ends behind the first of these."""
+ANSWER_STOP = "</answer>"
+"""Ends a generation too where `rollout.stop_at_answer` says so, wherever it stands."""
 
 _ARGUMENT_OF_TOOL: Mapping[str, str] = MappingProxyType({"search": "query", "python": "code"})
 _OPENING = re.compile(r"<(search|python)>")
@@ -66,18 +68,18 @@ def parse_call(text: str, stop: str) -> ToolCall | Malformed:
     return ToolCall(tool, {_ARGUMENT_OF_TOOL[tool]: content if tool == "python" else content.strip()})
 
 
-def find_stop(text: str) -> str | None:
+def find_stop(text: str, stops: Sequence[str] = STOP_STRINGS) -> str | None:
     """The stop string that ends first in `text`, None where there is none."""
-    found = [(text.find(stop) + len(stop), stop) for stop in STOP_STRINGS if stop in text]
+    found = [(text.find(stop) + len(stop), stop) for stop in stops if stop in text]
     return min(found)[1] if found else None
 
 
-def ends_inside_stop(text: str) -> bool:
+def ends_inside_stop(text: str, stops: Sequence[str] = STOP_STRINGS) -> bool:
     """Whether `text` ends with the beginning of a stop string.
 
     A generation must not be cut there: the engine looks for stop strings in the new tokens only.
     """
-    return any(text.endswith(stop[:length]) for stop in STOP_STRINGS for length in range(1, len(stop)))
+    return any(text.endswith(stop[:length]) for stop in stops for length in range(1, len(stop)))
 
 
 def result_text(text: str) -> str:

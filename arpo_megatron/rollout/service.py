@@ -357,4 +357,5 @@ def _limits(config: JobConfig) -> GrowLimits:
         max_tool_calls=rollout.max_tool_calls,
         max_tool_tokens=rollout.max_tool_tokens,
         tool_timeout_s=rollout.tool_timeout_s,
+        stop_at_answer=rollout.stop_at_answer,
     )

@@ -33,12 +33,14 @@ class ScriptedEngine:
 
     Attributes:
         script: whole text so far -> everything that follows.
+        seeded: instead of it, (text so far, the request's sampling seed) -> everything that follows.
         delay_s: text so far -> how long to wait before answering.
         fail_first: answer so many requests with 503.
         version: of the policy, as answers report it.
     """
 
     script: Callable[[str], str]
+    seeded: Callable[[str, int], str] | None = None
     delay_s: Callable[[str], float] = lambda _text: 0.0
     fail_first: int = 0
     version: int = 7
@@ -66,7 +68,8 @@ class ScriptedEngine:
         text = "".join(map(chr, ids))
         cached = self._cached(ids)
         await asyncio.sleep(self.delay_s(text))
-        output, reason = self._continue(text, parameters["max_new_tokens"], parameters.get("stop", []))
+        rest = self.script(text) if self.seeded is None else self.seeded(text, parameters.get("sampling_seed", 0))
+        output, reason = self._continue(rest, parameters["max_new_tokens"], parameters.get("stop", []))
         self._keep(ids + output[:-1])  # the last sampled token was never fed to the model
         meta: dict[str, Any] = {
             "finish_reason": reason,
@@ -81,9 +84,10 @@ class ScriptedEngine:
     async def model_info(self, _request: web.Request) -> web.Response:
         return web.json_response({"weight_version": str(self.version)})
 
-    def _continue(self, text: str, limit: int, stops: Sequence[str]) -> tuple[list[int], dict[str, Any]]:
+    @staticmethod
+    def _continue(rest: str, limit: int, stops: Sequence[str]) -> tuple[list[int], dict[str, Any]]:
         output: list[int] = []
-        for character in self.script(text) + chr(END):
+        for character in rest + chr(END):
             if len(output) == limit:
                 return output, {"type": "length", "length": limit}
             output.append(ord(character))

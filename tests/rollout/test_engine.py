@@ -9,6 +9,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -166,6 +167,12 @@ def tasks(count: int) -> list[Task]:
     return [Task(f"task-{number}", (), "1", "math", f"{system}{number} + {7 * number}\n") for number in range(count)]
 
 
+def random_tasks(count: int) -> list[Task]:
+    rng = np.random.default_rng(0)
+    prompts = ["".join(rng.choice(list("0123456789+*- \n"), 40)) for _ in range(count)]
+    return [Task(f"random-{number}", (), "1", "math", prompt) for number, prompt in enumerate(prompts)]
+
+
 def job(**algorithm: Any) -> JobConfig:
     return JobConfig(
         name="test",
@@ -208,6 +215,27 @@ def test_whole_trees_grow_and_the_cache_serves_what_they_predict(
         check_tree(tree, reference)
 
 
+def test_greedy_trees_are_the_same_whatever_grows_beside_them(engine: EngineHandle, rollouts: RolloutHandle) -> None:
+    """Four times, with other trees in the batch and in another order: tokens, forks and draws do not move."""
+    settings = replace(GrowSettings.training(job()), temperature=0.0)
+    asked, grown = random_tasks(30), []
+    for others in range(4):
+        flush_cache(engine)
+        crowd = [*tasks(4 * others), *asked[7 * others :], *asked[: 7 * others]]
+        report = rollouts.grow(crowd, step=1, version=0, settings=settings)
+        trees = {tree.task_id: tree for tree in report.trees}
+        grown.append([decided(trees[task.id]) for task in asked])
+    assert grown[0] == grown[1] == grown[2] == grown[3]
+    assert sum(branch is not None for tree in grown[0] for *_, branch in tree) > 10
+
+
+def decided(tree: RolloutTree) -> list[tuple[Any, ...]]:
+    """Tokens and decisions, without what another batch moves in the last bits."""
+    return [
+        (s.parent, s.token_ids.tolist(), s.finish, s.branch and (s.branch.draw, s.branch.why)) for s in tree.segments
+    ]
+
+
 def check_tree(tree: RolloutTree, reference: Callable[[list[int]], torch.Tensor]) -> None:
     """Roles alternate, versions are recorded, and log-probs are those of the path the token is on."""
     for index, segment in enumerate(tree.segments[1:], start=1):
@@ -238,13 +266,11 @@ def set_version(engine: EngineHandle, version: int) -> None:
 def test_trees_survive_a_push_wherever_it_meets_them(engine: EngineHandle, rollouts: RolloutHandle) -> None:
     """Greedy trees that are paused again and again are those that are not, but for the versions of their pieces."""
     settings = GrowSettings.evaluation(job(), temperature=0.0)
-    rng = np.random.default_rng(0)
-    prompts = ["".join(rng.choice(list("0123456789+*- \n"), 40)) for _ in range(200)]
-    asked = [Task(f"task-{number}", (), "1", "math", prompt) for number, prompt in enumerate(prompts)]
+    asked = random_tasks(200)
     drawn = rollouts.grow(asked, step=1, version=0, settings=settings).trees
     whole = [tree for tree in drawn if tree.unique_tokens > 120][:16]
     assert len(whole) == 16, "too few long answers"
-    chosen = tuple(asked[int(tree.task_id.removeprefix("task-"))] for tree in whole)
+    chosen = tuple(asked[int(tree.task_id.removeprefix("random-"))] for tree in whole)
     rollouts.start_trees(StartTrees("training", chosen, step=1, version=0, settings=settings))
     last = 0
     try:

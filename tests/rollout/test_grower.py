@@ -14,16 +14,17 @@ from arpo_megatron.config import AlgorithmConfig
 from arpo_megatron.rollout.accounting import grow_stats, predicted_requests
 from arpo_megatron.rollout.client import EngineClient, EngineRefusedError, EngineUnavailableError, Sampling
 from arpo_megatron.rollout.grower import GrowContext, GrowLimits, PromptTooLongError, TreeGrower
-from arpo_megatron.rollout.policies import ArpoPolicy, BranchPolicy, GrpoPolicy
+from arpo_megatron.rollout.policies import ArpoPolicy, BranchPolicy, GrpoPolicy, make_policy
 from arpo_megatron.rollout.protocol import result_text
 from arpo_megatron.rollout.tools import ToolClient
 from arpo_megatron.tree import Finish, Role, RolloutTree
-from tools_sandbox.client import SandboxUnavailable
+from tools_sandbox.client import SandboxUnavailable, ToolAnswer
 
 CODEC = CharacterCodec()
 LIMITS = GrowLimits(
     max_length=1000, max_response_tokens=800, max_tool_calls=3, max_tool_tokens=200, tool_timeout_s=10.0
 )
+SEED = 5
 PROMPT = "What is 1+1? "
 PLAN = (
     "<think>ask</think><python>1+1</python>",
@@ -47,20 +48,40 @@ def planned(*plan: str) -> Callable[[str], str]:
 
 def arpo(samples: int, initial: int, *, k: int = 6, **fields: Any) -> ArpoPolicy:
     config = AlgorithmConfig(samples=samples, initial=initial, entropy_tokens=k, **fields)
-    return ArpoPolicy(config, CODEC.vocabulary_size, seed=5)
+    return ArpoPolicy(config, CODEC.vocabulary_size, seed=SEED)
+
+
+class SlowTools(ToolClient):
+    """The real tools, whose answers arrive up to 20 ms later."""
+
+    def __init__(self, url: str, delays: random.Random | None, retry_for_s: float) -> None:
+        super().__init__(url, retry_for_s=retry_for_s)
+        self._delays = delays
+
+    async def call(self, *arguments: Any, **options: Any) -> ToolAnswer:
+        answer = await super().call(*arguments, **options)
+        if self._delays is not None:
+            await asyncio.sleep(self._delays.random() * 0.02)
+        return answer
 
 
 def grow(
-    engine_url: str, sandbox_url: str, policy: BranchPolicy, *, limits: GrowLimits = LIMITS, retry_for_s: float = 5.0
+    engine_url: str,
+    sandbox_url: str,
+    policy: BranchPolicy,
+    *,
+    limits: GrowLimits = LIMITS,
+    retry_for_s: float = 5.0,
+    slow_tools: random.Random | None = None,
 ) -> tuple[RolloutTree, TreeGrower]:
     """One tree for PROMPT."""
 
     async def run() -> tuple[RolloutTree, TreeGrower]:
         async with (
             EngineClient(engine_url, retry_for_s=retry_for_s) as engine,
-            ToolClient(sandbox_url, retry_for_s=retry_for_s) as tools,
+            SlowTools(sandbox_url, slow_tools, retry_for_s) as tools,
         ):
-            context = GrowContext(engine, tools, CODEC, policy, Sampling(), limits, 3, lambda _tokens: None)
+            context = GrowContext(engine, tools, CODEC, policy, Sampling(), limits, SEED, 3, lambda _tokens: None)
             grower = TreeGrower("task-1", np.array(CODEC.encode(PROMPT), np.int32), context)
             return await grower.grow(), grower
 
@@ -139,20 +160,50 @@ def test_a_decision_is_recorded_on_the_measured_segment(scripted_engine: Start, 
     assert measured.token_ids.tolist() == sibling.token_ids.tolist()
 
 
-def test_decisions_do_not_depend_on_timing(scripted_engine: Start, sandbox_url: str) -> None:
+def any_of(text: str, seed: int) -> str:
+    """A seeded engine: one to four calls, what follows a result depends on the seed of the place alone."""
+    *answered, current = text.removeprefix(PROMPT).split("</result>")
+    number = random.Random(seed).randrange(100)
+    end = "<answer>\\boxed{4}</answer>"
+    part = f"{number}{end if len(answered) > 1 + number % 3 else f'<python>{number}</python>'}"
+    assert part.startswith(current)
+    return part[len(current) :]
+
+
+def comparable(tree: RolloutTree) -> dict[str, Any]:
+    """`to_dict` without what is the wall clock's: seconds, and which of two equal calls found the other's answer."""
+    data = tree.to_dict()
+    for segment in data["segments"]:
+        if "tool" in segment:
+            segment["tool"] = segment["tool"] | {"seconds": 0, "cached": False}
+    return data
+
+
+@pytest.mark.parametrize("engine_kind", ["greedy", "seeded"])
+def test_a_tree_does_not_depend_on_timing(scripted_engine: Start, sandbox_url: str, engine_kind: str) -> None:
+    """20 of 20: answers of engine and tools come in another order each time."""
     grown = []
-    for seed in range(3):
+    for seed in range(20):
         shuffled = random.Random(seed)
-        engine = scripted_engine(ScriptedEngine(planned(*PLAN), delay_s=lambda _text, r=shuffled: r.random() * 0.05))
-        tree, _ = grow(engine.url, sandbox_url, arpo(24, 3))
-        assert len(tree.children()[0]) > 3  # no order could spend this budget on forks
-        data = tree.to_dict()
-        for segment in data["segments"]:
-            if "tool" in segment:
-                segment["tool"] = segment["tool"] | {"seconds": 0, "cached": False}
-        grown.append(data)
-    assert grown[0] == grown[1] == grown[2]
-    assert any("branch" in segment for segment in grown[0]["segments"])
+        engine = scripted_engine(
+            ScriptedEngine(
+                planned(*PLAN),
+                seeded=any_of if engine_kind == "seeded" else None,
+                delay_s=lambda _text, r=shuffled: r.random() * 0.01,
+            )
+        )
+        tree, _ = grow(engine.url, sandbox_url, arpo(14, 3, beam=3), slow_tools=shuffled)
+        assert len(tree.leaves()) == 14
+        assert max(fork_points(tree)) > 1
+        grown.append(comparable(tree))
+    assert all(tree == grown[0] for tree in grown[1:])
+
+
+def test_every_place_has_its_own_seed(scripted_engine: Start, sandbox_url: str) -> None:
+    engine = scripted_engine(ScriptedEngine(planned(*PLAN), seeded=any_of))
+    tree, _ = grow(engine.url, sandbox_url, arpo(12, 4, branch_probability=1.0, entropy_weight=0.0))
+    places = {request["sampling_params"].get("sampling_seed") for request in engine.requests} - {None}
+    assert len(places) == sum(segment.role is Role.MODEL for segment in tree.segments)
 
 
 def test_siblings_do_not_wait_for_the_measured_path(scripted_engine: Start, sandbox_url: str) -> None:
@@ -188,6 +239,30 @@ def test_a_call_beyond_the_limit_ends_the_trajectory(scripted_engine: Start, san
     for leaf in tree.leaves():
         assert tree.segments[leaf].finish is Finish.CALL_LIMIT
         assert texts(tree, leaf)[-1] == PLAN[1]  # nothing is made up behind it
+
+
+def test_a_finished_answer_ends_the_trajectory_where_the_config_says_so(
+    scripted_engine: Start, sandbox_url: str
+) -> None:
+    engine = scripted_engine(ScriptedEngine(planned("<think>a</think><answer>4</answer> and more")))
+    for stop_at_answer, last in ((False, "</answer> and more\0"), (True, "</answer>")):
+        tree, _ = grow(engine.url, sandbox_url, GrpoPolicy(1), limits=replace(LIMITS, stop_at_answer=stop_at_answer))
+        assert texts(tree, 1)[-1] == f"<think>a</think><answer>4{last}"
+        assert tree.segments[1].finish is Finish.END
+
+
+@pytest.mark.parametrize("name", ["arpo", "arpo_reference", "random"])
+def test_every_branching_policy_grows_whole_trees(scripted_engine: Start, sandbox_url: str, name: Any) -> None:
+    engine = scripted_engine(ScriptedEngine(planned(*PLAN)))
+    config = AlgorithmConfig(name=name, samples=10, initial=3, entropy_tokens=6)
+    tree, _ = grow(engine.url, sandbox_url, make_policy(config, vocabulary_size=CODEC.vocabulary_size, seed=SEED))
+    assert len(tree.leaves()) == 10
+    records = [segment.branch for segment in tree.segments if segment.branch is not None]
+    assert max(fork_points(tree)) == 2
+    after_first_call = [tree.segments[i].branch for i in range(len(tree.segments)) if len(tree.path(i)) == 4]
+    if name == "arpo_reference":
+        assert {record.dH for record in after_first_call if record is not None} == {0.0}
+        assert any(record.dH != 0.0 for record in records)
 
 
 def test_a_malformed_call_ends_the_trajectory_and_calls_nothing(scripted_engine: Start, sandbox_url: str) -> None:

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,18 +10,32 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from arpo_megatron.config import AlgorithmConfig
-from arpo_megatron.rollout.policies import ArpoPolicy, ForkPoint, GrpoPolicy, make_policy, uniform_draw
+from arpo_megatron.rollout.policies import (
+    ArpoPolicy,
+    ArpoReferencePolicy,
+    ForkPoint,
+    GrpoPolicy,
+    RandomPolicy,
+    make_policy,
+    shares,
+    uniform_draw,
+)
 from arpo_megatron.tree import Float32Array
 
 CONFIG = AlgorithmConfig(samples=16, initial=8, beam=2, branch_probability=0.5, entropy_weight=0.2, entropy_tokens=4)
 POLICY = ArpoPolicy(CONFIG, vocabulary_size=1000, seed=3)
+BRANCHING = ("arpo", "arpo_reference", "random")
 
 entropies = st.lists(st.floats(0, 7, width=32), min_size=1, max_size=8).map(lambda x: np.array(x, np.float32))
 paths = st.lists(st.integers(0, 20), min_size=1, max_size=8).map(tuple)
 
 
 def point(start: Float32Array, after: Float32Array, **fields: object) -> ForkPoint:
-    return replace(ForkPoint("task", 1, (0, 0, 0), start, after, budget=8), **fields)  # type: ignore[arg-type]
+    return replace(ForkPoint("task", 1, (0, 0, 0), start, start, after, budget=8), **fields)  # type: ignore[arg-type]
+
+
+def named(name: Any, **fields: Any) -> AlgorithmConfig:
+    return replace(CONFIG, name=name, **fields)
 
 
 def array(*values: float) -> Float32Array:
@@ -65,20 +80,23 @@ def test_more_entropy_never_makes_a_fork_less_likely() -> None:
 def test_budget_and_beam_are_never_exceeded(
     start: Float32Array, after: Float32Array, budget: int, children: int, beam: int, alpha: float
 ) -> None:
-    policy = ArpoPolicy(replace(CONFIG, beam=beam, branch_probability=alpha), vocabulary_size=50, seed=0)
-    decision = policy.decide(point(start, after, budget=budget, children=children))
-    assert 0 <= decision.siblings <= budget
-    assert decision.siblings == 0 or children + decision.siblings <= beam
-    assert 0 <= decision.record.probability <= 1
+    for name in BRANCHING:
+        config = named(name, beam=beam, branch_probability=alpha)
+        policy = make_policy(config, vocabulary_size=50, seed=0)
+        decision = policy.decide(point(start, after, before_entropies=after, budget=budget, children=children))
+        assert 0 <= decision.siblings <= budget
+        assert decision.siblings == 0 or children + decision.siblings <= beam
+        assert 0 <= decision.record.probability <= 1
 
 
 @given(entropies, entropies, st.integers(0, 2**32), st.integers(0, 10**6), st.text(), paths)
 def test_the_same_seed_gives_the_same_decision(
     start: Float32Array, after: Float32Array, seed: int, step: int, task_id: str, path: tuple[int, ...]
 ) -> None:
-    asked = ForkPoint(task_id, step, path, start, after, budget=3)
-    first, second = (ArpoPolicy(CONFIG, vocabulary_size=64, seed=seed).decide(asked) for _ in range(2))
-    assert first == second
+    asked = ForkPoint(task_id, step, path, start, after, after, budget=3)
+    for name in BRANCHING:
+        first, second = (make_policy(named(name), vocabulary_size=64, seed=seed).decide(asked) for _ in range(2))
+        assert first == second
 
 
 def test_draws_are_uniform_and_differ_in_every_key() -> None:
@@ -107,6 +125,9 @@ def test_policies_are_made_by_name() -> None:
     assert make_policy(CONFIG, vocabulary_size=9, seed=0) == ArpoPolicy(CONFIG, 9, 0)
     grpo = make_policy(replace(CONFIG, name="grpo"), vocabulary_size=9, seed=0)
     assert grpo == GrpoPolicy(16)
+    assert make_policy(named("random"), vocabulary_size=9, seed=2) == RandomPolicy(named("random"), 2)
+    reference = make_policy(named("arpo_reference"), vocabulary_size=9, seed=2)
+    assert reference == ArpoReferencePolicy(named("arpo_reference"), 9, 2)
     assert (grpo.initial, grpo.total, grpo.measured_tokens) == (16, 16, 0)
     assert (POLICY.initial, POLICY.total, POLICY.measured_tokens) == (8, 16, 4)
 
@@ -114,3 +135,52 @@ def test_policies_are_made_by_name() -> None:
 def test_nothing_is_measured_where_no_fork_is_possible() -> None:
     assert ArpoPolicy(replace(CONFIG, beam=1), 9, 0).measured_tokens == 0
     assert ArpoPolicy(replace(CONFIG, initial=16), 9, 0).measured_tokens == 0
+
+
+@given(st.integers(0, 100), st.integers(1, 20))
+def test_forks_are_shared_out_evenly_and_wholly(forks: int, paths: int) -> None:
+    reserved = shares(forks, paths)
+    assert len(reserved) == paths
+    assert sum(reserved) == forks
+    assert max(reserved) - min(reserved) <= 1
+    assert reserved == sorted(reserved, reverse=True)
+
+
+def released_branches(draw: float, before: list[float], start: list[float], vocabulary: int) -> bool:
+    """The released code's own steps, written down from its description: fork when clip(u - w dH, 0, 1) <= p."""
+    now, initial = (sum(values[:20]) / math.log(vocabulary) for values in (before, start))
+    return float(np.clip(draw - 0.2 * (now - initial), 0, 1)) <= 0.5
+
+
+@given(entropies, entropies, entropies, st.integers(0, 500))
+def test_the_reference_is_the_released_codes_arithmetic(
+    start: Float32Array, before: Float32Array, after: Float32Array, step: int
+) -> None:
+    policy = ArpoReferencePolicy(named("arpo_reference"), vocabulary_size=1000, seed=3)
+    decision = policy.decide(point(start, after, before_entropies=before, step=step))
+    expected = released_branches(decision.record.draw, before.tolist(), start.tolist(), 1000)
+    chance = decision.record.probability
+    assert decision.siblings == int(expected) or abs(decision.record.draw - chance) < 1e-6
+
+
+def test_the_reference_is_a_round_late_and_does_not_extrapolate() -> None:
+    policy = ArpoReferencePolicy(named("arpo_reference"), vocabulary_size=1000, seed=3)
+    start = array(2, 2, 2, 2)
+    first = policy.decide(point(start, array(9, 9, 9, 9)))  # before_entropies are the first segment's
+    assert (first.record.dH, first.record.probability) == (0.0, 0.5)
+    second = policy.decide(point(start, array(9, 9, 9, 9), before_entropies=array(3)))
+    assert second.record.dH == pytest.approx((3 - 8) / math.log(1000))
+
+
+def test_the_control_arm_forks_as_arpo_does_without_entropy() -> None:
+    arpo = ArpoPolicy(replace(CONFIG, entropy_weight=0.0), vocabulary_size=1000, seed=3)
+    control = RandomPolicy(named("random"), seed=3)
+    forks = 0
+    for step in range(200):
+        asked = point(array(1), array(9), step=step)
+        with_entropy, without = arpo.decide(asked), control.decide(asked)
+        assert with_entropy.siblings == without.siblings
+        assert with_entropy.record.draw == without.record.draw
+        assert (without.record.dH, without.record.probability) == (0.0, 0.5)
+        forks += without.siblings
+    assert 70 < forks < 130

@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from arpo_megatron.rollout.protocol import (
+    ANSWER_STOP,
     STOP_STRINGS,
     Malformed,
     ToolCall,
@@ -97,3 +98,11 @@ def test_a_result_keeps_its_tags_within_the_limit(text: str, limit: int) -> None
 def test_a_limit_below_the_tags_is_an_error() -> None:
     with pytest.raises(ValueError, match="max_tool_tokens=5"):
         result_tokens("x" * 50, encode=encode, decode=decode, max_tokens=5)
+
+
+def test_an_answer_is_a_stop_only_where_it_is_asked_for() -> None:
+    stops = (*STOP_STRINGS, ANSWER_STOP)
+    assert find_stop("<answer>1</answer>") is None
+    assert find_stop("<answer>1</answer>", stops) == ANSWER_STOP
+    assert not ends_inside_stop("<answer>1</ans")
+    assert ends_inside_stop("<answer>1</ans", stops)

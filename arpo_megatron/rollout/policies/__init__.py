@@ -2,17 +2,31 @@
 
 from arpo_megatron.config import AlgorithmConfig
 from arpo_megatron.rollout.policies.arpo import ArpoPolicy
-from arpo_megatron.rollout.policies.base import BranchPolicy, Decision, ForkPoint, PathKey, uniform_draw
+from arpo_megatron.rollout.policies.arpo_reference import ArpoReferencePolicy
+from arpo_megatron.rollout.policies.base import (
+    BranchPolicy,
+    Decision,
+    ForkPoint,
+    PathKey,
+    place_seed,
+    shares,
+    uniform_draw,
+)
 from arpo_megatron.rollout.policies.grpo import GrpoPolicy
+from arpo_megatron.rollout.policies.random import RandomPolicy
 
 __all__ = [
     "ArpoPolicy",
+    "ArpoReferencePolicy",
     "BranchPolicy",
     "Decision",
     "ForkPoint",
     "GrpoPolicy",
     "PathKey",
+    "RandomPolicy",
     "make_policy",
+    "place_seed",
+    "shares",
     "uniform_draw",
 ]
 
@@ -22,5 +36,9 @@ def make_policy(config: AlgorithmConfig, *, vocabulary_size: int, seed: int) -> 
     match config.name:
         case "arpo":
             return ArpoPolicy(config, vocabulary_size, seed)
+        case "arpo_reference":
+            return ArpoReferencePolicy(config, vocabulary_size, seed)
+        case "random":
+            return RandomPolicy(config, seed)
         case "grpo":
             return GrpoPolicy(config.samples)

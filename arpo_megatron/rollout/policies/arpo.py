@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 from arpo_megatron.config import AlgorithmConfig
-from arpo_megatron.rollout.policies.base import Decision, ForkPoint, uniform_draw
+from arpo_megatron.rollout.policies.base import Decision, ForkPoint, fork, tokens_to_measure, uniform_draw
 from arpo_megatron.tree import BranchRecord, Float32Array
 
 
@@ -43,7 +43,7 @@ class ArpoPolicy:
     @property
     def measured_tokens(self) -> int:
         """k; 0 where no fork is possible."""
-        return self.config.entropy_tokens if self.config.beam > 1 and self.total > self.initial else 0
+        return tokens_to_measure(self.config)
 
     def decide(self, point: ForkPoint) -> Decision:
         """One draw for a fork point; a fork fills the beam as far as the budget goes."""
@@ -52,12 +52,10 @@ class ArpoPolicy:
         chance = min(1.0, max(0.0, self.config.branch_probability + self.config.entropy_weight * rise))
         draw = uniform_draw(self.seed, point.step, point.task_id, point.path)
         if self.config.threshold is None:
-            fork, why = draw < chance, "draw"
+            wanted, why = draw < chance, "draw"
         else:
-            fork, why = chance > self.config.threshold, "threshold"
-        siblings = max(0, min(self.config.beam - point.children, point.budget)) if fork else 0
-        if fork and not siblings:
-            why = "budget spent" if point.budget <= 0 else "beam full"
+            wanted, why = chance > self.config.threshold, "threshold"
+        siblings, why = fork(point, self.config.beam, wanted=wanted, why=why)
         return Decision(siblings, BranchRecord(dH=rise, probability=chance, draw=draw, why=why))
 
     def _sum(self, entropies: Float32Array) -> float:

@@ -11,6 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
+from arpo_megatron.config import AlgorithmConfig
 from arpo_megatron.tree import BranchRecord, Float32Array
 
 PathKey = tuple[int, ...]
@@ -25,9 +26,10 @@ class ForkPoint:
         task_id: the tree's task.
         step: rollout step of the run.
         path: the measured MODEL segment.
-        start_entropies: float32[<=k], nats: first tokens of the trajectory's first MODEL segment.
-        entropies: float32[<=k], nats: first tokens after the tool result.
-        budget: trajectories the task may still start.
+        start_entropies: float32[n], nats: of the trajectory's first MODEL segment.
+        before_entropies: float32[n], nats: of the MODEL segment that made the call.
+        entropies: float32[<=k], nats: of the first tokens after the tool result.
+        budget: forks that are reserved for this path (see `shares`).
         children: MODEL segments that start from this tool result by now, the measured one included.
     """
 
@@ -35,6 +37,7 @@ class ForkPoint:
     step: int
     path: PathKey
     start_entropies: Float32Array
+    before_entropies: Float32Array
     entropies: Float32Array
     budget: int
     children: int = 1
@@ -61,14 +64,51 @@ class BranchPolicy(Protocol):
 
     @property
     def measured_tokens(self) -> int:
-        """k: tokens to sample after a tool result before `decide` is asked; 0: never ask."""
+        """k: tokens to sample after a tool result before `decide` is asked; 0: never ask.
+
+        They bring the tool result into the engine's cache before siblings ask for it.
+        """
 
     def decide(self, point: ForkPoint) -> Decision:
         """Pure. `siblings` never exceeds `point.budget`."""
 
 
+def tokens_to_measure(config: AlgorithmConfig) -> int:
+    """k; 0 where no fork is possible."""
+    return config.entropy_tokens if config.beam > 1 and config.samples > config.initial else 0
+
+
+def fork(point: ForkPoint, beam: int, *, wanted: bool, why: str) -> tuple[int, str]:
+    """Siblings to start, and why so many: a fork fills the beam as far as the path's forks go."""
+    siblings = max(0, min(beam - point.children, point.budget)) if wanted else 0
+    if wanted and not siblings:
+        why = "budget spent" if point.budget <= 0 else "beam full"
+    return siblings, why
+
+
+def shares(forks: int, paths: int) -> list[int]:
+    """Divide forks among paths in the order of their places, as evenly as can be; earlier places get the remainder.
+
+    So the budget of a task is reserved: M - N among its N first trajectories, and what a path has left at a fork among
+    itself and its new siblings. Which path forks then never depends on which request came back first.
+    """
+    return [forks // paths + (place < forks % paths) for place in range(paths)]
+
+
 def uniform_draw(seed: int, step: int, task_id: str, path: PathKey) -> float:
     """A number in [0, 1) that depends on the arguments alone."""
+    return float(np.random.default_rng(_sequence(seed, step, task_id, path)).random())
+
+
+def place_seed(seed: int, step: int, task_id: str, path: PathKey) -> int:
+    """A seed in [0, 2**31) for what the engine samples at a place; it too depends on the arguments alone.
+
+    An engine with seeded sampling keys its noise by (seed, position), so paths that shared one would be copies.
+    """
+    return int(_sequence(seed, step, task_id, path).spawn(1)[0].generate_state(1)[0] >> 1)
+
+
+def _sequence(seed: int, step: int, task_id: str, path: PathKey) -> np.random.SeedSequence:
     digest = hashlib.sha256(task_id.encode()).digest()
     words = [int.from_bytes(digest[start : start + 4], "big") for start in range(0, 16, 4)]
-    return float(np.random.default_rng([seed, step, *words, *path]).random())
+    return np.random.SeedSequence([seed, step, *words, *path])

@@ -1,0 +1,46 @@
+"""The control arm of ARPO: forks at the same places and as many of them, but by a draw that no entropy enters."""
+
+from dataclasses import dataclass
+
+from arpo_megatron.config import AlgorithmConfig
+from arpo_megatron.rollout.policies.base import Decision, ForkPoint, fork, tokens_to_measure, uniform_draw
+from arpo_megatron.tree import BranchRecord
+
+
+@dataclass(frozen=True, slots=True)
+class RandomPolicy:
+    """Fork with probability alpha behind every tool result: `ArpoPolicy` with beta = 0.
+
+    Budget, beam and draws are those of `ArpoPolicy` (a place's draw is the same in both), so whatever differs in the
+    outcome is the entropy's doing. k tokens are sampled before a decision here too: the arms cost the same requests.
+    dH is recorded as 0, and `algorithm.entropy_weight` and `algorithm.threshold` are ignored.
+
+    Attributes:
+        config: M, N, Z, alpha, k.
+        seed: the run's seed.
+    """
+
+    config: AlgorithmConfig
+    seed: int
+
+    @property
+    def initial(self) -> int:
+        """N."""
+        return self.config.initial
+
+    @property
+    def total(self) -> int:
+        """M."""
+        return self.config.samples
+
+    @property
+    def measured_tokens(self) -> int:
+        """k; 0 where no fork is possible."""
+        return tokens_to_measure(self.config)
+
+    def decide(self, point: ForkPoint) -> Decision:
+        """One draw for a fork point."""
+        chance = self.config.branch_probability
+        draw = uniform_draw(self.seed, point.step, point.task_id, point.path)
+        siblings, why = fork(point, self.config.beam, wanted=draw < chance, why="draw")
+        return Decision(siblings, BranchRecord(dH=0.0, probability=chance, draw=draw, why=why))
