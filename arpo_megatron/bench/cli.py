@@ -46,6 +46,20 @@ def pack(
 
 
 @app.command()
+def rollout(
+    controller: Annotated[
+        bool, typer.Option(help="Also the controller alone, to 32,768 trajectories, with simulated engine answers.")
+    ] = True,
+    json_only: Annotated[bool, typer.Option("--json", help="No progress on standard error.")] = False,
+) -> None:
+    """Growing trees without waiting against a batch-synchronous loop, on one engine with slow tools."""
+    os.environ.update(CPU_ENVIRONMENT)
+    from arpo_megatron.bench.rollout import bench_rollout
+
+    _answer("rollout", bench_rollout(controller=controller, progress=not json_only))
+
+
+@app.command()
 def load(
     gigabytes: Annotated[float, typer.Option(min=0.1, help="Weights of the random model, in 10^9 bytes.")] = 1.0,
     tensor: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks.")] = 2,

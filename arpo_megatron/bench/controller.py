@@ -1,0 +1,123 @@
+"""What the rollout controller itself costs: a whole pool of trees whose ENGINE ANSWERS ARE SIMULATED.
+
+No engine of this machine could answer so many requests. All else is real: trees, forks, tool protocol, accounting. The
+cost of HTTP is not in these figures; it is in the controller seconds of the runs with the real engine.
+"""
+
+import asyncio
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from arpo_megatron.bench.simulated_tools import LATENCIES, SimulatedTools
+from arpo_megatron.config import AlgorithmConfig
+from arpo_megatron.monitor.machine import peak_memory_gb
+from arpo_megatron.rollout.client import EngineClient, EngineFinish, Generation, Sampling
+from arpo_megatron.rollout.grower import GrowLimits
+from arpo_megatron.rollout.policies import make_policy
+from arpo_megatron.rollout.pool import TreePool
+from arpo_megatron.rollout.service import CollectTrees, GrowSettings, StartTrees
+from arpo_megatron.rollout.worker import TokenizerCodec
+from arpo_megatron.tasks.base import Task
+from arpo_megatron.tree import Int32Array, Role
+
+SIZES = (2048, 8192, 32768)
+"""Concurrent trajectories."""
+ALGORITHM = AlgorithmConfig(samples=16, initial=8, entropy_tokens=4)
+LIMITS = GrowLimits(
+    max_length=2048, max_response_tokens=1024, max_tool_calls=3, max_tool_tokens=32, tool_timeout_s=600.0
+)
+SEGMENT = 24
+"""Tokens of a simulated segment; its last one is a tool call."""
+ANSWER_S = 1.0
+
+
+class SimulatedEngine(EngineClient):
+    """Answers after a second, out of thin air."""
+
+    def __init__(self, call: int) -> None:
+        super().__init__("http://nowhere.invalid")
+        self._call = call  # the token that is a whole tool call
+
+    async def generate(
+        self,
+        input_ids: Sequence[int] | Int32Array,
+        *,
+        max_new_tokens: int,
+        sampling: Sampling,
+        stop: Sequence[str] = (),
+        key: str = "",
+    ) -> Generation:
+        """`SEGMENT` tokens and a call, or as many as are wanted."""
+        await asyncio.sleep(ANSWER_S)
+        count = min(max_new_tokens, SEGMENT)
+        called = count == SEGMENT
+        ids = np.full(count, 20, np.int32)
+        if called:
+            ids[-1] = self._call
+        return Generation(
+            token_ids=ids,
+            logprobs=np.full(count, -1.0, np.float32),
+            entropies=np.full(count, 1.0, np.float32),
+            finish=EngineFinish.STOP_STRING if called else EngineFinish.LENGTH,
+            matched="</python>" if called else None,
+            prompt_tokens=len(input_ids),
+            cached_tokens=len(input_ids) - 1,
+            weight_version=0,
+        )
+
+    async def prefill(self, input_ids: Sequence[int] | Int32Array, *, key: str = "") -> tuple[int, int]:
+        """Nothing to do."""
+        return len(input_ids), 0
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Of one size: CPU seconds of the process a MODEL segment, and its peak memory in 10^9 bytes."""
+
+    trajectories: int
+    segments: int
+    cpu_ms_per_segment: float
+    peak_gb: float
+
+
+def controller_figures(model: Path) -> dict[str, Any]:
+    """Each size in a process of its own, so that its peak memory is its own."""
+    rows = []
+    for size in SIZES:
+        command = [sys.executable, "-m", "arpo_megatron.bench.controller", str(model), str(size)]
+        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+        rows.append(json.loads(done.stdout.splitlines()[-1]))
+        print(f"controller, simulated engine answers: {rows[-1]}", file=sys.stderr)
+    return {
+        "engine_answers": "simulated",
+        "sizes": rows,
+        "cpu_ms_per_segment": rows[-1]["cpu_ms_per_segment"],
+        "growth": rows[-1]["cpu_ms_per_segment"] / rows[0]["cpu_ms_per_segment"],
+        "peak_gb": rows[-1]["peak_gb"],
+    }
+
+
+async def _measure(model: Path, size: int) -> Figures:
+    codec = TokenizerCodec(model)
+    policy = make_policy(ALGORITHM, vocabulary_size=codec.vocabulary_size, seed=1)
+    tools = SimulatedTools(ANSWER_S, LATENCIES["lognormal"])
+    pool = TreePool(SimulatedEngine(codec.vocabulary_size - 1), tools, codec, 1, lambda _progress: None)
+    tasks = tuple(Task(f"task {n}", (), "", "math", f" w{n % 800} w1 w2") for n in range(size // ALGORITHM.samples))
+    settings = GrowSettings(ALGORITHM, ALGORITHM.samples, 1.0, 1.0, LIMITS)
+    before = time.process_time()
+    pool.start(StartTrees("bench", tasks, step=0, version=0, settings=settings), policy)
+    report = await pool.collect(CollectTrees("bench"))
+    segments = sum(segment.role is Role.MODEL for tree in report.trees for segment in tree.segments)
+    return Figures(size, segments, 1e3 * (time.process_time() - before) / segments, peak_memory_gb())
+
+
+if __name__ == "__main__":
+    print(json.dumps(asdict(asyncio.run(_measure(Path(sys.argv[1]), int(sys.argv[2]))))))

@@ -1,0 +1,258 @@
+"""What not waiting gains: the tree pool against a batch-synchronous loop, on one engine, with slow tools.
+
+The engine is real and its model is tiny and random: single tokens of its vocabulary are whole tool calls, so segments
+have geometric lengths. Tools are simulated (they sleep and answer a constant); their mean latency is the mean time of a
+segment in a full batch, so tools and decoding weigh the same. Each way of growing goes through the same steps of the
+same tasks; at each step the engine gets a new policy version and an empty cache, as by a weight push. Speed-ups are
+ratios of sampled tokens a second.
+"""
+
+import asyncio
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from arpo_megatron.bench.batch_synchronous import grow_in_rounds
+from arpo_megatron.bench.controller import controller_figures
+from arpo_megatron.bench.simulated_tools import LATENCIES, SimulatedTools
+from arpo_megatron.bench.talkative_model import write_model
+from arpo_megatron.config import AlgorithmConfig, EngineConfig
+from arpo_megatron.rollout import protocol
+from arpo_megatron.rollout.client import EngineClient, Generation, Sampling
+from arpo_megatron.rollout.grower import GrowLimits
+from arpo_megatron.rollout.policies import make_policy
+from arpo_megatron.rollout.pool import TreePool
+from arpo_megatron.rollout.server import launch_engine
+from arpo_megatron.rollout.service import CollectTrees, GrowReport, GrowSettings, StartTrees
+from arpo_megatron.rollout.worker import TokenizerCodec
+from arpo_megatron.tasks.base import Task
+from arpo_megatron.tree import Role, RolloutTree
+
+ALGORITHM = AlgorithmConfig(samples=8, initial=4, entropy_tokens=4)
+LIMITS = GrowLimits(
+    max_length=2048, max_response_tokens=1024, max_tool_calls=3, max_tool_tokens=32, tool_timeout_s=600.0
+)
+TASKS = 8
+"""Of a step; times M they fill the engine's batch."""
+BATCH = TASKS * ALGORITHM.samples
+ENGINE = EngineConfig(max_running_requests=BATCH, max_total_tokens=2**17, memory_fraction=0.1)
+STEPS = 6
+GROUP = "bench"
+SEED = 1
+
+
+@dataclass(slots=True)
+class Run:
+    """One way of growing, over all steps.
+
+    Attributes:
+        seconds: wall time.
+        tokens: sampled.
+        trajectories: finished.
+        segments: MODEL segments.
+        computed: prompt tokens that the engine had to compute.
+        unique: tokens of the trees.
+        floor_s: sum over the steps of the slowest path's tool time; a step that begins with nothing cannot end before.
+        controller_s: CPU time of this process.
+        busy_share: part of the wall time in which the engine had a generation.
+        mean_batch: generations that it had, on average.
+    """
+
+    seconds: float = 0.0
+    tokens: int = 0
+    trajectories: int = 0
+    segments: int = 0
+    computed: int = 0
+    unique: int = 0
+    floor_s: float = 0.0
+    controller_s: float = 0.0
+    busy_share: float = 0.0
+    mean_batch: float = 0.0
+
+    def add(self, report: GrowReport) -> None:
+        """Count what was collected."""
+        stats = report.stats
+        self.tokens += stats.counts.tokens_sampled
+        self.trajectories += stats.trajectories
+        self.computed += stats.counts.prompt_tokens - stats.counts.cached_tokens
+        self.unique += stats.unique_tokens
+        self.segments += sum(segment.role is Role.MODEL for tree in report.trees for segment in tree.segments)
+        self.floor_s += max(map(_slowest_path_s, report.trees))
+
+
+class MeteredEngine(EngineClient):
+    """The client, with an account of how many generations were asked of the engine over time."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self.busy_s = self.generation_s = 0.0
+        self._running = 0
+        self._since = time.monotonic()
+
+    async def generate(self, *args: Any, **kwargs: Any) -> Generation:
+        """See `EngineClient.generate`."""
+        self._change(1)
+        try:
+            return await super().generate(*args, **kwargs)
+        finally:
+            self._change(-1)
+
+    def _change(self, by: int) -> None:
+        now = time.monotonic()
+        self.busy_s += (now - self._since) * (self._running > 0)
+        self.generation_s += (now - self._since) * self._running
+        self._since = now
+        self._running += by
+
+
+class Bench:
+    """What the runs on one engine have in common."""
+
+    def __init__(self, url: str, codec: TokenizerCodec, *, progress: bool) -> None:
+        self._url = url
+        self._codec = codec
+        self._progress = progress
+        self._policy = make_policy(ALGORITHM, vocabulary_size=codec.vocabulary_size, seed=SEED)
+        self._version = 0
+        self.segment_s = 0.0
+
+    async def calibrate(self) -> None:
+        """Mean time of a segment while the batch is full: three times as many segments as the batch holds."""
+        free = asyncio.Semaphore(BATCH)
+        prompt = self._codec.encode(_task(0).prompt_text)
+
+        async def segment(engine: EngineClient) -> None:
+            async with free:
+                await engine.generate(prompt, max_new_tokens=1024, sampling=Sampling(), stop=protocol.STOP_STRINGS)
+
+        async with MeteredEngine(self._url) as engine:
+            await asyncio.gather(*(segment(engine) for _ in range(3 * BATCH)))
+            self.segment_s = engine.generation_s / (3 * BATCH)
+
+    async def run(self, way: str, latency: str) -> Run:
+        """All steps of "rounds", "on_policy" or "partial", with tools of that latency."""
+        tools = SimulatedTools(self.segment_s, LATENCIES[latency])
+        found, began, cpu = Run(), time.monotonic(), time.process_time()
+        async with MeteredEngine(self._url) as engine:
+            if way == "rounds":
+                await self._in_rounds(engine, tools, found)
+            else:
+                await self._in_trees(engine, tools, found, ahead=way == "partial")
+            found.seconds = time.monotonic() - began
+            found.controller_s = time.process_time() - cpu
+            found.busy_share = engine.busy_s / found.seconds
+            found.mean_batch = engine.generation_s / found.seconds
+        self.tell(f"{latency}, {way}: {found.seconds:.1f} s, {found.tokens / found.seconds:.0f} tokens/s")
+        return found
+
+    def tell(self, text: str) -> None:
+        """On standard error, where that is wanted."""
+        if self._progress:
+            print(text, file=sys.stderr)
+
+    async def _in_rounds(self, engine: MeteredEngine, tools: SimulatedTools, found: Run) -> None:
+        for step in range(STEPS):
+            await engine.pause()
+            engine.resume(await self._new_version())
+            made = await grow_in_rounds(
+                _tasks(step),
+                step=step,
+                engine=engine,
+                tools=tools,
+                codec=self._codec,
+                policy=self._policy,
+                limits=LIMITS,
+            )
+            found.tokens += made.tokens
+            found.segments += made.segments
+            found.trajectories += made.trajectories
+
+    async def _in_trees(self, engine: MeteredEngine, tools: SimulatedTools, found: Run, *, ahead: bool) -> None:
+        """As `harvest.Harvest` does, with max_staleness 1 (`ahead`) or 0."""
+        pool = TreePool(engine, tools, self._codec, SEED, lambda _progress: None)
+        settings = GrowSettings(ALGORITHM, ALGORITHM.samples, 1.0, 1.0, LIMITS)
+        first = self._version + 1
+        begun = 0
+        for step in range(STEPS):
+            await pool.pause()
+            version = await self._new_version()
+            pool.resume(version)
+            while begun < min(STEPS, step + (2 if ahead else 1)):
+                request = StartTrees(GROUP, _tasks(begun), step=begun, version=version, settings=settings)
+                pool.start(request, self._policy)
+                begun += 1
+            found.add(await pool.collect(CollectTrees(GROUP, TASKS, finish_before=first + step)))
+        await pool.close()
+
+    async def _new_version(self) -> int:
+        """What a push does besides sending weights. The engine is idle."""
+        self._version += 1
+        async with aiohttp.ClientSession() as session:
+            body = {"new_version": str(self._version), "abort_all_requests": False}
+            async with session.post(f"{self._url}/update_weight_version", json=body) as answer:
+                answer.raise_for_status()
+        return self._version
+
+
+def bench_rollout(*, controller: bool, progress: bool) -> dict[str, Any]:
+    """Figures of all ways and latencies, of the real engine and, if wanted, of the controller at scale."""
+    with tempfile.TemporaryDirectory(prefix="arpo-bench-rollout-") as folder:
+        model = Path(folder) / "model"
+        write_model(model)
+        log = Path(folder) / "engine.log"
+        with launch_engine(model, ENGINE, dtype="float32", seed=SEED, log_path=log) as engine:
+            bench = Bench(engine.url, TokenizerCodec(model), progress=progress)
+            runs = asyncio.run(_all(bench))
+        scale = {"controller": controller_figures(model)} if controller else {}
+    return {**_speedups(runs), "segment_s": bench.segment_s, **scale, "runs": _plain(runs)}
+
+
+async def _all(bench: Bench) -> dict[str, dict[str, Run]]:
+    await bench.calibrate()  # once to warm up
+    await bench.calibrate()
+    bench.tell(f"mean segment, and mean tool latency: {bench.segment_s:.2f} s")
+    ways = ("rounds", "on_policy", "partial")
+    return {latency: {way: await bench.run(way, latency) for way in ways} for latency in LATENCIES}
+
+
+def _speedups(runs: dict[str, dict[str, Run]]) -> dict[str, Any]:
+    figures: dict[str, Any] = {}
+    for latency, ways in runs.items():
+        speed = {way: run.tokens / run.seconds for way, run in ways.items()}
+        figures[f"speedup_on_policy_{latency}"] = speed["on_policy"] / speed["rounds"]
+        figures[f"speedup_{latency}"] = speed["partial"] / speed["rounds"]
+        figures[f"on_policy_floor_share_{latency}"] = ways["on_policy"].floor_s / ways["on_policy"].seconds
+    trees = [run for ways in runs.values() for way, run in ways.items() if way != "rounds"]
+    on_policy = [ways["on_policy"] for ways in runs.values()]
+    figures["prefill_over_unique"] = sum(run.computed for run in on_policy) / sum(run.unique for run in on_policy)
+    figures["controller_ms_per_segment"] = 1e3 * sum(r.controller_s for r in trees) / sum(r.segments for r in trees)
+    figures["engine_busy_share"] = min(run.busy_share for run in trees)
+    return figures
+
+
+def _plain(runs: dict[str, dict[str, Run]]) -> dict[str, Any]:
+    return {latency: {way: asdict(run) for way, run in ways.items()} for latency, ways in runs.items()}
+
+
+def _tasks(step: int) -> tuple[Task, ...]:
+    return tuple(_task(TASKS * step + number) for number in range(TASKS))
+
+
+def _task(number: int) -> Task:
+    words = "".join(f" w{(7 * number + place) % 800}" for place in range(40))
+    return Task(f"task {number}", (), "", "math", words)
+
+
+def _slowest_path_s(tree: RolloutTree) -> float:
+    """Seconds that the tools of its slowest trajectory took."""
+
+    def seconds(path: Sequence[int]) -> float:
+        return sum(tool.seconds for index in path if (tool := tree.segments[index].tool) is not None)
+
+    return max(seconds(tree.path(leaf)) for leaf in tree.leaves())

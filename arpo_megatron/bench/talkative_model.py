@@ -1,0 +1,47 @@
+"""A random model that calls tools by chance: whole tool calls are single tokens of its vocabulary.
+
+Its logits are nearly level, so the length of a segment is geometric with a known mean, and nothing has to be trained.
+"""
+
+from pathlib import Path
+
+WORDS = 896
+CALLS = 64
+MEAN_SEGMENT = (WORDS + CALLS) / CALLS
+"""Tokens until a tool call, on average."""
+
+
+def write_model(folder: Path) -> None:
+    """A Hugging Face directory: two layers of width 64 in float32, and a tokenizer of one token a word."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers  # type: ignore[import-untyped]
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+    words = [f" w{number}" for number in range(WORDS)]
+    calls = [f"<python>{number}+{number}</python>" for number in range(CALLS)]
+    specials = ["<eos>", "<pad>", "<unk>", *" <>/\n", "result", "42"]
+    vocabulary = {word: index for index, word in enumerate([*specials, *words, *calls])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))  # noqa: S106  (not a password)
+    pieces = [pre_tokenizers.Split(pattern, "isolated") for pattern in (" ", "<", ">", "/", "\n")]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(pieces)
+    tokenizer.decoder = decoders.Fuse()
+    names = {"eos_token": "<eos>", "pad_token": "<pad>", "unk_token": "<unk>"}
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=len(vocabulary),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=4096,
+        tie_word_embeddings=False,
+        eos_token_id=0,
+        pad_token_id=1,
+        bos_token_id=0,
+        initializer_range=0.02,
+    )
+    Qwen3ForCausalLM(config).float().save_pretrained(folder)
+    fast.save_pretrained(folder)
