@@ -102,7 +102,7 @@ class RunDirectory:
 
     @property
     def trees(self) -> Path:
-        """Finished trees with their rewards, one JSONL file a step."""
+        """Finished trees with their rewards, one Parquet file a step."""
         return self.path / "trees"
 
     @property
