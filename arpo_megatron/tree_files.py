@@ -82,7 +82,7 @@ def write_trees(path: Path, step: int, scored: Sequence[ScoredTree], decode: Dec
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    partial = path.with_suffix(".tmp")
+    partial = path.with_name(f".{path.stem}.tmp")  # hidden: who opens the directory as a data set does not see it
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         table = pa.Table.from_pylist([_row(step, item, decode) for item in scored], schema=_schema())
