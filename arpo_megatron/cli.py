@@ -150,14 +150,35 @@ def replay_pack(
 @app.command()
 def trees(
     run_dir: RunDir,
-    step: Annotated[int | None, typer.Option(help="Step whose trees to draw; default: the last.")] = None,
-    count: Annotated[int, typer.Option(min=1, help="How many trees.")] = 1,
+    step: Annotated[int | None, typer.Option(help="Step whose trees to show; default: the last.")] = None,
+    count: Annotated[
+        int, typer.Option(min=0, help="How many trees to draw below the list, the most telling first.")
+    ] = 1,
+    tree: Annotated[int | None, typer.Option(min=0, help="Draw the one with this number in the list.")] = None,
     svg: Annotated[Path | None, typer.Option(help="Write the picture to this SVG file instead of the screen.")] = None,
 ) -> None:
-    """Draw rollout trees of a run: where they forked, how uncertain the policy was, and who was right."""
-    from arpo_megatron.tree_files import draw_trees
+    """List and draw the rollout trees of a step: where they forked, how uncertain the policy was, who was right."""
+    from arpo_megatron.tree_commands import show_trees
 
-    draw_trees(_open_run(run_dir), step=step, count=count, svg=svg)
+    show_trees(_open_run(run_dir), step=step, tree=tree, count=count, svg=svg)
+
+
+@app.command("replay-tree")
+def replay_tree(
+    file: Annotated[Path, typer.Argument(help="Stored trees: RUN_DIR/trees/step_N.parquet.")],
+    tree: Annotated[int | None, typer.Option(min=0, help="Only the one with this number; default: all.")] = None,
+    config: Annotated[
+        Path | None, typer.Option("--config", help="The run's config.yaml; default: that of the run the file lies in.")
+    ] = None,
+) -> None:
+    """Derive every branching decision of stored trees again from tree, entropies and seed.
+
+    Shows the first difference, if there is one, and ends with code 1 then.
+    """
+    from arpo_megatron.tree_commands import replay_trees
+
+    if not replay_trees(file, tree=tree, config=config):
+        raise typer.Exit(1)
 
 
 @app.command()

@@ -19,7 +19,7 @@ from arpo_megatron.rollout.service import GrowSettings
 from arpo_megatron.run_directory import RunDirectory
 from arpo_megatron.tasks.base import Task
 from arpo_megatron.tree import RolloutTree, Trajectory
-from arpo_megatron.tree_files import most_telling, read_trees
+from arpo_megatron.tree_files import most_telling, read_trees, step_file, stored_steps
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -89,8 +89,7 @@ def _show(progress: Progress, tokenizer: "PreTrainedTokenizerFast", task: Task, 
 
 def _draw(progress: Progress, tokenizer: "PreTrainedTokenizerFast", run: RunDirectory) -> None:
     """A tree of the first step, where the agent still hesitates."""
-    first = min(path for path in run.trees.glob("step_*.jsonl"))
-    stored = most_telling(read_trees(first))[0]
+    stored = most_telling(read_trees(step_file(run, stored_steps(run)[0])))[0]
     progress.show(render_tree(stored.tree, lambda ids: str(tokenizer.decode(ids)), stored.rewards))
 
 

@@ -87,7 +87,7 @@ class Leader:
         return [self._scored(tree, task) for tree, task in zip(trees, tasks, strict=True)]
 
     def _scored(self, tree: RolloutTree, task: Task) -> ScoredTree:
-        scores = score_tree(self.reward, tree, task, self._decode)
+        scores = score_tree(self.reward, tree, task, self.decode)
         return ScoredTree(
             task=task,
             tree=tree,
@@ -172,7 +172,8 @@ class Leader:
             **counted,
         }
 
-    def _decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int]) -> str:
+        """Token ids as text, special tokens kept."""
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=False))
 
     def _show_progress(self, progress: GrowProgress) -> None:

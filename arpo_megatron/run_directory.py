@@ -102,7 +102,7 @@ class RunDirectory:
 
     @property
     def trees(self) -> Path:
-        """Finished trees with their rewards, one JSONL file a step."""
+        """Finished trees with their rewards, one Parquet file a step."""
         return self.path / "trees"
 
     @property
@@ -139,7 +139,7 @@ class RunDirectory:
         found = [path.with_name(path.name + ".tmp") for path in whole]
         found += [self.path / "metrics.tmp", self.path / "sft_metrics.tmp"]
         for folder in (self.checkpoints, self.sft_checkpoints, self.trees):
-            found += folder.glob("step_*.tmp")
+            found += folder.glob("*step_*.tmp")
         found += self.bad_packs.glob("*.tmp")
         found += self.profile.glob("**/*.tmp.gz")
         for path in found:

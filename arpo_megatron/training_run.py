@@ -36,7 +36,7 @@ from arpo_megatron.run_directory import RunDirectory, write_json
 from arpo_megatron.step_metrics import Logprobs, pack_metrics, sampling_gap, speed_metrics, update_metrics
 from arpo_megatron.tasks.base import Task
 from arpo_megatron.tasks.sampler import TaskSampler
-from arpo_megatron.tree_files import ScoredTree, step_file, write_trees
+from arpo_megatron.tree_files import ScoredTree, step_file, store_trees
 from arpo_megatron.weights.engines import WeightPushError
 from arpo_megatron.weights.export import export_hf, hf_buckets
 from arpo_megatron.weights.shape import ModelShape
@@ -252,6 +252,7 @@ class TrainingRun:
         memory = parallel.gather_objects(peak_memory_gb())
         if self.leader is not None and self.metrics is not None:
             self.leader.count(self.state.totals)
+            lost = self._store(scored, self.leader)
             row = {
                 "step": self.state.step,
                 **self.leader.step_metrics(scored, version),
@@ -260,9 +261,9 @@ class TrainingRun:
                 **update_metrics(updates),
                 **speed_metrics(minibatches, self.actor.shape, self.config, seconds),
                 "memory_peak_gb": max(memory),
+                "trees_not_stored": lost,
                 **{f"seconds/{name}": round(value, 3) for name, value in seconds.items()},
             }
-            write_trees(step_file(self.directory, self.state.step), scored)
             self.metrics.log(row)
             self.events.emit("step", steps=self.config.train.steps, **row)
         if (trace := self.profiler.after(self.state.step)) is not None:
@@ -271,6 +272,14 @@ class TrainingRun:
         if self.state.step == self.config.train.steps or self.state.step % self.config.train.save_every == 0:
             with self.phase("save"):  # its seconds are part of the next step's record
                 self.checkpoints.save(self.state.step, self.actor, asdict(self.state))
+
+    def _store(self, scored: Sequence[ScoredTree], leader: Leader) -> int:
+        """Write the step's trees to the run directory; how many a full disk has cost is told, counted and returned."""
+        step = self.state.step
+        path = step_file(self.directory, step)
+        lost = store_trees(path, step, scored, leader.decode, lambda text: self.events.emit("note", text=text))
+        self.state.totals["trees_not_stored"] = self.state.totals.get("trees_not_stored", 0) + lost
+        return lost
 
     def tell_saves(self, *, wait: bool = False) -> None:
         """Say which saves have failed since the last call; `wait` for the one under way."""

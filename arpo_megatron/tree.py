@@ -139,15 +139,19 @@ class RolloutTree:
     Args:
         task_id: which task this is an attempt at.
         prompt_ids: int[n], tokens of segment 0.
+        step: rollout step in which it was begun; keys its branching draws.
+        seconds: wall time from its beginning to the end of its last trajectory.
 
     Attributes:
         segments: all segments in the order they were added; a parent comes before its children.
     """
 
-    __slots__ = ("segments", "task_id")
+    __slots__ = ("seconds", "segments", "step", "task_id")
 
-    def __init__(self, task_id: str, prompt_ids: ArrayLike) -> None:
+    def __init__(self, task_id: str, prompt_ids: ArrayLike, *, step: int = 0, seconds: float = 0.0) -> None:
         self.task_id = task_id
+        self.step = step
+        self.seconds = seconds
         self.segments = [Segment(_ids(prompt_ids), Role.PROMPT, -1)]
 
     @property
@@ -249,9 +253,20 @@ class RolloutTree:
             lengths.append(len(segment) + (lengths[segment.parent] if segment.parent >= 0 else 0))
         return sum(lengths[leaf] for leaf in self.leaves())
 
+    @property
+    def forks(self) -> int:
+        """Trajectories that began behind a tool result."""
+        below = zip(self.children(), self.segments, strict=True)
+        return sum(len(children) - 1 for children, segment in below if segment.role is Role.TOOL and children)
+
     def to_dict(self) -> dict[str, Any]:
         """A JSON-safe, lossless form (float32 values survive the round trip bit for bit)."""
-        return {"task_id": self.task_id, "segments": [_segment_to_dict(segment) for segment in self.segments]}
+        return {
+            "task_id": self.task_id,
+            "step": self.step,
+            "seconds": self.seconds,
+            "segments": [_segment_to_dict(segment) for segment in self.segments],
+        }
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
@@ -259,7 +274,9 @@ class RolloutTree:
         root, *rest = data["segments"]
         if root["role"] != Role.PROMPT or root["parent"] != -1:
             raise ValueError("segment 0 must be the PROMPT with parent -1")
-        tree = cls(data["task_id"], root["token_ids"])
+        tree = cls(
+            data["task_id"], root["token_ids"], step=int(data.get("step", 0)), seconds=float(data.get("seconds", 0.0))
+        )
         for item in rest:
             given = dict(item)
             if given.get("finish") is not None:

@@ -1,9 +1,13 @@
-"""Finished trees on disk: RUN_DIR/trees/step_NNNNNN.jsonl, one tree with its scores a line."""
+"""Finished trees on disk: RUN_DIR/trees/step_NNNNNN.parquet, a row a tree, for pandas, polars and `arpo trees`.
+
+A file is written once, wholly or not at all; a step that is done again after a resume replaces its own.
+"""
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +15,13 @@ from numpy.typing import NDArray
 from arpo_megatron.errors import UserError
 from arpo_megatron.run_directory import RunDirectory
 from arpo_megatron.tasks.base import Task
-from arpo_megatron.tree import RolloutTree
+from arpo_megatron.tree import RolloutTree, Segment
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+Decode = Callable[[Sequence[int]], str]
+_ROWS_A_GROUP = 16  # what a reader that wants a few trees has to hold in memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,52 +43,169 @@ class ScoredTree:
     format_ok: NDArray[np.bool_]
 
 
-def step_file(run: RunDirectory, step: int) -> Path:
-    """Where the trees of a step are."""
-    return run.trees / f"step_{step:06d}.jsonl"
-
-
-def write_trees(path: Path, scored: Sequence[ScoredTree]) -> None:
-    """Write a step's trees; the file exists wholly or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".tmp")
-    with partial.open("w", encoding="utf-8") as file:
-        for item in scored:
-            row = {
-                "task": {"id": item.task.id, "prompt": item.task.prompt_text, "ground_truth": item.task.ground_truth},
-                "rewards": item.rewards.tolist(),
-                "accuracies": item.accuracies.tolist(),
-                "tree": item.tree.to_dict(),
-            }
-            file.write(json.dumps(row) + "\n")
-    partial.replace(path)
-
-
 @dataclass(frozen=True, slots=True)
 class StoredTree:
-    """One line of a tree file."""
+    """A row of a tree file, as far as it is drawn and replayed."""
 
     ground_truth: str
     tree: RolloutTree
     rewards: list[float]
 
 
-def read_trees(path: Path) -> list[StoredTree]:
-    """What `write_trees` wrote. Raises UserError where the file is missing."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError:
-        raise UserError(f"no trees at {path}") from None
-    rows = [json.loads(line) for line in lines]
-    return [StoredTree(row["task"]["ground_truth"], RolloutTree.from_dict(row["tree"]), row["rewards"]) for row in rows]
+def step_file(run: RunDirectory, step: int) -> Path:
+    """Where the trees of a step are."""
+    return run.trees / f"step_{step:06d}.parquet"
 
 
-def latest_step(run: RunDirectory) -> int:
-    """The newest step with stored trees. Raises UserError where there is none."""
-    steps = [int(path.stem.removeprefix("step_")) for path in run.trees.glob("step_*.jsonl")]
+def stored_steps(run: RunDirectory) -> list[int]:
+    """Steps with stored trees, ascending. Raises UserError where there is none."""
+    steps = sorted(int(path.stem.removeprefix("step_")) for path in run.trees.glob("step_*.parquet"))
     if not steps:
         raise UserError(f"{run.path} holds no trees yet")
-    return max(steps)
+    return steps
+
+
+def store_trees(
+    path: Path, step: int, scored: Sequence[ScoredTree], decode: Decode, tell: Callable[[str], None]
+) -> int:
+    """`write_trees`, but a full disk is told and costs only this log; returns how many trees were not stored."""
+    try:
+        write_trees(path, step, scored, decode)
+    except OSError as error:
+        tell(f"the {len(scored)} trees of step {step} are not stored, training goes on: {error}")
+        return len(scored)
+    return 0
+
+
+def write_trees(path: Path, step: int, scored: Sequence[ScoredTree], decode: Decode) -> None:
+    """Write a step's trees in the form that docs/run-directory.md describes. Raises OSError; nothing is left then."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    partial = path.with_name(f".{path.stem}.tmp")  # hidden: who opens the directory as a data set does not see it
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        table = pa.Table.from_pylist([_row(step, item, decode) for item in scored], schema=_schema())
+        pq.write_table(table, partial, compression="zstd", row_group_size=_ROWS_A_GROUP)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def read_trees(path: Path) -> list[StoredTree]:
+    """What `write_trees` wrote. Raises UserError where the file is missing or is no such file."""
+    columns = ["task_id", "ground_truth", "begun_in_step", "grow_seconds", "rewards", "segments"]
+    return [StoredTree(row["ground_truth"], _tree(row), row["rewards"]) for row in _read(path, columns).to_pylist()]
+
+
+def read_summaries(path: Path) -> list[dict[str, Any]]:
+    """The rows of a tree file without their segments. Raises UserError as `read_trees` does."""
+    columns = ["step", "task_id", "leaves", "forks", "rewards", "unique_tokens", "flat_tokens", "grow_seconds"]
+    rows: list[dict[str, Any]] = _read(path, columns).to_pylist()
+    return rows
+
+
+def _read(path: Path, columns: Sequence[str]) -> "pa.Table":
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        return pq.read_table(path, columns=list(columns), partitioning=None)
+    except FileNotFoundError:
+        raise UserError(f"no trees at {path}") from None
+    except (OSError, pa.ArrowException) as error:
+        raise UserError(f"{path} is not a file of trees: {str(error).splitlines()[0]}") from None
+
+
+def _schema() -> "pa.Schema":
+    """Columns in the order in which they are documented."""
+    import pyarrow as pa
+
+    text, number = pa.string(), pa.int32()
+    branch = pa.struct({"dH": pa.float64(), "probability": pa.float64(), "draw": pa.float64(), "why": text})
+    tool = pa.struct({"name": text, "arguments": text, "status": text, "seconds": pa.float64(), "cached": pa.bool_()})
+    segment = pa.struct(
+        {
+            "role": text,
+            "parent": number,
+            "text": text,
+            "token_ids": pa.list_(number),
+            "logprobs": pa.list_(pa.float32()),
+            "entropies": pa.list_(pa.float32()),
+            "policy_version": number,
+            "finish": text,
+            "branch": branch,
+            "tool": tool,
+        }
+    )
+    return pa.schema(
+        {
+            "step": number,
+            "task_id": text,
+            "prompt": text,
+            "ground_truth": text,
+            "source": text,
+            "begun_in_step": number,
+            "grow_seconds": pa.float64(),
+            "leaves": pa.list_(number),
+            "rewards": pa.list_(pa.float64()),
+            "accuracies": pa.list_(pa.float64()),
+            "format_ok": pa.list_(pa.bool_()),
+            "forks": number,
+            "unique_tokens": number,
+            "flat_tokens": number,
+            "segments": pa.list_(segment),
+        }
+    )
+
+
+def _row(step: int, item: ScoredTree, decode: Decode) -> dict[str, Any]:
+    tree, task = item.tree, item.task
+    return {
+        "step": step,
+        "task_id": task.id,
+        "prompt": task.prompt_text,
+        "ground_truth": task.ground_truth,
+        "source": task.source,
+        "begun_in_step": tree.step,
+        "grow_seconds": tree.seconds,
+        "leaves": tree.leaves(),
+        "rewards": item.rewards,
+        "accuracies": item.accuracies,
+        "format_ok": item.format_ok,
+        "forks": tree.forks,
+        "unique_tokens": tree.unique_tokens,
+        "flat_tokens": tree.flat_tokens,
+        "segments": [_segment(segment, decode) for segment in tree.segments],
+    }
+
+
+def _segment(segment: Segment, decode: Decode) -> dict[str, Any]:
+    branch, tool = segment.branch, segment.tool
+    return {
+        "role": segment.role.value,
+        "parent": segment.parent,
+        "text": decode(segment.token_ids.tolist()),
+        "token_ids": segment.token_ids,
+        "logprobs": segment.logprobs,
+        "entropies": segment.entropies,
+        "policy_version": segment.policy_version,
+        "finish": segment.finish and segment.finish.value,
+        "branch": branch and asdict(branch),
+        "tool": tool and {**asdict(tool), "arguments": json.dumps(dict(tool.arguments))},
+    }
+
+
+def _tree(row: dict[str, Any]) -> RolloutTree:
+    segments = []
+    for stored in row["segments"]:
+        fields = {name: value for name, value in stored.items() if value is not None and name != "text"}
+        if "tool" in fields:
+            fields["tool"] = fields["tool"] | {"arguments": json.loads(fields["tool"]["arguments"])}
+        segments.append(fields)
+    return RolloutTree.from_dict(
+        {"task_id": row["task_id"], "step": row["begun_in_step"], "seconds": row["grow_seconds"], "segments": segments}
+    )
 
 
 def most_telling(stored: Sequence[StoredTree]) -> list[StoredTree]:
@@ -94,30 +221,3 @@ def most_telling(stored: Sequence[StoredTree]) -> list[StoredTree]:
         return sum(len(set().union(*(outcomes[child] for child in below))) > 1 for below in forks)
 
     return sorted(stored, key=lambda item: (-decisive_forks(item), item.tree.unique_tokens))
-
-
-def draw_trees(run: RunDirectory, *, step: int | None, count: int, svg: Path | None) -> None:
-    """Draw `count` stored trees of a step (None: the newest), the most telling first, on the screen or as SVG.
-
-    Raises:
-        UserError: no trees are stored, or the file cannot be written.
-    """
-    from rich.console import Console, Group
-
-    from arpo_megatron import resolve
-    from arpo_megatron.monitor.tree_view import render_tree, save_svg
-    from arpo_megatron.preparation import load_tokenizer, model_path
-
-    stored = read_trees(step_file(run, latest_step(run) if step is None else step))
-    tokenizer = load_tokenizer(model_path(resolve.load(run.config), run))
-    pictures = [
-        render_tree(item.tree, lambda ids: str(tokenizer.decode(ids)), item.rewards)
-        for item in most_telling(stored)[:count]
-    ]
-    if svg is None:
-        Console().print(Group(*pictures))
-        return
-    try:
-        save_svg(Group(*pictures), svg, title=f"arpo trees {run.path}")
-    except OSError as error:
-        raise UserError(f"cannot write {svg}: {error.strerror}") from None

@@ -51,7 +51,7 @@ def test_a_mistake_is_one_line(words: list[str], line: str, tmp_path: Path) -> N
 def test_help_names_every_command(tmp_path: Path) -> None:
     done = arpo("--help", cwd=tmp_path)
     assert done.returncode == 0
-    for command in ("demo", "train", "sft", "eval", "export", "trees", "recipes"):
+    for command in ("demo", "train", "sft", "eval", "export", "trees", "replay-tree", "recipes"):
         assert command in done.stdout
 
 

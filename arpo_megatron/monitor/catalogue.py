@@ -35,6 +35,7 @@ _ROLLOUT = {
     "predicted_cached_tokens": "likewise the cached ones",
     "unique_tokens": "tokens of the trees, each once",
     "flat_tokens": "tokens of all trajectories",
+    "trees_not_stored": "trees of the step that could not be written to `trees/` (a full disk)",
     "logprob_gap": "largest difference between trainer and engine over the sampled tokens, in nats",
 }
 _TRAINER = {

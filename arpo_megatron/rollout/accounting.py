@@ -114,7 +114,7 @@ def grow_stats(
         trajectories += len(leaves)
         tools = [segment.role is Role.TOOL for segment in tree.segments]
         inherited += sum(tools[index] for leaf in leaves for index in tree.path(leaf)) - sum(tools)
-        forks += sum(len(below) - 1 for below, tool in zip(tree.children(), tools, strict=True) if tool and below)
+        forks += tree.forks
     return GrowStats(
         counts=counts,
         trees=len(trees),

@@ -162,6 +162,7 @@ class TreeGrower:
             PromptTooLongError: nothing can be sampled.
             EngineUnavailableError, EngineRefusedError, SandboxError: the tree cannot be finished.
         """
+        started = time.monotonic()
         prompt = self._root.token_ids
         if len(prompt) >= self._longest:
             raise PromptTooLongError(
@@ -174,7 +175,7 @@ class TreeGrower:
         await self._run_from_prompt(shares(policy.total - policy.initial, policy.initial))
         if self._unused:  # all paths have ended before the forks were spent
             await self._run_from_prompt([0] * self._unused)
-        return self._tree()
+        return self._tree(time.monotonic() - started)
 
     async def _run_from_prompt(self, forks: Sequence[int]) -> None:
         """Sample a fresh trajectory for each number of forks; the first error ends the others and is raised."""
@@ -346,9 +347,9 @@ class TreeGrower:
         self.counts.tokens_sampled += sampled
         self._context.on_tokens(sampled)
 
-    def _tree(self) -> RolloutTree:
+    def _tree(self, seconds: float) -> RolloutTree:
         """The finished tree, depth first in the order of places."""
-        tree = RolloutTree(self._task_id, self._root.token_ids)
+        tree = RolloutTree(self._task_id, self._root.token_ids, step=self._context.step, seconds=seconds)
         pending = [(0, child) for child in reversed(self._root.children)]
         while pending:
             parent, node = pending.pop()

@@ -69,4 +69,12 @@ def test_trees_of_a_run_can_be_drawn(demo: dict[str, Any]) -> None:
     command = [*ARPO, "trees", demo["run_dir"], "--step", "1", "--count", "2"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert "trajectories" in done.stdout
+    assert "unique/flat" in done.stdout
+    assert done.stdout.count(" trajectories, ") == 2
+
+
+def test_the_decisions_of_every_stored_tree_follow_from_it(demo: dict[str, Any]) -> None:
+    for file in sorted((Path(demo["run_dir"]) / "trees").iterdir()):
+        done = subprocess.run([*ARPO, "replay-tree", str(file)], capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "all follow" in done.stdout

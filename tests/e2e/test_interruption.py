@@ -12,6 +12,8 @@ import psutil
 import pytest
 from jobs import ARPO, SHORT, quickstart, rows_of, run_to_end
 
+from arpo_megatron.tree_files import read_trees
+
 pytestmark = pytest.mark.timeout(1600)  # the first test of a session waits for the demo
 
 END_S = 15.0
@@ -142,8 +144,8 @@ def test_neither_ctrl_c_nor_a_killed_rank_costs_a_step(start: Start, warm_run: P
     run_to_end(training(warm_run, "--resume"), warm_run)
     assert [row["step"] for row in rows_of(record)] == [1, 2, 3]
     trees = sorted((warm_run / "trees").iterdir())
-    assert [path.name for path in trees] == [f"step_00000{step}.jsonl" for step in (1, 2, 3)]
-    assert all(len(rows_of(path)) == TASKS for path in trees)
+    assert [path.name for path in trees] == [f"step_00000{step}.parquet" for step in (1, 2, 3)]
+    assert all(len(read_trees(path)) == TASKS for path in trees)
     assert (warm_run / "export" / "config.json").exists()
 
 

@@ -52,4 +52,5 @@ def test_a_step_on_released_questions_names_bad_rows_and_can_be_resumed(some_row
     assert [row["step"] for row in rows] == [1, 2]
     assert all(row["trajectories"] == 16 and row["logprob_gap"] < 1e-3 for row in rows)
     assert "arpo_cache" in (run / "sandbox.yaml").read_text()
-    assert "boxed{" in (run / "trees" / "step_000001.jsonl").read_text(), "the prompt's backspace must be repaired"
+    prompts = pq.read_table(run / "trees" / "step_000001.parquet")["prompt"].to_pylist()
+    assert all("\\boxed{" in prompt for prompt in prompts), "the prompt's backspace must be repaired"

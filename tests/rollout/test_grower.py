@@ -13,7 +13,7 @@ from scripted import CharacterCodec, ScriptedEngine
 from arpo_megatron.config import AlgorithmConfig
 from arpo_megatron.rollout.accounting import grow_stats, predicted_requests
 from arpo_megatron.rollout.client import EngineClient, EngineRefusedError, EngineUnavailableError, Sampling
-from arpo_megatron.rollout.grower import GrowContext, GrowLimits, PromptTooLongError, TreeGrower
+from arpo_megatron.rollout.grower import GrowContext, GrowLimits, PromptTooLongError, TextCodec, TreeGrower
 from arpo_megatron.rollout.policies import ArpoPolicy, BranchPolicy, GrpoPolicy, make_policy
 from arpo_megatron.rollout.protocol import result_text
 from arpo_megatron.rollout.tools import ToolClient
@@ -73,6 +73,7 @@ def grow(
     limits: GrowLimits = LIMITS,
     retry_for_s: float = 5.0,
     slow_tools: random.Random | None = None,
+    codec: TextCodec = CODEC,
 ) -> tuple[RolloutTree, TreeGrower]:
     """One tree for PROMPT."""
 
@@ -81,7 +82,7 @@ def grow(
             EngineClient(engine_url, retry_for_s=retry_for_s) as engine,
             SlowTools(sandbox_url, slow_tools, retry_for_s) as tools,
         ):
-            context = GrowContext(engine, tools, CODEC, policy, Sampling(), limits, SEED, 3, lambda _tokens: None)
+            context = GrowContext(engine, tools, codec, policy, Sampling(), limits, SEED, 3, lambda _tokens: None)
             grower = TreeGrower("task-1", np.array(CODEC.encode(PROMPT), np.int32), context)
             return await grower.grow(), grower
 

@@ -1,0 +1,115 @@
+"""`arpo trees` and `arpo replay-tree`: what a run's stored trees look like, and whether their decisions follow."""
+
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE
+from rich.console import Console, Group
+from rich.table import Table
+
+from arpo_megatron import resolve
+from arpo_megatron.errors import UserError
+from arpo_megatron.monitor.tree_view import render_tree, save_svg
+from arpo_megatron.preparation import load_tokenizer, model_path
+from arpo_megatron.run_directory import RunDirectory
+from arpo_megatron.tree_files import StoredTree, most_telling, read_summaries, read_trees, step_file, stored_steps
+
+
+def show_trees(run: RunDirectory, *, step: int | None, tree: int | None, count: int, svg: Path | None) -> None:
+    """List the stored trees of a step and draw some of them, on the screen or as SVG.
+
+    Args:
+        run: of which run.
+        step: None: the newest.
+        tree: the number of the one to draw, as listed; None: `count` trees, the most telling first.
+        count: how many to draw; 0 only lists.
+        svg: file for the drawing.
+
+    Raises:
+        UserError: no such trees are stored, or the file cannot be written.
+    """
+    steps = stored_steps(run)
+    path = step_file(run, steps[-1] if step is None else step)
+    if svg is None:
+        Console().print(_table(path, steps))
+    stored = read_trees(path) if count or tree is not None else []
+    chosen = most_telling(stored)[:count] if tree is None else [_numbered(stored, tree, path)]
+    if not chosen:
+        return
+    tokenizer = load_tokenizer(model_path(resolve.load(run.config), run))
+    pictures = [render_tree(item.tree, lambda ids: str(tokenizer.decode(ids)), item.rewards) for item in chosen]
+    if svg is None:
+        Console().print(Group(*pictures))
+        return
+    try:
+        save_svg(Group(*pictures), svg, title=f"arpo trees {run.path}")
+    except OSError as error:
+        raise UserError(f"cannot write {svg}: {error.strerror}") from None
+
+
+def replay_trees(file: Path, *, tree: int | None, config: Path | None) -> bool:
+    """Derive the decisions of stored trees again and print what was found; whether all of them are as stored.
+
+    Args:
+        file: RUN_DIR/trees/step_N.parquet.
+        tree: the number of one tree; None: all.
+        config: of the run; None: that of the run directory in which the file lies.
+
+    Raises:
+        UserError: the file, the config or the tokenizer cannot be read.
+    """
+    from arpo_megatron.rollout.decisions import Difference, replay_decisions
+    from arpo_megatron.rollout.policies import make_policy
+    from arpo_megatron.rollout.worker import TokenizerCodec
+
+    run = RunDirectory(file.resolve().parent.parent)
+    if config is None and not run.config.is_file():
+        raise UserError(f"{file} lies in no run directory: give the run's config with --config")
+    job = resolve.load(config or run.config)
+    vocabulary_size = TokenizerCodec(model_path(job, run)).vocabulary_size
+    policy = make_policy(job.algorithm, vocabulary_size=vocabulary_size, seed=job.seed)
+    stored = read_trees(file)
+    numbers = range(len(stored)) if tree is None else [tree]
+    decisions = 0
+    for number in numbers:
+        item = _numbered(stored, number, file)
+        try:
+            decisions += replay_decisions(item.tree, policy)
+        except Difference as difference:
+            print(f"tree {number} ({item.tree.task_id}): {difference}")
+            return False
+    print(f"{len(numbers)} trees, {decisions} decisions: all follow from tree, entropies and seed")
+    return True
+
+
+def _numbered(stored: list[StoredTree], number: int, path: Path) -> StoredTree:
+    if not 0 <= number < len(stored):
+        raise UserError(f"{path} has trees 0 to {len(stored) - 1}, no tree {number}")
+    return stored[number]
+
+
+def _table(path: Path, steps: list[int]) -> Table:
+    """One line a tree, in the order in which they are stored."""
+    rows = read_summaries(path)
+    title = f"{path} (stored: steps {steps[0]} to {steps[-1]})"
+    table = Table(title=title, title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0))
+    for name in ("tree", "step", "task", "leaves", "forks", "reward", "unique", "flat", "unique/flat", "seconds"):
+        table.add_column(name, justify="left" if name == "task" else "right", overflow="fold")
+    for number, row in enumerate(rows):
+        table.add_row(str(number), *_cells(row))
+    return table
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    rewards, unique, flat = row["rewards"], row["unique_tokens"], row["flat_tokens"]
+    return [
+        str(row["step"]),
+        row["task_id"],
+        str(len(row["leaves"])),
+        str(row["forks"]),
+        f"{sum(rewards) / max(1, len(rewards)):+.3f}",
+        str(unique),
+        str(flat),
+        f"{unique / flat:.2f}",
+        f"{row['grow_seconds']:.1f}",
+    ]

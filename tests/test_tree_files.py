@@ -1,0 +1,246 @@
+"""Stored trees: lossless, open to polars and pandas, replaced by a resumed step, harmless when the disk is full."""
+
+import contextlib
+import errno
+import os
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from arpo_megatron import resolve
+from arpo_megatron.config import JobConfig, ModelConfig
+from arpo_megatron.errors import UserError
+from arpo_megatron.monitor.catalogue import metrics
+from arpo_megatron.run_directory import RunDirectory
+from arpo_megatron.tasks.base import Task
+from arpo_megatron.tree import BranchRecord, Finish, Role, RolloutTree, ToolRecord
+from arpo_megatron.tree_commands import show_trees
+from arpo_megatron.tree_files import (
+    ScoredTree,
+    read_summaries,
+    read_trees,
+    step_file,
+    store_trees,
+    stored_steps,
+    write_trees,
+)
+
+DRAW = BranchRecord(dH=-0.25, probability=0.1, draw=0.30000000000000004, why="draw")
+
+
+def decode(ids: Sequence[int]) -> str:
+    return bytes(number % 256 for number in ids).decode(errors="replace")
+
+
+def grown(number: int = 0, *, results: int = 2, long: int = 4) -> RolloutTree:
+    """A fork behind a tool result, on another prompt for each number."""
+    rng = np.random.default_rng(number)
+    tree = RolloutTree(f"task-{number}", [*b"What? ", number], step=number // 2, seconds=1.5 + number)
+
+    def model(parent: int, text: bytes, **fields: Any) -> int:
+        ids = list(text) * long
+        floats = rng.normal(size=len(ids)).astype(np.float32)
+        return tree.add(parent, Role.MODEL, ids, logprobs=-abs(floats), entropies=abs(floats), **fields)
+
+    call = model(0, b"<python>2</python>", finish=Finish.TOOL_CALL, policy_version=3)
+    record = ToolRecord("python", {"code": "2 # \u00fc\ud800"}, "ok", 0.125, cached=False)
+    tool = tree.add(call, Role.TOOL, list(b" <result>\n2\n</result>"), tool=record)
+    for place in range(results):
+        model(tool, b"4\xf0\x9f", finish=Finish.END, policy_version=4, branch=DRAW if place == 0 else None)
+    return tree
+
+
+def scored(tree: RolloutTree) -> ScoredTree:
+    leaves = len(tree.leaves())
+    task = Task(tree.task_id, (), "4", "math", "What?\n")
+    rewards = np.linspace(-1, 1, leaves)
+    return ScoredTree(task, tree, rewards, rewards.clip(0), np.ones(leaves, bool))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    return RunDirectory(tmp_path / "run")
+
+
+def test_trees_come_back_as_they_were(run: RunDirectory) -> None:
+    trees = [grown(number, results=number % 3 + 1) for number in range(40)]  # more than a row group
+    write_trees(step_file(run, 3), 3, [scored(tree) for tree in trees], decode)
+    stored = read_trees(step_file(run, 3))
+    assert [item.tree.to_dict() for item in stored] == [tree.to_dict() for tree in trees]
+    assert [item.rewards for item in stored] == [scored(tree).rewards.tolist() for tree in trees]
+    assert stored[0].ground_truth == "4"
+    assert stored_steps(run) == [3]
+    assert [path.name for path in run.trees.iterdir()] == ["step_000003.parquet"]
+
+
+numbers = st.floats(allow_nan=False, allow_infinity=False, width=32, allow_subnormal=False)
+
+
+@settings(max_examples=40)
+@given(st.lists(st.tuples(st.integers(0, 2**31 - 1), numbers), max_size=20), st.text(), st.floats(0, 1))
+def test_any_tokens_numbers_and_texts_survive(
+    tmp_path_factory: pytest.TempPathFactory, tokens: list[tuple[int, float]], text: str, draw: float
+) -> None:
+    tree = RolloutTree(text, [0])
+    ids, values = [token for token, _ in tokens], [value for _, value in tokens]
+    record = BranchRecord(dH=draw / 3, probability=1 - draw, draw=draw, why=text)
+    node = tree.add(0, Role.MODEL, ids, logprobs=values, entropies=values, branch=record)
+    tree.add(node, Role.TOOL, ids, tool=ToolRecord(text, {"code": text}, "ok", draw, cached=True))
+    path = tmp_path_factory.mktemp("trees") / "step_000001.parquet"
+    write_trees(path, 1, [scored(tree)], decode)
+    assert read_trees(path)[0].tree.to_dict() == tree.to_dict()
+
+
+def test_polars_reads_all_steps_at_once(run: RunDirectory) -> None:
+    for step in (1, 2):
+        write_trees(step_file(run, step), step, [scored(grown(2 * step)), scored(grown(2 * step + 1))], decode)
+    frame = pl.read_parquet(run.trees / "*.parquet")
+    assert frame["step"].to_list() == [1, 1, 2, 2]
+    assert frame["begun_in_step"].to_list() == [1, 1, 2, 2]
+    segments = frame.explode("segments").unnest("segments")
+    calls = segments.filter(pl.col("role") == "tool").unnest("tool")
+    assert calls["arguments"].str.json_path_match("$.code").str.starts_with("2").all()
+    assert calls["seconds"].to_list() == [0.125] * 4
+    sampled = segments.filter(pl.col("role") == "model")
+    assert sampled["policy_version"].to_list() == [3, 4, 4] * 4
+    assert sampled["text"].to_list()[1] == decode(list(b"4\xf0\x9f") * 4)
+    assert sampled["logprobs"].list.len().to_list() == sampled["token_ids"].list.len().to_list()
+    assert sampled["branch"].struct.field("draw").drop_nulls().to_list() == [DRAW.draw] * 4
+
+
+def test_pandas_reads_them_where_it_is_installed(run: RunDirectory) -> None:
+    pandas = pytest.importorskip("pandas")
+    write_trees(step_file(run, 1), 1, [scored(grown())], decode)
+    frame = pandas.read_parquet(run.trees)
+    assert frame.explode("segments")["segments"].map(lambda segment: segment["role"]).tolist()[0] == "prompt"
+
+
+def test_a_step_that_is_done_again_replaces_its_rows(run: RunDirectory) -> None:
+    for number in (1, 2):
+        write_trees(step_file(run, 5), 5, [scored(grown(number))], decode)
+    assert [item.tree.task_id for item in read_trees(step_file(run, 5))] == ["task-2"]
+    assert len(list(run.trees.iterdir())) == 1
+
+
+def test_a_kill_leaves_the_old_file_or_the_new_one(run: RunDirectory) -> None:
+    """kill -9 at 6 moments of a loop that writes two versions of one step in turn."""
+    script = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+from test_tree_files import decode, grown, scored
+from arpo_megatron.tree_files import write_trees
+trees = [[scored(grown(version, long=2000))] * 8 for version in (1, 2)]
+for turn in range(10**6):
+    write_trees(Path(sys.argv[1]), 1, trees[turn % 2], decode)
+    print(turn, flush=True)
+"""
+    path = step_file(run, 1)
+    for moment in range(6):
+        command = [sys.executable, "-c", script, str(path), str(Path(__file__).parent)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            for _ in range(2):
+                process.stdout.readline()
+            time.sleep(0.013 * moment)
+            process.kill()
+        stored = read_trees(path)
+        assert len(stored) == 8
+        assert {item.tree.task_id for item in stored} in ({"task-1"}, {"task-2"})
+
+
+@contextlib.contextmanager
+def full_disk(folder: Path, kind: str) -> Iterator[None]:
+    """Only 32 KiB can be written below `folder`: a file system of its own, or a limit on the size of a file."""
+    folder.mkdir(parents=True)
+    if kind == "file-size-limit":
+        old = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2**15, old[1]))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, old)
+        return
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=32k", "tmpfs", str(folder)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"no tmpfs can be mounted here: {mounted.stderr.decode().strip()}")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.mark.parametrize("kind", ["file-size-limit", "tmpfs"])
+def test_a_full_disk_is_told_and_costs_only_the_log(run: RunDirectory, kind: str) -> None:
+    told: list[str] = []
+    with full_disk(run.trees, kind):
+        assert store_trees(step_file(run, 1), 1, [scored(grown())], decode, told.append) == 0
+        many = [scored(grown(number, long=300)) for number in range(9)]
+        assert store_trees(step_file(run, 2), 2, many, decode, told.append) == 9
+        assert [path.name for path in run.trees.iterdir()] == ["step_000001.parquet"]  # the room is free again
+        assert store_trees(step_file(run, 3), 3, [scored(grown(1))], decode, told.append) == 0
+        assert stored_steps(run) == [1, 3]
+    assert len(told) == 1
+    assert "9 trees of step 2 are not stored" in told[0]
+    assert os.strerror(errno.EFBIG if kind == "file-size-limit" else errno.ENOSPC) in told[0]
+    assert "trees_not_stored" in metrics()
+
+
+def test_what_is_no_tree_file_is_one_line(run: RunDirectory) -> None:
+    with pytest.raises(UserError, match="no trees at"):
+        read_trees(step_file(run, 1))
+    with pytest.raises(UserError, match="holds no trees yet"):
+        stored_steps(run)
+    run.trees.mkdir(parents=True)
+    step_file(run, 1).write_bytes(b"nothing of the kind")
+    with pytest.raises(UserError, match="is not a file of trees"):
+        read_trees(step_file(run, 1))
+
+
+def test_trees_are_listed_and_drawn(
+    run: RunDirectory, tiny_tokenizer: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run.path.mkdir()
+    resolve.save(replace(JobConfig(name="test"), model=ModelConfig(path=tiny_tokenizer)), run.config)
+    for step in (1, 2):
+        trees = [grown(number, results=number + 1) for number in range(3)]
+        write_trees(step_file(run, step), step, [scored(tree) for tree in trees], decode)
+    show_trees(run, step=None, tree=None, count=0, svg=None)
+    listed = capsys.readouterr().out
+    assert "steps 1 to 2" in listed
+    for number, row in enumerate(read_summaries(step_file(run, 2))):
+        (line,) = [line for line in listed.splitlines() if f"task-{number}" in line]
+        for value in (number, 2, number + 1, row["forks"], row["unique_tokens"], row["flat_tokens"]):
+            assert f" {value} " in line
+    assert "trajectories" not in listed
+    show_trees(run, step=1, tree=2, count=1, svg=None)
+    assert "task-2: 3 trajectories" in capsys.readouterr().out
+    show_trees(run, step=1, tree=2, count=1, svg=run.path / "tree.svg")
+    assert "<svg" in (run.path / "tree.svg").read_text()
+    with pytest.raises(UserError, match="no tree 3"):
+        show_trees(run, step=1, tree=3, count=1, svg=None)
+
+
+@pytest.fixture(scope="module")
+def tiny_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a byte-level tokenizer."""
+    from transformers import PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("tokenizer")
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer = Tokenizer(models.BPE(vocab={letter: index for index, letter in enumerate(sorted(alphabet))}, merges=[]))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    return folder
