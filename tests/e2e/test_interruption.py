@@ -198,8 +198,8 @@ def test_a_killed_engine_and_tool_service_cost_no_tree(start: Start, warm_run: P
     """The services come back at their addresses, the engine gets the weights again, and the step goes on."""
     job = start(training(warm_run))
     wait_for("rollout of step 2", lambda: in_phase(warm_run, "rollout", 1), job)
-    for module in ("arpo_megatron.rollout.sglang_main", "tools_sandbox"):
-        process_of(job, module).kill()
+    for victim in [process_of(job, module) for module in ("arpo_megatron.rollout.sglang_main", "tools_sandbox")]:
+        victim.kill()
     wait_for("the engine's restart", lambda: "engine is up again" in restarts(warm_run), job)
     shown = subprocess.run([*ARPO, "health", str(warm_run)], capture_output=True, text=True, timeout=60)
     assert shown.stdout.count("was killed by SIGKILL") == 2
