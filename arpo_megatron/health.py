@@ -126,4 +126,4 @@ def print_health(run: RunDirectory) -> None:
     table = Table(*COLUMNS, box=None, pad_edge=False, header_style="bold")
     for role in found["roles"]:
         table.add_row(*RoleHealth(**role).row(found["time"]))
-    Console(width=None if Console().is_terminal else 200).print(table)
+    Console(width=None if Console().is_terminal else 1000).print(table)  # a line a role for programs that read it

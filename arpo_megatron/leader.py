@@ -197,6 +197,7 @@ def _counted(stats: GrowStats) -> dict[str, float]:
         "tool_calls_executed": stats.counts.calls_executed,
         "tool_calls_cached": stats.counts.calls_cached,
         "tool_calls_inherited": stats.calls_inherited,
+        "requests_repeated": stats.counts.repeated,
         "tokens_sampled": stats.counts.tokens_sampled,
         "prompt_tokens": stats.counts.prompt_tokens,
         "cached_tokens": stats.counts.cached_tokens,

@@ -28,6 +28,7 @@ _ROLLOUT = {
     "tool_calls_executed": "calls that ran or were answered from the cache",
     "tool_calls_cached": "those of them answered from the cache",
     "tool_calls_inherited": "calls that branches share with the path they forked from",
+    "requests_repeated": "generations and tool calls that were made again because a service failed",
     "tokens_sampled": "tokens that the engine sampled",
     "prompt_tokens": "prompt tokens of all requests",
     "cached_tokens": "those of them that the engine had in its cache",

@@ -29,6 +29,7 @@ class GrowCounts:
         tokens_sampled: tokens the engine sampled.
         calls_executed: tool calls that were sent to the tool service.
         calls_cached: how many of those it answered from its cache.
+        repeated: attempts of requests and calls that had to be made again because a service failed.
     """
 
     requests: int = 0
@@ -37,6 +38,7 @@ class GrowCounts:
     tokens_sampled: int = 0
     calls_executed: int = 0
     calls_cached: int = 0
+    repeated: int = 0
 
     def add(self, other: "GrowCounts") -> None:
         """Add another count to this one."""

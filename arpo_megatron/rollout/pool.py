@@ -87,6 +87,7 @@ class TreePool:
         self._stale: set[str] = set()
         self._changed = asyncio.Event()
         self._tokens = 0
+        self._repeated = 0  # counted by the clients up to the last report
 
     def start(self, request: StartTrees, policy: BranchPolicy) -> None:
         """Begin to grow a tree for each task; returns at once."""
@@ -199,6 +200,8 @@ class TreePool:
             for tree in given
             if isinstance(tree.result, Exception)
         ]
+        repeated = self._engine.repeated.total() + self._tools.repeated
+        counts.repeated, self._repeated = repeated - self._repeated, repeated
         now = time.monotonic()
         stats = grow_stats(trees, counts, group.policy, failed=len(failed), seconds=now - group.since)
         group.since = now

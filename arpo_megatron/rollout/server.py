@@ -192,7 +192,7 @@ def router_program(
     """
     installed = find_spec("sglang_router") is not None
     if engine.router == "sglang" and not installed:
-        raise UserError("engine.router=sglang: pip install --no-deps sglang-router==0.3.2")
+        raise UserError("engine.router=sglang: pip install sglang-router==0.3.2")
     if engine.router == "none" or not installed or (engine.router == "auto" and len(urls) == 1):
         return None
     options = {

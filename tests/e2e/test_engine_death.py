@@ -1,4 +1,5 @@
-"""An engine that is killed during training costs time only: its trees go on after the weights were pushed again."""
+"""An engine or tool service that is killed during training costs time only: calls are made again, and trees go on
+after the weights were pushed again."""
 
 import signal
 import subprocess
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from jobs import SHORT, quickstart, rows_of
+from jobs import ARPO, SHORT, quickstart, rows_of
 
 pytestmark = pytest.mark.timeout(1600)  # the first test of a session waits for the demo
 
@@ -16,13 +17,15 @@ STEPS = 4
 TASKS = 4
 
 
-def test_training_survives_the_death_of_its_engine(warm_run: Path) -> None:
+def test_training_survives_the_death_of_its_engine_and_its_tools(warm_run: Path) -> None:
     words = ["rollout.max_staleness=1", "algorithm.trajectory_weight_limit=2"]  # trees are under way at any moment
     command = quickstart("train", warm_run, f"train.steps={STEPS}", *SHORT, *words)
     with (warm_run.parent / "screen").open("wb") as screen, subprocess.Popen(command, stderr=screen) as job:
         for step in (1, 2):
             wait_for_steps(warm_run, step, job)
-            kill_engine(job.pid)
+            kill(job.pid, "arpo_megatron.rollout.sglang_main")
+        kill(job.pid, "tools_sandbox")
+        shown = health_after(3, warm_run)
         assert job.wait(240) == 0, (warm_run.parent / "screen").read_text()[-3000:]
     rows = rows_of(warm_run / "metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
@@ -30,7 +33,10 @@ def test_training_survives_the_death_of_its_engine(warm_run: Path) -> None:
     assert all(row["logprob_gap"] < 1e-3 for row in rows)
     told = [event["text"] for event in rows_of(warm_run / "events.jsonl") if event["kind"] == "note"]
     assert any("pushed again" in text or "made again" in text for text in told), told
-    assert "restart 2 of" in (warm_run.parent / "screen").read_text()
+    assert "restart 3 of" in (warm_run.parent / "screen").read_text()
+    assert [line.split()[0] for line in shown] == ["role", "sandbox", "engine", "train"]
+    assert all("was killed by SIGKILL" in line for line in shown[1:3])
+    assert not (warm_run / "health.json").exists()
 
 
 def wait_for_steps(run: Path, count: int, job: "subprocess.Popen[bytes]") -> None:
@@ -39,9 +45,18 @@ def wait_for_steps(run: Path, count: int, job: "subprocess.Popen[bytes]") -> Non
         time.sleep(0.02)
 
 
-def kill_engine(job: int) -> None:
-    """kill -9 of the server and all its workers."""
+def health_after(restarts: int, run: Path) -> list[str]:
+    """The lines of `arpo health` once so many restarts were told."""
+    while sum("; restart " in str(event.get("text")) for event in rows_of(run / "events.jsonl")) < restarts:
+        time.sleep(0.02)
+    done = subprocess.run([*ARPO, "health", str(run)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def kill(job: int, module: str) -> None:
+    """kill -9 of the service and all its workers."""
     for process in psutil.Process(job).children(recursive=True):
         with suppress(psutil.Error):  # gone, or going
-            if "arpo_megatron.rollout.sglang_main" in " ".join(process.cmdline()):
+            if module in " ".join(process.cmdline()):
                 process.send_signal(signal.SIGKILL)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from jobs import ARPO, SHORT, quickstart, rows_of, run_to_end
+from jobs import SHORT, quickstart, rows_of, run_to_end
 
 from arpo_megatron.tree_files import read_trees
 
@@ -84,11 +84,6 @@ def updates(run: Path) -> list[object]:
 def notes(run: Path) -> list[str]:
     """What the trainer said in words."""
     return [str(event["text"]) for event in rows_of(run / "events.jsonl") if event["kind"] == "note"]
-
-
-def restarts(run: Path) -> list[str]:
-    """What the job's process said of its services."""
-    return [str(event["text"]) for event in rows_of(run / "events.jsonl") if event["kind"] == "restart"]
 
 
 def in_phase(run: Path, name: str, step: int) -> bool:
@@ -194,25 +189,6 @@ def test_an_engine_killed_once_too_often_ends_the_job_and_names_its_log(start: S
     family = family_of(job)
     process_of(job, "arpo_megatron.rollout.sglang_main").kill()
     ends_by_itself(job, warm_run, family)
-
-
-def test_a_killed_engine_and_tool_service_cost_no_tree(start: Start, warm_run: Path) -> None:
-    """The services come back at their addresses, the engine gets the weights again, and the step goes on."""
-    job = start(training(warm_run))
-    wait_for("rollout of step 2", lambda: in_phase(warm_run, "rollout", 1), job)
-    for module in ("arpo_megatron.rollout.sglang_main", "tools_sandbox"):
-        process_of(job, module).kill()
-    wait_for("the engine's restart", lambda: "engine is up again" in restarts(warm_run), job)
-    shown = subprocess.run([*ARPO, "health", str(warm_run)], capture_output=True, text=True, timeout=60)
-    assert shown.stdout.count("was killed by SIGKILL") == 2
-    assert shown.stdout.count(" up ") == 3  # with the trainer
-    _, said = job.communicate(timeout=240)
-    assert job.returncode == 0, said
-    assert "engine was killed by SIGKILL; restart" in said
-    rows = rows_of(warm_run / "metrics.jsonl")
-    assert [(row["step"], row["trees"]) for row in rows] == [(step, TASKS) for step in (1, 2, 3)]
-    assert any(text.startswith("the weights are pushed again") for text in notes(warm_run))
-    assert not (warm_run / "health.json").exists()
 
 
 def test_a_killed_command_line_takes_every_role_with_it(start: Start, warm_run: Path) -> None:

@@ -8,6 +8,7 @@ search of its own that answers 10 MB.
 import asyncio
 import random
 import threading
+from collections import Counter
 from collections.abc import Coroutine
 from typing import Any, Self, TypeVar
 
@@ -15,6 +16,7 @@ import aiohttp
 from aiohttp import web
 
 T = TypeVar("T", "CutProxy", "ToolProxy")
+FAILURES_A_CALL = 4  # one more, and the client takes them for lasting
 PAGE = "0123456789 " * 950_000  # 10 MB
 
 
@@ -112,6 +114,7 @@ class ToolProxy:
     def __init__(self, target: str, seed: int) -> None:
         self._target = target
         self._random = random.Random(seed)
+        self._failed: Counter[str] = Counter()
         self.failures_left = 0
         self.slow_left = 0
         self.url = ""
@@ -131,8 +134,10 @@ class ToolProxy:
 
     async def _call(self, request: web.Request) -> web.Response:
         body = await request.json()
-        if self.failures_left:
+        call = str(body)
+        if self.failures_left and self._failed[call] < FAILURES_A_CALL:
             self.failures_left -= 1
+            self._failed[call] += 1
             return web.Response(status=500, text="oh")
         await asyncio.sleep(0.01 * (20 if self._random.random() < 0.02 else 1))
         if self.slow_left:

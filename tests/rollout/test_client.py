@@ -83,8 +83,8 @@ def test_an_engine_with_older_weights_is_reported_and_never_used(scripted_engine
     told: list[str] = []
 
     async def run() -> list[Generation]:
-        async with EngineClient(old.url, new.url, on_stale=told.append) as client:
-            client.version = 4
+        async with EngineClient(old.url, new.url) as client:
+            client.version, client.on_stale = 4, told.append
             got = await asyncio.gather(*(answer(client, f"tree-{number}") for number in range(20)))
             assert set(client.repeated) == {"stale"}
             return list(got)
@@ -94,8 +94,8 @@ def test_an_engine_with_older_weights_is_reported_and_never_used(scripted_engine
     sampled = len(old.requests)
 
     async def wait_for_the_push() -> Generation:
-        async with EngineClient(old.url, on_stale=told.append) as client:
-            client.version = 4
+        async with EngineClient(old.url) as client:
+            client.version, client.on_stale = 4, told.append
             waiting = asyncio.create_task(asyncio.wait_for(answer(client, "tree"), 10))
             await asyncio.sleep(0.4)
             assert not waiting.done()
