@@ -2,8 +2,8 @@
 
 A path samples a MODEL segment, has its tool call answered, and goes on below the TOOL segment. Behind a tool result
 it samples the first k tokens by themselves, asks the policy, and forks if told so: siblings start from the tool
-result at once, while the measured path goes on from its k tokens. When all paths have ended, what is left of the
-budget becomes fresh trajectories.
+result at once, while the measured path goes on from its k tokens. The forks that a path has not used when it ends
+become fresh trajectories at once.
 
 Nothing depends on which request came back first: places in the tree (`PathKey`) are handed out when a path begins, the
 forks of a task are reserved by place (`policies.base.shares`), draws and the engine's seeds are keyed by place, and the
@@ -22,7 +22,7 @@ import numpy as np
 from arpo_megatron.rollout import protocol
 from arpo_megatron.rollout.accounting import GrowCounts
 from arpo_megatron.rollout.client import EngineClient, EngineFinish, Generation, Sampling
-from arpo_megatron.rollout.policies import BranchPolicy, ForkPoint, PathKey, place_seed, shares
+from arpo_megatron.rollout.policies import BranchPolicy, ForkPoint, PathKey, fresh_place, place_seed, shares
 from arpo_megatron.rollout.tools import ToolClient
 from arpo_megatron.tree import BranchRecord, Finish, Float32Array, Int32Array, Role, RolloutTree, ToolRecord
 
@@ -152,7 +152,6 @@ class TreeGrower:
         limits = context.limits
         self._stops = (*protocol.STOP_STRINGS, *([protocol.ANSWER_STOP] if limits.stop_at_answer else []))
         self._longest = min(limits.max_length, len(prompt_ids) + limits.max_response_tokens)
-        self._unused = 0
         self._paths = asyncio.TaskGroup()
 
     async def grow(self) -> RolloutTree:
@@ -172,31 +171,27 @@ class TreeGrower:
         if policy.initial > 1:  # else they would all compute the prompt
             prompt_tokens, cached_tokens = await self._context.engine.prefill(prompt, key=self._routing_key)
             self._count_request(prompt_tokens, cached_tokens, 0)
-        await self._run_from_prompt(shares(policy.total - policy.initial, policy.initial))
-        if self._unused:  # all paths have ended before the forks were spent
-            await self._run_from_prompt([0] * self._unused)
-        return self._tree(time.monotonic() - started)
-
-    async def _run_from_prompt(self, forks: Sequence[int]) -> None:
-        """Sample a fresh trajectory for each number of forks; the first error ends the others and is raised."""
-        self._paths = asyncio.TaskGroup()
         try:
             async with self._paths:
-                for reserved in forks:
-                    self._start(_Place(self._root.child(Role.MODEL), self._root.token_ids, reserved))
-        except BaseExceptionGroup as errors:
+                for forks in shares(policy.total - policy.initial, policy.initial):
+                    self._start(_Place(self._root.child(Role.MODEL), prompt, forks))
+        except BaseExceptionGroup as errors:  # the first error of a path has ended the others
             raise _first_leaf(errors) from None
+        return self._tree(time.monotonic() - started)
 
     def _start(self, place: _Place) -> None:
         self._paths.create_task(self._run_path(place))
 
     async def _run_path(self, place: _Place) -> None:
-        """Alternate between model and tool until the trajectory ends; what it did not fork is left for fresh ones."""
+        """Alternate between model and tool until the trajectory ends; what it did not fork begins afresh."""
         next_place: _Place | None = place
         while next_place is not None:
             segment = await self._sample_segment(next_place)
             next_place = await self._answer(segment) if segment.call is not None else None
-        self._unused += segment.forks
+        for number in range(segment.forks):
+            node = _Node(Role.MODEL, fresh_place(self._context.policy.initial, segment.node.key, number))
+            self._root.children.append(node)
+            self._start(_Place(node, self._root.token_ids, 0))
 
     async def _sample_segment(self, place: _Place) -> "_Sampled":
         """Fill the segment at `place`, asking the policy for forks behind its first tokens where it is measured."""
@@ -349,6 +344,7 @@ class TreeGrower:
 
     def _tree(self, seconds: float) -> RolloutTree:
         """The finished tree, depth first in the order of places."""
+        self._root.children.sort(key=lambda node: node.key)
         tree = RolloutTree(self._task_id, self._root.token_ids, step=self._context.step, seconds=seconds)
         pending = [(0, child) for child in reversed(self._root.children)]
         while pending:

@@ -29,6 +29,7 @@ from arpo_megatron.rollout.service import (
     RolloutError,
     RolloutHandle,
     ServiceSettings,
+    StaleEnginesError,
     StartTrees,
 )
 from arpo_megatron.tasks.base import Task
@@ -320,12 +321,30 @@ def test_independent_trajectories_are_grown_for_evaluation(engine: EngineHandle,
         assert first.path_tokens(first.leaves()[0]).tolist() == second.path_tokens(second.leaves()[0]).tolist()
 
 
-def test_trees_of_an_engine_with_older_weights_are_refused(
+def test_trees_of_an_engine_with_older_weights_wait_for_a_push(
     engine: EngineHandle, sandbox_url: str, tiny_model: Path
 ) -> None:
+    settings = ServiceSettings((engine.url,), sandbox_url, tiny_model, seed=4, retry_for_s=30.0)
+    with RolloutHandle.start(settings) as rollouts:
+        rollouts.start_trees(StartTrees("training", tuple(tasks(2)), 1, 1, GrowSettings.training(job())))
+        with pytest.raises(StaleEnginesError, match=engine.url):
+            rollouts.collect(CollectTrees("training"))
+        rollouts.pause()
+        set_version(engine, 1)
+        rollouts.resume(1)
+        report = rollouts.collect(CollectTrees("training"))
+        set_version(engine, 0)
+    assert report.failed == []
+    assert all(s.policy_version == 1 for tree in report.trees for s in tree.segments if s.role is Role.MODEL)
+
+
+def test_trees_that_no_push_ever_comes_for_fail(engine: EngineHandle, sandbox_url: str, tiny_model: Path) -> None:
     settings = ServiceSettings((engine.url,), sandbox_url, tiny_model, seed=4, retry_for_s=0.5)
     with RolloutHandle.start(settings) as rollouts:
-        report = rollouts.grow(tasks(2), step=1, version=1, settings=GrowSettings.training(job()))
+        rollouts.start_trees(StartTrees("training", tuple(tasks(2)), 1, 1, GrowSettings.training(job())))
+        with pytest.raises(StaleEnginesError):
+            rollouts.collect(CollectTrees("training"))
+        report = rollouts.collect(CollectTrees("training"))
     assert report.trees == []
     assert all("serves policy 0, not 1" in reason for _, reason in report.failed)
 

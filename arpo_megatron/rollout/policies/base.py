@@ -95,6 +95,17 @@ def shares(forks: int, paths: int) -> list[int]:
     return [forks // paths + (place < forks % paths) for place in range(paths)]
 
 
+def fresh_place(initial: int, ended: PathKey, number: int) -> PathKey:
+    """Where a trajectory begins that takes the place of a fork: behind the `initial` ones, by the path that left it.
+
+    Args:
+        initial: N.
+        ended: the last segment of the path that did not use the fork.
+        number: counts such forks of the path.
+    """
+    return (initial, len(ended), *ended, number)
+
+
 def uniform_draw(seed: int, step: int, task_id: str, path: PathKey) -> float:
     """A number in [0, 1) that depends on the arguments alone."""
     return float(np.random.default_rng(_sequence(seed, step, task_id, path)).random())
