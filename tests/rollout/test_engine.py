@@ -167,6 +167,22 @@ def tasks(count: int) -> list[Task]:
     return [Task(f"task-{number}", (), "1", "math", f"{system}{number} + {7 * number}\n") for number in range(count)]
 
 
+def test_every_shared_token_is_prefilled_once_on_a_cold_cache(engine: EngineHandle, rollouts: RolloutHandle) -> None:
+    """Prompts of 150 tokens that nobody has asked before, five first trajectories and seven forks each."""
+    settings = GrowSettings.training(job(branch_probability=1.0, entropy_weight=0.0))
+    cold = [
+        replace(task, prompt_text=f"{task.prompt_text * 3}{number}\n") for number, task in enumerate(random_tasks(12))
+    ]
+    for asked in (cold[:1], cold[1:]):  # alone, and many at once
+        flush_cache(engine)
+        stats = rollouts.grow(asked, step=1, version=0, settings=settings).stats
+        assert stats.trees == len(asked)
+        assert stats.forks > 0
+        assert stats.prefill_over_unique <= 1.05
+        needless = stats.counts.prefilled_tokens - stats.given_tokens
+        assert needless <= stats.counts.requests  # the last token of a prompt that is cached otherwise
+
+
 def random_tasks(count: int) -> list[Task]:
     rng = np.random.default_rng(0)
     prompts = ["".join(rng.choice(list("0123456789+*- \n"), 40)) for _ in range(count)]
