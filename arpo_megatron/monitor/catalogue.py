@@ -22,7 +22,7 @@ _ROLLOUT = {
     "cached_prompt_share": "share of prompt tokens that the engine had in its cache",
     "prefill_over_unique": "prompt tokens that the engine computed (not cached) over the tokens of the finished trees; "
     "up to 1.05 is good",
-    "prefill_over_given": "the same over tokens of prompts and tool results, which have to be computed once; above 1 by "
+    "prefill_over_given": "the same over tokens of prompts and tool results, which must be computed once; above 1 by "
     "one token a request, and by all that is computed again after a weight push",
     "predicted_cached_share": "what the shape of the trees lets expect of it",
     "tokens_per_s": "tokens sampled a second while trees grow",

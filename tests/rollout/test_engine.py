@@ -232,16 +232,16 @@ def test_whole_trees_grow_and_the_cache_serves_what_they_predict(
 
 
 def test_greedy_trees_are_the_same_whatever_grows_beside_them(engine: EngineHandle, rollouts: RolloutHandle) -> None:
-    """Four times, with other trees in the batch and in another order: tokens, forks and draws do not move."""
+    """Three times, with other trees in the batch and in another order: tokens, forks and draws do not move."""
     settings = replace(GrowSettings.training(job()), temperature=0.0)
-    asked, grown = random_tasks(30), []
-    for others in range(4):
+    asked, grown = random_tasks(16), []
+    for others in range(3):
         flush_cache(engine)
-        crowd = [*tasks(4 * others), *asked[7 * others :], *asked[: 7 * others]]
+        crowd = [*tasks(4 * others), *asked[5 * others :], *asked[: 5 * others]]
         report = rollouts.grow(crowd, step=1, version=0, settings=settings)
         trees = {tree.task_id: tree for tree in report.trees}
         grown.append([decided(trees[task.id]) for task in asked])
-    assert grown[0] == grown[1] == grown[2] == grown[3]
+    assert grown[0] == grown[1] == grown[2]
     assert sum(branch is not None for tree in grown[0] for *_, branch in tree) > 10
 
 

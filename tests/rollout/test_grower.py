@@ -173,7 +173,7 @@ def any_of(text: str, seed: int) -> str:
 
 def comparable(tree: RolloutTree) -> dict[str, Any]:
     """`to_dict` without what is the wall clock's: seconds, and which of two equal calls found the other's answer."""
-    data = tree.to_dict()
+    data = tree.to_dict() | {"seconds": 0}
     for segment in data["segments"]:
         if "tool" in segment:
             segment["tool"] = segment["tool"] | {"seconds": 0, "cached": False}
