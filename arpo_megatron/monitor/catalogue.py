@@ -20,6 +20,10 @@ _ROLLOUT = {
     "dropped/stale": "trees left out because older weights sampled a part (`rollout.stale=refuse`)",
     "dropped/oversampled": "trees given up because the step had enough (`rollout.oversampling`)",
     "cached_prompt_share": "share of prompt tokens that the engine had in its cache",
+    "prefill_over_unique": "prompt tokens that the engine computed (not cached) over the tokens of the finished trees; "
+    "up to 1.05 is good",
+    "prefill_over_given": "the same over tokens of prompts and tool results, which must be computed once; above 1 by "
+    "one token a request, and by all that is computed again after a weight push",
     "predicted_cached_share": "what the shape of the trees lets expect of it",
     "tokens_per_s": "tokens sampled a second while trees grow",
     "forks": "branches taken",
@@ -32,10 +36,12 @@ _ROLLOUT = {
     "tokens_sampled": "tokens that the engine sampled",
     "prompt_tokens": "prompt tokens of all requests",
     "cached_tokens": "those of them that the engine had in its cache",
+    "prefilled_tokens": "those that it had to compute",
     "predicted_prompt_tokens": "prompt tokens as the shape of the trees predicts them",
     "predicted_cached_tokens": "likewise the cached ones",
     "unique_tokens": "tokens of the trees, each once",
     "flat_tokens": "tokens of all trajectories",
+    "given_tokens": "those of the unique tokens that are prompt or tool result",
     "trees_not_stored": "trees of the step that could not be written to `trees/` (a full disk)",
     "logprob_gap": "largest difference between trainer and engine over the sampled tokens, in nats",
 }

@@ -40,6 +40,11 @@ class GrowCounts:
     calls_cached: int = 0
     repeated: int = 0
 
+    @property
+    def prefilled_tokens(self) -> int:
+        """Tokens of prompts that the engine had to compute."""
+        return self.prompt_tokens - self.cached_tokens
+
     def add(self, other: "GrowCounts") -> None:
         """Add another count to this one."""
         for field in fields(self):
@@ -60,6 +65,7 @@ class GrowStats:
             further trajectory.
         unique_tokens: tokens of the trees, each once.
         flat_tokens: tokens of all trajectories, shared ones counted for each.
+        given_tokens: those of the unique ones that the model did not sample: prompts and tool results.
         predicted_prompt_tokens: tokens that should have been sent to the engine.
         predicted_cached_tokens: how many of those its cache should have served, starting empty: the middle between the
             bounds of `PredictedRequest`, so at most half their distance off whatever the timing was.
@@ -74,9 +80,23 @@ class GrowStats:
     calls_inherited: int
     unique_tokens: int
     flat_tokens: int
+    given_tokens: int
     predicted_prompt_tokens: int
     predicted_cached_tokens: float
     seconds: float
+
+    @property
+    def prefill_over_unique(self) -> float:
+        """Tokens that the engine computed as part of a prompt, over the tokens of the trees; at most 1.05 is wanted."""
+        return self.counts.prefilled_tokens / max(1, self.unique_tokens)
+
+    @property
+    def prefill_over_given(self) -> float:
+        """The same over what had to be computed so, the given tokens.
+
+        Above 1 by the tokens that every engine computes: the last one of a cached prompt, once a request.
+        """
+        return self.counts.prefilled_tokens / max(1, self.given_tokens)
 
     @property
     def cached_share(self) -> float:
@@ -126,6 +146,7 @@ def grow_stats(
         calls_inherited=inherited,
         unique_tokens=sum(tree.unique_tokens for tree in trees),
         flat_tokens=sum(tree.flat_tokens for tree in trees),
+        given_tokens=sum(len(s) for tree in trees for s in tree.segments if s.role is not Role.MODEL),
         predicted_prompt_tokens=sum(request.prompt_tokens for request in requests),
         predicted_cached_tokens=sum(request.cached_least + request.cached_most for request in requests) / 2,
         seconds=seconds,

@@ -168,6 +168,22 @@ def tasks(count: int) -> list[Task]:
     return [Task(f"task-{number}", (), "1", "math", f"{system}{number} + {7 * number}\n") for number in range(count)]
 
 
+def test_every_shared_token_is_prefilled_once_on_a_cold_cache(engine: EngineHandle, rollouts: RolloutHandle) -> None:
+    """Prompts of 150 tokens that nobody has asked before, five first trajectories and seven forks each."""
+    settings = GrowSettings.training(job(branch_probability=1.0, entropy_weight=0.0))
+    cold = [
+        replace(task, prompt_text=f"{task.prompt_text * 3}{number}\n") for number, task in enumerate(random_tasks(12))
+    ]
+    for asked in (cold[:1], cold[1:]):  # alone, and many at once
+        flush_cache(engine)
+        stats = rollouts.grow(asked, step=1, version=0, settings=settings).stats
+        assert stats.trees == len(asked)
+        assert stats.forks > 0
+        assert stats.prefill_over_unique <= 1.05
+        needless = stats.counts.prefilled_tokens - stats.given_tokens
+        assert needless <= stats.counts.requests  # the last token of a prompt that is cached otherwise
+
+
 def random_tasks(count: int) -> list[Task]:
     rng = np.random.default_rng(0)
     prompts = ["".join(rng.choice(list("0123456789+*- \n"), 40)) for _ in range(count)]
@@ -217,17 +233,17 @@ def test_whole_trees_grow_and_the_cache_serves_what_they_predict(
 
 
 def test_greedy_trees_are_the_same_whatever_grows_beside_them(engine: EngineHandle, rollouts: RolloutHandle) -> None:
-    """Four times, with other trees in the batch and in another order: tokens, forks and draws do not move."""
-    settings = replace(GrowSettings.training(job()), temperature=0.0)
-    asked, grown = random_tasks(30), []
-    for others in range(4):
+    """Three times, with other trees in the batch and in another order: tokens, forks and draws do not move."""
+    settings = replace(GrowSettings.training(job(samples=6, initial=2)), temperature=0.0)
+    asked, grown = random_tasks(36), []
+    for others in range(3):
         flush_cache(engine)
-        crowd = [*tasks(4 * others), *asked[7 * others :], *asked[: 7 * others]]
+        crowd = [*tasks(4 * others), *asked[11 * others :], *asked[: 11 * others]]
         report = rollouts.grow(crowd, step=1, version=0, settings=settings)
         trees = {tree.task_id: tree for tree in report.trees}
         grown.append([decided(trees[task.id]) for task in asked])
-    assert grown[0] == grown[1] == grown[2] == grown[3]
-    assert sum(branch is not None for tree in grown[0] for *_, branch in tree) > 10
+    assert grown[0] == grown[1] == grown[2]
+    assert sum(branch is not None for tree in grown[0] for *_, branch in tree) > 5
 
 
 def decided(tree: RolloutTree) -> list[tuple[Any, ...]]:
@@ -336,17 +352,6 @@ def test_trees_of_an_engine_with_older_weights_wait_for_a_push(
         set_version(engine, 0)
     assert report.failed == []
     assert all(s.policy_version == 1 for tree in report.trees for s in tree.segments if s.role is Role.MODEL)
-
-
-def test_trees_that_no_push_ever_comes_for_fail(engine: EngineHandle, sandbox_url: str, tiny_model: Path) -> None:
-    settings = ServiceSettings((engine.url,), sandbox_url, tiny_model, seed=4, retry_for_s=0.5)
-    with RolloutHandle.start(settings) as rollouts:
-        rollouts.start_trees(StartTrees("training", tuple(tasks(2)), 1, 1, GrowSettings.training(job())))
-        with pytest.raises(StaleEnginesError):
-            rollouts.collect(CollectTrees("training"))
-        report = rollouts.collect(CollectTrees("training"))
-    assert report.trees == []
-    assert all("serves policy 0, not 1" in reason for _, reason in report.failed)
 
 
 def test_a_tree_that_cannot_be_finished_is_reported_not_returned(sandbox_url: str, tiny_model: Path) -> None:

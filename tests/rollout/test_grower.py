@@ -38,7 +38,7 @@ def planned(*plan: str) -> Callable[[str], str]:
     """A script: the n-th part of the plan follows the n-th tool result."""
 
     def script(text: str) -> str:
-        *answered, current = text.removeprefix(PROMPT).split("</result>")
+        *answered, current = text[text.index(PROMPT) + len(PROMPT) :].split("</result>")
         part = plan[min(len(answered), len(plan) - 1)]
         assert part.startswith(current)
         return part[len(current) :]
@@ -271,6 +271,32 @@ def test_a_malformed_call_ends_the_trajectory_and_calls_nothing(scripted_engine:
     tree, grower = grow(engine.url, sandbox_url, GrpoPolicy(1))
     assert tree.segments[1].finish is Finish.MALFORMED
     assert grower.counts.calls_executed == 0
+
+
+def test_a_tree_stays_on_the_engine_that_has_its_prefixes(scripted_engine: Start, sandbox_url: str) -> None:
+    """Two engines, twelve trees: no prefix is computed on both, and each as seldom as on one engine."""
+    engines = [scripted_engine(ScriptedEngine(planned(*PLAN))) for _ in range(2)]
+    policy = arpo(5, 2, branch_probability=1.0, entropy_weight=0.0)
+
+    async def run() -> list[tuple[RolloutTree, TreeGrower]]:
+        async with EngineClient(*(engine.url for engine in engines)) as engine, ToolClient(sandbox_url) as tools:
+            context = GrowContext(engine, tools, CODEC, policy, Sampling(), LIMITS, SEED, 3, lambda _tokens: None)
+            prompts = [f"{number} {PROMPT}" for number in range(12)]
+            growers = [
+                TreeGrower(f"t{n}", np.array(CODEC.encode(text), np.int32), context) for n, text in enumerate(prompts)
+            ]
+            return [(await grower.grow(), grower) for grower in growers]
+
+    for number, (tree, grower) in enumerate(asyncio.run(run())):
+        asked = [
+            sum("".join(map(chr, request["input_ids"])).startswith(f"{number} What") for request in engine.requests)
+            for engine in engines
+        ]
+        assert min(asked) == 0
+        stats = grow_stats([tree], grower.counts, policy, failed=0, seconds=1.0)
+        assert stats.prefill_over_unique <= 1.05
+        assert stats.counts.prefilled_tokens - stats.given_tokens <= stats.counts.requests
+    assert all(engine.requests for engine in engines)
 
 
 def test_a_tool_that_fails_answers_with_an_error_the_model_reads(scripted_engine: Start, sandbox_url: str) -> None:
