@@ -1,0 +1,30 @@
+"""`arpo bench pack` on small trees: its figures are those of the trees, and both sides have one gradient."""
+
+from dataclasses import replace
+
+import pytest
+
+from arpo_megatron import resolve
+from arpo_megatron.bench import pack
+from arpo_megatron.bench.mixes import MIXES, Mix
+
+
+def test_figures_of_a_small_mix(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = Mix(samples=6, initial=3, calls=2, prompt=40, segment=(5, 30), result=(5, 30))
+    monkeypatch.setattr(pack, "SHAPE", replace(pack.SHAPE, hidden=64, heads=2, kv_heads=1, head_dim=32, ffn=96))
+    monkeypatch.setattr(pack, "TOKEN_BUDGET", 512)
+    monkeypatch.setattr(pack, "TREES", 8)
+    monkeypatch.setitem(MIXES, "small", small)
+    monkeypatch.setitem(MIXES, "small_too", replace(small, prompt=200))
+    found = pack.bench_pack(resolve.resolve("quickstart"), mixes=["small", "small_too"], repeats=1, progress=False)
+    tree = small.tree(0, pack.SHAPE.vocabulary)
+    assert found["mix"] == "small"
+    assert found["token_ratio"] == tree.unique_tokens / tree.flat_tokens
+    assert found["mixes"]["small_too"]["token_ratio"] < found["token_ratio"] < 1
+    assert found["pair_ratio"] < 1
+    for figures in found["mixes"].values():
+        assert figures["grad_rel_error"] < 1e-5
+        assert figures["time_ratio"] > 0
+        assert figures["captured"] == pytest.approx(figures["token_ratio"] / figures["time_ratio"])
+        assert figures["repeated_share"] == 0
+        assert 0 <= figures["imbalance"] < 0.5

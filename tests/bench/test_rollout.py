@@ -1,0 +1,30 @@
+"""`arpo bench rollout`, shortened: every way of growing finishes all its trajectories on the real engine."""
+
+import pytest
+
+from arpo_megatron.bench import controller, rollout
+
+
+def test_every_way_finishes_all_trajectories(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollout, "STEPS", 2)
+    monkeypatch.setattr(rollout, "TASKS", 2)
+    monkeypatch.setattr(rollout, "LATENCIES", {"heavy_tail": rollout.LATENCIES["heavy_tail"]})
+    monkeypatch.setattr(controller, "SIZES", (32, 64))
+    found = rollout.bench_rollout(controller=True, progress=False)
+    assert {way: run["trajectories"] for way, run in found["runs"]["heavy_tail"].items()} == {
+        "rounds": 32,
+        "on_policy": 32,
+        "partial": 32,
+    }
+    assert found["prefill_over_unique"] < 1.05
+    assert found["speedup_on_policy_heavy_tail"] > 0
+    assert [row["trajectories"] for row in found["controller"]["sizes"]] == [32, 64]
+    assert found["controller"]["engine_answers"] == "simulated"
+
+
+def test_tool_latencies_have_mean_one() -> None:
+    import numpy as np
+
+    for name, draw in rollout.LATENCIES.items():
+        rng = np.random.default_rng(1)
+        assert np.mean([draw(rng) for _ in range(20000)]) == pytest.approx(1.0, abs=0.05), name
