@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -73,6 +74,26 @@ def load(
     from arpo_megatron.bench.load import bench_load
 
     _answer("load", bench_load(gigabytes, tensor, pipeline, directory))
+
+
+@app.command()
+def sync(
+    megabytes: Annotated[int, typer.Option(min=1, help="Weights of the random model, in 10^6 bytes.")] = 600,
+    tensor: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks of the trainer.")] = 1,
+    bucket_mb: Annotated[int, typer.Option(min=1, help="sync.bucket_mb")] = 64,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed rounds.")] = 5,
+    directory: Annotated[
+        Path | None, typer.Option(help="Where to write the model and two copies; default: the temporary directory.")
+    ] = None,
+    json_only: Annotated[bool, typer.Option("--json", help="Nothing but the result.")] = False,
+) -> None:
+    """Whole weight pushes into a running engine against the bare transfer of the same bytes, for each transport."""
+    os.environ.update(CPU_ENVIRONMENT)
+    from arpo_megatron.bench.sync import bench_sync
+
+    if not json_only:
+        print(f"a model of {megabytes} MB and {repeats + 1} rounds of pushes: a minute or two", file=sys.stderr)
+    _answer("sync", bench_sync(megabytes, tensor, bucket_mb, repeats, directory))
 
 
 def _answer(name: str, figures: dict[str, Any]) -> None:

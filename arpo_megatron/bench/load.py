@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from arpo_megatron.bench import memory
 from arpo_megatron.config import ParallelConfig
 from arpo_megatron.errors import UserError
 from arpo_megatron.weights.files import TensorFiles, write_tensors
@@ -145,16 +146,10 @@ def _run_ranks(root: Path, shape: ModelShape, layout: ParallelConfig) -> list[Ra
 
 def _peak(work: Callable[[], Any]) -> tuple[int, float]:
     """Largest resident memory while `work` runs, in bytes, and its seconds."""
-    Path("/proc/self/clear_refs").write_text("5")  # sets the high-water mark back to the present
+    memory.reset()
     started = time.perf_counter()
     work()
-    return _status("VmHWM"), time.perf_counter() - started
-
-
-def _status(field: str) -> int:
-    """A size from this process's status file, in bytes."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field + ":"))
+    return memory.highest(), time.perf_counter() - started
 
 
 def main() -> None:
@@ -172,7 +167,7 @@ def main() -> None:
 
     def measured(name: str, shape: ModelShape, out: Path) -> RankFigures:
         gc.collect()
-        baseline = _status("VmRSS")
+        baseline = memory.resident()
         chunks = build_chunks(shape, layout, DTYPE, initialize=False)
         shard = sum(tensor.nbytes for chunk in chunks for tensor in chunk.parameters())
         load_peak, load_s = _peak(lambda: load_hf(chunks, shape, root / name))

@@ -3,12 +3,12 @@
 A push that is interrupted leaves a mixture of weights behind, so the gate stays closed (HTTP 503) until a whole push
 has arrived, whoever sends it. Two endpoints are added to SGLang's server:
 
-    POST /arpo/begin_push  {"version": N, "abort": bool, "timeout_s": s}  -> {"ranks": n, "incarnation": "..."}
+    POST /arpo/begin_push  {"version": N, "timeout_s": s}  -> {"ranks": n, "incarnation": "..."}
     POST /arpo/commit_push {"version": N, "timeout_s": s}
 
-`begin_push` answers when no generation is under way any more: they are waited for, or aborted. SGLang's own
-endpoints that take weights are called in between; `commit_push` empties the caches, which hold keys and values of the
-old weights, and sets the version that answers report.
+`begin_push` answers when no generation is under way any more; they end by themselves, or the caller ends them. SGLang's
+own endpoints that take weights are called in between. `commit_push` empties the caches, which hold keys and values of
+the old weights, and sets the version that answers report.
 """
 
 import asyncio
@@ -53,18 +53,15 @@ class PushGate:
             finally:
                 self._running -= 1
 
-    async def _begin(self, version: int, abort: bool, timeout_s: float) -> tuple[int, dict[str, Any]]:
+    async def _begin(self, version: int, timeout_s: float) -> tuple[int, dict[str, Any]]:
         before, self._arriving = self._arriving, version
-        manager = _manager()
-        if abort:
-            manager.abort_request(abort_all=True)
         deadline = asyncio.get_running_loop().time() + timeout_s
         while self._running:
             if asyncio.get_running_loop().time() > deadline:
                 self._arriving = before  # nothing has been changed yet
                 return 409, {"error": f"{self._running} generations were still running after {timeout_s:g} s"}
             await asyncio.sleep(_POLL_INTERVAL_S)
-        return 200, {"ranks": manager.server_args.tp_size, "incarnation": self._incarnation}
+        return 200, {"ranks": _manager().server_args.tp_size, "incarnation": self._incarnation}
 
     async def _commit(self, version: int, timeout_s: float) -> tuple[int, dict[str, Any]]:
         if self._arriving != version:

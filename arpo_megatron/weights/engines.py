@@ -22,6 +22,8 @@ from arpo_megatron.weights.checksums import CHECKSUM_ACTION, Piece
 
 _POLL_INTERVAL_S = 0.2
 _LOOK_TIMEOUT_S = 5.0
+_PATIENCE = 0.8
+"""Of a request's deadline an engine may wait for something itself, so that it is the one to give up and say why."""
 
 
 class WeightPushError(UserError):
@@ -69,22 +71,21 @@ class Engines:
         """Wait for no one."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def begin(self, version: int, urls: Sequence[str], *, abort: bool) -> tuple[Engine, ...]:
+    def begin(self, version: int, urls: Sequence[str]) -> tuple[Engine, ...]:
         """Close the gates: from now on every engine refuses to generate; returns when none does any more.
 
         Args:
             version: of the weights that are to arrive.
             urls: which engines.
-            abort: end unfinished generations (they answer what they have) instead of waiting for them.
         """
-        body = {"version": version, "abort": abort, "timeout_s": self.timeout_s}
+        body = {"version": version, "timeout_s": _PATIENCE * self.timeout_s}
         posts = self.start("arpo/begin_push", [(url, body) for url in urls])
         answers = [post.result() for post in posts]
         return tuple(Engine(url, a["ranks"], a["incarnation"]) for url, a in zip(urls, answers, strict=True))
 
     def commit(self, version: int, urls: Sequence[str]) -> None:
         """All weights are there: caches are emptied, the version is set, and the gates open."""
-        body = {"version": version, "timeout_s": self.timeout_s}
+        body = {"version": version, "timeout_s": _PATIENCE * self.timeout_s}
         for post in self.start("arpo/commit_push", [(url, body) for url in urls]):
             post.result()
 

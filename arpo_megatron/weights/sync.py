@@ -94,17 +94,14 @@ class WeightSync:
         comparable = config.engine.quantization == "none"
         return cls(requests, transport, verify_every=config.sync.verify_every if comparable else None)
 
-    def push(
-        self, buckets: Iterable[Bucket], version: int, *, urls: Sequence[str] | None = None, abort: bool = False
-    ) -> PushReport:
+    def push(self, buckets: Iterable[Bucket], version: int, *, urls: Sequence[str] | None = None) -> PushReport:
         """Replace engines' weights and set their policy version.
 
         Args:
             buckets: full tensors under Hugging Face names, each bucket made when it is asked for
                 (`export.hf_buckets`). A tied head needs no entry of its own: SGLang's head is its embedding.
             version: reported from then on by every answer of an engine (`meta_info["weight_version"]`).
-            urls: the engines to push to; None: all.
-            abort: end unfinished generations instead of waiting for them; they answer what they have sampled.
+            urls: the engines to push to (those that were restarted, say); None: all.
 
         Raises:
             WeightPushError: an engine failed or differs; the next push starts anew.
@@ -113,7 +110,7 @@ class WeightSync:
         started = time.monotonic()
         where = self._requests.urls if urls is None else tuple(url.rstrip("/") for url in urls)
         try:
-            self._transport.connect(self._requests.begin(version, where, abort=abort))
+            self._transport.connect(self._requests.begin(version, where))
             total, count, sums = self._send(buckets, np.random.default_rng(version) if self._due() else None)
             self._requests.commit(version, where)
         except BaseException:

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,6 +29,8 @@ HERE = Path(__file__).parent
 TOKENS = sample_tokens(48)
 TIMEOUT_S = 20.0
 BUCKET_BYTES = 20_000
+SIZES = EngineConfig(max_running_requests=4, max_total_tokens=2048, memory_fraction=0.1)
+NORM = ("model.norm.weight", torch.ones(32))
 
 
 def add_tokenizer(directory: Path) -> None:
@@ -41,12 +43,16 @@ def add_tokenizer(directory: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineHandle]:
-    directory = tmp_path_factory.mktemp("engine")
-    make(directory / "model", "qwen3-tied")
-    add_tokenizer(directory / "model")
-    sizes = EngineConfig(max_running_requests=4, max_total_tokens=2048, memory_fraction=0.1)
-    with launch_engine(directory / "model", sizes, dtype="float32", seed=1, log_path=directory / "log") as handle:
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("engine") / "model"
+    make(directory, "qwen3-tied")
+    add_tokenizer(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def engine(model: Path) -> Iterator[EngineHandle]:
+    with launch_engine(model, SIZES, dtype="float32", seed=1, log_path=model.parent / "log") as handle:
         yield handle
 
 
@@ -162,26 +168,59 @@ def test_one_wrong_bit_on_the_engine_is_found_by_its_checksum(engine: EngineHand
         sync.push(hf_buckets([model], shape, BUCKET_BYTES), 8)
 
 
-def test_a_generation_under_way_is_waited_for_or_aborted_and_new_ones_are_refused(engine: EngineHandle) -> None:
-    norm = ("model.norm.weight", torch.ones(32))
+def test_a_generation_under_way_is_waited_for_and_new_ones_are_refused(engine: EngineHandle) -> None:
     refused: list[requests.Response] = []
 
     def bucket_after_a_request() -> Iterator[Bucket]:
         refused.append(post(engine.url))
-        yield [norm]
+        yield [NORM]
 
-    for abort, version in ((False, 20), (True, 21)):
-        with ThreadPoolExecutor(1) as pool, weight_sync(engine.url) as sync:
-            long = pool.submit(generate, engine.url, 200)
-            time.sleep(0.05)
-            assert not long.done()
-            sync.push(bucket_after_a_request(), version, abort=abort)
-            meta = long.result()["meta_info"]
-            assert (meta["finish_reason"]["type"] == "abort") is abort
-            assert (meta["completion_tokens"] == 200) is not abort
-        assert refused[-1].status_code == 503
-        assert refused[-1].json() == {"error": f"weights of version {version} are arriving"}
-        assert generate(engine.url)["meta_info"]["weight_version"] == str(version)
+    with ThreadPoolExecutor(1) as pool, weight_sync(engine.url) as sync:
+        long = pool.submit(generate, engine.url, 200)
+        time.sleep(0.05)
+        assert not long.done()
+        sync.push(bucket_after_a_request(), 20)
+        assert long.result()["meta_info"]["completion_tokens"] == 200
+    assert refused[0].status_code == 503
+    assert refused[0].json() == {"error": "weights of version 20 are arriving"}
+    assert generate(engine.url)["meta_info"]["weight_version"] == "20"
+
+
+def test_generations_that_outlast_the_deadline_are_an_error_and_the_engine_serves_on(engine: EngineHandle) -> None:
+    version = generate(engine.url)["meta_info"]["weight_version"]
+    with ThreadPoolExecutor(1) as pool, weight_sync(engine.url, timeout_s=0.1) as sync:
+        long = pool.submit(generate, engine.url, 200)
+        time.sleep(0.05)
+        with pytest.raises(WeightPushError, match=r"begin_push: HTTP 409: .*1 generations were still running"):
+            sync.push([[NORM]], 21)
+        assert long.result()["meta_info"]["completion_tokens"] == 200
+    assert generate(engine.url)["meta_info"]["weight_version"] == version
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_engines_that_were_restarted_get_a_push_of_their_own_and_then_all_of_them_one(
+    engine: EngineHandle, model: Path, tmp_path: Path
+) -> None:
+    from arpo_megatron.weights.export import hf_buckets
+
+    trained, shape, _ = trainer(tmp_path, 25)
+    with torch.no_grad():
+        wanted = megatron_logprobs(trained, TOKENS).numpy()
+
+    def push(sync: WeightSync, version: int, urls: Sequence[str]) -> None:
+        sync.push(hf_buckets([trained], shape, BUCKET_BYTES), version, urls=urls)
+        assert [generate(url)["meta_info"]["weight_version"] for url in urls] == [str(version)] * len(urls)
+        assert max(probe_gap(wanted, scored) for scored in sync.score(TOKENS.tolist(), urls)) < 1e-4
+
+    with launch_engine(model, SIZES, dtype="float32", seed=1, log_path=tmp_path / "log") as second:
+        both, port = [engine.url, second.url], int(second.url.rpartition(":")[2])
+        requests = Engines(both, TIMEOUT_S)
+        sync = WeightSync(requests, Broadcast(requests), verify_every=1)
+        push(sync, 25, both)
+    with launch_engine(model, SIZES, dtype="float32", seed=1, log_path=tmp_path / "log", port=port) as second:
+        push(sync, 25, [second.url])
+        push(sync, 26, both)
+        sync.close()
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -209,7 +248,7 @@ def test_a_trainer_killed_between_two_buckets_leaves_an_engine_that_refuses_unti
 
 def test_a_commit_of_another_version_does_not_open_the_gate(engine: EngineHandle) -> None:
     engines = Engines([engine.url], TIMEOUT_S)
-    engines.begin(40, engines.urls, abort=False)
+    engines.begin(40, engines.urls)
     with pytest.raises(WeightPushError, match=r"HTTP 409: .*weights of version 40 are arriving, not 39"):
         engines.commit(39, engines.urls)
     assert post(engine.url).status_code == 503
@@ -229,7 +268,7 @@ def test_a_tensor_the_engine_cannot_take_is_an_error_with_its_words_and_the_next
         assert engine.url in str(error.value)
         assert "\n" not in str(error.value)
         assert post(engine.url).status_code == 503
-        sync.push([[("model.norm.weight", torch.ones(32))]], 51)
+        sync.push([[NORM]], 51)
     assert generate(engine.url)["meta_info"]["weight_version"] == "51"
 
 
@@ -252,10 +291,10 @@ def test_an_engine_that_hangs_is_an_error_at_the_deadline(engine: EngineHandle, 
 def test_an_engine_that_is_gone_is_an_error_and_not_a_hang(engine: EngineHandle) -> None:
     started = time.monotonic()
     with weight_sync(engine.url) as sync:
-        sync.push([[("model.norm.weight", torch.ones(32))]], 70)
+        sync.push([[NORM]], 70)
         engine.stop()
         with pytest.raises(WeightPushError, match=f"{engine.url}/arpo/begin_push"):
-            sync.push([[("model.norm.weight", torch.ones(32))]], 71)
+            sync.push([[NORM]], 71)
     assert time.monotonic() - started < TIMEOUT_S
 
 

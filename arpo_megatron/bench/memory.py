@@ -1,0 +1,23 @@
+"""Resident memory of a process, from /proc."""
+
+from pathlib import Path
+
+
+def resident(pid: int | str = "self") -> int:
+    """Bytes now."""
+    return _status("VmRSS", pid)
+
+
+def highest(pid: int | str = "self") -> int:
+    """Most bytes since `reset`."""
+    return _status("VmHWM", pid)
+
+
+def reset(pid: int | str = "self") -> None:
+    """Set the high-water mark back to the present."""
+    Path(f"/proc/{pid}/clear_refs").write_text("5")
+
+
+def _status(field: str, pid: int | str) -> int:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field + ":"))

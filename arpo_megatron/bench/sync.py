@@ -1,0 +1,328 @@
+"""Weight pushes against the bare transfer of the same bytes: `arpo bench sync`.
+
+A random model in float32 lies in the trainer's ranks, and an SGLang server on this machine serves it. Each round
+measures for every transport, one after the other, the floor and a whole push: the probe through the trainer, begin,
+gathering, naming, sending, loading, commit, checksums of sampled tensors, and the probe through the engine. The
+floor is the bare transfer plus one memory copy:
+
+    broadcast   one flat tensor broadcast by gloo between two processes
+    ipc         one copy into shared memory
+    disk        one file written and read
+
+The weights change before every push, and the engine must then hold the new ones.
+"""
+
+import ctypes
+import gc
+import json
+import multiprocessing
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from math import ceil, prod
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any, Literal
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import ProcessGroupGloo, TCPStore
+
+from arpo_megatron.bench import memory
+from arpo_megatron.config import EngineConfig, ModelConfig, ParallelConfig, SyncConfig
+from arpo_megatron.errors import UserError
+from arpo_megatron.weights.files import write_tensors
+from arpo_megatron.weights.mapping import exported
+from arpo_megatron.weights.shape import ModelShape
+
+DTYPE = torch.float32
+VOCABULARY = 16384
+PROBE_TOKENS = 16
+TransportName = Literal["broadcast", "ipc", "disk"]
+TRANSPORTS: tuple[TransportName, ...] = ("broadcast", "ipc", "disk")
+TIMEOUT_S = 300.0
+
+
+def bench_sync(megabytes: int, tensor: int, bucket_mb: int, repeats: int, directory: Path | None) -> dict[str, Any]:
+    """Medians over rounds.
+
+    Args:
+        megabytes: 10^6 bytes of weights, at least.
+        tensor: tensor-parallel ranks of the trainer.
+        bucket_mb: `sync.bucket_mb`.
+        repeats: rounds that count; one before them does not.
+        directory: where to write (the model and two copies of it); None: the system's temporary directory.
+
+    Raises:
+        UserError: a rank or the engine failed.
+    """
+    from arpo_megatron.rollout.server import launch_engine
+
+    with TemporaryDirectory(dir=directory, prefix="arpo-bench-sync-") as made:
+        root = Path(made)
+        shape = _make_model(root / "model", megabytes)
+        shape.check_divisible(ParallelConfig(tensor=tensor, sequence=tensor > 1))
+        sizes = EngineConfig(max_running_requests=4, max_total_tokens=2048, memory_fraction=0.5)
+        with launch_engine(root / "model", sizes, dtype="float32", seed=1, log_path=root / "engine.log") as engine:
+            settings = {
+                "url": engine.url,
+                "engine_pid": _largest(engine.process.pid),
+                "tensor": tensor,
+                "bucket_mb": bucket_mb,
+                "repeats": repeats,
+            }
+            (root / "settings.json").write_text(json.dumps(settings))
+            _run_ranks(root, tensor)
+        transports = json.loads((root / "figures.json").read_text())
+    return {
+        "model_bytes": _total(shape),
+        "tensor": tensor,
+        "bucket_bytes": bucket_mb * 2**20,
+        "share_of_floor": transports["broadcast"]["share_of_floor"],
+        "transports": transports,
+    }
+
+
+def _make_model(directory: Path, megabytes: int) -> ModelShape:
+    """A Qwen3 with as many layers as it takes, random weights and the tokenizer of the generated tasks."""
+    from arpo_megatron.tasks.tokenizers import generated_tokenizer, make_model_directory
+
+    model = ModelConfig(hidden_size=1024, layers=1, heads=16, kv_heads=8, ffn_size=4096, dtype="float32")
+    make_model_directory(directory, model, generated_tokenizer())
+    file = directory / "config.json"
+    config = json.loads(file.read_text()) | {"vocab_size": VOCABULARY}
+    file.write_text(json.dumps(config))
+    one = _total(ModelShape.from_hf(directory))
+    config["num_hidden_layers"] = 2
+    file.write_text(json.dumps(config))
+    step = _total(ModelShape.from_hf(directory)) - one
+    config["num_hidden_layers"] = 1 + max(0, ceil((megabytes * 1e6 - one) / step))
+    file.write_text(json.dumps(config))
+    shape = ModelShape.from_hf(directory)
+    draw = torch.Generator().manual_seed(1)
+    tensors = (
+        (name, torch.ones(size) if len(size) == 1 else torch.randn(size, generator=draw) * 0.02)
+        for name, size in exported(shape).items()
+    )
+    write_tensors(tensors, exported(shape), DTYPE, directory, 2**40)
+    return shape
+
+
+def _total(shape: ModelShape) -> int:
+    return sum(prod(size) for size in exported(shape).values()) * DTYPE.itemsize
+
+
+def _largest(pid: int) -> int:
+    """The engine's process that holds the weights."""
+    processes = psutil.Process(pid).children(recursive=True)
+    return max(processes, key=lambda process: process.memory_info().rss).pid
+
+
+def _run_ranks(root: Path, ranks: int) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    done = subprocess.run(
+        [*command, str(ranks), "-m", "arpo_megatron.bench.sync", str(root)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        reasons = [line for line in done.stderr.splitlines() if "Error: " in line]
+        raise UserError(f"bench sync: a rank failed: {(reasons or ['no message'])[0]}")
+
+
+class Floors:
+    """The bare transfers of `size` bytes, each with one memory copy behind it. All buffers are there beforehand."""
+
+    def __init__(self, size: int, directory: Path) -> None:
+        self._file = directory / "floor"
+        self._source = torch.ones(size, dtype=torch.uint8)
+        self._target = torch.zeros(size, dtype=torch.uint8)
+        self._shared = torch.zeros(size, dtype=torch.uint8).share_memory_()
+        store = TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
+        context = multiprocessing.get_context("spawn")
+        self._ends, other = context.Pipe()
+        self._receiver = context.Process(target=_receive, args=(store.port, size, other), daemon=True)
+        self._receiver.start()
+        self._group = ProcessGroupGloo(store, 0, 2, timedelta(seconds=TIMEOUT_S))
+
+    def seconds(self, transport: str) -> float:
+        """Of one transfer and one copy."""
+        bare: dict[str, Callable[[], None]] = {"broadcast": self._broadcast, "ipc": self._copy_out, "disk": self._disk}
+        started = time.perf_counter()
+        bare[transport]()
+        self._target.copy_(self._source)
+        return time.perf_counter() - started
+
+    def close(self) -> None:
+        """End the receiver."""
+        self._ends.close()
+        self._receiver.join()
+
+    def _broadcast(self) -> None:
+        self._ends.send(None)
+        self._group.broadcast([self._source]).wait()  # type: ignore[attr-defined]  # missing in the stubs
+        self._ends.recv()
+
+    def _copy_out(self) -> None:
+        self._shared.copy_(self._source)
+
+    def _disk(self) -> None:
+        with self._file.open("wb") as out:
+            out.write(self._source.numpy().data)
+        with self._file.open("rb") as file:
+            file.readinto(self._target.numpy().data)
+        self._file.unlink()
+
+
+def _receive(port: int, size: int, pipe: Any) -> None:
+    store = TCPStore("127.0.0.1", port, 2, is_master=False)
+    group = ProcessGroupGloo(store, 1, 2, timedelta(seconds=TIMEOUT_S))
+    target = torch.zeros(size, dtype=torch.uint8)
+    try:
+        while True:
+            pipe.recv()
+            group.broadcast([target]).wait()  # type: ignore[attr-defined]  # missing in the stubs
+            pipe.send(None)
+    except EOFError:
+        pass
+
+
+class Pushes:
+    """One rank's part of a push by one of the transports."""
+
+    def __init__(
+        self, root: Path, settings: dict[str, Any], transport: TransportName, chunks: Any, shape: ModelShape
+    ) -> None:
+        from arpo_megatron.config import JobConfig
+        from arpo_megatron.weights.sync import WeightSync
+
+        self._chunks, self._shape = chunks, shape
+        self._engine_pid: int = settings["engine_pid"]
+        self.bucket_bytes: int = settings["bucket_mb"] * 2**20
+        sync = SyncConfig(transport=transport, bucket_mb=settings["bucket_mb"], verify_every=1)
+        self._sync = None
+        if not dist.get_rank():
+            self._sync = WeightSync.of(JobConfig("bench", platform="cpu", sync=sync), [settings["url"]], root)
+        self.gap = 0.0
+        self.checksums = 0
+        self.peaks: tuple[int, int] | None = None
+
+    def seconds(self, version: int) -> float:
+        """Of one push; the first one also measures memory."""
+        self._change()
+        if self.peaks is None:
+            gc.collect()
+            ctypes.CDLL(None).malloc_trim(0)
+            pids: tuple[int, int] = (os.getpid(), self._engine_pid)
+            before = [memory.resident(pid) for pid in pids]
+            for pid in pids:
+                memory.reset(pid)
+            seconds = self._push(version)
+            peaks = [memory.highest(pid) - held for pid, held in zip(pids, before, strict=True)]
+            self.peaks = peaks[0], peaks[1]
+            return seconds
+        return self._push(version)
+
+    def close(self) -> None:
+        """Let go of the engine."""
+        if self._sync is not None:
+            self._sync.close()
+
+    def _push(self, version: int) -> float:
+        from arpo_megatron.weights.export import hf_buckets
+        from arpo_megatron.weights.sync import probe_gap
+
+        started = time.perf_counter()
+        wanted = _probe(self._chunks[0])
+        buckets = hf_buckets(self._chunks, self._shape, self.bucket_bytes)
+        if self._sync is None:
+            for _ in buckets:
+                pass
+        else:
+            self.checksums = len(self._sync.push(buckets, version).verified)
+            self.gap = max(self.gap, probe_gap(wanted.numpy(), self._sync.score(range(PROBE_TOKENS))[0]))
+        return time.perf_counter() - started
+
+    def _change(self) -> None:
+        with torch.no_grad():
+            for chunk in self._chunks:
+                for parameter in chunk.parameters():
+                    parameter.mul_(1.001)
+
+
+def _probe(model: Any) -> Tensor:
+    """float32[PROBE_TOKENS - 1]: the trainer's log-probs of a fixed sequence."""
+    import numpy as np
+
+    from arpo_megatron.actor.microbatch import MicroBatches
+    from arpo_megatron.actor.packing import pack_trees
+    from arpo_megatron.algorithms.credit import supervised_credit
+    from arpo_megatron.tree import Role, RolloutTree
+
+    tree = RolloutTree("probe", np.arange(1))
+    tree.add(0, Role.MODEL, np.arange(1, PROBE_TOKENS))
+    packs = pack_trees([tree], supervised_credit([tree]), token_budget=PROBE_TOKENS)
+    with torch.no_grad(), MicroBatches(packs, None) as batches:
+        logprobs: Tensor = model(*batches.make(0).inputs)[0]
+    return logprobs
+
+
+def main() -> None:
+    """One rank: floors and pushes in turn."""
+    from arpo_megatron.actor import parallel
+    from arpo_megatron.actor.model import build_chunks
+    from arpo_megatron.weights.load import load_hf
+
+    root = Path(sys.argv[1])
+    settings = json.loads((root / "settings.json").read_text())
+    shape = ModelShape.from_hf(root / "model")
+    layout = ParallelConfig(tensor=settings["tensor"], sequence=settings["tensor"] > 1)
+    parallel.initialize(layout, seed=1)
+    torch.set_num_threads(1)  # the engine has the other core
+    chunks = build_chunks(shape, layout, DTYPE, initialize=False)
+    load_hf(chunks, shape, root / "model")
+    floors = Floors(_total(shape), root) if parallel.is_leader() else None
+    floor_s: dict[str, list[float]] = {name: [] for name in TRANSPORTS}
+    push_s: dict[str, list[float]] = {name: [] for name in TRANSPORTS}
+    pushes = {name: Pushes(root, settings, name, chunks, shape) for name in TRANSPORTS}
+    version = 0
+    for _ in range(1 + settings["repeats"]):
+        for name in TRANSPORTS:
+            version += 1
+            if floors is not None:
+                floor_s[name].append(floors.seconds(name))
+            dist.barrier()
+            push_s[name].append(pushes[name].seconds(version))
+    if floors is not None:
+        figures = {name: _figures(pushes[name], floor_s[name][1:], push_s[name][1:]) for name in TRANSPORTS}
+        (root / "figures.json").write_text(json.dumps(figures))
+        floors.close()
+    for push in pushes.values():
+        push.close()
+    parallel.destroy()
+
+
+def _figures(pushes: Pushes, floor_s: list[float], push_s: list[float]) -> dict[str, Any]:
+    if pushes.peaks is None:
+        raise AssertionError("no push was measured")
+    return {
+        "share_of_floor": round(median(floor_s) / median(push_s), 3),
+        "floor_s": [round(seconds, 3) for seconds in floor_s],
+        "push_s": [round(seconds, 3) for seconds in push_s],
+        "peak_extra_bytes": pushes.peaks[0],
+        "engine_peak_extra_bytes": pushes.peaks[1],
+        "two_buckets_bytes": 2 * pushes.bucket_bytes,
+        "probe_gap": pushes.gap,
+        "tensors_verified": pushes.checksums,
+    }
+
+
+if __name__ == "__main__":
+    main()
