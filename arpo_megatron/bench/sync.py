@@ -16,6 +16,7 @@ import ctypes
 import gc
 import json
 import multiprocessing
+import os
 import subprocess
 import sys
 import time
