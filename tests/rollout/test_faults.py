@@ -173,10 +173,10 @@ class Saboteur:
         self.done: list[str] = []
 
     def __call__(self, progress: GrowProgress) -> None:
-        while self._due and progress.tokens_sampled >= self._due[0][0]:
-            if not self._do(self._due[0][1]):
-                return  # what it is to hit is down just now: at the next call
-            self.done.append(self._due.pop(0)[1])
+        for fault in [fault for fault in self._due if fault[0] <= progress.tokens_sampled]:
+            if self._do(fault[1]):  # else what it is to hit is down just now: at the next call
+                self._due.remove(fault)
+                self.done.append(fault[1])
 
     def _do(self, name: str) -> bool:
         engines = [f"engine-{index}" for index in self._draw.sample(range(ENGINES), ENGINES)]
