@@ -13,12 +13,10 @@ if os.environ.get("ARPO_TESTS_ON") != "cuda":
     os.environ.update(CPU_ENVIRONMENT)
 
 
-@pytest.hookimpl(tryfirst=True)  # pytest-xdist's own hook reads the marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_itemcollected(item: pytest.Item) -> None:
     """What one worker runs: the tests that share the demo, and otherwise a file with its module-wide fixtures."""
-    for item in items:
-        demo = "demo" in getattr(item, "fixturenames", ())
-        item.add_marker(pytest.mark.xdist_group("demo" if demo else item.nodeid.partition("::")[0]))
+    demo = "demo" in getattr(item, "fixturenames", ())
+    item.add_marker(pytest.mark.xdist_group("demo" if demo else item.nodeid.partition("::")[0]))
 
 
 @pytest.fixture(scope="module")
