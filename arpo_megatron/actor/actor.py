@@ -40,7 +40,8 @@ class Actor:
     Args:
         config: `model.dtype`, `parallel`, `algorithm` (clipping) and `rollout.temperature` are used.
         shape: of the model at `model_path`.
-        model_path: Hugging Face directory of the first weights; None: random ones, the same in every layout.
+        model_path: Hugging Face directory of the first weights; None: random ones, the same in layouts
+            without pipeline and expert parallelism.
         optimizer: learning rate and schedule (supervised and policy training have different ones).
         total_updates: length of the schedule.
 

@@ -115,8 +115,8 @@ def build_model(
         shape: sizes and family traits.
         parallel: the layout that Megatron's parallel state was initialized with.
         dtype: of parameters and activations.
-        initialize: draw random weights from torch's generator, the same whatever the layout; False leaves them
-            undefined for a load that follows.
+        initialize: draw random weights from torch's generator, the same in layouts without pipeline and expert
+            parallelism; False leaves them undefined for a load that follows.
         stage: which chunk of a virtual pipeline; None without one.
         balance_coefficient: of the loss that levels the load of experts (see router.py).
         fp8: number format of the layers' products.

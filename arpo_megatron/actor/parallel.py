@@ -156,7 +156,7 @@ def _threads() -> int:
 def _keep_freed_memory() -> None:
     """Let glibc reuse large blocks instead of giving them back to the kernel, which has to clear every page anew.
 
-    An update of some thousand tokens then takes about a tenth less time (`arpo bench pack`).
+    An update of some thousand tokens then took about a tenth less time on two cores.
     """
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "mallopt"):

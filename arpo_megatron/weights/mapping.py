@@ -235,11 +235,6 @@ def exported(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     return {name: size for entry in entries(shape) if not entry.copy for name, size in entry.hf.items()}
 
 
-def parameter_count(shape: ModelShape) -> int:
-    """Parameters of the whole model, a tied head counted once."""
-    return sum(prod(size) for size in exported(shape).values())
-
-
 def bucket_counts(shape: ModelShape, itemsize: int, bucket_bytes: int) -> list[int]:
     """How many of the exported tensors each bucket holds: whole rows, `bucket_bytes` at most or one larger row."""
     counts, held = [0], 0
