@@ -74,13 +74,13 @@ def pack_trees(
 
 
 def _by_beginning(prompts: Sequence[Int32Array]) -> list[list[int]]:
-    """Indices of prompts with the same first tokens, for packs that share them; those like no other are one group."""
+    """Indices of prompts with the same first tokens, for packs that share them; short or odd ones are one group."""
     groups: dict[bytes, list[int]] = {}
-    looked_at = min([SAME_BEGINNING, *map(len, prompts)])
     for index, prompt in enumerate(prompts):
-        groups.setdefault(prompt[:looked_at].tobytes(), []).append(index)
-    alone = [index for group in groups.values() if len(group) == 1 for index in group]
-    return [*(group for group in groups.values() if len(group) > 1), *([alone] if alone else [])]
+        groups.setdefault(prompt[:SAME_BEGINNING].tobytes(), []).append(index)
+    alike = [group for group in groups.values() if len(group) > 1 and len(prompts[group[0]]) >= SAME_BEGINNING]
+    rest = sorted(set(range(len(prompts))).difference(*alike))
+    return [*alike, *([rest] if rest else [])]
 
 
 def pack_minibatch(

@@ -15,7 +15,7 @@ from arpo_megatron.actor.packing import pack_trees
 
 def subtree_ends(forest) -> np.ndarray:
     credits = [cases.plain_credit(tree, np.ones(len(tree.leaves())), 1.0) for tree in forest]
-    (pack,) = pack_trees(forest, credits, token_budget=10**6)
+    (pack,) = pack_trees(forest, credits, token_budget=10**6, share_prompt=False)
     return pack.subtree_end
 
 
