@@ -16,6 +16,7 @@ import ctypes
 import gc
 import json
 import multiprocessing
+import os
 import subprocess
 import sys
 import time
@@ -125,15 +126,17 @@ def _largest(pid: int) -> int:
 
 def _run_ranks(root: Path, ranks: int) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-    done = subprocess.run(
-        [*command, str(ranks), "-m", "arpo_megatron.bench.sync", str(root)],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        check=False,
-    )
+    log = root / "ranks.log"
+    # Not a pipe: the daemon that torch keeps shared memory with outlives the ranks while the engine does, and holds it.
+    with log.open("wb") as err:
+        done = subprocess.run(
+            [*command, str(ranks), "-m", "arpo_megatron.bench.sync", str(root)],
+            stdout=subprocess.DEVNULL,
+            stderr=err,
+            check=False,
+        )
     if done.returncode:
-        reasons = [line for line in done.stderr.splitlines() if "Error: " in line]
+        reasons = [line for line in log.read_text(errors="replace").splitlines() if "Error: " in line]
         raise UserError(f"bench sync: a rank failed: {(reasons or ['no message'])[0]}")
 
 
