@@ -56,7 +56,9 @@ def _answer_one(
         rollouts = start_rollouts(config, run.export, run.logs / "rollout.log", ready)
         try:
             settings = GrowSettings.evaluation(config, temperature=0.0)
-            report = rollouts.grow([task], step=config.train.steps, version=0, settings=settings)
+            report = rollouts.grow(
+                [task], step=config.train.steps, version=0, settings=settings, progress=lambda _progress: roles.check()
+            )
         finally:
             rollouts.close()
     if not report.trees:

@@ -106,8 +106,7 @@ class Roles:
         """
         while True:
             poll()
-            for check in self.checks:
-                check()
+            self.check()
             for each in self.running:
                 code = each.process.poll()
                 if code is not None and (code != 0 or each is not role):
@@ -117,6 +116,11 @@ class Roles:
                 poll()
                 return
             time.sleep(every_s)
+
+    def check(self) -> None:
+        """Call the `checks`, whatever is waited for. Raises RoleDiedError where one says so."""
+        for check in self.checks:
+            check()
 
     def stop(self) -> None:
         """SIGTERM to every role's group, SIGKILL after GRACE_S. A ctrl-C meanwhile does not interrupt it."""

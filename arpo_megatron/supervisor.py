@@ -35,7 +35,7 @@ from arpo_megatron.run_directory import RunDirectory
 
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 60.0
-SOUND_S = 300.0
+SOUND_S = 60.0
 """A service that was up for so many seconds has recovered: its next restart pauses as shortly as the first."""
 _POLL_INTERVAL_S = 0.1
 _PROBE_INTERVAL_S = 5.0

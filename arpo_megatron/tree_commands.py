@@ -93,7 +93,7 @@ def _table(path: Path, steps: list[int]) -> Table:
     rows = read_summaries(path)
     title = f"{path} (stored: steps {steps[0]} to {steps[-1]})"
     table = Table(title=title, title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0))
-    for name in ("tree", "step", "task", "leaves", "forks", "reward", "unique", "flat", "unique/flat", "seconds"):
+    for name in ("tree", "step", "task", "leaves", "forks", "reward", "unique/flat", "seconds"):
         table.add_column(name, justify="left" if name == "task" else "right", overflow="fold")
     for number, row in enumerate(rows):
         table.add_row(str(number), *_cells(row))
@@ -108,8 +108,6 @@ def _cells(row: dict[str, Any]) -> list[str]:
         str(len(row["leaves"])),
         str(row["forks"]),
         f"{sum(rewards) / max(1, len(rewards)):+.3f}",
-        str(unique),
-        str(flat),
-        f"{unique / flat:.2f}",
+        f"{unique}/{flat}",
         f"{row['grow_seconds']:.1f}",
     ]

@@ -30,6 +30,14 @@ def test_the_engine_shares_the_trainers_gpus_only_where_there_are_too_few(ranks,
     assert Placement.of(job(ranks=ranks, engine=engine), gpus) == expected
 
 
+def test_replicas_take_the_gpus_one_behind_the_other() -> None:
+    config = JobConfig(name="test", parallel=ParallelConfig(data=4), engine=EngineConfig(tensor=2, replicas=2))
+    place = Placement.of(config, 8)
+    assert [place.of_engine(index, config.engine).engine_gpu for index in range(2)] == [4, 6]
+    assert Placement.of(config, 7).shared
+    assert Placement.of(config, 0).of_engine(1, config.engine) == ON_CPU
+
+
 def test_an_engine_that_shares_a_gpu_takes_less_of_its_memory_unless_told_how_much() -> None:
     shared, alone = Placement.of(job(), 1), Placement.of(job(), 2)
     assert shared.memory_fraction(EngineConfig()) < alone.memory_fraction(EngineConfig())

@@ -1,6 +1,8 @@
 """The guards of the loop refuse broken numbers."""
 
 import dataclasses
+import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,9 +15,13 @@ from arpo_megatron.actor.statistics import PolicyStats, UpdateStats
 from arpo_megatron.algorithms.credit import supervised_credit
 from arpo_megatron.config import JobConfig
 from arpo_megatron.minibatch import Minibatch
+from arpo_megatron.monitor.events import EventLog
+from arpo_megatron.run_directory import RunDirectory
 from arpo_megatron.step_metrics import Logprobs, sampling_gap
-from arpo_megatron.training_run import TrainingRun
+from arpo_megatron.tasks.base import Task
+from arpo_megatron.training_run import RunState, TrainingRun
 from arpo_megatron.tree import Role, RolloutTree
+from arpo_megatron.tree_files import ScoredTree, read_trees, step_file
 
 # The check looks at nothing of the run but its config.
 RUN: Any = SimpleNamespace(config=JobConfig(name="test"))
@@ -78,3 +84,21 @@ def test_ratios_of_exactly_one_pass() -> None:
 def test_any_other_ratio_before_an_update_is_refused(changes: dict[str, float]) -> None:
     with pytest.raises(RuntimeError, match="do not compute the same thing"):
         check(**changes)
+
+
+def test_a_step_goes_on_where_its_trees_cannot_be_stored(tmp_path: Path) -> None:
+    run: Any = SimpleNamespace(
+        directory=RunDirectory(tmp_path), events=EventLog(tmp_path / "events.jsonl"), state=RunState(step=4)
+    )
+    leader: Any = SimpleNamespace(decode=str)
+    nothing = np.zeros(1)
+    scored = [ScoredTree(Task("task", (), "1", "math", "?"), RolloutTree("task", [1]), nothing, nothing, nothing > 1)]
+    run.directory.trees.write_text("a file where the directory should be")
+    assert TrainingRun._store(run, scored * 3, leader) == 3
+    assert TrainingRun._store(run, scored, leader) == 1
+    assert run.state.totals == {"trees_not_stored": 4}
+    told = [json.loads(line)["text"] for line in run.events.path.read_text().splitlines()]
+    assert "the 3 trees of step 4 are not stored, training goes on" in told[0]
+    run.directory.trees.unlink()
+    assert TrainingRun._store(run, scored, leader) == 0
+    assert len(read_trees(step_file(run.directory, 4))) == 1

@@ -222,7 +222,7 @@ def test_trees_are_listed_and_drawn(
     assert "steps 1 to 2" in listed
     for number, row in enumerate(read_summaries(step_file(run, 2))):
         (line,) = [line for line in listed.splitlines() if f"task-{number}" in line]
-        for value in (number, 2, number + 1, row["forks"], row["unique_tokens"], row["flat_tokens"]):
+        for value in (number, 2, number + 1, row["forks"], f"{row['unique_tokens']}/{row['flat_tokens']}"):
             assert f" {value} " in line
     assert "trajectories" not in listed
     show_trees(run, step=1, tree=2, count=1, svg=None)

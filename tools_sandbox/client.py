@@ -10,7 +10,7 @@ import asyncio
 import math
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 
 import aiohttp
@@ -43,7 +43,7 @@ class SandboxError(RuntimeError):
 class SandboxUnavailable(SandboxError):  # noqa: N818 - the contract's name
     """The service cannot be reached, is overloaded or shutting down, also after the retries.
 
-    status: of its last HTTP answer; None where it gave none.
+    status: of its HTTP answers; None where attempts ended differently, or without one.
     """
 
     def __init__(self, message: str, status: int | None = None) -> None:
@@ -56,7 +56,7 @@ class SandboxDenied(SandboxError):  # noqa: N818 - its twin
 
 
 class _RetryableError(Exception):
-    """One attempt failed in a way that another may not; `status` as in `SandboxUnavailable`."""
+    """One attempt failed in a way that another may not; `status`: of the HTTP answer, if there was one."""
 
     def __init__(self, message: str, status: int | None = None) -> None:
         super().__init__(message)
@@ -94,8 +94,10 @@ def _parsed(url: str, data: object) -> ToolAnswer:
         raise SandboxDenied(f"{url} does not speak the tool service's protocol: {error}") from error
 
 
-def _unavailable(url: str, attempts: int, cause: BaseException) -> SandboxUnavailable:
-    status = cause.status if isinstance(cause, _RetryableError) else None
+def _unavailable(
+    url: str, attempts: int, cause: BaseException, statuses: Sequence[int | None] = ()
+) -> SandboxUnavailable:
+    status = statuses[0] if len(set(statuses)) == 1 else None
     return SandboxUnavailable(f"tool service at {url} is unavailable after {attempts} attempt(s): {cause}", status)
 
 
@@ -127,14 +129,15 @@ class SandboxClient:
         Raises SandboxUnavailable, SandboxDenied; ValueError for a timeout that is not positive.
         """
         body = _body(tool, arguments, trajectory_id, timeout_s)
-        pauses = _pauses_s(self._retries)
+        pauses, statuses = _pauses_s(self._retries), list[int | None]()
         for attempt in range(1, self._retries + 2):
             try:
                 return self._attempt(body, timeout_s + self._queue_wait_s)
             except _RetryableError as error:
+                statuses.append(error.status)
                 pause_s = next(pauses, None)
                 if pause_s is None:
-                    raise _unavailable(self.url, attempt, error) from error
+                    raise _unavailable(self.url, attempt, error, statuses) from error
                 time.sleep(pause_s)
         raise AssertionError("unreachable: the last attempt returns or raises")
 
@@ -192,14 +195,15 @@ class AsyncSandboxClient:
     ) -> ToolAnswer:
         """As `SandboxClient.call`."""
         body = _body(tool, arguments, trajectory_id, timeout_s)
-        pauses = _pauses_s(self._retries)
+        pauses, statuses = _pauses_s(self._retries), list[int | None]()
         for attempt in range(1, self._retries + 2):
             try:
                 return await self._attempt(body, timeout_s + self._queue_wait_s)
             except _RetryableError as error:
+                statuses.append(error.status)
                 pause_s = next(pauses, None)
                 if pause_s is None:
-                    raise _unavailable(self.url, attempt, error) from error
+                    raise _unavailable(self.url, attempt, error, statuses) from error
                 await asyncio.sleep(pause_s)
         raise AssertionError("unreachable: the last attempt returns or raises")
 

@@ -39,7 +39,10 @@ def evaluate_run(run: RunDirectory, *, model: Path | None, tasks: int | None) ->
         with services(config, run, roles, model) as ready:
             rollouts = start_rollouts(config, model, run.logs / "rollout.log", ready)
             try:
-                report = rollouts.grow(chosen, step=0, version=0, settings=GrowSettings.evaluation(config))
+                settings = GrowSettings.evaluation(config)
+                report = rollouts.grow(
+                    chosen, step=0, version=0, settings=settings, progress=lambda _progress: roles.check()
+                )
             finally:
                 rollouts.close()
     reward, by_id = make_reward(config.reward), {task.id: task for task in chosen}

@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -25,6 +26,7 @@ from tools_sandbox.client import SandboxError
 TREE_FAILURES = (EngineUnavailableError, EngineRefusedError, SandboxError, PromptTooLongError)
 """What makes a tree a failed one. Anything else is a defect and ends the call with its traceback."""
 _PROGRESS_INTERVAL_S = 0.25
+_HEARTBEAT_S = 1.0
 
 
 @dataclass(slots=True)
@@ -160,7 +162,9 @@ class TreePool:
             if len(group.trees) - growing >= count and not self._overdue(group, finish_before):
                 return
             self._changed.clear()
-            await self._changed.wait()
+            with suppress(TimeoutError):  # what waits at the other end is told that nothing has happened, too
+                async with asyncio.timeout(_HEARTBEAT_S):
+                    await self._changed.wait()
 
     async def pause(self) -> None:
         """Let no request pass, cut those short that run, and return when the engine is idle."""

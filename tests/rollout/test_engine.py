@@ -364,6 +364,21 @@ def test_a_tree_that_cannot_be_finished_is_reported_not_returned(sandbox_url: st
     assert report.stats.failed == 2
 
 
+def test_a_call_that_waits_for_services_can_be_given_up(sandbox_url: str, tiny_model: Path) -> None:
+    """Nothing comes back, but `progress` is called, so that the caller learns of services that are gone for good."""
+    settings = ServiceSettings(("http://127.0.0.1:9",), sandbox_url, tiny_model, seed=4, retry_for_s=60)
+    started = time.monotonic()
+
+    def give_up(progress: GrowProgress) -> None:
+        assert progress.trees_done == 0
+        if time.monotonic() > started + 1:
+            raise InterruptedError
+
+    with RolloutHandle.start(settings) as handle, pytest.raises(InterruptedError):
+        handle.grow(tasks(1), step=0, version=0, settings=GrowSettings.training(job()), progress=give_up)
+    assert time.monotonic() - started < 10
+
+
 def test_a_broken_rollout_process_is_an_error_with_its_traceback(sandbox_url: str, tiny_model: Path) -> None:
     settings = ServiceSettings(("http://127.0.0.1:9",), sandbox_url, tiny_model, seed=4)
     with RolloutHandle.start(settings) as handle:
