@@ -71,7 +71,7 @@ class Sample:
 
     @classmethod
     def of(cls, tensor: Tensor, position: float, most_bytes: int) -> Self:
-        """As many rows as fit in that many bytes (at least one), starting at `position` of what is possible (0 to 1)."""
+        """As many rows as fit in that many bytes, at least one; `position` from 0 to 1 says where they are."""
         count = min(len(tensor), max(1, most_bytes * len(tensor) // tensor.nbytes))
         first = round(position * (len(tensor) - count))
         return cls(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), first, first + count)
