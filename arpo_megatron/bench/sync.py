@@ -249,7 +249,8 @@ class Pushes:
         started = time.perf_counter()
         wanted = _probe(self._chunks[0])
         probed = time.perf_counter()
-        buckets = hf_buckets(self._chunks, self._shape, self.bucket_bytes)
+        buffers = self._sync.buffers if self._sync else 0
+        buckets = hf_buckets(self._chunks, self._shape, self.bucket_bytes, buffers)
         if self._sync is None:
             for _ in buckets:
                 pass

@@ -70,6 +70,11 @@ class WeightSync:
         """Requests to the engines beside a push."""
         return self._requests
 
+    @property
+    def buffers(self) -> int:
+        """How many buffers `export.hf_buckets` is to gather into."""
+        return self._transport.buffers
+
     @classmethod
     def of(cls, config: JobConfig, urls: Sequence[str], run: Path) -> Self:
         """As a job's config says.
