@@ -25,7 +25,7 @@ contracts: setup
 	$(BIN)/lint-imports
 
 pytest: setup
-	$(BIN)/pytest --numprocesses $(WORKERS) --dist loadgroup --durations 20 $(ARGS)
+	$(BIN)/pytest --numprocesses $(WORKERS) --no-loadscope-reorder --durations 20 $(ARGS)
 
 # Minutes of kill -9 and restart, beside `make test`.
 test-slow: setup

@@ -48,12 +48,27 @@ def check_job(config: "JobConfig") -> None:
         _check_made_model(config.model, config.parallel)
     _check_data(config)
     _check_staleness(config)
+    if not config.parallel.nested_packs and config.train.token_budget < config.model.max_length:
+        raise ValueError(
+            f"train.token_budget={config.train.token_budget} must hold a whole trajectory, model.max_length="
+            f"{config.model.max_length}: with pipeline or expert parallelism a cut tree computes its ancestors again"
+        )
+    _check_optimizer(config)
     _check_sft(config)
     if config.evaluation.tasks > config.data.held_out:
         raise ValueError(f"evaluation.tasks={config.evaluation.tasks} exceeds data.held_out={config.data.held_out}")
     pool = config.engine.max_total_tokens
     if pool is not None and pool < config.model.max_length:
         raise ValueError(f"engine.max_total_tokens={pool} cannot hold one model.max_length={config.model.max_length}")
+
+
+def _check_optimizer(config: "JobConfig") -> None:
+    for name, optimizer in (("optimizer", config.optimizer), ("sft.optimizer", config.sft.optimizer)):
+        if optimizer.offload and not (config.parallel.distributed_optimizer and config.model.dtype == "bfloat16"):
+            raise ValueError(
+                f"{name}.offload=true needs parallel.distributed_optimizer=true and model.dtype=bfloat16: Megatron "
+                "offloads the master weights of its distributed optimizer"
+            )
 
 
 def _check_staleness(config: "JobConfig") -> None:

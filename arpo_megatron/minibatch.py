@@ -104,7 +104,9 @@ def prepare_update(
         trajectory_weights=weights,
     )
     # Ratios and loss are those of trajectories: only the leader knows them, and only it reports.
-    return ReadyUpdate(_credited(minibatch, found.credits).packs, None, "linear", statistics=found.statistics())
+    # Their ratios follow from log-probs of earlier passes; that this pass computes the same shows in its kl_old.
+    packs = _credited(minibatch, found.credits).packs
+    return ReadyUpdate(packs, old_logprobs, "linear", statistics=found.statistics())
 
 
 def _credits(

@@ -17,6 +17,7 @@ from arpo_megatron import resolve
 from arpo_megatron.actor import parallel
 from arpo_megatron.actor.actor import Actor
 from arpo_megatron.actor.checkpoint import CheckpointStore
+from arpo_megatron.actor.optimizer import adam_name
 from arpo_megatron.actor.packing import pack_minibatch
 from arpo_megatron.algorithms.credit import supervised_credit
 from arpo_megatron.bad_packs import BadUpdate, dump_if_skipped
@@ -90,12 +91,14 @@ class SftState:
         learnt_tokens: those among them that were learnt.
         loss: of the last update.
         held_out_loss: as last measured.
+        skipped_in_a_row: updates skipped since the last one that was taken.
     """
 
     tokens: int = 0
     learnt_tokens: int = 0
     loss: float | None = None
     held_out_loss: float | None = None
+    skipped_in_a_row: int = 0
 
 
 def held_out_loss(actor: Actor, trees: Sequence[RolloutTree], config: JobConfig) -> float | None:
@@ -103,7 +106,7 @@ def held_out_loss(actor: Actor, trees: Sequence[RolloutTree], config: JobConfig)
     if not trees:
         return None
     packs = pack_minibatch(trees, supervised_credit(trees), config, actor.shape)
-    logprobs = actor.logprobs(packs, temperature=1.0)
+    logprobs = actor.logprobs(packs, temperature=1.0, training=False)
     return -float(sum((values * pack.weight).sum() for values, pack in zip(logprobs, packs, strict=True)))
 
 
@@ -120,10 +123,10 @@ class ColdStart:
     metrics: MetricsLog | None
     profiler: StepProfiler
     state: SftState = field(default_factory=SftState)
-    skipped: int = 0
 
     def resume(self) -> None:
         """Go on from the newest whole checkpoint, if there is one."""
+        self.events.emit("note", text=f"optimizer: {adam_name(self.actor.optimizer)}")
         found = self.checkpoints.resume_point()
         for line in found.told:
             self.events.emit("note", text=line)
@@ -145,7 +148,9 @@ class ColdStart:
         if (trace := self.profiler.after(number + 1)) is not None:
             self.events.emit("note", text=f"profile: {trace}")
         bad = BadUpdate("sft", number, "nll", self.actor.unsound, packs, None) if stats.skipped else None
-        self.skipped = dump_if_skipped(bad, self.skipped, self.directory.bad_packs, self.events)
+        self.state.skipped_in_a_row = dump_if_skipped(
+            bad, self.state.skipped_in_a_row, self.directory.bad_packs, self.events
+        )
         self.state.tokens += sum(len(pack) for pack in packs)
         self.state.learnt_tokens += stats.tokens
         self.state.loss = stats.loss
@@ -190,9 +195,8 @@ class ColdStart:
                 self.events.emit("note", text=str(report))
 
     def finish(self, start: Path) -> None:
-        """Export the model that began as `start`, then write the result."""
+        """Write the result, then export the model that began as `start`: with the export the cold start is done."""
         self.checkpoints.finish()
-        export_hf(self.actor.chunks, self.actor.shape, start, self.directory.cold_start)
         if parallel.is_leader():
             result = {
                 "updates": self.actor.updates_done,
@@ -202,6 +206,7 @@ class ColdStart:
                 "skipped_rows": self.examples.skipped_rows,
             }
             write_json(self.directory.sft_result, {name: _finite(value) for name, value in result.items()})
+        export_hf(self.actor.chunks, self.actor.shape, start, self.directory.cold_start)
 
 
 def _finite(value: float | None) -> float | None:

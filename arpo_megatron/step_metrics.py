@@ -38,7 +38,9 @@ def sampling_gap(minibatches: Sequence[Minibatch], logprobs: Sequence[Sequence[L
 def pack_metrics(minibatches: Sequence[Minibatch], shape: ModelShape, config: JobConfig) -> dict[str, float]:
     """What packing made of a step's trees: sums over its minibatches, but the largest of `held` and `imbalance`."""
     cost = CostModel.of(shape)
-    rows = [report(m.packs, m.trees, ranks=config.parallel.data, cost=cost).row() for m in minibatches]
+    layout = config.parallel
+    reports = [report(m.packs, m.trees, ranks=layout.data, in_flight=layout.pipeline, cost=cost) for m in minibatches]
+    rows = [made.row() for made in reports]
     largest = ("pack/held", "pack/imbalance")
     return {name: (max if name in largest else sum)(row[name] for row in rows) for name in (rows[0] if rows else ())}
 

@@ -158,7 +158,7 @@ class TrainingRun:
             RuntimeError: an engine's log-probs of the probe are further than `train.logprob_gap_limit` nats away.
         """
         probe = parallel.broadcast_object([self.leader.probe_pack()] if self.leader else [])
-        logprobs = self.actor.logprobs(probe, temperature=1.0)[0]  # what the engine scores a prompt at
+        logprobs = self.actor.logprobs(probe, temperature=1.0, training=False)[0]  # what the engine scores a prompt at
         for _ in range(PUSH_ATTEMPTS):
             error = parallel.broadcast_object(self._push_once(version, logprobs))
             if error is None:

@@ -2,8 +2,10 @@
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 from arpo_megatron.processes import CPU_ENVIRONMENT
 
@@ -13,12 +15,21 @@ if os.environ.get("ARPO_TESTS_ON") != "cuda":
     os.environ.update(CPU_ENVIRONMENT)
 
 
-@pytest.hookimpl(tryfirst=True)  # pytest-xdist's own hook reads the marks
+class SharedFixturesScheduling(LoadScopeScheduling):
+    """What one worker runs: the end-to-end tests, which share a demo, and otherwise a file with its fixtures."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.partition("::")[0]
+        return "end to end" if file.startswith("tests/e2e/") else file
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What one worker runs: the tests that share the demo, and otherwise a file with its module-wide fixtures."""
-    for item in items:
-        demo = "demo" in getattr(item, "fixturenames", ())
-        item.add_marker(pytest.mark.xdist_group("demo" if demo else item.nodeid.partition("::")[0]))
+    """The end-to-end tests first: together they take longest."""
+    items.sort(key=lambda item: not item.nodeid.startswith("tests/e2e/"))
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> SharedFixturesScheduling:
+    return SharedFixturesScheduling(config, log)
 
 
 @pytest.fixture(scope="module")

@@ -106,7 +106,9 @@ class Actor:
         return int(self.scheduler.num_steps)
 
     @torch.no_grad()
-    def logprobs(self, packs: Sequence[TreePack], *, temperature: float | None = None) -> list[Float32Array]:
+    def logprobs(
+        self, packs: Sequence[TreePack], *, temperature: float | None = None, training: bool = True
+    ) -> list[Float32Array]:
         """Log-probs in nats of the packs' targets under the present weights.
 
         The kernels and shapes are those of `update`, so that the ratio of a first on-policy update is exactly 1.
@@ -114,6 +116,7 @@ class Actor:
         Args:
             packs: on every rank the same ones.
             temperature: None: the job's sampling temperature.
+            training: these packs are about to be trained; False for a reference policy, a probe, held-out data.
 
         Returns:
             float32[m] a pack, on every rank.
@@ -129,6 +132,7 @@ class Actor:
             _keep_logprobs,
             temperature=self.config.rollout.temperature if temperature is None else temperature,
             forward_only=True,
+            keep_load=training,
         )
         for index, (targets, values) in zip(mine, outputs, strict=False):  # padding micro-batches come last
             if index < len(packs):
@@ -140,7 +144,7 @@ class Actor:
         if self._reference is None:
             return None
         with self._reference.swapped_in():
-            return self.logprobs(packs)
+            return self.logprobs(packs, training=False)
 
     def update(
         self,
@@ -232,6 +236,7 @@ class Actor:
         temperature: float,
         forward_only: bool,
         reference_logprobs: Sequence[Float32Array] | None = None,
+        keep_load: bool = True,
     ) -> list[Any]:
         """This rank's passes; what `finish` keeps, on the last stage of a pipeline."""
         mine = self._indices(packs)
@@ -243,7 +248,7 @@ class Actor:
         begin_pass(self.chunks, float(sum(int(pack.multiplicity.sum()) for pack in packs)))
         with MicroBatches(padded, old, self._place, reference) as batches:
             outputs = self._passes(padded, mine, batches, finish, temperature=temperature, forward_only=forward_only)
-        self.expert_balance = finish_pass(self.chunks)
+        self.expert_balance = finish_pass(self.chunks, keep_load=keep_load)
         return outputs
 
     def _passes(
@@ -313,7 +318,7 @@ class Actor:
 
 
 def _linear(batch: MicroBatch, output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    loss, stats = linear_loss(*output, batch.positive + batch.negative)
+    loss, stats = linear_loss(*output, batch.positive + batch.negative, batch.old_logprobs)
     return loss, stats.row()
 
 

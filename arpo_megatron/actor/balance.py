@@ -120,11 +120,14 @@ def cut_spans(subtree_end: NDArray[np.int32], budget: int, *, inherit: bool) -> 
     Args:
         subtree_end: int32[n] of a whole tree in depth-first order.
         budget: most tokens that a pack computes.
-        inherit: ancestors come from earlier packs; otherwise they are computed again and count. (A path longer than
-            the budget then makes packs that exceed it.)
+        inherit: ancestors come from earlier packs; otherwise they are computed again and count. (The budget is then
+            raised to what the longest path needs: a job's config refuses a smaller one.)
     """
-    cuts = allowed_cuts(subtree_end, max(1, min(CUT_STEP, budget // 2)))
+    step = max(1, min(CUT_STEP, budget // 2))
+    cuts = allowed_cuts(subtree_end, step)
     above = depths(subtree_end)
+    if not inherit:
+        budget = max(budget, int(above.max(initial=0)) + 1 + step)
     repeated = above * (not inherit)
     broken = np.zeros(len(subtree_end) + 1)
     broken[1:-1] = (subtree_end[1:] == subtree_end[:-1]) * BROKEN_CHAIN_TOKENS

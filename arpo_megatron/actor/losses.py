@@ -72,17 +72,29 @@ def tree_ppo_loss(
     return loss, stats
 
 
-def linear_loss(logprobs: Tensor, entropies: Tensor, coefficient: Tensor) -> tuple[Tensor, PolicyStats]:
+def linear_loss(
+    logprobs: Tensor, entropies: Tensor, coefficient: Tensor, old_logprobs: Tensor | None = None
+) -> tuple[Tensor, PolicyStats]:
     """-sum(coefficient * logprob): supervised training, and sequence-level losses (see algorithms/sequence_ratio.py).
 
     Args:
         logprobs: float[m] in nats.
         entropies: float[m] in nats.
         coefficient: float[m].
+        old_logprobs: float[m] in nats, for the statistics alone; None where there is no older policy.
     """
     loss = -(coefficient * logprobs).sum()
-    zeros = torch.zeros_like(logprobs.detach())
-    return loss, PolicyStats.of(loss=loss, policy=loss, ratio=zeros + 1, log_ratio=zeros, entropies=entropies)
+    now = logprobs.detach()
+    log_ratio = torch.zeros_like(now) if old_logprobs is None else now - old_logprobs
+    stats = PolicyStats.of(
+        loss=loss,
+        policy=loss,
+        ratio=torch.exp(log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)),
+        log_ratio=log_ratio,
+        kl_old=_k3(-log_ratio).sum(),
+        entropies=entropies,
+    )
+    return loss, stats
 
 
 def _k3(log_ratio: Tensor) -> Tensor:

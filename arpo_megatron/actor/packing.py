@@ -17,11 +17,13 @@ from arpo_megatron.actor.balance import CostModel, balanced_groups, cut_spans, s
 from arpo_megatron.actor.layout import TreePack, cut, join, lay_out, new_pack, on_rank, shared_prefix
 from arpo_megatron.algorithms.credit import TreeCredit
 from arpo_megatron.config import JobConfig
-from arpo_megatron.tree import Float32Array, RolloutTree
+from arpo_megatron.tree import Float32Array, Int32Array, RolloutTree
 from arpo_megatron.weights.shape import ModelShape
 
 __all__ = ["PackReport", "TreePack", "empty_pack", "pack_minibatch", "pack_trees", "rank_costs", "report"]
 
+SAME_BEGINNING = 16
+"""Tokens by which prompts are taken for those of one system prompt."""
 TYPICAL_COST = CostModel(token_pairs=4000.0)
 """Of a model of medium size; a job takes `CostModel.of` its own."""
 
@@ -57,19 +59,28 @@ def pack_trees(
     packs: list[TreePack] = []
     for rank, share in enumerate(share_out(costs, ranks)):
         fitting = sorted(i for i in share if 0 < len(layouts[i]) <= token_budget)
-        prompts = [len(trees[i].prompt_ids) if share_prompt else 0 for i in fitting]
-        shared = shared_prefix([layouts[i] for i in fitting], prompts)
-        groups = balanced_groups(
-            [len(layouts[i]) - shared for i in fitting], [costs[i] for i in fitting], token_budget - shared
-        )
-        for group in groups:
-            members = [layouts[fitting[i]] for i in group]
-            packs.append(on_rank(join(members, shared if len(members) > 1 else 0), rank))
+        prompts = [trees[i].prompt_ids if share_prompt else trees[i].prompt_ids[:0] for i in fitting]
+        for alike in _by_beginning(prompts):
+            members = [layouts[fitting[i]] for i in alike]
+            shared = shared_prefix(members, [len(prompts[i]) for i in alike])
+            sizes = [len(member) - shared for member in members]
+            for group in balanced_groups(sizes, [costs[fitting[i]] for i in alike], token_budget - shared):
+                packs.append(on_rank(join([members[i] for i in group], shared if len(group) > 1 else 0), rank))
         for index in sorted(i for i in share if len(layouts[i]) > token_budget):
             spans = cut_spans(layouts[index].subtree_end, token_budget, inherit=inherit)
             parts = cut(layouts[index], spans, first_pack=len(packs), inherit=inherit)
             packs += [on_rank(part, rank) for part in parts]
     return packs
+
+
+def _by_beginning(prompts: Sequence[Int32Array]) -> list[list[int]]:
+    """Indices of prompts with the same first tokens, for packs that share them; those like no other are one group."""
+    groups: dict[bytes, list[int]] = {}
+    looked_at = min([SAME_BEGINNING, *map(len, prompts)])
+    for index, prompt in enumerate(prompts):
+        groups.setdefault(prompt[:looked_at].tobytes(), []).append(index)
+    alone = [index for group in groups.values() if len(group) == 1 for index in group]
+    return [*(group for group in groups.values() if len(group) > 1), *([alone] if alone else [])]
 
 
 def pack_minibatch(
@@ -157,9 +168,14 @@ class PackReport:
 
 
 def report(
-    packs: Sequence[TreePack], trees: Sequence[RolloutTree], *, ranks: int = 1, cost: CostModel = TYPICAL_COST
+    packs: Sequence[TreePack],
+    trees: Sequence[RolloutTree],
+    *,
+    ranks: int = 1,
+    in_flight: int = 1,
+    cost: CostModel = TYPICAL_COST,
 ) -> PackReport:
-    """Measure `pack_trees`' answer for these trees."""
+    """Measure `pack_trees`' answer for these trees; `in_flight` packs are alive at once in a pipeline of that depth."""
     unique, computed = sum(tree.unique_tokens for tree in trees), sum(len(pack) for pack in packs)
     repeated = sum(pack.repeated for pack in packs)
     work = rank_costs(packs, ranks, cost)
@@ -172,7 +188,7 @@ def report(
         repeated=repeated,
         inherited=sum(pack.inherited for pack in packs),
         saved_by_shared_prompt=unique + repeated - computed,
-        held=max(_held(packs), default=0),
+        held=max(_held(packs) if in_flight == 1 else _in_pipeline(packs, in_flight), default=0),
         imbalance=max(work) / mean - 1.0 if mean else 0.0,
     )
 
@@ -196,6 +212,15 @@ def last_uses(packs: Sequence[TreePack]) -> list[int]:
         for source in np.unique(pack.inherited_pack):
             last[int(source)] = index
     return last
+
+
+def _in_pipeline(packs: Sequence[TreePack], depth: int) -> list[int]:
+    """Tokens alive on the first stage, which runs ahead by the depth of the pipeline, at each of its forward passes."""
+    held = []
+    for rank in {pack.data_rank for pack in packs}:
+        sizes = [len(pack) for pack in packs if pack.data_rank == rank]
+        held += [sum(sizes[max(0, last + 1 - depth) : last + 1]) for last in range(len(sizes))]
+    return held
 
 
 def _held(packs: Sequence[TreePack]) -> list[int]:

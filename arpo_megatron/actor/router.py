@@ -128,10 +128,15 @@ def begin_pass(chunks: Sequence[nn.Module], logical_tokens: float) -> None:
         router.scores.zero_()
 
 
-def finish_pass(chunks: Sequence[nn.Module]) -> ExpertBalance | None:
-    """After all packs of a pass have run on all ranks: the load that the next pass is balanced by, and its figures.
+def finish_pass(chunks: Sequence[nn.Module], *, keep_load: bool) -> ExpertBalance | None:
+    """After all packs of a pass have run on all ranks: its figures; None without experts or without counted tokens.
 
-    A collective of all ranks of a model with experts; None without experts or without counted tokens.
+    A collective of all ranks of a model with experts.
+
+    Args:
+        chunks: this rank's model.
+        keep_load: the next training pass is balanced by the load of this one. Not so for other weights or other
+            data than those that are trained.
     """
     routers = list(_routers(chunks))
     if not routers:
@@ -142,8 +147,9 @@ def finish_pass(chunks: Sequence[nn.Module]) -> ExpertBalance | None:
     if not bool((totals > 0).all()):
         return None
     load, probability = (sums / totals).unbind(1)
-    for router, shares in zip(routers, load, strict=True):
-        router.load.copy_(shares)
+    if keep_load:
+        for router, shares in zip(routers, load, strict=True):
+            router.load.copy_(shares)
     experts = load.shape[1]
     losses = experts * (load * probability).sum(-1)
     mean = torch.stack([losses.sum(), losses.new_tensor(float(len(losses)))])

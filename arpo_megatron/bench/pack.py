@@ -1,4 +1,4 @@
-"""What training the tree saves: one Megatron update on trees against the same trajectories flattened.
+"""What training the tree saves: a forward and backward pass of Megatron on trees against the trajectories flattened.
 
 Both kinds go through the same packs, attention and model; the flattened one has neither padding nor masked pairs to
 carry (variable-length causal attention). The floor is the token ratio: work outside attention is proportional to
@@ -128,11 +128,20 @@ def _measure(actor: Actor, name: str, repeats: int, progress: bool) -> dict[str,
         "time_ratio": tree_s / flat_s,
         "captured": (flat_s / tree_s) / (tokens["flat"] / tokens["tree"]),
         "repeated_share": made.repeated / made.computed,
+        "repeated_share_in_a_pipeline": _repeated_share(trees),
         "held_tokens": made.held,
         "packs": made.packs,
         "grad_rel_error": _distance(gradients["tree"], gradients["flat"]),
         **_balance(name),
     }
+
+
+def _repeated_share(trees: list[RolloutTree]) -> float:
+    """Of a layout whose cuts repeat ancestors, at the budget that its config allows at least."""
+    budget = max(TOKEN_BUDGET, *(len(tree.path_tokens(leaf)) for tree in trees for leaf in tree.leaves()))
+    packs = pack_trees(trees, supervised_credit(trees), token_budget=budget, inherit=False)
+    made = report(packs, trees)
+    return made.repeated / made.computed
 
 
 def _packed(trees: list[RolloutTree], *, share_prompt: bool = True) -> list[TreePack]:

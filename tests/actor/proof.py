@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 from layouts import join
 
-from arpo_megatron.actor import parallel
+from arpo_megatron.actor import attention, parallel
 from arpo_megatron.actor.actor import Actor
+from arpo_megatron.actor.attention import share_blocks
 from arpo_megatron.actor.packing import pack_trees
 from arpo_megatron.config import AlgorithmConfig, OptimizerConfig, ParallelConfig
 from arpo_megatron.weights.export import hf_tensors
@@ -30,6 +31,8 @@ def gradient(actor: Actor, budget: int) -> dict[str, torch.Tensor]:
     forest, _, credits = cases.proof_forest(MINIBATCH)
     layout = actor.config.parallel
     packs = pack_trees(forest, credits, token_budget=budget, ranks=layout.data, inherit=layout.nested_packs)
+    shares = [share_blocks(pack.subtree_end, pack.inherited, layout.context) for pack in packs if pack.inherited]
+    assert not shares or any(map(all, shares)), "no cut pack has queries on all context ranks"
     rows = actor.accumulate(packs, [pack.sampling_logprobs for pack in packs])
     loss = actor._stats(rows, 0.0, skipped=False).loss
     before = [[p.detach().clone() for p in chunk.parameters()] for chunk in actor.chunks]
@@ -51,6 +54,8 @@ def main() -> None:
     for name, (families, fields) in json.loads((root / "cases.json").read_text()).items():
         layout = ParallelConfig(**fields)
         join(layout)
+        if layout.context > 1:  # blocks as small as the trees, so that all ranks have some
+            attention.MAX_BLOCK, attention.CHAIN_STEP, attention.CALL_COST_PAIRS = 8, 4, 1
         for family in families:
             job = cases.job(layout, algorithm=CLIP)
             actor = Actor(job, cases.SHAPES[family], root / family, optimizer=OptimizerConfig(), total_updates=1)

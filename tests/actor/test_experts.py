@@ -111,7 +111,7 @@ def run(model, packs, loss=nothing):
     """A pass; its gradients and the figures of its experts."""
     begin_pass([model], float(sum(int(pack.multiplicity.sum()) for pack in packs)))
     _, gradients = cases.backward(model, packs, loss)
-    return gradients, finish_pass([model])
+    return gradients, finish_pass([model], keep_load=True)
 
 
 def test_the_routers_gradient_is_that_of_the_trajectories_however_they_are_packed(balanced):
@@ -155,7 +155,7 @@ def test_a_pass_that_was_not_begun_is_refused_where_it_would_be_scaled_wrongly(o
 def test_a_dense_model_has_no_passes_to_balance(one_rank):
     dense = build_model(cases.QWEN3, ParallelConfig(), "float32")
     begin_pass([dense], 1.0)
-    assert finish_pass([dense]) is None
+    assert finish_pass([dense], keep_load=True) is None
 
 
 LAYOUTS = {

@@ -1,13 +1,15 @@
 """Packs: every model token once, with its credit, in an order from which the tree can be read back."""
 
+from itertools import pairwise
+
 import cases
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from arpo_megatron.actor.balance import balanced_groups, first_fit_decreasing, share_out
-from arpo_megatron.actor.packing import pack_trees, report
+from arpo_megatron.actor.balance import CUT_STEP, PACK_COST_TOKENS, balanced_groups, first_fit_decreasing, share_out
+from arpo_megatron.actor.packing import SAME_BEGINNING, pack_trees, report
 from arpo_megatron.algorithms.credit import TreeCredit
 from arpo_megatron.tree import Role, RolloutTree
 
@@ -67,6 +69,10 @@ def test_every_model_token_of_every_tree_is_trained_once_with_its_credit(forest,
         assert made.repeated == 0 and all(len(pack) <= budget for pack in packs)
     else:
         assert made.inherited == 0
+        leaves = sum(len(tree.leaves()) for tree in forest)
+        assert made.computed <= made.flat + PACK_COST_TOKENS * leaves  # never far from flattening
+        longest = max(len(tree.path_tokens(leaf)) for tree in forest for leaf in tree.leaves())
+        assert all(len(pack) <= max(budget, longest + CUT_STEP) for pack in packs)
     assert made.computed == made.unique + made.repeated - made.saved_by_shared_prompt
     assert made.saved_by_shared_prompt >= 0
 
@@ -74,7 +80,7 @@ def test_every_model_token_of_every_tree_is_trained_once_with_its_credit(forest,
 @settings(max_examples=40, deadline=None)
 @given(
     rests=st.lists(st.lists(st.integers(0, 31), max_size=3), min_size=2, max_size=4),
-    system=st.lists(st.integers(0, 31), min_size=1, max_size=9),
+    system=st.lists(st.integers(0, 31), min_size=SAME_BEGINNING, max_size=SAME_BEGINNING + 9),
     seed=st.integers(0, 99),
 )
 def test_a_system_prompt_is_computed_once_a_pack(rests, system, seed):
@@ -90,6 +96,29 @@ def test_a_system_prompt_is_computed_once_a_pack(rests, system, seed):
     assert len(packs) == 1
     assert report(packs, forest).saved_by_shared_prompt >= len(system) * (len(forest) - 1)
     assert packs[0].multiplicity[0] == 3 * len(forest)
+
+
+def test_an_odd_prompt_takes_nothing_from_those_that_share_theirs():
+    rng = np.random.default_rng(0)
+    forest = []
+    for number, prompt in enumerate([[1] * 50] * 4 + [[2] * 50] * 3 + [[3] * 20, [4] * 20]):
+        tree = RolloutTree(str(number), [*prompt, number])
+        cases.add(tree, 0, Role.MODEL, 4, rng)
+        forest.append(tree)
+    packs = pack_trees(forest, [numbered_credit(t, 1000 * i) for i, t in enumerate(forest)], token_budget=10**6)
+    assert_packed(packs, forest)
+    assert report(packs, forest).saved_by_shared_prompt == 3 * 50 + 2 * 50
+    assert len(packs) == 3
+
+
+def test_a_pipeline_holds_as_many_packs_as_it_is_deep():
+    tree = RolloutTree("wide", [0])
+    for _ in range(4):
+        cases.add(tree, 0, Role.MODEL, 9, np.random.default_rng(0))
+    packs = pack_trees([tree], [numbered_credit(tree, 0)], token_budget=10, inherit=False)
+    sizes = [len(pack) for pack in packs]
+    assert len(sizes) > 2
+    assert report(packs, [tree], in_flight=2).held == max(map(sum, pairwise(sizes)))
 
 
 def test_a_pack_waits_only_for_those_that_hang_below_it():

@@ -1,0 +1,83 @@
+"""Sequence-level ratios from packs to gradients: `prepare_update` and the backward pass, against flat float64."""
+
+import cases
+import numpy as np
+import pytest
+import reference
+import torch
+
+from arpo_megatron.actor.actor import Actor
+from arpo_megatron.actor.packing import pack_trees
+from arpo_megatron.config import AlgorithmConfig, OptimizerConfig
+from arpo_megatron.minibatch import Minibatch, prepare_update
+from arpo_megatron.tree import RolloutTree
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+LOW, HIGH, LIMIT = 0.1, 0.2, 1.5
+
+
+def parameters_of(actor: Actor) -> dict[str, torch.Tensor]:
+    return {name: p.detach().double().requires_grad_() for name, p in actor.model.named_parameters()}
+
+
+def sampled(parameters: dict[str, torch.Tensor], tree: RolloutTree, leaf: int) -> torch.Tensor:
+    """Log-probs of a trajectory's MODEL tokens."""
+    trajectory = tree.trajectory(leaf)
+    values = reference.trajectory_logprobs(parameters, tree, leaf, cases.QWEN3)
+    return values[np.flatnonzero(trajectory.loss_mask) - 1]
+
+
+def flat_loss(now, before, forest, advantages) -> torch.Tensor:
+    count = sum(len(tree.leaves()) for tree in forest)
+    total = torch.zeros((), dtype=torch.float64)
+    for tree, own in zip(forest, advantages, strict=True):
+        for leaf, advantage in zip(tree.leaves(), own, strict=True):
+            new, old = sampled(now, tree, leaf), sampled(before, tree, leaf).detach()
+            drawn = torch.tensor(tree.trajectory(leaf).logprobs[tree.trajectory(leaf).loss_mask == 1]).double()
+            weight = min(LIMIT, float((old - drawn).sum().exp()))
+            ratio = (new - old).mean().exp()
+            total = total - weight / count * torch.minimum(
+                ratio * advantage, ratio.clamp(1 - LOW, 1 + HIGH) * advantage
+            )
+    return total
+
+
+@pytest.mark.parametrize("budget", [10**6, 24])
+def test_the_gradient_is_that_of_the_flattened_trajectories_also_through_cuts(budget):
+    torch.manual_seed(1)
+    algorithm = AlgorithmConfig(ratio="sequence", clip_low=LOW, clip_high=HIGH, trajectory_weight_limit=LIMIT)
+    actor = Actor(cases.job(algorithm=algorithm), cases.QWEN3, None, optimizer=OptimizerConfig(), total_updates=1)
+    forest, credits = cases.minibatch(2)
+    advantages = [cases.dyadic_advantages(tree, i) for i, tree in enumerate(forest)]
+    packs = pack_trees(forest, credits, token_budget=budget)
+    before, old = parameters_of(actor), actor.logprobs(packs)
+    with torch.no_grad():
+        for parameter in actor.model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.06)
+    now = parameters_of(actor)
+    loss = flat_loss(now, before, forest, advantages)
+    loss.backward()
+
+    ready = prepare_update(actor, Minibatch(packs, forest, advantages), old, actor.config, on_policy=False)
+    rows = actor.accumulate(ready.packs, ready.old_logprobs, ready.loss)
+    assert ready.statistics["loss"] == pytest.approx(float(loss), rel=1e-4)
+    assert 0 < ready.statistics["clip_high_share"] + ready.statistics["clip_low_share"] < 1
+    assert actor._stats(rows, 0.0, skipped=False).kl_old > 0
+    for name, parameter in actor.model.named_parameters():
+        expected = now[name].grad
+        assert (parameter.main_grad - expected).norm() <= 1e-4 * expected.norm() + 1e-9, name
+
+
+def test_a_pass_that_is_not_that_of_the_old_logprobs_is_seen():
+    torch.manual_seed(1)
+    algorithm = AlgorithmConfig(ratio="sequence")
+    actor = Actor(cases.job(algorithm=algorithm), cases.QWEN3, None, optimizer=OptimizerConfig(), total_updates=2)
+    forest, credits = cases.minibatch(2)
+    advantages = [cases.dyadic_advantages(tree, i) for i, tree in enumerate(forest)]
+    minibatch = Minibatch(pack_trees(forest, credits, token_budget=60), forest, advantages)
+    old = actor.logprobs(minibatch.packs)
+    for shift, seen in ((0.0, False), (0.7, True)):
+        ready = prepare_update(actor, minibatch, [o + np.float32(shift) for o in old], actor.config, on_policy=True)
+        rows = actor.accumulate(ready.packs, ready.old_logprobs, ready.loss)
+        assert (actor._stats(rows, 0.0, skipped=False).kl_old > 0) is seen
