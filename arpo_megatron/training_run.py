@@ -168,7 +168,8 @@ class TrainingRun:
 
     def _push_once(self, version: int, logprobs: Logprobs) -> str | None:
         """One attempt of `push_weights`; what went wrong at the engines, if anything did."""
-        buckets = hf_buckets(self.actor.chunks, self.actor.shape, self.config.sync.bucket_mb * 2**20)
+        buffers = self.leader.sync.buffers if self.leader else 0
+        buckets = hf_buckets(self.actor.chunks, self.actor.shape, self.config.sync.bucket_mb * 2**20, buffers)
         error = None
         try:
             if self.leader is not None:

@@ -272,6 +272,9 @@ def _environment(scratch: Path, placement: Placement, replicas: int) -> Mapping[
     environment["TMPDIR"] = str(scratch)
     environment["PYTHONUNBUFFERED"] = "1"
     environment.update(role_environment("auto" if placement.gpus else "cpu"))
+    if not placement.gpus:
+        # Freed memory is kept: the pages of a push's tensors would cost as much as the tensors themselves, every time.
+        environment |= {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
     # Half the cores for the schedulers, which decode; the rest for servers, detokenizers and whoever trains.
     environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // (2 * replicas))))
     # A launcher that is itself a torchrun rank: its rendezvous is not the engine's.

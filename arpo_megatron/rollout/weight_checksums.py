@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from arpo_megatron.weights.checksums import CHECKSUM_ACTION, Piece
+from arpo_megatron.weights.checksums import CHECKSUM_ACTION, Piece, Sample
 
 _CHECKER = "sglang.srt.utils.weight_checker.WeightChecker.handle"
 
@@ -25,19 +25,18 @@ def register() -> None:
     HookRegistry.register(_CHECKER, _handle, HookType.AROUND)
 
 
-def held_pieces(model: nn.Module, name: str, sizes: list[int], dtype: torch.dtype) -> list[Piece]:
-    """The pieces of a tensor that this rank's parameters hold.
+def held_pieces(model: nn.Module, name: str, sample: Sample) -> list[Piece]:
+    """The pieces of a sample that this rank's parameters hold.
 
     Raises:
-        ValueError: the parameters hold it in another number format, so that its bits cannot be compared.
+        ValueError: the parameters hold the tensor in another form, so that its bits cannot be compared.
     """
     device = next(model.parameters()).device
-    nowhere = torch.empty(sizes, dtype=dtype, device=device)
+    nowhere = torch.empty(sample.sizes, dtype=getattr(torch, sample.dtype), device=device)
     with torch.no_grad(), _Copies(nowhere) as copies:
         model.load_weights([(name, nowhere)])  # type: ignore[operator]  # not nn.Module's, but every SGLang model's
-    if any(held.dtype != dtype for held, _ in copies.found):
-        raise ValueError(f"{name} is held in {copies.found[0][0].dtype}, not in {dtype}")
-    return [Piece.of(held, place) for held, place in copies.found]
+    pieces = [sample.held(values, place) for values, place in copies.found]
+    return [piece for piece in pieces if piece is not None]
 
 
 class _Copies(TorchDispatchMode):
@@ -63,7 +62,7 @@ def _handle(original: Callable[..., Any], checker: Any, action: str, *args: Any,
         return original(checker, action, *args, **kwargs)
     asked = json.loads(action.removeprefix(CHECKSUM_ACTION))
     model = checker._get_model()
-    pieces = {name: held_pieces(model, name, sizes, getattr(torch, dtype)) for name, (sizes, dtype) in asked.items()}
+    pieces = {name: held_pieces(model, name, Sample(**sample)) for name, sample in asked.items()}
     return {
         "checksums": {name: json.dumps([piece.as_json() for piece in held]) for name, held in pieces.items()},
         "per_gpu_checksum": "",

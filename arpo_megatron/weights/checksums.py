@@ -53,25 +53,62 @@ class Piece:
         return asdict(self)
 
 
-def checksum(tensor: Tensor) -> int:
-    """Of a whole contiguous tensor on any device."""
-    return _checksum(tensor, 0, tensor.stride())
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Some rows of a tensor (elements of one with a single dimension).
 
-
-def difference(pieces: Iterable[Piece], sizes: Sequence[int], expected: int) -> str | None:
-    """What is wrong with the pieces that an engine holds of a tensor of shape `sizes`; None: nothing.
-
-    Ranks may hold the same piece (key/value heads that are fewer than ranks); then all of them must agree.
+    Attributes:
+        sizes: shape of the whole tensor.
+        dtype: as torch names it, "bfloat16".
+        first: the first of the rows.
+        last: one past the last.
     """
-    found: dict[tuple[int, tuple[int, ...], tuple[int, ...]], int] = {}
-    for piece in pieces:
-        if found.setdefault((piece.offset, piece.sizes, piece.strides), piece.checksum) != piece.checksum:
-            return "two of its ranks hold different copies of one part"
-    count = sum(prod(size) for _, size, _ in found)
-    if count != prod(sizes):
-        return f"it holds {count} of {prod(sizes)} elements"
-    total = sum(found.values()) & _MASK
-    return None if total == expected else f"checksum {total:016x} instead of {expected:016x}"
+
+    sizes: tuple[int, ...]
+    dtype: str
+    first: int
+    last: int
+
+    @classmethod
+    def of(cls, tensor: Tensor, position: float, most_bytes: int) -> Self:
+        """As many rows as fit in that many bytes, at least one; `position` from 0 to 1 says where they are."""
+        count = min(len(tensor), max(1, most_bytes * len(tensor) // tensor.nbytes))
+        first = round(position * (len(tensor) - count))
+        return cls(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), first, first + count)
+
+    def checksum(self, tensor: Tensor) -> int:
+        """Of these rows of the whole tensor, which is contiguous."""
+        return _checksum(tensor[self.first : self.last], self.first * prod(self.sizes[1:]), tensor.stride())
+
+    def held(self, values: Tensor, place: Tensor) -> Piece | None:
+        """What is in these rows of `values`, which lie in the whole tensor as the view `place` does; None: nothing.
+
+        Raises:
+            ValueError: the view is transposed, or the values are in another number format.
+        """
+        width = prod(self.sizes[1:])
+        if str(values.dtype) != f"torch.{self.dtype}" or (len(place) > 1 and place.stride(0) != width):
+            raise ValueError(
+                f"the engine holds {values.dtype} with a stride of {place.stride()}: bits cannot be compared"
+            )
+        offset = int(place.storage_offset()) // width
+        start, stop = max(self.first - offset, 0), min(self.last - offset, len(values))
+        return None if start >= stop else Piece.of(values[start:stop], place[start:stop])
+
+    def difference(self, pieces: Iterable[Piece], expected: int) -> str | None:
+        """What is wrong with the pieces of these rows that an engine holds; None: nothing.
+
+        Ranks may hold the same piece (key/value heads that are fewer than ranks); then all of them must agree.
+        """
+        found: dict[tuple[int, tuple[int, ...], tuple[int, ...]], int] = {}
+        for piece in pieces:
+            if found.setdefault((piece.offset, piece.sizes, piece.strides), piece.checksum) != piece.checksum:
+                return "two of its ranks hold different copies of one part"
+        held, wanted = sum(prod(size) for _, size, _ in found), (self.last - self.first) * prod(self.sizes[1:])
+        if held != wanted:
+            return f"it holds {held} of {wanted} elements"
+        total = sum(found.values()) & _MASK
+        return None if total == expected else f"checksum {total:016x} instead of {expected:016x}"
 
 
 def _checksum(tensor: Tensor, offset: int, strides: Sequence[int]) -> int:

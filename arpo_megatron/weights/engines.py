@@ -9,7 +9,7 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -18,7 +18,7 @@ import requests
 from numpy.typing import NDArray
 
 from arpo_megatron.errors import UserError
-from arpo_megatron.weights.checksums import CHECKSUM_ACTION, Piece
+from arpo_megatron.weights.checksums import CHECKSUM_ACTION, Piece, Sample
 
 _POLL_INTERVAL_S = 0.2
 _LOOK_TIMEOUT_S = 5.0
@@ -113,22 +113,20 @@ class Engines:
         answers = [post.result() for post in self.start("generate", [(url, body) for url in urls])]
         return [np.array([x[0] for x in a["meta_info"]["input_token_logprobs"][1:]], np.float32) for a in answers]
 
-    def checksums(
-        self, tensors: Mapping[str, tuple[Sequence[int], str]], urls: Sequence[str]
-    ) -> list[dict[str, list[Piece]]]:
-        """For each engine: which pieces of the named tensors its ranks hold, and what each sums up to.
+    def checksums(self, samples: Mapping[str, Sample], urls: Sequence[str]) -> list[dict[str, list[Piece]]]:
+        """For each engine: which pieces of the samples its ranks hold, and what each sums up to.
 
         Args:
-            tensors: shape and type ("bfloat16") of each, by Hugging Face name.
+            samples: by Hugging Face name of the tensor.
             urls: which engines.
         """
-        body = {"action": CHECKSUM_ACTION + json.dumps(tensors)}
+        body = {"action": CHECKSUM_ACTION + json.dumps({name: asdict(sample) for name, sample in samples.items()})}
         answers = [post.result() for post in self.start("weights_checker", [(url, body) for url in urls])]
         held: list[dict[str, list[Piece]]] = []
         for answer in answers:
             ranks = [rank["checksums"] for rank in answer["ranks"]]
             held.append(
-                {name: [Piece.from_json(p) for rank in ranks for p in json.loads(rank[name])] for name in tensors}
+                {name: [Piece.from_json(p) for rank in ranks for p in json.loads(rank[name])] for name in samples}
             )
         return held
 

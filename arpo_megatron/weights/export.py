@@ -36,7 +36,9 @@ _COPIED = (
 )
 
 
-def hf_tensors(chunks: Sequence[nn.Module], shape: ModelShape) -> Iterator[tuple[str, Tensor]]:
+def hf_tensors(
+    chunks: Sequence[nn.Module], shape: ModelShape, room: "_Room | None" = None
+) -> Iterator[tuple[str, Tensor]]:
     """Every full tensor under its Hugging Face name, in the parameters' type and on their device.
 
     A collective of all ranks: each must run the iterator to its end. The tensors come out on rank 0, in the order of
@@ -47,6 +49,7 @@ def hf_tensors(chunks: Sequence[nn.Module], shape: ModelShape) -> Iterator[tuple
     Args:
         chunks: this rank's part of the model, wrapped or not (see `load_hf`).
         shape: of the whole model.
+        room: where rank 0 puts what it gathers; None: memory of its own for each tensor.
     """
     held = HeldParameters.of(chunks)
     table = [entry for entry in entries(shape) if not entry.copy]
@@ -54,7 +57,7 @@ def hf_tensors(chunks: Sequence[nn.Module], shape: ModelShape) -> Iterator[tuple
     for entry, stage in zip(table, stages, strict=True):
         found = held.find(entry)
         for index, (name, size) in enumerate(entry.hf.items()):
-            route = _Route(entry, shape, stage, size, like=next(iter(held.parameters.values())))
+            route = _Route(entry, shape, stage, size, next(iter(held.parameters.values())), room)
             part = None if found is None else entry.parts(found[1].detach(), route.ranks)[index]
             whole = route.to_leader(part)
             if whole is not None:
@@ -62,24 +65,30 @@ def hf_tensors(chunks: Sequence[nn.Module], shape: ModelShape) -> Iterator[tuple
             del part, whole  # or they would live until the next ones are there
 
 
-def hf_buckets(chunks: Sequence[nn.Module], shape: ModelShape, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
+def hf_buckets(
+    chunks: Sequence[nn.Module], shape: ModelShape, bucket_bytes: int, buffers: int = 2
+) -> Iterator[list[tuple[str, Tensor]]]:
     """The tensors of `hf_tensors` in buckets, each gathered when it is asked for.
 
     A collective of all ranks, likewise; only rank 0 gets buckets. All tensors of one Megatron parameter are in one
     bucket: they are those that SGLang fuses too (query, key and value; gate and up projection), and what it quantizes
-    it wants to see together. Whoever holds a bucket while the next one is gathered holds two.
+    it wants to see together. What is gathered lies in buffers that take turns: a bucket may be read while the next
+    one, with two buffers, is gathered, and no longer.
 
     Args:
         chunks: this rank's part of the model.
         shape: of the whole model.
         bucket_bytes: a bucket holds at most this many bytes, or one parameter that is larger.
+        buffers: of that size; used only where tensors are not already whole in the model.
     """
-    tensors = hf_tensors(chunks, shape)
+    room = _Room(bucket_bytes, buffers)
+    tensors = hf_tensors(chunks, shape, room)
     if dist.get_rank():
         for _ in tensors:
             pass
         return
     for count in bucket_counts(shape, next(chunks[0].parameters()).dtype.itemsize, bucket_bytes):
+        room.turn()
         yield list(islice(tensors, count))
     for _ in tensors:  # it has something to do after its last tensor
         pass
@@ -115,6 +124,33 @@ def export_hf(
     dist.barrier()
 
 
+class _Room:
+    """Memory for whole tensors: buffers that take turns, and where one is full memory from the allocator.
+
+    The allocator alone would spread tensors of many sizes over more memory than is in use at a time.
+    """
+
+    def __init__(self, size: int, buffers: int) -> None:
+        self._size = size
+        self._buffers: list[Tensor | None] = [None] * buffers
+        self._used = 0
+
+    def turn(self) -> None:
+        """Go on to the next buffer, from its beginning."""
+        self._buffers.append(self._buffers.pop(0))
+        self._used = 0
+
+    def take(self, size: Sequence[int], like: Tensor) -> Tensor:
+        """An uninitialised tensor of that shape, of the type and on the device of `like`."""
+        start, end = self._used, self._used + prod(size) * like.itemsize
+        if end > self._size:
+            return like.new_empty(tuple(size))
+        if (buffer := self._buffers[0]) is None:
+            buffer = self._buffers[0] = torch.empty(self._size, dtype=torch.uint8, device=like.device)
+        self._used = end
+        return buffer[start:end].view(like.dtype).view(tuple(size))
+
+
 class _Route:
     """The way of one Hugging Face tensor from the ranks that hold it to rank 0: expert, then stage, then tensor ranks.
 
@@ -122,8 +158,11 @@ class _Route:
     others are the same.
     """
 
-    def __init__(self, entry: Entry, shape: ModelShape, stage: int, size: tuple[int, ...], like: Tensor) -> None:
+    def __init__(
+        self, entry: Entry, shape: ModelShape, stage: int, size: tuple[int, ...], like: Tensor, room: _Room | None
+    ) -> None:
         self._entry, self._stage, self._size, self._like = entry, stage, size, like
+        self._room = None if dist.get_rank() else room
         self.ranks = parallel_state.get_tensor_model_parallel_world_size()
         self._expert_rank = 0
         if entry.expert is not None and shape.experts is not None:
@@ -148,7 +187,9 @@ class _Route:
         if here or row:
             return None
         assert part is not None, self._entry.megatron
-        return part.reshape(self._entry.part_shape(self._size, self.ranks)).contiguous()
+        if part.is_contiguous():
+            return part.view(self._size)
+        return self._new(self._size).copy_(part.reshape(self._size))
 
     def _assemble(self, part: Tensor | None, row: int, here: int) -> Tensor | None:
         """The whole tensor on rank 0, from the parts of the tensor-parallel ranks of the stage that has it.
@@ -156,7 +197,7 @@ class _Route:
         In blocks of rows, stage to stage and then rank to rank: a second tensor of this size, or a part of one, would
         be too much for a rank 0 that is nearly full.
         """
-        whole = None if row or here else self._like.new_empty(self._size)
+        whole = None if row or here else self._new(self._size)
         first, *others = self._entry.part_shape(self._size, self.ranks)
         step = max(1, _BLOCK_BYTES // (prod(others) * self._like.itemsize))
         received = self._like.new_empty(min(step, first), *others)
@@ -177,13 +218,16 @@ class _Route:
                     target.copy_(rows[: len(target)])
         return whole
 
+    def _new(self, size: tuple[int, ...]) -> Tensor:
+        return self._like.new_empty(size) if self._room is None else self._room.take(size, self._like)
+
     def _broadcast(self, part: Tensor | None, group: dist.ProcessGroup, source: int) -> Tensor:
         """The part of the group's rank `source`; what others pass in is left alone."""
         if dist.get_rank(group) == source:
             assert part is not None, self._entry.megatron
             part = part.contiguous()
         else:
-            part = self._like.new_empty(self._entry.part_shape(self._size, self.ranks))
+            part = self._new(self._entry.part_shape(self._size, self.ranks))
         dist.broadcast(part, group=group, group_src=source)
         return part
 

@@ -3,7 +3,7 @@
     begin    every engine refuses to generate (HTTP 503) and has no generation left
     buckets  one is on its way while the next one is gathered from the trainer's ranks: never more than two
     commit   caches are emptied, answers carry the new policy version, engines generate again
-    verify   now and then checksums of sampled tensors on the engine; the caller compares log-probs of a probe each time
+    verify   now and then checksums of sampled rows on the engine; the caller compares log-probs of a probe each time
 
 Whatever interrupts a push before its commit, a kill -9 of the trainer included, leaves engines that refuse to
 generate until a whole push has arrived.
@@ -17,11 +17,10 @@ from typing import Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from torch import Tensor
 
 from arpo_megatron.config import JobConfig
 from arpo_megatron.machine import placement
-from arpo_megatron.weights.checksums import checksum, difference
+from arpo_megatron.weights.checksums import Sample
 from arpo_megatron.weights.engines import Engines, WeightPushError
 from arpo_megatron.weights.transports import Broadcast, Bucket, Disk, SharedMemory, Transport
 
@@ -29,6 +28,8 @@ TIMEOUT_S = 120.0
 """Deadline of a request to an engine: of joining, of a bucket, of generations that are waited for."""
 _SAMPLED_SHARE = 16
 """Of each bucket's tensors one in so many is sampled for checksums, and at least one."""
+_SAMPLE_BYTES = 2**20
+"""Of a sampled tensor's rows so many bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,11 @@ class WeightSync:
     def engines(self) -> Engines:
         """Requests to the engines beside a push."""
         return self._requests
+
+    @property
+    def buffers(self) -> int:
+        """How many buffers `export.hf_buckets` is to gather into."""
+        return self._transport.buffers
 
     @classmethod
     def of(cls, config: JobConfig, urls: Sequence[str], run: Path) -> Self:
@@ -137,15 +143,17 @@ class WeightSync:
 
     def _send(
         self, buckets: Iterable[Bucket], sampler: np.random.Generator | None
-    ) -> tuple[int, int, dict[str, "_Sampled"]]:
+    ) -> tuple[int, int, dict[str, tuple[Sample, int]]]:
         """Bytes and buckets sent, and what is known of the sampled tensors."""
         total, count = 0, 0
-        sums: dict[str, _Sampled] = {}
+        sums: dict[str, tuple[Sample, int]] = {}
         wait: Callable[[], None] | None = None
         for bucket in buckets:  # gathered while the last one travels
             if sampler is not None:
                 for index in sampler.choice(len(bucket), max(1, len(bucket) // _SAMPLED_SHARE), replace=False):
-                    sums[bucket[index][0]] = _Sampled.of(bucket[index][1])
+                    name, tensor = bucket[index]
+                    sample = Sample.of(tensor, sampler.random(), _SAMPLE_BYTES)
+                    sums[name] = sample, sample.checksum(tensor.detach())
             if wait is not None:
                 wait()
             wait = self._transport.send(bucket)
@@ -155,25 +163,11 @@ class WeightSync:
         wait()
         return total, count, sums
 
-    def _verify(self, sums: dict[str, "_Sampled"], urls: Sequence[str]) -> None:
-        asked = {name: (sample.sizes, sample.dtype) for name, sample in sums.items()}
-        for url, held in zip(urls, self._requests.checksums(asked, urls), strict=True):
-            for name, sample in sums.items():
-                if what := difference(held[name], sample.sizes, sample.checksum):
+    def _verify(self, sums: dict[str, tuple[Sample, int]], urls: Sequence[str]) -> None:
+        for url, held in zip(urls, self._requests.checksums({n: s for n, (s, _) in sums.items()}, urls), strict=True):
+            for name, (sample, expected) in sums.items():
+                if what := sample.difference(held[name], expected):
                     raise WeightPushError(f"{url}: {name} is not what the trainer sent: {what}")
-
-
-@dataclass(frozen=True, slots=True)
-class _Sampled:
-    """What stays of a sampled tensor when its bucket is gone."""
-
-    sizes: tuple[int, ...]
-    dtype: str
-    checksum: int
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> Self:
-        return cls(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), checksum(tensor))
 
 
 def probe_gap(trainer_logprobs: ArrayLike, engine_logprobs: ArrayLike) -> float:

@@ -44,7 +44,13 @@ _DEVICE_ARGUMENT = 6
 
 
 class Transport(Protocol):
-    """One way of sending buckets."""
+    """One way of sending buckets.
+
+    Attributes:
+        buffers: of `export.hf_buckets`: 2, or 1 where `send` itself has made a copy when it returns.
+    """
+
+    buffers: int
 
     def connect(self, engines: Sequence[Engine]) -> None:
         """Be ready to send to these; called at the beginning of every push."""
@@ -66,6 +72,8 @@ class Broadcast:
         requests: to the engines.
         backend: None: nccl where torch sees a GPU, else gloo.
     """
+
+    buffers = 2
 
     def __init__(self, requests: Engines, backend: Literal["gloo", "nccl"] | None = None) -> None:
         self._requests = requests
@@ -181,6 +189,8 @@ class SharedMemory:
         UserError: an engine is on another machine.
     """
 
+    buffers = 1
+
     def __init__(self, requests: Engines) -> None:
         for url in requests.urls:
             if not is_local(url):
@@ -291,6 +301,8 @@ class Disk:
         requests: to the engines.
         directory: one that trainer and engines see under the same name; it is made, and emptied at the end.
     """
+
+    buffers = 2
 
     def __init__(self, requests: Engines, directory: Path) -> None:
         self._requests = requests

@@ -21,6 +21,7 @@ from tiny_models import VOCABULARY, make, megatron_logprobs, reference_logprobs,
 from arpo_megatron.config import EngineConfig, ParallelConfig
 from arpo_megatron.rollout.server import EngineHandle, launch_engine
 from arpo_megatron.weights import transports
+from arpo_megatron.weights.checksums import Sample
 from arpo_megatron.weights.engines import Engines, WeightPushError
 from arpo_megatron.weights.sync import WeightSync, probe_gap
 from arpo_megatron.weights.transports import Broadcast, Bucket, Disk, SharedMemory, Transport
@@ -138,8 +139,8 @@ def test_every_tensor_of_the_model_can_be_found_in_the_engine(engine: EngineHand
     tensors = dict(hf_tensors([model], shape))
     with weight_sync(engine.url) as sync:
         sync.push([list(tensors.items())], 7)
-    asked = {name: (tuple(tensor.shape), "float32") for name, tensor in tensors.items()}
-    (held,) = Engines([engine.url], TIMEOUT_S).checksums(asked, [engine.url])
+    samples = {name: Sample.of(tensor, 0.0, 2**30) for name, tensor in tensors.items()}
+    (held,) = Engines([engine.url], TIMEOUT_S).checksums(samples, [engine.url])
     for name, tensor in tensors.items():
         bits = tensor.detach().numpy().view(np.int32).ravel().astype(object)
         place = np.arange(bits.size).astype(object)
@@ -152,7 +153,7 @@ class Corrupting(Broadcast):
     def send(self, bucket: Bucket) -> Callable[[], None]:
         wrong = [(name, tensor.detach().clone()) for name, tensor in bucket]
         for _, tensor in wrong:
-            tensor.view(-1).view(torch.int32)[-1] ^= 1
+            tensor.view(torch.int32).view(-1)[-1] ^= 1
         return super().send(wrong)
 
 

@@ -1,0 +1,21 @@
+"""`arpo bench sync`, shortened: every transport brings new weights to the real engine and holds two buckets at most."""
+
+import pytest
+
+from arpo_megatron.bench.sync import TRANSPORTS, bench_sync
+
+BUCKET_MB = 64
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_new_weights_arrive_by_every_transport_with_two_buckets_of_memory(tensor, tmp_path):
+    figures = bench_sync(400, tensor, BUCKET_MB, 1, tmp_path)
+    assert figures["model_bytes"] >= 400e6
+    assert figures["share_of_floor"] == figures["transports"]["broadcast"]["share_of_floor"] > 0
+    for name in TRANSPORTS:
+        found = figures["transports"][name]
+        assert found["probe_gap"] < 1e-4, name
+        assert found["tensors_verified"] >= figures["model_bytes"] / (BUCKET_MB * 2**20)
+        # What a process needs besides (threads, pages of the allocator, a first use of code) is some MB.
+        assert found["peak_extra_bytes"] <= found["two_buckets_bytes"] + 32e6, (name, found)
+    assert not list(tmp_path.iterdir())
