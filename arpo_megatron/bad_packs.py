@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
+from zipfile import BadZipFile
 
 import numpy as np
 
@@ -83,8 +84,8 @@ def load_bad_update(path: Path) -> BadUpdate:
             logprobs = {
                 name: [stored[f"{i}/{name}"] for i in range(count)] if name in known else None for name in _LOGPROBS
             }
-    except (OSError, KeyError, ValueError, EOFError) as error:
-        raise ValueError(f"{path} is no dump of a skipped update ({error})") from None
+    except (OSError, KeyError, ValueError, EOFError, BadZipFile) as error:
+        raise ValueError(f"{path} is no dump of a skipped update ({type(error).__name__})") from None
     return BadUpdate(packs=packs, **about | logprobs)
 
 

@@ -10,7 +10,6 @@ from arpo_megatron.actor.checkpoint import CheckpointStore, damage_of, newest_wh
 from arpo_megatron.errors import UserError
 from arpo_megatron.monitor.events import EventLog, user_errors_told
 from arpo_megatron.preparation import model_path
-from arpo_megatron.processes import die_with_parent
 from arpo_megatron.ranks import rank_main
 from arpo_megatron.run_directory import RunDirectory
 from arpo_megatron.weights.export import export_hf
@@ -39,7 +38,6 @@ def whole_checkpoint(run: RunDirectory, wanted: str) -> Path:
 @rank_main
 def main() -> None:
     """Entry point of every rank."""
-    die_with_parent()
     run, out = RunDirectory(Path(sys.argv[1])), Path(sys.argv[3])
     config = resolve.load(run.config)
     with user_errors_told(run.events):

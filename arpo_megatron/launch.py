@@ -11,7 +11,7 @@ from pathlib import Path
 
 from arpo_megatron.config import JobConfig
 from arpo_megatron.machine import placement, trainer_environment
-from arpo_megatron.processes import GRACE_S, Roles
+from arpo_megatron.processes import GRACE_S, JOB_PID, Roles
 from arpo_megatron.rollout.server import engine_program, free_ports, router_program
 from arpo_megatron.rollout.service import RolloutHandle, ServiceSettings
 from arpo_megatron.run_directory import RunDirectory
@@ -139,4 +139,5 @@ def run_trainer(
         f"--nproc-per-node={config.parallel.world_size}",
         *(sys.executable, "-m", module, str(run.path), *arguments),
     ]
-    roles.wait(roles.start(name, command, env={**trainer_environment(config.platform), **(env or {})}), poll=poll)
+    variables = {**trainer_environment(config.platform), JOB_PID: str(os.getpid()), **(env or {})}
+    roles.wait(roles.start(name, command, env=variables), poll=poll)

@@ -70,10 +70,12 @@ def load_tokenizer(directory: Path) -> "PreTrainedTokenizerFast":
 
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(directory, local_files_only=True)
-        return tokenizer  # type: ignore[no-any-return]
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise UserError(f"model.path={directory}: no tokenizer can be loaded from there: {reason}") from None
+    if not tokenizer.encode("a", add_special_tokens=False):  # transformers makes an empty one where files are missing
+        raise UserError(f"model.path={directory}: its tokenizer makes no tokens of text: is tokenizer.json missing?")
+    return tokenizer  # type: ignore[no-any-return]
 
 
 def load_data(config: JobConfig, tokenizer: "PreTrainedTokenizerFast") -> JobData:

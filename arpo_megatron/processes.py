@@ -144,6 +144,10 @@ def stop_groups(processes: Sequence[subprocess.Popen[Any]], grace_s: float = GRA
     _wait_for_end(processes, REAP_DEADLINE_S)
 
 
+JOB_PID = "ARPO_JOB_PID"
+"""Environment variable of a rank: the process of the job that started torchrun on this machine."""
+
+
 def die_with_parent() -> None:
     """Ask the kernel to kill the calling process when the thread that started it ends (Linux prctl(2))."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

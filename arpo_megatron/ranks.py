@@ -15,12 +15,13 @@ import time
 import traceback
 from collections.abc import Callable
 from functools import wraps
+from pathlib import Path
 
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from arpo_megatron.errors import UserError
-from arpo_megatron.processes import RANK_FAILED, RANK_FAILED_END, Interrupted
+from arpo_megatron.processes import JOB_PID, RANK_FAILED, RANK_FAILED_END, Interrupted, die_with_parent
 
 CLEANUP_S = 10.0
 PEER_GRACE_S = 8.0
@@ -32,10 +33,14 @@ _told: list[BaseException] = []
 
 
 def rank_main(main: Callable[[], None]) -> Callable[[], None]:
-    """Make `main` the entry point of a rank: whatever it raises is told as this module says, and ends the process."""
+    """Make `main` the entry point of a rank.
+
+    It dies with the job that started it, and whatever it raises is told as this module says, and ends the process.
+    """
 
     @wraps(main)
     def run() -> None:
+        _die_with_job()
         get_error_handler().initialize()
         try:
             main()
@@ -48,6 +53,14 @@ def rank_main(main: Callable[[], None]) -> Callable[[], None]:
             os._exit(1)  # exit handlers wait for threads, and sockets are closed only now
 
     return run
+
+
+def _die_with_job() -> None:
+    """Be killed with torchrun; and end here if the job died while this rank was being started."""
+    die_with_parent()
+    job = os.environ.get(JOB_PID)
+    if job is not None and not Path(f"/proc/{job}").exists():
+        os._exit(1)
 
 
 def tell_failure(error: BaseException) -> None:

@@ -20,7 +20,6 @@ from arpo_megatron.actor.optimizer import gradient_norm
 from arpo_megatron.bad_packs import BadUpdate, load_bad_update, not_finite
 from arpo_megatron.monitor.events import user_errors_told
 from arpo_megatron.preparation import model_path
-from arpo_megatron.processes import die_with_parent
 from arpo_megatron.ranks import rank_main
 from arpo_megatron.run_directory import RunDirectory
 from arpo_megatron.weights.shape import ModelShape
@@ -66,7 +65,6 @@ def _finite(condition: bool) -> str:
 @rank_main
 def main() -> None:
     """Entry point of every rank."""
-    die_with_parent()
     run, bad, out = RunDirectory(Path(sys.argv[1])), load_bad_update(Path(sys.argv[2])), Path(sys.argv[3])
     config = resolve.load(run.config)
     with user_errors_told(run.events):

@@ -27,7 +27,6 @@ from arpo_megatron.monitor.events import EventLog, user_errors_told
 from arpo_megatron.monitor.machine import StepProfiler, peak_memory_gb
 from arpo_megatron.monitor.metrics import MetricsLog
 from arpo_megatron.preparation import load_conversations, load_data, load_tokenizer, model_path
-from arpo_megatron.processes import die_with_parent
 from arpo_megatron.ranks import rank_main
 from arpo_megatron.run_directory import RunDirectory, write_json
 from arpo_megatron.step_metrics import pack_metrics, speed_metrics, update_metrics
@@ -252,7 +251,6 @@ def sft(directory: RunDirectory) -> None:
 @rank_main
 def main() -> None:
     """Entry point of every trainer rank."""
-    die_with_parent()
     directory = RunDirectory(Path(sys.argv[1]))
     config = resolve.load(directory.config)
     with user_errors_told(directory.events):

@@ -29,7 +29,6 @@ from arpo_megatron.monitor.events import EventLog
 from arpo_megatron.monitor.machine import StepProfiler, peak_memory_gb
 from arpo_megatron.monitor.metrics import MetricsLog
 from arpo_megatron.preparation import load_data, load_tokenizer, model_path
-from arpo_megatron.processes import die_with_parent
 from arpo_megatron.ranks import tell_failure
 from arpo_megatron.rollout.service import StaleEnginesError
 from arpo_megatron.run_directory import RunDirectory, write_json
@@ -321,7 +320,6 @@ def gap_limit(config: JobConfig) -> float:
 @contextmanager
 def training_run(directory: RunDirectory) -> Iterator[TrainingRun]:
     """Set a rank up from a run directory (resuming where it left off) and take it down again."""
-    die_with_parent()
     config = resolve.load(directory.config)
     parallel.initialize(config.parallel, config.seed)
     leading = parallel.is_leader()

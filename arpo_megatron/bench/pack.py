@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from scipy.optimize import nnls  # type: ignore[import-untyped]
 
 from arpo_megatron.actor import parallel
 from arpo_megatron.actor.actor import Actor
@@ -91,8 +92,8 @@ def _pair_slowness(found: list[dict[str, Any]]) -> float:
             rows.append([linear, forward_flops(SHAPE, 0, pairs, 0)[0]])
             seconds.append(figures[f"{kind}_s"])
     weighted = np.array(rows) / np.array(seconds)[:, None]
-    (linear_s, attention_s), *_ = np.linalg.lstsq(weighted, np.ones(len(seconds)), rcond=None)
-    return float(attention_s / linear_s)
+    (linear_s, attention_s), _ = nnls(weighted, np.ones(len(seconds)))
+    return float(attention_s / linear_s) if linear_s else float("inf")
 
 
 def _measure(actor: Actor, name: str, repeats: int, progress: bool) -> dict[str, Any]:

@@ -58,18 +58,18 @@ def read_rows(path: Path) -> Iterator[Any]:
         return
     try:
         if path.suffix == ".json":
-            rows = json.loads(path.read_text(encoding="utf-8"))
+            rows = json.loads(path.read_text(encoding="utf-8-sig"))
             if not isinstance(rows, list):
                 raise UserError(f"sft.data={path}: not an array of conversations")
             yield from rows
             return
-        with path.open(encoding="utf-8") as file:
+        with path.open(encoding="utf-8-sig") as file:
             for line in file:
                 if line.strip():
                     yield _json_line(line)
     except UnicodeDecodeError as error:
         raise UserError(f"sft.data={path}: not UTF-8 text: {error}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"sft.data={path}: not JSON: {error}") from None
 
 
@@ -97,7 +97,7 @@ def check_row(row: Any) -> Conversation:
 def _json_line(line: str) -> Any:
     try:
         return json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return BadRowError(f"not JSON: {error}")
 
 

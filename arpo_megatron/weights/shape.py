@@ -156,6 +156,10 @@ class ModelShape:
         """
         family = _family(path)
         config = _parse(path)
+        sizes = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size")
+        for name in sizes:
+            if getattr(config, name) < 1:
+                raise UserError(f"{path / 'config.json'}: {name}={getattr(config, name)} must be at least 1")
         _check_variant(path, family, config)
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         return cls(
@@ -188,6 +192,8 @@ def _family(path: Path) -> Family:
         raise UserError(f"{file} is missing: model.path must be a Hugging Face model directory") from None
     except ValueError as error:
         raise UserError(f"{file} is not JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise UserError(f"{file} holds no JSON object")
     architecture = (data.get("architectures") or ["none"])[0]
     if architecture not in _FAMILIES:
         raise UserError(f"{file}: architecture {architecture!r} is not supported (supported: {', '.join(_FAMILIES)})")
