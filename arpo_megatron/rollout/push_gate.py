@@ -33,6 +33,7 @@ class PushGate:
         self._incarnation = uuid.uuid4().hex
         self._arriving: int | None = None
         self._running = 0
+        self._frozen = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, or hand it on."""
@@ -61,6 +62,10 @@ class PushGate:
                 self._arriving = before  # nothing has been changed yet
                 return 409, {"error": f"{self._running} generations were still running after {timeout_s:g} s"}
             await asyncio.sleep(_POLL_INTERVAL_S)
+        if not self._frozen:
+            # Emptying the caches collects garbage, and would walk through all that was imported: a second every time.
+            await _manager().freeze_gc()
+            self._frozen = True
         return 200, {"ranks": _manager().server_args.tp_size, "incarnation": self._incarnation}
 
     async def _commit(self, version: int, timeout_s: float) -> tuple[int, dict[str, Any]]:
