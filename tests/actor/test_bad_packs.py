@@ -118,7 +118,7 @@ def test_three_skipped_updates_in_a_row_stop_the_run_in_one_line(tmp_path):
 
 
 def test_a_file_that_is_no_dump_is_refused(tmp_path):
-    for name, content in {"empty.npz": b"", "text.npz": b"hello"}.items():
+    for name, content in {"empty.npz": b"", "text.npz": b"hello", "cut.npz": b"PK\x03\x04" + b"0" * 99}.items():
         (tmp_path / name).write_bytes(content)
         with pytest.raises(ValueError, match="is no dump of a skipped update"):
             load_bad_update(tmp_path / name)

@@ -125,12 +125,12 @@ def test_bad_rows_are_counted_and_named(tmp_path: Path, kind: str) -> None:
     rows = [{"messages": TALK}, {"messages": TALK[:2]}, {"messages": TALK[:3]}]
     path = tmp_path / f"talks.{kind}"
     if kind == "jsonl":
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows) + "{broken\n")
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows) + "{broken\n" + "[" * 10**5 + "\n")
     else:
         pq.write_table(pa.Table.from_pylist(rows), path)
     read = read_conversations(path, tokenizer_with(CHATML), 1000)
     assert len(read.trees) == 2
-    assert [row.row for row in read.bad_rows] == ([1, 3] if kind == "jsonl" else [1])
+    assert [row.row for row in read.bad_rows] == ([1, 3, 4] if kind == "jsonl" else [1])
 
 
 def test_a_file_that_cannot_be_used_is_one_line(tmp_path: Path) -> None:

@@ -96,6 +96,9 @@ def test_a_path_that_is_no_model_directory_is_named(tmp_path: Path) -> None:
     assert "nowhere" in line(error)
     with pytest.raises(UserError, match=r"config\.json is missing"):
         ModelShape.from_hf(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(UserError, match="holds no JSON object"):
+        ModelShape.from_hf(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(UserError, match="is not JSON"):
         ModelShape.from_hf(tmp_path)
