@@ -24,6 +24,8 @@ def sampling_gap(minibatches: Sequence[Minibatch], logprobs: Sequence[Sequence[L
     """
     largest = 0.0
     for minibatch, outputs in zip(minibatches, logprobs, strict=True):
+        if not minibatch.trees:
+            continue
         for tree, ours in zip(minibatch.trees, by_tree(minibatch.packs, outputs, minibatch.trees), strict=True):
             ends = np.cumsum([len(segment) for segment in tree.segments])
             for segment, end in zip(tree.segments, ends, strict=True):

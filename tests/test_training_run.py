@@ -64,6 +64,8 @@ def test_the_gap_is_the_largest_over_tokens_of_the_own_version() -> None:
     assert sampling_gap([first[0], second[0]], [first[1], second[1]], version=3) == 0.5
     assert sampling_gap([first[0], second[0]], [first[1], second[1]], version=2) == 8.0
     assert sampling_gap([], [], version=3) == 0.0
+    elsewhere = Minibatch(first[0].packs)  # a rank that is not the leader knows no trees
+    assert sampling_gap([elsewhere], [first[1]], version=3) == 0.0
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
