@@ -13,6 +13,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -104,7 +105,7 @@ class Harvest:
         """Bring the trees under way to where weights may change: at rest, or (`rollout.across_push=drain`) finished."""
         if self.growing and self.config.rollout.across_push == "drain":
             with suppress(StaleEnginesError):  # what comes now is the push that they wait for
-                self.rollouts.finish_trees(FinishTrees(GROUP), self._show)
+                self.rollouts.finish_trees(FinishTrees(GROUP), partial(show_progress, self.events))
         self.rollouts.pause()
 
     def after_push(self, version: int) -> None:
@@ -142,7 +143,9 @@ class Harvest:
         """About `count` more finished trees, scored; those that failed are told and counted."""
         oldest = self.config.rollout.max_staleness
         before = step - oldest + 1 if oldest else None
-        report = self.rollouts.collect(CollectTrees(GROUP, count=count, finish_before=before), self._show)
+        report = self.rollouts.collect(
+            CollectTrees(GROUP, count=count, finish_before=before), partial(show_progress, self.events)
+        )
         self.stats.append(report.stats)
         for task_id, reason in report.failed:
             self._take(task_id)
@@ -168,9 +171,6 @@ class Harvest:
 
     def _tell(self, text: str) -> None:
         self.events.emit("note", text=text)
-
-    def _show(self, progress: GrowProgress) -> None:
-        show_progress(self.events, progress)
 
     def metrics(self) -> dict[str, Any]:
         """What was dropped in the last step."""

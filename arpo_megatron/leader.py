@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -17,7 +18,7 @@ from arpo_megatron.monitor.events import EventLog
 from arpo_megatron.rewards import make_reward
 from arpo_megatron.rewards.base import Reward, score_tree
 from arpo_megatron.rollout.accounting import GrowStats
-from arpo_megatron.rollout.service import CollectTrees, GrowProgress, GrowSettings, RolloutHandle, StartTrees
+from arpo_megatron.rollout.service import CollectTrees, GrowSettings, RolloutHandle, StartTrees
 from arpo_megatron.run_directory import RunDirectory
 from arpo_megatron.tasks.base import Task
 from arpo_megatron.tasks.sampler import TaskSampler
@@ -105,7 +106,7 @@ class Leader:
             settings = GrowSettings.evaluation(self.config)
             self.rollouts.start_trees(StartTrees(EVALUATION, tuple(tasks), step, step, settings))
             self.evaluating = True
-        report = self.rollouts.collect(CollectTrees(EVALUATION), self._show_progress)
+        report = self.rollouts.collect(CollectTrees(EVALUATION), partial(show_progress, self.events))
         self.evaluating = False
         for task_id, reason in report.failed:
             self.events.emit("note", text=f"{task_id} could not be evaluated and counts as wrong: {reason}")
@@ -177,9 +178,6 @@ class Leader:
     def decode(self, ids: Sequence[int]) -> str:
         """Token ids as text, special tokens kept."""
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=False))
-
-    def _show_progress(self, progress: GrowProgress) -> None:
-        show_progress(self.events, progress)
 
 
 def sum_by_name(rows: Iterable[dict[str, float]]) -> dict[str, float]:

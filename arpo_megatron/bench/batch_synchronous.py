@@ -77,11 +77,8 @@ async def grow_in_rounds(
         )
         active = []
         for (path, part, _), answer in zip(called, answers, strict=True):
-            result = protocol.result_tokens(
-                answer.text, encode=codec.encode, decode=codec.decode, max_tokens=limits.max_tool_tokens
-            )
-            tokens = np.concatenate([path.tokens, part.token_ids, np.array(result, np.int32)])
             start = part.entropies if path.start is None else path.start
+            tokens = _behind(path, part, answer.text, codec, limits)
             active.append(replace(path, tokens=tokens, calls=path.calls + 1, start=start))
             point = ForkPoint(
                 task_id=tasks[path.task].id,
@@ -111,6 +108,12 @@ async def _segment(path: _Path, engine: EngineClient, limits: GrowLimits) -> Gen
     return await engine.generate(
         path.tokens, max_new_tokens=max(1, room), sampling=Sampling(), stop=protocol.STOP_STRINGS
     )
+
+
+def _behind(path: _Path, part: Generation, answer: str, codec: TextCodec, limits: GrowLimits) -> Int32Array:
+    """A trajectory's tokens up to the end of a tool's answer."""
+    result = protocol.result_tokens(answer, encode=codec.encode, decode=codec.decode, max_tokens=limits.max_tool_tokens)
+    return np.concatenate([path.tokens, part.token_ids, np.array(result, np.int32)])
 
 
 def _call(path: _Path, part: Generation, codec: TextCodec, limits: GrowLimits) -> protocol.ToolCall | None:

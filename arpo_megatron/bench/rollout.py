@@ -19,13 +19,12 @@ from typing import Any
 import aiohttp
 
 from arpo_megatron.bench.batch_synchronous import grow_in_rounds
-from arpo_megatron.bench.controller import controller_figures
+from arpo_megatron.bench.controller import LIMITS, controller_figures
 from arpo_megatron.bench.simulated_tools import LATENCIES, SimulatedTools
 from arpo_megatron.bench.talkative_model import write_model
 from arpo_megatron.config import AlgorithmConfig, EngineConfig
 from arpo_megatron.rollout import protocol
 from arpo_megatron.rollout.client import EngineClient, Generation, Sampling
-from arpo_megatron.rollout.grower import GrowLimits
 from arpo_megatron.rollout.policies import make_policy
 from arpo_megatron.rollout.pool import TreePool
 from arpo_megatron.rollout.server import launch_engine
@@ -35,9 +34,6 @@ from arpo_megatron.tasks.base import Task
 from arpo_megatron.tree import Role, RolloutTree
 
 ALGORITHM = AlgorithmConfig(samples=8, initial=4, entropy_tokens=4)
-LIMITS = GrowLimits(
-    max_length=2048, max_response_tokens=1024, max_tool_calls=3, max_tool_tokens=32, tool_timeout_s=600.0
-)
 TASKS = 8
 """Of a step; times M they fill the engine's batch."""
 BATCH = TASKS * ALGORITHM.samples
@@ -80,7 +76,7 @@ class Run:
         stats = report.stats
         self.tokens += stats.counts.tokens_sampled
         self.trajectories += stats.trajectories
-        self.computed += stats.counts.prompt_tokens - stats.counts.cached_tokens
+        self.computed += stats.counts.prefilled_tokens
         self.unique += stats.unique_tokens
         self.segments += sum(segment.role is Role.MODEL for tree in report.trees for segment in tree.segments)
         self.floor_s += max(map(_slowest_path_s, report.trees))

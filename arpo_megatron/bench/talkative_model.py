@@ -7,8 +7,7 @@ from pathlib import Path
 
 WORDS = 896
 CALLS = 64
-MEAN_SEGMENT = (WORDS + CALLS) / CALLS
-"""Tokens until a tool call, on average."""
+"""One token in (WORDS + CALLS) / CALLS is a call."""
 
 
 def write_model(folder: Path) -> None:

@@ -3,13 +3,12 @@
 import math
 from dataclasses import dataclass
 
-from arpo_megatron.config import AlgorithmConfig
-from arpo_megatron.rollout.policies.base import Decision, ForkPoint, fork, tokens_to_measure, uniform_draw
+from arpo_megatron.rollout.policies.base import Decision, ForkingPolicy, ForkPoint, fork, uniform_draw
 from arpo_megatron.tree import BranchRecord, Float32Array
 
 
 @dataclass(frozen=True, slots=True)
-class ArpoPolicy:
+class ArpoPolicy(ForkingPolicy):
     """Fork where the entropy after a tool result has risen over that of the trajectory's start.
 
         dH = (sum of the first k entropies after the result - sum of the first k of the trajectory) / log V
@@ -26,24 +25,8 @@ class ArpoPolicy:
         seed: the run's seed.
     """
 
-    config: AlgorithmConfig
     vocabulary_size: int
     seed: int
-
-    @property
-    def initial(self) -> int:
-        """N."""
-        return self.config.initial
-
-    @property
-    def total(self) -> int:
-        """M."""
-        return self.config.samples
-
-    @property
-    def measured_tokens(self) -> int:
-        """k; 0 where no fork is possible."""
-        return tokens_to_measure(self.config)
 
     def decide(self, point: ForkPoint) -> Decision:
         """One draw for a fork point; a fork fills the beam as far as the budget goes."""

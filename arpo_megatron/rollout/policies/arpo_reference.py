@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from arpo_megatron.config import AlgorithmConfig
-from arpo_megatron.rollout.policies.base import Decision, ForkPoint, fork, tokens_to_measure, uniform_draw
+from arpo_megatron.rollout.policies.base import Decision, ForkingPolicy, ForkPoint, fork, uniform_draw
 from arpo_megatron.tree import BranchRecord, Float32Array
 
 RELEASED_TOKENS = 20
@@ -17,7 +16,7 @@ RELEASED_TOKENS = 20
 
 
 @dataclass(frozen=True, slots=True)
-class ArpoReferencePolicy:
+class ArpoReferencePolicy(ForkingPolicy):
     """Fork when clip(u - w * dH, 0, 1) <= p, with a uniform draw u, p = alpha and w = beta.
 
         dH = (sum of the first <= 20 entropies of the segment that MADE THE CALL - sum of those of the first segment)
@@ -45,24 +44,8 @@ class ArpoReferencePolicy:
         seed: the run's seed.
     """
 
-    config: AlgorithmConfig
     vocabulary_size: int
     seed: int
-
-    @property
-    def initial(self) -> int:
-        """N."""
-        return self.config.initial
-
-    @property
-    def total(self) -> int:
-        """M."""
-        return self.config.samples
-
-    @property
-    def measured_tokens(self) -> int:
-        """k; 0 where no fork is possible."""
-        return tokens_to_measure(self.config)
 
     def decide(self, point: ForkPoint) -> Decision:
         """One draw for a fork point; what was sampled behind the tool result has no part in it."""

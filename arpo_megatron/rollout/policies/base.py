@@ -73,9 +73,27 @@ class BranchPolicy(Protocol):
         """Pure. `siblings` never exceeds `point.budget`."""
 
 
-def tokens_to_measure(config: AlgorithmConfig) -> int:
-    """k; 0 where no fork is possible."""
-    return config.entropy_tokens if config.beam > 1 and config.samples > config.initial else 0
+@dataclass(frozen=True, slots=True)
+class ForkingPolicy:
+    """What policies with a fork budget have in common; `decide` is theirs."""
+
+    config: AlgorithmConfig
+
+    @property
+    def initial(self) -> int:
+        """N."""
+        return self.config.initial
+
+    @property
+    def total(self) -> int:
+        """M."""
+        return self.config.samples
+
+    @property
+    def measured_tokens(self) -> int:
+        """k; 0 where no fork is possible."""
+        config = self.config
+        return config.entropy_tokens if config.beam > 1 and config.samples > config.initial else 0
 
 
 def fork(point: ForkPoint, beam: int, *, wanted: bool, why: str) -> tuple[int, str]:

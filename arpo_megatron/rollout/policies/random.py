@@ -2,13 +2,12 @@
 
 from dataclasses import dataclass
 
-from arpo_megatron.config import AlgorithmConfig
-from arpo_megatron.rollout.policies.base import Decision, ForkPoint, fork, tokens_to_measure, uniform_draw
+from arpo_megatron.rollout.policies.base import Decision, ForkingPolicy, ForkPoint, fork, uniform_draw
 from arpo_megatron.tree import BranchRecord
 
 
 @dataclass(frozen=True, slots=True)
-class RandomPolicy:
+class RandomPolicy(ForkingPolicy):
     """Fork with probability alpha behind every tool result: `ArpoPolicy` with beta = 0.
 
     Budget, beam and draws are those of `ArpoPolicy` (a place's draw is the same in both), so whatever differs in the
@@ -20,23 +19,7 @@ class RandomPolicy:
         seed: the run's seed.
     """
 
-    config: AlgorithmConfig
     seed: int
-
-    @property
-    def initial(self) -> int:
-        """N."""
-        return self.config.initial
-
-    @property
-    def total(self) -> int:
-        """M."""
-        return self.config.samples
-
-    @property
-    def measured_tokens(self) -> int:
-        """k; 0 where no fork is possible."""
-        return tokens_to_measure(self.config)
 
     def decide(self, point: ForkPoint) -> Decision:
         """One draw for a fork point."""
