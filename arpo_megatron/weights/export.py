@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor, nn
 
+from arpo_megatron import freed_memory
 from arpo_megatron.weights.files import write_tensors
 from arpo_megatron.weights.held import HeldParameters
 from arpo_megatron.weights.mapping import Entry, bucket_counts, entries, exported
@@ -114,6 +115,7 @@ def export_hf(
         out_dir: where to.
         max_shard_bytes: tensors are spread over files of at most this many bytes (a larger tensor has its own).
     """
+    freed_memory.give_back()  # training, or loading, has left holes that whole tensors do not fit in
     tensors = hf_tensors(chunks, shape)
     if dist.get_rank() == 0:
         dtype = next(chunks[0].parameters()).dtype

@@ -11,11 +11,7 @@ def test_no_rank_needs_more_than_its_shard_and_two_tensors_and_no_bit_changes(tm
     assert figures["model_bytes"] >= 0.5e9
     assert sum(figures["shard_bytes"]) >= figures["model_bytes"]
     assert figures["bit_exact"]
-    # At this size what a process needs besides (gloo's buffers, threads, pages of the allocator) is seen: some MB.
-    besides = 64e6
-    for kind in ("load", "export"):
-        peaks = zip(figures[f"{kind}_peak_bytes"], figures["bound_bytes"], strict=True)
-        assert all(peak <= bound + besides for peak, bound in peaks), figures
+    assert figures["within_bound"], figures
     assert not list(tmp_path.iterdir())
 
 
