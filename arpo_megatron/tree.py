@@ -17,6 +17,7 @@ from typing import Any, Self, TypeVar
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+Int16Array = NDArray[np.int16]
 Int32Array = NDArray[np.int32]
 Float32Array = NDArray[np.float32]
 Array = TypeVar("Array", bound=NDArray[Any])
@@ -82,6 +83,8 @@ class Segment:
         finish: why a MODEL segment ended; None while it grows and for other roles.
         branch: the branching decision taken at its start, if one was.
         tool: how a TOOL segment's text came about.
+        routes: int16[n, layers, k], the experts of a mixture that the engine sent each token to, in any order; -1 for
+            all of a token that is not known. None: of no token. Any role.
     """
 
     token_ids: Int32Array
@@ -93,6 +96,7 @@ class Segment:
     finish: Finish | None = None
     branch: BranchRecord | None = None
     tool: ToolRecord | None = None
+    routes: Int16Array | None = None
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -128,6 +132,27 @@ def _ids(values: ArrayLike) -> Int32Array:
     return _frozen(array.astype(np.int32))
 
 
+def _routes(values: ArrayLike | Mapping[str, Any], tokens: int) -> Int16Array:
+    """As given, or from the form of `stored_routes`."""
+    if isinstance(values, Mapping):
+        values = np.asarray(values["experts"], np.int16).reshape(tokens, values["layers"], values["top_k"])
+    array = np.array(values, dtype=np.int16)
+    if array.ndim != 3 or len(array) != tokens:
+        raise ValueError(f"routes of shape {array.shape} for {tokens} tokens: expected [tokens, layers, experts]")
+    ordered = np.sort(array, axis=-1)
+    unknown = (array == -1).all(axis=(1, 2))
+    if not (unknown | ((array >= 0).all(axis=(1, 2)) & (np.diff(ordered) > 0).all(axis=(1, 2)))).all():
+        raise ValueError("a token's experts of a layer must be different and not negative, or all of its routes -1")
+    return _frozen(array)
+
+
+def stored_routes(routes: Int16Array | None) -> dict[str, Any] | None:
+    """The form in which routes are written: flat int16 values and the lengths of the last two axes."""
+    if routes is None:
+        return None
+    return {"layers": routes.shape[1], "top_k": routes.shape[2], "experts": routes.reshape(-1)}
+
+
 def _frozen(array: Array) -> Array:
     array.setflags(write=False)
     return array
@@ -139,6 +164,7 @@ class RolloutTree:
     Args:
         task_id: which task this is an attempt at.
         prompt_ids: int[n], tokens of segment 0.
+        routes: of the prompt; see `Segment`.
         step: rollout step in which it was begun; keys its branching draws.
         seconds: wall time from its beginning to the end of its last trajectory.
 
@@ -148,11 +174,21 @@ class RolloutTree:
 
     __slots__ = ("seconds", "segments", "step", "task_id")
 
-    def __init__(self, task_id: str, prompt_ids: ArrayLike, *, step: int = 0, seconds: float = 0.0) -> None:
+    def __init__(
+        self,
+        task_id: str,
+        prompt_ids: ArrayLike,
+        *,
+        routes: ArrayLike | Mapping[str, Any] | None = None,
+        step: int = 0,
+        seconds: float = 0.0,
+    ) -> None:
         self.task_id = task_id
         self.step = step
         self.seconds = seconds
-        self.segments = [Segment(_ids(prompt_ids), Role.PROMPT, -1)]
+        ids = _ids(prompt_ids)
+        known = None if routes is None else _routes(routes, len(ids))
+        self.segments = [Segment(ids, Role.PROMPT, -1, routes=known)]
 
     @property
     def prompt_ids(self) -> Int32Array:
@@ -171,12 +207,14 @@ class RolloutTree:
         finish: Finish | None = None,
         branch: BranchRecord | None = None,
         tool: ToolRecord | None = None,
+        routes: ArrayLike | Mapping[str, Any] | None = None,
     ) -> int:
         """Append a segment below `parent` and return its index.
 
         Raises:
             ValueError: unknown parent, log-probs of another length than the tokens, more entropies than tokens,
-                values that are not finite, sampling fields outside MODEL, a tool record outside TOOL, a second prompt.
+                values that are not finite, sampling fields outside MODEL, a tool record outside TOOL, a second prompt,
+                routes of another length than the tokens or with an expert twice.
         """
         role, parent = Role(role), operator.index(parent)
         ids = _ids(token_ids)
@@ -197,7 +235,8 @@ class RolloutTree:
         if not all(values is None or np.isfinite(values).all() for values in (lps, ents)):
             raise ValueError("log-probs and entropies must be finite numbers")
         version = operator.index(policy_version)
-        self.segments.append(Segment(ids, role, parent, lps, ents, version, finish, branch, tool))
+        known = None if routes is None else _routes(routes, len(ids))
+        self.segments.append(Segment(ids, role, parent, lps, ents, version, finish, branch, tool, known))
         return len(self.segments) - 1
 
     def children(self) -> list[list[int]]:
@@ -275,7 +314,11 @@ class RolloutTree:
         if root["role"] != Role.PROMPT or root["parent"] != -1:
             raise ValueError("segment 0 must be the PROMPT with parent -1")
         tree = cls(
-            data["task_id"], root["token_ids"], step=int(data.get("step", 0)), seconds=float(data.get("seconds", 0.0))
+            data["task_id"],
+            root["token_ids"],
+            routes=root.get("routes"),
+            step=int(data.get("step", 0)),
+            seconds=float(data.get("seconds", 0.0)),
         )
         for item in rest:
             given = dict(item)
@@ -309,4 +352,6 @@ def _segment_to_dict(segment: Segment) -> dict[str, Any]:
         data["branch"] = asdict(segment.branch)
     if segment.tool is not None:
         data["tool"] = {**asdict(segment.tool), "arguments": dict(segment.tool.arguments)}
+    if (routes := stored_routes(segment.routes)) is not None:
+        data["routes"] = {**routes, "experts": routes["experts"].tolist()}
     return data

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from arpo_megatron.errors import UserError
 from arpo_megatron.run_directory import RunDirectory
 from arpo_megatron.tasks.base import Task
-from arpo_megatron.tree import RolloutTree, Segment
+from arpo_megatron.tree import RolloutTree, Segment, stored_routes
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -124,6 +124,7 @@ def _schema() -> "pa.Schema":
     text, number = pa.string(), pa.int32()
     branch = pa.struct({"dH": pa.float64(), "probability": pa.float64(), "draw": pa.float64(), "why": text})
     tool = pa.struct({"name": text, "arguments": text, "status": text, "seconds": pa.float64(), "cached": pa.bool_()})
+    routes = pa.struct({"layers": number, "top_k": number, "experts": pa.list_(pa.int16())})
     segment = pa.struct(
         {
             "role": text,
@@ -136,6 +137,7 @@ def _schema() -> "pa.Schema":
             "finish": text,
             "branch": branch,
             "tool": tool,
+            "routes": routes,
         }
     )
     return pa.schema(
@@ -193,6 +195,7 @@ def _segment(segment: Segment, decode: Decode) -> dict[str, Any]:
         "finish": segment.finish and segment.finish.value,
         "branch": branch and asdict(branch),
         "tool": tool and {**asdict(tool), "arguments": json.dumps(dict(tool.arguments))},
+        "routes": stored_routes(segment.routes),
     }
 
 

@@ -14,14 +14,23 @@ logprob = st.floats(-50, 0, width=32)
 
 
 @st.composite
+def routes(draw: st.DrawFn, ids: list[int]) -> np.ndarray | None:
+    """Two layers of three experts for each token, for some none."""
+    row = st.permutations(range(40)).map(lambda order: [order[:3], order[3:6]]) | st.just([[-1] * 3] * 2)
+    known = draw(st.lists(row, min_size=len(ids), max_size=len(ids)))
+    return np.array(known, np.int16).reshape(len(ids), 2, 3) if draw(st.booleans()) else None
+
+
+@st.composite
 def trees(draw: st.DrawFn) -> RolloutTree:
-    tree = RolloutTree(draw(st.text(max_size=5)), draw(tokens))
+    prompt = draw(tokens)
+    tree = RolloutTree(draw(st.text(max_size=5)), prompt, routes=draw(routes(prompt)))
     for _ in range(draw(st.integers(0, 12))):
         parent = draw(st.integers(0, len(tree.segments) - 1))
         ids = draw(tokens)
         if draw(st.booleans()):
             record = ToolRecord("python", {"code": draw(st.text(max_size=9))}, "ok", draw(st.floats(0, 9)), False)
-            tree.add(parent, Role.TOOL, ids, tool=record)
+            tree.add(parent, Role.TOOL, ids, tool=record, routes=draw(routes(ids)))
             continue
         known = draw(st.booleans())
         tree.add(
@@ -33,6 +42,7 @@ def trees(draw: st.DrawFn) -> RolloutTree:
             policy_version=draw(st.integers(0, 99)),
             finish=draw(st.sampled_from([None, *Finish])),
             branch=draw(st.sampled_from([None, BranchRecord(0.1, 0.6, 0.5, "draw")])),
+            routes=draw(routes(ids)),
         )
     return tree
 
@@ -45,7 +55,7 @@ def test_json_round_trip_loses_nothing(tree: RolloutTree) -> None:
     for ours, theirs in zip(tree.segments, again.segments, strict=True):
         assert (ours.role, ours.parent, ours.policy_version) == (theirs.role, theirs.parent, theirs.policy_version)
         assert (ours.finish, ours.branch, ours.tool) == (theirs.finish, theirs.branch, theirs.tool)
-        for name in ("token_ids", "logprobs", "entropies"):
+        for name in ("token_ids", "logprobs", "entropies", "routes"):
             left, right = getattr(ours, name), getattr(theirs, name)
             assert (left is None) == (right is None)
             if left is not None:
@@ -105,6 +115,9 @@ def test_a_lone_prompt_is_a_leaf() -> None:
         (0, Role.PROMPT, {}, "one PROMPT"),
         (0, Role.MODEL, {"logprobs": [float("nan"), -0.5]}, "must be finite"),
         (0, Role.MODEL, {"entropies": [float("inf")]}, "must be finite"),
+        (0, Role.TOOL, {"routes": np.zeros((3, 1, 1))}, "for 2 tokens"),
+        (0, Role.MODEL, {"routes": [[[1, 1]], [[1, 2]]]}, "must be different"),
+        (0, Role.MODEL, {"routes": [[[0, 1], [-1, -1]], [[1, 2], [3, 4]]]}, "all of its routes -1"),
     ],
 )
 def test_a_segment_that_does_not_fit_is_refused(parent: int, role: Role, fields: dict, message: str) -> None:

@@ -15,6 +15,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from torch import Tensor
 
+from arpo_megatron.actor.layout import without_routes
 from arpo_megatron.actor.losses import linear_loss, tree_ppo_loss
 from arpo_megatron.actor.microbatch import MicroBatch, MicroBatches, Place
 from arpo_megatron.actor.model import DTYPES, TreeGPTModel, build_chunks
@@ -141,11 +142,11 @@ class Actor:
         return np.split(self._sum(whole).cpu().numpy(), ends[:-1])
 
     def reference_logprobs(self, packs: Sequence[TreePack]) -> list[Float32Array] | None:
-        """`logprobs` under the reference policy; None without a KL penalty."""
+        """`logprobs` under the reference policy, whose own routers choose; None without a KL penalty."""
         if self._reference is None:
             return None
         with self._reference.swapped_in():
-            return self.logprobs(packs, training=False)
+            return self.logprobs([without_routes(pack) for pack in packs], training=False)
 
     def update(
         self,
@@ -309,11 +310,14 @@ class Actor:
 
     def _stats(self, outputs: list[Tensor], grad_norm: float, *, skipped: bool) -> UpdateStats:
         rows = torch.stack(outputs) if outputs else torch.zeros(1, WIDTH, dtype=torch.float64, device=device())
+        balance = self.expert_balance
         return UpdateStats.of(
             self._sum(rows[:, :-1].sum(0)),
             self._sum(rows[:, -1].max(), dist.ReduceOp.MAX),
             grad_norm=grad_norm,
             lr=float(self.optimizer.param_groups[0]["lr"]),
+            routes_replayed=0.0 if balance is None else balance.replayed,
+            routes_differing=0.0 if balance is None else balance.differing,
             skipped=skipped,
         )
 

@@ -55,6 +55,8 @@ class PackContext:
         multiplicity: float32[q], leaves of each local token, 0 for padding.
         inheritances: in the order of the pack's leading tokens.
         legacy: what is kept for later packs, None for nothing.
+        routes: int16[q, layers, k], the experts to send each local token to, -1 where the router chooses; None: it does
+            everywhere.
         order: context parallelism: sizes of the pieces of the gathered tokens, and their order in the pack.
     """
 
@@ -62,6 +64,7 @@ class PackContext:
     multiplicity: Tensor
     inheritances: Sequence[Inheritance] = ()
     legacy: Legacy | None = None
+    routes: Tensor | None = None
     order: tuple[Sequence[int], Sequence[int]] | None = None
 
     current: ClassVar["PackContext | None"] = None

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from arpo_megatron.algorithms.credit import TreeCredit
-from arpo_megatron.tree import Float32Array, Int32Array, Role, RolloutTree
+from arpo_megatron.tree import Float32Array, Int16Array, Int32Array, Role, RolloutTree
 
 Span = tuple[int, int]
 
@@ -28,6 +28,8 @@ class TreePack:
         position_ids: int32[n], depth in the own trajectory.
         subtree_end: int32[n], one past the last position of the subtree: q attends to k iff k <= q < subtree_end[k].
         multiplicity: int32[n], leaves (trajectories) that a token belongs to; 0 where another pack counts it.
+        routes: int16[n, layers, k], experts that the engine chose, -1 where the model's router shall choose; [n, 0, 0]
+            where it shall for all.
         inherited_pack: int32[a], for each of the first `a` tokens the index of the pack that computes it.
         inherited_place: int32[a], its position there.
         predictors: int32[m], positions whose hidden states predict a MODEL token; ascending.
@@ -46,6 +48,7 @@ class TreePack:
     position_ids: Int32Array
     subtree_end: Int32Array
     multiplicity: Int32Array
+    routes: Int16Array
     inherited_pack: Int32Array
     inherited_place: Int32Array
     predictors: Int32Array
@@ -92,8 +95,10 @@ def new_pack(**values: Any) -> TreePack:
     """A pack of arrays of any numeric type; fields that are left out are empty."""
     arrays: dict[str, Any] = {}
     for field in fields(TreePack)[: -len(("repeated", "data_rank"))]:
-        dtype = np.float32 if field.name in _FLOATS else np.int32
+        dtype = np.float32 if field.name in _FLOATS else np.int16 if field.name == "routes" else np.int32
         arrays[field.name] = np.asarray(values.pop(field.name, ()), dtype)
+    if not arrays["routes"].size:
+        arrays["routes"] = np.zeros((len(arrays["token_ids"]), 0, 0), np.int16)
     return TreePack(**arrays, **values)
 
 
@@ -133,6 +138,7 @@ def lay_out(index: int, tree: RolloutTree, credit: TreeCredit) -> TreePack:
         position_ids=walk.depth[segment] + offset,
         subtree_end=walk.end[segment],
         multiplicity=walk.leaves[segment],
+        routes=_routes([(len(tree.segments[s]), tree.segments[s].routes) for s in walk.order]),
         predictors=predictor[targets],
         target_ids=token_ids[targets],
         positive=credit.positive[place],
@@ -141,6 +147,15 @@ def lay_out(index: int, tree: RolloutTree, credit: TreeCredit) -> TreePack:
         sampling_logprobs=np.concatenate(logprobs)[place],
         tree_index=np.full(len(targets), index),
         token_index=place,
+    )
+
+
+def _routes(parts: Sequence[tuple[int, Int16Array | None]]) -> Int16Array:
+    """Routes of stretches of so many tokens, one after the other; -1 in those without any."""
+    inner = next((routes.shape[1:] for _, routes in parts if routes is not None and routes.size), (0, 0))
+    missing = [np.full((count, *inner), -1, np.int16) for count, _ in parts]
+    return np.concatenate(
+        [gap if routes is None or not routes.size else routes for gap, (_, routes) in zip(missing, parts, strict=True)]
     )
 
 
@@ -212,18 +227,21 @@ def join(layouts: Sequence[TreePack], shared: int = 0) -> TreePack:
     if not layouts:
         return new_pack()
     parts: dict[str, list[NDArray[Any]]] = {name: [] for name in (*_TOKEN_FIELDS, *_TARGET_FIELDS)}
+    routes: list[tuple[int, Int16Array | None]] = []
     end = shared
     for layout in layouts:
         skip = 0 if layout is layouts[0] else shared
         shift = end - shared  # of every token but the shared ones
         for name in _TOKEN_FIELDS:
             parts[name].append(getattr(layout, name)[skip:])
+        routes.append((len(layout) - skip, layout.routes[skip:]))
         parts["subtree_end"][-1] = layout.subtree_end[skip:] + shift
         for name in _TARGET_FIELDS:
             parts[name].append(getattr(layout, name))
         parts["predictors"][-1] = np.where(layout.predictors < shared, layout.predictors, layout.predictors + shift)
         end += len(layout) - shared
     arrays = {name: np.concatenate(values) for name, values in parts.items()}
+    arrays["routes"] = _routes(routes)
     arrays["subtree_end"][:shared] = end
     arrays["multiplicity"][:shared] = sum(int(layout.multiplicity[0]) for layout in layouts if shared)
     order = np.argsort(arrays["predictors"], kind="stable")
@@ -261,6 +279,7 @@ def cut(layout: TreePack, spans: Sequence[Span], *, first_pack: int, inherit: bo
                 position_ids=layout.position_ids[members],
                 subtree_end=end,
                 multiplicity=np.where(members < start, 0, layout.multiplicity[members]),
+                routes=layout.routes[members],
                 inherited_pack=home + first_pack if inherit else (),
                 inherited_place=place if inherit else (),
                 repeated=0 if inherit else len(above),
@@ -287,6 +306,11 @@ def shared_prefix(layouts: Sequence[TreePack], prompts: Sequence[int]) -> int:
         differs = np.flatnonzero(layout.token_ids[:length] != first[:length])
         length = int(differs[0]) if len(differs) else length
     return length
+
+
+def without_routes(pack: TreePack) -> TreePack:
+    """The pack, for a model whose own routers choose."""
+    return replace(pack, routes=pack.routes[:, :0, :0])
 
 
 def on_rank(pack: TreePack, data_rank: int) -> TreePack:

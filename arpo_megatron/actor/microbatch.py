@@ -109,6 +109,7 @@ class MicroBatches:
             multiplicity=_put(multiplicity, torch.float32),
             inheritances=self._inheritances(pack),
             legacy=self._legacies.get(index),
+            routes=_routes(pack, local.members),
             order=local.order if self._place.ranks > 1 else None,
         )
         handle = register(context)
@@ -195,6 +196,14 @@ class _Local:
         local = where[pack.predictors]
         here = np.flatnonzero(local >= 0)
         return local[here], here
+
+
+def _routes(pack: TreePack, members: _Ints) -> Tensor | None:
+    """Those of the members, -1 for padding; None without any."""
+    if not pack.routes.size:
+        return None
+    nowhere = np.full_like(pack.routes[:1], -1)
+    return _put(np.concatenate([pack.routes, nowhere])[members])
 
 
 def _put(array: NDArray[Any], dtype: torch.dtype | None = None) -> Tensor:

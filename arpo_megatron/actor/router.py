@@ -13,6 +13,11 @@ exactly. Taking load_e from the packs at hand would make it depend on the packin
 
 In reinforcement learning the log-prob pass over the step's packs comes first, so the load of the first update is that
 of the present weights. Before any pass the load is level, and a level load has no gradient: sum_e p_te is 1.
+
+Router replay (arXiv 2510.11370): a token whose pack brings routes goes to those experts, the engine's, with the weights
+that this router's own softmax gives them, through which the gradient flows; load and loss count the choice that was
+made. Megatron's `RouterReplay` hands routes out first in, first out, but the packs of a cut tree come back in nested
+order; the context of a pack is found by its handle in any order, and in recomputation too.
 """
 
 from collections.abc import Iterator, Sequence
@@ -37,10 +42,14 @@ class ExpertBalance:
     Attributes:
         busiest: load of the busiest expert of any layer over the mean load; 1 is level, the count of experts the most.
         loss: mean over layers of E * sum_e load_e * mean_t p_te, without coefficient; 1 is level.
+        replayed: share of tokens that went where the engine had sent them.
+        differing: share of their choices that this router would not have made; 0 where nothing is replayed.
     """
 
     busiest: float
     loss: float
+    replayed: float
+    differing: float
 
 
 class TreeTopKRouter(TopKRouter):  # type: ignore[misc]
@@ -51,6 +60,8 @@ class TreeTopKRouter(TopKRouter):  # type: ignore[misc]
         logical_tokens: sum of the multiplicities of all packs of the present pass, on all ranks; see `begin_pass`.
         choices: float64[experts], choices of the present pass on this rank so far.
         scores: float64[experts], likewise sums of the softmax.
+        replay: float64[2], likewise tokens with given routes, and sums of the share of their choices that are others
+            than its own.
     """
 
     def __init__(self, config: Any, pg_collection: Any = None) -> None:
@@ -61,6 +72,7 @@ class TreeTopKRouter(TopKRouter):  # type: ignore[misc]
         self.logical_tokens: float | None = None
         self.choices = torch.zeros(count, dtype=torch.float64, device=device)
         self.scores = torch.zeros_like(self.choices)
+        self.replay = torch.zeros(2, dtype=torch.float64, device=device)
 
     def gating(self, hidden: Tensor) -> Tensor:
         """[n, 1, hidden] -> logits [n, 1, experts] in the type of the model, as transformers and SGLang compute them.
@@ -83,12 +95,17 @@ class TreeTopKRouter(TopKRouter):  # type: ignore[misc]
         logits = logits.flatten(0, -2)
         # float32 like transformers' and SGLang's; Megatron's own would round float64 to it too.
         scores = logits.softmax(-1, dtype=torch.float64 if logits.dtype == torch.float64 else torch.float32)
-        weights, experts = scores.topk(self.topk, dim=-1)
+        multiplicity = self._multiplicity(len(scores))
+        given = self._given(len(scores))
+        # Among the given ones too the largest comes first: equal choices are then summed in equal order, bit for bit.
+        allowed = scores if given is None else scores.masked_fill(~_choosable(scores, given), -1.0)
+        weights, experts = allowed.topk(self.topk, dim=-1)
+        if given is not None and multiplicity is not None:
+            self._count_replay(scores, given, multiplicity)
         if not self.config.moe_router_pre_softmax:
             weights = weights / weights.sum(-1, keepdim=True)
         routing_map = torch.zeros_like(scores, dtype=torch.bool).scatter(1, experts, True)
         probabilities = torch.zeros_like(scores).scatter(1, experts, weights)
-        multiplicity = self._multiplicity(len(scores))
         if multiplicity is not None:
             # Recomputation counts every token twice; shares do not change by it.
             self.choices += multiplicity @ routing_map.double()
@@ -99,13 +116,36 @@ class TreeTopKRouter(TopKRouter):  # type: ignore[misc]
         return probabilities, routing_map
 
     def _multiplicity(self, tokens: int) -> Tensor | None:
-        """float64[tokens] of this rank; under sequence parallelism its slice of the pack's."""
+        """float64[tokens] of this rank."""
         context = PackContext.current  # set by the attention of the same layer
-        if context is None:
+        return None if context is None else self._mine(context.multiplicity, tokens).double()
+
+    def _given(self, tokens: int) -> Tensor | None:
+        """int64[tokens, k] of this rank and layer, rows of -1 without routes; None where the whole pack has none.
+
+        Raises:
+            ValueError: the routes are those of a model with other layers or another k.
+        """
+        context = PackContext.current
+        if context is None or context.routes is None:
             return None
-        whole = context.multiplicity
+        if context.routes.shape[1:] != (self.config.num_layers, self.topk):
+            raise ValueError(
+                f"routes of {context.routes.shape[1]} layers and {context.routes.shape[2]} experts a token for a model "
+                f"of {self.config.num_layers} and {self.topk}"
+            )
+        return self._mine(context.routes, tokens)[:, self.layer_number - 1].long()
+
+    def _mine(self, whole: Tensor, tokens: int) -> Tensor:
+        """What belongs to this rank's tokens; under sequence parallelism a slice of the pack's."""
         first = 0 if len(whole) == tokens else self.tp_group.rank() * tokens
-        return whole[first : first + tokens].double()
+        return whole[first : first + tokens]
+
+    def _count_replay(self, scores: Tensor, given: Tensor, multiplicity: Tensor) -> None:
+        own = torch.zeros_like(scores).scatter(1, scores.topk(self.topk, dim=-1).indices, 1.0)
+        replayed = multiplicity * (given[:, 0] >= 0)
+        equal = own.gather(1, given.clamp(min=0)).double().mean(-1)
+        self.replay += torch.stack([replayed.sum(), replayed @ (1.0 - equal)])
 
     def _balance_loss(self, scores: Tensor, multiplicity: Tensor | None) -> Tensor:
         if multiplicity is None or self.logical_tokens is None:
@@ -126,6 +166,7 @@ def begin_pass(chunks: Sequence[nn.Module], logical_tokens: float) -> None:
         router.logical_tokens = logical_tokens
         router.choices.zero_()
         router.scores.zero_()
+        router.replay.zero_()
 
 
 def finish_pass(chunks: Sequence[nn.Module], *, keep_load: bool) -> ExpertBalance | None:
@@ -143,6 +184,8 @@ def finish_pass(chunks: Sequence[nn.Module], *, keep_load: bool) -> ExpertBalanc
         return None
     sums = torch.stack([torch.stack([router.choices, router.scores]) for router in routers])
     dist.all_reduce(sums, group=routers[0].tp_dp_cp_group)
+    replay = torch.stack([router.replay for router in routers]).sum(0)
+    dist.all_reduce(replay, group=routers[0].tp_dp_cp_group)
     totals = sums.sum(-1, keepdim=True)
     if not bool((totals > 0).all()):
         return None
@@ -152,12 +195,25 @@ def finish_pass(chunks: Sequence[nn.Module], *, keep_load: bool) -> ExpertBalanc
             router.load.copy_(shares)
     experts = load.shape[1]
     losses = experts * (load * probability).sum(-1)
-    mean = torch.stack([losses.sum(), losses.new_tensor(float(len(losses)))])
+    tokens = totals[:, 1].sum()  # every token's softmax sums to 1
+    mean = torch.stack([losses.sum(), losses.new_tensor(float(len(losses))), tokens, *replay])
     busiest = experts * load.max()
     pipeline = parallel_state.get_pipeline_model_parallel_group()
     dist.all_reduce(mean, group=pipeline)
     dist.all_reduce(busiest, dist.ReduceOp.MAX, group=pipeline)
-    return ExpertBalance(busiest=float(busiest), loss=float(mean[0] / mean[1]))
+    loss, layers, passed, replayed, differing = mean.tolist()
+    return ExpertBalance(
+        busiest=float(busiest),
+        loss=loss / layers,
+        replayed=replayed / passed,
+        differing=differing / max(replayed, 1.0),
+    )
+
+
+def _choosable(scores: Tensor, given: Tensor) -> Tensor:
+    """bool[tokens, experts]: the given experts of each token, all of them where it has none."""
+    free = given[:, :1] < 0
+    return torch.zeros_like(scores, dtype=torch.bool).scatter(1, given.clamp(min=0), True) | free
 
 
 def _routers(chunks: Sequence[nn.Module]) -> Iterator[TreeTopKRouter]:

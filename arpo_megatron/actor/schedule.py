@@ -106,10 +106,13 @@ def run_pipeline(
         batch = next(iterator)
         return model(*batch.inputs, temperature), partial(finished, batch)
 
-    def finished(batch: MicroBatch, output: Any, *, non_loss_data: bool = False) -> Any:
+    def finished(batch: MicroBatch, output: Any) -> Any:
         loss, keep = finish(batch, output)
-        # The count of tokens that the schedule wants is not used: credits are normalised over the minibatch.
-        return keep if non_loss_data else (loss, torch.ones((), dtype=torch.int32, device=batch.targets.device), keep)
+        device = batch.targets.device
+        # The schedule wants a tensor for a loss, with experts also where nothing is trained, and a count of tokens,
+        # which is not used: credits are normalised over the minibatch.
+        count = torch.ones((), dtype=torch.int32, device=device)
+        return torch.zeros((), device=device) if loss is None else loss, count, keep
 
     iterators = [map(make, indices) for _ in chunks]
     outputs: list[Any] = get_forward_backward_func()(
@@ -120,6 +123,5 @@ def run_pipeline(
         seq_length=1,  # the stages tell each other the shapes
         micro_batch_size=1,
         forward_only=forward_only,
-        collect_non_loss_data=forward_only,
     )
     return outputs

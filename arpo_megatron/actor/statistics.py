@@ -93,6 +93,8 @@ class UpdateStats:
         kl_old: k3 estimate of KL(old || new), mean, in nats.
         kl_reference: k3 estimate of KL(new || reference), mean, in nats.
         tokens: target tokens.
+        routes_replayed: share of tokens that a mixture of experts sent where the engine had sent them, in [0, 1].
+        routes_differing: share of their choices of experts that the trainer's routers would not have made.
         skipped: loss or gradient was not finite, so weights and optimizer state are unchanged (the schedule goes on).
     """
 
@@ -114,11 +116,13 @@ class UpdateStats:
     kl_old: float
     kl_reference: float
     tokens: int
+    routes_replayed: float
+    routes_differing: float
     skipped: bool
 
     @classmethod
     def of(cls, sums: Tensor, ratio_max: Tensor, **measured: Any) -> Self:
-        """From the sums and the maximum over all packs; `measured` are grad_norm, lr and skipped."""
+        """From the sums and the maximum over all packs; `measured` are the other fields."""
         values = dict(zip(_SUMS, sums[: len(_SUMS)].tolist(), strict=True))
         histogram = sums[len(_SUMS) :].cpu().numpy()
         count = max(1.0, values["tokens"])

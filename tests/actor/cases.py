@@ -147,6 +147,26 @@ def minibatch(seed: int, count: int = 4) -> tuple[list[RolloutTree], list[TreeCr
     return forest, [plain_credit(t, dyadic_advantages(t, seed + i), 2.0**-7) for i, t in enumerate(forest)]
 
 
+def other_routes(tree: RolloutTree, seed: int = 5) -> list[np.ndarray]:
+    """Experts at random for each segment's tokens, a fifth of which get none."""
+    rng, count = np.random.default_rng(seed), QWEN3_MOE.experts.count
+    found = []
+    for segment in tree.segments:
+        order = rng.permuted(np.broadcast_to(np.arange(count), (len(segment), QWEN3_MOE.layers, count)), axis=-1)
+        routes = order[..., : QWEN3_MOE.experts.top_k].astype(np.int16)
+        routes[rng.random(len(segment)) < 0.2] = -1
+        found.append(routes)
+    return found
+
+
+def routed(tree: RolloutTree, routes: list[np.ndarray]) -> RolloutTree:
+    """The tree with these routes of its segments."""
+    again = RolloutTree(tree.task_id, tree.prompt_ids, routes=routes[0])
+    for segment, known in zip(tree.segments[1:], routes[1:], strict=True):
+        again.add(segment.parent, segment.role, segment.token_ids, logprobs=segment.logprobs, routes=known)
+    return again
+
+
 def odd(seed: int) -> RolloutTree:
     """What grown trees seldom have: branches of one token and at the prompt, a leaf without model tokens, depth."""
     rng = np.random.default_rng(seed)

@@ -17,7 +17,9 @@ from safetensors.torch import save_file
 from arpo_megatron.actor import parallel
 from arpo_megatron.actor.actor import Actor
 from arpo_megatron.actor.packing import pack_trees
+from arpo_megatron.algorithms.credit import TreeCredit
 from arpo_megatron.config import JobConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from arpo_megatron.tree import RolloutTree
 from arpo_megatron.weights.export import hf_tensors
 
 COEFFICIENT = 0.5
@@ -38,8 +40,25 @@ def weights(actor: Actor) -> dict[str, torch.Tensor]:
 
 
 def found(actor: Actor) -> dict[str, Any]:
-    """Gradients of policy and router together, then the weights after an update, and the figures of the experts."""
+    """Gradients of policy and router together, then the weights after an update, and the figures of the experts.
+
+    The gradients with replayed routes come first.
+    """
     forest, credits = cases.minibatch(3, count=5)
+    layout = actor.config.parallel
+    replayed = gradients(actor, [cases.routed(tree, cases.other_routes(tree)) for tree in forest], credits)
+    differing = actor.expert_balance.differing
+    own = gradients(actor, forest, credits)
+    packs = pack_trees(forest, credits, token_budget=50, ranks=layout.data, inherit=layout.nested_packs)
+    actor.logprobs(packs)
+    actor.update(packs, [pack.sampling_logprobs for pack in packs])
+    balance = actor.expert_balance
+    figures = [balance.busiest, balance.loss, differing]
+    return {"replayed": replayed, "gradients": own, "weights": weights(actor), "balance": figures}
+
+
+def gradients(actor: Actor, forest: list[RolloutTree], credits: list[TreeCredit]) -> dict[str, torch.Tensor]:
+    """Those of a minibatch, by Hugging Face names."""
     layout = actor.config.parallel
     packs = pack_trees(forest, credits, token_budget=50, ranks=layout.data, inherit=layout.nested_packs)
     actor.logprobs(packs)  # measures the load
@@ -48,13 +67,10 @@ def found(actor: Actor) -> dict[str, Any]:
     with torch.no_grad():
         for parameter in actor.model.parameters():
             parameter.copy_(parameter.main_grad)
-        gradients = weights(actor)
+        found = weights(actor)
         for parameter, value in zip(actor.model.parameters(), before, strict=True):
             parameter.copy_(value)
-    actor.logprobs(packs)
-    actor.update(packs, [pack.sampling_logprobs for pack in packs])
-    balance = actor.expert_balance
-    return {"gradients": gradients, "weights": weights(actor), "balance": [balance.busiest, balance.loss]}
+    return found
 
 
 def start(root: Path) -> dict[str, Any]:

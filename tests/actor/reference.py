@@ -51,10 +51,19 @@ def _mlp(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
     return (torch.nn.functional.silu(gate) * up) @ second.T
 
 
-def _mixture(p: dict[str, Tensor], prefix: str, x: Tensor, shape: ModelShape) -> tuple[Tensor, Tensor, Tensor]:
-    """Output, softmax [n, experts] of the router, and the chosen experts [n, k]; every expert on every token."""
+def _mixture(
+    p: dict[str, Tensor], prefix: str, x: Tensor, shape: ModelShape, given: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Output, softmax [n, experts] of the router, and the chosen experts [n, k]; every expert on every token.
+
+    Args:
+        given: int64[n, k], the experts to take, -1 where the router chooses.
+    """
     scores = (x @ p[prefix + "router.weight"].T).softmax(-1)
-    weights, chosen = scores.topk(shape.experts.top_k, dim=-1)
+    chosen = scores.topk(shape.experts.top_k, dim=-1).indices
+    if given is not None:
+        chosen = torch.where(given < 0, chosen, given)
+    weights = scores.gather(1, chosen)
     if shape.experts.normalise:
         weights = weights / weights.sum(-1, keepdim=True)
     spread = torch.zeros_like(scores).scatter(1, chosen, weights)
@@ -65,8 +74,17 @@ def _mixture(p: dict[str, Tensor], prefix: str, x: Tensor, shape: ModelShape) ->
     return sum(spread[:, number, None] * output for number, output in enumerate(experts)), scores, chosen
 
 
-def logits(p: dict[str, Tensor], token_ids: Tensor, shape: ModelShape, routes: list | None = None) -> Tensor:
-    """[n, vocabulary] for one sequence; `routes` gets each layer's softmax over experts and the chosen ones."""
+def logits(
+    p: dict[str, Tensor],
+    token_ids: Tensor,
+    shape: ModelShape,
+    routes: list | None = None,
+    given: Tensor | None = None,
+) -> Tensor:
+    """[n, vocabulary] for one sequence; `routes` gets each layer's softmax over experts and the chosen ones.
+
+    `given`, int64[n, layers, k], are experts to take, -1 where the routers choose.
+    """
     x = p["embedding.word_embeddings.weight"][token_ids]
     for layer in range(shape.layers):
         prefix = f"decoder.layers.{layer}."
@@ -76,7 +94,7 @@ def logits(p: dict[str, Tensor], token_ids: Tensor, shape: ModelShape, routes: l
         if shape.experts is None:
             x = x + _mlp(normed, p[prefix + "mlp.linear_fc1.weight"], p[prefix + "mlp.linear_fc2.weight"])
             continue
-        mixed, *route = _mixture(p, prefix + "mlp.", normed, shape)
+        mixed, *route = _mixture(p, prefix + "mlp.", normed, shape, None if given is None else given[:, layer])
         x = x + mixed
         if routes is not None:
             routes.append(route)
@@ -85,11 +103,12 @@ def logits(p: dict[str, Tensor], token_ids: Tensor, shape: ModelShape, routes: l
 
 
 def trajectory_logprobs(
-    p: dict[str, Tensor], tree: RolloutTree, leaf: int, shape: ModelShape, temperature: float = 1.0
+    p: dict[str, Tensor], tree: RolloutTree, leaf: int, shape: ModelShape, temperature: float = 1.0, routes=None
 ):
-    """Log-probs of all tokens of one trajectory but the first, [n - 1]."""
+    """Log-probs of all tokens of one trajectory but the first, [n - 1]; `routes` are those of the tree's segments."""
     ids = torch.from_numpy(tree.trajectory(leaf).token_ids).long()
-    table = torch.log_softmax(logits(p, ids, shape) / temperature, -1)
+    given = None if routes is None else torch.cat([torch.from_numpy(routes[index]) for index in tree.path(leaf)]).long()
+    table = torch.log_softmax(logits(p, ids, shape, given=given) / temperature, -1)
     return table[:-1].gather(1, ids[1:, None])[:, 0]
 
 
@@ -103,12 +122,13 @@ def flat_ppo(
     clip_low: float,
     clip_high: float,
     dual_clip: float | None,
+    routes=None,
 ) -> Tensor:
     """The textbook loss: for every trajectory and every model token on it, PPO-clip with the trajectory's advantage."""
     total = torch.zeros((), dtype=torch.float64)
     for leaf, advantage in zip(tree.leaves(), advantages, strict=True):
         trajectory = tree.trajectory(leaf)
-        new = trajectory_logprobs(p, tree, leaf, shape)
+        new = trajectory_logprobs(p, tree, leaf, shape, routes=routes)
         mask = torch.from_numpy(trajectory.loss_mask[1:]).bool()
         ratio = (new - torch.from_numpy(trajectory.logprobs[1:]).to(new.dtype)).exp()
         objective = torch.minimum(ratio * advantage, ratio.clamp(1 - clip_low, 1 + clip_high) * advantage)
