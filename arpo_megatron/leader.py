@@ -1,7 +1,7 @@
 """Rank 0's part of a step: growing, scoring, pushing, counting. No other rank talks to the outside."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from arpo_megatron.tasks.base import Task
 from arpo_megatron.tasks.sampler import TaskSampler
 from arpo_megatron.tree import Float32Array, Role, RolloutTree
 from arpo_megatron.tree_files import ScoredTree
-from arpo_megatron.weights.sync import WeightSync, probe_gap
+from arpo_megatron.weights.sync import PROBE_TOKENS, WeightSync
 from arpo_megatron.weights.transports import Bucket
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class Leader:
             sync=WeightSync.of(config, services.engine_urls, directory.path),
             sampler=sampler,
             events=events,
-            probe=tokenizer.encode(PROBE_TEXT, add_special_tokens=False),
+            probe=tokenizer.encode(PROBE_TEXT, add_special_tokens=False)[:PROBE_TOKENS],
         )
 
     def close(self) -> None:
@@ -127,10 +127,10 @@ class Leader:
         self.sync.engines.release_memory()
         self.lent = True
 
-    def push(self, buckets: Iterable[Bucket], version: int, probe_logprobs: Float32Array) -> float:
+    def push(self, buckets: Iterable[Bucket], version: int) -> Callable[[], list[Float32Array]]:
         """Send the weights to the engines, between whose requests there is none meanwhile.
 
-        Returns their largest difference to `probe_logprobs` in nats. Raises WeightPushError.
+        Returns, to be waited for, what each engine makes of the probe. Raises WeightPushError.
         """
         self.harvest.before_push()
         self.sync.engines.wait_until_up(self.config.engine.startup_timeout_s)
@@ -138,9 +138,7 @@ class Leader:
             self.sync.engines.resume_memory()
             self.lent = False
         self.sync.push(buckets, version)
-        gap = max(probe_gap(probe_logprobs, engine) for engine in self.sync.score(self.probe))
-        self.harvest.after_push(version)
-        return gap
+        return self.sync.start_scores(self.probe)
 
     def count(self, totals: dict[str, float]) -> None:
         """Add the counters of the last step to `totals`."""

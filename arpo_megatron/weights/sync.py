@@ -26,6 +26,8 @@ from arpo_megatron.weights.transports import Broadcast, Bucket, Disk, SharedMemo
 
 TIMEOUT_S = 120.0
 """Deadline of a request to an engine: of joining, of a bucket, of generations that are waited for."""
+PROBE_TOKENS = 8
+"""Of a probe: enough that each layer has a say in every log-prob, few enough that weights are read once and no more."""
 _SAMPLED_SHARE = 16
 """Of each bucket's tensors one in so many is sampled for checksums, and at least one."""
 _SAMPLE_BYTES = 2**20
@@ -127,9 +129,11 @@ class WeightSync:
             self._verify(sums, where)
         return PushReport(time.monotonic() - started, total, count, tuple(sums))
 
-    def score(self, token_ids: Sequence[int], urls: Sequence[str] | None = None) -> list[NDArray[np.float32]]:
-        """See `Engines.score`."""
-        return self._requests.score(token_ids, self._requests.urls if urls is None else urls)
+    def start_scores(
+        self, token_ids: Sequence[int], urls: Sequence[str] | None = None
+    ) -> Callable[[], list[NDArray[np.float32]]]:
+        """See `Engines.start_scores`."""
+        return self._requests.start_scores(token_ids, self._requests.urls if urls is None else urls)
 
     def close(self) -> None:
         """Let go of the engines. Those that are gone already are not an error."""
@@ -161,6 +165,7 @@ class WeightSync:
         if wait is None:
             raise ValueError("a push needs at least one tensor")
         wait()
+        self._transport.finish()
         return total, count, sums
 
     def _verify(self, sums: dict[str, tuple[Sample, int]], urls: Sequence[str]) -> None:

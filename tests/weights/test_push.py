@@ -113,7 +113,7 @@ def test_each_push_gives_the_engine_the_trainers_weights_and_version(
                 expected = reference_logprobs(reference, TOKENS).numpy()
             generate(engine.url)
             cached_before = generate(engine.url)["meta_info"]["cached_tokens"]
-            assert probe_gap(wanted, sync.score(TOKENS.tolist())[0]) > 0.1
+            assert probe_gap(wanted, sync.start_scores(TOKENS.tolist())()[0]) > 0.1
 
             report = sync.push(hf_buckets([model], shape, BUCKET_BYTES), version)
 
@@ -121,7 +121,7 @@ def test_each_push_gives_the_engine_the_trainers_weights_and_version(
             assert after["weight_version"] == str(version)
             assert cached_before > 0
             assert after["cached_tokens"] == 0  # no key or value of the old weights is served
-            (scored,) = sync.score(TOKENS.tolist())
+            (scored,) = sync.start_scores(TOKENS.tolist())()
             assert probe_gap(wanted, scored) < 1e-4
             assert probe_gap(expected, scored) < 1e-4
             assert report.bytes == sum(parameter.nbytes for parameter in model.parameters())
@@ -211,7 +211,7 @@ def test_engines_that_were_restarted_get_a_push_of_their_own_and_then_all_of_the
     def push(sync: WeightSync, version: int, urls: Sequence[str]) -> None:
         sync.push(hf_buckets([trained], shape, BUCKET_BYTES), version, urls=urls)
         assert [generate(url)["meta_info"]["weight_version"] for url in urls] == [str(version)] * len(urls)
-        assert max(probe_gap(wanted, scored) for scored in sync.score(TOKENS.tolist(), urls)) < 1e-4
+        assert max(probe_gap(wanted, scored) for scored in sync.start_scores(TOKENS.tolist(), urls)()) < 1e-4
 
     with launch_engine(model, SIZES, dtype="float32", seed=1, log_path=tmp_path / "log") as second:
         both, port = [engine.url, second.url], int(second.url.rpartition(":")[2])
@@ -240,10 +240,10 @@ def test_a_trainer_killed_between_two_buckets_leaves_an_engine_that_refuses_unti
         assert post(engine.url).status_code == 503
     with weight_sync(engine.url) as sync:
         with pytest.raises(WeightPushError, match=r"HTTP 503: .*weights of version 30 are arriving"):
-            sync.score(TOKENS.tolist())
+            sync.start_scores(TOKENS.tolist())()
         sync.push(hf_buckets([model], shape, BUCKET_BYTES), 31)
         with torch.no_grad():
-            assert probe_gap(megatron_logprobs(model, TOKENS).numpy(), sync.score(TOKENS.tolist())[0]) < 1e-4
+            assert probe_gap(megatron_logprobs(model, TOKENS).numpy(), sync.start_scores(TOKENS.tolist())()[0]) < 1e-4
     assert generate(engine.url)["meta_info"]["weight_version"] == "31"
 
 
