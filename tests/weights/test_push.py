@@ -258,6 +258,18 @@ def test_a_commit_of_another_version_does_not_open_the_gate(engine: EngineHandle
     engines.close()
 
 
+def test_an_engine_that_has_its_memory_may_be_told_to_take_it(engine: EngineHandle) -> None:
+    engines = Engines([engine.url], TIMEOUT_S)
+    engines.resume_memory()  # as after a restart while the trainer had the memory
+    engines.release_memory()
+    engines.resume_memory()
+    engines.resume_memory()
+    engines.close()
+    with weight_sync(engine.url) as sync:
+        sync.push([[NORM]], 45)
+    assert generate(engine.url)["meta_info"]["weight_version"] == "45"
+
+
 def test_a_tensor_the_engine_cannot_take_is_an_error_with_its_words_and_the_next_push_starts_anew(
     engine: EngineHandle,
 ) -> None:
