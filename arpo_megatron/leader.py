@@ -145,7 +145,7 @@ class Leader:
         if lent:
             self.sync.engines.resume_memory()
         self.sync.push(buckets, version)
-        return self.sync.start_scores(self.probe)
+        return self.sync.engines.start_scores(self.probe)
 
     def count(self, totals: dict[str, float]) -> None:
         """Add the counters of the last step to `totals`."""

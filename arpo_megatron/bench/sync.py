@@ -255,7 +255,7 @@ class Pushes:
         else:
             self.checksums = len(self._sync.push(buckets, version).verified)
             pushed = time.perf_counter()
-            scores = self._sync.start_scores(range(PROBE_TOKENS))
+            scores = self._sync.engines.start_scores(range(PROBE_TOKENS))
             wanted = _probe(self._chunks[0])  # while the engine scores it
             self.gap = max(self.gap, probe_gap(wanted.numpy(), scores()[0]))
             self.probe_s.append(time.perf_counter() - pushed)

@@ -72,22 +72,21 @@ class Engines:
         """Wait for no one."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def begin(self, version: int, urls: Sequence[str]) -> tuple[Engine, ...]:
+    def begin(self, version: int) -> tuple[Engine, ...]:
         """Close the gates: from now on every engine refuses to generate; returns when none does any more.
 
         Args:
             version: of the weights that are to arrive.
-            urls: which engines.
         """
         body = {"version": version, "timeout_s": _PATIENCE * self.timeout_s}
-        posts = self.start("arpo/begin_push", [(url, body) for url in urls])
+        posts = self.start("arpo/begin_push", [(url, body) for url in self.urls])
         answers = [post.result() for post in posts]
-        return tuple(Engine(url, a["ranks"], a["incarnation"]) for url, a in zip(urls, answers, strict=True))
+        return tuple(Engine(url, a["ranks"], a["incarnation"]) for url, a in zip(self.urls, answers, strict=True))
 
-    def commit(self, version: int, urls: Sequence[str]) -> None:
+    def commit(self, version: int) -> None:
         """All weights are there: caches are emptied, the version is set, and the gates open."""
         body = {"version": version, "timeout_s": _PATIENCE * self.timeout_s}
-        for post in self.start("arpo/commit_push", [(url, body) for url in urls]):
+        for post in self.start("arpo/commit_push", [(url, body) for url in self.urls]):
             post.result()
 
     def release_memory(self) -> None:
@@ -100,7 +99,7 @@ class Engines:
         for post in self.start("resume_memory_occupation", [(url, {}) for url in self.urls]):
             post.result()
 
-    def start_scores(self, token_ids: Sequence[int], urls: Sequence[str]) -> Callable[[], list[NDArray[np.float32]]]:
+    def start_scores(self, token_ids: Sequence[int]) -> Callable[[], list[NDArray[np.float32]]]:
         """Have every engine score a sequence; the result waits for their answers, and raises WeightPushError.
 
         For each engine, float32[n - 1]: log-probs in nats at temperature 1 of token 1 to n - 1 given those before.
@@ -112,7 +111,7 @@ class Engines:
             "return_logprob": True,
             "logprob_start_len": 0,
         }
-        posts = self.start("generate", [(url, body) for url in urls])
+        posts = self.start("generate", [(url, body) for url in self.urls])
 
         def wait() -> list[NDArray[np.float32]]:
             scored = [post.result()["meta_info"]["input_token_logprobs"] for post in posts]
@@ -120,15 +119,14 @@ class Engines:
 
         return wait
 
-    def checksums(self, samples: Mapping[str, Sample], urls: Sequence[str]) -> list[dict[str, list[Piece]]]:
+    def checksums(self, samples: Mapping[str, Sample]) -> list[dict[str, list[Piece]]]:
         """For each engine: which pieces of the samples its ranks hold, and what each sums up to.
 
         Args:
             samples: by Hugging Face name of the tensor.
-            urls: which engines.
         """
         body = {"action": CHECKSUM_ACTION + json.dumps({name: asdict(sample) for name, sample in samples.items()})}
-        answers = [post.result() for post in self.start("weights_checker", [(url, body) for url in urls])]
+        answers = [post.result() for post in self.start("weights_checker", [(url, body) for url in self.urls])]
         held: list[dict[str, list[Piece]]] = []
         for answer in answers:
             ranks = [rank["checksums"] for rank in answer["ranks"]]
