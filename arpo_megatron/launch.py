@@ -6,7 +6,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from arpo_megatron.config import JobConfig
@@ -75,7 +75,7 @@ def services(config: JobConfig, run: RunDirectory, roles: Roles, model: Path) ->
 
 def _engine(config: JobConfig, run: RunDirectory, model: Path, index: int, port: int, scratch: Path) -> Program:
     name = "engine" if config.engine.replicas == 1 else f"engine-{index}"
-    return engine_program(
+    program = engine_program(
         model,
         config.engine,
         dtype=config.model.dtype,
@@ -86,6 +86,7 @@ def _engine(config: JobConfig, run: RunDirectory, model: Path, index: int, port:
         placement=placement(config).of_engine(index, config.engine),
         name=name,
     )
+    return replace(program, held_by=run.memory_lent)
 
 
 def sandbox_program(run: RunDirectory, port: int, *, hang_timeout_s: float) -> Program:

@@ -1,7 +1,7 @@
 """Rank 0's part of a step: growing, scoring, pushing, counting. No other rank talks to the outside."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,8 @@ from arpo_megatron.tasks.base import Task
 from arpo_megatron.tasks.sampler import TaskSampler
 from arpo_megatron.tree import Float32Array, Role, RolloutTree
 from arpo_megatron.tree_files import ScoredTree
-from arpo_megatron.weights.sync import WeightSync, probe_gap
+from arpo_megatron.weights.engines import WeightPushError
+from arpo_megatron.weights.sync import PROBE_TOKENS, WeightSync
 from arpo_megatron.weights.transports import Bucket
 
 if TYPE_CHECKING:
@@ -48,8 +49,8 @@ class Leader:
     sampler: TaskSampler
     events: EventLog
     probe: list[int]
+    memory_lent: Path
     evaluating: bool = False
-    lent: bool = False
     harvest: Harvest = field(init=False)
 
     def __post_init__(self) -> None:
@@ -75,7 +76,8 @@ class Leader:
             sync=WeightSync.of(config, services.engine_urls, directory.path),
             sampler=sampler,
             events=events,
-            probe=tokenizer.encode(PROBE_TEXT, add_special_tokens=False),
+            probe=tokenizer.encode(PROBE_TEXT, add_special_tokens=False)[:PROBE_TOKENS],
+            memory_lent=directory.memory_lent,
         )
 
     def close(self) -> None:
@@ -124,23 +126,26 @@ class Leader:
     def lend_memory(self) -> None:
         """Stop the trees, and give the engines' memory to the trainer until the next push."""
         self.harvest.before_push()
-        self.sync.engines.release_memory()
-        self.lent = True
+        self.sync.engines.wait_until_up(self.config.engine.startup_timeout_s)
+        self.memory_lent.touch()  # an engine that dies from now on stays down until the push
+        try:
+            self.sync.engines.release_memory()
+        except WeightPushError as error:
+            self.events.emit("note", text=f"an engine has not given its memory back: {error}")
 
-    def push(self, buckets: Iterable[Bucket], version: int, probe_logprobs: Float32Array) -> float:
+    def push(self, buckets: Iterable[Bucket], version: int) -> Callable[[], list[Float32Array]]:
         """Send the weights to the engines, between whose requests there is none meanwhile.
 
-        Returns their largest difference to `probe_logprobs` in nats. Raises WeightPushError.
+        Returns, to be waited for, what each engine makes of the probe. Raises WeightPushError.
         """
         self.harvest.before_push()
+        lent = self.memory_lent.exists()
+        self.memory_lent.unlink(missing_ok=True)
         self.sync.engines.wait_until_up(self.config.engine.startup_timeout_s)
-        if self.lent:
+        if lent:
             self.sync.engines.resume_memory()
-            self.lent = False
         self.sync.push(buckets, version)
-        gap = max(probe_gap(probe_logprobs, engine) for engine in self.sync.score(self.probe))
-        self.harvest.after_push(version)
-        return gap
+        return self.sync.engines.start_scores(self.probe)
 
     def count(self, totals: dict[str, float]) -> None:
         """Add the counters of the last step to `totals`."""

@@ -121,6 +121,11 @@ class RunDirectory:
         return self.path / "health.json"
 
     @property
+    def memory_lent(self) -> Path:
+        """There while the trainer has the memory of the engines: none may be started."""
+        return self.path / "memory_lent"
+
+    @property
     def searchable(self) -> bool:
         """Whether the tool service has a corpus."""
         return bool(yaml.safe_load(self.sandbox_config.read_text(encoding="utf-8"))["search"]["sources"])
@@ -138,6 +143,7 @@ class RunDirectory:
         ]
         found = [path.with_name(path.name + ".tmp") for path in whole]
         found += [self.path / "metrics.tmp", self.path / "sft_metrics.tmp"]
+        found.append(self.memory_lent)
         for folder in (self.checkpoints, self.sft_checkpoints, self.trees):
             found += folder.glob("*step_*.tmp")
         found += self.bad_packs.glob("*.tmp")

@@ -56,6 +56,7 @@ class Program:
         ready: path that answers 200 when the service does its work.
         alive: path that answers 200 while it lives; it must cost nothing and disturb nothing.
         grace_s: seconds between SIGTERM and SIGKILL when the job ends; 0: killed outright.
+        held_by: while this file exists, the program is not started again.
         bound: the kernel kills it with the thread that started it. (An engine watches its launcher itself.)
     """
 
@@ -69,6 +70,7 @@ class Program:
     ready: str = "/health"
     alive: str = "/health"
     grace_s: float = 0.0
+    held_by: Path | None = None
     bound: bool = True
 
     def start(self) -> "subprocess.Popen[bytes]":
@@ -201,6 +203,8 @@ class Supervisor:
             text = f"{program.name} {why}; restart {self.restarted} of {self._restarts} in {service.pause_s:g} s"
             self._tell(service, text)
             await asyncio.sleep(service.pause_s)
+            while program.held_by is not None and program.held_by.exists():
+                await asyncio.sleep(_POLL_INTERVAL_S)
             service.pause_s = min(2 * service.pause_s, LONGEST_PAUSE_S)
 
     def _tell(self, service: _Service, text: str) -> None:

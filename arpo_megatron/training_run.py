@@ -17,6 +17,7 @@ from arpo_megatron.actor import parallel
 from arpo_megatron.actor.actor import Actor
 from arpo_megatron.actor.checkpoint import CheckpointStore
 from arpo_megatron.actor.optimizer import adam_name
+from arpo_megatron.actor.packing import TreePack
 from arpo_megatron.actor.statistics import UpdateStats
 from arpo_megatron.bad_packs import BadUpdate, dump_if_skipped
 from arpo_megatron.config import JobConfig
@@ -39,6 +40,7 @@ from arpo_megatron.tree_files import ScoredTree, step_file, store_trees
 from arpo_megatron.weights.engines import WeightPushError
 from arpo_megatron.weights.export import export_hf, hf_buckets
 from arpo_megatron.weights.shape import ModelShape
+from arpo_megatron.weights.sync import probe_gap
 
 GAP_LIMITS = {"float32": 1e-3, "bfloat16": 0.2, "fp8": 0.5}
 """Nats between trainer and engine that are rounding; see `TrainConfig.logprob_gap_limit`."""
@@ -157,26 +159,34 @@ class TrainingRun:
             RuntimeError: an engine's log-probs of the probe are further than `train.logprob_gap_limit` nats away.
         """
         probe = parallel.broadcast_object([self.leader.probe_pack()] if self.leader else [])
-        logprobs = self.actor.logprobs(probe, temperature=1.0, training=False)[0]  # what the engine scores a prompt at
         for _ in range(PUSH_ATTEMPTS):
-            error = parallel.broadcast_object(self._push_once(version, logprobs))
+            error = parallel.broadcast_object(self._push_once(version, probe))
             if error is None:
                 return
             self.events.emit("note", text=f"a weight push failed and is made again: {error}")
         raise UserError(f"{PUSH_ATTEMPTS} weight pushes in a row have failed: {error}")
 
-    def _push_once(self, version: int, logprobs: Logprobs) -> str | None:
+    def _push_once(self, version: int, probe: Sequence[TreePack]) -> str | None:
         """One attempt of `push_weights`; what went wrong at the engines, if anything did."""
         buffers = self.leader.sync.buffers if self.leader else 0
         buckets = hf_buckets(self.actor.chunks, self.actor.shape, self.config.sync.bucket_mb * 2**20, buffers)
-        error = None
+        scores, error = None, None
         try:
             if self.leader is not None:
-                self._check_gap(self.leader.push(buckets, version, logprobs), version)
+                scores = self.leader.push(buckets, version)
         except WeightPushError as failed:
             error = str(failed)
         for _ in buckets:  # every rank takes part in gathering the shards, whatever becomes of them
             pass
+        # While the engines do the same; they score a prompt at temperature 1.
+        logprobs = self.actor.logprobs(probe, temperature=1.0, training=False)[0]
+        if self.leader is not None and scores is not None:
+            try:
+                gap = max(probe_gap(logprobs, engine) for engine in scores())
+            except WeightPushError as failed:
+                return str(failed)
+            self._check_gap(gap, version)
+            self.leader.harvest.after_push(version)
         return error
 
     def _check_gap(self, gap: float, version: int) -> None:

@@ -51,6 +51,7 @@ def program(
     *,
     startup_timeout_s: float = 20.0,
     grace_s: float = 0.0,
+    held_by: Path | None = None,
 ) -> Program:
     (port,) = free_ports(1)
     return Program(
@@ -62,6 +63,7 @@ def program(
         startup_timeout_s=startup_timeout_s,
         hang_timeout_s=1.0,
         grace_s=grace_s,
+        held_by=held_by,
     )
 
 
@@ -211,3 +213,18 @@ def test_services_die_with_a_killed_job_and_its_page_says_so(run: RunDirectory) 
     wait_until(lambda: not psutil.pid_exists(pid), within_s=5)
     with pytest.raises(UserError, match="the job has ended"):
         read_health(run)
+
+
+def test_a_service_whose_memory_is_lent_stays_down_until_it_may_have_it_again(run: RunDirectory, roles: Roles) -> None:
+    toy = program(run, held_by=run.memory_lent)
+    with Supervisor(run, roles, restarts=3) as supervisor:
+        supervisor.start(toy)
+        first = answer(toy.url)
+        assert first
+        run.memory_lent.touch()
+        os.kill(first, signal.SIGKILL)
+        wait_until(run.events.exists)
+        time.sleep(FIRST_PAUSE_S + 1.0)  # it would be back by now
+        assert answer(toy.url) is None
+        run.memory_lent.unlink()
+        assert wait_until(lambda: answer(toy.url)) != first

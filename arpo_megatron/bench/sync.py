@@ -1,17 +1,17 @@
 """Weight pushes against the bare transfer of the same bytes: `arpo bench sync`.
 
 A random model in float32 lies in the trainer's ranks, and an SGLang server on this machine serves it. Each round
-measures for every transport, one after the other, the floor and a whole push: the probe through the trainer, begin,
-gathering, naming, sending, loading, commit, checksums of sampled tensors, and the probe through the engine. The
-floor is the bare transfer plus one memory copy:
+measures for every transport, one after the other, the floor and a whole push: begin, gathering, naming, sending,
+loading, commit, checksums of sampled tensors, and the probe through trainer and engine at once. The floor is the bare
+transfer plus one memory copy:
 
     broadcast   one flat tensor broadcast by gloo between two processes
     ipc         one copy into shared memory
     disk        one file written and read
 
-Two passes of the model over the probe, the trainer's and the engine's, are part of the push, and each reads all weights
-once: `share_of_floor_without_probe` is the share of what is left, checksums included. The weights change before every
-push, and the engine must then hold the new ones.
+The model's pass over the probe, the trainer's and the engine's at once, is part of the push and reads all weights:
+`share_of_floor_without_probe` is the share of what is left, checksums included. The weights change before every push,
+and the engine must then hold the new ones.
 """
 
 import ctypes
@@ -45,7 +45,6 @@ from arpo_megatron.weights.shape import ModelShape
 
 DTYPE = torch.float32
 VOCABULARY = 16384
-PROBE_TOKENS = 16
 TransportName = Literal["broadcast", "ipc", "disk"]
 TRANSPORTS: tuple[TransportName, ...] = ("broadcast", "ipc", "disk")
 TIMEOUT_S = 300.0
@@ -244,21 +243,22 @@ class Pushes:
 
     def _push(self, version: int) -> float:
         from arpo_megatron.weights.export import hf_buckets
-        from arpo_megatron.weights.sync import probe_gap
+        from arpo_megatron.weights.sync import PROBE_TOKENS, probe_gap
 
         started = time.perf_counter()
-        wanted = _probe(self._chunks[0])
-        probed = time.perf_counter()
         buffers = self._sync.buffers if self._sync else 0
         buckets = hf_buckets(self._chunks, self._shape, self.bucket_bytes, buffers)
         if self._sync is None:
             for _ in buckets:
                 pass
+            _probe(self._chunks[0])
         else:
             self.checksums = len(self._sync.push(buckets, version).verified)
             pushed = time.perf_counter()
-            self.gap = max(self.gap, probe_gap(wanted.numpy(), self._sync.score(range(PROBE_TOKENS))[0]))
-            self.probe_s.append(probed - started + time.perf_counter() - pushed)
+            scores = self._sync.engines.start_scores(range(PROBE_TOKENS))
+            wanted = _probe(self._chunks[0])  # while the engine scores it
+            self.gap = max(self.gap, probe_gap(wanted.numpy(), scores()[0]))
+            self.probe_s.append(time.perf_counter() - pushed)
         return time.perf_counter() - started
 
     def _change(self) -> None:
@@ -276,6 +276,7 @@ def _probe(model: Any) -> Tensor:
     from arpo_megatron.actor.packing import pack_trees
     from arpo_megatron.algorithms.credit import supervised_credit
     from arpo_megatron.tree import Role, RolloutTree
+    from arpo_megatron.weights.sync import PROBE_TOKENS
 
     tree = RolloutTree("probe", np.arange(1))
     tree.add(0, Role.MODEL, np.arange(1, PROBE_TOKENS))

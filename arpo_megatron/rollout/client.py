@@ -216,22 +216,6 @@ class EngineClient:
         done = [_prefilled(answer) for answer in answers if isinstance(answer, dict)]
         return done or [await self.prefill(input_ids)]  # which says why, or waits until one is up again
 
-    async def score(self, token_ids: Sequence[int] | Int32Array) -> Float32Array:
-        """float32[n]: log-prob in nats at temperature 1 of each token given those before it; NaN for the first.
-
-        Computed without the radix cache, with the weights the engine has now.
-        """
-        answer = await self._request(
-            {
-                "input_ids": _plain(token_ids),
-                "sampling_params": {"max_new_tokens": 0},
-                "return_logprob": True,
-                "logprob_start_len": 0,
-            }
-        )
-        entries = answer["meta_info"]["input_token_logprobs"]
-        return np.array([np.nan if entry[0] is None else entry[0] for entry in entries], dtype=np.float32)
-
     async def _request(self, body: Mapping[str, Any], key: str = "") -> dict[str, Any]:
         """POST /generate until it is answered with a policy new enough, refused, or given up."""
         clock = asyncio.get_running_loop().time

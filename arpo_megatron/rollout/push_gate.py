@@ -9,6 +9,9 @@ has arrived, whoever sends it. Two endpoints are added to SGLang's server:
 `begin_push` answers when no generation is under way any more; they end by themselves, or the caller ends them. SGLang's
 own endpoints that take weights are called in between. `commit_push` empties the caches, which hold keys and values of
 the old weights, and sets the version that answers report.
+
+A server that was restarted while the trainer had its memory is awake: being told to take it back, which would end
+SGLang's scheduler, is nothing to it.
 """
 
 import asyncio
@@ -22,6 +25,7 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 _GENERATING = ("/generate", "/v1/", "/invocations", "/encode", "/classify")
+_RELEASE, _RESUME = "/release_memory_occupation", "/resume_memory_occupation"
 _POLL_INTERVAL_S = 0.005
 
 
@@ -33,6 +37,7 @@ class PushGate:
         self._incarnation = uuid.uuid4().hex
         self._arriving: int | None = None
         self._running = 0
+        self._memory_released = False
         self._frozen = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -43,7 +48,11 @@ class PushGate:
             await self._answer(send, *await self._begin(**await _json(receive)))
         elif scope["path"] == "/arpo/commit_push":
             await self._answer(send, *await self._commit(**await _json(receive)))
+        elif scope["path"] == _RESUME and not self._memory_released:
+            await self._answer(send, 200, {})
         elif not scope["path"].startswith(_GENERATING):
+            if scope["path"] in (_RELEASE, _RESUME):
+                self._memory_released = scope["path"] == _RELEASE
             await self._app(scope, receive, send)
         elif self._arriving is not None:
             await self._answer(send, 503, {"error": f"weights of version {self._arriving} are arriving"})

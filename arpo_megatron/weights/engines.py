@@ -7,7 +7,7 @@ endpoints.
 import json
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -56,7 +56,8 @@ class Engines:
     def __init__(self, urls: Sequence[str], timeout_s: float) -> None:
         self.urls = tuple(url.rstrip("/") for url in urls)
         self.timeout_s = timeout_s
-        self._pool = ThreadPoolExecutor(len(self.urls), thread_name_prefix="weight-push")
+        # The announcement of a bucket may be on its way while the one before is loaded.
+        self._pool = ThreadPoolExecutor(2 * len(self.urls), thread_name_prefix="weight-push")
 
     def wait_until_up(self, timeout_s: float) -> None:
         """Until every server answers; one that was killed may be starting again. Raises WeightPushError."""
@@ -71,22 +72,21 @@ class Engines:
         """Wait for no one."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def begin(self, version: int, urls: Sequence[str]) -> tuple[Engine, ...]:
+    def begin(self, version: int) -> tuple[Engine, ...]:
         """Close the gates: from now on every engine refuses to generate; returns when none does any more.
 
         Args:
             version: of the weights that are to arrive.
-            urls: which engines.
         """
         body = {"version": version, "timeout_s": _PATIENCE * self.timeout_s}
-        posts = self.start("arpo/begin_push", [(url, body) for url in urls])
+        posts = self.start("arpo/begin_push", [(url, body) for url in self.urls])
         answers = [post.result() for post in posts]
-        return tuple(Engine(url, a["ranks"], a["incarnation"]) for url, a in zip(urls, answers, strict=True))
+        return tuple(Engine(url, a["ranks"], a["incarnation"]) for url, a in zip(self.urls, answers, strict=True))
 
-    def commit(self, version: int, urls: Sequence[str]) -> None:
+    def commit(self, version: int) -> None:
         """All weights are there: caches are emptied, the version is set, and the gates open."""
         body = {"version": version, "timeout_s": _PATIENCE * self.timeout_s}
-        for post in self.start("arpo/commit_push", [(url, body) for url in urls]):
+        for post in self.start("arpo/commit_push", [(url, body) for url in self.urls]):
             post.result()
 
     def release_memory(self) -> None:
@@ -99,9 +99,10 @@ class Engines:
         for post in self.start("resume_memory_occupation", [(url, {}) for url in self.urls]):
             post.result()
 
-    def score(self, token_ids: Sequence[int], urls: Sequence[str]) -> list[NDArray[np.float32]]:
-        """For each engine, float32[n - 1]: log-probs in nats at temperature 1 of token 1 to n - 1 given those before.
+    def start_scores(self, token_ids: Sequence[int]) -> Callable[[], list[NDArray[np.float32]]]:
+        """Have every engine score a sequence; the result waits for their answers, and raises WeightPushError.
 
+        For each engine, float32[n - 1]: log-probs in nats at temperature 1 of token 1 to n - 1 given those before.
         They are computed with the weights the engine has now, without its radix cache.
         """
         body = {
@@ -110,18 +111,22 @@ class Engines:
             "return_logprob": True,
             "logprob_start_len": 0,
         }
-        answers = [post.result() for post in self.start("generate", [(url, body) for url in urls])]
-        return [np.array([x[0] for x in a["meta_info"]["input_token_logprobs"][1:]], np.float32) for a in answers]
+        posts = self.start("generate", [(url, body) for url in self.urls])
 
-    def checksums(self, samples: Mapping[str, Sample], urls: Sequence[str]) -> list[dict[str, list[Piece]]]:
+        def wait() -> list[NDArray[np.float32]]:
+            scored = [post.result()["meta_info"]["input_token_logprobs"] for post in posts]
+            return [np.array([token[0] for token in tokens[1:]], np.float32) for tokens in scored]
+
+        return wait
+
+    def checksums(self, samples: Mapping[str, Sample]) -> list[dict[str, list[Piece]]]:
         """For each engine: which pieces of the samples its ranks hold, and what each sums up to.
 
         Args:
             samples: by Hugging Face name of the tensor.
-            urls: which engines.
         """
         body = {"action": CHECKSUM_ACTION + json.dumps({name: asdict(sample) for name, sample in samples.items()})}
-        answers = [post.result() for post in self.start("weights_checker", [(url, body) for url in urls])]
+        answers = [post.result() for post in self.start("weights_checker", [(url, body) for url in self.urls])]
         held: list[dict[str, list[Piece]]] = []
         for answer in answers:
             ranks = [rank["checksums"] for rank in answer["ranks"]]

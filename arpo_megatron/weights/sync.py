@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Self
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from arpo_megatron.config import JobConfig
 from arpo_megatron.machine import placement
@@ -26,6 +26,8 @@ from arpo_megatron.weights.transports import Broadcast, Bucket, Disk, SharedMemo
 
 TIMEOUT_S = 120.0
 """Deadline of a request to an engine: of joining, of a bucket, of generations that are waited for."""
+PROBE_TOKENS = 8
+"""Of a probe: enough that each layer has a say in every log-prob, few enough that weights are read once and no more."""
 _SAMPLED_SHARE = 16
 """Of each bucket's tensors one in so many is sampled for checksums, and at least one."""
 _SAMPLE_BYTES = 2**20
@@ -100,36 +102,30 @@ class WeightSync:
         comparable = config.engine.quantization == "none"
         return cls(requests, transport, verify_every=config.sync.verify_every if comparable else None)
 
-    def push(self, buckets: Iterable[Bucket], version: int, *, urls: Sequence[str] | None = None) -> PushReport:
+    def push(self, buckets: Iterable[Bucket], version: int) -> PushReport:
         """Replace engines' weights and set their policy version.
 
         Args:
             buckets: full tensors under Hugging Face names, each bucket made when it is asked for
                 (`export.hf_buckets`). A tied head needs no entry of its own: SGLang's head is its embedding.
             version: reported from then on by every answer of an engine (`meta_info["weight_version"]`).
-            urls: the engines to push to (those that were restarted, say); None: all.
 
         Raises:
             WeightPushError: an engine failed or differs; the next push starts anew.
             ValueError: there are no tensors.
         """
         started = time.monotonic()
-        where = self._requests.urls if urls is None else tuple(url.rstrip("/") for url in urls)
         try:
-            self._transport.connect(self._requests.begin(version, where))
+            self._transport.connect(self._requests.begin(version))
             total, count, sums = self._send(buckets, np.random.default_rng(version) if self._due() else None)
-            self._requests.commit(version, where)
+            self._requests.commit(version)
         except BaseException:
             self._transport.close()  # the two ends may be out of step now
             raise
         self._pushes += 1
         if sums:
-            self._verify(sums, where)
+            self._verify(sums)
         return PushReport(time.monotonic() - started, total, count, tuple(sums))
-
-    def score(self, token_ids: Sequence[int], urls: Sequence[str] | None = None) -> list[NDArray[np.float32]]:
-        """See `Engines.score`."""
-        return self._requests.score(token_ids, self._requests.urls if urls is None else urls)
 
     def close(self) -> None:
         """Let go of the engines. Those that are gone already are not an error."""
@@ -161,10 +157,12 @@ class WeightSync:
         if wait is None:
             raise ValueError("a push needs at least one tensor")
         wait()
+        self._transport.finish()
         return total, count, sums
 
-    def _verify(self, sums: dict[str, tuple[Sample, int]], urls: Sequence[str]) -> None:
-        for url, held in zip(urls, self._requests.checksums({n: s for n, (s, _) in sums.items()}, urls), strict=True):
+    def _verify(self, sums: dict[str, tuple[Sample, int]]) -> None:
+        everyones = self._requests.checksums({name: sample for name, (sample, _) in sums.items()})
+        for url, held in zip(self._requests.urls, everyones, strict=True):
             for name, (sample, expected) in sums.items():
                 if what := sample.difference(held[name], expected):
                     raise WeightPushError(f"{url}: {name} is not what the trainer sent: {what}")

@@ -56,10 +56,13 @@ class Transport(Protocol):
         """Be ready to send to these; called at the beginning of every push."""
 
     def send(self, bucket: Bucket) -> Callable[[], None]:
-        """Start to send a bucket that is not empty; the result waits until every engine has loaded it.
+        """Start to send a bucket that is not empty; the result waits until every engine has received it.
 
         The bucket's tensors are not changed until then, and no other bucket is sent.
         """
+
+    def finish(self) -> None:
+        """Wait until every engine has loaded all that was sent."""
 
     def close(self) -> None:
         """Let go of what `connect` made; engines that are gone already are not an error."""
@@ -81,6 +84,8 @@ class Broadcast:
         self._engines: tuple[Engine, ...] = ()
         self._name = ""
         self._group: Any = None
+        self._loading: list[Future[Any]] = []
+        """Requests of the last bucket: it has arrived, and engines copy it into their weights."""
 
     def connect(self, engines: Sequence[Engine]) -> None:
         """Join with the engines, unless they are those of the last push and none was restarted since."""
@@ -91,7 +96,7 @@ class Broadcast:
         self._join()
 
     def send(self, bucket: Bucket) -> Callable[[], None]:
-        """Announce the tensors by HTTP and broadcast them."""
+        """Announce the tensors by HTTP and broadcast them; the next one is announced while they are loaded."""
         body: dict[str, Any] = {
             "names": [name for name, _ in bucket],
             "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
@@ -110,8 +115,15 @@ class Broadcast:
         deadline = time.monotonic() + self._requests.timeout_s
         return lambda: self._wait(works, posts, deadline)
 
+    def finish(self) -> None:
+        """Wait for the last requests."""
+        for post in self._loading:
+            post.result()
+        self._loading = []
+
     def close(self) -> None:
         """Leave the group."""
+        self._loading = []
         if self._group is None:
             return
         body = {"group_name": self._name}
@@ -133,8 +145,8 @@ class Broadcast:
                 work.wait()
         except RuntimeError as error:
             raise failure(posts, f"{self._where()}: broadcasting a bucket: {first_line(error)}") from error
-        for post in posts:
-            post.result()
+        self.finish()  # an engine takes one bucket after the other, so those requests have their answers
+        self._loading = list(posts)
 
     def _join(self) -> None:
         world_size = 1 + sum(engine.ranks for engine in self._engines)
@@ -230,6 +242,9 @@ class SharedMemory:
 
         return wait
 
+    def finish(self) -> None:
+        """Every bucket was waited for: there is one buffer."""
+
     def close(self) -> None:
         """Free the buffer."""
         self._buffer = None
@@ -322,6 +337,9 @@ class Disk:
     def send(self, bucket: Bucket) -> Callable[[], None]:
         """Write the file and have the engines read it, both while the caller goes on."""
         return self._writer.submit(self._write_and_load, bucket).result
+
+    def finish(self) -> None:
+        """Every bucket was waited for: SGLang loads all files of a directory."""
 
     def close(self) -> None:
         """Remove the directory."""

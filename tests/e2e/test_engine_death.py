@@ -39,6 +39,29 @@ def test_training_survives_the_death_of_its_engine_and_its_tools(warm_run: Path)
     assert not (warm_run / "health.json").exists()
 
 
+def test_a_colocated_engine_that_dies_while_its_memory_is_lent_stays_down_until_the_push(
+    warm_run: Path,
+) -> None:
+    words = ["train.steps=2", "engine.placement=colocated", "rollout.max_staleness=1"]
+    command = quickstart("train", warm_run, *words, *SHORT, "algorithm.trajectory_weight_limit=2")
+    with (warm_run.parent / "screen").open("wb") as screen, subprocess.Popen(command, stderr=screen) as job:
+        while not (warm_run / "memory_lent").exists():
+            assert job.poll() is None, "the job ended too early"
+            time.sleep(0.002)
+        kill(job.pid, "arpo_megatron.rollout.sglang_main")
+        assert job.wait(240) == 0, (warm_run.parent / "screen").read_text()[-3000:]
+    rows = rows_of(warm_run / "metrics.jsonl")
+    assert [row["trees"] for row in rows] == [TASKS] * 2
+    assert all(row["logprob_gap"] < 1e-3 for row in rows)
+    assert all(row["seconds/lend"] > 0 for row in rows)
+    told = [str(event["text"]) for event in rows_of(warm_run / "events.jsonl") if event["kind"] == "restart"]
+    assert [text.partition(" in ")[0] for text in told] == [
+        "engine was killed by SIGKILL; restart 1 of 10",
+        "engine is up again",
+    ]
+    assert not (warm_run / "memory_lent").exists()
+
+
 def wait_for_steps(run: Path, count: int, job: "subprocess.Popen[bytes]") -> None:
     while len(rows_of(run / "metrics.jsonl")) < count:
         assert job.poll() is None, "the job ended too early"

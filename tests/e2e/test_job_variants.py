@@ -71,12 +71,3 @@ def test_stale_trees_can_be_refused_and_are_replaced(warm_run: Path) -> None:
     rows = rows_of(warm_run / "metrics.jsonl")
     assert all(row["staleness_max"] == 0 and row["trees"] - row["dropped/stale"] == TASKS for row in rows)
     assert sum(row["dropped/stale"] for row in rows) > 0
-
-
-def test_a_colocated_engine_gives_its_memory_back_while_the_trainer_trains(warm_run: Path) -> None:
-    words = ["train.steps=2", *SHORT, "engine.placement=colocated", "rollout.max_staleness=1"]
-    run_to_end(quickstart("train", warm_run, *words, "algorithm.trajectory_weight_limit=2"), warm_run)
-    rows = rows_of(warm_run / "metrics.jsonl")
-    assert [row["trees"] for row in rows] == [TASKS] * 2
-    assert all(row["logprob_gap"] < 1e-3 for row in rows)
-    assert all(row["seconds/lend"] > 0 for row in rows)

@@ -34,6 +34,7 @@ from arpo_megatron.rollout.service import (
 )
 from arpo_megatron.tasks.base import Task
 from arpo_megatron.tree import Finish, Role, RolloutTree
+from arpo_megatron.weights.engines import Engines
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the expectations are those of float32 on a CPU")
 
@@ -116,10 +117,11 @@ def test_scores_are_those_of_transformers_and_ignore_the_cache(
 ) -> None:
     ids = [*PROMPT, 3, 15, 25, 4]
     expected = reference(ids).log_softmax(-1)[:-1].gather(-1, torch.tensor(ids)[1:, None])[:, 0]
+    engines = Engines([engine.url], timeout_s=60.0)
     for _ in range(2):
-        scores = ask(engine, lambda client: client.score(ids))
-        assert np.isnan(scores[0])
-        np.testing.assert_allclose(scores[1:], expected, atol=1e-4)
+        (scores,) = engines.start_scores(ids)()
+        np.testing.assert_allclose(scores, expected, atol=1e-4)
+    engines.close()
 
 
 def test_a_prefilled_prefix_is_served_from_the_cache(engine: EngineHandle) -> None:

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -113,7 +113,7 @@ def test_each_push_gives_the_engine_the_trainers_weights_and_version(
                 expected = reference_logprobs(reference, TOKENS).numpy()
             generate(engine.url)
             cached_before = generate(engine.url)["meta_info"]["cached_tokens"]
-            assert probe_gap(wanted, sync.score(TOKENS.tolist())[0]) > 0.1
+            assert probe_gap(wanted, sync.engines.start_scores(TOKENS.tolist())()[0]) > 0.1
 
             report = sync.push(hf_buckets([model], shape, BUCKET_BYTES), version)
 
@@ -121,7 +121,7 @@ def test_each_push_gives_the_engine_the_trainers_weights_and_version(
             assert after["weight_version"] == str(version)
             assert cached_before > 0
             assert after["cached_tokens"] == 0  # no key or value of the old weights is served
-            (scored,) = sync.score(TOKENS.tolist())
+            (scored,) = sync.engines.start_scores(TOKENS.tolist())()
             assert probe_gap(wanted, scored) < 1e-4
             assert probe_gap(expected, scored) < 1e-4
             assert report.bytes == sum(parameter.nbytes for parameter in model.parameters())
@@ -140,7 +140,7 @@ def test_every_tensor_of_the_model_can_be_found_in_the_engine(engine: EngineHand
     with weight_sync(engine.url) as sync:
         sync.push([list(tensors.items())], 7)
     samples = {name: Sample.of(tensor, 0.0, 2**30) for name, tensor in tensors.items()}
-    (held,) = Engines([engine.url], TIMEOUT_S).checksums(samples, [engine.url])
+    (held,) = Engines([engine.url], TIMEOUT_S).checksums(samples)
     for name, tensor in tensors.items():
         bits = tensor.detach().numpy().view(np.int32).ravel().astype(object)
         place = np.arange(bits.size).astype(object)
@@ -199,28 +199,25 @@ def test_generations_that_outlast_the_deadline_are_an_error_and_the_engine_serve
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_engines_that_were_restarted_get_a_push_of_their_own_and_then_all_of_them_one(
-    engine: EngineHandle, model: Path, tmp_path: Path
-) -> None:
+def test_an_engine_that_was_restarted_is_joined_anew(engine: EngineHandle, model: Path, tmp_path: Path) -> None:
     from arpo_megatron.weights.export import hf_buckets
 
     trained, shape, _ = trainer(tmp_path, 25)
     with torch.no_grad():
         wanted = megatron_logprobs(trained, TOKENS).numpy()
 
-    def push(sync: WeightSync, version: int, urls: Sequence[str]) -> None:
-        sync.push(hf_buckets([trained], shape, BUCKET_BYTES), version, urls=urls)
-        assert [generate(url)["meta_info"]["weight_version"] for url in urls] == [str(version)] * len(urls)
-        assert max(probe_gap(wanted, scored) for scored in sync.score(TOKENS.tolist(), urls)) < 1e-4
+    def push(sync: WeightSync, version: int) -> None:
+        sync.push(hf_buckets([trained], shape, BUCKET_BYTES), version)
+        assert [generate(url)["meta_info"]["weight_version"] for url in both] == [str(version)] * 2
+        assert max(probe_gap(wanted, scored) for scored in sync.engines.start_scores(TOKENS.tolist())()) < 1e-4
 
     with launch_engine(model, SIZES, dtype="float32", seed=1, log_path=tmp_path / "log") as second:
         both, port = [engine.url, second.url], int(second.url.rpartition(":")[2])
         requests = Engines(both, TIMEOUT_S)
         sync = WeightSync(requests, Broadcast(requests), verify_every=1)
-        push(sync, 25, both)
+        push(sync, 25)
     with launch_engine(model, SIZES, dtype="float32", seed=1, log_path=tmp_path / "log", port=port) as second:
-        push(sync, 25, [second.url])
-        push(sync, 26, both)
+        push(sync, 26)
         sync.close()
 
 
@@ -240,22 +237,37 @@ def test_a_trainer_killed_between_two_buckets_leaves_an_engine_that_refuses_unti
         assert post(engine.url).status_code == 503
     with weight_sync(engine.url) as sync:
         with pytest.raises(WeightPushError, match=r"HTTP 503: .*weights of version 30 are arriving"):
-            sync.score(TOKENS.tolist())
+            sync.engines.start_scores(TOKENS.tolist())()
         sync.push(hf_buckets([model], shape, BUCKET_BYTES), 31)
         with torch.no_grad():
-            assert probe_gap(megatron_logprobs(model, TOKENS).numpy(), sync.score(TOKENS.tolist())[0]) < 1e-4
+            assert (
+                probe_gap(megatron_logprobs(model, TOKENS).numpy(), sync.engines.start_scores(TOKENS.tolist())()[0])
+                < 1e-4
+            )
     assert generate(engine.url)["meta_info"]["weight_version"] == "31"
 
 
 def test_a_commit_of_another_version_does_not_open_the_gate(engine: EngineHandle) -> None:
     engines = Engines([engine.url], TIMEOUT_S)
-    engines.begin(40, engines.urls)
+    engines.begin(40)
     with pytest.raises(WeightPushError, match=r"HTTP 409: .*weights of version 40 are arriving, not 39"):
-        engines.commit(39, engines.urls)
+        engines.commit(39)
     assert post(engine.url).status_code == 503
-    engines.commit(40, engines.urls)
+    engines.commit(40)
     assert generate(engine.url)["meta_info"]["weight_version"] == "40"
     engines.close()
+
+
+def test_an_engine_that_has_its_memory_may_be_told_to_take_it(engine: EngineHandle) -> None:
+    engines = Engines([engine.url], TIMEOUT_S)
+    engines.resume_memory()  # as after a restart while the trainer had the memory
+    engines.release_memory()
+    engines.resume_memory()
+    engines.resume_memory()
+    engines.close()
+    with weight_sync(engine.url) as sync:
+        sync.push([[NORM]], 45)
+    assert generate(engine.url)["meta_info"]["weight_version"] == "45"
 
 
 def test_a_tensor_the_engine_cannot_take_is_an_error_with_its_words_and_the_next_push_starts_anew(
