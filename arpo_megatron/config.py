@@ -168,6 +168,10 @@ class AlgorithmConfig:
     """Weight of the k3 penalty for leaving the first weights; above 0 a copy of them is kept in host memory."""
     entropy_coefficient: NonNegativeFloat = 0.0
     """Weight of the bonus for entropy."""
+    router_replay: Literal["none", "rollout"] = "none"
+    """`rollout`: in training a mixture of experts sends each token where the engine had sent it (rollout routing
+    replay, arXiv 2510.11370), with weights of the trainer's own routers; engines then have no router before them.
+    `none`: where the trainer's routers send it."""
     minibatches: Positive = 1
     """Optimizer updates a step; the tasks of a step are divided among them."""
     drop_groups_without_signal: bool = False

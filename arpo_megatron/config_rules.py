@@ -42,10 +42,16 @@ def check_job(config: "JobConfig") -> None:
     if config.engine.deterministic and config.engine.attention_backend == "flashinfer":
         raise ValueError("engine.deterministic=true needs attention_backend fa3 or triton: flashinfer loses its cache")
     _check_engine_fp8(config)
+    if config.algorithm.router_replay != "none" and config.engine.router == "sglang":
+        raise ValueError(
+            "algorithm.router_replay=rollout needs engine.router=auto or none: SGLang's hides expert routes"
+        )
     if config.sync.directory is not None and config.sync.transport != "disk":
         raise ValueError(f"sync.directory is not read with sync.transport={config.sync.transport}; give disk")
     if config.model.path is None:
         _check_made_model(config.model, config.parallel)
+        if config.algorithm.router_replay != "none":
+            raise ValueError("algorithm.router_replay=rollout needs a model with experts at model.path")
     _check_data(config)
     _check_staleness(config)
     if not config.parallel.nested_packs and config.train.token_budget < config.model.max_length:

@@ -12,10 +12,12 @@ from pathlib import Path
 from arpo_megatron.config import JobConfig
 from arpo_megatron.machine import placement, trainer_environment
 from arpo_megatron.processes import GRACE_S, JOB_PID, Roles
+from arpo_megatron.rollout.routes import RouteShape
 from arpo_megatron.rollout.server import engine_program, free_ports, router_program
 from arpo_megatron.rollout.service import RolloutHandle, ServiceSettings
 from arpo_megatron.run_directory import RunDirectory
 from arpo_megatron.supervisor import Program, Supervisor
+from arpo_megatron.weights.shape import ModelShape
 from tools_sandbox.config import TOKEN_VARIABLE
 
 SANDBOX_STARTUP_S = 60.0
@@ -62,7 +64,9 @@ def services(config: JobConfig, run: RunDirectory, roles: Roles, model: Path) ->
         engines = [_engine(config, run, model, index, ports[index], scratch) for index in range(count)]
         sandbox = sandbox_program(run, ports[count], hang_timeout_s=config.engine.hang_timeout_s)
         urls = tuple(engine.url for engine in engines)
-        router = router_program(config.engine, urls, log_path=run.logs / "router.log", ports=ports[count + 1 :])
+        router = router_program(
+            config.engine, urls, log_path=run.logs / "router.log", ports=ports[count + 1 :], routes=_replays(config)
+        )
         with Supervisor(run, roles, restarts=config.engine.restarts) as supervisor:
             supervisor.start(sandbox, *engines)
             if router is not None:
@@ -85,6 +89,7 @@ def _engine(config: JobConfig, run: RunDirectory, model: Path, index: int, port:
         scratch=scratch,
         placement=placement(config).of_engine(index, config.engine),
         name=name,
+        routes=_replays(config),
     )
     return replace(program, held_by=run.memory_lent)
 
@@ -113,9 +118,22 @@ def start_rollouts(config: JobConfig, model: Path, log: Path, services: Services
         seed=config.seed,
         request_timeout_s=config.engine.request_timeout_s,
         retry_for_s=config.engine.retry_for_s,
+        routes=_routes(config, model),
         sandbox_token=os.environ.get(TOKEN_VARIABLE) or None,
     )
     return RolloutHandle.start(settings, log_path=log)
+
+
+def _replays(config: JobConfig) -> bool:
+    return config.algorithm.router_replay == "rollout"
+
+
+def _routes(config: JobConfig, model: Path) -> RouteShape | None:
+    if not _replays(config):
+        return None
+    shape = ModelShape.from_hf(model)
+    assert shape.experts is not None  # checked with the job's inputs
+    return RouteShape(shape.layers, shape.experts.top_k)
 
 
 def run_trainer(

@@ -109,6 +109,7 @@ def check_inputs(config: JobConfig) -> None:
         shape.check_divisible(config.parallel)
         shape.check_fp8(config.model, config.parallel)
         shape.check_engine(config.engine)
+        shape.check_replay(config.algorithm)
     if config.sft.data is not None:
         check_file(config.sft.data)
     check_machine(config)

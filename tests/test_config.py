@@ -37,6 +37,11 @@ def test_words_win_over_the_file_and_the_file_over_the_recipe(tmp_path: Path) ->
         (["zzz=1"], "keys here: name, seed"),
         (["algorithm.samples=many"], "algorithm.samples: input should be a valid integer"),
         (["optimizer.lr=-1"], "greater than 0, not -1"),
+        (["algorithm.router_replay=rollout"], "needs a model with experts at model.path"),
+        (
+            ["algorithm.router_replay=rollout", "model.path=x", "engine.router=sglang"],
+            "needs engine.router=auto or none",
+        ),
         (["algorithm.initial=99"], "algorithm.initial=99 exceeds algorithm.samples"),
         (["parallel.sequence=true"], "needs parallel.tensor > 1"),
         (["parallel.tensor=5"], "not a multiple of parallel.tensor=5"),
@@ -101,6 +106,7 @@ def test_every_documented_choice_can_be_given_as_a_word() -> None:
             resolve.resolve("quickstart", words=[*wide, f"{key}={word}"])
             continue
         more = ["data.path=x", "data.max_prompt_tokens=99", "sft.steps=0"] if word == "arpo_parquet" else []
+        more += ["model.path=x"] if word == "rollout" else []
         resolve.resolve("quickstart", words=[f"{key}={word}", *more])
 
 

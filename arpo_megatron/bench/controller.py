@@ -23,6 +23,7 @@ from arpo_megatron.rollout.client import EngineClient, EngineFinish, Generation,
 from arpo_megatron.rollout.grower import GrowLimits
 from arpo_megatron.rollout.policies import make_policy
 from arpo_megatron.rollout.pool import TreePool
+from arpo_megatron.rollout.routes import RouteRequest
 from arpo_megatron.rollout.service import CollectTrees, GrowSettings, StartTrees
 from arpo_megatron.rollout.worker import TokenizerCodec
 from arpo_megatron.tasks.base import Task
@@ -54,6 +55,7 @@ class SimulatedEngine(EngineClient):
         sampling: Sampling,
         stop: Sequence[str] = (),
         key: str = "",
+        routes: RouteRequest | None = None,
     ) -> Generation:
         """`SEGMENT` tokens and a call, or as many as are wanted."""
         await asyncio.sleep(ANSWER_S)

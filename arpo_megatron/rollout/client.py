@@ -19,9 +19,10 @@ from typing import Any, Self
 import aiohttp
 import numpy as np
 
+from arpo_megatron.rollout.routes import RouteRequest
 from arpo_megatron.rollout.routing import ROUTING_KEY_HEADER, Engine, place
 from arpo_megatron.rollout.sglang_plugin import META_KEY
-from arpo_megatron.tree import Float32Array, Int32Array
+from arpo_megatron.tree import Float32Array, Int16Array, Int32Array
 
 _ABORT_INTERVAL_S = 0.05
 _LOOK_TIMEOUT_S = 5.0
@@ -58,6 +59,7 @@ class Generation:
         prompt_tokens: tokens sent.
         cached_tokens: how many of those the radix cache served.
         weight_version: the version of the weights that sampled it; a push waits until there is no request.
+        routes: int16[k, layers, top_k], as asked for; None: not asked for, or cut short before they were known.
     """
 
     token_ids: Int32Array
@@ -68,6 +70,7 @@ class Generation:
     prompt_tokens: int
     cached_tokens: int
     weight_version: int
+    routes: Int16Array | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +173,7 @@ class EngineClient:
         sampling: Sampling,
         stop: Sequence[str] = (),
         key: str = "",
+        routes: RouteRequest | None = None,
     ) -> Generation:
         """Sample up to `max_new_tokens` tokens after `input_ids`, ending early behind any of the `stop` strings.
 
@@ -181,16 +185,20 @@ class EngineClient:
             sampling: how tokens are drawn.
             stop: strings that end the generation; the token that completes one is kept.
             key: requests with the same routing key go to the same engine, as long as it is up.
+            routes: which expert routes to return.
 
         Raises:
             EngineUnavailableError: no answer after all repetitions.
             EngineRefusedError: the request itself is at fault.
+            ValueError: the engine does not return the routes.
         """
         parameters = sampling.as_request() | {"max_new_tokens": max_new_tokens}
         if stop:
             parameters["stop"] = list(stop)
         body = {"input_ids": _plain(input_ids), "sampling_params": parameters, "return_logprob": True}
-        return _generation(await self._request(body, key))
+        if routes is not None:
+            body |= routes.as_request()
+        return _generation(await self._request(body, key), routes)
 
     async def prefill(self, input_ids: Sequence[int] | Int32Array, *, key: str = "") -> tuple[int, int]:
         """Put a prefix into the radix cache, sampling nothing; returns (prompt tokens, of which were cached).
@@ -351,7 +359,7 @@ def _plain(ids: Sequence[int] | Int32Array) -> list[int]:
     return ids.tolist() if isinstance(ids, np.ndarray) else list(ids)
 
 
-def _generation(answer: Mapping[str, Any]) -> Generation:
+def _generation(answer: Mapping[str, Any], asked: RouteRequest | None) -> Generation:
     """The engine's JSON as a `Generation`. Raises EngineRefusedError where it lacks what every answer must have."""
     meta = answer["meta_info"]
     token_ids = np.array(answer["output_ids"], dtype=np.int32)
@@ -379,4 +387,5 @@ def _generation(answer: Mapping[str, Any]) -> Generation:
         prompt_tokens=int(meta["prompt_tokens"]),
         cached_tokens=int(meta["cached_tokens"]),
         weight_version=_version_of(meta),
+        routes=None if asked is None else asked.read(meta, len(token_ids)),
     )

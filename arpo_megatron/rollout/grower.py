@@ -13,7 +13,7 @@ finished tree is written in the order of places.
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Protocol
 
@@ -22,9 +22,11 @@ import numpy as np
 from arpo_megatron.rollout import protocol
 from arpo_megatron.rollout.accounting import GrowCounts
 from arpo_megatron.rollout.client import EngineClient, EngineFinish, Generation, Sampling
-from arpo_megatron.rollout.policies import BranchPolicy, ForkPoint, PathKey, fresh_place, place_seed, shares
+from arpo_megatron.rollout.node import Node
+from arpo_megatron.rollout.policies import BranchPolicy, ForkPoint, fresh_place, place_seed, shares
+from arpo_megatron.rollout.routes import RouteRequest, RouteShape
 from arpo_megatron.rollout.tools import ToolClient
-from arpo_megatron.tree import BranchRecord, Finish, Float32Array, Int32Array, Role, RolloutTree, ToolRecord
+from arpo_megatron.tree import Finish, Float32Array, Int32Array, Role, RolloutTree, ToolRecord
 
 
 class PromptTooLongError(ValueError):
@@ -53,7 +55,10 @@ class GrowLimits:
 
 @dataclass(frozen=True, slots=True)
 class GrowContext:
-    """What all trees of one call share. `seed` is the run's; `sampling.seed` is replaced for every place."""
+    """What all trees of one call share. `seed` is the run's; `sampling.seed` is replaced for every place.
+
+    With `routes` the engine tells to which experts it sent each token.
+    """
 
     engine: EngineClient
     tools: ToolClient
@@ -64,34 +69,7 @@ class GrowContext:
     seed: int
     step: int
     on_tokens: Callable[[int], None]
-
-
-@dataclass(slots=True)
-class _Node:
-    """A segment that may still grow."""
-
-    role: Role
-    key: PathKey
-    token_ids: Int32Array = field(default_factory=lambda: np.zeros(0, np.int32))
-    logprobs: Float32Array | None = None
-    entropies: Float32Array | None = None
-    policy_version: int = 0
-    finish: Finish | None = None
-    branch: BranchRecord | None = None
-    tool: ToolRecord | None = None
-    children: "list[_Node]" = field(default_factory=list)
-
-    def child(self, role: Role) -> "_Node":
-        """Take the next place below this segment."""
-        node = _Node(role, (*self.key, len(self.children)))
-        self.children.append(node)
-        return node
-
-    def continuation(self) -> "_Node":
-        """A MODEL segment below this one that goes on with it: the same place, sampled by newer weights."""
-        node = _Node(Role.MODEL, self.key)
-        self.children.append(node)
-        return node
+    routes: RouteShape | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,15 +84,17 @@ class _Place:
         start_entropies: those of the trajectory's first MODEL segment; None in that segment itself.
         before_entropies: those of the MODEL segment that made the call before; None in the first.
         calls: tool calls made before.
+        routed: tokens of the prefix whose routes other requests ask for.
     """
 
-    node: _Node
+    node: Node
     prefix: Int32Array
     forks: int
-    above: _Node | None = None
+    above: Node | None = None
     start_entropies: Float32Array | None = None
     before_entropies: Float32Array | None = None
     calls: int = 0
+    routed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +111,7 @@ class _Sampled:
         call: the one that ended it; None where the trajectory ends.
     """
 
-    node: _Node
+    node: Node
     prefix: Int32Array
     forks: int
     start_entropies: Float32Array
@@ -148,7 +128,7 @@ class TreeGrower:
         self._task_id = task_id
         self._routing_key = f"{context.step}/{task_id}"  # a tree stays on one engine, which has its prefixes cached
         self._context = context
-        self._root = _Node(Role.PROMPT, (), prompt_ids)
+        self._root = Node(Role.PROMPT, (), prompt_ids)
         limits = context.limits
         self._stops = (*protocol.STOP_STRINGS, *([protocol.ANSWER_STOP] if limits.stop_at_answer else []))
         self._longest = min(limits.max_length, len(prompt_ids) + limits.max_response_tokens)
@@ -173,8 +153,10 @@ class TreeGrower:
             self._count_request(prompt_tokens, cached_tokens, 0)
         try:
             async with self._paths:
-                for forks in shares(policy.total - policy.initial, policy.initial):
-                    self._start(_Place(self._root.child(Role.MODEL), prompt, forks))
+                for number, forks in enumerate(shares(policy.total - policy.initial, policy.initial)):
+                    self._start(
+                        _Place(self._root.child(Role.MODEL), prompt, forks, routed=len(prompt) if number else 0)
+                    )
         except BaseExceptionGroup as errors:  # the first error of a path has ended the others
             raise _first_leaf(errors) from None
         return self._tree(time.monotonic() - started)
@@ -189,9 +171,10 @@ class TreeGrower:
             segment = await self._sample_segment(next_place)
             next_place = await self._answer(segment) if segment.call is not None else None
         for number in range(segment.forks):
-            node = _Node(Role.MODEL, fresh_place(self._context.policy.initial, segment.node.key, number))
+            key = fresh_place(self._context.policy.initial, segment.node.key, number)
+            node = Node(Role.MODEL, key, above=self._root)
             self._root.children.append(node)
-            self._start(_Place(node, self._root.token_ids, 0))
+            self._start(_Place(node, self._root.token_ids, 0, routed=len(self._root.token_ids)))
 
     async def _sample_segment(self, place: _Place) -> "_Sampled":
         """Fill the segment at `place`, asking the policy for forks behind its first tokens where it is measured."""
@@ -204,6 +187,9 @@ class TreeGrower:
             forks = self._decide(place, np.concatenate([part.entropies for part in parts])[:measured])
             matched = await self._extend(place, parts, room)
         last = self._fill(place.node, parts)
+        for part, end in zip(parts, np.cumsum([len(part.token_ids) for part in parts]).tolist(), strict=True):
+            if part.routes is not None:
+                last.keep_routes(len(place.prefix) + end - 1, part.routes)
         ids = np.concatenate([part.token_ids for part in parts])
         last.finish, call = self._outcome(place, parts[-1].finish, matched, ids)
         entropies = np.concatenate([part.entropies for part in parts])
@@ -251,10 +237,10 @@ class TreeGrower:
         kept, *given = shares(place.forks - decision.siblings, 1 + decision.siblings)
         for forks in given:
             sibling = above.child(Role.MODEL)
-            self._start(replace(place, node=sibling, forks=forks, above=None))
+            self._start(replace(place, node=sibling, forks=forks, above=None, routed=len(place.prefix)))
         return kept
 
-    def _fill(self, node: _Node, parts: Sequence[Generation]) -> _Node:
+    def _fill(self, node: Node, parts: Sequence[Generation]) -> Node:
         """Write what was sampled to `node`, and below it what later policies added; returns the last segment."""
         for version, group in groupby(parts, key=lambda part: part.weight_version):
             same = list(group)
@@ -320,17 +306,21 @@ class TreeGrower:
             start_entropies=segment.start_entropies,
             before_entropies=segment.entropies,
             calls=segment.calls + 1,
+            routed=len(segment.prefix) - 1,
         )
 
     async def _generate(self, place: _Place, sampled: Int32Array, max_new_tokens: int) -> Generation:
         context = self._context
         seed = place_seed(context.seed, context.step, self._task_id, place.node.key)
+        prefix = np.concatenate([place.prefix, sampled])
+        start = len(prefix) - 1 if len(sampled) else place.routed
         part = await context.engine.generate(
-            np.concatenate([place.prefix, sampled]),
+            prefix,
             max_new_tokens=max_new_tokens,
             sampling=replace(context.sampling, seed=seed),
             stop=self._stops,
             key=self._routing_key,
+            routes=None if context.routes is None else RouteRequest(start, context.routes),
         )
         self._count_request(part.prompt_tokens, part.cached_tokens, len(part.token_ids))
         return part
@@ -345,7 +335,8 @@ class TreeGrower:
     def _tree(self, seconds: float) -> RolloutTree:
         """The finished tree, depth first in the order of places."""
         self._root.children.sort(key=lambda node: node.key)
-        tree = RolloutTree(self._task_id, self._root.token_ids, step=self._context.step, seconds=seconds)
+        root = self._root
+        tree = RolloutTree(self._task_id, root.token_ids, routes=root.routes, step=self._context.step, seconds=seconds)
         pending = [(0, child) for child in reversed(self._root.children)]
         while pending:
             parent, node = pending.pop()
@@ -359,6 +350,7 @@ class TreeGrower:
                 finish=node.finish,
                 branch=node.branch,
                 tool=node.tool,
+                routes=node.routes,
             )
             pending += [(index, child) for child in reversed(node.children)]
         return tree

@@ -18,6 +18,7 @@ from arpo_megatron.rollout.accounting import GrowCounts, common_prefix_length, g
 from arpo_megatron.rollout.client import EngineClient, EngineRefusedError, EngineUnavailableError, Sampling
 from arpo_megatron.rollout.grower import GrowContext, PromptTooLongError, TextCodec, TreeGrower
 from arpo_megatron.rollout.policies import BranchPolicy
+from arpo_megatron.rollout.routes import RouteShape
 from arpo_megatron.rollout.service import CollectTrees, GrowProgress, GrowReport, StaleEnginesError, StartTrees
 from arpo_megatron.rollout.tools import ToolClient
 from arpo_megatron.tree import Int32Array, RolloutTree
@@ -70,6 +71,7 @@ class TreePool:
         codec: the tokenizer.
         seed: the run's.
         send: is called with a `GrowProgress` now and then while a `collect` waits.
+        routes: what the engine's expert routes look like; None: it tells none.
     """
 
     def __init__(
@@ -79,12 +81,14 @@ class TreePool:
         codec: TextCodec,
         seed: int,
         send: Callable[[GrowProgress], None],
+        routes: RouteShape | None = None,
     ) -> None:
         self._engine = engine
         self._tools = tools
         self._codec = codec
         self._seed = seed
         self._send = send
+        self._routes = routes
         self._groups: dict[str, _Group] = {}
         self._stale: set[str] = set()
         self._changed = asyncio.Event()
@@ -108,6 +112,7 @@ class TreePool:
             seed=self._seed,
             step=request.step,
             on_tokens=self._count_tokens,
+            routes=self._routes if request.settings.routes else None,
         )
         prompts = [np.array(self._codec.encode(task.prompt_text), dtype=np.int32) for task in request.tasks]
         common = asyncio.create_task(self._prefill_common(prompts, group))

@@ -86,6 +86,7 @@ def launch_engine(
     port: int = 0,
     placement: Placement = ON_CPU,
     context_length: int | None = None,
+    routes: bool = False,
 ) -> EngineHandle:
     """Start SGLang on `model_path` and return when it has answered a generation.
 
@@ -98,6 +99,7 @@ def launch_engine(
         port: TCP port on 127.0.0.1; 0 picks a free one.
         placement: which GPUs to use, if any.
         context_length: longest request in tokens; None: what the model's config says.
+        routes: as in `engine_program`.
 
     Raises:
         UserError: no model at `model_path`.
@@ -116,6 +118,7 @@ def launch_engine(
             scratch=scratch,
             placement=placement,
             context_length=context_length,
+            routes=routes,
         )
         started = time.monotonic()
         process = program.start()
@@ -140,12 +143,14 @@ def engine_program(
     placement: Placement = ON_CPU,
     context_length: int | None = None,
     name: str = "engine",
+    routes: bool = False,
 ) -> Program:
     """How to start one SGLang server; `launch_engine` says what the arguments are, besides these.
 
     Args:
         scratch: directory for its temporary files (IPC sockets: a short path).
         name: of the role.
+        routes: of a mixture of experts: it can tell to which of them it sent each token.
 
     Raises:
         UserError: no model at `model_path`.
@@ -156,6 +161,8 @@ def engine_program(
     options |= {"model-path": model_path, "random-seed": seed, "port": port}
     if context_length is not None:
         options["context-length"] = context_length
+    if routes:
+        options["enable-return-routed-experts"] = None
     arguments = [str(word) for name, value in options.items() for word in (f"--{name}", value) if word is not None]
     return Program(
         name=name,
@@ -173,7 +180,7 @@ def engine_program(
 
 
 def router_program(
-    engine: EngineConfig, urls: Sequence[str], *, log_path: Path, ports: Sequence[int]
+    engine: EngineConfig, urls: Sequence[str], *, log_path: Path, ports: Sequence[int], routes: bool = False
 ) -> Program | None:
     """SGLang's own router before the engines at `urls`; None where the config wants none or one engine needs none.
 
@@ -186,6 +193,7 @@ def router_program(
         urls: of the engines.
         log_path: file for its output.
         ports: two free ones, for requests and for its metrics.
+        routes: expert routes will be asked for. The router (0.3.2) drops those fields of a request: there is none then.
 
     Raises:
         UserError: engine.router=sglang, but it is not installed.
@@ -193,7 +201,7 @@ def router_program(
     installed = find_spec("sglang_router") is not None
     if engine.router == "sglang" and not installed:
         raise UserError("engine.router=sglang: pip install sglang-router==0.3.2")
-    if engine.router == "none" or not installed or (engine.router == "auto" and len(urls) == 1):
+    if engine.router == "none" or routes or not installed or (engine.router == "auto" and len(urls) == 1):
         return None
     options = {
         "host": "127.0.0.1",

@@ -21,6 +21,7 @@ from arpo_megatron.config import AlgorithmConfig, JobConfig
 from arpo_megatron.errors import UserError
 from arpo_megatron.rollout.accounting import GrowStats
 from arpo_megatron.rollout.grower import GrowLimits
+from arpo_megatron.rollout.routes import RouteShape
 from arpo_megatron.tasks.base import Task
 from arpo_megatron.tree import RolloutTree
 
@@ -45,6 +46,7 @@ class GrowSettings:
         temperature: sampling temperature, 0 is greedy.
         top_p: nucleus sampling.
         limits: bounds of a trajectory.
+        routes: keep what the engine tells of expert routes, where it does (`ServiceSettings.routes`).
     """
 
     branching: AlgorithmConfig | None
@@ -52,6 +54,7 @@ class GrowSettings:
     temperature: float
     top_p: float
     limits: GrowLimits
+    routes: bool = False
 
     @classmethod
     def training(cls, config: JobConfig) -> Self:
@@ -62,6 +65,7 @@ class GrowSettings:
             temperature=config.rollout.temperature,
             top_p=config.rollout.top_p,
             limits=_limits(config),
+            routes=True,
         )
 
     @classmethod
@@ -113,6 +117,7 @@ class ServiceSettings:
         retry_for_s: how long after its first failure a request or tool call is repeated.
         sandbox_token: the tool service's bearer token, if it has one.
         router_url: SGLang's router before the engines, if one runs.
+        routes: what an engine's expert routes look like; None: it tells none.
     """
 
     engine_urls: tuple[str, ...]
@@ -123,6 +128,7 @@ class ServiceSettings:
     retry_for_s: float = 60.0
     sandbox_token: str | None = None
     router_url: str | None = None
+    routes: RouteShape | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ import sys
 
 from arpo_megatron.errors import USER_ERROR_EXIT_CODE, UserError
 from arpo_megatron.processes import die_with_parent, watch_parent
-from arpo_megatron.rollout import cpu_standins, push_gate, sglang_plugin
+from arpo_megatron.rollout import cpu_routes, cpu_standins, push_gate, sglang_plugin
 
 LAUNCHER_PID_VARIABLE = "ARPO_ENGINE_LAUNCHER_PID"
 """Environment variable: when the process with this id dies, the engine's whole process group dies too."""
@@ -61,6 +61,7 @@ def _prepare_process() -> None:
     if _on_cpu(sys.argv):
         os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
         cpu_standins.install()
+        cpu_routes.register()
     from arpo_megatron.rollout import weight_checksums  # imports torch, which a mere launcher has no use for
 
     sglang_plugin.register()

@@ -79,7 +79,7 @@ class RolloutWorker:
         )
         tools = ToolClient(settings.sandbox_url, settings.sandbox_token, retry_for_s=settings.retry_for_s)
         async with engine, tools:
-            pool = TreePool(engine, tools, self._codec, settings.seed, self._connection.send)
+            pool = TreePool(engine, tools, self._codec, settings.seed, self._connection.send, settings.routes)
             engine.on_stale = pool.note_stale
             try:
                 while True:

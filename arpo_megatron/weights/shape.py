@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from arpo_megatron import config_rules
-from arpo_megatron.config import EngineConfig, ModelConfig, ParallelConfig
+from arpo_megatron.config import AlgorithmConfig, EngineConfig, ModelConfig, ParallelConfig
 from arpo_megatron.errors import UserError
 
 Family = Literal["llama", "qwen2", "qwen3", "qwen3_moe"]
@@ -145,6 +145,11 @@ class ModelShape:
                 f"engine.quantization={engine.quantization} is not possible with a {self.family} model: SGLang would "
                 "quantize weights that it keeps no scale for"
             )
+
+    def check_replay(self, algorithm: AlgorithmConfig) -> None:
+        """Raises UserError where there are no routes to replay."""
+        if algorithm.router_replay != "none" and self.experts is None:
+            raise UserError(f"algorithm.router_replay={algorithm.router_replay}, but the model has no experts")
 
     @classmethod
     def from_hf(cls, path: Path) -> Self:

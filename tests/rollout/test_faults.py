@@ -139,6 +139,7 @@ def started_fleet(model: Path, folder: Path) -> Iterator[Fleet]:
     sandbox = sandbox_program(run, ports[-1], hang_timeout_s=ENGINE.hang_timeout_s)
     urls = [engine.url for engine in engines]
     router = router_program(ENGINE, urls, log_path=run.logs / "router.log", ports=ports[ENGINES:-1])
+    assert router_program(ENGINE, urls, log_path=run.logs / "router.log", ports=ports[ENGINES:-1], routes=True) is None
     assert router is not None
     with Roles(run.logs) as roles, Supervisor(run, roles, restarts=100) as supervisor:
         supervisor.start(sandbox, *engines)
