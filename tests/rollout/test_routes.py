@@ -1,7 +1,10 @@
 """Expert routes of a real engine: kept by the nodes of trees, and replayed by the trainer."""
 
 import asyncio
+import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +23,7 @@ from arpo_megatron.rollout.server import EngineHandle, launch_engine
 from arpo_megatron.rollout.service import GrowSettings, RolloutHandle, ServiceSettings
 from arpo_megatron.tasks.base import Task
 from arpo_megatron.tree import Role, RolloutTree
+from arpo_megatron.tree_files import read_trees
 from arpo_megatron.weights.shape import ModelShape
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the expectations are those of float32 on a CPU")
@@ -28,35 +32,35 @@ SHAPE = RouteShape(layers=3, top_k=2)
 ENGINE = EngineConfig(max_total_tokens=32768, memory_fraction=0.1, max_running_requests=32, startup_timeout_s=120)
 
 
-@pytest.fixture(scope="module")
-def model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Qwen3-MoE with the tokenizer of the tiny model."""
+def make(folder: Path, tokenizer: Path, dtype: torch.dtype = torch.float32, **sizes: int) -> Path:
+    """A random Qwen3-MoE with the tokenizer of another model."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    folder = tmp_path_factory.mktemp("moe") / "model"
-    shutil.copytree(tiny_model, folder, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
+    shutil.copytree(tokenizer, folder, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
     torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        vocab_size=28,
-        hidden_size=64,
-        intermediate_size=48,
-        moe_intermediate_size=48,
-        num_experts=8,
-        num_experts_per_tok=SHAPE.top_k,
-        norm_topk_prob=True,
-        num_hidden_layers=SHAPE.layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=2048,
-        tie_word_embeddings=False,
-        eos_token_id=1,
-        pad_token_id=0,
-        bos_token_id=0,
-        initializer_range=0.1,
-    )
-    Qwen3MoeForCausalLM(config).float().save_pretrained(folder)
+    defaults = {
+        "vocab_size": 28,
+        "hidden_size": 64,
+        "moe_intermediate_size": 48,
+        "num_experts": 8,
+        "num_experts_per_tok": SHAPE.top_k,
+        "num_hidden_layers": SHAPE.layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 2048,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+        "bos_token_id": 0,
+    }
+    config = Qwen3MoeConfig(**defaults | sizes, norm_topk_prob=True, tie_word_embeddings=False, initializer_range=0.1)
+    Qwen3MoeForCausalLM(config).to(dtype).save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make(tmp_path_factory.mktemp("moe") / "model", tiny_model)
 
 
 @pytest.fixture(scope="module")
@@ -103,14 +107,14 @@ def test_the_trainer_agrees_with_nearly_all_routes_and_replay_leaves_no_larger_g
 ) -> None:
     actor = Actor(job, ModelShape.from_hf(model), model, optimizer=OptimizerConfig(), total_updates=1)
     packs = pack_trees(trees, supervised_credit(trees), token_budget=200)
-    replayed = gap(trees, by_tree(packs, actor.logprobs(packs), trees))
+    replayed = gaps(trees, by_tree(packs, actor.logprobs(packs), trees)).max()
     balance = actor.expert_balance
     assert balance is not None
     leaves = sum(len(tree.leaves()) for tree in trees)
     flat = sum(tree.flat_tokens for tree in trees)
     assert balance.replayed == pytest.approx(1 - leaves / flat)
     assert balance.differing < 0.01
-    free = gap(trees, by_tree(packs, actor.logprobs([without_routes(pack) for pack in packs]), trees))
+    free = gaps(trees, by_tree(packs, actor.logprobs([without_routes(pack) for pack in packs]), trees)).max()
     assert replayed < 1e-4
     assert replayed <= free + 1e-6
     # Rows of other tokens do not pass for these: the agreement is no accident of so few experts.
@@ -129,17 +133,53 @@ def replace_routes(tree: RolloutTree) -> RolloutTree:
     return again
 
 
-def gap(trees: list[RolloutTree], ours: list[np.ndarray]) -> float:
-    """Largest |trainer - engine| log-prob of a MODEL token, in nats."""
-    largest = 0.0
+def gaps(trees: list[RolloutTree], ours: list[np.ndarray]) -> np.ndarray:
+    """|trainer - engine| log-prob of all MODEL tokens, in nats."""
+    found = []
     for tree, values in zip(trees, ours, strict=True):
         ends = np.cumsum([len(segment) for segment in tree.segments])
         for segment, end in zip(tree.segments, ends, strict=True):
             if segment.role is Role.MODEL:
-                largest = max(
-                    largest, float(np.abs(values[end - len(segment) : end] - segment.logprobs).max(initial=0))
-                )
-    return largest
+                found.append(np.abs(values[end - len(segment) : end] - segment.logprobs))
+    return np.concatenate(found)
+
+
+async def sample(url: str, shape: RouteShape, count: int) -> list[RolloutTree]:
+    """Answers to random prompts of 60 tokens."""
+    rng = np.random.default_rng(0)
+    async with EngineClient(url) as client:
+
+        async def answer(prompt: np.ndarray) -> RolloutTree:
+            drawn = await client.generate(
+                prompt, max_new_tokens=100, sampling=Sampling(), routes=RouteRequest(0, shape)
+            )
+            assert drawn.routes is not None
+            routes = np.concatenate([drawn.routes, np.full_like(drawn.routes[:1], -1)])
+            tree = RolloutTree("sample", prompt, routes=routes[:60])
+            tree.add(0, Role.MODEL, drawn.token_ids, logprobs=drawn.logprobs, routes=routes[60:])
+            return tree
+
+        return await asyncio.gather(*(answer(prompt) for prompt in rng.integers(3, 28, (count, 60), np.int32)))
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_replay_narrows_the_gap_between_trainer_and_engine_in_bfloat16(tiny_model: Path, tmp_path: Path) -> None:
+    shape = RouteShape(layers=6, top_k=4)
+    sizes = {"num_experts": 32, "num_experts_per_tok": 4, "num_hidden_layers": 6, "hidden_size": 128, "head_dim": 32}
+    path = make(tmp_path / "model", tiny_model, torch.bfloat16, **sizes)
+    with launch_engine(path, ENGINE, dtype="bfloat16", seed=1, log_path=tmp_path / "log", routes=True) as handle:
+        trees = asyncio.run(sample(handle.url, shape, 48))
+    config = JobConfig(name="test", model=ModelConfig(path=path, dtype="bfloat16"))
+    actor = Actor(config, ModelShape.from_hf(path), path, optimizer=OptimizerConfig(), total_updates=1)
+    packs = pack_trees(trees, supervised_credit(trees), token_budget=4096)
+    replayed = gaps(trees, by_tree(packs, actor.logprobs(packs), trees))
+    assert actor.expert_balance is not None
+    assert 0.001 < actor.expert_balance.differing < 0.02
+    free = gaps(trees, by_tree(packs, actor.logprobs([without_routes(pack) for pack in packs]), trees))
+    print(f"gap in nats, replayed and free: mean {replayed.mean():.4f} {free.mean():.4f}", end=", ")
+    print(f"largest {replayed.max():.3f} {free.max():.3f}, tokens {len(free)}")
+    assert replayed.mean() < free.mean() / 2
+    assert replayed.max() < free.max() / 3
 
 
 def test_cached_tokens_have_the_routes_of_when_they_were_computed_and_a_cut_answer_has_its_own(
@@ -188,3 +228,17 @@ def test_an_engine_that_returns_no_routes_is_no_silent_loss(engine: EngineHandle
 
     with pytest.raises(ValueError, match="expert routes for"):
         asyncio.run(ask())
+
+
+def test_a_job_trains_with_the_routes_of_its_engine(model: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    words = ["train.steps=1", "train.tasks_per_step=4", "sft.steps=0", "evaluation.before=false"]
+    words += ["evaluation.after=false", "algorithm.router_replay=rollout", f"model.path={model}", f"run_dir={run}"]
+    command = [sys.executable, "-m", "arpo_megatron", "train", "quickstart", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (row,) = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    assert row["routes_replayed"] > 0.9
+    assert row["routes_differing"] < 0.01
+    stored = read_trees(run / "trees" / "step_000001.parquet")
+    assert all(segment.routes is not None for item in stored for segment in item.tree.segments)
