@@ -2,12 +2,15 @@
 
 import json
 import math
+import resource
+import signal
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from arpo_megatron.config import JobConfig, MonitorConfig
+from arpo_megatron.monitor.events import EventLog
 from arpo_megatron.monitor.metrics import MetricsLog, read_metrics
 
 CONFIG = JobConfig(name="test")
@@ -42,6 +45,27 @@ def test_a_half_written_line_is_cut_off(tmp_path: Path) -> None:
         file.write('{"step": 2, "rew')
     MetricsLog(tmp_path, CONFIG).log({"step": 2})
     assert read_metrics(tmp_path) == [{"step": 1}, {"step": 2}]
+
+
+def test_what_a_full_disk_refused_is_written_when_there_is_room_again(tmp_path: Path) -> None:
+    log, events = MetricsLog(tmp_path, CONFIG), EventLog(tmp_path / "events.jsonl")
+    log.log({"step": 1})
+    events.emit("note", text="first")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # the kernel's answer is then an error
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20, hard))  # in the middle of a line
+    try:
+        log.log({"step": 2, "reward": 0.5})
+        log.log({"step": 3, "reward": 0.5})
+        events.emit("note", text="lost")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert read_metrics(tmp_path) == [{"step": 1}]
+    log.log({"step": 4})
+    events.emit("note", text="last")
+    assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2, 3, 4]
+    assert [json.loads(line)["text"] for line in events.path.read_text().splitlines()] == ["first", "last"]
 
 
 def test_nothing_logged_is_an_empty_history(tmp_path: Path) -> None:

@@ -92,6 +92,8 @@ class PageCodec:
     def encode(self, text: str) -> list[int]:
         return CODEC.encode(text)
 
+    encode_plain = encode
+
     def decode(self, token_ids: Sequence[int]) -> str:
         return CODEC.decode(token_ids).replace(PAGE, PAGE_TEXT)
 
@@ -122,6 +124,9 @@ class ByteCodec:
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
+
+    def encode_plain(self, text: str) -> list[int]:
+        return self.encode(text)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return b"".join(self.words[token] for token in token_ids).decode(errors="replace")
