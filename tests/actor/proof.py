@@ -71,7 +71,7 @@ PROBLEMS = {
         packings=("whole", "several", "cut"),
     ),
     "all terms": Problem(
-        forest=(*(cases.random_tree(50 + i) for i in range(6)), cases.grown(5), cases.odd(5)),
+        forest=(*(cases.random_tree(52 + i) for i in range(6)), cases.grown(5), cases.odd(5)),
         algorithm=AlgorithmConfig(**CLIP, kl_coefficient=0.3, entropy_coefficient=0.2),
         balance=0.5,
         packings=("flat", "padded", "cut"),
