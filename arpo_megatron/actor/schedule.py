@@ -106,10 +106,12 @@ def run_pipeline(
         batch = next(iterator)
         return model(*batch.inputs, temperature), partial(finished, batch)
 
-    def finished(batch: MicroBatch, output: Any, *, non_loss_data: bool = False) -> Any:
+    def finished(batch: MicroBatch, output: Any) -> tuple[Tensor, Tensor, Any]:
         loss, keep = finish(batch, output)
+        if loss is None:  # Megatron asks the loss for its device, with experts, and forward only too
+            loss = torch.zeros((), device=batch.targets.device)
         # The count of tokens that the schedule wants is not used: credits are normalised over the minibatch.
-        return keep if non_loss_data else (loss, torch.ones((), dtype=torch.int32, device=batch.targets.device), keep)
+        return loss, torch.ones((), dtype=torch.int32, device=batch.targets.device), keep
 
     iterators = [map(make, indices) for _ in chunks]
     outputs: list[Any] = get_forward_backward_func()(
@@ -120,6 +122,5 @@ def run_pipeline(
         seq_length=1,  # the stages tell each other the shapes
         micro_batch_size=1,
         forward_only=forward_only,
-        collect_non_loss_data=forward_only,
     )
     return outputs

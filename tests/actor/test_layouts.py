@@ -1,17 +1,11 @@
 """Loss, gradient, log-probs and statistics do not depend on how the model and the data are laid over ranks."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
-from contextlib import suppress
-from pathlib import Path
 
 import pytest
 import torch
+from torchrun import torchrun
 
-HERE = Path(__file__).parent
 EXACT = {"tokens", "skipped", "lr"}
 
 
@@ -32,21 +26,7 @@ def runs(one_rank, tmp_path_factory):
     start.save(root / "start")
     rows = layouts.train(start, alone, range(3))
     expected = {"fresh": fresh, "rows": rows, "next": layouts.train(start, alone, range(3, 5))}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    process = subprocess.Popen(
-        [*command, str(HERE / "layouts.py"), str(root)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[1]), "PYTHONWARNINGS": "ignore"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=120)
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-    assert process.returncode == 0, output[-4000:]
+    torchrun("layouts.py", str(root), ranks=2)
     return expected, json.loads((root / "losses.json").read_text())
 
 

@@ -1,9 +1,6 @@
 """Hugging Face -> Megatron -> Hugging Face: the same function, the same gradient, the same bits."""
 
 import json
-import os
-import subprocess
-import sys
 from itertools import islice
 from math import prod
 from pathlib import Path
@@ -15,6 +12,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from tiny_models import CASES, gradients, make, megatron_logprobs, reference_logprobs, sample_tokens, weigh
 from torch import Tensor, nn
+from torchrun import torchrun
 
 from arpo_megatron.config import ParallelConfig
 from arpo_megatron.weights.held import HeldParameters
@@ -101,17 +99,7 @@ def test_a_round_trip_keeps_every_bit_in_every_layout(
 
     references = {case: make(tmp_path / "models" / case, case, num_hidden_layers=4) for case in cases}
     (ranks,) = {LAYOUTS[name].world_size for name in layouts}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE), *sys.path]), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, str(HERE / "roundtrip.py"), str(tmp_path / "models"), *layouts],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    torchrun(str(HERE / "roundtrip.py"), str(tmp_path / "models"), *layouts, ranks=ranks, timeout_s=240)
     for layout in layouts:
         for case, reference in references.items():
             out = tmp_path / "exported" / layout / case
