@@ -192,7 +192,7 @@ class TrainingRun:
         """One optimizer update; one that is skipped because something is not finite is dumped for replay and counted.
 
         Args:
-            minibatch: from `minibatch.share`.
+            minibatch: from `share` and `with_reference` of minibatch.py.
             old_logprobs: of its packs under the policy of the step.
             on_policy: the present policy still is that one.
 
@@ -201,7 +201,7 @@ class TrainingRun:
         """
         ready = prepare_update(self.actor, minibatch, old_logprobs, self.config, on_policy=on_policy)
         stats = self.actor.update(
-            ready.packs, ready.old_logprobs, ready.loss, reference_logprobs=ready.reference_logprobs
+            ready.packs, ready.old_logprobs, ready.loss, reference_logprobs=minibatch.reference_logprobs
         )
         bad = BadUpdate(
             phase="train",
@@ -210,7 +210,7 @@ class TrainingRun:
             suspects=self.actor.unsound,
             packs=ready.packs,
             old_logprobs=ready.old_logprobs,
-            reference_logprobs=ready.reference_logprobs,
+            reference_logprobs=minibatch.reference_logprobs,
         )
         self.state.skipped_in_a_row = dump_if_skipped(
             bad if stats.skipped else None, self.state.skipped_in_a_row, self.directory.bad_packs, self.events

@@ -140,12 +140,15 @@ class Actor:
                 whole[targets + int(ends[index]) - len(packs[index].predictors)] = values
         return np.split(self._sum(whole).cpu().numpy(), ends[:-1])
 
-    def reference_logprobs(self, packs: Sequence[TreePack]) -> list[Float32Array] | None:
-        """`logprobs` under the reference policy; None without a KL penalty."""
+    def reference_logprobs(self, minibatches: Sequence[Sequence[TreePack]]) -> list[list[Float32Array]] | None:
+        """`logprobs` of each minibatch's packs under the reference policy; None without a KL penalty.
+
+        Weights move between host and device once a call, so it is made once a step, before the step's first update.
+        """
         if self._reference is None:
             return None
         with self._reference.swapped_in():
-            return self.logprobs(packs, training=False)
+            return [self.logprobs(packs, training=False) for packs in minibatches]
 
     def update(
         self,

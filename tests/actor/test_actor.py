@@ -212,33 +212,3 @@ def test_a_cut_tree_trains_as_a_whole_one_and_nothing_of_the_pass_is_kept():
         stats.grad_norm, rel=1e-5
     )
     assert not context._registered and context.PackContext.current is None
-
-
-def test_the_reference_is_the_first_policy_and_leaves_no_trace():
-    actor = new_actor(algorithm=AlgorithmConfig(kl_coefficient=0.1))
-    packs = packs_of(0)
-    first = actor.logprobs(packs)
-    for seed in range(2):
-        actor.update(packs_of(seed), None)
-    before = weights(actor)
-    for now, then in zip(actor.reference_logprobs(packs), first, strict=True):
-        assert np.array_equal(now, then)
-    assert all(torch.equal(now, before[name]) for name, now in weights(actor).items())
-    with pytest.raises(RuntimeError, match="stop"), actor._reference.swapped_in():
-        raise RuntimeError("stop")
-    assert all(torch.equal(now, before[name]) for name, now in weights(actor).items())
-    assert new_actor().reference_logprobs(packs) is None
-
-
-def test_the_penalty_keeps_the_policy_near_the_reference():
-    distances = {}
-    for coefficient in (0.0, 10.0):
-        actor = new_actor(algorithm=AlgorithmConfig(kl_coefficient=coefficient))
-        packs = packs_of(0)
-        first = actor.logprobs(packs)
-        for _ in range(6):
-            stats = actor.update(packs, first, reference_logprobs=first)
-        assert stats.kl_reference > 0 and (stats.loss_kl > 0) == (coefficient > 0)
-        after = actor.logprobs(packs)
-        distances[coefficient] = sum(float(np.square(a - b).sum()) for a, b in zip(after, first, strict=True))
-    assert distances[10.0] < 0.5 * distances[0.0]
