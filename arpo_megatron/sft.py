@@ -40,7 +40,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 REPORT_EVERY = 10
-SFT_FIGURES = frozenset({"loss", "grad_norm", "lr", "entropy_mean", "tokens", "updates_skipped"})
+SFT_FIGURES = frozenset(
+    {"loss", "grad_norm", "lr", "entropy_mean", "tokens", "updates_skipped", "expert_busiest", "expert_loss"}
+)
 """Those of an update that supervised training has; there are no ratios to an old policy."""
 
 

@@ -26,7 +26,7 @@ from arpo_megatron.actor.router import ExpertBalance, begin_pass, finish_pass
 from arpo_megatron.actor.schedule import Finish, run_nested, run_pipeline
 from arpo_megatron.actor.statistics import WIDTH, UpdateStats
 from arpo_megatron.actor.te_layers import Fp8
-from arpo_megatron.actor.training_state import Snapshot, load_training_state, save_training_state, snapshot
+from arpo_megatron.actor.training_state import Snapshot, load_training_state, snapshot
 from arpo_megatron.algorithms.credit import Loss
 from arpo_megatron.config import JobConfig, OptimizerConfig
 from arpo_megatron.tree import Float32Array
@@ -74,25 +74,20 @@ class Actor:
             balance_coefficient=balance,
             fp8=Fp8.of(config.model),
         )
-        self.expert_balance: ExpertBalance | None = None
-        """Of the last pass over packs; None without experts."""
+        self._expert_balance: ExpertBalance | None = None  # of the last pass over packs; None without experts
         if model_path is not None:
             load_hf(self.chunks, shape, model_path)
         self._reference = ReferencePolicy(self.chunks) if config.algorithm.kl_coefficient else None
-        self._dtype = DTYPES[config.model.dtype]
-        ddp = gradient_buffers(self._dtype, distributed=config.parallel.distributed_optimizer)
+        dtype = DTYPES[config.model.dtype]
+        ddp = gradient_buffers(dtype, distributed=config.parallel.distributed_optimizer)
         self._wrapped = [DistributedDataParallel(chunk.config, ddp, chunk) for chunk in self.chunks]
         for chunk in self.chunks:
             chunk.config.finalize_model_grads_func = _sum_gradients
             chunk.config.no_sync_func = None if len(self.chunks) == 1 else [w.no_sync for w in self._wrapped]
         self.unsound: list[int] = []
-        self.reset_optimizer(optimizer, total_updates)
-
-    def reset_optimizer(self, optimizer: OptimizerConfig, total_updates: int) -> None:
-        """Start a new phase (policy training after the cold start): fresh moments, a schedule from its beginning."""
         self._optimizer_config = optimizer
         self.optimizer = build_optimizer(
-            optimizer, self._wrapped, self._dtype, distributed=self.config.parallel.distributed_optimizer
+            optimizer, self._wrapped, dtype, distributed=config.parallel.distributed_optimizer
         )
         self.scheduler = build_scheduler(optimizer, self.optimizer, total_updates)
 
@@ -210,16 +205,18 @@ class Actor:
         values = torch.stack(list(outputs))[:, 0].tolist() if outputs else []
         return {index: value for index, value in zip(self._indices(packs), values, strict=False) if index < len(packs)}
 
-    def save(self, directory: Path) -> None:
-        """Write weights, optimizer, schedule and generators to an existing empty directory (a call of all ranks)."""
-        save_training_state(directory, self.chunks, self.optimizer, self.scheduler)
-
     def snapshot(self, directory: Path) -> Snapshot:
-        """The first half of `save`: what is to be written, copied to host memory (a call of all ranks)."""
+        """Weights, optimizer, schedule and generators for an existing empty directory, copied to host memory.
+
+        A call of all ranks; what it returns is written without them.
+        """
         return snapshot(directory, self.chunks, self.optimizer, self.scheduler)
 
     def load(self, directory: Path) -> None:
-        """Continue from `save`, in any layout; in the same one bit for bit. Configured rates win over saved ones."""
+        """Continue from what a `snapshot` wrote, in any layout; in the same one bit for bit.
+
+        Configured rates win over saved ones.
+        """
         load_training_state(directory, self.chunks, self.optimizer, self.scheduler)
 
     def _indices(self, packs: Sequence[TreePack]) -> list[int]:
@@ -252,7 +249,7 @@ class Actor:
         begin_pass(self.chunks, float(sum(int(pack.multiplicity.sum()) for pack in packs)))
         with MicroBatches(padded, old, self._place, reference) as batches:
             outputs = self._passes(padded, mine, batches, finish, temperature=temperature, forward_only=forward_only)
-        self.expert_balance = finish_pass(self.chunks, keep_load=keep_load)
+        self._expert_balance = finish_pass(self.chunks, keep_load=keep_load)
         return outputs
 
     def _passes(
@@ -312,12 +309,15 @@ class Actor:
 
     def _stats(self, outputs: list[Tensor], grad_norm: float, *, skipped: bool) -> UpdateStats:
         rows = torch.stack(outputs) if outputs else torch.zeros(1, WIDTH, dtype=torch.float64, device=device())
+        balance = self._expert_balance
         return UpdateStats.of(
             self._sum(rows[:, :-1].sum(0)),
             self._sum(rows[:, -1].max(), dist.ReduceOp.MAX),
             grad_norm=grad_norm,
             lr=float(self.optimizer.param_groups[0]["lr"]),
             skipped=skipped,
+            expert_busiest=None if balance is None else balance.busiest,
+            expert_loss=None if balance is None else balance.loss,
         )
 
 

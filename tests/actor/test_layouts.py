@@ -8,6 +8,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
+import cases
 import pytest
 import torch
 
@@ -29,7 +30,7 @@ def runs(one_rank, tmp_path_factory):
     start = layouts.new_actor(alone)
     layouts.train(start, alone, range(5, 7))
     (root / "start").mkdir()
-    start.save(root / "start")
+    cases.save(start, root / "start")
     rows = layouts.train(start, alone, range(3))
     expected = {"fresh": fresh, "rows": rows, "next": layouts.train(start, alone, range(3, 5))}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

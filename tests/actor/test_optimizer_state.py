@@ -50,7 +50,7 @@ def update(actor: Actor, seed: int) -> object:
 def test_every_parameter_has_a_step_count_of_its_own_after_a_load(tmp_path):
     actor = new_actor("bfloat16")
     update(actor, 0)
-    actor.save(tmp_path)
+    cases.save(actor, tmp_path)
     actor.load(tmp_path)
     (inner,) = optimizer_state.inner_optimizers(actor.optimizer)
     counts = [state["step"] for state in inner.state.values()]
@@ -92,7 +92,7 @@ def small_disk(folder: Path, size: int) -> Iterator[str]:
 def test_a_disk_that_fills_up_during_a_save_costs_that_checkpoint_only(tmp_path):
     actor = new_actor()
     update(actor, 0)
-    actor.save(_made(tmp_path / "probe"))
+    cases.save(actor, _made(tmp_path / "probe"))
     one = sum(path.stat().st_size for path in (tmp_path / "probe").rglob("*"))
     disk = _made(tmp_path / "disk")
     with small_disk(disk, 4 * one) as words:
