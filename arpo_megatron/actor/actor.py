@@ -15,6 +15,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from torch import Tensor
 
+from arpo_megatron.actor.balance import CostModel
 from arpo_megatron.actor.losses import linear_loss, tree_ppo_loss
 from arpo_megatron.actor.microbatch import MicroBatch, MicroBatches, Place
 from arpo_megatron.actor.model import DTYPES, TreeGPTModel, build_chunks
@@ -281,7 +282,8 @@ class Actor:
     @property
     def _place(self) -> Place:
         parallel = self.config.parallel
-        return Place(parallel_state.get_context_parallel_rank(), parallel.context, self.config.pack_multiple)
+        rank, cost = parallel_state.get_context_parallel_rank(), CostModel.of(self.shape)
+        return Place(rank, parallel.context, self.config.pack_multiple, cost)
 
     def _sum(self, values: Tensor, operation: Any = dist.ReduceOp.SUM) -> Tensor:
         """Combine over ranks that hold different targets; stages before the last one bring zeros."""

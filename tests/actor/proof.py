@@ -16,6 +16,7 @@ from layouts import join
 from arpo_megatron.actor import attention, parallel
 from arpo_megatron.actor.actor import Actor
 from arpo_megatron.actor.attention import share_blocks
+from arpo_megatron.actor.balance import CostModel
 from arpo_megatron.actor.packing import pack_trees
 from arpo_megatron.config import AlgorithmConfig, OptimizerConfig, ParallelConfig
 from arpo_megatron.weights.export import hf_tensors
@@ -31,7 +32,8 @@ def gradient(actor: Actor, budget: int) -> dict[str, torch.Tensor]:
     forest, _, credits = cases.proof_forest(MINIBATCH)
     layout = actor.config.parallel
     packs = pack_trees(forest, credits, token_budget=budget, ranks=layout.data, inherit=layout.nested_packs)
-    shares = [share_blocks(pack.subtree_end, pack.inherited, layout.context) for pack in packs if pack.inherited]
+    cost = CostModel.of(actor.shape)
+    shares = [share_blocks(pack.subtree_end, pack.inherited, layout.context, cost) for pack in packs if pack.inherited]
     assert not shares or any(map(all, shares)), "no cut pack has queries on all context ranks"
     rows = actor.accumulate(packs, [pack.sampling_logprobs for pack in packs])
     loss = actor._stats(rows, 0.0, skipped=False).loss
