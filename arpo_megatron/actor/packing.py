@@ -48,8 +48,11 @@ def pack_trees(
         cost: what balances ranks and packs.
 
     Raises:
-        ValueError: trees and credits differ in number or length, or a MODEL token has no token before it.
+        ValueError: trees and credits differ in number or length, a MODEL token has no token before it, or the budget or
+            the number of ranks is not positive.
     """
+    if token_budget < 1 or ranks < 1:
+        raise ValueError(f"packs of at most {token_budget} tokens for {ranks} ranks: both must be at least 1")
     if len(trees) != len(credits):
         raise ValueError(f"{len(trees)} trees but {len(credits)} credits")
     layouts = [lay_out(index, tree, credit) for index, (tree, credit) in enumerate(zip(trees, credits, strict=True))]
