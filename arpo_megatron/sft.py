@@ -22,6 +22,7 @@ from arpo_megatron.actor.packing import pack_minibatch
 from arpo_megatron.algorithms.credit import supervised_credit
 from arpo_megatron.bad_packs import BadUpdate, dump_if_skipped
 from arpo_megatron.config import JobConfig
+from arpo_megatron.identity import fingerprint
 from arpo_megatron.minibatch import Minibatch
 from arpo_megatron.monitor.events import EventLog, user_errors_told
 from arpo_megatron.monitor.machine import StepProfiler, peak_memory_gb
@@ -148,9 +149,10 @@ class ColdStart:
         seconds = time.monotonic() - started
         if (trace := self.profiler.after(number + 1)) is not None:
             self.events.emit("note", text=f"profile: {trace}")
-        bad = BadUpdate("sft", number, "nll", self.actor.unsound, packs, None) if stats.skipped else None
+        made_by = fingerprint(self.config, self.actor.shape)
+        bad = BadUpdate("sft", number, "nll", self.actor.unsound, packs, None, made_by=made_by)
         self.state.skipped_in_a_row = dump_if_skipped(
-            bad, self.state.skipped_in_a_row, self.directory.bad_packs, self.events
+            bad if stats.skipped else None, self.state.skipped_in_a_row, self.directory.bad_packs, self.events
         )
         self.state.tokens += sum(len(pack) for pack in packs)
         self.state.learnt_tokens += stats.tokens

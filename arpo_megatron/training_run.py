@@ -21,6 +21,7 @@ from arpo_megatron.actor.statistics import UpdateStats
 from arpo_megatron.bad_packs import BadUpdate, dump_if_skipped
 from arpo_megatron.config import JobConfig
 from arpo_megatron.errors import UserError
+from arpo_megatron.identity import fingerprint
 from arpo_megatron.launch import Services
 from arpo_megatron.leader import Leader
 from arpo_megatron.machine import placement
@@ -211,6 +212,7 @@ class TrainingRun:
             packs=ready.packs,
             old_logprobs=ready.old_logprobs,
             reference_logprobs=minibatch.reference_logprobs,
+            made_by=fingerprint(self.config, self.actor.shape),
         )
         self.state.skipped_in_a_row = dump_if_skipped(
             bad if stats.skipped else None, self.state.skipped_in_a_row, self.directory.bad_packs, self.events
