@@ -9,10 +9,15 @@ from pathlib import Path
 import pytest
 from jobs import quickstart, rows_of, run_to_end
 
+from arpo_megatron import resolve
+from arpo_megatron.actor import parallel
 from arpo_megatron.config import ModelConfig
 from arpo_megatron.monitor.catalogue import undocumented
+from arpo_megatron.preparation import load_tokenizer
+from arpo_megatron.sft import Examples
 from arpo_megatron.tasks.tokenizers import make_model_directory, train_bpe
 from arpo_megatron.weights.random_init import save_random_weights
+from arpo_megatron.weights.shape import ModelShape
 
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }}:\n{{ m['content'] }}<|endoftext|>{% endfor %}"
@@ -88,6 +93,23 @@ def test_conversations_are_learnt_and_bad_rows_named(tmp_path: Path, talks: Path
     names = {event.get("name", "") for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]}
     assert any("TreeAttention" in name for name in names)
     assert any("Optimizer.step" in name for name in names)
+
+
+def test_only_the_leader_reads_the_conversations_and_all_ranks_learn_from_them(
+    talks: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = resolve.resolve("quickstart", words=words(talks, model, "sft.steps=3"))
+    tokenizer, shape = load_tokenizer(model), ModelShape.from_hf(model)
+    sent: list[object] = []
+    monkeypatch.setattr(parallel, "broadcast_object", lambda own: sent.append(own) or own)
+    leading = Examples.of(config, tokenizer, shape)
+    talks.unlink()  # whoever reads it now fails
+    monkeypatch.setattr(parallel, "is_leader", lambda: False)
+    monkeypatch.setattr(parallel, "broadcast_object", lambda own: sent[0] if own is None else own)
+    other = Examples.of(config, tokenizer, shape)
+    for number in range(3):
+        assert [t.task_id for t in other.of_update(number)] == [t.task_id for t in leading.of_update(number)]
+    assert (other.conversations, len(other.held_out), other.skipped_rows) == (36, 4, 2)
 
 
 def test_a_cold_start_that_is_stopped_and_resumed_ends_with_the_same_bits(
