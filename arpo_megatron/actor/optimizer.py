@@ -15,7 +15,6 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from arpo_megatron.actor.optimizer_state import inner_optimizers
 from arpo_megatron.actor.parallel import device
 from arpo_megatron.config import OptimizerConfig
-from arpo_megatron.errors import UserError
 
 
 def gradient_buffers(dtype: torch.dtype, *, distributed: bool) -> DistributedDataParallelConfig:
@@ -33,16 +32,11 @@ def build_optimizer(
     Norms and biases are not decayed. In bfloat16 the optimizer keeps float32 master weights.
 
     Args:
-        config: learning rate, decay, clipping; what layout and type offloading needs is a rule of the job's config.
+        config: learning rate, decay, clipping. What offloading needs say config_rules.py and machine.py.
         wrapped_chunks: made with `gradient_buffers` of the same `dtype` and `distributed`.
         dtype: of the parameters.
         distributed: moments and master weights are divided among the data-parallel ranks.
-
-    Raises:
-        UserError: `config.offload` without a GPU.
     """
-    if config.offload and not torch.cuda.is_available():
-        raise UserError("optimizer.offload=true needs a GPU: on a CPU the optimizer's state is in host memory already")
     optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(
             optimizer="adam",

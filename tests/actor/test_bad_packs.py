@@ -122,6 +122,17 @@ def test_three_skipped_updates_in_a_row_stop_the_run_in_one_line(tmp_path):
     assert told[0].startswith(f"an update was skipped: the loss of pack 1 of {packs} was not finite; replay it with: ")
 
 
+def test_a_dump_that_does_not_say_who_made_it_is_refused(tmp_path):
+    path = save_bad_update(tmp_path, BadUpdate("train", 3, "ppo", [1], packs_of(0), None, made_by=MADE_BY))
+    with np.load(path) as stored:
+        arrays = dict(stored)
+    about = json.loads(str(arrays["about"]))
+    del about["made_by"]
+    np.savez_compressed(path, **{**arrays, "about": np.array(json.dumps(about))})
+    with pytest.raises(ValueError, match="was dumped by another version of this program"):
+        load_bad_update(path)
+
+
 def test_a_file_that_is_no_dump_is_refused(tmp_path):
     for name, content in {"empty.npz": b"", "text.npz": b"hello", "cut.npz": b"PK\x03\x04" + b"0" * 99}.items():
         (tmp_path / name).write_bytes(content)

@@ -7,12 +7,11 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from jobs import quickstart, rows_of, run_to_end
+from jobs import quickstart, rows_of, run_to_end, undocumented
 
 from arpo_megatron import resolve
 from arpo_megatron.actor import parallel
 from arpo_megatron.config import ModelConfig
-from arpo_megatron.monitor.catalogue import undocumented
 from arpo_megatron.preparation import load_tokenizer
 from arpo_megatron.sft import Examples
 from arpo_megatron.tasks.tokenizers import make_model_directory, train_bpe
