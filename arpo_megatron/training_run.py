@@ -330,7 +330,14 @@ def training_run(directory: RunDirectory) -> Iterator[TrainingRun]:
     data = load_data(config, tokenizer)
     shape = ModelShape.from_hf(start)
     updates = config.train.steps * config.algorithm.minibatches
-    actor = Actor(config, shape, start, optimizer=config.optimizer, total_updates=updates)
+    actor = Actor(
+        config,
+        shape,
+        start,
+        optimizer=config.optimizer,
+        total_updates=updates,
+        keep_reference=config.algorithm.kl_coefficient > 0,
+    )
     events = EventLog(directory.events, enabled=leading)
     found = Services.from_environment()
     sampler = TaskSampler(data.train, config.seed)

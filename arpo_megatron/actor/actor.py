@@ -45,6 +45,7 @@ class Actor:
             without pipeline and expert parallelism.
         optimizer: learning rate and schedule (supervised and policy training have different ones).
         total_updates: length of the schedule.
+        keep_reference: the first weights stay in host memory, as the reference policy of a KL penalty.
 
     `arpo_megatron.actor.parallel.initialize` comes first.
 
@@ -61,6 +62,7 @@ class Actor:
         *,
         optimizer: OptimizerConfig,
         total_updates: int,
+        keep_reference: bool = False,
     ) -> None:
         self.config = config
         self.shape = shape
@@ -78,7 +80,7 @@ class Actor:
         self._expert_balance: ExpertBalance | None = None  # of the last pass over packs; None without experts
         if model_path is not None:
             load_hf(self.chunks, shape, model_path)
-        self._reference = ReferencePolicy(self.chunks) if config.algorithm.kl_coefficient else None
+        self._reference = ReferencePolicy(self.chunks) if keep_reference else None
         dtype = DTYPES[config.model.dtype]
         ddp = gradient_buffers(dtype, distributed=config.parallel.distributed_optimizer)
         self._wrapped = [DistributedDataParallel(chunk.config, ddp, chunk) for chunk in self.chunks]
@@ -137,11 +139,15 @@ class Actor:
         return np.split(self._sum(whole).cpu().numpy(), ends[:-1])
 
     def reference_logprobs(self, minibatches: Sequence[Sequence[TreePack]]) -> list[list[Float32Array]] | None:
-        """`logprobs` of each minibatch's packs under the reference policy; None without a KL penalty.
+        """`logprobs` of each minibatch's packs under the reference policy; None where none is kept.
 
         Weights move between host and device once a call, so it is made once a step, before the step's first update.
         """
         if self._reference is None:
+            if self.config.algorithm.kl_coefficient:
+                raise RuntimeError(
+                    "algorithm.kl_coefficient without a reference policy: the actor was told to keep none"
+                )
             return None
         with self._reference.swapped_in():
             return [self.logprobs(packs, training=False) for packs in minibatches]

@@ -31,7 +31,9 @@ def new_actor(**algorithm) -> Actor:
         algorithm=AlgorithmConfig(minibatches=MINIBATCHES, **algorithm),
         train=TrainConfig(steps=STEPS, tasks_per_step=4, token_budget=4096),
     )
-    return Actor(job, cases.QWEN3, None, optimizer=OptimizerConfig(lr=1e-2, schedule="constant"), total_updates=10)
+    optimizer = OptimizerConfig(lr=1e-2, schedule="constant")
+    keep = job.algorithm.kl_coefficient > 0
+    return Actor(job, cases.QWEN3, None, optimizer=optimizer, total_updates=10, keep_reference=keep)
 
 
 def packs_of(seed: int):
@@ -114,6 +116,9 @@ def test_the_reference_is_the_first_policy_and_leaves_no_trace():
         raise RuntimeError("stop")
     assert all(torch.equal(now, before[name]) for name, now in weights(actor).items())
     assert new_actor().reference_logprobs([packs]) is None
+    forgotten = Actor(actor.config, cases.QWEN3, None, optimizer=OptimizerConfig(), total_updates=1)
+    with pytest.raises(RuntimeError, match="told to keep none"):
+        forgotten.reference_logprobs([packs])
 
 
 def test_the_penalty_keeps_the_policy_near_the_reference():
