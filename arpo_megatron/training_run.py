@@ -22,6 +22,7 @@ from arpo_megatron.actor.statistics import UpdateStats
 from arpo_megatron.bad_packs import BadUpdate, dump_if_skipped
 from arpo_megatron.config import JobConfig
 from arpo_megatron.errors import UserError
+from arpo_megatron.identity import fingerprint
 from arpo_megatron.launch import Services
 from arpo_megatron.leader import Leader
 from arpo_megatron.machine import placement
@@ -202,7 +203,7 @@ class TrainingRun:
         """One optimizer update; one that is skipped because something is not finite is dumped for replay and counted.
 
         Args:
-            minibatch: from `minibatch.share`.
+            minibatch: from `share` and `with_reference` of minibatch.py.
             old_logprobs: of its packs under the policy of the step.
             on_policy: the present policy still is that one.
 
@@ -211,7 +212,7 @@ class TrainingRun:
         """
         ready = prepare_update(self.actor, minibatch, old_logprobs, self.config, on_policy=on_policy)
         stats = self.actor.update(
-            ready.packs, ready.old_logprobs, ready.loss, reference_logprobs=ready.reference_logprobs
+            ready.packs, ready.old_logprobs, ready.loss, reference_logprobs=minibatch.reference_logprobs
         )
         bad = BadUpdate(
             phase="train",
@@ -220,7 +221,8 @@ class TrainingRun:
             suspects=self.actor.unsound,
             packs=ready.packs,
             old_logprobs=ready.old_logprobs,
-            reference_logprobs=ready.reference_logprobs,
+            reference_logprobs=minibatch.reference_logprobs,
+            made_by=fingerprint(self.config, self.actor.shape),
         )
         self.state.skipped_in_a_row = dump_if_skipped(
             bad if stats.skipped else None, self.state.skipped_in_a_row, self.directory.bad_packs, self.events
@@ -338,7 +340,14 @@ def training_run(directory: RunDirectory) -> Iterator[TrainingRun]:
     data = load_data(config, tokenizer)
     shape = ModelShape.from_hf(start)
     updates = config.train.steps * config.algorithm.minibatches
-    actor = Actor(config, shape, start, optimizer=config.optimizer, total_updates=updates)
+    actor = Actor(
+        config,
+        shape,
+        start,
+        optimizer=config.optimizer,
+        total_updates=updates,
+        keep_reference=config.algorithm.kl_coefficient > 0,
+    )
     events = EventLog(directory.events, enabled=leading)
     found = Services.from_environment()
     sampler = TaskSampler(data.train, config.seed)

@@ -4,10 +4,8 @@ import torch
 from torch import Tensor
 
 from arpo_megatron.actor.statistics import PolicyStats
+from arpo_megatron.algorithms.sequence_ratio import MAX_LOG_RATIO
 from arpo_megatron.config import AlgorithmConfig
-
-MAX_LOG_RATIO = 20.0
-"""Log-ratios are limited to this in both directions: an infinite ratio that is clipped away has gradient 0 * inf."""
 
 
 def tree_ppo_loss(

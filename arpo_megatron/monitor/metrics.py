@@ -61,12 +61,6 @@ class MetricsLog:
             self._wandb.finish()
 
 
-def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """The rows of a run, in order; none where it has not logged yet."""
-    path = run_dir / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
-
-
 def _plain(value: Any) -> Value:
     """A JSON value: numpy scalars become Python numbers, and NaN and infinities null."""
     if hasattr(value, "item"):

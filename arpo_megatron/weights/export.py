@@ -216,8 +216,7 @@ class _Route:
                 if here == 0:
                     dist.broadcast(rows, group=parallel_state.get_tensor_model_parallel_group(), group_src=rank)
                 if place is not None:
-                    target = place[start : start + step]
-                    target.copy_(rows[: len(target)])
+                    place[start : start + step].copy_(rows)
         return whole
 
     def _new(self, size: tuple[int, ...]) -> Tensor:

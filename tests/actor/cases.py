@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
+from arpo_megatron.actor import parallel
+from arpo_megatron.actor.actor import Actor
 from arpo_megatron.actor.microbatch import MicroBatches
 from arpo_megatron.actor.packing import last_uses
 from arpo_megatron.actor.schedule import nested_order
@@ -125,6 +127,15 @@ def flat_trees(tree: RolloutTree) -> list[RolloutTree]:
             single.add(above, segment.role, segment.token_ids, logprobs=segment.logprobs)
         flat.append(single)
     return flat
+
+
+def save(actor: Actor, directory: Path) -> None:
+    """Write its state to an existing empty directory; a call of all ranks, which returns when all is written."""
+    taken = actor.snapshot(directory)
+    written = parallel.gather_objects(taken.write()[0])
+    if parallel.is_leader():
+        taken.finish(written)
+    parallel.broadcast_object(None)  # after the leader has finished
 
 
 def backward(model, packs, loss, old=True):

@@ -52,9 +52,8 @@ def found(actor: Actor) -> dict[str, Any]:
         for parameter, value in zip(actor.model.parameters(), before, strict=True):
             parameter.copy_(value)
     actor.logprobs(packs)
-    actor.update(packs, [pack.sampling_logprobs for pack in packs])
-    balance = actor.expert_balance
-    return {"gradients": gradients, "weights": weights(actor), "balance": [balance.busiest, balance.loss]}
+    stats = actor.update(packs, [pack.sampling_logprobs for pack in packs])
+    return {"gradients": gradients, "weights": weights(actor), "balance": [stats.expert_busiest, stats.expert_loss]}
 
 
 def start(root: Path) -> dict[str, Any]:

@@ -73,7 +73,7 @@ def main() -> None:
         if parallel.is_leader():
             saved.mkdir()
         parallel.broadcast_object(None)  # after the directory is there
-        actor.save(saved)
+        cases.save(actor, saved)
         resumed = new_actor(layout)
         resumed.load(saved)
         results[name] = {

@@ -23,6 +23,7 @@ from arpo_megatron import config_rules
 from arpo_megatron.actor import attention, parallel
 from arpo_megatron.actor.actor import Actor
 from arpo_megatron.actor.attention import share_blocks
+from arpo_megatron.actor.balance import CostModel
 from arpo_megatron.actor.layout import lay_out, on_rank
 from arpo_megatron.actor.optimizer_state import holdings
 from arpo_megatron.actor.packing import TreePack, pack_trees
@@ -110,13 +111,16 @@ def padding(packing: str, actor: Actor) -> Iterator[None]:
 def gradient(actor: Actor, packs: list[TreePack]) -> dict[str, torch.Tensor]:
     """The loss, that of the router where there is one, and on the leader all gradients, whole."""
     layout = actor.config.parallel
-    shares = [share_blocks(pack.subtree_end, pack.inherited, layout.context) for pack in packs if pack.inherited]
+    cost = CostModel.of(actor.shape)
+    shares = [share_blocks(pack.subtree_end, pack.inherited, layout.context, cost) for pack in packs if pack.inherited]
     assert not shares or any(map(all, shares)), "no cut pack has queries on all context ranks"
-    reference = actor.reference_logprobs(packs)
+    references = actor.reference_logprobs([packs])
+    reference = None if references is None else references[0]
     rows = actor.accumulate(packs, [pack.sampling_logprobs for pack in packs], reference_logprobs=reference)
-    found = {"loss": torch.tensor(actor._stats(rows, 0.0, skipped=False).loss)}
+    stats = actor._stats(rows, 0.0, skipped=False)
+    found = {"loss": torch.tensor(stats.loss)}
     if actor.config.model.router_aux_loss:
-        found["router loss"] = torch.tensor(actor.expert_balance.loss)
+        found["router loss"] = torch.tensor(stats.expert_loss)
     if layout.distributed_optimizer:
         gather_gradients(actor)
     before = [[p.detach().clone() for p in chunk.parameters()] for chunk in actor.chunks]
@@ -164,8 +168,10 @@ def solve(root: Path, name: str, layout: ParallelConfig, family: str) -> dict[st
     problem, shape = PROBLEMS[name], cases.SHAPES[family]
     balance = 0.0 if shape.experts is None else problem.balance
     job = cases.job(layout, balance=balance, algorithm=problem.algorithm)
-    # The weights that the actor begins with are those of its reference policy.
-    actor = Actor(job, shape, root / f"{family} first", optimizer=OptimizerConfig(lr=1e-2), total_updates=2)
+    keep = problem.algorithm.kl_coefficient > 0  # the weights that the actor begins with
+    actor = Actor(
+        job, shape, root / f"{family} first", optimizer=OptimizerConfig(lr=1e-2), total_updates=2, keep_reference=keep
+    )
     load_hf(actor.chunks, shape, root / family)
     packs = {packing: packed(problem, packing, layout) for packing in problem.packings}
     if balance:

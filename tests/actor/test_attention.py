@@ -9,7 +9,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from arpo_megatron.actor.attention import CALL_COST_PAIRS, MAX_BLOCK, cut_blocks, plan_attention, tree_attention
+from arpo_megatron.actor.attention import (
+    CALL_COST_PAIRS,
+    MAX_BLOCK,
+    cut_blocks,
+    plan_attention,
+    share_blocks,
+    tree_attention,
+)
+from arpo_megatron.actor.balance import CostModel
 from arpo_megatron.actor.packing import pack_trees
 
 
@@ -77,6 +85,20 @@ def test_short_sequences_share_calls_and_long_ones_are_cut():
     long = np.full(4096, 4096, np.int32)
     assert len(plan_attention(long).blocks) >= 4096 // MAX_BLOCK
     assert plan_attention(long).pairs < 0.6 * 4096**2
+
+
+def test_context_ranks_are_level_by_the_cost_model_that_they_are_given():
+    ends = np.concatenate([np.full(2048, 2048), 2048 + np.repeat(np.arange(1, 65) * 32, 32)]).astype(np.int32)
+    attention, linear = CostModel(token_pairs=0.0), CostModel(token_pairs=1e6)
+
+    def gap(divided_by: CostModel, measured_by: CostModel) -> float:
+        shares = share_blocks(ends, 0, 3, divided_by)
+        sizes = [[(b - a, (b - a) * (int((ends[:a] > a).sum()) + b - a)) for a, b in share] for share in shares]
+        work = [sum(measured_by.cost(size, pairs, 0) for size, pairs in share) for share in sizes]
+        return max(work) / min(work)
+
+    assert gap(attention, attention) < 1.15 and gap(linear, linear) < 1.15
+    assert gap(attention, linear) > 1.3
 
 
 def test_a_forked_tree_costs_less_than_its_flattened_trajectories():

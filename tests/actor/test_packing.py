@@ -186,6 +186,12 @@ def test_a_model_token_that_nothing_predicts_is_refused():
         pack_trees([tree], [numbered_credit(tree, 0)], token_budget=10)
 
 
+@pytest.mark.parametrize(("budget", "ranks"), [(0, 1), (-3, 1), (9, 0)])
+def test_packs_of_no_tokens_or_for_no_ranks_are_refused(budget, ranks):
+    with pytest.raises(ValueError, match=rf"at most {budget} tokens for {ranks} ranks: both must be at least 1"):
+        pack_trees(*cases.minibatch(0), token_budget=budget, ranks=ranks)
+
+
 def test_credits_that_do_not_fit_are_refused():
     tree = cases.grown(0)
     with pytest.raises(ValueError, match="1 trees but 0 credits"):
