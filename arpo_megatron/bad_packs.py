@@ -66,9 +66,12 @@ def save_bad_update(folder: Path, bad: BadUpdate) -> Path:
         arrays |= {f"{index}/{f.name}": np.asarray(getattr(pack, f.name)) for f in fields(TreePack)}
         arrays |= {f"{index}/{name}": values[index] for name, values in _logprobs(bad).items()}
     partial = path.with_suffix(".tmp")
-    with partial.open("wb") as file:
-        np.savez_compressed(file, **arrays)
-    partial.replace(path)
+    try:
+        with partial.open("wb") as file:
+            np.savez_compressed(file, **arrays)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
     return path
 
 
@@ -120,13 +123,18 @@ def dump_if_skipped(bad: BadUpdate | None, skipped_in_a_row: int, folder: Path, 
     """
     if bad is None:
         return 0
-    path = save_bad_update(folder, bad) if events.enabled else folder
-    events.emit("note", text=f"an update was skipped: {bad.told}; replay it with: arpo replay-pack {path}")
+    replayed = "arpo replay-pack shows what is not finite"
+    if events.enabled:
+        try:
+            replayed = f"what is not finite shows: arpo replay-pack {save_bad_update(folder, bad)}"
+        except OSError as error:
+            replayed = f"it could not be dumped: {error}"
+    events.emit("note", text=f"an update was skipped: {bad.told}; {replayed}")
     if skipped_in_a_row + 1 < MAX_SKIPPED_UPDATES:
         return skipped_in_a_row + 1
     raise UserError(
         f"{MAX_SKIPPED_UPDATES} updates in a row were skipped because loss or gradient was not finite; the last: "
-        f"{bad.told}; what is not finite shows: arpo replay-pack {path}"
+        f"{bad.told}; {replayed}"
     )
 
 

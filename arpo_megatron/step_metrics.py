@@ -50,15 +50,16 @@ def pack_metrics(minibatches: Sequence[Minibatch], shape: ModelShape, config: Jo
 def update_metrics(updates: Sequence[UpdateStats]) -> dict[str, float]:
     """Update figures of a step: means over its minibatches, but the largest ratio and the number of skipped updates.
 
-    What the model does not have (experts) is left out.
+    What the model does not have (experts) is left out, and so are updates that were skipped where others were not.
     """
     if not updates:
         return {}
-    rows = [asdict(update) for update in updates]
+    taken = [update for update in updates if not update.skipped] or updates
+    rows = [asdict(update) for update in taken]
     mean = [key for key, value in rows[0].items() if key not in ("ratio_max", "skipped") and value is not None]
     return {
         **{key: float(np.mean([row[key] for row in rows])) for key in mean},
-        "ratio_max": max(update.ratio_max for update in updates),
+        "ratio_max": max(update.ratio_max for update in taken),
         "updates_skipped": sum(update.skipped for update in updates),
     }
 

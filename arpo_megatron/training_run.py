@@ -4,6 +4,7 @@ One object a rank. The leader (rank 0) also holds the rollout service, the rewar
 ranks the methods that need them return empty lists, so that `train.py` reads the same on every rank.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -259,7 +260,8 @@ class TrainingRun:
             self.state.sampler = self.sampler.state_dict()
             self.state.growing = self.leader.harvest.state_dict()
         gap = sampling_gap(minibatches, old_logprobs, version=version)
-        self.state.logprob_gap_max = max(self.state.logprob_gap_max, gap)
+        if math.isfinite(gap):  # otherwise its update was skipped, which is told
+            self.state.logprob_gap_max = max(self.state.logprob_gap_max, gap)
         seconds, self.phases = self.phases, {}
         memory = parallel.gather_objects(peak_memory_gb())
         if self.leader is not None and self.metrics is not None:

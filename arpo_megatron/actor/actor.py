@@ -208,8 +208,14 @@ class Actor:
         )
 
     def losses(self, packs: Sequence[TreePack], outputs: Sequence[Tensor]) -> dict[int, float]:
-        """The loss of each of this rank's packs by its index, from what `accumulate` returned."""
-        values = torch.stack(list(outputs))[:, 0].tolist() if outputs else []
+        """The loss of each of this rank's packs by its index, from what `accumulate` returned.
+
+        With context parallelism a collective of the ranks that share a pack, each of which computes a part.
+        """
+        rows = torch.stack(list(outputs))[:, 0] if outputs else None
+        if rows is not None and self.config.parallel.context > 1:
+            dist.all_reduce(rows, group=parallel_state.get_context_parallel_group())
+        values = [] if rows is None else rows.tolist()
         return {index: value for index, value in zip(self._indices(packs), values, strict=False) if index < len(packs)}
 
     def snapshot(self, directory: Path) -> Snapshot:

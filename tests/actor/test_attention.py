@@ -39,7 +39,7 @@ forests = st.one_of(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(forest=forests)
 def test_the_plan_covers_exactly_the_dense_mask(forest):
     ends = subtree_ends(forest)
@@ -53,7 +53,7 @@ def test_the_plan_covers_exactly_the_dense_mask(forest):
     assert np.array_equal(covered, dense_mask(ends))
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(forest=forests, groups=st.sampled_from([1, 2, 4]))
 def test_outputs_and_gradients_equal_those_of_one_dense_call(forest, groups):
     ends = subtree_ends(forest)
@@ -107,7 +107,7 @@ def test_a_forked_tree_costs_less_than_its_flattened_trajectories():
     assert cost(plan_attention(subtree_ends(forest))) < cost(plan_attention(subtree_ends(flat)))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(forest=st.lists(cases.trees(max_segments=6, max_tokens=3), min_size=1, max_size=2))
 def test_no_cut_at_the_same_places_is_cheaper(forest):
     ends = subtree_ends(forest)

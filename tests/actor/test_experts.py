@@ -65,7 +65,7 @@ def assert_same(actual: dict, expected: dict) -> None:
         assert (actual[name] - gradient).abs().max().item() <= 1e-10 * scale, name
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(forest=st.lists(cases.trees(), min_size=1, max_size=3), seed=st.integers(0, 1000))
 def test_loss_and_every_gradient_equal_those_of_the_flattened_trajectories(model, forest, seed):
     advantages = [cases.dyadic_advantages(tree, seed + i) for i, tree in enumerate(forest)]

@@ -228,7 +228,7 @@ def places(tree: RolloutTree) -> dict[int, tuple[int, ...]]:
     return found
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     streams=st.lists(st.lists(FRAGMENTS, min_size=1, max_size=6).map("".join), min_size=1, max_size=5),
     response=st.integers(1, 160) | st.just(400),

@@ -130,7 +130,7 @@ turns = st.lists(st.tuples(text, st.booleans(), text), min_size=1, max_size=4)
 
 
 @pytest.mark.parametrize("style", STYLES)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(turns=turns)
 def test_what_is_learnt_is_each_trained_answer_with_its_end_and_nothing_else(
     style: str, turns: list[tuple[str, bool, str]]

@@ -75,7 +75,7 @@ def test_the_assistants_tokens_and_no_others_are_learnt(template: str) -> None:
     assert tree.segments[0].role is Role.PROMPT and tree.segments[2].role is Role.TOOL
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     turns=st.lists(st.tuples(st.sampled_from(["user", "assistant", "tool"]), st.text(max_size=12)), max_size=6),
     template=st.sampled_from([CHATML, MARKED]),

@@ -138,7 +138,7 @@ def shapes_and_ranks(draw: st.DrawFn) -> tuple[ModelShape, int]:
     return shape, ranks
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(shapes_and_ranks())
 def test_filling_every_ranks_parameter_and_putting_it_back_changes_nothing(case: tuple[ModelShape, int]) -> None:
     shape, ranks = case
