@@ -5,8 +5,8 @@ their old log-probs, and what was known when it was written. `arpo replay-pack F
 """
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 from zipfile import BadZipFile
@@ -35,6 +35,7 @@ class BadUpdate:
         packs: the whole minibatch.
         old_logprobs: float32[m] a pack, in nats; None: the policy of the update itself.
         reference_logprobs: likewise; None: no KL penalty.
+        made_by: `identity.fingerprint` of the run.
     """
 
     phase: Literal["train", "sft"]
@@ -44,6 +45,7 @@ class BadUpdate:
     packs: Sequence[TreePack]
     old_logprobs: Sequence[Float32Array] | None
     reference_logprobs: Sequence[Float32Array] | None = None
+    made_by: Mapping[str, str] = field(kw_only=True)
 
     @property
     def told(self) -> str:
@@ -61,12 +63,15 @@ def save_bad_update(folder: Path, bad: BadUpdate) -> Path:
         number += 1
     arrays: dict[str, Any] = {"about": np.array(json.dumps(_about(bad)))}
     for index, pack in enumerate(bad.packs):
-        arrays |= {f"{index}/{field.name}": np.asarray(getattr(pack, field.name)) for field in fields(TreePack)}
+        arrays |= {f"{index}/{f.name}": np.asarray(getattr(pack, f.name)) for f in fields(TreePack)}
         arrays |= {f"{index}/{name}": values[index] for name, values in _logprobs(bad).items()}
     partial = path.with_suffix(".tmp")
-    with partial.open("wb") as file:
-        np.savez_compressed(file, **arrays)
-    partial.replace(path)
+    try:
+        with partial.open("wb") as file:
+            np.savez_compressed(file, **arrays)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
     return path
 
 
@@ -86,7 +91,10 @@ def load_bad_update(path: Path) -> BadUpdate:
             }
     except (OSError, KeyError, ValueError, EOFError, BadZipFile) as error:
         raise ValueError(f"{path} is no dump of a skipped update ({type(error).__name__})") from None
-    return BadUpdate(packs=packs, **about | logprobs)
+    try:
+        return BadUpdate(packs=packs, **about | logprobs)
+    except TypeError:
+        raise ValueError(f"{path} was dumped by another version of this program") from None
 
 
 def not_finite(bad: BadUpdate, index: int) -> list[str]:
@@ -115,18 +123,23 @@ def dump_if_skipped(bad: BadUpdate | None, skipped_in_a_row: int, folder: Path, 
     """
     if bad is None:
         return 0
-    path = save_bad_update(folder, bad) if events.enabled else folder
-    events.emit("note", text=f"an update was skipped: {bad.told}; replay it with: arpo replay-pack {path}")
+    replayed = "arpo replay-pack shows what is not finite"
+    if events.enabled:
+        try:
+            replayed = f"what is not finite shows: arpo replay-pack {save_bad_update(folder, bad)}"
+        except OSError as error:
+            replayed = f"it could not be dumped: {error}"
+    events.emit("note", text=f"an update was skipped: {bad.told}; {replayed}")
     if skipped_in_a_row + 1 < MAX_SKIPPED_UPDATES:
         return skipped_in_a_row + 1
     raise UserError(
         f"{MAX_SKIPPED_UPDATES} updates in a row were skipped because loss or gradient was not finite; the last: "
-        f"{bad.told}; what is not finite shows: arpo replay-pack {path}"
+        f"{bad.told}; {replayed}"
     )
 
 
 def _about(bad: BadUpdate) -> dict[str, Any]:
-    plain = {name: getattr(bad, name) for name in ("phase", "step", "loss")}
+    plain = {name: getattr(bad, name) for name in ("phase", "step", "loss", "made_by")}
     return {**plain, "suspects": list(bad.suspects), "packs": len(bad.packs), "logprobs": list(_logprobs(bad))}
 
 

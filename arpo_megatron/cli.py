@@ -10,7 +10,7 @@ import yaml
 
 from arpo_megatron import resolve, run_directory
 from arpo_megatron.bench.cli import app as bench
-from arpo_megatron.config import JobConfig
+from arpo_megatron.config import JobConfig, ParallelConfig
 from arpo_megatron.errors import UserError
 
 app = typer.Typer(
@@ -211,6 +211,15 @@ def _open_run(path: Path) -> run_directory.RunDirectory:
     return run
 
 
+def _layout(parallel: ParallelConfig) -> str:
+    """The dimensions that are not 1: those whose product is the number of ranks, then those that are no ranks more."""
+    dimensions = ("tensor", "context", "pipeline", "data")
+    product = [f"{name} {size}" for name in dimensions if (size := getattr(parallel, name)) > 1]
+    others = {"expert": parallel.expert, "virtual pipeline": parallel.virtual_pipeline}
+    parts = [*([" x ".join(product)] if product else []), *(f"{n} {size}" for n, size in others.items() if size > 1)]
+    return f": {', '.join(parts)}" if parts else ""
+
+
 def _print_plan(config: JobConfig) -> None:
     """The resolved config, then the processes and phases in order."""
     from arpo_megatron.preparation import check_inputs
@@ -222,7 +231,7 @@ def _print_plan(config: JobConfig) -> None:
     print("#   sandbox  python -m tools_sandbox")
     engines = "engine " if config.engine.replicas == 1 else f"{config.engine.replicas} engines"
     print(f"#   {engines}  SGLang, tensor parallel {config.engine.tensor}, {config.model.dtype}")
-    print(f"#   trainer  {parallel.world_size} rank(s): tensor {parallel.tensor} x data {parallel.data}")
+    print(f"#   trainer  {parallel.world_size} rank(s){_layout(parallel)}")
     if config.sft.steps:
         print(f"#   cold start: {config.sft.steps} updates of {config.sft.batch} demonstrations")
     print(

@@ -160,7 +160,8 @@ class AlgorithmConfig:
     """Bound c of the ratio for negative advantages; None: no bound."""
     ratio: Literal["token", "sequence"] = "token"
     """`token`: PPO's ratio of each token. `sequence`: one ratio a trajectory, the geometric mean of its tokens' (GSPO,
-    arXiv 2507.18071); its bounds are clip_low and clip_high too, and want to be about a hundred times smaller."""
+    arXiv 2507.18071); its bounds are clip_low and clip_high too, and want to be about a hundred times smaller.
+    `aggregation` (it is always sequence-mean) and dual_clip (there is none) have no part in it."""
     trajectory_weight_limit: PositiveFloat | None = None
     """Weigh each trajectory by min(limit, its probability under the step's policy over that at which the engine sampled
     it), which corrects for older weights and other arithmetic; None: no weights."""

@@ -53,6 +53,7 @@ class Harvest:
         waiting: tasks to be started before new ones are drawn: those that a stopped run had under way.
         begun: the step that was begun last.
         refills: of this step.
+        at_rest: no tree grows until the next push has been made.
         kept: trees of this step, until it has enough.
         stats: what the trees of the last step cost.
         dropped: of the last step, by reason.
@@ -67,6 +68,7 @@ class Harvest:
     waiting: deque[Task] = field(default_factory=deque)
     begun: int = -1
     refills: int = 0
+    at_rest: bool = False
     kept: list[ScoredTree] = field(default_factory=list)
     stats: list[GrowStats] = field(default_factory=list)
     dropped: Counter[str] = field(default_factory=Counter)
@@ -85,10 +87,13 @@ class Harvest:
         while True:
             self.kept += self._fit(self._collect(train.tasks_per_step - len(self.kept), step), step)
             missing = train.tasks_per_step - len(self.kept)
-            if missing <= 0 or self.refills == rollout.max_refills:
+            if missing <= 0:
                 break
-            self.refills += 1
-            self._start(missing - len(self.growing), step)
+            if missing > len(self.growing) and self.refills < rollout.max_refills:
+                self.refills += 1
+                self._start(missing - len(self.growing), step)
+            if not self.growing:
+                break
         kept, self.kept = self.kept, []
         if rollout.max_staleness == 0 and self.growing:
             self.rollouts.stop_trees(StopTrees(GROUP))
@@ -103,13 +108,17 @@ class Harvest:
 
     def before_push(self) -> None:
         """Bring the trees under way to where weights may change: at rest, or (`rollout.across_push=drain`) finished."""
+        if self.at_rest:  # an attempt that failed has been here
+            return
         if self.growing and self.config.rollout.across_push == "drain":
             with suppress(StaleEnginesError):  # what comes now is the push that they wait for
                 self.rollouts.finish_trees(FinishTrees(GROUP), partial(show_progress, self.events))
         self.rollouts.pause()
+        self.at_rest = True
 
     def after_push(self, version: int) -> None:
         """Let the trees go on with the new policy."""
+        self.at_rest = False
         self.rollouts.resume(version)
 
     def state_dict(self) -> list[str]:

@@ -12,6 +12,7 @@ from arpo_megatron.actor.directories import checkpoint_directories, step_of
 from arpo_megatron.bad_packs import load_bad_update
 from arpo_megatron.config import JobConfig
 from arpo_megatron.errors import UserError
+from arpo_megatron.identity import check_dump, check_model
 from arpo_megatron.launch import run_trainer, services
 from arpo_megatron.monitor.events import EventReader
 from arpo_megatron.monitor.progress import Progress
@@ -65,7 +66,7 @@ def export_checkpoint(run: RunDirectory, out: Path, step: int | None) -> Path:
     """Write checkpoint `step` (None: the newest) of a run as a Hugging Face directory.
 
     Raises:
-        UserError: `out` exists, or there is no such checkpoint.
+        UserError: `out` exists, there is no such checkpoint, or the run's model has changed.
         RoleDiedError: the conversion failed; the message names its log.
     """
     if out.exists():
@@ -78,6 +79,7 @@ def export_checkpoint(run: RunDirectory, out: Path, step: int | None) -> Path:
         )
     wanted = "newest" if step is None else str(step)
     config = resolve.load(run.config)
+    check_model(config, run)
     with run.locked(), watching(run) as (_, poll), Roles(run.logs) as roles:
         run_trainer("arpo_megatron.convert", config, run, roles, arguments=[wanted, str(out)], poll=poll)
     return out
@@ -87,14 +89,16 @@ def replay_bad_update(run: RunDirectory, dump: Path) -> str:
     """Compute a skipped update of a run again, with its newest checkpoint; lines on what is finite and what is not.
 
     Raises:
-        UserError: the dump cannot be read, or no checkpoint is whole.
+        UserError: the dump cannot be read or is another run's, or no checkpoint is whole.
         RoleDiedError: a rank failed; the message names its log.
     """
+    config = resolve.load(run.config)
     try:
-        load_bad_update(dump)
+        bad = load_bad_update(dump)
     except ValueError as error:
         raise UserError(str(error)) from None
-    config = resolve.load(run.config)
+    check_model(config, run)
+    check_dump(bad, dump, config, run)
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "replay.txt"
         with run.locked(), watching(run) as (_, poll), Roles(run.logs) as roles:

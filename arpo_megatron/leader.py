@@ -14,6 +14,7 @@ from arpo_megatron.algorithms.credit import supervised_credit
 from arpo_megatron.config import JobConfig
 from arpo_megatron.harvest import Harvest, show_progress, staleness
 from arpo_megatron.launch import Services, start_rollouts
+from arpo_megatron.machine import placement
 from arpo_megatron.monitor.events import EventLog
 from arpo_megatron.rewards import make_reward
 from arpo_megatron.rewards.base import Reward, score_tree
@@ -139,10 +140,9 @@ class Leader:
         Returns, to be waited for, what each engine makes of the probe. Raises WeightPushError.
         """
         self.harvest.before_push()
-        lent = self.memory_lent.exists()
         self.memory_lent.unlink(missing_ok=True)
         self.sync.engines.wait_until_up(self.config.engine.startup_timeout_s)
-        if lent:
+        if placement(self.config).shared:  # one that has its memory, because it was restarted, say, does nothing
             self.sync.engines.resume_memory()
         self.sync.push(buckets, version)
         return self.sync.engines.start_scores(self.probe)

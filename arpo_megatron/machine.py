@@ -91,7 +91,7 @@ def check_machine(config: JobConfig) -> None:
     """Whether this machine can run the job.
 
     Raises:
-        UserError: it has too few GPUs, or none of the kind or software that FP8 needs.
+        UserError: it has too few GPUs, none of the kind or software that FP8 needs, or none at all for what needs one.
     """
     gpus = gpu_count(config.platform)
     if not gpus:
@@ -101,6 +101,8 @@ def check_machine(config: JobConfig) -> None:
             raise UserError(f"model.fp8={config.model.fp8} needs a GPU, and torch sees none here")
         if config.engine.quantization != "none":
             raise UserError(f"engine.quantization={config.engine.quantization} needs a GPU, and torch sees none here")
+        if config.optimizer.offload or config.sft.optimizer.offload:
+            raise UserError("optimizer.offload=true needs a GPU: without one all state is in host memory already")
         return
     ranks, engines = config.parallel.world_size, config.engine.tensor * config.engine.replicas
     for name, wanted in (("trainer ranks", ranks), ("engine.tensor * engine.replicas", engines)):

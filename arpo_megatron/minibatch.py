@@ -34,11 +34,13 @@ class Minibatch:
         packs: on every rank the same ones.
         trees: on the leader those of the packs, elsewhere none.
         advantages: on the leader for each tree float64[leaves].
+        reference_logprobs: of the packs under the reference policy, from `with_reference`; None: there is none.
     """
 
     packs: list[TreePack]
     trees: Sequence[RolloutTree] = ()
     advantages: Sequence[_Floats] = ()
+    reference_logprobs: Sequence[Float32Array] | None = None
 
     @classmethod
     def of(cls, scored: Sequence[ScoredTree], config: JobConfig, shape: ModelShape) -> Self:
@@ -55,6 +57,14 @@ def share(minibatches: Sequence[Minibatch]) -> list[Minibatch]:
     return list(minibatches) if parallel.is_leader() else [Minibatch(own) for own in packs]
 
 
+def with_reference(actor: Actor, minibatches: Sequence[Minibatch]) -> list[Minibatch]:
+    """A step's minibatches with the reference policy's log-probs of their packs (a call of all ranks, once a step)."""
+    found = actor.reference_logprobs([minibatch.packs for minibatch in minibatches])
+    if found is None:
+        return list(minibatches)
+    return [replace(each, reference_logprobs=own) for each, own in zip(minibatches, found, strict=True)]
+
+
 @dataclass(frozen=True, slots=True)
 class ReadyUpdate:
     """What `Actor.update` takes, and what it cannot know.
@@ -63,14 +73,12 @@ class ReadyUpdate:
         packs: with their final credits.
         old_logprobs: None where the loss needs none.
         loss: the kind of loss.
-        reference_logprobs: of the reference policy, if there is one.
         statistics: replace those of the update.
     """
 
     packs: list[TreePack]
     old_logprobs: Sequence[Float32Array] | None
     loss: Loss
-    reference_logprobs: Sequence[Float32Array] | None = None
     statistics: dict[str, Any] = field(default_factory=dict)
 
 
@@ -81,7 +89,7 @@ def prepare_update(
 
     Args:
         actor: the policy.
-        minibatch: from `share`.
+        minibatch: from `share` and `with_reference`.
         old_logprobs: of its packs under the policy of the step.
         config: the algorithm.
         on_policy: the present policy still is that of the step.
@@ -91,8 +99,7 @@ def prepare_update(
         weights = _trajectory_weights(minibatch, old_logprobs, limit)
         minibatch = _credited(minibatch, _credits(minibatch.trees, minibatch.advantages, config, weights))
     if config.algorithm.ratio == "token":
-        reference = actor.reference_logprobs(minibatch.packs)
-        return ReadyUpdate(minibatch.packs, old_logprobs, "ppo", reference_logprobs=reference)
+        return ReadyUpdate(minibatch.packs, old_logprobs, "ppo")
     new = old_logprobs if on_policy else actor.logprobs(minibatch.packs)
     differences = [a - b for a, b in zip(new, old_logprobs, strict=True)]
     found = gspo(

@@ -14,6 +14,7 @@ import yaml
 
 from arpo_megatron.config import JobConfig
 from arpo_megatron.errors import UserError
+from arpo_megatron.identity import check_started_with
 from arpo_megatron.machine import check_machine
 from arpo_megatron.rollout.cpu_standins import SGLANG_VERSION
 from arpo_megatron.rollout.protocol import result_text
@@ -130,6 +131,7 @@ def prepare(config: JobConfig, run: RunDirectory, tell: Callable[[str], None] = 
     """
     if config.model.path is None and not run.initial_model.exists():
         _make_model(config, run)
+    check_started_with(config, run)
     tokenizer = load_tokenizer(model_path(config, run))
     data = load_data(config, tokenizer)
     _check_data(config, data, tokenizer)

@@ -61,6 +61,11 @@ class RunDirectory:
         return self.path / "initial_model"
 
     @property
+    def inputs(self) -> Path:
+        """What the run was started with: the model's shape, digests of tokenizer and data (JSON)."""
+        return self.path / "inputs.json"
+
+    @property
     def corpus(self) -> Path:
         """Search corpus of generated tasks (JSONL)."""
         return self.path / "corpus.jsonl"
@@ -134,6 +139,7 @@ class RunDirectory:
         """Delete what was being written when its writer ended: a job writes NAME.tmp and then renames it."""
         whole = [
             self.config,
+            self.inputs,
             self.result,
             self.sft_result,
             self.initial_model,
@@ -209,7 +215,7 @@ def existing(config: JobConfig) -> RunDirectory:
     if path is None or not (path / "config.yaml").exists():
         raise UserError(f"nothing to resume at {path or _default(config)}: run the same command without --resume first")
     run = RunDirectory(path)
-    if difference := _difference(resolve.dump(resolve.load(run.config)), resolve.dump(config)):
+    if difference := _difference(fixed_part(resolve.load(run.config)), fixed_part(config)):
         raise UserError(f"{path} was started with another config: {difference}; give the same words, or start afresh")
     return run
 
@@ -237,10 +243,21 @@ def _newest(base: Path) -> Path | None:
     return series[-1][1] if series else None
 
 
+def fixed_part(config: JobConfig) -> resolve.Tree:
+    """What a run keeps for as long as it lives: its config without `CHANGEABLE`."""
+    return _without_changeable(resolve.dump(config))
+
+
+def _without_changeable(values: resolve.Tree, prefix: str = "") -> resolve.Tree:
+    return {
+        key: _without_changeable(value, f"{prefix}{key}.") if isinstance(value, dict) else value
+        for key, value in values.items()
+        if prefix + key not in CHANGEABLE
+    }
+
+
 def _difference(old: resolve.Tree, new: resolve.Tree, prefix: str = "") -> str:
     for key in new:
-        if prefix + key in CHANGEABLE:
-            continue
         if isinstance(new[key], dict) and isinstance(old.get(key), dict):
             if inner := _difference(old[key], new[key], f"{prefix}{key}."):
                 return inner

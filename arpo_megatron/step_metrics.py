@@ -48,14 +48,18 @@ def pack_metrics(minibatches: Sequence[Minibatch], shape: ModelShape, config: Jo
 
 
 def update_metrics(updates: Sequence[UpdateStats]) -> dict[str, float]:
-    """Update figures of a step: means over its minibatches, but the largest ratio and the number of skipped updates."""
+    """Update figures of a step: means over its minibatches, but the largest ratio and the number of skipped updates.
+
+    What the model does not have (experts) is left out, and so are updates that were skipped where others were not.
+    """
     if not updates:
         return {}
-    rows = [asdict(update) for update in updates]
-    means = {key: float(np.mean([row[key] for row in rows])) for key in rows[0] if key not in ("ratio_max", "skipped")}
+    taken = [update for update in updates if not update.skipped] or updates
+    rows = [asdict(update) for update in taken]
+    mean = [key for key, value in rows[0].items() if key not in ("ratio_max", "skipped") and value is not None]
     return {
-        **means,
-        "ratio_max": max(update.ratio_max for update in updates),
+        **{key: float(np.mean([row[key] for row in rows])) for key in mean},
+        "ratio_max": max(update.ratio_max for update in taken),
         "updates_skipped": sum(update.skipped for update in updates),
     }
 

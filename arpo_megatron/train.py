@@ -7,7 +7,7 @@ the other ranks hold empty lists until `share` hands every rank the same packs.
 import sys
 from pathlib import Path
 
-from arpo_megatron.minibatch import Minibatch, share
+from arpo_megatron.minibatch import Minibatch, share, with_reference
 from arpo_megatron.monitor.events import user_errors_told
 from arpo_megatron.ranks import rank_main
 from arpo_megatron.run_directory import RunDirectory
@@ -24,6 +24,7 @@ def train(run: TrainingRun) -> None:
             scored = run.grow()
         with run.phase("logprobs"):
             minibatches = share([Minibatch.of(part, config, run.actor.shape) for part in run.split(scored)])
+            minibatches = with_reference(run.actor, minibatches)
             old_logprobs = [run.actor.logprobs(minibatch.packs) for minibatch in minibatches]
         with run.phase("update"):
             updates = [

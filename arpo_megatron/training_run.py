@@ -4,6 +4,7 @@ One object a rank. The leader (rank 0) also holds the rollout service, the rewar
 ranks the methods that need them return empty lists, so that `train.py` reads the same on every rank.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from arpo_megatron.actor.statistics import UpdateStats
 from arpo_megatron.bad_packs import BadUpdate, dump_if_skipped
 from arpo_megatron.config import JobConfig
 from arpo_megatron.errors import UserError
+from arpo_megatron.identity import fingerprint
 from arpo_megatron.launch import Services
 from arpo_megatron.leader import Leader
 from arpo_megatron.machine import placement
@@ -202,7 +204,7 @@ class TrainingRun:
         """One optimizer update; one that is skipped because something is not finite is dumped for replay and counted.
 
         Args:
-            minibatch: from `minibatch.share`.
+            minibatch: from `share` and `with_reference` of minibatch.py.
             old_logprobs: of its packs under the policy of the step.
             on_policy: the present policy still is that one.
 
@@ -211,7 +213,7 @@ class TrainingRun:
         """
         ready = prepare_update(self.actor, minibatch, old_logprobs, self.config, on_policy=on_policy)
         stats = self.actor.update(
-            ready.packs, ready.old_logprobs, ready.loss, reference_logprobs=ready.reference_logprobs
+            ready.packs, ready.old_logprobs, ready.loss, reference_logprobs=minibatch.reference_logprobs
         )
         bad = BadUpdate(
             phase="train",
@@ -220,7 +222,8 @@ class TrainingRun:
             suspects=self.actor.unsound,
             packs=ready.packs,
             old_logprobs=ready.old_logprobs,
-            reference_logprobs=ready.reference_logprobs,
+            reference_logprobs=minibatch.reference_logprobs,
+            made_by=fingerprint(self.config, self.actor.shape),
         )
         self.state.skipped_in_a_row = dump_if_skipped(
             bad if stats.skipped else None, self.state.skipped_in_a_row, self.directory.bad_packs, self.events
@@ -257,7 +260,8 @@ class TrainingRun:
             self.state.sampler = self.sampler.state_dict()
             self.state.growing = self.leader.harvest.state_dict()
         gap = sampling_gap(minibatches, old_logprobs, version=version)
-        self.state.logprob_gap_max = max(self.state.logprob_gap_max, gap)
+        if math.isfinite(gap):  # otherwise its update was skipped, which is told
+            self.state.logprob_gap_max = max(self.state.logprob_gap_max, gap)
         seconds, self.phases = self.phases, {}
         memory = parallel.gather_objects(peak_memory_gb())
         if self.leader is not None and self.metrics is not None:
@@ -338,7 +342,14 @@ def training_run(directory: RunDirectory) -> Iterator[TrainingRun]:
     data = load_data(config, tokenizer)
     shape = ModelShape.from_hf(start)
     updates = config.train.steps * config.algorithm.minibatches
-    actor = Actor(config, shape, start, optimizer=config.optimizer, total_updates=updates)
+    actor = Actor(
+        config,
+        shape,
+        start,
+        optimizer=config.optimizer,
+        total_updates=updates,
+        keep_reference=config.algorithm.kl_coefficient > 0,
+    )
     events = EventLog(directory.events, enabled=leading)
     found = Services.from_environment()
     sampler = TaskSampler(data.train, config.seed)

@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
+import hypothesis
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
@@ -13,6 +14,10 @@ from arpo_megatron.processes import CPU_ENVIRONMENT
 # only they: the others count on gloo.
 if os.environ.get("ARPO_TESTS_ON") != "cuda":
     os.environ.update(CPU_ENVIRONMENT)
+
+# A machine that does other work is slow now and then.
+hypothesis.settings.register_profile("shared machine")
+hypothesis.settings.load_profile("shared machine")
 
 
 class SharedFixturesScheduling(LoadScopeScheduling):

@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from arpo_megatron.cli import _layout
+from arpo_megatron.config import ParallelConfig
+
 ARPO = [sys.executable, "-m", "arpo_megatron"]
 
 
@@ -60,7 +63,21 @@ def test_a_dry_run_prints_the_resolved_config_and_the_plan_and_writes_nothing(tm
     assert done.returncode == 0
     assert "  steps: 3\n" in done.stdout
     assert "# plan: a new run in runs/quickstart-arpo-seed1\n" in done.stdout
+    assert "#   trainer  1 rank(s)\n" in done.stdout
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("layout", "said"),
+    [
+        ({}, ""),
+        ({"data": 2}, ": data 2"),
+        ({"tensor": 2, "context": 4, "data": 3, "expert": 8}, ": tensor 2 x context 4 x data 3, expert 8"),
+        ({"pipeline": 2, "virtual_pipeline": 4}, ": pipeline 2, virtual pipeline 4"),
+    ],
+)
+def test_the_plan_names_every_dimension_that_is_not_1(layout: dict[str, int], said: str) -> None:
+    assert _layout(ParallelConfig(**layout)) == said
 
 
 def test_recipes_are_listed_with_what_they_are(tmp_path: Path) -> None:

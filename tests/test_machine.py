@@ -62,6 +62,11 @@ def test_platform_cpu_hides_gpus_from_every_role() -> None:
         (["model.fp8=current", "model.dtype=bfloat16"], 0, "needs a GPU, and torch sees none"),
         (["model.fp8=current", "model.dtype=bfloat16"], 1, "needs Transformer Engine"),
         (["engine.quantization=fp8", "model.dtype=bfloat16"], 0, "needs a GPU, and torch sees none"),
+        (
+            ["optimizer.offload=true", "parallel.distributed_optimizer=true", "model.dtype=bfloat16"],
+            0,
+            "optimizer.offload=true needs a GPU",
+        ),
         (["sync.transport=ipc"], 2, "is for an engine that shares the trainer's GPUs; here it has its own"),
     ],
 )

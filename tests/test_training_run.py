@@ -17,7 +17,7 @@ from arpo_megatron.config import JobConfig
 from arpo_megatron.minibatch import Minibatch
 from arpo_megatron.monitor.events import EventLog
 from arpo_megatron.run_directory import RunDirectory
-from arpo_megatron.step_metrics import Logprobs, sampling_gap
+from arpo_megatron.step_metrics import Logprobs, sampling_gap, update_metrics
 from arpo_megatron.tasks.base import Task
 from arpo_megatron.training_run import RunState, TrainingRun
 from arpo_megatron.tree import Role, RolloutTree
@@ -86,6 +86,13 @@ def test_ratios_of_exactly_one_pass() -> None:
 def test_any_other_ratio_before_an_update_is_refused(changes: dict[str, float]) -> None:
     with pytest.raises(RuntimeError, match="do not compute the same thing"):
         check(**changes)
+
+
+def test_figures_of_experts_are_means_where_there_are_experts_and_absent_elsewhere() -> None:
+    assert not {"expert_busiest", "expert_loss"} & update_metrics([STATS, STATS]).keys()
+    rows = [dataclasses.replace(STATS, expert_busiest=busiest, expert_loss=1.5) for busiest in (1.0, 2.0)]
+    found = update_metrics(rows)
+    assert (found["expert_busiest"], found["expert_loss"]) == (1.5, 1.5)
 
 
 def test_a_step_goes_on_where_its_trees_cannot_be_stored(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from torch import Tensor
 
+from arpo_megatron.actor.balance import CostModel
 from arpo_megatron.actor.layout import without_routes
 from arpo_megatron.actor.losses import linear_loss, tree_ppo_loss
 from arpo_megatron.actor.microbatch import MicroBatch, MicroBatches, Place
@@ -27,7 +28,7 @@ from arpo_megatron.actor.router import ExpertBalance, begin_pass, finish_pass
 from arpo_megatron.actor.schedule import Finish, run_nested, run_pipeline
 from arpo_megatron.actor.statistics import WIDTH, UpdateStats
 from arpo_megatron.actor.te_layers import Fp8
-from arpo_megatron.actor.training_state import Snapshot, load_training_state, save_training_state, snapshot
+from arpo_megatron.actor.training_state import Snapshot, load_training_state, snapshot
 from arpo_megatron.algorithms.credit import Loss
 from arpo_megatron.config import JobConfig, OptimizerConfig
 from arpo_megatron.tree import Float32Array
@@ -45,6 +46,7 @@ class Actor:
             without pipeline and expert parallelism.
         optimizer: learning rate and schedule (supervised and policy training have different ones).
         total_updates: length of the schedule.
+        keep_reference: the first weights stay in host memory, as the reference policy of a KL penalty.
 
     `arpo_megatron.actor.parallel.initialize` comes first.
 
@@ -61,6 +63,7 @@ class Actor:
         *,
         optimizer: OptimizerConfig,
         total_updates: int,
+        keep_reference: bool = False,
     ) -> None:
         self.config = config
         self.shape = shape
@@ -75,25 +78,20 @@ class Actor:
             balance_coefficient=balance,
             fp8=Fp8.of(config.model),
         )
-        self.expert_balance: ExpertBalance | None = None
-        """Of the last pass over packs; None without experts."""
+        self.expert_balance: ExpertBalance | None = None  # of the last pass over packs; None without experts
         if model_path is not None:
             load_hf(self.chunks, shape, model_path)
-        self._reference = ReferencePolicy(self.chunks) if config.algorithm.kl_coefficient else None
-        self._dtype = DTYPES[config.model.dtype]
-        ddp = gradient_buffers(self._dtype, distributed=config.parallel.distributed_optimizer)
+        self._reference = ReferencePolicy(self.chunks) if keep_reference else None
+        dtype = DTYPES[config.model.dtype]
+        ddp = gradient_buffers(dtype, distributed=config.parallel.distributed_optimizer)
         self._wrapped = [DistributedDataParallel(chunk.config, ddp, chunk) for chunk in self.chunks]
         for chunk in self.chunks:
             chunk.config.finalize_model_grads_func = _sum_gradients
             chunk.config.no_sync_func = None if len(self.chunks) == 1 else [w.no_sync for w in self._wrapped]
         self.unsound: list[int] = []
-        self.reset_optimizer(optimizer, total_updates)
-
-    def reset_optimizer(self, optimizer: OptimizerConfig, total_updates: int) -> None:
-        """Start a new phase (policy training after the cold start): fresh moments, a schedule from its beginning."""
         self._optimizer_config = optimizer
         self.optimizer = build_optimizer(
-            optimizer, self._wrapped, self._dtype, distributed=self.config.parallel.distributed_optimizer
+            optimizer, self._wrapped, dtype, distributed=config.parallel.distributed_optimizer
         )
         self.scheduler = build_scheduler(optimizer, self.optimizer, total_updates)
 
@@ -141,12 +139,20 @@ class Actor:
                 whole[targets + int(ends[index]) - len(packs[index].predictors)] = values
         return np.split(self._sum(whole).cpu().numpy(), ends[:-1])
 
-    def reference_logprobs(self, packs: Sequence[TreePack]) -> list[Float32Array] | None:
-        """`logprobs` under the reference policy, whose own routers choose; None without a KL penalty."""
+    def reference_logprobs(self, minibatches: Sequence[Sequence[TreePack]]) -> list[list[Float32Array]] | None:
+        """`logprobs` of each minibatch's packs under the reference policy; None where none is kept.
+
+        Weights move between host and device once a call, so it is made once a step, before the step's first update.
+        """
         if self._reference is None:
+            if self.config.algorithm.kl_coefficient:
+                raise RuntimeError(
+                    "algorithm.kl_coefficient without a reference policy: the actor was told to keep none"
+                )
             return None
         with self._reference.swapped_in():
-            return self.logprobs([without_routes(pack) for pack in packs], training=False)
+            free = [[without_routes(pack) for pack in packs] for packs in minibatches]  # its own routers choose
+            return [self.logprobs(packs, training=False) for packs in free]
 
     def update(
         self,
@@ -204,20 +210,28 @@ class Actor:
         )
 
     def losses(self, packs: Sequence[TreePack], outputs: Sequence[Tensor]) -> dict[int, float]:
-        """The loss of each of this rank's packs by its index, from what `accumulate` returned."""
-        values = torch.stack(list(outputs))[:, 0].tolist() if outputs else []
+        """The loss of each of this rank's packs by its index, from what `accumulate` returned.
+
+        With context parallelism a collective of the ranks that share a pack, each of which computes a part.
+        """
+        rows = torch.stack(list(outputs))[:, 0] if outputs else None
+        if rows is not None and self.config.parallel.context > 1:
+            dist.all_reduce(rows, group=parallel_state.get_context_parallel_group())
+        values = [] if rows is None else rows.tolist()
         return {index: value for index, value in zip(self._indices(packs), values, strict=False) if index < len(packs)}
 
-    def save(self, directory: Path) -> None:
-        """Write weights, optimizer, schedule and generators to an existing empty directory (a call of all ranks)."""
-        save_training_state(directory, self.chunks, self.optimizer, self.scheduler)
-
     def snapshot(self, directory: Path) -> Snapshot:
-        """The first half of `save`: what is to be written, copied to host memory (a call of all ranks)."""
+        """Weights, optimizer, schedule and generators for an existing empty directory, copied to host memory.
+
+        A call of all ranks; what it returns is written without them.
+        """
         return snapshot(directory, self.chunks, self.optimizer, self.scheduler)
 
     def load(self, directory: Path) -> None:
-        """Continue from `save`, in any layout; in the same one bit for bit. Configured rates win over saved ones."""
+        """Continue from what a `snapshot` wrote, in any layout; in the same one bit for bit.
+
+        Configured rates win over saved ones.
+        """
         load_training_state(directory, self.chunks, self.optimizer, self.scheduler)
 
     def _indices(self, packs: Sequence[TreePack]) -> list[int]:
@@ -282,7 +296,8 @@ class Actor:
     @property
     def _place(self) -> Place:
         parallel = self.config.parallel
-        return Place(parallel_state.get_context_parallel_rank(), parallel.context, self.config.pack_multiple)
+        rank, cost = parallel_state.get_context_parallel_rank(), CostModel.of(self.shape)
+        return Place(rank, parallel.context, self.config.pack_multiple, cost)
 
     def _sum(self, values: Tensor, operation: Any = dist.ReduceOp.SUM) -> Tensor:
         """Combine over ranks that hold different targets; stages before the last one bring zeros."""
@@ -319,6 +334,8 @@ class Actor:
             routes_replayed=0.0 if balance is None else balance.replayed,
             routes_differing=0.0 if balance is None else balance.differing,
             skipped=skipped,
+            expert_busiest=None if balance is None else balance.busiest,
+            expert_loss=None if balance is None else balance.loss,
         )
 
 

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from arpo_megatron.actor.balance import allowed_cuts, depths, share_out
+from arpo_megatron.actor.balance import TYPICAL_COST, CostModel, allowed_cuts, depths, share_out
 from arpo_megatron.actor.context import lookup
 from arpo_megatron.actor.flex_attention import FlexPlan, flex_tree_attention
 from arpo_megatron.actor.layout import Span
@@ -34,8 +34,6 @@ CHAIN_STEP = 64
 """A long chain may be cut at every multiple of this many tokens from its start."""
 CALL_COST_PAIRS = 6000
 """Overhead of a call, forward and backward, in query-key pairs (six heads of 32, two cores: 0.15 ms against 26 ns)."""
-TOKEN_COST_PAIRS = 3000
-"""Work of a token outside attention, in query-key pairs; for the balance of context-parallel ranks only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,19 +110,24 @@ def cut_blocks(subtree_end: NDArray[np.int32], first_query: int = 0) -> list[Spa
     return spans[::-1]
 
 
-def share_blocks(subtree_end: NDArray[np.int32], first_query: int, ranks: int) -> list[list[Span]]:
+def share_blocks(
+    subtree_end: NDArray[np.int32], first_query: int, ranks: int, cost: CostModel = TYPICAL_COST
+) -> list[list[Span]]:
     """Blocks of each context-parallel rank, ascending; their estimated work is as equal as a greedy division makes it.
 
     Args:
         subtree_end: int32[n] of the pack.
         first_query: tokens before it are keys only.
         ranks: context-parallel ranks.
+        cost: what balances them.
     """
     blocks = cut_blocks(subtree_end, first_query)
     if ranks == 1:
         return [blocks]
     above = depths(subtree_end)
-    costs = [(stop - start) * (TOKEN_COST_PAIRS + int(above[start]) + stop - start) for start, stop in blocks]
+    sizes = [stop - start for start, stop in blocks]
+    keys = [int(above[start]) + size for (start, _), size in zip(blocks, sizes, strict=True)]
+    costs = [cost.cost(size, size * seen, 0) for size, seen in zip(sizes, keys, strict=True)]
     return [[blocks[i] for i in sorted(share)] for share in share_out(costs, ranks)]
 
 

@@ -21,8 +21,8 @@ PACK_COST_TOKENS = 512
 """What one more pack costs, in tokens; an inherited or repeated ancestor costs one."""
 BROKEN_CHAIN_TOKENS = 16
 """What a cut inside a chain costs besides: the pack before it has to wait with its activations."""
-PAIR_SLOWNESS = 2.0
-"""Seconds of an attention FLOP over those of a FLOP elsewhere, as `arpo bench pack` measures it on two cores."""
+PAIR_SLOWNESS = 3.0
+"""Seconds of an attention FLOP over those of a FLOP elsewhere: `arpo bench pack` measures 3.2 on two idle cores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +47,10 @@ class CostModel:
     def cost(self, tokens: int, pairs: int, targets: int) -> float:
         """Work in query-key pairs."""
         return self.token_pairs * tokens + pairs + self.target_pairs * targets
+
+
+TYPICAL_COST = CostModel(token_pairs=4000.0)
+"""Of a model of medium size; a job takes `CostModel.of` its own."""
 
 
 def first_fit_decreasing(sizes: Sequence[int], budget: int) -> list[list[int]]:

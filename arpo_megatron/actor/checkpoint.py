@@ -140,8 +140,8 @@ class CheckpointStore:
         self._last_error = ""
         if parallel.is_leader():
             root.mkdir(parents=True, exist_ok=True)
-            for stale in root.glob("*.tmp"):
-                shutil.rmtree(stale)
+            for stale in root.glob("step_*.tmp"):  # a stranger's file of another name does no harm
+                shutil.rmtree(stale) if stale.is_dir() else stale.unlink()
         parallel.gather_objects(None, _GROUP)  # makes the group, and is a barrier
 
     def save(self, step: int, actor: Saveable, crash_state: dict[str, Any]) -> None:

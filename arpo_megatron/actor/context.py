@@ -14,6 +14,8 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
+from arpo_megatron.actor.logprobs import wide
+
 if TYPE_CHECKING:
     from arpo_megatron.actor.attention import AttentionPlan
     from arpo_megatron.actor.flex_attention import FlexPlan
@@ -123,17 +125,13 @@ class _Inherit(torch.autograd.Function):
                 sums = getattr(inheritance.legacy, name)
                 if layer not in sums:
                     shape = inheritance.legacy.keys[layer].shape
-                    sums[layer] = torch.zeros(shape, dtype=_wide(part.dtype), device=part.device)
+                    sums[layer] = torch.zeros(shape, dtype=wide(part.dtype), device=part.device)
                 sums[layer].index_add_(0, inheritance.rows, part.to(sums[layer].dtype))
             legacy = context.legacy
             if legacy is not None and (returned := getattr(legacy, name).pop(layer, None)) is not None:
                 mine = mine.to(returned.dtype).index_add(0, legacy.places, returned).to(mine.dtype)
             own.append(mine)
         return own[0], own[1], None, None
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 _registered: dict[int, PackContext] = {}

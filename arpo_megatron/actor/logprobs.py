@@ -44,7 +44,7 @@ class _TargetLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         ranks = 1 if group is None else dist.get_world_size(group)
         first = 0 if group is None else dist.get_rank(group) * len(weight)
-        dtype = _wide(weight.dtype)
+        dtype = wide(weight.dtype)
         logprobs, entropies, normalisers = torch.empty(3, len(hidden), dtype=dtype, device=hidden.device)
         for rows in _chunks(len(hidden), len(weight)):
             logits = _logits(hidden[rows], weight, temperature)
@@ -90,12 +90,13 @@ class _TargetLogprobs(torch.autograd.Function):
         return grad_hidden, grad_weight.to(weight.dtype), None, None, None
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The type that sums over values of another type are kept in."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
-    logits = product(hidden, weight).to(_wide(weight.dtype))
+    logits = product(hidden, weight).to(wide(weight.dtype))
     return logits if temperature == 1.0 else logits.div_(temperature)
 
 

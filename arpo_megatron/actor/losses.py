@@ -4,10 +4,8 @@ import torch
 from torch import Tensor
 
 from arpo_megatron.actor.statistics import PolicyStats
+from arpo_megatron.algorithms.sequence_ratio import MAX_LOG_RATIO
 from arpo_megatron.config import AlgorithmConfig
-
-MAX_LOG_RATIO = 20.0
-"""Log-ratios are limited to this in both directions: an infinite ratio that is clipped away has gradient 0 * inf."""
 
 
 def tree_ppo_loss(
@@ -98,6 +96,9 @@ def linear_loss(
 
 
 def _k3(log_ratio: Tensor) -> Tensor:
-    """exp(-x) - 1 + x for the log-ratio x = log(p / q): an estimate of KL(p || q) from samples of p, never negative."""
-    bounded = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return torch.exp(-bounded) - 1 + bounded
+    """exp(-x) - 1 + x for the log-ratio x = log(p / q): an estimate of KL(p || q) from samples of p.
+
+    Never negative, and 0 for x = 0 alone: in float64, for in float32 every x below 1e-4 would be lost in rounding.
+    """
+    bounded = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).double()
+    return (torch.expm1(-bounded) + bounded).to(log_ratio.dtype)

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from arpo_megatron.actor.attention import plan_attention, share_blocks
+from arpo_megatron.actor.balance import TYPICAL_COST, CostModel
 from arpo_megatron.actor.context import Inheritance, Legacy, PackContext, register, release
 from arpo_megatron.actor.flex_attention import flex_plan
 from arpo_megatron.actor.layout import Span, TreePack
@@ -50,11 +51,13 @@ class Place:
         rank: context-parallel rank.
         ranks: context-parallel ranks.
         multiple_of: the tokens of a rank are padded to a multiple of this.
+        cost: balances the ranks; the same model of work that balances packs and data-parallel ranks.
     """
 
     rank: int = 0
     ranks: int = 1
     multiple_of: int = 1
+    cost: CostModel = TYPICAL_COST
 
 
 class MicroBatches:
@@ -172,7 +175,7 @@ class _Local:
 
     @classmethod
     def of(cls, pack: TreePack, place: Place) -> "_Local":
-        shares = share_blocks(pack.subtree_end, pack.inherited, place.ranks)
+        shares = share_blocks(pack.subtree_end, pack.inherited, place.ranks, place.cost)
         counts = [sum(stop - start for start, stop in share) for share in shares]
         multiple = place.multiple_of
         length = max(multiple, -(-max(counts) // multiple) * multiple)

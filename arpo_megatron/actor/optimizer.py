@@ -15,7 +15,6 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from arpo_megatron.actor.optimizer_state import inner_optimizers
 from arpo_megatron.actor.parallel import device
 from arpo_megatron.config import OptimizerConfig
-from arpo_megatron.errors import UserError
 
 
 def gradient_buffers(dtype: torch.dtype, *, distributed: bool) -> DistributedDataParallelConfig:
@@ -33,16 +32,11 @@ def build_optimizer(
     Norms and biases are not decayed. In bfloat16 the optimizer keeps float32 master weights.
 
     Args:
-        config: learning rate, decay, clipping.
+        config: learning rate, decay, clipping. What offloading needs say config_rules.py and machine.py.
         wrapped_chunks: made with `gradient_buffers` of the same `dtype` and `distributed`.
         dtype: of the parameters.
         distributed: moments and master weights are divided among the data-parallel ranks.
-
-    Raises:
-        UserError: `config.offload` where it cannot work.
     """
-    if config.offload:
-        _check_offload(dtype, distributed=distributed)
     optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(
             optimizer="adam",
@@ -66,16 +60,6 @@ def build_optimizer(
     )
     complete_state(optimizer)
     return optimizer
-
-
-def _check_offload(dtype: torch.dtype, *, distributed: bool) -> None:
-    if not torch.cuda.is_available():
-        raise UserError("optimizer.offload=true needs a GPU: on a CPU the optimizer's state is in host memory already")
-    if not distributed or dtype != torch.bfloat16:
-        raise UserError(
-            "optimizer.offload=true needs parallel.distributed_optimizer=true and model.dtype=bfloat16: Megatron "
-            "offloads the master weights of its distributed optimizer"
-        )
 
 
 def adam_name(optimizer: Any) -> str:

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from arpo_megatron.actor.balance import CostModel, balanced_groups, cut_spans, share_out
+from arpo_megatron.actor.balance import TYPICAL_COST, CostModel, balanced_groups, cut_spans, share_out
 from arpo_megatron.actor.layout import TreePack, cut, join, lay_out, new_pack, on_rank, shared_prefix
 from arpo_megatron.algorithms.credit import TreeCredit
 from arpo_megatron.config import JobConfig
@@ -24,8 +24,6 @@ __all__ = ["PackReport", "TreePack", "empty_pack", "pack_minibatch", "pack_trees
 
 SAME_BEGINNING = 16
 """Tokens by which prompts are taken for those of one system prompt."""
-TYPICAL_COST = CostModel(token_pairs=4000.0)
-"""Of a model of medium size; a job takes `CostModel.of` its own."""
 
 
 def pack_trees(
@@ -50,8 +48,11 @@ def pack_trees(
         cost: what balances ranks and packs.
 
     Raises:
-        ValueError: trees and credits differ in number or length, or a MODEL token has no token before it.
+        ValueError: trees and credits differ in number or length, a MODEL token has no token before it, or the budget or
+            the number of ranks is not positive.
     """
+    if token_budget < 1 or ranks < 1:
+        raise ValueError(f"packs of at most {token_budget} tokens for {ranks} ranks: both must be at least 1")
     if len(trees) != len(credits):
         raise ValueError(f"{len(trees)} trees but {len(credits)} credits")
     layouts = [lay_out(index, tree, credit) for index, (tree, credit) in enumerate(zip(trees, credits, strict=True))]

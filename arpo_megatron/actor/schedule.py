@@ -106,13 +106,12 @@ def run_pipeline(
         batch = next(iterator)
         return model(*batch.inputs, temperature), partial(finished, batch)
 
-    def finished(batch: MicroBatch, output: Any) -> Any:
+    def finished(batch: MicroBatch, output: Any) -> tuple[Tensor, Tensor, Any]:
         loss, keep = finish(batch, output)
-        device = batch.targets.device
-        # The schedule wants a tensor for a loss, with experts also where nothing is trained, and a count of tokens,
-        # which is not used: credits are normalised over the minibatch.
-        count = torch.ones((), dtype=torch.int32, device=device)
-        return torch.zeros((), device=device) if loss is None else loss, count, keep
+        if loss is None:  # Megatron asks the loss for its device, with experts, and forward only too
+            loss = torch.zeros((), device=batch.targets.device)
+        # The count of tokens that the schedule wants is not used: credits are normalised over the minibatch.
+        return loss, torch.ones((), dtype=torch.int32, device=batch.targets.device), keep
 
     iterators = [map(make, indices) for _ in chunks]
     outputs: list[Any] = get_forward_backward_func()(

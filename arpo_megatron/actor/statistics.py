@@ -96,6 +96,9 @@ class UpdateStats:
         routes_replayed: share of tokens that a mixture of experts sent where the engine had sent them, in [0, 1].
         routes_differing: share of their choices of experts that the trainer's routers would not have made.
         skipped: loss or gradient was not finite, so weights and optimizer state are unchanged (the schedule goes on).
+        expert_busiest: load of the busiest expert of any layer over the mean, a shared token counted as often as it is
+            shared; None without experts.
+        expert_loss: what the router's balancing loss is without its coefficient, mean over layers; 1 is level.
     """
 
     loss: float
@@ -119,10 +122,12 @@ class UpdateStats:
     routes_replayed: float
     routes_differing: float
     skipped: bool
+    expert_busiest: float | None = None
+    expert_loss: float | None = None
 
     @classmethod
     def of(cls, sums: Tensor, ratio_max: Tensor, **measured: Any) -> Self:
-        """From the sums and the maximum over all packs; `measured` are the other fields."""
+        """From the sums and the maximum over all packs; `measured` is what follows from neither."""
         values = dict(zip(_SUMS, sums[: len(_SUMS)].tolist(), strict=True))
         histogram = sums[len(_SUMS) :].cpu().numpy()
         count = max(1.0, values["tokens"])

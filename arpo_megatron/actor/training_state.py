@@ -101,15 +101,6 @@ def snapshot(directory: Path, chunks: list[Any], optimizer: Any, scheduler: Any)
     return Snapshot(directory, planner.finish_plan(mine), planner, writer, metadata, common)
 
 
-def save_training_state(directory: Path, chunks: list[Any], optimizer: Any, scheduler: Any) -> None:
-    """Write the state to an existing empty directory; a call of all ranks, which returns when all is written."""
-    taken = snapshot(directory, chunks, optimizer, scheduler)
-    written = parallel.gather_objects(taken.write()[0])
-    if parallel.is_leader():
-        taken.finish(written)
-    parallel.broadcast_object(None)  # after the leader has finished
-
-
 def load_training_state(directory: Path, chunks: list[Any], optimizer: Any, scheduler: Any) -> None:
     """Continue from a state saved in any layout, with or without the distributed optimizer.
 

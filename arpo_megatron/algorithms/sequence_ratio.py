@@ -20,7 +20,8 @@ from arpo_megatron.tree import RolloutTree
 _Floats = NDArray[np.float64]
 
 MAX_LOG_RATIO = 20.0
-"""Log-ratios are limited to this in both directions before they are exponentiated."""
+"""Log-ratios are limited to this in both directions before they are exponentiated, in the token-level losses too: an
+infinite ratio that is clipped away has gradient 0 * inf."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -112,7 +112,8 @@ async def _segment(path: _Path, engine: EngineClient, limits: GrowLimits) -> Gen
 
 def _behind(path: _Path, part: Generation, answer: str, codec: TextCodec, limits: GrowLimits) -> Int32Array:
     """A trajectory's tokens up to the end of a tool's answer."""
-    result = protocol.result_tokens(answer, encode=codec.encode, decode=codec.decode, max_tokens=limits.max_tool_tokens)
+    longest = limits.max_tool_tokens
+    result = protocol.result_tokens(answer, encode=codec.encode_plain, decode=codec.decode, max_tokens=longest)
     return np.concatenate([path.tokens, part.token_ids, np.array(result, np.int32)])
 
 

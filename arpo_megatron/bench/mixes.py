@@ -96,7 +96,7 @@ MIXES: dict[str, Mix | TurnMix] = {
     "long_prompt": Mix(samples=16, initial=8, calls=3, prompt=1500, segment=(150, 400), result=(100, 300)),
     "tau2_like": TurnMix(turns=16, prompt=2500, segment=(60, 200), result=(100, 300)),
 }
-"""By name; the ratio of unique to flattened tokens is about 0.68, 0.63, 0.45 and 0.11."""
+"""By name; the ratio of unique to flattened tokens is 0.673, 0.660, 0.400 and 0.114."""
 
 
 def flattened(trees: Sequence[RolloutTree]) -> list[RolloutTree]:

@@ -4,7 +4,6 @@ Figures of an update and of packing are described where they are made: the attri
 """
 
 import re
-from collections.abc import Mapping
 
 from arpo_megatron.monitor.progress import STEP_PHASES
 
@@ -75,11 +74,6 @@ def metrics() -> dict[str, str]:
         **_SFT,
         **{f"seconds/{name}": "wall time of that phase" for name in sorted(STEP_PHASES)},
     }
-
-
-def undocumented(row: Mapping[str, object]) -> list[str]:
-    """Names in a row that `metrics` does not know."""
-    return sorted(set(row) - set(metrics()))
 
 
 def attributes(owner: type) -> dict[str, str]:

@@ -3,10 +3,12 @@
 The ranks own no terminal (on a cluster they run elsewhere); they append events, and whoever wants to watch reads them.
 """
 
+import errno
 import json
+import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,8 +27,21 @@ class EventLog:
         """Append one event. Disabled logs (ranks other than the leader) do nothing."""
         if not self.enabled:
             return
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"time": round(time.time(), 3), "kind": kind, **fields}) + "\n")
+        with suppress(OSError):  # a full disk, of which these lines would tell, must not end a run
+            append_line(self.path, json.dumps({"time": round(time.time(), 3), "kind": kind, **fields}))
+
+
+def append_line(path: Path, text: str) -> None:
+    """Append a whole line or, where that raises OSError, nothing."""
+    with path.open("ab", buffering=0) as file:
+        end = file.tell()
+        data = text.encode() + b"\n"
+        try:
+            if file.write(data) != len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError:
+            file.truncate(end)
+            raise
 
 
 @contextmanager

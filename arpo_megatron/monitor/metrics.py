@@ -5,12 +5,14 @@ import math
 import os
 import uuid
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
 from arpo_megatron import resolve
 from arpo_megatron.config import JobConfig
 from arpo_megatron.errors import UserError
+from arpo_megatron.monitor.events import append_line
 
 Value = float | int | str | bool | None
 
@@ -34,6 +36,7 @@ class MetricsLog:
         self._path = run_dir / (f"{phase}_metrics.jsonl" if phase else "metrics.jsonl")
         self._prefix = f"{phase}/" if phase else ""
         self._last_step = _repair(self._path)
+        self._unwritten: list[str] = []
         mode = config.monitor.wandb
         self._wandb = None if mode == "disabled" else _start_wandb(run_dir, config, mode, self._prefix)
 
@@ -43,8 +46,11 @@ class MetricsLog:
         step = int(row["step"])
         if step <= self._last_step:
             _keep_before(self._path, step)
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(plain) + "\n")
+        self._unwritten.append(json.dumps(plain))
+        with suppress(OSError):  # a full disk: the rows are written when there is room again
+            while self._unwritten:
+                append_line(self._path, self._unwritten[0])
+                del self._unwritten[0]
         self._last_step = step
         if self._wandb is not None:
             self._wandb.log({self._prefix + key: value for key, value in plain.items()})
@@ -53,12 +59,6 @@ class MetricsLog:
         """End the wandb run, if there is one."""
         if self._wandb is not None:
             self._wandb.finish()
-
-
-def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """The rows of a run, in order; none where it has not logged yet."""
-    path = run_dir / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
 
 
 def _plain(value: Any) -> Value:

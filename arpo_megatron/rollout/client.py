@@ -103,10 +103,12 @@ class EngineClient:
         urls: http://host:port of each engine.
         router: of SGLang's router before them, through which generations go then; None: this client distributes them.
         request_timeout_s: deadline of one attempt.
-        retry_for_s: how long after its first failure a request is repeated (an engine may be restarting).
+        retry_for_s: how long after its first failure a request is repeated (an engine may be restarting). Waiting for a
+            push (`on_stale`) does not count.
 
     Attributes:
-        on_stale: called with the URL of an engine that serves an older policy than `version`, whenever one is met.
+        on_stale: called with the URL of an engine that serves an older policy than `version`, whenever one is met;
+            requests wait for the push that follows. None: nobody pushes, and they fail.
         version: oldest policy whose tokens are accepted. What an engine with an older one answers (a restarted engine
             is such) is thrown away and asked for again.
         repeated: attempts that had to be repeated, by reason ("connection", "timeout", "HTTP 503", "abort", "stale").
@@ -125,7 +127,7 @@ class EngineClient:
         self._targets = self._engines if router is None else (Engine(router.rstrip("/")),)
         self._timeout = aiohttp.ClientTimeout(total=request_timeout_s)
         self._retry_for_s = retry_for_s
-        self.on_stale: Callable[[str], None] = lambda _url: None
+        self.on_stale: Callable[[str], None] | None = None
         self._session: aiohttp.ClientSession | None = None
         self._gate = asyncio.Event()
         self._gate.set()
@@ -242,9 +244,14 @@ class EngineClient:
                 answer = await self._attempt(engine, body, key)
                 self._check_version(_version_of(answer["meta_info"]))
             except (aiohttp.ClientError, TimeoutError, _PassingError) as error:
+                if not self._gate.is_set():
+                    continue  # the pause has cut it short
                 self.repeated[_reason(error)] += 1
-                if engine.failed(clock()) and isinstance(error, _StaleError):
-                    await self._tell_stale(engine)
+                first = engine.failed(clock())
+                if isinstance(error, _StaleError) and self.on_stale is not None:
+                    if first:
+                        await self._tell_stale(engine, self.on_stale)
+                    continue  # however long the push takes to come
                 give_up = min(give_up, clock() + self._retry_for_s)
                 if clock() >= give_up:
                     text = f"the engine at {engine.url} does not answer: {_text(error)}"
@@ -303,15 +310,15 @@ class EngineClient:
             response.raise_for_status()
             return _version_of(await response.json())
 
-    async def _tell_stale(self, engine: Engine) -> None:
-        """Call `on_stale` for the engine; behind a router, for each that has old weights."""
+    async def _tell_stale(self, engine: Engine, tell: Callable[[str], None]) -> None:
+        """`tell` about the engine; behind a router, about each that has old weights."""
         if engine in self._engines:
-            self.on_stale(engine.url)
+            tell(engine.url)
             return
         for each in self._engines:
             with contextlib.suppress(aiohttp.ClientError, TimeoutError):  # down: whoever restarts it knows
                 if await self._version(each) < self.version:
-                    self.on_stale(each.url)
+                    tell(each.url)
 
     def _check_version(self, version: int) -> None:
         if version < self.version:

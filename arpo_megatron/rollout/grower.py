@@ -38,6 +38,9 @@ class TextCodec(Protocol):
 
     def encode(self, text: str) -> list[int]: ...  # noqa: D102
 
+    def encode_plain(self, text: str) -> list[int]:
+        """The same, but what spells a special token in the text becomes ordinary ones."""
+
     def decode(self, token_ids: Sequence[int]) -> str: ...  # noqa: D102
 
 
@@ -287,7 +290,7 @@ class TreeGrower:
         self.counts.calls_cached += answer.cached
         codec = self._context.codec
         result = protocol.result_tokens(
-            answer.text, encode=codec.encode, decode=codec.decode, max_tokens=limits.max_tool_tokens
+            answer.text, encode=codec.encode_plain, decode=codec.decode, max_tokens=limits.max_tool_tokens
         )
         ids = np.array(result, dtype=np.int32)
         prefix = np.concatenate([segment.prefix, ids])

@@ -149,7 +149,7 @@ class TreePool:
             return
         await self.pause()
         await _cancel(group.trees)
-        self.resume(self._engine.version)
+        self._engine.resume(self._engine.version)
 
     async def _until_finished(self, group: _Group, count: int, finish_before: int | None) -> None:
         """Until `count` trees are finished and all that began before a version, telling how far it is."""
@@ -176,7 +176,8 @@ class TreePool:
         await self._engine.pause()
 
     def resume(self, version: int) -> None:
-        """Go on with policy `version`."""
+        """Go on with policy `version`, which every engine has now."""
+        self._stale.clear()
         self._engine.resume(version)
 
     async def close(self) -> None:

@@ -91,11 +91,10 @@ def result_tokens(text: str, *, encode: Encode, decode: Decode, max_tokens: int)
     """Token ids of `result_text`, at most `max_tokens` of them.
 
     A longer answer loses its end (that of a gross one without being read: ordinary text has fewer than 16 characters a
-    token); the tags around it stay. Tokenized alone: neither the text before nor special
-    tokens have a part in it.
+    token); the tags around it stay. Tokenized alone: neither the text before nor special tokens have a part in it.
 
     Args:
-        encode: text -> ids without adding special tokens.
+        encode: text -> ids without special tokens, also where the text spells one: a page must not end the turn.
         decode: its inverse.
         max_tokens: at least what an empty result takes.
 

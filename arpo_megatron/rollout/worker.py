@@ -54,6 +54,14 @@ class TokenizerCodec:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
+    def encode_plain(self, text: str) -> list[int]:
+        """Text -> ids; what spells a special token in it becomes ordinary ones."""
+        self._tokenizer.encode_special_tokens = True
+        try:
+            return self.encode(text)
+        finally:
+            self._tokenizer.encode_special_tokens = False
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """Ids -> text, special tokens kept."""
         text: str = self._tokenizer.decode(token_ids, skip_special_tokens=False)

@@ -77,7 +77,7 @@ def read_conversations(
         if number and number % TOLD_EVERY == 0:
             tell(f"{number} conversations read, {len(bad_rows)} of them bad rows")
         try:
-            tree = _tree(row, encoder, max_tokens, f"row-{number}")
+            tree = conversation_tree(row, encoder, max_tokens, f"row-{number}")
             _check_vocabulary(tree, vocabulary)
             trees.append(tree)
         except BadRowError as error:
@@ -109,18 +109,12 @@ def _epoch_order(count: int, seed: int, epoch: int) -> list[int]:
     return order
 
 
-def conversation_tree(
-    row: Any, tokenizer: "PreTrainedTokenizerFast", max_tokens: int, *, name: str = "conversation"
-) -> RolloutTree:
+def conversation_tree(row: Any, encoder: ChatEncoder, max_tokens: int, name: str = "conversation") -> RolloutTree:
     """One row as a path: PROMPT, then MODEL segments with TOOL segments (any context) between them.
 
     Raises:
         BadRowError: it cannot be used; the message says why.
     """
-    return _tree(row, ChatEncoder(tokenizer), max_tokens, name)
-
-
-def _tree(row: Any, encoder: ChatEncoder, max_tokens: int, name: str) -> RolloutTree:
     tree = tree_of(name, encoder.encode(check_row(row)))
     if tree.unique_tokens > max_tokens:
         raise BadRowError(f"{tree.unique_tokens} tokens, more than {max_tokens}")

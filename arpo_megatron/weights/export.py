@@ -106,7 +106,8 @@ def export_hf(
     """Write `out_dir` as a Hugging Face directory: safetensors, config.json, generation config and tokenizer.
 
     A call of all ranks; rank 0 writes, one tensor at a time. The directory appears under its name when it is complete,
-    replacing one that was there; an interrupted export leaves only `out_dir`.tmp, which the next one removes.
+    replacing one that was there (`out_dir`.old for a moment); what an interrupted export leaves is `out_dir`.tmp, which
+    the next one removes.
 
     Args:
         chunks: this rank's part of the model, wrapped or not (see `load_hf`).
@@ -216,8 +217,7 @@ class _Route:
                 if here == 0:
                     dist.broadcast(rows, group=parallel_state.get_tensor_model_parallel_group(), group_src=rank)
                 if place is not None:
-                    target = place[start : start + step]
-                    target.copy_(rows[: len(target)])
+                    place[start : start + step].copy_(rows)
         return whole
 
     def _new(self, size: tuple[int, ...]) -> Tensor:

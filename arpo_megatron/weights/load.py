@@ -49,7 +49,7 @@ def load_hf(chunks: Sequence[nn.Module], shape: ModelShape, path: Path) -> None:
 
 def _fill(entry: Entry, parameter: torch.Tensor, files: TensorFiles, rank: int, ranks: int) -> None:
     for part, (name, size) in zip(entry.parts(parameter, ranks), entry.hf.items(), strict=True):
-        entry.fill(part, files.read(name, entry.piece(size, rank, ranks)))
+        part.copy_(files.read(name, entry.piece(size, rank, ranks)).view(part.shape))
 
 
 def _ignored(shape: ModelShape) -> set[str]:

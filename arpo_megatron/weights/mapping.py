@@ -178,13 +178,13 @@ class Entry:
         dim = self.layout.split_dim
         if dim is None:
             return tuple(slice(None) for _ in size)
-        step = -(-size[dim] // ranks)
-        mine = slice(min(rank * step, size[dim]), min((rank + 1) * step, size[dim]))
+        step = size[dim] // ranks  # without remainder: `ModelShape.check_divisible`
+        mine = slice(rank * step, (rank + 1) * step)
         return tuple(mine if index == dim else slice(None) for index in range(len(size)))
 
     def part_shape(self, size: tuple[int, ...], ranks: int) -> tuple[int, ...]:
-        """Shape of a rank's part of that tensor; a vocabulary that cannot be shared out evenly is padded."""
-        return tuple(-(-n // ranks) if dim == self.layout.split_dim else n for dim, n in enumerate(size))
+        """Shape of a rank's part of that tensor."""
+        return tuple(n // ranks if dim == self.layout.split_dim else n for dim, n in enumerate(size))
 
     def parts(self, parameter: Tensor, ranks: int) -> list[Tensor]:
         """The parameter's views for each Hugging Face tensor, in order: parts of `part_shape`.
@@ -198,14 +198,6 @@ class Entry:
         if self.layout is Layout.ROWS:
             return list(parameter.split([self.part_shape(size, ranks)[0] for size in self.hf.values()]))
         return [parameter]
-
-    def fill(self, part: Tensor, piece: Tensor) -> None:
-        """Copy a rank's piece of a Hugging Face tensor into its view from `parts`, zeros into padding rows."""
-        if self.layout is Layout.GROUPS:
-            part.copy_(piece.view(part.shape))
-            return
-        part[: len(piece)].copy_(piece)
-        part[len(piece) :].zero_()
 
 
 def entries(shape: ModelShape) -> list[Entry]:

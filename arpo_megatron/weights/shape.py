@@ -1,6 +1,7 @@
 """What a model is made of, read from the config.json of its Hugging Face directory."""
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -92,14 +93,16 @@ class ModelShape:
 
     def check_divisible(self, parallel: ParallelConfig) -> None:
         """Raises UserError where tensor or expert parallelism cannot divide the model."""
-        for what, size, ranks in (
-            ("query heads", self.heads, parallel.tensor),
-            ("key/value heads", self.kv_heads, parallel.tensor),
-            ("MLP width", self.ffn, parallel.tensor if self.experts is None else parallel.expert_tensor),
-            ("vocabulary", self.vocabulary, parallel.tensor),
-        ):
-            if size % ranks:
-                raise UserError(f"the model's {what} ({size}) cannot be divided by parallel.tensor={parallel.tensor}")
+        divided = {"query heads": self.heads, "key/value heads": self.kv_heads, "vocabulary": self.vocabulary}
+        if self.experts is None or parallel.expert_tensor > 1:
+            divided["MLP width"] = self.ffn
+        for what, size in divided.items():
+            if size % parallel.tensor:
+                possible = math.gcd(parallel.tensor, *divided.values())
+                raise UserError(
+                    f"the model's {what} ({size}) cannot be divided by parallel.tensor={parallel.tensor}: "
+                    f"give parallel.tensor={possible}"
+                )
         chunks = parallel.pipeline * parallel.virtual_pipeline
         if self.layers % chunks:
             raise UserError(

@@ -9,6 +9,7 @@ Whatever interrupts a push before its commit, a kill -9 of the trainer included,
 generate until a whole push has arrived.
 """
 
+import hashlib
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -84,7 +85,7 @@ class WeightSync:
         Args:
             config: of the job.
             urls: http://host:port of each engine.
-            run: the run directory, whose `sync` the `disk` transport uses where the config names no directory.
+            run: the run directory.
 
         Raises:
             UserError: the transport cannot reach an engine.
@@ -94,7 +95,7 @@ class WeightSync:
         kind = config.sync.transport
         transport: Transport
         if kind == "disk":
-            transport = Disk(requests, config.sync.directory or run / "sync")
+            transport = Disk(requests, _directory(config.sync.directory, run))
         elif kind == "ipc" or (kind == "auto" and shared):
             transport = SharedMemory(requests)
         else:  # NCCL refuses two ranks on one GPU
@@ -166,6 +167,13 @@ class WeightSync:
             for name, (sample, expected) in sums.items():
                 if what := sample.difference(held[name], expected):
                     raise WeightPushError(f"{url}: {name} is not what the trainer sent: {what}")
+
+
+def _directory(shared: Path | None, run: Path) -> Path:
+    """Of the `disk` transport, which empties it: inside the run's, or one of the run's own in what jobs share."""
+    if shared is None:
+        return run / "sync"
+    return shared / f"{run.name}-{hashlib.blake2b(str(run.resolve()).encode(), digest_size=4).hexdigest()}"
 
 
 def probe_gap(trainer_logprobs: ArrayLike, engine_logprobs: ArrayLike) -> float:

@@ -1,5 +1,6 @@
 """Trees, credits and shapes for the actor's tests."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -7,6 +8,8 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
+from arpo_megatron.actor import parallel
+from arpo_megatron.actor.actor import Actor
 from arpo_megatron.actor.microbatch import MicroBatches
 from arpo_megatron.actor.packing import last_uses
 from arpo_megatron.actor.schedule import nested_order
@@ -45,8 +48,8 @@ SHAPES = {
 """By name, deep enough for two stages of two chunks each."""
 
 
-def job(parallel: ParallelConfig | None = None, dtype: str = "float32", **fields) -> JobConfig:
-    model = ModelConfig(path=Path("not read here"), dtype=dtype)
+def job(parallel: ParallelConfig | None = None, dtype: str = "float32", balance: float = 0.0, **fields) -> JobConfig:
+    model = ModelConfig(path=Path("not read here"), dtype=dtype, router_aux_loss=balance)
     return JobConfig(name="test", model=model, parallel=parallel or ParallelConfig(), **fields)
 
 
@@ -61,12 +64,24 @@ def add(tree: RolloutTree, parent: int, role: Role, length: int, rng: np.random.
 def trees(draw: st.DrawFn, max_segments: int = 8, max_tokens: int = 5) -> RolloutTree:
     """Any tree: deep, bushy, forked at the prompt, one-token branches, empty segments, leaves without model tokens."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    tree = RolloutTree("case", rng.integers(0, VOCABULARY, draw(st.integers(1, max_tokens))))
-    for index in range(1, draw(st.integers(1, max_segments))):
+    return _any_tree(rng, lambda low, high: draw(st.integers(low, high)), max_segments, max_tokens)
+
+
+def random_tree(seed: int, max_segments: int = 8, max_tokens: int = 5) -> RolloutTree:
+    """One of `trees`, where a seed has to say which: ranks and references make it anew."""
+    rng = np.random.default_rng(seed)
+    return _any_tree(rng, lambda low, high: int(rng.integers(low, high + 1)), max_segments, max_tokens)
+
+
+def _any_tree(
+    rng: np.random.Generator, between: Callable[[int, int], int], max_segments: int, max_tokens: int
+) -> RolloutTree:
+    tree = RolloutTree("case", rng.integers(0, VOCABULARY, between(1, max_tokens)))
+    for index in range(1, between(1, max_segments)):
         # Favouring the newest segment makes deep trees as likely as bushy ones.
-        parent = index - 1 if draw(st.booleans()) else draw(st.integers(0, index - 1))
-        role = Role.TOOL if tree.segments[parent].role is Role.MODEL and draw(st.booleans()) else Role.MODEL
-        add(tree, parent, role, draw(st.integers(0, max_tokens)), rng)
+        parent = index - 1 if between(0, 1) else between(0, index - 1)
+        role = Role.TOOL if tree.segments[parent].role is Role.MODEL and between(0, 1) else Role.MODEL
+        add(tree, parent, role, between(0, max_tokens), rng)
     return tree
 
 
@@ -112,6 +127,15 @@ def flat_trees(tree: RolloutTree) -> list[RolloutTree]:
             single.add(above, segment.role, segment.token_ids, logprobs=segment.logprobs)
         flat.append(single)
     return flat
+
+
+def save(actor: Actor, directory: Path) -> None:
+    """Write its state to an existing empty directory; a call of all ranks, which returns when all is written."""
+    taken = actor.snapshot(directory)
+    written = parallel.gather_objects(taken.write()[0])
+    if parallel.is_leader():
+        taken.finish(written)
+    parallel.broadcast_object(None)  # after the leader has finished
 
 
 def backward(model, packs, loss, old=True):
@@ -182,10 +206,3 @@ def odd(seed: int) -> RolloutTree:
         end = add(tree, add(tree, end, Role.MODEL, 4, rng), Role.TOOL, 2, rng)
     add(tree, end, Role.MODEL, 2, rng)
     return tree
-
-
-def proof_forest(seed: int) -> tuple[list[RolloutTree], list[np.ndarray], list[TreeCredit]]:
-    """Grown and odd trees, their advantages, and the credits of a token mean."""
-    forest = [*(grown(10 * seed + i) for i in range(4)), odd(seed), odd(seed + 1)]
-    advantages = [dyadic_advantages(tree, seed + i) for i, tree in enumerate(forest)]
-    return forest, advantages, [plain_credit(t, a, 2.0**-7) for t, a in zip(forest, advantages, strict=True)]

@@ -51,9 +51,8 @@ def found(actor: Actor) -> dict[str, Any]:
     own = gradients(actor, forest, credits)
     packs = pack_trees(forest, credits, token_budget=50, ranks=layout.data, inherit=layout.nested_packs)
     actor.logprobs(packs)
-    actor.update(packs, [pack.sampling_logprobs for pack in packs])
-    balance = actor.expert_balance
-    figures = [balance.busiest, balance.loss, differing]
+    stats = actor.update(packs, [pack.sampling_logprobs for pack in packs])
+    figures = [stats.expert_busiest, stats.expert_loss, differing]
     return {"replayed": replayed, "gradients": own, "weights": weights(actor), "balance": figures}
 
 

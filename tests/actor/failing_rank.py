@@ -1,6 +1,6 @@
 """Trainer module of test_failing_rank.py: rank 1 fails in the way that the run directory's `how.txt` says.
 
-Meanwhile rank 0 sits in a collective that the other never joins.
+Meanwhile rank 0 sits in a collective that the other never joins. `failed_at_s.txt` is when, by the monotonic clock.
 """
 
 import os
@@ -32,10 +32,12 @@ def fail(how: str) -> None:
 
 @rank_main
 def main() -> None:
-    how = (Path(sys.argv[1]) / "how.txt").read_text()
+    run = Path(sys.argv[1])
+    how = (run / "how.txt").read_text()
     parallel.initialize(ParallelConfig(data=2), seed=1)
     if dist.get_rank() == 1:
         time.sleep(0.5)
+        (run / "failed_at_s.txt").write_text(repr(time.monotonic()))
         fail(how)
     dist.all_reduce(torch.zeros(1))
 

@@ -13,6 +13,7 @@ import cases
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
 from arpo_megatron.actor import parallel
 from arpo_megatron.actor.actor import Actor
@@ -50,6 +51,8 @@ def join(layout: ParallelConfig) -> None:
     """Megatron's groups anew; torch's own can be made only once under one torchrun."""
     if dist.is_initialized():
         parallel_state.destroy_model_parallel()
+        # Pipelines keep it in another shape than the other layouts, and no job has both.
+        MoEAuxLossAutoScaler.main_loss_backward_scale = None
         parallel.lay_out(layout)
         torch.manual_seed(7)
         tensor_parallel.model_parallel_cuda_manual_seed(7, force_reset_rng=True)
@@ -70,7 +73,7 @@ def main() -> None:
         if parallel.is_leader():
             saved.mkdir()
         parallel.broadcast_object(None)  # after the directory is there
-        actor.save(saved)
+        cases.save(actor, saved)
         resumed = new_actor(layout)
         resumed.load(saved)
         results[name] = {

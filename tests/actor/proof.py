@@ -1,70 +1,202 @@
-"""torchrun script of test_exactness.py: the gradient of one minibatch in several layouts of 2 or 4 ranks.
+"""torchrun script of test_exactness.py: the gradients of problems in several layouts of 2 or 4 ranks.
 
-Arguments: a directory. `cases.json` there names layouts; weights are those of the Hugging Face directories in it. Rank
-0 writes for every layout, family and packing the loss and the gradients of all parameters, by Hugging Face names.
+Argument: a directory. `cases.json` there names layouts, and of each the problems and families of models; weights are
+those of the Hugging Face directories beside it. The leader writes a `Found` of each.
 """
 
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import patch
 
 import cases
+import numpy as np
 import torch
 import torch.distributed as dist
 from layouts import join
+from megatron.core import parallel_state
 
+from arpo_megatron import config_rules
 from arpo_megatron.actor import attention, parallel
 from arpo_megatron.actor.actor import Actor
 from arpo_megatron.actor.attention import share_blocks
-from arpo_megatron.actor.packing import pack_trees
+from arpo_megatron.actor.balance import CostModel
+from arpo_megatron.actor.layout import lay_out, on_rank
+from arpo_megatron.actor.optimizer_state import holdings
+from arpo_megatron.actor.packing import TreePack, pack_trees
+from arpo_megatron.algorithms.credit import TreeCredit
 from arpo_megatron.config import AlgorithmConfig, OptimizerConfig, ParallelConfig
+from arpo_megatron.tree import RolloutTree
 from arpo_megatron.weights.export import hf_tensors
+from arpo_megatron.weights.load import load_hf
 
-CLIP = AlgorithmConfig(clip_low=0.2, clip_high=0.28, dual_clip=1.5)
-PACKINGS = {"whole": 10**6, "several": 120, "cut": 24}
-"""Token budgets; a tree has about 45 tokens."""
-MINIBATCH = 3
+WEIGHT = 2.0**-7
+CLIP = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 1.5}
+TREE_BUDGETS = {"whole": 10**6, "several": 120, "cut": 24}
+"""Of packings of trees, which have about 45 tokens."""
+FLAT_BUDGET = 90
+PADDED = 64
+"""Tokens that each trajectory's pack is filled up to a multiple of."""
 
 
-def gradient(actor: Actor, budget: int) -> dict[str, torch.Tensor]:
-    """The loss, and on the leader all gradients, whole."""
-    forest, _, credits = cases.proof_forest(MINIBATCH)
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Trees and a loss.
+
+    Attributes:
+        forest: the trees.
+        algorithm: of the loss.
+        balance: coefficient of the router's loss.
+        packings: of TREE_BUDGETS, or `flat` (each trajectory a tree of its own) or `padded` (each a pack of its own).
+    """
+
+    forest: tuple[RolloutTree, ...]
+    algorithm: AlgorithmConfig
+    balance: float
+    packings: tuple[str, ...]
+
+    @property
+    def advantages(self) -> list[np.ndarray]:
+        """Of the leaves, for each tree."""
+        return [cases.dyadic_advantages(tree, index) for index, tree in enumerate(self.forest)]
+
+
+PROBLEMS = {
+    "clip": Problem(
+        forest=(*(cases.grown(30 + i) for i in range(4)), cases.odd(3), cases.odd(4)),
+        algorithm=AlgorithmConfig(**CLIP),
+        balance=0.0,
+        packings=("whole", "several", "cut"),
+    ),
+    "all terms": Problem(
+        forest=(*(cases.random_tree(52 + i) for i in range(6)), cases.grown(5), cases.odd(5)),
+        algorithm=AlgorithmConfig(**CLIP, kl_coefficient=0.3, entropy_coefficient=0.2),
+        balance=0.5,
+        packings=("flat", "padded", "cut"),
+    ),
+}
+
+
+def packed(problem: Problem, packing: str, layout: ParallelConfig) -> list[TreePack]:
+    ranks, inherit = layout.data, layout.nested_packs
+    pairs = list(zip(problem.forest, problem.advantages, strict=True))
+    if packing in TREE_BUDGETS:
+        credits = [cases.plain_credit(tree, advantages, WEIGHT) for tree, advantages in pairs]
+        return pack_trees(problem.forest, credits, token_budget=TREE_BUDGETS[packing], ranks=ranks, inherit=inherit)
+    flat: list[tuple[RolloutTree, TreeCredit]] = [
+        (single, cases.plain_credit(single, np.array([advantage]), WEIGHT))
+        for tree, advantages in pairs
+        for single, advantage in zip(cases.flat_trees(tree), advantages, strict=True)
+    ]
+    if packing == "padded":
+        return [on_rank(lay_out(index, *pair), index % ranks) for index, pair in enumerate(flat)]
+    singles, credits = zip(*flat, strict=True)
+    return pack_trees(singles, credits, token_budget=FLAT_BUDGET, ranks=ranks, inherit=inherit, share_prompt=False)
+
+
+@contextmanager
+def padding(packing: str, actor: Actor) -> Iterator[None]:
+    """Inside, packs of the `padded` packing are filled up, as FP8 would have them, but further."""
+    if packing != "padded":
+        yield
+        return
+    with patch.dict(config_rules.FP8_TOKENS, none=PADDED):
+        assert actor._place.multiple_of >= PADDED
+        yield
+
+
+def gradient(actor: Actor, packs: list[TreePack]) -> dict[str, torch.Tensor]:
+    """The loss, that of the router where there is one, and on the leader all gradients, whole."""
     layout = actor.config.parallel
-    packs = pack_trees(forest, credits, token_budget=budget, ranks=layout.data, inherit=layout.nested_packs)
-    shares = [share_blocks(pack.subtree_end, pack.inherited, layout.context) for pack in packs if pack.inherited]
+    cost = CostModel.of(actor.shape)
+    shares = [share_blocks(pack.subtree_end, pack.inherited, layout.context, cost) for pack in packs if pack.inherited]
     assert not shares or any(map(all, shares)), "no cut pack has queries on all context ranks"
-    rows = actor.accumulate(packs, [pack.sampling_logprobs for pack in packs])
-    loss = actor._stats(rows, 0.0, skipped=False).loss
+    references = actor.reference_logprobs([packs])
+    reference = None if references is None else references[0]
+    rows = actor.accumulate(packs, [pack.sampling_logprobs for pack in packs], reference_logprobs=reference)
+    stats = actor._stats(rows, 0.0, skipped=False)
+    found = {"loss": torch.tensor(stats.loss)}
+    if actor.config.model.router_aux_loss:
+        found["router loss"] = torch.tensor(stats.expert_loss)
+    if layout.distributed_optimizer:
+        gather_gradients(actor)
     before = [[p.detach().clone() for p in chunk.parameters()] for chunk in actor.chunks]
     with torch.no_grad():
         # Export knows where every piece of every tensor is: let it gather the gradients in the weights' places.
         for chunk in actor.chunks:
             for parameter in chunk.parameters():
                 parameter.copy_(parameter.main_grad)
-        found = {name: tensor.clone() for name, tensor in hf_tensors(actor.chunks, actor.shape)}
+        found |= {name: tensor.clone() for name, tensor in hf_tensors(actor.chunks, actor.shape)}
         for chunk, kept in zip(actor.chunks, before, strict=True):
             for parameter, value in zip(chunk.parameters(), kept, strict=True):
                 parameter.copy_(value)
-    return {**found, "loss": torch.tensor(loss)}
+    return found
 
 
-def main() -> None:
-    root = Path(sys.argv[1])
-    torch.set_num_threads(1)
-    for name, (families, fields) in json.loads((root / "cases.json").read_text()).items():
+def gather_gradients(actor: Actor) -> None:
+    """Under the distributed optimizer a rank has summed the stretches of weights that it owns, and only them."""
+    owned = {id(holding.weight): holding.span for holding in holdings(actor.optimizer)}
+    for parameter in (parameter for chunk in actor.chunks for parameter in chunk.parameters()):
+        start, end = owned.get(id(parameter), (0, 0))
+        flat = parameter.main_grad.view(-1)
+        flat[:start], flat[end:] = 0.0, 0.0
+        dense = getattr(parameter, "allreduce", True)  # Megatron's mark: False for experts that are shared out
+        group = (
+            parallel_state.get_data_parallel_group(with_context_parallel=True)
+            if dense
+            else parallel_state.get_expert_data_parallel_group()
+        )
+        dist.all_reduce(flat, group=group)
+
+
+def on_policy(actor: Actor, packs: list[TreePack]) -> list[list[float]]:
+    """Largest ratio and k3 of two updates from the log-probs before the first."""
+    old = actor.logprobs(packs)
+    updates = [actor.update(packs, old) for _ in range(2)]
+    return [[update.ratio_max, update.kl_old] for update in updates]
+
+
+def solve(root: Path, name: str, layout: ParallelConfig, family: str) -> dict[str, object]:
+    """What a layout makes of a problem.
+
+    Returns:
+        `gradients` by packing and Hugging Face name, and `ratios`, from `on_policy`.
+    """
+    problem, shape = PROBLEMS[name], cases.SHAPES[family]
+    balance = 0.0 if shape.experts is None else problem.balance
+    job = cases.job(layout, balance=balance, algorithm=problem.algorithm)
+    keep = problem.algorithm.kl_coefficient > 0  # the weights that the actor begins with
+    actor = Actor(
+        job, shape, root / f"{family} first", optimizer=OptimizerConfig(lr=1e-2), total_updates=2, keep_reference=keep
+    )
+    load_hf(actor.chunks, shape, root / family)
+    packs = {packing: packed(problem, packing, layout) for packing in problem.packings}
+    if balance:
+        actor.logprobs(packs["cut"])  # measures the load
+    gradients = {}
+    for packing, own in packs.items():
+        with padding(packing, actor):
+            gradients[packing] = gradient(actor, own)
+    return {"gradients": gradients, "ratios": on_policy(actor, packs["cut"]) if name == "all terms" else None}
+
+
+def compute(root: Path) -> None:
+    for name, (fields, runs) in json.loads((root / "cases.json").read_text()).items():
         layout = ParallelConfig(**fields)
         join(layout)
         if layout.context > 1:  # blocks as small as the trees, so that all ranks have some
             attention.MAX_BLOCK, attention.CHAIN_STEP, attention.CALL_COST_PAIRS = 8, 4, 1
-        for family in families:
-            job = cases.job(layout, algorithm=CLIP)
-            actor = Actor(job, cases.SHAPES[family], root / family, optimizer=OptimizerConfig(), total_updates=1)
-            results = {packing: gradient(actor, budget) for packing, budget in PACKINGS.items()}
+        for problem, family in runs:
+            found = solve(root, problem, layout, family)
             if parallel.is_leader():
-                torch.save(results, root / f"{name}.{family}.pt")
+                torch.save(found, root / f"{name}.{problem}.{family}.pt")
             dist.barrier()
-    parallel.destroy()
 
 
 if __name__ == "__main__":
-    main()
+    torch.set_num_threads(1)
+    compute(Path(sys.argv[1]))
+    parallel.destroy()

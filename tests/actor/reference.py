@@ -138,6 +138,29 @@ def flat_ppo(
     return total
 
 
+def flat_penalties(
+    p: dict[str, Tensor],
+    first: dict[str, Tensor],
+    tree: RolloutTree,
+    weight: float,
+    shape: ModelShape,
+    *,
+    kl_coefficient: float,
+    entropy_coefficient: float,
+) -> Tensor:
+    """For every trajectory and every model token on it, k3 (arXiv 2402.03300 eq. 4) from `first`, less entropy."""
+    total = torch.zeros((), dtype=torch.float64)
+    for leaf in tree.leaves():
+        trajectory = tree.trajectory(leaf)
+        ids, mask = torch.from_numpy(trajectory.token_ids).long(), torch.from_numpy(trajectory.loss_mask[1:]).bool()
+        now, then = (torch.log_softmax(logits(weights, ids, shape), -1)[:-1] for weights in (p, first))
+        away = (then - now).gather(1, ids[1:, None])[:, 0]
+        entropy = -(now.exp() * now).sum(-1)
+        cost = kl_coefficient * (away.exp() - 1 - away) - entropy_coefficient * entropy
+        total = total + weight * (cost * mask).sum()
+    return total
+
+
 def flat_balance(
     p: dict[str, Tensor], trees: list[RolloutTree], shape: ModelShape, load: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:

@@ -63,7 +63,7 @@ def save(actor: Actor, directory: Path) -> None:
     if parallel.is_leader():
         directory.mkdir()
     parallel.broadcast_object(None)  # after the directory is there
-    actor.save(directory)
+    cases.save(actor, directory)
 
 
 def main() -> None:

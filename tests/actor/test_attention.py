@@ -9,7 +9,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from arpo_megatron.actor.attention import CALL_COST_PAIRS, MAX_BLOCK, cut_blocks, plan_attention, tree_attention
+from arpo_megatron.actor.attention import (
+    CALL_COST_PAIRS,
+    MAX_BLOCK,
+    cut_blocks,
+    plan_attention,
+    share_blocks,
+    tree_attention,
+)
+from arpo_megatron.actor.balance import CostModel
 from arpo_megatron.actor.packing import pack_trees
 
 
@@ -31,7 +39,7 @@ forests = st.one_of(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(forest=forests)
 def test_the_plan_covers_exactly_the_dense_mask(forest):
     ends = subtree_ends(forest)
@@ -45,7 +53,7 @@ def test_the_plan_covers_exactly_the_dense_mask(forest):
     assert np.array_equal(covered, dense_mask(ends))
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(forest=forests, groups=st.sampled_from([1, 2, 4]))
 def test_outputs_and_gradients_equal_those_of_one_dense_call(forest, groups):
     ends = subtree_ends(forest)
@@ -79,13 +87,27 @@ def test_short_sequences_share_calls_and_long_ones_are_cut():
     assert plan_attention(long).pairs < 0.6 * 4096**2
 
 
+def test_context_ranks_are_level_by_the_cost_model_that_they_are_given():
+    ends = np.concatenate([np.full(2048, 2048), 2048 + np.repeat(np.arange(1, 65) * 32, 32)]).astype(np.int32)
+    attention, linear = CostModel(token_pairs=0.0), CostModel(token_pairs=1e6)
+
+    def gap(divided_by: CostModel, measured_by: CostModel) -> float:
+        shares = share_blocks(ends, 0, 3, divided_by)
+        sizes = [[(b - a, (b - a) * (int((ends[:a] > a).sum()) + b - a)) for a, b in share] for share in shares]
+        work = [sum(measured_by.cost(size, pairs, 0) for size, pairs in share) for share in sizes]
+        return max(work) / min(work)
+
+    assert gap(attention, attention) < 1.15 and gap(linear, linear) < 1.15
+    assert gap(attention, linear) > 1.3
+
+
 def test_a_forked_tree_costs_less_than_its_flattened_trajectories():
     forest = [cases.grown(seed, samples=16, length=40) for seed in range(4)]
     flat = [single for tree in forest for single in cases.flat_trees(tree)]
     assert cost(plan_attention(subtree_ends(forest))) < cost(plan_attention(subtree_ends(flat)))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(forest=st.lists(cases.trees(max_segments=6, max_tokens=3), min_size=1, max_size=2))
 def test_no_cut_at_the_same_places_is_cheaper(forest):
     ends = subtree_ends(forest)

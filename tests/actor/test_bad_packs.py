@@ -19,6 +19,9 @@ from arpo_megatron.replay import replay
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 
+MADE_BY = {"model": "m", "config": "c"}
+
+
 def new_actor() -> Actor:
     torch.manual_seed(1)
     return Actor(cases.job(), cases.QWEN3, None, optimizer=OptimizerConfig(lr=1e-2), total_updates=10)
@@ -38,7 +41,7 @@ def with_a(value: float, packs, index: int):
 def bad_update(actor: Actor, packs, old=None, step: int = 0) -> BadUpdate:
     stats = actor.update(packs, old, "nll")
     assert stats.skipped
-    return BadUpdate("train", step, "nll", actor.unsound, packs, old)
+    return BadUpdate("train", step, "nll", actor.unsound, packs, old, made_by=MADE_BY)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
@@ -66,11 +69,13 @@ def test_a_gradient_that_alone_is_not_finite_is_skipped_too():
 def test_a_dump_holds_the_whole_minibatch(tmp_path, old, budget):
     packs = with_a(np.nan, packs_of(0, budget), 0)
     logprobs = [pack.sampling_logprobs for pack in packs] if old else None
-    first = BadUpdate("sft", 7, "ppo", [0, 2], packs, logprobs, [pack.weight for pack in packs] if old else None)
+    reference = [pack.weight for pack in packs] if old else None
+    first = BadUpdate("sft", 7, "ppo", [0, 2], packs, logprobs, reference, made_by=MADE_BY)
     paths = [save_bad_update(tmp_path / "bad_packs", first) for _ in range(2)]
     assert [path.name for path in paths] == ["sft_000007.npz", "sft_000007-2.npz"]
     again = load_bad_update(paths[1])
     assert (again.phase, again.step, again.loss, list(again.suspects)) == ("sft", 7, "ppo", [0, 2])
+    assert again.made_by == MADE_BY
     for one, two in zip(first.packs, again.packs, strict=True):
         for field in dataclasses.fields(one):
             left, right = getattr(one, field.name), getattr(two, field.name)
@@ -105,7 +110,7 @@ def test_a_replay_says_which_quantities_are_finite_and_changes_nothing(tmp_path)
 
 def test_three_skipped_updates_in_a_row_stop_the_run_in_one_line(tmp_path):
     events, folder = EventLog(tmp_path / "events.jsonl"), tmp_path / "bad_packs"
-    bad = BadUpdate("train", 3, "ppo", [1], packs_of(0), None)
+    bad = BadUpdate("train", 3, "ppo", [1], packs_of(0), None, made_by=MADE_BY)
     in_a_row = 0
     for update in (bad, bad, None, bad, bad):
         in_a_row = dump_if_skipped(update, in_a_row, folder, events)
@@ -114,7 +119,20 @@ def test_three_skipped_updates_in_a_row_stop_the_run_in_one_line(tmp_path):
     told = [json.loads(line)["text"] for line in events.path.read_text().splitlines()]
     assert len(told) == len(list(folder.iterdir())) == 5
     packs = len(bad.packs)
-    assert told[0].startswith(f"an update was skipped: the loss of pack 1 of {packs} was not finite; replay it with: ")
+    assert told[0].startswith(
+        f"an update was skipped: the loss of pack 1 of {packs} was not finite; what is not finite "
+    )
+
+
+def test_a_dump_that_does_not_say_who_made_it_is_refused(tmp_path):
+    path = save_bad_update(tmp_path, BadUpdate("train", 3, "ppo", [1], packs_of(0), None, made_by=MADE_BY))
+    with np.load(path) as stored:
+        arrays = dict(stored)
+    about = json.loads(str(arrays["about"]))
+    del about["made_by"]
+    np.savez_compressed(path, **{**arrays, "about": np.array(json.dumps(about))})
+    with pytest.raises(ValueError, match="was dumped by another version of this program"):
+        load_bad_update(path)
 
 
 def test_a_file_that_is_no_dump_is_refused(tmp_path):

@@ -165,8 +165,10 @@ def test_an_interrupted_save_leaves_the_last_whole_one_and_is_swept_away(tmp_pat
     store.save(2, Weights(2, seconds=60.0), {})  # its process would be killed now
     assert newest_whole(tmp_path).path == tmp_path / "step_1"
     assert names(tmp_path) == ["step_1", "step_2.tmp"]
+    (tmp_path / "step_7.tmp").write_text("a file, not a directory")
+    (tmp_path / "notes.tmp").write_text("not ours")
     again = CheckpointStore(tmp_path, keep=2)
-    assert names(tmp_path) == ["step_1"]
+    assert names(tmp_path) == ["notes.tmp", "step_1"]
     assert value_of(saved(again, 2)) == "2"
 
 

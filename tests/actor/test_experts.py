@@ -1,12 +1,6 @@
 """A mixture of experts on a tree: outputs, gradients, the router's loss and the load of its trajectories."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
-from contextlib import suppress
-from pathlib import Path
 
 import cases
 import numpy as np
@@ -15,6 +9,7 @@ import reference
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torchrun import torchrun
 
 from arpo_megatron.actor.losses import tree_ppo_loss
 from arpo_megatron.actor.model import build_model
@@ -24,7 +19,6 @@ from arpo_megatron.config import AlgorithmConfig, ParallelConfig
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
-HERE = Path(__file__).parent
 CLIP = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 1.5}
 WEIGHT, COEFFICIENT = 2.0**-5, 0.7
 
@@ -71,7 +65,7 @@ def assert_same(actual: dict, expected: dict) -> None:
         assert (actual[name] - gradient).abs().max().item() <= 1e-10 * scale, name
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(forest=st.lists(cases.trees(), min_size=1, max_size=3), seed=st.integers(0, 1000))
 def test_loss_and_every_gradient_equal_those_of_the_flattened_trajectories(model, forest, seed):
     advantages = [cases.dyadic_advantages(tree, seed + i) for i, tree in enumerate(forest)]
@@ -176,22 +170,7 @@ def layouts(one_rank, tmp_path_factory):
     root = tmp_path_factory.mktemp("experts")
     expected = expert_layouts.start(root)
     (root / "cases.json").write_text(json.dumps(LAYOUTS))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    paths = os.pathsep.join([str(HERE.parents[1]), str(HERE)])
-    process = subprocess.Popen(
-        [*command, str(HERE / "expert_layouts.py"), str(root)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths, "PYTHONWARNINGS": "ignore"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=180)
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-    assert process.returncode == 0, output[-4000:]
+    torchrun("expert_layouts.py", str(root), ranks=2, timeout_s=180)
     return expected, {name: torch.load(root / f"{name}.pt") for name in LAYOUTS}
 
 

@@ -48,7 +48,7 @@ def plans(draw: st.DrawFn, max_tokens: int = 150):
     return pack.subtree_end, np.concatenate([np.zeros(0, np.int64), *positions])
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(plan=plans())
 def test_a_block_is_full_where_all_pairs_attend_and_empty_where_none_does(plan):
     key_end, positions = plan
@@ -63,7 +63,7 @@ def test_a_block_is_full_where_all_pairs_attend_and_empty_where_none_does(plan):
     assert not (full & partial).any()
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(plan=plans())
 def test_the_block_mask_is_the_one_that_torch_finds_by_evaluating_every_pair(plan):
     key_end, positions = plan
@@ -94,7 +94,7 @@ def dense_attention(query, key, value, mask, scale):
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(~torch.from_numpy(mask), -torch.inf).softmax(-1), v)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(plan=plans(), groups=st.sampled_from([1, 2, 4]), padding=st.sampled_from([0, 5, 200]))
 def test_outputs_equal_those_of_a_dense_mask_and_padding_is_zeros(plan, groups, padding):
     key_end, positions = plan

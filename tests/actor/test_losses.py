@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from arpo_megatron.actor.losses import linear_loss, tree_ppo_loss
@@ -31,7 +31,6 @@ def summed(*stats) -> UpdateStats:
     return UpdateStats.of(sums, max(s.ratio_max for s in stats), grad_norm=0.0, lr=0.0, skipped=False)
 
 
-@settings(deadline=None)
 @given(
     log_ratio=finite,
     copies=st.lists(st.tuples(st.floats(0.01, 1), finite), min_size=1, max_size=5),
@@ -72,7 +71,6 @@ def test_an_infinite_ratio_gives_no_nan():
     assert loss.isfinite() and new.grad.isfinite().all() and stats.sums.isfinite().all()
 
 
-@settings(deadline=None)
 @given(
     tokens=st.lists(st.tuples(st.floats(-6, 0), st.floats(-6, 0), st.floats(0, 2)), min_size=1, max_size=6),
     coefficient=st.floats(0.01, 1),
@@ -127,3 +125,15 @@ def test_packs_add_up_and_quantiles_are_those_of_all_tokens():
     for share, found in ((0.01, told.ratio_p01), (0.5, told.ratio_p50), (0.99, told.ratio_p99)):
         assert abs(math.log(found) - (2 * share - 1)) <= bin_width
     assert told.tokens == 1001 and ratio_quantile(torch.zeros(HISTOGRAM_BINS).numpy(), 0.5) == 1.0
+
+
+@pytest.mark.parametrize("ulps", [-1024, -4, -1, 1, 4, 1024])
+def test_a_ratio_that_is_off_by_a_rounding_is_seen_in_kl_old(ulps: int) -> None:
+    """`TrainingRun.check_on_policy` takes kl_old == 0 to mean that every ratio is exactly 1."""
+    old = torch.full((5,), -0.75)
+    new = old.clone()
+    new[2] += ulps * 2.0**-24
+    ones = torch.ones(5)
+    for logprobs, same in ((old, True), (new, False)):
+        _, stats = tree_ppo_loss(logprobs, ones, old, ones, -ones, ones, AlgorithmConfig())
+        assert (UpdateStats.of(stats.sums, stats.ratio_max, grad_norm=0.0, lr=0.0, skipped=False).kl_old == 0.0) is same

@@ -17,7 +17,9 @@ pytestmark = pytest.mark.usefixtures("one_rank")
     [({"vocabulary": 33}, "vocabulary"), ({"kv_heads": 1}, "key/value heads"), ({"ffn": 31}, "MLP width")],
 )
 def test_a_shape_that_cannot_be_divided_is_refused_in_one_line(change, what):
-    with pytest.raises(UserError, match=rf"{what} \(\d+\) cannot be divided by parallel.tensor=2"):
+    with pytest.raises(
+        UserError, match=rf"{what} \(\d+\) cannot be divided by parallel.tensor=2: give parallel.tensor=1$"
+    ):
         build_model(replace(cases.QWEN3, **change), ParallelConfig(tensor=2), "float32")
 
 
@@ -25,6 +27,7 @@ def test_a_shape_that_cannot_be_divided_is_refused_in_one_line(change, what):
     ("shape", "layout", "said"),
     [
         (cases.QWEN3, {"data": 2, "expert": 2}, "parallel.expert=2, but the model has no experts"),
+        (replace(cases.QWEN3, heads=32, vocabulary=66), {"tensor": 4}, "by parallel.tensor=4: give parallel.tensor=2$"),
         (cases.QWEN3_MOE, {"data": 4, "expert": 4}, r"experts \(6\) cannot be divided by parallel.expert=4"),
         (cases.QWEN3_MOE, {"tensor": 2}, "needs parallel.sequence=true"),
         (cases.QWEN3, {"pipeline": 3}, r"layers \(2\) cannot be divided into parallel.pipeline=3 x"),

@@ -53,7 +53,7 @@ def assert_packed(packs, forest):
     assert len(seen) == sum(len(pack.predictors) for pack in packs) == model_tokens
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     forest=st.lists(cases.trees(), min_size=1, max_size=4),
     budget=st.integers(1, 60),
@@ -77,7 +77,7 @@ def test_every_model_token_of_every_tree_is_trained_once_with_its_credit(forest,
     assert made.saved_by_shared_prompt >= 0
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     rests=st.lists(st.lists(st.integers(0, 31), max_size=3), min_size=2, max_size=4),
     system=st.lists(st.integers(0, 31), min_size=1, max_size=SAME_BEGINNING + 9),
@@ -132,7 +132,7 @@ def test_a_pack_waits_only_for_those_that_hang_below_it():
     assert made.held == 70  # the prompt and one branch at a time: the memory of a path
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(forest=st.lists(cases.trees(), min_size=1, max_size=4))
 def test_a_token_counts_as_often_as_trajectories_hold_it(forest):
     packs = pack_trees(forest, [numbered_credit(t, 0) for t in forest], token_budget=10**6)
@@ -143,7 +143,6 @@ def test_a_token_counts_as_often_as_trajectories_hold_it(forest):
     )
 
 
-@settings(deadline=None)
 @given(sizes=st.lists(st.integers(0, 30), max_size=40), budget=st.integers(1, 40))
 def test_packs_keep_to_the_budget_and_waste_little(sizes, budget):
     groups = first_fit_decreasing(sizes, budget)
@@ -163,7 +162,6 @@ def test_ranks_get_shares_that_differ_by_one_tree_at_most(costs, ranks):
     assert max(loads) - min(loads) <= max(costs, default=0)
 
 
-@settings(deadline=None)
 @given(sizes=st.lists(st.integers(1, 30), min_size=1, max_size=40), budget=st.integers(1, 60))
 def test_balanced_packs_are_as_few_as_first_fit_needs(sizes, budget):
     groups = balanced_groups(sizes, sizes, budget)
@@ -184,6 +182,12 @@ def test_a_model_token_that_nothing_predicts_is_refused():
     tree.add(0, Role.MODEL, [3])
     with pytest.raises(ValueError, match="empty prompt"):
         pack_trees([tree], [numbered_credit(tree, 0)], token_budget=10)
+
+
+@pytest.mark.parametrize(("budget", "ranks"), [(0, 1), (-3, 1), (9, 0)])
+def test_packs_of_no_tokens_or_for_no_ranks_are_refused(budget, ranks):
+    with pytest.raises(ValueError, match=rf"at most {budget} tokens for {ranks} ranks: both must be at least 1"):
+        pack_trees(*cases.minibatch(0), token_budget=budget, ranks=ranks)
 
 
 def test_credits_that_do_not_fit_are_refused():

@@ -37,7 +37,7 @@ def assert_close(actual: list[dict], expected: list[dict]) -> None:
     assert len(actual) == len(expected)
     for row, wanted in zip(actual, expected, strict=True):
         for name, value in wanted.items():
-            tolerance = {} if name in EXACT else {"rel": 1e-5, "abs": 1e-6}
+            tolerance = {} if name in EXACT or value is None else {"rel": 1e-5, "abs": 1e-6}
             assert row[name] == pytest.approx(value, **tolerance), name
 
 

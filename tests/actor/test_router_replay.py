@@ -121,13 +121,13 @@ def test_trees_of_one_prompt_share_its_routes_and_one_without_routes_is_routed_f
 def test_an_updates_ratios_are_exactly_one_with_replay_and_the_reference_policy_chooses_by_itself():
     job = cases.job(algorithm=AlgorithmConfig(kl_coefficient=0.1))
     torch.manual_seed(7)
-    actor = Actor(job, QWEN3_MOE, None, optimizer=OptimizerConfig(lr=1e-3), total_updates=2)
+    actor = Actor(job, QWEN3_MOE, None, optimizer=OptimizerConfig(lr=1e-3), total_updates=2, keep_reference=True)
     forest, advantages = forest_of()
     free = packings(forest, advantages)["one pack"]
     forced = packings([cases.routed(tree, cases.other_routes(tree)) for tree in forest], advantages)["one pack"]
     old, own = actor.logprobs(forced), actor.logprobs(free)
     assert not np.array_equal(old[0], own[0])
-    [given] = actor.reference_logprobs(forced)
+    [[given]] = actor.reference_logprobs([forced])
     assert np.array_equal(given, own[0])
     stats = actor.update(forced, old, reference_logprobs=[given])
     assert (stats.ratio_max, stats.kl_old) == (1.0, 0.0)

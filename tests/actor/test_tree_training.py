@@ -56,7 +56,7 @@ def assert_same(actual, expected, tolerance=1e-10):
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(forest=st.lists(cases.trees(), min_size=1, max_size=3), seed=st.integers(0, 1000))
 def test_loss_and_every_gradient_equal_those_of_the_flattened_trajectories(models, family, forest, seed):
     shape, model = models[family]

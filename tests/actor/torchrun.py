@@ -1,4 +1,4 @@
-"""Runs a script of this folder on several ranks."""
+"""Runs a test's script on several ranks."""
 
 import os
 import signal
@@ -13,7 +13,12 @@ HERE = Path(__file__).parent
 def torchrun(script: str, *arguments: str, ranks: int, fails: str = "", timeout_s: float = 120.0) -> str:
     """What it printed; an AssertionError with the end of that where it failed. Nothing is left running.
 
-    With `fails`, it must fail and say this.
+    Args:
+        script: in this folder, or with a whole path.
+        arguments: of the script.
+        ranks: on this machine.
+        fails: it must fail, and say this.
+        timeout_s: then all ranks are killed.
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     command += [str(HERE / script), *arguments]

@@ -39,7 +39,7 @@ def flat_gspo(trees, advantages, new, old, weights, low, high) -> torch.Tensor:
     return total
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(forest=st.lists(cases.trees(), min_size=1, max_size=3), seed=st.integers(0, 10**6), spread=st.floats(0.01, 2))
 def test_loss_and_gradient_are_those_of_the_flattened_trajectories(forest, seed, spread):
     rng = np.random.default_rng(seed)
@@ -75,7 +75,7 @@ def test_on_policy_ratios_are_exactly_one():
     assert found.ratios[0].tolist() == [1.0] * len(tree.leaves()) and found.statistics()["ratio_max"] == 1.0
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(tree=cases.trees(), seed=st.integers(0, 1000))
 def test_a_trajectory_weighs_its_product_of_ratios_up_to_the_limit(tree, seed):
     rng = np.random.default_rng(seed)

@@ -16,5 +16,5 @@ def test_no_rank_needs_more_than_its_shard_and_two_tensors_and_no_bit_changes(tm
 
 
 def test_a_layout_that_does_not_fit_is_told_in_one_line(tmp_path):
-    with pytest.raises(UserError, match=r"query heads \(32\) cannot be divided by parallel.tensor=3"):
+    with pytest.raises(UserError, match=r"query heads \(32\) cannot be divided by parallel.tensor=3: give"):
         bench_load(0.1, tensor=3, pipeline=1, directory=tmp_path)

@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from arpo_megatron.monitor import catalogue
+
 ARPO = [sys.executable, "-m", "arpo_megatron"]
 SEED = 7
 SHORT = ["train.tasks_per_step=4", "evaluation.before=false", "evaluation.after=false"]
@@ -22,6 +24,11 @@ def run_to_end(command: list[str], run: Path) -> str:
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, f"logs in {run / 'logs'}\n{done.stderr[-3000:]}"
     return done.stderr
+
+
+def undocumented(row: dict[str, Any]) -> list[str]:
+    """Names in a row of metrics that docs/run-directory.md does not have."""
+    return sorted(set(row) - set(catalogue.metrics()))
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:

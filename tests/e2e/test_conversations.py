@@ -7,12 +7,16 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from jobs import quickstart, rows_of, run_to_end
+from jobs import quickstart, rows_of, run_to_end, undocumented
 
+from arpo_megatron import resolve
+from arpo_megatron.actor import parallel
 from arpo_megatron.config import ModelConfig
-from arpo_megatron.monitor.catalogue import undocumented
+from arpo_megatron.preparation import load_tokenizer
+from arpo_megatron.sft import Examples
 from arpo_megatron.tasks.tokenizers import make_model_directory, train_bpe
 from arpo_megatron.weights.random_init import save_random_weights
+from arpo_megatron.weights.shape import ModelShape
 
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }}:\n{{ m['content'] }}<|endoftext|>{% endfor %}"
@@ -90,6 +94,23 @@ def test_conversations_are_learnt_and_bad_rows_named(tmp_path: Path, talks: Path
     assert any("Optimizer.step" in name for name in names)
 
 
+def test_only_the_leader_reads_the_conversations_and_all_ranks_learn_from_them(
+    talks: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = resolve.resolve("quickstart", words=words(talks, model, "sft.steps=3"))
+    tokenizer, shape = load_tokenizer(model), ModelShape.from_hf(model)
+    sent: list[object] = []
+    monkeypatch.setattr(parallel, "broadcast_object", lambda own: sent.append(own) or own)
+    leading = Examples.of(config, tokenizer, shape)
+    talks.unlink()  # whoever reads it now fails
+    monkeypatch.setattr(parallel, "is_leader", lambda: False)
+    monkeypatch.setattr(parallel, "broadcast_object", lambda own: sent[0] if own is None else own)
+    other = Examples.of(config, tokenizer, shape)
+    for number in range(3):
+        assert [t.task_id for t in other.of_update(number)] == [t.task_id for t in leading.of_update(number)]
+    assert (other.conversations, len(other.held_out), other.skipped_rows) == (36, 4, 2)
+
+
 def test_a_cold_start_that_is_stopped_and_resumed_ends_with_the_same_bits(
     tmp_path: Path, talks: Path, model: Path
 ) -> None:
@@ -105,3 +126,7 @@ def test_a_cold_start_that_is_stopped_and_resumed_ends_with_the_same_bits(
     timeless = [{k: v for k, v in row.items() if not k.startswith(("seconds", "trainer", "memory"))} for row in rows]
     again = rows_of(run / "sft_metrics.jsonl")
     assert [{key: row[key] for key in kept} for row, kept in zip(again, timeless, strict=True)] == timeless
+    talks.write_text("".join(talks.read_text().splitlines(keepends=True)[:30]))
+    refused = subprocess.run([*command, "--resume"], capture_output=True, text=True, timeout=60)
+    assert refused.returncode == 2 and "Traceback" not in refused.stderr
+    assert f"sft.data={talks} has changed since {run} was started" in " ".join(refused.stderr.split())

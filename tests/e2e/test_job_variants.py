@@ -3,9 +3,7 @@
 from pathlib import Path
 
 import pytest
-from jobs import SHORT, quickstart, rows_of, run_to_end
-
-from arpo_megatron.monitor.catalogue import undocumented
+from jobs import SHORT, quickstart, rows_of, run_to_end, undocumented
 
 pytestmark = pytest.mark.timeout(1600)  # the first test of a session waits for the demo
 

@@ -2,15 +2,23 @@
 
 import json
 import math
+import resource
+import signal
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from arpo_megatron.config import JobConfig, MonitorConfig
-from arpo_megatron.monitor.metrics import MetricsLog, read_metrics
+from arpo_megatron.monitor.events import EventLog
+from arpo_megatron.monitor.metrics import MetricsLog
 
 CONFIG = JobConfig(name="test")
+
+
+def rows_of(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_each_step_is_on_disk_as_one_json_object_at_once(tmp_path: Path) -> None:
@@ -21,7 +29,7 @@ def test_each_step_is_on_disk_as_one_json_object_at_once(tmp_path: Path) -> None
         {"step": 1, "reward": 0.5, "forks": 3, "note": "first", "gap": None}
     ]
     log.log({"step": 2, "reward": math.nan, "gap": np.inf})
-    assert read_metrics(tmp_path)[1] == {"step": 2, "reward": None, "gap": None}
+    assert rows_of(tmp_path)[1] == {"step": 2, "reward": None, "gap": None}
     log.close()
 
 
@@ -32,7 +40,7 @@ def test_repeated_steps_of_a_resumed_run_replace_the_old_rows(tmp_path: Path) ->
     second = MetricsLog(tmp_path, CONFIG)
     for step in (3, 4, 5):
         second.log({"step": step, "run": 2})
-    rows = [(row["step"], row["run"]) for row in read_metrics(tmp_path)]
+    rows = [(row["step"], row["run"]) for row in rows_of(tmp_path)]
     assert rows == [(1, 1), (2, 1), (3, 2), (4, 2), (5, 2)]
 
 
@@ -41,11 +49,28 @@ def test_a_half_written_line_is_cut_off(tmp_path: Path) -> None:
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 2, "rew')
     MetricsLog(tmp_path, CONFIG).log({"step": 2})
-    assert read_metrics(tmp_path) == [{"step": 1}, {"step": 2}]
+    assert rows_of(tmp_path) == [{"step": 1}, {"step": 2}]
 
 
-def test_nothing_logged_is_an_empty_history(tmp_path: Path) -> None:
-    assert read_metrics(tmp_path) == []
+def test_what_a_full_disk_refused_is_written_when_there_is_room_again(tmp_path: Path) -> None:
+    log, events = MetricsLog(tmp_path, CONFIG), EventLog(tmp_path / "events.jsonl")
+    log.log({"step": 1})
+    events.emit("note", text="first")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # the kernel's answer is then an error
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20, hard))  # in the middle of a line
+    try:
+        log.log({"step": 2, "reward": 0.5})
+        log.log({"step": 3, "reward": 0.5})
+        events.emit("note", text="lost")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert rows_of(tmp_path) == [{"step": 1}]
+    log.log({"step": 4})
+    events.emit("note", text="last")
+    assert [row["step"] for row in rows_of(tmp_path)] == [1, 2, 3, 4]
+    assert [json.loads(line)["text"] for line in events.path.read_text().splitlines()] == ["first", "last"]
 
 
 def test_a_value_that_is_no_number_is_refused(tmp_path: Path) -> None:
@@ -69,4 +94,4 @@ def test_wandb_offline_keeps_one_run_id_over_resumes(tmp_path: Path, monkeypatch
         log.close()
     run_id = (tmp_path / "wandb_run_id").read_text().strip()
     assert len(list((tmp_path / "wandb").glob(f"offline-run-*-{run_id}"))) >= 1
-    assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2]
+    assert [row["step"] for row in rows_of(tmp_path)] == [1, 2]

@@ -23,6 +23,8 @@ class CharacterCodec:
     def encode(self, text: str) -> list[int]:
         return [ord(character) for character in text]
 
+    encode_plain = encode  # there are no special tokens
+
     def decode(self, token_ids: Sequence[int]) -> str:
         return "".join(map(chr, token_ids))
 

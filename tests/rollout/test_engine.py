@@ -180,7 +180,7 @@ def test_every_shared_token_is_prefilled_once_on_a_cold_cache(engine: EngineHand
         flush_cache(engine)
         stats = rollouts.grow(asked, step=1, version=0, settings=settings).stats
         assert stats.trees == len(asked)
-        assert stats.forks > 0
+        assert stats.forks > 0 or len(asked) == 1  # a tree of trajectories without a call has none
         assert stats.prefill_over_unique <= 1.05
         needless = stats.counts.prefilled_tokens - stats.given_tokens
         assert needless <= stats.counts.requests  # the last token of a prompt that is cached otherwise

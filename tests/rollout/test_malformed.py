@@ -92,6 +92,8 @@ class PageCodec:
     def encode(self, text: str) -> list[int]:
         return CODEC.encode(text)
 
+    encode_plain = encode
+
     def decode(self, token_ids: Sequence[int]) -> str:
         return CODEC.decode(token_ids).replace(PAGE, PAGE_TEXT)
 
@@ -122,6 +124,9 @@ class ByteCodec:
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
+
+    def encode_plain(self, text: str) -> list[int]:
+        return self.encode(text)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return b"".join(self.words[token] for token in token_ids).decode(errors="replace")
@@ -223,7 +228,7 @@ def places(tree: RolloutTree) -> dict[int, tuple[int, ...]]:
     return found
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     streams=st.lists(st.lists(FRAGMENTS, min_size=1, max_size=6).map("".join), min_size=1, max_size=5),
     response=st.integers(1, 160) | st.just(400),

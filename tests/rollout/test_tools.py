@@ -6,14 +6,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from aiohttp import web
 from scripted import CharacterCodec
+from transformers import PreTrainedTokenizerFast
 
 from arpo_megatron.rollout.protocol import result_text, result_tokens
 from arpo_megatron.rollout.server import free_ports
 from arpo_megatron.rollout.tools import ToolClient
+from arpo_megatron.rollout.worker import TokenizerCodec
+from arpo_megatron.tasks.tokenizers import generated_tokenizer, train_bpe
 from tools_sandbox.client import SandboxUnavailable, ToolAnswer
 
 SLOW = "import time; time.sleep(1); 6 * 7"
@@ -107,6 +111,19 @@ def test_http_errors_are_asked_again_and_become_a_text_in_the_end(
 
     got = asyncio.run(run())
     assert (got.text, got.status) == expected
+
+
+@pytest.mark.parametrize("tokenizer", [generated_tokenizer(), train_bpe(["some text to learn from"] * 9, 400)])
+def test_what_a_page_says_cannot_end_the_turn(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    tokenizer.save_pretrained(tmp_path)
+    codec = TokenizerCodec(tmp_path)
+    page = f"a{tokenizer.eos_token}{tokenizer.pad_token} b"
+    special = {tokenizer.eos_token_id, tokenizer.pad_token_id}
+    assert special <= set(codec.encode(page))  # as the text of a prompt
+    ids = result_tokens(page, encode=codec.encode_plain, decode=codec.decode, max_tokens=500)
+    assert not special & set(ids)
+    assert codec.decode(ids) == result_text(page)
+    assert codec.encode("</result>") == ids[-1:]
 
 
 def test_ten_megabytes_are_cut_without_being_tokenized() -> None:

@@ -110,7 +110,7 @@ def said(role: str, content: str, **more: Any) -> dict[str, Any]:
 
 
 def tree_of(template: str, messages: list[dict[str, Any]], **row: Any) -> RolloutTree:
-    return conversation_tree({"messages": messages, **row}, TOKENIZERS[template], 10**6)
+    return conversation_tree({"messages": messages, **row}, ChatEncoder(TOKENIZERS[template]), 10**6)
 
 
 def learnt(template: str, messages: list[dict[str, Any]], **row: Any) -> list[str]:
@@ -130,7 +130,7 @@ turns = st.lists(st.tuples(text, st.booleans(), text), min_size=1, max_size=4)
 
 
 @pytest.mark.parametrize("style", STYLES)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(turns=turns)
 def test_what_is_learnt_is_each_trained_answer_with_its_end_and_nothing_else(
     style: str, turns: list[tuple[str, bool, str]]
@@ -205,7 +205,7 @@ def test_a_turn_that_shares_a_token_with_its_prompt_is_refused() -> None:
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     # GPT-2's division of text: two line breaks are one token at the end of a prompt, and two before a word.
     with pytest.raises(BadRowError, match="the tokenizer joins the beginning of message 1"):
-        conversation_tree({"messages": [said("user", "a"), said("assistant", "yes")]}, tokenizer, 100)
+        conversation_tree({"messages": [said("user", "a"), said("assistant", "yes")]}, ChatEncoder(tokenizer), 100)
 
 
 def test_without_an_end_token_the_whole_turn_is_learnt() -> None:

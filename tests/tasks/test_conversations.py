@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from arpo_megatron.errors import UserError
+from arpo_megatron.tasks.chat_tokens import ChatEncoder
 from arpo_megatron.tasks.conversations import batch, conversation_tree, read_conversations
 from arpo_megatron.tree import Role
 
@@ -65,7 +66,7 @@ TALK = [
 @pytest.mark.parametrize("template", [CHATML, LLAMA, MARKED])
 def test_the_assistants_tokens_and_no_others_are_learnt(template: str) -> None:
     tokenizer = tokenizer_with(template)
-    tree = conversation_tree({"messages": TALK}, tokenizer, 1000)
+    tree = conversation_tree({"messages": TALK}, ChatEncoder(tokenizer), 1000)
     trajectory = tree.trajectory(tree.leaves()[0])
     whole = tokenizer.apply_chat_template(TALK, tokenize=True, return_dict=True)["input_ids"]
     assert trajectory.token_ids.tolist() == whole[: len(trajectory.token_ids)]
@@ -74,7 +75,7 @@ def test_the_assistants_tokens_and_no_others_are_learnt(template: str) -> None:
     assert tree.segments[0].role is Role.PROMPT and tree.segments[2].role is Role.TOOL
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     turns=st.lists(st.tuples(st.sampled_from(["user", "assistant", "tool"]), st.text(max_size=12)), max_size=6),
     template=st.sampled_from([CHATML, MARKED]),
@@ -82,7 +83,7 @@ def test_the_assistants_tokens_and_no_others_are_learnt(template: str) -> None:
 def test_any_talk_is_a_beginning_of_the_rendered_one(turns: list[tuple[str, str]], template: str) -> None:
     messages = [said("system", "x"), *(said(role, "x" + text) for role, text in turns), said("assistant", "end")]
     tokenizer = tokenizer_with(template)
-    tree = conversation_tree({"messages": messages}, tokenizer, 10**6)
+    tree = conversation_tree({"messages": messages}, ChatEncoder(tokenizer), 10**6)
     trajectory = tree.trajectory(tree.leaves()[0])
     whole = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True)["input_ids"]
     assert trajectory.token_ids.tolist() == whole[: len(trajectory.token_ids)]
@@ -93,7 +94,7 @@ def test_any_talk_is_a_beginning_of_the_rendered_one(turns: list[tuple[str, str]
 def test_a_turn_that_is_not_to_be_learnt_is_context() -> None:
     messages = [*TALK[:2], said("assistant", "wrong", train=False), TALK[3], TALK[4]]
     for template in (CHATML, MARKED):
-        tree = conversation_tree({"messages": messages}, tokenizer_with(template), 1000)
+        tree = conversation_tree({"messages": messages}, ChatEncoder(tokenizer_with(template)), 1000)
         assert [s.role for s in tree.segments] == [Role.PROMPT, Role.MODEL]
 
 
@@ -110,14 +111,16 @@ def test_a_turn_that_is_not_to_be_learnt_is_context() -> None:
 )
 def test_a_row_that_cannot_be_used_says_why(row: dict[str, object], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
-        conversation_tree(row, tokenizer_with(CHATML), 100)
+        conversation_tree(row, ChatEncoder(tokenizer_with(CHATML)), 100)
 
 
 def test_a_template_that_rewrites_earlier_turns_makes_a_bad_row() -> None:
     messages = [said("user", "a"), said("assistant", "hm</think>b"), said("user", "c"), said("assistant", "d")]
     with pytest.raises(ValueError, match="renders the turns before message"):
-        conversation_tree({"messages": messages}, tokenizer_with(REWRITING), 1000)
-    assert len(conversation_tree({"messages": messages[:2]}, tokenizer_with(REWRITING), 1000).segments) == 2
+        conversation_tree({"messages": messages}, ChatEncoder(tokenizer_with(REWRITING)), 1000)
+    assert (
+        len(conversation_tree({"messages": messages[:2]}, ChatEncoder(tokenizer_with(REWRITING)), 1000).segments) == 2
+    )
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])

@@ -93,14 +93,14 @@ def test_calls_draw_different_random_numbers(client: SandboxClient) -> None:
     assert len(draws) == 3
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.text(max_size=50))
 def test_any_text_comes_back_as_it_was_printed(client: SandboxClient, text: str) -> None:
     answer = client.call("python", {"code": f"import sys\nsys.stdout.write({text!r} + '|')\nNone"})
     assert (answer.status, answer.text) == ("ok", text + "|")
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.text(st.characters(), max_size=30))  # lone surrogates included
 def test_any_code_at_all_gets_an_answer(client: SandboxClient, code: str) -> None:
     assert client.call("python", {"code": code}, timeout_s=5).status in ("ok", "error")

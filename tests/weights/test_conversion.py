@@ -1,9 +1,6 @@
 """Hugging Face -> Megatron -> Hugging Face: the same function, the same gradient, the same bits."""
 
 import json
-import os
-import subprocess
-import sys
 from itertools import islice
 from math import prod
 from pathlib import Path
@@ -15,6 +12,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from tiny_models import CASES, gradients, make, megatron_logprobs, reference_logprobs, sample_tokens, weigh
 from torch import Tensor, nn
+from torchrun import torchrun
 
 from arpo_megatron.config import ParallelConfig
 from arpo_megatron.weights.held import HeldParameters
@@ -101,17 +99,7 @@ def test_a_round_trip_keeps_every_bit_in_every_layout(
 
     references = {case: make(tmp_path / "models" / case, case, num_hidden_layers=4) for case in cases}
     (ranks,) = {LAYOUTS[name].world_size for name in layouts}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE), *sys.path]), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, str(HERE / "roundtrip.py"), str(tmp_path / "models"), *layouts],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    torchrun(str(HERE / "roundtrip.py"), str(tmp_path / "models"), *layouts, ranks=ranks, timeout_s=240)
     for layout in layouts:
         for case, reference in references.items():
             out = tmp_path / "exported" / layout / case
@@ -138,7 +126,7 @@ def shapes_and_ranks(draw: st.DrawFn) -> tuple[ModelShape, int]:
         kv_heads=groups,
         head_dim=draw(st.integers(1, 3)),
         ffn=ranks * draw(st.integers(1, 3)),
-        vocabulary=draw(st.integers(1, 13)),
+        vocabulary=ranks * draw(st.integers(1, 7)),
         rope_theta=1e4,
         norm_eps=1e-6,
         tied=draw(st.booleans()),
@@ -150,7 +138,7 @@ def shapes_and_ranks(draw: st.DrawFn) -> tuple[ModelShape, int]:
     return shape, ranks
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(shapes_and_ranks())
 def test_filling_every_ranks_parameter_and_putting_it_back_changes_nothing(case: tuple[ModelShape, int]) -> None:
     shape, ranks = case
@@ -163,8 +151,7 @@ def test_filling_every_ranks_parameter_and_putting_it_back_changes_nothing(case:
             size = tuple(whole.shape)
             for rank, parameter in enumerate(parameters):
                 place = whole[entry.piece(size, rank, ranks)]
-                part = entry.parts(parameter, ranks)[index].reshape(entry.part_shape(size, ranks))
-                place.copy_(part[: len(place)])
+                place.copy_(entry.parts(parameter, ranks)[index].reshape(entry.part_shape(size, ranks)))
         assert_same_bits(full, back)
 
 
@@ -173,7 +160,7 @@ def fill(entry: Entry, full: dict[str, Tensor], rank: int, ranks: int) -> Tensor
     shapes = [entry.part_shape(size, ranks) for size in entry.hf.values()]
     parameter = torch.full((sum(shape[0] for shape in shapes), *shapes[0][1:]), torch.nan)
     for part, (name, size) in zip(entry.parts(parameter, ranks), entry.hf.items(), strict=True):
-        entry.fill(part, full[name][entry.piece(size, rank, ranks)])
+        part.copy_(full[name][entry.piece(size, rank, ranks)].view(part.shape))
     return parameter
 
 

@@ -1,4 +1,4 @@
-"""The control arm of ARPO: forks at the same places and as many of them, but by a draw that no entropy enters."""
+"""The control arm of ARPO: the same places and the same draws, compared with a probability that no entropy enters."""
 
 from dataclasses import dataclass
 

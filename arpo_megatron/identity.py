@@ -1,0 +1,101 @@
+"""What a run was started with, so that a resume notices what has changed under its config, and a replay a stranger.
+
+The config names files; `inputs.json` holds what was in them: the model's shape and digests of tokenizer and data. The
+model's weights are not among them: a run that is resumed has its own.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from arpo_megatron.bad_packs import BadUpdate
+from arpo_megatron.config import JobConfig
+from arpo_megatron.errors import UserError
+from arpo_megatron.run_directory import RunDirectory, fixed_part, write_json
+from arpo_megatron.weights.shape import ModelShape
+
+
+def check_started_with(config: JobConfig, run: RunDirectory) -> None:
+    """Record what a fresh run starts with; refuse to go on with one where that has changed.
+
+    Raises:
+        UserError: the model, its tokenizer or a data file is another one than when the run was started.
+    """
+    found = _digests(config, run)
+    if not run.inputs.exists():
+        write_json(run.inputs, {"model": _shape(config, run), **found})
+        return
+    check_model(config, run)
+    recorded = json.loads(run.inputs.read_text(encoding="utf-8"))
+    for name, value in found.items():
+        if value != recorded[name]:
+            path = {"sft.data": config.sft.data, "data.path": config.data.path}.get(name)
+            what = f"the tokenizer at {_model(config, run)}" if path is None else f"{name}={path}"
+            raise UserError(f"{what} has changed since {run.path} was started: {_MEND}")
+
+
+def check_model(config: JobConfig, run: RunDirectory) -> None:
+    """Raises UserError where the model that a run was started with has another shape by now."""
+    if not run.inputs.exists():
+        return
+    recorded = json.loads(run.inputs.read_text(encoding="utf-8"))["model"]
+    for name, value in _shape(config, run).items():
+        if value != recorded.get(name):
+            raise UserError(
+                f"the model at {_model(config, run)} has changed since {run.path} was started ({name} was "
+                f"{recorded.get(name)}, now {value}): {_MEND}"
+            )
+
+
+def fingerprint(config: JobConfig, shape: ModelShape) -> dict[str, str]:
+    """Of the model's shape, and of what a resumed run may not change in its config."""
+    return {"model": _digest_of(asdict(shape)), "config": _digest_of(fixed_part(config))}
+
+
+def check_dump(bad: BadUpdate, file: Path, config: JobConfig, run: RunDirectory) -> None:
+    """Raises UserError where a dumped update cannot be one of this run."""
+    shape = ModelShape.from_hf(_model(config, run))
+    for name, value in fingerprint(config, shape).items():
+        if bad.made_by.get(name) != value:
+            raise UserError(
+                f"{file} was dumped by a run with another {name} than {run.path} has: name its own with --run DIR"
+            )
+    for index, pack in enumerate(bad.packs):
+        strange = pack.token_ids[(pack.token_ids < 0) | (pack.token_ids >= shape.vocabulary)]
+        if len(strange):
+            raise UserError(
+                f"{file} is damaged: token {strange[0]} of pack {index} is not in the model's vocabulary of "
+                f"{shape.vocabulary}"
+            )
+
+
+_MEND = "put the old one back, or start afresh without --resume"
+
+
+def _model(config: JobConfig, run: RunDirectory) -> Path:
+    return config.model.path or run.initial_model
+
+
+def _shape(config: JobConfig, run: RunDirectory) -> dict[str, Any]:
+    return asdict(ModelShape.from_hf(_model(config, run)))
+
+
+def _digests(config: JobConfig, run: RunDirectory) -> dict[str, str | None]:
+    files = {
+        "tokenizer": _model(config, run) / "tokenizer.json",
+        "sft.data": config.sft.data,
+        "data.path": config.data.path,
+    }
+    return {name: None if path is None or not path.is_file() else _digest(path) for name, path in files.items()}
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _digest_of(values: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()

@@ -1,0 +1,148 @@
+"""Which trees a step trains when some are left out, and how pushes that fail meet trees under way.
+
+The rollout service is a double: that a push fails between two attempts, or that every group of a step has no signal,
+cannot be produced otherwise without waiting for chance. `tests/e2e` runs the same code with the real one.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from arpo_megatron.config import AlgorithmConfig, JobConfig, RolloutConfig, TrainConfig
+from arpo_megatron.harvest import Harvest
+from arpo_megatron.monitor.events import EventLog
+from arpo_megatron.rollout.accounting import GrowCounts, grow_stats
+from arpo_megatron.rollout.policies.grpo import GrpoPolicy
+from arpo_megatron.rollout.service import CollectTrees, FinishTrees, GrowReport, StaleEnginesError, StartTrees
+from arpo_megatron.tasks.base import Task
+from arpo_megatron.tree import RolloutTree
+from arpo_megatron.tree_files import ScoredTree
+
+
+@dataclass
+class Rollouts:
+    """Finishes what it is asked for, at once and in order; notes every call."""
+
+    calls: list[str] = field(default_factory=list)
+    under_way: list[Task] = field(default_factory=list)
+    stale: int = 0
+
+    def start_trees(self, request: StartTrees) -> None:
+        self.calls.append(f"start {len(request.tasks)}")
+        self.under_way += request.tasks
+
+    def collect(self, request: CollectTrees, _progress: object) -> GrowReport:
+        count = min(request.count or 0, len(self.under_way))
+        done, self.under_way = self.under_way[:count], self.under_way[count:]
+        self.calls.append(f"collect {count}")
+        trees = [RolloutTree(task.id, np.arange(2)) for task in done]
+        return GrowReport(trees, [], grow_stats([], GrowCounts(), GrpoPolicy(1), failed=0, seconds=1.0))
+
+    def finish_trees(self, _request: FinishTrees, _progress: object) -> None:
+        self.calls.append("finish")
+        if self.stale:
+            self.stale -= 1
+            raise StaleEnginesError("http://engine")
+
+    def stop_trees(self, _request: object) -> None:
+        self.calls.append("stop")
+        self.under_way.clear()
+
+    def pause(self) -> None:
+        self.calls.append("pause")
+
+    def resume(self, version: int) -> None:
+        self.calls.append(f"resume {version}")
+
+
+def task(name: str) -> Task:
+    return Task(name, (), "1", "math", "")
+
+
+class Sampler:
+    """Tasks t0, t1, ..."""
+
+    def __init__(self) -> None:
+        self.drawn = 0
+
+    def next_batch(self, count: int) -> list[Task]:
+        self.drawn += count
+        return [task(f"t{n}") for n in range(self.drawn - count, self.drawn)]
+
+
+Start = Callable[..., tuple[Harvest, Rollouts]]
+
+
+@pytest.fixture
+def harvest(tmp_path: Path) -> Start:
+    def make(signal: Callable[[str], bool] = lambda _id: True, **rollout: Any) -> tuple[Harvest, Rollouts]:
+        def score(trees: Sequence[RolloutTree], tasks: Sequence[Task]) -> list[ScoredTree]:
+            rewards = [np.array([0.0, 1.0 if signal(task.id) else 0.0]) for task in tasks]
+            whole = zip(tasks, trees, rewards, strict=True)
+            return [ScoredTree(task, tree, given, given, given == 1) for task, tree, given in whole]
+
+        config = JobConfig(
+            "test",
+            train=TrainConfig(steps=4, tasks_per_step=4),
+            rollout=RolloutConfig(**rollout),
+            algorithm=AlgorithmConfig(drop_groups_without_signal=True, trajectory_weight_limit=2.0),
+        )
+        rollouts = Rollouts()
+        events = EventLog(tmp_path / "events.jsonl")
+        return Harvest(config, rollouts, score, Sampler(), events), rollouts  # type: ignore[arg-type]
+
+    return make
+
+
+def test_groups_without_signal_are_replaced_and_counted(harvest: Start) -> None:
+    held, rollouts = harvest(lambda task: task not in ("t0", "t2"), max_refills=3)
+    assert [item.tree.task_id for item in held.step(0)] == ["t1", "t3", "t4", "t5"]
+    assert rollouts.calls == ["start 4", "collect 4", "start 2", "collect 2"]
+    assert held.dropped["no_signal"] == 2
+
+
+def test_spare_trees_are_used_before_others_are_started_whatever_the_refills(harvest: Start) -> None:
+    held, rollouts = harvest(lambda task: task not in ("t0", "t2"), max_refills=0, oversampling=0.5)
+    assert [item.tree.task_id for item in held.step(0)] == ["t1", "t3", "t4", "t5"]
+    assert rollouts.calls == ["start 6", "collect 4", "collect 2"]
+
+
+def test_a_step_trains_what_it_has_when_the_refills_are_used_up(harvest: Start) -> None:
+    held, _ = harvest(lambda task: task == "t5", max_refills=1)
+    assert [item.tree.task_id for item in held.step(0)] == ["t5"]
+    assert held.dropped["no_signal"] == 7
+    assert "step 1 trains 1 trees of 4" in held.events.path.read_text()
+
+
+def test_a_step_without_any_tree_says_what_became_of_them(harvest: Start) -> None:
+    held, _ = harvest(lambda _task: False, max_refills=1)
+    with pytest.raises(RuntimeError, match=r"step 1 has not one tree to train; dropped: .*8 no_signal"):
+        held.step(0)
+
+
+def test_a_push_that_is_made_again_does_not_wait_for_trees_at_rest(harvest: Start) -> None:
+    held, rollouts = harvest(max_staleness=1, across_push="drain")
+    held.step(0)
+    rollouts.calls.clear()
+    rollouts.stale = 1  # an engine is restarted while the trees are drained: some are not finished
+    for _attempt in range(2):
+        held.before_push()
+    assert rollouts.calls == ["finish", "pause"]
+    held.after_push(1)
+    held.before_push()
+    assert rollouts.calls == ["finish", "pause", "resume 1", "finish", "pause"]
+
+
+def test_the_trees_of_a_stopped_run_are_the_first_of_its_continuation(harvest: Start) -> None:
+    held, _ = harvest(max_staleness=1)
+    held.step(0)
+    ids = held.state_dict()
+    assert ids == ["t4", "t5", "t6", "t7"]
+    again, rollouts = harvest(max_staleness=1)
+    again.load_state_dict(ids, [task(name) for name in ids])
+    again.step(1)
+    assert [item.id for item in rollouts.under_way] == ["t0", "t1", "t2", "t3"]
