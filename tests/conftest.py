@@ -16,7 +16,7 @@ if os.environ.get("ARPO_TESTS_ON") != "cuda":
     os.environ.update(CPU_ENVIRONMENT)
 
 # A machine that does other work is slow now and then.
-hypothesis.settings.register_profile("shared machine")
+hypothesis.settings.register_profile("shared machine", deadline=None)
 hypothesis.settings.load_profile("shared machine")
 
 

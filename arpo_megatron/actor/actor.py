@@ -331,11 +331,11 @@ class Actor:
             self._sum(rows[:, -1].max(), dist.ReduceOp.MAX),
             grad_norm=grad_norm,
             lr=float(self.optimizer.param_groups[0]["lr"]),
-            routes_replayed=0.0 if balance is None else balance.replayed,
-            routes_differing=0.0 if balance is None else balance.differing,
             skipped=skipped,
             expert_busiest=None if balance is None else balance.busiest,
             expert_loss=None if balance is None else balance.loss,
+            routes_replayed=None if balance is None else balance.replayed,
+            routes_differing=None if balance is None else balance.differing,
         )
 
 

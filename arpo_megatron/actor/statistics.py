@@ -93,12 +93,12 @@ class UpdateStats:
         kl_old: k3 estimate of KL(old || new), mean, in nats.
         kl_reference: k3 estimate of KL(new || reference), mean, in nats.
         tokens: target tokens.
-        routes_replayed: share of tokens that a mixture of experts sent where the engine had sent them, in [0, 1].
-        routes_differing: share of their choices of experts that the trainer's routers would not have made.
         skipped: loss or gradient was not finite, so weights and optimizer state are unchanged (the schedule goes on).
         expert_busiest: load of the busiest expert of any layer over the mean, a shared token counted as often as it is
             shared; None without experts.
         expert_loss: what the router's balancing loss is without its coefficient, mean over layers; 1 is level.
+        routes_replayed: share of tokens that went where the engine had sent them, in [0, 1]; None without experts.
+        routes_differing: share of their experts that the trainer's routers would not have chosen; None likewise.
     """
 
     loss: float
@@ -119,11 +119,11 @@ class UpdateStats:
     kl_old: float
     kl_reference: float
     tokens: int
-    routes_replayed: float
-    routes_differing: float
     skipped: bool
     expert_busiest: float | None = None
     expert_loss: float | None = None
+    routes_replayed: float | None = None
+    routes_differing: float | None = None
 
     @classmethod
     def of(cls, sums: Tensor, ratio_max: Tensor, **measured: Any) -> Self:

@@ -9,10 +9,13 @@ import numpy as np
 import pytest
 from jobs import ARPO, quickstart, rows_of, run_to_end
 
+from arpo_megatron import resolve
 from arpo_megatron.actor.packing import pack_trees
 from arpo_megatron.algorithms.credit import supervised_credit
 from arpo_megatron.bad_packs import BadUpdate, save_bad_update
+from arpo_megatron.identity import fingerprint
 from arpo_megatron.tree import Role, RolloutTree
+from arpo_megatron.weights.shape import ModelShape
 
 pytestmark = pytest.mark.timeout(600)
 COLD_START = ("sft.steps=4", "sft.save_every=1", "sft.batch=4", "model.layers=2", "model.hidden_size=48")
@@ -48,7 +51,8 @@ def test_a_skipped_update_is_replayed(run):
     tree.add(0, Role.MODEL, [4, 5, 6], logprobs=np.zeros(3))
     (pack,) = pack_trees([tree], supervised_credit([tree]), token_budget=100)
     bad = dataclasses.replace(pack, positive=pack.positive * np.float32(np.nan))
-    dump = save_bad_update(run / "bad_packs", BadUpdate("sft", 1, "nll", [1], [pack, bad], None))
+    made_by = fingerprint(resolve.load(run / "config.yaml"), ModelShape.from_hf(run / "initial_model"))
+    dump = save_bad_update(run / "bad_packs", BadUpdate("sft", 1, "nll", [1], [pack, bad], None, made_by=made_by))
     done = subprocess.run([*ARPO, "replay-pack", str(dump)], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
