@@ -6,6 +6,7 @@ without doing so (even by kill -9), the server ends the group itself (see `sglan
 
 import contextlib
 import os
+import random
 import shutil
 import socket
 import subprocess
@@ -29,6 +30,8 @@ from arpo_megatron.supervisor import Program
 
 _FLAGS = ("--enable-metrics", "--skip-server-warmup")  # the health gate's own generation is the warm-up
 _POLL_INTERVAL_S = 0.1
+_CANDIDATES = 10000
+"""Ports among which free ones are looked for."""
 _ROUTER_STARTUP_S = 60.0
 
 
@@ -313,9 +316,28 @@ def _with_log(program: Program, text: str) -> str:
 
 
 def free_ports(count: int) -> list[int]:
-    """So many different TCP ports of 127.0.0.1 that are free now."""
-    with contextlib.ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [int(probe.getsockname()[1]) for probe in probes]
+    """So many different TCP ports of 127.0.0.1 that are free now.
+
+    They lie below the range from which the kernel serves whoever names none: any connection on the machine could take
+    one of those between this look and the service's own (seen: an engine that found its port in use).
+
+    Raises:
+        UserError: there are not so many.
+    """
+    found: list[int] = []
+    end = _first_ephemeral_port()
+    for port in random.SystemRandom().sample(range(end - _CANDIDATES, end), _CANDIDATES):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            found.append(port)
+        if len(found) == count:
+            return found
+    raise UserError(f"of the TCP ports {end - _CANDIDATES} to {end} not {count} are free on 127.0.0.1")
+
+
+def _first_ephemeral_port() -> int:
+    try:
+        first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except OSError:
+        first = 0
+    return first if first > 2 * _CANDIDATES else 32768  # Linux's own; a range that begins so low leaves no room below

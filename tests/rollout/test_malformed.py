@@ -169,7 +169,7 @@ class ByteEngine:
         return len(input_ids), 0
 
     async def generate(
-        self, input_ids: Any, *, max_new_tokens: int, sampling: Sampling, stop: Sequence[str], key: str
+        self, input_ids: Any, *, max_new_tokens: int, sampling: Sampling, stop: Sequence[str], key: str, routes: None
     ) -> Generation:
         await asyncio.sleep(0)
         seed = sampling.seed
