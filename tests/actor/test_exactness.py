@@ -219,7 +219,7 @@ def computed(request, expected):
 
 
 def errors(found: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> dict[str, float]:
-    """Of losses, norm and gradients, relative to their largest entry, but at least to a thousandth of any gradient's."""
+    """Of losses, norm and gradients, relative to their largest entry, but at least a thousandth of any gradient's."""
     assert found.keys() == exact.keys()
     numbers = {"loss", "router loss", "gradient norm"}
     scale = max(float(value.abs().max()) for name, value in exact.items() if name not in numbers)
