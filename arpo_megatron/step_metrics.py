@@ -45,9 +45,17 @@ def pack_metrics(minibatches: Sequence[Minibatch], shape: ModelShape, config: Jo
     """
     cost = CostModel.of(shape)
     layout = config.parallel
-    kind = {"ranks": layout.data, "in_flight": layout.pipeline, "in_step": layout.expert > 1}
-    reports = [report(m.packs, m.trees, **kind, cost=cost) for m in minibatches]
-    rows = [made.row() for made in reports]
+    rows = [
+        report(
+            minibatch.packs,
+            minibatch.trees,
+            ranks=layout.data,
+            in_flight=layout.pipeline,
+            in_step=layout.expert > 1,
+            cost=cost,
+        ).row()
+        for minibatch in minibatches
+    ]
     largest = ("pack/held", "pack/imbalance")
     place = Place(0, layout.context, config.pack_multiple, cost)
     padding = sum(padding_of(pack, place) for minibatch in minibatches for pack in minibatch.packs)
