@@ -19,7 +19,6 @@ import torch.distributed as dist
 from layouts import join
 from megatron.core import parallel_state
 
-from arpo_megatron import config_rules
 from arpo_megatron.actor import attention, parallel
 from arpo_megatron.actor.actor import Actor
 from arpo_megatron.actor.attention import share_blocks
@@ -29,7 +28,7 @@ from arpo_megatron.actor.optimizer import gradient_norm
 from arpo_megatron.actor.optimizer_state import holdings
 from arpo_megatron.actor.packing import TreePack, pack_trees, report
 from arpo_megatron.algorithms.credit import TreeCredit
-from arpo_megatron.config import AlgorithmConfig, OptimizerConfig, ParallelConfig
+from arpo_megatron.config import AlgorithmConfig, OptimizerConfig, ParallelConfig, rules
 from arpo_megatron.minibatch import Minibatch, ReadyUpdate, prepare_update, share
 from arpo_megatron.tree import RolloutTree
 from arpo_megatron.weights.export import hf_tensors
@@ -138,7 +137,7 @@ def padding(packing: str, actor: Actor) -> Iterator[None]:
     if packing != "padded":
         yield
         return
-    with patch.dict(config_rules.FP8_TOKENS, none=PADDED):
+    with patch.dict(rules.FP8_TOKENS, none=PADDED):
         assert actor._place.multiple_of >= PADDED
         yield
 
