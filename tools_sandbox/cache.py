@@ -119,7 +119,9 @@ class AnswerFile:
         await asyncio.get_running_loop().run_in_executor(self._thread, write)
 
     def _used_pages(self) -> int:
-        pages, free = (self._database.execute(f"PRAGMA {name}").fetchone()[0] for name in ("page_count", "freelist_count"))
+        pages, free = (
+            self._database.execute(f"PRAGMA {name}").fetchone()[0] for name in ("page_count", "freelist_count")
+        )
         return int(pages) - int(free)
 
     def close(self) -> None:
@@ -218,6 +220,10 @@ class AnswerCache:
         while len(self._memory) > self._entries or self._bytes > self._bytes_allowed:
             _, oldest = self._memory.popitem(last=False)
             self._bytes -= sys.getsizeof(oldest.result.text)
+
+    async def cancel(self) -> None:
+        """End every execution in flight."""
+        await self._flights.cancel()
 
     def close(self) -> None:
         """Close the file, if there is one."""

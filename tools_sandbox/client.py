@@ -106,7 +106,7 @@ class _Call:
         self._failures.append(error.status)
         if len(self._failures) > self._retries:
             raise _unavailable(self._url, len(self._failures), error, self._failures) from error
-        return min(0.1 * 2 ** (len(self._failures) - 1), 2.0) * 0.8 * spread
+        return min(0.1 * 2.0 ** (len(self._failures) - 1), 2.0) * 0.8 * spread
 
 
 def _headers(token: str | None) -> dict[str, str]:

@@ -58,10 +58,13 @@ class Flights(Generic[T]):
             if not flight.waiters and not flight.task.done():
                 asyncio.get_running_loop().call_later(self._linger_s, self._abandon, flight)
 
-    def cancel(self) -> None:
-        """End everything under way; those who wait get FlightCancelled."""
-        for flight in list(self._flights.values()):
-            flight.task.cancel()
+    async def cancel(self) -> None:
+        """End everything under way, and wait until it has ended; those who wait get FlightCancelled."""
+        tasks = [flight.task for flight in self._flights.values()]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
 
     def _landed(self, key: str, task: asyncio.Task[T]) -> None:
         if (flight := self._flights.get(key)) is not None and flight.task is task:

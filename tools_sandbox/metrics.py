@@ -14,9 +14,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
-        self.answers = Counter(
-            "tools_sandbox_answers", "Calls answered.", ["tool", "status"], registry=self._registry
-        )
+        self.answers = Counter("tools_sandbox_answers", "Calls answered.", ["tool", "status"], registry=self._registry)
         self.refusals = Counter(
             "tools_sandbox_refusals", "Calls without answer, by reason.", ["reason"], registry=self._registry
         )

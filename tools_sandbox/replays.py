@@ -84,6 +84,6 @@ class Replays:
         _, known = self._answered.popitem(last=False)
         self._bytes -= sys.getsizeof(known.answer.text)
 
-    def cancel(self) -> None:
+    async def cancel(self) -> None:
         """End every call in flight."""
-        self._flights.cancel()
+        await self._flights.cancel()

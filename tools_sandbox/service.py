@@ -220,7 +220,9 @@ class ToolService:
         watch("waiting", "Calls that wait for a place.", lambda: sum(queue.waiting for queue in self._queues.values()))
         watch("cache_entries", "Answers kept in memory.", lambda: len(cache))
         watch("cache_hits", "Answers from the cache since the start.", lambda: cache.counts.hits)
-        watch("cache_joined", "Calls that shared an equal call's execution since the start.", lambda: cache.counts.joined)
+        watch(
+            "cache_joined", "Calls that shared an equal call's execution since the start.", lambda: cache.counts.joined
+        )
         watch("cache_misses", "Executions of cacheable calls since the start.", lambda: cache.counts.misses)
         watch("cache_file_errors", "Failures of the cache file since the start.", lambda: cache.counts.file_errors)
         watch("replayed", "Retries that executed nothing since the start.", lambda: self._replays.replayed)
@@ -250,9 +252,13 @@ class ToolService:
     async def stop(self) -> None:
         """End the calls in flight, whose callers are told to ask elsewhere, and what runs the tools."""
         self.state = "stopping"
-        self._replays.cancel()
-        for task in list(self._calls):
+        await self._replays.cancel()
+        await self._cache.cancel()
+        calls = list(self._calls)
+        for task in calls:
             task.cancel()
+        if calls:
+            await asyncio.wait(calls)
         await self._workers.stop()
         for tool in self._started:
             await tool.stop()

@@ -51,7 +51,7 @@ class Tool:
     """True if `run` itself answers "timeout" in time; otherwise it is cancelled."""
 
     async def start(self) -> None:
-        """Called once before the first `run`, in the process that runs it. ConfigError: it cannot work as configured."""
+        """Called once before the first `run`, in the process that runs it. ConfigError: it cannot work as told."""
 
     async def stop(self) -> None:
         """Called at the end, if the tool runs in the service."""
@@ -122,7 +122,9 @@ class PythonTool(Tool):
         """The code's output; its traceback on failure."""
         if len(arguments.code) > self._code_chars:
             size = len(arguments.code)
-            return ToolResult("error", f'Argument "code" has {size} characters; at most {self._code_chars} are allowed.')
+            return ToolResult(
+                "error", f'Argument "code" has {size} characters; at most {self._code_chars} are allowed.'
+            )
         outcome = await self._pool.run(arguments.code, timeout_s)
         return ToolResult(cast(Status, outcome.status), outcome.text)
 
@@ -136,7 +138,9 @@ def _plugin(plugin: PluginConfig) -> Tool:
     offered = {entry.name: entry for entry in metadata.entry_points(group=ENTRY_POINTS)}
     if plugin.name not in offered:
         known = ", ".join(sorted(offered)) or "none"
-        raise ConfigError(f'plugins: no installed package offers "{plugin.name}" in {ENTRY_POINTS} (installed: {known})')
+        raise ConfigError(
+            f'plugins: no installed package offers "{plugin.name}" in {ENTRY_POINTS} (installed: {known})'
+        )
     try:
         tool = offered[plugin.name].load()(**plugin.options)
     except Exception as error:

@@ -187,7 +187,8 @@ class WorkerPool:
         while not self._stopping:
             self.restarts += 1
             try:
-                return await self._add_worker()
+                await self._add_worker()
+                break
             except (ConfigError, OSError) as error:  # out of memory or processes, say: that may pass
                 log.error("a worker cannot be started", extra={"reason": str(error)})
                 await asyncio.sleep(pause_s)

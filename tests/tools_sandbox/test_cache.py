@@ -11,7 +11,7 @@ import requests
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tools_sandbox.answers import Status, ToolAnswer
+from tools_sandbox.answers import Status, ToolResult
 from tools_sandbox.cache import AnswerCache, cache_key
 from tools_sandbox.client import SandboxClient
 from tools_sandbox.config import CacheConfig
@@ -22,13 +22,13 @@ JSON = st.recursive(st.none() | st.booleans() | st.integers() | st.text(), lambd
 class Counting:
     """An execution that counts itself."""
 
-    def __init__(self, status: Status = "ok", seconds: float = 0.0) -> None:
-        self.runs, self.status, self.seconds = 0, status, seconds
+    def __init__(self, status: Status = "ok", seconds: float = 0.0, *, negative: bool = False) -> None:
+        self.runs, self.status, self.seconds, self.negative = 0, status, seconds, negative
 
-    async def __call__(self) -> ToolAnswer:
+    async def __call__(self) -> tuple[ToolResult, float]:
         self.runs += 1
         await asyncio.sleep(self.seconds)
-        return ToolAnswer(f"run {self.runs}", self.status, self.seconds, cached=False)
+        return ToolResult(self.status, f"run {self.runs}", self.negative), self.seconds
 
 
 @given(st.dictionaries(st.text(max_size=5), JSON, max_size=4), st.randoms())

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from tools_sandbox.client import SandboxClient
 from tools_sandbox.config import ConfigError, SearchConfig, Source
 from tools_sandbox.search.corpus import _passages, normalise_query
-from tools_sandbox.search.index import SearchIndex, build, ensure_index, is_current
+from tools_sandbox.search.index import SearchIndex, build
 from tools_sandbox.search.tool import NO_RESULTS
+
 
 def opened(folder: Path, *sources: Source) -> SearchIndex:
     """The index of sources, built in this process."""
@@ -85,9 +86,7 @@ def test_a_damaged_source_says_where(tmp_path: Path, kind: str, content: str, sa
 
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.lists(WORDS, min_size=1, max_size=5).map(" ".join), min_size=1, max_size=12), WORDS)
-def test_exactly_the_passages_with_the_word_are_found_each_once(
-    tmp_path: Path, passages: list[str], word: str
-) -> None:
+def test_exactly_the_passages_with_the_word_are_found_each_once(tmp_path: Path, passages: list[str], word: str) -> None:
     (tmp_path / "c.jsonl").write_text("".join(json.dumps({"text": passage}) + "\n" for passage in passages))
     found = opened(tmp_path, Source(tmp_path / "c.jsonl", "jsonl")).ranked(word, len(passages) + 1)
     assert sorted(found) == sorted({passage for passage in passages if word in passage.split()})

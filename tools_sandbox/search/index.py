@@ -46,7 +46,7 @@ def ensure_index(config: SearchConfig) -> None:
         return
     values = json.dumps(TypeAdapter(SearchConfig).dump_python(config, mode="json"))
     command = [sys.executable, "-m", "tools_sandbox.search.index", "--search", "-"]
-    done = subprocess.run(command, input=values, capture_output=True, text=True)
+    done = subprocess.run(command, input=values, capture_output=True, text=True, check=False)
     if done.returncode == 2:
         raise ConfigError(done.stderr.strip().removeprefix("tools_sandbox: "))
     if done.returncode != 0:
@@ -59,9 +59,10 @@ def is_current(config: SearchConfig) -> bool:
     meta = _meta(config)
     if meta is None or meta["settings"] != _settings(config):
         return False
-    if [_stat(source.path) for source in config.sources] == meta["stats"]:
+    if meta["stats"] == [_stat(source.path) for source in config.sources]:
         return True
-    return [content_digest(source.path) for source in config.sources] == meta["digests"]
+    digests: list[str] = meta["digests"]
+    return digests == [content_digest(source.path) for source in config.sources]
 
 
 def build(config: SearchConfig) -> dict[str, Any]:
