@@ -62,7 +62,7 @@ class FairQueue:
         self.waiting += 1
         self._give_places()
         if not waiting.turn.done() and self.waiting > self.max_waiting:
-            self._refuse_one()
+            self._refuse_one(flow)
         try:
             async with asyncio.timeout(wait_s):
                 await waiting.turn
@@ -89,14 +89,17 @@ class FairQueue:
             self._leave(first.flow)
             self.running += 1
             first.turn.set_result(None)
-        if len(self._next_tag) + len(self._heap) > 2 * self.waiting + 1024:
+        if not self.waiting:  # nobody is behind anybody: the next comers are equals
+            self._next_tag.clear()
+            self._heap.clear()
+        elif len(self._next_tag) + len(self._heap) > 2 * self.waiting + 1024:
             self._next_tag = {flow: tag for flow, tag in self._next_tag.items() if tag > self._now}
             self._heap = [each for each in self._heap if not each.turn.done()]
             heapq.heapify(self._heap)
 
-    def _refuse_one(self) -> None:
-        """The flow with most calls waiting loses its last one."""
-        flow, _ = self._waiting_of.most_common(1)[0]
+    def _refuse_one(self, newcomer: str) -> None:
+        """The flow with most calls waiting loses its last one; among equals the one that came."""
+        flow = max(self._waiting_of, key=lambda each: (self._waiting_of[each], each == newcomer))
         last = max(each for each in self._heap if each.flow == flow and not each.turn.done())
         self._leave(flow)
         last.turn.set_exception(QueueFull())
