@@ -89,11 +89,9 @@ class FairQueue:
             self._leave(first.flow)
             self.running += 1
             first.turn.set_result(None)
-        if not self.waiting:  # nobody is behind anybody: the next comers are equals
-            self._next_tag.clear()
-            self._heap.clear()
-        elif len(self._next_tag) + len(self._heap) > 2 * self.waiting + 1024:
-            self._next_tag = {flow: tag for flow, tag in self._next_tag.items() if tag > self._now}
+        if len(self._next_tag) + len(self._heap) > 2 * self.waiting + 1024:
+            # Who has nothing waiting is at most one turn ahead of the others; that may be forgotten.
+            self._next_tag = {flow: self._next_tag[flow] for flow in self._waiting_of}
             self._heap = [each for each in self._heap if not each.turn.done()]
             heapq.heapify(self._heap)
 

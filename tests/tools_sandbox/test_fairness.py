@@ -18,7 +18,11 @@ from tools_sandbox.flights import FlightCancelled, Flights
 def test_no_flow_gets_more_than_one_turn_ahead_of_another_that_waits(flows: list[str], places: int) -> None:
 
     async def run() -> list[str]:
-        queue, started = FairQueue(places, 100), list[str]()
+        queue, started, all_wait = FairQueue(places, 100), list[str](), asyncio.Event()
+
+        async def block() -> None:
+            async with queue.place("blocker", 10):
+                await all_wait.wait()
 
         async def call(flow: str) -> None:
             async with queue.place(flow, 10):
@@ -26,11 +30,15 @@ def test_no_flow_gets_more_than_one_turn_ahead_of_another_that_waits(flows: list
                 started.append(flow)
                 await asyncio.sleep(0)
 
-        blockers = [asyncio.create_task(call("blocker")) for _ in range(places)]
+        tasks = [asyncio.create_task(block()) for _ in range(places)]
         await asyncio.sleep(0)
-        await asyncio.gather(*blockers, *(call(flow) for flow in flows))
+        tasks += [asyncio.create_task(call(flow)) for flow in flows]
+        await asyncio.sleep(0)
+        assert queue.waiting == len(flows)
+        all_wait.set()
+        await asyncio.gather(*tasks)
         assert (queue.running, queue.waiting) == (0, 0)
-        return started[places:]
+        return started
 
     started = asyncio.run(run())
     assert sorted(started) == sorted(flows)
