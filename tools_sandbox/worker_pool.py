@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -29,8 +29,8 @@ log = logging.getLogger("tools_sandbox")
 _START_TIMEOUT_S = 120.0
 _CANCEL_GRACE_S = 2.0
 """A worker that has not confirmed the end of a cancelled call by then is hung, and replaced."""
-_DEATHS = 3
-"""A call that was running when so many workers died is taken for the cause."""
+_DEATHS_TO_SUSPECT, _DEATHS_TO_BLAME = 2, 3
+"""A call that was running when so many workers died for no known reason has the next one to itself; is the cause."""
 _LONGEST_PAUSE_S = 5.0
 
 
@@ -49,6 +49,8 @@ class _Worker:
     writer: asyncio.StreamWriter
     pending: dict[int, asyncio.Future[ToolResult | None]] = field(default_factory=dict)
     hung: bool = False
+    reserved: bool = False
+    """Takes no more calls, for a while."""
 
 
 class WorkerPool:
@@ -63,7 +65,9 @@ class WorkerPool:
         self._first = frames.encode({"config": config_values, "remove": [str(folder) for folder in remove]})
         self._wanted = config.workers
         self._workers: list[_Worker] = []
-        self._changed = asyncio.Event()
+        self._changed = asyncio.Condition()
+        """Notified when a worker comes, goes, or has ended a call."""
+        self._suspects = asyncio.Lock()
         self._numbers = itertools.count()
         self._background: set[asyncio.Task[None]] = set()
         self._stopping = False
@@ -88,31 +92,58 @@ class WorkerPool:
         while True:
             left_s = deadline - time.monotonic()
             try:
-                async with asyncio.timeout(left_s):
-                    worker = await self._least_busy()
+                async with asyncio.timeout(left_s), self._worker(alone=deaths >= _DEATHS_TO_SUSPECT) as worker:
                     result = await self._run_on(worker, tool, arguments, left_s)
             except TimeoutError:
                 return ToolResult("timeout", f"Time limit exceeded: {tool} did not finish within {timeout_s:g} s.")
             except _WorkerDied as error:
                 deaths += not error.blamed
-                if deaths >= _DEATHS or not repeatable:
-                    raise ToolBroken(f"{tool}: its worker died {deaths or 1} time(s)") from error
+                if deaths >= _DEATHS_TO_BLAME or not repeatable:
+                    raise ToolBroken(f"{tool}: its worker died") from error
                 continue
             if result is None:
                 raise ToolBroken(f"{tool}: see the log")
             return result
 
-    async def _least_busy(self) -> _Worker:
-        while not self._workers:
-            if self._stopping:
-                raise ToolBroken("the service is shutting down")
-            self._changed.clear()
-            await self._changed.wait()
-        return min(self._workers, key=lambda worker: len(worker.pending))
+    @contextlib.asynccontextmanager
+    async def _worker(self, *, alone: bool) -> AsyncIterator[_Worker]:
+        """The least busy worker; `alone`: with no other call in it, so that whoever kills it is known."""
+        if not alone:
+            yield await self._when(self._least_busy)
+            return
+        async with self._suspects:
+            worker = await self._when(self._least_busy)
+            worker.reserved = True
+            try:
+                await self._when(lambda: worker if not worker.pending else None)
+                yield worker
+            finally:
+                worker.reserved = False
+                await self._notify()
+
+    def _least_busy(self) -> _Worker | None:
+        free = [worker for worker in self._workers if not worker.reserved]
+        return min(free, key=lambda worker: len(worker.pending), default=None)
+
+    async def _when(self, look: Callable[[], _Worker | None]) -> _Worker:
+        found = look()
+        if found is None:
+            async with self._changed:
+                while (found := look()) is None:
+                    if self._stopping:
+                        raise ToolBroken("the service is shutting down")
+                    await self._changed.wait()
+        return found
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
 
     async def _run_on(
         self, worker: _Worker, tool: str, arguments: Mapping[str, Any], timeout_s: float
     ) -> ToolResult | None:
+        if worker not in self._workers:  # it died while this call waited to have it alone
+            raise _WorkerDied(blamed=True)
         number = next(self._numbers)
         future = worker.pending[number] = asyncio.get_running_loop().create_future()
         message = {"id": number, "tool": tool, "arguments": dict(arguments), "timeout_s": timeout_s}
@@ -140,9 +171,12 @@ class WorkerPool:
 
     async def _add_worker(self) -> None:
         worker = await self._spawn()
+        if self._stopping:
+            await _end(worker.process, worker.writer)
+            return
         self._workers.append(worker)
-        self._changed.set()
         self._in_background(self._listen(worker))
+        await self._notify()
 
     async def _spawn(self) -> _Worker:
         ours, theirs = socket.socketpair()
@@ -173,10 +207,13 @@ class WorkerPool:
             if future is not None and not future.done():
                 result = message["result"]
                 future.set_result(None if result is None else ToolResult(*result))
+            if worker.reserved and not worker.pending:
+                await self._notify()
         self._workers.remove(worker)
         for future in worker.pending.values():
             future.set_exception(_WorkerDied(blamed=worker.hung))
         worker.pending.clear()
+        await self._notify()
         await _end(worker.process, worker.writer)
         if not self._stopping:
             log.warning("a worker died", extra={"pid": worker.process.pid, "code": worker.process.returncode})
@@ -202,7 +239,7 @@ class WorkerPool:
     async def stop(self) -> None:
         """End all workers and their calls."""
         self._stopping = True
-        self._changed.set()
+        await self._notify()
         for worker in list(self._workers):
             with contextlib.suppress(ProcessLookupError):
                 worker.process.send_signal(signal.SIGKILL)

@@ -50,8 +50,8 @@ def decode(page: Page) -> str:
     except UnicodeDecodeError:
         pass
     found = _META_CHARSET.search(body[:4096])
-    for name in (page.charset, found.group(1).decode("ascii") if found else None):
-        decoded = _decoded(body, name) if name else None
+    for declared in (page.charset, found.group(1).decode("ascii") if found else None):
+        decoded = _decoded(body, declared) if declared else None
         if decoded is not None:
             return decoded
     guess = charset_normalizer.from_bytes(body[:_SNIFFED_BYTES]).best()
