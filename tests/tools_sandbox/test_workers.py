@@ -43,10 +43,6 @@ def configured(tmp_path: Path, *names: str, **more: Any) -> dict[str, Any]:
     return {"plugins": plugins, "search": {"sources": [{"path": str(corpus), "format": "jsonl"}]}, "workers": 2, **more}
 
 
-def workers(service: Any) -> list[psutil.Process]:
-    return [each for each in service.family() if "tools_sandbox.worker" in each.cmdline()]
-
-
 def alive(service: Any) -> int:
     return int(requests.get(f"{service.url}/health", timeout=5).json()["workers"]["alive"])
 
@@ -80,13 +76,13 @@ def test_a_tool_that_heeds_no_time_limit_is_ended_with_its_process(
 ) -> None:
     service = start_service(configured(tmp_path, name), env=environment)
     with SandboxClient(service.url) as client, ThreadPoolExecutor(2) as pool:
-        before = {each.pid for each in workers(service)}
+        before = {each.pid for each in service.workers()}
         honest = pool.submit(ask_honestly, client, range(200))
         began = time.monotonic()
         answer = client.call(name, {}, timeout_s=0.5)
         assert (answer.status, time.monotonic() - began < 2) == ("timeout", True)
         honest.result()
-        wait_until(lambda: alive(service) == 2 and len(before - {each.pid for each in workers(service)}) == 1)
+        wait_until(lambda: alive(service) == 2 and len(before - {each.pid for each in service.workers()}) == 1)
         ask_honestly(client, range(200, 220))
 
 
@@ -100,7 +96,7 @@ def test_a_killed_worker_loses_no_call(
     with SandboxClient(service.url) as client, ThreadPoolExecutor(8) as pool:
         calls = [pool.submit(client.call, "sleep", {"seconds": 1.0}, trajectory_id=str(n)) for n in range(8)]
         wait_until(lambda: ran.exists() and len(ran.read_text().split()) == 8)
-        workers(service)[0].send_signal(signal.SIGKILL)
+        service.workers()[0].send_signal(signal.SIGKILL)
         assert [call.result().text for call in calls] == ["slept 1.0"] * 8
         pids = ran.read_text().split()
         assert len(pids) == 12  # four ran again, on another worker
