@@ -34,7 +34,7 @@ class Limits:
     """What one python call may use. Memory, CPU and file size hold for each process of the call."""
 
     time_s: Seconds = 120.0
-    """Longest wall-clock time in seconds that a caller can ask for; a longer `timeout_s` is cut to this."""
+    """Longest wall-clock time of a call of any tool in seconds; a longer `timeout_s` is cut to this."""
     cpu_s: Positive = 120
     """CPU time of a process in seconds (RLIMIT_CPU)."""
     memory_mb: Positive = 2048

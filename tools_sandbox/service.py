@@ -164,7 +164,8 @@ class ToolService:
             async with queue.place(call.trajectory_id, wait_s):
                 began = time.monotonic()
                 self.metrics.waiting.labels(tool.name).observe(began - asked)
-                result = await self._run(tool, arguments, min(call.timeout_s, call.deadline - began))
+                limit_s = min(call.timeout_s, call.deadline - began, self._config.limits.time_s)
+                result = await self._run(tool, arguments, limit_s)
                 seconds = time.monotonic() - began
         except QueueFull as error:
             raise self._refused("queue_full", f"too many calls wait for {tool.name}", tool) from error
