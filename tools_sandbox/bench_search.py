@@ -44,7 +44,7 @@ def bench_search(passages: int = 100_000, queries: int = 1000, folder: Path | No
         began = time.monotonic()
         subprocess.run([sys.executable, "-m", "tools_sandbox.search.index", "--config", config], check=True, stdout=2)
         built_s = time.monotonic() - began
-        build_mb = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024 / 1e6
+        used = resource.getrusage(resource.RUSAGE_CHILDREN)
         index_bytes = sum(path.stat().st_size for path in (place / "index").rglob("*") if path.is_file())
         with _service(config) as url, SandboxClient(url) as client:
             asked = _queries(queries + _WARM_UP)
@@ -57,7 +57,8 @@ def bench_search(passages: int = 100_000, queries: int = 1000, folder: Path | No
     return {
         "passages": passages,
         "build_s": round(built_s, 1),
-        "build_peak_mb": round(build_mb),
+        "build_cpu_s": round(used.ru_utime + used.ru_stime, 1),
+        "build_peak_mb": round(used.ru_maxrss * 1024 / 1e6),
         "index_mb": round(index_bytes / 1e6),
         "search_ms": executed,
         "cache_hit_ms": cached,
