@@ -70,6 +70,17 @@ def test_a_tool_that_kills_its_process_costs_others_nothing(
         assert restarts == 4  # three tries of the one that may be repeated, one of the other
 
 
+def test_calls_that_were_beside_a_killer_are_not_taken_for_it(
+    start_service: StartService, environment: dict[str, str], tmp_path: Path
+) -> None:
+    service = start_service(configured(tmp_path, "abort", "sleep"), env=environment)
+    with SandboxClient(service.url) as client, ThreadPoolExecutor(9) as pool:
+        beside = [pool.submit(client.call, "sleep", {"seconds": 0.8}, trajectory_id=str(n)) for n in range(5)]
+        wait_until(lambda: requests.get(f"{service.url}/health", timeout=5).json()["running"] == 5)
+        assert client.call("abort", {}).status == "error"
+        assert [call.result().text for call in beside] == ["slept 0.8"] * 5
+
+
 @pytest.mark.parametrize("name", ["hold", "stuck"])
 def test_a_tool_that_heeds_no_time_limit_is_ended_with_its_process(
     start_service: StartService, environment: dict[str, str], tmp_path: Path, name: str
