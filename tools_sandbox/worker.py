@@ -11,7 +11,6 @@ import faulthandler
 import logging
 import os
 import shutil
-import signal
 import socket
 import sys
 from typing import Any
@@ -91,8 +90,6 @@ async def _heartbeat() -> None:
 
 def main() -> None:
     """Serve over the socket whose descriptor is the only argument."""
-    # The service ends its workers; a ctrl-C in a terminal reaches the service alone.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     control = socket.socket(fileno=int(sys.argv[1]))
     loop = asyncio.new_event_loop()
     loop.run_until_complete(_serve(control))

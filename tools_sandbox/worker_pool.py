@@ -186,6 +186,9 @@ class WorkerPool:
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
+                # A ctrl-C, and a supervisor that kills the service's group, reach the service alone: its workers
+                # end when it has, and clean up after it.
+                start_new_session=True,
                 env={name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE},
             )
         reader, writer = await asyncio.open_connection(sock=ours)

@@ -83,6 +83,7 @@ def running(
                 stderr=log,
                 text=True,
                 env={**os.environ, **(env or {})},
+                start_new_session=True,
             )
         try:
             assert process.stdout is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import threading
 import time
@@ -130,7 +131,7 @@ def test_workers_end_with_a_killed_service_and_leave_no_folder(
     caller.start()
     wait_until(lambda: requests.get(f"{service.url}/health", timeout=5).json()["running"] == 1)
     family = service.family()
-    service.process.kill()
+    os.killpg(service.process.pid, signal.SIGKILL)  # as a supervisor does
     _, left = psutil.wait_procs(family, timeout=5)
     assert not left
     wait_until(lambda: not list(place.iterdir()))
