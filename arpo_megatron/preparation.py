@@ -178,7 +178,8 @@ def _sandbox_values(config: JobConfig, sources: list[dict[str, str]]) -> dict[st
     return {
         "limits": {"time_s": sandbox.python_timeout_s, "memory_mb": sandbox.python_memory_mb},
         "python": {"preload": list(sandbox.preload)},
-        "search": {"sources": sources, "max_results": sandbox.search_results},
+        # Kept with the run, so that a restarted service finds its index built.
+        "search": {"sources": sources, "index_path": "search/index", "max_results": sandbox.search_results},
     }
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import ipaddress
-import logging
 import os
 import signal
 import socket
 import sys
 from pathlib import Path
 
+from tools_sandbox import logs
 from tools_sandbox.config import TOKEN_VARIABLE, ConfigError, load_config
 from tools_sandbox.python_tool.pool import SandboxBroken
 
@@ -44,6 +44,7 @@ def _listen(host: str, port: int, token: str | None) -> socket.socket:
 def _serve(arguments: argparse.Namespace) -> None:
     token = os.environ.get(TOKEN_VARIABLE) or None
     config = load_config(arguments.config)
+    logs.set_up(config.log.format)
     with _listen(arguments.host, arguments.port, token) as listener:
         # Late, so that a bad file or a taken port is said before the half second that these take.
         from tools_sandbox.server import Server, build_app
@@ -70,8 +71,6 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=0, help="0: any free port (default)")
     parser.add_argument("--config", type=Path, help="YAML file, see tools_sandbox/config.py")
     arguments = parser.parse_args()
-    logging.basicConfig(stream=sys.stderr, format="tools_sandbox: %(message)s")
-    logging.getLogger("tools_sandbox").setLevel(logging.INFO)
     for name in (signal.SIGTERM, signal.SIGINT):
         signal.signal(name, _stop)
     try:

@@ -5,11 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, cast, get_args
+from typing import Literal, NamedTuple, cast, get_args
 
 Status = Literal["ok", "error", "timeout", "refused"]
 """ok: the tool did its work. error: it ran and failed, or its arguments are wrong. timeout: its time (wall or CPU)
 was over. refused: this service does not offer the tool."""
+
+
+class ToolResult(NamedTuple):
+    """What a tool's `run` gives back."""
+
+    status: Status
+    text: str
+    negative: bool = False
+    """A finding of "nothing there" (no results, no such page) that is true for a while, so it may be cached shortly.
+    An "error" that is not negative is asked again every time."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,15 +5,26 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import logging
 import sqlite3
+import sys
+import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tools_sandbox.answers import ToolAnswer
+from tools_sandbox.answers import ToolAnswer, ToolResult
 from tools_sandbox.config import CacheConfig, ConfigError
+from tools_sandbox.flights import Flights
+
+log = logging.getLogger("tools_sandbox")
+
+_MIB = 1 << 20
+_PAGE_BYTES = 4096
+_BUSY_S = 5.0
+"""How long a service waits for another that is writing to the same file."""
 
 
 def cache_key(tool: str, fingerprint: str, arguments: Mapping[str, object]) -> str:
@@ -35,51 +46,83 @@ class CacheCounts:
     """Waited for an equal call that was already in flight."""
     misses: int = 0
     """Executed."""
+    file_errors: int = 0
+    """Answers that could not be read from or written to the file; the calls went on without it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    result: ToolResult
+    expires: float
+    """Wall-clock time in seconds since the epoch; infinite for what stays true."""
 
 
 class AnswerFile:
-    """A SQLite file of answers with status "ok"; oldest out first. All access through one thread of its own."""
+    """A SQLite file of results; oldest out first. All access of this process through one thread of its own.
 
-    def __init__(self, path: Path, entries: int) -> None:
-        self._entries = entries
+    Several services of one machine may share a file; kill -9 at any time loses at most what was being written.
+    """
+
+    def __init__(self, path: Path, entries: int, megabytes: int) -> None:
+        self._entries, self._pages = entries, megabytes * _MIB // _PAGE_BYTES
         self._thread = ThreadPoolExecutor(1, "answer-file")
         try:
             self._database = self._thread.submit(self._open, path).result()
         except sqlite3.Error as error:
             self._thread.shutdown()
-            raise ConfigError(f"cache.sqlite_path: {path}: {error}") from error
+            raise ConfigError(f"cache.sqlite_path: {path}: {error}; it may be deleted") from error
 
     @staticmethod
     def _open(path: Path) -> sqlite3.Connection:
-        database = sqlite3.connect(path)
+        database = sqlite3.connect(path, timeout=_BUSY_S)
+        database.execute(f"PRAGMA page_size={_PAGE_BYTES}")
         database.execute("PRAGMA journal_mode=WAL")
         # A crash of the machine may lose the last answers, never the file.
         database.execute("PRAGMA synchronous=NORMAL")
-        database.execute("CREATE TABLE IF NOT EXISTS answers (id INTEGER PRIMARY KEY, key TEXT UNIQUE, text TEXT)")
+        database.execute("PRAGMA journal_size_limit=16777216")
+        database.execute(
+            "CREATE TABLE IF NOT EXISTS results"
+            " (id INTEGER PRIMARY KEY AUTOINCREMENT, key TEXT UNIQUE, status TEXT, text TEXT, expires REAL)"
+        )
         database.commit()
         return database
 
-    async def get(self, key: str) -> str | None:
-        """The text kept under a key."""
+    async def get(self, key: str) -> _Kept | None:
+        """What is kept under a key and has not expired. sqlite3.Error: the file cannot be read."""
 
-        def read() -> str | None:
-            row = self._database.execute("SELECT text FROM answers WHERE key = ?", (key,)).fetchone()
-            return None if row is None else str(row[0])
+        def read() -> _Kept | None:
+            statement = "SELECT status, text, expires FROM results WHERE key = ? AND expires > ?"
+            row = self._database.execute(statement, (key, time.time())).fetchone()
+            # JSON, since text of a model may hold lone surrogates, which SQLite's UTF-8 cannot.
+            return None if row is None else _Kept(ToolResult(row[0], json.loads(row[1])), row[2])
 
         return await asyncio.get_running_loop().run_in_executor(self._thread, read)
 
-    async def put(self, key: str, text: str) -> None:
-        """Keep a text; the oldest entries beyond the bound go."""
+    async def put(self, key: str, kept: _Kept) -> None:
+        """Keep a result; the oldest beyond the bounds go. sqlite3.Error: the file cannot be written."""
 
         def write() -> None:
             with self._database:
-                statement = "INSERT OR REPLACE INTO answers (key, text) VALUES (?, ?)"
-                inserted = self._database.execute(statement, (key, text))
+                statement = "INSERT OR REPLACE INTO results (key, status, text, expires) VALUES (?, ?, ?, ?)"
+                row = (key, kept.result.status, json.dumps(kept.result.text), kept.expires)
+                inserted = self._database.execute(statement, row)
                 # Ids only grow, so this bounds the number of rows without counting them.
                 oldest = (inserted.lastrowid or 0) - self._entries
-                self._database.execute("DELETE FROM answers WHERE id <= ?", (oldest,))
+                self._database.execute("DELETE FROM results WHERE id <= ?", (oldest,))
+                if self._used_pages() > self._pages:
+                    # A sixteenth at a time: deleted pages are used again by what comes.
+                    self._database.execute(
+                        "DELETE FROM results WHERE id IN (SELECT id FROM results ORDER BY id LIMIT"
+                        " (SELECT 1 + count(*) / 16 FROM results))"
+                    )
 
         await asyncio.get_running_loop().run_in_executor(self._thread, write)
+
+    def _used_pages(self) -> int:
+        pages, free = (
+            self._database.execute(f"PRAGMA {name}").fetchone()[0] for name in ("page_count", "freelist_count")
+        )
+        return int(pages) - int(free)
 
     def close(self) -> None:
         """Write what is pending and close the file."""
@@ -88,64 +131,99 @@ class AnswerFile:
 
 
 class AnswerCache:
-    """Answers by key. Only "ok" answers are kept: a failure may not repeat, and asking again is the way to know."""
+    """Results by key: "ok" ones for good, negative ones for `negative_s`, other failures never (asking again tells)."""
 
     def __init__(self, config: CacheConfig) -> None:
-        self._bound = config.entries
-        self._memory: OrderedDict[str, str] = OrderedDict()
-        self._file = None if config.sqlite_path is None else AnswerFile(config.sqlite_path, config.sqlite_entries)
-        self._flights: dict[str, asyncio.Task[ToolAnswer]] = {}
+        self._entries, self._bytes_allowed = config.entries, config.memory_mb * _MIB
+        self._negative_s = config.negative_s
+        self._bytes = 0
+        self._memory: OrderedDict[str, _Kept] = OrderedDict()
+        self._file = (
+            None
+            if config.sqlite_path is None
+            else AnswerFile(config.sqlite_path, config.sqlite_entries, config.sqlite_mb)
+        )
+        self._flights: Flights[ToolAnswer] = Flights()
         self.counts = CacheCounts()
 
     def __len__(self) -> int:
         return len(self._memory)
 
-    async def answer(self, key: str, execute: Callable[[], Awaitable[ToolAnswer]]) -> ToolAnswer:
-        """The kept answer, that of an equal call in flight, or that of `execute`.
+    async def answer(self, key: str, execute: Callable[[], Awaitable[tuple[ToolResult, float]]]) -> ToolAnswer:
+        """The kept answer, that of an equal call in flight, or that of `execute` (a result and its seconds).
 
-        A caller that goes away does not take a shared flight with it.
+        A caller that goes away does not take a shared flight with it; the last one does.
         """
         loop = asyncio.get_running_loop()
         began = loop.time()
-        text = self._recall(key)
-        if text is not None:
+        if (kept := self._recall(key)) is not None:
             self.counts.hits += 1
-            return ToolAnswer(text, "ok", loop.time() - began, cached=True)
-        if key not in self._flights:
-            self._flights[key] = asyncio.create_task(self._fly(key, execute))
-            return await asyncio.shield(self._flights[key])
-        self.counts.joined += 1
-        answer = await asyncio.shield(self._flights[key])
-        # A timeout speaks of the other caller's patience, not of ours.
-        return await execute() if answer.status == "timeout" else replace(answer, cached=True)
-
-    async def _fly(self, key: str, execute: Callable[[], Awaitable[ToolAnswer]]) -> ToolAnswer:
-        try:
-            if self._file is not None and (text := await self._file.get(key)) is not None:
-                self.counts.hits += 1
-                self._remember(key, text)
-                return ToolAnswer(text, "ok", 0.0, cached=True)
-            self.counts.misses += 1
-            answer = await execute()
-            if answer.status == "ok":
-                self._remember(key, answer.text)
-                if self._file is not None:
-                    await self._file.put(key, answer.text)
+            return ToolAnswer(kept.result.text, kept.result.status, loop.time() - began, cached=True)
+        first = key not in self._flights
+        self.counts.joined += not first
+        answer = await self._flights.join(key, lambda: self._fly(key, execute))
+        if first:
             return answer
-        finally:
-            del self._flights[key]
+        if answer.status == "timeout":  # that speaks of the other caller's patience, not of ours
+            result, seconds = await execute()
+            return ToolAnswer(result.text, result.status, seconds, cached=False)
+        return replace(answer, cached=True)
 
-    def _recall(self, key: str) -> str | None:
-        text = self._memory.get(key)
-        if text is not None:
-            self._memory.move_to_end(key)
-        return text
+    async def _fly(self, key: str, execute: Callable[[], Awaitable[tuple[ToolResult, float]]]) -> ToolAnswer:
+        if (kept := await self._read_file(key)) is not None:
+            self.counts.hits += 1
+            self._remember(key, kept)
+            return ToolAnswer(kept.result.text, kept.result.status, 0.0, cached=True)
+        self.counts.misses += 1
+        result, seconds = await execute()
+        if result.negative or result.status == "ok":
+            kept = _Kept(result, time.time() + self._negative_s if result.negative else float("inf"))
+            self._remember(key, kept)
+            await self._write_file(key, kept)
+        return ToolAnswer(result.text, result.status, seconds, cached=False)
 
-    def _remember(self, key: str, text: str) -> None:
-        self._memory[key] = text
+    async def _read_file(self, key: str) -> _Kept | None:
+        if self._file is None:
+            return None
+        try:
+            return await self._file.get(key)
+        except (sqlite3.Error, ValueError) as error:
+            self._note_file_error("read", error)
+            return None
+
+    async def _write_file(self, key: str, kept: _Kept) -> None:
+        if self._file is None:
+            return
+        try:
+            await self._file.put(key, kept)
+        except sqlite3.Error as error:
+            self._note_file_error("written", error)
+
+    def _note_file_error(self, what: str, error: Exception) -> None:
+        self.counts.file_errors += 1
+        # At the 1st, 2nd, 4th, 8th: a full disk must not fill the log too.
+        if self.counts.file_errors & (self.counts.file_errors - 1) == 0:
+            log.warning("the cache file cannot be %s (error %d): %s", what, self.counts.file_errors, error)
+
+    def _recall(self, key: str) -> _Kept | None:
+        kept = self._memory.get(key)
+        if kept is None or kept.expires <= time.time():
+            return None
         self._memory.move_to_end(key)
-        while len(self._memory) > self._bound:
-            self._memory.popitem(last=False)
+        return kept
+
+    def _remember(self, key: str, kept: _Kept) -> None:
+        if (before := self._memory.pop(key, None)) is not None:
+            self._bytes -= sys.getsizeof(before.result.text)
+        self._memory[key] = kept
+        self._bytes += sys.getsizeof(kept.result.text)
+        while len(self._memory) > self._entries or self._bytes > self._bytes_allowed:
+            _, oldest = self._memory.popitem(last=False)
+            self._bytes -= sys.getsizeof(oldest.result.text)
+
+    async def cancel(self) -> None:
+        """End every execution in flight."""
+        await self._flights.cancel()
 
     def close(self) -> None:
         """Close the file, if there is one."""

@@ -1,7 +1,8 @@
 """Clients of the tool service: one for plain code, its twin for asyncio.
 
-Both keep their connections open and retry what is safe to retry. Every tool of the service is (a Python call leaves
-nothing behind, a search only reads), so a lost connection is simply asked again, a bounded number of times.
+Both keep their connections open and ask again after a lost connection or HTTP 5xx, a bounded number of times. Every
+attempt of a call carries the same request id, by which the service knows a call that it has already executed. Where
+the service is full (HTTP 429) they wait as long as it says, for as long as the caller's patience lasts.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ import asyncio
 import math
 import random
 import time
-from collections.abc import Iterator, Sequence
+import uuid
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 
 import aiohttp
@@ -32,8 +34,9 @@ __all__ = [
 CONNECT_TIMEOUT_S = 5.0
 QUEUE_WAIT_S = 150.0
 """How much longer than the call's own limit an answer may take: the service queues a call for 120 s at most
-(`SandboxConfig.queue_s`), then says 503."""
+(`SandboxConfig.queue_s`), then says 429."""
 RETRIES = 4
+_TOO_MANY = 429
 
 
 class SandboxError(RuntimeError):
@@ -56,33 +59,66 @@ class SandboxDenied(SandboxError):  # noqa: N818 - its twin
 
 
 class _RetryableError(Exception):
-    """One attempt failed in a way that another may not; `status`: of the HTTP answer, if there was one."""
+    """One attempt failed in a way that another may not.
 
-    def __init__(self, message: str, status: int | None = None) -> None:
+    status: of the HTTP answer, if there was one. retry_after_s: when to come back, if it said so.
+    """
+
+    def __init__(self, message: str, status: int | None = None, retry_after_s: float = 0.0) -> None:
         super().__init__(message)
-        self.status = status
+        self.status, self.retry_after_s = status, retry_after_s
 
 
-def _pauses_s(retries: int) -> Iterator[float]:
-    """Seconds to wait after each failed attempt: doubling from 0.1 s, spread so that clients do not march in step."""
-    for attempt in range(retries):
-        yield min(0.1 * 2**attempt, 2.0) * random.uniform(0.75, 1.25)
+class _Call:
+    """One call over all its attempts: what is sent, when to ask again, when to give up."""
 
+    def __init__(
+        self,
+        url: str,
+        body: dict[str, object],
+        request_id: str | None,
+        *,
+        timeout_s: float,
+        retries: int,
+        queue_wait_s: float,
+    ) -> None:
+        if not (math.isfinite(timeout_s) and timeout_s > 0):
+            raise ValueError(f"timeout_s must be a positive number of seconds, not {timeout_s}")
+        self.limit_s = timeout_s + queue_wait_s
+        """Longest silence of the service in one attempt."""
+        self._url, self._retries = url, retries
+        self._body = body | {"timeout_s": timeout_s, "request_id": request_id or uuid.uuid4().hex}
+        self._patient_until = time.monotonic() + self.limit_s
+        self._failures = list[int | None]()
 
-def _body(tool: str, arguments: dict[str, object], trajectory_id: str, timeout_s: float) -> dict[str, object]:
-    if not (math.isfinite(timeout_s) and timeout_s > 0):
-        raise ValueError(f"timeout_s must be a positive number of seconds, not {timeout_s}")
-    return {"tool": tool, "arguments": arguments, "trajectory_id": trajectory_id, "timeout_s": timeout_s}
+    def body(self) -> dict[str, object]:
+        """JSON of the next attempt."""
+        return self._body | {"deadline_s": self.limit_s}
+
+    def pause_s(self, error: _RetryableError) -> float:
+        """Seconds to wait before the next attempt. SandboxUnavailable: there is none."""
+        spread = random.uniform(1.0, 1.25)  # so that clients do not march in step
+        if error.status == _TOO_MANY:
+            pause_s = max(error.retry_after_s, 0.1) * spread
+            if time.monotonic() + pause_s < self._patient_until:
+                return pause_s
+            raise _unavailable(self._url, len(self._failures) + 1, error, [error.status]) from error
+        self._failures.append(error.status)
+        if len(self._failures) > self._retries:
+            raise _unavailable(self._url, len(self._failures), error, self._failures) from error
+        return min(0.1 * 2.0 ** (len(self._failures) - 1), 2.0) * 0.8 * spread
 
 
 def _headers(token: str | None) -> dict[str, str]:
     return {} if token is None else {"Authorization": f"Bearer {token}"}
 
 
-def _check_status(url: str, status_code: int, detail: str) -> None:
-    """Raise for everything but 200: _RetryableError for what passes (5xx), SandboxDenied for what does not."""
-    if status_code >= 500:
-        raise _RetryableError(f"HTTP {status_code}: {detail[:200]}", status_code)
+def _check_status(url: str, status_code: int, headers: Mapping[str, str], detail: str) -> None:
+    """Raise for all but 200: _RetryableError for what passes (429, 5xx), SandboxDenied for what does not."""
+    if status_code >= 500 or status_code == _TOO_MANY:
+        after = headers.get("Retry-After", "")
+        retry_after_s = float(after) if after.isdecimal() else 0.0
+        raise _RetryableError(f"HTTP {status_code}: {detail[:200]}", status_code, retry_after_s)
     if status_code != 200:
         raise SandboxDenied(f"tool service at {url} does not accept the request: HTTP {status_code}: {detail[:500]}")
 
@@ -121,35 +157,45 @@ class SandboxClient:
         self._session.mount("http://", HTTPAdapter(pool_connections=4, pool_maxsize=256))
 
     def call(
-        self, tool: str, arguments: dict[str, object], *, trajectory_id: str = "", timeout_s: float = 30.0
+        self,
+        tool: str,
+        arguments: dict[str, object],
+        *,
+        trajectory_id: str = "",
+        timeout_s: float = 30.0,
+        request_id: str | None = None,
     ) -> ToolAnswer:
         """Run a tool and return its answer, whatever its status.
 
         timeout_s: wall-clock seconds the tool may run; waiting for a free place in the service does not count.
+        request_id: names this call where `call` itself is repeated, so that it is not executed twice.
         Raises SandboxUnavailable, SandboxDenied; ValueError for a timeout that is not positive.
         """
-        body = _body(tool, arguments, trajectory_id, timeout_s)
-        pauses, statuses = _pauses_s(self._retries), list[int | None]()
-        for attempt in range(1, self._retries + 2):
+        body: dict[str, object] = {"tool": tool, "arguments": arguments, "trajectory_id": trajectory_id}
+        call = _Call(
+            self.url,
+            body,
+            request_id,
+            timeout_s=timeout_s,
+            retries=self._retries,
+            queue_wait_s=self._queue_wait_s,
+        )
+        while True:
             try:
-                return self._attempt(body, timeout_s + self._queue_wait_s)
+                return self._attempt(call)
             except _RetryableError as error:
-                statuses.append(error.status)
-                pause_s = next(pauses, None)
-                if pause_s is None:
-                    raise _unavailable(self.url, attempt, error, statuses) from error
-                time.sleep(pause_s)
-        raise AssertionError("unreachable: the last attempt returns or raises")
+                time.sleep(call.pause_s(error))
 
-    def _attempt(self, body: dict[str, object], limit_s: float) -> ToolAnswer:
+    def _attempt(self, call: _Call) -> ToolAnswer:
+        timeouts = (CONNECT_TIMEOUT_S, call.limit_s)
         try:
-            reply = self._session.post(f"{self.url}/call", json=body, timeout=(CONNECT_TIMEOUT_S, limit_s))
+            reply = self._session.post(f"{self.url}/call", json=call.body(), timeout=timeouts)
         except requests.ReadTimeout as error:
             # A service silent for that long hangs; asking again would double an already long wait.
             raise _unavailable(self.url, 1, error) from error
         except (requests.ConnectionError, requests.Timeout, requests.exceptions.ChunkedEncodingError) as error:
             raise _RetryableError(str(error)) from error
-        _check_status(self.url, reply.status_code, reply.text)
+        _check_status(self.url, reply.status_code, reply.headers, reply.text)
         try:
             data: object = reply.json()
         except requests.JSONDecodeError as error:
@@ -191,28 +237,37 @@ class AsyncSandboxClient:
         return self._session
 
     async def call(
-        self, tool: str, arguments: dict[str, object], *, trajectory_id: str = "", timeout_s: float = 30.0
+        self,
+        tool: str,
+        arguments: dict[str, object],
+        *,
+        trajectory_id: str = "",
+        timeout_s: float = 30.0,
+        request_id: str | None = None,
     ) -> ToolAnswer:
         """As `SandboxClient.call`."""
-        body = _body(tool, arguments, trajectory_id, timeout_s)
-        pauses, statuses = _pauses_s(self._retries), list[int | None]()
-        for attempt in range(1, self._retries + 2):
+        body: dict[str, object] = {"tool": tool, "arguments": arguments, "trajectory_id": trajectory_id}
+        call = _Call(
+            self.url,
+            body,
+            request_id,
+            timeout_s=timeout_s,
+            retries=self._retries,
+            queue_wait_s=self._queue_wait_s,
+        )
+        while True:
             try:
-                return await self._attempt(body, timeout_s + self._queue_wait_s)
+                return await self._attempt(call)
             except _RetryableError as error:
-                statuses.append(error.status)
-                pause_s = next(pauses, None)
-                if pause_s is None:
-                    raise _unavailable(self.url, attempt, error, statuses) from error
-                await asyncio.sleep(pause_s)
-        raise AssertionError("unreachable: the last attempt returns or raises")
+                await asyncio.sleep(call.pause_s(error))
 
-    async def _attempt(self, body: dict[str, object], limit_s: float) -> ToolAnswer:
-        limits = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=limit_s)
+    async def _attempt(self, call: _Call) -> ToolAnswer:
+        limits = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=call.limit_s)
         try:
-            async with self._open_session().post(f"{self.url}/call", json=body, timeout=limits) as reply:
+            async with self._open_session().post(f"{self.url}/call", json=call.body(), timeout=limits) as reply:
                 if reply.status != 200:
-                    _check_status(self.url, reply.status, await reply.text(errors="replace"))
+                    detail = await reply.text(errors="replace")
+                    _check_status(self.url, reply.status, reply.headers, detail)
                 data: object = await reply.json()
         except aiohttp.SocketTimeoutError as error:
             if isinstance(error, aiohttp.ConnectionTimeoutError):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import difflib
 import os
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import field, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_type_hints
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import yaml
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
@@ -18,6 +19,8 @@ TOKEN_VARIABLE = "TOOLS_SANDBOX_TOKEN"  # noqa: S105 - a name, not a token
 """Environment variable of the service: the bearer token that callers must have, if any."""
 
 Positive = Annotated[int, Field(gt=0, strict=True)]
+NotNegative = Annotated[int, Field(ge=0, strict=True)]
+Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Flag = Annotated[bool, Field(strict=True)]
 
@@ -31,7 +34,7 @@ class Limits:
     """What one python call may use. Memory, CPU and file size hold for each process of the call."""
 
     time_s: Seconds = 120.0
-    """Longest wall-clock time in seconds that a caller can ask for; a longer `timeout_s` is cut to this."""
+    """Longest wall-clock time of a call of any tool in seconds; a longer `timeout_s` is cut to this."""
     cpu_s: Positive = 120
     """CPU time of a process in seconds (RLIMIT_CPU)."""
     memory_mb: Positive = 2048
@@ -70,21 +73,126 @@ class Source:
 
     path: Path
     """File; a relative path is relative to the configuration file."""
-    format: Literal["jsonl", "arpo_cache"]
-    """jsonl: one object a line, {"title"?, "text"}.
+    format: Literal["jsonl", "parquet", "arpo_cache"]
+    """jsonl: one object a line, {"title"?, "text"}. parquet: columns of these names.
     arpo_cache: one JSON object, query -> "Page 1: ...\\nPage 2: ..."."""
 
 
 @dataclass(frozen=True, config=_STRICT)
-class SearchConfig:
-    """The search tool; without sources it is not offered."""
+class DenseConfig:
+    """A dense retriever behind HTTP: POST {"queries": [...], "topk": k} -> {"result": [[{"document": {...}}]]}."""
 
+    url: str
+    """The whole address of its endpoint, e.g. http://retriever:8000/retrieve."""
+    timeout_s: Seconds = 20.0
+    """One attempt may take this long."""
+    retries: NotNegative = 3
+    """Attempts after the first that failed, with pauses that double."""
+
+
+@dataclass(frozen=True, config=_STRICT)
+class WebConfig:
+    """A web search engine."""
+
+    provider: Literal["serper", "brave", "searxng"]
+    """Which engine's request and answer format is spoken."""
+    url: str | None = None
+    """Its endpoint; none: the provider's public one (searxng has none)."""
+    key_variable: str | None = None
+    """Environment variable that holds the key; serper and brave need one. The key itself stands in no file."""
+    requests_per_s: Rate = 5.0
+    """Most requests a second that this service sends, retries included."""
+    timeout_s: Seconds = 20.0
+    """One attempt may take this long."""
+    retries: NotNegative = 3
+    """Attempts after the first that failed (HTTP 429, 5xx, no connection), with pauses that double."""
+
+
+@dataclass(frozen=True, config=_STRICT)
+class SearchConfig:
+    """The search tool; without sources and with engine "local" it is not offered."""
+
+    engine: Literal["local", "dense", "web"] = "local"
+    """What answers a query that no arpo_cache source remembers: BM25 over the sources, `dense` or `web`."""
     sources: tuple[Source, ...] = ()
-    """Files of the corpus, indexed together."""
+    """Files of the corpus, indexed together. Beside another engine than "local", arpo_cache files only."""
+    index_path: Path | None = None
+    """Folder that keeps the index, relative to the configuration file: built once, by the first service that finds it
+    missing or out of date. None: built at every start, in a temporary folder."""
+    dense: DenseConfig | None = None
+    """For engine "dense"."""
+    web: WebConfig | None = None
+    """For engine "web"."""
     snippet_chars: Positive = 1000
     """Longest snippet of one result in characters; longer documents are cut into passages of at most this length."""
     max_results: Positive = 10
     """Most results of one query, and the number when the caller names none."""
+
+
+@dataclass(frozen=True, config=_STRICT)
+class SummaryConfig:
+    """Pages are summarised by a model behind an OpenAI-compatible endpoint before they are returned."""
+
+    url: str
+    """Base address, e.g. http://127.0.0.1:30000/v1."""
+    model: str
+    """Its name there."""
+    key_variable: str | None = None
+    """Environment variable that holds the key, if it needs one."""
+    max_tokens: Positive = 512
+    """Longest summary in tokens."""
+    timeout_s: Seconds = 60.0
+    """The request may take this long; a page whose summary fails is returned as it is, with a note."""
+
+
+@dataclass(frozen=True, config=_STRICT)
+class BrowseConfig:
+    """The browse tool: it lets a model read the public web, so it is offered only where this says so."""
+
+    enabled: Flag = False
+    """Offer the tool."""
+    allow_networks: tuple[str, ...] = ()
+    """Networks in CIDR notation that may be read although they are not public, e.g. an intranet's mirror."""
+    max_bytes: Positive = 5_000_000
+    """Bytes of a body that are read, on the wire and after decompression each; the rest is cut, with a note."""
+    max_chars: Positive = 20_000
+    """Longest answer in characters."""
+    max_redirects: NotNegative = 5
+    """Redirects followed; each target is checked like the first address."""
+    timeout_s: Seconds = 30.0
+    """Longest wall-clock time of one call in seconds, also if the caller allows more."""
+    robots: Flag = False
+    """Ask a site's robots.txt first and honour it."""
+    user_agent: str = "arpo-tools-sandbox/1.0"
+    """What the tool calls itself."""
+    summary: SummaryConfig | None = None
+    """Summarise pages by a model; none: return their text."""
+
+
+@dataclass(frozen=True, config=_STRICT)
+class McpServerConfig:
+    """An MCP server (Model Context Protocol) that the service starts and speaks to over stdio."""
+
+    command: str
+    """Program; a name is looked up in PATH."""
+    args: tuple[str, ...] = ()
+    """Its arguments."""
+    env: dict[str, str] = field(default_factory=dict)
+    """Added to the few variables it gets (HOME, LOGNAME, PATH, SHELL, TERM, USER); the service's own stay here."""
+    tools: tuple[str, ...] | None = None
+    """Which of its tools are offered; none: all."""
+    cache: Flag = False
+    """Keep answers of equal calls: only for servers that merely read."""
+
+
+@dataclass(frozen=True, config=_STRICT)
+class PluginConfig:
+    """One tool of an installed package, named by its entry point in the group `tools_sandbox.tools`."""
+
+    name: str
+    """Name of the entry point."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Given to the tool's class as keyword arguments."""
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -93,10 +201,27 @@ class CacheConfig:
 
     entries: Positive = 10_000
     """Answers kept in memory; the least recently used goes first."""
+    memory_mb: Positive = 256
+    """Size of their texts in MiB; likewise."""
     sqlite_path: Path | None = None
-    """SQLite file (WAL) that keeps answers over restarts, relative to the configuration file; none: memory only."""
+    """SQLite file (WAL) that keeps answers over restarts, relative to the configuration file; services of one machine
+    may share it. None: memory only."""
     sqlite_entries: Positive = 1_000_000
     """Answers kept in that file; the oldest goes first."""
+    sqlite_mb: Positive = 4096
+    """Size of that file in MiB; the oldest answers go first."""
+    negative_s: Seconds = 60.0
+    """How long it is remembered that a search found nothing or a page cannot be read."""
+
+
+@dataclass(frozen=True, config=_STRICT)
+class LogConfig:
+    """What is written to standard error."""
+
+    format: Literal["json", "text"] = "json"
+    """json: one object a line."""
+    calls: Flag = False
+    """A line for every call: tool, status, seconds, trajectory, request id; never arguments or answers."""
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -106,11 +231,27 @@ class SandboxConfig:
     limits: Limits = Limits()
     python: PythonConfig = PythonConfig()
     search: SearchConfig = SearchConfig()
+    browse: BrowseConfig = BrowseConfig()
+    mcp: dict[str, McpServerConfig] = field(default_factory=dict)
+    """MCP servers by name."""
+    plugins: tuple[PluginConfig, ...] = ()
+    """Tools of installed packages."""
     cache: CacheConfig = CacheConfig()
+    log: LogConfig = LogConfig()
+    workers: Positive = min(4, os.cpu_count() or 1)
+    """Processes that run search, browse and plug-in tools. (Python calls have processes of their own.)"""
     max_concurrency: Positive = max(16, 2 * (os.cpu_count() or 1))
     """Executions of one tool at a time; further calls wait, and waiting does not count against their time."""
+    max_waiting: Positive = 4096
+    """Calls of one tool that may wait. Beyond that the trajectory with most of them is told 429 with Retry-After."""
     queue_s: Seconds = 120.0
-    """Longest wait in seconds for a free place; after that the service says 503 and the client asks again."""
+    """Longest wait in seconds for a free place; after that the service says 429 and the client asks again."""
+    orphan_s: Seconds = 2.0
+    """How long a call whose connection broke goes on, so that a retry with its request id finds it; then it ends."""
+    replay_s: Seconds = 120.0
+    """How long an answer is kept for a retry with its request id (at most 4096 answers)."""
+    drain_s: Seconds = 2.0
+    """After SIGTERM, how long calls in flight may go on; new ones are told 503."""
 
 
 def load_config(path: Path | None) -> SandboxConfig:
@@ -132,12 +273,14 @@ def load_config(path: Path | None) -> SandboxConfig:
 
 
 def _with_absolute_paths(config: SandboxConfig, folder: Path) -> SandboxConfig:
+    def absolute(path: Path | None) -> Path | None:
+        return None if path is None else folder / path
+
     sources = tuple(replace(source, path=folder / source.path) for source in config.search.sources)
-    sqlite_path = config.cache.sqlite_path
     return replace(
         config,
-        search=replace(config.search, sources=sources),
-        cache=replace(config.cache, sqlite_path=None if sqlite_path is None else folder / sqlite_path),
+        search=replace(config.search, sources=sources, index_path=absolute(config.search.index_path)),
+        cache=replace(config.cache, sqlite_path=absolute(config.cache.sqlite_path)),
     )
 
 
@@ -158,5 +301,10 @@ def _known_keys(parents: tuple[int | str, ...]) -> list[str]:
     """Names of the fields of the dataclass that sits at a path such as ("search", "sources", 0)."""
     kind: Any = SandboxConfig
     for part in parents:
-        kind = get_args(kind)[0] if isinstance(part, int) else get_type_hints(kind)[part]
-    return [field.name for field in fields(kind)] if is_dataclass(kind) else []
+        if is_dataclass(kind):
+            kind = get_type_hints(kind)[str(part)]
+        else:  # an element of a tuple, a value of a mapping
+            kind = get_args(kind)[-1 if get_origin(kind) is dict else 0]
+        if get_origin(kind) is UnionType:  # a section that may be absent
+            kind = next(choice for choice in get_args(kind) if choice is not NoneType)
+    return [each.name for each in fields(kind)] if is_dataclass(kind) else []

@@ -1,32 +1,54 @@
-"""The HTTP surface: POST /call, GET /tools, GET /health."""
+"""The HTTP surface: POST /call, GET /tools, /health, /metrics, and their description under /docs and /openapi.json."""
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import json
+import math
 import socket
+import time
 from types import FrameType
 from typing import Any
 
 import uvicorn
-from fastapi import Depends, FastAPI, HTTPException, Request
+from fastapi import Depends, FastAPI, HTTPException, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tools_sandbox.service import Overloaded, ToolService
+from tools_sandbox.replays import RequestIdReused
+from tools_sandbox.service import Call, NoAnswer, ToolService
 
 _GRACE_S = 1
-"""Seconds that calls in flight get to answer after SIGTERM, before their connections are cut."""
+"""Seconds that answers get to be written after the last call has ended, before their connections are cut."""
+_BODY_BYTES = 8 << 20
+_STATUS = {"queue_full": 429, "queue_time": 429, "stopping": 503, "deadline": 504}
 
 
 class CallBody(BaseModel):
     """Body of POST /call."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
-    tool: str
-    arguments: dict[str, Any]
-    trajectory_id: str = ""
-    timeout_s: float = Field(default=30.0, gt=0, allow_inf_nan=False)
+    tool: str = Field(description="Name of the tool; GET /tools lists them.")
+    arguments: dict[str, Any] = Field(description="Its arguments.")
+    trajectory_id: str = Field(default="", description="Places are shared fairly between these.")
+    timeout_s: float = Field(default=30.0, gt=0, allow_inf_nan=False, description="Seconds the execution may take.")
+    request_id: str = Field(
+        default="", max_length=128, description="The same in every retry of a call, which is then executed once."
+    )
+    deadline_s: float | None = Field(
+        default=None, gt=0, allow_inf_nan=False, description="Seconds from now after which nobody waits any more."
+    )
+
+
+class AnswerBody(BaseModel):
+    """Answer of POST /call; see `tools_sandbox.answers.ToolAnswer`."""
+
+    text: str
+    status: str
+    seconds: float
+    cached: bool
 
 
 class _AsciiJson(JSONResponse):
@@ -36,9 +58,33 @@ class _AsciiJson(JSONResponse):
         return json.dumps(content, allow_nan=False, separators=(",", ":")).encode("ascii")
 
 
+class _BodyLimit:
+    """Answers 413 to a body that is too large, before it is in memory."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        headers = dict(scope["headers"])
+        told = headers.get(b"content-length", b"0")
+        if b"transfer-encoding" in headers or not told.isdigit() or int(told) > _BODY_BYTES:
+            status = 411 if b"transfer-encoding" in headers else 413
+            refusal = _AsciiJson({"detail": f"a body of at most {_BODY_BYTES} bytes, with its length"}, status)
+            return await refusal(scope, receive, send)
+        return await self._app(scope, receive, send)
+
+
 def build_app(service: ToolService, token: str | None) -> FastAPI:
-    """The application. token: what callers of /call and /tools must bear; none: everyone may call."""
-    app = FastAPI(title="tools_sandbox", default_response_class=_AsciiJson, docs_url=None, redoc_url=None)
+    """The application. token: what callers of all but /health must bear; none: everyone may call."""
+    app = FastAPI(
+        title="tools_sandbox",
+        description="Tools for language models: isolated Python, search, browse.",
+        default_response_class=_AsciiJson,
+        redoc_url=None,
+    )
+    app.add_middleware(_BodyLimit)
     expected = None if token is None else f"Bearer {token}".encode()
 
     async def authorised(request: Request) -> None:
@@ -46,30 +92,63 @@ def build_app(service: ToolService, token: str | None) -> FastAPI:
         if expected is not None and not hmac.compare_digest(given, expected):
             raise HTTPException(401, "missing or wrong bearer token", {"WWW-Authenticate": "Bearer"})
 
-    @app.post("/call", dependencies=[Depends(authorised)])
-    async def call(body: CallBody) -> _AsciiJson:
+    @app.post("/call", dependencies=[Depends(authorised)], response_model=AnswerBody)
+    async def call(body: CallBody, request: Request) -> Response:
+        """Run a tool. 429 and 503 carry Retry-After: ask again, with the same request id."""
+        deadline = math.inf if body.deadline_s is None else time.monotonic() + body.deadline_s
+        asked = Call(body.tool, body.arguments, body.trajectory_id, body.timeout_s, body.request_id, deadline)
         try:
-            answer = await service.call(body.tool, body.arguments, body.trajectory_id, body.timeout_s)
-        except Overloaded as error:
-            raise HTTPException(503, str(error)) from error
-        return _AsciiJson(answer.to_dict())
+            answer = await _unless_gone(service, asked, request)
+        except NoAnswer as error:
+            after = {} if error.reason == "deadline" else {"Retry-After": str(error.retry_after_s)}
+            raise HTTPException(_STATUS[error.reason], str(error), after) from error
+        except RequestIdReused as error:
+            raise HTTPException(409, str(error)) from error
+        return answer
 
     @app.get("/tools", dependencies=[Depends(authorised)])
     async def tools() -> list[dict[str, object]]:
+        """The tools, with the JSON schema of their arguments."""
         return [
-            {"name": tool.name, "description": tool.description, "arguments": tool.arguments.model_json_schema()}
+            {"name": tool.name, "description": tool.description, "arguments": tool.schema()}
             for tool in service.tools.values()
         ]
 
     @app.get("/health")
     async def health() -> dict[str, object]:
+        """State and counts since the start."""
         return service.health()
+
+    @app.get("/metrics", dependencies=[Depends(authorised)])
+    async def metrics() -> Response:
+        """The same for Prometheus."""
+        return Response(service.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     return app
 
 
+async def _unless_gone(service: ToolService, asked: Call, request: Request) -> Response:
+    """The answer; if the caller goes away first, the call is cancelled."""
+    call = asyncio.ensure_future(service.call(asked))
+    gone = asyncio.ensure_future(_disconnected(request.receive))
+    try:
+        await asyncio.wait((call, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not call.done():
+            return Response(status_code=499)  # nobody reads it
+        return _AsciiJson(call.result().to_dict())
+    finally:
+        call.cancel()
+        gone.cancel()
+
+
+async def _disconnected(receive: Receive) -> None:
+    message: Message = {}
+    while message.get("type") != "http.disconnect":
+        message = await receive()
+
+
 class Server(uvicorn.Server):
-    """uvicorn that says when it serves, and ends the calls in flight when it is told to stop."""
+    """uvicorn that says when it serves, and drains when it is told to stop."""
 
     def __init__(self, app: FastAPI, service: ToolService, ready_line: str) -> None:
         super().__init__(
@@ -88,14 +167,20 @@ class Server(uvicorn.Server):
         self._ready_line = ready_line
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Print the ready line once connections are accepted."""
-        await super().startup(sockets)
+        """Print the ready line once tools can be called."""
+        try:
+            await self._service.start()
+            await super().startup(sockets)
+        except BaseException:
+            await self._service.stop()
+            raise
         if self.started:
             print(self._ready_line, flush=True)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """End the calls in flight first, so that nobody has to wait for them."""
-        self._service.stop()
+        """Let the calls in flight finish, end those that take too long, then cut the connections."""
+        await self._service.drain()
+        await self._service.stop()
         await super().shutdown(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:

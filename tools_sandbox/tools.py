@@ -3,41 +3,83 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import sys
-import time
-from collections.abc import Mapping
-from typing import Any, Protocol, cast
+from collections.abc import Callable, Mapping
+from functools import partial
+from importlib import metadata
+from typing import Any, ClassVar, ParamSpec, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from tools_sandbox.answers import Status, ToolAnswer
-from tools_sandbox.config import SandboxConfig
+from tools_sandbox.answers import Status, ToolResult
+from tools_sandbox.config import ConfigError, PluginConfig, SandboxConfig
 from tools_sandbox.python_tool.pool import PythonPool
 
-log = logging.getLogger("tools_sandbox")
+P = ParamSpec("P")
+T = TypeVar("T")
+
+ENTRY_POINTS = "tools_sandbox.tools"
+"""Group of the entry points under which packages offer tools."""
 
 
-class Tool(Protocol):
-    """One tool. Its arguments are checked before it sees them."""
+class ToolBroken(RuntimeError):  # noqa: N818 - a state
+    """A tool failed for reasons that are not the call's; never cached, told to the model without details."""
+
+
+class Tool:
+    """One tool. To add yours: subclass, say name, description and arguments, write `run`.
+
+    Two processes make an object of it: the service, to know and publish it, and (with `in_worker`) each worker, to
+    run it. So `__init__` is cheap, and `start` does what costs.
+    """
 
     name: str
+    """What the model calls it by."""
     description: str
-
-    @property
-    def arguments(self) -> type[BaseModel]:
-        """The model of its arguments; its JSON schema is published under /tools."""
-
-    cacheable: bool
+    """One sentence for the model."""
+    arguments: type[BaseModel] | Mapping[str, Any]
+    """Its arguments: a pydantic model, or a JSON schema. Checked before `run` sees them."""
+    cacheable: bool = False
     """True if equal arguments give equal answers, so that one execution serves all."""
-    fingerprint: str
+    fingerprint: str = ""
     """Everything but the arguments that an answer depends on."""
+    repeatable: bool = True
+    """True if a call may run again after the process that ran it has died."""
+    in_worker: bool = True
+    """Run in a worker process. False: in the service's event loop, which nothing may block."""
+    keeps_time: ClassVar[bool] = False
+    """True if `run` itself answers "timeout" in time; otherwise it is cancelled."""
 
-    async def run(self, arguments: Any, timeout_s: float) -> tuple[Status, str]:
-        """Do the work. A failure that the model should read is an "error", not an exception."""
+    async def start(self) -> None:
+        """Called once before the first `run`, in the process that runs it. ConfigError: it cannot work as told."""
 
-    def close(self) -> None:
-        """Give back processes and files."""
+    async def stop(self) -> None:
+        """Called at the end, if the tool runs in the service."""
+
+    async def run(self, arguments: Any, timeout_s: float) -> ToolResult:
+        """Do the work. A failure that the model should read is an "error", not an exception.
+
+        arguments: an instance of the pydantic model, or a mapping. timeout_s: wall-clock seconds until it is
+        cancelled; blocking work goes through `in_thread`.
+        """
+        raise NotImplementedError
+
+    def schema(self) -> dict[str, Any]:
+        """The JSON schema of the arguments."""
+        return dict(self.arguments) if isinstance(self.arguments, Mapping) else self.arguments.model_json_schema()
+
+
+async def in_thread(work: Callable[P, T], *arguments: P.args, **keywords: P.kwargs) -> T:
+    """Run blocking work in a thread, and do not return before it ends, not even when cancelled.
+
+    So a call counts as ended when its work has; the service replaces a worker whose work ignores its time limit.
+    """
+    future = asyncio.get_running_loop().run_in_executor(None, partial(work, *arguments, **keywords))
+    try:
+        return await asyncio.shield(future)
+    except asyncio.CancelledError:
+        await asyncio.wait([future])
+        raise
 
 
 class PythonArguments(BaseModel):
@@ -47,103 +89,125 @@ class PythonArguments(BaseModel):
     code: str = Field(description="Python code; what it prints and the value of its last expression are the answer.")
 
 
-class SearchArguments(BaseModel):
-    """Arguments of the search tool."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-    query: str = Field(description="What to look for, in words.")
-    k: int | None = Field(default=None, ge=1, description="Most results wanted; none: as many as the service gives.")
-
-
-class PythonTool:
+class PythonTool(Tool):
     """Runs code in a fresh, isolated process."""
 
     name = "python"
     description = "Run Python code in a fresh process and return what it prints, like a notebook cell."
     arguments = PythonArguments
+    # The pool's own processes run the code.
+    in_worker = False
+    keeps_time = True
 
     def __init__(self, config: SandboxConfig) -> None:
         self.cacheable = config.python.cache
         self.fingerprint = f"{sys.version} {config.limits}"
         self._code_chars = config.limits.code_chars
         self._pool = PythonPool(config.python, config.limits)
-        self._pool.start()
 
     @property
     def isolation(self) -> str:
         """What separates a call from this machine, in words."""
         return "" if self._pool.walls is None else self._pool.walls.describe()
 
-    async def run(self, arguments: PythonArguments, timeout_s: float) -> tuple[Status, str]:
-        """The code's output; its traceback on failure."""
-        if len(arguments.code) > self._code_chars:
-            size = len(arguments.code)
-            return "error", f'Argument "code" has {size} characters; at most {self._code_chars} are allowed.'
-        outcome = await self._pool.run(arguments.code, timeout_s)
-        return cast(Status, outcome.status), outcome.text
+    async def start(self) -> None:
+        """Start the process that calls are forked from. SandboxBroken: it cannot start as configured."""
+        self._pool.start()
 
-    def close(self) -> None:
+    async def stop(self) -> None:
         """End every running call."""
         self._pool.close()
 
+    async def run(self, arguments: PythonArguments, timeout_s: float) -> ToolResult:
+        """The code's output; its traceback on failure."""
+        if len(arguments.code) > self._code_chars:
+            size = len(arguments.code)
+            return ToolResult(
+                "error", f'Argument "code" has {size} characters; at most {self._code_chars} are allowed.'
+            )
+        outcome = await self._pool.run(arguments.code, timeout_s)
+        return ToolResult(cast(Status, outcome.status), outcome.text)
 
-class SearchTool:
-    """Searches the local corpus."""
 
-    name = "search"
-    description = "Search a text corpus and return the best matching passages."
-    arguments = SearchArguments
-    cacheable = True
+def plugin_tools(plugins: tuple[PluginConfig, ...]) -> list[Tool]:
+    """The tools of installed packages. ConfigError: there is none of that name, or it cannot be loaded."""
+    return [_plugin(plugin) for plugin in plugins]
 
-    def __init__(self, config: SandboxConfig) -> None:
-        # Late, since a service without search has no use for scipy.
-        from tools_sandbox.corpus import load_corpus
-        from tools_sandbox.search import SearchIndex
 
-        began = time.monotonic()
-        corpus = load_corpus(config.search.sources, config.search.snippet_chars)
-        self._index = SearchIndex(corpus)
-        self._max_results = config.search.max_results
-        self.fingerprint = f"{self._index.fingerprint} {self._max_results}"
-        log.info(
-            "search corpus: %d passages, %d remembered queries, %.1f s",
-            len(corpus.passages),
-            len(corpus.remembered),
-            time.monotonic() - began,
+def _plugin(plugin: PluginConfig) -> Tool:
+    offered = {entry.name: entry for entry in metadata.entry_points(group=ENTRY_POINTS)}
+    if plugin.name not in offered:
+        known = ", ".join(sorted(offered)) or "none"
+        raise ConfigError(
+            f'plugins: no installed package offers "{plugin.name}" in {ENTRY_POINTS} (installed: {known})'
         )
+    try:
+        tool = offered[plugin.name].load()(**plugin.options)
+    except Exception as error:
+        raise ConfigError(f'plugins: "{plugin.name}" cannot be made: {type(error).__name__}: {error}') from error
+    if not isinstance(tool, Tool):
+        raise ConfigError(f'plugins: "{plugin.name}" is no tools_sandbox.tools.Tool')
+    return tool
 
-    async def run(self, arguments: SearchArguments, timeout_s: float) -> tuple[Status, str]:
-        """Results as "Page 1: ..." lines."""
-        if not arguments.query.strip():
-            return "error", 'Argument "query" is empty; say what to look for.'
-        k = min(arguments.k or self._max_results, self._max_results)
-        try:
-            async with asyncio.timeout(timeout_s):
-                return "ok", await asyncio.to_thread(self._index.search, arguments.query, k)
-        except TimeoutError:
-            return "timeout", f"Time limit exceeded: the search did not finish within {timeout_s:g} s."
 
-    def close(self) -> None:
-        """Nothing to give back."""
+def worker_tools(config: SandboxConfig) -> list[Tool]:
+    """The tools that workers run."""
+    return [tool for tool in _all_but_python(config) if tool.in_worker]
 
 
 def build_tools(config: SandboxConfig) -> dict[str, Tool]:
-    """The tools of a configuration. Raises ConfigError or SandboxBroken, with nothing left running."""
+    """All tools of a configuration but those of MCP servers, which say what they are when they run. ConfigError."""
+    tools = [*_all_but_python(config), PythonTool(config)]
+    return by_name(tools)
+
+
+def by_name(tools: list[Tool]) -> dict[str, Tool]:
+    """ConfigError: two have one name."""
+    named = {tool.name: tool for tool in tools}
+    twice = [tool.name for tool in tools if named[tool.name] is not tool]
+    if twice:
+        raise ConfigError(f'two tools are called "{twice[0]}"')
+    return named
+
+
+def _all_but_python(config: SandboxConfig) -> list[Tool]:
+    # Late: a service without search or browse has no use for what they load.
     tools: list[Tool] = []
-    if config.search.sources:
-        tools.append(SearchTool(config))
-    else:
-        log.info("search is not offered: no sources are configured")
-    tools.append(PythonTool(config))
-    return {tool.name: tool for tool in tools}
+    if config.search.sources or config.search.engine != "local":
+        from tools_sandbox.search.tool import SearchTool
+
+        tools.append(SearchTool(config.search))
+    if config.browse.enabled:
+        from tools_sandbox.browse.tool import BrowseTool
+
+        tools.append(BrowseTool(config.browse))
+    return [*tools, *plugin_tools(config.plugins)]
 
 
-def check_arguments(tool: Tool, arguments: Mapping[str, object]) -> BaseModel | ToolAnswer:
-    """The checked arguments, or an answer that names what is wrong with them."""
+def check_arguments(tool: Tool, arguments: Mapping[str, object]) -> Any | str:
+    """The checked arguments, or words for the model that name what is wrong with them."""
+    if isinstance(tool.arguments, Mapping):
+        return _check_schema(tool, tool.arguments, arguments)
     try:
         return tool.arguments.model_validate(arguments)
     except ValidationError as error:
         problems = error.errors(include_url=False, include_input=False)
         said = "; ".join(f'argument "{".".join(map(str, p["loc"]))}": {p["msg"]}' for p in problems)
-        known = ", ".join(tool.arguments.model_fields)
-        return ToolAnswer(f'Bad arguments for tool "{tool.name}": {said}. It takes: {known}.', "error", 0.0, False)
+        return _bad_arguments(tool, said, list(tool.arguments.model_fields))
+
+
+def _check_schema(tool: Tool, schema: Mapping[str, Any], arguments: Mapping[str, object]) -> Any | str:
+    import jsonschema
+    from referencing import Registry
+
+    # An empty registry: a schema's references are looked up nowhere else.
+    validator = jsonschema.Draft202012Validator(schema, registry=Registry())
+    problems = [
+        f'argument "{".".join(map(str, problem.absolute_path)) or "*"}": {problem.message}'
+        for problem in validator.iter_errors(dict(arguments))
+    ]
+    return _bad_arguments(tool, "; ".join(problems), list(schema.get("properties", {}))) if problems else arguments
+
+
+def _bad_arguments(tool: Tool, said: str, known: list[str]) -> str:
+    return f'Bad arguments for tool "{tool.name}": {said}. It takes: {", ".join(known)}.'

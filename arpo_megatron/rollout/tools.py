@@ -1,11 +1,13 @@
 """Tool calls that survive the tool service: it may be restarted, overloaded, or fail at one call for good.
 
-A call that was lost is made again. That is safe: by the service's contract a Python call leaves nothing behind and a
-search only reads, so the second answer is the first one's equal.
+A call that was lost is made again, under the same request id: a service that still lives executes it once. After a
+restart it is executed again, which is safe: by the service's contract a Python call leaves nothing behind and a search
+only reads, so the second answer is the first one's equal.
 """
 
 import asyncio
 import time
+import uuid
 from types import TracebackType
 from typing import Self
 
@@ -50,10 +52,13 @@ class ToolClient:
             SandboxUnavailable: the service was not there for `retry_for_s` seconds.
             SandboxDenied: it does not accept the request.
         """
+        request_id = uuid.uuid4().hex
         started, give_up, pause_s = time.monotonic(), float("inf"), _FIRST_PAUSE_S
         while True:
             try:
-                return await self._client.call(tool, arguments, trajectory_id=trajectory_id, timeout_s=timeout_s)
+                return await self._client.call(
+                    tool, arguments, trajectory_id=trajectory_id, timeout_s=timeout_s, request_id=request_id
+                )
             except SandboxUnavailable as error:
                 now = time.monotonic()
                 if error.status == _FAILED:

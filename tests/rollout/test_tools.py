@@ -20,7 +20,7 @@ from arpo_megatron.rollout.worker import TokenizerCodec
 from arpo_megatron.tasks.tokenizers import generated_tokenizer, train_bpe
 from tools_sandbox.client import SandboxUnavailable, ToolAnswer
 
-SLOW = "import time; time.sleep(1); 6 * 7"
+SLOW = "import time; time.sleep({}); 6 * 7"
 
 
 @pytest.fixture
@@ -43,14 +43,17 @@ def ask(client: ToolClient, code: str) -> "asyncio.Task[ToolAnswer]":
     return asyncio.create_task(client.call("python", {"code": code}, trajectory_id="t", timeout_s=10.0))
 
 
-@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGTERM])
-def test_calls_in_flight_survive_a_restart_of_the_service(port: int, fault: signal.Signals) -> None:
+@pytest.mark.parametrize(
+    ("fault", "seconds"),
+    [(signal.SIGKILL, 1), (signal.SIGTERM, 3)],  # longer than a service that is told to stop lets calls finish
+)
+def test_calls_in_flight_survive_a_restart_of_the_service(port: int, fault: signal.Signals, seconds: int) -> None:
     service = start(port)
 
     async def run() -> list[ToolAnswer]:
         nonlocal service
         async with ToolClient(f"http://127.0.0.1:{port}", retry_for_s=30) as client:
-            calls = [ask(client, SLOW) for _ in range(8)]
+            calls = [ask(client, SLOW.format(seconds)) for _ in range(8)]
             await asyncio.sleep(0.5)
             service.send_signal(fault)
             await asyncio.to_thread(service.wait)

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,15 @@ class Service:
         me = psutil.Process(self.process.pid)
         return [me, *me.children(recursive=True)]
 
+    def workers(self) -> list[psutil.Process]:
+        """The processes that run search, browse and plug-in tools."""
+        found = []
+        for child in psutil.Process(self.process.pid).children():
+            with suppress(psutil.Error):  # it is ending
+                if "tools_sandbox.worker" in child.cmdline():
+                    found.append(child)
+        return found
+
 
 StartService = Callable[..., Service]
 
@@ -74,6 +83,7 @@ def running(
                 stderr=log,
                 text=True,
                 env={**os.environ, **(env or {})},
+                start_new_session=True,
             )
         try:
             assert process.stdout is not None

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
+import os
+import sqlite3
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import requests
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tools_sandbox.answers import Status, ToolAnswer
+from tools_sandbox.answers import Status, ToolResult
 from tools_sandbox.cache import AnswerCache, cache_key
 from tools_sandbox.client import SandboxClient
-from tools_sandbox.config import CacheConfig
+from tools_sandbox.config import CacheConfig, ConfigError
 
 JSON = st.recursive(st.none() | st.booleans() | st.integers() | st.text(), lambda inner: st.lists(inner, max_size=3))
 
@@ -22,13 +29,13 @@ JSON = st.recursive(st.none() | st.booleans() | st.integers() | st.text(), lambd
 class Counting:
     """An execution that counts itself."""
 
-    def __init__(self, status: Status = "ok", seconds: float = 0.0) -> None:
-        self.runs, self.status, self.seconds = 0, status, seconds
+    def __init__(self, status: Status = "ok", seconds: float = 0.0, *, negative: bool = False) -> None:
+        self.runs, self.status, self.seconds, self.negative = 0, status, seconds, negative
 
-    async def __call__(self) -> ToolAnswer:
+    async def __call__(self) -> tuple[ToolResult, float]:
         self.runs += 1
         await asyncio.sleep(self.seconds)
-        return ToolAnswer(f"run {self.runs}", self.status, self.seconds, cached=False)
+        return ToolResult(self.status, f"run {self.runs}", self.negative), self.seconds
 
 
 @given(st.dictionaries(st.text(max_size=5), JSON, max_size=4), st.randoms())
@@ -124,3 +131,135 @@ def test_a_restarted_service_remembers_until_its_corpus_changes(
         service.process.terminate()
         service.process.wait(5)
     assert seen == [("Page 1: alpha 1", False), ("Page 1: alpha 1", True), ("Page 1: alpha 2", False)]
+
+
+def test_negative_results_expire_and_other_failures_are_asked_again() -> None:
+    async def run() -> None:
+        cache = AnswerCache(CacheConfig(negative_s=0.1))
+        missing = Counting("error", negative=True)
+        answers = [await cache.answer("k", missing) for _ in range(3)]
+        assert [(answer.text, answer.cached) for answer in answers] == [
+            ("run 1", False),
+            ("run 1", True),
+            ("run 1", True),
+        ]
+        await asyncio.sleep(0.15)
+        assert (await cache.answer("k", missing)).text == "run 2"
+        nothing = Counting("ok", negative=True)
+        await cache.answer("n", nothing)
+        await asyncio.sleep(0.15)
+        await cache.answer("n", nothing)
+        assert nothing.runs == 2
+
+    asyncio.run(run())
+
+
+def test_memory_is_bounded_by_bytes_too() -> None:
+    async def run() -> None:
+        cache = AnswerCache(CacheConfig(memory_mb=1))
+
+        async def large() -> tuple[ToolResult, float]:
+            return ToolResult("ok", "x" * 300_000), 0.0
+
+        for key in range(10):
+            await cache.answer(str(key), large)
+        assert len(cache) == 3
+
+    asyncio.run(run())
+
+
+FILL = """
+import asyncio, sys
+from pathlib import Path
+from tools_sandbox.answers import ToolResult
+from tools_sandbox.cache import AnswerCache
+from tools_sandbox.config import CacheConfig, ConfigError
+
+async def main():
+    cache = AnswerCache(CacheConfig(entries=1, sqlite_path=Path(sys.argv[1]), sqlite_mb=2))
+    for key in range(int(sys.argv[2]), 10**9):
+        async def execute():
+            return ToolResult("ok", f"{key} " * 500), 0.0
+        await cache.answer(str(key), execute)
+        if cache.counts.file_errors:
+            print("error", flush=True)
+        if key % 20 == 0:
+            print(key, flush=True)
+
+asyncio.run(main())
+"""
+
+
+def test_a_shared_file_survives_kill_9_and_keeps_its_size(tmp_path: Path) -> None:
+    path = tmp_path / "answers.db"
+    for round_number in range(4):
+        writers = [
+            subprocess.Popen(
+                [sys.executable, "-c", FILL, str(path), str(start + 1000 * round_number)],
+                stdout=subprocess.PIPE,
+                text=True,
+                env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])},
+            )
+            for start in (0, 1_000_000)
+        ]
+        for writer in writers:
+            assert writer.stdout is not None
+            lines = [writer.stdout.readline() for _ in range(10 + round_number)]
+            assert "error\n" not in lines
+        for writer in writers:
+            writer.kill()
+            writer.wait()
+            assert writer.stdout is not None
+            writer.stdout.close()
+    with contextlib.closing(sqlite3.connect(path)) as database:
+        assert database.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+        rows = database.execute("SELECT status, text FROM results").fetchall()
+    assert len(rows) > 100
+    assert all(status == "ok" and len(set(json.loads(text).split())) == 1 for status, text in rows)
+    assert path.stat().st_size < 3 << 20  # sqlite_mb and the page that went over it
+
+    async def read() -> bool:
+        cache = AnswerCache(CacheConfig(sqlite_path=path))
+        answer = await cache.answer("0", Counting("error"))
+        cache.close()
+        return answer.status in ("ok", "error")
+
+    assert asyncio.run(read())
+
+
+def test_a_full_disk_and_a_damaged_file_cost_no_answer(tmp_path: Path) -> None:
+    async def run() -> None:
+        cache = AnswerCache(CacheConfig(entries=1, sqlite_path=tmp_path / "c.db"))
+        assert cache._file is not None
+        # The limit of the file stands for that of the disk; the error that SQLite raises is the same.
+        await asyncio.get_running_loop().run_in_executor(
+            cache._file._thread,
+            lambda: cache._file._database.execute("PRAGMA max_page_count=4"),  # type: ignore[union-attr]
+        )
+
+        async def large() -> tuple[ToolResult, float]:
+            return ToolResult("ok", "x" * 100_000), 0.0
+
+        for key in range(5):
+            assert (await cache.answer(str(key), large)).status == "ok"
+        assert cache.counts.file_errors == 5
+        cache.close()
+
+    asyncio.run(run())
+    (tmp_path / "d.db").write_bytes(b"this is no database" * 1000)
+    with pytest.raises(ConfigError, match="may be deleted"):
+        AnswerCache(CacheConfig(sqlite_path=tmp_path / "d.db"))
+
+
+def test_text_that_is_no_unicode_survives_the_file(tmp_path: Path) -> None:
+    async def run() -> None:
+        async def odd() -> tuple[ToolResult, float]:
+            return ToolResult("ok", "a\ud800\0b"), 0.0
+
+        for cached in (False, True):
+            cache = AnswerCache(CacheConfig(sqlite_path=tmp_path / "c.db"))
+            answer = await cache.answer("k", odd)
+            assert (answer.text, answer.cached) == ("a\ud800\0b", cached)
+            cache.close()
+
+    asyncio.run(run())

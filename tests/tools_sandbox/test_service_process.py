@@ -85,7 +85,7 @@ def test_other_reasons_not_to_start_are_one_clear_line() -> None:
 def test_a_signal_ends_the_service_cleanly_also_with_calls_in_flight(
     start_service: StartService, number: signal.Signals
 ) -> None:
-    service = start_service()
+    service = start_service({"drain_s": 0.5})
     caught: list[Exception] = []
 
     def call() -> None:

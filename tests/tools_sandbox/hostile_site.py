@@ -1,0 +1,146 @@
+"""A web site that means harm, on loopback addresses: one that the tests permit, one that they do not."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import threading
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from aiohttp import web
+
+PERMITTED = "127.0.0.2"
+FORBIDDEN = "127.0.0.1"
+SECRET = "the secret of the inner network"
+ARTICLE = "<p>" + "The town of Qzlf has 417 inhabitants and a bridge. " * 20 + "</p>"
+HTML = f"<html><head><title>Qzlf &amp; Co</title></head><body><nav>menu</nav><article>{ARTICLE}</article></body></html>"
+BOMB_BYTES = 300_000_000
+
+
+class Site:
+    """Its port, and what it was asked."""
+
+    def __init__(self) -> None:
+        self.port = 0
+        self.asked: list[str] = []
+        self.sent_bytes = 0
+
+    def url(self, path: str, host: str = PERMITTED) -> str:
+        return f"http://{host}:{self.port}{path}"
+
+
+async def _stream(request: web.Request, chunk: bytes, *, pause_s: float, headers: dict[str, str]) -> web.StreamResponse:
+    """A body without end."""
+    reply = web.StreamResponse(headers=headers)
+    await reply.prepare(request)
+    while True:
+        await reply.write(chunk)
+        request.app[SITE].sent_bytes += len(chunk)
+        await asyncio.sleep(pause_s)
+
+
+SITE = web.AppKey("site", Site)
+
+
+def _bomb(layers: int) -> bytes:
+    packer = zlib.compressobj(9, zlib.DEFLATED, 31)
+    data = b"".join(packer.compress(bytes(1_000_000)) for _ in range(BOMB_BYTES // 1_000_000)) + packer.flush()
+    for _ in range(layers - 1):
+        data = gzip.compress(data)
+    return data
+
+
+def _application(site: Site) -> web.Application:
+    bomb, bomb_of_bombs = _bomb(1), _bomb(2)
+
+    async def serve(request: web.Request) -> web.StreamResponse:
+        path = request.path
+        site.asked.append(path)
+        html = {"Content-Type": "text/html"}
+        match path.strip("/").split("/"):
+            case ["page"]:
+                return web.Response(text=HTML, content_type="text/html")
+            case ["secret"]:
+                return web.Response(text=SECRET)
+            case ["loop"]:
+                raise web.HTTPFound("/loop")
+            case ["chain", count]:
+                raise web.HTTPFound("/page" if count == "1" else f"/chain/{int(count) - 1}")
+            case ["to", "inside"]:
+                raise web.HTTPFound(site.url("/secret", FORBIDDEN))
+            case ["to", "file"]:
+                return web.Response(status=302, headers={"Location": "file:///etc/passwd"})
+            case ["to", "nonsense"]:
+                return web.Response(status=302, headers={"Location": "http://[::1"})
+            case ["bomb"]:
+                return web.Response(body=bomb, headers=html | {"Content-Encoding": "gzip"})
+            case ["bomb-of-bombs"]:
+                return web.Response(body=bomb_of_bombs, headers=html | {"Content-Encoding": "gzip"})
+            case ["twice-packed"]:
+                return web.Response(body=bomb, headers=html | {"Content-Encoding": "gzip, gzip"})
+            case ["not-packed"]:
+                return web.Response(body=b"no gzip at all", headers=html | {"Content-Encoding": "gzip"})
+            case ["endless"]:
+                chunk = b"<p>" + b"endless words " * 4000 + b"</p>"
+                return await _stream(request, chunk, pause_s=0, headers=html)
+            case ["drip"]:
+                return await _stream(request, b"x", pause_s=0.05, headers=html)
+            case ["latin"]:
+                body = HTML.replace("town", "café").encode("latin-1")
+                return web.Response(body=body, headers={"Content-Type": "text/html; charset=utf-8"})
+            case ["utf8-as-latin"]:
+                body = HTML.replace("town", "café").encode()
+                return web.Response(body=body, headers={"Content-Type": "text/html; charset=iso-8859-1"})
+            case ["zip-charset"]:
+                return web.Response(body=b"\xff\xfe\xfa plain", headers={"Content-Type": "text/plain; charset=zip"})
+            case ["nested"]:
+                return web.Response(body=b"<div>" * 300_000 + HTML.encode(), headers=html)
+            case ["nul"]:
+                return web.Response(body=HTML.replace("bridge", "bri\0dge").encode(), headers=html)
+            case ["image"]:
+                return web.Response(body=bytes(range(256)), content_type="image/png")
+            case ["empty"]:
+                return web.Response(body=b"", headers=html)
+            case ["headers"]:
+                return web.Response(text="x", headers={f"X-{n}": "y" * 8000 for n in range(200)})
+            case ["cookie"]:
+                return web.Response(text=str(dict(request.cookies)), headers={"Set-Cookie": "a=b"})
+            case ["robots.txt"]:
+                return web.Response(text="User-agent: *\nDisallow: /page\n")
+            case ["busy"]:
+                return web.Response(status=503)
+            case _:
+                return web.Response(status=404)
+
+    app = web.Application()
+    app[SITE] = site
+    app.router.add_get("/{path:.*}", serve)
+    return app
+
+
+@contextmanager
+def hostile_site() -> Iterator[Site]:
+    """The site, serving in a thread of its own on both addresses, at one port."""
+    site, ready, stop = Site(), threading.Event(), asyncio.Event()
+    loop = asyncio.new_event_loop()
+
+    async def serve() -> None:
+        runner = web.AppRunner(_application(site), shutdown_timeout=0.1)
+        await runner.setup()
+        await web.TCPSite(runner, PERMITTED, 0).start()
+        site.port = runner.addresses[0][1]
+        await web.TCPSite(runner, FORBIDDEN, site.port).start()
+        ready.set()
+        await stop.wait()
+        await runner.cleanup()
+
+    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
+    thread.start()
+    try:
+        assert ready.wait(20)
+        yield site
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join(10)

@@ -1,0 +1,47 @@
+"""A real MCP server on stdio, for the tests of the client."""
+
+import os
+import sys
+import time
+
+from mcp.server import MCPServer
+from mcp.server.mcpserver.exceptions import ToolError
+
+server = MCPServer("arithmetic")
+
+
+@server.tool()
+def add(a: int, b: int) -> str:
+    """Add two numbers."""
+    return str(a + b)
+
+
+@server.tool()
+def fail() -> str:
+    """Raise."""
+    raise ToolError("as asked")
+
+
+@server.tool()
+def end() -> str:
+    """End this server in the middle of a call."""
+    os._exit(1)
+
+
+@server.tool()
+def wait(seconds: float) -> str:
+    """Sleep."""
+    time.sleep(seconds)
+    return "slept"
+
+
+@server.tool()
+def environment() -> str:
+    """Names of the environment variables that this server was given."""
+    return " ".join(sorted(os.environ))
+
+
+if __name__ == "__main__":
+    if "--broken" in sys.argv:
+        sys.exit(3)
+    server.run()

@@ -1,0 +1,221 @@
+"""Browse: public pages become text; hostile ones cost bounded time and memory; nothing inside is ever reached."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import socket
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from hostile_site import BOMB_BYTES, FORBIDDEN, PERMITTED, SECRET, Site, hostile_site
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tools_sandbox.answers import ToolResult
+from tools_sandbox.browse.addresses import AddressPolicy
+from tools_sandbox.browse.fetch import Page
+from tools_sandbox.browse.page import decode, readable
+from tools_sandbox.browse.tool import BrowseArguments, BrowseTool
+from tools_sandbox.client import SandboxClient
+from tools_sandbox.config import BrowseConfig, ConfigError
+
+ALLOW = (f"{PERMITTED}/32",)
+
+
+@pytest.fixture(scope="module")
+def site() -> Iterator[Site]:
+    with hostile_site() as running:
+        yield running
+
+
+def browse(url: str, timeout_s: float = 20.0, **config: Any) -> ToolResult:
+    tool = BrowseTool(BrowseConfig(enabled=True, allow_networks=ALLOW, **config))
+    return asyncio.run(tool.run(BrowseArguments(url=url), timeout_s))
+
+
+def test_a_page_becomes_its_title_and_main_text(site: Site) -> None:
+    result = browse(site.url("/page"))
+    assert result.status == "ok"
+    assert result.text.startswith("Qzlf & Co\n\nThe town of Qzlf has 417 inhabitants")
+    assert "<" not in result.text
+    assert browse(site.url("/chain/3")).text == result.text
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "127.0.0.1", "10.1.2.3", "172.16.0.1", "192.168.1.1", "169.254.169.254", "100.64.0.1", "0.0.0.0",
+        "255.255.255.255", "224.0.0.1", "192.0.2.1", "198.18.0.1", "240.0.0.1", "::", "::1", "fe80::1", "fe80::1%eth0",
+        "fc00::1", "fd00:ec2::254", "ff02::1", "::ffff:127.0.0.1", "::ffff:10.0.0.1", "64:ff9b::7f00:1",
+        "64:ff9b::a9fe:a9fe", "2002:7f00:1::", "2002:a00:1::", "2001:0:4136:e378:8000:63bf:3fff:fdd2", "2001:db8::1",
+    ],
+)  # fmt: skip
+def test_addresses_that_are_not_public_are_refused(address: str) -> None:
+    assert not AddressPolicy(()).permits(address)
+
+
+@pytest.mark.parametrize("address", ["93.184.216.34", "1.1.1.1", "2606:4700::1111", "64:ff9b::101:101"])
+def test_public_addresses_are_permitted(address: str) -> None:
+    assert AddressPolicy(()).permits(address)
+
+
+def test_a_network_that_is_none_is_a_configuration_error() -> None:
+    with pytest.raises(ConfigError, match="allow_networks"):
+        BrowseTool(BrowseConfig(enabled=True, allow_networks=("10.0.0.1/8",)))
+
+
+@pytest.mark.parametrize(
+    "host",
+    [FORBIDDEN, "localhost", "2130706433", "0x7f000001", "0177.0.0.1", "127.1", "[::1]", "[::ffff:127.0.0.1]", "0",
+     "127。0。0。1", "①②⑦.⓪.⓪.①"],
+)  # fmt: skip
+def test_no_spelling_of_an_inner_address_is_asked(site: Site, host: str) -> None:
+    site.asked.clear()
+    result = browse(f"http://{host}:{site.port}/secret")
+    assert result.status == "error"
+    assert SECRET not in result.text
+    assert not site.asked
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("file:///etc/passwd", "http://"),
+        ("ftp://example.org/", "http://"),
+        ("gopher://127.0.0.1:25/", "http://"),
+        ("page", "http://"),
+        ("http://", "http://"),
+        ("http://user:word@example.org/", "user name"),
+        ("http://127.0.0.2:25/", "Port 25"),
+        ("http://[::1", "no address"),
+        ("http://127.0.0.2:99999/", "no address"),
+        ("http://127.0.0.2/" + "a" * 5000, "longer than"),
+    ],
+)
+def test_what_is_no_web_address_is_refused_in_words(url: str, said: str) -> None:
+    result = browse(url)
+    assert (result.status, result.negative) == ("error", True)
+    assert said in result.text
+
+
+def test_every_redirect_is_checked_like_the_first_address(site: Site) -> None:
+    site.asked.clear()
+    result = browse(site.url("/to/inside"))
+    assert "refused" in result.text
+    assert SECRET not in result.text
+    assert site.asked == ["/to/inside"]
+    assert browse(site.url("/to/file")).status == "error"
+    assert browse(site.url("/to/nonsense")).status == "error"
+    loop = browse(site.url("/loop"))
+    assert "more than 5 redirects" in loop.text
+    assert site.asked.count("/loop") == 6
+
+
+def test_a_name_that_changes_its_address_gains_nothing(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A stand-in for a hostile name server, which this machine's resolver cannot be pointed at.
+    answers = [PERMITTED, FORBIDDEN, FORBIDDEN]
+    real = socket.getaddrinfo
+
+    def rebinding(host: Any, *rest: Any, **more: Any) -> Any:
+        return real(answers.pop(0) if host == "rebind.example" else host, *rest, **more)
+
+    monkeypatch.setattr(socket, "getaddrinfo", rebinding)
+    site.asked.clear()
+    assert browse(f"http://rebind.example:{site.port}/secret").text == SECRET  # from the permitted address
+    assert len(answers) == 2  # resolved once: what was checked is what was connected to
+    again = browse(f"http://rebind.example:{site.port}/secret")
+    assert "refused" in again.text
+    assert site.asked == ["/secret"]
+
+
+@pytest.mark.parametrize("path", ["/bomb", "/bomb-of-bombs"])
+def test_a_gzip_bomb_is_cut_in_little_memory(site: Site, path: str) -> None:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    began = time.monotonic()
+    browse(site.url(path), max_bytes=1_000_000)
+    assert time.monotonic() - began < 10
+    assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 < BOMB_BYTES / 3
+
+
+@pytest.mark.parametrize(("path", "said"), [("/twice-packed", "not asked for"), ("/not-packed", "unpacked")])
+def test_odd_packing_is_refused_in_words(site: Site, path: str, said: str) -> None:
+    assert said in browse(site.url(path)).text
+
+
+def test_a_body_without_end_is_read_up_to_the_limit(site: Site) -> None:
+    site.sent_bytes = 0
+    result = browse(site.url("/endless"), max_bytes=500_000, max_chars=1_000_000)
+    assert result.status == "ok"
+    assert result.text.endswith("[page cut after 500000 bytes]")
+    assert site.sent_bytes < 20_000_000  # what fits into buffers on the way, not a gigabyte
+
+
+def test_a_slow_drip_ends_with_the_time_limit(site: Site) -> None:
+    began = time.monotonic()
+    assert browse(site.url("/drip"), timeout_s=0.7).status == "timeout"
+    assert time.monotonic() - began < 4
+
+
+@pytest.mark.parametrize("path", ["/latin", "/utf8-as-latin"])
+def test_a_wrong_charset_is_seen_through(site: Site, path: str) -> None:
+    assert "The café of Qzlf" in browse(site.url(path)).text
+
+
+def test_pages_of_every_other_kind_get_an_answer_in_words(site: Site) -> None:
+    assert browse(site.url("/zip-charset")).status == "ok"
+    assert "417" in browse(site.url("/nul")).text
+    assert browse(site.url("/image")).text.endswith("is no text but image/png.")
+    assert "no readable text" in browse(site.url("/empty")).text
+    assert browse(site.url("/headers")).status == "error"
+    assert browse(site.url("/busy")) == ToolResult(
+        "error", f"{site.url('/busy')} cannot be read: HTTP 503 Service Unavailable."
+    )
+    assert browse(site.url("/missing")).negative
+    long = browse(site.url("/page"), max_chars=100)
+    assert long.text.endswith("the first 100 are shown]")
+
+
+def test_no_cookie_is_kept(site: Site) -> None:
+    assert [browse(site.url("/cookie")).text for _ in range(2)] == ["{}", "{}"]
+
+
+def test_robots_are_honoured_where_configured(site: Site) -> None:
+    assert "robots.txt" in browse(site.url("/page"), robots=True).text
+    assert browse(site.url("/secret"), robots=True).text == SECRET
+
+
+@given(
+    st.binary(max_size=300), st.sampled_from([None, "utf-8", "utf-16", "latin-1", "zip", "idna", "\udcff", "x" * 50])
+)
+def test_any_bytes_decode_to_something(body: bytes, charset: str | None) -> None:
+    assert isinstance(decode(Page("http://x/", "text/html", charset, body, cut=False)), str)
+
+
+@given(st.text(max_size=100))
+def test_utf8_is_read_as_utf8_whatever_is_declared(text: str) -> None:
+    body = text.encode()
+    if not body.startswith((b"\xff\xfe", b"\xfe\xff", b"\xef\xbb\xbf")):
+        assert decode(Page("http://x/", "text/plain", "latin-1", body, cut=False)) == text
+        assert readable(Page("http://x/", "text/plain", None, body, cut=False)) == text
+
+
+def test_hostile_pages_cost_the_service_nothing(site: Site, start_service: Callable[..., Any]) -> None:
+    config = {"enabled": True, "allow_networks": list(ALLOW), "max_bytes": 3_000_000}
+    service = start_service({"browse": config, "workers": 1, "cache": {"negative_s": 0.5}})
+    with SandboxClient(service.url) as client:
+        for path in ("/nested", "/bomb", "/drip", "/loop", "/to/inside"):
+            answer = client.call("browse", {"url": site.url(path)}, timeout_s=5)
+            assert SECRET not in answer.text
+        assert "417" in client.call("browse", {"url": site.url("/page")}).text
+        assert client.call("browse", {"url": site.url("/page")}).cached
+        missing = {"url": site.url("/missing")}
+        site.asked.clear()
+        assert [client.call("browse", missing).cached for _ in range(3)] == [False, True, True]
+        time.sleep(0.6)
+        assert not client.call("browse", missing).cached  # what is not there is asked for again after a while
+        busy = {"url": site.url("/busy")}
+        assert [client.call("browse", busy).cached for _ in range(2)] == [False, False]
+        assert site.asked == ["/missing"] * 2 + ["/busy"] * 2

@@ -1,0 +1,145 @@
+"""Worker processes: whatever a tool does to its process, honest calls are answered right, and nothing is left over."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import requests
+from test_service_process import refused_start, wait_until
+
+from tools_sandbox.client import SandboxClient
+
+StartService = Callable[..., Any]
+ROOT, HERE = Path(__file__).resolve().parents[2], Path(__file__).resolve().parent
+NAMES = {"abort": "Abort", "abort_once": "AbortOnce", "hold": "Hold", "sleep": "Sleep", "stuck": "Stuck"}
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Makes `troublesome_tools` an installed package that offers its tools."""
+    folder = tmp_path_factory.mktemp("installed")
+    metadata = folder / "troublesome-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: troublesome\nVersion: 1.0\n")
+    names = {**NAMES, "raise": "Raise", "no_tool": "NoTool"}
+    lines = "".join(f"{name} = troublesome_tools:{kind}\n" for name, kind in names.items())
+    (metadata / "entry_points.txt").write_text(f"[tools_sandbox.tools]\n{lines}")
+    return {"PYTHONPATH": f"{folder}:{HERE}:{ROOT}"}
+
+
+def configured(tmp_path: Path, *names: str, **more: Any) -> dict[str, Any]:
+    corpus = tmp_path / "facts.jsonl"
+    corpus.write_text("".join(json.dumps({"text": f"fact{n} value{n}"}) + "\n" for n in range(500)))
+    plugins = [{"name": name} for name in names]
+    return {"plugins": plugins, "search": {"sources": [{"path": str(corpus), "format": "jsonl"}]}, "workers": 2, **more}
+
+
+def alive(service: Any) -> int:
+    return int(requests.get(f"{service.url}/health", timeout=5).json()["workers"]["alive"])
+
+
+def ask_honestly(client: SandboxClient, numbers: range) -> None:
+    for number in numbers:
+        answer = client.call("search", {"query": f"fact{number}"}, trajectory_id="honest")
+        assert (answer.status, answer.text) == ("ok", f"Page 1: fact{number} value{number}")
+
+
+def test_a_tool_that_kills_its_process_costs_others_nothing(
+    start_service: StartService, environment: dict[str, str], tmp_path: Path
+) -> None:
+    service = start_service(configured(tmp_path, "abort", "abort_once", "raise"), env=environment)
+    with SandboxClient(service.url) as client, ThreadPoolExecutor(2) as pool:
+        honest = pool.submit(ask_honestly, client, range(100))
+        for name in ("abort", "abort_once", "raise"):
+            answer = client.call(name, {})
+            assert (answer.status, "not the fault" in answer.text) == ("error", True)
+            assert "inner matter" not in answer.text
+        honest.result()
+        ask_honestly(client, range(100, 120))
+        wait_until(lambda: alive(service) == 2)
+        restarts = requests.get(f"{service.url}/health", timeout=5).json()["workers"]["restarts"]
+        assert restarts == 4  # three tries of the one that may be repeated, one of the other
+
+
+def test_calls_that_were_beside_a_killer_are_not_taken_for_it(
+    start_service: StartService, environment: dict[str, str], tmp_path: Path
+) -> None:
+    service = start_service(configured(tmp_path, "abort", "sleep"), env=environment)
+    with SandboxClient(service.url) as client, ThreadPoolExecutor(9) as pool:
+        beside = [pool.submit(client.call, "sleep", {"seconds": 0.8}, trajectory_id=str(n)) for n in range(5)]
+        wait_until(lambda: requests.get(f"{service.url}/health", timeout=5).json()["running"] == 5)
+        assert client.call("abort", {}).status == "error"
+        assert [call.result().text for call in beside] == ["slept 0.8"] * 5
+
+
+@pytest.mark.parametrize("name", ["hold", "stuck"])
+def test_a_tool_that_heeds_no_time_limit_is_ended_with_its_process(
+    start_service: StartService, environment: dict[str, str], tmp_path: Path, name: str
+) -> None:
+    service = start_service(configured(tmp_path, name), env=environment)
+    with SandboxClient(service.url) as client, ThreadPoolExecutor(2) as pool:
+        before = {each.pid for each in service.workers()}
+        honest = pool.submit(ask_honestly, client, range(200))
+        began = time.monotonic()
+        answer = client.call(name, {}, timeout_s=0.5)
+        assert (answer.status, time.monotonic() - began < 2) == ("timeout", True)
+        honest.result()
+        wait_until(lambda: alive(service) == 2 and len(before - {each.pid for each in service.workers()}) == 1)
+        ask_honestly(client, range(200, 220))
+
+
+def test_a_killed_worker_loses_no_call(
+    start_service: StartService, environment: dict[str, str], tmp_path: Path
+) -> None:
+    ran = tmp_path / "ran"
+    config = configured(tmp_path, workers=2)
+    config["plugins"] = [{"name": "sleep", "options": {"ran": str(ran)}}]
+    service = start_service(config, env=environment)
+    with SandboxClient(service.url) as client, ThreadPoolExecutor(8) as pool:
+        calls = [pool.submit(client.call, "sleep", {"seconds": 1.0}, trajectory_id=str(n)) for n in range(8)]
+        wait_until(lambda: ran.exists() and len(ran.read_text().split()) == 8)
+        service.workers()[0].send_signal(signal.SIGKILL)
+        assert [call.result().text for call in calls] == ["slept 1.0"] * 8
+        pids = ran.read_text().split()
+        assert len(pids) == 12  # four ran again, on another worker
+        wait_until(lambda: alive(service) == 2)
+
+
+def test_workers_end_with_a_killed_service_and_leave_no_folder(
+    start_service: StartService, environment: dict[str, str], tmp_path: Path
+) -> None:
+    place = tmp_path / "tmp"
+    place.mkdir()
+    service = start_service(configured(tmp_path, "sleep"), env={**environment, "TMPDIR": str(place)})
+    assert any("index" in each.name for each in place.iterdir())
+
+    def call() -> None:
+        with SandboxClient(service.url, retries=0) as client, pytest.raises(Exception, match="unavailable"):
+            client.call("sleep", {"seconds": 60}, timeout_s=60)
+
+    caller = threading.Thread(target=call)
+    caller.start()
+    wait_until(lambda: requests.get(f"{service.url}/health", timeout=5).json()["running"] == 1)
+    family = service.family()
+    os.killpg(service.process.pid, signal.SIGKILL)  # as a supervisor does
+    _, left = psutil.wait_procs(family, timeout=5)
+    assert not left
+    wait_until(lambda: not list(place.iterdir()))
+    caller.join()
+
+
+def test_a_plugin_that_is_no_tool_is_one_line(tmp_path: Path, environment: dict[str, str], monkeypatch: Any) -> None:
+    monkeypatch.setenv("PYTHONPATH", environment["PYTHONPATH"])
+    for name, said in (("no_tool", "is no"), ("abort, options: {x: 1}", "TypeError")):
+        (tmp_path / "c.yaml").write_text(f"plugins: [{{name: {name}}}]\n")
+        assert said in refused_start("--config", str(tmp_path / "c.yaml"))

@@ -1,0 +1,141 @@
+"""One GET within bounds: where it may go, how much it may read, how often it is sent elsewhere."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+
+import aiohttp
+from yarl import URL
+
+from tools_sandbox.browse.addresses import AddressPolicy, AddressRefused
+from tools_sandbox.config import BrowseConfig
+
+_REDIRECTS = frozenset({301, 302, 303, 307, 308})
+_WEB_PORTS = frozenset({80, 443})
+_LONGEST_URL = 4096
+
+
+class FetchFailed(Exception):  # noqa: N818 - an outcome
+    """There is no page; the message is for the model. lasting: asking again soon will not help."""
+
+    def __init__(self, message: str, *, lasting: bool) -> None:
+        super().__init__(message)
+        self.lasting = lasting
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """What a server answered."""
+
+    url: str
+    """The address after redirects."""
+    content_type: str
+    """Without parameters, lower case; empty if the server named none."""
+    charset: str | None
+    """As the server named it."""
+    body: bytes
+    """After decompression."""
+    cut: bool
+    """True if there was more."""
+
+
+async def fetch(url: str, config: BrowseConfig, policy: AddressPolicy) -> Page:
+    """The page at an address, redirects followed. FetchFailed; the caller bounds the time."""
+    refused: list[AddressRefused] = []
+
+    def checked_socket(address_info: aiohttp.AddrInfoType) -> object:
+        try:
+            return policy.checked_socket(address_info)
+        except AddressRefused as error:
+            refused.append(error)
+            raise
+
+    # Connections of one call only: nothing of one page is carried to another.
+    connector = aiohttp.TCPConnector(socket_factory=checked_socket, use_dns_cache=False, force_close=True)  # type: ignore[arg-type]
+    async with aiohttp.ClientSession(
+        connector=connector,
+        cookie_jar=aiohttp.DummyCookieJar(),
+        # Decompressed here, where it can be bounded.
+        auto_decompress=False,
+        # A proxy would resolve the name a second time, out of our sight.
+        trust_env=False,
+        timeout=aiohttp.ClientTimeout(total=None),
+        headers={
+            "User-Agent": config.user_agent,
+            "Accept": "text/html,text/plain;q=0.9,*/*;q=0.5",
+            "Accept-Encoding": "gzip, deflate",
+        },
+    ) as session:
+        try:
+            return await _follow(session, url, config)
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            if refused:
+                raise FetchFailed(f"{url} is refused: {refused[0]}.", lasting=True) from error
+            raise _failed(url, error) from error
+
+
+def _failed(url: str, error: Exception) -> FetchFailed:
+    if isinstance(error, aiohttp.ClientConnectorCertificateError):
+        return FetchFailed(f"{url} cannot be read: its certificate is not valid.", lasting=True)
+    if isinstance(error, aiohttp.ClientConnectorDNSError):
+        return FetchFailed(f"{url} cannot be read: there is no host {error.host}.", lasting=True)
+    said = " ".join(str(error).split())[:200]
+    return FetchFailed(f"{url} cannot be read: {type(error).__name__}: {said}", lasting=False)
+
+
+async def _follow(session: aiohttp.ClientSession, url: str, config: BrowseConfig) -> Page:
+    target = _checked(url)
+    for _ in range(config.max_redirects + 1):
+        async with session.get(target, allow_redirects=False) as reply:
+            if reply.status in _REDIRECTS and (location := reply.headers.get("Location")):
+                target = _checked(str(target.join(URL(location))))
+                continue
+            if not 200 <= reply.status < 300:
+                passes = reply.status == 429 or reply.status >= 500
+                raise FetchFailed(f"{target} cannot be read: HTTP {reply.status} {reply.reason}.", lasting=not passes)
+            body, cut = await _body(reply, config.max_bytes)
+            declared = reply.headers.get("Content-Type", "")
+            kind = declared.partition(";")[0].strip().lower()
+            return Page(str(target), kind, reply.charset, body, cut)
+    raise FetchFailed(f"{url} cannot be read: more than {config.max_redirects} redirects.", lasting=True)
+
+
+def _checked(url: str) -> URL:
+    if len(url) > _LONGEST_URL:
+        raise FetchFailed(f"The address is longer than {_LONGEST_URL} characters.", lasting=True)
+    try:
+        target = URL(url)
+        port = target.port
+    except ValueError as error:
+        raise FetchFailed(f"{url!r} is no address: {error}.", lasting=True) from error
+    if target.scheme not in {"http", "https"} or not target.host:
+        raise FetchFailed(f"{url!r} is no address of a web page; it begins with http:// or https://.", lasting=True)
+    if target.user is not None or target.password is not None:
+        raise FetchFailed("An address with a user name or password in it is refused.", lasting=True)
+    if port is not None and port < 1024 and port not in _WEB_PORTS:
+        raise FetchFailed(f"Port {port} is not for web pages; {url!r} is refused.", lasting=True)
+    return target
+
+
+async def _body(reply: aiohttp.ClientResponse, max_bytes: int) -> tuple[bytes, bool]:
+    """At most max_bytes, of what is sent and of what it unpacks to; and whether there was more."""
+    encoding = reply.headers.get("Content-Encoding", "identity").strip().lower() or "identity"
+    if encoding not in {"identity", "gzip", "x-gzip", "deflate"}:
+        raise FetchFailed(f"{reply.url} is packed in a way that was not asked for ({encoding[:40]}).", lasting=True)
+    # 32 added to the window size: a gzip or a zlib header, whichever is there.
+    unpack = None if encoding == "identity" else zlib.decompressobj(wbits=32 + zlib.MAX_WBITS)
+    body, received = bytearray(), 0
+    async for chunk in reply.content.iter_any():
+        received += len(chunk)
+        room = max_bytes - len(body)
+        try:
+            body += chunk[: room + 1] if unpack is None else unpack.decompress(chunk, room + 1)
+        except zlib.error as error:
+            raise FetchFailed(f"{reply.url} cannot be unpacked: {error}.", lasting=False) from error
+        if len(body) > max_bytes or received > max_bytes:
+            reply.close()
+            return bytes(body[:max_bytes]), True
+        if unpack is not None and unpack.eof:
+            break
+    return bytes(body), False

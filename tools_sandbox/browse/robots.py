@@ -1,0 +1,49 @@
+"""robots.txt (RFC 9309), for operators who want it honoured."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from dataclasses import replace
+from urllib.robotparser import RobotFileParser
+
+from yarl import URL
+
+from tools_sandbox.browse.addresses import AddressPolicy
+from tools_sandbox.browse.fetch import FetchFailed, fetch
+from tools_sandbox.browse.page import decode
+from tools_sandbox.config import BrowseConfig
+
+_KEPT = 1000
+_KEEP_S = 3600.0
+_MAX_BYTES = 500_000
+
+
+class Robots:
+    """Rules of sites, kept for an hour."""
+
+    def __init__(self, config: BrowseConfig, policy: AddressPolicy) -> None:
+        self._config, self._policy = replace(config, max_bytes=_MAX_BYTES), policy
+        self._rules: OrderedDict[str, tuple[float, RobotFileParser]] = OrderedDict()
+
+    async def permit(self, url: str) -> bool:
+        """True if the site lets us read this page. A site that cannot be asked does not; one without rules does."""
+        try:
+            origin = str(URL(url).origin())
+        except ValueError:
+            return True  # no address at all: fetching it says so
+        known = self._rules.get(origin)
+        if known is None or known[0] < time.monotonic():
+            known = (time.monotonic() + _KEEP_S, await self._ask(origin))
+            self._rules[origin] = known
+            while len(self._rules) > _KEPT:
+                self._rules.popitem(last=False)
+        return known[1].can_fetch(self._config.user_agent, url)
+
+    async def _ask(self, origin: str) -> RobotFileParser:
+        rules = RobotFileParser()
+        try:
+            rules.parse(decode(await fetch(f"{origin}/robots.txt", self._config, self._policy)).splitlines())
+        except FetchFailed as error:
+            rules.parse([] if error.lasting else ["User-agent: *", "Disallow: /"])
+        return rules

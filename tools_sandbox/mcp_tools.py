@@ -1,0 +1,141 @@
+"""Tools of MCP servers (Model Context Protocol), through the client of the official `mcp` package.
+
+A server is a process that the service starts and speaks to over stdio. It runs with the service's rights: MCP is for
+servers that the operator trusts, and isolates nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import mcp
+from mcp.types import TextContent
+
+from tools_sandbox.answers import ToolResult
+from tools_sandbox.config import ConfigError, McpServerConfig
+from tools_sandbox.tools import Tool, ToolBroken
+
+log = logging.getLogger("tools_sandbox")
+
+_START_TIMEOUT_S = 60.0
+
+
+class McpServer:
+    """One server and the connection to it, which is made again after either has ended. Belongs to one event loop."""
+
+    def __init__(self, name: str, config: McpServerConfig) -> None:
+        self.name = name
+        self._parameters = mcp.StdioServerParameters(
+            command=config.command, args=list(config.args), env=dict(config.env)
+        )
+        self._keeper: asyncio.Task[None] | None = None
+        self._client: asyncio.Future[mcp.Client] | None = None
+        self._connecting = asyncio.Lock()
+
+    async def client(self) -> mcp.Client:
+        """The connected client. Raises what connecting raised."""
+        async with self._connecting:
+            if self._client is None or self._keeper is None or self._keeper.done():
+                self._client = asyncio.get_running_loop().create_future()
+                # One task opens and closes the connection, as the library's task groups demand.
+                self._keeper = asyncio.create_task(self._keep(self._client))
+            async with asyncio.timeout(_START_TIMEOUT_S):
+                return await asyncio.shield(self._client)
+
+    async def _keep(self, connected: asyncio.Future[mcp.Client]) -> None:
+        try:
+            async with mcp.Client(self._parameters) as client:
+                connected.set_result(client)
+                await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # also the library's exception groups
+            if not connected.done():
+                connected.set_exception(RuntimeError(_innermost(error)))
+            else:
+                log.warning("MCP server ended", extra={"server": self.name, "reason": _innermost(error)})
+        finally:
+            if not connected.done():
+                connected.cancel()
+
+    async def stop(self) -> None:
+        """End the server."""
+        if self._keeper is not None:
+            self._keeper.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._keeper
+            self._keeper = None
+
+
+class McpTool(Tool):
+    """One tool of a server."""
+
+    # The server is a process already.
+    in_worker = False
+    # Whether it may run twice is not known.
+    repeatable = False
+
+    def __init__(self, server: McpServer, offered: mcp.Tool, config: McpServerConfig) -> None:
+        self.name = offered.name
+        self.description = offered.description or ""
+        self.arguments: Mapping[str, Any] = offered.input_schema
+        self.cacheable = config.cache
+        self.fingerprint = f"mcp {server.name} {config.command} {config.args}"
+        self._server = server
+
+    async def stop(self) -> None:
+        """End the server (once; its tools share it)."""
+        await self._server.stop()
+
+    async def run(self, arguments: Mapping[str, Any], timeout_s: float) -> ToolResult:
+        """The text of the result; what is no text is named, not shown."""
+        try:
+            client = await self._server.client()
+            result = await client.call_tool(self.name, dict(arguments), read_timeout_seconds=timeout_s + 1)
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            # A connection that failed in the middle of a call is not used again.
+            await self._server.stop()
+            raise ToolBroken(f"MCP server {self._server.name}: {_innermost(error)}") from error
+        parts = [part.text if isinstance(part, TextContent) else f"[{part.type}]" for part in result.content]
+        return ToolResult("error" if result.is_error else "ok", "\n".join(parts))
+
+
+async def connect(servers: Mapping[str, McpServerConfig]) -> list[Tool]:
+    """Start the servers and ask what they offer. ConfigError: one does not start, or lacks a tool that is named."""
+    tools = list[Tool]()
+    started = list[McpServer]()
+    try:
+        for name, config in servers.items():
+            server = McpServer(name, config)
+            started.append(server)
+            tools += await _offered(server, config)
+    except BaseException:
+        for server in started:
+            await server.stop()
+        raise
+    return tools
+
+
+async def _offered(server: McpServer, config: McpServerConfig) -> list[Tool]:
+    try:
+        offered = {tool.name: tool for tool in (await (await server.client()).list_tools()).tools}
+    except Exception as error:
+        raise ConfigError(f"mcp.{server.name}: {config.command} does not start: {_innermost(error)}") from error
+    wanted = list(offered) if config.tools is None else config.tools
+    for name in wanted:
+        if name not in offered:
+            raise ConfigError(f'mcp.{server.name}.tools: it has no "{name}"; it offers: {", ".join(sorted(offered))}')
+    return [McpTool(server, offered[name], config) for name in wanted]
+
+
+def _innermost(error: BaseException) -> str:
+    """One line about the cause inside a group of exceptions."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return " ".join(f"{type(error).__name__}: {error}".split())

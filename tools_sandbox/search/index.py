@@ -1,0 +1,254 @@
+"""What is kept of the sources: a BM25 index of their passages and the remembered queries, in one folder.
+
+Built once, by a process of its own (its memory is gone afterwards), under a lock and in a folder beside, so that a
+build that was killed leaves nothing half-made. Opened by every worker; the library maps the files into memory, so the
+workers share them. `python -m tools_sandbox.search.index --config FILE` builds ahead of a job.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import tantivy
+from pydantic import TypeAdapter
+from tantivy import Document, Index, Occur, Query
+
+from tools_sandbox.config import ConfigError, SearchConfig, load_config
+from tools_sandbox.search.corpus import content_digest, normalise_query, read_passages, read_remembered
+from tools_sandbox.search.stopwords import IGNORED_IN_QUERIES
+
+_FORMAT = 1
+"""Of the folder; another number means: build again."""
+_HEAP_BYTES_PER_THREAD = 64 << 20
+# Rust's \w also takes combining marks, so words are found by it alone, in passages and in queries.
+_ANALYZER = tantivy.TextAnalyzerBuilder(tantivy.Tokenizer.regex(r"\w+")).build()
+_LONGEST_WORD_BYTES = 60_000
+"""The library leaves longer words out of an index and refuses them in a query."""
+
+
+def ensure_index(config: SearchConfig) -> None:
+    """Build the index of `config.index_path` in a process of its own unless it is there and up to date. ConfigError."""
+    assert config.index_path is not None
+    if is_current(config):
+        return
+    values = json.dumps(TypeAdapter(SearchConfig).dump_python(config, mode="json"))
+    command = [sys.executable, "-m", "tools_sandbox.search.index", "--search", "-"]
+    done = subprocess.run(command, input=values, capture_output=True, text=True, check=False)
+    if done.returncode == 2:
+        raise ConfigError(done.stderr.strip().removeprefix("tools_sandbox: "))
+    if done.returncode != 0:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        raise ConfigError(f"search.index_path: {config.index_path}: building the index failed: {last}")
+
+
+def is_current(config: SearchConfig) -> bool:
+    """True if the folder holds the index of these sources as they are now."""
+    meta = _meta(config)
+    if meta is None or meta["settings"] != _settings(config):
+        return False
+    if meta["stats"] == [_stat(source.path) for source in config.sources]:
+        return True
+    digests: list[str] = meta["digests"]
+    return digests == [content_digest(source.path) for source in config.sources]
+
+
+def build(config: SearchConfig) -> dict[str, Any]:
+    """Build the index unless another process does so first; returns its description. ConfigError: a source is bad."""
+    assert config.index_path is not None
+    folder = config.index_path
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with folder.with_name(f"{folder.name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not is_current(config):
+                _build_beside(config, folder)
+    except OSError as error:
+        raise ConfigError(f"search.index_path: {folder}: {error.strerror or error}") from error
+    meta = _meta(config)
+    assert meta is not None
+    return meta
+
+
+def _build_beside(config: SearchConfig, folder: Path) -> None:
+    began = time.monotonic()
+    beside = folder.with_name(f"{folder.name}.building")
+    shutil.rmtree(beside, ignore_errors=True)  # of a build that was killed; the lock says that none is at it
+    beside.mkdir()
+    try:
+        stats = [_stat(source.path) for source in config.sources]
+        passages = _write_passages(config, beside / "bm25") if config.engine == "local" else 0
+        remembered = _write_remembered(config, beside / "remembered.db")
+        meta = {
+            "settings": _settings(config),
+            "stats": stats,
+            "digests": [content_digest(source.path) for source in config.sources],
+            "passages": passages,
+            "remembered": remembered,
+            "seconds": round(time.monotonic() - began, 1),
+        }
+        (beside / "index.json").write_text(json.dumps(meta))
+        shutil.rmtree(folder, ignore_errors=True)
+        beside.rename(folder)
+    except BaseException:
+        shutil.rmtree(beside, ignore_errors=True)
+        raise
+
+
+def _write_passages(config: SearchConfig, folder: Path) -> int:
+    folder.mkdir()
+    builder = tantivy.SchemaBuilder()
+    builder.add_text_field("words", tokenizer_name="words", index_option="freq")
+    builder.add_bytes_field("passage", stored=True)
+    builder.add_unsigned_field("position", fast=True)
+    index = Index(builder.build(), path=str(folder))
+    index.register_tokenizer("words", _ANALYZER)
+    threads = min(os.cpu_count() or 1, 8)
+    writer = index.writer(threads * _HEAP_BYTES_PER_THREAD, threads)
+    number = 0
+    for passage in _all_passages(config):
+        document = Document()
+        document.add_text("words", passage.casefold())
+        document.add_bytes("passage", passage.encode("utf-8"))
+        document.add_unsigned("position", number)
+        writer.add_document(document)
+        number += 1
+    writer.commit()
+    writer.wait_merging_threads()
+    return number
+
+
+def _all_passages(config: SearchConfig) -> Iterator[str]:
+    for source in config.sources:
+        for passage in read_passages(source, config.snippet_chars):
+            # A lone surrogate of a JSON escape is no text.
+            yield passage.encode("utf-8", "replace").decode("utf-8")
+
+
+def _write_remembered(config: SearchConfig, path: Path) -> int:
+    with contextlib.closing(sqlite3.connect(path)) as database, database:
+        database.execute("CREATE TABLE remembered (query TEXT PRIMARY KEY, pages TEXT) WITHOUT ROWID")
+        for source in config.sources:
+            if source.format == "arpo_cache":
+                rows = (
+                    (json.dumps(normalise_query(query)), json.dumps(pages))
+                    for query, pages in read_remembered(source, config.snippet_chars)
+                )
+                database.executemany("INSERT OR REPLACE INTO remembered VALUES (?, ?)", rows)
+        return int(database.execute("SELECT count(*) FROM remembered").fetchone()[0])
+
+
+def _settings(config: SearchConfig) -> dict[str, Any]:
+    sources = [[str(source.path), source.format] for source in config.sources]
+    return {"format": _FORMAT, "sources": sources, "snippet_chars": config.snippet_chars, "engine": config.engine}
+
+
+def _meta(config: SearchConfig) -> dict[str, Any] | None:
+    assert config.index_path is not None
+    try:
+        meta: dict[str, Any] = json.loads((config.index_path / "index.json").read_text())
+    except (OSError, ValueError):
+        return None
+    return meta
+
+
+def _stat(path: Path) -> list[int]:
+    try:
+        found = path.stat()
+    except OSError as error:
+        raise ConfigError(f"search source {path}: {error.strerror}") from error
+    return [found.st_size, found.st_mtime_ns]
+
+
+class SearchIndex:
+    """Finds passages and remembered queries in a folder that `build` made. Safe to use from several threads."""
+
+    def __init__(self, folder: Path) -> None:
+        meta = json.loads((folder / "index.json").read_text())
+        content = [meta["settings"] | {"sources": [kind for _, kind in meta["settings"]["sources"]]}, meta["digests"]]
+        self.fingerprint = hashlib.sha256(json.dumps(content).encode()).hexdigest()
+        """Changes when the content of any source does."""
+        self.passages: int = meta["passages"]
+        # Read by several threads, written by none.
+        self._remembered = sqlite3.connect(
+            f"{(folder / 'remembered.db').resolve().as_uri()}?mode=ro&immutable=1", uri=True, check_same_thread=False
+        )
+        self._bm25 = Index.open(str(folder / "bm25")) if self.passages else None
+
+    def remembered(self, query: str) -> list[str] | None:
+        """The pages that an arpo_cache source holds for a query; none if it holds nothing about it."""
+        key = json.dumps(normalise_query(query))
+        row = self._remembered.execute("SELECT pages FROM remembered WHERE query = ?", (key,)).fetchone()
+        return None if row is None else json.loads(row[0])
+
+    def ranked(self, query: str, k: int) -> list[str]:
+        """At most k distinct passages that hold a word of the query, best first.
+
+        Equal scores keep the order of the corpus (among the first 2k + 32), so an answer is the same everywhere.
+        """
+        words = query_words(query)
+        if self._bm25 is None or not words:
+            return []
+        searcher = self._bm25.searcher()
+        schema = self._bm25.schema
+        terms = [(Occur.Should, Query.term_query(schema, "words", word, "freq")) for word in words]
+        hits = searcher.search(Query.boolean_query(terms), 2 * k + 32, count=False).hits
+        if not hits:
+            return []
+        positions = searcher.fast_field_values("position", [address for _, address in hits])
+        order = sorted(range(len(hits)), key=lambda i: (-round(hits[i][0], 5), positions[i]))
+        found = dict[str, None]()
+        for i in order:
+            found[searcher.doc(hits[i][1])["passage"][0].decode("utf-8")] = None
+            if len(found) == k:
+                break
+        return list(found)
+
+
+def query_words(query: str) -> list[str]:
+    """The words that a query looks for. One of question words alone keeps them.
+
+    Otherwise "what is <unknown name>" would find whatever has an "is".
+    """
+    text = normalise_query(query).encode("utf-8", "replace").decode("utf-8")
+    words = [word for word in _ANALYZER.analyze(text) if len(word.encode()) < _LONGEST_WORD_BYTES]
+    return [word for word in words if word not in IGNORED_IN_QUERIES] or words
+
+
+def main() -> None:
+    """Build the index of a configuration. Exit code 2: it cannot be built; one line says why."""
+    parser = argparse.ArgumentParser(prog="python -m tools_sandbox.search.index", description=__doc__.split("\n")[0])
+    given = parser.add_mutually_exclusive_group(required=True)
+    given.add_argument("--config", type=Path, help="the service's YAML file")
+    given.add_argument("--search", choices=["-"], help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    try:
+        if arguments.search:
+            config = TypeAdapter(SearchConfig).validate_python(json.load(sys.stdin))
+        else:
+            config = load_config(arguments.config).search
+        if config.index_path is None:
+            raise ConfigError("search.index_path: is not set, so there is no place to keep an index")
+        built = build(config)
+    except ConfigError as error:
+        print(f"tools_sandbox: {error}", file=sys.stderr)
+        sys.exit(2)
+    if arguments.config:
+        counts = f"{built['passages']} passages, {built['remembered']} remembered queries"
+        print(f"{config.index_path}: {counts}, built in {built['seconds']} s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+"""Search engines behind HTTP: a dense retriever, and web search."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+
+from tools_sandbox.config import ConfigError, DenseConfig, WebConfig
+from tools_sandbox.http_retry import Pace, RequestFailed, request_json
+
+
+class DenseEngine:
+    """A retriever that embeds the query: POST {"queries": [query], "topk": k}.
+
+    It answers {"result": [[hit, ...]]}, a hit being {"document": {"title"?, "contents" or "text"}} or that document.
+    """
+
+    def __init__(self, config: DenseConfig) -> None:
+        self._config = config
+        self.fingerprint = f"dense {config.url}"
+        self._session: aiohttp.ClientSession | None = None
+
+    async def start(self) -> None:
+        """Open the connections; belongs to this event loop from now on."""
+        self._session = aiohttp.ClientSession()
+
+    async def stop(self) -> None:
+        """Close the connections."""
+        if self._session is not None:
+            await self._session.close()
+
+    async def search(self, query: str, k: int) -> list[str]:
+        """At most k passages, best first. RequestFailed."""
+        assert self._session is not None
+        config, body = self._config, {"queries": [query], "topk": k}
+        answer = await request_json(
+            self._session, "POST", config.url, timeout_s=config.timeout_s, retries=config.retries, json=body
+        )
+        try:
+            return [_passage(hit) for hit in answer["result"][0][:k]]
+        except (KeyError, IndexError, TypeError) as error:
+            raise RequestFailed(f"{config.url} answered in another format: {str(answer)[:200]}") from error
+
+
+def _passage(hit: dict[str, Any]) -> str:
+    document = hit.get("document", hit)
+    text = document["contents"] if "contents" in document else document["text"]
+    title = document.get("title")
+    return f"{title}: {text}" if title else str(text)
+
+
+@dataclass(frozen=True, slots=True)
+class _Provider:
+    """How one web engine is asked and how it answers."""
+
+    url: str | None
+    method: str
+    key_header: str | None
+    question: Callable[[str, int], dict[str, Any]]
+    """Keyword arguments of the request, from query and k."""
+    hits: tuple[str, ...]
+    """Where the list of hits stands in the answer."""
+    text: str
+    """Field of a hit that holds its snippet."""
+
+
+_PROVIDERS = {
+    "serper": _Provider(
+        "https://google.serper.dev/search",
+        "POST",
+        "X-API-KEY",
+        lambda query, k: {"json": {"q": query, "num": k}},
+        ("organic",),
+        "snippet",
+    ),
+    "brave": _Provider(
+        "https://api.search.brave.com/res/v1/web/search",
+        "GET",
+        "X-Subscription-Token",
+        lambda query, k: {"params": {"q": query, "count": str(min(k, 20))}},
+        ("web", "results"),
+        "description",
+    ),
+    "searxng": _Provider(
+        None, "GET", None, lambda query, k: {"params": {"q": query, "format": "json"}}, ("results",), "content"
+    ),
+}
+
+
+class WebEngine:
+    """A web search engine; its key comes from the environment and is sent in a header only."""
+
+    def __init__(self, config: WebConfig) -> None:
+        """ConfigError: no address, or no key."""
+        self._config, self._provider = config, _PROVIDERS[config.provider]
+        url = config.url or self._provider.url
+        if url is None:
+            raise ConfigError(f"search.web.url: {config.provider} has no public endpoint; name yours")
+        self._url, self._headers = url, self._key_headers()
+        self.fingerprint = f"web {config.provider} {url}"
+        self._pace = Pace(config.requests_per_s)
+        self._session: aiohttp.ClientSession | None = None
+
+    def _key_headers(self) -> dict[str, str]:
+        header, variable = self._provider.key_header, self._config.key_variable
+        if header is None:
+            return {}
+        if variable is None:
+            raise ConfigError(f"search.web.key_variable: {self._config.provider} needs a key; name its variable")
+        key = os.environ.get(variable)
+        if not key:
+            raise ConfigError(f"search.web.key_variable: the environment variable {variable} is not set")
+        return {header: key}
+
+    async def start(self) -> None:
+        """Open the connections; belongs to this event loop from now on."""
+        # Proxies of the environment apply: this is a public address.
+        self._session = aiohttp.ClientSession(headers=self._headers, trust_env=True)
+
+    async def stop(self) -> None:
+        """Close the connections."""
+        if self._session is not None:
+            await self._session.close()
+
+    async def search(self, query: str, k: int) -> list[str]:
+        """At most k snippets, in the engine's order. RequestFailed."""
+        assert self._session is not None
+        answer = await request_json(
+            self._session,
+            self._provider.method,
+            self._url,
+            timeout_s=self._config.timeout_s,
+            retries=self._config.retries,
+            pace=self._pace,
+            **self._provider.question(query, k),
+        )
+        try:
+            for name in self._provider.hits:
+                answer = answer.get(name, {})  # an engine that found nothing leaves the list out
+            return [str(hit[self._provider.text]) for hit in answer or [] if hit.get(self._provider.text)][:k]
+        except (AttributeError, KeyError, TypeError) as error:
+            raise RequestFailed(f"{self._url} answered in another format") from error

@@ -1,0 +1,115 @@
+"""The search tool."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from tools_sandbox.answers import ToolResult
+from tools_sandbox.config import ConfigError, SearchConfig
+from tools_sandbox.http_retry import RequestFailed
+from tools_sandbox.search.index import SearchIndex
+from tools_sandbox.search.remote import DenseEngine, WebEngine
+from tools_sandbox.tools import Tool, ToolBroken, in_thread
+
+NO_RESULTS = "No results found."
+
+
+class SearchArguments(BaseModel):
+    """Arguments of the search tool."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    query: str = Field(description="What to look for, in words.")
+    k: int | None = Field(default=None, ge=1, description="Most results wanted; none: as many as the service gives.")
+
+
+class Engine(Protocol):
+    """Finds passages for a query."""
+
+    fingerprint: str
+    """Changes when its answers may."""
+
+    async def start(self) -> None:
+        """Called once in the process that searches."""
+
+    async def stop(self) -> None:
+        """Called at the end."""
+
+    async def search(self, query: str, k: int) -> list[str]:
+        """At most k passages, best first. RequestFailed: it cannot be asked, now."""
+
+
+class LocalEngine:
+    """BM25 over the sources."""
+
+    def __init__(self, index: SearchIndex) -> None:
+        self._index = index
+        self.fingerprint = "bm25"
+
+    async def start(self) -> None:
+        """Nothing to do: the index is open."""
+
+    async def stop(self) -> None:
+        """Nothing to give back."""
+
+    async def search(self, query: str, k: int) -> list[str]:
+        """At most k passages that hold a word of the query."""
+        return await in_thread(self._index.ranked, query, k)
+
+
+class SearchTool(Tool):
+    """Answers from what was remembered, else from one engine, as "Page 1: ...\\nPage 2: ..." like the reference."""
+
+    name = "search"
+    description = "Search and return the best matching passages."
+    arguments = SearchArguments
+    cacheable = True
+
+    def __init__(self, config: SearchConfig) -> None:
+        """ConfigError: the engine's section is missing, or sources that it cannot search are given."""
+        self._config = config
+        self._index = SearchIndex(config.index_path) if config.index_path is not None and config.sources else None
+        self._engine = self._make_engine()
+        self.in_worker = config.engine == "local"
+        kept = self._index.fingerprint if self._index else ""
+        self.fingerprint = f"{self._engine.fingerprint} {kept} {config.max_results} {config.snippet_chars}"
+
+    def _make_engine(self) -> Engine:
+        config = self._config
+        if config.engine == "local":
+            assert self._index is not None
+            return LocalEngine(self._index)
+        for source in config.sources:
+            if source.format != "arpo_cache":
+                raise ConfigError(f'search.sources: {source.path} is searched by engine "local" only')
+        if config.engine == "dense":
+            if config.dense is None:
+                raise ConfigError('search.dense: is missing, and search.engine is "dense"')
+            return DenseEngine(config.dense)
+        if config.web is None:
+            raise ConfigError('search.web: is missing, and search.engine is "web"')
+        return WebEngine(config.web)
+
+    async def start(self) -> None:
+        """Open the engine's connections."""
+        await self._engine.start()
+
+    async def stop(self) -> None:
+        """Close them."""
+        await self._engine.stop()
+
+    async def run(self, arguments: SearchArguments, timeout_s: float) -> ToolResult:
+        """Results as "Page 1: ..." lines; NO_RESULTS if there are none."""
+        if not arguments.query.strip():
+            return ToolResult("error", 'Argument "query" is empty; say what to look for.')
+        k = min(arguments.k or self._config.max_results, self._config.max_results)
+        pages = self._index.remembered(arguments.query) if self._index else None
+        if pages is None:
+            try:
+                pages = await self._engine.search(arguments.query, k)
+            except RequestFailed as error:
+                raise ToolBroken(str(error)) from error
+        room = self._config.snippet_chars
+        lines = [f"Page {number}: {' '.join(page.split())[:room]}" for number, page in enumerate(pages[:k], start=1)]
+        return ToolResult("ok", "\n".join(lines)) if lines else ToolResult("ok", NO_RESULTS, negative=True)
