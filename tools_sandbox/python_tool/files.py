@@ -69,10 +69,10 @@ def build_root(folder: str) -> None:
     for path in python_paths():
         if not _inside(root, path).exists():  # else Python lies in a system folder
             _show(root, path)
+    linux.make_mounts_read_only(folder)
     # The machine's /proc, for the sandbox's own processes; every call covers it with one of its own.
     linux.bind("/proc", str(root / "proc"))
     linux.change_root(folder)
-    linux.make_mounts_read_only("/")
 
 
 def _inside(root: Path, path: Path) -> Path:
