@@ -1,7 +1,7 @@
 """What a call sees of the file system: Python, the system's libraries and programs, a private /tmp. Nothing else.
 
-The zygote builds that view once and makes it its own root; a call adds what is its own (`/tmp`, `/proc`). Where there are
-no mount namespaces the same places are rules for Landlock.
+The zygote builds that view once and makes it its own root; a call adds what is its own (`/tmp`, `/proc`). Where there
+are no mount namespaces the same places are rules for Landlock.
 """
 
 from __future__ import annotations

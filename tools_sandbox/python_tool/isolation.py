@@ -26,6 +26,8 @@ _MIB = 1 << 20
 _MEMORY_RESERVE_MB = 64
 _OWN_PROCESSES = 2
 """Supervisor and init, which count as the call's user's too."""
+_TRIAL_PLACE = 0xFFFF_FFFF
+"""Not a place of calls: its groups keep the trial's limits."""
 _TRIAL_LIMITS = WorkerLimits(cpu_s=10, memory_mb=4096, file_mb=1, disk_mb=1, processes=64, open_files=64)
 
 
@@ -108,8 +110,10 @@ def enter_init(isolation: Isolation, limits: WorkerLimits, folder: str) -> None:
     folder: directory that takes the place of the private one where there is no mount namespace.
     """
     linux.die_with_parent(signal.SIGKILL)
+    linux.make_dumpable(True)  # else the file is not its own
     with suppress(OSError):  # short of memory, the kernel shall take the call and not its supervisor
         Path("/proc/self/oom_score_adj").write_text("500", "ascii")
+    linux.make_dumpable(False)
     if isolation.walls.files:
         linux.unshare(linux.CLONE_NEWNS)
         files.enter_call(limits.disk_mb)
@@ -120,7 +124,7 @@ def enter_init(isolation: Isolation, limits: WorkerLimits, folder: str) -> None:
 def enter_worker(isolation: Isolation, limits: WorkerLimits, uid: int) -> None:
     """In the process that will run foreign code: limits on, privileges off. Nothing here can be undone."""
     walls = isolation.walls
-    folder = os.getcwd()
+    folder = str(Path.cwd())
     os.setsid()
     # Without a count of its own the limit would count every process of the service's user.
     if walls.counts_processes():
@@ -233,8 +237,8 @@ def _filter(program: bytes) -> None:
 def _try_call(isolation: Isolation, folder: str) -> None:
     """All steps of a call; OSError if one of them fails."""
     if isolation.groups is not None:
-        isolation.groups.open_place(0, _TRIAL_LIMITS.memory_mb, _TRIAL_LIMITS.processes)
-    uid = enter_supervisor(isolation, 0)
+        isolation.groups.open_place(_TRIAL_PLACE, _TRIAL_LIMITS.memory_mb, _TRIAL_LIMITS.processes)
+    uid = enter_supervisor(isolation, _TRIAL_PLACE)
 
     def init() -> None:
         enter_init(isolation, _TRIAL_LIMITS, folder)

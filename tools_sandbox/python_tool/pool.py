@@ -79,7 +79,9 @@ class PythonPool:
                 f"python tool: isolation {self._config.isolation!r} is asked for, this machine reaches {reached!r}: "
                 f"{missing}. To serve with less, set python.isolation to {reached!r}"
             )
-        log.info("python isolation: level %s (at least %s is asked for)", walls.level().name.lower(), wanted.name.lower())
+        log.info(
+            "python isolation: level %s (at least %s is asked for)", walls.level().name.lower(), wanted.name.lower()
+        )
         for line in walls.report():
             log.info("python isolation: %s", line)
         if ready["threads"] > 1:

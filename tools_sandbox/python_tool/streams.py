@@ -47,38 +47,36 @@ def judge(request: Request, ended_by: str, report: str, out: Kept, err: Kept) ->
     "processes", "output". report: what the init process wrote, see `worker.run_init`.
     """
     shown, limits = request.output_chars, request.limits
-    if ended_by == "deadline":
-        return _out_of_time(f"the code did not finish within {request.time_s:g} s (wall-clock time)", out, shown)
-    if ended_by == "CPU":
-        return _out_of_time(f"the code used more than {limits.cpu_s} s of CPU time", out, shown)
-    if ended_by == "output":
-        return _over(f"the code wrote more than {request.output_mb} MiB of output", out.text(shown))
-    if ended_by == "processes":
-        return _over(f"the code had more than {limits.processes} processes", err.text(shown))
-    if ended_by == "memory":
-        return _over(f"the processes of the code used more than {limits.memory_mb} MiB of memory", err.text(shown))
-    if report.startswith("!"):
-        return Outcome("broken", f"the call could not be isolated: {report[1:].splitlines()[0]}")
-    if not report:
+    out_of_time = {
+        "deadline": f"the code did not finish within {request.time_s:g} s (wall-clock time)",
+        "CPU": f"the code used more than {limits.cpu_s} s of CPU time",
+    }
+    too_much = {
+        "output": f"the code wrote more than {request.output_mb} MiB of output",
+        "processes": f"the code had more than {limits.processes} processes",
+        "memory": f"the processes of the code used more than {limits.memory_mb} MiB of memory",
+    }
+    if ended_by in too_much:
+        return _ended("error", f"Ended: {too_much[ended_by]}.", out.text(shown))
+    status = None if ended_by in out_of_time or not report or report[0] == "!" else int(report)
+    code = None if status is None else os.waitstatus_to_exitcode(status)
+    if ended_by in out_of_time or code == -signal.SIGXCPU:
+        what = out_of_time.get(ended_by, out_of_time["CPU"])
+        return _ended("timeout", f"Time limit exceeded: {what}.", out.text(shown))
+    if code is None:
+        if report:
+            return Outcome("broken", f"the call could not be isolated: {report[1:].splitlines()[0]}")
         return Outcome("error", "The code ended its own sandbox before it finished.")
-    code = os.waitstatus_to_exitcode(int(report))
     if code == 0:
         return Outcome("ok", out.text(shown))
-    if code == -signal.SIGXCPU:
-        return _out_of_time(f"the code used more than {limits.cpu_s} s of CPU time", out, shown)
     text = err.text(shown)
     if code < 0:
         text = f"{text}\nThe code was ended by signal {_signal_name(-code)}.".lstrip("\n")
     return Outcome("error", text or f"The code ended with exit code {code} and no message.")
 
 
-def _out_of_time(what: str, out: Kept, shown: int) -> Outcome:
-    text = out.text(shown)
-    return Outcome("timeout", f"Time limit exceeded: {what}." + (f"\nOutput until then:\n{text}" if text else ""))
-
-
-def _over(what: str, text: str) -> Outcome:
-    return Outcome("error", f"Ended: {what}." + (f"\nOutput until then:\n{text}" if text else ""))
+def _ended(status: str, why: str, text: str) -> Outcome:
+    return Outcome(status, why + (f"\nOutput until then:\n{text}" if text else ""))
 
 
 def _signal_name(number: int) -> str:

@@ -54,9 +54,7 @@ class Walls:
     def report(self) -> list[str]:
         """One line a mechanism: what it gives, or what is lost without it."""
         users = [
-            name
-            for name, stands in (("own user id", self.own_uid), ("user namespace", self.user_namespace))
-            if stands
+            name for name, stands in (("own user id", self.own_uid), ("user namespace", self.user_namespace)) if stands
         ]
         signals = "files, signals, abstract sockets" if self.landlock >= landlock.SIGNALS_ABI else "files"
         missing = [name for name in cgroups.CONTROLLERS if name not in self.groups]

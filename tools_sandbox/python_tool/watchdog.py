@@ -1,6 +1,6 @@
 """What a call uses, seen from outside, where the kernel does not bound it for the call as a whole.
 
-A process's limits (RLIMIT_*) are the kernel's; the sums over a call's processes are only the kernel's with control groups.
+A process's limits (RLIMIT_*) are the kernel's; sums over a call's processes are the kernel's with control groups only.
 Elsewhere the supervisor looks every `PERIOD_S` seconds, and ends a call that is over its bounds.
 """
 
@@ -40,8 +40,8 @@ def look(first_pid: int, shared_bytes: int) -> Usage:
             processes += 1
             ticks += sum(int(fields[kind]) for kind in (_UTIME, _STIME, _CUTIME, _CSTIME))
             memory += max(0, int(fields[_RSS]) * _PAGE - shared_bytes)
-            for thread in os.listdir(f"/proc/{pid}/task"):
-                waiting += map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text("ascii").split())
+            for thread in Path(f"/proc/{pid}/task").iterdir():
+                waiting += map(int, (thread / "children").read_text("ascii").split())
     return Usage(processes, memory, ticks / _TICKS_A_SECOND)
 
 

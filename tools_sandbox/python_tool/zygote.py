@@ -56,7 +56,7 @@ def main(descriptor: int, root: str, preload: list[str]) -> None:
 
 def _threads() -> int:
     """Threads of this process. A module that starts some when it is imported would be forked without them."""
-    return len(os.listdir("/proc/self/task"))
+    return sum(1 for _ in Path("/proc/self/task").iterdir())
 
 
 def _serve(control: socket.socket, isolation: Isolation, root: str) -> None:
