@@ -104,6 +104,11 @@ def _make_folder(version: int, held: str, parent: int, name: str) -> int:
     folder = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=parent)
     if version == 2:
         _write(folder, "cgroup.subtree_control", " ".join(f"+{controller}" for controller in held.split()))
+    if "cpu" in held.split():
+        # All calls together weigh as much as one process on every CPU; left alone they would weigh as much as one.
+        cpus = len(os.sched_getaffinity(0))
+        name, weight = ("cpu.shares", 1024 * cpus) if version == 1 else ("cpu.weight", min(10_000, 100 * cpus))
+        _write(folder, name, str(weight))
     return folder
 
 
