@@ -142,9 +142,13 @@ def test_a_service_that_cannot_reach_its_level_says_so_in_one_line(level: str) -
 def test_no_control_group_stays_behind(start_service: Any, number: signal.Signals) -> None:
     service = start_service({"python": {"isolation": "full"}})
     with SandboxClient(service.url) as client:
+        first = service.family()[1].pid
+        assert groups_of(first)
+        os.kill(first, signal.SIGKILL)  # its successor cleans up behind it
         assert client.call("python", {"code": "1"}).text == "1"
     zygote = service.family()[1].pid
     assert groups_of(zygote)
+    assert not groups_of(first)
     service.process.send_signal(number)
     service.process.wait(5)
     deadline = time.monotonic() + 5
@@ -154,7 +158,7 @@ def test_no_control_group_stays_behind(start_service: Any, number: signal.Signal
 
 
 def groups_of(zygote: int) -> list[Path]:
-    return list(Path("/sys/fs/cgroup").glob(f"**/tools_sandbox-{zygote}"))
+    return list(Path("/sys/fs/cgroup").glob(f"**/tools_sandbox-{zygote}-*"))
 
 
 def test_the_filter_is_made_for_both_architectures() -> None:

@@ -7,7 +7,9 @@ Version 1 has a hierarchy for each controller, version 2 one for all.
 
 from __future__ import annotations
 
+import fcntl
 import os
+import secrets
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -80,7 +82,7 @@ class Groups:
 
 def find() -> tuple[Groups | None, str]:
     """Groups for this process to use, or none and why."""
-    name = f"{_PREFIX}{os.getpid()}"
+    name = f"{_PREFIX}{os.getpid()}-{secrets.token_hex(4)}"
     reasons = []
     for version, wanted in ((1, _first_version()), (2, _second_version())):
         folders: dict[str, int] = {}
@@ -102,6 +104,8 @@ def _make_folder(version: int, held: str, parent: int, name: str) -> int:
         _write(parent, "cgroup.subtree_control", " ".join(f"+{controller}" for controller in held.split()))
     os.mkdir(name, dir_fd=parent)
     folder = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=parent)
+    # Held while this zygote or a call of its lives: see `_remove_stale`.
+    fcntl.flock(folder, fcntl.LOCK_SH)
     if version == 2:
         _write(folder, "cgroup.subtree_control", " ".join(f"+{controller}" for controller in held.split()))
     if "cpu" in held.split():
@@ -158,14 +162,16 @@ def _mounts() -> list[tuple[str, str, str, list[str]]]:
 
 
 def _remove_stale(parent: int) -> None:
-    """Remove what a zygote that was killed has left."""
+    """Remove what zygotes that were killed have left. Nobody holds the lock of theirs, in whichever container."""
     for name in os.listdir(parent):
-        pid = name.removeprefix(_PREFIX)
-        if name.startswith(_PREFIX) and pid.isdecimal() and not Path(f"/proc/{pid}").exists():
+        if name.startswith(_PREFIX):
             with suppress(OSError):
                 folder = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=parent)
-                _remove_tree(name, parent, folder)
-                os.close(folder)
+                try:
+                    fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    _remove_tree(name, parent, folder)
+                finally:
+                    os.close(folder)
 
 
 def _remove_tree(name: str, parent: int, folder: int) -> None:

@@ -56,7 +56,8 @@ class Walls:
         users = [
             name for name, stands in (("own user id", self.own_uid), ("user namespace", self.user_namespace)) if stands
         ]
-        signals = "files, signals, abstract sockets" if self.landlock >= landlock.SIGNALS_ABI else "files"
+        signals = "files, signals, abstract sockets" if self.landlock >= landlock.SIGNALS_ABI else "files, NOT signals"
+        counted = self.counts_processes() or "pids" in self.groups
         missing = [name for name in cgroups.CONTROLLERS if name not in self.groups]
         lines = [
             ("network namespace", self.network, "no interface", "sockets are left to the system call filter"),
@@ -71,6 +72,7 @@ class Walls:
                 ", ".join(self.groups),
                 f"{' and '.join(missing)} of a call as a whole: watched, not enforced ({self.why_no_groups})",
             ),
+            ("process count", counted, "bounded for each call", "looked at 20 times a second, not bounded"),
             ("resource limits", True, "CPU, memory, file size, descriptors of each process", ""),
         ]
         return [f"{name}: {f'yes ({gives})' if stands else f'NO ({loss})'}" for name, stands, gives, loss in lines]
