@@ -177,7 +177,12 @@ def _sandbox_values(config: JobConfig, sources: list[dict[str, str]]) -> dict[st
     sandbox = config.sandbox
     return {
         "limits": {"time_s": sandbox.python_timeout_s, "memory_mb": sandbox.python_memory_mb},
-        "python": {"preload": list(sandbox.preload)},
+        "python": {
+            "preload": list(sandbox.preload),
+            "isolation": sandbox.isolation,
+            # Beside the service's config file, in the run directory.
+            "session_dir": "sandbox_states" if sandbox.sessions else None,
+        },
         # Kept with the run, so that a restarted service finds its index built.
         "search": {"sources": sources, "index_path": "search/index", "max_results": sandbox.search_results},
     }

@@ -44,27 +44,38 @@ class Limits:
     disk_mb: Positive = 256
     """Size in MiB of the private working directory, where it is a file system of its own (see the start-up line)."""
     processes: Positive = 64
-    """Processes and threads of a call (RLIMIT_NPROC), where the call has a user id of its own."""
+    """Processes and threads of a call (RLIMIT_NPROC, pids control group)."""
     open_files: Positive = 256
     """Open descriptors of a process (RLIMIT_NOFILE)."""
     code_chars: Positive = 200_000
     """Longest code accepted, in characters."""
     output_chars: Positive = 20_000
     """Longest answer in characters; more is cut, with a note that says so."""
+    output_mb: Positive = 64
+    """Most output in MiB, shown or not; a call that writes more is ended."""
+    state_mb: Positive = 64
+    """Largest state of a session in MiB: what its names and the files in its working directory take as bytes."""
 
 
 @dataclass(frozen=True, config=_STRICT)
 class PythonConfig:
     """The python tool."""
 
-    preload: tuple[str, ...] = ("math",)
-    """Modules imported once, before the first call, e.g. numpy and sympy: a call finds them already loaded."""
-    isolation: Literal["auto", "require", "process"] = "auto"
-    """auto: every kind of isolation that this machine permits; what is lost is logged at the start.
-    require: refuse to start unless network, process tree, file system and user id can all be separated.
-    process: use no namespaces (limits, own session, own user id if root)."""
+    preload: tuple[str, ...] = ("numpy", "sympy", "scipy.integrate", "scipy.optimize", "scipy.stats", "pandas")
+    """Modules imported once, before the first call: a call finds them already loaded."""
+    isolation: Literal["full", "contained", "process", "limits"] = "contained"
+    """Refuse to start below this level. Whatever else the machine permits is used as well; the start says what that is.
+    full: contained, and control groups bound memory, processes and CPU time of a call as a whole.
+    contained: own network, process tree, files and user for each call, and a system call filter.
+    process: no namespaces are needed; the filter (no sockets) and Landlock (files).
+    limits: resource limits of a process and no more; code can do what the service's user can."""
     cache: Flag = False
     """Keep answers of equal code. Off, since code may read the clock or draw random numbers."""
+    session_dir: Path | None = None
+    """Folder for the states of sessions, relative to the configuration file; several services may share it. None: the
+    python tool has no sessions, every call begins afresh."""
+    sessions_mb: Positive = 4096
+    """Size in MiB of all states kept there; the least recently used goes first."""
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -277,8 +288,10 @@ def _with_absolute_paths(config: SandboxConfig, folder: Path) -> SandboxConfig:
         return None if path is None else folder / path
 
     sources = tuple(replace(source, path=folder / source.path) for source in config.search.sources)
+    session_dir = absolute(config.python.session_dir)
     return replace(
         config,
+        python=replace(config.python, session_dir=session_dir),
         search=replace(config.search, sources=sources, index_path=absolute(config.search.index_path)),
         cache=replace(config.cache, sqlite_path=absolute(config.cache.sqlite_path)),
     )

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from tools_sandbox.answers import Status, ToolResult
 from tools_sandbox.config import ConfigError, PluginConfig, SandboxConfig
 from tools_sandbox.python_tool.pool import PythonPool
+from tools_sandbox.python_tool.sessions import SessionStore, run_in_session
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -87,6 +88,8 @@ class PythonArguments(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     code: str = Field(description="Python code; what it prints and the value of its last expression are the answer.")
+    state: str = Field(default="", max_length=500, description="For the caller: name of the state to begin with.")
+    keep: str = Field(default="", max_length=500, description="For the caller: name under which to keep the state.")
 
 
 class PythonTool(Tool):
@@ -103,6 +106,10 @@ class PythonTool(Tool):
         self.cacheable = config.python.cache
         self.fingerprint = f"{sys.version} {config.limits}"
         self._code_chars = config.limits.code_chars
+        folder = config.python.session_dir
+        if folder is not None and config.python.cache:
+            raise ConfigError("python.cache and python.session_dir exclude each other: a cached answer keeps no state")
+        self._sessions = None if folder is None else SessionStore(folder, config.python.sessions_mb)
         self._pool = PythonPool(config.python, config.limits)
 
     @property
@@ -125,7 +132,9 @@ class PythonTool(Tool):
             return ToolResult(
                 "error", f'Argument "code" has {size} characters; at most {self._code_chars} are allowed.'
             )
-        outcome = await self._pool.run(arguments.code, timeout_s)
+        outcome = await run_in_session(
+            self._pool, self._sessions, arguments.code, timeout_s, state=arguments.state, keep=arguments.keep
+        )
         return ToolResult(cast(Status, outcome.status), outcome.text)
 
 

@@ -96,5 +96,19 @@ def sync(
     _answer("sync", bench_sync(megabytes, tensor, bucket_mb, repeats, directory))
 
 
+@app.command()
+def sandbox(
+    cold_calls: Annotated[int, typer.Option(min=2, help="Cold starts; the service gets 20 calls for each.")] = 20,
+    in_flight: Annotated[int, typer.Option(min=1, help="Calls at a time where throughput is measured.")] = 8,
+    json_only: Annotated[bool, typer.Option("--json", help="Nothing but the result.")] = False,
+) -> None:
+    """The tool service: an isolated python call against a cold interpreter with the same imports."""
+    from tools_sandbox.bench_python import bench_python
+
+    if not json_only:
+        print(f"{cold_calls * 3} cold starts and {cold_calls * 60} calls: half a minute", file=sys.stderr)
+    _answer("sandbox", {"python": bench_python(cold_calls, in_flight)})
+
+
 def _answer(name: str, figures: dict[str, Any]) -> None:
     print(json.dumps({"benchmark": name, **figures}), flush=True)

@@ -111,3 +111,7 @@ class SandboxConfig:
     """Pages a search answers with."""
     preload: tuple[str, ...] = ()
     """Modules imported once, so that every python call finds them warm (numpy, sympy, ...)."""
+    isolation: Literal["full", "contained", "process", "limits"] = "contained"
+    """Weakest separation of python calls from this machine to put up with; see docs/security.md."""
+    sessions: bool = False
+    """Python calls of a trajectory go on with the names and files of the call before; a fork copies them."""

@@ -46,7 +46,10 @@ class TextCodec(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class GrowLimits:
-    """Bounds of a trajectory (`config.RolloutConfig`), and `max_length`, those of prompt and response together."""
+    """Bounds of a trajectory (`config.RolloutConfig`), and `max_length`, those of prompt and response together.
+
+    With `sessions` a python call begins with the state that the one before it on its path has left.
+    """
 
     max_length: int
     max_response_tokens: int
@@ -54,6 +57,7 @@ class GrowLimits:
     max_tool_tokens: int
     tool_timeout_s: float
     stop_at_answer: bool = False
+    sessions: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,7 +286,7 @@ class TreeGrower:
         started = time.monotonic()
         answer = await self._context.tools.call(
             call.tool,
-            dict(call.arguments),
+            {**call.arguments, **(self._session(node) if limits.sessions and call.tool == protocol.PYTHON else {})},
             trajectory_id="/".join([self._task_id, *map(str, node.key)]),
             timeout_s=limits.tool_timeout_s,
         )
@@ -311,6 +315,15 @@ class TreeGrower:
             calls=segment.calls + 1,
             routed=len(segment.prefix) - 1,
         )
+
+    def _session(self, node: Node) -> dict[str, str]:
+        """Names of the states that a python call behind a segment begins with and leaves: those of places."""
+
+        def name(place: Node) -> str:
+            return "/".join(map(str, (self._context.step, self._task_id, *place.key)))
+
+        before = node.caller(protocol.PYTHON)
+        return {"state": "" if before is None else name(before), "keep": name(node)}
 
     async def _generate(self, place: _Place, sampled: Int32Array, max_new_tokens: int) -> Generation:
         context = self._context

@@ -37,6 +37,15 @@ class Node:
         self.children.append(node)
         return node
 
+    def caller(self, tool: str) -> "Node | None":
+        """The nearest segment above this one that has called a tool of that name and got its answer."""
+        node = self
+        while node.above is not None:
+            if node.tool is not None and node.tool.name == tool:
+                return node.above
+            node = node.above
+        return None
+
     def keep_routes(self, end: int, routes: Int16Array) -> None:
         """Give the routes of the tokens before position `end` to the segments that hold them, this one and above."""
         node: Node | None = self

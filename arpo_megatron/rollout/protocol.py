@@ -15,6 +15,7 @@ STOP_STRINGS = ("</search>", "</python>")
 ANSWER_STOP = "</answer>"
 """Ends a generation too where `rollout.stop_at_answer` says so, wherever it stands."""
 
+PYTHON = "python"
 _ARGUMENT_OF_TOOL: Mapping[str, str] = MappingProxyType({"search": "query", "python": "code"})
 _OPENING = re.compile(r"<(search|python)>")
 _THOUGHT_END = "</think>"

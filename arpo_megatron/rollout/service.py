@@ -364,4 +364,5 @@ def _limits(config: JobConfig) -> GrowLimits:
         max_tool_tokens=rollout.max_tool_tokens,
         tool_timeout_s=rollout.tool_timeout_s,
         stop_at_answer=rollout.stop_at_answer,
+        sessions=config.sandbox.sessions,
     )

@@ -43,9 +43,11 @@ def scripted_engine() -> Iterator[Callable[[ScriptedEngine], ScriptedEngine]]:
 
 
 @pytest.fixture(scope="session")
-def sandbox_url() -> Iterator[str]:
-    """A real tool service; its search has no documents."""
-    command = [sys.executable, "-m", "tools_sandbox", "--host", "127.0.0.1", "--port", "0"]
+def sandbox_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A real tool service; its search has no documents, its python has sessions for those who ask."""
+    config = tmp_path_factory.mktemp("sandbox") / "config.yaml"
+    config.write_text("python: {preload: [], session_dir: states}\n")
+    command = [sys.executable, "-m", "tools_sandbox", "--port", "0", "--config", str(config)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         assert process.stdout is not None
         yield process.stdout.readline().split()[1]

@@ -123,6 +123,21 @@ def test_model_and_tool_take_turns_and_every_token_is_kept(scripted_engine: Star
     assert grower.counts.tokens_sampled == int(tree.trajectory(leaf).loss_mask.sum())
 
 
+def test_python_calls_of_a_path_go_on_with_its_names_and_forks_copy_them(
+    scripted_engine: Start, sandbox_url: str
+) -> None:
+    plan = ("<python>n = [40]</python>", "<python>n.append(2); sum(n)</python>", "<python>len(n)</python>", "done")
+    engine = scripted_engine(ScriptedEngine(planned(*plan)))
+    policy = arpo(8, 2, beam=2, branch_probability=1.0, entropy_weight=0.0)
+    tree, _ = grow(engine.url, sandbox_url, policy, limits=replace(LIMITS, sessions=True))
+    assert len(tree.leaves()) == 8
+    for leaf in tree.leaves():
+        # Were the state shared by siblings, the sum and the length would grow with every one of them.
+        assert texts(tree, leaf)[2:-1:2] == [result_text(""), result_text("42"), result_text("2")]
+    tree, _ = grow(engine.url, sandbox_url, GrpoPolicy(1))
+    assert "NameError" in texts(tree, tree.leaves()[0])[4]
+
+
 def test_the_budget_is_spent_and_the_beam_kept(scripted_engine: Start, sandbox_url: str) -> None:
     engine = scripted_engine(ScriptedEngine(planned(*PLAN)))
     for samples, initial, beam in ((6, 2, 2), (9, 2, 3), (5, 4, 2), (3, 1, 2)):

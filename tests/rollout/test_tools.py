@@ -29,9 +29,10 @@ def port() -> Iterator[int]:
     yield port
 
 
-def start(port: int) -> "subprocess.Popen[str]":
+def start(port: int, folder: Path) -> "subprocess.Popen[str]":
     """A real tool service at `port`; returns when it serves."""
-    command = [sys.executable, "-m", "tools_sandbox", "--port", str(port)]
+    (folder / "config.yaml").write_text("python: {preload: []}\n")
+    command = [sys.executable, "-m", "tools_sandbox", "--port", str(port), "--config", str(folder / "config.yaml")]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     assert process.stdout is not None
     assert process.stdout.readline().startswith("ready ")
@@ -47,8 +48,10 @@ def ask(client: ToolClient, code: str) -> "asyncio.Task[ToolAnswer]":
     ("fault", "seconds"),
     [(signal.SIGKILL, 1), (signal.SIGTERM, 3)],  # longer than a service that is told to stop lets calls finish
 )
-def test_calls_in_flight_survive_a_restart_of_the_service(port: int, fault: signal.Signals, seconds: int) -> None:
-    service = start(port)
+def test_calls_in_flight_survive_a_restart_of_the_service(
+    port: int, fault: signal.Signals, seconds: int, tmp_path: Path
+) -> None:
+    service = start(port, tmp_path)
 
     async def run() -> list[ToolAnswer]:
         nonlocal service
@@ -58,7 +61,7 @@ def test_calls_in_flight_survive_a_restart_of_the_service(port: int, fault: sign
             service.send_signal(fault)
             await asyncio.to_thread(service.wait)
             await asyncio.sleep(3)  # longer than the service's own client waits
-            service = await asyncio.to_thread(start, port)
+            service = await asyncio.to_thread(start, port, tmp_path)
             answers = await asyncio.gather(*calls)
             assert client.repeated
             return answers

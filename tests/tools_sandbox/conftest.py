@@ -26,15 +26,39 @@ REMEMBERED = {
 
 # An ordinary user who can read this Python, also where it lies in a closed home.
 _AS_NOBODY = """
-import os, sys
-from tools_sandbox.python_tool import filewalls, isolation, linux
+import os, stat, sys
+from pathlib import Path
+from tools_sandbox.python_tool import files, linux
 linux.unshare(linux.CLONE_NEWNS)
 linux.mount("", "/", linux.MS_REC | linux.MS_PRIVATE)
-for home in filewalls._homes():
-    filewalls._cover(home, "mode=0755")
-isolation._become(65534)
-os.execv(sys.executable, [sys.executable, "-m", "tools_sandbox", *sys.argv[1:]])
+needed = [*files.python_paths(), Path.cwd()]
+homes = {next((up for up in reversed(path.parents) if not up.stat().st_mode & stat.S_IXOTH), None) for path in needed}
+for home in homes - {None}:
+    kept = [(path, os.open(path, os.O_PATH)) for path in needed if path.is_relative_to(home)]
+    linux.mount("tmpfs", str(home), linux.MS_NOSUID | linux.MS_NODEV, "mode=0755")
+    for path, descriptor in kept:
+        path.mkdir(parents=True)
+        linux.bind(f"/proc/self/fd/{descriptor}", str(path))
+os.setgroups([])
+os.setgid(65534)
+os.setuid(65534)
 """
+# A machine that gives no namespaces to anybody, as some clusters are set up: a user namespace that allows none inside
+# itself, and no capability to do without one.
+_WITHOUT_NAMESPACES = """
+import os
+from pathlib import Path
+from tools_sandbox.python_tool import linux
+uid, gid = os.getuid(), os.getgid()
+linux.make_dumpable(True)
+linux.unshare(linux.CLONE_NEWUSER)
+for name, content in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
+    Path(f"/proc/self/{name}").write_text(content)
+Path("/proc/sys/user/max_user_namespaces").write_text("0")
+linux.forbid_new_privileges()
+linux.drop_capabilities()
+"""
+_START = "import sys; os.execv(sys.executable, [sys.executable, '-m', 'tools_sandbox', *sys.argv[1:]])"
 
 
 class Service:
@@ -66,16 +90,22 @@ StartService = Callable[..., Service]
 
 @contextmanager
 def running(
-    config: dict[str, Any] | None, *, as_nobody: bool = False, env: dict[str, str] | None = None
+    config: dict[str, Any] | None,
+    *,
+    as_nobody: bool = False,
+    without_namespaces: bool = False,
+    env: dict[str, str] | None = None,
 ) -> Iterator[Service]:
+    """A service that preloads nothing unless told to; as root the caller may ask for another kind of user."""
+    config = {**(config or {})}
+    config["python"] = {"preload": [], **config.get("python", {})}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         folder.chmod(0o755)
-        arguments = ["--port", "0"]
-        if config is not None:
-            (folder / "config.yaml").write_text(yaml.safe_dump(config))
-            arguments += ["--config", str(folder / "config.yaml")]
-        start = ["-c", _AS_NOBODY] if as_nobody else ["-m", "tools_sandbox"]
+        (folder / "config.yaml").write_text(yaml.safe_dump(config))
+        arguments = ["--port", "0", "--config", str(folder / "config.yaml")]
+        before = _AS_NOBODY * as_nobody + _WITHOUT_NAMESPACES * without_namespaces
+        start = ["-c", before + _START] if before else ["-m", "tools_sandbox"]
         with (folder / "log").open("w") as log:
             process = subprocess.Popen(
                 [sys.executable, *start, *arguments],

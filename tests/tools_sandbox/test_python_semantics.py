@@ -32,6 +32,9 @@ OK_CASES = [
     ("def f(x: Undefined): pass", None),
     ("import subprocess; subprocess.run(['echo', 'sub'], capture_output=True, text=True).stdout", "sub"),
     ("input()", None),
+    ("import asyncio; asyncio.run(asyncio.sleep(0, 5))", "5"),
+    ("import os, tempfile; open(tempfile.mkstemp()[1]).read(), os.path.expanduser('~')", "('', '/tmp')"),
+    ("import datetime, zoneinfo; zoneinfo.ZoneInfo('Europe/Paris').key", "Europe/Paris"),
 ]
 
 

@@ -112,9 +112,9 @@ def sleepers() -> list[psutil.Process]:
     return [p for p in psutil.process_iter(["cmdline"]) if "8765.5" in (p.info["cmdline"] or [])]
 
 
-@pytest.mark.parametrize("mode", ["auto", "process"])
-def test_nothing_survives_a_killed_service(start_service: StartService, mode: str) -> None:
-    service = start_service({"python": {"isolation": mode}})
+@pytest.mark.parametrize("namespaces", [True, False])
+def test_nothing_survives_a_killed_service(start_service: StartService, namespaces: bool) -> None:
+    service = start_service({"python": {"isolation": "process"}}, without_namespaces=not namespaces)
     code = "import subprocess, time\nsubprocess.Popen(['sleep', '8765.5'], start_new_session=True)\ntime.sleep(60)"
 
     def call() -> None:
@@ -155,7 +155,9 @@ def test_a_token_guards_calls_but_not_health(start_service: StartService) -> Non
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_one_ready_line_and_no_folder_left(start_service: StartService, tmp_path: Path, number: signal.Signals) -> None:
-    service = start_service({"python": {"isolation": "process"}}, env={"TMPDIR": str(tmp_path)})
+    service = start_service(
+        {"python": {"isolation": "process"}}, without_namespaces=True, env={"TMPDIR": str(tmp_path)}
+    )
     with SandboxClient(service.url) as client:
         assert client.call("python", {"code": "1"}).text == "1"
     assert len(list(tmp_path.iterdir())) == 1

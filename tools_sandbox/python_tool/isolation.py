@@ -1,155 +1,159 @@
 """How a call is separated from this machine: the one module to change when the walls get thicker.
 
-The zygote calls `prepare` once; it tries every wall for real, in a process that is thrown away, and returns those
-that stand. Each call then raises exactly these, in three steps (supervisor, init, worker). A wall that stood in the
-trial and fails in a call is an error of that call: no call silently runs with less than the log promised.
+The zygote calls `prepare` once; it tries whole calls for real, the strongest kind first, in processes that are thrown
+away, and returns the walls that stand. Each call then raises exactly these, in three steps (supervisor, init, worker).
+A wall that stood in the trial and fails in a call is an error of that call: no call silently runs with less than the
+log promised.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import resource
 import signal
-import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
-from tools_sandbox.python_tool import filewalls, linux
+from tools_sandbox.python_tool import cgroups, files, landlock, linux, seccomp
+from tools_sandbox.python_tool.walls import Walls, WorkerLimits
 
 _UID_BASE = 0x7000_0000
 """Ids from here on belong to nobody in any common numbering; one a call: base + pid of its supervisor."""
-_NOBODY = 65534
 _MIB = 1 << 20
 _MEMORY_RESERVE_MB = 64
+_OWN_PROCESSES = 2
+"""Supervisor and init, which count as the call's user's too."""
+_TRIAL_PLACE = 0xFFFF_FFFF
+"""Not a place of calls: its groups keep the trial's limits."""
+_TRIAL_LIMITS = WorkerLimits(cpu_s=10, memory_mb=4096, file_mb=1, disk_mb=1, processes=64, open_files=64)
 
 
 @dataclass(frozen=True, slots=True)
 class Isolation:
-    """The walls that stand on this machine."""
+    """What stands, and what of it each call needs at hand."""
 
-    network: bool
-    """Own network namespace without any interface, own IPC and host name; shared by the calls, not with the machine."""
-    processes: bool
-    """Own PID namespace a call: it sees and signals only itself, and ends as a whole."""
-    files: bool
-    """Own mount namespace a call: all read-only, no homes, private /tmp (which it works in), /run, /proc."""
-    uid: bool
-    """The call runs under a user id that is not the service's."""
-    uid_per_call: bool
-    """... and not another call's either."""
-
-    def describe(self) -> str:
-        """One line for the log: what is in force, what is lost."""
-        walls = {
-            "network": (self.network, "code can reach the network"),
-            "process tree": (self.processes, "code can see other processes"),
-            "file system": (self.files, "code reads and writes what its user id may"),
-            "user id": (self.uid, "code runs as the service's user"),
-        }
-        held = [name for name, (stands, _) in walls.items() if stands]
-        lost = [f"{name} ({loss})" for name, (stands, loss) in walls.items() if not stands]
-        return f"in force: {', '.join(['resource limits', 'own session', *held])}; lost: {', '.join(lost) or 'nothing'}"
-
-    def complete(self) -> bool:
-        """True if no wall is missing."""
-        return self.network and self.processes and self.files and self.uid
+    walls: Walls
+    groups: cgroups.Groups | None
+    filter_program: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerLimits:
-    """Resource limits of a worker; see `tools_sandbox.config.Limits` for units."""
-
-    cpu_s: int
-    memory_mb: int
-    file_mb: int
-    disk_mb: int
-    processes: int
-    open_files: int
-
-
-def prepare(mode: str) -> Isolation:
+def prepare(folder: str) -> Isolation:
     """Raise the shared walls around this process and find out which others a call can raise.
 
-    mode: see `PythonConfig.isolation`.
+    folder: an empty directory; where calls without a view of their own work, else the place to build that view.
     Must run before any thread starts, since only a process of one thread can enter a user namespace.
     Raises OSError if this kernel offers no way at all to end a call's whole process tree.
     """
-    filewalls.remember_paths()
-    namespaces = mode != "process"
-    network = namespaces and _share_no_network()
-    processes = namespaces and _works(lambda: _in_pid_namespace(lambda: None))
-    if not processes and not _children_file().exists():
+    files.forget_other_paths()
+    groups, why_no_groups = cgroups.find()  # now, while the machine's own files are still in sight
+    namespaces = _leave_namespaces()
+    view = namespaces and _works(lambda: _build_view_apart(folder))
+    if view:
+        files.build_root(folder)
+    filter_program = seccomp.program() if seccomp.available() else b""
+    if filter_program and not _works(lambda: _filter(filter_program)):
+        filter_program = b""
+    version = landlock.abi()
+    as_root = os.getuid() == 0
+    kinds = ((True, True), (True, False), (False, False)) if view else ((True, False), (False, False))
+    for (processes, user_namespace), own_uid in product(kinds, (True, False) if as_root else (False,)):
+        walls = Walls(
+            network=namespaces,
+            processes=processes and namespaces,
+            files=view,
+            user_namespace=user_namespace,
+            own_uid=own_uid,
+            system_calls=bool(filter_program),
+            landlock=version,
+            groups=() if groups is None else groups.controllers,
+            why_no_groups=why_no_groups,
+        )
+        isolation = Isolation(walls, groups, filter_program)
+        if _works(lambda isolation=isolation: _try_call(isolation, folder)):  # type: ignore[misc]
+            break
+    else:
+        raise OSError("no call could be isolated in any way; see the errors above")
+    if not walls.processes and not _children_file().exists():
         raise OSError("neither PID namespaces nor /proc/.../children: a call's processes could not be ended")
-    files = processes and _works(lambda: _in_pid_namespace(lambda: filewalls.raise_walls(64)))
-
-    def become_inside(uid: int) -> None:
-        filewalls.raise_walls(64)
-        _become(uid)
-
-    def change_user(uid: int) -> None:
-        # After the file walls, since these open the way to a Python inside a closed home.
-        if files:
-            _in_pid_namespace(lambda: become_inside(uid))
-        else:
-            _become(uid)
-
-    uid_per_call = _works(lambda: change_user(_UID_BASE + os.getpid()))
-    uid = uid_per_call or _works(lambda: change_user(_NOBODY))
-    return Isolation(network, processes, files, uid, uid_per_call)
+    return isolation
 
 
-def enter_supervisor(walls: Isolation) -> None:
-    """In the supervisor: the next process it forks is the first of the call's tree."""
+def enter_supervisor(isolation: Isolation, place: int) -> int:
+    """In the supervisor: the next process it forks is the first of the call's tree. Returns the call's user id.
+
+    place: which of the service's places the call has; no other running call has it.
+    """
+    walls = isolation.walls
     linux.adopt_orphans()
-    if walls.processes:
+    if isolation.groups is not None:
+        isolation.groups.enter(place)
+    uid = _UID_BASE + os.getpid() if walls.own_uid else os.getuid()
+    if walls.user_namespace:
+        gid = os.getgid()
+        if walls.own_uid:
+            _become(uid)
+            gid = uid
+        # Its capabilities end at this namespace: outside of it the call has no privilege that could be given back.
+        _enter_user_namespace((files.INSIDE_ID, uid), (files.INSIDE_ID, gid), linux.CLONE_NEWPID)
+    elif walls.processes:
         linux.unshare(linux.CLONE_NEWPID)
+    linux.make_dumpable(False)
+    return uid
 
 
-def enter_init(walls: Isolation, limits: WorkerLimits, folder: str) -> None:
+def enter_init(isolation: Isolation, limits: WorkerLimits, folder: str) -> None:
     """In the first process of the call's tree: private files, and the working directory.
 
     folder: directory that takes the place of the private one where there is no mount namespace.
     """
     linux.die_with_parent(signal.SIGKILL)
-    if walls.files:
-        filewalls.raise_walls(limits.disk_mb)
+    linux.make_dumpable(True)  # else the file is not its own
+    with suppress(OSError):  # short of memory, the kernel shall take the call and not its supervisor
+        Path("/proc/self/oom_score_adj").write_text("500", "ascii")
+    linux.make_dumpable(False)
+    if isolation.walls.files:
+        linux.unshare(linux.CLONE_NEWNS)
+        files.enter_call(limits.disk_mb)
     else:
         os.chdir(folder)
 
 
-def enter_worker(walls: Isolation, limits: WorkerLimits, uid: int) -> None:
+def enter_worker(isolation: Isolation, limits: WorkerLimits, uid: int) -> None:
     """In the process that will run foreign code: limits on, privileges off. Nothing here can be undone."""
+    walls = isolation.walls
+    folder = str(Path.cwd())
     os.setsid()
-    # Without a user id of its own the limit would count every process of the service's user.
-    if walls.uid_per_call:
-        _limit(resource.RLIMIT_NPROC, limits.processes)
+    # Without a count of its own the limit would count every process of the service's user.
+    if walls.counts_processes():
+        _limit(resource.RLIMIT_NPROC, limits.processes + _OWN_PROCESSES)
     _limit(resource.RLIMIT_NOFILE, limits.open_files)
     _limit(resource.RLIMIT_FSIZE, limits.file_mb * _MIB)
-    _limit(resource.RLIMIT_CORE, 0)
+    for kind in (resource.RLIMIT_CORE, resource.RLIMIT_MSGQUEUE, resource.RLIMIT_RTPRIO):
+        _limit(kind, 0)
+    _limit(resource.RLIMIT_MEMLOCK, 1 << 16)
     # The soft limit's signal can be told from other ends; the hard one a second later cannot be caught.
     _limit(resource.RLIMIT_CPU, limits.cpu_s, reserve=1)
-    if walls.uid:
+    if walls.own_uid and not walls.user_namespace:
         _become(uid)
     linux.drop_capabilities()
     linux.forbid_new_privileges()
     linux.die_with_parent(signal.SIGKILL)
+    if walls.landlock:
+        landlock.restrict(walls.landlock, files.rules_inside() if walls.files else files.rules_outside(folder))
     # The reserve up to the hard limit lets a MemoryError still be reported.
     _limit(resource.RLIMIT_AS, limits.memory_mb * _MIB, reserve=_MEMORY_RESERVE_MB * _MIB)
+    linux.make_dumpable(False)
+    if isolation.filter_program:
+        linux.filter_system_calls(isolation.filter_program)
 
 
 def release_memory_reserve() -> None:
     """In a worker whose code has failed: let the report of the failure use the memory kept for it."""
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
     resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
-
-
-def worker_uid(walls: Isolation) -> int:
-    """The user id for a call; to be asked in its supervisor. The own one if the walls have none."""
-    if not walls.uid:
-        return os.getuid()
-    return _UID_BASE + os.getpid() if walls.uid_per_call else _NOBODY
 
 
 def end_tree(init_pid: int) -> None:
@@ -159,7 +163,7 @@ def end_tree(init_pid: int) -> None:
     """
     while True:
         for pid in _children() or [init_pid]:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
+            with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         try:
             # An orphan comes to us only when its parent is gone, so look again after every end.
@@ -189,41 +193,60 @@ def _limit(kind: int, value: int, reserve: int = 0) -> None:
 def _become(uid: int) -> None:
     """Change to a user id for good; PermissionError also if that user could not read Python's own modules."""
     os.setgroups([])
-    os.setgid(uid)
-    os.setuid(uid)
-    for folder in {Path(os.__file__).parent, *map(Path, sys.path)}:
-        if folder.exists() and not os.access(folder, os.R_OK | os.X_OK):
-            raise PermissionError(f"user {uid} cannot read {folder}")
+    os.setresgid(uid, uid, uid)
+    os.setresuid(uid, uid, uid)
+    if folder := files.unreadable():
+        raise PermissionError(f"user {uid} cannot read {folder}")
 
 
-def _share_no_network() -> bool:
-    # One namespace for all calls: it has no interface, so nothing passes; one a call would cost its creation
+def _leave_namespaces() -> bool:
+    """Leave the machine's network, mounts, host name and IPC for ones without anything in them."""
+    # One network for all calls: it has no interface, so nothing passes; one a call would cost its creation
     # and, under load, the kernel's slow cleanup of hundreds of them.
-    shared = linux.CLONE_NEWNET | linux.CLONE_NEWIPC | linux.CLONE_NEWUTS
-    try:
+    shared = linux.CLONE_NEWNET | linux.CLONE_NEWNS | linux.CLONE_NEWIPC | linux.CLONE_NEWUTS
+    with suppress(OSError):
         linux.unshare(shared)
         return True
-    except OSError:
-        pass
     uid, gid = os.getuid(), os.getgid()
-    if not _works(lambda: _enter_user_namespace(uid, gid, shared)):
+    if not _works(lambda: _enter_user_namespace((uid, uid), (gid, gid), shared)):
         return False
-    _enter_user_namespace(uid, gid, shared)
+    _enter_user_namespace((uid, uid), (gid, gid), shared)
     return True
 
 
-def _enter_user_namespace(uid: int, gid: int, more: int) -> None:
-    """Become master of new namespaces as an ordinary user (where the machine allows that)."""
+def _enter_user_namespace(uid: tuple[int, int], gid: tuple[int, int], more: int) -> None:
+    """Become master of new namespaces as an ordinary user (where the machine allows that). Ids: (inside, outside)."""
+    # A change of user makes a process's own files in /proc another's, until this.
+    linux.make_dumpable(True)
     linux.unshare(linux.CLONE_NEWUSER | more)
-    for name, content in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
+    ids = ("uid_map", "{} {} 1".format(*uid)), ("gid_map", "{} {} 1".format(*gid))
+    for name, content in (("setgroups", "deny"), *ids):
         Path(f"/proc/self/{name}").write_text(content, "ascii")
 
 
-def _in_pid_namespace(step: Callable[[], None]) -> None:
-    """Do a step as the first process of a new PID namespace; OSError if one of the two fails."""
-    linux.unshare(linux.CLONE_NEWPID)
-    if not _works(step):
-        raise OSError("the step failed inside the namespace")
+def _build_view_apart(folder: str) -> None:
+    linux.unshare(linux.CLONE_NEWNS)
+    files.build_root(folder)
+
+
+def _filter(program: bytes) -> None:
+    linux.forbid_new_privileges()
+    linux.filter_system_calls(program)
+
+
+def _try_call(isolation: Isolation, folder: str) -> None:
+    """All steps of a call; OSError if one of them fails."""
+    if isolation.groups is not None:
+        isolation.groups.open_place(_TRIAL_PLACE, _TRIAL_LIMITS.memory_mb, _TRIAL_LIMITS.processes)
+    uid = enter_supervisor(isolation, _TRIAL_PLACE)
+
+    def init() -> None:
+        enter_init(isolation, _TRIAL_LIMITS, folder)
+        if not _works(lambda: enter_worker(isolation, _TRIAL_LIMITS, uid)):
+            raise OSError("worker")
+
+    if not _works(init):
+        raise OSError("init")
 
 
 def _works(step: Callable[[], None]) -> bool:

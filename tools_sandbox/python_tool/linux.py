@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import os
+import platform
+
+MACHINE = platform.machine()
+"""x86_64 or aarch64; on others there is no system call filter."""
 
 CLONE_NEWNS = 0x00020000
 CLONE_NEWUTS = 0x04000000
@@ -14,8 +18,13 @@ CLONE_NEWNET = 0x40000000
 
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE = 0x1, 0x2, 0x4, 0x8, 0x1000, 0x4000, 0x40000
 
-_PR_SET_PDEATHSIG, _PR_CAPBSET_DROP, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 24, 36, 38
-_SYS_MOUNT_SETATTR = 442  # the same number on every architecture
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_CAPBSET_DROP = 1, 4, 22, 24
+_PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 36, 38
+_SECCOMP_MODE_FILTER = 2
+_SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
+# From here on new calls have the same number on every architecture.
+_SYS_MOUNT_SETATTR = 442
+_MNT_DETACH = 2
 _AT_FDCWD, _AT_RECURSIVE = -100, 0x8000
 _MOUNT_ATTR_RDONLY, _MOUNT_ATTR_NOSUID = 0x1, 0x2
 _CAPABILITY_VERSION_3 = 0x20080522
@@ -48,27 +57,42 @@ def bind(source: str, target: str) -> None:
     _checked(result, f"bind {target}")
 
 
-def make_mounts_read_only() -> None:
-    """Make every mount of the own mount namespace read-only and deaf to set-user-id bits (Linux 5.12)."""
+def make_mounts_read_only(target: str) -> None:
+    """Make a mount and those inside it read-only and deaf to set-user-id bits (Linux 5.12)."""
 
     class _Attributes(ctypes.Structure):
         _fields_ = [(name, ctypes.c_uint64) for name in ("attr_set", "attr_clr", "propagation", "userns_fd")]
 
     attributes = _Attributes(_MOUNT_ATTR_RDONLY | _MOUNT_ATTR_NOSUID, 0, 0, 0)
-    result = _libc.syscall(
-        ctypes.c_long(_SYS_MOUNT_SETATTR),
+    syscall(
+        _SYS_MOUNT_SETATTR,
         ctypes.c_int(_AT_FDCWD),
-        ctypes.c_char_p(b"/"),
+        ctypes.c_char_p(target.encode()),
         ctypes.c_uint(_AT_RECURSIVE),
         ctypes.byref(attributes),
         ctypes.c_size_t(ctypes.sizeof(attributes)),
     )
-    _checked(result, "mount_setattr")
 
 
-def _prctl(option: int, argument: int) -> None:
+def change_root(folder: str) -> None:
+    """Make a mount the root of this mount namespace and let go of the old root, with all that is mounted there."""
+    os.chdir(folder)
+    # The old root lands on top of the new one, and is taken off again: no folder for it is needed.
+    syscall(_SYS_PIVOT_ROOT[MACHINE], ctypes.c_char_p(b"."), ctypes.c_char_p(b"."))
+    _checked(_libc.umount2(b".", _MNT_DETACH), "umount of the old root")
+    os.chdir("/")
+
+
+def syscall(number: int, *arguments: object) -> int:
+    """A call by its number; arguments are ctypes values."""
+    result: int = _libc.syscall(ctypes.c_long(number), *arguments)
+    _checked(result, f"system call {number}")
+    return result
+
+
+def _prctl(option: int, argument: int, second: int = 0) -> None:
     zero = ctypes.c_ulong(0)
-    _checked(_libc.prctl(option, ctypes.c_ulong(argument), zero, zero, zero), f"prctl({option})")
+    _checked(_libc.prctl(option, ctypes.c_ulong(argument), ctypes.c_ulong(second), zero, zero), f"prctl({option})")
 
 
 def die_with_parent(signal_number: int) -> None:
@@ -84,6 +108,21 @@ def adopt_orphans() -> None:
 def forbid_new_privileges() -> None:
     """No exec of this process or its children gains privileges (set-user-id programs, file capabilities)."""
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
+
+
+def make_dumpable(dumpable: bool) -> None:
+    """Whether processes of the same user may look into this one (ptrace, /proc/PID/mem), and it dumps core."""
+    _prctl(_PR_SET_DUMPABLE, int(dumpable))
+
+
+def filter_system_calls(program: bytes) -> None:
+    """Put a BPF program (see `seccomp`) before every system call of this process and its children, for good."""
+
+    class _Program(ctypes.Structure):
+        _fields_ = [("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p)]
+
+    filter_ = _Program(len(program) // 8, program)
+    _prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.addressof(filter_))
 
 
 def drop_capabilities() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import heapq
 import json
 import logging
 import shutil
@@ -11,11 +12,12 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from tools_sandbox.config import Limits, PythonConfig
-from tools_sandbox.python_tool.isolation import Isolation, WorkerLimits
-from tools_sandbox.python_tool.wire import THREAD_VARIABLES, Outcome, Request
+from tools_sandbox.python_tool.walls import Level, Walls, WorkerLimits
+from tools_sandbox.python_tool.wire import PLACE, THREAD_VARIABLES, Outcome, Request
 
 log = logging.getLogger("tools_sandbox")
 
@@ -53,7 +55,10 @@ class PythonPool:
         self._process: subprocess.Popen[bytes] | None = None
         self._root: Path | None = None
         self._restart = asyncio.Lock()
-        self.walls: Isolation | None = None
+        # The lowest free place is taken, so there are never more than there were calls at a time.
+        self._free_places: list[int] = []
+        self._places = 0
+        self.walls: Walls | None = None
 
     def start(self) -> None:
         """Start the zygote and wait until it is ready. SandboxBroken: it cannot start as configured; says why."""
@@ -64,19 +69,31 @@ class PythonPool:
         if "error" in ready:
             self.close()
             raise SandboxBroken(f"python tool: {ready['error']}")
-        self.walls = Isolation(**ready["walls"])
-        log.info("isolation of the python tool: %s", ready["summary"])
-        if self._config.isolation == "require" and not self.walls.complete():
+        ready["walls"]["groups"] = tuple(ready["walls"]["groups"])
+        self.walls = walls = Walls(**ready["walls"])
+        wanted = Level[self._config.isolation.upper()]
+        if missing := walls.missing_for(wanted):
             self.close()
-            raise SandboxBroken(f"python tool: isolation is required; {ready['summary']}")
+            reached = walls.level().name.lower()
+            raise SandboxBroken(
+                f"python tool: isolation {self._config.isolation!r} is asked for, this machine reaches {reached!r}: "
+                f"{missing}. To serve with less, set python.isolation to {reached!r}"
+            )
+        log.info(
+            "python isolation: level %s (at least %s is asked for)", walls.level().name.lower(), wanted.name.lower()
+        )
+        for line in walls.report():
+            log.info("python isolation: %s", line)
+        if ready["threads"] > 1:
+            log.warning("python.preload: %d threads run in the process that calls are forked from", ready["threads"])
 
     def _spawn(self) -> bytes:
         """Start the zygote; its first line, empty if it ended before that."""
         self._root = root = Path(tempfile.mkdtemp(prefix="tools_sandbox-"))
         # A call's own user passes through it to its working directory.
         root.chmod(0o711)
-        self._control, theirs = socket.socketpair()
-        arguments = (theirs.fileno(), self._config.isolation, str(root), list(self._config.preload))
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        arguments = (theirs.fileno(), str(root), list(self._config.preload))
         boot = json.dumps((str(Path(__file__).resolve().parents[2]), arguments))
         try:
             self._process = subprocess.Popen(
@@ -92,27 +109,48 @@ class PythonPool:
         finally:
             theirs.close()
         self._control.settimeout(_START_TIMEOUT_S)
-        line: bytes = self._control.makefile("rb", buffering=0).readline()
+        message = self._control.recv(1 << 16)
         self._control.settimeout(_SEND_TIMEOUT_S)
-        return line
+        return message
 
-    async def run(self, code: str, timeout_s: float) -> Outcome:
+    async def run(self, code: str, timeout_s: float, *, state: bytes = b"", keep_state: bool = False) -> Outcome:
         """Run code in a fresh process; at most timeout_s seconds of wall-clock time, the configured limit if lower.
 
+        state: what an earlier outcome carried; the code begins with it. keep_state: let the outcome carry one.
         Raises SandboxBroken if the sandbox failed twice. If the awaiting task is cancelled, so is the code.
         """
-        request = Request(code, min(timeout_s, self._limits.time_s), self._limits.output_chars, self._worker_limits)
+        limits = self._limits
+        request = Request(
+            code=code,
+            time_s=min(timeout_s, limits.time_s),
+            output_chars=limits.output_chars,
+            output_mb=limits.output_mb,
+            limits=self._worker_limits,
+            state_mb=limits.state_mb if keep_state else 0,
+            state=state,
+        )
         try:
             return await self._attempt(request)
         except SandboxBroken as error:
             log.warning("python tool: %s; trying once more", error)
             return await self._attempt(request)
 
+    @contextlib.contextmanager
+    def _place(self) -> Iterator[int]:
+        if not self._free_places:
+            heapq.heappush(self._free_places, self._places)
+            self._places += 1
+        place = heapq.heappop(self._free_places)
+        try:
+            yield place
+        finally:
+            heapq.heappush(self._free_places, place)
+
     async def _attempt(self, request: Request) -> Outcome:
         ours, theirs = socket.socketpair()
-        with ours, theirs:
+        with ours, theirs, self._place() as place:
             ours.setblocking(False)
-            await self._send_to_zygote(theirs)
+            await self._send_to_zygote(theirs, place)
             theirs.close()
             reader, writer = await asyncio.open_unix_connection(sock=ours)
             try:
@@ -131,13 +169,13 @@ class PythonPool:
             raise SandboxBroken(outcome.text)
         return outcome
 
-    async def _send_to_zygote(self, connection: socket.socket) -> None:
+    async def _send_to_zygote(self, connection: socket.socket, place: int) -> None:
         for _ in range(2):
             control = self._control
             if control is None:
                 raise SandboxBroken("the service is shutting down")
             try:
-                socket.send_fds(control, [b"c"], [connection.fileno()])
+                socket.send_fds(control, [PLACE.pack(place)], [connection.fileno()])
                 return
             except OSError as error:
                 log.warning("python tool: the zygote is gone (%s), starting another", error)

@@ -15,64 +15,64 @@ import socket
 import stat
 import tempfile
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tools_sandbox.python_tool import isolation
+from tools_sandbox.python_tool import isolation as walls_of
+from tools_sandbox.python_tool import watchdog
 from tools_sandbox.python_tool.isolation import Isolation
+from tools_sandbox.python_tool.streams import Kept, judge
 from tools_sandbox.python_tool.wire import HEADER, Outcome, Request
-from tools_sandbox.python_tool.worker import run_init
+from tools_sandbox.python_tool.worker import Ends, run_init
 
 _CHUNK = 1 << 16
+_MIB = 1 << 20
 
 
-@dataclass
-class _Kept:
-    """One output stream of which only a part is kept, while all of it is read so that the writer never blocks."""
+@dataclass(frozen=True, slots=True)
+class _Watched:
+    """What the supervisor looks at while a call runs."""
 
-    limit_bytes: int
-    tail: bool
-    """Keep the end (where a traceback says what went wrong) instead of the beginning."""
-    total_bytes: int = 0
-    data: bytearray = field(default_factory=bytearray)
-
-    def add(self, chunk: bytes) -> None:
-        self.total_bytes += len(chunk)
-        if self.tail:
-            self.data += chunk
-            if len(self.data) > 2 * self.limit_bytes:
-                del self.data[: -self.limit_bytes]
-        elif len(self.data) < self.limit_bytes:
-            self.data += chunk[: self.limit_bytes - len(self.data)]
-
-    def text(self, limit_chars: int) -> str:
-        """What was kept, at most limit_chars characters, plus a note if that is not all."""
-        text = self.data.decode("utf-8", "replace")
-        if self.total_bytes <= len(self.data) and len(text) <= limit_chars:
-            return text.rstrip("\n")
-        note = f"[output truncated: {self.total_bytes} bytes in all, the {{}} {limit_chars} characters are shown]"
-        if self.tail:
-            return f"{note.format('last')}\n{text[-limit_chars:]}".rstrip("\n")
-        return f"{text[:limit_chars]}\n{note.format('first')}"
+    connection: socket.socket
+    status: int
+    """Descriptor on which the init process reports the worker's end."""
+    streams: dict[int, Kept]
+    """Descriptor -> what is kept of it."""
+    state: int | None
+    """The one of them that carries no output but the state of a session."""
+    init_pid: int
+    shared_bytes: int
+    deadline: float
 
 
-def supervise(connection: socket.socket, walls: Isolation, root: str) -> None:
-    """Serve the one call that comes over a connection. root: where working directories may be made."""
+def supervise(connection: socket.socket, isolation: Isolation, root: str, place: int) -> None:
+    """Serve the one call that comes over a connection.
+
+    root: where working directories may be made. place: see `isolation.enter_supervisor`.
+    """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     request = _receive(connection)
     if request is None:
         return
-    isolation.enter_supervisor(walls)
-    uid = isolation.worker_uid(walls)
-    folder = root if walls.files else _make_folder(root, uid)
+    groups, limits = isolation.groups, request.limits
+    killed_before = 0
+    if groups is not None:
+        groups.open_place(place, limits.memory_mb, limits.processes)
+        killed_before = groups.memory_kills(place)
+    uid = walls_of.enter_supervisor(isolation, place)
+    folder = root if isolation.walls.files else _make_folder(root, uid)
     try:
-        outcome = _run_call(connection, walls, request, folder, uid)
+        outcome = _run_call(connection, isolation, request, folder, uid)
     finally:
         if folder != root:
             _remove_folder(folder)
-    if outcome is not None:
-        with contextlib.suppress(OSError):  # the service is gone
-            connection.sendall(outcome.encode())
+    if outcome is None:
+        return
+    if groups is not None and outcome.status == "error" and groups.memory_kills(place) > killed_before:
+        said = f"The processes of the code used more than {limits.memory_mb} MiB of memory; one or all were ended."
+        outcome = replace(outcome, text=f"{outcome.text}\n{said}")
+    with contextlib.suppress(OSError):  # the service is gone
+        connection.sendall(outcome.encode())
 
 
 def _receive(connection: socket.socket) -> Request | None:
@@ -80,94 +80,93 @@ def _receive(connection: socket.socket) -> Request | None:
 
     def exactly(size: int) -> bytes:
         parts = bytearray()
-        while len(parts) < size and (part := connection.recv(size - len(parts))):
+        while len(parts) < size and (part := connection.recv(min(size - len(parts), 1 << 20))):
             parts += part
         return bytes(parts)
 
     header = exactly(HEADER.size)
     if len(header) < HEADER.size:
         return None
-    size = HEADER.unpack(header)[0]
-    body = exactly(size)
-    return Request.decode(body) if len(body) == size else None
+    body_bytes, state_bytes = HEADER.unpack(header)
+    body, state = exactly(body_bytes), exactly(state_bytes)
+    return Request.decode(body, state) if (len(body), len(state)) == (body_bytes, state_bytes) else None
 
 
-def _run_call(connection: socket.socket, walls: Isolation, request: Request, folder: str, uid: int) -> Outcome | None:
+def _run_call(
+    connection: socket.socket, isolation: Isolation, request: Request, folder: str, uid: int
+) -> Outcome | None:
     """Run the call to its end; none if the service went away. All descendants are gone on return."""
-    (out_read, out_write), (err_read, err_write), (status_read, status_write) = os.pipe(), os.pipe(), os.pipe()
+    pipes = [os.pipe() for _ in range(4)]
+    (out_read, err_read, status_read, state_read), writing = zip(*pipes, strict=True)
     deadline = time.monotonic() + request.time_s
+    shared_bytes = watchdog.resident_bytes()
     pid = os.fork()
     if pid == 0:
         connection.close()
-        run_init(walls, request, folder=folder, uid=uid, streams=(out_write, err_write), status=status_write)
-    for descriptor in (out_write, err_write, status_write):
+        run_init(isolation, request, folder=folder, uid=uid, ends=Ends(*writing))
+    for descriptor in writing:
         os.close(descriptor)
     # Four bytes are the longest UTF-8 character: enough for the characters that are shown.
     limit_bytes = 4 * request.output_chars
-    streams = {out_read: _Kept(limit_bytes, tail=False), err_read: _Kept(limit_bytes, tail=True)}
+    streams = {out_read: Kept(limit_bytes, tail=False), err_read: Kept(limit_bytes, tail=True)}
+    streams[state_read] = state = Kept(request.state_mb * _MIB + HEADER.size, tail=False)
+    watched = _Watched(connection, status_read, streams, state_read, pid, shared_bytes, deadline)
     try:
-        ended_by = _watch(connection, streams, status_read, deadline)
+        ended_by = _watch(watched, isolation, request)
         report = os.read(status_read, _CHUNK).decode() if ended_by == "status" else ""
     finally:
-        isolation.end_tree(pid)
+        walls_of.end_tree(pid)
+    if ended_by == "cancelled":
+        return None
     # Every writer is gone, so what is left in the pipes is all there will ever be.
     for descriptor, kept in streams.items():
         while chunk := os.read(descriptor, _CHUNK):
             kept.add(chunk)
-    if ended_by == "cancelled":
-        return None
-    return _judge(request, report, ended_by == "deadline", streams[out_read], streams[err_read])
+    outcome = judge(request, ended_by, report, streams[out_read], streams[err_read])
+    # The state has a stream of its own, and of a call that was ended nothing is kept.
+    whole = ended_by == "status" and report and state.total_bytes == len(state.data)
+    return replace(outcome, state=bytes(state.data)) if whole else outcome
 
 
-def _watch(connection: socket.socket, streams: dict[int, _Kept], status: int, deadline: float) -> str:
-    """Read output until something ends the call: "status", "deadline" or "cancelled"."""
+def _watch(watched: _Watched, isolation: Isolation, request: Request) -> str:
+    """Read output until something ends the call; see `streams.judge` for what, or "cancelled"."""
+    streams, output_left = watched.streams, request.output_mb * _MIB
+    next_look = time.monotonic() + watchdog.PERIOD_S
     with selectors.DefaultSelector() as selector:
-        for source in (connection.fileno(), status, *streams):
+        for source in (watched.connection.fileno(), watched.status, *streams):
             selector.register(source, selectors.EVENT_READ)
-        while (left_s := deadline - time.monotonic()) > 0:
-            for key, _ in selector.select(left_s):
-                if key.fd == connection.fileno():
+        while (now := time.monotonic()) < watched.deadline:
+            if now >= next_look:
+                if broken := _broken_bound(watched, isolation, request):
+                    return broken
+                next_look = time.monotonic() + watchdog.PERIOD_S
+            for key, _ in selector.select(max(0.0, min(watched.deadline, next_look) - now)):
+                if key.fd == watched.connection.fileno():
                     return "cancelled"
-                if key.fd == status:
+                if key.fd == watched.status:
                     return "status"
                 chunk = os.read(key.fd, _CHUNK)
                 if chunk:
                     streams[key.fd].add(chunk)
+                    output_left -= len(chunk) if key.fd != watched.state else 0
                 else:
                     selector.unregister(key.fd)
+            if output_left < 0:
+                return "output"
     return "deadline"
 
 
-def _judge(request: Request, report: str, late: bool, out: _Kept, err: _Kept) -> Outcome:
-    """Status and text of an ended call. report: what the init process wrote, see `run_init`."""
-    shown = request.output_chars
-    if late:
-        return _out_of_time(f"the code did not finish within {request.time_s:g} s (wall-clock time)", out, shown)
-    if report.startswith("!"):
-        return Outcome("broken", f"the call could not be isolated: {report[1:].splitlines()[0]}")
-    if not report:
-        return Outcome("error", "The code ended its own sandbox before it finished.")
-    code = os.waitstatus_to_exitcode(int(report))
-    if code == 0:
-        return Outcome("ok", out.text(shown))
-    if code == -signal.SIGXCPU:
-        return _out_of_time(f"the code used more than {request.limits.cpu_s} s of CPU time", out, shown)
-    text = err.text(shown)
-    if code < 0:
-        text = f"{text}\nThe code was ended by signal {_signal_name(-code)}.".lstrip("\n")
-    return Outcome("error", text or f"The code ended with exit code {code} and no message.")
-
-
-def _out_of_time(what: str, out: _Kept, shown: int) -> Outcome:
-    text = out.text(shown)
-    return Outcome("timeout", f"Time limit exceeded: {what}." + (f"\nOutput until then:\n{text}" if text else ""))
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # a real-time signal
-        return str(number)
+def _broken_bound(watched: _Watched, isolation: Isolation, request: Request) -> str:
+    """Which bound on the call as a whole it has broken, of those that the kernel does not keep; "" if none."""
+    walls, limits = isolation.walls, request.limits
+    usage = watchdog.look(watched.init_pid, watched.shared_bytes)
+    if usage.cpu_s > limits.cpu_s:
+        return "CPU"
+    if "memory" not in walls.groups and usage.memory_bytes > limits.memory_mb * _MIB:
+        return "memory"
+    if "pids" not in walls.groups and not walls.counts_processes() and usage.processes > limits.processes:
+        return "processes"
+    return ""
 
 
 def _make_folder(root: str, uid: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import atexit
+import fcntl
 import io
 import linecache
 import os
@@ -12,58 +13,74 @@ import sys
 import traceback
 import types
 from collections.abc import Iterator
+from typing import NamedTuple
 
-from tools_sandbox.python_tool import isolation
+from tools_sandbox.python_tool import isolation as walls_of
+from tools_sandbox.python_tool import state as states
 from tools_sandbox.python_tool.isolation import Isolation
 from tools_sandbox.python_tool.wire import THREAD_VARIABLES, Request
 
 FILENAME = "<python>"
 """The name of the code in its own tracebacks."""
+_STATE_DESCRIPTOR = 3
 
 
-def run_init(
-    walls: Isolation, request: Request, *, folder: str, uid: int, streams: tuple[int, int], status: int
-) -> None:
-    """Be the first process of the call's tree: fork the worker, report its end, never return.
+class Ends(NamedTuple):
+    """The writing ends of a call's pipes."""
 
-    streams: descriptors of the worker's stdout and stderr. status: descriptor that gets the worker's wait status as a
-    decimal number, or "!" and a message if the walls could not be raised.
-    """
+    out: int
+    err: int
+    status: int
+    """Gets the worker's wait status as a decimal number, or "!" and a message if the walls could not be raised."""
+    state: int
+    """Gets the state of a session; see `state.save`."""
+
+
+def run_init(isolation: Isolation, request: Request, *, folder: str, uid: int, ends: Ends) -> None:
+    """Be the first process of the call's tree: fork the worker, report its end, never return."""
     try:
-        isolation.enter_init(walls, request.limits, folder)
+        walls_of.enter_init(isolation, request.limits, folder)
         pid = os.fork()
         if pid == 0:
-            _run_worker(walls, request, uid, streams, status)
-        for descriptor in streams:
+            _run_worker(isolation, request, uid, ends)
+        for descriptor in (ends.out, ends.err, ends.state):
             os.close(descriptor)
         while True:  # the tree's orphans come here too
             ended, code = os.waitpid(-1, 0)
             if ended == pid:
-                os.write(status, str(code).encode())
+                os.write(ends.status, str(code).encode())
                 break
     except BaseException as error:
-        os.write(status, f"!{error!r}\n".encode(errors="backslashreplace"))
+        os.write(ends.status, f"!{error!r}\n".encode(errors="backslashreplace"))
     finally:
         os._exit(0)
 
 
-def _run_worker(walls: Isolation, request: Request, uid: int, streams: tuple[int, int], status: int) -> None:
+def _run_worker(isolation: Isolation, request: Request, uid: int, ends: Ends) -> None:
     code = 1
     try:
         try:
             nothing = os.open(os.devnull, os.O_RDONLY)
-            for source, target in zip((nothing, *streams), (0, 1, 2), strict=True):
+            # Above the numbers they will have, so that none is overwritten before it is copied.
+            sources = [fcntl.fcntl(end, fcntl.F_DUPFD, 16) for end in (nothing, ends.out, ends.err, ends.state)]
+            ends = ends._replace(status=fcntl.fcntl(ends.status, fcntl.F_DUPFD, 16))
+            for target, source in enumerate(sources):
                 os.dup2(source, target)
-            isolation.enter_worker(walls, request.limits, uid)
+            walls_of.enter_worker(isolation, request.limits, uid)
         except BaseException as error:
-            os.write(status, f"!{error!r}\n".encode(errors="backslashreplace"))
+            os.write(ends.status, f"!{error!r}\n".encode(errors="backslashreplace"))
             return
-        os.closerange(3, 1 << 20)
+        os.closerange(_STATE_DESCRIPTOR + bool(request.state_mb), 1 << 20)
         _fresh_interpreter_state()
-        code = _run(request)
+        main = types.ModuleType("__main__")
+        sys.modules["__main__"] = main
+        code = _run(request, main)
         # A full pipe or a closed stdout is the code's own doing, and its result all the same.
         sys.stdout.flush()
         sys.stderr.flush()
+        if request.state_mb:
+            states.save(vars(main), _STATE_DESCRIPTOR, request.state_mb)
+            sys.stdout.flush()
     finally:
         os._exit(code)
 
@@ -90,13 +107,13 @@ def _fresh_interpreter_state() -> None:
     sys.path.insert(0, "")
 
 
-def _run(request: Request) -> int:
+def _run(request: Request, main: types.ModuleType) -> int:
     """Run code as a notebook cell would; returns the exit code and leaves a trimmed traceback on stderr."""
-    main = types.ModuleType("__main__")
-    sys.modules["__main__"] = main
     code = request.code
     linecache.cache[FILENAME] = (len(code), None, code.splitlines(keepends=True), FILENAME)
     try:
+        if request.state:
+            states.load(request.state, vars(main))
         # dont_inherit: the __future__ imports of this module are not the code's.
         tree = ast.parse(code, FILENAME)
         last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
@@ -113,7 +130,7 @@ def _run(request: Request) -> int:
             return (end.code or 0) & 0xFF
         print(end.code, file=sys.stderr)
     except BaseException as error:
-        isolation.release_memory_reserve()
+        walls_of.release_memory_reserve()
         sys.stdout.flush()
         print(_trimmed_traceback(error), end="", file=sys.stderr)
         if isinstance(error, MemoryError):

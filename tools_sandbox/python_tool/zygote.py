@@ -17,45 +17,56 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from tools_sandbox.python_tool import isolation
+from tools_sandbox.python_tool import isolation as walls_of
+from tools_sandbox.python_tool.isolation import Isolation
 from tools_sandbox.python_tool.supervisor import supervise
+from tools_sandbox.python_tool.wire import PLACE
 
 
-def main(descriptor: int, mode: str, root: str, preload: list[str]) -> None:
-    """Say over the control socket which walls stand (one JSON line), then fork for every connection that comes.
+def main(descriptor: int, root: str, preload: list[str]) -> None:
+    """Say over the control socket which walls stand (one JSON message), then fork for every connection that comes.
 
-    descriptor: the control socket. mode, preload: see `PythonConfig`. root: directory for working directories,
-    removed at the end. Returns when the service closes its end of the control socket, also by dying.
+    descriptor: the control socket. preload: see `PythonConfig`. root: empty directory for working directories, removed
+    at the end. Returns when the service closes its end of the control socket, also by dying.
     """
     control = socket.socket(fileno=descriptor)
+    # Opened now: later on this process may not see the machine's folders.
+    above = os.open(Path(root).parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    isolation = None
     try:
-        _serve(control, mode, root, preload)
+        # What a call's view of the file system is built from must be open to the call's user.
+        os.umask(0o022)
+        isolation = walls_of.prepare(root)
+        for name in preload:
+            importlib.import_module(name)
+    except Exception as error:
+        control.sendall(json.dumps({"error": f"{type(error).__name__}: {error}"}).encode())
+    else:
+        control.sendall(json.dumps({"walls": asdict(isolation.walls), "threads": _threads()}).encode())
+        _serve(control, isolation, root)
     finally:
         # Returns (with an error) when the last supervisor has ended its call, which the service's end told it to.
         with contextlib.suppress(ChildProcessError):
             os.waitpid(-1, 0)
         with contextlib.suppress(OSError):
-            Path(root).rmdir()
+            os.rmdir(Path(root).name, dir_fd=above)
+        if isolation is not None and isolation.groups is not None:
+            isolation.groups.remove()
 
 
-def _serve(control: socket.socket, mode: str, root: str, preload: list[str]) -> None:
-    try:
-        # What a call's view of the file system is built from must be open to the call's user.
-        os.umask(0o022)
-        walls = isolation.prepare(mode)
-        for name in preload:
-            importlib.import_module(name)
-    except Exception as error:
-        control.sendall(json.dumps({"error": f"{type(error).__name__}: {error}"}).encode() + b"\n")
-        return
-    control.sendall(json.dumps({"walls": asdict(walls), "summary": walls.describe()}).encode() + b"\n")
+def _threads() -> int:
+    """Threads of this process. A module that starts some when it is imported would be forked without them."""
+    return sum(1 for _ in Path("/proc/self/task").iterdir())
+
+
+def _serve(control: socket.socket, isolation: Isolation, root: str) -> None:
     # Nobody waits for supervisors: the kernel reaps them.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     # Collections in a child would otherwise touch, and so copy, every page of what was preloaded.
     gc.collect()
     gc.freeze()
     while True:
-        message, descriptors, _, _ = socket.recv_fds(control, 1, 1)
+        message, descriptors, _, _ = socket.recv_fds(control, PLACE.size, 1)
         if not message:
             return
         try:
@@ -67,7 +78,8 @@ def _serve(control: socket.socket, mode: str, root: str, preload: list[str]) -> 
             code = 1
             try:
                 control.close()
-                supervise(socket.socket(fileno=descriptors[0]), walls, root)
+                (place,) = PLACE.unpack(message)
+                supervise(socket.socket(fileno=descriptors[0]), isolation, root, place)
                 code = 0
             except BaseException as error:
                 print(f"tools_sandbox: supervisor failed: {error!r}", file=sys.stderr, flush=True)

@@ -1,0 +1,138 @@
+"""What a model that is trying things may try, by family: `attacks.txt`, and here what is no plain text.
+
+An attack that needs a hole in the kernel or the processor is out of scope (docs/security.md).
+"""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Attack:
+    """One attack and what the answer to it is."""
+
+    family: str
+    name: str
+    code: str
+    status: tuple[str, ...] = ("ok",)
+    said: str = ""
+    """Must be in the answer."""
+    timeout_s: float = 5.0
+
+    def source(self, port: int) -> str:
+        """The code for a service at a port; its traceback, which quotes it, does not say ESCAPED by itself."""
+        return self.code.replace("ESCAPED", r"ESC\x41PED").replace("PORT", str(port))
+
+
+def _from_text() -> list[Attack]:
+    attacks = []
+    for entry in Path(__file__).with_name("attacks.txt").read_text(encoding="utf-8").split("\n=== ")[1:]:
+        heading, _, code = entry.partition("\n")
+        family, name, status, timeout_s, said = (part.strip() for part in heading.split("|"))
+        attacks.append(Attack(family, name, code, tuple(status.split()), said, float(timeout_s or 5)))
+    return attacks
+
+
+ATTACKS = _from_text()
+
+
+def _add(family: str, name: str, code: str, *status: str, said: str = "") -> None:
+    ATTACKS.append(Attack(family, name, code, status or ("ok",), said))
+
+
+_add("text", "NUL in the output", "print('a\\0b')", said="a\0b")
+_add("text", "no UTF-8", "import sys\nsys.stdout.buffer.write(b'\\xff\\xfe')", said="\ufffd")
+_add("text", "NUL in the code", "print(1)\0", "error", said="null bytes")
+_add("text", "lone surrogate", "print('\\ud800')", said="\\ud800")
+_add("text", "control and direction marks", "print('\\x1b[2J\\u202e\\u2066')", said="\u202e")
+_add("text", "deep nesting", "(" * 100_000, "error")
+
+# The filter answers "not permitted", "not implemented" or, for sockets, "unreachable", whatever the arguments are.
+_CALL = """
+import ctypes
+libc = ctypes.CDLL(None, use_errno=True)
+def call(name, *a):
+    refused = libc.syscall(*a) < 0 and ctypes.get_errno() in (1, 38, 101)
+    print(name, 'refused' if refused else 'ESCAPED')
+"""
+RAW = {  # what it reaches for -> name, number on x86_64, arguments
+    "other processes": [
+        ("ptrace", 101, "0, 0, 0, 0"),
+        ("process_vm_readv", 310, "1, 0, 0, 0, 0, 0"),
+        ("pidfd_open", 434, "1, 0"),
+        ("kcmp", 312, "1, 1, 0, 0, 0"),
+        ("prlimit of another", 302, "1, 7, 0, ctypes.create_string_buffer(16)"),
+    ],
+    "kernel interfaces": [
+        ("io_uring_setup", 425, "8, ctypes.create_string_buffer(256)"),
+        ("add_key", 248, "b'user', b'a', b'b', 1, -3"),
+        ("keyctl", 250, "0, -3, 1"),
+        ("perf_event_open", 298, "ctypes.create_string_buffer(256), 0, -1, -1, 0"),
+        ("bpf", 321, "0, ctypes.create_string_buffer(256), 128"),
+        ("userfaultfd", 323, "1"),
+        ("inotify", 294, "0"),
+        ("fanotify", 300, "0, 0"),
+        ("memfd_secret", 447, "0"),
+        ("seccomp again", 317, "1, 0, 0"),
+    ],
+    "namespaces and mounts": [
+        ("unshare", 272, "0x10000000"),
+        ("setns", 308, "0, 0"),
+        ("clone in a namespace", 56, "0x10000011, 0, 0, 0, 0"),
+        ("clone3", 435, "ctypes.create_string_buffer(88), 88"),
+        ("mount", 165, "b'x', b'/tmp', b'tmpfs', 0, 0"),
+        ("umount", 166, "b'/tmp', 2"),
+        ("pivot_root", 155, "b'/tmp', b'/tmp'"),
+        ("chroot", 161, "b'/tmp'"),
+        ("fsopen", 430, "b'tmpfs', 0"),
+        ("open_by_handle_at", 304, "0, 0, 0"),
+    ],
+    "users and capabilities": [
+        ("setuid", 105, "0"),
+        ("setgid", 106, "0"),
+        ("setgroups", 116, "0, 0"),
+        ("capset", 126, "0, 0"),
+    ],
+    "the machine": [
+        ("mknod", 133, "b'x', 0o60666, 0x801"),
+        ("init_module", 175, "0, 0, b''"),
+        ("kexec_load", 246, "0, 0, 0, 0"),
+        ("reboot", 169, "0xfee1dead, 672274793, 0x89abcdef"),
+        ("settimeofday", 164, "0, 0"),
+        ("sethostname", 170, "b'x', 1"),
+        ("swapon", 167, "b'x', 0"),
+        ("syslog", 103, "3, 0, 0"),
+        ("quotactl", 179, "0, 0, 0, 0"),
+        ("iopl", 172, "3"),
+        ("personality", 135, "0x0040000"),
+    ],
+    "shared between calls": [
+        ("shmget", 29, "0, 4096, 0o1600"),
+        ("msgget", 68, "0, 0o1600"),
+        ("semget", 64, "0, 1, 0o1600"),
+        ("mq_open", 240, "b'x', 0o102, 0o600, 0"),
+    ],
+    "sockets": [
+        ("socket", 41, "2, 1, 0"),
+        ("x32 socket", 0x40000029, "2, 1, 0"),
+    ],
+}
+if platform.machine() == "x86_64":
+    for _what, _calls in RAW.items():
+        _lines = [f"call({name!r}, {number}, {arguments})" for name, number, arguments in _calls]
+        _add("raw system call", _what, "\n".join([_CALL, *_lines]), said=f"{_calls[-1][0]} refused")
+    _add(
+        "raw system call",
+        "32-bit calls",
+        "import ctypes, mmap\n"
+        "m = mmap.mmap(-1, 4096, prot=7)\n"
+        # mov eax, 359 (socket); int 0x80; ret
+        "m.write(bytes.fromhex('b867010000bb02000000b901000000ba00000000cd80c3'))\n"
+        "f = ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(m)))\n"
+        "print('ESCAPED' if f() >= 0 else 'no')",
+        "ok",
+        "error",
+    )

@@ -1,0 +1,163 @@
+"""Every attack is contained, and the next 20 honest calls are answered right and on time; as root and as a user."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from attacks import ATTACKS, Attack
+
+from tools_sandbox.client import SandboxClient
+
+HONEST_CALLS = 20
+ON_TIME_S = 3.0
+"""An honest call takes some 10 ms; the rest is other work on this machine."""
+_LIMITS = {
+    "memory_mb": 512,
+    "file_mb": 16,
+    "disk_mb": 32,
+    "processes": 32,
+    "open_files": 64,
+    "output_chars": 2000,
+    "output_mb": 4,
+    "cpu_s": 2,
+}
+
+
+@pytest.fixture(scope="module", params=["root", "user"])
+def attacked(request: pytest.FixtureRequest) -> Iterator[tuple[SandboxClient, Any]]:
+    from tests.tools_sandbox.conftest import running
+
+    if request.param == "root" and os.getuid() != 0:
+        pytest.skip("needs root")
+    config = {"limits": _LIMITS, "python": {"preload": ["numpy"], "isolation": "contained"}}
+    with (
+        running(config, as_nobody=request.param == "user" and os.getuid() == 0, env={"KEY": "s3cret"}) as service,
+        SandboxClient(service.url) as client,
+    ):
+        yield client, service
+
+
+def assert_honest_calls_work(client: SandboxClient) -> None:
+    def call(number: int) -> tuple[str, str]:
+        code = f"import numpy, builtins, os\nlen(range({number})), int(numpy.sum([{number}, 1])), os.listdir()"
+        answer = client.call("python", {"code": code}, timeout_s=ON_TIME_S)
+        return answer.status, answer.text
+
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(call, range(HONEST_CALLS)))
+    assert answers == [("ok", f"({number}, {number + 1}, [])") for number in range(HONEST_CALLS)]
+
+
+@pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: f"{attack.family}: {attack.name}")
+def test_an_attack_is_contained_and_honest_calls_go_on(attacked: tuple[SandboxClient, Any], attack: Attack) -> None:
+    client, service = attacked
+    code = attack.source(int(service.url.rsplit(":", 1)[1]))
+    family = {process.pid for process in service.family()[:2]}
+    began = time.monotonic()
+    answer = client.call("python", {"code": code}, timeout_s=attack.timeout_s)
+    assert time.monotonic() - began < attack.timeout_s + ON_TIME_S
+    assert "ESCAPED" not in answer.text
+    assert answer.status in attack.status, answer
+    assert attack.said in answer.text
+    assert_honest_calls_work(client)
+    # The service and the process that calls are forked from are the same as before, and nothing else has stayed.
+    assert {process.pid for process in service.family()[:2]} == family
+    assert not [p for p in psutil.process_iter(["cmdline"]) if "6543.5" in (p.info["cmdline"] or [])]
+
+
+def test_there_are_forty_attacks_of_many_families() -> None:
+    families = Counter(attack.family for attack in ATTACKS)
+    assert len(ATTACKS) >= 40
+    assert len(families) >= 20
+    assert len({(attack.family, attack.name) for attack in ATTACKS}) == len(ATTACKS)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="what an attack gets through with depends on the user")
+def test_outside_of_the_sandbox_the_attacks_get_through(tmp_path: Path) -> None:
+    """That the answers above are not ESCAPED proves nothing unless the same code says it here."""
+    tried = {
+        ("signal", "every number"),
+        ("socket", "every family"),
+        ("proc", "other processes"),
+        ("symlink", "above the root"),
+    }
+    for attack in ATTACKS:
+        if (attack.family, attack.name) in tried:
+            code = [sys.executable, "-c", attack.source(1)]
+            assert "ESCAPED" in subprocess.run(code, cwd=tmp_path, capture_output=True, text=True).stdout
+
+
+MANY = """
+import os, time
+for _ in range(12):
+    if os.fork() == 0:
+        x = bytearray(os.urandom(1 << 20)) * 100
+        time.sleep(60)
+ended = os.waitstatus_to_exitcode(os.wait()[1])
+print('one was ended by signal', -ended)
+os.kill(-1, 15)
+"""
+
+
+def test_a_memory_bomb_of_many_processes_meets_the_limit_of_the_call(attacked: tuple[SandboxClient, Any]) -> None:
+    client, service = attacked
+    answer = client.call("python", {"code": MANY}, timeout_s=20)
+    enforced = "control groups: yes" in service.stderr()
+    assert ("ended by signal 9" if enforced else "more than 512 MiB of memory") in answer.text
+    assert_honest_calls_work(client)
+
+
+SPIN = "import os\nfor _ in range(24):\n    if os.fork() == 0: break\nwhile True: pass"
+SECRET = "open('secret-4711', 'w').write('4711'); open('/dev/shm/secret-4711', 'w').close()\nimport time; time.sleep(2)"
+SPY = """
+import os
+seen = [p for p in os.listdir('/proc') if p.isdigit() and int(p) > 2]
+for top in ('/tmp', '/dev/shm', '/run', '/var'):
+    seen += [f for _, _, files in os.walk(top) for f in files if 'secret' in f]
+seen
+"""
+
+
+def test_one_call_cannot_see_another(attacked: tuple[SandboxClient, Any]) -> None:
+    client, _ = attacked
+    victim = threading.Thread(target=client.call, args=("python", {"code": SECRET}))
+    victim.start()
+    time.sleep(0.3)
+    assert client.call("python", {"code": SPY}).text == "[]"
+    victim.join()
+
+
+def test_one_call_cannot_take_the_machine_from_others(attacked: tuple[SandboxClient, Any]) -> None:
+    client, _ = attacked
+    hogs = [
+        threading.Thread(target=client.call, args=("python", {"code": SPIN}), kwargs={"timeout_s": 2.0})
+        for _ in range(2)
+    ]
+    for hog in hogs:
+        hog.start()
+    time.sleep(0.3)
+    assert_honest_calls_work(client)
+    for hog in hogs:
+        hog.join()
+
+
+def test_the_service_leaves_nothing_behind_after_all_that(attacked: tuple[SandboxClient, Any]) -> None:
+    _, service = attacked
+    deadline = time.monotonic() + 5
+    while len(service.family()) > 2:  # the service and the process that calls are forked from
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert "Traceback" not in service.stderr()
+    assert "supervisor failed" not in service.stderr()
+    assert not list(Path("/dev/shm").glob("*secret-4711*"))

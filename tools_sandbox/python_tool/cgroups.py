@@ -1,0 +1,207 @@
+"""Control groups: what a call and all its processes may use together, counted and enforced by the kernel.
+
+Every place for a call (the service runs so many at a time) has a group of its own in each hierarchy, made when it is
+first used and used again by the next call there: a group costs milliseconds to make, to enter it costs microseconds.
+Version 1 has a hierarchy for each controller, version 2 one for all.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+CONTROLLERS = ("memory", "pids", "cpu")
+_PREFIX = "tools_sandbox-"
+_MIB = 1 << 20
+_OVERHEAD_MB = 64
+"""Memory of the sandbox's own processes of a call, which are in its group too."""
+_OVERHEAD_PROCESSES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """Where the groups of this zygote are."""
+
+    version: int
+    folders: dict[str, int]
+    """Controllers of a hierarchy ("memory", or "memory pids cpu") -> open descriptor of our folder there."""
+    parents: dict[str, int]
+    """... and of the folder above."""
+    name: str
+
+    @property
+    def controllers(self) -> tuple[str, ...]:
+        """What is enforced."""
+        return tuple(name for name in CONTROLLERS if any(name in held.split() for held in self.folders))
+
+    def open_place(self, place: int, memory_mb: int, processes: int) -> None:
+        """Make the groups of a place, if it has none yet, and set their limits."""
+        for held, folder in self.folders.items():
+            with suppress(FileExistsError):
+                os.mkdir(str(place), dir_fd=folder)
+                self._limit(held, folder, place, memory_mb + _OVERHEAD_MB, processes + _OVERHEAD_PROCESSES)
+
+    def _limit(self, held: str, folder: int, place: int, memory_mb: int, processes: int) -> None:
+        memory = str(memory_mb * _MIB)
+        if "memory" in held and self.version == 1:
+            _write(folder, f"{place}/memory.limit_in_bytes", memory)
+            with suppress(OSError):  # a kernel without swap accounting
+                _write(folder, f"{place}/memory.memsw.limit_in_bytes", memory)
+        elif "memory" in held:
+            _write(folder, f"{place}/memory.max", memory)
+            with suppress(OSError):
+                _write(folder, f"{place}/memory.swap.max", "0")
+        if "pids" in held:
+            _write(folder, f"{place}/pids.max", str(processes))
+
+    def enter(self, place: int) -> None:
+        """Move this process there; those it forks are born there."""
+        for folder in self.folders.values():
+            _write(folder, f"{place}/cgroup.procs", "0")
+
+    def memory_kills(self, place: int) -> int:
+        """How many processes of a place the kernel has ended for want of memory so far."""
+        name = "memory.oom_control" if self.version == 1 else "memory.events"
+        for held, folder in self.folders.items():
+            if "memory" in held:
+                lines = (line.split() for line in _read(folder, f"{place}/{name}").splitlines())
+                return next((int(line[1]) for line in lines if line[0] == "oom_kill"), 0)
+        return 0
+
+    def remove(self) -> None:
+        """Remove all groups; their processes have ended or are ending."""
+        for held, folder in self.folders.items():
+            _remove_tree(self.name, self.parents[held], folder)
+            os.close(folder)
+
+
+def find() -> tuple[Groups | None, str]:
+    """Groups for this process to use, or none and why."""
+    name = f"{_PREFIX}{os.getpid()}-{secrets.token_hex(4)}"
+    reasons = []
+    for version, wanted in ((1, _first_version()), (2, _second_version())):
+        folders: dict[str, int] = {}
+        parents: dict[str, int] = {}
+        for held, path in wanted.items():
+            try:
+                parents[held] = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                _remove_stale(parents[held])
+                folders[held] = _make_folder(version, held, parents[held], name)
+            except OSError as error:
+                reasons.append(f"{held} in {path}: {error.strerror}")
+        if folders:
+            return Groups(version, folders, parents, name), "; ".join(reasons)
+    return None, "; ".join(reasons) or "no control groups are mounted"
+
+
+def _make_folder(version: int, held: str, parent: int, name: str) -> int:
+    if version == 2:
+        _write(parent, "cgroup.subtree_control", " ".join(f"+{controller}" for controller in held.split()))
+    os.mkdir(name, dir_fd=parent)
+    folder = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=parent)
+    # Held while this zygote or a call of its lives: see `_remove_stale`.
+    fcntl.flock(folder, fcntl.LOCK_SH)
+    if version == 2:
+        _write(folder, "cgroup.subtree_control", " ".join(f"+{controller}" for controller in held.split()))
+    if "cpu" in held.split():
+        # All calls together weigh as much as one process on every CPU; left alone they would weigh as much as one.
+        cpus = len(os.sched_getaffinity(0))
+        name, weight = ("cpu.shares", 1024 * cpus) if version == 1 else ("cpu.weight", min(10_000, 100 * cpus))
+        _write(folder, name, str(weight))
+    return folder
+
+
+def _first_version() -> dict[str, Path]:
+    """Controller -> the group that this process is in."""
+    found: dict[str, Path] = {}
+    own = {tuple(names.split(",")): path for names, path in _own_groups()}
+    for mount_point, root, kind, options in _mounts():
+        names = [name for name in CONTROLLERS if name in options]
+        if kind == "cgroup" and names:
+            paths = (path for controllers, path in own.items() if names[0] in controllers)
+            for path in paths:
+                inside = os.path.relpath(path, root)
+                found[" ".join(names)] = Path(mount_point) / ("" if inside.startswith("..") else inside)
+    return found
+
+
+def _second_version() -> dict[str, Path]:
+    for mount_point, root, kind, _ in _mounts():
+        own = next((path for names, path in _own_groups() if not names), None)
+        if kind == "cgroup2" and own is not None:
+            inside = os.path.relpath(own, root)
+            folder = Path(mount_point) / ("" if inside.startswith("..") else inside)
+            with suppress(OSError):
+                offered = (folder / "cgroup.controllers").read_text("ascii").split()
+                held = " ".join(name for name in CONTROLLERS if name in offered)
+                return {held: folder} if held else {}
+    return {}
+
+
+def _own_groups() -> list[tuple[str, str]]:
+    with suppress(OSError):
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+        return [(names, path) for _, names, path in (line.split(":", 2) for line in lines)]
+    return []
+
+
+def _mounts() -> list[tuple[str, str, str, list[str]]]:
+    """Mount point, root in the file system, kind, options of the file system."""
+    mounts = []
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        before, _, after = line.partition(" - ")
+        _, _, _, root, mount_point, *_ = before.split()
+        kind, _, options = after.split(" ", 2)
+        mounts.append((mount_point, root, kind, options.split(",")))
+    return mounts
+
+
+def _remove_stale(parent: int) -> None:
+    """Remove what zygotes that were killed have left. Nobody holds the lock of theirs, in whichever container."""
+    for name in os.listdir(parent):
+        if name.startswith(_PREFIX):
+            with suppress(OSError):
+                folder = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=parent)
+                try:
+                    fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    _remove_tree(name, parent, folder)
+                finally:
+                    os.close(folder)
+
+
+def _remove_tree(name: str, parent: int, folder: int) -> None:
+    deadline = time.monotonic() + 1.0
+    while True:
+        # A group can be removed a moment after its last process has ended.
+        for place in os.listdir(folder):
+            if place.isdecimal():
+                with suppress(OSError):
+                    os.rmdir(place, dir_fd=folder)
+        try:
+            os.rmdir(name, dir_fd=parent)
+            return
+        except OSError:
+            if time.monotonic() > deadline:
+                return
+            time.sleep(0.01)
+
+
+def _write(folder: int, name: str, text: str) -> None:
+    descriptor = os.open(name, os.O_WRONLY | os.O_CLOEXEC, dir_fd=folder)
+    try:
+        os.write(descriptor, text.encode("ascii"))
+    finally:
+        os.close(descriptor)
+
+
+def _read(folder: int, name: str) -> str:
+    descriptor = os.open(name, os.O_RDONLY | os.O_CLOEXEC, dir_fd=folder)
+    try:
+        return os.read(descriptor, 4096).decode("ascii")
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,165 @@
+"""Which system calls foreign code can make: those that computing, files, processes and pipes need, and no others.
+
+The filter is assembled here, for prctl(PR_SET_SECCOMP), rather than by libseccomp: the service then starts from a plain
+`pip install`, also where that library is absent. Numbers are those of the kernel's own tables.
+"""
+
+from __future__ import annotations
+
+import errno
+import struct
+
+from tools_sandbox.python_tool import linux
+
+# name:x86_64:aarch64; a missing number means that the architecture does not have the call.
+_ALLOWED = """
+    read:0:63 write:1:64 pread64:17:67 pwrite64:18:68 readv:19:65 writev:20:66 preadv:295:69 pwritev:296:70
+    preadv2:327:286 pwritev2:328:287 open:2: openat:257:56 openat2:437:437 creat:85: close:3:57
+    close_range:436:436 lseek:8:62 stat:4: fstat:5:80 lstat:6: newfstatat:262:79 statx:332:291 statfs:137:43
+    fstatfs:138:44 access:21: faccessat:269:48 faccessat2:439:439 dup:32:23 dup2:33: dup3:292:24 fcntl:72:25
+    flock:73:32 fsync:74:82 fdatasync:75:83 sync_file_range:277:84 fadvise64:221:223 readahead:187:213
+    truncate:76:45 ftruncate:77:46 fallocate:285:47 getdents:78: getdents64:217:61 getcwd:79:17 chdir:80:49
+    fchdir:81:50 rename:82: renameat:264:38 renameat2:316:276 mkdir:83: mkdirat:258:34 rmdir:84: link:86:
+    linkat:265:37 unlink:87: unlinkat:263:35 symlink:88: symlinkat:266:36 readlink:89: readlinkat:267:78
+    chmod:90: fchmod:91:52 fchmodat:268:53 fchmodat2:452:452 utime:132: utimes:235: utimensat:280:88
+    futimesat:261: umask:95:166 sendfile:40:71 copy_file_range:326:285 pipe:22: pipe2:293:59 chown:92:
+    fchown:93:55 lchown:94: fchownat:260:54 getxattr:191:8 lgetxattr:192:9 fgetxattr:193:10 listxattr:194:11
+    llistxattr:195:12 flistxattr:196:13
+
+    poll:7: ppoll:271:73 select:23: pselect6:270:72 epoll_create:213: epoll_create1:291:20 epoll_ctl:233:21
+    epoll_wait:232: epoll_pwait:281:22 epoll_pwait2:441:441 eventfd:284: eventfd2:290:19 timerfd_create:283:85
+    timerfd_settime:286:86 timerfd_gettime:287:87 signalfd:282: signalfd4:289:74 nanosleep:35:101
+    clock_nanosleep:230:115 pause:34:
+
+    mmap:9:222 munmap:11:215 mremap:25:216 mprotect:10:226 msync:26:227 mincore:27:232 madvise:28:233 brk:12:214
+    mlock:149:228 munlock:150:229 mlock2:325:284 mlockall:151:230 munlockall:152:231 membarrier:324:283
+    pkey_alloc:330:289 pkey_free:331:290 pkey_mprotect:329:288 get_mempolicy:239:236
+
+    fork:57: vfork:58: execve:59:221 execveat:322:281 exit:60:93 exit_group:231:94 wait4:61:260 waitid:247:95
+    getpid:39:172 getppid:110:173 gettid:186:178 getpgid:121:155 setpgid:109:154 getpgrp:111: getsid:124:156
+    setsid:112:157 kill:62:129 tkill:200:130 tgkill:234:131 set_tid_address:218:96 set_robust_list:273:99
+    get_robust_list:274:100 futex:202:98 futex_waitv:449:449 rseq:334:293 arch_prctl:158: sched_yield:24:124
+    sched_getaffinity:204:123 sched_setaffinity:203:122 sched_getparam:143:121 sched_getscheduler:145:120
+    sched_getattr:315:275 sched_get_priority_max:146:125 sched_get_priority_min:147:126
+    sched_rr_get_interval:148:127 getpriority:140:141 setpriority:141:140 getcpu:309:168 getrlimit:97:163
+    setrlimit:160:164 getrusage:98:165 times:100:153 ioprio_get:252:31
+
+    rt_sigaction:13:134 rt_sigprocmask:14:135 rt_sigreturn:15:139 rt_sigpending:127:136 rt_sigtimedwait:128:137
+    rt_sigqueueinfo:129:138 rt_tgsigqueueinfo:297:240 rt_sigsuspend:130:133 sigaltstack:131:132
+    restart_syscall:219:128 alarm:37: getitimer:36:102 setitimer:38:103 timer_create:222:107
+    timer_settime:223:110 timer_gettime:224:108 timer_getoverrun:225:109 timer_delete:226:111
+
+    getuid:102:174 geteuid:107:175 getgid:104:176 getegid:108:177 getresuid:118:148 getresgid:120:150
+    getgroups:115:158 capget:125:90 uname:63:160 sysinfo:99:179 time:201: gettimeofday:96:169
+    clock_gettime:228:113 clock_getres:229:114 getrandom:318:278
+
+    sendto:44:206 sendmsg:46:211 recvfrom:45:207 recvmsg:47:212 sendmmsg:307:269 recvmmsg:299:243
+    shutdown:48:210 getsockname:51:204 getpeername:52:205 getsockopt:55:209
+"""
+_CHECKED = {
+    "clone": (56, 220),
+    "clone3": (435, 435),
+    "socket": (41, 198),
+    "socketpair": (53, 199),
+    "prctl": (157, 167),
+    "ioctl": (16, 29),
+    "prlimit64": (302, 261),
+}
+_LAST_KNOWN = 452
+"""Later calls answer "not implemented", for which libraries have an older way; known ones "not permitted"."""
+
+_ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+_NEW_NAMESPACES = 0x7E020000  # every CLONE_NEW* flag of clone
+_UNIX, _STREAM, _TYPE_MASK = 1, 1, 0xF
+# PDEATHSIG, GET_PDEATHSIG, GET_DUMPABLE, SET/GET_NAME, GET_SECCOMP, CAPBSET_READ, GET_TIMERSLACK, SET/GET_NO_NEW_PRIVS,
+# GET_TID_ADDRESS, SET_VMA
+_PRCTL = (1, 2, 3, 15, 16, 21, 23, 30, 38, 39, 40, 0x53564D41)
+# TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX
+_IOCTL = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
+
+_LOAD, _AND, _EQUAL, _GREATER, _AT_LEAST, _RETURN = 0x20, 0x54, 0x15, 0x25, 0x35, 0x06
+_ALLOW, _KILL_PROCESS, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
+_NUMBER, _ARCH, _FIRST_ARGUMENT = 0, 4, 16
+
+
+def available() -> bool:
+    """Whether there is a filter for this machine's architecture."""
+    return linux.MACHINE in _ARCHITECTURES
+
+
+def program(machine: str = linux.MACHINE) -> bytes:
+    """The filter for an architecture ("x86_64", "aarch64"), 8 bytes an instruction; KeyError for any other."""
+    column = list(_ARCHITECTURES).index(machine)
+    code = [
+        _op(_LOAD, _ARCH),
+        _op(_EQUAL, _ARCHITECTURES[machine], 1, 0),
+        _op(_RETURN, _KILL_PROCESS),
+        _op(_LOAD, _NUMBER),
+        # Above the last known number there is also the x32 numbering of x86_64.
+        *_returning(_op(_GREATER, _LAST_KNOWN, 0, 1), _ERRNO | errno.ENOSYS),
+    ]
+    for name, check in _checks().items():
+        code += [_op(_EQUAL, _CHECKED[name][column], 0, len(check)), *check]
+    numbers = sorted(int(entry.split(":")[1 + column] or -1) for entry in _ALLOWED.split())
+    for low, high in _ranges([number for number in numbers if number >= 0]):
+        code += [
+            _op(_GREATER, high, 3, 0),
+            _op(_AT_LEAST, low, 0, 1),
+            _op(_RETURN, _ALLOW),
+            _op(_RETURN, _ERRNO | errno.EPERM),
+        ]
+    return b"".join([*code, _op(_RETURN, _ERRNO | errno.EPERM)])
+
+
+def _checks() -> dict[str, list[bytes]]:
+    """Calls whose arguments decide. Each piece of program always returns."""
+    allow, refuse = _op(_RETURN, _ALLOW), _op(_RETURN, _ERRNO | errno.EPERM)
+    return {
+        "clone": [_argument(0), _op(_AND, _NEW_NAMESPACES), _op(_EQUAL, 0, 0, 1), allow, refuse],
+        # Its flags lie in memory, out of a filter's sight; glibc falls back to clone.
+        "clone3": [_op(_RETURN, _ERRNO | errno.ENOSYS)],
+        # There is nothing to reach; this error reads as what it means.
+        "socket": [_op(_RETURN, _ERRNO | errno.ENETUNREACH)],
+        # Connected pairs only: they have no name, so no other call can find them.
+        "socketpair": [
+            *(_argument(0), _op(_EQUAL, _UNIX, 0, 4)),
+            *(_argument(1), _op(_AND, _TYPE_MASK), _op(_EQUAL, _STREAM, 0, 1), allow),
+            refuse,
+        ],
+        "prctl": [_argument(0), *_one_of(_PRCTL), refuse],
+        "ioctl": [_argument(1), *_one_of(_IOCTL), _op(_RETURN, _ERRNO | errno.ENOTTY)],
+        # Limits of the own process only.
+        "prlimit64": [
+            *(_argument(0), _op(_EQUAL, 0, 0, 3)),
+            *(_argument(0, high=True), _op(_EQUAL, 0, 0, 1), allow),
+            refuse,
+        ],
+    }
+
+
+def _op(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
+    """One instruction; jumps count the instructions to skip."""
+    return struct.pack("=HBBI", code, if_true, if_false, value)
+
+
+def _argument(index: int, *, high: bool = False) -> bytes:
+    return _op(_LOAD, _FIRST_ARGUMENT + 8 * index + (4 if high else 0))
+
+
+def _returning(test: bytes, value: int) -> list[bytes]:
+    return [test, _op(_RETURN, value)]
+
+
+def _one_of(values: tuple[int, ...]) -> list[bytes]:
+    return [part for value in values for part in _returning(_op(_EQUAL, value, 0, 1), _ALLOW)]
+
+
+def _ranges(numbers: list[int]) -> list[tuple[int, int]]:
+    """Neighbouring numbers joined: (first, last) of each run."""
+    runs: list[tuple[int, int]] = []
+    for number in numbers:
+        if runs and runs[-1][1] == number - 1:
+            runs[-1] = (runs[-1][0], number)
+        else:
+            runs.append((number, number))
+    return runs

@@ -1,0 +1,102 @@
+"""Sessions: calls that begin where an earlier one ended. States are files that several services may share.
+
+The caller names states, so a repeated call is harmless: `state` is where a call begins, `keep` the name of where it
+ends. Two calls from one state are two branches; neither sees the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+from tools_sandbox.config import ConfigError
+from tools_sandbox.python_tool.pool import PythonPool
+from tools_sandbox.python_tool.wire import Outcome
+
+_ROOM_AFTER_CLEANING = 0.9
+
+
+class SessionStore:
+    """States by name, in a folder of a bounded size. Everything it does is blocking and safe among processes."""
+
+    def __init__(self, folder: Path, limit_mb: int) -> None:
+        """ConfigError: the folder cannot be used."""
+        self._folder = folder
+        self._limit_bytes = limit_mb << 20
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+        except OSError as error:
+            raise ConfigError(f"python.session_dir: {folder}: {error.strerror}") from error
+        self._used_bytes = self._clean()
+
+    def read(self, name: str) -> bytes | None:
+        """The state of that name; None if there is none (any more)."""
+        try:
+            state = self._path(name).read_bytes()
+            os.utime(self._path(name))  # the time of its last use decides what goes first
+            return state
+        except FileNotFoundError:
+            return None
+
+    def write(self, name: str, state: bytes) -> None:
+        """Keep a state, in place of an earlier one of that name. OSError: there is no room on the disk."""
+        descriptor, temporary = tempfile.mkstemp(dir=self._folder, prefix="new-")
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(state)
+            Path(temporary).replace(self._path(name))
+        except OSError:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+        self._used_bytes += len(state)
+        if self._used_bytes > self._limit_bytes:
+            self._used_bytes = self._clean()
+
+    def _path(self, name: str) -> Path:
+        return self._folder / hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest()
+
+    def _clean(self) -> int:
+        """Remove the states that were used least recently, if they take too much room; bytes in use."""
+        states: list[tuple[float, int, str]] = []
+        for entry in os.scandir(self._folder):
+            with suppress(OSError):  # another service cleans too
+                states.append((entry.stat().st_mtime, entry.stat().st_size, entry.path))
+        used = sum(size for _, size, _ in states)
+        if used > self._limit_bytes:
+            for _, size, path in sorted(states):
+                Path(path).unlink(missing_ok=True)
+                used -= size
+                if used <= _ROOM_AFTER_CLEANING * self._limit_bytes:
+                    break
+        return used
+
+
+async def run_in_session(
+    pool: PythonPool, store: SessionStore | None, code: str, timeout_s: float, *, state: str, keep: str
+) -> Outcome:
+    """Run code from the state named `state` (empty: none) and keep the state after it under `keep` (empty: do not).
+
+    A call that did not come to its own end (a limit, a crash) leaves under `keep` what it began with, and says so.
+    """
+    if store is None and (state or keep):
+        return Outcome("error", "This service has no sessions: python.session_dir is not set.")
+    begin: bytes | None = b""
+    if store is not None and state:
+        begin = await asyncio.to_thread(store.read, state)
+    if begin is None:
+        return Outcome("error", f'The state "{state[:100]}" is not here (any more).')
+    outcome = await pool.run(code, timeout_s, state=begin, keep_state=bool(keep))
+    if store is None or not keep:
+        return outcome
+    note = "" if outcome.state else "\n[the session is as it was before this call]"
+    try:
+        await asyncio.to_thread(store.write, keep, outcome.state or begin)
+    except OSError as error:
+        note = f"\n[the state could not be kept: {error.strerror}]"
+    return Outcome(outcome.status, (outcome.text + note).lstrip("\n"))

@@ -1,0 +1,86 @@
+"""What is kept of a call's output, and the sentence that an ended call answers with."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import dataclass, field
+
+from tools_sandbox.python_tool.wire import Outcome, Request
+
+
+@dataclass
+class Kept:
+    """One output stream of which only a part is kept, while all of it is read so that the writer never blocks."""
+
+    limit_bytes: int
+    tail: bool
+    """Keep the end (where a traceback says what went wrong) instead of the beginning."""
+    total_bytes: int = 0
+    data: bytearray = field(default_factory=bytearray)
+
+    def add(self, chunk: bytes) -> None:
+        """Take the next bytes of the stream."""
+        self.total_bytes += len(chunk)
+        if self.tail:
+            self.data += chunk
+            if len(self.data) > 2 * self.limit_bytes:
+                del self.data[: -self.limit_bytes]
+        elif len(self.data) < self.limit_bytes:
+            self.data += chunk[: self.limit_bytes - len(self.data)]
+
+    def text(self, limit_chars: int) -> str:
+        """What was kept, at most limit_chars characters, plus a note if that is not all."""
+        text = self.data.decode("utf-8", "replace")
+        if self.total_bytes <= len(self.data) and len(text) <= limit_chars:
+            return text.rstrip("\n")
+        note = f"[output truncated: {self.total_bytes} bytes in all, the {{}} {limit_chars} characters are shown]"
+        if self.tail:
+            return f"{note.format('last')}\n{text[-limit_chars:]}".rstrip("\n")
+        return f"{text[:limit_chars]}\n{note.format('first')}"
+
+
+def judge(request: Request, ended_by: str, report: str, out: Kept, err: Kept) -> Outcome:
+    """Status and text of an ended call.
+
+    ended_by: "status" (its own end), "deadline", or a bound of the whole call that it broke: "CPU", "memory",
+    "processes", "output". report: what the init process wrote, see `worker.run_init`.
+    """
+    shown, limits = request.output_chars, request.limits
+    out_of_time = {
+        "deadline": f"the code did not finish within {request.time_s:g} s (wall-clock time)",
+        "CPU": f"the code used more than {limits.cpu_s} s of CPU time",
+    }
+    too_much = {
+        "output": f"the code wrote more than {request.output_mb} MiB of output",
+        "processes": f"the code had more than {limits.processes} processes",
+        "memory": f"the processes of the code used more than {limits.memory_mb} MiB of memory",
+    }
+    if ended_by in too_much:
+        return _ended("error", f"Ended: {too_much[ended_by]}.", out.text(shown))
+    status = None if ended_by in out_of_time or not report or report[0] == "!" else int(report)
+    code = None if status is None else os.waitstatus_to_exitcode(status)
+    if ended_by in out_of_time or code == -signal.SIGXCPU:
+        what = out_of_time.get(ended_by, out_of_time["CPU"])
+        return _ended("timeout", f"Time limit exceeded: {what}.", out.text(shown))
+    if code is None:
+        if report:
+            return Outcome("broken", f"the call could not be isolated: {report[1:].splitlines()[0]}")
+        return Outcome("error", "The code ended its own sandbox before it finished.")
+    if code == 0:
+        return Outcome("ok", out.text(shown))
+    text = err.text(shown)
+    if code < 0:
+        text = f"{text}\nThe code was ended by signal {_signal_name(-code)}.".lstrip("\n")
+    return Outcome("error", text or f"The code ended with exit code {code} and no message.")
+
+
+def _ended(status: str, why: str, text: str) -> Outcome:
+    return Outcome(status, why + (f"\nOutput until then:\n{text}" if text else ""))
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return str(number)
