@@ -49,6 +49,11 @@ class CacheCounts:
     file_errors: int = 0
     """Answers that could not be read from or written to the file; the calls went on without it."""
 
+    @property
+    def hit_share(self) -> float:
+        """Calls that executed nothing, of all; 0 before the first."""
+        return (self.hits + self.joined) / max(self.hits + self.joined + self.misses, 1)
+
 
 @dataclass(frozen=True, slots=True)
 class _Kept:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import mcp
-from mcp.types import TextContent
+from mcp.types import CONNECTION_CLOSED, TextContent
 
 from tools_sandbox.answers import ToolResult
 from tools_sandbox.config import ConfigError, McpServerConfig
@@ -96,8 +96,11 @@ class McpTool(Tool):
         try:
             client = await self._server.client()
             result = await client.call_tool(self.name, dict(arguments), read_timeout_seconds=timeout_s + 1)
-        except asyncio.CancelledError:
-            raise
+        except mcp.MCPError as error:
+            if error.code != CONNECTION_CLOSED:  # the server's answer, and it lives
+                return ToolResult("error", error.message)
+            await self._server.stop()
+            raise ToolBroken(f"MCP server {self._server.name}: it ended in the middle of a call") from error
         except Exception as error:
             # A connection that failed in the middle of a call is not used again.
             await self._server.stop()

@@ -238,7 +238,11 @@ class ToolService:
             "running": sum(queue.running for queue in self._queues.values()),
             "waiting": sum(queue.waiting for queue in self._queues.values()),
             "answered": dict(self._answered),
-            "cache": {**asdict(self._cache.counts), "entries": len(self._cache)},
+            "cache": {
+                **asdict(self._cache.counts),
+                "hit_share": round(self._cache.counts.hit_share, 4),
+                "entries": len(self._cache),
+            },
             "replayed": self._replays.replayed,
             "workers": {"alive": self._workers.alive, "restarts": self._workers.restarts},
             "isolation": python.isolation if isinstance(python, PythonTool) else "",

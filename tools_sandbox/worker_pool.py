@@ -27,7 +27,7 @@ from tools_sandbox.tools import ToolBroken
 log = logging.getLogger("tools_sandbox")
 
 _START_TIMEOUT_S = 120.0
-_CANCEL_GRACE_S = 2.0
+_CANCEL_GRACE_S = 3.0
 """A worker that has not confirmed the end of a cancelled call by then is hung, and replaced."""
 _DEATHS_TO_SUSPECT, _DEATHS_TO_BLAME = 2, 3
 """A call that was running when so many workers died for no known reason has the next one to itself; is the cause."""

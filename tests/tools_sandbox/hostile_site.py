@@ -44,16 +44,14 @@ async def _stream(request: web.Request, chunk: bytes, *, pause_s: float, headers
 SITE = web.AppKey("site", Site)
 
 
-def _bomb(layers: int) -> bytes:
+def _bomb() -> bytes:
     packer = zlib.compressobj(9, zlib.DEFLATED, 31)
-    data = b"".join(packer.compress(bytes(1_000_000)) for _ in range(BOMB_BYTES // 1_000_000)) + packer.flush()
-    for _ in range(layers - 1):
-        data = gzip.compress(data)
-    return data
+    return b"".join(packer.compress(bytes(1_000_000)) for _ in range(BOMB_BYTES // 1_000_000)) + packer.flush()
 
 
 def _application(site: Site) -> web.Application:
-    bomb, bomb_of_bombs = _bomb(1), _bomb(2)
+    bomb = _bomb()
+    bomb_of_bombs = gzip.compress(bomb)
 
     async def serve(request: web.Request) -> web.StreamResponse:
         path = request.path
@@ -114,8 +112,17 @@ def _application(site: Site) -> web.Application:
             case _:
                 return web.Response(status=404)
 
+    async def summarise(request: web.Request) -> web.Response:
+        """A model, as far as the tool can tell."""
+        body = await request.json()
+        site.asked.append(f"{request.headers.get('Authorization')} {body['model']} {body['messages'][0]['content']}")
+        if body["model"] == "absent":
+            return web.Response(status=404)
+        return web.json_response({"choices": [{"message": {"role": "assistant", "content": "417 live in Qzlf."}}]})
+
     app = web.Application()
     app[SITE] = site
+    app.router.add_post("/v1/chat/completions", summarise)
     app.router.add_get("/{path:.*}", serve)
     return app
 
@@ -139,7 +146,7 @@ def hostile_site() -> Iterator[Site]:
     thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
     thread.start()
     try:
-        assert ready.wait(20)
+        assert ready.wait(60)
         yield site
     finally:
         loop.call_soon_threadsafe(stop.set)

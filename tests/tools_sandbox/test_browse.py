@@ -20,7 +20,7 @@ from tools_sandbox.browse.fetch import Page
 from tools_sandbox.browse.page import decode, readable
 from tools_sandbox.browse.tool import BrowseArguments, BrowseTool
 from tools_sandbox.client import SandboxClient
-from tools_sandbox.config import BrowseConfig, ConfigError
+from tools_sandbox.config import BrowseConfig, ConfigError, SummaryConfig
 
 ALLOW = (f"{PERMITTED}/32",)
 
@@ -185,6 +185,23 @@ def test_no_cookie_is_kept(site: Site) -> None:
 def test_robots_are_honoured_where_configured(site: Site) -> None:
     assert "robots.txt" in browse(site.url("/page"), robots=True).text
     assert browse(site.url("/secret"), robots=True).text == SECRET
+
+
+def test_a_page_is_summarised_by_a_model_where_configured(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MODEL_KEY", "k1")
+    site.asked.clear()
+    endpoint = {"url": site.url("/v1", FORBIDDEN), "key_variable": "MODEL_KEY"}  # the operator's, so not refused
+    result = browse(site.url("/page"), summary=SummaryConfig(model="m", **endpoint))
+    assert result == ToolResult("ok", "417 live in Qzlf.")
+    assert site.asked[-1].startswith("Bearer k1 m ")
+    assert "417 inhabitants" in site.asked[-1]
+    without = browse(site.url("/page"), summary=SummaryConfig(model="absent", **endpoint))
+    assert (without.status, without.negative) == ("ok", True)
+    assert without.text.startswith("[no summary")
+    assert "417 inhabitants" in without.text
+    monkeypatch.delenv("MODEL_KEY")
+    with pytest.raises(ConfigError, match="MODEL_KEY"):
+        browse(site.url("/page"), summary=SummaryConfig(model="m", **endpoint))
 
 
 @given(

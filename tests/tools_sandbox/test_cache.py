@@ -71,7 +71,7 @@ def test_equal_calls_in_flight_execute_once() -> None:
         assert execute.runs == 1
         assert {answer.text for answer in answers} == {"run 1"}
         assert all(answer.cached for answer in answers)
-        assert (cache.counts.misses, cache.counts.joined) == (1, 19)
+        assert (cache.counts.misses, cache.counts.joined, cache.counts.hit_share) == (1, 19, 0.95)
 
     asyncio.run(run())
 

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 
+import pyarrow
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pyarrow import parquet
 
 from tools_sandbox.client import SandboxClient
 from tools_sandbox.config import ConfigError, SearchConfig, Source
 from tools_sandbox.search.corpus import _passages, normalise_query
-from tools_sandbox.search.index import SearchIndex, build
+from tools_sandbox.search.index import SearchIndex, build, ensure_index, is_current
 from tools_sandbox.search.tool import NO_RESULTS
 
 
@@ -107,3 +112,65 @@ def test_normalising_a_query_twice_changes_nothing_more(query: str) -> None:
         once,
         normalise_query(once),
     )
+
+
+def test_parquet_and_jsonl_give_the_same_passages(tmp_path: Path) -> None:
+    rows = [{"title": "Solaris", "text": "by Lem"}, {"title": None, "text": "a film of 1972"}]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "c.parquet")
+    (tmp_path / "c.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = [
+        opened(tmp_path / kind, Source(tmp_path / f"c.{kind}", kind)).ranked("lem film", 5)  # type: ignore[arg-type]
+        for kind in ("parquet", "jsonl")
+    ]
+    assert sorted(found[0]) == sorted(found[1]) == ["Solaris: by Lem", "a film of 1972"]
+    parquet.write_table(pyarrow.table({"title": ["x"], "body": ["y"]}), tmp_path / "d.parquet")
+    with pytest.raises(ConfigError, match="row 1"):
+        opened(tmp_path, Source(tmp_path / "d.parquet", "parquet"))
+
+
+def test_an_index_is_built_once_until_the_content_of_a_source_changes(tmp_path: Path) -> None:
+    source = Source(tmp_path / "c.jsonl", "jsonl")
+    config = SearchConfig(sources=(source,), index_path=tmp_path / "index")
+    source.path.write_text('{"text": "alpha 1"}\n')
+    assert not is_current(config)
+    ensure_index(config)
+    built = (tmp_path / "index" / "index.json").stat().st_ino
+    fingerprint = SearchIndex(tmp_path / "index").fingerprint
+    source.path.touch()  # as a copy has another time
+    ensure_index(config)
+    assert (tmp_path / "index" / "index.json").stat().st_ino == built
+    source.path.write_text('{"text": "alpha 2"}\n')
+    assert not is_current(config)
+    ensure_index(config)
+    assert SearchIndex(tmp_path / "index").ranked("alpha", 1) == ["alpha 2"]
+    assert SearchIndex(tmp_path / "index").fingerprint != fingerprint
+    assert not is_current(replace(config, snippet_chars=10))
+
+
+def test_builders_at_once_build_once_and_a_killed_one_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "c.jsonl").write_text("".join(json.dumps({"text": f"fact{n} " * 50}) + "\n" for n in range(20_000)))
+    (tmp_path / "c.yaml").write_text(
+        "search: {sources: [{path: c.jsonl, format: jsonl}], index_path: index}\npython: {preload: []}\n"
+    )
+    command = [sys.executable, "-m", "tools_sandbox.search.index", "--config", str(tmp_path / "c.yaml")]
+
+    def start() -> subprocess.Popen[str]:
+        return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+    with start() as killed:
+        while not (tmp_path / "index.building" / "bm25" / "meta.json").exists():
+            assert killed.poll() is None
+        killed.kill()
+    assert not (tmp_path / "index").exists()
+    with start() as one, start() as other:
+        said = [builder.communicate(timeout=60)[0] for builder in (one, other)]
+    assert said[0] == said[1]  # the same seconds: the second found what the first had built
+    assert "20000 passages" in said[0]
+    assert SearchIndex(tmp_path / "index").ranked("fact7", 1) == [" ".join(["fact7"] * 50)]
+    assert not (tmp_path / "index.building").exists()
+
+
+def test_equal_scores_keep_the_order_of_the_corpus_and_doubles_appear_once(tmp_path: Path) -> None:
+    texts = [f"same words {n:03}" for n in range(900)] + ["same words 000"] * 3
+    (tmp_path / "c.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    assert opened(tmp_path, Source(tmp_path / "c.jsonl", "jsonl")).ranked("same", 5) == texts[:5]

@@ -24,7 +24,7 @@ from typing import Any
 
 import tantivy
 from pydantic import TypeAdapter
-from tantivy import Document, Index, Occur, Query
+from tantivy import DocAddress, Document, Index, Occur, Query, Searcher
 
 from tools_sandbox.config import ConfigError, SearchConfig, load_config
 from tools_sandbox.search.corpus import content_digest, normalise_query, read_passages, read_remembered
@@ -35,6 +35,7 @@ _FORMAT = 1
 _HEAP_BYTES_PER_THREAD = 64 << 20
 # Rust's \w also takes combining marks, so words are found by it alone, in passages and in queries.
 _ANALYZER = tantivy.TextAnalyzerBuilder(tantivy.Tokenizer.regex(r"\w+")).build()
+_MOST_EQUALS = 4096
 _LONGEST_WORD_BYTES = 60_000
 """The library leaves longer words out of an index and refuses them in a query."""
 
@@ -196,25 +197,36 @@ class SearchIndex:
     def ranked(self, query: str, k: int) -> list[str]:
         """At most k distinct passages that hold a word of the query, best first.
 
-        Equal scores keep the order of the corpus (among the first 2k + 32), so an answer is the same everywhere.
+        Equal scores keep the order of the corpus (among the first 4096), so an answer is the same everywhere.
         """
         words = query_words(query)
         if self._bm25 is None or not words:
             return []
         searcher = self._bm25.searcher()
-        schema = self._bm25.schema
-        terms = [(Occur.Should, Query.term_query(schema, "words", word, "freq")) for word in words]
-        hits = searcher.search(Query.boolean_query(terms), 2 * k + 32, count=False).hits
-        if not hits:
-            return []
-        positions = searcher.fast_field_values("position", [address for _, address in hits])
-        order = sorted(range(len(hits)), key=lambda i: (-round(hits[i][0], 5), positions[i]))
         found = dict[str, None]()
-        for i in order:
-            found[searcher.doc(hits[i][1])["passage"][0].decode("utf-8")] = None
+        for address in self._in_order(searcher, words, k):
+            found[searcher.doc(address)["passage"][0].decode("utf-8")] = None
             if len(found) == k:
                 break
         return list(found)
+
+    def _in_order(self, searcher: Searcher, words: list[str], k: int) -> list[DocAddress]:
+        """The best hits, more than k since some may be doubles; by score, then by position in the corpus."""
+        assert self._bm25 is not None
+        terms = [(Occur.Should, Query.term_query(self._bm25.schema, "words", word, "freq")) for word in words]
+        limit = 2 * k + 32
+        while True:
+            hits = searcher.search(Query.boolean_query(terms), limit, count=False).hits
+            scores = [round(score, 5) for score, _ in hits]
+            # Where the last one is as good as the k-th, equals of theirs may have been left out.
+            if len(hits) < limit or scores[-1] < scores[k - 1] or limit >= _MOST_EQUALS:
+                break
+            limit *= 8
+        if not hits:
+            return []
+        positions = searcher.fast_field_values("position", [address for _, address in hits])
+        order = sorted(range(len(hits)), key=lambda i: (-scores[i], positions[i]))
+        return [hits[i][1] for i in order]
 
 
 def query_words(query: str) -> list[str]:
