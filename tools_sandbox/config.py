@@ -31,18 +31,19 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True, config=_STRICT)
 class Limits:
-    """What one python call may use. Memory, CPU and file size hold for each process of the call."""
+    """What one python call may use."""
 
     time_s: Seconds = 120.0
     """Longest wall-clock time of a call of any tool in seconds; a longer `timeout_s` is cut to this."""
     cpu_s: Positive = 120
-    """CPU time of a process in seconds (RLIMIT_CPU)."""
+    """CPU time in seconds, of a process (RLIMIT_CPU) and of all of the call together."""
     memory_mb: Positive = 2048
-    """Address space of a process in MiB (RLIMIT_AS), preloaded modules included."""
+    """Address space of a process in MiB (RLIMIT_AS) beyond what preloaded modules take; where there are control groups
+    also the memory of all processes of the call together."""
     file_mb: Positive = 64
     """Largest file a process may write, in MiB (RLIMIT_FSIZE)."""
     disk_mb: Positive = 256
-    """Size in MiB of the private working directory, where it is a file system of its own (see the start-up line)."""
+    """Size in MiB of the private /tmp, where there is a mount namespace (the start says so)."""
     processes: Positive = 64
     """Processes and threads of a call (RLIMIT_NPROC, pids control group)."""
     open_files: Positive = 256

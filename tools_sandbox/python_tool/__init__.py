@@ -8,6 +8,8 @@
                                                       | fork
                                                     worker       limits on, privileges off, then the foreign code
 
-`pool` is the service's side, `zygote`, `supervisor` and `worker` are the three kinds of process, `isolation` is the
-only module that knows how processes are separated on this machine. The four of them import the standard library alone.
+`pool` is the service's side, `zygote`, `supervisor` and `worker` are the kinds of process. `isolation` raises walls,
+each in a module of its own (`files`, `seccomp`, `landlock`, `cgroups`, `watchdog`); `walls` says which stand, and what
+level that is. `sessions` keeps states for the service, `state` makes and reads them inside the walls. What runs in the
+zygote and below imports the standard library alone, and cloudpickle.
 """

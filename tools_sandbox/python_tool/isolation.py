@@ -125,6 +125,9 @@ def enter_worker(isolation: Isolation, limits: WorkerLimits, uid: int) -> None:
     """In the process that will run foreign code: limits on, privileges off. Nothing here can be undone."""
     walls = isolation.walls
     folder = str(Path.cwd())
+    preloaded_bytes = 0
+    with suppress(OSError):  # where there could be no /proc
+        preloaded_bytes = int(Path("/proc/self/statm").read_text("ascii").split()[0]) * resource.getpagesize()
     os.setsid()
     # Without a count of its own the limit would count every process of the service's user.
     if walls.counts_processes():
@@ -144,7 +147,7 @@ def enter_worker(isolation: Isolation, limits: WorkerLimits, uid: int) -> None:
     if walls.landlock:
         landlock.restrict(walls.landlock, files.rules_inside() if walls.files else files.rules_outside(folder))
     # The reserve up to the hard limit lets a MemoryError still be reported.
-    _limit(resource.RLIMIT_AS, limits.memory_mb * _MIB, reserve=_MEMORY_RESERVE_MB * _MIB)
+    _limit(resource.RLIMIT_AS, preloaded_bytes + limits.memory_mb * _MIB, reserve=_MEMORY_RESERVE_MB * _MIB)
     linux.make_dumpable(False)
     if isolation.filter_program:
         linux.filter_system_calls(isolation.filter_program)
