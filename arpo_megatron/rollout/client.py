@@ -26,6 +26,8 @@ from arpo_megatron.tree import Float32Array, Int16Array, Int32Array
 
 _ABORT_INTERVAL_S = 0.05
 _LOOK_TIMEOUT_S = 5.0
+_LEAST_PATIENCE_S = 1.0
+"""With the slower engines, where another one has prefilled what all trees begin with."""
 _PASSING_STATUS = 500  # and above: starting, shutting down, weights arriving, a router without an engine
 
 
@@ -162,6 +164,10 @@ class EngineClient:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._idle.wait(), _ABORT_INTERVAL_S)
 
+    def hold(self) -> None:
+        """Let no request pass; for a client that has not asked anything yet."""
+        self._gate.clear()
+
     def resume(self, version: int) -> None:
         """Let requests pass again; answers come from policy `version` or a later one."""
         self.version = version
@@ -210,7 +216,9 @@ class EngineClient:
         return _prefilled(await self._request(_prefill_body(input_ids), key))
 
     async def prefill_everywhere(self, input_ids: Sequence[int] | Int32Array) -> list[tuple[int, int]]:
-        """As `prefill`, on every engine: for what all trees begin with. An engine that does not answer goes without.
+        """As `prefill`, on every engine: for what all trees begin with.
+
+        An engine that does not answer goes without, also one that takes much longer than the first.
 
         Raises:
             EngineUnavailableError: none of them answered.
@@ -220,11 +228,23 @@ class EngineClient:
             return [await self.prefill(input_ids)]
         body = _prefill_body(input_ids)
         await self._gate.wait()
-        answers = await asyncio.gather(
-            *(self._attempt(engine, body) for engine in self._engines), return_exceptions=True
-        )
-        done = [_prefilled(answer) for answer in answers if isinstance(answer, dict)]
-        return done or [await self.prefill(input_ids)]  # which says why, or waits until one is up again
+        began = asyncio.get_running_loop().time()
+        asked = [asyncio.create_task(self._attempt(engine, body)) for engine in self._engines]
+        waiting, done = set(asked), list[asyncio.Task[dict[str, Any]]]()
+        try:
+            while waiting and not done:
+                answered, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                done = [task for task in answered if task.exception() is None]
+            if waiting:  # one that hangs must not hold back the trees of the others
+                took = asyncio.get_running_loop().time() - began
+                await asyncio.wait(waiting, timeout=max(_LEAST_PATIENCE_S, 2 * took))
+        finally:
+            for task in asked:
+                task.cancel()
+            await asyncio.gather(*asked, return_exceptions=True)
+        ended = [task for task in asked if not task.cancelled() and task.exception() is None]
+        # Else it says why, or waits until one is up again.
+        return [_prefilled(task.result()) for task in ended] or [await self.prefill(input_ids)]
 
     async def _request(self, body: Mapping[str, Any], key: str = "") -> dict[str, Any]:
         """POST /generate until it is answered with a policy new enough, refused, or given up."""

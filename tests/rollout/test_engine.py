@@ -21,17 +21,9 @@ import torch
 from arpo_megatron.config import AlgorithmConfig, EngineConfig, JobConfig, ModelConfig, RolloutConfig
 from arpo_megatron.errors import UserError
 from arpo_megatron.rollout.client import EngineClient, EngineFinish, EngineRefusedError, Generation, Sampling
+from arpo_megatron.rollout.messages import CollectTrees, GrowProgress, GrowSettings, ServiceSettings, StaleEnginesError
 from arpo_megatron.rollout.server import EngineHandle, EngineStartError, launch_engine
-from arpo_megatron.rollout.service import (
-    CollectTrees,
-    GrowProgress,
-    GrowSettings,
-    RolloutError,
-    RolloutHandle,
-    ServiceSettings,
-    StaleEnginesError,
-    StartTrees,
-)
+from arpo_megatron.rollout.service import RolloutError, RolloutHandle, launched_rollouts
 from arpo_megatron.tasks.base import Task
 from arpo_megatron.tree import Finish, Role, RolloutTree
 from arpo_megatron.weights.engines import Engines
@@ -203,7 +195,7 @@ def job(**algorithm: Any) -> JobConfig:
 
 @pytest.fixture
 def rollouts(engine: EngineHandle, sandbox_url: str, tiny_model: Path) -> Iterator[RolloutHandle]:
-    with RolloutHandle.start(ServiceSettings((engine.url,), sandbox_url, tiny_model, seed=4)) as handle:
+    with launched_rollouts(ServiceSettings((engine.url,), sandbox_url, tiny_model, seed=4)) as handle:
         yield handle
     assert handle.process.returncode == 0
 
@@ -290,7 +282,7 @@ def test_trees_survive_a_push_wherever_it_meets_them(engine: EngineHandle, rollo
     whole = [tree for tree in drawn if tree.unique_tokens > 120][:16]
     assert len(whole) == 16, "too few long answers"
     chosen = tuple(asked[int(tree.task_id.removeprefix("random-"))] for tree in whole)
-    rollouts.start_trees(StartTrees("training", chosen, step=1, version=0, settings=settings))
+    rollouts.start_trees("training", chosen, step=1, version=0, settings=settings)
     last = 0
     try:
         for last in range(1, 6):
@@ -322,9 +314,9 @@ def trajectories(tree: RolloutTree) -> list[list[int]]:
 
 def test_finished_trees_are_given_away_before_the_others_oldest_first(rollouts: RolloutHandle) -> None:
     settings = GrowSettings.training(job())
-    rollouts.start_trees(StartTrees("training", tuple(tasks(8)), step=0, version=0, settings=settings))
+    rollouts.start_trees("training", tasks(8), step=0, version=0, settings=settings)
     first = rollouts.collect(CollectTrees("training", count=3))
-    rollouts.start_trees(StartTrees("training", tuple(tasks(10)[8:]), step=1, version=0, settings=settings))
+    rollouts.start_trees("training", tasks(10)[8:], step=1, version=0, settings=settings)
     rest = rollouts.collect(CollectTrees("training"))
     assert len(first.trees) == 3
     assert first.stats.trees == 3
@@ -343,8 +335,8 @@ def test_trees_of_an_engine_with_older_weights_wait_for_a_push(
     engine: EngineHandle, sandbox_url: str, tiny_model: Path
 ) -> None:
     settings = ServiceSettings((engine.url,), sandbox_url, tiny_model, seed=4, retry_for_s=30.0)
-    with RolloutHandle.start(settings) as rollouts:
-        rollouts.start_trees(StartTrees("training", tuple(tasks(2)), 1, 1, GrowSettings.training(job())))
+    with launched_rollouts(settings) as rollouts:
+        rollouts.start_trees("training", tasks(2), step=1, version=1, settings=GrowSettings.training(job()))
         with pytest.raises(StaleEnginesError, match=engine.url):
             rollouts.collect(CollectTrees("training"))
         rollouts.pause()
@@ -358,11 +350,11 @@ def test_trees_of_an_engine_with_older_weights_wait_for_a_push(
 
 def test_a_tree_that_cannot_be_finished_is_reported_not_returned(sandbox_url: str, tiny_model: Path) -> None:
     settings = ServiceSettings(("http://127.0.0.1:9",), sandbox_url, tiny_model, seed=4, retry_for_s=0.3)
-    with RolloutHandle.start(settings) as handle:
+    with launched_rollouts(settings) as handle:
         report = handle.grow(tasks(2), step=0, version=0, settings=GrowSettings.training(job()))
     assert report.trees == []
-    assert [task_id for task_id, _ in report.failed] == ["task-0", "task-1"]
-    assert all("does not answer" in reason for _, reason in report.failed)
+    assert [each.tree.task_id for each in report.failed] == ["task-0", "task-1"]
+    assert all("does not answer" in each.reason for each in report.failed)
     assert report.stats.failed == 2
 
 
@@ -376,21 +368,22 @@ def test_a_call_that_waits_for_services_can_be_given_up(sandbox_url: str, tiny_m
         if time.monotonic() > started + 1:
             raise InterruptedError
 
-    with RolloutHandle.start(settings) as handle, pytest.raises(InterruptedError):
+    with launched_rollouts(settings) as handle, pytest.raises(InterruptedError):
         handle.grow(tasks(1), step=0, version=0, settings=GrowSettings.training(job()), progress=give_up)
     assert time.monotonic() - started < 10
 
 
 def test_a_broken_rollout_process_is_an_error_with_its_traceback(sandbox_url: str, tiny_model: Path) -> None:
     settings = ServiceSettings(("http://127.0.0.1:9",), sandbox_url, tiny_model, seed=4)
-    with RolloutHandle.start(settings) as handle:
+    with launched_rollouts(settings) as handle:
         not_a_task: Any = "not a task"
         with pytest.raises(RolloutError, match=r"(?s)Traceback.*AttributeError"):
             handle.grow([not_a_task], step=0, version=0, settings=GrowSettings.training(job()))
-        with pytest.raises(RolloutError, match="ended with code 1"):
+        with pytest.raises(RolloutError, match=r"(?s)failed before.*AttributeError"):
             handle.grow(tasks(1), step=0, version=0, settings=GrowSettings.training(job()))
-    with pytest.raises(UserError, match=r"tokenizer\.json is missing"):
-        RolloutHandle.start(ServiceSettings(("http://127.0.0.1:9",), sandbox_url, tiny_model / "nowhere", seed=4))
+    nowhere = ServiceSettings(("http://127.0.0.1:9",), sandbox_url, tiny_model / "nowhere", seed=4)
+    with pytest.raises(UserError, match=r"tokenizer\.json is missing"), launched_rollouts(nowhere):
+        pass
 
 
 def test_a_server_that_cannot_start_says_why_and_leaves_nothing(tmp_path: Path) -> None:
@@ -410,10 +403,12 @@ import sys
 from pathlib import Path
 from arpo_megatron.config import EngineConfig
 from arpo_megatron.rollout.server import launch_engine
-from arpo_megatron.rollout.service import RolloutHandle, ServiceSettings
+from arpo_megatron.rollout.messages import ServiceSettings
+from arpo_megatron.rollout.service import RolloutHandle
 model, log = map(Path, sys.argv[1:])
 config = EngineConfig(max_total_tokens=4096, memory_fraction=0.1, startup_timeout_s=120)
-rollouts = RolloutHandle.start(ServiceSettings(("http://127.0.0.1:9",), "http://127.0.0.1:9", model, seed=1))
+launched = launched_rollouts(ServiceSettings(("http://127.0.0.1:9",), "http://127.0.0.1:9", model, seed=1))
+rollouts = launched.__enter__()
 print("launching", flush=True)
 engine = launch_engine(model, config, dtype="float32", seed=1, log_path=log)
 print("ready", flush=True)

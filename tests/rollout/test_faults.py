@@ -26,8 +26,9 @@ from arpo_megatron.config import AlgorithmConfig, EngineConfig, JobConfig, Model
 from arpo_megatron.health import read_health
 from arpo_megatron.launch import sandbox_program
 from arpo_megatron.processes import Roles
+from arpo_megatron.rollout.messages import GrowProgress, GrowReport, GrowSettings, ServiceSettings
 from arpo_megatron.rollout.server import engine_program, free_ports, router_program
-from arpo_megatron.rollout.service import GrowProgress, GrowReport, GrowSettings, RolloutHandle, ServiceSettings
+from arpo_megatron.rollout.service import RolloutHandle, launched_rollouts
 from arpo_megatron.run_directory import RunDirectory
 from arpo_megatron.supervisor import Program, Supervisor
 from arpo_megatron.tasks.base import Task
@@ -113,7 +114,7 @@ class Fleet:
                 seed=4,
                 retry_for_s=ENGINE.retry_for_s,
             )
-            with RolloutHandle.start(settings) as handle:
+            with launched_rollouts(settings) as handle:
                 yield handle, cuts, tools
 
 

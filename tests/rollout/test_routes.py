@@ -18,9 +18,10 @@ from arpo_megatron.actor.packing import by_tree, pack_trees
 from arpo_megatron.algorithms.credit import supervised_credit
 from arpo_megatron.config import AlgorithmConfig, EngineConfig, JobConfig, ModelConfig, OptimizerConfig, RolloutConfig
 from arpo_megatron.rollout.client import EngineClient, EngineFinish, Generation, Sampling
+from arpo_megatron.rollout.messages import GrowSettings, ServiceSettings
 from arpo_megatron.rollout.routes import RouteRequest, RouteShape
 from arpo_megatron.rollout.server import EngineHandle, launch_engine
-from arpo_megatron.rollout.service import GrowSettings, RolloutHandle, ServiceSettings
+from arpo_megatron.rollout.service import launched_rollouts
 from arpo_megatron.tasks.base import Task
 from arpo_megatron.tree import Role, RolloutTree
 from arpo_megatron.tree_files import read_trees
@@ -85,7 +86,7 @@ def job() -> JobConfig:
 @pytest.fixture(scope="module")
 def trees(engine: EngineHandle, model: Path, sandbox_url: str, job: JobConfig) -> list[RolloutTree]:
     tasks = [Task(f"task-{n}", (), "1", "math", f"{'1 2 3 + 4 * 5 ' * 3}{n} + {7 * n}\n") for n in range(6)]
-    with RolloutHandle.start(ServiceSettings((engine.url,), sandbox_url, model, seed=4, routes=SHAPE)) as handle:
+    with launched_rollouts(ServiceSettings((engine.url,), sandbox_url, model, seed=4, routes=SHAPE)) as handle:
         report = handle.grow(tasks, step=1, version=0, settings=GrowSettings.training(job))
     assert report.failed == []
     assert report.stats.forks > 0
