@@ -191,7 +191,7 @@ class Harvest:
         """Those that a step may train."""
         fit = []
         for item in scored:
-            if self.config.rollout.stale == "refuse" and staleness(item.tree, step)[1]:
+            if self.config.rollout.stale == "refuse" and staleness(item.tree, step)[1] > 0:
                 self._drop(item, "stale")
             elif self.config.algorithm.drop_groups_without_signal and np.ptp(item.rewards) == 0:
                 self._drop(item, "no_signal")

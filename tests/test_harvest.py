@@ -67,7 +67,7 @@ class Rollouts:
         self.calls.append(f"collect {count}")
         trees = [RolloutTree(task.id, np.arange(2)) for task in done]
         for tree in trees:
-            tree.add(0, Role.MODEL, [1], policy_version=self.versions.get(tree.task_id, 1))
+            tree.add(0, Role.MODEL, [1], policy_version=self.versions.get(tree.task_id, 0))
         return GrowReport(trees, [], grow_stats([], GrowCounts(), GrpoPolicy(1), failed=0, seconds=1.0))
 
     def finish_trees(self, _request: FinishTrees, _progress: object) -> None:

@@ -363,8 +363,10 @@ class TreeGrower:
         """What the engine samples, or has sampled, behind the `parts` of a segment."""
         recorded = self._record.sampled.get(place.node.key, [])
         if len(parts) < len(recorded):
-            self._count(recorded[len(parts)])
-            return recorded[len(parts)]
+            part = recorded[len(parts)]
+            self._count(part)
+            self._context.on_tokens(len(part.token_ids))
+            return part
         context = self._context
         seed = place_seed(context.seed, context.step, self._task_id, place.node.key)
         prefix = np.concatenate([place.prefix, sampled])

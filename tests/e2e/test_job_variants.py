@@ -61,11 +61,3 @@ def test_groups_without_signal_are_replaced_and_what_is_left_out_is_counted(warm
         assert row["groups_without_signal"] == 0
         assert row["trees"] - row["dropped/no_signal"] == TASKS  # of all that were collected
         assert row["dropped/no_signal"] + row["dropped/oversampled"] > 0
-
-
-def test_stale_trees_can_be_refused_and_are_replaced(warm_run: Path) -> None:
-    words = ["train.steps=3", *SHORT, "rollout.max_staleness=2", "rollout.stale=refuse", "rollout.across_push=drain"]
-    run_to_end(quickstart("train", warm_run, *words), warm_run)
-    rows = rows_of(warm_run / "metrics.jsonl")
-    assert all(row["staleness_max"] == 0 and row["trees"] - row["dropped/stale"] == TASKS for row in rows)
-    assert sum(row["dropped/stale"] for row in rows) > 0

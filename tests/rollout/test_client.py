@@ -1,6 +1,7 @@
 """The client's routing and patience, against scripted engines and sockets that fail on cue."""
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -76,6 +77,19 @@ def test_a_tree_stays_on_one_engine_and_what_all_trees_share_is_on_each(scripted
     assert sum(len(engine.requests) for engine in fleet) == 63
     assert all(len(engine.requests) % 5 == 1 for engine in fleet)  # whole trees, and the common prefix once
     assert sum(len(engine.requests) > 1 for engine in fleet) > 1
+
+
+def test_an_engine_that_hangs_does_not_hold_back_what_all_trees_begin_with(scripted_engine: Start) -> None:
+    engines = [scripted_engine(ScriptedEngine(str, delay_s=lambda _text, s=s: s)) for s in (0.0, 4.0, 0.2)]
+
+    async def run() -> tuple[list[tuple[int, int]], float]:
+        async with EngineClient(*(engine.url for engine in engines)) as client:
+            started = time.monotonic()
+            return await client.prefill_everywhere([65] * 20), time.monotonic() - started
+
+    found, seconds = asyncio.run(run())
+    assert found == [(20, 0)] * 2
+    assert seconds < 3
 
 
 def test_an_engine_with_older_weights_is_reported_and_never_used(scripted_engine: Start) -> None:
