@@ -261,6 +261,8 @@ class EngineClient:
             try:
                 if engine.suspect and self.version and engine in self._engines:
                     self._check_version(await self._version(engine))
+                    if not self._gate.is_set():
+                        continue  # a pause has begun meanwhile, and may have seen no request
                 answer = await self._attempt(engine, body, key)
                 self._check_version(_version_of(answer["meta_info"]))
             except (aiohttp.ClientError, TimeoutError, _PassingError) as error:

@@ -268,7 +268,6 @@ class TreeGrower:
                 before_entropies=place.before_entropies,
                 entropies=entropies,
                 budget=place.forks,
-                children=len(above.children),
             )
         )
         place.node.branch = decision.record

@@ -92,6 +92,24 @@ def test_an_engine_that_hangs_does_not_hold_back_what_all_trees_begin_with(scrip
     assert seconds < 3
 
 
+def test_no_request_slips_past_a_pause_while_its_engine_is_looked_at(scripted_engine: Start) -> None:
+    engine = scripted_engine(ScriptedEngine(str, fail_first=1, look_s=0.3))
+
+    async def run() -> None:
+        async with EngineClient(engine.url) as client:
+            client.version = engine.version
+            asked = asyncio.create_task(client.prefill([65] * 20))
+            while not engine.looks:  # it has failed, so its version is asked for before it is used again
+                await asyncio.sleep(0.01)
+            await client.pause()
+            await asyncio.sleep(0.6)
+            assert len(engine.requests) == 1  # the one that failed
+            client.resume(engine.version)
+            assert await asked == (20, 0)
+
+    asyncio.run(run())
+
+
 def test_an_engine_with_older_weights_is_reported_and_never_used(scripted_engine: Start) -> None:
     old, new = scripted(scripted_engine, version=0), scripted(scripted_engine, version=4)
     told: list[str] = []

@@ -23,6 +23,7 @@ from arpo_megatron.config import AlgorithmConfig, EngineConfig, JobConfig, Model
 from arpo_megatron.errors import UserError
 from arpo_megatron.rollout.client import EngineClient, EngineFinish, EngineRefusedError, Generation, Sampling
 from arpo_megatron.rollout.messages import CollectTrees, GrowProgress, GrowSettings, ServiceSettings, StaleEnginesError
+from arpo_megatron.rollout.record import TreeRecord
 from arpo_megatron.rollout.server import EngineHandle, EngineStartError, launch_engine
 from arpo_megatron.rollout.service import RolloutError, RolloutHandle, launched_rollouts
 from arpo_megatron.tasks.base import Task
@@ -283,13 +284,14 @@ def test_trees_survive_a_push_wherever_it_meets_them(engine: EngineHandle, rollo
     assert len(whole) == 16, "too few long answers"
     chosen = tuple(asked[int(tree.task_id.removeprefix("random-"))] for tree in whole)
     rollouts.start_trees("training", chosen, step=1, version=0, settings=settings)
-    last = 0
     try:
-        for last in range(1, 6):
-            time.sleep(0.15)
+        for last in range(1, 60):
+            time.sleep(0.02 * last)
             rollouts.pause()
             set_version(engine, last)  # fails where a request lives
             rollouts.resume(last)
+            if len(versions_cut_short(rollouts)) > 2:
+                break
         report = rollouts.collect(CollectTrees("training"))
     finally:
         set_version(engine, 0)
@@ -306,6 +308,13 @@ def test_trees_survive_a_push_wherever_it_meets_them(engine: EngineHandle, rollo
     ]
     assert continued, "no push met a generation"
     assert all(old.policy_version < new.policy_version and old.finish is None for old, new in continued)
+
+
+def versions_cut_short(rollouts: RolloutHandle) -> set[int]:
+    """Versions of the policy whose generations a pause has met."""
+    records = [TreeRecord.of(tree.entries) for tree in rollouts.unfinished("training")]
+    parts = [part for record in records for parts in record.sampled.values() for part in parts]
+    return {part.weight_version for part in parts if part.finish is EngineFinish.CUT_SHORT}
 
 
 def trajectories(tree: RolloutTree) -> list[list[int]]:
