@@ -45,7 +45,7 @@ class EngineFinish(StrEnum):
     STOP_STRING = "stop_string"  # `Generation.matched` says which
     END_TOKEN = "end_token"  # noqa: S105  the model's end-of-sequence token, the last of token_ids
     LENGTH = "length"
-    CUT_SHORT = "cut_short"  # by `EngineClient.pause`; the tokens so far are as good as any
+    CUT_SHORT = "cut_short"  # by `EngineClient.pause`; without the last token, see `_generation`
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,7 +300,7 @@ class EngineClient:
                 raise EngineRefusedError(f"HTTP {response.status} from the engine: {(await response.text())[:500]}")
             answer: dict[str, Any] = await response.json()
         finish = answer["meta_info"]["finish_reason"]
-        if finish["type"] == "abort" and (self._gate.is_set() or not answer.get("output_ids")):
+        if finish["type"] == "abort" and (self._gate.is_set() or len(answer.get("output_ids") or []) < 2):
             raise _PassingError("abort", str(finish.get("message", "")))
         return answer
 
@@ -389,7 +389,11 @@ def _plain(ids: Sequence[int] | Int32Array) -> list[int]:
 
 
 def _generation(answer: Mapping[str, Any], asked: RouteRequest | None) -> Generation:
-    """The engine's JSON as a `Generation`. Raises EngineRefusedError where it lacks what every answer must have."""
+    """The engine's JSON as a `Generation`. Raises EngineRefusedError where it lacks what every answer must have.
+
+    Of an answer that was cut short the last token is left out. It may have been the end, a stop string's or the
+    sequence's, and SGLang does not say so: it reports the abort instead. Whoever goes on samples it anew.
+    """
     meta = answer["meta_info"]
     token_ids = np.array(answer["output_ids"], dtype=np.int32)
     logprobs = np.array([entry[0] for entry in meta["output_token_logprobs"]], dtype=np.float32)
@@ -407,6 +411,10 @@ def _generation(answer: Mapping[str, Any], asked: RouteRequest | None) -> Genera
         finish = EngineFinish.CUT_SHORT
     else:
         finish = EngineFinish.STOP_STRING if isinstance(matched, str) else EngineFinish.END_TOKEN
+    routes = None if asked is None else asked.read(meta, len(token_ids))
+    if finish is EngineFinish.CUT_SHORT:
+        token_ids, logprobs, entropies = token_ids[:-1], logprobs[:-1], entropies[:-1]
+        routes = None if routes is None else routes[:-1]
     return Generation(
         token_ids=token_ids,
         logprobs=logprobs,
@@ -416,5 +424,5 @@ def _generation(answer: Mapping[str, Any], asked: RouteRequest | None) -> Genera
         prompt_tokens=int(meta["prompt_tokens"]),
         cached_tokens=int(meta["cached_tokens"]),
         weight_version=_version_of(meta),
-        routes=None if asked is None else asked.read(meta, len(token_ids)),
+        routes=routes,
     )
