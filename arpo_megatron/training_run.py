@@ -115,7 +115,10 @@ class TrainingRun:
         if (latest := found.path) is None:
             return
         self.actor.load(CheckpointStore.actor_directory(latest))
-        self.state = RunState(**self.checkpoints.load_state(latest))
+        state = self.checkpoints.load_state(latest)
+        if state.keys() != asdict(self.state).keys() or not (latest / TREES_FILE).exists():
+            raise UserError(f"{latest} was written by another version of this program: go on with that one, or anew")
+        self.state = RunState(**state)
         self.sampler.load_state_dict(self.state.sampler)
         if self.leader is not None:
             self.leader.harvest.restore(unpack_trees((latest / TREES_FILE).read_bytes()), self.tasks)

@@ -114,8 +114,8 @@ def read_trees(path: Path) -> list[StoredTree]:
 
 def read_summaries(path: Path) -> list[dict[str, Any]]:
     """The rows of a tree file without their segments. Raises UserError as `read_trees` does."""
-    columns = ["step", "task_id", "leaves", "forks", "rewards", "unique_tokens", "flat_tokens", "grow_seconds"]
-    columns.append("dropped")
+    columns = ["step", "task_id", "leaves", "forks", "rewards", "unique_tokens", "flat_tokens"]
+    columns += ["grow_seconds", "dropped"]
     rows: list[dict[str, Any]] = _read(path, columns).to_pylist()
     return rows
 
