@@ -10,12 +10,12 @@ from rich.panel import Panel
 from arpo_megatron.config import JobConfig
 from arpo_megatron.errors import UserError
 from arpo_megatron.job import opened, run_phases, watching
-from arpo_megatron.launch import services, start_rollouts
+from arpo_megatron.launch import connect_rollouts, services
 from arpo_megatron.monitor.progress import Progress
 from arpo_megatron.monitor.tree_view import render_tree
 from arpo_megatron.preparation import load_data, load_tokenizer
 from arpo_megatron.processes import Roles
-from arpo_megatron.rollout.service import GrowSettings
+from arpo_megatron.rollout.messages import GrowSettings
 from arpo_megatron.run_directory import RunDirectory
 from arpo_megatron.tasks.base import Task
 from arpo_megatron.tree import RolloutTree, Trajectory
@@ -53,7 +53,7 @@ def _answer_one(
     # The last kind of generated task needs both tools, one after the other: the most to see.
     task = next((task for task in held_out if task.id.endswith("-two")), held_out[0])
     with services(config, run, roles, run.export) as ready:
-        rollouts = start_rollouts(config, run.export, run.logs / "rollout.log", ready)
+        rollouts = connect_rollouts(config, run.export, ready)
         try:
             settings = GrowSettings.evaluation(config, temperature=0.0)
             report = rollouts.grow(

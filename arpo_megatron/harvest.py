@@ -5,14 +5,14 @@ under way while the trainer trains; they go on across weight pushes, so a slow t
 began with version v is trained by the update of version v + max_staleness at the latest: the step waits for those that
 would be too late.
 
-Whatever is left out is counted by its reason, and another task takes its place.
+Whatever is left out is counted by its reason and stored with it, and another task takes its place.
 """
 
 import math
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -21,16 +21,16 @@ import numpy as np
 from arpo_megatron.config import JobConfig
 from arpo_megatron.monitor.events import EventLog
 from arpo_megatron.rollout.accounting import GrowStats
-from arpo_megatron.rollout.service import (
+from arpo_megatron.rollout.messages import (
     CollectTrees,
     FinishTrees,
     GrowProgress,
     GrowSettings,
-    RolloutHandle,
     StaleEnginesError,
-    StartTrees,
     StopTrees,
 )
+from arpo_megatron.rollout.record import UnfinishedTree
+from arpo_megatron.rollout.service import RolloutHandle
 from arpo_megatron.tasks.base import Task
 from arpo_megatron.tasks.sampler import TaskSampler
 from arpo_megatron.tree import Role, RolloutTree
@@ -50,13 +50,14 @@ class Harvest:
     Attributes:
         score: trees and the tasks they belong to -> scored trees, in the same order.
         growing: tasks of the trees under way, in the order of their start.
-        waiting: tasks to be started before new ones are drawn: those that a stopped run had under way.
+        restored: trees that a stopped run had under way, and their tasks; they go on with the next step.
         begun: the step that was begun last.
         refills: of this step.
         at_rest: no tree grows until the next push has been made.
         kept: trees of this step, until it has enough.
         stats: what the trees of the last step cost.
         dropped: of the last step, by reason.
+        left_out: those trees.
     """
 
     config: JobConfig
@@ -65,13 +66,14 @@ class Harvest:
     sampler: TaskSampler
     events: EventLog
     growing: list[Task] = field(default_factory=list)
-    waiting: deque[Task] = field(default_factory=deque)
+    restored: list[tuple[Task, UnfinishedTree]] = field(default_factory=list)
     begun: int = -1
     refills: int = 0
     at_rest: bool = False
     kept: list[ScoredTree] = field(default_factory=list)
     stats: list[GrowStats] = field(default_factory=list)
     dropped: Counter[str] = field(default_factory=Counter)
+    left_out: list[ScoredTree] = field(default_factory=list)
 
     def step(self, step: int) -> list[ScoredTree]:
         """The trees that update number `step` (from 0, the version of the policy too) trains.
@@ -82,7 +84,8 @@ class Harvest:
         """
         train, rollout = self.config.train, self.config.rollout
         if step != self.begun:
-            self.begun, self.refills, self.stats, self.dropped = step, 0, [], Counter()
+            self.begun, self.refills, self.stats, self.dropped, self.left_out = step, 0, [], Counter(), []
+            self._go_on(step)
             self._start(self._wanted(step) - len(self.growing), step)
         while True:
             self.kept += self._fit(self._collect(train.tasks_per_step - len(self.kept), step), step)
@@ -96,9 +99,7 @@ class Harvest:
                 break
         kept, self.kept = self.kept, []
         if rollout.max_staleness == 0 and self.growing:
-            self.rollouts.stop_trees(StopTrees(GROUP))
-            self.dropped["oversampled"] += len(self.growing)
-            self.growing.clear()
+            self._give_up()
         if not kept:
             reasons = ", ".join(f"{count} {reason}" for reason, count in self.dropped.items())
             raise RuntimeError(f"step {step + 1} has not one tree to train; dropped: {reasons}")
@@ -121,14 +122,14 @@ class Harvest:
         self.at_rest = False
         self.rollouts.resume(version)
 
-    def state_dict(self) -> list[str]:
-        """Ids of the tasks whose trees are under way."""
-        return [task.id for task in [*self.growing, *self.waiting]]
+    def unfinished(self) -> list[UnfinishedTree]:
+        """The trees under way and those that are finished and wait for their step, with all they have sampled."""
+        return [*(tree for _, tree in self.restored), *self.rollouts.unfinished(GROUP)]
 
-    def load_state_dict(self, ids: Iterable[str], tasks: Sequence[Task]) -> None:
-        """Start the tasks of `state_dict` anew, before any other."""
+    def restore(self, trees: Sequence[UnfinishedTree], tasks: Sequence[Task]) -> None:
+        """Go on with what `unfinished` told, before anything else is started."""
         by_id = {task.id: task for task in tasks}
-        self.waiting.extend(by_id[task_id] for task_id in ids)
+        self.restored = [(by_id[tree.task_id], tree) for tree in trees]
 
     def _wanted(self, step: int) -> int:
         """Trees that should be under way at the beginning of a step, never more than the rest of the run can train."""
@@ -141,12 +142,32 @@ class Harvest:
     def _start(self, count: int, step: int) -> None:
         if count <= 0:
             return
-        again = [self.waiting.popleft() for _ in range(min(count, len(self.waiting)))]
-        new = self.sampler.next_batch(count - len(again)) if count > len(again) else []
-        tasks = (*again, *new)
+        tasks = self.sampler.next_batch(count)
         self.growing += tasks
         settings = GrowSettings.training(self.config)
-        self.rollouts.start_trees(StartTrees(GROUP, tasks, step=step, version=step, settings=settings))
+        self.rollouts.start_trees(GROUP, tasks, step=step, version=step, settings=settings)
+
+    def _go_on(self, step: int) -> None:
+        if not self.restored:
+            return
+        trees, self.restored = self.restored, []
+        self.growing += [task for task, _ in trees]
+        self.rollouts.go_on(GROUP, trees, version=step, settings=GrowSettings.training(self.config))
+
+    def _give_up(self) -> None:
+        """The step has enough trees."""
+        report = self.rollouts.stop_trees(StopTrees(GROUP))
+        self.stats.append(report.stats)
+        scored = self.score(report.trees, [self._take(tree.task_id) for tree in report.trees])
+        for item in scored:
+            self._drop(item, "oversampled")
+        for each in report.failed:
+            task = self._take(each.tree.task_id)
+            self._drop(ScoredTree.incomplete(task, each.tree, "oversampled"), "oversampled")
+
+    def _drop(self, item: ScoredTree, reason: str) -> None:
+        self.dropped[reason] += 1
+        self.left_out.append(replace(item, dropped=reason))
 
     def _collect(self, count: int, step: int) -> list[ScoredTree]:
         """About `count` more finished trees, scored; those that failed are told and counted."""
@@ -156,10 +177,10 @@ class Harvest:
             CollectTrees(GROUP, count=count, finish_before=before), partial(show_progress, self.events)
         )
         self.stats.append(report.stats)
-        for task_id, reason in report.failed:
-            self._take(task_id)
-            self._tell(f"the tree of {task_id} was dropped: {reason}")
-        self.dropped["failed"] += len(report.failed)
+        for each in report.failed:
+            task = self._take(each.tree.task_id)
+            self._drop(ScoredTree.incomplete(task, each.tree, "failed"), "failed")
+            self._tell(f"the tree of {task.id} was dropped: {each.reason}")
         return self.score(report.trees, [self._take(tree.task_id) for tree in report.trees])
 
     def _take(self, task_id: str) -> Task:
@@ -170,10 +191,10 @@ class Harvest:
         """Those that a step may train."""
         fit = []
         for item in scored:
-            if self.config.rollout.stale == "refuse" and staleness(item.tree, step)[1]:
-                self.dropped["stale"] += 1
+            if self.config.rollout.stale == "refuse" and staleness(item.tree, step)[1] > 0:
+                self._drop(item, "stale")
             elif self.config.algorithm.drop_groups_without_signal and np.ptp(item.rewards) == 0:
-                self.dropped["no_signal"] += 1
+                self._drop(item, "no_signal")
             else:
                 fit.append(item)
         return fit

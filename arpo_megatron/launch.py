@@ -12,9 +12,10 @@ from pathlib import Path
 from arpo_megatron.config import JobConfig
 from arpo_megatron.machine import placement, trainer_environment
 from arpo_megatron.processes import GRACE_S, JOB_PID, Roles
+from arpo_megatron.rollout.messages import ServiceSettings
 from arpo_megatron.rollout.routes import RouteShape
 from arpo_megatron.rollout.server import engine_program, free_ports, router_program
-from arpo_megatron.rollout.service import RolloutHandle, ServiceSettings
+from arpo_megatron.rollout.service import RolloutHandle, rollout_program, rollout_socket
 from arpo_megatron.run_directory import RunDirectory
 from arpo_megatron.supervisor import Program, Supervisor
 from arpo_megatron.weights.shape import ModelShape
@@ -25,53 +26,71 @@ ENGINE_URLS = "ARPO_ENGINE_URLS"
 """Environment variable of the trainer: where the engines serve, separated by spaces."""
 ROUTER_URL = "ARPO_ROUTER_URL"
 """Environment variable of the trainer: where the router before them serves; not set where there is none."""
+ROLLOUT_SOCKET = "ARPO_ROLLOUT_SOCKET"
+"""Environment variable of the trainer: where the rollout process listens."""
 SANDBOX_URL = "ARPO_SANDBOX_URL"
 """Environment variable of the trainer: where the tool service serves."""
 
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """Where the tool service and the engines answer, and the router before these if there is one."""
+    """Where tool service, engines and rollout process answer, and the router before the engines if there is one."""
 
     sandbox_url: str
     engine_urls: tuple[str, ...]
+    rollout_socket: Path
     router_url: str | None = None
 
     @property
     def environment(self) -> dict[str, str]:
         """The variables through which the trainer learns of them."""
         router = {} if self.router_url is None else {ROUTER_URL: self.router_url}
-        return {SANDBOX_URL: self.sandbox_url, ENGINE_URLS: " ".join(self.engine_urls), **router}
+        return {
+            SANDBOX_URL: self.sandbox_url,
+            ENGINE_URLS: " ".join(self.engine_urls),
+            ROLLOUT_SOCKET: str(self.rollout_socket),
+            **router,
+        }
 
     @classmethod
     def from_environment(cls) -> "Services":
         """What `environment` said to this process."""
-        return cls(os.environ[SANDBOX_URL], tuple(os.environ[ENGINE_URLS].split()), os.environ.get(ROUTER_URL))
+        return cls(
+            sandbox_url=os.environ[SANDBOX_URL],
+            engine_urls=tuple(os.environ[ENGINE_URLS].split()),
+            rollout_socket=Path(os.environ[ROLLOUT_SOCKET]),
+            router_url=os.environ.get(ROUTER_URL),
+        )
 
 
 @contextmanager
 def services(config: JobConfig, run: RunDirectory, roles: Roles, model: Path) -> Iterator[Services]:
-    """Start the tool service and engines that serve `model`; inside the `with` block they are kept up.
+    """Start the tool service, engines that serve `model`, and the rollout process; inside the block they are kept up.
 
     Raises:
         UserError: no model at `model`, or the config wants a router that is not installed.
         RoleDiedError: one of them did not come up in time; the message names its log.
     """
     count = config.engine.replicas
-    ports = free_ports(count + 3)
+    ports = free_ports(count + 4)
     scratch = Path(tempfile.mkdtemp(prefix="arpo-engine-"))
+    hang_timeout_s = config.engine.hang_timeout_s
     try:
         engines = [_engine(config, run, model, index, ports[index], scratch) for index in range(count)]
-        sandbox = sandbox_program(run, ports[count], hang_timeout_s=config.engine.hang_timeout_s)
+        sandbox = sandbox_program(run, ports[count], hang_timeout_s=hang_timeout_s)
+        log = run.logs / "rollout.log"
+        rollout = rollout_program(scratch, ports[count + 3], log_path=log, hang_timeout_s=hang_timeout_s)
         urls = tuple(engine.url for engine in engines)
+        router_ports = ports[count + 1 : count + 3]
         router = router_program(
-            config.engine, urls, log_path=run.logs / "router.log", ports=ports[count + 1 :], routes=_replays(config)
+            config.engine, urls, log_path=run.logs / "router.log", ports=router_ports, routes=_replays(config)
         )
         with Supervisor(run, roles, restarts=config.engine.restarts) as supervisor:
-            supervisor.start(sandbox, *engines)
+            supervisor.start(sandbox, *engines, rollout)
             if router is not None:
                 supervisor.start(router)
-            yield Services(sandbox.url, urls, router.url if router is not None else None)
+            router_url = router.url if router is not None else None
+            yield Services(sandbox.url, urls, rollout_socket(scratch), router_url)
             supervisor.check()
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -108,8 +127,8 @@ def sandbox_program(run: RunDirectory, port: int, *, hang_timeout_s: float) -> P
     )
 
 
-def start_rollouts(config: JobConfig, model: Path, log: Path, services: Services) -> RolloutHandle:
-    """The rollout service in a process of its own, with the tokenizer of `model`."""
+def connect_rollouts(config: JobConfig, model: Path, services: Services) -> RolloutHandle:
+    """A hold on the job's rollout process, with the tokenizer of `model`."""
     settings = ServiceSettings(
         engine_urls=services.engine_urls,
         router_url=services.router_url,
@@ -121,7 +140,7 @@ def start_rollouts(config: JobConfig, model: Path, log: Path, services: Services
         routes=_routes(config, model),
         sandbox_token=os.environ.get(TOKEN_VARIABLE) or None,
     )
-    return RolloutHandle.start(settings, log_path=log)
+    return RolloutHandle.connect(services.rollout_socket, settings, patience_s=config.engine.retry_for_s)
 
 
 def _replays(config: JobConfig) -> bool:

@@ -12,14 +12,16 @@ import numpy as np
 from arpo_megatron.actor.packing import TreePack, pack_trees
 from arpo_megatron.algorithms.credit import supervised_credit
 from arpo_megatron.config import JobConfig
+from arpo_megatron.evaluation.score import evaluation_of
 from arpo_megatron.harvest import Harvest, show_progress, staleness
-from arpo_megatron.launch import Services, start_rollouts
+from arpo_megatron.launch import Services, connect_rollouts
 from arpo_megatron.machine import placement
 from arpo_megatron.monitor.events import EventLog
 from arpo_megatron.rewards import make_reward
 from arpo_megatron.rewards.base import Reward, score_tree
 from arpo_megatron.rollout.accounting import GrowStats
-from arpo_megatron.rollout.service import CollectTrees, GrowSettings, RolloutHandle, StartTrees
+from arpo_megatron.rollout.messages import CollectTrees, GrowSettings
+from arpo_megatron.rollout.service import RolloutHandle
 from arpo_megatron.run_directory import RunDirectory
 from arpo_megatron.tasks.base import Task
 from arpo_megatron.tasks.sampler import TaskSampler
@@ -68,11 +70,11 @@ class Leader:
         sampler: TaskSampler,
         events: EventLog,
     ) -> Self:
-        """Start the rollout service (with the tokenizer of `model`) and prepare to push weights to the engine."""
+        """Take hold of the rollout process (with the tokenizer of `model`), and prepare to push weights."""
         return cls(
             config=config,
             tokenizer=tokenizer,
-            rollouts=start_rollouts(config, model, directory.logs / "rollout.log", services),
+            rollouts=connect_rollouts(config, model, services),
             reward=make_reward(config.reward),
             sync=WeightSync.of(config, services.engine_urls, directory.path),
             sampler=sampler,
@@ -82,7 +84,7 @@ class Leader:
         )
 
     def close(self) -> None:
-        """End the rollout service and let go of the engine."""
+        """Let go of the rollout process and the engine."""
         self.rollouts.close()
         self.sync.close()
 
@@ -107,16 +109,14 @@ class Leader:
         """
         if not self.evaluating:
             settings = GrowSettings.evaluation(self.config)
-            self.rollouts.start_trees(StartTrees(EVALUATION, tuple(tasks), step, step, settings))
+            self.rollouts.start_trees(EVALUATION, tasks, step=step, version=step, settings=settings)
             self.evaluating = True
         report = self.rollouts.collect(CollectTrees(EVALUATION), partial(show_progress, self.events))
         self.evaluating = False
-        for task_id, reason in report.failed:
-            self.events.emit("note", text=f"{task_id} could not be evaluated and counts as wrong: {reason}")
-        by_id = {task.id: task for task in tasks}
-        scored = self.score(report.trees, [by_id[tree.task_id] for tree in report.trees])
-        threshold = self.config.reward.success_threshold
-        return sum(bool(item.accuracies[0] > threshold) for item in scored) / max(1, len(tasks))
+        for each in report.failed:
+            text = f"{each.tree.task_id} could not be evaluated and counts as wrong: {each.reason}"
+            self.events.emit("note", text=text)
+        return evaluation_of(report, tasks, self.reward, self.decode, self.config.reward.success_threshold).success
 
     def probe_pack(self) -> TreePack:
         """The probe sequence as a pack whose targets are all its tokens but the first."""

@@ -33,7 +33,8 @@ from arpo_megatron.monitor.machine import StepProfiler, peak_memory_gb
 from arpo_megatron.monitor.metrics import MetricsLog
 from arpo_megatron.preparation import load_data, load_tokenizer, model_path
 from arpo_megatron.ranks import tell_failure
-from arpo_megatron.rollout.service import StaleEnginesError
+from arpo_megatron.rollout.messages import StaleEnginesError
+from arpo_megatron.rollout.record import pack_trees, unpack_trees
 from arpo_megatron.run_directory import RunDirectory, write_json
 from arpo_megatron.step_metrics import Logprobs, pack_metrics, sampling_gap, speed_metrics, update_metrics
 from arpo_megatron.tasks.base import Task
@@ -47,6 +48,8 @@ from arpo_megatron.weights.sync import probe_gap
 GAP_LIMITS = {"float32": 1e-3, "bfloat16": 0.2, "fp8": 0.5}
 """Nats between trainer and engine that are rounding; see `TrainConfig.logprob_gap_limit`."""
 PUSH_ATTEMPTS = 3
+TREES_FILE = "trees.msgpack"
+"""In a checkpoint: the trees that are not trained yet (`rollout/record.py`)."""
 T = TypeVar("T")
 DELAYED_KL_LIMIT = 1e-2
 """Nats between two passes of one pack with delayed scaling, whose scales change in between."""
@@ -59,7 +62,6 @@ class RunState:
     Attributes:
         step: finished steps; also the version of the policy.
         sampler: position in the task order.
-        growing: ids of the tasks whose trees were under way.
         totals: counters over all steps (forks, tool calls, tokens), by name.
         success: held-out success "before" and "after", where measured, in [0, 1].
         logprob_gap_max: largest |trainer - engine| log-prob seen, in nats.
@@ -68,7 +70,6 @@ class RunState:
 
     step: int = 0
     sampler: dict[str, Any] = field(default_factory=dict)
-    growing: list[str] = field(default_factory=list)
     totals: dict[str, float] = field(default_factory=dict)
     success: dict[str, float] = field(default_factory=dict)
     logprob_gap_max: float = 0.0
@@ -120,10 +121,13 @@ class TrainingRun:
         if (latest := found.path) is None:
             return
         self.actor.load(CheckpointStore.actor_directory(latest))
-        self.state = RunState(**self.checkpoints.load_state(latest))
+        state = self.checkpoints.load_state(latest)
+        if state.keys() != asdict(self.state).keys() or not (latest / TREES_FILE).exists():
+            raise UserError(f"{latest} was written by another version of this program: go on with that one, or anew")
+        self.state = RunState(**state)
         self.sampler.load_state_dict(self.state.sampler)
         if self.leader is not None:
-            self.leader.harvest.load_state_dict(self.state.growing, self.tasks)
+            self.leader.harvest.restore(unpack_trees((latest / TREES_FILE).read_bytes()), self.tasks)
         self.events.emit("note", text=f"resumed from {latest.name}: {self.state.step} steps are done")
 
     def grow(self) -> list[ScoredTree]:
@@ -265,7 +269,6 @@ class TrainingRun:
         self.state.step += 1
         if self.leader is not None:  # it alone draws tasks, and its state is the one that is saved
             self.state.sampler = self.sampler.state_dict()
-            self.state.growing = self.leader.harvest.state_dict()
         gap = sampling_gap(minibatches, old_logprobs, version=version)
         if math.isfinite(gap):  # otherwise its update was skipped, which is told
             self.state.logprob_gap_max = max(self.state.logprob_gap_max, gap)
@@ -292,13 +295,16 @@ class TrainingRun:
         self.tell_saves()
         if self.state.step == self.config.train.steps or self.state.step % self.config.train.save_every == 0:
             with self.phase("save"):  # its seconds are part of the next step's record
-                self.checkpoints.save(self.state.step, self.actor, asdict(self.state))
+                unfinished = [] if self.leader is None else self.leader.harvest.unfinished()
+                files = {TREES_FILE: partial(pack_trees, unfinished)}
+                self.checkpoints.save(self.state.step, self.actor, asdict(self.state), files)
 
     def _store(self, scored: Sequence[ScoredTree], leader: Leader) -> int:
         """Write the step's trees to the run directory; how many a full disk has cost is told, counted and returned."""
         step = self.state.step
         path = step_file(self.directory, step)
-        lost = store_trees(path, step, scored, leader.decode, lambda text: self.events.emit("note", text=text))
+        trees = [*scored, *leader.harvest.left_out]
+        lost = store_trees(path, step, trees, leader.decode, lambda text: self.events.emit("note", text=text))
         self.state.totals["trees_not_stored"] = self.state.totals.get("trees_not_stored", 0) + lost
         return lost
 

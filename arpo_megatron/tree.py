@@ -49,7 +49,7 @@ class BranchRecord:
         dH: normalised entropy after the tool result minus that at the trajectory's start (dimensionless).
         probability: chance of a fork that followed from it, in [0, 1].
         draw: the number the chance was compared with (fork when draw < probability), in [0, 1].
-        why: the rule that decided, in words ("draw", "threshold", "budget spent", "beam full", ...).
+        why: the rule that decided, in words ("draw", "threshold", "budget spent", ...).
     """
 
     dH: float  # noqa: N815  (the paper's symbol, and part of the contract)

@@ -71,14 +71,20 @@ def replay_trees(file: Path, *, tree: int | None, config: Path | None) -> bool:
     stored = read_trees(file)
     numbers = range(len(stored)) if tree is None else [tree]
     decisions = 0
+    incomplete = 0
     for number in numbers:
         item = _numbered(stored, number, file)
+        if not item.complete:  # it was given up in the middle
+            incomplete += 1
+            continue
         try:
             decisions += replay_decisions(item.tree, policy)
         except Difference as difference:
             print(f"tree {number} ({item.tree.task_id}): {difference}")
             return False
-    print(f"{len(numbers)} trees, {decisions} decisions: all follow from tree, entropies and seed")
+    if incomplete:
+        print(f"{incomplete} trees were given up before their end, and are left out")
+    print(f"{len(numbers) - incomplete} trees, {decisions} decisions: all follow from tree, entropies and seed")
     return True
 
 
@@ -93,7 +99,7 @@ def _table(path: Path, steps: list[int]) -> Table:
     rows = read_summaries(path)
     title = f"{path} (stored: steps {steps[0]} to {steps[-1]})"
     table = Table(title=title, title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0))
-    for name in ("tree", "step", "task", "leaves", "forks", "reward", "unique/flat", "seconds"):
+    for name in ("tree", "step", "task", "leaves", "forks", "reward", "unique/flat", "seconds", "dropped"):
         table.add_column(name, justify="left" if name == "task" else "right", overflow="fold")
     for number, row in enumerate(rows):
         table.add_row(str(number), *_cells(row))
@@ -107,7 +113,8 @@ def _cells(row: dict[str, Any]) -> list[str]:
         row["task_id"],
         str(len(row["leaves"])),
         str(row["forks"]),
-        f"{sum(rewards) / max(1, len(rewards)):+.3f}",
+        f"{sum(rewards) / len(rewards):+.3f}" if rewards else "-",
         f"{unique}/{flat}",
         f"{row['grow_seconds']:.1f}",
+        row["dropped"] or "",
     ]

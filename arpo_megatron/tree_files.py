@@ -34,6 +34,7 @@ class ScoredTree:
         rewards: float64[leaves] in the order of `tree.leaves()`.
         accuracies: float64[leaves], how right each answer is, in [0, 1].
         format_ok: bool[leaves], whether the trajectory keeps to the tag protocol.
+        dropped: why it is not trained (`harvest.DROPS`); None: it is.
     """
 
     task: Task
@@ -41,15 +42,27 @@ class ScoredTree:
     rewards: NDArray[np.float64]
     accuracies: NDArray[np.float64]
     format_ok: NDArray[np.bool_]
+    dropped: str | None = None
+
+    @classmethod
+    def incomplete(cls, task: Task, tree: RolloutTree, dropped: str) -> "ScoredTree":
+        """One that was given up: its leaves have earned nothing, so the arrays are empty."""
+        return cls(task, tree, np.zeros(0), np.zeros(0), np.zeros(0, bool), dropped)
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTree:
-    """A row of a tree file, as far as it is drawn and replayed."""
+    """A row of a tree file, as far as it is drawn and replayed. One that was given up has no rewards."""
 
     ground_truth: str
     tree: RolloutTree
     rewards: list[float]
+    dropped: str | None = None
+
+    @property
+    def complete(self) -> bool:
+        """Whether all its trajectories have ended."""
+        return bool(self.rewards)
 
 
 def step_file(run: RunDirectory, step: int) -> Path:
@@ -94,13 +107,15 @@ def write_trees(path: Path, step: int, scored: Sequence[ScoredTree], decode: Dec
 
 def read_trees(path: Path) -> list[StoredTree]:
     """What `write_trees` wrote. Raises UserError where the file is missing or is no such file."""
-    columns = ["task_id", "ground_truth", "begun_in_step", "grow_seconds", "rewards", "segments"]
-    return [StoredTree(row["ground_truth"], _tree(row), row["rewards"]) for row in _read(path, columns).to_pylist()]
+    columns = ["task_id", "ground_truth", "begun_in_step", "grow_seconds", "rewards", "dropped", "segments"]
+    rows = _read(path, columns).to_pylist()
+    return [StoredTree(row["ground_truth"], _tree(row), row["rewards"], row["dropped"]) for row in rows]
 
 
 def read_summaries(path: Path) -> list[dict[str, Any]]:
     """The rows of a tree file without their segments. Raises UserError as `read_trees` does."""
-    columns = ["step", "task_id", "leaves", "forks", "rewards", "unique_tokens", "flat_tokens", "grow_seconds"]
+    columns = ["step", "task_id", "leaves", "forks", "rewards", "unique_tokens", "flat_tokens"]
+    columns += ["grow_seconds", "dropped"]
     rows: list[dict[str, Any]] = _read(path, columns).to_pylist()
     return rows
 
@@ -156,6 +171,7 @@ def _schema() -> "pa.Schema":
             "forks": number,
             "unique_tokens": number,
             "flat_tokens": number,
+            "dropped": text,
             "segments": pa.list_(segment),
         }
     )
@@ -178,6 +194,7 @@ def _row(step: int, item: ScoredTree, decode: Decode) -> dict[str, Any]:
         "forks": tree.forks,
         "unique_tokens": tree.unique_tokens,
         "flat_tokens": tree.flat_tokens,
+        "dropped": item.dropped,
         "segments": [_segment(segment, decode) for segment in tree.segments],
     }
 
@@ -212,7 +229,10 @@ def _tree(row: dict[str, Any]) -> RolloutTree:
 
 
 def most_telling(stored: Sequence[StoredTree]) -> list[StoredTree]:
-    """Trees ordered for showing: those whose forks decided between right and wrong first, short ones before long."""
+    """Trees ordered for showing: those whose forks decided between right and wrong first, short ones before long.
+
+    Those that were given up are left out.
+    """
 
     def decisive_forks(item: StoredTree) -> int:
         tree, earned = item.tree, dict(zip(item.tree.leaves(), item.rewards, strict=True))
@@ -223,4 +243,5 @@ def most_telling(stored: Sequence[StoredTree]) -> list[StoredTree]:
         forks = [below for index, below in enumerate(tree.children()) if index > 0 and len(below) > 1]
         return sum(len(set().union(*(outcomes[child] for child in below))) > 1 for below in forks)
 
-    return sorted(stored, key=lambda item: (-decisive_forks(item), item.tree.unique_tokens))
+    complete = [item for item in stored if item.complete]
+    return sorted(complete, key=lambda item: (-decisive_forks(item), item.tree.unique_tokens))

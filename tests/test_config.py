@@ -78,6 +78,8 @@ def test_words_win_over_the_file_and_the_file_over_the_recipe(tmp_path: Path) ->
             "needs sync.transport=broadcast or ipc",
         ),
         (["sync.directory=/shared"], "sync.directory is not read with sync.transport=auto"),
+        (["rollout.max_staleness=1"], "correct for it with algorithm.trajectory_weight_limit=2"),
+        (["rollout.max_staleness=1", "rollout.stale=refuse"], "would leave out every tree that"),
         (["steps"], "section.key=value"),
         (["=3"], "section.key=value"),
         (["train.=3"], "section.key=value"),

@@ -4,6 +4,7 @@ The rollout service is a double: that a push fails between two attempts, or that
 cannot be produced otherwise without waiting for chance. `tests/e2e` runs the same code with the real one.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,10 +17,18 @@ from arpo_megatron.config import AlgorithmConfig, JobConfig, RolloutConfig, Trai
 from arpo_megatron.harvest import Harvest
 from arpo_megatron.monitor.events import EventLog
 from arpo_megatron.rollout.accounting import GrowCounts, grow_stats
+from arpo_megatron.rollout.messages import (
+    CollectTrees,
+    FinishTrees,
+    GrowReport,
+    GrowSettings,
+    IncompleteTree,
+    StaleEnginesError,
+)
 from arpo_megatron.rollout.policies.grpo import GrpoPolicy
-from arpo_megatron.rollout.service import CollectTrees, FinishTrees, GrowReport, StaleEnginesError, StartTrees
+from arpo_megatron.rollout.record import UnfinishedTree
 from arpo_megatron.tasks.base import Task
-from arpo_megatron.tree import RolloutTree
+from arpo_megatron.tree import Role, RolloutTree
 from arpo_megatron.tree_files import ScoredTree
 
 
@@ -30,16 +39,35 @@ class Rollouts:
     calls: list[str] = field(default_factory=list)
     under_way: list[Task] = field(default_factory=list)
     stale: int = 0
+    versions: dict[str, int] = field(default_factory=dict)
 
-    def start_trees(self, request: StartTrees) -> None:
-        self.calls.append(f"start {len(request.tasks)}")
-        self.under_way += request.tasks
+    def start_trees(
+        self, _group: str, tasks: Sequence[Task], *, step: int, version: int, settings: GrowSettings
+    ) -> None:
+        self.calls.append(f"start {len(tasks)}")
+        self.under_way += tasks
+
+    def go_on(
+        self,
+        _group: str,
+        trees: Sequence[tuple[Task, UnfinishedTree]],
+        *,
+        version: int,
+        settings: GrowSettings,
+    ) -> None:
+        self.calls.append(f"go on {' '.join(tree.task_id for _, tree in trees)}")
+        self.under_way += [task for task, _ in trees]
+
+    def unfinished(self, _group: str) -> list[UnfinishedTree]:
+        return [UnfinishedTree(task.id, 0, 0, (b"what it has sampled",)) for task in self.under_way]
 
     def collect(self, request: CollectTrees, _progress: object) -> GrowReport:
         count = min(request.count or 0, len(self.under_way))
         done, self.under_way = self.under_way[:count], self.under_way[count:]
         self.calls.append(f"collect {count}")
         trees = [RolloutTree(task.id, np.arange(2)) for task in done]
+        for tree in trees:
+            tree.add(0, Role.MODEL, [1], policy_version=self.versions.get(tree.task_id, 0))
         return GrowReport(trees, [], grow_stats([], GrowCounts(), GrpoPolicy(1), failed=0, seconds=1.0))
 
     def finish_trees(self, _request: FinishTrees, _progress: object) -> None:
@@ -48,9 +76,13 @@ class Rollouts:
             self.stale -= 1
             raise StaleEnginesError("http://engine")
 
-    def stop_trees(self, _request: object) -> None:
+    def stop_trees(self, _request: object) -> GrowReport:
         self.calls.append("stop")
-        self.under_way.clear()
+        given, self.under_way = self.under_way, []
+        done = [RolloutTree(task.id, np.arange(2)) for task in given[:1]]
+        failed = [IncompleteTree(RolloutTree(task.id, np.arange(2)), "given up") for task in given[1:]]
+        counts = GrowCounts(tokens_sampled=7)
+        return GrowReport(done, failed, grow_stats([], counts, GrpoPolicy(1), failed=0, seconds=1.0))
 
     def pause(self) -> None:
         self.calls.append("pause")
@@ -137,12 +169,36 @@ def test_a_push_that_is_made_again_does_not_wait_for_trees_at_rest(harvest: Star
     assert rollouts.calls == ["finish", "pause", "resume 1", "finish", "pause"]
 
 
-def test_the_trees_of_a_stopped_run_are_the_first_of_its_continuation(harvest: Start) -> None:
+def test_trees_that_are_given_up_are_kept_for_the_log_with_what_they_cost(harvest: Start) -> None:
+    held, rollouts = harvest(oversampling=0.75)
+    assert len(held.step(0)) == 4
+    assert rollouts.calls == ["start 7", "collect 4", "stop"]
+    assert [(item.tree.task_id, item.dropped, len(item.rewards)) for item in held.left_out] == [
+        ("t4", "oversampled", 2),
+        ("t5", "oversampled", 0),
+        ("t6", "oversampled", 0),
+    ]
+    assert held.dropped == Counter(oversampled=3)
+    assert sum(stats.counts.tokens_sampled for stats in held.stats) == 7
+    assert held.growing == []
+
+
+def test_stale_trees_can_be_refused_and_are_replaced(harvest: Start) -> None:
+    held, rollouts = harvest(stale="refuse")
+    rollouts.versions = {"t1": -1}
+    assert [item.tree.task_id for item in held.step(0)] == ["t0", "t2", "t3", "t4"]
+    assert [(item.tree.task_id, item.dropped) for item in held.left_out] == [("t1", "stale")]
+    assert held.metrics()["dropped/stale"] == 1
+
+
+def test_the_trees_of_a_stopped_run_go_on_first_in_its_continuation(harvest: Start) -> None:
     held, _ = harvest(max_staleness=1)
     held.step(0)
-    ids = held.state_dict()
-    assert ids == ["t4", "t5", "t6", "t7"]
+    trees = held.unfinished()
+    assert [tree.task_id for tree in trees] == ["t4", "t5", "t6", "t7"]
     again, rollouts = harvest(max_staleness=1)
-    again.load_state_dict(ids, [task(name) for name in ids])
-    again.step(1)
+    again.restore(trees, [task(tree.task_id) for tree in trees])
+    assert again.unfinished() == trees  # a checkpoint before the next step loses none of them
+    assert [item.tree.task_id for item in again.step(1)] == ["t4", "t5", "t6", "t7"]
+    assert rollouts.calls == ["go on t4 t5 t6 t7", "start 4", "collect 4"]
     assert [item.id for item in rollouts.under_way] == ["t0", "t1", "t2", "t3"]

@@ -99,7 +99,7 @@ def test_a_step_goes_on_where_its_trees_cannot_be_stored(tmp_path: Path) -> None
     run: Any = SimpleNamespace(
         directory=RunDirectory(tmp_path), events=EventLog(tmp_path / "events.jsonl"), state=RunState(step=4)
     )
-    leader: Any = SimpleNamespace(decode=str)
+    leader: Any = SimpleNamespace(decode=str, harvest=SimpleNamespace(left_out=[]))
     nothing = np.zeros(1)
     scored = [ScoredTree(Task("task", (), "1", "math", "?"), RolloutTree("task", [1]), nothing, nothing, nothing > 1)]
     run.directory.trees.write_text("a file where the directory should be")

@@ -29,6 +29,7 @@ from arpo_megatron.tree import BranchRecord, Finish, Role, RolloutTree, ToolReco
 from arpo_megatron.tree_commands import show_trees
 from arpo_megatron.tree_files import (
     ScoredTree,
+    most_telling,
     read_summaries,
     read_trees,
     step_file,
@@ -232,6 +233,30 @@ def test_trees_are_listed_and_drawn(
     assert "<svg" in (run.path / "tree.svg").read_text()
     with pytest.raises(UserError, match="no tree 3"):
         show_trees(run, step=1, tree=3, count=1, svg=None)
+
+
+def test_dropped_trees_are_stored_with_the_reason_and_shown_as_such(
+    run: RunDirectory, tiny_tokenizer: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run.path.mkdir()
+    resolve.save(replace(JobConfig(name="test"), model=ModelConfig(path=tiny_tokenizer)), run.config)
+    kept, level = scored(grown(0)), replace(scored(grown(1)), dropped="no_signal")
+    cut = ScoredTree.incomplete(scored(grown(2)).task, grown(2), "failed")
+    write_trees(step_file(run, 1), 1, [kept, level, cut], decode)
+    assert pl.read_parquet(step_file(run, 1))["dropped"].to_list() == [None, "no_signal", "failed"]
+    stored = read_trees(step_file(run, 1))
+    assert [(item.dropped, item.complete) for item in stored] == [
+        (None, True),
+        ("no_signal", True),
+        ("failed", False),
+    ]
+    assert stored[2].tree.to_dict() == grown(2).to_dict()
+    assert [item.dropped for item in most_telling(stored)] == [None, "no_signal"]
+    show_trees(run, step=None, tree=None, count=3, svg=None)
+    listed = capsys.readouterr().out
+    assert [reason in listed for reason in ("no_signal", "failed")] == [True, True]
+    show_trees(run, step=None, tree=2, count=1, svg=None)
+    assert "task-2" in capsys.readouterr().out
 
 
 @pytest.fixture(scope="module")

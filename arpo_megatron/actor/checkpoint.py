@@ -10,10 +10,11 @@ import json
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch.distributed as dist
@@ -143,13 +144,20 @@ class CheckpointStore:
                 shutil.rmtree(stale) if stale.is_dir() else stale.unlink()
         parallel.gather_objects(None, _GROUP)  # makes the group, and is a barrier
 
-    def save(self, step: int, actor: Saveable, crash_state: dict[str, Any]) -> None:
+    def save(
+        self,
+        step: int,
+        actor: Saveable,
+        crash_state: dict[str, Any],
+        files: Mapping[str, Callable[[], bytes]] = MappingProxyType({}),
+    ) -> None:
         """Begin to write `step_N`; `reports` tells how it ended. Waits for the save before it.
 
         Args:
             step: N; an older checkpoint of the same step is replaced.
             actor: the training state as it is now.
             crash_state: whatever else must survive a crash, JSON-safe; the leader's is written.
+            files: names and contents of more of it; the leader's are asked for and written by the thread that writes.
 
         Raises:
             TypeError: `crash_state` is not JSON-safe.
@@ -167,7 +175,7 @@ class CheckpointStore:
             self._note(SaveReport(step, time.monotonic() - started, error))
             return
         self._writing = _Writing(
-            step, partial, actor.snapshot(partial / _ACTOR_DIRECTORY), state, self._commit, started
+            step, partial, actor.snapshot(partial / _ACTOR_DIRECTORY), state, files, self._commit, started
         )
 
     def reports(self) -> list[SaveReport]:
@@ -233,12 +241,13 @@ class _Writing:
         partial: Path,
         snapshot: Snapshot,
         state: str,
+        files: Mapping[str, Callable[[], bytes]],
         commit: Callable[[int, Path, list[FileRecord]], None],
         started: float,
     ) -> None:
         self.report: SaveReport | None = None
         self._step, self._partial, self._snapshot = step, partial, snapshot
-        self._state, self._commit, self._started = state, commit, started
+        self._state, self._files, self._commit, self._started = state, files, commit, started
         # A daemon: a rank that fails must not wait for its disk.
         self._thread = threading.Thread(target=self._run, name=f"save-{step}", daemon=True)
         self._thread.start()
@@ -276,7 +285,10 @@ class _Writing:
     def _complete(self, written: list[Any], records: list[FileRecord]) -> None:
         state = self._partial / _STATE_FILE
         state.write_text(self._state, encoding="utf-8")
-        added = [*self._snapshot.finish(written), state]
+        more = [self._partial / name for name in self._files]
+        for path in more:
+            path.write_bytes(self._files[path.name]())
+        added = [*self._snapshot.finish(written), state, *more]
         for path in added:
             flush(path)
         self._commit(self._step, self._partial, [*records, *(record(path, self._partial) for path in added)])

@@ -16,21 +16,21 @@ from typing import Any
 
 import numpy as np
 
+from arpo_megatron.bench.pools import GROUP, new_pool, start
 from arpo_megatron.bench.simulated_tools import LATENCIES, SimulatedTools
 from arpo_megatron.config import AlgorithmConfig
 from arpo_megatron.monitor.machine import peak_memory_gb
 from arpo_megatron.rollout.client import EngineClient, EngineFinish, Generation, Sampling
 from arpo_megatron.rollout.grower import GrowLimits
+from arpo_megatron.rollout.messages import CollectTrees, GrowSettings
 from arpo_megatron.rollout.policies import make_policy
-from arpo_megatron.rollout.pool import TreePool
 from arpo_megatron.rollout.routes import RouteRequest
-from arpo_megatron.rollout.service import CollectTrees, GrowSettings, StartTrees
 from arpo_megatron.rollout.worker import TokenizerCodec
 from arpo_megatron.tasks.base import Task
 from arpo_megatron.tree import Int32Array, Role
 
 SIZES = (2048, 8192, 32768)
-"""Concurrent trajectories."""
+"""Trajectories that are under way together from the first moment on; forks add to them."""
 ALGORITHM = AlgorithmConfig(samples=16, initial=8, entropy_tokens=4)
 LIMITS = GrowLimits(
     max_length=2048, max_response_tokens=1024, max_tool_calls=3, max_tool_tokens=32, tool_timeout_s=600.0
@@ -46,6 +46,7 @@ class SimulatedEngine(EngineClient):
     def __init__(self, call: int) -> None:
         super().__init__("http://nowhere.invalid")
         self._call = call  # the token that is a whole tool call
+        self.most = self._now = 0
 
     async def generate(
         self,
@@ -58,7 +59,10 @@ class SimulatedEngine(EngineClient):
         routes: RouteRequest | None = None,
     ) -> Generation:
         """`SEGMENT` tokens and a call, or as many as are wanted."""
+        self._now += 1
+        self.most = max(self.most, self._now)
         await asyncio.sleep(ANSWER_S)
+        self._now -= 1
         count = min(max_new_tokens, SEGMENT)
         called = count == SEGMENT
         ids = np.full(count, 20, np.int32)
@@ -82,8 +86,17 @@ class SimulatedEngine(EngineClient):
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Of one size: CPU seconds of the process a MODEL segment, and its peak memory in 10^9 bytes."""
+    """Of one size.
 
+    Attributes:
+        concurrent: most trajectories that waited for the engine at one moment.
+        trajectories: grown in all.
+        segments: MODEL segments.
+        cpu_ms_per_segment: CPU time of the process.
+        peak_gb: its memory, in 10^9 bytes.
+    """
+
+    concurrent: int
     trajectories: int
     segments: int
     cpu_ms_per_segment: float
@@ -110,15 +123,17 @@ def controller_figures(model: Path) -> dict[str, Any]:
 async def _measure(model: Path, size: int) -> Figures:
     codec = TokenizerCodec(model)
     policy = make_policy(ALGORITHM, vocabulary_size=codec.vocabulary_size, seed=1)
-    tools = SimulatedTools(ANSWER_S, LATENCIES["lognormal"])
-    pool = TreePool(SimulatedEngine(codec.vocabulary_size - 1), tools, codec, 1, lambda _progress: None)
-    tasks = tuple(Task(f"task {n}", (), "", "math", f" w{n % 800} w1 w2") for n in range(size // ALGORITHM.samples))
+    tools, engine = SimulatedTools(ANSWER_S, LATENCIES["lognormal"]), SimulatedEngine(codec.vocabulary_size - 1)
+    pool = new_pool(engine, tools, codec, policy, 1)
+    tasks = tuple(Task(f"task {n}", (), "", "math", f" w{n % 800} w1 w2") for n in range(size // ALGORITHM.initial))
     settings = GrowSettings(ALGORITHM, ALGORITHM.samples, 1.0, 1.0, LIMITS)
     before = time.process_time()
-    pool.start(StartTrees("bench", tasks, step=0, version=0, settings=settings), policy)
-    report = await pool.collect(CollectTrees("bench"))
+    pool.start(start(tasks, step=0, version=0, settings=settings))
+    report = await pool.collect(CollectTrees(GROUP))
     segments = sum(segment.role is Role.MODEL for tree in report.trees for segment in tree.segments)
-    return Figures(size, segments, 1e3 * (time.process_time() - before) / segments, peak_memory_gb())
+    cpu_s = time.process_time() - before
+    trajectories = sum(len(tree.leaves()) for tree in report.trees)
+    return Figures(engine.most, trajectories, segments, 1e3 * cpu_s / segments, peak_memory_gb())
 
 
 if __name__ == "__main__":

@@ -20,15 +20,15 @@ import aiohttp
 
 from arpo_megatron.bench.batch_synchronous import grow_in_rounds
 from arpo_megatron.bench.controller import LIMITS, controller_figures
+from arpo_megatron.bench.pools import GROUP, new_pool, start
 from arpo_megatron.bench.simulated_tools import LATENCIES, SimulatedTools
 from arpo_megatron.bench.talkative_model import write_model
 from arpo_megatron.config import AlgorithmConfig, EngineConfig
 from arpo_megatron.rollout import protocol
 from arpo_megatron.rollout.client import EngineClient, Generation, Sampling
+from arpo_megatron.rollout.messages import CollectTrees, GrowReport, GrowSettings
 from arpo_megatron.rollout.policies import make_policy
-from arpo_megatron.rollout.pool import TreePool
 from arpo_megatron.rollout.server import launch_engine
-from arpo_megatron.rollout.service import CollectTrees, GrowReport, GrowSettings, StartTrees
 from arpo_megatron.rollout.worker import TokenizerCodec
 from arpo_megatron.tasks.base import Task
 from arpo_megatron.tree import Role, RolloutTree
@@ -39,7 +39,6 @@ TASKS = 8
 BATCH = TASKS * ALGORITHM.samples
 ENGINE = EngineConfig(max_running_requests=BATCH, max_total_tokens=2**17, memory_fraction=0.1)
 STEPS = 6
-GROUP = "bench"
 SEED = 1
 
 
@@ -171,7 +170,7 @@ class Bench:
 
     async def _in_trees(self, engine: MeteredEngine, tools: SimulatedTools, found: Run, *, ahead: bool) -> None:
         """As `harvest.Harvest` does, with max_staleness 1 (`ahead`) or 0."""
-        pool = TreePool(engine, tools, self._codec, SEED, lambda _progress: None)
+        pool = new_pool(engine, tools, self._codec, self._policy, SEED)
         settings = GrowSettings(ALGORITHM, ALGORITHM.samples, 1.0, 1.0, LIMITS)
         first = self._version + 1
         begun = 0
@@ -180,8 +179,7 @@ class Bench:
             version = await self._new_version()
             pool.resume(version)
             while begun < min(STEPS, step + (2 if ahead else 1)):
-                request = StartTrees(GROUP, _tasks(begun), step=begun, version=version, settings=settings)
-                pool.start(request, self._policy)
+                pool.start(start(_tasks(begun), step=begun, version=version, settings=settings))
                 begun += 1
             found.add(await pool.collect(CollectTrees(GROUP, TASKS, finish_before=first + step)))
         await pool.close()

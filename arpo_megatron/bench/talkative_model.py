@@ -4,17 +4,45 @@ Its logits are nearly level, so the length of a segment is geometric with a know
 """
 
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import Qwen3ForCausalLM
 
 WORDS = 896
 CALLS = 64
 """One token in (WORDS + CALLS) / CALLS is a call."""
 
 
-def write_model(folder: Path) -> None:
-    """A Hugging Face directory: two layers of width 64 in float32, and a tokenizer of one token a word."""
+def random_qwen3(vocabulary: int, *, eos: int, pad: int, positions: int, spread: float) -> "Qwen3ForCausalLM":
+    """Two layers of width 64 in float32; `spread` is the standard deviation of its weights."""
     import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=vocabulary,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=positions,
+        tie_word_embeddings=False,
+        eos_token_id=eos,
+        pad_token_id=pad,
+        bos_token_id=0,
+        initializer_range=spread,
+    )
+    model: Qwen3ForCausalLM = Qwen3ForCausalLM(config).float()
+    return model
+
+
+def write_model(folder: Path) -> None:
+    """A Hugging Face directory with such a model, and a tokenizer of one token a word."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers  # type: ignore[import-untyped]
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+    from transformers import PreTrainedTokenizerFast
 
     words = [f" w{number}" for number in range(WORDS)]
     calls = [f"<python>{number}+{number}</python>" for number in range(CALLS)]
@@ -26,21 +54,5 @@ def write_model(folder: Path) -> None:
     tokenizer.decoder = decoders.Fuse()
     names = {"eos_token": "<eos>", "pad_token": "<pad>", "unk_token": "<unk>"}
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=len(vocabulary),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=4096,
-        tie_word_embeddings=False,
-        eos_token_id=0,
-        pad_token_id=1,
-        bos_token_id=0,
-        initializer_range=0.02,
-    )
-    Qwen3ForCausalLM(config).float().save_pretrained(folder)
+    random_qwen3(len(vocabulary), eos=0, pad=1, positions=4096, spread=0.02).save_pretrained(folder)
     fast.save_pretrained(folder)

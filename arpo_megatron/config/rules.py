@@ -84,7 +84,12 @@ def _check_staleness(config: "JobConfig") -> None:
     if rollout.stale == "correct" and config.algorithm.trajectory_weight_limit is None:
         raise ValueError(
             f"rollout.max_staleness={rollout.max_staleness} trains what older weights sampled: correct for it with "
-            "algorithm.trajectory_weight_limit=2, or leave it out with rollout.stale=refuse"
+            "algorithm.trajectory_weight_limit=2, or set rollout.max_staleness=0"
+        )
+    if rollout.stale == "refuse":
+        raise ValueError(
+            f"rollout.stale=refuse would leave out every tree that rollout.max_staleness={rollout.max_staleness} grows "
+            "ahead: set max_staleness=0, or stale=correct with algorithm.trajectory_weight_limit=2"
         )
     if rollout.oversampling:
         raise ValueError("rollout.oversampling needs rollout.max_staleness=0: trees that go on need not be given up")

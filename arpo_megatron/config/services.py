@@ -35,7 +35,7 @@ class RolloutConfig:
     first."""
     stale: Literal["correct", "refuse"] = "correct"
     """What becomes of trees that older weights have sampled in part: corrected by `algorithm.trajectory_weight_limit`,
-    or left out and replaced."""
+    or left out and replaced (with `max_staleness=0` only: all that is grown ahead would be left out)."""
     oversampling: NonNegativeFloat = 0.0
     """Share of trees begun beyond a step's need; the last to finish are given up. Favours short trajectories."""
     max_refills: NonNegative = 8
@@ -74,10 +74,10 @@ class EngineConfig:
     request_timeout_s: PositiveFloat = 600.0
     """Deadline of one generation in seconds."""
     hang_timeout_s: PositiveFloat = 120.0
-    """An engine or tool service that does not answer its health probe for so many seconds is restarted. It must exceed
-    the longest pause of a healthy one: a bucket of a weight push, a kernel's compilation."""
+    """A service (engine, tools, rollout process) that does not answer its probe for so many seconds is restarted. It
+    must exceed the longest pause of a healthy one: a bucket of a weight push, a kernel's compilation."""
     restarts: NonNegative = 10
-    """Engines and tool services that are restarted in a run; one more that dies stops the run."""
+    """Services (engines, tools, rollout process, router) that are restarted in a run; one more that dies stops it."""
     retry_for_s: PositiveFloat = 600.0
     """Seconds after its first failure in which a generation or tool call is repeated: time to restart an engine."""
 

@@ -1,16 +1,17 @@
 """`arpo eval`: the held-out tasks of a run, answered by one of its models."""
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from arpo_megatron import resolve
 from arpo_megatron.errors import UserError
-from arpo_megatron.launch import services, start_rollouts
+from arpo_megatron.evaluation.score import evaluation_of
+from arpo_megatron.launch import connect_rollouts, services
 from arpo_megatron.preparation import load_data, load_tokenizer, write_tool_files
 from arpo_megatron.processes import Roles
 from arpo_megatron.rewards import make_reward
-from arpo_megatron.rewards.base import score_tree
-from arpo_megatron.rollout.service import GrowSettings
+from arpo_megatron.rollout.messages import GrowSettings
 from arpo_megatron.run_directory import RunDirectory
 
 
@@ -37,7 +38,7 @@ def evaluate_run(run: RunDirectory, *, model: Path | None, tasks: int | None) ->
         write_tool_files(config, run, data)
         chosen = held_out[: tasks or config.evaluation.tasks]
         with services(config, run, roles, model) as ready:
-            rollouts = start_rollouts(config, model, run.logs / "rollout.log", ready)
+            rollouts = connect_rollouts(config, model, ready)
             try:
                 settings = GrowSettings.evaluation(config)
                 report = rollouts.grow(
@@ -45,18 +46,11 @@ def evaluate_run(run: RunDirectory, *, model: Path | None, tasks: int | None) ->
                 )
             finally:
                 rollouts.close()
-    reward, by_id = make_reward(config.reward), {task.id: task for task in chosen}
-    scores = [
-        score_tree(reward, tree, by_id[tree.task_id], lambda ids: str(tokenizer.decode(ids)))[0]
-        for tree in report.trees
-    ]
-    threshold, count = config.reward.success_threshold, max(1, len(chosen))
-    return {
-        "model": str(model),
-        "tasks": len(chosen),
-        "not_answered": len(report.failed),
-        "success": sum(score.accuracy > threshold for score in scores) / count,
-        "accuracy": sum(score.accuracy for score in scores) / count,
-        "format_ok": sum(score.format_ok for score in scores) / count,
-        "tool_calls": report.stats.counts.calls_executed,
-    }
+    found = evaluation_of(
+        report,
+        chosen,
+        make_reward(config.reward),
+        lambda ids: str(tokenizer.decode(list(ids))),
+        config.reward.success_threshold,
+    )
+    return {"model": str(model), **asdict(found)}

@@ -31,16 +31,17 @@ def render_tree(
     Args:
         tree: the tree to draw.
         decode: token ids -> text.
-        rewards: one for each leaf, in the order of `tree.leaves()`; positive ones are drawn as right.
+        rewards: one for each leaf, in the order of `tree.leaves()`; positive ones are drawn as right. Empty for a tree
+            that was given up.
         max_characters: longer texts are cut in the middle.
 
     Raises:
         ValueError: another number of rewards than leaves.
     """
     leaves = tree.leaves()
-    if len(rewards) != len(leaves):
+    if rewards and len(rewards) != len(leaves):
         raise ValueError(f"{len(rewards)} rewards for {len(leaves)} leaves")
-    painter = _Painter(tree, decode, dict(zip(leaves, rewards, strict=True)), max_characters)
+    painter = _Painter(tree, decode, dict(zip(leaves, rewards, strict=False)), max_characters)
     root = Tree(painter.text(tree.segments[0], "bold"), guide_style="dim")
     painter.add_below(root, 0)
     right = sum(reward > 0 for reward in rewards)

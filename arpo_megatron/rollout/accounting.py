@@ -45,6 +45,11 @@ class GrowCounts:
         """Tokens of prompts that the engine had to compute."""
         return self.prompt_tokens - self.cached_tokens
 
+    def clear(self) -> None:
+        """Begin anew."""
+        for field in fields(self):
+            setattr(self, field.name, 0)
+
     def add(self, other: "GrowCounts") -> None:
         """Add another count to this one."""
         for field in fields(self):

@@ -26,6 +26,8 @@ from arpo_megatron.tree import Float32Array, Int16Array, Int32Array
 
 _ABORT_INTERVAL_S = 0.05
 _LOOK_TIMEOUT_S = 5.0
+_LEAST_PATIENCE_S = 1.0
+"""With the slower engines, where another one has prefilled what all trees begin with."""
 _PASSING_STATUS = 500  # and above: starting, shutting down, weights arriving, a router without an engine
 
 
@@ -43,7 +45,7 @@ class EngineFinish(StrEnum):
     STOP_STRING = "stop_string"  # `Generation.matched` says which
     END_TOKEN = "end_token"  # noqa: S105  the model's end-of-sequence token, the last of token_ids
     LENGTH = "length"
-    CUT_SHORT = "cut_short"  # by `EngineClient.pause`; the tokens so far are as good as any
+    CUT_SHORT = "cut_short"  # by `EngineClient.pause`; without the last token, see `_generation`
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +164,10 @@ class EngineClient:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._idle.wait(), _ABORT_INTERVAL_S)
 
+    def hold(self) -> None:
+        """Let no request pass; for a client that has not asked anything yet."""
+        self._gate.clear()
+
     def resume(self, version: int) -> None:
         """Let requests pass again; answers come from policy `version` or a later one."""
         self.version = version
@@ -210,7 +216,9 @@ class EngineClient:
         return _prefilled(await self._request(_prefill_body(input_ids), key))
 
     async def prefill_everywhere(self, input_ids: Sequence[int] | Int32Array) -> list[tuple[int, int]]:
-        """As `prefill`, on every engine: for what all trees begin with. An engine that does not answer goes without.
+        """As `prefill`, on every engine: for what all trees begin with.
+
+        An engine that does not answer goes without, also one that takes much longer than the first.
 
         Raises:
             EngineUnavailableError: none of them answered.
@@ -220,11 +228,23 @@ class EngineClient:
             return [await self.prefill(input_ids)]
         body = _prefill_body(input_ids)
         await self._gate.wait()
-        answers = await asyncio.gather(
-            *(self._attempt(engine, body) for engine in self._engines), return_exceptions=True
-        )
-        done = [_prefilled(answer) for answer in answers if isinstance(answer, dict)]
-        return done or [await self.prefill(input_ids)]  # which says why, or waits until one is up again
+        began = asyncio.get_running_loop().time()
+        asked = [asyncio.create_task(self._attempt(engine, body)) for engine in self._engines]
+        waiting, done = set(asked), list[asyncio.Task[dict[str, Any]]]()
+        try:
+            while waiting and not done:
+                answered, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                done = [task for task in answered if task.exception() is None]
+            if waiting:  # one that hangs must not hold back the trees of the others
+                took = asyncio.get_running_loop().time() - began
+                await asyncio.wait(waiting, timeout=max(_LEAST_PATIENCE_S, 2 * took))
+        finally:
+            for task in asked:
+                task.cancel()
+            await asyncio.gather(*asked, return_exceptions=True)
+        ended = [task for task in asked if not task.cancelled() and task.exception() is None]
+        # Else it says why, or waits until one is up again.
+        return [_prefilled(task.result()) for task in ended] or [await self.prefill(input_ids)]
 
     async def _request(self, body: Mapping[str, Any], key: str = "") -> dict[str, Any]:
         """POST /generate until it is answered with a policy new enough, refused, or given up."""
@@ -241,6 +261,8 @@ class EngineClient:
             try:
                 if engine.suspect and self.version and engine in self._engines:
                     self._check_version(await self._version(engine))
+                    if not self._gate.is_set():
+                        continue  # a pause has begun meanwhile, and may have seen no request
                 answer = await self._attempt(engine, body, key)
                 self._check_version(_version_of(answer["meta_info"]))
             except (aiohttp.ClientError, TimeoutError, _PassingError) as error:
@@ -278,7 +300,7 @@ class EngineClient:
                 raise EngineRefusedError(f"HTTP {response.status} from the engine: {(await response.text())[:500]}")
             answer: dict[str, Any] = await response.json()
         finish = answer["meta_info"]["finish_reason"]
-        if finish["type"] == "abort" and (self._gate.is_set() or not answer.get("output_ids")):
+        if finish["type"] == "abort" and (self._gate.is_set() or len(answer.get("output_ids") or []) < 2):
             raise _PassingError("abort", str(finish.get("message", "")))
         return answer
 
@@ -367,7 +389,11 @@ def _plain(ids: Sequence[int] | Int32Array) -> list[int]:
 
 
 def _generation(answer: Mapping[str, Any], asked: RouteRequest | None) -> Generation:
-    """The engine's JSON as a `Generation`. Raises EngineRefusedError where it lacks what every answer must have."""
+    """The engine's JSON as a `Generation`. Raises EngineRefusedError where it lacks what every answer must have.
+
+    Of an answer that was cut short the last token is left out. It may have been the end, a stop string's or the
+    sequence's, and SGLang does not say so: it reports the abort instead. Whoever goes on samples it anew.
+    """
     meta = answer["meta_info"]
     token_ids = np.array(answer["output_ids"], dtype=np.int32)
     logprobs = np.array([entry[0] for entry in meta["output_token_logprobs"]], dtype=np.float32)
@@ -385,6 +411,10 @@ def _generation(answer: Mapping[str, Any], asked: RouteRequest | None) -> Genera
         finish = EngineFinish.CUT_SHORT
     else:
         finish = EngineFinish.STOP_STRING if isinstance(matched, str) else EngineFinish.END_TOKEN
+    routes = None if asked is None else asked.read(meta, len(token_ids))
+    if finish is EngineFinish.CUT_SHORT:
+        token_ids, logprobs, entropies = token_ids[:-1], logprobs[:-1], entropies[:-1]
+        routes = None if routes is None else routes[:-1]
     return Generation(
         token_ids=token_ids,
         logprobs=logprobs,
@@ -394,5 +424,5 @@ def _generation(answer: Mapping[str, Any], asked: RouteRequest | None) -> Genera
         prompt_tokens=int(meta["prompt_tokens"]),
         cached_tokens=int(meta["cached_tokens"]),
         weight_version=_version_of(meta),
-        routes=None if asked is None else asked.read(meta, len(token_ids)),
+        routes=routes,
     )

@@ -5,6 +5,9 @@ it samples the first k tokens by themselves, asks the policy, and forks if told 
 result at once, while the measured path goes on from its k tokens. The forks that a path has not used when it ends
 become fresh trajectories at once.
 
+What engine and tools answer is recorded as it comes (`record`); a tree that is grown again from its record asks only
+for what is not there.
+
 Nothing depends on which request came back first: places in the tree (`PathKey`) are handed out when a path begins, the
 forks of a task are reserved by place (`policies.base.shares`), draws and the engine's seeds are keyed by place, and the
 finished tree is written in the order of places.
@@ -23,7 +26,8 @@ from arpo_megatron.rollout import protocol
 from arpo_megatron.rollout.accounting import GrowCounts
 from arpo_megatron.rollout.client import EngineClient, EngineFinish, Generation, Sampling
 from arpo_megatron.rollout.node import Node
-from arpo_megatron.rollout.policies import BranchPolicy, ForkPoint, fresh_place, place_seed, shares
+from arpo_megatron.rollout.policies import BranchPolicy, ForkPoint, PathKey, fresh_place, place_seed, shares
+from arpo_megatron.rollout.record import Answer, Answered, Prefilled, TreeRecord, packed
 from arpo_megatron.rollout.routes import RouteRequest, RouteShape
 from arpo_megatron.rollout.tools import ToolClient
 from arpo_megatron.tree import Finish, Float32Array, Int32Array, Role, RolloutTree, ToolRecord
@@ -128,10 +132,31 @@ class _Sampled:
 
 
 class TreeGrower:
-    """Grows one tree; `counts` says what it has cost so far, also when `grow` raises."""
+    """Grows one tree; `counts` says what it has cost so far, also when `grow` raises.
 
-    def __init__(self, task_id: str, prompt_ids: Int32Array, context: GrowContext) -> None:
+    Args:
+        task_id: its task.
+        prompt_ids: int32[n].
+        context: what it shares with other trees.
+        entries: of its record, if it was grown before.
+        record: is called with each further entry.
+    """
+
+    def __init__(
+        self,
+        task_id: str,
+        prompt_ids: Int32Array,
+        context: GrowContext,
+        *,
+        entries: Sequence[bytes] = (),
+        record: Callable[[bytes], None] = lambda _entry: None,
+    ) -> None:
         self.counts = GrowCounts()
+        self._record = TreeRecord.of(entries)
+        self._write = record
+        self._began = time.monotonic() - self._record.seconds
+        for prefilled in self._record.prefilled:
+            self._count(prefilled)
         self._task_id = task_id
         self._routing_key = f"{context.step}/{task_id}"  # a tree stays on one engine, which has its prefixes cached
         self._context = context
@@ -148,16 +173,15 @@ class TreeGrower:
             PromptTooLongError: nothing can be sampled.
             EngineUnavailableError, EngineRefusedError, SandboxError: the tree cannot be finished.
         """
-        started = time.monotonic()
         prompt = self._root.token_ids
         if len(prompt) >= self._longest:
             raise PromptTooLongError(
                 f"the prompt has {len(prompt)} tokens of max_length={self._context.limits.max_length}"
             )
         policy = self._context.policy
-        if policy.initial > 1:  # else they would all compute the prompt
-            prompt_tokens, cached_tokens = await self._context.engine.prefill(prompt, key=self._routing_key)
-            self._count_request(prompt_tokens, cached_tokens, 0)
+        if policy.initial > 1 and not all((number,) in self._record.sampled for number in range(policy.initial)):
+            # Else they would all compute the prompt.
+            self._note((), Prefilled(*await self._context.engine.prefill(prompt, key=self._routing_key)))
         try:
             async with self._paths:
                 for number, forks in enumerate(shares(policy.total - policy.initial, policy.initial)):
@@ -166,7 +190,21 @@ class TreeGrower:
                     )
         except BaseExceptionGroup as errors:  # the first error of a path has ended the others
             raise _first_leaf(errors) from None
-        return self._tree(time.monotonic() - started)
+        return self._tree(time.monotonic() - self._began)
+
+    def so_far(self) -> RolloutTree:
+        """What was sampled of a tree whose `grow` has raised or was cancelled."""
+        pending = [self._root]
+        while pending:
+            node = pending.pop()
+            for child in list(node.children):
+                if child.role is Role.MODEL and not len(child.token_ids):
+                    if parts := self._record.sampled.get(child.key, []):
+                        self._fill(child, parts)
+                    else:
+                        node.children.remove(child)
+            pending += node.children
+        return self._tree(time.monotonic() - self._began)
 
     def _start(self, place: _Place) -> None:
         self._paths.create_task(self._run_path(place))
@@ -194,9 +232,6 @@ class TreeGrower:
             forks = self._decide(place, np.concatenate([part.entropies for part in parts])[:measured])
             matched = await self._extend(place, parts, room)
         last = self._fill(place.node, parts)
-        for part, end in zip(parts, np.cumsum([len(part.token_ids) for part in parts]).tolist(), strict=True):
-            if part.routes is not None:
-                last.keep_routes(len(place.prefix) + end - 1, part.routes)
         ids = np.concatenate([part.token_ids for part in parts])
         last.finish, call = self._outcome(place, parts[-1].finish, matched, ids)
         entropies = np.concatenate([part.entropies for part in parts])
@@ -221,7 +256,7 @@ class TreeGrower:
             wanted = 1 if protocol.ends_inside_stop(text, self._stops) else tokens - len(ids)
             if wanted <= 0 or len(ids) >= room:
                 return None
-            parts.append(await self._generate(place, ids, wanted))
+            parts.append(await self._next_part(place, parts, ids, wanted))
 
     def _decide(self, place: _Place, entropies: Float32Array) -> int:
         """Ask the policy, and start the siblings it wants from the tool result; returns the forks the path keeps."""
@@ -237,7 +272,6 @@ class TreeGrower:
                 before_entropies=place.before_entropies,
                 entropies=entropies,
                 budget=place.forks,
-                children=len(above.children),
             )
         )
         place.node.branch = decision.record
@@ -249,6 +283,7 @@ class TreeGrower:
 
     def _fill(self, node: Node, parts: Sequence[Generation]) -> Node:
         """Write what was sampled to `node`, and below it what later policies added; returns the last segment."""
+        end = node.path_length()
         for version, group in groupby(parts, key=lambda part: part.weight_version):
             same = list(group)
             if len(node.token_ids):
@@ -257,6 +292,10 @@ class TreeGrower:
             node.logprobs = np.concatenate([part.logprobs for part in same])
             node.entropies = np.concatenate([part.entropies for part in same])
             node.policy_version = version
+        for part in parts:
+            end += len(part.token_ids)
+            if part.routes is not None:
+                node.keep_routes(end - 1, part.routes)
         return node
 
     def _outcome(
@@ -280,31 +319,21 @@ class TreeGrower:
         An answer that leaves no room for another model token is not added: the trajectory ends with the call, by
         length.
         """
-        node, call, limits = segment.node, segment.call, self._context.limits
+        node, call = segment.node, segment.call
         if call is None:
             raise AssertionError("there is no call to answer")
-        started = time.monotonic()
-        answer = await self._context.tools.call(
-            call.tool,
-            {**call.arguments, **(self._session(node) if limits.sessions and call.tool == protocol.PYTHON else {})},
-            trajectory_id="/".join([self._task_id, *map(str, node.key)]),
-            timeout_s=limits.tool_timeout_s,
-        )
-        self.counts.calls_executed += 1
-        self.counts.calls_cached += answer.cached
-        codec = self._context.codec
-        result = protocol.result_tokens(
-            answer.text, encode=codec.encode_plain, decode=codec.decode, max_tokens=limits.max_tool_tokens
-        )
-        ids = np.array(result, dtype=np.int32)
-        prefix = np.concatenate([segment.prefix, ids])
+        answered = self._record.answered.get(node.key)
+        if answered is None:
+            answered = await self._call(node, call)
+            self._note(node.key, answered)
+        else:
+            self._count(answered)
+        prefix = np.concatenate([segment.prefix, answered.token_ids])
         if len(prefix) >= self._longest:
             node.finish = Finish.LENGTH
             return None
-        seconds = time.monotonic() - started
-        record = ToolRecord(call.tool, dict(call.arguments), str(answer.status), seconds, answer.cached)
         tool = node.child(Role.TOOL)
-        tool.token_ids, tool.tool = ids, record
+        tool.token_ids, tool.tool = answered.token_ids, answered.tool
         return _Place(
             tool.child(Role.MODEL),
             prefix,
@@ -325,7 +354,32 @@ class TreeGrower:
         before = node.caller(protocol.PYTHON)
         return {"state": "" if before is None else name(before), "keep": name(node)}
 
-    async def _generate(self, place: _Place, sampled: Int32Array, max_new_tokens: int) -> Generation:
+    async def _call(self, node: Node, call: protocol.ToolCall) -> Answered:
+        started, limits, codec = time.monotonic(), self._context.limits, self._context.codec
+        session = self._session(node) if limits.sessions and call.tool == protocol.PYTHON else {}
+        answer = await self._context.tools.call(
+            call.tool,
+            {**call.arguments, **session},
+            trajectory_id="/".join([self._task_id, *map(str, node.key)]),
+            timeout_s=limits.tool_timeout_s,
+        )
+        result = protocol.result_tokens(
+            answer.text, encode=codec.encode_plain, decode=codec.decode, max_tokens=limits.max_tool_tokens
+        )
+        seconds = time.monotonic() - started
+        record = ToolRecord(call.tool, dict(call.arguments), str(answer.status), seconds, answer.cached)
+        return Answered(np.array(result, dtype=np.int32), record)
+
+    async def _next_part(
+        self, place: _Place, parts: Sequence[Generation], sampled: Int32Array, max_new_tokens: int
+    ) -> Generation:
+        """What the engine samples, or has sampled, behind the `parts` of a segment."""
+        recorded = self._record.sampled.get(place.node.key, [])
+        if len(parts) < len(recorded):
+            part = recorded[len(parts)]
+            self._count(part)
+            self._context.on_tokens(len(part.token_ids))
+            return part
         context = self._context
         seed = place_seed(context.seed, context.step, self._task_id, place.node.key)
         prefix = np.concatenate([place.prefix, sampled])
@@ -338,15 +392,28 @@ class TreeGrower:
             key=self._routing_key,
             routes=None if context.routes is None else RouteRequest(start, context.routes),
         )
-        self._count_request(part.prompt_tokens, part.cached_tokens, len(part.token_ids))
+        self._note(place.node.key, part)
+        context.on_tokens(len(part.token_ids))
         return part
 
-    def _count_request(self, prompt_tokens: int, cached_tokens: int, sampled: int) -> None:
-        self.counts.requests += 1
-        self.counts.prompt_tokens += prompt_tokens
-        self.counts.cached_tokens += cached_tokens
-        self.counts.tokens_sampled += sampled
-        self._context.on_tokens(sampled)
+    def _note(self, key: PathKey, answer: Answer) -> None:
+        """Count an answer, and keep it for whoever has to go on."""
+        seconds = time.monotonic() - self._began
+        self._count(answer)
+        self._record.add(key, answer, seconds)
+        self._write(packed(key, answer, seconds))
+
+    def _count(self, answer: Answer) -> None:
+        counts = self.counts
+        if isinstance(answer, Answered):
+            counts.calls_executed += 1
+            counts.calls_cached += answer.tool.cached
+            return
+        counts.requests += 1
+        counts.prompt_tokens += answer.prompt_tokens
+        counts.cached_tokens += answer.cached_tokens
+        if isinstance(answer, Generation):
+            counts.tokens_sampled += len(answer.token_ids)
 
     def _tree(self, seconds: float) -> RolloutTree:
         """The finished tree, depth first in the order of places."""

@@ -10,22 +10,38 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 
 from arpo_megatron.rollout.accounting import GrowCounts, common_prefix_length, grow_stats
 from arpo_megatron.rollout.client import EngineClient, EngineRefusedError, EngineUnavailableError, Sampling
 from arpo_megatron.rollout.grower import GrowContext, PromptTooLongError, TextCodec, TreeGrower
+from arpo_megatron.rollout.messages import (
+    CollectTrees,
+    GrowProgress,
+    GrowReport,
+    GrowSettings,
+    IncompleteTree,
+    LiveTree,
+    StaleEnginesError,
+    StartTrees,
+)
 from arpo_megatron.rollout.policies import BranchPolicy
 from arpo_megatron.rollout.routes import RouteShape
-from arpo_megatron.rollout.service import CollectTrees, GrowProgress, GrowReport, StaleEnginesError, StartTrees
 from arpo_megatron.rollout.tools import ToolClient
 from arpo_megatron.tree import Int32Array, RolloutTree
 from tools_sandbox.client import SandboxError
 
 TREE_FAILURES = (EngineUnavailableError, EngineRefusedError, SandboxError, PromptTooLongError)
 """What makes a tree a failed one. Anything else is a defect and ends the call with its traceback."""
+
+
+class GivenUpError(Exception):
+    """Nobody wants the tree any longer."""
+
+
 _PROGRESS_INTERVAL_S = 0.25
 _HEARTBEAT_S = 1.0
 
@@ -34,7 +50,7 @@ _HEARTBEAT_S = 1.0
 class _Growing:
     """A tree under way, and what became of it: None while it grows."""
 
-    task_id: str
+    number: int
     version: int
     grower: TreeGrower
     job: "asyncio.Task[None] | None" = None
@@ -70,7 +86,9 @@ class TreePool:
         tools: where tools are called.
         codec: the tokenizer.
         seed: the run's.
+        policy: how trees with these settings branch.
         send: is called with a `GrowProgress` now and then while a `collect` waits.
+        record: is called with a tree's number and each new entry of its record.
         routes: what the engine's expert routes look like; None: it tells none.
     """
 
@@ -80,14 +98,18 @@ class TreePool:
         tools: ToolClient,
         codec: TextCodec,
         seed: int,
+        policy: Callable[[GrowSettings], BranchPolicy],
         send: Callable[[GrowProgress], None],
+        record: Callable[[int, bytes], None],
         routes: RouteShape | None = None,
     ) -> None:
         self._engine = engine
         self._tools = tools
         self._codec = codec
         self._seed = seed
+        self._policy = policy
         self._send = send
+        self._record = record
         self._routes = routes
         self._groups: dict[str, _Group] = {}
         self._stale: set[str] = set()
@@ -95,33 +117,41 @@ class TreePool:
         self._tokens = 0
         self._repeated = 0  # counted by the clients up to the last report
 
-    def start(self, request: StartTrees, policy: BranchPolicy) -> None:
-        """Begin to grow a tree for each task; returns at once."""
-        self._engine.version = request.version
-        group = self._groups.setdefault(request.group, _Group(policy))
-        group.policy = policy
-        if not group.trees:
-            group.since = time.monotonic()
+    def start(self, request: StartTrees) -> None:
+        """Begin to grow trees, or go on with them; returns at once. Those that are here already are left alone."""
+        self._engine.version = max(self._engine.version, request.version)
+        known = {tree.number for group in self._groups.values() for tree in group.trees}
+        asked = [tree for tree in request.trees if tree.number not in known]
+        prompts = [np.array(self._codec.encode(tree.task.prompt_text), dtype=np.int32) for tree in asked]
+        cold = [prompt for tree, prompt in zip(asked, prompts, strict=True) if not tree.entries]
+        common = asyncio.create_task(self._prefill_common(cold))
+        for each, prompt in zip(asked, prompts, strict=True):
+            policy = self._policy(each.settings)
+            group = self._groups.setdefault(each.group, _Group(policy))
+            group.policy = policy
+            if not group.trees:
+                group.since = time.monotonic()
+            tree = _Growing(each.number, each.version, self._grower(each, prompt, policy))
+            group.trees.append(tree)
+            group.unfinished[tree.version] += 1
+            tree.job = asyncio.create_task(self._grow(tree, group, None if each.entries else common))
+
+    def _grower(self, tree: LiveTree, prompt: Int32Array, policy: BranchPolicy) -> TreeGrower:
+        settings = tree.settings
         context = GrowContext(
             engine=self._engine,
             tools=self._tools,
             codec=self._codec,
             policy=policy,
-            sampling=Sampling(request.settings.temperature, request.settings.top_p),
-            limits=request.settings.limits,
+            sampling=Sampling(settings.temperature, settings.top_p),
+            limits=settings.limits,
             seed=self._seed,
-            step=request.step,
+            step=tree.step,
             on_tokens=self._count_tokens,
-            routes=self._routes if request.settings.routes else None,
+            routes=self._routes if settings.routes else None,
         )
-        prompts = [np.array(self._codec.encode(task.prompt_text), dtype=np.int32) for task in request.tasks]
-        common = asyncio.create_task(self._prefill_common(prompts, group))
-        for task, prompt in zip(request.tasks, prompts, strict=True):
-            grower = TreeGrower(task.id, prompt, context)
-            tree = _Growing(task.id, request.version, grower)
-            group.trees.append(tree)
-            group.unfinished[tree.version] += 1
-            tree.job = asyncio.create_task(self._grow(tree, group, common))
+        record = partial(self._record, tree.number)
+        return TreeGrower(tree.task.id, prompt, context, entries=tree.entries, record=record)
 
     async def collect(self, request: CollectTrees) -> GrowReport:
         """Wait for trees of a group, and give them away: the oldest finished ones.
@@ -143,13 +173,16 @@ class TreePool:
         if (group := self._groups.get(name)) is not None:
             await self._until_finished(group, len(group.trees), None)
 
-    async def stop(self, name: str) -> None:
+    async def stop(self, name: str) -> GrowReport:
         """Give up all trees of a group that were not collected. The engine is left without their requests."""
-        if (group := self._groups.pop(name, None)) is None:
-            return
+        group = self._groups.pop(name)
         await self.pause()
         await _cancel(group.trees)
+        for tree in group.trees:
+            if tree.result is None:
+                tree.result = GivenUpError("given up")
         self._engine.resume(self._engine.version)
+        return self._report(group, len(group.trees), None)
 
     async def _until_finished(self, group: _Group, count: int, finish_before: int | None) -> None:
         """Until `count` trees are finished and all that began before a version, telling how far it is."""
@@ -206,7 +239,7 @@ class TreePool:
             counts.add(tree.grower.counts)
         trees = [tree.result for tree in given if isinstance(tree.result, RolloutTree)]
         failed = [
-            (tree.task_id, f"{type(tree.result).__name__}: {tree.result}")
+            IncompleteTree(tree.grower.so_far(), f"{type(tree.result).__name__}: {tree.result}")
             for tree in given
             if isinstance(tree.result, Exception)
         ]
@@ -217,11 +250,12 @@ class TreePool:
         group.since = now
         self._send(GrowProgress(count, count, self._tokens))
         self._tokens = 0
-        return GrowReport(trees, failed, stats)
+        return GrowReport(trees, failed, stats, tuple(tree.number for tree in given))
 
-    async def _grow(self, tree: _Growing, group: _Group, common: "asyncio.Task[None]") -> None:
+    async def _grow(self, tree: _Growing, group: _Group, common: "asyncio.Task[GrowCounts] | None") -> None:
         try:
-            await asyncio.shield(common)
+            if common is not None:
+                group.prefills.add(_taken(await asyncio.shield(common)))
             tree.result = await tree.grower.grow()
         except TREE_FAILURES as error:
             tree.result = error
@@ -231,16 +265,27 @@ class TreePool:
             group.unfinished[tree.version] -= 1
             self._changed.set()
 
-    async def _prefill_common(self, prompts: Sequence[Int32Array], group: _Group) -> None:
-        """Put what all prompts begin with (a system prompt) into the engines' caches before they all compute it."""
-        shared = common_prefix_length(prompts)
+    async def _prefill_common(self, prompts: Sequence[Int32Array]) -> GrowCounts:
+        """Put what all prompts begin with (a system prompt) into the engines' caches before they all compute it.
+
+        Returns what it cost, for the first who asks.
+        """
+        counts, shared = GrowCounts(), common_prefix_length(prompts)
         if shared:
             for prompt_tokens, cached_tokens in await self._engine.prefill_everywhere(prompts[0][:shared]):
-                group.prefills.add(GrowCounts(requests=1, prompt_tokens=prompt_tokens, cached_tokens=cached_tokens))
+                counts.add(GrowCounts(requests=1, prompt_tokens=prompt_tokens, cached_tokens=cached_tokens))
+        return counts
 
     def _count_tokens(self, tokens: int) -> None:
         self._tokens += tokens
         self._changed.set()  # a `collect` may want to tell
+
+
+def _taken(counts: GrowCounts) -> GrowCounts:
+    """A copy; the original is empty from now on."""
+    copy = replace(counts)
+    counts.clear()
+    return copy
 
 
 async def _cancel(trees: Sequence[_Growing]) -> None:

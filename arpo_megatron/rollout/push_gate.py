@@ -1,8 +1,9 @@
 """The gate of an engine: from the beginning of a weight push to its commit nothing is generated.
 
 A push that is interrupted leaves a mixture of weights behind, so the gate stays closed (HTTP 503) until a whole push
-has arrived, whoever sends it. Two endpoints are added to SGLang's server:
+has arrived, whoever sends it. Three endpoints are added to SGLang's server:
 
+    GET  /arpo/alive                                      -> 200 while scheduler and detokenizer do their work
     POST /arpo/begin_push  {"version": N, "timeout_s": s}  -> {"ranks": n, "incarnation": "..."}
     POST /arpo/commit_push {"version": N, "timeout_s": s}
 
@@ -12,6 +13,10 @@ the old weights, and sets the version that answers report.
 
 A server that was restarted while the trainer had its memory is awake: being told to take it back, which would end
 SGLang's scheduler, is nothing to it.
+
+`alive` generates nothing, so it disturbs neither a push nor an engine without its memory: the scheduler is asked for
+its state, and an empty batch takes the way of all answers through the detokenizer. (SGLang's /health asks by a
+generation, and /server_info the scheduler alone: of a detokenizer that hangs it knows nothing.)
 """
 
 import asyncio
@@ -24,6 +29,10 @@ Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
+ALIVE = "/arpo/alive"
+_DETOKENIZER = "arpo_detokenizer_address"
+"""Attribute of SGLang's tokenizer manager that is added to it."""
+_ALIVE_TIMEOUT_S = 30.0
 _GENERATING = ("/generate", "/v1/", "/invocations", "/encode", "/classify")
 _RELEASE, _RESUME = "/release_memory_occupation", "/resume_memory_occupation"
 _POLL_INTERVAL_S = 0.005
@@ -39,10 +48,13 @@ class PushGate:
         self._running = 0
         self._memory_released = False
         self._frozen = False
+        self._probe: DetokenizerProbe | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, or hand it on."""
-        if scope["type"] != "http" or scope["method"] != "POST":
+        if scope["type"] == "http" and scope["path"] == ALIVE:
+            await self._answer(send, *await self._alive())
+        elif scope["type"] != "http" or scope["method"] != "POST":
             await self._app(scope, receive, send)
         elif scope["path"] == "/arpo/begin_push":
             await self._answer(send, *await self._begin(**await _json(receive)))
@@ -62,6 +74,17 @@ class PushGate:
                 await self._app(scope, receive, send)
             finally:
                 self._running -= 1
+
+    async def _alive(self) -> tuple[int, dict[str, Any]]:
+        try:
+            async with asyncio.timeout(_ALIVE_TIMEOUT_S):
+                await _manager().get_internal_state()
+                if self._probe is None:
+                    self._probe = DetokenizerProbe(_manager())
+                await self._probe.answers()
+        except TimeoutError:
+            return 503, {"error": f"no answer from scheduler and detokenizer for {_ALIVE_TIMEOUT_S:g} s"}
+        return 200, {}
 
     async def _begin(self, version: int, timeout_s: float) -> tuple[int, dict[str, Any]]:
         before, self._arriving = self._arriving, version
@@ -93,6 +116,58 @@ class PushGate:
         headers = [(b"content-type", b"application/json")]
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": json.dumps(body).encode()})
+
+
+class DetokenizerProbe:
+    """Sends empty batches to the detokenizer, as the scheduler sends its results, and sees them come back."""
+
+    def __init__(self, manager: Any) -> None:
+        import zmq
+        import zmq.asyncio
+        from sglang.srt.managers.io_struct import BatchEmbeddingOutput, async_sock_send
+        from sglang.srt.utils.network import get_zmq_socket
+
+        # It hands embeddings on as they are; a batch of none changes nothing anywhere.
+        self._empty = BatchEmbeddingOutput(
+            rids=[],
+            finished_reasons=[],
+            embeddings=[],
+            prompt_tokens=[],
+            cached_tokens=[],
+            placeholder_tokens_idx=None,
+            placeholder_tokens_val=None,
+        )
+        address = getattr(manager, _DETOKENIZER)
+        self._socket = get_zmq_socket(zmq.asyncio.Context.instance(), zmq.PUSH, address, False)
+        self._send = async_sock_send
+        self._came = asyncio.Event()
+        handle = manager._handle_batch_output
+
+        async def seen(received: Any) -> None:
+            if isinstance(received, BatchEmbeddingOutput) and not received.rids:
+                self._came.set()
+            else:
+                await handle(received)
+
+        manager._handle_batch_output = seen
+
+    async def answers(self) -> None:
+        """Returns when a batch has come back."""
+        self._came.clear()
+        await self._send(self._socket, self._empty)
+        await self._came.wait()
+
+
+def register() -> None:
+    """Have the tokenizer manager remember where its detokenizer listens (applied by SGLang's `load_plugins`)."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    def remember(original: Callable[[Any, Any], None], manager: Any, ports: Any) -> None:
+        original(manager, ports)
+        setattr(manager, _DETOKENIZER, ports.detokenizer_ipc_name)
+
+    target = "sglang.srt.managers.tokenizer_manager.TokenizerManager.init_ipc_channels"
+    HookRegistry.register(target, remember, HookType.AROUND)
 
 
 def install() -> None:

@@ -25,6 +25,7 @@ from arpo_megatron.config import EngineConfig
 from arpo_megatron.errors import UserError
 from arpo_megatron.machine import ON_CPU, Placement, role_environment
 from arpo_megatron.processes import last_lines, stop_groups
+from arpo_megatron.rollout.push_gate import ALIVE
 from arpo_megatron.rollout.sglang_main import LAUNCHER_PID_VARIABLE
 from arpo_megatron.supervisor import Program
 
@@ -33,6 +34,8 @@ _POLL_INTERVAL_S = 0.1
 _CANDIDATES = 10000
 """Ports among which free ones are looked for."""
 _ROUTER_STARTUP_S = 60.0
+_ROUTER_HANG_S = 5.0
+"""The router only forwards: nothing excuses a pause, and all engines wait for it."""
 
 
 class EngineStartError(UserError):
@@ -175,9 +178,7 @@ def engine_program(
         environment=_environment(scratch, placement, engine.replicas),
         startup_timeout_s=engine.startup_timeout_s,
         hang_timeout_s=engine.hang_timeout_s,
-        # Asks the scheduler, which /health does only with a generation: that would fail while the engine's memory is
-        # released. 6 ms on a CPU.
-        alive="/server_info",
+        alive=ALIVE,  # 7 ms on a CPU
         bound=False,
     )
 
@@ -214,7 +215,7 @@ def router_program(
         "policy": "manual",
         "assignment-mode": "min_load",
         "request-timeout-secs": round(engine.request_timeout_s),
-        "health-check-endpoint": "/server_info",
+        "health-check-endpoint": ALIVE,
         "health-check-interval-secs": 1,
         "health-check-timeout-secs": 5,
         "health-failure-threshold": 2,
@@ -234,7 +235,7 @@ def router_program(
         log=log_path,
         environment=dict(os.environ),
         startup_timeout_s=_ROUTER_STARTUP_S,
-        hang_timeout_s=engine.hang_timeout_s,
+        hang_timeout_s=min(_ROUTER_HANG_S, engine.hang_timeout_s),
         ready="/readiness",
         alive="/liveness",
     )

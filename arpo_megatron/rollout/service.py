@@ -1,246 +1,103 @@
-"""The grower in a process of its own, and the handle that trainer rank 0 holds on it.
+"""Trainer rank 0's hold on the rollout process, in which the trees grow (`worker`).
 
 An event loop with thousands of coroutines inside a training rank would delay its kernel launches and be delayed by
-them. The process is `python -m arpo_megatron.rollout.worker`, started with one end of a socket pair; both ends speak
-multiprocessing's `Connection`. (multiprocessing's own `spawn` would import the trainer's main module, torch and
-Megatron with it, into that process.)
+them. The process is a service like the engines: supervised, restarted where it dies or hangs. What its trees have
+sampled is sent here as it comes, entry by entry (`record`), so a new process goes on with them where the old one was;
+a checkpoint holds the same entries.
+
+Both ends speak multiprocessing's `Connection` over a Unix socket in a directory that only this user may enter. A
+thread of this process reads it at all times, also while the trainer trains, and connects anew when it is cut.
 """
 
 import itertools
 import os
+import shutil
 import socket
-import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from multiprocessing.connection import Connection
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Client, Connection
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Self
 
-from arpo_megatron.config import AlgorithmConfig, JobConfig
 from arpo_megatron.errors import UserError
-from arpo_megatron.rollout.accounting import GrowStats
-from arpo_megatron.rollout.grower import GrowLimits
-from arpo_megatron.rollout.routes import RouteShape
+from arpo_megatron.processes import stop_groups
+from arpo_megatron.rollout.messages import (
+    CollectTrees,
+    Failure,
+    FinishTrees,
+    GrowProgress,
+    GrowReport,
+    GrowSettings,
+    LiveTree,
+    Pause,
+    Recorded,
+    Restore,
+    Resume,
+    ServiceSettings,
+    StaleEnginesError,
+    StartTrees,
+    StopTrees,
+)
+from arpo_megatron.rollout.record import UnfinishedTree
+from arpo_megatron.rollout.server import free_ports
+from arpo_megatron.supervisor import Program
 from arpo_megatron.tasks.base import Task
-from arpo_megatron.tree import RolloutTree
 
+_CONNECT_INTERVAL_S = 0.1
+_STARTUP_S = 60.0
 _CLOSE_DEADLINE_S = 5.0
+_GREETING = 0
+"""Number of the request with which every connection begins."""
 
 
 class RolloutError(RuntimeError):
     """The rollout process failed in a way that is not a failed tree; the message holds its traceback or exit code."""
 
 
-class StaleEnginesError(RuntimeError):
-    """Engines (their URLs are the arguments) serve older weights than trees need: push, then ask again."""
-
-
-@dataclass(frozen=True, slots=True)
-class GrowSettings:
-    """How the trees of one call are grown.
-
-    Attributes:
-        branching: the algorithm whose policy distributes the trajectories; None: independent ones.
-        samples: trajectories a task where `branching` is None.
-        temperature: sampling temperature, 0 is greedy.
-        top_p: nucleus sampling.
-        limits: bounds of a trajectory.
-        routes: keep what the engine tells of expert routes, where it does (`ServiceSettings.routes`).
-    """
-
-    branching: AlgorithmConfig | None
-    samples: int
-    temperature: float
-    top_p: float
-    limits: GrowLimits
-    routes: bool = False
-
-    @classmethod
-    def training(cls, config: JobConfig) -> Self:
-        """A training step: the config's algorithm and temperature."""
-        return cls(
-            branching=config.algorithm,
-            samples=config.algorithm.samples,
-            temperature=config.rollout.temperature,
-            top_p=config.rollout.top_p,
-            limits=_limits(config),
-            routes=True,
-        )
-
-    @classmethod
-    def evaluation(cls, config: JobConfig, *, samples: int = 1, temperature: float | None = None) -> Self:
-        """Independent trajectories at `temperature` (None: that of `config.evaluation`)."""
-        return cls(
-            branching=None,
-            samples=samples,
-            temperature=config.evaluation.temperature if temperature is None else temperature,
-            top_p=1.0,
-            limits=_limits(config),
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class GrowProgress:
-    """How far a call has come. `trees_done` counts failed trees too."""
-
-    trees_done: int
-    trees_total: int
-    tokens_sampled: int
-
-
-@dataclass(frozen=True, slots=True)
-class GrowReport:
-    """What a call has grown.
-
-    Attributes:
-        trees: the finished trees, in the order of their tasks.
-        failed: (task id, reason) of every task whose tree could not be finished.
-        stats: what it cost.
-    """
-
-    trees: list[RolloutTree]
-    failed: list[tuple[str, str]]
-    stats: GrowStats
-
-
-@dataclass(frozen=True, slots=True)
-class ServiceSettings:
-    """What the process needs to know once.
-
-    Attributes:
-        engine_urls: the SGLang servers.
-        sandbox_url: the tool service.
-        tokenizer_path: Hugging Face directory with the tokenizer.
-        seed: the run's seed; branching draws follow from it.
-        request_timeout_s: deadline of one engine request.
-        retry_for_s: how long after its first failure a request or tool call is repeated.
-        sandbox_token: the tool service's bearer token, if it has one.
-        router_url: SGLang's router before the engines, if one runs.
-        routes: what an engine's expert routes look like; None: it tells none.
-    """
-
-    engine_urls: tuple[str, ...]
-    sandbox_url: str
-    tokenizer_path: Path
-    seed: int
-    request_timeout_s: float = 600.0
-    retry_for_s: float = 60.0
-    sandbox_token: str | None = None
-    router_url: str | None = None
-    routes: RouteShape | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class StartTrees:
-    """Begin to grow a tree for each task.
-
-    Attributes:
-        group: trees that are collected together.
-        tasks: ids may repeat only if equal trees' draws are wanted.
-        step: keys the branching draws.
-        version: of the weights that the engine holds now, at least.
-        settings: how to grow.
-    """
-
-    group: str
-    tasks: tuple[Task, ...]
-    step: int
-    version: int
-    settings: GrowSettings
-
-
-@dataclass(frozen=True, slots=True)
-class CollectTrees:
-    """Wait for `count` finished trees of a group (None: for all of it), and for all that began before a version.
-
-    Those that began with the oldest version come first, and in the order of their start. More than `count` come only
-    where more began before `finish_before`.
-    """
-
-    group: str
-    count: int | None = None
-    finish_before: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class FinishTrees:
-    """Wait until no tree of a group grows; they stay to be collected."""
-
-    group: str
-
-
-@dataclass(frozen=True, slots=True)
-class StopTrees:
-    """Give up all trees of a group that were not collected."""
-
-    group: str
-
-
-@dataclass(frozen=True, slots=True)
-class Pause:
-    """Let no request pass to the engine and cut short those that run."""
-
-
-@dataclass(frozen=True, slots=True)
-class Resume:
-    """Go on with policy `version`."""
-
-    version: int
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """An exception on its way back.
-
-    Attributes:
-        traceback: the process's, as text.
-        user_error: the one line of a `UserError`, None for other exceptions.
-    """
-
-    traceback: str
-    user_error: str | None = None
-
-
 class RolloutHandle:
-    """Holds the rollout process. Not for several threads at once; also a context manager that closes it."""
+    """Holds the trees of the rollout process, whichever runs now. Not for several threads at once.
 
-    def __init__(self, process: "subprocess.Popen[bytes]", connection: "Connection[object, object]") -> None:
-        self.process = process
-        self._connection = connection
-        self._calls = itertools.count()
+    Also a context manager that closes it.
+    """
+
+    def __init__(self, address: Path, settings: ServiceSettings, *, patience_s: float) -> None:
+        self._address = address
+        self._settings = settings
+        self._patience_s = patience_s
+        self._lock = threading.Lock()  # of all below
+        self._connection: Connection[object, object] | None = None
+        self._trees: dict[int, tuple[LiveTree, list[bytes]]] = {}
+        self._version = 0
+        self._paused = False
+        self._pending: tuple[int, object] | None = None
+        self._broken: Exception | None = None
+        self._closed = threading.Event()
+        self._answers: SimpleQueue[tuple[int, object]] = SimpleQueue()
+        self._numbers, self._requests = itertools.count(), itertools.count(_GREETING + 1)
+        self._thread = threading.Thread(target=self._keep_connected, name="rollouts", daemon=True)
 
     @classmethod
-    def start(cls, settings: ServiceSettings, *, log_path: Path | None = None) -> Self:
-        """Start the process; returns when it is ready to grow.
+    def connect(cls, address: Path, settings: ServiceSettings, *, patience_s: float = 600.0) -> Self:
+        """Wait for the process that listens at `address`; returns when it is ready to grow.
 
         Args:
+            address: of its socket.
             settings: addresses, tokenizer, seed.
-            log_path: where its stdout and stderr go; None: to those of this process.
+            patience_s: how long a restart of it may take.
 
         Raises:
             UserError: `tokenizer_path` holds no tokenizer.json.
-            RolloutError: the process could not start.
+            RolloutError: nobody listens there.
         """
-        ours, theirs = socket.socketpair()
-        output = None if log_path is None else log_path.open("ab")
+        handle = cls(address, settings, patience_s=patience_s)
+        handle._thread.start()
         try:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "arpo_megatron.rollout.worker", str(theirs.fileno()), str(os.getpid())],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=None if output is None else subprocess.STDOUT,
-                pass_fds=[theirs.fileno()],
-                env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
-            )
-        finally:
-            theirs.close()
-            if output is not None:
-                output.close()
-        handle = cls(process, Connection(ours.detach()))
-        try:
-            handle._send(settings)
-            handle._receive()
+            handle._answer_to(_GREETING, None)
         except BaseException:
             handle.close()
             raise
@@ -258,7 +115,7 @@ class RolloutHandle:
         """Grow one tree for each task, all at once; blocks until the last one is finished or has failed.
 
         Args:
-            tasks: see `StartTrees`, as for the next two.
+            tasks: see `start_trees`, as for the next three.
             step: keys the branching draws.
             version: of the weights the engine holds, at least.
             settings: how to grow.
@@ -268,13 +125,52 @@ class RolloutHandle:
             RolloutError: the process broke down. A tree that cannot be finished is no error: see `GrowReport.failed`.
             StaleEnginesError: see `collect`.
         """
-        group = f"call {next(self._calls)}"
-        self.start_trees(StartTrees(group, tuple(tasks), step, version, settings))
+        group = f"call {next(self._numbers)}"
+        self.start_trees(group, tasks, step=step, version=version, settings=settings)
         return self.collect(CollectTrees(group), progress)
 
-    def start_trees(self, request: StartTrees) -> None:
-        """Begin to grow; returns at once. The trees go on growing whatever else is called. Raises RolloutError."""
-        self._call(request)
+    def start_trees(
+        self, group: str, tasks: Sequence[Task], *, step: int, version: int, settings: GrowSettings
+    ) -> None:
+        """Begin to grow a tree for each task; returns at once. They go on growing whatever else is called.
+
+        Args:
+            group: trees that are collected together.
+            tasks: ids may repeat only if equal trees' draws are wanted.
+            step: keys the branching draws.
+            version: of the weights that the engine holds now, at least.
+            settings: how to grow.
+
+        Raises:
+            RolloutError: the process broke down.
+        """
+        self._start([LiveTree(next(self._numbers), group, task, step, version, settings) for task in tasks], version)
+
+    def go_on(
+        self,
+        group: str,
+        trees: Sequence[tuple[Task, UnfinishedTree]],
+        *,
+        version: int,
+        settings: GrowSettings,
+    ) -> None:
+        """Grow trees on from what they have sampled; see `start_trees`."""
+        self._start(
+            [
+                LiveTree(next(self._numbers), group, task, tree.step, tree.version, settings, tree.entries)
+                for task, tree in trees
+            ],
+            version,
+        )
+
+    def unfinished(self, group: str) -> list[UnfinishedTree]:
+        """The trees of a group that were not collected, in the order of their start, with all they have sampled."""
+        with self._lock:
+            return [
+                UnfinishedTree(tree.task.id, tree.step, tree.version, tuple(entries))
+                for tree, entries in self._trees.values()
+                if tree.group == group
+            ]
 
     def collect(self, request: CollectTrees, progress: Callable[[GrowProgress], None] | None = None) -> GrowReport:
         """Wait for finished trees.
@@ -284,35 +180,36 @@ class RolloutHandle:
             StaleEnginesError: an engine lacks the weights (it was restarted). The trees go on at the others; nothing
                 was collected.
         """
-        report = self._call(request, progress)
-        if not isinstance(report, GrowReport):
-            raise AssertionError(f"a collection was answered with {report!r}")
-        return report
+        return self._report(request, progress)
 
     def finish_trees(self, request: FinishTrees, progress: Callable[[GrowProgress], None] | None = None) -> None:
         """Wait for all trees of a group. Raises what `collect` does."""
         self._call(request, progress)
 
-    def stop_trees(self, request: StopTrees) -> None:
-        """Give up trees. Raises RolloutError."""
-        self._call(request)
+    def stop_trees(self, request: StopTrees) -> GrowReport:
+        """Give up trees; they are what is reported. Raises RolloutError."""
+        return self._report(request)
 
     def pause(self) -> None:
         """Stop all trees where they are; the engine is idle when this returns. Raises RolloutError."""
         self._call(Pause())
+        with self._lock:
+            self._paused = True
 
     def resume(self, version: int) -> None:
         """Let the trees go on with policy `version`. Raises RolloutError."""
+        with self._lock:
+            self._paused, self._version = False, version
         self._call(Resume(version))
 
     def close(self) -> None:
-        """End the process, within 5 seconds; a second call changes nothing."""
-        self._connection.close()  # the process ends when it reads the end of the stream
-        try:
-            self.process.wait(_CLOSE_DEADLINE_S)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+        """Let go of the process, which gives all trees up; a second call changes nothing."""
+        self._closed.set()
+        with self._lock:
+            if self._connection is not None:
+                _hang_up(self._connection)
+        if self._thread.is_alive():
+            self._thread.join(_CLOSE_DEADLINE_S)
 
     def __enter__(self) -> Self:
         return self
@@ -320,49 +217,159 @@ class RolloutHandle:
     def __exit__(self, *_exception: object) -> None:
         self.close()
 
+    def _start(self, trees: Sequence[LiveTree], version: int) -> None:
+        with self._lock:
+            self._version = max(self._version, version)
+            self._trees |= {tree.number: (tree, list(tree.entries)) for tree in trees}
+        self._call(StartTrees(tuple(trees), version))
+
+    def _report(self, request: object, progress: Callable[[GrowProgress], None] | None = None) -> GrowReport:
+        report = self._call(request, progress)
+        if not isinstance(report, GrowReport):
+            raise AssertionError(f"{request!r} was answered with {report!r}")
+        return report
+
     def _call(self, request: object, progress: Callable[[GrowProgress], None] | None = None) -> object:
-        """Send a request and wait for its answer."""
-        self._send(request)
-        while isinstance(answer := self._receive(), GrowProgress):
+        """Send a request and wait for its answer; where the connection is cut, the thread sends it again."""
+        with self._lock:
+            if self._broken is not None:
+                raise RolloutError(f"the rollout process has failed before: {self._broken}")
+            number = next(self._requests)
+            self._pending = (number, request)
+            if self._connection is not None:
+                with suppress(OSError):
+                    self._connection.send(self._pending)
+        try:
+            return self._answer_to(number, progress)
+        finally:
+            with self._lock:
+                self._pending = None
+
+    def _answer_to(self, request: int, progress: Callable[[GrowProgress], None] | None) -> object:
+        while True:
+            number, answer = self._answers.get()
+            if isinstance(answer, Failure):
+                text = answer.user_error or f"the rollout process failed:\n{answer.traceback}"
+                self._broken = RolloutError(text)
+                raise UserError(text) if answer.user_error is not None else self._broken
+            if isinstance(answer, RolloutError):
+                self._broken = answer
+                raise answer
+            if number != request:
+                continue  # of a call that was interrupted, or another connection's greeting
+            if isinstance(answer, StaleEnginesError):
+                raise answer
+            if not isinstance(answer, GrowProgress):
+                return answer
             if progress is not None:
                 progress(answer)
-        return answer
 
-    def _send(self, message: object) -> None:
+    def _keep_connected(self) -> None:
+        """The thread: read what comes, and connect again where that ends."""
         try:
-            self._connection.send(message)
-        except OSError as error:
-            raise self._ended() from error
+            while not self._closed.is_set():
+                connection = self._connected()
+                with suppress(EOFError, OSError):
+                    self._greet(connection)
+                    while True:
+                        self._take(connection.recv())
+                with self._lock:
+                    self._connection = None
+                connection.close()
+        except Exception as error:
+            text = str(error) if isinstance(error, RolloutError) else f"{type(error).__name__}: {error}"
+            self._answers.put((_GREETING, RolloutError(text)))
 
-    def _receive(self) -> object:
-        try:
-            answer = self._connection.recv()
-        except (EOFError, OSError) as error:
-            raise self._ended() from error
-        if isinstance(answer, StaleEnginesError):
-            raise answer
-        if isinstance(answer, Failure) and answer.user_error is not None:
-            raise UserError(answer.user_error)
-        if isinstance(answer, Failure):
-            raise RolloutError(f"the rollout process failed:\n{answer.traceback}")
-        return answer
+    def _connected(self) -> "Connection[object, object]":
+        give_up = time.monotonic() + self._patience_s
+        while True:
+            try:
+                return Client(str(self._address), "AF_UNIX")
+            except OSError as error:
+                if self._closed.wait(_CONNECT_INTERVAL_S) or time.monotonic() > give_up:
+                    raise RolloutError(f"the rollout process is gone: {error.strerror}: {self._address}") from None
 
-    def _ended(self) -> RolloutError:
-        try:
-            code: int | None = self.process.wait(_CLOSE_DEADLINE_S)
-        except subprocess.TimeoutExpired:
-            code = None
-        return RolloutError(f"the rollout process ended with code {code}")
+    def _greet(self, connection: "Connection[object, object]") -> None:
+        """Tell a process what the one before it was doing, if there was one."""
+        with self._lock:
+            self._connection = connection
+            if self._closed.is_set():
+                raise EOFError
+            trees = tuple(
+                LiveTree(tree.number, tree.group, tree.task, tree.step, tree.version, tree.settings, tuple(entries))
+                for tree, entries in self._trees.values()
+            )
+            connection.send((_GREETING, Restore(self._settings, StartTrees(trees, self._version), self._paused)))
+            if self._pending is not None:
+                connection.send(self._pending)
+
+    def _take(self, message: object) -> None:
+        if isinstance(message, Recorded):
+            with self._lock:
+                if message.number in self._trees:
+                    self._trees[message.number][1].append(message.entry)
+            return
+        assert isinstance(message, tuple)
+        number, answer = message
+        with self._lock:
+            if isinstance(answer, GrowReport):
+                for given in answer.numbers:
+                    self._trees.pop(given, None)
+            if self._pending is not None and self._pending[0] == number and not isinstance(answer, GrowProgress):
+                self._pending = None
+        self._answers.put((number, answer))
 
 
-def _limits(config: JobConfig) -> GrowLimits:
-    rollout = config.rollout
-    return GrowLimits(
-        max_length=config.model.max_length,
-        max_response_tokens=rollout.max_response_tokens,
-        max_tool_calls=rollout.max_tool_calls,
-        max_tool_tokens=rollout.max_tool_tokens,
-        tool_timeout_s=rollout.tool_timeout_s,
-        stop_at_answer=rollout.stop_at_answer,
-        sessions=config.sandbox.sessions,
+def rollout_program(directory: Path, port: int, *, log_path: Path, hang_timeout_s: float) -> Program:
+    """How to start the rollout process.
+
+    Args:
+        directory: only this user may enter it; the socket is `rollout_socket` of it.
+        port: free; on 127.0.0.1 it tells that its event loop runs, and nothing else.
+        log_path: file for its output.
+        hang_timeout_s: as of `Program`.
+    """
+    command = [sys.executable, "-m", "arpo_megatron.rollout.worker", str(rollout_socket(directory)), str(port)]
+    return Program(
+        name="rollout",
+        url=f"http://127.0.0.1:{port}",
+        command=command,
+        log=log_path,
+        environment={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
+        startup_timeout_s=_STARTUP_S,
+        hang_timeout_s=hang_timeout_s,
     )
+
+
+def rollout_socket(directory: Path) -> Path:
+    """Where the process that was started with that directory listens."""
+    return directory / "rollout.sock"
+
+
+@contextmanager
+def launched_rollouts(settings: ServiceSettings, *, log_path: Path | None = None) -> Iterator[RolloutHandle]:
+    """A rollout process of one's own, that nobody restarts; it ends with the `with` block.
+
+    Args:
+        settings: addresses, tokenizer, seed.
+        log_path: where its output goes; None: nowhere.
+
+    Raises:
+        UserError: `tokenizer_path` holds no tokenizer.json.
+        RolloutError: the process could not start.
+    """
+    directory = Path(tempfile.mkdtemp(prefix="arpo-rollout-"))
+    log = Path(os.devnull) if log_path is None else log_path
+    process = rollout_program(directory, free_ports(1)[0], log_path=log, hang_timeout_s=_STARTUP_S).start()
+    try:
+        with RolloutHandle.connect(rollout_socket(directory), settings, patience_s=_STARTUP_S) as handle:
+            yield handle
+    finally:
+        stop_groups([process], 0.0)
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _hang_up(connection: "Connection[object, object]") -> None:
+    """End a connection in which another thread waits."""
+    with suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as same:
+        same.shutdown(socket.SHUT_RDWR)

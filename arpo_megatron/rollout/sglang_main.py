@@ -83,6 +83,7 @@ def main() -> None:
 
     if _on_cpu(sys.argv):
         _fork_workers()
+    push_gate.register()
     load_plugins()
     push_gate.install()
     try:

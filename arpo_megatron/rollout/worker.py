@@ -1,35 +1,43 @@
-"""The rollout process: one event loop, in which the trees of a `TreePool` grow (see `service`)."""
+"""The rollout process: one event loop, in which the trees of a `TreePool` grow (see `service`).
+
+    python -m arpo_megatron.rollout.worker SOCKET PORT
+
+It serves one connection after the other at SOCKET, each with the trees that it brings, and says at PORT that it lives.
+"""
 
 import asyncio
-import os
 import resource
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Sequence
-from multiprocessing.connection import Connection
+from functools import lru_cache
+from multiprocessing.connection import Connection, Listener
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
+from aiohttp import web
 from tokenizers import Tokenizer  # type: ignore[import-untyped]
 
 from arpo_megatron.errors import UserError
-from arpo_megatron.processes import watch_parent
 from arpo_megatron.rollout.client import EngineClient
-from arpo_megatron.rollout.policies import BranchPolicy, GrpoPolicy, make_policy
-from arpo_megatron.rollout.pool import TreePool
-from arpo_megatron.rollout.service import (
+from arpo_megatron.rollout.messages import (
     CollectTrees,
     Failure,
     FinishTrees,
     GrowSettings,
     Pause,
+    Recorded,
+    Restore,
     Resume,
-    ServiceSettings,
     StaleEnginesError,
     StartTrees,
     StopTrees,
 )
+from arpo_megatron.rollout.policies import BranchPolicy, GrpoPolicy, make_policy
+from arpo_megatron.rollout.pool import TreePool
 from arpo_megatron.rollout.tools import ToolClient
 
 
@@ -68,17 +76,64 @@ class TokenizerCodec:
         return text
 
 
-class RolloutWorker:
-    """Answers the requests of a `RolloutHandle` from one event loop; trees grow on between them."""
+class Outbox:
+    """Sends from a thread, so that a busy reader at the other end delays no tree."""
 
-    def __init__(self, settings: ServiceSettings, connection: "Connection[Any, Any]") -> None:
-        self._settings = settings
+    def __init__(self, connection: "Connection[Any, Any]") -> None:
         self._connection = connection
-        self._codec = TokenizerCodec(settings.tokenizer_path)
+        self._messages: SimpleQueue[object] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="outbox", daemon=True)
+        self._thread.start()
+
+    def put(self, message: object) -> None:
+        """Returns at once; messages arrive in this order."""
+        self._messages.put(message)
+
+    def close(self) -> None:
+        """Returns when everything is sent, or nobody reads any more."""
+        self._messages.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (message := self._messages.get()) is not None:
+            try:
+                self._connection.send(message)
+            except OSError:  # the other end is gone: whoever reads notices
+                return
+
+
+class Session:
+    """One connection: its trees begin with it and end with it; they grow on between its requests."""
+
+    def __init__(self, connection: "Connection[Any, Any]") -> None:
+        self._connection = connection
+        self._outbox = Outbox(connection)
+        self._request = 0  # the one that is being answered
 
     async def serve(self) -> None:
         """Until the other end is closed."""
-        settings = self._settings
+        try:
+            self._request, first = await self._received()
+            await self._serve(first)
+        except (EOFError, OSError):
+            pass
+        except Exception as error:
+            traceback.print_exc()
+            self._tell(Failure(traceback.format_exc(), str(error) if isinstance(error, UserError) else None))
+        finally:
+            await asyncio.to_thread(self._outbox.close)
+            self._connection.close()
+
+    async def _serve(self, first: Restore) -> None:
+        settings = first.settings
+        codec = TokenizerCodec(settings.tokenizer_path)
+
+        @lru_cache
+        def policy(grown: GrowSettings) -> BranchPolicy:
+            if grown.branching is None:
+                return GrpoPolicy(grown.samples)
+            return make_policy(grown.branching, vocabulary_size=codec.vocabulary_size, seed=settings.seed)
+
         engine = EngineClient(
             *settings.engine_urls,
             router=settings.router_url,
@@ -87,60 +142,75 @@ class RolloutWorker:
         )
         tools = ToolClient(settings.sandbox_url, settings.sandbox_token, retry_for_s=settings.retry_for_s)
         async with engine, tools:
-            pool = TreePool(engine, tools, self._codec, settings.seed, self._connection.send, settings.routes)
+            pool = TreePool(engine, tools, codec, settings.seed, policy, self._tell, self._record, settings.routes)
             engine.on_stale = pool.note_stale
             try:
+                if first.paused:
+                    engine.hold()
+                pool.start(first.start)
+                self._tell(None)
                 while True:
-                    request = await asyncio.to_thread(self._connection.recv)
+                    self._request, request = await self._received()
                     try:
-                        answer = await self._answer(pool, request)
+                        self._tell(await _answer(pool, request))
                     except StaleEnginesError as stale:
-                        answer = stale
-                    self._connection.send(answer)
+                        self._tell(stale)
             finally:
                 await pool.close()
 
-    async def _answer(self, pool: TreePool, request: object) -> object:
-        match request:
-            case CollectTrees():
-                return await pool.collect(request)
-            case StartTrees():
-                pool.start(request, self._policy(request.settings))
-            case FinishTrees(group):
-                await pool.finish(group)
-            case StopTrees(group):
-                await pool.stop(group)
-            case Pause():
-                await pool.pause()
-            case Resume(version):
-                pool.resume(version)
-            case _:
-                raise TypeError(f"not a request: {request!r}")
-        return None
+    async def _received(self) -> Any:
+        return await asyncio.to_thread(self._connection.recv)
 
-    def _policy(self, settings: GrowSettings) -> BranchPolicy:
-        if settings.branching is None:
-            return GrpoPolicy(settings.samples)
-        return make_policy(settings.branching, vocabulary_size=self._codec.vocabulary_size, seed=self._settings.seed)
+    def _tell(self, answer: object) -> None:
+        self._outbox.put((self._request, answer))
+
+    def _record(self, number: int, entry: bytes) -> None:
+        self._outbox.put(Recorded(number, entry))
+
+
+async def _answer(pool: TreePool, request: object) -> object:
+    match request:
+        case CollectTrees():
+            return await pool.collect(request)
+        case StartTrees():
+            pool.start(request)
+        case FinishTrees(group):
+            await pool.finish(group)
+        case StopTrees(group):
+            return await pool.stop(group)
+        case Pause():
+            await pool.pause()
+        case Resume(version):
+            pool.resume(version)
+        case _:
+            raise TypeError(f"not a request: {request!r}")
+    return None
+
+
+async def _alive(_request: web.Request) -> web.Response:
+    return web.Response()
+
+
+async def serve(path: Path, port: int) -> None:
+    """Answer connections at `path`, one after the other, until this process is ended."""
+    path.unlink(missing_ok=True)  # of a process that was killed
+    with Listener(str(path), "AF_UNIX") as listener:
+        app = web.Application()
+        app.router.add_get("/health", _alive)
+        runner = web.AppRunner(app, access_log=None)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", port).start()
+        while True:
+            await Session(await asyncio.to_thread(listener.accept)).serve()
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Answer requests until the other end is closed or its owner is gone."""
-    descriptor, parent_pid = map(int, arguments)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C reaches the trainer too, which then ends this process
-    watch_parent(parent_pid, lambda: os._exit(1))
+    """The process; whoever started it ends it."""
+    path, port = arguments
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C reaches the job too, which then ends this process
     _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))  # a connection for each path that waits
-    connection: Connection[Any, Any] = Connection(descriptor)
-    try:
-        worker = RolloutWorker(connection.recv(), connection)
-        connection.send(None)  # ready
-        asyncio.run(worker.serve())
-    except (EOFError, ConnectionError):
-        pass
-    except Exception as error:
-        connection.send(Failure(traceback.format_exc(), str(error) if isinstance(error, UserError) else None))
-        raise
+    asyncio.run(serve(Path(path), int(port)))
 
 
 if __name__ == "__main__":

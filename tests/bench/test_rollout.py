@@ -5,20 +5,27 @@ import pytest
 from arpo_megatron.bench import controller, rollout
 
 
-def test_every_way_finishes_all_trajectories(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_way_finishes_all_trajectories_within_its_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rollout, "STEPS", 2)
     monkeypatch.setattr(rollout, "TASKS", 2)
     monkeypatch.setattr(rollout, "LATENCIES", {"heavy_tail": rollout.LATENCIES["heavy_tail"]})
-    monkeypatch.setattr(controller, "SIZES", (32, 64))
+    monkeypatch.setattr(controller, "SIZES", (128, 1024))
     found = rollout.bench_rollout(controller=True, progress=False)
     assert {way: run["trajectories"] for way, run in found["runs"]["heavy_tail"].items()} == {
         "rounds": 32,
         "on_policy": 32,
         "partial": 32,
     }
-    assert found["prefill_over_unique"] < 1.05
-    assert found["speedup_on_policy_heavy_tail"] > 0
-    assert [row["trajectories"] for row in found["controller"]["sizes"]] == [32, 64]
+    assert found["prefill_over_unique"] <= 1.05
+    # With two tasks a step there is less to overlap, and a machine that does other work adds noise: the figures of the
+    # whole benchmark are far from these bounds (docs/performance.md).
+    assert found["speedup_heavy_tail"] > 1.2
+    small, large = found["controller"]["sizes"]
+    assert (small["trajectories"], large["trajectories"]) == (256, 2048)
+    assert small["concurrent"] >= 128
+    assert large["concurrent"] >= 1024
+    assert large["cpu_ms_per_segment"] <= 1.0
+    assert found["controller"]["growth"] <= 1.5  # linear: a segment costs as much among many as among few
     assert found["controller"]["engine_answers"] == "simulated"
 
 

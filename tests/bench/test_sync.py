@@ -16,6 +16,6 @@ def test_new_weights_arrive_by_every_transport_with_two_buckets_of_memory(tensor
         found = figures["transports"][name]
         assert found["probe_gap"] < 1e-4, name
         assert found["tensors_verified"] >= figures["model_bytes"] / (BUCKET_MB * 2**20)
-        # What a process needs besides (threads, pages of the allocator, a first use of code) is some MB.
-        assert found["peak_extra_bytes"] <= found["two_buckets_bytes"] + 32e6, (name, found)
+        # What it takes besides does not grow with the bucket (docs/weight-sync.md): 16 MB were measured.
+        assert found["peak_extra_bytes"] <= found["two_buckets_bytes"] + 20e6, (name, found)
     assert not list(tmp_path.iterdir())

@@ -7,11 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from arpo_megatron.monitor import catalogue
+from arpo_megatron.rollout.record import TreeRecord, UnfinishedTree, unpack_trees
+from arpo_megatron.tree import Role
+from arpo_megatron.tree_files import StoredTree, read_trees
 
 ARPO = [sys.executable, "-m", "arpo_megatron"]
 SEED = 7
 SHORT = ["train.tasks_per_step=4", "evaluation.before=false", "evaluation.after=false"]
 """Words that make a step of the quickstart take seconds."""
+AHEAD = ["rollout.max_staleness=1", "algorithm.trajectory_weight_limit=2"]
+"""Words with which trees are under way at any moment."""
 
 
 def quickstart(command: str, run: Path, *words: str) -> list[str]:
@@ -35,3 +40,36 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
     """The whole lines of a JSONL file that may still be growing or not be there yet."""
     text = path.read_text() if path.exists() else ""
     return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+
+def trained(run: Path) -> list[StoredTree]:
+    """The trees of all steps, without those that were dropped."""
+    files = sorted((run / "trees").iterdir())
+    return [item for path in files for item in read_trees(path) if item.dropped is None]
+
+
+def unfinished(run: Path) -> list[UnfinishedTree]:
+    """What the newest checkpoint knows of trees that were not trained yet."""
+    newest = max((run / "checkpoints").glob("step_*"), key=lambda path: int(path.name.removeprefix("step_")))
+    return unpack_trees((newest / "trees.msgpack").read_bytes())
+
+
+def check_kept(run: Path, trees: list[UnfinishedTree]) -> None:
+    """All that these had sampled was trained: tokens, log-probs to the bit, versions, and answers of tools."""
+    by_task = {item.tree.task_id: item.tree for item in trained(run)}
+    sampled = 0
+    for tree in trees:
+        record, segments = TreeRecord.of(tree.entries), by_task[tree.task_id].segments
+        for part in (part for parts in record.sampled.values() for part in parts):
+            assert any(
+                segment.policy_version == part.weight_version
+                and segment.logprobs is not None
+                and part.logprobs.tobytes() in segment.logprobs.tobytes()
+                and part.token_ids.tobytes() in segment.token_ids.tobytes()
+                for segment in segments
+                if segment.role is Role.MODEL
+            )
+            sampled += len(part.token_ids)
+        results = [segment.token_ids.tolist() for segment in segments if segment.role is Role.TOOL]
+        assert all(answer.token_ids.tolist() in results for answer in record.answered.values())
+    assert sampled > 0, "nothing was under way"

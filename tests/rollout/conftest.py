@@ -11,6 +11,8 @@ import pytest
 from aiohttp import web
 from scripted import ScriptedEngine
 
+from arpo_megatron.bench.talkative_model import random_qwen3
+
 
 @pytest.fixture
 def scripted_engine() -> Iterator[Callable[[ScriptedEngine], ScriptedEngine]]:
@@ -24,6 +26,8 @@ def scripted_engine() -> Iterator[Callable[[ScriptedEngine], ScriptedEngine]]:
         app = web.Application(client_max_size=2**26)
         app.router.add_post("/generate", engine.generate)
         app.router.add_get("/model_info", engine.model_info)
+        for path in ("/abort_request", "/flush_cache"):
+            app.router.add_post(path, engine.done)
         runner = web.AppRunner(app)
         runners.append(runner)
         await runner.setup()
@@ -60,9 +64,8 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     In one of them, and in another that only ends a call, the tag is not the whole token, as in real vocabularies.
     """
-    import torch
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+    from transformers import PreTrainedTokenizerFast
 
     folder = tmp_path_factory.mktemp("tiny") / "model"
     tags = ["<python>", "</python>", "<search>", "</search>", "<result>", "</result>"]
@@ -73,22 +76,6 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_tokens([AddedToken(tag, normalized=False) for tag in tags])
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>", unk_token="<unk>")
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=len(words),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=2048,
-        tie_word_embeddings=False,
-        eos_token_id=1,
-        pad_token_id=0,
-        bos_token_id=0,
-        initializer_range=0.1,
-    )
-    Qwen3ForCausalLM(config).float().save_pretrained(folder)
+    random_qwen3(len(words), eos=1, pad=0, positions=2048, spread=0.1).save_pretrained(folder)
     fast.save_pretrained(folder)
     return folder

@@ -39,6 +39,8 @@ class ScriptedEngine:
         delay_s: text so far -> how long to wait before answering.
         fail_first: answer so many requests with 503.
         version: of the policy, as answers report it.
+        look_s: how long it takes to tell its version when it is asked for that alone.
+        looks: how often it was.
     """
 
     script: Callable[[str], str]
@@ -46,6 +48,8 @@ class ScriptedEngine:
     delay_s: Callable[[str], float] = lambda _text: 0.0
     fail_first: int = 0
     version: int = 7
+    look_s: float = 0.0
+    looks: int = 0
     requests: list[dict[str, Any]] = field(default_factory=list)
     url: str = ""
     _kept: set[tuple[int, ...]] = field(default_factory=set)
@@ -83,7 +87,12 @@ class ScriptedEngine:
         }
         return web.json_response({"output_ids": output, "meta_info": meta})
 
+    async def done(self, _request: web.Request) -> web.Response:
+        return web.Response()
+
     async def model_info(self, _request: web.Request) -> web.Response:
+        self.looks += 1
+        await asyncio.sleep(self.look_s)
         return web.json_response({"weight_version": str(self.version)})
 
     @staticmethod

@@ -1,6 +1,7 @@
 """The client's routing and patience, against scripted engines and sockets that fail on cue."""
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -76,6 +77,37 @@ def test_a_tree_stays_on_one_engine_and_what_all_trees_share_is_on_each(scripted
     assert sum(len(engine.requests) for engine in fleet) == 63
     assert all(len(engine.requests) % 5 == 1 for engine in fleet)  # whole trees, and the common prefix once
     assert sum(len(engine.requests) > 1 for engine in fleet) > 1
+
+
+def test_an_engine_that_hangs_does_not_hold_back_what_all_trees_begin_with(scripted_engine: Start) -> None:
+    engines = [scripted_engine(ScriptedEngine(str, delay_s=lambda _text, s=s: s)) for s in (0.0, 4.0, 0.2)]
+
+    async def run() -> tuple[list[tuple[int, int]], float]:
+        async with EngineClient(*(engine.url for engine in engines)) as client:
+            started = time.monotonic()
+            return await client.prefill_everywhere([65] * 20), time.monotonic() - started
+
+    found, seconds = asyncio.run(run())
+    assert found == [(20, 0)] * 2
+    assert seconds < 3
+
+
+def test_no_request_slips_past_a_pause_while_its_engine_is_looked_at(scripted_engine: Start) -> None:
+    engine = scripted_engine(ScriptedEngine(str, fail_first=1, look_s=0.3))
+
+    async def run() -> None:
+        async with EngineClient(engine.url) as client:
+            client.version = engine.version
+            asked = asyncio.create_task(client.prefill([65] * 20))
+            while not engine.looks:  # it has failed, so its version is asked for before it is used again
+                await asyncio.sleep(0.01)
+            await client.pause()
+            await asyncio.sleep(0.6)
+            assert len(engine.requests) == 1  # the one that failed
+            client.resume(engine.version)
+            assert await asked == (20, 0)
+
+    asyncio.run(run())
 
 
 def test_an_engine_with_older_weights_is_reported_and_never_used(scripted_engine: Start) -> None:

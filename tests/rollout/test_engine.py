@@ -16,22 +16,16 @@ from typing import Any, TypeVar
 import numpy as np
 import psutil
 import pytest
+import requests
 import torch
 
 from arpo_megatron.config import AlgorithmConfig, EngineConfig, JobConfig, ModelConfig, RolloutConfig
 from arpo_megatron.errors import UserError
 from arpo_megatron.rollout.client import EngineClient, EngineFinish, EngineRefusedError, Generation, Sampling
+from arpo_megatron.rollout.messages import CollectTrees, GrowProgress, GrowSettings, ServiceSettings, StaleEnginesError
+from arpo_megatron.rollout.record import TreeRecord
 from arpo_megatron.rollout.server import EngineHandle, EngineStartError, launch_engine
-from arpo_megatron.rollout.service import (
-    CollectTrees,
-    GrowProgress,
-    GrowSettings,
-    RolloutError,
-    RolloutHandle,
-    ServiceSettings,
-    StaleEnginesError,
-    StartTrees,
-)
+from arpo_megatron.rollout.service import RolloutError, RolloutHandle, launched_rollouts
 from arpo_megatron.tasks.base import Task
 from arpo_megatron.tree import Finish, Role, RolloutTree
 from arpo_megatron.weights.engines import Engines
@@ -203,9 +197,8 @@ def job(**algorithm: Any) -> JobConfig:
 
 @pytest.fixture
 def rollouts(engine: EngineHandle, sandbox_url: str, tiny_model: Path) -> Iterator[RolloutHandle]:
-    with RolloutHandle.start(ServiceSettings((engine.url,), sandbox_url, tiny_model, seed=4)) as handle:
+    with launched_rollouts(ServiceSettings((engine.url,), sandbox_url, tiny_model, seed=4)) as handle:
         yield handle
-    assert handle.process.returncode == 0
 
 
 def flush_cache(engine: EngineHandle) -> None:
@@ -290,14 +283,15 @@ def test_trees_survive_a_push_wherever_it_meets_them(engine: EngineHandle, rollo
     whole = [tree for tree in drawn if tree.unique_tokens > 120][:16]
     assert len(whole) == 16, "too few long answers"
     chosen = tuple(asked[int(tree.task_id.removeprefix("random-"))] for tree in whole)
-    rollouts.start_trees(StartTrees("training", chosen, step=1, version=0, settings=settings))
-    last = 0
+    rollouts.start_trees("training", chosen, step=1, version=0, settings=settings)
     try:
-        for last in range(1, 6):
-            time.sleep(0.15)
+        for last in range(1, 60):
+            time.sleep(0.02 * last)
             rollouts.pause()
             set_version(engine, last)  # fails where a request lives
             rollouts.resume(last)
+            if len(versions_cut_short(rollouts)) > 2:
+                break
         report = rollouts.collect(CollectTrees("training"))
     finally:
         set_version(engine, 0)
@@ -316,15 +310,22 @@ def test_trees_survive_a_push_wherever_it_meets_them(engine: EngineHandle, rollo
     assert all(old.policy_version < new.policy_version and old.finish is None for old, new in continued)
 
 
+def versions_cut_short(rollouts: RolloutHandle) -> set[int]:
+    """Versions of the policy whose generations a pause has met."""
+    records = [TreeRecord.of(tree.entries) for tree in rollouts.unfinished("training")]
+    parts = [part for record in records for parts in record.sampled.values() for part in parts]
+    return {part.weight_version for part in parts if part.finish is EngineFinish.CUT_SHORT}
+
+
 def trajectories(tree: RolloutTree) -> list[list[int]]:
     return [tree.path_tokens(leaf).tolist() for leaf in tree.leaves()]
 
 
 def test_finished_trees_are_given_away_before_the_others_oldest_first(rollouts: RolloutHandle) -> None:
     settings = GrowSettings.training(job())
-    rollouts.start_trees(StartTrees("training", tuple(tasks(8)), step=0, version=0, settings=settings))
+    rollouts.start_trees("training", tasks(8), step=0, version=0, settings=settings)
     first = rollouts.collect(CollectTrees("training", count=3))
-    rollouts.start_trees(StartTrees("training", tuple(tasks(10)[8:]), step=1, version=0, settings=settings))
+    rollouts.start_trees("training", tasks(10)[8:], step=1, version=0, settings=settings)
     rest = rollouts.collect(CollectTrees("training"))
     assert len(first.trees) == 3
     assert first.stats.trees == 3
@@ -343,8 +344,8 @@ def test_trees_of_an_engine_with_older_weights_wait_for_a_push(
     engine: EngineHandle, sandbox_url: str, tiny_model: Path
 ) -> None:
     settings = ServiceSettings((engine.url,), sandbox_url, tiny_model, seed=4, retry_for_s=30.0)
-    with RolloutHandle.start(settings) as rollouts:
-        rollouts.start_trees(StartTrees("training", tuple(tasks(2)), 1, 1, GrowSettings.training(job())))
+    with launched_rollouts(settings) as rollouts:
+        rollouts.start_trees("training", tasks(2), step=1, version=1, settings=GrowSettings.training(job()))
         with pytest.raises(StaleEnginesError, match=engine.url):
             rollouts.collect(CollectTrees("training"))
         rollouts.pause()
@@ -358,11 +359,11 @@ def test_trees_of_an_engine_with_older_weights_wait_for_a_push(
 
 def test_a_tree_that_cannot_be_finished_is_reported_not_returned(sandbox_url: str, tiny_model: Path) -> None:
     settings = ServiceSettings(("http://127.0.0.1:9",), sandbox_url, tiny_model, seed=4, retry_for_s=0.3)
-    with RolloutHandle.start(settings) as handle:
+    with launched_rollouts(settings) as handle:
         report = handle.grow(tasks(2), step=0, version=0, settings=GrowSettings.training(job()))
     assert report.trees == []
-    assert [task_id for task_id, _ in report.failed] == ["task-0", "task-1"]
-    assert all("does not answer" in reason for _, reason in report.failed)
+    assert [each.tree.task_id for each in report.failed] == ["task-0", "task-1"]
+    assert all("does not answer" in each.reason for each in report.failed)
     assert report.stats.failed == 2
 
 
@@ -376,21 +377,22 @@ def test_a_call_that_waits_for_services_can_be_given_up(sandbox_url: str, tiny_m
         if time.monotonic() > started + 1:
             raise InterruptedError
 
-    with RolloutHandle.start(settings) as handle, pytest.raises(InterruptedError):
+    with launched_rollouts(settings) as handle, pytest.raises(InterruptedError):
         handle.grow(tasks(1), step=0, version=0, settings=GrowSettings.training(job()), progress=give_up)
     assert time.monotonic() - started < 10
 
 
 def test_a_broken_rollout_process_is_an_error_with_its_traceback(sandbox_url: str, tiny_model: Path) -> None:
     settings = ServiceSettings(("http://127.0.0.1:9",), sandbox_url, tiny_model, seed=4)
-    with RolloutHandle.start(settings) as handle:
+    with launched_rollouts(settings) as handle:
         not_a_task: Any = "not a task"
         with pytest.raises(RolloutError, match=r"(?s)Traceback.*AttributeError"):
             handle.grow([not_a_task], step=0, version=0, settings=GrowSettings.training(job()))
-        with pytest.raises(RolloutError, match="ended with code 1"):
+        with pytest.raises(RolloutError, match=r"(?s)failed before.*AttributeError"):
             handle.grow(tasks(1), step=0, version=0, settings=GrowSettings.training(job()))
-    with pytest.raises(UserError, match=r"tokenizer\.json is missing"):
-        RolloutHandle.start(ServiceSettings(("http://127.0.0.1:9",), sandbox_url, tiny_model / "nowhere", seed=4))
+    nowhere = ServiceSettings(("http://127.0.0.1:9",), sandbox_url, tiny_model / "nowhere", seed=4)
+    with pytest.raises(UserError, match=r"tokenizer\.json is missing"), launched_rollouts(nowhere):
+        pass
 
 
 def test_a_server_that_cannot_start_says_why_and_leaves_nothing(tmp_path: Path) -> None:
@@ -410,10 +412,12 @@ import sys
 from pathlib import Path
 from arpo_megatron.config import EngineConfig
 from arpo_megatron.rollout.server import launch_engine
-from arpo_megatron.rollout.service import RolloutHandle, ServiceSettings
+from arpo_megatron.rollout.messages import ServiceSettings
+from arpo_megatron.rollout.service import launched_rollouts
 model, log = map(Path, sys.argv[1:])
 config = EngineConfig(max_total_tokens=4096, memory_fraction=0.1, startup_timeout_s=120)
-rollouts = RolloutHandle.start(ServiceSettings(("http://127.0.0.1:9",), "http://127.0.0.1:9", model, seed=1))
+launched = launched_rollouts(ServiceSettings(("http://127.0.0.1:9",), "http://127.0.0.1:9", model, seed=1))
+rollouts = launched.__enter__()
 print("launching", flush=True)
 engine = launch_engine(model, config, dtype="float32", seed=1, log_path=log)
 print("ready", flush=True)
@@ -472,6 +476,27 @@ def test_a_version_other_than_the_checked_one_is_refused(tiny_model: Path, monke
     monkeypatch.setattr(importlib.metadata, "version", lambda _name: "9.9.9")
     with pytest.raises(UserError, match=r"0\.5\.18, but 9\.9\.9"):
         cpu_standins.install()
+
+
+def test_the_probe_notices_a_detokenizer_that_hangs(engine: EngineHandle) -> None:
+    def alive(timeout_s: float) -> int:
+        return requests.get(engine.program.url + engine.program.alive, timeout=timeout_s).status_code
+
+    (detokenizer,) = [
+        child
+        for child in psutil.Process(engine.process.pid).children(recursive=True)
+        if "detokenizer" in " ".join(child.cmdline())
+    ]
+    assert alive(10) == 200
+    detokenizer.suspend()
+    try:
+        assert requests.get(f"{engine.url}/server_info", timeout=10).status_code == 200
+        with pytest.raises(requests.Timeout):
+            alive(1)
+    finally:
+        detokenizer.resume()
+    assert alive(10) == 200
+    assert ask(engine, lambda client: client.prefill(PROMPT))[0] == len(PROMPT)
 
 
 def test_metrics_are_served(engine: EngineHandle) -> None:

@@ -26,8 +26,9 @@ from arpo_megatron.config import AlgorithmConfig, EngineConfig, JobConfig, Model
 from arpo_megatron.health import read_health
 from arpo_megatron.launch import sandbox_program
 from arpo_megatron.processes import Roles
+from arpo_megatron.rollout.messages import GrowProgress, GrowReport, GrowSettings, ServiceSettings
 from arpo_megatron.rollout.server import engine_program, free_ports, router_program
-from arpo_megatron.rollout.service import GrowProgress, GrowReport, GrowSettings, RolloutHandle, ServiceSettings
+from arpo_megatron.rollout.service import RolloutHandle, rollout_program, rollout_socket
 from arpo_megatron.run_directory import RunDirectory
 from arpo_megatron.supervisor import Program, Supervisor
 from arpo_megatron.tasks.base import Task
@@ -44,11 +45,14 @@ FAULTS = {
     "kill an engine": 2,
     "stop an engine": 1,
     "kill the router": 1,
-    "cut the connections": 5,
+    "stop the router": 1,
+    "kill the rollout process": 1,
+    "stop the rollout process": 1,
+    "cut the connections": 3,
     "kill the tool service": 2,
     "stop the tool service": 1,
     "HTTP 500 from tools": 4,
-    "slow tools": 4,
+    "slow tools": 3,
 }
 ENGINE = EngineConfig(
     replicas=ENGINES,
@@ -91,6 +95,7 @@ class Fleet:
     engines: list[Program]
     sandbox: Program
     router: Program
+    scratch: Path
     model: Path
 
     def pid(self, name: str) -> int | None:
@@ -99,7 +104,7 @@ class Fleet:
 
     @contextmanager
     def rollouts(self, *, routed: bool, seed: int) -> Iterator[tuple[RolloutHandle, list[CutProxy], ToolProxy]]:
-        """A rollout process that reaches everything through proxies."""
+        """The rollout process, which reaches everything through proxies."""
         with Proxies() as proxies:
             tools = proxies.tools(self.sandbox.url, seed=seed)
             targets = [self.router] if routed else self.engines
@@ -113,7 +118,7 @@ class Fleet:
                 seed=4,
                 retry_for_s=ENGINE.retry_for_s,
             )
-            with RolloutHandle.start(settings) as handle:
+            with RolloutHandle.connect(rollout_socket(self.scratch), settings) as handle:
                 yield handle, cuts, tools
 
 
@@ -122,7 +127,7 @@ def started_fleet(model: Path, folder: Path) -> Iterator[Fleet]:
     run, scratch = RunDirectory(folder), folder / "s"
     scratch.mkdir()
     run.sandbox_config.write_text("{}")
-    ports = free_ports(ENGINES + 3)
+    ports = free_ports(ENGINES + 4)
     engines = [
         engine_program(
             model,
@@ -137,14 +142,17 @@ def started_fleet(model: Path, folder: Path) -> Iterator[Fleet]:
         for index in range(ENGINES)
     ]
     sandbox = sandbox_program(run, ports[-1], hang_timeout_s=ENGINE.hang_timeout_s)
+    rollout = rollout_program(
+        scratch, ports[-2], log_path=run.logs / "rollout.log", hang_timeout_s=ENGINE.hang_timeout_s
+    )
     urls = [engine.url for engine in engines]
-    router = router_program(ENGINE, urls, log_path=run.logs / "router.log", ports=ports[ENGINES:-1])
-    assert router_program(ENGINE, urls, log_path=run.logs / "router.log", ports=ports[ENGINES:-1], routes=True) is None
+    router = router_program(ENGINE, urls, log_path=run.logs / "router.log", ports=ports[ENGINES:-2])
+    assert router_program(ENGINE, urls, log_path=run.logs / "router.log", ports=ports[ENGINES:-2], routes=True) is None
     assert router is not None
     with Roles(run.logs) as roles, Supervisor(run, roles, restarts=100) as supervisor:
-        supervisor.start(sandbox, *engines)
+        supervisor.start(sandbox, *engines, rollout)
         supervisor.start(router)
-        yield Fleet(run, supervisor, engines, sandbox, router, model)
+        yield Fleet(run, supervisor, engines, sandbox, router, scratch, model)
 
 
 @pytest.fixture(scope="module")
@@ -194,6 +202,12 @@ class Saboteur:
                 return self._signal(engines, signal.SIGSTOP)
             case "kill the router":
                 return self._signal(["router"], signal.SIGKILL)
+            case "stop the router":
+                return self._signal(["router"], signal.SIGSTOP)
+            case "kill the rollout process":
+                return self._signal(["rollout"], signal.SIGKILL)
+            case "stop the rollout process":
+                return self._signal(["rollout"], signal.SIGSTOP)
             case "kill the tool service":
                 return self._signal(["sandbox"], signal.SIGKILL)
             case "stop the tool service":

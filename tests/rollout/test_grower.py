@@ -2,7 +2,7 @@
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from arpo_megatron.rollout.client import EngineClient, EngineRefusedError, Engin
 from arpo_megatron.rollout.grower import GrowContext, GrowLimits, PromptTooLongError, TextCodec, TreeGrower
 from arpo_megatron.rollout.policies import ArpoPolicy, BranchPolicy, GrpoPolicy, make_policy
 from arpo_megatron.rollout.protocol import result_text
+from arpo_megatron.rollout.record import TreeRecord
 from arpo_megatron.rollout.tools import ToolClient
 from arpo_megatron.tree import Finish, Role, RolloutTree
 from tools_sandbox.client import SandboxUnavailable, ToolAnswer
@@ -74,6 +75,8 @@ def grow(
     retry_for_s: float = 5.0,
     slow_tools: random.Random | None = None,
     codec: TextCodec = CODEC,
+    entries: Sequence[bytes] = (),
+    record: Callable[[bytes], None] = lambda _entry: None,
 ) -> tuple[RolloutTree, TreeGrower]:
     """One tree for PROMPT."""
 
@@ -83,7 +86,8 @@ def grow(
             SlowTools(sandbox_url, slow_tools, retry_for_s) as tools,
         ):
             context = GrowContext(engine, tools, codec, policy, Sampling(), limits, SEED, 3, lambda _tokens: None)
-            grower = TreeGrower("task-1", np.array(CODEC.encode(PROMPT), np.int32), context)
+            prompt = np.array(CODEC.encode(PROMPT), np.int32)
+            grower = TreeGrower("task-1", prompt, context, entries=entries, record=record)
             return await grower.grow(), grower
 
     return asyncio.run(run())
@@ -213,6 +217,46 @@ def test_a_tree_does_not_depend_on_timing(scripted_engine: Start, sandbox_url: s
         assert max(fork_points(tree)) > 1
         grown.append(comparable(tree))
     assert all(tree == grown[0] for tree in grown[1:])
+
+
+def test_a_tree_goes_on_from_whatever_it_had_sampled(scripted_engine: Start, sandbox_url: str) -> None:
+    """Cut at 25 moments, one of them after the end: the same tree, and no answer is asked for twice."""
+    entries: list[bytes] = []
+    policy = arpo(14, 3, beam=3)
+    engine = scripted_engine(ScriptedEngine(planned(*PLAN), seeded=any_of))
+    whole, grower = grow(engine.url, sandbox_url, policy, record=entries.append)
+    asked = len(engine.requests)
+    assert asked == grower.counts.requests < len(entries)
+    for known in sorted({*range(0, len(entries), max(1, len(entries) // 24)), len(entries)}):
+        again = scripted_engine(ScriptedEngine(planned(*PLAN), seeded=any_of))
+        more: list[bytes] = []
+        tree, regrown = grow(again.url, sandbox_url, policy, entries=entries[:known], record=more.append)
+        assert comparable(tree) == comparable(whole)
+        assert known + len(more) - len(entries) in (0, 1)  # the prompt, for an engine that may not have it any more
+        assert regrown.counts.requests - asked == known + len(more) - len(entries)
+        assert regrown.counts.tokens_sampled == grower.counts.tokens_sampled
+        assert regrown.counts.calls_executed == grower.counts.calls_executed
+        assert tree.seconds >= TreeRecord.of(entries[:known]).seconds
+    assert again.requests == []
+
+
+def test_what_a_tree_had_sampled_when_it_was_given_up_is_kept(scripted_engine: Start, sandbox_url: str) -> None:
+    engine = scripted_engine(ScriptedEngine(planned(*PLAN), delay_s=lambda text: 3.0 if "double" in text else 0.0))
+    policy = arpo(2, 1, k=17, branch_probability=1.0, entropy_weight=0.0)  # the measured tokens end behind "double"
+
+    async def run() -> RolloutTree:
+        async with EngineClient(engine.url) as client, ToolClient(sandbox_url) as tools:
+            context = GrowContext(client, tools, CODEC, policy, Sampling(), LIMITS, SEED, 3, lambda _tokens: None)
+            grower = TreeGrower("task-1", np.array(CODEC.encode(PROMPT), np.int32), context)
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(grower.grow(), 1)
+            return grower.so_far()
+
+    tree = asyncio.run(run())
+    (cut, *_others) = [leaf for leaf in tree.leaves() if tree.segments[leaf].finish is None]
+    assert texts(tree, cut)[:3] == [PROMPT, PLAN[0], result_text("2")]
+    assert texts(tree, cut)[3] == PLAN[1][:17]
+    assert tree.segments[cut].branch is not None
 
 
 def test_every_place_has_its_own_seed(scripted_engine: Start, sandbox_url: str) -> None:

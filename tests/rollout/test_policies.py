@@ -76,16 +76,16 @@ def test_more_entropy_never_makes_a_fork_less_likely() -> None:
     assert chances[-1] <= 1.0
 
 
-@given(entropies, entropies, st.integers(0, 8), st.integers(1, 5), st.integers(2, 5), st.floats(0, 1))
+@given(entropies, entropies, st.integers(0, 8), st.integers(2, 5), st.floats(0, 1))
 def test_budget_and_beam_are_never_exceeded(
-    start: Float32Array, after: Float32Array, budget: int, children: int, beam: int, alpha: float
+    start: Float32Array, after: Float32Array, budget: int, beam: int, alpha: float
 ) -> None:
     for name in BRANCHING:
         config = named(name, beam=beam, branch_probability=alpha)
         policy = make_policy(config, vocabulary_size=50, seed=0)
-        decision = policy.decide(point(start, after, before_entropies=after, budget=budget, children=children))
+        decision = policy.decide(point(start, after, before_entropies=after, budget=budget))
         assert 0 <= decision.siblings <= budget
-        assert decision.siblings == 0 or children + decision.siblings <= beam
+        assert 1 + decision.siblings <= beam
         assert 0 <= decision.record.probability <= 1
 
 
@@ -115,10 +115,9 @@ def test_draws_are_uniform_and_differ_in_every_key() -> None:
     assert len(variants) == 6
 
 
-def test_a_spent_budget_and_a_full_beam_are_named() -> None:
+def test_a_spent_budget_is_named() -> None:
     policy = ArpoPolicy(replace(CONFIG, branch_probability=1.0), vocabulary_size=50, seed=0)
     assert policy.decide(point(array(1), array(1), budget=0)).record.why == "budget spent"
-    assert policy.decide(point(array(1), array(1), children=2)).record.why == "beam full"
 
 
 def test_policies_are_made_by_name() -> None:

@@ -5,6 +5,7 @@ import json
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,9 +19,11 @@ from arpo_megatron.actor.packing import by_tree, pack_trees
 from arpo_megatron.algorithms.credit import supervised_credit
 from arpo_megatron.config import AlgorithmConfig, EngineConfig, JobConfig, ModelConfig, OptimizerConfig, RolloutConfig
 from arpo_megatron.rollout.client import EngineClient, EngineFinish, Generation, Sampling
+from arpo_megatron.rollout.messages import CollectTrees, GrowSettings, ServiceSettings
+from arpo_megatron.rollout.record import TreeRecord
 from arpo_megatron.rollout.routes import RouteRequest, RouteShape
 from arpo_megatron.rollout.server import EngineHandle, launch_engine
-from arpo_megatron.rollout.service import GrowSettings, RolloutHandle, ServiceSettings
+from arpo_megatron.rollout.service import launched_rollouts
 from arpo_megatron.tasks.base import Task
 from arpo_megatron.tree import Role, RolloutTree
 from arpo_megatron.tree_files import read_trees
@@ -85,7 +88,7 @@ def job() -> JobConfig:
 @pytest.fixture(scope="module")
 def trees(engine: EngineHandle, model: Path, sandbox_url: str, job: JobConfig) -> list[RolloutTree]:
     tasks = [Task(f"task-{n}", (), "1", "math", f"{'1 2 3 + 4 * 5 ' * 3}{n} + {7 * n}\n") for n in range(6)]
-    with RolloutHandle.start(ServiceSettings((engine.url,), sandbox_url, model, seed=4, routes=SHAPE)) as handle:
+    with launched_rollouts(ServiceSettings((engine.url,), sandbox_url, model, seed=4, routes=SHAPE)) as handle:
         report = handle.grow(tasks, step=1, version=0, settings=GrowSettings.training(job))
     assert report.failed == []
     assert report.stats.forks > 0
@@ -99,6 +102,30 @@ def test_every_node_has_the_routes_of_all_its_tokens_but_the_last_of_a_leaf(tree
             assert segment.routes is not None
             unknown = np.flatnonzero((segment.routes == -1).all(axis=(1, 2))).tolist()
             assert unknown == ([len(segment) - 1] if index in leaves else []), (index, segment.role)
+
+
+def test_trees_keep_their_routes_across_pushes(
+    engine: EngineHandle, model: Path, sandbox_url: str, job: JobConfig
+) -> None:
+    """Each token has one record, as it was when it was first asked for, whichever weights went on behind it."""
+    asked = [Task(f"task-{n}", (), "1", "math", f"{'4 * 5 - 1 ' * 3}{n} + {7 * n}\n") for n in range(8)]
+    with launched_rollouts(ServiceSettings((engine.url,), sandbox_url, model, seed=4, routes=SHAPE)) as handle:
+        handle.start_trees("training", asked, step=1, version=0, settings=GrowSettings.training(job))
+        for _push in range(5):
+            time.sleep(0.1)
+            handle.pause()
+            handle.resume(0)
+        records = [TreeRecord.of(tree.entries) for tree in handle.unfinished("training")]
+        report = handle.collect(CollectTrees("training"))
+    cut = [part for r in records for parts in r.sampled.values() for part in parts if part.finish == "cut_short"]
+    assert cut, "no pause met a generation"
+    assert report.failed == []
+    for tree in report.trees:
+        leaves = set(tree.leaves())
+        for index, segment in enumerate(tree.segments):
+            assert segment.routes is not None
+            known = (segment.routes >= 0).all(axis=(1, 2))
+            assert known[: len(segment) - (index in leaves)].all()
 
 
 @pytest.mark.usefixtures("one_rank")

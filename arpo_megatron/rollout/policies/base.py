@@ -30,7 +30,6 @@ class ForkPoint:
         before_entropies: float32[n], nats: of the MODEL segment that made the call.
         entropies: float32[<=k], nats: of the first tokens after the tool result.
         budget: forks that are reserved for this path (see `shares`).
-        children: MODEL segments that start from this tool result by now, the measured one included.
     """
 
     task_id: str
@@ -40,7 +39,6 @@ class ForkPoint:
     before_entropies: Float32Array
     entropies: Float32Array
     budget: int
-    children: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,10 +96,8 @@ class ForkingPolicy:
 
 def fork(point: ForkPoint, beam: int, *, wanted: bool, why: str) -> tuple[int, str]:
     """Siblings to start, and why so many: a fork fills the beam as far as the path's forks go."""
-    siblings = max(0, min(beam - point.children, point.budget)) if wanted else 0
-    if wanted and not siblings:
-        why = "budget spent" if point.budget <= 0 else "beam full"
-    return siblings, why
+    siblings = min(beam - 1, point.budget) if wanted else 0
+    return siblings, why if siblings or not wanted else "budget spent"
 
 
 def shares(forks: int, paths: int) -> list[int]:
