@@ -45,6 +45,14 @@ def resolve(recipe: str, *, file: Path | None = None, words: Sequence[str] = ())
     return _with_absolute_paths(check(values))
 
 
+def over(config: JobConfig, words: Sequence[str]) -> JobConfig:
+    """A config with `key=value` words laid over it. Raises what `resolve` does."""
+    values = dump(config)
+    for word in words:
+        _merge(values, _parse_word(word))
+    return _with_absolute_paths(check(values))
+
+
 def _with_absolute_paths(config: JobConfig) -> JobConfig:
     """Inputs are found again from another working directory (`arpo eval RUN_DIR`, another node)."""
 

@@ -5,6 +5,7 @@ import shlex
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
@@ -119,6 +120,7 @@ def submit(submission: Submission) -> list[str]:
         run_directory.fresh(submission.config)
     resolve.save(submission.config, run.config)
     run.submissions.mkdir(exist_ok=True)
+    run.logs.mkdir(exist_ok=True)  # Slurm does not make it
     save_profile(submission.profile, run.cluster)
     number = len(submissions_of(run)) + 1
     (run.submissions / f"{number}.diff").write_text(code.diff, encoding="utf-8")
@@ -154,7 +156,9 @@ def _experiment(submission: Submission, home: Path, code: Code) -> "Experiment":
     if find_spec("nemo_run") is None:
         raise UserError("arpo submit needs nemo-run: pip install 'arpo-megatron[slurm]', or `make setup` in the clone")
     os.environ["NEMORUN_HOME"] = str(home)
-    import nemo_run
+    with warnings.catch_warnings():  # of packages that nemo-run imports for other executors
+        warnings.simplefilter("ignore")
+        import nemo_run
 
     nemo_run.config.set_nemorun_home(str(home))
     name = submission.run.path.name

@@ -40,7 +40,7 @@ def warning(name: str, text: str, mend: str) -> Finding:
     return Finding(name, "warning", text, mend)
 
 
-def failure(name: str, text: str, mend: str) -> Finding:
+def failure(name: str, text: str, mend: str = "") -> Finding:
     """The job cannot run."""
     return Finding(name, "failure", text, mend)
 
@@ -52,7 +52,7 @@ def run_checks(checks: Iterable[tuple[str, Callable[[], Finding]]]) -> list[Find
         try:
             found.append(check())
         except UserError as error:
-            found.append(failure(name, str(error), "see the line itself"))
+            found.append(failure(name, str(error)))
         except Exception as error:
             found.append(failure(name, f"the check failed: {type(error).__name__}: {error}", "mend that first"))
     return found
