@@ -235,7 +235,9 @@ def existing(config: JobConfig, base: Path = RUNS) -> RunDirectory:
     """
     path = config.run_dir or _newest(_default(config, base))
     if path is None or not (path / "config.yaml").exists():
-        raise UserError(f"nothing to resume at {path or _default(config, base)}: run the same command without --resume first")
+        raise UserError(
+            f"nothing to resume at {path or _default(config, base)}: run the same command without --resume first"
+        )
     run = RunDirectory(path)
     if difference := _difference(fixed_part(resolve.load(run.config)), fixed_part(config)):
         raise UserError(f"{path} was started with another config: {difference}; give the same words, or start afresh")

@@ -29,7 +29,9 @@ def submit(
     config: ConfigFile = None,
     nodes: Nodes = None,
     chain: Chain = 1,
-    dryrun: Annotated[bool, typer.Option("--dryrun", help="Print the batch script and the role plan, then stop.")] = False,
+    dryrun: Annotated[
+        bool, typer.Option("--dryrun", help="Print the batch script and the role plan, then stop.")
+    ] = False,
 ) -> None:
     """Train a recipe on a Slurm cluster: one allocation with tool service, engines and trainer as its steps.
 
@@ -51,12 +53,14 @@ def resume(
 ) -> None:
     """Submit a run again, with the code as it is now: it goes on from its newest whole checkpoint.
 
-    The number of nodes and the layout may be others than before.
+    Without words and --nodes it takes as many nodes as before; number and layout may be others.
     """
     from arpo_megatron.cluster import commands
 
     directory = commands.find_run(run, cluster)
     job = resolve.over(resolve.load(directory.config), overrides or ())
+    if nodes is None and not overrides:
+        nodes = commands.nodes_of(directory)
     _submit(job, str(directory.cluster), nodes=nodes, chain=chain, resuming=True)
 
 

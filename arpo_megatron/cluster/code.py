@@ -1,4 +1,4 @@
-"""What runs is what was submitted: commit, uncommitted changes and new files, as one git tree that is packed and kept."""
+"""What runs is what was submitted: commit, uncommitted changes and new files, as one git tree that is packed."""
 
 import os
 import subprocess

@@ -15,7 +15,7 @@ from arpo_megatron.errors import UserError
 from arpo_megatron.run_directory import RunDirectory
 
 _FOLLOW_INTERVAL_S = 1.0
-_STATE_INTERVAL_S = 10.0
+_STATE_INTERVAL_S = 3.0
 
 
 def find_run(name: str, cluster: str | None = None) -> RunDirectory:
@@ -31,7 +31,9 @@ def find_run(name: str, cluster: str | None = None) -> RunDirectory:
         names = ", ".join(sorted(run.path.name for run in _submitted(cluster))) or "none"
         raise UserError(f"no submitted run is called {name}; there are: {names} (or give its directory)")
     if len(found) > 1:
-        raise UserError(f"several runs are called {name}: give the directory, {' or '.join(str(r.path) for r in found)}")
+        raise UserError(
+            f"several runs are called {name}: give the directory, {' or '.join(str(r.path) for r in found)}"
+        )
     return found[0]
 
 
@@ -65,7 +67,12 @@ def newest_state(run: RunDirectory) -> slurm.JobState | None:
     states = [state for job in _jobs(run) if (state := slurm.job_state(job)) is not None]
     live = [state for state in states if state.live]
     running = [state for state in live if state.state != "PENDING"]
-    return (running or live or states[::-1] or [None])[0]
+    return next(iter(running or live or states[::-1]), None)
+
+
+def nodes_of(run: RunDirectory) -> int:
+    """How many nodes its newest submission asked for."""
+    return int(submissions_of(run)[-1]["plan"]["nodes"])
 
 
 def _jobs(run: RunDirectory) -> list[str]:
@@ -95,7 +102,8 @@ def _print_details(run: RunDirectory, state: slurm.JobState | None) -> None:
 
 def _last_events(run: RunDirectory, count: int) -> list[dict[str, Any]]:
     lines = run.events.read_text(encoding="utf-8").splitlines() if run.events.exists() else []
-    return [event for line in lines[-200:] if "text" in (event := json.loads(line))][-count:]
+    events = [json.loads(line) for line in lines[-500:]]
+    return [event for event in events if event["kind"] in ("note", "restart", "user_error")][-count:]
 
 
 def log_of(run: RunDirectory, role: str) -> Path:
@@ -104,15 +112,22 @@ def log_of(run: RunDirectory, role: str) -> Path:
     Raises:
         UserError: there is none; the roles that have one are named.
     """
-    found = sorted(run.logs.glob("log-*.out" if role == "job" else f"{role}.log"), key=lambda p: p.stat().st_mtime)
-    if not found:
+    if not (found := _logs_of(run, role)):
         known: Iterable[str] = sorted(path.stem for path in run.logs.glob("*.log"))
         raise UserError(f"{run.path.name} has no log of {role!r} yet; there are: {', '.join(['job', *known])}")
     return found[-1]
 
 
+def _logs_of(run: RunDirectory, role: str) -> list[Path]:
+    """The oldest first."""
+    pattern = "log-*.out" if role == "job" else f"{role}.log"
+    return sorted(run.logs.glob(pattern), key=lambda path: path.stat().st_mtime)
+
+
 def print_log(run: RunDirectory, role: str, *, lines: int, follow: bool) -> None:
-    """The last lines; with `follow` whatever comes until the job has ended."""
+    """The last lines; with `follow` a log that is not there yet is awaited, and whatever comes until the job's end."""
+    while follow and not _logs_of(run, role) and (state := newest_state(run)) is not None and state.live:
+        time.sleep(_FOLLOW_INTERVAL_S)
     path = log_of(run, role)
     with path.open("rb") as file:
         text = file.read().decode(errors="replace").splitlines(keepends=True)
@@ -124,7 +139,7 @@ def print_log(run: RunDirectory, role: str, *, lines: int, follow: bool) -> None
             if not new and time.monotonic() - asked > _STATE_INTERVAL_S:
                 state, asked = newest_state(run), time.monotonic()
                 if state is None or not state.live:
-                    return
+                    return None
                 if role == "job" and log_of(run, role) != path:  # a restart writes its own
                     return print_log(run, role, lines=lines, follow=True)
             time.sleep(_FOLLOW_INTERVAL_S)

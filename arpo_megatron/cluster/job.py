@@ -1,15 +1,17 @@
 """`python -m arpo_megatron.cluster.job RUN_DIR`: the role supervisor, the first process of a Slurm allocation.
 
-Doctor, preparation, cold start and training are steps of the allocation (`site.py`), watched as on one machine: services
-are restarted within limits, the first fatal exit ends all. How it ends:
+Doctor, preparation, cold start and training are steps of the allocation (`site.py`), watched as on one machine:
+services are restarted within limits, the first fatal exit ends all. How it ends:
 
-| what happens | what is done | the job ends as |
+| what happens | what is done | the job is then |
 | --- | --- | --- |
 | training is done | links of the chain that still wait are cancelled | COMPLETED |
-| USR1: time is nearly up, or a preemption | trainer saves and ends; a waiting link goes on, or the job is requeued | COMPLETED, REQUEUED |
+| USR1: time is nearly up, or a preemption | trainer saves and ends; a waiting link goes on | COMPLETED |
+| the same, and no link waits | the job goes back into the queue | PENDING |
 | a fatal exit | all steps are ended; the last lines of the guilty log | FAILED, exit code 1 |
 | something that the user can mend | one line | FAILED, exit code 2 |
-| TERM: scancel, or a preemption without warning | all steps are ended; requeued if Slurm still wants the job | CANCELLED, REQUEUED |
+| TERM: scancel | all steps are ended | CANCELLED |
+| TERM: a preemption without warning | the same, and back into the queue | PENDING |
 """
 
 import os
@@ -25,6 +27,7 @@ from arpo_megatron.cluster import slurm
 from arpo_megatron.cluster.plan import plan_roles
 from arpo_megatron.cluster.profile import ClusterProfile, load_profile
 from arpo_megatron.cluster.site import SlurmSite, drop_slurm_variables
+from arpo_megatron.config import JobConfig
 from arpo_megatron.doctor.job import examine_nodes
 from arpo_megatron.errors import USER_ERROR_EXIT_CODE, UserError
 from arpo_megatron.job import train_phases, watching
@@ -44,11 +47,13 @@ def main() -> None:
     run = RunDirectory(Path(sys.argv[1]))
     job_id, job_name, node_list = (os.environ[f"SLURM_JOB_{name}"] for name in ("ID", "NAME", "NODELIST"))
     drop_slurm_variables()
-    profile = load_profile(str(run.cluster))
+    profile, config = load_profile(str(run.cluster)), resolve.load(run.config)
+    nodes = slurm.allocated_nodes(node_list)
+    site = SlurmSite(profile, plan_roles(config, profile.gpus_per_node, len(nodes)), nodes, run, job_id)
     code = 0
     try:
         interrupt_on_signals()
-        _supervise(run, profile, job_id, node_list)
+        _supervise(config, run, site)
         for waiting in slurm.jobs_named(job_name, ["PD"]):
             slurm.call("scancel", waiting, check=False)
     except StoppedError:
@@ -57,16 +62,17 @@ def main() -> None:
         code = _told(error, USER_ERROR_EXIT_CODE)
     except RoleDiedError as error:
         code = _told(error, 1)
+        if profile.requeue and (lost := site.lost_nodes()):  # Slurm itself would notice minutes later
+            _told(UserError(f"{', '.join(lost)} cannot be reached any more"), 1)
+            code = _requeue(job_id)
     except Interrupted:
         code = _requeue(job_id) if profile.requeue and _still_wanted(job_id) else TERMINATED
     sys.exit(code)
 
 
-def _supervise(run: RunDirectory, profile: ClusterProfile, job_id: str, node_list: str) -> None:
-    config = resolve.load(run.config)
-    nodes = slurm.allocated_nodes(node_list)
-    site = SlurmSite(profile, plan_roles(config, profile.gpus_per_node, len(nodes)), nodes, run, job_id)
-    _take_secrets(profile)
+def _supervise(config: JobConfig, run: RunDirectory, site: SlurmSite) -> None:
+    nodes = site.nodes
+    _take_secrets(site.profile)
     with run.locked(), watching(run) as (progress, poll), Roles(run.logs) as roles:
         run.remove_partial()  # what a kill -9 left
 
@@ -75,11 +81,11 @@ def _supervise(run: RunDirectory, profile: ClusterProfile, job_id: str, node_lis
             progress.note("Slurm's warning: the trainer saves and ends")
 
         signal.signal(signal.SIGUSR1, save_and_end)
-        progress.note(f"job {job_id} on {', '.join(node.name for node in nodes)}")
+        progress.note(f"job {site.job_id} on {', '.join(node.name for node in nodes)}")
         for line in site.plan.describe():
             progress.note(line)
         progress.phase("doctor")
-        (meeting,) = free_ports(1, nodes[0].address, profile.ports)
+        (meeting,) = free_ports(1, nodes[0].address, site.profile.ports)
         examine_nodes(site, roles, meeting, poll)
         progress.phase("prepare")
         words = site.python([sys.executable, "-m", "arpo_megatron.cluster.prepare", str(run.path)])

@@ -56,13 +56,14 @@ class RolePlan:
         return lines
 
 
-def plan_roles(config: JobConfig, gpus: int, nodes: int | None) -> RolePlan:
-    """Lay the roles over nodes with `gpus` GPUs each; `nodes` None: as few as the config's placement needs.
+def plan_roles(config: JobConfig, gpus_per_node: int, nodes: int | None) -> RolePlan:
+    """Lay the roles over nodes; `nodes` None: as few as the config's placement needs. `platform=cpu` uses no GPU.
 
     Raises:
         UserError: they do not fit, or nodes would have nothing to do.
     """
     ranks, engine = config.parallel.world_size, config.engine
+    gpus = 0 if config.platform == "cpu" else gpus_per_node
     if not gpus:
         return _on_cpus(config, nodes or 1)
     if engine.tensor > gpus:
@@ -88,9 +89,7 @@ def plan_roles(config: JobConfig, gpus: int, nodes: int | None) -> RolePlan:
     if together:
         places = [(0, ranks + index * engine.tensor) for index in range(engine.replicas)]
     else:
-        places = [
-            (trainer_nodes + index // slots, index % slots * engine.tensor) for index in range(engine.replicas)
-        ]
+        places = [(trainer_nodes + index // slots, index % slots * engine.tensor) for index in range(engine.replicas)]
     return RolePlan(split, gpus, trainer_nodes, per_node, tuple(places), engine.tensor, shared=False)
 
 
@@ -114,6 +113,6 @@ def _check_count(given: int | None, needed: int, placement: str, config: JobConf
         return
     engines = f"{config.engine.replicas} engine(s) of {config.engine.tensor} GPU(s)"
     raise UserError(
-        f"{given} nodes of {gpus} GPUs, but {config.parallel.world_size} trainer ranks and {engines}, {placement}, take "
-        f"{needed}: give --nodes {needed}, or change parallel.*, engine.replicas or engine.placement"
+        f"{given} nodes of {gpus} GPUs, but {config.parallel.world_size} trainer ranks and {engines}, {placement}, "
+        f"take {needed}: give --nodes {needed}, or change parallel.*, engine.replicas or engine.placement"
     )

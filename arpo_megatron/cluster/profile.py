@@ -64,8 +64,8 @@ class ClusterProfile:
     environment: dict[str, str] = Field(default_factory=dict)
     """Variables of every role (NCCL_SOCKET_IFNAME, HF_HOME, ...). They stand in the batch script: no secrets."""
     secrets: dict[str, str] = Field(default_factory=dict)
-    """Variables that must not be written down, and where each comes from: `env` (the environment of `arpo submit`, which
-    sbatch hands over) or the path of a file that the nodes can read."""
+    """Variables that must not be written down, and where each comes from: `env` (the environment of `arpo submit`,
+    which sbatch hands over) or the path of a file that the nodes can read."""
     ports: tuple[Positive, Positive] | None = None
     """First and last TCP port that services may listen on, where a firewall wants to know. None: any free one."""
     sbatch: dict[str, str] = Field(default_factory=dict)
@@ -73,8 +73,8 @@ class ClusterProfile:
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.ports is not None and self.ports[1] - self.ports[0] < 20:
-            raise ValueError(f"ports: [{self.ports[0]}, {self.ports[1]}] are too few: at least 20 are wanted")
+        if self.ports is not None and self.ports[1] - self.ports[0] < 63:
+            raise ValueError(f"ports: [{self.ports[0]}, {self.ports[1]}] are too few: at least 64 are wanted")
         for name in (*self.environment, *self.secrets):
             if not re.fullmatch(r"[A-Za-z_]\w*", name):
                 raise ValueError(f"{name!r} cannot be the name of a variable")
@@ -114,7 +114,7 @@ def check_profile(values: dict[str, Any], where: str) -> ClusterProfile:
         fault = error.errors()[0]
         key = ".".join(map(str, fault["loc"]))
         text = fault["msg"].removeprefix("Value error, ")
-        raise UserError(f"{where}: {f'{key}: ' if key else ''}{text[0].lower()}{text[1:]}") from None
+        raise UserError(f"{where}: {f'{key}: ' if key else ''}{text}") from None
 
 
 def save_profile(profile: ClusterProfile, path: Path) -> None:

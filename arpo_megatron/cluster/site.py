@@ -1,13 +1,15 @@
 """The nodes of a Slurm allocation as the site of a job: every role is a step of it, started with srun.
 
-All steps overlap (`--overlap`) and see all GPUs of their node; which of them a role uses is said by the role plan, as on
-one machine: `--exact` would divide the CPUs and could not let an engine share the trainer's GPUs.
+All steps overlap (`--overlap`) and see all GPUs of their node; which of them a role uses is said by the role plan, as
+on one machine: `--exact` would divide the CPUs and could not let an engine share the trainer's GPUs.
 """
 
 import os
+import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -23,8 +25,10 @@ from arpo_megatron.rollout.sglang_main import LAUNCHER_PID_VARIABLE
 from arpo_megatron.run_directory import RunDirectory
 from arpo_megatron.supervisor import Program
 
-TASK = "trap '' USR1; mkdir -p \"${TMPDIR:-/tmp}\"; exec \"$@\""
+TASK = 'trap \'\' USR1; mkdir -p "${TMPDIR:-/tmp}"; exec "$@"'
 """The shell line in which a task starts. Slurm's warning is for the supervisor alone, so roles do not hear it."""
+_TIDY_S = 20.0
+_ALIVE_S = 20.0
 KEPT_VARIABLES = ("SLURM_JOB_ID", "SLURM_CONF")
 """Of Slurm's own: the others describe the supervisor's step, and srun would take them for wishes."""
 
@@ -87,8 +91,14 @@ class SlurmSite:
 
     @contextmanager
     def scratch(self) -> Iterator[Path]:
-        """A short path, made on each node by the task itself (Slurm or the node's own housekeeping clears /tmp)."""
-        yield Path(f"/tmp/arpo-{self.job_id}")  # noqa: S108  (IPC sockets want a short path that belongs to the node)
+        """A short path, made on each node by the task itself; what a kill leaves, the node's housekeeping clears."""
+        path = Path(f"/tmp/arpo-{self.job_id}")  # noqa: S108  (IPC sockets want a short path that belongs to the node)
+        try:
+            yield path
+        finally:
+            words = self.step("tidy", self.nodes, 1, ["rm", "-rf", str(path)])
+            with suppress(subprocess.TimeoutExpired):
+                subprocess.run(words, capture_output=True, timeout=_TIDY_S, check=False)
 
     def python(self, command: Sequence[str]) -> list[str]:
         """A command that begins with this Python, as the roles' own runs it."""
@@ -105,10 +115,25 @@ class SlurmSite:
             f"--ntasks={len(nodes) * tasks_per_node}",
             f"--ntasks-per-node={tasks_per_node}",
             f"--nodelist={','.join(node.name for node in nodes)}",
-            *gpu_words(self.profile),
+            *gpu_words(self.profile, self.plan),
             *self._container(),
             *("bash", "-c", TASK, "arpo", *command),
         ]
+
+    def lost_nodes(self) -> list[str]:
+        """Names of the nodes that start no step any more. Takes seconds; only a failure asks."""
+        words = [(node.name, self.step("alive", [node], 1, ["true"])) for node in self.nodes]
+        tries = [(name, subprocess.Popen(word, stderr=subprocess.DEVNULL)) for name, word in words]
+        deadline = time.monotonic() + _ALIVE_S
+        lost = []
+        for name, process in tries:
+            try:
+                code = process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.terminate()
+                code = -1
+            lost += [name] if code else []
+        return lost
 
     def _container(self) -> list[str]:
         if self.profile.container is None:
@@ -125,11 +150,11 @@ class SlurmSite:
         return self.nodes[self.plan.engines[int(role[len("engine-") :])][0] if role.startswith("engine-") else 0]
 
 
-def gpu_words(profile: ClusterProfile) -> list[str]:
-    """How a step, or an allocation, asks for all GPUs of its nodes."""
-    if not profile.gpus_per_node or profile.gpu_request == "none":
+def gpu_words(profile: ClusterProfile, plan: RolePlan) -> list[str]:
+    """How a step, or an allocation, asks for all GPUs of its nodes, if it wants any."""
+    if not plan.gpus or profile.gpu_request == "none":
         return []
-    amount = f"{profile.gpu_type}:{profile.gpus_per_node}" if profile.gpu_type else str(profile.gpus_per_node)
+    amount = f"{profile.gpu_type}:{plan.gpus}" if profile.gpu_type else str(plan.gpus)
     return [f"--gres=gpu:{amount}" if profile.gpu_request == "gres" else f"--gpus-per-node={amount}"]
 
 

@@ -6,7 +6,8 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator
+from contextlib import chdir, contextmanager
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -70,9 +71,8 @@ def prepare_submission(
         resume: go on with the run of this config instead of beginning one.
 
     Raises:
-        UserError: an input is missing, the roles do not fit the nodes, or there is nothing to resume.
+        UserError: the roles do not fit the nodes, or there is nothing to resume.
     """
-    check_files(config)
     config = _settled(config, plan := plan_roles(config, profile.gpus_per_node, nodes or profile.nodes))
     base = profile.runs.expanduser().absolute()
     path = config.run_dir or run_directory.next_path(config, base)
@@ -95,7 +95,7 @@ def _settled(config: JobConfig, plan: RolePlan) -> JobConfig:
 
 
 def dry_run(submission: Submission) -> str:
-    """The batch script and the role plan; nothing is left behind."""
+    """The batch script and the role plan, and which input is still missing, if one is; nothing is left behind."""
     with tempfile.TemporaryDirectory(prefix="arpo-dryrun-") as folder:
         home = Path(folder)
         with _experiment(submission, home, snapshot()) as experiment:
@@ -103,6 +103,10 @@ def dry_run(submission: Submission) -> str:
         (script,) = home.rglob("*_sbatch.sh")
         text = script.read_text(encoding="utf-8").replace(str(home), str(submission.run.submissions))
     lines = [f"# {line}" for line in [f"role plan: {submission.plan.nodes} node(s)", *submission.plan.describe()]]
+    try:
+        check_files(submission.config)
+    except UserError as error:
+        lines.append(f"# not submitted as it is: {error}")
     return "\n".join([text, *lines])
 
 
@@ -110,8 +114,10 @@ def submit(submission: Submission) -> list[str]:
     """Write the run directory and submit; returns the ids of the jobs of the chain.
 
     Raises:
-        UserError: Slurm refuses, a job of this run is in the queue already, or the run directory cannot be written.
+        UserError: Slurm refuses, a job of this run is in the queue already, an input is missing, or the run directory
+            cannot be written.
     """
+    check_files(submission.config)
     slurm.call("sbatch", "--version")
     if waiting := slurm.jobs_named(submission.job_name, ["PD", "R", "CG"]):
         raise UserError(f"job {waiting[0]} of {submission.run.path.name} is in the queue: arpo cancel it first")
@@ -151,7 +157,8 @@ def submissions_of(run: RunDirectory) -> list[dict[str, Any]]:
     return [yaml.safe_load(path.read_text(encoding="utf-8")) for path in files]
 
 
-def _experiment(submission: Submission, home: Path, code: Code) -> "Experiment":
+@contextmanager
+def _experiment(submission: Submission, home: Path, code: Code) -> "Iterator[Experiment]":
     """nemo-run's, with one job; it keeps its files in `home`."""
     if find_spec("nemo_run") is None:
         raise UserError("arpo submit needs nemo-run: pip install 'arpo-megatron[slurm]', or `make setup` in the clone")
@@ -162,14 +169,26 @@ def _experiment(submission: Submission, home: Path, code: Code) -> "Experiment":
 
     nemo_run.config.set_nemorun_home(str(home))
     name = submission.run.path.name
-    experiment = nemo_run.Experiment(
-        name, id=f"{name}_{time.time_ns()}", log_level="ERROR", clean_mode=True, skip_status_at_exit=True
-    )
     python = submission.profile.python or Path(sys.executable)
     script = nemo_run.Script(path=JOB, m=True, entrypoint=str(python), args=[str(submission.run.path)])
-    with experiment:
-        experiment.add(script, executor=_executor(submission, code), name="job", tail_logs=False)
-    return experiment
+    with chdir(ROOT), _nothing_to_read():  # it asks git in the working directory, and its commands read our input
+        experiment = nemo_run.Experiment(
+            name, id=f"{name}_{time.time_ns()}", log_level="ERROR", clean_mode=True, skip_status_at_exit=True
+        )
+        with experiment:
+            experiment.add(script, executor=_executor(submission, code), name="job", tail_logs=False)
+            yield experiment
+
+
+@contextmanager
+def _nothing_to_read() -> Iterator[None]:
+    before = sys.stdin
+    with Path(os.devnull).open(encoding="utf-8") as nothing:
+        sys.stdin = nothing
+        try:
+            yield
+        finally:
+            sys.stdin = before
 
 
 def _executor(submission: Submission, code: Code) -> "SlurmExecutor":
@@ -178,7 +197,7 @@ def _executor(submission: Submission, code: Code) -> "SlurmExecutor":
 
     profile, plan = submission.profile, submission.plan
     more: dict[str, Any] = dict(profile.sbatch)
-    for word in gpu_words(profile):
+    for word in gpu_words(profile, plan):
         name, _, amount = word.removeprefix("--").partition("=")
         more[name.replace("-", "_")] = amount
     if submission.chain > 1:
@@ -217,4 +236,3 @@ def _refusal(error: Exception) -> str:
     result = getattr(error, "result", None)
     text = getattr(result, "stderr", "") or str(error)
     return " ".join(text.replace("sbatch: error:", "").split())
-

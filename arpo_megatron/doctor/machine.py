@@ -78,7 +78,9 @@ def check_rdma() -> Finding:
     devices = sorted(path.name for path in Path("/sys/class/infiniband").glob("*"))
     if devices:
         return ok("rdma", ", ".join(devices))
-    return warning("rdma", "no RDMA device", "between nodes NCCL will use TCP; inside a container mount /dev/infiniband")
+    return warning(
+        "rdma", "no RDMA device", "between nodes NCCL will use TCP; inside a container mount /dev/infiniband"
+    )
 
 
 def check_isolation() -> Finding:
@@ -123,4 +125,6 @@ def check_wandb(config: JobConfig) -> Finding:
     netrc = Path.home() / ".netrc"
     if os.environ.get("WANDB_API_KEY") or (netrc.is_file() and "wandb" in netrc.read_text(errors="replace")):
         return ok("wandb", "online, with a login")
-    return failure("wandb", "online, but there is no login", "WANDB_API_KEY under `secrets` of the profile, or wandb login")
+    return failure(
+        "wandb", "online, but there is no login", "WANDB_API_KEY under `secrets` of the profile, or wandb login"
+    )

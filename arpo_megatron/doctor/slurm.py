@@ -38,12 +38,16 @@ def check_slurm(profile: ClusterProfile) -> Finding:
     """The commands are here, and the controller answers."""
     if missing := [name for name in ("sbatch", "srun", "scontrol", "squeue", "scancel") if shutil.which(name) is None]:
         return failure("slurm", f"{missing[0]} is not on the PATH", "go to a login node of the cluster")
-    return ok("slurm", slurm.call("sbatch", "--version").strip() + f", {slurm.call('scontrol', 'ping').splitlines()[0]}")
+    return ok(
+        "slurm", slurm.call("sbatch", "--version").strip() + f", {slurm.call('scontrol', 'ping').splitlines()[0]}"
+    )
 
 
 def check_partition(profile: ClusterProfile) -> Finding:
     """It exists, is up, and allows the time limit."""
-    shown = slurm.call("sinfo", "-h", "-o", "%R|%a|%l|%D", *([f"--partition={profile.partition}"] * bool(profile.partition)))
+    shown = slurm.call(
+        "sinfo", "-h", "-o", "%R|%a|%l|%D", *([f"--partition={profile.partition}"] * bool(profile.partition))
+    )
     if not shown.strip():
         return failure("partition", f"{profile.partition} does not exist", "sinfo lists those that do")
     name, up, limit, nodes = shown.splitlines()[0].split("|")
@@ -53,7 +57,9 @@ def check_partition(profile: ClusterProfile) -> Finding:
     if limit not in _UNLIMITED and seconds(profile.time) > seconds(limit):
         return failure("partition", f"{text}, less than time={profile.time}", "lower `time`, and submit with --chain N")
     if seconds(profile.time) <= profile.signal_s:
-        return failure("partition", f"time={profile.time} leaves nothing before signal_s={profile.signal_s}", "raise `time`")
+        return failure(
+            "partition", f"time={profile.time} leaves nothing before signal_s={profile.signal_s}", "raise `time`"
+        )
     return ok("partition", text)
 
 
@@ -103,7 +109,7 @@ def check_secrets(profile: ClusterProfile) -> Finding:
 
 
 def seconds(limit: str) -> int:
-    """Of a time limit as Slurm writes it: minutes, minutes:seconds, hours:minutes:seconds, each after `days-` or not."""
+    """Of a time limit as Slurm writes it: [days-]hours:minutes:seconds, minutes:seconds, minutes, days-hours."""
     days, _, rest = limit.rpartition("-")
     parts = [int(part) for part in rest.split(":")]
     if days:

@@ -29,7 +29,7 @@ install_packages() {
 }
 
 configure() {
-  local dir=$1 host; host=$(hostname -s)
+  local dir=$1 host index; host=$(hostname -s)
   mkdir -p "$dir"/{state,log,pid}
   chmod 755 "$dir"
   [ -f "$dir/munge.key" ] || (umask 077; dd if=/dev/urandom of="$dir/munge.key" bs=1024 count=1 status=none)
@@ -71,11 +71,15 @@ SlurmctldTimeout=30
 SlurmdTimeout=10
 InactiveLimit=0
 SlurmdParameters=config_overrides
+GresTypes=gpu
 CONF
-  local index
+  # GPUs that only Slurm believes in: empty files that it hands out.
+  mkdir -p "$dir/gpu"
+  for index in $(seq 0 7); do : >"$dir/gpu/$index"; done
+  echo "NodeName=n[1-$NODES] Name=gpu File=$dir/gpu/[0-7]" >"$dir/gres.conf"
   for index in $(seq 1 "$NODES"); do
     mkdir -p "$dir/spool/n$index"
-    echo "NodeName=n$index NodeHostname=$host NodeAddr=127.0.0.$((10 + index)) Port=$((PORT + index)) CPUs=$CPUS State=UNKNOWN" >>"$dir/slurm.conf"
+    echo "NodeName=n$index NodeHostname=$host NodeAddr=127.0.0.$((10 + index)) Port=$((PORT + index)) CPUs=$CPUS Gres=gpu:8 State=UNKNOWN" >>"$dir/slurm.conf"
   done
   cat >>"$dir/slurm.conf" <<CONF
 PartitionName=batch Nodes=n[1-$NODES] Default=YES MaxTime=INFINITE PriorityTier=1 PreemptMode=REQUEUE GraceTime=30 State=UP
