@@ -124,6 +124,10 @@ def save_profile(profile: ClusterProfile, path: Path) -> None:
 
 
 def _filled(value: Any, where: str) -> Any:
+    if isinstance(value, list):
+        return [_filled(item, where) for item in value]
+    if isinstance(value, dict):
+        return {key: _filled(item, where) for key, item in value.items()}
     if not isinstance(value, str):
         return value
     text = os.path.expandvars(value)
