@@ -1,5 +1,5 @@
-"""Write docs/configuration.md from the config dataclasses, the metrics of docs/run-directory.md and the keys of a profile
-in docs/cluster.md (`make docs`).
+"""Write docs/configuration.md from the config dataclasses, and the generated tables of run-directory.md and cluster.md
+(`make docs`).
 
 A test fails when they are out of date.
 """

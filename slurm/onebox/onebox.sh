@@ -73,9 +73,9 @@ InactiveLimit=0
 SlurmdParameters=config_overrides
 GresTypes=gpu
 CONF
-  # GPUs that only Slurm believes in: empty files that it hands out.
+  # GPUs that only Slurm believes in: null devices, or empty files where none can be made.
   mkdir -p "$dir/gpu"
-  for index in $(seq 0 7); do : >"$dir/gpu/$index"; done
+  for index in $(seq 0 7); do mknod "$dir/gpu/$index" c 1 3 2>/dev/null || : >>"$dir/gpu/$index"; done
   echo "NodeName=n[1-$NODES] Name=gpu File=$dir/gpu/[0-7]" >"$dir/gres.conf"
   for index in $(seq 1 "$NODES"); do
     mkdir -p "$dir/spool/n$index"

@@ -1,9 +1,18 @@
 """Jobs on a real Slurm of two nodes, and what becomes of them when something fails."""
 
 import secrets
+import shlex
+import time
 
 import pytest
 from onebox import Job, Onebox
+
+from arpo_megatron import resolve
+from arpo_megatron.cluster.plan import plan_roles
+from arpo_megatron.cluster.profile import load_profile
+from arpo_megatron.cluster.site import SlurmSite, gpu_words
+from arpo_megatron.cluster.slurm import Node
+from arpo_megatron.run_directory import RunDirectory
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -55,3 +64,20 @@ def test_a_job_survives_a_dead_rank_a_dead_engine_and_a_preemption(box: Onebox) 
 def _submit_with_secret(box: Onebox, profile: str) -> Job:
     box.environment["TEST_SECRET"] = SECRET
     return box.submit("lives", *COLD, "train.steps=3", profile=profile)
+
+
+def test_every_step_sees_all_gpus_of_its_node_so_that_the_plan_decides(box: Onebox) -> None:
+    """Two steps at once, as an engine and the trainer that share GPUs are; Slurm believes in the GPUs."""
+    config = resolve.resolve("quickstart", words=["parallel.data=8", "engine.placement=colocated"])
+    profile = load_profile(box.profile("gpus", gpu_request="gres"))
+    plan = plan_roles(config, 8, 1)
+    site = SlurmSite(profile, plan, [Node("n1", "127.0.0.11")], RunDirectory(box.runs / "gpus"), "0")
+    told = 'echo "$CUDA_VISIBLE_DEVICES"; sleep 1'
+    steps = [
+        shlex.join(site.step(name, site.nodes, tasks, ["bash", "-c", told])) for name, tasks in (("a", 1), ("b", 8))
+    ]
+    words = ["salloc", "-Q", "-N1", "-wn1", "--exclusive", *gpu_words(profile, plan)]
+    started = time.monotonic()
+    said = box.slurm(*words, "bash", "-c", f"{steps[0]} & {steps[1]} & wait")
+    assert said.split() == ["0,1,2,3,4,5,6,7"] * 9
+    assert time.monotonic() - started < 10, "the steps waited for each other"
