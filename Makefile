@@ -4,13 +4,17 @@ ARGS ?=
 WORKERS ?= 2
 BIN := .venv/bin
 
-.PHONY: setup demo test lint types contracts pytest test-slow docs clean
+.PHONY: setup demo slurm-demo test lint types contracts pytest test-slow test-slurm docs clean
 
 setup:
 	@scripts/setup.sh
 
 demo: setup
 	@$(BIN)/arpo demo --seed $(SEED) $(ARGS)
+
+# Installs Slurm from the distribution's packages if it is absent, and says so first; ends what it started.
+slurm-demo: setup
+	@slurm/onebox/demo.sh $(ARGS)
 
 test: lint types contracts pytest
 
@@ -30,6 +34,11 @@ pytest: setup
 # Minutes of kill -9 and restart, beside `make test`.
 test-slow: setup
 	$(BIN)/pytest -m slow_campaign $(ARGS)
+
+# The faults of a cluster on a real Slurm of two nodes on this machine; `make test` has the most telling ones.
+test-slurm: setup
+	slurm/onebox/onebox.sh install
+	$(BIN)/pytest tests/cluster -m 'slurm_campaign or not slurm_campaign' $(ARGS)
 
 # Regenerates what is made from the code: the configuration reference.
 docs: setup

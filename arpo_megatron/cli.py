@@ -10,6 +10,7 @@ import yaml
 
 from arpo_megatron import resolve, run_directory
 from arpo_megatron.bench.cli import app as bench
+from arpo_megatron.cluster.cli import app as cluster
 from arpo_megatron.config import JobConfig, ParallelConfig
 from arpo_megatron.errors import UserError
 
@@ -23,6 +24,7 @@ app = typer.Typer(
     "its tools on two CPU cores, in minutes.",
 )
 app.add_typer(bench, name="bench")
+app.add_typer(cluster)
 
 Recipe = Annotated[str, typer.Argument(help="Recipe name; `arpo recipes` lists them.")]
 Words = Annotated[

@@ -20,6 +20,7 @@ import numpy as np
 
 from arpo_megatron.config import JobConfig
 from arpo_megatron.monitor.events import EventLog
+from arpo_megatron.processes import StoppedError
 from arpo_megatron.rollout.accounting import GrowStats
 from arpo_megatron.rollout.messages import (
     CollectTrees,
@@ -31,6 +32,7 @@ from arpo_megatron.rollout.messages import (
 )
 from arpo_megatron.rollout.record import UnfinishedTree
 from arpo_megatron.rollout.service import RolloutHandle
+from arpo_megatron.run_directory import RunDirectory
 from arpo_megatron.tasks.base import Task
 from arpo_megatron.tasks.sampler import TaskSampler
 from arpo_megatron.tree import Role, RolloutTree
@@ -208,9 +210,11 @@ class Harvest:
 
 
 def show_progress(events: EventLog, progress: GrowProgress) -> None:
-    """Tell how far a collection has come."""
+    """Tell how far a collection has come. Raises StoppedError where the job is asked to end."""
     text = f"{progress.trees_done} of {progress.trees_total} trees, {progress.tokens_sampled} tokens sampled"
     events.emit("progress", text=text)
+    if RunDirectory(events.path.parent).stop.exists():
+        raise StoppedError
 
 
 def staleness(tree: RolloutTree, version: int) -> tuple[float, int]:

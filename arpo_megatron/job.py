@@ -19,6 +19,7 @@ from arpo_megatron.monitor.progress import Progress
 from arpo_megatron.preparation import check_inputs, prepare
 from arpo_megatron.processes import Roles
 from arpo_megatron.run_directory import RunDirectory
+from arpo_megatron.site import Site, ThisMachine
 
 
 def run_job(config: JobConfig, *, resume: bool) -> RunDirectory:
@@ -39,12 +40,19 @@ def run_phases(
 ) -> None:
     """Prepare, cold start where the recipe has one, train; what a stopped run has done already is not done again."""
     _prepare(config, run, progress)
+    train_phases(config, run, roles, progress, poll, ThisMachine())
+
+
+def train_phases(
+    config: JobConfig, run: RunDirectory, roles: Roles, progress: Progress, poll: Callable[[], None], site: Site
+) -> None:
+    """`run_phases` without the preparation, on any site. Raises StoppedError too."""
     if config.sft.steps:
-        _cold_start(config, run, roles, progress, poll)
+        _cold_start(config, run, roles, progress, poll, site)
     if _steps_done(run) >= config.train.steps:
         progress.note("training is done already")
     else:
-        _train(config, run, roles, progress, poll)
+        _train(config, run, roles, progress, poll, site)
 
 
 def _steps_done(run: RunDirectory) -> int:
@@ -56,7 +64,7 @@ def run_sft(config: JobConfig, *, resume: bool) -> dict[str, Any]:
     """Only the cold start; returns the figures that the command line prints. Raises as `run_job` does."""
     with opened(config, resume=resume) as run, watching(run) as (progress, poll), Roles(run.logs) as roles:
         _prepare(config, run, progress)
-        _cold_start(config, run, roles, progress, poll)
+        _cold_start(config, run, roles, progress, poll, ThisMachine())
         progress.note(f"exported to {run.cold_start}")
         figures = json.loads(run.sft_result.read_text()) if run.sft_result.exists() else {}
     return {**figures, "run_dir": str(run.path), "export_dir": str(run.cold_start)}
@@ -139,29 +147,38 @@ def watching(run: RunDirectory) -> Iterator[tuple[Progress, Callable[[], None]]]
 
 def _prepare(config: JobConfig, run: RunDirectory, progress: Progress) -> None:
     progress.phase("prepare")
-    data = prepare(config, run, lambda text: progress.event({"kind": "progress", "text": text}))
-    progress.note(f"run directory {run.path}: {len(data.train)} training tasks, {len(data.held_out)} held out")
+    for line in prepare_run(config, run, lambda text: progress.event({"kind": "progress", "text": text})):
+        progress.note(line)
+
+
+def prepare_run(config: JobConfig, run: RunDirectory, tell: Callable[[str], None]) -> list[str]:
+    """Fill a run directory with what its roles read; returns what is worth knowing, a line each. Raises UserError."""
+    data = prepare(config, run, tell)
+    notes = [f"run directory {run.path}: {len(data.train)} training tasks, {len(data.held_out)} held out"]
     if not run.searchable:
-        progress.note("there is nothing to search: the search tool is not offered (data.search_cache=FILE.json)")
+        notes.append("there is nothing to search: the search tool is not offered (data.search_cache=FILE.json)")
     if data.bad_rows:
         first = data.bad_rows[0]
         rows = f"{len(data.bad_rows)} bad row{'s' if len(data.bad_rows) > 1 else ''} skipped"
         listed = run.path / "bad_rows.jsonl"
-        progress.note(f"{rows}, listed in {listed}; the first is row {first['row']}: {first['reason']}")
+        notes.append(f"{rows}, listed in {listed}; the first is row {first['row']}: {first['reason']}")
+    return notes
 
 
 def _cold_start(
-    config: JobConfig, run: RunDirectory, roles: Roles, progress: Progress, poll: Callable[[], None]
+    config: JobConfig, run: RunDirectory, roles: Roles, progress: Progress, poll: Callable[[], None], site: Site
 ) -> None:
     if (run.cold_start / "config.json").exists():
         progress.note("the cold start is done already")
         return
     progress.phase("start the trainer")
-    run_trainer("arpo_megatron.sft", config, run, roles, poll=poll)
+    run_trainer("arpo_megatron.sft", config, run, roles, poll=poll, site=site)
 
 
-def _train(config: JobConfig, run: RunDirectory, roles: Roles, progress: Progress, poll: Callable[[], None]) -> None:
+def _train(
+    config: JobConfig, run: RunDirectory, roles: Roles, progress: Progress, poll: Callable[[], None], site: Site
+) -> None:
     progress.phase("start engine and tools")
     model = run.cold_start if config.sft.steps else config.model.path or run.initial_model
-    with services(config, run, roles, model) as ready:
-        run_trainer("arpo_megatron.train", config, run, roles, env=ready.environment, poll=poll)
+    with services(config, run, roles, model, site) as ready:
+        run_trainer("arpo_megatron.train", config, run, roles, env=ready.environment, poll=poll, site=site)

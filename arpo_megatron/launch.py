@@ -1,22 +1,21 @@
-"""A job on one machine: tool service, engine and trainer ranks, started in order, watched, and ended together."""
+"""The roles of a job: tool service, engines and trainer ranks, started in order, watched, and ended together."""
 
 import os
-import shutil
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from arpo_megatron.config import JobConfig
-from arpo_megatron.machine import placement, trainer_environment
-from arpo_megatron.processes import GRACE_S, JOB_PID, Roles
+from arpo_megatron.machine import trainer_environment
+from arpo_megatron.processes import GRACE_S, Roles, StoppedError
 from arpo_megatron.rollout.messages import ServiceSettings
 from arpo_megatron.rollout.routes import RouteShape
-from arpo_megatron.rollout.server import engine_program, free_ports, router_program
+from arpo_megatron.rollout.server import engine_program, router_program
 from arpo_megatron.rollout.service import RolloutHandle, rollout_program, rollout_socket
 from arpo_megatron.run_directory import RunDirectory
+from arpo_megatron.site import Site, ThisMachine
 from arpo_megatron.supervisor import Program, Supervisor
 from arpo_megatron.weights.shape import ModelShape
 from tools_sandbox.config import TOKEN_VARIABLE
@@ -64,61 +63,80 @@ class Services:
 
 
 @contextmanager
-def services(config: JobConfig, run: RunDirectory, roles: Roles, model: Path) -> Iterator[Services]:
+def services(
+    config: JobConfig, run: RunDirectory, roles: Roles, model: Path, site: Site | None = None
+) -> Iterator[Services]:
     """Start the tool service, engines that serve `model`, and the rollout process; inside the block they are kept up.
+
+    Args:
+        config: of the job.
+        run: its directory.
+        roles: its other processes.
+        model: Hugging Face directory.
+        site: where they run; None: on this machine.
 
     Raises:
         UserError: no model at `model`, or the config wants a router that is not installed.
         RoleDiedError: one of them did not come up in time; the message names its log.
     """
-    count = config.engine.replicas
-    ports = free_ports(count + 4)
-    scratch = Path(tempfile.mkdtemp(prefix="arpo-engine-"))
-    hang_timeout_s = config.engine.hang_timeout_s
-    try:
-        engines = [_engine(config, run, model, index, ports[index], scratch) for index in range(count)]
-        sandbox = sandbox_program(run, ports[count], hang_timeout_s=hang_timeout_s)
+    site, hang_timeout_s = site or ThisMachine(), config.engine.hang_timeout_s
+    with site.scratch() as scratch:
+        engines = [_engine(config, run, model, index, site, scratch) for index in range(config.engine.replicas)]
+        (port,) = site.ports("sandbox", 1)
+        sandbox = site.place(
+            "sandbox", sandbox_program(run, port, hang_timeout_s=hang_timeout_s, host=site.host("sandbox"))
+        )
+        (port,) = site.ports("rollout", 1)
         log = run.logs / "rollout.log"
-        rollout = rollout_program(scratch, ports[count + 3], log_path=log, hang_timeout_s=hang_timeout_s)
+        rollout = site.place(
+            "rollout",
+            rollout_program(scratch, port, log_path=log, hang_timeout_s=hang_timeout_s),
+        )
         urls = tuple(engine.url for engine in engines)
         router_ports = ports[count + 1 : count + 3]
         router = router_program(
-            config.engine, urls, log_path=run.logs / "router.log", ports=router_ports, routes=_replays(config)
+            config.engine,
+            urls,
+            log_path=run.logs / "router.log",
+            ports=site.ports("router", 2),
+            routes=_replays(config),
+            host=site.host("router"),
         )
         with Supervisor(run, roles, restarts=config.engine.restarts) as supervisor:
             supervisor.start(sandbox, *engines, rollout)
             if router is not None:
-                supervisor.start(router)
+                supervisor.start(site.place("router", router))
             router_url = router.url if router is not None else None
             yield Services(sandbox.url, urls, rollout_socket(scratch), router_url)
             supervisor.check()
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _engine(config: JobConfig, run: RunDirectory, model: Path, index: int, port: int, scratch: Path) -> Program:
+def _engine(config: JobConfig, run: RunDirectory, model: Path, index: int, site: Site, scratch: Path) -> Program:
     name = "engine" if config.engine.replicas == 1 else f"engine-{index}"
+    role = f"engine-{index}"
     program = engine_program(
         model,
         config.engine,
         dtype=config.model.dtype,
         seed=config.seed + index,
         log_path=run.logs / f"{name}.log",
-        port=port,
+        port=site.ports(role, 1)[0],
         scratch=scratch,
-        placement=placement(config).of_engine(index, config.engine),
+        placement=site.placement(config, index),
         name=name,
         routes=_replays(config),
+        host=site.host(role),
     )
-    return replace(program, held_by=run.memory_lent)
+    return replace(site.place(role, program), held_by=run.memory_lent)
 
 
-def sandbox_program(run: RunDirectory, port: int, *, hang_timeout_s: float) -> Program:
+def sandbox_program(run: RunDirectory, port: int, *, hang_timeout_s: float, host: str = "127.0.0.1") -> Program:
     """How to start the tool service; it takes its token, if any, from this process's environment."""
+    where = ["--host", host, "--port", str(port), "--config", str(run.sandbox_config)]
     return Program(
         name="sandbox",
-        url=f"http://127.0.0.1:{port}",
-        command=[sys.executable, "-m", "tools_sandbox", "--port", str(port), "--config", str(run.sandbox_config)],
+        url=f"http://{host}:{port}",
+        command=[sys.executable, "-m", "tools_sandbox", *where],
         log=run.logs / "sandbox.log",
         environment=dict(os.environ),
         startup_timeout_s=SANDBOX_STARTUP_S,
@@ -164,18 +182,17 @@ def run_trainer(
     arguments: Sequence[str] = (),
     env: Mapping[str, str] | None = None,
     poll: Callable[[], None] = lambda: None,
+    site: Site | None = None,
 ) -> None:
-    """Run `python -m module RUN_DIR arguments...` on every trainer rank and wait, calling `poll` meanwhile.
+    """Run `python -m module RUN_DIR arguments...` on every trainer rank of `site` and wait, calling `poll` meanwhile.
 
     Raises:
+        StoppedError: the ranks were asked to end (`RunDirectory.stop`), and have saved what they had.
         RoleDiedError: a rank or a service died; the message names the log.
     """
     name = module.rpartition(".")[2]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--no-python"]
-    command = [
-        *torchrun,
-        f"--nproc-per-node={config.parallel.world_size}",
-        *(sys.executable, "-m", module, str(run.path), *arguments),
-    ]
-    variables = {**trainer_environment(config.platform), JOB_PID: str(os.getpid()), **(env or {})}
+    command, needed = (site or ThisMachine()).ranks(module, [str(run.path), *arguments], config)
+    variables = {**trainer_environment(config.platform), **needed, **(env or {})}
     roles.wait(roles.start(name, command, env=variables), poll=poll)
+    if run.stop.exists():
+        raise StoppedError

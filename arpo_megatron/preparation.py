@@ -103,6 +103,16 @@ def check_inputs(config: JobConfig) -> None:
             "the engine is not installed: run `make setup`, or in the clone "
             f"pip install '.[cpu]' && pip install --no-deps sglang=={SGLANG_VERSION}"
         )
+    check_files(config)
+    check_machine(config)
+
+
+def check_files(config: JobConfig) -> None:
+    """Look for every file that the config names, and whether the model in them can be laid out as it says.
+
+    Raises:
+        UserError: one is missing or cannot be used.
+    """
     if config.model.path is not None:
         if not (config.model.path / "config.json").is_file():
             raise UserError(f"model.path={config.model.path}: no Hugging Face model there (config.json is missing)")
@@ -113,7 +123,6 @@ def check_inputs(config: JobConfig) -> None:
         shape.check_replay(config.algorithm)
     if config.sft.data is not None:
         check_file(config.sft.data)
-    check_machine(config)
     if config.data.kind == "arpo_parquet":
         check_readable(_parquet_path(config))
         cache = config.data.search_cache

@@ -37,6 +37,10 @@ class Interrupted(BaseException):
     """A signal asked this process to end. Like KeyboardInterrupt, but no library in between catches it."""
 
 
+class StoppedError(Exception):
+    """The trainer was asked to end before it was done, and has saved what it had."""
+
+
 class RoleDiedError(Exception):
     """A role ended with an error; the message names the role, its exit and its log with the last lines of it."""
 

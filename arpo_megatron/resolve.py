@@ -36,10 +36,18 @@ def resolve(recipe: str, *, file: Path | None = None, words: Sequence[str] = ())
     """
     names = recipe_names()
     if recipe not in names:
-        raise UserError(f"unknown recipe {recipe!r}{_did_you_mean(recipe, names)}; recipes: {', '.join(names)}")
+        raise UserError(f"unknown recipe {recipe!r}{did_you_mean(recipe, names)}; recipes: {', '.join(names)}")
     values = dump(importlib.import_module(f"recipes.{recipe}").recipe())
     if file is not None:
-        _merge(values, _read_yaml(file))
+        _merge(values, read_yaml(file))
+    for word in words:
+        _merge(values, _parse_word(word))
+    return _with_absolute_paths(check(values))
+
+
+def over(config: JobConfig, words: Sequence[str]) -> JobConfig:
+    """A config with `key=value` words laid over it. Raises what `resolve` does."""
+    values = dump(config)
     for word in words:
         _merge(values, _parse_word(word))
     return _with_absolute_paths(check(values))
@@ -80,7 +88,7 @@ def save(config: JobConfig, path: Path) -> None:
 
 def load(path: Path) -> JobConfig:
     """Read what `save` wrote."""
-    return check(_read_yaml(path))
+    return check(read_yaml(path))
 
 
 class _Yaml(yaml.SafeLoader):
@@ -117,7 +125,8 @@ def _mapping(loader: _Yaml, node: yaml.MappingNode) -> Iterator[dict[Any, Any]]:
 _Yaml.add_constructor("tag:yaml.org,2002:map", _mapping)
 
 
-def _read_yaml(path: Path) -> Tree:
+def read_yaml(path: Path) -> Tree:
+    """A YAML mapping, strictly read: no key twice. Raises UserError."""
     try:
         values = yaml.load(path.read_text(encoding="utf-8"), _Yaml)  # noqa: S506  (a SafeLoader)
     except (OSError, UnicodeDecodeError) as error:
@@ -176,7 +185,7 @@ def _key_hint(path: Sequence[str]) -> str:
         return f"; did you mean {'.'.join([*section, near[0]])}?"
     if found := [key for key in every if key.rpartition(".")[2] == name]:
         return f"; did you mean {found[0]}?"
-    return _did_you_mean(".".join(path), every) or f"; keys here: {', '.join(same)}"
+    return did_you_mean(".".join(path), every) or f"; keys here: {', '.join(same)}"
 
 
 def _keys(owner: Any, prefix: str = "") -> Iterator[str]:
@@ -186,6 +195,7 @@ def _keys(owner: Any, prefix: str = "") -> Iterator[str]:
             yield from _keys(item.type, f"{prefix}{item.name}.")
 
 
-def _did_you_mean(word: str, names: Sequence[str]) -> str:
+def did_you_mean(word: str, names: Sequence[str]) -> str:
+    """The end of an error message: "; did you mean NAME?", or nothing where none is near."""
     near = difflib.get_close_matches(word, names, n=1, cutoff=0.6)
     return f"; did you mean {near[0]}?" if near else ""

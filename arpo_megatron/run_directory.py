@@ -30,6 +30,8 @@ CHANGEABLE = (
 )
 """Config keys and sections that a resumed run may give another value: a longer run, another machine, another layout
 (a checkpoint is read in any). (`run_dir` is how the directory was found, and the same one has many names.)"""
+RUNS = Path("runs")
+"""Where runs are made, unless told otherwise."""
 REUSABLE = frozenset({"initial_model", "cold_start", ".lock"})
 """What a directory may hold for a fresh run to begin there: a model and a cold start that are not made again."""
 
@@ -131,6 +133,26 @@ class RunDirectory:
         return self.path / "memory_lent"
 
     @property
+    def cluster(self) -> Path:
+        """Profile of the cluster that the run was submitted to (YAML)."""
+        return self.path / "cluster.yaml"
+
+    @property
+    def submissions(self) -> Path:
+        """A submitted run: its Slurm jobs, the code of each and their batch scripts."""
+        return self.path / "submissions"
+
+    @property
+    def doctor(self) -> Path:
+        """What every node said of itself before the job began."""
+        return self.path / "doctor"
+
+    @property
+    def stop(self) -> Path:
+        """There while a running job is asked to save and end (a time limit or preemption is near)."""
+        return self.path / "stop"
+
+    @property
     def searchable(self) -> bool:
         """Whether the tool service has a corpus."""
         return bool(yaml.safe_load(self.sandbox_config.read_text(encoding="utf-8"))["search"]["sources"])
@@ -149,7 +171,7 @@ class RunDirectory:
         ]
         found = [path.with_name(path.name + ending) for path in whole for ending in (".tmp", ".replaced.tmp")]
         found += [self.path / "metrics.tmp", self.path / "sft_metrics.tmp"]
-        found.append(self.memory_lent)
+        found += [self.memory_lent, self.stop]
         for folder in (self.checkpoints, self.sft_checkpoints, self.trees):
             found += folder.glob("*step_*.tmp")
         found += self.bad_packs.glob("*.tmp")
@@ -200,28 +222,30 @@ def fresh(config: JobConfig) -> RunDirectory:
     return run
 
 
-def next_path(config: JobConfig) -> Path:
-    """Where a fresh run of this config would be."""
-    return config.run_dir or _next_free(_default(config))
+def next_path(config: JobConfig, base: Path = RUNS) -> Path:
+    """Where a fresh run of this config would be: `run_dir`, or in the directory `base`."""
+    return config.run_dir or _next_free(_default(config, base))
 
 
-def existing(config: JobConfig) -> RunDirectory:
+def existing(config: JobConfig, base: Path = RUNS) -> RunDirectory:
     """The newest run directory of this config, to go on with; what is in `CHANGEABLE` may have changed.
 
     Raises:
         UserError: there is none, or it was started with another config (the differing key is named).
     """
-    path = config.run_dir or _newest(_default(config))
+    path = config.run_dir or _newest(_default(config, base))
     if path is None or not (path / "config.yaml").exists():
-        raise UserError(f"nothing to resume at {path or _default(config)}: run the same command without --resume first")
+        raise UserError(
+            f"nothing to resume at {path or _default(config, base)}: run the same command without --resume first"
+        )
     run = RunDirectory(path)
     if difference := _difference(fixed_part(resolve.load(run.config)), fixed_part(config)):
         raise UserError(f"{path} was started with another config: {difference}; give the same words, or start afresh")
     return run
 
 
-def _default(config: JobConfig) -> Path:
-    return Path("runs") / f"{config.name}-{config.algorithm.name}-seed{config.seed}"
+def _default(config: JobConfig, base: Path) -> Path:
+    return base / f"{config.name}-{config.algorithm.name}-seed{config.seed}"
 
 
 def _series(base: Path) -> list[tuple[int, Path]]:

@@ -199,6 +199,19 @@ class ColdStart:
             if report.error:
                 self.events.emit("note", text=str(report))
 
+    def stopping(self) -> bool:
+        """Whether the job is asked to save and end; the same answer on all ranks."""
+        return parallel.broadcast_object(parallel.is_leader() and self.directory.stop.exists())
+
+    def stop(self) -> None:
+        """Save what is not saved yet."""
+        self.checkpoints.finish()
+        done = self.actor.updates_done
+        if not parallel.broadcast_object((self.directory.sft_checkpoints / f"step_{done}").exists()):
+            self.checkpoints.save(done, self.actor, asdict(self.state))
+            self.checkpoints.finish()
+        self.events.emit("note", text=f"asked to end: {done} updates of the cold start are done and saved")
+
     def finish(self, start: Path) -> None:
         """Write the result, then export the model that began as `start`: with the export the cold start is done."""
         self.checkpoints.finish()
@@ -248,8 +261,12 @@ def sft(directory: RunDirectory) -> None:
             seconds = round(time.monotonic() - started, 1)
             events.emit("cold_start", update=done, updates=config.sft.steps, loss=run.state.loss, seconds=seconds)
         run.save()
+        if done < config.sft.steps and run.stopping():
+            run.stop()
+            break
+    else:
+        run.finish(start)
     run.profiler.close()
-    run.finish(start)
     if run.metrics is not None:
         run.metrics.close()
 

@@ -56,6 +56,7 @@ class Program:
         ready: path that answers 200 when the service does its work.
         alive: path that answers 200 while it lives; it must cost nothing and disturb nothing.
         grace_s: seconds between SIGTERM and SIGKILL when the job ends; 0: killed outright.
+        restart_grace_s: the same before it is started again. (srun passes a SIGTERM on, a SIGKILL it cannot.)
         held_by: while this file exists, the program is not started again.
         bound: the kernel kills it with the thread that started it. (An engine watches its launcher itself.)
     """
@@ -70,6 +71,7 @@ class Program:
     ready: str = "/health"
     alive: str = "/health"
     grace_s: float = 0.0
+    restart_grace_s: float = 0.0
     held_by: Path | None = None
     bound: bool = True
 
@@ -191,7 +193,7 @@ class Supervisor:
             was_up_s = time.time() - service.since if service.up else None
             service.turn(up=False)
             service.error = why
-            await asyncio.to_thread(stop_groups, [service.process], 0.0)
+            await asyncio.to_thread(stop_groups, [service.process], program.restart_grace_s)
             if was_up_s is None and not service.restarts:
                 return self._fail(service, "")
             if self.restarted >= self._restarts:

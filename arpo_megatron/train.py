@@ -5,10 +5,12 @@ the other ranks hold empty lists until `share` hands every rank the same packs.
 """
 
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from arpo_megatron.minibatch import Minibatch, share, with_reference
 from arpo_megatron.monitor.events import user_errors_told
+from arpo_megatron.processes import StoppedError
 from arpo_megatron.ranks import rank_main
 from arpo_megatron.run_directory import RunDirectory
 from arpo_megatron.training_run import TrainingRun, training_run
@@ -43,7 +45,7 @@ def train(run: TrainingRun) -> None:
 def main() -> None:
     """Entry point of every trainer rank."""
     directory = RunDirectory(Path(sys.argv[1]))
-    with user_errors_told(directory.events), training_run(directory) as run:
+    with user_errors_told(directory.events), training_run(directory) as run, suppress(StoppedError):
         train(run)
 
 

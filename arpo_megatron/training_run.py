@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from arpo_megatron import resolve
 from arpo_megatron.actor import parallel
@@ -32,6 +32,7 @@ from arpo_megatron.monitor.events import EventLog
 from arpo_megatron.monitor.machine import StepProfiler, peak_memory_gb
 from arpo_megatron.monitor.metrics import MetricsLog
 from arpo_megatron.preparation import load_data, load_tokenizer, model_path
+from arpo_megatron.processes import StoppedError
 from arpo_megatron.ranks import tell_failure
 from arpo_megatron.rollout.messages import StaleEnginesError
 from arpo_megatron.rollout.record import pack_trees, unpack_trees
@@ -130,8 +131,25 @@ class TrainingRun:
             self.leader.harvest.restore(unpack_trees((latest / TREES_FILE).read_bytes()), self.tasks)
         self.events.emit("note", text=f"resumed from {latest.name}: {self.state.step} steps are done")
 
+    def stopping(self) -> bool:
+        """Whether the job is asked to save and end; the same answer on all ranks."""
+        return parallel.broadcast_object(self.leader is not None and self.directory.stop.exists())
+
+    def stop(self) -> NoReturn:
+        """Save what is not saved yet, and leave the training loop. Raises StoppedError on all ranks."""
+        self.tell_saves(wait=True)
+        step = self.state.step
+        if step and not parallel.broadcast_object((self.directory.checkpoints / f"step_{step}").exists()):
+            self._save()
+            self.tell_saves(wait=True)
+        self.events.emit("note", text=f"asked to end: {step} steps are done and saved")
+        raise StoppedError
+
     def grow(self) -> list[ScoredTree]:
-        """The step's finished trees with a reward for every leaf; on the leader, elsewhere none."""
+        """The step's finished trees with a reward for every leaf; on the leader, elsewhere none.
+
+        Raises StoppedError where the job is asked to end: the trees under way are given up and grown again later.
+        """
         leader, step = self.leader, self.state.step
         scored = self._with_weights(None if leader is None else partial(leader.harvest.step, step)) or []
         if placement(self.config).shared:
@@ -143,15 +161,20 @@ class TrainingRun:
     def _with_weights(self, work: Callable[[], T] | None) -> T | None:
         """On the leader the result of `work`; pushes, on all ranks, whenever that meets an engine without weights."""
         while True:
-            result, stale = None, False
+            result, outcome = None, "done"
             if work is not None:
                 try:
                     result = work()
                 except StaleEnginesError as engines:
                     self.events.emit("note", text=f"the weights are pushed again: {', '.join(engines.args)} lost them")
-                    stale = True
+                    outcome = "stale"
+                except StoppedError:
+                    outcome = "stopped"
             # The others wait here, where the deadline is long.
-            if not parallel.broadcast_object(stale):
+            outcome = parallel.broadcast_object(outcome)
+            if outcome == "stopped":
+                self.stop()
+            if outcome == "done":
                 return result
             self.push_weights(self.state.step)
 
@@ -170,6 +193,8 @@ class TrainingRun:
             UserError: `PUSH_ATTEMPTS` in a row have failed.
             RuntimeError: an engine's log-probs of the probe are further than `train.logprob_gap_limit` nats away.
         """
+        if self.stopping():  # a resumed run begins with a push
+            return
         probe = parallel.broadcast_object([self.leader.probe_pack()] if self.leader else [])
         for _ in range(PUSH_ATTEMPTS):
             error = parallel.broadcast_object(self._push_once(version, probe))
@@ -295,9 +320,14 @@ class TrainingRun:
         self.tell_saves()
         if self.state.step == self.config.train.steps or self.state.step % self.config.train.save_every == 0:
             with self.phase("save"):  # its seconds are part of the next step's record
-                unfinished = [] if self.leader is None else self.leader.harvest.unfinished()
-                files = {TREES_FILE: partial(pack_trees, unfinished)}
-                self.checkpoints.save(self.state.step, self.actor, asdict(self.state), files)
+                self._save()
+        if self.stopping():
+            self.stop()
+
+    def _save(self) -> None:
+        unfinished = [] if self.leader is None else self.leader.harvest.unfinished()
+        files = {TREES_FILE: partial(pack_trees, unfinished)}
+        self.checkpoints.save(self.state.step, self.actor, asdict(self.state), files)
 
     def _store(self, scored: Sequence[ScoredTree], leader: Leader) -> int:
         """Write the step's trees to the run directory; how many a full disk has cost is told, counted and returned."""

@@ -1,4 +1,5 @@
-"""Write docs/configuration.md from the config dataclasses and the metrics of docs/run-directory.md (`make docs`).
+"""Write docs/configuration.md from the config dataclasses, and the generated tables of run-directory.md and cluster.md
+(`make docs`).
 
 A test fails when they are out of date.
 """
@@ -9,11 +10,13 @@ import types
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
+from arpo_megatron.cluster.profile import ClusterProfile
 from arpo_megatron.config import JobConfig
 from arpo_megatron.monitor.catalogue import metrics
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 RUN_DIRECTORY = TARGET.with_name("run-directory.md")
+CLUSTER = TARGET.with_name("cluster.md")
 HEAD = """# Configuration reference
 
 Made from `arpo_megatron/config/` by `make docs`; do not edit. The value shown is the default; a recipe states what
@@ -32,6 +35,18 @@ def render_metrics(page: str) -> str:
     """The page about the run directory with its list of metrics made anew."""
     rows = [f"| `{name}` | {meaning.replace(chr(124), chr(92) + chr(124))} |" for name, meaning in metrics().items()]
     table = "\n".join(["", "| metric | meaning |", "| --- | --- |", *rows, ""])
+    return re.sub(r"(?<=: begin -->\n).*?(?=<!-- end -->)", lambda _: table + "\n", page, flags=re.DOTALL)
+
+
+def render_profile(page: str) -> str:
+    """The page about clusters with the keys of a profile made anew."""
+    rows = []
+    for name, info in ClusterProfile.__pydantic_fields__.items():
+        meaning = " ".join((info.description or "").split()).replace("|", "\\|")
+        value = info.default_factory() if info.default_factory else info.default  # type: ignore[call-arg]
+        default = "required" if info.is_required() else f"`{_plain(value)}`"
+        rows.append(f"| `{name}` | {default} | {meaning} |")
+    table = "\n".join(["", "| key | default | meaning |", "| --- | --- | --- |", *rows, ""])
     return re.sub(r"(?<=: begin -->\n).*?(?=<!-- end -->)", lambda _: table + "\n", page, flags=re.DOTALL)
 
 
@@ -74,4 +89,5 @@ def _type(kind: Any) -> str:
 
 if __name__ == "__main__":
     TARGET.write_text(render(), encoding="utf-8")
+    CLUSTER.write_text(render_profile(CLUSTER.read_text(encoding="utf-8")), encoding="utf-8")
     RUN_DIRECTORY.write_text(render_metrics(RUN_DIRECTORY.read_text(encoding="utf-8")), encoding="utf-8")

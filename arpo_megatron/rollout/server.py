@@ -150,10 +150,12 @@ def engine_program(
     context_length: int | None = None,
     name: str = "engine",
     routes: bool = False,
+    host: str = "127.0.0.1",
 ) -> Program:
     """How to start one SGLang server; `launch_engine` says what the arguments are, besides these.
 
     Args:
+        host: address of its machine, on which it listens.
         scratch: directory for its temporary files (IPC sockets: a short path).
         name: of the role.
         routes: of a mixture of experts: it can tell to which of them it sent each token.
@@ -164,7 +166,7 @@ def engine_program(
     if not (model_path / "config.json").is_file():
         raise UserError(f"{model_path} holds no Hugging Face model (config.json is missing)")
     options = engine_options(engine, placement, dtype)
-    options |= {"model-path": model_path, "random-seed": seed, "port": port}
+    options |= {"model-path": model_path, "random-seed": seed, "host": host, "port": port}
     if context_length is not None:
         options["context-length"] = context_length
     if routes:
@@ -172,7 +174,7 @@ def engine_program(
     arguments = [str(word) for name, value in options.items() for word in (f"--{name}", value) if word is not None]
     return Program(
         name=name,
-        url=f"http://127.0.0.1:{port}",
+        url=f"http://{host}:{port}",
         command=[sys.executable, "-m", "arpo_megatron.rollout.sglang_main", *arguments, *_FLAGS],
         log=log_path,
         environment=_environment(scratch, placement, engine.replicas),
@@ -184,7 +186,13 @@ def engine_program(
 
 
 def router_program(
-    engine: EngineConfig, urls: Sequence[str], *, log_path: Path, ports: Sequence[int], routes: bool = False
+    engine: EngineConfig,
+    urls: Sequence[str],
+    *,
+    log_path: Path,
+    ports: Sequence[int],
+    routes: bool = False,
+    host: str = "127.0.0.1",
 ) -> Program | None:
     """SGLang's own router before the engines at `urls`; None where the config wants none or one engine needs none.
 
@@ -197,6 +205,7 @@ def router_program(
         urls: of the engines.
         log_path: file for its output.
         ports: two free ones, for requests and for its metrics.
+        host: address of its machine, on which it listens.
         routes: expert routes will be asked for. The router (0.3.2) drops those fields of a request: there is none then.
 
     Raises:
@@ -208,7 +217,7 @@ def router_program(
     if engine.router == "none" or routes or not installed or (engine.router == "auto" and len(urls) == 1):
         return None
     options = {
-        "host": "127.0.0.1",
+        "host": host,
         "port": ports[0],
         "prometheus-host": "127.0.0.1",
         "prometheus-port": ports[1],
@@ -226,7 +235,7 @@ def router_program(
     words = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
     return Program(
         name="router",
-        url=f"http://127.0.0.1:{ports[0]}",
+        url=f"http://{host}:{ports[0]}",
         # Repeating is the client's part. A circuit breaker would keep an engine out for long after a weight push.
         command=[
             *(sys.executable, "-m", "sglang_router.launch_router", *words),
@@ -247,7 +256,6 @@ def engine_options(engine: EngineConfig, placement: Placement, dtype: str) -> di
     Pages of one token, because trajectories fork anywhere.
     """
     options: dict[str, object] = {
-        "host": "127.0.0.1",
         "weight-version": 0,
         "tp-size": engine.tensor,
         "max-running-requests": engine.max_running_requests,
@@ -316,8 +324,8 @@ def _with_log(program: Program, text: str) -> str:
     return f"{text}; log {program.log}, last lines:\n{last_lines(program.log)}"
 
 
-def free_ports(count: int) -> list[int]:
-    """So many different TCP ports of 127.0.0.1 that are free now.
+def free_ports(count: int, host: str = "127.0.0.1", among: tuple[int, int] | None = None) -> list[int]:
+    """So many different TCP ports of this machine's address `host` that are free now, between the two of `among`.
 
     They lie below the range from which the kernel serves whoever names none: any connection on the machine could take
     one of those between this look and the service's own (seen: an engine that found its port in use).
@@ -327,13 +335,14 @@ def free_ports(count: int) -> list[int]:
     """
     found: list[int] = []
     end = _first_ephemeral_port()
-    for port in random.SystemRandom().sample(range(end - _CANDIDATES, end), _CANDIDATES):
+    first, last = among or (end - _CANDIDATES, end - 1)
+    for port in random.SystemRandom().sample(range(first, last + 1), last + 1 - first):
         with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
+            probe.bind((host, port))
             found.append(port)
         if len(found) == count:
             return found
-    raise UserError(f"of the TCP ports {end - _CANDIDATES} to {end} not {count} are free on 127.0.0.1")
+    raise UserError(f"of the TCP ports {first} to {last} not {count} are free on {host}")
 
 
 def _first_ephemeral_port() -> int:

@@ -324,7 +324,7 @@ def rollout_program(directory: Path, port: int, *, log_path: Path, hang_timeout_
     """How to start the rollout process.
 
     Args:
-        directory: only this user may enter it; the socket is `rollout_socket` of it.
+        directory: for its socket, `rollout_socket`, in a folder that only this user may enter.
         port: free; on 127.0.0.1 it tells that its event loop runs, and nothing else.
         log_path: file for its output.
         hang_timeout_s: as of `Program`.
@@ -343,7 +343,7 @@ def rollout_program(directory: Path, port: int, *, log_path: Path, hang_timeout_
 
 def rollout_socket(directory: Path) -> Path:
     """Where the process that was started with that directory listens."""
-    return directory / "rollout.sock"
+    return directory / "rollout" / "socket"
 
 
 @contextmanager

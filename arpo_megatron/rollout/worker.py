@@ -6,6 +6,7 @@ It serves one connection after the other at SOCKET, each with the trees that it 
 """
 
 import asyncio
+import os
 import resource
 import signal
 import sys
@@ -193,6 +194,10 @@ async def _alive(_request: web.Request) -> web.Response:
 
 async def serve(path: Path, port: int) -> None:
     """Answer connections at `path`, one after the other, until this process is ended."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    owner = path.parent.stat()
+    if owner.st_uid != os.getuid() or owner.st_mode & 0o077:  # messages are pickled: no stranger may send one
+        raise PermissionError(f"{path.parent} must belong to this user alone")
     path.unlink(missing_ok=True)  # of a process that was killed
     with Listener(str(path), "AF_UNIX") as listener:
         app = web.Application()

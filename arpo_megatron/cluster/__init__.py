@@ -1,0 +1,14 @@
+"""A job on a Slurm cluster: profile and recipe -> one allocation, whose role supervisor starts every role as a step.
+
+| file | what |
+| --- | --- |
+| `profile.py` | what a cluster wants to be told (slurm/clusters/*.yaml) |
+| `plan.py` | which role runs on which node and GPU |
+| `code.py` | the code that runs is the code that was submitted |
+| `submit.py` | all of that -> nemo-run -> sbatch |
+| `job.py` | the first process of the allocation: doctor, preparation, training, the way a job ends |
+| `site.py` | a role becomes an `srun` of that allocation |
+| `rank.py` | a trainer rank learns from Slurm who it is |
+| `commands.py` | `arpo status`, `logs`, `cancel`, `resume` |
+| `slurm.py` | the few Slurm commands that all of these use |
+"""

@@ -1,0 +1,156 @@
+"""What can be asked of a submitted run, by its name: where it is, what it says, and that it end."""
+
+import json
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from arpo_megatron import resolve
+from arpo_megatron.actor.directories import checkpoint_directories
+from arpo_megatron.cluster import slurm
+from arpo_megatron.cluster.profile import load_profile, profile_names
+from arpo_megatron.cluster.submit import submissions_of
+from arpo_megatron.errors import UserError
+from arpo_megatron.run_directory import RunDirectory
+
+_FOLLOW_INTERVAL_S = 1.0
+_STATE_INTERVAL_S = 3.0
+
+
+def find_run(name: str, cluster: str | None = None) -> RunDirectory:
+    """A submitted run by the path of its directory, or by its name in the `runs` of the profiles.
+
+    Raises:
+        UserError: there is none, or there are several of that name.
+    """
+    if (Path(name) / "submissions").is_dir():
+        return RunDirectory(Path(name).absolute())
+    found = [run for run in _submitted(cluster) if run.path.name == name]
+    if not found:
+        names = ", ".join(sorted(run.path.name for run in _submitted(cluster))) or "none"
+        raise UserError(f"no submitted run is called {name}; there are: {names} (or give its directory)")
+    if len(found) > 1:
+        raise UserError(
+            f"several runs are called {name}: give the directory, {' or '.join(str(r.path) for r in found)}"
+        )
+    return found[0]
+
+
+def _submitted(cluster: str | None) -> list[RunDirectory]:
+    places = set()
+    for name in [cluster] if cluster else profile_names():
+        try:
+            places.add(load_profile(name).runs.expanduser().absolute())
+        except UserError:
+            if cluster:  # a profile of a cluster that this machine does not belong to has variables that are not set
+                raise
+    folders = (path.parent for place in sorted(places) for path in place.glob("*/submissions"))
+    return [RunDirectory(path) for path in sorted(folders, key=lambda path: path.stat().st_mtime)]
+
+
+def print_status(name: str | None, cluster: str | None) -> None:
+    """A line a run; of a single one all that is known."""
+    runs = [find_run(name, cluster)] if name else _submitted(cluster)
+    if not runs:
+        print("no run has been submitted")
+    for run in runs:
+        state = newest_state(run)
+        line = f"{run.path.name}: " + ("not in Slurm any more" if state is None else f"job {state.id} {state.state}")
+        print(line + f", {_progress(run)}")
+        if name:
+            _print_details(run, state)
+
+
+def newest_state(run: RunDirectory) -> slurm.JobState | None:
+    """Of the job of this run that runs, else of the first that waits, else of the last one that has run."""
+    states = [state for job in _jobs(run) if (state := slurm.job_state(job)) is not None]
+    live = [state for state in states if state.live]
+    running = [state for state in live if state.state != "PENDING"]
+    return next(iter(running or live or states[::-1]), None)
+
+
+def nodes_of(run: RunDirectory) -> int:
+    """How many nodes its newest submission asked for."""
+    return int(submissions_of(run)[-1]["plan"]["nodes"])
+
+
+def _jobs(run: RunDirectory) -> list[str]:
+    return [job for submission in submissions_of(run) for job in submission["jobs"]]
+
+
+def _progress(run: RunDirectory) -> str:
+    steps = resolve.load(run.config).train.steps
+    if run.result.exists():
+        return f"training is done ({json.loads(run.result.read_text())['step']} steps)"
+    done = [path.name for path in checkpoint_directories(run.checkpoints)]
+    return f"newest checkpoint {done[-1]} of {steps}" if done else f"no checkpoint yet, {steps} steps wanted"
+
+
+def _print_details(run: RunDirectory, state: slurm.JobState | None) -> None:
+    if state is not None:
+        print(f"  nodes {state.nodes or '-'}, {state.elapsed}, restarts {state.restarts}, exit {state.exit_code}")
+        if state.state == "PENDING":
+            print(f"  waits: {state.reason}")
+    submission = submissions_of(run)[-1]
+    changed = " with uncommitted changes (submissions/*.diff)" if submission["changed"] else ""
+    print(f"  jobs {', '.join(_jobs(run))}; code {submission['commit'][:12]}{changed}")
+    print(f"  {run.path}")
+    for event in _last_events(run, 3):
+        print(f"  {time.strftime('%H:%M:%S', time.localtime(event['time']))} {event['text']}")
+
+
+def _last_events(run: RunDirectory, count: int) -> list[dict[str, Any]]:
+    lines = run.events.read_text(encoding="utf-8").splitlines() if run.events.exists() else []
+    events = [json.loads(line) for line in lines[-500:]]
+    return [event for event in events if event["kind"] in ("note", "restart", "user_error")][-count:]
+
+
+def log_of(run: RunDirectory, role: str) -> Path:
+    """The file of a role; of `job`, the role supervisor, that of the newest job and restart.
+
+    Raises:
+        UserError: there is none; the roles that have one are named.
+    """
+    if not (found := _logs_of(run, role)):
+        known: Iterable[str] = sorted(path.stem for path in run.logs.glob("*.log"))
+        raise UserError(f"{run.path.name} has no log of {role!r} yet; there are: {', '.join(['job', *known])}")
+    return found[-1]
+
+
+def _logs_of(run: RunDirectory, role: str) -> list[Path]:
+    """The oldest first."""
+    pattern = "log-*.out" if role == "job" else f"{role}.log"
+    return sorted(run.logs.glob(pattern), key=lambda path: path.stat().st_mtime)
+
+
+def print_log(run: RunDirectory, role: str, *, lines: int, follow: bool) -> None:
+    """The last lines; with `follow` a log that is not there yet is awaited, and whatever comes until the job's end."""
+    while follow and not _logs_of(run, role) and (state := newest_state(run)) is not None and state.live:
+        time.sleep(_FOLLOW_INTERVAL_S)
+    path = log_of(run, role)
+    with path.open("rb") as file:
+        text = file.read().decode(errors="replace").splitlines(keepends=True)
+        print("".join(text[-lines:] if lines else []), end="", flush=True)
+        asked = 0.0
+        while follow:
+            new = file.read().decode(errors="replace")
+            print(new, end="", flush=True)
+            if not new and time.monotonic() - asked > _STATE_INTERVAL_S:
+                state, asked = newest_state(run), time.monotonic()
+                if state is None or not state.live:
+                    return None
+                if role == "job" and log_of(run, role) != path:  # a restart writes its own
+                    return print_log(run, role, lines=lines, follow=True)
+            time.sleep(_FOLLOW_INTERVAL_S)
+    return None
+
+
+def cancel(run: RunDirectory) -> None:
+    """All jobs of a run; the waiting ones first, or one of them would start."""
+    live = [job for job in _jobs(run) if (state := slurm.job_state(job)) is not None and state.live]
+    if not live:
+        raise UserError(f"{run.path.name} has no job that waits or runs")
+    for job in reversed(live):
+        slurm.call("scancel", job)
+    print(f"{run.path.name}: cancelled job {', '.join(live)}; arpo resume {run.path.name} goes on")

@@ -1,0 +1,26 @@
+"""`python -m arpo_megatron.cluster.prepare RUN_DIR`: the preparation of a job as a step, where the packages are."""
+
+import sys
+from pathlib import Path
+
+from arpo_megatron import resolve
+from arpo_megatron.job import prepare_run
+from arpo_megatron.monitor.events import EventLog, user_errors_told
+from arpo_megatron.preparation import check_files
+from arpo_megatron.ranks import rank_main
+from arpo_megatron.run_directory import RunDirectory
+
+
+@rank_main
+def main() -> None:
+    """Entry point of the one task."""
+    run = RunDirectory(Path(sys.argv[1]))
+    config, events = resolve.load(run.config), EventLog(run.events)
+    with user_errors_told(run.events):
+        check_files(config)
+        for line in prepare_run(config, run, lambda text: events.emit("progress", text=text)):
+            events.emit("note", text=line)
+
+
+if __name__ == "__main__":
+    main()

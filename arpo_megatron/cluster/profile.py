@@ -1,0 +1,136 @@
+"""What a cluster wants to be told: `slurm/clusters/NAME.yaml`, or any file of that form."""
+
+import os
+import re
+from dataclasses import fields
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import yaml
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic.dataclasses import dataclass
+
+from arpo_megatron import resolve
+from arpo_megatron.errors import UserError
+
+_STRICT = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
+DIRECTORY = Path(__file__).resolve().parents[2] / "slurm" / "clusters"
+
+NonNegative = Annotated[int, Field(ge=0)]
+Positive = Annotated[int, Field(gt=0)]
+Duration = Annotated[str, Field(pattern=r"^(\d+-)?\d{1,2}(:\d{2}){0,2}$")]
+
+
+@dataclass(frozen=True, config=_STRICT)
+class ClusterProfile:
+    """Everything about a cluster that no recipe should know."""
+
+    account: str
+    """Slurm account (#SBATCH --account)."""
+    runs: Path
+    """Directory of run directories, on a filesystem that the login node and all compute nodes see under one name."""
+    partition: str | None = None
+    """Partition; None: the cluster's default."""
+    qos: str | None = None
+    """Quality of service."""
+    time: Duration = "04:00:00"
+    """Time limit, as Slurm writes it. What does not fit in is continued: by a requeue, or by `--chain`."""
+    nodes: Positive | None = None
+    """Nodes of a job; None: as many as the recipe needs. `--nodes` overrules it."""
+    gpus_per_node: NonNegative = 8
+    """GPUs of a node; 0: the roles compute on CPUs, and trainer ranks are divided evenly among the nodes."""
+    gpu_request: Literal["gpus-per-node", "gres", "none"] = "gpus-per-node"
+    """How GPUs are asked for: --gpus-per-node=N, --gres=gpu:N, or not at all (clusters that give whole nodes)."""
+    gpu_type: str | None = None
+    """With `gres` or `gpus-per-node`: the type in front of the number (h100: --gres=gpu:h100:8)."""
+    exclusive: bool = True
+    """Take whole nodes."""
+    mem: str | None = "0"
+    """Memory of a node (#SBATCH --mem); "0" is all of it. None: not asked for."""
+    signal_s: Positive = 300
+    """Seconds before the time limit at which the job is told to save and end: longer than a training step and a
+    checkpoint. Slurm may tell it up to a minute earlier."""
+    requeue: bool = True
+    """Put the job back into the queue when its time is up or it is preempted. It goes on from its checkpoint."""
+    python: Path | None = None
+    """Python that has this package, on the nodes themselves (the role supervisor runs there, outside containers, and
+    wants neither torch nor a GPU). None: the one that runs `arpo submit`."""
+    container: str | None = None
+    """Container image of the roles (pyxis and enroot: a registry's name or a .sqsh file). None: `python` runs them."""
+    container_python: str = "python"
+    """Python inside the container."""
+    mounts: tuple[str, ...] = ()
+    """FROM:TO mounts of the container; the run directory is mounted anyhow."""
+    environment: dict[str, str] = Field(default_factory=dict)
+    """Variables of every role (NCCL_SOCKET_IFNAME, HF_HOME, ...). They stand in the batch script: no secrets."""
+    secrets: dict[str, str] = Field(default_factory=dict)
+    """Variables that must not be written down, and where each comes from: `env` (the environment of `arpo submit`,
+    which sbatch hands over) or the path of a file that the nodes can read."""
+    ports: tuple[Positive, Positive] | None = None
+    """First and last TCP port that services may listen on, where a firewall wants to know. None: any free one."""
+    sbatch: dict[str, str] = Field(default_factory=dict)
+    """More #SBATCH parameters, by their long names (constraint: h100, reservation: ...)."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.ports is not None and self.ports[1] - self.ports[0] < 63:
+            raise ValueError(f"ports: [{self.ports[0]}, {self.ports[1]}] are too few: at least 64 are wanted")
+        for name in (*self.environment, *self.secrets):
+            if not re.fullmatch(r"[A-Za-z_]\w*", name):
+                raise ValueError(f"{name!r} cannot be the name of a variable")
+        if both := sorted(set(self.environment) & set(self.secrets)):
+            raise ValueError(f"{both[0]} is listed under environment and under secrets")
+        return self
+
+
+_PROFILE = TypeAdapter(ClusterProfile)
+
+
+def profile_names() -> list[str]:
+    """The profiles that lie in `slurm/clusters`."""
+    return sorted(path.stem for path in DIRECTORY.glob("*.yaml"))
+
+
+def load_profile(name: str) -> ClusterProfile:
+    """The profile called `name`, or that of a file with that path; variables such as $HOME are filled in.
+
+    Raises:
+        UserError: there is none, or it says what no profile can say.
+    """
+    path = Path(name) if name.endswith((".yaml", ".yml")) else DIRECTORY / f"{name}.yaml"
+    if not path.is_file():
+        raise UserError(f"unknown cluster {name!r}: there are {', '.join(profile_names())}, or give a FILE.yaml")
+    return check_profile(resolve.read_yaml(path), str(path))
+
+
+def check_profile(values: dict[str, Any], where: str) -> ClusterProfile:
+    """Validate plain values. Raises UserError with one line that begins with `where`."""
+    known = [item.name for item in fields(ClusterProfile)]
+    if unknown := [key for key in values if key not in known]:
+        raise UserError(f"{where}: unknown key {unknown[0]}{resolve.did_you_mean(unknown[0], known)}")
+    try:
+        return _PROFILE.validate_python({key: _filled(value, where) for key, value in values.items()}, strict=False)
+    except ValidationError as error:
+        fault = error.errors()[0]
+        key = ".".join(map(str, fault["loc"]))
+        text = fault["msg"].removeprefix("Value error, ")
+        raise UserError(f"{where}: {f'{key}: ' if key else ''}{text}") from None
+
+
+def save_profile(profile: ClusterProfile, path: Path) -> None:
+    """Write it for the job, which reads it with `load_profile`."""
+    plain = _PROFILE.dump_python(profile, mode="json")
+    path.write_text(yaml.safe_dump(plain, sort_keys=False), encoding="utf-8")
+
+
+def _filled(value: Any, where: str) -> Any:
+    if isinstance(value, list):
+        return [_filled(item, where) for item in value]
+    if isinstance(value, dict):
+        return {key: _filled(item, where) for key, item in value.items()}
+    if not isinstance(value, str):
+        return value
+    text = os.path.expandvars(value)
+    if left := re.search(r"\$\w+|\$\{\w+\}", text):
+        raise UserError(f"{where}: the variable {left[0]} is not set")
+    return text

@@ -1,0 +1,238 @@
+"""Recipe and profile -> nemo-run's SlurmExecutor -> one allocation that runs `cluster/job.py`."""
+
+import os
+import shlex
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import chdir, contextmanager
+from dataclasses import asdict, dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from arpo_megatron import resolve, run_directory
+from arpo_megatron.cluster import slurm
+from arpo_megatron.cluster.code import ROOT, Code, snapshot
+from arpo_megatron.cluster.plan import RolePlan, plan_roles
+from arpo_megatron.cluster.profile import ClusterProfile, save_profile
+from arpo_megatron.cluster.site import gpu_words
+from arpo_megatron.config import JobConfig
+from arpo_megatron.errors import UserError
+from arpo_megatron.preparation import check_files
+from arpo_megatron.run_directory import RunDirectory, write_json
+
+if TYPE_CHECKING:
+    from nemo_run import Experiment, SlurmExecutor
+
+JOB = "arpo_megatron.cluster.job"
+WAIT_FOR_SRUN = "trap : TERM USR1"
+"""In the batch script: a signal does not end the shell before the supervisor, which hears it too, has tidied up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """A job as it is to be submitted.
+
+    Attributes:
+        config: of the job; placement and run directory are settled.
+        profile: of the cluster.
+        plan: which role runs where.
+        run: its directory.
+        chain: jobs, one after the other, each of which goes on where the one before it stopped.
+    """
+
+    config: JobConfig
+    profile: ClusterProfile
+    plan: RolePlan
+    run: RunDirectory
+    chain: int = 1
+
+    @property
+    def job_name(self) -> str:
+        """For Slurm; jobs of one run share it, so that `--dependency=singleton` lets one run at a time."""
+        return f"arpo-{self.run.path.name}"
+
+
+def prepare_submission(
+    config: JobConfig, profile: ClusterProfile, *, nodes: int | None, chain: int = 1, resume: bool = False
+) -> Submission:
+    """Settle what the cluster decides. Nothing is written.
+
+    Args:
+        config: of the job.
+        profile: of the cluster.
+        nodes: how many; None: what the profile says, or as few as can be.
+        chain: see `Submission`.
+        resume: go on with the run of this config instead of beginning one.
+
+    Raises:
+        UserError: the roles do not fit the nodes, or there is nothing to resume.
+    """
+    config = _settled(config, plan := plan_roles(config, profile.gpus_per_node, nodes or profile.nodes))
+    base = profile.runs.expanduser().absolute()
+    path = config.run_dir or run_directory.next_path(config, base)
+    if resume:
+        path = run_directory.existing(config, base).path
+    config = replace(config, run_dir=path.expanduser().absolute())
+    return Submission(config, profile, plan, RunDirectory(path.expanduser().absolute()), chain)
+
+
+def _settled(config: JobConfig, plan: RolePlan) -> JobConfig:
+    """`auto` becomes what the plan says: on a node, a role could only guess from that node's own GPUs."""
+    engine = replace(config.engine, placement="colocated" if plan.shared else "split")
+    sync = config.sync
+    if plan.shared and plan.nodes > 1:
+        if sync.transport == "ipc":
+            raise UserError("sync.transport=ipc: engines on other nodes than the trainer's first rank share no memory")
+        if sync.transport == "auto":
+            sync = replace(sync, transport="broadcast")
+    return replace(config, engine=engine, sync=sync)
+
+
+def dry_run(submission: Submission) -> str:
+    """The batch script and the role plan, and which input is still missing, if one is; nothing is left behind."""
+    with tempfile.TemporaryDirectory(prefix="arpo-dryrun-") as folder:
+        home = Path(folder)
+        with _experiment(submission, home, snapshot()) as experiment:
+            experiment.dryrun(log=False, delete_exp_dir=False)
+        (script,) = home.rglob("*_sbatch.sh")
+        text = script.read_text(encoding="utf-8").replace(str(home), str(submission.run.submissions))
+    lines = [f"# {line}" for line in [f"role plan: {submission.plan.nodes} node(s)", *submission.plan.describe()]]
+    try:
+        check_files(submission.config)
+    except UserError as error:
+        lines.append(f"# not submitted as it is: {error}")
+    return "\n".join([text, *lines])
+
+
+def submit(submission: Submission) -> list[str]:
+    """Write the run directory and submit; returns the ids of the jobs of the chain.
+
+    Raises:
+        UserError: Slurm refuses, a job of this run is in the queue already, an input is missing, or the run directory
+            cannot be written.
+    """
+    check_files(submission.config)
+    slurm.call("sbatch", "--version")
+    if waiting := slurm.jobs_named(submission.job_name, ["PD", "R", "CG"]):
+        raise UserError(f"job {waiting[0]} of {submission.run.path.name} is in the queue: arpo cancel it first")
+    run, code = submission.run, snapshot()
+    if not run.config.exists():
+        run_directory.fresh(submission.config)
+    resolve.save(submission.config, run.config)
+    run.submissions.mkdir(exist_ok=True)
+    run.logs.mkdir(exist_ok=True)  # Slurm does not make it
+    save_profile(submission.profile, run.cluster)
+    number = len(submissions_of(run)) + 1
+    (run.submissions / f"{number}.diff").write_text(code.diff, encoding="utf-8")
+    jobs = []
+    for _ in range(submission.chain):
+        with _experiment(submission, run.submissions, code) as experiment:
+            try:
+                experiment.run(detach=True)
+            except Exception as error:
+                raise UserError(f"sbatch refused the job: {_refusal(error)}") from None
+            jobs.append(str(experiment.jobs[0].handle).rpartition("/")[2])
+    record = {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "jobs": jobs,
+        "job_name": submission.job_name,
+        "commit": code.commit,
+        "tree": code.tree,
+        "changed": bool(code.diff),
+        "plan": asdict(submission.plan),
+    }
+    write_json(run.submissions / f"{number}.json", record)
+    return jobs
+
+
+def submissions_of(run: RunDirectory) -> list[dict[str, Any]]:
+    """What `submit` has recorded, oldest first."""
+    files = sorted(run.submissions.glob("[0-9]*.json"), key=lambda path: int(path.stem))
+    return [yaml.safe_load(path.read_text(encoding="utf-8")) for path in files]
+
+
+@contextmanager
+def _experiment(submission: Submission, home: Path, code: Code) -> "Iterator[Experiment]":
+    """nemo-run's, with one job; it keeps its files in `home`."""
+    if find_spec("nemo_run") is None:
+        raise UserError("arpo submit needs nemo-run: pip install 'arpo-megatron[slurm]', or `make setup` in the clone")
+    os.environ["NEMORUN_HOME"] = str(home)
+    with warnings.catch_warnings():  # of packages that nemo-run imports for other executors
+        warnings.simplefilter("ignore")
+        import nemo_run
+
+    nemo_run.config.set_nemorun_home(str(home))
+    name = submission.run.path.name
+    python = submission.profile.python or Path(sys.executable)
+    script = nemo_run.Script(path=JOB, m=True, entrypoint=str(python), args=[str(submission.run.path)])
+    with chdir(ROOT), _nothing_to_read():  # it asks git in the working directory, and its commands read our input
+        experiment = nemo_run.Experiment(
+            name, id=f"{name}_{time.time_ns()}", log_level="ERROR", clean_mode=True, skip_status_at_exit=True
+        )
+        with experiment:
+            experiment.add(script, executor=_executor(submission, code), name="job", tail_logs=False)
+            yield experiment
+
+
+@contextmanager
+def _nothing_to_read() -> Iterator[None]:
+    before = sys.stdin
+    with Path(os.devnull).open(encoding="utf-8") as nothing:
+        sys.stdin = nothing
+        try:
+            yield
+        finally:
+            sys.stdin = before
+
+
+def _executor(submission: Submission, code: Code) -> "SlurmExecutor":
+    import nemo_run
+    from nemo_run.core.execution.slurm import SlurmJobDetails
+
+    profile, plan = submission.profile, submission.plan
+    more: dict[str, Any] = dict(profile.sbatch)
+    for word in gpu_words(profile, plan):
+        name, _, amount = word.removeprefix("--").partition("=")
+        more[name.replace("-", "_")] = amount
+    if submission.chain > 1:
+        more["dependency"] = "singleton"
+    return nemo_run.SlurmExecutor(
+        account=profile.account,
+        partition=profile.partition,
+        qos=profile.qos,
+        time=profile.time,
+        nodes=plan.nodes,
+        ntasks_per_node=plan.ranks_per_node,
+        exclusive=profile.exclusive or None,
+        mem=profile.mem,
+        signal=f"USR1@{profile.signal_s}",
+        job_name_prefix="",
+        job_details=SlurmJobDetails(job_name=submission.job_name, folder=str(submission.run.logs)),
+        # One supervisor, beside the container of the roles: it calls srun, which containers lack.
+        srun_args=["--nodes=1", "--ntasks=1", "--overlap"],
+        container_image=None,
+        env_vars={name: _quoted(value) for name, value in profile.environment.items()}
+        | {"PYTHONPATH": "/nemo_run/code", "PYTHONDONTWRITEBYTECODE": "1"},
+        additional_parameters=more,
+        setup_lines=WAIT_FOR_SRUN,
+        tunnel=nemo_run.LocalTunnel(job_dir=""),
+        packager=nemo_run.GitArchivePackager(basepath=str(ROOT), ref=code.tree, include_submodules=False),
+        poll_estimated_start_time=False,
+    )
+
+
+def _quoted(value: str) -> str:
+    """nemo-run writes the value as it is into `export NAME=VALUE`."""
+    return shlex.quote(value)
+
+
+def _refusal(error: Exception) -> str:
+    result = getattr(error, "result", None)
+    text = getattr(result, "stderr", "") or str(error)
+    return " ".join(text.replace("sbatch: error:", "").split())

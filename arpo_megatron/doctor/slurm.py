@@ -1,0 +1,127 @@
+"""What a cluster must be like for the profile, seen from its login node."""
+
+import os
+import re
+import shutil
+from collections.abc import Callable
+from importlib.util import find_spec
+
+from arpo_megatron.cluster import slurm
+from arpo_megatron.cluster.profile import ClusterProfile
+from arpo_megatron.doctor.finding import Finding, failure, ok, warning
+from arpo_megatron.doctor.machine import Check
+
+_UNLIMITED = ("UNLIMITED", "INFINITE", "infinite")
+
+
+def cluster_checks(profile: ClusterProfile) -> list[Check]:
+    """In order; the later ones make sense where Slurm answers."""
+    asked: list[tuple[str, Callable[[ClusterProfile], Finding]]] = [
+        ("slurm", check_slurm),
+        ("partition", check_partition),
+        ("gres", check_gres),
+        ("preemption", check_preemption),
+        ("runs", check_runs),
+        ("secrets", check_secrets),
+    ]
+    return [("nemo-run", check_nemo_run), *((name, lambda check=check: check(profile)) for name, check in asked)]
+
+
+def check_nemo_run() -> Finding:
+    """The submitter."""
+    if find_spec("nemo_run") is None:
+        return failure("nemo-run", "is not installed here", "make setup, or pip install 'arpo-megatron[slurm]'")
+    return ok("nemo-run", "is installed")
+
+
+def check_slurm(profile: ClusterProfile) -> Finding:
+    """The commands are here, and the controller answers."""
+    if missing := [name for name in ("sbatch", "srun", "scontrol", "squeue", "scancel") if shutil.which(name) is None]:
+        return failure("slurm", f"{missing[0]} is not on the PATH", "go to a login node of the cluster")
+    return ok(
+        "slurm", slurm.call("sbatch", "--version").strip() + f", {slurm.call('scontrol', 'ping').splitlines()[0]}"
+    )
+
+
+def check_partition(profile: ClusterProfile) -> Finding:
+    """It exists, is up, and allows the time limit."""
+    shown = slurm.call(
+        "sinfo", "-h", "-o", "%R|%a|%l|%D", *([f"--partition={profile.partition}"] * bool(profile.partition))
+    )
+    if not shown.strip():
+        return failure("partition", f"{profile.partition} does not exist", "sinfo lists those that do")
+    name, up, limit, nodes = shown.splitlines()[0].split("|")
+    text = f"{name}: {nodes} nodes, {up}, time limit {limit}"
+    if up != "up":
+        return failure("partition", text, "wait, or choose another")
+    if limit not in _UNLIMITED and seconds(profile.time) > seconds(limit):
+        return failure("partition", f"{text}, less than time={profile.time}", "lower `time`, and submit with --chain N")
+    if seconds(profile.time) <= profile.signal_s:
+        return failure(
+            "partition", f"time={profile.time} leaves nothing before signal_s={profile.signal_s}", "raise `time`"
+        )
+    return ok("partition", text)
+
+
+def check_gres(profile: ClusterProfile) -> Finding:
+    """Nodes of the partition have the GPUs that the profile names."""
+    if not profile.gpus_per_node or profile.gpu_request == "none":
+        return ok("gres", "none is asked for")
+    where = [f"--partition={profile.partition}"] * bool(profile.partition)
+    shown = set(slurm.call("sinfo", "-h", "-o", "%G", *where).split())
+    counts = [int(n) for text in shown for n in re.findall(r"gpu(?::[A-Za-z][\w.-]*)?:(\d+)", text)]
+    if max(counts, default=0) < profile.gpus_per_node:
+        text = f"nodes have {', '.join(sorted(shown)) or 'no gres'}, the profile says {profile.gpus_per_node} GPUs"
+        return failure("gres", text, "mend gpus_per_node, or set gpu_request: none")
+    return ok("gres", ", ".join(sorted(shown)))
+
+
+def check_preemption(profile: ClusterProfile) -> Finding:
+    """Whether a preempted job is warned in time to save."""
+    config = slurm.call("scontrol", "show", "config")
+    mode = _setting(config, "PreemptMode")
+    if mode in ("OFF", ""):
+        return ok("preemption", "jobs are not preempted")
+    if "send_user_signal" in _setting(config, "PreemptParameters") + _setting(config, "SchedulerParameters"):
+        return ok("preemption", f"{mode}, with the warning that makes the trainer save")
+    return warning(
+        "preemption",
+        f"{mode} without a warning: what was done since the last checkpoint is done again",
+        "keep train.save_every small, or ask for PreemptParameters=send_user_signal and a GraceTime",
+    )
+
+
+def check_runs(profile: ClusterProfile) -> Finding:
+    """The run directories can be made."""
+    place = profile.runs.expanduser().absolute()
+    there = next(path for path in (place, *place.parents) if path.exists())
+    if not os.access(there, os.W_OK):
+        return failure("runs", f"{there} is not writable", "set `runs` to a directory of yours that all nodes share")
+    return ok("runs", str(place))
+
+
+def check_secrets(profile: ClusterProfile) -> Finding:
+    """Those from the environment are in it. (Files are read on the nodes.)"""
+    missing = [name for name, source in profile.secrets.items() if source == "env" and not os.environ.get(name)]
+    if missing:
+        return failure("secrets", f"{missing[0]} is not set here", f"export {missing[0]}=..., or name a file")
+    return ok("secrets", ", ".join(profile.secrets) or "none")
+
+
+def seconds(limit: str) -> int:
+    """Of a time limit as Slurm writes it: [days-]hours:minutes:seconds, minutes:seconds, minutes, days-hours."""
+    days, _, rest = limit.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    if days:
+        hours, minutes, secs = (*parts, 0, 0)[:3]
+        return ((int(days) * 24 + hours) * 60 + minutes) * 60 + secs
+    if len(parts) == 1:
+        return parts[0] * 60
+    if len(parts) == 2:
+        return parts[0] * 60 + parts[1]
+    return (parts[0] * 60 + parts[1]) * 60 + parts[2]
+
+
+def _setting(config: str, name: str) -> str:
+    found = re.search(rf"^{name}\s*=\s*(.*)$", config, re.MULTILINE)
+    return found[1].strip().replace("(null)", "") if found else ""

@@ -1,0 +1,21 @@
+"""One Slurm for all tests of a file."""
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+
+import pytest
+from onebox import SCRIPT, Onebox
+
+
+@pytest.fixture(scope="module")
+def box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Onebox]:
+    """A Slurm of two nodes; where it can neither be found nor installed, its tests are skipped."""
+    if not shutil.which("slurmctld", path=os.environ["PATH"] + ":/usr/sbin"):
+        done = subprocess.run([SCRIPT, "install"], capture_output=True, text=True, timeout=180)
+        if done.returncode:
+            pytest.skip(f"no Slurm: {' '.join(done.stderr.split())[-200:]}")
+    slurm = Onebox.start(tmp_path_factory.mktemp("runs"))
+    yield slurm
+    slurm.stop()
