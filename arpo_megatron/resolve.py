@@ -90,7 +90,7 @@ def for_nodes(recipe: str, nodes: int) -> str:
     Raises:
         UserError: the recipe has no such layout.
     """
-    variant = f"{nodes}node{'s' if nodes > 1 else ''}"
+    variant = nodes_variant(nodes)
     name = recipe.split("+")[0]
     known = [known for known in variant_names(name) if known.endswith(("node", "nodes"))]
     if variant not in known:
@@ -99,6 +99,11 @@ def for_nodes(recipe: str, nodes: int) -> str:
             "engine.* yourself; `arpo plan` searches for some"
         )
     return f"{recipe}+{variant}"
+
+
+def nodes_variant(nodes: int) -> str:
+    """Name of the variant that is a recipe's layout for so many nodes."""
+    return f"{nodes}node{'s' if nodes > 1 else ''}"
 
 
 def _variants(recipe: str) -> Mapping[str, Mapping[str, Any]]:
