@@ -205,7 +205,9 @@ def recipes() -> None:
         model = job.model.hub_id or "made on the spot, for a CPU"
         size = "" if job.model.made else f"{found.nodes.total:5} {found.peak_bytes / GIB:4.0f}"
         print(f"{name:15} {model:33} {size:10}  {' '.join(resolve.variant_names(name))}")
-    print("\nRECIPE+VARIANT+... lays variants over a recipe; arpo show RECIPE says what it is, arpo plan RECIPE what it needs")
+    print(
+        "\nRECIPE+VARIANT+... lays variants over a recipe; `arpo show` says what it is then, `arpo plan` what it needs"
+    )
 
 
 @app.command()

@@ -66,7 +66,9 @@ def layers(recipe: str, *, file: Path | None = None, words: Sequence[str] = ()) 
         if variant not in variants:
             known = f"; variants: {', '.join(variants)}" if variants else ", which has none"
             raise UserError(f"unknown variant {variant!r} of {name}{_did_you_mean(variant, list(variants))}{known}")
-        found += [Layer(f"variant {variant}", _nested(key.split("."), value)) for key, value in variants[variant].items()]
+        found += [
+            Layer(f"variant {variant}", _nested(key.split("."), value)) for key, value in variants[variant].items()
+        ]
     if file is not None:
         found.append(Layer(f"file {file}", _read_yaml(file)))
     return found + [Layer("word", _parse_word(word)) for word in words]
@@ -91,7 +93,7 @@ def for_nodes(recipe: str, nodes: int) -> str:
         UserError: the recipe has no such layout.
     """
     variant = nodes_variant(nodes)
-    name = recipe.split("+")[0]
+    name = recipe.split("+", maxsplit=1)[0]
     known = [known for known in variant_names(name) if known.endswith(("node", "nodes"))]
     if variant not in known:
         raise UserError(

@@ -1,7 +1,7 @@
-"""What recipes for real models have in common: the hyper-parameters of ARPO (arXiv 2507.19849) and of its released code.
+"""What recipes for real models have in common: hyper-parameters of ARPO (arXiv 2507.19849) and of its released code.
 
-A recipe states what differs from one of these. `RECIPE+variant` lays a variant over it: a layout for so many nodes, FP8,
-or a comparison arm.
+A recipe states what differs from one of these. `RECIPE+variant` lays a variant over it: a layout for so many nodes,
+FP8, or a comparison arm.
 """
 
 from dataclasses import replace
@@ -65,9 +65,7 @@ def deep_search() -> JobConfig:
     return replace(
         job,
         model=replace(job.model, max_length=2000 + 10000),
-        data=DataConfig(
-            kind="arpo_parquet", path=Path("hard_search_1k.parquet"), max_prompt_tokens=2000, held_out=100
-        ),
+        data=DataConfig(kind="arpo_parquet", path=Path("hard_search_1k.parquet"), max_prompt_tokens=2000, held_out=100),
         rollout=RolloutConfig(max_tool_calls=6, max_response_tokens=10000, max_tool_tokens=2560),
         sandbox=replace(job.sandbox, search_results=10),
         train=replace(job.train, steps=5 * 900 // 128, tasks_per_step=128),

@@ -76,7 +76,7 @@ def variants(layouts: Mapping[str, Layout]) -> dict[str, Variant]:
 
 
 FP8: Variant = {"model.fp8": "blockwise", "model.bf16_edge_layers": 1}
-"""Products of the trainer's layers in FP8, a scale for 128 features of a token; the first and last layer in bfloat16."""
+"""The trainer's products in FP8, a scale for 128 features of a token; the first and the last layer in bfloat16."""
 
 
 def asynchronous(layout: Layout) -> Variant:

@@ -10,16 +10,21 @@ from dataclasses import replace
 from arpo_megatron.config import JobConfig
 from recipes._bases import ARMS
 from recipes._bases import deep_search_large as base
-from recipes._layouts import FP8, Layout, Variant, variants
+from recipes._layouts import FP8, Layout, Variant, asynchronous, variants
 
 LAYOUTS = {
-    "1node": Layout(tensor=8, data=1, engine=2),
-    "2nodes": Layout(tensor=4, data=4, engine=2),
-    "4nodes": Layout(tensor=4, data=8, engine=2),
-    "16nodes": Layout(tensor=4, data=32, engine=2),
-    "h200": Layout(tensor=4, data=2),
+    "1node": Layout(tensor=8, data=1, engine=4, memory_fraction=0.35),
+    "2nodes": Layout(tensor=4, data=4, engine=4, memory_fraction=0.35),
+    "4nodes": Layout(tensor=4, data=8, engine=4, memory_fraction=0.4),
+    "16nodes": Layout(tensor=4, data=32, engine=4, memory_fraction=0.45),
+    "h200": Layout(tensor=4, data=2, engine=4, memory_fraction=0.5),
 }
-VARIANTS: dict[str, Variant] = {**variants(LAYOUTS), **ARMS, "fp8": FP8}
+VARIANTS: dict[str, Variant] = {
+    **variants(LAYOUTS),
+    "split": asynchronous(LAYOUTS["2nodes"]),
+    **ARMS,
+    "fp8": FP8,
+}
 
 
 def recipe() -> JobConfig:

@@ -10,15 +10,20 @@ from dataclasses import replace
 from arpo_megatron.config import JobConfig
 from recipes._bases import ARMS
 from recipes._bases import deep_search_large as base
-from recipes._layouts import FP8, Layout, Variant, variants
+from recipes._layouts import FP8, Layout, Variant, asynchronous, variants
 
 LAYOUTS = {
-    "2nodes": Layout(tensor=8, data=2, engine=4, offload=True),
-    "4nodes": Layout(tensor=8, data=4, engine=4),
-    "16nodes": Layout(tensor=8, data=16, engine=4),
-    "h200": Layout(tensor=8, data=2, engine=2),
+    "2nodes": Layout(tensor=8, data=2, engine=8, memory_fraction=0.45, offload=True),
+    "4nodes": Layout(tensor=8, data=4, engine=8, memory_fraction=0.3),
+    "16nodes": Layout(tensor=8, data=16, engine=8, memory_fraction=0.45),
+    "h200": Layout(tensor=8, data=2, engine=4, memory_fraction=0.45),
 }
-VARIANTS: dict[str, Variant] = {**variants(LAYOUTS), **ARMS, "fp8": FP8}
+VARIANTS: dict[str, Variant] = {
+    **variants(LAYOUTS),
+    "split": asynchronous(LAYOUTS["2nodes"]),
+    **ARMS,
+    "fp8": FP8,
+}
 
 
 def recipe() -> JobConfig:

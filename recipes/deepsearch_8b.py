@@ -10,15 +10,20 @@ from dataclasses import replace
 from arpo_megatron.config import JobConfig
 from recipes._bases import ARMS
 from recipes._bases import deep_search as base
-from recipes._layouts import FP8, Layout, Variant, variants
+from recipes._layouts import FP8, Layout, Variant, asynchronous, variants
 
 LAYOUTS = {
-    "1node": Layout(tensor=4, data=2),
-    "2nodes": Layout(tensor=4, data=4),
-    "4nodes": Layout(tensor=4, data=8),
-    "h200": Layout(tensor=2, data=4),
+    "1node": Layout(tensor=4, data=2, engine=4, memory_fraction=0.45),
+    "2nodes": Layout(tensor=4, data=4, engine=4, memory_fraction=0.5),
+    "4nodes": Layout(tensor=4, data=8, engine=4, memory_fraction=0.5),
+    "h200": Layout(tensor=2, data=4, engine=2, memory_fraction=0.55),
 }
-VARIANTS: dict[str, Variant] = {**variants(LAYOUTS), **ARMS, "fp8": FP8}
+VARIANTS: dict[str, Variant] = {
+    **variants(LAYOUTS),
+    "split": asynchronous(LAYOUTS["2nodes"]),
+    **ARMS,
+    "fp8": FP8,
+}
 
 
 def recipe() -> JobConfig:

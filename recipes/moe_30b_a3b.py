@@ -11,15 +11,20 @@ from dataclasses import replace
 from arpo_megatron.config import JobConfig
 from recipes._bases import ARMS
 from recipes._bases import deep_search_large as base
-from recipes._layouts import FP8, Layout, Variant, variants
+from recipes._layouts import FP8, Layout, Variant, asynchronous, variants
 
 LAYOUTS = {
-    "2nodes": Layout(tensor=4, data=4, expert=8, engine=4, offload=True),
-    "4nodes": Layout(tensor=4, data=8, expert=8, engine=4),
-    "16nodes": Layout(tensor=4, data=32, expert=8, engine=4),
-    "h200": Layout(tensor=4, data=4, expert=8, engine=2),
+    "2nodes": Layout(tensor=4, data=4, expert=8, engine=4, memory_fraction=0.45, offload=True),
+    "4nodes": Layout(tensor=4, data=8, expert=8, engine=4, memory_fraction=0.35),
+    "16nodes": Layout(tensor=4, data=32, expert=8, engine=4, memory_fraction=0.45),
+    "h200": Layout(tensor=4, data=4, expert=8, engine=4, memory_fraction=0.4),
 }
-VARIANTS: dict[str, Variant] = {**variants(LAYOUTS), **ARMS, "fp8": FP8}
+VARIANTS: dict[str, Variant] = {
+    **variants(LAYOUTS),
+    "split": asynchronous(LAYOUTS["2nodes"]),
+    **ARMS,
+    "fp8": FP8,
+}
 
 
 def recipe() -> JobConfig:

@@ -13,9 +13,9 @@ from recipes._bases import reasoning as base
 from recipes._layouts import FP8, Layout, Variant, variants
 
 LAYOUTS = {
-    "1node": Layout(data=8),
-    "2nodes": Layout(data=16),
-    "h200": Layout(data=8, recompute="none"),
+    "1node": Layout(data=8, memory_fraction=0.5),
+    "2nodes": Layout(data=16, memory_fraction=0.5),
+    "h200": Layout(data=8, recompute="none", token_budget=8192, memory_fraction=0.5),
 }
 VARIANTS: dict[str, Variant] = {**variants(LAYOUTS), **ARMS, "fp8": FP8}
 
@@ -23,4 +23,6 @@ VARIANTS: dict[str, Variant] = {**variants(LAYOUTS), **ARMS, "fp8": FP8}
 def recipe() -> JobConfig:
     """The 7B hyper-parameters, as in the paper's table 1."""
     job = base()
-    return LAYOUTS["1node"].of(replace(job, name="reasoning_3b", model=replace(job.model, hub_id="Qwen/Qwen2.5-3B-Instruct")))
+    return LAYOUTS["1node"].of(
+        replace(job, name="reasoning_3b", model=replace(job.model, hub_id="Qwen/Qwen2.5-3B-Instruct"))
+    )

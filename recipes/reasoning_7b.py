@@ -13,10 +13,10 @@ from recipes._bases import reasoning as base
 from recipes._layouts import FP8, Layout, Variant, variants
 
 LAYOUTS = {
-    "1node": Layout(tensor=2, data=4),
-    "2nodes": Layout(tensor=2, data=8),
-    "4nodes": Layout(tensor=2, data=16),
-    "h200": Layout(tensor=2, data=4),
+    "1node": Layout(tensor=2, data=4, engine=2, memory_fraction=0.35),
+    "2nodes": Layout(tensor=2, data=8, engine=2, memory_fraction=0.4),
+    "4nodes": Layout(tensor=2, data=16, engine=2, memory_fraction=0.4),
+    "h200": Layout(tensor=2, data=4, engine=2, memory_fraction=0.5),
 }
 VARIANTS: dict[str, Variant] = {**variants(LAYOUTS), **ARMS, "fp8": FP8}
 
@@ -24,4 +24,6 @@ VARIANTS: dict[str, Variant] = {**variants(LAYOUTS), **ARMS, "fp8": FP8}
 def recipe() -> JobConfig:
     """16 trajectories a question, 8 of them from the prompt, on one node."""
     job = base()
-    return LAYOUTS["1node"].of(replace(job, name="reasoning_7b", model=replace(job.model, hub_id="Qwen/Qwen2.5-7B-Instruct")))
+    return LAYOUTS["1node"].of(
+        replace(job, name="reasoning_7b", model=replace(job.model, hub_id="Qwen/Qwen2.5-7B-Instruct"))
+    )

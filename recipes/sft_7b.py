@@ -15,7 +15,7 @@ LAYOUTS = {
     "1node": Layout(tensor=2, data=4),
     "2nodes": Layout(tensor=2, data=8),
     "4nodes": Layout(tensor=2, data=16),
-    "h200": Layout(data=8, recompute="full"),
+    "h200": Layout(data=8),
 }
 VARIANTS: dict[str, Variant] = {**variants(LAYOUTS), "fp8": FP8}
 

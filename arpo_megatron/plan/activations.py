@@ -1,8 +1,8 @@
 """Bytes that one layer keeps for the backward pass, a token: a sum over the tensors that its operations save.
 
 There are two sets of layers: a GPU's in bfloat16 (Transformer Engine's around FlexAttention, te_layers.py), and a CPU's
-(layers.py), whose bytes tests measure. The method is that of Korthikanti et al. (arXiv 2205.05198,
-section 4); their closed form is for GPT-2's layers (LayerNorm, GELU, dropout, attention scores), none of which are here.
+(layers.py), whose bytes tests measure. The method is that of Korthikanti et al. (arXiv 2205.05198, section 4); their
+closed form is for GPT-2's layers (LayerNorm, GELU, dropout, attention scores), none of which are here.
 
 Widths below are of one rank: tensor parallelism divides heads and the MLP, sequence parallelism also what lies between.
 """
@@ -94,9 +94,7 @@ class LocalCalls:
         return cls(joined, plan.pairs, len(several) < len(plan.keys))
 
 
-def layer_bytes(
-    shape: ModelShape, parallel: ParallelConfig, tokens: Tokens, *, value: int, fp8: bool = False
-) -> float:
+def layer_bytes(shape: ModelShape, parallel: ParallelConfig, tokens: Tokens, *, value: int, fp8: bool = False) -> float:
     """What one of the GPU's layers keeps, as `parallel.recompute` says.
 
     Args:

@@ -9,7 +9,7 @@ from arpo_megatron.plan import memory, timing
 from arpo_megatron.plan.hardware import GIB, Hardware
 from arpo_megatron.plan.nodes import Nodes, nodes_of
 from arpo_megatron.plan.parameters import active, of_stage, whole_model
-from arpo_megatron.plan.workload import largest, typical
+from arpo_megatron.plan.workload import cold_start_only, largest, typical
 from arpo_megatron.weights.known_shapes import shape_of
 from arpo_megatron.weights.shape import ModelShape
 
@@ -103,7 +103,7 @@ def plan(config: JobConfig, hardware: Hardware) -> Plan:
     shape = shape_of(config.model)
     reason = impossible(config, shape, hardware)
     work, most = typical(config), largest(config)
-    trees = config.sft.batch if config.sft.steps and config.sft.data is not None else config.train.tasks_per_step
+    trees = config.sft.batch if cold_start_only(config) else config.train.tasks_per_step
     needs = memory.of_job(config, shape, hardware, most)
     phases = timing.of_step(config, shape, hardware, work, needs.kv_tokens)
     held = [of_stage(shape, config.parallel, stage).total for stage in range(config.parallel.pipeline)]
@@ -119,7 +119,7 @@ def plan(config: JobConfig, hardware: Hardware) -> Plan:
         seconds=timing.step_seconds(config, phases),
         decode_batch=timing.decoding(config, shape, hardware, work, needs.kv_tokens).batch,
         tokens=trees * work.unique,
-        steps=config.sft.steps or config.train.steps,
+        steps=config.sft.steps if cold_start_only(config) else config.train.steps,
         reason=reason or too_large(config, needs, hardware),
     )
 
@@ -136,16 +136,20 @@ def impossible(config: JobConfig, shape: ModelShape, hardware: Hardware) -> str 
         return str(error)
     if config.model.fp8 != "none" and not hardware.fp8:
         return f"model.fp8={config.model.fp8}: {hardware.name} has no FP8 products"
-    if engine.tensor > hardware.gpus:
-        return f"engine.tensor={engine.tensor} exceeds the {hardware.gpus} GPUs of a node"
-    for what, size in (("query heads", shape.heads), ("vocabulary", shape.vocabulary)):
-        if size % engine.tensor:
-            return f"the model's {what} ({size}) cannot be divided by engine.tensor={engine.tensor}"
-    if max(shape.kv_heads, engine.tensor) % min(shape.kv_heads, engine.tensor):
-        return f"the model's key/value heads ({shape.kv_heads}) cannot be divided by engine.tensor={engine.tensor}"
     engines = engine.tensor * engine.replicas
     if memory.shared(config) and engines > parallel.world_size:
         return f"engines on {engines} GPUs cannot be colocated with {parallel.world_size} trainer ranks"
+    return _engine_impossible(engine.tensor, shape, hardware)
+
+
+def _engine_impossible(tensor: int, shape: ModelShape, hardware: Hardware) -> str | None:
+    if tensor > hardware.gpus:
+        return f"engine.tensor={tensor} exceeds the {hardware.gpus} GPUs of a node"
+    for what, size in (("query heads", shape.heads), ("vocabulary", shape.vocabulary)):
+        if size % tensor:
+            return f"the model's {what} ({size}) cannot be divided by engine.tensor={tensor}"
+    if max(shape.kv_heads, tensor) % min(shape.kv_heads, tensor):  # more GPUs than heads hold copies
+        return f"the model's key/value heads ({shape.kv_heads}) cannot be divided by engine.tensor={tensor}"
     return None
 
 
@@ -159,7 +163,7 @@ def too_large(config: JobConfig, needs: memory.Memory, hardware: Hardware) -> st
                 f"{phase} needs {total / GIB:.1f} GiB of a GPU's {hardware.memory / GIB:.1f} "
                 f"(most of it {name}, {size / GIB:.1f})"
             )
-    if not config.sft.steps and needs.kv_tokens < config.model.max_length:
+    if not cold_start_only(config) and needs.kv_tokens < config.model.max_length:
         return (
             f"an engine's KV pool holds {needs.kv_tokens} tokens, fewer than model.max_length="
             f"{config.model.max_length}: give engine.memory_fraction or engine.tensor"

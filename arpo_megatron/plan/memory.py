@@ -1,7 +1,8 @@
 """Bytes of a trainer rank and of an engine's GPU, by part.
 
 Weights, gradients and optimizer state are counted exactly. What is kept for the backward pass is a sum over the tensors
-that the layers save (activations.py). The constants below are assumptions until a GPU has been measured; they are large.
+that the layers save (activations.py). The constants below are assumptions until a GPU has been measured, on the large
+side.
 """
 
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from arpo_megatron.machine import Placement
 from arpo_megatron.plan.activations import Tokens, Widths, layer_bytes
 from arpo_megatron.plan.hardware import GIB, Hardware
 from arpo_megatron.plan.parameters import Parameters, of_stage, whole_model
-from arpo_megatron.plan.workload import Workload
+from arpo_megatron.plan.workload import Workload, cold_start_only
 from arpo_megatron.weights.shape import ModelShape
 
 LOGITS = 1 << 26
@@ -27,6 +28,8 @@ ENGINE_WORKING = 2.5 * GIB
 ENGINE_AT_REST = 1.5 * GIB
 """What a colocated engine keeps of that while the trainer trains. Assumption."""
 
+STATIC = ("weights", "gradients", "optimizer", "fp8_copies")
+"""What a trainer rank keeps on its GPU while trees grow."""
 Parts = dict[str, float]
 
 
@@ -36,7 +39,7 @@ class Memory:
 
     Attributes:
         training: of a trainer rank's GPU in an update.
-        rollout: of the same GPU while trees grow; without engines on it as it waits.
+        rollout: of the same GPU while trees grow; empty for a cold start alone.
         engine: of an engine's own GPU; empty where engines share the trainer's.
         host: of a trainer rank, in host memory.
         kv_tokens: what an engine's pool holds.
@@ -67,8 +70,10 @@ def of_job(config: JobConfig, shape: ModelShape, hardware: Hardware, largest: Wo
     common: Parts = {"cuda_context": CUDA_CONTEXT, "reserve": RESERVE * hardware.memory}
     if config.parallel.world_size > 1:
         common["collectives"] = COLLECTIVES
-    held = {name: training[name] for name in ("weights", "gradients", "optimizer", "fp8_copies") if name in training}
-    rollout: Parts = {**held, **common, "push_buckets": _push_buckets(config, shape)}
+    if cold_start_only(config):  # without engines
+        return Memory({**training, **common}, {}, {}, _host(config, shape), 0)
+    static = {name: size for name, size in training.items() if name in STATIC}
+    rollout: Parts = {**static, **common, "push_buckets": _push_buckets(config, shape)}
     if shared(config):
         rollout |= engine
         training = {**training, "engine_at_rest": ENGINE_AT_REST}
@@ -96,7 +101,7 @@ def static_parts(config: JobConfig, shape: ModelShape, stage: int) -> Parts:
 
 
 def _offload(config: JobConfig) -> bool:
-    return config.sft.optimizer.offload if config.sft.steps else config.optimizer.offload
+    return config.sft.optimizer.offload if cold_start_only(config) else config.optimizer.offload
 
 
 def _state(config: JobConfig, held: Parameters) -> float:
@@ -134,8 +139,8 @@ def _tokens(config: JobConfig, largest: Workload, stage: int) -> tuple[float, fl
     parallel, budget = config.parallel, config.train.token_budget
     packing = largest.packing(budget, nested=parallel.nested_packs)
     trees = -(-config.train.tasks_per_step // config.algorithm.minibatches)
-    if config.sft.steps:
-        trees = max(trees, -(-config.sft.batch // parallel.data))
+    if cold_start_only(config):
+        trees = config.sft.batch
     pack = min(float(budget), largest.unique * trees)
     keys = max(pack, packing.longest)
     if parallel.pipeline == 1:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 
+from arpo_megatron.actor.flops import Recompute
 from arpo_megatron.config import JobConfig, ParallelConfig
 from arpo_megatron.errors import UserError
 from arpo_megatron.plan.fit import Plan, impossible, plan
@@ -16,6 +17,9 @@ from arpo_megatron.weights.known_shapes import shape_of
 
 FRACTIONS = (0.85, 0.7, 0.6, 0.5, 0.4, 0.3)
 """Of a GPU's memory for an engine; the largest that fits is taken."""
+
+RECOMPUTE: tuple[Recompute, ...] = ("none", "full")
+"""`selective` would save little: FlexAttention keeps no scores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +88,7 @@ def on_nodes(
     """
     if nodes is None:
         return resolve(recipe, file=file, words=words)
-    if (variant := nodes_variant(nodes)) in variant_names(recipe.split("+")[0]):
+    if (variant := nodes_variant(nodes)) in variant_names(recipe.split("+", maxsplit=1)[0]):
         return resolve(f"{recipe}+{variant}", file=file, words=words)
     return scaled(resolve(recipe, file=file, words=words), nodes, hardware.gpus)
 
@@ -130,7 +134,7 @@ def _layouts(config: JobConfig, hardware: Hardware, experts: bool) -> Iterator[P
         if world % (tensor * pipeline * context):
             continue
         data = world // (tensor * pipeline * context)
-        for chunks, expert, recompute in product(virtual if pipeline > 1 else (1,), shared_out, ("none", "full")):
+        for chunks, expert, recompute in product(virtual if pipeline > 1 else (1,), shared_out, RECOMPUTE):
             if tensor * context * data % expert == 0:
                 yield replace(
                     config.parallel,
@@ -180,4 +184,4 @@ def _kind(reason: str) -> str:
     ):
         if reason.startswith(start):
             return kind
-    return reason.split(":")[0].split(", but")[0].split("[")[0].strip()
+    return reason.split(":", maxsplit=1)[0].split(", but", maxsplit=1)[0].split("[", maxsplit=1)[0].strip()

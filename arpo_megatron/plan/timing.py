@@ -13,7 +13,7 @@ from arpo_megatron.config import JobConfig
 from arpo_megatron.plan.hardware import Hardware
 from arpo_megatron.plan.memory import engine_weights, kv_bytes, value_bytes
 from arpo_megatron.plan.parameters import active, of_stage, whole_model
-from arpo_megatron.plan.workload import Workload
+from arpo_megatron.plan.workload import Workload, cold_start_only
 from arpo_megatron.weights.shape import ModelShape
 
 PRODUCT_SHARE = 0.6
@@ -56,16 +56,15 @@ def of_step(
     config: JobConfig, shape: ModelShape, hardware: Hardware, work: Workload, kv_tokens: int
 ) -> dict[str, float]:
     """Seconds of one step by phase, with trajectories of typical length."""
-    if config.sft.steps and config.sft.data is not None:
+    if cold_start_only(config):
         return _updates(config, shape, hardware, work, trees=config.sft.batch, updates=1)
     tasks, updates = config.train.tasks_per_step, config.algorithm.minibatches
-    phases = {
+    return {
         **_rollout(config, shape, hardware, work, kv_tokens),
         "old_logprobs": _passes(config, shape, hardware, work, tasks, updates, backward=False),
         **_updates(config, shape, hardware, work, trees=tasks, updates=updates),
         "weight_push": _push(config, shape, hardware),
     }
-    return phases
 
 
 def step_seconds(config: JobConfig, phases: dict[str, float]) -> float:
@@ -77,9 +76,7 @@ def step_seconds(config: JobConfig, phases: dict[str, float]) -> float:
     return rollout + rest
 
 
-def decoding(
-    config: JobConfig, shape: ModelShape, hardware: Hardware, work: Workload, kv_tokens: int
-) -> Decoding:
+def decoding(config: JobConfig, shape: ModelShape, hardware: Hardware, work: Workload, kv_tokens: int) -> Decoding:
     """The batch is what is asked for, allowed and has room in the pool; a step reads all weights and the batch's keys.
 
     Of a mixture, the experts that any of the batch visits are read: 1 - (1 - k/n)^batch of them.
@@ -133,7 +130,7 @@ def _passes(
     *,
     backward: bool,
 ) -> float:
-    """All passes over the trees of a step, of the data-parallel rank with most of them: compute and what it waits for."""
+    """All passes over a step's trees, of the data-parallel rank with most of them: compute and what it waits for."""
     parallel = config.parallel
     packing = work.packing(config.train.token_budget, nested=parallel.nested_packs)
     own = math.ceil(trees / updates / parallel.data)
@@ -204,7 +201,7 @@ def _optimizer(config: JobConfig, shape: ModelShape, hardware: Hardware) -> floa
     ranks = parallel.data * parallel.context if parallel.distributed_optimizer else 1
     held = max(of_stage(shape, parallel, stage).total for stage in range(parallel.pipeline)) / ranks
     touched = held * (2 * MASTER_AND_MOMENTS + MAIN_GRADIENT + value_bytes(config))
-    offload = config.sft.optimizer.offload if config.sft.steps else config.optimizer.offload
+    offload = config.sft.optimizer.offload if cold_start_only(config) else config.optimizer.offload
     if not offload:
         return touched / (hardware.memory_speed * MEMORY_SHARE)
     travels = held * (MAIN_GRADIENT + value_bytes(config)) / hardware.host_link

@@ -78,6 +78,11 @@ class Workload:
         return _packing(self.mix, budget, nested)
 
 
+def cold_start_only(config: JobConfig) -> bool:
+    """Whether the job is supervised training alone: conversations, and no tasks for the ARPO loop after it."""
+    return config.sft.data is not None and config.data.kind == "generated"
+
+
 def typical(config: JobConfig) -> Workload:
     """For time."""
     return _workload(_mix(config, TYPICAL_FILL))
@@ -90,9 +95,15 @@ def largest(config: JobConfig) -> Workload:
 
 def _mix(config: JobConfig, fill: float) -> Mix:
     rollout, samples = config.rollout, config.algorithm.samples
-    if config.sft.steps and config.sft.data is not None:  # conversations: one path, no forks
-        return Mix(samples=1, initial=1, calls=0, prompt=64, segment=_around((config.model.max_length - 64) * fill),
-                   result=(1, 1))
+    if cold_start_only(config):  # one path, no forks
+        return Mix(
+            samples=1,
+            initial=1,
+            calls=0,
+            prompt=64,
+            segment=_around((config.model.max_length - 64) * fill),
+            result=(1, 1),
+        )
     prompt = config.data.max_prompt_tokens if config.data.kind == "arpo_parquet" else 64
     room = min(rollout.max_response_tokens, config.model.max_length - prompt) * fill
     calls = rollout.max_tool_calls

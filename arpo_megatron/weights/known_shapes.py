@@ -88,8 +88,8 @@ def shape_of(model: ModelConfig) -> ModelShape:
         return shape
     if model.made:
         return _made(model)
-    if model.hub_id in KNOWN_SHAPES:
-        return KNOWN_SHAPES[model.hub_id]
+    if (known := KNOWN_SHAPES.get(model.hub_id or "")) is not None:
+        return known
     if model.path is not None:
         raise UserError(f"model.path={model.path}: no Hugging Face model there (config.json is missing)")
     raise UserError(f"model.hub_id={model.hub_id}: its sizes are not known without its files; give model.path=DIR")
