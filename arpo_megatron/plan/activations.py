@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 EXPERT_IMBALANCE = 1.3
 """Tokens of the busiest rank's experts over the mean; no token is dropped. An assumption: `expert_busiest` says it."""
+TARGET = 40
+"""Bytes of the small tensors of a predicted token."""
 FLOAT = 4
 """Bytes of a float32, in which norms keep one number a token, and attention its normalisers."""
 
@@ -94,50 +96,87 @@ class LocalCalls:
         return cls(joined, plan.pairs, len(several) < len(plan.keys))
 
 
-def layer_bytes(shape: ModelShape, parallel: ParallelConfig, tokens: Tokens, *, value: int, fp8: bool = False) -> float:
-    """What one of the GPU's layers keeps, as `parallel.recompute` says.
+def layer_bytes(
+    shape: ModelShape,
+    parallel: ParallelConfig,
+    tokens: Tokens,
+    *,
+    value: int,
+    fp8: bool = False,
+    calls: LocalCalls | None = None,
+) -> float:
+    """What one layer keeps, as `parallel.recompute` says.
 
     Args:
         shape: of the model.
         parallel: the layout.
         tokens: of the pack on this rank.
-        value: bytes of a number.
+        value: bytes of a number; float32 is computed by Megatron's own layers on a GPU too.
         fp8: inputs of matrix products are kept in FP8.
+        calls: on a CPU, those of the attention; None: FlexAttention.
     """
     w = Widths.of(shape, parallel, value)
     if parallel.recompute == "full":
         return tokens.queries * w.between * value  # the layer's input
-    product = 1 if fp8 else value
-    norm = w.between * (value + product) + FLOAT  # its input, what the product behind it reads, a normaliser
-    mixed = (w.queries + 2 * w.keys) * value  # keys and values are views of it, so all of it stays
-    per_head = w.queries * value if shape.qk_norm else 0.0  # the norm's copy of the queries
+    token = _local_token(w, shape) if calls is not None or value == FLOAT else _te_token(w, shape, fp8)
+    mixed = (w.queries + 2 * w.keys) * value  # the product that keys and values, and a norm's input, may be views of
     if parallel.recompute == "selective":
-        core = tokens.queries * (w.queries + w.keys) * value  # rotated queries and keys; values are views
-    else:
-        # FlexAttention keeps padded copies of queries, keys and values, the output and its normalisers.
-        padded, keys = padded_length(tokens.queries), padded_length(tokens.keys)
-        core = (2 * padded * w.queries + 2 * keys * w.keys) * value + padded * w.heads * FLOAT
-    attention = norm + mixed + per_head + w.queries * product
-    # The fused activation keeps its input alone.
-    mlp = norm + 2 * w.ffn * value + w.ffn * product if shape.experts is None else _experts(w, shape, product)
-    return tokens.queries * (attention + mlp) + core
+        return tokens.queries * (token + mixed + (w.queries + w.keys) * value)  # rotated; values are views
+    if calls is None:
+        return tokens.queries * (token + mixed) + _flex_core(w, tokens)
+    viewed = calls.views or (shape.qk_norm and value == FLOAT)  # other types are copied into float32 first
+    core = 2 * w.queries * value + w.heads * FLOAT + (w.keys * value if calls.views else 0.0)
+    copies = 2 * calls.joined * w.keys * value + calls.pairs * value
+    return tokens.queries * (token + core + (mixed if viewed else 0.0)) + copies
 
 
-def local_layer_bytes(
-    shape: ModelShape, parallel: ParallelConfig, queries: int, calls: LocalCalls, *, value: int
+def pass_bytes(
+    shape: ModelShape,
+    parallel: ParallelConfig,
+    tokens: Tokens,
+    targets: float,
+    *,
+    value: int,
+    last: bool,
+    fp8: bool = False,
+    calls: LocalCalls | None = None,
 ) -> float:
-    """What one of a CPU's layers keeps, of a dense model.
+    """What a forward pass over a pack leaves on a rank of a pipeline stage: its layers, and what the head needs.
 
     Args:
         shape: of the model.
         parallel: the layout.
-        queries: tokens of the pack on this rank.
-        calls: of its attention.
+        tokens: of the pack on this rank.
+        targets: predicted tokens of the pack on this rank.
         value: bytes of a number.
+        last: it is the last stage.
+        fp8: as in `layer_bytes`.
+        calls: likewise.
     """
+    layers = shape.layers // parallel.pipeline
+    one = layer_bytes(shape, parallel, tokens, value=value, fp8=fp8, calls=calls)
+    if not last:
+        return layers * one
     w = Widths.of(shape, parallel, value)
-    if parallel.recompute == "full":
-        return queries * w.between * value
+    norm = w.between * (2 * FLOAT if calls is not None or value == FLOAT else value) + FLOAT
+    # Of each target: its hidden state, its place and id, the advantages' sums, normaliser, entropy and log-prob.
+    return layers * one + tokens.queries * norm + targets * (w.hidden * value + TARGET)
+
+
+def _te_token(w: Widths, shape: ModelShape, fp8: bool) -> float:
+    """Bytes a token of Transformer Engine's layers, without core attention and the product before it."""
+    value, product = w.value, 1 if fp8 else w.value
+    norm = w.between * (value + product) + FLOAT  # its input, what the product behind it reads, a normaliser
+    per_head = w.queries * value if shape.qk_norm else 0.0  # the norm's copy of the queries
+    attention = norm + per_head + w.queries * product
+    if shape.experts is not None:
+        return attention + _experts(w, shape, product)
+    return attention + norm + 2 * w.ffn * value + w.ffn * product  # the fused activation keeps its input alone
+
+
+def _local_token(w: Widths, shape: ModelShape) -> float:
+    """The same of the layers in layers.py."""
+    value = w.value
     # torch composes RMSNorm: it keeps, in float32, its input, the normalised input and a normaliser.
     norm = w.between * 2 * FLOAT + FLOAT + w.hidden * value  # and its output, gathered, is what a product reads
     per_head = 0.0
@@ -145,16 +184,16 @@ def local_layer_bytes(
         per_head = 2 * FLOAT * w.queries + FLOAT * w.keys + FLOAT * (w.heads + w.heads * w.keys / w.queries)
         per_head += 0.0 if value == FLOAT else FLOAT * w.keys  # in float32 the keys' input is a view, not a copy
     rotary = 4 * shape.head_dim * value  # cosines and sines, for queries and for keys
-    mixed = (w.queries + 2 * w.keys) * value
-    mlp = norm + 5 * w.ffn * value  # gate and up, silu(gate), up + 0, the product of both
-    token = norm + per_head + rotary + w.queries * value + mlp
-    selective = parallel.recompute == "selective"
-    if selective or calls.views or (shape.qk_norm and value == FLOAT):
-        token += mixed
-    if selective:
-        return queries * (token + (w.queries + w.keys) * value)
-    token += 2 * w.queries * value + w.heads * FLOAT + (w.keys * value if calls.views else 0.0)
-    return queries * token + 2 * calls.joined * w.keys * value + calls.pairs * value
+    attention = norm + per_head + rotary + w.queries * value
+    if shape.experts is not None:
+        return attention + _experts(w, shape, value)
+    return attention + norm + 5 * w.ffn * value  # gate and up, silu(gate), up + 0, the product of both
+
+
+def _flex_core(w: Widths, tokens: Tokens) -> float:
+    """FlexAttention keeps padded copies of queries, keys and values, the output and its normalisers."""
+    padded, keys = padded_length(tokens.queries), padded_length(tokens.keys)
+    return (2 * padded * w.queries + 2 * keys * w.keys) * w.value + padded * w.heads * FLOAT
 
 
 def _experts(w: Widths, shape: ModelShape, product: int) -> float:

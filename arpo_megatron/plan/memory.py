@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from arpo_megatron.config import JobConfig, ParallelConfig
 from arpo_megatron.machine import Placement
-from arpo_megatron.plan.activations import Tokens, Widths, layer_bytes
+from arpo_megatron.plan.activations import Tokens, Widths, layer_bytes, pass_bytes
 from arpo_megatron.plan.hardware import GIB, Hardware
 from arpo_megatron.plan.parameters import Parameters, of_stage, whole_model
 from arpo_megatron.plan.workload import Workload, cold_start_only
@@ -118,18 +118,17 @@ def _training(config: JobConfig, shape: ModelShape, largest: Workload, stage: in
     parallel, value = config.parallel, value_bytes(config)
     kept, pack, keys = _tokens(config, largest, stage)
     fp8 = config.model.fp8 != "none"
-    layers = shape.layers // parallel.pipeline
-    one = layer_bytes(shape, parallel, Tokens(pack, keys), value=value, fp8=fp8)
+    last = stage == parallel.pipeline - 1
+    targets = pack * largest.sampled / largest.unique
+    one = pass_bytes(shape, parallel, Tokens(pack, keys), targets, value=value, last=last, fp8=fp8)
     parts = static_parts(config, shape, stage)
-    parts["activations"] = layers * one * kept / pack
+    parts["activations"] = one * kept / pack
     w = Widths.of(shape, parallel, value)
     if keys > pack * parallel.context:  # keys and values handed down, and their gradients in float32
-        parts["activations"] += layers * (keys - pack * parallel.context) * 2 * w.keys * (value + 4)
-    targets = pack * largest.sampled / largest.unique
-    if stage == parallel.pipeline - 1:  # the final norm's input, and the hidden states that predict
-        parts["activations"] += kept * w.between * value + kept / pack * targets * (w.hidden * value + 28)
+        handed = keys - pack * parallel.context
+        parts["activations"] += shape.layers // parallel.pipeline * handed * 2 * w.keys * (value + 4)
     parts["working"] = _layer_working(config, shape, Tokens(pack, keys), w, fp8=fp8)
-    if stage == parallel.pipeline - 1:
+    if last:
         parts["logits"] = logits_bytes(shape, parallel, targets, value)
     return parts
 

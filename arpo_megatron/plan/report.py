@@ -1,11 +1,19 @@
 """A plan as text."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
 
-from arpo_megatron.config import EngineConfig, ParallelConfig
+from arpo_megatron.config import EngineConfig, JobConfig, ParallelConfig
 from arpo_megatron.plan.fit import Plan
 from arpo_megatron.plan.hardware import GIB
 from arpo_megatron.plan.search import Found
+
+LAYOUT_KEYS: Mapping[str, tuple[str, ...]] = {
+    "parallel": tuple(field.name for field in fields(ParallelConfig)),
+    "train": ("token_budget",),
+    "engine": ("tensor", "replicas", "memory_fraction"),
+}
+"""What a search changes."""
 
 
 def render(plan: Plan) -> str:
@@ -21,7 +29,7 @@ def render_search(found: Found) -> str:
     for plan in found.best:
         lines.append(
             f"  {plan.seconds:7.0f} {plan.gpu_hours:6.0f} {plan.peak_bytes / GIB:5.0f} {plan.decode_batch:5.0f}  "
-            f"{words(plan)}"
+            f"{words(plan, found.of)}"
         )
     for reason, count in found.failed:
         lines.append(f"  {count:5} fail: {reason}")
@@ -37,19 +45,17 @@ def layout(parallel: ParallelConfig) -> str:
     return ", ".join([product, *more, f"recompute {parallel.recompute}"])
 
 
-def words(plan: Plan) -> str:
-    """The layout as words that any command takes."""
-    parallel, engine = plan.config.parallel, plan.config.engine
-    found = [f"parallel.{name}={_text(getattr(parallel, name))}" for name in _changed(parallel)]
-    engines = [f"engine.{name}={getattr(engine, name)}" for name in ("tensor", "replicas", "memory_fraction")]
-    return " ".join([*found, f"train.token_budget={plan.config.train.token_budget}", *engines])
-
-
-def _changed(parallel: ParallelConfig) -> Iterator[str]:
-    default = ParallelConfig()
-    for name in ("tensor", "sequence", "context", "pipeline", "virtual_pipeline", "data", "expert", "recompute"):
-        if getattr(parallel, name) != getattr(default, name):
-            yield name
+def words(plan: Plan, than: JobConfig) -> str:
+    """What differs from another config of the job, as words that any command takes."""
+    found = []
+    for section, names in LAYOUT_KEYS.items():
+        new, old = getattr(plan.config, section), getattr(than, section)
+        found += [
+            f"{section}.{name}={_text(getattr(new, name))}"
+            for name in names
+            if getattr(new, name) != getattr(old, name)
+        ]
+    return " ".join(found) or "as it is"
 
 
 def _text(value: object) -> str:

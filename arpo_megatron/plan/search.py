@@ -27,12 +27,14 @@ class Found:
     """Result of a search.
 
     Attributes:
+        of: the job whose layouts were searched.
         best: plans that fit, fastest first, each with another division of the model.
         tried: layouts looked at.
         fit: how many of them fit.
         failed: why the others do not, and how many for each reason; the commonest first.
     """
 
+    of: JobConfig
     best: tuple[Plan, ...]
     tried: int
     fit: int
@@ -75,7 +77,7 @@ def search(config: JobConfig, hardware: Hardware, *, best: int = 5) -> Found:
                 failed[_kind(candidate.reason)] += 1
     # Among equals the layout with fewer dimensions; rounded, because the times are estimates.
     fitting.sort(key=lambda found: (round(found.seconds, 1), _dimensions(found.config.parallel), found.peak_bytes))
-    return Found(tuple(_unlike(fitting)[:best]), tried, len(fitting), tuple(failed.most_common()))
+    return Found(config, tuple(_unlike(fitting)[:best]), tried, len(fitting), tuple(failed.most_common()))
 
 
 def on_nodes(
