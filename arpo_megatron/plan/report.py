@@ -50,11 +50,8 @@ def words(plan: Plan, than: JobConfig) -> str:
     found = []
     for section, names in LAYOUT_KEYS.items():
         new, old = getattr(plan.config, section), getattr(than, section)
-        found += [
-            f"{section}.{name}={_text(getattr(new, name))}"
-            for name in names
-            if getattr(new, name) != getattr(old, name)
-        ]
+        changed = [name for name in names if getattr(new, name) != getattr(old, name)]
+        found += [f"{section}.{name}={_text(getattr(new, name))}" for name in changed]
     return " ".join(found) or "as it is"
 
 
