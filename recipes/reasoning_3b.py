@@ -15,7 +15,7 @@ from recipes._layouts import FP8, Layout, Variant, variants
 LAYOUTS = {
     "1node": Layout(data=8, memory_fraction=0.5),
     "2nodes": Layout(data=16, memory_fraction=0.5),
-    "h200": Layout(data=8, recompute="none", token_budget=8192, memory_fraction=0.5),
+    "h200": Layout(data=8, memory_fraction=0.6),
 }
 VARIANTS: dict[str, Variant] = {**variants(LAYOUTS), **ARMS, "fp8": FP8}
 

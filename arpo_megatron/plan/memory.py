@@ -140,10 +140,10 @@ def _tokens(config: JobConfig, largest: Workload, stage: int) -> tuple[float, fl
     trees = -(-config.train.tasks_per_step // config.algorithm.minibatches)
     if cold_start_only(config):
         trees = config.sft.batch
-    pack = min(float(budget), largest.unique * trees)
+    pack = float(min(budget, largest.bound * trees))
     keys = max(pack, packing.longest)
     if parallel.pipeline == 1:
-        kept = max(pack, packing.held)
+        kept = max(pack, float(largest.bound))
     elif parallel.virtual_pipeline == 1:  # 1F1B runs ahead by the stages that follow (arXiv 2104.04473)
         kept = pack * (parallel.pipeline - stage)
     else:  # interleaved: chunks of layers / virtual stages, warm-up 2 (p - s - 1) + (v - 1) p and the one at work
