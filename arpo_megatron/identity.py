@@ -1,7 +1,7 @@
 """What a run was started with, so that a resume notices what has changed under its config, and a replay a stranger.
 
-The config names files; `inputs.json` holds what was in them: the model's shape and digests of tokenizer and data. The
-model's weights are not among them: a run that is resumed has its own.
+The config names files; `inputs.json` holds what was in them: the model's shape, a digest of samples of its weights, and
+digests of tokenizer and data.
 """
 
 import hashlib
@@ -31,9 +31,9 @@ def check_started_with(config: JobConfig, run: RunDirectory) -> None:
     check_model(config, run)
     recorded = json.loads(run.inputs.read_text(encoding="utf-8"))
     for name, value in found.items():
-        if value != recorded[name]:
+        if value != recorded.get(name, value):  # a run of an older version has not recorded all of them
             path = {"sft.data": config.sft.data, "data.path": config.data.path}.get(name)
-            what = f"the tokenizer at {_model(config, run)}" if path is None else f"{name}={path}"
+            what = f"{_NAMES[name]} at {_model(config, run)}" if path is None else f"{name}={path}"
             raise UserError(f"{what} has changed since {run.path} was started: {_MEND}")
 
 
@@ -72,6 +72,7 @@ def check_dump(bad: BadUpdate, file: Path, config: JobConfig, run: RunDirectory)
             )
 
 
+_NAMES = {"tokenizer": "the tokenizer", "weights": "the content of the model"}
 _MEND = "put the old one back, or start afresh without --resume"
 
 
@@ -84,12 +85,17 @@ def _shape(config: JobConfig, run: RunDirectory) -> dict[str, Any]:
 
 
 def _digests(config: JobConfig, run: RunDirectory) -> dict[str, str | None]:
+    from arpo_megatron.weights.files import TensorFiles
+
+    with TensorFiles(_model(config, run)) as weights:
+        sampled = weights.sampled_digest()
     files = {
         "tokenizer": _model(config, run) / "tokenizer.json",
         "sft.data": config.sft.data,
         "data.path": config.data.path,
     }
-    return {name: None if path is None or not path.is_file() else _digest(path) for name, path in files.items()}
+    whole = {name: None if path is None or not path.is_file() else _digest(path) for name, path in files.items()}
+    return {**whole, "weights": sampled}
 
 
 def _digest(path: Path) -> str:

@@ -62,7 +62,7 @@ class RunDirectory:
 
     @property
     def inputs(self) -> Path:
-        """What the run was started with: the model's shape, digests of tokenizer and data (JSON)."""
+        """What the run was started with: the model's shape, digests of its weights, tokenizer and data (JSON)."""
         return self.path / "inputs.json"
 
     @property
@@ -147,7 +147,7 @@ class RunDirectory:
             self.export,
             self.health,
         ]
-        found = [path.with_name(path.name + ".tmp") for path in whole]
+        found = [path.with_name(path.name + ending) for path in whole for ending in (".tmp", ".replaced.tmp")]
         found += [self.path / "metrics.tmp", self.path / "sft_metrics.tmp"]
         found.append(self.memory_lent)
         for folder in (self.checkpoints, self.sft_checkpoints, self.trees):

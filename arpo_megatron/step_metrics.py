@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from arpo_megatron.actor.balance import CostModel
 from arpo_megatron.actor.flops import work_of
+from arpo_megatron.actor.microbatch import Place, padding_of
 from arpo_megatron.actor.packing import by_tree, report
 from arpo_megatron.actor.statistics import UpdateStats
 from arpo_megatron.config import JobConfig
@@ -38,13 +39,28 @@ def sampling_gap(minibatches: Sequence[Minibatch], logprobs: Sequence[Sequence[L
 
 
 def pack_metrics(minibatches: Sequence[Minibatch], shape: ModelShape, config: JobConfig) -> dict[str, float]:
-    """What packing made of a step's trees: sums over its minibatches, but the largest of `held` and `imbalance`."""
+    """What packing made of a step's trees: sums over its minibatches, but the largest of `held` and `imbalance`.
+
+    And what ranks add to the packs, `pack/padding`.
+    """
     cost = CostModel.of(shape)
     layout = config.parallel
-    reports = [report(m.packs, m.trees, ranks=layout.data, in_flight=layout.pipeline, cost=cost) for m in minibatches]
-    rows = [made.row() for made in reports]
+    rows = [
+        report(
+            minibatch.packs,
+            minibatch.trees,
+            ranks=layout.data,
+            in_flight=layout.pipeline,
+            in_step=layout.expert > 1,
+            cost=cost,
+        ).row()
+        for minibatch in minibatches
+    ]
     largest = ("pack/held", "pack/imbalance")
-    return {name: (max if name in largest else sum)(row[name] for row in rows) for name in (rows[0] if rows else ())}
+    place = Place(0, layout.context, config.pack_multiple, cost)
+    padding = sum(padding_of(pack, place) for minibatch in minibatches for pack in minibatch.packs)
+    found = {name: (max if name in largest else sum)(row[name] for row in rows) for name in (rows[0] if rows else ())}
+    return {**found, "pack/padding": padding} if rows else {}
 
 
 def update_metrics(updates: Sequence[UpdateStats]) -> dict[str, float]:

@@ -92,18 +92,24 @@ class TrainingRun:
     profiler: StepProfiler
     state: RunState = field(default_factory=RunState)
     phases: dict[str, float] = field(default_factory=dict)
+    entered: list[str] = field(default_factory=list)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time a part of the step and show it in the progress display."""
+        """Time a part of the step, less the phases inside of it, and show it in the progress display."""
         if name == "logprobs":
             self.profiler.before(self.state.step + 1)
+        self.entered.append(name)
         self.events.emit("phase", name=name, step=self.state.step)
-        started = time.monotonic()
+        started, others = time.monotonic(), sum(self.phases.values())
         try:
             yield
         finally:
-            self.phases[name] = self.phases.get(name, 0.0) + time.monotonic() - started
+            inside = sum(self.phases.values()) - others
+            self.phases[name] = self.phases.get(name, 0.0) + time.monotonic() - started - inside
+            self.entered.pop()
+        if self.entered:
+            self.events.emit("phase", name=self.entered[-1], step=self.state.step)
 
     def resume(self) -> None:
         """Go on from the newest whole checkpoint, if there is one; say which newer ones are damaged, and how."""
@@ -211,7 +217,8 @@ class TrainingRun:
         Raises:
             UserError: it was the third in a row that was skipped.
         """
-        ready = prepare_update(self.actor, minibatch, old_logprobs, self.config, on_policy=on_policy)
+        with self.phase("ratios"):  # with sequence-level ratios a pass over the packs, which is no part of an update
+            ready = prepare_update(self.actor, minibatch, old_logprobs, self.config, on_policy=on_policy)
         stats = self.actor.update(
             ready.packs, ready.old_logprobs, ready.loss, reference_logprobs=minibatch.reference_logprobs
         )

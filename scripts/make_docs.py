@@ -16,7 +16,7 @@ TARGET = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 RUN_DIRECTORY = TARGET.with_name("run-directory.md")
 HEAD = """# Configuration reference
 
-Made from `arpo_megatron/config.py` by `make docs`; do not edit. The value shown is the default; a recipe states what
+Made from `arpo_megatron/config/` by `make docs`; do not edit. The value shown is the default; a recipe states what
 it changes. Give a value as `section.key=value` or in a file with `--config`; `arpo train RECIPE --dry-run` prints the
 result.
 """

@@ -1,6 +1,7 @@
 """A resume goes on with what the run was started with, a replay with the run that dumped; else it is one line."""
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from arpo_megatron.job import export_checkpoint, replay_bad_update
 from arpo_megatron.run_directory import RunDirectory
 from arpo_megatron.tasks.tokenizers import generated_tokenizer, make_model_directory
 from arpo_megatron.tree import Role, RolloutTree
+from arpo_megatron.weights.random_init import save_random_weights
 from arpo_megatron.weights.shape import ModelShape
 
 SIZES = ModelConfig(hidden_size=16, layers=1, heads=2, kv_heads=2, ffn_size=32)
@@ -27,6 +29,7 @@ SIZES = ModelConfig(hidden_size=16, layers=1, heads=2, kv_heads=2, ffn_size=32)
 def config(tmp_path: Path) -> JobConfig:
     """Of a run with a model and conversations of its own."""
     make_model_directory(tmp_path / "model", SIZES, generated_tokenizer())
+    save_random_weights(tmp_path / "model", seed=1)
     (tmp_path / "talks.jsonl").write_text("{}\n{}\n")
     words = [f"model.path={tmp_path / 'model'}", f"sft.data={tmp_path / 'talks.jsonl'}", f"run_dir={tmp_path / 'run'}"]
     return resolve.resolve("quickstart", words=[*words, "sft.steps=3"])
@@ -77,6 +80,20 @@ def test_data_and_tokenizer_that_changed_in_place_are_named(config: JobConfig, r
         file.write(" ")
     with pytest.raises(UserError, match=r"the tokenizer at .* has changed"):
         check_started_with(config, run)
+
+
+def test_weights_that_changed_in_place_are_named_under_the_same_size_and_time(
+    config: JobConfig, run: RunDirectory
+) -> None:
+    file = Path(str(config.model.path)) / "model.safetensors"
+    before = file.stat()
+    save_random_weights(file.parent, seed=2)
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert (file.stat().st_size, file.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+    with pytest.raises(UserError, match=r"the content of the model at .*model has changed since .*: put the old"):
+        check_started_with(config, run)
+    save_random_weights(file.parent, seed=1)
+    check_started_with(config, run)
 
 
 def test_a_dump_of_this_run_is_replayed(config: JobConfig, run: RunDirectory) -> None:

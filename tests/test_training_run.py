@@ -111,3 +111,18 @@ def test_a_step_goes_on_where_its_trees_cannot_be_stored(tmp_path: Path) -> None
     run.directory.trees.unlink()
     assert TrainingRun._store(run, scored, leader) == 0
     assert len(read_trees(step_file(run.directory, 4))) == 1
+
+
+def test_seconds_of_a_phase_do_not_include_those_of_phases_inside_it(tmp_path: Path, monkeypatch: Any) -> None:
+    clock = [0.0]
+    monkeypatch.setattr("arpo_megatron.training_run.time.monotonic", lambda: clock[0])
+    run: Any = SimpleNamespace(events=EventLog(tmp_path / "events.jsonl"), state=RunState(), phases={}, entered=[])
+    with TrainingRun.phase(run, "update"):
+        clock[0] += 3.0
+        for _ in range(2):
+            with TrainingRun.phase(run, "ratios"):
+                clock[0] += 5.0
+        clock[0] += 1.0
+    assert run.phases == {"update": 4.0, "ratios": 10.0}
+    shown = [json.loads(line)["name"] for line in run.events.path.read_text().splitlines()]
+    assert shown == ["update", "ratios", "update", "ratios", "update"]

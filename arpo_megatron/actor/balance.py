@@ -125,13 +125,14 @@ def cut_spans(subtree_end: NDArray[np.int32], budget: int, *, inherit: bool) -> 
         subtree_end: int32[n] of a whole tree in depth-first order.
         budget: most tokens that a pack computes.
         inherit: ancestors come from earlier packs; otherwise they are computed again and count. (The budget is then
-            raised to what the longest path needs: a job's config refuses a smaller one.)
+            raised to the longest path: a job's config refuses a smaller one.) What lies between two neighbouring
+            cuts is a part of one chain, so with its ancestors it is a part of one path and always fits.
     """
     step = max(1, min(CUT_STEP, budget // 2))
     cuts = allowed_cuts(subtree_end, step)
     above = depths(subtree_end)
     if not inherit:
-        budget = max(budget, int(above.max(initial=0)) + 1 + step)
+        budget = max(budget, int(above.max(initial=0)) + 1)
     repeated = above * (not inherit)
     broken = np.zeros(len(subtree_end) + 1)
     broken[1:-1] = (subtree_end[1:] == subtree_end[:-1]) * BROKEN_CHAIN_TOKENS
@@ -141,7 +142,6 @@ def cut_spans(subtree_end: NDArray[np.int32], budget: int, *, inherit: bool) -> 
         first = int(np.searchsorted(cuts, cuts[i] - budget))
         starts = cuts[first:i]
         fits = cuts[i] - starts + repeated[starts] <= budget
-        fits[-1] = True
         costs = np.where(fits, best[first:i] + PACK_COST_TOKENS + above[starts] + broken[starts], np.inf)
         choice = int(np.argmin(costs))
         best[i], previous[i] = costs[choice], first + choice

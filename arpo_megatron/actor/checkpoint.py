@@ -19,17 +19,16 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from arpo_megatron.actor import parallel
-from arpo_megatron.actor.directories import checkpoint_directories, kept, remove, replace_directory
+from arpo_megatron.actor.directories import checkpoint_directories, kept
 from arpo_megatron.actor.manifest import (
     DamagedError,
     FileRecord,
     damage,
-    flush_directory,
-    flush_file,
     read_manifest,
     record,
     write_manifest,
 )
+from arpo_megatron.durable import flush, remove, replace_directory
 from arpo_megatron.errors import UserError
 
 MAX_FAILED_SAVES = 3
@@ -218,7 +217,6 @@ class CheckpointStore:
         """On the leader: from here on `step_N` counts, and older ones may go."""
         write_manifest(partial, records)
         replace_directory(partial, self.root / f"step_{step}")
-        flush_directory(self.root)
         there = checkpoint_directories(self.root)
         doomed = set(there) - kept(there, self._keep, self._keep_every)
         for path in [*doomed, self.root / f"step_{step}.damaged"]:
@@ -280,7 +278,7 @@ class _Writing:
         state.write_text(self._state, encoding="utf-8")
         added = [*self._snapshot.finish(written), state]
         for path in added:
-            flush_file(path)
+            flush(path)
         self._commit(self._step, self._partial, [*records, *(record(path, self._partial) for path in added)])
 
 

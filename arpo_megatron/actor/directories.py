@@ -1,7 +1,6 @@
-"""The names of checkpoint directories: which there are, which are kept, and how one is put in place or taken away."""
+"""The names of checkpoint directories: which there are, and which are kept."""
 
 import re
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -30,22 +29,3 @@ def kept(paths: Sequence[Path], keep: int, keep_every: int) -> set[Path]:
     """
     milestones = {path for path in paths if keep_every and not (step_of(path) or 0) % keep_every}
     return milestones | set(paths[-keep:])
-
-
-def remove(path: Path) -> None:
-    """Delete a directory; at no moment is there half of it under its own name. Nothing happens where it is missing."""
-    if path.exists():
-        doomed = path.with_name(path.name + ".removed.tmp")
-        shutil.rmtree(doomed, ignore_errors=True)
-        path.rename(doomed)
-        shutil.rmtree(doomed)
-
-
-def replace_directory(source: Path, target: Path) -> None:
-    """Rename `source` to `target`, in the place of what may be there."""
-    doomed = target.with_name(target.name + ".replaced.tmp")
-    shutil.rmtree(doomed, ignore_errors=True)
-    if target.exists():
-        target.rename(doomed)
-    source.rename(target)
-    shutil.rmtree(doomed, ignore_errors=True)

@@ -12,6 +12,8 @@ from typing import Any
 
 import xxhash
 
+from arpo_megatron.durable import flush
+
 MANIFEST_FILE = "manifest.json"
 _FORMAT = 1
 _CHUNK_BYTES = 1 << 22
@@ -50,7 +52,7 @@ def write_manifest(root: Path, records: Iterable[FileRecord]) -> None:
         file.flush()
         os.fsync(file.fileno())
     for folder in {root, *((root / str(each["name"])).parent for each in files)}:
-        flush_directory(folder)
+        flush(folder)
 
 
 def read_manifest(root: Path) -> list[FileRecord]:
@@ -87,21 +89,6 @@ def damage(root: Path, records: Sequence[FileRecord]) -> list[str]:
         except OSError as error:
             found.append(f"file {each.name} cannot be read ({error.strerror})")
     return found
-
-
-def flush_file(path: Path) -> None:
-    """A file's content to the disk."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-
-
-def flush_directory(path: Path) -> None:
-    """The names in a directory to the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _checksum(path: Path) -> str:

@@ -175,10 +175,7 @@ class _Local:
 
     @classmethod
     def of(cls, pack: TreePack, place: Place) -> "_Local":
-        shares = share_blocks(pack.subtree_end, pack.inherited, place.ranks, place.cost)
-        counts = [sum(stop - start for start, stop in share) for share in shares]
-        multiple = place.multiple_of
-        length = max(multiple, -(-max(counts) // multiple) * multiple)
+        shares, counts, length = _divided(pack, place)
         sizes: list[int] = []
         starts: list[tuple[int, int]] = []  # of each block: where it begins in the pack, and its piece
         for share, held in zip(shares, counts, strict=True):
@@ -199,6 +196,20 @@ class _Local:
         local = where[pack.predictors]
         here = np.flatnonzero(local >= 0)
         return local[here], here
+
+
+def padding_of(pack: TreePack, place: Place) -> int:
+    """Tokens of padding that the ranks of a pack add to it."""
+    _, counts, length = _divided(pack, place)
+    return length * place.ranks - sum(counts)
+
+
+def _divided(pack: TreePack, place: Place) -> tuple[list[list[Span]], list[int], int]:
+    """The blocks of each rank, its tokens, and the tokens of every rank with padding."""
+    shares = share_blocks(pack.subtree_end, pack.inherited, place.ranks, place.cost)
+    counts = [sum(stop - start for start, stop in share) for share in shares]
+    multiple = place.multiple_of
+    return shares, counts, max(multiple, -(-max(counts) // multiple) * multiple)
 
 
 def _routes(pack: TreePack, members: _Ints) -> Tensor | None:

@@ -9,6 +9,12 @@ from typing import Any
 import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 from torch.nn.functional import silu
@@ -146,6 +152,7 @@ def build_model(
         rotary_base=shape.rope_theta,
         vp_stage=stage,
     )
+    _mark_divided(model)
     if (stretch := shape.rope_scaling) is not None:
         # Megatron's own switch has Llama 3.1's bounds as constants; its function takes any.
         rotary = model.rotary_pos_emb
@@ -157,6 +164,21 @@ def build_model(
             stretch.original_max_positions,
         )
     return model.to(torch.cuda.current_device()) if torch.cuda.is_available() else model
+
+
+def _mark_divided(model: TreeGPTModel) -> None:
+    """Tell Megatron which weights tensor-parallel ranks hold parts of, where it has not drawn them itself.
+
+    It sets the mark as it draws a weight, so a model that is built to be loaded has none, and everything but the first
+    rank's part would be taken for a copy and left out of the gradient norm. Transformer Engine's layers mark theirs.
+    """
+    for module in model.modules():
+        if not isinstance(module, VocabParallelEmbedding | ColumnParallelLinear | RowParallelLinear):
+            continue
+        weight = module.weight  # None where the output layer has the embedding's
+        if weight is not None and not hasattr(weight, "tensor_model_parallel"):
+            dimension = 1 if isinstance(module, RowParallelLinear) else 0
+            set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=dimension, stride=1)
 
 
 def transformer_config(

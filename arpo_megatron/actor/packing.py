@@ -9,6 +9,7 @@ pipeline and with experts on several ranks, the ancestors are computed again, wi
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import zip_longest
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +34,7 @@ def pack_trees(
     token_budget: int,
     ranks: int = 1,
     inherit: bool = True,
+    in_step: bool = False,
     share_prompt: bool = True,
     cost: CostModel = TYPICAL_COST,
 ) -> list[TreePack]:
@@ -44,13 +46,17 @@ def pack_trees(
         token_budget: most tokens of a pack.
         ranks: data-parallel ranks to share them out to.
         inherit: cut packs inherit ancestors; False: they repeat them (pipelines, expert parallelism).
+        in_step: ranks meet in every pass (experts on several), so their packs come by falling cost, like with like;
+            not with `inherit`, which has an order of its own.
         share_prompt: compute the beginning that the prompts of all trees of a pack have in common once.
         cost: what balances ranks and packs.
 
     Raises:
-        ValueError: trees and credits differ in number or length, a MODEL token has no token before it, or the budget or
-            the number of ranks is not positive.
+        ValueError: trees and credits differ in number or length, a MODEL token has no token before it, the budget or
+            the number of ranks is not positive, or `inherit` and `in_step` are both asked for.
     """
+    if inherit and in_step:
+        raise ValueError("packs that inherit have an order of their own: not with in_step")
     if token_budget < 1 or ranks < 1:
         raise ValueError(f"packs of at most {token_budget} tokens for {ranks} ranks: both must be at least 1")
     if len(trees) != len(credits):
@@ -71,6 +77,8 @@ def pack_trees(
             spans = cut_spans(layouts[index].subtree_end, token_budget, inherit=inherit)
             parts = cut(layouts[index], spans, first_pack=len(packs), inherit=inherit)
             packs += [on_rank(part, rank) for part in parts]
+    if in_step:
+        packs.sort(key=lambda pack: (pack.data_rank, -_cost(pack, cost)))
     return packs
 
 
@@ -94,6 +102,7 @@ def pack_minibatch(
         token_budget=config.train.token_budget,
         ranks=config.parallel.data,
         inherit=config.parallel.nested_packs,
+        in_step=config.parallel.expert > 1,
         cost=CostModel.of(shape),
     )
 
@@ -150,7 +159,8 @@ class PackReport:
         inherited: ancestors whose keys and values a cut hands down.
         saved_by_shared_prompt: not computed, because trees of a pack share their system prompt.
         held: most tokens whose activations live at once on a rank.
-        imbalance: the costliest rank's work over the mean, less 1.
+        imbalance: the costliest rank's work over the mean, less 1; where ranks meet in every pass (experts on several),
+            the sum over passes of the costliest pack in it takes the place of the costliest rank.
     """
 
     packs: int
@@ -174,13 +184,24 @@ def report(
     *,
     ranks: int = 1,
     in_flight: int = 1,
+    in_step: bool = False,
     cost: CostModel = TYPICAL_COST,
 ) -> PackReport:
-    """Measure `pack_trees`' answer for these trees; `in_flight` packs are alive at once in a pipeline of that depth."""
+    """Measure `pack_trees`' answer.
+
+    Args:
+        packs: of these trees.
+        trees: of a minibatch.
+        ranks: data-parallel ranks.
+        in_flight: packs alive at once, the depth of the pipeline.
+        in_step: ranks meet in every pass.
+        cost: that of `pack_trees`.
+    """
     unique, computed = sum(tree.unique_tokens for tree in trees), sum(len(pack) for pack in packs)
     repeated = sum(pack.repeated for pack in packs)
-    work = rank_costs(packs, ranks, cost)
-    mean = sum(work) / ranks
+    costs = [[_cost(pack, cost) for pack in packs if pack.data_rank == rank] for rank in range(ranks)]
+    mean = sum(map(sum, costs)) / ranks
+    slowest = sum(map(max, zip_longest(*costs, fillvalue=0.0))) if in_step else max(map(sum, costs))
     return PackReport(
         packs=len(packs),
         unique=unique,
@@ -190,7 +211,7 @@ def report(
         inherited=sum(pack.inherited for pack in packs),
         saved_by_shared_prompt=unique + repeated - computed,
         held=max(_held(packs) if in_flight == 1 else _in_pipeline(packs, in_flight), default=0),
-        imbalance=max(work) / mean - 1.0 if mean else 0.0,
+        imbalance=slowest / mean - 1.0 if mean else 0.0,
     )
 
 

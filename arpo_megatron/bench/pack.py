@@ -156,20 +156,19 @@ def _distance(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
 
 
 def _balance(name: str) -> dict[str, float]:
-    """Of a minibatch on several ranks: the slowest rank over the mean, and over what no packer can beat, less 1."""
+    """Of a minibatch on several ranks: the slowest rank over the mean, and over what no packer can beat, less 1.
+
+    Prompts of a mix have nothing in common, so packs compute every token of the trees, and each holds a budget at most.
+    """
     trees = [MIXES[name].tree(seed, SHAPE.vocabulary) for seed in range(TREES)]
     cost = CostModel.of(SHAPE)
     packs = pack_trees(trees, supervised_credit(trees), token_budget=TOKEN_BUDGET, ranks=RANKS, cost=cost)
     ranks = rank_costs(packs, RANKS, cost)
     whole = pack_trees(trees, supervised_credit(trees), token_budget=10**9, ranks=TREES, cost=cost)  # a tree a rank
     largest = max(rank_costs(whole, TREES, cost))
-    fewest = sum(-(-_rank_tokens(packs, rank) // TOKEN_BUDGET) for rank in range(RANKS))
+    fewest = max(RANKS, -(-sum(tree.unique_tokens for tree in trees) // TOKEN_BUDGET))
     return {
         "imbalance": report(packs, trees, ranks=RANKS, cost=cost).imbalance,
         "slowest_rank_over_lower_bound": max(ranks) / max(sum(ranks) / RANKS, largest) - 1,
         "packs_over_lower_bound": len(packs) / fewest - 1,
     }
-
-
-def _rank_tokens(packs: list[TreePack], rank: int) -> int:
-    return sum(len(pack) for pack in packs if pack.data_rank == rank)

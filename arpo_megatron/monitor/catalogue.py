@@ -53,6 +53,10 @@ _TRAINER = {
     "memory_peak_gb": "most memory that a rank has had since its start, in 10^9 bytes; the largest of all ranks",
     "updates_skipped": "updates whose loss or gradient was not finite",
 }
+_PHASES = {
+    "ratios": "wall time of what an update needs to know before: weights of trajectories and their ratios, with "
+    "`algorithm.ratio=sequence` a pass over the packs",
+}
 _SFT = {
     "epoch": "times that the conversations have been learnt from (`sft.data`)",
     "held_out_loss": "mean loss on held-out conversations, where it was measured, in nats",
@@ -69,10 +73,11 @@ def metrics() -> dict[str, str]:
         "step": "counts from 1; the update, in sft_metrics.jsonl",
         **_ROLLOUT,
         **{f"pack/{name}": text for name, text in attributes(PackReport).items()},
+        "pack/padding": "tokens that ranks add to packs: FP8, sequence and context parallelism want them of a length",
         **updates,
         **_TRAINER,
         **_SFT,
-        **{f"seconds/{name}": "wall time of that phase" for name in sorted(STEP_PHASES)},
+        **{f"seconds/{name}": _PHASES.get(name, "wall time of that phase") for name in sorted(STEP_PHASES)},
     }
 
 

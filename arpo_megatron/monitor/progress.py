@@ -18,7 +18,7 @@ from rich.text import Text
 Row = Mapping[str, Any]
 Renderable = ConsoleRenderable | RichCast | str
 
-STEP_PHASES = frozenset({"rollout", "lend", "logprobs", "update", "push", "save"})
+STEP_PHASES = frozenset({"rollout", "lend", "logprobs", "ratios", "update", "push", "save"})
 """Phases inside a step: shown live, and as seconds in the step's row, but not as lines of their own."""
 
 _ROWS_SHOWN = 12

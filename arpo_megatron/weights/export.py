@@ -1,7 +1,6 @@
 """Megatron's shards back into Hugging Face tensors, and into a directory that transformers and SGLang open."""
 
 import json
-import os
 import shutil
 from collections.abc import Iterator, Sequence
 from itertools import islice
@@ -14,6 +13,7 @@ from megatron.core import parallel_state
 from torch import Tensor, nn
 
 from arpo_megatron import freed_memory
+from arpo_megatron.durable import flush, replace_directory
 from arpo_megatron.weights.files import write_tensors
 from arpo_megatron.weights.held import HeldParameters
 from arpo_megatron.weights.mapping import Entry, bucket_counts, entries, exported
@@ -106,8 +106,7 @@ def export_hf(
     """Write `out_dir` as a Hugging Face directory: safetensors, config.json, generation config and tokenizer.
 
     A call of all ranks; rank 0 writes, one tensor at a time. The directory appears under its name when it is complete,
-    replacing one that was there (`out_dir`.old for a moment); what an interrupted export leaves is `out_dir`.tmp, which
-    the next one removes.
+    replacing one that was there; what an interrupted export leaves is `out_dir`.tmp, which the next one removes.
 
     Args:
         chunks: this rank's part of the model, wrapped or not (see `load_hf`).
@@ -272,21 +271,5 @@ def _write(
         if (source_dir / name).exists():
             shutil.copyfile(source_dir / name, temporary / name)
     for file in (*temporary.iterdir(), temporary):
-        _sync(file)
-    if out_dir.exists():
-        old = out_dir.with_name(out_dir.name + ".old")
-        shutil.rmtree(old, ignore_errors=True)
-        out_dir.rename(old)
-        temporary.rename(out_dir)
-        shutil.rmtree(old)
-    else:
-        temporary.rename(out_dir)
-    _sync(out_dir.parent)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        flush(file)
+    replace_directory(temporary, out_dir)

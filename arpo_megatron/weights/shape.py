@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from arpo_megatron import config_rules
-from arpo_megatron.config import AlgorithmConfig, EngineConfig, ModelConfig, ParallelConfig
+from arpo_megatron.config import AlgorithmConfig, EngineConfig, ModelConfig, ParallelConfig, rules
 from arpo_megatron.errors import UserError
 
 Family = Literal["llama", "qwen2", "qwen3", "qwen3_moe"]
@@ -126,14 +125,14 @@ class ModelShape:
     def check_fp8(self, model: ModelConfig, parallel: ParallelConfig) -> None:
         """Raises UserError where the products of a rank are not of the sizes that `model.fp8` needs."""
         try:
-            config_rules.check_fp8_widths(
+            rules.check_fp8_widths(
                 model.fp8,
                 hidden=self.hidden,
                 queries=self.heads * self.head_dim // parallel.tensor,
                 keys=self.kv_heads * self.head_dim // parallel.tensor,
                 ffn=self.ffn // (parallel.tensor if self.experts is None else parallel.expert_tensor),
             )
-            config_rules.check_fp8_layers(model, self.layers, parallel)
+            rules.check_fp8_layers(model, self.layers, parallel)
         except ValueError as error:
             raise UserError(str(error)) from None
 

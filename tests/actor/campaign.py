@@ -1,5 +1,9 @@
 """torchrun script of test_kill_campaign.py: ten steps of training, resumed where they stopped, killed at a moment.
 
+A step is that of train.py with the trees of the drawn tasks made instead of sampled: the leader draws from the
+`TaskSampler`, all ranks share its minibatch, take log-probs, and update. What is saved with the actor is the `RunState`
+of a real job.
+
 Arguments: a directory, the name of a layout, and the moment as JSON, null to train to the end. The first attempt also
 makes the undisturbed run, in memory.
 
@@ -14,10 +18,12 @@ import signal
 import sys
 import threading
 import time
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import cases
+import numpy as np
 import torch
 import torch.distributed as dist
 import xxhash
@@ -26,36 +32,87 @@ from megatron.core import tensor_parallel
 from arpo_megatron.actor import optimizer_state, parallel
 from arpo_megatron.actor.actor import Actor
 from arpo_megatron.actor.checkpoint import CheckpointStore
-from arpo_megatron.actor.packing import pack_trees
-from arpo_megatron.config import OptimizerConfig, ParallelConfig
+from arpo_megatron.config import AlgorithmConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from arpo_megatron.minibatch import Minibatch, prepare_update, share
+from arpo_megatron.tasks.base import Task
+from arpo_megatron.tasks.sampler import TaskSampler
+from arpo_megatron.training_run import RunState
+from arpo_megatron.tree_files import ScoredTree
 
 STEPS = 10
-LAYOUTS = {"alone": ParallelConfig(), "data": ParallelConfig(data=2, distributed_optimizer=True)}
+TASKS = [Task(str(number), (), "", "math", "") for number in range(11)]
+"""So few that steps end one epoch and begin the next."""
+LAYOUTS = {
+    "alone": ParallelConfig(),
+    "data": ParallelConfig(data=2, distributed_optimizer=True),
+    "experts": ParallelConfig(data=2, expert=2, distributed_optimizer=True),
+}
 APPEARS = {"shard": "step_{}.tmp/actor/__{}_0.distcp", "joined": "step_{}.tmp/state.json", "renamed": "step_{}"}
 
 
-def new_actor(layout: ParallelConfig) -> Actor:
+def new_actor(kind: str) -> Actor:
     torch.manual_seed(3)
     tensor_parallel.model_parallel_cuda_manual_seed(3, force_reset_rng=True)
     config = OptimizerConfig(lr=1e-2, schedule="cosine", warmup_fraction=0.2, weight_decay=0.1)
-    return Actor(cases.job(layout, "bfloat16"), cases.QWEN3, None, optimizer=config, total_updates=STEPS)
+    shape = cases.QWEN3_MOE if kind == "experts" else cases.QWEN3
+    job = cases.job(
+        LAYOUTS[kind],
+        "bfloat16",
+        balance=0.5 if shape.experts else 0.0,  # its gradient follows from the load that the pass before has measured
+        max_length=120,
+        algorithm=AlgorithmConfig(trajectory_weight_limit=2.0),
+        train=TrainConfig(token_budget=120),
+    )
+    return Actor(job, shape, None, optimizer=config, total_updates=STEPS)
 
 
-def update(actor: Actor, step: int) -> None:
-    packs = pack_trees(*cases.minibatch(step, count=4), token_budget=120, ranks=actor.config.parallel.data)
-    actor.update(packs, actor.logprobs(packs))
+@dataclass
+class Training:
+    """What a rank holds of a run."""
+
+    actor: Actor
+    sampler: TaskSampler = field(default_factory=lambda: TaskSampler(TASKS, seed=5))
+    state: RunState = field(default_factory=RunState)
+
+    def resume(self, path: Path) -> None:
+        self.actor.load(CheckpointStore.actor_directory(path))
+        self.state = RunState(**CheckpointStore.load_state(path))
+        self.sampler.load_state_dict(self.state.sampler)
+
+    def step(self) -> None:
+        actor, config = self.actor, self.actor.config
+        mine = []
+        if parallel.is_leader():
+            mine = [Minibatch.of([scored(task) for task in self.sampler.next_batch(4)], config, actor.shape)]
+        (minibatch,) = share(mine)
+        old = actor.logprobs(minibatch.packs)
+        ready = prepare_update(actor, minibatch, old, config, on_policy=True)
+        stats = actor.update(ready.packs, ready.old_logprobs, ready.loss)
+        self.state.step += 1
+        for name, value in (("tokens", stats.tokens), ("loss", stats.loss)):
+            self.state.totals[name] = self.state.totals.get(name, 0.0) + value
+        if parallel.is_leader():
+            self.state.sampler = self.sampler.state_dict()
+
+    def digest(self) -> list[str]:
+        """Of every rank's weights, loads of experts, moments, master weights, generators and crash state, bit for
+        bit."""
+        found = xxhash.xxh3_128()
+        tensors = [tensor for chunk in self.actor.chunks for tensor in [*chunk.parameters(), *chunk.buffers()]]
+        for holding in optimizer_state.holdings(self.actor.optimizer):
+            tensors += holding.tensors.values()
+        for tensor in [*tensors, torch.get_rng_state()]:
+            found.update(tensor.detach().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
+        counts = [optimizer_state.steps(self.actor.optimizer), self.actor.updates_done]
+        found.update(json.dumps([counts, asdict(self.state) if parallel.is_leader() else None]).encode())
+        return parallel.gather_objects(found.hexdigest())
 
 
-def digest(actor: Actor) -> list[str]:
-    """Of every rank's weights, moments, master weights and generators, bit for bit."""
-    found = xxhash.xxh3_128()
-    tensors = list(actor.model.parameters())
-    for holding in optimizer_state.holdings(actor.optimizer):
-        tensors += holding.tensors.values()
-    for tensor in [*tensors, torch.get_rng_state()]:
-        found.update(tensor.detach().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
-    found.update(f"{optimizer_state.steps(actor.optimizer)} {actor.updates_done}".encode())
-    return parallel.gather_objects(found.hexdigest())
+def scored(task: Task) -> ScoredTree:
+    """A tree of the task and rewards for its leaves."""
+    tree = cases.grown(int(task.id))
+    rewards = cases.dyadic_advantages(tree, int(task.id))
+    return ScoredTree(task, tree, rewards, rewards, np.ones(len(rewards), bool))
 
 
 class Killer:
@@ -85,33 +142,33 @@ class Killer:
 
 
 def main() -> None:
-    root, layout = Path(sys.argv[1]), LAYOUTS[sys.argv[2]]
-    parallel.initialize(layout, seed=1)
+    root, kind = Path(sys.argv[1]), sys.argv[2]
+    parallel.initialize(LAYOUTS[kind], seed=1)
     torch.set_num_threads(1)
     if not (root / "straight.json").exists():
-        straight = new_actor(layout)
-        for step in range(STEPS):
-            update(straight, step)
-        whole = digest(straight)
+        straight = Training(new_actor(kind))
+        for _ in range(STEPS):
+            straight.step()
+        whole = straight.digest()
         if parallel.is_leader():
             (root / "straight.json").write_text(json.dumps(whole))
     partial = sorted(path.name for path in (root / "checkpoints").glob("*.tmp"))
     store = CheckpointStore(root / "checkpoints", keep=2)
     killer = Killer(store.root, json.loads(sys.argv[3]))
-    actor, found, done = new_actor(layout), store.resume_point(), 0
+    run, found = Training(new_actor(kind)), store.resume_point()
     if found.path is not None:
-        actor.load(store.actor_directory(found.path))
-        done = store.load_state(found.path)["step"]
+        run.resume(found.path)
     if parallel.is_leader():
+        row = {"resumed": run.state.step, "epoch": run.sampler.epoch, "refused": found.told, "partial": partial}
         with (root / "attempts.jsonl").open("a") as file:
-            file.write(json.dumps({"resumed": done, "refused": found.told, "partial": partial}) + "\n")
-    for step in range(done + 1, STEPS + 1):
+            file.write(json.dumps(row) + "\n")
+    for step in range(run.state.step + 1, STEPS + 1):
         killer.begins("update", step)
-        update(actor, step - 1)
+        run.step()
         killer.begins("save", step)
-        store.save(step, actor, {"step": step})
+        store.save(step, run.actor, asdict(run.state))
     store.finish()
-    result = digest(actor)
+    result = run.digest()
     if parallel.is_leader():
         assert not any(report.error for report in store.reports())
         (root / "result.json").write_text(json.dumps(result))

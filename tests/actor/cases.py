@@ -48,8 +48,14 @@ SHAPES = {
 """By name, deep enough for two stages of two chunks each."""
 
 
-def job(parallel: ParallelConfig | None = None, dtype: str = "float32", balance: float = 0.0, **fields) -> JobConfig:
-    model = ModelConfig(path=Path("not read here"), dtype=dtype, router_aux_loss=balance)
+def job(
+    parallel: ParallelConfig | None = None,
+    dtype: str = "float32",
+    balance: float = 0.0,
+    max_length: int = 2048,
+    **fields,
+) -> JobConfig:
+    model = ModelConfig(path=Path("not read here"), dtype=dtype, router_aux_loss=balance, max_length=max_length)
     return JobConfig(name="test", model=model, parallel=parallel or ParallelConfig(), **fields)
 
 
@@ -85,10 +91,14 @@ def _any_tree(
     return tree
 
 
-def grown(seed: int, samples: int = 6, length: int = 6) -> RolloutTree:
-    """A tree as ARPO grows it: half of the samples from the prompt, the rest forked after tool results."""
+def grown(seed: int, samples: int = 6, length: int = 6, system: int = 0) -> RolloutTree:
+    """A tree as ARPO grows it: half of the samples from the prompt, the rest forked after tool results.
+
+    `system` tokens, the same for every seed, begin the prompt.
+    """
     rng = np.random.default_rng(seed)
-    tree = RolloutTree(f"task-{seed}", rng.integers(0, VOCABULARY, 2 * length))
+    shared = np.arange(system) % VOCABULARY
+    tree = RolloutTree(f"task-{seed}", np.append(shared, rng.integers(0, VOCABULARY, 2 * length)))
     forks = [0]
     for sample in range(samples):
         parent = 0 if sample < samples // 2 else int(rng.choice(forks))

@@ -19,16 +19,17 @@ import torch.distributed as dist
 from layouts import join
 from megatron.core import parallel_state
 
-from arpo_megatron import config_rules
 from arpo_megatron.actor import attention, parallel
 from arpo_megatron.actor.actor import Actor
 from arpo_megatron.actor.attention import share_blocks
 from arpo_megatron.actor.balance import CostModel
 from arpo_megatron.actor.layout import lay_out, on_rank
+from arpo_megatron.actor.optimizer import gradient_norm
 from arpo_megatron.actor.optimizer_state import holdings
-from arpo_megatron.actor.packing import TreePack, pack_trees
+from arpo_megatron.actor.packing import TreePack, pack_trees, report
 from arpo_megatron.algorithms.credit import TreeCredit
-from arpo_megatron.config import AlgorithmConfig, OptimizerConfig, ParallelConfig
+from arpo_megatron.config import AlgorithmConfig, OptimizerConfig, ParallelConfig, rules
+from arpo_megatron.minibatch import Minibatch, ReadyUpdate, prepare_update, share
 from arpo_megatron.tree import RolloutTree
 from arpo_megatron.weights.export import hf_tensors
 from arpo_megatron.weights.load import load_hf
@@ -40,6 +41,15 @@ TREE_BUDGETS = {"whole": 10**6, "several": 120, "cut": 24}
 FLAT_BUDGET = 90
 PADDED = 64
 """Tokens that each trajectory's pack is filled up to a multiple of."""
+WEIGHT_LIMIT = 1.5
+SYSTEM = 20
+ADAMW = OptimizerConfig(
+    lr=1e-2, schedule="cosine", warmup_fraction=0.2, weight_decay=0.1, beta1=0.8, beta2=0.9, clip_grad=0.05, eps=1e-5
+)
+"""With a small eps an entry whose gradient is nearly 0 moves as far as others do, and so its rounding shows in full."""
+UPDATES = 10
+TAKEN = 6
+"""Updates that are made of the schedule's `UPDATES`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +60,16 @@ class Problem:
         forest: the trees.
         algorithm: of the loss.
         balance: coefficient of the router's loss.
+        stale: log-probs of the policy of the step are those of other weights, from a pass before; otherwise those of
+            the sampling stand for them.
         packings: of TREE_BUDGETS, or `flat` (each trajectory a tree of its own) or `padded` (each a pack of its own).
     """
 
     forest: tuple[RolloutTree, ...]
     algorithm: AlgorithmConfig
-    balance: float
     packings: tuple[str, ...]
+    balance: float = 0.0
+    stale: bool = False
 
     @property
     def advantages(self) -> list[np.ndarray]:
@@ -68,7 +81,6 @@ PROBLEMS = {
     "clip": Problem(
         forest=(*(cases.grown(30 + i) for i in range(4)), cases.odd(3), cases.odd(4)),
         algorithm=AlgorithmConfig(**CLIP),
-        balance=0.0,
         packings=("whole", "several", "cut"),
     ),
     "all terms": Problem(
@@ -76,6 +88,21 @@ PROBLEMS = {
         algorithm=AlgorithmConfig(**CLIP, kl_coefficient=0.3, entropy_coefficient=0.2),
         balance=0.5,
         packings=("flat", "padded", "cut"),
+    ),
+    "sequence": Problem(
+        forest=(*(cases.grown(70 + i) for i in range(3)), cases.odd(6)),
+        algorithm=AlgorithmConfig(
+            ratio="sequence", clip_low=0.1, clip_high=0.2, dual_clip=None, trajectory_weight_limit=WEIGHT_LIMIT
+        ),
+        packings=("several", "cut"),
+        stale=True,
+    ),
+    "weighted": Problem(
+        # Packs compute the system prompt once, for several trees.
+        forest=(*(cases.grown(80 + i, samples=4, system=SYSTEM) for i in range(4)), cases.odd(7)),
+        algorithm=AlgorithmConfig(**CLIP, trajectory_weight_limit=WEIGHT_LIMIT),
+        packings=("several", "cut"),
+        stale=True,
     ),
 }
 
@@ -85,7 +112,14 @@ def packed(problem: Problem, packing: str, layout: ParallelConfig) -> list[TreeP
     pairs = list(zip(problem.forest, problem.advantages, strict=True))
     if packing in TREE_BUDGETS:
         credits = [cases.plain_credit(tree, advantages, WEIGHT) for tree, advantages in pairs]
-        return pack_trees(problem.forest, credits, token_budget=TREE_BUDGETS[packing], ranks=ranks, inherit=inherit)
+        return pack_trees(
+            problem.forest,
+            credits,
+            token_budget=TREE_BUDGETS[packing],
+            ranks=ranks,
+            inherit=inherit,
+            in_step=layout.expert > 1,
+        )
     flat: list[tuple[RolloutTree, TreeCredit]] = [
         (single, cases.plain_credit(single, np.array([advantage]), WEIGHT))
         for tree, advantages in pairs
@@ -103,24 +137,31 @@ def padding(packing: str, actor: Actor) -> Iterator[None]:
     if packing != "padded":
         yield
         return
-    with patch.dict(config_rules.FP8_TOKENS, none=PADDED):
+    with patch.dict(rules.FP8_TOKENS, none=PADDED):
         assert actor._place.multiple_of >= PADDED
         yield
 
 
-def gradient(actor: Actor, packs: list[TreePack]) -> dict[str, torch.Tensor]:
-    """The loss, that of the router where there is one, and on the leader all gradients, whole."""
+def gradient(actor: Actor, problem: Problem, packs: list[TreePack], old: list[np.ndarray]) -> dict[str, torch.Tensor]:
+    """The loss, that of the router where there is one, the norm of the gradient that would be clipped by, and on the
+    leader all gradients, whole."""
     layout = actor.config.parallel
     cost = CostModel.of(actor.shape)
     shares = [share_blocks(pack.subtree_end, pack.inherited, layout.context, cost) for pack in packs if pack.inherited]
     assert not shares or any(map(all, shares)), "no cut pack has queries on all context ranks"
     references = actor.reference_logprobs([packs])
     reference = None if references is None else references[0]
-    rows = actor.accumulate(packs, [pack.sampling_logprobs for pack in packs], reference_logprobs=reference)
+    if problem.stale:
+        (minibatch,) = share([Minibatch(packs, problem.forest, problem.advantages)])
+        ready = prepare_update(actor, minibatch, old, actor.config, on_policy=False)
+    else:
+        ready = ReadyUpdate(packs, old, "ppo")
+    rows = actor.accumulate(ready.packs, ready.old_logprobs, ready.loss, reference_logprobs=reference)
     stats = actor._stats(rows, 0.0, skipped=False)
-    found = {"loss": torch.tensor(stats.loss)}
+    found = {"loss": torch.tensor(ready.statistics.get("loss", stats.loss))}
     if actor.config.model.router_aux_loss:
         found["router loss"] = torch.tensor(stats.expert_loss)
+    found["gradient norm"] = torch.tensor(gradient_norm(actor.optimizer))
     if layout.distributed_optimizer:
         gather_gradients(actor)
     before = [[p.detach().clone() for p in chunk.parameters()] for chunk in actor.chunks]
@@ -172,15 +213,39 @@ def solve(root: Path, name: str, layout: ParallelConfig, family: str) -> dict[st
     actor = Actor(
         job, shape, root / f"{family} first", optimizer=OptimizerConfig(lr=1e-2), total_updates=2, keep_reference=keep
     )
-    load_hf(actor.chunks, shape, root / family)
     packs = {packing: packed(problem, packing, layout) for packing in problem.packings}
+    old = {
+        packing: actor.logprobs(own) if problem.stale else [pack.sampling_logprobs for pack in own]
+        for packing, own in packs.items()
+    }
+    load_hf(actor.chunks, shape, root / family)
+    if name == "weighted":
+        assert report(packs["several"], problem.forest).saved_by_shared_prompt > 0
     if balance:
         actor.logprobs(packs["cut"])  # measures the load
     gradients = {}
     for packing, own in packs.items():
         with padding(packing, actor):
-            gradients[packing] = gradient(actor, own)
+            gradients[packing] = gradient(actor, problem, own, old[packing])
     return {"gradients": gradients, "ratios": on_policy(actor, packs["cut"]) if name == "all terms" else None}
+
+
+def train(root: Path, layout: ParallelConfig, family: str) -> dict[str, object]:
+    """The weights after `TAKEN` updates by Hugging Face name, and the gradient norm and rate of each update."""
+    shape = cases.SHAPES[family]
+    job = cases.job(layout, algorithm=AlgorithmConfig(**CLIP))
+    actor = Actor(job, shape, root / family, optimizer=ADAMW, total_updates=UPDATES)
+    rows = []
+    for update in range(TAKEN):
+        packs = pack_trees(
+            *cases.minibatch(update),
+            token_budget=TREE_BUDGETS["cut" if update % 2 else "several"],
+            ranks=layout.data,
+            inherit=layout.nested_packs,
+        )
+        stats = actor.update(packs, [pack.sampling_logprobs for pack in packs])
+        rows.append((stats.grad_norm, stats.lr))
+    return {"weights": {name: t.clone() for name, t in hf_tensors(actor.chunks, shape)}, "rows": rows}
 
 
 def compute(root: Path) -> None:
@@ -190,7 +255,7 @@ def compute(root: Path) -> None:
         if layout.context > 1:  # blocks as small as the trees, so that all ranks have some
             attention.MAX_BLOCK, attention.CHAIN_STEP, attention.CALL_COST_PAIRS = 8, 4, 1
         for problem, family in runs:
-            found = solve(root, problem, layout, family)
+            found = train(root, layout, family) if problem == "adamw" else solve(root, problem, layout, family)
             if parallel.is_leader():
                 torch.save(found, root / f"{name}.{problem}.{family}.pt")
             dist.barrier()

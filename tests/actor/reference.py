@@ -138,6 +138,66 @@ def flat_ppo(
     return total
 
 
+def flat_off_policy(
+    p: dict[str, Tensor],
+    step: dict[str, Tensor],
+    forest,
+    advantages,
+    shape: ModelShape,
+    *,
+    ratio: str,
+    limit: float,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None = None,
+) -> tuple[Tensor, list[float]]:
+    """A minibatch's loss, trajectory by trajectory, where the policy of the step has other weights than the present
+    one; and the weight of each trajectory, min(limit, its probability under the former over that of its sampling).
+
+    Args:
+        p: the present policy.
+        step: the policy of the step.
+        forest: trees.
+        advantages: of each tree's leaves.
+        shape: of the model.
+        ratio: "sequence": GSPO (arXiv 2507.18071 eq. 5), mean over trajectories; "token": PPO-clip, token mean.
+        limit: largest weight of a trajectory.
+        clip_low: as a distance from 1.
+        clip_high: likewise.
+        dual_clip: of "token".
+    """
+    rows = []
+    for tree, own in zip(forest, advantages, strict=True):
+        for leaf, advantage in zip(tree.leaves(), own, strict=True):
+            trajectory = tree.trajectory(leaf)
+            mask = torch.from_numpy(trajectory.loss_mask[1:]).bool()
+            new, old = (trajectory_logprobs(weights, tree, leaf, shape)[mask] for weights in (p, step))
+            drawn = torch.from_numpy(trajectory.logprobs[1:]).to(new.dtype)[mask]
+            rows.append((new - old.detach(), min(limit, float((old - drawn).detach().sum().exp())), float(advantage)))
+    total, tokens = torch.zeros((), dtype=torch.float64), sum(len(change) for change, _, _ in rows)
+    for change, weight, advantage in rows:
+        if ratio == "sequence":
+            ratios, count = (change.sum() / max(1, len(change))).exp()[None], len(rows)
+        else:
+            ratios, count = change.exp(), tokens
+        objective = torch.minimum(ratios * advantage, ratios.clamp(1 - clip_low, 1 + clip_high) * advantage)
+        if advantage < 0 and dual_clip is not None:
+            objective = torch.maximum(objective, torch.full_like(objective, dual_clip * advantage))
+        total = total - weight / count * objective.sum()
+    return total, [weight for _, weight, _ in rows]
+
+
+def learning_rate(
+    schedule: str, update: int, *, updates: int, warmup: int, peak: float = 1.0, last: float = 0.1
+) -> float:
+    """Of update 1 to `updates`: a rise from 0 in `warmup` of them, then the schedule's course to `last` of the peak."""
+    if update <= warmup:
+        return peak * update / warmup
+    progress = (update - warmup) / (updates - warmup)
+    falling = {"constant": 1.0, "linear": 1 - progress, "cosine": (1 + math.cos(math.pi * progress)) / 2}[schedule]
+    return peak if schedule == "constant" else peak * (last + (1 - last) * falling)
+
+
 def flat_penalties(
     p: dict[str, Tensor],
     first: dict[str, Tensor],

@@ -67,6 +67,26 @@ ALL_TERMS = {
 }
 """The family for which a layout solves that problem too, which takes longer: every term and packing meets every way of
 dividing a model, alone and with another."""
+SEQUENCE = {
+    "alone": "tied",
+    "data": "untied",
+    "context": "tied",
+    "pipeline": "tied",
+    "experts": "experts",
+    "tensor x pipeline": "untied",
+}
+"""Likewise for sequence-level ratios with weights of trajectories."""
+WEIGHTED = {
+    "alone": "untied",
+    "data, distributed optimizer": "experts",
+    "pipeline": "untied",
+    "tensor x context": "tied",
+}
+"""Likewise for PPO's ratios with them, in packs that compute a system prompt once."""
+TRAINED = {"alone": "tied", "data, distributed optimizer": "tied", "tensor x pipeline": "untied"}
+"""The family that a layout trains for some updates."""
+TRAINED_TOLERANCE = 5e-5
+"""Of a change of weights in six updates, and of the norms on the way."""
 
 
 def runs_of(name: str, fields: dict) -> list[tuple[str, str]]:
@@ -76,7 +96,8 @@ def runs_of(name: str, fields: dict) -> list[tuple[str, str]]:
         families = ("experts",)
     elif "tensor" in fields and "sequence" not in fields:
         families = FAMILIES[:2]  # divided experts want sequence parallelism
-    more = [("all terms", ALL_TERMS[name])] if name in ALL_TERMS else []
+    also = {"all terms": ALL_TERMS, "sequence": SEQUENCE, "weighted": WEIGHTED, "adamw": TRAINED}
+    more = [(problem, chosen[name]) for problem, chosen in also.items() if name in chosen]
     return [("clip", family) for family in families] + more
 
 
@@ -99,8 +120,8 @@ def solution(problem: proof.Problem, shape, weights, first) -> dict[str, torch.T
         "kl_coefficient": problem.algorithm.kl_coefficient,
         "entropy_coefficient": problem.algorithm.entropy_coefficient,
     }
-    loss = torch.zeros((), dtype=torch.float64)
-    for tree, advantages in zip(problem.forest, problem.advantages, strict=True):
+    loss = stale_loss(problem, parameters, first, shape) if problem.stale else torch.zeros((), dtype=torch.float64)
+    for tree, advantages in [] if problem.stale else zip(problem.forest, problem.advantages, strict=True):
         loss = loss + reference.flat_ppo(parameters, tree, advantages, proof.WEIGHT, shape, **proof.CLIP)
         if any(penalties.values()):
             loss = loss + reference.flat_penalties(parameters, first, tree, proof.WEIGHT, shape, **penalties)
@@ -110,24 +131,82 @@ def solution(problem: proof.Problem, shape, weights, first) -> dict[str, torch.T
         found["router loss"] = router.detach() / shape.layers
         total = loss + problem.balance * router
     total.backward()
+    found["gradient norm"] = torch.stack([parameter.grad.norm() for parameter in parameters.values()]).norm()
+    return found | by_hf_names({name: parameter.grad for name, parameter in parameters.items()}, shape)
+
+
+def by_hf_names(values: dict[str, torch.Tensor], shape) -> dict[str, torch.Tensor]:
     exact = build_model(shape, ParallelConfig(), "float64")
     with torch.no_grad():
         for name, parameter in exact.named_parameters():
-            parameter.copy_(parameters[name].grad)
-    return found | {name: tensor.clone() for name, tensor in hf_tensors([exact], shape)}
+            parameter.copy_(values[name])
+    return {name: tensor.clone() for name, tensor in hf_tensors([exact], shape)}
+
+
+def stale_loss(problem: proof.Problem, parameters, first, shape) -> torch.Tensor:
+    bounds = {name: getattr(problem.algorithm, name) for name in ("clip_low", "clip_high", "dual_clip")}
+    loss, weights = reference.flat_off_policy(
+        parameters,
+        first,
+        problem.forest,
+        problem.advantages,
+        shape,
+        ratio=problem.algorithm.ratio,
+        limit=proof.WEIGHT_LIMIT,
+        **bounds,
+    )
+    assert min(weights) < proof.WEIGHT_LIMIT / 2 and weights.count(proof.WEIGHT_LIMIT) > 1
+    return loss
+
+
+def trained(weights: dict[str, torch.Tensor], shape) -> tuple[dict[str, torch.Tensor], list[tuple[float, float]]]:
+    """The change of weights by torch's AdamW in float64 on flattened trajectories, by Hugging Face names; and the
+    gradient norm and rate of each update."""
+    parameters = {name: torch.nn.Parameter(value.clone()) for name, value in weights.items()}
+    config, rows = proof.ADAMW, []
+    matrices = [p for p in parameters.values() if p.dim() > 1]
+    vectors = [p for p in parameters.values() if p.dim() == 1]
+    adamw = torch.optim.AdamW(
+        [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}],
+        weight_decay=config.weight_decay,
+        betas=(config.beta1, config.beta2),
+        eps=config.eps,
+    )
+    for update in range(proof.TAKEN):
+        forest, _ = cases.minibatch(update)
+        adamw.zero_grad()
+        for index, tree in enumerate(forest):
+            advantages = cases.dyadic_advantages(tree, update + index)
+            reference.flat_ppo(parameters, tree, advantages, proof.WEIGHT, shape, **proof.CLIP).backward()
+        norm = float(torch.nn.utils.clip_grad_norm_(parameters.values(), config.clip_grad))
+        warmup = round(config.warmup_fraction * proof.UPDATES)
+        rate = reference.learning_rate(
+            config.schedule, update + 1, updates=proof.UPDATES, warmup=warmup, peak=config.lr, last=config.min_lr_ratio
+        )
+        for group in adamw.param_groups:
+            group["lr"] = rate
+        adamw.step()
+        rows.append((norm, rate))
+    changes = {name: parameter.detach() - weights[name] for name, parameter in parameters.items()}
+    return by_hf_names(changes, shape), rows
 
 
 @pytest.fixture(scope="module")
 def expected(one_rank, tmp_path_factory):
     """A directory with each family's weights, and the float64 solutions by problem and family."""
     root, found = tmp_path_factory.mktemp("exactness"), {}
+    everything = [run for layouts in LAYOUTS.values() for layout in layouts.items() for run in runs_of(*layout)]
     for family in FAMILIES:
         shape = cases.SHAPES[family]
         torch.manual_seed(11)
         weights = random_weights(shape, root / family)
         first = random_weights(shape, root / f"{family} first")
-        for name, problem in proof.PROBLEMS.items():
-            found[name, family] = solution(problem, shape, weights, first)
+        wanted = {problem for problem, own in everything if own == family}
+        for name in wanted - {"adamw"}:
+            found[name, family] = solution(proof.PROBLEMS[name], shape, weights, first)
+        if "adamw" in wanted:
+            found["adamw", family] = trained(weights, shape)
+        found["start", family] = by_hf_names(weights, shape)
     return root, found
 
 
@@ -147,13 +226,13 @@ def computed(request, expected):
 
 
 def errors(found: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> dict[str, float]:
-    """Of losses and gradients, relative to their largest entry, but at least to a thousandth of any gradient's."""
+    """Of losses, norm and gradients, relative to their largest entry, but at least a thousandth of any gradient's."""
     assert found.keys() == exact.keys()
-    losses = {"loss", "router loss"}
-    scale = max(float(value.abs().max()) for name, value in exact.items() if name not in losses)
+    numbers = {"loss", "router loss", "gradient norm"}
+    scale = max(float(value.abs().max()) for name, value in exact.items() if name not in numbers)
     return {
         name: float((found[name].double() - value).abs().max())
-        / max(float(value.abs().max()), 0.0 if name in losses else 1e-3 * scale)
+        / max(float(value.abs().max()), 0.0 if name in numbers else 1e-3 * scale)
         for name, value in exact.items()
     }
 
@@ -162,7 +241,7 @@ def test_loss_and_every_gradient_are_those_of_the_flattened_trajectories(expecte
     wrong = [
         (*run, packing, name, error)
         for run, results in computed.items()
-        for packing, found in results["gradients"].items()
+        for packing, found in results.get("gradients", {}).items()
         for name, error in errors(found, expected[1][run[1:]]).items()
         if not error <= TOLERANCE
     ]
@@ -170,8 +249,22 @@ def test_loss_and_every_gradient_are_those_of_the_flattened_trajectories(expecte
 
 
 def test_the_ratio_is_exactly_one_before_the_first_update_and_only_then(computed):
-    ratios = {run: results["ratios"] for run, results in computed.items() if results["ratios"] is not None}
+    ratios = {run: results["ratios"] for run, results in computed.items() if results.get("ratios") is not None}
     assert ratios
     for run, (before, after) in ratios.items():
         assert before == [1.0, 0.0], run
         assert after[0] != 1.0 and after[1] > 0, run
+
+
+def test_updates_are_those_of_adamw_on_the_flattened_trajectories(expected, computed):
+    runs = {run: results for run, results in computed.items() if run[1] == "adamw"}
+    assert runs or not any(run[0] in TRAINED for run in computed)
+    for (layout, _, family), results in runs.items():
+        changes, rows = expected[1]["adamw", family]
+        assert all(norm > proof.ADAMW.clip_grad for norm, _ in rows)  # every update is clipped
+        assert results["rows"] == [pytest.approx(row, rel=TRAINED_TOLERANCE) for row in rows], layout
+        start = expected[1]["start", family]
+        for name, change in changes.items():
+            found = results["weights"][name].double() - start[name]
+            error = float((found - change).norm() / change.norm())
+            assert error <= TRAINED_TOLERANCE, (layout, name, error)

@@ -42,18 +42,23 @@ def campaign(root: Path, layout: str, ranks: int, kills: list[dict[str, object]]
     return attempts
 
 
-def test_five_steps_a_kill_and_five_more_are_ten_steps_bit_for_bit(tmp_path):
-    campaign(tmp_path, "alone", 1, [{"rank": 0, "step": 6, "point": "update", "delay_s": 0.005}])
+@pytest.mark.parametrize(("layout", "ranks"), [("alone", 1), ("data", 2)])
+def test_five_steps_a_kill_and_five_more_are_ten_steps_bit_for_bit(tmp_path, layout, ranks):
+    """On one rank, and on two with the distributed optimizer."""
+    attempts = campaign(tmp_path, layout, ranks, [{"rank": 0, "step": 5, "point": "renamed", "delay_s": 0.0}])
+    assert [attempt["resumed"] for attempt in attempts] == [0, 5]
 
 
 def test_kills_of_any_rank_also_while_saving_leave_the_same_bits(tmp_path):
-    kills = moments(1, 4, ranks=2)
-    attempts = campaign(tmp_path, "data", 2, kills)
+    """With experts, whose measured load is a part of the state."""
+    attempts = campaign(tmp_path, "experts", 2, moments(1, 4, ranks=2))
     assert any(attempt["partial"] for attempt in attempts), "no kill came during a save"
+    assert attempts[-1]["epoch"], "no attempt went on in the middle of a later epoch of tasks"
 
 
 @pytest.mark.slow_campaign
 @pytest.mark.timeout(1200)
+@pytest.mark.parametrize("layout", ["data", "experts"])
 @pytest.mark.parametrize("seed", range(2, 7))
-def test_twenty_seeded_moments(tmp_path, seed):
-    campaign(tmp_path, "data", 2, moments(seed, 4, ranks=2))
+def test_twenty_seeded_moments(tmp_path, layout, seed):
+    campaign(tmp_path, layout, 2, moments(seed, 4, ranks=2))

@@ -1,5 +1,6 @@
 """Packs: every model token once, with its credit, in an order from which the tree can be read back."""
 
+import pickle
 from itertools import pairwise
 
 import cases
@@ -8,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from arpo_megatron.actor.balance import CUT_STEP, PACK_COST_TOKENS, balanced_groups, first_fit_decreasing, share_out
+from arpo_megatron.actor.balance import PACK_COST_TOKENS, balanced_groups, first_fit_decreasing, share_out
+from arpo_megatron.actor.microbatch import MicroBatches, Place, padding_of
 from arpo_megatron.actor.packing import SAME_BEGINNING, pack_trees, report
 from arpo_megatron.algorithms.credit import TreeCredit
 from arpo_megatron.tree import Role, RolloutTree
@@ -64,6 +66,8 @@ def test_every_model_token_of_every_tree_is_trained_once_with_its_credit(forest,
     credits = [numbered_credit(tree, 1000 * i) for i, tree in enumerate(forest)]
     packs = pack_trees(forest, credits, token_budget=budget, ranks=ranks, inherit=inherit)
     assert_packed(packs, forest)
+    again = pack_trees(forest, credits, token_budget=budget, ranks=ranks, inherit=inherit)
+    assert pickle.dumps(again) == pickle.dumps(packs)  # a plan follows from its inputs alone
     made = report(packs, forest, ranks=ranks)
     if inherit:
         assert made.repeated == 0 and all(len(pack) <= budget for pack in packs)
@@ -72,7 +76,7 @@ def test_every_model_token_of_every_tree_is_trained_once_with_its_credit(forest,
         leaves = sum(len(tree.leaves()) for tree in forest)
         assert made.computed <= made.flat + PACK_COST_TOKENS * leaves  # never far from flattening
         longest = max(len(tree.path_tokens(leaf)) for tree in forest for leaf in tree.leaves())
-        assert all(len(pack) <= max(budget, longest + CUT_STEP) for pack in packs)
+        assert all(len(pack) <= max(budget, longest) for pack in packs)
     assert made.computed == made.unique + made.repeated - made.saved_by_shared_prompt
     assert made.saved_by_shared_prompt >= 0
 
@@ -109,6 +113,30 @@ def test_an_odd_prompt_takes_nothing_from_those_that_share_theirs():
     assert_packed(packs, forest)
     assert report(packs, forest).saved_by_shared_prompt == 3 * 50 + 2 * 50
     assert len(packs) == 3
+
+
+@settings(max_examples=30)
+@given(forest=st.lists(cases.trees(), min_size=3, max_size=9), budget=st.integers(20, 60))
+def test_ranks_that_meet_in_every_pass_meet_packs_of_like_cost(forest, budget):
+    credits = [numbered_credit(tree, 1000 * i) for i, tree in enumerate(forest)]
+    apart, meeting = (
+        pack_trees(forest, credits, token_budget=budget, ranks=2, inherit=False, in_step=in_step)
+        for in_step in (False, True)
+    )
+    assert_packed(meeting, forest)
+    assert report(meeting, forest, ranks=2).imbalance == pytest.approx(report(apart, forest, ranks=2).imbalance)
+    waited, paired = (report(packs, forest, ranks=2, in_step=True).imbalance for packs in (apart, meeting))
+    assert report(meeting, forest, ranks=2).imbalance - 1e-9 <= paired <= waited + 1e-9
+
+
+@pytest.mark.parametrize(("multiple", "ranks"), [(1, 1), (16, 1), (16, 2)])
+def test_padding_is_what_the_ranks_of_a_pack_add_to_it(multiple, ranks):
+    (pack,) = pack_trees(*cases.minibatch(0), token_budget=10**6)
+    place = Place(0, ranks, multiple)
+    with MicroBatches([pack], None, place) as batches:
+        held = len(batches.make(0).inputs[0])
+    assert padding_of(pack, place) == held * ranks - len(pack)
+    assert held % multiple == 0 and (padding_of(pack, place) > 0) is (multiple > 1)
 
 
 def test_a_pipeline_holds_as_many_packs_as_it_is_deep():

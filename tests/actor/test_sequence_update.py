@@ -10,7 +10,6 @@ from arpo_megatron.actor.actor import Actor
 from arpo_megatron.actor.packing import pack_trees
 from arpo_megatron.config import AlgorithmConfig, OptimizerConfig
 from arpo_megatron.minibatch import Minibatch, prepare_update
-from arpo_megatron.tree import RolloutTree
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -19,28 +18,6 @@ LOW, HIGH, LIMIT = 0.1, 0.2, 1.5
 
 def parameters_of(actor: Actor) -> dict[str, torch.Tensor]:
     return {name: p.detach().double().requires_grad_() for name, p in actor.model.named_parameters()}
-
-
-def sampled(parameters: dict[str, torch.Tensor], tree: RolloutTree, leaf: int) -> torch.Tensor:
-    """Log-probs of a trajectory's MODEL tokens."""
-    trajectory = tree.trajectory(leaf)
-    values = reference.trajectory_logprobs(parameters, tree, leaf, cases.QWEN3)
-    return values[np.flatnonzero(trajectory.loss_mask) - 1]
-
-
-def flat_loss(now, before, forest, advantages) -> torch.Tensor:
-    count = sum(len(tree.leaves()) for tree in forest)
-    total = torch.zeros((), dtype=torch.float64)
-    for tree, own in zip(forest, advantages, strict=True):
-        for leaf, advantage in zip(tree.leaves(), own, strict=True):
-            new, old = sampled(now, tree, leaf), sampled(before, tree, leaf).detach()
-            drawn = torch.tensor(tree.trajectory(leaf).logprobs[tree.trajectory(leaf).loss_mask == 1]).double()
-            weight = min(LIMIT, float((old - drawn).sum().exp()))
-            ratio = (new - old).mean().exp()
-            total = total - weight / count * torch.minimum(
-                ratio * advantage, ratio.clamp(1 - LOW, 1 + HIGH) * advantage
-            )
-    return total
 
 
 @pytest.mark.parametrize("budget", [10**6, 24])
@@ -56,7 +33,8 @@ def test_the_gradient_is_that_of_the_flattened_trajectories_also_through_cuts(bu
         for parameter in actor.model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.06)
     now = parameters_of(actor)
-    loss = flat_loss(now, before, forest, advantages)
+    bounds = {"limit": LIMIT, "clip_low": LOW, "clip_high": HIGH}
+    loss, _ = reference.flat_off_policy(now, before, forest, advantages, cases.QWEN3, ratio="sequence", **bounds)
     loss.backward()
 
     ready = prepare_update(actor, Minibatch(packs, forest, advantages), old, actor.config, on_policy=False)

@@ -10,16 +10,27 @@ pytestmark = pytest.mark.timeout(1600)  # the first test of a session waits for 
 TASKS = 4
 SAMPLES = 8  # of the recipe
 TWO_RANKS = ["parallel.tensor=2", "parallel.sequence=true"]
+FIGURES = (
+    *("loss", "loss_policy", "loss_kl", "loss_entropy", "clip_low_share", "clip_high_share", "clip_dual_share"),
+    *("kl_old", "kl_reference", "entropy_mean", "ratio_max", "ratio_p01", "ratio_p50", "ratio_p99", "logprob_gap"),
+    *("grad_norm", "trainer/tokens_per_s", "trainer/tflops", "trainer/mfu", "memory_peak_gb", "updates_skipped"),
+    *(f"pack/{name}" for name in ("unique", "flat", "repeated", "padding", "imbalance")),
+    *(f"seconds/{name}" for name in ("rollout", "logprobs", "ratios", "update", "push")),
+)
+"""What every step tells of its updates, its packs and its time."""
 GRPO = ["algorithm.name=grpo", "sync.transport=disk", "sync.bucket_mb=1"]
 
 
 def test_a_step_with_tensor_and_sequence_parallelism(warm_run: Path) -> None:
-    run_to_end(quickstart("train", warm_run, "train.steps=1", *SHORT, *TWO_RANKS, "sync.transport=ipc"), warm_run)
+    words = [*SHORT, *TWO_RANKS, "sync.transport=ipc", "monitor.peak_tflops=2"]
+    run_to_end(quickstart("train", warm_run, "train.steps=1", *words), warm_run)
     (row,) = rows_of(warm_run / "metrics.jsonl")
     assert row["step"] == 1
     assert row["logprob_gap"] < 1e-3
     assert row["forks"] > 0
     assert not undocumented(row)
+    assert all(isinstance(row[name], int | float) for name in FIGURES)
+    assert row["trainer/mfu"] == pytest.approx(row["trainer/tflops"] / 2)
     assert (warm_run / "export" / "model.safetensors").exists()
 
 

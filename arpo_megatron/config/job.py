@@ -1,0 +1,55 @@
+"""The job as a whole."""
+
+from pathlib import Path
+from typing import Annotated, Self
+
+from pydantic import Field, model_validator
+from pydantic.dataclasses import dataclass
+
+from arpo_megatron.config import rules
+from arpo_megatron.config.algorithm import AlgorithmConfig, DataConfig, RewardConfig
+from arpo_megatron.config.fields import STRICT, Platform
+from arpo_megatron.config.model import ModelConfig, ParallelConfig
+from arpo_megatron.config.services import EngineConfig, RolloutConfig, SandboxConfig, SyncConfig
+from arpo_megatron.config.training import EvalConfig, MonitorConfig, OptimizerConfig, SftConfig, TrainConfig
+
+
+@dataclass(frozen=True, config=STRICT)
+class JobConfig:
+    """A whole job: what a recipe returns."""
+
+    name: Annotated[str, Field(pattern=r"^[\w.-]+$")]
+    """Recipe name; part of the run directory's name."""
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 1
+    """Everything random follows from it; the engine takes 32 bits."""
+    platform: Platform = "auto"
+    """`auto`: the GPUs of this machine, where it has any. `cpu`: leave them alone."""
+    run_dir: Path | None = None
+    """Where the job writes; None: the next free runs/<name>-<algorithm>-seed<seed>."""
+    model: ModelConfig = ModelConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    data: DataConfig = DataConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    engine: EngineConfig = EngineConfig()
+    sync: SyncConfig = SyncConfig()
+    sandbox: SandboxConfig = SandboxConfig()
+    reward: RewardConfig = RewardConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    sft: SftConfig = SftConfig()
+    train: TrainConfig = TrainConfig()
+    evaluation: EvalConfig = EvalConfig()
+    monitor: MonitorConfig = MonitorConfig()
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        rules.check_job(self)
+        return self
+
+    @property
+    def pack_multiple(self) -> int:
+        """A rank's tokens are padded to a multiple of this.
+
+        Sequence parallelism divides them among tensor-parallel ranks, and FP8 products want multiples on every rank.
+        """
+        return rules.FP8_TOKENS[self.model.fp8] * (self.parallel.tensor if self.parallel.sequence else 1)

@@ -1,0 +1,100 @@
+"""The weights that are trained, and how Megatron-Core lays them over ranks."""
+
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+from pydantic.dataclasses import dataclass
+
+from arpo_megatron.config import rules
+from arpo_megatron.config.fields import STRICT, Fp8Recipe, NonNegative, NonNegativeFloat, Positive
+
+
+@dataclass(frozen=True, config=STRICT)
+class ModelConfig:
+    """Which weights to start from, and in which number format to train them."""
+
+    path: Path | None = None
+    """Hugging Face directory to start from. None, and no `hub_id`: a tiny random model is made, and its tokenizer."""
+    hub_id: str | None = None
+    """Hugging Face id of the model that belongs at `path`: what has to be fetched, and how `arpo plan` knows the sizes
+    before it is. A directory with a model of other sizes is refused."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Parameters and activations of the trainer and of the engine."""
+    fp8: Fp8Recipe = "none"
+    """Matrix products of the trainer's layers in FP8 (Hopper GPU, transformer-engine, bfloat16); named after what a
+    scale comes from: `delayed` the tensor's earlier values (so that ratios before any update are only nearly 1),
+    `current` the tensor, `blockwise` 128 features of one token."""
+    bf16_edge_layers: NonNegative = 0
+    """With fp8 `current` or `blockwise`: this many first and as many last layers keep bfloat16 products."""
+    hidden_size: Positive = 192
+    """Width of the made model (used when there is neither `path` nor `hub_id`, like the next five)."""
+    layers: Positive = 4
+    """Transformer layers of the made model."""
+    heads: Positive = 6
+    """Query heads of the made model."""
+    kv_heads: Positive = 6
+    """Key/value heads of the made model."""
+    ffn_size: Positive = 512
+    """Width of the made model's gated MLP."""
+    vocabulary_size: Positive = 2048
+    """Largest vocabulary of a tokenizer trained on the data (byte-level BPE; the generated tasks need fewer)."""
+    router_aux_loss: NonNegativeFloat | Literal["model"] = 0.0
+    """Coefficient of the loss that levels the load of a mixture's experts, counted over trajectories; a level load has
+    a loss of 1 a layer. 0, usual in reinforcement learning: none. `model`: its config.json's `router_aux_loss_coef`."""
+    max_length: Annotated[int, Field(ge=64)] = 2048
+    """Longest trajectory in tokens: prompt, model and tool tokens together."""
+
+    @property
+    def made(self) -> bool:
+        """Whether the job makes its model on the spot."""
+        return self.path is None and self.hub_id is None
+
+
+@dataclass(frozen=True, config=STRICT)
+class ParallelConfig:
+    """How Megatron-Core lays the model over ranks. World size = tensor * context * pipeline * data."""
+
+    tensor: Positive = 1
+    """Tensor-parallel ranks."""
+    data: Positive = 1
+    """Data-parallel ranks."""
+    pipeline: Positive = 1
+    """Pipeline stages."""
+    virtual_pipeline: Positive = 1
+    """Model chunks a stage (interleaved schedule); above 1 it needs pipeline > 1."""
+    context: Positive = 1
+    """Context-parallel ranks: the tokens of a pack are divided among them."""
+    expert: Positive = 1
+    """Ranks that share out the experts of a mixture-of-experts model; divides tensor * context * data."""
+    sequence: bool = False
+    """Sequence parallelism inside the tensor-parallel group; needs tensor > 1."""
+    distributed_optimizer: bool = False
+    """Divide the optimizer's state among the data-parallel ranks."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Activations computed again in the backward pass: none, those of core attention, or every layer's."""
+
+    @property
+    def world_size(self) -> int:
+        """Number of trainer ranks."""
+        return self.tensor * self.context * self.pipeline * self.data
+
+    @property
+    def expert_tensor(self) -> int:
+        """Tensor-parallel ranks that divide an expert.
+
+        Shared-out experts are whole: the ranks of a divided one would have to gather tokens of unequal number (which
+        gloo cannot) after every exchange, for slices too thin to be fast. Experts that are not shared out are divided
+        like every other matrix, because Megatron sums the gradients of whole ones over data-parallel ranks only.
+        """
+        return self.tensor if self.expert == 1 else 1
+
+    @property
+    def nested_packs(self) -> bool:
+        """Whether packs of a cut tree inherit from each other: pipelines and experts fix another order of passes."""
+        return self.pipeline == 1 and self.expert == 1
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        rules.check_parallel(self)
+        return self
