@@ -26,7 +26,7 @@ app = typer.Typer(
 app.add_typer(bench, name="bench")
 app.add_typer(cluster)
 
-Recipe = Annotated[str, typer.Argument(help="Recipe name; `arpo recipes` lists them.")]
+Recipe = Annotated[str, typer.Argument(help="Recipe name, with variants as RECIPE+VARIANT; `arpo recipes` lists them.")]
 Words = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, e.g. algorithm.entropy_weight=0.4")
 ]
@@ -191,19 +191,73 @@ def health(run_dir: RunDir) -> None:
     print_health(_open_run(run_dir))
 
 
+Gpu = Annotated[str, typer.Option(help="h100-80, h200 or a100-80.")]
+
+
 @app.command()
 def recipes() -> None:
-    """List the recipes."""
-    import importlib
+    """List the recipes with their model, nodes of eight H100 80 GB and the memory expected of the fullest GPU."""
+    from arpo_megatron.plan import GPUS, plan
+    from arpo_megatron.plan.hardware import GIB
 
+    print(f"{'recipe':15} {'model':33} nodes  GiB  variants")
     for name in resolve.recipe_names():
-        summary = (importlib.import_module(f"recipes.{name}").__doc__ or "").strip().splitlines()
-        print(f"{name:18} {summary[0] if summary else ''}")
+        job = resolve.resolve(name)
+        found = plan(job, GPUS["h100-80"])
+        model = job.model.hub_id or "made on the spot, for a CPU"
+        size = "" if job.model.made else f"{found.nodes.total:5} {found.peak_bytes / GIB:4.0f}"
+        print(f"{name:15} {model:33} {size:10}  {' '.join(resolve.variant_names(name))}")
+    print(
+        "\nRECIPE+VARIANT+... lays variants over a recipe; `arpo show` says what it is then, `arpo plan` what it needs"
+    )
+
+
+@app.command()
+def show(recipe: Recipe, overrides: Words = None, config: ConfigFile = None, seed: Seed = None) -> None:
+    """Print a resolved config and where each value comes from: default, base, recipe, variant, file or word."""
+    from arpo_megatron.show import render
+
+    print(render(recipe, file=config, words=_words(overrides, seed)), end="")
+
+
+@app.command("plan")
+def plan_command(
+    recipe: Recipe,
+    overrides: Words = None,
+    config: ConfigFile = None,
+    gpu: Gpu = "h100-80",
+    nodes: Annotated[int | None, typer.Option(min=1, help="Nodes; default: those of the recipe's layout.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object and nothing else.")] = False,
+    search: Annotated[bool, typer.Option(help="Look for better layouts too: seconds.")] = True,
+) -> None:
+    """What a job will need: memory by part, seconds by phase, GPU-hours, and better layouts for as many GPUs.
+
+    Ends with code 1 when it does not fit.
+    """
+    from arpo_megatron.plan import Hardware, plan, report
+    from arpo_megatron.plan import search as layouts
+
+    hardware = Hardware.named(gpu)
+    job = layouts.on_nodes(recipe, nodes, hardware, file=config, words=overrides or ())
+    found = plan(job, hardware)
+    others = layouts.search(job, hardware) if search else None
+    if as_json:
+        best = [] if others is None else [other.to_dict() for other in others.best]
+        print(json.dumps({**found.to_dict(), "best": best}))
+    else:
+        print(report.render(found), end="" if others is None else "\n")
+        if others is not None:
+            print(report.render_search(others), end="")
+    if not found.fits:
+        raise typer.Exit(1)
 
 
 def _resolve(recipe: str, words: Sequence[str] | None, config: Path | None, seed: int | None) -> JobConfig:
-    seeded = [*(words or ()), *([] if seed is None else [f"seed={seed}"])]
-    return resolve.resolve(recipe, file=config, words=seeded)
+    return resolve.resolve(recipe, file=config, words=_words(words, seed))
+
+
+def _words(words: Sequence[str] | None, seed: int | None) -> list[str]:
+    return [*(words or ()), *([] if seed is None else [f"seed={seed}"])]
 
 
 def _open_run(path: Path) -> run_directory.RunDirectory:

@@ -93,7 +93,6 @@ def services(
             rollout_program(scratch, port, log_path=log, hang_timeout_s=hang_timeout_s),
         )
         urls = tuple(engine.url for engine in engines)
-        router_ports = ports[count + 1 : count + 3]
         router = router_program(
             config.engine,
             urls,

@@ -24,6 +24,7 @@ from arpo_megatron.tasks.base import Task
 from arpo_megatron.tasks.conversations import Conversations, read_conversations
 from arpo_megatron.tasks.generated import GeneratedTasks, generate
 from arpo_megatron.tasks.messages import check_file
+from arpo_megatron.weights.known_shapes import check_is_known
 from arpo_megatron.weights.shape import ModelShape
 
 if TYPE_CHECKING:  # transformers imports torch: seconds that `arpo --help` need not take
@@ -113,10 +114,14 @@ def check_files(config: JobConfig) -> None:
     Raises:
         UserError: one is missing or cannot be used.
     """
-    if config.model.path is not None:
-        if not (config.model.path / "config.json").is_file():
-            raise UserError(f"model.path={config.model.path}: no Hugging Face model there (config.json is missing)")
-        shape = ModelShape.from_hf(config.model.path)
+    hub_id, path = config.model.hub_id, config.model.path
+    if hub_id is not None and path is None:
+        raise UserError(f"model.path is missing: fetch {hub_id} (`hf download {hub_id} --local-dir DIR`), then give it")
+    if path is not None:
+        if not (path / "config.json").is_file():
+            raise UserError(f"model.path={path}: no Hugging Face model there (config.json is missing)")
+        shape = ModelShape.from_hf(path)
+        check_is_known(shape, hub_id, path)
         shape.check_divisible(config.parallel)
         shape.check_fp8(config.model, config.parallel)
         shape.check_engine(config.engine)

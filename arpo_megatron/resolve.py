@@ -7,7 +7,7 @@ import json
 import pkgutil
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,23 +25,64 @@ def recipe_names() -> list[str]:
     """Names of the recipes that ship with the project."""
     import recipes
 
-    return sorted(module.name for module in pkgutil.iter_modules(recipes.__path__))
+    modules = (module.name for module in pkgutil.iter_modules(recipes.__path__))
+    return sorted(name for name in modules if not name.startswith("_"))
+
+
+def variant_names(recipe: str) -> list[str]:
+    """What may follow the name of a recipe after a `+`: layouts, number formats, comparison arms."""
+    return list(_variants(recipe))
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """Values of a job's config, nested, and where they come from; each layer lies over the ones before."""
+
+    source: str
+    values: Tree
+
+
+def layers(recipe: str, *, file: Path | None = None, words: Sequence[str] = ()) -> list[Layer]:
+    """Defaults, the recipe's base, the recipe, its variants, the YAML file and the `key=value` words; unchecked.
+
+    Args:
+        recipe: a recipe's name, or several joined by `+`: the recipe and variants of it.
+        file: YAML with some of the keys.
+        words: `section.key=value`.
+
+    Raises:
+        UserError: unknown recipe or variant, unreadable file or word.
+    """
+    name, *wanted = recipe.split("+")
+    if name not in (names := recipe_names()):
+        raise UserError(f"unknown recipe {name!r}{did_you_mean(name, names)}; recipes: {', '.join(names)}")
+    module = importlib.import_module(f"recipes.{name}")
+    found = [Layer("default", dump(JobConfig(name=name)))]
+    if (base := getattr(module, "base", None)) is not None:
+        found.append(Layer(f"base {base.__name__}", dump(base())))
+    found.append(Layer(f"recipe {name}", dump(module.recipe())))
+    variants = _variants(name)
+    for variant in wanted:
+        if variant not in variants:
+            known = f"; variants: {', '.join(variants)}" if variants else ", which has none"
+            raise UserError(f"unknown variant {variant!r} of {name}{did_you_mean(variant, list(variants))}{known}")
+        found += [
+            Layer(f"variant {variant}", _nested(key.split("."), value)) for key, value in variants[variant].items()
+        ]
+    if file is not None:
+        found.append(Layer(f"file {file}", read_yaml(file)))
+    return found + [Layer("word", _parse_word(word)) for word in words]
 
 
 def resolve(recipe: str, *, file: Path | None = None, words: Sequence[str] = ()) -> JobConfig:
-    """The recipe, the YAML file's values over it, the `key=value` words over both; checked.
+    """The layers of a job (see `layers`), one over the other, checked.
 
     Raises:
         UserError: unknown recipe, unreadable file, unknown key, wrong type or a combination that cannot work.
     """
-    names = recipe_names()
-    if recipe not in names:
-        raise UserError(f"unknown recipe {recipe!r}{did_you_mean(recipe, names)}; recipes: {', '.join(names)}")
-    values = dump(importlib.import_module(f"recipes.{recipe}").recipe())
-    if file is not None:
-        _merge(values, read_yaml(file))
-    for word in words:
-        _merge(values, _parse_word(word))
+    values: Tree = {}
+    for layer in layers(recipe, file=file, words=words):
+        _merge(values, layer.values)
     return _with_absolute_paths(check(values))
 
 
@@ -51,6 +92,33 @@ def over(config: JobConfig, words: Sequence[str]) -> JobConfig:
     for word in words:
         _merge(values, _parse_word(word))
     return _with_absolute_paths(check(values))
+
+
+def for_nodes(recipe: str, nodes: int) -> str:
+    """The recipe in its layout for so many nodes: `deepsearch_14b` and 4 -> `deepsearch_14b+4nodes`.
+
+    Raises:
+        UserError: the recipe has no such layout.
+    """
+    variant = nodes_variant(nodes)
+    name = recipe.split("+", maxsplit=1)[0]
+    known = [known for known in variant_names(name) if known.endswith(("node", "nodes"))]
+    if variant not in known:
+        raise UserError(
+            f"{name} has no layout for {nodes} node(s) (it has: {', '.join(known) or 'none'}): give parallel.* and "
+            "engine.* yourself; `arpo plan` searches for some"
+        )
+    return f"{recipe}+{variant}"
+
+
+def nodes_variant(nodes: int) -> str:
+    """Name of the variant that is a recipe's layout for so many nodes."""
+    return f"{nodes}node{'s' if nodes > 1 else ''}"
+
+
+def _variants(recipe: str) -> Mapping[str, Mapping[str, Any]]:
+    variants: Mapping[str, Mapping[str, Any]] = getattr(importlib.import_module(f"recipes.{recipe}"), "VARIANTS", {})
+    return variants
 
 
 def _with_absolute_paths(config: JobConfig) -> JobConfig:
@@ -149,9 +217,14 @@ def _parse_word(word: str) -> Tree:
         value: Any = yaml.load(text, _Yaml) if text else ""  # noqa: S506  (a SafeLoader)
     except yaml.YAMLError:
         value = text
-    for part in reversed(key.split(".")):
+    return _nested(key.split("."), value)
+
+
+def _nested(parts: Sequence[str], value: Any) -> Tree:
+    """["a", "b"] and 1 -> {"a": {"b": 1}}."""
+    for part in reversed(parts):
         value = {part: value}
-    return value  # type: ignore[no-any-return]  # the key has at least one part, so this is a dict
+    return value  # type: ignore[no-any-return]  # a key has at least one part, so this is a dict
 
 
 def _merge(base: Tree, over: Mapping[str, Any]) -> None:

@@ -15,7 +15,10 @@ class ModelConfig:
     """Which weights to start from, and in which number format to train them."""
 
     path: Path | None = None
-    """Hugging Face directory to start from. None: the recipe makes a tiny random model (`shape`) and its tokenizer."""
+    """Hugging Face directory to start from. None, and no `hub_id`: a tiny random model is made, and its tokenizer."""
+    hub_id: str | None = None
+    """Hugging Face id of the model that belongs at `path`: what has to be fetched, and how `arpo plan` knows the sizes
+    before it is. A directory with a model of other sizes is refused."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Parameters and activations of the trainer and of the engine."""
     fp8: Fp8Recipe = "none"
@@ -25,7 +28,7 @@ class ModelConfig:
     bf16_edge_layers: NonNegative = 0
     """With fp8 `current` or `blockwise`: this many first and as many last layers keep bfloat16 products."""
     hidden_size: Positive = 192
-    """Width of the made model (used when `path` is None, like the next five)."""
+    """Width of the made model (used when there is neither `path` nor `hub_id`, like the next five)."""
     layers: Positive = 4
     """Transformer layers of the made model."""
     heads: Positive = 6
@@ -41,6 +44,11 @@ class ModelConfig:
     a loss of 1 a layer. 0, usual in reinforcement learning: none. `model`: its config.json's `router_aux_loss_coef`."""
     max_length: Annotated[int, Field(ge=64)] = 2048
     """Longest trajectory in tokens: prompt, model and tool tokens together."""
+
+    @property
+    def made(self) -> bool:
+        """Whether the job makes its model on the spot."""
+        return self.path is None and self.hub_id is None
 
 
 @dataclass(frozen=True, config=STRICT)

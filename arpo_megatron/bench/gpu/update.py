@@ -25,24 +25,10 @@ from arpo_megatron.bench.gpu.kernels import speed_parts
 from arpo_megatron.bench.mixes import MIXES, flattened
 from arpo_megatron.config import Fp8Recipe, JobConfig, ModelConfig, ParallelConfig
 from arpo_megatron.tree import Role, RolloutTree
+from arpo_megatron.weights.known_shapes import KNOWN_SHAPES
 from arpo_megatron.weights.shape import ModelShape
 
-QWEN3_4B = ModelShape(
-    family="qwen3",
-    layers=36,
-    hidden=2560,
-    heads=32,
-    kv_heads=8,
-    head_dim=128,
-    ffn=9728,
-    vocabulary=151936,
-    rope_theta=1e6,
-    norm_eps=1e-6,
-    tied=True,
-    qkv_bias=False,
-    qk_norm=True,
-    max_positions=40960,
-)
+QWEN3_4B = KNOWN_SHAPES["Qwen/Qwen3-4B"]
 PEAK_SIZE = 8192
 Recompute = Literal["none", "selective", "full"]
 

@@ -1,0 +1,73 @@
+"""Recipes for nemo-run: factories of `run.Config[JobConfig]` from Python, `nemorun arpo train job=RECIPE` in a shell.
+
+    from arpo_megatron.nemo import factories
+    job = factories["deepsearch_14b"](variants="4nodes+fp8")
+    job.train.steps = 10
+
+    nemorun arpo train job=deepsearch_14b job.model.path=DIR job.train.steps=10
+
+What nemo-run builds from such a config is a `JobConfig`, checked like any other. Importing nemo-run takes seconds, so
+nothing else imports this module.
+"""
+
+import dataclasses
+import importlib
+import types
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import nemo_run as run
+from nemo_run.cli import cli_parser
+
+from arpo_megatron import resolve
+from arpo_megatron.config import JobConfig
+
+# nemo-run 0.11.1 reads Optional[Path], but not Path | None.
+cli_parser.type_parser.register_parser(types.UnionType)(cli_parser.type_parser.parse_union)
+
+Factory = Callable[..., "run.Config[JobConfig]"]
+
+
+def configured(value: Any) -> Any:
+    """A (nested) config as nemo-run's: sections that can be changed key by key, values that are not defaults."""
+    if not dataclasses.is_dataclass(value):
+        return value
+    kind: Any = type(value)
+    given = {}
+    for field in dataclasses.fields(value):
+        item = getattr(value, field.name)
+        if dataclasses.is_dataclass(item) or item != kind.__pydantic_fields__[field.name].default:
+            given[field.name] = configured(item)
+    return run.Config(kind, **given)
+
+
+def _factory(name: str) -> Factory:
+    def recipe(variants: str = "") -> run.Config[JobConfig]:
+        return configured(resolve.resolve("+".join([name, *filter(None, variants.split("+"))])))
+
+    recipe.__name__ = recipe.__qualname__ = name
+    recipe.__doc__ = importlib.import_module(f"recipes.{name}").__doc__
+    registered: Factory = run.cli.factory(recipe, target=JobConfig, name=name)
+    return registered
+
+
+factories: Mapping[str, Factory] = {name: _factory(name) for name in resolve.recipe_names()}
+"""By recipe; `variants` are those of `RECIPE+variant`, joined by `+`."""
+
+
+def train(job: JobConfig, resume: bool = False) -> None:
+    """The whole job: cold start where it has one, the ARPO loop, and the export."""
+    from arpo_megatron.job import run_job
+
+    run_job(job, resume=resume)
+
+
+def sft(job: JobConfig, resume: bool = False) -> None:
+    """Supervised training, and the export."""
+    from arpo_megatron.job import run_sft
+
+    run_sft(job, resume=resume)
+
+
+run.cli.entrypoint(namespace="arpo", help="Run a recipe on this machine, as `arpo train` does.")(train)
+run.cli.entrypoint(namespace="arpo", help="Run only the cold start of a recipe, as `arpo sft` does.")(sft)

@@ -1,0 +1,213 @@
+"""Bytes that one layer keeps for the backward pass, a token: a sum over the tensors that its operations save.
+
+There are two sets of layers: a GPU's in bfloat16 (Transformer Engine's around FlexAttention, te_layers.py), and a CPU's
+(layers.py), whose bytes tests measure. The method is that of Korthikanti et al. (arXiv 2205.05198, section 4); their
+closed form is for GPT-2's layers (LayerNorm, GELU, dropout, attention scores), none of which are here.
+
+Widths below are of one rank: tensor parallelism divides heads and the MLP, sequence parallelism also what lies between.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from arpo_megatron.config import ParallelConfig
+from arpo_megatron.weights.shape import ModelShape
+
+if TYPE_CHECKING:
+    from arpo_megatron.actor.attention import AttentionPlan
+
+EXPERT_IMBALANCE = 1.3
+"""Tokens of the busiest rank's experts over the mean; no token is dropped. An assumption: `expert_busiest` says it."""
+TARGET = 40
+"""Bytes of the small tensors of a predicted token."""
+FLOAT = 4
+"""Bytes of a float32, in which norms keep one number a token, and attention its normalisers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Widths:
+    """Numbers of one token on one rank.
+
+    Attributes:
+        hidden: of the residual stream.
+        between: the same between the divided matrices: less with sequence parallelism.
+        queries: of all query heads.
+        keys: of all key heads; values are as many.
+        ffn: of the gated MLP or of one expert.
+        heads: number of query heads.
+        value: bytes of a number.
+    """
+
+    hidden: float
+    between: float
+    queries: float
+    keys: float
+    ffn: float
+    heads: float
+    value: int
+
+    @classmethod
+    def of(cls, shape: ModelShape, parallel: ParallelConfig, value: int) -> "Widths":
+        """Of the layout; `value` bytes a number."""
+        tensor = parallel.tensor
+        return cls(
+            hidden=shape.hidden,
+            between=shape.hidden / (tensor if parallel.sequence else 1),
+            queries=shape.heads * shape.head_dim / tensor,
+            keys=shape.kv_heads * shape.head_dim / tensor,
+            ffn=shape.ffn / (tensor if shape.experts is None else parallel.expert_tensor),
+            heads=shape.heads / tensor,
+            value=value,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Of one rank's part of a pack.
+
+    Attributes:
+        queries: computed there.
+        keys: that its attention reads: of context-parallel ranks and ancestors too.
+    """
+
+    queries: float
+    keys: float
+
+
+@dataclass(frozen=True, slots=True)
+class LocalCalls:
+    """What tree attention on a CPU keeps beyond its inputs (attention.py): its calls copy and mask.
+
+    Attributes:
+        joined: keys of the calls that put them together from several pieces, summed over calls.
+        pairs: query-key pairs computed, each with a number of the mask.
+        views: some call's keys are one piece, which keeps the tensor that it is a part of.
+    """
+
+    joined: int
+    pairs: int
+    views: bool
+
+    @classmethod
+    def of(cls, plan: "AttentionPlan") -> "LocalCalls":
+        """From the calls of a pack."""
+        several = [pieces for pieces in plan.keys if len(pieces) > 1]
+        joined = sum(plan.piece_sizes[piece] for pieces in several for piece in pieces)
+        return cls(joined, plan.pairs, len(several) < len(plan.keys))
+
+
+def layer_bytes(
+    shape: ModelShape,
+    parallel: ParallelConfig,
+    tokens: Tokens,
+    *,
+    value: int,
+    fp8: bool = False,
+    calls: LocalCalls | None = None,
+) -> float:
+    """What one layer keeps, as `parallel.recompute` says.
+
+    Args:
+        shape: of the model.
+        parallel: the layout.
+        tokens: of the pack on this rank.
+        value: bytes of a number; float32 is computed by Megatron's own layers on a GPU too.
+        fp8: inputs of matrix products are kept in FP8.
+        calls: on a CPU, those of the attention; None: FlexAttention.
+    """
+    w = Widths.of(shape, parallel, value)
+    if parallel.recompute == "full":
+        return tokens.queries * w.between * value  # the layer's input
+    token = _local_token(w, shape) if calls is not None or value == FLOAT else _te_token(w, shape, fp8)
+    mixed = (w.queries + 2 * w.keys) * value  # the product that keys and values, and a norm's input, may be views of
+    if parallel.recompute == "selective":
+        return tokens.queries * (token + mixed + (w.queries + w.keys) * value)  # rotated; values are views
+    if calls is None:
+        return tokens.queries * (token + mixed) + _flex_core(w, tokens)
+    viewed = calls.views or (shape.qk_norm and value == FLOAT)  # other types are copied into float32 first
+    core = 2 * w.queries * value + w.heads * FLOAT + (w.keys * value if calls.views else 0.0)
+    copies = 2 * calls.joined * w.keys * value + calls.pairs * value
+    return tokens.queries * (token + core + (mixed if viewed else 0.0)) + copies
+
+
+def pass_bytes(
+    shape: ModelShape,
+    parallel: ParallelConfig,
+    tokens: Tokens,
+    targets: float,
+    *,
+    value: int,
+    last: bool,
+    fp8: bool = False,
+    calls: LocalCalls | None = None,
+) -> float:
+    """What a forward pass over a pack leaves on a rank of a pipeline stage: its layers, and what the head needs.
+
+    Args:
+        shape: of the model.
+        parallel: the layout.
+        tokens: of the pack on this rank.
+        targets: predicted tokens of the pack on this rank.
+        value: bytes of a number.
+        last: it is the last stage.
+        fp8: as in `layer_bytes`.
+        calls: likewise.
+    """
+    layers = shape.layers // parallel.pipeline
+    one = layer_bytes(shape, parallel, tokens, value=value, fp8=fp8, calls=calls)
+    if not last:
+        return layers * one
+    w = Widths.of(shape, parallel, value)
+    norm = w.between * (2 * FLOAT if calls is not None or value == FLOAT else value) + FLOAT
+    # Of each target: its hidden state, its place and id, the advantages' sums, normaliser, entropy and log-prob.
+    return layers * one + tokens.queries * norm + targets * (w.hidden * value + TARGET)
+
+
+def _te_token(w: Widths, shape: ModelShape, fp8: bool) -> float:
+    """Bytes a token of Transformer Engine's layers, without core attention and the product before it."""
+    value, product = w.value, 1 if fp8 else w.value
+    norm = w.between * (value + product) + FLOAT  # its input, what the product behind it reads, a normaliser
+    per_head = w.queries * value if shape.qk_norm else 0.0  # the norm's copy of the queries
+    attention = norm + per_head + w.queries * product
+    if shape.experts is not None:
+        return attention + _experts(w, shape, product)
+    return attention + norm + 2 * w.ffn * value + w.ffn * product  # the fused activation keeps its input alone
+
+
+def _local_token(w: Widths, shape: ModelShape) -> float:
+    """The same of the layers in layers.py."""
+    value = w.value
+    # torch composes RMSNorm: it keeps, in float32, its input, the normalised input and a normaliser.
+    norm = w.between * 2 * FLOAT + FLOAT + w.hidden * value  # and its output, gathered, is what a product reads
+    per_head = 0.0
+    if shape.qk_norm:
+        per_head = 2 * FLOAT * w.queries + FLOAT * w.keys + FLOAT * (w.heads + w.heads * w.keys / w.queries)
+        per_head += 0.0 if value == FLOAT else FLOAT * w.keys  # in float32 the keys' input is a view, not a copy
+    rotary = 4 * shape.head_dim * value  # cosines and sines, for queries and for keys
+    attention = norm + per_head + rotary + w.queries * value
+    if shape.experts is not None:
+        return attention + _experts(w, shape, value)
+    return attention + norm + 5 * w.ffn * value  # gate and up, silu(gate), up + 0, the product of both
+
+
+def _flex_core(w: Widths, tokens: Tokens) -> float:
+    """FlexAttention keeps padded copies of queries, keys and values, the output and its normalisers."""
+    padded, keys = padded_length(tokens.queries), padded_length(tokens.keys)
+    return (2 * padded * w.queries + 2 * keys * w.keys) * w.value + padded * w.heads * FLOAT
+
+
+def _experts(w: Widths, shape: ModelShape, product: int) -> float:
+    """Bytes a token of a mixture with its norm and router; as many tokens come to a rank's experts as leave it."""
+    assert shape.experts is not None
+    share, value = w.between / w.hidden, w.value
+    visit = w.hidden * product + 2 * w.ffn * value + w.ffn * product + w.hidden * value
+    router = 3 * shape.experts.count * FLOAT  # logits, probabilities, the routing map
+    norm = 2 * w.between * value + FLOAT
+    return norm + share * (router + shape.experts.top_k * EXPERT_IMBALANCE * visit)
+
+
+def padded_length(length: float) -> int:
+    """As FlexAttention pads (flex_attention.py): the smallest of 128, 256, 384, 512, 768 ... that is not smaller."""
+    whole = int(-(-length // 1))
+    step = max(128, 1 << max(0, (whole - 1).bit_length() - 2))
+    return max(1, -(-whole // step)) * step

@@ -1,0 +1,90 @@
+"""What machines can do. Peaks are the manufacturer's; what share of them is reached is said in timing.py."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from arpo_megatron.errors import UserError
+
+GB = 10**9
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """A node and its network.
+
+    Attributes:
+        name: of the GPU.
+        memory: bytes of a GPU that a process can allocate (what nvidia-smi calls total).
+        memory_speed: bytes/s of it.
+        bf16_flops: FLOP/s of dense bfloat16 products.
+        fp8_flops: the same in FP8; that of bfloat16 where there is none.
+        fp8: FP8 products exist.
+        gpus: of a node.
+        link: bytes/s from a GPU to the others of its node, one way.
+        network: bytes/s of a GPU to other nodes, one way.
+        host_link: bytes/s between a GPU and its host.
+        host_memory: bytes of a node.
+        host_memory_speed: bytes/s of it.
+    """
+
+    name: str
+    memory: float
+    memory_speed: float
+    bf16_flops: float
+    fp8_flops: float
+    fp8: bool
+    gpus: int
+    link: float
+    network: float
+    host_link: float
+    host_memory: float
+    host_memory_speed: float
+
+    @classmethod
+    def named(cls, name: str) -> "Hardware":
+        """Raises UserError for a name that is not in `GPUS`."""
+        if name not in GPUS:
+            raise UserError(f"unknown GPU {name!r}; known: {', '.join(GPUS)}")
+        return GPUS[name]
+
+
+def _hopper(name: str, memory: float, memory_speed: float) -> Hardware:
+    return Hardware(
+        name=name,
+        memory=memory,
+        memory_speed=memory_speed,
+        bf16_flops=989e12,
+        fp8_flops=1979e12,
+        fp8=True,
+        gpus=8,
+        link=450 * GB,
+        network=50 * GB,
+        host_link=55 * GB,
+        host_memory=2000 * GB,
+        host_memory_speed=600 * GB,
+    )
+
+
+GPUS: Mapping[str, Hardware] = {
+    # NVIDIA H100 and H200 data sheets (SXM, without sparsity); DGX H100 user guide: eight GPUs, NVLink 4 with 900 GB/s
+    # both ways, a 400 Gbit/s adapter a GPU, PCIe 5 x16, 2 TB in two sockets with eight channels of DDR5-4800.
+    "h100-80": _hopper("h100-80", 79.6 * GIB, 3.35e12),
+    "h200": _hopper("h200", 140.4 * GIB, 4.8e12),
+    # NVIDIA A100 data sheet (SXM, 80 GB), DGX A100 user guide: NVLink 3, 200 Gbit/s a GPU, PCIe 4, 1 TB or 2 TB.
+    "a100-80": Hardware(
+        name="a100-80",
+        memory=80.0 * GIB,
+        memory_speed=2.039e12,
+        bf16_flops=312e12,
+        fp8_flops=312e12,
+        fp8=False,
+        gpus=8,
+        link=300 * GB,
+        network=25 * GB,
+        host_link=25 * GB,
+        host_memory=1000 * GB,
+        host_memory_speed=380 * GB,
+    ),
+}
+"""By name, for `--gpu`."""

@@ -1,0 +1,222 @@
+"""Bytes of a trainer rank and of an engine's GPU, by part.
+
+Weights, gradients and optimizer state are counted exactly. What is kept for the backward pass is a sum over the tensors
+that the layers save (activations.py). The constants below are assumptions until a GPU has been measured, on the large
+side.
+"""
+
+from dataclasses import dataclass
+
+from arpo_megatron.config import JobConfig, ParallelConfig
+from arpo_megatron.machine import Placement
+from arpo_megatron.plan.activations import Tokens, Widths, layer_bytes, pass_bytes
+from arpo_megatron.plan.hardware import GIB, Hardware
+from arpo_megatron.plan.parameters import Parameters, of_stage, whole_model
+from arpo_megatron.plan.workload import Workload, cold_start_only
+from arpo_megatron.weights.shape import ModelShape
+
+LOGITS = 1 << 26
+"""Logits of one chunk on one rank: CHUNK_ELEMENTS of actor/logprobs.py (a test compares them)."""
+CUDA_CONTEXT = 0.75 * GIB
+"""A process's context and kernels. Assumption."""
+COLLECTIVES = 1.0 * GIB
+"""NCCL's buffers of all groups of a rank. Assumption."""
+RESERVE = 0.05
+"""Of a GPU's memory for what the allocator cannot fill, though its segments grow. Assumption."""
+ENGINE_WORKING = 2.5 * GIB
+"""An engine's context, CUDA graphs and activations, beside its fraction of the memory. Assumption."""
+ENGINE_AT_REST = 1.5 * GIB
+"""What a colocated engine keeps of that while the trainer trains. Assumption."""
+
+STATIC = ("weights", "gradients", "optimizer", "fp8_copies")
+"""What a trainer rank keeps on its GPU while trees grow."""
+Parts = dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes by part of the GPU that needs most.
+
+    Attributes:
+        training: of a trainer rank's GPU in an update.
+        rollout: of the same GPU while trees grow; empty for a cold start alone.
+        engine: of an engine's own GPU; empty where engines share the trainer's.
+        host: of a trainer rank, in host memory.
+        kv_tokens: what an engine's pool holds.
+    """
+
+    training: Parts
+    rollout: Parts
+    engine: Parts
+    host: Parts
+    kv_tokens: int
+
+
+def value_bytes(config: JobConfig) -> int:
+    """Of a parameter or activation."""
+    return 4 if config.model.dtype == "float32" else 2
+
+
+def shared(config: JobConfig) -> bool:
+    """Whether engines compute on the trainer's GPUs; `auto` counts as that: it takes fewer GPUs."""
+    return config.engine.placement != "split"
+
+
+def of_job(config: JobConfig, shape: ModelShape, hardware: Hardware, largest: Workload) -> Memory:
+    """Bytes on this hardware when every trajectory is as long as allowed."""
+    stages = [_training(config, shape, largest, stage) for stage in range(config.parallel.pipeline)]
+    training = max(stages, key=lambda parts: sum(parts.values()))
+    engine, kv_tokens = _engine(config, shape, hardware)
+    common: Parts = {"cuda_context": CUDA_CONTEXT, "reserve": RESERVE * hardware.memory}
+    if config.parallel.world_size > 1:
+        common["collectives"] = COLLECTIVES
+    if cold_start_only(config):  # without engines
+        return Memory({**training, **common}, {}, {}, _host(config, shape), 0)
+    static = {name: size for name, size in training.items() if name in STATIC}
+    rollout: Parts = {**static, **common, "push_buckets": _push_buckets(config, shape)}
+    if shared(config):
+        rollout |= engine
+        training = {**training, "engine_at_rest": ENGINE_AT_REST}
+    alone = {} if shared(config) else {**engine, "reserve": RESERVE * hardware.memory}
+    return Memory({**training, **common}, rollout, alone, _host(config, shape), kv_tokens)
+
+
+def static_parts(config: JobConfig, shape: ModelShape, stage: int) -> Parts:
+    """Weights, gradients and optimizer state of a rank, in bytes.
+
+    Gradients are float32 in Megatron's buffers. AdamW's state is two float32 moments and, in bfloat16, the float32
+    weights; the distributed optimizer divides it among data- and context-parallel ranks (Megatron-LM's table for it:
+    6 + 12/d bytes a parameter), experts' among those ranks that hold the same experts.
+    """
+    held = of_stage(shape, config.parallel, stage)
+    parts: Parts = {
+        "weights": held.total * value_bytes(config),
+        "gradients": held.total * 4.0,
+        "optimizer": 0.0 if _offload(config) else _state(config, held),
+    }
+    if config.model.fp8 != "none":  # rows and columns, made anew in every update and kept between its packs
+        share = 1 - 2 * config.model.bf16_edge_layers / shape.layers
+        parts["fp8_copies"] = 2.0 * held.products * share
+    return parts
+
+
+def _offload(config: JobConfig) -> bool:
+    return config.sft.optimizer.offload if cold_start_only(config) else config.optimizer.offload
+
+
+def _state(config: JobConfig, held: Parameters) -> float:
+    parallel = config.parallel
+    each = 8.0 if config.model.dtype == "float32" else 12.0
+    if not parallel.distributed_optimizer:
+        return each * held.total
+    ranks = parallel.data * parallel.context
+    expert_ranks = parallel.tensor * ranks // (parallel.expert * parallel.expert_tensor)
+    return each * (held.dense / ranks + held.experts / max(1, expert_ranks))
+
+
+def _training(config: JobConfig, shape: ModelShape, largest: Workload, stage: int) -> Parts:
+    parallel, value = config.parallel, value_bytes(config)
+    kept, pack, keys = _tokens(config, largest, stage)
+    fp8 = config.model.fp8 != "none"
+    last = stage == parallel.pipeline - 1
+    targets = pack * largest.sampled / largest.unique
+    one = pass_bytes(shape, parallel, Tokens(pack, keys), targets, value=value, last=last, fp8=fp8)
+    parts = static_parts(config, shape, stage)
+    parts["activations"] = one * kept / pack
+    w = Widths.of(shape, parallel, value)
+    if keys > pack * parallel.context:  # keys and values handed down, and their gradients in float32
+        handed = keys - pack * parallel.context
+        parts["activations"] += shape.layers // parallel.pipeline * handed * 2 * w.keys * (value + 4)
+    parts["working"] = _layer_working(config, shape, Tokens(pack, keys), w, fp8=fp8)
+    if last:
+        parts["logits"] = logits_bytes(shape, parallel, targets, value)
+    return parts
+
+
+def _tokens(config: JobConfig, largest: Workload, stage: int) -> tuple[float, float, float]:
+    """On one rank: tokens whose activations live at once, tokens of a pack, keys that a pack attends to."""
+    parallel, budget = config.parallel, config.train.token_budget
+    packing = largest.packing(budget, nested=parallel.nested_packs)
+    trees = -(-config.train.tasks_per_step // config.algorithm.minibatches)
+    if cold_start_only(config):
+        trees = config.sft.batch
+    pack = float(min(budget, largest.bound * trees))
+    keys = max(pack, packing.longest)
+    if parallel.pipeline == 1:
+        kept = max(pack, float(largest.bound))
+    elif parallel.virtual_pipeline == 1:  # 1F1B runs ahead by the stages that follow (arXiv 2104.04473)
+        kept = pack * (parallel.pipeline - stage)
+    else:  # interleaved: chunks of layers / virtual stages, warm-up 2 (p - s - 1) + (v - 1) p and the one at work
+        ahead = 2 * (parallel.pipeline - stage - 1) + (parallel.virtual_pipeline - 1) * parallel.pipeline + 1
+        kept = pack * ahead / parallel.virtual_pipeline
+    return kept / parallel.context, pack / parallel.context, keys
+
+
+def _layer_working(config: JobConfig, shape: ModelShape, tokens: Tokens, w: Widths, *, fp8: bool) -> float:
+    """A layer that is computed again, and the gradients of its widest tensors; gathered inputs besides."""
+    parallel = config.parallel
+    again = 0.0
+    if parallel.recompute != "none":
+        whole = ParallelConfig(tensor=parallel.tensor, sequence=parallel.sequence, data=parallel.expert)
+        again = layer_bytes(shape, whole, tokens, value=w.value, fp8=fp8)
+    visits = 1.0 if shape.experts is None else shape.experts.top_k * w.between / w.hidden
+    gradients = tokens.queries * (visits * 3 * w.ffn + 2 * w.hidden) * w.value
+    return again + gradients
+
+
+def logits_bytes(shape: ModelShape, parallel: ParallelConfig, targets: float, value: int) -> float:
+    """The head's chunk of logits, and the gradient of its weight, in the backward pass (actor/logprobs.py).
+
+    Logits in the parameters' type, in float32 and as a gradient; the weight's gradient in float32, a chunk's part of
+    it and the result in the parameters' type. The forward pass holds a little more logits and no gradient.
+    """
+    rows = shape.vocabulary // parallel.tensor
+    chunk = min(float(LOGITS), targets * rows)
+    backward = chunk * (4 + 2 * value) + rows * shape.hidden * (4 + 2 * value)
+    return max(backward, chunk * (2 * value + 8))
+
+
+def _push_buckets(config: JobConfig, shape: ModelShape) -> float:
+    """Two buckets on the first rank; a larger parameter is a bucket of its own (weights/export.py)."""
+    embedding = shape.vocabulary * shape.hidden * value_bytes(config)
+    return 2.0 * max(config.sync.bucket_mb * 2**20, embedding)
+
+
+def engine_weights(config: JobConfig, shape: ModelShape) -> float:
+    """Of one GPU of an engine; in FP8 the layers' products are half as large."""
+    whole = whole_model(shape)
+    value = value_bytes(config)
+    quantized = whole.products * (value - 1) if config.engine.quantization == "fp8" else 0
+    return (whole.total * value - quantized) / config.engine.tensor
+
+
+def kv_bytes(config: JobConfig, shape: ModelShape) -> float:
+    """Of one token on one GPU of an engine; more GPUs than key heads hold copies."""
+    heads = max(1.0, shape.kv_heads / config.engine.tensor)
+    return 2.0 * shape.layers * heads * shape.head_dim * value_bytes(config)
+
+
+def _engine(config: JobConfig, shape: ModelShape, hardware: Hardware) -> tuple[Parts, int]:
+    """SGLang's `mem-fraction-static` is for weights and pool together; a smaller pool may be asked for."""
+    placement = Placement(gpus=hardware.gpus, engine_gpu=0, shared=shared(config))
+    weights, token = engine_weights(config, shape), kv_bytes(config, shape)
+    pool = placement.memory_fraction(config.engine) * hardware.memory - weights
+    tokens = max(0, int(pool // token))
+    if config.engine.max_total_tokens is not None:
+        tokens = min(tokens, config.engine.max_total_tokens)
+    parts = {"engine_weights": weights, "kv_cache": tokens * token, "engine_working": ENGINE_WORKING}
+    return parts, tokens
+
+
+def _host(config: JobConfig, shape: ModelShape) -> Parts:
+    """Of the rank with most: the copy that a checkpoint is written from, and what is kept there for good."""
+    stages = [of_stage(shape, config.parallel, stage) for stage in range(config.parallel.pipeline)]
+    held = max(stages, key=lambda found: found.total)
+    weights = held.total * value_bytes(config)
+    state = _state(config, held)
+    parts: Parts = {"checkpoint_copy": weights / config.parallel.data + state}
+    if _offload(config):  # master weights, moments and gradients (Megatron's HybridDeviceOptimizer)
+        parts["optimizer"] = state / 12 * 16
+    if config.algorithm.kl_coefficient:
+        parts["reference_policy"] = 2.0 * weights  # and the own weights while it is swapped in
+    return parts

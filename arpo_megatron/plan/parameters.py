@@ -1,0 +1,69 @@
+"""Parameters of a model, and of one rank of it. Exact: tests build the models on the meta device and count."""
+
+from dataclasses import dataclass
+
+from arpo_megatron.config import ParallelConfig
+from arpo_megatron.weights.shape import ModelShape
+
+
+@dataclass(frozen=True, slots=True)
+class Parameters:
+    """Numbers of parameters.
+
+    Attributes:
+        dense: of all but the experts.
+        experts: of the experts (0 without any), whose data-parallel ranks are others.
+        products: of the layers' matrices, experts included: what FP8 makes copies of.
+    """
+
+    dense: int
+    experts: int
+    products: int
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.dense + self.experts
+
+
+def whole_model(shape: ModelShape) -> Parameters:
+    """Of the model."""
+    return of_stage(shape, ParallelConfig(), 0)
+
+
+def active(shape: ModelShape) -> int:
+    """Parameters that a token meets: of a mixture's experts those that it is sent to."""
+    whole = whole_model(shape)
+    if shape.experts is None:
+        return whole.total
+    return whole.dense + whole.experts * shape.experts.top_k // shape.experts.count
+
+
+def of_stage(shape: ModelShape, parallel: ParallelConfig, stage: int) -> Parameters:
+    """Of each rank of a pipeline stage.
+
+    Matrices are divided among tensor-parallel ranks, norms and the router are not; expert parallelism divides whole
+    experts (`ParallelConfig.expert_tensor`). The first stage has the embedding, the last one the final norm and the
+    head, which with tied embeddings is a copy of the embedding unless one stage has both.
+    """
+    tensor, stages = parallel.tensor, parallel.pipeline
+    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    attention = (shape.hidden * (queries + 2 * keys) + queries * shape.hidden) // tensor
+    small = 2 * shape.hidden
+    small += (queries + 2 * keys) // tensor if shape.qkv_bias else 0
+    small += 2 * shape.head_dim if shape.qk_norm else 0
+    mlp = 3 * shape.hidden * shape.ffn
+    dense, experts = attention + small, 0
+    if shape.experts is None:
+        dense += mlp // tensor
+    else:
+        dense += shape.hidden * shape.experts.count
+        experts = shape.experts.count // parallel.expert * mlp // parallel.expert_tensor
+    layers = shape.layers // stages
+    embedding = shape.vocabulary * shape.hidden // tensor
+    first, last = stage == 0, stage == stages - 1
+    ends = (embedding if first else 0) + (shape.hidden if last else 0)
+    if last and not (shape.tied and first):
+        ends += embedding
+    products = attention + (mlp // tensor if shape.experts is None else experts)
+    return Parameters(layers * dense + ends, layers * experts, layers * products)

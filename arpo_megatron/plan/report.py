@@ -1,0 +1,100 @@
+"""A plan as text."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+
+from arpo_megatron.config import EngineConfig, JobConfig, ParallelConfig
+from arpo_megatron.plan.fit import Plan
+from arpo_megatron.plan.hardware import GIB
+from arpo_megatron.plan.search import Found
+
+LAYOUT_KEYS: Mapping[str, tuple[str, ...]] = {
+    "parallel": tuple(field.name for field in fields(ParallelConfig)),
+    "train": ("token_budget",),
+    "engine": ("tensor", "replicas", "memory_fraction"),
+}
+"""What a search changes."""
+
+
+def render(plan: Plan) -> str:
+    """Sizes, memory by part, seconds by phase, and whether it fits."""
+    return "\n".join(_lines(plan)) + "\n"
+
+
+def render_search(found: Found) -> str:
+    """The best layouts and why others fail."""
+    lines = [f"layouts on the same GPUs: {found.tried} tried, {found.fit} fit"]
+    if found.best:
+        lines.append(f"  {'s/step':>7} {'GPU-h':>6} {'GiB':>5} {'batch':>5}  layout")
+    for plan in found.best:
+        lines.append(
+            f"  {plan.seconds:7.0f} {plan.gpu_hours:6.0f} {plan.peak_bytes / GIB:5.0f} {plan.decode_batch:5.0f}  "
+            f"{words(plan, found.of)}"
+        )
+    for reason, count in found.failed:
+        lines.append(f"  {count:5} fail: {reason}")
+    return "\n".join(lines) + "\n"
+
+
+def layout(parallel: ParallelConfig) -> str:
+    """`tensor 4 x data 8`: dimensions that are not 1."""
+    sizes = {name: getattr(parallel, name) for name in ("tensor", "context", "pipeline", "data")}
+    product = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "1 rank"
+    others = {"expert": parallel.expert, "virtual pipeline": parallel.virtual_pipeline}
+    more = [f"{name} {size}" for name, size in others.items() if size > 1]
+    return ", ".join([product, *more, f"recompute {parallel.recompute}"])
+
+
+def words(plan: Plan, than: JobConfig) -> str:
+    """What differs from another config of the job, as words that any command takes."""
+    found = []
+    for section, names in LAYOUT_KEYS.items():
+        new, old = getattr(plan.config, section), getattr(than, section)
+        changed = [name for name in names if getattr(new, name) != getattr(old, name)]
+        found += [f"{section}.{name}={_text(getattr(new, name))}" for name in changed]
+    return " ".join(found) or "as it is"
+
+
+def _text(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _engines(engine: EngineConfig, shared: bool) -> str:
+    where = "on the trainer's GPUs" if shared else "on GPUs of their own"
+    count = f"{engine.replicas} engines" if engine.replicas > 1 else "1 engine"
+    return f"{count} of {engine.tensor} GPU(s), {where}"
+
+
+def _lines(plan: Plan) -> Iterator[str]:
+    config, needs = plan.config, plan.memory
+    model = config.model.hub_id or config.model.path or "made on the spot"
+    size = f"{plan.parameters / 1e9:.2f}" if plan.parameters > 1e8 else f"{plan.parameters / 1e9:.4f}"
+    met = f", {plan.active_parameters / 1e9:.2f} billion a token" if plan.active_parameters < plan.parameters else ""
+    yield f"{config.name}: {model}, {size} billion parameters{met}"
+    nodes = f"{plan.nodes.total} node(s) of {plan.hardware.gpus} x {plan.hardware.name}"
+    apart = f" ({plan.nodes.trainer} train, {plan.nodes.engine} roll out)" if plan.nodes.engine else ""
+    yield f"{nodes}{apart}; {layout(config.parallel)}; {_engines(config.engine, not needs.engine)}"
+    yield ""
+    for title, parts in (
+        ("GPU of a trainer rank in an update", needs.training),
+        ("the same while trees grow", needs.rollout),
+        ("GPU of an engine", needs.engine),
+        ("host memory of a trainer rank", needs.host),
+    ):
+        if parts:
+            yield from _table(f"{title}, GiB", {name: value / GIB for name, value in parts.items()})
+    title = "an update, seconds" if "prefill" not in plan.step_seconds else "a step, seconds"
+    yield from _table(title, plan.step_seconds, total=plan.seconds)
+    yield (
+        f"{plan.tokens:,.0f} tokens a step, each once; an engine decodes {plan.decode_batch:.0f} paths at a time, its "
+        f"pool holds {needs.kv_tokens:,} tokens"
+    )
+    yield f"{plan.steps} steps, {plan.gpu_hours:,.0f} GPU-hours without evaluations and checkpoints"
+    yield "fits" if plan.fits else f"does not fit: {plan.reason}"
+
+
+def _table(title: str, rows: Mapping[str, float], total: float | None = None) -> Iterator[str]:
+    yield f"{title:<42}{sum(rows.values()) if total is None else total:9.1f}"
+    for name, value in rows.items():
+        yield f"  {name.replace('_', ' '):<40}{value:9.1f}"
+    yield ""

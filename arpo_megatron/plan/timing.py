@@ -1,0 +1,216 @@
+"""Seconds of a step by phase: bytes and operations over what the hardware reaches of its peaks.
+
+The shares of the peaks are assumptions, written here once, until `arpo bench gpu` has measured them; comparisons
+between layouts depend on them less than the seconds do.
+"""
+
+import math
+from dataclasses import dataclass
+
+from arpo_megatron.actor.balance import PAIR_SLOWNESS
+from arpo_megatron.actor.flops import Work, forward_flops
+from arpo_megatron.config import JobConfig
+from arpo_megatron.plan.hardware import Hardware
+from arpo_megatron.plan.memory import engine_weights, kv_bytes, value_bytes
+from arpo_megatron.plan.parameters import active, of_stage, whole_model
+from arpo_megatron.plan.workload import Workload, cold_start_only
+from arpo_megatron.weights.shape import ModelShape
+
+PRODUCT_SHARE = 0.6
+"""Of the peak that large products reach in training; Megatron-LM reports 40 to 50 % of it for whole steps on H100."""
+FP8_SHARE = 0.4
+"""The same in FP8, casts included."""
+NARROW_SHARE = 0.5
+"""What a product keeps of that when its experts are narrow."""
+MEMORY_SHARE = 0.7
+"""Of the memory's speed that decoding reaches."""
+LINK_SHARE = 0.7
+"""Of a link's or network's speed that collectives reach."""
+DECODE_OVERHEAD_S = 0.003
+"""Of a decoding step beside its memory traffic: launches, sampling, the scheduler."""
+DECODE_REDUCTION_S = 10e-6
+"""Of an all-reduce of a decoding step among the GPUs of an engine; two a layer. What they carry takes no time."""
+TOOL_S = 2.0
+"""Of a tool call; on a path they wait for each other."""
+PUSH_OVERHEAD_S = 1.0
+"""Of a weight push: begin, commit, the probe."""
+MAIN_GRADIENT, MASTER_AND_MOMENTS = 4, 12
+
+
+@dataclass(frozen=True, slots=True)
+class Decoding:
+    """How an engine decodes.
+
+    Attributes:
+        engines: their number.
+        batch: paths that decode at once in one.
+        step_s: seconds of one step.
+    """
+
+    engines: int
+    batch: float
+    step_s: float
+
+
+def of_step(
+    config: JobConfig, shape: ModelShape, hardware: Hardware, work: Workload, kv_tokens: int
+) -> dict[str, float]:
+    """Seconds of one step by phase, with trajectories of typical length."""
+    if cold_start_only(config):
+        return _updates(config, shape, hardware, work, trees=config.sft.batch, updates=1)
+    tasks, updates = config.train.tasks_per_step, config.algorithm.minibatches
+    return {
+        **_rollout(config, shape, hardware, work, kv_tokens),
+        "old_logprobs": _passes(config, shape, hardware, work, tasks, updates, backward=False),
+        **_updates(config, shape, hardware, work, trees=tasks, updates=updates),
+        "weight_push": _push(config, shape, hardware),
+    }
+
+
+def step_seconds(config: JobConfig, phases: dict[str, float]) -> float:
+    """Of a whole step: phases one after the other, or rollouts beside training where that is allowed."""
+    rollout = sum(phases.get(name, 0.0) for name in ("prefill", "decode", "tools"))
+    rest = sum(phases.values()) - rollout
+    if config.rollout.max_staleness and config.engine.placement == "split":
+        return max(rollout, rest)
+    return rollout + rest
+
+
+def decoding(config: JobConfig, shape: ModelShape, hardware: Hardware, work: Workload, kv_tokens: int) -> Decoding:
+    """The batch is what is asked for, allowed and has room in the pool; a step reads all weights and the batch's keys.
+
+    Of a mixture, the experts that any of the batch visits are read: 1 - (1 - k/n)^batch of them.
+    """
+    engine = config.engine
+    paths = config.train.tasks_per_step * work.trajectories / engine.replicas
+    # Siblings share their beginning in the pool.
+    room = kv_tokens / max(1.0, work.unique / work.trajectories)
+    batch = max(1.0, min(paths, engine.max_running_requests, room))
+    weights = engine_weights(config, shape)
+    if shape.experts is not None:
+        visited = 1 - (1 - shape.experts.top_k / shape.experts.count) ** batch
+        whole = whole_model(shape)
+        weights *= (whole.dense + visited * whole.experts) / whole.total
+    read = weights + batch * work.depth * kv_bytes(config, shape)
+    compute = 2.0 * active(shape) * batch / engine.tensor / (hardware.bf16_flops * PRODUCT_SHARE)
+    reductions = 2 * shape.layers * DECODE_REDUCTION_S if engine.tensor > 1 else 0.0
+    seconds = max(read / (hardware.memory_speed * MEMORY_SHARE), compute) + DECODE_OVERHEAD_S + reductions
+    return Decoding(engine.replicas, batch, seconds)
+
+
+def _rollout(
+    config: JobConfig, shape: ModelShape, hardware: Hardware, work: Workload, kv_tokens: int
+) -> dict[str, float]:
+    """No step ends before its longest trajectory, which needs as many decoding steps as it has tokens."""
+    found = decoding(config, shape, hardware, work, kv_tokens)
+    tasks = config.train.tasks_per_step
+    steps = max(tasks * work.sampled / found.engines / found.batch, work.longest_sampled)
+    flops = tasks * work.prefilled * 2.0 * active(shape)
+    speed = found.engines * config.engine.tensor * hardware.bf16_flops * PRODUCT_SHARE
+    return {"prefill": flops / speed, "decode": steps * found.step_s, "tools": work.calls * TOOL_S}
+
+
+def _updates(
+    config: JobConfig, shape: ModelShape, hardware: Hardware, work: Workload, *, trees: int, updates: int
+) -> dict[str, float]:
+    return {
+        "forward_backward": _passes(config, shape, hardware, work, trees, updates, backward=True),
+        "gradient_reduction": updates * _reduction(config, shape, hardware),
+        "optimizer": updates * _optimizer(config, shape, hardware),
+    }
+
+
+def _passes(
+    config: JobConfig,
+    shape: ModelShape,
+    hardware: Hardware,
+    work: Workload,
+    trees: int,
+    updates: int,
+    *,
+    backward: bool,
+) -> float:
+    """All passes over a step's trees, of the data-parallel rank with most of them: compute and what it waits for."""
+    parallel = config.parallel
+    packing = work.packing(config.train.token_budget, nested=parallel.nested_packs)
+    own = math.ceil(trees / updates / parallel.data)
+    layers, head = forward_flops(shape, round(packing.computed), round(packing.pairs), round(packing.targets))
+    pairs = forward_flops(shape, 0, round(packing.pairs), 0)[0]
+    again, _ = forward_flops(shape, round(packing.repeated), 0, 0)
+    counted = Work(layers + (PAIR_SLOWNESS - 1) * pairs, head, again, pairs)
+    flops = counted.hardware_update(parallel.recompute) if backward else counted.layers + counted.head
+    ranks = parallel.tensor * parallel.context * parallel.pipeline
+    compute = own * flops / ranks / _speed(config, shape, hardware)
+    packs = max(1.0, own * packing.computed / config.train.token_budget)
+    bubble = 1.0 + (parallel.pipeline - 1) / (packs * parallel.virtual_pipeline)  # arXiv 2104.04473, section 2.2
+    passes = (3.0 if parallel.recompute == "full" else 2.0) if backward else 1.0
+    waits = passes * own * packing.computed * _token_traffic(config, shape, hardware)
+    return updates * (compute * bubble + waits)
+
+
+def _speed(config: JobConfig, shape: ModelShape, hardware: Hardware) -> float:
+    fp8 = config.model.fp8 != "none"
+    reached = hardware.fp8_flops * FP8_SHARE if fp8 else hardware.bf16_flops * PRODUCT_SHARE
+    if config.model.dtype == "float32":
+        reached = hardware.bf16_flops * PRODUCT_SHARE / 16  # float32 without TF32
+    return reached * (NARROW_SHARE if shape.experts is not None else 1.0)
+
+
+def _token_traffic(config: JobConfig, shape: ModelShape, hardware: Hardware) -> float:
+    """Seconds of a token's collectives in one pass through the layers of a rank's stage, none of it overlapped.
+
+    Tensor parallelism: two all-reduces of hidden states a layer and pass (arXiv 1909.08053, section 3), or as many
+    gathers and scatters; context parallelism: keys and values of the other ranks; experts: there and back.
+    """
+    parallel, value = config.parallel, value_bytes(config)
+    layers = shape.layers / parallel.pipeline
+    tokens = 1 / parallel.context
+    seconds = 0.0
+    if parallel.tensor > 1:
+        share = 2 * (parallel.tensor - 1) / parallel.tensor
+        seconds += 2 * share * shape.hidden * value * tokens / _link(parallel.tensor, hardware)
+    if parallel.context > 1:
+        keys = 2 * shape.kv_heads * shape.head_dim / parallel.tensor * value
+        seconds += keys * (1 - tokens) / _link(parallel.tensor * parallel.context, hardware)
+    if parallel.expert > 1 and shape.experts is not None:
+        away = (parallel.expert - 1) / parallel.expert
+        sent = shape.experts.top_k * shape.hidden * value * tokens / parallel.tensor
+        seconds += 2 * away * sent / _link(parallel.expert, hardware)
+    return layers * seconds
+
+
+def _link(ranks: int, hardware: Hardware) -> float:
+    """Bytes/s of a group of so many neighbouring ranks."""
+    return (hardware.link if ranks <= hardware.gpus else hardware.network) * LINK_SHARE
+
+
+def _reduction(config: JobConfig, shape: ModelShape, hardware: Hardware) -> float:
+    """Gradients in float32 scattered, weights gathered (or gradients reduced on every rank), once an update."""
+    parallel = config.parallel
+    ranks = parallel.data * parallel.context
+    if ranks == 1:
+        return 0.0
+    held = max(of_stage(shape, parallel, stage).total for stage in range(parallel.pipeline))
+    back = value_bytes(config) if parallel.distributed_optimizer else MAIN_GRADIENT
+    return held * (MAIN_GRADIENT + back) * (ranks - 1) / ranks / _link(ranks * parallel.tensor, hardware)
+
+
+def _optimizer(config: JobConfig, shape: ModelShape, hardware: Hardware) -> float:
+    """Every byte of state is read and written once, on the GPU or in host memory behind its link."""
+    parallel = config.parallel
+    ranks = parallel.data * parallel.context if parallel.distributed_optimizer else 1
+    held = max(of_stage(shape, parallel, stage).total for stage in range(parallel.pipeline)) / ranks
+    touched = held * (2 * MASTER_AND_MOMENTS + MAIN_GRADIENT + value_bytes(config))
+    offload = config.sft.optimizer.offload if cold_start_only(config) else config.optimizer.offload
+    if not offload:
+        return touched / (hardware.memory_speed * MEMORY_SHARE)
+    travels = held * (MAIN_GRADIENT + value_bytes(config)) / hardware.host_link
+    return travels + touched / (hardware.host_memory_speed / hardware.gpus * MEMORY_SHARE)
+
+
+def _push(config: JobConfig, shape: ModelShape, hardware: Hardware) -> float:
+    """Gathered on the first rank while the bucket before travels to the engines: the slower of both."""
+    size = whole_model(shape).total * value_bytes(config)
+    spread = config.parallel.world_size > hardware.gpus or config.engine.placement == "split"
+    slowest = hardware.network if spread else hardware.link
+    return PUSH_OVERHEAD_S + size / (slowest * LINK_SHARE)

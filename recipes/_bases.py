@@ -1,0 +1,101 @@
+"""What recipes for real models have in common: hyper-parameters of ARPO (arXiv 2507.19849) and of its released code.
+
+A recipe states what differs from one of these. `RECIPE+variant` lays a variant over it: a layout for so many nodes,
+FP8, or a comparison arm.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+from arpo_megatron.config import (
+    AlgorithmConfig,
+    DataConfig,
+    EngineConfig,
+    EvalConfig,
+    JobConfig,
+    ModelConfig,
+    MonitorConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RolloutConfig,
+    SandboxConfig,
+    SftConfig,
+    TrainConfig,
+)
+from recipes._layouts import Variant
+
+ARMS: dict[str, Variant] = {
+    "grpo": {"algorithm.name": "grpo"},
+    "random": {"algorithm.name": "random"},
+    "arpo_reference": {"algorithm.name": "arpo_reference"},
+}
+"""Comparison arms with the same samples. DAPO and REINFORCE++ will follow when their rewards and advantages exist."""
+
+
+def _cluster(name: str) -> JobConfig:
+    """What all jobs on GPUs share, the released code's values where it has them."""
+    return JobConfig(
+        name=name,
+        model=ModelConfig(hub_id="to be named"),
+        parallel=ParallelConfig(distributed_optimizer=True),
+        algorithm=AlgorithmConfig(minibatches=8),
+        engine=EngineConfig(max_running_requests=256, startup_timeout_s=1800.0),
+        sandbox=SandboxConfig(preload=("numpy", "sympy")),
+        train=TrainConfig(save_every=5),
+        monitor=MonitorConfig(peak_tflops=989.0),
+    )
+
+
+def reasoning() -> JobConfig:
+    """Mathematics and knowledge with python and search: 10,000 questions, 2 epochs of 128 x 16 trajectories a step."""
+    job = _cluster("reasoning")
+    return replace(
+        job,
+        model=replace(job.model, max_length=1536 + 4096),
+        data=DataConfig(kind="arpo_parquet", path=Path("train_10k.parquet"), max_prompt_tokens=1536),
+        rollout=RolloutConfig(max_tool_calls=3, max_response_tokens=4096),
+        train=replace(job.train, steps=2 * 9800 // 128, tasks_per_step=128),
+        evaluation=EvalConfig(temperature=0.6),
+    )
+
+
+def deep_search() -> JobConfig:
+    """Web research: 1,000 questions, 5 epochs of 128 x 16 trajectories a step, six calls each."""
+    job = _cluster("deep_search")
+    return replace(
+        job,
+        model=replace(job.model, max_length=2000 + 10000),
+        data=DataConfig(kind="arpo_parquet", path=Path("hard_search_1k.parquet"), max_prompt_tokens=2000, held_out=100),
+        rollout=RolloutConfig(max_tool_calls=6, max_response_tokens=10000, max_tool_tokens=2560),
+        sandbox=replace(job.sandbox, search_results=10),
+        train=replace(job.train, steps=5 * 900 // 128, tasks_per_step=128),
+        evaluation=EvalConfig(tasks=100, temperature=0.6),
+    )
+
+
+def deep_search_large() -> JobConfig:
+    """Deep search as the 14B model was trained: 64 x 12 trajectories a step, shorter responses."""
+    job = deep_search()
+    return replace(
+        job,
+        model=replace(job.model, max_length=2000 + 6192),
+        algorithm=replace(job.algorithm, samples=12, initial=6),
+        rollout=replace(job.rollout, max_response_tokens=6192),
+        train=replace(job.train, steps=5 * 900 // 64, tasks_per_step=64),
+    )
+
+
+def cold_start() -> JobConfig:
+    """Supervised training on conversations: 3 epochs of 54,000 in batches of 64, cosine from 7e-6, 15,000 tokens."""
+    job = _cluster("cold_start")
+    return replace(
+        job,
+        model=replace(job.model, max_length=15000),
+        sft=SftConfig(
+            steps=3 * 54000 // 64,
+            data=Path("arpo_sft_54k.jsonl"),
+            held_out=0.01,
+            batch=64,
+            optimizer=OptimizerConfig(lr=7e-6, schedule="cosine", warmup_fraction=0.1),
+        ),
+    )

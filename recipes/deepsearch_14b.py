@@ -1,0 +1,33 @@
+"""Qwen3 14B learns deep search: the paper's largest run.
+
+    arpo train deepsearch_14b model.path=DIR data.path=hard_search_1k.parquet
+
+Model: Qwen/Qwen3-14B. Data: dongguanting/ARPO-RL-DeepSearch-1K.
+"""
+
+from dataclasses import replace
+
+from arpo_megatron.config import JobConfig
+from recipes._bases import ARMS
+from recipes._bases import deep_search_large as base
+from recipes._layouts import FP8, Layout, Variant, asynchronous, variants
+
+LAYOUTS = {
+    "1node": Layout(tensor=8, data=1, engine=4, memory_fraction=0.35),
+    "2nodes": Layout(tensor=4, data=4, engine=4, memory_fraction=0.35),
+    "4nodes": Layout(tensor=4, data=8, engine=4, memory_fraction=0.4),
+    "16nodes": Layout(tensor=4, data=32, engine=4, memory_fraction=0.45),
+    "h200": Layout(tensor=4, data=2, engine=4, memory_fraction=0.5),
+}
+VARIANTS: dict[str, Variant] = {
+    **variants(LAYOUTS),
+    "split": asynchronous(LAYOUTS["2nodes"]),
+    **ARMS,
+    "fp8": FP8,
+}
+
+
+def recipe() -> JobConfig:
+    """64 questions with 12 trajectories each, on two nodes."""
+    job = base()
+    return LAYOUTS["2nodes"].of(replace(job, name="deepsearch_14b", model=replace(job.model, hub_id="Qwen/Qwen3-14B")))

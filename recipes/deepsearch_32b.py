@@ -1,0 +1,32 @@
+"""Qwen3 32B learns deep search, with the hyper-parameters of the 14B run (none are published for this size).
+
+    arpo train deepsearch_32b model.path=DIR data.path=hard_search_1k.parquet
+
+Model: Qwen/Qwen3-32B. Data: dongguanting/ARPO-RL-DeepSearch-1K.
+"""
+
+from dataclasses import replace
+
+from arpo_megatron.config import JobConfig
+from recipes._bases import ARMS
+from recipes._bases import deep_search_large as base
+from recipes._layouts import FP8, Layout, Variant, asynchronous, variants
+
+LAYOUTS = {
+    "2nodes": Layout(tensor=8, data=2, engine=8, memory_fraction=0.45, offload=True),
+    "4nodes": Layout(tensor=8, data=4, engine=8, memory_fraction=0.3),
+    "16nodes": Layout(tensor=8, data=16, engine=8, memory_fraction=0.45),
+    "h200": Layout(tensor=8, data=2, engine=4, memory_fraction=0.45),
+}
+VARIANTS: dict[str, Variant] = {
+    **variants(LAYOUTS),
+    "split": asynchronous(LAYOUTS["2nodes"]),
+    **ARMS,
+    "fp8": FP8,
+}
+
+
+def recipe() -> JobConfig:
+    """64 questions with 12 trajectories each, on four nodes."""
+    job = base()
+    return LAYOUTS["4nodes"].of(replace(job, name="deepsearch_32b", model=replace(job.model, hub_id="Qwen/Qwen3-32B")))

@@ -1,0 +1,32 @@
+"""Qwen3 8B learns deep search: six calls and 10,000 tokens a trajectory.
+
+    arpo train deepsearch_8b model.path=DIR data.path=hard_search_1k.parquet
+
+Model: Qwen/Qwen3-8B. Data: dongguanting/ARPO-RL-DeepSearch-1K.
+"""
+
+from dataclasses import replace
+
+from arpo_megatron.config import JobConfig
+from recipes._bases import ARMS
+from recipes._bases import deep_search as base
+from recipes._layouts import FP8, Layout, Variant, asynchronous, variants
+
+LAYOUTS = {
+    "1node": Layout(tensor=4, data=2, engine=4, memory_fraction=0.45),
+    "2nodes": Layout(tensor=4, data=4, engine=4, memory_fraction=0.5),
+    "4nodes": Layout(tensor=4, data=8, engine=4, memory_fraction=0.5),
+    "h200": Layout(tensor=2, data=4, engine=2, memory_fraction=0.55),
+}
+VARIANTS: dict[str, Variant] = {
+    **variants(LAYOUTS),
+    "split": asynchronous(LAYOUTS["2nodes"]),
+    **ARMS,
+    "fp8": FP8,
+}
+
+
+def recipe() -> JobConfig:
+    """128 questions with 16 trajectories each, on one node."""
+    job = base()
+    return LAYOUTS["1node"].of(replace(job, name="deepsearch_8b", model=replace(job.model, hub_id="Qwen/Qwen3-8B")))

@@ -1,0 +1,40 @@
+"""Qwen3 30B-A3B, 8 of 128 experts a token, learns deep search with the hyper-parameters of the 14B run.
+
+    arpo train moe_30b_a3b model.path=DIR data.path=hard_search_1k.parquet
+
+In training each token goes to the experts to which the engine had sent it (arXiv 2510.11370).
+Model: Qwen/Qwen3-30B-A3B. Data: dongguanting/ARPO-RL-DeepSearch-1K.
+"""
+
+from dataclasses import replace
+
+from arpo_megatron.config import JobConfig
+from recipes._bases import ARMS
+from recipes._bases import deep_search_large as base
+from recipes._layouts import FP8, Layout, Variant, asynchronous, variants
+
+LAYOUTS = {
+    "2nodes": Layout(tensor=4, data=4, expert=8, engine=4, memory_fraction=0.45, offload=True),
+    "4nodes": Layout(tensor=4, data=8, expert=8, engine=4, memory_fraction=0.35),
+    "16nodes": Layout(tensor=4, data=32, expert=8, engine=4, memory_fraction=0.45),
+    "h200": Layout(tensor=4, data=4, expert=8, engine=4, memory_fraction=0.4),
+}
+VARIANTS: dict[str, Variant] = {
+    **variants(LAYOUTS),
+    "split": asynchronous(LAYOUTS["2nodes"]),
+    **ARMS,
+    "fp8": FP8,
+}
+
+
+def recipe() -> JobConfig:
+    """64 questions with 12 trajectories each, on four nodes."""
+    job = base()
+    return LAYOUTS["4nodes"].of(
+        replace(
+            job,
+            name="moe_30b_a3b",
+            model=replace(job.model, hub_id="Qwen/Qwen3-30B-A3B"),
+            algorithm=replace(job.algorithm, router_replay="rollout"),
+        )
+    )

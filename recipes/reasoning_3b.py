@@ -1,0 +1,28 @@
+"""Qwen2.5 3B learns to reason with python and search.
+
+    arpo train reasoning_3b model.path=DIR data.path=train_10k.parquet
+
+Model: Qwen/Qwen2.5-3B-Instruct, after a cold start like sft_7b. Data: dongguanting/ARPO-RL-Reasoning-10K.
+"""
+
+from dataclasses import replace
+
+from arpo_megatron.config import JobConfig
+from recipes._bases import ARMS
+from recipes._bases import reasoning as base
+from recipes._layouts import FP8, Layout, Variant, variants
+
+LAYOUTS = {
+    "1node": Layout(data=8, memory_fraction=0.5),
+    "2nodes": Layout(data=16, memory_fraction=0.5),
+    "h200": Layout(data=8, memory_fraction=0.6),
+}
+VARIANTS: dict[str, Variant] = {**variants(LAYOUTS), **ARMS, "fp8": FP8}
+
+
+def recipe() -> JobConfig:
+    """The 7B hyper-parameters, as in the paper's table 1."""
+    job = base()
+    return LAYOUTS["1node"].of(
+        replace(job, name="reasoning_3b", model=replace(job.model, hub_id="Qwen/Qwen2.5-3B-Instruct"))
+    )

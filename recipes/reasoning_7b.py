@@ -1,0 +1,29 @@
+"""Qwen2.5 7B learns to reason with python and search: the paper's main reasoning run.
+
+    arpo train reasoning_7b model.path=DIR data.path=train_10k.parquet
+
+Model: Qwen/Qwen2.5-7B-Instruct, after its cold start (sft_7b). Data: dongguanting/ARPO-RL-Reasoning-10K.
+"""
+
+from dataclasses import replace
+
+from arpo_megatron.config import JobConfig
+from recipes._bases import ARMS
+from recipes._bases import reasoning as base
+from recipes._layouts import FP8, Layout, Variant, variants
+
+LAYOUTS = {
+    "1node": Layout(tensor=2, data=4, engine=2, memory_fraction=0.35),
+    "2nodes": Layout(tensor=2, data=8, engine=2, memory_fraction=0.4),
+    "4nodes": Layout(tensor=2, data=16, engine=2, memory_fraction=0.4),
+    "h200": Layout(tensor=2, data=4, engine=2, memory_fraction=0.5),
+}
+VARIANTS: dict[str, Variant] = {**variants(LAYOUTS), **ARMS, "fp8": FP8}
+
+
+def recipe() -> JobConfig:
+    """16 trajectories a question, 8 of them from the prompt, on one node."""
+    job = base()
+    return LAYOUTS["1node"].of(
+        replace(job, name="reasoning_7b", model=replace(job.model, hub_id="Qwen/Qwen2.5-7B-Instruct"))
+    )

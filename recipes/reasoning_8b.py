@@ -1,0 +1,29 @@
+"""Llama 3.1 8B learns to reason with python and search.
+
+    arpo train reasoning_8b model.path=DIR data.path=train_10k.parquet
+
+Model: meta-llama/Llama-3.1-8B-Instruct, after a cold start like sft_7b. Data: dongguanting/ARPO-RL-Reasoning-10K.
+"""
+
+from dataclasses import replace
+
+from arpo_megatron.config import JobConfig
+from recipes._bases import ARMS
+from recipes._bases import reasoning as base
+from recipes._layouts import FP8, Layout, Variant, variants
+
+LAYOUTS = {
+    "1node": Layout(tensor=2, data=4, engine=2, memory_fraction=0.35),
+    "2nodes": Layout(tensor=2, data=8, engine=2, memory_fraction=0.4),
+    "4nodes": Layout(tensor=2, data=16, engine=4, memory_fraction=0.45),
+    "h200": Layout(tensor=2, data=4, engine=2, memory_fraction=0.5),
+}
+VARIANTS: dict[str, Variant] = {**variants(LAYOUTS), **ARMS, "fp8": FP8}
+
+
+def recipe() -> JobConfig:
+    """The 7B hyper-parameters, as in the paper's table 1."""
+    job = base()
+    return LAYOUTS["1node"].of(
+        replace(job, name="reasoning_8b", model=replace(job.model, hub_id="meta-llama/Llama-3.1-8B-Instruct"))
+    )

@@ -1,0 +1,26 @@
+"""Cold start of Qwen2.5 7B on tool-using conversations, before reasoning_7b.
+
+    arpo sft sft_7b model.path=DIR sft.data=FILE.jsonl
+
+Model: Qwen/Qwen2.5-7B-Instruct. Data: rows with `messages`, such as dongguanting/ARPO-SFT-54K.
+"""
+
+from dataclasses import replace
+
+from arpo_megatron.config import JobConfig
+from recipes._bases import cold_start as base
+from recipes._layouts import FP8, Layout, Variant, variants
+
+LAYOUTS = {
+    "1node": Layout(tensor=2, data=4),
+    "2nodes": Layout(tensor=2, data=8),
+    "4nodes": Layout(tensor=2, data=16),
+    "h200": Layout(data=8),
+}
+VARIANTS: dict[str, Variant] = {**variants(LAYOUTS), "fp8": FP8}
+
+
+def recipe() -> JobConfig:
+    """Three epochs on one node."""
+    job = base()
+    return LAYOUTS["1node"].of(replace(job, name="sft_7b", model=replace(job.model, hub_id="Qwen/Qwen2.5-7B-Instruct")))

@@ -1,0 +1,187 @@
+"""Script of test_memory.py: what one rank of several layouts holds, measured; prints one JSON object.
+
+Arguments: how many ranks. Groups have torch's `fake` backend: collectives return at once with whatever is in the
+buffers, everything else of the trainer is real. So one process holds exactly what a rank among others would hold.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from torch.profiler import ProfilerActivity, profile
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from arpo_megatron.actor import parallel, platform
+from arpo_megatron.actor.actor import Actor
+from arpo_megatron.actor.attention import plan_attention
+from arpo_megatron.actor.microbatch import MicroBatches, Place
+from arpo_megatron.actor.model import build_chunks
+from arpo_megatron.actor.optimizer_state import inner_optimizers
+from arpo_megatron.actor.packing import TreePack, pack_trees
+from arpo_megatron.algorithms.credit import supervised_credit
+from arpo_megatron.bench.mixes import Mix
+from arpo_megatron.config import JobConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from arpo_megatron.plan.activations import LocalCalls, Tokens, pass_bytes
+from arpo_megatron.plan.memory import static_parts
+from arpo_megatron.plan.parameters import of_stage
+from arpo_megatron.weights.known_shapes import KNOWN_SHAPES
+from arpo_megatron.weights.shape import ExpertShape, ModelShape
+
+QWEN3 = ModelShape(
+    family="qwen3",
+    layers=4,
+    hidden=128,
+    heads=8,
+    kv_heads=4,
+    head_dim=16,
+    ffn=384,
+    vocabulary=512,
+    rope_theta=10000.0,
+    norm_eps=1e-6,
+    tied=False,
+    qkv_bias=False,
+    qk_norm=True,
+    max_positions=4096,
+)
+QWEN2 = replace(QWEN3, family="qwen2", tied=True, qkv_bias=True, qk_norm=False)
+MIXTURE = replace(QWEN3, family="qwen3_moe", ffn=96, experts=ExpertShape(8, 2, True, 0.001))
+SEQUENCE = {"tensor": 2, "sequence": True}
+
+REAL = [
+    ("Qwen/Qwen3-14B", ParallelConfig(tensor=4, pipeline=2, data=2)),
+    ("Qwen/Qwen3-14B", ParallelConfig(**SEQUENCE, pipeline=4, virtual_pipeline=2, data=2)),
+    ("Qwen/Qwen3-32B", ParallelConfig(tensor=8, data=2)),
+    ("Qwen/Qwen3-30B-A3B", ParallelConfig(tensor=4, sequence=True, data=4, expert=8)),
+    ("Qwen/Qwen3-30B-A3B", ParallelConfig(tensor=4, sequence=True, pipeline=4)),
+    ("Qwen/Qwen2.5-3B-Instruct", ParallelConfig(tensor=2, pipeline=2, data=4)),
+    ("Qwen/Qwen2.5-3B-Instruct", ParallelConfig(tensor=2, data=8)),
+]
+"""Of 16 ranks, on the meta device."""
+HELD = [
+    (QWEN3, "float32", ParallelConfig(data=4)),
+    (QWEN3, "bfloat16", ParallelConfig(data=4)),
+    (QWEN3, "float32", ParallelConfig(data=4, distributed_optimizer=True)),
+    (QWEN2, "bfloat16", ParallelConfig(**SEQUENCE, data=2, distributed_optimizer=True)),
+    (QWEN2, "bfloat16", ParallelConfig(pipeline=2, data=2, distributed_optimizer=True)),
+    (QWEN3, "bfloat16", ParallelConfig(context=2, data=2, distributed_optimizer=True)),
+    (MIXTURE, "bfloat16", ParallelConfig(expert=2, data=4, distributed_optimizer=True)),
+]
+"""Of 4 ranks, in memory."""
+PASSES = [
+    (QWEN3, "float32", ParallelConfig(data=4)),
+    (QWEN3, "bfloat16", ParallelConfig(data=4)),
+    (QWEN3, "bfloat16", ParallelConfig(data=4, recompute="full")),
+    (QWEN3, "bfloat16", ParallelConfig(data=4, recompute="selective")),
+    (QWEN2, "float32", ParallelConfig(tensor=2, data=2)),
+    (QWEN2, "bfloat16", ParallelConfig(**SEQUENCE, data=2)),
+    (QWEN3, "float32", ParallelConfig(**SEQUENCE, data=2, recompute="full")),
+]
+
+
+@contextmanager
+def laid_out(layout: ParallelConfig, rank: int) -> Iterator[None]:
+    """As rank `rank` of the layout's."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(layout.world_size))
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world_size)
+    parallel.lay_out(layout)
+    tensor_parallel.model_parallel_cuda_manual_seed(1, force_reset_rng=True)
+    try:
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def counted() -> Iterator[dict[str, object]]:
+    """Parameters of the first and the last pipeline stage."""
+    for name, layout in REAL:
+        for stage, rank in ((0, 0), (layout.pipeline - 1, layout.world_size - 1)):
+            with laid_out(layout, rank), torch.device("meta"):
+                chunks = build_chunks(KNOWN_SHAPES[name], layout, "bfloat16", initialize=False)
+                found = sum(parameter.numel() for chunk in chunks for parameter in chunk.parameters())
+            yield {
+                "of": f"{name} stage {stage}",
+                "measured": found,
+                "planned": of_stage(KNOWN_SHAPES[name], layout, stage).total,
+            }
+
+
+def held() -> Iterator[dict[str, object]]:
+    """Bytes of weights, gradient buffers and optimizer state of rank 0."""
+    for shape, dtype, layout in HELD:
+        config = JobConfig(name="test", model=ModelConfig(hub_id="not read", dtype=dtype), parallel=layout)
+        with laid_out(layout, 0):
+            actor = Actor(config, shape, None, optimizer=OptimizerConfig(), total_updates=2)
+            buffers = [b for w in actor._wrapped for b in (*w.buffers, *w.expert_parallel_buffers)]
+            states = [state for inner in inner_optimizers(actor.optimizer) for state in inner.state.values()]
+            parameters = [p for chunk in actor.chunks for p in chunk.parameters()]
+            masters = [
+                p
+                for inner in inner_optimizers(actor.optimizer)
+                for group in inner.param_groups
+                for p in group["params"]
+                if p.dtype != parameters[0].dtype
+            ]
+            measured = {
+                "weights": sum(p.nbytes for p in parameters),
+                "gradients": sum(buffer.grad_data.nbytes for buffer in buffers),
+                "optimizer": sum(value.nbytes for state in states for value in state.values() if value.dim())
+                + sum(master.nbytes for master in masters),
+            }
+        planned = static_parts(config, shape, 0)
+        for name, size in measured.items():
+            yield {"of": f"{name} {shape.family} {dtype} {layout}", "measured": size, "planned": planned[name]}
+
+
+def kept() -> Iterator[dict[str, object]]:
+    """Bytes that a forward pass leaves behind on a rank."""
+    tree = Mix(samples=4, initial=2, calls=2, prompt=64, segment=(100, 100), result=(60, 60)).tree(0, 500)
+    (pack,) = pack_trees([tree], supervised_credit([tree]), token_budget=10**6)
+    for shape, dtype, layout in PASSES:
+        with laid_out(layout, 0):
+            measured = after_forward(shape, dtype, layout, pack)
+        planned = pass_bytes(
+            shape,
+            layout,
+            Tokens(len(pack), len(pack)),
+            len(pack.predictors),
+            value=4 if dtype == "float32" else 2,
+            last=True,
+            calls=LocalCalls.of(plan_attention(pack.subtree_end)),
+        )
+        yield {"of": f"activations {shape.family} {dtype} {layout}", "measured": measured, "planned": planned}
+
+
+def after_forward(shape: ModelShape, dtype: str, layout: ParallelConfig, pack: TreePack) -> int:
+    """Bytes that the allocator counts."""
+    (chunk,) = build_chunks(shape, layout, dtype)
+    place = Place(0, 1, layout.tensor if layout.sequence else 1)
+    with MicroBatches([pack], None, place) as batches:
+        batch = batches.make(0)
+        chunk(*batch.inputs, 1.0)  # whatever is made once
+        return grown(lambda: chunk(*batch.inputs, 1.0))
+
+
+def grown(work: Callable[[], object]) -> int:
+    """Bytes allocated and not freed while the result of `work` lives."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        kept_alive = work()
+    events = profiler.profiler.kineto_results.events()
+    del kept_alive
+    return sum(event.nbytes() for event in events if event.name() == "[memory]")
+
+
+if __name__ == "__main__":
+    parallel.quiet()
+    platform.install()
+    torch.set_num_threads(1)
+    new_group = dist.new_group
+    dist.new_group = lambda *ranks, **options: new_group(*ranks, **{**options, "backend": "fake"})
+    parts = {"counted": counted, "held": held, "kept": kept}
+    print(json.dumps({name: list(parts[name]()) for name in sys.argv[1:]}))

@@ -1,0 +1,107 @@
+"""What the planner counts is what a rank holds: parameters exactly, bytes within a tenth."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+from arpo_megatron.actor.flex_attention import padded_length as padded_by_attention
+from arpo_megatron.actor.logprobs import CHUNK_ELEMENTS
+from arpo_megatron.plan.activations import padded_length
+from arpo_megatron.plan.memory import LOGITS
+from arpo_megatron.plan.parameters import whole_model
+from arpo_megatron.weights.known_shapes import KNOWN_SHAPES
+from arpo_megatron.weights.shape import ModelShape
+
+CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config, "qwen3_moe": Qwen3MoeConfig}
+
+
+def transformers_config(shape: ModelShape) -> PreTrainedConfig:
+    experts = {}
+    if shape.experts is not None:
+        experts = {"num_experts": shape.experts.count, "moe_intermediate_size": shape.ffn}
+    return CONFIGS[shape.family](
+        hidden_size=shape.hidden,
+        intermediate_size=shape.ffn,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        vocab_size=shape.vocabulary,
+        tie_word_embeddings=shape.tied,
+        **experts,
+    )
+
+
+@pytest.mark.parametrize("name", KNOWN_SHAPES)
+def test_a_model_has_as_many_parameters_as_transformers_builds(name: str) -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(transformers_config(KNOWN_SHAPES[name]))
+    assert whole_model(KNOWN_SHAPES[name]).total == sum(parameter.numel() for parameter in model.parameters())
+
+
+PUBLISHED = {
+    "Qwen/Qwen2.5-7B-Instruct": 7_615_616_512,
+    "Qwen/Qwen3-14B": 14_768_307_200,
+    "Qwen/Qwen3-32B": 32_762_123_264,
+    "Qwen/Qwen3-30B-A3B": 30_532_122_624,
+}
+"""What the models' pages on Hugging Face say."""
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_and_as_many_as_its_page_says(name: str) -> None:
+    assert whole_model(KNOWN_SHAPES[name]).total == PUBLISHED[name]
+
+
+@pytest.fixture(scope="module")
+def measured() -> dict[str, list[dict[str, float]]]:
+    """From ranks of many layouts, one after the other in one process."""
+    script = Path(__file__).with_name("rank_memory.py")
+    done = subprocess.run(
+        [sys.executable, script, "counted", "held", "kept"],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, list[dict[str, float]]] = json.loads(done.stdout)
+    return found
+
+
+def test_a_rank_has_as_many_parameters_as_megatron_builds(measured: dict[str, list[dict[str, float]]]) -> None:
+    assert len(measured["counted"]) == 14
+    for row in measured["counted"]:
+        assert row["planned"] == row["measured"], row["of"]
+
+
+def test_weights_gradients_and_optimizer_take_the_bytes_that_are_planned(
+    measured: dict[str, list[dict[str, float]]],
+) -> None:
+    assert len(measured["held"]) == 21
+    for row in measured["held"]:
+        assert row["planned"] == pytest.approx(row["measured"], rel=0.001), row["of"]
+
+
+def test_a_forward_pass_keeps_the_bytes_that_are_planned(measured: dict[str, list[dict[str, float]]]) -> None:
+    assert len(measured["kept"]) == 7
+    for row in measured["kept"]:
+        assert row["planned"] == pytest.approx(row["measured"], rel=0.1), row["of"]
+
+
+def test_constants_of_the_trainer_are_the_trainers() -> None:
+    assert LOGITS == CHUNK_ELEMENTS
+    assert [padded_length(n) for n in range(1, 5000, 7)] == [padded_by_attention(n) for n in range(1, 5000, 7)]

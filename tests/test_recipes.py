@@ -1,0 +1,151 @@
+"""Recipes state what the paper trained with, and `arpo show` says where every value comes from."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from arpo_megatron import resolve
+from arpo_megatron.config import JobConfig
+from arpo_megatron.errors import UserError
+from arpo_megatron.preparation import check_inputs
+from arpo_megatron.show import render, sources
+from arpo_megatron.weights.known_shapes import KNOWN_SHAPES, shape_of
+
+
+def value(job: JobConfig, key: str) -> object:
+    found: object = job
+    for part in key.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def test_every_recipe_of_the_project_is_there() -> None:
+    wanted = "quickstart sft_7b reasoning_3b reasoning_7b reasoning_8b deepsearch_8b deepsearch_14b deepsearch_32b"
+    assert {*wanted.split(), "moe_30b_a3b"} <= set(resolve.recipe_names())
+    assert not [name for name in resolve.recipe_names() if name.startswith("_")]
+
+
+RELEASED = {
+    "reasoning_7b": ((16, 8, 2), 128, 16, (1536, 4096), 3),
+    "deepsearch_8b": ((16, 8, 2), 128, 16, (2000, 10000), 6),
+    "deepsearch_14b": ((12, 6, 2), 64, 8, (2000, 6192), 6),
+}
+"""Of the authors' scripts: samples, initial and beam; prompts a step and an update; prompt and response; calls."""
+
+
+@pytest.mark.parametrize("recipe", RELEASED)
+def test_a_recipe_has_the_hyper_parameters_of_the_released_scripts(recipe: str) -> None:
+    job = resolve.resolve(recipe)
+    forks, prompts, minibatch, (prompt, response), calls = RELEASED[recipe]
+    algorithm = job.algorithm
+    assert (algorithm.samples, algorithm.initial, algorithm.beam) == forks
+    assert (algorithm.branch_probability, algorithm.entropy_weight) == (0.5, 0.2)
+    assert (job.train.tasks_per_step, job.train.tasks_per_step // algorithm.minibatches) == (prompts, minibatch)
+    assert (job.data.max_prompt_tokens, job.rollout.max_response_tokens) == (prompt, response)
+    assert job.model.max_length == prompt + response
+    assert (job.rollout.max_tool_calls, job.rollout.temperature, job.rollout.top_p) == (calls, 1.0, 1.0)
+    assert (job.optimizer.lr, job.optimizer.schedule, job.optimizer.weight_decay) == (1e-6, "constant", 0.01)
+    assert (algorithm.clip_low, algorithm.clip_high, algorithm.dual_clip) == (0.2, 0.2, 3.0)
+    assert (algorithm.kl_coefficient, algorithm.entropy_coefficient, algorithm.aggregation) == (0.0, 0.0, "token-mean")
+
+
+def test_the_cold_start_has_those_of_the_paper() -> None:
+    job = resolve.resolve("sft_7b")
+    optimizer = job.sft.optimizer
+    assert (optimizer.lr, optimizer.schedule, optimizer.warmup_fraction) == (7e-6, "cosine", 0.1)
+    assert (job.model.max_length, job.sft.steps * job.sft.batch) == (15000, pytest.approx(3 * 54000, rel=0.001))
+
+
+@pytest.mark.parametrize("recipe", resolve.recipe_names())
+def test_every_variant_of_a_recipe_resolves_and_changes_what_it_names(recipe: str) -> None:
+    for variant in resolve.variant_names(recipe):
+        layers = resolve.layers(f"{recipe}+{variant}")
+        job = resolve.resolve(f"{recipe}+{variant}")
+        said = {key for key, source in sources(layers).items() if source == f"variant {variant}"}
+        assert said, variant
+        for layer in layers:
+            if layer.source == f"variant {variant}":
+                ((section, keys),) = layer.values.items()
+                ((key, expected),) = keys.items()
+                assert value(job, f"{section}.{key}") == expected
+
+
+def test_a_later_variant_wins_and_a_word_wins_over_all() -> None:
+    assert resolve.resolve("deepsearch_14b+4nodes+2nodes").parallel.data == 4
+    assert resolve.resolve("deepsearch_14b+4nodes", words=["parallel.data=2", "engine.replicas=2"]).parallel.data == 2
+
+
+@pytest.mark.parametrize(
+    ("recipe", "line"),
+    [
+        ("deepsearch_14b+4node", "unknown variant '4node' of deepsearch_14b; did you mean 4nodes?"),
+        ("quickstart+fp8", "unknown variant 'fp8' of quickstart, which has none"),
+        ("deepsearch_15b+fp8", "unknown recipe 'deepsearch_15b'; did you mean deepsearch_14b?"),
+        ("_bases", "unknown recipe '_bases'"),
+    ],
+)
+def test_a_misspelt_recipe_or_variant_is_one_line(recipe: str, line: str) -> None:
+    with pytest.raises(UserError) as error:
+        resolve.resolve(recipe)
+    assert line in str(error.value)
+
+
+def test_show_names_the_source_of_each_value(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("train: {steps: 7}\n")
+    text = render("deepsearch_14b+fp8", file=file, words=["optimizer.lr=2e-6", "rollout.top_p=1.0"])
+    lines = {line.split(":")[0].strip(): line for line in text.splitlines() if "#" in line}
+    for key, source in (
+        ("tasks_per_step", "base deep_search_large"),
+        ("hub_id", "recipe deepsearch_14b"),
+        ("fp8", "variant fp8"),
+        ("steps", f"file {file}"),
+        ("lr", "word"),
+        ("top_p", "word"),  # what a user wrote is said, though it is the default
+    ):
+        assert lines[key].endswith(f"# {source}"), lines[key]
+    assert "clip_grad: 1.0\n" in text, "defaults are not marked"
+
+
+def test_what_show_prints_is_a_config_file_of_the_same_job(tmp_path: Path) -> None:
+    file = tmp_path / "shown.yaml"
+    file.write_text(render("moe_30b_a3b+2nodes"))
+    assert resolve.load(file) == resolve.resolve("moe_30b_a3b+2nodes")
+
+
+def test_show_has_every_key() -> None:
+    text = render("quickstart")
+    for section in dataclasses.fields(JobConfig):
+        assert f"{section.name}:" in text
+
+
+def test_a_job_without_its_weights_is_told_what_to_fetch() -> None:
+    with pytest.raises(UserError, match=r"fetch Qwen/Qwen3-14B .*--local-dir DIR"):
+        check_inputs(resolve.resolve("deepsearch_14b"))
+
+
+def test_other_weights_than_the_recipe_is_for_are_refused(tmp_path: Path) -> None:
+    shape = KNOWN_SHAPES["Qwen/Qwen3-8B"]
+    config = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.ffn,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "vocab_size": shape.vocabulary,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=r"layers 36, but Qwen/Qwen3-14B has 40.*give model.hub_id=null too"):
+        check_inputs(resolve.resolve("deepsearch_14b", words=[f"model.path={tmp_path}"]))
+    model = resolve.resolve("deepsearch_14b", words=[f"model.path={tmp_path}", "model.hub_id=null"]).model
+    assert shape_of(model).layers == 36
+
+
+def test_an_unknown_model_without_files_cannot_be_planned() -> None:
+    with pytest.raises(UserError, match="sizes are not known without its files"):
+        shape_of(resolve.resolve("deepsearch_14b", words=["model.hub_id=some/model"]).model)
