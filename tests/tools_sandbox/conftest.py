@@ -70,6 +70,12 @@ class Service:
     def stderr(self) -> str:
         return self._log.read_text()
 
+    def zygote(self) -> psutil.Process:
+        """The process that python calls are forked from."""
+        children = psutil.Process(self.process.pid).children()
+        (zygote,) = (child for child in children if "python_tool.zygote" in " ".join(child.cmdline()))
+        return zygote
+
     def family(self) -> list[psutil.Process]:
         """The service and all its descendants."""
         me = psutil.Process(self.process.pid)

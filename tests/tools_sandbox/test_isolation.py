@@ -142,11 +142,11 @@ def test_a_service_that_cannot_reach_its_level_says_so_in_one_line(level: str) -
 def test_no_control_group_stays_behind(start_service: Any, number: signal.Signals) -> None:
     service = start_service({"python": {"isolation": "full"}})
     with SandboxClient(service.url) as client:
-        first = service.family()[1].pid
+        first = service.zygote().pid
         assert groups_of(first)
         os.kill(first, signal.SIGKILL)  # its successor cleans up behind it
         assert client.call("python", {"code": "1"}).text == "1"
-    zygote = service.family()[1].pid
+    zygote = service.zygote().pid
     assert groups_of(zygote)
     assert not groups_of(first)
     service.process.send_signal(number)

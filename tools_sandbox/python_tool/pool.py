@@ -27,6 +27,9 @@ _SEND_TIMEOUT_S = 2.0
 _OVERTIME_S = 10.0
 """A supervisor keeps its call's time itself; one that is this late is broken."""
 
+_ONE_THREAD = {"JE_ARROW_MALLOC_CONF": "background_thread:false"}
+"""pandas loads pyarrow where it is installed, which would start a thread that no forked process has."""
+
 # -I keeps the working directory and PYTHON* variables out; the package's folder leaves the path before any call.
 _BOOT = """
 import json, sys
@@ -101,7 +104,7 @@ class PythonPool:
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                env=dict.fromkeys(THREAD_VARIABLES, "1"),
+                env={**dict.fromkeys(THREAD_VARIABLES, "1"), **_ONE_THREAD},
                 cwd="/",
                 # Ctrl-C at a terminal reaches the service alone, which then ends the zygote.
                 start_new_session=True,
