@@ -259,8 +259,8 @@ class EngineConfig:
     request_timeout_s: PositiveFloat = 600.0
     """Deadline of one generation in seconds."""
     hang_timeout_s: PositiveFloat = 120.0
-    """A service (engine, tools, rollout process) that does not answer its probe for so many seconds is restarted. It must
-    exceed the longest pause of a healthy one: a bucket of a weight push, a kernel's compilation."""
+    """A service (engine, tools, rollout process) that does not answer its probe for so many seconds is restarted. It
+    must exceed the longest pause of a healthy one: a bucket of a weight push, a kernel's compilation."""
     restarts: NonNegative = 10
     """Services (engines, tools, rollout process, router) that are restarted in a run; one more that dies stops it."""
     retry_for_s: PositiveFloat = 600.0
