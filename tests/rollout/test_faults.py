@@ -288,7 +288,7 @@ def campaign(fleet: Fleet, expected: GrowReport, *, routed: bool, seed: int) -> 
         found = grow(handle, TREES, saboteur)
     check_equal(found, expected)
     assert Counter(saboteur.done) == Counter(FAULTS)
-    assert found.stats.counts.repeated > 0 == expected.stats.counts.repeated
+    assert found.stats.counts.repeated > 0
     killed = sum(count for name, count in FAULTS.items() if name.startswith(("kill", "stop")))
     deadline = time.monotonic() + 60
     while not all(role["up"] for role in read_health(fleet.run)["roles"]) or (
