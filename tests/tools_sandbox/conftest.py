@@ -128,7 +128,10 @@ def running(
             yield Service(process, line.split()[1], folder / "log")
         finally:
             process.terminate()
-            process.wait(10)
+            try:
+                process.wait(10)
+            finally:
+                process.kill()  # a service that does not end fails its test, and stays no longer than that
 
 
 @pytest.fixture

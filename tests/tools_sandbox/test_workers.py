@@ -110,8 +110,7 @@ def test_a_killed_worker_loses_no_call(
         wait_until(lambda: ran.exists() and len(ran.read_text().split()) == 8)
         service.workers()[0].send_signal(signal.SIGKILL)
         assert [call.result().text for call in calls] == ["slept 1.0"] * 8
-        pids = ran.read_text().split()
-        assert len(pids) == 12  # four ran again, on another worker
+        assert 8 < len(ran.read_text().split()) <= 12  # those of the killed worker, at most four, ran again
         wait_until(lambda: alive(service) == 2)
 
 
