@@ -195,9 +195,9 @@ def _local_token(w: Widths, shape: ModelShape, visits: float) -> float:
 
 
 def _flex_core(w: Widths, tokens: Tokens) -> float:
-    """FlexAttention keeps padded copies of queries, keys and values, the output and its normalisers."""
+    """FlexAttention keeps padded copies of queries, keys and values, the output, its normalisers and largest scores."""
     padded, keys = padded_length(tokens.queries), padded_length(tokens.keys)
-    return (2 * padded * w.queries + 2 * keys * w.keys) * w.value + padded * w.heads * FLOAT
+    return (2 * padded * w.queries + 2 * keys * w.keys) * w.value + padded * w.heads * 2 * FLOAT
 
 
 def _te_experts(w: Widths, experts: ExpertShape, visits: float, product: int) -> float:
