@@ -1,7 +1,8 @@
 """Recipes for nemo-run: factories of `run.Config[JobConfig]` from Python, `nemorun arpo train job=RECIPE` in a shell.
 
     from arpo_megatron.nemo import factories
-    job = factories["deepsearch_14b"](variants="4nodes+fp8")
+    recipe = factories["deepsearch_14b"]
+    job = recipe(variants="4nodes+fp8")
     job.train.steps = 10
 
     nemorun arpo train job=deepsearch_14b job.model.path=DIR job.train.steps=10

@@ -78,6 +78,9 @@ def variants(layouts: Mapping[str, Layout]) -> dict[str, Variant]:
 FP8: Variant = {"model.fp8": "blockwise", "model.bf16_edge_layers": 1}
 """The trainer's products in FP8, a scale for 128 features of a token; the first and the last layer in bfloat16."""
 
+FP8_ENGINE: Variant = {"engine.quantization": "fp8", "algorithm.trajectory_weight_limit": 2.0}
+"""Rollouts with quantized weights, and trajectories weighed for the difference; not for models with normed heads."""
+
 
 def asynchronous(layout: Layout) -> Variant:
     """The layout with as many GPUs again for engines, and trees that grow while the trainer trains."""

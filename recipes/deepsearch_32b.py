@@ -13,6 +13,7 @@ from recipes._bases import deep_search_large as base
 from recipes._layouts import FP8, Layout, Variant, asynchronous, variants
 
 LAYOUTS = {
+    "1node": Layout(tensor=8, data=1, engine=8, memory_fraction=0.4, offload=True),
     "2nodes": Layout(tensor=8, data=2, engine=8, memory_fraction=0.45, offload=True),
     "4nodes": Layout(tensor=8, data=4, engine=8, memory_fraction=0.3),
     "16nodes": Layout(tensor=8, data=16, engine=8, memory_fraction=0.45),

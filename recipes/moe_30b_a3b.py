@@ -14,6 +14,7 @@ from recipes._bases import deep_search_large as base
 from recipes._layouts import FP8, Layout, Variant, asynchronous, variants
 
 LAYOUTS = {
+    "1node": Layout(tensor=4, data=2, expert=8, engine=4, memory_fraction=0.4, offload=True),
     "2nodes": Layout(tensor=4, data=4, expert=8, engine=4, memory_fraction=0.45, offload=True),
     "4nodes": Layout(tensor=4, data=8, expert=8, engine=4, memory_fraction=0.35),
     "16nodes": Layout(tensor=4, data=32, expert=8, engine=4, memory_fraction=0.45),

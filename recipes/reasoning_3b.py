@@ -10,14 +10,14 @@ from dataclasses import replace
 from arpo_megatron.config import JobConfig
 from recipes._bases import ARMS
 from recipes._bases import reasoning as base
-from recipes._layouts import FP8, Layout, Variant, variants
+from recipes._layouts import FP8, FP8_ENGINE, Layout, Variant, variants
 
 LAYOUTS = {
     "1node": Layout(data=8, memory_fraction=0.5),
     "2nodes": Layout(data=16, memory_fraction=0.5),
     "h200": Layout(data=8, memory_fraction=0.6),
 }
-VARIANTS: dict[str, Variant] = {**variants(LAYOUTS), **ARMS, "fp8": FP8}
+VARIANTS: dict[str, Variant] = {**variants(LAYOUTS), **ARMS, "fp8": FP8, "fp8_engine": FP8_ENGINE}
 
 
 def recipe() -> JobConfig:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from arpo_megatron.config import JobConfig
 from recipes._bases import ARMS
 from recipes._bases import reasoning as base
-from recipes._layouts import FP8, Layout, Variant, variants
+from recipes._layouts import FP8, FP8_ENGINE, Layout, Variant, variants
 
 LAYOUTS = {
     "1node": Layout(tensor=2, data=4, engine=2, memory_fraction=0.35),
@@ -18,7 +18,7 @@ LAYOUTS = {
     "4nodes": Layout(tensor=2, data=16, engine=2, memory_fraction=0.4),
     "h200": Layout(tensor=2, data=4, engine=2, memory_fraction=0.5),
 }
-VARIANTS: dict[str, Variant] = {**variants(LAYOUTS), **ARMS, "fp8": FP8}
+VARIANTS: dict[str, Variant] = {**variants(LAYOUTS), **ARMS, "fp8": FP8, "fp8_engine": FP8_ENGINE}
 
 
 def recipe() -> JobConfig:

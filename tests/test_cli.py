@@ -27,6 +27,12 @@ def arpo(*words: str, cwd: Path) -> "subprocess.CompletedProcess[str]":
         (["train", "reasoning_tiny"], "train_10k.parquet: no such file"),
         (["train", "quickstart", "model.path=nowhere"], "no Hugging Face model there"),
         (["train", "quickstart", "--resume"], "nothing to resume"),
+        (["train", "deepsearch_14b"], "model.path is missing: fetch Qwen/Qwen3-14B"),
+        (["train", "deepsearch_14b+8nodes"], "variants: 1node, 2nodes, 4nodes, 16nodes"),
+        (["show", "deepsearch_14b", "train.stepz=3"], "did you mean train.steps?"),
+        (["plan", "deepsearch_14b", "--gpu", "h300"], "unknown GPU 'h300'; known: h100-80, h200, a100-80"),
+        (["plan", "deepsearch_14b", "--nodes", "5", "parallel.tensor=16"], "cannot be divided"),
+        (["plan", "deepsearch_14b", "model.hub_id=some/model"], "sizes are not known without its files"),
         (["train", "quickstart", "--config", "nowhere.yaml"], "nowhere.yaml"),
         (["sft", "reasoning_tiny", "data.path=x"], "sft.steps"),
         (["sft", "reasoning_tiny", "sft.steps=3"], "needs sft.data=FILE"),
@@ -54,7 +60,7 @@ def test_a_mistake_is_one_line(words: list[str], line: str, tmp_path: Path) -> N
 def test_help_names_every_command(tmp_path: Path) -> None:
     done = arpo("--help", cwd=tmp_path)
     assert done.returncode == 0
-    for command in ("demo", "train", "sft", "eval", "export", "trees", "replay-tree", "recipes"):
+    for command in ("demo", "train", "sft", "eval", "export", "trees", "replay-tree", "recipes", "show", "plan"):
         assert command in done.stdout
 
 
@@ -84,6 +90,10 @@ def test_recipes_are_listed_with_what_they_are(tmp_path: Path) -> None:
     done = arpo("recipes", cwd=tmp_path)
     assert "quickstart" in done.stdout
     assert "reasoning_tiny" in done.stdout
+    line = next(line for line in done.stdout.splitlines() if line.startswith("deepsearch_14b"))
+    name, model, nodes, gib, *variants = line.split()
+    assert (name, model, nodes) == ("deepsearch_14b", "Qwen/Qwen3-14B", "2")
+    assert 40 < int(gib) < 80 and "fp8" in variants
 
 
 INTERRUPTED_IMPORT = """

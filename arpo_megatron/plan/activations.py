@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from arpo_megatron.config import ParallelConfig
-from arpo_megatron.weights.shape import ModelShape
+from arpo_megatron.weights.shape import ExpertShape, ModelShape
 
 if TYPE_CHECKING:
     from arpo_megatron.actor.attention import AttentionPlan
@@ -118,7 +118,11 @@ def layer_bytes(
     w = Widths.of(shape, parallel, value)
     if parallel.recompute == "full":
         return tokens.queries * w.between * value  # the layer's input
-    token = _local_token(w, shape) if calls is not None or value == FLOAT else _te_token(w, shape, fp8)
+    visits = 0.0
+    if shape.experts is not None:  # a rank with all experts has all visits, however uneven
+        visits = shape.experts.top_k * (EXPERT_IMBALANCE if parallel.expert > 1 else 1.0)
+    local = calls is not None or value == FLOAT
+    token = _local_token(w, shape, visits) if local else _te_token(w, shape, visits, fp8)
     mixed = (w.queries + 2 * w.keys) * value  # the product that keys and values, and a norm's input, may be views of
     if parallel.recompute == "selective":
         return tokens.queries * (token + mixed + (w.queries + w.keys) * value)  # rotated; values are views
@@ -163,18 +167,18 @@ def pass_bytes(
     return layers * one + tokens.queries * norm + targets * (w.hidden * value + TARGET)
 
 
-def _te_token(w: Widths, shape: ModelShape, fp8: bool) -> float:
+def _te_token(w: Widths, shape: ModelShape, visits: float, fp8: bool) -> float:
     """Bytes a token of Transformer Engine's layers, without core attention and the product before it."""
     value, product = w.value, 1 if fp8 else w.value
     norm = w.between * (value + product) + FLOAT  # its input, what the product behind it reads, a normaliser
     per_head = w.queries * value if shape.qk_norm else 0.0  # the norm's copy of the queries
     attention = norm + per_head + w.queries * product
     if shape.experts is not None:
-        return attention + _experts(w, shape, product)
+        return attention + _te_experts(w, shape.experts, visits, product)
     return attention + norm + 2 * w.ffn * value + w.ffn * product  # the fused activation keeps its input alone
 
 
-def _local_token(w: Widths, shape: ModelShape) -> float:
+def _local_token(w: Widths, shape: ModelShape, visits: float) -> float:
     """The same of the layers in layers.py."""
     value = w.value
     # torch composes RMSNorm: it keeps, in float32, its input, the normalised input and a normaliser.
@@ -186,24 +190,31 @@ def _local_token(w: Widths, shape: ModelShape) -> float:
     rotary = 4 * shape.head_dim * value  # cosines and sines, for queries and for keys
     attention = norm + per_head + rotary + w.queries * value
     if shape.experts is not None:
-        return attention + _experts(w, shape, value)
+        return attention + norm + _local_experts(w, shape.experts, visits)
     return attention + norm + 5 * w.ffn * value  # gate and up, silu(gate), up + 0, the product of both
 
 
 def _flex_core(w: Widths, tokens: Tokens) -> float:
-    """FlexAttention keeps padded copies of queries, keys and values, the output and its normalisers."""
+    """FlexAttention keeps padded copies of queries, keys and values, the output, its normalisers and largest scores."""
     padded, keys = padded_length(tokens.queries), padded_length(tokens.keys)
-    return (2 * padded * w.queries + 2 * keys * w.keys) * w.value + padded * w.heads * FLOAT
+    return (2 * padded * w.queries + 2 * keys * w.keys) * w.value + padded * w.heads * 2 * FLOAT
 
 
-def _experts(w: Widths, shape: ModelShape, product: int) -> float:
+def _te_experts(w: Widths, experts: ExpertShape, visits: float, product: int) -> float:
     """Bytes a token of a mixture with its norm and router; as many tokens come to a rank's experts as leave it."""
-    assert shape.experts is not None
     share, value = w.between / w.hidden, w.value
     visit = w.hidden * product + 2 * w.ffn * value + w.ffn * product + w.hidden * value
-    router = 3 * shape.experts.count * FLOAT  # logits, probabilities, the routing map
+    router = 3 * experts.count * FLOAT  # logits, probabilities, the routing map
     norm = 2 * w.between * value + FLOAT
-    return norm + share * (router + shape.experts.top_k * EXPERT_IMBALANCE * visit)
+    return norm + share * (router + visits * visit)
+
+
+def _local_experts(w: Widths, experts: ExpertShape, visits: float) -> float:
+    """The same of the layers in layers.py, without the norm."""
+    # Of a visit its input, gate and up, silu(gate), up + 0, their product, and that times the router's weight.
+    visit = (w.hidden + 6 * w.ffn) * w.value + 2 * FLOAT
+    router = experts.count * (2 * FLOAT + 1) + experts.top_k * 5 * FLOAT  # weights and map of all, choice and places
+    return w.between / w.hidden * (router + visits * visit)
 
 
 def padded_length(length: float) -> int:

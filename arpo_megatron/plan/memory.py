@@ -5,7 +5,7 @@ that the layers save (activations.py). The constants below are assumptions until
 side.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from arpo_megatron.config import JobConfig, ParallelConfig
 from arpo_megatron.machine import Placement
@@ -157,8 +157,7 @@ def _layer_working(config: JobConfig, shape: ModelShape, tokens: Tokens, w: Widt
     parallel = config.parallel
     again = 0.0
     if parallel.recompute != "none":
-        whole = ParallelConfig(tensor=parallel.tensor, sequence=parallel.sequence, data=parallel.expert)
-        again = layer_bytes(shape, whole, tokens, value=w.value, fp8=fp8)
+        again = layer_bytes(shape, replace(parallel, recompute="none"), tokens, value=w.value, fp8=fp8)
     visits = 1.0 if shape.experts is None else shape.experts.top_k * w.between / w.hidden
     gradients = tokens.queries * (visits * 3 * w.ffn + 2 * w.hidden) * w.value
     return again + gradients

@@ -37,4 +37,5 @@ def nodes_of(config: JobConfig, gpus_per_node: int) -> Nodes:
         return Nodes(-(-gpus // gpus_per_node), 0, gpus)
     if ranks + engines <= gpus_per_node:
         return Nodes(1, 0, ranks + engines)
-    return Nodes(-(-ranks // gpus_per_node), -(-engines // gpus_per_node), ranks + engines)
+    slots = max(1, gpus_per_node // config.engine.tensor)  # an engine does not span nodes
+    return Nodes(-(-ranks // gpus_per_node), -(-config.engine.replicas // slots), ranks + engines)

@@ -81,6 +81,8 @@ PASSES = [
     (QWEN2, "float32", ParallelConfig(tensor=2, data=2)),
     (QWEN2, "bfloat16", ParallelConfig(**SEQUENCE, data=2)),
     (QWEN3, "float32", ParallelConfig(**SEQUENCE, data=2, recompute="full")),
+    (MIXTURE, "float32", ParallelConfig(data=4)),
+    (MIXTURE, "bfloat16", ParallelConfig(data=4)),
 ]
 
 
@@ -164,7 +166,6 @@ def after_forward(shape: ModelShape, dtype: str, layout: ParallelConfig, pack: T
     place = Place(0, 1, layout.tensor if layout.sequence else 1)
     with MicroBatches([pack], None, place) as batches:
         batch = batches.make(0)
-        chunk(*batch.inputs, 1.0)  # whatever is made once
         return grown(lambda: chunk(*batch.inputs, 1.0))
 
 

@@ -44,7 +44,7 @@ def test_every_layout_of_a_recipe_fits_on_its_gpus(recipe: str) -> None:
                             "parallel.data=1"], "h100-80", "layers (40) cannot be divided"),
         ("deepsearch_14b+fp8", [], "a100-80", "no FP8 products"),
         ("deepsearch_14b", ["engine.quantization=fp8"], "h100-80", "not possible with a qwen3 model"),
-        ("deepsearch_32b+1node", [], "h100-80", "unknown variant"),
+        ("deepsearch_32b+8nodes", [], "h100-80", "unknown variant"),
         ("moe_30b_a3b", ["parallel.expert=3", "parallel.data=6"], "h100-80", "experts (128) cannot be divided"),
         ("deepsearch_32b+2nodes", ["optimizer.offload=false"], "h100-80", "needs"),
         ("deepsearch_14b", ["algorithm.router_replay=rollout"], "h100-80", "no experts"),
