@@ -138,12 +138,11 @@ class SlurmSite:
     def _container(self) -> list[str]:
         if self.profile.container is None:
             return []
-        here = Path.cwd()
-        mounts = [*self.profile.mounts, f"{self.run.path}:{self.run.path}", f"{here}:{here}"]
+        mounts = [*self.profile.mounts, f"{self.run.path}:{self.run.path}"]  # the code is in there too
         return [
             f"--container-image={self.profile.container}",
             f"--container-mounts={','.join(mounts)}",
-            f"--container-workdir={here}",
+            f"--container-workdir={Path.cwd()}",
         ]
 
     def _node(self, role: str) -> Node:

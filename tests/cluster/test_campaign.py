@@ -67,7 +67,7 @@ def test_a_killed_tool_service_is_restarted(box: Onebox, cold: Path) -> None:
 def test_a_killed_supervisor_ends_the_job_which_goes_on_with_fewer_nodes(box: Onebox, cold: Path) -> None:
     job = start(box, cold, "supervisor")
     trains(job)
-    job.processes("arpo_megatron.cluster.job")[0].kill()
+    job.processes("arpo_megatron.cluster")[0].kill()
     failed(job, "137:0")
     again = box.resume(job, "--nodes", "1")
     is_whole(again)
