@@ -133,7 +133,7 @@ def _leave_to_others(run: RunDirectory, profile: ClusterProfile, job_id: str) ->
 def _still_wanted(job_id: str) -> bool:
     """A job that was cancelled or whose time is up is no longer RUNNING; one that is to be preempted is."""
     state = slurm.job_state(job_id)
-    return state is not None and state.state == "RUNNING"
+    return state is not None and state.state in ("RUNNING", "SIGNALING")
 
 
 def _requeue(job_id: str) -> int:
