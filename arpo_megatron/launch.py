@@ -189,6 +189,8 @@ def run_trainer(
         StoppedError: the ranks were asked to end (`RunDirectory.stop`), and have saved what they had.
         RoleDiedError: a rank or a service died; the message names the log.
     """
+    if run.stop.exists():
+        raise StoppedError
     name = module.rpartition(".")[2]
     command, needed = (site or ThisMachine()).ranks(module, [str(run.path), *arguments], config)
     variables = {**trainer_environment(config.platform), **needed, **(env or {})}

@@ -26,6 +26,7 @@ CHANGEABLE = (
     "parallel",
     "optimizer.offload",
     "engine",
+    "sync",
     "monitor",
 )
 """Config keys and sections that a resumed run may give another value: a longer run, another machine, another layout

@@ -6,6 +6,7 @@
 | `plan.py` | which role runs on which node and GPU |
 | `code.py` | the code that runs is the code that was submitted |
 | `submit.py` | all of that -> nemo-run -> sbatch |
+| `submissions.py` | what was submitted of a run, and what is still in the queue |
 | `job.py` | the first process of the allocation: doctor, preparation, training, the way a job ends |
 | `site.py` | a role becomes an `srun` of that allocation |
 | `rank.py` | a trainer rank learns from Slurm who it is |

@@ -10,7 +10,7 @@ from arpo_megatron import resolve
 from arpo_megatron.actor.directories import checkpoint_directories
 from arpo_megatron.cluster import slurm
 from arpo_megatron.cluster.profile import load_profile, profile_names
-from arpo_megatron.cluster.submit import submissions_of
+from arpo_megatron.cluster.submissions import job_states, live_jobs, submissions_of
 from arpo_megatron.errors import UserError
 from arpo_megatron.run_directory import RunDirectory
 
@@ -64,7 +64,7 @@ def print_status(name: str | None, cluster: str | None) -> None:
 
 def newest_state(run: RunDirectory) -> slurm.JobState | None:
     """Of the job of this run that runs, else of the first that waits, else of the last one that has run."""
-    states = [state for job in _jobs(run) if (state := slurm.job_state(job)) is not None]
+    states = job_states(run)
     live = [state for state in states if state.live]
     running = [state for state in live if state.state != "PENDING"]
     return next(iter(running or live or states[::-1]), None)
@@ -73,10 +73,6 @@ def newest_state(run: RunDirectory) -> slurm.JobState | None:
 def nodes_of(run: RunDirectory) -> int:
     """How many nodes its newest submission asked for."""
     return int(submissions_of(run)[-1]["plan"]["nodes"])
-
-
-def _jobs(run: RunDirectory) -> list[str]:
-    return [job for submission in submissions_of(run) for job in submission["jobs"]]
 
 
 def _progress(run: RunDirectory) -> str:
@@ -94,7 +90,8 @@ def _print_details(run: RunDirectory, state: slurm.JobState | None) -> None:
             print(f"  waits: {state.reason}")
     submission = submissions_of(run)[-1]
     changed = " with uncommitted changes (submissions/*.diff)" if submission["changed"] else ""
-    print(f"  jobs {', '.join(_jobs(run))}; code {submission['commit'][:12]}{changed}")
+    jobs = ", ".join(job for each in submissions_of(run) for job in each["jobs"])
+    print(f"  jobs {jobs}; code {submission['commit'][:12]}{changed}")
     print(f"  {run.path}")
     for event in _last_events(run, 3):
         print(f"  {time.strftime('%H:%M:%S', time.localtime(event['time']))} {event['text']}")
@@ -148,8 +145,7 @@ def print_log(run: RunDirectory, role: str, *, lines: int, follow: bool) -> None
 
 def cancel(run: RunDirectory) -> None:
     """All jobs of a run; the waiting ones first, or one of them would start."""
-    live = [job for job in _jobs(run) if (state := slurm.job_state(job)) is not None and state.live]
-    if not live:
+    if not (live := live_jobs(run)):
         raise UserError(f"{run.path.name} has no job that waits or runs")
     for job in reversed(live):
         slurm.call("scancel", job)

@@ -1,4 +1,4 @@
-"""`python -m arpo_megatron.cluster.job RUN_DIR`: the role supervisor, the first process of a Slurm allocation.
+"""The role supervisor, the first process of a Slurm allocation (`python -m arpo_megatron.cluster RUN_DIR`).
 
 Doctor, preparation, cold start and training are steps of the allocation (`site.py`), watched as on one machine:
 services are restarted within limits, the first fatal exit ends all. How it ends:
@@ -19,14 +19,15 @@ import secrets
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 
 from arpo_megatron import resolve
 from arpo_megatron.cluster import slurm
 from arpo_megatron.cluster.plan import plan_roles
 from arpo_megatron.cluster.profile import ClusterProfile, load_profile
 from arpo_megatron.cluster.site import SlurmSite, drop_slurm_variables
+from arpo_megatron.cluster.submissions import waiting_jobs
 from arpo_megatron.config import JobConfig
 from arpo_megatron.doctor.job import examine_nodes
 from arpo_megatron.errors import USER_ERROR_EXIT_CODE, UserError
@@ -42,10 +43,15 @@ TERMINATED = 128 + signal.SIGTERM
 _END_S = 60.0
 
 
-def main() -> None:
-    """Entry point."""
-    run = RunDirectory(Path(sys.argv[1]))
-    job_id, job_name, node_list = (os.environ[f"SLURM_JOB_{name}"] for name in ("ID", "NAME", "NODELIST"))
+def supervise(path: Path, warned: Sequence[int]) -> int:
+    """Run the job to one of its ends; returns its exit code.
+
+    Args:
+        path: of the run directory.
+        warned: not empty if Slurm's warning has come already.
+    """
+    run = RunDirectory(path)
+    job_id, node_list = os.environ["SLURM_JOB_ID"], os.environ["SLURM_JOB_NODELIST"]
     drop_slurm_variables()
     profile, config = load_profile(str(run.cluster)), resolve.load(run.config)
     nodes = slurm.allocated_nodes(node_list)
@@ -53,11 +59,11 @@ def main() -> None:
     code = 0
     try:
         interrupt_on_signals()
-        _supervise(config, run, site)
-        for waiting in slurm.jobs_named(job_name, ["PD"]):
+        _run(config, run, site, warned)
+        for waiting in waiting_jobs(run):
             slurm.call("scancel", waiting, check=False)
     except StoppedError:
-        code = _leave_to_others(profile, job_id, job_name)
+        code = _leave_to_others(run, profile, job_id)
     except UserError as error:
         code = _told(error, USER_ERROR_EXIT_CODE)
     except RoleDiedError as error:
@@ -67,20 +73,22 @@ def main() -> None:
             code = _requeue(job_id)
     except Interrupted:
         code = _requeue(job_id) if profile.requeue and _still_wanted(job_id) else TERMINATED
-    sys.exit(code)
+    return code
 
 
-def _supervise(config: JobConfig, run: RunDirectory, site: SlurmSite) -> None:
+def _run(config: JobConfig, run: RunDirectory, site: SlurmSite, warned: Sequence[int]) -> None:
     nodes = site.nodes
     _take_secrets(site.profile)
     with run.locked(), watching(run) as (progress, poll), Roles(run.logs) as roles:
         run.remove_partial()  # what a kill -9 left
 
-        def save_and_end(_number: int, _frame: FrameType | None) -> None:
+        def save_and_end(*_: object) -> None:
             run.stop.touch()
             progress.note("Slurm's warning: the trainer saves and ends")
 
         signal.signal(signal.SIGUSR1, save_and_end)
+        if warned:
+            save_and_end()
         progress.note(f"job {site.job_id} on {', '.join(node.name for node in nodes)}")
         for line in site.plan.describe():
             progress.note(line)
@@ -113,9 +121,9 @@ def _told(error: Exception, code: int) -> int:
     return code
 
 
-def _leave_to_others(profile: ClusterProfile, job_id: str, job_name: str) -> int:
+def _leave_to_others(run: RunDirectory, profile: ClusterProfile, job_id: str) -> int:
     """All is saved: the next link of the chain goes on, or this job itself after a requeue."""
-    if waiting := slurm.jobs_named(job_name, ["PD"]):
+    if waiting := waiting_jobs(run):
         return _told(StoppedError(f"saved; job {waiting[0]} goes on"), 0)
     if profile.requeue:
         return _requeue(job_id)
@@ -125,7 +133,7 @@ def _leave_to_others(profile: ClusterProfile, job_id: str, job_name: str) -> int
 def _still_wanted(job_id: str) -> bool:
     """A job that was cancelled or whose time is up is no longer RUNNING; one that is to be preempted is."""
     state = slurm.job_state(job_id)
-    return state is not None and state.state == "RUNNING"
+    return state is not None and state.state in ("RUNNING", "SIGNALING")
 
 
 def _requeue(job_id: str) -> int:
@@ -135,7 +143,3 @@ def _requeue(job_id: str) -> int:
     slurm.call("scontrol", "requeue", job_id)
     time.sleep(_END_S)
     return UNFINISHED
-
-
-if __name__ == "__main__":
-    main()

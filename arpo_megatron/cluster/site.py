@@ -98,7 +98,7 @@ class SlurmSite:
         finally:
             words = self.step("tidy", self.nodes, 1, ["rm", "-rf", str(path)])
             with suppress(subprocess.TimeoutExpired):
-                subprocess.run(words, capture_output=True, timeout=_TIDY_S, check=False)
+                subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, timeout=_TIDY_S, check=False)
 
     def python(self, command: Sequence[str]) -> list[str]:
         """A command that begins with this Python, as the roles' own runs it."""
@@ -123,7 +123,9 @@ class SlurmSite:
     def lost_nodes(self) -> list[str]:
         """Names of the nodes that start no step any more. Takes seconds; only a failure asks."""
         words = [(node.name, self.step("alive", [node], 1, ["true"])) for node in self.nodes]
-        tries = [(name, subprocess.Popen(word, stderr=subprocess.DEVNULL)) for name, word in words]
+        tries = [
+            (name, subprocess.Popen(word, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)) for name, word in words
+        ]
         deadline = time.monotonic() + _ALIVE_S
         lost = []
         for name, process in tries:
@@ -138,12 +140,11 @@ class SlurmSite:
     def _container(self) -> list[str]:
         if self.profile.container is None:
             return []
-        here = Path.cwd()
-        mounts = [*self.profile.mounts, f"{self.run.path}:{self.run.path}", f"{here}:{here}"]
+        mounts = [*self.profile.mounts, f"{self.run.path}:{self.run.path}"]  # the code is in there too
         return [
             f"--container-image={self.profile.container}",
             f"--container-mounts={','.join(mounts)}",
-            f"--container-workdir={here}",
+            f"--container-workdir={Path.cwd()}",
         ]
 
     def _node(self, role: str) -> Node:

@@ -3,7 +3,6 @@
 import re
 import shutil
 import subprocess
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from arpo_megatron.errors import UserError
@@ -80,11 +79,6 @@ def job_state(job_id: str) -> JobState | None:
         state, nodes, elapsed, code = line.splitlines()[-1].split("|")
         return JobState(job_id, state.split()[0], "", nodes, elapsed, 0, code)
     return None
-
-
-def jobs_named(name: str, states: Sequence[str]) -> list[str]:
-    """Ids of my jobs of that name in these states (Slurm's short or long names)."""
-    return call("squeue", "--me", "-h", f"--name={name}", f"--states={','.join(states)}", "-o", "%i").split()
 
 
 def _field(text: str, name: str) -> str:

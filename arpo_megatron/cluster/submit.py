@@ -2,18 +2,17 @@
 
 import os
 import shlex
+import shutil
 import sys
 import tempfile
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import chdir, contextmanager
+from contextlib import chdir, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import yaml
 
 from arpo_megatron import resolve, run_directory
 from arpo_megatron.cluster import slurm
@@ -21,6 +20,7 @@ from arpo_megatron.cluster.code import ROOT, Code, snapshot
 from arpo_megatron.cluster.plan import RolePlan, plan_roles
 from arpo_megatron.cluster.profile import ClusterProfile, save_profile
 from arpo_megatron.cluster.site import gpu_words
+from arpo_megatron.cluster.submissions import live_jobs, submissions_of
 from arpo_megatron.config import JobConfig
 from arpo_megatron.errors import UserError
 from arpo_megatron.preparation import check_files
@@ -29,7 +29,7 @@ from arpo_megatron.run_directory import RunDirectory, write_json
 if TYPE_CHECKING:
     from nemo_run import Experiment, SlurmExecutor
 
-JOB = "arpo_megatron.cluster.job"
+JOB = "arpo_megatron.cluster"
 WAIT_FOR_SRUN = "trap : TERM USR1"
 """In the batch script: a signal does not end the shell before the supervisor, which hears it too, has tidied up."""
 
@@ -119,8 +119,8 @@ def submit(submission: Submission) -> list[str]:
     """
     check_files(submission.config)
     slurm.call("sbatch", "--version")
-    if waiting := slurm.jobs_named(submission.job_name, ["PD", "R", "CG"]):
-        raise UserError(f"job {waiting[0]} of {submission.run.path.name} is in the queue: arpo cancel it first")
+    if live := live_jobs(submission.run):
+        raise UserError(f"job {live[0]} of {submission.run.path.name} is in the queue: arpo cancel it first")
     run, code = submission.run, snapshot()
     if not run.config.exists():
         run_directory.fresh(submission.config)
@@ -130,12 +130,14 @@ def submit(submission: Submission) -> list[str]:
     save_profile(submission.profile, run.cluster)
     number = len(submissions_of(run)) + 1
     (run.submissions / f"{number}.diff").write_text(code.diff, encoding="utf-8")
-    jobs = []
+    jobs: list[str] = []
     for _ in range(submission.chain):
         with _experiment(submission, run.submissions, code) as experiment:
             try:
                 experiment.run(detach=True)
             except Exception as error:
+                if not jobs and number == 1:
+                    _forget(run)
                 raise UserError(f"sbatch refused the job: {_refusal(error)}") from None
             jobs.append(str(experiment.jobs[0].handle).rpartition("/")[2])
     record = {
@@ -151,10 +153,14 @@ def submit(submission: Submission) -> list[str]:
     return jobs
 
 
-def submissions_of(run: RunDirectory) -> list[dict[str, Any]]:
-    """What `submit` has recorded, oldest first."""
-    files = sorted(run.submissions.glob("[0-9]*.json"), key=lambda path: int(path.stem))
-    return [yaml.safe_load(path.read_text(encoding="utf-8")) for path in files]
+def _forget(run: RunDirectory) -> None:
+    """What `submit` has written of a run that never was, so that the next one has its name."""
+    for folder in (run.submissions, run.logs):
+        shutil.rmtree(folder)
+    for file in (run.config, run.cluster):
+        file.unlink()
+    with suppress(OSError):  # there may be a cold start to begin with
+        run.path.rmdir()
 
 
 @contextmanager

@@ -82,7 +82,7 @@ def check_preemption(profile: ClusterProfile) -> Finding:
     mode = _setting(config, "PreemptMode")
     if mode in ("OFF", ""):
         return ok("preemption", "jobs are not preempted")
-    if "send_user_signal" in _setting(config, "PreemptParameters") + _setting(config, "SchedulerParameters"):
+    if "send_user_signal" in _setting(config, "PreemptParameters") + _setting(config, "SlurmctldParameters"):
         return ok("preemption", f"{mode}, with the warning that makes the trainer save")
     return warning(
         "preemption",

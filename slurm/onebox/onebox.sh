@@ -58,12 +58,14 @@ SwitchType=switch/none
 MpiDefault=none
 ReturnToService=2
 SchedulerType=sched/backfill
-SchedulerParameters=sched_interval=1,bf_interval=2,sched_min_interval=0,batch_sched_delay=0,preempt_send_user_signal
+SchedulerParameters=sched_interval=1,bf_interval=2,sched_min_interval=0,batch_sched_delay=0
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 JobRequeue=1
+# A preempted job hears the signal that it asked for (--signal) instead of SIGTERM.
+SlurmctldParameters=preempt_send_user_signal
 KillWait=10
 OverTimeLimit=0
 MinJobAge=3600
@@ -105,7 +107,7 @@ start() {
 }
 
 stop() {
-  local dir=$1 file pid
+  local dir=$1 file
   export SLURM_CONF="$dir/slurm.conf"
   if [ -s "$dir/pid/slurmctld.pid" ] && timeout 5 scancel --user="$(id -un)" 2>/dev/null; then
     for _ in $(seq 150); do
@@ -113,13 +115,12 @@ stop() {
       sleep 0.1
     done
   fi
-  for file in "$dir"/pid/slurmd.*.pid "$dir/pid/slurmctld.pid" "$dir/pid/munged.pid"; do
-    [ -s "$file" ] || continue
-    pid=$(cat "$file")
-    kill "$pid" 2>/dev/null || continue
-    for _ in $(seq 100); do kill -0 "$pid" 2>/dev/null || break; sleep 0.1; done
-    kill -9 "$pid" 2>/dev/null && say "$(basename "$file" .pid) had to be killed" || true
-  done
+  local pids=()
+  for file in "$dir"/pid/*.pid; do [ -s "$file" ] && pids+=("$(cat "$file")"); done
+  [ ${#pids[@]} -gt 0 ] || return 0
+  kill "${pids[@]}" 2>/dev/null || true
+  for _ in $(seq 30); do kill -0 "${pids[@]}" 2>/dev/null || break; sleep 0.1; done
+  kill -9 "${pids[@]}" 2>/dev/null || true  # the controller takes its time to save a state that nobody reads again
 }
 
 NODES=${NODES:-2}; CPUS=${CPUS:-8}; PORT=${PORT:-26800}

@@ -29,6 +29,7 @@ TINY = [
     "evaluation.after=false",
 ]
 """Words that make a step of the quickstart take seconds, on two ranks."""
+LIVE = {"PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "SIGNALING"}
 MOMENT_S = 240.0
 END_S = 30.0
 
@@ -73,17 +74,13 @@ class Job:
             if condition():
                 return
             state = self.state()
-            assert dead or state in {"PENDING", "RUNNING", "COMPLETING", "CONFIGURING"}, (
-                f"{state} before {what}: {self}"
-            )
+            assert dead or state in LIVE, f"{state} before {what}: {self}"
             time.sleep(0.1)
         raise AssertionError(f"no {what} within {MOMENT_S:g} s: {self}")
 
     def end(self, job: str = "") -> str:
         """Wait until it has ended, and nothing of it is left; returns its state."""
-        self.wait_for(
-            "end", lambda: self.state(job) not in {"PENDING", "RUNNING", "COMPLETING", "CONFIGURING"}, dead=True
-        )
+        self.wait_for("end", lambda: self.state(job) not in LIVE, dead=True)
         return self.state(job)
 
     def nothing_is_left(self) -> bool:

@@ -81,3 +81,14 @@ def test_every_step_sees_all_gpus_of_its_node_so_that_the_plan_decides(box: Oneb
     said = box.slurm(*words, "bash", "-c", f"{steps[0]} & {steps[1]} & wait")
     assert said.split() == ["0,1,2,3,4,5,6,7"] * 9
     assert time.monotonic() - started < 10, "the steps waited for each other"
+
+
+def test_the_doctor_knows_what_slurm_will_refuse(box: Onebox) -> None:
+    said = box.arpo("doctor", "quickstart", "--cluster", box.profile("well"))
+    assert "preemption   REQUEUE, with the warning" in said
+    ill = box.profile("ill", partition="nowhere", gpus_per_node=16)
+    assert "failure  partition    nowhere does not exist" in box.arpo("doctor", "--cluster", ill, ok=False)
+    assert "sbatch refused the job" in box.arpo("submit", "quickstart", "--cluster", ill, ok=False)
+    assert not list(box.runs.glob("quickstart*")), "a refused run leaves nothing behind"
+    many = box.profile("many", gpus_per_node=16)
+    assert "the profile says 16 GPUs" in box.arpo("doctor", "--cluster", many, ok=False)

@@ -1,0 +1,21 @@
+"""`python -m arpo_megatron.cluster RUN_DIR`: the role supervisor of a Slurm job (`job.py`).
+
+Slurm's warning may come while it is still being imported, and would end a process that does not listen yet.
+"""
+
+import signal
+import sys
+from pathlib import Path
+
+
+def main() -> None:
+    """Entry point."""
+    warned: list[int] = []
+    signal.signal(signal.SIGUSR1, lambda number, _frame: warned.append(number))
+    from arpo_megatron.cluster.job import supervise
+
+    sys.exit(supervise(Path(sys.argv[1]), warned))
+
+
+if __name__ == "__main__":
+    main()
