@@ -94,23 +94,6 @@ def over(config: JobConfig, words: Sequence[str]) -> JobConfig:
     return _with_absolute_paths(check(values))
 
 
-def for_nodes(recipe: str, nodes: int) -> str:
-    """The recipe in its layout for so many nodes: `deepsearch_14b` and 4 -> `deepsearch_14b+4nodes`.
-
-    Raises:
-        UserError: the recipe has no such layout.
-    """
-    variant = nodes_variant(nodes)
-    name = recipe.split("+", maxsplit=1)[0]
-    known = [known for known in variant_names(name) if known.endswith(("node", "nodes"))]
-    if variant not in known:
-        raise UserError(
-            f"{name} has no layout for {nodes} node(s) (it has: {', '.join(known) or 'none'}): give parallel.* and "
-            "engine.* yourself; `arpo plan` searches for some"
-        )
-    return f"{recipe}+{variant}"
-
-
 def nodes_variant(nodes: int) -> str:
     """Name of the variant that is a recipe's layout for so many nodes."""
     return f"{nodes}node{'s' if nodes > 1 else ''}"

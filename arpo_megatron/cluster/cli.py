@@ -1,13 +1,16 @@
 """`arpo submit | status | logs | cancel | resume | doctor`: a run on a cluster, by its name."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from arpo_megatron import resolve
 from arpo_megatron.config import JobConfig
 from arpo_megatron.errors import UserError
+
+if TYPE_CHECKING:
+    from arpo_megatron.cluster.profile import ClusterProfile
 
 app = typer.Typer()
 
@@ -18,6 +21,7 @@ ConfigFile = Annotated[Path | None, typer.Option("--config", help="YAML file lai
 Run = Annotated[str, typer.Argument(metavar="RUN", help="Name of a submitted run, or its directory.")]
 Where = Annotated[str | None, typer.Option("--cluster", help="Look in this profile's `runs` only.")]
 Nodes = Annotated[int | None, typer.Option(min=1, help="Nodes; default: the profile's, or as few as can be.")]
+Force = Annotated[bool, typer.Option("--force", help="Also where `arpo plan` says that the job does not fit.")]
 Chain = Annotated[int, typer.Option(min=1, help="Jobs, one after the other, that go on where the last one stopped.")]
 
 
@@ -29,6 +33,7 @@ def submit(
     config: ConfigFile = None,
     nodes: Nodes = None,
     chain: Chain = 1,
+    force: Force = False,
     dryrun: Annotated[
         bool, typer.Option("--dryrun", help="Print the batch script and the role plan, then stop.")
     ] = False,
@@ -37,8 +42,13 @@ def submit(
 
     Prints the run's name and the job's id.
     """
-    job = resolve.resolve(recipe, file=config, words=overrides or ())
-    _submit(job, cluster, nodes=nodes, chain=chain, dryrun=dryrun)
+    from arpo_megatron.cluster.profile import load_profile
+    from arpo_megatron.plan.search import on_nodes
+
+    job, profile = resolve.resolve(recipe, file=config, words=overrides or ()), load_profile(cluster)
+    if (hardware := profile.hardware(job)) is not None:
+        job = on_nodes(recipe, nodes or profile.nodes, hardware, file=config, words=overrides or ())
+    _submit(job, profile, nodes=nodes, chain=chain, force=force, dryrun=dryrun)
 
 
 @app.command()
@@ -50,38 +60,40 @@ def resume(
     cluster: Where = None,
     nodes: Nodes = None,
     chain: Chain = 1,
+    force: Force = False,
 ) -> None:
     """Submit a run again, with the code as it is now: it goes on from its newest whole checkpoint.
 
     Without words and --nodes it takes as many nodes as before; number and layout may be others.
     """
     from arpo_megatron.cluster import commands
+    from arpo_megatron.cluster.profile import load_profile
 
     directory = commands.find_run(run, cluster)
     job = resolve.over(resolve.load(directory.config), overrides or ())
     if nodes is None and not overrides:
         nodes = commands.nodes_of(directory)
-    _submit(job, str(directory.cluster), nodes=nodes, chain=chain, resuming=True)
+    _submit(job, load_profile(str(directory.cluster)), nodes=nodes, chain=chain, force=force, resuming=True)
 
 
 def _submit(
     job: JobConfig,
-    cluster: str,
+    profile: "ClusterProfile",
     *,
     nodes: int | None,
     chain: int,
+    force: bool,
     dryrun: bool = False,
     resuming: bool = False,
 ) -> None:
-    from arpo_megatron.cluster.profile import load_profile
     from arpo_megatron.cluster.submit import dry_run, prepare_submission
     from arpo_megatron.cluster.submit import submit as send
 
-    submission = prepare_submission(job, load_profile(cluster), nodes=nodes, chain=chain, resume=resuming)
+    submission = prepare_submission(job, profile, nodes=nodes, chain=chain, resume=resuming)
     if dryrun:
         print(dry_run(submission))
         return
-    jobs = send(submission)
+    jobs = send(submission, force=force)
     name = submission.run.path.name
     print(f"{name}: job {', '.join(jobs)}, run directory {submission.run.path}")
     print(f"arpo status {name} | arpo logs {name} --follow | arpo cancel {name}")

@@ -10,7 +10,7 @@ from arpo_megatron.machine import Placement
 
 @dataclass(frozen=True, slots=True)
 class RolePlan:
-    """Nodes are numbered from 0 in the order of the allocation. Tool service and router are on node 0.
+    """Nodes are numbered from 0 in the order of the allocation. Tool service, rollout process and router are on node 0.
 
     Attributes:
         nodes: how many.
@@ -47,6 +47,7 @@ class RolePlan:
 
         lines = [
             "sandbox   node 0, CPU",
+            "rollout   node 0, CPU",
             f"trainer   {where(0, self.trainer_nodes)}, {self.ranks_per_node} rank(s) each, "
             f"{gpus(0, self.ranks_per_node)}",
         ]

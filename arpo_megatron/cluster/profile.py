@@ -2,7 +2,7 @@
 
 import os
 import re
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -11,7 +11,9 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, model_vali
 from pydantic.dataclasses import dataclass
 
 from arpo_megatron import resolve
+from arpo_megatron.config import JobConfig
 from arpo_megatron.errors import UserError
+from arpo_megatron.plan import GPUS, Hardware
 
 _STRICT = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
 DIRECTORY = Path(__file__).resolve().parents[2] / "slurm" / "clusters"
@@ -39,6 +41,8 @@ class ClusterProfile:
     """Nodes of a job; None: as many as the recipe needs. `--nodes` overrules it."""
     gpus_per_node: NonNegative = 8
     """GPUs of a node; 0: the roles compute on CPUs, and trainer ranks are divided evenly among the nodes."""
+    gpu: str | None = None
+    """Which GPUs these are, as `arpo plan --gpu` names them: a job that does not fit is refused. None: not planned."""
     gpu_request: Literal["gpus-per-node", "gres", "none"] = "gpus-per-node"
     """How GPUs are asked for: --gpus-per-node=N, --gres=gpu:N, or not at all (clusters that give whole nodes)."""
     gpu_type: str | None = None
@@ -71,8 +75,16 @@ class ClusterProfile:
     sbatch: dict[str, str] = Field(default_factory=dict)
     """More #SBATCH parameters, by their long names (constraint: h100, reservation: ...)."""
 
+    def hardware(self, config: JobConfig) -> Hardware | None:
+        """What the job is planned for; None: this profile does not say, or the job takes no GPU."""
+        if self.gpu is None or config.platform == "cpu" or not self.gpus_per_node:
+            return None
+        return replace(Hardware.named(self.gpu), gpus=self.gpus_per_node)
+
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if self.gpu is not None and self.gpu not in GPUS:
+            raise ValueError(f"gpu: {self.gpu!r} is none that `arpo plan` knows: {', '.join(GPUS)}")
         if self.ports is not None and self.ports[1] - self.ports[0] < 63:
             raise ValueError(f"ports: [{self.ports[0]}, {self.ports[1]}] are too few: at least 64 are wanted")
         for name in (*self.environment, *self.secrets):

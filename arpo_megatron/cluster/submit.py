@@ -23,6 +23,9 @@ from arpo_megatron.cluster.site import gpu_words
 from arpo_megatron.cluster.submissions import live_jobs, submissions_of
 from arpo_megatron.config import JobConfig
 from arpo_megatron.errors import UserError
+from arpo_megatron.plan import Plan
+from arpo_megatron.plan import plan as forecast_of
+from arpo_megatron.plan.hardware import GIB
 from arpo_megatron.preparation import check_files
 from arpo_megatron.run_directory import RunDirectory, write_json
 
@@ -44,6 +47,7 @@ class Submission:
         plan: which role runs where.
         run: its directory.
         chain: jobs, one after the other, each of which goes on where the one before it stopped.
+        forecast: what it will need; None: see `ClusterProfile.hardware`.
     """
 
     config: JobConfig
@@ -51,6 +55,7 @@ class Submission:
     plan: RolePlan
     run: RunDirectory
     chain: int = 1
+    forecast: Plan | None = None
 
     @property
     def job_name(self) -> str:
@@ -79,7 +84,9 @@ def prepare_submission(
     if resume:
         path = run_directory.existing(config, base).path
     config = replace(config, run_dir=path.expanduser().absolute())
-    return Submission(config, profile, plan, RunDirectory(path.expanduser().absolute()), chain)
+    hardware = profile.hardware(config)
+    forecast = None if hardware is None else forecast_of(config, hardware)
+    return Submission(config, profile, plan, RunDirectory(path.expanduser().absolute()), chain, forecast)
 
 
 def _settled(config: JobConfig, plan: RolePlan) -> JobConfig:
@@ -103,6 +110,11 @@ def dry_run(submission: Submission) -> str:
         (script,) = home.rglob("*_sbatch.sh")
         text = script.read_text(encoding="utf-8").replace(str(home), str(submission.run.submissions))
     lines = [f"# {line}" for line in [f"role plan: {submission.plan.nodes} node(s)", *submission.plan.describe()]]
+    if (forecast := submission.forecast) is not None:
+        share = f"{forecast.peak_bytes / GIB:.1f} of {forecast.hardware.memory / GIB:.1f} GiB"
+        lines.append(f"# arpo plan: {share} of a GPU, {forecast.seconds:.0f} s a step")
+        if not forecast.fits:
+            lines.append(f"# not submitted as it is: {forecast.reason}")
     try:
         check_files(submission.config)
     except UserError as error:
@@ -110,14 +122,17 @@ def dry_run(submission: Submission) -> str:
     return "\n".join([text, *lines])
 
 
-def submit(submission: Submission) -> list[str]:
+def submit(submission: Submission, *, force: bool = False) -> list[str]:
     """Write the run directory and submit; returns the ids of the jobs of the chain.
 
     Raises:
-        UserError: Slurm refuses, a job of this run is in the queue already, an input is missing, or the run directory
-            cannot be written.
+        UserError: the job does not fit the GPUs (and `force` is not set), Slurm refuses, a job of this run is in the
+            queue already, an input is missing, or the run directory cannot be written.
     """
     check_files(submission.config)
+    forecast = submission.forecast
+    if forecast is not None and not forecast.fits and not force:
+        raise UserError(f"the job does not fit: {forecast.reason}; arpo plan shows layouts that do, --force submits it")
     slurm.call("sbatch", "--version")
     if live := live_jobs(submission.run):
         raise UserError(f"job {live[0]} of {submission.run.path.name} is in the queue: arpo cancel it first")

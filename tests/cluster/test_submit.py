@@ -16,7 +16,7 @@ from arpo_megatron.cluster.profile import (
     profile_names,
     save_profile,
 )
-from arpo_megatron.cluster.submit import dry_run, prepare_submission
+from arpo_megatron.cluster.submit import dry_run, prepare_submission, submit
 from arpo_megatron.doctor.slurm import seconds
 from arpo_megatron.errors import UserError
 
@@ -39,6 +39,23 @@ def test_every_recipe_dry_runs(recipe: str, monkeypatch: pytest.MonkeyPatch, tmp
     assert {"--partition=batch", "--time=00:20:00", "--exclusive"} <= sbatch_lines(text)
     assert "# trainer   node" in text
     assert not list(tmp_path.iterdir()), "a dry run leaves nothing behind"
+
+
+def test_a_job_that_does_not_fit_its_gpus_is_refused_before_it_waits_in_a_queue(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["parallel.tensor=1", "parallel.sequence=false", "parallel.data=8", "engine.replicas=1"]
+    small = profile(gpu="h100-80", runs=str(tmp_path))
+    job = prepare_submission(resolve.resolve("deepsearch_14b", words=words), small, nodes=None)
+    assert "# not submitted as it is: training needs" in dry_run(job)
+    monkeypatch.setattr("arpo_megatron.cluster.submit.check_files", lambda config: None)  # its weights are not here
+    with pytest.raises(UserError, match=r"the job does not fit: training needs .* --force submits it"):
+        submit(job)
+    assert not list(tmp_path.iterdir())
+    whole = prepare_submission(resolve.resolve("deepsearch_14b"), small, nodes=None)
+    assert whole.forecast is not None and whole.forecast.fits
+    with pytest.raises(UserError, match="gpu: 'h1000' is none that `arpo plan` knows"):
+        profile(gpu="h1000")
 
 
 def test_a_profile_decides_everything_about_the_cluster(tmp_path: Path) -> None:

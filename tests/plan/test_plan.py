@@ -128,9 +128,7 @@ def test_a_number_of_nodes_takes_the_recipes_layout_or_more_data_parallel_ranks(
     assert (three.parallel.data, three.engine.replicas) == (6, 6)
     with pytest.raises(UserError, match="cannot be divided"):
         scaled(resolve.resolve("deepsearch_14b"), 1, 6)
-    assert resolve.for_nodes("deepsearch_14b+fp8", 4) == "deepsearch_14b+fp8+4nodes"
-    with pytest.raises(UserError, match=r"no layout for 3 node\(s\) \(it has: 1node, 2nodes, 4nodes, 16nodes\)"):
-        resolve.for_nodes("deepsearch_14b", 3)
+    assert on_nodes("deepsearch_14b+fp8", 4, H100) == resolve.resolve("deepsearch_14b+fp8+4nodes")
 
 
 def test_the_words_of_a_found_layout_give_its_plan() -> None:
