@@ -123,7 +123,7 @@ def test_a_job_leaves_a_dead_node_and_comes_back(box: Onebox, cold: Path) -> Non
             process.kill()
     job.wait_for("requeue", lambda: job.shown("Restarts") == "1", dead=True)
     assert "n2 cannot be reached any more" in job.said()
-    # Slurm repeats what it could not tell a node, an order to end this very job among it, until it knows it is down.
+    # Until Slurm knows that the node is down it repeats what it could not tell it: to end this very job, too.
     job.wait_for("n2 down", lambda: "down" in box.slurm("sinfo", "-hNo%N %T", "-nn2"))
     subprocess.run(["/usr/sbin/slurmd", "-N", "n2"], env=box.environment, check=True)
     is_whole(job)
