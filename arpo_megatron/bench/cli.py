@@ -100,14 +100,18 @@ def sync(
 def sandbox(
     cold_calls: Annotated[int, typer.Option(min=2, help="Cold starts; the service gets 20 calls for each.")] = 20,
     in_flight: Annotated[int, typer.Option(min=1, help="Calls at a time where throughput is measured.")] = 8,
+    passages: Annotated[int, typer.Option(min=1, help="Passages of the corpus that is searched.")] = 100_000,
     json_only: Annotated[bool, typer.Option("--json", help="Nothing but the result.")] = False,
 ) -> None:
-    """The tool service: an isolated python call against a cold interpreter with the same imports."""
+    """The tool service: an isolated python call against a cold interpreter with the same imports; search and cache."""
     from tools_sandbox.bench_python import bench_python
+    from tools_sandbox.bench_search import bench_search
 
     if not json_only:
-        print(f"{cold_calls * 3} cold starts and {cold_calls * 60} calls: half a minute", file=sys.stderr)
-    _answer("sandbox", {"python": bench_python(cold_calls, in_flight)})
+        print(f"{cold_calls * 3} cold starts, {cold_calls * 60} calls, an index: a minute", file=sys.stderr)
+    python = bench_python(cold_calls, in_flight)
+    ratios = {name: python[name] for name in ("latency_ratio", "throughput_ratio")}
+    _answer("sandbox", {**ratios, "python": python, "search": bench_search(passages)})
 
 
 def _answer(name: str, figures: dict[str, Any]) -> None:
