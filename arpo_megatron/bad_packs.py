@@ -106,7 +106,14 @@ def not_finite(bad: BadUpdate, index: int) -> list[str]:
     return [f"{name}: {count} of {len(arrays[name])} not finite" for name, count in counts.items() if count]
 
 
-def dump_if_skipped(bad: BadUpdate | None, skipped_in_a_row: int, folder: Path, events: EventLog) -> int:
+def dump_if_skipped(
+    bad: BadUpdate | None,
+    skipped_in_a_row: int,
+    folder: Path,
+    events: EventLog,
+    *,
+    leaders: Callable[[str], str] = lambda text: text,
+) -> int:
     """After every update, on all ranks: dump it if it was skipped (the leader, whose `events` are enabled), and count.
 
     Args:
@@ -114,6 +121,7 @@ def dump_if_skipped(bad: BadUpdate | None, skipped_in_a_row: int, folder: Path, 
         skipped_in_a_row: before it.
         folder: for dumps.
         events: where it is told.
+        leaders: gives every rank what the leader passes in (`parallel.broadcast_object`).
 
     Returns:
         the updates skipped in a row now.
@@ -129,6 +137,7 @@ def dump_if_skipped(bad: BadUpdate | None, skipped_in_a_row: int, folder: Path, 
             replayed = f"what is not finite shows: arpo replay-pack {save_bad_update(folder, bad)}"
         except OSError as error:
             replayed = f"it could not be dumped: {error}"
+    replayed = leaders(replayed)  # whichever rank's error is shown, it names the dump
     events.emit("note", text=f"an update was skipped: {bad.told}; {replayed}")
     if skipped_in_a_row + 1 < MAX_SKIPPED_UPDATES:
         return skipped_in_a_row + 1

@@ -94,7 +94,7 @@ def load_data(config: JobConfig, tokenizer: "PreTrainedTokenizerFast") -> JobDat
 
 
 def check_inputs(config: JobConfig) -> None:
-    """Look for the engine and for every file that the config names.
+    """Look for the engine, for every file that the config names, and for every tensor of the model.
 
     Raises:
         UserError: something is missing; nothing has been written or started yet.
@@ -105,6 +105,12 @@ def check_inputs(config: JobConfig) -> None:
             f"pip install '.[cpu]' && pip install --no-deps sglang=={SGLANG_VERSION}"
         )
     check_files(config)
+    if config.model.path is not None:
+        from arpo_megatron.weights.check import check_tensors  # brings torch, which no other check wants
+        from arpo_megatron.weights.files import TensorFiles
+
+        with TensorFiles(config.model.path) as files:
+            check_tensors(files, ModelShape.from_hf(config.model.path))
     check_machine(config)
 
 

@@ -154,7 +154,11 @@ class ColdStart:
         made_by = fingerprint(self.config, self.actor.shape)
         bad = BadUpdate("sft", number, "nll", self.actor.unsound, packs, None, made_by=made_by)
         self.state.skipped_in_a_row = dump_if_skipped(
-            bad if stats.skipped else None, self.state.skipped_in_a_row, self.directory.bad_packs, self.events
+            bad if stats.skipped else None,
+            self.state.skipped_in_a_row,
+            self.directory.bad_packs,
+            self.events,
+            leaders=parallel.broadcast_object,
         )
         self.state.tokens += sum(len(pack) for pack in packs)
         self.state.learnt_tokens += stats.tokens

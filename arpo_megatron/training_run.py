@@ -262,7 +262,11 @@ class TrainingRun:
             made_by=fingerprint(self.config, self.actor.shape),
         )
         self.state.skipped_in_a_row = dump_if_skipped(
-            bad if stats.skipped else None, self.state.skipped_in_a_row, self.directory.bad_packs, self.events
+            bad if stats.skipped else None,
+            self.state.skipped_in_a_row,
+            self.directory.bad_packs,
+            self.events,
+            leaders=parallel.broadcast_object,
         )
         return replace(stats, **ready.statistics)
 

@@ -7,10 +7,10 @@ import torch
 from megatron.core import parallel_state
 from torch import nn
 
-from arpo_megatron.errors import UserError
+from arpo_megatron.weights.check import check_tensors
 from arpo_megatron.weights.files import TensorFiles
 from arpo_megatron.weights.held import HeldParameters
-from arpo_megatron.weights.mapping import Entry, entries, exported
+from arpo_megatron.weights.mapping import Entry, entries
 from arpo_megatron.weights.shape import ModelShape
 
 
@@ -35,9 +35,7 @@ def load_hf(chunks: Sequence[nn.Module], shape: ModelShape, path: Path) -> None:
     held = HeldParameters.of(chunks)
     left = set(held.parameters)
     with TensorFiles(path) as files, torch.no_grad():
-        tensors = exported(shape)
-        _refuse_unknown(files, tensors.keys() | _ignored(shape))
-        files.check(tensors)
+        check_tensors(files, shape)
         for entry in entries(shape):
             if (found := held.find(entry)) is not None:
                 name, parameter = found
@@ -50,17 +48,3 @@ def load_hf(chunks: Sequence[nn.Module], shape: ModelShape, path: Path) -> None:
 def _fill(entry: Entry, parameter: torch.Tensor, files: TensorFiles, rank: int, ranks: int) -> None:
     for part, (name, size) in zip(entry.parts(parameter, ranks), entry.hf.items(), strict=True):
         part.copy_(files.read(name, entry.piece(size, rank, ranks)).view(part.shape))
-
-
-def _ignored(shape: ModelShape) -> set[str]:
-    """Tensors that may be there and say nothing: the copy of a tied head, frequencies that older checkpoints store."""
-    frequencies = {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in range(shape.layers)}
-    return frequencies | ({"lm_head.weight"} if shape.tied else set())
-
-
-def _refuse_unknown(files: TensorFiles, known: set[str]) -> None:
-    if unknown := sorted(files.names.keys() - known):
-        raise UserError(
-            f"{files.path}: tensor {unknown[0]} (one of {len(unknown)}) does not belong to the architecture that "
-            f"config.json names"
-        )

@@ -214,7 +214,7 @@ def _parse(path: Path) -> Any:
     try:
         return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = " ".join(str(error).split())[:300]
         raise UserError(f"{path / 'config.json'}: transformers cannot read it: {reason}") from error
 
 

@@ -83,7 +83,13 @@ WEIGHTED = {
     "tensor x context": "tied",
 }
 """Likewise for PPO's ratios with them, in packs that compute a system prompt once."""
-TRAINED = {"alone": "tied", "data, distributed optimizer": "tied", "tensor x pipeline": "untied"}
+TRAINED = {
+    "alone": "experts",
+    "data, distributed optimizer": "tied",
+    "experts": "experts",
+    "tensor x pipeline": "untied",
+    "experts x tensor": "experts",
+}
 """The family that a layout trains for some updates."""
 TRAINED_TOLERANCE = 5e-5
 """Of a change of weights in six updates, and of the norms on the way."""
