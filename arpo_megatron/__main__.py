@@ -8,7 +8,6 @@ import sys
 from arpo_megatron.errors import USER_ERROR_EXIT_CODE, UserError
 from arpo_megatron.processes import Interrupted, RoleDiedError, interrupt_on_signals
 
-
 _RESUME = "the same command with --resume goes on from the last step"
 
 

@@ -5,7 +5,7 @@ their old log-probs, and what was known when it was written. `arpo replay-pack F
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal

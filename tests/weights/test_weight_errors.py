@@ -9,8 +9,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import LLAMA3_ROPE, make
 
+from arpo_megatron import resolve
 from arpo_megatron.config import EngineConfig, ParallelConfig
 from arpo_megatron.errors import UserError
+from arpo_megatron.preparation import check_inputs
 from arpo_megatron.weights.shape import ExpertShape, ModelShape, RopeScaling
 
 
@@ -43,7 +45,7 @@ def write_config(directory: Path, source: Path, **changes: Any) -> Path:
         ({"use_sliding_window": True}, "use_sliding_window=True is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
         ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, "rope_type 'linear' is not"),
-        ({"hidden_size": "wide"}, "transformers cannot read it"),
+        ({"hidden_size": "wide"}, "Field 'hidden_size' expected int, got str (value: 'wide')"),
     ],
 )
 def test_a_model_that_would_be_computed_wrongly_is_refused(
@@ -143,6 +145,17 @@ def test_a_missing_a_misshapen_and_an_unknown_tensor_are_named(
     assert "tensor model.layers.0.self_attn.q_proj.bias (one of 1) does not belong" in refusal(
         model_and_shape, tmp_path
     )
+
+
+def test_a_missing_tensor_is_found_before_anything_is_started(source: Path, tmp_path: Path) -> None:
+    write_config(tmp_path, source)
+    tensors = load_file(source / "model.safetensors")
+    job = resolve.resolve("quickstart", words=[f"model.path={tmp_path}", f"run_dir={tmp_path}/run"])
+    save_file(tensors, tmp_path / "model.safetensors")
+    check_inputs(job)
+    save_file({key: tensor for key, tensor in tensors.items() if "norm" not in key}, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match="is missing"):
+        check_inputs(job)
 
 
 def test_missing_and_damaged_files_are_named(model_and_shape: tuple[Any, ModelShape], tmp_path: Path) -> None:
