@@ -95,6 +95,10 @@ def _application(site: Site) -> web.Application:
                 return web.Response(body=b"\xff\xfe\xfa plain", headers={"Content-Type": "text/plain; charset=zip"})
             case ["nested"]:
                 return web.Response(body=b"<div>" * 300_000 + HTML.encode(), headers=html)
+            case ["breaks", *_]:  # takes its parser many seconds
+                return web.Response(body=b"<html><body><p>" + b"x<br>" * 900_000, headers=html)
+            case ["links"]:  # takes its parser a hundred times its size
+                return web.Response(body=b"<html><body>" + b"<a href=x>word</a> " * 60_000, headers=html)
             case ["nul"]:
                 return web.Response(body=HTML.replace("bridge", "bri\0dge").encode(), headers=html)
             case ["image"]:

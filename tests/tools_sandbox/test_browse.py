@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
 import resource
 import socket
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hostile_site import BOMB_BYTES, FORBIDDEN, PERMITTED, SECRET, Site, hostile_site
 from hypothesis import given
 from hypothesis import strategies as st
+from test_service_process import wait_until
 
 from tools_sandbox.answers import ToolResult
 from tools_sandbox.browse.addresses import AddressPolicy
@@ -236,3 +241,34 @@ def test_hostile_pages_cost_the_service_nothing(site: Site, start_service: Calla
         busy = {"url": site.url("/busy")}
         assert [client.call("browse", busy).cached for _ in range(2)] == [False, False]
         assert site.asked == ["/missing"] * 2 + ["/busy"] * 2
+
+
+def test_pages_that_are_slow_to_parse_hold_up_neither_search_nor_browse(
+    site: Site, start_service: Callable[..., Any], tmp_path: Path
+) -> None:
+    corpus = tmp_path / "facts.jsonl"
+    corpus.write_text("".join(json.dumps({"text": f"fact{n}"}) + "\n" for n in range(50)))
+    search = {"sources": [{"path": str(corpus), "format": "jsonl"}]}
+    config = {"enabled": True, "allow_networks": list(ALLOW)}
+    service = start_service({"browse": config, "search": search, "workers": 1, "max_concurrency": 40})
+    with SandboxClient(service.url) as client, ThreadPoolExecutor(32) as pool:
+        assert "417" in client.call("browse", {"url": site.url("/page")}).text
+        (worker,) = service.workers()
+        # More of them than the threads that asyncio gives to blocking work.
+        hostile = [
+            pool.submit(client.call, "browse", {"url": site.url(f"/breaks/{n}")}, timeout_s=8, trajectory_id="evil")
+            for n in range(min(32, (os.cpu_count() or 1) + 4) + 1)
+        ]
+        time.sleep(2)
+        for number in range(5):
+            answer = client.call("search", {"query": f"fact{number}"}, timeout_s=4)
+            assert (answer.status, answer.text) == ("ok", f"Page 1: fact{number}")
+        assert {each.result().status for each in hostile} <= {"ok", "timeout"}
+        wait_until(lambda: len(worker.children(recursive=True)) <= 2)  # what parsers are forked from, no parser
+        assert service.workers() == [worker]  # none had to be replaced
+
+
+def test_a_page_that_takes_too_much_memory_to_parse_is_given_up(site: Site) -> None:
+    assert browse(site.url("/links")).status == "ok"
+    assert browse(site.url("/links"), parse_mb=32)[::2] == ("error", True)
+    assert "417" in browse(site.url("/page"), parse_mb=32).text

@@ -11,9 +11,10 @@ from pydantic import BaseModel, ConfigDict, Field
 from tools_sandbox.answers import ToolResult
 from tools_sandbox.browse.addresses import AddressPolicy
 from tools_sandbox.browse.fetch import FetchFailed, fetch
+from tools_sandbox.browse.parser import PageParser
 from tools_sandbox.config import BrowseConfig, ConfigError, SummaryConfig
 from tools_sandbox.http_retry import RequestFailed, request_json
-from tools_sandbox.tools import Tool, in_thread
+from tools_sandbox.tools import Tool
 
 _SUMMARY_PROMPT = (
     "Summarise this web page for a reader who has to answer questions from your summary alone: keep names, numbers, "
@@ -42,6 +43,7 @@ class BrowseTool(Tool):
 
         self._config = config
         self._policy = AddressPolicy(config.allow_networks)
+        self._parser = PageParser(config.parse_mb)
         self._robots = Robots(config, self._policy) if config.robots else None
         self._summary = _Summary(config.summary) if config.summary else None
         self.fingerprint = f"{config}"
@@ -65,13 +67,10 @@ class BrowseTool(Tool):
             return ToolResult("ok", f"[no summary: the model did not answer]\n{text}", negative=True)
 
     async def _read(self, url: str) -> str:
-        # Late and in the worker only: the library takes most of a second to load.
-        from tools_sandbox.browse.page import readable
-
         if self._robots is not None and not await self._robots.permit(url):
             raise FetchFailed(f"{url} is refused: the site's robots.txt does not permit it.", lasting=True)
         page = await fetch(url, self._config, self._policy)
-        text = (await in_thread(readable, page)).strip()
+        text = (await self._parser.readable(page)).strip()
         limit = self._config.max_chars
         if len(text) > limit:
             return f"{text[:limit]}\n[page cut: {len(text)} characters in all, the first {limit} are shown]"
