@@ -154,7 +154,13 @@ class ToolService:
             result, seconds = await self._execute(tool, checked, call)
             return ToolAnswer(result.text, result.status, seconds, cached=False)
         key = cache_key(tool.name, tool.fingerprint, _plain(checked))
-        return await self._cache.answer(key, lambda: self._execute(tool, checked, call))
+        limit_s = min(call.timeout_s, self._config.limits.time_s, tool.longest_s)
+        try:
+            return await self._cache.answer(
+                key, lambda: self._execute(tool, checked, call), limit_s=limit_s, deadline=call.deadline
+            )
+        except TimeoutError as error:
+            raise self._refused("deadline", f"an equal call of {tool.name} took longer than the deadline") from error
 
     async def _execute(self, tool: Tool, arguments: Any, call: Call) -> tuple[ToolResult, float]:
         """The result and its wall time in seconds, without the time that it waited for a place."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import signal
@@ -11,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -174,6 +176,44 @@ def test_a_deadline_bounds_waiting_and_running(start_service: StartService) -> N
         assert post(service, arguments={"code": "1"}, deadline_s=0.2).status_code == 504
         assert blocker.result().json()["text"] == "slept"
     assert executions(service) - before == 1  # the blocker's; nobody waited for the other
+
+
+def test_a_client_waits_no_longer_than_its_deadline_all_attempts_together(start_service: StartService) -> None:
+    service = start_service({"max_concurrency": 1, "max_waiting": 1})
+    with ThreadPoolExecutor(8) as pool, SandboxClient(service.url) as client:
+        blockers = [pool.submit(post, service, arguments=sleeping(2), trajectory_id=str(n)) for n in range(2)]
+        wait_until(lambda: requests.get(f"{service.url}/health", timeout=5).json()["waiting"] == 1)
+        for trajectory_id in ("0", "third"):  # one may wait, the other is told 429
+            began = time.monotonic()
+            with pytest.raises(SandboxUnavailable):
+                client.call("python", {"code": "1"}, trajectory_id=trajectory_id, deadline_s=0.5)
+            assert time.monotonic() - began < 1.5
+        for blocker in blockers:
+            blocker.result()
+        with pytest.raises(ValueError, match="deadline_s"):
+            client.call("python", {"code": "1"}, deadline_s=0.0)
+
+
+def test_every_attempt_of_a_client_says_what_is_left_of_its_deadline() -> None:
+    told = list[float]()
+
+    class Full(BaseHTTPRequestHandler):  # a service that stays full, which a real one cannot be told to
+        def do_POST(self) -> None:
+            told.append(json.loads(self.rfile.read(int(self.headers["Content-Length"])))["deadline_s"])
+            self.send_response(429)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Full) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        with SandboxClient(f"http://127.0.0.1:{server.server_port}") as client, pytest.raises(SandboxUnavailable):
+            client.call("python", {"code": "1"}, deadline_s=0.6)
+        server.shutdown()
+    assert len(told) > 2
+    assert told[0] <= 0.6
+    assert all(before - after > 0.05 for before, after in itertools.pairwise(told))
 
 
 def test_a_signal_lets_calls_in_flight_finish_and_takes_no_more(start_service: StartService) -> None:

@@ -47,10 +47,11 @@ class BrowseTool(Tool):
         self._robots = Robots(config, self._policy) if config.robots else None
         self._summary = _Summary(config.summary) if config.summary else None
         self.fingerprint = f"{config}"
+        self.longest_s = config.timeout_s
 
     async def run(self, arguments: BrowseArguments, timeout_s: float) -> ToolResult:
         """The page's text, or its summary."""
-        limit_s = min(timeout_s, self._config.timeout_s)
+        limit_s = min(timeout_s, self.longest_s)
         try:
             async with asyncio.timeout(limit_s):
                 text = await self._read(arguments.url)
