@@ -80,6 +80,12 @@ def _application(site: Site) -> web.Application:
                 return web.Response(body=bomb, headers=html | {"Content-Encoding": "gzip, gzip"})
             case ["not-packed"]:
                 return web.Response(body=b"no gzip at all", headers=html | {"Content-Encoding": "gzip"})
+            case ["packed-and-cut"]:
+                return web.Response(
+                    body=gzip.compress(HTML.encode())[:-20], headers=html | {"Content-Encoding": "gzip"}
+                )
+            case ["packed"]:
+                return web.Response(body=gzip.compress(HTML.encode()), headers=html | {"Content-Encoding": "gzip"})
             case ["endless"]:
                 chunk = b"<p>" + b"endless words " * 4000 + b"</p>"
                 return await _stream(request, chunk, pause_s=0, headers=html)

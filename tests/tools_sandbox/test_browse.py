@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import resource
 import socket
 import time
@@ -56,13 +57,18 @@ def test_a_page_becomes_its_title_and_main_text(site: Site) -> None:
         "255.255.255.255", "224.0.0.1", "192.0.2.1", "198.18.0.1", "240.0.0.1", "::", "::1", "fe80::1", "fe80::1%eth0",
         "fc00::1", "fd00:ec2::254", "ff02::1", "::ffff:127.0.0.1", "::ffff:10.0.0.1", "64:ff9b::7f00:1",
         "64:ff9b::a9fe:a9fe", "2002:7f00:1::", "2002:a00:1::", "2001:0:4136:e378:8000:63bf:3fff:fdd2", "2001:db8::1",
+        "192.0.0.192", "168.63.129.16", "100.100.100.200", "192.88.99.1", "64:ff9b:1::7f00:1", "64:ff9b:1:ffff::1",
+        "fec0::1", "::127.0.0.1", "::8.8.8.8", "::ffff:0:127.0.0.1", "5f00::1", "3fff::1", "2001:2::1", "100::1",
+        "::ffff:168.63.129.16", "64:ff9b::c000:c0", "4000::1",
     ],
 )  # fmt: skip
 def test_addresses_that_are_not_public_are_refused(address: str) -> None:
     assert not AddressPolicy(()).permits(address)
 
 
-@pytest.mark.parametrize("address", ["93.184.216.34", "1.1.1.1", "2606:4700::1111", "64:ff9b::101:101"])
+@pytest.mark.parametrize(
+    "address", ["93.184.216.34", "1.1.1.1", "2606:4700::1111", "2001:4860::1", "::ffff:1.1.1.1", "64:ff9b::101:101"]
+)
 def test_public_addresses_are_permitted(address: str) -> None:
     assert AddressPolicy(()).permits(address)
 
@@ -148,6 +154,13 @@ def test_a_gzip_bomb_is_cut_in_little_memory(site: Site, path: str) -> None:
 @pytest.mark.parametrize(("path", "said"), [("/twice-packed", "not asked for"), ("/not-packed", "unpacked")])
 def test_odd_packing_is_refused_in_words(site: Site, path: str, said: str) -> None:
     assert said in browse(site.url(path)).text
+
+
+def test_a_packed_page_that_ends_too_early_says_that_it_is_cut(site: Site) -> None:
+    whole = browse(site.url("/packed")).text
+    assert "cut" not in whole
+    cut = browse(site.url("/packed-and-cut")).text
+    assert re.fullmatch(r".*417 inhabitants.*\[page cut after \d+ bytes\]", cut, re.DOTALL)
 
 
 def test_a_body_without_end_is_read_up_to_the_limit(site: Site) -> None:

@@ -75,7 +75,7 @@ class BrowseTool(Tool):
         limit = self._config.max_chars
         if len(text) > limit:
             return f"{text[:limit]}\n[page cut: {len(text)} characters in all, the first {limit} are shown]"
-        return f"{text}\n[page cut after {self._config.max_bytes} bytes]" if page.cut else text
+        return f"{text}\n[page cut after {len(page.body)} bytes]" if page.cut else text
 
 
 class _Summary:
