@@ -220,7 +220,7 @@ class CacheConfig:
     """Size of their texts in MiB; likewise."""
     sqlite_path: Path | None = None
     """SQLite file (WAL) that keeps answers over restarts, relative to the configuration file; services of one machine
-    may share it. None: memory only."""
+    may share it, and read what another has found (equal calls at the same time each execute). None: memory only."""
     sqlite_entries: Positive = 1_000_000
     """Answers kept in that file; the oldest goes first."""
     sqlite_mb: Positive = 4096

@@ -244,6 +244,29 @@ def test_what_is_offered_is_described_and_what_goes_on_is_counted(start_service:
     assert re.search(r"^tools_sandbox_process_resident_memory_bytes [1-9]", page, re.MULTILINE)
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        '"timeout_s": NaN',
+        '"timeout_s": 1e999',
+        '"deadline_s": Infinity',
+        '"x": "\\ud800"',
+        '"\\ud800": 1',
+        '"request_id": 5',
+        pytest.param(f'"trajectory_id": "{"t" * 1001}"', id="long trajectory"),
+        pytest.param(f'"{"k" * 10_000}": 1', id="long key"),
+        pytest.param(", ".join(f'"k{n}": 1' for n in range(1000)), id="many keys"),
+    ],
+)
+def test_every_malformed_body_is_told_what_is_wrong_in_few_words(service: Any, fields: str) -> None:
+    body = f'{{"tool": "python", "arguments": {{"code": "1"}}, {fields}}}'
+    reply = requests.post(f"{service.url}/call", data=body, headers={"Content-Type": "application/json"}, timeout=10)
+    assert reply.status_code == 422
+    assert reply.json()["detail"][0]["msg"]
+    assert len(reply.content) < 1000
+    assert "Traceback" not in service.stderr()
+
+
 def test_a_body_that_is_too_large_is_denied_before_it_is_read(start_service: StartService) -> None:
     service = start_service()
     with SandboxClient(service.url) as client, pytest.raises(SandboxDenied, match="413"):
