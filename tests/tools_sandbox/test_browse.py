@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from hostile_site import BOMB_BYTES, FORBIDDEN, PERMITTED, SECRET, Site, hostile_site
 from hypothesis import given
@@ -25,7 +26,7 @@ from tools_sandbox.browse.addresses import AddressPolicy
 from tools_sandbox.browse.fetch import Page
 from tools_sandbox.browse.page import decode, readable
 from tools_sandbox.browse.tool import BrowseArguments, BrowseTool
-from tools_sandbox.client import SandboxClient
+from tools_sandbox.client import SandboxClient, SandboxUnavailable
 from tools_sandbox.config import BrowseConfig, ConfigError, SummaryConfig
 
 ALLOW = (f"{PERMITTED}/32",)
@@ -285,3 +286,15 @@ def test_a_page_that_takes_too_much_memory_to_parse_is_given_up(site: Site) -> N
     assert browse(site.url("/links")).status == "ok"
     assert browse(site.url("/links"), parse_mb=32)[::2] == ("error", True)
     assert "417" in browse(site.url("/page"), parse_mb=32).text
+
+
+def test_no_parser_outlives_a_killed_service(site: Site, start_service: Callable[..., Any]) -> None:
+    service = start_service({"browse": {"enabled": True, "allow_networks": list(ALLOW)}, "workers": 1})
+    (worker,) = service.workers()
+    with ThreadPoolExecutor(1) as pool, SandboxClient(service.url, retries=0) as client:
+        call = pool.submit(client.call, "browse", {"url": site.url("/breaks")}, timeout_s=30)
+        wait_until(lambda: len(worker.children(recursive=True)) == 2)
+        family = service.family()
+        service.process.kill()
+        assert not psutil.wait_procs(family, timeout=5)[1]
+        assert isinstance(call.exception(), SandboxUnavailable)

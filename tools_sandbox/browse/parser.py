@@ -7,72 +7,144 @@ with its call, and no other page, search or worker waits for it.
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
+import base64
+import contextlib
+import dataclasses
+import functools
+import json
+import os
 import resource
+import select
 import signal
-from concurrent.futures import ThreadPoolExecutor
-from multiprocessing.connection import Connection
+import socket
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
+from tools_sandbox import frames
 from tools_sandbox.browse.fetch import FetchFailed, Page
+from tools_sandbox.browse.page import readable
 from tools_sandbox.python_tool import linux
 
 _MIB = 1 << 20
-_THREADS = ThreadPoolExecutor(256, "parser")
-"""They only wait: one for each page that is being parsed."""
 
 
-class PageParser:
-    """Belongs to one event loop. memory_mb: what a page may take, in MiB, beyond what the loaded parser does."""
+async def parse(page: Page, memory_mb: int) -> str:
+    """As `page.readable`; cancelled, it ends the parser. FetchFailed; OSError: no process can be had.
 
-    def __init__(self, memory_mb: int) -> None:
-        self._memory_mb = memory_mb
-        self._processes = multiprocessing.get_context("forkserver")
-        loaded = ["tools_sandbox.worker", "tools_sandbox.browse.parser", "tools_sandbox.browse.page", "trafilatura"]
-        self._processes.set_forkserver_preload(loaded)
-
-    async def readable(self, page: Page) -> str:
-        """As `page.readable`; cancelled, it ends the parser. FetchFailed."""
-        ours, theirs = self._processes.Pipe(duplex=False)
-        process = self._processes.Process(target=_parse, args=(theirs, page, self._memory_mb), daemon=True)
-        loop = asyncio.get_running_loop()
-        with ours, theirs:
-            # Not in the loop: the first one also starts the process that all are forked from.
-            starting = loop.run_in_executor(_THREADS, process.start)
-            receiving: asyncio.Future[str | tuple[str, bool]] | None = None
-            try:
-                await asyncio.shield(starting)
-                theirs.close()
-                receiving = loop.run_in_executor(_THREADS, ours.recv)
-                found = await asyncio.shield(receiving)
-            except EOFError as error:
-                message = f"{page.url} cannot be parsed within {self._memory_mb} MiB."
-                raise FetchFailed(message, lasting=True) from error
-            finally:
-                await asyncio.wait([starting])
-                if starting.exception() is None and process.is_alive():
-                    process.kill()
-                if receiving is not None:
-                    # Without the process nothing holds the other end of the pipe, so this is at once.
-                    await asyncio.wait([receiving])
-        if isinstance(found, tuple):
-            raise FetchFailed(found[0], lasting=found[1])
-        return found
-
-
-def _parse(answers: Connection, page: Page, memory_mb: int) -> None:
-    """In the page's own process."""
-    linux.die_with_parent(signal.SIGKILL)
-    from tools_sandbox.browse.page import readable
-
-    loaded = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    limit = loaded + memory_mb * _MIB
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    memory_mb: what the page may take, in MiB, beyond what the loaded parser does.
+    """
+    ours, theirs = socket.socketpair()
+    ended, lifeline = os.pipe()
     try:
-        found: str | tuple[str, bool] = readable(page)
-    except FetchFailed as error:
-        found = (str(error), error.lasting)
+        try:
+            socket.send_fds(_forker(), [b"."], [theirs.fileno(), ended])
+        finally:
+            theirs.close()
+            os.close(ended)
+        reader, writer = await asyncio.open_connection(sock=ours)
+        try:
+            values = dataclasses.asdict(page) | {"body": base64.b64encode(page.body).decode("ascii")}
+            writer.write(frames.encode({"page": values, "memory_mb": memory_mb}))
+            answer = await frames.receive(reader)
+        finally:
+            writer.transport.abort()
+    finally:
+        ours.close()
+        os.close(lifeline)
+    if answer is None:
+        raise FetchFailed(f"{page.url} cannot be parsed, at least not within {memory_mb} MiB.", lasting=True)
+    if "failed" in answer:
+        raise FetchFailed(answer["failed"], lasting=answer["lasting"])
+    return str(answer["text"])
+
+
+def _forker() -> socket.socket:
+    """The way to the process that parsers are forked from; it ends with this one."""
+    process, control = _started()
+    if process.poll() is not None:  # killed, for lack of memory say
+        control.close()
+        _started.cache_clear()
+        _, control = _started()
+    return control
+
+
+@functools.cache
+def _started() -> tuple[subprocess.Popen[bytes], socket.socket]:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        command = [sys.executable, "-m", "tools_sandbox.browse.parser", str(theirs.fileno())]
+        process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+    return process, ours
+
+
+def start() -> None:
+    """Load the parser, in the process that parsers are forked from, ahead of the first page."""
+    _started()
+
+
+def _fork_parsers(control: socket.socket) -> None:
+    """A child for each pair of descriptors that comes: its connection, and a pipe whose end is the child's."""
+    children = dict[int, int]()
+    """Process by pipe."""
+    waiting = select.poll()
+    waiting.register(control, select.POLLIN)
+    while True:
+        for ready, _ in waiting.poll():
+            if ready == control.fileno():
+                _, descriptors, _, _ = socket.recv_fds(control, 1, 2)
+                if not descriptors:
+                    return  # the worker is gone; the children go with this process
+                connection, lifeline = descriptors
+                pid = os.fork()
+                if pid == 0:
+                    control.close()
+                    _child(socket.socket(fileno=connection))
+                os.close(connection)
+                children[lifeline] = pid
+                waiting.register(lifeline, select.POLLIN)
+            else:
+                pid = children.pop(ready)
+                waiting.unregister(ready)
+                os.close(ready)
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+
+
+def _child(connection: socket.socket) -> None:
+    """Parse one page; does not return."""
+    try:
+        linux.die_with_parent(signal.SIGKILL)
+        with connection.makefile("rb") as incoming:
+            length = int.from_bytes(incoming.read(4), "big")
+            request = json.loads(incoming.read(length))
+        page = Page(**request["page"] | {"body": base64.b64decode(request["page"]["body"])})
+        loaded = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        limit = loaded + request["memory_mb"] * _MIB
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        answer: dict[str, Any]
+        try:
+            answer = {"text": readable(page)}
+        except FetchFailed as error:
+            answer = {"failed": str(error), "lasting": error.lasting}
+        connection.sendall(frames.encode(answer))
     except MemoryError:
-        return
-    answers.send(found)
+        pass
+    finally:
+        os._exit(0)
+
+
+def main() -> None:
+    """Fork parsers for the process whose socket has the descriptor that is the only argument."""
+    linux.die_with_parent(signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    control = socket.socket(fileno=int(sys.argv[1]))
+    with contextlib.suppress(FetchFailed):  # so that what is loaded late is loaded here
+        readable(Page("http://localhost/", "text/html", None, b"<html><body><p>a word</p></body></html>", cut=False))
+    _fork_parsers(control)
+
+
+if __name__ == "__main__":
+    main()

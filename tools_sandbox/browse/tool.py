@@ -9,9 +9,9 @@ import aiohttp
 from pydantic import BaseModel, ConfigDict, Field
 
 from tools_sandbox.answers import ToolResult
+from tools_sandbox.browse import parser
 from tools_sandbox.browse.addresses import AddressPolicy
 from tools_sandbox.browse.fetch import FetchFailed, fetch
-from tools_sandbox.browse.parser import PageParser
 from tools_sandbox.config import BrowseConfig, ConfigError, SummaryConfig
 from tools_sandbox.http_retry import RequestFailed, request_json
 from tools_sandbox.tools import Tool
@@ -43,11 +43,14 @@ class BrowseTool(Tool):
 
         self._config = config
         self._policy = AddressPolicy(config.allow_networks)
-        self._parser = PageParser(config.parse_mb)
         self._robots = Robots(config, self._policy) if config.robots else None
         self._summary = _Summary(config.summary) if config.summary else None
         self.fingerprint = f"{config}"
         self.longest_s = config.timeout_s
+
+    async def start(self) -> None:
+        """Load the parser."""
+        parser.start()
 
     async def run(self, arguments: BrowseArguments, timeout_s: float) -> ToolResult:
         """The page's text, or its summary."""
@@ -71,7 +74,7 @@ class BrowseTool(Tool):
         if self._robots is not None and not await self._robots.permit(url):
             raise FetchFailed(f"{url} is refused: the site's robots.txt does not permit it.", lasting=True)
         page = await fetch(url, self._config, self._policy)
-        text = (await self._parser.readable(page)).strip()
+        text = (await parser.parse(page, self._config.parse_mb)).strip()
         limit = self._config.max_chars
         if len(text) > limit:
             return f"{text[:limit]}\n[page cut: {len(text)} characters in all, the first {limit} are shown]"
