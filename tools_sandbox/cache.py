@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import json
 import logging
+import math
 import sqlite3
 import sys
 import time
@@ -17,7 +18,7 @@ from pathlib import Path
 
 from tools_sandbox.answers import ToolAnswer, ToolResult
 from tools_sandbox.config import CacheConfig, ConfigError
-from tools_sandbox.flights import Flights
+from tools_sandbox.flights import FlightCancelled, Flights
 
 log = logging.getLogger("tools_sandbox")
 
@@ -154,25 +155,47 @@ class AnswerCache:
     def __len__(self) -> int:
         return len(self._memory)
 
-    async def answer(self, key: str, execute: Callable[[], Awaitable[tuple[ToolResult, float]]]) -> ToolAnswer:
+    async def answer(
+        self,
+        key: str,
+        execute: Callable[[], Awaitable[tuple[ToolResult, float]]],
+        *,
+        limit_s: float = math.inf,
+        deadline: float = math.inf,
+    ) -> ToolAnswer:
         """The kept answer, that of an equal call in flight, or that of `execute` (a result and its seconds).
 
-        A caller that goes away does not take a shared flight with it; the last one does.
+        A caller that goes away does not take a shared flight with it; the last one does. What befell another caller
+        (no place, its deadline, a time limit shorter than our `limit_s`) is not ours: the call is made again.
+        TimeoutError: the deadline (event loop's clock) passed while an equal call was in flight.
         """
         loop = asyncio.get_running_loop()
         began = loop.time()
-        if (kept := self._recall(key)) is not None:
-            self.counts.hits += 1
-            return ToolAnswer(kept.result.text, kept.result.status, loop.time() - began, cached=True)
-        first = key not in self._flights
-        self.counts.joined += not first
-        answer = await self._flights.join(key, lambda: self._fly(key, execute))
-        if first:
-            return answer
-        if answer.status == "timeout":  # that speaks of the other caller's patience, not of ours
-            result, seconds = await execute()
-            return ToolAnswer(result.text, result.status, seconds, cached=False)
-        return replace(answer, cached=True)
+        while True:
+            if (kept := self._recall(key)) is not None:
+                self.counts.hits += 1
+                return ToolAnswer(kept.result.text, kept.result.status, loop.time() - began, cached=True)
+            if key not in self._flights:
+                return await self._flights.join(key, lambda: self._fly(key, execute))
+            self.counts.joined += 1
+            async with asyncio.timeout_at(deadline if deadline < math.inf else None):
+                answer = await self._others_answer(key)
+            if answer is not None and (answer.status != "timeout" or answer.seconds >= limit_s):
+                return replace(answer, cached=True)
+            self.counts.joined -= 1
+
+    async def _others_answer(self, key: str) -> ToolAnswer | None:
+        """The answer of the flight under way; none if its caller got none."""
+
+        async def unused() -> ToolAnswer:
+            raise AssertionError("a flight is under way")
+
+        try:
+            return await self._flights.join(key, unused)
+        except FlightCancelled:
+            raise
+        except Exception:  # its own caller is told
+            return None
 
     async def _fly(self, key: str, execute: Callable[[], Awaitable[tuple[ToolResult, float]]]) -> ToolAnswer:
         if (kept := await self._read_file(key)) is not None:

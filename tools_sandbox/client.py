@@ -37,6 +37,8 @@ QUEUE_WAIT_S = 150.0
 (`SandboxConfig.queue_s`), then says 429."""
 RETRIES = 4
 _TOO_MANY = 429
+_GRACE_S = 1.0
+"""How much longer than until the deadline an answer is waited for: the service itself answers when it passes."""
 
 
 class SandboxError(RuntimeError):
@@ -79,34 +81,38 @@ class _Call:
         request_id: str | None,
         *,
         timeout_s: float,
+        deadline_s: float,
         retries: int,
-        queue_wait_s: float,
     ) -> None:
-        if not (math.isfinite(timeout_s) and timeout_s > 0):
-            raise ValueError(f"timeout_s must be a positive number of seconds, not {timeout_s}")
-        self.limit_s = timeout_s + queue_wait_s
-        """Longest silence of the service in one attempt."""
+        for name, seconds in (("timeout_s", timeout_s), ("deadline_s", deadline_s)):
+            if not (math.isfinite(seconds) and seconds > 0):
+                raise ValueError(f"{name} must be a positive number of seconds, not {seconds}")
         self._url, self._retries = url, retries
         self._body = body | {"timeout_s": timeout_s, "request_id": request_id or uuid.uuid4().hex}
-        self._patient_until = time.monotonic() + self.limit_s
+        self._patient_until = time.monotonic() + deadline_s
         self._failures = list[int | None]()
+
+    def left_s(self) -> float:
+        """Seconds until nobody waits any more."""
+        return max(self._patient_until - time.monotonic(), 0.001)
 
     def body(self) -> dict[str, object]:
         """JSON of the next attempt."""
-        return self._body | {"deadline_s": self.limit_s}
+        return self._body | {"deadline_s": self.left_s()}
 
     def pause_s(self, error: _RetryableError) -> float:
         """Seconds to wait before the next attempt. SandboxUnavailable: there is none."""
         spread = random.uniform(1.0, 1.25)  # so that clients do not march in step
         if error.status == _TOO_MANY:
             pause_s = max(error.retry_after_s, 0.1) * spread
-            if time.monotonic() + pause_s < self._patient_until:
+            if pause_s < self.left_s():
                 return pause_s
             raise _unavailable(self._url, len(self._failures) + 1, error, [error.status]) from error
         self._failures.append(error.status)
-        if len(self._failures) > self._retries:
+        pause_s = min(0.1 * 2.0 ** (len(self._failures) - 1), 2.0) * 0.8 * spread
+        if len(self._failures) > self._retries or pause_s >= self.left_s():
             raise _unavailable(self._url, len(self._failures), error, self._failures) from error
-        return min(0.1 * 2.0 ** (len(self._failures) - 1), 2.0) * 0.8 * spread
+        return pause_s
 
 
 def _headers(token: str | None) -> dict[str, str]:
@@ -163,13 +169,16 @@ class SandboxClient:
         *,
         trajectory_id: str = "",
         timeout_s: float = 30.0,
+        deadline_s: float | None = None,
         request_id: str | None = None,
     ) -> ToolAnswer:
         """Run a tool and return its answer, whatever its status.
 
         timeout_s: wall-clock seconds the tool may run; waiting for a free place in the service does not count.
+        deadline_s: seconds from now after which nobody waits any more, all attempts and pauses together; none:
+        timeout_s and the client's queue_wait_s.
         request_id: names this call where `call` itself is repeated, so that it is not executed twice.
-        Raises SandboxUnavailable, SandboxDenied; ValueError for a timeout that is not positive.
+        Raises SandboxUnavailable, SandboxDenied; ValueError for seconds that are not positive.
         """
         body: dict[str, object] = {"tool": tool, "arguments": arguments, "trajectory_id": trajectory_id}
         call = _Call(
@@ -177,8 +186,8 @@ class SandboxClient:
             body,
             request_id,
             timeout_s=timeout_s,
+            deadline_s=timeout_s + self._queue_wait_s if deadline_s is None else deadline_s,
             retries=self._retries,
-            queue_wait_s=self._queue_wait_s,
         )
         while True:
             try:
@@ -187,7 +196,7 @@ class SandboxClient:
                 time.sleep(call.pause_s(error))
 
     def _attempt(self, call: _Call) -> ToolAnswer:
-        timeouts = (CONNECT_TIMEOUT_S, call.limit_s)
+        timeouts = (min(CONNECT_TIMEOUT_S, call.left_s()), call.left_s() + _GRACE_S)
         try:
             reply = self._session.post(f"{self.url}/call", json=call.body(), timeout=timeouts)
         except requests.ReadTimeout as error:
@@ -243,6 +252,7 @@ class AsyncSandboxClient:
         *,
         trajectory_id: str = "",
         timeout_s: float = 30.0,
+        deadline_s: float | None = None,
         request_id: str | None = None,
     ) -> ToolAnswer:
         """As `SandboxClient.call`."""
@@ -252,8 +262,8 @@ class AsyncSandboxClient:
             body,
             request_id,
             timeout_s=timeout_s,
+            deadline_s=timeout_s + self._queue_wait_s if deadline_s is None else deadline_s,
             retries=self._retries,
-            queue_wait_s=self._queue_wait_s,
         )
         while True:
             try:
@@ -262,7 +272,9 @@ class AsyncSandboxClient:
                 await asyncio.sleep(call.pause_s(error))
 
     async def _attempt(self, call: _Call) -> ToolAnswer:
-        limits = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=call.limit_s)
+        left_s = call.left_s()
+        connect_s = min(CONNECT_TIMEOUT_S, left_s)
+        limits = aiohttp.ClientTimeout(total=None, sock_connect=connect_s, sock_read=left_s + _GRACE_S)
         try:
             async with self._open_session().post(f"{self.url}/call", json=call.body(), timeout=limits) as reply:
                 if reply.status != 200:

@@ -167,6 +167,9 @@ class BrowseConfig:
     """Networks in CIDR notation that may be read although they are not public, e.g. an intranet's mirror."""
     max_bytes: Positive = 5_000_000
     """Bytes of a body that are read, on the wire and after decompression each; the rest is cut, with a note."""
+    parse_mb: Positive = 1024
+    """Memory in MiB that turning a page into text may take; each page has a process of its own for it. A page that
+    needs more is answered with an error."""
     max_chars: Positive = 20_000
     """Longest answer in characters."""
     max_redirects: NotNegative = 5
@@ -217,7 +220,7 @@ class CacheConfig:
     """Size of their texts in MiB; likewise."""
     sqlite_path: Path | None = None
     """SQLite file (WAL) that keeps answers over restarts, relative to the configuration file; services of one machine
-    may share it. None: memory only."""
+    may share it, and read what another has found (equal calls at the same time each execute). None: memory only."""
     sqlite_entries: Positive = 1_000_000
     """Answers kept in that file; the oldest goes first."""
     sqlite_mb: Positive = 4096

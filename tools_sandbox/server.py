@@ -13,6 +13,7 @@ from typing import Any
 
 import uvicorn
 from fastapi import Depends, FastAPI, HTTPException, Request, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -23,6 +24,7 @@ from tools_sandbox.service import Call, NoAnswer, ToolService
 _GRACE_S = 1
 """Seconds that answers get to be written after the last call has ended, before their connections are cut."""
 _BODY_BYTES = 8 << 20
+_PROBLEMS_TOLD = 5
 _STATUS = {"queue_full": 429, "queue_time": 429, "stopping": 503, "deadline": 504}
 
 
@@ -32,7 +34,9 @@ class CallBody(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
     tool: str = Field(description="Name of the tool; GET /tools lists them.")
     arguments: dict[str, Any] = Field(description="Its arguments.")
-    trajectory_id: str = Field(default="", description="Places are shared fairly between these.")
+    trajectory_id: str = Field(
+        default="", max_length=1000, description="Places are shared fairly between these; none of its own: one for all."
+    )
     timeout_s: float = Field(default=30.0, gt=0, allow_inf_nan=False, description="Seconds the execution may take.")
     request_id: str = Field(
         default="", max_length=128, description="The same in every retry of a call, which is then executed once."
@@ -85,6 +89,16 @@ def build_app(service: ToolService, token: str | None) -> FastAPI:
         redoc_url=None,
     )
     app.add_middleware(_BodyLimit)
+
+    @app.exception_handler(RequestValidationError)
+    async def malformed(_: Request, error: RequestValidationError) -> Response:
+        # Without what was given: it may be what JSON cannot say (NaN), and as long as a body may be.
+        problems = [
+            {"loc": [str(part)[:100] for part in each["loc"]], "msg": each["msg"], "type": each["type"]}
+            for each in error.errors()[:_PROBLEMS_TOLD]
+        ]
+        return _AsciiJson({"detail": problems}, 422)
+
     expected = None if token is None else f"Bearer {token}".encode()
 
     async def authorised(request: Request) -> None:

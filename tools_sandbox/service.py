@@ -5,25 +5,23 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import shutil
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
 
 from tools_sandbox.answers import ToolAnswer, ToolResult
 from tools_sandbox.cache import AnswerCache, cache_key
-from tools_sandbox.config import SandboxConfig
+from tools_sandbox.config import ConfigError, SandboxConfig
 from tools_sandbox.fair_queue import FairQueue, QueueFull
 from tools_sandbox.flights import FlightCancelled
 from tools_sandbox.metrics import Metrics
 from tools_sandbox.python_tool.pool import SandboxBroken
 from tools_sandbox.replays import Replays
+from tools_sandbox.search.temporary import TemporaryFolder
 from tools_sandbox.tools import PythonTool, Tool, ToolBroken, build_tools, by_name, check_arguments
 from tools_sandbox.worker_pool import WorkerPool
 
@@ -69,7 +67,7 @@ class ToolService:
 
     def __init__(self, config: SandboxConfig) -> None:
         """Raises ConfigError, with nothing left running."""
-        self._index_folder: Path | None = None
+        self._index_folder: TemporaryFolder | None = None
         self._cache = AnswerCache(config.cache)
         try:
             self._config = self._with_index(config)
@@ -77,7 +75,7 @@ class ToolService:
         except BaseException:
             self.close()
             raise
-        self._workers = WorkerPool(self._config, [self._index_folder] if self._index_folder else [])
+        self._workers = WorkerPool(self._config, [self._index_folder.path] if self._index_folder else [])
         self._queues: dict[str, FairQueue] = {}
         self._replays = Replays(config.replay_s, config.orphan_s)
         self._calls: set[asyncio.Task[ToolAnswer]] = set()
@@ -97,8 +95,13 @@ class ToolService:
         from tools_sandbox.search.index import ensure_index
 
         if config.search.index_path is None:
-            self._index_folder = Path(tempfile.mkdtemp(prefix="tools_sandbox-index-"))
-            config = replace(config, search=replace(config.search, index_path=self._index_folder / "index"))
+            try:
+                self._index_folder = TemporaryFolder()
+            except OSError as error:
+                raise ConfigError(
+                    f"search.index_path: is not set, and there is no temporary folder: {error}"
+                ) from error
+            config = replace(config, search=replace(config.search, index_path=self._index_folder.path / "index"))
         ensure_index(config.search)
         return config
 
@@ -154,7 +157,13 @@ class ToolService:
             result, seconds = await self._execute(tool, checked, call)
             return ToolAnswer(result.text, result.status, seconds, cached=False)
         key = cache_key(tool.name, tool.fingerprint, _plain(checked))
-        return await self._cache.answer(key, lambda: self._execute(tool, checked, call))
+        limit_s = min(call.timeout_s, self._config.limits.time_s, tool.longest_s)
+        try:
+            return await self._cache.answer(
+                key, lambda: self._execute(tool, checked, call), limit_s=limit_s, deadline=call.deadline
+            )
+        except TimeoutError as error:
+            raise self._refused("deadline", f"an equal call of {tool.name} took longer than the deadline") from error
 
     async def _execute(self, tool: Tool, arguments: Any, call: Call) -> tuple[ToolResult, float]:
         """The result and its wall time in seconds, without the time that it waited for a place."""
@@ -272,7 +281,7 @@ class ToolService:
         """Give back files."""
         self._cache.close()
         if self._index_folder is not None:
-            shutil.rmtree(self._index_folder, ignore_errors=True)
+            self._index_folder.remove()
 
 
 def _plain(arguments: Any) -> dict[str, Any]:

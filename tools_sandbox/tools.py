@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -50,6 +51,8 @@ class Tool:
     """Run in a worker process. False: in the service's event loop, which nothing may block."""
     keeps_time: ClassVar[bool] = False
     """True if `run` itself answers "timeout" in time; otherwise it is cancelled."""
+    longest_s: float = math.inf
+    """Seconds after which `run` answers "timeout" also to a caller who allows more."""
 
     async def start(self) -> None:
         """Called once before the first `run`, in the process that runs it. ConfigError: it cannot work as told."""

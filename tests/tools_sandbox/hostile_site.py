@@ -80,6 +80,12 @@ def _application(site: Site) -> web.Application:
                 return web.Response(body=bomb, headers=html | {"Content-Encoding": "gzip, gzip"})
             case ["not-packed"]:
                 return web.Response(body=b"no gzip at all", headers=html | {"Content-Encoding": "gzip"})
+            case ["packed-and-cut"]:
+                return web.Response(
+                    body=gzip.compress(HTML.encode())[:-20], headers=html | {"Content-Encoding": "gzip"}
+                )
+            case ["packed"]:
+                return web.Response(body=gzip.compress(HTML.encode()), headers=html | {"Content-Encoding": "gzip"})
             case ["endless"]:
                 chunk = b"<p>" + b"endless words " * 4000 + b"</p>"
                 return await _stream(request, chunk, pause_s=0, headers=html)
@@ -95,6 +101,10 @@ def _application(site: Site) -> web.Application:
                 return web.Response(body=b"\xff\xfe\xfa plain", headers={"Content-Type": "text/plain; charset=zip"})
             case ["nested"]:
                 return web.Response(body=b"<div>" * 300_000 + HTML.encode(), headers=html)
+            case ["breaks", *_]:  # takes its parser many seconds
+                return web.Response(body=b"<html><body><p>" + b"x<br>" * 900_000, headers=html)
+            case ["links"]:  # takes its parser a hundred times its size
+                return web.Response(body=b"<html><body>" + b"<a href=x>word</a> " * 60_000, headers=html)
             case ["nul"]:
                 return web.Response(body=HTML.replace("bridge", "bri\0dge").encode(), headers=html)
             case ["image"]:

@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
+import re
 import resource
 import socket
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from hostile_site import BOMB_BYTES, FORBIDDEN, PERMITTED, SECRET, Site, hostile_site
 from hypothesis import given
 from hypothesis import strategies as st
+from test_service_process import wait_until
 
 from tools_sandbox.answers import ToolResult
 from tools_sandbox.browse.addresses import AddressPolicy
 from tools_sandbox.browse.fetch import Page
 from tools_sandbox.browse.page import decode, readable
 from tools_sandbox.browse.tool import BrowseArguments, BrowseTool
-from tools_sandbox.client import SandboxClient
+from tools_sandbox.client import SandboxClient, SandboxUnavailable
 from tools_sandbox.config import BrowseConfig, ConfigError, SummaryConfig
 
 ALLOW = (f"{PERMITTED}/32",)
@@ -51,13 +58,18 @@ def test_a_page_becomes_its_title_and_main_text(site: Site) -> None:
         "255.255.255.255", "224.0.0.1", "192.0.2.1", "198.18.0.1", "240.0.0.1", "::", "::1", "fe80::1", "fe80::1%eth0",
         "fc00::1", "fd00:ec2::254", "ff02::1", "::ffff:127.0.0.1", "::ffff:10.0.0.1", "64:ff9b::7f00:1",
         "64:ff9b::a9fe:a9fe", "2002:7f00:1::", "2002:a00:1::", "2001:0:4136:e378:8000:63bf:3fff:fdd2", "2001:db8::1",
+        "192.0.0.192", "168.63.129.16", "100.100.100.200", "192.88.99.1", "64:ff9b:1::7f00:1", "64:ff9b:1:ffff::1",
+        "fec0::1", "::127.0.0.1", "::8.8.8.8", "::ffff:0:127.0.0.1", "5f00::1", "3fff::1", "2001:2::1", "100::1",
+        "::ffff:168.63.129.16", "64:ff9b::c000:c0", "4000::1",
     ],
 )  # fmt: skip
 def test_addresses_that_are_not_public_are_refused(address: str) -> None:
     assert not AddressPolicy(()).permits(address)
 
 
-@pytest.mark.parametrize("address", ["93.184.216.34", "1.1.1.1", "2606:4700::1111", "64:ff9b::101:101"])
+@pytest.mark.parametrize(
+    "address", ["93.184.216.34", "1.1.1.1", "2606:4700::1111", "2001:4860::1", "::ffff:1.1.1.1", "64:ff9b::101:101"]
+)
 def test_public_addresses_are_permitted(address: str) -> None:
     assert AddressPolicy(()).permits(address)
 
@@ -143,6 +155,13 @@ def test_a_gzip_bomb_is_cut_in_little_memory(site: Site, path: str) -> None:
 @pytest.mark.parametrize(("path", "said"), [("/twice-packed", "not asked for"), ("/not-packed", "unpacked")])
 def test_odd_packing_is_refused_in_words(site: Site, path: str, said: str) -> None:
     assert said in browse(site.url(path)).text
+
+
+def test_a_packed_page_that_ends_too_early_says_that_it_is_cut(site: Site) -> None:
+    whole = browse(site.url("/packed")).text
+    assert "cut" not in whole
+    cut = browse(site.url("/packed-and-cut")).text
+    assert re.fullmatch(r".*417 inhabitants.*\[page cut after \d+ bytes\]", cut, re.DOTALL)
 
 
 def test_a_body_without_end_is_read_up_to_the_limit(site: Site) -> None:
@@ -236,3 +255,46 @@ def test_hostile_pages_cost_the_service_nothing(site: Site, start_service: Calla
         busy = {"url": site.url("/busy")}
         assert [client.call("browse", busy).cached for _ in range(2)] == [False, False]
         assert site.asked == ["/missing"] * 2 + ["/busy"] * 2
+
+
+def test_pages_that_are_slow_to_parse_hold_up_neither_search_nor_browse(
+    site: Site, start_service: Callable[..., Any], tmp_path: Path
+) -> None:
+    corpus = tmp_path / "facts.jsonl"
+    corpus.write_text("".join(json.dumps({"text": f"fact{n}"}) + "\n" for n in range(50)))
+    search = {"sources": [{"path": str(corpus), "format": "jsonl"}]}
+    config = {"enabled": True, "allow_networks": list(ALLOW)}
+    service = start_service({"browse": config, "search": search, "workers": 1, "max_concurrency": 40})
+    with SandboxClient(service.url) as client, ThreadPoolExecutor(32) as pool:
+        assert "417" in client.call("browse", {"url": site.url("/page")}).text
+        (worker,) = service.workers()
+        # More of them than the threads that asyncio gives to blocking work.
+        hostile = [
+            pool.submit(client.call, "browse", {"url": site.url(f"/breaks/{n}")}, timeout_s=8, trajectory_id="evil")
+            for n in range(min(32, (os.cpu_count() or 1) + 4) + 1)
+        ]
+        time.sleep(2)
+        for number in range(5):
+            answer = client.call("search", {"query": f"fact{number}"}, timeout_s=4)
+            assert (answer.status, answer.text) == ("ok", f"Page 1: fact{number}")
+        assert {each.result().status for each in hostile} <= {"ok", "timeout"}
+        wait_until(lambda: len(worker.children(recursive=True)) <= 2)  # what parsers are forked from, no parser
+        assert service.workers() == [worker]  # none had to be replaced
+
+
+def test_a_page_that_takes_too_much_memory_to_parse_is_given_up(site: Site) -> None:
+    assert browse(site.url("/links")).status == "ok"
+    assert browse(site.url("/links"), parse_mb=32)[::2] == ("error", True)
+    assert "417" in browse(site.url("/page"), parse_mb=32).text
+
+
+def test_no_parser_outlives_a_killed_service(site: Site, start_service: Callable[..., Any]) -> None:
+    service = start_service({"browse": {"enabled": True, "allow_networks": list(ALLOW)}, "workers": 1})
+    (worker,) = service.workers()
+    with ThreadPoolExecutor(1) as pool, SandboxClient(service.url, retries=0) as client:
+        call = pool.submit(client.call, "browse", {"url": site.url("/breaks")}, timeout_s=30)
+        wait_until(lambda: len(worker.children(recursive=True)) == 2)
+        family = service.family()
+        service.process.kill()
+        assert not psutil.wait_procs(family, timeout=5)[1]
+        assert isinstance(call.exception(), SandboxUnavailable)

@@ -18,7 +18,7 @@ import requests
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tools_sandbox.answers import Status, ToolResult
+from tools_sandbox.answers import Status, ToolAnswer, ToolResult
 from tools_sandbox.cache import AnswerCache, cache_key
 from tools_sandbox.client import SandboxClient
 from tools_sandbox.config import CacheConfig, ConfigError
@@ -85,6 +85,44 @@ def test_failures_are_not_kept_and_a_timeout_is_not_shared() -> None:
         late, patient = Counting("timeout", 0.05), Counting("ok")
         first, second = await asyncio.gather(cache.answer("j", late), cache.answer("j", patient))
         assert (first.status, second.status, second.cached) == ("timeout", "ok", False)
+
+    asyncio.run(run())
+
+
+def test_each_caller_of_a_shared_execution_keeps_its_own_deadline() -> None:
+    async def run() -> None:
+        cache, slow = AnswerCache(CacheConfig()), Counting(seconds=0.4)
+        loop = asyncio.get_running_loop()
+        patient = asyncio.create_task(cache.answer("k", slow))
+        await asyncio.sleep(0.01)
+        began = loop.time()
+        with pytest.raises(TimeoutError):
+            await cache.answer("k", slow, deadline=began + 0.05)
+        assert loop.time() - began < 0.2
+        assert ((await patient).text, slow.runs) == ("run 1", 1)
+
+    asyncio.run(run())
+
+
+def test_what_befell_the_first_caller_is_not_passed_on_and_the_others_share_again() -> None:
+    async def run() -> None:
+        cache, impatient, patient = AnswerCache(CacheConfig()), Counting("timeout", 0.05), Counting(seconds=0.05)
+
+        async def without_a_place() -> tuple[ToolResult, float]:
+            await asyncio.sleep(0.05)
+            raise RuntimeError("no place")
+
+        for first in (impatient, without_a_place):
+            key = str(first)
+            calls = [cache.answer(key, first), *(cache.answer(key, patient, limit_s=1) for _ in range(10))]
+            _, *answers = await asyncio.gather(*calls, return_exceptions=True)
+            texts = {answer.text for answer in answers if isinstance(answer, ToolAnswer)}
+            assert texts == {f"run {patient.runs}"}
+            assert (await cache.answer(key, patient)).cached  # and what they found is kept
+        assert patient.runs == 2
+        # A caller that would have waited no longer has the same answer: nothing runs again.
+        equals = await asyncio.gather(*(cache.answer("e", impatient, limit_s=0.05) for _ in range(5)))
+        assert ({answer.status for answer in equals}, impatient.runs) == ({"timeout"}, 2)
 
     asyncio.run(run())
 

@@ -89,6 +89,48 @@ def test_a_full_queue_refuses_who_has_most_waiting() -> None:
     assert hog == [True, True, True, True, False]
 
 
+def test_calls_that_were_refused_or_gave_up_cost_no_turn() -> None:
+    async def run() -> int:
+        queue, started = FairQueue(1, 50), list[str]()
+
+        async def call(flow: str, wait_s: float = 10) -> None:
+            async with queue.place(flow, wait_s):
+                started.append(flow)
+                await asyncio.sleep(0)
+
+        async with queue.place("blocker", 10):
+            vain = [asyncio.create_task(call("unlucky", 0.02)) for _ in range(300)]
+            await asyncio.gather(*vain, return_exceptions=True)
+        assert not started
+        others = [asyncio.create_task(call("other")) for _ in range(20)]
+        await call("unlucky")
+        before = len(started)
+        await asyncio.gather(*others)
+        return before
+
+    assert asyncio.run(run()) <= 3
+
+
+@given(st.integers(2, 20))
+def test_one_flow_cannot_hold_every_place(places: int) -> None:
+    async def run() -> None:
+        queue, end = FairQueue(places, 1000), asyncio.Event()
+
+        async def never_ends() -> None:
+            async with queue.place("hog", 10):
+                await end.wait()
+
+        hog = [asyncio.create_task(never_ends()) for _ in range(3 * places)]
+        await asyncio.sleep(0)
+        assert places // 2 <= queue.running < places
+        async with queue.place("other", 1):
+            pass
+        end.set()
+        await asyncio.gather(*hog)  # and none of them is forgotten
+
+    asyncio.run(run())
+
+
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.sampled_from(["run", "cancel", "time out"])), max_size=25))
 def test_places_are_never_lost(events: list[tuple[str, str]]) -> None:
     async def run() -> None:
@@ -118,7 +160,7 @@ def test_memory_of_a_queue_does_not_grow_with_the_flows_it_has_seen() -> None:
         for number in range(5000):
             async with queue.place(f"flow {number}", 1):
                 pass
-        return len(queue._next_tag) + len(queue._heap)
+        return len(queue._flows) + len(queue._heap)
 
     assert asyncio.run(run()) < 1100
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import signal
@@ -11,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -176,6 +178,44 @@ def test_a_deadline_bounds_waiting_and_running(start_service: StartService) -> N
     assert executions(service) - before == 1  # the blocker's; nobody waited for the other
 
 
+def test_a_client_waits_no_longer_than_its_deadline_all_attempts_together(start_service: StartService) -> None:
+    service = start_service({"max_concurrency": 1, "max_waiting": 1})
+    with ThreadPoolExecutor(8) as pool, SandboxClient(service.url) as client:
+        blockers = [pool.submit(post, service, arguments=sleeping(2), trajectory_id=str(n)) for n in range(2)]
+        wait_until(lambda: requests.get(f"{service.url}/health", timeout=5).json()["waiting"] == 1)
+        for trajectory_id in ("0", "third"):  # one may wait, the other is told 429
+            began = time.monotonic()
+            with pytest.raises(SandboxUnavailable):
+                client.call("python", {"code": "1"}, trajectory_id=trajectory_id, deadline_s=0.5)
+            assert time.monotonic() - began < 1.5
+        for blocker in blockers:
+            blocker.result()
+        with pytest.raises(ValueError, match="deadline_s"):
+            client.call("python", {"code": "1"}, deadline_s=0.0)
+
+
+def test_every_attempt_of_a_client_says_what_is_left_of_its_deadline() -> None:
+    told = list[float]()
+
+    class Full(BaseHTTPRequestHandler):  # a service that stays full, which a real one cannot be told to
+        def do_POST(self) -> None:
+            told.append(json.loads(self.rfile.read(int(self.headers["Content-Length"])))["deadline_s"])
+            self.send_response(429)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Full) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        with SandboxClient(f"http://127.0.0.1:{server.server_port}") as client, pytest.raises(SandboxUnavailable):
+            client.call("python", {"code": "1"}, deadline_s=0.6)
+        server.shutdown()
+    assert len(told) > 2
+    assert told[0] <= 0.6
+    assert all(before - after > 0.05 for before, after in itertools.pairwise(told))
+
+
 def test_a_signal_lets_calls_in_flight_finish_and_takes_no_more(start_service: StartService) -> None:
     service = start_service({"drain_s": 5})
     with requests.Session() as session, ThreadPoolExecutor(1) as pool:
@@ -202,6 +242,29 @@ def test_what_is_offered_is_described_and_what_goes_on_is_counted(start_service:
     page = requests.get(f"{service.url}/metrics", headers=bearer, timeout=5).text
     assert 'tools_sandbox_answers_total{status="ok",tool="python"} 1.0' in page
     assert re.search(r"^tools_sandbox_process_resident_memory_bytes [1-9]", page, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        '"timeout_s": NaN',
+        '"timeout_s": 1e999',
+        '"deadline_s": Infinity',
+        '"x": "\\ud800"',
+        '"\\ud800": 1',
+        '"request_id": 5',
+        pytest.param(f'"trajectory_id": "{"t" * 1001}"', id="long trajectory"),
+        pytest.param(f'"{"k" * 10_000}": 1', id="long key"),
+        pytest.param(", ".join(f'"k{n}": 1' for n in range(1000)), id="many keys"),
+    ],
+)
+def test_every_malformed_body_is_told_what_is_wrong_in_few_words(service: Any, fields: str) -> None:
+    body = f'{{"tool": "python", "arguments": {{"code": "1"}}, {fields}}}'
+    reply = requests.post(f"{service.url}/call", data=body, headers={"Content-Type": "application/json"}, timeout=10)
+    assert reply.status_code == 422
+    assert reply.json()["detail"][0]["msg"]
+    assert len(reply.content) < 1000
+    assert "Traceback" not in service.stderr()
 
 
 def test_a_body_that_is_too_large_is_denied_before_it_is_read(start_service: StartService) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -135,6 +137,32 @@ def test_workers_end_with_a_killed_service_and_leave_no_folder(
     assert not left
     wait_until(lambda: not list(place.iterdir()))
     caller.join()
+
+
+def test_what_a_service_killed_at_its_start_leaves_is_removed_by_the_next(
+    start_service: StartService, environment: dict[str, str], tmp_path: Path
+) -> None:
+    place = tmp_path / "tmp"
+    place.mkdir()
+    env = {**environment, "TMPDIR": str(place)}
+    config = configured(tmp_path)
+    (tmp_path / "facts.jsonl").write_text('{"text": "fact"}\n' * 200_000)  # takes seconds to index
+    (tmp_path / "c.yaml").write_text(json.dumps({**config, "python": {"preload": []}}))
+    command = [sys.executable, "-m", "tools_sandbox", "--config", str(tmp_path / "c.yaml")]
+    killed = subprocess.Popen(command, env={**os.environ, **env}, stderr=subprocess.DEVNULL, start_new_session=True)
+    wait_until(lambda: list(place.glob("*index*/*.building")))
+    os.killpg(killed.pid, signal.SIGKILL)
+    killed.wait()
+    (left,) = place.glob("*index*")
+    (tmp_path / "facts.jsonl").write_text('{"text": "fact1"}\n')
+    first = start_service(config, env=env)
+    assert not left.exists()
+    (used,) = place.glob("*index*")
+    with SandboxClient(start_service(config, env=env).url) as client:  # one beside it takes nothing away
+        assert client.call("search", {"query": "fact1"}).text == "Page 1: fact1"
+    with SandboxClient(first.url) as client:
+        assert client.call("search", {"query": "fact1"}).text == "Page 1: fact1"
+    assert used.exists()
 
 
 def test_a_plugin_that_is_no_tool_is_one_line(tmp_path: Path, environment: dict[str, str], monkeypatch: Any) -> None:

@@ -12,7 +12,27 @@ from tools_sandbox.config import ConfigError
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 _Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
-_NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
+# The special-purpose registries of IANA, written out: what Python calls global changes between its patch releases.
+_NOT_PUBLIC_V4 = [
+    ipaddress.IPv4Network(each)
+    for each in (
+        "0.0.0.0/8", "10.0.0.0/8", "100.64.0.0/10", "127.0.0.0/8", "169.254.0.0/16", "172.16.0.0/12", "192.0.0.0/24",
+        "192.0.2.0/24", "192.31.196.0/24", "192.52.193.0/24", "192.88.99.0/24", "192.168.0.0/16", "192.175.48.0/24",
+        "198.18.0.0/15", "198.51.100.0/24", "203.0.113.0/24", "224.0.0.0/3",
+        # A cloud's metadata and DNS under an address that looks public.
+        "168.63.129.16/32",
+    )
+]  # fmt: skip
+_GLOBAL_UNICAST = ipaddress.IPv6Network("2000::/3")
+_NOT_PUBLIC_V6 = [
+    ipaddress.IPv6Network(each)
+    for each in (
+        # Protocols, Teredo among them; examples; 6to4, which gateways unpack; the AS112 sink; examples again.
+        "2001::/23", "2001:db8::/32", "2002::/16", "2620:4f:8000::/48", "3fff::/20",
+    )
+]  # fmt: skip
+_WITH_IPV4_INSIDE = [ipaddress.IPv6Network(each) for each in ("::ffff:0:0/96", "64:ff9b::/96")]
+"""Mapped addresses, and what a NAT64 gateway unpacks: as public as the IPv4 address in their last 32 bits."""
 
 
 class AddressRefused(OSError):  # noqa: N818 - a decision
@@ -35,7 +55,7 @@ class AddressPolicy:
         numeric = ipaddress.ip_address(address.partition("%")[0])
         if any(numeric in network for network in self._allowed):
             return True
-        return all(each.is_global and not each.is_multicast for each in (numeric, *_embedded(numeric)))
+        return _is_public(numeric)
 
     def checked_socket(self, address_info: tuple[Any, ...]) -> socket.socket:
         """A socket for one result of getaddrinfo, made only if its address is permitted; AddressRefused otherwise.
@@ -49,13 +69,9 @@ class AddressPolicy:
         return socket.socket(family, kind, protocol)
 
 
-def _embedded(address: _Address) -> list[_Address]:
-    """IPv4 addresses that an IPv6 address stands for: a gateway on the way may unpack them."""
+def _is_public(address: _Address) -> bool:
     if isinstance(address, ipaddress.IPv4Address):
-        return []
-    found: list[_Address] = [each for each in (address.ipv4_mapped, address.sixtofour) if each is not None]
-    if address.teredo is not None:
-        found += address.teredo
-    if address in _NAT64:
-        found.append(ipaddress.IPv4Address(int(address) & 0xFFFFFFFF))
-    return found
+        return not any(address in network for network in _NOT_PUBLIC_V4)
+    if any(address in network for network in _WITH_IPV4_INSIDE):
+        return _is_public(ipaddress.IPv4Address(int(address) & 0xFFFFFFFF))
+    return address in _GLOBAL_UNICAST and not any(address in network for network in _NOT_PUBLIC_V6)

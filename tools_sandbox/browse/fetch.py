@@ -37,7 +37,7 @@ class Page:
     body: bytes
     """After decompression."""
     cut: bool
-    """True if there was more."""
+    """True if there was more: above the limit, or where packed content ended before its end."""
 
 
 async def fetch(url: str, config: BrowseConfig, policy: AddressPolicy) -> Page:
@@ -119,7 +119,7 @@ def _checked(url: str) -> URL:
 
 
 async def _body(reply: aiohttp.ClientResponse, max_bytes: int) -> tuple[bytes, bool]:
-    """At most max_bytes, of what is sent and of what it unpacks to; and whether there was more."""
+    """At most max_bytes, of what is sent and of what it unpacks to; and whether there was or should have been more."""
     encoding = reply.headers.get("Content-Encoding", "identity").strip().lower() or "identity"
     if encoding not in {"identity", "gzip", "x-gzip", "deflate"}:
         raise FetchFailed(f"{reply.url} is packed in a way that was not asked for ({encoding[:40]}).", lasting=True)
@@ -138,4 +138,5 @@ async def _body(reply: aiohttp.ClientResponse, max_bytes: int) -> tuple[bytes, b
             return bytes(body[:max_bytes]), True
         if unpack is not None and unpack.eof:
             break
-    return bytes(body), False
+    # Packed content that ends before its own end mark was cut by whoever sent it.
+    return bytes(body), unpack is not None and received > 0 and not unpack.eof

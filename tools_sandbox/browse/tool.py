@@ -9,11 +9,12 @@ import aiohttp
 from pydantic import BaseModel, ConfigDict, Field
 
 from tools_sandbox.answers import ToolResult
+from tools_sandbox.browse import parser
 from tools_sandbox.browse.addresses import AddressPolicy
 from tools_sandbox.browse.fetch import FetchFailed, fetch
 from tools_sandbox.config import BrowseConfig, ConfigError, SummaryConfig
 from tools_sandbox.http_retry import RequestFailed, request_json
-from tools_sandbox.tools import Tool, in_thread
+from tools_sandbox.tools import Tool
 
 _SUMMARY_PROMPT = (
     "Summarise this web page for a reader who has to answer questions from your summary alone: keep names, numbers, "
@@ -45,10 +46,15 @@ class BrowseTool(Tool):
         self._robots = Robots(config, self._policy) if config.robots else None
         self._summary = _Summary(config.summary) if config.summary else None
         self.fingerprint = f"{config}"
+        self.longest_s = config.timeout_s
+
+    async def start(self) -> None:
+        """Load the parser."""
+        parser.start()
 
     async def run(self, arguments: BrowseArguments, timeout_s: float) -> ToolResult:
         """The page's text, or its summary."""
-        limit_s = min(timeout_s, self._config.timeout_s)
+        limit_s = min(timeout_s, self.longest_s)
         try:
             async with asyncio.timeout(limit_s):
                 text = await self._read(arguments.url)
@@ -65,17 +71,14 @@ class BrowseTool(Tool):
             return ToolResult("ok", f"[no summary: the model did not answer]\n{text}", negative=True)
 
     async def _read(self, url: str) -> str:
-        # Late and in the worker only: the library takes most of a second to load.
-        from tools_sandbox.browse.page import readable
-
         if self._robots is not None and not await self._robots.permit(url):
             raise FetchFailed(f"{url} is refused: the site's robots.txt does not permit it.", lasting=True)
         page = await fetch(url, self._config, self._policy)
-        text = (await in_thread(readable, page)).strip()
+        text = (await parser.parse(page, self._config.parse_mb)).strip()
         limit = self._config.max_chars
         if len(text) > limit:
             return f"{text[:limit]}\n[page cut: {len(text)} characters in all, the first {limit} are shown]"
-        return f"{text}\n[page cut after {self._config.max_bytes} bytes]" if page.cut else text
+        return f"{text}\n[page cut after {len(page.body)} bytes]" if page.cut else text
 
 
 class _Summary:
