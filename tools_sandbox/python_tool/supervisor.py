@@ -22,6 +22,7 @@ from tools_sandbox.python_tool import isolation as walls_of
 from tools_sandbox.python_tool import watchdog
 from tools_sandbox.python_tool.isolation import Isolation
 from tools_sandbox.python_tool.streams import Kept, judge
+from tools_sandbox.python_tool.watchdog import Watchdog
 from tools_sandbox.python_tool.wire import HEADER, Outcome, Request
 from tools_sandbox.python_tool.worker import Ends, run_init
 
@@ -40,8 +41,7 @@ class _Watched:
     """Descriptor -> what is kept of it."""
     state: int | None
     """The one of them that carries no output but the state of a session."""
-    init_pid: int
-    shared_bytes: int
+    watchdog: Watchdog
     deadline: float
 
 
@@ -110,7 +110,7 @@ def _run_call(
     limit_bytes = 4 * request.output_chars
     streams = {out_read: Kept(limit_bytes, tail=False), err_read: Kept(limit_bytes, tail=True)}
     streams[state_read] = state = Kept(request.state_mb * _MIB + HEADER.size, tail=False)
-    watched = _Watched(connection, status_read, streams, state_read, pid, shared_bytes, deadline)
+    watched = _Watched(connection, status_read, streams, state_read, Watchdog(pid, shared_bytes), deadline)
     try:
         ended_by = _watch(watched, isolation, request)
         report = os.read(status_read, _CHUNK).decode() if ended_by == "status" else ""
@@ -159,7 +159,7 @@ def _watch(watched: _Watched, isolation: Isolation, request: Request) -> str:
 def _broken_bound(watched: _Watched, isolation: Isolation, request: Request) -> str:
     """Which bound on the call as a whole it has broken, of those that the kernel does not keep; "" if none."""
     walls, limits = isolation.walls, request.limits
-    usage = watchdog.look(watched.init_pid, watched.shared_bytes)
+    usage = watched.watchdog.look()
     if usage.cpu_s > limits.cpu_s:
         return "CPU"
     if "memory" not in walls.groups and usage.memory_bytes > limits.memory_mb * _MIB:
