@@ -26,6 +26,9 @@ _MIB = 1 << 20
 _MEMORY_RESERVE_MB = 64
 _OWN_PROCESSES = 2
 """Supervisor and init, which count as the call's user's too."""
+_PENDING_SIGNALS = 128
+"""Queued signals and timers that signal, which the kernel counts for a user: without a limit of its own a call could
+take them all."""
 _TRIAL_PLACE = 0xFFFF_FFFF
 """Not a place of calls: its groups keep the trial's limits."""
 _TRIAL_LIMITS = WorkerLimits(cpu_s=10, memory_mb=4096, file_mb=1, disk_mb=1, processes=64, open_files=64)
@@ -137,6 +140,7 @@ def enter_worker(isolation: Isolation, limits: WorkerLimits, uid: int) -> None:
     for kind in (resource.RLIMIT_CORE, resource.RLIMIT_MSGQUEUE, resource.RLIMIT_RTPRIO):
         _limit(kind, 0)
     _limit(resource.RLIMIT_MEMLOCK, 1 << 16)
+    _limit(resource.RLIMIT_SIGPENDING, _PENDING_SIGNALS)
     # The soft limit's signal can be told from other ends; the hard one a second later cannot be caught.
     _limit(resource.RLIMIT_CPU, limits.cpu_s, reserve=1)
     if walls.own_uid and not walls.user_namespace:

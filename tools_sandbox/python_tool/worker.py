@@ -8,6 +8,7 @@ import fcntl
 import io
 import linecache
 import os
+import selectors
 import signal
 import sys
 import traceback
@@ -94,6 +95,8 @@ def _fresh_interpreter_state() -> None:
     for number in (signal.SIGCHLD, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    # As a Python would choose that starts where there is no epoll.
+    selectors.DefaultSelector = selectors.PollSelector  # type: ignore[misc]
     if "numpy.random" in sys.modules:
         # Preloaded once, its global generator would draw the same numbers in every call.
         sys.modules["numpy.random"].seed()
