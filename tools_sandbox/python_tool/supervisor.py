@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tools_sandbox.python_tool import isolation as walls_of
+from tools_sandbox.python_tool import state as states
 from tools_sandbox.python_tool import watchdog
 from tools_sandbox.python_tool.isolation import Isolation
 from tools_sandbox.python_tool.streams import Kept, judge
@@ -124,7 +125,7 @@ def _run_call(
             kept.add(chunk)
     outcome = judge(request, ended_by, report, streams[out_read], streams[err_read])
     # The state has a stream of its own, and of a call that was ended nothing is kept.
-    whole = ended_by == "status" and report and state.total_bytes == len(state.data)
+    whole = ended_by == "status" and report and states.is_whole(bytes(state.data))
     return replace(outcome, state=bytes(state.data)) if whole else outcome
 
 
