@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 from tools_sandbox.config import Limits, PythonConfig
@@ -102,7 +103,7 @@ class PythonPool:
         # A call's own user passes through it to its working directory.
         root.chmod(0o711)
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        arguments = (theirs.fileno(), str(root), list(self._config.preload))
+        arguments = (theirs.fileno(), str(root), list(self._config.preload), asdict(self._worker_limits))
         boot = json.dumps((str(Path(__file__).resolve().parents[2]), arguments))
         try:
             self._process = subprocess.Popen(

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import selectors
-import shutil
 import signal
 import socket
 import stat
@@ -178,10 +178,26 @@ def _make_folder(root: str, uid: int) -> str:
 
 
 def _remove_folder(folder: str) -> None:
-    """Remove a folder whose content may have been locked by the code that made it."""
-    for path, _, _ in os.walk(folder):  # top down: each level is opened before the walk descends into it
-        with contextlib.suppress(OSError):
-            for entry in os.scandir(path):
+    """Remove a folder whose content may be locked, or deeper than a path or a recursion reaches, by intent."""
+    prefix, number = secrets.token_hex(8), 0
+    with contextlib.suppress(OSError):
+        Path(folder).chmod(stat.S_IRWXU)
+        top = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        waiting = ["."]
+        while waiting:
+            name = waiting.pop()
+            inside = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=top)
+            for entry in list(os.scandir(inside)):
                 if entry.is_dir(follow_symlinks=False):
-                    Path(entry.path).chmod(stat.S_IRWXU)
-    shutil.rmtree(folder, ignore_errors=True)
+                    os.chmod(entry.name, stat.S_IRWXU, dir_fd=inside)
+                    # Up to the top, so that no path ever has more than one part.
+                    number += 1
+                    waiting.append(f"{prefix}-{number}")
+                    os.rename(entry.name, waiting[-1], src_dir_fd=inside, dst_dir_fd=top)
+                else:
+                    os.unlink(entry.name, dir_fd=inside)
+            os.close(inside)
+            if name != ".":
+                os.rmdir(name, dir_fd=top)
+        os.close(top)
+        Path(folder).rmdir()
