@@ -22,6 +22,8 @@ Positive = Annotated[int, Field(gt=0, strict=True)]
 NotNegative = Annotated[int, Field(ge=0, strict=True)]
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Mebibytes = Annotated[int, Field(gt=0, le=1 << 24, strict=True)]
+"""Up to 16 TiB, which the kernel takes wherever it takes a size."""
 Flag = Annotated[bool, Field(strict=True)]
 
 
@@ -33,28 +35,28 @@ class ConfigError(ValueError):
 class Limits:
     """What one python call may use."""
 
-    time_s: Seconds = 120.0
+    time_s: Annotated[Seconds, Field(le=1e6)] = 120.0
     """Longest wall-clock time of a call of any tool in seconds; a longer `timeout_s` is cut to this."""
-    cpu_s: Positive = 120
+    cpu_s: Annotated[Positive, Field(le=1_000_000)] = 120
     """CPU time in seconds, of a process (RLIMIT_CPU) and of all of the call together."""
-    memory_mb: Positive = 2048
+    memory_mb: Annotated[Mebibytes, Field(ge=16)] = 2048
     """Address space of a process in MiB (RLIMIT_AS) beyond what preloaded modules take; where there are control groups
     also the memory of all processes of the call together."""
-    file_mb: Positive = 64
+    file_mb: Mebibytes = 64
     """Largest file a process may write, in MiB (RLIMIT_FSIZE)."""
-    disk_mb: Positive = 256
+    disk_mb: Mebibytes = 256
     """Size in MiB of the private /tmp, where there is a mount namespace (the start says so)."""
-    processes: Positive = 64
+    processes: Annotated[Positive, Field(le=1 << 20)] = 64
     """Processes and threads of a call (RLIMIT_NPROC, pids control group)."""
-    open_files: Positive = 256
+    open_files: Annotated[Positive, Field(ge=16, le=1 << 20)] = 256
     """Open descriptors of a process (RLIMIT_NOFILE)."""
     code_chars: Positive = 200_000
     """Longest code accepted, in characters."""
     output_chars: Positive = 20_000
     """Longest answer in characters; more is cut, with a note that says so."""
-    output_mb: Positive = 64
+    output_mb: Mebibytes = 64
     """Most output in MiB, shown or not; a call that writes more is ended."""
-    state_mb: Positive = 64
+    state_mb: Annotated[Mebibytes, Field(le=1 << 12)] = 64
     """Largest state of a session in MiB: what its names and the files in its working directory take as bytes."""
 
 

@@ -20,6 +20,7 @@ from tools_sandbox.fair_queue import FairQueue, QueueFull
 from tools_sandbox.flights import FlightCancelled
 from tools_sandbox.metrics import Metrics
 from tools_sandbox.python_tool.pool import SandboxBroken
+from tools_sandbox.python_tool.sessions import TRAJECTORY
 from tools_sandbox.replays import Replays
 from tools_sandbox.search.temporary import TemporaryFolder
 from tools_sandbox.tools import PythonTool, Tool, ToolBroken, build_tools, by_name, check_arguments
@@ -141,6 +142,7 @@ class ToolService:
         return answer
 
     async def _once(self, call: Call) -> ToolAnswer:
+        TRAJECTORY.set(call.trajectory_id)
         if not call.request_id:
             return await self._answer(call)
         return await self._replays.answer(call.request_id, call.digest(), lambda: self._answer(call))

@@ -11,6 +11,7 @@ from importlib import metadata
 from typing import Any, ClassVar, ParamSpec, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic.json_schema import SkipJsonSchema
 
 from tools_sandbox.answers import Status, ToolResult
 from tools_sandbox.config import ConfigError, PluginConfig, SandboxConfig
@@ -91,8 +92,9 @@ class PythonArguments(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     code: str = Field(description="Python code; what it prints and the value of its last expression are the answer.")
-    state: str = Field(default="", max_length=500, description="For the caller: name of the state to begin with.")
-    keep: str = Field(default="", max_length=500, description="For the caller: name under which to keep the state.")
+    # For the caller alone: they are not in the schema that a model may be shown.
+    state: SkipJsonSchema[str] = Field(default="", max_length=500, description="Name of the state to begin with.")
+    keep: SkipJsonSchema[str] = Field(default="", max_length=500, description="Name under which to keep the state.")
 
 
 class PythonTool(Tool):
@@ -205,7 +207,7 @@ def check_arguments(tool: Tool, arguments: Mapping[str, object]) -> Any | str:
     except ValidationError as error:
         problems = error.errors(include_url=False, include_input=False)
         said = "; ".join(f'argument "{".".join(map(str, p["loc"]))}": {p["msg"]}' for p in problems)
-        return _bad_arguments(tool, said, list(tool.arguments.model_fields))
+        return _bad_arguments(tool, said, list(tool.schema()["properties"]))
 
 
 def _check_schema(tool: Tool, schema: Mapping[str, Any], arguments: Mapping[str, object]) -> Any | str:

@@ -118,6 +118,99 @@ def test_a_memory_bomb_of_many_processes_meets_the_limit_of_the_call(attacked: t
     assert_honest_calls_work(client)
 
 
+EXECUTED = """
+import os, sys, time
+for _ in range(9):
+    if os.fork() == 0:
+        os.execv(sys.executable, ['python', '-ISc', "x = bytearray(b'1') * (70 << 20); import time; time.sleep(60)"])
+ended = os.waitstatus_to_exitcode(os.wait()[1])
+print('one was ended by signal', -ended)
+os.kill(-1, 15)
+"""
+LEADERLESS = """
+import ctypes, os, threading, time
+for _ in range(12):
+    if os.fork() == 0:
+        def fill():
+            time.sleep(0.3)  # until the first thread is gone
+            x = bytearray(b'1') * (100 << 20)
+            time.sleep(60)
+        libc = ctypes.CDLL(None)
+        threading.Thread(target=fill).start()
+        libc.syscall({'x86_64': 60, 'aarch64': 93}[os.uname().machine], 0)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("code", [EXECUTED, LEADERLESS], ids=["other programs", "first threads that have ended"])
+def test_a_memory_bomb_that_shares_nothing_or_looks_empty_meets_the_limit(
+    attacked: tuple[SandboxClient, Any], code: str
+) -> None:
+    client, service = attacked
+    answer = client.call("python", {"code": code}, timeout_s=4)
+    if "control groups: yes" not in service.stderr():
+        assert "more than 512 MiB of memory" in answer.text
+    elif code is EXECUTED:
+        assert "ended by signal 9" in answer.text
+    assert_honest_calls_work(client)
+
+
+ASYNCIO = """
+import asyncio, multiprocessing
+async def shout(text):
+    process = await asyncio.create_subprocess_exec('tr', 'a-z', 'A-Z', stdin=-1, stdout=-1)
+    return (await process.communicate(text.encode()))[0].decode()
+async def main():
+    return await asyncio.gather(*map(shout, ['ab', 'c']))
+print(asyncio.run(main()))
+queue = multiprocessing.Queue()
+child = multiprocessing.Process(target=queue.put, args=(7,))
+child.start(); print(queue.get(timeout=5)); child.join()
+with multiprocessing.get_context('fork').Pool(2) as pool: print(pool.map(abs, [-1, -2]))
+ours, theirs = multiprocessing.Pipe()
+ours.send('x' * 10**5); print(len(theirs.recv()))
+"""
+
+
+def test_what_honest_code_does_with_processes_works_without_what_is_refused(
+    attacked: tuple[SandboxClient, Any],
+) -> None:
+    client, _ = attacked
+    assert client.call("python", {"code": ASYNCIO}, timeout_s=10).text == "['AB', 'C']\n7\n[1, 2]\n100000"
+
+
+HOLD = """
+import errno, socket, time
+pairs = []
+try:
+    while True:
+        pairs.append(socket.socketpair())
+        for _ in range(40): socket.send_fds(pairs[-1][0], [b'x'], [0] * 250)
+except OSError as error:
+    print(errno.errorcode[error.errno], flush=True)
+time.sleep(1.5)
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="starts a program of another user")
+def test_descriptors_in_flight_of_another_program_do_not_cost_the_zygote(attacked: tuple[SandboxClient, Any]) -> None:
+    client, service = attacked
+    user = psutil.Process(service.process.pid).uids().real
+    if user == 0:
+        pytest.skip("root's descriptors in flight are not limited")
+    zygote = service.zygote()
+    holder = subprocess.Popen(["/usr/bin/python3", "-c", HOLD], stdout=subprocess.PIPE, user=user, group=user)
+    try:
+        assert holder.stdout is not None and holder.stdout.readline() == b"ETOOMANYREFS\n"
+        began = time.monotonic()
+        assert client.call("python", {"code": "40 + 2"}, timeout_s=5).text == "42"
+        assert time.monotonic() - began > 0.3, "nothing was scarce"
+    finally:
+        holder.kill()
+        holder.wait()
+    assert service.zygote() == zygote
+
+
 SPIN = "import os\nfor _ in range(24):\n    if os.fork() == 0: break\nwhile True: pass"
 SECRET = "open('secret-4711', 'w').write('4711'); open('/dev/shm/secret-4711', 'w').close()\nimport time; time.sleep(2)"
 SPY = """

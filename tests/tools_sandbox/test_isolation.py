@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from tools_sandbox.client import SandboxClient
-from tools_sandbox.python_tool import seccomp
+from tools_sandbox.python_tool import cgroups, seccomp
 
 KINDS = {
     "root": {},
@@ -155,6 +155,60 @@ def test_no_control_group_stays_behind(start_service: Any, number: signal.Signal
     while groups_of(zygote):
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="no groups of ours here")
+def test_a_group_that_was_made_without_its_limits_gets_them_before_a_call(tmp_path: Path) -> None:
+    """As when a supervisor was killed between the two."""
+    groups, why_not = cgroups.find()
+    if groups is None:
+        pytest.skip(why_not)
+    try:
+        for folder in groups.folders.values():
+            os.mkdir("7", dir_fd=folder)
+        groups.open_place(7, 512, 40)
+        (found,) = (
+            Path(f"/proc/self/fd/{folder}/7/pids.max") for held, folder in groups.folders.items() if "pids" in held
+        )
+        assert 40 <= int(found.read_text()) < 50
+        with pytest.raises(OSError, match="Invalid argument"):
+            groups.open_place(7, 512, 5_000_000)
+    finally:
+        groups.remove()
+
+
+@pytest.mark.parametrize("least", [True, False])
+def test_the_least_and_the_greatest_limits_that_are_accepted_let_a_call_run(start_service: Any, least: bool) -> None:
+    small = {"memory_mb": 16, "file_mb": 1, "disk_mb": 1, "processes": 1, "open_files": 16, "cpu_s": 1, "output_mb": 1}
+    size = 1 << 24
+    great = {"memory_mb": size, "file_mb": size, "disk_mb": size, "processes": 1 << 20, "open_files": 1 << 20}
+    service = start_service({"limits": small if least else great})
+    with SandboxClient(service.url) as client:
+        assert client.call("python", {"code": "open('x', 'w').write('a'); 1 + 1"}).text == "2"
+
+
+DEEP = """
+import os
+home = os.getcwd()
+for name, depth in (('d', 1500), ('n' * 200, 60)):
+    os.chdir(home)
+    for _ in range(depth):
+        os.mkdir(name); os.chdir(name)
+    open('file', 'w').close(); os.symlink('/etc', 'link'); os.mkdir('locked', 0)
+os.chmod(home, 0)
+print('made')
+"""
+
+
+def test_deep_and_locked_folders_do_not_outlive_the_call(walled: tuple[SandboxClient, Any]) -> None:
+    client, service = walled
+    root = Path(service.zygote().cmdline()[-1].split('"')[3])
+    assert root.name.startswith("tools_sandbox-")
+    assert client.call("python", {"code": DEEP}, timeout_s=20).text == "made"
+    assert client.call("python", {"code": "6 * 7"}).text == "42"
+    assert not list(root.iterdir())
+    assert Path("/etc/passwd").exists()
+    assert "supervisor failed" not in service.stderr()
 
 
 def groups_of(zygote: int) -> list[Path]:

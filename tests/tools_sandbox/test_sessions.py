@@ -8,6 +8,7 @@ from typing import Any
 
 import psutil
 import pytest
+import requests
 
 from tools_sandbox.client import SandboxClient, ToolAnswer
 from tools_sandbox.python_tool.sessions import SessionStore
@@ -23,8 +24,11 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Say, Any
     config = {"python": {"session_dir": str(folder)}, "limits": {"state_mb": 4, "memory_mb": 512}}
     with running(config) as service, SandboxClient(service.url) as client:
 
-        def say(code: str, state: str = "", keep: str = "", timeout_s: float = 10.0) -> ToolAnswer:
-            return client.call("python", {"code": code, "state": state, "keep": keep}, timeout_s=timeout_s)
+        def say(
+            code: str, state: str = "", keep: str = "", timeout_s: float = 10.0, trajectory_id: str = ""
+        ) -> ToolAnswer:
+            arguments = {"code": code, "state": state, "keep": keep}
+            return client.call("python", arguments, timeout_s=timeout_s, trajectory_id=trajectory_id)
 
         yield say, service
 
@@ -124,19 +128,53 @@ def test_a_service_without_sessions_says_so(client: SandboxClient) -> None:
 
 def test_a_state_that_foreign_code_has_forged_harms_only_itself(session: tuple[Say, Any]) -> None:
     say, _ = session
-    say("import os; os.write(3, b'nonsense' * 9); 1", keep="f/1")
-    assert say("1", state="f/1").status == "error"
+    forged = say("import os; os.write(3, b'nonsense' * 9); 1", keep="f/1")
+    assert forged.text == "1\n[the session is as it was before this call]"
+    assert say("1", state="f/1").text == "1"
+    # Whole by its header, which anyone can write, and nothing inside.
+    frame = "import hashlib, os, struct\nd = b'no pickle'"
+    frame += "\nos.write(3, struct.pack('!8sQ32s', b'session1', len(d), hashlib.sha256(d).digest()) + d); os._exit(0)"
+    say(frame, keep="f/3")
+    assert say("1", state="f/3").text.splitlines()[-1].startswith("ValueError: the state of the session cannot be read")
     evil = "class E:\n    def __reduce__(self): return (open, ('/etc/shadow',))\ne = E()"
     say(evil, keep="f/2")
     assert "root:" not in say("e.read()", state="f/2").text
     assert say("6 * 7").text == "42"
 
 
+def test_a_state_that_was_kept_can_be_gone_on_from(session: tuple[Say, Any]) -> None:
+    say, _ = session
+    for _ in range(5):  # two processes that end in one place: the state is that of the call's own
+        assert "as it was" not in say("import os; n = 5; child = os.fork(); 1", keep="k/1").text
+        assert say("n, child > 0", state="k/1").text == "(5, True)"
+    odd = "class E(Exception):\n    def __init__(self, a, b): super().__init__(a)\ne = E(1, 2); n = 6"
+    assert say(odd, keep="k/2").text == "[not kept for the next call: e (E)]"
+    assert say("n", state="k/2").text == "6"
+
+
+def test_a_trajectory_neither_reads_nor_replaces_states_of_others(session: tuple[Say, Any]) -> None:
+    say, _ = session
+    say("secret = 4711", keep="s", trajectory_id="task/0/1")
+    for other in ("task/0/2", "task/0/11", "task/0", "task", "", "B"):
+        assert "is not here" in say("secret", state="s", trajectory_id=other).text
+        say("secret = 666", keep="s", trajectory_id=other)
+    for own in ("task/0/1", "task/0/1/0", "task/0/1/3/2"):
+        assert say("secret", state="s", trajectory_id=own).text == "4711"
+
+
+def test_a_model_is_not_told_of_the_names_of_states(session: tuple[Say, Any]) -> None:
+    _, service = session
+    (python,) = (tool for tool in requests.get(f"{service.url}/tools").json() if tool["name"] == "python")
+    assert list(python["arguments"]["properties"]) == ["code"]
+    refused = requests.post(f"{service.url}/call", json={"tool": "python", "arguments": {"cod": "1"}}).json()["text"]
+    assert refused.endswith("It takes: code.")
+
+
 def test_the_store_stays_within_its_bound_and_keeps_what_was_used_last(tmp_path: Path) -> None:
     store = SessionStore(tmp_path, 1)
     for number in range(40):
-        store.write(f"s{number}", bytes(100_000))
-        assert store.read("s0") is not None
+        store.write("t", f"s{number}", bytes(100_000))
+        assert store.read("t", "s0") is not None
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 1 << 20
-    assert store.read("s1") is None
-    assert store.read("s39") == bytes(100_000)
+    assert store.read("t", "s1") is None
+    assert store.read("t", "s39") == bytes(100_000)

@@ -40,11 +40,12 @@ class Groups:
         return tuple(name for name in CONTROLLERS if any(name in held.split() for held in self.folders))
 
     def open_place(self, place: int, memory_mb: int, processes: int) -> None:
-        """Make the groups of a place, if it has none yet, and set their limits."""
+        """Make the groups of a place, if it has none yet, and set their limits. OSError: the kernel takes none such."""
         for held, folder in self.folders.items():
             with suppress(FileExistsError):
                 os.mkdir(str(place), dir_fd=folder)
-                self._limit(held, folder, place, memory_mb + _OVERHEAD_MB, processes + _OVERHEAD_PROCESSES)
+            # Every time: whoever made the group may have failed, or been killed, before it had its limits.
+            self._limit(held, folder, place, memory_mb + _OVERHEAD_MB, processes + _OVERHEAD_PROCESSES)
 
     def _limit(self, held: str, folder: int, place: int, memory_mb: int, processes: int) -> None:
         memory = str(memory_mb * _MIB)

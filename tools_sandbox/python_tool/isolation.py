@@ -26,9 +26,11 @@ _MIB = 1 << 20
 _MEMORY_RESERVE_MB = 64
 _OWN_PROCESSES = 2
 """Supervisor and init, which count as the call's user's too."""
+_PENDING_SIGNALS = 128
+"""Queued signals and timers that signal, which the kernel counts for a user: without a limit of its own a call could
+take them all."""
 _TRIAL_PLACE = 0xFFFF_FFFF
-"""Not a place of calls: its groups keep the trial's limits."""
-_TRIAL_LIMITS = WorkerLimits(cpu_s=10, memory_mb=4096, file_mb=1, disk_mb=1, processes=64, open_files=64)
+"""Not a place of calls, which may follow at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +42,11 @@ class Isolation:
     filter_program: bytes
 
 
-def prepare(folder: str) -> Isolation:
+def prepare(folder: str, limits: WorkerLimits) -> Isolation:
     """Raise the shared walls around this process and find out which others a call can raise.
 
     folder: an empty directory; where calls without a view of their own work, else the place to build that view.
+    limits: those of the calls; the trial has them too.
     Must run before any thread starts, since only a process of one thread can enter a user namespace.
     Raises OSError if this kernel offers no way at all to end a call's whole process tree.
     """
@@ -72,7 +75,7 @@ def prepare(folder: str) -> Isolation:
             why_no_groups=why_no_groups,
         )
         isolation = Isolation(walls, groups, filter_program)
-        if _works(lambda isolation=isolation: _try_call(isolation, folder)):  # type: ignore[misc]
+        if _works(lambda isolation=isolation: _try_call(isolation, limits, folder)):  # type: ignore[misc]
             break
     else:
         raise OSError("no call could be isolated in any way; see the errors above")
@@ -132,11 +135,11 @@ def enter_worker(isolation: Isolation, limits: WorkerLimits, uid: int) -> None:
     # Without a count of its own the limit would count every process of the service's user.
     if walls.counts_processes():
         _limit(resource.RLIMIT_NPROC, limits.processes + _OWN_PROCESSES)
-    _limit(resource.RLIMIT_NOFILE, limits.open_files)
     _limit(resource.RLIMIT_FSIZE, limits.file_mb * _MIB)
     for kind in (resource.RLIMIT_CORE, resource.RLIMIT_MSGQUEUE, resource.RLIMIT_RTPRIO):
         _limit(kind, 0)
     _limit(resource.RLIMIT_MEMLOCK, 1 << 16)
+    _limit(resource.RLIMIT_SIGPENDING, _PENDING_SIGNALS)
     # The soft limit's signal can be told from other ends; the hard one a second later cannot be caught.
     _limit(resource.RLIMIT_CPU, limits.cpu_s, reserve=1)
     if walls.own_uid and not walls.user_namespace:
@@ -146,6 +149,8 @@ def enter_worker(isolation: Isolation, limits: WorkerLimits, uid: int) -> None:
     linux.die_with_parent(signal.SIGKILL)
     if walls.landlock:
         landlock.restrict(walls.landlock, files.rules_inside() if walls.files else files.rules_outside(folder))
+    # After Landlock, which opens what its rules name while the sandbox's own descriptors are still there.
+    _limit(resource.RLIMIT_NOFILE, limits.open_files)
     # The reserve up to the hard limit lets a MemoryError still be reported.
     _limit(resource.RLIMIT_AS, preloaded_bytes + limits.memory_mb * _MIB, reserve=_MEMORY_RESERVE_MB * _MIB)
     linux.make_dumpable(False)
@@ -237,15 +242,15 @@ def _filter(program: bytes) -> None:
     linux.filter_system_calls(program)
 
 
-def _try_call(isolation: Isolation, folder: str) -> None:
+def _try_call(isolation: Isolation, limits: WorkerLimits, folder: str) -> None:
     """All steps of a call; OSError if one of them fails."""
     if isolation.groups is not None:
-        isolation.groups.open_place(_TRIAL_PLACE, _TRIAL_LIMITS.memory_mb, _TRIAL_LIMITS.processes)
+        isolation.groups.open_place(_TRIAL_PLACE, limits.memory_mb, limits.processes)
     uid = enter_supervisor(isolation, _TRIAL_PLACE)
 
     def init() -> None:
-        enter_init(isolation, _TRIAL_LIMITS, folder)
-        if not _works(lambda: enter_worker(isolation, _TRIAL_LIMITS, uid)):
+        enter_init(isolation, limits, folder)
+        if not _works(lambda: enter_worker(isolation, limits, uid)):
             raise OSError("worker")
 
     if not _works(init):

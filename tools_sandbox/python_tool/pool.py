@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import heapq
 import json
 import logging
@@ -12,7 +13,9 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 from tools_sandbox.config import Limits, PythonConfig
@@ -24,6 +27,10 @@ log = logging.getLogger("tools_sandbox")
 _START_TIMEOUT_S = 120.0
 _SEND_TIMEOUT_S = 2.0
 """Handing a call to the zygote takes microseconds; one that cannot take it for so long is replaced."""
+_SCARCE = (errno.ETOOMANYREFS, errno.ENOBUFS, errno.ENOMEM)
+"""Errors of the hand-over for want of something that all processes of the service's user share, and that comes back:
+descriptors in flight, buffers."""
+_SCARCE_S = 5.0
 _OVERTIME_S = 10.0
 """A supervisor keeps its call's time itself; one that is this late is broken."""
 
@@ -96,7 +103,7 @@ class PythonPool:
         # A call's own user passes through it to its working directory.
         root.chmod(0o711)
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        arguments = (theirs.fileno(), str(root), list(self._config.preload))
+        arguments = (theirs.fileno(), str(root), list(self._config.preload), asdict(self._worker_limits))
         boot = json.dumps((str(Path(__file__).resolve().parents[2]), arguments))
         try:
             self._process = subprocess.Popen(
@@ -173,7 +180,8 @@ class PythonPool:
         return outcome
 
     async def _send_to_zygote(self, connection: socket.socket, place: int) -> None:
-        for _ in range(2):
+        restarts, give_up = 0, time.monotonic() + _SCARCE_S
+        while restarts < 2:
             control = self._control
             if control is None:
                 raise SandboxBroken("the service is shutting down")
@@ -181,8 +189,14 @@ class PythonPool:
                 socket.send_fds(control, [PLACE.pack(place)], [connection.fileno()])
                 return
             except OSError as error:
+                if error.errno in _SCARCE:  # says nothing about the zygote, which may have a hundred calls running
+                    if time.monotonic() > give_up:
+                        raise SandboxBroken(f"a call could not be handed over for {_SCARCE_S:g} s: {error}") from error
+                    await asyncio.sleep(0.02)
+                    continue
                 log.warning("python tool: the zygote is gone (%s), starting another", error)
                 await self._start_again(control)
+                restarts += 1
         raise SandboxBroken("the zygote does not stay alive")
 
     async def _start_again(self, dead: socket.socket) -> None:

@@ -1,5 +1,8 @@
 """Sessions: calls that begin where an earlier one ended. States are files that several services may share.
 
+A state belongs to the trajectory (`Call.trajectory_id`, parts joined by "/") that has kept it: calls of that one and of
+those that branch from it, whose ids go on from its id, can begin with it; nobody else reads or replaces it.
+
 The caller names states, so a repeated call is harmless: `state` is where a call begins, `keep` the name of where it
 ends. Two calls from one state are two branches; neither sees the other.
 """
@@ -10,12 +13,17 @@ import asyncio
 import hashlib
 import os
 import tempfile
+from collections.abc import Iterator
 from contextlib import suppress
+from contextvars import ContextVar
 from pathlib import Path
 
 from tools_sandbox.config import ConfigError
 from tools_sandbox.python_tool.pool import PythonPool
 from tools_sandbox.python_tool.wire import Outcome
+
+TRAJECTORY: ContextVar[str] = ContextVar("trajectory", default="")
+"""Whose call is running: set by the service for each call."""
 
 _ROOM_AFTER_CLEANING = 0.9
 
@@ -35,22 +43,22 @@ class SessionStore:
             raise ConfigError(f"python.session_dir: {folder}: {error.strerror}") from error
         self._used_bytes = self._clean()
 
-    def read(self, name: str) -> bytes | None:
-        """The state of that name; None if there is none (any more)."""
-        try:
-            state = self._path(name).read_bytes()
-            os.utime(self._path(name))  # the time of its last use decides what goes first
-            return state
-        except FileNotFoundError:
-            return None
+    def read(self, trajectory: str, name: str) -> bytes | None:
+        """The state of that name that a trajectory or one it branched from has kept; None: not here (any more)."""
+        for owner in _lineage(trajectory):
+            with suppress(FileNotFoundError):
+                state = self._path(owner, name).read_bytes()
+                os.utime(self._path(owner, name))  # the time of its last use decides what goes first
+                return state
+        return None
 
-    def write(self, name: str, state: bytes) -> None:
-        """Keep a state, in place of an earlier one of that name. OSError: there is no room on the disk."""
+    def write(self, trajectory: str, name: str, state: bytes) -> None:
+        """Keep a trajectory's state, in place of its earlier one of that name. OSError: no room on the disk."""
         descriptor, temporary = tempfile.mkstemp(dir=self._folder, prefix="new-")
         try:
             with os.fdopen(descriptor, "wb") as file:
                 file.write(state)
-            Path(temporary).replace(self._path(name))
+            Path(temporary).replace(self._path(trajectory, name))
         except OSError:
             Path(temporary).unlink(missing_ok=True)
             raise
@@ -58,8 +66,9 @@ class SessionStore:
         if self._used_bytes > self._limit_bytes:
             self._used_bytes = self._clean()
 
-    def _path(self, name: str) -> Path:
-        return self._folder / hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest()
+    def _path(self, owner: str, name: str) -> Path:
+        # With the length: no two pairs of owner and name are one.
+        return self._folder / hashlib.sha256(f"{len(owner)}:{owner}{name}".encode("utf-8", "surrogatepass")).hexdigest()
 
     def _clean(self) -> int:
         """Remove the states that were used least recently, if they take too much room; bytes in use."""
@@ -77,6 +86,14 @@ class SessionStore:
         return used
 
 
+def _lineage(trajectory: str) -> Iterator[str]:
+    """A trajectory's id, then those of the trajectories it branched from, nearest first."""
+    yield trajectory
+    while "/" in trajectory:
+        trajectory = trajectory.rpartition("/")[0]
+        yield trajectory
+
+
 async def run_in_session(
     pool: PythonPool, store: SessionStore | None, code: str, timeout_s: float, *, state: str, keep: str
 ) -> Outcome:
@@ -88,7 +105,7 @@ async def run_in_session(
         return Outcome("error", "This service has no sessions: python.session_dir is not set.")
     begin: bytes | None = b""
     if store is not None and state:
-        begin = await asyncio.to_thread(store.read, state)
+        begin = await asyncio.to_thread(store.read, TRAJECTORY.get(), state)
     if begin is None:
         return Outcome("error", f'The state "{state[:100]}" is not here (any more).')
     outcome = await pool.run(code, timeout_s, state=begin, keep_state=bool(keep))
@@ -96,7 +113,7 @@ async def run_in_session(
         return outcome
     note = "" if outcome.state else "\n[the session is as it was before this call]"
     try:
-        await asyncio.to_thread(store.write, keep, outcome.state or begin)
+        await asyncio.to_thread(store.write, TRAJECTORY.get(), keep, outcome.state or begin)
     except OSError as error:
         note = f"\n[the state could not be kept: {error.strerror}]"
     return Outcome(outcome.status, (outcome.text + note).lstrip("\n"))

@@ -7,6 +7,7 @@ continues from the same bytes as its siblings, and a service or machine that die
 
 from __future__ import annotations
 
+import hashlib
 import io
 import os
 import pickle
@@ -17,7 +18,9 @@ from typing import Any
 
 import cloudpickle
 
-_HEADER = struct.Struct("!Q")
+_HEADER = struct.Struct("!8sQ32s")
+"""Mark, bytes of the pickled names, SHA-256 of all that follows: the names, and the files as a tar archive."""
+_MARK = b"session1"
 _MIB = 1 << 20
 _MAIN = "main"
 
@@ -46,28 +49,51 @@ class _Unpickler(pickle.Unpickler):
 
 
 def save(names: dict[str, Any], descriptor: int, limit_mb: int) -> None:
-    """Write the state to a descriptor; what cannot be kept is said on stdout. Writes nothing if it is too large."""
+    """Write the state to a descriptor; what cannot be kept is said on stdout. Writes nothing if it is too large.
+
+    Names that could be written but not read (an exception whose `__init__` takes more) are not kept either: a state
+    that was kept can be gone on from.
+    """
     kept = {name: value for name, value in names.items() if not name.startswith("__")}
-    try:
-        content = _pickled(kept, names)
-    except Exception:
-        lost = {name: type(value).__name__ for name, value in kept.items() if not _can_be_kept(name, value, names)}
+    content = _tried(kept, names)
+    if content is None:
+        lost = {name: type(value).__name__ for name, value in kept.items() if _tried({name: value}, names) is None}
         kept = {name: value for name, value in kept.items() if name not in lost}
         print(f"[not kept for the next call: {', '.join(f'{name} ({kind})' for name, kind in lost.items())}]")
-        content = _pickled(kept, names)
+        content = _tried(kept, names)
+    if content is None:
+        print("[state not kept: its names could not be read again]")
+        return
     files = _packed_files(limit_mb * _MIB)
     size = _HEADER.size + len(content) + len(files)
     if size > limit_mb * _MIB:
         print(f"[state not kept: it has {size} bytes, at most {limit_mb} MiB are kept]")
         return
-    rest = memoryview(_HEADER.pack(len(content)) + content + files)
+    digest = hashlib.sha256(content + files).digest()
+    rest = memoryview(_HEADER.pack(_MARK, len(content), digest) + content + files)
     while rest:
         rest = rest[os.write(descriptor, rest) :]
 
 
+def is_whole(state: bytes) -> bool:
+    """Whether bytes are one state, all of it and nothing else. Says nothing of what is in it, and does not look."""
+    if len(state) < _HEADER.size:
+        return False
+    mark, size, digest = _HEADER.unpack_from(state)
+    rest = memoryview(state)[_HEADER.size :]
+    return bool(mark == _MARK and size <= len(rest) and hashlib.sha256(rest).digest() == digest)
+
+
 def load(state: bytes, names: dict[str, Any]) -> None:
-    """Put a state's names into a namespace and its files into the working directory."""
-    (size,) = _HEADER.unpack_from(state)
+    """Put a state's names into a namespace and its files into the working directory. ValueError: it is none."""
+    try:
+        _load(state, names)
+    except Exception as error:  # only code that meant to can have made such a state: see `save`
+        raise ValueError(f"the state of the session cannot be read ({type(error).__name__})") from None
+
+
+def _load(state: bytes, names: dict[str, Any]) -> None:
+    _, size, _ = _HEADER.unpack_from(state)
     content, files = state[_HEADER.size :][:size], state[_HEADER.size + size :]
     if files:
         with tarfile.open(fileobj=io.BytesIO(files)) as archive:
@@ -77,18 +103,20 @@ def load(state: bytes, names: dict[str, Any]) -> None:
     names.update(_Unpickler(io.BytesIO(content), names).load())
 
 
+def _tried(kept: dict[str, Any], names: dict[str, Any]) -> bytes | None:
+    """Names as bytes that have been read again; None if they cannot be made, or not be read."""
+    try:
+        content = _pickled(kept, names)
+        _Unpickler(io.BytesIO(content), dict(names)).load()
+    except Exception:
+        return None
+    return content
+
+
 def _pickled(kept: dict[str, Any], names: dict[str, Any]) -> bytes:
     file = io.BytesIO()
     _Pickler(file, names).dump(kept)
     return file.getvalue()
-
-
-def _can_be_kept(name: str, value: object, names: dict[str, Any]) -> bool:
-    try:
-        _Unpickler(io.BytesIO(_pickled({name: value}, names)), dict(names)).load()
-    except Exception:
-        return False
-    return True
 
 
 def _packed_files(limit_bytes: int) -> bytes:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import selectors
-import shutil
 import signal
 import socket
 import stat
@@ -19,9 +19,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tools_sandbox.python_tool import isolation as walls_of
+from tools_sandbox.python_tool import state as states
 from tools_sandbox.python_tool import watchdog
 from tools_sandbox.python_tool.isolation import Isolation
 from tools_sandbox.python_tool.streams import Kept, judge
+from tools_sandbox.python_tool.watchdog import Watchdog
 from tools_sandbox.python_tool.wire import HEADER, Outcome, Request
 from tools_sandbox.python_tool.worker import Ends, run_init
 
@@ -40,8 +42,7 @@ class _Watched:
     """Descriptor -> what is kept of it."""
     state: int | None
     """The one of them that carries no output but the state of a session."""
-    init_pid: int
-    shared_bytes: int
+    watchdog: Watchdog
     deadline: float
 
 
@@ -110,7 +111,7 @@ def _run_call(
     limit_bytes = 4 * request.output_chars
     streams = {out_read: Kept(limit_bytes, tail=False), err_read: Kept(limit_bytes, tail=True)}
     streams[state_read] = state = Kept(request.state_mb * _MIB + HEADER.size, tail=False)
-    watched = _Watched(connection, status_read, streams, state_read, pid, shared_bytes, deadline)
+    watched = _Watched(connection, status_read, streams, state_read, Watchdog(pid, shared_bytes), deadline)
     try:
         ended_by = _watch(watched, isolation, request)
         report = os.read(status_read, _CHUNK).decode() if ended_by == "status" else ""
@@ -124,7 +125,7 @@ def _run_call(
             kept.add(chunk)
     outcome = judge(request, ended_by, report, streams[out_read], streams[err_read])
     # The state has a stream of its own, and of a call that was ended nothing is kept.
-    whole = ended_by == "status" and report and state.total_bytes == len(state.data)
+    whole = ended_by == "status" and report and states.is_whole(bytes(state.data))
     return replace(outcome, state=bytes(state.data)) if whole else outcome
 
 
@@ -159,7 +160,7 @@ def _watch(watched: _Watched, isolation: Isolation, request: Request) -> str:
 def _broken_bound(watched: _Watched, isolation: Isolation, request: Request) -> str:
     """Which bound on the call as a whole it has broken, of those that the kernel does not keep; "" if none."""
     walls, limits = isolation.walls, request.limits
-    usage = watchdog.look(watched.init_pid, watched.shared_bytes)
+    usage = watched.watchdog.look()
     if usage.cpu_s > limits.cpu_s:
         return "CPU"
     if "memory" not in walls.groups and usage.memory_bytes > limits.memory_mb * _MIB:
@@ -177,10 +178,26 @@ def _make_folder(root: str, uid: int) -> str:
 
 
 def _remove_folder(folder: str) -> None:
-    """Remove a folder whose content may have been locked by the code that made it."""
-    for path, _, _ in os.walk(folder):  # top down: each level is opened before the walk descends into it
-        with contextlib.suppress(OSError):
-            for entry in os.scandir(path):
+    """Remove a folder whose content may be locked, or deeper than a path or a recursion reaches, by intent."""
+    prefix, number = secrets.token_hex(8), 0
+    with contextlib.suppress(OSError):
+        Path(folder).chmod(stat.S_IRWXU)
+        top = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        waiting = ["."]
+        while waiting:
+            name = waiting.pop()
+            inside = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=top)
+            for entry in list(os.scandir(inside)):
                 if entry.is_dir(follow_symlinks=False):
-                    Path(entry.path).chmod(stat.S_IRWXU)
-    shutil.rmtree(folder, ignore_errors=True)
+                    os.chmod(entry.name, stat.S_IRWXU, dir_fd=inside)
+                    # Up to the top, so that no path ever has more than one part.
+                    number += 1
+                    waiting.append(f"{prefix}-{number}")
+                    os.rename(entry.name, waiting[-1], src_dir_fd=inside, dst_dir_fd=top)
+                else:
+                    os.unlink(entry.name, dir_fd=inside)
+            os.close(inside)
+            if name != ".":
+                os.rmdir(name, dir_fd=top)
+        os.close(top)
+        Path(folder).rmdir()

@@ -8,6 +8,7 @@ import fcntl
 import io
 import linecache
 import os
+import selectors
 import signal
 import sys
 import traceback
@@ -74,11 +75,12 @@ def _run_worker(isolation: Isolation, request: Request, uid: int, ends: Ends) ->
         _fresh_interpreter_state()
         main = types.ModuleType("__main__")
         sys.modules["__main__"] = main
+        worker = os.getpid()
         code = _run(request, main)
         # A full pipe or a closed stdout is the code's own doing, and its result all the same.
         sys.stdout.flush()
         sys.stderr.flush()
-        if request.state_mb:
+        if request.state_mb and os.getpid() == worker:  # not a process that the code has forked and that comes here too
             states.save(vars(main), _STATE_DESCRIPTOR, request.state_mb)
             sys.stdout.flush()
     finally:
@@ -94,6 +96,8 @@ def _fresh_interpreter_state() -> None:
     for number in (signal.SIGCHLD, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    # As a Python would choose that starts where there is no epoll.
+    selectors.DefaultSelector = selectors.PollSelector  # type: ignore[assignment, misc]
     if "numpy.random" in sys.modules:
         # Preloaded once, its global generator would draw the same numbers in every call.
         sys.modules["numpy.random"].seed()

@@ -20,14 +20,16 @@ from pathlib import Path
 from tools_sandbox.python_tool import isolation as walls_of
 from tools_sandbox.python_tool.isolation import Isolation
 from tools_sandbox.python_tool.supervisor import supervise
+from tools_sandbox.python_tool.walls import WorkerLimits
 from tools_sandbox.python_tool.wire import PLACE
 
 
-def main(descriptor: int, root: str, preload: list[str]) -> None:
+def main(descriptor: int, root: str, preload: list[str], limits: dict[str, int]) -> None:
     """Say over the control socket which walls stand (one JSON message), then fork for every connection that comes.
 
-    descriptor: the control socket. preload: see `PythonConfig`. root: empty directory for working directories, removed
-    at the end. Returns when the service closes its end of the control socket, also by dying.
+    descriptor: the control socket. root: empty directory for working directories, removed at the end. preload: see
+    `PythonConfig`. limits: fields of the `WorkerLimits` of the calls. Returns when the service closes its end of the
+    control socket, also by dying.
     """
     control = socket.socket(fileno=descriptor)
     # Opened now: later on this process may not see the machine's folders.
@@ -36,7 +38,7 @@ def main(descriptor: int, root: str, preload: list[str]) -> None:
     try:
         # What a call's view of the file system is built from must be open to the call's user.
         os.umask(0o022)
-        isolation = walls_of.prepare(root)
+        isolation = walls_of.prepare(root, WorkerLimits(**limits))
         for name in preload:
             importlib.import_module(name)
     except Exception as error:
