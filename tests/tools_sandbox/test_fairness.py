@@ -101,12 +101,12 @@ def test_calls_that_were_refused_or_gave_up_cost_no_turn() -> None:
         async with queue.place("blocker", 10):
             vain = [asyncio.create_task(call("unlucky", 0.02)) for _ in range(300)]
             await asyncio.gather(*vain, return_exceptions=True)
-        assert not started
-        others = [asyncio.create_task(call("other")) for _ in range(20)]
-        await call("unlucky")
-        before = len(started)
-        await asyncio.gather(*others)
-        return before
+            others = [asyncio.create_task(call("other")) for _ in range(20)]
+            last = asyncio.create_task(call("unlucky"))
+            await asyncio.sleep(0)
+            assert not started
+        await asyncio.gather(last, *others)
+        return started.index("unlucky")
 
     assert asyncio.run(run()) <= 3
 

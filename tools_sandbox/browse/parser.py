@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import contextlib
 import dataclasses
 import functools
+import gc
 import json
 import os
 import resource
@@ -141,8 +141,10 @@ def main() -> None:
     linux.die_with_parent(signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     control = socket.socket(fileno=int(sys.argv[1]))
-    with contextlib.suppress(FetchFailed):  # so that what is loaded late is loaded here
-        readable(Page("http://localhost/", "text/html", None, b"<html><body><p>a word</p></body></html>", cut=False))
+    # An article, so that all that is loaded late and once is loaded here.
+    article = b"<html><body><article><p>" + b"This is a sentence of an article. " * 50 + b"</p></article></body></html>"
+    readable(Page("http://localhost/", "text/html", None, article, cut=False))
+    gc.freeze()
     _fork_parsers(control)
 
 
