@@ -211,6 +211,27 @@ def test_descriptors_in_flight_of_another_program_do_not_cost_the_zygote(attacke
     assert service.zygote() == zygote
 
 
+SHORT = """
+import os, signal, time
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+while True:
+    ours, theirs = os.pipe()
+    if os.fork() == 0:
+        while time.process_time() < 0.02: pass
+        os._exit(0)
+    os.close(theirs); os.read(ours, 1); os.close(ours)
+"""
+
+
+def test_control_groups_also_count_the_cpu_time_of_children_too_short_to_see(
+    attacked: tuple[SandboxClient, Any],
+) -> None:
+    client, service = attacked
+    if "control groups: yes" not in service.stderr():
+        pytest.skip("without control groups nothing counts it (docs/security.md)")
+    assert "CPU time" in client.call("python", {"code": SHORT}, timeout_s=12).text
+
+
 SPIN = "import os\nfor _ in range(24):\n    if os.fork() == 0: break\nwhile True: pass"
 SECRET = "open('secret-4711', 'w').write('4711'); open('/dev/shm/secret-4711', 'w').close()\nimport time; time.sleep(2)"
 SPY = """

@@ -74,6 +74,15 @@ class Groups:
                 return next((int(line[1]) for line in lines if line[0] == "oom_kill"), 0)
         return 0
 
+    def cpu_s(self, place: int) -> float | None:
+        """CPU time that all processes of a place have used so far, also those that have ended; None: not counted."""
+        for held, folder in self.folders.items():
+            if self.version == 1 and "cpuacct" in held.split():
+                return int(_read(folder, f"{place}/cpuacct.usage")) / 1e9
+            if self.version == 2 and "cpu" in held.split():
+                return int(_read(folder, f"{place}/cpu.stat").split()[1]) / 1e6  # "usage_usec" stands first
+        return None
+
     def remove(self) -> None:
         """Remove all groups; their processes have ended or are ending."""
         for held, folder in self.folders.items():
@@ -122,7 +131,7 @@ def _first_version() -> dict[str, Path]:
     found: dict[str, Path] = {}
     own = {tuple(names.split(",")): path for names, path in _own_groups()}
     for mount_point, root, kind, options in _mounts():
-        names = [name for name in CONTROLLERS if name in options]
+        names = [name for name in (*CONTROLLERS, "cpuacct") if name in options]
         if kind == "cgroup" and names:
             paths = (path for controllers, path in own.items() if names[0] in controllers)
             for path in paths:

@@ -15,6 +15,7 @@ import socket
 import stat
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -43,6 +44,8 @@ class _Watched:
     state: int | None
     """The one of them that carries no output but the state of a session."""
     watchdog: Watchdog
+    counted_cpu_s: Callable[[], float]
+    """CPU time of the call by its control group, 0 where there is none."""
     deadline: float
 
 
@@ -56,14 +59,19 @@ def supervise(connection: socket.socket, isolation: Isolation, root: str, place:
     if request is None:
         return
     groups, limits = isolation.groups, request.limits
-    killed_before = 0
+    killed_before, cpu_before_s = 0, 0.0
     if groups is not None:
         groups.open_place(place, limits.memory_mb, limits.processes)
-        killed_before = groups.memory_kills(place)
+        killed_before, cpu_before_s = groups.memory_kills(place), groups.cpu_s(place) or 0.0
+
+    def counted_cpu_s() -> float:
+        used_s = None if groups is None else groups.cpu_s(place)
+        return 0.0 if used_s is None else used_s - cpu_before_s - time.process_time()  # without this process's own
+
     uid = walls_of.enter_supervisor(isolation, place)
     folder = root if isolation.walls.files else _make_folder(root, uid)
     try:
-        outcome = _run_call(connection, isolation, request, folder, uid)
+        outcome = _run_call(connection, isolation, request, folder, uid, counted_cpu_s)
     finally:
         if folder != root:
             _remove_folder(folder)
@@ -94,7 +102,12 @@ def _receive(connection: socket.socket) -> Request | None:
 
 
 def _run_call(
-    connection: socket.socket, isolation: Isolation, request: Request, folder: str, uid: int
+    connection: socket.socket,
+    isolation: Isolation,
+    request: Request,
+    folder: str,
+    uid: int,
+    counted_cpu_s: Callable[[], float],
 ) -> Outcome | None:
     """Run the call to its end; none if the service went away. All descendants are gone on return."""
     pipes = [os.pipe() for _ in range(4)]
@@ -111,7 +124,9 @@ def _run_call(
     limit_bytes = 4 * request.output_chars
     streams = {out_read: Kept(limit_bytes, tail=False), err_read: Kept(limit_bytes, tail=True)}
     streams[state_read] = state = Kept(request.state_mb * _MIB + HEADER.size, tail=False)
-    watched = _Watched(connection, status_read, streams, state_read, Watchdog(pid, shared_bytes), deadline)
+    watched = _Watched(
+        connection, status_read, streams, state_read, Watchdog(pid, shared_bytes), counted_cpu_s, deadline
+    )
     try:
         ended_by = _watch(watched, isolation, request)
         report = os.read(status_read, _CHUNK).decode() if ended_by == "status" else ""
@@ -161,7 +176,7 @@ def _broken_bound(watched: _Watched, isolation: Isolation, request: Request) -> 
     """Which bound on the call as a whole it has broken, of those that the kernel does not keep; "" if none."""
     walls, limits = isolation.walls, request.limits
     usage = watched.watchdog.look()
-    if usage.cpu_s > limits.cpu_s:
+    if max(usage.cpu_s, watched.counted_cpu_s()) > limits.cpu_s:
         return "CPU"
     if "memory" not in walls.groups and usage.memory_bytes > limits.memory_mb * _MIB:
         return "memory"
