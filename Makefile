@@ -1,7 +1,7 @@
 # `make demo` trains and exports a small agent; `make test` runs every check. Both set the environment up first.
 SEED ?= 1
 ARGS ?=
-WORKERS ?= 2
+WORKERS ?= 3
 BIN := .venv/bin
 
 .PHONY: setup demo slurm-demo test lint types contracts pytest test-slow test-slurm docs clean

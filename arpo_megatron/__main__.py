@@ -11,8 +11,12 @@ from arpo_megatron.processes import Interrupted, RoleDiedError, interrupt_on_sig
 _RESUME = "the same command with --resume goes on from the last step"
 
 
-def _resumable() -> bool:
-    return sys.argv[1:2] in (["demo"], ["train"], ["sft"])
+def _how_to_go_on() -> str:
+    """What to do after an interrupted or failed command; empty for one that begins anew."""
+    command = sys.argv[1:2]
+    if command == ["study"]:
+        return "the same command goes on with what is missing"
+    return _RESUME if command in (["demo"], ["train"], ["sft"]) else ""
 
 
 def main() -> None:
@@ -27,11 +31,11 @@ def main() -> None:
         sys.exit(USER_ERROR_EXIT_CODE)
     except RoleDiedError as error:
         print(f"arpo: {error}", file=sys.stderr)
-        if _resumable():
-            print(f"arpo: with the cause mended, {_RESUME}", file=sys.stderr)
+        if hint := _how_to_go_on():
+            print(f"arpo: with the cause mended, {hint}", file=sys.stderr)
         sys.exit(1)
     except Interrupted:
-        print(f"arpo: interrupted{f'; {_RESUME}' if _resumable() else ''}", file=sys.stderr)
+        print(f"arpo: interrupted{f'; {hint}' if (hint := _how_to_go_on()) else ''}", file=sys.stderr)
         sys.exit(130)
 
 

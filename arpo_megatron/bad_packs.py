@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 from zipfile import BadZipFile
 
 import numpy as np
@@ -92,6 +92,8 @@ def load_bad_update(path: Path) -> BadUpdate:
     except (OSError, KeyError, ValueError, EOFError, BadZipFile) as error:
         raise ValueError(f"{path} is no dump of a skipped update ({type(error).__name__})") from None
     try:
+        if about["loss"] not in get_args(Loss):
+            raise TypeError
         return BadUpdate(packs=packs, **about | logprobs)
     except TypeError:
         raise ValueError(f"{path} was dumped by another version of this program") from None

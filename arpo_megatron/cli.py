@@ -10,9 +10,12 @@ import yaml
 
 from arpo_megatron import resolve, run_directory
 from arpo_megatron.bench.cli import app as bench
+from arpo_megatron.cluster.cli import ConfigFile
 from arpo_megatron.cluster.cli import app as cluster
 from arpo_megatron.config import JobConfig, ParallelConfig
 from arpo_megatron.errors import UserError
+from arpo_megatron.evaluation.cli import app as evaluation
+from arpo_megatron.study.cli import app as study
 
 app = typer.Typer(
     name="arpo",
@@ -25,12 +28,13 @@ app = typer.Typer(
 )
 app.add_typer(bench, name="bench")
 app.add_typer(cluster)
+app.add_typer(evaluation)
+app.add_typer(study, name="study")
 
 Recipe = Annotated[str, typer.Argument(help="Recipe name, with variants as RECIPE+VARIANT; `arpo recipes` lists them.")]
 Words = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, e.g. algorithm.entropy_weight=0.4")
 ]
-ConfigFile = Annotated[Path | None, typer.Option("--config", help="YAML file laid over the recipe, below KEY=VALUE.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on with the newest run of this config from its last step.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the resolved config and what would run, then stop.")]
 Seed = Annotated[int | None, typer.Option(help="Everything random follows from it; short for seed=N.")]
@@ -109,20 +113,6 @@ _recipe_command(
 RunDir = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Directory of a run, e.g. runs/quickstart-arpo-seed1")]
 
 
-@app.command("eval")
-def evaluate(
-    run_dir: RunDir,
-    model: Annotated[Path | None, typer.Option(help="Hugging Face directory; default: the run's export.")] = None,
-    tasks: Annotated[
-        int | None, typer.Option(min=1, help="How many held-out tasks; default: the run's own number.")
-    ] = None,
-) -> None:
-    """Answer a run's held-out tasks through the engine and the tools. Prints one JSON object."""
-    from arpo_megatron.evaluation.run import evaluate_run
-
-    print(json.dumps(evaluate_run(_open_run(run_dir), model=model, tasks=tasks)), flush=True)
-
-
 @app.command()
 def export(
     run_dir: RunDir,
@@ -183,12 +173,39 @@ def replay_tree(
         raise typer.Exit(1)
 
 
+@app.command("judge-report")
+def judge_report(
+    recipe: Recipe,
+    labels: Annotated[
+        Path, typer.Option(help='JSON lines with "question", "truth", "answer" and "correct" (true or false).')
+    ],
+    overrides: Words = None,
+    config: ConfigFile = None,
+) -> None:
+    """How far a job's judge (reward.judge) agrees with labels, and how often hostile answers fool it.
+
+    Prints one JSON object. The rules that would score in its place are measured beside it.
+    """
+    from arpo_megatron.rewards.report import report
+
+    print(json.dumps(report(_resolve(recipe, overrides, config, None).reward.judge, labels)), flush=True)
+
+
 @app.command()
-def health(run_dir: RunDir) -> None:
+def health(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="Directory of a run, or the name of a submitted one.")],
+    cluster: Annotated[str | None, typer.Option(help="Look in this profile's `runs` only.")] = None,
+) -> None:
     """Say what is up in a running job: each role, since when, how often it was restarted and why."""
+    from arpo_megatron.cluster import commands
+    from arpo_megatron.cluster.over_ssh import elsewhere
     from arpo_megatron.health import print_health
 
-    print_health(_open_run(run_dir))
+    elsewhere(cluster, "health", run)
+    if (Path(run) / "config.yaml").is_file() and not (Path(run) / "submissions").is_dir():
+        print_health(run_directory.RunDirectory(Path(run)))
+    else:
+        commands.print_health(commands.find_run(run, cluster))
 
 
 Gpu = Annotated[str, typer.Option(help="h100-80, h200 or a100-80.")]
@@ -205,7 +222,7 @@ def recipes() -> None:
         job = resolve.resolve(name)
         found = plan(job, GPUS["h100-80"])
         model = job.model.hub_id or "made on the spot, for a CPU"
-        size = "" if job.model.made else f"{found.nodes.total:5} {found.peak_bytes / GIB:4.0f}"
+        size = "" if job.model.made else f"{found.nodes:5} {found.peak_bytes / GIB:4.0f}"
         print(f"{name:15} {model:33} {size:10}  {' '.join(resolve.variant_names(name))}")
     print(
         "\nRECIPE+VARIANT+... lays variants over a recipe; `arpo show` says what it is then, `arpo plan` what it needs"
@@ -238,12 +255,11 @@ def plan_command(
     from arpo_megatron.plan import search as layouts
 
     hardware = Hardware.named(gpu)
-    job = layouts.on_nodes(recipe, nodes, hardware, file=config, words=overrides or ())
-    found = plan(job, hardware)
-    others = layouts.search(job, hardware) if search else None
+    job = layouts.on_nodes(recipe, nodes, hardware.gpus, file=config, words=overrides or ())
+    found = plan(job, hardware, nodes)
+    others = layouts.search(found.config, hardware) if search else None
     if as_json:
-        best = [] if others is None else [other.to_dict() for other in others.best]
-        print(json.dumps({**found.to_dict(), "best": best}))
+        print(json.dumps({**found.to_dict(), "best": [], **(others.to_dict() if others else {})}))
     else:
         print(report.render(found), end="" if others is None else "\n")
         if others is not None:

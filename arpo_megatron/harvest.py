@@ -3,7 +3,7 @@
 With `rollout.max_staleness=0` a step starts its tasks and waits for all of them. Otherwise as many trees again are
 under way while the trainer trains; they go on across weight pushes, so a slow tool delays nobody else. A tree that
 began with version v is trained by the update of version v + max_staleness at the latest: the step waits for those that
-would be too late.
+would be too late, or (`rollout.stale=refuse`) goes on without them and leaves them out when they finish.
 
 Whatever is left out is counted by its reason and stored with it, and another task takes its place.
 """
@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from arpo_megatron.config import JobConfig
+from arpo_megatron.experience.base import AddsTrees, ExperienceStore
 from arpo_megatron.monitor.events import EventLog
 from arpo_megatron.processes import StoppedError
 from arpo_megatron.rollout.accounting import GrowStats
@@ -34,15 +35,15 @@ from arpo_megatron.rollout.record import UnfinishedTree
 from arpo_megatron.rollout.service import RolloutHandle
 from arpo_megatron.run_directory import RunDirectory
 from arpo_megatron.tasks.base import Task
-from arpo_megatron.tasks.sampler import TaskSampler
+from arpo_megatron.tasks.sampler import TaskSelector
 from arpo_megatron.tree import Role, RolloutTree
 from arpo_megatron.tree_files import ScoredTree
 
 GROUP = "training"
 DROPS = ("failed", "no_signal", "stale", "oversampled")
 """Reasons for which a tree is not trained: it could not be finished; all its trajectories earned the same
-(`algorithm.drop_groups_without_signal`); older weights sampled a part of it (`rollout.stale=refuse`); the step had
-enough (`rollout.oversampling`)."""
+(`algorithm.drop_groups_without_signal`); a part of it is older than `rollout.max_staleness` allows
+(`rollout.stale=refuse`); the step had enough (`rollout.oversampling`)."""
 
 
 @dataclass(slots=True)
@@ -60,12 +61,15 @@ class Harvest:
         stats: what the trees of the last step cost.
         dropped: of the last step, by reason.
         left_out: those trees.
+        scored: finished trees of a step that is not complete, of which the sampler is told then.
+        store: mixes old trajectories into trees; None: there is none.
+        stored_before: its state before a step that is not done.
     """
 
     config: JobConfig
     rollouts: RolloutHandle
     score: Callable[[Sequence[RolloutTree], Sequence[Task]], list[ScoredTree]]
-    sampler: TaskSampler
+    sampler: TaskSelector
     events: EventLog
     growing: list[Task] = field(default_factory=list)
     restored: list[tuple[Task, UnfinishedTree]] = field(default_factory=list)
@@ -76,6 +80,9 @@ class Harvest:
     stats: list[GrowStats] = field(default_factory=list)
     dropped: Counter[str] = field(default_factory=Counter)
     left_out: list[ScoredTree] = field(default_factory=list)
+    scored: list[ScoredTree] = field(default_factory=list)
+    store: ExperienceStore | None = None
+    stored_before: Callable[[], bytes] | None = None
 
     def step(self, step: int) -> list[ScoredTree]:
         """The trees that update number `step` (from 0, the version of the policy too) trains.
@@ -87,6 +94,7 @@ class Harvest:
         train, rollout = self.config.train, self.config.rollout
         if step != self.begun:
             self.begun, self.refills, self.stats, self.dropped, self.left_out = step, 0, [], Counter(), []
+            self.stored_before = None if self.store is None else self.store.snapshot()
             self._go_on(step)
             self._start(self._wanted(step) - len(self.growing), step)
         while True:
@@ -100,6 +108,9 @@ class Harvest:
             if not self.growing:
                 break
         kept, self.kept = self.kept, []
+        for item in self.scored:
+            self.sampler.note(item.task.id, item.accuracies.tolist())
+        self.scored.clear()
         if rollout.max_staleness == 0 and self.growing:
             self._give_up()
         if not kept:
@@ -107,7 +118,7 @@ class Harvest:
             raise RuntimeError(f"step {step + 1} has not one tree to train; dropped: {reasons}")
         if len(kept) < train.tasks_per_step:
             self._tell(f"step {step + 1} trains {len(kept)} trees of {train.tasks_per_step}: {dict(self.dropped)}")
-        return kept
+        return kept if not isinstance(self.store, AddsTrees) else interleaved(kept, self.store.added(len(kept), step))
 
     def before_push(self) -> None:
         """Bring the trees under way to where weights may change: at rest, or (`rollout.across_push=drain`) finished."""
@@ -124,14 +135,27 @@ class Harvest:
         self.at_rest = False
         self.rollouts.resume(version)
 
+    def done(self) -> None:
+        """The last step is trained: a job that ends from now on does not need its trees again."""
+        self.rollouts.forget(GROUP)
+        self.stored_before = None
+
     def unfinished(self) -> list[UnfinishedTree]:
-        """The trees under way and those that are finished and wait for their step, with all they have sampled."""
+        """All trees that were begun, but those of steps that are `done`, with all they have sampled.
+
+        Those that wait for their step, those that it has (also the ones that it left out): a job that is asked to end
+        in the middle of a step goes on there, and scores, filters and counts the step's trees again.
+        """
         return [*(tree for _, tree in self.restored), *self.rollouts.unfinished(GROUP)]
 
     def restore(self, trees: Sequence[UnfinishedTree], tasks: Sequence[Task]) -> None:
         """Go on with what `unfinished` told, before anything else is started."""
         by_id = {task.id: task for task in tasks}
         self.restored = [(by_id[tree.task_id], tree) for tree in trees]
+
+    def snapshot(self) -> Callable[[], bytes] | None:
+        """What the store holds from the steps that are done, to go with `unfinished`; None: there is no store."""
+        return self.stored_before if self.store is None or self.stored_before else self.store.snapshot()
 
     def _wanted(self, step: int) -> int:
         """Trees that should be under way at the beginning of a step, never more than the rest of the run can train."""
@@ -174,7 +198,8 @@ class Harvest:
     def _collect(self, count: int, step: int) -> list[ScoredTree]:
         """About `count` more finished trees, scored; those that failed are told and counted."""
         oldest = self.config.rollout.max_staleness
-        before = step - oldest + 1 if oldest else None
+        waits = oldest > 0 and self.config.rollout.stale == "correct"
+        before = step - oldest + 1 if waits else None
         report = self.rollouts.collect(
             CollectTrees(GROUP, count=count, finish_before=before), partial(show_progress, self.events)
         )
@@ -183,7 +208,9 @@ class Harvest:
             task = self._take(each.tree.task_id)
             self._drop(ScoredTree.incomplete(task, each.tree, "failed"), "failed")
             self._tell(f"the tree of {task.id} was dropped: {each.reason}")
-        return self.score(report.trees, [self._take(tree.task_id) for tree in report.trees])
+        scored = self.score(report.trees, [self._take(tree.task_id) for tree in report.trees])
+        self.scored += scored
+        return scored
 
     def _take(self, task_id: str) -> Task:
         index = next(i for i, task in enumerate(self.growing) if task.id == task_id)
@@ -191,11 +218,15 @@ class Harvest:
 
     def _fit(self, scored: Sequence[ScoredTree], step: int) -> list[ScoredTree]:
         """Those that a step may train."""
-        fit = []
-        for item in scored:
-            if self.config.rollout.stale == "refuse" and staleness(item.tree, step)[1] > 0:
+        fit, rollout = [], self.config.rollout
+        for sampled in scored:
+            item = sampled
+            if rollout.stale == "refuse" and staleness(item.tree, step)[1] > rollout.max_staleness:
                 self._drop(item, "stale")
-            elif self.config.algorithm.drop_groups_without_signal and np.ptp(item.rewards) == 0:
+                continue
+            if self.store is not None:
+                item = self.store.mix(item, step)
+            if self.config.algorithm.drop_groups_without_signal and np.ptp(item.rewards) == 0:
                 self._drop(item, "no_signal")
             else:
                 fit.append(item)
@@ -205,14 +236,25 @@ class Harvest:
         self.events.emit("note", text=text)
 
     def metrics(self) -> dict[str, Any]:
-        """What was dropped in the last step."""
+        """What was dropped in the last step, by reason."""
         return {f"dropped/{reason}": self.dropped[reason] for reason in DROPS}
+
+
+def interleaved(own: Sequence[ScoredTree], added: Sequence[ScoredTree]) -> list[ScoredTree]:
+    """Both in their order, evenly mixed, so that every minibatch of a step has its share of either."""
+    places = [((number + 0.5) / len(items), item) for items in (own, added) for number, item in enumerate(items)]
+    return [item for _, item in sorted(places, key=lambda each: each[0])]
 
 
 def show_progress(events: EventLog, progress: GrowProgress) -> None:
     """Tell how far a collection has come. Raises StoppedError where the job is asked to end."""
     text = f"{progress.trees_done} of {progress.trees_total} trees, {progress.tokens_sampled} tokens sampled"
     events.emit("progress", text=text)
+    check_stop(events)
+
+
+def check_stop(events: EventLog) -> None:
+    """Raises StoppedError where the job is asked to end."""
     if RunDirectory(events.path.parent).stop.exists():
         raise StoppedError
 

@@ -48,7 +48,7 @@ def train_phases(
 ) -> None:
     """`run_phases` without the preparation, on any site. Raises StoppedError too."""
     if config.sft.steps:
-        _cold_start(config, run, roles, progress, poll, site)
+        cold_start(config, run, roles, progress, poll, site)
     if _steps_done(run) >= config.train.steps:
         progress.note("training is done already")
     else:
@@ -64,7 +64,7 @@ def run_sft(config: JobConfig, *, resume: bool) -> dict[str, Any]:
     """Only the cold start; returns the figures that the command line prints. Raises as `run_job` does."""
     with opened(config, resume=resume) as run, watching(run) as (progress, poll), Roles(run.logs) as roles:
         _prepare(config, run, progress)
-        _cold_start(config, run, roles, progress, poll, ThisMachine())
+        cold_start(config, run, roles, progress, poll, ThisMachine())
         progress.note(f"exported to {run.cold_start}")
         figures = json.loads(run.sft_result.read_text()) if run.sft_result.exists() else {}
     return {**figures, "run_dir": str(run.path), "export_dir": str(run.cold_start)}
@@ -165,9 +165,10 @@ def prepare_run(config: JobConfig, run: RunDirectory, tell: Callable[[str], None
     return notes
 
 
-def _cold_start(
+def cold_start(
     config: JobConfig, run: RunDirectory, roles: Roles, progress: Progress, poll: Callable[[], None], site: Site
 ) -> None:
+    """Supervised training, unless it is done already. Raises as `train_phases` does."""
     if (run.cold_start / "config.json").exists():
         progress.note("the cold start is done already")
         return

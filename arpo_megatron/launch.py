@@ -1,16 +1,18 @@
 """The roles of a job: tool service, engines and trainer ranks, started in order, watched, and ended together."""
 
 import os
+import secrets
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from arpo_megatron.config import JobConfig
 from arpo_megatron.machine import trainer_environment
 from arpo_megatron.processes import GRACE_S, Roles, StoppedError
 from arpo_megatron.rollout.messages import ServiceSettings
+from arpo_megatron.rollout.push_gate import ENGINE_TOKEN
 from arpo_megatron.rollout.routes import RouteShape
 from arpo_megatron.rollout.server import engine_program, router_program
 from arpo_megatron.rollout.service import RolloutHandle, rollout_program, rollout_socket
@@ -20,7 +22,7 @@ from arpo_megatron.supervisor import Program, Supervisor
 from arpo_megatron.weights.shape import ModelShape
 from tools_sandbox.config import TOKEN_VARIABLE
 
-SANDBOX_STARTUP_S = 60.0
+SANDBOX_STARTUP_S = 180.0
 ENGINE_URLS = "ARPO_ENGINE_URLS"
 """Environment variable of the trainer: where the engines serve, separated by spaces."""
 ROUTER_URL = "ARPO_ROUTER_URL"
@@ -33,12 +35,16 @@ SANDBOX_URL = "ARPO_SANDBOX_URL"
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """Where tool service, engines and rollout process answer, and the router before the engines if there is one."""
+    """Where tool service, engines and rollout process answer, and the router before the engines if there is one.
+
+    Requests to engines and router bear `engine_token`: whoever reaches them could replace the policy's weights.
+    """
 
     sandbox_url: str
     engine_urls: tuple[str, ...]
     rollout_socket: Path
     router_url: str | None = None
+    engine_token: str | None = field(default=None, repr=False)
 
     @property
     def environment(self) -> dict[str, str]:
@@ -48,6 +54,7 @@ class Services:
             SANDBOX_URL: self.sandbox_url,
             ENGINE_URLS: " ".join(self.engine_urls),
             ROLLOUT_SOCKET: str(self.rollout_socket),
+            ENGINE_TOKEN: self.engine_token or "",
             **router,
         }
 
@@ -59,6 +66,7 @@ class Services:
             engine_urls=tuple(os.environ[ENGINE_URLS].split()),
             rollout_socket=Path(os.environ[ROLLOUT_SOCKET]),
             router_url=os.environ.get(ROUTER_URL),
+            engine_token=os.environ.get(ENGINE_TOKEN) or None,
         )
 
 
@@ -80,8 +88,9 @@ def services(
         RoleDiedError: one of them did not come up in time; the message names its log.
     """
     site, hang_timeout_s = site or ThisMachine(), config.engine.hang_timeout_s
+    token = secrets.token_urlsafe(32)
     with site.scratch() as scratch:
-        engines = [_engine(config, run, model, index, site, scratch) for index in range(config.engine.replicas)]
+        engines = [_engine(config, run, model, index, site, scratch, token) for index in range(config.engine.replicas)]
         (port,) = site.ports("sandbox", 1)
         sandbox = site.place(
             "sandbox", sandbox_program(run, port, hang_timeout_s=hang_timeout_s, host=site.host("sandbox"))
@@ -100,17 +109,31 @@ def services(
             ports=site.ports("router", 2),
             routes=_replays(config),
             host=site.host("router"),
+            token=token,
         )
         with Supervisor(run, roles, restarts=config.engine.restarts) as supervisor:
             supervisor.start(sandbox, *engines, rollout)
             if router is not None:
                 supervisor.start(site.place("router", router))
             router_url = router.url if router is not None else None
-            yield Services(sandbox.url, urls, rollout_socket(scratch), router_url)
+            yield Services(sandbox.url, urls, rollout_socket(scratch), router_url, token)
             supervisor.check()
 
 
-def _engine(config: JobConfig, run: RunDirectory, model: Path, index: int, site: Site, scratch: Path) -> Program:
+@contextmanager
+def tool_service(config: JobConfig, run: RunDirectory, roles: Roles) -> Iterator[str]:
+    """The tool service alone, on this machine; inside the block it is kept up at the URL. Raises RoleDiedError."""
+    (port,) = ThisMachine().ports("sandbox", 1)
+    program = sandbox_program(run, port, hang_timeout_s=config.engine.hang_timeout_s)
+    with Supervisor(run, roles, restarts=config.engine.restarts) as supervisor:
+        supervisor.start(program)
+        yield program.url
+        supervisor.check()
+
+
+def _engine(
+    config: JobConfig, run: RunDirectory, model: Path, index: int, site: Site, scratch: Path, token: str
+) -> Program:
     name = "engine" if config.engine.replicas == 1 else f"engine-{index}"
     role = f"engine-{index}"
     program = engine_program(
@@ -125,6 +148,7 @@ def _engine(config: JobConfig, run: RunDirectory, model: Path, index: int, site:
         name=name,
         routes=_replays(config),
         host=site.host(role),
+        token=token,
     )
     return replace(site.place(role, program), held_by=run.memory_lent)
 
@@ -156,6 +180,7 @@ def connect_rollouts(config: JobConfig, model: Path, services: Services) -> Roll
         retry_for_s=config.engine.retry_for_s,
         routes=_routes(config, model),
         sandbox_token=os.environ.get(TOKEN_VARIABLE) or None,
+        engine_token=services.engine_token,
     )
     return RolloutHandle.connect(services.rollout_socket, settings, patience_s=config.engine.retry_for_s)
 

@@ -1,5 +1,6 @@
 """Rank 0's part of a step: growing, scoring, pushing, counting. No other rank talks to the outside."""
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -12,23 +13,25 @@ import numpy as np
 from arpo_megatron.actor.packing import TreePack, pack_trees
 from arpo_megatron.algorithms.credit import supervised_credit
 from arpo_megatron.config import JobConfig
-from arpo_megatron.evaluation.score import evaluation_of
-from arpo_megatron.harvest import Harvest, show_progress, staleness
+from arpo_megatron.evaluation.score import HeldOutFigures
+from arpo_megatron.experience import make_store
+from arpo_megatron.harvest import Harvest, check_stop, show_progress, staleness
 from arpo_megatron.launch import Services, connect_rollouts
 from arpo_megatron.machine import placement
 from arpo_megatron.monitor.events import EventLog
 from arpo_megatron.rewards import make_reward
-from arpo_megatron.rewards.base import Reward, score_tree
+from arpo_megatron.rewards.composed import ComposedReward
+from arpo_megatron.rewards.scorer import Scorer, mean_parts, parts_of
 from arpo_megatron.rollout.accounting import GrowStats
 from arpo_megatron.rollout.messages import CollectTrees, GrowSettings
 from arpo_megatron.rollout.service import RolloutHandle
 from arpo_megatron.run_directory import RunDirectory
 from arpo_megatron.tasks.base import Task
-from arpo_megatron.tasks.sampler import TaskSampler
+from arpo_megatron.tasks.sampler import TaskSelector
 from arpo_megatron.tree import Float32Array, Role, RolloutTree
-from arpo_megatron.tree_files import ScoredTree
+from arpo_megatron.tree_files import ScoredTree, TreeLog
 from arpo_megatron.weights.engines import WeightPushError
-from arpo_megatron.weights.sync import PROBE_TOKENS, WeightSync
+from arpo_megatron.weights.sync import LONG_PROBE_TOKENS, WeightSync
 from arpo_megatron.weights.transports import Bucket
 
 if TYPE_CHECKING:
@@ -47,17 +50,20 @@ class Leader:
     config: JobConfig
     tokenizer: "PreTrainedTokenizerFast"
     rollouts: RolloutHandle
-    reward: Reward
+    reward: ComposedReward
     sync: WeightSync
-    sampler: TaskSampler
+    sampler: TaskSelector
     events: EventLog
     probe: list[int]
     memory_lent: Path
     evaluating: bool = False
     harvest: Harvest = field(init=False)
+    tree_log: TreeLog = field(init=False)
 
     def __post_init__(self) -> None:
-        self.harvest = Harvest(self.config, self.rollouts, self.score, self.sampler, self.events)
+        store = make_store(self.config.algorithm)
+        self.harvest = Harvest(self.config, self.rollouts, self.score, self.sampler, self.events, store=store)
+        self.tree_log = TreeLog(RunDirectory(self.events.path.parent), lambda text: self.events.emit("note", text=text))
 
     @classmethod
     def start(
@@ -67,7 +73,7 @@ class Leader:
         model: Path,
         tokenizer: "PreTrainedTokenizerFast",
         services: Services,
-        sampler: TaskSampler,
+        sampler: TaskSelector,
         events: EventLog,
     ) -> Self:
         """Take hold of the rollout process (with the tokenizer of `model`), and prepare to push weights."""
@@ -75,35 +81,46 @@ class Leader:
             config=config,
             tokenizer=tokenizer,
             rollouts=connect_rollouts(config, model, services),
-            reward=make_reward(config.reward),
-            sync=WeightSync.of(config, services.engine_urls, directory.path),
+            reward=make_reward(
+                config.reward,
+                max_response_tokens=config.rollout.max_response_tokens,
+                cache=directory.judge_replies,
+                tell=lambda text: events.emit("note", text=text),
+                check=partial(check_stop, events),
+            ),
+            sync=WeightSync.of(config, services.engine_urls, directory.path, services.engine_token),
             sampler=sampler,
             events=events,
-            probe=tokenizer.encode(PROBE_TEXT, add_special_tokens=False)[:PROBE_TOKENS],
+            probe=tokenizer.encode(PROBE_TEXT, add_special_tokens=False)[:LONG_PROBE_TOKENS],
             memory_lent=directory.memory_lent,
         )
 
     def close(self) -> None:
-        """Let go of the rollout process and the engine."""
+        """Let go of the rollout process, the engine and the judge, and write the trees that wait for the disk."""
+        self.tree_log.close()
         self.rollouts.close()
         self.sync.close()
+        if self.reward.judge is not None:
+            self.reward.judge.close()
 
     def score(self, trees: Sequence[RolloutTree], tasks: Sequence[Task]) -> list[ScoredTree]:
         """Rewards for every leaf of the trees of these tasks."""
-        return [self._scored(tree, task) for tree, task in zip(trees, tasks, strict=True)]
+        step = max(0, self.harvest.begun)
+        found = Scorer(self.reward, self.decode).score(trees, tasks, step=step)
+        return [
+            ScoredTree(
+                task=task,
+                tree=tree,
+                rewards=np.array([score.reward for score in scores]),
+                accuracies=np.array([score.accuracy for score in scores]),
+                format_ok=np.array([score.format_ok for score in scores]),
+                parts=parts_of(scores),
+            )
+            for tree, task, scores in zip(trees, tasks, found, strict=True)
+        ]
 
-    def _scored(self, tree: RolloutTree, task: Task) -> ScoredTree:
-        scores = score_tree(self.reward, tree, task, self.decode)
-        return ScoredTree(
-            task=task,
-            tree=tree,
-            rewards=np.array([score.reward for score in scores]),
-            accuracies=np.array([score.accuracy for score in scores]),
-            format_ok=np.array([score.format_ok for score in scores]),
-        )
-
-    def evaluate(self, tasks: Sequence[Task], step: int) -> float:
-        """Share of tasks solved by one trajectory each, in [0, 1]; what could not be finished counts as wrong.
+    def evaluate(self, tasks: Sequence[Task], step: int) -> HeldOutFigures:
+        """How one trajectory a task fares.
 
         Raises StaleEnginesError where engines need a push; a second call goes on where this one was.
         """
@@ -113,16 +130,13 @@ class Leader:
             self.evaluating = True
         report = self.rollouts.collect(CollectTrees(EVALUATION), partial(show_progress, self.events))
         self.evaluating = False
+        self.rollouts.forget(EVALUATION)
         for each in report.failed:
             text = f"{each.tree.task_id} could not be evaluated and counts as wrong: {each.reason}"
             self.events.emit("note", text=text)
-        return evaluation_of(report, tasks, self.reward, self.decode, self.config.reward.success_threshold).success
-
-    def probe_pack(self) -> TreePack:
-        """The probe sequence as a pack whose targets are all its tokens but the first."""
-        tree = RolloutTree("probe", self.probe[:1])
-        tree.add(0, Role.MODEL, self.probe[1:])
-        return pack_trees([tree], supervised_credit([tree]), token_budget=len(self.probe))[0]
+        by_id = {task.id: task for task in tasks}
+        scored = self.score(report.trees, [by_id[tree.task_id] for tree in report.trees])
+        return HeldOutFigures.of(tasks, scored, self.config.reward.success_threshold)
 
     def lend_memory(self) -> None:
         """Stop the trees, and give the engines' memory to the trainer until the next push."""
@@ -134,18 +148,19 @@ class Leader:
         except WeightPushError as error:
             self.events.emit("note", text=f"an engine has not given its memory back: {error}")
 
-    def push(self, buckets: Iterable[Bucket], version: int) -> Callable[[], list[Float32Array]]:
+    def push(self, buckets: Iterable[Bucket], version: int) -> tuple[TreePack, Callable[[], list[Float32Array]]]:
         """Send the weights to the engines, between whose requests there is none meanwhile.
 
-        Returns, to be waited for, what each engine makes of the probe. Raises WeightPushError.
+        Returns the probe and, to be waited for, what each engine makes of it. Raises WeightPushError.
         """
         self.harvest.before_push()
         self.memory_lent.unlink(missing_ok=True)
         self.sync.engines.wait_until_up(self.config.engine.startup_timeout_s)
         if placement(self.config).shared:  # one that has its memory, because it was restarted, say, does nothing
             self.sync.engines.resume_memory()
-        self.sync.push(buckets, version)
-        return self.sync.engines.start_scores(self.probe)
+        probe = self.probe[: self.sync.push(buckets, version).probe_tokens]
+        scores = self.sync.engines.start_scores(probe)
+        return probe_pack(probe), scores
 
     def count(self, totals: dict[str, float]) -> None:
         """Add the counters of the last step to `totals`."""
@@ -160,15 +175,16 @@ class Leader:
         }
 
     def step_metrics(self, scored: Sequence[ScoredTree], version: int) -> dict[str, float]:
-        """What the trees of the last step, trained by the update of policy `version`, earned and what they cost."""
-        rewards = np.concatenate([item.rewards for item in scored])
-        accuracies = np.concatenate([item.accuracies for item in scored])
+        """What the trees of the last step, trained by the update of policy `version`, earned and what they cost.
+
+        Trees of stored trajectories alone are the store's to tell of.
+        """
+        scored = [item for item in scored if item.sampled]
         counted = self.counters()
         ages = [staleness(item.tree, version) for item in scored]
+        judge = self.reward.judge
         return {
-            "reward": float(rewards.mean()),
-            "success": float((accuracies > self.config.reward.success_threshold).mean()),
-            "format_ok": float(np.concatenate([item.format_ok for item in scored]).mean()),
+            **earned(scored, self.config.reward.success_threshold),
             "groups_without_signal": sum(bool(np.ptp(item.rewards) == 0) for item in scored),
             "staleness": float(np.mean([mean for mean, _ in ages])),
             "staleness_max": max(most for _, most in ages),
@@ -178,11 +194,38 @@ class Leader:
             "predicted_cached_share": counted["predicted_cached_tokens"] / max(1, counted["predicted_prompt_tokens"]),
             "tokens_per_s": counted["tokens_sampled"] / max(1e-9, sum(stats.seconds for stats in self.harvest.stats)),
             **counted,
+            **{f"reward/{name}": mean for name, mean in mean_parts([item.parts for item in scored]).items()},
+            **({} if judge is None else {f"judge/{name}": count for name, count in judge.take_counts().items()}),
+            **self.sampler.metrics(),
+            **({} if self.harvest.store is None else self.harvest.store.metrics()),
         }
 
     def decode(self, ids: Sequence[int]) -> str:
         """Token ids as text, special tokens kept."""
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=False))
+
+
+def earned(scored: Sequence[ScoredTree], threshold: float) -> dict[str, float]:
+    """Mean reward, share of successes and of kept formats over the trajectories that were sampled for these trees.
+
+    Replayed ones say how the policy once was; NaN where there is no other.
+    """
+    own = [(item, slice(len(item.rewards) - item.replayed)) for item in scored]  # those that come first
+    rewards = np.concatenate([item.rewards[first] for item, first in own])
+    if not len(rewards):
+        return dict.fromkeys(("reward", "success", "format_ok"), math.nan)
+    return {
+        "reward": float(rewards.mean()),
+        "success": float((np.concatenate([item.accuracies[first] for item, first in own]) > threshold).mean()),
+        "format_ok": float(np.concatenate([item.format_ok[first] for item, first in own]).mean()),
+    }
+
+
+def probe_pack(token_ids: Sequence[int]) -> TreePack:
+    """A sequence as a pack whose targets are all its tokens but the first."""
+    tree = RolloutTree("probe", token_ids[:1])
+    tree.add(0, Role.MODEL, token_ids[1:])
+    return pack_trees([tree], supervised_credit([tree]), token_budget=len(token_ids))[0]
 
 
 def sum_by_name(rows: Iterable[dict[str, float]]) -> dict[str, float]:

@@ -6,24 +6,23 @@ log-probs besides (importance weights of trajectories, sequence-level ratios) is
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from arpo_megatron.actor import parallel
 from arpo_megatron.actor.actor import Actor
 from arpo_megatron.actor.layout import TreePack
 from arpo_megatron.actor.packing import by_tree, pack_minibatch, with_credits
-from arpo_megatron.algorithms.advantages import group_advantages
-from arpo_megatron.algorithms.credit import Loss, TreeCredit, tree_credits
-from arpo_megatron.algorithms.sequence_ratio import gspo, trajectory_weights
+from arpo_megatron.algorithms.base import Batch, Floats, Group, MinibatchValue, TokenLoss, TokenScaling
+from arpo_megatron.algorithms.credit import Loss, TreeCredit, TreeShape, checked, leaf_weights, tree_credits
+from arpo_megatron.algorithms.importance import trajectory_weights
+from arpo_megatron.algorithms.parts import make_estimator, make_loss
 from arpo_megatron.config import JobConfig
 from arpo_megatron.tree import Float32Array, RolloutTree
 from arpo_megatron.tree_files import ScoredTree
 from arpo_megatron.weights.shape import ModelShape
-
-_Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,22 +32,44 @@ class Minibatch:
     Attributes:
         packs: on every rank the same ones.
         trees: on the leader those of the packs, elsewhere none.
-        advantages: on the leader for each tree float64[leaves].
+        advantages: on the leader for each tree float64[leaves] or [leaves, segments].
         reference_logprobs: of the packs under the reference policy, from `with_reference`; None: there is none.
     """
 
     packs: list[TreePack]
     trees: Sequence[RolloutTree] = ()
-    advantages: Sequence[_Floats] = ()
+    advantages: Sequence[Floats] = ()
     reference_logprobs: Sequence[Float32Array] | None = None
 
-    @classmethod
-    def of(cls, scored: Sequence[ScoredTree], config: JobConfig, shape: ModelShape) -> Self:
-        """Rewards of the leaves -> their advantages -> credit of the tokens -> packs."""
-        trees = [item.tree for item in scored]
-        advantages = [group_advantages(item.rewards) for item in scored]
-        packs = pack_minibatch(trees, _credits(trees, advantages, config), config, shape)
-        return cls(packs, trees, advantages)
+
+def minibatches_of(scored: Sequence[ScoredTree], config: JobConfig, shape: ModelShape) -> list[Minibatch]:
+    """A step's minibatches: rewards of leaves -> their advantages -> credit of tokens -> packs.
+
+    Advantages may compare all trees of the step, but those whose advantages the store has given
+    (`ScoredTree.advantages`). The trees are then divided, in order, into minibatches as equal as can be; weights are
+    global over each of them.
+    """
+    algorithm = config.algorithm
+    groups = [Group(item.tree, item.rewards, item.accuracies) for item in scored]
+    shapes = [TreeShape(group.tree) for group in groups]
+    estimated = iter(
+        make_estimator(algorithm)(
+            [group for group, item in zip(groups, scored, strict=True) if item.advantages is None]
+        )
+    )
+    found = [next(estimated) if item.advantages is None else item.advantages for item in scored]
+    advantages = [
+        shape.attributed(values, algorithm.attribution)
+        for shape, values in zip(shapes, checked(shapes, found), strict=True)
+    ]
+    count = min(algorithm.minibatches, len(groups))
+    bounds = [round(index * len(groups) / count) for index in range(count + 1)] if count else []
+    minibatches = []
+    for a, b in pairwise(bounds):
+        trees = [group.tree for group in groups[a:b]]
+        credits = tree_credits(trees, advantages[a:b], aggregation=algorithm.aggregation)
+        minibatches.append(Minibatch(pack_minibatch(trees, credits, config, shape), trees, advantages[a:b]))
+    return minibatches
 
 
 def share(minibatches: Sequence[Minibatch]) -> list[Minibatch]:
@@ -83,7 +104,13 @@ class ReadyUpdate:
 
 
 def prepare_update(
-    actor: Actor, minibatch: Minibatch, old_logprobs: Sequence[Float32Array], config: JobConfig, *, on_policy: bool
+    actor: Actor,
+    minibatch: Minibatch,
+    old_logprobs: Sequence[Float32Array],
+    config: JobConfig,
+    *,
+    on_policy: bool,
+    entropies: Sequence[Float32Array] = (),
 ) -> ReadyUpdate:
     """The part of the algorithm that needs log-probs (a call of all ranks).
 
@@ -93,53 +120,69 @@ def prepare_update(
         old_logprobs: of its packs under the policy of the step.
         config: the algorithm.
         on_policy: the present policy still is that of the step.
+        entropies: of the packs under the policy of the step; only some parts need them.
     """
-    weights = None
-    if (limit := config.algorithm.trajectory_weight_limit) is not None:
-        weights = _trajectory_weights(minibatch, old_logprobs, limit)
-        minibatch = _credited(minibatch, _credits(minibatch.trees, minibatch.advantages, config, weights))
-    if config.algorithm.ratio == "token":
-        return ReadyUpdate(minibatch.packs, old_logprobs, "ppo")
+    loss, estimator = make_loss(config.algorithm), make_estimator(config.algorithm)
+    limited = config.algorithm.trajectory_weight_limit is not None
+    scaling = estimator if isinstance(estimator, TokenScaling) else None
+    if isinstance(loss, TokenLoss) and not limited and scaling is None:
+        return ReadyUpdate(minibatch.packs, old_logprobs, "policy")
+    known = _Known(minibatch, old_logprobs, entropies, config)
+    if isinstance(loss, TokenLoss):
+        batch = known.batch(old_logprobs)
+        factors = None if scaling is None or not parallel.is_leader() else scaling.token_factors(batch)
+        credits = tree_credits(
+            batch.trees,
+            batch.advantages,
+            aggregation=config.algorithm.aggregation,
+            trajectory_weights=batch.trajectory_weights,
+            token_factors=factors,
+        )
+        return ReadyUpdate(_credited(minibatch, credits).packs, old_logprobs, "policy")
     new = old_logprobs if on_policy else actor.logprobs(minibatch.packs)
-    differences = [a - b for a, b in zip(new, old_logprobs, strict=True)]
-    found = gspo(
-        minibatch.trees,
-        minibatch.advantages,
-        by_tree(minibatch.packs, differences, minibatch.trees) if minibatch.trees else [],
-        clip_low=config.algorithm.clip_low,
-        clip_high=config.algorithm.clip_high,
-        trajectory_weights=weights,
-    )
-    # Ratios and loss are those of trajectories: only the leader knows them, and only it reports.
-    # Their ratios follow from log-probs of earlier passes; that this pass computes the same shows in its kl_old.
+    found = loss.value(known.batch(new)) if parallel.is_leader() else MinibatchValue(0.0, [])
+    # Ratios and loss are those of the whole minibatch: only the leader knows them, and only it reports.
+    # They follow from log-probs of earlier passes; that this pass computes the same shows in its kl_old.
     packs = _credited(minibatch, found.credits).packs
-    return ReadyUpdate(packs, old_logprobs, "linear", statistics=found.statistics())
+    return ReadyUpdate(packs, old_logprobs, "linear", statistics=found.statistics)
 
 
-def _credits(
-    trees: Sequence[RolloutTree],
-    advantages: Sequence[_Floats],
-    config: JobConfig,
-    weights: Sequence[_Floats] | None = None,
-) -> list[TreeCredit]:
-    algorithm = config.algorithm
-    return tree_credits(
-        trees,
-        advantages,
-        aggregation=algorithm.aggregation,
-        attribution=algorithm.attribution,
-        trajectory_weights=weights,
-    )
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What the leader can say of a minibatch; on other ranks of no trees."""
+
+    minibatch: Minibatch
+    old_logprobs: Sequence[Float32Array]
+    entropies: Sequence[Float32Array]
+    config: JobConfig
+
+    def batch(self, logprobs: Sequence[Float32Array]) -> Batch:
+        """With `logprobs`, a pack each, as those of the present policy."""
+        packs, trees = self.minibatch.packs, self.minibatch.trees
+        algorithm = self.config.algorithm
+        old = self._by_tree(self.old_logprobs)
+        sampling = self._by_tree([pack.sampling_logprobs for pack in packs])
+        shapes = [TreeShape(tree) for tree in trees]
+        factors = [np.ones(len(shape.leaves)) for shape in shapes]
+        if (limit := algorithm.trajectory_weight_limit) is not None:
+            apart = [a - b for a, b in zip(old, sampling, strict=True)]
+            factors = trajectory_weights(trees, apart, limit=limit)
+        return Batch(
+            trees=trees,
+            advantages=self.minibatch.advantages,
+            weights=leaf_weights(shapes, algorithm.aggregation, factors),
+            trajectory_weights=factors,
+            old_logprobs=old,
+            logprobs=self._by_tree(logprobs),
+            sampling_logprobs=sampling,
+            entropies=self._by_tree(self.entropies or [np.full_like(own, np.nan) for own in self.old_logprobs]),
+        )
+
+    def _by_tree(self, values: Sequence[Float32Array]) -> list[Floats]:
+        return by_tree(self.minibatch.packs, values, self.minibatch.trees) if self.minibatch.trees else []
 
 
 def _credited(minibatch: Minibatch, credits: Sequence[TreeCredit]) -> Minibatch:
     """The same packs with the leader's new credits, on every rank."""
     packs = with_credits(minibatch.packs, credits) if parallel.is_leader() else None
     return replace(minibatch, packs=parallel.broadcast_object(packs))
-
-
-def _trajectory_weights(minibatch: Minibatch, old_logprobs: Sequence[Float32Array], limit: float) -> list[_Floats]:
-    if not minibatch.trees:
-        return []
-    differences = [old - pack.sampling_logprobs for pack, old in zip(minibatch.packs, old_logprobs, strict=True)]
-    return trajectory_weights(minibatch.trees, by_tree(minibatch.packs, differences, minibatch.trees), limit=limit)

@@ -16,13 +16,15 @@ from arpo_megatron.config import JobConfig
 from arpo_megatron.errors import UserError
 from arpo_megatron.identity import check_started_with
 from arpo_megatron.machine import check_machine
+from arpo_megatron.rewards import make_reward
 from arpo_megatron.rollout.cpu_standins import SGLANG_VERSION
 from arpo_megatron.rollout.protocol import result_text
 from arpo_megatron.run_directory import RunDirectory
 from arpo_megatron.tasks.arpo_parquet import check_readable, read_parquet, read_texts
 from arpo_megatron.tasks.base import Task
 from arpo_megatron.tasks.conversations import Conversations, read_conversations
-from arpo_megatron.tasks.generated import GeneratedTasks, generate
+from arpo_megatron.tasks.families import FAMILIES
+from arpo_megatron.tasks.generated import GeneratedTasks
 from arpo_megatron.tasks.messages import check_file
 from arpo_megatron.weights.known_shapes import check_is_known
 from arpo_megatron.weights.shape import ModelShape
@@ -38,13 +40,13 @@ class JobData:
     Attributes:
         train: what the policy practises on.
         held_out: what it is evaluated on; never trained.
-        facts: name -> value of generated tasks; empty for other data.
+        facts: name -> what its page says, of generated tasks; empty for other data.
         bad_rows: rows that were skipped, each with its place and the reason.
     """
 
     train: Sequence[Task]
     held_out: Sequence[Task]
-    facts: Mapping[str, int] = field(default_factory=dict)
+    facts: Mapping[str, str] = field(default_factory=dict)
     bad_rows: Sequence[Mapping[str, Any]] = ()
 
 
@@ -83,8 +85,8 @@ def load_tokenizer(directory: Path) -> "PreTrainedTokenizerFast":
 def load_data(config: JobConfig, tokenizer: "PreTrainedTokenizerFast") -> JobData:
     """Read or make the tasks. Raises UserError for a missing or unusable file."""
     data = config.data
-    if data.kind == "generated":
-        made = generate(config.seed, data.tasks, data.held_out)
+    if data.made:
+        made = FAMILIES[data.kind].generate(config.seed, data.tasks, data.held_out)
         return JobData(made.train, made.held_out, made.facts)
     read = read_parquet(_parquet_path(config), tokenizer=tokenizer, max_prompt_tokens=data.max_prompt_tokens)
     if len(read.tasks) <= data.held_out:
@@ -94,7 +96,7 @@ def load_data(config: JobConfig, tokenizer: "PreTrainedTokenizerFast") -> JobDat
 
 
 def check_inputs(config: JobConfig) -> None:
-    """Look for the engine, for every file that the config names, and for every tensor of the model.
+    """Look for the engine, every file that the config names, the parts of the reward, and every tensor of the model.
 
     Raises:
         UserError: something is missing; nothing has been written or started yet.
@@ -104,22 +106,28 @@ def check_inputs(config: JobConfig) -> None:
             "the engine is not installed: run `make setup`, or in the clone "
             f"pip install '.[cpu]' && pip install --no-deps sglang=={SGLANG_VERSION}"
         )
-    check_files(config)
-    if config.model.path is not None:
+    shape = check_files(config)
+    without_file = replace(config.reward, judge=replace(config.reward.judge, cache=None))
+    make_reward(without_file, max_response_tokens=config.rollout.max_response_tokens)
+    if config.model.path is not None and shape is not None:
         from arpo_megatron.weights.check import check_tensors  # brings torch, which no other check wants
         from arpo_megatron.weights.files import TensorFiles
 
         with TensorFiles(config.model.path) as files:
-            check_tensors(files, ModelShape.from_hf(config.model.path))
+            check_tensors(files, shape)
     check_machine(config)
 
 
-def check_files(config: JobConfig) -> None:
+def check_files(config: JobConfig) -> ModelShape | None:
     """Look for every file that the config names, and whether the model in them can be laid out as it says.
+
+    Returns:
+        The shape of that model; None where the job makes one.
 
     Raises:
         UserError: one is missing or cannot be used.
     """
+    shape: ModelShape | None = None
     hub_id, path = config.model.hub_id, config.model.path
     if hub_id is not None and path is None:
         raise UserError(f"model.path is missing: fetch {hub_id} (`hf download {hub_id} --local-dir DIR`), then give it")
@@ -139,6 +147,7 @@ def check_files(config: JobConfig) -> None:
         cache = config.data.search_cache
         if cache is not None and not cache.is_file():
             raise UserError(f"data.search_cache={cache}: no such file")
+    return shape
 
 
 def prepare(config: JobConfig, run: RunDirectory, tell: Callable[[str], None] = lambda text: None) -> JobData:
@@ -212,7 +221,7 @@ def _make_model(config: JobConfig, run: RunDirectory) -> None:
     from arpo_megatron.tasks import tokenizers
     from arpo_megatron.weights.random_init import save_random_weights
 
-    if config.data.kind == "generated":
+    if config.data.made:
         tokenizer = tokenizers.generated_tokenizer()
     else:
         tokenizer = tokenizers.train_bpe(read_texts(_parquet_path(config)), config.model.vocabulary_size)
@@ -231,5 +240,7 @@ def _parquet_path(config: JobConfig) -> Path:
 def _search_cache(config: JobConfig) -> Path | None:
     if config.data.search_cache is not None:
         return config.data.search_cache
-    beside = _parquet_path(config).with_name("search_cache.json")
+    if config.data.path is None:
+        return None
+    beside = config.data.path.with_name("search_cache.json")
     return beside if beside.is_file() else None

@@ -22,8 +22,9 @@ _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True)
 WAITING_ENVIRONMENT = {"OMP_WAIT_POLICY": "passive"}
 """OpenMP threads that wait sleep instead of spinning away the core that another role needs."""
-CPU_ENVIRONMENT = {**WAITING_ENVIRONMENT, "CUDA_VISIBLE_DEVICES": ""}
-"""Environment of processes that compute on a CPU: a GPU that is there is left alone."""
+CPU_ENVIRONMENT = {**WAITING_ENVIRONMENT, "CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}
+"""Environment of processes that compute on a CPU: a GPU that is there is left alone, and Megatron's decorated functions
+are not prepared for a compiler that no CPU layout calls (a second of each start)."""
 PARENT_WATCH_INTERVAL_S = 0.5
 RANK_FAILED = "---- rank {rank} failed:"
 """Begins, on a line of its own, what a failing trainer rank writes to its log (`ranks.py`)."""
@@ -42,7 +43,14 @@ class StoppedError(Exception):
 
 
 class RoleDiedError(Exception):
-    """A role ended with an error; the message names the role, its exit and its log with the last lines of it."""
+    """A role ended with an error; the message names the role, its exit and its log with the last lines of it.
+
+    `code` is the exit code of the role as a shell tells it (`exit_code`), 1 where it was ended for what it did.
+    """
+
+    def __init__(self, message: str, code: int = 1) -> None:
+        super().__init__(message)
+        self.code = code
 
 
 @dataclass(slots=True)
@@ -114,7 +122,7 @@ class Roles:
             for each in self.running:
                 code = each.process.poll()
                 if code is not None and (code != 0 or each is not role):
-                    raise RoleDiedError(each.failure())
+                    raise RoleDiedError(each.failure(), exit_code(code))
             if role.process.poll() is not None:
                 self.running.remove(role)
                 poll()
@@ -210,6 +218,11 @@ def interrupt_on_signals() -> None:
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, interrupt)
+
+
+def exit_code(code: int) -> int:
+    """That of a failure, from a process's return code: 128 + n for signal n; 1 where a process ended well too early."""
+    return 128 - code if code < 0 else code or 1
 
 
 def how_it_ended(code: int) -> str:

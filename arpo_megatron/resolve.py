@@ -1,21 +1,24 @@
 """From a recipe's name and the user's words to a checked `JobConfig`, or one line that says what is wrong."""
 
 import dataclasses
-import difflib
 import importlib
 import json
 import pkgutil
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
+from arpo_megatron.algorithms.parts import check_parts
 from arpo_megatron.config import JobConfig
-from arpo_megatron.errors import UserError
+from arpo_megatron.errors import UserError, did_you_mean
+from arpo_megatron.plugins import Point
+from arpo_megatron.plugins import load as load_part
 
 _JOB = TypeAdapter(JobConfig)
 Tree = dict[str, Any]
@@ -34,16 +37,48 @@ def variant_names(recipe: str) -> list[str]:
     return list(_variants(recipe))
 
 
+class Source(StrEnum):
+    """Who has said the values of a layer."""
+
+    DEFAULT = "default"
+    BASE = "base"
+    RECIPE = "recipe"
+    VARIANT = "variant"
+    FILE = "file"
+    PRESET = "preset"
+    WORD = "word"
+
+
+THE_USERS = frozenset({Source.VARIANT, Source.FILE, Source.WORD})
+"""What the user of a recipe has asked for; such layers name only the keys that they are about, the others every key."""
+
+
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Values of a job's config, nested, and where they come from; each layer lies over the ones before."""
+    """Values of a job's config, nested, and where they come from; each layer lies over the ones before.
 
-    source: str
+    Attributes:
+        source: who has said them.
+        name: of the base, the recipe, the variant or the file.
+        values: as a config file has them.
+    """
+
+    source: Source
+    name: str
     values: Tree
+
+    @property
+    def keys(self) -> dict[str, Any]:
+        """Its values by dotted key."""
+        return dict(_leaves(self.values))
+
+    def __str__(self) -> str:
+        return f"{self.source} {self.name}".strip()
 
 
 def layers(recipe: str, *, file: Path | None = None, words: Sequence[str] = ()) -> list[Layer]:
-    """Defaults, the recipe's base, the recipe, its variants, the YAML file and the `key=value` words; unchecked.
+    """Defaults, the recipe's base, the recipe, its variants, the YAML file, the `key=value` words, and the presets that
+    these name; unchecked.
 
     Args:
         recipe: a recipe's name, or several joined by `+`: the recipe and variants of it.
@@ -57,21 +92,52 @@ def layers(recipe: str, *, file: Path | None = None, words: Sequence[str] = ()) 
     if name not in (names := recipe_names()):
         raise UserError(f"unknown recipe {name!r}{did_you_mean(name, names)}; recipes: {', '.join(names)}")
     module = importlib.import_module(f"recipes.{name}")
-    found = [Layer("default", dump(JobConfig(name=name)))]
+    found = [Layer(Source.DEFAULT, "", dump(JobConfig(name=name)))]
     if (base := getattr(module, "base", None)) is not None:
-        found.append(Layer(f"base {base.__name__}", dump(base())))
-    found.append(Layer(f"recipe {name}", dump(module.recipe())))
+        found.append(Layer(Source.BASE, base.__name__, dump(base())))
+    found.append(Layer(Source.RECIPE, name, dump(module.recipe())))
     variants = _variants(name)
     for variant in wanted:
         if variant not in variants:
             known = f"; variants: {', '.join(variants)}" if variants else ", which has none"
             raise UserError(f"unknown variant {variant!r} of {name}{did_you_mean(variant, list(variants))}{known}")
         found += [
-            Layer(f"variant {variant}", _nested(key.split("."), value)) for key, value in variants[variant].items()
+            Layer(Source.VARIANT, variant, _nested(key.split("."), value)) for key, value in variants[variant].items()
         ]
     if file is not None:
-        found.append(Layer(f"file {file}", read_yaml(file)))
-    return found + [Layer("word", _parse_word(word)) for word in words]
+        found.append(Layer(Source.FILE, str(file), read_yaml(file)))
+    return _with_presets(found, word_layers(words))
+
+
+def said_keys(layers: Sequence[Layer]) -> set[str]:
+    """Dotted keys that the user has given a value, by variants, file or words."""
+    return {key for layer in layers if layer.source in THE_USERS for key in layer.keys}
+
+
+def _with_presets(below: Sequence[Layer], words: Sequence[Layer]) -> list[Layer]:
+    """The layers with a preset's under each that names one by `algorithm.name`: a word's lies under all words.
+
+    Recipes are whole configs, so they name one only by being made with its values.
+    """
+    found: list[Layer] = []
+    for layer in below:
+        named = _preset_name(layer) if layer.source in (Source.VARIANT, Source.FILE) else None
+        found += [layer] if named is None else [_preset(named), layer]
+    chosen = [name for name in map(_preset_name, words) if name is not None]
+    return [*found, *map(_preset, chosen[-1:]), *words]
+
+
+def _preset_name(layer: Layer) -> str | None:
+    section = layer.values.get("algorithm")
+    name = section.get("name") if isinstance(section, Mapping) else None
+    return name if isinstance(name, str) else None
+
+
+def _preset(name: str) -> Layer:
+    values: Tree = {}
+    for key, value in load_part(Point.PRESET, name).values.items():
+        _merge(values, _nested(key.split("."), value))
+    return Layer(Source.PRESET, name, values)
 
 
 def resolve(recipe: str, *, file: Path | None = None, words: Sequence[str] = ()) -> JobConfig:
@@ -82,21 +148,21 @@ def resolve(recipe: str, *, file: Path | None = None, words: Sequence[str] = ())
     """
     values: Tree = {}
     for layer in layers(recipe, file=file, words=words):
-        _merge(values, layer.values)
+        _lay(values, layer)
     return _with_absolute_paths(check(values))
 
 
 def over(config: JobConfig, words: Sequence[str]) -> JobConfig:
     """A config with `key=value` words laid over it. Raises what `resolve` does."""
     values = dump(config)
-    for word in words:
-        _merge(values, _parse_word(word))
+    for layer in _with_presets([], word_layers(words)):
+        _lay(values, layer)
     return _with_absolute_paths(check(values))
 
 
-def nodes_variant(nodes: int) -> str:
-    """Name of the variant that is a recipe's layout for so many nodes."""
-    return f"{nodes}node{'s' if nodes > 1 else ''}"
+def word_layers(words: Sequence[str]) -> list[Layer]:
+    """A layer for each `key=value` word. Raises UserError for one that cannot be read."""
+    return [Layer(Source.WORD, "", _parse_word(word)) for word in words]
 
 
 def _variants(recipe: str) -> Mapping[str, Mapping[str, Any]]:
@@ -119,9 +185,11 @@ def check(values: Mapping[str, Any]) -> JobConfig:
     """Validate plain values. Raises UserError with one line for the first fault."""
     try:
         # As JSON: in pydantic's strict mode text is then still a path and a list a tuple, but true is not 1.
-        return _JOB.validate_json(json.dumps(values, default=str))
+        job = _JOB.validate_json(json.dumps(values, default=str))
     except ValidationError as error:
         raise UserError(_one_line(error)) from None
+    check_parts(job)
+    return job
 
 
 def dump(config: JobConfig) -> Tree:
@@ -143,15 +211,22 @@ def load(path: Path) -> JobConfig:
 
 
 class _Yaml(yaml.SafeLoader):
-    """YAML 1.2's idea of booleans and numbers: `off` and `yes` are text, and 1e-5 is a number."""
+    """YAML 1.2's idea of booleans and numbers: `off`, `yes` and 4:00:00 are text, and 1e-5 is a number."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012  (how PyYAML declares them)
-        first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith((":bool", ":float", ":timestamp"))]
+        first: [
+            (tag, pattern) for tag, pattern in resolvers if not tag.endswith((":bool", ":int", ":float", ":timestamp"))
+        ]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
 
 _Yaml.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"(true|false)$"), list("tf"))
+_Yaml.add_implicit_resolver(
+    "tag:yaml.org,2002:int",
+    re.compile(r"[-+]?(0b[01_]+|0[0-7_]+|0|[1-9][\d_]*|0x[\da-fA-F_]+)$"),
+    list("-+0123456789"),
+)
 _Yaml.add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(r"([-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?|[-+]?\.inf|\.nan)$"),
@@ -210,6 +285,21 @@ def _nested(parts: Sequence[str], value: Any) -> Tree:
     return value  # type: ignore[no-any-return]  # a key has at least one part, so this is a dict
 
 
+def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+def _lay(values: Tree, layer: Layer) -> None:
+    """Put a layer over the values. A preset brings all numbers of its parts: those of other parts go."""
+    if layer.source is Source.PRESET and "algorithm" in values:
+        values["algorithm"]["numbers"] = {}
+    _merge(values, layer.values)
+
+
 def _merge(base: Tree, over: Mapping[str, Any]) -> None:
     for key, value in over.items():
         if isinstance(value, Mapping) and isinstance(base.get(key), dict):
@@ -237,8 +327,8 @@ def _key_hint(path: Sequence[str]) -> str:
     *section, name = path
     every = list(_keys(JobConfig))
     same = [key.rpartition(".")[2] for key in every if key.rpartition(".")[0] == ".".join(section)]
-    if near := difflib.get_close_matches(name, same, n=1, cutoff=0.6):
-        return f"; did you mean {'.'.join([*section, near[0]])}?"
+    if hint := did_you_mean(name, same, "".join(f"{part}." for part in section)):
+        return hint
     if found := [key for key in every if key.rpartition(".")[2] == name]:
         return f"; did you mean {found[0]}?"
     return did_you_mean(".".join(path), every) or f"; keys here: {', '.join(same)}"
@@ -249,9 +339,3 @@ def _keys(owner: Any, prefix: str = "") -> Iterator[str]:
         yield prefix + item.name
         if dataclasses.is_dataclass(item.type):
             yield from _keys(item.type, f"{prefix}{item.name}.")
-
-
-def did_you_mean(word: str, names: Sequence[str]) -> str:
-    """The end of an error message: "; did you mean NAME?", or nothing where none is near."""
-    near = difflib.get_close_matches(word, names, n=1, cutoff=0.6)
-    return f"; did you mean {near[0]}?" if near else ""

@@ -114,6 +114,16 @@ class RunDirectory:
         return self.path / "trees"
 
     @property
+    def held_out(self) -> Path:
+        """What each held-out task earned, one JSON file an evaluation."""
+        return self.path / "held_out"
+
+    @property
+    def judge_replies(self) -> Path:
+        """What a judge has answered (SQLite); there where `reward.judge` is used."""
+        return self.path / "judge.sqlite"
+
+    @property
     def export(self) -> Path:
         """The trained model as a Hugging Face directory."""
         return self.path / "export"
@@ -173,7 +183,7 @@ class RunDirectory:
         found = [path.with_name(path.name + ending) for path in whole for ending in (".tmp", ".replaced.tmp")]
         found += [self.path / "metrics.tmp", self.path / "sft_metrics.tmp"]
         found += [self.memory_lent, self.stop]
-        for folder in (self.checkpoints, self.sft_checkpoints, self.trees):
+        for folder in (self.checkpoints, self.sft_checkpoints, self.trees, self.held_out):
             found += folder.glob("*step_*.tmp")
         found += self.bad_packs.glob("*.tmp")
         found += self.profile.glob("**/*.tmp.gz")

@@ -33,6 +33,7 @@ from arpo_megatron.run_directory import RunDirectory, write_json
 from arpo_megatron.step_metrics import pack_metrics, speed_metrics, update_metrics
 from arpo_megatron.tasks.conversations import batch
 from arpo_megatron.tasks.demonstrations import demonstrate
+from arpo_megatron.tasks.families import FAMILIES
 from arpo_megatron.tree import RolloutTree
 from arpo_megatron.weights.export import export_hf
 from arpo_megatron.weights.shape import ModelShape
@@ -77,11 +78,13 @@ class Examples:
                 len(train),
                 len(read.bad_rows),
             )
-        data = load_data(config, tokenizer)
+        data, agent = load_data(config, tokenizer), FAMILIES[config.data.kind].agent
 
         def demonstrations(number: int) -> list[RolloutTree]:
             drawn = random.Random(f"cold-start-{seed}-{number}").choices(data.train, k=sft_config.batch)
-            return demonstrate(drawn, data.facts, tokenizer, careless=sft_config.careless, seed=seed + number)
+            return demonstrate(
+                drawn, data.facts, tokenizer, careless=sft_config.careless, seed=seed + number, agent=agent
+            )
 
         return cls(demonstrations)
 

@@ -11,15 +11,14 @@ from arpo_megatron import resolve
 from arpo_megatron.config import JobConfig
 
 
-def sources(layers: Sequence[resolve.Layer]) -> dict[str, str]:
-    """For each dotted key the source of its value: the last layer that changed it, or that a user wrote it in."""
+def sources(layers: Sequence[resolve.Layer]) -> dict[str, resolve.Layer]:
+    """For each dotted key the layer that its value is from: the last that changed it, or in which the user wrote it."""
     values: dict[str, Any] = {}
-    found: dict[str, str] = {}
+    found: dict[str, resolve.Layer] = {}
     for layer in layers:
-        whole = layer.source.startswith(("default", "base", "recipe"))  # these name every key
-        for key, value in _leaves(layer.values):
-            if not whole or key not in values or values[key] != value:
-                found[key] = layer.source
+        for key, value in layer.keys.items():
+            if layer.source in resolve.THE_USERS or key not in values or values[key] != value:
+                found[key] = layer
             values[key] = value
     return found
 
@@ -32,12 +31,11 @@ def render(recipe: str, *, file: Path | None = None, words: Sequence[str] = ()) 
     """
     job = resolve.resolve(recipe, file=file, words=words)
     said = sources(resolve.layers(recipe, file=file, words=words))
-    lines = [f"{recipe}: what is not marked is a default"]
-    lines += _lines(resolve.dump(job), JobConfig, "", said)
-    return "\n".join(["# " + lines[0], *lines[1:]]) + "\n"
+    lines = [f"# {recipe}: what is not marked is a default", *_lines(resolve.dump(job), JobConfig, "", said)]
+    return "\n".join(lines) + "\n"
 
 
-def _lines(values: Mapping[str, Any], owner: Any, prefix: str, said: Mapping[str, str]) -> Iterator[str]:
+def _lines(values: Mapping[str, Any], owner: Any, prefix: str, said: Mapping[str, resolve.Layer]) -> Iterator[str]:
     indent = "  " * prefix.count(".")
     sections = {field.name for field in dataclasses.fields(owner) if dataclasses.is_dataclass(field.type)}
     types = {field.name: field.type for field in dataclasses.fields(owner)}
@@ -48,17 +46,11 @@ def _lines(values: Mapping[str, Any], owner: Any, prefix: str, said: Mapping[str
             continue
         text = f"{indent}{key}: {_yaml(value)}"
         # A whole section may have been given at once, by a word such as data={kind: generated}.
-        source = said.get(f"{prefix}{key}") or said.get(prefix.removesuffix("."), "default")
-        yield text if source == "default" else f"{text:<48}  # {source}"
+        below = next((layer for name, layer in said.items() if name.startswith(f"{prefix}{key}.")), None)
+        layer = said.get(f"{prefix}{key}") or below or said.get(prefix.removesuffix("."))
+        default = layer is None or layer.source is resolve.Source.DEFAULT
+        yield text if default else f"{text:<48}  # {layer}"
 
 
 def _yaml(value: Any) -> str:
     return yaml.safe_dump(value, default_flow_style=True, width=1000).removesuffix("\n...\n").strip()
-
-
-def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value

@@ -80,6 +80,13 @@ def update_metrics(updates: Sequence[UpdateStats]) -> dict[str, float]:
     }
 
 
+def count_entropy(totals: dict[str, float], updates: Sequence[UpdateStats]) -> None:
+    """Add a step's mean entropy to "entropy", and 1 to "entropy_steps", unless all of its updates were skipped."""
+    if found := [update.entropy_mean for update in updates if not update.skipped]:
+        totals["entropy"] = totals.get("entropy", 0.0) + sum(found) / len(found)
+        totals["entropy_steps"] = totals.get("entropy_steps", 0) + 1
+
+
 def speed_metrics(
     minibatches: Sequence[Minibatch], shape: ModelShape, config: JobConfig, seconds: Mapping[str, float]
 ) -> dict[str, float]:

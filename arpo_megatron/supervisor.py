@@ -26,6 +26,7 @@ from arpo_megatron.processes import (
     RoleDiedError,
     Roles,
     die_with_parent,
+    exit_code,
     how_it_ended,
     ignoring_interrupts,
     last_lines,
@@ -56,7 +57,8 @@ class Program:
         ready: path that answers 200 when the service does its work.
         alive: path that answers 200 while it lives; it must cost nothing and disturb nothing.
         grace_s: seconds between SIGTERM and SIGKILL when the job ends; 0: killed outright.
-        restart_grace_s: the same before it is started again. (srun passes a SIGTERM on, a SIGKILL it cannot.)
+        restart_grace_s: the same before it is started again. (srun ends its step on a SIGTERM, and cannot on
+            a SIGKILL.)
         held_by: while this file exists, the program is not started again.
         bound: the kernel kills it with the thread that started it. (An engine watches its launcher itself.)
     """
@@ -101,6 +103,7 @@ class _Service:
     restarts: int = 0
     pause_s: float = FIRST_PAUSE_S
     error: str = ""
+    code: int = 1
 
     def health(self) -> RoleHealth:
         return RoleHealth(
@@ -134,7 +137,7 @@ class Supervisor:
         self._restarts = restarts
         self._events = EventLog(run.events)
         self._services: list[_Service] = []
-        self._failure: str | None = None
+        self._failure: RoleDiedError | None = None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="supervisor", daemon=True)
         self._http: aiohttp.ClientSession | None = None
@@ -169,26 +172,27 @@ class Supervisor:
         for service in services:
             asyncio.run_coroutine_threadsafe(self._guard(service), self._loop)
         while not all(service.up for service in services):
-            self.check()
+            self._roles.check()
             time.sleep(_POLL_INTERVAL_S / 2)
 
     def check(self) -> None:
         """Raise RoleDiedError when a service has failed for good."""
         if self._failure is not None:
-            raise RoleDiedError(self._failure)
+            raise self._failure
 
     async def _guard(self, service: _Service) -> None:
         """A defect here, or a machine that can start no more processes, stops the job instead of its supervision."""
         try:
             await self._keep(service)
         except Exception as error:
-            self._failure = f"{service.program.name} cannot be watched any longer: {type(error).__name__}: {error}"
+            text = f"{service.program.name} cannot be watched any longer: {type(error).__name__}: {error}"
+            self._failure = RoleDiedError(text)
 
     async def _keep(self, service: _Service) -> None:
         """Start a service, and again whenever it is down, until that has happened too often."""
         program = service.program
         while True:
-            service.process = program.start()
+            service.process, service.code = program.start(), 1
             why = await _first(self._until_dead(service), self._until_silent(service))
             was_up_s = time.time() - service.since if service.up else None
             service.turn(up=False)
@@ -215,7 +219,8 @@ class Supervisor:
 
     def _fail(self, service: _Service, more: str) -> None:
         program = service.program
-        self._failure = f"{program.name} {service.error}{more}; log: {program.log}\n{last_lines(program.log)}"
+        text = f"{program.name} {service.error}{more}; log: {program.log}\n{last_lines(program.log)}"
+        self._failure = RoleDiedError(text, service.code)
 
     async def _until_dead(self, service: _Service) -> str:
         """Returns how its process has ended."""
@@ -223,6 +228,7 @@ class Supervisor:
             raise AssertionError("a service is watched after it was started")
         while service.process.poll() is None:
             await asyncio.sleep(_POLL_INTERVAL_S)
+        service.code = exit_code(service.process.returncode)
         return how_it_ended(service.process.returncode)
 
     async def _until_silent(self, service: _Service) -> str:

@@ -8,7 +8,8 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from arpo_megatron.minibatch import Minibatch, share, with_reference
+from arpo_megatron.agreement import check_on_policy
+from arpo_megatron.minibatch import minibatches_of, share, with_reference
 from arpo_megatron.monitor.events import user_errors_told
 from arpo_megatron.processes import StoppedError
 from arpo_megatron.ranks import rank_main
@@ -20,24 +21,24 @@ def train(run: TrainingRun) -> None:
     """Train from the last checkpoint to the last step."""
     config = run.config
     run.push_weights(version=run.state.step)
-    run.evaluate_once("before")
+    run.evaluate()
     while run.state.step < config.train.steps:
         with run.phase("rollout"):
             scored = run.grow()
         with run.phase("logprobs"):
-            minibatches = share([Minibatch.of(part, config, run.actor.shape) for part in run.split(scored)])
+            minibatches = share(minibatches_of(scored, config, run.actor.shape))
             minibatches = with_reference(run.actor, minibatches)
-            old_logprobs = [run.actor.logprobs(minibatch.packs) for minibatch in minibatches]
+            old_scores = [run.actor.scores(minibatch.packs) for minibatch in minibatches]
         with run.phase("update"):
             updates = [
                 run.update(minibatch, old, on_policy=number == 0)
-                for number, (minibatch, old) in enumerate(zip(minibatches, old_logprobs, strict=True))
+                for number, (minibatch, old) in enumerate(zip(minibatches, old_scores, strict=True))
             ]
-        run.check_on_policy(updates)
+        check_on_policy(updates, config)
         with run.phase("push"):
             run.push_weights(version=run.state.step + 1)
-        run.finish_step(scored, minibatches, old_logprobs, updates)
-    run.evaluate_once("after")
+        run.finish_step(scored, minibatches, old_scores, updates)
+    run.evaluate()
     run.export()
 
 

@@ -10,19 +10,20 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from itertools import pairwise
 from typing import Any, NoReturn, TypeVar
 
 from arpo_megatron import resolve
 from arpo_megatron.actor import parallel
-from arpo_megatron.actor.actor import Actor
+from arpo_megatron.actor.actor import Actor, Scores
 from arpo_megatron.actor.checkpoint import CheckpointStore
 from arpo_megatron.actor.optimizer import adam_name
-from arpo_megatron.actor.packing import TreePack
 from arpo_megatron.actor.statistics import UpdateStats
+from arpo_megatron.agreement import check_push
+from arpo_megatron.algorithms.base import Course
 from arpo_megatron.bad_packs import BadUpdate, dump_if_skipped
 from arpo_megatron.config import JobConfig
 from arpo_megatron.errors import UserError
+from arpo_megatron.evaluation.score import evaluation_due
 from arpo_megatron.identity import fingerprint
 from arpo_megatron.launch import Services
 from arpo_megatron.leader import Leader
@@ -37,23 +38,21 @@ from arpo_megatron.ranks import tell_failure
 from arpo_megatron.rollout.messages import StaleEnginesError
 from arpo_megatron.rollout.record import pack_trees, unpack_trees
 from arpo_megatron.run_directory import RunDirectory, write_json
-from arpo_megatron.step_metrics import Logprobs, pack_metrics, sampling_gap, speed_metrics, update_metrics
+from arpo_megatron.step_metrics import count_entropy, pack_metrics, sampling_gap, speed_metrics, update_metrics
 from arpo_megatron.tasks.base import Task
-from arpo_megatron.tasks.sampler import TaskSampler
-from arpo_megatron.tree_files import ScoredTree, step_file, store_trees
+from arpo_megatron.tasks.sampler import TaskSelector, make_selector
+from arpo_megatron.tree_files import ScoredTree
 from arpo_megatron.weights.engines import WeightPushError
 from arpo_megatron.weights.export import export_hf, hf_buckets
 from arpo_megatron.weights.shape import ModelShape
 from arpo_megatron.weights.sync import probe_gap
 
-GAP_LIMITS = {"float32": 1e-3, "bfloat16": 0.2, "fp8": 0.5}
-"""Nats between trainer and engine that are rounding; see `TrainConfig.logprob_gap_limit`."""
 PUSH_ATTEMPTS = 3
 TREES_FILE = "trees.msgpack"
 """In a checkpoint: the trees that are not trained yet (`rollout/record.py`)."""
+EXPERIENCE_FILE = "experience.msgpack"
+"""Likewise what `algorithm.store` keeps."""
 T = TypeVar("T")
-DELAYED_KL_LIMIT = 1e-2
-"""Nats between two passes of one pack with delayed scaling, whose scales change in between."""
 
 
 @dataclass(slots=True)
@@ -63,8 +62,8 @@ class RunState:
     Attributes:
         step: finished steps; also the version of the policy.
         sampler: position in the task order.
-        totals: counters over all steps (forks, tool calls, tokens), by name.
-        success: held-out success "before" and "after", where measured, in [0, 1].
+        totals: sums over all steps (forks, tool calls, tokens, mean entropies), by name.
+        success: held-out success "before", after steps ("step_4") and "after", where measured, in [0, 1].
         logprob_gap_max: largest |trainer - engine| log-prob seen, in nats.
         skipped_in_a_row: updates skipped since the last one that was taken.
     """
@@ -85,7 +84,7 @@ class TrainingRun:
     directory: RunDirectory
     actor: Actor
     tasks: Sequence[Task]
-    sampler: TaskSampler
+    sampler: TaskSelector
     held_out: Sequence[Task]
     checkpoints: CheckpointStore
     events: EventLog
@@ -129,6 +128,8 @@ class TrainingRun:
         self.sampler.load_state_dict(self.state.sampler)
         if self.leader is not None:
             self.leader.harvest.restore(unpack_trees((latest / TREES_FILE).read_bytes()), self.tasks)
+            if self.leader.harvest.store is not None and (latest / EXPERIENCE_FILE).exists():
+                self.leader.harvest.store.restore((latest / EXPERIENCE_FILE).read_bytes())
         self.events.emit("note", text=f"resumed from {latest.name}: {self.state.step} steps are done")
 
     def stopping(self) -> bool:
@@ -178,12 +179,6 @@ class TrainingRun:
                 return result
             self.push_weights(self.state.step)
 
-    def split(self, scored: Sequence[ScoredTree]) -> list[list[ScoredTree]]:
-        """Divide a step's trees into minibatches as equal as can be, in order."""
-        count = min(self.config.algorithm.minibatches, len(scored))
-        bounds = [round(index * len(scored) / count) for index in range(count + 1)] if count else []
-        return [list(scored[a:b]) for a, b in pairwise(bounds)]
-
     def push_weights(self, version: int) -> None:
         """Hand the actor's weights to the engines as policy `version` and check with a probe that they arrived.
 
@@ -195,59 +190,55 @@ class TrainingRun:
         """
         if self.stopping():  # a resumed run begins with a push
             return
-        probe = parallel.broadcast_object([self.leader.probe_pack()] if self.leader else [])
         for _ in range(PUSH_ATTEMPTS):
-            error = parallel.broadcast_object(self._push_once(version, probe))
+            error = parallel.broadcast_object(self._push_once(version))
             if error is None:
                 return
             self.events.emit("note", text=f"a weight push failed and is made again: {error}")
         raise UserError(f"{PUSH_ATTEMPTS} weight pushes in a row have failed: {error}")
 
-    def _push_once(self, version: int, probe: Sequence[TreePack]) -> str | None:
+    def _push_once(self, version: int) -> str | None:
         """One attempt of `push_weights`; what went wrong at the engines, if anything did."""
         buffers = self.leader.sync.buffers if self.leader else 0
-        buckets = hf_buckets(self.actor.chunks, self.actor.shape, self.config.sync.bucket_mb * 2**20, buffers)
-        scores, error = None, None
+        buckets = hf_buckets(self.actor.chunks, self.actor.shape, self.config.sync.bucket_bytes, buffers)
+        probe, scores, error = None, None, None
         try:
             if self.leader is not None:
-                scores = self.leader.push(buckets, version)
+                probe, scores = self.leader.push(buckets, version)
         except WeightPushError as failed:
             error = str(failed)
         for _ in buckets:  # every rank takes part in gathering the shards, whatever becomes of them
             pass
+        if (probe := parallel.broadcast_object(probe)) is None:
+            return error
         # While the engines do the same; they score a prompt at temperature 1.
-        logprobs = self.actor.logprobs(probe, temperature=1.0, training=False)[0]
+        logprobs = self.actor.logprobs([probe], temperature=1.0, training=False)[0]
         if self.leader is not None and scores is not None:
             try:
                 gap = max(probe_gap(logprobs, engine) for engine in scores())
             except WeightPushError as failed:
                 return str(failed)
-            self._check_gap(gap, version)
+            self.state.logprob_gap_max = max(self.state.logprob_gap_max, gap)
+            check_push(gap, version, self.config)
             self.leader.harvest.after_push(version)
-        return error
+        return None
 
-    def _check_gap(self, gap: float, version: int) -> None:
-        self.state.logprob_gap_max = max(self.state.logprob_gap_max, gap)
-        limit = self.config.train.logprob_gap_limit or gap_limit(self.config)
-        if gap > limit:
-            raise RuntimeError(
-                f"after the push of version {version} the engine's log-probs differ from the trainer's by {gap:.2e} "
-                f"nats, more than train.logprob_gap_limit={limit:g}"
-            )
-
-    def update(self, minibatch: Minibatch, old_logprobs: Sequence[Logprobs], *, on_policy: bool) -> UpdateStats:
+    def update(self, minibatch: Minibatch, old: Scores, *, on_policy: bool) -> UpdateStats:
         """One optimizer update; one that is skipped because something is not finite is dumped for replay and counted.
 
         Args:
             minibatch: from `share` and `with_reference` of minibatch.py.
-            old_logprobs: of its packs under the policy of the step.
+            old: its packs under the policy of the step.
             on_policy: the present policy still is that one.
 
         Raises:
             UserError: it was the third in a row that was skipped.
         """
-        with self.phase("ratios"):  # with sequence-level ratios a pass over the packs, which is no part of an update
-            ready = prepare_update(self.actor, minibatch, old_logprobs, self.config, on_policy=on_policy)
+        with self.phase("ratios"):  # with a `MinibatchLoss` a pass over the packs, which is no part of an update
+            ready = prepare_update(
+                self.actor, minibatch, old.logprobs, self.config, on_policy=on_policy, entropies=old.entropies
+            )
+        self.actor.course = self._course()
         stats = self.actor.update(
             ready.packs, ready.old_logprobs, ready.loss, reference_logprobs=minibatch.reference_logprobs
         )
@@ -270,24 +261,16 @@ class TrainingRun:
         )
         return replace(stats, **ready.statistics)
 
-    def check_on_policy(self, updates: Sequence[UpdateStats]) -> None:
-        """On the first minibatch nothing was updated yet: every ratio must be exactly 1 (same packs, same kernels)."""
-        if self.config.model.fp8 == "delayed":
-            if updates and not updates[0].skipped and not updates[0].kl_old < DELAYED_KL_LIMIT:
-                raise RuntimeError(f"before any update the policy is {updates[0].kl_old!r} nats (k3) from itself")
-            return
-        # The k3 estimate is 0 only where every single ratio is 1; it is written so that NaN is refused too.
-        if updates and not updates[0].skipped and not (updates[0].ratio_max == 1.0 and updates[0].kl_old == 0.0):
-            raise RuntimeError(
-                f"probability ratios of the first minibatch before any update: largest {updates[0].ratio_max!r}, k3 "
-                f"{updates[0].kl_old!r}: old log-probs and training pass do not compute the same thing"
-            )
+    def _course(self) -> Course:
+        totals = self.state.totals
+        entropy = totals["entropy"] / totals["entropy_steps"] if totals.get("entropy_steps") else None
+        return Course(self.state.step, self.config.train.steps, entropy)
 
     def finish_step(
         self,
         scored: Sequence[ScoredTree],
         minibatches: Sequence[Minibatch],
-        old_logprobs: Sequence[Sequence[Logprobs]],
+        old_scores: Sequence[Scores],
         updates: Sequence[UpdateStats],
     ) -> None:
         """Count the step as done, record it, and save what must survive.
@@ -296,16 +279,16 @@ class TrainingRun:
         """
         version = self.state.step
         self.state.step += 1
-        if self.leader is not None:  # it alone draws tasks, and its state is the one that is saved
-            self.state.sampler = self.sampler.state_dict()
-        gap = sampling_gap(minibatches, old_logprobs, version=version)
+        gap = sampling_gap(minibatches, [old.logprobs for old in old_scores], version=version)
         if math.isfinite(gap):  # otherwise its update was skipped, which is told
             self.state.logprob_gap_max = max(self.state.logprob_gap_max, gap)
+        count_entropy(self.state.totals, updates)
         seconds, self.phases = self.phases, {}
         memory = parallel.gather_objects(peak_memory_gb())
         if self.leader is not None and self.metrics is not None:
             self.leader.count(self.state.totals)
-            lost = self._store(scored, self.leader)
+            missing = self._store(scored, self.leader)
+            before = self.state.success.get(evaluation_due(self.config, version) or "")
             row = {
                 "step": self.state.step,
                 **self.leader.step_metrics(scored, version),
@@ -314,14 +297,18 @@ class TrainingRun:
                 **update_metrics(updates),
                 **speed_metrics(minibatches, self.actor.shape, self.config, seconds),
                 "memory_peak_gb": max(memory),
-                "trees_not_stored": lost,
+                "trees_not_stored": missing,
+                **({} if before is None else {"held_out_success": before}),
                 **{f"seconds/{name}": round(value, 3) for name, value in seconds.items()},
             }
             self.metrics.log(row)
             self.events.emit("step", steps=self.config.train.steps, **row)
+            self.leader.harvest.done()
         if (trace := self.profiler.after(self.state.step)) is not None:
             self.events.emit("note", text=f"profile: {trace}")
         self.tell_saves()
+        if self.state.step < self.config.train.steps:
+            self.evaluate()  # before the save, so that a resumed run has it; the last one is after the loop
         if self.state.step == self.config.train.steps or self.state.step % self.config.train.save_every == 0:
             with self.phase("save"):  # its seconds are part of the next step's record
                 self._save()
@@ -329,18 +316,20 @@ class TrainingRun:
             self.stop()
 
     def _save(self) -> None:
-        unfinished = [] if self.leader is None else self.leader.harvest.unfinished()
-        files = {TREES_FILE: partial(pack_trees, unfinished)}
+        files: dict[str, Callable[[], bytes]] = {TREES_FILE: partial(pack_trees, [])}
+        if self.leader is not None:  # it alone draws tasks, and its files are the ones that are kept
+            self.state.sampler = self.sampler.state_dict()  # the same moment as `unfinished`, also within a step
+            files[TREES_FILE] = partial(pack_trees, self.leader.harvest.unfinished())
+            if (experience := self.leader.harvest.snapshot()) is not None:
+                files[EXPERIENCE_FILE] = experience
         self.checkpoints.save(self.state.step, self.actor, asdict(self.state), files)
 
     def _store(self, scored: Sequence[ScoredTree], leader: Leader) -> int:
-        """Write the step's trees to the run directory; how many a full disk has cost is told, counted and returned."""
-        step = self.state.step
-        path = step_file(self.directory, step)
-        trees = [*scored, *leader.harvest.left_out]
-        lost = store_trees(path, step, trees, leader.decode, lambda text: self.events.emit("note", text=text))
-        self.state.totals["trees_not_stored"] = self.state.totals.get("trees_not_stored", 0) + lost
-        return lost
+        """Write the step's trees to the run directory; counts and returns how many in all a full disk keeps out."""
+        more = leader.tree_log.store(self.state.step, [*scored, *leader.harvest.left_out], leader.decode)
+        missing = int(self.state.totals.get("trees_not_stored", 0)) + more
+        self.state.totals["trees_not_stored"] = missing
+        return missing
 
     def tell_saves(self, *, wait: bool = False) -> None:
         """Say which saves have failed since the last call; `wait` for the one under way."""
@@ -350,16 +339,19 @@ class TrainingRun:
             if saved.error:
                 self.events.emit("note", text=str(saved))
 
-    def evaluate_once(self, when: str) -> None:
-        """Held-out success through engine and tools, unless a resumed run has it already or the config says no."""
-        if when in self.state.success or not getattr(self.config.evaluation, when):
+    def evaluate(self) -> None:
+        """Held-out success of the present weights through engine and tools, where it is due and not measured yet."""
+        step = self.state.step
+        when = evaluation_due(self.config, step)
+        if when is None or when in self.state.success:
             return
-        self.events.emit("phase", name=f"evaluate {when}", step=self.state.step)
+        self.events.emit("phase", name=f"evaluate {when}", step=step)
         leader, tasks = self.leader, self.held_out[: self.config.evaluation.tasks]
-        success = self._with_weights(None if leader is None else partial(leader.evaluate, tasks, self.state.step))
-        if success is not None:
-            self.state.success[when] = success
-            self.events.emit("evaluation", when=when, success=success)
+        figures = self._with_weights(None if leader is None else partial(leader.evaluate, tasks, step))
+        if figures is not None:
+            figures.write(self.directory.held_out, step, self.state.totals)
+            self.state.success[when] = figures.success
+            self.events.emit("evaluation", when=when, success=figures.success)
         self.state.success = parallel.broadcast_object(self.state.success)
 
     def export(self) -> None:
@@ -370,12 +362,6 @@ class TrainingRun:
         export_hf(self.actor.chunks, self.actor.shape, source, self.directory.export)
         if self.leader is not None:
             write_json(self.directory.result, asdict(self.state))
-
-
-def gap_limit(config: JobConfig) -> float:
-    """Nats that number formats explain."""
-    rounded = config.model.fp8 != "none" or config.engine.quantization != "none"
-    return GAP_LIMITS["fp8" if rounded else config.model.dtype]
 
 
 @contextmanager
@@ -399,7 +385,7 @@ def training_run(directory: RunDirectory) -> Iterator[TrainingRun]:
     )
     events = EventLog(directory.events, enabled=leading)
     found = Services.from_environment()
-    sampler = TaskSampler(data.train, config.seed)
+    sampler = make_selector(config.algorithm, data.train, config.seed)
     leader = Leader.start(config, directory, start, tokenizer, found, sampler, events) if leading else None
     window = config.monitor.profile_steps if leading or config.monitor.profile_ranks == "all" else None
     run = TrainingRun(

@@ -239,6 +239,10 @@ class RolloutTree:
         self.segments.append(Segment(ids, role, parent, lps, ents, version, finish, branch, tool, known))
         return len(self.segments) - 1
 
+    def append(self, parent: int, segment: Segment) -> int:
+        """`add` what a segment, of another tree say, holds; its own `parent` does not count."""
+        return self.add(parent, **{name: getattr(segment, name) for name in _FIELDS - {"parent"}})
+
     def children(self) -> list[list[int]]:
         """For each segment, the indices of the segments below it, in the order they were added."""
         below: list[list[int]] = [[] for _ in self.segments]

@@ -6,10 +6,11 @@ from typing import Any
 from rich.box import SIMPLE
 from rich.console import Console, Group
 from rich.table import Table
+from rich.text import Text
 
 from arpo_megatron import resolve
 from arpo_megatron.errors import UserError
-from arpo_megatron.monitor.tree_view import render_tree, save_svg
+from arpo_megatron.monitor.tree_view import printable, render_tree, save_svg
 from arpo_megatron.preparation import load_tokenizer, model_path
 from arpo_megatron.run_directory import RunDirectory
 from arpo_megatron.tree_files import StoredTree, most_telling, read_summaries, read_trees, step_file, stored_steps
@@ -71,20 +72,25 @@ def replay_trees(file: Path, *, tree: int | None, config: Path | None) -> bool:
     stored = read_trees(file)
     numbers = range(len(stored)) if tree is None else [tree]
     decisions = 0
-    incomplete = 0
+    incomplete = mixed = 0
     for number in numbers:
         item = _numbered(stored, number, file)
         if not item.complete:  # it was given up in the middle
             incomplete += 1
             continue
+        if item.replayed:  # a stored trajectory stands where another was sampled
+            mixed += 1
+            continue
         try:
             decisions += replay_decisions(item.tree, policy)
         except Difference as difference:
-            print(f"tree {number} ({item.tree.task_id}): {difference}")
+            print(printable(f"tree {number} ({item.tree.task_id}): {difference}"))
             return False
     if incomplete:
         print(f"{incomplete} trees were given up before their end, and are left out")
-    print(f"{len(numbers) - incomplete} trees, {decisions} decisions: all follow from tree, entropies and seed")
+    if mixed:
+        print(f"{mixed} trees hold replayed trajectories, and are left out")
+    print(f"{len(numbers) - incomplete - mixed} trees, {decisions} decisions: all follow from tree, entropies and seed")
     return True
 
 
@@ -98,11 +104,11 @@ def _table(path: Path, steps: list[int]) -> Table:
     """One line a tree, in the order in which they are stored."""
     rows = read_summaries(path)
     title = f"{path} (stored: steps {steps[0]} to {steps[-1]})"
-    table = Table(title=title, title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0))
+    table = Table(title=Text(title), title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0))
     for name in ("tree", "step", "task", "leaves", "forks", "reward", "unique/flat", "seconds", "dropped"):
         table.add_column(name, justify="left" if name == "task" else "right", overflow="fold")
     for number, row in enumerate(rows):
-        table.add_row(str(number), *_cells(row))
+        table.add_row(*(Text(printable(cell)) for cell in (str(number), *_cells(row))))  # no markup
     return table
 
 

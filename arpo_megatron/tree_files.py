@@ -1,17 +1,20 @@
 """Finished trees on disk: RUN_DIR/trees/step_NNNNNN.parquet, a row a tree, for pandas, polars and `arpo trees`.
 
-A file is written once, wholly or not at all; a step that is done again after a resume replaces its own.
+A file is written once, wholly or not at all; a step that is done again after a resume replaces its own. Pages carry
+checksums: a damaged file is told from a whole one.
 """
 
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from arpo_megatron.durable import flush
 from arpo_megatron.errors import UserError
 from arpo_megatron.run_directory import RunDirectory
 from arpo_megatron.tasks.base import Task
@@ -22,6 +25,9 @@ if TYPE_CHECKING:
 
 Decode = Callable[[Sequence[int]], str]
 _ROWS_A_GROUP = 16  # what a reader that wants a few trees has to hold in memory
+_STEP_FILE = re.compile(r"step_(\d{6,})\.parquet")
+_WAITING_BYTES = 2**30
+"""Of trees that wait for room on the disk, so many bytes in memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +41,9 @@ class ScoredTree:
         accuracies: float64[leaves], how right each answer is, in [0, 1].
         format_ok: bool[leaves], whether the trajectory keeps to the tag protocol.
         dropped: why it is not trained (`harvest.DROPS`); None: it is.
+        replayed: trajectories of it that are stored ones (`algorithm.store`), the last ones.
+        parts: what went into the rewards, by name: float64[leaves], NaN where a leaf has no such part.
+        advantages: float64[leaves], those that the store has given; None: the step's estimator gives them.
     """
 
     task: Task
@@ -43,6 +52,14 @@ class ScoredTree:
     accuracies: NDArray[np.float64]
     format_ok: NDArray[np.bool_]
     dropped: str | None = None
+    replayed: int = 0
+    parts: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
+    advantages: NDArray[np.float64] | None = None
+
+    @property
+    def sampled(self) -> bool:
+        """Whether a trajectory of it is the step's own: a tree of stored ones alone stands beside the step's trees."""
+        return self.replayed < len(self.rewards)
 
     @classmethod
     def incomplete(cls, task: Task, tree: RolloutTree, dropped: str) -> "ScoredTree":
@@ -58,6 +75,7 @@ class StoredTree:
     tree: RolloutTree
     rewards: list[float]
     dropped: str | None = None
+    replayed: int = 0
 
     @property
     def complete(self) -> bool:
@@ -72,64 +90,132 @@ def step_file(run: RunDirectory, step: int) -> Path:
 
 def stored_steps(run: RunDirectory) -> list[int]:
     """Steps with stored trees, ascending. Raises UserError where there is none."""
-    steps = sorted(int(path.stem.removeprefix("step_")) for path in run.trees.glob("step_*.parquet"))
+    found = [_STEP_FILE.fullmatch(path.name) for path in run.trees.glob("step_*.parquet")]
+    steps = sorted(int(name[1]) for name in found if name)  # a stranger's file of another name does no harm
     if not steps:
         raise UserError(f"{run.path} holds no trees yet")
     return steps
 
 
-def store_trees(
-    path: Path, step: int, scored: Sequence[ScoredTree], decode: Decode, tell: Callable[[str], None]
-) -> int:
-    """`write_trees`, but a full disk is told and costs only this log; returns how many trees were not stored."""
-    try:
-        write_trees(path, step, scored, decode)
-    except OSError as error:
-        tell(f"the {len(scored)} trees of step {step} are not stored, training goes on: {error}")
-        return len(scored)
-    return 0
+@dataclass(slots=True)
+class TreeLog:
+    """Writes each step's trees. Those for which the disk has no room wait in memory and are tried again with the next.
+
+    Attributes:
+        run: whose directory takes them.
+        tell: says what waits, and what is given up.
+        most_bytes: of trees that wait; beyond it the oldest steps are given up.
+        waiting: their tables by step.
+    """
+
+    run: RunDirectory
+    tell: Callable[[str], None]
+    most_bytes: int = _WAITING_BYTES
+    waiting: "dict[int, pa.Table]" = field(default_factory=dict)
+
+    def store(self, step: int, scored: Sequence[ScoredTree], decode: Decode) -> int:
+        """Write a step's trees. Returns by how many more trees are not stored now; below 0 where some had waited."""
+        before = self._count()
+        self.waiting[step] = _rows(step, scored, decode)
+        error = self.write_waiting()
+        lost = 0
+        while sum(table.nbytes for table in self.waiting.values()) > self.most_bytes:
+            oldest = min(self.waiting)
+            trees = int(self.waiting.pop(oldest).num_rows)
+            self.tell(f"the {trees} trees of step {oldest} are given up: too many wait for room on the disk")
+            lost += trees
+        after = self._count()
+        if after:
+            self.tell(f"{after} trees of steps {_listed(self.waiting)} wait for the disk, training goes on: {error}")
+        return after + lost - before
+
+    def write_waiting(self) -> str:
+        """Try all that waits, the oldest first; what went wrong last, empty: nothing waits any more."""
+        failure = ""
+        for step in sorted(self.waiting):
+            try:
+                _write(step_file(self.run, step), self.waiting[step])
+                del self.waiting[step]
+            except OSError as error:
+                failure = str(error)  # the error itself would keep the file open, and so its room occupied
+        return failure
+
+    def _count(self) -> int:
+        """Trees that wait."""
+        return sum(int(table.num_rows) for table in self.waiting.values())
+
+    def close(self) -> None:
+        """The last attempt; what is lost now is told."""
+        if error := self.write_waiting():
+            self.tell(f"the {self._count()} trees of steps {_listed(self.waiting)} are not stored: {error}")
 
 
 def write_trees(path: Path, step: int, scored: Sequence[ScoredTree], decode: Decode) -> None:
     """Write a step's trees in the form that docs/run-directory.md describes. Raises OSError; nothing is left then."""
+    _write(path, _rows(step, scored, decode))
+
+
+def _listed(steps: Iterable[int]) -> str:
+    return ", ".join(map(str, sorted(steps)))
+
+
+def _rows(step: int, scored: Sequence[ScoredTree], decode: Decode) -> "pa.Table":
     import pyarrow as pa
+
+    return pa.Table.from_pylist([_row(step, item, decode) for item in scored], schema=_schema())
+
+
+def _write(path: Path, table: "pa.Table") -> None:
     import pyarrow.parquet as pq
 
     partial = path.with_name(f".{path.stem}.tmp")  # hidden: who opens the directory as a data set does not see it
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        table = pa.Table.from_pylist([_row(step, item, decode) for item in scored], schema=_schema())
-        pq.write_table(table, partial, compression="zstd", row_group_size=_ROWS_A_GROUP)
+        pq.write_table(table, partial, compression="zstd", row_group_size=_ROWS_A_GROUP, write_page_checksum=True)
+        flush(partial)
         partial.replace(path)
+        flush(path.parent)
     finally:
         partial.unlink(missing_ok=True)
 
 
 def read_trees(path: Path) -> list[StoredTree]:
     """What `write_trees` wrote. Raises UserError where the file is missing or is no such file."""
-    columns = ["task_id", "ground_truth", "begun_in_step", "grow_seconds", "rewards", "dropped", "segments"]
-    rows = _read(path, columns).to_pylist()
-    return [StoredTree(row["ground_truth"], _tree(row), row["rewards"], row["dropped"]) for row in rows]
+    columns = ["task_id", "ground_truth", "begun_in_step", "grow_seconds", "rewards", "dropped", "replayed", "segments"]
+    rows = _read(path, columns)
+    try:
+        return [
+            StoredTree(row["ground_truth"], _tree(row), row["rewards"], row["dropped"], row["replayed"]) for row in rows
+        ]
+    except (ValueError, LookupError, TypeError) as error:
+        raise _damaged(path, error) from None
 
 
 def read_summaries(path: Path) -> list[dict[str, Any]]:
     """The rows of a tree file without their segments. Raises UserError as `read_trees` does."""
     columns = ["step", "task_id", "leaves", "forks", "rewards", "unique_tokens", "flat_tokens"]
     columns += ["grow_seconds", "dropped"]
-    rows: list[dict[str, Any]] = _read(path, columns).to_pylist()
-    return rows
+    return _read(path, columns)
 
 
-def _read(path: Path, columns: Sequence[str]) -> "pa.Table":
+def _read(path: Path, columns: Sequence[str]) -> list[dict[str, Any]]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
-        return pq.read_table(path, columns=list(columns), partitioning=None)
+        table = pq.read_table(path, columns=list(columns), partitioning=None, page_checksum_verification=True)
+        if table.column_names != list(columns):
+            raise ValueError(f"it has no {', '.join(sorted(set(columns) - set(table.column_names)))}")
+        rows: list[dict[str, Any]] = table.to_pylist()
+        return rows
     except FileNotFoundError:
         raise UserError(f"no trees at {path}") from None
-    except (OSError, pa.ArrowException) as error:
-        raise UserError(f"{path} is not a file of trees: {str(error).splitlines()[0]}") from None
+    except (OSError, ValueError, MemoryError, pa.ArrowException) as error:
+        raise _damaged(path, error) from None
+
+
+def _damaged(path: Path, error: Exception) -> UserError:
+    return UserError(f"{path} is not a file of trees: {(str(error).splitlines() or [type(error).__name__])[0]}")
 
 
 def _schema() -> "pa.Schema":
@@ -168,10 +254,12 @@ def _schema() -> "pa.Schema":
             "rewards": pa.list_(pa.float64()),
             "accuracies": pa.list_(pa.float64()),
             "format_ok": pa.list_(pa.bool_()),
+            "parts": pa.list_(pa.struct({"name": text, "values": pa.list_(pa.float64())})),
             "forks": number,
             "unique_tokens": number,
             "flat_tokens": number,
             "dropped": text,
+            "replayed": number,
             "segments": pa.list_(segment),
         }
     )
@@ -191,10 +279,12 @@ def _row(step: int, item: ScoredTree, decode: Decode) -> dict[str, Any]:
         "rewards": item.rewards,
         "accuracies": item.accuracies,
         "format_ok": item.format_ok,
+        "parts": [{"name": name, "values": values} for name, values in item.parts.items()],
         "forks": tree.forks,
         "unique_tokens": tree.unique_tokens,
         "flat_tokens": tree.flat_tokens,
         "dropped": item.dropped,
+        "replayed": item.replayed,
         "segments": [_segment(segment, decode) for segment in tree.segments],
     }
 

@@ -28,8 +28,14 @@ ARMS: dict[str, Variant] = {
     "grpo": {"algorithm.name": "grpo"},
     "random": {"algorithm.name": "random"},
     "arpo_reference": {"algorithm.name": "arpo_reference"},
+    "aepo": {"algorithm.name": "aepo"},
+    "dapo": {"algorithm.name": "dapo"},
+    "reinforce_plus_plus": {"algorithm.name": "reinforce_plus_plus"},
 }
-"""Comparison arms with the same samples. DAPO and REINFORCE++ will follow when their rewards and advantages exist."""
+"""Comparison arms with the same samples: presets of these names (docs/algorithms.md)."""
+
+EVALUATION = EvalConfig(temperature=0.6, top_p=0.95, top_k=20, repetition_penalty=1.1)
+"""How the paper samples when it evaluates; `arpo eval` does too on its benchmarks."""
 
 
 def _cluster(name: str) -> JobConfig:
@@ -55,7 +61,7 @@ def reasoning() -> JobConfig:
         data=DataConfig(kind="arpo_parquet", path=Path("train_10k.parquet"), max_prompt_tokens=1536),
         rollout=RolloutConfig(max_tool_calls=3, max_response_tokens=4096),
         train=replace(job.train, steps=2 * 9800 // 128, tasks_per_step=128),
-        evaluation=EvalConfig(temperature=0.6),
+        evaluation=EVALUATION,
     )
 
 
@@ -69,7 +75,7 @@ def deep_search() -> JobConfig:
         rollout=RolloutConfig(max_tool_calls=6, max_response_tokens=10000, max_tool_tokens=2560),
         sandbox=replace(job.sandbox, search_results=10),
         train=replace(job.train, steps=5 * 900 // 128, tasks_per_step=128),
-        evaluation=EvalConfig(tasks=100, temperature=0.6),
+        evaluation=replace(EVALUATION, tasks=100),
     )
 
 

@@ -16,7 +16,7 @@ LAYOUTS = {
     "1node": Layout(tensor=8, data=1, engine=4, memory_fraction=0.35),
     "2nodes": Layout(tensor=4, data=4, engine=4, memory_fraction=0.35),
     "4nodes": Layout(tensor=4, data=8, engine=4, memory_fraction=0.4),
-    "16nodes": Layout(tensor=4, data=32, engine=4, memory_fraction=0.45),
+    "16nodes": Layout(tensor=8, data=8, pipeline=2, engine=8, memory_fraction=0.5),
     "h200": Layout(tensor=4, data=2, engine=4, memory_fraction=0.5),
 }
 VARIANTS: dict[str, Variant] = {

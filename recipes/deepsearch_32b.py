@@ -16,7 +16,7 @@ LAYOUTS = {
     "1node": Layout(tensor=8, data=1, engine=8, memory_fraction=0.4, offload=True),
     "2nodes": Layout(tensor=8, data=2, engine=8, memory_fraction=0.45, offload=True),
     "4nodes": Layout(tensor=8, data=4, engine=8, memory_fraction=0.3),
-    "16nodes": Layout(tensor=8, data=16, engine=8, memory_fraction=0.45),
+    "16nodes": Layout(tensor=8, data=8, pipeline=2, engine=8, memory_fraction=0.5),
     "h200": Layout(tensor=8, data=2, engine=4, memory_fraction=0.45),
 }
 VARIANTS: dict[str, Variant] = {

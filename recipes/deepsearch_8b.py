@@ -16,6 +16,7 @@ LAYOUTS = {
     "1node": Layout(tensor=4, data=2, engine=4, memory_fraction=0.45),
     "2nodes": Layout(tensor=4, data=4, engine=4, memory_fraction=0.5),
     "4nodes": Layout(tensor=4, data=8, engine=4, memory_fraction=0.5),
+    "16nodes": Layout(tensor=8, data=16, engine=8, memory_fraction=0.5),
     "h200": Layout(tensor=2, data=4, engine=2, memory_fraction=0.55),
 }
 VARIANTS: dict[str, Variant] = {

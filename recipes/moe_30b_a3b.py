@@ -17,7 +17,7 @@ LAYOUTS = {
     "1node": Layout(tensor=4, data=2, expert=8, engine=4, memory_fraction=0.4, offload=True),
     "2nodes": Layout(tensor=4, data=4, expert=8, engine=4, memory_fraction=0.45, offload=True),
     "4nodes": Layout(tensor=4, data=8, expert=8, engine=4, memory_fraction=0.35),
-    "16nodes": Layout(tensor=4, data=32, expert=8, engine=4, memory_fraction=0.45),
+    "16nodes": Layout(tensor=4, data=8, pipeline=4, expert=8, engine=4, memory_fraction=0.5),
     "h200": Layout(tensor=4, data=4, expert=8, engine=4, memory_fraction=0.4),
 }
 VARIANTS: dict[str, Variant] = {

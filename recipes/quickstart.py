@@ -16,21 +16,21 @@ from arpo_megatron.config import (
 
 
 def recipe() -> JobConfig:
-    """A 1.9M-parameter Qwen3 made on the spot, careless demonstrations, then ARPO."""
+    """A 0.9M-parameter Qwen3 made on the spot, careless demonstrations, then ARPO."""
     return JobConfig(
         name="quickstart",
         model=ModelConfig(dtype="float32", max_length=192),
         data=DataConfig(kind="generated", tasks=2000, held_out=300),
         sft=SftConfig(
-            steps=600,
-            batch=64,
+            steps=400,
+            batch=48,
             careless=0.5,
             optimizer=OptimizerConfig(lr=2e-3, schedule="linear", warmup_fraction=0.08, beta2=0.98),
         ),
         algorithm=AlgorithmConfig(samples=8, initial=4, clip_high=0.28, entropy_tokens=8, minibatches=2),
         rollout=RolloutConfig(max_tool_calls=3, max_response_tokens=128, max_tool_tokens=48),
         optimizer=OptimizerConfig(lr=3e-4, schedule="linear"),
-        train=TrainConfig(steps=20, tasks_per_step=16, token_budget=4096),
+        train=TrainConfig(steps=28, tasks_per_step=16, token_budget=4096),
         engine=EngineConfig(max_running_requests=64, max_total_tokens=32768, memory_fraction=0.1),
         sandbox=SandboxConfig(search_results=1),
         evaluation=EvalConfig(tasks=300),

@@ -15,6 +15,7 @@ LAYOUTS = {
     "1node": Layout(tensor=2, data=4),
     "2nodes": Layout(tensor=2, data=8),
     "4nodes": Layout(tensor=2, data=16),
+    "16nodes": Layout(tensor=4, data=32),
     "h200": Layout(data=8),
 }
 VARIANTS: dict[str, Variant] = {**variants(LAYOUTS), "fp8": FP8}

@@ -5,18 +5,22 @@ A test fails when they are out of date.
 """
 
 import dataclasses
+import inspect
 import re
 import types
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
+from arpo_megatron.algorithms.papers import table
 from arpo_megatron.cluster.profile import ClusterProfile
 from arpo_megatron.config import JobConfig
-from arpo_megatron.monitor.catalogue import metrics
+from arpo_megatron.monitor.catalogue import attributes, metrics
+from arpo_megatron.plugins import OWN, Point, load
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 RUN_DIRECTORY = TARGET.with_name("run-directory.md")
 CLUSTER = TARGET.with_name("cluster.md")
+ALGORITHMS = TARGET.with_name("algorithms.md")
 HEAD = """# Configuration reference
 
 Made from `arpo_megatron/config/` by `make docs`; do not edit. The value shown is the default; a recipe states what
@@ -50,6 +54,62 @@ def render_profile(page: str) -> str:
     return re.sub(r"(?<=: begin -->\n).*?(?=<!-- end -->)", lambda _: table + "\n", page, flags=re.DOTALL)
 
 
+def render_algorithms(page: str) -> str:
+    """The page about methods with its presets, parts and papers made anew."""
+    page = re.sub(r"(?<=presets: begin -->\n).*?(?=<!-- presets: end -->)", lambda _: _presets(), page, flags=re.DOTALL)
+    page = re.sub(r"(?<=parts: begin -->\n).*?(?=<!-- parts: end -->)", lambda _: _parts(), page, flags=re.DOTALL)
+    return re.sub(
+        r"(?<=papers: begin -->\n).*?(?=<!-- papers: end -->)", lambda _: table() + "\n", page, flags=re.DOTALL
+    )
+
+
+def _presets() -> str:
+    parts = ("selector", "branching", "advantage", "loss", "store")
+    rows = ["| `algorithm.name` | method | parts | other values |", "| --- | --- | --- | --- |"]
+    for name in OWN[Point.PRESET]:
+        found = load(Point.PRESET, name)
+        values = {key.removeprefix("algorithm."): value for key, value in found.values.items()}
+        usual = {"selector": "epochs", "store": None}
+        named = [f"{part} `{values[part]}`" for part in parts if values[part] != usual.get(part, "")]
+        plain = {"attribution": "soft", "aggregation": "token-mean", "drop_groups_without_signal": False}
+        others = [f"`{k}={_plain(v)}`" for k, v in values.items() if k not in parts and plain.get(k, "") != v]
+        rows.append(f"| `{name}` | {found.about} | {', '.join(named)} | {', '.join(others)} |")
+    return "\n".join(["", *rows, "", ""])
+
+
+def _parts() -> str:
+    lines = [""]
+    for point, key in (
+        (Point.BRANCH_POLICY, "branching"),
+        (Point.ADVANTAGE, "advantage"),
+        (Point.LOSS, "loss"),
+        (Point.TASK_SELECTOR, "selector"),
+        (Point.STORE, "store"),
+    ):
+        for name in OWN[point]:
+            lines += _part(f"{key}={name}", load(point, name))
+    return "\n".join(lines)
+
+
+def _part(title: str, part: type) -> list[str]:
+    """The class's own words, and its numbers with their defaults; what every part is given is left out."""
+    text = inspect.cleandoc(part.__doc__ or "").partition("\nAttributes:")[0].rstrip()
+    meanings = {name: text for each in reversed(part.__mro__) for name, text in attributes(each).items()}
+    shown = []
+    for field in dataclasses.fields(part):
+        if field.init and field.name not in ("config", "vocabulary_size", "seed", "tasks"):
+            default = "" if field.default is dataclasses.MISSING else f" (default {_plain(field.default)})"
+            shown.append(f"- `{field.name}`{default}: {meanings.get(field.name, '')}")
+    return [
+        f"### `{title}`\n",
+        text,
+        "",
+        *shown,
+        *([""] if shown else []),
+        f"`{part.__module__.replace('.', '/')}.py`\n",
+    ]
+
+
 def _section(owner: Any, prefix: str) -> list[str]:
     title = prefix.removesuffix(".") or "The job"
     summary = " ".join((owner.__doc__ or "").split())
@@ -61,7 +121,8 @@ def _section(owner: Any, prefix: str) -> list[str]:
             continue
         info = owner.__pydantic_fields__[field.name]
         meaning = " ".join((info.description or "").split()).replace("|", "\\|")
-        default = "required" if info.is_required() else f"`{_plain(info.default)}`"
+        value = info.default_factory() if info.default_factory else info.default  # type: ignore[call-arg]
+        default = "required" if info.is_required() else f"`{_plain(value)}`"
         rows.append(f"| `{prefix}{field.name}` | {_type(field.type)} | {default} | {meaning} |")
     return [f"## {title}\n", f"{summary}\n", *rows, "", *below]
 
@@ -82,8 +143,8 @@ def _type(kind: Any) -> str:
         return " or ".join(_type(part) for part in get_args(kind))
     if kind is type(None):
         return "none"
-    if get_origin(kind) is tuple:
-        return "list of " + _type(get_args(kind)[0])
+    if get_origin(kind) in (tuple, dict):
+        return "list of " + _type(get_args(kind)[0]) if get_origin(kind) is tuple else "mapping of names to numbers"
     return str(getattr(kind, "__name__", kind)).lower()
 
 
@@ -91,3 +152,4 @@ if __name__ == "__main__":
     TARGET.write_text(render(), encoding="utf-8")
     CLUSTER.write_text(render_profile(CLUSTER.read_text(encoding="utf-8")), encoding="utf-8")
     RUN_DIRECTORY.write_text(render_metrics(RUN_DIRECTORY.read_text(encoding="utf-8")), encoding="utf-8")
+    ALGORITHMS.write_text(render_algorithms(ALGORITHMS.read_text(encoding="utf-8")), encoding="utf-8")

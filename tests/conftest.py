@@ -20,17 +20,27 @@ hypothesis.settings.register_profile("shared machine", deadline=None)
 hypothesis.settings.load_profile("shared machine")
 
 
+LONGEST_FIRST = ("tests/e2e/", "tests/study/", "tests/rollout/", "tests/cluster/", "tests/bench/", "tests/actor/")
+WITH_THE_DEMO = ("demo", "engine_death", "interruption", "job_variants")
+"""Files of tests/e2e that use the demo, which is trained once."""
+
+
 class SharedFixturesScheduling(LoadScopeScheduling):
-    """What one worker runs: the end-to-end tests, which share a demo, and otherwise a file with its fixtures."""
+    """What one worker runs: the tests that share the demo, and otherwise a file with its fixtures."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
-        return "end to end" if file.startswith("tests/e2e/") else file
+        return "with the demo" if file in {f"tests/e2e/test_{name}.py" for name in WITH_THE_DEMO} else file
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The end-to-end tests first: together they take longest."""
-    items.sort(key=lambda item: not item.nodeid.startswith("tests/e2e/"))
+    """What takes long comes first, so that no worker is left alone with it in the end."""
+
+    def place(item: pytest.Item) -> tuple[bool, int]:
+        folders = [index for index, folder in enumerate(LONGEST_FIRST) if item.nodeid.startswith(folder)]
+        return not item.nodeid.startswith("tests/e2e/test_demo"), min(folders, default=len(LONGEST_FIRST))
+
+    items.sort(key=place)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> SharedFixturesScheduling:

@@ -62,10 +62,13 @@ def test_words_win_over_the_file_and_the_file_over_the_recipe(tmp_path: Path) ->
         (["name=../../etc"], "name: string should match pattern"),
         (["optimizer.lr=.inf"], "optimizer.lr: input should be a finite number"),
         (["model.max_length=10"], "model.max_length: input should be greater than or equal to 64"),
-        (["model.hidden_size=6"], "rotary positions need an even quotient"),
+        (["model.hidden_size=4"], "rotary positions need an even quotient"),
         (["model.fp8=current"], "model.fp8=current needs model.dtype=bfloat16, not float32"),
         (["model.fp8=current", "model.dtype=bfloat16", "platform=cpu"], "needs a GPU, but platform=cpu"),
-        (["model.fp8=blockwise", "model.dtype=bfloat16"], "hidden size of a rank (192) is not a multiple of 128"),
+        (
+            ["model.fp8=blockwise", "model.dtype=bfloat16", "model.hidden_size=192"],
+            "hidden size of a rank (192) is not a multiple of 128",
+        ),
         (["model.fp8=current", "model.dtype=bfloat16", "model.ffn_size=520"], "MLP width of a rank (520)"),
         (["model.bf16_edge_layers=1"], "means nothing with model.fp8=none"),
         (["model.fp8=delayed", "model.dtype=bfloat16", "model.bf16_edge_layers=1"], "delayed scales are model-wide"),
@@ -79,7 +82,8 @@ def test_words_win_over_the_file_and_the_file_over_the_recipe(tmp_path: Path) ->
         ),
         (["sync.directory=/shared"], "sync.directory is not read with sync.transport=auto"),
         (["rollout.max_staleness=1"], "correct for it with algorithm.trajectory_weight_limit=2"),
-        (["rollout.max_staleness=1", "rollout.stale=refuse"], "would leave out every tree that"),
+        (["algorithm.store=rollout_replay"], "correct for it with algorithm.trajectory_weight_limit=2"),
+        (["rollout.max_staleness=1", "rollout.stale=refuse"], "correct for it with algorithm.trajectory_weight_limit"),
         (["steps"], "section.key=value"),
         (["=3"], "section.key=value"),
         (["train.=3"], "section.key=value"),
@@ -90,6 +94,12 @@ def test_a_wrong_word_is_one_line_that_helps(words: list[str], line: str) -> Non
         resolve.resolve("quickstart", words=words)
     assert line in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("loss", ["hispo", "minirl", "mix_ppg"])
+def test_a_loss_that_corrects_for_older_weights_needs_no_weights_of_trajectories(loss: str) -> None:
+    words = [f"algorithm.loss={loss}", "rollout.max_staleness=1", "algorithm.store=rollout_replay"]
+    assert resolve.resolve("quickstart", words=words).algorithm.trajectory_weight_limit is None
 
 
 def choices(owner: Any = JobConfig, prefix: str = "") -> Iterator[tuple[str, str]]:

@@ -20,6 +20,8 @@ def test_the_configuration_reference_is_what_the_code_says() -> None:
     assert page == module.render_metrics(page), "run `make docs`"
     page_of_clusters = (ROOT / "docs" / "cluster.md").read_text()
     assert page_of_clusters == module.render_profile(page_of_clusters), "run `make docs`"
+    methods = (ROOT / "docs" / "algorithms.md").read_text()
+    assert methods == module.render_algorithms(methods), "run `make docs`"
     for name in ("reward", "pack/unique", "grad_norm", "trainer/mfu", "seconds/update", "held_out_loss"):
         assert f"| `{name}` |" in page
 

@@ -14,8 +14,10 @@ import numpy as np
 import pytest
 
 from arpo_megatron.config import AlgorithmConfig, JobConfig, RolloutConfig, TrainConfig
+from arpo_megatron.experience.rollout_replay import RolloutReplay
 from arpo_megatron.harvest import Harvest
 from arpo_megatron.monitor.events import EventLog
+from arpo_megatron.processes import StoppedError
 from arpo_megatron.rollout.accounting import GrowCounts, grow_stats
 from arpo_megatron.rollout.messages import (
     CollectTrees,
@@ -28,6 +30,7 @@ from arpo_megatron.rollout.messages import (
 from arpo_megatron.rollout.policies.grpo import GrpoPolicy
 from arpo_megatron.rollout.record import UnfinishedTree
 from arpo_megatron.tasks.base import Task
+from arpo_megatron.tasks.sampler import TaskSampler, TaskSelector
 from arpo_megatron.tree import Role, RolloutTree
 from arpo_megatron.tree_files import ScoredTree
 
@@ -38,8 +41,11 @@ class Rollouts:
 
     calls: list[str] = field(default_factory=list)
     under_way: list[Task] = field(default_factory=list)
+    given: list[Task] = field(default_factory=list)
+    interrupts: int = 0
     stale: int = 0
     versions: dict[str, int] = field(default_factory=dict)
+    waited: set[int | None] = field(default_factory=set)
 
     def start_trees(
         self, _group: str, tasks: Sequence[Task], *, step: int, version: int, settings: GrowSettings
@@ -59,11 +65,20 @@ class Rollouts:
         self.under_way += [task for task, _ in trees]
 
     def unfinished(self, _group: str) -> list[UnfinishedTree]:
-        return [UnfinishedTree(task.id, 0, 0, (b"what it has sampled",)) for task in self.under_way]
+        return [UnfinishedTree(task.id, 0, 0, (b"what it has sampled",)) for task in [*self.given, *self.under_way]]
+
+    def forget(self, _group: str) -> None:
+        self.given.clear()
 
     def collect(self, request: CollectTrees, _progress: object) -> GrowReport:
+        self.waited.add(request.finish_before)
         count = min(request.count or 0, len(self.under_way))
         done, self.under_way = self.under_way[:count], self.under_way[count:]
+        self.given += done
+        if self.interrupts:
+            self.interrupts -= 1
+            if not self.interrupts:  # the report is on its way
+                raise StoppedError
         self.calls.append(f"collect {count}")
         trees = [RolloutTree(task.id, np.arange(2)) for task in done]
         for tree in trees:
@@ -79,6 +94,7 @@ class Rollouts:
     def stop_trees(self, _request: object) -> GrowReport:
         self.calls.append("stop")
         given, self.under_way = self.under_way, []
+        self.given += given
         done = [RolloutTree(task.id, np.arange(2)) for task in given[:1]]
         failed = [IncompleteTree(RolloutTree(task.id, np.arange(2)), "given up") for task in given[1:]]
         counts = GrowCounts(tokens_sampled=7)
@@ -100,10 +116,14 @@ class Sampler:
 
     def __init__(self) -> None:
         self.drawn = 0
+        self.noted: list[str] = []
 
     def next_batch(self, count: int) -> list[Task]:
         self.drawn += count
         return [task(f"t{n}") for n in range(self.drawn - count, self.drawn)]
+
+    def note(self, task_id: str, accuracies: Sequence[float]) -> None:
+        self.noted.append(task_id)
 
 
 Start = Callable[..., tuple[Harvest, Rollouts]]
@@ -111,7 +131,9 @@ Start = Callable[..., tuple[Harvest, Rollouts]]
 
 @pytest.fixture
 def harvest(tmp_path: Path) -> Start:
-    def make(signal: Callable[[str], bool] = lambda _id: True, **rollout: Any) -> tuple[Harvest, Rollouts]:
+    def make(
+        signal: Callable[[str], bool] = lambda _id: True, sampler: TaskSelector | None = None, **rollout: Any
+    ) -> tuple[Harvest, Rollouts]:
         def score(trees: Sequence[RolloutTree], tasks: Sequence[Task]) -> list[ScoredTree]:
             rewards = [np.array([0.0, 1.0 if signal(task.id) else 0.0]) for task in tasks]
             whole = zip(tasks, trees, rewards, strict=True)
@@ -125,7 +147,7 @@ def harvest(tmp_path: Path) -> Start:
         )
         rollouts = Rollouts()
         events = EventLog(tmp_path / "events.jsonl")
-        return Harvest(config, rollouts, score, Sampler(), events), rollouts  # type: ignore[arg-type]
+        return Harvest(config, rollouts, score, sampler or Sampler(), events), rollouts  # type: ignore[arg-type]
 
     return make
 
@@ -183,17 +205,28 @@ def test_trees_that_are_given_up_are_kept_for_the_log_with_what_they_cost(harves
     assert held.growing == []
 
 
-def test_stale_trees_can_be_refused_and_are_replaced(harvest: Start) -> None:
-    held, rollouts = harvest(stale="refuse")
-    rollouts.versions = {"t1": -1}
-    assert [item.tree.task_id for item in held.step(0)] == ["t0", "t2", "t3", "t4"]
-    assert [(item.tree.task_id, item.dropped) for item in held.left_out] == [("t1", "stale")]
+def test_a_step_refuses_trees_that_are_too_old_instead_of_waiting_and_replaces_them(harvest: Start) -> None:
+    held, rollouts = harvest(max_staleness=1, stale="refuse")
+    rollouts.versions = {f"t{n}": 1 for n in range(9, 16)}  # t8 took longer: its first segment is of version 0
+    steps = [[item.tree.task_id for item in held.step(step)] for step in range(3)]
+    assert steps == [["t0", "t1", "t2", "t3"], ["t4", "t5", "t6", "t7"], ["t9", "t10", "t11", "t12"]]
+    assert [(item.tree.task_id, item.dropped) for item in held.left_out] == [("t8", "stale")]
     assert held.metrics()["dropped/stale"] == 1
+    assert rollouts.waited == {None}
+
+
+def test_without_refusal_a_step_waits_for_those_that_would_be_too_old(harvest: Start) -> None:
+    held, rollouts = harvest(max_staleness=2)
+    held.step(0)
+    held.step(5)
+    assert rollouts.waited == {-1, 4}  # versions before which a tree that still grows is waited for
 
 
 def test_the_trees_of_a_stopped_run_go_on_first_in_its_continuation(harvest: Start) -> None:
     held, _ = harvest(max_staleness=1)
     held.step(0)
+    assert [tree.task_id for tree in held.unfinished()] == [f"t{n}" for n in range(8)]
+    held.done()
     trees = held.unfinished()
     assert [tree.task_id for tree in trees] == ["t4", "t5", "t6", "t7"]
     again, rollouts = harvest(max_staleness=1)
@@ -202,3 +235,63 @@ def test_the_trees_of_a_stopped_run_go_on_first_in_its_continuation(harvest: Sta
     assert [item.tree.task_id for item in again.step(1)] == ["t4", "t5", "t6", "t7"]
     assert rollouts.calls == ["go on t4 t5 t6 t7", "start 4", "collect 4"]
     assert [item.id for item in rollouts.under_way] == ["t0", "t1", "t2", "t3"]
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("interrupts", [1, 2], ids=["at-the-first-report", "in-the-refill"])
+def test_a_job_that_ends_within_a_step_trains_every_task_once(harvest: Start, staleness: int, interrupts: int) -> None:
+    """Two steps are done and the third is under way when the job is asked to end; no checkpoint is due."""
+    tasks = [task(f"t{n}") for n in range(40)]
+    order = [each.id for each in TaskSampler(tasks, 1).next_batch(16)]
+    signal = {name: number % 3 > 0 for number, name in enumerate(order)}
+
+    def begin() -> tuple[TaskSampler, Harvest, Rollouts]:
+        sampler = TaskSampler(tasks, 1)
+        return sampler, *harvest(lambda name: signal.get(name, True), sampler, max_staleness=staleness, max_refills=3)
+
+    sampler, held, rollouts = begin()
+    trained = []
+    for step in range(2):
+        trained += held.step(step)
+        held.done()
+    rollouts.interrupts = interrupts
+    with pytest.raises(StoppedError):
+        held.step(2)
+    state, left = sampler.state_dict(), held.unfinished()
+
+    sampler, held, _ = begin()
+    sampler.load_state_dict(state)
+    held.restore(left, tasks)
+    for step in range(2, 4):
+        trained += held.step(step)
+        dropped = held.left_out
+        held.done()
+    ids = [item.task.id for item in trained]
+    assert len(ids) == len(set(ids)) == 16
+    begun = {each.id for each in TaskSampler(tasks, 1).next_batch(sampler.state_dict()["position"])}
+    lost = begun - set(ids) - {item.task.id for item in dropped} - {name for name, good in signal.items() if not good}
+    assert lost <= {tree.task_id for tree in held.unfinished()}
+
+
+def test_a_sampler_hears_of_a_tree_when_its_step_has_all_of_them(harvest: Start) -> None:
+    sampler = Sampler()
+    held, rollouts = harvest(lambda name: name != "t0", sampler, max_refills=1)  # type: ignore[arg-type]
+    rollouts.interrupts = 2
+    with pytest.raises(StoppedError):
+        held.step(0)
+    assert sampler.noted == []  # the continuation scores the trees again, and tells
+    again, _ = harvest(lambda name: name != "t0", sampler, max_refills=1)  # type: ignore[arg-type]
+    again.restore(held.unfinished(), [task(tree.task_id) for tree in held.unfinished()])
+    again.step(0)
+    assert sampler.noted == ["t0", "t1", "t2", "t3", "t4"]
+
+
+def test_a_store_may_put_old_trees_beside_those_of_a_step_once(harvest: Start) -> None:
+    held, _ = harvest()
+    held.store = RolloutReplay(rollout_share=0.5)
+    first, taken = held.step(0), held.snapshot()
+    assert len(first) == 4 and taken is not None
+    second = held.step(1)
+    assert [item.sampled for item in second] == [True, False] * 4
+    assert {item.task.id for item in second if not item.sampled} == {item.task.id for item in first}
+    assert held.store.metrics()["replay/trees"] == 4

@@ -63,10 +63,10 @@ def test_every_variant_of_a_recipe_resolves_and_changes_what_it_names(recipe: st
     for variant in resolve.variant_names(recipe):
         layers = resolve.layers(f"{recipe}+{variant}")
         job = resolve.resolve(f"{recipe}+{variant}")
-        said = {key for key, source in sources(layers).items() if source == f"variant {variant}"}
+        said = {key for key, source in sources(layers).items() if str(source) == f"variant {variant}"}
         assert said, variant
         for layer in layers:
-            if layer.source == f"variant {variant}":
+            if str(layer) == f"variant {variant}":
                 ((section, keys),) = layer.values.items()
                 ((key, expected),) = keys.items()
                 assert value(job, f"{section}.{key}") == expected
@@ -95,7 +95,7 @@ def test_a_misspelt_recipe_or_variant_is_one_line(recipe: str, line: str) -> Non
 def test_show_names_the_source_of_each_value(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text("train: {steps: 7}\n")
-    text = render("deepsearch_14b+fp8", file=file, words=["optimizer.lr=2e-6", "rollout.top_p=1.0"])
+    text = render("deepsearch_14b+fp8", file=file, words=["optimizer.lr=2e-6", "engine.hang_timeout_s=120"])
     lines = {line.split(":")[0].strip(): line for line in text.splitlines() if "#" in line}
     for key, source in (
         ("tasks_per_step", "base deep_search_large"),
@@ -103,7 +103,7 @@ def test_show_names_the_source_of_each_value(tmp_path: Path) -> None:
         ("fp8", "variant fp8"),
         ("steps", f"file {file}"),
         ("lr", "word"),
-        ("top_p", "word"),  # what a user wrote is said, though it is the default
+        ("hang_timeout_s", "word"),  # what a user wrote is said, though it is the default
     ):
         assert lines[key].endswith(f"# {source}"), lines[key]
     assert "clip_grad: 1.0\n" in text, "defaults are not marked"

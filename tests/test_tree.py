@@ -1,13 +1,14 @@
 """The tree keeps its promises for every tree that can be grown."""
 
 import json
+from dataclasses import fields
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from arpo_megatron.tree import BranchRecord, Finish, Role, RolloutTree, ToolRecord
+from arpo_megatron.tree import BranchRecord, Finish, Role, RolloutTree, Segment, ToolRecord
 
 tokens = st.lists(st.integers(0, 2**31 - 1), max_size=6)
 logprob = st.floats(-50, 0, width=32)
@@ -47,20 +48,30 @@ def trees(draw: st.DrawFn) -> RolloutTree:
     return tree
 
 
-@given(trees())
-def test_json_round_trip_loses_nothing(tree: RolloutTree) -> None:
-    again = RolloutTree.from_dict(json.loads(json.dumps(tree.to_dict())))
-    assert again.task_id == tree.task_id
-    assert len(again.segments) == len(tree.segments)
-    for ours, theirs in zip(tree.segments, again.segments, strict=True):
-        assert (ours.role, ours.parent, ours.policy_version) == (theirs.role, theirs.parent, theirs.policy_version)
-        assert (ours.finish, ours.branch, ours.tool) == (theirs.finish, theirs.branch, theirs.tool)
-        for name in ("token_ids", "logprobs", "entropies", "routes"):
-            left, right = getattr(ours, name), getattr(theirs, name)
-            assert (left is None) == (right is None)
-            if left is not None:
+def assert_equal(ours: RolloutTree, theirs: RolloutTree) -> None:
+    assert ours.task_id == theirs.task_id
+    for one, other in zip(ours.segments, theirs.segments, strict=True):
+        for name in (field.name for field in fields(Segment)):
+            left, right = getattr(one, name), getattr(other, name)
+            if isinstance(left, np.ndarray):
                 assert left.dtype == right.dtype
                 np.testing.assert_array_equal(left, right)
+            else:
+                assert left == right
+
+
+@given(trees())
+def test_json_round_trip_loses_nothing(tree: RolloutTree) -> None:
+    assert_equal(RolloutTree.from_dict(json.loads(json.dumps(tree.to_dict()))), tree)
+
+
+@settings(max_examples=25)
+@given(trees())
+def test_segments_of_another_tree_are_appended_with_all_they_hold(tree: RolloutTree) -> None:
+    again = RolloutTree(tree.task_id, tree.prompt_ids, routes=tree.segments[0].routes)
+    for segment in tree.segments[1:]:
+        again.append(segment.parent, segment)
+    assert_equal(again, tree)
 
 
 @given(trees())

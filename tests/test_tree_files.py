@@ -6,7 +6,6 @@ import os
 import resource
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +13,8 @@ from typing import Any
 
 import numpy as np
 import polars as pl
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -29,11 +30,11 @@ from arpo_megatron.tree import BranchRecord, Finish, Role, RolloutTree, ToolReco
 from arpo_megatron.tree_commands import show_trees
 from arpo_megatron.tree_files import (
     ScoredTree,
+    TreeLog,
     most_telling,
     read_summaries,
     read_trees,
     step_file,
-    store_trees,
     stored_steps,
     write_trees,
 )
@@ -68,7 +69,8 @@ def scored(tree: RolloutTree) -> ScoredTree:
     leaves = len(tree.leaves())
     task = Task(tree.task_id, (), "4", "math", "What?\n")
     rewards = np.linspace(-1, 1, leaves)
-    return ScoredTree(task, tree, rewards, rewards.clip(0), np.ones(leaves, bool))
+    parts = {"verified": rewards.clip(0), "overlong": np.full(leaves, -0.5)}
+    return ScoredTree(task, tree, rewards, rewards.clip(0), np.ones(leaves, bool), parts=parts)
 
 
 @pytest.fixture
@@ -83,6 +85,9 @@ def test_trees_come_back_as_they_were(run: RunDirectory) -> None:
     assert [item.tree.to_dict() for item in stored] == [tree.to_dict() for tree in trees]
     assert [item.rewards for item in stored] == [scored(tree).rewards.tolist() for tree in trees]
     assert stored[0].ground_truth == "4"
+    (parts,) = pq.read_table(step_file(run, 3), columns=["parts"])["parts"].to_pylist()[:1]
+    assert [part["name"] for part in parts] == ["verified", "overlong"]
+    assert parts[1]["values"] == [-0.5] * len(stored[0].rewards)
     assert stored_steps(run) == [3]
     assert [path.name for path in run.trees.iterdir()] == ["step_000003.parquet"]
 
@@ -137,30 +142,41 @@ def test_a_step_that_is_done_again_replaces_its_rows(run: RunDirectory) -> None:
 
 
 def test_a_kill_leaves_the_old_file_or_the_new_one(run: RunDirectory) -> None:
-    """kill -9 at 6 moments of a loop that writes two versions of one step in turn."""
+    """kill -9 at 6 moments of a loop that writes two versions of one step in turn.
+
+    The writers are forked from one process, which has the trees and has written nothing itself.
+    """
     script = """
-import sys
+import os, sys, time
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 from test_tree_files import decode, grown, scored
 from arpo_megatron.tree_files import write_trees
 trees = [[scored(grown(version, long=2000))] * 8 for version in (1, 2)]
-for turn in range(10**6):
-    write_trees(Path(sys.argv[1]), 1, trees[turn % 2], decode)
-    print(turn, flush=True)
+for seconds in sys.stdin:
+    ours, theirs = os.pipe()
+    if (child := os.fork()) == 0:
+        for turn in range(10**6):
+            write_trees(Path(sys.argv[1]), 1, trees[turn % 2], decode)
+            os.write(theirs, b".")
+    os.close(theirs)
+    assert os.read(ours, 1) + os.read(ours, 1) == b".."
+    time.sleep(float(seconds))
+    os.kill(child, 9)
+    os.waitpid(child, 0)
+    os.close(ours)
+    print("killed", flush=True)
 """
     path = step_file(run, 1)
-    for moment in range(6):
-        command = [sys.executable, "-c", script, str(path), str(Path(__file__).parent)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-            assert process.stdout is not None
-            for _ in range(2):
-                process.stdout.readline()
-            time.sleep(0.013 * moment)
-            process.kill()
-        stored = read_trees(path)
-        assert len(stored) == 8
-        assert {item.tree.task_id for item in stored} in ({"task-1"}, {"task-2"})
+    command = [sys.executable, "-c", script, str(path), str(Path(__file__).parent)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None and process.stdout is not None
+        for moment in range(6):
+            print(0.013 * moment, file=process.stdin, flush=True)
+            assert process.stdout.readline() == "killed\n"
+            stored = read_trees(path)
+            assert len(stored) == 8
+            assert {item.tree.task_id for item in stored} in ({"task-1"}, {"task-2"})
 
 
 @contextlib.contextmanager
@@ -185,19 +201,84 @@ def full_disk(folder: Path, kind: str) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("kind", ["file-size-limit", "tmpfs"])
-def test_a_full_disk_is_told_and_costs_only_the_log(run: RunDirectory, kind: str) -> None:
+def test_trees_wait_in_memory_while_the_disk_is_full_and_are_written_when_it_is_not(
+    run: RunDirectory, kind: str
+) -> None:
     told: list[str] = []
+    log = TreeLog(run, told.append)
+    many = [scored(grown(number, long=300)) for number in range(9)]
     with full_disk(run.trees, kind):
-        assert store_trees(step_file(run, 1), 1, [scored(grown())], decode, told.append) == 0
-        many = [scored(grown(number, long=300)) for number in range(9)]
-        assert store_trees(step_file(run, 2), 2, many, decode, told.append) == 9
+        assert log.store(1, [scored(grown())], decode) == 0
+        assert log.store(2, many, decode) == 9
         assert [path.name for path in run.trees.iterdir()] == ["step_000001.parquet"]  # the room is free again
-        assert store_trees(step_file(run, 3), 3, [scored(grown(1))], decode, told.append) == 0
+        assert log.store(3, [scored(grown(1))], decode) == 0
+        assert log.store(2, many[1:], decode) == -1  # done again
         assert stored_steps(run) == [1, 3]
-    assert len(told) == 1
-    assert "9 trees of step 2 are not stored" in told[0]
-    assert os.strerror(errno.EFBIG if kind == "file-size-limit" else errno.ENOSPC) in told[0]
+        assert len(told) == 3
+        assert "9 trees of steps 2 wait for the disk" in told[0]
+        assert os.strerror(errno.EFBIG if kind == "file-size-limit" else errno.ENOSPC) in told[0]
+        log.close()
+        assert "the 8 trees of steps 2 are not stored: " in told[3]
+    assert log.store(4, [scored(grown(2))], decode) == -8
+    assert {2, 4} <= set(stored_steps(run))
+    assert [item.tree.to_dict() for item in read_trees(step_file(run, 2))] == [item.tree.to_dict() for item in many[1:]]
     assert "trees_not_stored" in metrics()
+
+
+def test_trees_that_wait_are_bounded_and_those_given_up_are_counted(run: RunDirectory) -> None:
+    told: list[str] = []
+    run.path.mkdir()
+    run.trees.write_text("a file where the directory should be")
+    log = TreeLog(run, told.append)
+    trees = [scored(grown(number)) for number in (1, 2, 3)]
+    assert [log.store(step, [trees[step - 1]], decode) for step in (1, 2)] == [1, 1]
+    log.most_bytes = sum(table.nbytes for table in log.waiting.values()) + 100
+    assert log.store(3, [trees[2]], decode) == 1
+    assert sorted(log.waiting) == [2, 3]
+    assert "the 1 trees of step 1 are given up" in "".join(told)
+    run.trees.unlink()
+    log.close()
+    assert stored_steps(run) == [2, 3]
+
+
+def test_a_damaged_file_is_one_line_and_a_strangers_file_no_harm(run: RunDirectory) -> None:
+    path = step_file(run, 1)
+    write_trees(path, 1, [scored(grown(number)) for number in range(3)], decode)
+    whole = path.read_bytes()
+    footer = len(whole) - 8 - int.from_bytes(whole[-8:-4], "little")
+    (run.trees / "step_000001 (copy).parquet").write_bytes(whole)
+    assert stored_steps(run) == [1]
+    rng = np.random.default_rng(1)
+    for _ in range(40):
+        damaged = bytearray(whole)
+        damaged[rng.integers(4, footer)] ^= 1 << int(rng.integers(8))
+        path.write_bytes(damaged)
+        with contextlib.suppress(UserError):  # a page header may be changed without consequence; a value may not
+            assert [item.tree.to_dict() for item in read_trees(path)] == [
+                grown(number).to_dict() for number in range(3)
+            ]
+    rows = pq.read_table(step_file(run, 1).with_name("step_000001 (copy).parquet")).to_pylist()
+    rows[0]["segments"][1]["parent"] = 7
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    with pytest.raises(UserError, match="is not a file of trees"):
+        read_trees(path)
+    pq.write_table(pa.table({"task_id": ["a"]}), path)
+    with pytest.raises(UserError, match="is not a file of trees"):
+        read_summaries(path)
+
+
+def test_what_texts_would_do_to_a_terminal_is_shown_and_not_done(
+    run: RunDirectory, tiny_tokenizer: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run.path.mkdir()
+    resolve.save(replace(JobConfig(name="test"), model=ModelConfig(path=tiny_tokenizer)), run.config)
+    tree = RolloutTree("[/x]\x1b[2J", [*range(300)], step=0, seconds=1.0)
+    tree.add(0, Role.MODEL, [5], logprobs=[-1.0], finish=Finish.END)
+    write_trees(step_file(run, 1), 1, [scored(tree)], lambda _ids: "\x1b]0;name\x07")
+    show_trees(run, step=None, tree=None, count=1, svg=None)
+    shown = capsys.readouterr().out
+    assert "[/x]\\x1b[2J: 1 trajectories" in shown
+    assert not [letter for letter in shown if ord(letter) < 32 and letter != "\n"]
 
 
 def test_what_is_no_tree_file_is_one_line(run: RunDirectory) -> None:

@@ -10,7 +10,7 @@ import socket
 import sys
 from pathlib import Path
 
-from tools_sandbox import logs
+from tools_sandbox import descriptors, logs
 from tools_sandbox.config import TOKEN_VARIABLE, ConfigError, load_config
 from tools_sandbox.python_tool.pool import SandboxBroken
 
@@ -45,15 +45,17 @@ def _serve(arguments: argparse.Namespace) -> None:
     token = os.environ.get(TOKEN_VARIABLE) or None
     config = load_config(arguments.config)
     logs.set_up(config.log.format)
+    budget = descriptors.share_out(descriptors.raise_limit(), config)
     with _listen(arguments.host, arguments.port, token) as listener:
         # Late, so that a bad file or a taken port is said before the half second that these take.
         from tools_sandbox.server import Server, build_app
         from tools_sandbox.service import ToolService
 
         host = f"[{arguments.host}]" if ":" in arguments.host else arguments.host
-        service = ToolService(config)
+        service = ToolService(config, budget)
         try:
-            server = Server(build_app(service, token), service, f"ready http://{host}:{listener.getsockname()[1]}")
+            ready_line = f"ready http://{host}:{listener.getsockname()[1]}"
+            server = Server(build_app(service, token), service, ready_line, budget.connections)
             server.run(sockets=[listener])
         finally:
             service.close()

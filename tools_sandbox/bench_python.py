@@ -6,19 +6,14 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from pathlib import Path
+from collections.abc import Awaitable, Callable
 
-import yaml
-
+from tools_sandbox.bench_service import service
 from tools_sandbox.client import AsyncSandboxClient
 from tools_sandbox.python_tool.wire import THREAD_VARIABLES
 
@@ -40,26 +35,32 @@ def bench_python(cold_calls: int = 20, in_flight: int = 8) -> dict[str, object]:
 
 
 async def _bench(cold_calls: int, in_flight: int) -> dict[str, object]:
-    async with _service() as (client, isolation):
+    config: dict[str, object] = {"python": {"preload": ["numpy", "sympy"]}, "max_concurrency": 64}
+    with service(config) as running:
+        isolation = running.isolation()
+        async with AsyncSandboxClient(running.url) as client:
+            figures = await _measure(client, cold_calls, in_flight)
+    return {"isolation": isolation, **figures}
 
-        async def warm() -> None:
-            answer = await client.call("python", {"code": _CODE})
-            _check(answer.text)
 
-        await warm()
-        await _cold()
-        cold_s: list[float] = []
-        warm_s: list[float] = []
-        for _ in range(cold_calls):  # in turn, so that whatever else the machine does meets both
-            cold_s.append(await _timed(_cold))
-            warm_s += [await _timed(warm) for _ in range(_WARM_FOR_EACH_COLD)]
-        cold_rate, warm_rate = 0.0, 0.0
-        for _ in range(2):
-            cold_rate += await _rate(_cold, cold_calls, in_flight) / 2
-            warm_rate += await _rate(warm, cold_calls * _WARM_FOR_EACH_COLD, in_flight) / 2
+async def _measure(client: AsyncSandboxClient, cold_calls: int, in_flight: int) -> dict[str, object]:
+    async def warm() -> None:
+        answer = await client.call("python", {"code": _CODE})
+        _check(answer.text)
+
+    await warm()
+    await _cold()
+    cold_s: list[float] = []
+    warm_s: list[float] = []
+    for _ in range(cold_calls):  # in turn, so that whatever else the machine does meets both
+        cold_s.append(await _timed(_cold))
+        warm_s += [await _timed(warm) for _ in range(_WARM_FOR_EACH_COLD)]
+    cold_rate, warm_rate = 0.0, 0.0
+    for _ in range(2):
+        cold_rate += await _rate(_cold, cold_calls, in_flight) / 2
+        warm_rate += await _rate(warm, cold_calls * _WARM_FOR_EACH_COLD, in_flight) / 2
     cold_ms, warm_ms = statistics.median(cold_s) * 1e3, statistics.median(warm_s) * 1e3
     return {
-        "isolation": isolation,
         "user": "root" if os.getuid() == 0 else "ordinary",
         "cpus": len(os.sched_getaffinity(0)),
         "latency_ratio": round(cold_ms / warm_ms, 1),
@@ -73,35 +74,13 @@ async def _bench(cold_calls: int, in_flight: int) -> dict[str, object]:
     }
 
 
-@contextlib.asynccontextmanager
-async def _service() -> AsyncIterator[tuple[AsyncSandboxClient, str]]:
-    """A service with numpy and sympy preloaded; its client, and the isolation level it reached."""
-    with tempfile.TemporaryDirectory() as name:
-        config, log = Path(name) / "config.yaml", Path(name) / "log"
-        config.write_text(yaml.safe_dump({"python": {"preload": ["numpy", "sympy"]}, "max_concurrency": 64}))
-        with log.open("wb") as errors:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "tools_sandbox", "--config", str(config)],
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-            )
-        try:
-            assert process.stdout is not None
-            ready = process.stdout.readline().split()
-            if not ready:
-                raise RuntimeError(log.read_text().strip())
-            level = log.read_text().partition("python isolation: level ")[2].split()[0]
-            async with AsyncSandboxClient(ready[1]) as client:
-                yield client, level
-        finally:
-            process.terminate()
-            process.wait()
-
-
 async def _cold() -> None:
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", _CODE, stdout=subprocess.PIPE, env={**os.environ, **dict.fromkeys(THREAD_VARIABLES, "1")}
+        sys.executable,
+        "-c",
+        _CODE,
+        stdout=asyncio.subprocess.PIPE,
+        env={**os.environ, **dict.fromkeys(THREAD_VARIABLES, "1")},
     )
     output, _ = await process.communicate()
     _check(output.decode().strip())

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import resource
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from typing import Any
 import requests
 import yaml
 
+from tools_sandbox.bench_service import service
 from tools_sandbox.client import SandboxClient
 
 _VOCABULARY = 200_000
@@ -41,22 +42,19 @@ def bench_search(passages: int = 100_000, queries: int = 1000, folder: Path | No
         _write_corpus(corpus, passages)
         search = {"sources": [{"path": str(corpus), "format": "jsonl"}], "index_path": str(place / "index")}
         config.write_text(yaml.safe_dump({"search": search}))
-        began = time.monotonic()
-        subprocess.run([sys.executable, "-m", "tools_sandbox.search.index", "--config", config], check=True, stdout=2)
-        built_s = time.monotonic() - began
-        used = resource.getrusage(resource.RUSAGE_CHILDREN)
+        build_s, used = _build(config)
         index_bytes = sum(path.stat().st_size for path in (place / "index").rglob("*") if path.is_file())
-        with _service(config) as url, SandboxClient(url) as client:
+        with service({"search": search}) as running, SandboxClient(running.url) as client:
             asked = _queries(queries + _WARM_UP)
             for query in asked[:_WARM_UP]:
                 client.call("search", {"query": query})
             executed = _times_ms(asked[_WARM_UP:], lambda query: client.call("search", {"query": query}).cached, False)
             cached = _times_ms(asked[_WARM_UP:], lambda query: client.call("search", {"query": query}).cached, True)
             with requests.Session() as session:
-                floor = _times_ms(asked[_WARM_UP:], lambda _: session.get(f"{url}/health", timeout=10).ok, True)
+                floor = _times_ms(asked[_WARM_UP:], lambda _: session.get(f"{running.url}/health", timeout=10).ok, True)
     return {
         "passages": passages,
-        "build_s": round(built_s, 1),
+        "build_s": round(build_s, 1),
         "build_cpu_s": round(used.ru_utime + used.ru_stime, 1),
         "build_peak_mb": round(used.ru_maxrss * 1024 / 1e6),
         "index_mb": round(index_bytes / 1e6),
@@ -65,6 +63,18 @@ def bench_search(passages: int = 100_000, queries: int = 1000, folder: Path | No
         "empty_request_ms": floor,
         "cache_hit_over_search": round(cached["p50"] / executed["p50"], 3),
     }
+
+
+def _build(config: Path) -> tuple[float, resource.struct_rusage]:
+    """Build the index in a process of its own: seconds, and what that process used."""
+    command = [sys.executable, "-m", "tools_sandbox.search.index", "--config", str(config)]
+    began = time.monotonic()
+    process = subprocess.Popen(command, stdout=2)
+    _, status, used = os.wait4(process.pid, 0)  # not RUSAGE_CHILDREN, which is the sum over all that have ended
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise RuntimeError(f"building the index ended with exit code {process.returncode}")
+    return time.monotonic() - began, used
 
 
 def _write_corpus(path: Path, passages: int) -> None:
@@ -94,20 +104,6 @@ def _times_ms(asked: list[str], ask: Callable[[str], bool], expected: bool) -> d
         assert answered == expected, "the cache did not do what is measured"
     times.sort()
     return {"p50": round(times[len(times) // 2], 3), "p99": round(times[len(times) * 99 // 100], 3)}
-
-
-@contextmanager
-def _service(config: Path) -> Iterator[str]:
-    command = [sys.executable, "-m", "tools_sandbox", "--port", "0", "--config", str(config)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            line = process.stdout.readline()
-            if not line.startswith("ready "):
-                raise RuntimeError("the service did not start")
-            yield line.split()[1]
-        finally:
-            process.terminate()
 
 
 def main() -> None:

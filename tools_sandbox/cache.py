@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import logging
@@ -24,6 +25,10 @@ log = logging.getLogger("tools_sandbox")
 
 _MIB = 1 << 20
 _PAGE_BYTES = 4096
+_LAYOUT = 2
+"""Of the table, as the file's `user_version`; what is kept in another is dropped."""
+_FILE_FAILS = (sqlite3.Error, ValueError, TypeError)
+"""What a full disk and a damaged file raise: of the database, and of rows that are not what was written."""
 _BUSY_S = 5.0
 """How long a service waits for another that is writing to the same file."""
 
@@ -74,9 +79,10 @@ class AnswerFile:
         self._thread = ThreadPoolExecutor(1, "answer-file")
         try:
             self._database = self._thread.submit(self._open, path).result()
-        except sqlite3.Error as error:
+        except _FILE_FAILS as error:
             self._thread.shutdown()
-            raise ConfigError(f"cache.sqlite_path: {path}: {error}; it may be deleted") from error
+            said = " ".join(str(error).split())
+            raise ConfigError(f"cache.sqlite_path: {path}: {said}; it may be deleted") from error
 
     @staticmethod
     def _open(path: Path) -> sqlite3.Connection:
@@ -86,32 +92,42 @@ class AnswerFile:
         # A crash of the machine may lose the last answers, never the file.
         database.execute("PRAGMA synchronous=NORMAL")
         database.execute("PRAGMA journal_size_limit=16777216")
-        database.execute(
-            "CREATE TABLE IF NOT EXISTS results"
-            " (id INTEGER PRIMARY KEY AUTOINCREMENT, key TEXT UNIQUE, status TEXT, text TEXT, expires REAL)"
-        )
+        database.execute("BEGIN IMMEDIATE")  # of services that open it at once, one makes the table
+        if database.execute("PRAGMA user_version").fetchone()[0] != _LAYOUT:
+            database.execute("DROP TABLE IF EXISTS results")
+            database.execute(
+                "CREATE TABLE results (id INTEGER PRIMARY KEY AUTOINCREMENT, key TEXT UNIQUE, status TEXT, text TEXT,"
+                " expires REAL, digest BLOB)"
+            )
+            database.execute(f"PRAGMA user_version={_LAYOUT}")
         database.commit()
         return database
 
     async def get(self, key: str) -> _Kept | None:
-        """What is kept under a key and has not expired. sqlite3.Error: the file cannot be read."""
+        """What is kept under a key and has not expired. One of `_FILE_FAILS`: the file, or this row, is damaged."""
 
         def read() -> _Kept | None:
-            statement = "SELECT status, text, expires FROM results WHERE key = ? AND expires > ?"
+            statement = "SELECT status, text, expires, digest FROM results WHERE key = ? AND expires > ?"
             row = self._database.execute(statement, (key, time.time())).fetchone()
-            # JSON, since text of a model may hold lone surrogates, which SQLite's UTF-8 cannot.
-            return None if row is None else _Kept(ToolResult(row[0], json.loads(row[1])), row[2])
+            if row is None:
+                return None
+            *content, digest = row
+            if _digest(key, *content) != digest:
+                raise ValueError("a row is not what was written")
+            status, text, expires = content
+            return _Kept(ToolResult(status, json.loads(text)), expires)
 
         return await asyncio.get_running_loop().run_in_executor(self._thread, read)
 
     async def put(self, key: str, kept: _Kept) -> None:
-        """Keep a result; the oldest beyond the bounds go. sqlite3.Error: the file cannot be written."""
+        """Keep a result; the oldest beyond the bounds go. One of `_FILE_FAILS`: the file cannot be written."""
 
         def write() -> None:
             with self._database:
-                statement = "INSERT OR REPLACE INTO results (key, status, text, expires) VALUES (?, ?, ?, ?)"
+                statement = "INSERT OR REPLACE INTO results (key, status, text, expires, digest) VALUES (?, ?, ?, ?, ?)"
+                # JSON, since text of a model may hold lone surrogates, which SQLite's UTF-8 cannot.
                 row = (key, kept.result.status, json.dumps(kept.result.text), kept.expires)
-                inserted = self._database.execute(statement, row)
+                inserted = self._database.execute(statement, (*row, _digest(*row)))
                 # Ids only grow, so this bounds the number of rows without counting them.
                 oldest = (inserted.lastrowid or 0) - self._entries
                 self._database.execute("DELETE FROM results WHERE id <= ?", (oldest,))
@@ -132,8 +148,14 @@ class AnswerFile:
 
     def close(self) -> None:
         """Write what is pending and close the file."""
-        self._thread.submit(self._database.close).result()
+        with contextlib.suppress(*_FILE_FAILS):
+            self._thread.submit(self._database.close).result()
         self._thread.shutdown()
+
+
+def _digest(key: str, status: str, text: str, expires: float) -> bytes:
+    """Of a row: bytes that a disk or another program changed are no answer."""
+    return hashlib.sha256(json.dumps([key, status, text, expires]).encode("ascii")).digest()
 
 
 class AnswerCache:
@@ -215,7 +237,7 @@ class AnswerCache:
             return None
         try:
             return await self._file.get(key)
-        except (sqlite3.Error, ValueError) as error:
+        except _FILE_FAILS as error:
             self._note_file_error("read", error)
             return None
 
@@ -224,7 +246,7 @@ class AnswerCache:
             return
         try:
             await self._file.put(key, kept)
-        except sqlite3.Error as error:
+        except _FILE_FAILS as error:
             self._note_file_error("written", error)
 
     def _note_file_error(self, what: str, error: Exception) -> None:

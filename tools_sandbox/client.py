@@ -115,6 +115,12 @@ class _Call:
         return pause_s
 
 
+def _checked(url: str) -> str:
+    if not url.startswith(("http://", "https://")):
+        raise ValueError(f"the address of a tool service begins with http:// or https://, not {url!r}")
+    return url.rstrip("/")
+
+
 def _headers(token: str | None) -> dict[str, str]:
     return {} if token is None else {"Authorization": f"Bearer {token}"}
 
@@ -148,12 +154,13 @@ class SandboxClient:
 
     token: the service's TOOLS_SANDBOX_TOKEN, if it has one. retries: attempts after the first failed one.
     queue_wait_s: seconds a call may take beyond its own `timeout_s` before the service counts as unavailable.
+    ValueError: the url is no http(s) address.
     """
 
     def __init__(
         self, url: str, token: str | None = None, *, retries: int = RETRIES, queue_wait_s: float = QUEUE_WAIT_S
     ) -> None:
-        self.url = url.rstrip("/")
+        self.url = _checked(url)
         self._retries = retries
         self._queue_wait_s = queue_wait_s
         self._session = requests.Session()
@@ -233,7 +240,7 @@ class AsyncSandboxClient:
     def __init__(
         self, url: str, token: str | None = None, *, retries: int = RETRIES, queue_wait_s: float = QUEUE_WAIT_S
     ) -> None:
-        self.url = url.rstrip("/")
+        self.url = _checked(url)
         self._retries = retries
         self._queue_wait_s = queue_wait_s
         self._headers = _headers(token)

@@ -72,6 +72,9 @@ class PythonConfig:
     contained: own network, process tree, files and user for each call, and a system call filter.
     process: no namespaces are needed; the filter (no sockets) and Landlock (files).
     limits: resource limits of a process and no more; code can do what the service's user can."""
+    ahead: Annotated[NotNegative, Field(le=64)] = 2
+    """So many processes wait behind all walls for the next calls, which then begin at once; each is used for one call
+    and costs some MiB. Where calls are not counted and hidden from each other by the kernel there are none."""
     cache: Flag = False
     """Keep answers of equal code. Off, since code may read the clock or draw random numbers."""
     session_dir: Path | None = None
@@ -167,6 +170,8 @@ class BrowseConfig:
     """Offer the tool."""
     allow_networks: tuple[str, ...] = ()
     """Networks in CIDR notation that may be read although they are not public, e.g. an intranet's mirror."""
+    deny_networks: tuple[str, ...] = ()
+    """Networks that may not be read although they are public, e.g. a cluster's own. This machine's never may."""
     max_bytes: Positive = 5_000_000
     """Bytes of a body that are read, on the wire and after decompression each; the rest is cut, with a note."""
     parse_mb: Positive = 1024
@@ -200,6 +205,8 @@ class McpServerConfig:
     """Which of its tools are offered; none: all."""
     cache: Flag = False
     """Keep answers of equal calls: only for servers that merely read."""
+    max_chars: Positive = 20_000
+    """Longest answer in characters; more is cut, with a note that says so."""
 
 
 @dataclass(frozen=True, config=_STRICT)

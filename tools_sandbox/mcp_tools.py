@@ -9,10 +9,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import shutil
+import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+import anyio
 import mcp
+from mcp.client.stdio import get_default_environment
 from mcp.types import CONNECTION_CLOSED, TextContent
 
 from tools_sandbox.answers import ToolResult
@@ -22,6 +27,10 @@ from tools_sandbox.tools import Tool, ToolBroken
 log = logging.getLogger("tools_sandbox")
 
 _START_TIMEOUT_S = 60.0
+_RELAY = Path(__file__).with_name("mcp_relay.py")
+_LINE_BYTES = 4 << 20
+"""Longest answer that is parsed; the service does nothing else meanwhile (some 20 ms)."""
+_DISCONNECTED = (OSError, anyio.ClosedResourceError, anyio.BrokenResourceError, anyio.EndOfStream)
 
 
 class McpServer:
@@ -29,9 +38,8 @@ class McpServer:
 
     def __init__(self, name: str, config: McpServerConfig) -> None:
         self.name = name
-        self._parameters = mcp.StdioServerParameters(
-            command=config.command, args=list(config.args), env=dict(config.env)
-        )
+        relayed = ["-I", "-S", str(_RELAY), str(_LINE_BYTES), config.command, *config.args]
+        self._parameters = mcp.StdioServerParameters(command=sys.executable, args=relayed, env=dict(config.env))
         self._keeper: asyncio.Task[None] | None = None
         self._client: asyncio.Future[mcp.Client] | None = None
         self._connecting = asyncio.Lock()
@@ -86,27 +94,36 @@ class McpTool(Tool):
         self.cacheable = config.cache
         self.fingerprint = f"mcp {server.name} {config.command} {config.args}"
         self._server = server
+        self._max_chars = config.max_chars
 
     async def stop(self) -> None:
         """End the server (once; its tools share it)."""
         await self._server.stop()
 
     async def run(self, arguments: Mapping[str, Any], timeout_s: float) -> ToolResult:
-        """The text of the result; what is no text is named, not shown."""
+        """The text of the result, cut at `max_chars`; what is no text is named, not shown."""
         try:
             client = await self._server.client()
             result = await client.call_tool(self.name, dict(arguments), read_timeout_seconds=timeout_s + 1)
         except mcp.MCPError as error:
             if error.code != CONNECTION_CLOSED:  # the server's answer, and it lives
-                return ToolResult("error", error.message)
+                return ToolResult("error", self._cut(error.message))
             await self._server.stop()
             raise ToolBroken(f"MCP server {self._server.name}: it ended in the middle of a call") from error
-        except Exception as error:
+        except _DISCONNECTED as error:
             # A connection that failed in the middle of a call is not used again.
             await self._server.stop()
             raise ToolBroken(f"MCP server {self._server.name}: {_innermost(error)}") from error
+        except Exception as error:  # what it answered is not what it promised; other calls of it go on
+            raise ToolBroken(f"MCP server {self._server.name}: {_innermost(error)}") from error
         parts = [part.text if isinstance(part, TextContent) else f"[{part.type}]" for part in result.content]
-        return ToolResult("error" if result.is_error else "ok", "\n".join(parts))
+        return ToolResult("error" if result.is_error else "ok", self._cut("\n".join(parts)))
+
+    def _cut(self, text: str) -> str:
+        limit = self._max_chars
+        if len(text) <= limit:
+            return text
+        return f"{text[:limit]}\n[answer cut: {len(text)} characters in all, the first {limit} are shown]"
 
 
 async def connect(servers: Mapping[str, McpServerConfig]) -> list[Tool]:
@@ -126,6 +143,9 @@ async def connect(servers: Mapping[str, McpServerConfig]) -> list[Tool]:
 
 
 async def _offered(server: McpServer, config: McpServerConfig) -> list[Tool]:
+    path = (get_default_environment() | config.env).get("PATH")
+    if shutil.which(config.command, path=path) is None:
+        raise ConfigError(f"mcp.{server.name}: {config.command} does not start: there is no such program")
     try:
         offered = {tool.name: tool for tool in (await (await server.client()).list_tools()).tools}
     except Exception as error:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import logging
 import math
 import socket
 import time
+from collections import deque
 from types import FrameType
 from typing import Any
 
@@ -21,10 +23,16 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tools_sandbox.replays import RequestIdReused
 from tools_sandbox.service import Call, NoAnswer, ToolService
 
+log = logging.getLogger("tools_sandbox")
+
 _GRACE_S = 1
 """Seconds that answers get to be written after the last call has ended, before their connections are cut."""
 _BODY_BYTES = 8 << 20
 _PROBLEMS_TOLD = 5
+_LOOK_AGAIN_S = 0.01
+_ASKED_TO_LEAVE = 16
+"""Connections at a time."""
+_ACCEPT_AGAIN_S = 0.5
 _STATUS = {"queue_full": 429, "queue_time": 429, "stopping": 503, "deadline": 504}
 
 
@@ -81,7 +89,8 @@ class _BodyLimit:
 
 
 def build_app(service: ToolService, token: str | None) -> FastAPI:
-    """The application. token: what callers of all but /health must bear; none: everyone may call."""
+    """The application. token: what callers must bear, but those of /health and of the interface's own description
+    (/docs, /openapi.json); none: everyone may call."""
     app = FastAPI(
         title="tools_sandbox",
         description="Tools for language models: isolated Python, search, browse.",
@@ -162,9 +171,13 @@ async def _disconnected(receive: Receive) -> None:
 
 
 class Server(uvicorn.Server):
-    """uvicorn that says when it serves, and drains when it is told to stop."""
+    """uvicorn that says when it serves, drains when it is told to stop, and bounds its connections.
 
-    def __init__(self, app: FastAPI, service: ToolService, ready_line: str) -> None:
+    connections: that may be open at a time. Further callers wait in the kernel's queue, while the oldest connections
+    make room: idle ones at once, others when their call is answered.
+    """
+
+    def __init__(self, app: FastAPI, service: ToolService, ready_line: str, connections: int) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
@@ -179,22 +192,64 @@ class Server(uvicorn.Server):
         )
         self._service = service
         self._ready_line = ready_line
+        self._connections = connections
+        self._admitted: deque[Any] = deque()
+        """Protocols of connections, oldest first; also of some that have ended."""
+        self._doors: list[asyncio.Task[None]] = []
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Print the ready line once tools can be called."""
         try:
             await self._service.start()
-            await super().startup(sockets)
+            # None of uvicorn's own: asyncio's servers accept what comes until no descriptor is left for a call.
+            await super().startup([])
         except BaseException:
             await self._service.stop()
             raise
         if self.started:
+            self._doors = [asyncio.create_task(self._admit(listener)) for listener in sockets or []]
             print(self._ready_line, flush=True)
+
+    async def _admit(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        listener.setblocking(False)
+        failures = 0
+        while True:
+            while len(self.server_state.connections) >= self._connections:
+                self._ask_to_leave()
+                await asyncio.sleep(_LOOK_AGAIN_S)
+            try:
+                connection, _ = await loop.sock_accept(listener)
+                _, protocol = await loop.connect_accepted_socket(self._protocol, connection)
+            except OSError as error:
+                failures += 1
+                # At the 1st, 2nd, 4th, 8th: whoever takes all descriptors must not fill the log too.
+                if failures & (failures - 1) == 0:
+                    log.warning("a connection cannot be accepted (error %d): %s", failures, error)
+                await asyncio.sleep(_ACCEPT_AGAIN_S)
+                continue
+            self._admitted.append(protocol)
+            if len(self._admitted) > 2 * self._connections:
+                self._admitted = deque(each for each in self._admitted if each in self.server_state.connections)
+
+    def _protocol(self) -> asyncio.Protocol:
+        protocol: asyncio.Protocol = self.config.http_protocol_class(  # type: ignore[call-arg]
+            config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        )
+        return protocol
+
+    def _ask_to_leave(self) -> None:
+        for _ in range(min(_ASKED_TO_LEAVE, len(self._admitted))):
+            oldest = self._admitted.popleft()
+            if oldest in self.server_state.connections:
+                oldest.shutdown()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Let the calls in flight finish, end those that take too long, then cut the connections."""
         await self._service.drain()
         await self._service.stop()
+        for door in self._doors:
+            door.cancel()
         await super().shutdown(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:

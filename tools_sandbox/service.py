@@ -16,19 +16,21 @@ from pydantic import BaseModel
 from tools_sandbox.answers import ToolAnswer, ToolResult
 from tools_sandbox.cache import AnswerCache, cache_key
 from tools_sandbox.config import ConfigError, SandboxConfig
+from tools_sandbox.descriptors import Budget
 from tools_sandbox.fair_queue import FairQueue, QueueFull
 from tools_sandbox.flights import FlightCancelled
 from tools_sandbox.metrics import Metrics
-from tools_sandbox.python_tool.pool import SandboxBroken
+from tools_sandbox.python_tool.pool import SandboxBroken, SandboxFull
 from tools_sandbox.python_tool.sessions import TRAJECTORY
 from tools_sandbox.replays import Replays
-from tools_sandbox.search.temporary import TemporaryFolder
+from tools_sandbox.temporary import TemporaryFolder
 from tools_sandbox.tools import PythonTool, Tool, ToolBroken, build_tools, by_name, check_arguments
 from tools_sandbox.worker_pool import WorkerPool
 
 log = logging.getLogger("tools_sandbox")
 
 _LONGEST_RETRY_AFTER_S = 30
+_FAILED = "The {} tool failed; this is not the fault of the call."
 
 
 class NoAnswer(RuntimeError):  # noqa: N818 - a state, not a mistake
@@ -66,8 +68,9 @@ class Call:
 class ToolService:
     """Everything behind the HTTP surface. Belongs to one event loop once it is started."""
 
-    def __init__(self, config: SandboxConfig) -> None:
+    def __init__(self, config: SandboxConfig, budget: Budget) -> None:
         """Raises ConfigError, with nothing left running."""
+        self._budget = budget
         self._index_folder: TemporaryFolder | None = None
         self._cache = AnswerCache(config.cache)
         try:
@@ -97,7 +100,7 @@ class ToolService:
 
         if config.search.index_path is None:
             try:
-                self._index_folder = TemporaryFolder()
+                self._index_folder = TemporaryFolder("index")
             except OSError as error:
                 raise ConfigError(
                     f"search.index_path: is not set, and there is no temporary folder: {error}"
@@ -114,8 +117,12 @@ class ToolService:
             mcp_tools = await connect(self._config.mcp)
             self._started += mcp_tools
             self.tools = by_name([*self.tools.values(), *mcp_tools])
+        places = self._config.max_concurrency
+        waiting = self._budget.waiting(len(self.tools), places, self._config.max_waiting)
+        if waiting < self._config.max_waiting:
+            log.warning("max_waiting: %d for each tool, for want of open files (ulimit -Hn)", waiting)
         for name, tool in self.tools.items():
-            self._queues[name] = FairQueue(self._config.max_concurrency, self._config.max_waiting)
+            self._queues[name] = FairQueue(places, waiting)
             if not tool.in_worker and tool not in self._started:
                 await tool.start()
                 self._started.append(tool)
@@ -152,7 +159,11 @@ class ToolService:
         if tool is None:
             offered = ", ".join(sorted(self.tools))
             return ToolAnswer(f'There is no tool "{call.tool[:100]}" here. Tools: {offered}.', "refused", 0.0, False)
-        checked = check_arguments(tool, call.arguments)
+        try:
+            checked = check_arguments(tool, call.arguments)
+        except ToolBroken as error:
+            log.error("tool broken", extra={"tool": tool.name, "reason": str(error)})
+            return ToolAnswer(_FAILED.format(tool.name), "error", 0.0, False)
         if isinstance(checked, str):
             return ToolAnswer(checked, "error", 0.0, False)
         if not tool.cacheable:
@@ -203,11 +214,13 @@ class ToolService:
                     raise
                 text = f"Time limit exceeded: {tool.name} did not finish within {timeout_s:g} s."
                 return ToolResult("timeout", text)
+        except SandboxFull as error:
+            raise self._refused("queue_full", str(error), tool) from error
         except (SandboxBroken, ToolBroken) as error:
             log.error("tool broken", extra={"tool": tool.name, "reason": str(error)})
         except Exception:
             log.exception("tool failed", extra={"tool": tool.name})
-        return ToolResult("error", f"The {tool.name} tool failed; this is not the fault of the call.")
+        return ToolResult("error", _FAILED.format(tool.name))
 
     def _refused(self, reason: str, message: str, tool: Tool | None = None) -> NoAnswer:
         self.metrics.refusals.labels(reason).inc()
@@ -243,7 +256,8 @@ class ToolService:
 
     def health(self) -> dict[str, object]:
         """Counts since the start, and what is going on now."""
-        python = self.tools.get("python")
+        python = self.tools["python"]
+        assert isinstance(python, PythonTool)
         return {
             "status": self.state,
             "running": sum(queue.running for queue in self._queues.values()),
@@ -256,7 +270,8 @@ class ToolService:
             },
             "replayed": self._replays.replayed,
             "workers": {"alive": self._workers.alive, "restarts": self._workers.restarts},
-            "isolation": python.isolation if isinstance(python, PythonTool) else "",
+            "python": python.health,
+            "isolation": python.isolation,
         }
 
     async def drain(self) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import sys
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib import metadata
 from typing import Any, ClassVar, ParamSpec, TypeVar, cast
@@ -20,6 +22,9 @@ from tools_sandbox.python_tool.sessions import SessionStore, run_in_session
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+_THREADS = ThreadPoolExecutor(min(32, (os.cpu_count() or 1) + 4), "tool")
+"""Of `in_thread` alone: what else blocks in this process (the resolver, say) takes none of them."""
 
 ENTRY_POINTS = "tools_sandbox.tools"
 """Group of the entry points under which packages offer tools."""
@@ -78,12 +83,15 @@ async def in_thread(work: Callable[P, T], *arguments: P.args, **keywords: P.kwar
     """Run blocking work in a thread, and do not return before it ends, not even when cancelled.
 
     So a call counts as ended when its work has; the service replaces a worker whose work ignores its time limit.
+    Work that no thread has begun is not begun any more.
     """
-    future = asyncio.get_running_loop().run_in_executor(None, partial(work, *arguments, **keywords))
+    job = _THREADS.submit(partial(work, *arguments, **keywords))
+    future = asyncio.wrap_future(job)
     try:
         return await asyncio.shield(future)
     except asyncio.CancelledError:
-        await asyncio.wait([future])
+        if not job.cancel():
+            await asyncio.wait([future])
         raise
 
 
@@ -121,6 +129,11 @@ class PythonTool(Tool):
     def isolation(self) -> str:
         """What separates a call from this machine, in words."""
         return "" if self._pool.walls is None else self._pool.walls.describe()
+
+    @property
+    def health(self) -> dict[str, object]:
+        """Whether there is a process that calls are forked from, and how many were replaced since the start."""
+        return {"alive": self._pool.alive, "restarts": self._pool.restarts}
 
     async def start(self) -> None:
         """Start the process that calls are forked from. SandboxBroken: it cannot start as configured."""
@@ -176,12 +189,28 @@ def build_tools(config: SandboxConfig) -> dict[str, Tool]:
 
 
 def by_name(tools: list[Tool]) -> dict[str, Tool]:
-    """ConfigError: two have one name."""
+    """ConfigError: two have one name, or the schema of one is none."""
+    for tool in tools:
+        if isinstance(tool.arguments, Mapping):
+            _check_own_schema(tool.name, tool.arguments)
     named = {tool.name: tool for tool in tools}
     twice = [tool.name for tool in tools if named[tool.name] is not tool]
     if twice:
         raise ConfigError(f'two tools are called "{twice[0]}"')
     return named
+
+
+def _check_own_schema(name: str, schema: Mapping[str, Any]) -> None:
+    import jsonschema
+
+    try:
+        jsonschema.Draft202012Validator.check_schema(schema)
+    except jsonschema.SchemaError as error:
+        where = ".".join(map(str, error.absolute_path)) or "top level"
+        said = " ".join(error.message.split())[:200]
+        raise ConfigError(
+            f'the arguments of tool "{name}" are no JSON schema: {where}: {said}; mend it, or leave the tool out'
+        ) from error
 
 
 def _all_but_python(config: SandboxConfig) -> list[Tool]:
@@ -199,7 +228,10 @@ def _all_but_python(config: SandboxConfig) -> list[Tool]:
 
 
 def check_arguments(tool: Tool, arguments: Mapping[str, object]) -> Any | str:
-    """The checked arguments, or words for the model that name what is wrong with them."""
+    """The checked arguments, or words for the model that name what is wrong with them.
+
+    ToolBroken: the tool's schema cannot be applied.
+    """
     if isinstance(tool.arguments, Mapping):
         return _check_schema(tool, tool.arguments, arguments)
     try:
@@ -216,10 +248,13 @@ def _check_schema(tool: Tool, schema: Mapping[str, Any], arguments: Mapping[str,
 
     # An empty registry: a schema's references are looked up nowhere else.
     validator = jsonschema.Draft202012Validator(schema, registry=Registry())
-    problems = [
-        f'argument "{".".join(map(str, problem.absolute_path)) or "*"}": {problem.message}'
-        for problem in validator.iter_errors(dict(arguments))
-    ]
+    try:
+        problems = [
+            f'argument "{".".join(map(str, problem.absolute_path)) or "*"}": {problem.message}'
+            for problem in validator.iter_errors(dict(arguments))
+        ]
+    except Exception as error:  # a reference to nothing or to itself, a pattern that is none
+        raise ToolBroken(f"{tool.name}: its schema cannot be applied: {type(error).__name__}: {error}") from error
     return _bad_arguments(tool, "; ".join(problems), list(schema.get("properties", {}))) if problems else arguments
 
 

@@ -5,6 +5,7 @@ its share, and results that leave a method are equal on all ranks.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,12 @@ from megatron.core.distributed import DistributedDataParallel, finalize_model_gr
 from torch import Tensor
 
 from arpo_megatron.actor.balance import CostModel
-from arpo_megatron.actor.layout import without_routes
-from arpo_megatron.actor.losses import linear_loss, tree_ppo_loss
+from arpo_megatron.actor.layout import new_pack, without_routes
+from arpo_megatron.actor.losses import linear_loss, policy_loss
 from arpo_megatron.actor.microbatch import MicroBatch, MicroBatches, Place
 from arpo_megatron.actor.model import DTYPES, TreeGPTModel, build_chunks
 from arpo_megatron.actor.optimizer import build_optimizer, build_scheduler, clipped_step, gradient_buffers
-from arpo_megatron.actor.packing import TreePack, empty_pack, last_uses
+from arpo_megatron.actor.packing import TreePack, last_uses
 from arpo_megatron.actor.parallel import device, gather_objects
 from arpo_megatron.actor.reference import ReferencePolicy
 from arpo_megatron.actor.router import ExpertBalance, begin_pass, finish_pass
@@ -29,11 +30,21 @@ from arpo_megatron.actor.schedule import Finish, run_nested, run_pipeline
 from arpo_megatron.actor.statistics import WIDTH, UpdateStats
 from arpo_megatron.actor.te_layers import Fp8
 from arpo_megatron.actor.training_state import Snapshot, load_training_state, snapshot
+from arpo_megatron.algorithms.base import Course, TokenLoss
 from arpo_megatron.algorithms.credit import Loss
+from arpo_megatron.algorithms.parts import make_loss
 from arpo_megatron.config import JobConfig, OptimizerConfig
 from arpo_megatron.tree import Float32Array
 from arpo_megatron.weights.load import load_hf
 from arpo_megatron.weights.shape import ModelShape
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """What a policy makes of packs: float32[m] a pack, in nats, of its targets."""
+
+    logprobs: list[Float32Array]
+    entropies: list[Float32Array]
 
 
 class Actor:
@@ -53,6 +64,7 @@ class Actor:
     Attributes:
         unsound: after a skipped update, the indices of its packs whose loss was not finite on some rank; empty where
             only the gradient was not.
+        course: where the run stands, for losses that depend on it.
     """
 
     def __init__(
@@ -67,6 +79,7 @@ class Actor:
     ) -> None:
         self.config = config
         self.shape = shape
+        self._loss = make_loss(config.algorithm)
         balance = config.model.router_aux_loss
         if balance == "model":
             balance = 0.0 if shape.experts is None else shape.experts.balance_coefficient
@@ -89,6 +102,7 @@ class Actor:
             chunk.config.finalize_model_grads_func = _sum_gradients
             chunk.config.no_sync_func = None if len(self.chunks) == 1 else [w.no_sync for w in self._wrapped]
         self.unsound: list[int] = []
+        self.course = Course()
         self._optimizer_config = optimizer
         self.optimizer = build_optimizer(
             optimizer, self._wrapped, dtype, distributed=config.parallel.distributed_optimizer
@@ -105,11 +119,15 @@ class Actor:
         """Updates since the schedule's beginning, skipped ones included."""
         return int(self.scheduler.num_steps)
 
-    @torch.no_grad()
     def logprobs(
         self, packs: Sequence[TreePack], *, temperature: float | None = None, training: bool = True
     ) -> list[Float32Array]:
-        """Log-probs in nats of the packs' targets under the present weights.
+        """`scores` without the entropies: float32[m] a pack, on every rank."""
+        return self.scores(packs, temperature=temperature, training=training).logprobs
+
+    @torch.no_grad()
+    def scores(self, packs: Sequence[TreePack], *, temperature: float | None = None, training: bool = True) -> Scores:
+        """Log-probs of the packs' targets under the present weights, and the entropies of their distributions.
 
         The kernels and shapes are those of `update`, so that the ratio of a first on-policy update is exactly 1.
 
@@ -119,25 +137,26 @@ class Actor:
             training: these packs are about to be trained; False for a reference policy, a probe, held-out data.
 
         Returns:
-            float32[m] a pack, on every rank.
+            the same on every rank.
         """
         if not packs:
-            return []
+            return Scores([], [])
         ends = np.cumsum([len(pack.predictors) for pack in packs])
-        whole = torch.zeros(int(ends[-1]), device=device())
+        whole = torch.zeros(2, int(ends[-1]), device=device())
         mine = self._indices(packs)
         outputs = self._run(
             packs,
             None,
-            _keep_logprobs,
+            _keep,
             temperature=self.config.rollout.temperature if temperature is None else temperature,
             forward_only=True,
             keep_load=training,
         )
         for index, (targets, values) in zip(mine, outputs, strict=False):  # padding micro-batches come last
             if index < len(packs):
-                whole[targets + int(ends[index]) - len(packs[index].predictors)] = values
-        return np.split(self._sum(whole).cpu().numpy(), ends[:-1])
+                whole[:, targets + int(ends[index]) - len(packs[index].predictors)] = values
+        logprobs, entropies = self._sum(whole).cpu().numpy()
+        return Scores(np.split(logprobs, ends[:-1]), np.split(entropies, ends[:-1]))
 
     def reference_logprobs(self, minibatches: Sequence[Sequence[TreePack]]) -> list[list[Float32Array]] | None:
         """`logprobs` of each minibatch's packs under the reference policy; None where none is kept.
@@ -158,7 +177,7 @@ class Actor:
         self,
         packs: Sequence[TreePack],
         old_logprobs: Sequence[Float32Array] | None,
-        loss: Loss = "ppo",
+        loss: Loss = "policy",
         *,
         reference_logprobs: Sequence[Float32Array] | None = None,
     ) -> UpdateStats:
@@ -184,7 +203,7 @@ class Actor:
         self,
         packs: Sequence[TreePack],
         old_logprobs: Sequence[Float32Array] | None,
-        loss: Loss = "ppo",
+        loss: Loss = "policy",
         *,
         reference_logprobs: Sequence[Float32Array] | None = None,
     ) -> list[Tensor]:
@@ -203,7 +222,7 @@ class Actor:
         return self._run(
             packs,
             old_logprobs,
-            self._ppo if loss == "ppo" else _linear,
+            {"policy": self._policy, "linear": self._linear, "nll": _nll}[loss],
             reference_logprobs=reference_logprobs,
             temperature=1.0 if loss == "nll" else self.config.rollout.temperature,
             forward_only=False,
@@ -257,7 +276,7 @@ class Actor:
         """This rank's passes; what `finish` keeps, on the last stage of a pipeline."""
         mine = self._indices(packs)
         extra = sum(index >= len(packs) for index in mine)
-        padded = [*packs, *[empty_pack()] * extra]
+        padded = [*packs, *[new_pack()] * extra]  # without tokens and loss
         nothing = [np.zeros(0, np.float32)] * extra
         old = None if old_logprobs is None else [*old_logprobs, *nothing]
         reference = None if reference_logprobs is None else [*reference_logprobs, *nothing]
@@ -309,9 +328,12 @@ class Actor:
                 dist.all_reduce(values, operation, group=group)
         return values
 
-    def _ppo(self, batch: MicroBatch, output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    def _policy(self, batch: MicroBatch, output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         logprobs, entropies = output
-        loss, stats = tree_ppo_loss(
+        if not isinstance(self._loss, TokenLoss):
+            raise ValueError(f"algorithm.loss={self.config.algorithm.loss} is one of whole minibatches: update(linear)")
+        loss, stats = policy_loss(
+            self._loss,
             logprobs,
             entropies,
             logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs,
@@ -320,6 +342,18 @@ class Actor:
             batch.weight,
             self.config.algorithm,
             batch.reference_logprobs,
+            self.course,
+        )
+        return loss, stats.row()
+
+    def _linear(self, batch: MicroBatch, output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        loss, stats = linear_loss(
+            *output,
+            batch.positive + batch.negative,
+            batch.old_logprobs,
+            weight=batch.weight,
+            config=self.config.algorithm,
+            reference_logprobs=batch.reference_logprobs,
         )
         return loss, stats.row()
 
@@ -339,13 +373,13 @@ class Actor:
         )
 
 
-def _linear(batch: MicroBatch, output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def _nll(batch: MicroBatch, output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     loss, stats = linear_loss(*output, batch.positive + batch.negative, batch.old_logprobs)
     return loss, stats.row()
 
 
-def _keep_logprobs(batch: MicroBatch, output: tuple[Tensor, Tensor]) -> tuple[None, tuple[Tensor, Tensor]]:
-    return None, (batch.targets, output[0])
+def _keep(batch: MicroBatch, output: tuple[Tensor, Tensor]) -> tuple[None, tuple[Tensor, Tensor]]:
+    return None, (batch.targets, torch.stack(output))
 
 
 def _sum_gradients(model: list[Any], num_tokens: Tensor | None, **groups: Any) -> None:

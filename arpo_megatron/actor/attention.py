@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from arpo_megatron.actor.balance import TYPICAL_COST, CostModel, allowed_cuts, depths, share_out
+from arpo_megatron.actor.balance import TYPICAL_COST, CostModel, allowed_cuts, depths, share_out, spans_back
 from arpo_megatron.actor.context import lookup
 from arpo_megatron.actor.flex_attention import FlexPlan, flex_tree_attention
 from arpo_megatron.actor.layout import Span
@@ -102,12 +102,7 @@ def cut_blocks(subtree_end: NDArray[np.int32], first_query: int = 0) -> list[Spa
         costs = best[first:i] + sizes * (above[starts] + sizes) + CALL_COST_PAIRS
         choice = int(np.argmin(costs))
         best[i], previous[i] = costs[choice], first + choice
-    spans: list[Span] = []
-    i = len(cuts) - 1
-    while i > 0:
-        spans.append((int(cuts[previous[i]]), int(cuts[i])))
-        i = int(previous[i])
-    return spans[::-1]
+    return spans_back(cuts, previous)
 
 
 def share_blocks(

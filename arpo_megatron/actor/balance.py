@@ -118,6 +118,16 @@ def allowed_cuts(subtree_end: NDArray[np.int32], step: int) -> NDArray[np.int64]
     return np.concatenate([*steps, [n]]).astype(np.int64)
 
 
+def spans_back(cuts: NDArray[np.int64], previous: NDArray[np.int64]) -> list[Span]:
+    """The spans that end at the last cut, where `previous[i]` numbers the cut at which the span up to cut i begins."""
+    spans: list[Span] = []
+    i = len(cuts) - 1
+    while i > 0:
+        spans.append((int(cuts[previous[i]]), int(cuts[i])))
+        i = int(previous[i])
+    return spans[::-1]
+
+
 def cut_spans(subtree_end: NDArray[np.int32], budget: int, *, inherit: bool) -> list[Span]:
     """Where a tree larger than the budget is cut: few packs, at places with few ancestors.
 
@@ -145,9 +155,4 @@ def cut_spans(subtree_end: NDArray[np.int32], budget: int, *, inherit: bool) -> 
         costs = np.where(fits, best[first:i] + PACK_COST_TOKENS + above[starts] + broken[starts], np.inf)
         choice = int(np.argmin(costs))
         best[i], previous[i] = costs[choice], first + choice
-    spans: list[Span] = []
-    i = len(cuts) - 1
-    while i > 0:
-        spans.append((int(cuts[previous[i]]), int(cuts[i])))
-        i = int(previous[i])
-    return spans[::-1]
+    return spans_back(cuts, previous)

@@ -15,13 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from arpo_megatron.actor.balance import TYPICAL_COST, CostModel, balanced_groups, cut_spans, share_out
-from arpo_megatron.actor.layout import TreePack, cut, join, lay_out, new_pack, on_rank, shared_prefix
+from arpo_megatron.actor.layout import TreePack, cut, join, lay_out, on_rank, shared_prefix
 from arpo_megatron.algorithms.credit import TreeCredit
 from arpo_megatron.config import JobConfig
 from arpo_megatron.tree import Float32Array, Int32Array, RolloutTree
 from arpo_megatron.weights.shape import ModelShape
 
-__all__ = ["PackReport", "TreePack", "empty_pack", "pack_minibatch", "pack_trees", "rank_costs", "report"]
+__all__ = ["PackReport", "TreePack", "pack_minibatch", "pack_trees", "rank_costs", "report"]
 
 SAME_BEGINNING = 16
 """Tokens by which prompts are taken for those of one system prompt."""
@@ -139,11 +139,6 @@ def by_tree(
             here = pack.tree_index == tree
             found[int(tree)][pack.token_index[here]] = own[here]
     return found
-
-
-def empty_pack(data_rank: int = 0) -> TreePack:
-    """No tokens: a micro-batch without loss, for a rank that has fewer packs than another."""
-    return on_rank(new_pack(), data_rank)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ trajectories (leaf i with advantage A_i and weight w_i) needs only two numbers a
     positive = sum_i w_i max(A_i, 0)        negative = sum_i w_i min(A_i, 0)
 
 so training the tree gives exactly the loss and the gradient of training every flattened copy. The sums run over the
-leaves below a token, so they are made segment by segment from the leaves to the root.
+leaves below a token. An advantage may differ from segment to segment (A_is), and carry a factor of each token.
 """
 
 from collections.abc import Sequence
@@ -14,16 +14,16 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
+from arpo_megatron.algorithms.base import Floats
 from arpo_megatron.tree import Float32Array, Role, RolloutTree
 
 Aggregation = Literal["token-mean", "sequence-mean"]
 Attribution = Literal["soft", "hard"]
-Loss = Literal["ppo", "linear", "nll"]
-"""What credits are to an update: of PPO-clip; coefficients c of -sum(c * logprob); the same at temperature 1, where
-demonstrations were not sampled at any."""
-_Floats = NDArray[np.float64]
+Loss = Literal["policy", "linear", "nll"]
+"""What credits are to an update: of the algorithm's `TokenLoss`; coefficients c of -sum(c * logprob), with the
+algorithm's penalty and bonus; coefficients alone, at temperature 1, where demonstrations were not sampled at any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,35 +46,33 @@ def tree_credits(
     advantages: Sequence[ArrayLike],
     *,
     aggregation: Aggregation,
-    attribution: Attribution,
+    attribution: Attribution = "soft",
     trajectory_weights: Sequence[ArrayLike] | None = None,
+    token_factors: Sequence[ArrayLike] | None = None,
 ) -> list[TreeCredit]:
     """Credit of every token of one minibatch.
 
     Args:
         trees: all trees of the minibatch; the weights w_i are global over them.
-        advantages: for each tree float[leaves], in the order of `tree.leaves()`.
+        advantages: for each tree float[leaves], in the order of `tree.leaves()`, or float[leaves, segments].
         aggregation: "token-mean": w_i = 1 / (model tokens of all trajectories, flattened). "sequence-mean":
             w_i = 1 / (trajectories * model tokens of trajectory i).
         attribution: "soft": each leaf keeps its own advantage on shared tokens, as in the flattened loss. "hard": a
             shared token gets the mean advantage of the leaves below it (ARPO, arXiv 2507.19849).
         trajectory_weights: for each tree float[leaves], factors of the w_i (importance weights); None: 1.
+        token_factors: for each tree float[tokens], factors of all advantages there; None: 1. A negative one turns
+            their signs around.
 
     Raises:
-        ValueError: another number of advantages than trees or leaves.
+        ValueError: another number of advantages than trees, leaves or segments.
     """
     shapes = [TreeShape(tree) for tree in trees]
-    leaf_advantages = [np.asarray(values, np.float64) for values in advantages]
-    expected = [len(shape.leaves) for shape in shapes]
-    if [values.shape for values in leaf_advantages] != [(count,) for count in expected]:
-        found = [values.shape for values in leaf_advantages]
-        raise ValueError(f"advantages of shapes {found} for trees with {expected} leaves")
-    weights = _leaf_weights([shape.leaf_model_tokens for shape in shapes], aggregation)
-    if trajectory_weights is not None:
-        weights = [w * np.asarray(own, np.float64) for w, own in zip(weights, trajectory_weights, strict=True)]
+    given = checked(shapes, advantages)
+    weights = leaf_weights(shapes, aggregation, trajectory_weights)
+    factors: Sequence[ArrayLike | None] = token_factors or [None] * len(shapes)
     return [
-        shape.token_credit(values, weight, attribution)
-        for shape, values, weight in zip(shapes, leaf_advantages, weights, strict=True)
+        shape.token_credit(shape.attributed(values, attribution), weight, factor)
+        for shape, values, weight, factor in zip(shapes, given, weights, factors, strict=True)
     ]
 
 
@@ -83,21 +81,50 @@ def supervised_credit(trees: Sequence[RolloutTree]) -> list[TreeCredit]:
 
     `positive` equals `weight`, the weights of all flattened model tokens sum to 1, and `negative` is 0.
     """
-    ones = [np.ones(len(tree.leaves())) for tree in trees]
-    return tree_credits(trees, ones, aggregation="token-mean", attribution="soft")
+    return tree_credits(trees, [np.ones(len(tree.leaves())) for tree in trees], aggregation="token-mean")
 
 
-def _leaf_weights(model_tokens: Sequence[_Floats], aggregation: Aggregation) -> list[_Floats]:
+def checked(shapes: "Sequence[TreeShape]", advantages: Sequence[ArrayLike]) -> list[Floats]:
+    """The advantages as arrays. Raises ValueError where they do not fit the trees."""
+    given = [np.asarray(values, np.float64) for values in advantages]
+    expected = [(len(shape.leaves), len(shape.parents)) for shape in shapes]
+    fitting = len(given) == len(expected) and all(
+        values.shape in (size[:1], size) for values, size in zip(given, expected, strict=True)
+    )
+    if not fitting:
+        raise ValueError(
+            f"advantages of shapes {[values.shape for values in given]} for trees with {expected} leaves and segments"
+        )
+    return given
+
+
+def leaf_weights(
+    shapes: "Sequence[TreeShape]", aggregation: Aggregation, factors: Sequence[ArrayLike] | None = None
+) -> list[Floats]:
     """w_i of every leaf of every tree. A trajectory without model tokens weighs nothing but counts as one."""
+    lengths = [shape.leaf_model_tokens for shape in shapes]
     if aggregation == "token-mean":
-        total = sum(float(tokens.sum()) for tokens in model_tokens)
-        return [np.full(len(tokens), 1.0 / max(total, 1.0)) for tokens in model_tokens]
-    trajectories = sum(len(tokens) for tokens in model_tokens)
-    return [np.where(tokens > 0, 1.0 / (trajectories * np.maximum(tokens, 1.0)), 0.0) for tokens in model_tokens]
+        total = sum(float(tokens.sum()) for tokens in lengths)
+        weights = [np.full(len(tokens), 1.0 / max(total, 1.0)) for tokens in lengths]
+    else:
+        trajectories = sum(len(tokens) for tokens in lengths)
+        weights = [np.where(n > 0, 1.0 / (trajectories * np.maximum(n, 1.0)), 0.0) for n in lengths]
+    if factors is None:
+        return weights
+    return [w * np.asarray(own, np.float64) for w, own in zip(weights, factors, strict=True)]
 
 
 class TreeShape:
-    """Parents, lengths and leaves of a tree as arrays, for sums along its paths."""
+    """Parents, lengths and leaves of a tree as arrays, for sums along its paths.
+
+    Attributes:
+        parents: of each segment.
+        lengths: int[segments], tokens.
+        is_model: bool[segments].
+        leaves: int[leaves].
+        below: bool[leaves, segments], whether a segment is on the leaf's path.
+        leaf_model_tokens: float64[leaves], MODEL tokens of each trajectory.
+    """
 
     def __init__(self, tree: RolloutTree) -> None:
         segments = tree.segments
@@ -105,44 +132,62 @@ class TreeShape:
         self.lengths = np.array([len(segment) for segment in segments])
         self.is_model = np.array([segment.role is Role.MODEL for segment in segments])
         self.leaves = np.array(tree.leaves())
-        tokens = np.where(self.is_model, self.lengths, 0).astype(np.float64)
-        for index, parent in enumerate(self.parents[1:], start=1):  # parents come before children
-            tokens[index] += tokens[parent]
-        self.leaf_model_tokens: _Floats = tokens[self.leaves]
+        self.below = np.zeros((len(self.leaves), len(segments)), bool)
+        for number, leaf in enumerate(self.leaves):
+            self.below[number, tree.path(int(leaf))] = True
+        self.model_lengths = np.where(self.is_model, self.lengths, 0).astype(np.float64)
+        self.leaf_model_tokens: Floats = self.below @ self.model_lengths
 
-    def token_credit(self, advantages: _Floats, weights: _Floats, attribution: Attribution) -> TreeCredit:
-        """Sums of the leaves' weights and weighted advantages over the leaves below each token."""
-        weight = self._sum_below(weights)
+    def attributed(self, advantages: Floats, attribution: Attribution) -> Floats:
+        """Advantages as they count: unchanged (soft), or float64[leaves, segments] with the means of those below."""
         if attribution == "soft":
-            positive = self._sum_below(weights * np.maximum(advantages, 0.0))
-            negative = self._sum_below(weights * np.minimum(advantages, 0.0))
-        else:
-            mean = self._sum_below(advantages) / self._sum_below(np.ones_like(advantages))
-            positive = weight * np.maximum(mean, 0.0)
-            negative = weight * np.minimum(mean, 0.0)
-        return TreeCredit(self._spread(positive), self._spread(negative), self._spread(weight))
+            return advantages
+        spread = np.where(self.below, advantages if advantages.ndim == 2 else advantages[:, None], 0.0)
+        means = spread.sum(0) / np.maximum(1, self.below.sum(0))
+        return np.where(self.below, means, 0.0)
 
-    def sum_to_leaves(self, token_values: _Floats) -> _Floats:
+    def token_credit(self, advantages: Floats, weights: Floats, factor: ArrayLike | None = None) -> TreeCredit:
+        """Sums of the leaves' weights and weighted advantages over the leaves below each token."""
+        spread = advantages if advantages.ndim == 2 else advantages[:, None]
+        positive = self.spread(self.sum_below(weights[:, None] * np.maximum(spread, 0.0)))
+        negative = self.spread(self.sum_below(weights[:, None] * np.minimum(spread, 0.0)))
+        if factor is not None:
+            scale = np.nan_to_num(np.asarray(factor, np.float64))  # nothing is known, and wanted, outside MODEL
+            up, down = np.maximum(scale, 0.0), np.minimum(scale, 0.0)
+            positive, negative = positive * up + negative * down, negative * up + positive * down
+        return _credit(positive, negative, self.spread(self.sum_below(weights[:, None])))
+
+    def coefficients(self, values: Floats, weights: Floats) -> TreeCredit:
+        """Credit whose token values are sums of the leaves' values below them, positive and negative ones apart.
+
+        Args:
+            values: float64[leaves] or [leaves, segments].
+            weights: float64[leaves].
+        """
+        spread = values if values.ndim == 2 else values[:, None]
+        positive = self.spread(self.sum_below(np.maximum(spread, 0.0)))
+        negative = self.spread(self.sum_below(np.minimum(spread, 0.0)))
+        return _credit(positive, negative, self.spread(self.sum_below(weights[:, None])))
+
+    def sum_to_leaves(self, token_values: Floats) -> Floats:
         """For every leaf the sum over the MODEL tokens of its trajectory, of values in segment-index order."""
-        ends = np.cumsum(self.lengths)
-        totals = np.concatenate([[0.0], np.cumsum(np.where(np.repeat(self.is_model, self.lengths), token_values, 0.0))])
-        sums = totals[ends] - totals[ends - self.lengths]
-        for index, parent in enumerate(self.parents[1:], start=1):  # parents come before children
-            sums[index] += sums[parent]
-        return np.asarray(sums[self.leaves])
+        return np.asarray(self.below @ np.where(self.is_model, self.sum_of_segments(token_values), 0.0))
 
-    def spread_leaves(self, positive: _Floats, negative: _Floats, weight: _Floats) -> TreeCredit:
-        """Credit whose token values are sums of the leaves' values below them."""
-        return TreeCredit(*(self._spread(self._sum_below(values)) for values in (positive, negative, weight)))
+    def sum_of_segments(self, token_values: Floats) -> Floats:
+        """For every segment the sum over its tokens."""
+        owners = np.repeat(np.arange(len(self.lengths)), self.lengths)
+        sums = np.bincount(owners, np.asarray(token_values, np.float64), minlength=len(self.lengths))
+        return sums.astype(np.float64)
 
-    def _sum_below(self, leaf_values: _Floats) -> _Floats:
-        """For every segment, the sum of `leaf_values` over the leaves at or below it."""
-        sums = np.zeros(len(self.parents))
-        sums[self.leaves] = leaf_values
-        for index in range(len(self.parents) - 1, 0, -1):
-            sums[self.parents[index]] += sums[index]
-        return sums
+    def sum_below(self, leaf_values: Floats) -> Floats:
+        """For every segment the sum over the leaves at or below it; [leaves, 1] or [leaves, segments]."""
+        return np.asarray(np.where(self.below, leaf_values, 0.0).sum(0))
 
-    def _spread(self, segment_values: _Floats) -> Float32Array:
+    def spread(self, segment_values: Floats) -> Floats:
         """One value a token, 0 outside MODEL segments."""
-        return np.repeat(np.where(self.is_model, segment_values, 0.0), self.lengths).astype(np.float32)
+        values: Floats = np.where(self.is_model, segment_values, 0.0).astype(np.float64)
+        return values.repeat(self.lengths)
+
+
+def _credit(positive: Floats, negative: Floats, weight: Floats) -> TreeCredit:
+    return TreeCredit(positive.astype(np.float32), negative.astype(np.float32), weight.astype(np.float32))

@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from arpo_megatron.rollout import protocol
-from arpo_megatron.rollout.client import EngineClient, EngineFinish, Generation, Sampling
-from arpo_megatron.rollout.grower import GrowLimits, TextCodec
+from arpo_megatron.rollout.client import EngineClient
+from arpo_megatron.rollout.generation import EngineFinish, Generation, Sampling
+from arpo_megatron.rollout.grow_context import GrowLimits, TextCodec
 from arpo_megatron.rollout.policies import BranchPolicy, ForkPoint
 from arpo_megatron.rollout.tools import ToolClient
 from arpo_megatron.tasks.base import Task
@@ -69,7 +70,7 @@ async def grow_in_rounds(
                 tools.call(
                     call.tool,
                     dict(call.arguments),
-                    trajectory_id=f"{step}/{tasks[path.task].id}/{path.number}/{path.calls}",
+                    trajectory_id=f"{tasks[path.task].id}/{path.number}/{path.calls}",
                     timeout_s=limits.tool_timeout_s,
                 )
                 for path, _, call in called
@@ -80,15 +81,7 @@ async def grow_in_rounds(
             start = part.entropies if path.start is None else path.start
             tokens = _behind(path, part, answer.text, codec, limits)
             active.append(replace(path, tokens=tokens, calls=path.calls + 1, start=start))
-            point = ForkPoint(
-                task_id=tasks[path.task].id,
-                step=step,
-                path=(path.number, path.calls),
-                start_entropies=start,
-                before_entropies=part.entropies,
-                entropies=part.entropies,
-                budget=policy.total - begun[path.task],
-            )
+            point = _fork_point(active[-1], part, tasks[path.task].id, step, policy.total - begun[path.task])
             for _ in range(policy.decide(point).siblings):
                 active.append(replace(active[-1], number=begun[path.task]))
                 begun[path.task] += 1
@@ -107,6 +100,20 @@ async def _segment(path: _Path, engine: EngineClient, limits: GrowLimits) -> Gen
     room = limits.max_length - len(path.tokens)
     return await engine.generate(
         path.tokens, max_new_tokens=max(1, room), sampling=Sampling(), stop=protocol.STOP_STRINGS
+    )
+
+
+def _fork_point(path: _Path, before: Generation, task_id: str, step: int, budget: int) -> ForkPoint:
+    """Behind the answer to the call that ended the segment `before`."""
+    assert path.start is not None
+    return ForkPoint(
+        task_id=task_id,
+        step=step,
+        path=(path.number, path.calls - 1),
+        start_entropies=path.start,
+        before_entropies=before.entropies,
+        entropies=before.entropies,
+        budget=budget,
     )
 
 

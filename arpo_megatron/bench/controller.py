@@ -9,7 +9,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,9 @@ from arpo_megatron.bench.pools import GROUP, new_pool, start
 from arpo_megatron.bench.simulated_tools import LATENCIES, SimulatedTools
 from arpo_megatron.config import AlgorithmConfig
 from arpo_megatron.monitor.machine import peak_memory_gb
-from arpo_megatron.rollout.client import EngineClient, EngineFinish, Generation, Sampling
-from arpo_megatron.rollout.grower import GrowLimits
+from arpo_megatron.rollout.client import EngineClient
+from arpo_megatron.rollout.generation import EngineFinish, Generation, Sampling
+from arpo_megatron.rollout.grow_context import GrowLimits
 from arpo_megatron.rollout.messages import CollectTrees, GrowSettings
 from arpo_megatron.rollout.policies import make_policy
 from arpo_megatron.rollout.routes import RouteRequest
@@ -57,10 +58,13 @@ class SimulatedEngine(EngineClient):
         stop: Sequence[str] = (),
         key: str = "",
         routes: RouteRequest | None = None,
+        ready: Callable[[], Awaitable[None]] | None = None,
     ) -> Generation:
         """`SEGMENT` tokens and a call, or as many as are wanted."""
         self._now += 1
         self.most = max(self.most, self._now)
+        if ready is not None:
+            await ready()
         await asyncio.sleep(ANSWER_S)
         self._now -= 1
         count = min(max_new_tokens, SEGMENT)
@@ -126,7 +130,7 @@ async def _measure(model: Path, size: int) -> Figures:
     tools, engine = SimulatedTools(ANSWER_S, LATENCIES["lognormal"]), SimulatedEngine(codec.vocabulary_size - 1)
     pool = new_pool(engine, tools, codec, policy, 1)
     tasks = tuple(Task(f"task {n}", (), "", "math", f" w{n % 800} w1 w2") for n in range(size // ALGORITHM.initial))
-    settings = GrowSettings(ALGORITHM, ALGORITHM.samples, 1.0, 1.0, LIMITS)
+    settings = GrowSettings(ALGORITHM, ALGORITHM.samples, Sampling(), LIMITS)
     before = time.process_time()
     pool.start(start(tasks, step=0, version=0, settings=settings))
     report = await pool.collect(CollectTrees(GROUP))

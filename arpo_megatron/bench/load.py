@@ -25,7 +25,7 @@ from arpo_megatron.bench import memory
 from arpo_megatron.config import ParallelConfig
 from arpo_megatron.errors import UserError
 from arpo_megatron.weights.files import TensorFiles, write_tensors
-from arpo_megatron.weights.mapping import exported
+from arpo_megatron.weights.mapping import exported, exported_bytes
 from arpo_megatron.weights.shape import ModelShape
 
 DTYPE = torch.bfloat16
@@ -81,14 +81,14 @@ def bench_load(gigabytes: float, tensor: int, pipeline: int, directory: Path | N
             (root / name).mkdir()
             (root / name / "config.json").write_text("{}")
             tensors = exported(size)
-            print(f"writing {name}: {_total(size) / 1e9:.2f} GB", file=sys.stderr)
+            print(f"writing {name}: {exported_bytes(size, DTYPE.itemsize) / 1e9:.2f} GB", file=sys.stderr)
             write_tensors(_random(tensors), tensors, DTYPE, root / name, SHARD_BYTES)
         ranks = _run_ranks(root, shape, layout)
         exact = _same(root / "model", root / "exported", shape)
     largest = sorted((prod(size) * DTYPE.itemsize for size in exported(shape).values()), reverse=True)[:2]
     bounds = [rank.shard_bytes + sum(largest) for rank in ranks]
     return {
-        "model_bytes": _total(shape),
+        "model_bytes": exported_bytes(shape, DTYPE.itemsize),
         "tensor": tensor,
         "pipeline": pipeline,
         "largest_tensors_bytes": largest,
@@ -104,13 +104,9 @@ def bench_load(gigabytes: float, tensor: int, pipeline: int, directory: Path | N
 
 def _shape(gigabytes: float, pipeline: int) -> ModelShape:
     """As many layers as it takes, divisible by the stages."""
-    rest, one = (_total(replace(SMALLEST, layers=layers)) for layers in (0, pipeline))
+    rest, one = (exported_bytes(replace(SMALLEST, layers=layers), DTYPE.itemsize) for layers in (0, pipeline))
     steps = ceil((gigabytes * 1e9 - rest) / (one - rest))
     return replace(SMALLEST, layers=max(1, steps) * pipeline)
-
-
-def _total(shape: ModelShape) -> int:
-    return sum(prod(size) for size in exported(shape).values()) * DTYPE.itemsize
 
 
 def _random(shapes: dict[str, tuple[int, ...]]) -> Iterator[tuple[str, Tensor]]:

@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Sequence
 
 from arpo_megatron.rollout.client import EngineClient
-from arpo_megatron.rollout.grower import TextCodec
+from arpo_megatron.rollout.grow_context import TextCodec
 from arpo_megatron.rollout.messages import GrowSettings, LiveTree, StartTrees
 from arpo_megatron.rollout.policies import BranchPolicy
 from arpo_megatron.rollout.pool import TreePool

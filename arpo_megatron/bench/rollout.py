@@ -11,7 +11,7 @@ import asyncio
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,9 +25,11 @@ from arpo_megatron.bench.simulated_tools import LATENCIES, SimulatedTools
 from arpo_megatron.bench.talkative_model import write_model
 from arpo_megatron.config import AlgorithmConfig, EngineConfig
 from arpo_megatron.rollout import protocol
-from arpo_megatron.rollout.client import EngineClient, Generation, Sampling
+from arpo_megatron.rollout.client import EngineClient
+from arpo_megatron.rollout.generation import Sampling
 from arpo_megatron.rollout.messages import CollectTrees, GrowReport, GrowSettings
 from arpo_megatron.rollout.policies import make_policy
+from arpo_megatron.rollout.routing import Engine
 from arpo_megatron.rollout.server import launch_engine
 from arpo_megatron.rollout.worker import TokenizerCodec
 from arpo_megatron.tasks.base import Task
@@ -55,8 +57,8 @@ class Run:
         unique: tokens of the trees.
         floor_s: sum over the steps of the slowest path's tool time; a step that begins with nothing cannot end before.
         controller_s: CPU time of this process.
-        busy_share: part of the wall time in which the engine had a generation.
-        mean_batch: generations that it had, on average.
+        busy_share: part of the wall time in which the engine had a request.
+        mean_batch: requests that it had, on average.
     """
 
     seconds: float = 0.0
@@ -82,26 +84,28 @@ class Run:
 
 
 class MeteredEngine(EngineClient):
-    """The client, with an account of how many generations were asked of the engine over time."""
+    """The client, with an account of how many requests the engine has over time.
+
+    A request that waits for a push, for its turn or to be repeated is none of them.
+    """
 
     def __init__(self, url: str) -> None:
         super().__init__(url)
-        self.busy_s = self.generation_s = 0.0
+        self.busy_s = self.request_s = 0.0
         self._running = 0
         self._since = time.monotonic()
 
-    async def generate(self, *args: Any, **kwargs: Any) -> Generation:
-        """See `EngineClient.generate`."""
+    async def _exchange(self, engine: Engine, body: Mapping[str, Any], key: str) -> dict[str, Any]:
         self._change(1)
         try:
-            return await super().generate(*args, **kwargs)
+            return await super()._exchange(engine, body, key)
         finally:
             self._change(-1)
 
     def _change(self, by: int) -> None:
         now = time.monotonic()
         self.busy_s += (now - self._since) * (self._running > 0)
-        self.generation_s += (now - self._since) * self._running
+        self.request_s += (now - self._since) * self._running
         self._since = now
         self._running += by
 
@@ -128,7 +132,7 @@ class Bench:
 
         async with MeteredEngine(self._url) as engine:
             await asyncio.gather(*(segment(engine) for _ in range(3 * BATCH)))
-            self.segment_s = engine.generation_s / (3 * BATCH)
+            self.segment_s = engine.request_s / (3 * BATCH)
 
     async def run(self, way: str, latency: str) -> Run:
         """All steps of "rounds", "on_policy" or "partial", with tools of that latency."""
@@ -142,7 +146,7 @@ class Bench:
             found.seconds = time.monotonic() - began
             found.controller_s = time.process_time() - cpu
             found.busy_share = engine.busy_s / found.seconds
-            found.mean_batch = engine.generation_s / found.seconds
+            found.mean_batch = engine.request_s / found.seconds
         self.tell(f"{latency}, {way}: {found.seconds:.1f} s, {found.tokens / found.seconds:.0f} tokens/s")
         return found
 
@@ -171,7 +175,7 @@ class Bench:
     async def _in_trees(self, engine: MeteredEngine, tools: SimulatedTools, found: Run, *, ahead: bool) -> None:
         """As `harvest.Harvest` does, with max_staleness 1 (`ahead`) or 0."""
         pool = new_pool(engine, tools, self._codec, self._policy, SEED)
-        settings = GrowSettings(ALGORITHM, ALGORITHM.samples, 1.0, 1.0, LIMITS)
+        settings = GrowSettings(ALGORITHM, ALGORITHM.samples, Sampling(), LIMITS)
         first = self._version + 1
         begun = 0
         for step in range(STEPS):
@@ -225,6 +229,8 @@ def _speedups(runs: dict[str, dict[str, Run]]) -> dict[str, Any]:
     trees = [run for ways in runs.values() for way, run in ways.items() if way != "rounds"]
     on_policy = [ways["on_policy"] for ways in runs.values()]
     figures["prefill_over_unique"] = sum(run.computed for run in on_policy) / sum(run.unique for run in on_policy)
+    partial = [ways["partial"] for ways in runs.values()]
+    figures["prefill_over_unique_partial"] = sum(run.computed for run in partial) / sum(run.unique for run in partial)
     figures["controller_ms_per_segment"] = 1e3 * sum(r.controller_s for r in trees) / sum(r.segments for r in trees)
     figures["engine_busy_share"] = min(run.busy_share for run in trees)
     return figures

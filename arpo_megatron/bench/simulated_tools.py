@@ -1,7 +1,12 @@
-"""Tools that sleep and answer a constant: only their latency is of interest, and it is a function of seed and place."""
+"""Tools that sleep and answer a constant: only their latency is of interest.
+
+It is a function of the task and of how many calls were made for it before. Ways of growing that are compared name the
+places of a tree differently; as far as they make equally many calls for a task, these take equally long in all.
+"""
 
 import asyncio
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
@@ -29,22 +34,25 @@ LATENCIES: Mapping[str, Callable[[np.random.Generator], float]] = MappingProxyTy
 
 
 class SimulatedTools(ToolClient):
-    """Sleeps for `mean_s` times a draw of `latency`."""
+    """Sleeps for `mean_s` times a draw of `latency`; to compare two ways of growing takes one for each of them."""
 
     def __init__(self, mean_s: float, latency: Callable[[np.random.Generator], float]) -> None:
         super().__init__("http://nowhere.invalid")
         self._mean_s = mean_s
         self._latency = latency
+        self._calls: Counter[str] = Counter()  # of each task
 
     async def call(
         self, tool: str, arguments: dict[str, object], *, trajectory_id: str, timeout_s: float
     ) -> ToolAnswer:
-        """The same for every call."""
-        seconds = self.seconds(trajectory_id)
+        """The same for every call. Its task is what comes before the first "/" of `trajectory_id`."""
+        task = trajectory_id.partition("/")[0]
+        seconds = self._mean_s * self._latency(_generator(task, self._calls[task]))
+        self._calls[task] += 1
         await asyncio.sleep(seconds)
         return ToolAnswer("42", "ok", seconds, cached=False)
 
-    def seconds(self, trajectory_id: str) -> float:
-        """How long the call takes that this place in a tree makes."""
-        words = np.frombuffer(hashlib.sha256(trajectory_id.encode()).digest(), np.uint32)
-        return self._mean_s * self._latency(np.random.default_rng(words))
+
+def _generator(task: str, number: int) -> np.random.Generator:
+    digest = hashlib.sha256(f"{task}/{number}".encode()).digest()
+    return np.random.default_rng(np.frombuffer(digest, np.uint32))

@@ -1,17 +1,18 @@
 """Weight pushes against the bare transfer of the same bytes: `arpo bench sync`.
 
 A random model in float32 lies in the trainer's ranks, and an SGLang server on this machine serves it. Each round
-measures for every transport, one after the other, the floor and a whole push: begin, gathering, naming, sending,
-loading, commit, checksums of sampled tensors, and the probe through trainer and engine at once. The floor is the bare
-transfer plus one memory copy:
+measures for every transport, one after the other, whole pushes and the floor. A push is begin, gathering, naming,
+sending, loading, commit, and the probe through trainer and engine at once; one of two is verified, with checksums of
+sampled tensors and a longer probe. `share_of_floor` is what a run's pushes have, of which one in `sync.verify_every`'s
+default is verified: the floor over the mean of so many. The floor is the bare transfer plus one memory copy:
 
     broadcast   one flat tensor broadcast by gloo between two processes
     ipc         one copy into shared memory
     disk        one file written and read
 
 The model's pass over the probe, the trainer's and the engine's at once, is part of the push and reads all weights:
-`share_of_floor_without_probe` is the share of what is left, checksums included. The weights change before every push,
-and the engine must then hold the new ones.
+`share_of_floor_without_probe` is the share of what is left. The weights change before every push, and the engine must
+then hold the new ones.
 """
 
 import ctypes
@@ -22,9 +23,10 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from datetime import timedelta
-from math import ceil, prod
+from math import ceil
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -40,11 +42,11 @@ from arpo_megatron.bench import memory
 from arpo_megatron.config import EngineConfig, ModelConfig, ParallelConfig, SyncConfig
 from arpo_megatron.errors import UserError
 from arpo_megatron.weights.files import write_tensors
-from arpo_megatron.weights.mapping import exported
+from arpo_megatron.weights.mapping import exported, exported_bytes
 from arpo_megatron.weights.shape import ModelShape
 
 DTYPE = torch.float32
-VOCABULARY = 16384
+VOCABULARY = 12288
 TransportName = Literal["broadcast", "ipc", "disk"]
 TRANSPORTS: tuple[TransportName, ...] = ("broadcast", "ipc", "disk")
 TIMEOUT_S = 300.0
@@ -83,7 +85,7 @@ def bench_sync(megabytes: int, tensor: int, bucket_mb: int, repeats: int, direct
             _run_ranks(root, tensor)
         transports = json.loads((root / "figures.json").read_text())
     return {
-        "model_bytes": _total(shape),
+        "model_bytes": exported_bytes(shape, DTYPE.itemsize),
         "tensor": tensor,
         "bucket_bytes": bucket_mb * 2**20,
         "share_of_floor": transports["broadcast"]["share_of_floor"],
@@ -100,10 +102,10 @@ def _make_model(directory: Path, megabytes: int) -> ModelShape:
     file = directory / "config.json"
     config = json.loads(file.read_text()) | {"vocab_size": VOCABULARY}
     file.write_text(json.dumps(config))
-    one = _total(ModelShape.from_hf(directory))
+    one = exported_bytes(ModelShape.from_hf(directory), DTYPE.itemsize)
     config["num_hidden_layers"] = 2
     file.write_text(json.dumps(config))
-    step = _total(ModelShape.from_hf(directory)) - one
+    step = exported_bytes(ModelShape.from_hf(directory), DTYPE.itemsize) - one
     config["num_hidden_layers"] = 1 + max(0, ceil((megabytes * 1e6 - one) / step))
     file.write_text(json.dumps(config))
     shape = ModelShape.from_hf(directory)
@@ -114,10 +116,6 @@ def _make_model(directory: Path, megabytes: int) -> ModelShape:
     )
     write_tensors(tensors, exported(shape), DTYPE, directory, 2**40)
     return shape
-
-
-def _total(shape: ModelShape) -> int:
-    return sum(prod(size) for size in exported(shape).values()) * DTYPE.itemsize
 
 
 def _largest(pid: int) -> int:
@@ -199,8 +197,16 @@ def _receive(port: int, size: int, pipe: Any) -> None:
         pass
 
 
+@dataclass(frozen=True, slots=True)
+class Took:
+    """Seconds of a push, those of its probe included, and of the probe alone."""
+
+    push: float
+    probe: float
+
+
 class Pushes:
-    """One rank's part of a push by one of the transports."""
+    """One rank's part of the pushes by one of the transports: in turn one that is verified and a plain one."""
 
     def __init__(
         self, root: Path, settings: dict[str, Any], transport: TransportName, chunks: Any, shape: ModelShape
@@ -210,58 +216,71 @@ class Pushes:
 
         self._chunks, self._shape = chunks, shape
         self._engine_pid: int = settings["engine_pid"]
-        self.bucket_bytes: int = settings["bucket_mb"] * 2**20
-        sync = SyncConfig(transport=transport, bucket_mb=settings["bucket_mb"], verify_every=1)
+        sync = SyncConfig(transport=transport, bucket_mb=settings["bucket_mb"], verify_every=2)
+        self.bucket_bytes = sync.bucket_bytes
+        self.two_buckets_bytes = 2 * sync.bucket_mb * 2**20
         self._sync = None
         if not dist.get_rank():
             self._sync = WeightSync.of(JobConfig("bench", platform="cpu", sync=sync), [settings["url"]], root)
+        self._version = 0
         self.gap = 0.0
-        self.probe_s: list[float] = []
         self.checksums = 0
+        self.verified: list[Took] = []
+        self.plain: list[Took] = []
         self.peaks: tuple[int, int] | None = None
 
-    def seconds(self, version: int) -> float:
-        """Of one push; the first one also measures memory."""
-        self._change()
-        if self.peaks is None:
-            # The first use of code, threads and connections is not measured: a push in tiny buckets has it all.
-            self._push(version, _TINY_BUCKET_BYTES)
-            gc.collect()
-            ctypes.CDLL(None).malloc_trim(0)
-            pids: tuple[int, int] = (os.getpid(), self._engine_pid)
-            before = [memory.resident(pid) for pid in pids]
-            for pid in pids:
-                memory.reset(pid)
-            seconds = self._push(version, self.bucket_bytes)
-            peaks = [memory.highest(pid) - held for pid, held in zip(pids, before, strict=True)]
-            self.peaks = peaks[0], peaks[1]
-            return seconds
-        return self._push(version, self.bucket_bytes)
+    def verified_push(self) -> None:
+        """The first one also measures memory."""
+        if self.peaks is not None:
+            self._push(self.verified, self.bucket_bytes)
+            return
+        # The first use of code, threads and connections is not measured: two pushes in tiny buckets have it all.
+        for _ in range(2):
+            self._push([], _TINY_BUCKET_BYTES)
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)
+        pids: tuple[int, int] = (os.getpid(), self._engine_pid)
+        before = [memory.resident(pid) for pid in pids]
+        for pid in pids:
+            memory.reset(pid)
+        self._push(self.verified, self.bucket_bytes)
+        peaks = [memory.highest(pid) - held for pid, held in zip(pids, before, strict=True)]
+        self.peaks = peaks[0], peaks[1]
+
+    def plain_push(self) -> None:
+        """Behind a verified one."""
+        self._push(self.plain, self.bucket_bytes)
 
     def close(self) -> None:
         """Let go of the engine."""
         if self._sync is not None:
             self._sync.close()
 
-    def _push(self, version: int, bucket_bytes: int) -> float:
+    def _push(self, took: list[Took], bucket_bytes: int) -> None:
+        from arpo_megatron.actor import parallel
+        from arpo_megatron.leader import probe_pack
         from arpo_megatron.weights.export import hf_buckets
-        from arpo_megatron.weights.sync import PROBE_TOKENS, probe_gap
+        from arpo_megatron.weights.sync import probe_gap
 
+        self._change()
+        self._version += 1
         started = time.perf_counter()
         buffers = self._sync.buffers if self._sync else 0
         buckets = hf_buckets(self._chunks, self._shape, bucket_bytes, buffers)
         if self._sync is None:
             for _ in buckets:
                 pass
-            _probe(self._chunks[0])
-        else:
-            self.checksums = len(self._sync.push(buckets, version).verified)
-            pushed = time.perf_counter()
-            scores = self._sync.engines.start_scores(range(PROBE_TOKENS))
-            wanted = _probe(self._chunks[0])  # while the engine scores it
-            self.gap = max(self.gap, probe_gap(wanted.numpy(), scores()[0]))
-            self.probe_s.append(time.perf_counter() - pushed)
-        return time.perf_counter() - started
+            _logprobs(self._chunks[0], parallel.broadcast_object(None))
+            return
+        report = self._sync.push(buckets, self._version)
+        pushed = time.perf_counter()
+        tokens = list(range(report.probe_tokens))
+        scores = self._sync.engines.start_scores(tokens)
+        wanted = _logprobs(self._chunks[0], parallel.broadcast_object(probe_pack(tokens)))  # while the engine does
+        self.gap = max(self.gap, probe_gap(wanted.numpy(), scores()[0]))
+        ended = time.perf_counter()
+        took.append(Took(ended - started, ended - pushed))
+        self.checksums = len(report.verified) or self.checksums
 
     def _change(self) -> None:
         with torch.no_grad():
@@ -270,20 +289,12 @@ class Pushes:
                     parameter.mul_(1.001)
 
 
-def _probe(model: Any) -> Tensor:
-    """float32[PROBE_TOKENS - 1]: the trainer's log-probs of a fixed sequence."""
-    import numpy as np
+def _logprobs(model: Any, pack: Any) -> Tensor:
+    """float32[m]: the trainer's log-probs of the pack's targets."""
+    from arpo_megatron.actor.microbatch import MicroBatches, Place
 
-    from arpo_megatron.actor.microbatch import MicroBatches
-    from arpo_megatron.actor.packing import pack_trees
-    from arpo_megatron.algorithms.credit import supervised_credit
-    from arpo_megatron.tree import Role, RolloutTree
-    from arpo_megatron.weights.sync import PROBE_TOKENS
-
-    tree = RolloutTree("probe", np.arange(1))
-    tree.add(0, Role.MODEL, np.arange(1, PROBE_TOKENS))
-    packs = pack_trees([tree], supervised_credit([tree]), token_budget=PROBE_TOKENS)
-    with torch.no_grad(), MicroBatches(packs, None) as batches:
+    place = Place(multiple_of=dist.get_world_size())  # all ranks are tensor-parallel, and divide the sequence too
+    with torch.no_grad(), MicroBatches([pack], None, place) as batches:
         logprobs: Tensor = model(*batches.make(0).inputs)[0]
     return logprobs
 
@@ -302,20 +313,18 @@ def main() -> None:
     torch.set_num_threads(1)  # the engine has the other core
     chunks = build_chunks(shape, layout, DTYPE, initialize=False)
     load_hf(chunks, shape, root / "model")
-    floors = Floors(_total(shape), root) if parallel.is_leader() else None
+    floors = Floors(exported_bytes(shape, DTYPE.itemsize), root) if parallel.is_leader() else None
     floor_s: dict[str, list[float]] = {name: [] for name in TRANSPORTS}
-    push_s: dict[str, list[float]] = {name: [] for name in TRANSPORTS}
     pushes = {name: Pushes(root, settings, name, chunks, shape) for name in TRANSPORTS}
-    version = 0
     for _ in range(1 + settings["repeats"]):
         for name in TRANSPORTS:
-            version += 1
+            pushes[name].verified_push()
             if floors is not None:
                 floor_s[name].append(floors.seconds(name))
             dist.barrier()
-            push_s[name].append(pushes[name].seconds(version))
+            pushes[name].plain_push()
     if floors is not None:
-        figures = {name: _figures(pushes[name], floor_s[name][1:], push_s[name][1:]) for name in TRANSPORTS}
+        figures = {name: _figures(pushes[name], floor_s[name][1:]) for name in TRANSPORTS}
         (root / "figures.json").write_text(json.dumps(figures))
         floors.close()
     for push in pushes.values():
@@ -323,20 +332,32 @@ def main() -> None:
     parallel.destroy()
 
 
-def _figures(pushes: Pushes, floor_s: list[float], push_s: list[float]) -> dict[str, Any]:
+def _figures(pushes: Pushes, floor_s: list[float]) -> dict[str, Any]:
     if pushes.peaks is None:
         raise AssertionError("no push was measured")
-    probe_s = pushes.probe_s[2:]  # without the one in tiny buckets, and the first round
-    without_probe = [whole - probe for whole, probe in zip(push_s, probe_s, strict=True)]
+    plain, verified = pushes.plain[1:], pushes.verified[1:]
+    every = SyncConfig().verify_every
+
+    def share(seconds: Callable[[Took], float]) -> float:
+        """Of the floor, in a run: one push of `every` is verified."""
+        mean = ((every - 1) * median(map(seconds, plain)) + median(map(seconds, verified))) / every
+        return round(median(floor_s) / mean, 3)
+
+    def rounded(seconds: Iterable[float]) -> list[float]:
+        return [round(each, 3) for each in seconds]
+
     return {
-        "share_of_floor": round(median(floor_s) / median(push_s), 3),
-        "share_of_floor_without_probe": round(median(floor_s) / median(without_probe), 3),
-        "floor_s": [round(seconds, 3) for seconds in floor_s],
-        "push_s": [round(seconds, 3) for seconds in push_s],
-        "probe_s": [round(seconds, 3) for seconds in probe_s],
+        "share_of_floor": share(lambda took: took.push),
+        "share_of_floor_without_probe": share(lambda took: took.push - took.probe),
+        "floor_s": rounded(floor_s),
+        "push_s": rounded(took.push for took in plain),
+        "probe_s": rounded(took.probe for took in plain),
+        "verified_push_s": rounded(took.push for took in verified),
+        "verified_probe_s": rounded(took.probe for took in verified),
+        "verify_every": every,
         "peak_extra_bytes": pushes.peaks[0],
         "engine_peak_extra_bytes": pushes.peaks[1],
-        "two_buckets_bytes": 2 * pushes.bucket_bytes,
+        "two_buckets_bytes": pushes.two_buckets_bytes,
         "probe_gap": pushes.gap,
         "tensors_verified": pushes.checksums,
     }

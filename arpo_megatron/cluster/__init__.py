@@ -3,7 +3,6 @@
 | file | what |
 | --- | --- |
 | `profile.py` | what a cluster wants to be told (slurm/clusters/*.yaml) |
-| `plan.py` | which role runs on which node and GPU |
 | `code.py` | the code that runs is the code that was submitted |
 | `submit.py` | all of that -> nemo-run -> sbatch |
 | `submissions.py` | what was submitted of a run, and what is still in the queue |
@@ -11,5 +10,6 @@
 | `site.py` | a role becomes an `srun` of that allocation |
 | `rank.py` | a trainer rank learns from Slurm who it is |
 | `commands.py` | `arpo status`, `logs`, `cancel`, `resume` |
+| `over_ssh.py` | the same commands on a login node that is elsewhere |
 | `slurm.py` | the few Slurm commands that all of these use |
 """

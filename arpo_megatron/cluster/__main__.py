@@ -1,6 +1,6 @@
 """`python -m arpo_megatron.cluster RUN_DIR`: the role supervisor of a Slurm job (`job.py`).
 
-Slurm's warning may come while it is still being imported, and would end a process that does not listen yet.
+Slurm's warning, and TERM, may come while it is still being imported, and would end a process that does not listen yet.
 """
 
 import signal
@@ -11,7 +11,8 @@ from pathlib import Path
 def main() -> None:
     """Entry point."""
     warned: list[int] = []
-    signal.signal(signal.SIGUSR1, lambda number, _frame: warned.append(number))
+    for each in (signal.SIGUSR1, signal.SIGTERM):
+        signal.signal(each, lambda number, _frame: warned.append(number))
     from arpo_megatron.cluster.job import supervise
 
     sys.exit(supervise(Path(sys.argv[1]), warned))

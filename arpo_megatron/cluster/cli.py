@@ -1,5 +1,7 @@
 """`arpo submit | status | logs | cancel | resume | doctor`: a run on a cluster, by its name."""
 
+import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,7 +21,10 @@ Words = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", hel
 Cluster = Annotated[str, typer.Option(help="Profile in slurm/clusters, or the path of one (FILE.yaml).")]
 ConfigFile = Annotated[Path | None, typer.Option("--config", help="YAML file laid over the recipe, below KEY=VALUE.")]
 Run = Annotated[str, typer.Argument(metavar="RUN", help="Name of a submitted run, or its directory.")]
-Where = Annotated[str | None, typer.Option("--cluster", help="Look in this profile's `runs` only.")]
+Where = Annotated[
+    str | None,
+    typer.Option("--cluster", help="Look in this profile's `runs` only (over SSH, where it says so)."),
+]
 Nodes = Annotated[int | None, typer.Option(min=1, help="Nodes; default: the profile's, or as few as can be.")]
 Force = Annotated[bool, typer.Option("--force", help="Also where `arpo plan` says that the job does not fit.")]
 Chain = Annotated[int, typer.Option(min=1, help="Jobs, one after the other, that go on where the last one stopped.")]
@@ -42,12 +47,13 @@ def submit(
 
     Prints the run's name and the job's id.
     """
+    from arpo_megatron.cluster.over_ssh import elsewhere
     from arpo_megatron.cluster.profile import load_profile
-    from arpo_megatron.plan.search import on_nodes
 
-    job, profile = resolve.resolve(recipe, file=config, words=overrides or ()), load_profile(cluster)
-    if (hardware := profile.hardware(job)) is not None:
-        job = on_nodes(recipe, nodes or profile.nodes, hardware, file=config, words=overrides or ())
+    options = {"config": config, "nodes": nodes, "chain": chain, "force": force, "dryrun": dryrun}
+    elsewhere(cluster, "submit", recipe, *(overrides or ()), **options)
+    profile = load_profile(cluster)
+    job = _resolved(recipe, profile, nodes or profile.nodes, overrides or (), config)
     _submit(job, profile, nodes=nodes, chain=chain, force=force, dryrun=dryrun)
 
 
@@ -57,23 +63,47 @@ def resume(
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="train.steps, parallel.*, engine.*, ...")
     ] = None,
-    cluster: Where = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(help="Profile to submit with, in whose `runs` the run is; default: as it was submitted last."),
+    ] = None,
     nodes: Nodes = None,
     chain: Chain = 1,
     force: Force = False,
 ) -> None:
     """Submit a run again, with the code as it is now: it goes on from its newest whole checkpoint.
 
-    Without words and --nodes it takes as many nodes as before; number and layout may be others.
+    It takes as many nodes as before; --nodes are filled with more or fewer data-parallel ranks and engines; with words
+    for parallel.* or engine.* it takes as many as that layout does.
     """
     from arpo_megatron.cluster import commands
+    from arpo_megatron.cluster.over_ssh import elsewhere
     from arpo_megatron.cluster.profile import load_profile
+    from arpo_megatron.plan.search import scaled
 
+    elsewhere(cluster, "resume", run, *(overrides or ()), nodes=nodes, chain=chain, force=force)
     directory = commands.find_run(run, cluster)
+    profile = load_profile(cluster or str(directory.cluster))
+    said = resolve.said_keys(resolve.word_layers(overrides or ()))
     job = resolve.over(resolve.load(directory.config), overrides or ())
-    if nodes is None and not overrides:
+    if nodes is None and not any(key.startswith(("parallel.", "engine.")) for key in said):
         nodes = commands.nodes_of(directory)
-    _submit(job, load_profile(str(directory.cluster)), nodes=nodes, chain=chain, force=force, resuming=True)
+    elif nodes is not None and profile.gpus_of(job):
+        job = scaled(job, nodes, profile.gpus_of(job), keep=said)
+    _submit(job, profile, nodes=nodes, chain=chain, force=force, resuming=True)
+
+
+def _resolved(
+    recipe: str, profile: "ClusterProfile | None", nodes: int | None, words: Sequence[str], file: Path | None = None
+) -> JobConfig:
+    """The job on so many nodes of the cluster; None: as the recipe has it."""
+    from arpo_megatron.plan.search import on_nodes
+
+    job = resolve.resolve(recipe, file=file, words=words)
+    if nodes is not None and profile is not None and profile.gpus_of(job):
+        # Once more, because a layout for so many nodes lies between the recipe and the words.
+        job = on_nodes(recipe, nodes, profile.gpus_of(job), file=file, words=words)
+    return job
 
 
 def _submit(
@@ -86,6 +116,7 @@ def _submit(
     dryrun: bool = False,
     resuming: bool = False,
 ) -> None:
+    from arpo_megatron.cluster.over_ssh import HINT_VARIABLE
     from arpo_megatron.cluster.submit import dry_run, prepare_submission
     from arpo_megatron.cluster.submit import submit as send
 
@@ -94,9 +125,9 @@ def _submit(
         print(dry_run(submission))
         return
     jobs = send(submission, force=force)
-    name = submission.run.path.name
+    name, more = submission.run.path.name, os.environ.get(HINT_VARIABLE, "")
     print(f"{name}: job {', '.join(jobs)}, run directory {submission.run.path}")
-    print(f"arpo status {name} | arpo logs {name} --follow | arpo cancel {name}")
+    print(f"arpo status {name}{more} | arpo logs {name} --follow{more} | arpo cancel {name}{more}")
 
 
 @app.command()
@@ -106,7 +137,9 @@ def status(
 ) -> None:
     """Say what Slurm and the run itself report: state, nodes, time, steps done, checkpoints."""
     from arpo_megatron.cluster import commands
+    from arpo_megatron.cluster.over_ssh import elsewhere
 
+    elsewhere(cluster, "status", run)
     commands.print_status(run, cluster)
 
 
@@ -120,7 +153,9 @@ def logs(
 ) -> None:
     """Print the log of a role of a submitted run."""
     from arpo_megatron.cluster import commands
+    from arpo_megatron.cluster.over_ssh import elsewhere
 
+    elsewhere(cluster, "logs", run, role=role, follow=follow, lines=lines)
     commands.print_log(commands.find_run(run, cluster), role, lines=lines, follow=follow)
 
 
@@ -128,7 +163,9 @@ def logs(
 def cancel(run: Run, cluster: Where = None) -> None:
     """Cancel a run's jobs, those that wait in its chain too. `arpo resume` goes on from its newest checkpoint."""
     from arpo_megatron.cluster import commands
+    from arpo_megatron.cluster.over_ssh import elsewhere
 
+    elsewhere(cluster, "cancel", run)
     commands.cancel(commands.find_run(run, cluster))
 
 
@@ -142,11 +179,15 @@ def doctor(
 
     Ends with code 1 where a check fails. Every submitted job does the same on all its nodes first.
     """
+    from arpo_megatron.cluster.over_ssh import elsewhere
     from arpo_megatron.cluster.profile import load_profile
     from arpo_megatron.doctor.local import examine
 
-    job = None if recipe is None else resolve.resolve(recipe, words=overrides or ())
+    elsewhere(cluster, "doctor", recipe, *(overrides or ()))
+
     if overrides and recipe is None:
         raise UserError("KEY=VALUE words need a recipe")
-    if not examine(job, None if cluster is None else load_profile(cluster)):
+    profile = None if cluster is None else load_profile(cluster)
+    job = None if recipe is None else _resolved(recipe, profile, profile.nodes if profile else None, overrides or ())
+    if not examine(job, profile):
         raise typer.Exit(1)

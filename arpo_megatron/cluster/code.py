@@ -5,11 +5,14 @@ import subprocess
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 
 from arpo_megatron.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
+SECRET_FILES = (".env", ".env.*", "*.env", ".netrc", "*.pem", "*.key", "id_rsa", "id_ecdsa", "id_ed25519")
+"""Names of files in which passwords and keys are kept. Who reads the run directory reads what is packed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,38 +22,46 @@ class Code:
     Attributes:
         commit: HEAD.
         tree: git object that holds every file as it is now, those that git ignores aside.
-        diff: from the commit to the tree; empty where nothing was changed.
+        diff: from the commit to the tree, as git prints it, in whatever encodings the files have; empty where nothing
+            was changed.
     """
 
     commit: str
     tree: str
-    diff: str
+    diff: bytes
 
 
 def snapshot(root: Path = ROOT) -> Code:
     """The code in the working tree; neither the tree nor git's index is touched.
 
     Raises:
-        UserError: `root` is not a git clone.
+        UserError: `root` is not a git clone, or there is a new file that looks like one for secrets.
     """
     if not (root / ".git").exists():
         raise UserError(f"{root} is no git clone: submit from one, so that it is known what ran")
     with tempfile.TemporaryDirectory() as folder:
         index = {"GIT_INDEX_FILE": str(Path(folder) / "index")}
-        commit = _git(root, "rev-parse", "HEAD").strip()
+        commit = _git(root, "rev-parse", "HEAD").decode().strip()
         _git(root, "read-tree", commit, env=index)
         _git(root, "add", "--all", env=index)
-        tree = _git(root, "write-tree", env=index).strip()
+        tree = _git(root, "write-tree", env=index).decode().strip()
+    for name in _git(root, "diff", "--name-only", "--diff-filter=A", "-z", commit, tree).split(b"\0"):
+        path = Path(os.fsdecode(name))
+        if any(fnmatch(path.name, pattern) for pattern in SECRET_FILES):
+            raise UserError(
+                f"{root / path} is new and may hold secrets, and all new files are packed with the job: name it in "
+                ".gitignore or .git/info/exclude, or commit it"
+            )
     return Code(commit, tree, _git(root, "diff", "--binary", commit, tree))
 
 
-def _git(root: Path, *words: str, env: Mapping[str, str] | None = None) -> str:
+def _git(root: Path, *words: str, env: Mapping[str, str] | None = None) -> bytes:
     try:
         done = subprocess.run(
-            ["git", *words], cwd=root, env={**os.environ, **(env or {})}, capture_output=True, text=True, check=False
+            ["git", *words], cwd=root, env={**os.environ, **(env or {})}, capture_output=True, check=False
         )
     except FileNotFoundError:
         raise UserError("git is not installed, and the submitted code is packed with it") from None
     if done.returncode:
-        raise UserError(f"git {words[0]} in {root}: {' '.join(done.stderr.split())}")
+        raise UserError(f"git {words[0]} in {root}: {' '.join(done.stderr.decode(errors='replace').split())}")
     return done.stdout

@@ -1,16 +1,21 @@
 """What can be asked of a submitted run, by its name: where it is, what it says, and that it end."""
 
 import json
+import os
+import subprocess
+import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from arpo_megatron import resolve
+from arpo_megatron import health, resolve
 from arpo_megatron.actor.directories import checkpoint_directories
 from arpo_megatron.cluster import slurm
+from arpo_megatron.cluster.code import ROOT
+from arpo_megatron.cluster.over_ssh import login_node
 from arpo_megatron.cluster.profile import load_profile, profile_names
-from arpo_megatron.cluster.submissions import job_states, live_jobs, submissions_of
+from arpo_megatron.cluster.submissions import job_states, job_states_of, live_jobs, submissions_of
 from arpo_megatron.errors import UserError
 from arpo_megatron.run_directory import RunDirectory
 
@@ -24,8 +29,10 @@ def find_run(name: str, cluster: str | None = None) -> RunDirectory:
     Raises:
         UserError: there is none, or there are several of that name.
     """
-    if (Path(name) / "submissions").is_dir():
-        return RunDirectory(Path(name).absolute())
+    if (run := RunDirectory(Path(name).absolute())).submissions.is_dir():
+        if not submissions_of(run):
+            raise UserError(f"{name}: no job of this run was submitted")
+        return run
     found = [run for run in _submitted(cluster) if run.path.name == name]
     if not found:
         names = ", ".join(sorted(run.path.name for run in _submitted(cluster))) or "none"
@@ -41,11 +48,13 @@ def _submitted(cluster: str | None) -> list[RunDirectory]:
     places = set()
     for name in [cluster] if cluster else profile_names():
         try:
+            if not cluster and login_node(name) is not None:  # asked only when it is named
+                continue
             places.add(load_profile(name).runs.expanduser().absolute())
         except UserError:
             if cluster:  # a profile of a cluster that this machine does not belong to has variables that are not set
                 raise
-    folders = (path.parent for place in sorted(places) for path in place.glob("*/submissions"))
+    folders = (path.parents[1] for place in sorted(places) for path in place.glob("*/submissions/1.json"))
     return [RunDirectory(path) for path in sorted(folders, key=lambda path: path.stat().st_mtime)]
 
 
@@ -54,17 +63,21 @@ def print_status(name: str | None, cluster: str | None) -> None:
     runs = [find_run(name, cluster)] if name else _submitted(cluster)
     if not runs:
         print("no run has been submitted")
-    for run in runs:
-        state = newest_state(run)
+    for run, states in zip(runs, job_states_of(runs), strict=True):
+        state = _newest(states)
         line = f"{run.path.name}: " + ("not in Slurm any more" if state is None else f"job {state.id} {state.state}")
         print(line + f", {_progress(run)}")
         if name:
-            _print_details(run, state)
+            _print_details(run, None if state is None else slurm.job_state(state.id))
 
 
 def newest_state(run: RunDirectory) -> slurm.JobState | None:
     """Of the job of this run that runs, else of the first that waits, else of the last one that has run."""
-    states = job_states(run)
+    state = _newest(job_states(run))
+    return None if state is None else slurm.job_state(state.id)
+
+
+def _newest(states: Sequence[slurm.JobState]) -> slurm.JobState | None:
     live = [state for state in states if state.live]
     running = [state for state in live if state.state != "PENDING"]
     return next(iter(running or live or states[::-1]), None)
@@ -76,7 +89,10 @@ def nodes_of(run: RunDirectory) -> int:
 
 
 def _progress(run: RunDirectory) -> str:
-    steps = resolve.load(run.config).train.steps
+    config = resolve.load(run.config)
+    if config.cold_start_only:
+        return "training is done" if run.sft_result.exists() else f"a cold start of {config.sft.steps} updates"
+    steps = config.train.steps
     if run.result.exists():
         return f"training is done ({json.loads(run.result.read_text())['step']} steps)"
     done = [path.name for path in checkpoint_directories(run.checkpoints)]
@@ -136,10 +152,40 @@ def print_log(run: RunDirectory, role: str, *, lines: int, follow: bool) -> None
             if not new and time.monotonic() - asked > _STATE_INTERVAL_S:
                 state, asked = newest_state(run), time.monotonic()
                 if state is None or not state.live:
+                    print(file.read().decode(errors="replace"), end="", flush=True)  # said since then
                     return None
                 if role == "job" and log_of(run, role) != path:  # a restart writes its own
                     return print_log(run, role, lines=lines, follow=True)
             time.sleep(_FOLLOW_INTERVAL_S)
+    return None
+
+
+def print_health(run: RunDirectory) -> None:
+    """As `arpo health` on one machine. The supervisor answers on its own node only, so it is asked from a step there.
+
+    Raises:
+        UserError: the run has no job that runs, or nothing of it is watched yet.
+    """
+    state = newest_state(run)
+    if state is None or state.state != "RUNNING":
+        raise UserError(f"{run.path.name} has no running job: arpo status {run.path.name}")
+    if os.environ.get("SLURM_JOB_ID") == state.id:
+        return health.print_health(run)
+    first = slurm.allocated_nodes(state.nodes)[0].name
+    python = load_profile(str(run.cluster)).python or sys.executable
+    step = ["srun", f"--jobid={state.id}", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={first}", "--quiet"]
+    done = subprocess.run(
+        [*step, f"--chdir={ROOT}", str(python), "-m", "arpo_megatron", "health", str(run.path)],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=slurm.TIMEOUT_S,
+    )
+    if done.returncode:
+        told = [line for line in done.stderr.splitlines() if line.startswith("arpo: ")] or done.stderr.splitlines()
+        raise UserError(told[0].removeprefix("arpo: ") if told else f"no step can be started on {first}")
+    print(done.stdout, end="")
     return None
 
 

@@ -8,39 +8,50 @@ services are restarted within limits, the first fatal exit ends all. How it ends
 | training is done | links of the chain that still wait are cancelled | COMPLETED |
 | USR1: time is nearly up, or a preemption | trainer saves and ends; a waiting link goes on | COMPLETED |
 | the same, and no link waits | the job goes back into the queue | PENDING |
-| a fatal exit | all steps are ended; the last lines of the guilty log | FAILED, exit code 1 |
+| the same, and Slurm or the profile refuses a requeue | one line; `arpo resume` goes on | FAILED, exit code 75 |
+| a fatal exit | all steps are ended; the last lines of the guilty log | FAILED, exit code of the role |
 | something that the user can mend | one line | FAILED, exit code 2 |
-| TERM: scancel | all steps are ended | CANCELLED |
-| TERM: a preemption without warning | the same, and back into the queue | PENDING |
+| TERM, and the job is no longer RUNNING: scancel | all steps are ended | CANCELLED |
+| TERM, and it is: a preemption with a GraceTime | as with USR1, if the trainer ends before that time | PENDING |
 """
 
+import math
 import os
 import secrets
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 from arpo_megatron import resolve
 from arpo_megatron.cluster import slurm
-from arpo_megatron.cluster.plan import plan_roles
 from arpo_megatron.cluster.profile import ClusterProfile, load_profile
 from arpo_megatron.cluster.site import SlurmSite, drop_slurm_variables
 from arpo_megatron.cluster.submissions import waiting_jobs
 from arpo_megatron.config import JobConfig
 from arpo_megatron.doctor.job import examine_nodes
 from arpo_megatron.errors import USER_ERROR_EXIT_CODE, UserError
-from arpo_megatron.job import train_phases, watching
+from arpo_megatron.job import cold_start, train_phases, watching
+from arpo_megatron.monitor.progress import Progress
+from arpo_megatron.plan.roles import plan_roles
 from arpo_megatron.processes import Interrupted, RoleDiedError, Roles, StoppedError, interrupt_on_signals
 from arpo_megatron.rollout.server import free_ports
 from arpo_megatron.run_directory import RunDirectory
 from tools_sandbox.config import TOKEN_VARIABLE
 
+_T = TypeVar("_T")
 UNFINISHED = 75
 """Exit code (EX_TEMPFAIL) of a job whose time was up, and that nobody goes on with."""
 TERMINATED = 128 + signal.SIGTERM
 _END_S = 60.0
+_LEAVE_S = 20.0
+"""Seconds before Slurm's KILL that ending the steps and asking for a requeue take, at most half of what is left."""
+_TRIES, _PAUSE_S = 3, 5.0
+"""How often a controller that does not answer is asked, and seconds between."""
 
 
 def supervise(path: Path, warned: Sequence[int]) -> int:
@@ -48,58 +59,130 @@ def supervise(path: Path, warned: Sequence[int]) -> int:
 
     Args:
         path: of the run directory.
-        warned: not empty if Slurm's warning has come already.
+        warned: the signals of Slurm (USR1, TERM) that have come already.
     """
-    run = RunDirectory(path)
-    job_id, node_list = os.environ["SLURM_JOB_ID"], os.environ["SLURM_JOB_NODELIST"]
+    try:
+        return _supervise(RunDirectory(path), warned)
+    except UserError as error:
+        return _told(error, USER_ERROR_EXIT_CODE)
+
+
+def _supervise(run: RunDirectory, warned: Sequence[int]) -> int:
+    """As `supervise`. Raises UserError for what the user can mend."""
+    try:
+        job_id, node_list = os.environ["SLURM_JOB_ID"], os.environ["SLURM_JOB_NODELIST"]
+    except KeyError:
+        raise UserError("this is no Slurm job: arpo submit starts one") from None
     drop_slurm_variables()
     profile, config = load_profile(str(run.cluster)), resolve.load(run.config)
     nodes = slurm.allocated_nodes(node_list)
     site = SlurmSite(profile, plan_roles(config, profile.gpus_per_node, len(nodes)), nodes, run, job_id)
-    code = 0
     try:
         interrupt_on_signals()
         _run(config, run, site, warned)
-        for waiting in waiting_jobs(run):
-            slurm.call("scancel", waiting, check=False)
     except StoppedError:
-        code = _leave_to_others(run, profile, job_id)
-    except UserError as error:
-        code = _told(error, USER_ERROR_EXIT_CODE)
+        return _leave_to_others(run, profile, job_id)
     except RoleDiedError as error:
-        code = _told(error, 1)
+        code = _told(error, error.code)
         if profile.requeue and (lost := site.lost_nodes()):  # Slurm itself would notice minutes later
             _told(UserError(f"{', '.join(lost)} cannot be reached any more"), 1)
-            code = _requeue(job_id)
+            code = _requeue(job_id, code)
+        return code
     except Interrupted:
-        code = _requeue(job_id) if profile.requeue and _still_wanted(job_id) else TERMINATED
-    return code
+        return _requeue(job_id, TERMINATED) if profile.requeue and _still_wanted(job_id) else TERMINATED
+    try:
+        for waiting in waiting_jobs(run):
+            slurm.call("scancel", waiting, check=False)
+    except UserError as error:  # each will find that there is nothing left to do
+        _told(error, 0)
+    return 0
 
 
 def _run(config: JobConfig, run: RunDirectory, site: SlurmSite, warned: Sequence[int]) -> None:
-    nodes = site.nodes
     _take_secrets(site.profile)
-    with run.locked(), watching(run) as (progress, poll), Roles(run.logs) as roles:
+    with run.locked(), watching(run) as (progress, poll), site.prepared(), Roles(run.logs) as roles:
         run.remove_partial()  # what a kill -9 left
-
-        def save_and_end(*_: object) -> None:
-            run.stop.touch()
-            progress.note("Slurm's warning: the trainer saves and ends")
-
-        signal.signal(signal.SIGUSR1, save_and_end)
-        if warned:
-            save_and_end()
-        progress.note(f"job {site.job_id} on {', '.join(node.name for node in nodes)}")
+        asked = _Asked(run, site, progress)
+        for number in (signal.SIGUSR1, signal.SIGTERM):
+            signal.signal(number, asked.hear)
+        for early in warned:
+            asked.hear(early)
+        roles.checks.append(asked.heed)
+        progress.note(f"job {site.job_id} on {', '.join(node.name for node in site.nodes)}")
         for line in site.plan.describe():
             progress.note(line)
-        progress.phase("doctor")
-        (meeting,) = free_ports(1, nodes[0].address, site.profile.ports)
-        examine_nodes(site, roles, meeting, poll)
-        progress.phase("prepare")
-        words = site.python([sys.executable, "-m", "arpo_megatron.cluster.prepare", str(run.path)])
-        roles.wait(roles.start("prepare", site.step("prepare", nodes[:1], 1, words)), poll=poll)
+        try:
+            _phases(config, run, site, roles, progress, poll)
+        except RoleDiedError as error:
+            if not asked.term:
+                raise
+            _told(error, 0)  # proctrack/linuxproc signals their sruns too: nobody is left to save
+            raise Interrupted from None
+
+
+def _phases(
+    config: JobConfig, run: RunDirectory, site: SlurmSite, roles: Roles, progress: Progress, poll: Callable[[], None]
+) -> None:
+    progress.phase("doctor")
+    (meeting,) = free_ports(1, site.nodes[0].address, site.profile.ports)
+    examine_nodes(site, roles, meeting, poll)
+    progress.phase("prepare")
+    words = site.python([sys.executable, "-m", "arpo_megatron.cluster.prepare", str(run.path)])
+    roles.wait(roles.start("prepare", site.step("prepare", site.nodes[:1], 1, words)), poll=poll)
+    if config.cold_start_only:
+        cold_start(config, run, roles, progress, poll, site)
+    else:
         train_phases(config, run, roles, progress, poll, site)
-        progress.note(f"exported to {run.export}")
+    progress.note(f"exported to {run.cold_start if config.cold_start_only else run.export}")
+
+
+@dataclass(slots=True)
+class _Asked:
+    """What Slurm's signals ask for. A handler only notes it: whatever is told or asked of Slurm, the main loop does."""
+
+    run: RunDirectory
+    site: SlurmSite
+    progress: Progress
+    heard: list[int] = field(default_factory=list)
+    term: bool = False
+    deadline: float = math.inf
+
+    def hear(self, number: int, _frame: object = None) -> None:
+        """The handler."""
+        self.heard.append(number)
+        if number == signal.SIGUSR1:
+            self.run.stop.touch()
+        else:
+            self.term = True
+
+    def heed(self) -> None:
+        """Do what was asked since the last call.
+
+        Raises:
+            Interrupted: the job is no longer wanted, or what it has left is too short for more than its end.
+        """
+        while self.heard:
+            if self.heard.pop(0) == signal.SIGUSR1:
+                self._save("Slurm's warning")
+            else:
+                self._heed_term()
+        if time.monotonic() > self.deadline:
+            raise Interrupted
+
+    def _heed_term(self) -> None:
+        left_s: float = self.site.profile.signal_s
+        with suppress(UserError):  # a controller that is silent now did send it a moment ago: it wants the nodes
+            state = slurm.job_state(self.site.job_id)
+            if not _running(state):
+                raise Interrupted
+            if state is not None and state.end is not None:
+                left_s = max(0.0, state.end - time.time())
+        self.deadline = min(self.deadline, time.monotonic() + left_s - min(_LEAVE_S, left_s / 2))
+        self._save(f"Slurm's TERM, {left_s:.0f} s before the end")
+
+    def _save(self, why: str) -> None:
+        self.run.stop.touch()
+        self.progress.note(f"{why}: the trainer saves and ends")
 
 
 def _take_secrets(profile: ClusterProfile) -> None:
@@ -123,23 +206,45 @@ def _told(error: Exception, code: int) -> int:
 
 def _leave_to_others(run: RunDirectory, profile: ClusterProfile, job_id: str) -> int:
     """All is saved: the next link of the chain goes on, or this job itself after a requeue."""
-    if waiting := waiting_jobs(run):
+    waiting: list[str] = _patiently(lambda: waiting_jobs(run), [])
+    if waiting:
         return _told(StoppedError(f"saved; job {waiting[0]} goes on"), 0)
     if profile.requeue:
-        return _requeue(job_id)
+        return _requeue(job_id, UNFINISHED)
     return _told(StoppedError("saved; `arpo resume` goes on"), UNFINISHED)
 
 
 def _still_wanted(job_id: str) -> bool:
     """A job that was cancelled or whose time is up is no longer RUNNING; one that is to be preempted is."""
-    state = slurm.job_state(job_id)
+    return _patiently(lambda: _running(slurm.job_state(job_id)), True)
+
+
+def _running(state: slurm.JobState | None) -> bool:
     return state is not None and state.state in ("RUNNING", "SIGNALING")
 
 
-def _requeue(job_id: str) -> int:
-    """Slurm ends this process and starts the job again later, from its newest whole checkpoint."""
+def _patiently(ask: Callable[[], _T], otherwise: _T) -> _T:
+    """What Slurm answers, which may need a moment; `otherwise`, where it remains silent."""
+    for number in range(_TRIES):
+        if number:
+            time.sleep(_PAUSE_S)
+        try:
+            return ask()
+        except UserError as error:
+            _told(error, 0)
+    return otherwise
+
+
+def _requeue(job_id: str, otherwise: int) -> int:
+    """Slurm ends this process and starts the job again later, from its newest whole checkpoint.
+
+    Returns `otherwise`, the exit code of a job that Slurm will not take back.
+    """
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _told(StoppedError("back into the queue"), 0)
-    slurm.call("scontrol", "requeue", job_id)
+    try:
+        slurm.call("scontrol", "requeue", job_id)
+    except UserError as error:
+        return _told(UserError(f"{error}; `arpo resume` goes on"), otherwise)
     time.sleep(_END_S)
-    return UNFINISHED
+    return otherwise

@@ -7,20 +7,23 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 from pydantic.dataclasses import dataclass
 
 from arpo_megatron import resolve
 from arpo_megatron.config import JobConfig
-from arpo_megatron.errors import UserError
+from arpo_megatron.config.fields import NonNegative, Positive
+from arpo_megatron.errors import UserError, did_you_mean
 from arpo_megatron.plan import GPUS, Hardware
 
 _STRICT = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
 DIRECTORY = Path(__file__).resolve().parents[2] / "slurm" / "clusters"
 
-NonNegative = Annotated[int, Field(ge=0)]
-Positive = Annotated[int, Field(gt=0)]
-Duration = Annotated[str, Field(pattern=r"^(\d+-)?\d{1,2}(:\d{2}){0,2}$")]
+Duration = Annotated[
+    str,
+    BeforeValidator(lambda value: str(value) if type(value) is int else value),  # minutes, to YAML a number
+    Field(pattern=r"^(\d+-)?\d+(:\d{1,2}){0,2}$"),
+]
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -54,6 +57,12 @@ class ClusterProfile:
     signal_s: Positive = 300
     """Seconds before the time limit at which the job is told to save and end: longer than a training step and a
     checkpoint. Slurm may tell it up to a minute earlier."""
+    ssh: str | None = None
+    """[USER@]HOST[:PORT] of a login node, or an alias of ~/.ssh/config: each `arpo` command with this `--cluster` runs
+    there, with the code as it lies here. All other paths and variables are of that side, and `python` is required.
+    None: this machine is a login node."""
+    identity: Path | None = None
+    """With `ssh`: private key. None: the agent, the usual files, or a password."""
     requeue: bool = True
     """Put the job back into the queue when its time is up or it is preempted. It goes on from its checkpoint."""
     python: Path | None = None
@@ -75,9 +84,13 @@ class ClusterProfile:
     sbatch: dict[str, str] = Field(default_factory=dict)
     """More #SBATCH parameters, by their long names (constraint: h100, reservation: ...)."""
 
+    def gpus_of(self, config: JobConfig) -> int:
+        """GPUs of a node that the job computes on; 0: it computes on CPUs."""
+        return 0 if config.platform == "cpu" else self.gpus_per_node
+
     def hardware(self, config: JobConfig) -> Hardware | None:
         """What the job is planned for; None: this profile does not say, or the job takes no GPU."""
-        if self.gpu is None or config.platform == "cpu" or not self.gpus_per_node:
+        if self.gpu is None or not self.gpus_of(config):
             return None
         return replace(Hardware.named(self.gpu), gpus=self.gpus_per_node)
 
@@ -109,17 +122,22 @@ def load_profile(name: str) -> ClusterProfile:
     Raises:
         UserError: there is none, or it says what no profile can say.
     """
+    return check_profile(*read_profile(name))
+
+
+def read_profile(name: str) -> tuple[dict[str, Any], str]:
+    """The profile as it is written, and where; raises as `load_profile` does."""
     path = Path(name) if name.endswith((".yaml", ".yml")) else DIRECTORY / f"{name}.yaml"
     if not path.is_file():
         raise UserError(f"unknown cluster {name!r}: there are {', '.join(profile_names())}, or give a FILE.yaml")
-    return check_profile(resolve.read_yaml(path), str(path))
+    return resolve.read_yaml(path), str(path)
 
 
 def check_profile(values: dict[str, Any], where: str) -> ClusterProfile:
     """Validate plain values. Raises UserError with one line that begins with `where`."""
     known = [item.name for item in fields(ClusterProfile)]
     if unknown := [key for key in values if key not in known]:
-        raise UserError(f"{where}: unknown key {unknown[0]}{resolve.did_you_mean(unknown[0], known)}")
+        raise UserError(f"{where}: unknown key {unknown[0]}{did_you_mean(unknown[0], known)}")
     try:
         return _PROFILE.validate_python({key: _filled(value, where) for key, value in values.items()}, strict=False)
     except ValidationError as error:

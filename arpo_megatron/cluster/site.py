@@ -5,6 +5,7 @@ on one machine: `--exact` would divide the CPUs and could not let an engine shar
 """
 
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -13,21 +14,28 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from arpo_megatron.cluster.plan import RolePlan
+from arpo_megatron.cluster import slurm
 from arpo_megatron.cluster.profile import ClusterProfile
 from arpo_megatron.cluster.rank import RANKS_PER_NODE
 from arpo_megatron.cluster.slurm import Node
 from arpo_megatron.config import JobConfig
 from arpo_megatron.errors import UserError
 from arpo_megatron.machine import Placement
+from arpo_megatron.plan.roles import RolePlan
 from arpo_megatron.processes import GRACE_S
 from arpo_megatron.rollout.sglang_main import LAUNCHER_PID_VARIABLE
 from arpo_megatron.run_directory import RunDirectory
 from arpo_megatron.supervisor import Program
 
-TASK = 'trap \'\' USR1; mkdir -p "${TMPDIR:-/tmp}"; exec "$@"'
-"""The shell line in which a task starts. Slurm's warning is for the supervisor alone, so roles do not hear it."""
-_TIDY_S = 20.0
+TASK = "trap '' TERM USR1; exec \"$@\""
+"""The shell line in which a task starts. Slurm's signals are for the supervisor alone, so roles do not hear them; it
+ends a step through its srun, which makes a KILL of a TERM."""
+SERVICE = "trap '' USR1; trap : TERM; \"$@\"; exit $?"
+"""The same for a service: servers handle TERM, ignored or not, and their children have to end on it. So the shell stays
+and hears it in their place. (proctrack/cgroup signals the children of slurmstepd alone, except with KILL.)"""
+MAKE_SCRATCH = 'mkdir -p -m 700 "$1" && find /tmp -maxdepth 1 -type d -user "$(id -u)" -name "arpo-[0-9]*"'
+"""Also names this user's others, one a line."""
+_SHORT_S = 30.0
 _ALIVE_S = 20.0
 KEPT_VARIABLES = ("SLURM_JOB_ID", "SLURM_CONF")
 """Of Slurm's own: the others describe the supervisor's step, and srun would take them for wishes."""
@@ -73,7 +81,7 @@ class SlurmSite:
         """The program as a step on its node."""
         return replace(
             program,
-            command=self.step(program.name, [self._node(role)], 1, self.python(program.command)),
+            command=self.step(program.name, [self._node(role)], 1, self.python(program.command), task=SERVICE),
             # Slurm ends the step with the supervisor; no process of this machine is to be watched over there.
             environment={**_without_slurm(program.environment), LAUNCHER_PID_VARIABLE: "0"},
             grace_s=GRACE_S,
@@ -89,16 +97,49 @@ class SlurmSite:
         variables = {"MASTER_ADDR": nodes[0].address, "MASTER_PORT": str(port), RANKS_PER_NODE: str(each)}
         return self.step(module.rpartition(".")[2], nodes, each, command), variables
 
+    @property
+    def _scratch(self) -> Path:
+        return _scratch_of(self.job_id)
+
     @contextmanager
     def scratch(self) -> Iterator[Path]:
-        """A short path, made on each node by the task itself; what a kill leaves, the node's housekeeping clears."""
-        path = Path(f"/tmp/arpo-{self.job_id}")  # noqa: S108  (IPC sockets want a short path that belongs to the node)
+        """A short path on each node; it is there inside `prepared`."""
+        yield self._scratch
+
+    @contextmanager
+    def prepared(self) -> Iterator[None]:
+        """Make the scratch directory on each node, before the first container that mounts it, and remove it at the end.
+
+        A cancelled or killed job starts no step any more: what it leaves is removed by the next job on the node, where
+        Slurm knows that it has ended. Raises UserError where it cannot be made.
+        """
+        made = self._on_nodes("scratch", ["bash", "-c", MAKE_SCRATCH, "arpo", str(self._scratch)])
+        if made is None or made.returncode:
+            why = "no answer" if made is None else " ".join(made.stderr.split())
+            raise UserError(f"{self._scratch} cannot be made on the nodes: {why}")
         try:
-            yield path
+            self._sweep(made.stdout.split())
+            yield
         finally:
-            words = self.step("tidy", self.nodes, 1, ["rm", "-rf", str(path)])
-            with suppress(subprocess.TimeoutExpired):
-                subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, timeout=_TIDY_S, check=False)
+            shutil.rmtree(self._scratch, ignore_errors=True)  # on this node without a step
+            self._on_nodes("tidy", ["rm", "-rf", str(self._scratch)])
+
+    def _sweep(self, folders: Sequence[str]) -> None:
+        """Remove scratch directories of jobs that have ended; one that Slurm does not know may be another cluster's."""
+        jobs = {folder.rpartition("-")[2] for folder in folders} - {self.job_id}
+        with suppress(UserError):  # Slurm is silent: the next job does it
+            states = slurm.job_states(sorted(job for job in jobs if job.isdecimal()))
+            if ended := [str(_scratch_of(job)) for job, state in states.items() if not state.live]:
+                self._on_nodes("sweep", ["rm", "-rf", *ended])
+
+    def _on_nodes(self, name: str, command: Sequence[str]) -> "subprocess.CompletedProcess[str] | None":
+        """Run a short command on each node itself, outside containers; None: it took too long."""
+        words = self.step(name, self.nodes, 1, command, inside=False)
+        with suppress(subprocess.TimeoutExpired):
+            return subprocess.run(
+                words, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_SHORT_S, check=False
+            )
+        return None
 
     def python(self, command: Sequence[str]) -> list[str]:
         """A command that begins with this Python, as the roles' own runs it."""
@@ -107,8 +148,17 @@ class SlurmSite:
         python = sys.executable if self.profile.container is None else self.profile.container_python
         return [python, *command[1:]]
 
-    def step(self, name: str, nodes: Sequence[Node], tasks_per_node: int, command: Sequence[str]) -> list[str]:
-        """The srun of a role: `tasks_per_node` tasks on each of these nodes."""
+    def step(
+        self,
+        name: str,
+        nodes: Sequence[Node],
+        tasks_per_node: int,
+        command: Sequence[str],
+        *,
+        inside: bool = True,
+        task: str = TASK,
+    ) -> list[str]:
+        """The srun of a role: `tasks_per_node` tasks on each of these nodes, `inside` the container if there is one."""
         return [
             *("srun", "--overlap", "--kill-on-bad-exit=1", "--cpu-bind=none", f"--job-name={name}"),
             f"--nodes={len(nodes)}",
@@ -116,13 +166,13 @@ class SlurmSite:
             f"--ntasks-per-node={tasks_per_node}",
             f"--nodelist={','.join(node.name for node in nodes)}",
             *gpu_words(self.profile, self.plan),
-            *self._container(),
-            *("bash", "-c", TASK, "arpo", *command),
+            *(self._container() if inside else ()),
+            *("bash", "-c", task, "arpo", *command),
         ]
 
     def lost_nodes(self) -> list[str]:
         """Names of the nodes that start no step any more. Takes seconds; only a failure asks."""
-        words = [(node.name, self.step("alive", [node], 1, ["true"])) for node in self.nodes]
+        words = [(node.name, self.step("alive", [node], 1, ["true"], inside=False)) for node in self.nodes]
         tries = [
             (name, subprocess.Popen(word, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)) for name, word in words
         ]
@@ -140,7 +190,8 @@ class SlurmSite:
     def _container(self) -> list[str]:
         if self.profile.container is None:
             return []
-        mounts = [*self.profile.mounts, f"{self.run.path}:{self.run.path}"]  # the code is in there too
+        # The code is in the run directory too. Steps have a /tmp each; roles meet in sockets in the scratch directory.
+        mounts = [*self.profile.mounts, *(f"{path}:{path}" for path in (self.run.path, self._scratch))]
         return [
             f"--container-image={self.profile.container}",
             f"--container-mounts={','.join(mounts)}",
@@ -149,6 +200,10 @@ class SlurmSite:
 
     def _node(self, role: str) -> Node:
         return self.nodes[self.plan.engines[int(role[len("engine-") :])][0] if role.startswith("engine-") else 0]
+
+
+def _scratch_of(job_id: str) -> Path:
+    return Path(f"/tmp/arpo-{job_id}")  # noqa: S108  (IPC sockets want a short path that belongs to the node)
 
 
 def gpu_words(profile: ClusterProfile, plan: RolePlan) -> list[str]:

@@ -3,6 +3,9 @@
 import re
 import shutil
 import subprocess
+import time
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from arpo_megatron.errors import UserError
@@ -22,15 +25,17 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class JobState:
-    """What Slurm knows of a job."""
+    """What Slurm knows of a job. `end` is when its time is up, or its grace after a preemption (Unix time, seconds)."""
 
     id: str
     state: str
+    name: str = ""
     reason: str = ""
     nodes: str = ""
     elapsed: str = ""
     restarts: int = 0
     exit_code: str = ""
+    end: float | None = None
 
     @property
     def live(self) -> bool:
@@ -38,11 +43,15 @@ class JobState:
         return self.state in LIVE
 
 
-def call(*words: str, check: bool = True) -> str:
+_UNKNOWN = "Invalid job id"
+
+
+def call(*words: str, check: bool = True, but: str | None = None) -> str:
     """Standard output of a Slurm command.
 
     Raises:
-        UserError: it is not installed, does not answer, or (`check`) failed; the message is its own.
+        UserError: it is not installed, does not answer, or (`check`) failed, unless it says `but`; the message is its
+            own.
     """
     if shutil.which(words[0]) is None:
         raise UserError(f"{words[0]} is not on the PATH: this is not a login node of a Slurm cluster")
@@ -50,7 +59,7 @@ def call(*words: str, check: bool = True) -> str:
         done = subprocess.run(words, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:
         raise UserError(f"{words[0]} did not answer for {TIMEOUT_S:g} s: Slurm's controller is down or busy") from None
-    if done.returncode and check:
+    if done.returncode and check and not (but and but in done.stderr):
         raise UserError(f"{' '.join(words[:3])}: {' '.join(done.stderr.split()) or 'failed'}")
     return done.stdout
 
@@ -63,21 +72,44 @@ def allocated_nodes(node_list: str) -> list[Node]:
 
 def job_state(job_id: str) -> JobState | None:
     """What the controller knows of a job, or the accounting where it has forgotten; None: neither."""
-    shown = call("scontrol", "-o", "show", "job", job_id, check=False)
+    shown = call("scontrol", "-o", "show", "job", job_id, but=_UNKNOWN)
     if state := _field(shown, "JobState"):
         return JobState(
             job_id,
             state,
+            _field(shown, "JobName"),
             _field(shown, "Reason"),
             _field(shown, "NodeList").replace("(null)", ""),
             _field(shown, "RunTime"),
             int(_field(shown, "Restarts") or 0),
             _field(shown, "ExitCode"),
+            _time(_field(shown, "EndTime")),
         )
-    line = call("sacct", "-X", "-n", "-P", "-j", job_id, "-o", "State,NodeList,Elapsed,ExitCode", check=False)
+    line = call("sacct", "-X", "-n", "-P", "-j", job_id, "-o", "State,NodeList,Elapsed,ExitCode,JobName", check=False)
     if line.strip():
-        state, nodes, elapsed, code = line.splitlines()[-1].split("|")
-        return JobState(job_id, state.split()[0], "", nodes, elapsed, 0, code)
+        state, nodes, elapsed, code, name = line.splitlines()[-1].split("|", 4)
+        return JobState(job_id, state.split()[0], name, "", nodes, elapsed, 0, code)
+    return None
+
+
+def job_states(job_ids: Sequence[str]) -> dict[str, JobState]:
+    """Name and state of many jobs by id, as `job_state` finds them, with one question to each of the two."""
+    found: dict[str, JobState] = {}
+    controller = ("squeue", "-h", "-t", "all", "-o", "%i|%T|%j", "-j")
+    accounting = ("sacct", "-X", "-n", "-P", "-o", "JobID,State,JobName", "-j")
+    for words in (controller, accounting):
+        if not (missing := [job for job in job_ids if job not in found]):
+            break
+        said = call(*words, ",".join(missing), check=words is controller, but=_UNKNOWN)
+        for job, state, name in (line.split("|", 2) for line in said.splitlines() if line.strip()):
+            found[job.strip()] = JobState(job.strip(), state.split()[0], name.strip())
+    return found
+
+
+def _time(text: str) -> float | None:
+    """As Slurm writes one, in this machine's zone; None: Unknown."""
+    with suppress(ValueError):
+        return time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))
     return None
 
 

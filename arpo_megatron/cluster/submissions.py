@@ -1,6 +1,7 @@
 """What was submitted of a run, and which of its jobs are still in the queue."""
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from arpo_megatron.cluster import slurm
@@ -15,8 +16,23 @@ def submissions_of(run: RunDirectory) -> list[dict[str, Any]]:
 
 def job_states(run: RunDirectory) -> list[slurm.JobState]:
     """Of its jobs, in the order of their submission; those that Slurm has forgotten are left out."""
-    jobs = [job for submission in submissions_of(run) for job in submission["jobs"]]
-    return [state for job in jobs if (state := slurm.job_state(job)) is not None]
+    return job_states_of([run])[0]
+
+
+def job_states_of(runs: Sequence[RunDirectory]) -> list[list[slurm.JobState]]:
+    """`job_states` of each run, all asked at once.
+
+    Slurm gives numbers anew after its state is lost or they run out: a job of another name is not the run's.
+    """
+    names = [
+        {job: submission["job_name"] for submission in submissions_of(run) for job in submission["jobs"]}
+        for run in runs
+    ]
+    states = slurm.job_states([job for each in names for job in each])
+    return [
+        [state for job, name in each.items() if (state := states.get(job)) is not None and state.name == name]
+        for each in names
+    ]
 
 
 def live_jobs(run: RunDirectory) -> list[str]:

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 from arpo_megatron import resolve, run_directory
 from arpo_megatron.cluster import slurm
 from arpo_megatron.cluster.code import ROOT, Code, snapshot
-from arpo_megatron.cluster.plan import RolePlan, plan_roles
 from arpo_megatron.cluster.profile import ClusterProfile, save_profile
 from arpo_megatron.cluster.site import gpu_words
 from arpo_megatron.cluster.submissions import live_jobs, submissions_of
@@ -26,6 +25,7 @@ from arpo_megatron.errors import UserError
 from arpo_megatron.plan import Plan
 from arpo_megatron.plan import plan as forecast_of
 from arpo_megatron.plan.hardware import GIB
+from arpo_megatron.plan.roles import RolePlan, plan_roles, settled
 from arpo_megatron.preparation import check_files
 from arpo_megatron.run_directory import RunDirectory, write_json
 
@@ -78,7 +78,8 @@ def prepare_submission(
     Raises:
         UserError: the roles do not fit the nodes, or there is nothing to resume.
     """
-    config = _settled(config, plan := plan_roles(config, profile.gpus_per_node, nodes or profile.nodes))
+    plan = plan_roles(config, profile.gpus_per_node, nodes or profile.nodes)
+    config = _with_transport(settled(config, plan), plan)
     base = profile.runs.expanduser().absolute()
     path = config.run_dir or run_directory.next_path(config, base)
     if resume:
@@ -89,16 +90,15 @@ def prepare_submission(
     return Submission(config, profile, plan, RunDirectory(path.expanduser().absolute()), chain, forecast)
 
 
-def _settled(config: JobConfig, plan: RolePlan) -> JobConfig:
-    """`auto` becomes what the plan says: on a node, a role could only guess from that node's own GPUs."""
-    engine = replace(config.engine, placement="colocated" if plan.shared else "split")
+def _with_transport(config: JobConfig, plan: RolePlan) -> JobConfig:
+    """`sync.transport=auto` as the plan wants it: on a node, a role could only guess from that node's own GPUs."""
     sync = config.sync
     if plan.shared and plan.nodes > 1:
         if sync.transport == "ipc":
             raise UserError("sync.transport=ipc: engines on other nodes than the trainer's first rank share no memory")
         if sync.transport == "auto":
             sync = replace(sync, transport="broadcast")
-    return replace(config, engine=engine, sync=sync)
+    return replace(config, sync=sync)
 
 
 def dry_run(submission: Submission) -> str:
@@ -113,6 +113,7 @@ def dry_run(submission: Submission) -> str:
     if (forecast := submission.forecast) is not None:
         share = f"{forecast.peak_bytes / GIB:.1f} of {forecast.hardware.memory / GIB:.1f} GiB"
         lines.append(f"# arpo plan: {share} of a GPU, {forecast.seconds:.0f} s a step")
+        lines += [f"# warning: {warning}" for warning in forecast.warnings]
         if not forecast.fits:
             lines.append(f"# not submitted as it is: {forecast.reason}")
     try:
@@ -144,18 +145,41 @@ def submit(submission: Submission, *, force: bool = False) -> list[str]:
     run.logs.mkdir(exist_ok=True)  # Slurm does not make it
     save_profile(submission.profile, run.cluster)
     number = len(submissions_of(run)) + 1
-    (run.submissions / f"{number}.diff").write_text(code.diff, encoding="utf-8")
+    diff, record = run.submissions / f"{number}.diff", run.submissions / f"{number}.json"
+    diff.write_bytes(code.diff)
     jobs: list[str] = []
-    for _ in range(submission.chain):
-        with _experiment(submission, run.submissions, code) as experiment:
-            try:
-                experiment.run(detach=True)
-            except Exception as error:
-                if not jobs and number == 1:
-                    _forget(run)
-                raise UserError(f"sbatch refused the job: {_refusal(error)}") from None
-            jobs.append(str(experiment.jobs[0].handle).rpartition("/")[2])
-    record = {
+    for link in range(submission.chain):
+        try:
+            jobs.append(_sent(submission, code))
+            # After each: whatever happens next, `arpo status` and `arpo cancel` know of it.
+            write_json(record, _record(submission, code, jobs))
+            if not submission.profile.requeue:
+                # nemo-run submits with `sbatch --requeue`, which overrules what the script says.
+                slurm.call("scontrol", "update", f"JobId={jobs[-1]}", "Requeue=0")
+        except UserError as error:
+            if jobs:
+                raise _taken_back(
+                    submission, jobs, UserError(f"job {link + 1} of {submission.chain}: {error}")
+                ) from None
+            diff.unlink()
+            if number == 1:
+                _forget(run)
+            raise
+    return jobs
+
+
+def _sent(submission: Submission, code: Code) -> str:
+    """The id of a job that Slurm has taken. Raises UserError where it does not."""
+    with _experiment(submission, submission.run.submissions, code) as experiment:
+        try:
+            experiment.run(detach=True)
+        except Exception as error:
+            raise UserError(f"sbatch refused the job: {_refusal(error)}") from None
+        return str(experiment.jobs[0].handle).rpartition("/")[2]
+
+
+def _record(submission: Submission, code: Code, jobs: list[str]) -> dict[str, Any]:
+    return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "jobs": jobs,
         "job_name": submission.job_name,
@@ -164,8 +188,17 @@ def submit(submission: Submission, *, force: bool = False) -> list[str]:
         "changed": bool(code.diff),
         "plan": asdict(submission.plan),
     }
-    write_json(run.submissions / f"{number}.json", record)
-    return jobs
+
+
+def _taken_back(submission: Submission, jobs: list[str], error: UserError) -> UserError:
+    """Cancel the links that Slurm has taken, the last first, or one of them would start; returns what to say."""
+    name = submission.run.path.name
+    try:
+        for job in reversed(jobs):
+            slurm.call("scancel", job)
+    except UserError as other:
+        return UserError(f"{error}; {other}: arpo cancel {name} for what was taken ({', '.join(jobs)})")
+    return UserError(f"{error}; cancelled job {', '.join(jobs)}; arpo resume {name} submits it again")
 
 
 def _forget(run: RunDirectory) -> None:

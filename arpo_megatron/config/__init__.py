@@ -5,7 +5,7 @@ by `resolve`. An unknown key, a wrong type or an impossible combination raises `
 process is started. The attribute docstrings are the reference: docs/configuration.md is generated from them.
 """
 
-from arpo_megatron.config.algorithm import AlgorithmConfig, DataConfig, RewardConfig
+from arpo_megatron.config.algorithm import AlgorithmConfig, DataConfig, JudgeConfig, RewardConfig
 from arpo_megatron.config.fields import Fp8Recipe, Platform
 from arpo_megatron.config.job import JobConfig
 from arpo_megatron.config.model import ModelConfig, ParallelConfig
@@ -19,6 +19,7 @@ __all__ = [
     "EvalConfig",
     "Fp8Recipe",
     "JobConfig",
+    "JudgeConfig",
     "ModelConfig",
     "MonitorConfig",
     "OptimizerConfig",

@@ -1,20 +1,22 @@
 """From questions to gradients: data, branching, losses, rewards."""
 
+from dataclasses import field, fields
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
-from arpo_megatron.config.fields import STRICT, Fraction, NonNegativeFloat, Positive, PositiveFloat
+from arpo_megatron.config.fields import STRICT, Fraction, NonNegative, NonNegativeFloat, Positive, PositiveFloat
 
 
 @dataclass(frozen=True, config=STRICT)
 class DataConfig:
     """Where tasks come from."""
 
-    kind: Literal["generated", "arpo_parquet"] = "generated"
-    """`generated`: calculator and look-up tasks made from the seed. `arpo_parquet`: the released ARPO files."""
+    kind: Literal["generated", "trails", "arpo_parquet"] = "generated"
+    """`generated`: calculator and look-up tasks made from the seed. `trails`: made likewise, with a decision behind
+    every tool result (`tasks/trails.py`). `arpo_parquet`: the released ARPO files."""
     path: Path | None = None
     """Parquet file of training questions (`arpo_parquet`)."""
     search_cache: Path | None = None
@@ -23,23 +25,42 @@ class DataConfig:
     max_prompt_tokens: Positive = 1536
     """A longer prompt is a bad row: counted, named and skipped."""
     tasks: Positive = 2000
-    """How many training tasks to generate (`generated`)."""
+    """How many training tasks to make (`generated`, `trails`)."""
     held_out: Positive = 200
     """How many tasks are kept for evaluation only."""
+
+    @property
+    def made(self) -> bool:
+        """Whether the tasks are made from the seed."""
+        return self.kind != "arpo_parquet"
 
 
 @dataclass(frozen=True, config=STRICT)
 class AlgorithmConfig:
     """How trajectories branch and how their rewards become gradients."""
 
-    name: Literal["arpo", "arpo_reference", "random", "grpo"] = "arpo"
-    """`arpo`: entropy-driven forks after tool results, as in the paper. `arpo_reference`: by the released code's
-    arithmetic, defects included. `random`: the control arm, forks without regard to entropy. `grpo`: `samples` fresh
-    trajectories, no forks."""
+    name: str = "arpo"
+    """The preset: where a variant, a file or a word names one, its parts and numbers are laid under what else that says
+    (docs/algorithms.md lists them). Afterwards only a name: the keys below say what is done."""
+    selector: str = "epochs"
+    """Which tasks a step gets. `epochs`: all of them, shuffled."""
+    branching: str = "arpo"
+    """Where trees fork. `arpo`: entropy-driven, after tool results, as in the paper. `arpo_reference`: by the released
+    code's arithmetic, defects included. `random`: the control arm, without regard to entropy. `grpo`: nowhere,
+    `samples` fresh trajectories."""
+    advantage: str = "group"
+    """From rewards to advantages: a part of docs/algorithms.md."""
+    loss: str = "ppo"
+    """From advantages to gradients: likewise."""
+    store: str | None = None
+    """Which old trajectories are trained again; None: none."""
+    numbers: dict[str, float | bool | str] = field(default_factory=dict, hash=False)
+    """Numbers of the chosen parts that have no key of their own here, by their names (docs/algorithms.md)."""
     samples: Positive = 16
     """M: trajectories a task."""
     initial: Positive = 8
-    """N: trajectories sampled from the prompt before branching; the rest is the forking budget. `grpo` ignores it."""
+    """N: trajectories sampled from the prompt before branching; the rest is the forking budget. A policy that never
+    forks ignores it."""
     beam: Positive = 2
     """Z: most MODEL children of one fork point, the measured path included."""
     branch_probability: Fraction = 0.5
@@ -60,10 +81,6 @@ class AlgorithmConfig:
     """PPO ratio is clipped above 1 + clip_high."""
     dual_clip: Annotated[float, Field(gt=1.0)] | None = 3.0
     """Bound c of the ratio for negative advantages; None: no bound."""
-    ratio: Literal["token", "sequence"] = "token"
-    """`token`: PPO's ratio of each token. `sequence`: one ratio a trajectory, the geometric mean of its tokens' (GSPO,
-    arXiv 2507.18071); its bounds are clip_low and clip_high too, and want to be about a hundred times smaller.
-    `aggregation` (it is always sequence-mean) and dual_clip (there is none) have no part in it."""
     trajectory_weight_limit: PositiveFloat | None = None
     """Weigh each trajectory by min(limit, its probability under the step's policy over that at which the engine sampled
     it), which corrects for older weights and other arithmetic; None: no weights."""
@@ -82,29 +99,61 @@ class AlgorithmConfig:
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.name != "grpo" and self.initial > self.samples:
-            raise ValueError(f"algorithm.initial={self.initial} exceeds algorithm.samples={self.samples}")
         if self.samples < 2:
             raise ValueError("algorithm.samples must be at least 2: an advantage compares trajectories of a group")
-        if self.ratio == "sequence" and (self.kl_coefficient or self.entropy_coefficient):
-            raise ValueError(
-                "algorithm.ratio=sequence has neither penalty nor bonus: set algorithm.kl_coefficient and "
-                "algorithm.entropy_coefficient to 0"
-            )
-        if self.ratio == "sequence" and self.attribution == "hard":
-            raise ValueError("algorithm.ratio=sequence gives every trajectory its own advantage: attribution=soft")
+        if taken := sorted(set(self.numbers) & {item.name for item in fields(self)}):
+            raise ValueError(f"algorithm.numbers.{taken[0]} has a key of its own: algorithm.{taken[0]}")
         return self
+
+    def given(self) -> dict[str, Any]:
+        """All numbers that a part may take, by name; `config` is this object."""
+        return {**{item.name: getattr(self, item.name) for item in fields(self)}, **self.numbers, "config": self}
+
+
+@dataclass(frozen=True, config=STRICT)
+class JudgeConfig:
+    """A model that judges answers, at a server that speaks the OpenAI chat protocol."""
+
+    url: str | None = None
+    """Base address, e.g. http://HOST:PORT/v1; None: there is no judge."""
+    model: str = ""
+    """Name of the model there."""
+    api_key_env: str = "OPENAI_API_KEY"
+    """Environment variable that holds the key, where the server wants one."""
+    max_tokens: Positive = 1024
+    """Longest reply; a judge that thinks needs room for it."""
+    timeout_s: PositiveFloat = 120.0
+    """Deadline of one reply in seconds."""
+    retries: NonNegative = 4
+    """How often a question that failed is asked again before the judge counts as down."""
+    concurrency: Positive = 32
+    """Questions that are asked at once."""
+    when_down: Literal["wait", "fallback"] = "wait"
+    """`wait`: training waits until the judge is back. `fallback`: answers are scored by rule (math-verify, F1) and
+    terms that need a judge are left out of the group. Both are told and counted."""
+    cache: Path | None = None
+    """SQLite file of replies; None: judge.sqlite in the run directory."""
 
 
 @dataclass(frozen=True, config=STRICT)
 class RewardConfig:
     """How a finished trajectory is scored."""
 
-    kind: Literal["arpo", "arpo_released"] = "arpo"
-    """`arpo`: format gate, math-verify or QA F1, tool bonus. `arpo_released`: the released scorer, errors included."""
+    kind: str = "arpo"
+    """`arpo`: format gate, answer, tool bonus. `arpo_released`: the released scorer, errors included. Or a reward of an
+    installed package."""
+    math: Literal["verify", "judge"] = "verify"
+    """What decides on mathematical answers (`arpo`): math-verify or the judge."""
+    qa: Literal["f1", "exact_match", "judge"] = "f1"
+    """Accuracy of answers in words (`arpo`): token F1, exact match, or what the judge says."""
     format_penalty: float = -1.0
     """Reward of a trajectory that breaks the tag protocol."""
     tool_bonus: NonNegativeFloat = 0.1
     """Added to a right answer that used both search and python."""
     success_threshold: Fraction = 0.5
     """A trajectory counts as a success when its accuracy exceeds this."""
+    terms: dict[str, float] = Field(default_factory=dict)
+    """What is added to the reward: weights of terms by name, e.g. {overlong: 1.0}; docs/rewards.md lists them."""
+    numbers: dict[str, int | float] = Field(default_factory=dict)
+    """Numbers of those terms, and of a reward of an installed package, by name, e.g. {overlong_buffer: 512}."""
+    judge: JudgeConfig = JudgeConfig()

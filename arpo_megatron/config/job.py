@@ -47,6 +47,11 @@ class JobConfig:
         return self
 
     @property
+    def cold_start_only(self) -> bool:
+        """Whether it is supervised training alone: conversations, and no tasks of one's own for the ARPO loop."""
+        return self.sft.data is not None and self.data.made
+
+    @property
     def pack_multiple(self) -> int:
         """A rank's tokens are padded to a multiple of this.
 

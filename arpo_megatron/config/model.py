@@ -27,15 +27,15 @@ class ModelConfig:
     `current` the tensor, `blockwise` 128 features of one token."""
     bf16_edge_layers: NonNegative = 0
     """With fp8 `current` or `blockwise`: this many first and as many last layers keep bfloat16 products."""
-    hidden_size: Positive = 192
+    hidden_size: Positive = 128
     """Width of the made model (used when there is neither `path` nor `hub_id`, like the next five)."""
     layers: Positive = 4
     """Transformer layers of the made model."""
-    heads: Positive = 6
+    heads: Positive = 4
     """Query heads of the made model."""
-    kv_heads: Positive = 6
+    kv_heads: Positive = 4
     """Key/value heads of the made model."""
-    ffn_size: Positive = 512
+    ffn_size: Positive = 384
     """Width of the made model's gated MLP."""
     vocabulary_size: Positive = 2048
     """Largest vocabulary of a tokenizer trained on the data (byte-level BPE; the generated tasks need fewer)."""

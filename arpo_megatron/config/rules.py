@@ -79,19 +79,7 @@ def _check_optimizer(config: "JobConfig") -> None:
 
 def _check_staleness(config: "JobConfig") -> None:
     rollout = config.rollout
-    if not rollout.max_staleness:
-        return
-    if rollout.stale == "correct" and config.algorithm.trajectory_weight_limit is None:
-        raise ValueError(
-            f"rollout.max_staleness={rollout.max_staleness} trains what older weights sampled: correct for it with "
-            "algorithm.trajectory_weight_limit=2, or set rollout.max_staleness=0"
-        )
-    if rollout.stale == "refuse":
-        raise ValueError(
-            f"rollout.stale=refuse would leave out every tree that rollout.max_staleness={rollout.max_staleness} grows "
-            "ahead: set max_staleness=0, or stale=correct with algorithm.trajectory_weight_limit=2"
-        )
-    if rollout.oversampling:
+    if rollout.max_staleness and rollout.oversampling:
         raise ValueError("rollout.oversampling needs rollout.max_staleness=0: trees that go on need not be given up")
 
 
@@ -113,11 +101,11 @@ def _check_sft(config: "JobConfig") -> None:
 
 def _check_data(config: "JobConfig") -> None:
     data = config.data
-    if data.kind == "generated":
+    if data.made:
         if config.train.tasks_per_step > data.tasks:
             raise ValueError(f"train.tasks_per_step={config.train.tasks_per_step} exceeds data.tasks={data.tasks}")
         if data.path is not None:
-            raise ValueError("data.path is not read with data.kind=generated; give data.kind=arpo_parquet too")
+            raise ValueError(f"data.path is not read with data.kind={data.kind}; give data.kind=arpo_parquet too")
         return
     if data.path is None:
         raise ValueError("data.kind=arpo_parquet needs data.path=FILE.parquet")

@@ -34,8 +34,9 @@ class RolloutConfig:
     """What a weight push does to trees under way: they go on with the new weights from where they were, or are finished
     first."""
     stale: Literal["correct", "refuse"] = "correct"
-    """What becomes of trees that older weights have sampled in part: corrected by `algorithm.trajectory_weight_limit`,
-    or left out and replaced (with `max_staleness=0` only: all that is grown ahead would be left out)."""
+    """What becomes of trees that take too long for `max_staleness`. `correct`: the step waits for them. `refuse`: it
+    goes on; they are left out when they finish, counted and replaced. What older weights have sampled of a tree that is
+    trained is corrected by `algorithm.trajectory_weight_limit` either way."""
     oversampling: NonNegativeFloat = 0.0
     """Share of trees begun beyond a step's need; the last to finish are given up. Favours short trajectories."""
     max_refills: NonNegative = 8
@@ -91,12 +92,19 @@ class SyncConfig:
     `disk`: files, for engines that no network joins with the trainer. `auto`: `ipc` on a shared GPU, else
     `broadcast`."""
     bucket_mb: Positive = 256
-    """Tensors are gathered and sent in buckets of so many MiB; the trainer's first rank holds two at a time. A
+    """Tensors are gathered and sent in buckets; what a push takes on the trainer's first rank is twice so many MiB. A
     parameter that is larger is a bucket of its own."""
     verify_every: NonNegative = 20
-    """At the first push and at every so many, checksums of sampled tensors are compared; 0: at the first alone."""
+    """At an engine's first push and at every so many, checksums of sampled tensors are compared, and the probe that
+    follows every push is a long one; 0: at the first alone."""
     directory: Path | None = None
     """With `disk`: where, under one name on all machines. None: in the run directory."""
+
+    @property
+    def bucket_bytes(self) -> int:
+        """Bytes of tensors in a bucket: `bucket_mb` less half of what a push takes besides (docs/weight-sync.md)."""
+        whole = self.bucket_mb * 2**20
+        return whole - min(8 * 2**20, whole // 4)
 
 
 @dataclass(frozen=True, config=STRICT)

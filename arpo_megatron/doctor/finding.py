@@ -1,12 +1,16 @@
 """What a check answers: ok, a warning or a failure, each with how to mend it."""
 
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
 from arpo_megatron.errors import UserError
 
+CHECK_S = 25.0
+CHECKS_S = 40.0
 Level = Literal["ok", "warning", "failure"]
 
 
@@ -45,17 +49,38 @@ def failure(name: str, text: str, mend: str = "") -> Finding:
     return Finding(name, "failure", text, mend)
 
 
-def run_checks(checks: Iterable[tuple[str, Callable[[], Finding]]]) -> list[Finding]:
-    """Every check's answer, in order; what a check itself cannot do is its failure."""
-    found = []
-    for name, check in checks:
-        try:
-            found.append(check())
-        except UserError as error:
-            found.append(failure(name, str(error)))
-        except Exception as error:
-            found.append(failure(name, f"the check failed: {type(error).__name__}: {error}", "mend that first"))
-    return found
+def run_checks(
+    checks: Iterable[tuple[str, Callable[[], Finding]]], each_s: float = CHECK_S, all_s: float = CHECKS_S
+) -> list[Finding]:
+    """Every check's answer, in order; what a check itself cannot do is its failure, and so is no answer in time.
+
+    Args:
+        checks: by name.
+        each_s: seconds that one may take.
+        all_s: seconds that all together may take; when they are over, each that follows still has one.
+    """
+    end = time.monotonic() + all_s
+    return [_answer(name, check, max(1.0, min(each_s, end - time.monotonic()))) for name, check in checks]
+
+
+def _answer(name: str, check: Callable[[], Finding], within_s: float) -> Finding:
+    """In a thread of its own, which is left behind where it hangs: nothing else ends a call to a dead filesystem."""
+    found: list[Finding] = []
+    thread = threading.Thread(target=lambda: found.append(_tried(name, check)), daemon=True, name=f"check {name}")
+    thread.start()
+    thread.join(within_s)
+    return (
+        found[0] if found else failure(name, f"no answer for {within_s:.0f} s", "a filesystem, device or service hangs")
+    )
+
+
+def _tried(name: str, check: Callable[[], Finding]) -> Finding:
+    try:
+        return check()
+    except UserError as error:
+        return failure(name, str(error))
+    except Exception as error:
+        return failure(name, f"the check failed: {type(error).__name__}: {error}", "mend that first")
 
 
 def show(findings: Iterable[Finding], where: str = "") -> bool:

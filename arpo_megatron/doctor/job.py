@@ -4,16 +4,39 @@ import json
 import secrets
 import shutil
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from arpo_megatron.cluster.site import SlurmSite
-from arpo_megatron.doctor.finding import Finding, failure, ok, show
+from arpo_megatron.doctor.finding import Finding, failure, ok, show, warning
+from arpo_megatron.doctor.machine import CLOCK_SKEW_S
+from arpo_megatron.doctor.node import REPORTED
 from arpo_megatron.errors import UserError
-from arpo_megatron.processes import RoleDiedError, Roles
-from arpo_megatron.run_directory import write_json
+from arpo_megatron.processes import Role, RoleDiedError, Roles, stop_groups
+from arpo_megatron.run_directory import RunDirectory, write_json
 
-CLOCK_SKEW_S = 5.0
-"""Clocks further apart than this make logs, deadlines and wandb's curves lie."""
+START_S = 300.0
+"""For a first report: all nodes start Python and import torch, perhaps from a cold filesystem, and have checked."""
+IMAGE_S = 900.0
+"""The same in a container, whose image may have to be fetched."""
+LAST_S = 10.0
+"""From the first report to the last: nodes write theirs right after the meeting, which is over for all at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What one node has found.
+
+    Attributes:
+        findings: in the order of the checks.
+        clock: seconds since the epoch, right after the meeting.
+        ports: free there.
+    """
+
+    findings: tuple[Finding, ...]
+    clock: float
+    ports: list[int]
 
 
 def examine_nodes(site: SlurmSite, roles: Roles, port: int, poll: Callable[[], None]) -> None:
@@ -26,7 +49,7 @@ def examine_nodes(site: SlurmSite, roles: Roles, port: int, poll: Callable[[], N
         poll: called meanwhile.
 
     Raises:
-        UserError: a check has failed; the line names it, its node and what to do.
+        UserError: a check has failed, or a node hangs; the line names it, its node and what to do.
     """
     folder, token = site.run.doctor, secrets.token_hex(8)
     shutil.rmtree(folder, ignore_errors=True)
@@ -35,32 +58,87 @@ def examine_nodes(site: SlurmSite, roles: Roles, port: int, poll: Callable[[], N
     addresses = ",".join(node.address for node in site.nodes)
     command = site.python([sys.executable, "-m", "arpo_megatron.doctor.node", str(site.run.path), token])
     variables = {"ARPO_NODE_ADDRESSES": addresses, "MASTER_PORT": str(port)}
+    names = [node.name for node in site.nodes]
+    step = roles.start("doctor", site.step("doctor", site.nodes, 1, command), env=variables)
+    limit_s = START_S if site.profile.container is None else IMAGE_S
     try:
-        roles.wait(roles.start("doctor", site.step("doctor", site.nodes, 1, command), env=variables), poll=poll)
+        roles.wait(step, poll=_until_late(step, limit_s, poll))
     except RoleDiedError as error:
         raise UserError(f"doctor: a node cannot even run it: {error}") from None
-    sound, clocks = True, []
-    for node in site.nodes:
-        report = folder / f"{node.name}.json"
-        if not report.exists():
-            raise UserError(f"doctor: {node.name} left no report in {folder}: `runs` must be shared by all nodes")
-        found = json.loads(report.read_text(encoding="utf-8"))
-        clocks.append(found["clock"])
-        site.free_ports[node.name] = found["ports"]
-        sound &= show([Finding(**item) for item in found["findings"]], f"{node.name}: ")
-    skew = max(clocks) - min(clocks)
-    fine = skew < CLOCK_SKEW_S
-    text = f"{skew:.2f} s between the nodes"
-    sound &= show([ok("clock", text) if fine else failure("clock", text, "have the clocks set (chrony, ntp)")])
-    if not sound:
-        bad = next(item for item in _all(site) if item[1].level == "failure") if fine else ("all nodes", None)
-        what = "clock" if bad[1] is None else f"{bad[1].name} on {bad[0]}: {bad[1].text}: {bad[1].mend}"
-        raise UserError(f"doctor: {what}")
+    except _LateError:  # who is late has left no report
+        stop_groups([step.process])
+        roles.running.remove(step)
+    reports = {name: found for name in names if (found := _report(site.run, name))}
+    findings = [*((name, item) for name in reports for item in reports[name].findings), *judged(reports, names)]
+    for name, item in findings:
+        show([item], f"{name}: ")
+    if worst := guilty(findings):
+        name, item = worst
+        raise UserError(f"doctor: {item.name} on {name}: {item.text}: {item.mend}")
+    site.free_ports.update({name: reports[name].ports for name in names})
 
 
-def _all(site: SlurmSite) -> list[tuple[str, Finding]]:
-    return [
-        (node.name, Finding(**item))
-        for node in site.nodes
-        for item in json.loads((site.run.doctor / f"{node.name}.json").read_text(encoding="utf-8"))["findings"]
+class _LateError(Exception):
+    """A node has not reported in time."""
+
+
+def _until_late(step: Role, limit_s: float, poll: Callable[[], None]) -> Callable[[], None]:
+    """A `poll` that raises _LateError when the first report, or after it the last one, takes too long."""
+    deadline, reported = time.monotonic() + limit_s, False
+
+    def check() -> None:
+        nonlocal deadline, reported
+        poll()
+        if not reported and REPORTED.encode() in step.log.read_bytes()[step.log_start :]:
+            reported, deadline = True, time.monotonic() + LAST_S
+        if time.monotonic() > deadline:
+            raise _LateError
+
+    return check
+
+
+def judged(reports: Mapping[str, Report], names: list[str]) -> list[tuple[str, Finding]]:
+    """What the reports of all nodes say together: who left none, and whether clocks agree.
+
+    Clocks can be compared only where the nodes have met: otherwise each was read when its node gave up waiting.
+    """
+    found = [
+        (
+            name,
+            failure(
+                "report",
+                "the node left none: it hangs, or is far behind the others",
+                "look at its load and filesystems",
+            ),
+        )
+        for name in names
+        if name not in reports
     ]
+    met = not found and all(item.level == "ok" for item in _meetings(reports))
+    if not met:
+        text = "not compared: the nodes have not met"
+        return [*found, ("all nodes", warning("clock", text, "mend what kept them from it"))]
+    clocks = [report.clock for report in reports.values()]
+    skew = max(clocks) - min(clocks)
+    text = f"{skew:.2f} s between the nodes"
+    if skew < CLOCK_SKEW_S:
+        return [("all nodes", ok("clock", text))]
+    return [("all nodes", failure("clock", text, "have the clocks set (chrony, ntp)"))]
+
+
+def guilty(findings: list[tuple[str, Finding]]) -> tuple[str, Finding] | None:
+    """The failure that ends the job: the first, but a node that was waited for in vain is blamed before the network."""
+    failed = [found for found in findings if found[1].level == "failure"]
+    return min(failed, key=lambda found: found[1].name == "network", default=None)
+
+
+def _meetings(reports: Mapping[str, Report]) -> list[Finding]:
+    return [item for report in reports.values() for item in report.findings if item.name == "network"]
+
+
+def _report(run: RunDirectory, name: str) -> Report | None:
+    file = run.doctor / f"{name}.json"
+    if not file.exists():
+        return None
+    found = json.loads(file.read_text(encoding="utf-8"))
+    return Report(tuple(Finding(**item) for item in found["findings"]), found["clock"], found["ports"])

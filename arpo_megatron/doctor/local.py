@@ -1,27 +1,41 @@
 """`arpo doctor`: this machine, a recipe's files, and a cluster as it looks from its login node."""
 
-from arpo_megatron.cluster.plan import plan_roles
 from arpo_megatron.cluster.profile import ClusterProfile
 from arpo_megatron.config import JobConfig
 from arpo_megatron.doctor.finding import Finding, ok, run_checks, show
-from arpo_megatron.doctor.machine import Check, check_python, job_checks, machine_checks
+from arpo_megatron.doctor.machine import PORTS, Check, check_clock, check_python, job_checks, machine_checks
+from arpo_megatron.doctor.meeting import on_this_machine
 from arpo_megatron.doctor.slurm import cluster_checks
 from arpo_megatron.machine import gpu_count
+from arpo_megatron.plan.roles import plan_roles
 from arpo_megatron.preparation import check_files, check_inputs
+from arpo_megatron.rollout.server import free_ports
 from arpo_megatron.run_directory import RUNS
+
+LOCAL_CHECK_S = 120.0
+"""Seconds that a check may take; nothing waits for it."""
 
 
 def examine(config: JobConfig | None, profile: ClusterProfile | None) -> bool:
     """Print one line a check; whether none has failed."""
     checks: list[Check] = []
     if profile is None:
-        checks += machine_checks(gpus=gpu_count("auto"))
+        runs = (config.run_dir if config else None) or RUNS
+        gpus = gpu_count("auto" if config is None else config.platform)
+        checks += machine_checks(gpus=gpus, config=config)
+        checks += [("ports", _check_ports), ("network", lambda: on_this_machine(gpus, *free_ports(1)))]
     else:  # a login node has neither GPUs nor the packages of the roles
+        runs = profile.runs.expanduser()
         checks += [("python", check_python), *cluster_checks(profile)]
+    checks.append(("clock", lambda: check_clock(runs)))
     if config is not None:
-        checks += job_checks(config, profile.runs.expanduser() if profile else config.run_dir or RUNS)
+        checks += job_checks(config, runs, profile.secrets if profile else {})
         checks.append(("recipe", lambda: _check_recipe(config, profile)))
-    return show(run_checks(checks))
+    return show(run_checks(checks, LOCAL_CHECK_S, len(checks) * LOCAL_CHECK_S))
+
+
+def _check_ports() -> Finding:
+    return ok("ports", f"{len(free_ports(PORTS))} free at 127.0.0.1")
 
 
 def _check_recipe(config: JobConfig, profile: ClusterProfile | None) -> Finding:

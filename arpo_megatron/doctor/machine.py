@@ -5,35 +5,55 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+import time
+from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 
-from arpo_megatron.config import JobConfig
+from arpo_megatron.config import JobConfig, SandboxConfig
 from arpo_megatron.doctor.finding import Finding, failure, ok, warning
 from arpo_megatron.rollout.cpu_standins import SGLANG_VERSION
 
+ROUTER_PIN = "0.3.2"
+TE_VERSIONS = ((2, 9), (2, 12))
+"""Of Transformer Engine: from the first, and below the second (Megatron-Core 0.16.1)."""
 PINS = {"torch": "2.13.0", "megatron-core": "0.16.1", "sglang": SGLANG_VERSION, "transformers": "5.12.1"}
 """What this project is checked against; another version may work on a GPU, whose image has its own pins."""
 STATE_OVER_WEIGHTS = 7.0
 """Bytes of a checkpoint over those of the model's bfloat16 files: weights, float32 master copy and two moments."""
 _SPARE_BYTES = 2**30
 
+PORTS = 32
+"""Free ports that a machine offers to its services."""
+CLOCK_SKEW_S = 5.0
+"""Clocks further apart than this make logs, deadlines and wandb's curves lie."""
+
 Check = tuple[str, Callable[[], Finding]]
 
 
-def machine_checks(*, gpus: int) -> list[Check]:
-    """Of a machine that is to have `gpus` GPUs for the job (0: it runs on CPUs)."""
+def machine_checks(*, gpus: int, config: JobConfig | None = None) -> list[Check]:
+    """Of a machine, or of a container image, that is to have `gpus` GPUs for the job (0: it runs on CPUs)."""
     on_gpu: list[Check] = [("gpu", lambda: check_gpus(gpus)), ("rdma", check_rdma)] if gpus else []
-    return [("python", check_python), ("pins", lambda: check_pins(gpus)), *on_gpu, ("sandbox", check_isolation)]
+    packages = ("packages", lambda: check_packages(config, gpus))
+    installed: list[Check] = [("python", check_python), ("pins", lambda: check_pins(gpus)), packages]
+    return [*installed, *on_gpu, ("sandbox", lambda: check_isolation(config))]
 
 
-def job_checks(config: JobConfig, run_parent: Path) -> list[Check]:
-    """Of the files and services that a recipe wants; `run_parent` is where its run directory will be or is."""
+def job_checks(config: JobConfig, run_parent: Path, secrets: Mapping[str, str] = MappingProxyType({})) -> list[Check]:
+    """Of the files and services that a recipe wants.
+
+    Args:
+        config: of the job.
+        run_parent: where its run directory will be or is.
+        secrets: of the cluster profile, where they are not yet in the environment.
+    """
     return [
         ("model", lambda: check_model_files(config)),
         ("disk", lambda: check_disk(config, run_parent)),
-        ("wandb", lambda: check_wandb(config)),
+        ("wandb", lambda: check_wandb(config, secrets)),
     ]
 
 
@@ -62,6 +82,41 @@ def check_pins(gpus: int) -> Finding:
     return level("pins", ", ".join(odd), "install the pinned versions (requirements.lock), or know why not")
 
 
+def check_packages(config: JobConfig | None, gpus: int) -> Finding:
+    """What this recipe, or with GPUs any, wants besides the pins: an image lacks nothing that is first missed later."""
+    modules = [] if config is None else list(config.sandbox.preload)
+    missing = []
+    engines = not config.cold_start_only if config else bool(gpus)
+    if gpus:
+        missing += _lacking("transformer-engine", lambda found: TE_VERSIONS[0] <= found < TE_VERSIONS[1])
+        modules += ["sgl_kernel"] * engines
+    if engines and (config is None or config.engine.router == "sglang"):
+        missing += _lacking("sglang-router", lambda found: found == _numbers(ROUTER_PIN))
+    if config is not None and config.monitor.wandb != "disabled":
+        modules.append("wandb")
+    missing += [name for name in modules if find_spec(name) is None]
+    who = config.name if config else "a job on GPUs" if gpus else "a job"
+    if missing:
+        return failure(
+            "packages", f"{who} wants {', '.join(missing)}, not installed here", "slurm/container/Dockerfile"
+        )
+    return ok("packages", f"all that {who} wants")
+
+
+def _lacking(package: str, fits: Callable[[tuple[int, ...]], bool]) -> list[str]:
+    """Its name, where it is not installed or has another version."""
+    try:
+        have = version(package)
+    except PackageNotFoundError:
+        return [package]
+    return [] if fits(_numbers(have)) else [f"another {package} than {have}"]
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    """2.11.0+abc -> (2, 11, 0)."""
+    return tuple(int(part) for part in text.split("+", maxsplit=1)[0].split(".") if part.isdecimal())
+
+
 def check_gpus(wanted: int) -> Finding:
     """nvidia-smi lists as many as the job wants."""
     if shutil.which("nvidia-smi") is None:
@@ -83,23 +138,36 @@ def check_rdma() -> Finding:
     )
 
 
-def check_isolation() -> Finding:
-    """Whether foreign code can be given namespaces of its own."""
-    probe = ["unshare", "--user", "--map-root-user", "--net", "--pid", "--fork", "true"]
-    if shutil.which("unshare") and not subprocess.run(probe, capture_output=True, timeout=30, check=False).returncode:
-        return ok("sandbox", "user, network and process namespaces are allowed")
-    return warning(
-        "sandbox",
-        "no namespaces for the code that the model writes",
-        "ask for kernel.unprivileged_userns_clone=1, or read the tool service's notes on what else holds it",
-    )
+def check_isolation(config: JobConfig | None) -> Finding:
+    """What holds the code that the model writes, tried for real, and whether the recipe puts up with it."""
+    from tools_sandbox.config import Limits, PythonConfig
+    from tools_sandbox.python_tool.pool import PythonPool
+    from tools_sandbox.python_tool.walls import Level
+
+    wanted = Level[(config.sandbox if config is not None else SandboxConfig()).isolation.upper()]
+    pool = PythonPool(PythonConfig(preload=(), isolation="limits"), Limits())
+    try:
+        pool.start()
+        walls = pool.walls
+    finally:
+        pool.close()
+    if walls is None:
+        raise AssertionError("a pool that has started knows its walls")
+    if (reached := walls.level()) < wanted:
+        missing = walls.missing_for(wanted)
+        text = f"level {reached.name.lower()}, sandbox.isolation wants {wanted.name.lower()}: {missing}"
+        return failure("sandbox", text, "ask for user namespaces, or lower sandbox.isolation (docs/security.md)")
+    return ok("sandbox", f"level {reached.name.lower()}, at least {wanted.name.lower()} is asked for")
 
 
 def check_model_files(config: JobConfig) -> Finding:
     """Weights and tokenizer."""
     path = config.model.path
-    if path is None:
+    if config.model.made:
         return ok("model", "made on the spot")
+    if path is None:
+        hub_id = config.model.hub_id
+        return failure("model", f"{hub_id} is not here", f"hf download {hub_id} --local-dir DIR, and model.path=DIR")
     missing = [name for name in ("config.json", "tokenizer.json") if not (path / name).is_file()]
     if missing or not list(path.glob("*.safetensors")):
         return failure("model", f"{path} lacks {missing[0] if missing else '*.safetensors'}", "fetch the whole model")
@@ -108,7 +176,7 @@ def check_model_files(config: JobConfig) -> Finding:
 
 def check_disk(config: JobConfig, directory: Path) -> Finding:
     """Room for the checkpoints that are kept, and the one that is being written."""
-    place = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    place = existing(directory)
     free = shutil.disk_usage(place).free
     weights = sum(file.stat().st_size for file in config.model.path.glob("*.safetensors")) if config.model.path else 0
     wanted = int(STATE_OVER_WEIGHTS * weights * (config.train.keep_checkpoints + 1)) + _SPARE_BYTES
@@ -118,10 +186,25 @@ def check_disk(config: JobConfig, directory: Path) -> Finding:
     return ok("disk", text)
 
 
-def check_wandb(config: JobConfig) -> Finding:
+def check_clock(directory: Path) -> Finding:
+    """This machine's clock is that of the filesystem of the run directories, which dates a new file."""
+    with tempfile.TemporaryFile(dir=existing(directory)) as file:
+        skew = abs(os.fstat(file.fileno()).st_mtime - time.time())
+    text = f"{skew:.2f} s from the clock of the filesystem at {existing(directory)}"
+    return ok("clock", text) if skew < CLOCK_SKEW_S else failure("clock", text, "have the clocks set (chrony, ntp)")
+
+
+def existing(directory: Path) -> Path:
+    """The directory, or the nearest above it that is there."""
+    return next(path for path in (directory, *directory.absolute().parents) if path.exists())
+
+
+def check_wandb(config: JobConfig, secrets: Mapping[str, str]) -> Finding:
     """A login, where metrics go there."""
     if config.monitor.wandb != "online":
         return ok("wandb", config.monitor.wandb)
+    if (source := secrets.get("WANDB_API_KEY", "env")) != "env":
+        return ok("wandb", f"online, the nodes read the key from {source}")
     netrc = Path.home() / ".netrc"
     if os.environ.get("WANDB_API_KEY") or (netrc.is_file() and "wandb" in netrc.read_text(errors="replace")):
         return ok("wandb", "online, with a login")

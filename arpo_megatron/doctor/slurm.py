@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from arpo_megatron.cluster import slurm
 from arpo_megatron.cluster.profile import ClusterProfile
 from arpo_megatron.doctor.finding import Finding, failure, ok, warning
-from arpo_megatron.doctor.machine import Check
+from arpo_megatron.doctor.machine import Check, existing
 
 _UNLIMITED = ("UNLIMITED", "INFINITE", "infinite")
 
@@ -45,12 +45,12 @@ def check_slurm(profile: ClusterProfile) -> Finding:
 
 def check_partition(profile: ClusterProfile) -> Finding:
     """It exists, is up, and allows the time limit."""
-    shown = slurm.call(
-        "sinfo", "-h", "-o", "%R|%a|%l|%D", *([f"--partition={profile.partition}"] * bool(profile.partition))
-    )
-    if not shown.strip():
+    shown = _partition(profile, "%a|%l|%D")
+    if not shown and profile.partition is None:
+        return failure("partition", "the cluster has no default", "name one of those that sinfo lists")
+    if not shown:
         return failure("partition", f"{profile.partition} does not exist", "sinfo lists those that do")
-    name, up, limit, nodes = shown.splitlines()[0].split("|")
+    name, up, limit, nodes = shown[0]
     text = f"{name}: {nodes} nodes, {up}, time limit {limit}"
     if up != "up":
         return failure("partition", text, "wait, or choose another")
@@ -67,8 +67,7 @@ def check_gres(profile: ClusterProfile) -> Finding:
     """Nodes of the partition have the GPUs that the profile names."""
     if not profile.gpus_per_node or profile.gpu_request == "none":
         return ok("gres", "none is asked for")
-    where = [f"--partition={profile.partition}"] * bool(profile.partition)
-    shown = set(slurm.call("sinfo", "-h", "-o", "%G", *where).split())
+    shown = {gres for _, gres in _partition(profile, "%G")}
     counts = [int(n) for text in shown for n in re.findall(r"gpu(?::[A-Za-z][\w.-]*)?:(\d+)", text)]
     if max(counts, default=0) < profile.gpus_per_node:
         text = f"nodes have {', '.join(sorted(shown)) or 'no gres'}, the profile says {profile.gpus_per_node} GPUs"
@@ -79,22 +78,37 @@ def check_gres(profile: ClusterProfile) -> Finding:
 def check_preemption(profile: ClusterProfile) -> Finding:
     """Whether a preempted job is warned in time to save."""
     config = slurm.call("scontrol", "show", "config")
-    mode = _setting(config, "PreemptMode")
-    if mode in ("OFF", ""):
+    mode, by_qos = _setting(config, "PreemptMode"), _setting(config, "PreemptType") == "preempt/qos"
+    names = [] if by_qos else [name for name, *_ in _partition(profile, "%a")]
+    partition = slurm.call("scontrol", "show", "partition", names[0]).split() if names else []
+    if mode in ("OFF", "") or "PreemptMode=OFF" in partition:
         return ok("preemption", "jobs are not preempted")
-    if "send_user_signal" in _setting(config, "PreemptParameters") + _setting(config, "SlurmctldParameters"):
-        return ok("preemption", f"{mode}, with the warning that makes the trainer save")
-    return warning(
-        "preemption",
-        f"{mode} without a warning: what was done since the last checkpoint is done again",
-        "keep train.save_every small, or ask for PreemptParameters=send_user_signal and a GraceTime",
-    )
+    if by_qos:
+        said = slurm.call("sacctmgr", "-nP", "show", "qos", profile.qos, "format=GraceTime") if profile.qos else ""
+        grace_s = seconds(said.strip()) if said.strip() else 0
+    else:
+        grace_s = next((int(word[10:]) for word in partition if re.fullmatch(r"GraceTime=\d+", word)), 0)
+    user_signal = "send_user_signal" in _setting(config, "PreemptParameters") + _setting(config, "SlurmctldParameters")
+    signal = "USR1" if user_signal else "TERM"
+    if by_qos and profile.qos is None:
+        text = f"with {signal}; how long before the end is said by the QOS, which the profile does not name"
+    elif grace_s == 0:
+        text = "and GraceTime=0 leaves no time to save: what was done since the last checkpoint is done again"
+    elif not user_signal and _setting(config, "ProctrackType") == "proctrack/linuxproc":
+        text = "with TERM, which proctrack/linuxproc sends to all processes of a job: nobody is left to save"
+    elif grace_s < profile.signal_s:
+        text = f"with a warning ({signal}) {grace_s} s before the end, less than signal_s={profile.signal_s}"
+    else:
+        warned = f"with a warning {grace_s} s before the end ({signal})"
+        return ok("preemption", f"{mode}, {warned}, which makes the trainer save")
+    mend = "keep train.save_every small, or ask for a longer GraceTime (and PreemptParameters=send_user_signal)"
+    return warning("preemption", f"{mode} {text}", mend)
 
 
 def check_runs(profile: ClusterProfile) -> Finding:
     """The run directories can be made."""
     place = profile.runs.expanduser().absolute()
-    there = next(path for path in (place, *place.parents) if path.exists())
+    there = existing(place)
     if not os.access(there, os.W_OK):
         return failure("runs", f"{there} is not writable", "set `runs` to a directory of yours that all nodes share")
     return ok("runs", str(place))
@@ -120,6 +134,14 @@ def seconds(limit: str) -> int:
     if len(parts) == 2:
         return parts[0] * 60 + parts[1]
     return (parts[0] * 60 + parts[1]) * 60 + parts[2]
+
+
+def _partition(profile: ClusterProfile, fields: str) -> list[list[str]]:
+    """Name and sinfo's fields of the profile's partition, or of the default one; a row for nodes that differ there."""
+    where = [] if profile.partition is None else [f"--partition={profile.partition}"]
+    rows = [line.split("|") for line in slurm.call("sinfo", "-h", "-o", f"%P|{fields}", *where).splitlines() if line]
+    # sinfo marks the default with a star.
+    return [[name.rstrip("*"), *rest] for name, *rest in rows if profile.partition or name.endswith("*")]
 
 
 def _setting(config: str, name: str) -> str:

@@ -1,56 +1,325 @@
-"""`arpo eval`: the held-out tasks of a run, answered by one of its models."""
+"""`arpo eval`: questions answered, scored, kept as they come, and reported."""
 
-from dataclasses import asdict
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from arpo_megatron import resolve
+from arpo_megatron.config import JobConfig
 from arpo_megatron.errors import UserError
-from arpo_megatron.evaluation.score import evaluation_of
-from arpo_megatron.launch import connect_rollouts, services
-from arpo_megatron.preparation import load_data, load_tokenizer, write_tool_files
+from arpo_megatron.evaluation import overlap, place, report
+from arpo_megatron.evaluation.agents.base import Agent, Wanted
+from arpo_megatron.evaluation.agents.known import KnownAnswers
+from arpo_megatron.evaluation.benchmarks import HELD_OUT, Benchmark, chosen
+from arpo_megatron.evaluation.prompts import Tools
+from arpo_megatron.evaluation.put import Put, put_benchmarks, put_held_out, training_prompt
+from arpo_megatron.evaluation.questions import TestSet, read_all
+from arpo_megatron.evaluation.records import PASSING, Attempt, Journal, write_records
+from arpo_megatron.evaluation.response import Given
+from arpo_megatron.evaluation.scorers import attempt_of, judged_by
+from arpo_megatron.evaluation.subject import Kind, Subject, config_of, subject_of
+from arpo_megatron.evaluation.summary import Figures, figures_of
 from arpo_megatron.processes import Roles
 from arpo_megatron.rewards import make_reward
-from arpo_megatron.rollout.messages import GrowSettings
-from arpo_megatron.run_directory import RunDirectory
+from arpo_megatron.rewards.judge import Judge as ModelJudge
+from arpo_megatron.run_directory import RunDirectory, write_json
+from tools_sandbox.config import TOKEN_VARIABLE
+
+_NOTE_EVERY_S = 10.0
+Tell = Callable[[str], None]
 
 
-def evaluate_run(run: RunDirectory, *, model: Path | None, tasks: int | None) -> dict[str, Any]:
-    """Answer held-out tasks with `model` (None: the run's export), one trajectory each.
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What the command line asks for; see `arpo eval --help`."""
+
+    subject: str
+    suite: str | None = None
+    k: int = 1
+    attempts: int | None = None
+    tools: Tools | None = None
+    data: Path = Path("data/eval")
+    skip_missing: bool = False
+    tasks: int | None = None
+    model: str | None = None
+    out: Path | None = None
+    train_data: Path | None = None
+    system_prompt: Path | None = None
+    words: Sequence[str] = field(default_factory=tuple)
+
+
+def evaluate(wish: Wish, tell: Tell = lambda _text: None) -> dict[str, Any]:
+    """Answer, score and report; what an earlier process of the same evaluation has done is not done again.
 
     Returns:
-        success, accuracy and format shares in [0, 1], tool calls, the number of tasks and of those not answered.
+        the model, the directory with the records, and a row of figures for each benchmark; for one benchmark its
+        figures stand beside them too.
 
     Raises:
-        UserError: the run has no such model.
+        UserError: something that is named does not exist or cannot be used.
         RoleDiedError: the engine or the tool service did not start.
     """
-    config = resolve.load(run.config)
-    model = model or run.export
-    if not (model / "config.json").is_file():
-        raise UserError(f"{model} is no Hugging Face model; name one with --model")
-    with run.locked(), Roles(run.logs) as roles:
-        tokenizer = load_tokenizer(model)
-        data = load_data(config, tokenizer)
-        held_out = data.held_out
-        if tasks is not None and tasks > len(held_out):
-            raise UserError(f"--tasks {tasks}: the run has {len(held_out)} held-out tasks")
-        write_tool_files(config, run, data)
-        chosen = held_out[: tasks or config.evaluation.tasks]
-        with services(config, run, roles, model) as ready:
-            rollouts = connect_rollouts(config, model, ready)
+    subject = subject_of(wish.subject, wish.model)
+    tools = wish.tools or (Tools.PROMPT if subject.kind is Kind.SERVER else Tools.TRAINED)
+    suite = wish.suite or (HELD_OUT if subject.kind is Kind.RUN else "")
+    benchmarks, missing, sets = _sets(subject, suite, wish)
+    config = config_of(subject, benchmarks, tools, list(wish.words))
+    subject = _named(subject, wish, config)
+    attempts = wish.attempts or wish.k
+    if attempts < wish.k:
+        raise UserError(f"--attempts {attempts} is fewer than --k {wish.k}")
+    system = _system_prompt(wish, subject, config, bool(benchmarks) and tools is Tools.TRAINED)
+    identity = place.identity_of(
+        subject,
+        config,
+        sets,
+        suite=suite,
+        tools=tools,
+        tasks=wish.tasks,
+        attempts=attempts,
+        system=system,
+    )
+    out = place.opened(identity, out=wish.out, subject=subject)
+    with out.locked():
+        with _asked(wish, subject, config, tools, system, out, sets, tell) as (put, judge):
+            journal = Journal(out.path / "attempts.jsonl")
             try:
-                settings = GrowSettings.evaluation(config)
-                report = rollouts.grow(
-                    chosen, step=0, version=0, settings=settings, progress=lambda _progress: roles.check()
-                )
+                _answer(subject, config, tools, out, put, journal, attempts, tell)
+                kept = journal.attempts()
+            finally:
+                journal.close()
+        figures = _figures(wish, subject, config, put, sets, kept, tell)
+        notes = [*_notes(put, sets, missing, wish), *_judging(judge)]
+        return _report(out, subject, tools, config, figures, notes, kept)
+
+
+@contextmanager
+def _asked(
+    wish: Wish,
+    subject: Subject,
+    config: JobConfig,
+    tools: Tools,
+    system: str | None,
+    out: RunDirectory,
+    sets: Sequence[TestSet],
+    tell: Tell,
+) -> Iterator[tuple[Put, ModelJudge | None]]:
+    """What is asked, and the model that judges answers, if one does.
+
+    That is closed at the end of the block, however this is left: whoever waits for it is let go then.
+    """
+    judge, cache = None, config.reward.judge.cache or out.judge_replies
+    try:
+        if sets:
+            if config.reward.judge.url is not None and any(each.benchmark.metric == "judge" for each in sets):
+                judge = ModelJudge(config.reward.judge, cache, tell=tell)
+            verdicts = None if judge is None else judged_by(judge)
+            put = put_benchmarks(sets, subject, config, tools, system, verdicts, wish.tasks)
+        else:
+            limit = config.rollout.max_response_tokens
+            reward = make_reward(config.reward, max_response_tokens=limit, cache=cache, tell=tell)
+            judge = reward.judge
+            put = put_held_out(subject, config, reward, wish.tasks)
+        yield put, judge
+    finally:
+        if judge is not None:
+            judge.close()
+
+
+def _sets(subject: Subject, suite: str, wish: Wish) -> tuple[list[Benchmark], list[Benchmark], list[TestSet]]:
+    """The benchmarks of a suite, those whose file is missing, and the files of the others."""
+    if suite == HELD_OUT:
+        if subject.kind is not Kind.RUN:
+            raise UserError(f"--suite {HELD_OUT}: only a run directory has held-out tasks, and {wish.subject} is none")
+        return [], [], []
+    if not suite:
+        raise UserError("--suite is missing: reasoning, deepsearch, or names of benchmarks")
+    benchmarks = chosen(suite)
+    sets, missing = read_all(benchmarks, wish.data, skip_missing=wish.skip_missing)
+    return benchmarks, missing, sets
+
+
+def _named(subject: Subject, wish: Wish, config: JobConfig) -> Subject:
+    """With the name of the model that a server has."""
+    if subject.kind is not Kind.SERVER or wish.model is not None:
+        return subject
+    from arpo_megatron.evaluation.agents.server import served_model
+
+    return Subject(subject.kind, served_model(subject.url, config), url=subject.url)
+
+
+def _system_prompt(wish: Wish, subject: Subject, config: JobConfig, trained: bool) -> str | None:
+    """The user's, or for a trained model that of its training data; None: our own wording."""
+    if wish.system_prompt is not None:
+        try:
+            return wish.system_prompt.read_text(encoding="utf-8").strip()
+        except OSError as error:
+            raise UserError(f"--system-prompt {wish.system_prompt}: {error.strerror}") from None
+    return training_prompt(config) if trained and subject.kind is Kind.RUN else None
+
+
+def _answer(
+    subject: Subject,
+    config: JobConfig,
+    tools: Tools,
+    out: RunDirectory,
+    put: Put,
+    journal: Journal,
+    attempts: int,
+    tell: Tell,
+) -> None:
+    """Have all attempts made that the journal does not hold."""
+    wanted = []
+    for question, task in put.asked:
+        numbers = range(attempts)
+        left = tuple(n for n in numbers if not journal.done(question.benchmark, question.id, n))
+        if left:
+            wanted.append(Wanted(question, task, left))
+    if not wanted:
+        return
+    done, total = 0, sum(len(each.attempts) for each in wanted)
+    known = len(put.asked) * attempts - total
+    tell(f"{total} attempts to make{f', {known} are there already' if known else ''}; records in {out.path}")
+    told = time.monotonic()
+
+    def deliver(each: Wanted, given: Mapping[int, Given]) -> None:
+        nonlocal done, told
+        scorer = put.scorers[each.question.benchmark]
+        journal.add(attempt_of(each.question, number, given[number], scorer) for number in given)
+        done += len(set(given) & set(each.attempts))
+        if time.monotonic() - told > _NOTE_EVERY_S:
+            told = time.monotonic()
+            tell(f"{done} of {total} attempts")
+
+    with _agent(subject, config, tools, out, put, attempts) as agent:
+        agent.answer(wanted, deliver)
+
+
+@contextmanager
+def _agent(
+    subject: Subject, config: JobConfig, tools: Tools, out: RunDirectory, put: Put, attempts: int
+) -> Iterator[Agent]:
+    """Whoever answers, with the services that this needs."""
+    from arpo_megatron.launch import connect_rollouts, services, tool_service
+    from arpo_megatron.preparation import write_tool_files
+
+    if subject.kind in (Kind.ORACLE, Kind.WRONG):
+        yield KnownAnswers(right=subject.kind is Kind.ORACLE)
+        return
+    write_tool_files(config, out, put.data)
+    with Roles(out.logs) as roles:
+        if subject.kind is Kind.SERVER:
+            from arpo_megatron.evaluation.agents.server import ServerAnswers
+
+            token = os.environ.get(TOKEN_VARIABLE) or None
+            if tools is Tools.NONE:
+                yield ServerAnswers(subject.url, subject.name, config, tools, None)
+                return
+            with tool_service(config, out, roles) as sandbox_url:
+                yield ServerAnswers(subject.url, subject.name, config, tools, sandbox_url, token)
+            return
+        from arpo_megatron.evaluation.agents.grown import GrownAnswers
+
+        assert subject.model is not None and put.decode is not None
+        with services(config, out, roles, subject.model) as ready:
+            rollouts = connect_rollouts(config, subject.model, ready)
+            try:
+                yield GrownAnswers(rollouts, config, attempts, put.decode, roles.check)
             finally:
                 rollouts.close()
-    found = evaluation_of(
-        report,
-        chosen,
-        make_reward(config.reward),
-        lambda ids: str(tokenizer.decode(list(ids))),
-        config.reward.success_threshold,
-    )
-    return {"model": str(model), **asdict(found)}
+
+
+def _figures(
+    wish: Wish,
+    subject: Subject,
+    config: JobConfig,
+    put: Put,
+    sets: Sequence[TestSet],
+    kept: Sequence[Attempt],
+    tell: Tell,
+) -> list[Figures]:
+    """A row for each benchmark, in the order in which they were asked for."""
+    asked = {(question.benchmark, question.id) for question, _ in put.asked}
+    kept = [attempt for attempt in kept if (attempt.benchmark, attempt.question_id) in asked]
+    train_data = wish.train_data
+    if train_data is None and sets and subject.run is not None and config.data.kind == "arpo_parquet":
+        train_data = config.data.path
+    held: dict[str, set[str]] | None = None
+    if train_data is not None and sets:
+        tell(f"looking for the questions in {train_data}")
+        found = overlap.overlaps([question for question, _ in put.asked], overlap.training_questions(train_data))
+        held = {name: set() for name in put.scorers}
+        for each in found:
+            held[each.question.benchmark].add(each.question.id)
+    return [
+        figures_of(
+            [attempt for attempt in kept if attempt.benchmark == name],
+            metric=put.metrics[name],
+            k=wish.k,
+            seed=config.seed,
+            overlapping=None if held is None else held[name],
+        )
+        for name in put.scorers
+    ]
+
+
+def _notes(put: Put, sets: Sequence[TestSet], missing: Sequence[Benchmark], wish: Wish) -> list[str]:
+    """What a reader of the tables must know."""
+    notes = list(put.notes)
+    for each in sets:
+        if not each.known_file:
+            digest = each.sha256[:12]
+            notes.append(
+                f"{each.benchmark.name}: {each.path.name} (sha256 {digest}...) is not a file known to this version"
+            )
+        if each.left_out:
+            row, reason = each.left_out[0]
+            notes.append(f"{each.benchmark.name}: {len(each.left_out)} rows left out, the first (row {row}): {reason}")
+    if missing:
+        notes.append(f"not evaluated, no file in {wish.data}: {', '.join(each.name for each in missing)}")
+    if wish.tasks is not None:
+        notes.append(f"only the first {wish.tasks} questions of each benchmark")
+    return notes
+
+
+def _judging(judge: ModelJudge | None) -> list[str]:
+    """What a reader must know of the judge: of answers that it gave no verdict on, some are scored by rule."""
+    if judge is None:
+        return []
+    counts = judge.take_counts()
+    return [
+        f"by the last process of this evaluation the judge was asked {counts['asked']:.0f} times "
+        f"({counts['cached']:.0f} replies were kept from before); {counts['unreadable']:.0f} replies had no verdict, "
+        f"{counts['fallbacks']:.0f} questions had none because it was down, and {counts['waited_s']:.0f} s were waited "
+        "for it"
+    ]
+
+
+def _report(
+    out: RunDirectory,
+    subject: Subject,
+    tools: Tools,
+    config: JobConfig,
+    figures: Sequence[Figures],
+    notes: Sequence[str],
+    kept: Sequence[Attempt],
+) -> dict[str, Any]:
+    """Write records, summary and tables; returns what the command prints."""
+    drawn = config.evaluation
+    sampling = f"temperature {drawn.temperature:g}, top_p {drawn.top_p:g}, top_k {drawn.top_k or 'all'}"
+    sampling += f", repetition penalty {drawn.penalty:g}, seed {config.seed}"
+    failed = sum(attempt.outcome in PASSING for attempt in kept)
+    told = [f"{subject.name}: {sampling}", *notes]
+    if failed:
+        told.append(f"{failed} attempts failed for reasons that may be over: the same command makes them again")
+    rows = {row.benchmark: row.to_dict() for row in figures}
+    method = {Tools.NONE: "no tools", Tools.PROMPT: "TIR prompting", Tools.TRAINED: "trained"}[tools]
+    write_records(out.path / "records.parquet", kept)
+    summary = {"model": subject.name, "method": method, "benchmarks": rows, "notes": told}
+    write_json(out.path / report.SUMMARY, summary)
+    report.write_reports(out.path, [report.Measured(subject.name, method, rows, told)])
+    single = next(iter(rows.values())) if len(rows) == 1 else {}
+    return {"model": str(subject.model or subject.name), "out": str(out.path), **single, "benchmarks": rows}

@@ -6,17 +6,19 @@ Figures of an update and of packing are described where they are made: the attri
 import re
 
 from arpo_megatron.monitor.progress import STEP_PHASES
+from arpo_megatron.plugins import OWN, Point
 
 _ROLLOUT = {
-    "reward": "mean over trajectories",
-    "success": "share of trajectories whose accuracy exceeds `reward.success_threshold`",
-    "format_ok": "share of trajectories that keep to the tag protocol",
+    "reward": "mean over trajectories, without replayed ones (`algorithm.store`)",
+    "success": "likewise the share of trajectories whose accuracy exceeds `reward.success_threshold`",
+    "format_ok": "likewise the share of trajectories that keep to the tag protocol",
     "groups_without_signal": "trees whose trajectories all have the same reward",
+    "held_out_success": "of the weights that the step began with, where it was measured (`evaluation`)",
     "staleness": "versions by which the weights that sampled a token are older than those it trains: mean",
     "staleness_max": "the most of it",
     "dropped/failed": "trees that could not be finished",
     "dropped/no_signal": "trees left out because their trajectories earned the same (`drop_groups_without_signal`)",
-    "dropped/stale": "trees left out because older weights sampled a part (`rollout.stale=refuse`)",
+    "dropped/stale": "trees left out as older than `rollout.max_staleness` allows (`rollout.stale=refuse`)",
     "dropped/oversampled": "trees given up because the step had enough (`rollout.oversampling`)",
     "cached_prompt_share": "share of prompt tokens that the engine had in its cache",
     "prefill_over_unique": "prompt tokens that the engine computed (not cached) over the tokens of the finished trees; "
@@ -41,9 +43,32 @@ _ROLLOUT = {
     "unique_tokens": "tokens of the trees, each once",
     "flat_tokens": "tokens of all trajectories",
     "given_tokens": "those of the unique tokens that are prompt or tool result",
-    "trees_not_stored": "trees of the step that could not be written to `trees/` (a full disk)",
+    "trees_not_stored": "trees of all steps so far not in `trees/`: they wait for a full disk or were given up",
+    "selector/left_out": "tasks that the last draw passed over (`algorithm.selector=solvable` or `unsaturated`)",
+    "selector/pruned": "tasks that are left out from now on (`algorithm.selector=unsaturated`)",
+    "selector/tried": "tasks whose difficulty is known (`algorithm.selector=targeted`)",
+    "selector/distance": "mean distance of their success to `difficulty_target`",
+    "replay/trees": "trees of the step that hold a stored trajectory (`algorithm.store`)",
+    "replay/stored": "trajectories that are stored",
+    "replay/age": "steps since the trees of the replayed ones were begun: mean, where there are any",
+    "replay/age_max": "the most of it",
     "logprob_gap": "largest difference between trainer and engine over the sampled tokens, in nats",
 }
+_REWARDS = {
+    "reward/verified": "share of mathematical answers that math-verify finds equal",
+    "reward/undecided": "share of mathematical answers that it had no time or memory to decide on: they count as wrong",
+    "reward/f1": "token F1 of answers in words",
+    "reward/exact_match": "share of them that are the expected words",
+    "reward/judged": "share of answers that the judge finds right, of those that it decided on",
+    "reward/tool_bonus": "bonus for a right answer with both tools",
+    "judge/asked": "questions sent to the judge",
+    "judge/cached": "questions whose reply was known",
+    "judge/repeated": "questions sent again because the judge failed",
+    "judge/unreadable": "replies without a verdict; scored by rule",
+    "judge/fallbacks": "questions left to the rules because the judge was down (`reward.judge.when_down=fallback`)",
+    "judge/waited_s": "seconds that questions waited for a judge that was down, added up over questions",
+}
+"""Means over the trajectories that have such a part."""
 _TRAINER = {
     "trainer/tokens_per_s": "computed tokens a second of the update phase",
     "trainer/flat_tokens_per_s": "likewise tokens of the flattened trajectories",
@@ -55,7 +80,7 @@ _TRAINER = {
 }
 _PHASES = {
     "ratios": "wall time of what an update needs to know before: weights of trajectories and their ratios, with "
-    "`algorithm.ratio=sequence` a pass over the packs",
+    "a loss of whole minibatches (such as gspo) a pass over the packs",
 }
 _SFT = {
     "epoch": "times that the conversations have been learnt from (`sft.data`)",
@@ -72,6 +97,8 @@ def metrics() -> dict[str, str]:
     return {
         "step": "counts from 1; the update, in sft_metrics.jsonl",
         **_ROLLOUT,
+        **_REWARDS,
+        **{f"reward/{name}": f"term `{name}` times its weight" for name in OWN[Point.REWARD_TERM]},
         **{f"pack/{name}": text for name, text in attributes(PackReport).items()},
         "pack/padding": "tokens that ranks add to packs: FP8, sequence and context parallelism want them of a length",
         **updates,

@@ -142,8 +142,9 @@ class Progress:
             self._line(text)
 
     def evaluation(self, when: str, success: float) -> None:
-        """Held-out success, in [0, 1], before or after training."""
-        self._line(f"held-out success {when} training: {success:.1%}")
+        """Held-out success, in [0, 1], "before" or "after" training, or after a step ("step_4")."""
+        moment = f"{when} training" if when in ("before", "after") else f"after {when.replace('_', ' ')}"
+        self._line(f"held-out success {moment}: {success:.1%}")
 
     def _line(self, text: str) -> None:
         minutes, seconds = divmod(int(time.monotonic() - self._started), 60)

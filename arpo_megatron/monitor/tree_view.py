@@ -18,6 +18,8 @@ Decode = Callable[[list[int]], str]
 _BARS = "▁▂▃▄▅▆▇█"
 _TAG = re.compile(r"</?(?:think|search|python|result|answer)>|\\boxed\{")
 _RESULT_TAGS = re.compile(r"</?result>")
+_UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Control characters, line ends, changes of direction, and halves of characters."""
 LEGEND = "H: entropy of the first tokens in nats, a bar a token; dH: its normalised rise; P: chance of a fork"
 
 
@@ -46,10 +48,15 @@ def render_tree(
     painter.add_below(root, 0)
     right = sum(reward > 0 for reward in rewards)
     summary = (
-        f"{tree.task_id}: {len(leaves)} trajectories, {right} right, forks after tool results: {painter.forks}, "
-        f"{tree.unique_tokens} unique of {tree.flat_tokens} flat tokens"
+        f"{printable(tree.task_id)}: {len(leaves)} trajectories, {right} right, "
+        f"forks after tool results: {painter.forks}, {tree.unique_tokens} unique of {tree.flat_tokens} flat tokens"
     )
     return Group(Text(summary, "bold"), root, Text(LEGEND, "dim"))
+
+
+def printable(text: str) -> str:
+    """`text` with escapes for what would command a terminal: models, tools and data sets are not its masters."""
+    return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def save_svg(renderable: RenderableType, path: Path, *, title: str, width: int = 110) -> None:
@@ -137,7 +144,7 @@ class _Painter:
         return line
 
     def _short(self, text: str) -> str:
-        text = " ".join(text.split())
+        text = printable(" ".join(text.split()))
         if len(text) <= self._max_characters:
             return text
         half = self._max_characters // 2
@@ -153,7 +160,7 @@ def _tool_note(tool: ToolRecord | None) -> str:
         return ""
     origin = "from cache" if tool.cached else f"{1000 * tool.seconds:.0f} ms"
     status = "" if tool.status == "ok" else f", {tool.status}"
-    return f"  ({tool.name}, {origin}{status})"
+    return f"  ({printable(tool.name)}, {origin}{status})"
 
 
 def _verdict(reward: float, finish: Finish | None) -> Text:

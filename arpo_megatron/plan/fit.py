@@ -1,17 +1,31 @@
 """The plan of a job: sizes, memory and time on some hardware, and whether it fits. Nothing is fetched or started."""
 
-from dataclasses import asdict, dataclass
+import re
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from arpo_megatron.config import JobConfig
 from arpo_megatron.errors import UserError
 from arpo_megatron.plan import memory, timing
 from arpo_megatron.plan.hardware import GIB, Hardware
-from arpo_megatron.plan.nodes import Nodes, nodes_of
 from arpo_megatron.plan.parameters import active, of_stage, whole_model
-from arpo_megatron.plan.workload import cold_start_only, largest, typical
+from arpo_megatron.plan.roles import RolePlan, plan_roles, settled
+from arpo_megatron.plan.workload import largest, typical
 from arpo_megatron.weights.known_shapes import shape_of
 from arpo_megatron.weights.shape import ModelShape
+
+
+@dataclass(frozen=True, slots=True)
+class Unfit:
+    """Why a job cannot run.
+
+    Attributes:
+        kind: the same for all layouts that fail so.
+        text: with the figures of this one.
+    """
+
+    kind: str
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,22 +35,22 @@ class Plan:
     Attributes:
         config: of the job.
         hardware: that it would run on.
-        nodes: how many.
+        roles: where they run; None: nowhere (`reason` says why).
         parameters: of the model.
         active_parameters: that a token meets.
         rank_parameters: of the trainer rank with most.
         memory: bytes by part, of the GPU that needs most.
         step_seconds: of one step (update of a cold start) by phase.
         seconds: of one whole step.
-        decode_batch: paths that decode at once in an engine.
+        decode_batch: paths that decode at once in an engine; 0 without engines.
         tokens: of a step's trees, each once.
         steps: of the whole job.
-        reason: why it does not fit; None where it does.
+        unfit: why it does not fit; None where it does.
     """
 
     config: JobConfig
     hardware: Hardware
-    nodes: Nodes
+    roles: RolePlan | None
     parameters: int
     active_parameters: int
     rank_parameters: int
@@ -46,17 +60,38 @@ class Plan:
     decode_batch: float
     tokens: float
     steps: int
-    reason: str | None
+    unfit: Unfit | None
 
     @property
     def fits(self) -> bool:
         """Whether the job can run there."""
-        return self.reason is None
+        return self.unfit is None
+
+    @property
+    def reason(self) -> str | None:
+        """Why it does not fit; None where it does."""
+        return self.unfit.text if self.unfit else None
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What is wasted by a job that can run."""
+        config, data = self.config, self.config.parallel.data
+        alone = config.cold_start_only
+        trees = config.sft.batch if alone else config.train.tasks_per_step // config.algorithm.minibatches
+        if data <= trees:
+            return ()
+        what = f"{trees} {'conversations' if alone else 'trees'} an update"
+        return (f"parallel.data={data}, but {what}: {data - trees} of {data} ranks wait; give tensor or pipeline",)
 
     @property
     def gpu_hours(self) -> float:
         """Of the whole job, without evaluations and checkpoints."""
-        return self.steps * self.seconds * self.nodes.total * self.hardware.gpus / 3600
+        return self.steps * self.seconds * self.nodes * self.hardware.gpus / 3600
+
+    @property
+    def nodes(self) -> int:
+        """Of the allocation; where roles have no place on any, as many as the trainer's ranks make."""
+        return self.roles.nodes if self.roles else -(-self.config.parallel.world_size // self.hardware.gpus)
 
     @property
     def peak_bytes(self) -> float:
@@ -69,10 +104,10 @@ class Plan:
             "recipe": self.config.name,
             "model": self.config.model.hub_id,
             "gpu": self.hardware.name,
-            "nodes": self.nodes.total,
-            "trainer_nodes": self.nodes.trainer,
-            "engine_nodes": self.nodes.engine,
-            "gpus": self.nodes.gpus,
+            "nodes": self.nodes,
+            "trainer_nodes": self.roles and self.roles.trainer_nodes,
+            "engine_nodes": self.roles and self.roles.engine_nodes,
+            "gpus": self.roles and self.roles.gpus_used,
             "parameters": self.parameters,
             "active_parameters": self.active_parameters,
             "parameters_per_rank": self.rank_parameters,
@@ -91,87 +126,118 @@ class Plan:
             "gpu_hours": round(self.gpu_hours, 1),
             "fits": self.fits,
             "reason": self.reason,
+            "warnings": list(self.warnings),
         }
 
 
-def plan(config: JobConfig, hardware: Hardware) -> Plan:
+def plan(config: JobConfig, hardware: Hardware, nodes: int | None = None) -> Plan:
     """The plan of a job.
+
+    Args:
+        config: of the job; with `engine.placement=auto` the plan's own says what that comes to.
+        hardware: that it would run on.
+        nodes: how many; None: as few as can be.
 
     Raises:
         UserError: the model's sizes are not known (no files at `model.path`, no known `model.hub_id`).
     """
     shape = shape_of(config.model)
-    reason = impossible(config, shape, hardware)
+    roles, unfit = None, impossible(config, shape, hardware)
+    if unfit is None:
+        try:
+            roles = plan_roles(replace(config, platform="auto"), hardware.gpus, nodes)
+            config = settled(config, roles)
+        except UserError as error:
+            unfit = Unfit("the roles cannot be laid over the nodes", str(error))
     work, most = typical(config), largest(config)
-    trees = config.sft.batch if cold_start_only(config) else config.train.tasks_per_step
+    alone = config.cold_start_only
+    trees = config.sft.batch if alone else config.train.tasks_per_step
     needs = memory.of_job(config, shape, hardware, most)
     phases = timing.of_step(config, shape, hardware, work, needs.kv_tokens)
     held = [of_stage(shape, config.parallel, stage).total for stage in range(config.parallel.pipeline)]
     return Plan(
         config=config,
         hardware=hardware,
-        nodes=nodes_of(config, hardware.gpus),
+        roles=roles,
         parameters=whole_model(shape).total,
         active_parameters=active(shape),
         rank_parameters=max(held),
         memory=needs,
         step_seconds=phases,
         seconds=timing.step_seconds(config, phases),
-        decode_batch=timing.decoding(config, shape, hardware, work, needs.kv_tokens).batch,
+        decode_batch=0.0 if alone else timing.decoding(config, shape, hardware, work, needs.kv_tokens).batch,
         tokens=trees * work.unique,
-        steps=config.sft.steps if cold_start_only(config) else config.train.steps,
-        reason=reason or too_large(config, needs, hardware),
+        steps=config.sft.steps if alone else config.train.steps,
+        unfit=unfit or too_large(config, needs, hardware),
     )
 
 
-def impossible(config: JobConfig, shape: ModelShape, hardware: Hardware) -> str | None:
+def impossible(config: JobConfig, shape: ModelShape, hardware: Hardware) -> Unfit | None:
     """Why the layout cannot work with this model on this hardware, whatever the memory; None where it can."""
-    parallel, engine = config.parallel, config.engine
     try:
-        shape.check_divisible(parallel)
-        shape.check_fp8(config.model, parallel)
-        shape.check_engine(engine)
+        shape.check_divisible(config.parallel)
+        shape.check_fp8(config.model, config.parallel)
         shape.check_replay(config.algorithm)
+        if not config.cold_start_only:
+            shape.check_engine(config.engine)
     except UserError as error:
-        return str(error)
+        return refused(str(error))
     if config.model.fp8 != "none" and not hardware.fp8:
-        return f"model.fp8={config.model.fp8}: {hardware.name} has no FP8 products"
-    engines = engine.tensor * engine.replicas
-    if memory.shared(config) and engines > parallel.world_size:
-        return f"engines on {engines} GPUs cannot be colocated with {parallel.world_size} trainer ranks"
-    return _engine_impossible(engine.tensor, shape, hardware)
+        return refused(f"model.fp8={config.model.fp8}: {hardware.name} has no FP8 products")
+    return None if config.cold_start_only else _engines_impossible(config, shape, hardware)
 
 
-def _engine_impossible(tensor: int, shape: ModelShape, hardware: Hardware) -> str | None:
+def refused(text: str) -> Unfit:
+    """What a check says of a layout; without its figures it says the same of others."""
+    return Unfit(re.sub(r"\d+", "N", text.split(":", maxsplit=1)[0]), text)
+
+
+def _engines_impossible(config: JobConfig, shape: ModelShape, hardware: Hardware) -> Unfit | None:
+    engine, ranks = config.engine, config.parallel.world_size
+    tensor, engines = engine.tensor, engine.tensor * engine.replicas
+    if memory.shared(config) and engines > ranks:
+        return refused(f"engines on {engines} GPUs cannot be colocated with {ranks} trainer ranks")
     if tensor > hardware.gpus:
-        return f"engine.tensor={tensor} exceeds the {hardware.gpus} GPUs of a node"
+        return refused(f"engine.tensor={tensor} exceeds the {hardware.gpus} GPUs of a node")
     for what, size in (("query heads", shape.heads), ("vocabulary", shape.vocabulary)):
         if size % tensor:
-            return f"the model's {what} ({size}) cannot be divided by engine.tensor={tensor}"
+            return refused(f"the model's {what} ({size}) cannot be divided by engine.tensor={tensor}")
     if max(shape.kv_heads, tensor) % min(shape.kv_heads, tensor):  # more GPUs than heads hold copies
-        return f"the model's key/value heads ({shape.kv_heads}) cannot be divided by engine.tensor={tensor}"
+        return refused(f"the model's key/value heads ({shape.kv_heads}) cannot be divided by engine.tensor={tensor}")
     return None
 
 
-def too_large(config: JobConfig, needs: memory.Memory, hardware: Hardware) -> str | None:
+UPDATE_TOO_LARGE = "an update needs more memory than a GPU has"
+
+
+def too_large(config: JobConfig, needs: memory.Memory, hardware: Hardware) -> Unfit | None:
     """Which memory is too small; None where all is enough."""
-    for phase, parts in (("training", needs.training), ("rollout", needs.rollout), ("engine", needs.engine)):
+    for kind, phase, parts in (
+        (UPDATE_TOO_LARGE, "training", needs.training),
+        ("trainer and engine together need more memory than a GPU has", "rollout", needs.rollout),
+        ("an engine needs more memory than a GPU has", "engine", needs.engine),
+    ):
         total = sum(parts.values())
         if total > hardware.memory:
             name, size = max(parts.items(), key=lambda part: part[1])
-            return (
+            return Unfit(
+                kind,
                 f"{phase} needs {total / GIB:.1f} GiB of a GPU's {hardware.memory / GIB:.1f} "
-                f"(most of it {name}, {size / GIB:.1f})"
+                f"(most of it {name}, {size / GIB:.1f})",
             )
-    if not cold_start_only(config) and needs.kv_tokens < config.model.max_length:
-        return (
+    if not config.cold_start_only and needs.kv_tokens < config.model.max_length:
+        return Unfit(
+            "the KV pool cannot hold one trajectory",
             f"an engine's KV pool holds {needs.kv_tokens} tokens, fewer than model.max_length="
-            f"{config.model.max_length}: give engine.memory_fraction or engine.tensor"
+            f"{config.model.max_length}: give engine.memory_fraction or engine.tensor",
         )
     ranks = min(hardware.gpus, config.parallel.world_size)
     host = ranks * sum(needs.host.values())
     if host > hardware.host_memory:
-        return f"trainer ranks need {host / GIB:.0f} GiB of a node's {hardware.host_memory / GIB:.0f}"
+        return Unfit(
+            "the ranks need more host memory than a node has",
+            f"trainer ranks need {host / GIB:.0f} GiB of a node's {hardware.host_memory / GIB:.0f}",
+        )
     return None
 
 

@@ -11,8 +11,8 @@ from arpo_megatron.config import JobConfig, ParallelConfig
 from arpo_megatron.machine import Placement
 from arpo_megatron.plan.activations import Tokens, Widths, layer_bytes, pass_bytes
 from arpo_megatron.plan.hardware import GIB, Hardware
-from arpo_megatron.plan.parameters import Parameters, of_stage, whole_model
-from arpo_megatron.plan.workload import Workload, cold_start_only
+from arpo_megatron.plan.parameters import Parameters, of_stage, updated, whole_model
+from arpo_megatron.plan.workload import Workload
 from arpo_megatron.weights.shape import ModelShape
 
 LOGITS = 1 << 26
@@ -70,7 +70,7 @@ def of_job(config: JobConfig, shape: ModelShape, hardware: Hardware, largest: Wo
     common: Parts = {"cuda_context": CUDA_CONTEXT, "reserve": RESERVE * hardware.memory}
     if config.parallel.world_size > 1:
         common["collectives"] = COLLECTIVES
-    if cold_start_only(config):  # without engines
+    if config.cold_start_only:  # without engines
         return Memory({**training, **common}, {}, {}, _host(config, shape), 0)
     static = {name: size for name, size in training.items() if name in STATIC}
     rollout: Parts = {**static, **common, "push_buckets": _push_buckets(config, shape)}
@@ -101,17 +101,11 @@ def static_parts(config: JobConfig, shape: ModelShape, stage: int) -> Parts:
 
 
 def _offload(config: JobConfig) -> bool:
-    return config.sft.optimizer.offload if cold_start_only(config) else config.optimizer.offload
+    return config.sft.optimizer.offload if config.cold_start_only else config.optimizer.offload
 
 
 def _state(config: JobConfig, held: Parameters) -> float:
-    parallel = config.parallel
-    each = 8.0 if config.model.dtype == "float32" else 12.0
-    if not parallel.distributed_optimizer:
-        return each * held.total
-    ranks = parallel.data * parallel.context
-    expert_ranks = parallel.tensor * ranks // (parallel.expert * parallel.expert_tensor)
-    return each * (held.dense / ranks + held.experts / max(1, expert_ranks))
+    return (8.0 if config.model.dtype == "float32" else 12.0) * updated(held, config.parallel)
 
 
 def _training(config: JobConfig, shape: ModelShape, largest: Workload, stage: int) -> Parts:
@@ -138,7 +132,7 @@ def _tokens(config: JobConfig, largest: Workload, stage: int) -> tuple[float, fl
     parallel, budget = config.parallel, config.train.token_budget
     packing = largest.packing(budget, nested=parallel.nested_packs)
     trees = -(-config.train.tasks_per_step // config.algorithm.minibatches)
-    if cold_start_only(config):
+    if config.cold_start_only:
         trees = config.sft.batch
     pack = float(min(budget, largest.bound * trees))
     keys = max(pack, packing.longest)
@@ -214,8 +208,8 @@ def _host(config: JobConfig, shape: ModelShape) -> Parts:
     weights = held.total * value_bytes(config)
     state = _state(config, held)
     parts: Parts = {"checkpoint_copy": weights / config.parallel.data + state}
-    if _offload(config):  # master weights, moments and gradients (Megatron's HybridDeviceOptimizer)
-        parts["optimizer"] = state / 12 * 16
+    if _offload(config):  # weights, two moments and gradients in float32 (Megatron's HybridDeviceOptimizer)
+        parts["optimizer"] = 16.0 * updated(held, config.parallel)
     if config.algorithm.kl_coefficient:
         parts["reference_policy"] = 2.0 * weights  # and the own weights while it is swapped in
     return parts

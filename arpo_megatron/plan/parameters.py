@@ -39,6 +39,23 @@ def active(shape: ModelShape) -> int:
     return whole.dense + whole.experts * shape.experts.top_k // shape.experts.count
 
 
+def copies(parallel: ParallelConfig) -> tuple[int, int]:
+    """How many ranks hold the same parameters: of all but the experts, and of the experts.
+
+    So many reduce the gradients among them and, with the distributed optimizer, share out its work and state.
+    """
+    dense = parallel.data * parallel.context
+    return dense, max(1, parallel.tensor * dense // (parallel.expert * parallel.expert_tensor))
+
+
+def updated(held: Parameters, parallel: ParallelConfig) -> float:
+    """Parameters whose optimizer state one rank keeps, of those that it holds."""
+    if not parallel.distributed_optimizer:
+        return held.total
+    dense, experts = copies(parallel)
+    return held.dense / dense + held.experts / experts
+
+
 def of_stage(shape: ModelShape, parallel: ParallelConfig, stage: int) -> Parameters:
     """Of each rank of a pipeline stage.
 

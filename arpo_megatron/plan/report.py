@@ -27,8 +27,9 @@ def render_search(found: Found) -> str:
     if found.best:
         lines.append(f"  {'s/step':>7} {'GPU-h':>6} {'GiB':>5} {'batch':>5}  layout")
     for plan in found.best:
+        batch = f"{plan.decode_batch:.0f}" if plan.decode_batch else "-"
         lines.append(
-            f"  {plan.seconds:7.0f} {plan.gpu_hours:6.0f} {plan.peak_bytes / GIB:5.0f} {plan.decode_batch:5.0f}  "
+            f"  {plan.seconds:7.1f} {plan.gpu_hours:6.0f} {plan.peak_bytes / GIB:5.0f} {batch:>5}  "
             f"{words(plan, found.of)}"
         )
     for reason, count in found.failed:
@@ -71,9 +72,10 @@ def _lines(plan: Plan) -> Iterator[str]:
     size = f"{plan.parameters / 1e9:.2f}" if plan.parameters > 1e8 else f"{plan.parameters / 1e9:.4f}"
     met = f", {plan.active_parameters / 1e9:.2f} billion a token" if plan.active_parameters < plan.parameters else ""
     yield f"{config.name}: {model}, {size} billion parameters{met}"
-    nodes = f"{plan.nodes.total} node(s) of {plan.hardware.gpus} x {plan.hardware.name}"
-    apart = f" ({plan.nodes.trainer} train, {plan.nodes.engine} roll out)" if plan.nodes.engine else ""
-    yield f"{nodes}{apart}; {layout(config.parallel)}; {_engines(config.engine, not needs.engine)}"
+    nodes, roles = f"{plan.nodes} node(s) of {plan.hardware.gpus} x {plan.hardware.name}", plan.roles
+    apart = f" ({roles.trainer_nodes} train, {roles.engine_nodes} roll out)" if roles and roles.engine_nodes else ""
+    engines = "" if config.cold_start_only else f"; {_engines(config.engine, not needs.engine)}"
+    yield f"{nodes}{apart}; {layout(config.parallel)}{engines}"
     yield ""
     for title, parts in (
         ("GPU of a trainer rank in an update", needs.training),
@@ -83,13 +85,15 @@ def _lines(plan: Plan) -> Iterator[str]:
     ):
         if parts:
             yield from _table(f"{title}, GiB", {name: value / GIB for name, value in parts.items()})
-    title = "an update, seconds" if "prefill" not in plan.step_seconds else "a step, seconds"
-    yield from _table(title, plan.step_seconds, total=plan.seconds)
-    yield (
-        f"{plan.tokens:,.0f} tokens a step, each once; an engine decodes {plan.decode_batch:.0f} paths at a time, its "
-        f"pool holds {needs.kv_tokens:,} tokens"
-    )
-    yield f"{plan.steps} steps, {plan.gpu_hours:,.0f} GPU-hours without evaluations and checkpoints"
+    step = "an update" if config.cold_start_only else "a step"
+    yield from _table(f"{step}, seconds", plan.step_seconds, total=plan.seconds)
+    pool = f"an engine decodes {plan.decode_batch:.0f} paths at a time, its pool holds {needs.kv_tokens:,} tokens"
+    last = f"{config.sft.batch} conversations" if config.cold_start_only else pool
+    yield f"{plan.tokens:,.0f} tokens {step}, each once; {last}"
+    steps = f"{plan.steps} {step.split()[1]}s"
+    yield f"{steps}, {plan.gpu_hours:,.0f} GPU-hours without evaluations and checkpoints"
+    for warning in plan.warnings:
+        yield f"warning: {warning}"
     yield "fits" if plan.fits else f"does not fit: {plan.reason}"
 
 

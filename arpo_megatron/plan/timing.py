@@ -7,21 +7,26 @@ between layouts depend on them less than the seconds do.
 import math
 from dataclasses import dataclass
 
-from arpo_megatron.actor.balance import PAIR_SLOWNESS
 from arpo_megatron.actor.flops import Work, forward_flops
 from arpo_megatron.config import JobConfig
 from arpo_megatron.plan.hardware import Hardware
-from arpo_megatron.plan.memory import engine_weights, kv_bytes, value_bytes
-from arpo_megatron.plan.parameters import active, of_stage, whole_model
-from arpo_megatron.plan.workload import Workload, cold_start_only
+from arpo_megatron.plan.memory import engine_weights, kv_bytes, shared, value_bytes
+from arpo_megatron.plan.parameters import active, copies, of_stage, updated, whole_model
+from arpo_megatron.plan.workload import Packing, Workload, longest_response
 from arpo_megatron.weights.shape import ModelShape
 
 PRODUCT_SHARE = 0.6
 """Of the peak that large products reach in training; Megatron-LM reports 40 to 50 % of it for whole steps on H100."""
 FP8_SHARE = 0.4
-"""The same in FP8, casts included."""
+"""The same of the layers' products in FP8, casts included. Attention and the head stay in bfloat16."""
 NARROW_SHARE = 0.5
-"""What a product keeps of that when its experts are narrow."""
+"""What the experts' products keep of that: an expert is narrow and sees a part of the tokens."""
+ATTENTION_SHARE = 0.3
+"""Of the bfloat16 peak that attention reaches, counted in pairs that the mask lets through. FlashAttention-2 reaches
+0.34 to 0.37 of an H100's going forward (arXiv 2407.08608, figure 5); here blocks hold masked pairs too, and the way
+back is slower."""
+FLOAT32_SHARE = 1 / 16
+"""Of the bfloat16 peak that float32 has, without TF32 (NVIDIA H100 data sheet: 67 of 989 TFLOP/s)."""
 MEMORY_SHARE = 0.7
 """Of the memory's speed that decoding reaches."""
 LINK_SHARE = 0.7
@@ -34,6 +39,9 @@ TOOL_S = 2.0
 """Of a tool call; on a path they wait for each other."""
 PUSH_OVERHEAD_S = 1.0
 """Of a weight push: begin, commit, the probe."""
+GLOO_SPEED = 4e9
+"""Bytes/s that gloo sends from one process: one thread that copies through TCP, whatever the network. An assumption; on
+two slow cores it is 1.2 to 1.5 GB/s (docs/weight-sync.md, the floor of `arpo bench sync`)."""
 MAIN_GRADIENT, MASTER_AND_MOMENTS = 4, 12
 
 
@@ -45,18 +53,20 @@ class Decoding:
         engines: their number.
         batch: paths that decode at once in one.
         step_s: seconds of one step.
+        alone_s: seconds of one step with one path.
     """
 
     engines: int
     batch: float
     step_s: float
+    alone_s: float
 
 
 def of_step(
     config: JobConfig, shape: ModelShape, hardware: Hardware, work: Workload, kv_tokens: int
 ) -> dict[str, float]:
     """Seconds of one step by phase, with trajectories of typical length."""
-    if cold_start_only(config):
+    if config.cold_start_only:
         return _updates(config, shape, hardware, work, trees=config.sft.batch, updates=1)
     tasks, updates = config.train.tasks_per_step, config.algorithm.minibatches
     return {
@@ -86,28 +96,42 @@ def decoding(config: JobConfig, shape: ModelShape, hardware: Hardware, work: Wor
     # Siblings share their beginning in the pool.
     room = kv_tokens / max(1.0, work.unique / work.trajectories)
     batch = max(1.0, min(paths, engine.max_running_requests, room))
+    full, alone = (_decoding_step(config, shape, hardware, paths, work.depth) for paths in (batch, 1.0))
+    return Decoding(engine.replicas, batch, full, alone)
+
+
+def _decoding_step(config: JobConfig, shape: ModelShape, hardware: Hardware, batch: float, depth: float) -> float:
+    """Seconds of one step of an engine."""
+    engine = config.engine
     weights = engine_weights(config, shape)
     if shape.experts is not None:
         visited = 1 - (1 - shape.experts.top_k / shape.experts.count) ** batch
         whole = whole_model(shape)
         weights *= (whole.dense + visited * whole.experts) / whole.total
-    read = weights + batch * work.depth * kv_bytes(config, shape)
+    read = weights + batch * depth * kv_bytes(config, shape)
     compute = 2.0 * active(shape) * batch / engine.tensor / (hardware.bf16_flops * PRODUCT_SHARE)
     reductions = 2 * shape.layers * DECODE_REDUCTION_S if engine.tensor > 1 else 0.0
-    seconds = max(read / (hardware.memory_speed * MEMORY_SHARE), compute) + DECODE_OVERHEAD_S + reductions
-    return Decoding(engine.replicas, batch, seconds)
+    return max(read / (hardware.memory_speed * MEMORY_SHARE), compute) + DECODE_OVERHEAD_S + reductions
 
 
 def _rollout(
     config: JobConfig, shape: ModelShape, hardware: Hardware, work: Workload, kv_tokens: int
 ) -> dict[str, float]:
-    """No step ends before its longest trajectory, which needs as many decoding steps as it has tokens."""
+    """Full batches for what is sampled in the mean; then the straggler goes on alone.
+
+    Of a step's hundreds of trajectories one is as long as allowed and calls no tool: a decoding step for each token.
+    """
     found = decoding(config, shape, hardware, work, kv_tokens)
     tasks = config.train.tasks_per_step
-    steps = max(tasks * work.sampled / found.engines / found.batch, work.longest_sampled)
+    steps = tasks * work.sampled / found.engines / found.batch
+    alone = max(0.0, longest_response(config) - steps)
     flops = tasks * work.prefilled * 2.0 * active(shape)
     speed = found.engines * config.engine.tensor * hardware.bf16_flops * PRODUCT_SHARE
-    return {"prefill": flops / speed, "decode": steps * found.step_s, "tools": work.calls * TOOL_S}
+    return {
+        "prefill": flops / speed,
+        "decode": steps * found.step_s + alone * found.alone_s,
+        "tools": work.calls * TOOL_S,
+    }
 
 
 def _updates(
@@ -130,30 +154,39 @@ def _passes(
     *,
     backward: bool,
 ) -> float:
-    """All passes over a step's trees, of the data-parallel rank with most of them: compute and what it waits for."""
+    """All passes over a step's trees, of the data-parallel rank with most of them: compute and what it waits for.
+
+    A stage idles for a pack's whole pass, waits included, so the bubble is a share of both.
+    """
     parallel = config.parallel
     packing = work.packing(config.train.token_budget, nested=parallel.nested_packs)
     own = math.ceil(trees / updates / parallel.data)
-    layers, head = forward_flops(shape, round(packing.computed), round(packing.pairs), round(packing.targets))
-    pairs = forward_flops(shape, 0, round(packing.pairs), 0)[0]
-    again, _ = forward_flops(shape, round(packing.repeated), 0, 0)
-    counted = Work(layers + (PAIR_SLOWNESS - 1) * pairs, head, again, pairs)
-    flops = counted.hardware_update(parallel.recompute) if backward else counted.layers + counted.head
-    ranks = parallel.tensor * parallel.context * parallel.pipeline
-    compute = own * flops / ranks / _speed(config, shape, hardware)
+    forward = _forward(config, shape, hardware, packing)
+    one = forward.hardware_update(parallel.recompute) if backward else forward.layers + forward.head
+    compute = own * one / (parallel.tensor * parallel.context * parallel.pipeline)
     packs = max(1.0, own * packing.computed / config.train.token_budget)
     bubble = 1.0 + (parallel.pipeline - 1) / (packs * parallel.virtual_pipeline)  # arXiv 2104.04473, section 2.2
     passes = (3.0 if parallel.recompute == "full" else 2.0) if backward else 1.0
     waits = passes * own * packing.computed * _token_traffic(config, shape, hardware)
-    return updates * (compute * bubble + waits)
+    return updates * (compute + waits) * bubble
 
 
-def _speed(config: JobConfig, shape: ModelShape, hardware: Hardware) -> float:
-    fp8 = config.model.fp8 != "none"
-    reached = hardware.fp8_flops * FP8_SHARE if fp8 else hardware.bf16_flops * PRODUCT_SHARE
-    if config.model.dtype == "float32":
-        reached = hardware.bf16_flops * PRODUCT_SHARE / 16  # float32 without TF32
-    return reached * (NARROW_SHARE if shape.experts is not None else 1.0)
+def _forward(config: JobConfig, shape: ModelShape, hardware: Hardware, packing: Packing) -> Work:
+    """Of a tree's forward pass on one GPU, in seconds: an update's count is a sum over parts of a forward pass."""
+    tokens = round(packing.computed)
+    layers, head = forward_flops(shape, tokens, 0, round(packing.targets))
+    pairs, _ = forward_flops(shape, 0, round(packing.pairs), 0)
+    experts = 0.0
+    if shape.experts is not None:
+        experts = shape.layers * 2.0 * shape.experts.top_k * 3 * shape.hidden * shape.ffn * tokens
+    peak = hardware.bf16_flops * (FLOAT32_SHARE if config.model.dtype == "float32" else 1.0)
+    products = 1 / (peak * PRODUCT_SHARE)
+    if config.model.fp8 != "none":
+        edges = 2 * config.model.bf16_edge_layers / shape.layers
+        products = edges * products + (1 - edges) / (hardware.fp8_flops * FP8_SHARE)
+    attention = pairs / (peak * ATTENTION_SHARE)
+    inside = (layers - experts + experts / NARROW_SHARE) * products + attention
+    return Work(inside, head / (peak * PRODUCT_SHARE), 0.0, attention)
 
 
 def _token_traffic(config: JobConfig, shape: ModelShape, hardware: Hardware) -> float:
@@ -187,21 +220,20 @@ def _link(ranks: int, hardware: Hardware) -> float:
 def _reduction(config: JobConfig, shape: ModelShape, hardware: Hardware) -> float:
     """Gradients in float32 scattered, weights gathered (or gradients reduced on every rank), once an update."""
     parallel = config.parallel
-    ranks = parallel.data * parallel.context
-    if ranks == 1:
-        return 0.0
-    held = max(of_stage(shape, parallel, stage).total for stage in range(parallel.pipeline))
+    dense, experts = copies(parallel)
+    stages = [of_stage(shape, parallel, stage) for stage in range(parallel.pipeline)]
+    sent = max(held.dense * (1 - 1 / dense) + held.experts * (1 - 1 / experts) for held in stages)
     back = value_bytes(config) if parallel.distributed_optimizer else MAIN_GRADIENT
-    return held * (MAIN_GRADIENT + back) * (ranks - 1) / ranks / _link(ranks * parallel.tensor, hardware)
+    # Groups of both kinds reach over all ranks of a stage.
+    return sent * (MAIN_GRADIENT + back) / _link(dense * parallel.tensor, hardware)
 
 
 def _optimizer(config: JobConfig, shape: ModelShape, hardware: Hardware) -> float:
     """Every byte of state is read and written once, on the GPU or in host memory behind its link."""
     parallel = config.parallel
-    ranks = parallel.data * parallel.context if parallel.distributed_optimizer else 1
-    held = max(of_stage(shape, parallel, stage).total for stage in range(parallel.pipeline)) / ranks
+    held = max(updated(of_stage(shape, parallel, stage), parallel) for stage in range(parallel.pipeline))
     touched = held * (2 * MASTER_AND_MOMENTS + MAIN_GRADIENT + value_bytes(config))
-    offload = config.sft.optimizer.offload if cold_start_only(config) else config.optimizer.offload
+    offload = config.sft.optimizer.offload if config.cold_start_only else config.optimizer.offload
     if not offload:
         return touched / (hardware.memory_speed * MEMORY_SHARE)
     travels = held * (MAIN_GRADIENT + value_bytes(config)) / hardware.host_link
@@ -209,8 +241,16 @@ def _optimizer(config: JobConfig, shape: ModelShape, hardware: Hardware) -> floa
 
 
 def _push(config: JobConfig, shape: ModelShape, hardware: Hardware) -> float:
-    """Gathered on the first rank while the bucket before travels to the engines: the slower of both."""
+    """Gathered on the first rank while the bucket before travels to the engines: the slower of both.
+
+    On one node engines share memory with the trainer. On several those on the trainer's GPUs cannot use NCCL, which
+    refuses two ranks on one GPU (`weights/sync.py`): gloo carries them, and its root sends the whole to log2 of the
+    ranks (a binomial tree, gloo's broadcast.cc). Engines on GPUs of their own are reached by NCCL.
+    """
     size = whole_model(shape).total * value_bytes(config)
-    spread = config.parallel.world_size > hardware.gpus or config.engine.placement == "split"
-    slowest = hardware.network if spread else hardware.link
+    spread = config.parallel.world_size > hardware.gpus
+    if spread and shared(config):
+        ranks = 1 + config.engine.tensor * config.engine.replicas
+        return PUSH_OVERHEAD_S + size * math.ceil(math.log2(ranks)) / GLOO_SPEED
+    slowest = hardware.network if spread or not shared(config) else hardware.link
     return PUSH_OVERHEAD_S + size / (slowest * LINK_SHARE)

@@ -12,6 +12,7 @@ from arpo_megatron.actor.packing import TreePack, pack_trees, report
 from arpo_megatron.algorithms.credit import supervised_credit
 from arpo_megatron.bench.mixes import Mix
 from arpo_megatron.config import JobConfig
+from arpo_megatron.rollout.policies import first_trajectories
 from arpo_megatron.tree import Role
 
 TYPICAL_FILL = 0.5
@@ -26,20 +27,16 @@ FORK_PROBABILITY = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """A tree's packs, in tokens unless said otherwise; means, and maxima where it says `most`.
+    """A tree's packs, in tokens unless said otherwise; means, but `longest`.
 
     Attributes:
-        packs: their number.
         computed: by the trainer, repeated ancestors included.
-        repeated: a part of it.
         pairs: query-key pairs under the mask.
         targets: predicted tokens.
         longest: most keys of a pack, inherited ones included.
     """
 
-    packs: float
     computed: float
-    repeated: float
     pairs: float
     targets: float
     longest: int
@@ -53,10 +50,8 @@ class Workload:
         mix: how it is drawn.
         sampled: MODEL tokens, each once.
         prefilled: tokens of prompt and tool results, each once.
-        flat: tokens of all trajectories.
         unique: tokens, each once.
         depth: mean number of tokens before a sampled one.
-        longest_sampled: MODEL tokens of the trajectory that has most.
         trajectories: leaves.
         calls: tool calls on a path.
     """
@@ -64,10 +59,8 @@ class Workload:
     mix: Mix
     sampled: float
     prefilled: float
-    flat: float
     unique: float
     depth: float
-    longest_sampled: int
     trajectories: int
     calls: int
 
@@ -86,11 +79,6 @@ class Workload:
         return _packing(self.mix, budget, nested)
 
 
-def cold_start_only(config: JobConfig) -> bool:
-    """Whether the job is supervised training alone: conversations, and no tasks for the ARPO loop after it."""
-    return config.sft.data is not None and config.data.kind == "generated"
-
-
 def typical(config: JobConfig) -> Workload:
     """For time."""
     return _workload(_mix(config, TYPICAL_FILL))
@@ -101,9 +89,18 @@ def largest(config: JobConfig) -> Workload:
     return _workload(_mix(config, 1.0))
 
 
+def longest_response(config: JobConfig) -> int:
+    """Tokens of a response as long as allowed."""
+    return min(config.rollout.max_response_tokens, config.model.max_length - _prompt(config))
+
+
+def _prompt(config: JobConfig) -> int:
+    return config.data.max_prompt_tokens if config.data.kind == "arpo_parquet" else 64
+
+
 def _mix(config: JobConfig, fill: float) -> Mix:
     rollout, samples = config.rollout, config.algorithm.samples
-    if cold_start_only(config):  # one path, no forks
+    if config.cold_start_only:  # one path, no forks
         return Mix(
             samples=1,
             initial=1,
@@ -112,13 +109,12 @@ def _mix(config: JobConfig, fill: float) -> Mix:
             segment=_around((config.model.max_length - 64) * fill),
             result=(1, 1),
         )
-    prompt = config.data.max_prompt_tokens if config.data.kind == "arpo_parquet" else 64
-    room = min(rollout.max_response_tokens, config.model.max_length - prompt) * fill
+    prompt, room = _prompt(config), longest_response(config) * fill
     calls = rollout.max_tool_calls
     result = min(TOOL_SHARE * room / calls, rollout.max_tool_tokens) if calls else 0.0
     return Mix(
         samples=samples,
-        initial=samples if config.algorithm.name == "grpo" else config.algorithm.initial,
+        initial=first_trajectories(config.algorithm),
         calls=calls,
         prompt=round(prompt * fill),
         segment=_around((room - calls * result) / (calls + 1)),
@@ -148,10 +144,8 @@ def _workload(mix: Mix) -> Workload:
         mix=mix,
         sampled=sampled / len(trees),
         prefilled=(unique - sampled) / len(trees),
-        flat=mean(tree.flat_tokens for tree in trees),
         unique=unique / len(trees),
         depth=depth / max(1, sampled),
-        longest_sampled=(mix.calls + 1) * mix.segment[1],
         trajectories=mix.samples,
         calls=mix.calls,
     )
@@ -166,9 +160,7 @@ def _packing(mix: Mix, budget: int, nested: bool) -> Packing:
     reports = [report(packs, [tree]) for packs, tree in zip(forests, trees, strict=True)]
     every = [pack for packs in forests for pack in packs]
     return Packing(
-        packs=len(every) / len(trees),
         computed=mean(found.computed for found in reports),
-        repeated=mean(found.repeated for found in reports),
         pairs=sum(pack.attention_pairs for pack in every) / len(trees),
         targets=sum(len(pack.predictors) for pack in every) / len(trees),
         longest=max(len(pack.token_ids) for pack in every),

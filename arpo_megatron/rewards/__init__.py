@@ -1,12 +1,50 @@
 """Scoring finished trajectories: the tag format, the answer, and the shaping of the reward."""
 
+from collections.abc import Callable
+from pathlib import Path
+
 from arpo_megatron.config import RewardConfig
-from arpo_megatron.rewards.arpo import ArpoReward
-from arpo_megatron.rewards.base import Reward
-from arpo_megatron.rewards.released import ReleasedReward
+from arpo_megatron.errors import UserError
+from arpo_megatron.plugins import Point, check_numbers, make
+from arpo_megatron.rewards.composed import ComposedReward, WeightedTerm
+from arpo_megatron.rewards.judge import Judge
 
 
-def make_reward(config: RewardConfig) -> Reward:
-    """The reward that `reward.kind` names."""
-    kinds: dict[str, type[ArpoReward] | type[ReleasedReward]] = {"arpo": ArpoReward, "arpo_released": ReleasedReward}
-    return kinds[config.kind](format_penalty=config.format_penalty, tool_bonus=config.tool_bonus)
+def make_reward(
+    config: RewardConfig,
+    *,
+    max_response_tokens: int | None = None,
+    cache: Path | None = None,
+    tell: Callable[[str], None] = lambda _text: None,
+    check: Callable[[], None] = lambda: None,
+) -> ComposedReward:
+    """The reward that a config describes; its judge asks nothing yet.
+
+    Args:
+        config: kind, terms with their weights and numbers, judge.
+        max_response_tokens: `rollout.max_response_tokens`, for parts that have such a field.
+        cache: the judge's file of replies where the config names none; None: none is kept.
+        tell: see `Judge`.
+        check: likewise.
+
+    Raises:
+        UserError: an unknown kind, term or number, or a judge is wanted and none is given.
+    """
+    own = {name: getattr(config, name) for name in ("format_penalty", "tool_bonus", "math", "qa")}
+    keys = {**{name: f"reward.{name}" for name in own}, "max_response_tokens": "rollout.max_response_tokens"}
+    if clash := sorted(set(config.numbers) & set(keys)):
+        raise UserError(f"reward.numbers.{clash[0]} is {keys[clash[0]]}: give it there")
+    parts = [(Point.REWARD, config.kind), *((Point.REWARD_TERM, name) for name in config.terms)]
+    check_numbers(parts, config.numbers)
+    given = {**own, **config.numbers}
+    if max_response_tokens is not None:
+        given["max_response_tokens"] = max_response_tokens
+    base = make(Point.REWARD, config.kind, given)
+    terms = tuple(
+        WeightedTerm(name, weight, make(Point.REWARD_TERM, name, given))
+        for name, weight in config.terms.items()
+        if weight
+    )
+    wanted = base.needs_judge or any(each.term.needs_judge for each in terms)
+    judge = Judge(config.judge, config.judge.cache or cache, tell=tell, check=check) if wanted else None
+    return ComposedReward(base, terms, judge)

@@ -5,8 +5,9 @@ counts tags anywhere in the text, tool results included, and takes a made-up <re
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
-from arpo_megatron.rewards.base import Score
+from arpo_megatron.rewards.base import Group, Score
 from arpo_megatron.rewards.qa import token_f1
 from arpo_megatron.rewards.tag_format import last_boxed
 from arpo_megatron.tasks.base import Task
@@ -16,11 +17,15 @@ from arpo_megatron.tasks.base import Task
 class ReleasedReward:
     """Token F1 of the boxed answer, plus `tool_bonus` where it is positive and both tools' tags occur."""
 
+    needs_judge: ClassVar[bool] = False
     format_penalty: float = -1.0
     tool_bonus: float = 0.1
 
-    def score_text(self, response: str, task: Task) -> Score:
-        """Score the decoded text after the prompt."""
+    def score_group(self, group: Group) -> list[Score]:
+        """A score for each response."""
+        return [self._score(response.text, group.task) for response in group.responses]
+
+    def _score(self, response: str, task: Task) -> Score:
         reason = _broken_rule(response)
         start, end = response.find("<answer>"), response.find("</answer>")
         answer = None if reason else last_boxed(response[start:end])

@@ -1,86 +1,132 @@
 """Whether two mathematical answers mean the same, decided within a bounded time from any thread or process.
 
-Most answers are settled by comparing text and numbers, in microseconds. What is left goes to math-verify, which hands
-LaTeX to sympy: `9^{9^{9}}` there takes all memory and never returns, and math-verify's own time limit needs the main
-thread's signals. So it runs in a worker process that a timer and a memory limit end, and the next question starts
-a new one. An answer that cannot be decided counts as wrong.
+Most answers are settled by comparing text and numbers, in microseconds (`notation`). What is left goes to math-verify,
+which hands LaTeX to sympy: `9^{9^{9}}` there takes all memory and never returns, and math-verify's own time limit needs
+the main thread's signals. So it runs in worker processes that a timer and a memory limit end, and the next question
+starts a new one.
 """
 
 import json
 import logging
 import os
-import re
 import subprocess
 import sys
 import threading
-from decimal import Decimal
-from functools import lru_cache
+import time
+from collections import deque
+from collections.abc import Sequence
+from enum import StrEnum
 from multiprocessing.connection import Connection, Pipe
 
-MAX_ANSWER_CHARACTERS = 500
-"""A longer answer counts as wrong unless it equals the expected text."""
-TIMEOUT_S = 5.0
-"""Longest time math-verify may take for one pair, in seconds of wall time."""
+from arpo_megatron.rewards.notation import canonical, settled
+from arpo_megatron.rewards.units import same_unit
 
+MAX_ANSWER_CHARACTERS = 500
+"""A longer answer is different unless it is the expected text."""
+TIMEOUT_S = 5.0
+"""Most CPU time that math-verify may take for one pair, in seconds; of wall time three times as much."""
+QUESTION_TIMEOUT_S = 10.0
+"""Wall time after which no further answer to one question goes to math-verify: a group of nonsense costs no more."""
+
+_WORKERS = max(1, min(4, (os.cpu_count() or 2) // 2))
 _START_TIMEOUT_S = 120.0  # importing sympy takes a second, on a loaded machine many
-_GRACE_S = 2.0  # the worker ends itself at TIMEOUT_S; only one that could not is killed from here
-_INTEGER = re.compile(r"[+-]?\d+")
-_DECIMAL = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)")
-_THOUSANDS = re.compile(r"[+-]?\d{1,3}(,\d{3})+(\.\d*)?")
-_INVISIBLE = re.compile(r"\\left(?![a-z])|\\right(?![a-z])|\\[!,;:]|\\?\$")
-_LOOSE_SPACE = re.compile(r"(?<!\w) | (?!\w)")
+_PATIENCE = 3.0  # the worker ends itself at its limit of CPU time; wall time is looked after from here
+_KEPT = 8192  # verdicts: the trajectories of a group often give the same answer
 
 _log = logging.getLogger(__name__)
 
 
+class Verdict(StrEnum):
+    """What is known of two answers.
+
+    UNDECIDED: there was no time, or math-verify failed. That counts as wrong, and is counted.
+    """
+
+    EQUAL = "equal"
+    DIFFERENT = "different"
+    UNDECIDED = "undecided"
+
+
 def math_equal(answer: str, truth: str) -> bool:
     """Whether `answer` is mathematically the same as `truth` (plain text or LaTeX, without the box around it)."""
-    given, expected = _canonical(answer), _canonical(truth)
-    if given == expected:
-        return bool(expected)
-    if not given or max(len(given), len(expected)) > MAX_ANSWER_CHARACTERS:
-        return False
-    if _INTEGER.fullmatch(given) and _INTEGER.fullmatch(expected):
-        return int(given) == int(expected)
-    if _DECIMAL.fullmatch(given) and _DECIMAL.fullmatch(expected) and Decimal(given) == Decimal(expected):
-        return True
-    return _verified(given, expected)
+    return verdict(answer, truth) is Verdict.EQUAL
 
 
-def _canonical(text: str) -> str:
-    """The text without what never changes its meaning: white space, dollar signs, sizes of brackets and fractions."""
-    text = _INVISIBLE.sub("", text).replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
-    text = _LOOSE_SPACE.sub("", " ".join(text.split())).removesuffix(".")
-    return text.replace(",", "") if _THOUSANDS.fullmatch(text) else text
+def verdicts(answers: Sequence[str], truth: str) -> list[Verdict]:
+    """Of several answers to one question; those for which `QUESTION_TIMEOUT_S` leaves no time are undecided."""
+    end = time.monotonic() + QUESTION_TIMEOUT_S
+    return [verdict(answer, truth, timeout_s=min(TIMEOUT_S, end - time.monotonic())) for answer in answers]
 
 
-@lru_cache(maxsize=8192)  # the trajectories of a group often give the same answer
-def _verified(answer: str, truth: str) -> bool:
-    return _worker.ask(answer, truth)
+def verdict(answer: str, truth: str, *, timeout_s: float | None = None) -> Verdict:
+    """Compare two answers.
+
+    Args:
+        answer: plain text or LaTeX, without the box around it.
+        truth: likewise.
+        timeout_s: for math-verify, in seconds; not positive: without asking it. None: TIMEOUT_S.
+    """
+    if max(len(answer), len(truth)) > 10 * MAX_ANSWER_CHARACTERS:  # not even scanned
+        return Verdict.EQUAL if answer.strip() == truth.strip() else Verdict.DIFFERENT
+    given, expected = canonical(answer), canonical(truth)
+    known = settled(given, expected)
+    if known is not False and max(len(answer), len(truth)) <= MAX_ANSWER_CHARACTERS and not same_unit(answer, truth):
+        return Verdict.DIFFERENT
+    if known is None and max(len(given), len(expected)) <= MAX_ANSWER_CHARACTERS:
+        return _pool.ask(given, expected, TIMEOUT_S if timeout_s is None else timeout_s)
+    return Verdict.EQUAL if known else Verdict.DIFFERENT
+
+
+class _Pool:
+    """Workers, started as they are needed, one question each at a time; and what they have said."""
+
+    def __init__(self, size: int) -> None:
+        self._places = threading.Semaphore(size)
+        self._idle = deque[_Worker]()
+        self._known: dict[tuple[str, str], Verdict] = {}
+
+    def ask(self, answer: str, truth: str, timeout_s: float) -> Verdict:
+        """What math-verify says within the time; a verdict is remembered unless the time was short."""
+        found = self._known.get((answer, truth))
+        if found is None and timeout_s > 0:
+            with self._places:
+                worker = self._idle.pop() if self._idle else _Worker()
+                try:
+                    found = worker.ask(answer, truth, timeout_s)
+                finally:
+                    self._idle.append(worker)
+            if found is not Verdict.UNDECIDED or timeout_s >= TIMEOUT_S:
+                self._known[answer, truth] = found
+            if len(self._known) > _KEPT:
+                self._known.pop(next(iter(self._known)), None)
+        return found or Verdict.UNDECIDED
+
+    def close(self) -> None:
+        """End the workers that are idle; a later question starts new ones."""
+        while self._idle:
+            self._idle.pop().stop()
 
 
 class _Worker:
     """A process that answers one question at a time; started when first needed and again whenever it ended."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
         self._owner = 0
 
-    def ask(self, answer: str, truth: str) -> bool:
-        """What math-verify says; False where it takes too long or fails."""
-        with self._lock:
-            connection = self._connected()
-            try:
-                connection.send_bytes(json.dumps([answer, truth]).encode())
-                if connection.poll(TIMEOUT_S + _GRACE_S):
-                    return bool(json.loads(connection.recv_bytes()))
-            except (EOFError, OSError):
-                pass  # it ended itself: out of time or memory
-            _log.warning("math-verify could not decide %.80r against %.80r: counted as wrong", answer, truth)
-            self._stop()
-            return False
+    def ask(self, answer: str, truth: str, timeout_s: float) -> Verdict:
+        """What math-verify says."""
+        connection = self._connected()
+        try:
+            connection.send_bytes(json.dumps([answer, truth, timeout_s]).encode())
+            if connection.poll(_PATIENCE * timeout_s + 1.0):
+                return Verdict(json.loads(connection.recv_bytes()))
+        except (EOFError, OSError):
+            pass  # it ended itself: out of time or memory
+        _log.warning("math-verify could not decide %.80r against %.80r: counted as wrong", answer, truth)
+        self.stop()
+        return Verdict.UNDECIDED
 
     def _connected(self) -> Connection:
         """The connection to a worker of this very process: one inherited by a fork belongs to the parent."""
@@ -91,7 +137,7 @@ class _Worker:
 
     def _start(self) -> None:
         ours, theirs = Pipe()
-        command = [sys.executable, "-m", "arpo_megatron.rewards.verify_worker", str(theirs.fileno()), str(TIMEOUT_S)]
+        command = [sys.executable, "-m", "arpo_megatron.rewards.verify_worker", str(theirs.fileno())]
         # The path as this process sees it: the package need not be installed, nor the working directory be the same.
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=environment)
@@ -102,10 +148,11 @@ class _Worker:
         except EOFError:
             ready = False
         if not ready:
-            self._stop()
+            self.stop()
             raise RuntimeError("the math-verify worker did not start: its error is in the log above")
 
-    def _stop(self) -> None:
+    def stop(self) -> None:
+        """End the process."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -114,4 +161,4 @@ class _Worker:
         self._process = self._connection = None
 
 
-_worker = _Worker()
+_pool = _Pool(_WORKERS)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from arpo_megatron.rollout.policies import BranchPolicy
+from arpo_megatron.rollout.policies import BranchPolicy, ProbingPolicy
 from arpo_megatron.rollout.prefix_cache import PrefixCache
 from arpo_megatron.tree import Int32Array, Role, RolloutTree
 
@@ -94,14 +94,6 @@ class GrowStats:
     def prefill_over_unique(self) -> float:
         """Tokens that the engine computed as part of a prompt, over the tokens of the trees; at most 1.05 is wanted."""
         return self.counts.prefilled_tokens / max(1, self.unique_tokens)
-
-    @property
-    def prefill_over_given(self) -> float:
-        """The same over what had to be computed so, the given tokens.
-
-        Above 1 by the tokens that every engine computes: the last one of a cached prompt, once a request.
-        """
-        return self.counts.prefilled_tokens / max(1, self.given_tokens)
 
     @property
     def cached_share(self) -> float:
@@ -190,7 +182,8 @@ def predicted_requests(trees: Sequence[RolloutTree], policy: BranchPolicy) -> li
     shared = common_prefix_length([tree.prompt_ids for tree in trees])
     if shared:
         ask(trees[0].prompt_ids[:shared], 0)
-    if policy.initial > 1:
+    prefilled = policy.initial > 1 and not isinstance(policy, ProbingPolicy)  # a probe brings its prompt itself
+    if prefilled:
         for tree in trees:
             ask(tree.prompt_ids, shared)
     begun: set[tuple[int, int]] = set()  # (tree, segment) below which a request has been made
@@ -203,7 +196,7 @@ def predicted_requests(trees: Sequence[RolloutTree], policy: BranchPolicy) -> li
         if parent.role is Role.MODEL:
             least = 0  # cut short by a weight push, which emptied the cache
         elif parent.role is Role.PROMPT:
-            least = above if policy.initial > 1 or place in begun else shared
+            least = above if prefilled or place in begun else shared
         else:  # below a tool result: the first request brings it, behind the last sampled token, which was never fed
             least = above if place in begun else above - len(parent) - 1
         begun.add(place)

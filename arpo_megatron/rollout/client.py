@@ -1,8 +1,6 @@
-"""Speaking to SGLang servers: token ids in, token ids out.
+"""Speaking to SGLang servers that may fail, restart and get other weights meanwhile (`generation` has the words).
 
-Text never decides what the tokens are: `Generation.token_ids` is what the engine sampled, also where a stop string
-ends inside a token. Requests that fail on the way are repeated; sampling anew is harmless, since nothing of a lost
-answer was used.
+Requests that fail on the way are repeated; sampling anew is harmless, since nothing of a lost answer was used.
 
 Requests with one routing key go to one engine (`routing`), so that what a tree has prefilled is in the cache of the
 engine its siblings go to. An engine that fails rests for a while, and its trees go to another one meanwhile.
@@ -11,91 +9,36 @@ engine its siblings go to. An engine that fails rests for a while, and its trees
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from enum import StrEnum
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Self
 
 import aiohttp
-import numpy as np
 
+from arpo_megatron.rollout.generation import (
+    EngineRefusedError,
+    Generation,
+    Sampling,
+    generation_request,
+    prefill_request,
+    read_generation,
+    read_prefill,
+    version_of,
+)
+from arpo_megatron.rollout.push_gate import bearer
 from arpo_megatron.rollout.routes import RouteRequest
 from arpo_megatron.rollout.routing import ROUTING_KEY_HEADER, Engine, place
-from arpo_megatron.rollout.sglang_plugin import META_KEY
-from arpo_megatron.tree import Float32Array, Int16Array, Int32Array
+from arpo_megatron.tree import Int32Array
 
 _ABORT_INTERVAL_S = 0.05
 _LOOK_TIMEOUT_S = 5.0
 _LEAST_PATIENCE_S = 1.0
 """With the slower engines, where another one has prefilled what all trees begin with."""
 _PASSING_STATUS = 500  # and above: starting, shutting down, weights arriving, a router without an engine
+_ALSO_PASSING = (408, 425, 429)  # too late, too early, too many: of a proxy or router before the engine
 
 
 class EngineUnavailableError(RuntimeError):
     """No answer after all repetitions: the engines are gone, hang, abort what they are asked, or lack the weights."""
-
-
-class EngineRefusedError(RuntimeError):
-    """The engine will never accept this request (too long, for instance); repeating it is pointless."""
-
-
-class EngineFinish(StrEnum):
-    """Why the engine stopped a generation."""
-
-    STOP_STRING = "stop_string"  # `Generation.matched` says which
-    END_TOKEN = "end_token"  # noqa: S105  the model's end-of-sequence token, the last of token_ids
-    LENGTH = "length"
-    CUT_SHORT = "cut_short"  # by `EngineClient.pause`; without the last token, see `_generation`
-
-
-@dataclass(frozen=True, slots=True)
-class Generation:
-    """One answer of the engine.
-
-    Attributes:
-        token_ids: int32[n], as sampled, stop tokens included.
-        logprobs: float32[n], log softmax(logits / temperature) of each sampled token, in nats.
-        entropies: float32[n], entropy in nats of each of those distributions, over the whole vocabulary.
-        finish: why it ended.
-        matched: the stop string, where one ended it.
-        prompt_tokens: tokens sent.
-        cached_tokens: how many of those the radix cache served.
-        weight_version: the version of the weights that sampled it; a push waits until there is no request.
-        routes: int16[k, layers, top_k], as asked for; None: not asked for, or cut short before they were known.
-    """
-
-    token_ids: Int32Array
-    logprobs: Float32Array
-    entropies: Float32Array
-    finish: EngineFinish
-    matched: str | None
-    prompt_tokens: int
-    cached_tokens: int
-    weight_version: int
-    routes: Int16Array | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """How tokens are drawn. Temperature 0 is greedy; log-probs and entropies are then those of temperature 1.
-
-    `seed` counts where the engine samples deterministically (`engine.deterministic`); without one, equal prompts would
-    be continued equally there.
-    """
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    seed: int | None = None
-
-    def as_request(self) -> dict[str, Any]:
-        """SGLang's `sampling_params`; special tokens stay in the text in which stop strings are looked for."""
-        parameters: dict[str, Any] = {
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "skip_special_tokens": False,
-            "no_stop_trim": True,
-        }
-        return parameters if self.seed is None else parameters | {"sampling_seed": self.seed}
 
 
 class EngineClient:
@@ -104,6 +47,7 @@ class EngineClient:
     Args:
         urls: http://host:port of each engine.
         router: of SGLang's router before them, through which generations go then; None: this client distributes them.
+        token: that engines and router ask for, if they do.
         request_timeout_s: deadline of one attempt.
         retry_for_s: how long after its first failure a request is repeated (an engine may be restarting). Waiting for a
             push (`on_stale`) does not count.
@@ -111,22 +55,26 @@ class EngineClient:
     Attributes:
         on_stale: called with the URL of an engine that serves an older policy than `version`, whenever one is met;
             requests wait for the push that follows. None: nobody pushes, and they fail.
+        pushes: how often requests were let pass again; the engines' caches are empty each time.
         version: oldest policy whose tokens are accepted. What an engine with an older one answers (a restarted engine
             is such) is thrown away and asked for again.
-        repeated: attempts that had to be repeated, by reason ("connection", "timeout", "HTTP 503", "abort", "stale").
+        repeated: attempts that had to be repeated, by reason ("connection", "timeout", "HTTP 503", "abort", "stale",
+            "unreadable").
     """
 
     def __init__(
         self,
         *urls: str,
         router: str | None = None,
+        token: str | None = None,
         request_timeout_s: float = 600.0,
         retry_for_s: float = 60.0,
     ) -> None:
-        self.version = 0
+        self.version = self.pushes = 0
         self.repeated: Counter[str] = Counter()
         self._engines = tuple(Engine(url.rstrip("/")) for url in urls)
         self._targets = self._engines if router is None else (Engine(router.rstrip("/")),)
+        self._headers = bearer(token)
         self._timeout = aiohttp.ClientTimeout(total=request_timeout_s)
         self._retry_for_s = retry_for_s
         self.on_stale: Callable[[str], None] | None = None
@@ -138,7 +86,9 @@ class EngineClient:
 
     async def __aenter__(self) -> Self:
         # No limit on connections: the engine queues better than a client could.
-        self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=self._timeout)
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0), timeout=self._timeout, headers=self._headers
+        )
         return self
 
     async def __aexit__(self, *_exception: object) -> None:
@@ -171,6 +121,7 @@ class EngineClient:
     def resume(self, version: int) -> None:
         """Let requests pass again; answers come from policy `version` or a later one."""
         self.version = version
+        self.pushes += 1
         self._gate.set()
 
     async def generate(
@@ -182,6 +133,7 @@ class EngineClient:
         stop: Sequence[str] = (),
         key: str = "",
         routes: RouteRequest | None = None,
+        ready: Callable[[], Awaitable[None]] | None = None,
     ) -> Generation:
         """Sample up to `max_new_tokens` tokens after `input_ids`, ending early behind any of the `stop` strings.
 
@@ -194,26 +146,22 @@ class EngineClient:
             stop: strings that end the generation; the token that completes one is kept.
             key: requests with the same routing key go to the same engine, as long as it is up.
             routes: which expert routes to return.
+            ready: is awaited before each attempt, after any wait for `resume`.
 
         Raises:
             EngineUnavailableError: no answer after all repetitions.
             EngineRefusedError: the request itself is at fault.
             ValueError: the engine does not return the routes.
         """
-        parameters = sampling.as_request() | {"max_new_tokens": max_new_tokens}
-        if stop:
-            parameters["stop"] = list(stop)
-        body = {"input_ids": _plain(input_ids), "sampling_params": parameters, "return_logprob": True}
-        if routes is not None:
-            body |= routes.as_request()
-        return _generation(await self._request(body, key), routes)
+        body = generation_request(input_ids, max_new_tokens=max_new_tokens, sampling=sampling, stop=stop, routes=routes)
+        return read_generation(await self._request(body, key, ready), routes)
 
     async def prefill(self, input_ids: Sequence[int] | Int32Array, *, key: str = "") -> tuple[int, int]:
         """Put a prefix into the radix cache, sampling nothing; returns (prompt tokens, of which were cached).
 
         Requests that start at once from a prefix nobody has prefilled would each compute it.
         """
-        return _prefilled(await self._request(_prefill_body(input_ids), key))
+        return read_prefill(await self._request(prefill_request(input_ids), key))
 
     async def prefill_everywhere(self, input_ids: Sequence[int] | Int32Array) -> list[tuple[int, int]]:
         """As `prefill`, on every engine: for what all trees begin with.
@@ -226,7 +174,7 @@ class EngineClient:
         """
         if len(self._engines) == 1:
             return [await self.prefill(input_ids)]
-        body = _prefill_body(input_ids)
+        body = prefill_request(input_ids)
         await self._gate.wait()
         began = asyncio.get_running_loop().time()
         asked = [asyncio.create_task(self._attempt(engine, body)) for engine in self._engines]
@@ -244,15 +192,16 @@ class EngineClient:
             await asyncio.gather(*asked, return_exceptions=True)
         ended = [task for task in asked if not task.cancelled() and task.exception() is None]
         # Else it says why, or waits until one is up again.
-        return [_prefilled(task.result()) for task in ended] or [await self.prefill(input_ids)]
+        return [read_prefill(task.result()) for task in ended] or [await self.prefill(input_ids)]
 
-    async def _request(self, body: Mapping[str, Any], key: str = "") -> dict[str, Any]:
+    async def _request(
+        self, body: Mapping[str, Any], key: str = "", ready: Callable[[], Awaitable[None]] | None = None
+    ) -> dict[str, Any]:
         """POST /generate until it is answered with a policy new enough, refused, or given up."""
         clock = asyncio.get_running_loop().time
         give_up = float("inf")
         while True:
-            if not self._gate.is_set():
-                await self._gate.wait()
+            if await self._passed(ready):
                 give_up = float("inf")
             engine = place(key, self._targets, clock())
             if (rest_s := engine.rests_until - clock()) > 0:
@@ -264,7 +213,7 @@ class EngineClient:
                     if not self._gate.is_set():
                         continue  # a pause has begun meanwhile, and may have seen no request
                 answer = await self._attempt(engine, body, key)
-                self._check_version(_version_of(answer["meta_info"]))
+                self._check_version(version_of(answer["meta_info"]))
             except (aiohttp.ClientError, TimeoutError, _PassingError) as error:
                 if not self._gate.is_set():
                     continue  # the pause has cut it short
@@ -282,6 +231,19 @@ class EngineClient:
                 engine.answered()
                 return answer
 
+    async def _passed(self, ready: Callable[[], Awaitable[None]] | None) -> bool:
+        """Return when a request may pass and is `ready`; whether it had to wait for `resume`."""
+        waited = False
+        while True:
+            if not self._gate.is_set():
+                waited = True
+                await self._gate.wait()
+            if ready is None:
+                return waited
+            await ready()
+            if self._gate.is_set():
+                return waited
+
     async def _attempt(self, engine: Engine, body: Mapping[str, Any], key: str = "") -> dict[str, Any]:
         self._in_flight += 1
         try:
@@ -294,11 +256,12 @@ class EngineClient:
     async def _exchange(self, engine: Engine, body: Mapping[str, Any], key: str) -> dict[str, Any]:
         headers = {ROUTING_KEY_HEADER: key} if key else {}
         async with self._connected().post(f"{engine.url}/generate", json=body, headers=headers) as response:
-            if response.status >= _PASSING_STATUS:
+            if response.status >= _PASSING_STATUS or response.status in _ALSO_PASSING:
                 raise _PassingError(f"HTTP {response.status}", (await response.text(errors="replace"))[:200])
             if response.status != 200:
-                raise EngineRefusedError(f"HTTP {response.status} from the engine: {(await response.text())[:500]}")
-            answer: dict[str, Any] = await response.json()
+                text = (await response.text(errors="replace"))[:500]
+                raise EngineRefusedError(f"HTTP {response.status} from the engine: {text}")
+            answer = await _read(response)
         finish = answer["meta_info"]["finish_reason"]
         if finish["type"] == "abort" and (self._gate.is_set() or len(answer.get("output_ids") or []) < 2):
             raise _PassingError("abort", str(finish.get("message", "")))
@@ -330,7 +293,7 @@ class EngineClient:
         limit = aiohttp.ClientTimeout(total=_LOOK_TIMEOUT_S)
         async with self._connected().get(f"{engine.url}/model_info", timeout=limit) as response:
             response.raise_for_status()
-            return _version_of(await response.json())
+            return version_of(await response.json())
 
     async def _tell_stale(self, engine: Engine, tell: Callable[[str], None]) -> None:
         """`tell` about the engine; behind a router, about each that has old weights."""
@@ -360,6 +323,18 @@ class _StaleError(_PassingError):
     """An engine has older weights than were asked for."""
 
 
+async def _read(response: aiohttp.ClientResponse) -> dict[str, Any]:
+    """The JSON of an answer. Raises _PassingError where it is none (cut, say), or not what SGLang answers."""
+    try:
+        answer: dict[str, Any] = await response.json()
+        meta = answer["meta_info"]
+        if not {"prompt_tokens", "cached_tokens"} <= meta.keys() or "type" not in meta["finish_reason"]:
+            raise KeyError("prompt_tokens, cached_tokens, finish_reason")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _PassingError("unreadable", f"{type(error).__name__}: {error}") from error
+    return answer
+
+
 def _reason(error: Exception) -> str:
     """The key under which a failed attempt is counted."""
     if isinstance(error, _PassingError):
@@ -369,60 +344,3 @@ def _reason(error: Exception) -> str:
 
 def _text(error: Exception) -> str:
     return ": ".join(str(part) for part in error.args if part) or type(error).__name__
-
-
-def _version_of(fields: Mapping[str, Any]) -> int:
-    version = str(fields.get("weight_version", ""))
-    return int(version) if version.isdecimal() else 0
-
-
-def _prefill_body(input_ids: Sequence[int] | Int32Array) -> dict[str, Any]:
-    return {"input_ids": _plain(input_ids), "sampling_params": {"max_new_tokens": 0}}
-
-
-def _prefilled(answer: Mapping[str, Any]) -> tuple[int, int]:
-    return int(answer["meta_info"]["prompt_tokens"]), int(answer["meta_info"]["cached_tokens"])
-
-
-def _plain(ids: Sequence[int] | Int32Array) -> list[int]:
-    return ids.tolist() if isinstance(ids, np.ndarray) else list(ids)
-
-
-def _generation(answer: Mapping[str, Any], asked: RouteRequest | None) -> Generation:
-    """The engine's JSON as a `Generation`. Raises EngineRefusedError where it lacks what every answer must have.
-
-    Of an answer that was cut short the last token is left out. It may have been the end, a stop string's or the
-    sequence's, and SGLang does not say so: it reports the abort instead. Whoever goes on samples it anew.
-    """
-    meta = answer["meta_info"]
-    token_ids = np.array(answer["output_ids"], dtype=np.int32)
-    logprobs = np.array([entry[0] for entry in meta["output_token_logprobs"]], dtype=np.float32)
-    entropies = np.array(meta.get(META_KEY) or [], dtype=np.float32)
-    if not len(token_ids) == len(logprobs) == len(entropies):
-        raise EngineRefusedError(
-            f"the engine answered {len(token_ids)} tokens with {len(logprobs)} log-probs and {len(entropies)} "
-            "entropies: was it started with arpo_megatron.rollout.sglang_main?"
-        )
-    reason = meta["finish_reason"]
-    matched = reason.get("matched")
-    if reason["type"] == "length":
-        finish = EngineFinish.LENGTH
-    elif reason["type"] == "abort":
-        finish = EngineFinish.CUT_SHORT
-    else:
-        finish = EngineFinish.STOP_STRING if isinstance(matched, str) else EngineFinish.END_TOKEN
-    routes = None if asked is None else asked.read(meta, len(token_ids))
-    if finish is EngineFinish.CUT_SHORT:
-        token_ids, logprobs, entropies = token_ids[:-1], logprobs[:-1], entropies[:-1]
-        routes = None if routes is None else routes[:-1]
-    return Generation(
-        token_ids=token_ids,
-        logprobs=logprobs,
-        entropies=entropies,
-        finish=finish,
-        matched=matched if isinstance(matched, str) else None,
-        prompt_tokens=int(meta["prompt_tokens"]),
-        cached_tokens=int(meta["cached_tokens"]),
-        weight_version=_version_of(meta),
-        routes=routes,
-    )

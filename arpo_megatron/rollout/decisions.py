@@ -5,11 +5,20 @@ The grower decides while answers come in; this walks the finished tree in the or
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from arpo_megatron.rollout.policies import BranchPolicy, Decision, ForkPoint, PathKey, shares
+from arpo_megatron.rollout.policies import (
+    BranchPolicy,
+    Decision,
+    ForkPoint,
+    PathKey,
+    Probe,
+    ProbingPolicy,
+    begin,
+    shares,
+)
 from arpo_megatron.tree import Float32Array, Role, RolloutTree
 
 _TOLERANCE = 1e-9
@@ -30,6 +39,7 @@ class _Path:
     above: int | None = None
     start_entropies: Float32Array | None = None
     before_entropies: Float32Array | None = None
+    streak: int = 0
 
 
 @dataclass(slots=True)
@@ -46,45 +56,59 @@ class _Walk:
 
     def run(self) -> None:
         first = self.children[0]
-        reserved = shares(self.policy.total - self.policy.initial, self.policy.initial)
+        initial = self._initial(first)
+        reserved = begin(self.policy, initial)
         if len(first) < len(reserved):
             raise Difference(f"segment 0: {len(first)} trajectories begin here, derived at least {len(reserved)}")
         reserved += [0] * (len(first) - len(reserved))
         self.pending = [_Path(i, (place,), n) for place, (i, n) in enumerate(zip(first, reserved, strict=True))][::-1]
         while self.pending:
             self._look_at(self.pending.pop())
-        if len(first) != (derived := self.policy.initial + self.unused):
+        if len(first) != (derived := initial + self.unused):
             raise Difference(f"segment 0: {len(first)} trajectories begin here, derived {derived}")
+
+    def _initial(self, first: list[int]) -> int:
+        """N, which follows from the first trajectory where the policy probes."""
+        if not isinstance(self.policy, ProbingPolicy):
+            return self.policy.initial
+        entropies, below = [], first[:1]
+        while below:
+            chain = self._chain(below[0])
+            entropies.append(self._entropies(chain))
+            tool = self.children[chain[-1]]
+            below = self.children[tool[0]][:1] if tool else []
+        return self.policy.plan(Probe(entropies[0], tuple(entropies[1:]))) if entropies else self.policy.initial
 
     def _look_at(self, path: _Path) -> None:
         """Derive the decision at the beginning of a segment, and share out what is left of its forks."""
         chain = self._chain(path.index)
         entropies = self._entropies(chain)
-        siblings, kept = self._siblings(path), path.forks
+        siblings, kept, streak = self._siblings(path), path.forks, path.streak
         if path.above is not None:
             derived = self._decision(path, entropies)
             self._compare(path.index, derived)
             wanted = 0 if derived is None else derived.siblings
             if len(siblings) != wanted:
                 raise Difference(f"segment {path.above}: {len(siblings)} forks are stored here, derived {wanted}")
+            streak = (path.streak + 1 if wanted else 0) if derived is not None else path.streak
             kept, *given = shares(path.forks - wanted, 1 + wanted)
             # Below the measured path, whose place comes first, in depth-first order.
             for place, (index, forks) in reversed(list(enumerate(zip(siblings, given, strict=True), start=1))):
                 key = (*path.key[:-1], place)
-                self.pending.append(_Path(index, key, forks, None, path.start_entropies, path.before_entropies))
-        self._go_on(path, chain[-1], kept, entropies)
+                self.pending.append(_Path(index, key, forks, None, path.start_entropies, path.before_entropies, streak))
+        self._go_on(replace(path, forks=kept, streak=streak), chain[-1], entropies)
 
-    def _go_on(self, path: _Path, last: int, forks: int, entropies: Float32Array) -> None:
+    def _go_on(self, path: _Path, last: int, entropies: Float32Array) -> None:
         below = self.children[last]
         if not below:
-            self.unused += forks
+            self.unused += path.forks
             return
         tool, *others = below
         if others or not self.children[tool]:
             raise Difference(f"segment {last}: a call has one TOOL segment below it, with a MODEL segment below that")
         start = entropies if path.start_entropies is None else path.start_entropies
         key = (*path.key, 0, 0)
-        self.pending.append(_Path(self.children[tool][0], key, forks, tool, start, entropies))
+        self.pending.append(_Path(self.children[tool][0], key, path.forks, tool, start, entropies, path.streak))
 
     def _chain(self, index: int) -> list[int]:
         """A MODEL segment and its continuations by newer weights."""
@@ -116,6 +140,7 @@ class _Walk:
                 before_entropies=path.before_entropies,
                 entropies=entropies[:measured],
                 budget=path.forks,
+                streak=path.streak,
             )
         )
 

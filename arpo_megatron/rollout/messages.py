@@ -1,13 +1,14 @@
 """What trainer rank 0 and the rollout process say to each other (see `service`)."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Self
 
 from arpo_megatron.config import AlgorithmConfig, JobConfig
 from arpo_megatron.rollout.accounting import GrowStats
-from arpo_megatron.rollout.grower import GrowLimits
+from arpo_megatron.rollout.generation import Sampling
+from arpo_megatron.rollout.grow_context import GrowLimits
 from arpo_megatron.rollout.routes import RouteShape
 from arpo_megatron.tasks.base import Task
 from arpo_megatron.tree import RolloutTree
@@ -24,16 +25,14 @@ class GrowSettings:
     Attributes:
         branching: the algorithm whose policy distributes the trajectories; None: independent ones.
         samples: trajectories a task where `branching` is None.
-        temperature: sampling temperature, 0 is greedy.
-        top_p: nucleus sampling.
+        sampling: how tokens are drawn; its seed is replaced for every place.
         limits: bounds of a trajectory.
         routes: keep what the engine tells of expert routes, where it does (`ServiceSettings.routes`).
     """
 
     branching: AlgorithmConfig | None
     samples: int
-    temperature: float
-    top_p: float
+    sampling: Sampling
     limits: GrowLimits
     routes: bool = False
 
@@ -43,20 +42,24 @@ class GrowSettings:
         return cls(
             branching=config.algorithm,
             samples=config.algorithm.samples,
-            temperature=config.rollout.temperature,
-            top_p=config.rollout.top_p,
+            sampling=Sampling(config.rollout.temperature, config.rollout.top_p),
             limits=_limits(config),
             routes=True,
         )
 
     @classmethod
     def evaluation(cls, config: JobConfig, *, samples: int = 1, temperature: float | None = None) -> Self:
-        """Independent trajectories at `temperature` (None: that of `config.evaluation`)."""
+        """Independent trajectories, sampled as `config.evaluation` says, or at another `temperature`."""
+        drawn = config.evaluation if temperature is None else replace(config.evaluation, temperature=temperature)
         return cls(
             branching=None,
             samples=samples,
-            temperature=config.evaluation.temperature if temperature is None else temperature,
-            top_p=1.0,
+            sampling=Sampling(
+                temperature=drawn.temperature,
+                top_p=drawn.top_p,
+                top_k=drawn.top_k,
+                repetition_penalty=drawn.penalty,
+            ),
             limits=_limits(config),
         )
 
@@ -107,6 +110,7 @@ class ServiceSettings:
         request_timeout_s: deadline of one engine request.
         retry_for_s: how long after its first failure a request or tool call is repeated.
         sandbox_token: the tool service's bearer token, if it has one.
+        engine_token: that of engines and router, likewise.
         router_url: SGLang's router before the engines, if one runs.
         routes: what an engine's expert routes look like; None: it tells none.
     """
@@ -117,7 +121,8 @@ class ServiceSettings:
     seed: int
     request_timeout_s: float = 600.0
     retry_for_s: float = 60.0
-    sandbox_token: str | None = None
+    sandbox_token: str | None = field(default=None, repr=False)
+    engine_token: str | None = field(default=None, repr=False)
     router_url: str | None = None
     routes: RouteShape | None = None
 

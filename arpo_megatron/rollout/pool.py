@@ -16,8 +16,10 @@ from functools import partial
 import numpy as np
 
 from arpo_megatron.rollout.accounting import GrowCounts, common_prefix_length, grow_stats
-from arpo_megatron.rollout.client import EngineClient, EngineRefusedError, EngineUnavailableError, Sampling
-from arpo_megatron.rollout.grower import GrowContext, PromptTooLongError, TextCodec, TreeGrower
+from arpo_megatron.rollout.client import EngineClient, EngineUnavailableError
+from arpo_megatron.rollout.generation import EngineRefusedError
+from arpo_megatron.rollout.grow_context import GrowContext, PromptTooLongError, TextCodec, ToolTextError
+from arpo_megatron.rollout.grower import TreeGrower
 from arpo_megatron.rollout.messages import (
     CollectTrees,
     GrowProgress,
@@ -34,7 +36,7 @@ from arpo_megatron.rollout.tools import ToolClient
 from arpo_megatron.tree import Int32Array, RolloutTree
 from tools_sandbox.client import SandboxError
 
-TREE_FAILURES = (EngineUnavailableError, EngineRefusedError, SandboxError, PromptTooLongError)
+TREE_FAILURES = (EngineUnavailableError, EngineRefusedError, SandboxError, PromptTooLongError, ToolTextError)
 """What makes a tree a failed one. Anything else is a defect and ends the call with its traceback."""
 
 
@@ -115,6 +117,7 @@ class TreePool:
         self._stale: set[str] = set()
         self._changed = asyncio.Event()
         self._tokens = 0
+        self._again: asyncio.Task[None] | None = None  # prefills what all prompts begin with, after a push
         self._repeated = 0  # counted by the clients up to the last report
 
     def start(self, request: StartTrees) -> None:
@@ -124,7 +127,7 @@ class TreePool:
         asked = [tree for tree in request.trees if tree.number not in known]
         prompts = [np.array(self._codec.encode(tree.task.prompt_text), dtype=np.int32) for tree in asked]
         cold = [prompt for tree, prompt in zip(asked, prompts, strict=True) if not tree.entries]
-        common = asyncio.create_task(self._prefill_common(cold))
+        common = asyncio.create_task(self._prefill_first(cold))
         for each, prompt in zip(asked, prompts, strict=True):
             policy = self._policy(each.settings)
             group = self._groups.setdefault(each.group, _Group(policy))
@@ -143,12 +146,13 @@ class TreePool:
             tools=self._tools,
             codec=self._codec,
             policy=policy,
-            sampling=Sampling(settings.temperature, settings.top_p),
+            sampling=settings.sampling,
             limits=settings.limits,
             seed=self._seed,
             step=tree.step,
             on_tokens=self._count_tokens,
             routes=self._routes if settings.routes else None,
+            ready=self._ready,
         )
         record = partial(self._record, tree.number)
         return TreeGrower(tree.task.id, prompt, context, entries=tree.entries, record=record)
@@ -212,9 +216,14 @@ class TreePool:
         """Go on with policy `version`, which every engine has now."""
         self._stale.clear()
         self._engine.resume(version)
+        if self._again is None or self._again.done():  # else it is made again by itself
+            self._again = asyncio.create_task(self._prefill_again())
 
     async def close(self) -> None:
         """Give up all trees."""
+        if self._again is not None:
+            self._again.cancel()
+            await asyncio.gather(self._again, return_exceptions=True)
         await _cancel([tree for group in self._groups.values() for tree in group.trees])
 
     def note_stale(self, url: str) -> None:
@@ -265,16 +274,36 @@ class TreePool:
             group.unfinished[tree.version] -= 1
             self._changed.set()
 
+    async def _prefill_first(self, prompts: Sequence[Int32Array]) -> GrowCounts:
+        """`_prefill_common` for trees that begin, after that for the others."""
+        await self._ready()
+        return await self._prefill_common(prompts)
+
     async def _prefill_common(self, prompts: Sequence[Int32Array]) -> GrowCounts:
         """Put what all prompts begin with (a system prompt) into the engines' caches before they all compute it.
 
-        Returns what it cost, for the first who asks.
+        Returns what it cost, for the first who asks. It only saves work: where it is refused the trees go without, and
+        each finds out whether its own requests are.
         """
         counts, shared = GrowCounts(), common_prefix_length(prompts)
-        if shared:
+        with suppress(EngineRefusedError):
+            if not shared:
+                return counts
             for prompt_tokens, cached_tokens in await self._engine.prefill_everywhere(prompts[0][:shared]):
                 counts.add(GrowCounts(requests=1, prompt_tokens=prompt_tokens, cached_tokens=cached_tokens))
         return counts
+
+    async def _prefill_again(self) -> None:
+        """`_prefill_common` for the trees that go on after a push."""
+        growing = [(group, tree) for group in self._groups.values() for tree in group.trees if tree.result is None]
+        with suppress(EngineUnavailableError):  # the trees find out by themselves
+            counts = await self._prefill_common([tree.grower.prompt for _, tree in growing])
+            if growing:
+                growing[0][0].prefills.add(counts)
+
+    async def _ready(self) -> None:
+        if self._again is not None and not self._again.done():
+            await asyncio.shield(self._again)
 
     def _count_tokens(self, tokens: int) -> None:
         self._tokens += tokens

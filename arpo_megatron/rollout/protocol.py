@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from arpo_megatron.tasks.base import whole_characters
+
 STOP_STRINGS = ("</search>", "</python>")
 """A generation ends behind the first of these."""
 ANSWER_STOP = "</answer>"
@@ -17,8 +19,8 @@ ANSWER_STOP = "</answer>"
 
 PYTHON = "python"
 _ARGUMENT_OF_TOOL: Mapping[str, str] = MappingProxyType({"search": "query", "python": "code"})
-_OPENING = re.compile(r"<(search|python)>")
-_THOUGHT_END = "</think>"
+OPENING = re.compile(r"<(search|python)>")
+_THOUGHT, _THOUGHT_END = "<think>", "</think>"
 _LONGEST_TOKENS = 16
 """Characters a token of a tool's answer that are worth tokenizing: 10 MB of it would hold up all other trees."""
 
@@ -44,9 +46,9 @@ class Malformed:
 def parse_call(text: str, stop: str) -> ToolCall | Malformed:
     """Read the call that ended a MODEL segment.
 
-    What stands before the last </think> is thought, and tags in it are prose. Behind it the first opening tool tag
-    begins the call, which reaches to `stop`. Its content may hold any text (a program may print tags) except the
-    call's own opening tag once more.
+    What stands before the last </think> that has the call's own opening tag behind it is thought, and tags in it are
+    prose. Behind it the first opening tool tag begins the call, which reaches to `stop`. Its content may hold any text
+    (a program may print tags, </think> among them) except the call's own opening tag once more.
 
     Args:
         text: the segment's whole text; anything behind the first `stop` belongs to the stop's last token and is
@@ -55,8 +57,8 @@ def parse_call(text: str, stop: str) -> ToolCall | Malformed:
     """
     tool = stop.removeprefix("</").removesuffix(">")
     body = text[: text.find(stop)] if stop in text else text
-    body = body[body.rfind(_THOUGHT_END) + len(_THOUGHT_END) :] if _THOUGHT_END in body else body
-    opening = _OPENING.search(body)
+    body = body[_thought_length(body, f"<{tool}>") :]
+    opening = OPENING.search(body)
     if opening is None:
         return Malformed(f"{stop} without <{tool}>")
     if opening[1] != tool:
@@ -67,6 +69,15 @@ def parse_call(text: str, stop: str) -> ToolCall | Malformed:
     if not content.strip():
         return Malformed(f"empty <{tool}>")
     return ToolCall(tool, {_ARGUMENT_OF_TOOL[tool]: content if tool == "python" else content.strip()})
+
+
+def _thought_length(body: str, tag: str) -> int:
+    """How many characters before a call that begins with `tag` are thought; without such a call, all that may be."""
+    call = body.rfind(tag) if tag in body else len(body)
+    end = body.rfind(_THOUGHT_END, 0, call)
+    if _THOUGHT in body[max(0, end) : call]:  # the tag stands in a thought, where that one ends
+        end = max(end, body.find(_THOUGHT_END, call))
+    return end + len(_THOUGHT_END) if end >= 0 else 0
 
 
 def find_stop(text: str, stops: Sequence[str] = STOP_STRINGS) -> str | None:
@@ -92,7 +103,8 @@ def result_tokens(text: str, *, encode: Encode, decode: Decode, max_tokens: int)
     """Token ids of `result_text`, at most `max_tokens` of them.
 
     A longer answer loses its end (that of a gross one without being read: ordinary text has fewer than 16 characters a
-    token); the tags around it stay. Tokenized alone: neither the text before nor special tokens have a part in it.
+    token); the tags around it stay, and half a character becomes U+FFFD. Tokenized alone: neither the text before nor
+    special tokens have a part in it.
 
     Args:
         encode: text -> ids without special tokens, also where the text spells one: a page must not end the turn.
@@ -102,7 +114,7 @@ def result_tokens(text: str, *, encode: Encode, decode: Decode, max_tokens: int)
     Raises:
         ValueError: not even an empty result fits.
     """
-    text = text[: _LONGEST_TOKENS * max_tokens]
+    text = whole_characters(text[: _LONGEST_TOKENS * max_tokens])
     ids = list(encode(result_text(text)))
     if len(ids) <= max_tokens:
         return ids

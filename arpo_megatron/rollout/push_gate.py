@@ -1,15 +1,26 @@
 """The gate of an engine: from the beginning of a weight push to its commit nothing is generated.
 
 A push that is interrupted leaves a mixture of weights behind, so the gate stays closed (HTTP 503) until a whole push
-has arrived, whoever sends it. Three endpoints are added to SGLang's server:
+has arrived, whoever sends it. So does an engine whose memory was lent: what it gets back holds no weights. Three
+endpoints are added to SGLang's server:
 
-    GET  /arpo/alive                                      -> 200 while scheduler and detokenizer do their work
+    GET  /health/arpo                                     -> 200 while scheduler and detokenizer do their work
     POST /arpo/begin_push  {"version": N, "timeout_s": s}  -> {"ranks": n, "incarnation": "..."}
-    POST /arpo/commit_push {"version": N, "timeout_s": s}
+    POST /arpo/commit_push {"version": N, "loads": n, "timeout_s": s}
+
+SGLang generates at many paths, under several methods, and a new version may have more. So what passes a closed gate is
+listed, not what does not; whatever else is under way is waited for. SGLang's /health generates too: while the gate is
+closed /health/arpo answers in its place, and /health_generate is refused.
+
+Others reach a job's servers too, on a cluster from other machines, so with a token a server knows its callers: SGLang's
+own middleware answers 401 to whoever does not bear it, at every path but /health* and /metrics. The environment hands
+the token over: a server's arguments are seen by all users of its machine, and SGLang writes them into its log.
 
 `begin_push` answers when no generation is under way any more; they end by themselves, or the caller ends them. SGLang's
-own endpoints that take weights are called in between. `commit_push` empties the caches, which hold keys and values of
-the old weights, and sets the version that answers report.
+own endpoints that take weights are called in between, and only there: a server that was restarted in the middle of a
+push would mix what is left of it with the weights it was started with. `commit_push` says how many of these calls the
+push had. Unless as many succeeded here, and at least one, the gate stays closed. It empties the caches, which hold
+keys and values of the old weights, and sets the version that answers report.
 
 A server that was restarted while the trainer had its memory is awake: being told to take it back, which would end
 SGLang's scheduler, is nothing to it.
@@ -20,22 +31,52 @@ generation, and /server_info the scheduler alone: of a detokenizer that hangs it
 """
 
 import asyncio
+import copy
 import json
+import os
 import uuid
 from collections.abc import Awaitable, Callable, MutableMapping
+from dataclasses import dataclass
 from typing import Any
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
-ALIVE = "/arpo/alive"
+ENGINE_TOKEN = "ARPO_ENGINE_TOKEN"  # noqa: S105  (its name)
+"""Environment variable of servers, their router and the trainer: the token that requests bear."""
+ALIVE = "/health/arpo"
+"""SGLang lets probes below /health pass without a token."""
 _DETOKENIZER = "arpo_detokenizer_address"
 """Attribute of SGLang's tokenizer manager that is added to it."""
 _ALIVE_TIMEOUT_S = 30.0
-_GENERATING = ("/generate", "/v1/", "/invocations", "/encode", "/classify")
+_LOADING = {
+    *("/update_weights_from_distributed", "/update_weights_from_tensor", "/update_weights_from_disk"),
+    "/update_weights_from_ipc",
+}
+_PASSING = {
+    *("/init_weights_update_group", "/destroy_weights_update_group", "/weights_checker", "/flush_cache"),
+    *("/abort_request", "/metrics", "/metrics/", "/model_info", "/get_model_info", "/server_info", "/get_server_info"),
+    *("/weight_version", "/get_weight_version", "/v1/models", "/v1/loads", "/get_load"),
+}
+"""They generate nothing, and pass a closed gate."""
 _RELEASE, _RESUME = "/release_memory_occupation", "/resume_memory_occupation"
+_RELEASE_TIMEOUT_S = 30.0
+"""So long generations are waited for before the memory goes; SGLang's scheduler would end."""
 _POLL_INTERVAL_S = 0.005
+
+
+@dataclass(slots=True)
+class _Push:
+    """A push that has begun.
+
+    Attributes:
+        version: of its weights.
+        loads: requests that brought weights and were answered with success.
+    """
+
+    version: int
+    loads: int = 0
 
 
 class PushGate:
@@ -44,36 +85,79 @@ class PushGate:
     def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
         self._app = app
         self._incarnation = uuid.uuid4().hex
-        self._arriving: int | None = None
+        self._closed: str | None = None
+        """Why nothing is generated, while nothing is."""
+        self._push: _Push | None = None
         self._running = 0
-        self._memory_released = False
+        self._memory_lent = False
         self._frozen = False
         self._probe: DetokenizerProbe | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, or hand it on."""
-        if scope["type"] == "http" and scope["path"] == ALIVE:
+        path = scope.get("path", "")
+        if scope["type"] == "lifespan" or path in _PASSING:
+            await self._app(scope, receive, send)
+        elif path == ALIVE or (path == "/health" and self._closed):
             await self._answer(send, *await self._alive())
-        elif scope["type"] != "http" or scope["method"] != "POST":
-            await self._app(scope, receive, send)
-        elif scope["path"] == "/arpo/begin_push":
+        elif path == "/arpo/begin_push":
             await self._answer(send, *await self._begin(**await _json(receive)))
-        elif scope["path"] == "/arpo/commit_push":
+        elif path == "/arpo/commit_push":
             await self._answer(send, *await self._commit(**await _json(receive)))
-        elif scope["path"] == _RESUME and not self._memory_released:
-            await self._answer(send, 200, {})
-        elif not scope["path"].startswith(_GENERATING):
-            if scope["path"] in (_RELEASE, _RESUME):
-                self._memory_released = scope["path"] == _RELEASE
-            await self._app(scope, receive, send)
-        elif self._arriving is not None:
-            await self._answer(send, 503, {"error": f"weights of version {self._arriving} are arriving"})
-        else:
+        elif path in _LOADING:
+            await self._load(scope, receive, send)
+        elif path == _RELEASE:
+            await self._release(scope, receive, send)
+        elif path == _RESUME:
+            await self._resume(scope, receive, send)
+        elif self._closed is None:
             self._running += 1
             try:
                 await self._app(scope, receive, send)
             finally:
                 self._running -= 1
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1013})
+        else:
+            await self._answer(send, 503, {"error": self._closed})
+
+    async def _load(self, scope: Scope, receive: Receive, send: Send) -> None:
+        push = self._push
+        if push is None:
+            await self._answer(send, 409, {"error": "weights arrive, but no push has begun"})
+            return
+
+        def loaded() -> None:
+            push.loads += 1
+
+        await self._app(scope, receive, _on_success(send, loaded))
+
+    async def _release(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._memory_lent:
+            await self._answer(send, 200, {})
+            return
+        before, self._closed = self._closed, "the engine's memory is lent to the trainer"
+        if not await self._drained(_RELEASE_TIMEOUT_S):
+            self._closed = before
+            await self._answer(send, 409, {"error": self._still_running(_RELEASE_TIMEOUT_S)})
+            return
+        self._push = None
+
+        def lent() -> None:
+            self._memory_lent = True
+
+        await self._app(scope, receive, _on_success(send, lent))
+
+    async def _resume(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if not self._memory_lent:
+            await self._answer(send, 200, {})
+            return
+
+        def taken() -> None:
+            self._memory_lent = False
+            self._closed = "the engine's memory is back, and holds no weights yet"
+
+        await self._app(scope, receive, _on_success(send, taken))
 
     async def _alive(self) -> tuple[int, dict[str, Any]]:
         try:
@@ -87,29 +171,46 @@ class PushGate:
         return 200, {}
 
     async def _begin(self, version: int, timeout_s: float) -> tuple[int, dict[str, Any]]:
-        before, self._arriving = self._arriving, version
-        deadline = asyncio.get_running_loop().time() + timeout_s
-        while self._running:
-            if asyncio.get_running_loop().time() > deadline:
-                self._arriving = before  # nothing has been changed yet
-                return 409, {"error": f"{self._running} generations were still running after {timeout_s:g} s"}
-            await asyncio.sleep(_POLL_INTERVAL_S)
+        if self._memory_lent:
+            return 409, {"error": f"weights of version {version} have no place: {self._closed}"}
+        before, push = (self._closed, self._push), _Push(version)
+        self._closed, self._push = f"weights of version {version} are arriving", push
+        if not await self._drained(timeout_s):
+            if self._push is push:  # no other has begun meanwhile, and nothing has been changed yet
+                self._closed, self._push = before
+            return 409, {"error": self._still_running(timeout_s)}
         if not self._frozen:
             # Emptying the caches collects garbage, and would walk through all that was imported: a second every time.
             await _manager().freeze_gc()
             self._frozen = True
         return 200, {"ranks": _manager().server_args.tp_size, "incarnation": self._incarnation}
 
-    async def _commit(self, version: int, timeout_s: float) -> tuple[int, dict[str, Any]]:
-        if self._arriving != version:
-            return 409, {"error": f"weights of version {self._arriving} are arriving, not {version}"}
+    async def _commit(self, version: int, loads: int, timeout_s: float) -> tuple[int, dict[str, Any]]:
+        push = self._push
+        if push is None or push.version != version:
+            arriving = "no push has begun" if push is None else f"weights of version {push.version} are arriving"
+            return 409, {"error": f"{arriving}, not {version}"}
+        if loads != push.loads or not loads:
+            return 409, {"error": f"of the {loads} parts of version {version} {push.loads} have arrived"}
         manager = _manager()
         flushed = await manager.flush_cache(timeout_s=timeout_s)
         if not flushed.success:
             return 409, {"error": f"the caches could not be emptied: {flushed.message}"}
+        if self._push is not push:
+            return 409, {"error": f"another push has begun meanwhile: {self._closed}"}
         manager.record_config_updates("arpo.push", weight_version=str(version))
-        self._arriving = None
+        self._closed = self._push = None
         return 200, {}
+
+    async def _drained(self, timeout_s: float) -> bool:
+        """Whether nothing is generated any more, at the latest at the deadline."""
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        while self._running and asyncio.get_running_loop().time() <= deadline:
+            await asyncio.sleep(_POLL_INTERVAL_S)
+        return not self._running
+
+    def _still_running(self, timeout_s: float) -> str:
+        return f"{self._running} generations were still running after {timeout_s:g} s"
 
     @staticmethod
     async def _answer(send: Send, status: int, body: dict[str, Any]) -> None:
@@ -159,7 +260,10 @@ class DetokenizerProbe:
 
 
 def register() -> None:
-    """Have the tokenizer manager remember where its detokenizer listens (applied by SGLang's `load_plugins`)."""
+    """Have the tokenizer manager remember where its detokenizer listens, and the server know its own token.
+
+    Applied by SGLang's `load_plugins`.
+    """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     def remember(original: Callable[[Any, Any], None], manager: Any, ports: Any) -> None:
@@ -169,18 +273,46 @@ def register() -> None:
     target = "sglang.srt.managers.tokenizer_manager.TokenizerManager.init_ipc_channels"
     HookRegistry.register(target, remember, HookType.AROUND)
 
+    def authorized(original: Callable[[Any], None], arguments: Any) -> None:
+        known = copy.copy(arguments)  # its own are in the log already, and stay without the token
+        object.__setattr__(known, "api_key", os.environ.get(ENGINE_TOKEN) or None)  # they are read-only by now
+        original(known)
 
-def install() -> None:
-    """Put the gate before the server of this process."""
+    # The one request that a server makes of itself when it is up.
+    target = "sglang.srt.entrypoints.http_server._freeze_gc_after_server_warmup"
+    HookRegistry.register(target, authorized, HookType.AROUND)
+
+
+def install(token: str | None) -> None:
+    """Put the gate before the server of this process, and before both whoever asks for the token, if there is one."""
     from sglang.srt.entrypoints.http_server import app
+    from sglang.srt.utils.auth import add_api_key_middleware
 
     app.add_middleware(PushGate)
+    if token:
+        add_api_key_middleware(app, api_key=token, admin_api_key=None)
+
+
+def bearer(token: str | None) -> dict[str, str]:
+    """Headers of a request to a server with this token."""
+    return {"Authorization": f"Bearer {token}"} if token else {}
 
 
 def _manager() -> Any:
     from sglang.srt.entrypoints.http_server import get_global_state
 
     return get_global_state().tokenizer_manager
+
+
+def _on_success(send: Send, done: Callable[[], None]) -> Send:
+    """`send`, which calls `done` before an answer of HTTP 200 begins to leave."""
+
+    async def watched(message: MutableMapping[str, Any]) -> None:
+        if message["type"] == "http.response.start" and message["status"] == 200:
+            done()
+        await send(message)
+
+    return watched
 
 
 async def _json(receive: Receive) -> dict[str, Any]:

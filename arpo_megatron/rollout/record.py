@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from arpo_megatron.rollout.client import EngineFinish, Generation
+from arpo_megatron.rollout.generation import EngineFinish, Generation
 from arpo_megatron.rollout.policies import PathKey
 from arpo_megatron.tree import Int32Array, ToolRecord
 

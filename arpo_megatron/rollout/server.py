@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,7 +25,7 @@ from arpo_megatron.config import EngineConfig
 from arpo_megatron.errors import UserError
 from arpo_megatron.machine import ON_CPU, Placement, role_environment
 from arpo_megatron.processes import last_lines, stop_groups
-from arpo_megatron.rollout.push_gate import ALIVE
+from arpo_megatron.rollout.push_gate import ALIVE, ENGINE_TOKEN
 from arpo_megatron.rollout.sglang_main import LAUNCHER_PID_VARIABLE
 from arpo_megatron.supervisor import Program
 
@@ -33,9 +33,20 @@ _FLAGS = ("--enable-metrics", "--skip-server-warmup")  # the health gate's own g
 _POLL_INTERVAL_S = 0.1
 _CANDIDATES = 10000
 """Ports among which free ones are looked for."""
-_ROUTER_STARTUP_S = 60.0
+_ROUTER_STARTUP_S = 180.0
 _ROUTER_HANG_S = 5.0
 """The router only forwards: nothing excuses a pause, and all engines wait for it."""
+_ROUTER_OPTIONS: dict[str, object] = {
+    "policy": "manual",
+    "assignment-mode": "min_load",
+    "health-check-endpoint": ALIVE,
+    "health-check-interval-secs": 1,
+    "health-check-timeout-secs": 5,
+    "health-failure-threshold": 2,
+    "health-success-threshold": 1,
+    "worker-startup-check-interval": 1,
+    "log-level": "error",
+}
 
 
 class EngineStartError(UserError):
@@ -91,7 +102,6 @@ def launch_engine(
     log_path: Path,
     port: int = 0,
     placement: Placement = ON_CPU,
-    context_length: int | None = None,
     routes: bool = False,
 ) -> EngineHandle:
     """Start SGLang on `model_path` and return when it has answered a generation.
@@ -104,7 +114,6 @@ def launch_engine(
         log_path: file for the engine's output; parent directories are made, an old file is continued.
         port: TCP port on 127.0.0.1; 0 picks a free one.
         placement: which GPUs to use, if any.
-        context_length: longest request in tokens; None: what the model's config says.
         routes: as in `engine_program`.
 
     Raises:
@@ -123,7 +132,6 @@ def launch_engine(
             port=port or free_ports(1)[0],
             scratch=scratch,
             placement=placement,
-            context_length=context_length,
             routes=routes,
         )
         started = time.monotonic()
@@ -147,10 +155,10 @@ def engine_program(
     port: int,
     scratch: Path,
     placement: Placement = ON_CPU,
-    context_length: int | None = None,
     name: str = "engine",
     routes: bool = False,
     host: str = "127.0.0.1",
+    token: str | None = None,
 ) -> Program:
     """How to start one SGLang server; `launch_engine` says what the arguments are, besides these.
 
@@ -159,6 +167,7 @@ def engine_program(
         scratch: directory for its temporary files (IPC sockets: a short path).
         name: of the role.
         routes: of a mixture of experts: it can tell to which of them it sent each token.
+        token: that requests must bear; None: whoever reaches it may do anything with it.
 
     Raises:
         UserError: no model at `model_path`.
@@ -167,8 +176,6 @@ def engine_program(
         raise UserError(f"{model_path} holds no Hugging Face model (config.json is missing)")
     options = engine_options(engine, placement, dtype)
     options |= {"model-path": model_path, "random-seed": seed, "host": host, "port": port}
-    if context_length is not None:
-        options["context-length"] = context_length
     if routes:
         options["enable-return-routed-experts"] = None
     arguments = [str(word) for name, value in options.items() for word in (f"--{name}", value) if word is not None]
@@ -177,7 +184,7 @@ def engine_program(
         url=f"http://{host}:{port}",
         command=[sys.executable, "-m", "arpo_megatron.rollout.sglang_main", *arguments, *_FLAGS],
         log=log_path,
-        environment=_environment(scratch, placement, engine.replicas),
+        environment=_environment(scratch, placement, engine.replicas) | _with(token),
         startup_timeout_s=engine.startup_timeout_s,
         hang_timeout_s=engine.hang_timeout_s,
         alive=ALIVE,  # 7 ms on a CPU
@@ -193,12 +200,13 @@ def router_program(
     ports: Sequence[int],
     routes: bool = False,
     host: str = "127.0.0.1",
+    token: str | None = None,
 ) -> Program | None:
     """SGLang's own router before the engines at `urls`; None where the config wants none or one engine needs none.
 
     Requests that bear the same routing key go to one engine, chosen when the key is first seen: the one with the fewest
-    requests. (Its policy `cache_aware` parts the siblings of a tree when the load of the engines differs: 48 of 256
-    missed their fork point in the cache where this one misses none.)
+    requests. (Its policy `cache_aware` goes by the load when that differs much between engines, within a tree too:
+    siblings can come to an engine without their fork point.)
 
     Args:
         engine: `router` and deadlines.
@@ -207,6 +215,7 @@ def router_program(
         ports: two free ones, for requests and for its metrics.
         host: address of its machine, on which it listens.
         routes: expert routes will be asked for. The router (0.3.2) drops those fields of a request: there is none then.
+        token: of the engines, and its own.
 
     Raises:
         UserError: engine.router=sglang, but it is not installed.
@@ -216,33 +225,24 @@ def router_program(
         raise UserError("engine.router=sglang: pip install sglang-router==0.3.2")
     if engine.router == "none" or routes or not installed or (engine.router == "auto" and len(urls) == 1):
         return None
-    options = {
+    where: dict[str, object] = {
         "host": host,
         "port": ports[0],
         "prometheus-host": "127.0.0.1",
         "prometheus-port": ports[1],
-        "policy": "manual",
-        "assignment-mode": "min_load",
-        "request-timeout-secs": round(engine.request_timeout_s),
-        "health-check-endpoint": ALIVE,
-        "health-check-interval-secs": 1,
-        "health-check-timeout-secs": 5,
-        "health-failure-threshold": 2,
-        "health-success-threshold": 1,
-        "worker-startup-check-interval": 1,
-        "log-level": "error",
     }
+    options = where | _ROUTER_OPTIONS | {"request-timeout-secs": round(engine.request_timeout_s)}
     words = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
     return Program(
         name="router",
         url=f"http://{host}:{ports[0]}",
         # Repeating is the client's part. A circuit breaker would keep an engine out for long after a weight push.
         command=[
-            *(sys.executable, "-m", "sglang_router.launch_router", *words),
+            *(sys.executable, "-m", "arpo_megatron.rollout.router_main", *words),
             *("--disable-retries", "--disable-circuit-breaker", "--worker-urls", *urls),
         ],
         log=log_path,
-        environment=dict(os.environ),
+        environment=dict(os.environ) | _with(token),
         startup_timeout_s=_ROUTER_STARTUP_S,
         hang_timeout_s=min(_ROUTER_HANG_S, engine.hang_timeout_s),
         ready="/readiness",
@@ -286,7 +286,12 @@ def engine_options(engine: EngineConfig, placement: Placement, dtype: str) -> di
     return options
 
 
-def _environment(scratch: Path, placement: Placement, replicas: int) -> Mapping[str, str]:
+def _with(token: str | None) -> dict[str, str]:
+    """Also says that there is none: a job of which this process is a part may have one."""
+    return {ENGINE_TOKEN: token or ""}
+
+
+def _environment(scratch: Path, placement: Placement, replicas: int) -> dict[str, str]:
     environment = dict(os.environ)
     environment[LAUNCHER_PID_VARIABLE] = str(os.getpid())
     environment["TMPDIR"] = str(scratch)
@@ -295,6 +300,8 @@ def _environment(scratch: Path, placement: Placement, replicas: int) -> Mapping[
     if not placement.gpus:
         # Freed memory is kept: the pages of a push's tensors would cost as much as the tensors themselves, every time.
         environment |= {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
+        # SGLang compiles the repetition penalty, an element-wise product: on a CPU a minute of C++ in mid-request.
+        environment["TORCH_COMPILE_DISABLE"] = "1"
     # Half the cores for the schedulers, which decode; the rest for servers, detokenizers and whoever trains.
     environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // (2 * replicas))))
     # A launcher that is itself a torchrun rank: its rendezvous is not the engine's.

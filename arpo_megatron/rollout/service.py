@@ -49,7 +49,7 @@ from arpo_megatron.supervisor import Program
 from arpo_megatron.tasks.base import Task
 
 _CONNECT_INTERVAL_S = 0.1
-_STARTUP_S = 60.0
+_STARTUP_S = 180.0
 _CLOSE_DEADLINE_S = 5.0
 _GREETING = 0
 """Number of the request with which every connection begins."""
@@ -72,6 +72,7 @@ class RolloutHandle:
         self._lock = threading.Lock()  # of all below
         self._connection: Connection[object, object] | None = None
         self._trees: dict[int, tuple[LiveTree, list[bytes]]] = {}
+        self._given: set[int] = set()  # those of them that were collected
         self._version = 0
         self._paused = False
         self._pending: tuple[int, object] | None = None
@@ -127,7 +128,9 @@ class RolloutHandle:
         """
         group = f"call {next(self._numbers)}"
         self.start_trees(group, tasks, step=step, version=version, settings=settings)
-        return self.collect(CollectTrees(group), progress)
+        report = self.collect(CollectTrees(group), progress)
+        self.forget(group)
+        return report
 
     def start_trees(
         self, group: str, tasks: Sequence[Task], *, step: int, version: int, settings: GrowSettings
@@ -164,13 +167,24 @@ class RolloutHandle:
         )
 
     def unfinished(self, group: str) -> list[UnfinishedTree]:
-        """The trees of a group that were not collected, in the order of their start, with all they have sampled."""
+        """The trees of a group in the order of their start, with all they have sampled.
+
+        Also those that were collected, until `forget`: whoever is interrupted while a report is on its way has them.
+        """
         with self._lock:
             return [
                 UnfinishedTree(tree.task.id, tree.step, tree.version, tuple(entries))
                 for tree, entries in self._trees.values()
                 if tree.group == group
             ]
+
+    def forget(self, group: str) -> None:
+        """Let go of the records of the trees of a group that were collected: nobody will ask for them again."""
+        with self._lock:
+            done = {number for number in self._given if self._trees[number][0].group == group}
+            self._given -= done
+            for number in done:
+                del self._trees[number]
 
     def collect(self, request: CollectTrees, progress: Callable[[GrowProgress], None] | None = None) -> GrowReport:
         """Wait for finished trees.
@@ -265,14 +279,18 @@ class RolloutHandle:
                 progress(answer)
 
     def _keep_connected(self) -> None:
-        """The thread: read what comes, and connect again where that ends."""
+        """The thread: read what comes, and connect again where that ends.
+
+        Not behind a `Failure`: the same trees might fail again, at once and for ever.
+        """
+        failed = False
         try:
-            while not self._closed.is_set():
+            while not (failed or self._closed.is_set()):
                 connection = self._connected()
                 with suppress(EOFError, OSError):
                     self._greet(connection)
-                    while True:
-                        self._take(connection.recv())
+                    while not failed:
+                        failed = self._take(connection.recv())
                 with self._lock:
                     self._connection = None
                 connection.close()
@@ -297,27 +315,29 @@ class RolloutHandle:
                 raise EOFError
             trees = tuple(
                 LiveTree(tree.number, tree.group, tree.task, tree.step, tree.version, tree.settings, tuple(entries))
-                for tree, entries in self._trees.values()
+                for number, (tree, entries) in self._trees.items()
+                if number not in self._given
             )
             connection.send((_GREETING, Restore(self._settings, StartTrees(trees, self._version), self._paused)))
             if self._pending is not None:
                 connection.send(self._pending)
 
-    def _take(self, message: object) -> None:
+    def _take(self, message: object) -> bool:
+        """Keep what came; whether it is the end of everything."""
         if isinstance(message, Recorded):
             with self._lock:
                 if message.number in self._trees:
                     self._trees[message.number][1].append(message.entry)
-            return
+            return False
         assert isinstance(message, tuple)
         number, answer = message
         with self._lock:
             if isinstance(answer, GrowReport):
-                for given in answer.numbers:
-                    self._trees.pop(given, None)
+                self._given.update(number for number in answer.numbers if number in self._trees)
             if self._pending is not None and self._pending[0] == number and not isinstance(answer, GrowProgress):
                 self._pending = None
         self._answers.put((number, answer))
+        return isinstance(answer, Failure)
 
 
 def rollout_program(directory: Path, port: int, *, log_path: Path, hang_timeout_s: float) -> Program:
@@ -347,19 +367,18 @@ def rollout_socket(directory: Path) -> Path:
 
 
 @contextmanager
-def launched_rollouts(settings: ServiceSettings, *, log_path: Path | None = None) -> Iterator[RolloutHandle]:
+def launched_rollouts(settings: ServiceSettings) -> Iterator[RolloutHandle]:
     """A rollout process of one's own, that nobody restarts; it ends with the `with` block.
 
     Args:
         settings: addresses, tokenizer, seed.
-        log_path: where its output goes; None: nowhere.
 
     Raises:
         UserError: `tokenizer_path` holds no tokenizer.json.
         RolloutError: the process could not start.
     """
     directory = Path(tempfile.mkdtemp(prefix="arpo-rollout-"))
-    log = Path(os.devnull) if log_path is None else log_path
+    log = Path(os.devnull)
     process = rollout_program(directory, free_ports(1)[0], log_path=log, hang_timeout_s=_STARTUP_S).start()
     try:
         with RolloutHandle.connect(rollout_socket(directory), settings, patience_s=_STARTUP_S) as handle:

@@ -1,9 +1,9 @@
 """`python -m arpo_megatron.rollout.sglang_main ARGS`: SGLang's own server with this project's additions.
 
-They are the entropy plug-in, checksums of the weights, the gate that a weight push closes, the guard that no process
-outlives the one that started it, and with `--device cpu` the stand-ins of `cpu_standins`. All but the gate, which
-belongs to the HTTP server, must be in all of the engine's processes. SGLang spawns its scheduler and
-detokenizer, and a spawned child imports this module again (as `__mp_main__`), so the module level reaches it; on a
+They are the entropy plug-in, checksums of the weights and their receipt in place, the gate that a weight push closes,
+the guard that no process outlives the one that started it, and with `--device cpu` the stand-ins of `cpu_standins`. All
+but the gate, which belongs to the HTTP server, must be in all of the engine's processes. SGLang spawns its scheduler
+and detokenizer, and a spawned child imports this module again (as `__mp_main__`), so the module level reaches it; on a
 CPU they are forked and inherit everything. ARGS are those of `sglang.launch_server`.
 """
 
@@ -58,13 +58,16 @@ def _fork_workers() -> None:
 def _prepare_process() -> None:
     """What every process of the engine needs before it imports SGLang."""
     _die_with_spawner()
+    # SGLang's debug dumper imports Megatron wherever it finds it, two CPU seconds of each start; now it finds none.
+    sys.modules["megatron"] = None  # type: ignore[assignment]
     if _on_cpu(sys.argv):
         os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
         cpu_standins.install()
         cpu_routes.register()
-    from arpo_megatron.rollout import weight_checksums  # imports torch, which a mere launcher has no use for
+    from arpo_megatron.rollout import weight_arrival, weight_checksums  # import torch: no use for a mere launcher
 
     sglang_plugin.register()
+    weight_arrival.register()
     weight_checksums.register()
 
 
@@ -85,7 +88,7 @@ def main() -> None:
         _fork_workers()
     push_gate.register()
     load_plugins()
-    push_gate.install()
+    push_gate.install(os.environ.get(push_gate.ENGINE_TOKEN))
     try:
         run_server(prepare_server_args(sys.argv[1:]))
     finally:

@@ -138,6 +138,7 @@ class Session:
         engine = EngineClient(
             *settings.engine_urls,
             router=settings.router_url,
+            token=settings.engine_token,
             request_timeout_s=settings.request_timeout_s,
             retry_for_s=settings.retry_for_s,
         )

@@ -1,7 +1,10 @@
 """A task: one question with its checkable answer, in the form every data source is brought to."""
 
+import re
 from dataclasses import dataclass
 from typing import TypedDict
+
+_HALF_CHARACTER = re.compile("[\ud800-\udfff]")
 
 
 class Message(TypedDict):
@@ -11,9 +14,17 @@ class Message(TypedDict):
     content: str
 
 
+def whole_characters(text: str) -> str:
+    """The text with U+FFFD for each half of a surrogate pair that stands alone.
+
+    JSON may hold one (an emoji that was cut in the middle); no tokenizer and no file takes it.
+    """
+    return _HALF_CHARACTER.sub("\ufffd", text)
+
+
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A question and what counts as its answer.
+    """A question and what counts as its answer. Its texts are made of `whole_characters`.
 
     Attributes:
         id: unique within a data set and stable between runs ("calc-17", "train-204").
@@ -28,6 +39,14 @@ class Task:
     ground_truth: str
     source: str
     prompt_text: str
+
+    def __post_init__(self) -> None:
+        for name in ("id", "ground_truth", "source", "prompt_text"):
+            object.__setattr__(self, name, whole_characters(getattr(self, name)))
+        turns: tuple[Message, ...] = tuple(
+            {"role": turn["role"], "content": whole_characters(turn["content"])} for turn in self.messages
+        )
+        object.__setattr__(self, "messages", turns)
 
 
 @dataclass(frozen=True, slots=True)

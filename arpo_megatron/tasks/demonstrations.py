@@ -7,28 +7,17 @@ imitates them is right only part of the time, which leaves ARPO something to lea
 """
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
-
-import numpy as np
+from functools import partial
 
 from arpo_megatron.tasks.base import Task
-from arpo_megatron.tasks.generated import MIX, NAME_LETTERS, OPERATORS, Kind, Question, apply
-from arpo_megatron.tree import Finish, Role, RolloutTree, ToolRecord
+from arpo_megatron.tasks.generated import MIX, NAME_LETTERS, OPERATORS, Kind, Question, asked
+from arpo_megatron.tasks.writer import Encoder, Writer
+from arpo_megatron.tree import RolloutTree
 
-NOTHING_FOUND = "No results found."
-
-
-class Encoder(Protocol):
-    """The part of a transformers tokenizer that demonstrations need."""
-
-    @property
-    def eos_token(self) -> str:
-        """Text of the end-of-sequence token."""
-
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of a text."""
+Agent = Callable[[Task, Writer, random.Random], str]
+"""Makes the tool calls of one demonstration and returns what it answers; all its chances are draws of the generator."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +58,19 @@ def carelessness(share: float) -> Carelessness:
     Args:
         share: expected share of demonstrations with at least one careless act, in [0, 1].
     """
+    # At the upper end every result is ignored: share 1.
+    return _scaled(scale_for(share, lambda scale: _scaled(scale).share, most=1.0 / _PROPORTIONS.ignored_result))
+
+
+def scale_for(share: float, share_of: Callable[[float], float], *, most: float) -> float:
+    """The scale in [0, most] at which `share_of`, which rises with it, comes to `share`; ValueError outside [0, 1]."""
     if not 0.0 <= share <= 1.0:
         raise ValueError(f"the share of careless demonstrations must be in [0, 1], not {share}")
-    low, high = 0.0, 1.0 / _PROPORTIONS.ignored_result  # at the upper end every result is ignored: share 1
-    for _ in range(60):  # `share` rises with the scale: bisection
+    low, high = 0.0, most
+    for _ in range(60):  # bisection
         middle = (low + high) / 2
-        low, high = (middle, high) if _scaled(middle).share < share else (low, middle)
-    return _scaled(high)
+        low, high = (middle, high) if share_of(middle) < share else (low, middle)
+    return high
 
 
 def _scaled(scale: float) -> Carelessness:
@@ -88,34 +83,45 @@ def _scaled(scale: float) -> Carelessness:
     )
 
 
+def calculating(careless: float) -> Agent:
+    """An agent for the tasks of `generated`; about the share `careless` of its demonstrations is careless."""
+    return partial(_calculate, carelessness(careless))
+
+
 def demonstrate(
-    tasks: Sequence[Task], facts: Mapping[str, int], tokenizer: Encoder, *, careless: float, seed: int
+    tasks: Sequence[Task],
+    facts: Mapping[str, str],
+    tokenizer: Encoder,
+    *,
+    careless: float,
+    seed: int,
+    agent: Callable[[float], Agent] = calculating,
 ) -> list[RolloutTree]:
     """One demonstration for each task, with the results that the real tools would give.
 
     Args:
         tasks: generated tasks; a task given twice gets two independent demonstrations.
-        facts: name -> value, the search corpus.
+        facts: name -> what its page says, the search corpus.
         tokenizer: prompts and segments are encoded with it, each alone and without special tokens added.
         careless: share of demonstrations with at least one careless act, in [0, 1].
         seed: every draw follows from it, the task's id and its position.
+        agent: share of careless demonstrations -> who makes them; it must know this family of tasks.
 
     Returns:
         A tree with one leaf for each task, in order.
     """
-    chances = carelessness(careless)
+    act = agent(careless)
     trees = []
     for position, task in enumerate(tasks):
         rng = random.Random(f"demonstration-{seed}-{position}-{task.id}")
-        writer = _Writer(task, tokenizer, facts)
-        writer.answer(_act(task, writer, chances, rng))
+        writer = Writer(task, tokenizer, facts)
+        writer.answer(act(task, writer, rng))
         trees.append(writer.tree)
     return trees
 
 
-def _act(task: Task, writer: "_Writer", chances: Carelessness, rng: random.Random) -> str:
-    """Make the tool calls of one demonstration and return what it answers."""
-    question = Question.parse(task.messages[-1]["content"].removesuffix(" ?"))
+def _calculate(chances: Carelessness, task: Task, writer: Writer, rng: random.Random) -> str:
+    question = Question.parse(asked(task))
     if question.kind is Kind.CALC:
         operator = question.operator
         if rng.random() < chances.wrong_operator:
@@ -125,49 +131,9 @@ def _act(task: Task, writer: "_Writer", chances: Carelessness, rng: random.Rando
         name = question.name
         if rng.random() < chances.misspelt_name:
             name = name[:-1] + rng.choice([letter for letter in NAME_LETTERS if letter != name[-1]])
-        result = writer.search(name)
+        result = int(writer.search(name) or 0)
         if question.kind is Kind.TWO and rng.random() >= chances.skipped_hop:
             result = writer.python(result, question.operator, question.right)
     if rng.random() < chances.ignored_result:
         result = rng.randrange(1000)
     return str(result)
-
-
-class _Writer:
-    """Writes one demonstration into a tree, segment by segment, with the answers of the real tools."""
-
-    def __init__(self, task: Task, tokenizer: Encoder, facts: Mapping[str, int]) -> None:
-        prompt_ids = tokenizer.encode(task.prompt_text, add_special_tokens=False)
-        self.tree = RolloutTree(task.id, np.array(prompt_ids, np.int32))
-        self._tokenizer = tokenizer
-        self._facts = facts
-        self._last = 0
-
-    def python(self, left: int, operator: str, right: int) -> int:
-        """Call python and return the number it answers."""
-        code = f"{left}{operator}{right}"
-        value = apply(left, operator, right)
-        self._call("calculate", "python", code, {"code": code}, str(value))
-        return value
-
-    def search(self, name: str) -> int:
-        """Search for a name and return its value, 0 where nothing is found."""
-        value = self._facts.get(name)
-        text = NOTHING_FOUND if value is None else f"Page 1: {name} {value}"
-        self._call("look up", "search", name, {"query": name}, text)
-        return value or 0
-
-    def answer(self, text: str) -> None:
-        """End with an answer, as the sampler would: the closing tag and the end-of-sequence token."""
-        content = f"<answer>\\boxed{{{text}}}</answer>{self._tokenizer.eos_token}"
-        self._add(Role.MODEL, content, finish=Finish.END)
-
-    def _call(self, thought: str, tool: str, argument: str, arguments: dict[str, str], result: str) -> None:
-        model_text = f"<think>{thought}</think><{tool}>{argument}</{tool}>"
-        self._add(Role.MODEL, model_text, finish=Finish.TOOL_CALL)
-        record = ToolRecord(tool, arguments, "ok", seconds=0.0, cached=False)
-        self._add(Role.TOOL, f" <result>\n{result}\n</result>", tool=record)
-
-    def _add(self, role: Role, text: str, *, finish: Finish | None = None, tool: ToolRecord | None = None) -> None:
-        ids = self._tokenizer.encode(text, add_special_tokens=False)
-        self._last = self.tree.add(self._last, role, ids, finish=finish, tool=tool)

@@ -13,7 +13,7 @@ calls and copies, not that it remembers.
 import json
 import random
 import re
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -29,7 +29,9 @@ NAME_LENGTH = 4
 OPERANDS = range(11, 100)
 VALUES = range(100, 1000)
 
-_MOST_NAMES = len(NAME_LETTERS) ** NAME_LENGTH // 2  # beyond half of all names, drawing fresh ones becomes slow
+MOST_NAMES = len(NAME_LETTERS) ** NAME_LENGTH // 2
+"""Beyond half of all names, drawing fresh ones becomes slow."""
+_END = " ?"
 _MOST_HELD_OUT_PAIRS = len(OPERANDS) ** 2 // 2
 _QUESTION = re.compile(r"(?:(?P<name>[a-z]{4})|(?P<left>\d\d))(?:(?P<operator>[-+*])(?P<right>\d\d))?")
 
@@ -78,16 +80,16 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class GeneratedTasks:
-    """Training and held-out tasks with the facts that answer them (name -> three-digit value)."""
+    """Training and held-out tasks with the facts that answer them (name -> what its page says, e.g. "417")."""
 
     train: tuple[Task, ...]
     held_out: tuple[Task, ...]
-    facts: Mapping[str, int]
+    facts: Mapping[str, str]
 
     def write_corpus(self, path: Path) -> None:
         """Write the facts as a search corpus, one {"text": "qzlf 417"} a line."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        lines = (json.dumps({"text": f"{name} {value}"}) for name, value in self.facts.items())
+        lines = (json.dumps({"text": f"{name} {fact}"}) for name, fact in self.facts.items())
         path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
 
 
@@ -99,9 +101,9 @@ def generate(seed: int, train: int, held_out: int) -> GeneratedTasks:
     Raises:
         UserError: more tasks than there are names or operand pairs.
     """
-    if train + held_out > _MOST_NAMES:
+    if train + held_out > MOST_NAMES:
         raise UserError(
-            f"data.tasks + data.held_out = {train + held_out}: generated tasks have names for {_MOST_NAMES} at most"
+            f"data.tasks + data.held_out = {train + held_out}: generated tasks have names for {MOST_NAMES} at most"
         )
     if held_out > _MOST_HELD_OUT_PAIRS:
         raise UserError(
@@ -113,11 +115,40 @@ def generate(seed: int, train: int, held_out: int) -> GeneratedTasks:
     return GeneratedTasks(trained, held, source.facts)
 
 
-def solve(question: Question, facts: Mapping[str, int]) -> int:
+def fresh_name(rng: random.Random, taken: Container[str]) -> str:
+    """A name that is not `taken`."""
+    while True:
+        name = "".join(rng.choices(NAME_LETTERS, k=NAME_LENGTH))
+        if name not in taken:
+            return name
+
+
+def asked(task: Task) -> str:
+    """The question of a generated task as it was written, e.g. "12*34"."""
+    return task.messages[-1]["content"].removesuffix(_END)
+
+
+def made_task(task_id: str, text: str, truth: int, source: str) -> Task:
+    """The task that asks a generated question."""
+    return Task(
+        id=task_id,
+        messages=({"role": "user", "content": text + _END},),
+        ground_truth=str(truth),
+        source=source,
+        prompt_text=prompt(text),
+    )
+
+
+def prompt(text: str) -> str:
+    """A question as it is put before the model."""
+    return f"question: {text}{_END}"
+
+
+def solve(question: Question, facts: Mapping[str, str]) -> int:
     """The right answer. Raises KeyError for a name without a fact."""
     if question.kind is Kind.LOOKUP:
-        return facts[question.name]
-    left = question.left if question.kind is Kind.CALC else facts[question.name]
+        return int(facts[question.name])
+    left = question.left if question.kind is Kind.CALC else int(facts[question.name])
     return apply(left, question.operator, question.right)
 
 
@@ -136,7 +167,7 @@ class _Source:
     """Draws tasks without using a name twice or a held-out operand pair in training."""
 
     def __init__(self, rng: random.Random) -> None:
-        self.facts: dict[str, int] = {}
+        self.facts: dict[str, str] = {}
         self._rng = rng
         self._held_out_pairs: set[tuple[int, int]] = set()
 
@@ -149,13 +180,8 @@ class _Source:
             question = Question(kind, name=self._name())
         else:
             question = Question(kind, name=self._name(), operator="+", right=self._rng.choice(OPERANDS))
-        return Task(
-            id=f"{task_id}-{kind.value}",
-            messages=({"role": "user", "content": f"{question.text} ?"},),
-            ground_truth=str(solve(question, self.facts)),
-            source="qa" if kind is Kind.LOOKUP else "math",
-            prompt_text=f"question: {question.text} ?",
-        )
+        source = "qa" if kind is Kind.LOOKUP else "math"
+        return made_task(f"{task_id}-{kind.value}", question.text, solve(question, self.facts), source)
 
     def _pair(self, held_out: bool) -> tuple[int, int]:
         while True:
@@ -167,8 +193,6 @@ class _Source:
             return pair
 
     def _name(self) -> str:
-        while True:
-            name = "".join(self._rng.choices(NAME_LETTERS, k=NAME_LENGTH))
-            if name not in self.facts:
-                self.facts[name] = self._rng.choice(VALUES)
-                return name
+        name = fresh_name(self._rng, self.facts)
+        self.facts[name] = str(self._rng.choice(VALUES))
+        return name

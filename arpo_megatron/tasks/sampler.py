@@ -1,73 +1,112 @@
 """Which tasks a step trains on: shuffled epochs that a resumed run continues exactly."""
 
 import random
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
+from arpo_megatron.config import AlgorithmConfig
 from arpo_megatron.errors import UserError
+from arpo_megatron.plugins import Point, make
 from arpo_megatron.tasks.base import Task
 
 
+class TaskSelector(Protocol):
+    """Chooses the tasks of a step from what earlier ones have earned. Deterministic; only the leader asks it.
+
+    A part of `algorithm.selector` is made with `tasks`, `seed` and numbers of its own.
+    """
+
+    def next_batch(self, count: int) -> list[Task]:
+        """The next `count` different tasks. Raises UserError when there are fewer."""
+
+    def note(self, task_id: str, accuracies: Sequence[float]) -> None:
+        """A finished tree of a training task: how right the answer of each of its leaves is, in [0, 1]."""
+
+    def metrics(self) -> Mapping[str, float]:
+        """Figures of the step, under names of their own (`selector/...`)."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON-safe; all that the next choices depend on."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` was taken. Raises UserError for the state of another selector."""
+
+
+def make_selector(config: AlgorithmConfig, tasks: Sequence[Task], seed: int) -> TaskSelector:
+    """The part that `algorithm.selector` names. Raises UserError."""
+    selector: TaskSelector = make(
+        Point.TASK_SELECTOR, config.selector, {**config.given(), "tasks": tasks, "seed": seed}
+    )
+    return selector
+
+
+@dataclass(slots=True)
 class TaskSampler:
     """Goes through the tasks in shuffled epochs.
 
     Every epoch holds every task once. A batch may begin in one epoch and end in the next, but never holds a task
     twice: two trees of one task in one step would draw the same random numbers.
 
-    Args:
+    Attributes:
         tasks: what is sampled from; a resumed run must give the same ones in the same order.
         seed: each epoch's order follows from it and the epoch's number.
+        epoch: number of the epoch the next task belongs to, from 0; it counts up when the first of its tasks is drawn.
     """
 
-    def __init__(self, tasks: Sequence[Task], seed: int) -> None:
-        self._tasks = tasks
-        self._seed = seed
-        self._epoch = 0
-        self._order = self._shuffled(0)
-        self._position = 0
+    tasks: Sequence[Task]
+    seed: int
+    epoch: int = field(default=0, init=False)
+    _order: list[int] = field(init=False)
+    _position: int = field(default=0, init=False)
 
-    @property
-    def epoch(self) -> int:
-        """Number of the epoch the next task belongs to, from 0; it counts up when the first of its tasks is drawn."""
-        return self._epoch
+    def __post_init__(self) -> None:
+        self._order = self._shuffled(0)
+
+    def note(self, task_id: str, accuracies: Sequence[float]) -> None:
+        """The order does not depend on it."""
+
+    def metrics(self) -> Mapping[str, float]:
+        """None."""
+        return {}
 
     def next_batch(self, count: int) -> list[Task]:
         """The next `count` different tasks. Raises UserError when there are fewer."""
-        if count > len(self._tasks):
-            raise UserError(f"train.tasks_per_step={count}, but there are only {len(self._tasks)} training tasks")
+        if count > len(self.tasks):
+            raise UserError(f"train.tasks_per_step={count}, but there are only {len(self.tasks)} training tasks")
         drawn = self._order[self._position : self._position + count]
         self._position += len(drawn)
         missing = count - len(drawn)
         if missing:
-            self._epoch += 1
-            self._order = self._after(drawn, self._shuffled(self._epoch), missing)
+            self.epoch += 1
+            self._order = self._after(drawn, self._shuffled(self.epoch), missing)
             self._position = missing
             drawn = drawn + self._order[:missing]
-        return [self._tasks[index] for index in drawn]
+        return [self.tasks[index] for index in drawn]
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-safe position; the order itself is part of it, whatever a later version's shuffle does."""
         return {
-            "seed": self._seed,
-            "tasks": len(self._tasks),
-            "epoch": self._epoch,
+            "seed": self.seed,
+            "tasks": len(self.tasks),
+            "epoch": self.epoch,
             "position": self._position,
             "order": list(self._order),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` was taken. Raises UserError for the state of other tasks or another seed."""
-        if state["tasks"] != len(self._tasks) or state["seed"] != self._seed:
+        if state["tasks"] != len(self.tasks) or state["seed"] != self.seed:
             raise UserError(
                 f"the checkpoint was made with {state['tasks']} tasks and seed {state['seed']}, but this job has "
-                f"{len(self._tasks)} tasks and seed {self._seed}: start a new run, or restore its data and seed"
+                f"{len(self.tasks)} tasks and seed {self.seed}: start a new run, or restore its data and seed"
             )
-        self._epoch, self._position = state["epoch"], state["position"]
+        self.epoch, self._position = state["epoch"], state["position"]
         self._order = list(state["order"])
 
     def _shuffled(self, epoch: int) -> list[int]:
-        order = list(range(len(self._tasks)))
-        random.Random(f"task-order-{self._seed}-{epoch}").shuffle(order)
+        order = list(range(len(self.tasks)))
+        random.Random(f"task-order-{self.seed}-{epoch}").shuffle(order)
         return order
 
     @staticmethod
@@ -77,3 +116,21 @@ class TaskSampler:
         first = [index for index in order if index not in used][:count]
         chosen = set(first)
         return first + [index for index in order if index not in chosen]
+
+
+def passing(epochs: TaskSampler, count: int, wanted: Callable[[Task], bool]) -> tuple[list[Task], int]:
+    """The next `count` different tasks that are wanted, filled up with others where too few are.
+
+    Returns:
+        the tasks, and how many were passed over. Raises UserError when there are fewer tasks than `count`.
+    """
+    chosen, passed = dict[str, Task](), dict[str, Task]()
+    # In two epochs every task comes by; one that came twice is passed over.
+    for _ in range(2 * len(epochs.tasks)):
+        if len(chosen) == count:
+            return list(chosen.values()), len(passed)
+        (task,) = epochs.next_batch(1)
+        (chosen if wanted(task) else passed).setdefault(task.id, task)
+    fill = [task for task in passed.values() if task.id not in chosen]
+    found = [*chosen.values(), *fill][:count]
+    return (found if len(found) == count else epochs.next_batch(count)), len(passed)

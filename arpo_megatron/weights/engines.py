@@ -51,19 +51,21 @@ class Engines:
     Args:
         urls: http://host:port of each.
         timeout_s: deadline of a request.
+        token: that they ask for, if they do.
     """
 
-    def __init__(self, urls: Sequence[str], timeout_s: float) -> None:
+    def __init__(self, urls: Sequence[str], timeout_s: float, token: str | None = None) -> None:
         self.urls = tuple(url.rstrip("/") for url in urls)
         self.timeout_s = timeout_s
-        # The announcement of a bucket may be on its way while the one before is loaded.
-        self._pool = ThreadPoolExecutor(2 * len(self.urls), thread_name_prefix="weight-push")
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        # Two buckets may be on their way, and a third announced.
+        self._pool = ThreadPoolExecutor(3 * len(self.urls), thread_name_prefix="weight-push")
 
     def wait_until_up(self, timeout_s: float) -> None:
         """Until every server answers; one that was killed may be starting again. Raises WeightPushError."""
         give_up = time.monotonic() + timeout_s
         for url in self.urls:
-            while not _answers(url):
+            while not self._answers(url):
                 if time.monotonic() > give_up:
                     raise WeightPushError(f"{url} does not answer for {timeout_s:g} s")
                 time.sleep(_POLL_INTERVAL_S)
@@ -83,9 +85,14 @@ class Engines:
         answers = [post.result() for post in posts]
         return tuple(Engine(url, a["ranks"], a["incarnation"]) for url, a in zip(self.urls, answers, strict=True))
 
-    def commit(self, version: int) -> None:
-        """All weights are there: caches are emptied, the version is set, and the gates open."""
-        body = {"version": version, "timeout_s": _PATIENCE * self.timeout_s}
+    def commit(self, version: int, loads: int) -> None:
+        """All weights are there: caches are emptied, the version is set, and the gates open.
+
+        Args:
+            version: as at the beginning.
+            loads: requests with weights that each engine has answered. One that counts another number stays closed.
+        """
+        body = {"version": version, "loads": loads, "timeout_s": _PATIENCE * self.timeout_s}
         for post in self.start("arpo/commit_push", [(url, body) for url in self.urls]):
             post.result()
 
@@ -142,12 +149,26 @@ class Engines:
     def _post(self, url: str, endpoint: str, body: Mapping[str, Any]) -> Any:
         where = f"{url}/{endpoint}"
         try:
-            answer = _session().post(where, json=body, timeout=self.timeout_s)
+            answer = self._session().post(where, json=body, timeout=self.timeout_s)
         except requests.RequestException as error:
             raise WeightPushError(f"{where}: {first_line(error)}") from error
         if answer.status_code != requests.codes.ok:
             raise WeightPushError(f"{where}: HTTP {answer.status_code}: {first_line(answer.text)}")
         return answer.json()
+
+    def _answers(self, url: str) -> bool:
+        try:
+            answer = self._session().get(f"{url}/model_info", timeout=_LOOK_TIMEOUT_S)
+        except requests.RequestException:
+            return False
+        return bool(answer.status_code == requests.codes.ok)
+
+    def _session(self) -> requests.Session:
+        """Engines are addressed directly: a cluster's HTTP_PROXY knows nothing of the addresses of its nodes."""
+        session = requests.Session()
+        session.trust_env = False
+        session.headers.update(self._headers)
+        return session
 
 
 def failure(posts: Sequence["Future[Any]"], what: str) -> WeightPushError:
@@ -176,17 +197,3 @@ def first_line(error: object) -> str:
     """Of an error's message or an answer's text, in at most 300 characters."""
     lines = str(error).strip().splitlines()
     return lines[0][:300] if lines else "no message"
-
-
-def _answers(url: str) -> bool:
-    try:
-        return bool(_session().get(f"{url}/model_info", timeout=_LOOK_TIMEOUT_S).status_code == requests.codes.ok)
-    except requests.RequestException:
-        return False
-
-
-def _session() -> requests.Session:
-    """Engines are addressed directly: a cluster's HTTP_PROXY knows nothing of the addresses of its nodes."""
-    session = requests.Session()
-    session.trust_env = False
-    return session

@@ -191,7 +191,9 @@ class _Route:
         assert part is not None, self._entry.megatron
         if part.is_contiguous():
             return part.view(self._size)
-        return self._new(self._size).copy_(part.reshape(self._size))
+        whole = self._new(self._size)
+        whole.view(part.shape).copy_(part)  # `part.reshape` would copy once more
+        return whole
 
     def _assemble(self, part: Tensor | None, row: int, here: int) -> Tensor | None:
         """The whole tensor on rank 0, from the parts of the tensor-parallel ranks of the stage that has it.

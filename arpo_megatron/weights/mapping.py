@@ -227,6 +227,11 @@ def exported(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     return {name: size for entry in entries(shape) if not entry.copy for name, size in entry.hf.items()}
 
 
+def exported_bytes(shape: ModelShape, itemsize: int) -> int:
+    """Size of all Hugging Face tensors of the model, at `itemsize` bytes a number."""
+    return sum(prod(size) for size in exported(shape).values()) * itemsize
+
+
 def bucket_counts(shape: ModelShape, itemsize: int, bucket_bytes: int) -> list[int]:
     """How many of the exported tensors each bucket holds: whole rows, `bucket_bytes` at most or one larger row."""
     counts, held = [0], 0

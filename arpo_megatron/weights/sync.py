@@ -3,7 +3,10 @@
     begin    every engine refuses to generate (HTTP 503) and has no generation left
     buckets  one is on its way while the next one is gathered from the trainer's ranks: never more than two
     commit   caches are emptied, answers carry the new policy version, engines generate again
-    verify   now and then checksums of sampled rows on the engine; the caller compares log-probs of a probe each time
+    verify   the caller compares log-probs of a short probe
+
+At an engine's first push, and at every n-th, checksums of sampled rows on the engine are compared too, and the probe is
+a long one.
 
 Whatever interrupts a push before its commit, a kill -9 of the trainer included, leaves engines that refuse to
 generate until a whole push has arrived.
@@ -22,13 +25,16 @@ from numpy.typing import ArrayLike
 from arpo_megatron.config import JobConfig
 from arpo_megatron.machine import placement
 from arpo_megatron.weights.checksums import Sample
-from arpo_megatron.weights.engines import Engines, WeightPushError
+from arpo_megatron.weights.engines import Engine, Engines, WeightPushError
 from arpo_megatron.weights.transports import Broadcast, Bucket, Disk, SharedMemory, Transport
 
 TIMEOUT_S = 120.0
 """Deadline of a request to an engine: of joining, of a bucket, of generations that are waited for."""
-PROBE_TOKENS = 8
-"""Of a probe: enough that each layer has a say in every log-prob, few enough that weights are read once and no more."""
+PROBE_TOKENS = 3
+"""Of the probe after every push: each log-prob depends on every layer, and up to three rows a product on a CPU reads
+weights at the speed of memory, with four at half of it."""
+LONG_PROBE_TOKENS = 16
+"""Where a push is verified. What mixes tokens, queries and keys, shows better in a longer one."""
 _SAMPLED_SHARE = 16
 """Of each bucket's tensors one in so many is sampled for checksums, and at least one."""
 _SAMPLE_BYTES = 2**20
@@ -44,12 +50,14 @@ class PushReport:
         bytes: sent to each engine.
         buckets: in how many parts.
         verified: names of the tensors whose checksums were compared.
+        probe_tokens: length of the probe whose log-probs are to be compared now.
     """
 
     seconds: float
     bytes: int
     buckets: int
     verified: tuple[str, ...]
+    probe_tokens: int
 
 
 class WeightSync:
@@ -58,15 +66,20 @@ class WeightSync:
     Args:
         requests: to the engines; closed with this.
         transport: carries the buckets; closed with this.
-        verify_every: checksums are compared at the first push and every so many; 0: at the first alone. None: never,
-            because the engines hold other bits (quantized weights).
+        verify_every: so many pushes after one that was verified another one is; 0: only those to engines that no
+            whole push has reached yet, or none since one that failed.
+        comparable: the engines hold the trainer's bits; False where they quantize them: no checksums then.
     """
 
-    def __init__(self, requests: Engines, transport: Transport, *, verify_every: int | None) -> None:
+    def __init__(self, requests: Engines, transport: Transport, *, verify_every: int, comparable: bool = True) -> None:
         self._requests = requests
         self._transport = transport
         self._verify_every = verify_every
-        self._pushes = 0
+        self._comparable = comparable
+        self._reached: tuple[Engine, ...] = ()
+        """The engines of the last push, if it was a success."""
+        self._since_verified = 0
+        """Pushes, the verified one included."""
 
     @property
     def engines(self) -> Engines:
@@ -79,18 +92,19 @@ class WeightSync:
         return self._transport.buffers
 
     @classmethod
-    def of(cls, config: JobConfig, urls: Sequence[str], run: Path) -> Self:
+    def of(cls, config: JobConfig, urls: Sequence[str], run: Path, token: str | None = None) -> Self:
         """As a job's config says.
 
         Args:
             config: of the job.
             urls: http://host:port of each engine.
             run: the run directory.
+            token: that the engines ask for, if they do.
 
         Raises:
             UserError: the transport cannot reach an engine.
         """
-        requests = Engines(urls, TIMEOUT_S)
+        requests = Engines(urls, TIMEOUT_S, token)
         shared = placement(config).shared
         kind = config.sync.transport
         transport: Transport
@@ -101,7 +115,7 @@ class WeightSync:
         else:  # NCCL refuses two ranks on one GPU
             transport = Broadcast(requests, "gloo" if shared else None)
         comparable = config.engine.quantization == "none"
-        return cls(requests, transport, verify_every=config.sync.verify_every if comparable else None)
+        return cls(requests, transport, verify_every=config.sync.verify_every, comparable=comparable)
 
     def push(self, buckets: Iterable[Bucket], version: int) -> PushReport:
         """Replace engines' weights and set their policy version.
@@ -116,27 +130,27 @@ class WeightSync:
             ValueError: there are no tensors.
         """
         started = time.monotonic()
+        reached, self._reached = self._reached, ()
         try:
-            self._transport.connect(self._requests.begin(version))
-            total, count, sums = self._send(buckets, np.random.default_rng(version) if self._due() else None)
-            self._requests.commit(version)
+            engines = self._requests.begin(version)
+            verify = engines != reached or self._since_verified == self._verify_every
+            self._transport.connect(engines)
+            sampler = np.random.default_rng(version) if verify and self._comparable else None
+            total, count, sums = self._send(buckets, sampler)
+            self._requests.commit(version, self._transport.finish())
         except BaseException:
             self._transport.close()  # the two ends may be out of step now
             raise
-        self._pushes += 1
         if sums:
             self._verify(sums)
-        return PushReport(time.monotonic() - started, total, count, tuple(sums))
+        self._reached, self._since_verified = engines, 1 if verify else self._since_verified + 1
+        probe_tokens = LONG_PROBE_TOKENS if verify else PROBE_TOKENS
+        return PushReport(time.monotonic() - started, total, count, tuple(sums), probe_tokens)
 
     def close(self) -> None:
         """Let go of the engines. Those that are gone already are not an error."""
         self._transport.close()
         self._requests.close()
-
-    def _due(self) -> bool:
-        if self._verify_every is None:
-            return False
-        return not self._pushes or bool(self._verify_every and self._pushes % self._verify_every == 0)
 
     def _send(
         self, buckets: Iterable[Bucket], sampler: np.random.Generator | None
@@ -151,14 +165,14 @@ class WeightSync:
                     name, tensor = bucket[index]
                     sample = Sample.of(tensor, sampler.random(), _SAMPLE_BYTES)
                     sums[name] = sample, sample.checksum(tensor.detach())
+            sent = self._transport.send(bucket)  # announced before the last one has arrived: engines do not idle
             if wait is not None:
                 wait()
-            wait = self._transport.send(bucket)
+            wait = sent
             total, count = total + sum(tensor.nbytes for _, tensor in bucket), count + 1
         if wait is None:
             raise ValueError("a push needs at least one tensor")
         wait()
-        self._transport.finish()
         return total, count, sums
 
     def _verify(self, sums: dict[str, tuple[Sample, int]]) -> None:

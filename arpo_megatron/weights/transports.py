@@ -58,11 +58,11 @@ class Transport(Protocol):
     def send(self, bucket: Bucket) -> Callable[[], None]:
         """Start to send a bucket that is not empty; the result waits until every engine has received it.
 
-        The bucket's tensors are not changed until then, and no other bucket is sent.
+        The bucket's tensors are not changed until then. One more bucket may be sent before, and none after that.
         """
 
-    def finish(self) -> None:
-        """Wait until every engine has loaded all that was sent."""
+    def finish(self) -> int:
+        """Wait until every engine has loaded all that was sent; returns in how many requests since `connect`."""
 
     def close(self) -> None:
         """Let go of what `connect` made; engines that are gone already are not an error."""
@@ -84,11 +84,15 @@ class Broadcast:
         self._engines: tuple[Engine, ...] = ()
         self._name = ""
         self._group: Any = None
-        self._loading: list[Future[Any]] = []
-        """Requests of the last bucket: it has arrived, and engines copy it into their weights."""
+        self._posts: list[Future[Any]] = []
+        """Announcements that have not been answered yet."""
+        self._loads = 0
+        self._acknowledged: list[Any] = []
+        """The work that is done when every engine has taken the last announcement."""
 
     def connect(self, engines: Sequence[Engine]) -> None:
         """Join with the engines, unless they are those of the last push and none was restarted since."""
+        self._loads = 0
         if self._group is not None and self._engines == tuple(engines):
             return
         self.close()
@@ -96,34 +100,21 @@ class Broadcast:
         self._join()
 
     def send(self, bucket: Bucket) -> Callable[[], None]:
-        """Announce the tensors by HTTP and broadcast them; the next one is announced while they are loaded."""
-        body: dict[str, Any] = {
-            "names": [name for name, _ in bucket],
-            "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
-            "shapes": [list(tensor.shape) for _, tensor in bucket],
-            "group_name": self._name,
-            "flush_cache": False,
-        }
-        posts = self._requests.start(
-            "update_weights_from_distributed", [(engine.url, body) for engine in self._engines]
-        )
-        tensors = [tensor.detach().contiguous() for _, tensor in bucket]
-        try:
-            works = [dist.broadcast(tensor, src=0, group=self._group, async_op=True) for tensor in tensors]
-        except RuntimeError as error:
-            raise failure(posts, f"{self._where()}: broadcasting a bucket: {first_line(error)}") from error
-        deadline = time.monotonic() + self._requests.timeout_s
-        return lambda: self._wait(works, posts, deadline)
+        """Announce the tensors by HTTP and broadcast them, behind a bucket that is still on its way."""
+        works = self._announce(bucket)
+        return lambda: self._wait(works)
 
-    def finish(self) -> None:
-        """Wait for the last requests."""
-        for post in self._loading:
+    def finish(self) -> int:
+        """An engine answers when it has loaded the bucket before: behind the last one comes an empty one."""
+        self._announce([])
+        for post in self._posts:
             post.result()
-        self._loading = []
+        self._posts = []
+        return self._loads
 
     def close(self) -> None:
         """Leave the group."""
-        self._loading = []
+        self._posts, self._acknowledged = [], []
         if self._group is None:
             return
         body = {"group_name": self._name}
@@ -132,21 +123,46 @@ class Broadcast:
         self._group = None
         concurrent.futures.wait(posts, _CLOSE_S)
 
-    def _wait(self, works: Sequence[Any], posts: Sequence["Future[Any]"], deadline: float) -> None:
+    def _announce(self, bucket: Bucket) -> list[Any]:
+        """The works of the process group that carry the tensors. The engines' half is `rollout/weight_arrival.py`."""
+        self._wait(self._acknowledged)  # or this announcement might overtake the last one
+        body: dict[str, Any] = {
+            "names": [name for name, _ in bucket],
+            "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
+            "shapes": [list(tensor.shape) for _, tensor in bucket],
+            "group_name": self._name,
+            "flush_cache": False,
+        }
+        self._loads += 1
+        self._posts += self._requests.start(
+            "update_weights_from_distributed", [(engine.url, body) for engine in self._engines]
+        )
+        one = torch.zeros(1, device="cpu" if self._backend == "gloo" else "cuda")
+        tensors = [tensor.detach().contiguous() for _, tensor in bucket]
+        try:
+            self._acknowledged = [dist.all_reduce(one, group=self._group, async_op=True)]
+            return [dist.broadcast(tensor, src=0, group=self._group, async_op=True) for tensor in tensors]
+        except RuntimeError as error:
+            raise self._failure(error) from error
+
+    def _wait(self, works: Sequence[Any]) -> None:
+        deadline = time.monotonic() + self._requests.timeout_s
         try:
             for work in works:
                 while not work.is_completed():
-                    for post in posts:
+                    for post in self._posts:
                         if post.done():
                             post.result()  # an engine that refused will never take part in the broadcast
                     if time.monotonic() > deadline:
-                        raise failure(posts, f"{self._where()}: no engine took the bucket in time")
+                        raise failure(self._posts, f"{self._where()}: no engine took the bucket in time")
                     time.sleep(_POLL_INTERVAL_S)
                 work.wait()
         except RuntimeError as error:
-            raise failure(posts, f"{self._where()}: broadcasting a bucket: {first_line(error)}") from error
-        self.finish()  # an engine takes one bucket after the other, so those requests have their answers
-        self._loading = list(posts)
+            raise self._failure(error) from error
+        self._posts = [post for post in self._posts if not post.done() or post.exception()]
+
+    def _failure(self, error: RuntimeError) -> WeightPushError:
+        return failure(self._posts, f"{self._where()}: broadcasting a bucket: {first_line(error)}")
 
     def _join(self) -> None:
         world_size = 1 + sum(engine.ranks for engine in self._engines)
@@ -210,13 +226,18 @@ class SharedMemory:
         self._requests = requests
         self._engines: tuple[Engine, ...] = ()
         self._buffer: Tensor | None = None
+        self._reading: list[Future[Any]] = []
+        """Requests of the bucket that is in the buffer."""
+        self._loads = 0
 
     def connect(self, engines: Sequence[Engine]) -> None:
         """There is nothing to join."""
+        self._loads = 0
         self._engines = tuple(engines)
 
     def send(self, bucket: Bucket) -> Callable[[], None]:
-        """Copy the tensors into the buffer and hand its handle to every rank of every engine."""
+        """Copy the tensors into the buffer, when it is free, and hand its handle to every rank of every engine."""
+        concurrent.futures.wait(self._reading)
         total = sum(tensor.nbytes for _, tensor in bucket)
         flat = self._room(total, bucket[0][1].device)
         metadata, end = [], 0
@@ -234,7 +255,8 @@ class SharedMemory:
             payload = [_pickled(flat, metadata) for _ in range(engine.ranks)]
             body = {"serialized_named_tensors": payload, "load_format": "flattened_bucket", "flush_cache": False}
             bodies.append((engine.url, body))
-        posts = self._requests.start("update_weights_from_tensor", bodies)
+        self._loads += 1
+        posts = self._reading = self._requests.start("update_weights_from_tensor", bodies)
 
         def wait() -> None:
             for post in posts:
@@ -242,12 +264,14 @@ class SharedMemory:
 
         return wait
 
-    def finish(self) -> None:
-        """Every bucket was waited for: there is one buffer."""
+    def finish(self) -> int:
+        """Every bucket was waited for: the buffer is freed, its memory is the training's until the next push."""
+        self.close()
+        return self._loads
 
     def close(self) -> None:
         """Free the buffer."""
-        self._buffer = None
+        self._buffer, self._reading = None, []
 
     def _room(self, size: int, device: torch.device) -> Tensor:
         """uint8[size], the beginning of the buffer."""
@@ -324,9 +348,12 @@ class Disk:
         self._directory = directory
         self._engines: tuple[Engine, ...] = ()
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="weight-writer")
+        self._last: Future[None] | None = None
+        self._loads = 0
 
     def connect(self, engines: Sequence[Engine]) -> None:
         """Make the directory; what an interrupted push left there is removed."""
+        self._loads = 0
         self._engines = tuple(engines)
         shutil.rmtree(self._directory, ignore_errors=True)
         try:
@@ -336,13 +363,17 @@ class Disk:
 
     def send(self, bucket: Bucket) -> Callable[[], None]:
         """Write the file and have the engines read it, both while the caller goes on."""
-        return self._writer.submit(self._write_and_load, bucket).result
+        self._last = self._writer.submit(self._write_and_load, bucket)  # after the one before: there is one writer
+        return self._last.result
 
-    def finish(self) -> None:
-        """Every bucket was waited for: SGLang loads all files of a directory."""
+    def finish(self) -> int:
+        """Every bucket was waited for."""
+        return self._loads
 
     def close(self) -> None:
-        """Remove the directory."""
+        """Remove the directory; a bucket that waits for the one before is not sent any more."""
+        if self._last is not None:
+            self._last.cancel()
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def _write_and_load(self, bucket: Bucket) -> None:
@@ -352,6 +383,7 @@ class Disk:
         except OSError as error:
             raise WeightPushError(f"{file}: {error.strerror}") from error
         body = {"model_path": str(self._directory), "load_format": "safetensors", "flush_cache": False}
+        self._loads += 1
         posts = self._requests.start("update_weights_from_disk", [(engine.url, body) for engine in self._engines])
         for post in posts:
             post.result()

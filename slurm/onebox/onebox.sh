@@ -6,7 +6,8 @@
 #   onebox.sh up DIR           starts it; the last line of output is `export SLURM_CONF=...`
 #   onebox.sh down DIR         cancels what runs, stops every daemon of DIR
 #
-# Environment: NODES (2), CPUS a node (8), PORT (26800, the first of a few), all optional. DIR wants a short path: it
+# Environment: NODES (2), CPUS a node (8), PORT (26800, the first of a few), PROCTRACK (linuxproc), WARNING
+# (preempt_send_user_signal; empty: a preempted job hears SIGTERM), all optional. DIR wants a short path: it
 # holds a socket. Each node has a loopback address of its own (127.0.0.11, ...), so that a service that listens on the
 # wrong one is found out.
 set -euo pipefail
@@ -38,6 +39,8 @@ configure() {
 ClusterName=onebox
 SlurmctldHost=$host(127.0.0.1)
 SlurmctldPort=$PORT
+# Job numbers of its own: they name directories in /tmp, which several of these on one machine share.
+FirstJobId=$((100 * PORT))
 SlurmUser=$(id -un)
 SlurmdUser=$(id -un)
 AuthType=auth/munge
@@ -50,7 +53,7 @@ SlurmctldPidFile=$dir/pid/slurmctld.pid
 SlurmdPidFile=$dir/pid/slurmd.%n.pid
 SlurmctldLogFile=$dir/log/slurmctld.log
 SlurmdLogFile=$dir/log/slurmd.%n.log
-ProctrackType=proctrack/linuxproc
+ProctrackType=proctrack/$PROCTRACK
 TaskPlugin=task/none
 JobAcctGatherType=jobacct_gather/none
 AccountingStorageType=accounting_storage/none
@@ -65,7 +68,7 @@ PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 JobRequeue=1
 # A preempted job hears the signal that it asked for (--signal) instead of SIGTERM.
-SlurmctldParameters=preempt_send_user_signal
+${WARNING:+SlurmctldParameters=$WARNING}
 KillWait=10
 OverTimeLimit=0
 MinJobAge=3600
@@ -84,7 +87,7 @@ CONF
     echo "NodeName=n$index NodeHostname=$host NodeAddr=127.0.0.$((10 + index)) Port=$((PORT + index)) CPUs=$CPUS Gres=gpu:8 State=UNKNOWN" >>"$dir/slurm.conf"
   done
   cat >>"$dir/slurm.conf" <<CONF
-PartitionName=batch Nodes=n[1-$NODES] Default=YES MaxTime=INFINITE PriorityTier=1 PreemptMode=REQUEUE GraceTime=30 State=UP
+PartitionName=batch Nodes=n[1-$NODES] Default=YES MaxTime=INFINITE PriorityTier=1 PreemptMode=REQUEUE GraceTime=120 State=UP
 PartitionName=urgent Nodes=n[1-$NODES] MaxTime=INFINITE PriorityTier=10 PreemptMode=OFF State=UP
 CONF
 }
@@ -124,6 +127,7 @@ stop() {
 }
 
 NODES=${NODES:-2}; CPUS=${CPUS:-8}; PORT=${PORT:-26800}
+PROCTRACK=${PROCTRACK:-linuxproc}; WARNING=${WARNING-preempt_send_user_signal}
 case "${1:-}" in
   install) install_packages ;;
   up) DIR=$(realpath -m "${2:?a folder}"); install_packages; configure "$DIR"; start "$DIR" ;;

@@ -33,7 +33,7 @@ from arpo_megatron.actor import optimizer_state, parallel
 from arpo_megatron.actor.actor import Actor
 from arpo_megatron.actor.checkpoint import CheckpointStore
 from arpo_megatron.config import AlgorithmConfig, OptimizerConfig, ParallelConfig, TrainConfig
-from arpo_megatron.minibatch import Minibatch, prepare_update, share
+from arpo_megatron.minibatch import minibatches_of, prepare_update, share
 from arpo_megatron.tasks.base import Task
 from arpo_megatron.tasks.sampler import TaskSampler
 from arpo_megatron.training_run import RunState
@@ -43,7 +43,6 @@ STEPS = 10
 TASKS = [Task(str(number), (), "", "math", "") for number in range(11)]
 """So few that steps end one epoch and begin the next."""
 LAYOUTS = {
-    "alone": ParallelConfig(),
     "data": ParallelConfig(data=2, distributed_optimizer=True),
     "experts": ParallelConfig(data=2, expert=2, distributed_optimizer=True),
 }
@@ -83,7 +82,7 @@ class Training:
         actor, config = self.actor, self.actor.config
         mine = []
         if parallel.is_leader():
-            mine = [Minibatch.of([scored(task) for task in self.sampler.next_batch(4)], config, actor.shape)]
+            mine = minibatches_of([scored(task) for task in self.sampler.next_batch(4)], config, actor.shape)
         (minibatch,) = share(mine)
         old = actor.logprobs(minibatch.packs)
         ready = prepare_update(actor, minibatch, old, config, on_policy=True)

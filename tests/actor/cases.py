@@ -6,7 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from hypothesis import strategies as st
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
 from arpo_megatron.actor import parallel
 from arpo_megatron.actor.actor import Actor
@@ -148,6 +151,11 @@ def save(actor: Actor, directory: Path) -> None:
     parallel.broadcast_object(None)  # after the leader has finished
 
 
+def parameters_of(actor: Actor) -> dict[str, torch.Tensor]:
+    """float64 copies for a reference."""
+    return {name: p.detach().double().requires_grad_() for name, p in actor.model.named_parameters()}
+
+
 def backward(model, packs, loss, old=True):
     """Forward and backward passes in the order that packs need; the sum of `loss(batch, output)`, and its gradients."""
     model.zero_grad()
@@ -216,3 +224,16 @@ def odd(seed: int) -> RolloutTree:
         end = add(tree, add(tree, end, Role.MODEL, 4, rng), Role.TOOL, 2, rng)
     add(tree, end, Role.MODEL, 2, rng)
     return tree
+
+
+def join(layout: ParallelConfig) -> None:
+    """Megatron's groups anew; torch's own can be made only once under one torchrun."""
+    if dist.is_initialized():
+        parallel_state.destroy_model_parallel()
+        # Pipelines keep it in another shape than the other layouts, and no job has both.
+        MoEAuxLossAutoScaler.main_loss_backward_scale = None
+        parallel.lay_out(layout)
+        torch.manual_seed(7)
+        tensor_parallel.model_parallel_cuda_manual_seed(7, force_reset_rng=True)
+    else:
+        parallel.initialize(layout, seed=7)

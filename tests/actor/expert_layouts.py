@@ -11,7 +11,7 @@ from typing import Any
 import cases
 import torch
 import torch.distributed as dist
-from layouts import join
+from cases import join
 from safetensors.torch import save_file
 
 from arpo_megatron.actor import parallel

@@ -1,6 +1,6 @@
 """torchrun script of test_resharding.py: each layout of four ranks goes on from checkpoints of every other.
 
-Arguments: a directory with checkpoints of one rank (`dense`, `experts`) and room for results. Each layout trains from
+Argument: a directory with checkpoints of one rank (`dense`, `experts`) and room for results. Each layout trains from
 that, saves under its name, and goes on; then from the checkpoint of each layout before it. The leader writes
 losses.json.
 """
@@ -12,12 +12,12 @@ from pathlib import Path
 
 import cases
 import torch.distributed as dist
-from layouts import OPTIMIZER, UPDATES, join
+from cases import join
 
 from arpo_megatron.actor import parallel
 from arpo_megatron.actor.actor import Actor
 from arpo_megatron.actor.packing import pack_trees
-from arpo_megatron.config import JobConfig, ModelConfig, ParallelConfig
+from arpo_megatron.config import JobConfig, ModelConfig, OptimizerConfig, ParallelConfig
 
 SHAPES = {"dense": replace(cases.QWEN3, layers=4, tied=True), "experts": replace(cases.QWEN3_MOE, layers=4)}
 LAYOUTS = {
@@ -32,6 +32,8 @@ LAYOUTS = {
         "tensor-expert": ParallelConfig(tensor=2, sequence=True, data=2, expert=2),
     },
 }
+OPTIMIZER = OptimizerConfig(lr=1e-2, schedule="cosine", warmup_fraction=0.2, weight_decay=0.1)
+UPDATES = 10
 
 
 def new_actor(kind: str, layout: ParallelConfig) -> Actor:
@@ -40,14 +42,22 @@ def new_actor(kind: str, layout: ParallelConfig) -> Actor:
     return Actor(job, SHAPES[kind], None, optimizer=OPTIMIZER, total_updates=UPDATES)
 
 
+def draws_alike(layout: ParallelConfig) -> bool:
+    """Whether random weights are those of one rank: not where ranks draw layers or experts of their own."""
+    return layout.pipeline == layout.expert == 1
+
+
 def train(actor: Actor, updates: range) -> list[dict[str, float]]:
-    """The statistics of the updates."""
+    """The statistics of the updates, and a sum of the log-probs before each."""
     layout = actor.config.parallel
     rows = []
     for seed in updates:
+        # Five trees in packs of about two: an odd number, so that two data-parallel ranks have different counts.
         forest, credits = cases.minibatch(seed, count=5)
         packs = pack_trees(forest, credits, token_budget=120, ranks=layout.data, inherit=layout.nested_packs)
-        rows.append(asdict(actor.update(packs, None)))
+        before = actor.logprobs(packs)
+        stats = actor.update(packs, before if seed % 2 else [pack.sampling_logprobs for pack in packs])
+        rows.append({**asdict(stats), "logprobs": float(sum(values.sum(dtype="float64") for values in before))})
     return rows
 
 
@@ -70,11 +80,12 @@ def main() -> None:
     root, results = Path(sys.argv[1]), {each: {} for each in LAYOUTS}
     for kind, name, layout in [(k, name, each) for k, named in LAYOUTS.items() for name, each in named.items()]:
         join(layout)
+        fresh = train(new_actor(kind, layout), range(1)) if draws_alike(layout) else None
         actor = new_actor(kind, layout)
         actor.load(root / kind)
         rows = train(actor, range(3))
         save(actor, root / name)
-        results[kind][name] = {"rows": rows, "next": train(actor, range(3, 5))}
+        results[kind][name] = {"fresh": fresh, "rows": rows, "next": train(actor, range(3, 5))}
         for other in list(results[kind]):
             actor = new_actor(kind, layout)
             actor.load(root / other)

@@ -80,7 +80,7 @@ def test_the_gradient_norm_and_loss_are_those_of_the_trajectories():
     algorithm = AlgorithmConfig(clip_low=0.2, clip_high=0.28, dual_clip=1.5)
     actor = new_actor(algorithm=algorithm)
     forest, credits = cases.minibatch(1)
-    parameters = {name: p.detach().double().requires_grad_() for name, p in actor.model.named_parameters()}
+    parameters = cases.parameters_of(actor)
     clip = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 1.5}
     loss = sum(
         reference.flat_ppo(parameters, tree, cases.dyadic_advantages(tree, 1 + i), 2.0**-7, cases.QWEN3, **clip)

@@ -70,11 +70,11 @@ def test_a_dump_holds_the_whole_minibatch(tmp_path, old, budget):
     packs = with_a(np.nan, packs_of(0, budget), 0)
     logprobs = [pack.sampling_logprobs for pack in packs] if old else None
     reference = [pack.weight for pack in packs] if old else None
-    first = BadUpdate("sft", 7, "ppo", [0, 2], packs, logprobs, reference, made_by=MADE_BY)
+    first = BadUpdate("sft", 7, "policy", [0, 2], packs, logprobs, reference, made_by=MADE_BY)
     paths = [save_bad_update(tmp_path / "bad_packs", first) for _ in range(2)]
     assert [path.name for path in paths] == ["sft_000007.npz", "sft_000007-2.npz"]
     again = load_bad_update(paths[1])
-    assert (again.phase, again.step, again.loss, list(again.suspects)) == ("sft", 7, "ppo", [0, 2])
+    assert (again.phase, again.step, again.loss, list(again.suspects)) == ("sft", 7, "policy", [0, 2])
     assert again.made_by == MADE_BY
     for one, two in zip(first.packs, again.packs, strict=True):
         for field in dataclasses.fields(one):
@@ -110,7 +110,7 @@ def test_a_replay_says_which_quantities_are_finite_and_changes_nothing(tmp_path)
 
 def test_three_skipped_updates_in_a_row_stop_the_run_in_one_line(tmp_path):
     events, folder = EventLog(tmp_path / "events.jsonl"), tmp_path / "bad_packs"
-    bad = BadUpdate("train", 3, "ppo", [1], packs_of(0), None, made_by=MADE_BY)
+    bad = BadUpdate("train", 3, "policy", [1], packs_of(0), None, made_by=MADE_BY)
     in_a_row = 0
     for update in (bad, bad, None, bad, bad):
         in_a_row = dump_if_skipped(update, in_a_row, folder, events)
@@ -125,7 +125,7 @@ def test_three_skipped_updates_in_a_row_stop_the_run_in_one_line(tmp_path):
 
 
 def test_a_dump_that_does_not_say_who_made_it_is_refused(tmp_path):
-    path = save_bad_update(tmp_path, BadUpdate("train", 3, "ppo", [1], packs_of(0), None, made_by=MADE_BY))
+    path = save_bad_update(tmp_path, BadUpdate("train", 3, "policy", [1], packs_of(0), None, made_by=MADE_BY))
     with np.load(path) as stored:
         arrays = dict(stored)
     about = json.loads(str(arrays["about"]))

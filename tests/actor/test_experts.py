@@ -11,10 +11,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torchrun import torchrun
 
-from arpo_megatron.actor.losses import tree_ppo_loss
+from arpo_megatron.actor.losses import policy_loss
 from arpo_megatron.actor.model import build_model
 from arpo_megatron.actor.packing import pack_trees
 from arpo_megatron.actor.router import begin_pass, finish_pass
+from arpo_megatron.algorithms.losses.ppo import Ppo
 from arpo_megatron.config import AlgorithmConfig, ParallelConfig
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -44,7 +45,7 @@ def balanced(one_rank):
 
 def ppo(batch, output) -> torch.Tensor:
     rest = (batch.old_logprobs, batch.positive, batch.negative, batch.weight)
-    return tree_ppo_loss(*output, *rest, AlgorithmConfig(**CLIP))[0]
+    return policy_loss(Ppo(**CLIP), *output, *rest, AlgorithmConfig())[0]
 
 
 def nothing(batch, output) -> torch.Tensor:

@@ -7,8 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arpo_megatron.actor.losses import linear_loss, tree_ppo_loss
+from arpo_megatron.actor.losses import linear_loss, policy_loss
 from arpo_megatron.actor.statistics import HISTOGRAM_BINS, HISTOGRAM_BOUND, UpdateStats, ratio_quantile
+from arpo_megatron.algorithms.losses.ppo import Ppo
+from arpo_megatron.algorithms.parts import make_loss
 from arpo_megatron.config import AlgorithmConfig
 
 finite = st.floats(-3, 3)
@@ -23,7 +25,7 @@ def tensor(*values: float) -> torch.Tensor:
 def ppo(new, old, positive, negative, config=CLIP, *, weight=None, entropies=None, reference=None):
     blank = torch.zeros_like(new)
     weight, entropies = blank if weight is None else weight, blank if entropies is None else entropies
-    return tree_ppo_loss(new, entropies, old, positive, negative, weight, config, reference)
+    return policy_loss(make_loss(config), new, entropies, old, positive, negative, weight, config, reference)
 
 
 def summed(*stats) -> UpdateStats:
@@ -129,11 +131,11 @@ def test_packs_add_up_and_quantiles_are_those_of_all_tokens():
 
 @pytest.mark.parametrize("ulps", [-1024, -4, -1, 1, 4, 1024])
 def test_a_ratio_that_is_off_by_a_rounding_is_seen_in_kl_old(ulps: int) -> None:
-    """`TrainingRun.check_on_policy` takes kl_old == 0 to mean that every ratio is exactly 1."""
+    """`agreement.check_on_policy` takes kl_old == 0 to mean that every ratio is exactly 1."""
     old = torch.full((5,), -0.75)
     new = old.clone()
     new[2] += ulps * 2.0**-24
     ones = torch.ones(5)
     for logprobs, same in ((old, True), (new, False)):
-        _, stats = tree_ppo_loss(logprobs, ones, old, ones, -ones, ones, AlgorithmConfig())
+        _, stats = policy_loss(Ppo(0.2, 0.2, None), logprobs, ones, old, ones, -ones, ones, AlgorithmConfig())
         assert (UpdateStats.of(stats.sums, stats.ratio_max, grad_norm=0.0, lr=0.0, skipped=False).kl_old == 0.0) is same

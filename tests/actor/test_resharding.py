@@ -19,10 +19,12 @@ def runs(one_rank, tmp_path_factory):
     root, expected = tmp_path_factory.mktemp("resharding"), {}
     for kind in resharding.LAYOUTS:
         torch.manual_seed(7)
+        fresh = resharding.train(resharding.new_actor(kind, ParallelConfig()), range(1))
         actor = resharding.new_actor(kind, ParallelConfig())
         resharding.train(actor, range(5, 7))
         resharding.save(actor, root / kind)
-        expected[kind] = {"rows": resharding.train(actor, range(3)), "next": resharding.train(actor, range(3, 5))}
+        rows = resharding.train(actor, range(3))
+        expected[kind] = {"fresh": fresh, "rows": rows, "next": resharding.train(actor, range(3, 5))}
     torchrun("resharding.py", str(root), ranks=4)
     found = json.loads((root / "losses.json").read_text())
     for kind, layouts in resharding.LAYOUTS.items():
@@ -45,6 +47,8 @@ def assert_close(actual: list[dict], expected: list[dict]) -> None:
 def test_every_layout_goes_on_from_the_checkpoint_of_one_rank(runs, kind):
     expected, found = runs
     for name, result in found[kind].items():
+        if result["fresh"] is not None:
+            assert_close(result["fresh"], expected[kind]["fresh"])
         assert_close(result["rows"], expected[kind]["rows"])
         assert_close(result["next"], expected[kind]["next"])
         assert result[f"from {name}"] == result["next"]  # its own checkpoint: bit for bit

@@ -16,23 +16,19 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 LOW, HIGH, LIMIT = 0.1, 0.2, 1.5
 
 
-def parameters_of(actor: Actor) -> dict[str, torch.Tensor]:
-    return {name: p.detach().double().requires_grad_() for name, p in actor.model.named_parameters()}
-
-
 @pytest.mark.parametrize("budget", [10**6, 24])
 def test_the_gradient_is_that_of_the_flattened_trajectories_also_through_cuts(budget):
     torch.manual_seed(1)
-    algorithm = AlgorithmConfig(ratio="sequence", clip_low=LOW, clip_high=HIGH, trajectory_weight_limit=LIMIT)
+    algorithm = AlgorithmConfig(loss="gspo", clip_low=LOW, clip_high=HIGH, trajectory_weight_limit=LIMIT)
     actor = Actor(cases.job(algorithm=algorithm), cases.QWEN3, None, optimizer=OptimizerConfig(), total_updates=1)
     forest, credits = cases.minibatch(2)
     advantages = [cases.dyadic_advantages(tree, i) for i, tree in enumerate(forest)]
     packs = pack_trees(forest, credits, token_budget=budget)
-    before, old = parameters_of(actor), actor.logprobs(packs)
+    before, old = cases.parameters_of(actor), actor.logprobs(packs)
     with torch.no_grad():
         for parameter in actor.model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.06)
-    now = parameters_of(actor)
+    now = cases.parameters_of(actor)
     bounds = {"limit": LIMIT, "clip_low": LOW, "clip_high": HIGH}
     loss, _ = reference.flat_off_policy(now, before, forest, advantages, cases.QWEN3, ratio="sequence", **bounds)
     loss.backward()
@@ -49,7 +45,7 @@ def test_the_gradient_is_that_of_the_flattened_trajectories_also_through_cuts(bu
 
 def test_a_pass_that_is_not_that_of_the_old_logprobs_is_seen():
     torch.manual_seed(1)
-    algorithm = AlgorithmConfig(ratio="sequence")
+    algorithm = AlgorithmConfig(loss="gspo")
     actor = Actor(cases.job(algorithm=algorithm), cases.QWEN3, None, optimizer=OptimizerConfig(), total_updates=2)
     forest, credits = cases.minibatch(2)
     advantages = [cases.dyadic_advantages(tree, i) for i, tree in enumerate(forest)]

@@ -10,17 +10,18 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from arpo_megatron.actor.losses import linear_loss, tree_ppo_loss
+from arpo_megatron.actor.losses import linear_loss, policy_loss
 from arpo_megatron.actor.microbatch import MicroBatches
 from arpo_megatron.actor.model import build_model
 from arpo_megatron.actor.packing import pack_trees
 from arpo_megatron.actor.statistics import UpdateStats
+from arpo_megatron.algorithms.losses.ppo import Ppo
 from arpo_megatron.config import AlgorithmConfig, ParallelConfig
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 CLIP = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 1.5}
-CONFIG = AlgorithmConfig(**CLIP)
+LOSS, CONFIG = Ppo(**CLIP), AlgorithmConfig()
 WEIGHT = 2.0**-5
 
 
@@ -38,7 +39,7 @@ def models(one_rank):
 
 
 def ppo(batch, output) -> torch.Tensor:
-    return tree_ppo_loss(*output, batch.old_logprobs, batch.positive, batch.negative, batch.weight, CONFIG)[0]
+    return policy_loss(LOSS, *output, batch.old_logprobs, batch.positive, batch.negative, batch.weight, CONFIG)[0]
 
 
 def evaluate(loss, model):
@@ -79,7 +80,7 @@ def test_a_grown_tree_with_clipping_on_both_sides_equals_its_trajectories(models
     with MicroBatches([pack], [pack.sampling_logprobs]) as batches:
         batch = batches.make(0)
     rest = (batch.old_logprobs, batch.positive, batch.negative, batch.weight)
-    _, stats = tree_ppo_loss(logprobs, logprobs, *rest, CONFIG)
+    _, stats = policy_loss(LOSS, logprobs, logprobs, *rest, CONFIG)
     told = UpdateStats.of(stats.sums, stats.ratio_max, grad_norm=0.0, lr=0.0, skipped=False)
     assert 0.1 < told.clip_high_share + told.clip_low_share < 0.9
     expected = reference.flat_ppo(dict(model.named_parameters()), tree, advantages, WEIGHT, shape, **CLIP)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arpo_megatron.algorithms.advantages import group_advantages
+from arpo_megatron.algorithms.advantages.group import group_advantages
 
 rewards = st.lists(st.floats(-10, 10), min_size=2, max_size=20)
 

@@ -9,13 +9,13 @@ BUCKET_MB = 64
 
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_new_weights_arrive_by_every_transport_with_two_buckets_of_memory(tensor, tmp_path):
-    figures = bench_sync(400, tensor, BUCKET_MB, 1, tmp_path)
-    assert figures["model_bytes"] >= 400e6
+    figures = bench_sync(200, tensor, BUCKET_MB, 1, tmp_path)
+    assert figures["model_bytes"] >= 200e6
     assert figures["share_of_floor"] == figures["transports"]["broadcast"]["share_of_floor"] > 0
     for name in TRANSPORTS:
         found = figures["transports"][name]
+        assert len(found["push_s"]) == len(found["verified_push_s"]) == len(found["floor_s"]) == 1
         assert found["probe_gap"] < 1e-4, name
         assert found["tensors_verified"] >= figures["model_bytes"] / (BUCKET_MB * 2**20)
-        # What it takes besides does not grow with the bucket (docs/weight-sync.md): 16 MB were measured.
-        assert found["peak_extra_bytes"] <= found["two_buckets_bytes"] + 20e6, (name, found)
+        assert found["peak_extra_bytes"] <= found["two_buckets_bytes"], (name, found)
     assert not list(tmp_path.iterdir())

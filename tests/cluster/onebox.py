@@ -30,7 +30,9 @@ TINY = [
 ]
 """Words that make a step of the quickstart take seconds, on two ranks."""
 LIVE = {"PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "SIGNALING"}
-MOMENT_S = 240.0
+MOMENT_S = 600.0
+LOOK_S = 0.5
+"""Between two looks, each of which asks Slurm and goes through all processes: the job wants the cores."""
 END_S = 30.0
 
 
@@ -75,7 +77,7 @@ class Job:
                 return
             state = self.state()
             assert dead or state in LIVE, f"{state} before {what}: {self}"
-            time.sleep(0.1)
+            time.sleep(LOOK_S)
         raise AssertionError(f"no {what} within {MOMENT_S:g} s: {self}")
 
     def end(self, job: str = "") -> str:
@@ -86,7 +88,7 @@ class Job:
     def nothing_is_left(self) -> bool:
         deadline = time.monotonic() + END_S
         while (left := self.processes()) and time.monotonic() < deadline:
-            time.sleep(0.1)
+            time.sleep(LOOK_S)
         return not left
 
     def processes(self, module: str = "") -> list[psutil.Process]:
@@ -116,10 +118,13 @@ class Onebox:
     environment: dict[str, str] = field(default_factory=dict)
 
     @classmethod
-    def start(cls, runs: Path) -> "Onebox":
+    def start(cls, runs: Path, **variables: str) -> "Onebox":
+        """`variables` of the script."""
         folder = Path(tempfile.mkdtemp(prefix="onebox-", dir="/tmp"))
         box = cls(folder, runs, {**os.environ, "SLURM_CONF": str(folder / "slurm.conf"), "PYTHONPATH": str(ROOT)})
-        subprocess.run([SCRIPT, "up", folder], env={**os.environ, "PORT": str(_ports())}, check=True, timeout=60)
+        subprocess.run(
+            [SCRIPT, "up", folder], env={**os.environ, "PORT": str(_ports()), **variables}, check=True, timeout=60
+        )
         runs.mkdir(parents=True, exist_ok=True)
         return box
 
@@ -131,13 +136,13 @@ class Onebox:
 
     def slurm(self, *words: str) -> str:
         return subprocess.run(
-            words, env=self.environment, capture_output=True, text=True, check=True, timeout=30
+            words, env=self.environment, capture_output=True, text=True, check=True, timeout=MOMENT_S
         ).stdout
 
     def arpo(self, *words: str, ok: bool = True, **variables: str) -> str:
         """What `arpo` says, on both channels."""
         done = subprocess.run(
-            [*ARPO, *words], env={**self.environment, **variables}, capture_output=True, text=True, timeout=120
+            [*ARPO, *words], env={**self.environment, **variables}, capture_output=True, text=True, timeout=MOMENT_S
         )
         assert (done.returncode == 0) is ok, done.stdout + done.stderr
         return done.stdout + done.stderr

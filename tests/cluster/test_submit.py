@@ -1,13 +1,19 @@
 """What is submitted is exactly what was said, printed before it is done, and holds no secret."""
 
 import subprocess
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
-from arpo_megatron import resolve
-from arpo_megatron.cluster.code import snapshot
+from arpo_megatron import resolve, run_directory
+from arpo_megatron.cluster import commands
+from arpo_megatron.cluster.cli import app
+from arpo_megatron.cluster.code import ROOT, Code, snapshot
+from arpo_megatron.cluster.over_ssh import LoginNode, login_node
 from arpo_megatron.cluster.profile import (
     DIRECTORY,
     ClusterProfile,
@@ -16,9 +22,11 @@ from arpo_megatron.cluster.profile import (
     profile_names,
     save_profile,
 )
-from arpo_megatron.cluster.submit import dry_run, prepare_submission, submit
+from arpo_megatron.cluster.submit import Submission, dry_run, prepare_submission, submit
+from arpo_megatron.config import JobConfig
 from arpo_megatron.doctor.slurm import seconds
 from arpo_megatron.errors import UserError
+from arpo_megatron.run_directory import RunDirectory, write_json
 
 PLAIN = {"account": "research", "runs": "/shared/runs", "gpus_per_node": 8}
 
@@ -56,6 +64,208 @@ def test_a_job_that_does_not_fit_its_gpus_is_refused_before_it_waits_in_a_queue(
     assert whole.forecast is not None and whole.forecast.fits
     with pytest.raises(UserError, match="gpu: 'h1000' is none that `arpo plan` knows"):
         profile(gpu="h1000")
+
+
+class Queue:
+    """A Slurm that takes so many jobs and refuses the next, as one with a limit on submitted jobs does.
+
+    (The real ones of the other files would need accounting for such a limit.)
+    """
+
+    def __init__(self, takes: int, *, cancels: bool = True) -> None:
+        self.takes, self.cancels = takes, cancels
+        self.jobs: dict[str, str] = {}
+        self.name = ""
+        self.asked: list[str] = []
+        self.updates: list[tuple[str, ...]] = []
+
+    def send(self, submission: Submission, code: Code) -> str:
+        if len(self.jobs) == self.takes:
+            raise UserError("sbatch refused the job: QOSMaxSubmitJobPerUserLimit")
+        self.jobs[job := str(4711 + len(self.jobs))], self.name = "PENDING", submission.job_name
+        return job
+
+    def call(self, *words: str, check: bool = True, but: str | None = None) -> str:
+        self.asked.append(words[0])
+        if words[0] == "squeue":
+            known = [job for job in words[-1].split(",") if job in self.jobs]
+            return "".join(f"{job}|{self.jobs[job]}|{self.name}\n" for job in known)
+        if words[:2] == ("scontrol", "update"):
+            self.updates.append(words[2:])
+        if words[0] == "scancel":
+            if not self.cancels:
+                raise UserError("scancel did not answer for 30 s")
+            self.jobs[words[1]] = "CANCELLED"
+        return f"JobState={self.jobs[words[-1]]} " if words[:4] == ("scontrol", "-o", "show", "job") else ""
+
+
+def in_chain(queue: Queue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
+    monkeypatch.setattr("arpo_megatron.cluster.submit._sent", queue.send)
+    monkeypatch.setattr("arpo_megatron.cluster.slurm.call", queue.call)
+    job = resolve.resolve("quickstart", words=["platform=cpu"])
+    submission = prepare_submission(job, profile(runs=str(tmp_path)), nodes=1, chain=3)
+    with pytest.raises(UserError, match="QOSMaxSubmitJobPerUserLimit") as refused:
+        submit(submission)
+    submission.run.path.with_suffix(".said").write_text(str(refused.value))
+    return submission.run
+
+
+def test_a_chain_that_is_refused_in_its_middle_leaves_no_job_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    queue = Queue(takes=2)
+    run = in_chain(queue, tmp_path, monkeypatch)
+    assert queue.jobs == {"4711": "CANCELLED", "4712": "CANCELLED"}
+    said = run.path.with_suffix(".said").read_text()
+    assert said.startswith("job 3 of 3: sbatch refused the job: QOS") and "cancelled job 4711, 4712" in said
+    commands.print_status(str(run.path), None)
+    assert "job 4712 CANCELLED" in capsys.readouterr().out
+
+
+def test_jobs_that_cannot_be_cancelled_now_can_be_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    queue = Queue(takes=1, cancels=False)
+    run = in_chain(queue, tmp_path, monkeypatch)
+    assert f"arpo cancel {run.path.name} for what was taken (4711)" in run.path.with_suffix(".said").read_text()
+    queue.cancels = True
+    commands.cancel(commands.find_run(str(run.path)))
+    assert queue.jobs == {"4711": "CANCELLED"}
+
+
+def test_one_question_is_asked_for_all_jobs_and_those_of_other_names_are_not_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    queue = Queue(takes=2, cancels=False)
+    run = in_chain(queue, tmp_path, monkeypatch)
+    monkeypatch.setattr(commands, "_submitted", lambda cluster: [run, run])
+    queue.asked.clear()
+    commands.print_status(None, None)
+    assert queue.asked == ["squeue"]
+    assert capsys.readouterr().out.count("job 4711 PENDING") == 2
+    queue.name = "somebody-elses"
+    assert commands.newest_state(run) is None
+    with pytest.raises(UserError, match="has no job that waits or runs"):
+        commands.cancel(run)
+
+
+def test_a_run_whose_first_job_is_refused_never_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = in_chain(Queue(takes=0), tmp_path, monkeypatch)
+    assert not run.path.exists()
+    run.submissions.mkdir(parents=True)
+    with pytest.raises(UserError, match="no job of this run was submitted"):
+        commands.find_run(str(run.path))
+
+
+@pytest.mark.parametrize("requeue", [True, False])
+def test_slurm_itself_requeues_no_job_whose_profile_forbids_it(
+    requeue: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queue = Queue(takes=2)
+    monkeypatch.setattr("arpo_megatron.cluster.submit._sent", queue.send)
+    monkeypatch.setattr("arpo_megatron.cluster.slurm.call", queue.call)
+    job = resolve.resolve("quickstart", words=["platform=cpu"])
+    cluster = profile(runs=str(tmp_path), requeue=requeue)
+    jobs = submit(prepare_submission(job, cluster, nodes=1, chain=2))
+    assert queue.updates == ([] if requeue else [(f"JobId={job}", "Requeue=0") for job in jobs])
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[Submission]:
+    """What the commands would send to Slurm. No Slurm is here, so sending stops before it; all else is real."""
+    found: list[Submission] = []
+
+    def note(submission: Submission, *, force: bool = False) -> list[str]:
+        found.append(submission)
+        return ["1"]
+
+    monkeypatch.setattr("arpo_megatron.cluster.submit.submit", note)
+    return found
+
+
+def submitted(tmp_path: Path, config: JobConfig, cluster: ClusterProfile) -> RunDirectory:
+    """A run as `arpo submit` leaves it."""
+    submission = prepare_submission(replace(config, run_dir=tmp_path / "run"), cluster, nodes=None)
+    run = run_directory.fresh(submission.config)
+    resolve.save(submission.config, run.config)
+    run.submissions.mkdir()
+    save_profile(cluster, run.cluster)
+    write_json(
+        run.submissions / "1.json", {"jobs": ["1"], "job_name": "arpo-run", "plan": {"nodes": submission.plan.nodes}}
+    )
+    return run
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words", "nodes", "data", "engines"),
+    [
+        ("deepsearch_14b", ["--nodes", "4"], 4, 8, 8),
+        ("deepsearch_14b", ["--nodes", "1"], 1, 2, 2),
+        ("deepsearch_14b", ["train.steps=99"], 2, 4, 4),
+        ("deepsearch_14b", ["parallel.data=8"], 4, 8, 4),
+        ("deepsearch_14b+split", ["--nodes", "6"], 6, 6, 6),
+    ],
+)
+def test_a_run_goes_on_on_other_nodes(
+    tmp_path: Path, sent: list[Submission], recipe: str, words: list[str], nodes: int, data: int, engines: int
+) -> None:
+    run = submitted(tmp_path, resolve.resolve(recipe), profile(gpu="h100-80", runs=str(tmp_path)))
+    done = CliRunner().invoke(app, ["resume", str(run.path), *words], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    (job,) = sent
+    assert (job.plan.nodes, job.config.parallel.data, job.config.engine.replicas) == (nodes, data, engines)
+    assert job.config.engine.placement == ("split" if "split" in recipe else "colocated")
+    assert job.run.path == run.path
+
+
+@pytest.mark.parametrize(
+    ("words", "nodes", "trainer_nodes", "data"),
+    [
+        (["deepsearch_14b+split", "--nodes", "4"], 4, 2, 4),
+        (["deepsearch_14b+split", "--nodes", "3"], 3, 1, 2),
+        (["deepsearch_14b", "--nodes", "4"], 4, 4, 8),
+        (["deepsearch_14b", "engine.placement=split", "--nodes", "4"], 4, 2, 4),
+    ],
+)
+def test_a_job_is_submitted_with_the_placement_that_was_asked_for(
+    tmp_path: Path, sent: list[Submission], words: list[str], nodes: int, trainer_nodes: int, data: int
+) -> None:
+    (file := tmp_path / "mine.yaml").write_text(yaml.safe_dump({**PLAIN, "gpu": "h100-80", "runs": str(tmp_path)}))
+    done = CliRunner().invoke(app, ["submit", *words, "--cluster", str(file)], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    (job,) = sent
+    assert (job.plan.nodes, job.plan.trainer_nodes, job.config.parallel.data) == (nodes, trainer_nodes, data)
+    assert job.forecast is not None and job.forecast.fits
+
+
+def test_the_doctor_looks_at_the_job_that_would_be_submitted(
+    tmp_path: Path, sent: list[Submission], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The profile's nodes decide, as in `arpo submit`: the recipe alone would take two."""
+    seen: list[JobConfig | None] = []
+    monkeypatch.setattr("arpo_megatron.doctor.local.examine", lambda job, profile: seen.append(job) or True)
+    values = {**PLAIN, "gpu": "h100-80", "runs": str(tmp_path), "nodes": 4}
+    (file := tmp_path / "mine.yaml").write_text(yaml.safe_dump(values))
+    for command in ("doctor", "submit"):
+        words = [command, "deepsearch_14b", "--cluster", str(file)]
+        assert CliRunner().invoke(app, words, catch_exceptions=False).exit_code == 0
+    (looked_at,), (submission,) = seen, sent
+    assert looked_at is not None and looked_at.parallel == submission.config.parallel
+    assert looked_at.parallel.data == 8
+
+
+def test_a_run_goes_on_with_the_profile_that_is_named(tmp_path: Path, sent: list[Submission]) -> None:
+    run = submitted(tmp_path, resolve.resolve("deepsearch_14b"), profile(runs=str(tmp_path)))
+    values = {**PLAIN, "runs": str(tmp_path), "account": "another", "time": "08:00:00"}
+    (file := tmp_path / "mine.yaml").write_text(yaml.safe_dump(values))
+    for words in (["--cluster", str(file)], []):
+        assert CliRunner().invoke(app, ["resume", str(run.path), *words], catch_exceptions=False).exit_code == 0
+    assert [job.profile.account for job in sent] == ["another", PLAIN["account"]]
+
+
+def test_words_and_nodes_that_contradict_each_other_are_told(tmp_path: Path, sent: list[Submission]) -> None:
+    run = submitted(tmp_path, resolve.resolve("deepsearch_14b"), profile(runs=str(tmp_path)))
+    with pytest.raises(UserError, match=r"3 nodes of 8 GPUs, but 16 trainer ranks .* take 2: give"):
+        CliRunner().invoke(app, ["resume", str(run.path), "--nodes", "3", "parallel.data=4"], catch_exceptions=False)
+    assert not sent
 
 
 def test_a_profile_decides_everything_about_the_cluster(tmp_path: Path) -> None:
@@ -105,6 +315,8 @@ def test_colocated_engines_on_several_nodes_are_sent_their_weights() -> None:
         ({"gpus_pernode": 4}, "unknown key gpus_pernode; did you mean gpus_per_node?"),
         ({"gpus_per_node": -1}, "gpus_per_node: "),
         ({"time": "tomorrow"}, "time: "),
+        ({"time": "1:2:3:4"}, "time: "),
+        ({"time": ""}, "time: "),
         ({"ports": [7000, 7010]}, "at least 64"),
         ({"secrets": {"A B": "env"}}, "cannot be the name of a variable"),
         ({"environment": {"KEY": "1"}, "secrets": {"KEY": "env"}}, "KEY is listed under environment and under secrets"),
@@ -131,7 +343,10 @@ def test_every_profile_that_ships_can_be_read_and_survives_the_way_to_the_job(
         load_profile("oneboxx")
 
 
-def test_code_is_submitted_as_it_lies_there(tmp_path: Path) -> None:
+@pytest.fixture
+def clone(tmp_path: Path) -> Callable[..., str]:
+    """git in a repository at `tmp_path` with one commit."""
+
     def git(*words: str) -> str:
         identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
         done = subprocess.run(["git", *identity, *words], cwd=tmp_path, capture_output=True, text=True, check=True)
@@ -142,26 +357,85 @@ def test_code_is_submitted_as_it_lies_there(tmp_path: Path) -> None:
         (tmp_path / name).write_text(text)
     git("add", ".")
     git("commit", "-qm", "first")
-    assert snapshot(tmp_path).diff == ""
+    return git
+
+
+def test_code_is_submitted_as_it_lies_there(tmp_path: Path, clone: Callable[..., str]) -> None:
+    assert snapshot(tmp_path).diff == b""
     (tmp_path / "changed.py").write_text("2\n")
     (tmp_path / "gone.py").unlink()
     (tmp_path / "new.py").write_text("3\n")
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "big").write_text("4\n")
-    before = git("status", "--short")
+    before = clone("status", "--short")
     code = snapshot(tmp_path)
-    assert git("ls-tree", "-r", "--name-only", code.tree).split() == [".gitignore", "changed.py", "kept.py", "new.py"]
-    assert git("show", f"{code.tree}:changed.py") == "2\n"
-    assert code.commit == git("rev-parse", "HEAD").strip()
-    assert all(line in code.diff for line in ("+2", "+3", "deleted file mode"))
-    assert git("status", "--short") == before
+    packed = clone("ls-tree", "-r", "--name-only", code.tree).split()
+    assert packed == [".gitignore", "changed.py", "kept.py", "new.py"]
+    assert clone("show", f"{code.tree}:changed.py") == "2\n"
+    assert code.commit == clone("rev-parse", "HEAD").strip()
+    assert all(line in code.diff for line in (b"+2", b"+3", b"deleted file mode"))
+    assert clone("status", "--short") == before
     with pytest.raises(UserError, match="no git clone"):
         snapshot(tmp_path / "out")
 
 
+def test_code_may_be_in_any_encoding(tmp_path: Path, clone: Callable[..., str]) -> None:
+    text = "Grüße\n".encode("latin-1")
+    (tmp_path / "changed.py").write_bytes(text)
+    (tmp_path / "neu-\udcfc.py").write_text("a name that is no UTF-8")
+    assert b"+" + text in snapshot(tmp_path).diff
+
+
+@pytest.mark.parametrize("name", [".env", "tools/.env.local", "cluster.pem", "id_ed25519"])
+def test_a_file_for_secrets_is_not_packed(tmp_path: Path, clone: Callable[..., str], name: str) -> None:
+    secret = tmp_path / name
+    secret.parent.mkdir(exist_ok=True)
+    secret.write_text("WANDB_API_KEY=abc123\n")
+    with pytest.raises(UserError, match=f"{name} is new and may hold secrets"):
+        snapshot(tmp_path)
+    (tmp_path / ".git" / "info" / "exclude").write_text(name)
+    assert b"abc123" not in snapshot(tmp_path).diff
+    ignored = subprocess.run(["git", "check-ignore", "--no-index", "-q", ".env"], cwd=ROOT)
+    assert ignored.returncode == 0, "a clone of this project ignores it"
+
+
 @pytest.mark.parametrize(
     ("limit", "expected"),
-    [("30", 1800), ("2:30", 150), ("04:00:00", 14400), ("1-00:00:00", 86400), ("2-12", 216000)],
+    [
+        ("30", 1800),
+        ("120", 7200),
+        ("2:30", 150),
+        ("04:00:00", 14400),
+        ("100:00:00", 360000),
+        ("1-00:00:00", 86400),
+        ("2-12", 216000),
+        ("10-0:30", 865800),
+    ],
 )
-def test_time_limits_are_read_as_slurm_reads_them(limit: str, expected: int) -> None:
+def test_time_limits_are_read_as_slurm_reads_them(limit: str, expected: int, tmp_path: Path) -> None:
+    """The forms of sbatch(1), --time; without quotes, as one writes them."""
+    (file := tmp_path / "mine.yaml").write_text(f"account: a\nruns: /shared\ntime: {limit}\n")
+    assert load_profile(str(file)).time == limit
     assert seconds(limit) == expected
+
+
+def test_a_profile_says_how_its_login_node_is_reached(tmp_path: Path) -> None:
+    file = tmp_path / "far.yaml"
+
+    def written(**values: object) -> LoginNode | None:
+        file.write_text(yaml.safe_dump({**PLAIN, **values}))
+        return login_node(str(file))
+
+    assert written() is None
+    there = "$HOME_OF_THE_CLUSTER/.venv/bin/python"
+    node = written(ssh="me@login.cluster:2222", python=there, identity="~/.ssh/key", runs="$SCRATCH_THERE")
+    assert node is not None and (node.user, node.host, node.port) == ("me", "login.cluster", 2222)
+    assert node.profile == {**PLAIN, "python": there, "runs": "$SCRATCH_THERE"}, "variables are the cluster's"
+    alias = written(ssh="cluster", python=there)
+    assert alias is not None and (alias.user, alias.port, alias.identity) == (None, None, None)
+    with pytest.raises(UserError, match="python must name the Python on the cluster"):
+        written(ssh="cluster")
+    with pytest.raises(UserError, match=r"is not \[USER@\]HOST\[:PORT\]"):
+        written(ssh="cluster -o ProxyCommand=x", python=there)
+    with pytest.raises(UserError, match="unknown cluster"):
+        login_node("nowhere")

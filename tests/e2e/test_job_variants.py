@@ -1,4 +1,4 @@
-"""The main job in its other shapes, one step each, on top of a finished cold start."""
+"""The main job in its other shapes, a few steps each, on top of a finished cold start."""
 
 from collections import Counter
 from pathlib import Path
@@ -24,26 +24,45 @@ FIGURES = (
 GRPO = ["algorithm.name=grpo", "sync.transport=disk", "sync.bucket_mb=1"]
 
 
-def test_a_step_with_tensor_and_sequence_parallelism(warm_run: Path) -> None:
+def test_trees_grow_on_while_two_ranks_train_and_across_pushes(warm_run: Path) -> None:
+    """Whatever the pushes meet, tokens of the trainer's own version have its log-probs, and no task is lost.
+
+    With tensor and sequence parallelism, and weights that go through shared memory.
+    """
     words = [*SHORT, *TWO_RANKS, "sync.transport=ipc", "monitor.peak_tflops=2"]
-    run_to_end(quickstart("train", warm_run, "train.steps=1", *words), warm_run)
-    (row,) = rows_of(warm_run / "metrics.jsonl")
-    assert row["step"] == 1
-    assert row["logprob_gap"] < 1e-3
-    assert row["forks"] > 0
-    assert not undocumented(row)
-    assert all(isinstance(row[name], int | float) for name in FIGURES)
-    assert row["trainer/mfu"] == pytest.approx(row["trainer/tflops"] / 2)
+    words += ["train.steps=3", "rollout.max_staleness=1", "algorithm.trajectory_weight_limit=2"]
+    run_to_end(quickstart("train", warm_run, *words), warm_run)
+    rows = rows_of(warm_run / "metrics.jsonl")
+    assert [row["trees"] for row in rows] == [TASKS] * 3
+    assert [row["trajectories"] for row in rows] == [TASKS * SAMPLES] * 3
+    assert max(row["staleness_max"] for row in rows) == 1
+    assert sum(row["forks"] for row in rows) > 0
+    for row in rows:
+        assert row["logprob_gap"] < 1e-3
+        assert not any(row[name] for name in row if name.startswith("dropped/"))
+        assert not undocumented(row)
+        assert all(isinstance(row[name], int | float) for name in FIGURES)
+        assert row["trainer/mfu"] == pytest.approx(row["trainer/tflops"] / 2)
     assert (warm_run / "export" / "model.safetensors").exists()
 
 
-def test_grpo_samples_fresh_trajectories_only(warm_run: Path) -> None:
-    run_to_end(quickstart("train", warm_run, "train.steps=1", *SHORT, *GRPO), warm_run)
-    (row,) = rows_of(warm_run / "metrics.jsonl")
-    assert row["logprob_gap"] < 1e-3
-    assert row["forks"] == 0
-    assert row["tool_calls_inherited"] == 0
-    assert row["trajectories"] == SAMPLES * TASKS
+def test_grpo_replaces_groups_without_signal_and_counts_what_is_left_out(warm_run: Path) -> None:
+    """Trajectories are all fresh; weights go over the disk."""
+    words = ["train.steps=2", *SHORT, *GRPO, "rollout.oversampling=0.5", "algorithm.drop_groups_without_signal=true"]
+    run_to_end(quickstart("train", warm_run, *words), warm_run)
+    for row in rows_of(warm_run / "metrics.jsonl"):
+        assert row["logprob_gap"] < 1e-3
+        assert row["forks"] == 0
+        assert row["tool_calls_inherited"] == 0
+        assert row["groups_without_signal"] == 0
+        stored = read_trees(warm_run / "trees" / f"step_{row['step']:06d}.parquet")
+        reasons = Counter(item.dropped for item in stored)
+        assert reasons[None] == TASKS
+        for reason in ("no_signal", "oversampled"):
+            assert reasons[reason] == row[f"dropped/{reason}"]
+        assert reasons.total() > TASKS
+        assert row["trees"] == sum(item.complete for item in stored)  # what was dropped stays in the counts
+        assert row["trajectories"] == SAMPLES * row["trees"]
     assert (warm_run / "export" / "model.safetensors").exists()
 
 
@@ -53,30 +72,3 @@ def test_a_cold_start_with_tensor_and_sequence_parallelism(tmp_path: Path) -> No
     assert (run / "cold_start" / "model.safetensors").exists()
     updates = [event for event in rows_of(run / "events.jsonl") if event["kind"] == "cold_start"]
     assert updates[-1]["update"] == 2
-
-
-def test_trees_grow_on_while_the_trainer_trains_and_across_pushes(warm_run: Path) -> None:
-    """Whatever the pushes meet, tokens of the trainer's own version have its log-probs, and no task is lost."""
-    words = ["train.steps=4", *SHORT, "rollout.max_staleness=1", "algorithm.trajectory_weight_limit=2"]
-    run_to_end(quickstart("train", warm_run, *words), warm_run)
-    rows = rows_of(warm_run / "metrics.jsonl")
-    assert [row["trees"] for row in rows] == [TASKS] * 4
-    assert [row["trajectories"] for row in rows] == [TASKS * SAMPLES] * 4
-    assert max(row["staleness_max"] for row in rows) == 1
-    assert all(row["logprob_gap"] < 1e-3 for row in rows)
-    assert not any(row[name] for row in rows for name in row if name.startswith("dropped/"))
-    assert not undocumented(rows[-1])
-
-
-def test_groups_without_signal_are_replaced_and_what_is_left_out_is_counted(warm_run: Path) -> None:
-    words = ["train.steps=2", *SHORT, "rollout.oversampling=0.5", "algorithm.drop_groups_without_signal=true"]
-    run_to_end(quickstart("train", warm_run, *words), warm_run)
-    for row in rows_of(warm_run / "metrics.jsonl"):
-        assert row["groups_without_signal"] == 0
-        stored = read_trees(warm_run / "trees" / f"step_{row['step']:06d}.parquet")
-        reasons = Counter(item.dropped for item in stored)
-        assert reasons[None] == TASKS
-        for reason in ("no_signal", "oversampled"):
-            assert reasons[reason] == row[f"dropped/{reason}"]
-        assert reasons.total() > TASKS
-        assert row["trees"] == sum(item.complete for item in stored)  # what was dropped stays in the counts

@@ -1,7 +1,8 @@
 """Script of test_memory.py: what one rank of several layouts holds, measured; prints one JSON object.
 
-Arguments: how many ranks. Groups have torch's `fake` backend: collectives return at once with whatever is in the
-buffers, everything else of the trainer is real. So one process holds exactly what a rank among others would hold.
+Arguments: what to measure (counted, held, kept), and `--worst` to print the worst agreement of each kind instead.
+Groups have torch's `fake` backend: collectives return at once with whatever is in the buffers, everything else of the
+trainer is real. So one process holds exactly what a rank among others would hold.
 """
 
 import json
@@ -10,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -100,7 +102,7 @@ def laid_out(layout: ParallelConfig, rank: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def counted() -> Iterator[dict[str, object]]:
+def counted() -> Iterator[dict[str, Any]]:
     """Parameters of the first and the last pipeline stage."""
     for name, layout in REAL:
         for stage, rank in ((0, 0), (layout.pipeline - 1, layout.world_size - 1)):
@@ -108,13 +110,13 @@ def counted() -> Iterator[dict[str, object]]:
                 chunks = build_chunks(KNOWN_SHAPES[name], layout, "bfloat16", initialize=False)
                 found = sum(parameter.numel() for chunk in chunks for parameter in chunk.parameters())
             yield {
-                "of": f"{name} stage {stage}",
+                "of": f"parameters: {name} stage {stage}",
                 "measured": found,
                 "planned": of_stage(KNOWN_SHAPES[name], layout, stage).total,
             }
 
 
-def held() -> Iterator[dict[str, object]]:
+def held() -> Iterator[dict[str, Any]]:
     """Bytes of weights, gradient buffers and optimizer state of rank 0."""
     for shape, dtype, layout in HELD:
         config = JobConfig(name="test", model=ModelConfig(hub_id="not read", dtype=dtype), parallel=layout)
@@ -138,10 +140,10 @@ def held() -> Iterator[dict[str, object]]:
             }
         planned = static_parts(config, shape, 0)
         for name, size in measured.items():
-            yield {"of": f"{name} {shape.family} {dtype} {layout}", "measured": size, "planned": planned[name]}
+            yield {"of": f"{name}: {shape.family} {dtype} {layout}", "measured": size, "planned": planned[name]}
 
 
-def kept() -> Iterator[dict[str, object]]:
+def kept() -> Iterator[dict[str, Any]]:
     """Bytes that a forward pass leaves behind on a rank."""
     tree = Mix(samples=4, initial=2, calls=2, prompt=64, segment=(100, 100), result=(60, 60)).tree(0, 500)
     (pack,) = pack_trees([tree], supervised_credit([tree]), token_budget=10**6)
@@ -157,7 +159,11 @@ def kept() -> Iterator[dict[str, object]]:
             last=True,
             calls=LocalCalls.of(plan_attention(pack.subtree_end)),
         )
-        yield {"of": f"activations {shape.family} {dtype} {layout}", "measured": measured, "planned": planned}
+        yield {
+            "of": f"activations, recompute {layout.recompute}: {shape.family} {dtype} {layout}",
+            "measured": measured,
+            "planned": planned,
+        }
 
 
 def after_forward(shape: ModelShape, dtype: str, layout: ParallelConfig, pack: TreePack) -> int:
@@ -178,6 +184,14 @@ def grown(work: Callable[[], object]) -> int:
     return sum(event.nbytes() for event in events if event.name() == "[memory]")
 
 
+def worst(measured: dict[str, list[dict[str, Any]]]) -> str:
+    """A line for each kind: how far plans are from measurements at most."""
+    off: dict[str, list[float]] = {}
+    for row in (row for rows in measured.values() for row in rows):
+        off.setdefault(row["of"].partition(":")[0], []).append(abs(row["planned"] / row["measured"] - 1))
+    return "\n".join(f"{kind}: {len(found)} ranks, within {max(found):.3%}" for kind, found in off.items())
+
+
 if __name__ == "__main__":
     parallel.quiet()
     platform.install()
@@ -185,4 +199,6 @@ if __name__ == "__main__":
     new_group = dist.new_group
     dist.new_group = lambda *ranks, **options: new_group(*ranks, **{**options, "backend": "fake"})
     parts = {"counted": counted, "held": held, "kept": kept}
-    print(json.dumps({name: list(parts[name]()) for name in sys.argv[1:]}))
+    asked = [name for name in sys.argv[1:] if name != "--worst"]
+    measured = {name: list(parts[name]()) for name in asked}
+    print(worst(measured) if "--worst" in sys.argv else json.dumps(measured))

@@ -1,4 +1,4 @@
-"""What the planner counts is what a rank holds: parameters exactly, bytes within a tenth."""
+"""What the planner counts is what a rank holds, as closely as docs/planning.md says."""
 
 import json
 import os
@@ -93,13 +93,14 @@ def test_weights_gradients_and_optimizer_take_the_bytes_that_are_planned(
 ) -> None:
     assert len(measured["held"]) == 21
     for row in measured["held"]:
-        assert row["planned"] == pytest.approx(row["measured"], rel=0.001), row["of"]
+        assert row["planned"] == pytest.approx(row["measured"], rel=0.0005), row["of"]
 
 
 def test_a_forward_pass_keeps_the_bytes_that_are_planned(measured: dict[str, list[dict[str, float]]]) -> None:
     assert len(measured["kept"]) == 9
     for row in measured["kept"]:
-        assert row["planned"] == pytest.approx(row["measured"], rel=0.1), row["of"]
+        within = 0.05 if "recompute full" in str(row["of"]) else 0.004
+        assert row["planned"] == pytest.approx(row["measured"], rel=within), row["of"]
 
 
 def test_constants_of_the_trainer_are_the_trainers() -> None:

@@ -1,6 +1,7 @@
 """A plan says what a job needs, and refuses what cannot run."""
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -11,9 +12,12 @@ import pytest
 from arpo_megatron import resolve
 from arpo_megatron.errors import UserError
 from arpo_megatron.plan import GPUS, Hardware, plan
-from arpo_megatron.plan.nodes import nodes_of
-from arpo_megatron.plan.report import render, words
+from arpo_megatron.plan.parameters import of_stage, whole_model
+from arpo_megatron.plan.report import render, render_search, words
+from arpo_megatron.plan.roles import plan_roles
 from arpo_megatron.plan.search import on_nodes, scaled, search
+from arpo_megatron.plan.workload import typical
+from arpo_megatron.weights.known_shapes import KNOWN_SHAPES
 
 H100 = GPUS["h100-80"]
 REAL = [name for name in resolve.recipe_names() if not resolve.resolve(name).model.made]
@@ -21,13 +25,15 @@ REAL = [name for name in resolve.recipe_names() if not resolve.resolve(name).mod
 
 @pytest.mark.parametrize("recipe", REAL)
 def test_every_layout_of_a_recipe_fits_on_its_gpus(recipe: str) -> None:
+    assert {"1node", "2nodes", "4nodes", "16nodes", "h200"} <= set(resolve.variant_names(recipe))
     for variant in resolve.variant_names(recipe):
         hardware = GPUS["h200" if variant == "h200" else "h100-80"]
         found = plan(resolve.resolve(f"{recipe}+{variant}"), hardware)
         assert found.fits, (variant, found.reason)
+        assert not found.warnings, variant
         if variant.endswith(("node", "nodes")):
-            assert f"{found.nodes.total}node" == variant.removesuffix("s")
-            assert found.nodes.gpus == found.nodes.total * hardware.gpus, "no GPU is left idle"
+            assert f"{found.nodes}node" == variant.removesuffix("s")
+            assert found.roles and found.roles.gpus_used == found.nodes * hardware.gpus, "no GPU is left idle"
 
 
 @pytest.mark.parametrize(
@@ -70,6 +76,24 @@ def test_offloading_is_planned_in_host_memory() -> None:
     assert there.step_seconds["optimizer"] > 10 * here.step_seconds["optimizer"]
 
 
+@pytest.mark.parametrize("nodes", ["1node", "4nodes", "16nodes"])
+def test_experts_are_updated_and_reduced_by_the_ranks_that_hold_the_same_ones(nodes: str) -> None:
+    """Eight ranks share out the experts: of tensor 4 x data 2 one has each, of 4 x 8 four, of 4 x 32 sixteen."""
+    words = ["parallel.pipeline=1", "parallel.data=32"] if nodes == "16nodes" else []
+    job = resolve.resolve(f"moe_30b_a3b+{nodes}", words=["optimizer.offload=false", *words])
+    found = plan(job, H100)
+    copies = {"1node": 1, "4nodes": 4, "16nodes": 16}[nodes]
+    held = of_stage(KNOWN_SHAPES["Qwen/Qwen3-30B-A3B"], job.parallel, 0)
+    own = held.dense / job.parallel.data + held.experts / copies
+    assert found.memory.training["optimizer"] == 12 * own
+    # Reads and writes weights and moments (24), reads the gradient (4), writes the weight (2): at 0.7 of the memory.
+    updates = job.algorithm.minibatches
+    assert found.step_seconds["optimizer"] == pytest.approx(updates * 30 * own / (0.7 * H100.memory_speed))
+    away = held.dense * (1 - 1 / job.parallel.data) + held.experts * (1 - 1 / copies)
+    link = H100.link if nodes == "1node" else H100.network
+    assert found.step_seconds["gradient_reduction"] == pytest.approx(updates * 6 * away / (0.7 * link))
+
+
 def test_more_ranks_divide_the_optimizer_and_the_work() -> None:
     two, four = (plan(resolve.resolve(f"deepsearch_14b+{n}nodes"), H100) for n in (2, 4))
     assert four.memory.training["optimizer"] == pytest.approx(two.memory.training["optimizer"] / 2)
@@ -77,10 +101,15 @@ def test_more_ranks_divide_the_optimizer_and_the_work() -> None:
     assert four.step_seconds["forward_backward"] == pytest.approx(two.step_seconds["forward_backward"] / 2)
 
 
-def test_ranks_without_a_tree_of_their_own_gain_nothing() -> None:
+def test_ranks_without_a_tree_of_their_own_gain_nothing_and_are_told() -> None:
     """Eight questions a minibatch: with 32 data-parallel ranks three in four have nothing to do."""
-    some, many = (plan(resolve.resolve(f"deepsearch_14b+{n}nodes"), H100) for n in (4, 16))
+    some, many = (
+        plan(resolve.resolve("deepsearch_14b", words=[f"parallel.data={n}", f"engine.replicas={n}"]), H100)
+        for n in (8, 32)
+    )
     assert many.step_seconds["forward_backward"] == some.step_seconds["forward_backward"]
+    assert not some.warnings
+    assert "warning: parallel.data=32, but 8 trees an update: 24 of 32 ranks wait" in render(many)
 
 
 def test_decoding_is_bounded_by_the_memory_and_training_by_the_products() -> None:
@@ -95,40 +124,118 @@ def test_decoding_is_bounded_by_the_memory_and_training_by_the_products() -> Non
     assert products["prefill"] == pytest.approx(before["prefill"] / 2)
 
 
+@pytest.mark.parametrize("recipe", ["deepsearch_14b", "deepsearch_14b+fp8", "moe_30b_a3b"])
+def test_a_pass_is_the_sum_of_its_products_each_at_its_own_share_of_the_peak(recipe: str) -> None:
+    """The head and the edge layers of FP8 stay in bfloat16, attention is slower, and only experts are narrow."""
+    job = resolve.resolve(recipe)
+    shape, trees = KNOWN_SHAPES[job.model.hub_id or ""], typical(job)
+    packing = trees.packing(job.train.token_budget, nested=job.parallel.nested_packs)
+    fast = replace(H100, link=1e30, network=1e30)
+    one = H100.bf16_flops * 0.6
+    edges = 2 / shape.layers if "fp8" in recipe else 1.0
+    product = edges / one + (1 - edges) / (H100.fp8_flops * 0.4)
+    mlp = 3 * shape.hidden * shape.ffn * product
+    if shape.experts is not None:
+        mlp = mlp * shape.experts.top_k / 0.5 + shape.hidden * shape.experts.count * product
+    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    layer = 2 * packing.computed * (2 * shape.hidden * (queries + keys) * product + mlp)
+    layer += 4 * queries * packing.pairs / (H100.bf16_flops * 0.3)
+    seconds = shape.layers * layer + 2 * shape.hidden * shape.vocabulary * packing.targets / one
+    own = job.train.tasks_per_step / job.parallel.data
+    assert plan(job, fast).step_seconds["old_logprobs"] == pytest.approx(own * seconds / job.parallel.tensor, rel=1e-4)
+
+
+def test_stages_idle_while_others_wait_for_their_collectives_too() -> None:
+    """Half the bubble is half of it for work and for waits alike."""
+    words = ["parallel.pipeline=4", "parallel.data=1"]
+    jobs = [
+        resolve.resolve("deepsearch_14b", words=[*words, f"parallel.virtual_pipeline={chunks}"]) for chunks in (1, 2)
+    ]
+    work, waits = (
+        [plan(job, hardware).step_seconds["forward_backward"] for job in jobs]
+        for hardware in (replace(H100, link=1e30, network=1e30), replace(H100, bf16_flops=1e30))
+    )
+    assert work[0] > 1.05 * work[1]
+    assert waits[0] / waits[1] == pytest.approx(work[0] / work[1])
+
+
+def test_colocated_engines_on_several_nodes_get_their_weights_from_gloo() -> None:
+    """A GPU cannot be in an NCCL group twice. 16 GPUs and the root: five sends, of 14.77 billion parameters in bf16."""
+    one, two, split = (plan(resolve.resolve(f"deepsearch_14b+{v}"), H100) for v in ("1node", "2nodes", "split"))
+    sent = 2 * two.parameters
+    assert two.step_seconds["weight_push"] == pytest.approx(1 + 5 * sent / 4e9)
+    assert one.step_seconds["weight_push"] == pytest.approx(1 + sent / (0.7 * H100.link))
+    assert split.step_seconds["weight_push"] == pytest.approx(1 + sent / (0.7 * H100.network))
+
+
+def test_no_step_ends_before_the_longest_response_has_been_sampled() -> None:
+    job = resolve.resolve("deepsearch_14b+16nodes")
+    weights = 2 * whole_model(KNOWN_SHAPES["Qwen/Qwen3-14B"]).total / job.engine.tensor
+    one = weights / (0.7 * H100.memory_speed) + 0.003  # a path alone needs the weights read once a token
+    assert job.rollout.max_response_tokens * one < plan(job, H100).step_seconds["decode"]
+
+
 def test_training_takes_no_less_than_its_flops_at_the_peak() -> None:
     found = plan(resolve.resolve("deepsearch_14b"), H100)
-    floor = 6 * found.parameters * found.tokens / (found.nodes.gpus * H100.bf16_flops)
+    floor = 6 * found.parameters * found.tokens / (16 * H100.bf16_flops)
     assert floor < found.step_seconds["forward_backward"] < 5 * floor
 
 
 def test_split_engines_have_nodes_of_their_own_and_roll_out_meanwhile() -> None:
     found = plan(resolve.resolve("deepsearch_14b+split"), H100)
-    assert (found.nodes.trainer, found.nodes.engine) == (2, 2)
+    assert found.roles and (found.roles.trainer_nodes, found.roles.engine_nodes) == (2, 2)
     assert "kv_cache" in found.memory.engine and "kv_cache" not in found.memory.rollout
     assert found.seconds < sum(found.step_seconds.values())
 
 
 @pytest.mark.parametrize(
-    ("overrides", "trainer", "engine"),
-    [
-        ([], 2, 0),
-        (["engine.placement=split"], 2, 2),
-        (["engine.placement=auto"], 2, 0),
-        (["parallel.data=1", "engine.replicas=1", "engine.placement=split"], 1, 0),
-    ],
+    ("overrides", "nodes", "placement"),
+    [([], 2, "colocated"), (["engine.placement=auto"], 4, "split"), (["engine.placement=auto"], 2, "colocated")],
 )
-def test_nodes_follow_from_ranks_engines_and_placement(overrides: list[str], trainer: int, engine: int) -> None:
-    found = nodes_of(resolve.resolve("deepsearch_14b", words=overrides), 8)
-    assert (found.trainer, found.engine) == (trainer, engine)
+def test_a_plan_counts_the_nodes_and_the_placement_that_a_submission_takes(
+    overrides: list[str], nodes: int, placement: str
+) -> None:
+    job = resolve.resolve("deepsearch_14b", words=overrides)
+    found, roles = plan(job, H100, nodes), plan_roles(job, 8, nodes)
+    assert found.roles == roles and (found.nodes, found.config.engine.placement) == (nodes, placement)
+    assert bool(found.memory.engine) is (placement == "split")
+    assert "take 2: give --nodes 2" in (plan(resolve.resolve("deepsearch_14b"), H100, 3).reason or "")
 
 
 def test_a_number_of_nodes_takes_the_recipes_layout_or_more_data_parallel_ranks() -> None:
-    assert on_nodes("deepsearch_14b", 4, H100) == resolve.resolve("deepsearch_14b+4nodes")
-    three = on_nodes("deepsearch_14b", 3, H100)
+    assert on_nodes("deepsearch_14b", 4, 8) == resolve.resolve("deepsearch_14b+4nodes")
+    assert on_nodes("deepsearch_14b+fp8", 4, 8) == resolve.resolve("deepsearch_14b+fp8+4nodes")
+    three = on_nodes("deepsearch_14b", 3, 8)
     assert (three.parallel.data, three.engine.replicas) == (6, 6)
     with pytest.raises(UserError, match="cannot be divided"):
         scaled(resolve.resolve("deepsearch_14b"), 1, 6)
-    assert on_nodes("deepsearch_14b+fp8", 4, H100) == resolve.resolve("deepsearch_14b+fp8+4nodes")
+    cold = on_nodes("sft_7b", 3, 8)
+    assert cold.parallel.world_size == 24 and plan(cold, H100, 3).nodes == 3
+
+
+def test_what_the_user_has_said_of_a_layout_is_not_changed() -> None:
+    mine = ["parallel.data=2", "engine.replicas=2"]
+    assert on_nodes("deepsearch_14b", 3, 8, words=mine) == resolve.resolve("deepsearch_14b", words=mine)
+    assert on_nodes("deepsearch_14b", 1, 8, words=mine) == resolve.resolve("deepsearch_14b+1node", words=mine)
+    wide = on_nodes("deepsearch_14b", 4, 8, words=["parallel.tensor=8"])
+    assert (wide.parallel.tensor, wide.parallel.data, wide.engine.replicas) == (8, 4, 8)
+    assert on_nodes("deepsearch_32b+h200", 2, 8) == resolve.resolve("deepsearch_32b+h200")
+    assert on_nodes("deepsearch_32b+h200", 4, 8).engine.tensor == resolve.resolve("deepsearch_32b+h200").engine.tensor
+    auto = ["engine.placement=auto"]
+    assert on_nodes("deepsearch_14b", 4, 8, words=auto) == resolve.resolve("deepsearch_14b", words=auto)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "data", "replicas"), [(1, 1, 1), (2, 2, 2), (3, 2, 4), (4, 4, 4), (6, 6, 6), (16, 16, 16)]
+)
+def test_a_split_job_stays_split_on_any_number_of_nodes(nodes: int, data: int, replicas: int) -> None:
+    job = on_nodes("deepsearch_14b+split", nodes, 8)
+    assert (job.engine.placement, job.rollout.max_staleness) == ("split", 1)
+    assert (job.parallel.data, job.engine.replicas) == (data, replicas)
+    assert plan_roles(job, 8, nodes).nodes == nodes
+    if nodes > 1:
+        word = on_nodes("deepsearch_14b", nodes, 8, words=["engine.placement=split"])
+        assert word.engine.placement == "split" and plan_roles(word, 8, nodes).nodes == nodes
 
 
 def test_the_words_of_a_found_layout_give_its_plan() -> None:
@@ -141,6 +248,23 @@ def test_the_words_of_a_found_layout_give_its_plan() -> None:
         again = plan(resolve.resolve("deepsearch_14b", words=words(best, job).split()), H100)
         assert again.fits and again.to_dict() == best.to_dict()
         assert best.seconds <= own.seconds
+
+
+def test_a_cold_start_is_planned_without_engines() -> None:
+    job = resolve.resolve("sft_7b")
+    found, layouts = plan(job, H100), search(job, H100)
+    assert found.decode_batch == found.memory.kv_tokens == 0
+    assert "an update, seconds" in render(found) and "64 conversations" in render(found)
+    for text in (render(found), render_search(layouts)):
+        assert "engine" not in text and " 0 tokens" not in text
+    assert len(layouts.best) == 5
+
+
+def test_layouts_that_fail_alike_are_counted_together() -> None:
+    found = search(resolve.resolve("reasoning_7b"), H100)
+    reasons = [reason for reason, _ in found.failed]
+    assert "an update needs more memory than a GPU has" in reasons
+    assert len({re.sub(r"[0-9N]+", "", reason) for reason in reasons}) == len(reasons)
 
 
 def test_an_unknown_gpu_is_named() -> None:
@@ -167,6 +291,9 @@ def test_the_command_gives_one_json_object_and_fails_where_the_job_does_not_fit(
     assert (done.returncode, found["fits"], found["parameters"]) == (0, True, 30_532_122_624)
     assert {"weights", "gradients", "optimizer", "activations", "logits"} <= found["memory_per_rank_bytes"].keys()
     assert {"prefill", "decode", "forward_backward", "weight_push"} <= found["step_seconds"].keys()
+    searched = json.loads(arpo("plan", "sft_7b", "--json").stdout)
+    assert searched["tried"] == searched["fit"] + sum(searched["failed"].values()) and len(searched["best"]) == 5
+    assert all(reason and count > 0 for reason, count in searched["failed"].items())
     done = arpo("plan", "moe_30b_a3b", "--gpu", "h100-80", "--no-search", "engine.memory_fraction=0.9")
     assert done.returncode == 1 and "does not fit: rollout needs" in done.stdout
 

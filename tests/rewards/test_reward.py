@@ -1,12 +1,18 @@
 """Rewards of whole trajectories, the released scorer's errors included."""
 
+from dataclasses import dataclass
+from typing import ClassVar
+
 import numpy as np
 import pytest
 
-from arpo_megatron.config import RewardConfig
+from arpo_megatron.config import JudgeConfig, RewardConfig
+from arpo_megatron.errors import UserError
+from arpo_megatron.plugins import OWN, Point
 from arpo_megatron.rewards import make_reward
 from arpo_megatron.rewards.arpo import ArpoReward
-from arpo_megatron.rewards.base import score_tree
+from arpo_megatron.rewards.base import Group, Score, group_of, score_text
+from arpo_megatron.rewards.composed import ComposedReward
 from arpo_megatron.rewards.released import ReleasedReward
 from arpo_megatron.rewards.tag_format import last_boxed, parse_response
 from arpo_megatron.tasks.base import Task
@@ -63,23 +69,23 @@ BROKEN = [
 
 @pytest.mark.parametrize("text", WELL_FORMED)
 def test_a_response_that_keeps_the_rules_gets_its_accuracy(text: str) -> None:
-    score = ArpoReward(tool_bonus=0.0).score_text(text, task("5"))
+    score = score_text(ArpoReward(tool_bonus=0.0), text, task("5"))
     assert (score.format_ok, score.reward, score.accuracy, score.answer) == (True, 1.0, 1.0, "5")
-    assert ArpoReward(tool_bonus=0.0).score_text(text, task("6")).reward == 0.0
+    assert score_text(ArpoReward(tool_bonus=0.0), text, task("6")).reward == 0.0
 
 
 @pytest.mark.parametrize(("text", "reason"), BROKEN)
 def test_a_broken_rule_is_named_and_costs_the_penalty(text: str, reason: str) -> None:
-    score = ArpoReward(format_penalty=-0.7).score_text(text, task("5"))
+    score = score_text(ArpoReward(format_penalty=-0.7), text, task("5"))
     assert (score.format_ok, score.reward, score.accuracy, score.reason) == (False, -0.7, 0.0, reason)
 
 
 @pytest.mark.parametrize(("text", "bonus"), [(THINK + SEARCH, 0.0), (THINK + PYTHON, 0.0), (TWO_TOOLS, 0.1)])
 def test_the_bonus_needs_both_tools_and_a_right_answer(text: str, bonus: float) -> None:
     reward = ArpoReward()
-    assert reward.score_text(text + answer("5"), task("5")).reward == pytest.approx(1.0 + bonus)
-    assert reward.score_text(text + answer("4"), task("5")).reward == 0.0
-    partly = reward.score_text(text + answer("Berlin"), task("Berlin, Germany", "qa"))
+    assert score_text(reward, text + answer("5"), task("5")).reward == pytest.approx(1.0 + bonus)
+    assert score_text(reward, text + answer("4"), task("5")).reward == 0.0
+    partly = score_text(reward, text + answer("Berlin"), task("Berlin, Germany", "qa"))
     assert partly.reward == pytest.approx(2 / 3 + bonus)
     assert partly.parts["exact_match"] == 0.0
 
@@ -87,25 +93,25 @@ def test_the_bonus_needs_both_tools_and_a_right_answer(text: str, bonus: float) 
 def test_the_released_scorer_keeps_its_errors() -> None:
     released, ours = ReleasedReward(), ArpoReward()
     minus = THINK + answer("-6")
-    assert (released.score_text(minus, task("6")).reward, ours.score_text(minus, task("6")).reward) == (1.0, 0.0)
+    assert (score_text(released, minus, task("6")).reward, score_text(ours, minus, task("6")).reward) == (1.0, 0.0)
     fraction = THINK + answer("\\dfrac{1}{2}")
-    assert released.score_text(fraction, task("\\frac{1}{2}")).reward == 0.0
-    assert ours.score_text(fraction, task("\\frac{1}{2}")).reward == 1.0
+    assert score_text(released, fraction, task("\\frac{1}{2}")).reward == 0.0
+    assert score_text(ours, fraction, task("\\frac{1}{2}")).reward == 1.0
     made_up = THINK + "<result>made up</result>" + answer("5")
-    assert (released.score_text(made_up, task("5")).reward, ours.score_text(made_up, task("5")).reward) == (1.0, -1.0)
+    assert (score_text(released, made_up, task("5")).reward, score_text(ours, made_up, task("5")).reward) == (1.0, -1.0)
     quoted = WELL_FORMED[4]
-    assert (released.score_text(quoted, task("5")).reward, ours.score_text(quoted, task("5")).reward) == (-1.0, 1.0)
+    assert (score_text(released, quoted, task("5")).reward, score_text(ours, quoted, task("5")).reward) == (-1.0, 1.0)
 
 
 @pytest.mark.parametrize("text", [text for text, reason in BROKEN if "without a call" not in reason])
 def test_the_released_scorer_refuses_what_its_rules_refuse(text: str) -> None:
-    score = ReleasedReward().score_text(text, task("5"))
+    score = score_text(ReleasedReward(), text, task("5"))
     lenient = text.startswith(("<think><think>", THINK + "</search>", THINK + "<search>q</search> so"))
     assert score.reward == (1.0 if lenient else -1.0)
 
 
 def test_the_released_scorer_gives_the_bonus_for_tags() -> None:
-    score = ReleasedReward().score_text(TWO_TOOLS + answer("a British film"), task("British", "qa"))
+    score = score_text(ReleasedReward(), TWO_TOOLS + answer("a British film"), task("British", "qa"))
     assert score.reward == pytest.approx(2 / 3 + 0.1)
 
 
@@ -127,7 +133,7 @@ def test_careful_demonstrations_score_full_marks() -> None:
     for one, tree in zip(
         tasks.train, demonstrate(tasks.train, tasks.facts, tokenizer, careless=0, seed=0), strict=True
     ):
-        (score,) = score_tree(reward, tree, one, tokenizer.decode)
+        (score,) = reward.score_group(group_of(tree, one, tokenizer.decode))
         assert score.reward == (1.1 if one.id.endswith("two") else 1.0)
 
 
@@ -135,7 +141,8 @@ def test_careless_demonstrations_keep_the_format() -> None:
     tasks, tokenizer = generate(3, train=200, held_out=0), generated_tokenizer()
     trees = demonstrate(tasks.train, tasks.facts, tokenizer, careless=1.0, seed=0)
     scores = [
-        score_tree(ArpoReward(), tree, one, tokenizer.decode)[0] for one, tree in zip(tasks.train, trees, strict=True)
+        ArpoReward().score_group(group_of(tree, one, tokenizer.decode))[0]
+        for one, tree in zip(tasks.train, trees, strict=True)
     ]
     assert all(score.format_ok for score in scores)
     assert sum(score.accuracy for score in scores) < 5
@@ -153,10 +160,48 @@ def test_a_tree_is_scored_leaf_by_leaf_after_the_prompt() -> None:
     tree.add(result, Role.MODEL, encode(answer("2")))
     tree.add(result, Role.MODEL, encode(answer("3")))
     tree.add(0, Role.MODEL, encode("lost"))
-    scores = score_tree(ArpoReward(), tree, task("2"), tokenizer.decode)
+    scores = ArpoReward().score_group(group_of(tree, task("2"), tokenizer.decode))
     assert [score.reward for score in scores] == [1.0, 0.0, -1.0]
 
 
 def test_the_configured_reward_is_built() -> None:
-    assert make_reward(RewardConfig(format_penalty=-2.0, tool_bonus=0.5)) == ArpoReward(-2.0, 0.5)
-    assert make_reward(RewardConfig(kind="arpo_released")) == ReleasedReward(-1.0, 0.1)
+    assert make_reward(RewardConfig(format_penalty=-2.0, tool_bonus=0.5)).base == ArpoReward(-2.0, 0.5)
+    assert make_reward(RewardConfig(kind="arpo_released")).base == ReleasedReward(-1.0, 0.1)
+
+
+@dataclass(frozen=True, slots=True)
+class Mine:
+    """A reward of somebody's own: numbers of its own and of the config, and a judge."""
+
+    needs_judge: ClassVar[bool] = True
+    max_response_tokens: int
+    format_penalty: float = 0.0
+    my_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.my_scale <= 0:
+            raise ValueError(f"my_scale must be positive, not {self.my_scale}")
+
+    def score_group(self, group: Group) -> list[Score]:
+        """The scale where there is a judge."""
+        return [Score(self.my_scale if group.judge else 0.0, 0.0, format_ok=True) for _ in group.responses]
+
+
+def test_a_reward_of_ones_own_has_its_numbers_and_a_judge(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(OWN, Point.REWARD, {**OWN[Point.REWARD], "mine": f"{__name__}:Mine"})
+    judge = JudgeConfig(url="http://127.0.0.1:9/v1", model="m")
+
+    def made(**numbers: float) -> ComposedReward:
+        return make_reward(RewardConfig(kind="mine", numbers=numbers, judge=judge), max_response_tokens=7)
+
+    reward = made(my_scale=2)
+    assert reward.base == Mine(7, -1.0, 2.0)
+    assert score_text(reward, "", task("5")).reward == 2.0
+    assert reward.judge is not None
+    reward.judge.close()
+    with pytest.raises(UserError, match=r"my_sclae.*did you mean my_scale"):
+        made(my_sclae=2)
+    with pytest.raises(UserError, match="my_scale must be positive"):
+        made(my_scale=0)
+    with pytest.raises(UserError, match=r"reward.numbers.format_penalty is reward.format_penalty"):
+        made(format_penalty=-2)

@@ -1,98 +1,91 @@
-"""Mathematical equality: right on everyday answers, bounded on hostile ones."""
+"""Mathematical equality: right in every notation of the benchmarks, bounded on hostile answers."""
 
+import re
 import threading
 import time
+from pathlib import Path
 
 import pytest
+from math_pairs import PAIRS
 
 from arpo_megatron.rewards import verify
-from arpo_megatron.rewards.verify import math_equal
+from arpo_megatron.rewards.qa import token_f1
+from arpo_megatron.rewards.verify import Verdict, math_equal, verdicts
 
-EQUAL = [
-    ("408", "408"),
-    (" 408. ", "408"),
-    ("+408", "408"),
-    ("007", "7"),
-    ("0.50", "0.5"),
-    (".5", "0.5"),
-    ("1,234", "1234"),
-    ("1,234,567.0", "1234567"),
-    ("\\$43.00", "43"),
-    ("$x+1$", "x+1"),
-    ("1/2", "\\frac{1}{2}"),
-    ("\\dfrac{1}{2}", "\\frac{1}{2}"),
-    ("0.5", "\\frac12"),
-    ("-6+3\\sqrt3", "3\\sqrt{3} - 6"),
-    ("2^{10}", "1024"),
-    ("10^{21}", "1000000000000000000000"),
-    ("120", "120^\\circ"),
-    ("x=5", "5"),
-    ("5", "x = 5"),
-    ("50\\%", "0.5"),
-    ("(1,2)", "( 1, 2 )"),
-    ("\\left(-11, \\frac{28}{3}\\right)", "(-11,28/3)"),
-    ("\\{2, 1\\}", "\\{1, 2\\}"),
-    ("x^2+2x+1", "(x+1)^2"),
-    ("\\text{Tuesday}", "Tuesday"),
-    ("\\infty", "\\infty"),
-    ("\\frac{\\pi}{2}", "\\pi/2"),
-    ("0.333333", "\\frac13"),
-    ("\\binom{5}{2}", "10"),
-]
-DIFFERENT = [
-    ("407", "408"),
-    ("-6", "6"),
-    ("", "5"),
-    (" ", " "),
-    ("1 2", "12"),
-    ("0.51", "0.5"),
-    ("1/3", "\\frac{1}{2}"),
-    ("(1,2)", "(2,1)"),
-    ("[1,2]", "(1,2)"),
-    ("\\sqrt{2}", "2"),
-    ("x+1", "x+2"),
-    ("Tuesday", "Monday"),
-    ("No results found.", "417"),
-    ("4a8", "408"),
-    ("\\frac{1}{", "1"),
-    ("12, 13", "12"),
-    ("3+", "3"),
-]
+PAGE = Path(__file__).resolve().parent.parent.parent / "docs" / "rewards.md"
+KNOWN_ERRORS = {("314_5", "314_{\\text{five}}")}
+"""What we get wrong: the table counts it."""
 
 
-@pytest.mark.parametrize(("answer", "truth"), EQUAL)
-def test_the_same_value_in_another_form_is_right(answer: str, truth: str) -> None:
-    assert math_equal(answer, truth)
-
-
-@pytest.mark.parametrize(("answer", "truth"), DIFFERENT)
-def test_another_value_is_wrong(answer: str, truth: str) -> None:
-    assert not math_equal(answer, truth)
+def test_the_corpus_is_graded_right_and_the_table_of_errors_is_true() -> None:
+    """One test, so that math-verify starts once and every pair is asked once."""
+    wrong, lines, sums = set[tuple[str, str]](), list[str](), [0, 0, 0, 0]
+    for notation, (equal, different) in PAIRS.items():
+        pairs = [(pair, True) for pair in equal] + [(pair, False) for pair in different]
+        ours = {pair for pair, same in pairs if math_equal(*pair) != same}
+        released = sum((token_f1(*pair) >= 0.5) != same for pair, same in pairs)
+        wrong |= ours
+        row = [len(equal), len(different), len(ours), released]
+        sums = [a + b for a, b in zip(sums, row, strict=True)]
+        lines.append(f"| {notation} | {' | '.join(map(str, row))} |")
+    lines.append(f"| all | {' | '.join(map(str, sums))} |")
+    assert wrong == KNOWN_ERRORS
+    assert sums[0] + sums[1] >= 300
+    table = re.findall(r"^\| (?!notation|---).*\|$", PAGE.read_text().split("## Mathematics")[1].split("##")[0], re.M)
+    assert table == lines, "docs/rewards.md should say:\n" + "\n".join(lines)
 
 
 def test_answers_in_digits_never_reach_sympy(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(answer: str, truth: str) -> bool:
-        raise AssertionError(f"{answer} and {truth} went to math-verify")
-
-    monkeypatch.setattr(verify, "_verified", refuse)
+    monkeypatch.setattr(verify, "_pool", None)  # asking it would be an error
     started = time.perf_counter()
     for number in range(1000):
         assert math_equal(str(number), str(number))
         assert not math_equal(str(number), str(number + 1))
+        assert math_equal(f"{number}.0", str(number))
+    assert time.perf_counter() - started < 5.0
+
+
+HOSTILE = [
+    "9^{9^{9}}",
+    "9**9**9",
+    "\\binom{10000000}{5000000}",
+    "{" * 499,
+    "(" * 250 + ")" * 249,
+    "\\sqrt{" * 80,
+    "x^" * 200,
+]
+
+
+def test_hostile_answers_are_never_right_and_cost_a_question_a_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verify, "TIMEOUT_S", 1.0)
+    monkeypatch.setattr(verify, "QUESTION_TIMEOUT_S", 2.0)
+    monkeypatch.setattr(verify, "_pool", pool := verify._Pool(1))
+    assert math_equal("\\frac{2}{4}", "\\frac12")  # the worker is up
+    started = time.monotonic()
+    found = verdicts(HOSTILE, "1")
+    assert Verdict.EQUAL not in found
+    assert found[0] is Verdict.UNDECIDED
+    # The limit; patience with the last answer; and new workers, one for each whose time was up, on a busy machine.
+    assert time.monotonic() - started < 2.0 + 4.0 + 3 * 30.0
+    assert math_equal("\\frac{3}{6}", "\\frac12")
+    pool.close()
+
+
+def test_a_megabyte_of_latex_is_not_even_scanned() -> None:
+    started = time.perf_counter()
+    for text in ("\\frac{" * 200_000, "1," * 500_000, " " * 1_000_000 + "x", "\\left" * 200_000, "9" * 1_000_000):
+        assert not math_equal(text, "1")
+    assert math_equal("9" * 1_000_000, "9" * 1_000_000)
     assert time.perf_counter() - started < 1.0
 
 
 @pytest.mark.parametrize(
-    "answer", ["9^{9^{9}}", "9**9**9", "\\binom{10000000}{5000000}", "{" * 499, "\\frac{" * 200_000]
+    "text", ["1,000" * 900, "12 " * 1600, "a b" * 1600, "\\text{" * 800, "1 2/3" * 999, "A(" * 2000]
 )
-def test_a_hostile_answer_is_wrong_within_the_time_limit(answer: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verify, "TIMEOUT_S", 1.0)
-    monkeypatch.setattr(verify, "_worker", verify._Worker())  # a new one takes the new limit
+def test_what_is_scanned_is_scanned_quickly(text: str) -> None:
     started = time.perf_counter()
-    assert not math_equal(answer, "1")
-    assert time.perf_counter() - started < 1.0 + 3.0 + 10.0  # limit, grace, start of a worker on a busy machine
-    assert math_equal("1/2", "\\frac{1}{2}" if "{" in answer else "\\frac{2}{4}")
-    verify._worker._stop()
+    assert not math_equal(text, "17x")
+    assert time.perf_counter() - started < 1.0
 
 
 def test_works_outside_the_main_thread_and_from_several_at_once() -> None:

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scripted import ScriptedEngine
 
-from arpo_megatron.rollout.client import EngineClient, EngineUnavailableError, Generation, Sampling
+from arpo_megatron.rollout.client import EngineClient, EngineUnavailableError
+from arpo_megatron.rollout.generation import Generation, Sampling
 from arpo_megatron.rollout.routing import FIRST_REST_S, LONGEST_REST_S, Engine, place
 
 Start = Callable[[ScriptedEngine], ScriptedEngine]
@@ -171,7 +172,11 @@ class Flaky:
                 return
             if fault == "hang":
                 await asyncio.sleep(60)
-            if fault.isdecimal():
+            if fault.startswith("{"):
+                body = fault.encode("latin-1")
+                head = f"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: {len(body)}".encode()
+                writer.write(head + b"\r\nconnection: close\r\n\r\n" + body)
+            elif fault.isdecimal():
                 writer.write(f"HTTP/1.1 {fault} Oh\r\ncontent-length: 0\r\nconnection: close\r\n\r\n".encode())
             else:
                 there, back = await asyncio.open_connection(host, int(port))
@@ -190,6 +195,8 @@ class Flaky:
         (["cut"], {"connection": 1}),
         (["500", "502", "503"], {"HTTP 500": 1, "HTTP 502": 1, "HTTP 503": 1}),
         (["hang"], {"timeout": 1}),
+        (["408", "429"], {"HTTP 408": 1, "HTTP 429": 1}),
+        (['{"output_ids": [1, 2', '{"output_ids": "\xff"}', '{"error": "x"}'], {"unreadable": 3}),
     ],
 )
 def test_what_passes_is_repeated_and_counted(

@@ -36,11 +36,14 @@ POLICIES: dict[str, dict[str, Any]] = {
     "arpo_reference": {"entropy_weight": 2.0},
     "random": {},
     "grpo": {},
+    "aepo": {"branch_probability": 0.8, "numbers": {"streak_penalty": 0.4}},
+    "aepo that begins with few": {"numbers": {"probe_slope": 50.0}},
+    "aepo_reference": {"entropy_weight": 2.0},
 }
 
 
 def config(name: str) -> AlgorithmConfig:
-    fields: dict[str, Any] = {"name": name.split(maxsplit=1)[0], "samples": 12, "initial": 4, "entropy_tokens": 6}
+    fields: dict[str, Any] = {"branching": name.split(maxsplit=1)[0], "samples": 12, "initial": 4, "entropy_tokens": 6}
     return AlgorithmConfig(**fields | POLICIES[name])
 
 

@@ -21,7 +21,8 @@ import torch
 
 from arpo_megatron.config import AlgorithmConfig, EngineConfig, JobConfig, ModelConfig, RolloutConfig
 from arpo_megatron.errors import UserError
-from arpo_megatron.rollout.client import EngineClient, EngineFinish, EngineRefusedError, Generation, Sampling
+from arpo_megatron.rollout.client import EngineClient
+from arpo_megatron.rollout.generation import EngineFinish, EngineRefusedError, Generation, Sampling
 from arpo_megatron.rollout.messages import CollectTrees, GrowProgress, GrowSettings, ServiceSettings, StaleEnginesError
 from arpo_megatron.rollout.record import TreeRecord
 from arpo_megatron.rollout.server import EngineHandle, EngineStartError, launch_engine
@@ -229,7 +230,7 @@ def test_whole_trees_grow_and_the_cache_serves_what_they_predict(
 
 def test_greedy_trees_are_the_same_whatever_grows_beside_them(engine: EngineHandle, rollouts: RolloutHandle) -> None:
     """Three times, with other trees in the batch and in another order: tokens, forks and draws do not move."""
-    settings = replace(GrowSettings.training(job(samples=6, initial=2)), temperature=0.0)
+    settings = replace(GrowSettings.training(job(samples=6, initial=2)), sampling=Sampling(0.0))
     asked, grown = random_tasks(36), []
     for others in range(3):
         flush_cache(engine)
@@ -293,6 +294,7 @@ def test_trees_survive_a_push_wherever_it_meets_them(engine: EngineHandle, rollo
             if len(versions_cut_short(rollouts)) > 2:
                 break
         report = rollouts.collect(CollectTrees("training"))
+        rollouts.forget("training")
     finally:
         set_version(engine, 0)
         rollouts.resume(0)
@@ -330,6 +332,11 @@ def test_finished_trees_are_given_away_before_the_others_oldest_first(rollouts: 
     assert len(first.trees) == 3
     assert first.stats.trees == 3
     assert sorted(tree.task_id for tree in [*first.trees, *rest.trees]) == [task.id for task in tasks(10)]
+    kept = rollouts.unfinished("training")
+    assert [tree.task_id for tree in kept] == [task.id for task in tasks(10)]
+    assert all(tree.entries for tree in kept)
+    rollouts.forget("training")
+    assert rollouts.unfinished("training") == []
 
 
 def test_independent_trajectories_are_grown_for_evaluation(engine: EngineHandle, rollouts: RolloutHandle) -> None:

@@ -6,6 +6,7 @@ evenly over the sampling. Tools are slow with a heavy tail throughout, and a sea
 
 import os
 import random
+import secrets
 import shutil
 import signal
 import time
@@ -26,19 +27,23 @@ from arpo_megatron.config import AlgorithmConfig, EngineConfig, JobConfig, Model
 from arpo_megatron.health import read_health
 from arpo_megatron.launch import sandbox_program
 from arpo_megatron.processes import Roles
+from arpo_megatron.rollout.generation import Sampling
 from arpo_megatron.rollout.messages import GrowProgress, GrowReport, GrowSettings, ServiceSettings
+from arpo_megatron.rollout.push_gate import ALIVE, bearer
 from arpo_megatron.rollout.server import engine_program, free_ports, router_program
 from arpo_megatron.rollout.service import RolloutHandle, rollout_program, rollout_socket
 from arpo_megatron.run_directory import RunDirectory
 from arpo_megatron.supervisor import Program, Supervisor
 from arpo_megatron.tasks.base import Task
 from arpo_megatron.tree import Role, RolloutTree
+from arpo_megatron.weights.engines import Engines, WeightPushError
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="the expectations are those of float32 on a CPU"),
     pytest.mark.timeout(600),
 ]
 
+TOKEN = secrets.token_urlsafe(16)
 TREES = 200
 ENGINES = 2
 FAULTS = {
@@ -113,6 +118,7 @@ class Fleet:
             settings = ServiceSettings(
                 engine_urls=engine_urls,
                 router_url=cuts[0].url if routed else None,
+                engine_token=TOKEN,
                 sandbox_url=tools.url,
                 tokenizer_path=self.model,
                 seed=4,
@@ -138,6 +144,7 @@ def started_fleet(model: Path, folder: Path) -> Iterator[Fleet]:
             port=ports[index],
             scratch=scratch,
             name=f"engine-{index}",
+            token=TOKEN,
         )
         for index in range(ENGINES)
     ]
@@ -146,7 +153,7 @@ def started_fleet(model: Path, folder: Path) -> Iterator[Fleet]:
         scratch, ports[-2], log_path=run.logs / "rollout.log", hang_timeout_s=ENGINE.hang_timeout_s
     )
     urls = [engine.url for engine in engines]
-    router = router_program(ENGINE, urls, log_path=run.logs / "router.log", ports=ports[ENGINES:-2])
+    router = router_program(ENGINE, urls, log_path=run.logs / "router.log", ports=ports[ENGINES:-2], token=TOKEN)
     assert router_program(ENGINE, urls, log_path=run.logs / "router.log", ports=ports[ENGINES:-2], routes=True) is None
     assert router is not None
     with Roles(run.logs) as roles, Supervisor(run, roles, restarts=100) as supervisor:
@@ -170,7 +177,7 @@ def tasks(count: int) -> list[Task]:
 
 
 def grow(handle: RolloutHandle, count: int, progress: Callable[[GrowProgress], None] | None = None) -> GrowReport:
-    settings = replace(GrowSettings.training(JOB), temperature=0.0)
+    settings = replace(GrowSettings.training(JOB), sampling=Sampling(0.0))
     return handle.grow(tasks(count), step=1, version=0, settings=settings, progress=progress)
 
 
@@ -299,6 +306,44 @@ def campaign(fleet: Fleet, expected: GrowReport, *, routed: bool, seed: int) -> 
     fleet.supervisor.check()
 
 
+def test_without_the_token_no_server_does_anything(fleet: Fleet) -> None:
+    """Whoever reaches an engine could replace the policy's weights, or take its memory away."""
+    body = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 1}}
+    posts = {
+        "update_weights_from_disk": {"model_path": str(fleet.model)},
+        "update_weights_from_tensor": {"serialized_named_tensors": []},
+        "init_weights_update_group": {},
+        "release_memory_occupation": {},
+        "abort_request": {"abort_all": True},
+        "flush_cache": {},
+        "arpo/begin_push": {"version": 1, "timeout_s": 1},
+        "arpo/commit_push": {"version": 0, "loads": 1, "timeout_s": 1},
+        "generate": body,
+    }
+    routers = {"generate": body, "flush_cache": {}, "workers": {"url": "http://127.0.0.1:1"}}
+    gets = {"model_info": {}, "server_info": {}}
+    for program in (*fleet.engines, fleet.router):
+        of_router = program is fleet.router
+        asked = [("POST", path, body) for path, body in (routers if of_router else posts).items()]
+        asked += [("GET", "workers", {})] if of_router else [("GET", path, body) for path, body in gets.items()]
+        for method, path, given in asked:
+            for headers in ({}, bearer("another")):
+                answer = requests.request(method, f"{program.url}/{path}", json=given, headers=headers, timeout=10)
+                assert answer.status_code == 401, (program.name, method, path, answer.text)
+        answer = requests.post(f"{program.url}/generate", json=body, headers=bearer(TOKEN), timeout=30)
+        assert answer.status_code == 200, answer.text
+        probe = program.ready if of_router else ALIVE
+        assert requests.get(f"{program.url}{probe}", timeout=10).status_code == 200
+        assert TOKEN not in " ".join(program.command) and TOKEN not in program.log.read_text()
+        assert "401 Client Error" not in program.log.read_text(), "a server does not know its own token"
+    urls = [engine.url for engine in fleet.engines]
+    with pytest.raises(WeightPushError, match="HTTP 401"):
+        Engines(urls, 10.0).begin(1)
+    known = Engines(urls, 10.0, TOKEN)
+    known.wait_until_up(5.0)
+    assert all(len(scores) == 2 for scores in known.start_scores([5, 6, 7])())
+
+
 @pytest.fixture(scope="module")
 def undisturbed(fleet: Fleet) -> GrowReport:
     """The trees as they grow without faults, divided among the engines by their keys."""
@@ -308,7 +353,7 @@ def undisturbed(fleet: Fleet) -> GrowReport:
 
 def test_the_router_finds_each_trees_engine_again(fleet: Fleet, undisturbed: GrowReport) -> None:
     for engine in fleet.engines:
-        requests.post(f"{engine.url}/flush_cache", timeout=10).raise_for_status()
+        requests.post(f"{engine.url}/flush_cache", headers=bearer(TOKEN), timeout=10).raise_for_status()
     with fleet.rollouts(routed=True, seed=0) as (handle, _, _):
         report = grow(handle, TREES // 4)
     check_cached(report)

@@ -12,9 +12,12 @@ from scripted import CharacterCodec, ScriptedEngine
 
 from arpo_megatron.config import AlgorithmConfig
 from arpo_megatron.rollout.accounting import grow_stats, predicted_requests
-from arpo_megatron.rollout.client import EngineClient, EngineRefusedError, EngineUnavailableError, Sampling
-from arpo_megatron.rollout.grower import GrowContext, GrowLimits, PromptTooLongError, TextCodec, TreeGrower
+from arpo_megatron.rollout.client import EngineClient, EngineUnavailableError
+from arpo_megatron.rollout.generation import EngineRefusedError, Sampling
+from arpo_megatron.rollout.grow_context import GrowContext, GrowLimits, PromptTooLongError, TextCodec
+from arpo_megatron.rollout.grower import TreeGrower
 from arpo_megatron.rollout.policies import ArpoPolicy, BranchPolicy, GrpoPolicy, make_policy
+from arpo_megatron.rollout.pool import TREE_FAILURES
 from arpo_megatron.rollout.protocol import result_text
 from arpo_megatron.rollout.record import TreeRecord
 from arpo_megatron.rollout.tools import ToolClient
@@ -219,6 +222,12 @@ def test_a_tree_does_not_depend_on_timing(scripted_engine: Start, sandbox_url: s
     assert all(tree == grown[0] for tree in grown[1:])
 
 
+def answers(entries: Sequence[bytes]) -> int:
+    """Of engine and tools, without what was only prefilled."""
+    record = TreeRecord.of(entries)
+    return sum(map(len, record.sampled.values())) + len(record.answered)
+
+
 def test_a_tree_goes_on_from_whatever_it_had_sampled(scripted_engine: Start, sandbox_url: str) -> None:
     """Cut at 25 moments, one of them after the end: the same tree, and no answer is asked for twice."""
     entries: list[bytes] = []
@@ -232,8 +241,10 @@ def test_a_tree_goes_on_from_whatever_it_had_sampled(scripted_engine: Start, san
         more: list[bytes] = []
         tree, regrown = grow(again.url, sandbox_url, policy, entries=entries[:known], record=more.append)
         assert comparable(tree) == comparable(whole)
-        assert known + len(more) - len(entries) in (0, 1)  # the prompt, for an engine that may not have it any more
-        assert regrown.counts.requests - asked == known + len(more) - len(entries)
+        assert answers(entries[:known]) + answers(more) == answers(entries)
+        again_prefilled = known + len(more) - len(entries)  # for an engine that may not have it any more
+        assert 0 <= again_prefilled <= 1 + sum(children > 1 for children in fork_points(tree))
+        assert regrown.counts.requests - asked == again_prefilled
         assert regrown.counts.tokens_sampled == grower.counts.tokens_sampled
         assert regrown.counts.calls_executed == grower.counts.calls_executed
         assert tree.seconds >= TreeRecord.of(entries[:known]).seconds
@@ -311,10 +322,10 @@ def test_a_finished_answer_ends_the_trajectory_where_the_config_says_so(
         assert tree.segments[1].finish is Finish.END
 
 
-@pytest.mark.parametrize("name", ["arpo", "arpo_reference", "random"])
+@pytest.mark.parametrize("name", ["aepo", "aepo_reference", "arpo", "arpo_reference", "random"])
 def test_every_branching_policy_grows_whole_trees(scripted_engine: Start, sandbox_url: str, name: Any) -> None:
     engine = scripted_engine(ScriptedEngine(planned(*PLAN)))
-    config = AlgorithmConfig(name=name, samples=10, initial=3, entropy_tokens=6)
+    config = AlgorithmConfig(branching=name, samples=10, initial=3, entropy_tokens=6)
     tree, _ = grow(engine.url, sandbox_url, make_policy(config, vocabulary_size=CODEC.vocabulary_size, seed=SEED))
     assert len(tree.leaves()) == 10
     records = [segment.branch for segment in tree.segments if segment.branch is not None]
@@ -366,6 +377,19 @@ def test_a_tool_that_fails_answers_with_an_error_the_model_reads(scripted_engine
     assert record.status == "error"
     assert "ZeroDivisionError" in texts(tree, 3)[2]
     assert tree.segments[3].finish is Finish.END
+
+
+class DenyingCodec(CharacterCodec):
+    """No text that JSON can carry is known to be refused by a tokenizer any more; this one refuses all."""
+
+    def encode_plain(self, text: str) -> list[int]:
+        raise TypeError("not this text")
+
+
+def test_an_answer_that_the_tokenizer_refuses_fails_its_tree_alone(scripted_engine: Start, sandbox_url: str) -> None:
+    engine = scripted_engine(ScriptedEngine(planned(*PLAN)))
+    with pytest.raises(TREE_FAILURES, match="python has answered '2': not this text"):
+        grow(engine.url, sandbox_url, GrpoPolicy(1), codec=DenyingCodec())
 
 
 def test_limits_on_tokens_hold(scripted_engine: Start, sandbox_url: str) -> None:

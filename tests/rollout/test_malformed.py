@@ -15,8 +15,9 @@ from scripted import ScriptedEngine
 from test_grower import CODEC, LIMITS, PROMPT, SEED, arpo, grow, planned, texts
 
 from arpo_megatron.rollout import protocol
-from arpo_megatron.rollout.client import EngineFinish, Generation, Sampling
-from arpo_megatron.rollout.grower import GrowContext, GrowLimits, TreeGrower
+from arpo_megatron.rollout.generation import EngineFinish, Generation, Sampling
+from arpo_megatron.rollout.grow_context import GrowContext, GrowLimits
+from arpo_megatron.rollout.grower import TreeGrower
 from arpo_megatron.rollout.policies import GrpoPolicy, place_seed
 from arpo_megatron.rollout.protocol import result_text
 from arpo_megatron.tree import Finish, Role, RolloutTree
@@ -165,12 +166,15 @@ class ByteEngine:
     asked: dict[int, list[int]] = field(default_factory=dict)
     version: int = 0
 
+    pushes = 0
+
     async def prefill(self, input_ids: Any, **_options: Any) -> tuple[int, int]:
         return len(input_ids), 0
 
     async def generate(
-        self, input_ids: Any, *, max_new_tokens: int, sampling: Sampling, stop: Sequence[str], key: str, routes: None
+        self, input_ids: Any, *, max_new_tokens: int, sampling: Sampling, ready: Any, stop: Sequence[str], **_rest: Any
     ) -> Generation:
+        await ready()
         await asyncio.sleep(0)
         seed = sampling.seed
         assert seed is not None

@@ -20,11 +20,14 @@ from arpo_megatron.rollout.policies import (
     shares,
     uniform_draw,
 )
+from arpo_megatron.rollout.policies.aepo import AepoPolicy
+from arpo_megatron.rollout.policies.aepo_reference import AepoReferencePolicy
+from arpo_megatron.rollout.policies.base import Probe, begin
 from arpo_megatron.tree import Float32Array
 
 CONFIG = AlgorithmConfig(samples=16, initial=8, beam=2, branch_probability=0.5, entropy_weight=0.2, entropy_tokens=4)
 POLICY = ArpoPolicy(CONFIG, vocabulary_size=1000, seed=3)
-BRANCHING = ("arpo", "arpo_reference", "random")
+BRANCHING = ("aepo", "aepo_reference", "arpo", "arpo_reference", "random")
 
 entropies = st.lists(st.floats(0, 7, width=32), min_size=1, max_size=8).map(lambda x: np.array(x, np.float32))
 paths = st.lists(st.integers(0, 20), min_size=1, max_size=8).map(tuple)
@@ -35,7 +38,7 @@ def point(start: Float32Array, after: Float32Array, **fields: object) -> ForkPoi
 
 
 def named(name: Any, **fields: Any) -> AlgorithmConfig:
-    return replace(CONFIG, name=name, **fields)
+    return replace(CONFIG, branching=name, **fields)
 
 
 def array(*values: float) -> Float32Array:
@@ -122,7 +125,7 @@ def test_a_spent_budget_is_named() -> None:
 
 def test_policies_are_made_by_name() -> None:
     assert make_policy(CONFIG, vocabulary_size=9, seed=0) == ArpoPolicy(CONFIG, 9, 0)
-    grpo = make_policy(replace(CONFIG, name="grpo"), vocabulary_size=9, seed=0)
+    grpo = make_policy(replace(CONFIG, branching="grpo"), vocabulary_size=9, seed=0)
     assert grpo == GrpoPolicy(16)
     assert make_policy(named("random"), vocabulary_size=9, seed=2) == RandomPolicy(named("random"), 2)
     reference = make_policy(named("arpo_reference"), vocabulary_size=9, seed=2)
@@ -183,3 +186,34 @@ def test_the_control_arm_forks_as_arpo_does_without_entropy() -> None:
         assert (without.record.dH, without.record.probability) == (0.0, 0.5)
         forks += without.siblings
     assert 70 < forks < 130
+
+
+def test_aepo_begins_with_more_where_the_question_is_less_certain_than_the_tools() -> None:
+    policy = AepoPolicy(CONFIG, vocabulary_size=1000, seed=0, probe_slope=2.0)
+    low, high = array(0.5, 0.5, 0.5, 0.5), array(3, 3, 3, 3)
+    share = 1 / (1 + math.exp(-2.0 * (12 - (2 + 12) / 2) / math.log(1000)))
+    assert policy.plan(Probe(high, (low, high))) == round(16 * share)
+    assert policy.plan(Probe(low, (high,))) < 8 < policy.plan(Probe(high, (low,)))
+    assert policy.plan(Probe(high, ())) == 8
+    steep = replace(policy, probe_slope=1e3)
+    assert (steep.plan(Probe(low, (high,))), steep.plan(Probe(high, (low,)))) == (2, 16)
+    assert begin(policy, 4) == [0, 4, 4, 4]
+
+
+def test_forks_in_a_row_cost_chance() -> None:
+    policy = AepoPolicy(CONFIG, vocabulary_size=1000, seed=0, streak_penalty=0.25)
+    chances = [policy.decide(point(array(1), array(1), streak=streak)).record.probability for streak in range(6)]
+    assert chances == pytest.approx([0.5, 0.375, 0.25, 0.125, 0.0, 0.0])
+
+
+@given(entropies, entropies, entropies, st.integers(0, 500), st.integers(0, 25))
+def test_aepos_reference_is_the_released_codes_arithmetic(
+    start: Float32Array, before: Float32Array, after: Float32Array, step: int, streak: int
+) -> None:
+    policy = AepoReferencePolicy(named("aepo_reference"), vocabulary_size=1000, seed=3)
+    decision = policy.decide(point(start, after, before_entropies=before, step=step, streak=streak))
+    now, initial = (sum(values.tolist()[:20]) / math.log(1000) for values in (before, start))
+    weighed = (1 - decision.record.draw + 0.2 * (now - initial)) * max(0.0, 1 - 0.05 * streak)
+    expected = float(np.clip(weighed, 0, 1)) >= 0.5
+    assert decision.siblings == int(expected) or abs(weighed - 0.5) < 1e-6
+    assert (decision.record.draw < decision.record.probability) == expected or abs(weighed - 0.5) < 1e-6

@@ -33,6 +33,13 @@ def decode(ids: list[int]) -> str:
         ("<think>plan</think> <python>1+1</python>", "</python>", ToolCall("python", {"code": "1+1"})),
         ("<think>a <search> would do</think><python>2</python>", "</python>", ToolCall("python", {"code": "2"})),
         ("<python>print('<search>')</python>", "</python>", ToolCall("python", {"code": "print('<search>')"})),
+        ("<python>print('</think>')</python>", "</python>", ToolCall("python", {"code": "print('</think>')"})),
+        (
+            "<think>a</think><python>'</think><search>'</python>",
+            "</python>",
+            ToolCall("python", {"code": "'</think><search>'"}),
+        ),
+        ("a <python> b</think> c</think><python>d</python>", "</python>", ToolCall("python", {"code": "d"})),
         ("<search>x</search>\n", "</search>", ToolCall("search", {"query": "x"})),
         ("rest of a thought</think><search>y</search>", "</search>", ToolCall("search", {"query": "y"})),
     ],
@@ -51,6 +58,7 @@ def test_usable_calls_are_read(text: str, stop: str, call: ToolCall) -> None:
         ("<python>1</search>", "</search>"),
         ("<search>a <python>1</python>", "</python>"),
         ("<think><search>idea</think></search>", "</search>"),
+        ("<think>a</think><think><python>print(1)</think></python>", "</python>"),
         ("", "</python>"),
     ],
 )
@@ -93,6 +101,11 @@ def test_a_result_keeps_its_tags_within_the_limit(text: str, limit: int) -> None
         assert ids == whole
     else:
         assert text.startswith(decode(ids)[len(" <result>\n") : -len("\n</result>")])
+
+
+def test_half_a_character_of_a_page_is_replaced() -> None:
+    ids = result_tokens("nice \ud83d cut", encode=encode, decode=decode, max_tokens=100)
+    assert decode(ids) == result_text("nice \ufffd cut")
 
 
 def test_a_limit_below_the_tags_is_an_error() -> None:

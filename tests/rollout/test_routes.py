@@ -18,7 +18,8 @@ from arpo_megatron.actor.layout import without_routes
 from arpo_megatron.actor.packing import by_tree, pack_trees
 from arpo_megatron.algorithms.credit import supervised_credit
 from arpo_megatron.config import AlgorithmConfig, EngineConfig, JobConfig, ModelConfig, OptimizerConfig, RolloutConfig
-from arpo_megatron.rollout.client import EngineClient, EngineFinish, Generation, Sampling
+from arpo_megatron.rollout.client import EngineClient
+from arpo_megatron.rollout.generation import EngineFinish, Generation, Sampling
 from arpo_megatron.rollout.messages import CollectTrees, GrowSettings, ServiceSettings
 from arpo_megatron.rollout.record import TreeRecord
 from arpo_megatron.rollout.routes import RouteRequest, RouteShape

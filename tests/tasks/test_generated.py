@@ -33,7 +33,7 @@ def test_every_truth_follows_from_the_question_and_the_facts(seed: int) -> None:
         assert task.ground_truth == str(solve(question(task), made.facts))
         assert task.prompt_text == f"question: {task.messages[-1]['content']}"
         assert task.source == ("qa" if question(task).kind is Kind.LOOKUP else "math")
-    assert all(100 <= value <= 999 for value in made.facts.values())
+    assert all(100 <= int(fact) <= 999 for fact in made.facts.values())
 
 
 def test_the_same_seed_makes_the_same_tasks_and_a_larger_number_only_appends() -> None:
@@ -57,7 +57,7 @@ def test_the_corpus_holds_every_fact_once(tmp_path: Path) -> None:
     made = generate(1, train=30, held_out=10)
     made.write_corpus(tmp_path / "new" / "corpus.jsonl")
     rows = [json.loads(line) for line in (tmp_path / "new" / "corpus.jsonl").read_text().splitlines()]
-    assert rows == [{"text": f"{name} {value}"} for name, value in made.facts.items()]
+    assert rows == [{"text": f"{name} {fact}"} for name, fact in made.facts.items()]
 
 
 names = st.text(NAME_LETTERS, min_size=4, max_size=4)

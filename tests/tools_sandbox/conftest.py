@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -17,6 +18,8 @@ import pytest
 import yaml
 
 from tools_sandbox.client import SandboxClient
+from tools_sandbox.config import PythonConfig
+from tools_sandbox.python_tool.supervisor import CALL_NAME
 
 FACTS = [f"fact{number} value{number}" for number in range(3000)] + ["qzlf 417", "Grüße 7"]
 REMEMBERED = {
@@ -58,7 +61,12 @@ Path("/proc/sys/user/max_user_namespaces").write_text("0")
 linux.forbid_new_privileges()
 linux.drop_capabilities()
 """
-_START = "import sys; os.execv(sys.executable, [sys.executable, '-m', 'tools_sandbox', *sys.argv[1:]])"
+_WITH_OPEN_FILES = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, ({}, {}))\n"
+_START = "import os, sys; os.execv(sys.executable, [sys.executable, '-m', 'tools_sandbox', *sys.argv[1:]])"
+
+
+MOST_WAITING = PythonConfig().ahead
+"""Calls that wait for their code where the configuration says nothing of them."""
 
 
 class Service:
@@ -76,6 +84,24 @@ class Service:
         (zygote,) = (child for child in children if "python_tool.zygote" in " ".join(child.cmdline()))
         return zygote
 
+    def calls(self) -> list[psutil.Process]:
+        """The processes of calls, without those that still wait for one."""
+        supervisors = [each for each in self.zygote().children() if _name(each) == CALL_NAME]
+        return [each for supervisor in supervisors for each in (supervisor, *_below(supervisor))]
+
+    def waiting(self) -> list[psutil.Process]:
+        """The processes directly above a call that is still to come."""
+        return [each for each in self.zygote().children() if _name(each) not in (CALL_NAME, "")]
+
+    def idle(self) -> bool:
+        """Whether no call runs, and no more wait for one than should."""
+        return not self.calls() and len(self.waiting()) <= MOST_WAITING
+
+    def at_work(self) -> list[psutil.Process]:
+        """The service and all its descendants, without those that wait for a call."""
+        idle = {each.pid for supervisor in self.waiting() for each in (supervisor, *_below(supervisor))}
+        return [each for each in self.family() if each.pid not in idle]
+
     def family(self) -> list[psutil.Process]:
         """The service and all its descendants."""
         me = psutil.Process(self.process.pid)
@@ -91,6 +117,19 @@ class Service:
         return found
 
 
+def _name(process: psutil.Process) -> str:
+    """Empty: it is gone."""
+    with suppress(psutil.Error):
+        return process.name()
+    return ""
+
+
+def _below(process: psutil.Process) -> list[psutil.Process]:
+    with suppress(psutil.Error):
+        return process.children(recursive=True)
+    return []
+
+
 StartService = Callable[..., Service]
 
 
@@ -100,6 +139,8 @@ def running(
     *,
     as_nobody: bool = False,
     without_namespaces: bool = False,
+    open_files: int | None = None,
+    soft_open_files: int | None = None,
     env: dict[str, str] | None = None,
 ) -> Iterator[Service]:
     """A service that preloads nothing unless told to; as root the caller may ask for another kind of user."""
@@ -111,6 +152,10 @@ def running(
         (folder / "config.yaml").write_text(yaml.safe_dump(config))
         arguments = ["--port", "0", "--config", str(folder / "config.yaml")]
         before = _AS_NOBODY * as_nobody + _WITHOUT_NAMESPACES * without_namespaces
+        if open_files is not None:
+            before += _WITH_OPEN_FILES.format(open_files, open_files)
+        if soft_open_files is not None:
+            before += _WITH_OPEN_FILES.format(soft_open_files, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
         start = ["-c", before + _START] if before else ["-m", "tools_sandbox"]
         with (folder / "log").open("w") as log:
             process = subprocess.Popen(

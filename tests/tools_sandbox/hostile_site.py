@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import gzip
-import threading
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from aiohttp import web
+from served import serving
 
 PERMITTED = "127.0.0.2"
 FORBIDDEN = "127.0.0.1"
@@ -84,6 +84,24 @@ def _application(site: Site) -> web.Application:
                 return web.Response(
                     body=gzip.compress(HTML.encode())[:-20], headers=html | {"Content-Encoding": "gzip"}
                 )
+            case ["packed", "members"]:
+                half = len(HTML) // 2
+                body = b"".join(gzip.compress(part.encode()) for part in (HTML[:half], "", HTML[half:]))
+                return web.Response(body=body + bytes(100), headers=html | {"Content-Encoding": "gzip"})
+            case ["packed", "member-and-junk"]:
+                body = gzip.compress(HTML.encode()) + b"junk"
+                return web.Response(body=body, headers=html | {"Content-Encoding": "gzip"})
+            case ["packed", "member-and-cut"]:
+                body = gzip.compress(HTML.encode()) + gzip.compress(b"more of it")[:-9]
+                return web.Response(body=body, headers=html | {"Content-Encoding": "gzip"})
+            case ["packed", "members-of-nothing"]:
+                return web.Response(body=gzip.compress(b"") * 50_000, headers=html | {"Content-Encoding": "gzip"})
+            case ["packed", "deflate"]:
+                return web.Response(body=zlib.compress(HTML.encode()), headers=html | {"Content-Encoding": "deflate"})
+            case ["packed", "deflate-alone"]:
+                packer = zlib.compressobj(wbits=-zlib.MAX_WBITS)
+                body = packer.compress(HTML.encode()) + packer.flush()
+                return web.Response(body=body, headers=html | {"Content-Encoding": "deflate"})
             case ["packed"]:
                 return web.Response(body=gzip.compress(HTML.encode()), headers=html | {"Content-Encoding": "gzip"})
             case ["endless"]:
@@ -140,24 +158,6 @@ def _application(site: Site) -> web.Application:
 @contextmanager
 def hostile_site() -> Iterator[Site]:
     """The site, serving in a thread of its own on both addresses, at one port."""
-    site, ready, stop = Site(), threading.Event(), asyncio.Event()
-    loop = asyncio.new_event_loop()
-
-    async def serve() -> None:
-        runner = web.AppRunner(_application(site), shutdown_timeout=0.1)
-        await runner.setup()
-        await web.TCPSite(runner, PERMITTED, 0).start()
-        site.port = runner.addresses[0][1]
-        await web.TCPSite(runner, FORBIDDEN, site.port).start()
-        ready.set()
-        await stop.wait()
-        await runner.cleanup()
-
-    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
-    thread.start()
-    try:
-        assert ready.wait(60)
+    site = Site()
+    with serving(_application(site), PERMITTED, FORBIDDEN) as site.port:
         yield site
-    finally:
-        loop.call_soon_threadsafe(stop.set)
-        thread.join(10)

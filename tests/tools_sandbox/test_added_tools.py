@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import io
+import json
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import requests
+from hypothesis import given
+from hypothesis import strategies as st
 from test_service_process import refused_start, wait_until
 
 from tools_sandbox.client import SandboxClient
+from tools_sandbox.mcp_relay import TOO_LONG, relay
 
 ROOT = Path(__file__).resolve().parents[2]
 SERVER = {"command": sys.executable, "args": [str(Path(__file__).with_name("mcp_server.py"))]}
+CARELESS = {"command": sys.executable, "args": [str(Path(__file__).with_name("careless_mcp_server.py"))]}
 StartService = Callable[..., Any]
 
 
@@ -56,6 +63,10 @@ def test_the_example_package_adds_a_tool(start_service: StartService, installed_
             ["mcp.a", "does not start"],
         ),
         ("mcp: {a: {command: /no/such/program}}", ["mcp.a", "/no/such/program"]),
+        (
+            f"mcp: {{a: {{command: {sys.executable}, args: [{CARELESS['args'][0]}, --broken-schema]}}}}",
+            ['"broken"', "properties.a.type", "leave the tool out"],
+        ),
         (f"mcp: {{a: {{command: {sys.executable}, args: [{SERVER['args'][0]}], tools: [sub]}}}}", ['"sub"', "add"]),
     ],
 )
@@ -87,3 +98,48 @@ def test_tools_of_an_mcp_server_are_called_checked_and_survive_its_death(start_s
     service.process.terminate()
     service.process.wait(10)
     wait_until(lambda: not any(each.is_running() for each in family[1:]))
+
+
+def test_what_an_mcp_server_answers_badly_costs_that_call_alone(start_service: StartService) -> None:
+    service = start_service({"mcp": {"careless": {**CARELESS, "max_chars": 1000}}})
+    with SandboxClient(service.url, retries=0) as client, ThreadPoolExecutor(1) as pool:
+        pid = client.call("pid", {}).text
+        slow = pool.submit(client.call, "slow", {})
+        for name in ("liar", "unknown"):
+            wrong = client.call(name, {"a": 1})
+            assert (wrong.status, "not the fault" in wrong.text) == ("error", True)
+        cut = client.call("large", {"bytes": 2_000_000})
+        assert (cut.status, len(cut.text) < 1100, "2000000 characters in all" in cut.text) == ("ok", True, True)
+        for name in ("large", "id_last"):
+            long = client.call(name, {"bytes": 20_000_000})
+            assert (long.status, "too long" in long.text) == ("error", True)
+        assert client.call("id_hidden", {"bytes": 20_000_000}, timeout_s=1.0).status == "timeout"
+        assert slow.result().text == "slept"
+        assert client.call("pid", {}).text == pid  # it was not started again
+    assert "answers nobody" in service.stderr()
+
+
+@given(st.binary(max_size=300).filter(lambda end: b"\n" not in end), st.lists(st.integers(0, 200), max_size=6))
+def test_lines_within_the_bound_pass_as_they_are_and_others_do_not(end: bytes, sizes: list[int]) -> None:
+    lines = [b"x" * size + b"\n" for size in sizes]
+    out = io.BytesIO()
+    relay(io.BytesIO(b"".join(lines) + end), out, 100)
+    expected = [line for line in lines if len(line) <= 101] + [end] * (len(end) <= 100)
+    assert out.getvalue() == b"".join(expected)
+
+
+@pytest.mark.parametrize("wanted", [7, "seven"])
+def test_whoever_asked_for_a_line_that_is_too_long_is_told(wanted: int | str) -> None:
+    long = {"content": "y" * 1000, "id": 3, "inner": {"id": 4}, "quoted": ',"id":5}'}
+    for message in ({"jsonrpc": "2.0", "id": wanted, "result": long}, {"result": long, "jsonrpc": "2.0", "id": wanted}):
+        out = io.BytesIO()
+        relay(io.BytesIO(json.dumps(message).encode() + b"\n{}\n"), out, 100)
+        told, after = out.getvalue().splitlines()
+        assert (json.loads(told)["id"], json.loads(told)["error"]["code"], after) == (wanted, TOO_LONG, b"{}")
+
+
+def test_a_request_of_the_server_that_is_too_long_answers_nobody() -> None:
+    for message in ({"jsonrpc": "2.0", "id": 7, "method": "y" * 1000}, {"method": "y" * 1000, "id": 7}):
+        out = io.BytesIO()
+        relay(io.BytesIO(json.dumps(message).encode() + b"\n"), out, 100)
+        assert not out.getvalue()

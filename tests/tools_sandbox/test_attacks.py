@@ -18,6 +18,7 @@ import pytest
 from attacks import ATTACKS, Attack
 
 from tools_sandbox.client import SandboxClient
+from tools_sandbox.config import PythonConfig
 
 HONEST_CALLS = 20
 ON_TIME_S = 3.0
@@ -34,18 +35,29 @@ _LIMITS = {
 }
 
 
-@pytest.fixture(scope="module", params=["root", "user"])
+KINDS = ["root", "user", pytest.param("user without namespaces", marks=pytest.mark.slow_campaign)]
+UNBOUNDED_AT_PROCESS = {("disk fill", "inodes"), ("memory bomb", "tmpfs in many files")}
+"""Number and sum of files: only the disk bounds them at level `process` (docs/security.md)."""
+
+
+@pytest.fixture(scope="module", params=KINDS)
 def attacked(request: pytest.FixtureRequest) -> Iterator[tuple[SandboxClient, Any]]:
     from tests.tools_sandbox.conftest import running
 
     if request.param == "root" and os.getuid() != 0:
         pytest.skip("needs root")
-    config = {"limits": _LIMITS, "python": {"preload": ["numpy"], "isolation": "contained"}}
+    without_namespaces, as_nobody = "without" in request.param, "user" in request.param and os.getuid() == 0
+    level = "process" if without_namespaces else "contained"
+    config = {"limits": _LIMITS, "python": {"preload": ["numpy"], "isolation": level}}
     with (
-        running(config, as_nobody=request.param == "user" and os.getuid() == 0, env={"KEY": "s3cret"}) as service,
+        running(config, as_nobody=as_nobody, without_namespaces=without_namespaces, env={"KEY": "s3cret"}) as service,
         SandboxClient(service.url) as client,
     ):
         yield client, service
+
+
+def is_at_process(service: Any) -> bool:
+    return "isolation: level process" in service.stderr()
 
 
 def assert_honest_calls_work(client: SandboxClient) -> None:
@@ -67,9 +79,12 @@ def test_an_attack_is_contained_and_honest_calls_go_on(attacked: tuple[SandboxCl
     began = time.monotonic()
     answer = client.call("python", {"code": code}, timeout_s=attack.timeout_s)
     assert time.monotonic() - began < attack.timeout_s + ON_TIME_S
-    assert "ESCAPED" not in answer.text
-    assert answer.status in attack.status, answer
-    assert attack.said in answer.text
+    if not is_at_process(service):
+        assert answer.status in attack.status, answer
+        assert attack.said in answer.text
+    # At `process` other walls may refuse the same, with other words.
+    if not (is_at_process(service) and (attack.family, attack.name) in UNBOUNDED_AT_PROCESS):
+        assert "ESCAPED" not in answer.text
     assert_honest_calls_work(client)
     # The process that calls are forked from is the same as before, and nothing else has stayed.
     assert service.zygote() == zygote
@@ -108,11 +123,32 @@ ended = os.waitstatus_to_exitcode(os.wait()[1])
 print('one was ended by signal', -ended)
 os.kill(-1, 15)
 """
+SOCKETS = """
+import os, socket, time
+for _ in range(30):
+    if os.fork() == 0:
+        pairs, kept = [], bytearray(b'1') * (8 << 20)  # together half of what is allowed, without the sockets
+        try:
+            while True:
+                pairs.append(socket.socketpair())
+                for end in pairs[-1]:
+                    end.setblocking(False)
+                    try:
+                        while True: end.send(bytes(1 << 16))
+                    except BlockingIOError: pass
+        except OSError: time.sleep(60)
+ended = os.waitstatus_to_exitcode(os.wait()[1])
+print('one was ended by signal', -ended)
+os.kill(-1, 15)
+"""
 
 
-def test_a_memory_bomb_of_many_processes_meets_the_limit_of_the_call(attacked: tuple[SandboxClient, Any]) -> None:
+@pytest.mark.parametrize("code", [MANY, SOCKETS], ids=["of their own", "unread in sockets"])
+def test_memory_that_many_processes_hold_together_meets_the_limit_of_the_call(
+    attacked: tuple[SandboxClient, Any], code: str
+) -> None:
     client, service = attacked
-    answer = client.call("python", {"code": MANY}, timeout_s=20)
+    answer = client.call("python", {"code": code}, timeout_s=20)
     enforced = "control groups: yes" in service.stderr()
     assert ("ended by signal 9" if enforced else "more than 512 MiB of memory") in answer.text
     assert_honest_calls_work(client)
@@ -147,12 +183,35 @@ def test_a_memory_bomb_that_shares_nothing_or_looks_empty_meets_the_limit(
     attacked: tuple[SandboxClient, Any], code: str
 ) -> None:
     client, service = attacked
-    answer = client.call("python", {"code": code}, timeout_s=4)
+    answer = client.call("python", {"code": code}, timeout_s=8)
     if "control groups: yes" not in service.stderr():
         assert "more than 512 MiB of memory" in answer.text
     elif code is EXECUTED:
         assert "ended by signal 9" in answer.text
     assert_honest_calls_work(client)
+
+
+SLOW_OTHERS = """
+import os
+group = os.getpgid(os.getppid())
+tried = [lambda: os.setpriority(os.PRIO_USER, 0, 15), lambda: os.setpriority(os.PRIO_PGRP, group, 15)]
+for pid in PIDS:
+    tried += [lambda: os.setpriority(os.PRIO_PROCESS, pid, 15), lambda: os.sched_setaffinity(pid, {0})]
+    for attempt in tried:
+        try: attempt()
+        except OSError: pass
+os.nice(3), os.sched_getaffinity(0) == os.sched_setaffinity(0, os.sched_getaffinity(0))
+print(os.getpriority(os.PRIO_PROCESS, 0) >= 3)
+"""
+
+
+def test_a_call_has_no_say_over_priority_and_processors_of_others(attacked: tuple[SandboxClient, Any]) -> None:
+    client, service = attacked
+    others = [psutil.Process(service.process.pid), service.zygote()]
+    before = [(other.nice(), other.cpu_affinity()) for other in others]
+    code = SLOW_OTHERS.replace("PIDS", str([other.pid for other in others]))
+    assert client.call("python", {"code": code}).text == "True"
+    assert [(other.nice(), other.cpu_affinity()) for other in others] == before
 
 
 ASYNCIO = """
@@ -163,20 +222,25 @@ async def shout(text):
 async def main():
     return await asyncio.gather(*map(shout, ['ab', 'c']))
 print(asyncio.run(main()))
+ours, theirs = multiprocessing.Pipe()
+ours.send('x' * 10**5); print(len(theirs.recv()))
+"""
+QUEUES = """
 queue = multiprocessing.Queue()
 child = multiprocessing.Process(target=queue.put, args=(7,))
 child.start(); print(queue.get(timeout=5)); child.join()
 with multiprocessing.get_context('fork').Pool(2) as pool: print(pool.map(abs, [-1, -2]))
-ours, theirs = multiprocessing.Pipe()
-ours.send('x' * 10**5); print(len(theirs.recv()))
 """
 
 
 def test_what_honest_code_does_with_processes_works_without_what_is_refused(
     attacked: tuple[SandboxClient, Any],
 ) -> None:
-    client, _ = attacked
-    assert client.call("python", {"code": ASYNCIO}, timeout_s=10).text == "['AB', 'C']\n7\n[1, 2]\n100000"
+    client, service = attacked
+    assert client.call("python", {"code": ASYNCIO}, timeout_s=10).text == "['AB', 'C']\n100000"
+    if not is_at_process(service):  # their locks are files in /dev/shm
+        answer = client.call("python", {"code": ASYNCIO + QUEUES}, timeout_s=10)
+        assert answer.text == "['AB', 'C']\n100000\n7\n[1, 2]"
 
 
 HOLD = """
@@ -203,7 +267,9 @@ def test_descriptors_in_flight_of_another_program_do_not_cost_the_zygote(attacke
     try:
         assert holder.stdout is not None and holder.stdout.readline() == b"ETOOMANYREFS\n"
         began = time.monotonic()
-        assert client.call("python", {"code": "40 + 2"}, timeout_s=5).text == "42"
+        # The first ones may have waited for their code since before.
+        calls = PythonConfig().ahead + 1
+        assert [client.call("python", {"code": "40 + 2"}, timeout_s=5).text for _ in range(calls)] == ["42"] * calls
         assert time.monotonic() - began > 0.3, "nothing was scarce"
     finally:
         holder.kill()
@@ -233,10 +299,15 @@ def test_control_groups_also_count_the_cpu_time_of_children_too_short_to_see(
 
 
 SPIN = "import os\nfor _ in range(24):\n    if os.fork() == 0: break\nwhile True: pass"
-SECRET = "open('secret-4711', 'w').write('4711'); open('/dev/shm/secret-4711', 'w').close()\nimport time; time.sleep(2)"
+SECRET = """
+import contextlib, time
+open('secret-4711', 'w').write('4711')
+with contextlib.suppress(PermissionError): open('/dev/shm/secret-4711', 'w').close()
+time.sleep(2)
+"""
 SPY = """
 import os
-seen = [p for p in os.listdir('/proc') if p.isdigit() and int(p) > 2]
+seen = [p for p in next(os.walk('/proc'), ('', [], []))[1] if p.isdigit() and int(p) > 2]
 for top in ('/tmp', '/dev/shm', '/run', '/var'):
     seen += [f for _, _, files in os.walk(top) for f in files if 'secret' in f]
 seen
@@ -269,7 +340,7 @@ def test_one_call_cannot_take_the_machine_from_others(attacked: tuple[SandboxCli
 def test_the_service_leaves_nothing_behind_after_all_that(attacked: tuple[SandboxClient, Any]) -> None:
     _, service = attacked
     deadline = time.monotonic() + 5
-    while service.zygote().children():
+    while not service.idle():
         assert time.monotonic() < deadline
         time.sleep(0.05)
     assert "Traceback" not in service.stderr()

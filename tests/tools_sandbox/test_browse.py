@@ -8,9 +8,13 @@ import os
 import re
 import resource
 import socket
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +26,13 @@ from hypothesis import strategies as st
 from test_service_process import wait_until
 
 from tools_sandbox.answers import ToolResult
-from tools_sandbox.browse.addresses import AddressPolicy
+from tools_sandbox.browse.addresses import AddressPolicy, _is_own
 from tools_sandbox.browse.fetch import Page
 from tools_sandbox.browse.page import decode, readable
 from tools_sandbox.browse.tool import BrowseArguments, BrowseTool
 from tools_sandbox.client import SandboxClient, SandboxUnavailable
 from tools_sandbox.config import BrowseConfig, ConfigError, SummaryConfig
+from tools_sandbox.tools import in_thread
 
 ALLOW = (f"{PERMITTED}/32",)
 
@@ -72,6 +77,33 @@ def test_addresses_that_are_not_public_are_refused(address: str) -> None:
 )
 def test_public_addresses_are_permitted(address: str) -> None:
     assert AddressPolicy(()).permits(address)
+
+
+def test_this_machine_and_denied_networks_are_refused_although_they_are_public() -> None:
+    assert AddressPolicy((), ["1.1.1.0/24"]).permits("1.0.0.1")
+    assert not AddressPolicy((), ["1.1.1.0/24"]).permits("1.1.1.1")
+    assert AddressPolicy(["1.1.1.1/32"], ["1.1.1.0/24"]).permits("1.1.1.1")
+    assert _is_own(ip_address("127.0.0.1"))
+    assert _is_own(ip_address("::ffff:127.0.0.1"))
+    assert not _is_own(ip_address("1.1.1.1"))
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="gives an interface an address")
+def test_a_public_address_of_this_machine_is_refused() -> None:
+    code = """
+import fcntl, socket, struct
+from tools_sandbox.browse.addresses import AddressPolicy
+from tools_sandbox.python_tool import linux
+linux.unshare(linux.CLONE_NEWNET)
+def have(address):
+    request = struct.pack('16sHH4s8x', b'lo', socket.AF_INET, 0, socket.inet_aton(address))
+    fcntl.ioctl(socket.socket(), 0x8916, request)  # SIOCSIFADDR
+have('127.0.0.1')
+assert AddressPolicy(()).permits('93.184.216.34')
+have('93.184.216.34')
+assert not AddressPolicy(()).permits('93.184.216.34')
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_a_network_that_is_none_is_a_configuration_error() -> None:
@@ -143,6 +175,60 @@ def test_a_name_that_changes_its_address_gains_nothing(site: Site, monkeypatch: 
     assert site.asked == ["/secret"]
 
 
+def test_names_whose_servers_are_silent_hold_up_no_other_work(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A stand-in for a silent name server, which this machine's resolver cannot be pointed at.
+    answers = threading.Event()
+    real = socket.getaddrinfo
+
+    def silent(host: Any, *rest: Any, **more: Any) -> Any:
+        if str(host).startswith("silent"):
+            answers.wait(20)
+        return real(host, *rest, **more)
+
+    monkeypatch.setattr(socket, "getaddrinfo", silent)
+
+    async def run() -> tuple[list[ToolResult], float, str]:
+        tool = BrowseTool(BrowseConfig(enabled=True, allow_networks=ALLOW))
+        # More of them than the threads that asyncio gives to blocking work.
+        names = [BrowseArguments(url=f"http://silent{n}.example/") for n in range(40)]
+        hostile = asyncio.gather(*(tool.run(name, 1.0) for name in names))
+        await asyncio.sleep(0.3)
+        began = time.monotonic()
+        assert await in_thread(lambda: 6 * 7) == 42
+        took_s = time.monotonic() - began
+        page = await tool.run(BrowseArguments(url=f"http://localhost:{site.port}/secret"), 10.0)
+        return await hostile, took_s, page.text
+
+    try:
+        hostile, took_s, page = asyncio.run(run())
+    finally:
+        answers.set()
+    assert {each.status for each in hostile} == {"timeout"}
+    assert took_s < 0.5
+    assert "is refused" in page  # it was resolved, to an address of this machine
+
+
+def test_work_that_no_thread_has_begun_ends_with_its_call() -> None:
+    began = list[int]()
+
+    async def run() -> float:
+        release = threading.Event()
+        busy = [asyncio.create_task(in_thread(release.wait)) for _ in range(32)]
+        await asyncio.sleep(0.1)
+        waiting = asyncio.create_task(in_thread(began.append, 1))
+        await asyncio.sleep(0.1)
+        waiting.cancel()
+        since = time.monotonic()
+        await asyncio.wait([waiting], timeout=5)
+        took_s = time.monotonic() - since
+        release.set()
+        await asyncio.gather(*busy)
+        return took_s
+
+    assert asyncio.run(run()) < 1
+    assert not began
+
+
 @pytest.mark.parametrize("path", ["/bomb", "/bomb-of-bombs"])
 def test_a_gzip_bomb_is_cut_in_little_memory(site: Site, path: str) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -162,6 +248,22 @@ def test_a_packed_page_that_ends_too_early_says_that_it_is_cut(site: Site) -> No
     assert "cut" not in whole
     cut = browse(site.url("/packed-and-cut")).text
     assert re.fullmatch(r".*417 inhabitants.*\[page cut after \d+ bytes\]", cut, re.DOTALL)
+
+
+@pytest.mark.parametrize("path", ["/packed/members", "/packed/deflate", "/packed/deflate-alone"])
+def test_packed_pages_are_read_whole(site: Site, path: str) -> None:
+    assert browse(site.url(path)).text == browse(site.url("/page")).text
+
+
+@pytest.mark.parametrize("path", ["/packed/member-and-junk", "/packed/member-and-cut"])
+def test_what_cannot_be_unpacked_behind_a_page_is_noted(site: Site, path: str) -> None:
+    assert re.fullmatch(r".*417 inhabitants.*\[page cut after \d+ bytes\]", browse(site.url(path)).text, re.DOTALL)
+
+
+def test_a_million_bytes_of_nothing_cost_no_time(site: Site) -> None:
+    began = time.process_time()
+    assert browse(site.url("/packed/members-of-nothing")).status in ("ok", "error")
+    assert time.process_time() - began < 2
 
 
 def test_a_body_without_end_is_read_up_to_the_limit(site: Site) -> None:
@@ -204,6 +306,9 @@ def test_no_cookie_is_kept(site: Site) -> None:
 def test_robots_are_honoured_where_configured(site: Site) -> None:
     assert "robots.txt" in browse(site.url("/page"), robots=True).text
     assert browse(site.url("/secret"), robots=True).text == SECRET
+    site.asked.clear()
+    assert "robots.txt" in browse(site.url("/chain/1"), robots=True).text  # it leads to /page
+    assert "/page" not in site.asked
 
 
 def test_a_page_is_summarised_by_a_model_where_configured(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:

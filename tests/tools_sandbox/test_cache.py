@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -287,6 +288,59 @@ def test_a_full_disk_and_a_damaged_file_cost_no_answer(tmp_path: Path) -> None:
     (tmp_path / "d.db").write_bytes(b"this is no database" * 1000)
     with pytest.raises(ConfigError, match="may be deleted"):
         AnswerCache(CacheConfig(sqlite_path=tmp_path / "d.db"))
+
+
+def test_bytes_that_were_changed_are_no_answer_and_no_traceback(tmp_path: Path) -> None:
+    path, count = tmp_path / "c.db", 60
+
+    async def ask(expected: Callable[[str], str]) -> None:
+        cache = AnswerCache(CacheConfig(sqlite_path=path))
+        for number in range(count):
+
+            async def execute(key: str = str(number)) -> tuple[ToolResult, float]:
+                return ToolResult("ok", expected(key)), 0.0
+
+            answer = await cache.answer(str(number), execute)
+            assert (answer.status, answer.text) == ("ok", expected(str(number)))
+        cache.close()
+
+    def text(key: str) -> str:
+        return f"answer of {key} " * 20
+
+    asyncio.run(ask(text))
+    whole, random = path.read_bytes(), Random(1)
+    refused = 0
+    for trial in range(40):
+        damaged = bytearray(whole)
+        for _ in range((1, 20, 200)[trial % 3]):
+            damaged[random.randrange(100, len(damaged))] = random.randrange(256)
+        for each in tmp_path.glob("c.db*"):
+            each.unlink()
+        path.write_bytes(damaged)
+        try:
+            asyncio.run(ask(text))
+        except ConfigError as error:
+            refused += 1
+            assert "may be deleted" in str(error)
+            assert "\n" not in str(error)
+    assert refused < 40
+
+
+def test_a_file_of_another_layout_is_begun_anew(tmp_path: Path) -> None:
+    path = tmp_path / "c.db"
+    with contextlib.closing(sqlite3.connect(path)) as database, database:
+        database.execute("CREATE TABLE results (id INTEGER PRIMARY KEY, key TEXT UNIQUE, status TEXT, text TEXT)")
+        database.execute("INSERT INTO results (key, status, text) VALUES ('k', 'ok', '\"old\"')")
+
+    async def run() -> list[bool]:
+        cached = []
+        for _ in range(2):
+            cache = AnswerCache(CacheConfig(sqlite_path=path))
+            cached.append((await cache.answer("k", Counting())).cached)
+            cache.close()
+        return cached
+
+    assert asyncio.run(run()) == [False, True]
 
 
 def test_text_that_is_no_unicode_survives_the_file(tmp_path: Path) -> None:

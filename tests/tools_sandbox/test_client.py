@@ -29,18 +29,15 @@ def test_64_threads_and_256_coroutines_each_get_their_own_answer(service: Any, c
 
 
 def test_a_slow_call_does_not_hold_up_others(service: Any) -> None:
-    async def race() -> float:
+    async def race() -> None:
         async with AsyncSandboxClient(service.url) as twin:
-            slow = asyncio.create_task(twin.call("python", {"code": "import time; time.sleep(2)"}))
-            began = time.monotonic()
+            slow = asyncio.create_task(twin.call("python", {"code": "import time; time.sleep(8)"}))
             await asyncio.gather(*(twin.call("search", {"query": f"fact{i}"}) for i in range(20)))
             await twin.call("python", {"code": "1"})
-            elapsed_s = time.monotonic() - began
             assert not slow.done()
             slow.cancel()
-            return elapsed_s
 
-    assert asyncio.run(race()) < 1.5
+    asyncio.run(race())
 
 
 def test_an_unknown_tool_is_refused_with_the_list_of_tools(client: SandboxClient) -> None:
@@ -86,6 +83,12 @@ def test_an_unreachable_service_is_a_clear_error_after_bounded_retries() -> None
         with pytest.raises(SandboxUnavailable, match="3 attempt"):
             asyncio.run(twin())
         assert time.monotonic() - began < 5
+
+
+def test_an_address_without_its_scheme_is_a_clear_error() -> None:
+    for client in (SandboxClient, AsyncSandboxClient):
+        with pytest.raises(ValueError, match="http://"):
+            client("127.0.0.1:8000")
 
 
 def test_a_silent_service_counts_as_unavailable() -> None:

@@ -25,10 +25,11 @@ assert tools_sandbox.__file__.startswith(sys.argv[1]), tools_sandbox.__file__
 import tools_sandbox.client, tools_sandbox.server, tools_sandbox.worker, tools_sandbox.mcp_tools
 import tools_sandbox.search.tool, tools_sandbox.browse.tool, tools_sandbox.browse.page, tools_sandbox.bench_search
 from tools_sandbox.config import SandboxConfig
+from tools_sandbox.descriptors import Budget
 from tools_sandbox.service import Call, ToolService
 
 async def main():
-    service = ToolService(SandboxConfig())
+    service = ToolService(SandboxConfig(), Budget(100, 75))
     await service.start()
     print((await service.call(Call("python", {"code": "6 * 7"}, "", 10.0))).text)
     await service.stop()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,10 +33,16 @@ def walled(request: pytest.FixtureRequest) -> Iterator[tuple[SandboxClient, Any]
         pytest.skip("the other kinds already run as an ordinary user")
     level = "process" if "no-namespaces" in request.param else "contained"
     with (
-        running({"python": {"isolation": level}}, env={"SECRET": "s3cret"}, **KINDS[request.param]) as service,
+        tempfile.TemporaryDirectory() as folder,
+        running({"python": {"isolation": level}}, env=environment(folder), **KINDS[request.param]) as service,
         SandboxClient(service.url) as client,
     ):
         yield client, service
+
+
+def environment(folder: str) -> dict[str, str]:
+    Path(folder).chmod(0o777)
+    return {"SECRET": "s3cret", "TMPDIR": folder}
 
 
 def stands(service: Any, mechanism: str) -> bool:
@@ -73,6 +80,35 @@ except OSError:
 """
     answer = client.call("python", {"code": code})
     assert answer.text == "{} [0, 1, 2]\nTrue []\nFalse"
+
+
+def test_a_call_cannot_read_where_the_service_lies_in_its_command_line(walled: tuple[SandboxClient, Any]) -> None:
+    client, service = walled
+    _, *arguments = service.zygote().cmdline()  # the interpreter may be that of a .venv in this very clone
+    line = " ".join(arguments)
+    assert str(Path(__file__).parents[2]) not in line
+    assert "memory_mb" not in line
+    answer = client.call("python", {"code": "open('/proc/self/cmdline').read()"})
+    assert answer.text == "\0".join([*service.zygote().cmdline(), ""]) or "PermissionError" in answer.text
+
+
+# Should it get away, it ends itself.
+BOMB = """
+import os, time
+end = time.monotonic() + 20
+while time.monotonic() < end:
+    if os.fork() == 0: os.setsid()
+"""
+
+
+def test_a_fork_bomb_ends_with_its_call(walled: tuple[SandboxClient, Any]) -> None:
+    client, service = walled
+    began = time.monotonic()
+    assert client.call("python", {"code": BOMB}, timeout_s=1).status in ("timeout", "error")
+    assert time.monotonic() - began < 6
+    _, left = psutil.wait_procs(service.calls(), timeout=2)  # the supervisor itself ends behind its answer
+    assert not left
+    assert client.call("python", {"code": "6 * 7"}, timeout_s=5).text == "42"
 
 
 def test_processes_left_behind_are_gone_when_the_answer_comes(walled: tuple[SandboxClient, Any]) -> None:
@@ -119,6 +155,14 @@ def test_numerical_libraries_work_inside(walled: tuple[SandboxClient, Any]) -> N
     pools = "from concurrent.futures import ProcessPoolExecutor as P\nsum(P(2).map(abs, [-1, -2]))"
     if stands(walled[1], "mount namespace"):  # its locks are files in /dev/shm
         assert client.call("python", {"code": pools}).text == "3"
+
+
+def test_what_fails_as_threads_are_waited_for_is_no_failure_of_the_code(walled: tuple[SandboxClient, Any]) -> None:
+    client, _ = walled
+    # What a pool of processes does now and then: a pipe that it closes twice.
+    code = "import os, threading\nthreading._register_atexit(lambda: os.close(99))\n6 * 7"
+    answer = client.call("python", {"code": code})
+    assert (answer.status, answer.text) == ("ok", "42")
 
 
 @pytest.mark.parametrize("level", ["contained", "full"])
@@ -202,8 +246,7 @@ print('made')
 
 def test_deep_and_locked_folders_do_not_outlive_the_call(walled: tuple[SandboxClient, Any]) -> None:
     client, service = walled
-    root = Path(service.zygote().cmdline()[-1].split('"')[3])
-    assert root.name.startswith("tools_sandbox-")
+    (root,) = Path(psutil.Process(service.process.pid).environ()["TMPDIR"]).glob("tools_sandbox-*")
     assert client.call("python", {"code": DEEP}, timeout_s=20).text == "made"
     assert client.call("python", {"code": "6 * 7"}).text == "42"
     assert not list(root.iterdir())
@@ -217,6 +260,7 @@ def groups_of(zygote: int) -> list[Path]:
 
 def test_the_filter_is_made_for_both_architectures() -> None:
     for machine in ("x86_64", "aarch64"):
-        program = seccomp.program(machine)
-        assert len(program) % 8 == 0
-        assert 100 < len(program) // 8 < 4096
+        for among_others in (False, True):
+            program = seccomp.program(machine, among_others=among_others)
+            assert len(program) % 8 == 0
+            assert 100 < len(program) // 8 < 4096

@@ -142,7 +142,7 @@ def test_every_call_of_a_mixed_load_is_answered_once_and_rightly(
         "workers": 2,
     }
     service = start_service(config, env={"TMPDIR": str(place), "SERVICE_SECRET": SECRET_VARIABLE})
-    family_before, folders_before = len(service.family()), sorted(each.name for each in place.iterdir())
+    family_before, folders_before = len(service.at_work()), sorted(each.name for each in place.iterdir())
     mounts_before = len(Path("/proc/mounts").read_text().splitlines())
     before = namespaces(psutil.pids())
     load = Load(service, site, calls, kills)
@@ -156,9 +156,9 @@ def test_every_call_of_a_mixed_load_is_answered_once_and_rightly(
     assert sum(health["answered"].values()) == calls
     executed = metric(service, "tools_sandbox_execution_seconds_count", tool="python")
     assert executed == load.executions_due  # none twice
-    wait_until(lambda: len(service.family()) == family_before)
+    wait_until(lambda: service.idle() and len(service.at_work()) == family_before)
     assert sorted(each.name for each in place.iterdir()) == folders_before
     assert len(Path("/proc/mounts").read_text().splitlines()) == mounts_before
-    wait_until(lambda: not namespaces(each.pid for each in service.family()) - before)
+    wait_until(lambda: not namespaces(each.pid for each in service.at_work()) - before)
     # Answers of the last 4096 calls are kept for retries; a leak of 1 kB a call would show in the long run.
     assert load.rss_mb[calls] - load.rss_mb[calls // 2] < 4.0, load.rss_mb

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import threading
 import time
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from served import serving
 from test_service_process import refused_start
 
 from tools_sandbox.client import SandboxClient
@@ -46,34 +46,17 @@ class Engine:
 
 
 @contextmanager
-def serving() -> Iterator[Engine]:
-    engine, ready, stop = Engine(), threading.Event(), asyncio.Event()
-    loop = asyncio.new_event_loop()
-
-    async def serve() -> None:
-        app = web.Application()
-        app.router.add_route("*", "/{name}", engine.answer)
-        runner = web.AppRunner(app, shutdown_timeout=0.1)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        engine.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        ready.set()
-        await stop.wait()
-        await runner.cleanup()
-
-    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
-    thread.start()
-    try:
-        assert ready.wait(20)
+def serving_engine() -> Iterator[Engine]:
+    engine, app = Engine(), web.Application()
+    app.router.add_route("*", "/{name}", engine.answer)
+    with serving(app) as port:
+        engine.url = f"http://127.0.0.1:{port}"
         yield engine
-    finally:
-        loop.call_soon_threadsafe(stop.set)
-        thread.join(10)
 
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
-    with serving() as running:
+    with serving_engine() as running:
         yield running
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -145,6 +147,59 @@ def test_an_index_is_built_once_until_the_content_of_a_source_changes(tmp_path: 
     assert SearchIndex(tmp_path / "index").ranked("alpha", 1) == ["alpha 2"]
     assert SearchIndex(tmp_path / "index").fingerprint != fingerprint
     assert not is_current(replace(config, snippet_chars=10))
+
+
+def put(path: Path, content: bytes) -> None:
+    """In a new file: the library may still be reading the old one, mapped into memory, in a thread of its own."""
+    path.unlink()
+    path.write_bytes(content)
+
+
+def cut(path: Path) -> None:
+    content = path.read_bytes()
+    put(path, content[: len(content) // 2])
+
+
+def zero(path: Path) -> None:
+    content = path.read_bytes()
+    kept = len(content) // 3
+    put(path, content[:kept] + bytes(len(content) - kept))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "damage"),
+    [
+        ("bm25/*.store", cut),
+        ("bm25/*.store", zero),
+        ("bm25/*.idx", zero),
+        ("bm25/*.idx", Path.unlink),
+        ("bm25/meta.json", Path.unlink),
+        ("remembered.db", cut),
+        ("index.json", lambda path: path.write_text("{}")),
+        ("index.json", lambda path: path.write_text("[]")),
+    ],
+)
+def test_a_damaged_index_is_built_again(tmp_path: Path, pattern: str, damage: Callable[[Path], object]) -> None:
+    (tmp_path / "c.jsonl").write_text("".join(json.dumps({"text": f"fact{n} value{n}"}) + "\n" for n in range(300)))
+    config = SearchConfig(sources=(Source(tmp_path / "c.jsonl", "jsonl"),), index_path=tmp_path / "index")
+    build(config)
+    SearchIndex(tmp_path / "index").ranked("fact7", 1)
+    assert is_current(config)  # what opening it leaves is no damage
+    for path in (tmp_path / "index").rglob("*"):
+        os.utime(path)  # nor is what a copy changes
+    assert is_current(config)
+    damage(next((tmp_path / "index").glob(pattern)))
+    assert not is_current(config)
+    build(config)
+    assert SearchIndex(tmp_path / "index").ranked("fact7", 1) == ["fact7 value7"]
+
+
+def test_an_index_that_cannot_be_opened_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "c.jsonl").write_text('{"text": "fact"}\n')
+    opened(tmp_path, Source(tmp_path / "c.jsonl", "jsonl"))
+    (tmp_path / "index" / "bm25" / "meta.json").unlink()
+    with pytest.raises(ConfigError, match=r"index_path.*may be deleted"):
+        SearchIndex(tmp_path / "index")
 
 
 def test_builders_at_once_build_once_and_a_killed_one_leaves_nothing(tmp_path: Path) -> None:

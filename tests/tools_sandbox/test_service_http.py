@@ -127,7 +127,7 @@ def test_a_call_whose_caller_goes_away_is_ended(start_service: StartService, req
     service = start_service({"orphan_s": 0.5})
     post_and_hang_up(service, 0.3, arguments=sleeping(60), request_id=request_id)
     wait_until(lambda: running_calls(service) == 0)
-    wait_until(lambda: len(service.family()) == 2)  # the service and the process that calls are forked from
+    wait_until(lambda: len(service.at_work()) == 2)  # the service and the process that calls are forked from
     assert executions(service) == 0
     assert "Traceback" not in service.stderr()
 

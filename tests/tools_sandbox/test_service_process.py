@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -97,10 +98,10 @@ def test_a_signal_ends_the_service_cleanly_also_with_calls_in_flight(
     callers = [threading.Thread(target=call) for _ in range(4)]
     for caller in callers:
         caller.start()
-    wait_until(lambda: running_calls(service) == 4 and len(service.family()) >= 6)
+    wait_until(lambda: running_calls(service) == 4 and len(service.at_work()) >= 6)
     family = service.family()  # service, zygote, at least one process a call
     service.process.send_signal(number)
-    assert service.process.wait(3) == 0
+    assert service.process.wait(10) == 0
     wait_until_gone(family[1:], 0.5)
     for caller in callers:
         caller.join(5)
@@ -139,6 +140,81 @@ def test_a_killed_zygote_is_replaced(start_service: StartService) -> None:
         zygote.kill()
         psutil.wait_procs([zygote], timeout=3)
         assert [client.call("python", {"code": "2"}).text for _ in range(3)] == ["2"] * 3
+
+
+def test_calls_wait_behind_their_walls_for_their_code_and_are_used_once(start_service: StartService) -> None:
+    service = start_service({"python": {"ahead": 3}})
+    with SandboxClient(service.url) as client:
+        assert client.call("python", {"code": "1"}).text == "1"
+        for name in "abcd":
+            wait_until(lambda: len(service.waiting()) == 3)
+            before = {each.pid for each in service.waiting()}
+            answer = client.call("python", {"code": f"import os\nopen('{name}', 'w').close(); os.listdir()"})
+            assert answer.text == f"['{name}']"
+            assert len(before - {each.pid for each in service.waiting()}) == 1
+        # Whatever becomes of one that waits, the next call is answered.
+        for number, _ in enumerate(("supervisor", "init", "worker")):
+            wait_until(lambda: [len(each.children(recursive=True)) for each in service.waiting()] == [2] * 3)
+            victims = [[each, *each.children(recursive=True)][number] for each in service.waiting()]
+            for victim in victims:
+                victim.kill()
+            psutil.wait_procs(victims, timeout=2)
+            assert [client.call("python", {"code": "6 * 7"}).text for _ in range(5)] == ["42"] * 5
+        wait_until(lambda: [len(each.children(recursive=True)) for each in service.waiting()] == [2] * 3)
+        time.sleep(0.5)  # for the last worker's walls
+        for supervisor in service.waiting():
+            worker = supervisor.children(recursive=True)[-1]
+            status = dict(line.split(":\t", 1) for line in Path(f"/proc/{worker.pid}/status").read_text().splitlines())
+            assert (status["Seccomp"], int(status["CapEff"], 16), status["NoNewPrivs"]) == ("2", 0, "1")
+    family = service.family()
+    assert len(family) >= 11
+    service.process.terminate()
+    assert service.process.wait(10) == 0
+    wait_until_gone(family[1:], 1)
+
+
+def test_no_call_waits_where_the_kernel_does_not_hide_it(start_service: StartService) -> None:
+    service = start_service({"python": {"isolation": "process"}}, without_namespaces=True)
+    with SandboxClient(service.url) as client:
+        assert [client.call("python", {"code": "6 * 7"}).text for _ in range(3)] == ["42"] * 3
+        time.sleep(0.3)
+    assert not service.waiting()
+    assert not service.calls()
+
+
+def test_what_a_service_and_a_zygote_that_were_killed_leave_is_removed_by_the_next(
+    start_service: StartService, tmp_path: Path
+) -> None:
+    env = {"TMPDIR": str(tmp_path)}
+    tmp_path.chmod(0o755)
+    service = start_service(env=env)
+    family = service.family()
+    for each in reversed(family):
+        each.kill()
+    wait_until_gone(family, 3)
+    (left,) = tmp_path.glob("tools_sandbox-python-*")
+    start_service(env=env)
+    assert not left.exists()
+    assert len(list(tmp_path.glob("tools_sandbox-python-*"))) == 1
+
+
+def test_calls_wait_for_a_zygote_that_cannot_be_started_for_a_while(
+    start_service: StartService, tmp_path: Path
+) -> None:
+    folder, away = tmp_path / "here", tmp_path / "away"
+    folder.mkdir()
+    service = start_service(env={"TMPDIR": str(folder)})
+    with SandboxClient(service.url) as client, ThreadPoolExecutor(1) as pool:
+        zygote = service.zygote()
+        folder.rename(away)
+        zygote.kill()
+        psutil.wait_procs([zygote], timeout=3)
+        answer = pool.submit(client.call, "python", {"code": "2"})
+        wait_until(lambda: "cannot be started" in service.stderr())
+        assert requests.get(f"{service.url}/health", timeout=5).json()["python"]["alive"] is False
+        away.rename(folder)
+        assert answer.result(20).text == "2"
+    assert requests.get(f"{service.url}/health", timeout=5).json()["python"] == {"alive": True, "restarts": 1}
 
 
 def test_a_token_guards_calls_but_not_health(start_service: StartService) -> None:

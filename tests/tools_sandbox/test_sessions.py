@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,18 @@ open('note', 'w').write('kept')
     assert say("x = 10; same.a[0] = 7; f()", state="go/1", keep="go/2").text == "12"
     after = "f(), a is same, a.double().tolist(), isinstance(a, A), open('note').read(), np.pi > 3"
     assert say(after, state="go/2").text == "(12, True, [14, 2, 4], True, 'kept', True)"
+
+
+def test_a_large_state_leaves_the_code_its_memory(start_service: Callable[..., Any], tmp_path: Path) -> None:
+    limits = {"state_mb": 64, "memory_mb": 256}
+    service = start_service({"python": {"session_dir": str(tmp_path)}, "limits": limits})
+    with SandboxClient(service.url) as client:
+        code = "import os; kept = os.urandom(60 << 20)"
+        assert client.call("python", {"code": code, "keep": "large"}, timeout_s=20).status == "ok"
+        # Loaded once more, and 120 MiB beside it.
+        code = "more = bytearray(120 << 20); len(kept) >> 20"
+        answer = client.call("python", {"code": code, "state": "large"}, timeout_s=20)
+        assert (answer.status, answer.text) == ("ok", "60")
 
 
 def test_branches_of_one_state_do_not_see_each_other(session: tuple[Say, Any]) -> None:
@@ -116,7 +129,7 @@ def test_states_outlive_the_service_and_nothing_runs_between_calls(
         with SandboxClient(service.url) as client:
             answer = client.call("python", {"code": code, "state": state, "keep": keep})
             assert (answer.status, answer.text) == ("ok", said)
-            _, running = psutil.wait_procs(service.zygote().children(), timeout=5)
+            _, running = psutil.wait_procs(service.calls(), timeout=5)
             assert not running
         service.process.kill()
         service.process.wait()
@@ -168,6 +181,21 @@ def test_a_model_is_not_told_of_the_names_of_states(session: tuple[Say, Any]) ->
     assert list(python["arguments"]["properties"]) == ["code"]
     refused = requests.post(f"{service.url}/call", json={"tool": "python", "arguments": {"cod": "1"}}).json()["text"]
     assert refused.endswith("It takes: code.")
+
+
+def test_a_state_cleaned_away_while_it_is_read_is_not_taken_for_an_older_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = SessionStore(tmp_path, 1)
+    store.write("t", "s", b"old")
+    store.write("t/0", "s", b"new")
+
+    # A double, since the moment between two system calls cannot be met otherwise.
+    def cleaned_away(path: Path) -> None:
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(os, "utime", cleaned_away)
+    assert store.read("t/0", "s") == b"new"
 
 
 def test_the_store_stays_within_its_bound_and_keeps_what_was_used_last(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ def main() -> None:
         time.sleep(600)
 
     requests = Engines([url], timeout_s=20.0)
-    WeightSync(requests, Broadcast(requests), verify_every=None).push(buckets(), version)
+    WeightSync(requests, Broadcast(requests), verify_every=0).push(buckets(), version)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,18 @@
 """Pushes into a real SGLang server: the engine's next log-probs are those of the trainer's weights, or it is silent."""
 
+import base64
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +22,13 @@ import requests
 import torch
 from tiny_models import VOCABULARY, make, megatron_logprobs, reference_logprobs, sample_tokens
 
+from arpo_megatron.agreement import GAP_LIMITS
 from arpo_megatron.config import EngineConfig, ParallelConfig
 from arpo_megatron.rollout.server import EngineHandle, launch_engine
 from arpo_megatron.weights import transports
 from arpo_megatron.weights.checksums import Sample
-from arpo_megatron.weights.engines import Engines, WeightPushError
-from arpo_megatron.weights.sync import WeightSync, probe_gap
+from arpo_megatron.weights.engines import Engine, Engines, WeightPushError
+from arpo_megatron.weights.sync import LONG_PROBE_TOKENS, PROBE_TOKENS, WeightSync, probe_gap
 from arpo_megatron.weights.transports import Broadcast, Bucket, Disk, SharedMemory, Transport
 
 HERE = Path(__file__).parent
@@ -59,10 +64,14 @@ def engine(model: Path) -> Iterator[EngineHandle]:
 
 @contextmanager
 def weight_sync(
-    url: str, make_transport: Callable[[Engines], Transport] = Broadcast, timeout_s: float = TIMEOUT_S
+    url: str,
+    make_transport: Callable[[Engines], Transport] = Broadcast,
+    timeout_s: float = TIMEOUT_S,
+    *,
+    verify_every: int = 1,
 ) -> Iterator[WeightSync]:
     requests = Engines([url], timeout_s)
-    sync = WeightSync(requests, make_transport(requests), verify_every=1)
+    sync = WeightSync(requests, make_transport(requests), verify_every=verify_every)
     try:
         yield sync
     finally:
@@ -147,6 +156,62 @@ def test_every_tensor_of_the_model_can_be_found_in_the_engine(engine: EngineHand
         assert {piece.checksum for piece in held[name]} == {int((bits * (2 * place + 1)).sum()) % 2**64}, name
 
 
+def transposed(projection: str) -> Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
+    name = f"model.layers.1.self_attn.{projection}.weight"
+    return lambda tensors: {name: tensors[name].T.contiguous()}
+
+
+def of_swapped_layers(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The layers' tensors under each other's names."""
+    others = {"layers.0.": "layers.1.", "layers.1.": "layers.0."}
+    return {name.replace(own, others[own]): tensor for own in others for name, tensor in tensors.items() if own in name}
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(
+    "wrong",
+    [of_swapped_layers, *(transposed(name) for name in ("q_proj", "k_proj", "v_proj", "o_proj"))],
+    ids=["swapped-layers", "q", "k", "v", "o"],
+)
+def test_the_short_probe_notices_what_a_plain_push_has_put_in_a_wrong_place(
+    engine: EngineHandle, tmp_path: Path, wrong: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
+) -> None:
+    from arpo_megatron.weights.export import hf_tensors
+
+    model, shape, _ = trainer(tmp_path, 2)
+    tensors = {name: tensor.detach() for name, tensor in hf_tensors([model], shape)}
+    gaps = []
+    with weight_sync(engine.url, verify_every=0) as sync:
+        for pushed in (tensors, tensors, tensors | wrong(tensors)):
+            probe = TOKENS[: sync.push([list(pushed.items())], 2).probe_tokens]
+            with torch.no_grad():
+                wanted = megatron_logprobs(model, probe).numpy()
+            gaps.append(probe_gap(wanted, sync.engines.start_scores(probe.tolist())()[0]))
+    assert len(probe) == PROBE_TOKENS
+    assert max(gaps[:2]) < GAP_LIMITS["float32"] / 10
+    assert gaps[2] > GAP_LIMITS["float32"] * 3
+
+
+def test_an_engines_first_push_one_after_a_failure_and_every_nth_are_verified(engine: EngineHandle) -> None:
+    thorough, plain = (LONG_PROBE_TOKENS, (NORM[0],)), (PROBE_TOKENS, ())
+
+    def pushes(sync: WeightSync, count: int) -> list[tuple[int, tuple[str, ...]]]:
+        reports = [sync.push([[NORM]], 3) for _ in range(count)]
+        return [(report.probe_tokens, report.verified) for report in reports]
+
+    with weight_sync(engine.url, verify_every=0) as sync:
+        assert pushes(sync, 4) == [thorough, plain, plain, plain]
+    with weight_sync(engine.url, verify_every=3) as sync:
+        assert pushes(sync, 5) == [thorough, plain, plain, thorough, plain]
+        with pytest.raises(WeightPushError, match="Failed to update"):
+            sync.push([[("model.norm.weight", torch.ones(7))]], 4)
+        assert pushes(sync, 2) == [thorough, plain]
+    requests = Engines([engine.url], TIMEOUT_S)
+    quantized = WeightSync(requests, Broadcast(requests), verify_every=2, comparable=False)
+    assert pushes(quantized, 3) == [(LONG_PROBE_TOKENS, ()), plain, (LONG_PROBE_TOKENS, ())]
+    quantized.close()
+
+
 class Corrupting(Broadcast):
     """Changes the lowest bit of one element of each tensor on its way."""
 
@@ -162,11 +227,10 @@ def test_one_wrong_bit_on_the_engine_is_found_by_its_checksum(engine: EngineHand
     from arpo_megatron.weights.export import hf_buckets
 
     model, shape, _ = trainer(tmp_path, 8)
-    with (
-        weight_sync(engine.url, Corrupting) as sync,
-        pytest.raises(WeightPushError, match=r"is not what the trainer sent: checksum \w{16} instead of"),
-    ):
-        sync.push(hf_buckets([model], shape, BUCKET_BYTES), 8)
+    with weight_sync(engine.url, Corrupting, verify_every=0) as sync:
+        for _ in range(2):  # the next attempt is looked at too
+            with pytest.raises(WeightPushError, match=r"is not what the trainer sent: checksum \w{16} instead of"):
+                sync.push(hf_buckets([model], shape, BUCKET_BYTES), 8)
 
 
 def test_a_generation_under_way_is_waited_for_and_new_ones_are_refused(engine: EngineHandle) -> None:
@@ -206,18 +270,20 @@ def test_an_engine_that_was_restarted_is_joined_anew(engine: EngineHandle, model
     with torch.no_grad():
         wanted = megatron_logprobs(trained, TOKENS).numpy()
 
-    def push(sync: WeightSync, version: int) -> None:
-        sync.push(hf_buckets([trained], shape, BUCKET_BYTES), version)
+    def push(sync: WeightSync, version: int, *, verified: bool) -> None:
+        report = sync.push(hf_buckets([trained], shape, BUCKET_BYTES), version)
+        assert bool(report.verified) is verified
         assert [generate(url)["meta_info"]["weight_version"] for url in both] == [str(version)] * 2
         assert max(probe_gap(wanted, scored) for scored in sync.engines.start_scores(TOKENS.tolist())()) < 1e-4
 
     with launch_engine(model, SIZES, dtype="float32", seed=1, log_path=tmp_path / "log") as second:
         both, port = [engine.url, second.url], int(second.url.rpartition(":")[2])
         requests = Engines(both, TIMEOUT_S)
-        sync = WeightSync(requests, Broadcast(requests), verify_every=1)
-        push(sync, 25)
+        sync = WeightSync(requests, Broadcast(requests), verify_every=0)
+        push(sync, 25, verified=True)
+        push(sync, 26, verified=False)
     with launch_engine(model, SIZES, dtype="float32", seed=1, log_path=tmp_path / "log", port=port) as second:
-        push(sync, 26)
+        push(sync, 27, verified=True)
         sync.close()
 
 
@@ -247,23 +313,68 @@ def test_a_trainer_killed_between_two_buckets_leaves_an_engine_that_refuses_unti
     assert generate(engine.url)["meta_info"]["weight_version"] == "31"
 
 
-def test_a_commit_of_another_version_does_not_open_the_gate(engine: EngineHandle) -> None:
+GENERATES = {
+    "/generate": {"input_ids": [3, 4]},
+    "/vertex_generate": {"instances": [{"input_ids": [3, 4]}], "parameters": {}},
+    "/api/generate": {"model": "m", "prompt": "w1 w2", "stream": False},
+    "/api/chat": {"model": "m", "messages": [{"role": "user", "content": "w1 w2"}], "stream": False},
+    "/v1/completions": {"model": "m", "prompt": "w1 w2", "max_tokens": 2},
+    "/v1/messages": {"model": "m", "messages": [{"role": "user", "content": "w1 w2"}], "max_tokens": 2},
+    "/invocations": {"model": "m", "messages": [{"role": "user", "content": "w1 w2"}]},
+    "/a/path/of/the/next/version": {},
+}
+
+
+def check_silent(url: str, reason: str) -> None:
+    """By no path and no method does the engine generate, and it still says how it is."""
+    asked = [(method, path, body) for path, body in GENERATES.items() for method in ("POST", "PUT", "GET")]
+    for method, path, body in [*asked, ("GET", "/health_generate", {})]:
+        answer = requests.request(method, url + path, json=body, timeout=20)
+        assert (answer.status_code, answer.json()) == (503, {"error": reason}), (method, path)
+    for path in ("/health", "/health/arpo", "/model_info", "/server_info"):
+        assert requests.get(url + path, timeout=20).status_code == 200, path
+
+
+def test_half_a_push_is_served_nowhere_and_no_commit_makes_it_a_whole_one(engine: EngineHandle, model: Path) -> None:
     engines = Engines([engine.url], TIMEOUT_S)
-    engines.begin(40)
-    with pytest.raises(WeightPushError, match=r"HTTP 409: .*weights of version 40 are arriving, not 39"):
-        engines.commit(39)
-    assert post(engine.url).status_code == 503
-    engines.commit(40)
-    assert generate(engine.url)["meta_info"]["weight_version"] == "40"
+    transport = Broadcast(engines)
+    transport.connect(engines.begin(39))
+    transport.send([NORM])()
+    with pytest.raises(WeightPushError, match=r"HTTP 409: .*weights of version 39 are arriving, not 38"):
+        engines.commit(38, 1)
+    with pytest.raises(WeightPushError, match=r"HTTP 409: .*of the 3 parts of version 39 2 have arrived"):
+        engines.commit(39, transport.finish() + 1)
+    check_silent(engine.url, "weights of version 39 are arriving")
+    engines.begin(40)  # of another trainer: it knows nothing of the parts that have come
+    for loads in (0, 2):
+        with pytest.raises(WeightPushError, match=rf"HTTP 409: .*of the {loads} parts of version 40 0 have arrived"):
+            engines.commit(40, loads)
+    check_silent(engine.url, "weights of version 40 are arriving")
+    transport.close()
+    with weight_sync(engine.url) as sync:
+        sync.push([[NORM]], 41)
+    assert generate(engine.url)["meta_info"]["weight_version"] == "41"
+    with pytest.raises(WeightPushError, match=r"HTTP 409: .*weights arrive, but no push has begun"):
+        engines.start("update_weights_from_disk", [(engine.url, {"model_path": str(model)})])[0].result()
     engines.close()
 
 
-def test_an_engine_that_has_its_memory_may_be_told_to_take_it(engine: EngineHandle) -> None:
+def test_an_engine_whose_memory_was_lent_is_silent_until_a_push(engine: EngineHandle) -> None:
     engines = Engines([engine.url], TIMEOUT_S)
     engines.resume_memory()  # as after a restart while the trainer had the memory
+    generate(engine.url)
+    with ThreadPoolExecutor(1) as pool:
+        long = pool.submit(generate, engine.url, 200)
+        time.sleep(0.05)
+        engines.release_memory()
+        assert long.result()["meta_info"]["completion_tokens"] == 200
     engines.release_memory()
+    check_silent(engine.url, "the engine's memory is lent to the trainer")
+    with pytest.raises(WeightPushError, match=r"HTTP 409: .*weights of version 44 have no place"):
+        engines.begin(44)
     engines.resume_memory()
     engines.resume_memory()
+    check_silent(engine.url, "the engine's memory is back, and holds no weights yet")
     engines.close()
     with weight_sync(engine.url) as sync:
         sync.push([[NORM]], 45)
@@ -356,6 +467,42 @@ def test_what_is_sent_is_what_the_installed_sglang_takes() -> None:
 def test_an_engine_on_another_machine_is_refused_by_shared_memory() -> None:
     with pytest.raises(Exception, match=r"sync\.transport=ipc: the engine at http://192\.0\.2\.1:80 is not on"):
         SharedMemory(Engines(["http://192.0.2.1:80"], TIMEOUT_S))
+
+
+class MappingEngine(BaseHTTPRequestHandler):
+    """An engine's half of shared memory, and nothing else of one: it maps each bucket and lets go of it."""
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        for handle in body["serialized_named_tensors"]:
+            assert pickle.loads(base64.b64decode(handle))["flattened_tensor"].view(torch.float32).eq(1).all()
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"{}")
+
+    def log_message(self, *_arguments: object) -> None:
+        """Nothing."""
+
+
+def test_shared_memory_is_free_between_pushes() -> None:
+    def mapped() -> bool:
+        return f"/torch_{os.getpid()}_" in Path("/proc/self/maps").read_text()
+
+    bucket = [("weight", torch.ones(5000))]
+    with ThreadingHTTPServer(("127.0.0.1", 0), MappingEngine) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_address[1]}"
+        requests = Engines([url], TIMEOUT_S)
+        transport = SharedMemory(requests)
+        for _ in range(2):
+            transport.connect([Engine(url, 2, "")])
+            for _ in range(2):
+                transport.send(bucket)()
+                assert mapped()
+            assert transport.finish() == 2
+            assert not mapped()
+        requests.close()
+        server.shutdown()
 
 
 def test_the_probe_gap_is_the_largest_difference_and_never_hides_a_nan() -> None:

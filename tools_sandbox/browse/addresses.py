@@ -1,4 +1,4 @@
-"""Which addresses a model may reach: the public internet, and what the operator names."""
+"""Which addresses a model may reach: the public internet without this machine, and what the operator names."""
 
 from __future__ import annotations
 
@@ -40,14 +40,13 @@ class AddressRefused(OSError):  # noqa: N818 - a decision
 
 
 class AddressPolicy:
-    """allowed: networks in CIDR notation that may be reached although they are not public."""
+    """allowed: networks in CIDR notation that may be reached although they are not public or are this machine's.
+    denied: those that may not although they are public, and not allowed by name."""
 
-    def __init__(self, allowed: Sequence[str]) -> None:
+    def __init__(self, allowed: Sequence[str], denied: Sequence[str] = ()) -> None:
         """ConfigError: an entry is no network."""
-        try:
-            self._allowed: list[_Network] = [ipaddress.ip_network(each) for each in allowed]
-        except ValueError as error:
-            raise ConfigError(f"browse.allow_networks: {error}") from error
+        self._allowed = _networks("allow_networks", allowed)
+        self._denied = _networks("deny_networks", denied)
 
     def permits(self, address: str) -> bool:
         """True if a connection to this numeric address may be made."""
@@ -55,7 +54,9 @@ class AddressPolicy:
         numeric = ipaddress.ip_address(address.partition("%")[0])
         if any(numeric in network for network in self._allowed):
             return True
-        return _is_public(numeric)
+        if any(numeric in network for network in self._denied):
+            return False
+        return _is_public(numeric) and not _is_own(numeric)
 
     def checked_socket(self, address_info: tuple[Any, ...]) -> socket.socket:
         """A socket for one result of getaddrinfo, made only if its address is permitted; AddressRefused otherwise.
@@ -65,8 +66,26 @@ class AddressPolicy:
         """
         family, kind, protocol, _, target = address_info
         if not self.permits(target[0]):
-            raise AddressRefused(f"{target[0]} is not on the public internet")
+            raise AddressRefused(f"{target[0]} is not on the public internet, or not to be read")
         return socket.socket(family, kind, protocol)
+
+
+def _networks(key: str, named: Sequence[str]) -> list[_Network]:
+    try:
+        return [ipaddress.ip_network(each) for each in named]
+    except ValueError as error:
+        raise ConfigError(f"browse.{key}: {error}") from error
+
+
+def _is_own(address: _Address) -> bool:
+    """Whether the address is one of this machine's, which may be public: only such can be bound."""
+    family = socket.AF_INET if address.version == 4 else socket.AF_INET6
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.bind((str(address), 0))
+        except OSError:
+            return False
+    return True
 
 
 def _is_public(address: _Address) -> bool:

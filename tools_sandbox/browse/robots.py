@@ -27,11 +27,8 @@ class Robots:
         self._rules: OrderedDict[str, tuple[float, RobotFileParser]] = OrderedDict()
 
     async def permit(self, url: str) -> bool:
-        """True if the site lets us read this page. A site that cannot be asked does not; one without rules does."""
-        try:
-            origin = str(URL(url).origin())
-        except ValueError:
-            return True  # no address at all: fetching it says so
+        """True if its site lets us read an http(s) address: not one that cannot be asked, but one without rules."""
+        origin = str(URL(url).origin())
         known = self._rules.get(origin)
         if known is None or known[0] < time.monotonic():
             known = (time.monotonic() + _KEEP_S, await self._ask(origin))

@@ -42,7 +42,7 @@ class BrowseTool(Tool):
         from tools_sandbox.browse.robots import Robots
 
         self._config = config
-        self._policy = AddressPolicy(config.allow_networks)
+        self._policy = AddressPolicy(config.allow_networks, config.deny_networks)
         self._robots = Robots(config, self._policy) if config.robots else None
         self._summary = _Summary(config.summary) if config.summary else None
         self.fingerprint = f"{config}"
@@ -71,9 +71,7 @@ class BrowseTool(Tool):
             return ToolResult("ok", f"[no summary: the model did not answer]\n{text}", negative=True)
 
     async def _read(self, url: str) -> str:
-        if self._robots is not None and not await self._robots.permit(url):
-            raise FetchFailed(f"{url} is refused: the site's robots.txt does not permit it.", lasting=True)
-        page = await fetch(url, self._config, self._policy)
+        page = await fetch(url, self._config, self._policy, self._robots.permit if self._robots else None)
         text = (await parser.parse(page, self._config.parse_mb)).strip()
         limit = self._config.max_chars
         if len(text) > limit:

@@ -1,7 +1,8 @@
 """Control groups: what a call and all its processes may use together, counted and enforced by the kernel.
 
-Every place for a call (the service runs so many at a time) has a group of its own in each hierarchy, made when it is
-first used and used again by the next call there: a group costs milliseconds to make, to enter it costs microseconds.
+Every place for a call (the service has so many running, or waiting for their code) has a group of its own in each
+hierarchy, made when it is first used and used again by the next call there: a group costs milliseconds to make, to
+enter it costs microseconds.
 Version 1 has a hierarchy for each controller, version 2 one for all.
 """
 
@@ -62,8 +63,11 @@ class Groups:
 
     def enter(self, place: int) -> None:
         """Move this process there; those it forks are born there."""
+        # A whole process moves under a lock for which the kernel waits milliseconds; its only thread, moving itself,
+        # does not need it. Version 2 lets no thread leave for another group by itself.
+        file = "tasks" if self.version == 1 else "cgroup.procs"
         for folder in self.folders.values():
-            _write(folder, f"{place}/cgroup.procs", "0")
+            _write(folder, f"{place}/{file}", "0")
 
     def memory_kills(self, place: int) -> int:
         """How many processes of a place the kernel has ended for want of memory so far."""

@@ -29,6 +29,9 @@ _OWN_PROCESSES = 2
 _PENDING_SIGNALS = 128
 """Queued signals and timers that signal, which the kernel counts for a user: without a limit of its own a call could
 take them all."""
+_OTHER_CALLS = 16
+"""Where RLIMIT_NPROC counts all that the service's user runs it is a last bound, beside what runs on the machine when
+the call begins and what this many other calls may start meanwhile."""
 _TRIAL_PLACE = 0xFFFF_FFFF
 """Not a place of calls, which may follow at once."""
 
@@ -56,9 +59,7 @@ def prepare(folder: str, limits: WorkerLimits) -> Isolation:
     view = namespaces and _works(lambda: _build_view_apart(folder))
     if view:
         files.build_root(folder)
-    filter_program = seccomp.program() if seccomp.available() else b""
-    if filter_program and not _works(lambda: _filter(filter_program)):
-        filter_program = b""
+    filters = seccomp.available() and _works(lambda: _filter(seccomp.program(among_others=True)))
     version = landlock.abi()
     as_root = os.getuid() == 0
     kinds = ((True, True), (True, False), (False, False)) if view else ((True, False), (False, False))
@@ -69,17 +70,19 @@ def prepare(folder: str, limits: WorkerLimits) -> Isolation:
             files=view,
             user_namespace=user_namespace,
             own_uid=own_uid,
-            system_calls=bool(filter_program),
+            system_calls=filters,
             landlock=version,
             groups=() if groups is None else groups.controllers,
             why_no_groups=why_no_groups,
         )
-        isolation = Isolation(walls, groups, filter_program)
-        if _works(lambda isolation=isolation: _try_call(isolation, limits, folder)):  # type: ignore[misc]
+        program = seccomp.program(among_others=not walls.processes) if filters else b""
+        isolation = Isolation(walls, groups, program)
+        why_not = _why_not(lambda isolation=isolation: _try_call(isolation, limits, folder))  # type: ignore[misc]
+        if not why_not:
             break
     else:
-        raise OSError("no call could be isolated in any way; see the errors above")
-    if not walls.processes and not _children_file().exists():
+        raise OSError(f"no call can be isolated on this machine in any way: {why_not}")
+    if not walls.processes and not _children_file(os.getpid()).exists():
         raise OSError("neither PID namespaces nor /proc/.../children: a call's processes could not be ended")
     return isolation
 
@@ -124,17 +127,19 @@ def enter_init(isolation: Isolation, limits: WorkerLimits, folder: str) -> None:
         os.chdir(folder)
 
 
-def enter_worker(isolation: Isolation, limits: WorkerLimits, uid: int) -> None:
-    """In the process that will run foreign code: limits on, privileges off. Nothing here can be undone."""
+def enter_worker(isolation: Isolation, limits: WorkerLimits, uid: int) -> int:
+    """In the process that will run foreign code: limits on, privileges off. Nothing here can be undone.
+
+    Returns the bytes of address space it has by then, for `bound_memory`.
+    """
     walls = isolation.walls
     folder = str(Path.cwd())
     preloaded_bytes = 0
     with suppress(OSError):  # where there could be no /proc
         preloaded_bytes = int(Path("/proc/self/statm").read_text("ascii").split()[0]) * resource.getpagesize()
     os.setsid()
-    # Without a count of its own the limit would count every process of the service's user.
-    if walls.counts_processes():
-        _limit(resource.RLIMIT_NPROC, limits.processes + _OWN_PROCESSES)
+    others = 0 if walls.counts_processes() else _tasks_of_machine() + _OTHER_CALLS * limits.processes
+    _limit(resource.RLIMIT_NPROC, limits.processes + _OWN_PROCESSES + others)
     _limit(resource.RLIMIT_FSIZE, limits.file_mb * _MIB)
     for kind in (resource.RLIMIT_CORE, resource.RLIMIT_MSGQUEUE, resource.RLIMIT_RTPRIO):
         _limit(kind, 0)
@@ -151,11 +156,19 @@ def enter_worker(isolation: Isolation, limits: WorkerLimits, uid: int) -> None:
         landlock.restrict(walls.landlock, files.rules_inside() if walls.files else files.rules_outside(folder))
     # After Landlock, which opens what its rules name while the sandbox's own descriptors are still there.
     _limit(resource.RLIMIT_NOFILE, limits.open_files)
-    # The reserve up to the hard limit lets a MemoryError still be reported.
-    _limit(resource.RLIMIT_AS, preloaded_bytes + limits.memory_mb * _MIB, reserve=_MEMORY_RESERVE_MB * _MIB)
     linux.make_dumpable(False)
     if isolation.filter_program:
         linux.filter_system_calls(isolation.filter_program)
+    return preloaded_bytes
+
+
+def bound_memory(limits: WorkerLimits, held_bytes: int) -> None:
+    """In the same process, when it has what it brings to the foreign code: how much more it may have.
+
+    held_bytes: what was preloaded, and the state of a session.
+    """
+    # The reserve up to the hard limit lets a MemoryError still be reported.
+    _limit(resource.RLIMIT_AS, held_bytes + limits.memory_mb * _MIB, reserve=_MEMORY_RESERVE_MB * _MIB)
 
 
 def release_memory_reserve() -> None:
@@ -165,30 +178,49 @@ def release_memory_reserve() -> None:
 
 
 def end_tree(init_pid: int) -> None:
-    """In the supervisor: kill and reap every descendant, also those that left their session or parent.
+    """In the supervisor: kill and reap every descendant, also those that left their parent.
+
+    A PID namespace ends with its first process. Without one the worker leads a process group that the filter lets none
+    of its descendants leave. A signal to the group meets all of them in one moment, also those that are just being
+    forked; killed one after the other, a fork bomb would grow faster.
 
     init_pid: the first process of the tree, the supervisor's only child of its own making.
     """
+    own_group = os.getpgrp()
+    known = [init_pid]  # some kernels do not tell a process's children
     while True:
-        for pid in _children() or [init_pid]:
+        children, known = _children(os.getpid()) or known, []  # once reaped, its number may be another's
+        # The worker is init's child; when it has ended, what it has left behind is ours.
+        for pid in [*(below for child in children for below in _children(child)), *children]:
             with suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
+                group = os.getpgid(pid)
+                if group == own_group:
+                    os.kill(pid, signal.SIGKILL)
+                else:
+                    os.killpg(group, signal.SIGKILL)
         try:
             # An orphan comes to us only when its parent is gone, so look again after every end.
             os.waitpid(-1, 0)
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
         except ChildProcessError:
             return
 
 
-def _children_file() -> Path:
-    return Path(f"/proc/self/task/{os.getpid()}/children")
+def _tasks_of_machine() -> int:
+    """Processes and threads that run on this machine."""
+    return int(Path("/proc/loadavg").read_text("ascii").split()[3].partition("/")[2])
 
 
-def _children() -> list[int]:
-    try:
-        return [int(pid) for pid in _children_file().read_text("ascii").split()]
-    except FileNotFoundError:
-        return []
+def _children_file(pid: int) -> Path:
+    return Path(f"/proc/{pid}/task/{pid}/children")
+
+
+def _children(pid: int) -> list[int]:
+    """Processes that the first thread of a process has forked or adopted."""
+    with suppress(FileNotFoundError, ProcessLookupError):
+        return [int(child) for child in _children_file(pid).read_text("ascii").split()]
+    return []
 
 
 def _limit(kind: int, value: int, reserve: int = 0) -> None:
@@ -250,21 +282,33 @@ def _try_call(isolation: Isolation, limits: WorkerLimits, folder: str) -> None:
 
     def init() -> None:
         enter_init(isolation, limits, folder)
-        if not _works(lambda: enter_worker(isolation, limits, uid)):
-            raise OSError("worker")
+        if why_not := _why_not(lambda: bound_memory(limits, enter_worker(isolation, limits, uid))):
+            raise OSError(why_not)
 
-    if not _works(init):
-        raise OSError("init")
+    if why_not := _why_not(init):
+        raise OSError(why_not)
 
 
 def _works(step: Callable[[], None]) -> bool:
-    """Try a step in a process that is thrown away."""
+    return not _why_not(step)
+
+
+def _why_not(step: Callable[[], None]) -> str:
+    """Try a step in a process that is thrown away: how it failed; empty if it did not."""
+    reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
-        code = 1
+        said = "it did not end"
         try:
             step()
-            code = 0
+            said = "."
+        except BaseException as error:
+            said = str(error) or type(error).__name__
         finally:
-            os._exit(code)
-    return os.waitpid(pid, 0)[1] == 0
+            os.write(writing, said.encode(errors="backslashreplace")[:2000])
+            os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as pipe:
+        said = pipe.read().decode()
+    os.waitpid(pid, 0)
+    return "" if said == "." else said or "its process died"

@@ -19,7 +19,7 @@ CLONE_NEWNET = 0x40000000
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE = 0x1, 0x2, 0x4, 0x8, 0x1000, 0x4000, 0x40000
 
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_CAPBSET_DROP = 1, 4, 22, 24
-_PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 36, 38
+_PR_SET_NAME, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 15, 36, 38
 _SECCOMP_MODE_FILTER = 2
 _SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 # From here on new calls have the same number on every architecture.
@@ -108,6 +108,12 @@ def adopt_orphans() -> None:
 def forbid_new_privileges() -> None:
     """No exec of this process or its children gains privileges (set-user-id programs, file capabilities)."""
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
+
+
+def name_process(name: str) -> None:
+    """What `ps` and `top` call this process and those it forks; at most 15 bytes."""
+    buffer = ctypes.create_string_buffer(name.encode("ascii"))
+    _prctl(_PR_SET_NAME, ctypes.addressof(buffer))
 
 
 def make_dumpable(dumpable: bool) -> None:

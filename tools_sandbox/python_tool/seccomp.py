@@ -13,13 +13,14 @@ from tools_sandbox.python_tool import linux
 
 # Not here, since the kernel counts them for a user and not for a call, so that one call could leave nothing for the
 # others and the service: epoll (watches; `worker` has asyncio use poll), sendmsg and sendmmsg (descriptors in flight).
+# Nor flock: the files of Python and the system are the machine's own, and whoever can read one can lock it for all.
 # name:x86_64:aarch64; a missing number means that the architecture does not have the call.
 _ALLOWED = """
     read:0:63 write:1:64 pread64:17:67 pwrite64:18:68 readv:19:65 writev:20:66 preadv:295:69 pwritev:296:70
     preadv2:327:286 pwritev2:328:287 open:2: openat:257:56 openat2:437:437 creat:85: close:3:57
     close_range:436:436 lseek:8:62 stat:4: fstat:5:80 lstat:6: newfstatat:262:79 statx:332:291 statfs:137:43
-    fstatfs:138:44 access:21: faccessat:269:48 faccessat2:439:439 dup:32:23 dup2:33: dup3:292:24 fcntl:72:25
-    flock:73:32 fsync:74:82 fdatasync:75:83 sync_file_range:277:84 fadvise64:221:223 readahead:187:213
+    fstatfs:138:44 access:21: faccessat:269:48 faccessat2:439:439 dup:32:23 dup2:33: dup3:292:24
+    fsync:74:82 fdatasync:75:83 sync_file_range:277:84 fadvise64:221:223 readahead:187:213
     truncate:76:45 ftruncate:77:46 fallocate:285:47 getdents:78: getdents64:217:61 getcwd:79:17 chdir:80:49
     fchdir:81:50 rename:82: renameat:264:38 renameat2:316:276 mkdir:83: mkdirat:258:34 rmdir:84: link:86:
     linkat:265:37 unlink:87: unlinkat:263:35 symlink:88: symlinkat:266:36 readlink:89: readlinkat:267:78
@@ -63,8 +64,16 @@ _CHECKED = {
     "socket": (41, 198),
     "socketpair": (53, 199),
     "prctl": (157, 167),
+    "fcntl": (72, 25),
     "ioctl": (16, 29),
     "prlimit64": (302, 261),
+    "setsid": (112, 157),
+    "setpgid": (109, 154),
+    "setpriority": (141, 140),
+    "sched_setaffinity": (203, 122),
+    "clock_gettime": (228, 113),
+    "clock_nanosleep": (230, 115),
+    "timer_create": (222, 107),
 }
 _LAST_KNOWN = 452
 """Later calls answer "not implemented", for which libraries have an older way; known ones "not permitted"."""
@@ -72,10 +81,15 @@ _LAST_KNOWN = 452
 _ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _REFUSED_CLONE_FLAGS = 0x7E020000 | 0x8000
 """Every CLONE_NEW* flag, and CLONE_PARENT: a process's parent is the one that made it (see `watchdog`)."""
+_CLONE_FILES, _CLONE_THREAD = 0x400, 0x10000
 _UNIX, _STREAM, _TYPE_MASK = 1, 1, 0xF
+_PRIO_PROCESS = 0
 # PDEATHSIG, GET_PDEATHSIG, GET_DUMPABLE, SET/GET_NAME, GET_SECCOMP, CAPBSET_READ, GET_TIMERSLACK, SET/GET_NO_NEW_PRIVS,
 # GET_TID_ADDRESS, SET_VMA
 _PRCTL = (1, 2, 3, 15, 16, 21, 23, 30, 38, 39, 40, 0x53564D41)
+# F_DUPFD, GETFD, SETFD, GETFL, SETFL, DUPFD_CLOEXEC, GETPIPE_SZ; GETLK, SETLK, SETLKW, which SQLite needs: to lock a
+# file for oneself alone they must be able to write it.
+_FCNTL = (0, 1, 2, 3, 4, 1030, 1032, 5, 6, 7)
 # TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX
 _IOCTL = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
 
@@ -89,8 +103,12 @@ def available() -> bool:
     return linux.MACHINE in _ARCHITECTURES
 
 
-def program(machine: str = linux.MACHINE) -> bytes:
-    """The filter for an architecture ("x86_64", "aarch64"), 8 bytes an instruction; KeyError for any other."""
+def program(machine: str = linux.MACHINE, *, among_others: bool) -> bytes:
+    """The filter for an architecture ("x86_64", "aarch64"), 8 bytes an instruction; KeyError for any other.
+
+    among_others: the call has no PID namespace; it must not reach the processes of others by their numbers, and stays
+    in its own process group, which one signal ends as a whole (see `isolation.end_tree`).
+    """
     column = list(_ARCHITECTURES).index(machine)
     code = [
         _op(_LOAD, _ARCH),
@@ -100,7 +118,7 @@ def program(machine: str = linux.MACHINE) -> bytes:
         # Above the last known number there is also the x32 numbering of x86_64.
         *_returning(_op(_GREATER, _LAST_KNOWN, 0, 1), _ERRNO | errno.ENOSYS),
     ]
-    for name, check in _checks().items():
+    for name, check in (_checks() | (_checks_among_others() if among_others else {})).items():
         code += [_op(_EQUAL, _CHECKED[name][column], 0, len(check)), *check]
     numbers = sorted(int(entry.split(":")[1 + column] or -1) for entry in _ALLOWED.split())
     for low, high in _ranges([number for number in numbers if number >= 0]):
@@ -117,7 +135,11 @@ def _checks() -> dict[str, list[bytes]]:
     """Calls whose arguments decide. Each piece of program always returns."""
     allow, refuse = _op(_RETURN, _ALLOW), _op(_RETURN, _ERRNO | errno.EPERM)
     return {
-        "clone": [_argument(0), _op(_AND, _REFUSED_CLONE_FLAGS), _op(_EQUAL, 0, 0, 1), allow, refuse],
+        # Threads share their descriptors, which are counted for a process (see `watchdog`).
+        "clone": [
+            *(_argument(0), _op(_AND, _REFUSED_CLONE_FLAGS), _op(_EQUAL, 0, 1, 0), refuse),
+            *(_argument(0), _op(_AND, _CLONE_THREAD | _CLONE_FILES), _op(_EQUAL, _CLONE_THREAD, 0, 1), refuse, allow),
+        ],
         # Its flags lie in memory, out of a filter's sight; glibc falls back to clone.
         "clone3": [_op(_RETURN, _ERRNO | errno.ENOSYS)],
         # There is nothing to reach; this error reads as what it means.
@@ -129,6 +151,7 @@ def _checks() -> dict[str, list[bytes]]:
             refuse,
         ],
         "prctl": [_argument(0), *_one_of(_PRCTL), refuse],
+        "fcntl": [_argument(1), *_one_of(_FCNTL), _op(_RETURN, _ERRNO | errno.EINVAL)],
         "ioctl": [_argument(1), *_one_of(_IOCTL), _op(_RETURN, _ERRNO | errno.ENOTTY)],
         # Limits of the own process only.
         "prlimit64": [
@@ -136,6 +159,27 @@ def _checks() -> dict[str, list[bytes]]:
             *(_argument(0, high=True), _op(_EQUAL, 0, 0, 1), allow),
             refuse,
         ],
+    }
+
+
+def _checks_among_others() -> dict[str, list[bytes]]:
+    allow, refuse = _op(_RETURN, _ALLOW), _op(_RETURN, _ERRNO | errno.EPERM)
+    nothing_done = [_op(_RETURN, _ERRNO | 0)]  # no error: programs that make a session also work without
+    own = [_argument(0), _op(_EQUAL, 0, 0, 1), allow, refuse]
+    # Above are the CPU clocks of other processes, by their numbers.
+    clocks = [_argument(0), _op(_GREATER, 0x7FFFFFFF, 0, 1), refuse, allow]
+    return {
+        "setsid": nothing_done,
+        "setpgid": nothing_done,
+        "setpriority": [
+            *(_argument(0), _op(_EQUAL, _PRIO_PROCESS, 0, 3)),
+            *(_argument(1), _op(_EQUAL, 0, 0, 1), allow),
+            refuse,
+        ],
+        "sched_setaffinity": own,
+        "clock_gettime": clocks,
+        "clock_nanosleep": clocks,
+        "timer_create": clocks,
     }
 
 

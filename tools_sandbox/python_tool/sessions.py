@@ -46,10 +46,14 @@ class SessionStore:
     def read(self, trajectory: str, name: str) -> bytes | None:
         """The state of that name that a trajectory or one it branched from has kept; None: not here (any more)."""
         for owner in _lineage(trajectory):
-            with suppress(FileNotFoundError):
-                state = self._path(owner, name).read_bytes()
-                os.utime(self._path(owner, name))  # the time of its last use decides what goes first
-                return state
+            path = self._path(owner, name)
+            try:
+                state = path.read_bytes()
+            except FileNotFoundError:
+                continue
+            with suppress(FileNotFoundError):  # another service may just have cleaned it away
+                os.utime(path)  # the time of its last use decides what goes first
+            return state
         return None
 
     def write(self, trajectory: str, name: str, state: bytes) -> None:

@@ -84,7 +84,7 @@ def is_whole(state: bytes) -> bool:
     return bool(mark == _MARK and size <= len(rest) and hashlib.sha256(rest).digest() == digest)
 
 
-def load(state: bytes, names: dict[str, Any]) -> None:
+def load(state: bytes | bytearray, names: dict[str, Any]) -> None:
     """Put a state's names into a namespace and its files into the working directory. ValueError: it is none."""
     try:
         _load(state, names)
@@ -92,7 +92,7 @@ def load(state: bytes, names: dict[str, Any]) -> None:
         raise ValueError(f"the state of the session cannot be read ({type(error).__name__})") from None
 
 
-def _load(state: bytes, names: dict[str, Any]) -> None:
+def _load(state: bytes | bytearray, names: dict[str, Any]) -> None:
     _, size, _ = _HEADER.unpack_from(state)
     content, files = state[_HEADER.size :][:size], state[_HEADER.size + size :]
     if files:

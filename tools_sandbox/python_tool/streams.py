@@ -6,6 +6,7 @@ import os
 import signal
 from dataclasses import dataclass, field
 
+from tools_sandbox.python_tool.walls import WorkerLimits
 from tools_sandbox.python_tool.wire import Outcome, Request
 
 
@@ -40,13 +41,13 @@ class Kept:
         return f"{text[:limit_chars]}\n{note.format('first')}"
 
 
-def judge(request: Request, ended_by: str, report: str, out: Kept, err: Kept) -> Outcome:
+def judge(request: Request, limits: WorkerLimits, ended_by: str, report: str, out: Kept, err: Kept) -> Outcome:
     """Status and text of an ended call.
 
     ended_by: "status" (its own end), "deadline", or a bound of the whole call that it broke: "CPU", "memory",
     "processes", "output". report: what the init process wrote, see `worker.run_init`.
     """
-    shown, limits = request.output_chars, request.limits
+    shown = request.output_chars
     out_of_time = {
         "deadline": f"the code did not finish within {request.time_s:g} s (wall-clock time)",
         "CPU": f"the code used more than {limits.cpu_s} s of CPU time",
@@ -65,7 +66,7 @@ def judge(request: Request, ended_by: str, report: str, out: Kept, err: Kept) ->
         return _ended("timeout", f"Time limit exceeded: {what}.", out.text(shown))
     if code is None:
         if report:
-            return Outcome("broken", f"the call could not be isolated: {report[1:].splitlines()[0]}")
+            return broken(report)
         return Outcome("error", "The code ended its own sandbox before it finished.")
     if code == 0:
         return Outcome("ok", out.text(shown))
@@ -73,6 +74,12 @@ def judge(request: Request, ended_by: str, report: str, out: Kept, err: Kept) ->
     if code < 0:
         text = f"{text}\nThe code was ended by signal {_signal_name(-code)}.".lstrip("\n")
     return Outcome("error", text or f"The code ended with exit code {code} and no message.")
+
+
+def broken(report: str) -> Outcome:
+    """Of a call that never began. report: as for `judge`."""
+    why = report[1:].splitlines()[0] if report.startswith("!") else "its processes died before it began"
+    return Outcome("broken", f"the call could not be isolated: {why}")
 
 
 def _ended(status: str, why: str, text: str) -> Outcome:

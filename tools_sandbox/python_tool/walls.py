@@ -72,7 +72,7 @@ class Walls:
                 ", ".join(self.groups),
                 f"{' and '.join(missing)} of a call as a whole: watched, not enforced ({self.why_no_groups})",
             ),
-            ("process count", counted, "bounded for each call", "looked at 20 times a second, not bounded"),
+            ("process count", counted, "bounded for each call", "looked at 20 times a second, no bound of its own"),
             ("resource limits", True, "CPU, memory, file size, descriptors of each process", ""),
         ]
         return [f"{name}: {f'yes ({gives})' if stands else f'NO ({loss})'}" for name, stands, gives, loss in lines]

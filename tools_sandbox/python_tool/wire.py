@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import json
 import struct
-from dataclasses import asdict, dataclass, replace
-
-from tools_sandbox.python_tool.walls import WorkerLimits
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
 
 HEADER = struct.Struct("!IQ")
 """Bytes of the JSON object, bytes of the state."""
@@ -32,21 +32,19 @@ class Request:
     """Longest answer in characters."""
     output_mb: int
     """Most output in MiB before the call is ended."""
-    limits: WorkerLimits
     state_mb: int = 0
     """Largest state to return in MiB; 0: none is wanted."""
-    state: bytes = b""
+    state: bytes | bytearray = b""
     """The state to begin with; empty: none."""
 
     def encode(self) -> bytes:
         """The whole message."""
-        return _encode(asdict(replace(self, state=b"")), self.state)
+        return _encode(asdict(self))
 
     @classmethod
-    def decode(cls, body: bytes, state: bytes) -> Request:
-        """From the parts behind the header."""
-        data = json.loads(body)
-        return cls(**{**data, "limits": WorkerLimits(**data["limits"]), "state": state})
+    def decode(cls, head: bytes | bytearray, state: bytes | bytearray = b"") -> Request:
+        """From its parts, see `read_head`."""
+        return cls(**json.loads(head[HEADER.size :]), state=state)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,22 +59,43 @@ class Outcome:
 
     def encode(self) -> bytes:
         """The whole message."""
-        return _encode({"status": self.status, "text": self.text}, self.state)
+        return _encode(asdict(self))
 
     @classmethod
     def decode(cls, message: bytes) -> Outcome:
         """ValueError: the supervisor ended before it wrote an outcome."""
         if len(message) < HEADER.size:
             raise ValueError("the supervisor of the call ended without an outcome")
-        body_bytes, state_bytes = HEADER.unpack_from(message)
-        if len(message) != HEADER.size + body_bytes + state_bytes:
+        if len(message) != HEADER.size + sum(HEADER.unpack_from(message)):
             raise ValueError("the supervisor of the call ended while it wrote the outcome")
-        data = json.loads(message[HEADER.size : HEADER.size + body_bytes])
-        return cls(data["status"], data["text"], message[HEADER.size + body_bytes :])
+        end = HEADER.size + HEADER.unpack_from(message)[0]
+        return cls(**json.loads(message[HEADER.size : end]), state=message[end:])
 
 
-def _encode(data: dict[str, object], state: bytes) -> bytes:
+Read = Callable[[int], bytes]
+"""So many bytes at most, nothing at the end of the stream, like `socket.recv`."""
+
+
+def read_head(read: Read) -> tuple[bytearray, int] | None:
+    """The next message up to its state, and how many bytes that has; none where the stream ends before."""
+    head = read_exactly(read, HEADER.size)
+    if len(head) < HEADER.size:
+        return None
+    body_bytes, state_bytes = HEADER.unpack(head)
+    head += read_exactly(read, body_bytes)
+    return (head, state_bytes) if len(head) == HEADER.size + body_bytes else None
+
+
+def read_exactly(read: Read, size: int) -> bytearray:
+    """So many bytes; fewer where the stream ends before."""
+    parts = bytearray()
+    while len(parts) < size and (part := read(min(size - len(parts), 1 << 20))):
+        parts += part
+    return parts
+
+
+def _encode(data: dict[str, Any]) -> bytes:
+    state: bytes = data.pop("state")
     # ASCII escapes also carry lone surrogates, which a model can write and UTF-8 cannot.
-    data.pop("state", None)
     body = json.dumps(data).encode("ascii")
     return HEADER.pack(len(body), len(state)) + body + state

@@ -19,15 +19,17 @@ from typing import NamedTuple
 from tools_sandbox.python_tool import isolation as walls_of
 from tools_sandbox.python_tool import state as states
 from tools_sandbox.python_tool.isolation import Isolation
-from tools_sandbox.python_tool.wire import THREAD_VARIABLES, Request
+from tools_sandbox.python_tool.walls import WorkerLimits
+from tools_sandbox.python_tool.wire import THREAD_VARIABLES, Request, read_exactly, read_head
 
 FILENAME = "<python>"
 """The name of the code in its own tracebacks."""
 _STATE_DESCRIPTOR = 3
+_REQUEST_DESCRIPTOR = 4
 
 
 class Ends(NamedTuple):
-    """The writing ends of a call's pipes."""
+    """The ends of a call's pipes that its tree has: all for writing but the last."""
 
     out: int
     err: int
@@ -35,16 +37,18 @@ class Ends(NamedTuple):
     """Gets the worker's wait status as a decimal number, or "!" and a message if the walls could not be raised."""
     state: int
     """Gets the state of a session; see `state.save`."""
+    request: int
+    """Brings the worker its `Request`, when there is one."""
 
 
-def run_init(isolation: Isolation, request: Request, *, folder: str, uid: int, ends: Ends) -> None:
+def run_init(isolation: Isolation, limits: WorkerLimits, *, folder: str, uid: int, ends: Ends) -> None:
     """Be the first process of the call's tree: fork the worker, report its end, never return."""
     try:
-        walls_of.enter_init(isolation, request.limits, folder)
+        walls_of.enter_init(isolation, limits, folder)
         pid = os.fork()
         if pid == 0:
-            _run_worker(isolation, request, uid, ends)
-        for descriptor in (ends.out, ends.err, ends.state):
+            _run_worker(isolation, limits, uid, ends)
+        for descriptor in (ends.out, ends.err, ends.state, ends.request):
             os.close(descriptor)
         while True:  # the tree's orphans come here too
             ended, code = os.waitpid(-1, 0)
@@ -57,26 +61,37 @@ def run_init(isolation: Isolation, request: Request, *, folder: str, uid: int, e
         os._exit(0)
 
 
-def _run_worker(isolation: Isolation, request: Request, uid: int, ends: Ends) -> None:
+def _run_worker(isolation: Isolation, limits: WorkerLimits, uid: int, ends: Ends) -> None:
+    """Raise the walls, wait for the request behind them, run its code, never return."""
     code = 1
     try:
         try:
             nothing = os.open(os.devnull, os.O_RDONLY)
             # Above the numbers they will have, so that none is overwritten before it is copied.
-            sources = [fcntl.fcntl(end, fcntl.F_DUPFD, 16) for end in (nothing, ends.out, ends.err, ends.state)]
+            inside = (nothing, ends.out, ends.err, ends.state, ends.request)
+            sources = [fcntl.fcntl(end, fcntl.F_DUPFD, 16) for end in inside]
             ends = ends._replace(status=fcntl.fcntl(ends.status, fcntl.F_DUPFD, 16))
             for target, source in enumerate(sources):
                 os.dup2(source, target)
-            walls_of.enter_worker(isolation, request.limits, uid)
+            preloaded_bytes = walls_of.enter_worker(isolation, limits, uid)
         except BaseException as error:
             os.write(ends.status, f"!{error!r}\n".encode(errors="backslashreplace"))
             return
-        os.closerange(_STATE_DESCRIPTOR + bool(request.state_mb), 1 << 20)
+        os.closerange(_REQUEST_DESCRIPTOR + 1, 1 << 20)
         _fresh_interpreter_state()
         main = types.ModuleType("__main__")
         sys.modules["__main__"] = main
         worker = os.getpid()
-        code = _run(request, main)
+        found = read_head(_read_request)
+        if found is None:  # the supervisor is gone
+            return
+        head, state_bytes = found
+        request = Request.decode(head, read_exactly(_read_request, state_bytes))
+        os.close(_REQUEST_DESCRIPTOR)
+        walls_of.bound_memory(limits, preloaded_bytes + state_bytes)
+        if not request.state_mb:
+            os.close(_STATE_DESCRIPTOR)
+        code = _run(request, limits, main)
         # A full pipe or a closed stdout is the code's own doing, and its result all the same.
         sys.stdout.flush()
         sys.stderr.flush()
@@ -85,6 +100,10 @@ def _run_worker(isolation: Isolation, request: Request, uid: int, ends: Ends) ->
             sys.stdout.flush()
     finally:
         os._exit(code)
+
+
+def _read_request(size: int) -> bytes:
+    return os.read(_REQUEST_DESCRIPTOR, size)
 
 
 def _fresh_interpreter_state() -> None:
@@ -111,7 +130,7 @@ def _fresh_interpreter_state() -> None:
     sys.path.insert(0, "")
 
 
-def _run(request: Request, main: types.ModuleType) -> int:
+def _run(request: Request, limits: WorkerLimits, main: types.ModuleType) -> int:
     """Run code as a notebook cell would; returns the exit code and leaves a trimmed traceback on stderr."""
     code = request.code
     linecache.cache[FILENAME] = (len(code), None, code.splitlines(keepends=True), FILENAME)
@@ -138,15 +157,22 @@ def _run(request: Request, main: types.ModuleType) -> int:
         sys.stdout.flush()
         print(_trimmed_traceback(error), end="", file=sys.stderr)
         if isinstance(error, MemoryError):
-            print(f"(The memory limit is {request.limits.memory_mb} MiB.)", file=sys.stderr)
+            print(f"(The memory limit is {limits.memory_mb} MiB.)", file=sys.stderr)
     return 1
 
 
 def _finish() -> None:
-    """End as Python does: wait for threads that the code started (also idle ones of pools), run exit functions."""
+    """End as Python does: wait for threads that the code started (also idle ones of pools), run exit functions.
+
+    What fails here is told on stderr and is no failure of the code: a process pool that closes itself while it is told
+    to close meets a closed pipe now and then.
+    """
     threading = sys.modules.get("threading")
     if threading is not None:
-        threading._shutdown()
+        try:
+            threading._shutdown()
+        except BaseException:
+            traceback.print_exc()
     atexit._run_exitfuncs()
 
 

@@ -18,34 +18,34 @@ from dataclasses import asdict
 from pathlib import Path
 
 from tools_sandbox.python_tool import isolation as walls_of
+from tools_sandbox.python_tool import linux
 from tools_sandbox.python_tool.isolation import Isolation
 from tools_sandbox.python_tool.supervisor import supervise
 from tools_sandbox.python_tool.walls import WorkerLimits
 from tools_sandbox.python_tool.wire import PLACE
 
 
-def main(descriptor: int, root: str, preload: list[str], limits: dict[str, int]) -> None:
+def main(control: socket.socket, root: str, preload: list[str], limits: dict[str, int]) -> None:
     """Say over the control socket which walls stand (one JSON message), then fork for every connection that comes.
 
-    descriptor: the control socket. root: empty directory for working directories, removed at the end. preload: see
-    `PythonConfig`. limits: fields of the `WorkerLimits` of the calls. Returns when the service closes its end of the
-    control socket, also by dying.
+    root: empty directory for working directories, removed at the end. preload: see `PythonConfig`. limits: fields of
+    the `WorkerLimits` of the calls. Returns when the service closes its end of the control socket, also by dying.
     """
-    control = socket.socket(fileno=descriptor)
+    linux.name_process("python-zygote")
     # Opened now: later on this process may not see the machine's folders.
     above = os.open(Path(root).parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     isolation = None
     try:
         # What a call's view of the file system is built from must be open to the call's user.
         os.umask(0o022)
-        isolation = walls_of.prepare(root, WorkerLimits(**limits))
+        isolation = walls_of.prepare(root, call_limits := WorkerLimits(**limits))
         for name in preload:
             importlib.import_module(name)
     except Exception as error:
         control.sendall(json.dumps({"error": f"{type(error).__name__}: {error}"}).encode())
     else:
         control.sendall(json.dumps({"walls": asdict(isolation.walls), "threads": _threads()}).encode())
-        _serve(control, isolation, root)
+        _serve(control, isolation, call_limits, root)
     finally:
         # Returns (with an error) when the last supervisor has ended its call, which the service's end told it to.
         with contextlib.suppress(ChildProcessError):
@@ -61,7 +61,7 @@ def _threads() -> int:
     return sum(1 for _ in Path("/proc/self/task").iterdir())
 
 
-def _serve(control: socket.socket, isolation: Isolation, root: str) -> None:
+def _serve(control: socket.socket, isolation: Isolation, limits: WorkerLimits, root: str) -> None:
     # Nobody waits for supervisors: the kernel reaps them.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     # Collections in a child would otherwise touch, and so copy, every page of what was preloaded.
@@ -81,7 +81,7 @@ def _serve(control: socket.socket, isolation: Isolation, root: str) -> None:
             try:
                 control.close()
                 (place,) = PLACE.unpack(message)
-                supervise(socket.socket(fileno=descriptors[0]), isolation, root, place)
+                supervise(socket.socket(fileno=descriptors[0]), isolation, limits, root=root, place=place)
                 code = 0
             except BaseException as error:
                 print(f"tools_sandbox: supervisor failed: {error!r}", file=sys.stderr, flush=True)

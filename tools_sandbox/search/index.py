@@ -12,6 +12,7 @@ import contextlib
 import fcntl
 import hashlib
 import json
+import logging
 import os
 import shutil
 import sqlite3
@@ -30,8 +31,12 @@ from tools_sandbox.config import ConfigError, SearchConfig, load_config
 from tools_sandbox.search.corpus import content_digest, normalise_query, read_passages, read_remembered
 from tools_sandbox.search.stopwords import IGNORED_IN_QUERIES
 
-_FORMAT = 1
+log = logging.getLogger("tools_sandbox")
+
+_FORMAT = 2
 """Of the folder; another number means: build again."""
+_KEYS = {"settings", "stats", "digests", "files", "passages", "remembered", "seconds"}
+"""Of the folder's description."""
 _HEAP_BYTES_PER_THREAD = 64 << 20
 # Rust's \w also takes combining marks, so words are found by it alone, in passages and in queries.
 _ANALYZER = tantivy.TextAnalyzerBuilder(tantivy.Tokenizer.regex(r"\w+")).build()
@@ -45,6 +50,8 @@ def ensure_index(config: SearchConfig) -> None:
     assert config.index_path is not None
     if is_current(config):
         return
+    if config.index_path.exists():
+        log.warning("search.index_path: %s is of other sources or damaged, and is built again", config.index_path)
     values = json.dumps(TypeAdapter(SearchConfig).dump_python(config, mode="json"))
     command = [sys.executable, "-m", "tools_sandbox.search.index", "--search", "-"]
     done = subprocess.run(command, input=values, capture_output=True, text=True, check=False)
@@ -56,14 +63,29 @@ def ensure_index(config: SearchConfig) -> None:
 
 
 def is_current(config: SearchConfig) -> bool:
-    """True if the folder holds the index of these sources as they are now."""
+    """True if the folder holds the index of these sources as they are now, in files as they were written.
+
+    Contents are read only where size or time of a file differ from what was noted.
+    """
     meta = _meta(config)
-    if meta is None or meta["settings"] != _settings(config):
+    if meta is None or meta["settings"] != _settings(config) or not _is_whole(config, meta):
         return False
     if meta["stats"] == [_stat(source.path) for source in config.sources]:
         return True
     digests: list[str] = meta["digests"]
     return digests == [content_digest(source.path) for source in config.sources]
+
+
+def _is_whole(config: SearchConfig, meta: dict[str, Any]) -> bool:
+    assert config.index_path is not None
+    for name, (stat, digest) in meta["files"].items():
+        path = config.index_path / name
+        try:
+            if _stat(path) != stat and (path.stat().st_size != stat[0] or content_digest(path) != digest):
+                return False
+        except (OSError, ConfigError):  # it is gone, or cannot be read
+            return False
+    return True
 
 
 def build(config: SearchConfig) -> dict[str, Any]:
@@ -92,7 +114,7 @@ def _build_beside(config: SearchConfig, folder: Path) -> None:
         stats = [_stat(source.path) for source in config.sources]
         passages = _write_passages(config, beside / "bm25") if config.engine == "local" else 0
         remembered = _write_remembered(config, beside / "remembered.db")
-        meta = {
+        meta: dict[str, Any] = {
             "settings": _settings(config),
             "stats": stats,
             "digests": [content_digest(source.path) for source in config.sources],
@@ -100,6 +122,8 @@ def _build_beside(config: SearchConfig, folder: Path) -> None:
             "remembered": remembered,
             "seconds": round(time.monotonic() - began, 1),
         }
+        files = [path for path in sorted(beside.rglob("*")) if path.is_file() and path.suffix != ".lock"]
+        meta["files"] = {str(path.relative_to(beside)): [_stat(path), content_digest(path)] for path in files}
         (beside / "index.json").write_text(json.dumps(meta))
         shutil.rmtree(folder, ignore_errors=True)
         beside.rename(folder)
@@ -162,7 +186,7 @@ def _meta(config: SearchConfig) -> dict[str, Any] | None:
         meta: dict[str, Any] = json.loads((config.index_path / "index.json").read_text())
     except (OSError, ValueError):
         return None
-    return meta
+    return meta if isinstance(meta, dict) and set(meta) >= _KEYS else None
 
 
 def _stat(path: Path) -> list[int]:
@@ -177,6 +201,14 @@ class SearchIndex:
     """Finds passages and remembered queries in a folder that `build` made. Safe to use from several threads."""
 
     def __init__(self, folder: Path) -> None:
+        """ConfigError: the folder cannot be opened, damaged since it was looked at, say."""
+        try:
+            self._open(folder)
+        except (OSError, ValueError, KeyError, sqlite3.Error) as error:
+            said = " ".join(str(error).split())
+            raise ConfigError(f"search.index_path: {folder}: {said}; it may be deleted") from error
+
+    def _open(self, folder: Path) -> None:
         meta = json.loads((folder / "index.json").read_text())
         content = [meta["settings"] | {"sources": [kind for _, kind in meta["settings"]["sources"]]}, meta["digests"]]
         self.fingerprint = hashlib.sha256(json.dumps(content).encode()).hexdigest()

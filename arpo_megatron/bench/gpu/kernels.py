@@ -40,8 +40,8 @@ def speed_parts() -> list[Part]:
     return [Part(f"attention {name}", partial(_prepare_speed, name)) for name in MIXES]
 
 
-def _pack(name: str, seed: int = 0) -> TreePack:
-    tree = MIXES[name].tree(seed, 1024)
+def _pack(name: str) -> TreePack:
+    tree = MIXES[name].tree(0, 1024)
     (pack,) = pack_trees([tree], supervised_credit([tree]), token_budget=10**9)
     return pack
 

@@ -16,7 +16,7 @@ import torch
 from arpo_megatron.actor import parallel
 from arpo_megatron.actor.actor import Actor
 from arpo_megatron.actor.flex_attention import flex_plan
-from arpo_megatron.actor.flops import work_of
+from arpo_megatron.actor.flops import Recompute, work_of
 from arpo_megatron.actor.layout import TreePack
 from arpo_megatron.actor.packing import pack_trees
 from arpo_megatron.algorithms.credit import supervised_credit
@@ -30,7 +30,6 @@ from arpo_megatron.weights.shape import ModelShape
 
 QWEN3_4B = KNOWN_SHAPES["Qwen/Qwen3-4B"]
 PEAK_SIZE = 8192
-Recompute = Literal["none", "selective", "full"]
 
 
 @dataclass(slots=True)

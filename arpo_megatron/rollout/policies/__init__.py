@@ -1,6 +1,8 @@
-"""Branch policies: one small pure file each. `make_policy` is where a new one is registered."""
+"""Branch policies: one small pure file each. Their names are in `plugins.OWN`."""
 
 from arpo_megatron.config import AlgorithmConfig
+from arpo_megatron.errors import UserError
+from arpo_megatron.plugins import Point, make
 from arpo_megatron.rollout.policies.arpo import ArpoPolicy
 from arpo_megatron.rollout.policies.arpo_reference import ArpoReferencePolicy
 from arpo_megatron.rollout.policies.base import (
@@ -8,6 +10,9 @@ from arpo_megatron.rollout.policies.base import (
     Decision,
     ForkPoint,
     PathKey,
+    Probe,
+    ProbingPolicy,
+    begin,
     fresh_place,
     place_seed,
     shares,
@@ -24,7 +29,11 @@ __all__ = [
     "ForkPoint",
     "GrpoPolicy",
     "PathKey",
+    "Probe",
+    "ProbingPolicy",
     "RandomPolicy",
+    "begin",
+    "first_trajectories",
     "fresh_place",
     "make_policy",
     "place_seed",
@@ -34,13 +43,22 @@ __all__ = [
 
 
 def make_policy(config: AlgorithmConfig, *, vocabulary_size: int, seed: int) -> BranchPolicy:
-    """The policy that `algorithm.name` names."""
-    match config.name:
-        case "arpo":
-            return ArpoPolicy(config, vocabulary_size, seed)
-        case "arpo_reference":
-            return ArpoReferencePolicy(config, vocabulary_size, seed)
-        case "random":
-            return RandomPolicy(config, seed)
-        case "grpo":
-            return GrpoPolicy(config.samples)
+    """The part that `algorithm.branching` names. Raises UserError."""
+    given = {**config.given(), "vocabulary_size": vocabulary_size, "seed": seed}
+    policy: BranchPolicy = make(Point.BRANCH_POLICY, config.branching, given)
+    return policy
+
+
+def first_trajectories(config: AlgorithmConfig) -> int:
+    """N of a task's M trajectories, as the policy that `algorithm.branching` names has it; M: it never forks.
+
+    Raises:
+        UserError: N exceeds M; also see `make_policy`.
+    """
+    policy = make_policy(config, vocabulary_size=2, seed=0)  # nothing is decided with it
+    if policy.initial > policy.total:
+        raise UserError(
+            f"algorithm.initial={policy.initial} exceeds algorithm.samples={policy.total}, and "
+            f"algorithm.branching={config.branching} begins with so many trajectories"
+        )
+    return policy.initial

@@ -1,10 +1,10 @@
 """Entropy-driven forks after tool results (ARPO, arXiv 2507.19849, section 3.1)."""
 
-import math
 from dataclasses import dataclass
 
 from arpo_megatron.rollout.policies.base import Decision, ForkingPolicy, ForkPoint, fork, uniform_draw
-from arpo_megatron.tree import BranchRecord, Float32Array
+from arpo_megatron.rollout.policies.measure import entropy_rise
+from arpo_megatron.tree import BranchRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +30,7 @@ class ArpoPolicy(ForkingPolicy):
 
     def decide(self, point: ForkPoint) -> Decision:
         """One draw for a fork point; a fork fills the beam as far as the budget goes."""
-        rise = self._sum(point.entropies) - self._sum(point.start_entropies)
-        rise /= math.log(self.vocabulary_size)
+        rise = entropy_rise(point, self.config.entropy_tokens, self.vocabulary_size)
         chance = min(1.0, max(0.0, self.config.branch_probability + self.config.entropy_weight * rise))
         draw = uniform_draw(self.seed, point.step, point.task_id, point.path)
         if self.config.threshold is None:
@@ -40,8 +39,3 @@ class ArpoPolicy(ForkingPolicy):
             wanted, why = chance > self.config.threshold, "threshold"
         siblings, why = fork(point, self.config.beam, wanted=wanted, why=why)
         return Decision(siblings, BranchRecord(dH=rise, probability=chance, draw=draw, why=why))
-
-    def _sum(self, entropies: Float32Array) -> float:
-        """Entropy of the first k tokens in nats, extrapolated from fewer; 0 for none."""
-        first = entropies[: self.config.entropy_tokens]
-        return float(first.mean(dtype=float)) * self.config.entropy_tokens if len(first) else 0.0

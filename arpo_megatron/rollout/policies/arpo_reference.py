@@ -49,7 +49,9 @@ class ArpoReferencePolicy(ForkingPolicy):
 
     def decide(self, point: ForkPoint) -> Decision:
         """One draw for a fork point; what was sampled behind the tool result has no part in it."""
-        rise = (_sum(point.before_entropies) - _sum(point.start_entropies)) / math.log(self.vocabulary_size)
+        rise = (released_sum(point.before_entropies) - released_sum(point.start_entropies)) / math.log(
+            self.vocabulary_size
+        )
         chance, weight = self.config.branch_probability, self.config.entropy_weight
         draw = uniform_draw(self.seed, point.step, point.task_id, point.path)
         wanted = min(1.0, max(0.0, draw - weight * rise)) <= chance
@@ -58,6 +60,6 @@ class ArpoReferencePolicy(ForkingPolicy):
         return Decision(siblings, BranchRecord(dH=rise, probability=probability, draw=draw, why=why))
 
 
-def _sum(entropies: Float32Array) -> float:
+def released_sum(entropies: Float32Array) -> float:
     """Entropy of the first tokens in nats, as many as there are."""
     return float(entropies[:RELEASED_TOKENS].sum(dtype=np.float64))

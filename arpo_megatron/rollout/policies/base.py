@@ -7,7 +7,7 @@ first.
 
 import hashlib
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -30,6 +30,7 @@ class ForkPoint:
         before_entropies: float32[n], nats: of the MODEL segment that made the call.
         entropies: float32[<=k], nats: of the first tokens after the tool result.
         budget: forks that are reserved for this path (see `shares`).
+        streak: fork points of this path right before this one that have all forked.
     """
 
     task_id: str
@@ -39,6 +40,20 @@ class ForkPoint:
     before_entropies: Float32Array
     entropies: Float32Array
     budget: int
+    streak: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """A first trajectory that was finished by itself.
+
+    Attributes:
+        start_entropies: float32[n], nats: of its first MODEL segment.
+        tool_entropies: likewise of each MODEL segment behind a tool result.
+    """
+
+    start_entropies: Float32Array
+    tool_entropies: tuple[Float32Array, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +84,20 @@ class BranchPolicy(Protocol):
 
     def decide(self, point: ForkPoint) -> Decision:
         """Pure. `siblings` never exceeds `point.budget`."""
+
+
+@runtime_checkable
+class ProbingPolicy(Protocol):
+    """A `BranchPolicy` that sets N by a first trajectory, which is one of the N, takes place 0 and does not fork."""
+
+    def plan(self, probe: Probe) -> int:
+        """N, from 2 to M. Pure."""
+
+
+def begin(policy: BranchPolicy, initial: int) -> list[int]:
+    """Forks that are reserved for each of the N first trajectories; the M - N are not a probe's."""
+    probes = int(isinstance(policy, ProbingPolicy))
+    return [0] * probes + shares(policy.total - initial, initial - probes)
 
 
 @dataclass(frozen=True, slots=True)

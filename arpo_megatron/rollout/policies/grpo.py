@@ -8,14 +8,19 @@ from arpo_megatron.tree import BranchRecord
 
 @dataclass(frozen=True, slots=True)
 class GrpoPolicy:
-    """`total` trajectories from the prompt and no forks."""
+    """`samples` trajectories from the prompt and no forks."""
 
-    total: int
+    samples: int
 
     @property
     def initial(self) -> int:
         """All of them."""
-        return self.total
+        return self.samples
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.samples
 
     @property
     def measured_tokens(self) -> int:

@@ -1,0 +1,1 @@
+"""Advantage estimators: a file each. Their names are in `plugins.OWN`."""

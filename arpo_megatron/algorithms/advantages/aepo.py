@@ -1,0 +1,42 @@
+"""AEPO's advantage: the group's, larger where the policy was uncertain."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from arpo_megatron.algorithms.advantages.group import group_advantages
+from arpo_megatron.algorithms.base import Batch, Floats, Group
+from arpo_megatron.algorithms.credit import TreeShape
+
+
+@dataclass(frozen=True, slots=True)
+class EntropyAware:
+    """A_it = A_i * (1 + entropy_advantage * (H_t - mean(H)) / std(H)) (arXiv 2510.14545, section 3.3).
+
+    H_t is the entropy of token t under the policy of the step; mean and standard deviation are over the model tokens of
+    all trajectories of the minibatch, a shared token once for each of them. A_i is that of `group`. (The released code
+    computes H only with an entropy bonus, which its scripts do not have: there this factor is silently off.)
+
+    Attributes:
+        entropy_advantage: a, 0.2 in the paper.
+    """
+
+    entropy_advantage: float = 0.2
+
+    def __call__(self, groups: Sequence[Group]) -> list[Floats]:
+        """float64[leaves] a group."""
+        return [group_advantages(group.rewards) for group in groups]
+
+    def token_factors(self, batch: Batch) -> list[Floats]:
+        """1 + a * standardised entropy; 1 where all entropies are equal."""
+        shapes = [TreeShape(tree) for tree in batch.trees]
+        copies = [shape.spread(shape.sum_below(np.ones((len(shape.leaves), 1)))) for shape in shapes]
+        values = [np.nan_to_num(entropies) for entropies in batch.entropies]
+        total = sum(float(count.sum()) for count in copies)
+        mean = sum(float((c * h).sum()) for c, h in zip(copies, values, strict=True)) / max(1.0, total)
+        squares = sum(float((c * (h - mean) ** 2).sum()) for c, h in zip(copies, values, strict=True))
+        std = (squares / max(1.0, total)) ** 0.5
+        if std < 1e-8:
+            return [np.ones_like(h) for h in values]
+        return [1 + self.entropy_advantage * (h - mean) / std for h in values]

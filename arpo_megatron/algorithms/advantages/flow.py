@@ -1,0 +1,29 @@
+"""Flow-GRPO's credit: one outcome for every turn, and every turn counts alike, however long it is."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from arpo_megatron.algorithms.advantages.group import group_advantages
+from arpo_megatron.algorithms.base import Floats, Group
+from arpo_megatron.algorithms.turns import Turn, by_turns
+
+
+@dataclass(frozen=True, slots=True)
+class TurnMean:
+    """A_is = A_i * |o_i| / (T_i * |turn of s|), A_i that of `group` (AgentFlow, arXiv 2510.05592, Flow-GRPO).
+
+    With `aggregation=sequence-mean` (w_i = 1 / (G |o_i|)) a token then weighs 1 / (G T_i |turn|): the mean over
+    trajectories of the mean over their T_i turns of the mean over a turn's tokens. A turn is a MODEL segment with its
+    continuations by newer weights; one without tokens does not count. AgentFlow trains the planner of four modules;
+    here every turn is the policy's own. Built from the paper's objective as its abstract and public summaries of its
+    section on Flow-GRPO state it; we have not seen the equation's number.
+    """
+
+    def __call__(self, groups: Sequence[Group]) -> list[Floats]:
+        """float64[leaves, segments] a group."""
+        return [by_turns(group.tree, group_advantages(group.rewards), _equal_turns) for group in groups]
+
+
+def _equal_turns(advantage: float, path: Sequence[Turn]) -> list[float]:
+    total = sum(turn.tokens for turn in path)
+    return [advantage * total / (len(path) * turn.tokens) for turn in path]

@@ -1,0 +1,42 @@
+"""The group's mean over tokens instead of trajectories."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from arpo_megatron.algorithms.advantages.group import finite, group_advantages, without_signal
+from arpo_megatron.algorithms.base import Floats, Group
+from arpo_megatron.algorithms.credit import TreeShape
+
+
+@dataclass(frozen=True, slots=True)
+class TokenGroup:
+    """A_i = (r_i - mean) / (std + 1e-6), both over the model tokens of the group.
+
+    HAPO's Token Level Group Average (arXiv 2509.16591). Trajectory i counts |o_i| times, a shared token once for each
+    trajectory, so the advantages of a group's tokens add up to 0; the std is the biased one. Where one of them reaches
+    `token_group_limit` in size, the group has those of `group`. Both as in the authors' code
+    (`compute_hapo_outcome_advantage`).
+
+    Attributes:
+        token_group_limit: 5 in that code.
+    """
+
+    token_group_limit: float = 5.0
+
+    def __call__(self, groups: Sequence[Group]) -> list[Floats]:
+        """float64[leaves] a group; zeros where there is nothing to compare."""
+        found = []
+        for group in groups:
+            rewards, counts = finite(group.rewards), TreeShape(group.tree).leaf_model_tokens
+            total = counts.sum()
+            if total == 0 or without_signal(rewards[counts > 0]):
+                found.append(np.zeros_like(rewards))
+                continue
+            mean = (counts * rewards).sum() / total
+            std = np.sqrt((counts * (rewards - mean) ** 2).sum() / total)
+            advantages = (rewards - mean) / (std + 1e-6)
+            far = (np.abs(advantages[counts > 0]) >= self.token_group_limit).any()
+            found.append(group_advantages(rewards) if far else advantages)
+        return found

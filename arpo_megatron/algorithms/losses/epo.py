@@ -1,0 +1,55 @@
+"""EPO: entropy is wanted, within a corridor around its own past."""
+
+from dataclasses import dataclass, replace
+from math import exp
+from typing import Annotated
+
+from pydantic import Field
+
+from arpo_megatron.algorithms.base import Factors, LossTokens
+from arpo_megatron.algorithms.losses.ppo import Ppo
+
+Positive = Annotated[float, Field(ge=0)]
+
+
+@dataclass(frozen=True, slots=True)
+class Epo:
+    """PPO-clip, and w * epo_weight * (beta_k * epo_smoothing * P_t - H_t) is added (EPO, arXiv 2509.22576, eq. 2 to 6).
+
+    P_t = max(0, epo_low * M - H_t) + max(0, H_t - epo_high * M) with M the mean over the finished steps of their mean
+    entropies, P_t = 0 in the first step; beta_k = 1 + exp(-epo_decay * k / floor(K / 2)) in step k of K. The paper
+    averages over the tokens of a turn, turns, and trajectories; here tokens have the weights that `aggregation` says. M
+    counts a token that trajectories share once. (`arpo replay-pack` repeats a skipped update as if it were in the first
+    step.)
+
+    Attributes:
+        clip_low: lower bound of the ratio, as its distance to 1.
+        clip_high: upper bound likewise.
+        dual_clip: upper bound of the ratio for negative advantages; None: none.
+        epo_weight: lambda; the default is ours.
+        epo_smoothing: alpha.
+        epo_low: kappa_l.
+        epo_high: kappa_r.
+        epo_decay: gamma; the default is ours.
+    """
+
+    clip_low: float
+    clip_high: float
+    dual_clip: float | None
+    epo_weight: Positive = 0.001
+    epo_smoothing: Positive = 0.1
+    epo_low: Positive = 0.5
+    epo_high: Positive = 1.5
+    epo_decay: Positive = 1.0
+
+    def factors(self, tokens: LossTokens) -> Factors:
+        """PPO's factors, and the penalty."""
+        entropies, course = tokens.entropies, tokens.course
+        penalty = -self.epo_weight * entropies
+        if course.entropy is not None:
+            outside = (self.epo_low * course.entropy - entropies).clamp(min=0.0)
+            outside = outside + (entropies - self.epo_high * course.entropy).clamp(min=0.0)
+            beta = 1 + exp(-self.epo_decay * course.step / max(1, course.steps // 2))
+            penalty = penalty + self.epo_weight * beta * self.epo_smoothing * outside
+        plain = Ppo(self.clip_low, self.clip_high, self.dual_clip).factors(tokens)
+        return replace(plain, penalty=penalty)

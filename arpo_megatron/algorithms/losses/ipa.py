@@ -1,0 +1,58 @@
+"""IPA: one ratio a chunk of interaction, and none at all where the outcome was good."""
+
+from dataclasses import dataclass, replace
+from typing import Annotated
+
+import numpy as np
+from pydantic import Field
+
+from arpo_megatron.algorithms.base import Batch, Floats, MinibatchValue
+from arpo_megatron.algorithms.credit import TreeShape
+from arpo_megatron.algorithms.importance import bounded_exp
+from arpo_megatron.algorithms.losses.minibatch import Columns, joined
+from arpo_megatron.algorithms.turns import turns
+from arpo_megatron.tree import RolloutTree
+
+
+@dataclass(frozen=True, slots=True)
+class Ipa:
+    """L = -sum w_i m_c f_c A_is logprob_t, f_c = 1 where A > 0, else sg(min(rho_c, 1)) (ROME, arXiv 2512.24873, eq. 9).
+
+    For a chunk c (a turn) rho_c = exp(mean of new - old log-prob), and m_c = 1 where exp(mean of old - sampling
+    log-prob) is at most `chunk_mismatch`, else 0 (eq. 8): good chunks are imitated, bad ones unlearnt by truncated
+    importance sampling. Equations as public notes on the paper quote them, the limit that of a public training run. The
+    paper's resampling from chunks of expert trajectories is no part of this. A sampling log-prob that is unknown counts
+    as the old one.
+
+    Attributes:
+        chunk_mismatch: H.
+    """
+
+    chunk_mismatch: Annotated[float, Field(gt=0)] = 5.0
+
+    def value(self, batch: Batch) -> MinibatchValue:
+        """The loss and the coefficient of every token."""
+        whole = Columns.of(batch)
+        factors, kept = list[Floats](), list[Floats]()
+        for number, tree in enumerate(batch.trees):
+            shape, given = whole.shapes[number], batch.advantages[number]
+            advantage = np.broadcast_to(given if given.ndim == 2 else given[:, None], shape.below.shape)
+            drift = _chunk_ratios(tree, shape, batch.logprobs[number] - batch.old_logprobs[number])
+            mismatch = _chunk_ratios(tree, shape, batch.old_logprobs[number] - batch.sampling_logprobs[number])
+            kept.append(np.where(mismatch <= self.chunk_mismatch, advantage, 0.0))
+            factors.append(kept[-1] * np.where(advantage > 0, 1.0, np.minimum(drift, 1.0)))
+        tokens, left = Columns.of(batch, factors), Columns.of(batch, kept)
+        loss = -float(((tokens.positive + tokens.negative) * np.nan_to_num(joined(batch.logprobs))).sum())
+        found = tokens.value(loss, tokens.positive, tokens.negative, 0, 0)
+        return replace(found, statistics={**found.statistics, **left.masked_share(whole)})
+
+
+def _chunk_ratios(tree: RolloutTree, shape: TreeShape, log_ratios: Floats) -> Floats:
+    """float64[leaves, segments]: exp of the mean log-ratio over the turn that a segment belongs to on that path."""
+    sums = shape.sum_of_segments(np.nan_to_num(log_ratios))
+    found = np.ones(shape.below.shape)
+    for row, leaf in enumerate(shape.leaves):
+        for turn in turns(tree, int(leaf)):
+            own = list(turn.segments)
+            found[row, own] = bounded_exp(sums[own].sum() / turn.tokens)
+    return found

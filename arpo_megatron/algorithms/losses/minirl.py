@@ -1,0 +1,44 @@
+"""MiniRL: REINFORCE with the importance weight of each token against the engine that sampled it, and PPO's clipping."""
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+import numpy as np
+from pydantic import Field
+
+from arpo_megatron.algorithms.base import Batch, MinibatchValue
+from arpo_megatron.algorithms.losses.minibatch import Columns, joined
+
+
+@dataclass(frozen=True, slots=True)
+class MiniRl:
+    """L = -sum w_i A_i M_t sg(min(new / sampling, importance_limit)) logprob_t (arXiv 2512.01374, eq. 7).
+
+    M_t is 0 where PPO would clip (A > 0 and r > 1 + clip_high, A < 0 and r < 1 - clip_low), with r = new / old, else 1.
+    The weight corrects at once for older weights and for the engine's arithmetic (eq. 5);
+    `algorithm.trajectory_weight_limit` would do so once more, so the preset has none. A sampling log-prob that is
+    unknown counts as the old one. The paper sums over tokens; `aggregation=token-mean` is that up to a constant of the
+    minibatch.
+
+    Attributes:
+        clip_low: lower bound of the ratio, as its distance to 1.
+        clip_high: upper bound likewise.
+        importance_limit: largest weight (truncated importance sampling), 5 in the paper; a large one: none.
+    """
+
+    corrects_for_sampling: ClassVar[bool] = True
+    clip_low: float
+    clip_high: float
+    importance_limit: Annotated[float, Field(gt=0)] = 5.0
+
+    def value(self, batch: Batch) -> MinibatchValue:
+        """The loss and the coefficient of every token."""
+        tokens = Columns.of(batch)
+        weight = np.minimum(tokens.ratio * tokens.mismatch, self.importance_limit)
+        high, low = tokens.ratio > 1 + self.clip_high, tokens.ratio < 1 - self.clip_low
+        gains = np.where(high, 0.0, tokens.positive * weight)
+        costs = np.where(low, 0.0, tokens.negative * weight)
+        loss = -float(((gains + costs) * np.nan_to_num(joined(batch.logprobs))).sum())
+        return tokens.value(
+            loss, gains, costs, int((low & (tokens.negative < 0)).sum()), int((high & (tokens.positive > 0)).sum())
+        )

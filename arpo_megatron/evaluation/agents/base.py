@@ -1,0 +1,29 @@
+"""What an evaluation asks of whoever answers."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from arpo_megatron.evaluation.questions import Question
+from arpo_megatron.evaluation.response import Given
+from arpo_megatron.tasks.base import Task
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A question as it is put, and the numbers of the attempts that are to be made at it."""
+
+    question: Question
+    task: Task
+    attempts: tuple[int, ...]
+
+
+Deliver = Callable[[Wanted, Mapping[int, Given]], None]
+"""Takes some attempts at a question, by number; may be called from any thread, and takes as long as scoring does."""
+
+
+class Agent(Protocol):
+    """Answers questions. What it draws follows from the seed, the question and the attempt's number alone."""
+
+    def answer(self, wanted: Sequence[Wanted], deliver: Deliver) -> None:
+        """Make all attempts and deliver each as soon as it is there, in any order; returns behind the last."""

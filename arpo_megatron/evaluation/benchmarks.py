@@ -1,0 +1,205 @@
+"""The 13 benchmarks that ARPO is judged by (arXiv 2507.19849, section 4.1) and their suites.
+
+A benchmark is a few lines: how its released file is read, how its answers are scored, and where it comes from. None of
+the data is shipped: licences differ, and three of the sets are gated or encrypted so that models do not train on them.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from arpo_megatron.errors import UserError
+from arpo_megatron.evaluation import rows
+from arpo_megatron.evaluation.rows import Row
+
+Metric = Literal["math", "f1", "judge"]
+"""`math`: math-verify says that both are equal. `f1`: token F1 after SQuAD's normalisation. `judge`: a model says that
+the answer is right."""
+
+HELD_OUT = "held_out"
+"""The suite of a run's own held-out tasks, which is no file."""
+
+
+@dataclass(frozen=True, slots=True)
+class Benchmark:
+    """One test set.
+
+    Attributes:
+        name: on the command line, in records and as the file's stem.
+        title: in tables, as the paper writes it.
+        metric: how an answer is scored.
+        licence: of the data, as its publisher states it; for orientation, not legal advice.
+        source: where to get the file, and what to do with it.
+        read: a row of the released file -> question and accepted answers; raises `rows.BadRowError` for a row that is
+            none (a question with a picture, say).
+        columns: names under which released files hold the question, and the answer.
+        also: other stems under which the file is published.
+        sha256: of released files that the reader was tried on; another file is read too, and the report says so.
+    """
+
+    name: str
+    title: str
+    metric: Metric
+    licence: str
+    source: str
+    read: Callable[[Row, Sequence[str], Sequence[str]], tuple[str, tuple[str, ...]]] = rows.plain
+    columns: tuple[tuple[str, ...], tuple[str, ...]] = (("question", "problem"), ("answer",))
+    also: tuple[str, ...] = ()
+    sha256: tuple[str, ...] = ()
+
+    def question_of(self, row: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:
+        """Question and accepted answers of a row. Raises BadRowError."""
+        return self.read(row, *self.columns)
+
+
+_FLASHRAG = "huggingface.co/datasets/RUC-NLPIR/FlashRAG_datasets"
+_MIT, _CC_BY, _CC_BY_SA = "MIT", "CC BY 4.0", "CC BY-SA 4.0"
+
+BENCHMARKS: Mapping[str, Benchmark] = {
+    benchmark.name: benchmark
+    for benchmark in (
+        Benchmark(
+            name="aime24",
+            title="AIME24",
+            metric="math",
+            licence="problems of the Mathematical Association of America; no licence stated",
+            source="huggingface.co/datasets/HuggingFaceH4/aime_2024",
+            also=("aime_2024", "aime2024"),
+            sha256=("af2b8bd2aa911b6333ad0df32f3ca05c7ae8ed10f1731f4372c8ae26990bf7ac",),
+        ),
+        Benchmark(
+            name="aime25",
+            title="AIME25",
+            metric="math",
+            licence="problems of the Mathematical Association of America; no licence stated",
+            source="huggingface.co/datasets/math-ai/aime25",
+            also=("aime_2025", "aime2025"),
+        ),
+        Benchmark(
+            name="math500",
+            title="MATH500",
+            metric="math",
+            licence=_MIT,
+            source="huggingface.co/datasets/HuggingFaceH4/MATH-500",
+            also=("math_500", "MATH-500"),
+            sha256=("fba7f0faf5593e5c29028190115672e36fe4bed72f535cea8c71d393bd03ba0f",),
+        ),
+        Benchmark(
+            name="gsm8k",
+            title="GSM8K",
+            metric="math",
+            licence=_MIT,
+            source="github.com/openai/grade-school-math (test.jsonl)",
+            read=rows.behind_hashes,
+            sha256=("9f098df7ff4522078d6ccec27a5c38a454790fdb51131bedfaa0e490070d5394",),
+        ),
+        Benchmark(
+            name="math",
+            title="MATH",
+            metric="math",
+            licence=_MIT,
+            source="github.com/hendrycks/math (the test split, its objects one a line)",
+            read=rows.boxed,
+            columns=(("question", "problem"), ("answer", "solution")),
+        ),
+        Benchmark(
+            name="webwalker",
+            title="WebWalker",
+            metric="judge",
+            licence="Apache 2.0",
+            source="huggingface.co/datasets/callanwu/WebWalkerQA (split main)",
+            columns=(("question", "Question"), ("answer", "Answer")),
+            also=("webwalkerqa", "WebWalkerQA"),
+        ),
+        Benchmark(
+            name="hotpotqa",
+            title="HQA",
+            metric="f1",
+            licence=_CC_BY_SA,
+            source=f"{_FLASHRAG} (hotpotqa/dev.jsonl)",
+            columns=(("question",), ("answer", "golden_answers")),
+            sha256=("072c04637a2736f355e92ee77649d1de89112f873b21b97e50171ac33497ad98",),
+        ),
+        Benchmark(
+            name="2wiki",
+            title="2Wiki.",
+            metric="f1",
+            licence="Apache 2.0",
+            source=f"{_FLASHRAG} (2wikimultihopqa/dev.jsonl)",
+            columns=(("question",), ("answer", "golden_answers")),
+            also=("2wikimultihopqa",),
+        ),
+        Benchmark(
+            name="musique",
+            title="MuSiQ.",
+            metric="f1",
+            licence=_CC_BY,
+            source=f"{_FLASHRAG} (musique/dev.jsonl)",
+            columns=(("question",), ("answer", "golden_answers")),
+        ),
+        Benchmark(
+            name="bamboogle",
+            title="Bamb.",
+            metric="f1",
+            licence=_MIT,
+            source=f"{_FLASHRAG} (bamboogle/test.jsonl)",
+            columns=(("question", "Question"), ("answer", "golden_answers", "Answer")),
+        ),
+        Benchmark(
+            name="gaia",
+            title="GAIA",
+            metric="judge",
+            licence="gated: accept its terms, which forbid publishing it in a crawlable form",
+            source="huggingface.co/datasets/gaia-benchmark/GAIA (2023, validation, metadata)",
+            read=rows.without_attachment,
+            columns=(("question", "Question"), ("answer", "Final answer")),
+            also=("gaia_validation", "metadata"),
+        ),
+        Benchmark(
+            name="hle",
+            title="HLE",
+            metric="judge",
+            licence="MIT, gated, with a canary: keep it out of training data",
+            source="huggingface.co/datasets/cais/hle (test)",
+            read=rows.without_attachment,
+            columns=(("question", "Question"), ("answer", "Answer")),
+        ),
+        Benchmark(
+            name="xbench",
+            title="xbench-DS",
+            metric="judge",
+            licence="MIT; encrypted against training on it",
+            source="github.com/xbench-ai/xbench-evals (data/DeepSearch-2505.csv), encrypted as it is",
+            read=rows.xor_encrypted,
+            columns=(("question", "prompt"), ("answer",)),
+            also=("DeepSearch-2505", "DeepSearch", "xbench_deepsearch"),
+            sha256=("10bdb81321e3d919c052c2c9a7095868d8bc9036f719fb25d9223043aa28c118",),
+        ),
+    )
+}
+
+SUITES: Mapping[str, tuple[str, ...]] = {
+    "reasoning": (
+        *("aime24", "aime25", "math500", "gsm8k", "math"),
+        *("webwalker", "hotpotqa", "2wiki", "musique", "bamboogle"),
+    ),
+    "deepsearch": ("gaia", "hle", "webwalker", "xbench"),
+}
+"""The columns of the paper's tables 1 and 2, in their order."""
+
+
+def chosen(text: str) -> list[Benchmark]:
+    """The benchmarks that `NAME[,NAME]` names, suites and benchmarks mixed, each once, in this order.
+
+    Raises:
+        UserError: an unknown name, which is told with the known ones.
+    """
+    names: dict[str, None] = {}
+    for word in (part.strip() for part in text.split(",")):
+        if word not in SUITES and word not in BENCHMARKS:
+            raise UserError(
+                f"--suite {word!r}: no such suite or benchmark; suites: {', '.join(SUITES)}, {HELD_OUT}; "
+                f"benchmarks: {', '.join(BENCHMARKS)}"
+            )
+        names |= dict.fromkeys(SUITES.get(word, (word,)))
+    return [BENCHMARKS[name] for name in names]

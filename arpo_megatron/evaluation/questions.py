@@ -1,0 +1,143 @@
+"""Finding and reading the files of benchmarks."""
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from arpo_megatron.errors import UserError
+from arpo_megatron.evaluation.benchmarks import Benchmark
+from arpo_megatron.evaluation.rows import BadRowError
+
+FORMATS = (".jsonl", ".json", ".parquet", ".csv")
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A question of a benchmark.
+
+    Attributes:
+        benchmark: its name.
+        id: unique within it and stable: the row of the file.
+        text: as it is asked.
+        answers: any of them is right.
+    """
+
+    benchmark: str
+    id: str
+    text: str
+    answers: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TestSet:
+    """What the file of a benchmark holds.
+
+    Attributes:
+        benchmark: whose it is.
+        questions: in the file's order.
+        left_out: rows that gave none, with the reason.
+        path: the file.
+        sha256: its digest.
+    """
+
+    __test__ = False  # pytest takes the name for one of its own
+
+    benchmark: Benchmark
+    questions: tuple[Question, ...]
+    left_out: tuple[tuple[int, str], ...]
+    path: Path
+    sha256: str
+
+    @property
+    def known_file(self) -> bool:
+        """Whether it is, byte for byte, one that the reader was tried on."""
+        return self.sha256 in self.benchmark.sha256
+
+
+def find(benchmark: Benchmark, directory: Path) -> Path | None:
+    """The benchmark's file in a directory: NAME.jsonl, .json, .parquet or .csv, or the name it is published under."""
+    stems = (benchmark.name, *benchmark.also)
+    paths = (directory / f"{stem}{suffix}" for stem in stems for suffix in FORMATS)
+    return next((path for path in paths if path.is_file()), None)
+
+
+def where_to_get(benchmark: Benchmark, directory: Path) -> str:
+    """The one line that says what to do about a missing file."""
+    return (
+        f"{benchmark.name}: no {directory / benchmark.name}.jsonl; get {benchmark.source} [{benchmark.licence}] and "
+        f"put it there under this name ({', '.join(FORMATS)})"
+    )
+
+
+def read(benchmark: Benchmark, path: Path) -> TestSet:
+    """Read a benchmark's file. Raises UserError where it is unreadable or holds no question."""
+    content = path.read_bytes()
+    questions, left_out = [], []
+    for number, row in enumerate(_rows(path, content)):
+        try:
+            if not isinstance(row, dict):
+                raise BadRowError("it is no object")
+            text, answers = benchmark.question_of(row)
+        except BadRowError as problem:
+            left_out.append((number, str(problem)))
+        else:
+            questions.append(Question(benchmark.name, f"{benchmark.name}-{number}", text, answers))
+    if not questions:
+        first = f"; the first row: {left_out[0][1]}" if left_out else ""
+        raise UserError(f"{path}: not one question of {benchmark.name} in {len(left_out)} rows{first}")
+    return TestSet(benchmark, tuple(questions), tuple(left_out), path, hashlib.sha256(content).hexdigest())
+
+
+def read_all(
+    benchmarks: Sequence[Benchmark], directory: Path, *, skip_missing: bool
+) -> tuple[list[TestSet], list[Benchmark]]:
+    """The files of these benchmarks, and the benchmarks whose file is missing.
+
+    Raises:
+        UserError: a file is missing, and `skip_missing` does not allow it; or all are.
+    """
+    found, missing = [], []
+    for benchmark in benchmarks:
+        if (path := find(benchmark, directory)) is not None:
+            found.append(read(benchmark, path))
+        else:
+            missing.append(benchmark)
+    if missing and not (skip_missing and found):
+        others = ", ".join(benchmark.name for benchmark in missing[1:])
+        rest = f" (missing too: {others})" if others else ""
+        hint = "; --skip-missing goes on without" if found else "; --data DIR says where the files are"
+        raise UserError(where_to_get(missing[0], directory) + rest + hint)
+    return found, missing
+
+
+def _rows(path: Path, content: bytes) -> Iterator[Any]:
+    try:
+        match path.suffix:
+            case ".parquet":
+                import pyarrow as pa
+                import pyarrow.parquet as pq
+
+                try:
+                    yield from pq.read_table(pa.BufferReader(content)).to_pylist()
+                except pa.ArrowException as error:
+                    raise UserError(f"{path}: not a readable parquet file: {str(error).splitlines()[0]}") from None
+            case ".csv":
+                import csv
+
+                yield from csv.DictReader(content.decode("utf-8-sig").splitlines(keepends=True))
+            case ".json":
+                rows = json.loads(content.decode("utf-8-sig"))
+                if not isinstance(rows, list):
+                    raise UserError(f"{path}: not an array of questions")
+                yield from rows
+            case _:
+                for line in content.decode("utf-8-sig").split("\n"):
+                    if line.strip():
+                        yield json.loads(line)
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8 text: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: not JSON: {error}") from None

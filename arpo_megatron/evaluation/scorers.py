@@ -1,0 +1,155 @@
+"""From a response to a scored attempt: a scorer for the held-out tasks of a run, one for each metric of benchmarks."""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from arpo_megatron.evaluation.benchmarks import Metric
+from arpo_megatron.evaluation.prompts import Tools
+from arpo_megatron.evaluation.questions import Question
+from arpo_megatron.evaluation.records import Attempt, Outcome
+from arpo_megatron.evaluation.response import Given, NoResponse, Response, outcome_without_answer
+from arpo_megatron.rewards.base import Reward, score_text
+from arpo_megatron.rewards.judge import Judge as ModelJudge
+from arpo_megatron.rewards.prompts import CORRECT, same_answer
+from arpo_megatron.rewards.qa import exact_match, token_f1
+from arpo_megatron.rewards.tag_format import last_boxed, parse_response
+from arpo_megatron.rewards.verify import math_equal
+from arpo_megatron.tasks.base import Task
+from arpo_megatron.tree import Finish
+
+_ANSWER = re.compile(r"<answer>(.*?)(?:</answer>|$)", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """How right a response is. `outcome` is given where it does not follow from the rest."""
+
+    answer: str | None
+    score: float
+    correct: bool
+    format_ok: bool
+    outcome: Outcome | None = None
+    detail: str = ""
+
+
+Scorer = Callable[[Question, Response], Verdict]
+
+
+class JudgeUnavailableError(RuntimeError):
+    """There is no verdict of the judge."""
+
+
+Judge = Callable[[str, str, str], bool]
+"""(question, answer, expected) -> whether both answers mean the same; raises JudgeUnavailableError."""
+
+
+def judged_by(model: ModelJudge) -> Judge:
+    """A model as a judge (docs/rewards.md says how it is asked)."""
+
+    def judge(question: str, answer: str, expected: str) -> bool:
+        (verdict,) = model.ask([same_answer(question, expected, answer)])
+        if verdict is None:
+            raise JudgeUnavailableError("the judge gave no verdict")
+        return verdict == CORRECT
+
+    return judge
+
+
+def extract_answer(model_text: str) -> str | None:
+    """What the model answers: the last box inside its last <answer>, else that answer's text, else the last box at all.
+
+    Stricter rules about the format are counted beside (`Attempt.format_ok`); an answer that a reader would find counts.
+    """
+    blocks = _ANSWER.findall(model_text)
+    inside = blocks[-1].strip() if blocks else ""
+    box = last_boxed(inside)
+    if box is None and inside and "\\boxed{" not in inside:
+        return inside
+    box = last_boxed(model_text) if box is None else box
+    return (box or "").strip() or None
+
+
+def benchmark_scorer(metric: Metric, tools: Tools, judge: Judge | None) -> Scorer:
+    """Scores answers to a benchmark's questions; where it wants a judge and there is none, by token F1."""
+    grade = {"math": _math, "f1": _f1, "judge": _f1}[metric] if judge is None or metric != "judge" else _judged(judge)
+
+    def score(question: Question, response: Response) -> Verdict:
+        answer = extract_answer(response.model_text)
+        tagged = not parse_response(response.text).reason
+        format_ok = last_boxed(response.model_text) is not None if tools is Tools.NONE else tagged
+        if answer is None:
+            return Verdict(None, 0.0, False, format_ok)
+        try:
+            value, correct = grade(question, answer)
+        except JudgeUnavailableError as error:
+            return Verdict(answer, 0.0, False, format_ok, Outcome.UNJUDGED, str(error))
+        return Verdict(answer, value, correct, format_ok)
+
+    return score
+
+
+def held_out_scorer(reward: Reward, tasks: Sequence[Task], threshold: float) -> Scorer:
+    """Scores held-out tasks as the run's reward does: the format counts, and success is accuracy above `threshold`."""
+    by_id = {task.id: task for task in tasks}
+
+    def score(question: Question, response: Response) -> Verdict:
+        found = score_text(reward, response.text, by_id[question.id])
+        answer = found.answer if found.format_ok else None
+        return Verdict(answer, found.accuracy, found.accuracy > threshold, found.format_ok, detail=found.reason)
+
+    return score
+
+
+def attempt_of(question: Question, number: int, given: Given, scorer: Scorer) -> Attempt:
+    """Score attempt `number` at a question."""
+    if isinstance(given, NoResponse):
+        verdict = Verdict(None, 0.0, False, False, given.outcome, given.detail)
+        response = Response("", "", finish=Finish.END)
+    else:
+        verdict, response = scorer(question, given), given
+    return Attempt(
+        benchmark=question.benchmark,
+        question_id=question.id,
+        attempt=number,
+        question=question.text,
+        expected=question.answers,
+        answer=verdict.answer,
+        score=verdict.score,
+        correct=verdict.correct,
+        format_ok=verdict.format_ok,
+        outcome=verdict.outcome or _outcome(verdict, response),
+        detail=verdict.detail,
+        tool_calls=response.tool_calls,
+        tool_errors=response.tool_errors,
+        model_tokens=response.model_tokens,
+        tool_tokens=response.tool_tokens,
+        seconds=response.seconds,
+        response=response.text,
+    )
+
+
+def _outcome(verdict: Verdict, response: Response) -> Outcome:
+    if verdict.answer is None:
+        return outcome_without_answer(response.finish)
+    if verdict.correct:
+        return Outcome.RIGHT
+    return Outcome.PARTIAL if verdict.score > 0 else Outcome.WRONG
+
+
+def _math(question: Question, answer: str) -> tuple[float, bool]:
+    right = any(math_equal(answer, expected) for expected in question.answers)
+    return float(right), right
+
+
+def _f1(question: Question, answer: str) -> tuple[float, bool]:
+    best = max(token_f1(answer, expected) for expected in question.answers)
+    return best, any(exact_match(answer, expected) for expected in question.answers)
+
+
+def _judged(judge: Judge) -> Callable[[Question, str], tuple[float, bool]]:
+    def grade(question: Question, answer: str) -> tuple[float, bool]:
+        right = any(judge(question.text, answer, expected) for expected in question.answers)
+        return float(right), right
+
+    return grade

@@ -1,0 +1,58 @@
+"""pass@k without bias, and intervals over questions."""
+
+from collections.abc import Sequence
+from math import comb
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+RESAMPLES = 10_000
+CONFIDENCE = 0.95
+
+
+def pass_at_k(scores: Sequence[float], k: int) -> float:
+    """Expected best score of `k` attempts drawn without replacement from those made, for one question.
+
+    With scores of 0 and 1, c of n being 1, this is the unbiased estimator 1 - C(n-c, k) / C(n, k) of pass@k (Chen et
+    al., arXiv 2107.03374, equation 1); with graded scores (token F1) it is its like for the maximum, since the i-th
+    smallest score is the best of the draw in C(i-1, k-1) of the C(n, k) draws.
+
+    Args:
+        scores: of all attempts at the question, in any order.
+        k: at most their number.
+
+    Raises:
+        ValueError: fewer attempts than `k`.
+    """
+    count = len(scores)
+    if not 1 <= k <= count:
+        raise ValueError(f"pass@{k} of {count} attempts")
+    weighted = sum(score * comb(place, k - 1) for place, score in enumerate(sorted(scores)))
+    return float(weighted / comb(count, k))
+
+
+def interval(values: ArrayLike, *, seed: int) -> tuple[float, float]:
+    """Percentile bootstrap interval of the mean at `CONFIDENCE`; both ends are the mean for fewer than two values.
+
+    Attempts at one question are not independent, so questions are what is resampled.
+
+    Args:
+        values: float[questions], a number for each question.
+        seed: of the resampling.
+    """
+    data: NDArray[np.float64] = np.asarray(values, dtype=np.float64)
+    if len(data) < 2:
+        mean = float(data.mean()) if len(data) else float("nan")
+        return mean, mean
+    from scipy.stats import bootstrap
+
+    found = bootstrap(
+        (data,),
+        np.mean,
+        n_resamples=RESAMPLES,
+        batch=max(1, 10_000_000 // len(data)),
+        confidence_level=CONFIDENCE,
+        method="percentile",
+        rng=np.random.default_rng(seed),
+    ).confidence_interval
+    return float(found.low), float(found.high)

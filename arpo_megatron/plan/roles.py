@@ -1,0 +1,146 @@
+"""Which role runs on which node and GPU: a pure function of the recipe, the nodes and their GPUs."""
+
+from dataclasses import dataclass, replace
+from math import ceil
+
+from arpo_megatron.config import JobConfig
+from arpo_megatron.errors import UserError
+from arpo_megatron.machine import Placement
+
+
+@dataclass(frozen=True, slots=True)
+class RolePlan:
+    """Nodes are numbered from 0 in the order of the allocation. Tool service, rollout process and router are on node 0.
+
+    Attributes:
+        nodes: how many.
+        gpus: of a node.
+        trainer_nodes: those with trainer ranks: the first so many.
+        ranks_per_node: on each of these.
+        engines: node and first GPU of each engine.
+        engine_gpus: of an engine.
+        shared: engines and trainer ranks take turns on the same GPUs.
+    """
+
+    nodes: int
+    gpus: int
+    trainer_nodes: int
+    ranks_per_node: int
+    engines: tuple[tuple[int, int], ...]
+    engine_gpus: int
+    shared: bool
+
+    @property
+    def engine_nodes(self) -> int:
+        """Those with engines alone."""
+        return self.nodes - self.trainer_nodes
+
+    @property
+    def gpus_used(self) -> int:
+        """That compute, of all nodes; where there are none, ranks and engines."""
+        ranks, engines = self.trainer_nodes * self.ranks_per_node, len(self.engines) * self.engine_gpus
+        return ranks if self.shared else ranks + engines
+
+    def placement(self, engine: int) -> Placement:
+        """Of an engine, on its own node."""
+        return Placement(self.gpus, self.engines[engine][1], self.shared)
+
+    def describe(self) -> list[str]:
+        """A line for each role."""
+
+        def where(first: int, count: int) -> str:
+            return f"node {first}" if count == 1 else f"nodes {first} to {first + count - 1}"
+
+        def gpus(first: int, count: int) -> str:
+            if not self.gpus:
+                return "CPU"
+            return f"GPU {first}" if count == 1 else f"GPUs {first} to {first + count - 1}"
+
+        services = ["sandbox   node 0, CPU", "rollout   node 0, CPU"] if self.engines else []
+        lines = [
+            *services,
+            f"trainer   {where(0, self.trainer_nodes)}, {self.ranks_per_node} rank(s) each, "
+            f"{gpus(0, self.ranks_per_node)}",
+        ]
+        for index, (node, gpu) in enumerate(self.engines):
+            shared = ", shared with the trainer" if self.shared else ""
+            lines.append(f"engine-{index}  node {node}, {gpus(gpu, self.engine_gpus)}{shared}")
+        return lines
+
+
+def settled(config: JobConfig, roles: RolePlan) -> JobConfig:
+    """With the `engine.placement` that the plan has: `auto` depends on the number of nodes."""
+    return replace(config, engine=replace(config.engine, placement="colocated" if roles.shared else "split"))
+
+
+def plan_roles(config: JobConfig, gpus_per_node: int, nodes: int | None) -> RolePlan:
+    """Lay the roles over nodes; `nodes` None: as few as the config's placement needs. `platform=cpu` uses no GPU.
+
+    Raises:
+        UserError: they do not fit, or nodes would have nothing to do.
+    """
+    ranks, engine = config.parallel.world_size, config.engine
+    gpus = 0 if config.platform == "cpu" else gpus_per_node
+    if not gpus:
+        return _on_cpus(config, nodes or 1)
+    if config.cold_start_only:
+        _check_count(nodes, (alone := _trainer_alone(config, gpus)).nodes, "without engines", config, gpus)
+        return alone
+    if engine.tensor > gpus:
+        raise UserError(f"engine.tensor={engine.tensor}: an engine does not span nodes, and a node has {gpus} GPUs")
+    alone = _trainer_alone(config, gpus)
+    trainer_nodes, per_node = alone.trainer_nodes, alone.ranks_per_node
+    slots = gpus // engine.tensor  # engines that a node holds
+    together = ranks + engine.replicas * engine.tensor <= gpus
+    split = 1 if together else trainer_nodes + ceil(engine.replicas / slots)
+    if engine.placement == "colocated" or (engine.placement == "auto" and nodes is not None and nodes < split):
+        _check_count(nodes, trainer_nodes, "colocated", config, gpus)
+        slots = per_node // engine.tensor
+        if engine.replicas > slots * trainer_nodes:
+            raise UserError(
+                f"{engine.replicas} engines of {engine.tensor} GPUs do not fit on the trainer's {ranks} GPUs: lower "
+                "engine.replicas"
+            )
+        engines = [(index % trainer_nodes, index // trainer_nodes * engine.tensor) for index in range(engine.replicas)]
+        return RolePlan(trainer_nodes, gpus, trainer_nodes, per_node, tuple(engines), engine.tensor, shared=True)
+    _check_count(nodes, split, "split", config, gpus)
+    if together:
+        places = [(0, ranks + index * engine.tensor) for index in range(engine.replicas)]
+    else:
+        places = [(trainer_nodes + index // slots, index % slots * engine.tensor) for index in range(engine.replicas)]
+    return RolePlan(split, gpus, trainer_nodes, per_node, tuple(places), engine.tensor, shared=False)
+
+
+def _trainer_alone(config: JobConfig, gpus: int) -> RolePlan:
+    """As without engines."""
+    ranks = config.parallel.world_size
+    per_node, nodes = min(ranks, gpus), ceil(ranks / gpus)
+    if ranks % per_node:
+        raise UserError(f"{ranks} trainer ranks cannot be divided among nodes of {gpus} GPUs: change parallel.*")
+    return RolePlan(nodes, gpus, nodes, per_node, (), config.engine.tensor, shared=True)
+
+
+def _on_cpus(config: JobConfig, nodes: int) -> RolePlan:
+    """Ranks divided evenly among the first nodes, engines from the last node backwards."""
+    ranks, engine = config.parallel.world_size, config.engine
+    if engine.tensor > 1:
+        raise UserError(f"engine.tensor={engine.tensor}: an engine on a CPU has one rank")
+    if nodes > max(ranks, engine.replicas + 1):
+        raise UserError(f"{nodes} nodes, but only {ranks} trainer rank(s) and {engine.replicas} engine(s)")
+    trainer_nodes = min(nodes, ranks)
+    if ranks % trainer_nodes:
+        raise UserError(f"{ranks} trainer ranks cannot be divided evenly among {trainer_nodes} nodes")
+    replicas = 0 if config.cold_start_only else engine.replicas
+    engines = tuple((nodes - 1 - index % nodes, 0) for index in range(replicas))
+    shared = engine.placement == "colocated"
+    return RolePlan(nodes, 0, trainer_nodes, ranks // trainer_nodes, engines, engine.tensor, shared)
+
+
+def _check_count(given: int | None, needed: int, placement: str, config: JobConfig, gpus: int) -> None:
+    if given is None or given == needed:
+        return
+    engines = f"{config.engine.replicas} engine(s) of {config.engine.tensor} GPU(s)"
+    raise UserError(
+        f"{given} nodes of {gpus} GPUs, but {config.parallel.world_size} trainer ranks and {engines}, {placement}, "
+        f"take {needed}: give --nodes {needed}, or change parallel.*, engine.replicas or engine.placement"
+    )

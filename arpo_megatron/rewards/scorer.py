@@ -1,0 +1,51 @@
+"""Scores many trees at once: while a verifier or a judge is at one, others are scored."""
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from arpo_megatron.rewards.base import Reward, Score, group_of
+from arpo_megatron.tasks.base import Task
+from arpo_megatron.tree import RolloutTree
+
+_THREADS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Scorer:
+    """A reward and what it needs to read trees.
+
+    Mathematics takes at most `verify.QUESTION_TIMEOUT_S` a tree and worker process, so the time of a call is bounded;
+    a judge's time is bounded by `reward.judge`, but where training is to wait for it.
+    """
+
+    reward: Reward
+    decode: Callable[[Sequence[int]], str]
+
+    def score(self, trees: Sequence[RolloutTree], tasks: Sequence[Task], *, step: int = 0) -> list[list[Score]]:
+        """The scores of every tree's leaves, in the order of `trees`.
+
+        Raises:
+            UserError: the judge cannot be used as it is configured.
+        """
+
+        groups = [group_of(tree, task, self.decode, step=step) for tree, task in zip(trees, tasks, strict=True)]
+        with ThreadPoolExecutor(min(_THREADS, max(1, len(trees))), thread_name_prefix="scorer") as threads:
+            return list(threads.map(self.reward.score_group, groups))
+
+
+def parts_of(scores: Sequence[Score]) -> dict[str, NDArray[np.float64]]:
+    """The parts of a tree's scores by name: float64[leaves], NaN where a leaf has no such part."""
+    names = dict.fromkeys(name for score in scores for name in score.parts)
+    return {name: np.array([score.parts.get(name, np.nan) for score in scores], np.float64) for name in names}
+
+
+def mean_parts(trees: Sequence[Mapping[str, NDArray[np.float64]]]) -> dict[str, float]:
+    """What `parts_of` says of several trees -> mean of each part over the trajectories that have it."""
+    names = dict.fromkeys(name for parts in trees for name in parts)
+    return {
+        name: float(np.nanmean(np.concatenate([parts[name] for parts in trees if name in parts]))) for name in names
+    }

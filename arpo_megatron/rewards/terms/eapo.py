@@ -1,0 +1,30 @@
+"""EAPO (IterResearch, arXiv 2511.07327): a right answer is worth less the more rounds it took."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from arpo_megatron.rewards.base import Group, Score
+
+
+@dataclass(frozen=True, slots=True)
+class GeometricDiscount:
+    """accuracy * (discount^(T-1) - 1), so that with weight 1 the accuracy counts discount^(T-1) times.
+
+    T is the number of rounds, tool calls and the answer. The paper rewards round t of T with discount^(T-t) * R; this
+    is its first round's reward, for the whole trajectory. (A reward by round is an advantage estimator's business.)
+    """
+
+    needs_judge: ClassVar[bool] = False
+    discount: float = 0.995
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.discount <= 1.0:
+            raise ValueError(f"discount must be above 0 and at most 1, not {self.discount}")
+
+    def values(self, group: Group, scores: Sequence[Score]) -> list[float]:
+        """One for each response."""
+        return [
+            score.accuracy * (self.discount**response.calls - 1.0)
+            for score, response in zip(scores, group.responses, strict=True)
+        ]

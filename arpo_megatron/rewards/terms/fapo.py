@@ -1,0 +1,33 @@
+"""FAPO (arXiv 2510.22543): a right answer reached by wrong steps earns less."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from arpo_megatron.rewards.base import Group, Score
+from arpo_megatron.rewards.prompts import FLAWED, flawed, question_of
+
+
+@dataclass(frozen=True, slots=True)
+class FlawedPositive:
+    """-1 where the answer is right and a judge calls the way to it flawed, else 0.
+
+    The paper subtracts lambda = 1 from rewards of 1 and -1, which puts a flawed right answer half-way between right and
+    wrong: with rewards of 1 and 0 that is weight 0.5. The delay needs no schedule: normalised in its group such an
+    answer still beats wrong ones while they are the most, and loses to sound ones once those are.
+    Without all verdicts of a group (the judge is down) the term leaves that group out: it is 0 for all of it.
+    """
+
+    needs_judge: ClassVar[bool] = True
+
+    def values(self, group: Group, scores: Sequence[Score]) -> list[float]:
+        """One for each response."""
+        assert group.judge is not None
+        question, truth = question_of(group.task), group.task.ground_truth
+        right = [index for index, score in enumerate(scores) if score.accuracy > 0.5]
+        said = group.judge.ask([flawed(question, truth, group.responses[index].text) for index in right])
+        values = [0.0] * len(scores)
+        if None not in said:
+            for index, verdict in zip(right, said, strict=True):
+                values[index] = -float(verdict == FLAWED)
+        return values

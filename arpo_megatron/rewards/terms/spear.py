@@ -1,0 +1,31 @@
+"""SPEAR (arXiv 2509.22601): tool calls are rewarded for their own sake, less and less."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from arpo_megatron.rewards.base import Group, Score
+
+
+@dataclass(frozen=True, slots=True)
+class FadingToolBonus:
+    """min(1, 0.1 * calls) * (1 + cos(pi * t / T)) / 2 in step t, and 0 from step T on.
+
+    As in its released code (retool/recipe/retool/reward.py, `cosine`), where right answers earn 1 and wrong ones -1.
+
+    Attributes:
+        fade_steps: T.
+    """
+
+    needs_judge: ClassVar[bool] = False
+    fade_steps: int = 200
+
+    def __post_init__(self) -> None:
+        if self.fade_steps < 1:
+            raise ValueError(f"fade_steps must be positive, not {self.fade_steps}")
+
+    def values(self, group: Group, scores: Sequence[Score]) -> list[float]:
+        """One for each response."""
+        left = (1.0 + math.cos(math.pi * min(1.0, group.step / self.fade_steps))) / 2.0
+        return [min(1.0, 0.1 * response.calls) * left for response in group.responses]

@@ -1,0 +1,38 @@
+"""SPO (self-play preference optimization, arXiv 2401.04056, algorithm 2): the share of a group that one beats."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import permutations
+from typing import ClassVar
+
+from arpo_megatron.rewards.base import Group, Score
+from arpo_megatron.rewards.prompts import FIRST, SECOND, better, question_of
+
+_WON = {FIRST: (1.0, 0.0), SECOND: (0.0, 1.0)}
+
+
+@dataclass(frozen=True, slots=True)
+class ShareOfWins:
+    """Mean over the group's other trajectories of 1 where a judge prefers this one, 0 the other, 1/2 neither.
+
+    Every pair is asked about in both orders, against the judge's liking for the first: G * (G - 1) questions a group.
+    Without all verdicts of a group (the judge is down) the term leaves that group out: it is 0 for all of it.
+    """
+
+    needs_judge: ClassVar[bool] = True
+
+    def values(self, group: Group, scores: Sequence[Score]) -> list[float]:
+        """One for each response."""
+        assert group.judge is not None
+        question, texts = question_of(group.task), [response.text for response in group.responses]
+        wins, count = [0.0] * len(texts), len(texts)
+        pairs = [(i, j) for i, j in permutations(range(count), 2) if texts[i] != texts[j]]
+        said = group.judge.ask([better(question, texts[i], texts[j]) for i, j in pairs])
+        if count < 2 or None in said:
+            return wins
+        for (i, j), verdict in zip(pairs, said, strict=True):
+            first, second = _WON.get(str(verdict), (0.5, 0.5))
+            wins[i] += first / 2
+            wins[j] += second / 2
+        same = [sum(text == other for other in texts) - 1 for text in texts]  # beat each other half of the time
+        return [(won + ties / 2) / (count - 1) for won, ties in zip(wins, same, strict=True)]

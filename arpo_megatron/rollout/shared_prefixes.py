@@ -1,0 +1,77 @@
+"""Which beginnings of a tree the engine's cache holds, so that what several paths share is computed once.
+
+A weight push empties the cache. Paths that would go on at the same moment would each compute all of their tokens; so
+one of them has the prompt put into the cache first, then each fork point below, and the others wait for it. Without a
+push only the prompt is asked for: a fork point is in the cache before its siblings begin.
+"""
+
+import asyncio
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Callable
+
+from arpo_megatron.rollout.node import Node
+from arpo_megatron.rollout.policies import PathKey
+from arpo_megatron.tree import Int32Array, Role
+
+Prefill = Callable[[Int32Array], Awaitable[None]]
+
+
+class SharedPrefixes:
+    """Of one tree.
+
+    Args:
+        prefill: puts a prefix into the cache.
+        pushes: how often the cache has been emptied.
+    """
+
+    def __init__(self, prefill: Prefill, pushes: Callable[[], int]) -> None:
+        self._prefill = prefill
+        self._pushes = pushes
+        self._paths: Counter[PathKey] = Counter()  # that pass through a fork point and have not ended
+        self._held_since: dict[PathKey, int] = {}  # the number of the push after which it was put into the cache
+        self._turns: defaultdict[PathKey, asyncio.Lock] = defaultdict(asyncio.Lock)
+
+    def add_path(self, node: Node) -> None:
+        """A path begins at a MODEL segment."""
+        self._paths.update(place.key for place in _fork_points(node))
+
+    def extend_path(self, tool: Node) -> None:
+        """A path goes on below a TOOL segment."""
+        self._paths[tool.key] += 1
+
+    def end_path(self, node: Node) -> None:
+        """A path has ended with that segment."""
+        self._paths.subtract(place.key for place in _fork_points(node))
+
+    def hold(self, node: Node) -> None:
+        """The engine has answered a request for that MODEL segment: all that stands above it is in the cache."""
+        self._held_since.update((place.key, self._pushes()) for place in _fork_points(node))
+
+    async def ready(self, node: Node, prefix: Int32Array) -> None:
+        """Return when the cache holds what the path of a MODEL segment shares with others, from the root downwards.
+
+        Args:
+            node: the segment that is to be sampled.
+            prefix: int32[n], the tokens above it at least.
+        """
+        for place in reversed(_fork_points(node)):
+            if self._paths[place.key] < 2 or self._is_held(place):
+                continue
+            async with self._turns[place.key]:
+                if not self._is_held(place):
+                    await self._prefill(prefix[: place.path_length()])
+                    self.hold(place)
+
+    def _is_held(self, place: Node) -> bool:
+        return self._held_since.get(place.key) == self._pushes()
+
+
+def _fork_points(node: Node) -> list[Node]:
+    """Where other paths may leave the one to this segment, itself included, the nearest first."""
+    found = []
+    above: Node | None = node
+    while above is not None:
+        if above.role is not Role.MODEL:
+            found.append(above)
+        above = above.above
+    return found

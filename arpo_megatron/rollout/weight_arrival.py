@@ -1,0 +1,123 @@
+"""How an engine receives the buckets of a broadcast push: in the background, and straight into its parameters.
+
+SGLang receives a bucket into memory of its own, waits for it, and copies it into the parameters. Here a tensor that
+becomes one contiguous part of a parameter, in its own number format, is received there; the others (an engine of
+several ranks divides most of them, a quantized one changes them) are loaded by SGLang when all of a bucket is there.
+A request to receive a bucket is answered when the bucket before it has been loaded, so that the network is never
+without work; an empty bucket ends a push. In the group's own queue, before its tensors, a bucket is acknowledged: two
+announcements that are on their way at once could overtake each other.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from arpo_megatron.rollout.weight_places import places
+
+_RECEIVER = (
+    "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater.update_weights_from_distributed"
+)
+
+
+def register() -> None:
+    """Teach SGLang's weight updater in this process (applied by SGLang's own `load_plugins`)."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(_RECEIVER, _receive, HookType.REPLACE)
+
+
+def whole_places(
+    model: nn.Module, names: Sequence[str], dtypes: Sequence[torch.dtype], shapes: Sequence[Sequence[int]]
+) -> dict[str, Tensor]:
+    """Of the tensors that are copied once, whole and as they are: the values of a parameter that they become."""
+    # The loader reads the value of a tensor with one element.
+    asked = {name: (shape, dtype) for name, dtype, shape in zip(names, dtypes, shapes, strict=True) if prod(shape) > 1}
+    found = {}
+    for name, copies in places(model, asked).items():
+        if len(copies) == 1:
+            values, place = copies[0]
+            same = values.dtype == place.dtype and values.shape == place.shape
+            whole = place.numel() == prod(asked[name][0])
+            if same and whole and values.is_contiguous() and place.is_contiguous():
+                found[name] = values.detach()
+    return found
+
+
+@dataclass(slots=True)
+class _Arriving:
+    """A bucket on its way.
+
+    Attributes:
+        works: of the process group.
+        others: tensors that are received into memory of their own, and loaded from there.
+    """
+
+    works: list[Any]
+    others: list[tuple[str, Tensor]]
+
+    def load(self, model: nn.Module) -> None:
+        """Returns when the model has all of it."""
+        for work in self.works:
+            work.wait()
+        if self.others:
+            model.load_weights(self.others)  # type: ignore[operator]  # not nn.Module's, but every SGLang model's
+
+
+_arriving: dict[str, _Arriving] = {}
+"""The last bucket of a group, by the group's name."""
+
+
+def _receive(
+    updater: Any,
+    names: Sequence[str],
+    dtypes: Sequence[str],
+    shapes: Sequence[Sequence[int]],
+    group_name: str,
+    load_format: str | None = None,
+) -> tuple[bool, str]:
+    """In the place of `WeightUpdater.update_weights_from_distributed`: success, and what went wrong."""
+    try:
+        model, group = updater.get_model(), updater._model_update_group[group_name]
+        before = _arriving.pop(group_name, None)
+        _arriving.clear()  # what an interrupted push has left: its group is gone, and nothing more will arrive
+        formats = [getattr(torch, dtype) for dtype in dtypes]
+        quantized = updater.get_model_runner().server_args.quantization is not None  # its loader computes
+        found = {} if quantized else _places_or_none(model, names, formats, shapes)
+        bucket = _start(group, next(model.parameters()).device, found, zip(names, formats, shapes, strict=True))
+        if names:
+            _arriving[group_name] = bucket
+        if before is not None:
+            before.load(model)
+    except Exception as error:  # an exception would end the engine: the sender is told, and the gate stays closed
+        return False, f"Failed to update parameter online: {error}"
+    return True, "Succeeded to update parameter online."
+
+
+def _places_or_none(
+    model: nn.Module, names: Sequence[str], dtypes: Sequence[torch.dtype], shapes: Sequence[Sequence[int]]
+) -> dict[str, Tensor]:
+    try:
+        return whole_places(model, names, dtypes, shapes)
+    except Exception:  # of any loader; it meets the same tensor again, and then its words are the answer
+        return {}
+
+
+def _start(
+    group: Any,
+    device: torch.device,
+    found: Mapping[str, Tensor],
+    tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]],
+) -> _Arriving:
+    acknowledged = torch.zeros(1, device="cpu" if dist.get_backend(group) == "gloo" else device)
+    bucket = _Arriving([dist.all_reduce(acknowledged, group=group, async_op=True)], [])
+    for name, dtype, shape in tensors:
+        if (target := found.get(name)) is None:
+            target = torch.empty(tuple(shape), dtype=dtype, device=device)
+            bucket.others.append((name, target))
+        bucket.works.append(dist.broadcast(target, src=0, group=group, async_op=True))
+    return bucket

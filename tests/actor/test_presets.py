@@ -1,0 +1,57 @@
+"""Every preset resolves on a recipe, and its parts train a model together."""
+
+from dataclasses import replace
+
+import cases
+import numpy as np
+import pytest
+
+from arpo_megatron import resolve
+from arpo_megatron.actor.actor import Actor
+from arpo_megatron.algorithms.base import Course
+from arpo_megatron.config import OptimizerConfig
+from arpo_megatron.experience import make_store
+from arpo_megatron.experience.base import AddsTrees
+from arpo_megatron.harvest import interleaved
+from arpo_megatron.minibatch import minibatches_of, prepare_update
+from arpo_megatron.plugins import OWN, Point
+from arpo_megatron.tasks.base import Task
+from arpo_megatron.tree_files import ScoredTree
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("name", OWN[Point.PRESET])
+def test_a_preset_trains(name: str) -> None:
+    """Two updates, with stored trees where the method has some; the second one's ratios are not 1."""
+    full = {"spear": ["algorithm.numbers.imitation_capacity=2"]}
+    words = [f"algorithm.name={name}", "algorithm.minibatches=2", *full.get(name, [])]
+    found = resolve.resolve("quickstart", words=words)
+    config = cases.job(algorithm=found.algorithm)
+    forest = [cases.grown(number) for number in range(4)]
+    rewards = [
+        np.random.default_rng(number).permutation(np.arange(len(tree.leaves())) % 2 * 2.0 - 1)
+        for number, tree in enumerate(forest)
+    ]
+    scored = [
+        ScoredTree(Task(tree.task_id, (), "1", "math", ""), tree, own, np.maximum(own, 0.0), own > 0)
+        for tree, own in zip(forest, rewards, strict=True)
+    ]
+    store = make_store(found.algorithm)
+    if isinstance(store, AddsTrees):
+        scored = [store.mix(item, 0) for item in scored]
+        if name != "spear":  # whose weight is 0 in step 0, where a full buffer goes all the same
+            store.added(4, 0)
+        stored = store.added(4, 2)
+        assert stored
+        scored = interleaved(scored, stored)
+    actor = Actor(config, cases.QWEN3, None, optimizer=OptimizerConfig(lr=1e-3), total_updates=2)
+    minibatches = minibatches_of(scored, config, actor.shape)
+    old = [actor.scores(minibatch.packs) for minibatch in minibatches]
+    for number, (minibatch, scores) in enumerate(zip(minibatches, old, strict=True)):
+        actor.course = Course(number, 2, 0.5 if number else None)
+        ready = prepare_update(
+            actor, minibatch, scores.logprobs, config, on_policy=number == 0, entropies=scores.entropies
+        )
+        stats = replace(actor.update(ready.packs, ready.old_logprobs, ready.loss), **ready.statistics)
+        assert not stats.skipped and stats.grad_norm > 0
+        assert (stats.ratio_max == 1.0) is (number == 0)

@@ -1,0 +1,236 @@
+"""How a job ends where Slurm does not do what it is asked.
+
+Slurm is stood in for: a real one cannot be made to fall silent, or to refuse, at just these moments. (That a real one
+refuses a requeue is in test_campaign.py.)
+"""
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from arpo_megatron import resolve
+from arpo_megatron.cluster import job
+from arpo_megatron.cluster.profile import check_profile, load_profile, save_profile
+from arpo_megatron.cluster.site import MAKE_SCRATCH, SERVICE, TASK, SlurmSite
+from arpo_megatron.cluster.slurm import JobState, Node
+from arpo_megatron.errors import UserError
+from arpo_megatron.monitor.progress import Progress
+from arpo_megatron.plan.roles import RolePlan
+from arpo_megatron.processes import Interrupted, RoleDiedError, StoppedError
+from arpo_megatron.run_directory import RunDirectory
+from tools_sandbox.config import TOKEN_VARIABLE
+
+NOBODYS = "99999999999"
+"""A job's number that no Slurm gives."""
+DISABLED = "scontrol requeue 7: Requested operation is presently disabled"
+
+
+class Refusing:
+    """A Slurm that answers questions about one running job and takes no job back."""
+
+    def __init__(self, silent: str = "") -> None:
+        self.silent = silent
+
+    def call(self, *words: str, check: bool = True, but: str | None = None) -> str:
+        if words[:2] == ("scontrol", "requeue"):
+            raise UserError(DISABLED)
+        if words[0] == self.silent:
+            raise UserError(f"{words[0]} did not answer for 30 s")
+        return "JobState=RUNNING " if "job" in words else ""
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
+    directory = RunDirectory(tmp_path)
+    resolve.save(resolve.resolve("quickstart", words=["platform=cpu"]), directory.config)
+    save_profile(check_profile({"account": "a", "runs": str(tmp_path), "gpus_per_node": 0}, "here"), directory.cluster)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n1")
+    monkeypatch.setenv(TOKEN_VARIABLE, "a job makes one where there is none, and in this process it would stay")
+    monkeypatch.setattr("arpo_megatron.cluster.slurm.call", Refusing().call)
+    monkeypatch.setattr("arpo_megatron.cluster.slurm.allocated_nodes", lambda names: [Node("n1", "127.0.0.1")])
+    monkeypatch.setattr("arpo_megatron.cluster.site.SlurmSite.lost_nodes", lambda site: ["n1"])
+    return directory
+
+
+def submitted(run: RunDirectory) -> None:
+    run.submissions.mkdir()
+    (run.submissions / "1.json").write_text('{"jobs": ["7", "8"], "job_name": "arpo-test"}')
+
+
+def ended(monkeypatch: pytest.MonkeyPatch, run: RunDirectory, error: BaseException | None) -> int:
+    def stop(*_arguments: object) -> None:
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr(job, "_run", stop)
+    monkeypatch.setattr(job, "interrupt_on_signals", lambda: None)
+    warned: Sequence[int] = []
+    return job.supervise(run.path, warned)
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(StoppedError("saved"), 75), (Interrupted(15), 143), (RoleDiedError("train was killed", 137), 137)],
+)
+def test_a_refused_requeue_is_one_line_and_keeps_the_code_of_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    run: RunDirectory,
+    error: BaseException,
+    code: int,
+) -> None:
+    assert ended(monkeypatch, run, error) == code
+    assert capsys.readouterr().err.splitlines()[-1] == f"arpo: {DISABLED}; `arpo resume` goes on"
+
+
+def test_a_finished_training_is_done_even_if_slurm_does_not_answer(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], run: RunDirectory
+) -> None:
+    submitted(run)
+    monkeypatch.setattr("arpo_megatron.cluster.slurm.call", Refusing(silent="squeue").call)
+    assert ended(monkeypatch, run, None) == 0
+    assert "squeue did not answer" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("error", "code"), [(StoppedError("saved"), 75), (Interrupted(15), 143)])
+def test_a_requeue_is_tried_even_if_slurm_did_not_answer(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    run: RunDirectory,
+    error: BaseException,
+    code: int,
+) -> None:
+    submitted(run)
+    monkeypatch.setattr(job, "_PAUSE_S", 0.0)
+    monkeypatch.setattr("arpo_megatron.cluster.slurm.job_state", silence)
+    monkeypatch.setattr("arpo_megatron.cluster.slurm.job_states", silence)
+    assert ended(monkeypatch, run, error) == code
+    said = capsys.readouterr().err.splitlines()
+    assert [line for line in said if "did not answer" in line] == ["arpo: scontrol did not answer for 30 s"] * 3
+    assert said[-1] == f"arpo: {DISABLED}; `arpo resume` goes on"
+
+
+def silence(*_: object) -> None:
+    raise UserError("scontrol did not answer for 30 s")
+
+
+def test_a_handler_only_notes_a_warning_and_the_loop_tells_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], run: RunDirectory
+) -> None:
+    asked = asked_by(monkeypatch, run, None)
+    asked.hear(signal.SIGUSR1)
+    assert run.stop.exists() and capsys.readouterr().err == ""
+    asked.heed()
+    assert "Slurm's warning: the trainer saves" in capsys.readouterr().err
+
+
+def asked_by(monkeypatch: pytest.MonkeyPatch, run: RunDirectory, state: JobState | None) -> job._Asked:
+    monkeypatch.setattr("arpo_megatron.cluster.slurm.job_state", lambda job_id: state)
+    site = SlurmSite(load_profile(str(run.cluster)), RolePlan(1, 0, 1, 1, (), 0, True), [], run, "7")
+    return job._Asked(run, site, Progress())
+
+
+def test_term_saves_within_the_grace_of_a_preemption(monkeypatch: pytest.MonkeyPatch, run: RunDirectory) -> None:
+    """Slurm makes the end of the grace the end of the job. What the trainer has not saved by then, it will not."""
+    asked = asked_by(monkeypatch, run, JobState("7", "RUNNING", end=time.time() + 120))
+    asked.hear(signal.SIGTERM)
+    assert not run.stop.exists(), "it may be a cancellation"
+    asked.heed()
+    assert run.stop.exists()
+    assert 90 < asked.deadline - time.monotonic() <= 100
+    monkeypatch.setattr(time, "monotonic", lambda: asked.deadline + 1)
+    with pytest.raises(Interrupted):
+        asked.heed()
+
+
+@pytest.mark.parametrize("state", [JobState("7", "CANCELLED"), JobState("7", "TIMEOUT"), None])
+def test_term_ends_a_job_that_is_no_longer_wanted_at_once(
+    monkeypatch: pytest.MonkeyPatch, run: RunDirectory, state: JobState | None
+) -> None:
+    asked = asked_by(monkeypatch, run, state)
+    asked.hear(signal.SIGTERM)
+    with pytest.raises(Interrupted):
+        asked.heed()
+    assert not run.stop.exists()
+
+
+def test_roles_that_hear_term_themselves_do_not_fail_the_job(
+    monkeypatch: pytest.MonkeyPatch, run: RunDirectory
+) -> None:
+    """With proctrack/linuxproc even their sruns do."""
+
+    def die(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise RoleDiedError("doctor was killed by SIGTERM", 143)
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    monkeypatch.setattr(job, "_phases", die)
+    made = subprocess.CompletedProcess([], 0, "", "")
+    monkeypatch.setattr("arpo_megatron.cluster.site.SlurmSite._on_nodes", lambda *_: made)
+    asked = asked_by(monkeypatch, run, None)
+    try:
+        with pytest.raises(Interrupted):
+            job._run(resolve.load(run.config), run, replace(asked.site, job_id=NOBODYS), [])
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def test_what_an_ended_job_has_left_on_the_nodes_is_removed_by_the_next(
+    monkeypatch: pytest.MonkeyPatch, run: RunDirectory
+) -> None:
+    """That of a job that runs, and of one that this Slurm does not know, stay."""
+    steps: list[list[str]] = []
+    listed = subprocess.CompletedProcess([], 0, "".join(f"/tmp/arpo-{n}\n" for n in (NOBODYS, 8, 9, 10)), "")
+    monkeypatch.setattr(
+        "arpo_megatron.cluster.site.SlurmSite._on_nodes", lambda site, name, words: steps.append(words) or listed
+    )
+    states = {"8": JobState("8", "CANCELLED"), "9": JobState("9", "RUNNING")}
+    monkeypatch.setattr(
+        "arpo_megatron.cluster.slurm.job_states", lambda jobs: {n: states[n] for n in jobs if n in states}
+    )
+    with replace(asked_by(monkeypatch, run, None).site, job_id=NOBODYS).prepared():
+        assert steps[1:] == [["rm", "-rf", "/tmp/arpo-8"]]
+
+
+def test_a_scratch_directory_is_made_and_all_of_the_user_are_named() -> None:
+    folder = Path(f"/tmp/arpo-{NOBODYS}")
+    try:
+        said = subprocess.run(["bash", "-c", MAKE_SCRATCH, "arpo", folder], capture_output=True, text=True, check=True)
+        assert str(folder) in said.stdout.split() and folder.stat().st_mode & 0o777 == 0o700
+    finally:
+        folder.rmdir()
+
+
+@pytest.mark.parametrize(("task", "ends_on_term"), [(TASK, 7), (SERVICE, 143)])
+def test_a_step_is_shielded_from_slurms_signals(task: str, ends_on_term: int) -> None:
+    """The child of slurmstepd hears them. A service ends on its own TERM, and its code is the step's."""
+    inside = 'echo up; read -r; [ -n "$REPLY" ] || kill -TERM $$; exit 7'
+    for word, code in (("x\n", 7), ("\n", ends_on_term)):
+        command = ["bash", "-c", task, "arpo", "bash", "-c", inside]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as step:
+            assert step.stdin is not None and step.stdout is not None
+            assert step.stdout.readline() == "up\n"
+            for number in (signal.SIGUSR1, signal.SIGTERM):
+                step.send_signal(number)
+            step.stdin.write(word)
+            step.stdin.close()
+            assert step.wait(30) == code
+
+
+def test_what_is_wrong_before_the_job_begins_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], run: RunDirectory
+) -> None:
+    run.config.write_text("train: {stepz: 1}")
+    assert ended(monkeypatch, run, None) == 2
+    assert "unknown config key train.stepz" in capsys.readouterr().err
+    monkeypatch.delenv("SLURM_JOB_ID")
+    assert ended(monkeypatch, run, None) == 2
+    assert "this is no Slurm job" in capsys.readouterr().err

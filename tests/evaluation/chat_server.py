@@ -1,0 +1,98 @@
+"""A server that speaks OpenAI's chat format and says what a script says.
+
+A real model cannot be made to answer a given question rightly, fail at a given request, or count who asked. What the
+real SGLang does with the same requests is tested in test_engines.py.
+"""
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiohttp import web
+
+
+@dataclass
+class ChatServer:
+    """Answers POST /v1/chat/completions.
+
+    Attributes:
+        script: the messages of a request -> what the model would say by itself, which is cut at stop strings.
+        delay_s: how long an answer takes.
+        fail: status to answer a request with, by its messages; 0: none.
+        requests: all of them.
+    """
+
+    script: Callable[[list[dict[str, str]]], str]
+    delay_s: float = 0.0
+    fail: Callable[[list[dict[str, str]]], int] = lambda _messages: 0
+    requests: list[dict[str, Any]] = field(default_factory=list)
+    most_at_once: int = 0
+    url: str = ""
+    _now: int = 0
+
+    def asked(self) -> list[str]:
+        """The questions of all requests, without the probe."""
+        users = [next(m["content"] for m in each["messages"] if m["role"] == "user") for each in self.requests]
+        return [text for text in users if text != "1+1="]
+
+    async def complete(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self.requests.append(body)
+        self._now += 1
+        self.most_at_once = max(self.most_at_once, self._now)
+        try:
+            await asyncio.sleep(self.delay_s)
+            if status := self.fail(body["messages"]):
+                return web.json_response({"error": {"message": f"status {status} was wanted"}}, status=status)
+            text, reason = self.script(body["messages"]), "stop"
+            cuts = [text.find(stop) for stop in body.get("stop") or () if stop in text]
+            text = text[: min(cuts)] if cuts else text
+            if len(text.split()) > body["max_tokens"]:
+                text, reason = " ".join(text.split()[: body["max_tokens"]]), "length"
+            said = len(text.split())
+            prompt = sum(len(message["content"].split()) for message in body["messages"])
+            return web.json_response(
+                {
+                    "id": "1",
+                    "object": "chat.completion",
+                    "created": 0,
+                    "model": body["model"],
+                    "choices": [
+                        {"index": 0, "finish_reason": reason, "message": {"role": "assistant", "content": text}}
+                    ],
+                    "usage": {"prompt_tokens": prompt, "completion_tokens": said, "total_tokens": prompt + said},
+                }
+            )
+        finally:
+            self._now -= 1
+
+    async def models(self, _request: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": [{"id": "scripted", "object": "model"}]})
+
+
+@contextmanager
+def served(server: ChatServer) -> Iterator[ChatServer]:
+    """Serve it from a thread with an event loop of its own."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", server.complete)
+    app.router.add_get("/v1/models", server.models)
+    runner = web.AppRunner(app)
+
+    async def start() -> None:
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        server.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+
+    asyncio.run_coroutine_threadsafe(start(), loop).result(10)
+    try:
+        yield server
+    finally:
+        asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(10)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()

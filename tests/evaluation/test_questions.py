@@ -1,0 +1,94 @@
+"""Released files are read as they are; a missing one is a line that says where to get it."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from arpo_megatron.errors import UserError
+from arpo_megatron.evaluation.benchmarks import BENCHMARKS, SUITES, chosen
+from arpo_megatron.evaluation.questions import Question, find, read, read_all
+
+DATA = Path(os.environ.get("ARPO_DATA") or Path(__file__).resolve().parents[3] / "shared" / "data") / "eval"
+
+
+def first(files: Path, name: str) -> Question:
+    path = find(BENCHMARKS[name], files)
+    assert path is not None
+    return read(BENCHMARKS[name], path).questions[0]
+
+
+def test_the_paper_has_thirteen_benchmarks_in_two_suites() -> None:
+    assert len(BENCHMARKS) == 13
+    assert {name for names in SUITES.values() for name in names} == set(BENCHMARKS)
+    assert all(each.licence and each.source for each in BENCHMARKS.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "answers"),
+    [
+        ("aime24", "What is 1 plus 1?", ("002",)),
+        ("gsm8k", "Ann has 3 bags of 400 nuts. How many nuts?", ("1,200",)),
+        ("math", "Solve $x^2=4$ for $x>0$, halved.", ("\\frac{2}{2}",)),
+        ("hotpotqa", "Who wrote it?", ("Jane Austen", "Austen")),
+        ("gaia", "Which city?", ("Lima",)),
+        ("xbench", "哪座山更高?", ("珠峰",)),
+    ],
+)
+def test_each_form_is_read(files: Path, name: str, text: str, answers: tuple[str, ...]) -> None:
+    assert first(files, name) == Question(name, f"{name}-0", text, answers)
+
+
+def test_rows_that_cannot_be_asked_are_named(files: Path) -> None:
+    path = find(BENCHMARKS["gaia"], files)
+    assert path is not None
+    assert read(BENCHMARKS["gaia"], path).left_out == ((1, "needs its file, and only text is asked"),)
+
+
+def test_a_missing_file_is_one_line_with_the_instruction(files: Path) -> None:
+    with pytest.raises(UserError) as caught:
+        read_all(chosen("aime24,aime25,hle"), files, skip_missing=False)
+    line = str(caught.value)
+    assert "\n" not in line
+    for words in ("aime25", "huggingface.co/datasets/math-ai/aime25", "missing too: hle", "--skip-missing"):
+        assert words in line
+    found, missing = read_all(chosen("aime24,aime25,hle"), files, skip_missing=True)
+    assert [each.benchmark.name for each in found] == ["aime24"]
+    assert [each.name for each in missing] == ["aime25", "hle"]
+
+
+def test_where_every_file_is_missing_nothing_can_be_skipped(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="--data DIR"):
+        read_all(chosen("reasoning"), tmp_path, skip_missing=True)
+
+
+def test_suites_and_names_mix_and_an_unknown_one_is_told() -> None:
+    assert [each.name for each in chosen("deepsearch,gaia,aime24")] == ["gaia", "hle", "webwalker", "xbench", "aime24"]
+    with pytest.raises(UserError, match=r"'aime26'.*suites: reasoning, deepsearch"):
+        chosen("aime24,aime26")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"not json\n", "not JSON"),
+        (b"\xff\xfe\n", "not UTF-8"),
+        (b"[1]\n", "not one question"),
+        (b"", "not one question"),
+    ],
+)
+def test_an_unreadable_file_is_one_line(tmp_path: Path, content: bytes, message: str) -> None:
+    path = tmp_path / "aime24.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        read(BENCHMARKS["aime24"], path)
+
+
+@pytest.mark.skipif(not DATA.is_dir(), reason=f"no released test sets at {DATA} (set ARPO_DATA to their parent)")
+@pytest.mark.parametrize(("name", "count"), [("aime24", 30), ("math500", 500), ("gsm8k", 1319), ("hotpotqa", 200)])
+def test_released_files_are_known_and_read_whole(name: str, count: int) -> None:
+    path = find(BENCHMARKS[name], DATA)
+    assert path is not None
+    found = read(BENCHMARKS[name], path)
+    assert found.known_file
+    assert (len(found.questions), found.left_out) == (count, ())

@@ -1,0 +1,256 @@
+"""`arpo eval` from end to end, against known answers and a scripted server."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+from chat_server import ChatServer, served
+
+from arpo_megatron.errors import UserError
+from arpo_megatron.evaluation.prompts import Tools
+from arpo_megatron.evaluation.questions import Question
+from arpo_megatron.evaluation.records import PASSING, Outcome
+from arpo_megatron.evaluation.report import read_summary, write_reports
+from arpo_megatron.evaluation.response import NoResponse
+from arpo_megatron.evaluation.run import Wish, _report, evaluate
+from arpo_megatron.evaluation.scorers import Verdict, attempt_of
+from arpo_megatron.evaluation.subject import Kind, Subject
+from arpo_megatron.resolve import resolve
+from arpo_megatron.run_directory import RunDirectory
+
+DATA = Path(os.environ.get("ARPO_DATA") or Path(__file__).resolve().parents[3] / "shared" / "data") / "eval"
+ALL = "aime24,gsm8k,math,hotpotqa,gaia,xbench"
+PLAIN = ("evaluation.top_k=0", "evaluation.repetition_penalty=1.0", "engine.retry_for_s=0.1")
+
+
+def right(messages: list[dict[str, str]]) -> str:
+    """Adds the two equal numbers of an `aime24` question of the fixture."""
+    found = re.search(r"What is (\d+) plus", " ".join(message["content"] for message in messages))
+    return f"<think>t</think><answer>\\boxed{{{2 * int(found[1])}}}</answer>" if found else "2"
+
+
+def wish(server: ChatServer, files: Path, out: Path, **fields: Any) -> Wish:
+    settings = {"suite": "aime24", "tools": Tools.NONE, "data": files, "out": out, "words": PLAIN} | fields
+    return Wish(subject=server.url, **settings)
+
+
+@pytest.mark.parametrize(("agent", "score"), [("oracle", 1.0), ("wrong", 0.0)])
+def test_known_answers_score_exactly_one_and_none(files: Path, tmp_path: Path, agent: str, score: float) -> None:
+    found = evaluate(Wish(agent, suite=ALL, k=3, data=files, out=tmp_path / "out"))
+    assert list(found["benchmarks"]) == ALL.split(",")
+    for figures in found["benchmarks"].values():
+        assert figures["accuracy"] == figures["pass_at_k"] == figures["success"] == score
+        assert figures["accuracy_interval"] == (score, score)
+
+
+@pytest.mark.skipif(not DATA.is_dir(), reason=f"no released test sets at {DATA} (set ARPO_DATA to their parent)")
+@pytest.mark.parametrize(("agent", "score"), [("oracle", 1.0), ("wrong", 0.0)])
+def test_they_do_so_on_the_released_files(tmp_path: Path, agent: str, score: float) -> None:
+    found = evaluate(Wish(agent, suite="reasoning", data=DATA, skip_missing=True, out=tmp_path / "out"))
+    assert {name: row["tasks"] for name, row in found["benchmarks"].items()} == {
+        "aime24": 30,
+        "math500": 500,
+        "gsm8k": 1319,
+        "hotpotqa": 200,
+    }
+    assert {row["accuracy"] for row in found["benchmarks"].values()} == {score}
+
+
+def test_a_server_is_asked_as_the_paper_samples(files: Path, tmp_path: Path) -> None:
+    with served(ChatServer(right)) as server:
+        found = evaluate(wish(server, files, tmp_path / "out", k=2, words=()))
+    assert (found["model"], found["tasks"], found["accuracy"]) == ("scripted", 6, 1.0)
+    asked = server.requests[-1]
+    assert (asked["temperature"], asked["top_p"]) == (0.6, 0.95)
+    assert (asked["top_k"], asked["repetition_penalty"]) == (20, 1.1)
+    assert Counter(server.asked()) == {f"What is {n} plus {n}?": 2 for n in range(1, 7)}
+    seeds = [request["seed"] for request in server.requests[1:]]
+    assert len(set(seeds)) == len(seeds)
+
+
+def test_a_prompted_model_uses_the_real_tools(files: Path, tmp_path: Path) -> None:
+    def script(messages: list[dict[str, str]]) -> str:
+        if len(messages) == 2:
+            return "<think>t</think><python>print(21 * 2)</python> I made this up: 7"
+        return f"<think>t</think><answer>\\boxed{{{re.findall(r'[0-9]+', messages[-1]['content'])[-1]}}}</answer>"
+
+    with served(ChatServer(script)) as server:
+        found = evaluate(wish(server, files, tmp_path / "out", tools=Tools.PROMPT, tasks=2))
+    rows = pl.read_parquet(Path(found["out"]) / "records.parquet")
+    assert rows["answer"].to_list() == ["42", "42"]
+    assert rows["tool_calls"].to_list() == [1, 1]
+    assert rows["tool_errors"].to_list() == [0, 0]
+    assert (rows["tool_tokens"] > 0).all()
+    assert "I made this up" not in rows["response"][0]
+    assert "</python> <result>\n42\n</result><think>" in rows["response"][0]
+    last = server.requests[-1]["messages"]
+    assert [message["role"] for message in last] == ["system", "user", "assistant", "user"]
+    assert last[2]["content"].endswith("</python>") and last[3]["content"] == "<result>\n42\n</result>"
+
+
+def test_failures_are_counted_by_kind_and_those_of_the_server_made_again(files: Path, tmp_path: Path) -> None:
+    def trouble(messages: list[dict[str, str]]) -> int:
+        asked = messages[-1]["content"]
+        return 503 if "1 plus 1?" in asked else 400 if "2 plus 2?" in asked else 0
+
+    def script(messages: list[dict[str, str]]) -> str:
+        asked = messages[-1]["content"]
+        return "hm " * 50 if "3 plus" in asked else "no idea" if "4 plus" in asked else right(messages)
+
+    settings = {"words": (*PLAIN, "rollout.max_response_tokens=20")}
+    with served(ChatServer(script, fail=trouble)) as server:
+        first = evaluate(wish(server, files, tmp_path / "out", **settings))
+        assert first["outcomes"] == {"engine": 1, "refused": 1, "length": 1, "no_answer": 1, "right": 2}
+        assert (first["not_answered"], first["accuracy"]) == (2, pytest.approx(2 / 6))
+        server.fail = lambda _messages: 0
+        before = len(server.asked())
+        again = evaluate(wish(server, files, tmp_path / "out", **settings))
+    assert again["outcomes"] == {"refused": 1, "length": 1, "no_answer": 1, "right": 3}
+    assert server.asked()[before:] == ["What is 1 plus 1?"]
+
+
+def test_a_server_that_does_not_know_a_parameter_is_told_once(files: Path, tmp_path: Path) -> None:
+    with (
+        served(ChatServer(right, fail=lambda _messages: 400)) as server,
+        pytest.raises(UserError, match=r"does not accept what scripted is to be asked: .*status 400"),
+    ):
+        evaluate(wish(server, files, tmp_path / "out"))
+    assert len(server.requests) == 1
+
+
+def test_questions_are_asked_at_once_up_to_a_limit(files: Path, tmp_path: Path) -> None:
+    with served(ChatServer(right, delay_s=0.2)) as server:
+        evaluate(wish(server, files, tmp_path / "out", words=(*PLAIN, "engine.max_running_requests=3")))
+    assert server.most_at_once == 3
+
+
+def test_another_evaluation_never_mixes_with_one_that_is_there(files: Path, tmp_path: Path) -> None:
+    evaluate(Wish("oracle", suite="aime24", data=files, out=tmp_path / "out"))
+    with pytest.raises(UserError, match="another tasks; name another directory"):
+        evaluate(Wish("oracle", suite="aime24", data=files, out=tmp_path / "out", tasks=2))
+    with pytest.raises(UserError, match="files of something else"):
+        evaluate(Wish("oracle", suite="aime24", data=files, out=tmp_path))
+
+
+def test_without_out_each_evaluation_has_its_own_directory(
+    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    places = [evaluate(Wish("oracle", suite="aime24", data=files, tasks=tasks))["out"] for tasks in (None, 2, None)]
+    assert places[0] == places[2] == "runs/evaluation/oracle/aime24-trained"
+    assert places[1] == places[0] + "-2"
+
+
+def test_a_killed_evaluation_goes_on_where_it_was(files: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with served(ChatServer(right, delay_s=0.3)) as server:
+        words = [*PLAIN, "engine.max_running_requests=2"]
+        where = ["--suite", "aime24", "--tools", "none", "--data", str(files), "--out", str(out), "--k", "2"]
+        command = [sys.executable, "-m", "arpo_megatron", "eval", server.url, *words, *where]
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
+            journal, give_up = out / "attempts.jsonl", time.monotonic() + 60
+            while not journal.exists() or journal.read_bytes().count(b"\n") < 4:
+                assert time.monotonic() < give_up and process.poll() is None
+                time.sleep(0.02)
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+        kept = [json.loads(line) for line in journal.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+        assert 4 <= len(kept) < 12
+        before = len(server.asked())
+        found = evaluate(wish(server, files, out, k=2, words=tuple(words)))
+        assert len(server.asked()) - before == 12 - len(kept)
+    assert (found["tasks"], found["attempts"], found["accuracy"]) == (6, 2, 1.0)
+    rows = pl.read_parquet(out / "records.parquet")
+    assert rows.select("question_id", "attempt").n_unique() == len(rows) == 12
+    assert {row["seconds"] for row in kept} <= set(rows["seconds"].to_list())
+
+
+JUDGE = ["reward.judge.url=http://127.0.0.1:9/v1", "reward.judge.model=nobody", "reward.judge.retries=0"]
+
+
+def test_an_evaluation_ends_when_it_is_interrupted_while_its_judge_is_down(files: Path, tmp_path: Path) -> None:
+    with served(ChatServer(lambda _messages: "<answer>\\boxed{Lima}</answer>")) as server:
+        where = ["--suite", "gaia,xbench", "--tools", "none", "--data", str(files), "--out", str(tmp_path / "out")]
+        command = [sys.executable, "-m", "arpo_megatron", "eval", server.url, *PLAIN, *JUDGE, *where]
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+            assert process.stderr is not None
+            assert any("is down" in line for line in process.stderr)
+            process.send_signal(signal.SIGINT)
+            try:
+                _, said = process.communicate(timeout=30)
+            finally:
+                process.kill()  # where it has not ended
+    assert process.returncode == 130
+    assert "Traceback" not in said
+    assert "WRONG" not in (tmp_path / "out" / "attempts.jsonl").read_text().upper(), "no verdict is not a wrong answer"
+
+
+def test_what_the_judge_gave_no_verdict_on_is_told(files: Path, tmp_path: Path) -> None:
+    with served(ChatServer(lambda _messages: "<answer>\\boxed{Lima}</answer>")) as server:
+        words = (*PLAIN, *JUDGE, "reward.judge.when_down=fallback")
+        found = evaluate(wish(server, files, tmp_path / "out", suite="gaia", words=words))
+    assert found["outcomes"] == {"unjudged": 1}
+    notes = read_summary(tmp_path / "out").notes
+    assert any("1 questions had none because it was down" in note for note in notes)
+    assert any("1 attempts failed for reasons that may be over" in note for note in notes)
+
+
+@pytest.mark.parametrize("outcome", sorted(PASSING))
+def test_what_the_same_command_makes_again_is_told(tmp_path: Path, outcome: Outcome) -> None:
+    response = NoResponse(outcome, "it is away")
+    attempt = attempt_of(
+        Question("aime24", "1", "What?", ("2",)), 0, response, lambda *_: Verdict(None, 0.0, False, True)
+    )
+    subject = Subject(Kind.SERVER, "scripted", url="http://127.0.0.1:9")
+    _report(RunDirectory(tmp_path), subject, Tools.NONE, resolve("quickstart"), [], [], [attempt])
+    notes = read_summary(tmp_path).notes
+    assert "1 attempts failed for reasons that may be over: the same command makes them again" in notes
+
+
+def test_tables_have_the_published_rows_beside_and_marked(files: Path, tmp_path: Path) -> None:
+    found = evaluate(Wish("oracle", suite=ALL, data=files, out=tmp_path / "out"))
+    measured = read_summary(Path(found["out"]))
+    assert sorted(path.name for path in write_reports(tmp_path, [measured])) == [
+        "report.html",
+        "report.md",
+        "report.tex",
+    ]
+    text = (tmp_path / "report.md").read_text()
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    assert any(
+        re.search(r"Qwen2.5-7B +\| ARPO +\| published \(arXiv 2507.19849, table 1\).* 58.3 ", row) for row in rows
+    )
+    assert any(re.search(r"oracle +\| trained +\| measured .*\| 100.0 \[100.0, 100.0\]", row) for row in rows)
+    for row in rows:
+        assert "published" not in row or "measured" not in row
+    assert "no judge" in text and "gaia: 1 rows left out" in text
+    assert "\\begin{tabular}" in (tmp_path / "report.tex").read_text()
+    assert "<caption>" in (tmp_path / "report.html").read_text()
+    with pytest.raises(UserError, match="holds no finished evaluation"):
+        read_summary(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"subject": "nowhere"}, "neither a run directory"),
+        ({"subject": "oracle", "suite": None}, "--suite is missing"),
+        ({"subject": "oracle", "suite": "held_out"}, "only a run directory has held-out tasks"),
+        ({"subject": "oracle", "k": 3, "attempts": 2}, "--attempts 2 is fewer than --k 3"),
+        ({"subject": "oracle", "words": ("evaluation.temprature=0",)}, "temperature"),
+        ({"subject": "http://127.0.0.1:9", "words": PLAIN}, "give --model NAME"),
+    ],
+)
+def test_what_a_user_can_mend_is_one_line(files: Path, tmp_path: Path, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        evaluate(Wish(**({"suite": "aime24", "data": files, "out": tmp_path / "out"} | fields)))
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,102 @@
+"""What counts as an answer, and as right."""
+
+import pytest
+
+from arpo_megatron.evaluation.prompts import Tools
+from arpo_megatron.evaluation.questions import Question
+from arpo_megatron.evaluation.records import Attempt, Outcome
+from arpo_megatron.evaluation.response import NoResponse, Response
+from arpo_megatron.evaluation.scorers import JudgeUnavailableError, attempt_of, benchmark_scorer, extract_answer
+from arpo_megatron.tree import Finish
+
+NUMBER = Question("aime24", "aime24-0", "Six times seven?", ("042",))
+NAME = Question("hotpotqa", "hotpotqa-0", "Who wrote it?", ("Jane Austen", "Austen"))
+
+
+def attempt(question: Question, text: str, finish: Finish = Finish.END, *, tools: Tools = Tools.TRAINED) -> Attempt:
+    scorer = benchmark_scorer("math" if question is NUMBER else "f1", tools, None)
+    return attempt_of(question, 0, Response(text, text, finish), scorer)
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("<think>so</think><answer>The answer is \\boxed{\\frac{1}{2}}.</answer>", "\\frac{1}{2}"),
+        ("\\boxed{1} no: <answer>\\boxed{2}</answer>", "2"),
+        ("<answer>\\boxed{1}</answer> wait <answer>\\boxed{2}</answer>", "2"),
+        ("so it is $\\boxed{7}$", "7"),
+        ("<answer> Jane Austen </answer>", "Jane Austen"),
+        ("<answer>\\boxed{3}", "3"),
+        ("<answer>\\boxed{3", None),
+        ("<answer></answer>", None),
+        ("\\boxed{ }", None),
+        ("I do not know", None),
+        ("", None),
+    ],
+)
+def test_the_answer_is_where_a_reader_would_find_it(text: str, answer: str | None) -> None:
+    assert extract_answer(text) == answer
+
+
+def test_a_box_in_a_tool_result_is_no_answer() -> None:
+    said = "<think>t</think><search>q</search>"
+    text = said + " <result>\n\\boxed{42} <answer>\\boxed{42}</answer>\n</result>"
+    found = attempt_of(NUMBER, 0, Response(text, said, Finish.LENGTH), benchmark_scorer("math", Tools.TRAINED, None))
+    assert (found.answer, found.score, found.outcome) == (None, 0.0, Outcome.LENGTH)
+
+
+def test_mathematics_is_compared_as_mathematics() -> None:
+    assert attempt(NUMBER, "<answer>\\boxed{\\frac{84}{2}}</answer>").correct
+    assert not attempt(NUMBER, "<answer>\\boxed{-42}</answer>").correct
+
+
+def test_words_earn_the_f1_of_the_closest_accepted_answer() -> None:
+    found = attempt(NAME, "<answer>\\boxed{the writer Jane Austen}</answer>")
+    assert found.score == pytest.approx(0.8)
+    assert (found.correct, found.outcome) == (False, Outcome.PARTIAL)
+    assert attempt(NAME, "<answer>\\boxed{austen}</answer>").outcome is Outcome.RIGHT
+    assert attempt(NAME, "<answer>\\boxed{Emily Bronte}</answer>").outcome is Outcome.WRONG
+
+
+def test_the_format_is_told_beside_the_answer() -> None:
+    bare = "it is \\boxed{42}"
+    assert attempt(NUMBER, bare).correct
+    assert not attempt(NUMBER, bare).format_ok
+    assert attempt(NUMBER, bare, tools=Tools.NONE).format_ok
+    assert attempt(NUMBER, "<think>t</think><answer>\\boxed{42}</answer>").format_ok
+
+
+@pytest.mark.parametrize(
+    ("finish", "outcome"),
+    [
+        (Finish.END, Outcome.NO_ANSWER),
+        (Finish.LENGTH, Outcome.LENGTH),
+        (Finish.CALL_LIMIT, Outcome.CALL_LIMIT),
+        (Finish.MALFORMED, Outcome.MALFORMED),
+    ],
+)
+def test_without_an_answer_the_end_names_the_failure(finish: Finish, outcome: Outcome) -> None:
+    assert attempt(NUMBER, "hm", finish).outcome is outcome
+
+
+def test_what_was_not_answered_scores_nothing_and_says_why() -> None:
+    found = attempt_of(NUMBER, 2, NoResponse(Outcome.ENGINE, "gone"), benchmark_scorer("math", Tools.NONE, None))
+    assert (found.attempt, found.score, found.outcome, found.detail) == (2, 0.0, Outcome.ENGINE, "gone")
+
+
+def test_an_answer_that_the_judge_could_not_see_is_not_a_wrong_one() -> None:
+    def down(question: str, answer: str, expected: str) -> bool:
+        raise JudgeUnavailableError("the judge is down")
+
+    asked: list[tuple[str, str, str]] = []
+
+    def lenient(question: str, answer: str, expected: str) -> bool:
+        asked.append((question, answer, expected))
+        return True
+
+    response = Response("<answer>\\boxed{Miss Austen}</answer>", "<answer>\\boxed{Miss Austen}</answer>", Finish.END)
+    found = attempt_of(NAME, 0, response, benchmark_scorer("judge", Tools.TRAINED, down))
+    assert (found.outcome, found.answer, found.detail) == (Outcome.UNJUDGED, "Miss Austen", "the judge is down")
+    found = attempt_of(NAME, 0, response, benchmark_scorer("judge", Tools.TRAINED, lenient))
+    assert (found.outcome, found.score) == (Outcome.RIGHT, 1.0)
+    assert asked == [("Who wrote it?", "Miss Austen", "Jane Austen")]

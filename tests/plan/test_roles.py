@@ -1,0 +1,82 @@
+"""Roles find their nodes and GPUs, or the submitter is told in one line why not."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from arpo_megatron import resolve
+from arpo_megatron.config import JobConfig
+from arpo_megatron.errors import UserError
+from arpo_megatron.plan.roles import RolePlan, plan_roles
+
+
+def job(**engine: object) -> JobConfig:
+    words = [f"engine.{name}={value}" for name, value in engine.items()]
+    return resolve.resolve("quickstart", words=["parallel.tensor=2", "parallel.data=4", *words])
+
+
+def used(plan: RolePlan, ranks: bool = True) -> list[tuple[int, int]]:
+    """(node, GPU) of every engine rank, and of every trainer rank."""
+    engines = [(node, first + gpu) for node, first in plan.engines for gpu in range(plan.engine_gpus)]
+    trainer = [(node, gpu) for node in range(plan.trainer_nodes) for gpu in range(plan.ranks_per_node)]
+    return engines + trainer if ranks else engines
+
+
+def test_the_same_recipe_is_split_or_colocated() -> None:
+    split = plan_roles(job(replicas=4, tensor=2, placement="split"), 8, None)
+    assert (split.nodes, split.trainer_nodes, split.ranks_per_node, split.shared) == (2, 1, 8, False)
+    assert split.engines == ((1, 0), (1, 2), (1, 4), (1, 6))
+    together = plan_roles(job(replicas=4, tensor=2, placement="colocated"), 8, None)
+    assert (together.nodes, together.shared, together.engines) == (1, True, ((0, 0), (0, 2), (0, 4), (0, 6)))
+    assert plan_roles(job(replicas=4, tensor=2), 8, 2) == split
+    assert plan_roles(job(replicas=4, tensor=2), 8, 1) == together
+
+
+@given(
+    data=st.integers(1, 6),
+    replicas=st.integers(1, 9),
+    tensor=st.sampled_from([1, 2, 4]),
+    placement=st.sampled_from(["split", "colocated"]),
+    gpus=st.sampled_from([0, 4, 8]),
+)
+def test_no_gpu_is_given_twice_unless_it_is_shared(
+    data: int, replicas: int, tensor: int, placement: str, gpus: int
+) -> None:
+    config = job(replicas=replicas, tensor=tensor, placement=placement)
+    config = replace(config, parallel=replace(config.parallel, data=data))
+    try:
+        plan = plan_roles(config, gpus, None)
+    except UserError:
+        return
+    assert plan.trainer_nodes * plan.ranks_per_node == config.parallel.world_size
+    assert len(plan.engines) == replicas
+    if not gpus:
+        return
+    assert all(node < plan.nodes and gpu < gpus for node, gpu in used(plan))
+    places = used(plan, ranks=not plan.shared)
+    assert len(places) == len(set(places))
+    assert {node for node, _ in used(plan)} == set(range(plan.nodes)), "a node has nothing to do"
+
+
+def test_ranks_on_cpus_are_divided_among_the_nodes() -> None:
+    plan = plan_roles(resolve.resolve("quickstart", words=["parallel.data=2", "platform=cpu"]), 8, 2)
+    assert (plan.gpus, plan.trainer_nodes, plan.ranks_per_node, plan.engines) == (0, 2, 1, ((1, 0),))
+
+
+@pytest.mark.parametrize(
+    ("engine", "gpus", "nodes", "said"),
+    [
+        ({"tensor": 16}, 8, None, "an engine does not span nodes"),
+        ({"placement": "split", "replicas": 8}, 8, 3, "give --nodes 2"),
+        ({"placement": "colocated", "replicas": 9}, 8, None, "lower engine.replicas"),
+        ({}, 3, None, "cannot be divided among nodes of 3 GPUs"),
+        ({"tensor": 2}, 0, None, "an engine on a CPU has one rank"),
+        ({}, 0, 16, "16 nodes, but only 8 trainer"),
+        ({}, 0, 3, "cannot be divided evenly"),
+    ],
+)
+def test_what_does_not_fit_is_one_line(engine: dict[str, object], gpus: int, nodes: int | None, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        plan_roles(job(**engine), gpus, nodes)

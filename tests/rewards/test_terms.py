@@ -1,0 +1,146 @@
+"""What is added to a reward: each formula, its weight, and its place in the log."""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from judge_server import chat_server, part, verdict
+
+from arpo_megatron.config import JudgeConfig, RewardConfig
+from arpo_megatron.errors import UserError
+from arpo_megatron.rewards import make_reward
+from arpo_megatron.rewards.base import Group, Response, Score
+from arpo_megatron.rewards.scorer import Scorer, mean_parts, parts_of
+from arpo_megatron.rewards.terms.eapo import GeometricDiscount
+from arpo_megatron.rewards.terms.measures import BrokenFormat, Length, Overlong, ToolCalls
+from arpo_megatron.rewards.terms.spear import FadingToolBonus
+from arpo_megatron.tasks.base import Task
+from arpo_megatron.tree import Role, RolloutTree
+
+TASK = Task("t", ({"role": "user", "content": "?"},), "5", "math", "?")
+
+
+def text(answer: str) -> str:
+    return f"<think>hm</think><answer>\\boxed{{{answer}}}</answer>"
+
+
+def scores(*accuracies: float) -> list[Score]:
+    return [Score(accuracy, accuracy, format_ok=True) for accuracy in accuracies]
+
+
+def group(*responses: Response, step: int = 0) -> Group:
+    return Group(TASK, responses, step)
+
+
+def test_overlong_falls_in_a_straight_line_within_the_buffer() -> None:
+    lengths = [0, 70, 80, 90, 95, 100, 130]
+    found = Overlong(100, 20).values(group(*(Response("", n) for n in lengths)), scores(*[1.0] * 7))
+    # DAPO, equation 13, written out
+    expected = [0.0 if n <= 80 else (80 - n) / 20 if n <= 100 else -1.0 for n in lengths]
+    assert found == pytest.approx(expected)
+
+
+def test_measures_of_format_length_and_calls() -> None:
+    given = group(Response("", 25, 2), Response("", 400, 0))
+    broken = [Score(1.0, 1.0, format_ok=True), Score(-1.0, 0.0, format_ok=False)]
+    assert BrokenFormat().values(given, broken) == [0.0, -1.0]
+    assert Length(100).values(given, broken) == [-0.25, -1.0]
+    assert ToolCalls().values(given, broken) == [-2.0, 0.0]
+
+
+def test_a_right_answer_is_discounted_by_its_rounds() -> None:
+    given = group(*(Response("", 0, calls) for calls in (0, 1, 3, 3)))
+    found = GeometricDiscount(0.9).values(given, scores(1.0, 1.0, 0.5, 0.0))
+    accuracies = [1.0, 1.0, 0.5, 0.0]
+    whole = [a + value for a, value in zip(accuracies, found, strict=True)]
+    assert whole == pytest.approx([1.0, 0.9, 0.5 * 0.9**3, 0.0])
+
+
+@pytest.mark.parametrize(
+    ("step", "left"), [(0, 1.0), (50, 0.5), (25, (1 + math.sqrt(0.5)) / 2), (100, 0.0), (500, 0.0)]
+)
+def test_the_tool_bonus_fades(step: int, left: float) -> None:
+    given = group(*(Response("", 0, calls) for calls in (0, 1, 4, 30)), step=step)
+    found = FadingToolBonus(100).values(given, scores(0, 0, 1, 1))
+    assert found == pytest.approx([0.0, 0.1 * left, 0.4 * left, left])
+
+
+def test_terms_are_weighed_added_and_named() -> None:
+    settings = RewardConfig(terms={"overlong": 2.0, "tool_calls": 0.1, "format": 0.0}, numbers={"overlong_buffer": 50})
+    reward = make_reward(settings, max_response_tokens=100)
+    found = reward.score_group(group(Response(text("5"), 75, 1), Response("broken", 40, 3)))
+    assert [score.reward for score in found] == pytest.approx([1.0 - 1.0 - 0.1, -1.0 - 0.3])
+    assert found[0].parts == pytest.approx(
+        {"verified": 1.0, "undecided": 0.0, "tool_bonus": 0.0, "overlong": -1.0, "tool_calls": -0.1}
+    )
+    assert found[0].accuracy == 1.0, "success is measured without them"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"terms": {"overlogn": 1.0}}, "did you mean overlong"),
+        ({"kind": "arppo"}, "did you mean arpo"),
+        ({"terms": {"eapo": 1.0}, "numbers": {"discuont": 0.9}}, "did you mean discount"),
+        ({"terms": {"eapo": 1.0}, "numbers": {"discount": 1.5}}, "discount must be"),
+        ({"terms": {"overlong": 1.0}, "numbers": {"overlong_buffer": 101}}, "overlong_buffer must be"),
+        ({"terms": {"length": 1.0}, "numbers": {"max_response_tokens": 7}}, "is rollout.max_response_tokens"),
+    ],
+)
+def test_what_cannot_be_is_one_line(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        make_reward(RewardConfig(**settings), max_response_tokens=100)  # type: ignore[arg-type]
+    assert "\n" not in str(caught.value)
+
+
+def judged(terms: dict[str, float], answers: Sequence[str], rule: object) -> list[Score]:
+    with chat_server(rule) as server:  # type: ignore[arg-type]
+        judge = JudgeConfig(url=server.url, model="m", retries=0)
+        reward = make_reward(RewardConfig(terms=terms, judge=judge))
+        return reward.score_group(group(*(Response(answer) for answer in answers)))
+
+
+def test_only_right_answers_are_looked_at_for_flaws() -> None:
+    def rule(asked: str) -> str:
+        solution = part(asked, "solution")
+        assert "\\boxed{5}" in solution
+        return verdict(asked, "FLAWED" if "guess" in solution else "SOUND")
+
+    answers = [text("5"), text("5") + "guess", text("6") + "guess", "guess"]
+    found = judged({"fapo": 0.5}, answers, rule)
+    assert [score.reward for score in found] == [1.0, 0.5, 0.0, -1.0]
+
+
+def test_a_share_of_wins_is_free_of_the_liking_for_the_first() -> None:
+    def rule(asked: str) -> str:
+        """Prefers the longer one where lengths differ by more than one, else the first."""
+        first, second = (len(part(asked, f"{place} solution")) for place in ("first", "second"))
+        return verdict(asked, "FIRST" if first >= second - 1 else "SECOND")
+
+    found = judged({"spo": 1.0}, ["a", "bb", "cccc", "cccc"], rule)
+    # "a" and "bb" each win where they stand first: a half each; "cccc" beats both, and its twin half of the time.
+    shares = [score.parts["spo"] for score in found]
+    assert shares == pytest.approx([0.5 / 3, 0.5 / 3, 2.5 / 3, 2.5 / 3])
+    assert sum(shares) == pytest.approx(4 / 2)
+
+
+def test_trees_are_scored_at_once_and_parts_are_kept_by_leaf() -> None:
+    trees = []
+    for number in range(6):
+        tree = RolloutTree(f"t{number}", [9])
+        call = tree.add(0, Role.MODEL, [1, 2])
+        tree.add(tree.add(call, Role.TOOL, [3]), Role.MODEL, [5])
+        tree.add(0, Role.MODEL, [6])
+        trees.append(tree)
+    tasks = [Task(tree.task_id, (), "5" if number % 2 else "6", "math", "") for number, tree in enumerate(trees)]
+    reward = make_reward(RewardConfig(terms={"tool_calls": 1.0, "length": 1.0}), max_response_tokens=8)
+    found = Scorer(reward, lambda ids: text(str(ids[-1])) if ids[-1] == 5 else "broken").score(trees, tasks, step=3)
+    assert [[score.accuracy for score in each] for each in found] == [[0.0, 0.0], [1.0, 0.0]] * 3
+    parts = parts_of(found[1])
+    assert parts["tool_calls"].tolist() == [-1.0, 0.0]
+    assert parts["length"].tolist() == [-0.5, -0.125]
+    assert math.isnan(parts["verified"][1]), "a broken response has no answer"
+    assert mean_parts([parts, {"tool_calls": np.array([-3.0])}]) == pytest.approx(
+        {"verified": 1.0, "undecided": 0.0, "tool_bonus": 0.0, "tool_calls": -4 / 3, "length": -0.3125}
+    )

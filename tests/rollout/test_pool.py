@@ -1,0 +1,166 @@
+"""What trees that grow together do for each other, against a scripted engine."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from aiohttp import web
+from scripted import ScriptedEngine
+from test_grower import CODEC, SEED, arpo
+
+from arpo_megatron.bench.batch_synchronous import grow_in_rounds
+from arpo_megatron.bench.pools import GROUP, new_pool, start
+from arpo_megatron.bench.rollout import MeteredEngine
+from arpo_megatron.bench.simulated_tools import SimulatedTools
+from arpo_megatron.rollout.client import EngineClient
+from arpo_megatron.rollout.generation import Sampling
+from arpo_megatron.rollout.grow_context import GrowLimits
+from arpo_megatron.rollout.messages import CollectTrees, GrowReport, GrowSettings
+from arpo_megatron.rollout.prefix_cache import PrefixCache
+from arpo_megatron.rollout.routing import FIRST_REST_S
+from arpo_megatron.tasks.base import Task
+
+Start = Callable[[ScriptedEngine], ScriptedEngine]
+
+
+@dataclass
+class Refusing(ScriptedEngine):
+    """Answers the first request with 404, as a router does that knows no engine yet."""
+
+    refused: bool = False
+
+    async def generate(self, request: web.Request) -> web.Response:
+        if not self.refused:
+            self.refused = True
+            return web.Response(status=404)
+        return await super().generate(request)
+
+
+def test_a_refused_prefill_of_what_all_share_costs_no_tree(scripted_engine: Start) -> None:
+    engine = Refusing(lambda _text: "<answer>1</answer>")
+    scripted_engine(engine)
+    report = asyncio.run(grown(engine, tuple(Task(f"t{n}", (), "", "math", "p" * 200 + str(n)) for n in range(3))))
+    assert engine.refused
+    assert [tree.task_id for tree in report.trees] == ["t0", "t1", "t2"]
+    assert report.failed == []
+
+
+@dataclass
+class Accounting(ScriptedEngine):
+    """Its cache can be emptied; counts, for the time between two pushes, what was computed and what had to be."""
+
+    asked: PrefixCache = field(default_factory=PrefixCache)
+    computed: int = 0
+    needed: int = 0
+    excess: list[int] = field(default_factory=list)
+
+    async def generate(self, request: web.Request) -> web.Response:
+        ids = np.array((await request.json())["input_ids"], np.int32)
+        self.computed += len(ids) - self._cached(ids.tolist()) - 1  # the last one is computed by every request
+        self.needed += len(ids) - self.asked.insert(ids)
+        return await super().generate(request)
+
+    async def done(self, request: web.Request) -> web.Response:
+        if request.path == "/flush_cache":
+            self.excess.append(self.computed - self.needed)
+            self.computed, self.needed, self.asked = 0, 0, PrefixCache()
+            self._kept = set()
+        return web.Response()
+
+
+@pytest.mark.parametrize("common", [0, 100])
+def test_a_push_costs_each_token_of_the_trees_once(scripted_engine: Start, common: int) -> None:
+    def script(text: str, seed: int) -> str:
+        """Each place writes something else, else trajectories would find each other's tokens by chance."""
+        *answered, current = text.partition("?")[2].split("</result>")
+        own = "".join(chr(97 + seed // 26**place % 26) for place in range(6))
+        part = own + ("<python>1+1</python>" if len(answered) < 3 else "<answer>ok and done</answer>")
+        return part[len(current) :]
+
+    engine = Accounting(str, seeded=script, delay_s=lambda _text: 0.03)
+    scripted_engine(engine)
+    tasks = tuple(Task(f"t{n}", (), "", "math", f"{'s' * common}{n}{'p' * 200}?") for n in range(3))
+    report = asyncio.run(grown(engine, tasks, pushes=3, samples=8, initial=4))
+    assert report.failed == []
+    assert len({segment.policy_version for tree in report.trees for segment in tree.segments}) > 2
+    assert len(engine.excess) >= 3
+    assert max(engine.excess) <= 0
+
+
+def test_the_ways_that_the_benchmark_compares_wait_for_the_same_tools(scripted_engine: Start) -> None:
+    def script(text: str) -> str:
+        return "<python>1+1</python>" if text.count("</result>") < 2 else "<answer>42</answer>"
+
+    def tools(drawn: list[float]) -> SimulatedTools:
+        def latency(rng: np.random.Generator) -> float:
+            drawn.append(rng.random())
+            return 0.0
+
+        return SimulatedTools(1.0, latency)
+
+    async def in_rounds(simulated: SimulatedTools) -> None:
+        async with EngineClient(engine.url) as client:
+            policy, limits = arpo(4, 4), GrowLimits(3000, 900, 4, 60, 5.0)
+            await grow_in_rounds(
+                tasks, step=3, engine=client, tools=simulated, codec=CODEC, policy=policy, limits=limits
+            )
+
+    engine = ScriptedEngine(script, delay_s=lambda text: 0.01 * (len(text) % 3))
+    scripted_engine(engine)
+    tasks = tuple(Task(f"t{n}", (), "", "math", f"{n}{'p' * 20}?") for n in range(3))
+    rounds: list[float] = []
+    trees: list[float] = []
+    asyncio.run(in_rounds(tools(rounds)))
+    asyncio.run(grown(engine, tasks, initial=4, tools=tools(trees)))
+    assert len(set(rounds)) == 3 * 4 * 2
+    assert sorted(rounds) == sorted(trees)
+
+
+def test_an_engine_is_busy_only_while_it_has_a_request(scripted_engine: Start) -> None:
+    """Not while one waits for a push, nor before it is repeated."""
+
+    async def busy_s() -> float:
+        async with MeteredEngine(engine.url) as client:
+            client.hold()
+            asked = asyncio.create_task(client.generate([1, 2], max_new_tokens=4, sampling=Sampling()))
+            await asyncio.sleep(0.5)
+            assert client.busy_s == client.request_s == 0.0
+            client.resume(engine.version)
+            await asked
+            assert client.repeated == {"HTTP 503": 1}
+            return client.busy_s
+
+    engine = ScriptedEngine(lambda _text: "x", fail_first=1)
+    scripted_engine(engine)
+    began = time.monotonic()
+    busy = asyncio.run(busy_s())
+    assert 0 < busy < time.monotonic() - began - 0.5 - FIRST_REST_S
+
+
+async def grown(
+    engine: ScriptedEngine,
+    tasks: tuple[Task, ...],
+    *,
+    pushes: int = 0,
+    samples: int = 4,
+    initial: int = 2,
+    tools: SimulatedTools | None = None,
+) -> GrowReport:
+    policy = arpo(samples, initial, k=4, branch_probability=1.0)
+    limits = GrowLimits(3000, 900, 4, 60, 5.0)
+    async with EngineClient(engine.url) as client:
+        pool = new_pool(client, tools or SimulatedTools(0.1, lambda _r: 1.0), CODEC, policy, SEED)
+        settings = GrowSettings(policy.config, samples, Sampling(), limits)
+        pool.start(start(tasks, step=0, version=0, settings=settings))
+        try:
+            for _ in range(pushes):
+                await asyncio.sleep(0.2)
+                await pool.pause()
+                engine.version += 1
+                pool.resume(engine.version)
+            return await pool.collect(CollectTrees(GROUP))
+        finally:
+            await pool.close()

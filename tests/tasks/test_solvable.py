@@ -1,0 +1,41 @@
+"""Tasks that were never solved are left out after the first epoch, counted, and used again where others lack."""
+
+import json
+
+from arpo_megatron.tasks.base import Task
+from arpo_megatron.tasks.solvable import SolvableTasks
+
+TASKS = [Task(f"t{number}", (), "", "math", "") for number in range(6)]
+
+
+def drawn(selector: SolvableTasks, count: int, solved: set[str]) -> list[str]:
+    ids = [task.id for task in selector.next_batch(count)]
+    for task_id in ids:
+        selector.note(task_id, [0.0, 1.0 if task_id in solved else 0.0])
+    return ids
+
+
+def test_the_first_epoch_has_all_and_later_ones_the_solved() -> None:
+    selector, solved = SolvableTasks(TASKS, 3), {"t1", "t4", "t5"}
+    assert sorted(drawn(selector, 6, solved)) == [task.id for task in TASKS]
+    for _ in range(4):
+        assert set(drawn(selector, 3, solved)) == solved
+    drawn(selector, 3, solved)
+    assert selector.metrics()["selector/left_out"] > 0
+
+
+def test_a_batch_is_filled_up_and_holds_no_task_twice() -> None:
+    selector = SolvableTasks(TASKS, 3)
+    for solved in (set(), {"t0"}, set()):
+        for _ in range(3):
+            ids = drawn(selector, 5, solved)
+            assert len(set(ids)) == 5
+
+
+def test_a_resumed_run_draws_the_same() -> None:
+    selector, solved = SolvableTasks(TASKS, 1), {"t2", "t3"}
+    for _ in range(4):
+        drawn(selector, 2, solved)
+    resumed = SolvableTasks(TASKS, 1)
+    resumed.load_state_dict(json.loads(json.dumps(selector.state_dict())))
+    assert [drawn(selector, 2, solved) for _ in range(4)] == [drawn(resumed, 2, solved) for _ in range(4)]

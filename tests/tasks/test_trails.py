@@ -1,0 +1,146 @@
+"""Trails: answers follow from pages and counts, held-out names are new, and demonstrations err only behind results."""
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from statistics import mean
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from arpo_megatron.errors import UserError
+from arpo_megatron.resolve import resolve
+from arpo_megatron.study.floor import AGENTS, CALLS, CARELESS, solved
+from arpo_megatron.tasks.base import Task
+from arpo_megatron.tasks.demonstrations import demonstrate
+from arpo_megatron.tasks.generated import NAME_LETTERS, asked
+from arpo_megatron.tasks.tokenizers import generated_tokenizer
+from arpo_megatron.tasks.trails import LEVELS, Trail, carelessness, following, generate, read_page
+from arpo_megatron.tree import RolloutTree
+
+TOKENIZER = generated_tokenizer()
+MADE = generate(3, train=900, held_out=100)
+
+
+def texts(tree: RolloutTree) -> list[str]:
+    return [TOKENIZER.decode(segment.token_ids.tolist()) for segment in tree.segments]
+
+
+def shown(careless: float) -> list[RolloutTree]:
+    return demonstrate(MADE.train, MADE.facts, TOKENIZER, careless=careless, seed=1, agent=following)
+
+
+def by_hand(task: Task, facts: Mapping[str, str]) -> int:
+    """The answer, from the text of the question and the pages alone."""
+    name, hops, addend = re.fullmatch(r"question: (\w{4}) (\d) \+(\d\d) \?", task.prompt_text).groups()  # type: ignore[union-attr]
+    for _ in range(int(hops)):
+        page = facts[name]
+        name, number = page[:4], page[4:]
+    return int(number) + int(addend)
+
+
+@given(seed=st.integers(0, 2**31))
+def test_every_truth_follows_from_the_pages(seed: int) -> None:
+    made = generate(seed, train=20, held_out=5)
+    assert all(task.ground_truth == str(by_hand(task, made.facts)) for task in (*made.train, *made.held_out))
+
+
+def test_trails_share_no_page_and_lead_on_beyond_every_level() -> None:
+    seen: Counter[str] = Counter()
+    for task in (*MADE.train, *MADE.held_out):
+        name = Trail.parse(asked(task)).name
+        for _ in range(LEVELS[-1] + 1):
+            seen[name] += 1
+            name = read_page(MADE.facts[name])[0]
+        assert name == Trail.parse(asked(task)).name
+    assert set(seen.values()) == {1}
+    assert seen.keys() == MADE.facts.keys()
+
+
+def level_of(task_id: str) -> int:
+    """2 for "held-out-7-hops2"."""
+    return int(task_id[-1])
+
+
+def test_levels_are_equally_frequent_and_told_by_the_id() -> None:
+    counts = Counter(level_of(task.id) for task in MADE.train)
+    assert all(counts[level] / len(MADE.train) == pytest.approx(1 / 3, abs=0.05) for level in LEVELS)
+    assert all(level_of(task.id) == Trail.parse(asked(task)).hops for task in MADE.train)
+
+
+def test_the_seed_decides_and_a_larger_number_only_appends() -> None:
+    small, large = generate(5, train=50, held_out=20), generate(5, train=80, held_out=20)
+    assert (small.train, small.held_out) == (large.train[:50], large.held_out)
+    assert generate(6, train=50, held_out=20).train != small.train
+
+
+def test_more_trails_than_names_is_a_user_error() -> None:
+    with pytest.raises(UserError, match=r"data\.tasks"):
+        generate(1, train=10**5, held_out=1)
+
+
+@given(st.builds(Trail, st.text(NAME_LETTERS, min_size=4, max_size=4), st.sampled_from(LEVELS), st.integers(11, 99)))
+def test_a_question_survives_its_text(trail: Trail) -> None:
+    assert Trail.parse(trail.text) == trail
+
+
+@pytest.mark.parametrize("text", ["", "qzlf", "qzlf 4 +56", "qzlf 2+56", "qzl 2 +56", "qzlf 2 +5"])
+def test_other_text_is_no_question(text: str) -> None:
+    with pytest.raises(ValueError, match="not a question about a trail"):
+        Trail.parse(text)
+
+
+def test_a_careful_demonstration_follows_the_trail() -> None:
+    task = next(task for task in MADE.train if level_of(task.id) == 2)
+    trail = Trail.parse(asked(task))
+    middle, _ = read_page(MADE.facts[trail.name])
+    _, value = read_page(MADE.facts[middle])
+    (tree,) = demonstrate([task], MADE.facts, TOKENIZER, careless=0.0, seed=0, agent=following)
+    assert texts(tree) == [
+        f"question: {trail.name} 2 +{trail.addend} ?",
+        f"<think>look up</think><search>{trail.name}</search>",
+        f" <result>\nPage 1: {trail.name} {MADE.facts[trail.name]}\n</result>",
+        f"<think>look up</think><search>{middle}</search>",
+        f" <result>\nPage 1: {middle} {MADE.facts[middle]}\n</result>",
+        f"<think>calculate</think><python>{value}+{trail.addend}</python>",
+        f" <result>\n{value + trail.addend}\n</result>",
+        f"<answer>\\boxed{{{task.ground_truth}}}</answer><eos>",
+    ]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.6, 1.0])
+def test_the_stated_share_is_careless_and_careless_is_wrong(share: float) -> None:
+    assert carelessness(share).share == pytest.approx(share, abs=1e-6)
+    pairs = zip(MADE.train, shown(share), strict=True)
+    right = [f"\\boxed{{{task.ground_truth}}}" in texts(tree)[-1] for task, tree in pairs]
+    assert sum(right) / len(right) == pytest.approx(1.0 - share, abs=0.05)
+
+
+def test_demonstrations_err_behind_results_only_and_in_every_way() -> None:
+    early = late = addend = ignored = 0
+    for task, tree in zip(MADE.train, shown(0.6), strict=True):
+        trail, parts = Trail.parse(asked(task)), texts(tree)
+        # The turn before any result is right: nothing is to be learnt there.
+        assert parts[1] == f"<think>look up</think><search>{trail.name}</search>"
+        searches = len(re.findall("<search>", "".join(parts)))
+        early += searches < trail.hops
+        late += searches > trail.hops
+        calculation, result = parts[-3], parts[-2]
+        addend += f"+{trail.addend}<" not in calculation
+        ignored += f"{{{result.split()[1]}}}" not in parts[-1]
+        assert tree.flat_tokens <= 12 + 168
+    assert min(early, late, addend, ignored) > 30
+
+
+def test_agents_that_have_learnt_nothing_are_far_from_the_ceiling() -> None:
+    overall = {name: mean(solved(agent, 300).values()) for name, agent in AGENTS.items()}
+    assert overall["careful"] == 1.0
+    assert overall["random acts"] == pytest.approx(0.075, abs=0.05)
+    assert overall["right acts, random number of pages"] == pytest.approx(1 / 3, abs=0.1)
+    assert overall["demonstrations of the cold start"] == pytest.approx(1 - CARELESS, abs=0.1)
+
+
+def test_the_floor_is_that_of_the_recipe() -> None:
+    config = resolve("trails")
+    assert (config.rollout.max_tool_calls, config.sft.careless) == (CALLS, CARELESS)

@@ -1,0 +1,54 @@
+"""An MCP server that breaks the rules: JSON-RPC by hand, since the official one would not let it."""
+
+import json
+import os
+import sys
+import threading
+import time
+
+ANY = {"type": "object", "properties": {}}
+BROKEN = {"type": "object", "properties": {"a": {"type": "zzz"}}}
+UNKNOWN = {"type": "object", "properties": {"a": {"$ref": "#/nowhere"}}}
+PROMISED = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
+TOOLS = [{"name": name, "inputSchema": ANY} for name in ("pid", "slow", "large", "id_last", "id_hidden")]
+TOOLS += [{"name": "liar", "inputSchema": ANY, "outputSchema": PROMISED}, {"name": "unknown", "inputSchema": UNKNOWN}]
+TOOLS += [{"name": "broken", "inputSchema": BROKEN}] * ("--broken-schema" in sys.argv)
+lock = threading.Lock()
+
+
+def send(message):
+    with lock:
+        sys.stdout.write(json.dumps(message) + "\n")
+        sys.stdout.flush()
+
+
+def answer(number, name, arguments):
+    text = {"pid": str(os.getpid()), "slow": "slept"}.get(name, "x" * int(arguments.get("bytes", 1)))
+    result = {"content": [{"type": "text", "text": text}], "isError": False}
+    match name:
+        case "slow":
+            time.sleep(1.5)
+        case "liar":
+            result["structuredContent"] = {"x": "no integer"}
+        case "id_last":
+            return send({"result": result, "jsonrpc": "2.0", "id": number})
+        case "id_hidden":
+            return send({"result": result, "id": number, "x": "y" * 1000, "jsonrpc": "2.0"})
+    return send({"jsonrpc": "2.0", "id": number, "result": result})
+
+
+for line in sys.stdin:
+    message = json.loads(line)
+    number, method = message.get("id"), message.get("method")
+    if method == "initialize":
+        version = message["params"]["protocolVersion"]
+        about = {"capabilities": {"tools": {}}, "serverInfo": {"name": "careless", "version": "1"}}
+        send({"jsonrpc": "2.0", "id": number, "result": {"protocolVersion": version, **about}})
+    elif method == "tools/list":
+        send({"jsonrpc": "2.0", "id": number, "result": {"tools": TOOLS}})
+    elif method == "tools/call":
+        called = message["params"]
+        arguments = (number, called["name"], called.get("arguments") or {})
+        threading.Thread(target=answer, args=arguments, daemon=True).start()
+    elif number is not None:
+        send({"jsonrpc": "2.0", "id": number, "error": {"code": -32601, "message": "no such method"}})
