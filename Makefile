@@ -4,7 +4,7 @@ ARGS ?=
 WORKERS ?= 3
 BIN := .venv/bin
 
-.PHONY: setup demo slurm-demo test lint types contracts pytest test-slow test-slurm docs clean
+.PHONY: setup demo slurm-demo test lint types contracts pytest fuzz test-slow test-slurm docs clean
 
 setup:
 	@scripts/setup.sh
@@ -30,6 +30,10 @@ contracts: setup
 
 pytest: setup
 	$(BIN)/pytest --numprocesses $(WORKERS) --no-loadscope-reorder --durations 20 $(ARGS)
+
+# The property tests on examples that no run has seen; what fails is kept in .hypothesis and tried first the next time.
+fuzz: setup
+	$(BIN)/pytest --numprocesses $(WORKERS) -m hypothesis --hypothesis-profile=new $(ARGS)
 
 # Minutes of kill -9 and restart, beside `make test`.
 test-slow: setup

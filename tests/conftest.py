@@ -15,9 +15,11 @@ from arpo_megatron.processes import CPU_ENVIRONMENT
 if os.environ.get("ARPO_TESTS_ON") != "cuda":
     os.environ.update(CPU_ENVIRONMENT)
 
-# A machine that does other work is slow now and then.
-hypothesis.settings.register_profile("shared machine", deadline=None)
-hypothesis.settings.load_profile("shared machine")
+# A machine that does other work is slow now and then: no deadlines. `make test` draws the same examples each time, so
+# that it says something about the change and nothing about luck; `make fuzz` draws new ones, and keeps what fails.
+hypothesis.settings.register_profile("same", deadline=None, derandomize=True, database=None)
+hypothesis.settings.register_profile("new", deadline=None, print_blob=True)
+hypothesis.settings.load_profile("same")
 
 
 LONGEST_FIRST = ("tests/e2e/", "tests/study/", "tests/rollout/", "tests/cluster/", "tests/bench/", "tests/actor/")

@@ -1,12 +1,9 @@
 """Stored trees: lossless, open to polars and pandas, replaced by a resumed step, harmless when the disk is full."""
 
-import contextlib
-import errno
-import os
-import resource
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +13,7 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from faults import FULL, small_disk
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -149,7 +147,7 @@ def test_a_kill_leaves_the_old_file_or_the_new_one(run: RunDirectory) -> None:
     script = """
 import os, sys, time
 from pathlib import Path
-sys.path.insert(0, sys.argv[2])
+sys.path[:0] = sys.argv[2:]
 from test_tree_files import decode, grown, scored
 from arpo_megatron.tree_files import write_trees
 trees = [[scored(grown(version, long=2000))] * 8 for version in (1, 2)]
@@ -168,7 +166,7 @@ for seconds in sys.stdin:
     print("killed", flush=True)
 """
     path = step_file(run, 1)
-    command = [sys.executable, "-c", script, str(path), str(Path(__file__).parent)]
+    command = [sys.executable, "-c", script, str(path), str(Path(__file__).parent), *sys.path]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None and process.stdout is not None
         for moment in range(6):
@@ -179,35 +177,15 @@ for seconds in sys.stdin:
             assert {item.tree.task_id for item in stored} in ({"task-1"}, {"task-2"})
 
 
-@contextlib.contextmanager
-def full_disk(folder: Path, kind: str) -> Iterator[None]:
-    """Only 32 KiB can be written below `folder`: a file system of its own, or a limit on the size of a file."""
-    folder.mkdir(parents=True)
-    if kind == "file-size-limit":
-        old = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (2**15, old[1]))
-        try:
-            yield
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, old)
-        return
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=32k", "tmpfs", str(folder)], capture_output=True)
-    if mounted.returncode:
-        pytest.skip(f"no tmpfs can be mounted here: {mounted.stderr.decode().strip()}")
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", str(folder)], check=True)
-
-
-@pytest.mark.parametrize("kind", ["file-size-limit", "tmpfs"])
+@pytest.mark.parametrize("kind", FULL)
 def test_trees_wait_in_memory_while_the_disk_is_full_and_are_written_when_it_is_not(
     run: RunDirectory, kind: str
 ) -> None:
     told: list[str] = []
     log = TreeLog(run, told.append)
     many = [scored(grown(number, long=300)) for number in range(9)]
-    with full_disk(run.trees, kind):
+    run.trees.mkdir(parents=True)
+    with small_disk(run.trees, 2**15, kind) as full:
         assert log.store(1, [scored(grown())], decode) == 0
         assert log.store(2, many, decode) == 9
         assert [path.name for path in run.trees.iterdir()] == ["step_000001.parquet"]  # the room is free again
@@ -216,7 +194,7 @@ def test_trees_wait_in_memory_while_the_disk_is_full_and_are_written_when_it_is_
         assert stored_steps(run) == [1, 3]
         assert len(told) == 3
         assert "9 trees of steps 2 wait for the disk" in told[0]
-        assert os.strerror(errno.EFBIG if kind == "file-size-limit" else errno.ENOSPC) in told[0]
+        assert full in told[0]
         log.close()
         assert "the 8 trees of steps 2 are not stored: " in told[3]
     assert log.store(4, [scored(grown(2))], decode) == -8
@@ -253,7 +231,7 @@ def test_a_damaged_file_is_one_line_and_a_strangers_file_no_harm(run: RunDirecto
         damaged = bytearray(whole)
         damaged[rng.integers(4, footer)] ^= 1 << int(rng.integers(8))
         path.write_bytes(damaged)
-        with contextlib.suppress(UserError):  # a page header may be changed without consequence; a value may not
+        with suppress(UserError):  # a page header may be changed without consequence; a value may not
             assert [item.tree.to_dict() for item in read_trees(path)] == [
                 grown(number).to_dict() for number in range(3)
             ]

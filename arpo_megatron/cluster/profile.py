@@ -80,7 +80,8 @@ class ClusterProfile:
     """Variables that must not be written down, and where each comes from: `env` (the environment of `arpo submit`,
     which sbatch hands over) or the path of a file that the nodes can read."""
     ports: tuple[Positive, Positive] | None = None
-    """First and last TCP port that services may listen on, where a firewall wants to know. None: any free one."""
+    """First and last TCP port that services and the ranks' rendezvous may listen on. None: any free one. NCCL, gloo and
+    the group of the weight push take ports of their own, so the nodes of a job must reach each other on all."""
     sbatch: dict[str, str] = Field(default_factory=dict)
     """More #SBATCH parameters, by their long names (constraint: h100, reservation: ...)."""
 

@@ -1,10 +1,5 @@
 """Stretches of flattened weights as boxes, and a full disk under a real optimizer's checkpoint."""
 
-import os
-import resource
-import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from math import prod
 from pathlib import Path
 
@@ -12,6 +7,7 @@ import cases
 import numpy as np
 import pytest
 import torch
+from faults import FULL, small_disk
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -62,47 +58,29 @@ def test_the_log_says_whose_adam_it_is():
     assert adam_name(new_actor().optimizer) == adam_name(new_actor("bfloat16").optimizer) == "torch AdamW (fused)"
 
 
-@contextmanager
-def small_disk(folder: Path, size: int) -> Iterator[str]:
-    """A file system of `size` bytes at `folder` where we may mount one, else a limit on files; the system's words."""
-    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
-    if os.geteuid() == 0 and subprocess.run(command, capture_output=True).returncode == 0:
-        try:
-            yield "No space left on device"
-        finally:
-            subprocess.run(["umount", str(folder)], check=True)
-        return
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size // 8, before[1]))
-    try:
-        yield "File too large"
-    finally:
-        with suppress(ValueError):
-            resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
 @pytest.mark.usefixtures("one_rank")
-def test_a_disk_that_fills_up_during_a_save_costs_that_checkpoint_only(tmp_path):
+@pytest.mark.parametrize("kind", FULL)
+def test_a_disk_that_fills_up_during_a_save_costs_that_checkpoint_only(tmp_path, kind):
     actor = new_actor()
     update(actor, 0)
     cases.save(actor, _made(tmp_path / "probe"))
     one = sum(path.stat().st_size for path in (tmp_path / "probe").rglob("*"))
     disk = _made(tmp_path / "disk")
-    with small_disk(disk, 4 * one) as words:
+    with small_disk(disk, 4 * one if kind == "tmpfs" else one // 2, kind) as full:
         store = CheckpointStore(disk / "checkpoints", keep=2)
         store.save(1, actor, {})
         store.finish()
         first = store.reports()
         filler = disk / "filler"
-        if words.startswith("No space"):
+        if kind == "tmpfs":
             assert not first[0].error
             filler.write_bytes(b" " * int(2.5 * one))
         update(actor, 1)
         store.save(2, actor, {})
         store.finish()
         (report,) = store.reports()
-        assert report.error.startswith(words) and "\n" not in str(report)
-        if not words.startswith("No space"):
+        assert report.error.startswith(full) and "\n" not in str(report)
+        if kind != "tmpfs":
             return  # the limit cannot be told from the first save on
         assert [path.name for path in store.root.iterdir()] == ["step_1"]
         filler.unlink()

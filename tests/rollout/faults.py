@@ -1,23 +1,59 @@
-"""What stands between the rollouts and their services in the fault campaign, and breaks when it is told to.
+"""Faults that processes cannot be told to have: broken connections, failing and slow tools, full disks.
 
-Faults of processes (kill, stop) are done to the real engines and the real tool service; these two break what is
+Faults of processes (kill, stop) are done to the real engines and the real tool service; two proxies break what is
 between: a TCP proxy that cuts connections, and an HTTP proxy before the tool service that is slow, fails, and has a
 search of its own that answers 10 MB.
 """
 
 import asyncio
+import errno
+import os
 import random
+import resource
+import subprocess
 import threading
 from collections import Counter
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import aiohttp
+import pytest
 from aiohttp import web
 
 T = TypeVar("T", "CutProxy", "ToolProxy")
 FAILURES_A_CALL = 4  # one more, and the client takes them for lasting
 PAGE = "0123456789 " * 950_000  # 10 MB
+FULL = ("tmpfs", "file-size-limit")
+
+
+@contextmanager
+def small_disk(folder: Path, size: int, kind: str = FULL[0]) -> Iterator[str]:
+    """Little room at `folder` for a while, by one of `FULL`; yields what the system says where more is written.
+
+    Args:
+        folder: an empty directory; what a file system of `size` bytes held is gone with it.
+        size: in bytes, of a file system of its own, or of each file that this process writes anywhere.
+        kind: the test is skipped where it is "tmpfs" and none can be mounted.
+    """
+    if kind == "tmpfs":
+        command = ["mount", "-t", kind, "-o", f"size={size}", kind, str(folder)]
+        mounted = subprocess.run(command, capture_output=True, text=True)
+        if mounted.returncode:
+            pytest.skip(f"no tmpfs can be mounted here: {mounted.stderr.strip()}")
+        try:
+            yield os.strerror(errno.ENOSPC)
+        finally:
+            subprocess.run(["umount", str(folder)], check=True)
+        return
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield os.strerror(errno.EFBIG)
+    finally:
+        with suppress(ValueError):
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 class Proxies:

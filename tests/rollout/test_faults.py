@@ -1,7 +1,8 @@
 """Two hundred trees and twenty faults: every tree arrives, once, and is the one that grows without faults.
 
 Real engines, the real tool service, supervised as in a job. The faults come in an order drawn by the seed, spread
-evenly over the sampling. Tools are slow with a heavy tail throughout, and a search always answers 10 MB.
+evenly over the sampling. Tools are slow with a heavy tail throughout, and a search always answers 10 MB. The disk is
+full while some of the trees are stored.
 """
 
 import os
@@ -11,7 +12,7 @@ import shutil
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,7 +22,7 @@ import numpy as np
 import pytest
 import requests
 import torch
-from faults import CutProxy, Proxies, ToolProxy
+from faults import FULL, CutProxy, Proxies, ToolProxy, small_disk
 
 from arpo_megatron.config import AlgorithmConfig, EngineConfig, JobConfig, ModelConfig, RolloutConfig
 from arpo_megatron.health import read_health
@@ -36,6 +37,7 @@ from arpo_megatron.run_directory import RunDirectory
 from arpo_megatron.supervisor import Program, Supervisor
 from arpo_megatron.tasks.base import Task
 from arpo_megatron.tree import Role, RolloutTree
+from arpo_megatron.tree_files import ScoredTree, TreeLog, read_trees, step_file, stored_steps
 from arpo_megatron.weights.engines import Engines, WeightPushError
 
 pytestmark = [
@@ -304,6 +306,34 @@ def campaign(fleet: Fleet, expected: GrowReport, *, routed: bool, seed: int) -> 
         assert time.monotonic() < deadline, read_health(fleet.run)
         time.sleep(0.1)
     fleet.supervisor.check()
+    check_stored(found.trees, fleet.run, seed)
+
+
+def check_stored(trees: Sequence[RolloutTree], run: RunDirectory, seed: int) -> None:
+    """Steps of twenty trees; from one of them, which the seed draws, to a later one the disk has no room."""
+    told: list[str] = []
+    log = TreeLog(run, told.append)
+    steps = range(1, TREES // 20 + 1)
+    first, last = sorted(random.Random(seed).sample(steps[1:-1], 2))
+    shutil.rmtree(run.trees, ignore_errors=True)
+
+    def store(some: Sequence[int]) -> list[int]:
+        return [log.store(step, [scored(tree) for tree in trees[20 * step - 20 : 20 * step]], str) for step in some]
+
+    assert not any(store(steps[: first - 1]))
+    with small_disk(run.trees, 2**10, FULL[1]) as full:
+        assert store(range(first, last + 1)) == [20] * (last + 1 - first)
+        assert full in told[-1]
+        assert stored_steps(run) == [*steps[: first - 1]]
+    assert store(steps[last:])[0] == -20 * (last + 1 - first)
+    found = [item.tree.to_dict() for step in steps for item in read_trees(step_file(run, step))]
+    assert found == [tree.to_dict() for tree in trees]
+
+
+def scored(tree: RolloutTree) -> ScoredTree:
+    count = len(tree.leaves())
+    task = Task(tree.task_id, (), "1", "math", "")
+    return ScoredTree(task, tree, np.zeros(count), np.zeros(count), np.zeros(count, bool))
 
 
 def test_without_the_token_no_server_does_anything(fleet: Fleet) -> None:
