@@ -115,14 +115,14 @@ def render(found: Found) -> str:
     """The page in Markdown."""
     design, rewards = found.design, found.compared("reward")
     budget = budget_of(found.curves("reward"))
+    seeds = f"{len(found.seeds)} seed{'s' if len(found.seeds) > 1 else ''}"
     parts = [
         f"# {design.name}",
         design.about,
         *_findings(found, rewards),
-        f"![Held-out reward and success over executed tool calls, mean and 95 % interval over {len(found.seeds)} "
-        "seeds](curves.svg)",
-        f"At {budget:,.0f} executed calls, which every run has made; mean over {len(found.seeds)} seeds with Student's "
-        f'95 % interval. "Gain" is the mean difference from {design.control} in the same seed, with its own, and the '
+        f"![Held-out reward and success over executed tool calls, mean and 95 % interval over {seeds}](curves.svg)",
+        f"At {budget:,.0f} executed calls, which every run has made; mean over {seeds} with Student's 95 % interval. "
+        f'"Gain" is the mean difference from {design.control} in the same seed, with its own, and the '
         "p of a paired t-test, not corrected for the number of arms.",
         _table(rewards),
         "Success at the same calls, and by level at the end of each run:",
@@ -158,30 +158,27 @@ def _success_table(found: Found) -> str:
 
 
 def _findings(found: Found, rewards: Sequence[ArmFigures]) -> list[str]:
-    """The sentences: each arm against the control at equal calls, then the calls that the control's end took."""
+    """Paragraphs: where all begin, each arm against the control at equal calls, how many calls to the control's end."""
     design = found.design
     curves = {arm: mean_curve(group) for arm, group in found.curves("reward").items()}
     start = float(np.mean([curve.values[0] for curve in curves.values()]))
     budget = budget_of(found.curves("reward"))
     said = [f"All arms of a seed begin with the same cold start, whose mean held-out reward is {start:.3f}."]
-    for item in rewards:
-        if item.final_gain is not None:
-            said.append(f"{_compared(item, design.control, budget)}")
+    compared = [_compared(item, gain) for item in rewards if (gain := item.final_gain) is not None]
+    if compared:
+        said.append(f"After {budget:,.0f} calls, compared with {design.control}:")
+        said.append("\n".join(f"- {line}" for line in compared))
     if BASE_ARM in curves and design.control in curves and design.control != BASE_ARM:
         said.append(_claim(curves, found.curves("reward"), BASE_ARM, design.control))
-    return [" ".join(said)]
+    return said
 
 
-def _compared(item: ArmFigures, control: str, budget: float) -> str:
-    gain = item.final_gain
-    assert gain is not None
-    sentence = (
-        f"After {budget:,.0f} calls {item.arm} is at {item.final.value:.3f}, {_signed(gain.difference)} from {control}"
-    )
+def _compared(item: ArmFigures, gain: Paired) -> str:
+    sentence = f"{item.arm} is at {item.final.value:.3f}, {_signed(gain.difference)}"
     if np.isnan(gain.p):
-        return f"{sentence} (one seed: nothing can be said about chance)."
+        return f"{sentence} (one seed: nothing can be said about chance)"
     told = gain.low > 0 or gain.high < 0
-    return f"{sentence} ({_ends(gain.low, gain.high)}; {'' if told else 'not '}told from 0 by {gain.seeds} seeds)."
+    return f"{sentence} ({_ends(gain.low, gain.high)}: {'' if told else 'not '}told from 0 by {gain.seeds} seeds)"
 
 
 def _claim(mean: Mapping[str, Curve], curves: Mapping[str, Sequence[Curve]], arm: str, control: str) -> str:
@@ -263,6 +260,8 @@ def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _mean(mean: Mean) -> str:
+    if mean.low == mean.high:  # one seed, or all alike
+        return f"{mean.value:.3f}"
     return f"{mean.value:.3f} ({mean.low:.3f} to {mean.high:.3f})"
 
 
