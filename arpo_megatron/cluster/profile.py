@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -95,6 +96,10 @@ class ClusterProfile:
             return None
         return replace(Hardware.named(self.gpu), gpus=self.gpus_per_node)
 
+    def unset_secrets(self) -> list[str]:
+        """Those that are to come from the environment and are not in this one."""
+        return [name for name, source in self.secrets.items() if source == "env" and not os.environ.get(name)]
+
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.gpu is not None and self.gpu not in GPUS:
@@ -104,9 +109,31 @@ class ClusterProfile:
         for name in (*self.environment, *self.secrets):
             if not re.fullmatch(r"[A-Za-z_]\w*", name):
                 raise ValueError(f"{name!r} cannot be the name of a variable")
+        if written := [name for name in self.environment if re.search(r"(^|_)(KEY|TOKEN|SECRET|PASSWORD)$", name)]:
+            raise ValueError(f"environment: {written[0]} would stand in the batch script: list it under secrets")
+        for name, source in self.secrets.items():
+            if source != "env" and not source.startswith(("/", "~/")):  # the words themselves are not repeated
+                raise ValueError(f"secrets: {name} must be `env` or the path of a file, from / or ~/ on")
+        if wrong := [mount for mount in self.mounts if not re.fullmatch(r"/[^:]*:/[^:]*(:[a-z,+-]+)?", mount)]:
+            raise ValueError(f"mounts: {wrong[0]!r} is not FROM:TO")
+        for name, text in _texts(self):
+            if not text.isprintable():
+                raise ValueError(f"{name}: {text!r} has a character that no line of a batch script can have")
         if both := sorted(set(self.environment) & set(self.secrets)):
             raise ValueError(f"{both[0]} is listed under environment and under secrets")
         return self
+
+
+def _texts(profile: ClusterProfile) -> Iterator[tuple[str, str]]:
+    """Whatever comes into the batch script, each with its key."""
+    for item in fields(profile):
+        value = getattr(profile, item.name)
+        if isinstance(value, str | Path):
+            yield item.name, str(value)
+        elif isinstance(value, tuple):
+            yield from ((item.name, each) for each in value if isinstance(each, str))
+        elif isinstance(value, dict):
+            yield from ((f"{item.name}.{key}", text) for key, words in value.items() for text in (key, words))
 
 
 _PROFILE = TypeAdapter(ClusterProfile)

@@ -1,6 +1,7 @@
 """Recipe and profile -> nemo-run's SlurmExecutor -> one allocation that runs `cluster/job.py`."""
 
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -76,7 +77,7 @@ def prepare_submission(
         resume: go on with the run of this config instead of beginning one.
 
     Raises:
-        UserError: the roles do not fit the nodes, or there is nothing to resume.
+        UserError: the roles do not fit the nodes, there is nothing to resume, or the run directory has a space in it.
     """
     plan = plan_roles(config, profile.gpus_per_node, nodes or profile.nodes)
     config = _with_transport(settled(config, plan), plan)
@@ -84,10 +85,13 @@ def prepare_submission(
     path = config.run_dir or run_directory.next_path(config, base)
     if resume:
         path = run_directory.existing(config, base).path
-    config = replace(config, run_dir=path.expanduser().absolute())
+    path = path.expanduser().absolute()
+    if re.search(r"\s", str(path)):
+        raise UserError(f"the run directory {str(path)!r} has a space in it, which batch scripts do not carry through")
+    config = replace(config, run_dir=path)
     hardware = profile.hardware(config)
     forecast = None if hardware is None else forecast_of(config, hardware)
-    return Submission(config, profile, plan, RunDirectory(path.expanduser().absolute()), chain, forecast)
+    return Submission(config, profile, plan, RunDirectory(path), chain, forecast)
 
 
 def _with_transport(config: JobConfig, plan: RolePlan) -> JobConfig:
@@ -128,12 +132,14 @@ def submit(submission: Submission, *, force: bool = False) -> list[str]:
 
     Raises:
         UserError: the job does not fit the GPUs (and `force` is not set), Slurm refuses, a job of this run is in the
-            queue already, an input is missing, or the run directory cannot be written.
+            queue already, a secret or an input is missing, or the run directory cannot be written.
     """
     check_files(submission.config)
     forecast = submission.forecast
     if forecast is not None and not forecast.fits and not force:
         raise UserError(f"the job does not fit: {forecast.reason}; arpo plan shows layouts that do, --force submits it")
+    if unset := submission.profile.unset_secrets():
+        raise UserError(f"the secret {unset[0]} is not in this environment: export {unset[0]}=..., or name a file")
     slurm.call("sbatch", "--version")
     if live := live_jobs(submission.run):
         raise UserError(f"job {live[0]} of {submission.run.path.name} is in the queue: arpo cancel it first")

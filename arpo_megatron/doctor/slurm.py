@@ -5,6 +5,7 @@ import re
 import shutil
 from collections.abc import Callable
 from importlib.util import find_spec
+from pathlib import Path
 
 from arpo_megatron.cluster import slurm
 from arpo_megatron.cluster.profile import ClusterProfile
@@ -115,10 +116,12 @@ def check_runs(profile: ClusterProfile) -> Finding:
 
 
 def check_secrets(profile: ClusterProfile) -> Finding:
-    """Those from the environment are in it. (Files are read on the nodes.)"""
-    missing = [name for name, source in profile.secrets.items() if source == "env" and not os.environ.get(name)]
-    if missing:
+    """Those from the environment are in it; files are read on the nodes, and may be there only."""
+    if missing := profile.unset_secrets():
         return failure("secrets", f"{missing[0]} is not set here", f"export {missing[0]}=..., or name a file")
+    files = [source for source in profile.secrets.values() if source != "env"]
+    if absent := [source for source in files if not Path(source).expanduser().is_file()]:
+        return warning("secrets", f"{absent[0]} is not here", "the first node must have it, else the job ends at once")
     return ok("secrets", ", ".join(profile.secrets) or "none")
 
 

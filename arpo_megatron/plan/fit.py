@@ -196,7 +196,7 @@ def _engines_impossible(config: JobConfig, shape: ModelShape, hardware: Hardware
     engine, ranks = config.engine, config.parallel.world_size
     tensor, engines = engine.tensor, engine.tensor * engine.replicas
     if memory.shared(config) and engines > ranks:
-        return refused(f"engines on {engines} GPUs cannot be colocated with {ranks} trainer ranks")
+        return refused(f"colocated engines take more GPUs than there are trainer ranks: {engines}, and {ranks} ranks")
     if tensor > hardware.gpus:
         return refused(f"engine.tensor={tensor} exceeds the {hardware.gpus} GPUs of a node")
     for what, size in (("query heads", shape.heads), ("vocabulary", shape.vocabulary)):

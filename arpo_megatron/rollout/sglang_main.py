@@ -12,6 +12,9 @@ import multiprocessing
 import os
 import signal
 import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
 
 from arpo_megatron.errors import USER_ERROR_EXIT_CODE, UserError
 from arpo_megatron.processes import die_with_parent, watch_parent
@@ -55,6 +58,16 @@ def _fork_workers() -> None:
     HookRegistry.register("sglang.srt.entrypoints.engine._set_envs_and_config", fork, HookType.AFTER)
 
 
+def _keep_files_in_scratch() -> None:
+    """SGLang's table of loads would stay in /dev/shm: its processes are killed, and nobody removes it."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    def in_scratch(original: Callable[[str], str], ipc_name: str) -> str:
+        return str(Path(tempfile.gettempdir(), Path(original(ipc_name)).name))
+
+    HookRegistry.register("sglang.srt.managers.load_snapshot.shm_path_for", in_scratch, HookType.AROUND)
+
+
 def _prepare_process() -> None:
     """What every process of the engine needs before it imports SGLang."""
     _die_with_spawner()
@@ -66,6 +79,7 @@ def _prepare_process() -> None:
         cpu_routes.register()
     from arpo_megatron.rollout import weight_arrival, weight_checksums  # import torch: no use for a mere launcher
 
+    _keep_files_in_scratch()
     sglang_plugin.register()
     weight_arrival.register()
     weight_checksums.register()

@@ -97,7 +97,8 @@ class ModelShape:
             divided["MLP width"] = self.ffn
         for what, size in divided.items():
             if size % parallel.tensor:
-                possible = math.gcd(parallel.tensor, *divided.values())
+                common = math.gcd(*divided.values())
+                possible = max(size for size in range(1, parallel.tensor) if common % size == 0)
                 raise UserError(
                     f"the model's {what} ({size}) cannot be divided by parallel.tensor={parallel.tensor}: "
                     f"give parallel.tensor={possible}"

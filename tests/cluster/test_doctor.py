@@ -149,14 +149,15 @@ def test_a_node_that_hangs_ends_the_job_with_its_name(monkeypatch: pytest.Monkey
 
 
 def test_a_disk_that_cannot_hold_the_checkpoints_is_refused(tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    model.mkdir()
-    with (model / "model.safetensors").open("wb") as file:
-        file.truncate(10**13)  # of which nothing is on the disk
-    found = check_disk(job(f"model.path={model}"), tmp_path / "runs")
-    assert found.level == "failure"
-    assert "are wanted for checkpoints" in found.text and "train.keep_checkpoints" in found.mend
     assert check_disk(job(), tmp_path / "runs").level == "ok"
+    large = resolve.resolve("deepsearch_14b", words=["train.keep_checkpoints=20"])
+    found = check_disk(large, tmp_path / "runs")  # of a model that is not here either
+    assert (
+        "4343.0 GB are wanted for checkpoints" in found.text
+    )  # 21 of 14,768,307,200 parameters, 14 bytes each, and 1 GiB
+    assert found.level == "failure" and "train.keep_checkpoints" in found.mend
+    unknown = check_disk(job(f"model.path={tmp_path}"), tmp_path / "runs")
+    assert unknown.level == "warning" and "is not known" in unknown.text
 
 
 def test_half_a_model_is_refused(tmp_path: Path) -> None:

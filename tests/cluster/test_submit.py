@@ -24,7 +24,7 @@ from arpo_megatron.cluster.profile import (
 )
 from arpo_megatron.cluster.submit import Submission, dry_run, prepare_submission, submit
 from arpo_megatron.config import JobConfig
-from arpo_megatron.doctor.slurm import seconds
+from arpo_megatron.doctor.slurm import check_secrets, seconds
 from arpo_megatron.errors import UserError
 from arpo_megatron.run_directory import RunDirectory, write_json
 
@@ -319,13 +319,41 @@ def test_colocated_engines_on_several_nodes_are_sent_their_weights() -> None:
         ({"time": ""}, "time: "),
         ({"ports": [7000, 7010]}, "at least 64"),
         ({"secrets": {"A B": "env"}}, "cannot be the name of a variable"),
-        ({"environment": {"KEY": "1"}, "secrets": {"KEY": "env"}}, "KEY is listed under environment and under secrets"),
+        (
+            {"environment": {"NOTE": "1"}, "secrets": {"NOTE": "env"}},
+            "NOTE is listed under environment and under secrets",
+        ),
+        ({"secrets": {"KEY": "sk-123"}}, "secrets: KEY must be `env` or the path of a file"),
+        (
+            {"environment": {"WANDB_API_KEY": "1"}},
+            "WANDB_API_KEY would stand in the batch script: list it under secrets",
+        ),
+        ({"mounts": ["/data"]}, "mounts: '/data' is not FROM:TO"),
+        ({"account": "a\n#SBATCH --uid=0"}, "account: .* no line of a batch script can have"),
+        ({"sbatch": {"comment": "a\nb"}}, "sbatch.comment: .* no line of a batch script can have"),
         ({"runs": "$NOT_SET_ANYWHERE/runs"}, r"the variable \$NOT_SET_ANYWHERE is not set"),
     ],
 )
 def test_a_wrong_profile_is_one_line(values: dict[str, object], said: str) -> None:
-    with pytest.raises(UserError, match=f"^here.yaml: .*{said}"):
+    with pytest.raises(UserError, match=f"^here.yaml: .*{said}") as error:
         profile(**values)
+    assert "sk-123" not in str(error.value)
+
+
+def test_a_job_without_its_secrets_or_with_a_space_in_its_path_is_not_submitted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("A_KEY", raising=False)
+    asked = prepare_submission(resolve.resolve("quickstart"), profile(secrets={"A_KEY": "env"}), nodes=None)
+    with pytest.raises(UserError, match="the secret A_KEY is not in this environment"):
+        submit(asked)
+    assert check_secrets(asked.profile).level == "failure"
+    monkeypatch.setenv("A_KEY", "value")
+    assert check_secrets(asked.profile).level == "ok"
+    found = check_secrets(profile(secrets={"A_KEY": str(tmp_path / "none")}))
+    assert (found.level, found.text) == ("warning", f"{tmp_path / 'none'} is not here")
+    with pytest.raises(UserError, match="has a space in it"):
+        prepare_submission(resolve.resolve("quickstart"), profile(runs=str(tmp_path / "my runs")), nodes=None)
 
 
 def test_every_profile_that_ships_can_be_read_and_survives_the_way_to_the_job(

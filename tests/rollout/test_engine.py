@@ -34,6 +34,7 @@ from arpo_megatron.weights.engines import Engines
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the expectations are those of float32 on a CPU")
 
 ENGINE = EngineConfig(max_total_tokens=65536, memory_fraction=0.1, max_running_requests=64, startup_timeout_s=120)
+SHARED = Path("/dev/shm")
 PROMPT = list(range(13, 28)) * 3
 PYTHON_ENDS = {4, 9, 10, 12}  # tokens of the tiny model that hold </python>, two of them with other text around it
 SEARCH_ENDS = {6, 11}
@@ -44,6 +45,7 @@ T = TypeVar("T")
 def engine(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineHandle]:
     """The one server of this file; its end is checked too."""
     log = tmp_path_factory.mktemp("engine") / "engine.log"
+    before = set(SHARED.glob("sglang*"))
     handle = launch_engine(tiny_model, ENGINE, dtype="float32", seed=1, log_path=log)
     family = [handle.process.pid, *(child.pid for child in psutil.Process(handle.process.pid).children(recursive=True))]
     assert len(family) >= 3  # server, scheduler, detokenizer
@@ -54,6 +56,7 @@ def engine(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     assert not handle.alive()
     assert not any(psutil.pid_exists(pid) for pid in family)
     assert not handle.scratch.exists()
+    assert set(SHARED.glob("sglang*")) <= before
     handle.stop()
 
 
