@@ -123,14 +123,14 @@ class JudgeConfig:
     max_tokens: Positive = 1024
     """Longest reply; a judge that thinks needs room for it."""
     timeout_s: PositiveFloat = 120.0
-    """Deadline of one reply in seconds."""
+    """Deadline of one reply in seconds, until its last byte."""
     retries: NonNegative = 4
     """How often a question that failed is asked again before the judge counts as down."""
     concurrency: Positive = 32
     """Questions that are asked at once."""
     when_down: Literal["wait", "fallback"] = "wait"
-    """`wait`: training waits until the judge is back. `fallback`: answers are scored by rule (math-verify, F1) and
-    terms that need a judge are left out of the group. Both are told and counted."""
+    """`wait`: training, or an evaluation, waits until the judge is back. `fallback`: answers are scored by rule
+    (math-verify, F1) and terms that need a judge are left out of the group. Both are told and counted."""
     cache: Path | None = None
     """SQLite file of replies; None: judge.sqlite in the run directory."""
 

@@ -132,7 +132,7 @@ def decontaminate(
     from arpo_megatron.evaluation.questions import read_all
 
     sets, missing = read_all(chosen(suite), data, skip_missing=skip_missing)
-    found = overlaps([question for each in sets for question in each.questions], training_questions(train_data))
+    found = overlaps([question for each in sets for question in each.questions], training_questions(train_data, ""))
     for each in found:
         row = {
             "benchmark": each.question.benchmark,

@@ -3,11 +3,14 @@
 A question is held to be there where a training question has the same words, or at least half of its runs of 13 words
 (the length that GPT-3's decontamination used, arXiv 2005.14165, appendix C). One shared run alone says little: "where
 m and n are relatively prime positive integers, find m + n" ends many a contest problem. A paraphrase is not found.
+
+Chinese and Japanese are written without spaces: there every character is a word.
 """
 
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +21,9 @@ from arpo_megatron.tasks import arpo_parquet, messages
 WORDS_IN_A_ROW = 13
 ENOUGH = 0.5
 """Share of a question's runs."""
-_WORD = re.compile(r"\w+")
+_UNSPACED = "\u3005-\u3007\u3040-\u30ff\u31f0-\u31ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U000323af"
+"""Characters of Chinese and Japanese: ideographs, their iteration mark and zero, kana."""
+_WORD = re.compile(rf"[{_UNSPACED}]|(?:(?![{_UNSPACED}])\w)+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,20 +64,23 @@ def overlaps(questions: Sequence[Question], training: Iterable[str]) -> list[Ove
     return [found[index] for index in sorted(found)]
 
 
-def training_questions(path: Path) -> list[str]:
+def training_questions(path: Path, key: str) -> list[str]:
     """The questions of a training file: released ARPO parquet, or conversations (.jsonl, .json, .parquet).
+
+    Args:
+        path: of the file.
+        key: what stands before the path where it was given, e.g. "--train-data ".
 
     Raises:
         UserError: no such file, or neither of these.
     """
+    if not path.is_file():
+        raise UserError(f"{key}{path}: no such file")
     if path.suffix == ".parquet":
-        try:
+        with suppress(UserError):
             return [task.messages[-1]["content"] for task in arpo_parquet.read_parquet(path).tasks]
-        except UserError:
-            if not path.is_file():
-                raise UserError(f"--train-data {path}: no such file") from None
     found: list[str] = []
-    for row in messages.read_rows(path):
+    for row in messages.read_rows(path, key):
         try:
             conversation = messages.check_row(row)
         except messages.BadRowError:

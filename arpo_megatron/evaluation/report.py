@@ -12,10 +12,17 @@ from tabulate import tabulate
 from arpo_megatron.errors import UserError
 from arpo_megatron.evaluation.benchmarks import BENCHMARKS, HELD_OUT, SUITES
 from arpo_megatron.evaluation.published import ROWS
+from arpo_megatron.evaluation.records import PASSING
 
 SUMMARY = "summary.json"
 """What `Measured` is read from."""
 _NONE = "-"
+_MARKED_ABOVE = 0.01
+"""Share of missing attempts above which a figure is marked."""
+_MARK = "*"
+_MARK_NOTE = (
+    f"{_MARK} more than {_MARKED_ABOVE:.0%} of these attempts are missing (engine, tools, unjudged) and count as wrong"
+)
 FORMATS: Mapping[str, str] = {"md": "github", "tex": "latex_booktabs", "html": "html"}
 """Ending of a report's file -> tabulate's name of the format."""
 
@@ -70,6 +77,8 @@ def write_reports(directory: Path, measured: Sequence[Measured]) -> list[Path]:
     """Write report.md, report.tex and report.html; returns their paths."""
     tables = tables_of(measured)
     notes = [note for each in measured for note in each.notes]
+    if any(_mark(figures) for each in measured for figures in each.benchmarks.values()):
+        notes.insert(0, _MARK_NOTE)
     texts = {"md": _markdown(tables, notes), "tex": _latex(tables, notes), "html": _html(tables, notes)}
     paths = []
     for ending, text in texts.items():
@@ -105,7 +114,17 @@ def _cell(figures: Mapping[str, Any] | None, k: int) -> str:
         return _NONE
     name = "accuracy" if k == 1 else "pass_at_k"
     low, high = figures[f"{name}_interval"]
-    return f"{100 * figures[name]:.1f} [{100 * low:.1f}, {100 * high:.1f}]"
+    return f"{100 * figures[name]:.1f} [{100 * low:.1f}, {100 * high:.1f}]{_mark(figures)}"
+
+
+def _mark(*rows: Mapping[str, Any]) -> str:
+    """What stands behind a figure of these where so many of the attempts are missing that it says little."""
+
+    def missing(figures: Mapping[str, Any]) -> float:
+        outcomes = figures["outcomes"]
+        return float(sum(outcomes.get(kind.value, 0) for kind in PASSING) / max(1, sum(outcomes.values())))
+
+    return _MARK if any(missing(figures) > _MARKED_ABOVE for figures in rows) else ""
 
 
 def _average(each: Measured, columns: Sequence[str], k: int) -> str:
@@ -113,7 +132,8 @@ def _average(each: Measured, columns: Sequence[str], k: int) -> str:
     found = [each.benchmarks[name] for name in columns if name in each.benchmarks]
     if len(found) < len(columns) or any(k not in (1, figures["k"]) for figures in found):
         return _NONE
-    return f"{100 * sum(figures['accuracy' if k == 1 else 'pass_at_k'] for figures in found) / len(found):.1f}"
+    mean = sum(figures["accuracy" if k == 1 else "pass_at_k"] for figures in found) / len(found)
+    return f"{100 * mean:.1f}{_mark(*found)}"
 
 
 def _details(each: Measured) -> Table:

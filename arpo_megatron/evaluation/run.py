@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -85,15 +86,16 @@ def evaluate(wish: Wish, tell: Tell = lambda _text: None) -> dict[str, Any]:
     out = place.opened(identity, out=wish.out, subject=subject)
     with out.locked():
         with _asked(wish, subject, config, tools, system, out, sets, tell) as (put, judge):
+            held = _in_training_data(wish, subject, config, put, tell) if sets else None
             journal = Journal(out.path / "attempts.jsonl")
             try:
                 _answer(subject, config, tools, out, put, journal, attempts, tell)
                 kept = journal.attempts()
             finally:
                 journal.close()
-        figures = _figures(wish, subject, config, put, sets, kept, tell)
+        figures = _figures(wish, config, put, kept, held)
         notes = [*_notes(put, sets, missing, wish), *_judging(judge)]
-        return _report(out, subject, tools, config, figures, notes, kept)
+        return _report(out, subject, tools, config, figures, notes, kept, tell)
 
 
 @contextmanager
@@ -115,12 +117,14 @@ def _asked(
     try:
         if sets:
             if config.reward.judge.url is not None and any(each.benchmark.metric == "judge" for each in sets):
-                judge = ModelJudge(config.reward.judge, cache, tell=tell)
+                judge = ModelJudge(config.reward.judge, cache, waiting="the evaluation", tell=tell)
             verdicts = None if judge is None else judged_by(judge)
             put = put_benchmarks(sets, subject, config, tools, system, verdicts, wish.tasks)
         else:
             limit = config.rollout.max_response_tokens
-            reward = make_reward(config.reward, max_response_tokens=limit, cache=cache, tell=tell)
+            reward = make_reward(
+                config.reward, max_response_tokens=limit, cache=cache, waiting="the evaluation", tell=tell
+            )
             judge = reward.judge
             put = put_held_out(subject, config, reward, wish.tasks)
         yield put, judge
@@ -232,28 +236,29 @@ def _agent(
                 rollouts.close()
 
 
+def _in_training_data(
+    wish: Wish, subject: Subject, config: JobConfig, put: Put, tell: Tell
+) -> dict[str, set[str]] | None:
+    """The ids of the questions that the training data holds, by benchmark; None where no such data is known."""
+    train_data, key = wish.train_data, "--train-data "
+    if train_data is None and subject.run is not None and config.data.kind == "arpo_parquet":
+        train_data, key = config.data.path, "data.path="
+    if train_data is None:
+        return None
+    tell(f"looking for the questions in {train_data}")
+    training = overlap.training_questions(train_data, key)
+    held: dict[str, set[str]] = {name: set() for name in put.scorers}
+    for each in overlap.overlaps([question for question, _ in put.asked], training):
+        held[each.question.benchmark].add(each.question.id)
+    return held
+
+
 def _figures(
-    wish: Wish,
-    subject: Subject,
-    config: JobConfig,
-    put: Put,
-    sets: Sequence[TestSet],
-    kept: Sequence[Attempt],
-    tell: Tell,
+    wish: Wish, config: JobConfig, put: Put, kept: Sequence[Attempt], held: Mapping[str, set[str]] | None
 ) -> list[Figures]:
     """A row for each benchmark, in the order in which they were asked for."""
     asked = {(question.benchmark, question.id) for question, _ in put.asked}
     kept = [attempt for attempt in kept if (attempt.benchmark, attempt.question_id) in asked]
-    train_data = wish.train_data
-    if train_data is None and sets and subject.run is not None and config.data.kind == "arpo_parquet":
-        train_data = config.data.path
-    held: dict[str, set[str]] | None = None
-    if train_data is not None and sets:
-        tell(f"looking for the questions in {train_data}")
-        found = overlap.overlaps([question for question, _ in put.asked], overlap.training_questions(train_data))
-        held = {name: set() for name in put.scorers}
-        for each in found:
-            held[each.question.benchmark].add(each.question.id)
     return [
         figures_of(
             [attempt for attempt in kept if attempt.benchmark == name],
@@ -306,15 +311,21 @@ def _report(
     figures: Sequence[Figures],
     notes: Sequence[str],
     kept: Sequence[Attempt],
+    tell: Tell,
 ) -> dict[str, Any]:
     """Write records, summary and tables; returns what the command prints."""
     drawn = config.evaluation
     sampling = f"temperature {drawn.temperature:g}, top_p {drawn.top_p:g}, top_k {drawn.top_k or 'all'}"
     sampling += f", repetition penalty {drawn.penalty:g}, seed {config.seed}"
-    failed = sum(attempt.outcome in PASSING for attempt in kept)
+    failed = Counter(attempt.outcome.value for attempt in kept if attempt.outcome in PASSING)
     told = [f"{subject.name}: {sampling}", *notes]
     if failed:
-        told.append(f"{failed} attempts failed for reasons that may be over: the same command makes them again")
+        kinds = ", ".join(f"{kind} {count}" for kind, count in sorted(failed.items()))
+        told.append(
+            f"{failed.total()} of {len(kept)} attempts failed for reasons that may be over ({kinds}) and count as "
+            "wrong: the same command makes them again"
+        )
+        tell(f"warning: {told[-1]}")
     rows = {row.benchmark: row.to_dict() for row in figures}
     method = {Tools.NONE: "no tools", Tools.PROMPT: "TIR prompting", Tools.TRAINED: "trained"}[tools]
     write_records(out.path / "records.parquet", kept)

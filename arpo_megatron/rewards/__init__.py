@@ -15,6 +15,7 @@ def make_reward(
     *,
     max_response_tokens: int | None = None,
     cache: Path | None = None,
+    waiting: str = "training",
     tell: Callable[[str], None] = lambda _text: None,
     check: Callable[[], None] = lambda: None,
 ) -> ComposedReward:
@@ -24,7 +25,8 @@ def make_reward(
         config: kind, terms with their weights and numbers, judge.
         max_response_tokens: `rollout.max_response_tokens`, for parts that have such a field.
         cache: the judge's file of replies where the config names none; None: none is kept.
-        tell: see `Judge`.
+        waiting: see `Judge`.
+        tell: likewise.
         check: likewise.
 
     Raises:
@@ -46,5 +48,7 @@ def make_reward(
         if weight
     )
     wanted = base.needs_judge or any(each.term.needs_judge for each in terms)
-    judge = Judge(config.judge, config.judge.cache or cache, tell=tell, check=check) if wanted else None
+    judge = (
+        Judge(config.judge, config.judge.cache or cache, waiting=waiting, tell=tell, check=check) if wanted else None
+    )
     return ComposedReward(base, terms, judge)

@@ -1,17 +1,20 @@
 """A model as a judge, behind any server that speaks the OpenAI chat protocol.
 
 Replies are kept in an SQLite file, so that a resumed or repeated run asks nothing twice. A server that fails is asked
-again; when it stays away, training waits for it or goes on by the rules of the reward (`reward.judge.when_down`), and
-both are told and counted. No verdict ever becomes a 0 by itself.
+again; when it stays away, whoever asks waits for it or goes on by the rules of the reward (`reward.judge.when_down`),
+and both are told and counted. No verdict ever becomes a 0 by itself.
+
+All requests run in one thread with an event loop: there they can be given up at any moment, and so the process can end.
 """
 
+import asyncio
 import os
 import re
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, wait
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,7 +24,7 @@ from arpo_megatron.rewards.prompts import Question
 from arpo_megatron.rewards.replies import Replies
 
 if TYPE_CHECKING:
-    from openai import OpenAI
+    from openai import AsyncOpenAI
 
 COUNTERS = ("asked", "cached", "repeated", "unreadable", "fallbacks", "waited_s")
 """Questions sent to the server; answered from the cache; sent again because it failed; answered without a verdict;
@@ -29,7 +32,10 @@ left to the rules because it was down; seconds that questions waited for it, add
 
 _DOWN_S = 30.0  # with `fallback`: how long a server that failed is left alone
 _WAIT_S, _LONGEST_WAIT_S = 1.0, 30.0
+_REPEAT_S = 0.5  # before a reply that is none is asked for again, then twice as long: as the openai client does it
 _TELL_EVERY_S = 60.0
+_CHECK_EVERY_S = 0.5
+_CLOSE_S = 2.0
 
 
 class _DownError(Exception):
@@ -42,8 +48,9 @@ class Judge:
     Args:
         config: the server, the model, and what to do without it.
         cache: SQLite file of replies; None: none is kept.
+        waiting: what waits for a server that is down, for the line that says so; None: nothing does, it is an error.
         tell: takes a line for the user, now and then while the server is away.
-        check: is called while waiting; raises to end it.
+        check: is called every now and then by who waits for a verdict; raises to end that.
     """
 
     def __init__(
@@ -51,6 +58,7 @@ class Judge:
         config: JudgeConfig,
         cache: Path | None = None,
         *,
+        waiting: str | None = "training",
         tell: Callable[[str], None] = lambda _text: None,
         check: Callable[[], None] = lambda: None,
     ) -> None:
@@ -60,22 +68,37 @@ class Judge:
             raise UserError("reward.judge.model is missing: name the model that reward.judge.url serves")
         self._config = config
         self._replies = Replies(cache)
-        self._tell, self._check = tell, check
-        self._lock = threading.Lock()  # of what follows
+        self._waiting, self._tell, self._check = waiting, tell, check
+        self._lock = threading.Lock()  # of what follows, up to the next comment
         self._counts: Counter[str] = Counter()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._closed = False
+        # Of the loop's thread alone.
+        self._client: AsyncOpenAI | None = None
+        self._places = asyncio.Semaphore(config.concurrency)
         self._down_until = self._told_at = 0.0
-        self._client: OpenAI | None = None
-        self._closed = threading.Event()
-        self._threads = ThreadPoolExecutor(config.concurrency, thread_name_prefix="judge")
 
     def ask(self, questions: Sequence[Question]) -> list[str | None]:
         """A verdict for each question, in this order; None where there is none (counted): the caller has rules then.
 
         Raises:
-            UserError: the server refuses the key, or knows no such model or address.
+            UserError: the server refuses the key, or knows no such model or address; or it is down and nothing waits.
         """
         different = list(dict.fromkeys(questions))
-        found = dict(zip(different, self._threads.map(self._verdict, different), strict=True))
+        said = self._submit(different)
+        if said is None:
+            return [None] * len(questions)
+        try:
+            while not wait([said], _CHECK_EVERY_S).done:
+                self._check()
+        except BaseException:
+            said.cancel()
+            raise
+        try:
+            found = dict(zip(different, said.result(), strict=True))
+        except CancelledError:  # by `close`
+            return [None] * len(questions)
         return [found[question] for question in questions]
 
     def take_counts(self) -> dict[str, float]:
@@ -85,18 +108,51 @@ class Judge:
         return {name: counts[name] for name in COUNTERS}
 
     def close(self) -> None:
-        """Ask nothing any more; who waits for the server gets no verdict."""
-        self._closed.set()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        """Ask nothing any more: requests under way are given up, and who waits for them gets no verdict."""
+        with self._lock:
+            loop, self._loop, self._closed = self._loop, None, True
+        if loop is not None and self._thread is not None:
+            asyncio.run_coroutine_threadsafe(self._end(), loop)
+            self._thread.join(_CLOSE_S)
         self._replies.close()
 
-    def _verdict(self, question: Question) -> str | None:
+    def _submit(self, questions: Sequence[Question]) -> "Future[list[str | None]] | None":
+        """Have them answered by the loop, which the first call starts; None once the judge is closed."""
+        with self._lock:
+            if self._closed:
+                return None
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                # A daemon: a process that ends without `close` does not wait for the server either.
+                self._thread = threading.Thread(target=_run, args=(self._loop,), name="judge", daemon=True)
+                self._thread.start()
+            return asyncio.run_coroutine_threadsafe(self._verdicts(questions), self._loop)
+
+    async def _verdicts(self, questions: Sequence[Question]) -> list[str | None]:
+        try:
+            async with asyncio.TaskGroup() as group:
+                asked = [group.create_task(self._verdict(question)) for question in questions]
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        return [task.result() for task in asked]
+
+    async def _end(self) -> None:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        if self._client is not None:
+            await self._client.close()
+        asyncio.get_running_loop().stop()
+
+    async def _verdict(self, question: Question) -> str | None:
         key = self._replies.key(self._config.model, question.system, question.user)
         reply = self._replies.get(key)
         if reply is not None:
             self._count("cached")
             return read_verdict(reply, question)
-        reply = self._asked_until_answered(question)
+        async with self._places:
+            reply = await self._asked_until_answered(question)
         if reply is None:
             return None
         verdict = read_verdict(reply, question)
@@ -106,30 +162,52 @@ class Judge:
             self._replies.put(key, reply)
         return verdict
 
-    def _asked_until_answered(self, question: Question) -> str | None:
+    async def _asked_until_answered(self, question: Question) -> str | None:
         fallback, pause_s = self._config.when_down == "fallback", _WAIT_S
         while True:
             if fallback and time.monotonic() < self._down_until:
                 self._count("fallbacks")
                 return None
             try:
-                return self._reply(question)
+                return await self._reply(question)
             except _DownError as error:
-                self._say(str(error), fallback)
                 if fallback:
+                    self._say(f"{error}", "answers are scored by rule for now")
                     self._down_until = time.monotonic() + _DOWN_S
                     continue
-            self._sleep(pause_s)
-            if self._closed.is_set():
-                return None
+                if self._waiting is None:
+                    raise UserError(
+                        f"the judge at {self._config.url} does not answer ({error}): is reward.judge.url right and its "
+                        "server up?"
+                    ) from None
+                self._say(f"{error}", f"{self._waiting} waits for it")
+            await self._sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_WAIT_S)
 
-    def _reply(self, question: Question) -> str:
-        import openai
+    async def _reply(self, question: Question) -> str:
+        """What the server says; what is no reply is asked for again as often as a failure is."""
+        from arpo_megatron.chat import UnreadableReplyError
 
         self._count("asked")
+        for number in range(self._config.retries):
+            try:
+                return await self._reply_once(question)
+            except UnreadableReplyError:
+                self._count("repeated")
+                await asyncio.sleep(min(_REPEAT_S * 2**number, _LONGEST_WAIT_S))
         try:
-            answer = self._opened().chat.completions.with_raw_response.create(
+            return await self._reply_once(question)
+        except UnreadableReplyError as error:
+            raise _DownError(str(error)) from None
+
+    async def _reply_once(self, question: Question) -> str:
+        import openai
+
+        from arpo_megatron import chat
+
+        try:
+            found = await chat.complete(
+                self._connected(),
                 model=self._config.model,
                 messages=[
                     {"role": "system", "content": question.system},
@@ -138,8 +216,6 @@ class Judge:
                 temperature=0.0,
                 max_tokens=self._config.max_tokens,
             )
-            self._count("repeated", answer.retries_taken)
-            choices = answer.parse().choices
         except (openai.AuthenticationError, openai.PermissionDeniedError, openai.NotFoundError) as error:
             raise UserError(
                 f"the judge at {self._config.url} answers {error.status_code} for {self._config.model!r}: check "
@@ -150,40 +226,42 @@ class Judge:
         except openai.OpenAIError as error:
             self._count("repeated", self._config.retries)
             raise _DownError(f"{type(error).__name__}: {error}") from None
-        return (choices[0].message.content or "") if choices else ""
+        self._count("repeated", found.repeated)
+        return found.text
 
-    def _opened(self) -> "OpenAI":
-        from openai import OpenAI
+    def _connected(self) -> "AsyncOpenAI":
+        from arpo_megatron.chat import connected
 
-        with self._lock:
-            if self._client is None:
-                self._client = OpenAI(
-                    base_url=self._config.url,
-                    api_key=os.environ.get(self._config.api_key_env) or "none",
-                    timeout=self._config.timeout_s,
-                    max_retries=self._config.retries,
-                )
-            return self._client
+        if self._client is None:
+            assert self._config.url is not None
+            key = os.environ.get(self._config.api_key_env)
+            self._client = connected(
+                self._config.url, key=key, deadline_s=self._config.timeout_s, retries=self._config.retries
+            )
+        return self._client
 
-    def _sleep(self, seconds: float) -> None:
-        """Wait for the server, by short steps: a run that is to end ends."""
+    async def _sleep(self, seconds: float) -> None:
         begun = time.monotonic()
-        while (left := begun + seconds - time.monotonic()) > 0 and not self._closed.wait(min(left, 0.5)):
-            self._check()
-        self._count("waited_s", time.monotonic() - begun)
+        try:
+            await asyncio.sleep(seconds)
+        finally:
+            self._count("waited_s", time.monotonic() - begun)
 
-    def _say(self, what: str, fallback: bool) -> None:
-        with self._lock:
-            now = time.monotonic()
-            if self._told_at and now - self._told_at < _TELL_EVERY_S:
-                return
+    def _say(self, what: str, course: str) -> None:
+        now = time.monotonic()
+        if not self._told_at or now - self._told_at >= _TELL_EVERY_S:
             self._told_at = now
-        course = "answers are scored by rule for now" if fallback else "training waits for it"
-        self._tell(f"the judge at {self._config.url} is down ({what}): {course}")
+            self._tell(f"the judge at {self._config.url} is down ({what}): {course}")
 
     def _count(self, name: str, amount: float = 1) -> None:
         with self._lock:
             self._counts[name] += amount  # type: ignore[assignment]  # seconds are counted too
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    """Until it is stopped."""
+    loop.run_forever()
+    loop.close()
 
 
 def read_verdict(reply: str, question: Question) -> str | None:

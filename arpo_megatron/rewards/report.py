@@ -48,7 +48,7 @@ def report(config: JudgeConfig, path: Path) -> dict[str, Any]:
         UserError: the file cannot be read, or the judge cannot be reached or used.
     """
     rows = _read(path)
-    judge = Judge(config, config.cache, check=_down)
+    judge = Judge(config, config.cache, waiting=None)
     try:
         said = judge.ask([same_answer(row.question, row.truth, row.answer) for row in rows])
         hostile = [
@@ -74,10 +74,6 @@ def report(config: JudgeConfig, path: Path) -> dict[str, Any]:
         "attacks": len(fooled),
         "attacks_that_fooled": _share([verdict == CORRECT for verdict in answered]),
     }
-
-
-def _down() -> None:
-    raise UserError("the judge does not answer: is reward.judge.url right and its server up?")
 
 
 def _read(path: Path) -> list[Labelled]:

@@ -15,6 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from multiprocessing.connection import Connection, Pipe
 
@@ -26,7 +27,8 @@ MAX_ANSWER_CHARACTERS = 500
 TIMEOUT_S = 5.0
 """Most CPU time that math-verify may take for one pair, in seconds; of wall time three times as much."""
 QUESTION_TIMEOUT_S = 10.0
-"""Wall time after which no further answer to one question goes to math-verify: a group of nonsense costs no more."""
+"""Wall time that math-verify may take for all answers to one question, in seconds: a group of nonsense costs no more.
+What a question waits for a worker that others have does not count."""
 
 _WORKERS = max(1, min(4, (os.cpu_count() or 2) // 2))
 _START_TIMEOUT_S = 120.0  # importing sympy takes a second, on a loaded machine many
@@ -54,17 +56,21 @@ def math_equal(answer: str, truth: str) -> bool:
 
 def verdicts(answers: Sequence[str], truth: str) -> list[Verdict]:
     """Of several answers to one question; those for which `QUESTION_TIMEOUT_S` leaves no time are undecided."""
-    end = time.monotonic() + QUESTION_TIMEOUT_S
-    return [verdict(answer, truth, timeout_s=min(TIMEOUT_S, end - time.monotonic())) for answer in answers]
+    time_left = TimeLeft(QUESTION_TIMEOUT_S)
+    return [verdict(answer, truth, time_left) for answer in answers]
 
 
-def verdict(answer: str, truth: str, *, timeout_s: float | None = None) -> Verdict:
-    """Compare two answers.
+@dataclass(slots=True)
+class TimeLeft:
+    """Wall time that a worker may still take, in seconds."""
 
-    Args:
-        answer: plain text or LaTeX, without the box around it.
-        truth: likewise.
-        timeout_s: for math-verify, in seconds; not positive: without asking it. None: TIMEOUT_S.
+    seconds: float
+
+
+def verdict(answer: str, truth: str, time_left: TimeLeft | None = None) -> Verdict:
+    """Compare two answers (plain text or LaTeX, without the box around it) in the time left; None: that for one pair.
+
+    What math-verify takes is taken from it.
     """
     if max(len(answer), len(truth)) > 10 * MAX_ANSWER_CHARACTERS:  # not even scanned
         return Verdict.EQUAL if answer.strip() == truth.strip() else Verdict.DIFFERENT
@@ -73,7 +79,7 @@ def verdict(answer: str, truth: str, *, timeout_s: float | None = None) -> Verdi
     if known is not False and max(len(answer), len(truth)) <= MAX_ANSWER_CHARACTERS and not same_unit(answer, truth):
         return Verdict.DIFFERENT
     if known is None and max(len(given), len(expected)) <= MAX_ANSWER_CHARACTERS:
-        return _pool.ask(given, expected, TIMEOUT_S if timeout_s is None else timeout_s)
+        return _pool.ask(given, expected, time_left or TimeLeft(_PATIENCE * TIMEOUT_S))
     return Verdict.EQUAL if known else Verdict.DIFFERENT
 
 
@@ -85,17 +91,20 @@ class _Pool:
         self._idle = deque[_Worker]()
         self._known: dict[tuple[str, str], Verdict] = {}
 
-    def ask(self, answer: str, truth: str, timeout_s: float) -> Verdict:
+    def ask(self, answer: str, truth: str, time_left: TimeLeft) -> Verdict:
         """What math-verify says within the time; a verdict is remembered unless the time was short."""
         found = self._known.get((answer, truth))
-        if found is None and timeout_s > 0:
+        if found is None and time_left.seconds > 0:
             with self._places:
                 worker = self._idle.pop() if self._idle else _Worker()
                 try:
-                    found = worker.ask(answer, truth, timeout_s)
+                    worker.start()
+                    begun = time.monotonic()
+                    found = worker.ask(answer, truth, time_left.seconds)
+                    time_left.seconds -= time.monotonic() - begun
                 finally:
                     self._idle.append(worker)
-            if found is not Verdict.UNDECIDED or timeout_s >= TIMEOUT_S:
+            if found is not None:
                 self._known[answer, truth] = found
             if len(self._known) > _KEPT:
                 self._known.pop(next(iter(self._known)), None)
@@ -115,27 +124,25 @@ class _Worker:
         self._connection: Connection | None = None
         self._owner = 0
 
-    def ask(self, answer: str, truth: str, timeout_s: float) -> Verdict:
-        """What math-verify says."""
-        connection = self._connected()
+    def ask(self, answer: str, truth: str, seconds: float) -> Verdict | None:
+        """What math-verify says; None where the time is over before its limit of CPU time is."""
+        assert self._connection is not None
+        cpu_s, found = min(TIMEOUT_S, seconds), None
         try:
-            connection.send_bytes(json.dumps([answer, truth, timeout_s]).encode())
-            if connection.poll(_PATIENCE * timeout_s + 1.0):
-                return Verdict(json.loads(connection.recv_bytes()))
-        except (EOFError, OSError):
-            pass  # it ended itself: out of time or memory
+            self._connection.send_bytes(json.dumps([answer, truth, cpu_s]).encode())
+            if self._connection.poll(min(seconds, _PATIENCE * cpu_s)):
+                return Verdict(json.loads(self._connection.recv_bytes()))
+        except (EOFError, OSError):  # it ended itself: out of CPU time or memory
+            found = Verdict.UNDECIDED if cpu_s == TIMEOUT_S else None
         _log.warning("math-verify could not decide %.80r against %.80r: counted as wrong", answer, truth)
         self.stop()
-        return Verdict.UNDECIDED
+        self.start()  # in the time of the question that has ended the last one
+        return found
 
-    def _connected(self) -> Connection:
-        """The connection to a worker of this very process: one inherited by a fork belongs to the parent."""
-        if self._connection is None or self._owner != os.getpid():
-            self._start()
-        assert self._connection is not None
-        return self._connection
-
-    def _start(self) -> None:
+    def start(self) -> None:
+        """Have a process of this very process: one inherited by a fork belongs to the parent."""
+        if self._connection is not None and self._owner == os.getpid():
+            return
         ours, theirs = Pipe()
         command = [sys.executable, "-m", "arpo_megatron.rewards.verify_worker", str(theirs.fileno())]
         # The path as this process sees it: the package need not be installed, nor the working directory be the same.

@@ -38,29 +38,33 @@ class Conversation:
     tools: tuple[Mapping[str, Any], ...] | None = None
 
 
-def check_file(path: Path) -> None:
-    """Raises UserError unless `path` is a file of a kind that `read_rows` reads."""
+def check_file(path: Path, key: str = "sft.data=") -> None:
+    """Raises UserError, which names the file behind `key`, unless it is of a kind that `read_rows` reads."""
     if path.suffix not in FORMATS:
-        raise UserError(f"sft.data={path}: conversations are read from {', '.join(FORMATS)} files")
+        raise UserError(f"{key}{path}: conversations are read from {', '.join(FORMATS)} files")
     if not path.is_file():
-        raise UserError(f"sft.data={path}: no such file")
+        raise UserError(f"{key}{path}: no such file")
 
 
-def read_rows(path: Path) -> Iterator[Any]:
+def read_rows(path: Path, key: str = "sft.data=") -> Iterator[Any]:
     """The rows of a JSON-lines, JSON (one array) or parquet file; a line that is not JSON is a `BadRowError` object.
+
+    Args:
+        path: of the file.
+        key: what stands before the path where it was given.
 
     Raises:
         UserError: no such file, or none of these formats.
     """
-    check_file(path)
+    check_file(path, key)
     if path.suffix == ".parquet":
-        yield from _parquet_rows(path)
+        yield from _parquet_rows(path, key)
         return
     try:
         if path.suffix == ".json":
             rows = json.loads(path.read_text(encoding="utf-8-sig"))
             if not isinstance(rows, list):
-                raise UserError(f"sft.data={path}: not an array of conversations")
+                raise UserError(f"{key}{path}: not an array of conversations")
             yield from rows
             return
         with path.open(encoding="utf-8-sig") as file:
@@ -68,9 +72,9 @@ def read_rows(path: Path) -> Iterator[Any]:
                 if line.strip():
                     yield _json_line(line)
     except UnicodeDecodeError as error:
-        raise UserError(f"sft.data={path}: not UTF-8 text: {error}") from None
+        raise UserError(f"{key}{path}: not UTF-8 text: {error}") from None
     except (ValueError, RecursionError) as error:
-        raise UserError(f"sft.data={path}: not JSON: {error}") from None
+        raise UserError(f"{key}{path}: not JSON: {error}") from None
 
 
 def check_row(row: Any) -> Conversation:
@@ -101,7 +105,7 @@ def _json_line(line: str) -> Any:
         return BadRowError(f"not JSON: {error}")
 
 
-def _parquet_rows(path: Path) -> Iterator[Any]:
+def _parquet_rows(path: Path, key: str) -> Iterator[Any]:
     import pyarrow
     import pyarrow.parquet
 
@@ -109,12 +113,12 @@ def _parquet_rows(path: Path) -> Iterator[Any]:
         with pyarrow.parquet.ParquetFile(path) as file:
             found = file.schema_arrow.names
             if "messages" not in found:
-                raise UserError(f"sft.data={path}: no column messages; it has: {', '.join(found)}")
+                raise UserError(f"{key}{path}: no column messages; it has: {', '.join(found)}")
             columns = [name for name in ("messages", "tools") if name in found]
             for batch in file.iter_batches(_BATCH_ROWS, columns=columns):
                 yield from (_without_nulls(row) for row in batch.to_pylist())
     except (pyarrow.ArrowException, OSError) as error:
-        raise UserError(f"sft.data={path}: not a readable parquet file: {str(error).splitlines()[0]}") from None
+        raise UserError(f"{key}{path}: not a readable parquet file: {str(error).splitlines()[0]}") from None
 
 
 def _without_nulls(value: Any) -> Any:

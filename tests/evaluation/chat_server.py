@@ -22,12 +22,14 @@ class ChatServer:
         script: the messages of a request -> what the model would say by itself, which is cut at stop strings.
         delay_s: how long an answer takes.
         fail: status to answer a request with, by its messages; 0: none.
+        body: what a request is answered with as it is, by its messages; None: as the script says.
         requests: all of them.
     """
 
     script: Callable[[list[dict[str, str]]], str]
     delay_s: float = 0.0
     fail: Callable[[list[dict[str, str]]], int] = lambda _messages: 0
+    body: Callable[[list[dict[str, str]]], bytes | None] = lambda _messages: None
     requests: list[dict[str, Any]] = field(default_factory=list)
     most_at_once: int = 0
     url: str = ""
@@ -47,6 +49,8 @@ class ChatServer:
             await asyncio.sleep(self.delay_s)
             if status := self.fail(body["messages"]):
                 return web.json_response({"error": {"message": f"status {status} was wanted"}}, status=status)
+            if (raw := self.body(body["messages"])) is not None:
+                return web.Response(body=raw, content_type="application/json")
             text, reason = self.script(body["messages"]), "stop"
             cuts = [text.find(stop) for stop in body.get("stop") or () if stop in text]
             text = text[: min(cuts)] if cuts else text

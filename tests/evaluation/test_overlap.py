@@ -40,6 +40,24 @@ def test_conversations_are_training_data_too(tmp_path: Path) -> None:
     path = tmp_path / "sft.jsonl"
     turns = [{"role": "user", "content": "Who wrote Emma?"}, {"role": "assistant", "content": "Austen"}]
     path.write_text(json.dumps({"messages": turns}) + "\nnot json\n")
-    assert training_questions(path) == ["Who wrote Emma?"]
-    with pytest.raises(UserError, match="no such file"):
-        training_questions(tmp_path / "none.parquet")
+    assert training_questions(path, "--train-data ") == ["Who wrote Emma?"]
+
+
+@pytest.mark.parametrize("name", ["none.parquet", "none.jsonl", "none"])
+def test_a_training_file_that_is_missing_is_named_as_it_was_given(tmp_path: Path, name: str) -> None:
+    with pytest.raises(UserError, match=r"^--train-data .*none\S*: no such file$"):
+        training_questions(tmp_path / name, "--train-data ")
+
+
+def test_a_training_file_that_cannot_be_read_is_named_as_it_was_given(tmp_path: Path) -> None:
+    for name, text in (("a.json", "{"), ("a.parquet", "no"), ("a.csv", "")):
+        (tmp_path / name).write_text(text)
+        with pytest.raises(UserError, match=rf"^--train-data \S*{name}: "):
+            training_questions(tmp_path / name, "--train-data ")
+
+
+def test_in_text_without_spaces_every_character_is_a_word() -> None:
+    asked = question("请问在AIME2024比赛中获得满分的选手来自哪个城市的学校?")
+    (found,) = overlaps([asked], ["题目:" + asked.text.removesuffix("的学校?") + ",请说明."])
+    assert 0.5 <= found.share < 1.0
+    assert not overlaps([asked], ["请问在哪个城市的学校能看到AIME2024比赛?"])

@@ -127,6 +127,63 @@ def test_a_server_that_does_not_know_a_parameter_is_told_once(files: Path, tmp_p
     assert len(server.requests) == 1
 
 
+NO_COMPLETIONS = [
+    b"<html>please log in</html>",
+    b"[1, 2]",
+    b'"ok"',
+    b'{"choices": []}',
+    b'{"choices": [{"message": null}]}',
+]
+
+
+@pytest.mark.parametrize("body", NO_COMPLETIONS)
+def test_a_reply_that_is_no_completion_fails_its_attempt_or_is_told_by_the_first_request(
+    files: Path, tmp_path: Path, body: bytes
+) -> None:
+    def odd(messages: list[dict[str, str]]) -> bytes | None:
+        return body if "1 plus 1?" in messages[-1]["content"] else None
+
+    with served(ChatServer(right, body=odd)) as server:
+        found = evaluate(wish(server, files, tmp_path / "out"))
+        assert found["outcomes"] == {"engine": 1, "right": 5}
+        server.body = lambda _messages: body
+        with pytest.raises(UserError, match="does not speak OpenAI's chat format") as caught:
+            evaluate(wish(server, files, tmp_path / "other"))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_server_that_is_ill_is_not_said_to_refuse_the_request(files: Path, tmp_path: Path) -> None:
+    with (
+        served(ChatServer(right, fail=lambda _messages: 500)) as server,
+        pytest.raises(UserError, match=r"is up but does not answer: .*status 500") as caught,
+    ):
+        evaluate(wish(server, files, tmp_path / "out"))
+    assert "accept" not in str(caught.value)
+
+
+def test_attempts_that_are_missing_are_told_at_the_end_and_marked_in_the_tables(files: Path, tmp_path: Path) -> None:
+    def trouble(messages: list[dict[str, str]]) -> int:
+        return 0 if "6 plus" in messages[-1]["content"] or "1+1" in messages[-1]["content"] else 503
+
+    told = list[str]()
+    with served(ChatServer(right, fail=trouble)) as server:
+        evaluate(wish(server, files, tmp_path / "out"), told.append)
+        assert "5 of 6 attempts" in told[-1] and "engine 5" in told[-1] and "the same command" in told[-1]
+        tables = [(tmp_path / "out" / f"report.{ending}").read_text() for ending in ("md", "tex", "html")]
+        assert all("16.7 [" in text and "]*" in text and "* more than 1% of" in text for text in tables)
+        server.fail = lambda _messages: 0
+        told.clear()
+        evaluate(wish(server, files, tmp_path / "out"), told.append)
+    assert not any("warning" in line for line in told)
+    assert "]*" not in (tmp_path / "out" / "report.md").read_text()
+
+
+def test_training_data_that_is_missing_is_named_before_the_first_attempt(files: Path, tmp_path: Path) -> None:
+    with served(ChatServer(right)) as server, pytest.raises(UserError, match=r"^--train-data /nonexist: no such file$"):
+        evaluate(wish(server, files, tmp_path / "out", train_data=Path("/nonexist")))
+    assert not server.requests
+
+
 def test_questions_are_asked_at_once_up_to_a_limit(files: Path, tmp_path: Path) -> None:
     with served(ChatServer(right, delay_s=0.2)) as server:
         evaluate(wish(server, files, tmp_path / "out", words=(*PLAIN, "engine.max_running_requests=3")))
@@ -183,7 +240,7 @@ def test_an_evaluation_ends_when_it_is_interrupted_while_its_judge_is_down(files
         command = [sys.executable, "-m", "arpo_megatron", "eval", server.url, *PLAIN, *JUDGE, *where]
         with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
             assert process.stderr is not None
-            assert any("is down" in line for line in process.stderr)
+            assert any("is down" in line and "the evaluation waits for it" in line for line in process.stderr)
             process.send_signal(signal.SIGINT)
             try:
                 _, said = process.communicate(timeout=30)
@@ -201,19 +258,21 @@ def test_what_the_judge_gave_no_verdict_on_is_told(files: Path, tmp_path: Path) 
     assert found["outcomes"] == {"unjudged": 1}
     notes = read_summary(tmp_path / "out").notes
     assert any("1 questions had none because it was down" in note for note in notes)
-    assert any("1 attempts failed for reasons that may be over" in note for note in notes)
+    assert any("1 of 1 attempts failed for reasons that may be over (unjudged 1)" in note for note in notes)
 
 
 @pytest.mark.parametrize("outcome", sorted(PASSING))
 def test_what_the_same_command_makes_again_is_told(tmp_path: Path, outcome: Outcome) -> None:
-    response = NoResponse(outcome, "it is away")
+    response, told = NoResponse(outcome, "it is away"), list[str]()
     attempt = attempt_of(
         Question("aime24", "1", "What?", ("2",)), 0, response, lambda *_: Verdict(None, 0.0, False, True)
     )
     subject = Subject(Kind.SERVER, "scripted", url="http://127.0.0.1:9")
-    _report(RunDirectory(tmp_path), subject, Tools.NONE, resolve("quickstart"), [], [], [attempt])
-    notes = read_summary(tmp_path).notes
-    assert "1 attempts failed for reasons that may be over: the same command makes them again" in notes
+    _report(RunDirectory(tmp_path), subject, Tools.NONE, resolve("quickstart"), [], [], [attempt], told.append)
+    (line,) = (note for note in read_summary(tmp_path).notes if "failed" in note)
+    assert line.startswith(f"1 of 1 attempts failed for reasons that may be over ({outcome.value} 1)")
+    assert line.endswith("the same command makes them again")
+    assert told == [f"warning: {line}"]
 
 
 def test_tables_have_the_published_rows_beside_and_marked(files: Path, tmp_path: Path) -> None:

@@ -8,13 +8,13 @@ import json
 import re
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-Rule = Callable[[str], str | int]
-"""What the user message is answered with: a reply, or an HTTP status."""
+Rule = Callable[[str], str | int | bytes | Iterator[bytes]]
+"""What the user message is answered with: a reply, an HTTP status, or a body as it is, whole or by pieces."""
 
 
 @dataclass
@@ -48,6 +48,8 @@ def chat_server(rule: Rule, port: int = 0) -> Iterator[ChatServer]:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             known.asked.append(body)
             answer = known.rule(body["messages"][-1]["content"])
+            if isinstance(answer, bytes | Iterator):
+                return self.write(iter([answer]) if isinstance(answer, bytes) else answer)
             status = 200 if isinstance(answer, str) else answer
             choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": answer}}
             reply = {"id": "1", "object": "chat.completion", "created": 1, "model": body["model"], "choices": [choice]}
@@ -55,8 +57,19 @@ def chat_server(rule: Rule, port: int = 0) -> Iterator[ChatServer]:
             self.send_response(status)
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(data)))
+            with suppress(ConnectionError):  # who asked has hung up
+                self.end_headers()
+                self.wfile.write(data)
+            return None
+
+        def write(self, pieces: Iterator[bytes]) -> None:
+            self.send_response(200)
+            self.send_header("Content-Type", "application/json")
             self.end_headers()
-            self.wfile.write(data)
+            with suppress(ConnectionError):
+                for piece in pieces:
+                    self.wfile.write(piece)
+                    self.wfile.flush()
 
         def log_message(self, *_arguments: object) -> None:
             pass

@@ -1,10 +1,13 @@
 """A model as a judge: what it says counts, what it does not say never becomes a zero."""
 
 import json
+import signal
 import sqlite3
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -119,6 +122,105 @@ def test_a_failing_server_is_asked_again() -> None:
         judge = Judge(config(server, retries=3))
         assert judge.ask([ASKED]) == ["CORRECT"]
         assert judge.take_counts().items() >= {"asked": 1, "repeated": 3}.items()
+
+
+NO_COMPLETIONS = [
+    b"<html>please log in</html>",
+    b"[1, 2]",
+    b'"ok"',
+    b"",
+    b'{"choices": []}',
+    b'{"choices": [{"message": null}]}',
+    b'{"choices": [{"message": {"content": [1]}}]}',
+]
+
+
+@pytest.mark.parametrize("body", NO_COMPLETIONS)
+def test_a_reply_that_is_no_completion_is_asked_for_again_and_then_the_judge_is_down(
+    body: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(judge_module, "_REPEAT_S", 0.01)
+    told = list[str]()
+    with chat_server(lambda _text: body) as server:
+        judge = Judge(config(server, retries=2, when_down="fallback"), tell=told.append)
+        assert judge.ask([ASKED]) == [None]
+        assert len(server.asked) == 3
+        assert judge.take_counts().items() >= {"asked": 1, "repeated": 2, "fallbacks": 1}.items()
+        (line,) = told
+        assert "is down (a " in line and "\n" not in line
+        judge.close()
+        answers = iter([body])
+        server.rule = lambda text: next(answers, None) or knows_ada(text)
+        assert Judge(config(server, retries=1)).ask([ASKED]) == ["CORRECT"]
+
+
+def test_a_reply_that_comes_by_drops_has_a_deadline() -> None:
+    def drops() -> Iterator[bytes]:
+        for _ in range(100):
+            time.sleep(0.1)
+            yield b" "
+
+    with chat_server(lambda _text: drops()) as server:
+        judge, begun = Judge(config(server, timeout_s=0.5, when_down="fallback")), time.monotonic()
+        assert judge.ask([ASKED]) == [None]
+        assert time.monotonic() - begun < 4.0
+        judge.close()
+
+
+def slow(_text: str) -> str:
+    time.sleep(20.0)
+    return ""
+
+
+def test_requests_under_way_are_given_up_when_the_judge_is_closed() -> None:
+    found = list[str | None]()
+    with chat_server(slow) as server:
+        judge = Judge(config(server, timeout_s=60.0))
+        waiting = threading.Thread(target=lambda: found.extend(judge.ask([ASKED])))
+        waiting.start()
+        while not server.asked:
+            time.sleep(0.02)
+        begun = time.monotonic()
+        judge.close()
+        waiting.join(60.0)
+        assert time.monotonic() - begun < 2.0
+    assert found == [None]
+    assert judge.ask([ASKED]) == [None], "a closed judge asks nothing"
+
+
+def test_a_run_that_is_asked_to_end_does_not_wait_for_requests_under_way() -> None:
+    with chat_server(slow) as server:
+
+        def stop() -> None:
+            if server.asked:
+                raise StoppedError
+
+        begun, reward = time.monotonic(), RewardConfig(qa="judge", judge=config(server, timeout_s=60.0))
+        with pytest.raises(StoppedError):
+            make_reward(reward, check=stop).score_group(Group(TASK, [response("Ada")]))
+        assert time.monotonic() - begun < 10.0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_process_ends_at_once_while_its_requests_are_under_way(tmp_path: Path, number: signal.Signals) -> None:
+    labels = tmp_path / "labels.jsonl"
+    labels.write_text('{"question":"q","truth":"t","answer":"a","correct":true}')
+    with chat_server(slow) as server:
+        words = [f"reward.judge.url={server.url}", "reward.judge.model=examiner"]
+        command = [sys.executable, "-m", "arpo_megatron", "judge-report", "quickstart", "--labels", str(labels), *words]
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+            while not server.asked:
+                assert process.poll() is None
+                time.sleep(0.02)
+            process.send_signal(number)
+            begun = time.monotonic()
+            try:
+                _, said = process.communicate(timeout=30.0)
+            finally:
+                process.kill()  # where it has not ended
+    assert time.monotonic() - begun < 5.0  # about 1 s, on a busy machine more
+    assert process.returncode == 130
+    assert said == "arpo: interrupted\n"
 
 
 def test_training_waits_for_a_judge_that_is_down_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """Mathematical equality: right in every notation of the benchmarks, bounded on hostile answers."""
 
 import re
+import signal
 import threading
 import time
 from pathlib import Path
@@ -68,6 +69,35 @@ def test_hostile_answers_are_never_right_and_cost_a_question_a_bounded_time(monk
     # The limit; patience with the last answer; and new workers, one for each whose time was up, on a busy machine.
     assert time.monotonic() - started < 2.0 + 4.0 + 3 * 30.0
     assert math_equal("\\frac{3}{6}", "\\frac12")
+    pool.close()
+
+
+def test_all_answers_to_a_question_have_one_limit_of_wall_time_also_where_the_machine_is_busy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ended, stop = list[float](), verify._Worker.stop
+    monkeypatch.setattr(verify._Worker, "stop", lambda self: (ended.append(time.monotonic()), stop(self)))
+    monkeypatch.setattr(verify, "QUESTION_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(verify, "_pool", pool := verify._Pool(1))
+    assert math_equal("\\frac{2}{4}", "\\frac12")  # the worker is up
+    process = pool._idle[0]._process
+    assert process is not None
+    process.send_signal(signal.SIGSTOP)  # as busy as a machine can be: it gets no CPU time
+    started = time.monotonic()
+    assert verdicts(["9^{9^{9}}", "9^{9^{8}}"], "1") == [Verdict.UNDECIDED] * 2
+    assert ended[0] - started < 2.5
+    assert len(ended) == 1, "the second answer has no time"
+    assert math_equal("\\frac{3}{6}", "\\frac12")
+    pool.close()
+
+
+def test_waiting_for_a_worker_that_others_have_takes_no_time_from_a_question(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verify, "QUESTION_TIMEOUT_S", 2.0)
+    monkeypatch.setattr(verify, "_pool", pool := verify._Pool(1))
+    assert math_equal("\\frac{2}{4}", "\\frac12")  # the worker is up
+    pool._places.acquire()
+    threading.Timer(2.2, pool._places.release).start()
+    assert verdicts(["\\frac{3}{6}", "\\frac{4}{8}"], "\\frac12") == [Verdict.EQUAL] * 2
     pool.close()
 
 

@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 
 import openai
 
+from arpo_megatron import chat
 from arpo_megatron.config import JobConfig
 from arpo_megatron.errors import UserError
 from arpo_megatron.evaluation.agents.base import Deliver, Wanted
@@ -120,8 +121,14 @@ class ServerAnswers:
         """One token with all the parameters, so that what the server does not take is said once and at once."""
         try:
             await self._complete(client, [{"role": "user", "content": "1+1="}], 1, seed=0)
+        except chat.UnreadableReplyError as error:
+            raise UserError(
+                f"{self.url} does not speak OpenAI's chat format: asked for one token it gave {error}"
+            ) from None
         except openai.APIStatusError as error:
             said = _text(error)
+            if _passing(error):
+                raise UserError(f"{self.url} is up but does not answer: {said}") from None
             hint = ""
             if any(name in said for name in ("top_k", "repetition_penalty", "continue_final_message")):
                 hint = (
@@ -140,9 +147,8 @@ class ServerAnswers:
         except SandboxError as error:
             return NoResponse(Outcome.TOOLS, str(error))
         except openai.APIStatusError as error:
-            passing = error.status_code >= 500 or error.status_code == 429
-            return NoResponse(Outcome.ENGINE if passing else Outcome.REFUSED, _text(error))
-        except openai.APIError as error:
+            return NoResponse(Outcome.ENGINE if _passing(error) else Outcome.REFUSED, _text(error))
+        except (openai.APIError, chat.UnreadableReplyError) as error:
             return NoResponse(Outcome.ENGINE, _text(error))
 
     async def _respond(
@@ -153,16 +159,15 @@ class ServerAnswers:
         while (left := limits.max_response_tokens - said.length) > 0:
             seed = place_seed(self.config.seed, 0, wanted.task.id, (number, said.tool_calls))
             answer = await self._complete(client, [*wanted.task.messages, *said.turns], left, seed=seed)
-            choice, usage = answer.choices[0], answer.usage
-            if usage is not None:
-                said.prompt_tokens = said.prompt_tokens or usage.prompt_tokens
-                said.model_tokens += usage.completion_tokens
-                said.length = usage.prompt_tokens + usage.completion_tokens - said.prompt_tokens
-            text, stop = call_in(choice.message.content or "", choice.finish_reason == "stop" and sandbox is not None)
+            if answer.prompt_tokens is not None and answer.completion_tokens is not None:
+                said.prompt_tokens = said.prompt_tokens or answer.prompt_tokens
+                said.model_tokens += answer.completion_tokens
+                said.length = answer.prompt_tokens + answer.completion_tokens - said.prompt_tokens
+            text, stop = call_in(answer.text, answer.finish_reason == "stop" and sandbox is not None)
             said.text += text
             said.model_text += text
             if stop is None or sandbox is None:
-                return said.response(Finish.LENGTH if choice.finish_reason == "length" else Finish.END, began)
+                return said.response(Finish.LENGTH if answer.finish_reason == "length" else Finish.END, began)
             call = protocol.parse_call(text, stop)
             if isinstance(call, protocol.Malformed):
                 return said.response(Finish.MALFORMED, began)
@@ -189,7 +194,7 @@ class ServerAnswers:
 
     async def _complete(
         self, client: openai.AsyncOpenAI, messages: Sequence[Message], max_tokens: int, *, seed: int
-    ) -> Any:
+    ) -> chat.Completion:
         """One request; only what changes something is sent, since not every server knows every parameter."""
         drawn = self.config.evaluation
         extra: dict[str, Any] = {}
@@ -199,10 +204,10 @@ class ServerAnswers:
             extra["repetition_penalty"] = drawn.penalty
         if messages[-1]["role"] == "assistant":
             extra |= {"continue_final_message": True, "add_generation_prompt": False}
-        given: Any = list(messages)
-        return await client.chat.completions.create(
+        return await chat.complete(
+            client,
             model=self.model,
-            messages=given,
+            messages=list(messages),
             temperature=drawn.temperature,
             top_p=drawn.top_p,
             max_tokens=max_tokens,
@@ -214,11 +219,11 @@ class ServerAnswers:
 
 def connected(url: str, config: JobConfig) -> openai.AsyncOpenAI:
     """A client of the server; use as `async with`."""
-    return openai.AsyncOpenAI(
-        base_url=url if urlsplit(url).path.strip("/") else url.rstrip("/") + "/v1",
-        api_key=os.environ.get(KEY_VARIABLE) or "none",
-        timeout=config.engine.request_timeout_s,
-        max_retries=math.ceil(config.engine.retry_for_s / _BACKOFF_S),
+    return chat.connected(
+        url if urlsplit(url).path.strip("/") else url.rstrip("/") + "/v1",
+        key=os.environ.get(KEY_VARIABLE),
+        deadline_s=config.engine.request_timeout_s,
+        retries=math.ceil(config.engine.retry_for_s / _BACKOFF_S),
     )
 
 
@@ -227,11 +232,11 @@ def served_model(url: str, config: JobConfig) -> str:
 
     async def names() -> list[str]:
         async with connected(url, config) as client:
-            return [model.id async for model in client.models.list()]
+            return await chat.model_names(client)
 
     try:
         found = asyncio.run(names())
-    except openai.APIError as error:
+    except (openai.APIError, chat.UnreadableReplyError) as error:
         raise UserError(f"{url} does not say which models it has ({_text(error)}); give --model NAME") from None
     if len(found) != 1:
         raise UserError(f"{url} has {len(found)} models ({', '.join(found[:5])}); choose with --model NAME")
@@ -256,5 +261,10 @@ def call_in(text: str, stopped: bool) -> tuple[str, str | None]:
     return text + stop, stop
 
 
-def _text(error: openai.APIError) -> str:
+def _passing(error: openai.APIStatusError) -> bool:
+    """Whether the server is ill or busy; what else it refuses is the request."""
+    return error.status_code >= 500 or error.status_code == 429
+
+
+def _text(error: Exception) -> str:
     return " ".join(str(error).split())[:300]
