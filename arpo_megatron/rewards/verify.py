@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from enum import StrEnum
 from multiprocessing.connection import Connection, Pipe
 
-from arpo_megatron.rewards.notation import canonical, settled
-from arpo_megatron.rewards.units import same_unit
+from arpo_megatron.rewards.notation import canonical, certain, same_text, settled
+from arpo_megatron.rewards.units import same_unit, unit_of
 
 MAX_ANSWER_CHARACTERS = 500
 """A longer answer is different unless it is the expected text."""
@@ -68,11 +68,11 @@ def verdict(answer: str, truth: str, *, timeout_s: float | None = None) -> Verdi
     """
     if max(len(answer), len(truth)) > 10 * MAX_ANSWER_CHARACTERS:  # not even scanned
         return Verdict.EQUAL if answer.strip() == truth.strip() else Verdict.DIFFERENT
-    given, expected = canonical(answer), canonical(truth)
-    known = settled(given, expected)
+    given, expected = canonical(answer, unit_of(truth)), canonical(truth, unit_of(answer), expected=True)
+    known = same_text(answer, truth) or settled(given, expected)
     if known is not False and max(len(answer), len(truth)) <= MAX_ANSWER_CHARACTERS and not same_unit(answer, truth):
         return Verdict.DIFFERENT
-    if known is None and max(len(given), len(expected)) <= MAX_ANSWER_CHARACTERS:
+    if known is None and max(len(given), len(expected)) <= MAX_ANSWER_CHARACTERS and certain(given):
         return _pool.ask(given, expected, TIMEOUT_S if timeout_s is None else timeout_s)
     return Verdict.EQUAL if known else Verdict.DIFFERENT
 
