@@ -60,6 +60,8 @@ def canonical(text: str, other_unit: Collection[str] = (), *, expected: bool = F
     for word, usual in _SYNONYMS:
         text = text.replace(word, usual)
     text = " ".join(text.split()).removesuffix(".")
+    if text.isdecimal():
+        return text
     if (whole := _WRAPPER.fullmatch(text)) and whole[1].strip()[:1].isdecimal():
         text = whole[1].strip()
     if scaled := _SCALED.match(text):

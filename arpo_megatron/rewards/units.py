@@ -27,6 +27,7 @@ _SIGNS = (
     (re.compile(_DEGREE), r"\\text{ degrees }"),
 )
 _PERCENT = (re.compile(r"\\?%"), r"\\text{ percent }")
+_ANY = re.compile("[A-Za-z%°$€£]")
 _DIGITS = re.compile(r"[+-]?[\d.,:/ ]+")
 _TO_THE_POWER = (("squared", "^2"), ("cubed", "^3"))
 _DOLLARS = re.compile(r"\s*[+-]?(?:\\\$|\$(?=[^$]*$))")
@@ -66,12 +67,11 @@ _NUMERAL = re.compile(
 _PEOPLE_AND_SHEEP = frozenset(("people", "children", "men", "women", "feet", "teeth", "mice", "geese", "sheep", "fish"))
 
 
-def same_unit(answer: str, truth: str) -> bool:
-    """False where both texts name a unit, and not the same.
+def same_unit(given: list[str], expected: list[str]) -> bool:
+    """False where both sides name a unit (`unit_of`), and not the same.
 
     Measures and their powers must agree in order; of other words one side may say more ("apples", "red apples").
     """
-    given, expected = unit_of(answer), unit_of(truth)
     if not given or not expected:
         return True
     measures = [[word for word in words if word in _MEASURES.values()] for words in (given, expected)]
@@ -80,6 +80,8 @@ def same_unit(answer: str, truth: str) -> bool:
 
 def unit_of(text: str) -> list[str]:
     """The words of the unit behind a value, in one form for all ways to write them; none where there is no unit."""
+    if not _ANY.search(text):
+        return []
     sign = text.strip().lstrip("+-")[:1]
     money = ["dollar"] if _DOLLARS.match(text) else [_MONEY[sign]] if sign in _MONEY else []
     for pattern, usual in (*_SIGNS, _PERCENT):
@@ -108,6 +110,8 @@ def without_unit(text: str, named: Collection[str], *, expected: bool) -> str:
         named: the words of the other side's unit, which are units here too.
         expected: this is the expected answer, where whatever is not known to be something else is a unit.
     """
+    if text[-1:].isdecimal() and "^" not in text:
+        return text
     for sign, _ in (*_TEMPERATURES, _SIGNS[-1]):
         if (found := sign.search(text, max(0, len(text) - 20))) and found.end() == len(text):
             return text[: found.start()]

@@ -68,9 +68,10 @@ def verdict(answer: str, truth: str, *, timeout_s: float | None = None) -> Verdi
     """
     if max(len(answer), len(truth)) > 10 * MAX_ANSWER_CHARACTERS:  # not even scanned
         return Verdict.EQUAL if answer.strip() == truth.strip() else Verdict.DIFFERENT
-    given, expected = canonical(answer, unit_of(truth)), canonical(truth, unit_of(answer), expected=True)
+    units = unit_of(answer), unit_of(truth)
+    given, expected = canonical(answer, units[1]), canonical(truth, units[0], expected=True)
     known = same_text(answer, truth) or settled(given, expected)
-    if known is not False and max(len(answer), len(truth)) <= MAX_ANSWER_CHARACTERS and not same_unit(answer, truth):
+    if known is not False and max(len(answer), len(truth)) <= MAX_ANSWER_CHARACTERS and not same_unit(*units):
         return Verdict.DIFFERENT
     if known is None and max(len(given), len(expected)) <= MAX_ANSWER_CHARACTERS and certain(given):
         return _pool.ask(given, expected, TIMEOUT_S if timeout_s is None else timeout_s)
