@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from multiprocessing.connection import Connection, Pipe
 
-from arpo_megatron.rewards.notation import canonical, settled
-from arpo_megatron.rewards.units import same_unit
+from arpo_megatron.rewards.notation import canonical, certain, same_text, settled
+from arpo_megatron.rewards.units import same_unit, unit_of
 
 MAX_ANSWER_CHARACTERS = 500
 """A longer answer is different unless it is the expected text."""
@@ -74,11 +74,12 @@ def verdict(answer: str, truth: str, time_left: TimeLeft | None = None) -> Verdi
     """
     if max(len(answer), len(truth)) > 10 * MAX_ANSWER_CHARACTERS:  # not even scanned
         return Verdict.EQUAL if answer.strip() == truth.strip() else Verdict.DIFFERENT
-    given, expected = canonical(answer), canonical(truth)
-    known = settled(given, expected)
-    if known is not False and max(len(answer), len(truth)) <= MAX_ANSWER_CHARACTERS and not same_unit(answer, truth):
+    units = unit_of(answer), unit_of(truth)
+    given, expected = canonical(answer, units[1]), canonical(truth, units[0], expected=True)
+    known = same_text(answer, truth) or settled(given, expected)
+    if known is not False and max(len(answer), len(truth)) <= MAX_ANSWER_CHARACTERS and not same_unit(*units):
         return Verdict.DIFFERENT
-    if known is None and max(len(given), len(expected)) <= MAX_ANSWER_CHARACTERS:
+    if known is None and max(len(given), len(expected)) <= MAX_ANSWER_CHARACTERS and certain(given):
         return _pool.ask(given, expected, time_left or TimeLeft(_PATIENCE * TIMEOUT_S))
     return Verdict.EQUAL if known else Verdict.DIFFERENT
 

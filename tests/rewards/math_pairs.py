@@ -3,6 +3,23 @@
 Written for this project. By notation: those that mean the same, and those that do not.
 """
 
+SIGNS = [
+    "\\lor",
+    "\\cup",
+    "\\cap",
+    "\\mid",
+    "\\to",
+    "\\iff",
+    "\\equiv",
+    "\\circ",
+    "\\wedge",
+    "\\Rightarrow",
+    "\\sim",
+    "\\text{ or }",
+]
+WORDS = ["halves", "thirds", "quarters", "fifths", "tens", "squared", "cubed", "factorial", "point five", "mod seven"]
+WORDS += ["choose two", "doubled", "inverse", "sixes", "twelfths", "threefold", "and four", "plus one"]
+
 PAIRS: dict[str, tuple[list[tuple[str, str]], list[tuple[str, str]]]] = {
     "integers": (
         [
@@ -42,6 +59,11 @@ PAIRS: dict[str, tuple[list[tuple[str, str]], list[tuple[str, str]]]] = {
             ("1.25", "\\frac54"),
             ("0.6", "3/5"),
             ("-1.5", "-\\frac32"),
+            ("0.333333", "\\frac13"),
+            ("0.\\overline{6}", "\\frac23"),
+            ("0.1\\overline{6}", "\\frac16"),
+            ("6.0000001", "6"),
+            ("6.0000001", "6.0"),
         ],
         [
             ("0.31", "0.3"),
@@ -52,6 +74,9 @@ PAIRS: dict[str, tuple[list[tuple[str, str]], list[tuple[str, str]]]] = {
             ("1.41", "\\sqrt2"),
             ("-0.75", "0.75"),
             ("0.126", "\\frac18"),
+            ("0.0000001", "0.0000002"),
+            ("0.000000123", "\\frac{1}{10^9}"),
+            ("0.\\overline{6}", "0.6"),
         ],
     ),
     "thousands and money": (
@@ -68,6 +93,10 @@ PAIRS: dict[str, tuple[list[tuple[str, str]], list[tuple[str, str]]]] = {
             ("4,560 \\text{ dollars}", "4560"),
             ("\\$0.75", "0.75"),
             ("25\\text{ cents}", "25"),
+            ("€3", "3"),
+            ("3 thousand", "3000"),
+            ("3.5 million", "3,500,000"),
+            ("3 million dollars", "\\$3,000,000"),
         ],
         [
             ("4,650", "4560"),
@@ -76,6 +105,8 @@ PAIRS: dict[str, tuple[list[tuple[str, str]], list[tuple[str, str]]]] = {
             ("\\$81", "18"),
             ("45,60", "4560"),
             ("12,\\!345,\\!679", "12345678"),
+            ("€3", "\\$3"),
+            ("3 million", "3"),
         ],
     ),
     "fractions": (
@@ -96,6 +127,7 @@ PAIRS: dict[str, tuple[list[tuple[str, str]], list[tuple[str, str]]]] = {
             ("(5)/(8)", "\\frac{5}{8}"),
             ("\\left(\\frac{5}{8}\\right)", "\\frac{5}{8}"),
             ("\\frac{24}{6}", "4"),
+            ("\\frac 5 8", "5/8"),
         ],
         [
             ("\\frac{8}{5}", "\\frac{5}{8}"),
@@ -106,6 +138,7 @@ PAIRS: dict[str, tuple[list[tuple[str, str]], list[tuple[str, str]]]] = {
             ("\\frac{5}{80}", "\\frac{5}{8}"),
             ("\\frac{11}{12}", "\\frac{1}{112}"),
             ("\\frac{1}{23}", "\\frac{12}{3}"),
+            ("3 halves", "3"),
         ],
     ),
     "mixed numbers": (
@@ -136,6 +169,8 @@ PAIRS: dict[str, tuple[list[tuple[str, str]], list[tuple[str, str]]]] = {
             ("50\\%", "0.5"),
             ("50\\%", "50"),
             ("12.5", "12.5\\%"),
+            ("33\\frac13\\%", "\\frac13"),
+            ("\\frac{100}{3}\\%", "\\frac13"),
         ],
         [
             ("35\\%", "3.5"),
@@ -204,12 +239,15 @@ PAIRS: dict[str, tuple[list[tuple[str, str]], list[tuple[str, str]]]] = {
             ("3.5\\times10^{-2}", "0.035"),
             ("3.5e3", "3500"),
             ("2 \\times 10^{5}", "200000"),
+            ("3e8", "3\\times10^8"),
+            ("6.02e23", "6.02\\times10^{23}"),
         ],
         [
             ("6.02 \\times 10^{22}", "6.02\\times 10^{23}"),
             ("3.5 \\times 10^{3}", "350"),
             ("3.5 \\times 10^{-3}", "3500"),
             ("5.3 \\times 10^{3}", "3500"),
+            ("6.63\\times10^{-34}", "6.62\\times10^{-34}"),
         ],
     ),
     "complex numbers": (
@@ -249,6 +287,8 @@ PAIRS: dict[str, tuple[list[tuple[str, str]], list[tuple[str, str]]]] = {
             ("3x^{2}", "3x^2"),
             ("\\frac{7+2a}{10}", "\\frac{a}{5}+\\frac{7}{10}"),
             ("z^4-z^3+z^2", "z^2(z^2-z+1)"),
+            ("1/2 x", "\\frac{x}{2}"),
+            ("3 xy", "3xy"),
         ],
         [
             ("x^2+6x+9", "x^2+6x-9"),
@@ -261,6 +301,10 @@ PAIRS: dict[str, tuple[list[tuple[str, str]], list[tuple[str, str]]]] = {
             ("p-q", "q-p"),
             ("2k", "2k+2"),
             ("x", "x+0.001"),
+            ("3 xy", "3"),
+            ("3xy", "3"),
+            ("3t", "3"),
+            ("2", "2h"),
         ],
     ),
     "equations": (
@@ -277,6 +321,11 @@ PAIRS: dict[str, tuple[list[tuple[str, str]], list[tuple[str, str]]]] = {
             ("x^2+y^2=25", "y^2+x^2=25"),
             ("x^2+y^2-25=0", "x^2+y^2=25"),
             ("\\frac{x^2}{9}+\\frac{y^2}{4}=1", "4x^2+9y^2=36"),
+            ("x=4=2+2", "4"),
+            ("2+4=6", "6"),
+            ("f(2)=6", "6"),
+            ("a=b=3", "3"),
+            ("x+y=6", "6"),
         ],
         [
             ("x=4", "5"),
@@ -288,6 +337,9 @@ PAIRS: dict[str, tuple[list[tuple[str, str]], list[tuple[str, str]]]] = {
             ("x^2+y^2=25", "x^2-y^2=25"),
             ("\\frac{x^2}{9}+\\frac{y^2}{4}=1", "\\frac{x^2}{4}+\\frac{y^2}{9}=1"),
             ("y=2", "x=2"),
+            ("1=2=6", "6"),
+            ("7=6", "6"),
+            ("x=7=6", "6"),
         ],
     ),
     "functions": (
@@ -342,12 +394,16 @@ PAIRS: dict[str, tuple[list[tuple[str, str]], list[tuple[str, str]]]] = {
             ("75\\text{ degrees}", "75^\\circ"),
             ("75°", "75^\\circ"),
             ("37.5^\\circ", "\\frac{75}{2}^\\circ"),
+            ("3^\\circ C", "3"),
+            ("3^\\circ\\text{C}", "3"),
+            ("50 degrees Celsius", "50"),
         ],
         [
             ("75^\\circ", "57^\\circ"),
             ("105^\\circ", "75^\\circ"),
             ("75^\\circ", "-75^\\circ"),
             ("7.5^\\circ", "75"),
+            ("3^\\circ C", "3^\\circ F"),
         ],
     ),
     "units": (
@@ -375,6 +431,19 @@ PAIRS: dict[str, tuple[list[tuple[str, str]], list[tuple[str, str]]]] = {
             ("\\$18", "18 dollars"),
             ("5m", "5 m"),
             ("4\\!:\\!51 \\text{ p.m.}", "4:51\\text{ pm}"),
+            ("\\text{3 hours}", "3"),
+            ("3 apples", "3"),
+            ("3 hours", "3"),
+            ("1 apple", "1"),
+            ("3 sheep", "3"),
+            ("12cm", "12"),
+            ("2\\sqrt{3} cm", "2\\sqrt3"),
+            ("5 meters squared", "5"),
+            ("5m/s", "5"),
+            ("50\\text{ N}", "50"),
+            ("12\\text{ o'clock}", "12"),
+            ("2 hours 30 minutes", "2\\text{ hours }30\\text{ minutes}"),
+            ("3 loaf", "3"),
         ],
         [
             ("12\\text{ cm}", "21\\text{ cm}"),
@@ -397,6 +466,7 @@ PAIRS: dict[str, tuple[list[tuple[str, str]], list[tuple[str, str]]]] = {
             ("4:51\\text{ p.m.}", "4:51\\text{ a.m.}"),
             ("60 minutes", "1 hour"),
             ("75^\\circ", "75\\text{ radians}"),
+            ("3\\text{ hours}", "3\\text{ days}"),
         ],
     ),
     "points and tuples": (
@@ -452,12 +522,14 @@ PAIRS: dict[str, tuple[list[tuple[str, str]], list[tuple[str, str]]]] = {
             ("k\\leqslant\\frac23", "k\\le\\frac{2}{3}"),
             ("x>3", "(3,\\infty)"),
             ("(3,\\infty)", "x>3"),
+            ("x<1\\text{ or }x>2", "(-\\infty,1)\\cup(2,\\infty)"),
         ],
         [
             ("x>3", "x<3"),
             ("x>3", "x\\ge3"),
             ("x>-3", "x>3"),
             ("-2<x<7", "-2<x<8"),
+            ("x<1\\text{ and }x>2", "(-\\infty,1)\\cup(2,\\infty)"),
         ],
     ),
     "sets and lists": (
@@ -474,6 +546,7 @@ PAIRS: dict[str, tuple[list[tuple[str, str]], list[tuple[str, str]]]] = {
             ("x=2, x=5", "2,5"),
             ("\\emptyset", "\\varnothing"),
             ("\\{\\}", "\\emptyset"),
+            ("x \\in \\{1,2\\}", "\\{1,2\\}"),
         ],
         [
             ("\\{1,4\\}", "\\{1,4,9\\}"),
@@ -541,6 +614,7 @@ PAIRS: dict[str, tuple[list[tuple[str, str]], list[tuple[str, str]]]] = {
             ("84", "314_5"),
             ("1010_2", "1010_3"),
             ("3145", "314_5"),
+            ("6_7", "6"),
         ],
     ),
     "choices": (
@@ -618,6 +692,49 @@ PAIRS: dict[str, tuple[list[tuple[str, str]], list[tuple[str, str]]]] = {
             ("\\binom{6}{2}", "3"),
             ("\\binom{6}{3}", "15"),
             ("5!", "5"),
+        ],
+    ),
+    "approximations": (
+        [
+            ("x \\approx 6", "6"),
+            ("\\sqrt2\\approx 1.414", "\\sqrt2"),
+            ("x=\\sqrt2\\approx 1.414", "\\sqrt2"),
+            ("\\frac23\\approx0.67", "\\frac23"),
+        ],
+        [
+            ("5\\approx 6", "5"),
+            ("5\\approx 6", "6"),
+            ("x\\approx5\\approx 6", "5"),
+            ("x\\approx5\\approx 6", "6"),
+            ("\\sqrt2\\approx 1.6", "\\sqrt2"),
+        ],
+    ),
+    "several values": (
+        [
+            ("6\\text{ and }5", "5,6"),
+        ],
+        [
+            *((f"5 {sign} 6", "6") for sign in SIGNS),
+            ("\\neg 6", "6"),
+            ("6,\\ldots", "6"),
+            ("5 6", "11"),
+            ("5\\quad 6", "11"),
+            ("5'6", "56"),
+            ("7 \\text{ or }6", "6"),
+            ("6\\text{, or 7}", "6"),
+            ("7\\text{ final answer is }\\(6\\)", "6"),
+            ("6}7", "6"),
+            ("7}\\boxed{6", "6"),
+            ("5=6,7", "7"),
+        ],
+    ),
+    "words that are no units": (
+        [
+            ("3 squared", "3^2"),
+        ],
+        [
+            *((f"3 {word}", "3") for word in WORDS),
+            *((f"3\\text{{ {word}}}", "3") for word in WORDS),
         ],
     ),
 }
