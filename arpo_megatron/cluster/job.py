@@ -47,6 +47,8 @@ _T = TypeVar("_T")
 UNFINISHED = 75
 """Exit code (EX_TEMPFAIL) of a job whose time was up, and that nobody goes on with."""
 TERMINATED = 128 + signal.SIGTERM
+_IS_BACK = "Job is pending execution"
+"""What Slurm says where it has taken the job back by itself already, for a lost node."""
 _END_S = 60.0
 _LEAVE_S = 20.0
 """Seconds before Slurm's KILL that ending the steps and asking for a requeue take, at most half of what is left."""
@@ -245,6 +247,7 @@ def _requeue(job_id: str, otherwise: int) -> int:
     try:
         slurm.call("scontrol", "requeue", job_id)
     except UserError as error:
-        return _told(UserError(f"{error}; `arpo resume` goes on"), otherwise)
+        if _IS_BACK not in str(error):
+            return _told(UserError(f"{error}; `arpo resume` goes on"), otherwise)
     time.sleep(_END_S)
     return otherwise

@@ -243,8 +243,8 @@ def test_a_job_leaves_a_dead_node_and_comes_back(box: Onebox, calm: Undisturbed)
         there = variables.get("SLURMD_NODENAME") == "n2" or words.endswith("-N n2") or "-n2" in words.split(" ")[0]
         if mine and there:
             process.kill()
-    job.wait_for("requeue", lambda: job.shown("Restarts") == "1", dead=True)
-    assert "n2 cannot be reached any more" in job.said()
+    job.wait_for("requeue", lambda: job.shown("Restarts") == "1", dead=True)  # asked for, or by Slurm itself
+    job.wait_for("its reason", lambda: "n2 cannot be reached any more" in job.said(), dead=True)
     # Until Slurm knows that the node is down it repeats what it could not tell it: to end this very job, too.
     job.wait_for("n2 down", lambda: "down" in box.slurm("sinfo", "-hNo%N %T", "-nn2"))
     subprocess.run(["/usr/sbin/slurmd", "-N", "n2"], env=box.environment, check=True)

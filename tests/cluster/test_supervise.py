@@ -30,16 +30,18 @@ NOBODYS = "99999999999"
 """A job's number that no Slurm gives."""
 DISABLED = "scontrol requeue 7: Requested operation is presently disabled"
 
+TAKEN_BACK = "scontrol requeue 7: Job is pending execution for job 7"
+
 
 class Refusing:
     """A Slurm that answers questions about one running job and takes no job back."""
 
-    def __init__(self, silent: str = "") -> None:
-        self.silent = silent
+    def __init__(self, silent: str = "", refusal: str = DISABLED) -> None:
+        self.silent, self.refusal = silent, refusal
 
     def call(self, *words: str, check: bool = True, but: str | None = None) -> str:
         if words[:2] == ("scontrol", "requeue"):
-            raise UserError(DISABLED)
+            raise UserError(self.refusal)
         if words[0] == self.silent:
             raise UserError(f"{words[0]} did not answer for 30 s")
         return "JobState=RUNNING " if "job" in words else ""
@@ -88,6 +90,15 @@ def test_a_refused_requeue_is_one_line_and_keeps_the_code_of_the_end(
 ) -> None:
     assert ended(monkeypatch, run, error) == code
     assert capsys.readouterr().err.splitlines()[-1] == f"arpo: {DISABLED}; `arpo resume` goes on"
+
+
+def test_a_job_that_slurm_has_taken_back_by_itself_is_not_said_to_be_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], run: RunDirectory
+) -> None:
+    monkeypatch.setattr("arpo_megatron.cluster.slurm.call", Refusing(refusal=TAKEN_BACK).call)
+    monkeypatch.setattr(job, "_END_S", 0.0)
+    assert ended(monkeypatch, run, RoleDiedError("train was killed", 137)) == 137
+    assert capsys.readouterr().err.splitlines()[-1] == "arpo: back into the queue"
 
 
 def test_a_finished_training_is_done_even_if_slurm_does_not_answer(
