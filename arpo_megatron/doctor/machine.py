@@ -16,7 +16,7 @@ from types import MappingProxyType
 from arpo_megatron.config import JobConfig, SandboxConfig
 from arpo_megatron.doctor.finding import Finding, failure, ok, warning
 from arpo_megatron.errors import UserError
-from arpo_megatron.plan.parameters import whole_model
+from arpo_megatron.plan.memory import checkpoint_bytes
 from arpo_megatron.rollout.cpu_standins import SGLANG_VERSION
 from arpo_megatron.weights.known_shapes import shape_of
 
@@ -25,8 +25,6 @@ TE_VERSIONS = ((2, 9), (2, 12))
 """Of Transformer Engine: from the first, and below the second (Megatron-Core 0.16.1)."""
 PINS = {"torch": "2.13.0", "megatron-core": "0.16.1", "sglang": SGLANG_VERSION, "transformers": "5.12.1"}
 """What this project is checked against; another version may work on a GPU, whose image has its own pins."""
-STATE_BYTES = {"bfloat16": 14, "float32": 12}
-"""Bytes of a parameter in a checkpoint: weight, two float32 moments, and a float32 master copy of any other type."""
 _SPARE_BYTES = 2**30
 
 PORTS = 32
@@ -182,10 +180,10 @@ def check_disk(config: JobConfig, directory: Path) -> Finding:
     place = existing(directory)
     free = shutil.disk_usage(place).free
     try:
-        state = STATE_BYTES[config.model.dtype] * whole_model(shape_of(config.model)).total
+        checkpoint = checkpoint_bytes(config, shape_of(config.model))
     except UserError as error:
         return warning("disk", f"{free / 1e9:.1f} GB are free at {place}; how many are wanted is not known", str(error))
-    wanted = state * (config.train.keep_checkpoints + 1) + _SPARE_BYTES
+    wanted = checkpoint * (config.train.keep_checkpoints + 1) + _SPARE_BYTES
     text = f"{free / 1e9:.1f} GB are free at {place}, {wanted / 1e9:.1f} GB are wanted for checkpoints"
     if free < wanted:
         return failure("disk", text, "make room, lower train.keep_checkpoints, or set `runs` to another filesystem")

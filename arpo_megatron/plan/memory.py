@@ -104,8 +104,18 @@ def _offload(config: JobConfig) -> bool:
     return config.sft.optimizer.offload if config.cold_start_only else config.optimizer.offload
 
 
+def checkpoint_bytes(config: JobConfig, shape: ModelShape) -> int:
+    """Of one checkpoint on the disk: all weights and AdamW's state, each once."""
+    return (value_bytes(config) + _state_bytes(config)) * whole_model(shape).total
+
+
+def _state_bytes(config: JobConfig) -> int:
+    """AdamW's of a parameter."""
+    return 8 if config.model.dtype == "float32" else 12
+
+
 def _state(config: JobConfig, held: Parameters) -> float:
-    return (8.0 if config.model.dtype == "float32" else 12.0) * updated(held, config.parallel)
+    return _state_bytes(config) * updated(held, config.parallel)
 
 
 def _training(config: JobConfig, shape: ModelShape, largest: Workload, stage: int) -> Parts:

@@ -156,6 +156,20 @@ def parameters_of(actor: Actor) -> dict[str, torch.Tensor]:
     return {name: p.detach().double().requires_grad_() for name, p in actor.model.named_parameters()}
 
 
+def move(actor: Actor) -> None:
+    """Weights that are some steps away."""
+    with torch.no_grad():
+        for parameter in actor.model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.06)
+
+
+def assert_gradients(actor: Actor, expected: dict[str, torch.Tensor]) -> None:
+    """Every gradient is that of the parameter of the same name in `expected` (`parameters_of`), but for float32."""
+    for name, parameter in actor.model.named_parameters():
+        exact = expected[name].grad
+        assert (parameter.main_grad - exact).norm() <= 1e-4 * exact.norm() + 1e-9, name
+
+
 def backward(model, packs, loss, old=True):
     """Forward and backward passes in the order that packs need; the sum of `loss(batch, output)`, and its gradients."""
     model.zero_grad()

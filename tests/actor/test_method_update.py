@@ -55,9 +55,7 @@ def test_the_gradient_is_that_of_the_flattened_trajectories_also_through_cuts(bu
     advantages = [cases.dyadic_advantages(tree, i) for i, tree in enumerate(forest)]
     packs = pack_trees(forest, credits, token_budget=budget)
     step, old = cases.parameters_of(actor), actor.scores(packs)
-    with torch.no_grad():
-        for parameter in actor.model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.06)
+    cases.move(actor)
     now = cases.parameters_of(actor)
     exact = flat_aepo(now, step, forest, advantages)
     exact.backward()
@@ -67,9 +65,7 @@ def test_the_gradient_is_that_of_the_flattened_trajectories_also_through_cuts(bu
     stats = actor._stats(actor.accumulate(ready.packs, ready.old_logprobs, ready.loss), 0.0, skipped=False)
     assert stats.loss == pytest.approx(float(exact.detach()), rel=1e-4, abs=5e-6)  # float32 terms of both signs
     assert stats.clip_high_share > 0 and stats.clip_low_share > 0
-    for name, parameter in actor.model.named_parameters():
-        expected = now[name].grad
-        assert (parameter.main_grad - expected).norm() <= 1e-4 * expected.norm() + 1e-9, name
+    cases.assert_gradients(actor, now)
 
 
 def test_a_loss_of_tokens_and_a_policy_update_go_together():

@@ -25,9 +25,7 @@ def test_the_gradient_is_that_of_the_flattened_trajectories_also_through_cuts(bu
     advantages = [cases.dyadic_advantages(tree, i) for i, tree in enumerate(forest)]
     packs = pack_trees(forest, credits, token_budget=budget)
     before, old = cases.parameters_of(actor), actor.logprobs(packs)
-    with torch.no_grad():
-        for parameter in actor.model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.06)
+    cases.move(actor)
     now = cases.parameters_of(actor)
     bounds = {"limit": LIMIT, "clip_low": LOW, "clip_high": HIGH}
     loss, _ = reference.flat_off_policy(now, before, forest, advantages, cases.QWEN3, ratio="sequence", **bounds)
@@ -38,9 +36,7 @@ def test_the_gradient_is_that_of_the_flattened_trajectories_also_through_cuts(bu
     assert ready.statistics["loss"] == pytest.approx(float(loss), rel=1e-4)
     assert 0 < ready.statistics["clip_high_share"] + ready.statistics["clip_low_share"] < 1
     assert actor._stats(rows, 0.0, skipped=False).kl_old > 0
-    for name, parameter in actor.model.named_parameters():
-        expected = now[name].grad
-        assert (parameter.main_grad - expected).norm() <= 1e-4 * expected.norm() + 1e-9, name
+    cases.assert_gradients(actor, now)
 
 
 def test_a_pass_that_is_not_that_of_the_old_logprobs_is_seen():
