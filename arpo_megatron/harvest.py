@@ -38,6 +38,7 @@ from arpo_megatron.tasks.base import Task
 from arpo_megatron.tasks.sampler import TaskSelector
 from arpo_megatron.tree import Role, RolloutTree
 from arpo_megatron.tree_files import ScoredTree
+from arpo_megatron.under_way import UnderWay
 
 GROUP = "training"
 DROPS = ("failed", "no_signal", "stale", "oversampled")
@@ -64,6 +65,7 @@ class Harvest:
         scored: finished trees of a step that is not complete, of which the sampler is told then.
         store: mixes old trajectories into trees; None: there is none.
         stored_before: its state before a step that is not done.
+        under_way: keeps what the step's trees have sampled so far; None: nobody does.
     """
 
     config: JobConfig
@@ -83,6 +85,7 @@ class Harvest:
     scored: list[ScoredTree] = field(default_factory=list)
     store: ExperienceStore | None = None
     stored_before: Callable[[], bytes] | None = None
+    under_way: UnderWay | None = None
 
     def step(self, step: int) -> list[ScoredTree]:
         """The trees that update number `step` (from 0, the version of the policy too) trains.
@@ -91,12 +94,19 @@ class Harvest:
             StaleEnginesError: engines need a push; a second call goes on where this one was.
             RuntimeError: after all refills not one tree is fit for training.
         """
-        train, rollout = self.config.train, self.config.rollout
         if step != self.begun:
             self.begun, self.refills, self.stats, self.dropped, self.left_out = step, 0, [], Counter(), []
             self.stored_before = None if self.store is None else self.store.snapshot()
             self._go_on(step)
             self._start(self._wanted(step) - len(self.growing), step)
+        try:
+            return self._complete(step)
+        finally:
+            self._keep(now=True)
+
+    def _complete(self, step: int) -> list[ScoredTree]:
+        """Wait for the step's trees, and replace those that are not fit for training."""
+        train, rollout = self.config.train, self.config.rollout
         while True:
             self.kept += self._fit(self._collect(train.tasks_per_step - len(self.kept), step), step)
             missing = train.tasks_per_step - len(self.kept)
@@ -200,9 +210,7 @@ class Harvest:
         oldest = self.config.rollout.max_staleness
         waits = oldest > 0 and self.config.rollout.stale == "correct"
         before = step - oldest + 1 if waits else None
-        report = self.rollouts.collect(
-            CollectTrees(GROUP, count=count, finish_before=before), partial(show_progress, self.events)
-        )
+        report = self.rollouts.collect(CollectTrees(GROUP, count=count, finish_before=before), self._heard)
         self.stats.append(report.stats)
         for each in report.failed:
             task = self._take(each.tree.task_id)
@@ -211,6 +219,15 @@ class Harvest:
         scored = self.score(report.trees, [self._take(tree.task_id) for tree in report.trees])
         self.scored += scored
         return scored
+
+    def _heard(self, progress: GrowProgress) -> None:
+        self._keep()
+        show_progress(self.events, progress)
+
+    def _keep(self, *, now: bool = False) -> None:
+        """Write down where the step is. Its trees are under way until `done`: a run that goes on has all of them."""
+        if self.under_way is not None:
+            self.under_way.keep(self.begun, self.sampler.state_dict(), self.unfinished, now=now)
 
     def _take(self, task_id: str) -> Task:
         index = next(i for i, task in enumerate(self.growing) if task.id == task_id)

@@ -30,6 +30,7 @@ from arpo_megatron.tasks.base import Task
 from arpo_megatron.tasks.sampler import TaskSelector
 from arpo_megatron.tree import Float32Array, Role, RolloutTree
 from arpo_megatron.tree_files import ScoredTree, TreeLog
+from arpo_megatron.under_way import UnderWay
 from arpo_megatron.weights.engines import WeightPushError
 from arpo_megatron.weights.sync import LONG_PROBE_TOKENS, WeightSync
 from arpo_megatron.weights.transports import Bucket
@@ -62,8 +63,12 @@ class Leader:
 
     def __post_init__(self) -> None:
         store = make_store(self.config.algorithm)
-        self.harvest = Harvest(self.config, self.rollouts, self.score, self.sampler, self.events, store=store)
-        self.tree_log = TreeLog(RunDirectory(self.events.path.parent), lambda text: self.events.emit("note", text=text))
+        directory, tell = RunDirectory(self.events.path.parent), lambda text: self.events.emit("note", text=text)
+        under_way = UnderWay(directory.under_way, self.config.rollout.keep_every_s, tell)
+        self.harvest = Harvest(
+            self.config, self.rollouts, self.score, self.sampler, self.events, store=store, under_way=under_way
+        )
+        self.tree_log = TreeLog(directory, tell)
 
     @classmethod
     def start(

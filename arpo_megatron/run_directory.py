@@ -28,6 +28,7 @@ CHANGEABLE = (
     "engine",
     "sync",
     "monitor",
+    "rollout.keep_every_s",
 )
 """Config keys and sections that a resumed run may give another value: a longer run, another machine, another layout
 (a checkpoint is read in any). (`run_dir` is how the directory was found, and the same one has many names.)"""
@@ -114,6 +115,11 @@ class RunDirectory:
         return self.path / "trees"
 
     @property
+    def under_way(self) -> Path:
+        """What the trees of a step that is not done have sampled (msgpack)."""
+        return self.path / "under_way.msgpack"
+
+    @property
     def held_out(self) -> Path:
         """What each held-out task earned, one JSON file an evaluation."""
         return self.path / "held_out"
@@ -179,6 +185,7 @@ class RunDirectory:
             self.cold_start,
             self.export,
             self.health,
+            self.under_way,
         ]
         found = [path.with_name(path.name + ending) for path in whole for ending in (".tmp", ".replaced.tmp")]
         found += [self.path / "metrics.tmp", self.path / "sft_metrics.tmp"]

@@ -36,7 +36,7 @@ from arpo_megatron.preparation import load_data, load_tokenizer, model_path
 from arpo_megatron.processes import StoppedError
 from arpo_megatron.ranks import tell_failure
 from arpo_megatron.rollout.messages import StaleEnginesError
-from arpo_megatron.rollout.record import pack_trees, unpack_trees
+from arpo_megatron.rollout.record import UnfinishedTree, pack_trees, unpack_trees
 from arpo_megatron.run_directory import RunDirectory, write_json
 from arpo_megatron.step_metrics import count_entropy, pack_metrics, sampling_gap, speed_metrics, update_metrics
 from arpo_megatron.tasks.base import Task
@@ -119,6 +119,7 @@ class TrainingRun:
         for line in found.told:
             self.events.emit("note", text=line)
         if (latest := found.path) is None:
+            self._go_on_within([])
             return
         self.actor.load(CheckpointStore.actor_directory(latest))
         state = self.checkpoints.load_state(latest)
@@ -126,11 +127,22 @@ class TrainingRun:
             raise UserError(f"{latest} was written by another version of this program: go on with that one, or anew")
         self.state = RunState(**state)
         self.sampler.load_state_dict(self.state.sampler)
-        if self.leader is not None:
-            self.leader.harvest.restore(unpack_trees((latest / TREES_FILE).read_bytes()), self.tasks)
-            if self.leader.harvest.store is not None and (latest / EXPERIENCE_FILE).exists():
-                self.leader.harvest.store.restore((latest / EXPERIENCE_FILE).read_bytes())
         self.events.emit("note", text=f"resumed from {latest.name}: {self.state.step} steps are done")
+        self._go_on_within(unpack_trees((latest / TREES_FILE).read_bytes()))
+        if self.leader is not None and self.leader.harvest.store is not None and (latest / EXPERIENCE_FILE).exists():
+            self.leader.harvest.store.restore((latest / EXPERIENCE_FILE).read_bytes())
+
+    def _go_on_within(self, trees: list[UnfinishedTree]) -> None:
+        """Take up the trees that a checkpoint holds, or what the step behind it had made of them when the run ended."""
+        if self.leader is None:
+            return
+        harvest = self.leader.harvest
+        if harvest.under_way is not None and (moment := harvest.under_way.read(self.state.step)) is not None:
+            self.sampler.load_state_dict(moment.sampler)  # it is the leader's that draws tasks
+            trees = moment.trees
+            text = f"step {self.state.step + 1} goes on where it was: {len(trees)} trees with {moment.answers} answers"
+            self.events.emit("note", text=text)
+        harvest.restore(trees, self.tasks)
 
     def stopping(self) -> bool:
         """Whether the job is asked to save and end; the same answer on all ranks."""

@@ -22,6 +22,7 @@ from arpo_megatron.rollout.accounting import GrowCounts, grow_stats
 from arpo_megatron.rollout.messages import (
     CollectTrees,
     FinishTrees,
+    GrowProgress,
     GrowReport,
     GrowSettings,
     IncompleteTree,
@@ -33,6 +34,7 @@ from arpo_megatron.tasks.base import Task
 from arpo_megatron.tasks.sampler import TaskSampler, TaskSelector
 from arpo_megatron.tree import Role, RolloutTree
 from arpo_megatron.tree_files import ScoredTree
+from arpo_megatron.under_way import UnderWay
 
 
 @dataclass
@@ -70,11 +72,12 @@ class Rollouts:
     def forget(self, _group: str) -> None:
         self.given.clear()
 
-    def collect(self, request: CollectTrees, _progress: object) -> GrowReport:
+    def collect(self, request: CollectTrees, progress: Callable[[GrowProgress], None]) -> GrowReport:
         self.waited.add(request.finish_before)
         count = min(request.count or 0, len(self.under_way))
         done, self.under_way = self.under_way[:count], self.under_way[count:]
         self.given += done
+        progress(GrowProgress(0, count, 0))
         if self.interrupts:
             self.interrupts -= 1
             if not self.interrupts:  # the report is on its way
@@ -271,6 +274,69 @@ def test_a_job_that_ends_within_a_step_trains_every_task_once(harvest: Start, st
     begun = {each.id for each in TaskSampler(tasks, 1).next_batch(sampler.state_dict()["position"])}
     lost = begun - set(ids) - {item.task.id for item in dropped} - {name for name, good in signal.items() if not good}
     assert lost <= {tree.task_id for tree in held.unfinished()}
+
+
+class Killed(BaseException):
+    """As far as a test goes on behind it."""
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("report", [1, 2])
+def test_a_job_that_is_killed_within_a_step_goes_on_with_what_was_written(
+    harvest: Start, tmp_path: Path, staleness: int, report: int
+) -> None:
+    """In the third step; what a process does that ends in order (`now=True`) is left undone."""
+    tasks = [task(f"t{n}") for n in range(40)]
+    path, told = tmp_path / "under_way.msgpack", list[str]()
+
+    class UntilKilled(UnderWay):
+        def keep(self, step: int, *moment: Any, now: bool = False) -> None:
+            if not killed:
+                super().keep(step, *moment, now=now)
+
+    def begin() -> tuple[TaskSampler, Harvest, Rollouts]:
+        sampler = TaskSampler(tasks, 1)
+        held, rollouts = harvest(lambda name: name not in given_up, sampler, max_staleness=staleness, max_refills=3)
+        held.under_way = UntilKilled(path, 0.0, told.append)
+        return sampler, held, rollouts
+
+    given_up = {each.id for each in TaskSampler(tasks, 1).next_batch(16)[1::3]}
+    killed = False
+    sampler, held, rollouts = begin()
+    trained = []
+    for step in range(2):
+        trained += held.step(step)
+        held.done()
+
+    collect, left = rollouts.collect, report
+
+    def collect_until_killed(request: CollectTrees, progress: Callable[[GrowProgress], None]) -> GrowReport:
+        nonlocal left, killed
+        left -= 1
+        found = collect(request, progress)
+        if left == 0:
+            killed = True
+            raise Killed
+        return found
+
+    rollouts.collect = collect_until_killed  # type: ignore[method-assign]
+    with pytest.raises(Killed):
+        held.step(2)
+
+    killed = False
+    sampler, held, rollouts = begin()
+    assert held.under_way is not None
+    moment = held.under_way.read(2)
+    assert moment is not None
+    assert moment.trees
+    sampler.load_state_dict(moment.sampler)
+    held.restore(moment.trees, tasks)
+    for step in range(2, 4):
+        trained += held.step(step)
+        held.done()
+    ids = [item.task.id for item in trained]
+    assert len(ids) == len(set(ids)) == 16
+    assert told == []
 
 
 def test_a_sampler_hears_of_a_tree_when_its_step_has_all_of_them(harvest: Start) -> None:

@@ -10,6 +10,7 @@ from arpo_megatron.monitor import catalogue
 from arpo_megatron.rollout.record import TreeRecord, UnfinishedTree, unpack_trees
 from arpo_megatron.tree import Role
 from arpo_megatron.tree_files import StoredTree, read_trees
+from arpo_megatron.under_way import Moment, UnderWay
 
 ARPO = [sys.executable, "-m", "arpo_megatron"]
 SEED = 7
@@ -48,10 +49,16 @@ def trained(run: Path) -> list[StoredTree]:
     return [item for path in files for item in read_trees(path) if item.dropped is None]
 
 
+def under_way(run: Path, step: int) -> Moment | None:
+    """What a run that had done so many steps wrote of the next one."""
+    return UnderWay(run / "under_way.msgpack", 0.0, print).read(step)
+
+
 def unfinished(run: Path) -> list[UnfinishedTree]:
-    """What the newest checkpoint knows of trees that were not trained yet."""
-    newest = max((run / "checkpoints").glob("step_*"), key=lambda path: int(path.name.removeprefix("step_")))
-    return unpack_trees((newest / "trees.msgpack").read_bytes())
+    """The trees that a resumed run begins with: those of the newest checkpoint, or of the step that was under way."""
+    newest = max((run / "checkpoints").glob("step_*[0-9]"), key=lambda path: int(path.name.removeprefix("step_")))
+    moment = under_way(run, int(newest.name.removeprefix("step_")))
+    return moment.trees if moment is not None else unpack_trees((newest / "trees.msgpack").read_bytes())
 
 
 def check_kept(run: Path, trees: list[UnfinishedTree]) -> None:

@@ -1,0 +1,60 @@
+"""What a step under way has sampled, on the disk: whole, of the right moment, and no cause for a run to end."""
+
+from pathlib import Path
+
+import pytest
+from faults import small_disk
+
+from arpo_megatron.rollout.record import UnfinishedTree
+from arpo_megatron.under_way import Moment, UnderWay
+
+SAMPLER = {"position": 2**70, "order": [3, 1], "weights": {"t1": 0.5}}
+TREES = [UnfinishedTree("t3", 4, 4, (b"one", b"two")), UnfinishedTree("t1", 3, 2, ())]
+
+
+def kept_at(path: Path, every_s: float = 0.0) -> tuple[UnderWay, list[str]]:
+    told: list[str] = []
+    return UnderWay(path / "under_way.msgpack", every_s, told.append), told
+
+
+def test_what_is_kept_is_read_by_a_run_that_has_done_as_many_steps(tmp_path: Path) -> None:
+    kept, told = kept_at(tmp_path)
+    assert kept.read(4) is None
+    kept.keep(4, SAMPLER, lambda: TREES)
+    assert kept.read(4) == Moment(SAMPLER, TREES)
+    assert Moment(SAMPLER, TREES).answers == 2
+    assert kept.read(3) is None
+    assert kept.read(5) is None
+    assert told == []
+    assert [path.name for path in tmp_path.iterdir()] == ["under_way.msgpack"]
+
+
+def test_it_is_written_now_and_then_or_now(tmp_path: Path) -> None:
+    kept, _ = kept_at(tmp_path, every_s=3600.0)
+    kept.keep(4, SAMPLER, lambda: pytest.fail("too early"))
+    kept.keep(4, SAMPLER, lambda: TREES, now=True)
+    assert kept.read(4) is not None
+
+
+def test_a_full_disk_is_told_once_and_leaves_what_was_there(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    with small_disk(tmp_path / "disk", 2**16) as full:
+        kept, told = kept_at(tmp_path / "disk")
+        kept.keep(4, SAMPLER, lambda: TREES)
+        large = [UnfinishedTree("t3", 4, 4, (bytes(2**17),))]
+        for _ in range(2):
+            kept.keep(4, SAMPLER, lambda: large)
+        assert told == [f"under_way.msgpack could not be written: {full}; training goes on"]
+        assert kept.read(4) == Moment(SAMPLER, TREES)
+        assert [path.name for path in (tmp_path / "disk").iterdir()] == ["under_way.msgpack"]
+        kept.keep(4, SAMPLER, lambda: TREES[:1])
+        assert kept.read(4) == Moment(SAMPLER, TREES[:1])
+
+
+@pytest.mark.parametrize("content", [b"", b"\x93\x04", b"\x01", b"\x93\x04\xa1x\xc4\x00", b"\xff" * 40])
+def test_a_file_that_is_none_of_ours_is_told_and_not_used(tmp_path: Path, content: bytes) -> None:
+    kept, told = kept_at(tmp_path)
+    kept.path.write_bytes(content)
+    assert kept.read(4) is None
+    assert len(told) == 1
+    assert told[0].startswith("under_way.msgpack is not used: ")
