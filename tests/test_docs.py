@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from arpo_megatron.plugins import OWN, Point, load
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 
@@ -39,6 +41,17 @@ def test_links_and_named_files_exist(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_no_merge_was_left_half_done(page: Path) -> None:
     assert not re.findall(r"^(?:<{7}|>{7}) .*$", page.read_text(), re.MULTILINE)
+
+
+NO_METHOD = {"epochs", "random", "format", "length", "tool_calls"}
+"""Parts that no paper describes: the plain order, a control arm, and measures."""
+PARTS = [(point, name) for point in OWN if point is not Point.PRESET for name in OWN[point] if name not in NO_METHOD]
+
+
+@pytest.mark.parametrize(("point", "name"), PARTS, ids=[f"{point.name}-{name}" for point, name in PARTS])
+def test_a_part_of_a_method_names_its_paper(point: Point, name: str) -> None:
+    """In the words of the class, which docs/algorithms.md repeats."""
+    assert re.search(r"arXiv \d{4}\.\d{5}", load(point, name).__doc__)
 
 
 def test_the_training_loop_fits_on_two_screens() -> None:

@@ -196,7 +196,7 @@ def _join(parts: tuple[Tensor, ...], pieces: tuple[int, ...]) -> Tensor:
     return parts[pieces[0]] if len(pieces) == 1 else torch.cat([parts[piece] for piece in pieces], dim=2)
 
 
-class TreeAttention(MegatronModule):  # type: ignore[misc]
+class TreeAttention(MegatronModule):  # type: ignore[misc]  # Megatron has no types
     """Core attention of a layer spec, in the place of Megatron's DotProductAttention.
 
     What it needs to know of the pack it finds by the handle that comes as `attention_mask` (see context.py).

@@ -80,7 +80,9 @@ class PackContext:
             key, value = key[: self.plan.queries], value[: self.plan.queries]  # without padding
         if self.legacy is None and not self.inheritances:
             return key, value
-        joined: tuple[Tensor, Tensor] = _Inherit.apply(key, value, self, layer)  # type: ignore[no-untyped-call]
+        joined: tuple[Tensor, Tensor] = _Inherit.apply(  # type: ignore[no-untyped-call]  # untyped in torch
+            key, value, self, layer
+        )
         return joined
 
     def _gather(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

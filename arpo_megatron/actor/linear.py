@@ -30,7 +30,7 @@ def weight_gradient(gradient: Tensor, inputs: Tensor) -> Tensor:
 
 def linear(inputs: Tensor, weight: Tensor) -> Tensor:
     """inputs [..., k] times weight [n, k] transposed -> [..., n], differentiable in both."""
-    result: Tensor = _Linear.apply(inputs, weight)  # type: ignore[no-untyped-call]
+    result: Tensor = _Linear.apply(inputs, weight)  # type: ignore[no-untyped-call]  # untyped in torch
     return result
 
 
@@ -60,7 +60,7 @@ def _forward(
     return outputs if bias is None else outputs + bias
 
 
-class CpuColumnParallelLinear(ColumnParallelLinear):  # type: ignore[misc]
+class CpuColumnParallelLinear(ColumnParallelLinear):  # type: ignore[misc]  # Megatron has no types
     """Megatron's layer with the products of this module."""
 
     def _forward_impl(
@@ -79,7 +79,7 @@ class CpuColumnParallelLinear(ColumnParallelLinear):  # type: ignore[misc]
         )
 
 
-class CpuRowParallelLinear(RowParallelLinear):  # type: ignore[misc]
+class CpuRowParallelLinear(RowParallelLinear):  # type: ignore[misc]  # Megatron has no types
     """Megatron's layer with the products of this module; its output reduction is outside of them."""
 
     def _forward_impl(self, input: Tensor, weight: Tensor, bias: Tensor | None, **_: Any) -> Tensor:  # noqa: A002

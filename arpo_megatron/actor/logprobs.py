@@ -31,7 +31,7 @@ def target_logprobs(
     Returns:
         log-probs [m] and entropies [m], in nats, both differentiable, float32 (float64 for float64 weights).
     """
-    result: tuple[Tensor, Tensor] = _TargetLogprobs.apply(  # type: ignore[no-untyped-call]
+    result: tuple[Tensor, Tensor] = _TargetLogprobs.apply(  # type: ignore[no-untyped-call]  # untyped in torch
         hidden, weight, targets, temperature, group
     )
     return result

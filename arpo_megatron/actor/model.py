@@ -29,7 +29,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch
 """Names of parameter types; float64 is for tests of exactness."""
 
 
-class TreeGPTModel(GPTModel):  # type: ignore[misc]
+class TreeGPTModel(GPTModel):  # type: ignore[misc]  # Megatron has no types
     """GPTModel whose input is one pack and whose output are log-probs."""
 
     def forward(
@@ -63,7 +63,7 @@ class TreeGPTModel(GPTModel):  # type: ignore[misc]
             rotary_pos_emb=torch.cat([frequencies, frequencies], dim=-1)[:, None, None],
         )
         if not self.post_process:
-            return hidden  # type: ignore[no-any-return]
+            return hidden  # type: ignore[no-any-return]  # Megatron has no types
         group = self.pg_collection.tp
         # Whichever way the whole hidden states come to be, their gradient is summed over the vocabulary's shards.
         if self.config.sequence_parallel:

@@ -130,10 +130,10 @@ def broadcast_object(obj: Object | None, name: str = "control") -> Object:
     """The leader's (picklable) object, on every rank of `group(name)`; what other ranks pass in is ignored."""
     members = group(name)
     if members is None:
-        return obj  # type: ignore[return-value]
+        return obj  # type: ignore[return-value]  # a lone process is the leader, whose object is one
     box = [obj if is_leader() else None]
     dist.broadcast_object_list(box, src=_LEADER, group=members)
-    return box[0]  # type: ignore[return-value]
+    return box[0]  # type: ignore[return-value]  # the leader's by now
 
 
 def gather_objects(obj: Object, name: str = "control") -> list[Object]:

@@ -52,7 +52,7 @@ class ExpertBalance:
     differing: float
 
 
-class TreeTopKRouter(TopKRouter):  # type: ignore[misc]
+class TreeTopKRouter(TopKRouter):  # type: ignore[misc]  # Megatron has no types
     """Megatron's router with the choice of transformers' Qwen3-MoE and the loss above. No token is ever dropped.
 
     Attributes:

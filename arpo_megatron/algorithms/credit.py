@@ -58,7 +58,8 @@ def tree_credits(
         aggregation: "token-mean": w_i = 1 / (model tokens of all trajectories, flattened). "sequence-mean":
             w_i = 1 / (trajectories * model tokens of trajectory i).
         attribution: "soft": each leaf keeps its own advantage on shared tokens, as in the flattened loss. "hard": a
-            shared token gets the mean advantage of the leaves below it (ARPO, arXiv 2507.19849).
+            shared token gets the mean advantage of the leaves below it (ARPO, arXiv 2507.19849, section 3.2: soft is
+            eq. 6 and 7, hard is unnumbered).
         trajectory_weights: for each tree float[leaves], factors of the w_i (importance weights); None: 1.
         token_factors: for each tree float[tokens], factors of all advantages there; None: 1. A negative one turns
             their signs around.

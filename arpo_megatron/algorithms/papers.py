@@ -91,7 +91,12 @@ FIELD = (
         "by an endpoint, besides.",
     ),
     Paper("Flow-GRPO of AgentFlow (2510.05592)", ("flow_grpo",), ("advantage=flow",), "Its four modules: no."),
-    Paper("BAPO (2510.18927)", ("bapo",), ("loss=bapo",), "By the authors' public code and its README."),
+    Paper(
+        "BAPO (2510.18927)",
+        ("bapo",),
+        ("loss=bapo",),
+        "By the authors' public code and its README, which differ from the paper in share, steps and order.",
+    ),
     Paper(
         "ICPO",
         rest="Not built: some trajectories of a group are drawn with examples in the prompt and trained without them; "

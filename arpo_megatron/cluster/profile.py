@@ -101,11 +101,7 @@ class ClusterProfile:
         return [name for name, source in self.secrets.items() if source == "env" and not os.environ.get(name)]
 
     @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.gpu is not None and self.gpu not in GPUS:
-            raise ValueError(f"gpu: {self.gpu!r} is none that `arpo plan` knows: {', '.join(GPUS)}")
-        if self.ports is not None and self.ports[1] - self.ports[0] < 63:
-            raise ValueError(f"ports: [{self.ports[0]}, {self.ports[1]}] are too few: at least 64 are wanted")
+    def _check_variables(self) -> Self:
         for name in (*self.environment, *self.secrets):
             if not re.fullmatch(r"[A-Za-z_]\w*", name):
                 raise ValueError(f"{name!r} cannot be the name of a variable")
@@ -114,13 +110,21 @@ class ClusterProfile:
         for name, source in self.secrets.items():
             if source != "env" and not source.startswith(("/", "~/")):  # the words themselves are not repeated
                 raise ValueError(f"secrets: {name} must be `env` or the path of a file, from / or ~/ on")
+        if both := sorted(set(self.environment) & set(self.secrets)):
+            raise ValueError(f"{both[0]} is listed under environment and under secrets")
+        return self
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.gpu is not None and self.gpu not in GPUS:
+            raise ValueError(f"gpu: {self.gpu!r} is none that `arpo plan` knows: {', '.join(GPUS)}")
+        if self.ports is not None and self.ports[1] - self.ports[0] < 63:
+            raise ValueError(f"ports: [{self.ports[0]}, {self.ports[1]}] are too few: at least 64 are wanted")
         if wrong := [mount for mount in self.mounts if not re.fullmatch(r"/[^:]*:/[^:]*(:[a-z,+-]+)?", mount)]:
             raise ValueError(f"mounts: {wrong[0]!r} is not FROM:TO")
         for name, text in _texts(self):
             if not text.isprintable():
                 raise ValueError(f"{name}: {text!r} has a character that no line of a batch script can have")
-        if both := sorted(set(self.environment) & set(self.secrets)):
-            raise ValueError(f"{both[0]} is listed under environment and under secrets")
         return self
 
 

@@ -95,7 +95,7 @@ class AlgorithmConfig:
     minibatches: Positive = 1
     """Optimizer updates a step; the tasks of a step are divided among them."""
     drop_groups_without_signal: bool = False
-    """Replace trees whose trajectories all earned the same (DAPO's dynamic sampling, arXiv 2503.14476)."""
+    """Replace trees whose trajectories all earned the same (DAPO's dynamic sampling, arXiv 2503.14476, eq. 11)."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -20,13 +20,13 @@ Count = Annotated[int, Field(gt=0)]
 class RolloutReplay:
     """Of the trees that a step trains, `rollout_share` are stored ones, drawn at random; the oldest go first.
 
-    Rollout replay of difficulty-targeted selection (arXiv 2506.05316): a share 1 - delta of each batch is taken from
-    the buffer instead of being sampled. `train.tasks_per_step` counts the sampled trees, delta * B. With
-    `rollout_age`, the history window of ReMix (arXiv 2507.06892), whose share is p. A stored tree is trained whole, and
-    its advantages are compared within it as they were. Trees without spread in their rewards are not stored. A tree
-    may be replayed in several steps. The paper's ratio is that to the policy that sampled;
-    `algorithm.trajectory_weight_limit` weighs whole trajectories by it, and `algorithm.loss=mix_ppg` clips it by token.
-    (`arpo plan` counts the sampled trees alone.)
+    Rollout replay of difficulty-targeted selection (arXiv 2506.05316, section 4.3 and algorithm 1, lines 16 to 19): a
+    share 1 - delta of each batch is taken from the buffer instead of being sampled. `train.tasks_per_step` counts the
+    sampled trees, delta * B. With `rollout_age`, the history window of ReMix (arXiv 2507.06892), whose share is p. A
+    stored tree is trained whole, and its advantages are compared within it as they were. Trees without spread in their
+    rewards are not stored. A tree may be replayed in several steps. The paper's ratio is that to the policy that
+    sampled; `algorithm.trajectory_weight_limit` weighs whole trajectories by it, and `algorithm.loss=mix_ppg` clips it
+    by token. (`arpo plan` counts the sampled trees alone.)
 
     Attributes:
         rollout_share: 1 - delta; 0.5 in the released script.

@@ -1,4 +1,4 @@
-"""Replay of successes into groups that have failed (GUI-ARPO: Agentic Replay Policy Optimization, arXiv 2505.16282)."""
+"""Replay of successes into groups that have failed."""
 
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -21,9 +21,9 @@ Count = Annotated[int, Field(gt=0)]
 class SuccessReplay:
     """Keeps each task's last successes; a group without spread whose mean is low gets one in place of its last leaf.
 
-    The authors' replayed samples count as sampled by the present policy (ratio 1); here the stored sampling log-probs
-    give them a truncated importance weight (`algorithm.trajectory_weight_limit`). Of a task's successes the newest is
-    replayed, which is the least stale.
+    GUI-ARPO (Agentic Replay Policy Optimization, arXiv 2505.16282). The authors' replayed samples count as sampled by
+    the present policy (ratio 1); here the stored sampling log-probs give them a truncated importance weight
+    (`algorithm.trajectory_weight_limit`). Of a task's successes the newest is replayed, which is the least stale.
 
     Attributes:
         replay_keep: successes kept of a task, the oldest go first.

@@ -1,4 +1,4 @@
-"""ARPO's hierarchical reward (arXiv 2507.19849): format gate, accuracy of the answer, bonus for using both tools."""
+"""ARPO's hierarchical reward: format gate, accuracy of the answer, bonus for using both tools."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ Parts = dict[str, float]
 
 @dataclass(frozen=True, slots=True)
 class ArpoReward:
-    """R = max(Acc + r_M, Acc) where the format is kept, else `format_penalty`.
+    """R = max(Acc + r_M, Acc) where the format is kept, else `format_penalty` (ARPO, arXiv 2507.19849, eq. 8).
 
     r_M is `tool_bonus` where Acc > 0 and both search and python were called. Acc of mathematics is 1 or 0, of questions
     answered in words the token F1, the exact match, or what a judge says.

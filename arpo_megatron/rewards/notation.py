@@ -102,8 +102,9 @@ def settled(answer: str, truth: str) -> bool | None:
 
 
 def same_text(answer: str, truth: str) -> bool:
-    """Whether two texts are one but for white space and \\text{}."""
-    return bool(truth) and _unwrapped(answer) == _unwrapped(truth)
+    """Whether two texts are one but for white space and \\text{}; blank ones are not."""
+    expected = _unwrapped(truth)
+    return bool(expected) and _unwrapped(answer) == expected
 
 
 def _as_numbers(answer: str, truth: str) -> bool | None:

@@ -1,4 +1,4 @@
-"""Scores of short answers in words: exact match and token F1, normalised as in SQuAD (arXiv 1606.05250)."""
+"""Scores of short answers in words: exact match and token F1, as SQuAD normalises (arXiv 1606.05250, section 6.1)."""
 
 import re
 import string

@@ -15,7 +15,10 @@ from arpo_megatron.tasks.base import Task
 
 @dataclass(frozen=True, slots=True)
 class ReleasedReward:
-    """Token F1 of the boxed answer, plus `tool_bonus` where it is positive and both tools' tags occur."""
+    """Token F1 of the boxed answer, plus `tool_bonus` where it is positive and both tools' tags occur.
+
+    What the released code of ARPO (arXiv 2507.19849) has in the place of its eq. 8.
+    """
 
     needs_judge: ClassVar[bool] = False
     format_penalty: float = -1.0

@@ -76,6 +76,7 @@ def verdict(answer: str, truth: str, time_left: TimeLeft | None = None) -> Verdi
         return Verdict.EQUAL if answer.strip() == truth.strip() else Verdict.DIFFERENT
     units = unit_of(answer), unit_of(truth)
     given, expected = canonical(answer, units[1]), canonical(truth, units[0], expected=True)
+    # As they are written too: of the expected one a unit is taken away more readily, so one text may have two forms.
     known = same_text(answer, truth) or settled(given, expected)
     if known is not False and max(len(answer), len(truth)) <= MAX_ANSWER_CHARACTERS and not same_unit(*units):
         return Verdict.DIFFERENT

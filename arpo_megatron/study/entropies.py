@@ -1,4 +1,6 @@
-"""Entropy after tool results against elsewhere, from stored trees: the paper's first observation (arXiv 2507.19849).
+"""Entropy after tool results against elsewhere, from stored trees: the paper's first observation.
+
+It is that of arXiv 2507.19849, section 2.2.
 
 Trees hold the entropy of every sampled token, exact, in nats. A turn begins behind the prompt or behind a tool's
 result; its first `algorithm.entropy_tokens` tokens are where branching looks, and all later tokens of turns are

@@ -12,9 +12,9 @@ from arpo_megatron.tasks.sampler import TaskSampler, passing
 class SolvableTasks:
     """The first epoch has every task; later ones leave out those that no trajectory has ever solved.
 
-    GUI-ARPO (arXiv 2505.16282) filters its tasks by the successes of the policy before training; here the first epoch
-    is that measurement, and what it samples is trained on. Where fewer tasks than a step needs are left, those left out
-    fill it up.
+    GUI-ARPO (Agentic Replay Policy Optimization, arXiv 2505.16282) filters its tasks by the successes of the policy
+    before training; here the first epoch is that measurement, and what it samples is trained on. Where fewer tasks than
+    a step needs are left, those left out fill it up.
 
     Attributes:
         tasks: what is chosen from.

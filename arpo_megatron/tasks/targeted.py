@@ -16,16 +16,17 @@ from arpo_megatron.tasks.base import Task
 class TargetedTasks:
     """Draws without replacement with P ~ exp(-|p - difficulty_target| / difficulty_temperature), p a task's success.
 
-    Difficulty-targeted online data selection (DOTS, arXiv 2506.05316; the rule is that of its released code). There p
-    is predicted for all tasks before every draw, from the similarity of their embeddings to a few tasks that are tried;
-    here it is the mean accuracy of the task's last tree, and a task without one counts as on target, so that it is
-    tried early. What was far from the target comes back as the temperature lets it, whose default is ours. A task
-    under way is not drawn again while others can be. The paper's replay is `algorithm.store=rollout_replay`.
+    Difficulty-targeted online data selection (DOTS, arXiv 2506.05316, section 4.2 and algorithm 1, line 10), which says
+    it of the difficulty, 1 - p. There that is predicted for all tasks before every draw, from the similarity of their
+    embeddings to a few tasks that are tried; here p is the mean accuracy of the task's last tree, and a task without
+    one counts as on target, so that it is tried early. What was far from the target comes back as the temperature lets
+    it, whose default is ours. A task under way is not drawn again while others can be. The paper's replay is
+    `algorithm.store=rollout_replay`.
 
     Attributes:
         tasks: what is drawn from.
         seed: of the draws.
-        difficulty_target: alpha, 0.5 in the paper.
+        difficulty_target: the success that is aimed at, 1 - alpha; 0.5 in the paper.
         difficulty_temperature: tau.
     """
 

@@ -51,6 +51,14 @@ def test_answers_in_digits_never_reach_sympy(monkeypatch: pytest.MonkeyPatch) ->
     assert time.perf_counter() - started < 5.0
 
 
+def test_words_are_compared_as_they_are_written_and_in_the_canonical_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verify, "_pool", None)
+    for loaves in ("3 loaf", "\\text{3 loaf}"):
+        assert math_equal(loaves, "\\text{3 loaf}"), "canonically the expected one is 3, and the answer is not"
+    assert math_equal("$\\text{east}$", "east"), "they are written in two ways, and are no numbers"
+    assert not any(math_equal(answer, blank) for answer in ("", " ") for blank in ("", " ")), "nothing is expected"
+
+
 HOSTILE = [
     "9^{9^{9}}",
     "9**9**9",

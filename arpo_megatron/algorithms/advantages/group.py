@@ -11,9 +11,10 @@ from arpo_megatron.algorithms.base import Floats, Group
 
 @dataclass(frozen=True, slots=True)
 class GroupNormalised:
-    """A_i = (r_i - mean(r)) / (std(r) + 1e-6), unbiased std (GRPO, arXiv 2402.03300, section 4.1.2).
+    """A_i = (r_i - mean(r)) / (std(r) + 1e-6), unbiased std (GRPO, arXiv 2402.03300, section 4.1.2, unnumbered).
 
-    ARPO and DAPO (arXiv 2503.14476, eq. 9) use the same. The 1e-6 and the unbiased std are those of public code.
+    ARPO (arXiv 2507.19849, section 3.2, unnumbered) and DAPO (arXiv 2503.14476, eq. 9) use the same. The 1e-6 and the
+    unbiased std are those of public code.
     """
 
     def __call__(self, groups: Sequence[Group]) -> list[Floats]:

@@ -13,7 +13,7 @@ from arpo_megatron.algorithms.base import Floats, Group
 class LeaveOneOut:
     """A_i = r_i - mean of r_j over j != i = G / (G - 1) * (r_i - mean(r)) (RLOO, arXiv 2402.14740, eq. 8).
 
-    LOOP (arXiv 2502.01600) uses the same with PPO-clip over whole interactions of an agent.
+    LOOP (arXiv 2502.01600, eq. 3 and algorithm 1) uses the same with PPO-clip over whole interactions of an agent.
     """
 
     def __call__(self, groups: Sequence[Group]) -> list[Floats]:

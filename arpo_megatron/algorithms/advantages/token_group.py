@@ -14,10 +14,10 @@ from arpo_megatron.algorithms.credit import TreeShape
 class TokenGroup:
     """A_i = (r_i - mean) / (std + 1e-6), both over the model tokens of the group.
 
-    HAPO's Token Level Group Average (arXiv 2509.16591). Trajectory i counts |o_i| times, a shared token once for each
-    trajectory, so the advantages of a group's tokens add up to 0; the std is the biased one. Where one of them reaches
-    `token_group_limit` in size, the group has those of `group`. Both as in the authors' code
-    (`compute_hapo_outcome_advantage`).
+    HAPO's Token Level Group Average (arXiv 2509.16591v2, eq. 9, as public notes on it number it). Trajectory i counts
+    |o_i| times, a shared token once for each trajectory, so the advantages of a group's tokens add up to 0; the std is
+    the biased one. Where one of them reaches `token_group_limit` in size, the group has those of `group`. Both as in
+    the authors' code (`compute_hapo_outcome_advantage`).
 
     Attributes:
         token_group_limit: 5 in that code.

@@ -14,14 +14,15 @@ Step = Annotated[float, Field(gt=0)]
 
 @dataclass(frozen=True, slots=True)
 class Bapo:
-    """Balanced policy optimization with adaptive clipping (arXiv 2510.18927, the algorithm of its section on BAPO).
+    """Balanced policy optimization with adaptive clipping (arXiv 2510.18927, eq. 8 and algorithm 1), by public code.
 
     PPO-clip with bounds of the ratio that are found for each minibatch. With P = sum_t pos_t min(r_t, high) and
     N = sum_t |neg_t| max(r_t, low), low rises from `low_start` and then high from `high_start`, each by its step and to
     its end at most, until P / (P + N) is at least `positive_share`. Ranges and share are those that the README of the
     authors' code (github.com/WooooDyy/BAPO) gives as the paper's; order and widths of the steps are those of the code
-    and its `bapo_trainer.yaml`, whose ranges are narrower (0.6 to 0.8, 1.2 to 2). We have not seen the equations'
-    numbers.
+    and its `bapo_trainer.yaml`, whose ranges are narrower (0.6 to 0.8, 1.2 to 2). The paper itself has a share of 0.4
+    and steps of 0.02 below and 0.05 above, moves the upper bound first, and weighs each token in P and N by the
+    probability with which it was sampled, too.
 
     Attributes:
         positive_share: rho_0.

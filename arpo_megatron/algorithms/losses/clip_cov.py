@@ -17,9 +17,10 @@ class ClipCov:
 
     Of the tokens of all trajectories that PPO does not clip and whose covariance (A - mean A) * (logp - mean logp) lies
     between `covariance_low` and `covariance_high`, `covariance_share` of all tokens (at least one) are drawn and have
-    neither value nor gradient. As in SPEAR's released code (`compute_policy_loss_clip_cov`), which has it from
-    arXiv 2505.22617; means are over the minibatch here. A shared token stands for each of its trajectories, so some of
-    its copies may be left out. The draw follows from the tasks and the step.
+    neither value nor gradient. As in SPEAR's released code (`compute_policy_loss_clip_cov`; eq. 18 to 21 of its
+    arXiv version 4, as public notes on it number them), which has it from arXiv 2505.22617, eq. 10 and 11; means are
+    over the minibatch here. A shared token stands for each of its trajectories, so some of its copies may be left out.
+    The draw follows from the tasks and the step.
 
     Attributes:
         clip_low: lower bound of the ratio, as its distance to 1.

@@ -16,10 +16,11 @@ Share = Annotated[float, Field(ge=0, le=1)]
 class Hapo:
     """PPO-clip with bounds and advantages of each token's own (HAPO, arXiv 2509.16591), by the authors' code.
 
-    What the paper calls Asymmetric Adaptive Clipping and Differential Advantage Redistribution.
+    What the paper calls Asymmetric Adaptive Clipping (eq. 12 and 13 of version 2, as public notes on it number them)
+    and Differential Advantage Redistribution (eq. 10 and 11).
 
-    h_t is log H_t less its quantile `hapo_pivot` over the minibatch, divided by the largest such difference where it is
-    positive and by the largest negative one's size where not: in [-1, 1].
+    h_t (eq. 5 and 6) is log H_t less its quantile `hapo_pivot` over the minibatch, divided by the largest such
+    difference where it is positive and by the largest negative one's size where not: in [-1, 1].
 
         upper bound   1 + clip_high * (1 + hapo_clip * h_t) where h_t > 0, else 1 + clip_high
         lower bound   1 - clip_low * (1 - hapo_clip * h_t) where h_t <= 0, else 1 - clip_low

@@ -7,10 +7,10 @@ from arpo_megatron.algorithms.base import Factors, LossTokens
 
 @dataclass(frozen=True, slots=True)
 class Ppo:
-    """Clipped objective (arXiv 1707.06347 eq. 7) with bounds of its own above (arXiv 2503.14476) and dual clip.
+    """Clipped objective (arXiv 1707.06347, eq. 7) with a bound of its own above (DAPO, arXiv 2503.14476, eq. 10).
 
-    On the tree: L = -(pos * min(r, 1 + clip_high) + neg * min(max(r, 1 - clip_low), dual_clip)), the last bound
-    (arXiv 1912.09729) where it is wanted.
+    On the tree: L = -(pos * min(r, 1 + clip_high) + neg * min(max(r, 1 - clip_low), dual_clip)), the last bound (dual
+    clip, arXiv 1912.09729, eq. 5) where it is wanted.
 
     Attributes:
         clip_low: lower bound of the ratio, as its distance to 1.

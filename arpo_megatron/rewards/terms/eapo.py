@@ -1,4 +1,4 @@
-"""EAPO (IterResearch, arXiv 2511.07327): a right answer is worth less the more rounds it took."""
+"""EAPO: a right answer is worth less the more rounds it took."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,8 +11,9 @@ from arpo_megatron.rewards.base import Group, Score
 class GeometricDiscount:
     """accuracy * (discount^(T-1) - 1), so that with weight 1 the accuracy counts discount^(T-1) times.
 
-    T is the number of rounds, tool calls and the answer. The paper rewards round t of T with discount^(T-t) * R; this
-    is its first round's reward, for the whole trajectory. (A reward by round is an advantage estimator's business.)
+    EAPO (IterResearch, arXiv 2511.07327, eq. 3). T is the number of rounds, tool calls and the answer. The paper
+    rewards round t of T with discount^(T-t) * R; this is its first round's reward, for the whole trajectory. (A reward
+    by round is an advantage estimator's business.)
     """
 
     needs_judge: ClassVar[bool] = False

@@ -1,4 +1,4 @@
-"""FAPO (arXiv 2510.22543): a right answer reached by wrong steps earns less."""
+"""FAPO: a right answer reached by wrong steps earns less."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,10 +12,11 @@ from arpo_megatron.rewards.prompts import FLAWED, flawed, question_of
 class FlawedPositive:
     """-1 where the answer is right and a judge calls the way to it flawed, else 0.
 
-    The paper subtracts lambda = 1 from rewards of 1 and -1, which puts a flawed right answer half-way between right and
-    wrong: with rewards of 1 and 0 that is weight 0.5. The delay needs no schedule: normalised in its group such an
-    answer still beats wrong ones while they are the most, and loses to sound ones once those are.
-    Without all verdicts of a group (the judge is down) the term leaves that group out: it is 0 for all of it.
+    FAPO (arXiv 2510.22543, eq. 8). The paper subtracts lambda = 1 from rewards of 1 and -1, which puts a flawed right
+    answer half-way between right and wrong: with rewards of 1 and 0 that is weight 0.5. The delay needs no schedule:
+    normalised in its group such an answer still beats wrong ones while they are the most, and loses to sound ones once
+    those are. Without all verdicts of a group (the judge is down) the term leaves that group out: it is 0 for all of
+    it.
     """
 
     needs_judge: ClassVar[bool] = True

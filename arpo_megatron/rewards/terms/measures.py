@@ -43,7 +43,7 @@ class ToolCalls:
 
 @dataclass(frozen=True, slots=True)
 class Overlong:
-    """DAPO's soft punishment of overlong responses (arXiv 2503.14476, equation 13).
+    """DAPO's soft punishment of overlong responses (arXiv 2503.14476, eq. 13).
 
     0 up to L_max - B tokens, from there falling in a straight line to -1 at L_max, and -1 beyond.
 

@@ -1,4 +1,4 @@
-"""SPEAR (arXiv 2509.22601): tool calls are rewarded for their own sake, less and less."""
+"""SPEAR: tool calls are rewarded for their own sake, less and less."""
 
 import math
 from collections.abc import Sequence
@@ -12,7 +12,8 @@ from arpo_megatron.rewards.base import Group, Score
 class FadingToolBonus:
     """min(1, 0.1 * calls) * (1 + cos(pi * t / T)) / 2 in step t, and 0 from step T on.
 
-    As in its released code (retool/recipe/retool/reward.py, `cosine`), where right answers earn 1 and wrong ones -1.
+    SPEAR (arXiv 2509.22601v4, eq. 6 and 14, as public notes on it number them). As in its released code
+    (retool/recipe/retool/reward.py, `cosine`), where right answers earn 1 and wrong ones -1.
 
     Attributes:
         fade_steps: T.

@@ -1,4 +1,4 @@
-"""SPO (self-play preference optimization, arXiv 2401.04056, algorithm 2): the share of a group that one beats."""
+"""SPO: the share of a group that one beats."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,8 +15,9 @@ _WON = {FIRST: (1.0, 0.0), SECOND: (0.0, 1.0)}
 class ShareOfWins:
     """Mean over the group's other trajectories of 1 where a judge prefers this one, 0 the other, 1/2 neither.
 
-    Every pair is asked about in both orders, against the judge's liking for the first: G * (G - 1) questions a group.
-    Without all verdicts of a group (the judge is down) the term leaves that group out: it is 0 for all of it.
+    SPO (self-play preference optimization, arXiv 2401.04056, algorithm 2). Every pair is asked about in both orders,
+    against the judge's liking for the first: G * (G - 1) questions a group. Without all verdicts of a group (the judge
+    is down) the term leaves that group out: it is 0 for all of it.
     """
 
     needs_judge: ClassVar[bool] = True

@@ -16,10 +16,11 @@ class AepoPolicy(ForkingPolicy):
         dH = H(after the tool result) - H_root
         P  = clip((alpha + beta * dH) * (1 - streak_penalty * l), 0, 1)
 
-    H is the sum of k entropies over log V, as in `ArpoPolicy`; l counts the fork points of this path, up to this one,
-    that have all forked. The probe is one of the N trajectories and does not fork. The paper's penalty is some growing
-    function of l; the linear one and both numbers are those of the released code, which rounds N up and counts l for a
-    prompt, in rounds (here: for a path, as the paper says). `algorithm.initial` and `algorithm.threshold` are ignored.
+    AEPO (arXiv 2510.14545, Dynamic Entropy-Balanced Rollout). H is the sum of k entropies over log V, as in
+    `ArpoPolicy`; l counts the fork points of this path, up to this one, that have all forked. The probe is one of the N
+    trajectories and does not fork. The paper's penalty grows with l; its linear form here and both numbers are those of
+    the released code, which rounds N up and counts l for a prompt, in rounds (here: for a path, as the paper says).
+    `algorithm.initial` and `algorithm.threshold` are ignored.
 
     Attributes:
         config: M, Z, alpha, beta, k.

@@ -12,9 +12,10 @@ from arpo_megatron.tree import BranchRecord
 class AepoReferencePolicy(ForkingPolicy):
     """Fork when clip((u + w * dH) * (1 - 0.05 * l), 0, 1) >= p, with a uniform draw u, p = alpha and w = beta.
 
-    dH is that of `ArpoReferencePolicy`, of the segment that MADE THE CALL. Repeated are that and the number N of
-    first trajectories from the config (both released scripts have the probe switched off). Not repeated, besides what
-    `ArpoReferencePolicy` does not repeat: l counted for a prompt in rounds (here: for a path).
+    The released code of AEPO (arXiv 2510.14545). dH is that of `ArpoReferencePolicy`, of the segment that MADE THE
+    CALL. Repeated are that and the number N of first trajectories from the config (both released scripts have the probe
+    switched off). Not repeated, besides what `ArpoReferencePolicy` does not repeat: l counted for a prompt in rounds
+    (here: for a path).
 
     Attributes:
         config: M, N, Z, alpha, beta.

@@ -14,10 +14,11 @@ class ArpoPolicy(ForkingPolicy):
         dH = (sum of the first k entropies after the result - sum of the first k of the trajectory) / log V
         P  = clip(alpha + beta * dH, 0, 1)
 
-    The sum over k tokens divided by log V is the scale of the authors' released code, for which their alpha and beta
-    were chosen. Where one side has fewer than k tokens, k times its mean stands for its sum. Unlike the released
-    code, the entropy is exact, is measured after the result instead of before the call, and is compared with the
-    trajectory's own start.
+    ARPO (arXiv 2507.19849, eq. 4 and 5). The paper divides by V and forks where P exceeds tau, which is
+    `algorithm.threshold`; without one P is compared with a draw, as in the released code. The sum over k tokens divided
+    by log V is the scale of that code, for which its alpha and beta were chosen. Where one side has fewer than k
+    tokens, k times its mean stands for its sum. Unlike the released code, the entropy is exact, is measured after the
+    result instead of before the call, and is compared with the trajectory's own start.
 
     Attributes:
         config: M, N, Z, alpha, beta, tau, k.

@@ -22,7 +22,8 @@ class ArpoReferencePolicy(ForkingPolicy):
         dH = (sum of the first <= 20 entropies of the segment that MADE THE CALL - sum of those of the first segment)
              / log V
 
-    Defects of the released code that are repeated here:
+    What the released code of ARPO (arXiv 2507.19849) has in the place of its eq. 4 and 5. Defects of it that are
+    repeated here:
         - the entropy is that of the segment before the tool result, one round late;
         - so dH is 0 behind a trajectory's first call, whatever the tool answered;
         - entropies are summed over as many tokens as there are, so a short segment counts as a certain one.

@@ -1,4 +1,4 @@
-"""Independent trajectories: the control arm (GRPO, arXiv 2402.03300), and every evaluation."""
+"""Independent trajectories: the control arm, and every evaluation."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from arpo_megatron.tree import BranchRecord
 
 @dataclass(frozen=True, slots=True)
 class GrpoPolicy:
-    """`samples` trajectories from the prompt and no forks."""
+    """`samples` trajectories from the prompt and no forks (GRPO, arXiv 2402.03300, the expectation in eq. 3)."""
 
     samples: int
 
