@@ -161,7 +161,7 @@ class TrainingRun:
     def grow(self) -> list[ScoredTree]:
         """The step's finished trees with a reward for every leaf; on the leader, elsewhere none.
 
-        Raises StoppedError where the job is asked to end: the trees under way are given up and grown again later.
+        Raises StoppedError where the job is asked to end: what its trees have sampled is kept.
         """
         leader, step = self.leader, self.state.step
         scored = self._with_weights(None if leader is None else partial(leader.harvest.step, step)) or []
