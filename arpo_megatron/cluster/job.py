@@ -52,6 +52,8 @@ _IS_BACK = "Job is pending execution"
 _END_S = 60.0
 _LEAVE_S = 20.0
 """Seconds before Slurm's KILL that ending the steps and asking for a requeue take, at most half of what is left."""
+_REPEATED_S, _LOOK_S = 120.0, 2.0
+"""How long kills of the last life are waited for at most (Slurm repeats them every 60 s), and between two looks."""
 _TRIES, _PAUSE_S = 3, 5.0
 """How often a controller that does not answer is asked, and seconds between."""
 
@@ -114,6 +116,7 @@ def _run(config: JobConfig, run: RunDirectory, site: SlurmSite, warned: Sequence
         for line in site.plan.describe():
             progress.note(line)
         try:
+            _outlast_kills(site, roles, progress)
             _phases(config, run, site, roles, progress, poll)
         except RoleDiedError as error:
             if not asked.term:
@@ -136,6 +139,28 @@ def _phases(
     else:
         train_phases(config, run, roles, progress, poll, site)
     progress.note(f"exported to {run.cold_start if config.cold_start_only else run.export}")
+
+
+def _outlast_kills(site: SlurmSite, roles: Roles, progress: Progress) -> None:
+    """After a requeue: start no step before what Slurm repeats for the last life's has reached the nodes.
+
+    The kill of a step that a lost node did not answer is repeated until it does, even when the node is back and the job
+    requeued. Slurm numbers steps anew then, so it would end the one that has the number now (seen with Slurm 22.05).
+    """
+    with suppress(UserError):  # Slurm is silent: most likely there is nothing to wait for
+        state = slurm.job_state(site.job_id)
+        if state is None or not state.restarts:
+            return
+        deadline, mine = time.monotonic() + _REPEATED_S, {node.name for node in site.nodes}
+        told = False
+        while (owed := mine & slurm.nodes_owed_a_kill()) and time.monotonic() < deadline:
+            if not told:
+                progress.note(
+                    f"Slurm still repeats on {', '.join(sorted(owed))} the end of an earlier step: waiting for it"
+                )
+            told = True
+            roles.check()
+            time.sleep(_LOOK_S)
 
 
 @dataclass(slots=True)

@@ -44,6 +44,8 @@ class JobState:
 
 
 _UNKNOWN = "Invalid job id"
+_OWED = re.compile(r"^\s*\d+: REQUEST_(?:SIGNAL|TERMINATE)_TASKS\s+(\S+)", re.MULTILINE)
+"""A line of sdiag's "Pending RPCs", with the nodes that wait for it."""
 
 
 def call(*words: str, check: bool = True, but: str | None = None) -> str:
@@ -68,6 +70,15 @@ def allocated_nodes(node_list: str) -> list[Node]:
     """The nodes of a Slurm host list, in order."""
     names = call("scontrol", "show", "hostnames", node_list).split()
     return [Node(name, _field(call("scontrol", "-o", "show", "node", name), "NodeAddr") or name) for name in names]
+
+
+def nodes_owed_a_kill() -> set[str]:
+    """Names of the nodes that have not answered yet when a step on them was to be signalled.
+
+    The controller repeats such a signal once a minute. What it says of them may be half a minute old.
+    """
+    owed = _OWED.findall(call("sdiag"))
+    return set(call("scontrol", "show", "hostnames", ",".join(owed)).split()) if owed else set()
 
 
 def job_state(job_id: str) -> JobState | None:

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -133,6 +133,26 @@ class Onebox:
         left = [p for p in psutil.process_iter() if any(str(self.folder) in word for word in _words(p))]
         assert not left
         shutil.rmtree(self.folder)
+
+    def lose_power(self, node: str) -> None:
+        """End its slurmd, the steps' daemons and what they run at once: none may live to tell of another's end."""
+        there = []
+        for process in psutil.process_iter():
+            try:
+                words, variables = " ".join(process.cmdline()), process.environ()
+                files = {file.path for file in process.open_files()} if "slurmstepd" in words else set()
+            except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+                continue
+            if variables.get("SLURM_CONF") == self.environment["SLURM_CONF"] and (
+                variables.get("SLURMD_NODENAME") == node
+                or words.endswith(f"slurmd -N {node}")
+                or str(self.folder / "log" / f"slurmd.{node}.log") in files
+            ):
+                there.append(process)
+        for end in (psutil.Process.suspend, psutil.Process.kill):
+            for process in there:
+                with suppress(psutil.NoSuchProcess):
+                    end(process)
 
     def slurm(self, *words: str) -> str:
         return subprocess.run(

@@ -22,7 +22,7 @@ from arpo_megatron.cluster.slurm import JobState, Node
 from arpo_megatron.errors import UserError
 from arpo_megatron.monitor.progress import Progress
 from arpo_megatron.plan.roles import RolePlan
-from arpo_megatron.processes import Interrupted, RoleDiedError, StoppedError
+from arpo_megatron.processes import Interrupted, RoleDiedError, Roles, StoppedError
 from arpo_megatron.run_directory import RunDirectory
 from tools_sandbox.config import TOKEN_VARIABLE
 
@@ -192,6 +192,47 @@ def test_roles_that_hear_term_themselves_do_not_fail_the_job(
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+OWED = """Pending RPC statistics
+\tREQUEST_SIGNAL_TASKS                    ( 6004) count:2
+\tREQUEST_TERMINATE_JOB                   ( 6011) count:1
+
+Pending RPCs
+\t 1: REQUEST_SIGNAL_TASKS                 n1
+\t 2: REQUEST_SIGNAL_TASKS                 m[3-4]
+\t 3: REQUEST_TERMINATE_JOB                n9
+"""
+
+
+@pytest.mark.parametrize(("restarts", "looks"), [(0, 0), (1, 3)])
+def test_a_requeued_job_starts_no_step_before_the_last_lifes_kills_have_come(
+    monkeypatch: pytest.MonkeyPatch, run: RunDirectory, restarts: int, looks: int
+) -> None:
+    """Slurm repeats them by the step's number, which the new life's steps have too."""
+    site = replace(asked_by(monkeypatch, run, JobState("7", "RUNNING", restarts=restarts)).site, nodes=[Node("n1", "")])
+    answers = [OWED, OWED, OWED.replace(" n1\n", " n2\n")]
+    asked = []
+
+    def call(*words: str) -> str:
+        if words[0] == "sdiag":
+            asked.append(words)
+            return answers[len(asked) - 1]
+        assert words == ("scontrol", "show", "hostnames", "n1,m[3-4]" if len(asked) < 3 else "n2,m[3-4]")
+        return words[-1].replace(",m[3-4]", "\nm3\nm4\n")
+
+    monkeypatch.setattr("arpo_megatron.cluster.slurm.call", call)
+    monkeypatch.setattr(job, "_LOOK_S", 0.0)
+    job._outlast_kills(site, Roles(run.logs), Progress())
+    assert len(asked) == looks
+
+
+def test_a_requeued_job_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch, run: RunDirectory) -> None:
+    site = replace(asked_by(monkeypatch, run, JobState("7", "RUNNING", restarts=1)).site, nodes=[Node("n1", "")])
+    monkeypatch.setattr("arpo_megatron.cluster.slurm.nodes_owed_a_kill", lambda: {"n1"})
+    monkeypatch.setattr(job, "_LOOK_S", 0.0)
+    monkeypatch.setattr(job, "_REPEATED_S", 0.1)
+    job._outlast_kills(site, Roles(run.logs), Progress())
 
 
 def test_what_an_ended_job_has_left_on_the_nodes_is_removed_by_the_next(
