@@ -23,8 +23,9 @@ VARIANTS: dict[str, Variant] = {
     "beam_4": {"algorithm.beam": 4},
 }
 """Arms of the studies. `grpo_equal_calls` has as many samples as make it execute about the calls of `arpo` in a step.
-The entropy weight of the paper, 0.2, is meant for 20 tokens of a turn; here, where one token of eight is uncertain, it
-would move the chance of a fork by about 0.03, so the recipe has 2, and `weight_02` the paper's."""
+The entropy weight of the paper, 0.2, is meant for 20 tokens of a turn. Here few of the eight measured are uncertain
+(one behind a search, three behind python): dH is about 0.1, and 0.2 would move the chance of a fork by 0.02, so the
+recipe has 2, and `weight_02` the paper's."""
 
 
 def recipe() -> JobConfig:

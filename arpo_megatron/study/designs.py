@@ -19,6 +19,7 @@ class Design:
         arms: in the order of the table.
         control: the arm that the others are compared with.
         seeds: by default.
+        pairs: further comparisons, each an arm and the one that it is compared with.
     """
 
     name: str
@@ -26,6 +27,7 @@ class Design:
     arms: Sequence[str]
     control: str
     seeds: int
+    pairs: Sequence[tuple[str, str]] = ()
 
 
 DESIGNS: Mapping[str, Design] = {
@@ -37,6 +39,7 @@ DESIGNS: Mapping[str, Design] = {
             arms=("grpo", "grpo_equal_calls", "random", "arpo_reference", "arpo", "aepo"),
             control="grpo",
             seeds=5,
+            pairs=(("arpo", "random"),),  # what the entropy adds to branching
         ),
         Design(
             "ablation",

@@ -5,9 +5,12 @@ It is that of arXiv 2507.19849, section 2.2.
 Trees hold the entropy of every sampled token, exact, in nats. A turn begins behind the prompt or behind a tool's
 result; its first `algorithm.entropy_tokens` tokens are where branching looks, and all later tokens of turns are
 elsewhere. A turn that weights were pushed into goes on in a segment of its own, whose tokens are counted on.
+
+Runs of one seed are one observation, as in the other studies: they begin with the same cold start. They are averaged
+first, and intervals are over seeds.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +21,8 @@ from arpo_megatron import resolve
 from arpo_megatron.errors import UserError
 from arpo_megatron.run_directory import RunDirectory
 from arpo_megatron.study.picture import Band, Panel, draw
-from arpo_megatron.study.statistics import Paired, interval
+from arpo_megatron.study.report import markdown
+from arpo_megatron.study.statistics import Mean, interval
 from arpo_megatron.tree import Role, RolloutTree
 from arpo_megatron.tree_files import read_trees, step_file, stored_steps
 
@@ -30,6 +34,7 @@ START = "prompt"
 ELSEWHERE = "elsewhere"
 """Behind the first tokens of any turn."""
 _LATER = -1  # the position of all of those
+_Run = tuple[int, str]  # its seed and name
 
 
 @dataclass(slots=True)
@@ -44,9 +49,9 @@ def collect(runs: Sequence[RunDirectory]) -> "pd.DataFrame":
     """Mean entropies of the trees of runs.
 
     Returns:
-        columns run, step, behind ("prompt", a tool's name, or "elsewhere"), position (from 0, in the turn, less than
-        the run's `algorithm.entropy_tokens`; -1: all later ones, elsewhere), tokens, entropy (mean, nats). A token that
-        several trajectories share counts once.
+        columns run, seed (of the run's config), step, behind ("prompt", a tool's name, or "elsewhere"), position (from
+        0, in the turn, less than the run's `algorithm.entropy_tokens`; -1: all later ones, elsewhere), tokens, entropy
+        (mean, nats). A token that several trajectories share counts once.
 
     Raises:
         UserError: no run has stored trees.
@@ -60,8 +65,13 @@ def collect(runs: Sequence[RunDirectory]) -> "pd.DataFrame":
 
 
 def _rows(run: RunDirectory) -> list[dict[str, Any]]:
-    first = resolve.load(run.config).algorithm.entropy_tokens
-    return [row for step in stored_steps(run) for row in _of_step(run, step, first)]
+    config = resolve.load(run.config)
+    first = config.algorithm.entropy_tokens
+    return [
+        {"run": run.path.name, "seed": config.seed, **row}
+        for step in stored_steps(run)
+        for row in _of_step(run, step, first)
+    ]
 
 
 def _of_step(run: RunDirectory, step: int, first: int) -> list[dict[str, Any]]:
@@ -73,7 +83,7 @@ def _of_step(run: RunDirectory, step: int, first: int) -> list[dict[str, Any]]:
             found.total += entropy
     return [
         {
-            "run": run.path.name, "step": step, "behind": behind, "position": position, "tokens": found.count,
+            "step": step, "behind": behind, "position": position, "tokens": found.count,
             "entropy": found.total / found.count,
         }
         for (behind, position), found in sorted(sums.items())
@@ -110,72 +120,114 @@ def write_report(rows: "pd.DataFrame", directory: Path, made_by: str) -> list[Pa
 
 def render(rows: "pd.DataFrame", made_by: str) -> str:
     """The page in Markdown."""
-    runs = rows.run.nunique()
-    table = _bands(rows, "position")
-    positions = sorted(set(rows.position) - {_LATER})
-    lines = [
-        ["behind", *(str(position + 1) for position in positions), "all of these"],
-        ["---"] * (len(positions) + 2),
-    ]
-    for name, band in table.items():
-        means = dict(zip(band.x.tolist(), band.mean.tolist(), strict=True))
-        over_all = np.mean(list(_means(rows[rows.behind == name]).values()))
-        lines.append([name, *(f"{means[p + 1]:.3f}" if p + 1 in means else "" for p in positions), f"{over_all:.3f}"])
-    text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    seeds = rows.seed.nunique()
+    over = _over(seeds, len(rows[["seed", "run"]].drop_duplicates()))
+    shown = "mean and 95 % interval over" if seeds > 1 else "mean of"
     parts = [
         "# entropy",
         "Entropy of the policy's next token: of the first `algorithm.entropy_tokens` tokens of turns behind a tool's "
         "result and behind the prompt, and elsewhere, which is all later tokens of turns.",
         _finding(rows),
-        f"![Mean entropy by token and by step, mean and 95 % interval over {runs} runs](entropy.svg)",
-        f"Mean entropy in nats of the n-th token of a turn, over {runs} runs and all their steps:",
-        text,
+        "Runs of one seed are one observation: they are averaged first. Intervals are Student's at 95 % over seeds.",
+        f"![Mean entropy by token and by step, {shown} {over}](entropy.svg)",
+        f"Mean entropy in nats of the n-th token of a turn, over {over} and all their steps:",
+        _mean_table(rows),
+        "Where the entropy is: each place's share of all tokens and of their entropy, summed over tokens; and of the "
+        "entropy behind tool results, the share that the n-th token holds behind each tool:",
+        _share_table(rows),
         made_by,
     ]
     return "\n\n".join(parts) + "\n"
 
 
+def _over(seeds: int, runs: int) -> str:
+    """What a mean is over, in words."""
+    return f"{seeds} seed{'' if seeds == 1 else 's'} ({runs} run{'' if runs == 1 else 's'})"
+
+
+def _mean_table(rows: "pd.DataFrame") -> str:
+    positions = _positions(rows)
+    lines = []
+    for name, band in _bands(rows, "position").items():
+        means = dict(zip(band.x.tolist(), band.mean.tolist(), strict=True))
+        cells = [f"{means[p + 1]:.3f}" if p + 1 in means else "" for p in positions]
+        lines.append([name, *cells, f"{_mean(_means(rows[rows.behind == name])):.3f}"])
+    return markdown(["behind", *(str(p + 1) for p in positions), "all of these"], lines)
+
+
+def _share_table(rows: "pd.DataFrame") -> str:
+    positions = _positions(rows)
+    sums = rows.assign(nats=rows.tokens * rows.entropy)
+    behind_tools = sums[_behind_tool(sums)]
+    at = (behind_tools.groupby(["behind", "position"]).nats.sum() / behind_tools.nats.sum()).to_dict()
+    lines = []
+    for name, group in sums.groupby("behind"):
+        cells = [f"{at[name, p]:.1%}" if (name, p) in at else "" for p in positions]
+        shares = [f"{group[what].sum() / sums[what].sum():.1%}" for what in ("tokens", "nats")]
+        lines.append([str(name), *shares, *cells])
+    return markdown(["behind", "of tokens", "of entropy", *(str(p + 1) for p in positions)], lines)
+
+
+def _behind_tool(rows: "pd.DataFrame") -> "pd.Series[bool]":
+    return ~rows.behind.isin([START, ELSEWHERE])
+
+
+def _positions(rows: "pd.DataFrame") -> list[int]:
+    return sorted(set(rows.position) - {_LATER})
+
+
 def _finding(rows: "pd.DataFrame") -> str:
-    tools = ~rows.behind.isin([START, ELSEWHERE])
-    after = _means(rows[tools])
+    after = _means(rows[_behind_tool(rows)])
     if not after:
         return "No turn begins behind a tool's result: nothing to compare."
-    said = [f"The first tokens behind a tool's result have {np.mean(list(after.values())):.3f} nats on average."]
+    said = [f"The first tokens behind a tool's result have {_mean(after):.3f} nats on average."]
     places = {START: "first tokens behind the prompt", ELSEWHERE: "tokens elsewhere"}
     for place, words in places.items():
         other = _means(rows[rows.behind == place])
-        if both := [run for run in after if run in other]:
-            gain = Paired.of([after[run] for run in both], [other[run] for run in both])
-            said.append(_compared(words, float(np.mean([other[run] for run in both])), gain))
+        if both := {run: (after[run] - other[run]) for run in after if run in other}:
+            said.append(_compared(words, _mean({run: other[run] for run in both}), both))
         else:
             said.append(f"There are no {words} in the same run: nothing to compare with.")
     return " ".join(said)
 
 
-def _compared(words: str, mean: float, gain: Paired) -> str:
+def _compared(words: str, mean: float, differences: Mapping[_Run, float]) -> str:
     text = f"{words[0].upper()}{words[1:]} have {mean:.3f}"
-    if np.isnan(gain.p):
-        return f"{text}, a difference of {gain.difference:+.3f} (one run)."
-    return (
-        f"{text}; the difference is {gain.difference:+.3f} ({gain.low:+.3f} to {gain.high:+.3f}) over {gain.seeds} "
-        "runs."
-    )
+    by_seed = _by_seed(differences)
+    gain = Mean.of(by_seed)
+    if len(by_seed) < 2:
+        return f"{text}, a difference of {gain.value:+.3f} (one seed: nothing can be said about chance)."
+    over = _over(len(by_seed), len(differences))
+    return f"{text}; the difference is {gain.value:+.3f} ({gain.low:+.3f} to {gain.high:+.3f}) over {over}."
 
 
-def _means(rows: "pd.DataFrame") -> dict[str, float]:
+def _means(rows: "pd.DataFrame") -> dict[_Run, float]:
     """Mean over tokens of each run."""
-    return {run: float((group.entropy * group.tokens).sum() / group.tokens.sum()) for run, group in rows.groupby("run")}
+    return {
+        (int(seed), run): float((group.entropy * group.tokens).sum() / group.tokens.sum())
+        for (seed, run), group in rows.groupby(["seed", "run"])
+    }
+
+
+def _by_seed(values: Mapping[_Run, float]) -> list[float]:
+    """The mean over the runs of each seed."""
+    seeds = sorted({seed for seed, _ in values})
+    return [float(np.mean([value for (seed, _), value in values.items() if seed == own])) for own in seeds]
+
+
+def _mean(values: Mapping[_Run, float]) -> float:
+    return float(np.mean(_by_seed(values)))
 
 
 def _bands(rows: "pd.DataFrame", axis: str) -> dict[str, Band]:
-    """A line for each place: the mean over runs at every value of the axis, positions counted from 1."""
+    """A line for each place: the mean over seeds at every value of the axis, positions counted from 1."""
     bands = {}
     for behind, group in rows.groupby("behind"):
         x, columns = [], []
         for value, part in group.groupby(axis):
-            per_run = list(_means(part).values())
+            per_seed = _by_seed(_means(part))
             x.append(float(value) + (axis == "position"))
-            columns.append((float(np.mean(per_run)), *interval(per_run)))
+            columns.append((float(np.mean(per_seed)), *interval(per_seed)))
         mean, low, high = np.array(columns).T
         bands[str(behind)] = Band(np.array(x), mean, low, high)
     return bands

@@ -89,8 +89,11 @@ class Found:
     def compared(self, figure: str) -> list[ArmFigures]:
         """Every arm against the control in one figure, at equal calls."""
         curves = self.curves(figure)
-        steps = {arm: int(group.step.max()) for arm, group in self.rows.groupby("arm")}
-        return compare(curves, self.design.control, budget_of(curves), steps)
+        return compare(curves, self.design.control, budget_of(curves), self.steps())
+
+    def steps(self) -> dict[str, int]:
+        """Training steps of each arm's runs."""
+        return {arm: int(group.step.max()) for arm, group in self.rows.groupby("arm")}
 
 
 def write_report(found: Found, directory: Path) -> list[Path]:
@@ -141,7 +144,7 @@ def _table(figures: Sequence[ArmFigures]) -> str:
         ]
         for item in figures
     ]  # fmt: skip
-    return _markdown(head, rows)
+    return markdown(head, rows)
 
 
 def _success_table(found: Found) -> str:
@@ -154,7 +157,7 @@ def _success_table(found: Found) -> str:
         [item.arm, _mean(item.final), *_gain(item.final_gain), *(_mean(ends[level][item.arm]) for level in levels)]
         for item in found.compared("success")
     ]
-    return _markdown(["arm", "success", "gain", "p", *levels], rows)
+    return markdown(["arm", "success", "gain", "p", *levels], rows)
 
 
 def _findings(found: Found, rewards: Sequence[ArmFigures]) -> list[str]:
@@ -168,17 +171,36 @@ def _findings(found: Found, rewards: Sequence[ArmFigures]) -> list[str]:
     if compared:
         said.append(f"After {budget:,.0f} calls, compared with {design.control}:")
         said.append("\n".join(f"- {line}" for line in compared))
+    said += [_pair(found, one, other) for one, other in design.pairs if one in curves and other in curves]
     if BASE_ARM in curves and design.control in curves and design.control != BASE_ARM:
         said.append(_claim(curves, found.curves("reward"), BASE_ARM, design.control))
     return said
 
 
 def _compared(item: ArmFigures, gain: Paired) -> str:
-    sentence = f"{item.arm} is at {item.final.value:.3f}, {_signed(gain.difference)}"
+    return f"{item.arm} is at {item.final.value:.3f}, {_told(gain)}"
+
+
+def _told(gain: Paired) -> str:
+    """A difference, its interval, and whether that leaves 0 out."""
+    sentence = _signed(gain.difference)
     if np.isnan(gain.p):
         return f"{sentence} (one seed: nothing can be said about chance)"
     told = gain.low > 0 or gain.high < 0
     return f"{sentence} ({_ends(gain.low, gain.high)}: {'' if told else 'not '}told from 0 by {gain.seeds} seeds)"
+
+
+def _pair(found: Found, one: str, other: str) -> str:
+    """Two arms against each other, at the calls at which all are compared."""
+    by_arm = found.curves("reward")
+    pair = {arm: by_arm[arm] for arm in (one, other)}
+    gain = next(item for item in compare(pair, other, budget_of(by_arm), found.steps()) if item.arm == one)
+    if gain.final_gain is None or gain.area_gain is None:
+        raise ValueError(f"{one} is compared with itself")
+    return (
+        f"{one} less {other}, in the same way: {_told(gain.final_gain)}; of the mean reward up to there "
+        f"{_told(gain.area_gain)}."
+    )
 
 
 def _claim(mean: Mapping[str, Curve], curves: Mapping[str, Sequence[Curve]], arm: str, control: str) -> str:
@@ -192,10 +214,23 @@ def _claim(mean: Mapping[str, Curve], curves: Mapping[str, Sequence[Curve]], arm
         most = float(mean[arm].values.max())
         end = f"{begin}. {arm} does not reach that within its {mean[arm].calls[-1]:,.0f} calls ({most:.3f} at most)."
     else:
-        end = f"{begin}. {arm} reaches that after {needed:,.0f} calls, {needed / spent:.0%} of {control}'s."
+        end = (
+            f"{begin}. {arm} reaches that after {needed:,.0f} calls, {needed / spent:.0%} of {control}'s: there the "
+            f"two means cross, which has no interval. {_at_the_ends(mean, curves, arm, control)}"
+        )
     return (
         f"The claim of the paper is better reward for half the tool budget. Here {end} "
         f"{_by_seeds(curves[arm], curves[control], arm, control)}"
+    )
+
+
+def _at_the_ends(mean: Mapping[str, Curve], curves: Mapping[str, Sequence[Curve]], arm: str, control: str) -> str:
+    """How much there is between where the two mean curves end, which says how firm a crossing is."""
+    last = {name: float(mean[name].calls[-1]) for name in (arm, control)}
+    gain = Paired.of(*([float(curve.at(last[name])) for curve in curves[name]] for name in (arm, control)))
+    return (
+        f"At the last of its {last[arm]:,.0f} calls {arm} is at {mean[arm].values[-1]:.3f}, {_told(gain)} against the "
+        f"end of {control}."
     )
 
 
@@ -254,7 +289,8 @@ def _lines(path: Path) -> list[str]:
     return path.read_text(encoding="utf-8").splitlines() if path.exists() else []
 
 
-def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table in Markdown."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 

@@ -21,7 +21,7 @@ from arpo_megatron.study import entropies, pieces, table
 from arpo_megatron.study.cli import _study
 from arpo_megatron.study.designs import DESIGNS, recipe_of
 from arpo_megatron.study.picture import apart
-from arpo_megatron.study.report import Found, write_report
+from arpo_megatron.study.report import Found, render, write_report
 from arpo_megatron.tasks.base import Task
 from arpo_megatron.tree import Role, RolloutTree, ToolRecord
 from arpo_megatron.tree_files import ScoredTree, TreeLog
@@ -122,9 +122,10 @@ def test_the_table_has_every_evaluation_and_level(tmp_path: Path) -> None:
         (
             [0.2, 0.5],
             [0.2, 0.8],
-            "Here grpo ends at 0.556 after 100 calls. arpo reaches that after 30 calls, 30% of grpo's. By single seeds "
-            "grpo improves in 2 of 2, and in 2 of these arpo reaches its end, with 30% of its calls in the geometric "
-            "mean (30% to 30%); seeds that",
+            "Here grpo ends at 0.556 after 100 calls. arpo reaches that after 30 calls, 30% of grpo's: there the two "
+            "means cross, which has no interval. At the last of its 60 calls arpo is at 0.889, +0.333 (+0.333 to "
+            "+0.333: told from 0 by 2 seeds) against the end of grpo. By single seeds grpo improves in 2 of 2, and in "
+            "2 of these arpo reaches its end, with 30% of its calls in the geometric mean (30% to 30%); seeds that",
         ),
         ([0.2, 0.5], [0.2, 0.3], "arpo does not reach that within its 60 calls (0.333 at most). By single seeds"),
         (
@@ -151,6 +152,23 @@ def test_the_report_says_what_was_found(tmp_path: Path, grpo: list[float], arpo:
     svg = paths[1].read_text()
     assert ">arpo<" in svg
     assert ">grpo<" in svg
+
+
+def test_the_report_compares_the_further_pairs_of_a_design_whose_arms_have_run(tmp_path: Path) -> None:
+    design = replace(DESIGNS["efficiency"], arms=("grpo", "random", "arpo"))
+    ends = {"grpo": [0.2, 0.5], "random": [0.2, 0.5], "arpo": [0.2, 0.8]}
+    runs = pieces.plan(design, tmp_path, 2, [])
+    for run in runs:
+        finish(run, [*ends[run.arm][:1], ends[run.arm][1] + (0.1 if (run.arm, run.seed) == ("arpo", 1) else 0)], 60)
+    page = render(Found.of(design, table.collect(runs), "x", [1, 2]))
+    gains = [4 / 9, 3 / 9]  # 9 of 10 tasks are finished, all of which seed 1 solves
+    middle, half = float(np.mean(gains)), 12.706205 * (gains[0] - gains[1]) / 2
+    told = f"{middle:+.3f} ({middle - half:+.3f} to {middle + half:+.3f}: not told from 0 by 2 seeds)"
+    area = f"{middle / 2:+.3f} ({(middle - half) / 2:+.3f} to {(middle + half) / 2:+.3f}: not told from 0 by 2 seeds)"
+    assert f"arpo less random, in the same way: {told}; of the mean reward up to there {area}." in page
+    without = replace(design, arms=("grpo", "arpo"))
+    rows = table.collect([run for run in runs if run.arm != "random"])
+    assert "arpo less" not in render(Found.of(without, rows, "x", [1, 2]))
 
 
 def test_seeds_without_all_arms_are_left_out_and_named(tmp_path: Path) -> None:
@@ -219,20 +237,23 @@ def test_entropies_are_told_by_what_is_before_the_turn_and_later_tokens_are_else
     ]
 
 
+def entropy_run(path: Path, seed: int, first: float) -> RunDirectory:
+    """A run whose first token behind the tool's result has so many nats."""
+    run = RunDirectory(path)
+    config = resolve.resolve("trails+grpo", words=["algorithm.entropy_tokens=2", f"seed={seed}"])
+    run.path.mkdir()
+    resolve.save(config, run.config)
+    tree = RolloutTree("task", [1])
+    asks = tree.add(0, Role.MODEL, [2] * 40, logprobs=[-1.0] * 40, entropies=[0.25] * 2 + [0.125] * 38)
+    tool = tree.add(asks, Role.TOOL, [5], tool=tool_record())
+    tree.add(tool, Role.MODEL, [6] * 40, logprobs=[-1.0] * 40, entropies=[first, 1.0] + [0.125] * 38)
+    task = Task("task", (), "1", "math", "x")
+    TreeLog(run, print).store(1, [ScoredTree(task, tree, np.ones(1), np.ones(1), np.ones(1, bool))], str)
+    return run
+
+
 def test_the_page_about_entropy_is_about_the_first_tokens_also_of_an_arm_without_forks(tmp_path: Path) -> None:
-    runs = []
-    for number in (1, 2):
-        run = RunDirectory(tmp_path / f"grpo-{number}")
-        config = resolve.resolve("trails+grpo", words=["algorithm.entropy_tokens=2"])
-        run.path.mkdir()
-        resolve.save(config, run.config)
-        tree = RolloutTree("task", [1])
-        asks = tree.add(0, Role.MODEL, [2] * 40, logprobs=[-1.0] * 40, entropies=[0.25] * 2 + [0.125] * 38)
-        tool = tree.add(asks, Role.TOOL, [5], tool=tool_record())
-        tree.add(tool, Role.MODEL, [6] * 40, logprobs=[-1.0] * 40, entropies=[2.0, 1.0] + [0.125] * 38)
-        task = Task("task", (), "1", "math", "x")
-        TreeLog(run, print).store(1, [ScoredTree(task, tree, np.ones(1), np.ones(1), np.ones(1, bool))], str)
-        runs.append(run)
+    runs = [entropy_run(tmp_path / f"grpo-{seed}", seed, 2.0) for seed in (1, 2)]
     page = entropies.write_report(entropies.collect(runs), tmp_path / "report", "made by hand")[0].read_text()
     assert "The first tokens behind a tool's result have 1.500 nats on average." in page
     assert "First tokens behind the prompt have 0.250; the difference is +1.250" in page
@@ -240,6 +261,38 @@ def test_the_page_about_entropy_is_about_the_first_tokens_also_of_an_arm_without
     assert "| behind | 1 | 2 | all of these |" in page
     assert "| search | 2.000 | 1.000 | 1.500 |" in page
     assert "| elsewhere |  |  | 0.125 |" in page
+    assert "| search | 2.5% | 23.1% | 66.7% | 33.3% |" in page  # 2 of 80 tokens, 3 of 13 nats, 2 and 1 of these 3
+    assert "| elsewhere | 95.0% | 73.1% |  |  |" in page
+
+
+def test_runs_of_a_seed_are_one_observation_of_entropy(tmp_path: Path) -> None:
+    per_seed = {1: [1.0, 2.0, 3.0], 2: [3.0], 3: [6.0]}  # nats of the first of two tokens; the second has 1
+    runs = [
+        entropy_run(tmp_path / f"arm{number}-seed{seed}", seed, first)
+        for seed, firsts in per_seed.items()
+        for number, first in enumerate(firsts)
+    ]
+    rows = entropies.collect(runs)
+    page = entropies.render(rows, "made by hand")
+    means = [(float(np.mean(firsts)) + 1) / 2 for firsts in per_seed.values()]  # 1.5, 2, 3.5: less 0.25 for the prompt
+    half = 4.302653 * float(np.std(means, ddof=1)) / 3**0.5  # Student's quantile with 2 degrees of freedom
+    middle = float(np.mean(means))
+    assert f"behind a tool's result have {middle:.3f} nats" in page
+    ends = f"({middle - 0.25 - half:+.3f} to {middle - 0.25 + half:+.3f})"
+    assert f"the difference is {middle - 0.25:+.3f} {ends} over 3 seeds (5 runs)." in page
+    assert "mean and 95 % interval over 3 seeds (5 runs)](entropy.svg)" in page
+    band = entropies._bands(rows[rows.behind == "search"], "step")["search"]
+    np.testing.assert_allclose([band.mean[0], band.low[0], band.high[0]], [middle, middle - half, middle + half], 1e-6)
+
+
+def test_runs_of_a_single_seed_tell_no_interval_of_entropy(tmp_path: Path) -> None:
+    runs = [entropy_run(tmp_path / f"arm{number}", 1, first) for number, first in enumerate((1.0, 3.0))]
+    rows = entropies.collect(runs)
+    page = entropies.render(rows, "made by hand")
+    assert "First tokens behind the prompt have 0.250, a difference of +1.250 (one seed: nothing can be said" in page
+    assert "by step, mean of 1 seed (2 runs)](entropy.svg)" in page
+    band = entropies._bands(rows, "step")["search"]
+    assert band.low.tolist() == band.mean.tolist() == band.high.tolist()
 
 
 def study(out: Path, *words: str) -> list[str]:
