@@ -86,7 +86,8 @@ def evaluate(wish: Wish, tell: Tell = lambda _text: None) -> dict[str, Any]:
     out = place.opened(identity, out=wish.out, subject=subject)
     with out.locked():
         with _asked(wish, subject, config, tools, system, out, sets, tell) as (put, judge):
-            held = _in_training_data(wish, subject, config, put, tell) if sets else None
+            training = _training_data(wish, subject, config, tell) if sets else None
+            held = None if training is None else _held(put, training)
             journal = Journal(out.path / "attempts.jsonl")
             try:
                 _answer(subject, config, tools, out, put, journal, attempts, tell)
@@ -94,7 +95,7 @@ def evaluate(wish: Wish, tell: Tell = lambda _text: None) -> dict[str, Any]:
             finally:
                 journal.close()
         figures = _figures(wish, config, put, kept, held)
-        notes = [*_notes(put, sets, missing, wish), *_judging(judge)]
+        notes = [*_notes(put, sets, missing, wish, training), *_judging(judge)]
         return _report(out, subject, tools, config, figures, notes, kept, tell)
 
 
@@ -236,19 +237,21 @@ def _agent(
                 rollouts.close()
 
 
-def _in_training_data(
-    wish: Wish, subject: Subject, config: JobConfig, put: Put, tell: Tell
-) -> dict[str, set[str]] | None:
-    """The ids of the questions that the training data holds, by benchmark; None where no such data is known."""
+def _training_data(wish: Wish, subject: Subject, config: JobConfig, tell: Tell) -> overlap.TrainingQuestions | None:
+    """What the model was trained on, where that is known."""
     train_data, key = wish.train_data, "--train-data "
     if train_data is None and subject.run is not None and config.data.kind == "arpo_parquet":
         train_data, key = config.data.path, "data.path="
     if train_data is None:
         return None
     tell(f"looking for the questions in {train_data}")
-    training = overlap.training_questions(train_data, key)
+    return overlap.training_questions(train_data, key)
+
+
+def _held(put: Put, training: overlap.TrainingQuestions) -> dict[str, set[str]]:
+    """The ids of the questions that the training data holds, by benchmark."""
     held: dict[str, set[str]] = {name: set() for name in put.scorers}
-    for each in overlap.overlaps([question for question, _ in put.asked], training):
+    for each in overlap.overlaps([question for question, _ in put.asked], training.texts):
         held[each.question.benchmark].add(each.question.id)
     return held
 
@@ -271,7 +274,13 @@ def _figures(
     ]
 
 
-def _notes(put: Put, sets: Sequence[TestSet], missing: Sequence[Benchmark], wish: Wish) -> list[str]:
+def _notes(
+    put: Put,
+    sets: Sequence[TestSet],
+    missing: Sequence[Benchmark],
+    wish: Wish,
+    training: overlap.TrainingQuestions | None,
+) -> list[str]:
     """What a reader of the tables must know."""
     notes = list(put.notes)
     for each in sets:
@@ -287,6 +296,8 @@ def _notes(put: Put, sets: Sequence[TestSet], missing: Sequence[Benchmark], wish
         notes.append(f"not evaluated, no file in {wish.data}: {', '.join(each.name for each in missing)}")
     if wish.tasks is not None:
         notes.append(f"only the first {wish.tasks} questions of each benchmark")
+    if training is not None and training.note:
+        notes.append(training.note)
     return notes
 
 

@@ -184,6 +184,14 @@ def test_training_data_that_is_missing_is_named_before_the_first_attempt(files: 
     assert not server.requests
 
 
+def test_questions_in_training_data_are_counted_and_rows_that_cannot_be_read_told(files: Path, tmp_path: Path) -> None:
+    train = tmp_path / "train.jsonl"
+    train.write_text("".join((files / "aime24.jsonl").read_text().splitlines(keepends=True)[:2]) + "[]\n")
+    found = evaluate(Wish("oracle", suite="aime24", data=files, out=tmp_path / "out", train_data=train))
+    assert found["in_training_data"] == 2
+    assert "1 of 3 rows" in (tmp_path / "out" / "report.md").read_text()
+
+
 def test_questions_are_asked_at_once_up_to_a_limit(files: Path, tmp_path: Path) -> None:
     with served(ChatServer(right, delay_s=0.2)) as server:
         evaluate(wish(server, files, tmp_path / "out", words=(*PLAIN, "engine.max_running_requests=3")))
