@@ -10,6 +10,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
+
+from arpo_megatron.tasks.base import whole_characters
+
+_MOST = 2**31 - 1
+"""That a column of counts holds."""
 
 
 class Outcome(StrEnum):
@@ -151,7 +157,10 @@ def write_records(path: Path, attempts: Sequence[Attempt]) -> None:
     partial.replace(path)
 
 
-def _attempt(row: dict[str, object]) -> Attempt:
-    row["expected"] = tuple(row["expected"])  # type: ignore[arg-type]
-    row["outcome"] = Outcome(str(row["outcome"]))
-    return Attempt(**row)  # type: ignore[arg-type]
+def _attempt(row: dict[str, Any]) -> Attempt:
+    """Earlier versions wrote what a server said as it was: halves of characters, counts that no file holds."""
+    row = {name: whole_characters(value) if isinstance(value, str) else value for name, value in row.items()}
+    row |= {name: row[name] if 0 <= row[name] <= _MOST else 0 for name in ("model_tokens", "tool_tokens")}
+    row["expected"] = tuple(map(whole_characters, row["expected"]))
+    row["outcome"] = Outcome(row["outcome"])
+    return Attempt(**row)

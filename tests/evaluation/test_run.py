@@ -152,6 +152,38 @@ def test_a_reply_that_is_no_completion_fails_its_attempt_or_is_told_by_the_first
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("count", [10**30, -5, 1.5, True, None])
+def test_a_count_of_tokens_that_is_none_costs_nothing_else(files: Path, tmp_path: Path, count: object) -> None:
+    message = {"content": "<answer>\\boxed{2}</answer>"}
+    usage = {"prompt_tokens": 5, "completion_tokens": count}
+    body = json.dumps({"choices": [{"finish_reason": "stop", "message": message}], "usage": usage}).encode()
+    with served(ChatServer(right, body=lambda _messages: body)) as server:
+        found = evaluate(wish(server, files, tmp_path / "out"))
+    assert found["outcomes"] == {"right": 1, "wrong": 5}
+    assert pl.read_parquet(tmp_path / "out" / "records.parquet")["model_tokens"].to_list() == [0] * 6
+
+
+def test_half_a_character_in_a_reply_a_refusal_or_a_tools_result_is_replaced(files: Path, tmp_path: Path) -> None:
+    half = "\ud800"
+
+    def script(messages: list[dict[str, str]]) -> str:
+        if "1 plus" in messages[-1]["content"]:
+            return f"<answer>\\boxed{{{half}2}}</answer>"
+        if len(messages) == 2:
+            return "<python>print(chr(0xd800))</python>"
+        return "<answer>\\boxed{4}</answer>"
+
+    def refused(messages: list[dict[str, str]]) -> int:
+        return 400 if "3 plus" in messages[-1]["content"] else 0
+
+    with served(ChatServer(script, fail=refused, said=f"no {half}")) as server:
+        evaluate(wish(server, files, tmp_path / "out", tools=Tools.PROMPT, tasks=3))
+    rows = pl.read_parquet(tmp_path / "out" / "records.parquet")
+    assert rows["answer"].to_list() == ["\ufffd2", "4", None]
+    assert rows["outcome"].to_list() == ["wrong", "right", "refused"]
+    assert "\ufffd" in rows["detail"][2]
+
+
 def test_a_server_that_is_ill_is_not_said_to_refuse_the_request(files: Path, tmp_path: Path) -> None:
     with (
         served(ChatServer(right, fail=lambda _messages: 500)) as server,

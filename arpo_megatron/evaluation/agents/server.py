@@ -27,7 +27,7 @@ from arpo_megatron.evaluation.response import Given, NoResponse, Response
 from arpo_megatron.rollout import protocol
 from arpo_megatron.rollout.policies import place_seed
 from arpo_megatron.rollout.tools import ToolClient
-from arpo_megatron.tasks.base import Message
+from arpo_megatron.tasks.base import Message, whole_characters
 from arpo_megatron.tree import Finish
 from tools_sandbox.client import SandboxError
 
@@ -181,7 +181,8 @@ class ServerAnswers:
             )
             said.tool_calls += 1
             said.tool_errors += result.status != "ok"
-            self._append(said, text, protocol.result_text(result.text[: _CHARACTERS * limits.max_tool_tokens]))
+            shown = whole_characters(result.text[: _CHARACTERS * limits.max_tool_tokens])
+            self._append(said, text, protocol.result_text(shown))
         return said.response(Finish.LENGTH, began)
 
     def _append(self, said: _Trajectory, text: str, result: str) -> None:
@@ -267,4 +268,4 @@ def _passing(error: openai.APIStatusError) -> bool:
 
 
 def _text(error: Exception) -> str:
-    return " ".join(str(error).split())[:300]
+    return whole_characters(" ".join(str(error).split())[:300])
