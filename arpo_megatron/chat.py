@@ -12,6 +12,13 @@ from typing import Any
 import httpx
 import openai
 
+from arpo_megatron.tasks.base import whole_characters
+
+MAX_REPLY_BYTES = 16 * 2**20
+"""Of a body, unpacked; a completion of a hundred thousand tokens has less than one of these megabytes."""
+MAX_TOKENS = 10**7
+"""No context is as long: a server that counts more counts nothing."""
+
 
 class UnreadableReplyError(Exception):
     """The server answered with status 200 and something that is not what the protocol promises."""
@@ -22,9 +29,9 @@ class Completion:
     """What a model said.
 
     Attributes:
-        text: "" where it said nothing (a refusal, or all of it thoughts).
+        text: "" where it said nothing (a refusal, or all of it thoughts); of whole characters.
         finish_reason: as the server has it: "stop", "length", ...
-        prompt_tokens: of the request; None: the server does not count.
+        prompt_tokens: of the request, at most `MAX_TOKENS`; None: the server does not count, or no such number.
         completion_tokens: of the whole reply; likewise.
         repeated: how often the request was sent again before this came.
     """
@@ -36,20 +43,39 @@ class Completion:
     repeated: int
 
 
-class _DeadlineClient(openai.DefaultAsyncHttpxClient):
-    """Bounds a request as a whole. httpx's timeouts bound one read each: a byte now and then would hold it for ever."""
+class _BoundedClient(openai.DefaultAsyncHttpxClient):
+    """Bounds a request as a whole. httpx's timeouts bound one read each: a byte now and then would hold it for ever,
+    and nothing bounds how much is read.
+    """
 
     def __init__(self, deadline_s: float) -> None:
         super().__init__()
         self._deadline_s = deadline_s
 
     async def send(self, request: httpx.Request, **options: Any) -> httpx.Response:
-        """With the body, which openai reads in here where nothing is streamed."""
+        """With the body, which is cut behind `MAX_REPLY_BYTES`."""
         try:
             async with asyncio.timeout(self._deadline_s):
-                return await super().send(request, **options)
+                response = await super().send(request, **{**options, "stream": True})
+                try:
+                    return await _read(response)
+                finally:
+                    await response.aclose()
         except TimeoutError:
             raise httpx.ReadTimeout(f"no whole reply within {self._deadline_s:g} s", request=request) from None
+
+
+async def _read(response: httpx.Response) -> httpx.Response:
+    """The response with its body, as far as that is read."""
+    body = bytearray()
+    async for piece in response.aiter_bytes():
+        body += piece
+        if len(body) > MAX_REPLY_BYTES:
+            break
+    # The body is unpacked and whole by now, and these speak of how it came.
+    dropped = ("content-encoding", "content-length", "transfer-encoding")
+    headers = [(name, value) for name, value in response.headers.multi_items() if name.lower() not in dropped]
+    return httpx.Response(response.status_code, headers=headers, content=bytes(body), request=response.request)
 
 
 def connected(url: str, *, key: str | None, deadline_s: float, retries: int) -> openai.AsyncOpenAI:
@@ -66,7 +92,7 @@ def connected(url: str, *, key: str | None, deadline_s: float, retries: int) -> 
         api_key=key or "none",
         timeout=None,  # the deadline is the HTTP client's
         max_retries=retries,
-        http_client=_DeadlineClient(deadline_s),
+        http_client=_BoundedClient(deadline_s),
     )
 
 
@@ -82,7 +108,7 @@ async def complete(client: openai.AsyncOpenAI, **request: Any) -> Completion:
         openai.APIError: there is none.
     """
     answer = await client.chat.completions.with_raw_response.create(**request)
-    body = _json(answer.text)
+    body = _json(answer)
     try:
         choice = body["choices"][0]
         text, reason = choice["message"].get("content"), choice.get("finish_reason")
@@ -92,24 +118,29 @@ async def complete(client: openai.AsyncOpenAI, **request: Any) -> Completion:
         raise UnreadableReplyError(f"a chat completion whose content is no text: {_start(answer.text)}")
     usage = body.get("usage")
     prompt, said = (_count(usage, name) for name in ("prompt_tokens", "completion_tokens"))
-    return Completion(text or "", reason if isinstance(reason, str) else None, prompt, said, answer.retries_taken)
+    return Completion(
+        whole_characters(text or ""), reason if isinstance(reason, str) else None, prompt, said, answer.retries_taken
+    )
 
 
 async def model_names(client: openai.AsyncOpenAI) -> list[str]:
     """The models that the server has. Raises as `complete` does."""
     answer = await client.models.with_raw_response.list()
-    body = _json(answer.text)
+    body = _json(answer)
     try:
-        return [str(model["id"]) for model in body["data"]]
+        return [whole_characters(str(model["id"])) for model in body["data"]]
     except (LookupError, TypeError):
         raise UnreadableReplyError(f"a reply that is no list of models: {_start(answer.text)}") from None
 
 
-def _json(text: str) -> Any:
+def _json(answer: Any) -> Any:
+    """What a raw response holds."""
+    if len(answer.content) > MAX_REPLY_BYTES:
+        raise UnreadableReplyError(f"a reply of more than {MAX_REPLY_BYTES // 2**20} MiB: {_start(answer.text)}")
     try:
-        return json.loads(text)
+        return json.loads(answer.text)
     except (ValueError, RecursionError):
-        raise UnreadableReplyError(f"a reply that is not JSON: {_start(text)}") from None
+        raise UnreadableReplyError(f"a reply that is not JSON: {_start(answer.text)}") from None
 
 
 def _start(text: str) -> str:
@@ -119,4 +150,4 @@ def _start(text: str) -> str:
 
 def _count(usage: Any, name: str) -> int | None:
     found = usage.get(name) if isinstance(usage, dict) else None
-    return found if isinstance(found, int) else None
+    return found if type(found) is int and 0 <= found <= MAX_TOKENS else None  # true is an int too

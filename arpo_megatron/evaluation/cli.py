@@ -119,7 +119,9 @@ def eval_report(
 
 @app.command()
 def decontaminate(
-    train_data: Annotated[Path, typer.Argument(metavar="FILE", help="Training questions: parquet or conversations.")],
+    train_data: Annotated[
+        Path, typer.Argument(metavar="FILE", help="Training questions: parquet, JSON lines or a JSON array.")
+    ],
     suite: Annotated[
         str, typer.Option(metavar="NAME[,NAME]", help="Evaluation questions to look for.")
     ] = "reasoning,deepsearch",
@@ -132,7 +134,8 @@ def decontaminate(
     from arpo_megatron.evaluation.questions import read_all
 
     sets, missing = read_all(chosen(suite), data, skip_missing=skip_missing)
-    found = overlaps([question for each in sets for question in each.questions], training_questions(train_data, ""))
+    training = training_questions(train_data, "")
+    found = overlaps([question for each in sets for question in each.questions], training.texts)
     for each in found:
         row = {
             "benchmark": each.question.benchmark,
@@ -147,6 +150,8 @@ def decontaminate(
         name = tested.benchmark.name
         count = sum(each.question.benchmark == name for each in found)
         _tell(f"{name}: {count} of {len(tested.questions)} questions are in {train_data}")
+    if training.note:
+        _tell(training.note)
     if missing:
         _tell(f"not looked for, no file in {data}: {', '.join(each.name for each in missing)}")
     if found:

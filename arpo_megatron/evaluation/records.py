@@ -1,15 +1,23 @@
 """What is kept of every attempt at a question, in a form that a kill at any moment leaves usable.
 
-Attempts are appended to a journal (JSON lines) as they end; a torn last line is cut off by whoever goes on. When all
-are there, `records.parquet` holds the same, a row an attempt.
+Attempts are appended to a journal (JSON lines) as they end, and before them answers that wait for the verdict of a
+judge; a torn last line is cut off by whoever goes on. When all are there, `records.parquet` holds a row an attempt.
 """
 
 import json
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
+
+from arpo_megatron.tasks.base import whole_characters
+
+_ANSWER = "to_judge"
+"""Of a line of the journal that holds no attempt yet, but the answer that the judge is asked about."""
+_MOST = 2**31 - 1
+"""That a column of counts holds."""
 
 
 class Outcome(StrEnum):
@@ -92,11 +100,16 @@ class Journal:
     def __init__(self, path: Path) -> None:
         self._lock = threading.Lock()
         self._attempts: dict[tuple[str, str, int], Attempt] = {}
+        self._answers: dict[tuple[str, str, int], Mapping[str, Any]] = {}
         if path.exists():
             content = path.read_bytes()
             whole = content[: content.rfind(b"\n") + 1]
             for line in whole.splitlines():
-                self._keep(_attempt(json.loads(line)))
+                row = json.loads(line)
+                if _ANSWER in row:
+                    self._answers[row["benchmark"], row["question_id"], row["attempt"]] = row[_ANSWER]
+                else:
+                    self._keep(_attempt(row))
             with path.open("r+b") as file:
                 file.truncate(len(whole))
         self._file = path.open("a", encoding="utf-8")
@@ -110,6 +123,20 @@ class Journal:
             self._file.flush()
             for attempt in attempts:
                 self._keep(attempt)
+
+    def keep_answers(self, benchmark: str, question_id: str, answers: Mapping[int, Mapping[str, Any]]) -> None:
+        """Keep what is still to be judged: JSON-safe, by the attempt's number; as safe as an attempt is."""
+        where = {"benchmark": benchmark, "question_id": question_id}
+        lines = "".join(
+            json.dumps({**where, "attempt": number, _ANSWER: answer}) + "\n" for number, answer in answers.items()
+        )
+        with self._lock:
+            self._file.write(lines)
+            self._file.flush()
+
+    def answer(self, benchmark: str, question_id: str, attempt: int) -> Mapping[str, Any] | None:
+        """What an earlier process has kept by `keep_answers`."""
+        return self._answers.get((benchmark, question_id, attempt))
 
     def done(self, benchmark: str, question_id: str, attempt: int) -> bool:
         """Whether this attempt need not be made any more."""
@@ -151,7 +178,10 @@ def write_records(path: Path, attempts: Sequence[Attempt]) -> None:
     partial.replace(path)
 
 
-def _attempt(row: dict[str, object]) -> Attempt:
-    row["expected"] = tuple(row["expected"])  # type: ignore[arg-type]
-    row["outcome"] = Outcome(str(row["outcome"]))
-    return Attempt(**row)  # type: ignore[arg-type]
+def _attempt(row: dict[str, Any]) -> Attempt:
+    """Earlier versions wrote what a server said as it was: halves of characters, counts that no file holds."""
+    row = {name: whole_characters(value) if isinstance(value, str) else value for name, value in row.items()}
+    row |= {name: row[name] if 0 <= row[name] <= _MOST else 0 for name in ("model_tokens", "tool_tokens")}
+    row["expected"] = tuple(map(whole_characters, row["expected"]))
+    row["outcome"] = Outcome(row["outcome"])
+    return Attempt(**row)

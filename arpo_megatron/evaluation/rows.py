@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from arpo_megatron.rewards.tag_format import last_boxed
+from arpo_megatron.tasks.base import whole_characters
 
 Row = Mapping[str, Any]
 Asked = tuple[str, tuple[str, ...]]
@@ -23,10 +24,10 @@ def plain(row: Row, questions: Sequence[str], answers: Sequence[str]) -> Asked:
         raise BadRowError(f"no question ({' or '.join(questions)})")
     found = _first(row, answers)
     several = found if isinstance(found, list | tuple) else [found]
-    accepted = [text for item in several if item is not None and (text := str(item).strip())]
+    accepted = [text for item in several if item is not None and (text := whole_characters(str(item).strip()))]
     if not accepted:
         raise BadRowError(f"no answer ({' or '.join(answers)})")
-    return question.strip(), tuple(dict.fromkeys(accepted))
+    return whole_characters(question.strip()), tuple(dict.fromkeys(accepted))
 
 
 def behind_hashes(row: Row, questions: Sequence[str], answers: Sequence[str]) -> Asked:

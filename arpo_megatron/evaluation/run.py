@@ -17,10 +17,11 @@ from arpo_megatron.evaluation.agents.known import KnownAnswers
 from arpo_megatron.evaluation.benchmarks import HELD_OUT, Benchmark, chosen
 from arpo_megatron.evaluation.prompts import Tools
 from arpo_megatron.evaluation.put import Put, put_benchmarks, put_held_out, training_prompt
-from arpo_megatron.evaluation.questions import TestSet, read_all
+from arpo_megatron.evaluation.questions import Question, TestSet, read_all
 from arpo_megatron.evaluation.records import PASSING, Attempt, Journal, write_records
 from arpo_megatron.evaluation.response import Given
-from arpo_megatron.evaluation.scorers import attempt_of, judged_by
+from arpo_megatron.evaluation.scorers import judged_by
+from arpo_megatron.evaluation.scoring import Scoring
 from arpo_megatron.evaluation.subject import Kind, Subject, config_of, subject_of
 from arpo_megatron.evaluation.summary import Figures, figures_of
 from arpo_megatron.processes import Roles
@@ -68,7 +69,7 @@ def evaluate(wish: Wish, tell: Tell = lambda _text: None) -> dict[str, Any]:
     suite = wish.suite or (HELD_OUT if subject.kind is Kind.RUN else "")
     benchmarks, missing, sets = _sets(subject, suite, wish)
     config = config_of(subject, benchmarks, tools, list(wish.words))
-    subject = _named(subject, wish, config)
+    subject = _named(subject, wish, config, tell)
     attempts = wish.attempts or wish.k
     if attempts < wish.k:
         raise UserError(f"--attempts {attempts} is fewer than --k {wish.k}")
@@ -86,15 +87,16 @@ def evaluate(wish: Wish, tell: Tell = lambda _text: None) -> dict[str, Any]:
     out = place.opened(identity, out=wish.out, subject=subject)
     with out.locked():
         with _asked(wish, subject, config, tools, system, out, sets, tell) as (put, judge):
-            held = _in_training_data(wish, subject, config, put, tell) if sets else None
+            training = _training_data(wish, subject, config, tell) if sets else None
+            held = None if training is None else _held(put, training)
             journal = Journal(out.path / "attempts.jsonl")
             try:
-                _answer(subject, config, tools, out, put, journal, attempts, tell)
+                _answer(subject, config, tools, out, put, journal, attempts, judge is not None, tell)
                 kept = journal.attempts()
             finally:
                 journal.close()
         figures = _figures(wish, config, put, kept, held)
-        notes = [*_notes(put, sets, missing, wish), *_judging(judge)]
+        notes = [*_notes(put, sets, missing, wish, training), *_judging(judge)]
         return _report(out, subject, tools, config, figures, notes, kept, tell)
 
 
@@ -146,13 +148,13 @@ def _sets(subject: Subject, suite: str, wish: Wish) -> tuple[list[Benchmark], li
     return benchmarks, missing, sets
 
 
-def _named(subject: Subject, wish: Wish, config: JobConfig) -> Subject:
+def _named(subject: Subject, wish: Wish, config: JobConfig, tell: Tell) -> Subject:
     """With the name of the model that a server has."""
     if subject.kind is not Kind.SERVER or wish.model is not None:
         return subject
     from arpo_megatron.evaluation.agents.server import served_model
 
-    return Subject(subject.kind, served_model(subject.url, config), url=subject.url)
+    return Subject(subject.kind, served_model(subject.url, config, tell), url=subject.url)
 
 
 def _system_prompt(wish: Wish, subject: Subject, config: JobConfig, trained: bool) -> str | None:
@@ -173,38 +175,47 @@ def _answer(
     put: Put,
     journal: Journal,
     attempts: int,
+    judged: bool,
     tell: Tell,
 ) -> None:
-    """Have all attempts made that the journal does not hold."""
-    wanted = []
-    for question, task in put.asked:
-        numbers = range(attempts)
-        left = tuple(n for n in numbers if not journal.done(question.benchmark, question.id, n))
-        if left:
-            wanted.append(Wanted(question, task, left))
-    if not wanted:
-        return
-    done, total = 0, sum(len(each.attempts) for each in wanted)
-    known = len(put.asked) * attempts - total
-    tell(f"{total} attempts to make{f', {known} are there already' if known else ''}; records in {out.path}")
+    """Have all attempts made that the journal does not hold, and those scored that only want a verdict."""
     told = time.monotonic()
 
-    def deliver(each: Wanted, given: Mapping[int, Given]) -> None:
-        nonlocal done, told
-        scorer = put.scorers[each.question.benchmark]
-        journal.add(attempt_of(each.question, number, given[number], scorer) for number in given)
-        done += len(set(given) & set(each.attempts))
+    def note(done: int) -> None:
+        nonlocal told
         if time.monotonic() - told > _NOTE_EVERY_S:
             told = time.monotonic()
             tell(f"{done} of {total} attempts")
 
-    with _agent(subject, config, tools, out, put, attempts) as agent:
-        agent.answer(wanted, deliver)
+    # Only a model's verdict is worth keeping what it is asked about: rules take no time.
+    kept = [name for name, metric in put.metrics.items() if judged and metric not in ("math", "f1")]
+    with Scoring(put.scorers, journal, kept, note) as scoring:
+        wanted, unscored = [], list[tuple[Question, dict[int, Given]]]()
+        for question, task in put.asked:
+            left = [n for n in range(attempts) if not journal.done(question.benchmark, question.id, n)]
+            if answers := scoring.kept(question, left):
+                unscored.append((question, answers))
+            if rest := tuple(n for n in left if n not in answers):
+                wanted.append(Wanted(question, task, rest))
+        to_make = sum(len(each.attempts) for each in wanted)
+        to_judge = sum(len(answers) for _, answers in unscored)
+        total = to_make + to_judge
+        if not total:
+            return
+        known = len(put.asked) * attempts - total
+        said = [f"{to_make} attempts to make", *([f"{to_judge} to judge"] if to_judge else [])]
+        tell(f"{', '.join(said)}{f', {known} are there already' if known else ''}; records in {out.path}")
+        for question, answers in unscored:
+            scoring.score(question, answers)
+        if wanted:
+            with _agent(subject, config, tools, out, put, attempts, tell) as agent:
+                agent.answer(wanted, scoring.deliver)
+        scoring.finish()
 
 
 @contextmanager
 def _agent(
-    subject: Subject, config: JobConfig, tools: Tools, out: RunDirectory, put: Put, attempts: int
+    subject: Subject, config: JobConfig, tools: Tools, out: RunDirectory, put: Put, attempts: int, tell: Tell
 ) -> Iterator[Agent]:
     """Whoever answers, with the services that this needs."""
     from arpo_megatron.launch import connect_rollouts, services, tool_service
@@ -220,10 +231,10 @@ def _agent(
 
             token = os.environ.get(TOKEN_VARIABLE) or None
             if tools is Tools.NONE:
-                yield ServerAnswers(subject.url, subject.name, config, tools, None)
+                yield ServerAnswers(subject.url, subject.name, config, tools, None, tell=tell)
                 return
             with tool_service(config, out, roles) as sandbox_url:
-                yield ServerAnswers(subject.url, subject.name, config, tools, sandbox_url, token)
+                yield ServerAnswers(subject.url, subject.name, config, tools, sandbox_url, token, tell)
             return
         from arpo_megatron.evaluation.agents.grown import GrownAnswers
 
@@ -236,19 +247,21 @@ def _agent(
                 rollouts.close()
 
 
-def _in_training_data(
-    wish: Wish, subject: Subject, config: JobConfig, put: Put, tell: Tell
-) -> dict[str, set[str]] | None:
-    """The ids of the questions that the training data holds, by benchmark; None where no such data is known."""
+def _training_data(wish: Wish, subject: Subject, config: JobConfig, tell: Tell) -> overlap.TrainingQuestions | None:
+    """What the model was trained on, where that is known."""
     train_data, key = wish.train_data, "--train-data "
     if train_data is None and subject.run is not None and config.data.kind == "arpo_parquet":
         train_data, key = config.data.path, "data.path="
     if train_data is None:
         return None
     tell(f"looking for the questions in {train_data}")
-    training = overlap.training_questions(train_data, key)
+    return overlap.training_questions(train_data, key)
+
+
+def _held(put: Put, training: overlap.TrainingQuestions) -> dict[str, set[str]]:
+    """The ids of the questions that the training data holds, by benchmark."""
     held: dict[str, set[str]] = {name: set() for name in put.scorers}
-    for each in overlap.overlaps([question for question, _ in put.asked], training):
+    for each in overlap.overlaps([question for question, _ in put.asked], training.texts):
         held[each.question.benchmark].add(each.question.id)
     return held
 
@@ -271,7 +284,13 @@ def _figures(
     ]
 
 
-def _notes(put: Put, sets: Sequence[TestSet], missing: Sequence[Benchmark], wish: Wish) -> list[str]:
+def _notes(
+    put: Put,
+    sets: Sequence[TestSet],
+    missing: Sequence[Benchmark],
+    wish: Wish,
+    training: overlap.TrainingQuestions | None,
+) -> list[str]:
     """What a reader of the tables must know."""
     notes = list(put.notes)
     for each in sets:
@@ -287,6 +306,8 @@ def _notes(put: Put, sets: Sequence[TestSet], missing: Sequence[Benchmark], wish
         notes.append(f"not evaluated, no file in {wish.data}: {', '.join(each.name for each in missing)}")
     if wish.tasks is not None:
         notes.append(f"only the first {wish.tasks} questions of each benchmark")
+    if training is not None and training.note:
+        notes.append(training.note)
     return notes
 
 
@@ -323,7 +344,7 @@ def _report(
         kinds = ", ".join(f"{kind} {count}" for kind, count in sorted(failed.items()))
         told.append(
             f"{failed.total()} of {len(kept)} attempts failed for reasons that may be over ({kinds}) and count as "
-            "wrong: the same command makes them again"
+            "wrong: the same command makes them again, or has them judged"
         )
         tell(f"warning: {told[-1]}")
     rows = {row.benchmark: row.to_dict() for row in figures}

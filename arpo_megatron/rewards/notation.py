@@ -4,6 +4,7 @@ Everything here is linear in the length of the text. What must be computed is `v
 """
 
 import re
+import unicodedata
 from collections.abc import Collection
 from decimal import Decimal
 from fractions import Fraction
@@ -21,7 +22,16 @@ _SYNONYMS = (
     ("a.m.", "am"),
     ("≈", "\\approx"),
     ("**", "^"),
+    ("\u2212", "-"),
+    *(
+        (sign, f"\\frac{{{above}}}{{{below}}}")
+        for sign in "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"
+        for above, _, below in [unicodedata.normalize("NFKC", sign).partition("\u2044")]
+    ),
 )
+_ROOT = re.compile(r"(?<![²³⁴-⁹])√ ?(\d+(?:\.\d+)?|[a-zA-Z]|\([^()]*\)|(?=\{))")
+_DASH = re.compile(r"(?:^|(?<=[(\[{,=^]))\u2013(?=[\d.\\a-zA-Z(])")  # an en dash; between numbers it means "to"
+_GROUPS_OF_THREE = re.compile(r"(?<![\d.])\d{1,3}(?:\\ \d{3})+(?!\d)")
 _THOUSANDS = re.compile(r"[+-]?\d{1,3}(,\d{3})+(\.\d*)?")
 _NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)(e[+-]?\d{1,3})?")
 _MIXED = re.compile(r"([+-]?\d+) (\d+)/(\d+)")
@@ -60,6 +70,8 @@ def canonical(text: str, other_unit: Collection[str] = (), *, expected: bool = F
     for word, usual in _SYNONYMS:
         text = text.replace(word, usual)
     text = " ".join(text.split()).removesuffix(".")
+    text = _GROUPS_OF_THREE.sub(lambda found: found[0].replace("\\ ", ""), _DASH.sub("-", text))
+    text = _ROOT.sub(lambda found: f"\\sqrt{{{found[1]}}}" if found[1] else "\\sqrt", text)
     if text.isdecimal():
         return text
     if (whole := _WRAPPER.fullmatch(text)) and whole[1].strip()[:1].isdecimal():

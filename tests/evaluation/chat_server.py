@@ -22,6 +22,7 @@ class ChatServer:
         script: the messages of a request -> what the model would say by itself, which is cut at stop strings.
         delay_s: how long an answer takes.
         fail: status to answer a request with, by its messages; 0: none.
+        said: the body of such an answer; empty: an error as OpenAI says it.
         body: what a request is answered with as it is, by its messages; None: as the script says.
         requests: all of them.
     """
@@ -29,6 +30,7 @@ class ChatServer:
     script: Callable[[list[dict[str, str]]], str]
     delay_s: float = 0.0
     fail: Callable[[list[dict[str, str]]], int] = lambda _messages: 0
+    said: str = ""
     body: Callable[[list[dict[str, str]]], bytes | None] = lambda _messages: None
     requests: list[dict[str, Any]] = field(default_factory=list)
     most_at_once: int = 0
@@ -48,7 +50,8 @@ class ChatServer:
         try:
             await asyncio.sleep(self.delay_s)
             if status := self.fail(body["messages"]):
-                return web.json_response({"error": {"message": f"status {status} was wanted"}}, status=status)
+                error = {"error": {"message": f"status {status} was wanted"}}
+                return web.json_response(self.said or error, status=status)
             if (raw := self.body(body["messages"])) is not None:
                 return web.Response(body=raw, content_type="application/json")
             text, reason = self.script(body["messages"]), "stop"

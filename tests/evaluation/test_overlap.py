@@ -2,10 +2,15 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from typer.testing import CliRunner
 
 from arpo_megatron.errors import UserError
+from arpo_megatron.evaluation.cli import app
 from arpo_megatron.evaluation.overlap import overlaps, training_questions
 from arpo_megatron.evaluation.questions import Question
 
@@ -40,7 +45,62 @@ def test_conversations_are_training_data_too(tmp_path: Path) -> None:
     path = tmp_path / "sft.jsonl"
     turns = [{"role": "user", "content": "Who wrote Emma?"}, {"role": "assistant", "content": "Austen"}]
     path.write_text(json.dumps({"messages": turns}) + "\nnot json\n")
-    assert training_questions(path, "--train-data ") == ["Who wrote Emma?"]
+    found = training_questions(path, "--train-data ")
+    assert found.texts == ["Who wrote Emma?"]
+    assert "1 of 2 rows" in found.note and "(row 1): not JSON" in found.note
+
+
+ROWS = [
+    {"question": "Who wrote Emma?", "answer": "Austen"},
+    {"problem": "Who wrote Emma?", "solution": "Austen"},
+    {"Question": "Who wrote Emma?", "Final answer": "Austen"},
+    {"prompt": "Who wrote Emma?", "answer": "Austen"},
+    {"prompt": [{"role": "system", "content": "Hi."}, {"role": "user", "content": "Who wrote Emma?"}]},
+    {"messages": [{"role": "user", "content": [{"type": "text", "text": "Who wrote Emma?"}]}]},
+]
+
+
+@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "parquet"])
+def test_questions_are_read_under_every_known_name(tmp_path: Path, row: dict[str, Any], suffix: str) -> None:
+    path = tmp_path / f"train.{suffix}"
+    if suffix == "parquet":
+        pq.write_table(pa.Table.from_pylist([row]), path)
+    else:
+        path.write_text(json.dumps([row] if suffix == "json" else row))
+    found = training_questions(path, "")
+    assert (found.texts, found.note) == (["Who wrote Emma?"], "")
+
+
+@pytest.mark.parametrize("rows", [[], [{"instruction": "Who wrote Emma?"}], [{"question": "QUJD", "canary": "k"}]])
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_a_file_without_one_question_is_no_all_clear(tmp_path: Path, rows: list[dict[str, str]], suffix: str) -> None:
+    path = tmp_path / f"train.{suffix}"
+    if suffix == "parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(UserError, match=r"not one question in its \d rows; expected .*messages.*question") as caught:
+        training_questions(path, "--train-data ")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_benchmark_is_found_in_itself_and_rows_that_are_not_read_are_told(files: Path, tmp_path: Path) -> None:
+    train = tmp_path / "train.jsonl"
+    train.write_text((files / "gsm8k.jsonl").read_text() + '{"text": "?"}\n')
+    told = CliRunner().invoke(app, ["decontaminate", str(train), "--suite", "gsm8k", "--data", str(files)])
+    assert told.exit_code == 1
+    assert "gsm8k: 1 of 1 questions are in" in told.stderr
+    assert "1 of 2 rows" in told.stderr and "(row 1): no question in it; it has text" in told.stderr
+
+
+def test_a_short_question_is_found_inside_a_text_unless_it_is_very_short() -> None:
+    asked = question("In what year was Jane Austen born?")
+    (found,) = overlaps([asked], ["When?", "Question: in what year was Jane Austen born? Think first."])
+    assert (found.training_row, found.share) == (1, 1.0)
+    assert not overlaps([asked], ["In what year was Jane Bennet born?", "In what year was Jane Austen"])
+    assert not overlaps([question("Compute $2^3$.")], ["Compute $2^3+7$."])
+    assert overlaps([question("Compute $2^3$.")], ["compute 2^3"])
 
 
 @pytest.mark.parametrize("name", ["none.parquet", "none.jsonl", "none"])

@@ -43,6 +43,19 @@ def test_a_torn_line_costs_that_attempt_only(tmp_path: Path) -> None:
         assert path.read_bytes() == whole
 
 
+def test_what_an_earlier_version_kept_as_it_came_is_readable(tmp_path: Path) -> None:
+    odd = replace(ONE, expected=("\ud800",), response="\udfff!", model_tokens=10**30, tool_tokens=-1)
+    journal = Journal(tmp_path / "attempts.jsonl")
+    journal.add([odd])
+    journal.close()
+    journal = Journal(tmp_path / "attempts.jsonl")
+    write_records(tmp_path / "records.parquet", journal.attempts())
+    journal.close()
+    (row,) = pl.read_parquet(tmp_path / "records.parquet").to_dicts()
+    assert (row["expected"], row["response"]) == (["\ufffd"], "\ufffd!")
+    assert (row["model_tokens"], row["tool_tokens"]) == (0, 0)
+
+
 def test_what_failed_by_no_fault_of_the_model_is_asked_again(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "attempts.jsonl")
     journal.add([replace(ONE, outcome=Outcome.ENGINE), replace(ONE, attempt=1, outcome=Outcome.PROMPT_TOO_LONG)])

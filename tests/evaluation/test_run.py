@@ -152,6 +152,38 @@ def test_a_reply_that_is_no_completion_fails_its_attempt_or_is_told_by_the_first
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("count", [10**30, -5, 1.5, True, None])
+def test_a_count_of_tokens_that_is_none_costs_nothing_else(files: Path, tmp_path: Path, count: object) -> None:
+    message = {"content": "<answer>\\boxed{2}</answer>"}
+    usage = {"prompt_tokens": 5, "completion_tokens": count}
+    body = json.dumps({"choices": [{"finish_reason": "stop", "message": message}], "usage": usage}).encode()
+    with served(ChatServer(right, body=lambda _messages: body)) as server:
+        found = evaluate(wish(server, files, tmp_path / "out"))
+    assert found["outcomes"] == {"right": 1, "wrong": 5}
+    assert pl.read_parquet(tmp_path / "out" / "records.parquet")["model_tokens"].to_list() == [0] * 6
+
+
+def test_half_a_character_in_a_reply_a_refusal_or_a_tools_result_is_replaced(files: Path, tmp_path: Path) -> None:
+    half = "\ud800"
+
+    def script(messages: list[dict[str, str]]) -> str:
+        if "1 plus" in messages[-1]["content"]:
+            return f"<answer>\\boxed{{{half}2}}</answer>"
+        if len(messages) == 2:
+            return "<python>print(chr(0xd800))</python>"
+        return "<answer>\\boxed{4}</answer>"
+
+    def refused(messages: list[dict[str, str]]) -> int:
+        return 400 if "3 plus" in messages[-1]["content"] else 0
+
+    with served(ChatServer(script, fail=refused, said=f"no {half}")) as server:
+        evaluate(wish(server, files, tmp_path / "out", tools=Tools.PROMPT, tasks=3))
+    rows = pl.read_parquet(tmp_path / "out" / "records.parquet")
+    assert rows["answer"].to_list() == ["\ufffd2", "4", None]
+    assert rows["outcome"].to_list() == ["wrong", "right", "refused"]
+    assert "\ufffd" in rows["detail"][2]
+
+
 def test_a_server_that_is_ill_is_not_said_to_refuse_the_request(files: Path, tmp_path: Path) -> None:
     with (
         served(ChatServer(right, fail=lambda _messages: 500)) as server,
@@ -159,6 +191,16 @@ def test_a_server_that_is_ill_is_not_said_to_refuse_the_request(files: Path, tmp
     ):
         evaluate(wish(server, files, tmp_path / "out"))
     assert "accept" not in str(caught.value)
+
+
+def test_a_server_that_does_not_answer_at_once_is_told_and_waited_for(files: Path, tmp_path: Path) -> None:
+    failures, told = iter([503, 503]), list[str]()
+    with served(ChatServer(right, fail=lambda _messages: next(failures, 0))) as server:
+        words = (*PLAIN, "engine.retry_for_s=30")
+        found = evaluate(wish(server, files, tmp_path / "out", words=words), told.append)
+    assert found["accuracy"] == 1.0
+    (line,) = (line for line in told if "no answer from" in line)
+    assert "503" in line and "engine.retry_for_s=30" in line
 
 
 def test_attempts_that_are_missing_are_told_at_the_end_and_marked_in_the_tables(files: Path, tmp_path: Path) -> None:
@@ -184,6 +226,14 @@ def test_training_data_that_is_missing_is_named_before_the_first_attempt(files: 
     assert not server.requests
 
 
+def test_questions_in_training_data_are_counted_and_rows_that_cannot_be_read_told(files: Path, tmp_path: Path) -> None:
+    train = tmp_path / "train.jsonl"
+    train.write_text("".join((files / "aime24.jsonl").read_text().splitlines(keepends=True)[:2]) + "[]\n")
+    found = evaluate(Wish("oracle", suite="aime24", data=files, out=tmp_path / "out", train_data=train))
+    assert found["in_training_data"] == 2
+    assert "1 of 3 rows" in (tmp_path / "out" / "report.md").read_text()
+
+
 def test_questions_are_asked_at_once_up_to_a_limit(files: Path, tmp_path: Path) -> None:
     with served(ChatServer(right, delay_s=0.2)) as server:
         evaluate(wish(server, files, tmp_path / "out", words=(*PLAIN, "engine.max_running_requests=3")))
@@ -192,8 +242,13 @@ def test_questions_are_asked_at_once_up_to_a_limit(files: Path, tmp_path: Path) 
 
 def test_another_evaluation_never_mixes_with_one_that_is_there(files: Path, tmp_path: Path) -> None:
     evaluate(Wish("oracle", suite="aime24", data=files, out=tmp_path / "out"))
-    with pytest.raises(UserError, match="another tasks; name another directory"):
+    with pytest.raises(UserError, match=r"another tasks \(None, not 2\); name another directory"):
         evaluate(Wish("oracle", suite="aime24", data=files, out=tmp_path / "out", tasks=2))
+    with pytest.raises(
+        UserError, match=r"another config \(evaluation.temperature 0.6, not 0.5, seed \d+, not 7\); name"
+    ):
+        words = ("evaluation.temperature=0.5", "seed=7")
+        evaluate(Wish("oracle", suite="aime24", data=files, out=tmp_path / "out", words=words))
     with pytest.raises(UserError, match="files of something else"):
         evaluate(Wish("oracle", suite="aime24", data=files, out=tmp_path))
 
@@ -251,6 +306,55 @@ def test_an_evaluation_ends_when_it_is_interrupted_while_its_judge_is_down(files
     assert "WRONG" not in (tmp_path / "out" / "attempts.jsonl").read_text().upper(), "no verdict is not a wrong answer"
 
 
+def verdict(messages: list[dict[str, str]]) -> str:
+    """Every answer is right, says a judge."""
+    code = re.findall(r"`VERDICT (\w+): ", messages[-1]["content"])[-1]
+    return f"VERDICT {code}: CORRECT"
+
+
+def test_answers_are_kept_while_the_judge_is_away_and_then_only_judged(files: Path, tmp_path: Path) -> None:
+    out, attempts = tmp_path / "out", 10  # at two questions: more than are scored at once
+    with served(ChatServer(lambda _messages: "<answer>\\boxed{Lima}</answer>")) as server:
+        where = ["--suite", "gaia,xbench", "--tools", "none", "--data", str(files), "--out", str(out)]
+        words = [*PLAIN, *JUDGE, "--attempts", str(attempts), *where]
+        command = [sys.executable, "-m", "arpo_megatron", "eval", server.url, *words]
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+            journal, give_up = out / "attempts.jsonl", time.monotonic() + 60
+            while not journal.exists() or journal.read_bytes().count(b"\n") < 2 * attempts:
+                assert time.monotonic() < give_up and process.poll() is None
+                time.sleep(0.02)
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+        before, told = len(server.requests), list[str]()
+        with served(ChatServer(verdict)) as judge:
+            address = f"reward.judge.url={judge.url}/v1"
+            settings = {"suite": "gaia,xbench", "attempts": attempts, "words": (*PLAIN, *JUDGE, address)}
+            found = evaluate(wish(server, files, out, **settings), told.append)
+        assert len(server.requests) == before
+    assert [row["accuracy"] for row in found["benchmarks"].values()] == [1.0, 1.0]
+    assert told[0].startswith("0 attempts to make, 20 to judge; ")
+    assert set(pl.read_parquet(out / "records.parquet")["response"]) == {"<answer>\\boxed{Lima}</answer>"}
+
+
+def test_what_was_not_judged_is_judged_again_and_not_made_again(files: Path, tmp_path: Path) -> None:
+    with served(ChatServer(lambda _messages: "<answer>\\boxed{Lima}</answer>")) as server:
+        settings = {"suite": "gaia", "words": (*PLAIN, *JUDGE, "reward.judge.when_down=fallback")}
+        assert evaluate(wish(server, files, tmp_path / "out", **settings))["outcomes"] == {"unjudged": 1}
+        before = len(server.requests)
+        with served(ChatServer(verdict)) as judge:
+            settings["words"] = (*PLAIN, *JUDGE, f"reward.judge.url={judge.url}/v1", *settings["words"][-1:])
+            assert evaluate(wish(server, files, tmp_path / "out", **settings))["outcomes"] == {"right": 1}
+        assert len(server.requests) == before
+
+
+def test_a_judge_that_refuses_ends_an_evaluation_with_one_line(files: Path, tmp_path: Path) -> None:
+    server, judge = ChatServer(lambda _messages: "<answer>\\boxed{Lima}</answer>"), ChatServer(verdict)
+    judge.fail = lambda _messages: 401
+    with served(server), served(judge), pytest.raises(UserError, match="answers 401 for 'nobody'"):
+        words = (*PLAIN, *JUDGE, f"reward.judge.url={judge.url}/v1")
+        evaluate(wish(server, files, tmp_path / "out", suite="gaia", attempts=3, words=words))
+
+
 def test_what_the_judge_gave_no_verdict_on_is_told(files: Path, tmp_path: Path) -> None:
     with served(ChatServer(lambda _messages: "<answer>\\boxed{Lima}</answer>")) as server:
         words = (*PLAIN, *JUDGE, "reward.judge.when_down=fallback")
@@ -271,7 +375,7 @@ def test_what_the_same_command_makes_again_is_told(tmp_path: Path, outcome: Outc
     _report(RunDirectory(tmp_path), subject, Tools.NONE, resolve("quickstart"), [], [], [attempt], told.append)
     (line,) = (note for note in read_summary(tmp_path).notes if "failed" in note)
     assert line.startswith(f"1 of 1 attempts failed for reasons that may be over ({outcome.value} 1)")
-    assert line.endswith("the same command makes them again")
+    assert line.endswith("the same command makes them again, or has them judged")
     assert told == [f"warning: {line}"]
 
 
@@ -306,7 +410,11 @@ def test_tables_have_the_published_rows_beside_and_marked(files: Path, tmp_path:
         ({"subject": "oracle", "suite": "held_out"}, "only a run directory has held-out tasks"),
         ({"subject": "oracle", "k": 3, "attempts": 2}, "--attempts 2 is fewer than --k 3"),
         ({"subject": "oracle", "words": ("evaluation.temprature=0",)}, "temperature"),
-        ({"subject": "http://127.0.0.1:9", "words": PLAIN}, "give --model NAME"),
+        ({"subject": "http://127.0.0.1:9"}, r"^cannot connect to http://127.0.0.1:9 \(.*\): is the server up\?$"),
+        (
+            {"subject": "http://127.0.0.1:9", "model": "m", "tools": Tools.NONE},
+            r"^cannot connect to http://127.0.0.1:9",
+        ),
     ],
 )
 def test_what_a_user_can_mend_is_one_line(files: Path, tmp_path: Path, fields: dict[str, Any], message: str) -> None:

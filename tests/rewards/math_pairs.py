@@ -23,6 +23,8 @@ WORDS += ["choose two", "doubled", "inverse", "sixes", "twelfths", "threefold", 
 PAIRS: dict[str, tuple[list[tuple[str, str]], list[tuple[str, str]]]] = {
     "integers": (
         [
+            ("\u20135", "-5"),
+            ("\u22125", "-5"),
             ("73", "73"),
             (" 73. ", "73"),
             ("+73", "73"),
@@ -37,6 +39,8 @@ PAIRS: dict[str, tuple[list[tuple[str, str]], list[tuple[str, str]]]] = {
             ("100000000000000000001", "100000000000000000001"),
         ],
         [
+            ("5\u20137", "-2"),
+            ("\u20135", "5"),
             ("37", "73"),
             ("-73", "73"),
             ("7 3", "73"),
@@ -81,6 +85,8 @@ PAIRS: dict[str, tuple[list[tuple[str, str]], list[tuple[str, str]]]] = {
     ),
     "thousands and money": (
         [
+            ("10\\ 000", "10000"),
+            ("1\\ 234\\ 567", "1234567"),
             ("4,560", "4560"),
             ("4560", "4,560"),
             ("4{,}560", "4560"),
@@ -99,6 +105,7 @@ PAIRS: dict[str, tuple[list[tuple[str, str]], list[tuple[str, str]]]] = {
             ("3 million dollars", "\\$3,000,000"),
         ],
         [
+            ("10\\ 00", "1000"),
             ("4,650", "4560"),
             ("4,56", "456"),
             ("\\$18.50", "18"),
@@ -111,6 +118,8 @@ PAIRS: dict[str, tuple[list[tuple[str, str]], list[tuple[str, str]]]] = {
     ),
     "fractions": (
         [
+            ("½", "0.5"),
+            ("½x", "\\frac{x}{2}"),
             ("5/8", "\\frac{5}{8}"),
             ("\\dfrac{5}{8}", "\\frac{5}{8}"),
             ("\\tfrac58", "\\frac{5}{8}"),
@@ -130,6 +139,7 @@ PAIRS: dict[str, tuple[list[tuple[str, str]], list[tuple[str, str]]]] = {
             ("\\frac 5 8", "5/8"),
         ],
         [
+            ("⅓", "\\frac12"),
             ("\\frac{8}{5}", "\\frac{5}{8}"),
             ("-\\frac{5}{8}", "\\frac{5}{8}"),
             ("\\frac{5}{9}", "\\frac{5}{8}"),
@@ -143,6 +153,8 @@ PAIRS: dict[str, tuple[list[tuple[str, str]], list[tuple[str, str]]]] = {
     ),
     "mixed numbers": (
         [
+            ("2½", "\\frac{5}{2}"),
+            ("3 ¾", "3.75"),
             ("2\\frac{3}{4}", "\\frac{11}{4}"),
             ("2 \\frac34", "2.75"),
             ("2 3/4", "\\frac{11}{4}"),
@@ -150,6 +162,7 @@ PAIRS: dict[str, tuple[list[tuple[str, str]], list[tuple[str, str]]]] = {
             ("\\frac{11}{4}", "2\\frac{3}{4}"),
         ],
         [
+            ("2½", "1"),
             ("2\\frac{3}{4}", "\\frac{6}{4}"),
             ("2\\frac{3}{4}", "2\\frac{1}{4}"),
             ("-1\\frac{1}{2}", "-0.5"),
@@ -185,6 +198,10 @@ PAIRS: dict[str, tuple[list[tuple[str, str]], list[tuple[str, str]]]] = {
     ),
     "roots": (
         [
+            ("√12", "2\\sqrt{3}"),
+            ("2√2", "\\sqrt{8}"),
+            ("(1+√5)/2", "\\frac{1+\\sqrt{5}}{2}"),
+            ("√(x+1)", "\\sqrt{x+1}"),
             ("\\sqrt{12}", "2\\sqrt{3}"),
             ("\\sqrt 3", "\\sqrt{3}"),
             ("\\sqrt3", "3^{1/2}"),
@@ -201,6 +218,8 @@ PAIRS: dict[str, tuple[list[tuple[str, str]], list[tuple[str, str]]]] = {
             ("-4+\\sqrt{7}", "\\sqrt{7}-4"),
         ],
         [
+            ("√12", "2"),
+            ("³√8", "\\sqrt{8}"),
             ("\\sqrt{12}", "3\\sqrt{2}"),
             ("\\sqrt{3}", "3"),
             ("\\sqrt[3]{3}", "\\sqrt{3}"),
@@ -213,6 +232,7 @@ PAIRS: dict[str, tuple[list[tuple[str, str]], list[tuple[str, str]]]] = {
     ),
     "powers": (
         [
+            ("3²", "9"),
             ("2^{12}", "4096"),
             ("2^12", "4096"),
             ("2**12", "4096"),
@@ -696,6 +716,7 @@ PAIRS: dict[str, tuple[list[tuple[str, str]], list[tuple[str, str]]]] = {
     ),
     "approximations": (
         [
+            ("42\\text{ (approximately)}", "42"),
             ("x \\approx 6", "6"),
             ("\\sqrt2\\approx 1.414", "\\sqrt2"),
             ("x=\\sqrt2\\approx 1.414", "\\sqrt2"),

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from judge_server import ChatServer, chat_server, part, verdict
 
+from arpo_megatron import chat
 from arpo_megatron.config import JudgeConfig, RewardConfig
 from arpo_megatron.errors import UserError
 from arpo_megatron.processes import StoppedError
@@ -152,6 +153,32 @@ def test_a_reply_that_is_no_completion_is_asked_for_again_and_then_the_judge_is_
         answers = iter([body])
         server.rule = lambda text: next(answers, None) or knows_ada(text)
         assert Judge(config(server, retries=1)).ask([ASKED]) == ["CORRECT"]
+
+
+def test_half_a_character_in_a_reply_is_kept_as_a_whole_one(tmp_path: Path) -> None:
+    with chat_server(lambda text: "\ud800 " + verdict(text, "CORRECT")) as server:
+        for _ in range(2):
+            judge = Judge(config(server), tmp_path / "judge.sqlite")
+            assert judge.ask([ASKED]) == ["CORRECT"]
+            judge.close()
+    assert len(server.asked) == 1
+
+
+def test_a_reply_without_end_is_read_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat, "MAX_REPLY_BYTES", 2**20)
+    sent = 0
+
+    def flood() -> Iterator[bytes]:
+        nonlocal sent
+        while sent < 2**30:
+            sent += 2**18
+            yield b" " * 2**18
+
+    with chat_server(lambda _text: flood()) as server:
+        judge = Judge(config(server, when_down="fallback", timeout_s=60.0))
+        assert judge.ask([ASKED]) == [None]
+        judge.close()
+    assert sent < 2**26, "what was read, and what the sockets hold"
 
 
 def test_a_reply_that_comes_by_drops_has_a_deadline() -> None:

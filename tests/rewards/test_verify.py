@@ -19,6 +19,8 @@ KNOWN_ERRORS = {
     ("12\\text{ o'clock}", "12"),
     ("3 loaf", "3"),
     ("3 squared", "3^2"),
+    ("3²", "9"),
+    ("42\\text{ (approximately)}", "42"),
 }
 """What we get wrong: the table counts it."""
 

@@ -19,7 +19,7 @@ class Wanted:
 
 
 Deliver = Callable[[Wanted, Mapping[int, Given]], None]
-"""Takes some attempts at a question, by number; may be called from any thread, and takes as long as scoring does."""
+"""Takes some attempts at a question, by number, and has them scored later; to be called from one thread."""
 
 
 class Agent(Protocol):

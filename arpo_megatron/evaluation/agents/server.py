@@ -9,12 +9,12 @@ import asyncio
 import math
 import os
 import time
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
+import httpx
 import openai
 
 from arpo_megatron import chat
@@ -27,7 +27,7 @@ from arpo_megatron.evaluation.response import Given, NoResponse, Response
 from arpo_megatron.rollout import protocol
 from arpo_megatron.rollout.policies import place_seed
 from arpo_megatron.rollout.tools import ToolClient
-from arpo_megatron.tasks.base import Message
+from arpo_megatron.tasks.base import Message, whole_characters
 from arpo_megatron.tree import Finish
 from tools_sandbox.client import SandboxError
 
@@ -35,8 +35,13 @@ KEY_VARIABLE = "OPENAI_API_KEY"
 """Environment variable of the server's key, if it wants one."""
 _BACKOFF_S = 8.0
 """Longest pause between two tries of the openai client."""
+_SILENT_S = 10.0
+"""How long the first request may take before the user is told that it does."""
 _CHARACTERS = 4
 """Of a tool's result for each token it may have: a server's tokenizer is not known here."""
+
+Tell = Callable[[str], None]
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -76,6 +81,7 @@ class ServerAnswers:
         tools: how the model comes to its tools.
         sandbox_url: of the tool service; None without tools.
         sandbox_token: its token, if it has one.
+        tell: takes a line for the user where the server is not there at once.
     """
 
     url: str
@@ -84,6 +90,7 @@ class ServerAnswers:
     tools: Tools
     sandbox_url: str | None
     sandbox_token: str | None = None
+    tell: Tell = lambda _text: None
 
     def answer(self, wanted: Sequence[Wanted], deliver: Deliver) -> None:
         """As the protocol says. Raises UserError where the server refuses the kind of request that is needed."""
@@ -92,7 +99,6 @@ class ServerAnswers:
     async def _answer_all(self, wanted: Sequence[Wanted], deliver: Deliver) -> None:
         places = asyncio.Semaphore(self.config.engine.max_running_requests)
         retry_for_s = self.config.engine.retry_for_s
-        scoring = ThreadPoolExecutor(thread_name_prefix="scoring")
         async with connected(self.url, self.config) as client:
             sandbox = None
             if self.sandbox_url is not None:
@@ -103,7 +109,7 @@ class ServerAnswers:
                 async def one(each: Wanted, number: int) -> None:
                     async with places:
                         given = await self._attempt(client, sandbox, each, number)
-                    await asyncio.get_running_loop().run_in_executor(scoring, deliver, each, {number: given})
+                    deliver(each, {number: given})
 
                 async with asyncio.TaskGroup() as group:
                     for each in wanted:
@@ -112,15 +118,16 @@ class ServerAnswers:
             except BaseExceptionGroup as errors:
                 raise errors.exceptions[0] from None
             finally:
-                # Whoever ends this early may have scorers that wait for a judge; they are let go when that is closed.
-                scoring.shutdown(wait=False, cancel_futures=True)
                 if sandbox is not None:
                     await sandbox.__aexit__(None, None, None)
 
     async def _probe(self, client: openai.AsyncOpenAI) -> None:
         """One token with all the parameters, so that what the server does not take is said once and at once."""
+        question: list[Message] = [{"role": "user", "content": "1+1="}]
         try:
-            await self._complete(client, [{"role": "user", "content": "1+1="}], 1, seed=0)
+            await first_answer(
+                lambda client: self._complete(client, question, 1, seed=0), client, self.url, self.config, self.tell
+            )
         except chat.UnreadableReplyError as error:
             raise UserError(
                 f"{self.url} does not speak OpenAI's chat format: asked for one token it gave {error}"
@@ -181,7 +188,8 @@ class ServerAnswers:
             )
             said.tool_calls += 1
             said.tool_errors += result.status != "ok"
-            self._append(said, text, protocol.result_text(result.text[: _CHARACTERS * limits.max_tool_tokens]))
+            shown = whole_characters(result.text[: _CHARACTERS * limits.max_tool_tokens])
+            self._append(said, text, protocol.result_text(shown))
         return said.response(Finish.LENGTH, began)
 
     def _append(self, said: _Trajectory, text: str, result: str) -> None:
@@ -227,12 +235,56 @@ def connected(url: str, config: JobConfig) -> openai.AsyncOpenAI:
     )
 
 
-def served_model(url: str, config: JobConfig) -> str:
+async def first_answer(
+    ask: Callable[[openai.AsyncOpenAI], Awaitable[T]],
+    client: openai.AsyncOpenAI,
+    url: str,
+    config: JobConfig,
+    tell: Tell,
+) -> T:
+    """What the first request to a server is answered with.
+
+    Later ones are repeated in silence, for a server may be away for a while. One that never was there is likelier a
+    wrong address: that nothing can be connected to is said at once, and that an answer keeps the user waiting too.
+
+    Args:
+        ask: makes the request.
+        client: of the server, with all its patience.
+        url: its address, as the user gave it.
+        config: patience (`engine`).
+        tell: takes the line that says what is waited for.
+
+    Raises:
+        UserError: nothing listens there.
+        openai.APIError: there is no answer.
+    """
+    try:
+        async with asyncio.timeout(_SILENT_S):
+            return await ask(client.with_options(max_retries=0))
+    except TimeoutError:
+        why = f"nothing in {_SILENT_S:g} s"
+    except openai.APIConnectionError as error:
+        if isinstance(error.__cause__, httpx.ConnectError):
+            raise UserError(f"cannot connect to {url} ({error.__cause__}): is the server up?") from None
+        why = _text(error)
+    except openai.APIStatusError as error:
+        if not _passing(error):
+            raise
+        why = _text(error)
+    engine = config.engine
+    tell(
+        f"no answer from {url} yet ({why}): what fails is sent again for about engine.retry_for_s="
+        f"{engine.retry_for_s:g} s, and a reply may take engine.request_timeout_s={engine.request_timeout_s:g} s"
+    )
+    return await ask(client)
+
+
+def served_model(url: str, config: JobConfig, tell: Tell = lambda _text: None) -> str:
     """The name of the only model that a server has. Raises UserError where there are several, or none can be told."""
 
     async def names() -> list[str]:
         async with connected(url, config) as client:
-            return await chat.model_names(client)
+            return await first_answer(chat.model_names, client, url, config, tell)
 
     try:
         found = asyncio.run(names())
@@ -267,4 +319,4 @@ def _passing(error: openai.APIStatusError) -> bool:
 
 
 def _text(error: Exception) -> str:
-    return " ".join(str(error).split())[:300]
+    return whole_characters(" ".join(str(error).split())[:300])
