@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -133,6 +133,22 @@ class Onebox:
         left = [p for p in psutil.process_iter() if any(str(self.folder) in word for word in _words(p))]
         assert not left
         shutil.rmtree(self.folder)
+
+    def lose_power(self, node: str) -> None:
+        """End its slurmd, the steps' daemons and what they run at once: none may live to tell of another's end."""
+        there, log = [], str(self.folder / "log" / f"slurmd.{node}.log")  # Slurm's own have it open
+        for process in psutil.process_iter():
+            try:
+                variables, files = process.environ(), {file.path for file in process.open_files()}
+            except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+                continue
+            ours = variables.get("SLURM_CONF") == self.environment["SLURM_CONF"]
+            if log in files or (ours and variables.get("SLURMD_NODENAME") == node):
+                there.append(process)
+        for end in (psutil.Process.suspend, psutil.Process.kill):
+            for process in there:
+                with suppress(psutil.NoSuchProcess):
+                    end(process)
 
     def slurm(self, *words: str) -> str:
         return subprocess.run(

@@ -45,7 +45,8 @@ def small_disk(folder: Path, size: int, kind: str = FULL[0]) -> Iterator[str]:
         try:
             yield os.strerror(errno.ENOSPC)
         finally:
-            subprocess.run(["umount", str(folder)], check=True)
+            # Lazily: a process that has failed there may not have ended yet.
+            subprocess.run(["umount", "-l", str(folder)], check=True)
         return
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
