@@ -274,8 +274,9 @@ def _executor(submission: Submission, code: Code) -> "SlurmExecutor":
         signal=f"USR1@{profile.signal_s}",
         job_name_prefix="",
         job_details=SlurmJobDetails(job_name=submission.job_name, folder=str(submission.run.logs)),
-        # One supervisor, beside the container of the roles: it calls srun, which containers lack.
-        srun_args=["--nodes=1", "--ntasks=1", "--overlap"],
+        # One supervisor, beside the container of the roles: it calls srun, which containers lack. On the first node, as
+        # planned: Slurm prefers another while the step that nemo-run has just asked for its address is being ended.
+        srun_args=["--nodes=1", "--ntasks=1", "--relative=0", "--overlap"],
         container_image=None,
         env_vars={name: _quoted(value) for name, value in profile.environment.items()}
         | {"PYTHONPATH": "/nemo_run/code", "PYTHONDONTWRITEBYTECODE": "1"},

@@ -136,18 +136,14 @@ class Onebox:
 
     def lose_power(self, node: str) -> None:
         """End its slurmd, the steps' daemons and what they run at once: none may live to tell of another's end."""
-        there = []
+        there, log = [], str(self.folder / "log" / f"slurmd.{node}.log")  # Slurm's own have it open
         for process in psutil.process_iter():
             try:
-                words, variables = " ".join(process.cmdline()), process.environ()
-                files = {file.path for file in process.open_files()} if "slurmstepd" in words else set()
+                variables, files = process.environ(), {file.path for file in process.open_files()}
             except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
                 continue
-            if variables.get("SLURM_CONF") == self.environment["SLURM_CONF"] and (
-                variables.get("SLURMD_NODENAME") == node
-                or words.endswith(f"slurmd -N {node}")
-                or str(self.folder / "log" / f"slurmd.{node}.log") in files
-            ):
+            ours = variables.get("SLURM_CONF") == self.environment["SLURM_CONF"]
+            if log in files or (ours and variables.get("SLURMD_NODENAME") == node):
                 there.append(process)
         for end in (psutil.Process.suspend, psutil.Process.kill):
             for process in there:

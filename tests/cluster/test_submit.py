@@ -1,5 +1,6 @@
 """What is submitted is exactly what was said, printed before it is done, and holds no secret."""
 
+import re
 import subprocess
 from collections.abc import Callable
 from dataclasses import replace
@@ -295,6 +296,7 @@ def test_a_profile_decides_everything_about_the_cluster(tmp_path: Path) -> None:
         "--ntasks-per-node=8",
         "--mem=0",
     }
+    assert re.search(r"srun .* --relative=0 .* -m arpo_megatron.cluster ", text), "the supervisor may be on any node"
     assert "export NOTE='two words'" in text
     assert "WANDB_API_KEY" not in text
     assert "# trainer   nodes 0 to 1" in text
