@@ -19,6 +19,7 @@ from arpo_megatron.config import JobConfig
 from arpo_megatron.errors import UserError, did_you_mean
 from arpo_megatron.plugins import Point
 from arpo_megatron.plugins import load as load_part
+from arpo_megatron.rewards import check_reward
 
 _JOB = TypeAdapter(JobConfig)
 Tree = dict[str, Any]
@@ -189,6 +190,7 @@ def check(values: Mapping[str, Any]) -> JobConfig:
     except ValidationError as error:
         raise UserError(_one_line(error)) from None
     check_parts(job)
+    check_reward(job.reward, job.rollout.max_response_tokens)
     return job
 
 

@@ -93,8 +93,17 @@ def _difference(path: Path, identity: Identity) -> str:
     wanted = json.loads(json.dumps(identity))
     for name, value in wanted.items():
         if found.get(name) != value:
-            return f"an evaluation with another {name.replace('_', ' ')}"
+            return f"an evaluation with another {name.replace('_', ' ')} ({_differing(found.get(name), value)})"
     return ""
+
+
+def _differing(there: Any, here: Any, name: str = "") -> str:
+    """The values that differ, by dotted key where they are in a section; the first few of many."""
+    if isinstance(there, Mapping) and isinstance(here, Mapping):
+        keys = [key for key in sorted({*there, *here}) if there.get(key) != here.get(key)]
+        found = [_differing(there.get(key), here.get(key), f"{name}.{key}" if name else key) for key in keys[:3]]
+        return ", ".join(found) + (f" and {len(keys) - 3} more" if len(keys) > 3 else "")
+    return f"{name} {there}, not {here}".strip()
 
 
 def _digest(subject: Subject) -> str:

@@ -6,6 +6,7 @@ from pathlib import Path
 from arpo_megatron.config import RewardConfig
 from arpo_megatron.errors import UserError
 from arpo_megatron.plugins import Point, check_numbers, make
+from arpo_megatron.rewards.base import Reward
 from arpo_megatron.rewards.composed import ComposedReward, WeightedTerm
 from arpo_megatron.rewards.judge import Judge
 
@@ -32,6 +33,21 @@ def make_reward(
     Raises:
         UserError: an unknown kind, term or number, or a judge is wanted and none is given.
     """
+    base, terms = _made(config, max_response_tokens)
+    wanted = base.needs_judge or any(each.term.needs_judge for each in terms)
+    judge = (
+        Judge(config.judge, config.judge.cache or cache, waiting=waiting, tell=tell, check=check) if wanted else None
+    )
+    return ComposedReward(base, terms, judge)
+
+
+def check_reward(config: RewardConfig, max_response_tokens: int) -> None:
+    """That all parts exist and take their numbers. Raises UserError: one line that says what is wrong."""
+    _made(config, max_response_tokens)
+
+
+def _made(config: RewardConfig, max_response_tokens: int | None) -> tuple[Reward, tuple[WeightedTerm, ...]]:
+    """The base and the terms that count."""
     own = {name: getattr(config, name) for name in ("format_penalty", "tool_bonus", "math", "qa")}
     keys = {**{name: f"reward.{name}" for name in own}, "max_response_tokens": "rollout.max_response_tokens"}
     if clash := sorted(set(config.numbers) & set(keys)):
@@ -41,14 +57,10 @@ def make_reward(
     given = {**own, **config.numbers}
     if max_response_tokens is not None:
         given["max_response_tokens"] = max_response_tokens
-    base = make(Point.REWARD, config.kind, given)
+    base: Reward = make(Point.REWARD, config.kind, given)
     terms = tuple(
         WeightedTerm(name, weight, make(Point.REWARD_TERM, name, given))
         for name, weight in config.terms.items()
         if weight
     )
-    wanted = base.needs_judge or any(each.term.needs_judge for each in terms)
-    judge = (
-        Judge(config.judge, config.judge.cache or cache, waiting=waiting, tell=tell, check=check) if wanted else None
-    )
-    return ComposedReward(base, terms, judge)
+    return base, terms

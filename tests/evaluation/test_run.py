@@ -242,8 +242,13 @@ def test_questions_are_asked_at_once_up_to_a_limit(files: Path, tmp_path: Path) 
 
 def test_another_evaluation_never_mixes_with_one_that_is_there(files: Path, tmp_path: Path) -> None:
     evaluate(Wish("oracle", suite="aime24", data=files, out=tmp_path / "out"))
-    with pytest.raises(UserError, match="another tasks; name another directory"):
+    with pytest.raises(UserError, match=r"another tasks \(None, not 2\); name another directory"):
         evaluate(Wish("oracle", suite="aime24", data=files, out=tmp_path / "out", tasks=2))
+    with pytest.raises(
+        UserError, match=r"another config \(evaluation.temperature 0.6, not 0.5, seed \d+, not 7\); name"
+    ):
+        words = ("evaluation.temperature=0.5", "seed=7")
+        evaluate(Wish("oracle", suite="aime24", data=files, out=tmp_path / "out", words=words))
     with pytest.raises(UserError, match="files of something else"):
         evaluate(Wish("oracle", suite="aime24", data=files, out=tmp_path))
 
