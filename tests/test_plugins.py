@@ -77,7 +77,7 @@ def test_what_cannot_be_loaded_is_one_line(name: str, parts: list[str]) -> None:
 
 @pytest.mark.usefixtures("installed")
 def test_a_policy_of_others_that_never_forks_is_checked_and_planned_as_such() -> None:
-    words = ["algorithm.branching=apart", "algorithm.samples=4", "algorithm.initial=8"]
+    words = ["algorithm.branching=apart", "algorithm.samples=4", "algorithm.initial=8", "reward.kind=half"]
     config = resolve("quickstart", words=words)
     assert first_trajectories(config.algorithm) == 4
     assert _mix(config, 1.0).initial == 4
