@@ -7,9 +7,9 @@
 #   onebox.sh down DIR         cancels what runs, stops every daemon of DIR
 #
 # Environment: NODES (2), CPUS a node (8), PORT (26800, the first of a few), PROCTRACK (linuxproc), WARNING
-# (preempt_send_user_signal; empty: a preempted job hears SIGTERM), SILENCE (10: seconds after which a node that does
-# not answer is down), all optional. DIR wants a short path: it holds a socket. Each node has a loopback address of its
-# own (127.0.0.11, ...), so that a service that listens on the wrong one is found out.
+# (preempt_send_user_signal; empty: a preempted job hears SIGTERM), all optional. DIR wants a short path: it
+# holds a socket. Each node has a loopback address of its own (127.0.0.11, ...), so that a service that listens on the
+# wrong one is found out.
 set -euo pipefail
 export PATH=$PATH:/usr/sbin:/sbin
 say() { printf 'onebox: %s\n' "$*" >&2; }
@@ -73,7 +73,7 @@ KillWait=10
 OverTimeLimit=0
 MinJobAge=3600
 SlurmctldTimeout=30
-SlurmdTimeout=$SILENCE
+SlurmdTimeout=10
 InactiveLimit=0
 SlurmdParameters=config_overrides
 GresTypes=gpu
@@ -126,7 +126,7 @@ stop() {
   kill -9 "${pids[@]}" 2>/dev/null || true  # the controller takes its time to save a state that nobody reads again
 }
 
-NODES=${NODES:-2}; CPUS=${CPUS:-8}; PORT=${PORT:-26800}; SILENCE=${SILENCE:-10}
+NODES=${NODES:-2}; CPUS=${CPUS:-8}; PORT=${PORT:-26800}
 PROCTRACK=${PROCTRACK:-linuxproc}; WARNING=${WARNING-preempt_send_user_signal}
 case "${1:-}" in
   install) install_packages ;;
