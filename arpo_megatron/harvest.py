@@ -100,11 +100,12 @@ class Harvest:
             self._go_on(step)
             self._start(self._wanted(step) - len(self.growing), step)
         try:
-            return self._complete(step)
+            self._gather(step)
         finally:
-            self._keep(now=True)
+            self._keep(now=True)  # before the sampler hears of these trees: a run that goes on here tells it of them
+        return self._complete(step)
 
-    def _complete(self, step: int) -> list[ScoredTree]:
+    def _gather(self, step: int) -> None:
         """Wait for the step's trees, and replace those that are not fit for training."""
         train, rollout = self.config.train, self.config.rollout
         while True:
@@ -117,17 +118,21 @@ class Harvest:
                 self._start(missing - len(self.growing), step)
             if not self.growing:
                 break
+
+    def _complete(self, step: int) -> list[ScoredTree]:
+        """The step has what it trains."""
+        wanted = self.config.train.tasks_per_step
         kept, self.kept = self.kept, []
         for item in self.scored:
             self.sampler.note(item.task.id, item.accuracies.tolist())
         self.scored.clear()
-        if rollout.max_staleness == 0 and self.growing:
+        if self.config.rollout.max_staleness == 0 and self.growing:
             self._give_up()
         if not kept:
             reasons = ", ".join(f"{count} {reason}" for reason, count in self.dropped.items())
             raise RuntimeError(f"step {step + 1} has not one tree to train; dropped: {reasons}")
-        if len(kept) < train.tasks_per_step:
-            self._tell(f"step {step + 1} trains {len(kept)} trees of {train.tasks_per_step}: {dict(self.dropped)}")
+        if len(kept) < wanted:
+            self._tell(f"step {step + 1} trains {len(kept)} trees of {wanted}: {dict(self.dropped)}")
         return kept if not isinstance(self.store, AddsTrees) else interleaved(kept, self.store.added(len(kept), step))
 
     def before_push(self) -> None:

@@ -374,6 +374,7 @@ class TrainingRun:
         export_hf(self.actor.chunks, self.actor.shape, source, self.directory.export)
         if self.leader is not None:
             write_json(self.directory.result, asdict(self.state))
+            self.directory.under_way.unlink(missing_ok=True)
 
 
 @contextmanager

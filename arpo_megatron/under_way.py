@@ -1,21 +1,25 @@
-"""What the trees of a step have sampled, written down while it is under way: a killed run goes on within the step.
+"""What the trees of a step have sampled, written down while the step waits for them: a killed run goes on within it.
 
 A checkpoint is of the moment between two steps. The file here is of the moment of its last writing, and says after how
 many steps that was: it is of use to a run that goes on from the checkpoint of that very step, whose weights are those
 that have sampled.
 """
 
+import hashlib
 import json
+import struct
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from arpo_megatron.durable import flush
 from arpo_megatron.rollout.record import UnfinishedTree, pack_trees, unpack_trees
+
+_LENGTH = struct.Struct("<Q")
+_DIGEST = hashlib.blake2b().digest_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +60,14 @@ class UnderWay:
         if not now and time.monotonic() - self.kept_at < self.every_s:
             return
         self.kept_at = time.monotonic()
-        content = msgspec.msgpack.encode((step, json.dumps(sampler), pack_trees(trees())))
         partial = self.path.with_name(self.path.name + ".tmp")
         try:
-            partial.write_bytes(content)
-            flush(partial)
+            _write(partial, {"step": step, "sampler": sampler}, trees())
             partial.replace(self.path)
         except OSError as error:
-            partial.unlink(missing_ok=True)
+            # The file goes too: it may be of an earlier life of the run, whose weights had the same number.
+            for path in (partial, self.path):
+                path.unlink(missing_ok=True)
             if not self.failed:
                 self.tell(f"{self.path.name} could not be written: {error.strerror}; training goes on")
             self.failed = True
@@ -71,12 +75,41 @@ class UnderWay:
             self.failed = False
 
     def read(self, step: int) -> Moment | None:
-        """What was written when so many steps were done; None where that is not what the file holds."""
+        """What was written when so many steps were done; None where that is not what the file holds, whole."""
         try:
-            written, sampler, trees = msgspec.msgpack.decode(self.path.read_bytes())
-            return Moment(json.loads(sampler), unpack_trees(trees)) if written == step else None
+            head, *trees = _parts(self.path.read_bytes())
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, TypeError, msgspec.MsgspecError) as error:
-            self.tell(f"{self.path.name} is not used: {type(error).__name__}: {error}")
+        except (OSError, ValueError, struct.error) as error:
+            self.tell(f"{self.path.name} is not used: {error}")
             return None
+        found = json.loads(bytes(head))
+        if found["step"] != step:
+            return None
+        return Moment(found["sampler"], [tree for part in trees for tree in unpack_trees(part)])
+
+
+def _write(path: Path, head: Mapping[str, Any], trees: Sequence[UnfinishedTree]) -> None:
+    """The head and every tree with its length before it, and behind them their digest.
+
+    Tree by tree: the routes of experts of a whole step can take gigabytes.
+    """
+    digest = hashlib.blake2b()
+    with path.open("wb") as file:
+        for part in chain([json.dumps(head).encode()], (pack_trees([tree]) for tree in trees)):
+            for piece in (_LENGTH.pack(len(part)), part):
+                file.write(piece)
+                digest.update(piece)
+        file.write(digest.digest())
+    flush(path)
+
+
+def _parts(content: bytes) -> Iterator[memoryview]:
+    """What `_write` has put together. Raises ValueError where a bit of it is another."""
+    body, digest = memoryview(content)[:-_DIGEST], content[-_DIGEST:]
+    if not body or hashlib.blake2b(body).digest() != digest:
+        raise ValueError("it is damaged")
+    while body:
+        (length,) = _LENGTH.unpack(body[: _LENGTH.size])
+        yield body[_LENGTH.size :][:length]
+        body = body[_LENGTH.size + length :]

@@ -352,6 +352,23 @@ def test_a_sampler_hears_of_a_tree_when_its_step_has_all_of_them(harvest: Start)
     assert sampler.noted == ["t0", "t1", "t2", "t3", "t4"]
 
 
+def test_what_is_written_of_a_step_is_from_before_its_sampler_heard_of_it(harvest: Start, tmp_path: Path) -> None:
+    """Else a run that goes on there would tell it of the same trees once more."""
+
+    class Counting(Sampler):
+        def state_dict(self) -> dict[str, int]:
+            return {"noted": len(self.noted)}
+
+    held, _ = harvest(sampler=Counting())
+    held.under_way = UnderWay(tmp_path / "under_way.msgpack", 3600.0, pytest.fail)
+    for step in range(2):
+        held.step(step)
+        moment = held.under_way.read(step)
+        assert moment is not None
+        assert moment.sampler == {"noted": 4 * step}
+        held.done()
+
+
 def test_a_store_may_put_old_trees_beside_those_of_a_step_once(harvest: Start) -> None:
     held, _ = harvest()
     held.store = RolloutReplay(rollout_share=0.5)

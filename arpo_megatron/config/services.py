@@ -40,10 +40,11 @@ class RolloutConfig:
     oversampling: NonNegativeFloat = 0.0
     """Share of trees begun beyond a step's need; the last to finish are given up. Favours short trajectories."""
     max_refills: NonNegative = 8
-    """Rounds of new tasks in a step for those that failed or were left out, before it goes on with fewer."""
+    """Rounds of new tasks in a step for those that failed or were left out, before it goes on with fewer. (A run
+    that is resumed within a step has as many again.)"""
     keep_every_s: NonNegativeFloat = 60.0
-    """Seconds between two writings of what trees under way have sampled: what a run that is killed within a step may
-    have to sample again."""
+    """Seconds between two writings of what a step's trees have sampled, while it waits for them: what a run that is
+    killed then may have to sample again."""
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -149,7 +149,7 @@ def pack_trees(trees: Sequence[UnfinishedTree]) -> bytes:
     return _encoder.encode([(tree.task_id, tree.step, tree.version, tree.entries) for tree in trees])
 
 
-def unpack_trees(content: bytes) -> list[UnfinishedTree]:
+def unpack_trees(content: bytes | memoryview) -> list[UnfinishedTree]:
     """Inverse of `pack_trees`."""
     return [
         UnfinishedTree(task_id, step, version, tuple(entries))
