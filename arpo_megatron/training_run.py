@@ -140,7 +140,7 @@ class TrainingRun:
         if harvest.under_way is not None and (moment := harvest.under_way.read(self.state.step)) is not None:
             self.sampler.load_state_dict(moment.sampler)  # it is the leader's that draws tasks
             trees = moment.trees
-            text = f"step {self.state.step + 1} goes on where it was: {len(trees)} trees with {moment.answers} answers"
+            text = f"step {self.state.step + 1} goes on where it was: {len(trees)} trees with {moment.entries} entries"
             self.events.emit("note", text=text)
         harvest.restore(trees, self.tasks)
 

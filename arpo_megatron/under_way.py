@@ -35,8 +35,8 @@ class Moment:
     trees: list[UnfinishedTree]
 
     @property
-    def answers(self) -> int:
-        """What engine and tools need not be asked again."""
+    def entries(self) -> int:
+        """Of all records together."""
         return sum(len(tree.entries) for tree in self.trees)
 
 
@@ -45,9 +45,19 @@ class UnderWay:
     """The file `path`, whole or not there, written every `every_s` seconds while `keep` is called.
 
     A disk that is full costs the file and not the run: that is told once.
+
+    Attributes:
+        path: of the file.
+        checkpoints: where `step_N` are. Within a step before which none was saved nothing is written, for nobody could
+            go on there; what there is of an earlier one stays.
+        every_s: seconds.
+        tell: takes a line for the user.
+        kept_at: when it was written last.
+        failed: the last writing did.
     """
 
     path: Path
+    checkpoints: Path
     every_s: float
     tell: Callable[[str], None]
     kept_at: float = field(default_factory=time.monotonic)
@@ -59,11 +69,14 @@ class UnderWay:
         """Write the moment down, if it is time or must be `now`; so many steps are done."""
         if not now and time.monotonic() - self.kept_at < self.every_s:
             return
+        if step and not (self.checkpoints / f"step_{step}").exists():
+            return
         self.kept_at = time.monotonic()
         partial = self.path.with_name(self.path.name + ".tmp")
         try:
             _write(partial, {"step": step, "sampler": sampler}, trees())
             partial.replace(self.path)
+            flush(self.path.parent)
         except OSError as error:
             # The file goes too: it may be of an earlier life of the run, whose weights had the same number.
             for path in (partial, self.path):
@@ -75,7 +88,15 @@ class UnderWay:
             self.failed = False
 
     def read(self, step: int) -> Moment | None:
-        """What was written when so many steps were done; None where that is not what the file holds, whole."""
+        """What was written when so many steps were done; None where that is not what the file holds, whole.
+
+        What is of no use is removed: a later checkpoint with the file's number would be of another life of the run.
+        """
+        if (moment := self._found(step)) is None:
+            self.path.unlink(missing_ok=True)
+        return moment
+
+    def _found(self, step: int) -> Moment | None:
         try:
             head, *trees = _parts(self.path.read_bytes())
         except FileNotFoundError:

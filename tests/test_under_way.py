@@ -14,52 +14,69 @@ TREES = [UnfinishedTree("t3", 4, 4, (b"one", b"two")), UnfinishedTree("t1", 3, 2
 
 def kept_at(path: Path, every_s: float = 0.0) -> tuple[UnderWay, list[str]]:
     told: list[str] = []
-    return UnderWay(path / "under_way.msgpack", every_s, told.append), told
+    checkpoints = path.parent / "checkpoints"
+    (checkpoints / "step_4").mkdir(parents=True, exist_ok=True)
+    return UnderWay(path / "under_way.msgpack", checkpoints, every_s, told.append), told
 
 
-def test_what_is_kept_is_read_by_a_run_that_has_done_as_many_steps(tmp_path: Path) -> None:
-    kept, told = kept_at(tmp_path)
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    path = tmp_path / "run"
+    path.mkdir()
+    return path
+
+
+def test_what_is_kept_is_read_by_a_run_that_has_done_as_many_steps(place: Path) -> None:
+    kept, told = kept_at(place)
     assert kept.read(4) is None
     kept.keep(4, SAMPLER, lambda: TREES)
     assert kept.read(4) == Moment(SAMPLER, TREES)
-    assert Moment(SAMPLER, TREES).answers == 2
-    assert kept.read(3) is None
+    assert Moment(SAMPLER, TREES).entries == 2
+    assert [path.name for path in place.iterdir()] == ["under_way.msgpack"]
     assert kept.read(5) is None
+    assert list(place.iterdir()) == [], "it may be another life's"
     assert told == []
-    assert [path.name for path in tmp_path.iterdir()] == ["under_way.msgpack"]
 
 
-def test_it_is_written_now_and_then_or_now(tmp_path: Path) -> None:
-    kept, _ = kept_at(tmp_path, every_s=3600.0)
+def test_nothing_is_written_within_a_step_that_nobody_could_go_on_with(place: Path) -> None:
+    kept, _ = kept_at(place)
+    kept.keep(4, SAMPLER, lambda: TREES)
+    kept.keep(5, SAMPLER, lambda: pytest.fail("there is no checkpoint of step 5"), now=True)
+    assert kept.read(4) is not None, "a run that is killed now goes on from there"
+    kept.keep(0, SAMPLER, lambda: TREES)
+    assert kept.read(0) is not None, "the first step needs no checkpoint"
+
+
+def test_it_is_written_now_and_then_or_now(place: Path) -> None:
+    kept, _ = kept_at(place, every_s=3600.0)
     kept.keep(4, SAMPLER, lambda: pytest.fail("too early"))
     kept.keep(4, SAMPLER, lambda: TREES, now=True)
     assert kept.read(4) is not None
 
 
-def test_a_full_disk_is_told_once_and_takes_the_file_of_an_earlier_moment_with_it(tmp_path: Path) -> None:
-    (tmp_path / "disk").mkdir()
-    with small_disk(tmp_path / "disk", 2**16) as full:
-        kept, told = kept_at(tmp_path / "disk")
+def test_a_full_disk_is_told_once_and_takes_the_file_of_an_earlier_moment_with_it(place: Path) -> None:
+    with small_disk(place, 2**16) as full:
+        kept, told = kept_at(place)
         kept.keep(4, SAMPLER, lambda: TREES)
         large = [UnfinishedTree("t3", 4, 4, (bytes(2**17),))]
         for _ in range(2):
             kept.keep(4, SAMPLER, lambda: large)
         assert told == [f"under_way.msgpack could not be written: {full}; training goes on"]
-        assert list((tmp_path / "disk").iterdir()) == []
+        assert list(place.iterdir()) == []
         kept.keep(4, SAMPLER, lambda: TREES[:1])
         assert kept.read(4) == Moment(SAMPLER, TREES[:1])
 
 
 @pytest.mark.parametrize("content", [b"", b"\x93\x04", bytes(64), b"\xff" * 200])
-def test_a_file_that_is_none_of_ours_is_told_and_not_used(tmp_path: Path, content: bytes) -> None:
-    kept, told = kept_at(tmp_path)
+def test_a_file_that_is_none_of_ours_is_told_and_not_used(place: Path, content: bytes) -> None:
+    kept, told = kept_at(place)
     kept.path.write_bytes(content)
     assert kept.read(4) is None
     assert told == ["under_way.msgpack is not used: it is damaged"]
 
 
-def test_no_bit_of_it_may_be_another_and_no_byte_missing(tmp_path: Path) -> None:
-    kept, told = kept_at(tmp_path)
+def test_no_bit_of_it_may_be_another_and_no_byte_missing(place: Path) -> None:
+    kept, told = kept_at(place)
     kept.keep(4, SAMPLER, lambda: TREES)
     whole = kept.path.read_bytes()
     damaged = [whole[:place] for place in range(len(whole))]

@@ -4,8 +4,7 @@ The engine is real and its model is tiny and random: single tokens of its vocabu
 have geometric lengths. Tools are simulated (they sleep and answer a constant); their mean latency is the mean time of a
 segment in a full batch, so tools and decoding weigh the same. Each way of growing goes through the same steps of the
 same tasks; at each step the engine gets a new policy version and an empty cache, as by a weight push. Speed-ups are
-ratios of sampled tokens a second. One unlucky call decides how long a step takes, so latencies that vary are drawn
-several times, for other tasks each time.
+ratios of sampled tokens a second.
 """
 
 import asyncio
@@ -47,8 +46,6 @@ LIMITS = GrowLimits(
 )
 """Calls as in the recipes for deep search, whose tools are the slow ones."""
 STEPS = 6
-DRAWS = {"constant": 1, "lognormal": 2, "heavy_tail": 2}
-"""How often all ways go through the steps, by the tools' latency."""
 SEED = 1
 
 
@@ -142,21 +139,20 @@ class Bench:
             await asyncio.gather(*(segment(engine) for _ in range(3 * BATCH)))
             self.segment_s = engine.request_s / (3 * BATCH)
 
-    async def run(self, way: str, latency: str, draw: int) -> Run:
-        """All steps of "rounds", "on_policy" or "partial", with tools of that latency; draws have no task in common."""
+    async def run(self, way: str, latency: str) -> Run:
+        """All steps of "rounds", "on_policy" or "partial", with tools of that latency."""
         tools = SimulatedTools(self.segment_s, LATENCIES[latency])
         found, began, cpu = Run(), time.monotonic(), time.process_time()
         async with MeteredEngine(self._url) as engine:
-            steps = [_tasks(STEPS * draw + step) for step in range(STEPS)]
             if way == "rounds":
-                await self._in_rounds(steps, engine, tools, found)
+                await self._in_rounds(engine, tools, found)
             else:
-                await self._in_trees(steps, engine, tools, found, ahead=way == "partial")
+                await self._in_trees(engine, tools, found, ahead=way == "partial")
             found.seconds = time.monotonic() - began
             found.controller_s = time.process_time() - cpu
             found.busy_share = engine.busy_s / found.seconds
             found.mean_batch = engine.request_s / found.seconds
-        self.tell(f"{latency}, draw {draw + 1}, {way}: {found.seconds:.1f} s, {_speed([found]):.0f} tokens/s")
+        self.tell(f"{latency}, {way}: {found.seconds:.1f} s, {found.tokens / found.seconds:.0f} tokens/s")
         return found
 
     def tell(self, text: str) -> None:
@@ -164,14 +160,12 @@ class Bench:
         if self._progress:
             print(text, file=sys.stderr)
 
-    async def _in_rounds(
-        self, steps: Sequence[Sequence[Task]], engine: MeteredEngine, tools: SimulatedTools, found: Run
-    ) -> None:
-        for step, tasks in enumerate(steps):
+    async def _in_rounds(self, engine: MeteredEngine, tools: SimulatedTools, found: Run) -> None:
+        for step in range(STEPS):
             await engine.pause()
             engine.resume(await self._new_version())
             made = await grow_in_rounds(
-                tasks,
+                _tasks(step),
                 step=step,
                 engine=engine,
                 tools=tools,
@@ -183,20 +177,18 @@ class Bench:
             found.segments += made.segments
             found.trajectories += made.trajectories
 
-    async def _in_trees(
-        self, steps: Sequence[Sequence[Task]], engine: MeteredEngine, tools: SimulatedTools, found: Run, *, ahead: bool
-    ) -> None:
+    async def _in_trees(self, engine: MeteredEngine, tools: SimulatedTools, found: Run, *, ahead: bool) -> None:
         """As `harvest.Harvest` does, with max_staleness 1 (`ahead`) or 0."""
         pool = new_pool(engine, tools, self._codec, self._policy, SEED)
         settings = GrowSettings(ALGORITHM, ALGORITHM.samples, Sampling(), LIMITS)
         first = self._version + 1
         begun = 0
-        for step in range(len(steps)):
+        for step in range(STEPS):
             await pool.pause()
             version = await self._new_version()
             pool.resume(version)
-            while begun < min(len(steps), step + (2 if ahead else 1)):
-                pool.start(start(steps[begun], step=begun, version=version, settings=settings))
+            while begun < min(STEPS, step + (2 if ahead else 1)):
+                pool.start(start(_tasks(begun), step=begun, version=version, settings=settings))
                 begun += 1
             found.add(await pool.collect(CollectTrees(GROUP, TASKS, finish_before=first + step)))
         await pool.close()
@@ -224,57 +216,33 @@ def bench_rollout(*, controller: bool, progress: bool) -> dict[str, Any]:
     return {**_speedups(runs), "segment_s": bench.segment_s, **scale, "runs": _plain(runs)}
 
 
-Runs = dict[str, dict[str, list[Run]]]
-"""By latency and way, one for each draw."""
-
-
-async def _all(bench: Bench) -> Runs:
+async def _all(bench: Bench) -> dict[str, dict[str, Run]]:
     await bench.calibrate()  # once to warm up
     await bench.calibrate()
     bench.tell(f"mean segment, and mean tool latency: {bench.segment_s:.2f} s")
-    runs: Runs = {}
-    for latency in LATENCIES:
-        runs[latency] = {way: [] for way in ("rounds", "on_policy", "partial")}
-        for draw in range(DRAWS[latency]):
-            for way, found in runs[latency].items():
-                found.append(await bench.run(way, latency, draw))
-    return runs
+    ways = ("rounds", "on_policy", "partial")
+    return {latency: {way: await bench.run(way, latency) for way in ways} for latency in LATENCIES}
 
 
-def _speed(runs: Sequence[Run]) -> float:
-    """Sampled tokens a second."""
-    return sum(run.tokens for run in runs) / sum(run.seconds for run in runs)
-
-
-def _speedups(runs: Runs) -> dict[str, Any]:
+def _speedups(runs: dict[str, dict[str, Run]]) -> dict[str, Any]:
     figures: dict[str, Any] = {}
     for latency, ways in runs.items():
-        for way, name in (("on_policy", f"on_policy_{latency}"), ("partial", latency)):
-            figures[f"speedup_{name}"] = _speed(ways[way]) / _speed(ways["rounds"])
-            figures[f"speedups_{name}"] = [
-                _speed([run]) / _speed([rounds]) for run, rounds in zip(ways[way], ways["rounds"], strict=True)
-            ]
-        on_policy = ways["on_policy"]
-        floor_s, seconds = sum(run.floor_s for run in on_policy), sum(run.seconds for run in on_policy)
-        figures[f"on_policy_floor_share_{latency}"] = floor_s / seconds
-    on_policy = [run for ways in runs.values() for run in ways["on_policy"]]
-    partial = [run for ways in runs.values() for run in ways["partial"]]
-    figures["prefill_over_unique"] = _prefill_over_unique(on_policy)
-    figures["prefill_over_unique_partial"] = _prefill_over_unique(partial)
-    trees = on_policy + partial
+        speed = {way: run.tokens / run.seconds for way, run in ways.items()}
+        figures[f"speedup_on_policy_{latency}"] = speed["on_policy"] / speed["rounds"]
+        figures[f"speedup_{latency}"] = speed["partial"] / speed["rounds"]
+        figures[f"on_policy_floor_share_{latency}"] = ways["on_policy"].floor_s / ways["on_policy"].seconds
+    trees = [run for ways in runs.values() for way, run in ways.items() if way != "rounds"]
+    on_policy = [ways["on_policy"] for ways in runs.values()]
+    figures["prefill_over_unique"] = sum(run.computed for run in on_policy) / sum(run.unique for run in on_policy)
+    partial = [ways["partial"] for ways in runs.values()]
+    figures["prefill_over_unique_partial"] = sum(run.computed for run in partial) / sum(run.unique for run in partial)
     figures["controller_ms_per_segment"] = 1e3 * sum(r.controller_s for r in trees) / sum(r.segments for r in trees)
     figures["engine_busy_share"] = min(run.busy_share for run in trees)
     return figures
 
 
-def _prefill_over_unique(runs: Sequence[Run]) -> float:
-    return sum(run.computed for run in runs) / sum(run.unique for run in runs)
-
-
-def _plain(runs: Runs) -> dict[str, Any]:
-    return {
-        latency: {way: [asdict(run) for run in found] for way, found in ways.items()} for latency, ways in runs.items()
-    }
+def _plain(runs: dict[str, dict[str, Run]]) -> dict[str, Any]:
+    return {latency: {way: asdict(run) for way, run in ways.items()} for latency, ways in runs.items()}
 
 
 def _tasks(step: int) -> tuple[Task, ...]:

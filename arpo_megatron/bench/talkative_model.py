@@ -41,7 +41,7 @@ def random_qwen3(vocabulary: int, *, eos: int, pad: int, positions: int, spread:
 
 def write_model(folder: Path) -> None:
     """A Hugging Face directory with such a model, and a tokenizer of one token a word."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers  # type: ignore[import-untyped]
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers  # type: ignore[import-untyped]
     from transformers import PreTrainedTokenizerFast
 
     words = [f" w{number}" for number in range(WORDS)]
@@ -49,8 +49,7 @@ def write_model(folder: Path) -> None:
     specials = ["<eos>", "<pad>", "<unk>", *" <>/\n", "result", "42"]
     vocabulary = {word: index for index, word in enumerate([*specials, *words, *calls])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))  # noqa: S106  (not a password)
-    pieces = [pre_tokenizers.Split(pattern, "isolated") for pattern in (" ", "<", ">", "/", "\n")]
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(pieces)
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r" w\d+|[ <>/\n]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
     names = {"eos_token": "<eos>", "pad_token": "<pad>", "unk_token": "<unk>"}
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)

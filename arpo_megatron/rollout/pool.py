@@ -126,8 +126,8 @@ class TreePool:
         known = {tree.number for group in self._groups.values() for tree in group.trees}
         asked = [tree for tree in request.trees if tree.number not in known]
         prompts = [np.array(self._codec.encode(tree.task.prompt_text), dtype=np.int32) for tree in asked]
-        cold = [prompt for tree, prompt in zip(asked, prompts, strict=True) if not tree.entries]
-        common = asyncio.create_task(self._prefill_first(cold))
+        # Also of trees that go on: engines that were started with a resumed run hold nothing of them.
+        common = asyncio.create_task(self._prefill_first(prompts))
         for each, prompt in zip(asked, prompts, strict=True):
             policy = self._policy(each.settings)
             group = self._groups.setdefault(each.group, _Group(policy))
@@ -137,7 +137,7 @@ class TreePool:
             tree = _Growing(each.number, each.version, self._grower(each, prompt, policy))
             group.trees.append(tree)
             group.unfinished[tree.version] += 1
-            tree.job = asyncio.create_task(self._grow(tree, group, None if each.entries else common))
+            tree.job = asyncio.create_task(self._grow(tree, group, common))
 
     def _grower(self, tree: LiveTree, prompt: Int32Array, policy: BranchPolicy) -> TreeGrower:
         settings = tree.settings
@@ -261,10 +261,9 @@ class TreePool:
         self._tokens = 0
         return GrowReport(trees, failed, stats, tuple(tree.number for tree in given))
 
-    async def _grow(self, tree: _Growing, group: _Group, common: "asyncio.Task[GrowCounts] | None") -> None:
+    async def _grow(self, tree: _Growing, group: _Group, common: "asyncio.Task[GrowCounts]") -> None:
         try:
-            if common is not None:
-                group.prefills.add(_taken(await asyncio.shield(common)))
+            group.prefills.add(_taken(await asyncio.shield(common)))
             tree.result = await tree.grower.grow()
         except TREE_FAILURES as error:
             tree.result = error

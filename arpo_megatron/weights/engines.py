@@ -27,7 +27,9 @@ _PATIENCE = 0.8
 
 
 class WeightPushError(UserError):
-    """A push failed. Engines that it reached refuse to generate until a whole push has arrived."""
+    """A push failed. Engines that it reached refuse to generate until a whole push has arrived; where it arrived and
+    was then found to be wrong, whoever pushes holds back what is asked of them.
+    """
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,10 @@ def trained(run: Path) -> list[StoredTree]:
 
 def under_way(run: Path, step: int) -> Moment | None:
     """What a run that had done so many steps wrote of the next one."""
-    return UnderWay(run / "under_way.msgpack", 0.0, print).read(step)
+    copy = run / "copy_of_under_way.msgpack"  # reading removes what is of another step
+    with suppress(FileNotFoundError):
+        copy.write_bytes((run / "under_way.msgpack").read_bytes())
+    return UnderWay(copy, run / "checkpoints", 0.0, print).read(step)
 
 
 def unfinished(run: Path) -> list[UnfinishedTree]:

@@ -121,7 +121,7 @@ def ends_by_itself(job: Job, run: Path, family: list[psutil.Process]) -> None:
 def test_neither_ctrl_c_nor_a_killed_rank_costs_a_step_or_a_token(start: Start, warm_run: Path) -> None:
     words = [*AHEAD, "rollout.keep_every_s=0.1"]
     job = start(training(warm_run, *words))
-    wait_for("answers of step 2", lambda: (moment := under_way(warm_run, 1)) and moment.answers > 2 * TASKS, job)
+    wait_for("answers of step 2", lambda: (moment := under_way(warm_run, 1)) and moment.entries > 3 * TASKS, job)
     wait_for("checkpoint of step 1", (warm_run / "checkpoints" / "step_1").exists, job)  # written while trees grow
     interrupt(job, warm_run)
     first = unfinished(warm_run)
@@ -188,9 +188,12 @@ def test_ctrl_c_in_the_export_leaves_a_whole_one_or_none(start: Start, tmp_path:
         assert names >= {"config.json", "model.safetensors", "tokenizer.json"}
 
 
-def test_a_killed_command_line_takes_every_role_with_it(start: Start, warm_run: Path) -> None:
-    job = start(training(warm_run))
-    wait_for("rollout of step 1", lambda: in_phase(warm_run, "rollout", 0), job)
+def test_a_killed_command_line_takes_every_role_with_it_and_nothing_that_was_sampled(
+    start: Start, warm_run: Path
+) -> None:
+    words = ["rollout.keep_every_s=0.1"]
+    job = start(training(warm_run, *words, steps=1))
+    wait_for("entries of step 1", lambda: (moment := under_way(warm_run, 0)) and moment.entries > 3 * TASKS, job)
     family = family_of(job)
     assert len(family) >= 5
     job.kill()
@@ -199,3 +202,10 @@ def test_a_killed_command_line_takes_every_role_with_it(start: Start, warm_run: 
     while alive(family, warm_run) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not alive(family, warm_run)
+
+    first = under_way(warm_run, 0)
+    assert first is not None
+    run_to_end(training(warm_run, *words, "--resume", steps=1), warm_run)
+    assert any(note.startswith(f"step 1 goes on where it was: {TASKS} trees") for note in notes(warm_run))
+    check_kept(warm_run, first.trees)
+    assert not (warm_run / "under_way.msgpack").exists(), "training is done"
