@@ -52,7 +52,8 @@ _ROLLOUT = {
     "replay/stored": "trajectories that are stored",
     "replay/age": "steps since the trees of the replayed ones were begun: mean, where there are any",
     "replay/age_max": "the most of it",
-    "logprob_gap": "largest difference between trainer and engine over the sampled tokens, in nats",
+    "logprob_gap": "largest difference between trainer and engine over the tokens sampled by the weights that the step "
+    "began with, in nats; null where older ones sampled all",
 }
 _REWARDS = {
     "reward/verified": "share of mathematical answers that math-verify finds equal",
