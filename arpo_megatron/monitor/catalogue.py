@@ -26,7 +26,7 @@ _ROLLOUT = {
     "prefill_over_given": "the same over tokens of prompts and tool results, which must be computed once; above 1 by "
     "one token a request, and by all that is computed again after a weight push",
     "predicted_cached_share": "what the shape of the trees lets expect of it",
-    "tokens_per_s": "tokens sampled a second while trees grow",
+    "tokens_per_s": "tokens sampled a second while trees grow; of a resumed run, since then",
     "forks": "branches taken",
     "trees": "finished trees",
     "trajectories": "root-to-leaf paths",
