@@ -22,7 +22,7 @@ from arpo_megatron.monitor.events import EventLog
 from arpo_megatron.rewards import make_reward
 from arpo_megatron.rewards.composed import ComposedReward
 from arpo_megatron.rewards.scorer import Scorer, mean_parts, parts_of
-from arpo_megatron.rollout.accounting import GrowStats
+from arpo_megatron.rollout.accounting import GrowStats, tokens_per_second
 from arpo_megatron.rollout.messages import CollectTrees, GrowSettings
 from arpo_megatron.rollout.service import RolloutHandle
 from arpo_megatron.run_directory import RunDirectory
@@ -197,7 +197,7 @@ class Leader:
             "prefill_over_unique": counted["prefilled_tokens"] / max(1, counted["unique_tokens"]),
             "prefill_over_given": counted["prefilled_tokens"] / max(1, counted["given_tokens"]),
             "predicted_cached_share": counted["predicted_cached_tokens"] / max(1, counted["predicted_prompt_tokens"]),
-            "tokens_per_s": counted["tokens_sampled"] / max(1e-9, sum(stats.seconds for stats in self.harvest.stats)),
+            "tokens_per_s": tokens_per_second(self.harvest.stats),
             **counted,
             **{f"reward/{name}": mean for name, mean in mean_parts([item.parts for item in scored]).items()},
             **({} if judge is None else {f"judge/{name}": count for name, count in judge.take_counts().items()}),

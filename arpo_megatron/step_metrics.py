@@ -18,23 +18,26 @@ from arpo_megatron.weights.shape import ModelShape
 Logprobs = NDArray[np.float32]
 
 
-def sampling_gap(minibatches: Sequence[Minibatch], logprobs: Sequence[Sequence[Logprobs]], *, version: int) -> float:
+def sampling_gap(
+    minibatches: Sequence[Minibatch], logprobs: Sequence[Sequence[Logprobs]], *, version: int
+) -> float | None:
     """Largest |trainer - engine| log-prob in nats over the tokens that the trainer's own `version` has sampled.
 
-    inf where one is not finite; 0 where there are no trees (on all ranks but the leader).
+    inf where one is not finite; None where there is no such token: older versions sampled all of them, or there are no
+    trees (on all ranks but the leader).
     """
-    largest = 0.0
+    largest: float | None = None
     for minibatch, outputs in zip(minibatches, logprobs, strict=True):
         if not minibatch.trees:
             continue
         for tree, ours in zip(minibatch.trees, by_tree(minibatch.packs, outputs, minibatch.trees), strict=True):
             ends = np.cumsum([len(segment) for segment in tree.segments])
             for segment, end in zip(tree.segments, ends, strict=True):
-                if segment.logprobs is None or segment.policy_version != version:
+                if segment.logprobs is None or segment.policy_version != version or not len(segment):
                     continue
                 gaps = np.abs(ours[end - len(segment) : end] - segment.logprobs)
                 # A comparison with NaN is false: not finite means as far apart as can be.
-                largest = max(largest, float(gaps.max(initial=0.0)) if np.isfinite(gaps).all() else np.inf)
+                largest = max(largest or 0.0, float(gaps.max()) if np.isfinite(gaps).all() else np.inf)
     return largest
 
 

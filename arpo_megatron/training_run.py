@@ -292,7 +292,7 @@ class TrainingRun:
         version = self.state.step
         self.state.step += 1
         gap = sampling_gap(minibatches, [old.logprobs for old in old_scores], version=version)
-        if math.isfinite(gap):  # otherwise its update was skipped, which is told
+        if gap is not None and math.isfinite(gap):  # if not finite, its update was skipped, which is told
             self.state.logprob_gap_max = max(self.state.logprob_gap_max, gap)
         count_entropy(self.state.totals, updates)
         seconds, self.phases = self.phases, {}

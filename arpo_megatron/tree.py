@@ -21,6 +21,7 @@ Int16Array = NDArray[np.int16]
 Int32Array = NDArray[np.int32]
 Float32Array = NDArray[np.float32]
 Array = TypeVar("Array", bound=NDArray[Any])
+Record = TypeVar("Record", "BranchRecord", "ToolRecord")
 
 
 class Role(StrEnum):
@@ -317,11 +318,14 @@ class RolloutTree:
         root, *rest = data["segments"]
         if root["role"] != Role.PROMPT or root["parent"] != -1:
             raise ValueError("segment 0 must be the PROMPT with parent -1")
+        step = int(data.get("step", 0))
+        if not isinstance(data["task_id"], str) or step < 0:  # draws are keyed by both
+            raise ValueError(f"task {data['task_id']!r}, begun in step {step}: expected text and a number from 0")
         tree = cls(
             data["task_id"],
             root["token_ids"],
             routes=root.get("routes"),
-            step=int(data.get("step", 0)),
+            step=step,
             seconds=float(data.get("seconds", 0.0)),
         )
         for item in rest:
@@ -329,13 +333,20 @@ class RolloutTree:
             if given.get("finish") is not None:
                 given["finish"] = Finish(given["finish"])
             if given.get("branch") is not None:
-                given["branch"] = BranchRecord(**given["branch"])
+                given["branch"] = _whole(BranchRecord(**given["branch"]))
             if given.get("tool") is not None:
-                given["tool"] = ToolRecord(**given["tool"])
+                given["tool"] = _whole(ToolRecord(**given["tool"]))
             if unknown := given.keys() - _FIELDS:
                 raise ValueError(f"unknown segment fields: {', '.join(sorted(unknown))}")
             tree.add(given.pop("parent"), Role(given.pop("role")), given.pop("token_ids"), **given)
         return tree
+
+
+def _whole(record: Record) -> Record:
+    """A record as read. Raises ValueError where a field of it is null."""
+    if empty := [field.name for field in fields(record) if getattr(record, field.name) is None]:
+        raise ValueError(f"a {type(record).__name__} without {', '.join(empty)}")
+    return record
 
 
 def _segment_to_dict(segment: Segment) -> dict[str, Any]:

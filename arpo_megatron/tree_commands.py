@@ -1,10 +1,11 @@
 """`arpo trees` and `arpo replay-tree`: what a run's stored trees look like, and whether their decisions follow."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -38,7 +39,7 @@ def show_trees(run: RunDirectory, *, step: int | None, tree: int | None, count: 
     if not chosen:
         return
     tokenizer = load_tokenizer(model_path(resolve.load(run.config), run))
-    pictures = [render_tree(item.tree, lambda ids: str(tokenizer.decode(ids)), item.rewards) for item in chosen]
+    pictures = [_picture(item, lambda ids: str(tokenizer.decode(ids))) for item in chosen]
     if svg is None:
         Console().print(Group(*pictures))
         return
@@ -75,8 +76,12 @@ def replay_trees(file: Path, *, tree: int | None, config: Path | None) -> bool:
     incomplete = mixed = 0
     for number in numbers:
         item = _numbered(stored, number, file)
-        if not item.complete:  # it was given up in the middle
-            incomplete += 1
+        if not item.complete:
+            if item.dropped is None or item.rewards:
+                found, leaves = len(item.rewards), len(item.tree.leaves())
+                print(printable(f"tree {number} ({item.tree.task_id}): {found} rewards for {leaves} trajectories"))
+                return False
+            incomplete += 1  # it was given up in the middle
             continue
         if item.replayed:  # a stored trajectory stands where another was sampled
             mixed += 1
@@ -92,6 +97,10 @@ def replay_trees(file: Path, *, tree: int | None, config: Path | None) -> bool:
         print(f"{mixed} trees hold replayed trajectories, and are left out")
     print(f"{len(numbers) - incomplete - mixed} trees, {decisions} decisions: all follow from tree, entropies and seed")
     return True
+
+
+def _picture(item: StoredTree, decode: Callable[[list[int]], str]) -> RenderableType:
+    return render_tree(item.tree, decode, item.rewards if item.complete else [])
 
 
 def _numbered(stored: list[StoredTree], number: int, path: Path) -> StoredTree:

@@ -79,8 +79,8 @@ class StoredTree:
 
     @property
     def complete(self) -> bool:
-        """Whether all its trajectories have ended."""
-        return bool(self.rewards)
+        """Whether all its trajectories have ended: each has a reward."""
+        return len(self.rewards) == len(self.tree.leaves())
 
 
 def step_file(run: RunDirectory, step: int) -> Path:
@@ -180,15 +180,15 @@ def _write(path: Path, table: "pa.Table") -> None:
 
 
 def read_trees(path: Path) -> list[StoredTree]:
-    """What `write_trees` wrote. Raises UserError where the file is missing or is no such file."""
+    """What `write_trees` wrote. Raises UserError where the file is missing or is no such file; it names the row."""
     columns = ["task_id", "ground_truth", "begun_in_step", "grow_seconds", "rewards", "dropped", "replayed", "segments"]
-    rows = _read(path, columns)
-    try:
-        return [
-            StoredTree(row["ground_truth"], _tree(row), row["rewards"], row["dropped"], row["replayed"]) for row in rows
-        ]
-    except (ValueError, LookupError, TypeError) as error:
-        raise _damaged(path, error) from None
+    found = []
+    for number, row in enumerate(_read(path, columns)):
+        try:
+            found.append(_stored(row))
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise _damaged(path, error, f"row {number} (from 0), ") from None
+    return found
 
 
 def read_summaries(path: Path) -> list[dict[str, Any]]:
@@ -214,8 +214,8 @@ def _read(path: Path, columns: Sequence[str]) -> list[dict[str, Any]]:
         raise _damaged(path, error) from None
 
 
-def _damaged(path: Path, error: Exception) -> UserError:
-    return UserError(f"{path} is not a file of trees: {(str(error).splitlines() or [type(error).__name__])[0]}")
+def _damaged(path: Path, error: Exception, where: str = "") -> UserError:
+    return UserError(f"{path} is not a file of trees: {where}{(str(error).splitlines() or [type(error).__name__])[0]}")
 
 
 def _schema() -> "pa.Schema":
@@ -306,9 +306,18 @@ def _segment(segment: Segment, decode: Decode) -> dict[str, Any]:
     }
 
 
+def _stored(row: dict[str, Any]) -> StoredTree:
+    tree, rewards, replayed = _tree(row), [float(reward) for reward in row["rewards"]], row["replayed"]
+    if not 0 <= replayed <= len(tree.leaves()):
+        raise ValueError(f"{replayed} of {len(tree.leaves())} trajectories are replayed ones")
+    return StoredTree(row["ground_truth"], tree, rewards, row["dropped"], replayed)
+
+
 def _tree(row: dict[str, Any]) -> RolloutTree:
     segments = []
-    for stored in row["segments"]:
+    for index, stored in enumerate(row["segments"]):
+        if stored is None:
+            raise ValueError(f"segment {index} is null")
         fields = {name: value for name, value in stored.items() if value is not None and name != "text"}
         if "tool" in fields:
             fields["tool"] = fields["tool"] | {"arguments": json.loads(fields["tool"]["arguments"])}

@@ -69,9 +69,14 @@ def test_the_gap_is_the_largest_over_tokens_of_the_own_version() -> None:
     place(second, 4, -9.0)  # of an older version
     assert sampling_gap([first[0], second[0]], [first[1], second[1]], version=3) == 0.5
     assert sampling_gap([first[0], second[0]], [first[1], second[1]], version=2) == 8.0
-    assert sampling_gap([], [], version=3) == 0.0
+
+
+def test_where_nothing_is_compared_there_is_no_gap_to_tell() -> None:
+    first = minibatch(3, 2)
+    assert sampling_gap([first[0]], [first[1]], version=4) is None  # older versions sampled all
+    assert sampling_gap([], [], version=3) is None
     elsewhere = Minibatch(first[0].packs)  # a rank that is not the leader knows no trees
-    assert sampling_gap([elsewhere], [first[1]], version=3) == 0.0
+    assert sampling_gap([elsewhere], [first[1]], version=3) is None
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])

@@ -2,7 +2,7 @@
 
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -243,6 +243,80 @@ def test_a_damaged_file_is_one_line_and_a_strangers_file_no_harm(run: RunDirecto
     pq.write_table(pa.table({"task_id": ["a"]}), path)
     with pytest.raises(UserError, match="is not a file of trees"):
         read_summaries(path)
+
+
+def negative_step(row: dict[str, Any]) -> None:
+    row["begun_in_step"] = -1
+
+
+def no_task(row: dict[str, Any]) -> None:
+    row["task_id"] = None
+
+
+def no_rewards(row: dict[str, Any]) -> None:
+    row["rewards"] = None
+
+
+def no_reward(row: dict[str, Any]) -> None:
+    row["rewards"][0] = None
+
+
+def too_many_replayed(row: dict[str, Any]) -> None:
+    row["replayed"] = 3
+
+
+def no_segment(row: dict[str, Any]) -> None:
+    row["segments"][2] = None
+
+
+def no_root(row: dict[str, Any]) -> None:
+    row["segments"][0] = None
+
+
+def no_rise(row: dict[str, Any]) -> None:
+    branched(row)["branch"]["dH"] = None
+
+
+def no_rule(row: dict[str, Any]) -> None:
+    branched(row)["branch"]["why"] = None
+
+
+def no_tool_name(row: dict[str, Any]) -> None:
+    row["segments"][2]["tool"]["name"] = None
+
+
+def branched(row: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = next(segment for segment in row["segments"] if segment["branch"])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("tamper", "said"),
+    [
+        (negative_step, "begun in step -1"),
+        (no_task, "task None"),
+        (no_rewards, ""),
+        (no_reward, ""),
+        (too_many_replayed, "3 of 2 trajectories"),
+        (no_segment, "segment 2 is null"),
+        (no_root, "segment 0 is null"),
+        (no_rise, "a BranchRecord without dH"),
+        (no_rule, "a BranchRecord without why"),
+        (no_tool_name, "a ToolRecord without name"),
+    ],
+)
+def test_a_tampered_row_is_one_line_that_names_it(
+    run: RunDirectory, tamper: Callable[[dict[str, Any]], None], said: str
+) -> None:
+    path = step_file(run, 1)
+    write_trees(path, 1, [scored(grown(number)) for number in range(2)], decode)
+    table = pq.read_table(path)
+    rows = table.to_pylist()
+    tamper(rows[1])
+    pq.write_table(pa.Table.from_pylist(rows, schema=table.schema), path)
+    with pytest.raises(UserError, match=rf"step_000001\.parquet is not a file of trees: row 1 .*{said}") as told:
+        read_trees(path)
+    assert "\n" not in str(told.value)
 
 
 def test_what_texts_would_do_to_a_terminal_is_shown_and_not_done(

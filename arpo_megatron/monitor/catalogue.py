@@ -26,7 +26,7 @@ _ROLLOUT = {
     "prefill_over_given": "the same over tokens of prompts and tool results, which must be computed once; above 1 by "
     "one token a request, and by all that is computed again after a weight push",
     "predicted_cached_share": "what the shape of the trees lets expect of it",
-    "tokens_per_s": "tokens sampled a second while trees grow",
+    "tokens_per_s": "tokens sampled a second while trees grow; of a resumed run, since then",
     "forks": "branches taken",
     "trees": "finished trees",
     "trajectories": "root-to-leaf paths",
@@ -52,7 +52,8 @@ _ROLLOUT = {
     "replay/stored": "trajectories that are stored",
     "replay/age": "steps since the trees of the replayed ones were begun: mean, where there are any",
     "replay/age_max": "the most of it",
-    "logprob_gap": "largest difference between trainer and engine over the sampled tokens, in nats",
+    "logprob_gap": "largest difference between trainer and engine over the tokens sampled by the weights that the step "
+    "began with, in nats; null where older ones sampled all",
 }
 _REWARDS = {
     "reward/verified": "share of mathematical answers that math-verify finds equal",

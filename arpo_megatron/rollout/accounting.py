@@ -27,6 +27,7 @@ class GrowCounts:
         prompt_tokens: tokens sent with them.
         cached_tokens: how many of those the engine served from its radix cache.
         tokens_sampled: tokens the engine sampled.
+        tokens_recorded: those of them that the tree's record already held when it went on from there.
         calls_executed: tool calls that were sent to the tool service.
         calls_cached: how many of those it answered from its cache.
         repeated: attempts of requests and calls that had to be made again because a service failed.
@@ -36,6 +37,7 @@ class GrowCounts:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     tokens_sampled: int = 0
+    tokens_recorded: int = 0
     calls_executed: int = 0
     calls_cached: int = 0
     repeated: int = 0
@@ -148,6 +150,12 @@ def grow_stats(
         predicted_cached_tokens=sum(request.cached_least + request.cached_most for request in requests) / 2,
         seconds=seconds,
     )
+
+
+def tokens_per_second(stats: Sequence[GrowStats]) -> float:
+    """Tokens sampled a second. What was sampled before trees went on from their records took other seconds."""
+    sampled = sum(each.counts.tokens_sampled - each.counts.tokens_recorded for each in stats)
+    return sampled / max(1e-9, sum(each.seconds for each in stats))
 
 
 def common_prefix_length(prompts: Sequence[Int32Array]) -> int:

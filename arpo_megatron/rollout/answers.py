@@ -75,6 +75,7 @@ class TreeAnswers:
         if len(parts) < len(recorded):
             part = recorded[len(parts)]
             self._count(part)
+            self.counts.tokens_recorded += len(part.token_ids)
             self._context.on_tokens(len(part.token_ids))
             return part
         context = self._context

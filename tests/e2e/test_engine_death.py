@@ -39,7 +39,8 @@ def test_a_run_survives_the_death_of_every_service_until_that_has_happened_too_o
     rows = rows_of(warm_run / "metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     assert all(row["trees"] == TASKS and not row["dropped/failed"] for row in rows)
-    assert all(row["logprob_gap"] < 1e-3 for row in rows)
+    gaps = [row["logprob_gap"] for row in rows]
+    assert all(gap is None or gap < 1e-3 for gap in gaps)  # older weights may have sampled all of a step
     assert len({item.tree.task_id for item in trained(warm_run)}) == STEPS * TASKS  # none lost, none twice
     check_kept(warm_run, left)
     told = [event["text"] for event in rows_of(warm_run / "events.jsonl") if event["kind"] == "note"]
@@ -62,7 +63,8 @@ def test_a_colocated_engine_that_dies_while_its_memory_is_lent_stays_down_until_
         assert job.wait(240) == 0, (warm_run.parent / "screen").read_text()[-3000:]
     rows = rows_of(warm_run / "metrics.jsonl")
     assert [row["trees"] for row in rows] == [TASKS] * 2
-    assert all(row["logprob_gap"] < 1e-3 for row in rows)
+    gaps = [row["logprob_gap"] for row in rows]
+    assert all(gap is None or gap < 1e-3 for gap in gaps)  # older weights may have sampled all of a step
     assert all(row["seconds/lend"] > 0 for row in rows)
     told = [str(event["text"]) for event in rows_of(warm_run / "events.jsonl") if event["kind"] == "restart"]
     assert [text.partition(" in ")[0] for text in told] == [

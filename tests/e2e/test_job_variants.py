@@ -15,7 +15,7 @@ SAMPLES = 8  # of the recipe
 TWO_RANKS = ["parallel.tensor=2", "parallel.sequence=true"]
 FIGURES = (
     *("loss", "loss_policy", "loss_kl", "loss_entropy", "clip_low_share", "clip_high_share", "clip_dual_share"),
-    *("kl_old", "kl_reference", "entropy_mean", "ratio_max", "ratio_p01", "ratio_p50", "ratio_p99", "logprob_gap"),
+    *("kl_old", "kl_reference", "entropy_mean", "ratio_max", "ratio_p01", "ratio_p50", "ratio_p99"),
     *("grad_norm", "trainer/tokens_per_s", "trainer/tflops", "trainer/mfu", "memory_peak_gb", "updates_skipped"),
     *(f"pack/{name}" for name in ("unique", "flat", "repeated", "padding", "imbalance")),
     *(f"seconds/{name}" for name in ("rollout", "logprobs", "ratios", "update", "push")),
@@ -37,8 +37,10 @@ def test_trees_grow_on_while_two_ranks_train_and_across_pushes(warm_run: Path) -
     assert [row["trajectories"] for row in rows] == [TASKS * SAMPLES] * 3
     assert max(row["staleness_max"] for row in rows) == 1
     assert sum(row["forks"] for row in rows) > 0
+    first, *later = [row["logprob_gap"] for row in rows]
+    assert first < 1e-3
+    assert all(gap is None or gap < 1e-3 for gap in later)  # older weights may have sampled all of a step
     for row in rows:
-        assert row["logprob_gap"] < 1e-3
         assert not any(row[name] for name in row if name.startswith("dropped/"))
         assert not undocumented(row)
         assert all(isinstance(row[name], int | float) for name in FIGURES)

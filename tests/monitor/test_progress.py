@@ -57,7 +57,7 @@ def test_without_a_terminal_every_fact_is_one_plain_line() -> None:
 def test_figures_that_a_step_lacks_are_left_out() -> None:
     progress, output = plain()
     with progress:
-        progress.step({"step": 1, "reward": None})
+        progress.step({"step": 1, "reward": None, "logprob_gap": None})
     assert output.getvalue().endswith(" step 1\n")
 
 

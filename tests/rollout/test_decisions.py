@@ -220,3 +220,8 @@ def test_replay_tree_on_the_command_line(tree: RolloutTree, tmp_path: Path) -> N
     assert replay(str(elsewhere), "--tree", "0", "--config", str(run.config))[0] == 0
     code = CliRunner().invoke(app, ["replay-tree", str(elsewhere)]).exception
     assert "give the run's config" in str(code)
+    for rewards, dropped in (([], None), ([1.0], None), ([1.0], "failed")):
+        unrewarded = replace(scored, rewards=np.array(rewards), dropped=dropped)
+        write_trees(path, 1, [scored, unrewarded], CODEC.decode)
+        code, said = replay(str(path))
+        assert (code, said) == (1, f"tree 1 (task-1): {len(rewards)} rewards for 12 trajectories\n")

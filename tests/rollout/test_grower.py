@@ -11,7 +11,7 @@ import pytest
 from scripted import CharacterCodec, ScriptedEngine
 
 from arpo_megatron.config import AlgorithmConfig
-from arpo_megatron.rollout.accounting import grow_stats, predicted_requests
+from arpo_megatron.rollout.accounting import grow_stats, predicted_requests, tokens_per_second
 from arpo_megatron.rollout.client import EngineClient, EngineUnavailableError
 from arpo_megatron.rollout.generation import EngineRefusedError, Sampling
 from arpo_megatron.rollout.grow_context import GrowContext, GrowLimits, PromptTooLongError, TextCodec
@@ -228,6 +228,27 @@ def answers(entries: Sequence[bytes]) -> int:
     return sum(map(len, record.sampled.values())) + len(record.answered)
 
 
+def recorded_tokens(entries: Sequence[bytes]) -> int:
+    return sum(len(part.token_ids) for parts in TreeRecord.of(entries).sampled.values() for part in parts)
+
+
+def test_speed_is_of_what_is_sampled_now_and_not_of_what_the_record_held(
+    scripted_engine: Start, sandbox_url: str
+) -> None:
+    entries: list[bytes] = []
+    policy = arpo(2, 1)
+    engine = scripted_engine(ScriptedEngine(planned(*PLAN)))
+    tree, grower = grow(engine.url, sandbox_url, policy, record=entries.append)
+    sampled, half = grower.counts.tokens_sampled, entries[: len(entries) // 2]
+    assert 0 < recorded_tokens(half) < sampled
+    for known in ([], half, entries):
+        tree, grower = grow(engine.url, sandbox_url, policy, entries=known)
+        stats = grow_stats([tree], grower.counts, policy, failed=0, seconds=2.0)
+        assert stats.counts.tokens_sampled == sampled
+        assert tokens_per_second([stats]) == (sampled - recorded_tokens(known)) / 2.0
+    assert tokens_per_second([]) == 0.0
+
+
 def test_a_tree_goes_on_from_whatever_it_had_sampled(scripted_engine: Start, sandbox_url: str) -> None:
     """Cut at 25 moments, one of them after the end: the same tree, and no answer is asked for twice."""
     entries: list[bytes] = []
@@ -246,6 +267,7 @@ def test_a_tree_goes_on_from_whatever_it_had_sampled(scripted_engine: Start, san
         assert 0 <= again_prefilled <= 1 + sum(children > 1 for children in fork_points(tree))
         assert regrown.counts.requests - asked == again_prefilled
         assert regrown.counts.tokens_sampled == grower.counts.tokens_sampled
+        assert regrown.counts.tokens_recorded == recorded_tokens(entries[:known])
         assert regrown.counts.calls_executed == grower.counts.calls_executed
         assert tree.seconds >= TreeRecord.of(entries[:known]).seconds
     assert again.requests == []
