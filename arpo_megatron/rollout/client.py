@@ -164,7 +164,7 @@ class EngineClient:
         return read_prefill(await self._request(prefill_request(input_ids), key))
 
     async def prefill_everywhere(self, input_ids: Sequence[int] | Int32Array) -> list[tuple[int, int]]:
-        """As `prefill`, on every engine: for what all trees begin with.
+        """As `prefill`, on every engine: for what all trees begin with. A `pause` meanwhile makes it begin again.
 
         An engine that does not answer goes without, also one that takes much longer than the first.
 
@@ -175,7 +175,16 @@ class EngineClient:
         if len(self._engines) == 1:
             return [await self.prefill(input_ids)]
         body = prefill_request(input_ids)
-        await self._gate.wait()
+        while True:
+            await self._gate.wait()
+            pushes = self.pushes
+            found = await self._ask_everywhere(body)
+            if self._gate.is_set() and self.pushes == pushes:  # else the caches are empty again
+                # Where none has answered, one of them says why, or is waited for.
+                return [read_prefill(answer) for answer in found] or [await self.prefill(input_ids)]
+
+    async def _ask_everywhere(self, body: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Answers of the engines to one attempt each, without those that fail or take much longer than the first."""
         began = asyncio.get_running_loop().time()
         asked = [asyncio.create_task(self._attempt(engine, body)) for engine in self._engines]
         waiting, done = set(asked), list[asyncio.Task[dict[str, Any]]]()
@@ -190,9 +199,7 @@ class EngineClient:
             for task in asked:
                 task.cancel()
             await asyncio.gather(*asked, return_exceptions=True)
-        ended = [task for task in asked if not task.cancelled() and task.exception() is None]
-        # Else it says why, or waits until one is up again.
-        return [read_prefill(task.result()) for task in ended] or [await self.prefill(input_ids)]
+        return [task.result() for task in asked if not task.cancelled() and task.exception() is None]
 
     async def _request(
         self, body: Mapping[str, Any], key: str = "", ready: Callable[[], Awaitable[None]] | None = None

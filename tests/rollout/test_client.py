@@ -93,6 +93,24 @@ def test_an_engine_that_hangs_does_not_hold_back_what_all_trees_begin_with(scrip
     assert seconds < 3
 
 
+def test_what_all_trees_begin_with_is_on_every_engine_also_behind_a_push_that_cuts_it_short(
+    scripted_engine: Start,
+) -> None:
+    engines = [scripted_engine(ScriptedEngine(str, delay_s=lambda _text: 0.5)) for _ in range(2)]
+
+    async def run() -> list[tuple[int, int]]:
+        async with EngineClient(*(engine.url for engine in engines)) as client:
+            asked = asyncio.create_task(client.prefill_everywhere([65] * 20))
+            while not all(engine.requests for engine in engines):
+                await asyncio.sleep(0.01)
+            await client.pause()
+            client.resume(0)
+            return await asked
+
+    assert len(asyncio.run(run())) == 2
+    assert [len(engine.requests) for engine in engines] == [2, 2]
+
+
 def test_no_request_slips_past_a_pause_while_its_engine_is_looked_at(scripted_engine: Start) -> None:
     engine = scripted_engine(ScriptedEngine(str, fail_first=1, look_s=0.3))
 
