@@ -177,7 +177,13 @@ def test_seeds_without_all_arms_are_left_out_and_named(tmp_path: Path) -> None:
     runs[-1].piece.run.result.unlink()
     found = Found.of(DESIGN, table.collect(runs), "x", [1, 2, 3])
     assert found.seeds == [1, 2]
-    assert "left out: [3]" in write_report(found, tmp_path / "report")[0].read_text()
+    page = write_report(found, tmp_path / "report")[0].read_text()
+    assert "left out: [3]" in page
+    assert "Of 80 held-out trajectories 8 could not be finished" in page  # 2 seeds x 2 arms x 2 evaluations of 10
+    assert 'of their 248 tool calls 8 were not answered "ok"' in page
+    rows = found.rows.copy()
+    rows.loc[(rows.seed == 3) & (rows.step == 4), "step"] = 40
+    assert replace(found, rows=rows).steps() == found.steps() == {"grpo": 4, "arpo": 4}
     with pytest.raises(UserError, match="no seed has a finished run"):
         Found.of(DESIGN, table.collect(runs[:1]), "x", [1])
 
