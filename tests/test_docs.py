@@ -54,6 +54,11 @@ def test_a_part_of_a_method_names_its_paper(point: Point, name: str) -> None:
     assert re.search(r"arXiv \d{4}\.\d{5}", load(point, name).__doc__)
 
 
+def test_the_table_of_losses_has_every_loss_once() -> None:
+    notation, _, _ = (ROOT / "docs" / "algorithms.md").read_text().partition("<!-- presets: begin -->")
+    assert sorted(re.findall(r"^\| `(\w+)` \|", notation, re.MULTILINE)) == sorted(OWN[Point.LOSS])
+
+
 def test_the_training_loop_fits_on_two_screens() -> None:
     assert len((ROOT / "arpo_megatron" / "train.py").read_text().splitlines()) <= 100
 

@@ -63,10 +63,7 @@ def entropy(
         if not (path / "config.yaml").is_file():
             raise UserError(f"{path} is not a run directory (no config.yaml there)")
     rows = entropies.collect([RunDirectory(path) for path in runs])
-    names = [shlex.quote(path.name) for path in runs]
-    if len(names) > 4:
-        names[1:-1] = ["..."]
-    for path in entropies.write_report(rows, out, made_by(f"arpo study entropy {' '.join(names)}")):
+    for path in entropies.write_report(rows, out, made_by(entropies.command(runs, out))):
         print(path)
 
 

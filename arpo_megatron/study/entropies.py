@@ -10,6 +10,7 @@ Runs of one seed are one observation, as in the other studies: they begin with t
 first, and intervals are over seeds.
 """
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,7 @@ START = "prompt"
 ELSEWHERE = "elsewhere"
 """Behind the first tokens of any turn."""
 _LATER = -1  # the position of all of those
+_FEW = 4  # runs that a command names although a glob would
 _Run = tuple[int, str]  # its seed and name
 
 
@@ -49,28 +51,65 @@ def collect(runs: Sequence[RunDirectory]) -> "pd.DataFrame":
     """Mean entropies of the trees of runs.
 
     Returns:
-        columns run, seed (of the run's config), step, behind ("prompt", a tool's name, or "elsewhere"), position (from
-        0, in the turn, less than the run's `algorithm.entropy_tokens`; -1: all later ones, elsewhere), tokens, entropy
-        (mean, nats). A token that several trajectories share counts once.
+        columns run (its directory's name, with as many above it as tell the runs apart), seed (of the run's config),
+        step, behind ("prompt", a tool's name, or "elsewhere"), position (from 0, in the turn, less than the run's
+        `algorithm.entropy_tokens`; -1: all later ones, elsewhere), tokens, entropy (mean, nats). A token that several
+        trajectories share counts once.
 
     Raises:
-        UserError: no run has stored trees.
+        UserError: a run is given twice, or none has stored trees.
     """
     import pandas as pd
 
-    rows = [row for run in runs for row in _rows(run)]
+    paths = [run.path.resolve() for run in runs]
+    for number, path in enumerate(paths):
+        if path in paths[:number]:
+            raise UserError(f"{runs[number].path} is given twice: it is the run {runs[paths.index(path)].path}")
+    rows = [row for run, name in zip(runs, _ends(paths, 1), strict=True) for row in _rows(run, name)]
     if not rows:
         raise UserError(f"no tree with sampled tokens is stored in {', '.join(str(run.path) for run in runs)}")
     return pd.DataFrame(rows)
 
 
-def _rows(run: RunDirectory) -> list[dict[str, Any]]:
+def _ends(paths: Sequence[Path], least: int) -> list[str]:
+    """The last names of different paths: `least` of each, or as many more as tell them apart."""
+    ends, longest = [str(path) for path in paths], max(len(path.parts) for path in paths)
+    for count in range(longest, least - 1, -1):
+        shorter = [str(Path(*path.parts[-count:])) for path in paths]
+        if len(set(shorter)) < len(paths):
+            break
+        ends = shorter
+    return ends
+
+
+def command(runs: Sequence[Path], out: Path) -> str:
+    """The command for these directories, to be run where this one was.
+
+    Many runs that are all there is in their directory are told as a glob. Of an absolute path outside the working
+    directory the last names are told: what is above them says nothing on another machine.
+    """
+    above = runs[0].parent
+    if len(runs) > _FEW and {path for path in above.iterdir() if not path.name.startswith(".")} == set(runs):
+        folder = _told([above / "*"])[0].rpartition("/")[0]
+        words = [f"{shlex.quote(folder)}/*" if folder else "*"]
+    else:
+        words = [shlex.quote(word) for word in _told(runs)]
+    return " ".join(["arpo study entropy", *words, "--out", shlex.quote(_told([out])[0])])
+
+
+def _told(paths: Sequence[Path]) -> list[str]:
+    here = Path.cwd()
+    near = [path.relative_to(here) if path.is_relative_to(here) else path for path in paths]
+    far = [path for path in near if path.is_absolute()]
+    ends = dict(zip(far, _ends(far, 3), strict=True)) if far else {}
+    return [ends.get(path, str(path)) for path in near]
+
+
+def _rows(run: RunDirectory, name: str) -> list[dict[str, Any]]:
     config = resolve.load(run.config)
     first = config.algorithm.entropy_tokens
     return [
-        {"run": run.path.name, "seed": config.seed, **row}
-        for step in stored_steps(run)
-        for row in _of_step(run, step, first)
+        {"run": name, "seed": config.seed, **row} for step in stored_steps(run) for row in _of_step(run, step, first)
     ]
 
 

@@ -45,7 +45,7 @@ class Found:
 
     Attributes:
         design: which study.
-        rows: from `table.collect`.
+        rows: from `table.collect`, of all seeds.
         seeds: those for which every arm's run is finished; the others are left out.
         command: that made it.
         left_out: the other seeds of the study.
@@ -69,12 +69,18 @@ class Found:
             raise UserError("no seed has a finished run of every arm yet: nothing can be compared")
         return cls(design, rows, seeds, command, [seed for seed in planned if seed not in seeds])
 
+    @property
+    def compared_rows(self) -> "pd.DataFrame":
+        """The rows of `seeds`, which all that is said is about."""
+        return self.rows[self.rows.seed.isin(self.seeds)]
+
     def curves(self, figure: str, level: str = ALL) -> dict[str, list[Curve]]:
         """A curve a seed for each arm.
 
         At step 0 all arms of a seed have the same weights, so each begins with the mean of what was measured there.
         """
-        wanted = self.rows[(self.rows.level == level) & self.rows.seed.isin(self.seeds)].copy()
+        rows = self.compared_rows
+        wanted = rows[rows.level == level].copy()
         start = wanted.step == 0
         wanted.loc[start, figure] = wanted[start].groupby("seed")[figure].transform("mean")
         found: dict[str, list[Curve]] = {}
@@ -93,7 +99,7 @@ class Found:
 
     def steps(self) -> dict[str, int]:
         """Training steps of each arm's runs."""
-        return {arm: int(group.step.max()) for arm, group in self.rows.groupby("arm")}
+        return {arm: int(group.step.max()) for arm, group in self.compared_rows.groupby("arm")}
 
 
 def write_report(found: Found, directory: Path) -> list[Path]:
@@ -148,7 +154,7 @@ def _table(figures: Sequence[ArmFigures]) -> str:
 
 
 def _success_table(found: Found) -> str:
-    levels = sorted(set(found.rows.level) - {ALL})
+    levels = sorted(set(found.compared_rows.level) - {ALL})
     ends = {
         level: {arm: Mean.of([float(curve.values[-1]) for curve in curves]) for arm, curves in by_arm.items()}
         for level, by_arm in ((level, found.curves("success", level)) for level in levels)
@@ -266,7 +272,8 @@ def made_by(command: str) -> str:
 
 def _trouble(found: Found) -> str:
     """What may have made policies look worse than they are."""
-    whole = found.rows[found.rows.level == ALL]
+    whole = found.compared_rows
+    whole = whole[whole.level == ALL]
     tasks, calls = int(whole.tasks.sum()), int(whole.evaluation_calls.sum())
     unfinished, failed = int(whole.unfinished.sum()), int(whole.calls_failed.sum())
     text = f"Of {tasks:,} held-out trajectories {unfinished:,} could not be finished (they are left out); of their "

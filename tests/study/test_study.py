@@ -1,6 +1,7 @@
 """Pieces, resuming, the report's sentences, and a study of two arms for real with tiny numbers."""
 
 import json
+import shlex
 import signal
 import subprocess
 import sys
@@ -176,7 +177,13 @@ def test_seeds_without_all_arms_are_left_out_and_named(tmp_path: Path) -> None:
     runs[-1].piece.run.result.unlink()
     found = Found.of(DESIGN, table.collect(runs), "x", [1, 2, 3])
     assert found.seeds == [1, 2]
-    assert "left out: [3]" in write_report(found, tmp_path / "report")[0].read_text()
+    page = write_report(found, tmp_path / "report")[0].read_text()
+    assert "left out: [3]" in page
+    assert "Of 80 held-out trajectories 8 could not be finished" in page  # 2 seeds x 2 arms x 2 evaluations of 10
+    assert 'of their 248 tool calls 8 were not answered "ok"' in page
+    rows = found.rows.copy()
+    rows.loc[(rows.seed == 3) & (rows.step == 4), "step"] = 40
+    assert replace(found, rows=rows).steps() == found.steps() == {"grpo": 4, "arpo": 4}
     with pytest.raises(UserError, match="no seed has a finished run"):
         Found.of(DESIGN, table.collect(runs[:1]), "x", [1])
 
@@ -241,7 +248,7 @@ def entropy_run(path: Path, seed: int, first: float) -> RunDirectory:
     """A run whose first token behind the tool's result has so many nats."""
     run = RunDirectory(path)
     config = resolve.resolve("trails+grpo", words=["algorithm.entropy_tokens=2", f"seed={seed}"])
-    run.path.mkdir()
+    run.path.mkdir(parents=True)
     resolve.save(config, run.config)
     tree = RolloutTree("task", [1])
     asks = tree.add(0, Role.MODEL, [2] * 40, logprobs=[-1.0] * 40, entropies=[0.25] * 2 + [0.125] * 38)
@@ -293,6 +300,41 @@ def test_runs_of_a_single_seed_tell_no_interval_of_entropy(tmp_path: Path) -> No
     assert "by step, mean of 1 seed (2 runs)](entropy.svg)" in page
     band = entropies._bands(rows, "step")["search"]
     assert band.low.tolist() == band.mean.tolist() == band.high.tolist()
+
+
+def test_runs_of_one_name_are_told_apart_by_the_directories_above(tmp_path: Path) -> None:
+    places = [
+        (tmp_path / above / name, seed) for seed, (above, name) in enumerate([("a", "x"), ("b", "x"), ("b", "y")])
+    ]
+    runs = [entropy_run(path, min(seed, 1), 2.0) for path, seed in reversed(places)]
+    rows = entropies.collect(runs)
+    assert set(rows.run) == {"a/x", "b/x", "b/y"}
+    assert "over 2 seeds (3 runs)" in entropies.render(rows, "made by hand")
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    with pytest.raises(UserError, match=r"link/x is given twice: it is the run .*/a/x$"):
+        entropies.collect([*runs, RunDirectory(tmp_path / "link" / "x")])
+
+
+def test_the_page_about_entropy_names_a_command_that_can_be_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "study-x" / "runs"
+    runs = [folder / f"arm {number}" for number in range(6)]
+    for run in runs:
+        run.mkdir(parents=True)
+    monkeypatch.chdir(folder.parent)
+    near = [run.relative_to(folder.parent) for run in runs]
+    assert entropies.command(runs, folder.parent / "out") == "arpo study entropy runs/* --out out"
+    assert entropies.command(near[::-1], Path("../out")) == "arpo study entropy runs/* --out ../out"
+    assert entropies.command(near[:2], Path("out")) == "arpo study entropy 'runs/arm 0' 'runs/arm 1' --out out"
+    listed = shlex.split(entropies.command(near[:5], Path("out")))  # a glob would take the sixth as well
+    assert listed == ["arpo", "study", "entropy", *map(str, near[:5]), "--out", "out"]
+    monkeypatch.chdir(folder)
+    assert entropies.command([Path(run.name) for run in runs], Path("../out")) == "arpo study entropy * --out ../out"
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert entropies.command(runs, Path("out")) == "arpo study entropy study-x/runs/* --out out"
+    assert entropies.command(runs[:1], Path("out")) == "arpo study entropy 'study-x/runs/arm 0' --out out"
 
 
 def study(out: Path, *words: str) -> list[str]:
