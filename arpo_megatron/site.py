@@ -1,9 +1,7 @@
 """Where the roles of a job run: this machine, or the nodes of a Slurm allocation (`cluster/site.py`)."""
 
 import os
-import shutil
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,8 +11,9 @@ from typing import Protocol
 from arpo_megatron.config import JobConfig
 from arpo_megatron.machine import Placement, placement
 from arpo_megatron.processes import JOB_PID
-from arpo_megatron.rollout.server import free_ports
+from arpo_megatron.rollout.server import SCRATCH_PREFIX, free_ports
 from arpo_megatron.supervisor import Program
+from tools_sandbox.temporary import TemporaryFolder
 
 
 class Site(Protocol):
@@ -75,9 +74,9 @@ class ThisMachine:
 
     @contextmanager
     def scratch(self) -> Iterator[Path]:
-        """Made now, removed at the end."""
-        path = Path(tempfile.mkdtemp(prefix="arpo-engine-"))
+        """Made now, removed at the end, or by the next job of this machine where this one is killed."""
+        folder = TemporaryFolder(SCRATCH_PREFIX)
         try:
-            yield path
+            yield folder.path
         finally:
-            shutil.rmtree(path, ignore_errors=True)
+            folder.remove()

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import psutil
 import pytest
 
 from arpo_megatron.processes import RoleDiedError, Roles
+from arpo_megatron.site import ThisMachine
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
 STUBBORN = [
@@ -83,3 +85,32 @@ def test_roles_die_with_a_killed_launcher(tmp_path: Path) -> None:
     launcher.kill()
     launcher.wait()
     assert gone(child)
+
+
+HOLDER = """
+import sys
+from arpo_megatron.site import ThisMachine
+with ThisMachine().scratch() as folder:
+    (folder / "socket").touch()
+    print(folder, flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_the_short_lived_files_of_a_job_that_was_killed_are_removed_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    command, env = [sys.executable, "-c", HOLDER], {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as job:
+        assert job.stdout is not None
+        theirs = Path(job.stdout.readline().strip())
+        with ThisMachine().scratch() as ours:
+            assert (theirs / "socket").exists()  # its job lives
+        assert not ours.exists()
+        job.kill()
+        job.wait()
+        assert theirs.exists()
+        with ThisMachine().scratch() as ours:
+            assert list(tmp_path.iterdir()) == [ours]
+    assert not list(tmp_path.iterdir())

@@ -100,7 +100,7 @@ class ToolService:
 
         if config.search.index_path is None:
             try:
-                self._index_folder = TemporaryFolder("index")
+                self._index_folder = TemporaryFolder("tools_sandbox-index-")
             except OSError as error:
                 raise ConfigError(
                     f"search.index_path: is not set, and there is no temporary folder: {error}"

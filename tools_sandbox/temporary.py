@@ -1,4 +1,4 @@
-"""A folder that is gone with its service, also with one that was killed."""
+"""A folder that is gone with its process, also with one that was killed."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from pathlib import Path
 class TemporaryFolder:
     """A folder of this process, locked as long as it lives. Making one removes those whose process was killed."""
 
-    def __init__(self, kind: str) -> None:
-        """kind: a part of its name. OSError: it cannot be made."""
-        prefix = f"tools_sandbox-{kind}-"
+    def __init__(self, prefix: str) -> None:
+        """prefix: of its name, which nothing else in the temporary directory has. OSError: it cannot be made."""
         for other in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
             with contextlib.suppress(OSError):  # another user's, in use, or just gone
                 lock = _locked(other)

@@ -7,11 +7,9 @@ without doing so (even by kill -9), the server ends the group itself (see `sglan
 import contextlib
 import os
 import random
-import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,8 +26,11 @@ from arpo_megatron.processes import last_lines, stop_groups
 from arpo_megatron.rollout.push_gate import ALIVE, ENGINE_TOKEN
 from arpo_megatron.rollout.sglang_main import LAUNCHER_PID_VARIABLE
 from arpo_megatron.supervisor import Program
+from tools_sandbox.temporary import TemporaryFolder
 
 _FLAGS = ("--enable-metrics", "--skip-server-warmup")  # the health gate's own generation is the warm-up
+SCRATCH_PREFIX = "arpo-scratch-"
+"""Of folders with sockets and other short-lived files, each locked by the process that started whoever uses it."""
 _POLL_INTERVAL_S = 0.1
 _CANDIDATES = 10000
 """Ports among which free ones are looked for."""
@@ -66,7 +67,7 @@ class EngineHandle:
 
     program: Program
     process: "subprocess.Popen[bytes]"
-    scratch: Path
+    scratch: TemporaryFolder
     startup_s: float
 
     @property
@@ -84,7 +85,7 @@ class EngineHandle:
         The group is killed outright: a server keeps nothing worth saving, and its orderly end waits 5 s or more.
         """
         stop_groups([self.process], 0.0)
-        shutil.rmtree(self.scratch, ignore_errors=True)
+        self.scratch.remove()
 
     def __enter__(self) -> Self:
         return self
@@ -120,7 +121,7 @@ def launch_engine(
         UserError: no model at `model_path`.
         EngineStartError: the server ended or missed `engine.startup_timeout_s`. Nothing is left running.
     """
-    scratch = Path(tempfile.mkdtemp(prefix="arpo-engine-"))
+    scratch = TemporaryFolder(SCRATCH_PREFIX)
     process: subprocess.Popen[bytes] | None = None
     try:
         program = engine_program(
@@ -130,7 +131,7 @@ def launch_engine(
             seed=seed,
             log_path=log_path,
             port=port or free_ports(1)[0],
-            scratch=scratch,
+            scratch=scratch.path,
             placement=placement,
             routes=routes,
         )
@@ -140,7 +141,7 @@ def launch_engine(
     except BaseException:
         if process is not None:
             stop_groups([process], 0.0)
-        shutil.rmtree(scratch, ignore_errors=True)
+        scratch.remove()
         raise
     return EngineHandle(program, process, scratch, time.monotonic() - started)
 

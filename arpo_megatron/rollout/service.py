@@ -11,10 +11,8 @@ thread of this process reads it at all times, also while the trainer trains, and
 
 import itertools
 import os
-import shutil
 import socket
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -44,9 +42,10 @@ from arpo_megatron.rollout.messages import (
     StopTrees,
 )
 from arpo_megatron.rollout.record import UnfinishedTree
-from arpo_megatron.rollout.server import free_ports
+from arpo_megatron.rollout.server import SCRATCH_PREFIX, free_ports
 from arpo_megatron.supervisor import Program
 from arpo_megatron.tasks.base import Task
+from tools_sandbox.temporary import TemporaryFolder
 
 _CONNECT_INTERVAL_S = 0.1
 _STARTUP_S = 180.0
@@ -377,7 +376,8 @@ def launched_rollouts(settings: ServiceSettings) -> Iterator[RolloutHandle]:
         UserError: `tokenizer_path` holds no tokenizer.json.
         RolloutError: the process could not start.
     """
-    directory = Path(tempfile.mkdtemp(prefix="arpo-rollout-"))
+    scratch = TemporaryFolder(SCRATCH_PREFIX)
+    directory = scratch.path
     log = Path(os.devnull)
     process = rollout_program(directory, free_ports(1)[0], log_path=log, hang_timeout_s=_STARTUP_S).start()
     try:
@@ -385,7 +385,7 @@ def launched_rollouts(settings: ServiceSettings) -> Iterator[RolloutHandle]:
             yield handle
     finally:
         stop_groups([process], 0.0)
-        shutil.rmtree(directory, ignore_errors=True)
+        scratch.remove()
 
 
 def _hang_up(connection: "Connection[object, object]") -> None:

@@ -55,7 +55,7 @@ def engine(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     assert time.monotonic() - started < 5
     assert not handle.alive()
     assert not any(psutil.pid_exists(pid) for pid in family)
-    assert not handle.scratch.exists()
+    assert not handle.scratch.path.exists()
     assert set(SHARED.glob("sglang*")) <= before
     handle.stop()
 

@@ -132,7 +132,7 @@ class PythonPool:
 
     def _spawn(self) -> tuple[socket.socket, bytes]:
         """Start the zygote; the control socket to it, and its first line, empty if it ended before that."""
-        self._folder = TemporaryFolder("python")
+        self._folder = TemporaryFolder("tools_sandbox-python-")
         root = self._folder.path
         # A call's own user passes through it to its working directory.
         root.chmod(0o711)
