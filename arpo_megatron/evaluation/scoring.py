@@ -6,6 +6,7 @@ from dataclasses import asdict
 from threading import Lock
 from typing import Self
 
+from arpo_megatron.errors import UserError
 from arpo_megatron.evaluation.agents.base import Wanted
 from arpo_megatron.evaluation.questions import Question
 from arpo_megatron.evaluation.records import Journal
@@ -36,9 +37,14 @@ class Scoring:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_error: object) -> None:
-        """Whoever ends this early may have scorers that wait for a judge; they are let go when that is closed."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+    def __exit__(self, kind: type[BaseException] | None, *_error: object) -> None:
+        """Whoever ends this early may have scorers that wait for a judge; they are let go when that is closed.
+
+        Where rules alone score, and what ended it is the user's to mend, what was answered is still scored: it is
+        kept nowhere else.
+        """
+        rest = kind is not None and issubclass(kind, UserError) and not self._kept
+        self._threads.shutdown(wait=rest, cancel_futures=not rest)
 
     def kept(self, question: Question, numbers: Iterable[int]) -> dict[int, Given]:
         """The answers among these attempts that only want a verdict."""

@@ -216,14 +216,17 @@ class Judge:
                 temperature=0.0,
                 max_tokens=self._config.max_tokens,
             )
-        except (openai.AuthenticationError, openai.PermissionDeniedError, openai.NotFoundError) as error:
-            raise UserError(
-                f"the judge at {self._config.url} answers {error.status_code} for {self._config.model!r}: check "
-                "reward.judge.url, reward.judge.model and the key in $" + self._config.api_key_env
-            ) from None
-        except (openai.BadRequestError, openai.UnprocessableEntityError):
-            return ""  # this question is beyond it (too long, say): no verdict, and the server is up
         except openai.OpenAIError as error:
+            trouble = chat.Trouble.SERVER
+            if isinstance(error, openai.APIStatusError):
+                trouble = chat.trouble_of(error.status_code)
+                if trouble is chat.Trouble.ACCESS:
+                    raise UserError(
+                        f"the judge at {self._config.url} answers {error.status_code} for {self._config.model!r}: "
+                        "check reward.judge.url, reward.judge.model and the key in $" + self._config.api_key_env
+                    ) from None
+            if trouble is chat.Trouble.REQUEST:
+                return ""  # this question is beyond it (too long, say): no verdict, and the server is up
             self._count("repeated", self._config.retries)
             raise _DownError(f"{type(error).__name__}: {error}") from None
         self._count("repeated", found.repeated)

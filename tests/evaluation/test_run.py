@@ -193,6 +193,32 @@ def test_a_server_that_is_ill_is_not_said_to_refuse_the_request(files: Path, tmp
     assert "accept" not in str(caught.value)
 
 
+@pytest.mark.parametrize("status", [401, 402, 403, 404])
+def test_a_key_or_model_that_ends_behind_the_first_request_ends_the_evaluation(
+    files: Path, tmp_path: Path, status: int
+) -> None:
+    def ended(messages: list[dict[str, str]]) -> int:
+        return status if "4 plus 4?" in messages[-1]["content"] else 0
+
+    words = (*PLAIN, "engine.max_running_requests=1")
+    with served(ChatServer(right, fail=ended)) as server:
+        with pytest.raises(UserError, match=rf"answers {status} for 'scripted'.*\$OPENAI_API_KEY") as caught:
+            evaluate(wish(server, files, tmp_path / "out", words=words))
+        assert "\n" not in str(caught.value)
+        server.fail, before = lambda _messages: 0, len(server.asked())
+        assert evaluate(wish(server, files, tmp_path / "out", words=words))["outcomes"] == {"right": 6}
+        assert server.asked()[before:] == [f"What is {n} plus {n}?" for n in (4, 5, 6)]
+
+
+@pytest.mark.parametrize(("status", "outcome"), [(408, "engine"), (409, "engine"), (413, "refused"), (405, "refused")])
+def test_only_a_refused_request_is_refused_for_good(files: Path, tmp_path: Path, status: int, outcome: str) -> None:
+    def trouble(messages: list[dict[str, str]]) -> int:
+        return status if "1 plus 1?" in messages[-1]["content"] else 0
+
+    with served(ChatServer(right, fail=trouble)) as server:
+        assert evaluate(wish(server, files, tmp_path / "out"))["outcomes"] == {outcome: 1, "right": 5}
+
+
 def test_a_server_that_does_not_answer_at_once_is_told_and_waited_for(files: Path, tmp_path: Path) -> None:
     failures, told = iter([503, 503]), list[str]()
     with served(ChatServer(right, fail=lambda _messages: next(failures, 0))) as server:

@@ -317,9 +317,10 @@ def test_what_the_user_can_mend_is_said_in_one_line(status: int, what: str) -> N
     assert "\n" not in str(caught.value)
 
 
-def test_a_question_that_the_server_refuses_is_no_reason_to_wait() -> None:
-    with chat_server(lambda _text: 400) as server:
-        judge = Judge(config(server))
+@pytest.mark.parametrize("status", [400, 405, 413, 415, 422])
+def test_a_question_that_the_server_refuses_is_no_reason_to_wait(status: int) -> None:
+    with chat_server(lambda _text: status) as server:
+        judge = Judge(config(server), waiting=None)  # one that waits would wait for ever
         assert judge.ask([ASKED]) == [None]
         assert judge.take_counts()["unreadable"] == 1
 

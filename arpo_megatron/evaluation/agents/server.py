@@ -133,9 +133,11 @@ class ServerAnswers:
                 f"{self.url} does not speak OpenAI's chat format: asked for one token it gave {error}"
             ) from None
         except openai.APIStatusError as error:
-            said = _text(error)
-            if _passing(error):
+            said, trouble = _text(error), chat.trouble_of(error.status_code)
+            if trouble is chat.Trouble.SERVER:
                 raise UserError(f"{self.url} is up but does not answer: {said}") from None
+            if trouble is chat.Trouble.ACCESS:
+                raise self._no_access(error) from None
             hint = ""
             if any(name in said for name in ("top_k", "repetition_penalty", "continue_final_message")):
                 hint = (
@@ -154,9 +156,19 @@ class ServerAnswers:
         except SandboxError as error:
             return NoResponse(Outcome.TOOLS, str(error))
         except openai.APIStatusError as error:
-            return NoResponse(Outcome.ENGINE if _passing(error) else Outcome.REFUSED, _text(error))
+            trouble = chat.trouble_of(error.status_code)
+            if trouble is chat.Trouble.ACCESS:
+                raise self._no_access(error) from None
+            return NoResponse(Outcome.ENGINE if trouble is chat.Trouble.SERVER else Outcome.REFUSED, _text(error))
         except (openai.APIError, chat.UnreadableReplyError) as error:
             return NoResponse(Outcome.ENGINE, _text(error))
+
+    def _no_access(self, error: openai.APIStatusError) -> UserError:
+        """Also in the middle of an evaluation: a key that ended, a model that was taken away."""
+        return UserError(
+            f"{self.url} answers {error.status_code} for {self.model!r} ({_text(error)}): check the address, --model "
+            f"and the key in ${KEY_VARIABLE}; attempts that are made are kept, and the same command makes the others"
+        )
 
     async def _respond(
         self, client: openai.AsyncOpenAI, sandbox: ToolClient | None, wanted: Wanted, number: int
@@ -268,7 +280,7 @@ async def first_answer(
             raise UserError(f"cannot connect to {url} ({error.__cause__}): is the server up?") from None
         why = _text(error)
     except openai.APIStatusError as error:
-        if not _passing(error):
+        if chat.trouble_of(error.status_code) is not chat.Trouble.SERVER:
             raise
         why = _text(error)
     engine = config.engine
@@ -311,11 +323,6 @@ def call_in(text: str, stopped: bool) -> tuple[str, str | None]:
         return text, None
     stop = f"</{opening[1]}>"
     return text + stop, stop
-
-
-def _passing(error: openai.APIStatusError) -> bool:
-    """Whether the server is ill or busy; what else it refuses is the request."""
-    return error.status_code >= 500 or error.status_code == 429
 
 
 def _text(error: Exception) -> str:
