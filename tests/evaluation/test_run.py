@@ -118,13 +118,46 @@ def test_failures_are_counted_by_kind_and_those_of_the_server_made_again(files: 
     assert server.asked()[before:] == ["What is 1 plus 1?"]
 
 
-def test_a_server_that_does_not_know_a_parameter_is_told_once(files: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("parameter", "tools"),
+    [
+        ("seed", Tools.NONE),
+        ("top_k", Tools.NONE),
+        ("repetition_penalty", Tools.NONE),
+        ("continue_final_message", Tools.TRAINED),
+        ("add_generation_prompt", Tools.TRAINED),
+    ],
+)
+def test_a_server_that_does_not_know_a_parameter_is_told_once(
+    files: Path, tmp_path: Path, parameter: str, tools: Tools
+) -> None:
     with (
-        served(ChatServer(right, fail=lambda _messages: 400)) as server,
-        pytest.raises(UserError, match=r"does not accept what scripted is to be asked: .*status 400"),
+        served(ChatServer(right, unknown=parameter)) as server,
+        pytest.raises(UserError, match=rf"does not accept what scripted is to be asked: .*{parameter}") as caught,
     ):
-        evaluate(wish(server, files, tmp_path / "out"))
-    assert len(server.requests) == 1
+        evaluate(wish(server, files, tmp_path / "out", tools=tools, words=("engine.retry_for_s=0.1",)))
+    hint = "takes evaluation.top_k=0 evaluation.repetition_penalty=1.0 and --tools prompt or none"
+    assert (hint in str(caught.value)) == (parameter != "seed")
+    assert "\n" not in str(caught.value)
+    assert not server.asked()
+
+
+def test_what_only_a_trained_model_needs_is_asked_of_no_other_server(files: Path, tmp_path: Path) -> None:
+    with served(ChatServer(right, unknown="continue_final_message")) as server:
+        found = evaluate(wish(server, files, tmp_path / "out", tools=Tools.PROMPT))
+    assert found["accuracy"] == 1.0
+
+
+def test_attempts_that_are_refused_are_told_at_the_end(files: Path, tmp_path: Path) -> None:
+    def too_long(messages: list[dict[str, str]]) -> int:
+        return 0 if "1+1=" in messages[-1]["content"] else 400
+
+    told = list[str]()
+    with served(ChatServer(right, fail=too_long)) as server:
+        evaluate(wish(server, files, tmp_path / "out"), told.append)
+    assert told[-1].startswith("warning: 6 of 6 attempts were refused by the server and count as wrong")
+    assert "status 400 was wanted" in told[-1]
+    assert told[-1].removeprefix("warning: ") in read_summary(tmp_path / "out").notes
 
 
 NO_COMPLETIONS = [

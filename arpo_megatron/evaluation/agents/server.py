@@ -37,6 +37,8 @@ _BACKOFF_S = 8.0
 """Longest pause between two tries of the openai client."""
 _SILENT_S = 10.0
 """How long the first request may take before the user is told that it does."""
+_EXTENSIONS = ("top_k", "repetition_penalty", "continue_final_message", "add_generation_prompt")
+"""Parameters that SGLang and vLLM have beyond OpenAI's."""
 _CHARACTERS = 4
 """Of a tool's result for each token it may have: a server's tokenizer is not known here."""
 
@@ -122,12 +124,19 @@ class ServerAnswers:
                     await sandbox.__aexit__(None, None, None)
 
     async def _probe(self, client: openai.AsyncOpenAI) -> None:
-        """One token with all the parameters, so that what the server does not take is said once and at once."""
-        question: list[Message] = [{"role": "user", "content": "1+1="}]
+        """One token with all the parameters, so that what the server does not take is said once and at once.
+
+        Its context may still be too short for what follows: `arpo eval` tells at the end what was refused.
+        """
+        question: Message = {"role": "user", "content": "1+1="}
+
+        async def ask(client: openai.AsyncOpenAI) -> None:
+            await self._complete(client, [question], 1, seed=0)
+            if self.tools is Tools.TRAINED:  # behind a tool's result the model's own turn goes on
+                await self._complete(client, [question, {"role": "assistant", "content": "<think>"}], 1, seed=0)
+
         try:
-            await first_answer(
-                lambda client: self._complete(client, question, 1, seed=0), client, self.url, self.config, self.tell
-            )
+            await first_answer(ask, client, self.url, self.config, self.tell)
         except chat.UnreadableReplyError as error:
             raise UserError(
                 f"{self.url} does not speak OpenAI's chat format: asked for one token it gave {error}"
@@ -139,7 +148,7 @@ class ServerAnswers:
             if trouble is chat.Trouble.ACCESS:
                 raise self._no_access(error) from None
             hint = ""
-            if any(name in said for name in ("top_k", "repetition_penalty", "continue_final_message")):
+            if any(name in said for name in _EXTENSIONS):
                 hint = (
                     "; a server without these extensions takes evaluation.top_k=0 "
                     "evaluation.repetition_penalty=1.0 and --tools prompt or none"
