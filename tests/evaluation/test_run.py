@@ -77,6 +77,14 @@ def test_a_server_is_asked_as_the_paper_samples(files: Path, tmp_path: Path) -> 
     assert len(set(seeds)) == len(seeds)
 
 
+def test_without_tools_a_tag_is_prose_and_the_text_whole(files: Path, tmp_path: Path) -> None:
+    said = "I would run <python>1+1</python>. So the answer is \\boxed{2}."
+    with served(ChatServer(lambda _messages: said)) as server:
+        found = evaluate(wish(server, files, tmp_path / "out", tasks=1))
+    assert found["outcomes"] == {"right": 1}
+    assert pl.read_parquet(tmp_path / "out" / "records.parquet")["response"].to_list() == [said]
+
+
 def test_a_prompted_model_uses_the_real_tools(files: Path, tmp_path: Path) -> None:
     def script(messages: list[dict[str, str]]) -> str:
         if len(messages) == 2:

@@ -380,6 +380,15 @@ def test_the_report_counts_agreement_chance_rules_and_attacks(tmp_path: Path) ->
     }
 
 
+@pytest.mark.parametrize("mark", ["\u2028", "\x85"])
+def test_a_label_ends_where_its_line_ends(tmp_path: Path, mark: str) -> None:
+    labels = tmp_path / "labels.jsonl"
+    row = {"question": "q?", "truth": "Ada", "answer": f"Ada{mark}Lovelace", "correct": True}
+    labels.write_text(json.dumps(row, ensure_ascii=False) + "\r\n", encoding="utf-8")
+    with chat_server(lambda text: verdict(text, "CORRECT")) as server:
+        assert report(config(server), labels)["rows"] == 1
+
+
 @pytest.mark.parametrize(
     "text", ["", '{"question": "q"}\n', "no json\n", '{"question":1,"truth":"","answer":"","correct":true}']
 )

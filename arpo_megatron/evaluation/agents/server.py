@@ -191,7 +191,9 @@ class ServerAnswers:
                 said.prompt_tokens = said.prompt_tokens or answer.prompt_tokens
                 said.model_tokens += answer.completion_tokens
                 said.length = answer.prompt_tokens + answer.completion_tokens - said.prompt_tokens
-            text, stop = call_in(answer.text, answer.finish_reason == "stop" and sandbox is not None)
+            text, stop = answer.text, None
+            if sandbox is not None:  # else a tag is prose
+                text, stop = call_in(answer.text, answer.finish_reason == "stop")
             said.text += text
             said.model_text += text
             if stop is None or sandbox is None:
