@@ -189,7 +189,8 @@ def _answer(
 
     # Only a model's verdict is worth keeping what it is asked about: rules take no time.
     kept = [name for name, metric in put.metrics.items() if judged and metric not in ("math", "f1")]
-    with Scoring(put.scorers, journal, kept, note) as scoring:
+    at_once = config.reward.judge.concurrency if judged else None  # a thread each: it waits for the verdict
+    with Scoring(put.scorers, journal, kept, note, at_once) as scoring:
         wanted, unscored = [], list[tuple[Question, dict[int, Given]]]()
         for question, task in put.asked:
             left = [n for n in range(attempts) if not journal.done(question.benchmark, question.id, n)]

@@ -383,7 +383,7 @@ def test_answers_are_kept_while_the_judge_is_away_and_then_only_judged(files: Pa
     out, attempts = tmp_path / "out", 10  # at two questions: more than are scored at once
     with served(ChatServer(lambda _messages: "<answer>\\boxed{Lima}</answer>")) as server:
         where = ["--suite", "gaia,xbench", "--tools", "none", "--data", str(files), "--out", str(out)]
-        words = [*PLAIN, *JUDGE, "--attempts", str(attempts), *where]
+        words = [*PLAIN, *JUDGE, "reward.judge.concurrency=4", "--attempts", str(attempts), *where]
         command = [sys.executable, "-m", "arpo_megatron", "eval", server.url, *words]
         with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
             journal, give_up = out / "attempts.jsonl", time.monotonic() + 60
@@ -412,6 +412,14 @@ def test_what_was_not_judged_is_judged_again_and_not_made_again(files: Path, tmp
             settings["words"] = (*PLAIN, *JUDGE, f"reward.judge.url={judge.url}/v1", *settings["words"][-1:])
             assert evaluate(wish(server, files, tmp_path / "out", **settings))["outcomes"] == {"right": 1}
         assert len(server.requests) == before
+
+
+def test_the_judge_is_asked_as_much_at_once_as_its_config_says(files: Path, tmp_path: Path) -> None:
+    with served(ChatServer(verdict, delay_s=1.0)) as judge:  # one at a time would take most of a minute
+        words = (*JUDGE, f"reward.judge.url={judge.url}/v1", "reward.judge.concurrency=40")
+        found = evaluate(Wish("oracle", suite="gaia", data=files, out=tmp_path / "out", attempts=40, words=words))
+    assert found["outcomes"] == {"right": 40}
+    assert judge.most_at_once == 40  # more than any machine's pool of threads has by itself
 
 
 def test_a_judge_that_refuses_ends_an_evaluation_with_one_line(files: Path, tmp_path: Path) -> None:
