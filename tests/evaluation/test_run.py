@@ -1,5 +1,6 @@
 """`arpo eval` from end to end, against known answers and a scripted server."""
 
+import itertools
 import json
 import os
 import re
@@ -415,11 +416,22 @@ def test_what_was_not_judged_is_judged_again_and_not_made_again(files: Path, tmp
 
 
 def test_the_judge_is_asked_as_much_at_once_as_its_config_says(files: Path, tmp_path: Path) -> None:
-    with served(ChatServer(verdict, delay_s=1.0)) as judge:  # one at a time would take most of a minute
-        words = (*JUDGE, f"reward.judge.url={judge.url}/v1", "reward.judge.concurrency=40")
-        found = evaluate(Wish("oracle", suite="gaia", data=files, out=tmp_path / "out", attempts=40, words=words))
+    def script(messages: list[dict[str, str]]) -> str:
+        return f"<answer>\\boxed{{{next(numbers)}}}</answer>" if "VERDICT" not in str(messages) else verdict(messages)
+
+    numbers = itertools.count()
+    with served(ChatServer(script)) as server, served(ChatServer(script, delay_s=2.0)) as judge:
+        words = (*PLAIN, *JUDGE, f"reward.judge.url={judge.url}/v1", "reward.judge.concurrency=40")
+        found = evaluate(wish(server, files, tmp_path / "out", suite="gaia", attempts=40, words=words))
     assert found["outcomes"] == {"right": 40}
-    assert judge.most_at_once == 40  # more than any machine's pool of threads has by itself
+    assert judge.most_at_once > 32  # more than any machine's pool of threads has by itself
+
+
+def test_attempts_with_the_same_answer_are_one_question_to_the_judge(files: Path, tmp_path: Path) -> None:
+    with served(ChatServer(verdict, delay_s=0.2)) as judge:
+        words = (*JUDGE, f"reward.judge.url={judge.url}/v1")
+        found = evaluate(Wish("oracle", suite="gaia", data=files, out=tmp_path / "out", attempts=10, words=words))
+    assert (found["outcomes"], len(judge.requests)) == ({"right": 10}, 1)
 
 
 def test_a_judge_that_refuses_ends_an_evaluation_with_one_line(files: Path, tmp_path: Path) -> None:
