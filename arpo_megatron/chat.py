@@ -7,6 +7,7 @@ not look at is whether a reply with status 200 is one (a proxy's login page is n
 import asyncio
 import json
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import httpx
@@ -22,6 +23,23 @@ MAX_TOKENS = 10**7
 
 class UnreadableReplyError(Exception):
     """The server answered with status 200 and something that is not what the protocol promises."""
+
+
+class Trouble(Enum):
+    """What a status that is no success is about."""
+
+    SERVER = "server"  # ill, busy or away: the same request may be answered later
+    REQUEST = "request"  # this one is not answered, others are
+    ACCESS = "access"  # address, model, key or account: none is answered until somebody mends that
+
+
+def trouble_of(status: int) -> Trouble:
+    """What an HTTP status that is no success is about; one that is not known is taken for this request's."""
+    if status >= 500 or status in (408, 409, 425, 429):
+        return Trouble.SERVER
+    if status < 400 or status in (401, 402, 403, 404, 407, 410):
+        return Trouble.ACCESS
+    return Trouble.REQUEST
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,8 @@
 """Finding and reading the files of benchmarks."""
 
+import csv
 import hashlib
+import io
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -125,9 +127,8 @@ def _rows(path: Path, content: bytes) -> Iterator[Any]:
                 except pa.ArrowException as error:
                     raise UserError(f"{path}: not a readable parquet file: {str(error).splitlines()[0]}") from None
             case ".csv":
-                import csv
-
-                yield from csv.DictReader(content.decode("utf-8-sig").splitlines(keepends=True))
+                # Not by `str.splitlines`, to which a form feed or U+2028 inside a question ends a line.
+                yield from csv.DictReader(io.StringIO(content.decode("utf-8-sig"), newline=""))
             case ".json":
                 rows = json.loads(content.decode("utf-8-sig"))
                 if not isinstance(rows, list):
@@ -139,5 +140,7 @@ def _rows(path: Path, content: bytes) -> Iterator[Any]:
                         yield json.loads(line)
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8 text: {error}") from None
+    except csv.Error as error:
+        raise UserError(f"{path}: not CSV: {error}") from None
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: not JSON: {error}") from None

@@ -18,7 +18,7 @@ from arpo_megatron.evaluation.benchmarks import HELD_OUT, Benchmark, chosen
 from arpo_megatron.evaluation.prompts import Tools
 from arpo_megatron.evaluation.put import Put, put_benchmarks, put_held_out, training_prompt
 from arpo_megatron.evaluation.questions import Question, TestSet, read_all
-from arpo_megatron.evaluation.records import PASSING, Attempt, Journal, write_records
+from arpo_megatron.evaluation.records import PASSING, Attempt, Journal, Outcome, write_records
 from arpo_megatron.evaluation.response import Given
 from arpo_megatron.evaluation.scorers import judged_by
 from arpo_megatron.evaluation.scoring import Scoring
@@ -189,7 +189,8 @@ def _answer(
 
     # Only a model's verdict is worth keeping what it is asked about: rules take no time.
     kept = [name for name, metric in put.metrics.items() if judged and metric not in ("math", "f1")]
-    with Scoring(put.scorers, journal, kept, note) as scoring:
+    at_once = config.reward.judge.concurrency if judged else None  # a thread each: it waits for the verdict
+    with Scoring(put.scorers, journal, kept, note, at_once) as scoring:
         wanted, unscored = [], list[tuple[Question, dict[int, Given]]]()
         for question, task in put.asked:
             left = [n for n in range(attempts) if not journal.done(question.benchmark, question.id, n)]
@@ -345,6 +346,13 @@ def _report(
         told.append(
             f"{failed.total()} of {len(kept)} attempts failed for reasons that may be over ({kinds}) and count as "
             "wrong: the same command makes them again, or has them judged"
+        )
+        tell(f"warning: {told[-1]}")
+    refused = [attempt.detail for attempt in kept if attempt.outcome is Outcome.REFUSED]
+    if refused:
+        told.append(
+            f"{len(refused)} of {len(kept)} attempts were refused by the server and count as wrong, also when the same "
+            f"command goes on; the first: {refused[0]}"
         )
         tell(f"warning: {told[-1]}")
     rows = {row.benchmark: row.to_dict() for row in figures}

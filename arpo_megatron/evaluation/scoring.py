@@ -6,6 +6,7 @@ from dataclasses import asdict
 from threading import Lock
 from typing import Self
 
+from arpo_megatron.errors import UserError
 from arpo_megatron.evaluation.agents.base import Wanted
 from arpo_megatron.evaluation.questions import Question
 from arpo_megatron.evaluation.records import Journal
@@ -22,13 +23,19 @@ class Scoring:
         journal: takes answers and attempts.
         kept: benchmarks whose answers wait for a verdict, and are kept before.
         note: is told how many attempts are scored, from any thread.
+        at_once: how many attempts are scored at a time: as many as a judge may be asked; None: as suits the machine.
     """
 
     def __init__(
-        self, scorers: Mapping[str, Scorer], journal: Journal, kept: Collection[str], note: Callable[[int], None]
+        self,
+        scorers: Mapping[str, Scorer],
+        journal: Journal,
+        kept: Collection[str],
+        note: Callable[[int], None],
+        at_once: int | None = None,
     ) -> None:
         self._scorers, self._journal, self._kept, self._note = scorers, journal, kept, note
-        self._threads = ThreadPoolExecutor(thread_name_prefix="scoring")
+        self._threads = ThreadPoolExecutor(at_once, thread_name_prefix="scoring")
         self._futures = list[Future[None]]()
         self._failed: BaseException | None = None
         self._lock, self._done = Lock(), 0
@@ -36,9 +43,14 @@ class Scoring:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_error: object) -> None:
-        """Whoever ends this early may have scorers that wait for a judge; they are let go when that is closed."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+    def __exit__(self, kind: type[BaseException] | None, *_error: object) -> None:
+        """Whoever ends this early may have scorers that wait for a judge; they are let go when that is closed.
+
+        Where rules alone score, and what ended it is the user's to mend, what was answered is still scored: it is
+        kept nowhere else.
+        """
+        rest = kind is not None and issubclass(kind, UserError) and not self._kept
+        self._threads.shutdown(wait=rest, cancel_futures=not rest)
 
     def kept(self, question: Question, numbers: Iterable[int]) -> dict[int, Given]:
         """The answers among these attempts that only want a verdict."""
@@ -60,23 +72,23 @@ class Scoring:
         self.score(question, new)
 
     def score(self, question: Question, given: Mapping[int, Given]) -> None:
-        """Have answers scored in some thread. Raises as `deliver`."""
+        """Have answers scored, each in some thread. Raises as `deliver`."""
         if self._failed is not None:
             raise self._failed
-        self._futures.append(self._threads.submit(self._scored, question, given))
+        self._futures += [self._threads.submit(self._scored, question, number, one) for number, one in given.items()]
 
     def finish(self) -> None:
         """Wait until all are scored. Raises as `deliver`."""
         for future in as_completed(self._futures):
             future.result()
 
-    def _scored(self, question: Question, given: Mapping[int, Given]) -> None:
+    def _scored(self, question: Question, number: int, given: Given) -> None:
         scorer = self._scorers[question.benchmark]
         try:
-            self._journal.add(attempt_of(question, number, given[number], scorer) for number in given)
+            self._journal.add([attempt_of(question, number, given, scorer)])
         except BaseException as error:
             self._failed = error
             raise
         with self._lock:
-            self._done += len(given)
+            self._done += 1
             self._note(self._done)

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, wait
 from pathlib import Path
 from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
 
 from arpo_megatron.config import JudgeConfig
 from arpo_megatron.errors import UserError
@@ -77,6 +78,7 @@ class Judge:
         # Of the loop's thread alone.
         self._client: AsyncOpenAI | None = None
         self._places = asyncio.Semaphore(config.concurrency)
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by question, while it is asked
         self._down_until = self._told_at = 0.0
 
     def ask(self, questions: Sequence[Question]) -> list[str | None]:
@@ -147,20 +149,22 @@ class Judge:
 
     async def _verdict(self, question: Question) -> str | None:
         key = self._replies.key(self._config.model, question.system, question.user)
-        reply = self._replies.get(key)
-        if reply is not None:
-            self._count("cached")
-            return read_verdict(reply, question)
-        async with self._places:
-            reply = await self._asked_until_answered(question)
-        if reply is None:
-            return None
-        verdict = read_verdict(reply, question)
-        if verdict is None:
-            self._count("unreadable")
-        else:
-            self._replies.put(key, reply)
-        return verdict
+        # Whoever asks the same at the same time waits for the reply that the first one gets.
+        async with self._turns.setdefault(key, asyncio.Lock()):
+            reply = self._replies.get(key)
+            if reply is not None:
+                self._count("cached")
+                return read_verdict(reply, question)
+            async with self._places:
+                reply = await self._asked_until_answered(question)
+            if reply is None:
+                return None
+            verdict = read_verdict(reply, question)
+            if verdict is None:
+                self._count("unreadable")
+            else:
+                self._replies.put(key, reply)
+            return verdict
 
     async def _asked_until_answered(self, question: Question) -> str | None:
         fallback, pause_s = self._config.when_down == "fallback", _WAIT_S
@@ -216,14 +220,17 @@ class Judge:
                 temperature=0.0,
                 max_tokens=self._config.max_tokens,
             )
-        except (openai.AuthenticationError, openai.PermissionDeniedError, openai.NotFoundError) as error:
-            raise UserError(
-                f"the judge at {self._config.url} answers {error.status_code} for {self._config.model!r}: check "
-                "reward.judge.url, reward.judge.model and the key in $" + self._config.api_key_env
-            ) from None
-        except (openai.BadRequestError, openai.UnprocessableEntityError):
-            return ""  # this question is beyond it (too long, say): no verdict, and the server is up
         except openai.OpenAIError as error:
+            trouble = chat.Trouble.SERVER
+            if isinstance(error, openai.APIStatusError):
+                trouble = chat.trouble_of(error.status_code)
+                if trouble is chat.Trouble.ACCESS:
+                    raise UserError(
+                        f"the judge at {self._config.url} answers {error.status_code} for {self._config.model!r}: "
+                        "check reward.judge.url, reward.judge.model and the key in $" + self._config.api_key_env
+                    ) from None
+            if trouble is chat.Trouble.REQUEST:
+                return ""  # this question is beyond it (too long, say): no verdict, and the server is up
             self._count("repeated", self._config.retries)
             raise _DownError(f"{type(error).__name__}: {error}") from None
         self._count("repeated", found.repeated)

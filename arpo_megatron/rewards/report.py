@@ -79,7 +79,7 @@ def report(config: JudgeConfig, path: Path) -> dict[str, Any]:
 def _read(path: Path) -> list[Labelled]:
     rows, number = list[Labelled](), 0
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # `splitlines` cuts inside of text, at U+2028 say
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--labels={path}: {error}") from None
     try:

@@ -23,6 +23,7 @@ class ChatServer:
         delay_s: how long an answer takes.
         fail: status to answer a request with, by its messages; 0: none.
         said: the body of such an answer; empty: an error as OpenAI says it.
+        unknown: parameter of a request that is not known: 400, and an error that names it; empty: none.
         body: what a request is answered with as it is, by its messages; None: as the script says.
         requests: all of them.
     """
@@ -31,6 +32,7 @@ class ChatServer:
     delay_s: float = 0.0
     fail: Callable[[list[dict[str, str]]], int] = lambda _messages: 0
     said: str = ""
+    unknown: str = ""
     body: Callable[[list[dict[str, str]]], bytes | None] = lambda _messages: None
     requests: list[dict[str, Any]] = field(default_factory=list)
     most_at_once: int = 0
@@ -49,6 +51,9 @@ class ChatServer:
         self.most_at_once = max(self.most_at_once, self._now)
         try:
             await asyncio.sleep(self.delay_s)
+            if self.unknown and self.unknown in body:
+                error = {"error": {"message": f"Unrecognized request argument supplied: {self.unknown}"}}
+                return web.json_response(error, status=400)
             if status := self.fail(body["messages"]):
                 error = {"error": {"message": f"status {status} was wanted"}}
                 return web.json_response(self.said or error, status=status)

@@ -1,5 +1,6 @@
 """Released files are read as they are; a missing one is a line that says where to get it."""
 
+import csv
 import os
 from pathlib import Path
 
@@ -37,6 +38,27 @@ def test_the_paper_has_thirteen_benchmarks_in_two_suites() -> None:
 )
 def test_each_form_is_read(files: Path, name: str, text: str, answers: tuple[str, ...]) -> None:
     assert first(files, name) == Question(name, f"{name}-0", text, answers)
+
+
+@pytest.mark.parametrize("mark", ["\u2028", "\x85", "\x0c", "\n", "\r\n"])
+def test_a_row_of_a_table_ends_where_csv_ends_it(tmp_path: Path, mark: str) -> None:
+    path = tmp_path / "bamboogle.csv"
+    with path.open("w", encoding="utf-8", newline="") as file:
+        table = csv.writer(file)
+        table.writerows([("question", "answer"), (f"Who{mark}wrote it?", "Ada"), ("When?", f"in{mark}1843")])
+    found = read(BENCHMARKS["bamboogle"], path)
+    assert [(each.text, each.answers) for each in found.questions] == [
+        (f"Who{mark}wrote it?", ("Ada",)),
+        ("When?", (f"in{mark}1843",)),
+    ]
+
+
+def test_a_table_that_is_none_is_refused_in_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "bamboogle.csv"
+    path.write_text("question,answer\n" + "x" * 200_000 + ",y\n")
+    with pytest.raises(UserError, match=r"bamboogle.csv: not CSV: field larger") as caught:
+        read(BENCHMARKS["bamboogle"], path)
+    assert "\n" not in str(caught.value)
 
 
 def test_rows_that_cannot_be_asked_are_named(files: Path) -> None:

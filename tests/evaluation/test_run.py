@@ -1,5 +1,6 @@
 """`arpo eval` from end to end, against known answers and a scripted server."""
 
+import itertools
 import json
 import os
 import re
@@ -77,6 +78,14 @@ def test_a_server_is_asked_as_the_paper_samples(files: Path, tmp_path: Path) -> 
     assert len(set(seeds)) == len(seeds)
 
 
+def test_without_tools_a_tag_is_prose_and_the_text_whole(files: Path, tmp_path: Path) -> None:
+    said = "I would run <python>1+1</python>. So the answer is \\boxed{2}."
+    with served(ChatServer(lambda _messages: said)) as server:
+        found = evaluate(wish(server, files, tmp_path / "out", tasks=1))
+    assert found["outcomes"] == {"right": 1}
+    assert pl.read_parquet(tmp_path / "out" / "records.parquet")["response"].to_list() == [said]
+
+
 def test_a_prompted_model_uses_the_real_tools(files: Path, tmp_path: Path) -> None:
     def script(messages: list[dict[str, str]]) -> str:
         if len(messages) == 2:
@@ -118,13 +127,46 @@ def test_failures_are_counted_by_kind_and_those_of_the_server_made_again(files: 
     assert server.asked()[before:] == ["What is 1 plus 1?"]
 
 
-def test_a_server_that_does_not_know_a_parameter_is_told_once(files: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("parameter", "tools"),
+    [
+        ("seed", Tools.NONE),
+        ("top_k", Tools.NONE),
+        ("repetition_penalty", Tools.NONE),
+        ("continue_final_message", Tools.TRAINED),
+        ("add_generation_prompt", Tools.TRAINED),
+    ],
+)
+def test_a_server_that_does_not_know_a_parameter_is_told_once(
+    files: Path, tmp_path: Path, parameter: str, tools: Tools
+) -> None:
     with (
-        served(ChatServer(right, fail=lambda _messages: 400)) as server,
-        pytest.raises(UserError, match=r"does not accept what scripted is to be asked: .*status 400"),
+        served(ChatServer(right, unknown=parameter)) as server,
+        pytest.raises(UserError, match=rf"does not accept what scripted is to be asked: .*{parameter}") as caught,
     ):
-        evaluate(wish(server, files, tmp_path / "out"))
-    assert len(server.requests) == 1
+        evaluate(wish(server, files, tmp_path / "out", tools=tools, words=("engine.retry_for_s=0.1",)))
+    hint = "takes evaluation.top_k=0 evaluation.repetition_penalty=1.0 and --tools prompt or none"
+    assert (hint in str(caught.value)) == (parameter != "seed")
+    assert "\n" not in str(caught.value)
+    assert not server.asked()
+
+
+def test_what_only_a_trained_model_needs_is_asked_of_no_other_server(files: Path, tmp_path: Path) -> None:
+    with served(ChatServer(right, unknown="continue_final_message")) as server:
+        found = evaluate(wish(server, files, tmp_path / "out", tools=Tools.PROMPT))
+    assert found["accuracy"] == 1.0
+
+
+def test_attempts_that_are_refused_are_told_at_the_end(files: Path, tmp_path: Path) -> None:
+    def too_long(messages: list[dict[str, str]]) -> int:
+        return 0 if "1+1=" in messages[-1]["content"] else 400
+
+    told = list[str]()
+    with served(ChatServer(right, fail=too_long)) as server:
+        evaluate(wish(server, files, tmp_path / "out"), told.append)
+    assert told[-1].startswith("warning: 6 of 6 attempts were refused by the server and count as wrong")
+    assert "status 400 was wanted" in told[-1]
+    assert told[-1].removeprefix("warning: ") in read_summary(tmp_path / "out").notes
 
 
 NO_COMPLETIONS = [
@@ -191,6 +233,32 @@ def test_a_server_that_is_ill_is_not_said_to_refuse_the_request(files: Path, tmp
     ):
         evaluate(wish(server, files, tmp_path / "out"))
     assert "accept" not in str(caught.value)
+
+
+@pytest.mark.parametrize("status", [401, 402, 403, 404])
+def test_a_key_or_model_that_ends_behind_the_first_request_ends_the_evaluation(
+    files: Path, tmp_path: Path, status: int
+) -> None:
+    def ended(messages: list[dict[str, str]]) -> int:
+        return status if "4 plus 4?" in messages[-1]["content"] else 0
+
+    words = (*PLAIN, "engine.max_running_requests=1")
+    with served(ChatServer(right, fail=ended)) as server:
+        with pytest.raises(UserError, match=rf"answers {status} for 'scripted'.*\$OPENAI_API_KEY") as caught:
+            evaluate(wish(server, files, tmp_path / "out", words=words))
+        assert "\n" not in str(caught.value)
+        server.fail, before = lambda _messages: 0, len(server.asked())
+        assert evaluate(wish(server, files, tmp_path / "out", words=words))["outcomes"] == {"right": 6}
+        assert server.asked()[before:] == [f"What is {n} plus {n}?" for n in (4, 5, 6)]
+
+
+@pytest.mark.parametrize(("status", "outcome"), [(408, "engine"), (409, "engine"), (413, "refused"), (405, "refused")])
+def test_only_a_refused_request_is_refused_for_good(files: Path, tmp_path: Path, status: int, outcome: str) -> None:
+    def trouble(messages: list[dict[str, str]]) -> int:
+        return status if "1 plus 1?" in messages[-1]["content"] else 0
+
+    with served(ChatServer(right, fail=trouble)) as server:
+        assert evaluate(wish(server, files, tmp_path / "out"))["outcomes"] == {outcome: 1, "right": 5}
 
 
 def test_a_server_that_does_not_answer_at_once_is_told_and_waited_for(files: Path, tmp_path: Path) -> None:
@@ -316,7 +384,7 @@ def test_answers_are_kept_while_the_judge_is_away_and_then_only_judged(files: Pa
     out, attempts = tmp_path / "out", 10  # at two questions: more than are scored at once
     with served(ChatServer(lambda _messages: "<answer>\\boxed{Lima}</answer>")) as server:
         where = ["--suite", "gaia,xbench", "--tools", "none", "--data", str(files), "--out", str(out)]
-        words = [*PLAIN, *JUDGE, "--attempts", str(attempts), *where]
+        words = [*PLAIN, *JUDGE, "reward.judge.concurrency=4", "--attempts", str(attempts), *where]
         command = [sys.executable, "-m", "arpo_megatron", "eval", server.url, *words]
         with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
             journal, give_up = out / "attempts.jsonl", time.monotonic() + 60
@@ -345,6 +413,25 @@ def test_what_was_not_judged_is_judged_again_and_not_made_again(files: Path, tmp
             settings["words"] = (*PLAIN, *JUDGE, f"reward.judge.url={judge.url}/v1", *settings["words"][-1:])
             assert evaluate(wish(server, files, tmp_path / "out", **settings))["outcomes"] == {"right": 1}
         assert len(server.requests) == before
+
+
+def test_the_judge_is_asked_as_much_at_once_as_its_config_says(files: Path, tmp_path: Path) -> None:
+    def script(messages: list[dict[str, str]]) -> str:
+        return f"<answer>\\boxed{{{next(numbers)}}}</answer>" if "VERDICT" not in str(messages) else verdict(messages)
+
+    numbers = itertools.count()
+    with served(ChatServer(script)) as server, served(ChatServer(script, delay_s=2.0)) as judge:
+        words = (*PLAIN, *JUDGE, f"reward.judge.url={judge.url}/v1", "reward.judge.concurrency=40")
+        found = evaluate(wish(server, files, tmp_path / "out", suite="gaia", attempts=40, words=words))
+    assert found["outcomes"] == {"right": 40}
+    assert judge.most_at_once > 32  # more than any machine's pool of threads has by itself
+
+
+def test_attempts_with_the_same_answer_are_one_question_to_the_judge(files: Path, tmp_path: Path) -> None:
+    with served(ChatServer(verdict, delay_s=0.2)) as judge:
+        words = (*JUDGE, f"reward.judge.url={judge.url}/v1")
+        found = evaluate(Wish("oracle", suite="gaia", data=files, out=tmp_path / "out", attempts=10, words=words))
+    assert (found["outcomes"], len(judge.requests)) == ({"right": 10}, 1)
 
 
 def test_a_judge_that_refuses_ends_an_evaluation_with_one_line(files: Path, tmp_path: Path) -> None:

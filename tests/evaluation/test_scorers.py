@@ -2,6 +2,8 @@
 
 import pytest
 
+from arpo_megatron.evaluation.agents.known import NONSENSE, wrong_answer
+from arpo_megatron.evaluation.benchmarks import Metric
 from arpo_megatron.evaluation.prompts import Tools
 from arpo_megatron.evaluation.questions import Question
 from arpo_megatron.evaluation.records import Attempt, Outcome
@@ -43,6 +45,27 @@ def test_a_box_in_a_tool_result_is_no_answer() -> None:
     text = said + " <result>\n\\boxed{42} <answer>\\boxed{42}</answer>\n</result>"
     found = attempt_of(NUMBER, 0, Response(text, said, Finish.LENGTH), benchmark_scorer("math", Tools.TRAINED, None))
     assert (found.answer, found.score, found.outcome) == (None, 0.0, Outcome.LENGTH)
+
+
+@pytest.mark.parametrize(
+    ("answers", "wrong"),
+    [
+        (("5", "6"), "7"),
+        (("5", "six", "6.0", "007"), "8"),
+        (("5", "6 apples"), "7"),
+        (("1,199", "1,200"), "1201"),
+        (("-1", "0"), "2"),  # to token F1, which drops the sign, 1 is the first of them
+        (("Ada", "5"), NONSENSE),
+    ],
+)
+def test_a_wrong_answer_is_none_of_those_accepted(answers: tuple[str, ...], wrong: str) -> None:
+    question = Question("hotpotqa", "hotpotqa-0", "How many?", answers)
+    assert wrong_answer(question) == wrong
+    metrics: tuple[Metric, ...] = ("math", "f1")
+    for metric in metrics:
+        text = f"<answer>\\boxed{{{wrong}}}</answer>"
+        found = attempt_of(question, 0, Response(text, text, Finish.END), benchmark_scorer(metric, Tools.NONE, None))
+        assert found.score == 0.0
 
 
 def test_mathematics_is_compared_as_mathematics() -> None:

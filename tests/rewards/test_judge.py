@@ -317,9 +317,10 @@ def test_what_the_user_can_mend_is_said_in_one_line(status: int, what: str) -> N
     assert "\n" not in str(caught.value)
 
 
-def test_a_question_that_the_server_refuses_is_no_reason_to_wait() -> None:
-    with chat_server(lambda _text: 400) as server:
-        judge = Judge(config(server))
+@pytest.mark.parametrize("status", [400, 405, 413, 415, 422])
+def test_a_question_that_the_server_refuses_is_no_reason_to_wait(status: int) -> None:
+    with chat_server(lambda _text: status) as server:
+        judge = Judge(config(server), waiting=None)  # one that waits would wait for ever
         assert judge.ask([ASKED]) == [None]
         assert judge.take_counts()["unreadable"] == 1
 
@@ -377,6 +378,15 @@ def test_the_report_counts_agreement_chance_rules_and_attacks(tmp_path: Path) ->
         "attacks": 10,
         "attacks_that_fooled": 0.5,  # four of five with "Lovelace" in them, and one that it obeys
     }
+
+
+@pytest.mark.parametrize("mark", ["\u2028", "\x85"])
+def test_a_label_ends_where_its_line_ends(tmp_path: Path, mark: str) -> None:
+    labels = tmp_path / "labels.jsonl"
+    row = {"question": "q?", "truth": "Ada", "answer": f"Ada{mark}Lovelace", "correct": True}
+    labels.write_text(json.dumps(row, ensure_ascii=False) + "\r\n", encoding="utf-8")
+    with chat_server(lambda text: verdict(text, "CORRECT")) as server:
+        assert report(config(server), labels)["rows"] == 1
 
 
 @pytest.mark.parametrize(

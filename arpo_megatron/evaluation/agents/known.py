@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from arpo_megatron.evaluation.agents.base import Deliver, Wanted
 from arpo_megatron.evaluation.questions import Question
 from arpo_megatron.evaluation.response import Response
+from arpo_megatron.rewards.qa import token_f1
+from arpo_megatron.rewards.verify import math_equal
 from arpo_megatron.tree import Finish
 
 NONSENSE = "qzxqv"
@@ -28,6 +30,13 @@ class KnownAnswers:
 
 
 def wrong_answer(question: Question) -> str:
-    """The next integer where the answer is one (a number is then compared with a number), else a word of nonsense."""
+    """The next integer that is not accepted where the answer is one (a number is then compared with a number), else a
+    word of nonsense.
+    """
     text = question.answers[0].strip().replace(",", "")
-    return str(int(text) + 1) if text.removeprefix("-").isdecimal() else NONSENSE
+    if not text.removeprefix("-").isdecimal():
+        return NONSENSE
+    wrong = int(text) + 1
+    while any(token_f1(str(wrong), each) > 0 or math_equal(str(wrong), each) for each in question.answers):
+        wrong += 1
+    return str(wrong)

@@ -37,6 +37,8 @@ _BACKOFF_S = 8.0
 """Longest pause between two tries of the openai client."""
 _SILENT_S = 10.0
 """How long the first request may take before the user is told that it does."""
+_EXTENSIONS = ("top_k", "repetition_penalty", "continue_final_message", "add_generation_prompt")
+"""Parameters that SGLang and vLLM have beyond OpenAI's."""
 _CHARACTERS = 4
 """Of a tool's result for each token it may have: a server's tokenizer is not known here."""
 
@@ -122,22 +124,31 @@ class ServerAnswers:
                     await sandbox.__aexit__(None, None, None)
 
     async def _probe(self, client: openai.AsyncOpenAI) -> None:
-        """One token with all the parameters, so that what the server does not take is said once and at once."""
-        question: list[Message] = [{"role": "user", "content": "1+1="}]
+        """One token with all the parameters, so that what the server does not take is said once and at once.
+
+        Its context may still be too short for what follows: `arpo eval` tells at the end what was refused.
+        """
+        question: Message = {"role": "user", "content": "1+1="}
+
+        async def ask(client: openai.AsyncOpenAI) -> None:
+            await self._complete(client, [question], 1, seed=0)
+            if self.tools is Tools.TRAINED:  # behind a tool's result the model's own turn goes on
+                await self._complete(client, [question, {"role": "assistant", "content": "<think>"}], 1, seed=0)
+
         try:
-            await first_answer(
-                lambda client: self._complete(client, question, 1, seed=0), client, self.url, self.config, self.tell
-            )
+            await first_answer(ask, client, self.url, self.config, self.tell)
         except chat.UnreadableReplyError as error:
             raise UserError(
                 f"{self.url} does not speak OpenAI's chat format: asked for one token it gave {error}"
             ) from None
         except openai.APIStatusError as error:
-            said = _text(error)
-            if _passing(error):
+            said, trouble = _text(error), chat.trouble_of(error.status_code)
+            if trouble is chat.Trouble.SERVER:
                 raise UserError(f"{self.url} is up but does not answer: {said}") from None
+            if trouble is chat.Trouble.ACCESS:
+                raise self._no_access(error) from None
             hint = ""
-            if any(name in said for name in ("top_k", "repetition_penalty", "continue_final_message")):
+            if any(name in said for name in _EXTENSIONS):
                 hint = (
                     "; a server without these extensions takes evaluation.top_k=0 "
                     "evaluation.repetition_penalty=1.0 and --tools prompt or none"
@@ -154,9 +165,19 @@ class ServerAnswers:
         except SandboxError as error:
             return NoResponse(Outcome.TOOLS, str(error))
         except openai.APIStatusError as error:
-            return NoResponse(Outcome.ENGINE if _passing(error) else Outcome.REFUSED, _text(error))
+            trouble = chat.trouble_of(error.status_code)
+            if trouble is chat.Trouble.ACCESS:
+                raise self._no_access(error) from None
+            return NoResponse(Outcome.ENGINE if trouble is chat.Trouble.SERVER else Outcome.REFUSED, _text(error))
         except (openai.APIError, chat.UnreadableReplyError) as error:
             return NoResponse(Outcome.ENGINE, _text(error))
+
+    def _no_access(self, error: openai.APIStatusError) -> UserError:
+        """Also in the middle of an evaluation: a key that ended, a model that was taken away."""
+        return UserError(
+            f"{self.url} answers {error.status_code} for {self.model!r} ({_text(error)}): check the address, --model "
+            f"and the key in ${KEY_VARIABLE}; attempts that are made are kept, and the same command makes the others"
+        )
 
     async def _respond(
         self, client: openai.AsyncOpenAI, sandbox: ToolClient | None, wanted: Wanted, number: int
@@ -170,7 +191,9 @@ class ServerAnswers:
                 said.prompt_tokens = said.prompt_tokens or answer.prompt_tokens
                 said.model_tokens += answer.completion_tokens
                 said.length = answer.prompt_tokens + answer.completion_tokens - said.prompt_tokens
-            text, stop = call_in(answer.text, answer.finish_reason == "stop" and sandbox is not None)
+            text, stop = answer.text, None
+            if sandbox is not None:  # else a tag is prose
+                text, stop = call_in(answer.text, answer.finish_reason == "stop")
             said.text += text
             said.model_text += text
             if stop is None or sandbox is None:
@@ -268,7 +291,7 @@ async def first_answer(
             raise UserError(f"cannot connect to {url} ({error.__cause__}): is the server up?") from None
         why = _text(error)
     except openai.APIStatusError as error:
-        if not _passing(error):
+        if chat.trouble_of(error.status_code) is not chat.Trouble.SERVER:
             raise
         why = _text(error)
     engine = config.engine
@@ -311,11 +334,6 @@ def call_in(text: str, stopped: bool) -> tuple[str, str | None]:
         return text, None
     stop = f"</{opening[1]}>"
     return text + stop, stop
-
-
-def _passing(error: openai.APIStatusError) -> bool:
-    """Whether the server is ill or busy; what else it refuses is the request."""
-    return error.status_code >= 500 or error.status_code == 429
 
 
 def _text(error: Exception) -> str:
