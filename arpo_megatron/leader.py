@@ -64,7 +64,13 @@ class Leader:
     def __post_init__(self) -> None:
         store = make_store(self.config.algorithm)
         directory, tell = RunDirectory(self.events.path.parent), lambda text: self.events.emit("note", text=text)
-        under_way = UnderWay(directory.under_way, directory.checkpoints, self.config.rollout.keep_every_s, tell)
+        under_way = UnderWay(
+            directory.under_way,
+            directory.checkpoints,
+            self.config.train.save_every,
+            self.config.rollout.keep_every_s,
+            tell,
+        )
         self.harvest = Harvest(
             self.config, self.rollouts, self.score, self.sampler, self.events, store=store, under_way=under_way
         )

@@ -48,8 +48,9 @@ class UnderWay:
 
     Attributes:
         path: of the file.
-        checkpoints: where `step_N` are. Within a step before which none was saved nothing is written, for nobody could
-            go on there; what there is of an earlier one stays.
+        checkpoints: where `step_N` are.
+        save_every: steps between two of them. Within a step before which none is saved nothing is written, for nobody
+            could go on there; what there is of an earlier one stays.
         every_s: seconds.
         tell: takes a line for the user.
         kept_at: when it was written last.
@@ -58,6 +59,7 @@ class UnderWay:
 
     path: Path
     checkpoints: Path
+    save_every: int
     every_s: float
     tell: Callable[[str], None]
     kept_at: float = field(default_factory=time.monotonic)
@@ -69,7 +71,8 @@ class UnderWay:
         """Write the moment down, if it is time or must be `now`; so many steps are done."""
         if not now and time.monotonic() - self.kept_at < self.every_s:
             return
-        if step and not (self.checkpoints / f"step_{step}").exists():
+        # A stopped run has one between those that are due.
+        if step % self.save_every and not (self.checkpoints / f"step_{step}").exists():
             return
         self.kept_at = time.monotonic()
         partial = self.path.with_name(self.path.name + ".tmp")

@@ -288,7 +288,6 @@ def test_a_job_that_is_killed_within_a_step_goes_on_with_what_was_written(
     """In the third step; what a process does that ends in order (`now=True`) is left undone."""
     tasks = [task(f"t{n}") for n in range(40)]
     path, told = tmp_path / "under_way.msgpack", list[str]()
-    (tmp_path / "step_2").mkdir()
 
     class UntilKilled(UnderWay):
         def keep(self, step: int, *moment: Any, now: bool = False) -> None:
@@ -298,7 +297,7 @@ def test_a_job_that_is_killed_within_a_step_goes_on_with_what_was_written(
     def begin() -> tuple[TaskSampler, Harvest, Rollouts]:
         sampler = TaskSampler(tasks, 1)
         held, rollouts = harvest(lambda name: name not in given_up, sampler, max_staleness=staleness, max_refills=3)
-        held.under_way = UntilKilled(path, tmp_path, 0.0, told.append)
+        held.under_way = UntilKilled(path, tmp_path, 1, 0.0, told.append)
         return sampler, held, rollouts
 
     given_up = {each.id for each in TaskSampler(tasks, 1).next_batch(16)[1::3]}
@@ -361,8 +360,7 @@ def test_what_is_written_of_a_step_is_from_before_its_sampler_heard_of_it(harves
             return {"noted": len(self.noted)}
 
     held, _ = harvest(sampler=Counting())
-    held.under_way = UnderWay(tmp_path / "under_way.msgpack", tmp_path, 3600.0, pytest.fail)
-    (tmp_path / "step_1").mkdir()
+    held.under_way = UnderWay(tmp_path / "under_way.msgpack", tmp_path, 1, 3600.0, pytest.fail)
     for step in range(2):
         held.step(step)
         moment = held.under_way.read(step)

@@ -14,9 +14,7 @@ TREES = [UnfinishedTree("t3", 4, 4, (b"one", b"two")), UnfinishedTree("t1", 3, 2
 
 def kept_at(path: Path, every_s: float = 0.0) -> tuple[UnderWay, list[str]]:
     told: list[str] = []
-    checkpoints = path.parent / "checkpoints"
-    (checkpoints / "step_4").mkdir(parents=True, exist_ok=True)
-    return UnderWay(path / "under_way.msgpack", checkpoints, every_s, told.append), told
+    return UnderWay(path / "under_way.msgpack", path.parent / "checkpoints", 4, every_s, told.append), told
 
 
 @pytest.fixture
@@ -43,8 +41,10 @@ def test_nothing_is_written_within_a_step_that_nobody_could_go_on_with(place: Pa
     kept.keep(4, SAMPLER, lambda: TREES)
     kept.keep(5, SAMPLER, lambda: pytest.fail("there is no checkpoint of step 5"), now=True)
     assert kept.read(4) is not None, "a run that is killed now goes on from there"
-    kept.keep(0, SAMPLER, lambda: TREES)
-    assert kept.read(0) is not None, "the first step needs no checkpoint"
+    (place.parent / "checkpoints" / "step_5").mkdir(parents=True)  # as a run that was asked to end leaves it
+    for step in (0, 5, 8):
+        kept.keep(step, SAMPLER, lambda: TREES)
+        assert kept.read(step) is not None
 
 
 def test_it_is_written_now_and_then_or_now(place: Path) -> None:

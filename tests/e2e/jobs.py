@@ -55,7 +55,7 @@ def under_way(run: Path, step: int) -> Moment | None:
     copy = run / "copy_of_under_way.msgpack"  # reading removes what is of another step
     with suppress(FileNotFoundError):
         copy.write_bytes((run / "under_way.msgpack").read_bytes())
-    return UnderWay(copy, run / "checkpoints", 0.0, print).read(step)
+    return UnderWay(copy, run / "checkpoints", 1, 0.0, print).read(step)
 
 
 def unfinished(run: Path) -> list[UnfinishedTree]:
