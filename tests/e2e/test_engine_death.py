@@ -34,7 +34,7 @@ def test_a_run_survives_the_death_of_every_service_until_that_has_happened_too_o
         assert "was killed by SIGKILL, after 4 restarts of services (engine.restarts); log: " in said
         assert "Traceback" not in said.split("log:")[0]
         left = unfinished(warm_run)
-        assert len(left) == TASKS
+        assert len(left) in (TASKS, 2 * TASKS)  # those ahead, and within a step its own
         assert subprocess.run([*command, "--resume"], stderr=screen, timeout=300).returncode == 0
     rows = rows_of(warm_run / "metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))

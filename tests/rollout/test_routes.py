@@ -112,14 +112,17 @@ def test_trees_keep_their_routes_across_pushes(
     asked = [Task(f"task-{n}", (), "1", "math", f"{'4 * 5 - 1 ' * 3}{n} + {7 * n}\n") for n in range(8)]
     with launched_rollouts(ServiceSettings((engine.url,), sandbox_url, model, seed=4, routes=SHAPE)) as handle:
         handle.start_trees("training", asked, step=1, version=0, settings=GrowSettings.training(job))
-        for _push in range(5):
-            time.sleep(0.1)
+        give_up = time.monotonic() + 120
+        cut: list[Generation] = []
+        while len(cut) < 5:  # pauses met these with tokens sampled already
+            assert time.monotonic() < give_up, "no pause met a generation"
+            time.sleep(0.05)
             handle.pause()
             handle.resume(0)
-        records = [TreeRecord.of(tree.entries) for tree in handle.unfinished("training")]
+            records = [TreeRecord.of(tree.entries) for tree in handle.unfinished("training")]
+            parts = [part for record in records for answers in record.sampled.values() for part in answers]
+            cut = [part for part in parts if part.finish == "cut_short" and len(part.token_ids)]
         report = handle.collect(CollectTrees("training"))
-    cut = [part for r in records for parts in r.sampled.values() for part in parts if part.finish == "cut_short"]
-    assert cut, "no pause met a generation"
     assert report.failed == []
     for tree in report.trees:
         leaves = set(tree.leaves())

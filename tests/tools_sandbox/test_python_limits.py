@@ -29,7 +29,8 @@ def test_memory_is_limited(client: SandboxClient) -> None:
     assert "MemoryError" in answer.text
     assert "512 MiB" in answer.text
     slow = client.call("python", {"code": "x = []\nwhile True: x.append(bytearray(1 << 20))"})
-    assert (slow.status, "MemoryError" in slow.text) == ("error", True)
+    # Taken bit by bit it meets the bound of the process or that of the call.
+    assert (slow.status, "512 MiB" in slow.text) == ("error", True)
 
 
 def test_file_size_is_limited(client: SandboxClient) -> None:
