@@ -1,8 +1,4 @@
-"""The matrix products of training on a CPU, through oneDNN.
-
-torch's float32 products go to MKL, which keeps to AVX2 on processors that are not Intel's. oneDNN uses what is there,
-AVX-512 for instance, in forward and backward products alike.
-"""
+"""The matrix products of training on a CPU, through oneDNN, in forward and backward alike."""
 
 from typing import Any
 
@@ -11,13 +7,7 @@ from megatron.core import tensor_parallel
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor
 
-
-def product(left: Tensor, right: Tensor) -> Tensor:
-    """left @ right.t() for matrices [m, k] and [n, k], without a gradient of its own."""
-    if left.dtype != torch.float32 or left.is_cuda or not torch.backends.mkldnn.is_available() or not left.numel():
-        return left @ right.t()
-    result: Tensor = torch.ops.mkldnn._linear_pointwise(left, right, None, "none", [], "")
-    return result
+from arpo_megatron.onednn import product
 
 
 def weight_gradient(gradient: Tensor, inputs: Tensor) -> Tensor:

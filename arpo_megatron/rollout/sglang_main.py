@@ -1,7 +1,7 @@
 """`python -m arpo_megatron.rollout.sglang_main ARGS`: SGLang's own server with this project's additions.
 
 They are the entropy plug-in, checksums of the weights and their receipt in place, the gate that a weight push closes,
-the guard that no process outlives the one that started it, and with `--device cpu` the stand-ins of `cpu_standins`. All
+the guard that no process outlives the one that started it, and with `--device cpu` the modules `cpu_*`. All
 but the gate, which belongs to the HTTP server, must be in all of the engine's processes. SGLang spawns its scheduler
 and detokenizer, and a spawned child imports this module again (as `__mp_main__`), so the module level reaches it; on a
 CPU they are forked and inherit everything. ARGS are those of `sglang.launch_server`.
@@ -18,7 +18,7 @@ from pathlib import Path
 
 from arpo_megatron.errors import USER_ERROR_EXIT_CODE, UserError
 from arpo_megatron.processes import die_with_parent, watch_parent
-from arpo_megatron.rollout import cpu_routes, cpu_standins, push_gate, sglang_plugin
+from arpo_megatron.rollout import cpu_products, cpu_routes, cpu_standins, push_gate, sglang_plugin
 
 LAUNCHER_PID_VARIABLE = "ARPO_ENGINE_LAUNCHER_PID"
 """Environment variable: when the process with this id dies, the engine's whole process group dies too."""
@@ -77,6 +77,7 @@ def _prepare_process() -> None:
         os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
         cpu_standins.install()
         cpu_routes.register()
+        cpu_products.register()
     from arpo_megatron.rollout import weight_arrival, weight_checksums  # import torch: no use for a mere launcher
 
     _keep_files_in_scratch()

@@ -1,0 +1,42 @@
+"""The products of SGLang's CPU server: large ones through oneDNN, and right."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+PROGRAM = """
+import json, sys, types
+sys.modules["megatron"] = None
+from arpo_megatron.rollout import cpu_products, cpu_standins
+cpu_standins.install()
+cpu_products.register()
+from sglang.srt.plugins import load_plugins
+load_plugins()
+import torch
+from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
+from torch.profiler import profile
+
+torch.manual_seed(1)
+found = []
+for size in (512, 64):
+    weight, bias, x = torch.randn(size, 512), torch.randn(size), torch.randn(2, 3, 512)
+    with profile() as profiled:
+        y = UnquantizedLinearMethod().apply(types.SimpleNamespace(weight=weight), x, bias)
+    names = {event.key for event in profiled.key_averages()}
+    expected = x.double() @ weight.double().t() + bias.double()
+    found.append([list(y.shape), float((y - expected).abs().max()), "mkldnn::_linear_pointwise" in names])
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
+def test_large_products_of_the_engine_go_through_onednn_and_are_right() -> None:
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (large_shape, large_gap, large), (small_shape, small_gap, small) = json.loads(done.stdout.splitlines()[-1])
+    assert (large_shape, small_shape) == ([2, 3, 512], [2, 3, 64])
+    assert max(large_gap, small_gap) < 1e-4
+    assert (large, small) == (True, False)
