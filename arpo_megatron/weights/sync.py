@@ -31,8 +31,8 @@ from arpo_megatron.weights.transports import Broadcast, Bucket, Disk, SharedMemo
 TIMEOUT_S = 120.0
 """Deadline of a request to an engine: of joining, of a bucket, of generations that are waited for."""
 PROBE_TOKENS = 3
-"""Of the probe after every push: each log-prob depends on every layer, and up to three rows a product on a CPU reads
-weights at the speed of memory, with four at half of it."""
+"""Of the probe after every push: its last log-prob depends on every weight, also on how two tokens mix; products of
+so few rows take no longer than reading the weights."""
 LONG_PROBE_TOKENS = 16
 """Where a push is verified. What mixes tokens, queries and keys, shows better in a longer one."""
 _SAMPLED_SHARE = 16
