@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from arpo_megatron.tasks.messages import BadRowError, Conversation
+from arpo_megatron.row_files import BadRowError
+from arpo_megatron.tasks.messages import Conversation
 from arpo_megatron.tree import Int32Array, Role, RolloutTree
 
 if TYPE_CHECKING:
