@@ -23,7 +23,7 @@ from arpo_megatron.algorithms.base import Course
 from arpo_megatron.bad_packs import BadUpdate, dump_if_skipped
 from arpo_megatron.config import JobConfig
 from arpo_megatron.errors import UserError
-from arpo_megatron.evaluation.score import evaluation_due
+from arpo_megatron.evaluation.held_out import evaluation_due
 from arpo_megatron.identity import fingerprint
 from arpo_megatron.launch import Services
 from arpo_megatron.leader import Leader

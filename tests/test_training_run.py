@@ -16,7 +16,7 @@ from arpo_megatron.agreement import check_on_policy
 from arpo_megatron.algorithms.base import Course
 from arpo_megatron.algorithms.credit import supervised_credit
 from arpo_megatron.config import EvalConfig, JobConfig, TrainConfig
-from arpo_megatron.evaluation.score import HeldOutFigures, evaluation_due
+from arpo_megatron.evaluation.held_out import HeldOutFigures, evaluation_due
 from arpo_megatron.leader import probe_pack
 from arpo_megatron.minibatch import Minibatch
 from arpo_megatron.monitor.events import EventLog
