@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from judge_server import ChatServer, chat_server, part, verdict
@@ -31,9 +32,9 @@ TASK = Task("t", ({"role": "system", "content": "Be good."}, {"role": "user", "c
 ASKED = same_answer("Who?", "Ada Lovelace", "Lady Lovelace")
 
 
-def config(server: ChatServer | str, **changes: object) -> JudgeConfig:
+def config(server: ChatServer | str, **changes: Any) -> JudgeConfig:
     url = server if isinstance(server, str) else server.url
-    return JudgeConfig(**{"url": url, "model": "examiner", "retries": 0, "timeout_s": 5.0, **changes})  # type: ignore[arg-type]
+    return JudgeConfig(**{"url": url, "model": "examiner", "retries": 0, "timeout_s": 5.0, **changes})
 
 
 def knows_ada(text: str) -> str:

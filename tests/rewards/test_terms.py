@@ -2,10 +2,11 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
-from judge_server import chat_server, part, verdict
+from judge_server import Rule, chat_server, part, verdict
 
 from arpo_megatron.config import JudgeConfig, RewardConfig
 from arpo_megatron.errors import UserError
@@ -88,14 +89,14 @@ def test_terms_are_weighed_added_and_named() -> None:
         ({"terms": {"length": 1.0}, "numbers": {"max_response_tokens": 7}}, "is rollout.max_response_tokens"),
     ],
 )
-def test_what_cannot_be_is_one_line(settings: dict[str, object], message: str) -> None:
+def test_what_cannot_be_is_one_line(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message) as caught:
-        make_reward(RewardConfig(**settings), max_response_tokens=100)  # type: ignore[arg-type]
+        make_reward(RewardConfig(**settings), max_response_tokens=100)
     assert "\n" not in str(caught.value)
 
 
-def judged(terms: dict[str, float], answers: Sequence[str], rule: object) -> list[Score]:
-    with chat_server(rule) as server:  # type: ignore[arg-type]
+def judged(terms: dict[str, float], answers: Sequence[str], rule: Rule) -> list[Score]:
+    with chat_server(rule) as server:
         judge = JudgeConfig(url=server.url, model="m", retries=0)
         reward = make_reward(RewardConfig(terms=terms, judge=judge))
         return reward.score_group(group(*(Response(answer) for answer in answers)))
