@@ -13,7 +13,7 @@ import numpy as np
 from arpo_megatron.actor.packing import TreePack, pack_trees
 from arpo_megatron.algorithms.credit import supervised_credit
 from arpo_megatron.config import JobConfig
-from arpo_megatron.evaluation.score import HeldOutFigures
+from arpo_megatron.evaluation.held_out import HeldOutFigures
 from arpo_megatron.experience import make_store
 from arpo_megatron.harvest import Harvest, check_stop, show_progress, staleness
 from arpo_megatron.launch import Services, connect_rollouts
@@ -21,7 +21,7 @@ from arpo_megatron.machine import placement
 from arpo_megatron.monitor.events import EventLog
 from arpo_megatron.rewards import make_reward
 from arpo_megatron.rewards.composed import ComposedReward
-from arpo_megatron.rewards.scorer import Scorer, mean_parts, parts_of
+from arpo_megatron.rewards.tree_scorer import TreeScorer, mean_parts, parts_of
 from arpo_megatron.rollout.accounting import GrowStats, tokens_per_second
 from arpo_megatron.rollout.messages import CollectTrees, GrowSettings
 from arpo_megatron.rollout.service import RolloutHandle
@@ -117,7 +117,7 @@ class Leader:
     def score(self, trees: Sequence[RolloutTree], tasks: Sequence[Task]) -> list[ScoredTree]:
         """Rewards for every leaf of the trees of these tasks."""
         step = max(0, self.harvest.begun)
-        found = Scorer(self.reward, self.decode).score(trees, tasks, step=step)
+        found = TreeScorer(self.reward, self.decode).score(trees, tasks, step=step)
         return [
             ScoredTree(
                 task=task,

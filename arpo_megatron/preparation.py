@@ -79,7 +79,7 @@ def load_tokenizer(directory: Path) -> "PreTrainedTokenizerFast":
         raise UserError(f"model.path={directory}: no tokenizer can be loaded from there: {reason}") from None
     if not tokenizer.encode("a", add_special_tokens=False):  # transformers makes an empty one where files are missing
         raise UserError(f"model.path={directory}: its tokenizer makes no tokens of text: is tokenizer.json missing?")
-    return tokenizer  # type: ignore[no-any-return]
+    return tokenizer  # type: ignore[no-any-return]  # of whatever kind, it has what a fast one has
 
 
 def load_data(config: JobConfig, tokenizer: "PreTrainedTokenizerFast") -> JobData:

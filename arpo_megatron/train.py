@@ -14,7 +14,8 @@ from arpo_megatron.monitor.events import user_errors_told
 from arpo_megatron.processes import StoppedError
 from arpo_megatron.ranks import rank_main
 from arpo_megatron.run_directory import RunDirectory
-from arpo_megatron.training_run import TrainingRun, training_run
+from arpo_megatron.training_rank import training_run
+from arpo_megatron.training_run import TrainingRun
 
 
 def train(run: TrainingRun) -> None:

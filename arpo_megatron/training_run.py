@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, NoReturn, TypeVar
 
-from arpo_megatron import resolve
 from arpo_megatron.actor import parallel
 from arpo_megatron.actor.actor import Actor, Scores
 from arpo_megatron.actor.checkpoint import CheckpointStore
@@ -23,28 +22,25 @@ from arpo_megatron.algorithms.base import Course
 from arpo_megatron.bad_packs import BadUpdate, dump_if_skipped
 from arpo_megatron.config import JobConfig
 from arpo_megatron.errors import UserError
-from arpo_megatron.evaluation.score import evaluation_due
+from arpo_megatron.evaluation.held_out import evaluation_due
 from arpo_megatron.identity import fingerprint
-from arpo_megatron.launch import Services
 from arpo_megatron.leader import Leader
 from arpo_megatron.machine import placement
 from arpo_megatron.minibatch import Minibatch, prepare_update
 from arpo_megatron.monitor.events import EventLog
 from arpo_megatron.monitor.machine import StepProfiler, peak_memory_gb
 from arpo_megatron.monitor.metrics import MetricsLog
-from arpo_megatron.preparation import load_data, load_tokenizer, model_path
+from arpo_megatron.preparation import model_path
 from arpo_megatron.processes import StoppedError
-from arpo_megatron.ranks import tell_failure
 from arpo_megatron.rollout.messages import StaleEnginesError
 from arpo_megatron.rollout.record import UnfinishedTree, pack_trees, unpack_trees
 from arpo_megatron.run_directory import RunDirectory, write_json
 from arpo_megatron.step_metrics import count_entropy, pack_metrics, sampling_gap, speed_metrics, update_metrics
 from arpo_megatron.tasks.base import Task
-from arpo_megatron.tasks.sampler import TaskSelector, make_selector
+from arpo_megatron.tasks.sampler import TaskSelector
 from arpo_megatron.tree_files import ScoredTree
 from arpo_megatron.weights.engines import WeightPushError
 from arpo_megatron.weights.export import export_hf, hf_buckets
-from arpo_megatron.weights.shape import ModelShape
 from arpo_megatron.weights.sync import probe_gap
 
 PUSH_ATTEMPTS = 3
@@ -375,55 +371,3 @@ class TrainingRun:
         if self.leader is not None:
             write_json(self.directory.result, asdict(self.state))
             self.directory.under_way.unlink(missing_ok=True)
-
-
-@contextmanager
-def training_run(directory: RunDirectory) -> Iterator[TrainingRun]:
-    """Set a rank up from a run directory (resuming where it left off) and take it down again."""
-    config = resolve.load(directory.config)
-    parallel.initialize(config.parallel, config.seed)
-    leading = parallel.is_leader()
-    start = directory.cold_start if config.sft.steps else model_path(config, directory)
-    tokenizer = load_tokenizer(start)
-    data = load_data(config, tokenizer)
-    shape = ModelShape.from_hf(start)
-    updates = config.train.steps * config.algorithm.minibatches
-    actor = Actor(
-        config,
-        shape,
-        start,
-        optimizer=config.optimizer,
-        total_updates=updates,
-        keep_reference=config.algorithm.kl_coefficient > 0,
-    )
-    events = EventLog(directory.events, enabled=leading)
-    found = Services.from_environment()
-    sampler = make_selector(config.algorithm, data.train, config.seed)
-    leader = Leader.start(config, directory, start, tokenizer, found, sampler, events) if leading else None
-    window = config.monitor.profile_steps if leading or config.monitor.profile_ranks == "all" else None
-    run = TrainingRun(
-        config=config,
-        directory=directory,
-        actor=actor,
-        tasks=data.train,
-        sampler=sampler,
-        held_out=data.held_out,
-        checkpoints=CheckpointStore(directory.checkpoints, config.train.keep_checkpoints, config.train.keep_every),
-        events=events,
-        metrics=MetricsLog(directory.path, config) if leading else None,
-        leader=leader,
-        profiler=StepProfiler(window, directory.profile, parallel.rank()),
-    )
-    try:
-        run.resume()
-        yield run
-    except BaseException as error:
-        tell_failure(error)  # before the clean-up, which may take a while and which other ranks may notice
-        raise
-    finally:
-        if leader is not None:
-            leader.close()
-        if run.metrics is not None:
-            run.metrics.close()
-        run.profiler.close()
-    parallel.destroy()  # a failed rank leaves its groups only with its end, so that it is the first to tell

@@ -47,7 +47,7 @@ def render_profile(page: str) -> str:
     rows = []
     for name, info in ClusterProfile.__pydantic_fields__.items():
         meaning = " ".join((info.description or "").split()).replace("|", "\\|")
-        value = info.default_factory() if info.default_factory else info.default  # type: ignore[call-arg]
+        value = info.get_default(call_default_factory=True)
         default = "required" if info.is_required() else f"`{_plain(value)}`"
         rows.append(f"| `{name}` | {default} | {meaning} |")
     table = "\n".join(["", "| key | default | meaning |", "| --- | --- | --- |", *rows, ""])
@@ -121,7 +121,7 @@ def _section(owner: Any, prefix: str) -> list[str]:
             continue
         info = owner.__pydantic_fields__[field.name]
         meaning = " ".join((info.description or "").split()).replace("|", "\\|")
-        value = info.default_factory() if info.default_factory else info.default  # type: ignore[call-arg]
+        value = info.get_default(call_default_factory=True)
         default = "required" if info.is_required() else f"`{_plain(value)}`"
         rows.append(f"| `{prefix}{field.name}` | {_type(field.type)} | {default} | {meaning} |")
     return [f"## {title}\n", f"{summary}\n", *rows, "", *below]

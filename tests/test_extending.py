@@ -23,7 +23,7 @@ from arpo_megatron.errors import UserError
 from arpo_megatron.experience import make_store
 from arpo_megatron.minibatch import minibatches_of, prepare_update
 from arpo_megatron.rewards import make_reward
-from arpo_megatron.rewards.base import Group, Response
+from arpo_megatron.rewards.base import Response, ResponseGroup
 from arpo_megatron.rollout.policies import ForkPoint, make_policy
 from arpo_megatron.tasks.base import Task
 from arpo_megatron.tasks.sampler import make_selector
@@ -113,7 +113,7 @@ def test_a_part_of_every_other_kind_works() -> None:
     job = resolve.resolve("quickstart", words=[*words, "reward.terms={brief: 0.5}", "reward.numbers.number_reward=2"])
     reward = make_reward(job.reward, max_response_tokens=100)
     tasks = [Task(f"t{number}", (), "5", "math", "") for number in range(6)]
-    found = reward.score_group(Group(tasks[0], [Response("4, so 5", 60), Response("5, so 4", 50)]))
+    found = reward.score_group(ResponseGroup(tasks[0], [Response("4, so 5", 60), Response("5, so 4", 50)]))
     assert [(score.reward, score.accuracy) for score in found] == [(2.0, 1.0), (0.5, 0.0)]
 
     selector, resumed = (make_selector(job.algorithm, tasks, seed=3) for _ in range(2))

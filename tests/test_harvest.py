@@ -150,7 +150,7 @@ def harvest(tmp_path: Path) -> Start:
         )
         rollouts = Rollouts()
         events = EventLog(tmp_path / "events.jsonl")
-        return Harvest(config, rollouts, score, sampler or Sampler(), events), rollouts  # type: ignore[arg-type]
+        return Harvest(config, rollouts, score, sampler or Sampler(), events), rollouts  # type: ignore[arg-type]  # doubles
 
     return make
 
@@ -319,7 +319,7 @@ def test_a_job_that_is_killed_within_a_step_goes_on_with_what_was_written(
             raise Killed
         return found
 
-    rollouts.collect = collect_until_killed  # type: ignore[method-assign]
+    rollouts.collect = collect_until_killed  # type: ignore[method-assign]  # its process dies
     with pytest.raises(Killed):
         held.step(2)
 
@@ -341,12 +341,12 @@ def test_a_job_that_is_killed_within_a_step_goes_on_with_what_was_written(
 
 def test_a_sampler_hears_of_a_tree_when_its_step_has_all_of_them(harvest: Start) -> None:
     sampler = Sampler()
-    held, rollouts = harvest(lambda name: name != "t0", sampler, max_refills=1)  # type: ignore[arg-type]
+    held, rollouts = harvest(lambda name: name != "t0", sampler, max_refills=1)
     rollouts.interrupts = 2
     with pytest.raises(StoppedError):
         held.step(0)
     assert sampler.noted == []  # the continuation scores the trees again, and tells
-    again, _ = harvest(lambda name: name != "t0", sampler, max_refills=1)  # type: ignore[arg-type]
+    again, _ = harvest(lambda name: name != "t0", sampler, max_refills=1)
     again.restore(held.unfinished(), [task(tree.task_id) for tree in held.unfinished()])
     again.step(0)
     assert sampler.noted == ["t0", "t1", "t2", "t3", "t4"]

@@ -4,6 +4,7 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -42,12 +43,12 @@ def run(config: JobConfig) -> RunDirectory:
     return made
 
 
-def dumped(config: JobConfig, **changes: object) -> BadUpdate:
+def dumped(config: JobConfig, **changes: Any) -> BadUpdate:
     tree = RolloutTree("task", [1, 2])
     tree.add(0, Role.MODEL, [3, 4])
     packs = pack_trees([tree], supervised_credit([tree]), token_budget=100)
     made_by = fingerprint(config, ModelShape.from_hf(Path(str(config.model.path))))
-    return replace(BadUpdate("sft", 1, "nll", [0], packs, None, made_by=made_by), **changes)  # type: ignore[arg-type]
+    return replace(BadUpdate("sft", 1, "nll", [0], packs, None, made_by=made_by), **changes)
 
 
 def change_shape(config: JobConfig) -> None:

@@ -155,7 +155,7 @@ def test_segments_cannot_be_edited_after_sampling() -> None:
     with pytest.raises(ValueError, match="read-only"):
         tree.segments[index].token_ids[0] = 9
     with pytest.raises(AttributeError):
-        tree.segments[index].parent = 1  # type: ignore[misc]
+        tree.segments[index].parent = 1  # type: ignore[misc]  # the mistake
 
 
 def test_from_dict_refuses_what_is_not_a_tree() -> None:

@@ -233,7 +233,7 @@ class Server(uvicorn.Server):
                 self._admitted = deque(each for each in self._admitted if each in self.server_state.connections)
 
     def _protocol(self) -> asyncio.Protocol:
-        protocol: asyncio.Protocol = self.config.http_protocol_class(  # type: ignore[call-arg]
+        protocol: asyncio.Protocol = self.config.http_protocol_class(  # type: ignore[call-arg]  # uvicorn's protocols
             config=self.config, server_state=self.server_state, app_state=self.lifespan.state
         )
         return protocol

@@ -41,7 +41,7 @@ def random_qwen3(vocabulary: int, *, eos: int, pad: int, positions: int, spread:
 
 def write_model(folder: Path) -> None:
     """A Hugging Face directory with such a model, and a tokenizer of one token a word."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers  # type: ignore[import-untyped]
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     words = [f" w{number}" for number in range(WORDS)]

@@ -145,7 +145,7 @@ def _connected(node: LoginNode, folder: str) -> "SSHTunnel":
             raise UserError(
                 "a profile with ssh needs nemo-run: pip install 'arpo-megatron[slurm]', or `make setup` in the clone"
             ) from None
-        from paramiko.ssh_exception import SSHException  # type: ignore[import-untyped]
+        from paramiko.ssh_exception import SSHException
     from rich.console import Console
 
     tunnel = SSHTunnel(host=node.host, user=node.user, port=node.port, identity=node.identity, job_dir=folder)

@@ -30,7 +30,7 @@ class Benchmark:
         metric: how an answer is scored.
         licence: of the data, as its publisher states it; for orientation, not legal advice.
         source: where to get the file, and what to do with it.
-        read: a row of the released file -> question and accepted answers; raises `rows.BadRowError` for a row that is
+        read: a row of the released file -> question and accepted answers; raises `BadRowError` for a row that is
             none (a question with a picture, say).
         columns: names under which released files hold the question, and the answer.
         also: other stems under which the file is published.

@@ -120,7 +120,7 @@ def eval_report(
 @app.command()
 def decontaminate(
     train_data: Annotated[
-        Path, typer.Argument(metavar="FILE", help="Training questions: parquet, JSON lines or a JSON array.")
+        Path, typer.Argument(metavar="FILE", help="Training questions: parquet, JSON lines, a JSON array or CSV.")
     ],
     suite: Annotated[
         str, typer.Option(metavar="NAME[,NAME]", help="Evaluation questions to look for.")

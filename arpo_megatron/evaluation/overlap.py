@@ -10,7 +10,7 @@ Chinese and Japanese are written without spaces: there every character is a word
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 from arpo_megatron.errors import UserError
 from arpo_megatron.evaluation.benchmarks import BENCHMARKS
 from arpo_megatron.evaluation.questions import Question
-from arpo_megatron.tasks import messages
+from arpo_megatron.row_files import FORMATS, BadRowError, read_rows
 
 WORDS_IN_A_ROW = 13
 FEWEST_WORDS = 5
@@ -29,7 +29,6 @@ _FIELDS = tuple(
     dict.fromkeys(("messages", "prompt", *(name for each in BENCHMARKS.values() for name in each.columns[0])))
 )
 """Of a training row, in which its questions stand: conversations, and what benchmarks call a question."""
-_BATCH_ROWS = 1024
 _UNSPACED = "\u3005-\u3007\u3040-\u30ff\u31f0-\u31ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U000323af"
 """Characters of Chinese and Japanese: ideographs, their iteration mark and zero, kana."""
 _WORD = re.compile(rf"[{_UNSPACED}]|(?:(?![{_UNSPACED}])\w)+")
@@ -109,7 +108,7 @@ class TrainingQuestions:
 
 
 def training_questions(path: Path, key: str) -> TrainingQuestions:
-    """The questions of a training file (.jsonl, .json, .parquet): what users say in conversations, the released ARPO
+    """The questions of a training file (of `FORMATS`): what users say in conversations, the released ARPO
     files included, and what stands under a benchmark's name for its questions.
 
     Args:
@@ -119,50 +118,32 @@ def training_questions(path: Path, key: str) -> TrainingQuestions:
     Raises:
         UserError: no such file, none of these formats, or not one row with a question.
     """
-    if not path.is_file():
-        raise UserError(f"{key}{path}: no such file")
+    if path.is_file() and path.suffix not in FORMATS:
+        raise UserError(f"{key}{path}: training questions are read from {', '.join(FORMATS)} files")
     texts: list[str] = []
     unread: list[tuple[int, str]] = []
-    number = -1
-    for number, row in enumerate(_rows(path, key)):
+    rows = 0
+    for row in read_rows(path, key, columns=(*_FIELDS, "canary")):
+        rows += 1
         try:
-            texts += _asked(row)
-        except messages.BadRowError as problem:
-            unread.append((number, str(problem)))
+            texts += _asked(row.value())
+        except BadRowError as problem:
+            unread.append((row.number, str(problem)))
     if not texts:
         first = f"; the first: {unread[0][1]}" if unread else ""
         raise UserError(
-            f"{key}{path}: not one question in its {number + 1} rows; expected a conversation under messages or "
+            f"{key}{path}: not one question in its {rows} rows; expected a conversation under messages or "
             f"prompt, or a text under {', '.join(_FIELDS[1:-1])} or {_FIELDS[-1]}{first}"
         )
-    return TrainingQuestions(path, texts, number + 1, unread)
-
-
-def _rows(path: Path, key: str) -> Iterator[Any]:
-    if path.suffix != ".parquet":
-        yield from messages.read_rows(path, key)
-        return
-    import pyarrow
-    import pyarrow.parquet
-
-    messages.check_file(path, key)
-    try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            columns = [name for name in (*_FIELDS, "canary") if name in file.schema_arrow.names]
-            for batch in file.iter_batches(_BATCH_ROWS, columns=columns or None):
-                yield from batch.to_pylist()
-    except (pyarrow.ArrowException, OSError) as error:
-        raise UserError(f"{key}{path}: not a readable parquet file: {str(error).splitlines()[0]}") from None
+    return TrainingQuestions(path, texts, rows, unread)
 
 
 def _asked(row: Any) -> list[str]:
     """The questions of a row, at least one. What it could not be trained on for does not matter here."""
-    if isinstance(row, messages.BadRowError):
-        raise row
     if not isinstance(row, Mapping):
-        raise messages.BadRowError("it is no object")
+        raise BadRowError("it is no object")
     if row.get("canary"):
-        raise messages.BadRowError("it is encrypted")
+        raise BadRowError("it is encrypted")
     found: list[str] = []
     for name in _FIELDS:
         value = row.get(name)
@@ -171,7 +152,7 @@ def _asked(row: Any) -> list[str]:
         found += [text for content in users if (text := _text(content)).strip()]
     if not found:
         names = ", ".join(map(str, list(row)[:10])) or "no fields"
-        raise messages.BadRowError(f"no question in it; it has {names}")
+        raise BadRowError(f"no question in it; it has {names}")
     return found
 
 

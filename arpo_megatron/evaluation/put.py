@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 from arpo_megatron.config import JobConfig
 from arpo_megatron.errors import UserError
 from arpo_megatron.evaluation.benchmarks import HELD_OUT
+from arpo_megatron.evaluation.held_out import held_out_question
 from arpo_megatron.evaluation.prompts import Tools, messages
 from arpo_megatron.evaluation.questions import Question, TestSet
 from arpo_megatron.evaluation.response import Decode
-from arpo_megatron.evaluation.score import held_out_question
-from arpo_megatron.evaluation.scorers import Judge, Scorer, benchmark_scorer, held_out_scorer
+from arpo_megatron.evaluation.scorers import AnswerCheck, Scorer, benchmark_scorer, held_out_scorer
 from arpo_megatron.evaluation.subject import Kind, Subject
 from arpo_megatron.preparation import JobData, load_data, load_tokenizer
 from arpo_megatron.rewards.base import Reward
@@ -68,7 +68,7 @@ def put_benchmarks(
     config: JobConfig,
     tools: Tools,
     system: str | None,
-    judge: Judge | None,
+    judge: AnswerCheck | None,
     tasks: int | None,
 ) -> Put:
     """The questions of benchmarks, the first `tasks` of each where that is given.

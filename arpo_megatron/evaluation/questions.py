@@ -1,19 +1,13 @@
 """Finding and reading the files of benchmarks."""
 
-import csv
 import hashlib
-import io
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from arpo_megatron.errors import UserError
 from arpo_megatron.evaluation.benchmarks import Benchmark
-from arpo_megatron.evaluation.rows import BadRowError
-
-FORMATS = (".jsonl", ".json", ".parquet", ".csv")
+from arpo_megatron.row_files import FORMATS, BadRowError, read_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,15 +72,16 @@ def read(benchmark: Benchmark, path: Path) -> TestSet:
     """Read a benchmark's file. Raises UserError where it is unreadable or holds no question."""
     content = path.read_bytes()
     questions, left_out = [], []
-    for number, row in enumerate(_rows(path, content)):
+    for row in read_rows(path, content=content):
+        value = row.needed()
         try:
-            if not isinstance(row, dict):
+            if not isinstance(value, dict):
                 raise BadRowError("it is no object")
-            text, answers = benchmark.question_of(row)
+            text, answers = benchmark.question_of(value)
         except BadRowError as problem:
-            left_out.append((number, str(problem)))
+            left_out.append((row.number, str(problem)))
         else:
-            questions.append(Question(benchmark.name, f"{benchmark.name}-{number}", text, answers))
+            questions.append(Question(benchmark.name, f"{benchmark.name}-{row.number}", text, answers))
     if not questions:
         first = f"; the first row: {left_out[0][1]}" if left_out else ""
         raise UserError(f"{path}: not one question of {benchmark.name} in {len(left_out)} rows{first}")
@@ -113,34 +108,3 @@ def read_all(
         hint = "; --skip-missing goes on without" if found else "; --data DIR says where the files are"
         raise UserError(where_to_get(missing[0], directory) + rest + hint)
     return found, missing
-
-
-def _rows(path: Path, content: bytes) -> Iterator[Any]:
-    try:
-        match path.suffix:
-            case ".parquet":
-                import pyarrow as pa
-                import pyarrow.parquet as pq
-
-                try:
-                    yield from pq.read_table(pa.BufferReader(content)).to_pylist()
-                except pa.ArrowException as error:
-                    raise UserError(f"{path}: not a readable parquet file: {str(error).splitlines()[0]}") from None
-            case ".csv":
-                # Not by `str.splitlines`, to which a form feed or U+2028 inside a question ends a line.
-                yield from csv.DictReader(io.StringIO(content.decode("utf-8-sig"), newline=""))
-            case ".json":
-                rows = json.loads(content.decode("utf-8-sig"))
-                if not isinstance(rows, list):
-                    raise UserError(f"{path}: not an array of questions")
-                yield from rows
-            case _:
-                for line in content.decode("utf-8-sig").split("\n"):
-                    if line.strip():
-                        yield json.loads(line)
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not UTF-8 text: {error}") from None
-    except csv.Error as error:
-        raise UserError(f"{path}: not CSV: {error}") from None
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: not JSON: {error}") from None

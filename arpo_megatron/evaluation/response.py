@@ -11,7 +11,7 @@ Decode = Callable[[list[int]], str]
 
 
 @dataclass(frozen=True, slots=True)
-class Response:
+class AgentResponse:
     """A trajectory as text.
 
     Attributes:
@@ -43,7 +43,7 @@ class NoResponse:
     detail: str
 
 
-Given = Response | NoResponse
+Given = AgentResponse | NoResponse
 
 _FINISHES = {Finish.LENGTH: Outcome.LENGTH, Finish.CALL_LIMIT: Outcome.CALL_LIMIT, Finish.MALFORMED: Outcome.MALFORMED}
 
@@ -53,7 +53,7 @@ def outcome_without_answer(finish: Finish) -> Outcome:
     return _FINISHES.get(finish, Outcome.NO_ANSWER)
 
 
-def responses_of(tree: RolloutTree, decode: Decode) -> list[Response]:
+def responses_of(tree: RolloutTree, decode: Decode) -> list[AgentResponse]:
     """The trajectories of a finished tree, in the order of its leaves."""
     prompt = len(tree.segments[0])
     found = []
@@ -62,7 +62,7 @@ def responses_of(tree: RolloutTree, decode: Decode) -> list[Response]:
         model = [segment for segment in path if segment.role is Role.MODEL]
         tools = [segment for segment in path if segment.role is Role.TOOL]
         found.append(
-            Response(
+            AgentResponse(
                 text=decode(tree.path_tokens(leaf)[prompt:].tolist()),
                 model_text="".join(decode(segment.token_ids.tolist()) for segment in model),
                 finish=tree.segments[leaf].finish or Finish.END,

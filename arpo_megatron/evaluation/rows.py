@@ -6,15 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from arpo_megatron.rewards.tag_format import last_boxed
+from arpo_megatron.row_files import BadRowError
 from arpo_megatron.tasks.base import whole_characters
 
 Row = Mapping[str, Any]
 Asked = tuple[str, tuple[str, ...]]
 """A question and the answers that count as right, at least one."""
-
-
-class BadRowError(ValueError):
-    """Why a row is no question that can be asked here."""
 
 
 def plain(row: Row, questions: Sequence[str], answers: Sequence[str]) -> Asked:

@@ -26,7 +26,7 @@ from arpo_megatron.evaluation.subject import Kind, Subject, config_of, subject_o
 from arpo_megatron.evaluation.summary import Figures, figures_of
 from arpo_megatron.processes import Roles
 from arpo_megatron.rewards import make_reward
-from arpo_megatron.rewards.judge import Judge as ModelJudge
+from arpo_megatron.rewards.judge import Judge
 from arpo_megatron.run_directory import RunDirectory, write_json
 from tools_sandbox.config import TOKEN_VARIABLE
 
@@ -110,7 +110,7 @@ def _asked(
     out: RunDirectory,
     sets: Sequence[TestSet],
     tell: Tell,
-) -> Iterator[tuple[Put, ModelJudge | None]]:
+) -> Iterator[tuple[Put, Judge | None]]:
     """What is asked, and the model that judges answers, if one does.
 
     That is closed at the end of the block, however this is left: whoever waits for it is let go then.
@@ -119,7 +119,7 @@ def _asked(
     try:
         if sets:
             if config.reward.judge.url is not None and any(each.benchmark.metric == "judge" for each in sets):
-                judge = ModelJudge(config.reward.judge, cache, waiting="the evaluation", tell=tell)
+                judge = Judge(config.reward.judge, cache, waiting="the evaluation", tell=tell)
             verdicts = None if judge is None else judged_by(judge)
             put = put_benchmarks(sets, subject, config, tools, system, verdicts, wish.tasks)
         else:
@@ -312,7 +312,7 @@ def _notes(
     return notes
 
 
-def _judging(judge: ModelJudge | None) -> list[str]:
+def _judging(judge: Judge | None) -> list[str]:
     """What a reader must know of the judge: of answers that it gave no verdict on, some are scored by rule."""
     if judge is None:
         return []

@@ -8,9 +8,9 @@ from arpo_megatron.evaluation.benchmarks import Metric
 from arpo_megatron.evaluation.prompts import Tools
 from arpo_megatron.evaluation.questions import Question
 from arpo_megatron.evaluation.records import Attempt, Outcome
-from arpo_megatron.evaluation.response import Given, NoResponse, Response, outcome_without_answer
+from arpo_megatron.evaluation.response import AgentResponse, Given, NoResponse, outcome_without_answer
 from arpo_megatron.rewards.base import Reward, score_text
-from arpo_megatron.rewards.judge import Judge as ModelJudge
+from arpo_megatron.rewards.judge import Judge
 from arpo_megatron.rewards.prompts import CORRECT, same_answer
 from arpo_megatron.rewards.qa import exact_match, token_f1
 from arpo_megatron.rewards.tag_format import last_boxed, parse_response
@@ -33,18 +33,18 @@ class Verdict:
     detail: str = ""
 
 
-Scorer = Callable[[Question, Response], Verdict]
+Scorer = Callable[[Question, AgentResponse], Verdict]
 
 
 class JudgeUnavailableError(RuntimeError):
     """There is no verdict of the judge."""
 
 
-Judge = Callable[[str, str, str], bool]
+AnswerCheck = Callable[[str, str, str], bool]
 """(question, answer, expected) -> whether both answers mean the same; raises JudgeUnavailableError."""
 
 
-def judged_by(model: ModelJudge) -> Judge:
+def judged_by(model: Judge) -> AnswerCheck:
     """A model as a judge (docs/rewards.md says how it is asked)."""
 
     def judge(question: str, answer: str, expected: str) -> bool:
@@ -70,11 +70,11 @@ def extract_answer(model_text: str) -> str | None:
     return (box or "").strip() or None
 
 
-def benchmark_scorer(metric: Metric, tools: Tools, judge: Judge | None) -> Scorer:
+def benchmark_scorer(metric: Metric, tools: Tools, judge: AnswerCheck | None) -> Scorer:
     """Scores answers to a benchmark's questions; where it wants a judge and there is none, by token F1."""
     grade = {"math": _math, "f1": _f1, "judge": _f1}[metric] if judge is None or metric != "judge" else _judged(judge)
 
-    def score(question: Question, response: Response) -> Verdict:
+    def score(question: Question, response: AgentResponse) -> Verdict:
         answer = extract_answer(response.model_text)
         tagged = not parse_response(response.text).reason
         format_ok = last_boxed(response.model_text) is not None if tools is Tools.NONE else tagged
@@ -93,7 +93,7 @@ def held_out_scorer(reward: Reward, tasks: Sequence[Task], threshold: float) -> 
     """Scores held-out tasks as the run's reward does: the format counts, and success is accuracy above `threshold`."""
     by_id = {task.id: task for task in tasks}
 
-    def score(question: Question, response: Response) -> Verdict:
+    def score(question: Question, response: AgentResponse) -> Verdict:
         found = score_text(reward, response.text, by_id[question.id])
         answer = found.answer if found.format_ok else None
         return Verdict(answer, found.accuracy, found.accuracy > threshold, found.format_ok, detail=found.reason)
@@ -105,7 +105,7 @@ def attempt_of(question: Question, number: int, given: Given, scorer: Scorer) ->
     """Score attempt `number` at a question."""
     if isinstance(given, NoResponse):
         verdict = Verdict(None, 0.0, False, False, given.outcome, given.detail)
-        response = Response("", "", finish=Finish.END)
+        response = AgentResponse("", "", finish=Finish.END)
     else:
         verdict, response = scorer(question, given), given
     return Attempt(
@@ -129,7 +129,7 @@ def attempt_of(question: Question, number: int, given: Given, scorer: Scorer) ->
     )
 
 
-def _outcome(verdict: Verdict, response: Response) -> Outcome:
+def _outcome(verdict: Verdict, response: AgentResponse) -> Outcome:
     if verdict.answer is None:
         return outcome_without_answer(response.finish)
     if verdict.correct:
@@ -147,7 +147,7 @@ def _f1(question: Question, answer: str) -> tuple[float, bool]:
     return best, any(exact_match(answer, expected) for expected in question.answers)
 
 
-def _judged(judge: Judge) -> Callable[[Question, str], tuple[float, bool]]:
+def _judged(judge: AnswerCheck) -> Callable[[Question, str], tuple[float, bool]]:
     def grade(question: Question, answer: str) -> tuple[float, bool]:
         right = any(judge(question.text, answer, expected) for expected in question.answers)
         return float(right), right

@@ -10,7 +10,7 @@ from arpo_megatron.errors import UserError
 from arpo_megatron.evaluation.agents.base import Wanted
 from arpo_megatron.evaluation.questions import Question
 from arpo_megatron.evaluation.records import Journal
-from arpo_megatron.evaluation.response import Given, Response
+from arpo_megatron.evaluation.response import AgentResponse, Given
 from arpo_megatron.evaluation.scorers import Scorer, attempt_of
 from arpo_megatron.tree import Finish
 
@@ -58,7 +58,7 @@ class Scoring:
             return {}
         found = {number: self._journal.answer(question.benchmark, question.id, number) for number in numbers}
         return {
-            number: Response(**{**row, "finish": Finish(row["finish"])})
+            number: AgentResponse(**{**row, "finish": Finish(row["finish"])})
             for number, row in found.items()
             if row is not None
         }
@@ -67,7 +67,7 @@ class Scoring:
         """Of the protocol of agents. Raises what an earlier answer could not be scored for."""
         question, new = each.question, {number: given[number] for number in each.attempts if number in given}
         if question.benchmark in self._kept:
-            rows = {number: asdict(one) for number, one in new.items() if isinstance(one, Response)}
+            rows = {number: asdict(one) for number, one in new.items() if isinstance(one, AgentResponse)}
             self._journal.keep_answers(question.benchmark, question.id, rows)
         self.score(question, new)
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from arpo_megatron.rewards.base import Group, Score
+from arpo_megatron.rewards.base import ResponseGroup, Score
 from arpo_megatron.rewards.prompts import CORRECT, question_of, same_answer
 from arpo_megatron.rewards.qa import exact_match, token_f1
 from arpo_megatron.rewards.tag_format import Parsed, parse_response
@@ -31,7 +31,7 @@ class ArpoReward:
         """Whether answers of some kind are judged."""
         return "judge" in (self.math, self.qa)
 
-    def score_group(self, group: Group) -> list[Score]:
+    def score_group(self, group: ResponseGroup) -> list[Score]:
         """A score for each response; equal answers are graded once."""
         found = [parse_response(response.text) for response in group.responses]
         answers = list(dict.fromkeys(parsed.answer for parsed in found if parsed.answer is not None))
@@ -46,7 +46,7 @@ class ArpoReward:
         reward = max(accuracy + bonus, accuracy)
         return Score(reward, accuracy, format_ok=True, parts={**parts, "tool_bonus": bonus}, answer=parsed.answer)
 
-    def _grades(self, answers: Sequence[str], group: Group) -> list[tuple[float, Parts]]:
+    def _grades(self, answers: Sequence[str], group: ResponseGroup) -> list[tuple[float, Parts]]:
         """Accuracy and parts of each answer."""
         mathematics = group.task.source == "math"
         by_rule = _verified(answers, group) if mathematics else self._in_words(answers, group)
@@ -61,13 +61,13 @@ class ArpoReward:
             for verdict, rule in zip(said, by_rule, strict=True)
         ]
 
-    def _in_words(self, answers: Sequence[str], group: Group) -> list[tuple[float, Parts]]:
+    def _in_words(self, answers: Sequence[str], group: ResponseGroup) -> list[tuple[float, Parts]]:
         truth = group.task.ground_truth
         parts = [{"f1": token_f1(answer, truth), "exact_match": exact_match(answer, truth)} for answer in answers]
         return [(each["exact_match" if self.qa == "exact_match" else "f1"], each) for each in parts]
 
 
-def _verified(answers: Sequence[str], group: Group) -> list[tuple[float, Parts]]:
+def _verified(answers: Sequence[str], group: ResponseGroup) -> list[tuple[float, Parts]]:
     grades: list[tuple[float, Parts]] = []
     for verdict in verdicts(answers, group.task.ground_truth):
         right = float(verdict is Verdict.EQUAL)

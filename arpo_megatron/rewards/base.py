@@ -48,7 +48,7 @@ class Response:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class ResponseGroup:
     """The trajectories of one tree.
 
     Attributes:
@@ -73,9 +73,9 @@ class Reward(Protocol):
 
     @property
     def needs_judge(self) -> bool:
-        """Whether `Group.judge` must be one."""
+        """Whether `ResponseGroup.judge` must be one."""
 
-    def score_group(self, group: Group) -> list[Score]:
+    def score_group(self, group: ResponseGroup) -> list[Score]:
         """A score for each response."""
 
 
@@ -87,18 +87,18 @@ class Term(Protocol):
 
     @property
     def needs_judge(self) -> bool:
-        """Whether `Group.judge` must be one."""
+        """Whether `ResponseGroup.judge` must be one."""
 
-    def values(self, group: Group, scores: Sequence[Score]) -> Sequence[float]:
+    def values(self, group: ResponseGroup, scores: Sequence[Score]) -> Sequence[float]:
         """A value for each response, given what the reward has made of it so far."""
 
 
 def score_text(reward: Reward, text: str, task: Task) -> Score:
     """The score of a single decoded response."""
-    return reward.score_group(Group(task, [Response(text)]))[0]
+    return reward.score_group(ResponseGroup(task, [Response(text)]))[0]
 
 
-def group_of(tree: RolloutTree, task: Task, decode: Callable[[list[int]], str], *, step: int = 0) -> Group:
+def group_of(tree: RolloutTree, task: Task, decode: Callable[[list[int]], str], *, step: int = 0) -> ResponseGroup:
     """The trajectories of a tree as rewards see them, in the order of `tree.leaves()`.
 
     Args:
@@ -113,4 +113,4 @@ def group_of(tree: RolloutTree, task: Task, decode: Callable[[list[int]], str], 
         ids = tree.path_tokens(leaf)[prompt:].tolist()
         calls = sum(tree.segments[index].role is Role.TOOL for index in tree.path(leaf))
         responses.append(Response(decode(ids), len(ids), calls))
-    return Group(task, responses, step)
+    return ResponseGroup(task, responses, step)

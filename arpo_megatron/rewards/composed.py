@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from arpo_megatron.rewards.base import Group, Reward, Score, Term
+from arpo_megatron.rewards.base import ResponseGroup, Reward, Score, Term
 from arpo_megatron.rewards.judge import Judge
 
 
@@ -35,7 +35,7 @@ class ComposedReward:
         """Whether the base or a term asks one; it is here already."""
         return self.judge is not None
 
-    def score_group(self, group: Group) -> list[Score]:
+    def score_group(self, group: ResponseGroup) -> list[Score]:
         """The base's score of each response with the terms added."""
         group = replace(group, judge=self.judge)
         scores = self.base.score_group(group)

@@ -21,7 +21,7 @@ from weakref import WeakValueDictionary
 
 from arpo_megatron.config import JudgeConfig
 from arpo_megatron.errors import UserError
-from arpo_megatron.rewards.prompts import Question
+from arpo_megatron.rewards.prompts import JudgeQuestion
 from arpo_megatron.rewards.replies import Replies
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class Judge:
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by question, while it is asked
         self._down_until = self._told_at = 0.0
 
-    def ask(self, questions: Sequence[Question]) -> list[str | None]:
+    def ask(self, questions: Sequence[JudgeQuestion]) -> list[str | None]:
         """A verdict for each question, in this order; None where there is none (counted): the caller has rules then.
 
         Raises:
@@ -118,7 +118,7 @@ class Judge:
             self._thread.join(_CLOSE_S)
         self._replies.close()
 
-    def _submit(self, questions: Sequence[Question]) -> "Future[list[str | None]] | None":
+    def _submit(self, questions: Sequence[JudgeQuestion]) -> "Future[list[str | None]] | None":
         """Have them answered by the loop, which the first call starts; None once the judge is closed."""
         with self._lock:
             if self._closed:
@@ -130,7 +130,7 @@ class Judge:
                 self._thread.start()
             return asyncio.run_coroutine_threadsafe(self._verdicts(questions), self._loop)
 
-    async def _verdicts(self, questions: Sequence[Question]) -> list[str | None]:
+    async def _verdicts(self, questions: Sequence[JudgeQuestion]) -> list[str | None]:
         try:
             async with asyncio.TaskGroup() as group:
                 asked = [group.create_task(self._verdict(question)) for question in questions]
@@ -147,7 +147,7 @@ class Judge:
             await self._client.close()
         asyncio.get_running_loop().stop()
 
-    async def _verdict(self, question: Question) -> str | None:
+    async def _verdict(self, question: JudgeQuestion) -> str | None:
         key = self._replies.key(self._config.model, question.system, question.user)
         # Whoever asks the same at the same time waits for the reply that the first one gets.
         async with self._turns.setdefault(key, asyncio.Lock()):
@@ -166,7 +166,7 @@ class Judge:
                 self._replies.put(key, reply)
             return verdict
 
-    async def _asked_until_answered(self, question: Question) -> str | None:
+    async def _asked_until_answered(self, question: JudgeQuestion) -> str | None:
         fallback, pause_s = self._config.when_down == "fallback", _WAIT_S
         while True:
             if fallback and time.monotonic() < self._down_until:
@@ -188,7 +188,7 @@ class Judge:
             await self._sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_WAIT_S)
 
-    async def _reply(self, question: Question) -> str:
+    async def _reply(self, question: JudgeQuestion) -> str:
         """What the server says; what is no reply is asked for again as often as a failure is."""
         from arpo_megatron.chat import UnreadableReplyError
 
@@ -204,7 +204,7 @@ class Judge:
         except UnreadableReplyError as error:
             raise _DownError(str(error)) from None
 
-    async def _reply_once(self, question: Question) -> str:
+    async def _reply_once(self, question: JudgeQuestion) -> str:
         import openai
 
         from arpo_megatron import chat
@@ -271,7 +271,7 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
     loop.close()
 
 
-def read_verdict(reply: str, question: Question) -> str | None:
+def read_verdict(reply: str, question: JudgeQuestion) -> str | None:
     """The verdict of a reply: the word behind the question's code; None where there is none or there are several."""
     words = re.findall(rf"VERDICT\W+{question.code}\W+([A-Z]+)", reply)
     return words[0] if len(set(words)) == 1 and words[0] in question.verdicts else None

@@ -25,7 +25,7 @@ _RULES = (
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class JudgeQuestion:
     """One question to a judge.
 
     Attributes:
@@ -47,7 +47,7 @@ def question_of(task: Task) -> str:
     return asked[-1] if asked else task.prompt_text
 
 
-def same_answer(question: str, truth: str, answer: str) -> Question:
+def same_answer(question: str, truth: str, answer: str) -> JudgeQuestion:
     """Whether a short answer says the same as the expected one: CORRECT or INCORRECT."""
     task = (
         "Decide whether the given answer is correct. It is when it means the same as the reference answer, in whatever "
@@ -57,7 +57,7 @@ def same_answer(question: str, truth: str, answer: str) -> Question:
     return _asked(task, parts, (CORRECT, INCORRECT))
 
 
-def flawed(question: str, truth: str, response: str) -> Question:
+def flawed(question: str, truth: str, response: str) -> JudgeQuestion:
     """Whether a solution with the right answer got there by wrong steps: FLAWED or SOUND."""
     task = (
         "The solution below ends with the correct answer. Decide whether the way to it is sound. It is flawed when a "
@@ -68,7 +68,7 @@ def flawed(question: str, truth: str, response: str) -> Question:
     return _asked(task, parts, (FLAWED, SOUND))
 
 
-def better(question: str, first: str, second: str) -> Question:
+def better(question: str, first: str, second: str) -> JudgeQuestion:
     """Which of two solutions is better: FIRST, SECOND or TIE."""
     task = "Decide which of two solutions of the question is better: right before elegant, founded before confident."
     half = _RESPONSE_CHARACTERS // 2
@@ -76,11 +76,13 @@ def better(question: str, first: str, second: str) -> Question:
     return _asked(task, parts, (FIRST, SECOND, TIE))
 
 
-def _asked(task: str, parts: dict[str, str], verdicts: tuple[str, ...]) -> Question:
+def _asked(task: str, parts: dict[str, str], verdicts: tuple[str, ...]) -> JudgeQuestion:
     code = hashlib.sha256("\0".join([VERSION, task, *parts.values()]).encode(errors="replace")).hexdigest()[:8]
     marked = "\n\n".join(f"[begin {name} {code}]\n{text}\n[end {name} {code}]" for name, text in parts.items())
     choice = " or ".join(f"`VERDICT {code}: {word}`" for word in verdicts)
-    return Question(_RULES, f"{task}\n\n{marked}\n\nThink briefly. Then end with one line, {choice}.", code, verdicts)
+    return JudgeQuestion(
+        _RULES, f"{task}\n\n{marked}\n\nThink briefly. Then end with one line, {choice}.", code, verdicts
+    )
 
 
 def _cut(text: str, most: int) -> str:

@@ -7,7 +7,7 @@ counts tags anywhere in the text, tool results included, and takes a made-up <re
 from dataclasses import dataclass
 from typing import ClassVar
 
-from arpo_megatron.rewards.base import Group, Score
+from arpo_megatron.rewards.base import ResponseGroup, Score
 from arpo_megatron.rewards.qa import token_f1
 from arpo_megatron.rewards.tag_format import last_boxed
 from arpo_megatron.tasks.base import Task
@@ -24,7 +24,7 @@ class ReleasedReward:
     format_penalty: float = -1.0
     tool_bonus: float = 0.1
 
-    def score_group(self, group: Group) -> list[Score]:
+    def score_group(self, group: ResponseGroup) -> list[Score]:
         """A score for each response."""
         return [self._score(response.text, group.task) for response in group.responses]
 

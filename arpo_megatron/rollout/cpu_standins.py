@@ -84,7 +84,7 @@ def _forget_image_processors() -> None:
     import transformers
 
     processor = type("AutoImageProcessor", (), {"register": staticmethod(lambda *_args, **_kwargs: None)})
-    transformers.AutoImageProcessor = processor  # type: ignore[misc, assignment]
+    transformers.AutoImageProcessor = processor  # type: ignore[misc, assignment]  # a stand-in
 
 
 def _raises(name: str, purpose: str) -> Callable[..., NoReturn]:

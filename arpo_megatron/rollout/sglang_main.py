@@ -72,7 +72,7 @@ def _prepare_process() -> None:
     """What every process of the engine needs before it imports SGLang."""
     _die_with_spawner()
     # SGLang's debug dumper imports Megatron wherever it finds it, two CPU seconds of each start; now it finds none.
-    sys.modules["megatron"] = None  # type: ignore[assignment]
+    sys.modules["megatron"] = None  # type: ignore[assignment]  # None bars an import
     if _on_cpu(sys.argv):
         os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
         cpu_standins.install()

@@ -33,7 +33,7 @@ class _Copies(TorchDispatchMode):
     """Notes copies from views of some tensors, in `found`. No copy is made, of what was computed from them neither."""
 
     def __init__(self, sources: Mapping[str, Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
         self._names = {_storage(tensor): name for name, tensor in sources.items()}
         self.found: dict[str, list[Copy]] = {name: [] for name in sources}
 

@@ -20,7 +20,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from aiohttp import web
-from tokenizers import Tokenizer  # type: ignore[import-untyped]
+from tokenizers import Tokenizer
 
 from arpo_megatron.errors import UserError
 from arpo_megatron.rollout.client import EngineClient

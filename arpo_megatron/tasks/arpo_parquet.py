@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from arpo_megatron.errors import UserError
+from arpo_megatron.row_files import BadRowError, FileRow, parquet_columns, read_parquet_rows
 from arpo_megatron.tasks.base import BadRow, Message, Task
 
 _COLUMNS = ("prompt", "reward_model")
 _SOURCE_COLUMNS = ("ability", "data_source")
-_BATCH_ROWS = 1024
+_KEY = "data.path="
 
 
 class ChatTokenizer(Protocol):
@@ -54,12 +55,12 @@ def read_parquet(
         UserError: no such file, not parquet, columns missing, or not one usable row.
     """
     tasks, bad_rows = [], []
-    for number, row in enumerate(_rows(path)):
+    for row in _rows(path):
         try:
-            task = _task(f"{path.stem}-{number}", row, tokenizer)
+            task = _task(f"{path.stem}-{row.number}", row.value(), tokenizer)
             _check_length(task, tokenizer, max_prompt_tokens)
-        except _BadRowError as problem:
-            bad_rows.append(BadRow(number, str(problem)))
+        except BadRowError as problem:
+            bad_rows.append(BadRow(row.number, str(problem)))
         else:
             tasks.append(task)
     if not tasks:
@@ -89,56 +90,42 @@ def chat_text(messages: Sequence[Message], tokenizer: ChatTokenizer | None) -> s
     return "".join(turns_text) + "<|im_start|>assistant\n"
 
 
-class _BadRowError(Exception):
-    """Why a row gives no task."""
-
-
-def _rows(path: Path) -> Iterator[Mapping[str, Any]]:
-    """The rows as dicts, a batch in memory at a time."""
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        file = pyarrow.parquet.ParquetFile(path)
-    except FileNotFoundError:
-        raise UserError(f"data.path={path}: no such file; name one with data.path=FILE.parquet") from None
-    except (pyarrow.ArrowException, OSError) as error:
-        raise UserError(f"data.path={path}: not a readable parquet file: {str(error).splitlines()[0]}") from None
-    with file:
-        found = file.schema_arrow.names
-        missing = [name for name in _COLUMNS if name not in found]
-        sources = [name for name in _SOURCE_COLUMNS if name in found]
-        if not sources:
-            missing.append("ability")
-        if missing:
-            raise UserError(f"data.path={path}: columns missing: {', '.join(missing)}; it has: {', '.join(found)}")
-        for batch in file.iter_batches(_BATCH_ROWS, columns=[*_COLUMNS, *sources]):
-            yield from batch.to_pylist()
+def _rows(path: Path) -> Iterator[FileRow]:
+    """The rows, once it is known that the file has the released columns."""
+    if not path.is_file():
+        raise UserError(f"{_KEY}{path}: no such file; name one with {_KEY}FILE.parquet")
+    found = parquet_columns(path, _KEY)
+    missing = [name for name in _COLUMNS if name not in found]
+    if not any(name in found for name in _SOURCE_COLUMNS):
+        missing.append("ability")
+    if missing:
+        raise UserError(f"{_KEY}{path}: columns missing: {', '.join(missing)}; it has: {', '.join(found)}")
+    yield from read_parquet_rows(path, _KEY, columns=(*_COLUMNS, *_SOURCE_COLUMNS))
 
 
 def _task(task_id: str, row: Mapping[str, Any], tokenizer: ChatTokenizer | None) -> Task:
     messages = _messages(row["prompt"])
     truth = row["reward_model"].get("ground_truth") if isinstance(row["reward_model"], dict) else None
     if not isinstance(truth, str) or not truth.strip():
-        raise _BadRowError("the answer is missing")
+        raise BadRowError("the answer is missing")
     kind = next((row[name] for name in _SOURCE_COLUMNS if row.get(name)), None)
     if kind is None:
-        raise _BadRowError("neither ability nor data_source says what kind of question it is")
+        raise BadRowError("neither ability nor data_source says what kind of question it is")
     source = "math" if "math" in str(kind).lower() else "qa"
     return Task(task_id, messages, truth.strip(), source, chat_text(messages, tokenizer))
 
 
 def _messages(prompt: Any) -> tuple[Message, ...]:
     if not isinstance(prompt, list) or not all(isinstance(turn, dict) for turn in prompt):
-        raise _BadRowError("the prompt is no list of messages")
+        raise BadRowError("the prompt is no list of messages")
     messages: list[Message] = []
     for turn in prompt:
         role, content = turn.get("role"), turn.get("content")
         if not isinstance(role, str) or not isinstance(content, str):
-            raise _BadRowError("a message without role or content")
+            raise BadRowError("a message without role or content")
         messages.append({"role": role, "content": content.replace("\x08oxed", "\\boxed")})
     if not messages or messages[-1]["role"] != "user" or not messages[-1]["content"].strip():
-        raise _BadRowError("the question is empty")
+        raise BadRowError("the question is empty")
     return tuple(messages)
 
 
@@ -149,4 +136,4 @@ def _check_length(task: Task, tokenizer: ChatTokenizer | None, max_prompt_tokens
         return
     length = len(tokenizer.encode(task.prompt_text, add_special_tokens=False))
     if length > max_prompt_tokens:
-        raise _BadRowError(f"the prompt has {length} tokens, more than data.max_prompt_tokens={max_prompt_tokens}")
+        raise BadRowError(f"the prompt has {length} tokens, more than data.max_prompt_tokens={max_prompt_tokens}")

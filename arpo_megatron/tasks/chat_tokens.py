@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from arpo_megatron.tasks.messages import BadRowError, Conversation
+from arpo_megatron.row_files import BadRowError
+from arpo_megatron.tasks.messages import Conversation
 from arpo_megatron.tree import Int32Array, Role, RolloutTree
 
 if TYPE_CHECKING:
@@ -54,7 +55,8 @@ class ChatEncoder:
             BadRowError: the template refuses the conversation, or does not show where the trained turns are.
         """
         try:
-            if _GENERATION.search(str(self._tokenizer.get_chat_template(tools=conversation.tools))):  # type: ignore[arg-type]
+            tools = _dicts(conversation.tools or ()) or None
+            if _GENERATION.search(str(self._tokenizer.get_chat_template(tools=tools))):
                 ids, spans = self._marked(conversation)
             else:
                 ids, spans = self._incremental(conversation)
@@ -82,7 +84,7 @@ class ChatEncoder:
 
     def _with_mask(self, messages: Messages, tools: Any) -> tuple[list[int], list[Span]]:
         found: Any = self._tokenizer.apply_chat_template(
-            list(messages),  # type: ignore[arg-type]
+            _dicts(messages),
             tools=None if tools is None else list(tools),
             tokenize=True,
             return_dict=True,
@@ -120,7 +122,7 @@ class ChatEncoder:
             return ""
         return str(
             self._tokenizer.apply_chat_template(
-                list(messages),  # type: ignore[arg-type]
+                _dicts(messages),
                 tools=None if tools is None else list(tools),
                 tokenize=False,
                 add_generation_prompt=prompt,
@@ -158,6 +160,11 @@ def tree_of(task_id: str, parts: Sequence[Part]) -> RolloutTree:
     for above, part in enumerate(parts[1:]):
         tree.add(above, part.role, part.token_ids)
     return tree
+
+
+def _dicts(items: Messages) -> list[dict[str, Any]]:
+    """As transformers takes messages and tools."""
+    return [dict(item) for item in items]
 
 
 def _parts(ids: list[int], spans: Sequence[Span]) -> list[Part]:

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from arpo_megatron.errors import UserError
+from arpo_megatron.row_files import BadRowError
 from arpo_megatron.tasks.base import BadRow
 from arpo_megatron.tasks.chat_tokens import ChatEncoder, tree_of
-from arpo_megatron.tasks.messages import BadRowError, check_row, read_rows
+from arpo_megatron.tasks.messages import check_row, conversation_rows
 from arpo_megatron.tree import RolloutTree
 
 if TYPE_CHECKING:
@@ -73,15 +74,15 @@ def read_conversations(
     encoder = ChatEncoder(tokenizer)
     trees: list[RolloutTree] = []
     bad_rows: list[BadRow] = []
-    for number, row in enumerate(read_rows(path)):
-        if number and number % TOLD_EVERY == 0:
-            tell(f"{number} conversations read, {len(bad_rows)} of them bad rows")
+    for row in conversation_rows(path):
+        if row.number and row.number % TOLD_EVERY == 0:
+            tell(f"{row.number} conversations read, {len(bad_rows)} of them bad rows")
         try:
-            tree = conversation_tree(row, encoder, max_tokens, f"row-{number}")
+            tree = conversation_tree(row.value(), encoder, max_tokens, f"row-{row.number}")
             _check_vocabulary(tree, vocabulary)
             trees.append(tree)
         except BadRowError as error:
-            bad_rows.append(BadRow(number, str(error)))
+            bad_rows.append(BadRow(row.number, str(error)))
     if not trees:
         first = f"; the first: {bad_rows[0].reason}" if bad_rows else ""
         raise UserError(f"sft.data={path}: none of its {len(bad_rows)} rows can be used{first}")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from arpo_megatron.tasks.base import Task
-from arpo_megatron.tasks.generated import MIX, NAME_LETTERS, OPERATORS, Kind, Question, asked
+from arpo_megatron.tasks.generated import MIX, NAME_LETTERS, OPERATORS, GeneratedQuestion, Kind, asked
 from arpo_megatron.tasks.writer import Encoder, Writer
 from arpo_megatron.tree import RolloutTree
 
@@ -121,7 +121,7 @@ def demonstrate(
 
 
 def _calculate(chances: Carelessness, task: Task, writer: Writer, rng: random.Random) -> str:
-    question = Question.parse(asked(task))
+    question = GeneratedQuestion.parse(asked(task))
     if question.kind is Kind.CALC:
         operator = question.operator
         if rng.random() < chances.wrong_operator:

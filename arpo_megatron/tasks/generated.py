@@ -49,7 +49,7 @@ MIX: Mapping[Kind, float] = {Kind.CALC: 0.4, Kind.LOOKUP: 0.3, Kind.TWO: 0.3}
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class GeneratedQuestion:
     """What a generated task asks, in parts: `left operator right`, `name`, or `name operator right`."""
 
     kind: Kind
@@ -144,7 +144,7 @@ def prompt(text: str) -> str:
     return f"question: {text}{_END}"
 
 
-def solve(question: Question, facts: Mapping[str, str]) -> int:
+def solve(question: GeneratedQuestion, facts: Mapping[str, str]) -> int:
     """The right answer. Raises KeyError for a name without a fact."""
     if question.kind is Kind.LOOKUP:
         return int(facts[question.name])
@@ -175,11 +175,11 @@ class _Source:
         kind = self._rng.choices(list(MIX), weights=list(MIX.values()))[0]
         if kind is Kind.CALC:
             left, right = self._pair(held_out)
-            question = Question(kind, left=left, operator=self._rng.choice(OPERATORS), right=right)
+            question = GeneratedQuestion(kind, left=left, operator=self._rng.choice(OPERATORS), right=right)
         elif kind is Kind.LOOKUP:
-            question = Question(kind, name=self._name())
+            question = GeneratedQuestion(kind, name=self._name())
         else:
-            question = Question(kind, name=self._name(), operator="+", right=self._rng.choice(OPERANDS))
+            question = GeneratedQuestion(kind, name=self._name(), operator="+", right=self._rng.choice(OPERANDS))
         source = "qa" if kind is Kind.LOOKUP else "math"
         return made_task(f"{task_id}-{kind.value}", question.text, solve(question, self.facts), source)
 

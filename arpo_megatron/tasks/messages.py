@@ -8,19 +8,16 @@ hold what its template knows (`tool_calls`, `name`, `reasoning_content`, ...). A
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from arpo_megatron.errors import UserError
+from arpo_megatron.row_files import BadRowError, FileRow, parquet_columns, read_rows
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 FORMATS = (".jsonl", ".json", ".parquet")
-_BATCH_ROWS = 256
-
-
-class BadRowError(ValueError):
-    """Why a row cannot be trained on."""
+_KEY = "sft.data="
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,49 +35,33 @@ class Conversation:
     tools: tuple[Mapping[str, Any], ...] | None = None
 
 
-def check_file(path: Path, key: str = "sft.data=") -> None:
-    """Raises UserError, which names the file behind `key`, unless it is of a kind that `read_rows` reads."""
+def check_file(path: Path) -> None:
+    """Raises UserError unless `sft.data` may be this file."""
     if path.suffix not in FORMATS:
-        raise UserError(f"{key}{path}: conversations are read from {', '.join(FORMATS)} files")
+        raise UserError(f"{_KEY}{path}: conversations are read from {', '.join(FORMATS)} files")
     if not path.is_file():
-        raise UserError(f"{key}{path}: no such file")
+        raise UserError(f"{_KEY}{path}: no such file")
 
 
-def read_rows(path: Path, key: str = "sft.data=") -> Iterator[Any]:
-    """The rows of a JSON-lines, JSON (one array) or parquet file; a line that is not JSON is a `BadRowError` object.
-
-    Args:
-        path: of the file.
-        key: what stands before the path where it was given.
+def conversation_rows(path: Path) -> Iterator[FileRow]:
+    """The rows of a file of conversations (`sft.data`).
 
     Raises:
-        UserError: no such file, or none of these formats.
+        UserError: no such file, none of `FORMATS`, or a table without conversations.
     """
-    check_file(path, key)
-    if path.suffix == ".parquet":
-        yield from _parquet_rows(path, key)
+    check_file(path)
+    if path.suffix != ".parquet":
+        yield from read_rows(path, _KEY)
         return
-    try:
-        if path.suffix == ".json":
-            rows = json.loads(path.read_text(encoding="utf-8-sig"))
-            if not isinstance(rows, list):
-                raise UserError(f"{key}{path}: not an array of conversations")
-            yield from rows
-            return
-        with path.open(encoding="utf-8-sig") as file:
-            for line in file:
-                if line.strip():
-                    yield _json_line(line)
-    except UnicodeDecodeError as error:
-        raise UserError(f"{key}{path}: not UTF-8 text: {error}") from None
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{key}{path}: not JSON: {error}") from None
+    found = parquet_columns(path, _KEY)
+    if "messages" not in found:
+        raise UserError(f"{_KEY}{path}: no column messages; it has: {', '.join(found)}")
+    for row in read_rows(path, _KEY, columns=("messages", "tools")):
+        yield replace(row, found=_without_nulls(row.found))
 
 
 def check_row(row: Any) -> Conversation:
     """The conversation of a row. Raises BadRowError where it cannot be trained on."""
-    if isinstance(row, BadRowError):
-        raise row
     if not isinstance(row, dict) or "messages" not in row:
         raise BadRowError('no "messages" list')
     given = row["messages"]
@@ -96,29 +77,6 @@ def check_row(row: Any) -> Conversation:
     if not any(trained):
         raise BadRowError("no assistant turn to learn")
     return Conversation(tuple(messages), tuple(trained), _tools(row.get("tools")))
-
-
-def _json_line(line: str) -> Any:
-    try:
-        return json.loads(line)
-    except (ValueError, RecursionError) as error:
-        return BadRowError(f"not JSON: {error}")
-
-
-def _parquet_rows(path: Path, key: str) -> Iterator[Any]:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            found = file.schema_arrow.names
-            if "messages" not in found:
-                raise UserError(f"{key}{path}: no column messages; it has: {', '.join(found)}")
-            columns = [name for name in ("messages", "tools") if name in found]
-            for batch in file.iter_batches(_BATCH_ROWS, columns=columns):
-                yield from (_without_nulls(row) for row in batch.to_pylist())
-    except (pyarrow.ArrowException, OSError) as error:
-        raise UserError(f"{key}{path}: not a readable parquet file: {str(error).splitlines()[0]}") from None
 
 
 def _without_nulls(value: Any) -> Any:

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tokenizers import (  # type: ignore[import-untyped]
+from tokenizers import (
     AddedToken,
     Regex,
     Tokenizer,

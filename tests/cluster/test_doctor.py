@@ -45,7 +45,7 @@ def test_a_check_that_cannot_be_made_is_a_failure_of_that_name() -> None:
     def broken() -> None:
         raise OSError("no such device")
 
-    found = run_checks([("fine", lambda: ok("fine", "yes")), ("odd", broken)])  # type: ignore[list-item]
+    found = run_checks([("fine", lambda: ok("fine", "yes")), ("odd", broken)])  # type: ignore[list-item]  # returns nothing
     assert [item.level for item in found] == ["ok", "failure"]
     assert "no such device" in str(found[1])
     assert show(found[:1]) and not show(found)

@@ -16,7 +16,7 @@ from arpo_megatron.evaluation.benchmarks import BENCHMARKS
 from arpo_megatron.evaluation.prompts import Tools
 from arpo_megatron.evaluation.put import put_benchmarks
 from arpo_megatron.evaluation.questions import find, read
-from arpo_megatron.evaluation.response import Decode, Response
+from arpo_megatron.evaluation.response import AgentResponse, Decode
 from arpo_megatron.evaluation.subject import Kind, Subject, config_of
 from arpo_megatron.launch import Services, connect_rollouts, services
 from arpo_megatron.preparation import write_tool_files
@@ -71,13 +71,13 @@ def stage(files: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sta
         rollouts.close()
 
 
-def responses(agent: Agent, wanted: list[Wanted]) -> dict[tuple[str, int], Response]:
+def responses(agent: Agent, wanted: list[Wanted]) -> dict[tuple[str, int], AgentResponse]:
     """What the agent delivers, without what the clock says."""
     found = {}
 
     def deliver(each, given):
         for number, response in given.items():
-            assert isinstance(response, Response), response
+            assert isinstance(response, AgentResponse), response
             found[each.question.id, number] = replace(response, seconds=0.0)
 
     agent.answer(wanted, deliver)

@@ -60,6 +60,14 @@ ROWS = [
 ]
 
 
+def test_tables_are_training_data_too(tmp_path: Path) -> None:
+    path = tmp_path / "train.csv"
+    path.write_text("question,answer\nWho wrote Emma?,Austen\n,none\n")
+    found = training_questions(path, "")
+    assert found.texts == ["Who wrote Emma?"]
+    assert "(row 1): no question in it; it has question, answer" in found.note
+
+
 @pytest.mark.parametrize("row", ROWS)
 @pytest.mark.parametrize("suffix", ["jsonl", "json", "parquet"])
 def test_questions_are_read_under_every_known_name(tmp_path: Path, row: dict[str, Any], suffix: str) -> None:
@@ -110,9 +118,9 @@ def test_a_training_file_that_is_missing_is_named_as_it_was_given(tmp_path: Path
 
 
 def test_a_training_file_that_cannot_be_read_is_named_as_it_was_given(tmp_path: Path) -> None:
-    for name, text in (("a.json", "{"), ("a.parquet", "no"), ("a.csv", "")):
+    for name, text in (("a.json", "{"), ("a.parquet", "no"), ("a.csv", ""), ("a.txt", "")):
         (tmp_path / name).write_text(text)
-        with pytest.raises(UserError, match=rf"^--train-data \S*{name}: "):
+        with pytest.raises(UserError, match=rf"^--train-data \S*{name}(, line 1)?: "):
             training_questions(tmp_path / name, "--train-data ")
 
 

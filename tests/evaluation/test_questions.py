@@ -56,7 +56,7 @@ def test_a_row_of_a_table_ends_where_csv_ends_it(tmp_path: Path, mark: str) -> N
 def test_a_table_that_is_none_is_refused_in_one_line(tmp_path: Path) -> None:
     path = tmp_path / "bamboogle.csv"
     path.write_text("question,answer\n" + "x" * 200_000 + ",y\n")
-    with pytest.raises(UserError, match=r"bamboogle.csv: not CSV: field larger") as caught:
+    with pytest.raises(UserError, match=r"bamboogle.csv, line 2: not CSV: field larger") as caught:
         read(BENCHMARKS["bamboogle"], path)
     assert "\n" not in str(caught.value)
 
@@ -93,8 +93,8 @@ def test_suites_and_names_mix_and_an_unknown_one_is_told() -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"not json\n", "not JSON"),
-        (b"\xff\xfe\n", "not UTF-8"),
+        (b'{"problem": "1+1?", "answer": 2}\n\nnot json\n', r"aime24\.jsonl, line 3: not JSON: Expecting value"),
+        (b"{}\n\xff\xfe\n", r"aime24\.jsonl, line 2: not UTF-8"),
         (b"[1]\n", "not one question"),
         (b"", "not one question"),
     ],

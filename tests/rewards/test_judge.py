@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from judge_server import ChatServer, chat_server, part, verdict
@@ -19,7 +20,7 @@ from arpo_megatron.errors import UserError
 from arpo_megatron.processes import StoppedError
 from arpo_megatron.rewards import judge as judge_module
 from arpo_megatron.rewards import make_reward
-from arpo_megatron.rewards.base import Group, Response, Score
+from arpo_megatron.rewards.base import Response, ResponseGroup, Score
 from arpo_megatron.rewards.judge import Judge, read_verdict
 from arpo_megatron.rewards.prompts import better, flawed, same_answer
 from arpo_megatron.rewards.report import ATTACKS, report
@@ -31,9 +32,9 @@ TASK = Task("t", ({"role": "system", "content": "Be good."}, {"role": "user", "c
 ASKED = same_answer("Who?", "Ada Lovelace", "Lady Lovelace")
 
 
-def config(server: ChatServer | str, **changes: object) -> JudgeConfig:
+def config(server: ChatServer | str, **changes: Any) -> JudgeConfig:
     url = server if isinstance(server, str) else server.url
-    return JudgeConfig(**{"url": url, "model": "examiner", "retries": 0, "timeout_s": 5.0, **changes})  # type: ignore[arg-type]
+    return JudgeConfig(**{"url": url, "model": "examiner", "retries": 0, "timeout_s": 5.0, **changes})
 
 
 def knows_ada(text: str) -> str:
@@ -48,7 +49,7 @@ def test_a_judge_decides_on_answers_each_asked_once_and_by_the_question_alone() 
     with chat_server(knows_ada) as server:
         reward = make_reward(RewardConfig(qa="judge", judge=config(server)))
         answers = ["Lady Lovelace", "Grace Hopper", "Lady Lovelace"]
-        scores = reward.score_group(Group(TASK, [*map(response, answers), Response("no tags")]))
+        scores = reward.score_group(ResponseGroup(TASK, [*map(response, answers), Response("no tags")]))
         assert [score.reward for score in scores] == [1.0, 0.0, 1.0, -1.0]
         assert scores[0].parts["judged"] == 1.0
         assert len(server.asked) == 2
@@ -104,13 +105,13 @@ def test_verdicts_are_read_whatever_decorates_them() -> None:
 def test_a_reply_without_a_verdict_is_scored_by_rule_and_counted(tmp_path: Path) -> None:
     with chat_server(lambda _text: "I would rather not say.") as server:
         reward = make_reward(RewardConfig(qa="judge", judge=config(server)), cache=tmp_path / "replies.sqlite")
-        (score,) = reward.score_group(Group(TASK, [response("Ada Lovelace")]))
+        (score,) = reward.score_group(ResponseGroup(TASK, [response("Ada Lovelace")]))
         assert score.reward == pytest.approx(2 / 3), "token F1"
         assert "judged" not in score.parts
         assert reward.judge is not None
         assert reward.judge.take_counts()["unreadable"] == 1
         server.rule = knows_ada
-        assert reward.score_group(Group(TASK, [response("Ada Lovelace")]))[0].reward == 1.0, "it is not cached"
+        assert reward.score_group(ResponseGroup(TASK, [response("Ada Lovelace")]))[0].reward == 1.0, "it is not cached"
 
 
 def test_a_failing_server_is_asked_again() -> None:
@@ -224,7 +225,7 @@ def test_a_run_that_is_asked_to_end_does_not_wait_for_requests_under_way() -> No
 
         begun, reward = time.monotonic(), RewardConfig(qa="judge", judge=config(server, timeout_s=60.0))
         with pytest.raises(StoppedError):
-            make_reward(reward, check=stop).score_group(Group(TASK, [response("Ada")]))
+            make_reward(reward, check=stop).score_group(ResponseGroup(TASK, [response("Ada")]))
         assert time.monotonic() - begun < 10.0
 
 
@@ -296,7 +297,7 @@ def test_with_fallback_answers_are_scored_by_rule_and_the_server_is_left_alone(m
         reward = make_reward(settings, tell=told.append)
         assert reward.judge is not None
         answers = ["Ada", "Ada Lovelace", "Grace Hopper"]
-        scores = reward.score_group(Group(TASK, [response(answer) for answer in answers]))
+        scores = reward.score_group(ResponseGroup(TASK, [response(answer) for answer in answers]))
         assert [score.reward for score in scores] == pytest.approx([1.0, 2 / 3, 0.0])
         assert [score.parts["fapo"] for score in scores] == [0.0, 0.0, 0.0], "the term leaves the group out"
         assert len(server.asked) == 1, "it is not asked again at once"
@@ -306,7 +307,7 @@ def test_with_fallback_answers_are_scored_by_rule_and_the_server_is_left_alone(m
             verdict(text, "FLAWED") if "`VERDICT" in text and "FLAWED" in text else knows_ada(text)
         )
         monkeypatch.setattr(judge_module.time, "monotonic", lambda now=time.monotonic: now() + 31.0)
-        (score,) = reward.score_group(Group(TASK, [response("Lady Lovelace")]))
+        (score,) = reward.score_group(ResponseGroup(TASK, [response("Lady Lovelace")]))
         assert (score.parts["judged"], score.parts["fapo"], score.reward) == (1.0, -0.5, 0.5)
 
 
@@ -417,4 +418,4 @@ def test_a_judge_that_is_wanted_and_not_given_is_one_line(settings: Callable[[],
 
 def test_a_judge_that_nothing_wants_is_not_made() -> None:
     assert make_reward(RewardConfig(judge=config(NOBODY))).judge is None
-    assert isinstance(make_reward(RewardConfig()).score_group(Group(TASK, [response("Ada")]))[0], Score)
+    assert isinstance(make_reward(RewardConfig()).score_group(ResponseGroup(TASK, [response("Ada")]))[0], Score)

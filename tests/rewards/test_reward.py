@@ -11,7 +11,7 @@ from arpo_megatron.errors import UserError
 from arpo_megatron.plugins import OWN, Point
 from arpo_megatron.rewards import make_reward
 from arpo_megatron.rewards.arpo import ArpoReward
-from arpo_megatron.rewards.base import Group, Score, group_of, score_text
+from arpo_megatron.rewards.base import ResponseGroup, Score, group_of, score_text
 from arpo_megatron.rewards.composed import ComposedReward
 from arpo_megatron.rewards.released import ReleasedReward
 from arpo_megatron.rewards.tag_format import last_boxed, parse_response
@@ -182,7 +182,7 @@ class Mine:
         if self.my_scale <= 0:
             raise ValueError(f"my_scale must be positive, not {self.my_scale}")
 
-    def score_group(self, group: Group) -> list[Score]:
+    def score_group(self, group: ResponseGroup) -> list[Score]:
         """The scale where there is a judge."""
         return [Score(self.my_scale if group.judge else 0.0, 0.0, format_ok=True) for _ in group.responses]
 

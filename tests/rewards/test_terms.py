@@ -2,19 +2,20 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
-from judge_server import chat_server, part, verdict
+from judge_server import Rule, chat_server, part, verdict
 
 from arpo_megatron.config import JudgeConfig, RewardConfig
 from arpo_megatron.errors import UserError
 from arpo_megatron.rewards import make_reward
-from arpo_megatron.rewards.base import Group, Response, Score
-from arpo_megatron.rewards.scorer import Scorer, mean_parts, parts_of
+from arpo_megatron.rewards.base import Response, ResponseGroup, Score
 from arpo_megatron.rewards.terms.eapo import GeometricDiscount
 from arpo_megatron.rewards.terms.measures import BrokenFormat, Length, Overlong, ToolCalls
 from arpo_megatron.rewards.terms.spear import FadingToolBonus
+from arpo_megatron.rewards.tree_scorer import TreeScorer, mean_parts, parts_of
 from arpo_megatron.tasks.base import Task
 from arpo_megatron.tree import Role, RolloutTree
 
@@ -29,8 +30,8 @@ def scores(*accuracies: float) -> list[Score]:
     return [Score(accuracy, accuracy, format_ok=True) for accuracy in accuracies]
 
 
-def group(*responses: Response, step: int = 0) -> Group:
-    return Group(TASK, responses, step)
+def group(*responses: Response, step: int = 0) -> ResponseGroup:
+    return ResponseGroup(TASK, responses, step)
 
 
 def test_overlong_falls_in_a_straight_line_within_the_buffer() -> None:
@@ -88,14 +89,14 @@ def test_terms_are_weighed_added_and_named() -> None:
         ({"terms": {"length": 1.0}, "numbers": {"max_response_tokens": 7}}, "is rollout.max_response_tokens"),
     ],
 )
-def test_what_cannot_be_is_one_line(settings: dict[str, object], message: str) -> None:
+def test_what_cannot_be_is_one_line(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message) as caught:
-        make_reward(RewardConfig(**settings), max_response_tokens=100)  # type: ignore[arg-type]
+        make_reward(RewardConfig(**settings), max_response_tokens=100)
     assert "\n" not in str(caught.value)
 
 
-def judged(terms: dict[str, float], answers: Sequence[str], rule: object) -> list[Score]:
-    with chat_server(rule) as server:  # type: ignore[arg-type]
+def judged(terms: dict[str, float], answers: Sequence[str], rule: Rule) -> list[Score]:
+    with chat_server(rule) as server:
         judge = JudgeConfig(url=server.url, model="m", retries=0)
         reward = make_reward(RewardConfig(terms=terms, judge=judge))
         return reward.score_group(group(*(Response(answer) for answer in answers)))
@@ -135,7 +136,7 @@ def test_trees_are_scored_at_once_and_parts_are_kept_by_leaf() -> None:
         trees.append(tree)
     tasks = [Task(tree.task_id, (), "5" if number % 2 else "6", "math", "") for number, tree in enumerate(trees)]
     reward = make_reward(RewardConfig(terms={"tool_calls": 1.0, "length": 1.0}), max_response_tokens=8)
-    found = Scorer(reward, lambda ids: text(str(ids[-1])) if ids[-1] == 5 else "broken").score(trees, tasks, step=3)
+    found = TreeScorer(reward, lambda ids: text(str(ids[-1])) if ids[-1] == 5 else "broken").score(trees, tasks, step=3)
     assert [[score.accuracy for score in each] for each in found] == [[0.0, 0.0], [1.0, 0.0]] * 3
     parts = parts_of(found[1])
     assert parts["tool_calls"].tolist() == [-1.0, 0.0]

@@ -33,8 +33,8 @@ entropies = st.lists(st.floats(0, 7, width=32), min_size=1, max_size=8).map(lamb
 paths = st.lists(st.integers(0, 20), min_size=1, max_size=8).map(tuple)
 
 
-def point(start: Float32Array, after: Float32Array, **fields: object) -> ForkPoint:
-    return replace(ForkPoint("task", 1, (0, 0, 0), start, start, after, budget=8), **fields)  # type: ignore[arg-type]
+def point(start: Float32Array, after: Float32Array, **fields: Any) -> ForkPoint:
+    return replace(ForkPoint("task", 1, (0, 0, 0), start, start, after, budget=8), **fields)
 
 
 def named(name: Any, **fields: Any) -> AlgorithmConfig:

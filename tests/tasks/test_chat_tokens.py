@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from arpo_megatron.row_files import BadRowError
 from arpo_megatron.tasks.chat_tokens import ChatEncoder
 from arpo_megatron.tasks.conversations import conversation_tree, read_conversations
-from arpo_megatron.tasks.messages import BadRowError, check_row
+from arpo_megatron.tasks.messages import check_row
 from arpo_megatron.tasks.tokenizers import train_bpe
 from arpo_megatron.tree import Role, RolloutTree
 

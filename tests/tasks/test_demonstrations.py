@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from arpo_megatron.rollout.protocol import ToolCall, find_stop, parse_call, result_text
 from arpo_megatron.tasks.demonstrations import Carelessness, carelessness, demonstrate
-from arpo_megatron.tasks.generated import GeneratedTasks, Kind, Question, generate
+from arpo_megatron.tasks.generated import GeneratedQuestion, GeneratedTasks, Kind, generate
 from arpo_megatron.tasks.tokenizers import generated_tokenizer
 from arpo_megatron.tree import Finish, Role, RolloutTree
 
@@ -29,8 +29,8 @@ def correct_answer(made: GeneratedTasks, careless: float, seed: int) -> float:
 def test_a_careful_demonstration_calls_the_tools_and_copies_their_answers() -> None:
     facts = {"qzlf": "417"}
     task = next(task for task in MADE.train if task.id.endswith("two"))
-    name = Question.parse(task.messages[0]["content"].removesuffix(" ?")).name
-    right = Question.parse(task.messages[0]["content"].removesuffix(" ?")).right
+    name = GeneratedQuestion.parse(task.messages[0]["content"].removesuffix(" ?")).name
+    right = GeneratedQuestion.parse(task.messages[0]["content"].removesuffix(" ?")).right
     (tree,) = demonstrate([task], MADE.facts | facts, TOKENIZER, careless=0.0, seed=0)
     value = int(MADE.facts[name])
     assert texts(tree) == [
@@ -103,7 +103,7 @@ def test_every_careless_act_happens_and_the_rest_stays_whole() -> None:
     trees = demonstrate(MADE.train, MADE.facts, TOKENIZER, careless=0.6, seed=3)
     wrong_operator = misspelt = skipped = ignored = 0
     for task, tree in zip(MADE.train, trees, strict=True):
-        asked = Question.parse(task.messages[0]["content"].removesuffix(" ?"))
+        asked = GeneratedQuestion.parse(task.messages[0]["content"].removesuffix(" ?"))
         whole = "".join(texts(tree)[1:])
         calls = re.findall(r"<(search|python)>(.*?)</\1>", whole)
         results = re.findall(r"(\S+)\n</result>", whole)

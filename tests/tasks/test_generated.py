@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from arpo_megatron.errors import UserError
 from arpo_megatron.tasks.base import Task
-from arpo_megatron.tasks.generated import NAME_LETTERS, OPERATORS, Kind, Question, apply, generate, solve
+from arpo_megatron.tasks.generated import NAME_LETTERS, OPERATORS, GeneratedQuestion, Kind, apply, generate, solve
 
 
-def question(task: Task) -> Question:
-    return Question.parse(task.messages[-1]["content"].removesuffix(" ?"))
+def question(task: Task) -> GeneratedQuestion:
+    return GeneratedQuestion.parse(task.messages[-1]["content"].removesuffix(" ?"))
 
 
 @given(seed=st.integers(0, 2**31))
@@ -63,21 +63,23 @@ def test_the_corpus_holds_every_fact_once(tmp_path: Path) -> None:
 names = st.text(NAME_LETTERS, min_size=4, max_size=4)
 operands = st.integers(11, 99)
 questions = st.one_of(
-    st.builds(Question, st.just(Kind.CALC), left=operands, operator=st.sampled_from(OPERATORS), right=operands),
-    st.builds(Question, st.just(Kind.LOOKUP), name=names),
-    st.builds(Question, st.just(Kind.TWO), name=names, operator=st.sampled_from(OPERATORS), right=operands),
+    st.builds(
+        GeneratedQuestion, st.just(Kind.CALC), left=operands, operator=st.sampled_from(OPERATORS), right=operands
+    ),
+    st.builds(GeneratedQuestion, st.just(Kind.LOOKUP), name=names),
+    st.builds(GeneratedQuestion, st.just(Kind.TWO), name=names, operator=st.sampled_from(OPERATORS), right=operands),
 )
 
 
 @given(questions)
-def test_a_question_survives_its_text(one: Question) -> None:
-    assert Question.parse(one.text) == one
+def test_a_question_survives_its_text(one: GeneratedQuestion) -> None:
+    assert GeneratedQuestion.parse(one.text) == one
 
 
 @pytest.mark.parametrize("text", ["", "12", "abc", "12/34", "12*345", "abcd*", "abcde", "12*34 ?"])
 def test_other_text_is_no_question(text: str) -> None:
     with pytest.raises(ValueError, match="not a generated question"):
-        Question.parse(text)
+        GeneratedQuestion.parse(text)
 
 
 def test_more_tasks_than_names_or_pairs_is_a_user_error() -> None:

@@ -33,7 +33,7 @@ def shown(careless: float) -> list[RolloutTree]:
 
 def by_hand(task: Task, facts: Mapping[str, str]) -> int:
     """The answer, from the text of the question and the pages alone."""
-    name, hops, addend = re.fullmatch(r"question: (\w{4}) (\d) \+(\d\d) \?", task.prompt_text).groups()  # type: ignore[union-attr]
+    name, hops, addend = re.fullmatch(r"question: (\w{4}) (\d) \+(\d\d) \?", task.prompt_text).groups()  # type: ignore[union-attr]  # it matches
     for _ in range(int(hops)):
         page = facts[name]
         name, number = page[:4], page[4:]

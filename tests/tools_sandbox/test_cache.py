@@ -273,7 +273,7 @@ def test_a_full_disk_and_a_damaged_file_cost_no_answer(tmp_path: Path) -> None:
         # The limit of the file stands for that of the disk; the error that SQLite raises is the same.
         await asyncio.get_running_loop().run_in_executor(
             cache._file._thread,
-            lambda: cache._file._database.execute("PRAGMA max_page_count=4"),  # type: ignore[union-attr]
+            lambda: cache._file._database.execute("PRAGMA max_page_count=4"),  # type: ignore[union-attr]  # asserted above
         )
 
         async def large() -> tuple[ToolResult, float]:

@@ -111,7 +111,7 @@ def test_a_malformed_request_is_denied_and_not_retried(service: Any, client: San
     with pytest.raises(ValueError, match="timeout_s"):
         client.call("python", {"code": "1"}, timeout_s=0)
     with pytest.raises(SandboxDenied, match="422"):
-        client.call("python", ["not", "a", "mapping"])  # type: ignore[arg-type]
+        client.call("python", ["not", "a", "mapping"])  # type: ignore[arg-type]  # the mistake
     with SandboxClient(f"{service.url}/elsewhere") as lost, pytest.raises(SandboxDenied, match="404"):
         lost.call("python", {"code": "1"})
 

@@ -87,7 +87,7 @@ def test_long_documents_become_passages_that_can_all_be_found(tmp_path: Path) ->
 def test_a_damaged_source_says_where(tmp_path: Path, kind: str, content: str, said: str) -> None:
     (tmp_path / "c").write_text(content)
     with pytest.raises(ConfigError, match=said):
-        opened(tmp_path, Source(tmp_path / "c", kind))  # type: ignore[arg-type]
+        opened(tmp_path, Source(tmp_path / "c", kind))  # type: ignore[arg-type]  # a format's name
     assert not (tmp_path / "index").exists()
 
 
@@ -121,7 +121,7 @@ def test_parquet_and_jsonl_give_the_same_passages(tmp_path: Path) -> None:
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "c.parquet")
     (tmp_path / "c.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     found = [
-        opened(tmp_path / kind, Source(tmp_path / f"c.{kind}", kind)).ranked("lem film", 5)  # type: ignore[arg-type]
+        opened(tmp_path / kind, Source(tmp_path / f"c.{kind}", kind)).ranked("lem film", 5)
         for kind in ("parquet", "jsonl")
     ]
     assert sorted(found[0]) == sorted(found[1]) == ["Solaris: by Lem", "a film of 1972"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import zlib
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -55,7 +56,7 @@ async def fetch(url: str, config: BrowseConfig, policy: AddressPolicy, permit: P
     """
     refused: list[AddressRefused] = []
 
-    def checked_socket(address_info: aiohttp.AddrInfoType) -> object:
+    def checked_socket(address_info: aiohttp.AddrInfoType) -> socket.socket:
         try:
             return policy.checked_socket(address_info)
         except AddressRefused as error:
@@ -65,7 +66,7 @@ async def fetch(url: str, config: BrowseConfig, policy: AddressPolicy, permit: P
     # Connections of one call only: nothing of one page is carried to another.
     connector = aiohttp.TCPConnector(
         resolver=Resolver(),
-        socket_factory=checked_socket,  # type: ignore[arg-type]
+        socket_factory=checked_socket,
         use_dns_cache=False,
         force_close=True,
     )

@@ -14,6 +14,7 @@ import signal
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -77,7 +78,7 @@ def prepare(folder: str, limits: WorkerLimits) -> Isolation:
         )
         program = seccomp.program(among_others=not walls.processes) if filters else b""
         isolation = Isolation(walls, groups, program)
-        why_not = _why_not(lambda isolation=isolation: _try_call(isolation, limits, folder))  # type: ignore[misc]
+        why_not = _why_not(partial(_try_call, isolation, limits, folder))
         if not why_not:
             break
     else:

@@ -25,7 +25,7 @@ _MIB = 1 << 20
 _MAIN = "main"
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
     """Functions keep the session's names as their globals instead of a copy of those they use."""
 
     def __init__(self, file: io.BytesIO, names: dict[str, Any]) -> None:

@@ -116,7 +116,7 @@ def _fresh_interpreter_state() -> None:
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     # As a Python would choose that starts where there is no epoll.
-    selectors.DefaultSelector = selectors.PollSelector  # type: ignore[assignment, misc]
+    selectors.DefaultSelector = selectors.PollSelector  # type: ignore[assignment, misc]  # typed as one class
     if "numpy.random" in sys.modules:
         # Preloaded once, its global generator would draw the same numbers in every call.
         sys.modules["numpy.random"].seed()

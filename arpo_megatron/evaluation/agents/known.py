@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from arpo_megatron.evaluation.agents.base import Deliver, Wanted
 from arpo_megatron.evaluation.questions import Question
-from arpo_megatron.evaluation.response import Response
+from arpo_megatron.evaluation.response import AgentResponse
 from arpo_megatron.rewards.qa import token_f1
 from arpo_megatron.rewards.verify import math_equal
 from arpo_megatron.tree import Finish
@@ -25,7 +25,7 @@ class KnownAnswers:
         for each in wanted:
             text = each.question.answers[0] if self.right else wrong_answer(each.question)
             said = f"<think>I was told.</think><answer>\\boxed{{{text}}}</answer>"
-            response = Response(said, said, Finish.END)
+            response = AgentResponse(said, said, Finish.END)
             deliver(each, dict.fromkeys(each.attempts, response))
 
 

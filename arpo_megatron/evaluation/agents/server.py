@@ -23,7 +23,7 @@ from arpo_megatron.errors import UserError
 from arpo_megatron.evaluation.agents.base import Deliver, Wanted
 from arpo_megatron.evaluation.prompts import Tools
 from arpo_megatron.evaluation.records import Outcome
-from arpo_megatron.evaluation.response import Given, NoResponse, Response
+from arpo_megatron.evaluation.response import AgentResponse, Given, NoResponse
 from arpo_megatron.rollout import protocol
 from arpo_megatron.rollout.policies import place_seed
 from arpo_megatron.rollout.tools import ToolClient
@@ -59,8 +59,8 @@ class _Trajectory:
     prompt_tokens: int = 0
     length: int = 0  # tokens behind the prompt
 
-    def response(self, finish: Finish, began: float) -> Response:
-        return Response(
+    def response(self, finish: Finish, began: float) -> AgentResponse:
+        return AgentResponse(
             self.text,
             self.model_text,
             finish,
@@ -181,7 +181,7 @@ class ServerAnswers:
 
     async def _respond(
         self, client: openai.AsyncOpenAI, sandbox: ToolClient | None, wanted: Wanted, number: int
-    ) -> Response:
+    ) -> AgentResponse:
         """Alternate between model and tool until the trajectory ends."""
         said, began, limits = _Trajectory(), time.monotonic(), self.config.rollout
         while (left := limits.max_response_tokens - said.length) > 0:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from arpo_megatron.rewards.base import Group, Score
+from arpo_megatron.rewards.base import ResponseGroup, Score
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class GeometricDiscount:
         if not 0.0 < self.discount <= 1.0:
             raise ValueError(f"discount must be above 0 and at most 1, not {self.discount}")
 
-    def values(self, group: Group, scores: Sequence[Score]) -> list[float]:
+    def values(self, group: ResponseGroup, scores: Sequence[Score]) -> list[float]:
         """One for each response."""
         return [
             score.accuracy * (self.discount**response.calls - 1.0)

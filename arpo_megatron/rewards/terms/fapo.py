@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from arpo_megatron.rewards.base import Group, Score
+from arpo_megatron.rewards.base import ResponseGroup, Score
 from arpo_megatron.rewards.prompts import FLAWED, flawed, question_of
 
 
@@ -21,7 +21,7 @@ class FlawedPositive:
 
     needs_judge: ClassVar[bool] = True
 
-    def values(self, group: Group, scores: Sequence[Score]) -> list[float]:
+    def values(self, group: ResponseGroup, scores: Sequence[Score]) -> list[float]:
         """One for each response."""
         assert group.judge is not None
         question, truth = question_of(group.task), group.task.ground_truth

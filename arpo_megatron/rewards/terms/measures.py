@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from arpo_megatron.rewards.base import Group, Score
+from arpo_megatron.rewards.base import ResponseGroup, Score
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,7 +13,7 @@ class BrokenFormat:
 
     needs_judge: ClassVar[bool] = False
 
-    def values(self, group: Group, scores: Sequence[Score]) -> list[float]:
+    def values(self, group: ResponseGroup, scores: Sequence[Score]) -> list[float]:
         """One for each response."""
         return [0.0 if score.format_ok else -1.0 for score in scores]
 
@@ -25,7 +25,7 @@ class Length:
     needs_judge: ClassVar[bool] = False
     max_response_tokens: int
 
-    def values(self, group: Group, scores: Sequence[Score]) -> list[float]:
+    def values(self, group: ResponseGroup, scores: Sequence[Score]) -> list[float]:
         """One for each response."""
         return [-min(1.0, response.tokens / self.max_response_tokens) for response in group.responses]
 
@@ -36,7 +36,7 @@ class ToolCalls:
 
     needs_judge: ClassVar[bool] = False
 
-    def values(self, group: Group, scores: Sequence[Score]) -> list[float]:
+    def values(self, group: ResponseGroup, scores: Sequence[Score]) -> list[float]:
         """One for each response."""
         return [-float(response.calls) for response in group.responses]
 
@@ -60,7 +60,7 @@ class Overlong:
         if not 0 <= self.overlong_buffer <= self.max_response_tokens:
             raise ValueError(f"overlong_buffer must be in 0..{self.max_response_tokens}, not {self.overlong_buffer}")
 
-    def values(self, group: Group, scores: Sequence[Score]) -> list[float]:
+    def values(self, group: ResponseGroup, scores: Sequence[Score]) -> list[float]:
         """One for each response."""
         buffer = self.overlong_buffer or max(1, self.max_response_tokens // 5)
         free = self.max_response_tokens - buffer

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from arpo_megatron.rewards.base import Group, Score
+from arpo_megatron.rewards.base import ResponseGroup, Score
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class FadingToolBonus:
         if self.fade_steps < 1:
             raise ValueError(f"fade_steps must be positive, not {self.fade_steps}")
 
-    def values(self, group: Group, scores: Sequence[Score]) -> list[float]:
+    def values(self, group: ResponseGroup, scores: Sequence[Score]) -> list[float]:
         """One for each response."""
         left = (1.0 + math.cos(math.pi * min(1.0, group.step / self.fade_steps))) / 2.0
         return [min(1.0, 0.1 * response.calls) * left for response in group.responses]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import permutations
 from typing import ClassVar
 
-from arpo_megatron.rewards.base import Group, Score
+from arpo_megatron.rewards.base import ResponseGroup, Score
 from arpo_megatron.rewards.prompts import FIRST, SECOND, better, question_of
 
 _WON = {FIRST: (1.0, 0.0), SECOND: (0.0, 1.0)}
@@ -22,7 +22,7 @@ class ShareOfWins:
 
     needs_judge: ClassVar[bool] = True
 
-    def values(self, group: Group, scores: Sequence[Score]) -> list[float]:
+    def values(self, group: ResponseGroup, scores: Sequence[Score]) -> list[float]:
         """One for each response."""
         assert group.judge is not None
         question, texts = question_of(group.task), [response.text for response in group.responses]

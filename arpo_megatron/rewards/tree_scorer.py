@@ -15,7 +15,7 @@ _THREADS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Scorer:
+class TreeScorer:
     """A reward and what it needs to read trees.
 
     Mathematics takes at most `verify.QUESTION_TIMEOUT_S` a tree and worker process, so the time of a call is bounded;
