@@ -15,7 +15,7 @@ from jobs import AHEAD, SHORT, check_kept, quickstart, rows_of, run_to_end, trai
 pytestmark = pytest.mark.timeout(1600)  # the first test of a session waits for the demo
 
 END_S = 60.0  # a process that nobody ends stays for minutes
-MOMENT_S = 240.0  # most seconds until a job reaches the moment of a test
+MOMENT_S = 600.0  # most seconds until a job reaches the moment of a test
 TASKS = 4
 
 Job = subprocess.Popen[str]
