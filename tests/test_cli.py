@@ -14,7 +14,7 @@ ARPO = [sys.executable, "-m", "arpo_megatron"]
 
 
 def arpo(*words: str, cwd: Path) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run([*ARPO, *words], cwd=cwd, capture_output=True, text=True, timeout=60)
+    return subprocess.run([*ARPO, *words], cwd=cwd, capture_output=True, text=True, timeout=400)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ main()
 @pytest.mark.parametrize("moment", ["typer", "yaml", "pydantic", "arpo_megatron.cli"])
 def test_ctrl_c_while_the_command_line_is_being_imported_is_one_line(moment: str, tmp_path: Path) -> None:
     command = [sys.executable, "-c", INTERRUPTED_IMPORT, "recipes", moment]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=400)
     assert (done.returncode, done.stderr) == (130, "arpo: interrupted\n")
 
 

@@ -52,7 +52,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
 
 def nemorun(*words: str, environment: dict[str, str], cwd: Path) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-c", "from nemo_run.__main__ import app; app()", "arpo", *words]
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=500)
 
 
 def test_nemo_runs_command_line_takes_recipes_variants_and_overrides(

@@ -11,7 +11,7 @@ RANK = "from arpo_megatron.ranks import rank_main; rank_main(lambda: print('bega
 
 def started_by(job: int) -> "subprocess.CompletedProcess[str]":
     environment = {**os.environ, JOB_PID: str(job)}
-    return subprocess.run([sys.executable, "-c", RANK], env=environment, capture_output=True, text=True, timeout=60)
+    return subprocess.run([sys.executable, "-c", RANK], env=environment, capture_output=True, text=True, timeout=250)
 
 
 def test_a_rank_whose_job_has_ended_does_not_begin():

@@ -2,6 +2,7 @@
 
 import os
 import resource
+import threading
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,9 +21,10 @@ class Weights:
     value: int
     seconds: float = 0.0
     size: int = 0
+    go_on: threading.Event | None = None
 
     def snapshot(self, directory: Path) -> "WeightsTaken":
-        return WeightsTaken(directory / "weights", f"{self.value}{' ' * self.size}", self.seconds)
+        return WeightsTaken(directory / "weights", f"{self.value}{' ' * self.size}", self.seconds, self.go_on)
 
 
 @dataclass
@@ -30,9 +32,11 @@ class WeightsTaken:
     path: Path
     content: str
     seconds: float
+    go_on: threading.Event | None
 
     def write(self):
         time.sleep(self.seconds)
+        assert self.go_on is None or self.go_on.wait(60)
         self.path.write_text(self.content)
         return 1, [self.path]
 
@@ -85,12 +89,12 @@ def test_state_and_weights_come_back_and_the_newest_is_found(tmp_path):
 
 
 def test_training_goes_on_while_a_checkpoint_is_written_and_it_holds_the_state_of_its_step(tmp_path):
-    store, weights = CheckpointStore(tmp_path, keep=2), Weights(1, seconds=0.3)
-    started = time.monotonic()
+    store, go_on = CheckpointStore(tmp_path, keep=2), threading.Event()
+    weights = Weights(1, seconds=0.3, go_on=go_on)
     store.save(1, weights, {})
-    assert time.monotonic() - started < 0.2
     assert store.reports() == [] and newest_whole(tmp_path).path is None
     weights.value = 2
+    go_on.set()  # else it would not be written
     while not (reports := store.reports()):
         time.sleep(0.01)
     assert reports[0].step == 1 and reports[0].seconds >= 0.3

@@ -171,7 +171,7 @@ def layouts(one_rank, tmp_path_factory):
     root = tmp_path_factory.mktemp("experts")
     expected = expert_layouts.start(root)
     (root / "cases.json").write_text(json.dumps(LAYOUTS))
-    torchrun("expert_layouts.py", str(root), ranks=2, timeout_s=180)
+    torchrun("expert_layouts.py", str(root), ranks=2, timeout_s=550)
     return expected, {name: torch.load(root / f"{name}.pt") for name in LAYOUTS}
 
 

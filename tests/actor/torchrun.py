@@ -10,7 +10,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 
 
-def torchrun(script: str, *arguments: str, ranks: int, fails: str = "", timeout_s: float = 120.0) -> str:
+def torchrun(script: str, *arguments: str, ranks: int, fails: str = "", timeout_s: float = 500.0) -> str:
     """What it printed; an AssertionError with the end of that where it failed. Nothing is left running.
 
     Args:

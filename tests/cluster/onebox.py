@@ -123,13 +123,13 @@ class Onebox:
         folder = Path(tempfile.mkdtemp(prefix="onebox-", dir="/tmp"))
         box = cls(folder, runs, {**os.environ, "SLURM_CONF": str(folder / "slurm.conf"), "PYTHONPATH": str(ROOT)})
         subprocess.run(
-            [SCRIPT, "up", folder], env={**os.environ, "PORT": str(_ports()), **variables}, check=True, timeout=60
+            [SCRIPT, "up", folder], env={**os.environ, "PORT": str(_ports()), **variables}, check=True, timeout=300
         )
         runs.mkdir(parents=True, exist_ok=True)
         return box
 
     def stop(self) -> None:
-        subprocess.run([SCRIPT, "down", self.folder], check=True, timeout=60)
+        subprocess.run([SCRIPT, "down", self.folder], check=True, timeout=300)
         left = [p for p in psutil.process_iter() if any(str(self.folder) in word for word in _words(p))]
         assert not left
         shutil.rmtree(self.folder)

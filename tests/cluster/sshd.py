@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from arpo_megatron.rollout.server import free_ports
+
 SSHD = "/usr/sbin/sshd"
 
 
@@ -41,9 +43,7 @@ def sshd(**variables: str) -> Iterator[Sshd]:
     folder = Path(tempfile.mkdtemp(prefix="sshd-", dir="/tmp"))
     for name in ("host", "key"):
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    (port,) = free_ports(1)
     given = " ".join(f"{name}={value}" for name, value in variables.items())
     (folder / "config").write_text(
         f"Port {port}\nListenAddress 127.0.0.1\nHostKey {folder}/host\nAuthorizedKeysFile {folder}/key.pub\n"
@@ -53,7 +53,7 @@ def sshd(**variables: str) -> Iterator[Sshd]:
     log = folder / "log"
     server = subprocess.Popen([SSHD, "-D", "-f", folder / "config", "-E", log], stdin=subprocess.DEVNULL)
     try:
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
             with socket.socket() as probe:
                 if probe.connect_ex(("127.0.0.1", port)) == 0:

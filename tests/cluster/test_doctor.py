@@ -145,7 +145,7 @@ def test_a_node_that_hangs_ends_the_job_with_its_name(monkeypatch: pytest.Monkey
     started = time.monotonic()
     with pytest.raises(UserError, match="doctor: report on n2: the node left none: it hangs"):
         examined(monkeypatch, tmp_path, HANGING.format(python=sys.executable))
-    assert time.monotonic() - started < 30
+    assert time.monotonic() - started < 90  # what hangs does so for 100 s
 
 
 def test_a_disk_that_cannot_hold_the_checkpoints_is_refused(tmp_path: Path) -> None:

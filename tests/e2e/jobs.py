@@ -28,7 +28,7 @@ def quickstart(command: str, run: Path, *words: str) -> list[str]:
 
 def run_to_end(command: list[str], run: Path) -> str:
     """Run a job that must end well; returns what it said on the terminal."""
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, f"logs in {run / 'logs'}\n{done.stderr[-3000:]}"
     return done.stderr
 

@@ -127,6 +127,6 @@ def test_a_cold_start_that_is_stopped_and_resumed_ends_with_the_same_bits(
     again = rows_of(run / "sft_metrics.jsonl")
     assert [{key: row[key] for key in kept} for row, kept in zip(again, timeless, strict=True)] == timeless
     talks.write_text("".join(talks.read_text().splitlines(keepends=True)[:30]))
-    refused = subprocess.run([*command, "--resume"], capture_output=True, text=True, timeout=60)
+    refused = subprocess.run([*command, "--resume"], capture_output=True, text=True, timeout=300)
     assert refused.returncode == 2 and "Traceback" not in refused.stderr
     assert f"sft.data={talks} has changed since {run} was started" in " ".join(refused.stderr.split())

@@ -69,7 +69,7 @@ def test_a_checkpoint_exports_to_the_weights_that_training_ended_with(demo: dict
 
 def test_trees_of_a_run_can_be_drawn(demo: dict[str, Any]) -> None:
     command = [*ARPO, "trees", demo["run_dir"], "--step", "1", "--count", "2"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "unique/flat" in done.stdout
     assert done.stdout.count(" trajectories, ") == 2

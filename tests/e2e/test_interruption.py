@@ -1,11 +1,11 @@
 """Ctrl-C at any moment leaves nothing running and nothing half-written; --resume goes on from the last step."""
 
 import os
-import re
 import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -14,8 +14,8 @@ from jobs import AHEAD, SHORT, check_kept, quickstart, rows_of, run_to_end, trai
 
 pytestmark = pytest.mark.timeout(1600)  # the first test of a session waits for the demo
 
-END_S = 15.0
-MOMENT_S = 240.0  # most seconds until a job reaches the moment of a test
+END_S = 60.0  # a process that nobody ends stays for minutes
+MOMENT_S = 600.0  # most seconds until a job reaches the moment of a test
 TASKS = 4
 
 Job = subprocess.Popen[str]
@@ -60,7 +60,11 @@ def family_of(job: Job) -> list[psutil.Process]:
 
 def alive(family: list[psutil.Process], run: Path) -> list[psutil.Process]:
     """What still runs of a job's processes."""
-    left = [process for process in family if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+    left = []
+    for process in family:
+        with suppress(psutil.NoSuchProcess):  # it ends just now
+            if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                left.append(process)
     return left + processes_of(run)
 
 
@@ -88,15 +92,18 @@ def in_phase(run: Path, name: str, step: int) -> bool:
     return any(event.get("name") == name and event["step"] == step for event in rows_of(run / "events.jsonl"))
 
 
-def interrupt(job: Job, run: Path) -> str:
-    """Ctrl-C, as a terminal sends it; returns what the job said."""
+def interrupt(job: Job, run: Path, *, codes: tuple[int, ...] = (130,)) -> str:
+    """Ctrl-C, as a terminal sends it; returns what the job said.
+
+    `codes`: with 0 among them, the job may be at its end before it hears of it.
+    """
     family = family_of(job)
     os.killpg(job.pid, signal.SIGINT)
     started = time.monotonic()
-    _, said = job.communicate(timeout=60)
+    _, said = job.communicate(timeout=2 * END_S)
     assert time.monotonic() - started < END_S
-    assert job.returncode == 130, said
-    assert "--resume goes on from the last step" in said
+    assert job.returncode in codes, said
+    assert job.returncode == 0 or "--resume goes on from the last step" in said
     assert not alive(family, run)
     assert not list(run.rglob("*.tmp"))
     return said
@@ -104,13 +111,18 @@ def interrupt(job: Job, run: Path) -> str:
 
 def process_of(job: Job, module: str) -> psutil.Process:
     """The process that runs `python -m module`; not torchrun, which names the module of its ranks further on."""
-    (found,) = [process for process in family_of(job) if process.cmdline()[1:3] == ["-m", module]]
-    return found
+    found = []
+    for process in family_of(job):
+        with suppress(psutil.Error):  # one of a moment
+            if process.cmdline()[1:3] == ["-m", module]:
+                found.append(process)
+    (only,) = found
+    return only
 
 
 def ends_by_itself(job: Job, run: Path, family: list[psutil.Process]) -> None:
     """One of its processes was killed: the whole job ends, names a log, and leaves nothing."""
-    _, said = job.communicate(timeout=120)
+    _, said = job.communicate(timeout=300)
     assert job.returncode == 1, said
     assert ".log" in said
     assert "Traceback" not in said.split("log:")[0]
@@ -171,18 +183,21 @@ def test_ctrl_c_in_the_cold_start_and_resume(start: Start, tmp_path: Path) -> No
         "writing of the second", lambda: second.exists() or second.with_suffix(".tmp").exists(), job, every_s=0.001
     )
     interrupt(job, run)
+    # The second, or the first where the other was not whole yet, or a later one where the signal came late.
+    newest = max(int(path.name.removeprefix("step_")) for path in checkpoints.glob("step_*[0-9]"))
 
     job, seen = start(training(run, *words, "--resume")), len(updates(run))
     wait_for("updates of the resumed cold start", lambda: len(updates(run)) > seen, job)
     said = interrupt(job, run)
-    assert re.search(r"cold start resumed after (20|40) of 400", said), said
+    assert f"cold start resumed after {newest} of 400" in said, said
 
 
 def test_ctrl_c_in_the_export_leaves_a_whole_one_or_none(start: Start, tmp_path: Path) -> None:
     run = tmp_path / "run"
     job = start(quickstart("sft", run, "sft.steps=1", "sft.batch=8"))
     wait_for("last update", lambda: updates(run), job)  # the export comes next
-    interrupt(job, run)
+    interrupt(job, run, codes=(130, 0))
+    assert job.returncode == 130 or (run / "cold_start").exists()
     if (run / "cold_start").exists():
         names = {path.name for path in (run / "cold_start").iterdir()}
         assert names >= {"config.json", "model.safetensors", "tokenizer.json"}

@@ -25,6 +25,7 @@ class ChatServer:
         said: the body of such an answer; empty: an error as OpenAI says it.
         unknown: parameter of a request that is not known: 400, and an error that names it; empty: none.
         body: what a request is answered with as it is, by its messages; None: as the script says.
+        holds_after: so many requests are answered; those behind them wait until it is more.
         requests: all of them.
     """
 
@@ -34,6 +35,7 @@ class ChatServer:
     said: str = ""
     unknown: str = ""
     body: Callable[[list[dict[str, str]]], bytes | None] = lambda _messages: None
+    holds_after: float = float("inf")
     requests: list[dict[str, Any]] = field(default_factory=list)
     most_at_once: int = 0
     url: str = ""
@@ -47,10 +49,13 @@ class ChatServer:
     async def complete(self, request: web.Request) -> web.Response:
         body = await request.json()
         self.requests.append(body)
+        number = len(self.requests)
         self._now += 1
         self.most_at_once = max(self.most_at_once, self._now)
         try:
             await asyncio.sleep(self.delay_s)
+            while number > self.holds_after:
+                await asyncio.sleep(0.01)
             if self.unknown and self.unknown in body:
                 error = {"error": {"message": f"Unrecognized request argument supplied: {self.unknown}"}}
                 return web.json_response(error, status=400)

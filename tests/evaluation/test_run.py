@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -303,7 +304,16 @@ def test_questions_in_training_data_are_counted_and_rows_that_cannot_be_read_tol
 
 
 def test_questions_are_asked_at_once_up_to_a_limit(files: Path, tmp_path: Path) -> None:
-    with served(ChatServer(right, delay_s=0.2)) as server:
+    with served(ChatServer(right, delay_s=0.1, holds_after=1)) as server:  # behind the first request, which is a probe
+
+        def let_go() -> None:
+            give_up = time.monotonic() + 60
+            while server.most_at_once < 3 and time.monotonic() < give_up:
+                time.sleep(0.02)
+            time.sleep(0.1)  # a fourth would be there by now
+            server.holds_after = float("inf")
+
+        threading.Thread(target=let_go).start()
         evaluate(wish(server, files, tmp_path / "out", words=(*PLAIN, "engine.max_running_requests=3")))
     assert server.most_at_once == 3
 
@@ -332,12 +342,12 @@ def test_without_out_each_evaluation_has_its_own_directory(
 
 def test_a_killed_evaluation_goes_on_where_it_was(files: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    with served(ChatServer(right, delay_s=0.3)) as server:
+    with served(ChatServer(right, holds_after=9)) as server:  # it is killed before it has all
         words = [*PLAIN, "engine.max_running_requests=2"]
         where = ["--suite", "aime24", "--tools", "none", "--data", str(files), "--out", str(out), "--k", "2"]
         command = [sys.executable, "-m", "arpo_megatron", "eval", server.url, *words, *where]
         with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
-            journal, give_up = out / "attempts.jsonl", time.monotonic() + 60
+            journal, give_up = out / "attempts.jsonl", time.monotonic() + 400
             while not journal.exists() or journal.read_bytes().count(b"\n") < 4:
                 assert time.monotonic() < give_up and process.poll() is None
                 time.sleep(0.02)
@@ -345,6 +355,7 @@ def test_a_killed_evaluation_goes_on_where_it_was(files: Path, tmp_path: Path) -
             process.wait()
         kept = [json.loads(line) for line in journal.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
         assert 4 <= len(kept) < 12
+        server.holds_after = float("inf")
         before = len(server.asked())
         found = evaluate(wish(server, files, out, k=2, words=tuple(words)))
         assert len(server.asked()) - before == 12 - len(kept)
@@ -366,7 +377,7 @@ def test_an_evaluation_ends_when_it_is_interrupted_while_its_judge_is_down(files
             assert any("is down" in line and "the evaluation waits for it" in line for line in process.stderr)
             process.send_signal(signal.SIGINT)
             try:
-                _, said = process.communicate(timeout=30)
+                _, said = process.communicate(timeout=200)
             finally:
                 process.kill()  # where it has not ended
     assert process.returncode == 130
@@ -387,7 +398,7 @@ def test_answers_are_kept_while_the_judge_is_away_and_then_only_judged(files: Pa
         words = [*PLAIN, *JUDGE, "reward.judge.concurrency=4", "--attempts", str(attempts), *where]
         command = [sys.executable, "-m", "arpo_megatron", "eval", server.url, *words]
         with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
-            journal, give_up = out / "attempts.jsonl", time.monotonic() + 60
+            journal, give_up = out / "attempts.jsonl", time.monotonic() + 400
             while not journal.exists() or journal.read_bytes().count(b"\n") < 2 * attempts:
                 assert time.monotonic() < give_up and process.poll() is None
                 time.sleep(0.02)

@@ -74,7 +74,7 @@ def measured() -> dict[str, list[dict[str, float]]]:
         [sys.executable, script, "counted", "held", "kept"],
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=580,
         env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
     )
     assert done.returncode == 0, done.stderr[-3000:]

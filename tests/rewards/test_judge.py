@@ -184,26 +184,26 @@ def test_a_reply_without_end_is_read_up_to_a_limit(monkeypatch: pytest.MonkeyPat
 
 def test_a_reply_that_comes_by_drops_has_a_deadline() -> None:
     def drops() -> Iterator[bytes]:
-        for _ in range(100):
+        for _ in range(1000):
             time.sleep(0.1)
             yield b" "
 
     with chat_server(lambda _text: drops()) as server:
         judge, begun = Judge(config(server, timeout_s=0.5, when_down="fallback")), time.monotonic()
         assert judge.ask([ASKED]) == [None]
-        assert time.monotonic() - begun < 4.0
+        assert time.monotonic() - begun < 30.0  # the drops go on for 100 s
         judge.close()
 
 
 def slow(_text: str) -> str:
-    time.sleep(20.0)
+    time.sleep(60.0)
     return ""
 
 
 def test_requests_under_way_are_given_up_when_the_judge_is_closed() -> None:
     found = list[str | None]()
     with chat_server(slow) as server:
-        judge = Judge(config(server, timeout_s=60.0))
+        judge = Judge(config(server, timeout_s=120.0))
         waiting = threading.Thread(target=lambda: found.extend(judge.ask([ASKED])))
         waiting.start()
         while not server.asked:
@@ -211,7 +211,7 @@ def test_requests_under_way_are_given_up_when_the_judge_is_closed() -> None:
         begun = time.monotonic()
         judge.close()
         waiting.join(60.0)
-        assert time.monotonic() - begun < 2.0
+        assert time.monotonic() - begun < 30.0
     assert found == [None]
     assert judge.ask([ASKED]) == [None], "a closed judge asks nothing"
 
@@ -223,10 +223,10 @@ def test_a_run_that_is_asked_to_end_does_not_wait_for_requests_under_way() -> No
             if server.asked:
                 raise StoppedError
 
-        begun, reward = time.monotonic(), RewardConfig(qa="judge", judge=config(server, timeout_s=60.0))
+        begun, reward = time.monotonic(), RewardConfig(qa="judge", judge=config(server, timeout_s=120.0))
         with pytest.raises(StoppedError):
             make_reward(reward, check=stop).score_group(ResponseGroup(TASK, [response("Ada")]))
-        assert time.monotonic() - begun < 10.0
+        assert time.monotonic() - begun < 30.0
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -243,10 +243,10 @@ def test_a_process_ends_at_once_while_its_requests_are_under_way(tmp_path: Path,
             process.send_signal(number)
             begun = time.monotonic()
             try:
-                _, said = process.communicate(timeout=30.0)
+                _, said = process.communicate(timeout=50.0)
             finally:
                 process.kill()  # where it has not ended
-    assert time.monotonic() - begun < 5.0  # about 1 s, on a busy machine more
+    assert time.monotonic() - begun < 30.0  # about 1 s, on a busy machine more; the answer takes 60 s
     assert process.returncode == 130
     assert said == "arpo: interrupted\n"
 

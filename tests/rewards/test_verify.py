@@ -100,7 +100,7 @@ def test_all_answers_to_a_question_have_one_limit_of_wall_time_also_where_the_ma
     process.send_signal(signal.SIGSTOP)  # as busy as a machine can be: it gets no CPU time
     started = time.monotonic()
     assert verdicts(["9^{9^{9}}", "9^{9^{8}}"], "1") == [Verdict.UNDECIDED] * 2
-    assert ended[0] - started < 2.5
+    assert ended[0] - started < 4.0
     assert len(ended) == 1, "the second answer has no time"
     assert math_equal("\\frac{3}{6}", "\\frac12")
     pool.close()

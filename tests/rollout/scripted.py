@@ -41,6 +41,7 @@ class ScriptedEngine:
         version: of the policy, as answers report it.
         look_s: how long it takes to tell its version when it is asked for that alone.
         looks: how often it was.
+        answered: how many answers of more than two tokens it has given.
     """
 
     script: Callable[[str], str]
@@ -50,6 +51,7 @@ class ScriptedEngine:
     version: int = 7
     look_s: float = 0.0
     looks: int = 0
+    answered: int = 0
     requests: list[dict[str, Any]] = field(default_factory=list)
     url: str = ""
     _kept: set[tuple[int, ...]] = field(default_factory=set)
@@ -77,6 +79,7 @@ class ScriptedEngine:
         rest = self.script(text) if self.seeded is None else self.seeded(text, parameters.get("sampling_seed", 0))
         output, reason = self._continue(rest, parameters["max_new_tokens"], parameters.get("stop", []))
         self._keep(ids + output[:-1])  # the last sampled token was never fed to the model
+        self.answered += len(output) > 2
         meta: dict[str, Any] = {
             "finish_reason": reason,
             "prompt_tokens": len(ids),

@@ -157,7 +157,9 @@ async def grown(
         pool.start(start(tasks, step=0, version=0, settings=settings))
         try:
             for _ in range(pushes):
-                await asyncio.sleep(0.2)
+                enough = engine.answered + 8
+                while engine.answered < enough:
+                    await asyncio.sleep(0.01)
                 await pool.pause()
                 engine.version += 1
                 pool.resume(engine.version)

@@ -55,7 +55,7 @@ def test_calls_in_flight_survive_a_restart_of_the_service(
 
     async def run() -> list[ToolAnswer]:
         nonlocal service
-        async with ToolClient(f"http://127.0.0.1:{port}", retry_for_s=30) as client:
+        async with ToolClient(f"http://127.0.0.1:{port}", retry_for_s=300) as client:
             calls = [ask(client, SLOW.format(seconds)) for _ in range(8)]
             await asyncio.sleep(0.5)
             service.send_signal(fault)
@@ -81,7 +81,7 @@ def test_a_service_that_stays_away_fails_the_call(port: int) -> None:
     started = time.monotonic()
     with pytest.raises(SandboxUnavailable):
         asyncio.run(run())
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 60
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_http_errors_are_asked_again_and_become_a_text_in_the_end(
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         try:
-            async with ToolClient(f"http://127.0.0.1:{runner.addresses[0][1]}", retry_for_s=30) as client:
+            async with ToolClient(f"http://127.0.0.1:{runner.addresses[0][1]}", retry_for_s=300) as client:
                 return await ask(client, "1")
         finally:
             await runner.cleanup()

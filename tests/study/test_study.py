@@ -342,20 +342,20 @@ def study(out: Path, *words: str) -> list[str]:
     return [sys.executable, "-m", "arpo_megatron", "study", "efficiency", *TINY, *words, *options]
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1600)
 def test_a_study_is_interrupted_goes_on_and_is_reported(tmp_path: Path) -> None:
     out = tmp_path / "study"
     with subprocess.Popen(study(out), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as begun:
-        deadline = time.monotonic() + 240
+        deadline = time.monotonic() + 600
         while not (out / "cold_starts" / "seed1" / "events.jsonl").exists():
             assert begun.poll() is None
             assert time.monotonic() < deadline
             time.sleep(0.1)
         begun.send_signal(signal.SIGINT)
-        _, said = begun.communicate(timeout=120)
+        _, said = begun.communicate(timeout=300)
     assert begun.returncode == 130
     assert "the same command goes on" in said
-    done = subprocess.run(study(out), capture_output=True, text=True, timeout=400)
+    done = subprocess.run(study(out), capture_output=True, text=True, timeout=1200)
     logs = "\n".join(path.read_text()[-2000:] for path in (out / "logs").glob("*.log"))
     assert done.returncode == 0, done.stderr + logs
     rows = pd.read_parquet(out / "report" / "results.parquet")
@@ -373,7 +373,7 @@ def test_a_study_is_interrupted_goes_on_and_is_reported(tmp_path: Path) -> None:
     assert result["success"]["before"] == before["arpo"]
     # Everything is done: the third time nothing is started.
     stamp = (out / "runs" / "grpo-seed1" / "events.jsonl").stat().st_mtime
-    again = subprocess.run(study(out), capture_output=True, text=True, timeout=60)
+    again = subprocess.run(study(out), capture_output=True, text=True, timeout=300)
     assert again.returncode == 0
     assert "0 pieces to do" in again.stderr
     assert (out / "runs" / "grpo-seed1" / "events.jsonl").stat().st_mtime == stamp

@@ -80,8 +80,7 @@ class Service:
 
     def zygote(self) -> psutil.Process:
         """The process that python calls are forked from."""
-        children = psutil.Process(self.process.pid).children()
-        (zygote,) = (child for child in children if "python_tool.zygote" in " ".join(child.cmdline()))
+        (zygote,) = self._children("python_tool.zygote")
         return zygote
 
     def calls(self) -> list[psutil.Process]:
@@ -99,8 +98,9 @@ class Service:
 
     def at_work(self) -> list[psutil.Process]:
         """The service and all its descendants, without those that wait for a call."""
+        family = self.family()  # first: one that begins to wait in between would count as at work
         idle = {each.pid for supervisor in self.waiting() for each in (supervisor, *_below(supervisor))}
-        return [each for each in self.family() if each.pid not in idle]
+        return [each for each in family if each.pid not in idle]
 
     def family(self) -> list[psutil.Process]:
         """The service and all its descendants."""
@@ -109,10 +109,13 @@ class Service:
 
     def workers(self) -> list[psutil.Process]:
         """The processes that run search, browse and plug-in tools."""
+        return self._children("tools_sandbox.worker")
+
+    def _children(self, module: str) -> list[psutil.Process]:
         found = []
         for child in psutil.Process(self.process.pid).children():
             with suppress(psutil.Error):  # it is ending
-                if "tools_sandbox.worker" in child.cmdline():
+                if module in " ".join(child.cmdline()):
                     found.append(child)
         return found
 
@@ -174,7 +177,7 @@ def running(
         finally:
             process.terminate()
             try:
-                process.wait(10)
+                process.wait(60)
             finally:
                 process.kill()  # a service that does not end fails its test, and stays no longer than that
 

@@ -90,13 +90,13 @@ def test_tools_of_an_mcp_server_are_called_checked_and_survive_its_death(start_s
         assert slow.status == "timeout"
         ended = client.call("end", {})
         assert (ended.status, "not the fault" in ended.text) == ("error", True)
-        assert client.call("add", {"a": 20, "b": 30}).text == "50"
+        assert client.call("add", {"a": 20, "b": 30}, timeout_s=60).text == "50"  # by a server that has to start first
         names = set(client.call("environment", {}).text.split())
         assert "GIVEN" in names
         assert not names & set(secret)
     family = service.family()
     service.process.terminate()
-    service.process.wait(10)
+    service.process.wait(60)
     wait_until(lambda: not any(each.is_running() for each in family[1:]))
 
 
@@ -111,7 +111,7 @@ def test_what_an_mcp_server_answers_badly_costs_that_call_alone(start_service: S
         cut = client.call("large", {"bytes": 2_000_000})
         assert (cut.status, len(cut.text) < 1100, "2000000 characters in all" in cut.text) == ("ok", True, True)
         for name in ("large", "id_last"):
-            long = client.call(name, {"bytes": 20_000_000})
+            long = client.call(name, {"bytes": 20_000_000}, timeout_s=60)
             assert (long.status, "too long" in long.text) == ("error", True)
         assert client.call("id_hidden", {"bytes": 20_000_000}, timeout_s=1.0).status == "timeout"
         assert slow.result().text == "slept"

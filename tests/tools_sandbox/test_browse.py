@@ -18,12 +18,11 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from hostile_site import BOMB_BYTES, FORBIDDEN, PERMITTED, SECRET, Site, hostile_site
 from hypothesis import given
 from hypothesis import strategies as st
-from test_service_process import wait_until
+from test_service_process import wait_until, wait_until_gone
 
 from tools_sandbox.answers import ToolResult
 from tools_sandbox.browse.addresses import AddressPolicy, _is_own
@@ -204,28 +203,26 @@ def test_names_whose_servers_are_silent_hold_up_no_other_work(site: Site, monkey
     finally:
         answers.set()
     assert {each.status for each in hostile} == {"timeout"}
-    assert took_s < 0.5
+    assert took_s < 10  # behind the names it would take 20 s
     assert "is refused" in page  # it was resolved, to an address of this machine
 
 
 def test_work_that_no_thread_has_begun_ends_with_its_call() -> None:
     began = list[int]()
 
-    async def run() -> float:
+    async def run() -> bool:
         release = threading.Event()
         busy = [asyncio.create_task(in_thread(release.wait)) for _ in range(32)]
         await asyncio.sleep(0.1)
         waiting = asyncio.create_task(in_thread(began.append, 1))
         await asyncio.sleep(0.1)
         waiting.cancel()
-        since = time.monotonic()
-        await asyncio.wait([waiting], timeout=5)
-        took_s = time.monotonic() - since
+        ended, _ = await asyncio.wait([waiting], timeout=30)
         release.set()
         await asyncio.gather(*busy)
-        return took_s
+        return bool(ended)
 
-    assert asyncio.run(run()) < 1
+    assert asyncio.run(run())
     assert not began
 
 
@@ -277,7 +274,7 @@ def test_a_body_without_end_is_read_up_to_the_limit(site: Site) -> None:
 def test_a_slow_drip_ends_with_the_time_limit(site: Site) -> None:
     began = time.monotonic()
     assert browse(site.url("/drip"), timeout_s=0.7).status == "timeout"
-    assert time.monotonic() - began < 4
+    assert time.monotonic() - began < 15  # the drip has no end
 
 
 @pytest.mark.parametrize("path", ["/latin", "/utf8-as-latin"])
@@ -345,7 +342,7 @@ def test_utf8_is_read_as_utf8_whatever_is_declared(text: str) -> None:
 
 def test_hostile_pages_cost_the_service_nothing(site: Site, start_service: Callable[..., Any]) -> None:
     config = {"enabled": True, "allow_networks": list(ALLOW), "max_bytes": 3_000_000}
-    service = start_service({"browse": config, "workers": 1, "cache": {"negative_s": 0.5}})
+    service = start_service({"browse": config, "workers": 1, "cache": {"negative_s": 3.0}})
     with SandboxClient(service.url) as client:
         for path in ("/nested", "/bomb", "/drip", "/loop", "/to/inside"):
             answer = client.call("browse", {"url": site.url(path)}, timeout_s=5)
@@ -355,8 +352,7 @@ def test_hostile_pages_cost_the_service_nothing(site: Site, start_service: Calla
         missing = {"url": site.url("/missing")}
         site.asked.clear()
         assert [client.call("browse", missing).cached for _ in range(3)] == [False, True, True]
-        time.sleep(0.6)
-        assert not client.call("browse", missing).cached  # what is not there is asked for again after a while
+        wait_until(lambda: not client.call("browse", missing).cached)  # it is asked for again after a while
         busy = {"url": site.url("/busy")}
         assert [client.call("browse", busy).cached for _ in range(2)] == [False, False]
         assert site.asked == ["/missing"] * 2 + ["/busy"] * 2
@@ -401,5 +397,5 @@ def test_no_parser_outlives_a_killed_service(site: Site, start_service: Callable
         wait_until(lambda: len(worker.children(recursive=True)) == 2)
         family = service.family()
         service.process.kill()
-        assert not psutil.wait_procs(family, timeout=5)[1]
+        wait_until_gone(family)
         assert isinstance(call.exception(), SandboxUnavailable)

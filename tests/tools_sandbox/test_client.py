@@ -31,7 +31,7 @@ def test_64_threads_and_256_coroutines_each_get_their_own_answer(service: Any, c
 def test_a_slow_call_does_not_hold_up_others(service: Any) -> None:
     async def race() -> None:
         async with AsyncSandboxClient(service.url) as twin:
-            slow = asyncio.create_task(twin.call("python", {"code": "import time; time.sleep(8)"}))
+            slow = asyncio.create_task(twin.call("python", {"code": "import time; time.sleep(60)"}, timeout_s=60))
             await asyncio.gather(*(twin.call("search", {"query": f"fact{i}"}) for i in range(20)))
             await twin.call("python", {"code": "1"})
             assert not slow.done()
@@ -82,7 +82,7 @@ def test_an_unreachable_service_is_a_clear_error_after_bounded_retries() -> None
 
         with pytest.raises(SandboxUnavailable, match="3 attempt"):
             asyncio.run(twin())
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 30  # one alone might wait for minutes
 
 
 def test_an_address_without_its_scheme_is_a_clear_error() -> None:

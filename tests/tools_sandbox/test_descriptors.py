@@ -90,7 +90,7 @@ def test_too_few_descriptors_to_begin_with_are_one_line() -> None:
         "import os, resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100)); "
         "os.execv(sys.executable, [sys.executable, '-m', 'tools_sandbox'])"
     )
-    done = subprocess.run([sys.executable, "-c", start], capture_output=True, text=True, timeout=30, check=False)
+    done = subprocess.run([sys.executable, "-c", start], capture_output=True, text=True, timeout=240, check=False)
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
     assert "ulimit -Hn" in done.stderr
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
@@ -166,60 +166,77 @@ def test_memory_of_a_queue_does_not_grow_with_the_flows_it_has_seen() -> None:
 
 
 class Work:
+    """Takes until it is let go on."""
+
     def __init__(self) -> None:
         self.began = self.ended = 0
+        self.go_on = asyncio.Event()
 
     async def __call__(self) -> int:
         self.began += 1
-        await asyncio.sleep(0.03)
+        await self.go_on.wait()
         self.ended += 1
         return self.began
 
 
-async def after(seconds: float, work: Callable[[], Awaitable[int]]) -> int:
-    await asyncio.sleep(seconds)
-    return await work()
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.001)
 
 
 def test_work_goes_on_while_anybody_waits_and_ends_with_the_last() -> None:
     async def run() -> None:
         flights, work = Flights[int](), Work()
         first, second = (asyncio.create_task(flights.join("k", work)) for _ in range(2))
-        await asyncio.sleep(0.01)
+        await until(lambda: work.began == 1)
         first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        await asyncio.sleep(0.01)  # it would be ended by now
+        work.go_on.set()
         assert await second == 1
+        work.go_on.clear()
         third = asyncio.create_task(flights.join("k", work))
-        await asyncio.sleep(0.01)
+        await until(lambda: work.began == 2)
         third.cancel()
-        await asyncio.sleep(0.05)
+        await until(lambda: "k" not in flights)
+        work.go_on.set()
+        await asyncio.sleep(0.01)
         assert (work.began, work.ended) == (2, 1)
-        assert "k" not in flights
 
-    asyncio.run(run())
+    asyncio.run(asyncio.wait_for(run(), 60))
 
 
 def test_who_comes_back_in_time_finds_the_work_under_way() -> None:
-    async def run() -> None:
-        flights, work = Flights[int](linger_s=0.02), Work()
-        gone = asyncio.create_task(flights.join("k", work))
-        await asyncio.sleep(0.005)
+    async def leave(flights: Flights[int], work: Work) -> None:
+        gone, before = asyncio.create_task(flights.join("k", work)), work.began
+        await until(lambda: work.began == before + 1)
         gone.cancel()
-        assert await after(0.01, lambda: flights.join("k", work)) == 1
-        late = asyncio.create_task(flights.join("k", work))
-        await asyncio.sleep(0.001)
-        late.cancel()
-        await asyncio.sleep(0.06)  # too late: that one was ended
-        assert await flights.join("k", work) == 3
+        await asyncio.gather(gone, return_exceptions=True)
+
+    async def run() -> None:
+        flights, work = Flights[int](linger_s=600.0), Work()
+        await leave(flights, work)
+        back = asyncio.create_task(flights.join("k", work))
+        await asyncio.sleep(0.01)
+        work.go_on.set()
+        assert await back == 1
+        brief = Flights[int](linger_s=0.02)
+        work.go_on.clear()
+        await leave(brief, work)
+        assert "k" in brief
+        await until(lambda: "k" not in brief)  # too late: that one was ended
+        work.go_on.set()
+        assert await brief.join("k", work) == 3
         assert (work.began, work.ended) == (3, 2)
 
-    asyncio.run(run())
+    asyncio.run(asyncio.wait_for(run(), 60))
 
 
 def test_ended_work_is_told_to_those_who_wait() -> None:
     async def run() -> None:
         flights = Flights[int]()
-        waiting = asyncio.create_task(flights.join("k", Work()))
-        await asyncio.sleep(0.001)
+        waiting = asyncio.create_task(flights.join("k", work := Work()))
+        await until(lambda: work.began == 1)
         await flights.cancel()
         with pytest.raises(FlightCancelled):
             await waiting

@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
+from test_service_process import wait_until, wait_until_gone
 
 from tools_sandbox.client import SandboxClient
 from tools_sandbox.python_tool import cgroups, seccomp
@@ -95,7 +96,7 @@ def test_a_call_cannot_read_where_the_service_lies_in_its_command_line(walled: t
 # Should it get away, it ends itself.
 BOMB = """
 import os, time
-end = time.monotonic() + 20
+end = time.monotonic() + 60
 while time.monotonic() < end:
     if os.fork() == 0: os.setsid()
 """
@@ -105,10 +106,9 @@ def test_a_fork_bomb_ends_with_its_call(walled: tuple[SandboxClient, Any]) -> No
     client, service = walled
     began = time.monotonic()
     assert client.call("python", {"code": BOMB}, timeout_s=1).status in ("timeout", "error")
-    assert time.monotonic() - began < 6
-    _, left = psutil.wait_procs(service.calls(), timeout=2)  # the supervisor itself ends behind its answer
-    assert not left
-    assert client.call("python", {"code": "6 * 7"}, timeout_s=5).text == "42"
+    assert time.monotonic() - began < 30  # half of the time after which it would have ended itself
+    wait_until_gone(service.calls())  # the supervisor itself ends behind its answer
+    assert client.call("python", {"code": "6 * 7"}, timeout_s=30).text == "42"
 
 
 def test_processes_left_behind_are_gone_when_the_answer_comes(walled: tuple[SandboxClient, Any]) -> None:
@@ -134,7 +134,6 @@ def test_the_working_directory_is_private_and_removed(walled: tuple[SandboxClien
     code = "import os\nos.makedirs('a/b'); open('a/b/mark-8861', 'w').close(); os.chmod('a', 0); os.getcwd()"
     folder = client.call("python", {"code": code}).text
     assert folder.startswith("/tmp")
-    time.sleep(0.05)
     assert folder == "/tmp" or not Path(folder).exists()
     assert client.call("python", {"code": "import os; os.listdir()"}).text == "[]"
 
@@ -194,11 +193,8 @@ def test_no_control_group_stays_behind(start_service: Any, number: signal.Signal
     assert groups_of(zygote)
     assert not groups_of(first)
     service.process.send_signal(number)
-    service.process.wait(5)
-    deadline = time.monotonic() + 5
-    while groups_of(zygote):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    service.process.wait(60)
+    wait_until(lambda: not groups_of(zygote))
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="no groups of ours here")

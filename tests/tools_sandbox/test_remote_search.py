@@ -95,7 +95,7 @@ def test_a_busy_engine_is_asked_again_at_a_bounded_rate_and_a_dead_one_is_told(
     (tmp_path / "cache.json").write_text(json.dumps({"remembered": "Page 1: of old"}))
     search = {
         "engine": "web",
-        "web": {"provider": "searxng", "url": f"{engine.url}/searxng", "requests_per_s": 20, "retries": 1},
+        "web": {"provider": "searxng", "url": f"{engine.url}/searxng", "requests_per_s": 5, "retries": 1},
         "sources": [{"path": str(tmp_path / "cache.json"), "format": "arpo_cache"}],
     }
     service = start_service({"search": search})
@@ -122,7 +122,7 @@ def test_a_busy_engine_is_asked_again_at_a_bounded_rate_and_a_dead_one_is_told(
             thread.join()
     times = sorted(at for at, _, _ in engine.asked)
     assert len(times) == 10
-    assert times[-1] - times[0] >= 9 / 20 - 0.1
+    assert times[-1] - times[0] >= 9 / 5 - 0.8  # the first may have come late
 
 
 @pytest.mark.parametrize(

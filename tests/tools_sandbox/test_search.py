@@ -218,7 +218,7 @@ def test_builders_at_once_build_once_and_a_killed_one_leaves_nothing(tmp_path: P
         killed.kill()
     assert not (tmp_path / "index").exists()
     with start() as one, start() as other:
-        said = [builder.communicate(timeout=60)[0] for builder in (one, other)]
+        said = [builder.communicate(timeout=300)[0] for builder in (one, other)]
     assert said[0] == said[1]  # the same seconds: the second found what the first had built
     assert "20000 passages" in said[0]
     assert SearchIndex(tmp_path / "index").ranked("fact7", 1) == [" ".join(["fact7"] * 50)]

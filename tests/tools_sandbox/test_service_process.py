@@ -27,7 +27,7 @@ SLEEPER = {"code": "import time; time.sleep(60)"}
 def refused_start(*arguments: str) -> str:
     """The one line that a start which cannot work leaves on stderr."""
     result = subprocess.run(
-        [sys.executable, "-m", "tools_sandbox", *arguments], capture_output=True, text=True, timeout=30, check=False
+        [sys.executable, "-m", "tools_sandbox", *arguments], capture_output=True, text=True, timeout=240, check=False
     )
     assert result.returncode == 2
     assert result.stdout == ""
@@ -38,7 +38,7 @@ def refused_start(*arguments: str) -> str:
 
 def wait_until(condition: Callable[[], bool]) -> None:
     """Other work may slow this machine down, so nothing here counts on a fixed time to begin."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -48,9 +48,18 @@ def running_calls(service: Any) -> int:
     return int(requests.get(f"{service.url}/health", timeout=5).json()["running"])
 
 
-def wait_until_gone(family: list[psutil.Process], within_s: float) -> None:
-    _, alive = psutil.wait_procs(family, timeout=within_s)
-    assert not alive
+def wait_until_gone(family: list[psutil.Process]) -> None:
+    """Or dead, and to be reaped by init, which takes its time. Code of calls sleeps longer than is waited here."""
+    deadline = time.monotonic() + 20
+    while alive := [each for each in family if lives(each)]:
+        assert time.monotonic() < deadline, alive
+        time.sleep(0.02)
+
+
+def lives(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 @pytest.mark.parametrize(
@@ -101,10 +110,10 @@ def test_a_signal_ends_the_service_cleanly_also_with_calls_in_flight(
     wait_until(lambda: running_calls(service) == 4 and len(service.at_work()) >= 6)
     family = service.family()  # service, zygote, at least one process a call
     service.process.send_signal(number)
-    assert service.process.wait(10) == 0
-    wait_until_gone(family[1:], 0.5)
+    assert service.process.wait(40) == 0
+    wait_until_gone(family[1:])
     for caller in callers:
-        caller.join(5)
+        caller.join(40)
     assert len(caught) == 4
     assert "Traceback" not in service.stderr()
 
@@ -127,7 +136,7 @@ def test_nothing_survives_a_killed_service(start_service: StartService, namespac
     wait_until(lambda: bool(sleepers()))
     family = service.family()
     service.process.kill()
-    wait_until_gone(family, 3)
+    wait_until_gone(family)
     assert not sleepers()
     caller.join()
 
@@ -140,6 +149,12 @@ def test_a_killed_zygote_is_replaced(start_service: StartService) -> None:
         zygote.kill()
         psutil.wait_procs([zygote], timeout=3)
         assert [client.call("python", {"code": "2"}).text for _ in range(3)] == ["2"] * 3
+
+
+def walls_of(process: psutil.Process) -> tuple[str, int, str]:
+    """Mode of its system call filter, its capabilities, and whether it may gain any."""
+    status = dict(line.split(":\t", 1) for line in Path(f"/proc/{process.pid}/status").read_text().splitlines())
+    return status["Seccomp"], int(status["CapEff"], 16), status["NoNewPrivs"]
 
 
 def test_calls_wait_behind_their_walls_for_their_code_and_are_used_once(start_service: StartService) -> None:
@@ -161,23 +176,22 @@ def test_calls_wait_behind_their_walls_for_their_code_and_are_used_once(start_se
             psutil.wait_procs(victims, timeout=2)
             assert [client.call("python", {"code": "6 * 7"}).text for _ in range(5)] == ["42"] * 5
         wait_until(lambda: [len(each.children(recursive=True)) for each in service.waiting()] == [2] * 3)
-        time.sleep(0.5)  # for the last worker's walls
         for supervisor in service.waiting():
             worker = supervisor.children(recursive=True)[-1]
-            status = dict(line.split(":\t", 1) for line in Path(f"/proc/{worker.pid}/status").read_text().splitlines())
-            assert (status["Seccomp"], int(status["CapEff"], 16), status["NoNewPrivs"]) == ("2", 0, "1")
+            wait_until(lambda worker=worker: walls_of(worker) == ("2", 0, "1"))
     family = service.family()
     assert len(family) >= 11
     service.process.terminate()
-    assert service.process.wait(10) == 0
-    wait_until_gone(family[1:], 1)
+    assert service.process.wait(40) == 0
+    wait_until_gone(family[1:])
 
 
 def test_no_call_waits_where_the_kernel_does_not_hide_it(start_service: StartService) -> None:
     service = start_service({"python": {"isolation": "process"}}, without_namespaces=True)
     with SandboxClient(service.url) as client:
         assert [client.call("python", {"code": "6 * 7"}).text for _ in range(3)] == ["42"] * 3
-        time.sleep(0.3)
+        wait_until(lambda: not service.calls())  # the supervisor itself ends behind its answer
+        time.sleep(0.3)  # one that is to wait would be there by now
     assert not service.waiting()
     assert not service.calls()
 
@@ -189,9 +203,12 @@ def test_what_a_service_and_a_zygote_that_were_killed_leave_is_removed_by_the_ne
     tmp_path.chmod(0o755)
     service = start_service(env=env)
     family = service.family()
+    for each in family[:2]:  # service and zygote: neither notices the end of another, nor starts anything in its place
+        each.suspend()
     for each in reversed(family):
-        each.kill()
-    wait_until_gone(family, 3)
+        with suppress(psutil.NoSuchProcess):  # it has ended with the one before
+            each.kill()
+    wait_until_gone(family)
     (left,) = tmp_path.glob("tools_sandbox-python-*")
     start_service(env=env)
     assert not left.exists()
@@ -213,7 +230,7 @@ def test_calls_wait_for_a_zygote_that_cannot_be_started_for_a_while(
         wait_until(lambda: "cannot be started" in service.stderr())
         assert requests.get(f"{service.url}/health", timeout=5).json()["python"]["alive"] is False
         away.rename(folder)
-        assert answer.result(20).text == "2"
+        assert answer.result(240).text == "2"
     assert requests.get(f"{service.url}/health", timeout=5).json()["python"] == {"alive": True, "restarts": 1}
 
 
@@ -238,6 +255,6 @@ def test_one_ready_line_and_no_folder_left(start_service: StartService, tmp_path
         assert client.call("python", {"code": "1"}).text == "1"
     assert len(list(tmp_path.iterdir())) == 1
     service.process.send_signal(number)
-    service.process.wait(3)
+    service.process.wait(60)
     assert service.process.stdout.read() == ""
     wait_until(lambda: not list(tmp_path.iterdir()))

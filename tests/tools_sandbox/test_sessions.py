@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import requests
+from test_service_process import wait_until_gone
 
 from tools_sandbox.client import SandboxClient, ToolAnswer
 from tools_sandbox.python_tool.sessions import SessionStore
@@ -129,8 +129,7 @@ def test_states_outlive_the_service_and_nothing_runs_between_calls(
         with SandboxClient(service.url) as client:
             answer = client.call("python", {"code": code, "state": state, "keep": keep})
             assert (answer.status, answer.text) == ("ok", said)
-            _, running = psutil.wait_procs(service.calls(), timeout=5)
-            assert not running
+            wait_until_gone(service.calls())
         service.process.kill()
         service.process.wait()
 

@@ -14,10 +14,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import requests
-from test_service_process import refused_start, wait_until
+from test_service_process import refused_start, wait_until, wait_until_gone
 
 from tools_sandbox.client import SandboxClient
 
@@ -94,7 +93,7 @@ def test_a_tool_that_heeds_no_time_limit_is_ended_with_its_process(
         honest = pool.submit(ask_honestly, client, range(200))
         began = time.monotonic()
         answer = client.call(name, {}, timeout_s=0.5)
-        assert (answer.status, time.monotonic() - began < 2) == ("timeout", True)
+        assert (answer.status, time.monotonic() - began < 20) == ("timeout", True)  # by itself it takes 60 s and more
         honest.result()
         wait_until(lambda: alive(service) == 2 and len(before - {each.pid for each in service.workers()}) == 1)
         ask_honestly(client, range(200, 220))
@@ -103,15 +102,18 @@ def test_a_tool_that_heeds_no_time_limit_is_ended_with_its_process(
 def test_a_killed_worker_loses_no_call(
     start_service: StartService, environment: dict[str, str], tmp_path: Path
 ) -> None:
-    ran = tmp_path / "ran"
+    ran, end = tmp_path / "ran", tmp_path / "end"
     config = configured(tmp_path, workers=2)
-    config["plugins"] = [{"name": "sleep", "options": {"ran": str(ran)}}]
+    config["plugins"] = [{"name": "sleep", "options": {"ran": str(ran), "until": str(end)}}]
     service = start_service(config, env=environment)
     with SandboxClient(service.url) as client, ThreadPoolExecutor(8) as pool:
-        calls = [pool.submit(client.call, "sleep", {"seconds": 1.0}, trajectory_id=str(n)) for n in range(8)]
+        asked = {"seconds": 0.0}
+        calls = [pool.submit(client.call, "sleep", asked, trajectory_id=str(n), timeout_s=100) for n in range(8)]
         wait_until(lambda: ran.exists() and len(ran.read_text().split()) == 8)
         service.workers()[0].send_signal(signal.SIGKILL)
-        assert [call.result().text for call in calls] == ["slept 1.0"] * 8
+        wait_until(lambda: len(ran.read_text().split()) > 8)  # none ends before
+        end.touch()
+        assert [call.result().text for call in calls] == ["slept 0.0"] * 8
         assert 8 < len(ran.read_text().split()) <= 12  # those of the killed worker, at most four, ran again
         wait_until(lambda: alive(service) == 2)
 
@@ -133,8 +135,7 @@ def test_workers_end_with_a_killed_service_and_leave_no_folder(
     wait_until(lambda: requests.get(f"{service.url}/health", timeout=5).json()["running"] == 1)
     family = service.family()
     os.killpg(service.process.pid, signal.SIGKILL)  # as a supervisor does
-    _, left = psutil.wait_procs(family, timeout=5)
-    assert not left
+    wait_until_gone(family)
     wait_until(lambda: not list(place.iterdir()))
     caller.join()
 

@@ -47,18 +47,20 @@ SECONDS = {"type": "object", "properties": {"seconds": {"type": "number"}}, "req
 
 
 class Sleep(_Trouble):
-    """Waits; says by a line in a file that it ran."""
+    """Waits, if so configured until a file is there first; says by a line in a file that it ran."""
 
     name = "sleep"
     arguments = SECONDS
 
-    def __init__(self, ran: str = "") -> None:
-        self._ran = ran
+    def __init__(self, ran: str = "", until: str = "") -> None:
+        self._ran, self._until = ran, until
 
     async def run(self, arguments: Any, timeout_s: float) -> ToolResult:
         if self._ran:
             with Path(self._ran).open("a") as file:
                 file.write(f"{os.getpid()}\n")
+        while self._until and not Path(self._until).exists():
+            await asyncio.sleep(0.02)
         await asyncio.sleep(arguments["seconds"])
         return ToolResult("ok", f"slept {arguments['seconds']}")
 

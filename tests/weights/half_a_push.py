@@ -25,7 +25,7 @@ def main() -> None:
         print("one bucket has arrived", flush=True)
         time.sleep(600)
 
-    requests = Engines([url], timeout_s=20.0)
+    requests = Engines([url], timeout_s=60.0)
     WeightSync(requests, Broadcast(requests), verify_every=0).push(buckets(), version)
 
 

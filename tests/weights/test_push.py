@@ -10,13 +10,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import requests
 import torch
@@ -33,7 +34,7 @@ from arpo_megatron.weights.transports import Broadcast, Bucket, Disk, SharedMemo
 
 HERE = Path(__file__).parent
 TOKENS = sample_tokens(48)
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 BUCKET_BYTES = 20_000
 SIZES = EngineConfig(max_running_requests=4, max_total_tokens=2048, memory_fraction=0.1)
 NORM = ("model.norm.weight", torch.ones(32))
@@ -83,6 +84,22 @@ def post(url: str, max_new_tokens: int = 4) -> requests.Response:
     return requests.post(
         f"{url}/generate", json={"input_ids": TOKENS.tolist(), "sampling_params": sampling}, timeout=60
     )
+
+
+def begun(url: str, pool: ThreadPoolExecutor) -> "Future[int]":
+    """A long generation of which the first token is there; its result is how many there are in the end."""
+    sampling = {"temperature": 0.0, "max_new_tokens": 200, "ignore_eos": True}
+    body = {"input_ids": TOKENS.tolist(), "sampling_params": sampling, "stream": True}
+    answer = requests.post(f"{url}/generate", json=body, timeout=60, stream=True)
+    answer.raise_for_status()
+    parts = (line.removeprefix(b"data: ") for line in answer.iter_lines() if line.startswith(b"data: {"))
+    first = next(parts)
+
+    def tokens() -> int:
+        *_, last = first, *parts
+        return int(json.loads(last)["meta_info"]["completion_tokens"])
+
+    return pool.submit(tokens)
 
 
 def generate(url: str, max_new_tokens: int = 4) -> dict[str, Any]:
@@ -241,11 +258,9 @@ def test_a_generation_under_way_is_waited_for_and_new_ones_are_refused(engine: E
         yield [NORM]
 
     with ThreadPoolExecutor(1) as pool, weight_sync(engine.url) as sync:
-        long = pool.submit(generate, engine.url, 200)
-        time.sleep(0.05)
-        assert not long.done()
+        long = begun(engine.url, pool)
         sync.push(bucket_after_a_request(), 20)
-        assert long.result()["meta_info"]["completion_tokens"] == 200
+        assert long.result() == 200
     assert refused[0].status_code == 503
     assert refused[0].json() == {"error": "weights of version 20 are arriving"}
     assert generate(engine.url)["meta_info"]["weight_version"] == "20"
@@ -253,12 +268,20 @@ def test_a_generation_under_way_is_waited_for_and_new_ones_are_refused(engine: E
 
 def test_generations_that_outlast_the_deadline_are_an_error_and_the_engine_serves_on(engine: EngineHandle) -> None:
     version = generate(engine.url)["meta_info"]["weight_version"]
-    with ThreadPoolExecutor(1) as pool, weight_sync(engine.url, timeout_s=0.1) as sync:
-        long = pool.submit(generate, engine.url, 200)
-        time.sleep(0.05)
-        with pytest.raises(WeightPushError, match=r"begin_push: HTTP 409: .*1 generations were still running"):
-            sync.push([[NORM]], 21)
-        assert long.result()["meta_info"]["completion_tokens"] == 200
+    (scheduler,) = [
+        child
+        for child in psutil.Process(engine.process.pid).children(recursive=True)
+        if "scheduler" in " ".join(child.cmdline())
+    ]
+    with ThreadPoolExecutor(1) as pool, weight_sync(engine.url, timeout_s=5.0) as sync:
+        long = begun(engine.url, pool)
+        scheduler.suspend()  # however fast it decodes
+        try:
+            with pytest.raises(WeightPushError, match=r"begin_push: HTTP 409: .*1 generations were still running"):
+                sync.push([[NORM]], 21)
+        finally:
+            scheduler.resume()
+        assert long.result() == 200
     assert generate(engine.url)["meta_info"]["weight_version"] == version
 
 
@@ -364,10 +387,9 @@ def test_an_engine_whose_memory_was_lent_is_silent_until_a_push(engine: EngineHa
     engines.resume_memory()  # as after a restart while the trainer had the memory
     generate(engine.url)
     with ThreadPoolExecutor(1) as pool:
-        long = pool.submit(generate, engine.url, 200)
-        time.sleep(0.05)
+        long = begun(engine.url, pool)
         engines.release_memory()
-        assert long.result()["meta_info"]["completion_tokens"] == 200
+        assert long.result() == 200
     engines.release_memory()
     check_silent(engine.url, "the engine's memory is lent to the trainer")
     with pytest.raises(WeightPushError, match=r"HTTP 409: .*weights of version 44 have no place"):
@@ -409,14 +431,14 @@ def test_an_engine_that_hangs_is_an_error_at_the_deadline(engine: EngineHandle, 
                 hopeless.push(stops_then_sends(), 60)
         finally:
             os.killpg(engine.process.pid, signal.SIGCONT)
-    assert 1.5 < time.monotonic() - started < 12.0
+    assert 1.5 < time.monotonic() - started < 60.0
 
 
 def test_an_engine_that_is_gone_is_an_error_and_not_a_hang(engine: EngineHandle) -> None:
-    started = time.monotonic()
     with weight_sync(engine.url) as sync:
         sync.push([[NORM]], 70)
         engine.stop()
+        started = time.monotonic()
         with pytest.raises(WeightPushError, match=f"{engine.url}/arpo/begin_push"):
             sync.push([[NORM]], 71)
     assert time.monotonic() - started < TIMEOUT_S
