@@ -70,6 +70,8 @@ class WorkerPool:
         self._suspects = asyncio.Lock()
         self._numbers = itertools.count()
         self._background: set[asyncio.Task[None]] = set()
+        self._starting: set[subprocess.Popen[bytes]] = set()
+        """That do not serve yet."""
         self._stopping = False
         self.restarts = 0
 
@@ -192,6 +194,7 @@ class WorkerPool:
                 env={name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE},
             )
         reader, writer = await asyncio.open_connection(sock=ours)
+        self._starting.add(process)
         try:
             writer.write(self._first)
             async with asyncio.timeout(_START_TIMEOUT_S):
@@ -199,6 +202,8 @@ class WorkerPool:
         except BaseException:
             await _end(process, writer)
             raise
+        finally:
+            self._starting.discard(process)
         if ready is None or "error" in ready:
             await _end(process, writer)
             raise ConfigError(ready["error"] if ready else "a worker ended at its start; see the log")
@@ -243,9 +248,9 @@ class WorkerPool:
         """End all workers and their calls."""
         self._stopping = True
         await self._notify()
-        for worker in list(self._workers):
+        for process in [*self._starting, *(worker.process for worker in self._workers)]:
             with contextlib.suppress(ProcessLookupError):
-                worker.process.send_signal(signal.SIGKILL)
+                process.send_signal(signal.SIGKILL)
         while self._background:
             await asyncio.wait(list(self._background), timeout=_CANCEL_GRACE_S + 1)
 

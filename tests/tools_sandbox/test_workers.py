@@ -32,7 +32,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     metadata = folder / "troublesome-1.0.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: troublesome\nVersion: 1.0\n")
-    names = {**NAMES, "raise": "Raise", "no_tool": "NoTool"}
+    names = {**NAMES, "raise": "Raise", "slow_start": "SlowStart", "no_tool": "NoTool"}
     lines = "".join(f"{name} = troublesome_tools:{kind}\n" for name, kind in names.items())
     (metadata / "entry_points.txt").write_text(f"[tools_sandbox.tools]\n{lines}")
     return {"PYTHONPATH": f"{folder}:{HERE}:{ROOT}"}
@@ -138,6 +138,20 @@ def test_workers_end_with_a_killed_service_and_leave_no_folder(
     wait_until_gone(family)
     wait_until(lambda: not list(place.iterdir()))
     caller.join()
+
+
+def test_a_service_that_ends_waits_for_no_worker_that_starts(
+    start_service: StartService, environment: dict[str, str], tmp_path: Path
+) -> None:
+    held = tmp_path / "held"
+    plugins = [{"name": "slow_start", "options": {"held": str(held)}}]
+    service = start_service({"plugins": plugins, "workers": 1}, env=environment)
+    (first,) = service.workers()
+    held.touch()
+    first.kill()
+    wait_until(lambda: any(each.pid != first.pid for each in service.workers()))
+    service.process.terminate()
+    assert service.process.wait(60) == 0  # the worker would not serve before 120 s are over
 
 
 def test_what_a_service_killed_at_its_start_leaves_is_removed_by_the_next(

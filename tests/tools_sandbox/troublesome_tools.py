@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -71,10 +72,18 @@ class Stuck(_Trouble):
     name = "stuck"
 
     async def run(self, arguments: Any, timeout_s: float) -> ToolResult:
-        import time
-
         await in_thread(time.sleep, 60)
         return ToolResult("ok", "never")
+
+
+class SlowStart(_Trouble):
+    """Is not made while the file is there."""
+
+    name = "slow_start"
+
+    def __init__(self, held: str) -> None:
+        while Path(held).exists():
+            time.sleep(0.02)
 
 
 class Raise(_Trouble):
