@@ -17,6 +17,7 @@ from arpo_megatron import resolve
 from arpo_megatron.actor import parallel
 from arpo_megatron.actor.actor import Actor
 from arpo_megatron.actor.checkpoint import CheckpointStore
+from arpo_megatron.actor.directories import COLD_START_KEPT
 from arpo_megatron.actor.optimizer import adam_name
 from arpo_megatron.actor.packing import pack_minibatch
 from arpo_megatron.algorithms.credit import supervised_credit
@@ -253,7 +254,7 @@ def sft(directory: RunDirectory) -> None:
         directory=directory,
         actor=Actor(config, shape, start, optimizer=config.sft.optimizer, total_updates=config.sft.steps),
         examples=Examples.of(config, tokenizer, shape),
-        checkpoints=CheckpointStore(directory.sft_checkpoints, keep=2),
+        checkpoints=CheckpointStore(directory.sft_checkpoints, COLD_START_KEPT),
         events=events,
         metrics=MetricsLog(directory.path, config, phase="sft") if leading else None,
         profiler=StepProfiler(window, directory.profile / "cold_start", parallel.rank()),

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 _STEP = re.compile(r"step_(\d+)")
+COLD_START_KEPT = 2
+"""Newest checkpoints of a cold start that are kept; the ARPO loop has `train.keep_checkpoints`."""
 
 
 def step_of(path: Path) -> int | None:

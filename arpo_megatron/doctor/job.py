@@ -1,6 +1,7 @@
 """The doctor as the first step of a job: one task on every node, then what the nodes say of each other."""
 
 import json
+import re
 import secrets
 import shutil
 import sys
@@ -22,6 +23,8 @@ IMAGE_S = 900.0
 """The same in a container, whose image may have to be fetched."""
 LAST_S = 10.0
 """From the first report to the last: nodes write theirs right after the meeting, which is over for all at once."""
+_FAILURE = re.compile(r"^(\S+): failure +(\S+) +(.+)$", re.MULTILINE)
+"""A line of `show` on a node: its name, the check, what was found and how to mend it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,21 +64,32 @@ def examine_nodes(site: SlurmSite, roles: Roles, port: int, poll: Callable[[], N
     names = [node.name for node in site.nodes]
     step = roles.start("doctor", site.step("doctor", site.nodes, 1, command), env=variables)
     limit_s = START_S if site.profile.container is None else IMAGE_S
+    died: RoleDiedError | None = None
     try:
         roles.wait(step, poll=_until_late(step, limit_s, poll))
     except RoleDiedError as error:
-        raise UserError(f"doctor: a node cannot even run it: {error}") from None
+        died = error
     except _LateError:  # who is late has left no report
         stop_groups([step.process])
         roles.running.remove(step)
     reports = {name: found for name in names if (found := _report(site.run, name))}
-    findings = [*((name, item) for name in reports for item in reports[name].findings), *judged(reports, names)]
+    reported = [(name, item) for name in reports for item in reports[name].findings]
+    logged = _logged(step) if died else []
+    findings = [*logged, *reported, *([] if died else judged(reports, names))]
     for name, item in findings:
         show([item], f"{name}: ")
+    if died and not logged:
+        raise UserError(f"doctor: a node cannot even run it: {died}")
     if worst := guilty(findings):
         name, item = worst
-        raise UserError(f"doctor: {item.name} on {name}: {item.text}: {item.mend}")
+        raise UserError(f"doctor: {item.name} on {name}: {item.text}{f': {item.mend}' if item.mend else ''}")
     site.free_ports.update({name: reports[name].ports for name in names})
+
+
+def _logged(step: Role) -> list[tuple[str, Finding]]:
+    """The failures that nodes could only write to the step's log: they do not see the supervisor's filesystem."""
+    said = step.log.read_bytes()[step.log_start :].decode(errors="replace")
+    return [(name, failure(check, text)) for name, check, text in _FAILURE.findall(said)]
 
 
 class _LateError(Exception):

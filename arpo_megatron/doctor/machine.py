@@ -1,5 +1,6 @@
 """What one machine must have for a job: Python, pins, GPUs, disk, model files, isolation."""
 
+import json
 import os
 import platform
 import shutil
@@ -13,11 +14,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
 
+from arpo_megatron.actor.directories import COLD_START_KEPT, checkpoint_directories, kept, step_of
 from arpo_megatron.config import JobConfig, SandboxConfig
 from arpo_megatron.doctor.finding import Finding, failure, ok, warning
 from arpo_megatron.errors import UserError
+from arpo_megatron.machine import gpu_count
 from arpo_megatron.plan.memory import checkpoint_bytes
 from arpo_megatron.rollout.cpu_standins import SGLANG_VERSION
+from arpo_megatron.run_directory import RunDirectory
 from arpo_megatron.weights.known_shapes import shape_of
 
 ROUTER_PIN = "0.3.2"
@@ -35,25 +39,31 @@ CLOCK_SKEW_S = 5.0
 Check = tuple[str, Callable[[], Finding]]
 
 
-def machine_checks(*, gpus: int, config: JobConfig | None = None) -> list[Check]:
-    """Of a machine, or of a container image, that is to have `gpus` GPUs for the job (0: it runs on CPUs)."""
-    on_gpu: list[Check] = [("gpu", lambda: check_gpus(gpus)), ("rdma", check_rdma)] if gpus else []
-    packages = ("packages", lambda: check_packages(config, gpus))
-    installed: list[Check] = [("python", check_python), ("pins", lambda: check_pins(gpus)), packages]
-    return [*installed, *on_gpu, ("sandbox", lambda: check_isolation(config))]
+def machine_checks(*, gpus: int, on_gpus: bool, config: JobConfig | None = None) -> list[Check]:
+    """Of a machine or of a container image.
+
+    Args:
+        gpus: that it is to have for the job.
+        on_gpus: the job computes on GPUs, so it wants their packages, whether or not any is here.
+        config: of the job; None: of any.
+    """
+    seen: list[Check] = [("gpu", lambda: check_gpus(gpus)), ("rdma", check_rdma)] if gpus else [("gpu", _no_gpus)]
+    packages = ("packages", lambda: check_packages(config, on_gpus))
+    installed: list[Check] = [("python", check_python), ("pins", lambda: check_pins(on_gpus)), packages]
+    return [*installed, *(seen if on_gpus else ()), ("sandbox", lambda: check_isolation(config))]
 
 
-def job_checks(config: JobConfig, run_parent: Path, secrets: Mapping[str, str] = MappingProxyType({})) -> list[Check]:
+def job_checks(config: JobConfig, run: RunDirectory, secrets: Mapping[str, str] = MappingProxyType({})) -> list[Check]:
     """Of the files and services that a recipe wants.
 
     Args:
         config: of the job.
-        run_parent: where its run directory will be or is.
+        run: its directory, which need not be there yet.
         secrets: of the cluster profile, where they are not yet in the environment.
     """
     return [
         ("model", lambda: check_model_files(config)),
-        ("disk", lambda: check_disk(config, run_parent)),
+        ("disk", lambda: check_disk(config, run)),
         ("wandb", lambda: check_wandb(config, secrets)),
     ]
 
@@ -66,8 +76,8 @@ def check_python() -> Finding:
     return failure("python", text, "Python 3.11 or 3.12 is wanted")
 
 
-def check_pins(gpus: int) -> Finding:
-    """The packages of a role."""
+def check_pins(on_gpus: bool) -> Finding:
+    """The packages of a role; on GPUs another version is a warning."""
     found, odd = [], []
     for package, pin in PINS.items():
         try:
@@ -79,16 +89,16 @@ def check_pins(gpus: int) -> Finding:
             odd.append(f"{package} {have} instead of {pin}")
     if not odd:
         return ok("pins", ", ".join(found))
-    level = warning if gpus else failure
+    level = warning if on_gpus else failure
     return level("pins", ", ".join(odd), "install the pinned versions (requirements.lock), or know why not")
 
 
-def check_packages(config: JobConfig | None, gpus: int) -> Finding:
-    """What this recipe, or with GPUs any, wants besides the pins: an image lacks nothing that is first missed later."""
+def check_packages(config: JobConfig | None, on_gpus: bool) -> Finding:
+    """What this recipe, or on GPUs any, wants besides the pins: an image lacks nothing that is first missed later."""
     modules = [] if config is None else list(config.sandbox.preload)
     missing = []
-    engines = not config.cold_start_only if config else bool(gpus)
-    if gpus:
+    engines = not config.cold_start_only if config else on_gpus
+    if on_gpus:
         missing += _lacking("transformer-engine", lambda found: TE_VERSIONS[0] <= found < TE_VERSIONS[1])
         modules += ["sgl_kernel"] * engines
     if engines and (config is None or config.engine.router == "sglang"):
@@ -96,7 +106,7 @@ def check_packages(config: JobConfig | None, gpus: int) -> Finding:
     if config is not None and config.monitor.wandb != "disabled":
         modules.append("wandb")
     missing += [name for name in modules if find_spec(name) is None]
-    who = config.name if config else "a job on GPUs" if gpus else "a job"
+    who = config.name if config else "a job on GPUs" if on_gpus else "a job"
     if missing:
         return failure(
             "packages", f"{who} wants {', '.join(missing)}, not installed here", "slurm/container/Dockerfile"
@@ -119,14 +129,25 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def check_gpus(wanted: int) -> Finding:
-    """nvidia-smi lists as many as the job wants."""
+    """nvidia-smi lists as many as the job wants, and torch can use them."""
     if shutil.which("nvidia-smi") is None:
         return failure("gpu", "nvidia-smi is not there", "the node has no NVIDIA driver, or the container hides it")
     query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
-    lines = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False).stdout.splitlines()
+    asked = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False)
+    if asked.returncode:  # it tells its errors on standard output, a line each, as it does GPUs
+        said = " ".join((asked.stdout + asked.stderr).split())[:200]
+        return failure("gpu", f"nvidia-smi ended with exit code {asked.returncode}: {said}", "mend the driver")
+    lines = asked.stdout.splitlines()
     if len(lines) < wanted:
         return failure("gpu", f"{len(lines)} GPUs, the profile says {wanted}", "mend gpus_per_node or gpu_request")
+    if (usable := gpu_count("auto")) < wanted:
+        text = f"nvidia-smi lists {len(lines)} GPUs, torch can use {usable} of the {wanted} that are wanted"
+        return failure("gpu", text, "install a torch for this driver's CUDA, and look at CUDA_VISIBLE_DEVICES")
     return ok("gpu", f"{len(lines)} x {lines[0]}")
+
+
+def _no_gpus() -> Finding:
+    return warning("gpu", "torch sees none here", "look where the job will run, or give platform=cpu")
 
 
 def check_rdma() -> Finding:
@@ -169,25 +190,55 @@ def check_model_files(config: JobConfig) -> Finding:
     if path is None:
         hub_id = config.model.hub_id
         return failure("model", f"{hub_id} is not here", f"hf download {hub_id} --local-dir DIR, and model.path=DIR")
-    missing = [name for name in ("config.json", "tokenizer.json") if not (path / name).is_file()]
-    if missing or not list(path.glob("*.safetensors")):
-        return failure("model", f"{path} lacks {missing[0] if missing else '*.safetensors'}", "fetch the whole model")
+    wanted = ("config.json", "tokenizer.json", *_weight_files(path))
+    if missing := [name for name in wanted if not (path / name).is_file()]:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        return failure("model", f"{path} lacks {missing[0]}{more}", "fetch the whole model")
     return ok("model", str(path))
 
 
-def check_disk(config: JobConfig, directory: Path) -> Finding:
-    """Room for the checkpoints that are kept, and the one that is being written."""
-    place = existing(directory)
+def _weight_files(path: Path) -> list[str]:
+    """Names of the files that hold a model's tensors. Raises UserError where their index cannot be read."""
+    index = path / "model.safetensors.index.json"
+    if not index.is_file():
+        return ["model.safetensors"]
+    try:
+        return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{index} is damaged: {error!r}: fetch the whole model") from None
+
+
+def check_disk(config: JobConfig, run: RunDirectory) -> Finding:
+    """Room for the checkpoints that will be kept, and the one that is being written, beside those that are there."""
+    place = existing(run.path)
     free = shutil.disk_usage(place).free
     try:
         checkpoint = checkpoint_bytes(config, shape_of(config.model))
     except UserError as error:
         return warning("disk", f"{free / 1e9:.1f} GB are free at {place}; how many are wanted is not known", str(error))
-    wanted = checkpoint * (config.train.keep_checkpoints + 1) + _SPARE_BYTES
+    count, there = _checkpoints(config, run)
+    wanted = max(checkpoint * (count + 1) - there, checkpoint) + _SPARE_BYTES
     text = f"{free / 1e9:.1f} GB are free at {place}, {wanted / 1e9:.1f} GB are wanted for checkpoints"
+    text += f" beside the {there / 1e9:.1f} GB of this run's" if there else ""
     if free < wanted:
-        return failure("disk", text, "make room, lower train.keep_checkpoints, or set `runs` to another filesystem")
+        fewer = "" if config.cold_start_only else "keep fewer (train.keep_checkpoints, train.keep_every), "
+        return failure("disk", text, f"make room, {fewer}or set `runs` to another filesystem")
     return ok("disk", text)
+
+
+def _checkpoints(config: JobConfig, run: RunDirectory) -> tuple[int, int]:
+    """How many the run keeps at most, and the bytes of those that it has already."""
+    train, count = config.train, 0
+    cold, own = checkpoint_directories(run.sft_checkpoints), checkpoint_directories(run.checkpoints)
+    if config.sft.steps:  # they stay when it is done
+        count += len(cold) if (run.cold_start / "config.json").exists() else COLD_START_KEPT
+    if not config.cold_start_only:
+        newest = (step_of(own[-1]) or 0) if own else 0
+        due = sorted({*range(train.save_every, train.steps, train.save_every), train.steps})
+        all_steps = [*own, *(run.checkpoints / f"step_{step}" for step in due if step > newest)]
+        # A job that is stopped saves besides, so the newest may be more than those that are due.
+        count += max(len(kept(all_steps, train.keep_checkpoints, train.keep_every)), train.keep_checkpoints)
+    return count, sum(file.stat().st_size for path in (*cold, *own) for file in path.rglob("*") if file.is_file())
 
 
 def check_clock(directory: Path) -> Finding:

@@ -28,19 +28,20 @@ _CANARY_S = 15.0
 
 def main() -> None:
     """Exits well if the supervisor can read what was found."""
-    import torch  # before any check: a minute goes by on a cold filesystem, and nothing is wrong
+    import torch  # noqa: F401  (before any check: a minute goes by on a cold filesystem, and nothing is wrong)
 
     run, token = RunDirectory(Path(sys.argv[1])), sys.argv[2]
-    profile, config = load_profile(str(run.cluster)), resolve.load(run.config)
     name, address = os.environ["SLURMD_NODENAME"], os.environ["ARPO_NODE_ADDRESSES"].split(",")
     here = address[int(os.environ["SLURM_PROCID"])]
-    gpus = profile.gpus_of(config)
     findings = run_checks([("filesystem", lambda: _canary(run, token))])
-    if not show(findings):
-        sys.exit(1)
-    findings += run_checks([*machine_checks(gpus=gpus, config=config), *job_checks(config, run.path)])
+    if not show(findings, f"{name}: "):
+        os._exit(1)
+    # Not before it is known that they are there.
+    profile, config = load_profile(str(run.cluster)), resolve.load(run.config)
+    gpus = profile.gpus_of(config)
+    findings += run_checks([*machine_checks(gpus=gpus, on_gpus=gpus > 0, config=config), *job_checks(config, run)])
     rank, count, port = (int(os.environ[name]) for name in ("SLURM_PROCID", "SLURM_NTASKS", "MASTER_PORT"))
-    device = "cuda:0" if gpus and torch.cuda.is_available() else "cpu"
+    device = "cuda:0" if gpus else "cpu"  # where torch cannot use GPUs that the job has, nobody meets
     limit_s = MEETING_S + 5.0
     meeting = [("network", lambda: all_reduce(rank, count, address[0], port, device))]
     findings += run_checks(meeting, limit_s, limit_s)

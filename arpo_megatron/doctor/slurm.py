@@ -69,11 +69,23 @@ def check_gres(profile: ClusterProfile) -> Finding:
     if not profile.gpus_per_node or profile.gpu_request == "none":
         return ok("gres", "none is asked for")
     shown = {gres for _, gres in _partition(profile, "%G")}
-    counts = [int(n) for text in shown for n in re.findall(r"gpu(?::[A-Za-z][\w.-]*)?:(\d+)", text)]
-    if max(counts, default=0) < profile.gpus_per_node:
-        text = f"nodes have {', '.join(sorted(shown)) or 'no gres'}, the profile says {profile.gpus_per_node} GPUs"
-        return failure("gres", text, "mend gpus_per_node, or set gpu_request: none")
+    if max((gpus_in(gres, profile.gpu_type) for gres in shown), default=0) < profile.gpus_per_node:
+        asked = f"{profile.gpus_per_node} GPUs{f' of type {profile.gpu_type}' if profile.gpu_type else ''}"
+        text = f"nodes have {', '.join(sorted(shown)) or 'no gres'}, the profile says {asked}"
+        return failure("gres", text, "mend gpus_per_node and gpu_type, or set gpu_request: none")
     return ok("gres", ", ".join(sorted(shown)))
+
+
+def gpus_in(gres: str, kind: str | None) -> int:
+    """GPUs of a node in sinfo's words: `gpu[:TYPE]:N`, where N may be followed by (S:SOCKETS) or (IDX:...).
+
+    Args:
+        gres: of the node, items with commas between them.
+        kind: count those of this type only.
+    """
+    items = (item.split(":") for item in re.sub(r"\([^)]*\)", "", gres).split(","))
+    gpus = [(words[1:-1], words[-1]) for words in items if words[0].strip() == "gpu"]
+    return sum(int(count) for types, count in gpus if count.isdecimal() and (kind is None or types[:1] == [kind]))
 
 
 def check_preemption(profile: ClusterProfile) -> Finding:

@@ -1,19 +1,18 @@
 """What would fail a job is said before it starts, with how to mend it."""
 
-import sys
+import json
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from arpo_megatron import resolve
-from arpo_megatron.cluster.profile import ClusterProfile, check_profile, save_profile
-from arpo_megatron.cluster.site import SlurmSite
-from arpo_megatron.cluster.slurm import Node
+from arpo_megatron.cluster.profile import ClusterProfile, check_profile
 from arpo_megatron.config import JobConfig
-from arpo_megatron.doctor.finding import Finding, failure, ok, run_checks, show
-from arpo_megatron.doctor.job import Report, examine_nodes, guilty, judged
+from arpo_megatron.doctor.finding import failure, ok, run_checks, show
 from arpo_megatron.doctor.local import examine
 from arpo_megatron.doctor.machine import (
     check_clock,
@@ -26,9 +25,6 @@ from arpo_megatron.doctor.machine import (
 )
 from arpo_megatron.doctor.slurm import check_gres, check_partition, check_preemption
 from arpo_megatron.errors import UserError
-from arpo_megatron.plan.roles import plan_roles
-from arpo_megatron.processes import Roles
-from arpo_megatron.rollout.server import free_ports
 from arpo_megatron.run_directory import RunDirectory
 from tools_sandbox.python_tool.walls import Level
 
@@ -60,104 +56,89 @@ def test_a_check_that_hangs_is_a_failure_of_that_name_and_the_others_are_made() 
     assert "no answer for 1 s" in found[0].text
 
 
-def report(*findings: Finding, clock: float = 100.0) -> Report:
-    return Report(findings, clock, [])
-
-
-def test_clocks_of_nodes_that_have_not_met_are_not_compared() -> None:
-    """Two nodes wait 44 s for each other, one after the other: their clocks were read 44 s apart."""
-    alone = failure("network", "2 ranks did not meet")
-    reports = {"n1": report(alone), "n2": report(alone, clock=144.0)}
-    findings = [*((name, alone) for name in reports), *judged(reports, ["n1", "n2"])]
-    assert guilty(findings) == ("n1", alone)
-    assert [item.level for _, item in judged(reports, ["n1", "n2"])] == ["warning"]
-
-
-def test_clocks_of_nodes_that_have_met_are() -> None:
-    met = ok("network", "all-reduce")
-    reports = {"n1": report(met), "n2": report(met, clock=106.0)}
-    worst = guilty(judged(reports, ["n1", "n2"]))
-    assert worst is not None and worst[1].name == "clock" and "6.00 s between the nodes" in worst[1].text
-    assert guilty(judged({"n1": report(met), "n2": report(met, clock=104.0)}, ["n1", "n2"])) is None
-
-
-def test_a_node_that_nobody_met_is_blamed_before_the_network() -> None:
-    alone = failure("network", "2 ranks did not meet")
-    worst = guilty([("n1", alone), *judged({"n1": report(alone)}, ["n1", "n2"])])
-    assert worst is not None and worst[0] == "n2" and "it hangs" in worst[1].text
-
-
-BOTH = """#!/bin/bash
-while [ "$1" != arpo ]; do shift; done; shift
-export SLURM_NTASKS=2
-for rank in 0 1; do SLURM_PROCID=$rank SLURMD_NODENAME=n$((rank + 1)) "$@" & started="$started $!"; done
-for task in $started; do wait $task || exit 1; done
-"""
-
-
-def examined(monkeypatch: pytest.MonkeyPatch, folder: Path, srun: str) -> SlurmSite:
-    """`examine_nodes` of two nodes, with that program in place of srun."""
-    program = folder / "bin" / "srun"
-    program.parent.mkdir()
-    program.write_text(srun)
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", str(program.parent), prepend=":")
-    run, config = RunDirectory(folder / "run"), job("platform=cpu", "sandbox.isolation=limits")
-    run.path.mkdir()
-    cpus = profile(gpus_per_node=0)
-    resolve.save(config, run.config)
-    save_profile(cpus, run.cluster)
-    nodes = [Node("n1", "127.0.0.1"), Node("n2", "127.0.0.2")]
-    site = SlurmSite(cpus, plan_roles(config, 0, 2), nodes, run, "7")
-    with Roles(run.logs) as roles:
-        try:
-            examine_nodes(site, roles, *free_ports(1), lambda: None)
-        finally:
-            assert not [role for role in roles.running if role.process.poll() is None]
-    return site
-
-
-def test_two_nodes_meet_and_offer_ports(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Two processes of this machine are the nodes; Slurm's own are in test_on_slurm.py."""
-    site = examined(monkeypatch, tmp_path, BOTH)
-    assert [len(site.free_ports[name]) for name in ("n1", "n2")] == [32, 32]
-    said = capsys.readouterr().out
-    assert "n1: ok       network      all-reduce over 2 rank(s) with gloo" in said
-    assert "all nodes: ok       clock" in said
-
-
-HANGING = """#!{python}
-import json, pathlib, sys, time
-run = pathlib.Path(sys.argv[-2])
-finding = {{"name": "network", "level": "failure", "text": "2 ranks did not meet", "mend": "x"}}
-report = {{"findings": [finding], "clock": 1.0, "ports": []}}
-(run / "doctor" / "n1.json").write_text(json.dumps(report))
-print("doctor: this node has reported", flush=True)
-time.sleep(100)
-"""
-
-
-def test_a_node_that_hangs_ends_the_job_with_its_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The first node reports, the second never does."""
-    monkeypatch.setattr("arpo_megatron.doctor.job.LAST_S", 0.5)
-    started = time.monotonic()
-    with pytest.raises(UserError, match="doctor: report on n2: the node left none: it hangs"):
-        examined(monkeypatch, tmp_path, HANGING.format(python=sys.executable))
-    assert time.monotonic() - started < 90  # what hangs does so for 100 s
-
-
 def test_a_disk_that_cannot_hold_the_checkpoints_is_refused(tmp_path: Path) -> None:
-    assert check_disk(job(), tmp_path / "runs").level == "ok"
+    run = RunDirectory(tmp_path / "runs" / "first")
+    assert check_disk(job(), run).level == "ok"
     large = resolve.resolve("deepsearch_14b", words=["train.keep_checkpoints=20"])
-    found = check_disk(large, tmp_path / "runs")  # of a model that is not here either
+    found = check_disk(large, run)  # of a model that is not here either
     assert (
         "4343.0 GB are wanted for checkpoints" in found.text
     )  # 21 of 14,768,307,200 parameters, 14 bytes each, and 1 GiB
     assert found.level == "failure" and "train.keep_checkpoints" in found.mend
-    unknown = check_disk(job(f"model.path={tmp_path}"), tmp_path / "runs")
+    unknown = check_disk(job(f"model.path={tmp_path}"), run)
     assert unknown.level == "warning" and "is not known" in unknown.text
+
+
+CHECKPOINT = 14_768_307_200 * 14
+"""Bytes of one of Qwen3 14B: weights in two bytes, AdamW's state in twelve."""
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Sets what is free on all disks, in checkpoints (and the spare GiB)."""
+
+    def free(checkpoints: float) -> None:
+        usage = SimpleNamespace(free=int(checkpoints * CHECKPOINT) + 2**30)
+        monkeypatch.setattr("arpo_megatron.doctor.machine.shutil.disk_usage", lambda place: usage)
+
+    return free
+
+
+def saved(root: Path, *steps: int) -> None:
+    """Checkpoints of that size that take no room."""
+    for step in steps:
+        (folder := root / f"step_{step}" / "actor").mkdir(parents=True)
+        with (folder / "weights").open("wb") as file:
+            file.truncate(CHECKPOINT)
+
+
+def test_a_run_that_goes_on_is_not_refused_for_what_it_has_saved(tmp_path: Path, disk: Callable[[float], None]) -> None:
+    """A disk that two checkpoints and a third that is being written fill, in each life of the job."""
+    config, run = resolve.resolve("deepsearch_14b", words=["train.steps=9"]), RunDirectory(tmp_path)
+    for kept in range(3):
+        disk(3 - kept)
+        found = check_disk(config, run)
+        assert found.level == "ok", found
+        assert kept == 0 or f"beside the {kept * CHECKPOINT / 1e9:.1f} GB of this run's" in found.text
+        disk(2.9 - kept)
+        assert check_disk(config, run).level == "failure"
+        saved(run.checkpoints, kept + 1)
+    disk(0.9)  # three are there, because train.keep_checkpoints was larger: one is written before they go
+    assert check_disk(config, run).level == "failure"
+
+
+def test_checkpoints_that_are_kept_for_good_are_counted(tmp_path: Path, disk: Callable[[float], None]) -> None:
+    words, run = ["train.steps=10", "train.save_every=1", "train.keep_every=3"], RunDirectory(tmp_path)
+    config = resolve.resolve("deepsearch_14b", words=words)
+    disk(4.9)  # 3, 6, 9 and 10, and one that is being written
+    found = check_disk(config, run)
+    assert found.level == "failure" and "train.keep_every" in found.mend
+    disk(5)
+    assert check_disk(config, run).level == "ok"
+    saved(run.checkpoints, 2, 3)  # 2 will go
+    disk(3)
+    assert check_disk(config, run).level == "ok"
+
+
+def test_a_cold_start_keeps_its_own_number_of_checkpoints(tmp_path: Path, disk: Callable[[float], None]) -> None:
+    words = ["sft.steps=500", "sft.save_every=100", "train.keep_checkpoints=9", "model.hub_id=Qwen/Qwen3-14B"]
+    alone = resolve.resolve("sft_7b", words=[*words, f"sft.data={tmp_path}/chats.jsonl"])
+    run = RunDirectory(tmp_path / "run")
+    disk(3)
+    assert alone.cold_start_only and check_disk(alone, run).level == "ok"
+    disk(2.9)
+    found = check_disk(alone, run)
+    assert found.level == "failure" and "train." not in found.mend
+    both = resolve.resolve("deepsearch_14b", words=[*words, f"sft.data={tmp_path}/chats.jsonl"])
+    disk(12)
+    assert check_disk(both, run).level == "ok"
+    disk(11.9)
+    assert check_disk(both, run).level == "failure"
+    run.cold_start.mkdir(parents=True)
+    (run.cold_start / "config.json").touch()
+    saved(run.sft_checkpoints, 300)
+    disk(10)  # it is done, and what it has kept stays
+    assert check_disk(both, run).level == "ok"
 
 
 def test_half_a_model_is_refused(tmp_path: Path) -> None:
@@ -165,9 +146,20 @@ def test_half_a_model_is_refused(tmp_path: Path) -> None:
         found = check_model_files(job(f"model.path={tmp_path}"))
         assert found.level == "failure" and name in found.text
         (tmp_path / name).write_text("{}")
-    assert "*.safetensors" in check_model_files(job(f"model.path={tmp_path}")).text
+    (tmp_path / "model-00001-of-00003.safetensors").touch()  # of those that no index lists none is read
+    assert "lacks model.safetensors" in check_model_files(job(f"model.path={tmp_path}")).text
     (tmp_path / "model.safetensors").touch()
     assert check_model_files(job(f"model.path={tmp_path}")).level == "ok"
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {str(n): f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3)}}))
+    found = check_model_files(job(f"model.path={tmp_path}"))
+    assert found.level == "failure" and "lacks model-00002-of-00003.safetensors and 1 more" in found.text
+    for n in (2, 3):
+        (tmp_path / f"model-0000{n}-of-00003.safetensors").touch()
+    assert check_model_files(job(f"model.path={tmp_path}")).level == "ok"
+    index.write_text("{}")
+    with pytest.raises(UserError, match="is damaged"):
+        check_model_files(job(f"model.path={tmp_path}"))
     named = check_model_files(resolve.resolve("deepsearch_14b"))
     assert named.level == "failure" and "hf download Qwen/Qwen3-14B" in named.mend
     assert check_model_files(job()).level == "ok"
@@ -188,15 +180,17 @@ def test_metrics_that_go_online_want_a_login(monkeypatch: pytest.MonkeyPatch, tm
 class Cluster:
     """Slurm's answers on a cluster unlike the one that tests can start: a default that comes second, and QOS."""
 
-    def __init__(self, preempt_type: str, grace: str, default: str = "gpu*", more: str = "") -> None:
-        self.type, self.grace, self.default = preempt_type, grace, default
+    def __init__(
+        self, preempt_type: str, grace: str, default: str = "gpu*", more: str = "", gres: str = "gpu:h100:8"
+    ) -> None:
+        self.type, self.grace, self.default, self.gres = preempt_type, grace, default, gres
         self.more = more or "PreemptParameters       = send_user_signal\n"
 
     def call(self, *words: str, check: bool = True) -> str:
         if words[0] == "sinfo":
             rows = {
                 "cpu": ("cpu", "up", "1:00", "9", "(null)"),
-                "gpu": (self.default, "up", "infinite", "4", "gpu:h100:8"),
+                "gpu": (self.default, "up", "infinite", "4", self.gres),
             }
             wanted = [word.partition("=")[2] for word in words if word.startswith("--partition=")] or list(rows)
             fields = words[words.index("-o") + 1].split("|")
@@ -218,6 +212,32 @@ def test_without_a_partition_the_default_one_is_judged(monkeypatch: pytest.Monke
     assert "less than time=" in check_partition(profile(partition="cpu")).text
     monkeypatch.setattr("arpo_megatron.cluster.slurm.call", Cluster("partition_prio", "600", default="gpu").call)
     assert "no default" in check_partition(profile()).text
+
+
+@pytest.mark.parametrize(
+    ("gres", "count", "kind", "level"),
+    [
+        ("gpu:8", 8, None, "ok"),
+        ("gpu:8(S:0-1)", 8, None, "ok"),
+        ("gpu:3090:4", 4, None, "ok"),
+        ("gpu:3090:4", 5, None, "failure"),
+        ("gpu:3090:4(S:0,2)", 4, "3090", "ok"),
+        ("gpu:h100:8(IDX:0-7)", 8, "h100", "ok"),
+        ("gpu:a100:8", 8, "h100", "failure"),
+        ("gpu:8", 8, "h100", "failure"),
+        ("lustre:no_consume:40,gpu:a100_3g.20gb:2(S:0),gpu:a100:6(S:0-1)", 8, None, "ok"),
+        ("gpu:a100_3g.20gb:2(S:0),gpu:a100:6(S:0-1)", 8, "a100", "failure"),
+        ("lustre:40", 1, None, "failure"),
+        ("(null)", 1, None, "failure"),
+    ],
+)
+def test_gpus_of_the_nodes_are_counted_by_type(
+    monkeypatch: pytest.MonkeyPatch, gres: str, count: int, kind: str | None, level: str
+) -> None:
+    monkeypatch.setattr("arpo_megatron.cluster.slurm.call", Cluster("partition_prio", "600", gres=gres).call)
+    found = check_gres(profile(gpus_per_node=count, gpu_type=kind))
+    assert found.level == level, found
+    assert level == "ok" or f"the profile says {count} GPUs{f' of type {kind}' if kind else ''}" in found.text
 
 
 @pytest.mark.parametrize(
@@ -256,11 +276,11 @@ def test_a_clock_that_is_not_the_filesystems_is_refused(monkeypatch: pytest.Monk
 
 
 def test_an_image_that_lacks_what_the_recipe_needs_is_refused() -> None:
-    assert check_packages(job("engine.router=sglang"), 0).level == "ok"
-    found = check_packages(job(), 8)
+    assert check_packages(job("engine.router=sglang"), False).level == "ok"
+    found = check_packages(job(), True)
     assert found.level == "failure" and "quickstart wants transformer-engine, sgl_kernel, not installed" in found.text
-    assert "transformer-engine" in check_packages(None, 8).text and check_packages(None, 0).level == "ok"
-    assert "no_such_module" in check_packages(job("sandbox.preload=[no_such_module]"), 0).text
+    assert "transformer-engine" in check_packages(None, True).text and check_packages(None, False).level == "ok"
+    assert "no_such_module" in check_packages(job("sandbox.preload=[no_such_module]"), False).text
 
 
 def test_the_isolation_of_foreign_code_is_tried_and_not_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,8 +292,58 @@ def test_the_isolation_of_foreign_code_is_tried_and_not_guessed(monkeypatch: pyt
 
 
 def test_a_node_without_its_gpus_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert check_gpus(8).level == "failure"
+    """As the driver's program tells it, and as torch sees it, which may be built for another driver."""
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr("arpo_megatron.doctor.machine.gpu_count", lambda platform: 2)
+    (program := tmp_path / "nvidia-smi").write_text(
+        "#!/bin/sh\necho NVIDIA-SMI has failed because it could not\necho communicate with the driver.\nexit 9\n"
+    )
+    program.chmod(0o755)
+    found = check_gpus(2)
+    assert found.level == "failure" and "exit code 9: NVIDIA-SMI has failed because" in found.text
+    program.write_text("#!/bin/sh\nfor n in 1 2; do echo NVIDIA H100 80GB HBM3, 580.65.06, 81559 MiB; done\n")
+    assert check_gpus(2) == ok("gpu", "2 x NVIDIA H100 80GB HBM3, 580.65.06, 81559 MiB")
+    assert "2 GPUs, the profile says 8" in check_gpus(8).text
+    monkeypatch.setattr("arpo_megatron.doctor.machine.gpu_count", lambda platform: 1)
+    assert "lists 2 GPUs, torch can use 1 of the 2" in check_gpus(2).text
+    monkeypatch.setenv("PATH", "/not/there")
+    assert check_gpus(2).level == "failure"
+
+
+def lines_of(said: str) -> dict[str, str]:
+    """Of the doctor, by the name of the check."""
+    return {line.split()[1]: line for line in said.splitlines() if line.startswith(("ok ", "warning ", "failure "))}
+
+
+def test_an_image_is_looked_at_for_gpus_where_there_are_none(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A model that is fetched is trained on GPUs, unless the words say otherwise."""
+    monkeypatch.setattr("arpo_megatron.doctor.local.gpu_count", lambda platform: 0)
+    monkeypatch.setattr("arpo_megatron.doctor.local.on_this_machine", lambda gpus, port: ok("network", ""))
+    examine(resolve.resolve("deepsearch_14b"), None)
+    said = lines_of(capsys.readouterr().out)
+    assert "deepsearch_14b wants transformer-engine, sgl_kernel, not installed" in said["packages"]
+    assert said["gpu"].startswith("warning") and "torch sees none here" in said["gpu"]
+    examine(resolve.resolve("deepsearch_14b", words=["platform=cpu"]), None)
+    said = lines_of(capsys.readouterr().out)
+    assert said["packages"].startswith("ok") and "gpu" not in said
+
+
+def test_what_submit_refuses_the_doctor_refuses(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("arpo_megatron.cluster.slurm.call", Cluster("partition_prio", "600").call)
+    monkeypatch.setattr("arpo_megatron.doctor.local.check_files", lambda config: None)  # of a model that is not here
+    cluster = profile(gpu="h100-80", runs=str(tmp_path))
+    examine(resolve.resolve("deepsearch_14b"), cluster)
+    assert lines_of(capsys.readouterr().out)["recipe"].startswith("ok")
+    words = ["parallel.tensor=1", "parallel.sequence=false", "parallel.data=16"]
+    assert not examine(resolve.resolve("deepsearch_14b", words=words), cluster)
+    said = lines_of(capsys.readouterr().out)["recipe"]
+    assert said.startswith("failure") and "deepsearch_14b does not fit: " in said and "of a GPU's" in said
+    examine(resolve.resolve("deepsearch_14b"), profile(runs=str(tmp_path / "two words")))
+    assert "has a space in it" in lines_of(capsys.readouterr().out)["recipe"]
 
 
 def test_this_machine_can_run_the_quickstart(capsys: pytest.CaptureFixture[str]) -> None:
