@@ -270,13 +270,15 @@ class Pushes:
         if self._sync is None:
             for _ in buckets:
                 pass
-            _logprobs(self._chunks[0], parallel.broadcast_object(None))
+            trainer_logprobs(self._chunks[0], parallel.broadcast_object(None))
             return
         report = self._sync.push(buckets, self._version)
         pushed = time.perf_counter()
         tokens = list(range(report.probe_tokens))
         scores = self._sync.engines.start_scores(tokens)
-        wanted = _logprobs(self._chunks[0], parallel.broadcast_object(probe_pack(tokens)))  # while the engine does
+        wanted = trainer_logprobs(
+            self._chunks[0], parallel.broadcast_object(probe_pack(tokens))
+        )  # while the engine does
         self.gap = max(self.gap, probe_gap(wanted.numpy(), scores()[0]))
         ended = time.perf_counter()
         took.append(Took(ended - started, ended - pushed))
@@ -289,7 +291,7 @@ class Pushes:
                     parameter.mul_(1.001)
 
 
-def _logprobs(model: Any, pack: Any) -> Tensor:
+def trainer_logprobs(model: Any, pack: Any) -> Tensor:
     """float32[m]: the trainer's log-probs of the pack's targets."""
     from arpo_megatron.actor.microbatch import MicroBatches, Place
 

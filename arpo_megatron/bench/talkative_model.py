@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from transformers import Qwen3ForCausalLM
+    from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 WORDS = 896
 CALLS = 64
 """One token in (WORDS + CALLS) / CALLS is a call."""
+_SPECIALS = ("<eos>", "<pad>", "<unk>", *" <>/\n", "result", "42")
+OTHERS = len(_SPECIALS)
+"""Tokens of the vocabulary that are neither."""
 
 
 def random_qwen3(vocabulary: int, *, eos: int, pad: int, positions: int, spread: float) -> "Qwen3ForCausalLM":
@@ -41,17 +44,21 @@ def random_qwen3(vocabulary: int, *, eos: int, pad: int, positions: int, spread:
 
 def write_model(folder: Path) -> None:
     """A Hugging Face directory with such a model, and a tokenizer of one token a word."""
+    vocabulary = OTHERS + WORDS + CALLS
+    random_qwen3(vocabulary, eos=0, pad=1, positions=4096, spread=0.02).save_pretrained(folder)
+    talkative_tokenizer(WORDS, CALLS).save_pretrained(folder)
+
+
+def talkative_tokenizer(words: int, calls: int) -> "PreTrainedTokenizerFast":
+    """A tokenizer of one token a word (" w0", " w1", ...), and one a call of the tool `python`."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    words = [f" w{number}" for number in range(WORDS)]
-    calls = [f"<python>{number}+{number}</python>" for number in range(CALLS)]
-    specials = ["<eos>", "<pad>", "<unk>", *" <>/\n", "result", "42"]
-    vocabulary = {word: index for index, word in enumerate([*specials, *words, *calls])}
+    spoken = [f" w{number}" for number in range(words)]
+    called = [f"<python>{number}+{number}</python>" for number in range(calls)]
+    vocabulary = {word: index for index, word in enumerate([*_SPECIALS, *spoken, *called])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))  # noqa: S106  (not a password)
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r" w\d+|[ <>/\n]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
     names = {"eos_token": "<eos>", "pad_token": "<pad>", "unk_token": "<unk>"}
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)
-    random_qwen3(len(vocabulary), eos=0, pad=1, positions=4096, spread=0.02).save_pretrained(folder)
-    fast.save_pretrained(folder)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)

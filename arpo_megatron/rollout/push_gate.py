@@ -198,7 +198,7 @@ class PushGate:
             return 409, {"error": f"the caches could not be emptied: {flushed.message}"}
         if self._push is not push:
             return 409, {"error": f"another push has begun meanwhile: {self._closed}"}
-        manager.record_config_updates("arpo.push", weight_version=str(version))
+        _set_version(manager, version)
         self._closed = self._push = None
         return 200, {}
 
@@ -225,11 +225,12 @@ class DetokenizerProbe:
     def __init__(self, manager: Any) -> None:
         import zmq
         import zmq.asyncio
-        from sglang.srt.managers.io_struct import BatchEmbeddingOutput, async_sock_send
+        from sglang.srt.managers import io_struct
         from sglang.srt.utils.network import get_zmq_socket
 
         # It hands embeddings on as they are; a batch of none changes nothing anywhere.
-        self._empty = BatchEmbeddingOutput(
+        batch = io_struct.BatchEmbeddingOutput
+        self._empty = batch(
             rids=[],
             finished_reasons=[],
             embeddings=[],
@@ -237,15 +238,16 @@ class DetokenizerProbe:
             cached_tokens=[],
             placeholder_tokens_idx=None,
             placeholder_tokens_val=None,
+            retraction_counts=[],
         )
         address = getattr(manager, _DETOKENIZER)
         self._socket = get_zmq_socket(zmq.asyncio.Context.instance(), zmq.PUSH, address, False)
-        self._send = async_sock_send
+        self._send = getattr(io_struct, "async_sock_send", _send_pickled)
         self._came = asyncio.Event()
         handle = manager._handle_batch_output
 
         async def seen(received: Any) -> None:
-            if isinstance(received, BatchEmbeddingOutput) and not received.rids:
+            if isinstance(received, batch) and not received.rids:
                 self._came.set()
             else:
                 await handle(received)
@@ -302,6 +304,19 @@ def _manager() -> Any:
     from sglang.srt.entrypoints.http_server import get_global_state
 
     return get_global_state().tokenizer_manager
+
+
+def _set_version(manager: Any, version: int) -> None:
+    """What answers report from now on as `meta_info["weight_version"]`."""
+    if hasattr(manager, "record_config_updates"):
+        manager.record_config_updates("arpo.push", weight_version=str(version))
+    else:  # sglang 0.5.12 reads it from the server's arguments
+        manager.server_args.weight_version = str(version)
+
+
+async def _send_pickled(socket: Any, message: Any) -> None:
+    """As the processes of sglang 0.5.12 speak to each other; later ones have a function for it."""
+    await socket.send_pyobj(message)
 
 
 def _on_success(send: Send, done: Callable[[], None]) -> Send:

@@ -11,17 +11,18 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 from typing import Self
 
 import requests
 
 from arpo_megatron.config import EngineConfig
 from arpo_megatron.errors import UserError
-from arpo_megatron.machine import ON_CPU, Placement, role_environment
+from arpo_megatron.machine import ON_CPU, Placement, role_environment, trainer_environment
 from arpo_megatron.processes import last_lines, stop_groups
 from arpo_megatron.rollout.push_gate import ALIVE, ENGINE_TOKEN
 from arpo_megatron.rollout.sglang_main import LAUNCHER_PID_VARIABLE
@@ -29,6 +30,7 @@ from arpo_megatron.supervisor import Program
 from tools_sandbox.temporary import TemporaryFolder
 
 _FLAGS = ("--enable-metrics", "--skip-server-warmup")  # the health gate's own generation is the warm-up
+_NO_OPTIONS: Mapping[str, object] = MappingProxyType({})
 SCRATCH_PREFIX = "arpo-scratch-"
 """Of folders with sockets and other short-lived files, each locked by the process that started whoever uses it."""
 _POLL_INTERVAL_S = 0.1
@@ -104,6 +106,7 @@ def launch_engine(
     port: int = 0,
     placement: Placement = ON_CPU,
     routes: bool = False,
+    options: Mapping[str, object] = _NO_OPTIONS,
 ) -> EngineHandle:
     """Start SGLang on `model_path` and return when it has answered a generation.
 
@@ -116,6 +119,7 @@ def launch_engine(
         port: TCP port on 127.0.0.1; 0 picks a free one.
         placement: which GPUs to use, if any.
         routes: as in `engine_program`.
+        options: likewise.
 
     Raises:
         UserError: no model at `model_path`.
@@ -134,6 +138,7 @@ def launch_engine(
             scratch=scratch.path,
             placement=placement,
             routes=routes,
+            options=options,
         )
         started = time.monotonic()
         process = program.start()
@@ -160,6 +165,7 @@ def engine_program(
     routes: bool = False,
     host: str = "127.0.0.1",
     token: str | None = None,
+    options: Mapping[str, object] = _NO_OPTIONS,
 ) -> Program:
     """How to start one SGLang server; `launch_engine` says what the arguments are, besides these.
 
@@ -169,17 +175,19 @@ def engine_program(
         name: of the role.
         routes: of a mixture of experts: it can tell to which of them it sent each token.
         token: that requests must bear; None: whoever reaches it may do anything with it.
+        options: SGLang's options (`engine_options`) that are to be others than the config says.
 
     Raises:
         UserError: no model at `model_path`.
     """
     if not (model_path / "config.json").is_file():
         raise UserError(f"{model_path} holds no Hugging Face model (config.json is missing)")
-    options = engine_options(engine, placement, dtype)
-    options |= {"model-path": model_path, "random-seed": seed, "host": host, "port": port}
+    words = engine_options(engine, placement, dtype)
+    words |= {"model-path": model_path, "random-seed": seed, "host": host, "port": port}
     if routes:
-        options["enable-return-routed-experts"] = None
-    arguments = [str(word) for name, value in options.items() for word in (f"--{name}", value) if word is not None]
+        words["enable-return-routed-experts"] = None
+    words |= options
+    arguments = [str(word) for name, value in words.items() for word in (f"--{name}", value) if word is not None]
     return Program(
         name=name,
         url=f"http://{host}:{port}",
@@ -293,10 +301,15 @@ def _with(token: str | None) -> dict[str, str]:
 
 
 def _environment(scratch: Path, placement: Placement, replicas: int) -> dict[str, str]:
-    environment = dict(os.environ)
+    # What a launcher has that is itself a trainer is not for the engine: its memory saver, for one, refuses segments
+    # that grow.
+    trainers = trainer_environment("auto" if placement.gpus else "cpu").items()
+    environment = {name: value for name, value in os.environ.items() if (name, value) not in trainers}
     environment[LAUNCHER_PID_VARIABLE] = str(os.getpid())
     environment["TMPDIR"] = str(scratch)
     environment["PYTHONUNBUFFERED"] = "1"
+    # An answer comes in one piece: sglang 0.5.12 keeps of additions, such as entropies, those of the last piece alone.
+    environment["SGLANG_FORCE_STREAM_INTERVAL"] = str(2**31 - 1)
     environment.update(role_environment("auto" if placement.gpus else "cpu"))
     if not placement.gpus:
         # Freed memory is kept: the pages of a push's tensors would cost as much as the tensors themselves, every time.

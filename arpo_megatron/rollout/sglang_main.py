@@ -14,6 +14,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 from arpo_megatron.errors import USER_ERROR_EXIT_CODE, UserError
@@ -61,6 +62,9 @@ def _fork_workers() -> None:
 def _keep_files_in_scratch() -> None:
     """SGLang's table of loads would stay in /dev/shm: its processes are killed, and nobody removes it."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    if find_spec("sglang.srt.managers.load_snapshot") is None:
+        return  # sglang 0.5.12 has no such table
 
     def in_scratch(original: Callable[[str], str], ipc_name: str) -> str:
         return str(Path(tempfile.gettempdir(), Path(original(ipc_name)).name))

@@ -10,7 +10,9 @@ announcements that are on their way at once could overtake each other.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from math import prod
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,11 +26,18 @@ _RECEIVER = (
 )
 
 
+_OLDER_RECEIVER = "sglang.srt.model_executor.model_runner.ModelRunner.update_weights_from_distributed"
+"""Of sglang 0.5.12, which has no updater yet."""
+
+
 def register() -> None:
     """Teach SGLang's weight updater in this process (applied by SGLang's own `load_plugins`)."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    HookRegistry.register(_RECEIVER, _receive, HookType.REPLACE)
+    if find_spec("sglang.srt.model_executor.model_runner_components") is None:
+        HookRegistry.register(_OLDER_RECEIVER, _receive_in_runner, HookType.REPLACE)
+    else:
+        HookRegistry.register(_RECEIVER, _receive, HookType.REPLACE)
 
 
 def whole_places(
@@ -96,6 +105,15 @@ def _receive(
     except Exception as error:  # an exception would end the engine: the sender is told, and the gate stays closed
         return False, f"Failed to update parameter online: {error}"
     return True, "Succeeded to update parameter online."
+
+
+def _receive_in_runner(runner: Any, *args: Any, **kwargs: Any) -> tuple[bool, str]:
+    updater = SimpleNamespace(
+        get_model=lambda: runner.model,
+        get_model_runner=lambda: runner,
+        _model_update_group=runner._model_update_group,
+    )
+    return _receive(updater, *args, **kwargs)
 
 
 def _places_or_none(

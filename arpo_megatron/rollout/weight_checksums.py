@@ -42,7 +42,9 @@ def _handle(original: Callable[..., Any], checker: Any, action: str, *args: Any,
     if not action.startswith(CHECKSUM_ACTION):
         return original(checker, action, *args, **kwargs)
     asked = json.loads(action.removeprefix(CHECKSUM_ACTION))
-    pieces = held_pieces(checker._get_model(), {name: Sample(**sample) for name, sample in asked.items()})
+    # sglang 0.5.12 gives its checker the runner of the model.
+    model = checker._get_model() if hasattr(checker, "_get_model") else checker._model_runner.model
+    pieces = held_pieces(model, {name: Sample(**sample) for name, sample in asked.items()})
     return {
         "checksums": {name: json.dumps([piece.as_json() for piece in held]) for name, held in pieces.items()},
         "per_gpu_checksum": "",

@@ -7,15 +7,25 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import requests
 import torch
 
 from arpo_megatron.bench.gpu.exact import Exactness, exact_parts
 from arpo_megatron.bench.gpu.journal import Part, run_parts
+from arpo_megatron.bench.gpu.push import Pushes, push_parts
+from arpo_megatron.bench.gpu.random_engines import Kind, RandomEngines, step_bytes, write_directory
+from arpo_megatron.bench.gpu.rollout import Load, Rollouts, rollout_parts
 from arpo_megatron.bench.gpu.update import QWEN3_4B, Bench, update_parts
-from arpo_megatron.config import ModelConfig
+from arpo_megatron.config import AlgorithmConfig, EngineConfig, ModelConfig
+from arpo_megatron.rollout.worker import TokenizerCodec
+from arpo_megatron.weights.known_shapes import KNOWN_SHAPES
+from arpo_megatron.weights.shape import ModelShape
+
+TINY = replace(QWEN3_4B, layers=1, hidden=32, heads=2, kv_heads=1, head_dim=16, ffn=64, vocabulary=1024)
+SIZES = EngineConfig(max_running_requests=16, max_total_tokens=16384, memory_fraction=0.1)
 
 
-@pytest.mark.parametrize("command", ["demo", "exact", "update"])
+@pytest.mark.parametrize("command", ["demo", "exact", "update", "rollout", "push"])
 def test_a_dry_run_builds_every_part_and_records_nothing(command: str, tmp_path: Path) -> None:
     words = ["bench", "gpu", command, "--dry", "--out", str(tmp_path)]
     done = subprocess.run([sys.executable, "-m", "arpo_megatron.cli", *words], capture_output=True, text=True)
@@ -60,8 +70,7 @@ def test_the_measuring_code_runs_on_a_cpu_with_a_tiny_model(tmp_path: Path) -> N
     found = run_parts("exact", parts, tmp_path, minutes=5)["parts"]["model none"]
     assert found["ratio_before_update"] == 1.0
     assert 0 < found["gap_to_float32"]["max"] < 0.2
-    shape = replace(QWEN3_4B, layers=1, hidden=32, heads=2, kv_heads=1, head_dim=16, ffn=64, vocabulary=1024)
-    bench = Bench(shape=shape, dtype="float32", repeats=1)
+    bench = Bench(shape=TINY, dtype="float32", repeats=1)
     parts = [p for p in update_parts(bench) if p.name == "none reasoning 8192"]
     found = run_parts("update", parts, tmp_path, minutes=5)["parts"]["none reasoning 8192"]
     assert found["tree"]["tokens"] < found["flat"]["tokens"]
@@ -72,3 +81,66 @@ def test_the_measuring_code_runs_on_a_cpu_with_a_tiny_model(tmp_path: Path) -> N
 def test_what_a_cpu_cannot_do_is_an_error_of_its_part_alone(tmp_path: Path) -> None:
     parts = [p for p in exact_parts(Exactness(tmp_path)) if p.name == "attention bfloat16"]
     assert "error" in run_parts("exact", parts, tmp_path, minutes=5)["parts"]["attention bfloat16"]
+
+
+def test_decoding_and_trees_are_measured_on_a_real_engine_of_a_tiny_shape(tmp_path: Path) -> None:
+    with RandomEngines(tmp_path, "float32", SIZES) as engines:
+        algorithm = AlgorithmConfig(samples=4, initial=2, entropy_tokens=4)
+        what = Rollouts(engines, {"tiny": TINY}, [Load(2, 8)], (2, 6), 1, algorithm, tasks=2, tool_s=0.01)
+        decode, trees, _ = rollout_parts(what)
+        found = run_parts("rollout", [decode], tmp_path, minutes=5)["parts"][decode.name]
+        assert "error" not in found
+        figures = found["2 requests, prompts of 8"]
+        assert figures["tokens_per_s"] > 0
+        assert figures["floor_ms"] < figures["step_ms"]
+        assert len(found["startup_s"]) == len(figures["entropy_costs"]) + 1 == 2
+        with_it, without = engines.only(Kind(TINY), Kind(TINY, entropy=False))
+        assert "entropy" in _sample(with_it.url)
+        assert "entropy" not in _sample(without.url)
+        found = run_parts("rollout", [trees], tmp_path, minutes=5)["parts"][trees.name]
+        assert not without.alive()
+        assert (found["trees"], found["failed"], found["trajectories"]) == (2, 0, 8)
+        assert found["prefill_over_unique"] <= 1.05
+
+
+def _sample(url: str) -> dict[str, object]:
+    body = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 2}}
+    meta: dict[str, object] = requests.post(f"{url}/generate", json=body, timeout=60).json()["meta_info"]
+    return meta
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_pushes_and_lent_memory_are_measured_on_a_real_engine_of_a_tiny_shape(tmp_path: Path) -> None:
+    with RandomEngines(tmp_path, "float32", SIZES) as engines:
+        what = Pushes(engines, TINY, buckets_mb=(1, 64), repeats=1)
+        parts = push_parts(what)[:2]
+        done = run_parts("push", parts, tmp_path, minutes=5)
+        what.close()
+    assert not done["failed"], done
+    push, memory = (done["parts"][part.name] for part in parts)
+    assert push["tensors_verified"] > 0
+    assert max(push["first_probe_gap"], push["probe_gap"], memory["probe_gap_after"]) < 1e-4
+    assert push["buckets of 64 MB"]["push_s"][0] > 0
+    assert set(push["buckets of 1 MB"]["of_it_s"]) == {"begin", "load", "commit"}
+    assert len(memory["release_s"]) == len(memory["resume_s"]) == 1
+
+
+@pytest.mark.parametrize("name", ["Qwen/Qwen3-4B", "Qwen/Qwen2.5-7B-Instruct"])
+def test_a_made_directory_has_the_shape_and_a_word_for_every_token(name: str, tmp_path: Path) -> None:
+    shape = KNOWN_SHAPES[name]
+    write_directory(tmp_path, shape, "bfloat16")
+    assert ModelShape.from_hf(tmp_path) == shape
+    assert TokenizerCodec(tmp_path).vocabulary_size == shape.vocabulary
+
+
+def test_a_step_reads_all_weights_once_and_the_keys_and_values_of_every_request() -> None:
+    shape = KNOWN_SHAPES["Qwen/Qwen3-8B"]
+    embedding = 151936 * 4096
+    weights = step_bytes(shape, requests=1, context=0, value=2, product=2)
+    assert weights == 2 * (8_190_735_360 - embedding)  # the page of the model has 8.19 billion
+    one = step_bytes(shape, requests=1, context=1, value=2, product=2) - weights
+    assert one == 147456
+    assert step_bytes(shape, requests=3, context=5, value=2, product=2) == weights + 15 * one
+    assert step_bytes(shape, requests=1, context=0, value=2, product=1) == weights - 36 * (
+        4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 12288
+    )

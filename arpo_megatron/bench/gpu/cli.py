@@ -1,6 +1,7 @@
 """`arpo bench gpu ...`: what is measured on a GPU machine. Each command fits into minutes and can be run again."""
 
 import json
+from contextlib import closing
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -51,6 +52,32 @@ def update(out: Out = Path("gpu"), minutes: Minutes = 6.5, dry: Dry = False, fre
     print(
         json.dumps(run_parts("update", update_parts(Bench()), out, minutes=minutes, dry=dry, fresh=fresh)), flush=True
     )
+
+
+@app.command()
+def rollout(out: Out = Path("gpu"), minutes: Minutes = 6.0, dry: Dry = False, fresh: Fresh = False) -> None:
+    """Decoding at the shapes of Qwen3 4B and 8B against memory bandwidth; the cost of entropies; trees of forks."""
+    _prepare()
+    from arpo_megatron.bench.gpu.journal import run_parts
+    from arpo_megatron.bench.gpu.random_engines import RandomEngines
+    from arpo_megatron.bench.gpu.rollout import ENGINE, Rollouts, rollout_parts
+
+    with RandomEngines(out, "bfloat16", ENGINE) as engines:
+        parts = rollout_parts(Rollouts(engines))
+        print(json.dumps(run_parts("rollout", parts, out, minutes=minutes, dry=dry, fresh=fresh)), flush=True)
+
+
+@app.command()
+def push(out: Out = Path("gpu"), minutes: Minutes = 5.5, dry: Dry = False, fresh: Fresh = False) -> None:
+    """Weights into an engine on the same GPU, bfloat16 and FP8, against a bare copy; lending the engine's memory."""
+    _prepare()
+    from arpo_megatron.bench.gpu.journal import run_parts
+    from arpo_megatron.bench.gpu.push import ENGINE, Pushes, push_parts
+    from arpo_megatron.bench.gpu.random_engines import RandomEngines
+
+    with RandomEngines(out, "bfloat16", ENGINE) as engines, closing(Pushes(engines)) as pushes:
+        parts = push_parts(pushes)
+        print(json.dumps(run_parts("push", parts, out, minutes=minutes, dry=dry, fresh=fresh)), flush=True)
 
 
 def _prepare() -> None:

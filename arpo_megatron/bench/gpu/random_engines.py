@@ -1,0 +1,189 @@
+"""Engines at the shapes of known models, with weights that nobody has trained and that no file holds.
+
+SGLang draws the weights itself (its load format `dummy`): they are tiny, so every token of the vocabulary is about
+equally likely, and trees can be grown as from `talkative_model`.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from os import environ
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from types import MappingProxyType
+from typing import Literal
+
+import torch
+
+from arpo_megatron.actor import parallel
+from arpo_megatron.bench.gpu.journal import timed
+from arpo_megatron.bench.talkative_model import OTHERS, talkative_tokenizer
+from arpo_megatron.config import EngineConfig
+from arpo_megatron.machine import ON_CPU, Placement
+from arpo_megatron.plan.parameters import whole_model
+from arpo_megatron.rollout.server import EngineHandle, launch_engine
+from arpo_megatron.rollout.sglang_plugin import WITHOUT_ENTROPY
+from arpo_megatron.weights.shape import ModelShape
+
+SEGMENT = 128
+"""Mean tokens before a call."""
+DUMMY: Mapping[str, object] = MappingProxyType({"load-format": "dummy"})
+"""Options of an engine that draws its weights."""
+_CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+_COPIED_BYTES = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One way to run an engine.
+
+    Attributes:
+        shape: of its model.
+        entropy: it has the entropy plug-in, as a job's engines do.
+        quantization: of its weights; FP8 ones are drawn too, so it is for speed alone.
+    """
+
+    shape: ModelShape
+    entropy: bool = True
+    quantization: Literal["none", "fp8"] = "none"
+
+
+@dataclass(slots=True)
+class RandomEngines:
+    """Those that run now; a context manager that ends them.
+
+    Attributes:
+        logs: directory of their logs.
+        dtype: of their parameters.
+        sizes: of each.
+    """
+
+    logs: Path
+    dtype: Literal["bfloat16", "float32"]
+    sizes: EngineConfig
+    _running: dict[Kind, EngineHandle] = field(default_factory=dict)
+    _stack: ExitStack = field(default_factory=ExitStack)
+    _folders: dict[ModelShape, Path] = field(default_factory=dict)
+
+    def __enter__(self) -> "RandomEngines":
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self.only()
+        self._stack.close()
+
+    def only(self, *kinds: Kind) -> list[EngineHandle]:
+        """These, started where they do not run yet, after all others have been ended."""
+        for kind in [kind for kind in self._running if kind not in kinds]:
+            self._running.pop(kind).stop()
+        return [self._running.get(kind) or self._start(kind) for kind in kinds]
+
+    def folder(self, shape: ModelShape) -> Path:
+        """A Hugging Face directory of that shape, without weights."""
+        if shape not in self._folders:
+            made = self._stack.enter_context(TemporaryDirectory(prefix="arpo-bench-gpu-"))
+            write_directory(Path(made), shape, self.dtype)
+            self._folders[shape] = Path(made)
+        return self._folders[shape]
+
+    def _start(self, kind: Kind) -> EngineHandle:
+        options = dict(DUMMY)
+        if kind.quantization != "none":
+            options["quantization"] = kind.quantization
+        with _without_entropy() if not kind.entropy else ExitStack():
+            engine = launch_engine(
+                self.folder(kind.shape),
+                self.sizes,
+                dtype=self.dtype,
+                seed=1,
+                log_path=self.logs / "engines.log",
+                placement=here(shared=False),
+                options=options,
+            )
+        self._running[kind] = engine
+        return engine
+
+
+def here(*, shared: bool) -> Placement:
+    """The first GPU, or the CPU where there is none."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return Placement(gpus, engine_gpu=0, shared=shared) if gpus else ON_CPU
+
+
+@contextmanager
+def _without_entropy() -> Iterator[None]:
+    environ[WITHOUT_ENTROPY] = "1"
+    try:
+        yield
+    finally:
+        del environ[WITHOUT_ENTROPY]
+
+
+def write_directory(folder: Path, shape: ModelShape, dtype: str) -> None:
+    """config.json and a talkative tokenizer of the shape's vocabulary; no weights.
+
+    Raises:
+        ValueError: a mixture, or rotary frequencies that are scaled.
+    """
+    if shape.experts is not None or shape.rope_scaling is not None:
+        raise ValueError(f"no config.json for {shape}")
+    config: Mapping[str, object] = {
+        "architectures": [_CLASSES[shape.family]],
+        "model_type": shape.family,
+        "vocab_size": shape.vocabulary,
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.ffn,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "max_position_embeddings": shape.max_positions,
+        "rope_theta": shape.rope_theta,
+        "rope_parameters": {"rope_theta": shape.rope_theta, "rope_type": "default"},
+        "rms_norm_eps": shape.norm_eps,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "use_sliding_window": False,
+        "tie_word_embeddings": shape.tied,
+        "bos_token_id": None,
+        "eos_token_id": 0,
+        "pad_token_id": 1,
+        "dtype": dtype,
+    }
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    calls = max(1, shape.vocabulary // SEGMENT)
+    talkative_tokenizer(shape.vocabulary - OTHERS - calls, calls).save_pretrained(folder)
+
+
+@cache
+def copies_per_s() -> float:
+    """Bytes that a copy within the device's memory moves in a second; each is read and written."""
+    size = _COPIED_BYTES if torch.cuda.is_available() else 2**24
+    source = torch.ones(size, dtype=torch.uint8, device=parallel.device())
+    target = torch.empty_like(source)
+
+    def copy() -> None:
+        for _ in range(10):
+            target.copy_(source)
+
+    copy()
+    return 10 * size / median(timed(copy) for _ in range(5))
+
+
+def step_bytes(shape: ModelShape, *, requests: int, context: int, value: int, product: int) -> float:
+    """What a decoding step has to read: every weight but the embedding's unused rows, and the keys and values.
+
+    Args:
+        shape: of the model.
+        requests: that are decoded.
+        context: tokens before each, on average.
+        value: bytes of a parameter, and of a number in the KV pool.
+        product: bytes of a parameter of the layers' matrices.
+    """
+    whole = whole_model(shape)
+    embedding = 0 if shape.tied else shape.vocabulary * shape.hidden
+    weights = value * (whole.total - whole.products - embedding) + product * whole.products
+    return weights + 2 * value * shape.layers * shape.kv_heads * shape.head_dim * context * requests
