@@ -15,7 +15,7 @@ from arpo_megatron.bench.gpu.update import QWEN3_4B, Bench, update_parts
 from arpo_megatron.config import ModelConfig
 
 
-@pytest.mark.parametrize("command", ["demo", "exact", "update"])
+@pytest.mark.parametrize("command", ["demo", "exact", "update", "step", "largest", "profile"])
 def test_a_dry_run_builds_every_part_and_records_nothing(command: str, tmp_path: Path) -> None:
     words = ["bench", "gpu", command, "--dry", "--out", str(tmp_path)]
     done = subprocess.run([sys.executable, "-m", "arpo_megatron.cli", *words], capture_output=True, text=True)
