@@ -25,6 +25,7 @@ CHANGEABLE = (
     "train.keep_every",
     "parallel",
     "optimizer.offload",
+    "optimizer.offload_fraction",
     "engine",
     "sync",
     "monitor",

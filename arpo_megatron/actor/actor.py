@@ -55,7 +55,8 @@ class Actor:
         shape: of the model at `model_path`.
         model_path: Hugging Face directory of the first weights; None: random ones, the same in layouts
             without pipeline and expert parallelism.
-        optimizer: learning rate and schedule (supervised and policy training have different ones).
+        optimizer: learning rate and schedule (supervised and policy training have different ones); None: there are
+            gradients (`accumulate`) and no updates.
         total_updates: length of the schedule.
         keep_reference: the first weights stay in host memory, as the reference policy of a KL penalty.
 
@@ -73,7 +74,7 @@ class Actor:
         shape: ModelShape,
         model_path: Path | None,
         *,
-        optimizer: OptimizerConfig,
+        optimizer: OptimizerConfig | None,
         total_updates: int,
         keep_reference: bool = False,
     ) -> None:
@@ -104,10 +105,13 @@ class Actor:
         self.unsound: list[int] = []
         self.course = Course()
         self._optimizer_config = optimizer
-        self.optimizer = build_optimizer(
-            optimizer, self._wrapped, dtype, distributed=config.parallel.distributed_optimizer
-        )
-        self.scheduler = build_scheduler(optimizer, self.optimizer, total_updates)
+        self.optimizer: Any = None
+        self.scheduler: Any = None
+        if optimizer is not None:
+            self.optimizer = build_optimizer(
+                optimizer, self._wrapped, dtype, distributed=config.parallel.distributed_optimizer
+            )
+            self.scheduler = build_scheduler(optimizer, self.optimizer, total_updates)
 
     @property
     def model(self) -> TreeGPTModel:
@@ -190,8 +194,10 @@ class Actor:
             reference_logprobs: from the method of that name.
 
         Raises:
-            ValueError: no packs, or old log-probs that do not fit them.
+            ValueError: no packs, old log-probs that do not fit them, or no optimizer.
         """
+        if self._optimizer_config is None:
+            raise ValueError("an actor without an optimizer makes no updates")
         self.scheduler.step(1)
         outputs = self.accumulate(packs, old_logprobs, loss, reference_logprobs=reference_logprobs)
         unsound = [index for index, value in self.losses(packs, outputs).items() if not np.isfinite(value)]
@@ -218,7 +224,8 @@ class Actor:
             raise ValueError("old log-probs do not fit the packs")
         for chunk in self._wrapped:
             chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
+        if self.optimizer is not None:
+            self.optimizer.zero_grad()
         return self._run(
             packs,
             old_logprobs,

@@ -1,5 +1,6 @@
 """AdamW through Megatron's optimizer, whole or divided among data-parallel ranks, and its learning-rate schedule."""
 
+import gc
 import math
 from typing import Any
 
@@ -51,13 +52,15 @@ def build_optimizer(
             params_dtype=dtype,
             use_distributed_optimizer=distributed,
             optimizer_cpu_offload=config.offload,
-            optimizer_offload_fraction=1.0 if config.offload else 0.0,
+            optimizer_offload_fraction=config.offload_fraction if config.offload else 0.0,
             # The offloading optimizer finds its master weights only in this form.
             use_precision_aware_optimizer=config.offload,
             overlap_cpu_optimizer_d2h_h2d=config.offload,
         ),
         wrapped_chunks,
     )
+    if config.offload:
+        gc.collect()  # the distributed optimizer makes the offloading one anew; the first one's copies are in cycles
     complete_state(optimizer)
     return optimizer
 
@@ -84,20 +87,24 @@ def complete_state(optimizer: Any) -> None:
     for part in optimizer.chained_optimizers:
         inner = part.optimizer
         if isinstance(inner, HybridDeviceOptimizer):
-            if not inner.state:
-                inner.dummy_step()
+            # Its own `dummy_step` would be an update with a random gradient, and leave that one's moments behind.
+            for each in inner.sub_optimizers:
+                _complete(each)
+            inner._sync_sub_optimizers_state_to_hdo()
         elif isinstance(inner, torch.optim.AdamW):
-            _complete_torch_state(inner)
+            _complete(inner)
         elif inner is not None:  # Transformer Engine's and apex's
             part.init_state_fn(inner, part.config)
 
 
-def _complete_torch_state(inner: torch.optim.AdamW) -> None:
+def _complete(inner: torch.optim.Optimizer) -> None:
     for group in inner.param_groups:
-        group["fused"] = True
+        if isinstance(inner, torch.optim.AdamW):  # the others are fused and count their steps by group
+            group["fused"] = True
         for parameter in group["params"]:
             state = inner.state[parameter]
-            state.setdefault("step", torch.zeros((), dtype=torch.float32, device=parameter.device))
+            if isinstance(inner, torch.optim.AdamW):
+                state.setdefault("step", torch.zeros((), dtype=torch.float32, device=parameter.device))
             state.setdefault("exp_avg", torch.zeros_like(parameter))
             state.setdefault("exp_avg_sq", torch.zeros_like(parameter))
 

@@ -1,8 +1,9 @@
-"""A random model that calls tools by chance: whole tool calls are single tokens of its vocabulary.
+"""Random models that call tools by chance: whole tool calls are single tokens of their vocabulary.
 
 Its logits are nearly level, so the length of a segment is geometric with a known mean, and nothing has to be trained.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -44,19 +45,23 @@ def random_qwen3(vocabulary: int, *, eos: int, pad: int, positions: int, spread:
 
 def write_model(folder: Path) -> None:
     """A Hugging Face directory with such a model, and a tokenizer of one token a word."""
-    vocabulary = OTHERS + WORDS + CALLS
-    random_qwen3(vocabulary, eos=0, pad=1, positions=4096, spread=0.02).save_pretrained(folder)
-    talkative_tokenizer(WORDS, CALLS).save_pretrained(folder)
+    tokenizer = talkative_tokenizer(WORDS, sums(CALLS))
+    random_qwen3(len(tokenizer), eos=0, pad=1, positions=4096, spread=0.02).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
-def talkative_tokenizer(words: int, calls: int) -> "PreTrainedTokenizerFast":
-    """A tokenizer of one token a word (" w0", " w1", ...), and one a call of the tool `python`."""
+def sums(count: int) -> list[str]:
+    """So many calls of the tool `python`, each of another sum."""
+    return [f"<python>{number}+{number}</python>" for number in range(count)]
+
+
+def talkative_tokenizer(words: int, calls: Sequence[str]) -> "PreTrainedTokenizerFast":
+    """One token a word (" w0", " w1", ...), a call and a sign of the protocol; 0 ends a sequence, 1 is padding."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    spoken = [f" w{number}" for number in range(words)]
-    called = [f"<python>{number}+{number}</python>" for number in range(calls)]
-    vocabulary = {word: index for index, word in enumerate([*_SPECIALS, *spoken, *called])}
+    tokens = [*_SPECIALS, *(f" w{number}" for number in range(words)), *calls]
+    vocabulary = {word: index for index, word in enumerate(tokens)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))  # noqa: S106  (not a password)
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r" w\d+|[ <>/\n]"), "isolated")
     tokenizer.decoder = decoders.Fuse()

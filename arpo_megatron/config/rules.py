@@ -75,6 +75,8 @@ def _check_optimizer(config: "JobConfig") -> None:
                 f"{name}.offload=true needs parallel.distributed_optimizer=true and model.dtype=bfloat16: Megatron "
                 "offloads the master weights of its distributed optimizer"
             )
+        if optimizer.offload_fraction != 1.0 and not optimizer.offload:
+            raise ValueError(f"{name}.offload_fraction={optimizer.offload_fraction} needs {name}.offload=true")
 
 
 def _check_staleness(config: "JobConfig") -> None:

@@ -33,6 +33,8 @@ class OptimizerConfig:
     """Largest global gradient norm."""
     offload: bool = False
     """Keep moments and master weights in host memory and update them there (a GPU with the distributed optimizer)."""
+    offload_fraction: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """With `offload`: of so large a share of the parameters; the others' stay on the GPU."""
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -92,7 +92,7 @@ def static_parts(config: JobConfig, shape: ModelShape, stage: int) -> Parts:
     parts: Parts = {
         "weights": held.total * value_bytes(config),
         "gradients": held.total * 4.0,
-        "optimizer": 0.0 if _offload(config) else _state(config, held),
+        "optimizer": (1 - offloaded(config)) * _state(config, held),
     }
     if config.model.fp8 != "none":  # rows and columns, made anew in every update and kept between its packs
         share = 1 - 2 * config.model.bf16_edge_layers / shape.layers
@@ -100,8 +100,10 @@ def static_parts(config: JobConfig, shape: ModelShape, stage: int) -> Parts:
     return parts
 
 
-def _offload(config: JobConfig) -> bool:
-    return config.sft.optimizer.offload if config.cold_start_only else config.optimizer.offload
+def offloaded(config: JobConfig) -> float:
+    """Share of the optimizer's state that is in host memory."""
+    optimizer = config.sft.optimizer if config.cold_start_only else config.optimizer
+    return optimizer.offload_fraction if optimizer.offload else 0.0
 
 
 def checkpoint_bytes(config: JobConfig, shape: ModelShape) -> int:
@@ -218,8 +220,8 @@ def _host(config: JobConfig, shape: ModelShape) -> Parts:
     weights = held.total * value_bytes(config)
     state = _state(config, held)
     parts: Parts = {"checkpoint_copy": weights / config.parallel.data + state}
-    if _offload(config):  # weights, two moments and gradients in float32 (Megatron's HybridDeviceOptimizer)
-        parts["optimizer"] = 16.0 * updated(held, config.parallel)
+    if share := offloaded(config):  # weights, two moments and gradients in float32 (Megatron's HybridDeviceOptimizer)
+        parts["optimizer"] = share * 16.0 * updated(held, config.parallel)
     if config.algorithm.kl_coefficient:
         parts["reference_policy"] = 2.0 * weights  # and the own weights while it is swapped in
     return parts

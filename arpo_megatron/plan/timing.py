@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from arpo_megatron.actor.flops import Work, forward_flops
 from arpo_megatron.config import JobConfig
 from arpo_megatron.plan.hardware import Hardware
-from arpo_megatron.plan.memory import engine_weights, kv_bytes, shared, value_bytes
+from arpo_megatron.plan.memory import engine_weights, kv_bytes, offloaded, shared, value_bytes
 from arpo_megatron.plan.parameters import active, copies, of_stage, updated, whole_model
-from arpo_megatron.plan.workload import Packing, Workload, longest_response
+from arpo_megatron.plan.workload import Packing, Workload
 from arpo_megatron.weights.shape import ModelShape
 
 PRODUCT_SHARE = 0.6
@@ -35,8 +35,6 @@ DECODE_OVERHEAD_S = 0.003
 """Of a decoding step beside its memory traffic: launches, sampling, the scheduler."""
 DECODE_REDUCTION_S = 10e-6
 """Of an all-reduce of a decoding step among the GPUs of an engine; two a layer. What they carry takes no time."""
-TOOL_S = 2.0
-"""Of a tool call; on a path they wait for each other."""
 PUSH_OVERHEAD_S = 1.0
 """Of a weight push: begin, commit, the probe."""
 GLOO_SPEED = 4e9
@@ -124,13 +122,13 @@ def _rollout(
     found = decoding(config, shape, hardware, work, kv_tokens)
     tasks = config.train.tasks_per_step
     steps = tasks * work.sampled / found.engines / found.batch
-    alone = max(0.0, longest_response(config) - steps)
+    alone = max(0.0, work.straggler - steps)
     flops = tasks * work.prefilled * 2.0 * active(shape)
     speed = found.engines * config.engine.tensor * hardware.bf16_flops * PRODUCT_SHARE
     return {
         "prefill": flops / speed,
         "decode": steps * found.step_s + alone * found.alone_s,
-        "tools": work.calls * TOOL_S,
+        "tools": work.tools_s,
     }
 
 
@@ -233,11 +231,10 @@ def _optimizer(config: JobConfig, shape: ModelShape, hardware: Hardware) -> floa
     parallel = config.parallel
     held = max(updated(of_stage(shape, parallel, stage), parallel) for stage in range(parallel.pipeline))
     touched = held * (2 * MASTER_AND_MOMENTS + MAIN_GRADIENT + value_bytes(config))
-    offload = config.sft.optimizer.offload if config.cold_start_only else config.optimizer.offload
-    if not offload:
-        return touched / (hardware.memory_speed * MEMORY_SHARE)
+    share, here = offloaded(config), touched / (hardware.memory_speed * MEMORY_SHARE)
     travels = held * (MAIN_GRADIENT + value_bytes(config)) / hardware.host_link
-    return travels + touched / (hardware.host_memory_speed / hardware.gpus * MEMORY_SHARE)
+    there = travels + touched / (hardware.host_memory_speed / hardware.gpus * MEMORY_SHARE)
+    return (1 - share) * here + share * there
 
 
 def _push(config: JobConfig, shape: ModelShape, hardware: Hardware) -> float:

@@ -4,6 +4,7 @@ How long real responses are nobody knows before a run, so two forests are drawn:
 half as long as allowed, and `largest` for memory, with every trajectory as long as allowed.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from statistics import mean
@@ -13,12 +14,14 @@ from arpo_megatron.algorithms.credit import supervised_credit
 from arpo_megatron.bench.mixes import Mix
 from arpo_megatron.config import JobConfig
 from arpo_megatron.rollout.policies import first_trajectories
-from arpo_megatron.tree import Role
+from arpo_megatron.tree import Role, RolloutTree
 
 TYPICAL_FILL = 0.5
 """Of the longest response that is allowed: what responses fill in the mean. An assumption."""
 TOOL_SHARE = 0.4
 """Of a response: what tool results fill. An assumption; the mixes of `arpo bench pack` have 0.35 and 0.77."""
+TOOL_S = 2.0
+"""Of a tool call; on a path they wait for each other."""
 SEEDS = (0, 1)
 """Of the trees that are drawn."""
 FORK_PROBABILITY = 0.5
@@ -44,49 +47,55 @@ class Packing:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """One task's tree.
+    """One task's tree: means over several.
 
     Attributes:
-        mix: how it is drawn.
+        trees: that the figures are of.
         sampled: MODEL tokens, each once.
         prefilled: tokens of prompt and tool results, each once.
         unique: tokens, each once.
         depth: mean number of tokens before a sampled one.
         trajectories: leaves.
-        calls: tool calls on a path.
+        tools_s: seconds of tool calls that wait for each other.
+        straggler: tokens that the longest trajectory of a step samples one after the other.
+        bound: tokens of the largest tree that there can be.
     """
 
-    mix: Mix
+    trees: tuple[RolloutTree, ...]
     sampled: float
     prefilled: float
     unique: float
     depth: float
     trajectories: int
-    calls: int
-
-    @property
-    def bound(self) -> int:
-        """Tokens of the largest tree that there can be: every trajectory fresh, only the prompt shared.
-
-        So many tokens' activations may live at once where packs of a cut tree wait for those that inherit from them: of
-        200 drawn trees of six calls, in packs of a tenth, the worst had 0.84 of this.
-        """
-        mix = self.mix
-        return mix.prompt + mix.samples * ((mix.calls + 1) * mix.segment[1] + mix.calls * mix.result[1])
+    tools_s: float
+    straggler: int
+    bound: int
 
     def packing(self, budget: int, *, nested: bool) -> Packing:
         """The tree in packs of so many tokens; `nested`: cuts inherit ancestors."""
-        return _packing(self.mix, budget, nested)
+        return _packing(self.trees, budget, nested)
 
 
 def typical(config: JobConfig) -> Workload:
     """For time."""
-    return _workload(_mix(config, TYPICAL_FILL))
+    return _drawn(_mix(config, TYPICAL_FILL), longest_response(config))
 
 
 def largest(config: JobConfig) -> Workload:
     """For memory."""
-    return _workload(_mix(config, 1.0))
+    return _drawn(_mix(config, 1.0), longest_response(config))
+
+
+def grown(trees: Sequence[RolloutTree]) -> Workload:
+    """Of a run's trees: what is left of a plan's error with it is not that of the assumptions above."""
+    paths = [[tree.segments[index] for index in tree.path(leaf)] for tree in trees for leaf in tree.leaves()]
+    return _of(
+        tuple(trees),
+        trajectories=round(len(paths) / len(trees)),
+        tools_s=max(sum(segment.tool.seconds for segment in path if segment.tool is not None) for path in paths),
+        straggler=max(sum(len(segment) for segment in path if segment.role is Role.MODEL) for path in paths),
+        bound=max(tree.unique_tokens for tree in trees),
+    )
 
 
 def longest_response(config: JobConfig) -> int:
@@ -128,10 +137,17 @@ def _around(tokens: float) -> tuple[int, int]:
 
 
 @cache
-def _workload(mix: Mix) -> Workload:
-    trees = [mix.tree(seed, 64) for seed in SEEDS]
-    segments = [(segment, tree) for tree in trees for segment in tree.segments]
-    sampled = sum(len(segment) for segment, _ in segments if segment.role is Role.MODEL)
+def _drawn(mix: Mix, straggler: int) -> Workload:
+    # Of the largest tree every trajectory is fresh, only the prompt shared. So many tokens' activations may live at
+    # once where packs of a cut tree wait for those that inherit from them: of 200 drawn trees of six calls, in packs
+    # of a tenth, the worst had 0.84 of this.
+    bound = mix.prompt + mix.samples * ((mix.calls + 1) * mix.segment[1] + mix.calls * mix.result[1])
+    trees = tuple(mix.tree(seed, 64) for seed in SEEDS)
+    return _of(trees, trajectories=mix.samples, tools_s=mix.calls * TOOL_S, straggler=straggler, bound=bound)
+
+
+def _of(trees: tuple[RolloutTree, ...], *, trajectories: int, tools_s: float, straggler: int, bound: int) -> Workload:
+    sampled = sum(len(segment) for tree in trees for segment in tree.segments if segment.role is Role.MODEL)
     unique = sum(tree.unique_tokens for tree in trees)
     depth = 0.0
     for tree in trees:
@@ -141,19 +157,20 @@ def _workload(mix: Mix) -> Workload:
             if segment.role is Role.MODEL:
                 depth += len(segment) * (starts[index] + len(segment) / 2)
     return Workload(
-        mix=mix,
+        trees=trees,
         sampled=sampled / len(trees),
         prefilled=(unique - sampled) / len(trees),
         unique=unique / len(trees),
         depth=depth / max(1, sampled),
-        trajectories=mix.samples,
-        calls=mix.calls,
+        trajectories=trajectories,
+        tools_s=tools_s,
+        straggler=straggler,
+        bound=bound,
     )
 
 
 @cache
-def _packing(mix: Mix, budget: int, nested: bool) -> Packing:
-    trees = [mix.tree(seed, 64) for seed in SEEDS]
+def _packing(trees: tuple[RolloutTree, ...], budget: int, nested: bool) -> Packing:
     forests: list[list[TreePack]] = [
         pack_trees([tree], supervised_credit([tree]), token_budget=budget, inherit=nested) for tree in trees
     ]

@@ -1,11 +1,16 @@
 """AdamW and its schedule, against the formulas."""
 
+from types import SimpleNamespace
+
 import cases
 import pytest
 import reference
 import torch
+from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 
 from arpo_megatron.actor.actor import Actor
+from arpo_megatron.actor.optimizer import complete_state
+from arpo_megatron.actor.optimizer_state import steps
 from arpo_megatron.actor.packing import pack_trees
 from arpo_megatron.config import OptimizerConfig
 
@@ -51,3 +56,38 @@ def test_an_update_is_adamw_with_clipping_and_without_decay_of_norms():
         adamw.step()
     for name, parameter in actor.model.named_parameters():
         torch.testing.assert_close(parameter.double(), copies[name], rtol=1e-5, atol=1e-6)
+
+
+def test_state_in_host_memory_begins_empty(monkeypatch):
+    """Not with the moments of a random gradient, nor with weights that it has moved."""
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)  # doubles: it makes streams, and uses none here
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
+    weight = torch.nn.Parameter(torch.randn(4, 4).bfloat16())
+    before = weight.detach().clone()
+    adamw = torch.optim.AdamW
+    offloading = HybridDeviceOptimizer(
+        [weight], 1.0, cpu_optimizer_cls=adamw, gpu_optimizer_cls=adamw, param_update_in_fp32=True, lr=1.0, fused=True
+    )
+    optimizer = SimpleNamespace(chained_optimizers=[SimpleNamespace(optimizer=offloading)])
+    complete_state(optimizer)
+    state = offloading.state[weight]
+    assert not state["exp_avg"].any()
+    assert not state["exp_avg_sq"].any()
+    assert torch.equal(state["master_param"], before.float())
+    assert torch.equal(weight, before)
+    assert steps(optimizer) == 0
+
+
+def test_gradients_without_an_optimizer_are_those_of_an_update():
+    packs = pack_trees(*cases.minibatch(0), token_budget=1000)
+    alone, whole = (
+        Actor(cases.job(), cases.QWEN3, None, optimizer=config, total_updates=1) for config in (None, OptimizerConfig())
+    )
+    for actor in (alone, whole):
+        for parameter in actor.model.parameters():
+            torch.nn.init.constant_(parameter, 0.01)
+        actor.accumulate(packs, None)
+    for ours, theirs in zip(alone.model.parameters(), whole.model.parameters(), strict=True):
+        assert torch.equal(ours.main_grad, theirs.main_grad)
+    with pytest.raises(ValueError, match="without an optimizer"):
+        alone.update(packs, None)

@@ -16,6 +16,7 @@ from arpo_megatron.bench.gpu.push import Pushes, push_parts
 from arpo_megatron.bench.gpu.random_engines import Kind, RandomEngines, step_bytes, write_directory
 from arpo_megatron.bench.gpu.rollout import Load, Rollouts, rollout_parts
 from arpo_megatron.bench.gpu.update import QWEN3_4B, Bench, update_parts
+from arpo_megatron.bench.talkative_model import sums
 from arpo_megatron.config import AlgorithmConfig, EngineConfig, ModelConfig
 from arpo_megatron.rollout.worker import TokenizerCodec
 from arpo_megatron.weights.known_shapes import KNOWN_SHAPES
@@ -25,7 +26,7 @@ TINY = replace(QWEN3_4B, layers=1, hidden=32, heads=2, kv_heads=1, head_dim=16, 
 SIZES = EngineConfig(max_running_requests=16, max_total_tokens=16384, memory_fraction=0.1)
 
 
-@pytest.mark.parametrize("command", ["demo", "exact", "update", "rollout", "push"])
+@pytest.mark.parametrize("command", ["demo", "exact", "update", "rollout", "push", "step", "largest", "profile"])
 def test_a_dry_run_builds_every_part_and_records_nothing(command: str, tmp_path: Path) -> None:
     words = ["bench", "gpu", command, "--dry", "--out", str(tmp_path)]
     done = subprocess.run([sys.executable, "-m", "arpo_megatron.cli", *words], capture_output=True, text=True)
@@ -128,7 +129,7 @@ def test_pushes_and_lent_memory_are_measured_on_a_real_engine_of_a_tiny_shape(tm
 @pytest.mark.parametrize("name", ["Qwen/Qwen3-4B", "Qwen/Qwen2.5-7B-Instruct"])
 def test_a_made_directory_has_the_shape_and_a_word_for_every_token(name: str, tmp_path: Path) -> None:
     shape = KNOWN_SHAPES[name]
-    write_directory(tmp_path, shape, "bfloat16")
+    write_directory(tmp_path, shape, "bfloat16", sums(4))
     assert ModelShape.from_hf(tmp_path) == shape
     assert TokenizerCodec(tmp_path).vocabulary_size == shape.vocabulary
 

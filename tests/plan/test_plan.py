@@ -74,6 +74,11 @@ def test_offloading_is_planned_in_host_memory() -> None:
     assert there.memory.training["optimizer"] == 0 < here.memory.training["optimizer"]
     assert there.memory.host["optimizer"] > here.memory.training["optimizer"]
     assert there.step_seconds["optimizer"] > 10 * here.step_seconds["optimizer"]
+    half = plan(replace(job, optimizer=replace(job.optimizer, offload=True, offload_fraction=0.5)), H100)
+    assert half.memory.training["optimizer"] == pytest.approx(here.memory.training["optimizer"] / 2)
+    assert half.memory.host["optimizer"] == pytest.approx(there.memory.host["optimizer"] / 2)
+    with pytest.raises(UserError, match=r"offload_fraction=0\.5 needs optimizer\.offload=true"):
+        resolve.resolve("deepsearch_14b", words=["optimizer.offload_fraction=0.5"])
 
 
 @pytest.mark.parametrize("nodes", ["1node", "4nodes", "16nodes"])

@@ -80,12 +80,50 @@ def push(out: Out = Path("gpu"), minutes: Minutes = 5.5, dry: Dry = False, fresh
         print(json.dumps(run_parts("push", parts, out, minutes=minutes, dry=dry, fresh=fresh)), flush=True)
 
 
+@app.command()
+def step(out: Out = Path("gpu"), minutes: Minutes = 6.0, dry: Dry = False, fresh: Fresh = False) -> None:
+    """A whole ARPO job of three steps at the shape of Qwen3 4B: seconds by phase and memory, beside the planner's."""
+    _quiet()  # the job gives each of its processes the environment that it needs
+    from arpo_megatron.bench.gpu.journal import run_parts
+    from arpo_megatron.bench.gpu.step import Step, step_parts
+
+    parts = step_parts(Step(out.resolve() / "step"))
+    print(json.dumps(run_parts("step", parts, out, minutes=minutes, dry=dry, fresh=fresh)), flush=True)
+
+
+@app.command()
+def largest(out: Out = Path("gpu"), minutes: Minutes = 4.0, dry: Dry = False, fresh: Fresh = False) -> None:
+    """The largest Qwen3 that trains here with FP8 and its optimizer in host memory, beside the planner's claim."""
+    _prepare()
+    from arpo_megatron.bench.gpu.journal import run_parts
+    from arpo_megatron.bench.gpu.largest import Largest, largest_parts
+
+    parts = largest_parts(Largest(out.resolve() / "largest"))
+    print(json.dumps(run_parts("largest", parts, out, minutes=minutes, dry=dry, fresh=fresh)), flush=True)
+
+
+@app.command()
+def profile(out: Out = Path("gpu"), minutes: Minutes = 6.0, dry: Dry = False, fresh: Fresh = False) -> None:
+    """Kernels of a training step of `update` with the most time, and the device's pauses; traces stay in --out."""
+    _prepare()
+    from arpo_megatron.bench.gpu.journal import run_parts
+    from arpo_megatron.bench.gpu.profile import profile_parts
+    from arpo_megatron.bench.gpu.update import Bench
+
+    parts = profile_parts(Bench(), out / "profile")
+    print(json.dumps(run_parts("profile", parts, out, minutes=minutes, dry=dry, fresh=fresh)), flush=True)
+
+
 def _prepare() -> None:
     import os
 
     from arpo_megatron.machine import trainer_environment
 
     os.environ.update(trainer_environment("auto"))
+    _quiet()
+
+
+def _quiet() -> None:
     from arpo_megatron.actor.parallel import quiet
 
     quiet()

@@ -5,7 +5,7 @@ equally likely, and trees can be grown as from `talkative_model`.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -20,7 +20,7 @@ import torch
 
 from arpo_megatron.actor import parallel
 from arpo_megatron.bench.gpu.journal import timed
-from arpo_megatron.bench.talkative_model import OTHERS, talkative_tokenizer
+from arpo_megatron.bench.talkative_model import OTHERS, sums, talkative_tokenizer
 from arpo_megatron.config import EngineConfig
 from arpo_megatron.machine import ON_CPU, Placement
 from arpo_megatron.plan.parameters import whole_model
@@ -85,7 +85,7 @@ class RandomEngines:
         """A Hugging Face directory of that shape, without weights."""
         if shape not in self._folders:
             made = self._stack.enter_context(TemporaryDirectory(prefix="arpo-bench-gpu-"))
-            write_directory(Path(made), shape, self.dtype)
+            write_directory(Path(made), shape, self.dtype, sums(max(1, shape.vocabulary // SEGMENT)))
             self._folders[shape] = Path(made)
         return self._folders[shape]
 
@@ -122,8 +122,8 @@ def _without_entropy() -> Iterator[None]:
         del environ[WITHOUT_ENTROPY]
 
 
-def write_directory(folder: Path, shape: ModelShape, dtype: str) -> None:
-    """config.json and a talkative tokenizer of the shape's vocabulary; no weights.
+def write_directory(folder: Path, shape: ModelShape, dtype: str, calls: Sequence[str]) -> None:
+    """config.json and a talkative tokenizer of the shape's vocabulary, with these calls; no weights.
 
     Raises:
         ValueError: a mixture, or rotary frequencies that are scaled.
@@ -154,8 +154,7 @@ def write_directory(folder: Path, shape: ModelShape, dtype: str) -> None:
         "dtype": dtype,
     }
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    calls = max(1, shape.vocabulary // SEGMENT)
-    talkative_tokenizer(shape.vocabulary - OTHERS - calls, calls).save_pretrained(folder)
+    talkative_tokenizer(shape.vocabulary - OTHERS - len(calls), calls).save_pretrained(folder)
 
 
 @cache

@@ -101,7 +101,9 @@ def update_parts(bench: Bench) -> list[Part]:
     """In order of value."""
 
     def single(length: int, recipe: Fp8Recipe) -> Part:
-        return Part(f"{recipe} flat {length}", partial(_prepare, bench, recipe, "none", length, [_chain(length)], None))
+        return Part(
+            f"{recipe} flat {length}", partial(_prepare, bench, recipe, "none", length, [single_chain(length)], None)
+        )
 
     def mix(name: str, recipe: Fp8Recipe, budget: int, recompute: Recompute = "none") -> Part:
         trees = [MIXES[name].tree(0, bench.shape.vocabulary)]
@@ -124,7 +126,7 @@ def update_parts(bench: Bench) -> list[Part]:
     ]
 
 
-def _chain(length: int) -> RolloutTree:
+def single_chain(length: int) -> RolloutTree:
     """One sequence."""
     rng = np.random.default_rng(length)
     tree = RolloutTree("flat", rng.integers(0, 1024, 16))
@@ -141,14 +143,15 @@ def _prepare(
     flat: list[RolloutTree] | None,
 ) -> Callable[[], Figures]:
     bench.config(recipe, recompute)
-    sides = {"tree" if flat else "flat": _packed(trees, budget)} | ({"flat": _packed(flat, budget)} if flat else {})
+    sides = {"tree" if flat else "flat": packed(trees, budget)} | ({"flat": packed(flat, budget)} if flat else {})
     for packs in sides.values():
         for pack in packs:
             flex_plan(pack.subtree_end, np.arange(pack.inherited, len(pack.subtree_end)))
     return partial(_measure, bench, recipe, recompute, sides)
 
 
-def _packed(trees: list[RolloutTree], budget: int) -> list[TreePack]:
+def packed(trees: list[RolloutTree], budget: int) -> list[TreePack]:
+    """Trees in packs for an update."""
     return pack_trees(trees, supervised_credit(trees), token_budget=budget, share_prompt=False)
 
 
