@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SSHD = "/usr/sbin/sshd"
+INSTALL = Path(__file__).resolve().parents[2] / "slurm" / "onebox" / "install.sh"
 
 
 @dataclass(frozen=True)
@@ -29,9 +30,7 @@ def install() -> str:
         return ""
     if shutil.which("apt-get") is None or os.getuid():
         return "no sshd, and only root with apt-get can install one"
-    command = "apt-get update && apt-get install -y --no-install-recommends openssh-server"
-    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive", "RUNLEVEL": "1"}
-    done = subprocess.run(["bash", "-c", command], env=environment, capture_output=True, text=True, timeout=180)
+    done = subprocess.run([INSTALL, "openssh-server"], capture_output=True, text=True, timeout=180)
     return "" if done.returncode == 0 else done.stderr[-200:]
 
 
@@ -44,10 +43,10 @@ def sshd(**variables: str) -> Iterator[Sshd]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    given = " ".join(f"{name}={value}" for name, value in variables.items())
+    given = "".join(f"SetEnv {name}={value}\n" for name, value in variables.items())
     (folder / "config").write_text(
         f"Port {port}\nListenAddress 127.0.0.1\nHostKey {folder}/host\nAuthorizedKeysFile {folder}/key.pub\n"
-        f"PidFile none\nStrictModes no\nPasswordAuthentication no\nSubsystem sftp internal-sftp\nSetEnv {given}\n"
+        f"PidFile none\nStrictModes no\nPasswordAuthentication no\nSubsystem sftp internal-sftp\n{given}"
     )
     Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)
     log = folder / "log"
