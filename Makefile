@@ -12,7 +12,8 @@ setup:
 demo: setup
 	@$(BIN)/arpo demo --seed $(SEED) $(ARGS)
 
-# Installs Slurm from the distribution's packages if it is absent, and says so first; ends what it started.
+# Installs Slurm from the distribution's packages if it is absent, and says so first; their services are not started.
+# Ends what it started.
 slurm-demo: setup
 	@slurm/onebox/demo.sh $(ARGS)
 

@@ -12,7 +12,7 @@ from arpo_megatron import resolve, run_directory
 from arpo_megatron.bench.cli import app as bench
 from arpo_megatron.cluster.cli import ConfigFile
 from arpo_megatron.cluster.cli import app as cluster
-from arpo_megatron.config import JobConfig, ParallelConfig
+from arpo_megatron.config import JobConfig
 from arpo_megatron.errors import UserError
 from arpo_megatron.evaluation.cli import app as evaluation
 from arpo_megatron.study.cli import app as study
@@ -252,12 +252,13 @@ def plan_command(
     Ends with code 1 when it does not fit.
     """
     from arpo_megatron.plan import Hardware, plan, report
-    from arpo_megatron.plan import search as layouts
+    from arpo_megatron.plan.nodes import on_nodes
+    from arpo_megatron.plan.search import search as search_layouts
 
     hardware = Hardware.named(gpu)
-    job = layouts.on_nodes(recipe, nodes, hardware.gpus, file=config, words=overrides or ())
+    job = on_nodes(recipe, nodes, hardware.gpus, file=config, words=overrides or ())
     found = plan(job, hardware, nodes)
-    others = layouts.search(found.config, hardware) if search else None
+    others = search_layouts(found.config, hardware) if search else None
     if as_json:
         print(json.dumps({**found.to_dict(), "best": [], **(others.to_dict() if others else {})}))
     else:
@@ -283,17 +284,9 @@ def _open_run(path: Path) -> run_directory.RunDirectory:
     return run
 
 
-def _layout(parallel: ParallelConfig) -> str:
-    """The dimensions that are not 1: those whose product is the number of ranks, then those that are no ranks more."""
-    dimensions = ("tensor", "context", "pipeline", "data")
-    product = [f"{name} {size}" for name in dimensions if (size := getattr(parallel, name)) > 1]
-    others = {"expert": parallel.expert, "virtual pipeline": parallel.virtual_pipeline}
-    parts = [*([" x ".join(product)] if product else []), *(f"{n} {size}" for n, size in others.items() if size > 1)]
-    return f": {', '.join(parts)}" if parts else ""
-
-
 def _print_plan(config: JobConfig) -> None:
     """The resolved config, then the processes and phases in order."""
+    from arpo_megatron.plan.report import layout
     from arpo_megatron.preparation import check_inputs
 
     check_inputs(config)
@@ -303,7 +296,7 @@ def _print_plan(config: JobConfig) -> None:
     print("#   sandbox  python -m tools_sandbox")
     engines = "engine " if config.engine.replicas == 1 else f"{config.engine.replicas} engines"
     print(f"#   {engines}  SGLang, tensor parallel {config.engine.tensor}, {config.model.dtype}")
-    print(f"#   trainer  {parallel.world_size} rank(s){_layout(parallel)}")
+    print(f"#   trainer  {parallel.world_size} rank(s){f': {said}' if (said := layout(parallel)) else ''}")
     if config.sft.steps:
         print(f"#   cold start: {config.sft.steps} updates of {config.sft.batch} demonstrations")
     print(

@@ -36,10 +36,8 @@ class Placement:
     @classmethod
     def of(cls, config: JobConfig, gpus: int) -> "Placement":
         """For a machine with `gpus` of them."""
-        ranks, engine = config.parallel.world_size, config.engine
-        too_few = 0 < gpus < ranks + engine.tensor * engine.replicas
-        shared = engine.placement == "colocated" or (engine.placement == "auto" and too_few)
-        return cls(gpus, 0 if shared or not gpus else ranks, shared)
+        shared = takes_turns(config, not gpus or gpus >= gpus_for_both(config))
+        return cls(gpus, 0 if shared or not gpus else config.parallel.world_size, shared)
 
     def of_engine(self, index: int, engine: EngineConfig) -> "Placement":
         """The same for replica `index`, whose GPUs are behind those of the replicas before."""
@@ -50,6 +48,16 @@ class Placement:
         if engine.memory_fraction is not None:
             return engine.memory_fraction
         return SHARED_MEMORY_FRACTION if self.shared else OWN_MEMORY_FRACTION
+
+
+def gpus_for_both(config: JobConfig) -> int:
+    """Of trainer ranks and engines beside each other."""
+    return config.parallel.world_size + config.engine.tensor * config.engine.replicas
+
+
+def takes_turns(config: JobConfig, enough: bool) -> bool:
+    """Whether engines compute where trainer ranks do; `auto` decides by whether there are GPUs `enough` for both."""
+    return config.engine.placement == "colocated" or (config.engine.placement == "auto" and not enough)
 
 
 ON_CPU = Placement(gpus=0, engine_gpu=0, shared=False)

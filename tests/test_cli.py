@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from arpo_megatron.__main__ import main
-from arpo_megatron.cli import _layout
 from arpo_megatron.config import ParallelConfig
+from arpo_megatron.plan import report
 
 ARPO = [sys.executable, "-m", "arpo_megatron"]
 
@@ -90,13 +90,13 @@ def test_a_dry_run_prints_the_resolved_config_and_the_plan_and_writes_nothing(tm
     ("layout", "said"),
     [
         ({}, ""),
-        ({"data": 2}, ": data 2"),
-        ({"tensor": 2, "context": 4, "data": 3, "expert": 8}, ": tensor 2 x context 4 x data 3, expert 8"),
-        ({"pipeline": 2, "virtual_pipeline": 4}, ": pipeline 2, virtual pipeline 4"),
+        ({"data": 2}, "data 2"),
+        ({"tensor": 2, "context": 4, "data": 3, "expert": 8}, "tensor 2 x context 4 x data 3, expert 8"),
+        ({"pipeline": 2, "virtual_pipeline": 4}, "pipeline 2, virtual pipeline 4"),
     ],
 )
 def test_the_plan_names_every_dimension_that_is_not_1(layout: dict[str, int], said: str) -> None:
-    assert _layout(ParallelConfig(**layout)) == said
+    assert report.layout(ParallelConfig(**layout)) == said
 
 
 def test_recipes_are_listed_with_what_they_are(tmp_path: Path) -> None:

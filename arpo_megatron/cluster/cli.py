@@ -1,6 +1,5 @@
 """`arpo submit | status | logs | cancel | resume | doctor`: a run on a cluster, by its name."""
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -79,7 +78,7 @@ def resume(
     from arpo_megatron.cluster import commands
     from arpo_megatron.cluster.over_ssh import elsewhere
     from arpo_megatron.cluster.profile import load_profile
-    from arpo_megatron.plan.search import scaled
+    from arpo_megatron.plan.nodes import scaled
 
     elsewhere(cluster, "resume", run, *(overrides or ()), nodes=nodes, chain=chain, force=force)
     directory = commands.find_run(run, cluster)
@@ -97,7 +96,7 @@ def _resolved(
     recipe: str, profile: "ClusterProfile | None", nodes: int | None, words: Sequence[str], file: Path | None = None
 ) -> JobConfig:
     """The job on so many nodes of the cluster; None: as the recipe has it."""
-    from arpo_megatron.plan.search import on_nodes
+    from arpo_megatron.plan.nodes import on_nodes
 
     job = resolve.resolve(recipe, file=file, words=words)
     if nodes is not None and profile is not None and profile.gpus_of(job):
@@ -116,7 +115,7 @@ def _submit(
     dryrun: bool = False,
     resuming: bool = False,
 ) -> None:
-    from arpo_megatron.cluster.over_ssh import HINT_VARIABLE
+    from arpo_megatron.cluster.over_ssh import words_to_add
     from arpo_megatron.cluster.submit import dry_run, prepare_submission
     from arpo_megatron.cluster.submit import submit as send
 
@@ -125,7 +124,7 @@ def _submit(
         print(dry_run(submission))
         return
     jobs = send(submission, force=force)
-    name, more = submission.run.path.name, os.environ.get(HINT_VARIABLE, "")
+    name, more = submission.run.path.name, words_to_add()
     print(f"{name}: job {', '.join(jobs)}, run directory {submission.run.path}")
     print(f"arpo status {name}{more} | arpo logs {name} --follow{more} | arpo cancel {name}{more}")
 

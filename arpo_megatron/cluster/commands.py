@@ -13,7 +13,7 @@ from arpo_megatron import health, resolve
 from arpo_megatron.actor.directories import checkpoint_directories
 from arpo_megatron.cluster import slurm
 from arpo_megatron.cluster.code import ROOT
-from arpo_megatron.cluster.over_ssh import login_node
+from arpo_megatron.cluster.over_ssh import login_node, words_to_add
 from arpo_megatron.cluster.profile import load_profile, profile_names
 from arpo_megatron.cluster.submissions import job_states, job_states_of, live_jobs, submissions_of
 from arpo_megatron.errors import UserError
@@ -168,20 +168,23 @@ def print_health(run: RunDirectory) -> None:
     """
     state = newest_state(run)
     if state is None or state.state != "RUNNING":
-        raise UserError(f"{run.path.name} has no running job: arpo status {run.path.name}")
+        raise UserError(f"{run.path.name} has no running job: arpo status {run.path.name}{words_to_add()}")
     if os.environ.get("SLURM_JOB_ID") == state.id:
         return health.print_health(run)
     first = slurm.allocated_nodes(state.nodes)[0].name
     python = load_profile(str(run.cluster)).python or sys.executable
     step = ["srun", f"--jobid={state.id}", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={first}", "--quiet"]
-    done = subprocess.run(
-        [*step, f"--chdir={ROOT}", str(python), "-m", "arpo_megatron", "health", str(run.path)],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=slurm.TIMEOUT_S,
-    )
+    try:
+        done = subprocess.run(
+            [*step, f"--chdir={ROOT}", str(python), "-m", "arpo_megatron", "health", str(run.path)],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=slurm.TIMEOUT_S,
+        )
+    except subprocess.TimeoutExpired:
+        raise UserError(f"a step on {first} did not answer for {slurm.TIMEOUT_S:g} s: it is lost or busy") from None
     if done.returncode:
         told = [line for line in done.stderr.splitlines() if line.startswith("arpo: ")] or done.stderr.splitlines()
         raise UserError(told[0].removeprefix("arpo: ") if told else f"no step can be started on {first}")
@@ -195,4 +198,4 @@ def cancel(run: RunDirectory) -> None:
         raise UserError(f"{run.path.name} has no job that waits or runs")
     for job in reversed(live):
         slurm.call("scancel", job)
-    print(f"{run.path.name}: cancelled job {', '.join(live)}; arpo resume {run.path.name} goes on")
+    print(f"{run.path.name}: cancelled job {', '.join(live)}; arpo resume {run.path.name}{words_to_add()} goes on")

@@ -9,8 +9,8 @@ services are restarted within limits, the first fatal exit ends all. How it ends
 | USR1: time is nearly up, or a preemption | trainer saves and ends; a waiting link goes on | COMPLETED |
 | the same, and no link waits | the job goes back into the queue | PENDING |
 | the same, and Slurm or the profile refuses a requeue | one line; `arpo resume` goes on | FAILED, exit code 75 |
-| a fatal exit | all steps are ended; the last lines of the guilty log | FAILED, exit code of the role |
-| something that the user can mend | one line | FAILED, exit code 2 |
+| a fatal exit | all steps end; the last lines of the guilty log; a waiting link goes on | FAILED, code of the role |
+| something that the user must mend | one line; links of the chain that still wait are cancelled | FAILED, exit code 2 |
 | TERM, and the job is no longer RUNNING: scancel | all steps are ended | CANCELLED |
 | TERM, and it is: a preemption with a GraceTime | as with USR1, if the trainer ends before that time | PENDING |
 """
@@ -78,6 +78,16 @@ def _supervise(run: RunDirectory, warned: Sequence[int]) -> int:
     except KeyError:
         raise UserError("this is no Slurm job: arpo submit starts one") from None
     drop_slurm_variables()
+    try:
+        return _to_its_end(run, job_id, node_list, warned)
+    except UserError:
+        # The next link would only find the same, and a run with a link in the queue cannot be resumed.
+        if cancelled := _cancel_waiting(run):
+            _told(StoppedError(f"cancelled job {', '.join(cancelled)}, the rest of the chain"), 0)
+        raise
+
+
+def _to_its_end(run: RunDirectory, job_id: str, node_list: str, warned: Sequence[int]) -> int:
     profile, config = load_profile(str(run.cluster)), resolve.load(run.config)
     nodes = slurm.allocated_nodes(node_list)
     site = SlurmSite(profile, plan_roles(config, profile.gpus_per_node, len(nodes)), nodes, run, job_id)
@@ -94,12 +104,20 @@ def _supervise(run: RunDirectory, warned: Sequence[int]) -> int:
         return code
     except Interrupted:
         return _requeue(job_id, TERMINATED) if profile.requeue and _still_wanted(job_id) else TERMINATED
+    _cancel_waiting(run)
+    return 0
+
+
+def _cancel_waiting(run: RunDirectory) -> list[str]:
+    """Of the links of the chain that have not begun; returns their ids. Where Slurm is silent, they find out."""
+    cancelled: list[str] = []
     try:
         for waiting in waiting_jobs(run):
             slurm.call("scancel", waiting, check=False)
-    except UserError as error:  # each will find that there is nothing left to do
+            cancelled.append(waiting)
+    except UserError as error:
         _told(error, 0)
-    return 0
+    return cancelled
 
 
 def _run(config: JobConfig, run: RunDirectory, site: SlurmSite, warned: Sequence[int]) -> None:

@@ -57,6 +57,11 @@ class LoginNode:
     identity: str | None
 
 
+def words_to_add() -> str:
+    """For the end of each command that is told to the user; nothing where the user is on this machine."""
+    return os.environ.get(HINT_VARIABLE, "")
+
+
 def login_node(cluster: str | None) -> LoginNode | None:
     """Where the profile's commands run; None: here.
 
@@ -126,14 +131,22 @@ def _text_of(path: Path) -> str:
 def _run_there(node: LoginNode, payload: str) -> int:
     code = snapshot()
     tunnel = _connected(node, f"{_CODE}/{code.tree}")
+    from paramiko.ssh_exception import SSHException  # type: ignore[import-untyped]
+
     try:
-        _bring(tunnel, code)
+        _bring(tunnel, code, node.host)
         python = node.profile["python"]
         shell = f'cd {tunnel.job_dir} && exec "{python}" -m arpo_megatron.cluster.over_ssh'
         # A login shell: it is the one that has Slurm on its PATH.
-        return int(tunnel.run(f"bash -lc '{shell}'", hide=False, warn=True, in_stream=StringIO(payload + "\n")).exited)
+        given = StringIO(payload + "\n")
+        code_there = int(tunnel.run(f"bash -lc '{shell}'", hide=False, warn=True, in_stream=given).exited)
+    except (EOFError, ConnectionError, SSHException) as error:
+        raise UserError(f"the connection to {node.host} was lost: {error or type(error).__name__}") from None
     finally:
         tunnel.cleanup()
+    if code_there < 0:
+        raise UserError(f"no end of the command was heard from {node.host}: the connection was lost, or it was killed")
+    return code_there
 
 
 def _connected(node: LoginNode, folder: str) -> "SSHTunnel":
@@ -159,7 +172,7 @@ def _connected(node: LoginNode, folder: str) -> "SSHTunnel":
     return tunnel
 
 
-def _bring(tunnel: "SSHTunnel", code: Code) -> None:
+def _bring(tunnel: "SSHTunnel", code: Code, host: str) -> None:
     """The working tree as a clone whose HEAD is our commit; a tree that is there already is not sent again."""
     folder, whole = tunnel.job_dir, f"{tunnel.job_dir}/.git/arpo-whole"
     if tunnel.run(f"test -e {whole}", warn=True).ok:
@@ -168,8 +181,13 @@ def _bring(tunnel: "SSHTunnel", code: Code) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         pack = Path(scratch) / "pack"
         pack.write_bytes(_git("pack-objects", "--stdout", "-q", given=listed))
-        tunnel.run(f"rm -rf {folder} && mkdir -p -m 700 {folder}")
-        tunnel.put(str(pack), f"{folder}/.pack")
+        made = tunnel.run(f"rm -rf {folder} && mkdir -p -m 700 {folder}", warn=True)
+        if not made.ok:
+            raise UserError(f"{host}: no directory for the code: {' '.join(made.stderr.split())}")
+        try:
+            tunnel.put(str(pack), f"{folder}/.pack")
+        except OSError as error:  # what SFTP says of a full disk does not name it
+            raise UserError(f"{host}: {folder}/.pack cannot be written ({error}): is the disk there full?") from None
     done = tunnel.run(
         f"cd {folder} && git init -q . && git unpack-objects -q <.pack && rm .pack && "
         f"echo {code.commit} >.git/shallow && git update-ref --no-deref HEAD {code.commit} && "

@@ -8,7 +8,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import chdir, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from arpo_megatron import resolve, run_directory
 from arpo_megatron.cluster import slurm
 from arpo_megatron.cluster.code import ROOT, Code, snapshot
+from arpo_megatron.cluster.over_ssh import words_to_add
 from arpo_megatron.cluster.profile import ClusterProfile, save_profile
 from arpo_megatron.cluster.site import gpu_words
 from arpo_megatron.cluster.submissions import live_jobs, submissions_of
@@ -130,6 +131,8 @@ def dry_run(submission: Submission) -> str:
 def submit(submission: Submission, *, force: bool = False) -> list[str]:
     """Write the run directory and submit; returns the ids of the jobs of the chain.
 
+    Where Slurm takes no job, the run is what it was before.
+
     Raises:
         UserError: the job does not fit the GPUs (and `force` is not set), Slurm refuses, a job of this run is in the
             queue already, a secret or an input is missing, or the run directory cannot be written.
@@ -142,9 +145,11 @@ def submit(submission: Submission, *, force: bool = False) -> list[str]:
         raise UserError(f"the secret {unset[0]} is not in this environment: export {unset[0]}=..., or name a file")
     slurm.call("sbatch", "--version")
     if live := live_jobs(submission.run):
-        raise UserError(f"job {live[0]} of {submission.run.path.name} is in the queue: arpo cancel it first")
+        name = submission.run.path.name
+        raise UserError(f"job {live[0]} of {name} is in the queue: arpo cancel {name}{words_to_add()} first")
     run, code = submission.run, snapshot()
-    if not run.config.exists():
+    before = {file: file.read_bytes() if file.exists() else None for file in (run.config, run.cluster)}
+    if before[run.config] is None:
         run_directory.fresh(submission.config)
     resolve.save(submission.config, run.config)
     run.submissions.mkdir(exist_ok=True)
@@ -168,8 +173,7 @@ def submit(submission: Submission, *, force: bool = False) -> list[str]:
                     submission, jobs, UserError(f"job {link + 1} of {submission.chain}: {error}")
                 ) from None
             diff.unlink()
-            if number == 1:
-                _forget(run)
+            _undo(run, before)
             raise
     return jobs
 
@@ -203,18 +207,23 @@ def _taken_back(submission: Submission, jobs: list[str], error: UserError) -> Us
         for job in reversed(jobs):
             slurm.call("scancel", job)
     except UserError as other:
-        return UserError(f"{error}; {other}: arpo cancel {name} for what was taken ({', '.join(jobs)})")
-    return UserError(f"{error}; cancelled job {', '.join(jobs)}; arpo resume {name} submits it again")
+        more = f"{words_to_add()} for what was taken ({', '.join(jobs)})"
+        return UserError(f"{error}; {other}: arpo cancel {name}{more}")
+    again = f"arpo resume {name}{words_to_add()} submits it again"
+    return UserError(f"{error}; cancelled job {', '.join(jobs)}; {again}")
 
 
-def _forget(run: RunDirectory) -> None:
-    """What `submit` has written of a run that never was, so that the next one has its name."""
-    for folder in (run.submissions, run.logs):
-        shutil.rmtree(folder)
-    for file in (run.config, run.cluster):
-        file.unlink()
-    with suppress(OSError):  # there may be a cold start to begin with
-        run.path.rmdir()
+def _undo(run: RunDirectory, before: Mapping[Path, bytes | None]) -> None:
+    """What `submit` has written; `before` holds the old files. Of a run that never was nothing is left but its inputs,
+    so that the next one has its name."""
+    for file, text in before.items():
+        file.unlink() if text is None else file.write_bytes(text)
+    if not submissions_of(run):
+        shutil.rmtree(run.submissions)
+    if before[run.config] is None:
+        shutil.rmtree(run.logs)
+        with suppress(OSError):  # there may be a cold start to begin with
+            run.path.rmdir()
 
 
 @contextmanager

@@ -8,7 +8,7 @@ side.
 from dataclasses import dataclass, replace
 
 from arpo_megatron.config import JobConfig, ParallelConfig
-from arpo_megatron.machine import Placement
+from arpo_megatron.machine import Placement, takes_turns
 from arpo_megatron.plan.activations import Tokens, Widths, layer_bytes, pass_bytes
 from arpo_megatron.plan.hardware import GIB, Hardware
 from arpo_megatron.plan.parameters import Parameters, of_stage, updated, whole_model
@@ -59,7 +59,7 @@ def value_bytes(config: JobConfig) -> int:
 
 def shared(config: JobConfig) -> bool:
     """Whether engines compute on the trainer's GPUs; `auto` counts as that: it takes fewer GPUs."""
-    return config.engine.placement != "split"
+    return takes_turns(config, enough=False)
 
 
 def of_job(config: JobConfig, shape: ModelShape, hardware: Hardware, largest: Workload) -> Memory:

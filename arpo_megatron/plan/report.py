@@ -38,12 +38,15 @@ def render_search(found: Found) -> str:
 
 
 def layout(parallel: ParallelConfig) -> str:
-    """`tensor 4 x data 8`: dimensions that are not 1."""
-    sizes = {name: getattr(parallel, name) for name in ("tensor", "context", "pipeline", "data")}
-    product = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "1 rank"
+    """The dimensions that are not 1: those whose product is the number of ranks, then those that are no ranks more.
+
+    `tensor 4 x data 8, expert 4`; nothing for one rank.
+    """
+    dimensions = ("tensor", "context", "pipeline", "data")
+    product = " x ".join(f"{name} {size}" for name in dimensions if (size := getattr(parallel, name)) > 1)
     others = {"expert": parallel.expert, "virtual pipeline": parallel.virtual_pipeline}
     more = [f"{name} {size}" for name, size in others.items() if size > 1]
-    return ", ".join([product, *more, f"recompute {parallel.recompute}"])
+    return ", ".join([*([product] if product else []), *more])
 
 
 def words(plan: Plan, than: JobConfig) -> str:
@@ -75,7 +78,7 @@ def _lines(plan: Plan) -> Iterator[str]:
     nodes, roles = f"{plan.nodes} node(s) of {plan.hardware.gpus} x {plan.hardware.name}", plan.roles
     apart = f" ({roles.trainer_nodes} train, {roles.engine_nodes} roll out)" if roles and roles.engine_nodes else ""
     engines = "" if config.cold_start_only else f"; {_engines(config.engine, not needs.engine)}"
-    yield f"{nodes}{apart}; {layout(config.parallel)}{engines}"
+    yield f"{nodes}{apart}; {layout(config.parallel) or '1 rank'}, recompute {config.parallel.recompute}{engines}"
     yield ""
     for title, parts in (
         ("GPU of a trainer rank in an update", needs.training),

@@ -5,7 +5,7 @@ from math import ceil
 
 from arpo_megatron.config import JobConfig
 from arpo_megatron.errors import UserError
-from arpo_megatron.machine import Placement
+from arpo_megatron.machine import Placement, gpus_for_both, takes_turns
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +91,9 @@ def plan_roles(config: JobConfig, gpus_per_node: int, nodes: int | None) -> Role
     alone = _trainer_alone(config, gpus)
     trainer_nodes, per_node = alone.trainer_nodes, alone.ranks_per_node
     slots = gpus // engine.tensor  # engines that a node holds
-    together = ranks + engine.replicas * engine.tensor <= gpus
+    together = gpus_for_both(config) <= gpus
     split = 1 if together else trainer_nodes + ceil(engine.replicas / slots)
-    if engine.placement == "colocated" or (engine.placement == "auto" and nodes is not None and nodes < split):
+    if takes_turns(config, nodes is None or nodes >= split):
         _check_count(nodes, trainer_nodes, "colocated", config, gpus)
         slots = per_node // engine.tensor
         if engine.replicas > slots * trainer_nodes:
@@ -132,8 +132,8 @@ def _on_cpus(config: JobConfig, nodes: int) -> RolePlan:
         raise UserError(f"{ranks} trainer ranks cannot be divided evenly among {trainer_nodes} nodes")
     replicas = 0 if config.cold_start_only else engine.replicas
     engines = tuple((nodes - 1 - index % nodes, 0) for index in range(replicas))
-    shared = engine.placement == "colocated"
-    return RolePlan(nodes, 0, trainer_nodes, ranks // trainer_nodes, engines, engine.tensor, shared)
+    turns = takes_turns(config, enough=True)
+    return RolePlan(nodes, 0, trainer_nodes, ranks // trainer_nodes, engines, engine.tensor, turns)
 
 
 def _check_count(given: int | None, needed: int, placement: str, config: JobConfig, gpus: int) -> None:

@@ -2,7 +2,7 @@
 # A real Slurm of several nodes on one machine, for `make slurm-demo` and the tests: no systemd, no cgroups, no
 # accounting database. Everything it writes is in one folder, and everything it starts ends with `down`.
 #
-#   onebox.sh install          packages from the distribution, where they are absent; says so first
+#   onebox.sh install          packages from the distribution, where they are absent; says so first, starts no service
 #   onebox.sh up DIR           starts it; the last line of output is `export SLURM_CONF=...`
 #   onebox.sh down DIR         cancels what runs, stops every daemon of DIR
 #
@@ -22,10 +22,10 @@ install_packages() {
   [ -n "$(missing)" ] || return 0
   command -v apt-get >/dev/null || fail "$(missing) is not installed: install Slurm and munge (this script knows apt-get only)"
   [ "$(id -u)" = 0 ] || fail "$(missing) is not installed: as root, apt-get install slurmctld slurmd slurm-client munge"
-  say "Slurm is not installed here: installing the distribution's slurmctld, slurmd, slurm-client and munge (10 to 30 s)"
+  say "Slurm is not installed here: installing the distribution's slurmctld, slurmd, slurm-client and munge (10 to 30 s);" \
+    "their services are not started now (systemctl disable munge, for the next boot)"
   local log; log=$(mktemp)
-  { apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
-      slurmctld slurmd slurm-client munge; } >"$log" 2>&1 || { tail -n 5 "$log" >&2; fail "that failed; the whole log is $log"; }
+  "$(dirname "$0")/install.sh" slurmctld slurmd slurm-client munge >"$log" 2>&1 || { tail -n 5 "$log" >&2; fail "that failed; the whole log is $log"; }
   rm -f "$log"
 }
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from arpo_megatron.rollout.server import free_ports
 
 SSHD = "/usr/sbin/sshd"
+INSTALL = Path(__file__).resolve().parents[2] / "slurm" / "onebox" / "install.sh"
 
 
 @dataclass(frozen=True)
@@ -31,9 +32,7 @@ def install() -> str:
         return ""
     if shutil.which("apt-get") is None or os.getuid():
         return "no sshd, and only root with apt-get can install one"
-    command = "apt-get update && apt-get install -y --no-install-recommends openssh-server"
-    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive", "RUNLEVEL": "1"}
-    done = subprocess.run(["bash", "-c", command], env=environment, capture_output=True, text=True, timeout=180)
+    done = subprocess.run([INSTALL, "openssh-server"], capture_output=True, text=True, timeout=180)
     return "" if done.returncode == 0 else done.stderr[-200:]
 
 
@@ -44,10 +43,12 @@ def sshd(**variables: str) -> Iterator[Sshd]:
     for name in ("host", "key"):
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True)
     (port,) = free_ports(1)
-    given = " ".join(f"{name}={value}" for name, value in variables.items())
+    # One line for all, which sshd wants, and none for none.
+    given = "SetEnv " + " ".join(f"{name}={value}" for name, value in variables.items()) + "
+" if variables else ""
     (folder / "config").write_text(
         f"Port {port}\nListenAddress 127.0.0.1\nHostKey {folder}/host\nAuthorizedKeysFile {folder}/key.pub\n"
-        f"PidFile none\nStrictModes no\nPasswordAuthentication no\nSubsystem sftp internal-sftp\nSetEnv {given}\n"
+        f"PidFile none\nStrictModes no\nPasswordAuthentication no\nSubsystem sftp internal-sftp\n{given}"
     )
     Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)
     log = folder / "log"

@@ -207,22 +207,51 @@ def test_a_job_that_does_not_go_back_into_the_queue_has_saved(box: Onebox, calm:
     is_whole(box.resume(job), calm)
 
 
-def test_a_chain_goes_on_when_time_is_up(box: Onebox, calm: Undisturbed) -> None:
-    """The first link is told between one and two minutes after its start; then the second goes on."""
-    profile = box.profile("short", time="00:03:00", signal_s=60)
-    job = start(box, calm, "chain", updates=100_000, profile=profile, chain=2)
-    first, second = job.ids
-    job.wait_for("the end of the first link", lambda: job.state(first) not in LIVE, dead=True)
-    assert job.state(first) == "COMPLETED", str(job)
-    assert f"saved; job {second} goes on" in job.said()
-    done = len(job.rows("sft_metrics.jsonl"))
-    job.wait_for("an update of the second link", lambda: len(job.rows("sft_metrics.jsonl")) > done, dead=True)
-    assert job.state(second) == "RUNNING"
-    box.arpo("cancel", str(job.run))
-    assert job.end(second) == "CANCELLED"
-    rows = job.rows("sft_metrics.jsonl")
-    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
-    assert job.nothing_is_left()
+def test_training_goes_on_exactly_when_time_is_up(box: Onebox, calm: Undisturbed) -> None:
+    """Told between one and two minutes after their start, a chain's next link goes on, and a job alone comes back.
+
+    Side by side, a node each. Nothing ends the training by itself, so that it lasts longer than the time.
+    """
+    endless, profile = 100_000, box.profile("short", time="00:03:00", signal_s=60)
+    chain = start(box, calm, "chain", updates=endless, profile=profile, nodes=1, chain=2)
+    alone = start(box, calm, "alone", updates=endless, profile=profile, nodes=1)
+    first, second = chain.ids
+    chain.wait_for("the end of the first link", lambda: chain.state(first) not in LIVE, dead=True)
+    assert chain.state(first) == "COMPLETED", str(chain)
+    assert f"saved; job {second} goes on" in chain.said()
+    alone.wait_for("requeue", lambda: alone.shown("Restarts") == "1")
+    assert alone.said().count("Slurm's warning: the trainer saves and ends") == 1
+    # What is there when the first life has ended is of that life.
+    done = {job.run.name: len(job.rows("sft_metrics.jsonl")) for job in (chain, alone)}
+    for job, last in ((chain, second), (alone, alone.id)):
+        more = done[job.run.name] + 10
+        job.wait_for("more", lambda job=job, more=more: len(job.rows("sft_metrics.jsonl")) >= more, dead=True)
+        assert job.state(last) in LIVE
+        box.arpo("cancel", str(job.run))
+        assert job.end(last) == "CANCELLED"
+        assert job.nothing_is_left()
+    rows = {job.run.name: job.rows("sft_metrics.jsonl") for job in (chain, alone)}
+    whole = start(box, calm, "endless", updates=endless)
+    wanted = max(len(each) for each in rows.values())
+    whole.wait_for("as many updates", lambda: len(whole.rows("sft_metrics.jsonl")) >= wanted)
+    box.arpo("cancel", str(whole.run))
+    assert whole.end() == "CANCELLED"
+    undisturbed = whole.rows("sft_metrics.jsonl")
+    for each in rows.values():
+        assert [row["step"] for row in each] == list(range(1, len(each) + 1))
+        assert [[row[name] for name in EXACT] for row in each] == [
+            [row[name] for name in EXACT] for row in undisturbed[: len(each)]
+        ]
+
+
+def test_the_next_link_of_a_chain_goes_on_after_a_death(box: Onebox, calm: Undisturbed) -> None:
+    job = start(box, calm, "mortal", chain=2)
+    job.wait_for("ranks", lambda: len(job.processes("arpo_megatron.cluster.rank")) == 2)
+    victim = job.processes("arpo_megatron.cluster.rank")[0]
+    trains(job)
+    victim.kill()
+    assert job.end() == "FAILED", str(job)
+    is_whole(Job(box, job.run, job.ids[1:]), calm)
 
 
 def test_links_of_a_chain_that_are_not_needed_are_cancelled(box: Onebox, calm: Undisturbed) -> None:
@@ -260,12 +289,79 @@ def test_a_full_disk_ends_a_job_that_goes_on_when_there_is_room(box: Onebox, cal
         is_whole(box.resume(job), calm)
 
 
-def test_a_container_that_is_not_there_ends_the_job_at_once(box: Onebox, calm: Undisturbed) -> None:
-    profile = box.profile("container", container="/not/there.sqsh")
-    job = start(box, calm, "container", profile=profile)
+INSIDE = """#!/bin/bash
+# What a step in a container of pyxis sees: a /tmp of its own, and in it what is mounted.
+set -e
+kept=$(mktemp -d /dev/shm/inside-XXXX)
+number=0
+IFS=, read -ra mounts <<<"$1"
+mount --make-rprivate /
+for pair in "${mounts[@]}"; do mkdir "$kept/$((++number))"; mount --bind "${pair%%:*}" "$kept/$number"; done
+mount -t tmpfs tmpfs /tmp
+number=0
+for pair in "${mounts[@]}"; do mkdir -p "${pair##*:}"; mount --move "$kept/$((++number))" "${pair##*:}"; done
+rm -rf "$kept"
+cd "$2"
+exec "${@:3}"
+"""
+SRUN = """#!/bin/bash
+# Stands for pyxis, which no distribution packages.
+words=()
+while [ $# -gt 0 ]; do
+  case $1 in
+    --container-image=*) image=${1#*=} ;;
+    --container-mounts=*) mounts=${1#*=} ;;
+    --container-workdir=*) workdir=${1#*=} ;;
+    --*) words+=("$1") ;;
+    *) break ;;
+  esac
+  shift
+done
+case $image in
+  /*) [ -e "$image" ] || { echo "slurmstepd: error: pyxis: No such file or directory: $image" >&2; exit 1; } ;;
+esac
+[ -z "$image" ] || set -- unshare --mount "$(dirname "$0")/inside" "$mounts" "$workdir" "$@"
+exec /usr/bin/srun "${words[@]}" "$@"
+"""
+
+
+@pytest.fixture
+def contained(box: Onebox) -> Iterator[dict[str, Any]]:
+    """Values of a profile whose roles run in containers, where a file in the place of the image is enough."""
+    if subprocess.run(["unshare", "--mount", "true"], capture_output=True).returncode:
+        pytest.skip("no mount namespaces: containers cannot be stood for")
+    folder, path = Path(tempfile.mkdtemp(prefix="pyxis-", dir=Path.home())), box.environment["PATH"]
+    for name, text in (("srun", SRUN), ("inside", INSIDE), ("image.sqsh", "")):
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    box.environment["PATH"] = f"{folder}:{path}"
+    yield {"container": str(folder / "image.sqsh"), "container_python": sys.executable}
+    box.environment["PATH"] = path
+    shutil.rmtree(folder)
+
+
+def test_roles_in_containers_need_no_tmp_in_common(box: Onebox, contained: dict[str, Any]) -> None:
+    job = box.submit("contained", "sft.steps=0", "train.steps=1", profile=box.profile("contained", **contained))
+    assert job.end() == "COMPLETED", str(job)
+    assert job.nothing_is_left()
+    assert not list(Path("/tmp").glob(f"arpo-{job.id}")), "the scratch directory is left"
+
+
+def test_a_container_that_is_not_there_ends_the_job_at_once_and_its_chain(
+    box: Onebox, calm: Undisturbed, contained: dict[str, Any]
+) -> None:
+    image = Path(contained["container"])
+    image.unlink()
+    # No link may end before all are in the queue: it would not know of those that come.
+    box.slurm("scontrol", "update", "NodeName=n[1-2]", "State=DRAIN", "Reason=later")
+    job = start(box, calm, "container", profile=box.profile("container", **contained), chain=3)
+    box.slurm("scontrol", "update", "NodeName=n[1-2]", "State=RESUME")
     said = failed(job, "2:0")
     assert job.shown("RunTime").startswith("00:00:"), "it took a minute"
     assert "arpo: doctor: a node cannot even run it" in said
+    assert f"pyxis: No such file or directory: {image}" in said
+    assert [job.state(link) for link in job.ids] == ["FAILED", "CANCELLED", "CANCELLED"]
+    is_whole(box.resume(job, "--cluster", box.profile("bare")), calm)
 
 
 @pytest.fixture
@@ -342,58 +438,3 @@ def test_a_login_node_elsewhere_is_reached_over_ssh(box: Onebox, calm: Undisturb
             assert not path.is_file() or secret.encode() not in path.read_bytes(), f"a secret is in {path}"
         shutil.rmtree(code)
     assert "cannot be reached over SSH" in box.arpo("status", "--cluster", profile, ok=False, **here)
-
-
-INSIDE = """#!/bin/bash
-# What a step in a container of pyxis sees: a /tmp of its own, and in it what is mounted.
-set -e
-kept=$(mktemp -d /dev/shm/inside-XXXX)
-number=0
-IFS=, read -ra mounts <<<"$1"
-mount --make-rprivate /
-for pair in "${mounts[@]}"; do mkdir "$kept/$((++number))"; mount --bind "${pair%%:*}" "$kept/$number"; done
-mount -t tmpfs tmpfs /tmp
-number=0
-for pair in "${mounts[@]}"; do mkdir -p "${pair##*:}"; mount --move "$kept/$((++number))" "${pair##*:}"; done
-rm -rf "$kept"
-cd "$2"
-exec "${@:3}"
-"""
-SRUN = """#!/bin/bash
-# Stands for pyxis, which no distribution packages.
-words=()
-while [ $# -gt 0 ]; do
-  case $1 in
-    --container-image=*) inside=1 ;;
-    --container-mounts=*) mounts=${1#*=} ;;
-    --container-workdir=*) workdir=${1#*=} ;;
-    --*) words+=("$1") ;;
-    *) break ;;
-  esac
-  shift
-done
-[ -z "$inside" ] || set -- unshare --mount "$(dirname "$0")/inside" "$mounts" "$workdir" "$@"
-exec /usr/bin/srun "${words[@]}" "$@"
-"""
-
-
-def test_roles_in_containers_need_no_tmp_in_common(box: Onebox) -> None:
-    if subprocess.run(["unshare", "--mount", "true"], capture_output=True).returncode:
-        pytest.skip("no mount namespaces: containers cannot be stood for")
-    folder = Path(tempfile.mkdtemp(prefix="pyxis-", dir=Path.home()))
-    try:
-        for name, text in (("srun", SRUN), ("inside", INSIDE)):
-            (folder / name).write_text(text)
-            (folder / name).chmod(0o755)
-        profile = box.profile("contained", container="an image", container_python=sys.executable)
-        path = box.environment["PATH"]
-        box.environment["PATH"] = f"{folder}:{path}"
-        try:
-            job = box.submit("contained", "sft.steps=0", "train.steps=1", profile=profile)
-        finally:
-            box.environment["PATH"] = path
-        assert job.end() == "COMPLETED", str(job)
-        assert job.nothing_is_left()
-        assert not list(Path("/tmp").glob(f"arpo-{job.id}")), "the scratch directory is left"
-    finally:
-        shutil.rmtree(folder)

@@ -14,7 +14,7 @@ from arpo_megatron import resolve, run_directory
 from arpo_megatron.cluster import commands
 from arpo_megatron.cluster.cli import app
 from arpo_megatron.cluster.code import ROOT, Code, snapshot
-from arpo_megatron.cluster.over_ssh import LoginNode, login_node
+from arpo_megatron.cluster.over_ssh import HINT_VARIABLE, LoginNode, login_node
 from arpo_megatron.cluster.profile import (
     DIRECTORY,
     ClusterProfile,
@@ -23,6 +23,7 @@ from arpo_megatron.cluster.profile import (
     profile_names,
     save_profile,
 )
+from arpo_megatron.cluster.slurm import JobState, Node
 from arpo_megatron.cluster.submit import Submission, dry_run, prepare_submission, submit
 from arpo_megatron.config import JobConfig
 from arpo_megatron.doctor.slurm import check_secrets, seconds
@@ -100,11 +101,11 @@ class Queue:
         return f"JobState={self.jobs[words[-1]]} " if words[:4] == ("scontrol", "-o", "show", "job") else ""
 
 
-def in_chain(queue: Queue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
+def in_chain(queue: Queue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, resume: bool = False) -> RunDirectory:
     monkeypatch.setattr("arpo_megatron.cluster.submit._sent", queue.send)
     monkeypatch.setattr("arpo_megatron.cluster.slurm.call", queue.call)
     job = resolve.resolve("quickstart", words=["platform=cpu"])
-    submission = prepare_submission(job, profile(runs=str(tmp_path)), nodes=1, chain=3)
+    submission = prepare_submission(job, profile(runs=str(tmp_path)), nodes=1, chain=3, resume=resume)
     with pytest.raises(UserError, match="QOSMaxSubmitJobPerUserLimit") as refused:
         submit(submission)
     submission.run.path.with_suffix(".said").write_text(str(refused.value))
@@ -154,6 +155,51 @@ def test_a_run_whose_first_job_is_refused_never_was(tmp_path: Path, monkeypatch:
     run.submissions.mkdir(parents=True)
     with pytest.raises(UserError, match="no job of this run was submitted"):
         commands.find_run(str(run.path))
+
+
+def test_a_resume_that_is_refused_leaves_the_run_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("arpo_megatron.cluster.submit._sent", Queue(takes=0).send)
+    monkeypatch.setattr("arpo_megatron.cluster.slurm.call", Queue(takes=0).call)
+    job = resolve.resolve("quickstart", words=["platform=cpu"])
+    run = submitted(tmp_path, job, profile(runs=str(tmp_path)))
+    before = {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
+    changed = resolve.over(resolve.load(run.config), ["train.steps=999", "parallel.data=2"])
+    again = prepare_submission(changed, profile(runs=str(tmp_path), time="08:00:00"), nodes=2, resume=True)
+    with pytest.raises(UserError, match="QOSMaxSubmitJobPerUserLimit"):
+        submit(again)
+    assert {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()} == before
+
+
+def test_what_is_told_to_somebody_elsewhere_can_be_typed_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without its cluster a command finds no run that is on a login node elsewhere."""
+    monkeypatch.setenv(HINT_VARIABLE, " --cluster far")
+    queue = Queue(takes=1, cancels=False)
+    run = in_chain(queue, tmp_path, monkeypatch)
+    name, said = run.path.name, run.path.with_suffix(".said")
+    assert f"arpo cancel {name} --cluster far for what was taken" in said.read_text()
+    with pytest.raises(UserError, match=f"in the queue: arpo cancel {name} --cluster far first"):
+        submit(prepare_submission(resolve.load(run.config), profile(runs=str(tmp_path)), nodes=1, resume=True))
+    queue.cancels = True
+    commands.cancel(run)
+    assert f"arpo resume {name} --cluster far goes on" in capsys.readouterr().out
+    in_chain(Queue(takes=2), tmp_path, monkeypatch, resume=True)
+    assert f"arpo resume {name} --cluster far submits it again" in said.read_text()
+    with pytest.raises(UserError, match=f"arpo status {name} --cluster far"):
+        commands.print_health(run)
+
+
+def test_a_node_that_does_not_answer_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = submitted(tmp_path, resolve.resolve("quickstart"), profile(runs=str(tmp_path)))
+    monkeypatch.setattr(commands, "newest_state", lambda run: JobState("1", "RUNNING", nodes="n1"))
+    monkeypatch.setattr("arpo_megatron.cluster.slurm.allocated_nodes", lambda names: [Node("n1", "127.0.0.1")])
+    monkeypatch.setattr("arpo_megatron.cluster.slurm.TIMEOUT_S", 0.2)
+    (srun := tmp_path / "srun").write_text("#!/bin/sh\nexec sleep 60\n")
+    srun.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    with pytest.raises(UserError, match="a step on n1 did not answer"):
+        commands.print_health(run)
 
 
 @pytest.mark.parametrize("requeue", [True, False])
@@ -425,6 +471,16 @@ def test_a_file_for_secrets_is_not_packed(tmp_path: Path, clone: Callable[..., s
         snapshot(tmp_path)
     (tmp_path / ".git" / "info" / "exclude").write_text(name)
     assert b"abc123" not in snapshot(tmp_path).diff
+    secret.unlink()
+    example = tmp_path / "example"
+    example.write_text("# fill in and rename\n" * 9)
+    clone("add", "example")
+    clone("commit", "-qm", "an example")
+    (tmp_path / ".git" / "info" / "exclude").write_text("")
+    example.rename(secret)  # to git that is a change of a file it knows
+    secret.write_text(secret.read_text() + "WANDB_API_KEY=abc123\n")
+    with pytest.raises(UserError, match=f"{name} is new and may hold secrets"):
+        snapshot(tmp_path)
     ignored = subprocess.run(["git", "check-ignore", "--no-index", "-q", ".env"], cwd=ROOT)
     assert ignored.returncode == 0, "a clone of this project ignores it"
 

@@ -142,6 +142,37 @@ def test_a_handler_only_notes_a_warning_and_the_loop_tells_it(
     assert "Slurm's warning: the trainer saves" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("error", "code", "cancelled"),
+    [(UserError("No space left on device"), 2, ["8", "9"]), (RoleDiedError("train was killed", 137), 137, [])],
+)
+def test_a_fault_that_only_the_user_can_mend_ends_the_chain(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    run: RunDirectory,
+    error: Exception,
+    code: int,
+    cancelled: list[str],
+) -> None:
+    """After a death the next link goes on."""
+    run.submissions.mkdir()
+    (run.submissions / "1.json").write_text('{"jobs": ["7", "8", "9"], "job_name": "arpo-test"}')
+    asked: list[str] = []
+
+    def call(*words: str, check: bool = True, but: str | None = None) -> str:
+        if words[0] == "scancel":
+            asked.append(words[1])
+        return "7|RUNNING|arpo-test\n8|PENDING|arpo-test\n9|PENDING|arpo-test\n" if words[0] == "squeue" else ""
+
+    monkeypatch.setattr("arpo_megatron.cluster.slurm.call", call)
+    monkeypatch.setattr("arpo_megatron.cluster.site.SlurmSite.lost_nodes", lambda site: [])
+    assert ended(monkeypatch, run, error) == code
+    assert asked == cancelled
+    said = capsys.readouterr().err.splitlines()
+    assert said[-1] == f"arpo: {error}"
+    assert ("arpo: cancelled job 8, 9, the rest of the chain" in said) is bool(cancelled)
+
+
 def asked_by(monkeypatch: pytest.MonkeyPatch, run: RunDirectory, state: JobState | None) -> job._Asked:
     monkeypatch.setattr("arpo_megatron.cluster.slurm.job_state", lambda job_id: state)
     site = SlurmSite(load_profile(str(run.cluster)), RolePlan(1, 0, 1, 1, (), 0, True), [], run, "7")

@@ -12,10 +12,11 @@ import pytest
 from arpo_megatron import resolve
 from arpo_megatron.errors import UserError
 from arpo_megatron.plan import GPUS, Hardware, plan
+from arpo_megatron.plan.nodes import on_nodes, scaled
 from arpo_megatron.plan.parameters import of_stage, whole_model
 from arpo_megatron.plan.report import render, render_search, words
 from arpo_megatron.plan.roles import plan_roles
-from arpo_megatron.plan.search import on_nodes, scaled, search
+from arpo_megatron.plan.search import search
 from arpo_megatron.plan.workload import typical
 from arpo_megatron.weights.known_shapes import KNOWN_SHAPES
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from arpo_megatron import resolve
 from arpo_megatron.config import JobConfig
 from arpo_megatron.errors import UserError
+from arpo_megatron.machine import Placement
 from arpo_megatron.plan.roles import RolePlan, plan_roles
 
 
@@ -22,6 +23,27 @@ def used(plan: RolePlan, ranks: bool = True) -> list[tuple[int, int]]:
     engines = [(node, first + gpu) for node, first in plan.engines for gpu in range(plan.engine_gpus)]
     trainer = [(node, gpu) for node in range(plan.trainer_nodes) for gpu in range(plan.ranks_per_node)]
     return engines + trainer if ranks else engines
+
+
+@given(
+    data=st.integers(1, 2),
+    replicas=st.integers(1, 8),
+    tensor=st.sampled_from([1, 2]),
+    placement=st.sampled_from(["auto", "split", "colocated"]),
+    gpus=st.sampled_from([0, 1, 4, 8]),
+)
+def test_one_node_is_laid_out_as_this_machine_is(
+    data: int, replicas: int, tensor: int, placement: str, gpus: int
+) -> None:
+    config = job(replicas=replicas, tensor=tensor, placement=placement)
+    config = replace(config, parallel=replace(config.parallel, data=data))
+    try:
+        plan = plan_roles(config, gpus, 1)
+    except UserError:
+        return
+    here = Placement.of(config, gpus)
+    for index in range(replicas):
+        assert plan.placement(index) == here.of_engine(index, config.engine)
 
 
 def test_the_same_recipe_is_split_or_colocated() -> None:

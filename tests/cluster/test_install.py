@@ -1,0 +1,24 @@
+"""Packages that `make slurm-demo` installs start no service of a machine that has an init."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import sshd
+
+
+@pytest.mark.parametrize(("before", "code"), [(None, 0), ("#!/bin/sh\nexit 104\n", 0), (None, 100)])
+def test_services_are_held_back_while_packages_are_installed(tmp_path: Path, before: str | None, code: int) -> None:
+    """apt-get is stood in for, because this machine's packages are left alone: it asks as a package's script does."""
+    policy, said = tmp_path / "policy-rc.d", tmp_path / "said"
+    if before is not None:
+        policy.write_text(before)
+    (apt := tmp_path / "apt-get").write_text(
+        f'#!/bin/sh\n[ "$1" = update ] && exit\n{policy} munge start; echo "$? $*" >{said}; exit {code}\n'
+    )
+    apt.chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "POLICY": str(policy)}
+    assert subprocess.run([sshd.INSTALL, "munge"], env=environment).returncode == code
+    assert said.read_text() == "101 install -y --no-install-recommends munge\n"
+    assert (policy.read_text() if policy.exists() else None) == before
