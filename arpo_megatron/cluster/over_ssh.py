@@ -131,7 +131,7 @@ def _text_of(path: Path) -> str:
 def _run_there(node: LoginNode, payload: str) -> int:
     code = snapshot()
     tunnel = _connected(node, f"{_CODE}/{code.tree}")
-    from paramiko.ssh_exception import SSHException  # type: ignore[import-untyped]
+    from paramiko.ssh_exception import SSHException
 
     try:
         _bring(tunnel, code, node.host)

@@ -44,8 +44,7 @@ def sshd(**variables: str) -> Iterator[Sshd]:
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True)
     (port,) = free_ports(1)
     # One line for all, which sshd wants, and none for none.
-    given = "SetEnv " + " ".join(f"{name}={value}" for name, value in variables.items()) + "
-" if variables else ""
+    given = "SetEnv " + " ".join(f"{name}={value}" for name, value in variables.items()) + "\n" if variables else ""
     (folder / "config").write_text(
         f"Port {port}\nListenAddress 127.0.0.1\nHostKey {folder}/host\nAuthorizedKeysFile {folder}/key.pub\n"
         f"PidFile none\nStrictModes no\nPasswordAuthentication no\nSubsystem sftp internal-sftp\n{given}"
