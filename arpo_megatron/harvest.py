@@ -8,7 +8,6 @@ would be too late, or (`rollout.stale=refuse`) goes on without them and leaves t
 Whatever is left out is counted by its reason and stored with it, and another task takes its place.
 """
 
-import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -56,6 +55,7 @@ class Harvest:
         growing: tasks of the trees under way, in the order of their start.
         restored: trees that a stopped run had under way, and their tasks; they go on with the next step.
         begun: the step that was begun last.
+        drawn: ids of the tasks whose trees were begun in it.
         refills: of this step.
         at_rest: no tree grows until the next push has been made.
         kept: trees of this step, until it has enough.
@@ -76,6 +76,7 @@ class Harvest:
     growing: list[Task] = field(default_factory=list)
     restored: list[tuple[Task, UnfinishedTree]] = field(default_factory=list)
     begun: int = -1
+    drawn: set[str] = field(default_factory=set)
     refills: int = 0
     at_rest: bool = False
     kept: list[ScoredTree] = field(default_factory=list)
@@ -97,8 +98,9 @@ class Harvest:
         if step != self.begun:
             self.begun, self.refills, self.stats, self.dropped, self.left_out = step, 0, [], Counter(), []
             self.stored_before = None if self.store is None else self.store.snapshot()
+            self.drawn.clear()
             self._go_on(step)
-            self._start(self._wanted(step) - len(self.growing), step)
+            self._start(self.config.trees_under_way(step) - len(self.growing), step)
         try:
             self._gather(step)
         finally:
@@ -121,13 +123,13 @@ class Harvest:
 
     def _complete(self, step: int) -> list[ScoredTree]:
         """The step has what it trains."""
+        if self.config.rollout.max_staleness == 0 and self.growing:
+            self._give_up()  # before the sampler hears of any tree: a judge that is waited for may be told to stop
         wanted = self.config.train.tasks_per_step
         kept, self.kept = self.kept, []
         for item in self.scored:
             self.sampler.note(item.task.id, item.accuracies.tolist())
         self.scored.clear()
-        if self.config.rollout.max_staleness == 0 and self.growing:
-            self._give_up()
         if not kept:
             reasons = ", ".join(f"{count} {reason}" for reason, count in self.dropped.items())
             raise RuntimeError(f"step {step + 1} has not one tree to train; dropped: {reasons}")
@@ -172,18 +174,11 @@ class Harvest:
         """What the store holds from the steps that are done, to go with `unfinished`; None: there is no store."""
         return self.stored_before if self.store is None or self.stored_before else self.store.snapshot()
 
-    def _wanted(self, step: int) -> int:
-        """Trees that should be under way at the beginning of a step, never more than the rest of the run can train."""
-        train, rollout = self.config.train, self.config.rollout
-        rest = (train.steps - step) * train.tasks_per_step
-        if rollout.max_staleness:
-            return min(2 * train.tasks_per_step, rest)
-        return math.ceil(train.tasks_per_step * (1 + rollout.oversampling))
-
     def _start(self, count: int, step: int) -> None:
-        if count <= 0:
+        tasks = self.sampler.next_batch(count, self.drawn) if count > 0 else []
+        if not tasks:
             return
-        tasks = self.sampler.next_batch(count)
+        self.drawn.update(task.id for task in tasks)
         self.growing += tasks
         settings = GrowSettings.training(self.config)
         self.rollouts.start_trees(GROUP, tasks, step=step, version=step, settings=settings)
@@ -193,6 +188,7 @@ class Harvest:
             return
         trees, self.restored = self.restored, []
         self.growing += [task for task, _ in trees]
+        self.drawn.update(tree.task_id for _, tree in trees if tree.step == step)
         self.rollouts.go_on(GROUP, trees, version=step, settings=GrowSettings.training(self.config))
 
     def _give_up(self) -> None:

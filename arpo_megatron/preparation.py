@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from arpo_megatron.config import JobConfig
+from arpo_megatron.config.rules import check_tasks
 from arpo_megatron.errors import UserError
 from arpo_megatron.identity import check_started_with
 from arpo_megatron.machine import check_machine
@@ -189,10 +190,10 @@ def write_tool_files(config: JobConfig, run: RunDirectory, data: JobData) -> Non
 
 def _check_data(config: JobConfig, data: JobData, tokenizer: "PreTrainedTokenizerFast") -> None:
     """What only the data and the tokenizer can tell about the config. Raises UserError."""
-    if len(data.train) < config.train.tasks_per_step:
-        raise UserError(
-            f"train.tasks_per_step={config.train.tasks_per_step}, but only {len(data.train)} training tasks"
-        )
+    try:
+        check_tasks(config, len(data.train), f"the {len(data.train)} training tasks")
+    except ValueError as error:
+        raise UserError(str(error)) from None
     tags = len(tokenizer.encode(result_text(""), add_special_tokens=False))
     if config.rollout.max_tool_tokens <= tags:
         raise UserError(

@@ -53,7 +53,15 @@ def test_words_win_over_the_file_and_the_file_over_the_recipe(tmp_path: Path) ->
         (["parallel.sequence=yes"], "parallel.sequence: input should be a valid boolean"),
         (["reward.format_penalty=.nan"], "reward.format_penalty: input should be a finite number"),
         (["optimizer.beta2=1.0"], "optimizer.beta2: input should be less than 1"),
-        (["train.tasks_per_step=3000"], "exceeds data.tasks"),
+        (["train.tasks_per_step=3000"], "train.tasks_per_step=3000 exceeds data.tasks"),
+        (
+            ["rollout.max_staleness=1", "algorithm.loss=minirl", "train.tasks_per_step=4", "data.tasks=7"],
+            "tasks_per_step=4 with rollout.max_staleness=1 begins 8 trees at once, which exceeds data.tasks=7",
+        ),
+        (
+            ["rollout.oversampling=0.5", "train.tasks_per_step=5", "data.tasks=7"],
+            "tasks_per_step=5 with rollout.oversampling=0.5 begins 8 trees at once, which exceeds data.tasks=7",
+        ),
         (["evaluation.tasks=1000"], "exceeds data.held_out"),
         (["engine.max_total_tokens=10"], "cannot hold one model.max_length"),
         (["data.kind=arpo_parquet"], "data.path"),

@@ -5,7 +5,7 @@ cannot be produced otherwise without waiting for chance. `tests/e2e` runs the sa
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -47,12 +47,14 @@ class Rollouts:
     interrupts: int = 0
     stale: int = 0
     versions: dict[str, int] = field(default_factory=dict)
+    steps: dict[str, int] = field(default_factory=dict)
     waited: set[int | None] = field(default_factory=set)
 
     def start_trees(
         self, _group: str, tasks: Sequence[Task], *, step: int, version: int, settings: GrowSettings
     ) -> None:
         self.calls.append(f"start {len(tasks)}")
+        self.steps |= dict.fromkeys((task.id for task in tasks), step)
         self.under_way += tasks
 
     def go_on(
@@ -64,10 +66,12 @@ class Rollouts:
         settings: GrowSettings,
     ) -> None:
         self.calls.append(f"go on {' '.join(tree.task_id for _, tree in trees)}")
+        self.steps |= {tree.task_id: tree.step for _, tree in trees}
         self.under_way += [task for task, _ in trees]
 
     def unfinished(self, _group: str) -> list[UnfinishedTree]:
-        return [UnfinishedTree(task.id, 0, 0, (b"what it has sampled",)) for task in [*self.given, *self.under_way]]
+        trees, sampled = [*self.given, *self.under_way], (b"what it has sampled",)
+        return [UnfinishedTree(task.id, self.steps[task.id], 0, sampled) for task in trees]
 
     def forget(self, _group: str) -> None:
         self.given.clear()
@@ -121,7 +125,7 @@ class Sampler:
         self.drawn = 0
         self.noted: list[str] = []
 
-    def next_batch(self, count: int) -> list[Task]:
+    def next_batch(self, count: int, begun: Collection[str] = ()) -> list[Task]:
         self.drawn += count
         return [task(f"t{n}") for n in range(self.drawn - count, self.drawn)]
 
@@ -337,6 +341,62 @@ def test_a_job_that_is_killed_within_a_step_goes_on_with_what_was_written(
     ids = [item.task.id for item in trained]
     assert len(ids) == len(set(ids)) == 16
     assert told == []
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_a_step_begins_no_task_twice_whatever_its_refills(harvest: Start, interrupted: bool) -> None:
+    """Two trees of one task in one step would have the same draws. With seven tasks epochs end within steps."""
+    tasks = [task(f"t{n}") for n in range(7)]
+
+    def begin() -> tuple[TaskSampler, Harvest, Rollouts]:
+        sampler = TaskSampler(tasks, 1)
+        return sampler, *harvest(lambda name: name not in ("t0", "t3"), sampler, max_refills=3)
+
+    sampler, held, rollouts = begin()
+    for step in range(4):
+        if interrupted:  # at the first report, before the refill
+            rollouts.interrupts = 1
+            with pytest.raises(StoppedError):
+                held.step(step)
+            state, left = sampler.state_dict(), held.unfinished()
+            sampler, held, rollouts = begin()
+            sampler.load_state_dict(state)
+            held.restore(left, tasks)
+        kept = [item.task.id for item in held.step(step)]
+        begun = kept + [item.task.id for item in held.left_out]
+        assert len(kept) == 4
+        assert len(set(begun)) == len(begun)
+        held.done()
+
+
+def test_a_step_trains_what_it_has_when_no_task_is_left(harvest: Start) -> None:
+    held, rollouts = harvest(lambda name: name == "t5", TaskSampler([task(f"t{n}") for n in range(6)], 1))
+    assert [item.task.id for item in held.step(0)] == ["t5"]
+    assert held.dropped["no_signal"] == 5
+    assert rollouts.calls == ["start 4", "collect 4", "start 2", "collect 2"]
+
+
+def test_a_job_that_ends_while_spare_trees_are_scored_has_told_its_sampler_nothing(harvest: Start) -> None:
+    """Its state is stored beside these trees, which the continuation tells of."""
+    sampler = Sampler()
+    held, rollouts = harvest(sampler=sampler, oversampling=0.5)
+    score = held.score
+
+    def until_stopped(trees: Sequence[RolloutTree], tasks: Sequence[Task]) -> list[ScoredTree]:
+        if "stop" in rollouts.calls:
+            raise StoppedError  # as a judge does that is away
+        return score(trees, tasks)
+
+    held.score = until_stopped
+    with pytest.raises(StoppedError):
+        held.step(0)
+    assert sampler.noted == []
+    left = held.unfinished()
+    assert [tree.task_id for tree in left] == [f"t{n}" for n in range(6)]
+    again, _ = harvest(sampler=sampler, oversampling=0.5)
+    again.restore(left, [task(tree.task_id) for tree in left])
+    again.step(0)
+    assert sampler.noted == ["t0", "t1", "t2", "t3"]
 
 
 def test_a_sampler_hears_of_a_tree_when_its_step_has_all_of_them(harvest: Start) -> None:

@@ -49,7 +49,8 @@ def pack(
 @app.command()
 def rollout(
     controller: Annotated[
-        bool, typer.Option(help="Also the controller alone, to 32,768 trajectories, with simulated engine answers.")
+        bool,
+        typer.Option(help="Also the controller alone, to 32,768 trajectories, engine and tools simulated."),
     ] = True,
     json_only: Annotated[bool, typer.Option("--json", help="No progress on standard error.")] = False,
 ) -> None:

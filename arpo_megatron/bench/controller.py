@@ -1,7 +1,9 @@
-"""What the rollout controller itself costs: a whole pool of trees whose ENGINE ANSWERS ARE SIMULATED.
+"""What the rollout controller itself costs: a whole pool of trees whose ENGINE ANSWERS AND TOOLS ARE SIMULATED.
 
-No engine of this machine could answer so many requests. All else is real: trees, forks, tool protocol, accounting. The
-cost of HTTP is not in these figures; it is in the controller seconds of the runs with the real engine.
+No engine of this machine could answer so many requests. Trees, forks, the parsing of calls, decisions, records and
+accounting are real. Left out are HTTP, whose cost is in the controller seconds of the runs with the real engine, and
+the way to the trainer: records and reports are made and dropped, so their pickling, the thread that sends them, and
+the memory that rank 0 keeps them in are in no figure of `arpo bench rollout`.
 """
 
 import asyncio
@@ -114,9 +116,11 @@ def controller_figures(model: Path) -> dict[str, Any]:
         command = [sys.executable, "-m", "arpo_megatron.bench.controller", str(model), str(size)]
         done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
         rows.append(json.loads(done.stdout.splitlines()[-1]))
-        print(f"controller, simulated engine answers: {rows[-1]}", file=sys.stderr)
+        print(f"controller, simulated engine answers and tools: {rows[-1]}", file=sys.stderr)
     return {
         "engine_answers": "simulated",
+        "tools": "simulated",
+        "left_out": "HTTP; sending records and reports to the trainer, and its memory for them",
         "sizes": rows,
         "cpu_ms_per_segment": rows[-1]["cpu_ms_per_segment"],
         "growth": rows[-1]["cpu_ms_per_segment"] / rows[0]["cpu_ms_per_segment"],

@@ -58,7 +58,9 @@ class Run:
         tokens: sampled.
         trajectories: finished.
         segments: MODEL segments.
+        requests: answered by the engine.
         computed: prompt tokens that the engine had to compute.
+        given: tokens of the trees that nobody sampled: prompts and tool results.
         unique: tokens of the trees.
         floor_s: sum over the steps of the slowest path's tool time; a step that begins with nothing cannot end before.
         controller_s: CPU time of this process.
@@ -70,7 +72,9 @@ class Run:
     tokens: int = 0
     trajectories: int = 0
     segments: int = 0
+    requests: int = 0
     computed: int = 0
+    given: int = 0
     unique: int = 0
     floor_s: float = 0.0
     controller_s: float = 0.0
@@ -82,7 +86,9 @@ class Run:
         stats = report.stats
         self.tokens += stats.counts.tokens_sampled
         self.trajectories += stats.trajectories
+        self.requests += stats.counts.requests
         self.computed += stats.counts.prefilled_tokens
+        self.given += stats.given_tokens
         self.unique += stats.unique_tokens
         self.segments += sum(segment.role is Role.MODEL for tree in report.trees for segment in tree.segments)
         self.floor_s += max(map(_slowest_path_s, report.trees))

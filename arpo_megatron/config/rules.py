@@ -104,8 +104,7 @@ def _check_sft(config: "JobConfig") -> None:
 def _check_data(config: "JobConfig") -> None:
     data = config.data
     if data.made:
-        if config.train.tasks_per_step > data.tasks:
-            raise ValueError(f"train.tasks_per_step={config.train.tasks_per_step} exceeds data.tasks={data.tasks}")
+        check_tasks(config, data.tasks, f"data.tasks={data.tasks}")
         if data.path is not None:
             raise ValueError(f"data.path is not read with data.kind={data.kind}; give data.kind=arpo_parquet too")
         return
@@ -121,6 +120,17 @@ def _check_data(config: "JobConfig") -> None:
             "sft.steps > 0 needs sft.data=FILE with data.kind=arpo_parquet: the released questions hold no "
             "demonstrations"
         )
+
+
+def check_tasks(config: "JobConfig", tasks: int, named: str) -> None:
+    """Raises ValueError where a step begins with more trees than there are training tasks, `named` so."""
+    trained, begun, rollout = config.train.tasks_per_step, config.trees_under_way(0), config.rollout
+    said = f"train.tasks_per_step={trained}"
+    if begun > trained:
+        key = "max_staleness" if rollout.max_staleness else "oversampling"
+        said += f" with rollout.{key}={getattr(rollout, key)} begins {begun} trees at once, which"
+    if max(begun, trained) > tasks:
+        raise ValueError(f"{said} exceeds {named}")
 
 
 def _check_made_model(model: "ModelConfig", parallel: "ParallelConfig") -> None:

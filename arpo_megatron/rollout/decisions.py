@@ -84,9 +84,11 @@ class _Walk:
         chain = self._chain(path.index)
         entropies = self._entropies(chain)
         siblings, kept, streak = self._siblings(path), path.forks, path.streak
+        derived = self._decision(path, entropies)
+        self._compare(path.index, derived)
+        for piece in chain[1:]:
+            self._compare(piece, None)
         if path.above is not None:
-            derived = self._decision(path, entropies)
-            self._compare(path.index, derived)
             wanted = 0 if derived is None else derived.siblings
             if len(siblings) != wanted:
                 raise Difference(f"segment {path.above}: {len(siblings)} forks are stored here, derived {wanted}")
@@ -115,6 +117,8 @@ class _Walk:
         chain = [index]
         segments = self.tree.segments
         while (below := self.children[chain[-1]]) and segments[below[0]].role is Role.MODEL:
+            if len(below) > 1:
+                raise Difference(f"segment {chain[-1]}: newer weights go on with it once, not {len(below)} times")
             chain.append(below[0])
         return chain
 
@@ -128,8 +132,10 @@ class _Walk:
     def _decision(self, path: _Path, entropies: Float32Array) -> Decision | None:
         """None where the grower does not ask."""
         measured = self.policy.measured_tokens
-        if not path.forks or not measured or path.start_entropies is None or path.before_entropies is None:
+        if path.above is None or not path.forks or not measured:
             return None
+        if path.start_entropies is None or path.before_entropies is None:
+            raise AssertionError("a segment behind a tool result has a segment before it")
         self.decisions += 1
         return self.policy.decide(
             ForkPoint(

@@ -1,7 +1,7 @@
 """Which tasks a step trains on: shuffled epochs that a resumed run continues exactly."""
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -17,8 +17,17 @@ class TaskSelector(Protocol):
     A part of `algorithm.selector` is made with `tasks`, `seed` and numbers of its own.
     """
 
-    def next_batch(self, count: int) -> list[Task]:
-        """The next `count` different tasks. Raises UserError when there are fewer."""
+    def next_batch(self, count: int, begun: Collection[str] = ()) -> list[Task]:
+        """The next `count` different tasks, without those of `begun`; fewer where no others are left.
+
+        Args:
+            count: how many are wanted.
+            begun: ids of tasks that the step has begun already. A second tree of one of them in the same step would
+                draw the same random numbers: a copy.
+
+        Raises:
+            UserError: there are fewer tasks than `count` in all.
+        """
 
     def note(self, task_id: str, accuracies: Sequence[float]) -> None:
         """A finished tree of a training task: how right the answer of each of its leaves is, in [0, 1]."""
@@ -45,8 +54,8 @@ def make_selector(config: AlgorithmConfig, tasks: Sequence[Task], seed: int) -> 
 class TaskSampler:
     """Goes through the tasks in shuffled epochs.
 
-    Every epoch holds every task once. A batch may begin in one epoch and end in the next, but never holds a task
-    twice: two trees of one task in one step would draw the same random numbers.
+    Every epoch holds every task once. A batch may begin in one epoch and end in the next, but never holds a task twice,
+    nor one that its step has begun already: such a task keeps its turn for a later step.
 
     Attributes:
         tasks: what is sampled from; a resumed run must give the same ones in the same order.
@@ -70,18 +79,16 @@ class TaskSampler:
         """None."""
         return {}
 
-    def next_batch(self, count: int) -> list[Task]:
-        """The next `count` different tasks. Raises UserError when there are fewer."""
-        if count > len(self.tasks):
-            raise UserError(f"train.tasks_per_step={count}, but there are only {len(self.tasks)} training tasks")
-        drawn = self._order[self._position : self._position + count]
-        self._position += len(drawn)
-        missing = count - len(drawn)
-        if missing:
+    def next_batch(self, count: int, begun: Collection[str] = ()) -> list[Task]:
+        """See `TaskSelector`."""
+        check_enough(self.tasks, count)
+        used = {index for index, task in enumerate(self.tasks) if task.id in begun}
+        count = min(count, len(self.tasks) - len(used))
+        drawn = self._draw(count, used)
+        if len(drawn) < count:
             self.epoch += 1
-            self._order = self._after(drawn, self._shuffled(self.epoch), missing)
-            self._position = missing
-            drawn = drawn + self._order[:missing]
+            self._order, self._position = self._shuffled(self.epoch), 0
+            drawn += self._draw(count - len(drawn), used.union(drawn))
         return [self.tasks[index] for index in drawn]
 
     def state_dict(self) -> dict[str, Any]:
@@ -109,28 +116,43 @@ class TaskSampler:
         random.Random(f"task-order-{self.seed}-{epoch}").shuffle(order)
         return order
 
-    @staticmethod
-    def _after(tail: list[int], order: list[int], count: int) -> list[int]:
-        """`order` with its first `count` tasks that are not in `tail` moved to the front."""
-        used = set(tail)
-        first = [index for index in order if index not in used][:count]
-        chosen = set(first)
-        return first + [index for index in order if index not in chosen]
+    def _draw(self, count: int, used: set[int]) -> list[int]:
+        """Up to `count` tasks of this epoch that are not in `used`, which come later in it."""
+        rest = self._order[self._position :]
+        drawn = [index for index in rest if index not in used][:count]
+        chosen = set(drawn)
+        self._order[self._position :] = drawn + [index for index in rest if index not in chosen]
+        self._position += len(drawn)
+        return drawn
 
 
-def passing(epochs: TaskSampler, count: int, wanted: Callable[[Task], bool]) -> tuple[list[Task], int]:
+def check_enough(tasks: Sequence[Task], count: int) -> None:
+    """Raises UserError where there are fewer tasks than a batch of `count` needs."""
+    if count > len(tasks):
+        raise UserError(f"{count} different tasks are wanted at once, but there are only {len(tasks)} training tasks")
+
+
+def passing(
+    epochs: TaskSampler, count: int, wanted: Callable[[Task], bool], begun: Collection[str] = ()
+) -> tuple[list[Task], int]:
     """The next `count` different tasks that are wanted, filled up with others where too few are.
+
+    Args:
+        epochs: where they come from.
+        count: how many.
+        wanted: whether a task is.
+        begun: see `TaskSelector.next_batch`.
 
     Returns:
         the tasks, and how many were passed over. Raises UserError when there are fewer tasks than `count`.
     """
+    check_enough(epochs.tasks, count)
     chosen, passed = dict[str, Task](), dict[str, Task]()
     # In two epochs every task comes by; one that came twice is passed over.
     for _ in range(2 * len(epochs.tasks)):
         if len(chosen) == count:
             return list(chosen.values()), len(passed)
-        (task,) = epochs.next_batch(1)
-        (chosen if wanted(task) else passed).setdefault(task.id, task)
+        for task in epochs.next_batch(1, begun):
+            (chosen if wanted(task) else passed).setdefault(task.id, task)
     fill = [task for task in passed.values() if task.id not in chosen]
-    found = [*chosen.values(), *fill][:count]
-    return (found if len(found) == count else epochs.next_batch(count)), len(passed)
+    return [*chosen.values(), *fill][:count], len(passed)

@@ -1,6 +1,6 @@
 """Tasks that the policy can solve at all."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,9 +33,9 @@ class SolvableTasks:
     def __post_init__(self) -> None:
         self._epochs = TaskSampler(self.tasks, self.seed)
 
-    def next_batch(self, count: int) -> list[Task]:
-        """The next `count` different tasks."""
-        found, self._left_out = passing(self._epochs, count, self._wanted)
+    def next_batch(self, count: int, begun: Collection[str] = ()) -> list[Task]:
+        """See `TaskSelector`."""
+        found, self._left_out = passing(self._epochs, count, self._wanted, begun)
         return found
 
     def _wanted(self, task: Task) -> bool:

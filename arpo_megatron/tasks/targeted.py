@@ -1,7 +1,7 @@
 """Tasks of a difficulty from which the policy learns most."""
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import log
 from typing import Annotated, Any
@@ -10,6 +10,7 @@ from pydantic import Field
 
 from arpo_megatron.errors import UserError
 from arpo_megatron.tasks.base import Task
+from arpo_megatron.tasks.sampler import check_enough
 
 
 @dataclass(slots=True)
@@ -38,15 +39,18 @@ class TargetedTasks:
     _under_way: dict[str, None] = field(default_factory=dict, init=False)
     _draws: int = field(default=0, init=False)
 
-    def next_batch(self, count: int) -> list[Task]:
-        """The next `count` different tasks. Raises UserError when there are fewer."""
-        if count > len(self.tasks):
-            raise UserError(f"train.tasks_per_step={count}, but there are only {len(self.tasks)} training tasks")
-        while len(self.tasks) - len(self._under_way) < count:  # the longest under way first
-            del self._under_way[next(iter(self._under_way))]
+    def next_batch(self, count: int, begun: Collection[str] = ()) -> list[Task]:
+        """See `TaskSelector`."""
+        check_enough(self.tasks, count)
+        others = [task.id for task in self.tasks if task.id not in begun]
+        missing = min(count, len(others)) - sum(name not in self._under_way for name in others)
+        if missing > 0:  # the longest under way first
+            for name in [name for name in self._under_way if name not in begun][:missing]:
+                del self._under_way[name]
         draw, self._draws = random.Random(f"targeted-{self.seed}-{self._draws}"), self._draws + 1
         keys = [(self._score(task) + _gumbel(draw), number) for number, task in enumerate(self.tasks)]
-        free = [(key, number) for key, number in keys if self.tasks[number].id not in self._under_way]
+        taken = {*self._under_way, *begun}
+        free = [(key, number) for key, number in keys if self.tasks[number].id not in taken]
         chosen = [self.tasks[number] for _, number in sorted(free, reverse=True)[:count]]
         self._under_way.update((task.id, None) for task in chosen)
         return chosen

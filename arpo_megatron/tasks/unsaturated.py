@@ -1,6 +1,6 @@
 """Tasks that the policy does not solve nearly always."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,9 +33,9 @@ class UnsaturatedTasks:
     def __post_init__(self) -> None:
         self._epochs = TaskSampler(self.tasks, self.seed)
 
-    def next_batch(self, count: int) -> list[Task]:
-        """The next `count` different tasks. Raises UserError when there are fewer."""
-        found, self._left_out = passing(self._epochs, count, lambda task: task.id not in self._pruned)
+    def next_batch(self, count: int, begun: Collection[str] = ()) -> list[Task]:
+        """See `TaskSelector`."""
+        found, self._left_out = passing(self._epochs, count, lambda task: task.id not in self._pruned, begun)
         return found
 
     def note(self, task_id: str, accuracies: Sequence[float]) -> None:

@@ -116,6 +116,37 @@ def no_decision(data: dict[str, Any]) -> None:
     del data["segments"][decided(data)]["branch"]
 
 
+def forged(data: dict[str, Any], at: int) -> None:
+    data["segments"][at]["branch"] = dict(data["segments"][decided(data)]["branch"])
+
+
+def a_decision_at_the_beginning(data: dict[str, Any]) -> None:
+    forged(data, 1)
+
+
+def a_decision_of_a_sibling(data: dict[str, Any]) -> None:
+    parent = data["segments"][decided(data, forked=True)]["parent"]
+    forged(data, max(index for index, segment in enumerate(data["segments"]) if segment["parent"] == parent))
+
+
+def a_decision_of_a_fresh_trajectory(data: dict[str, Any]) -> None:
+    forged(data, max(index for index, segment in enumerate(data["segments"]) if segment["parent"] == 0))
+
+
+def a_decision_of_a_continuation(data: dict[str, Any]) -> None:
+    """Newer weights go on with the first answer."""
+    last = next(index for index, segment in enumerate(data["segments"]) if segment.get("finish") == "end")
+    newer = {"parent": last, "role": "model", "token_ids": [3], "entropies": [0.5], "policy_version": 1}
+    data["segments"].append(newer)
+    forged(data, len(data["segments"]) - 1)
+
+
+def two_continuations(data: dict[str, Any]) -> None:
+    a_decision_of_a_continuation(data)
+    del data["segments"][-1]["branch"]
+    data["segments"].append(data["segments"][-1])
+
+
 def one_sibling_more(data: dict[str, Any]) -> None:
     sampled = {**data["segments"][decided(data)]}
     sampled.pop("branch")
@@ -151,6 +182,11 @@ def another_task(data: dict[str, Any]) -> None:
         (another_entropy, "dH"),
         (another_start, "dH"),
         (no_decision, "decision None"),
+        (a_decision_at_the_beginning, "segment 1: decision BranchRecord.*derived None"),
+        (a_decision_of_a_sibling, "decision BranchRecord.*derived None"),
+        (a_decision_of_a_fresh_trajectory, "decision BranchRecord.*derived None"),
+        (a_decision_of_a_continuation, "decision BranchRecord.*derived None"),
+        (two_continuations, "not 2 times"),
         (one_sibling_more, "forks are stored here"),
         (one_sibling_less, "forks are stored here|decision|trajectories"),
         (one_trajectory_more, "trajectories begin here"),

@@ -24,7 +24,14 @@ from arpo_megatron.config import AlgorithmConfig, EngineConfig, JobConfig, Model
 from arpo_megatron.errors import UserError
 from arpo_megatron.rollout.client import EngineClient
 from arpo_megatron.rollout.generation import EngineFinish, EngineRefusedError, Generation, Sampling
-from arpo_megatron.rollout.messages import CollectTrees, GrowProgress, GrowSettings, ServiceSettings, StaleEnginesError
+from arpo_megatron.rollout.messages import (
+    CollectTrees,
+    FinishTrees,
+    GrowProgress,
+    GrowSettings,
+    ServiceSettings,
+    StaleEnginesError,
+)
 from arpo_megatron.rollout.record import TreeRecord
 from arpo_megatron.rollout.server import EngineHandle, EngineStartError, launch_engine
 from arpo_megatron.rollout.service import RolloutError, RolloutHandle, launched_rollouts
@@ -315,6 +322,31 @@ def test_trees_survive_a_push_wherever_it_meets_them(engine: EngineHandle, rollo
     ]
     assert continued, "no push met a generation"
     assert all(old.policy_version < new.policy_version and old.finish is None for old, new in continued)
+
+
+def test_trees_that_a_push_waits_for_are_sampled_by_one_policy(engine: EngineHandle, rollouts: RolloutHandle) -> None:
+    """`rollout.across_push=drain`: the trees above, finished before the engine is paused."""
+    settings = GrowSettings.evaluation(job(), temperature=0.0)
+    asked = random_tasks(60)
+    whole = rollouts.grow(asked, step=1, version=0, settings=settings).trees
+    rollouts.start_trees("training", asked, step=1, version=0, settings=settings)
+    seen: list[GrowProgress] = []
+    try:
+        rollouts.finish_trees(FinishTrees("training"), seen.append)
+        rollouts.pause()
+        set_version(engine, 1)
+        rollouts.resume(1)
+        assert versions_cut_short(rollouts) == set()
+        report = rollouts.collect(CollectTrees("training"))
+        rollouts.forget("training")
+    finally:
+        set_version(engine, 0)
+        rollouts.resume(0)
+    assert {progress.trees_total for progress in seen} == {60}
+    assert report.failed == []
+    assert [trajectories(tree) for tree in report.trees] == [trajectories(tree) for tree in whole]
+    sampled = {s.policy_version for tree in report.trees for s in tree.segments if s.role is Role.MODEL}
+    assert sampled == {0}
 
 
 def versions_cut_short(rollouts: RolloutHandle) -> set[int]:

@@ -40,6 +40,25 @@ def test_a_batch_never_holds_a_task_twice(size: tuple[int, int], seed: int) -> N
         assert len(set(group)) == batch
 
 
+@given(sizes, st.integers(0, 100), st.lists(st.integers(1, 12), max_size=3), st.integers(1, 8))
+def test_a_step_never_begins_a_task_twice_whatever_its_refills(
+    size: tuple[int, int], seed: int, refills: list[int], steps: int
+) -> None:
+    """Whatever it draws across the end of an epoch; and no task loses a turn."""
+    count, batch = size
+    sampler, drawn = TaskSampler(tasks(count), seed), list[str]()
+    for _ in range(steps):
+        begun: list[str] = []
+        for wanted in [batch, *(min(refill, count) for refill in refills)]:
+            found = [task.id for task in sampler.next_batch(wanted, begun)]
+            assert len(found) == min(wanted, count - len(begun))
+            begun += found
+        assert len(set(begun)) == len(begun)
+        drawn += begun
+    for start in range(0, len(drawn) - count + 1, count):
+        assert len(set(drawn[start : start + count])) == count
+
+
 @given(sizes, st.integers(0, 100), st.integers(0, 10))
 def test_a_resumed_sampler_goes_on_exactly(size: tuple[int, int], seed: int, before: int) -> None:
     count, batch = size
@@ -61,7 +80,7 @@ def test_epochs_and_seeds_differ_in_order() -> None:
 
 
 def test_too_few_tasks_and_a_foreign_state_are_user_errors() -> None:
-    with pytest.raises(UserError, match=r"train\.tasks_per_step=4.*only 3"):
+    with pytest.raises(UserError, match=r"4 different tasks .* only 3"):
         TaskSampler(tasks(3), 0).next_batch(4)
     state = TaskSampler(tasks(3), 0).state_dict()
     for other in (TaskSampler(tasks(4), 0), TaskSampler(tasks(3), 1)):

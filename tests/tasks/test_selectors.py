@@ -9,6 +9,7 @@ import pytest
 from arpo_megatron.errors import UserError
 from arpo_megatron.tasks.base import Task
 from arpo_megatron.tasks.sampler import TaskSelector
+from arpo_megatron.tasks.solvable import SolvableTasks
 from arpo_megatron.tasks.targeted import TargetedTasks
 from arpo_megatron.tasks.unsaturated import UnsaturatedTasks
 
@@ -61,6 +62,22 @@ def test_a_task_under_way_is_not_drawn_again_while_others_can_be() -> None:
     second = {task.id for task in selector.next_batch(3)}
     assert not first & second
     assert {task.id for task in selector.next_batch(3)} == first  # which never came back: the longest under way
+
+
+@pytest.mark.parametrize("kind", [SolvableTasks, TargetedTasks, UnsaturatedTasks])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_step_that_draws_again_begins_no_task_twice(kind: type, seed: int) -> None:
+    selector = kind(TASKS, seed)
+    drawn(selector, 3)
+    for _ in range(6):
+        begun: list[str] = []
+        for wanted, found in ((2, 2), (3, 3), (2, 1), (1, 0)):  # the step before has noted all its trees
+            more = [task.id for task in selector.next_batch(wanted, begun)]
+            assert len(more) == found
+            begun += more
+        assert sorted(begun) == [task.id for task in TASKS]
+        for task_id in begun:
+            selector.note(task_id, [SOLVED[task_id]])
 
 
 @pytest.mark.parametrize("kind", [TargetedTasks, UnsaturatedTasks])
