@@ -34,8 +34,9 @@ def main() -> None:
         if hint := _how_to_go_on():
             print(f"arpo: with the cause mended, {hint}", file=sys.stderr)
         sys.exit(1)
-    except Interrupted:
-        print(f"arpo: interrupted{f'; {hint}' if (hint := _how_to_go_on()) else ''}", file=sys.stderr)
+    except Interrupted as interrupt:
+        hint = str(interrupt) or _how_to_go_on()
+        print(f"arpo: interrupted{f'; {hint}' if hint else ''}", file=sys.stderr)
         sys.exit(130)
 
 

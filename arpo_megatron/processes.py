@@ -32,10 +32,14 @@ RANK_FAILED_END = "---- end of that rank's report"
 GRACE_S = 5.0
 """Seconds between SIGTERM and SIGKILL."""
 REAP_DEADLINE_S = 4.0
+_INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupted(BaseException):
-    """A signal asked this process to end. Like KeyboardInterrupt, but no library in between catches it."""
+    """A signal asked this process to end. Like KeyboardInterrupt, but no library in between catches it.
+
+    The message, where there is one, is for the user: what was done about it.
+    """
 
 
 class StoppedError(Exception):
@@ -199,15 +203,41 @@ def interrupts_deferred() -> Iterator[None]:
     has started but is not yet noted would be left behind.
     """
     arrived: list[int] = []
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.signal(number, lambda number, frame: arrived.append(number)) for number in numbers}
+    try:
+        with _handled_by(lambda number, frame: arrived.append(number)):
+            yield
+    finally:
+        for late in arrived:
+            signal.raise_signal(late)
+
+
+@contextlib.contextmanager
+def interrupts_held_back() -> Iterator[None]:
+    """As `interrupts_deferred`, and the commands that are run inside do not hear the terminal's ctrl-C either: they
+    inherit which signals are blocked."""
+    with interrupts_deferred():
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _INTERRUPTS)
+        try:
+            yield
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextlib.contextmanager
+def interrupts_ignored() -> Iterator[None]:
+    """Neither this process nor a command that is run inside hears a signal, for a clean-up. Main thread only."""
+    with _handled_by(signal.SIG_IGN):
+        yield
+
+
+@contextlib.contextmanager
+def _handled_by(handler: Callable[[int, FrameType | None], Any] | signal.Handlers) -> Iterator[None]:
+    before = {number: signal.signal(number, handler) for number in _INTERRUPTS}
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        for late in arrived:
-            signal.raise_signal(late)
+        for number, old in before.items():
+            signal.signal(number, old)
 
 
 def interrupt_on_signals() -> None:
@@ -216,7 +246,7 @@ def interrupt_on_signals() -> None:
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise Interrupted
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in _INTERRUPTS:
         signal.signal(number, interrupt)
 
 

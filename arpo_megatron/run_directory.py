@@ -6,10 +6,10 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import yaml
 
@@ -35,7 +35,8 @@ CHANGEABLE = (
 (a checkpoint is read in any). (`run_dir` is how the directory was found, and the same one has many names.)"""
 RUNS = Path("runs")
 """Where runs are made, unless told otherwise."""
-REUSABLE = frozenset({"initial_model", "cold_start", ".lock"})
+SUBMIT_LOCK = ".submit.lock"
+REUSABLE = frozenset({"initial_model", "cold_start", ".lock", SUBMIT_LOCK})
 """What a directory may hold for a fresh run to begin there: a model and a cold start that are not made again."""
 
 
@@ -202,13 +203,33 @@ class RunDirectory:
     def locked(self) -> Iterator[None]:
         """Hold the directory for this process. Raises UserError when another job is using it."""
         with (self.path / ".lock").open("w") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise UserError(
-                    f"{self.path} is in use by another job; end it first, or name another run_dir"
-                ) from None
+            if not _taken(file):
+                raise UserError(f"{self.path} is in use by another job; end it first, or name another run_dir")
             yield
+
+    @contextmanager
+    def submitting(self) -> Iterator[None]:
+        """Hold the directory against other submissions; a job of the run may begin meanwhile (that is `locked`).
+
+        Raises:
+            UserError: another command is submitting this run.
+        """
+        lock = self.path / SUBMIT_LOCK
+        with lock.open("w") as file:
+            if not _taken(file) or not os.fstat(file.fileno()).st_nlink:  # removed by whoever held it until now
+                raise UserError(f"{self.path} is being submitted by another command: wait for its end, then try again")
+            try:
+                yield
+            finally:
+                lock.unlink(missing_ok=True)
+
+
+def _taken(file: IO[str]) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
@@ -224,21 +245,38 @@ def fresh(config: JobConfig) -> RunDirectory:
     Raises:
         UserError: `run_dir` already holds a run, or cannot be written.
     """
-    path = next_path(config)
-    if (path / "config.yaml").exists():
-        raise UserError(f"{path} already holds a run: add --resume to go on with it, or name another run_dir")
     try:
-        strangers = sorted({item.name for item in path.iterdir()} - REUSABLE) if path.is_dir() else []
-        if strangers:
-            raise UserError(f"run_dir={path} holds files that are no run's ({strangers[0]}, ...): name a new directory")
-        path.mkdir(parents=True, exist_ok=True)
+        path = _chosen(config) if config.run_dir is None else _named(config.run_dir)
         if not os.access(path, os.W_OK):
             raise PermissionError(f"{path} is not writable")
     except OSError as error:
-        raise UserError(f"cannot make the run directory {path}: {error.strerror or error}") from None
+        raise UserError(f"cannot make the run directory {next_path(config)}: {error.strerror or error}") from None
     run = RunDirectory(path)
     resolve.save(config, run.config)
     return run
+
+
+def _chosen(config: JobConfig) -> Path:
+    """The next free one, made; of several commands that find the same, the one that makes it has it."""
+    while True:
+        path = next_path(config)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(FileExistsError):
+            path.mkdir()
+            return path
+
+
+def _named(path: Path) -> Path:
+    if (path / "config.yaml").exists():
+        raise UserError(
+            f"{path} already holds a run: go on with it (--resume; arpo resume, if it was submitted), or name another "
+            "run_dir"
+        )
+    strangers = sorted({item.name for item in path.iterdir()} - REUSABLE) if path.is_dir() else []
+    if strangers:
+        raise UserError(f"run_dir={path} holds files that are no run's ({strangers[0]}, ...): name a new directory")
+    path.mkdir(parents=True, exist_ok=True)
+    return path
 
 
 def next_path(config: JobConfig, base: Path = RUNS) -> Path:

@@ -93,3 +93,11 @@ def test_two_jobs_cannot_hold_one_directory() -> None:
     run = run_directory.fresh(resolve.resolve("quickstart"))
     with run.locked(), pytest.raises(UserError, match="in use"), run.locked():
         pass
+
+
+def test_two_commands_that_find_the_same_name_free_have_one_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = resolve.resolve("quickstart")
+    found, free = [Path("runs/quickstart-arpo-seed1")] * 2, run_directory._next_free
+    monkeypatch.setattr(run_directory, "_next_free", lambda base: found.pop() if found else free(base))
+    first, second = run_directory.fresh(config), run_directory.fresh(config)
+    assert (first.path.name, second.path.name) == ("quickstart-arpo-seed1", "quickstart-arpo-seed1-2")

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from arpo_megatron.run_directory import RunDirectory
 
 _FOLLOW_INTERVAL_S = 1.0
 _STATE_INTERVAL_S = 3.0
+_SILENCE_S = 600.0
+"""How long a controller that does not answer is waited for by `arpo logs --follow`: longer than its restart takes."""
 
 
 def find_run(name: str, cluster: str | None = None) -> RunDirectory:
@@ -137,9 +140,32 @@ def _logs_of(run: RunDirectory, role: str) -> list[Path]:
     return sorted(run.logs.glob(pattern), key=lambda path: path.stat().st_mtime)
 
 
+@dataclass(slots=True)
+class _End:
+    """Of the jobs of a run, as `arpo logs --follow` waits for it."""
+
+    run: RunDirectory
+    silent_since: float | None = None
+
+    def reached(self) -> bool:
+        """Whether none of them waits or runs. A silent Slurm is told once; raises UserError where it remains so."""
+        try:
+            state = newest_state(self.run)
+        except UserError as error:
+            if self.silent_since is None:
+                self.silent_since = time.monotonic()
+                print(f"arpo: {error}; asking again", file=sys.stderr, flush=True)
+            elif time.monotonic() - self.silent_since > _SILENCE_S:
+                raise
+            return False
+        self.silent_since = None
+        return state is None or not state.live
+
+
 def print_log(run: RunDirectory, role: str, *, lines: int, follow: bool) -> None:
     """The last lines; with `follow` a log that is not there yet is awaited, and whatever comes until the job's end."""
-    while follow and not _logs_of(run, role) and (state := newest_state(run)) is not None and state.live:
+    end = _End(run)
+    while follow and not _logs_of(run, role) and not end.reached():
         time.sleep(_FOLLOW_INTERVAL_S)
     path = log_of(run, role)
     with path.open("rb") as file:
@@ -150,8 +176,8 @@ def print_log(run: RunDirectory, role: str, *, lines: int, follow: bool) -> None
             new = file.read().decode(errors="replace")
             print(new, end="", flush=True)
             if not new and time.monotonic() - asked > _STATE_INTERVAL_S:
-                state, asked = newest_state(run), time.monotonic()
-                if state is None or not state.live:
+                reached, asked = end.reached(), time.monotonic()
+                if reached:
                     print(file.read().decode(errors="replace"), end="", flush=True)  # said since then
                     return None
                 if role == "job" and log_of(run, role) != path:  # a restart writes its own

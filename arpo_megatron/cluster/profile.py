@@ -26,6 +26,17 @@ Duration = Annotated[
     Field(pattern=r"^(\d+-)?\d+(:\d{1,2}){0,2}$"),
 ]
 
+_SUBMIT_DECIDES = {
+    **{
+        key: f"the key {key}" for key in ("account", "partition", "qos", "time", "nodes", "exclusive", "mem", "requeue")
+    },
+    "no-requeue": "the key requeue",
+    "signal": "the key signal_s",
+    "dependency": "--chain",
+    **dict.fromkeys(("job-name", "output", "ntasks-per-node"), "arpo submit"),
+}
+"""Parameters of sbatch that a profile's `sbatch` would set behind our back, and who decides them."""
+
 
 @dataclass(frozen=True, config=_STRICT)
 class ClusterProfile:
@@ -84,7 +95,8 @@ class ClusterProfile:
     """First and last TCP port that services and the ranks' rendezvous may listen on. None: any free one. NCCL, gloo and
     the group of the weight push take ports of their own, so the nodes of a job must reach each other on all."""
     sbatch: dict[str, str] = Field(default_factory=dict)
-    """More #SBATCH parameters, by their long names (constraint: h100, reservation: ...)."""
+    """More #SBATCH parameters, by their long names (constraint: h100, reservation: ...); not those that other keys or
+    `arpo submit` itself decide."""
 
     def gpus_of(self, config: JobConfig) -> int:
         """GPUs of a node that the job computes on; 0: it computes on CPUs."""
@@ -112,6 +124,16 @@ class ClusterProfile:
                 raise ValueError(f"secrets: {name} must be `env` or the path of a file, from / or ~/ on")
         if both := sorted(set(self.environment) & set(self.secrets)):
             raise ValueError(f"{both[0]} is listed under environment and under secrets")
+        return self
+
+    @model_validator(mode="after")
+    def _check_sbatch(self) -> Self:
+        decided = _SUBMIT_DECIDES | {self.gpu_request: "the key gpu_request"}
+        if not self.exclusive:
+            del decided["exclusive"]  # `user` and `mcs` can be said here alone
+        for name in self.sbatch:
+            if decider := decided.get(name.replace("_", "-")):  # nemo-run reads both so
+                raise ValueError(f"sbatch: {name} cannot be given here: {decider} decides it")
         return self
 
     @model_validator(mode="after")

@@ -8,7 +8,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import chdir, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
@@ -29,12 +29,16 @@ from arpo_megatron.plan import plan as forecast_of
 from arpo_megatron.plan.hardware import GIB
 from arpo_megatron.plan.roles import RolePlan, plan_roles, settled
 from arpo_megatron.preparation import check_files
+from arpo_megatron.processes import Interrupted, interrupts_held_back, interrupts_ignored
 from arpo_megatron.run_directory import RunDirectory, write_json
 
 if TYPE_CHECKING:
     from nemo_run import Experiment, SlurmExecutor
 
 JOB = "arpo_megatron.cluster"
+UNSAFE = re.compile(r"[^A-Za-z0-9_@+=./-]")
+"""In a path of the batch script: what a shell reads otherwise, % (sbatch's file name patterns), : (PYTHONPATH, mounts)
+and , (mounts)."""
 WAIT_FOR_SRUN = "trap : TERM USR1"
 """In the batch script: a signal does not end the shell before the supervisor, which hears it too, has tidied up."""
 
@@ -50,6 +54,7 @@ class Submission:
         run: its directory.
         chain: jobs, one after the other, each of which goes on where the one before it stopped.
         forecast: what it will need; None: see `ClusterProfile.hardware`.
+        resume: the run is there already.
     """
 
     config: JobConfig
@@ -58,6 +63,7 @@ class Submission:
     run: RunDirectory
     chain: int = 1
     forecast: Plan | None = None
+    resume: bool = False
 
     @property
     def job_name(self) -> str:
@@ -78,7 +84,7 @@ def prepare_submission(
         resume: go on with the run of this config instead of beginning one.
 
     Raises:
-        UserError: the roles do not fit the nodes, there is nothing to resume, or the run directory has a space in it.
+        UserError: the roles do not fit the nodes, there is nothing to resume, or a path cannot stand in a batch script.
     """
     plan = plan_roles(config, profile.gpus_per_node, nodes or profile.nodes)
     config = _with_transport(settled(config, plan), plan)
@@ -87,12 +93,26 @@ def prepare_submission(
     if resume:
         path = run_directory.existing(config, base).path
     path = path.expanduser().absolute()
-    if re.search(r"\s", str(path)):
-        raise UserError(f"the run directory {str(path)!r} has a space in it, which batch scripts do not carry through")
+    _check_path("the run directory", path)
+    _check_path("python:", _python(profile))
     config = replace(config, run_dir=path)
     hardware = profile.hardware(config)
     forecast = None if hardware is None else forecast_of(config, hardware)
-    return Submission(config, profile, plan, RunDirectory(path), chain, forecast)
+    return Submission(config, profile, plan, RunDirectory(path), chain, forecast, resume)
+
+
+def _check_path(name: str, path: Path) -> None:
+    """Raises UserError where the path cannot stand in a batch script as it is: nemo-run writes it without quotes."""
+    if found := UNSAFE.search(str(path)):
+        raise UserError(
+            f"{name} {str(path)!r} has {found[0]!r} in it, which batch scripts do not carry through: "
+            "only letters, digits and _@+=./- are safe"
+        )
+
+
+def _python(profile: ClusterProfile) -> Path:
+    """That of the role supervisor."""
+    return (profile.python or Path(sys.executable)).expanduser()
 
 
 def _with_transport(config: JobConfig, plan: RolePlan) -> JobConfig:
@@ -131,11 +151,14 @@ def dry_run(submission: Submission) -> str:
 def submit(submission: Submission, *, force: bool = False) -> list[str]:
     """Write the run directory and submit; returns the ids of the jobs of the chain.
 
-    Where Slurm takes no job, the run is what it was before.
+    Where Slurm takes no job, the run is what it was before. Where it does not take all, or the command is interrupted,
+    those that it has taken are cancelled.
 
     Raises:
         UserError: the job does not fit the GPUs (and `force` is not set), Slurm refuses, a job of this run is in the
-            queue already, a secret or an input is missing, or the run directory cannot be written.
+            queue already or just being submitted, a secret or an input is missing, or the run directory cannot be
+            written.
+        Interrupted: with what became of the jobs that Slurm had taken.
     """
     check_files(submission.config)
     forecast = submission.forecast
@@ -144,38 +167,70 @@ def submit(submission: Submission, *, force: bool = False) -> list[str]:
     if unset := submission.profile.unset_secrets():
         raise UserError(f"the secret {unset[0]} is not in this environment: export {unset[0]}=..., or name a file")
     slurm.call("sbatch", "--version")
-    if live := live_jobs(submission.run):
-        name = submission.run.path.name
+    code = snapshot()
+    try:
+        with _alone(submission.run):
+            return _submitted(submission, code)
+    except OSError as error:
+        raise UserError(f"cannot write {submission.run.path}: {error.strerror or error}") from None
+
+
+@contextmanager
+def _alone(run: RunDirectory) -> Iterator[None]:
+    """Of two commands with one run, the first has it. A directory that is empty afterwards was never a run's."""
+    run.path.mkdir(parents=True, exist_ok=True)
+    try:
+        with run.submitting():
+            yield
+    finally:
+        with suppress(OSError):  # it is not empty
+            run.path.rmdir()
+
+
+def _submitted(submission: Submission, code: Code) -> list[str]:
+    run = submission.run
+    if submission.resume and (live := live_jobs(run)):
+        name = run.path.name
         raise UserError(f"job {live[0]} of {name} is in the queue: arpo cancel {name}{words_to_add()} first")
-    run, code = submission.run, snapshot()
-    before = {file: file.read_bytes() if file.exists() else None for file in (run.config, run.cluster)}
-    if before[run.config] is None:
-        run_directory.fresh(submission.config)
-    resolve.save(submission.config, run.config)
-    run.submissions.mkdir(exist_ok=True)
-    run.logs.mkdir(exist_ok=True)  # Slurm does not make it
-    save_profile(submission.profile, run.cluster)
     number = len(submissions_of(run)) + 1
     diff, record = run.submissions / f"{number}.diff", run.submissions / f"{number}.json"
-    diff.write_bytes(code.diff)
+    before = _Before.of(run, diff, record)
     jobs: list[str] = []
+    try:
+        if not submission.resume:
+            run_directory.fresh(submission.config)
+        resolve.save(submission.config, run.config)
+        run.submissions.mkdir(exist_ok=True)
+        run.logs.mkdir(exist_ok=True)  # Slurm does not make it
+        save_profile(submission.profile, run.cluster)
+        diff.write_bytes(code.diff)
+        _nemo_run(run.submissions)  # takes seconds, in which an interrupt is heard
+        _send(submission, code, record, jobs)
+    except BaseException as error:
+        with interrupts_ignored():
+            if jobs:
+                raise _taken_back(submission, jobs, error) from None
+            before.restore()
+        raise
+    return jobs
+
+
+def _send(submission: Submission, code: Code, record: Path, jobs: list[str]) -> None:
+    """Submit each link and note it in `jobs` and in the file. Raises UserError at the first that Slurm refuses."""
     for link in range(submission.chain):
         try:
-            jobs.append(_sent(submission, code))
-            # After each: whatever happens next, `arpo status` and `arpo cancel` know of it.
-            write_json(record, _record(submission, code, jobs))
+            # Whatever happens next, `arpo status` and `arpo cancel` know of it: an interrupt before Slurm's answer is
+            # heard would leave a job that nobody knows.
+            with interrupts_held_back():
+                jobs.append(_sent(submission, code))
+                write_json(record, _record(submission, code, jobs))
             if not submission.profile.requeue:
                 # nemo-run submits with `sbatch --requeue`, which overrules what the script says.
                 slurm.call("scontrol", "update", f"JobId={jobs[-1]}", "Requeue=0")
         except UserError as error:
             if jobs:
-                raise _taken_back(
-                    submission, jobs, UserError(f"job {link + 1} of {submission.chain}: {error}")
-                ) from None
-            diff.unlink()
-            _undo(run, before)
+                raise UserError(f"job {link + 1} of {submission.chain}: {error}") from None
             raise
-    return jobs
 
 
 def _sent(submission: Submission, code: Code) -> str:
@@ -200,35 +255,60 @@ def _record(submission: Submission, code: Code, jobs: list[str]) -> dict[str, An
     }
 
 
-def _taken_back(submission: Submission, jobs: list[str], error: UserError) -> UserError:
-    """Cancel the links that Slurm has taken, the last first, or one of them would start; returns what to say."""
+def _taken_back(submission: Submission, jobs: list[str], error: BaseException) -> BaseException:
+    """Cancel the links that Slurm has taken, the last first, or one of them would start; returns the error with that.
+
+    An OSError here is that of a full disk.
+    """
     name = submission.run.path.name
     try:
         for job in reversed(jobs):
             slurm.call("scancel", job)
+        done = f"cancelled job {', '.join(jobs)}; arpo resume {name}{words_to_add()} submits it again"
     except UserError as other:
-        more = f"{words_to_add()} for what was taken ({', '.join(jobs)})"
-        return UserError(f"{error}; {other}: arpo cancel {name}{more}")
-    again = f"arpo resume {name}{words_to_add()} submits it again"
-    return UserError(f"{error}; cancelled job {', '.join(jobs)}; {again}")
+        done = f"{other}: arpo cancel {name}{words_to_add()} for what was taken ({', '.join(jobs)})"
+    if isinstance(error, Interrupted):
+        return Interrupted(done)
+    if isinstance(error, UserError | OSError):
+        return UserError(f"{error}; {done}")
+    error.add_note(done)
+    return error
 
 
-def _undo(run: RunDirectory, before: Mapping[Path, bytes | None]) -> None:
-    """What `submit` has written; `before` holds the old files. Of a run that never was nothing is left but its inputs,
-    so that the next one has its name."""
-    for file, text in before.items():
-        file.unlink() if text is None else file.write_bytes(text)
-    if not submissions_of(run):
-        shutil.rmtree(run.submissions)
-    if before[run.config] is None:
-        shutil.rmtree(run.logs)
-        with suppress(OSError):  # there may be a cold start to begin with
-            run.path.rmdir()
+@dataclass(frozen=True, slots=True)
+class _Before:
+    """What a run was before `submit` wrote to it.
+
+    Attributes:
+        files: what stood in each that is written; None: it was not there.
+        folders: those that were not there.
+    """
+
+    files: Mapping[Path, bytes | None]
+    folders: Sequence[Path]
+
+    @classmethod
+    def of(cls, run: RunDirectory, *more: Path) -> "_Before":
+        files = [run.config, run.cluster, *more]
+        files += [file.with_name(file.name + ".tmp") for file in files]
+        return cls(
+            {file: file.read_bytes() if file.exists() else None for file in files},
+            [folder for folder in (run.submissions, run.logs) if not folder.exists()],
+        )
+
+    def restore(self) -> None:
+        """Of a run that never was nothing is left but its inputs, so that the next one has its name."""
+        for file, text in self.files.items():
+            if text is None:
+                file.unlink(missing_ok=True)
+            elif not file.exists() or file.read_bytes() != text:
+                file.write_bytes(text)
+        for folder in self.folders:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
-@contextmanager
-def _experiment(submission: Submission, home: Path, code: Code) -> "Iterator[Experiment]":
-    """nemo-run's, with one job; it keeps its files in `home`."""
+def _nemo_run(home: Path) -> Any:
+    """The package, which keeps its files in `home`."""
     if find_spec("nemo_run") is None:
         raise UserError("arpo submit needs nemo-run: pip install 'arpo-megatron[slurm]', or `make setup` in the clone")
     os.environ["NEMORUN_HOME"] = str(home)
@@ -237,9 +317,17 @@ def _experiment(submission: Submission, home: Path, code: Code) -> "Iterator[Exp
         import nemo_run
 
     nemo_run.config.set_nemorun_home(str(home))
+    return nemo_run
+
+
+@contextmanager
+def _experiment(submission: Submission, home: Path, code: Code) -> "Iterator[Experiment]":
+    """nemo-run's, with one job."""
+    nemo_run = _nemo_run(home)
     name = submission.run.path.name
-    python = submission.profile.python or Path(sys.executable)
-    script = nemo_run.Script(path=JOB, m=True, entrypoint=str(python), args=[str(submission.run.path)])
+    script = nemo_run.Script(
+        path=JOB, m=True, entrypoint=str(_python(submission.profile)), args=[str(submission.run.path)]
+    )
     with chdir(ROOT), _nothing_to_read():  # it asks git in the working directory, and its commands read our input
         experiment = nemo_run.Experiment(
             name, id=f"{name}_{time.time_ns()}", log_level="ERROR", clean_mode=True, skip_status_at_exit=True

@@ -343,7 +343,7 @@ def test_what_submit_refuses_the_doctor_refuses(
     said = lines_of(capsys.readouterr().out)["recipe"]
     assert said.startswith("failure") and "deepsearch_14b does not fit: " in said and "of a GPU's" in said
     examine(resolve.resolve("deepsearch_14b"), profile(runs=str(tmp_path / "two words")))
-    assert "has a space in it" in lines_of(capsys.readouterr().out)["recipe"]
+    assert "has ' ' in it" in lines_of(capsys.readouterr().out)["recipe"]
 
 
 def test_this_machine_can_run_the_quickstart(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,17 +8,17 @@ from pathlib import Path
 
 import pytest
 import yaml
+from stand_in import PLAIN, Queue, profile
 from typer.testing import CliRunner
 
 from arpo_megatron import resolve, run_directory
 from arpo_megatron.cluster import commands
 from arpo_megatron.cluster.cli import app
-from arpo_megatron.cluster.code import ROOT, Code, snapshot
+from arpo_megatron.cluster.code import ROOT, snapshot
 from arpo_megatron.cluster.over_ssh import HINT_VARIABLE, LoginNode, login_node
 from arpo_megatron.cluster.profile import (
     DIRECTORY,
     ClusterProfile,
-    check_profile,
     load_profile,
     profile_names,
     save_profile,
@@ -29,12 +29,6 @@ from arpo_megatron.config import JobConfig
 from arpo_megatron.doctor.slurm import check_secrets, seconds
 from arpo_megatron.errors import UserError
 from arpo_megatron.run_directory import RunDirectory, write_json
-
-PLAIN = {"account": "research", "runs": "/shared/runs", "gpus_per_node": 8}
-
-
-def profile(**values: object) -> ClusterProfile:
-    return check_profile({**PLAIN, **values}, "here.yaml")
 
 
 def sbatch_lines(text: str) -> set[str]:
@@ -66,39 +60,6 @@ def test_a_job_that_does_not_fit_its_gpus_is_refused_before_it_waits_in_a_queue(
     assert whole.forecast is not None and whole.forecast.fits
     with pytest.raises(UserError, match="gpu: 'h1000' is none that `arpo plan` knows"):
         profile(gpu="h1000")
-
-
-class Queue:
-    """A Slurm that takes so many jobs and refuses the next, as one with a limit on submitted jobs does.
-
-    (The real ones of the other files would need accounting for such a limit.)
-    """
-
-    def __init__(self, takes: int, *, cancels: bool = True) -> None:
-        self.takes, self.cancels = takes, cancels
-        self.jobs: dict[str, str] = {}
-        self.name = ""
-        self.asked: list[str] = []
-        self.updates: list[tuple[str, ...]] = []
-
-    def send(self, submission: Submission, code: Code) -> str:
-        if len(self.jobs) == self.takes:
-            raise UserError("sbatch refused the job: QOSMaxSubmitJobPerUserLimit")
-        self.jobs[job := str(4711 + len(self.jobs))], self.name = "PENDING", submission.job_name
-        return job
-
-    def call(self, *words: str, check: bool = True, but: str | None = None) -> str:
-        self.asked.append(words[0])
-        if words[0] == "squeue":
-            known = [job for job in words[-1].split(",") if job in self.jobs]
-            return "".join(f"{job}|{self.jobs[job]}|{self.name}\n" for job in known)
-        if words[:2] == ("scontrol", "update"):
-            self.updates.append(words[2:])
-        if words[0] == "scancel":
-            if not self.cancels:
-                raise UserError("scancel did not answer for 30 s")
-            self.jobs[words[1]] = "CANCELLED"
-        return f"JobState={self.jobs[words[-1]]} " if words[:4] == ("scontrol", "-o", "show", "job") else ""
 
 
 def in_chain(queue: Queue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, resume: bool = False) -> RunDirectory:
@@ -379,6 +340,13 @@ def test_colocated_engines_on_several_nodes_are_sent_their_weights() -> None:
         ({"mounts": ["/data"]}, "mounts: '/data' is not FROM:TO"),
         ({"account": "a\n#SBATCH --uid=0"}, "account: .* no line of a batch script can have"),
         ({"sbatch": {"comment": "a\nb"}}, "sbatch.comment: .* no line of a batch script can have"),
+        ({"sbatch": {"job-name": "mine"}}, "sbatch: job-name cannot be given here: arpo submit decides it"),
+        ({"sbatch": {"job_name": "mine"}}, "sbatch: job_name cannot be given here"),
+        ({"sbatch": {"output": "mine"}}, "sbatch: output cannot be given here"),
+        ({"sbatch": {"dependency": "afterok:1"}}, "sbatch: dependency cannot be given here: --chain decides it"),
+        ({"sbatch": {"time": "1"}}, "sbatch: time cannot be given here: the key time decides it"),
+        ({"sbatch": {"gpus-per-node": "1"}}, "sbatch: gpus-per-node cannot be given here: the key gpu_request decides"),
+        ({"sbatch": {"gres": "gpu:1"}, "gpu_request": "gres"}, "sbatch: gres cannot be given here"),
         ({"runs": "$NOT_SET_ANYWHERE/runs"}, r"the variable \$NOT_SET_ANYWHERE is not set"),
     ],
 )
@@ -388,9 +356,7 @@ def test_a_wrong_profile_is_one_line(values: dict[str, object], said: str) -> No
     assert "sk-123" not in str(error.value)
 
 
-def test_a_job_without_its_secrets_or_with_a_space_in_its_path_is_not_submitted(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_job_without_its_secrets_is_not_submitted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("A_KEY", raising=False)
     asked = prepare_submission(resolve.resolve("quickstart"), profile(secrets={"A_KEY": "env"}), nodes=None)
     with pytest.raises(UserError, match="the secret A_KEY is not in this environment"):
@@ -400,8 +366,25 @@ def test_a_job_without_its_secrets_or_with_a_space_in_its_path_is_not_submitted(
     assert check_secrets(asked.profile).level == "ok"
     found = check_secrets(profile(secrets={"A_KEY": str(tmp_path / "none")}))
     assert (found.level, found.text) == ("warning", f"{tmp_path / 'none'} is not here")
-    with pytest.raises(UserError, match="has a space in it"):
-        prepare_submission(resolve.resolve("quickstart"), profile(runs=str(tmp_path / "my runs")), nodes=None)
+
+
+@pytest.mark.parametrize(
+    "name", ["my runs", "ru(n)s;touch", "it's", "a:b", "a,b", "100%j", "$(id)", "`id`", "a&b", "grün"]
+)
+def test_a_path_that_a_batch_script_reads_otherwise_is_not_submitted(name: str, tmp_path: Path) -> None:
+    """nemo-run writes them without quotes: into PYTHONPATH, into the line of srun, into sbatch's --output."""
+    job = resolve.resolve("quickstart")
+    with pytest.raises(UserError, match=r"^the run directory .* in it, which batch scripts do not carry through: only"):
+        prepare_submission(job, profile(runs=str(tmp_path / name)), nodes=None)
+    with pytest.raises(UserError, match=r"^python: .* in it, which batch scripts do not carry through: only"):
+        prepare_submission(job, profile(runs=str(tmp_path), python=f"/tmp/{name}/python"), nodes=None)
+    plain = prepare_submission(job, profile(runs=str(tmp_path / "a-b_c+d=e@f.1"), python="~/bin/python3"), nodes=None)
+    assert f" {Path.home()}/bin/python3 -m " in dry_run(plain)
+
+
+def test_what_no_other_key_can_say_is_left_to_sbatch() -> None:
+    more = {"gres": "gpu:8,nvme:1", "exclusive": "user", "mem-per-cpu": "4G", "reservation": "mine"}
+    assert profile(sbatch=more, gpu_request="none", exclusive=False, mem=None).sbatch == more
 
 
 def test_every_profile_that_ships_can_be_read_and_survives_the_way_to_the_job(
@@ -525,3 +508,32 @@ def test_a_profile_says_how_its_login_node_is_reached(tmp_path: Path) -> None:
         written(ssh="cluster -o ProxyCommand=x", python=there)
     with pytest.raises(UserError, match="unknown cluster"):
         login_node("nowhere")
+
+
+def test_a_log_is_followed_over_a_restart_of_the_controller(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = submitted(tmp_path, resolve.resolve("quickstart"), profile(runs=str(tmp_path)))
+    down = UserError("squeue -h -t: slurm_load_jobs error: Unable to contact slurm controller (connect failure)")
+    log = run.logs / "log-1.out"
+    answers = [down, down, JobState("1", "RUNNING"), down, down, JobState("1", "COMPLETED")]
+
+    def newest_state(run: RunDirectory) -> JobState:
+        if len(answers) == 4:
+            run.logs.mkdir()
+            log.write_text("step 1\n")
+        answer = answers.pop(0)
+        if isinstance(answer, UserError):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(commands, "newest_state", newest_state)
+    monkeypatch.setattr(commands, "_FOLLOW_INTERVAL_S", 0.0)
+    monkeypatch.setattr(commands, "_STATE_INTERVAL_S", 0.0)
+    commands.print_log(run, "job", lines=40, follow=True)
+    said = capsys.readouterr()
+    assert (said.out, said.err) == ("step 1\n", f"arpo: {down}; asking again\n" * 2), "once each time"
+    answers[:] = [down, down]
+    monkeypatch.setattr(commands, "_SILENCE_S", 0.0)
+    with pytest.raises(UserError, match="connect failure"):
+        commands.print_log(run, "job", lines=40, follow=True)

@@ -1,0 +1,212 @@
+"""Submitting is done wholly or not at all, whatever comes between; and one command at a time does it."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from stand_in import PLAIN, Queue, profile
+
+from arpo_megatron import resolve, run_directory
+from arpo_megatron.cluster import commands
+from arpo_megatron.cluster.code import ROOT, Code
+from arpo_megatron.cluster.submissions import submissions_of
+from arpo_megatron.cluster.submit import Submission, prepare_submission, submit
+from arpo_megatron.errors import UserError
+from arpo_megatron.processes import Interrupted, interrupt_on_signals
+from arpo_megatron.run_directory import RunDirectory
+
+
+@pytest.fixture
+def queue(monkeypatch: pytest.MonkeyPatch) -> Queue:
+    stand_in = Queue(takes=9)
+    monkeypatch.setattr("arpo_megatron.cluster.submit._sent", stand_in.send)
+    monkeypatch.setattr("arpo_megatron.cluster.slurm.call", stand_in.call)
+    return stand_in
+
+
+@pytest.fixture(autouse=True)
+def interruptible() -> Iterator[None]:
+    """As in the command line."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.getsignal(number) for number in numbers}
+    interrupt_on_signals()
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def prepared(tmp_path: Path, *, chain: int = 1, resume: bool = False, requeue: bool = True) -> Submission:
+    job = resolve.resolve("quickstart", words=["platform=cpu"])
+    return prepare_submission(job, profile(runs=str(tmp_path), requeue=requeue), nodes=1, chain=chain, resume=resume)
+
+
+def with_ctrl_c(send: Callable[[Submission, Code], str], at: int, *, taken: bool) -> Callable[[Submission, Code], str]:
+    """Slurm's answer to the link numbered `at` with an interrupt before it, or while it takes the link."""
+    sent: list[str] = []
+
+    def interrupted(submission: Submission, code: Code) -> str:
+        if len(sent) + 1 == at and not taken:
+            raise Interrupted  # without waiting for the answer, which only a test of the clean-up can do
+        sent.append(send(submission, code))
+        if len(sent) == at:
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)  # nobody presses it once
+        return sent[-1]
+
+    return interrupted
+
+
+def files_of(run: RunDirectory) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
+
+
+def test_what_slurm_has_taken_when_it_is_interrupted_is_cancelled_and_known(
+    queue: Queue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("arpo_megatron.cluster.submit._sent", with_ctrl_c(queue.send, 2, taken=True))
+    submission = prepared(tmp_path, chain=3)
+    with pytest.raises(Interrupted) as interrupt:
+        submit(submission)
+    assert str(interrupt.value) == f"cancelled job 4711, 4712; arpo resume {submission.run.path.name} submits it again"
+    assert queue.jobs == {"4711": "CANCELLED", "4712": "CANCELLED"}
+    assert [each["jobs"] for each in submissions_of(commands.find_run(str(submission.run.path)))] == [["4711", "4712"]]
+
+
+def test_an_interrupt_between_links_cancels_and_a_second_one_does_not_stop_that(
+    queue: Queue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def call(*words: str, check: bool = True, but: str | None = None) -> str:
+        if words[0] in ("scancel", "scontrol"):
+            signal.raise_signal(signal.SIGINT)
+        return queue.call(*words, check=check, but=but)
+
+    monkeypatch.setattr("arpo_megatron.cluster.slurm.call", call)
+    with pytest.raises(Interrupted, match="cancelled job 4711; arpo resume"):
+        submit(prepared(tmp_path, chain=2, requeue=False))
+    assert queue.jobs == {"4711": "CANCELLED"}
+
+
+def test_a_job_that_cannot_be_cancelled_after_an_interrupt_is_told(
+    queue: Queue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queue.cancels = False
+    monkeypatch.setattr("arpo_megatron.cluster.submit._sent", with_ctrl_c(queue.send, 1, taken=True))
+    with pytest.raises(Interrupted, match=r"scancel did not answer .*: arpo cancel .* for what was taken \(4711\)"):
+        submit(submission := prepared(tmp_path))
+    queue.cancels = True
+    commands.cancel(submission.run)
+    assert queue.jobs == {"4711": "CANCELLED"}
+
+
+def test_an_interrupt_before_slurm_is_asked_leaves_no_half_run(
+    queue: Queue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("arpo_megatron.cluster.submit._sent", with_ctrl_c(queue.send, 1, taken=False))
+    with pytest.raises(Interrupted):
+        submit(first := prepared(tmp_path))
+    assert not first.run.path.exists()
+    assert prepared(tmp_path).run == first.run, "the next one has its name"
+
+
+@pytest.mark.parametrize("at", ["resolve.save", "save_profile", "_nemo_run"])
+@pytest.mark.parametrize("fault", [Interrupted(), OSError(28, "No space left on device")])
+def test_whatever_comes_while_a_run_is_written_leaves_it_as_it_was(
+    at: str, fault: BaseException, queue: Queue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise fault
+
+    expected = Interrupted if isinstance(fault, Interrupted) else UserError
+    submit(prepared(tmp_path))
+    queue.jobs["4711"] = "COMPLETED"
+    (resumed := prepared(tmp_path, resume=True)).run.logs.rmdir()
+    before = files_of(resumed.run)
+    monkeypatch.setattr(f"arpo_megatron.cluster.submit.{at}", fail)
+    with pytest.raises(expected):
+        submit(resumed)
+    assert files_of(resumed.run) == before and not resumed.run.logs.exists()
+    with pytest.raises(expected):
+        submit(fresh := prepared(tmp_path))
+    assert fresh.run != resumed.run and not fresh.run.path.exists()
+
+
+def test_a_run_that_is_being_submitted_is_submitted_once(
+    queue: Queue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two commands at once, both of which found the same before they began."""
+    said: list[str] = []
+
+    def send(submission: Submission, code: Code) -> str:
+        with pytest.raises(UserError, match="is being submitted by another command") as refused:
+            submit(others.pop())
+        said.append(str(refused.value))
+        return queue.send(submission, code)
+
+    monkeypatch.setattr("arpo_megatron.cluster.submit._sent", send)
+    others, late = [prepared(tmp_path)], prepared(tmp_path)
+    submit(first := prepared(tmp_path))
+    with pytest.raises(UserError, match="already holds a run"):
+        submit(late)
+    queue.jobs["4711"] = "COMPLETED"
+    others, late = [prepared(tmp_path, resume=True)], prepared(tmp_path, resume=True)
+    submit(prepared(tmp_path, resume=True))
+    with pytest.raises(UserError, match=r"job 4712 of .* is in the queue"):
+        submit(late)
+    assert len(said) == 2
+    assert [each["jobs"] for each in submissions_of(first.run)] == [["4711"], ["4712"]]
+    assert not (first.run.path / run_directory.SUBMIT_LOCK).exists()
+
+
+def test_a_directory_of_somebody_else_is_left_alone(queue: Queue, tmp_path: Path) -> None:
+    (logs := tmp_path / "mine" / "logs").mkdir(parents=True)
+    (logs / "precious").write_text("")
+    job = resolve.resolve("quickstart", words=["platform=cpu", f"run_dir={tmp_path / 'mine'}"])
+    with pytest.raises(UserError, match="holds files that are no run's"):
+        submit(prepare_submission(job, profile(runs=str(tmp_path)), nodes=1))
+    assert [path.name for path in tmp_path.rglob("*")] == ["mine", "logs", "precious"]
+
+
+SBATCH = """#!/bin/bash
+[ "$1" = --version ] && exit
+echo taken >"$0.taken"
+sleep 2
+echo 4711
+"""
+SCANCEL = """#!/bin/bash
+echo "$@" >>"$0.said"
+"""
+
+
+def test_the_terminals_ctrl_c_does_not_reach_sbatch(tmp_path: Path) -> None:
+    """The whole command with programs in Slurm's place: sbatch has the job, and has not said so yet."""
+    tools, runs = tmp_path / "bin", tmp_path / "runs"
+    tools.mkdir()
+    for name, text in {"sbatch": SBATCH, "scancel": SCANCEL}.items():
+        (tools / name).write_text(text)
+        (tools / name).chmod(0o755)
+    (cluster := tmp_path / "mine.yaml").write_text(yaml.safe_dump({**PLAIN, "runs": str(runs), "gpus_per_node": 0}))
+    words = ["submit", "quickstart", "platform=cpu", "--cluster", str(cluster)]
+    with subprocess.Popen(
+        [sys.executable, "-m", "arpo_megatron", *words],
+        env={**os.environ, "PATH": f"{tools}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as command:
+        while not (tools / "sbatch.taken").exists() and command.poll() is None:
+            time.sleep(0.05)
+        os.killpg(command.pid, signal.SIGINT)
+        said = command.communicate()[1]
+    (name,) = [path.name for path in runs.iterdir()]
+    assert said == f"arpo: interrupted; cancelled job 4711; arpo resume {name} submits it again\n"
+    assert command.returncode == 130
+    assert (tools / "scancel.said").read_text() == "4711\n"
+    assert submissions_of(RunDirectory(runs / name))[0]["jobs"] == ["4711"]
