@@ -40,7 +40,7 @@ class TreeAnswers:
         self, task_id: str, context: GrowContext, entries: Sequence[bytes], record: Callable[[bytes], None]
     ) -> None:
         self.counts = GrowCounts()
-        self.shared = SharedPrefixes(self._prefill, lambda: context.engine.pushes)
+        self.shared = SharedPrefixes(self._prefill, lambda: context.engine.cache(self._routing_key))
         self._record = TreeRecord.of(entries)
         self._write = record
         self._began = time.monotonic() - self._record.seconds

@@ -3,7 +3,8 @@
 Requests that fail on the way are repeated; sampling anew is harmless, since nothing of a lost answer was used.
 
 Requests with one routing key go to one engine (`routing`), so that what a tree has prefilled is in the cache of the
-engine its siblings go to. An engine that fails rests for a while, and its trees go to another one meanwhile.
+engine its siblings go to. An engine that fails rests for a while, and its trees go to another one meanwhile. A router
+does not know of weights: what it sends to an engine with old ones goes past it until the push that follows.
 """
 
 import asyncio
@@ -26,7 +27,7 @@ from arpo_megatron.rollout.generation import (
 )
 from arpo_megatron.rollout.push_gate import bearer
 from arpo_megatron.rollout.routes import RouteRequest
-from arpo_megatron.rollout.routing import ROUTING_KEY_HEADER, Engine, place
+from arpo_megatron.rollout.routing import ROUTING_KEY_HEADER, Cache, Engine, place
 from arpo_megatron.tree import Int32Array
 
 _ABORT_INTERVAL_S = 0.05
@@ -74,6 +75,7 @@ class EngineClient:
         self.repeated: Counter[str] = Counter()
         self._engines = tuple(Engine(url.rstrip("/")) for url in urls)
         self._targets = self._engines if router is None else (Engine(router.rstrip("/")),)
+        self._past_router: set[str] = set()  # keys that it sends to engines with old weights
         self._headers = bearer(token)
         self._timeout = aiohttp.ClientTimeout(total=request_timeout_s)
         self._retry_for_s = retry_for_s
@@ -122,7 +124,13 @@ class EngineClient:
         """Let requests pass again; answers come from policy `version` or a later one."""
         self.version = version
         self.pushes += 1
+        self._past_router.clear()
         self._gate.set()
+
+    def cache(self, key: str) -> Cache:
+        """Which cache a request with this routing key meets if it is sent now."""
+        engine = self._place(key)
+        return engine.url, engine.failures, self.pushes
 
     async def generate(
         self,
@@ -146,7 +154,8 @@ class EngineClient:
             stop: strings that end the generation; the token that completes one is kept.
             key: requests with the same routing key go to the same engine, as long as it is up.
             routes: which expert routes to return.
-            ready: is awaited before each attempt, after any wait for `resume`.
+            ready: is awaited before each attempt, after any wait for `resume`; the attempt goes to the `cache` of the
+                moment at which it returns.
 
         Raises:
             EngineUnavailableError: no answer after all repetitions.
@@ -210,7 +219,7 @@ class EngineClient:
         while True:
             if await self._passed(ready):
                 give_up = float("inf")
-            engine = place(key, self._targets, clock())
+            engine = self._place(key)
             if (rest_s := engine.rests_until - clock()) > 0:
                 await asyncio.sleep(rest_s)
                 continue  # another one may be up by now, or none asked
@@ -225,10 +234,13 @@ class EngineClient:
                 if not self._gate.is_set():
                     continue  # the pause has cut it short
                 self.repeated[_reason(error)] += 1
+                if isinstance(error, _StaleError) and engine not in self._engines:
+                    await self._leave_router(key)
+                    continue
                 first = engine.failed(clock())
                 if isinstance(error, _StaleError) and self.on_stale is not None:
                     if first:
-                        await self._tell_stale(engine, self.on_stale)
+                        self.on_stale(engine.url)
                     continue  # however long the push takes to come
                 give_up = min(give_up, clock() + self._retry_for_s)
                 if clock() >= give_up:
@@ -237,6 +249,10 @@ class EngineClient:
             else:
                 engine.answered()
                 return answer
+
+    def _place(self, key: str) -> Engine:
+        targets = self._engines if key in self._past_router else self._targets
+        return place(key, targets, asyncio.get_running_loop().time())
 
     async def _passed(self, ready: Callable[[], Awaitable[None]] | None) -> bool:
         """Return when a request may pass and is `ready`; whether it had to wait for `resume`."""
@@ -302,15 +318,24 @@ class EngineClient:
             response.raise_for_status()
             return version_of(await response.json())
 
-    async def _tell_stale(self, engine: Engine, tell: Callable[[str], None]) -> None:
-        """`tell` about the engine; behind a router, about each that has old weights."""
-        if engine in self._engines:
-            tell(engine.url)
-            return
-        for each in self._engines:
-            with contextlib.suppress(aiohttp.ClientError, TimeoutError):  # down: whoever restarts it knows
-                if await self._version(each) < self.version:
-                    tell(each.url)
+    async def _leave_router(self, key: str) -> None:
+        """Send requests with that key past the router, which keeps it for an engine with old weights.
+
+        It alone knows which one that is: none is used before it was looked at.
+        """
+        if key in self._past_router:
+            return  # another path of its tree has found out
+        self._past_router.add(key)
+        for engine in self._engines:
+            engine.suspect = True
+        await asyncio.gather(*map(self._look, self._engines))  # also at those to which no tree would go now
+
+    async def _look(self, engine: Engine) -> None:
+        """Have an engine rest if it has old weights, and tell of it."""
+        with contextlib.suppress(aiohttp.ClientError, TimeoutError):  # down: whoever restarts it knows
+            stale = await self._version(engine) < self.version
+            if stale and engine.failed(asyncio.get_running_loop().time()) and self.on_stale is not None:
+                self.on_stale(engine.url)
 
     def _check_version(self, version: int) -> None:
         if version < self.version:

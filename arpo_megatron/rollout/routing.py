@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 ROUTING_KEY_HEADER = "X-SMG-Routing-Key"
 """SGLang's router (policy `manual`) sends all requests with the same value of this header to one engine."""
+Cache = tuple[str, int, int]
+"""What an engine holds of prefixes: its URL, how often it has failed, how often caches were emptied for a push."""
 FIRST_REST_S = 0.1
 LONGEST_REST_S = 5.0
 
@@ -24,18 +26,21 @@ class Engine:
         rests_until: on the event loop's clock, in seconds; no request is sent before.
         rest_s: length of the next rest.
         suspect: it has failed and not answered since, so it may be another process with other weights.
+        failures: how often it was given a rest; each time its cache may have been lost.
     """
 
     url: str
     rests_until: float = 0.0
     rest_s: float = FIRST_REST_S
     suspect: bool = False
+    failures: int = 0
 
     def failed(self, now: float) -> bool:
         """Let it rest, twice as long as the time before; False: it rests already (many requests fail at once)."""
         self.suspect = True
         if now < self.rests_until:
             return False
+        self.failures += 1
         self.rests_until = now + self.rest_s
         self.rest_s = min(2 * self.rest_s, LONGEST_REST_S)
         return True

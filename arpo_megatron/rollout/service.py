@@ -11,7 +11,6 @@ thread of this process reads it at all times, also while the trainer trains, and
 
 import itertools
 import os
-import socket
 import sys
 import threading
 import time
@@ -24,6 +23,7 @@ from typing import Self
 
 from arpo_megatron.errors import UserError
 from arpo_megatron.processes import stop_groups
+from arpo_megatron.rollout.connection import hang_up
 from arpo_megatron.rollout.messages import (
     CollectTrees,
     Failure,
@@ -220,7 +220,7 @@ class RolloutHandle:
         self._closed.set()
         with self._lock:
             if self._connection is not None:
-                _hang_up(self._connection)
+                hang_up(self._connection)
         if self._thread.is_alive():
             self._thread.join(_CLOSE_DEADLINE_S)
 
@@ -386,9 +386,3 @@ def launched_rollouts(settings: ServiceSettings) -> Iterator[RolloutHandle]:
     finally:
         stop_groups([process], 0.0)
         scratch.remove()
-
-
-def _hang_up(connection: "Connection[object, object]") -> None:
-    """End a connection in which another thread waits."""
-    with suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as same:
-        same.shutdown(socket.SHUT_RDWR)

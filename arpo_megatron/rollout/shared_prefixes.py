@@ -1,8 +1,9 @@
 """Which beginnings of a tree the engine's cache holds, so that what several paths share is computed once.
 
-A weight push empties the cache. Paths that would go on at the same moment would each compute all of their tokens; so
-one of them has the prompt put into the cache first, then each fork point below, and the others wait for it. Without a
-push only the prompt is asked for: a fork point is in the cache before its siblings begin.
+A weight push empties the cache, and a tree whose engine fails goes on at another one, or at the same one restarted.
+Paths that would go on at the same moment would each compute all of their tokens; so one of them has the prompt put into
+the cache first, then each fork point below, and the others wait for it. Where neither happens only the prompt is asked
+for: a fork point is in the cache before its siblings begin.
 """
 
 import asyncio
@@ -11,6 +12,7 @@ from collections.abc import Awaitable, Callable
 
 from arpo_megatron.rollout.node import Node
 from arpo_megatron.rollout.policies import PathKey
+from arpo_megatron.rollout.routing import Cache
 from arpo_megatron.tree import Int32Array, Role
 
 Prefill = Callable[[Int32Array], Awaitable[None]]
@@ -21,14 +23,15 @@ class SharedPrefixes:
 
     Args:
         prefill: puts a prefix into the cache.
-        pushes: how often the cache has been emptied.
+        cache: which one a request of the tree would meet now.
     """
 
-    def __init__(self, prefill: Prefill, pushes: Callable[[], int]) -> None:
+    def __init__(self, prefill: Prefill, cache: Callable[[], Cache]) -> None:
         self._prefill = prefill
-        self._pushes = pushes
+        self._cache = cache
         self._paths: Counter[PathKey] = Counter()  # that pass through a fork point and have not ended
-        self._held_since: dict[PathKey, int] = {}  # the number of the push after which it was put into the cache
+        self._held: dict[PathKey, Cache] = {}  # the last one that it was put into
+        self._asked: dict[PathKey, Cache] = {}  # the one that a MODEL segment's request has gone to
         self._turns: defaultdict[PathKey, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     def add_path(self, node: Node) -> None:
@@ -44,11 +47,13 @@ class SharedPrefixes:
         self._paths.subtract(place.key for place in _fork_points(node))
 
     def hold(self, node: Node) -> None:
-        """The engine has answered a request for that MODEL segment: all that stands above it is in the cache."""
-        self._held_since.update((place.key, self._pushes()) for place in _fork_points(node))
+        """A request for that MODEL segment was answered: all that stands above it is in the cache that it went to."""
+        self._hold(node, self._asked.pop(node.key))
 
     async def ready(self, node: Node, prefix: Int32Array) -> None:
         """Return when the cache holds what the path of a MODEL segment shares with others, from the root downwards.
+
+        The request for the segment is to be sent at once: later it may meet another cache.
 
         Args:
             node: the segment that is to be sampled.
@@ -58,12 +63,19 @@ class SharedPrefixes:
             if self._paths[place.key] < 2 or self._is_held(place):
                 continue
             async with self._turns[place.key]:
-                if not self._is_held(place):
-                    await self._prefill(prefix[: place.path_length()])
-                    self.hold(place)
+                if self._is_held(place):
+                    continue
+                cache = self._cache()
+                await self._prefill(prefix[: place.path_length()])
+                if self._cache() == cache:  # else another engine may have answered
+                    self._hold(place, cache)
+        self._asked[node.key] = self._cache()
+
+    def _hold(self, node: Node, cache: Cache) -> None:
+        self._held.update((place.key, cache) for place in _fork_points(node))
 
     def _is_held(self, place: Node) -> bool:
-        return self._held_since.get(place.key) == self._pushes()
+        return self._held.get(place.key) == self._cache()
 
 
 def _fork_points(node: Node) -> list[Node]:

@@ -10,13 +10,12 @@ import os
 import resource
 import signal
 import sys
-import threading
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import lru_cache
 from multiprocessing.connection import Connection, Listener
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 from aiohttp import web
@@ -24,6 +23,7 @@ from tokenizers import Tokenizer
 
 from arpo_megatron.errors import UserError
 from arpo_megatron.rollout.client import EngineClient
+from arpo_megatron.rollout.connection import Outbox, hang_up
 from arpo_megatron.rollout.messages import (
     CollectTrees,
     Failure,
@@ -77,55 +77,42 @@ class TokenizerCodec:
         return text
 
 
-class Outbox:
-    """Sends from a thread, so that a busy reader at the other end delays no tree."""
-
-    def __init__(self, connection: "Connection[Any, Any]") -> None:
-        self._connection = connection
-        self._messages: SimpleQueue[object] = SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="outbox", daemon=True)
-        self._thread.start()
-
-    def put(self, message: object) -> None:
-        """Returns at once; messages arrive in this order."""
-        self._messages.put(message)
-
-    def close(self) -> None:
-        """Returns when everything is sent, or nobody reads any more."""
-        self._messages.put(None)
-        self._thread.join()
-
-    def _run(self) -> None:
-        while (message := self._messages.get()) is not None:
-            try:
-                self._connection.send(message)
-            except OSError:  # the other end is gone: whoever reads notices
-                return
-
-
 class Session:
     """One connection: its trees begin with it and end with it; they grow on between its requests."""
 
     def __init__(self, connection: "Connection[Any, Any]") -> None:
         self._connection = connection
         self._outbox = Outbox(connection)
+        self._requests: asyncio.Queue[tuple[int, Any]] = asyncio.Queue()
         self._request = 0  # the one that is being answered
 
     async def serve(self) -> None:
-        """Until the other end is closed."""
+        """Until the other end is closed, which ends a request that is being answered, too."""
+        reading, answering = asyncio.create_task(self._read()), asyncio.create_task(self._serve())
         try:
-            self._request, first = await self._received()
-            await self._serve(first)
-        except (EOFError, OSError):
-            pass
+            done, _ = await asyncio.wait((reading, answering), return_when=asyncio.FIRST_COMPLETED)
+            for ended in done:
+                ended.result()
         except Exception as error:
             traceback.print_exc()
             self._tell(Failure(traceback.format_exc(), str(error) if isinstance(error, UserError) else None))
         finally:
+            answering.cancel()
+            await asyncio.gather(answering, return_exceptions=True)
             await asyncio.to_thread(self._outbox.close)
+            hang_up(self._connection)
+            await asyncio.gather(reading, return_exceptions=True)
             self._connection.close()
 
-    async def _serve(self, first: Restore) -> None:
+    async def _read(self) -> None:
+        """Take requests, also while one is answered: else a cut would be noticed only then."""
+        with suppress(EOFError, OSError):
+            while True:
+                self._requests.put_nowait(await asyncio.to_thread(self._connection.recv))
+
+    async def _serve(self) -> None:
+        self._request, first = await self._requests.get()
+        assert isinstance(first, Restore)
         settings = first.settings
         codec = TokenizerCodec(settings.tokenizer_path)
 
@@ -152,16 +139,13 @@ class Session:
                 pool.start(first.start)
                 self._tell(None)
                 while True:
-                    self._request, request = await self._received()
+                    self._request, request = await self._requests.get()
                     try:
                         self._tell(await _answer(pool, request))
                     except StaleEnginesError as stale:
                         self._tell(stale)
             finally:
                 await pool.close()
-
-    async def _received(self) -> Any:
-        return await asyncio.to_thread(self._connection.recv)
 
     def _tell(self, answer: object) -> None:
         self._outbox.put((self._request, answer))

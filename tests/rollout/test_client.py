@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 from scripted import ScriptedEngine
 
 from arpo_megatron.rollout.client import EngineClient, EngineUnavailableError
 from arpo_megatron.rollout.generation import Generation, Sampling
-from arpo_megatron.rollout.routing import FIRST_REST_S, LONGEST_REST_S, Engine, place
+from arpo_megatron.rollout.routing import FIRST_REST_S, LONGEST_REST_S, ROUTING_KEY_HEADER, Engine, place
 
 Start = Callable[[ScriptedEngine], ScriptedEngine]
 URLS = [f"http://10.0.0.{number}:30000" for number in range(8)]
@@ -156,6 +157,43 @@ def test_an_engine_with_older_weights_is_reported_and_never_used(scripted_engine
 
     assert asyncio.run(wait_for_the_push()).weight_version == 4
     assert len(old.requests) == sampled + 2  # one was thrown away; then its version was looked at before it was asked
+
+
+@dataclass
+class Router(ScriptedEngine):
+    """Keeps each routing key for one engine, whatever weights that has."""
+
+    engines: list[ScriptedEngine] = field(default_factory=list)
+    keys: Counter[str] = field(default_factory=Counter)
+
+    async def generate(self, request: web.Request) -> web.Response:
+        key = request.headers[ROUTING_KEY_HEADER]
+        self.keys[key] += 1
+        return await self.engines[int(key) % len(self.engines)].generate(request)
+
+
+def test_behind_a_router_the_trees_of_an_engine_with_older_weights_go_on_elsewhere(scripted_engine: Start) -> None:
+    old, new = scripted(scripted_engine, version=0), scripted(scripted_engine, version=4)
+    router = Router(str, engines=[old, new])
+    scripted_engine(router)
+    told: list[str] = []
+
+    async def run() -> None:
+        async with EngineClient(old.url, new.url, router=router.url) as client:
+            client.version, client.on_stale = 4, told.append
+            async with asyncio.timeout(10):
+                for _ in range(5):
+                    got = await asyncio.gather(*(answer(client, str(number)) for number in range(20)))
+                    assert {part.weight_version for part in got} == {4}
+            assert told == [old.url]
+            assert len(old.requests) == 10  # one of each of its trees
+            assert router.keys == {str(number): 5 if number % 2 else 1 for number in range(20)}
+            old.version = 5
+            client.resume(4)
+            got = await asyncio.gather(*(answer(client, str(number)) for number in range(20)))
+            assert [part.weight_version for part in got] == [5, 4] * 10  # each tree is where the router has it
+
+    asyncio.run(run())
 
 
 def test_without_a_push_a_request_fails_with_the_reason(scripted_engine: Start) -> None:

@@ -20,6 +20,7 @@ from arpo_megatron.rollout.grow_context import GrowContext, GrowLimits
 from arpo_megatron.rollout.grower import TreeGrower
 from arpo_megatron.rollout.policies import GrpoPolicy, place_seed
 from arpo_megatron.rollout.protocol import result_text
+from arpo_megatron.rollout.routing import Cache
 from arpo_megatron.tree import Finish, Role, RolloutTree
 from tools_sandbox.client import ToolAnswer
 
@@ -166,7 +167,8 @@ class ByteEngine:
     asked: dict[int, list[int]] = field(default_factory=dict)
     version: int = 0
 
-    pushes = 0
+    def cache(self, _key: str) -> Cache:
+        return "", 0, 0
 
     async def prefill(self, input_ids: Any, **_options: Any) -> tuple[int, int]:
         return len(input_ids), 0

@@ -1,0 +1,79 @@
+"""A tree that has to go on at another engine: what its paths share is computed there once."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from aiohttp import web
+from scripted import ScriptedEngine
+from test_grower import CODEC, SEED, arpo
+from test_pool import Accounting
+
+from arpo_megatron.bench.pools import GROUP, new_pool, start
+from arpo_megatron.bench.simulated_tools import SimulatedTools
+from arpo_megatron.rollout.client import EngineClient
+from arpo_megatron.rollout.generation import Sampling
+from arpo_megatron.rollout.grow_context import GrowLimits
+from arpo_megatron.rollout.messages import CollectTrees, GrowReport, GrowSettings
+from arpo_megatron.tasks.base import Task
+
+
+@dataclass
+class Mortal(Accounting):
+    """Of several the first dies that two paths behind one tool result ask at once; it answers neither."""
+
+    dead: "list[Mortal]" = field(default_factory=list)
+    asked_behind: Counter[str] = field(default_factory=Counter)
+    most_excess: int = 0
+
+    @property
+    def down(self) -> bool:
+        return any(engine is self for engine in self.dead)
+
+    async def generate(self, request: web.Request) -> web.Response:
+        behind = "".join(map(chr, (await request.json())["input_ids"])).rpartition("</result>")[0]
+        self.asked_behind[behind] += 1
+        if behind and self.asked_behind[behind] > 1 and not self.dead:
+            self.dead.append(self)
+        answering = asyncio.create_task(super().generate(request))
+        while not (self.down or answering.done()):
+            await asyncio.sleep(0.005)
+            self.most_excess = max(self.most_excess, self.computed - self.needed)
+        self.asked_behind[behind] -= 1
+        return web.Response(status=503) if self.down else await answering
+
+
+def script(text: str, seed: int) -> str:
+    """Each place writes something else, else trajectories would find each other's tokens by chance."""
+    *answered, current = text.partition("?")[2].split("</result>")
+    own = "".join(chr(97 + seed // 26**place % 26) for place in range(6))
+    part = own + ("<python>1+1</python>" if len(answered) < 4 else "<answer>ok and done</answer>")
+    return part[len(current) :]
+
+
+def test_a_tree_whose_engine_dies_computes_what_its_paths_share_once(
+    scripted_engine: Callable[[ScriptedEngine], ScriptedEngine],
+) -> None:
+    dead: list[Mortal] = []
+    engines = [Mortal(str, seeded=script, delay_s=lambda _text: 0.05, dead=dead) for _ in range(2)]
+    for engine in engines:
+        scripted_engine(engine)
+
+    async def run() -> GrowReport:
+        policy, limits = arpo(16, 2, k=4, branch_probability=1.0), GrowLimits(3000, 900, 5, 60, 5.0)
+        async with EngineClient(*(engine.url for engine in engines)) as client:
+            pool = new_pool(client, SimulatedTools(0.01, lambda _r: 1.0), CODEC, policy, SEED)
+            settings = GrowSettings(policy.config, 16, Sampling(), limits)
+            task = Task("t", (), "", "math", "p" * 200 + "?")
+            pool.start(start((task,), step=0, version=0, settings=settings))
+            try:
+                return await pool.collect(CollectTrees(GROUP))
+            finally:
+                await pool.close()
+
+    report = asyncio.run(run())
+    (other,) = (engine for engine in engines if not engine.down)
+    assert report.failed == []
+    assert other.answered > 8
+    assert other.most_excess == 0
