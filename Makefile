@@ -36,7 +36,7 @@ pytest: setup
 fuzz: setup
 	$(BIN)/pytest --numprocesses $(WORKERS) -m hypothesis --hypothesis-profile=new $(ARGS)
 
-# Minutes of kill -9 and restart, beside `make test`.
+# Minutes of kill -9 and restart, and of `arpo bench gpu` on a CPU, beside `make test`.
 test-slow: setup
 	$(BIN)/pytest -m slow_campaign $(ARGS)
 

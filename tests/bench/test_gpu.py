@@ -84,6 +84,7 @@ def test_what_a_cpu_cannot_do_is_an_error_of_its_part_alone(tmp_path: Path) -> N
     assert "error" in run_parts("exact", parts, tmp_path, minutes=5)["parts"]["attention bfloat16"]
 
 
+@pytest.mark.slow_campaign
 def test_decoding_and_trees_are_measured_on_a_real_engine_of_a_tiny_shape(tmp_path: Path) -> None:
     with RandomEngines(tmp_path, "float32", SIZES) as engines:
         algorithm = AlgorithmConfig(samples=4, initial=2, entropy_tokens=4)
@@ -110,6 +111,7 @@ def _sample(url: str) -> dict[str, object]:
     return meta
 
 
+@pytest.mark.slow_campaign
 @pytest.mark.usefixtures("one_rank")
 def test_pushes_and_lent_memory_are_measured_on_a_real_engine_of_a_tiny_shape(tmp_path: Path) -> None:
     with RandomEngines(tmp_path, "float32", SIZES) as engines:

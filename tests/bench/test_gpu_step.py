@@ -57,6 +57,7 @@ def test_the_planner_says_how_much_of_the_state_goes_to_the_host(tmp_path: Path)
     assert shares(1000) == {"4B": (True, 1.0), "8B": (True, 1.0), "14B": (True, 1.0)}
 
 
+@pytest.mark.slow_campaign
 @pytest.mark.timeout(1200)  # engine, tools and trainer are started
 def test_a_whole_job_stands_beside_its_plan(tmp_path: Path) -> None:
     step = Step(tmp_path, shape=TINY, dtype="float32", steps=2, response=256, tasks=4, samples=4)
