@@ -6,13 +6,15 @@
     job.train.steps = 10
 
     nemorun arpo train job=deepsearch_14b job.model.path=DIR job.train.steps=10
+    nemorun arpo train "job=quickstart(preset='grpo')"
 
-What nemo-run builds from such a config is a `JobConfig`, checked like any other. Importing nemo-run takes seconds, so
-nothing else imports this module.
+What nemo-run builds from such a config is a `JobConfig`, checked as the command line checks its own. Importing nemo-run
+takes seconds, so nothing else imports this module.
 """
 
 import dataclasses
 import importlib
+import inspect
 import types
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -22,6 +24,7 @@ from nemo_run.cli import cli_parser
 
 from arpo_megatron import resolve
 from arpo_megatron.config import JobConfig
+from arpo_megatron.errors import UserError
 
 # nemo-run 0.11.1 reads Optional[Path], but not Path | None.
 cli_parser.type_parser.register_parser(types.UnionType)(cli_parser.type_parser.parse_union)
@@ -42,9 +45,42 @@ def configured(value: Any) -> Any:
     return run.Config(kind, **given)
 
 
+def checked(laid_preset: str, **values: Any) -> JobConfig:
+    """What a recipe's config builds: the job, checked, with absolute paths.
+
+    Args:
+        laid_preset: `algorithm.name` as the factory gave it. Only there a preset's parts and numbers are laid, so that
+            another name afterwards would be a job that is called after a method which it does not train.
+        values: of the job, by its keys.
+
+    Raises:
+        UserError: `algorithm.name` was changed, or what `resolve.check` finds.
+    """
+    job = JobConfig(**values)
+    if job.algorithm.name != laid_preset:
+        raise UserError(
+            f"algorithm.name={job.algorithm.name} alone leaves the method as it is ({laid_preset}): "
+            f"make the recipe with it, job=RECIPE(preset='{job.algorithm.name}')"
+        )
+    return resolve.over(job, ())
+
+
+# nemo-run reads names and types of `job.KEY=VALUE` here: those of a job.
+_OF_JOB = inspect.signature(JobConfig)
+checked.__signature__ = _OF_JOB.replace(  # type: ignore[attr-defined]
+    parameters=[
+        *_OF_JOB.parameters.values(),
+        inspect.Parameter("laid_preset", inspect.Parameter.KEYWORD_ONLY, annotation=str),
+    ]
+)
+
+
 def _factory(name: str) -> Factory:
-    def recipe(variants: str = "") -> run.Config[JobConfig]:
-        return configured(resolve.resolve("+".join([name, *filter(None, variants.split("+"))])))
+    def recipe(variants: str = "", preset: str = "") -> run.Config[JobConfig]:
+        words = [f"algorithm.name={preset}"] if preset else []
+        job = resolve.resolve("+".join([name, *filter(None, variants.split("+"))]), words=words)
+        sections = {field.name: configured(getattr(job, field.name)) for field in dataclasses.fields(job)}
+        return run.Config(checked, laid_preset=job.algorithm.name, **sections)
 
     recipe.__name__ = recipe.__qualname__ = name
     recipe.__doc__ = importlib.import_module(f"recipes.{name}").__doc__
@@ -53,21 +89,21 @@ def _factory(name: str) -> Factory:
 
 
 factories: Mapping[str, Factory] = {name: _factory(name) for name in resolve.recipe_names()}
-"""By recipe; `variants` are those of `RECIPE+variant`, joined by `+`."""
+"""By recipe; `variants` are those of `RECIPE+variant`, joined by `+`; `preset` is that of `algorithm.name=PRESET`."""
 
 
 def train(job: JobConfig, resume: bool = False) -> None:
     """The whole job: cold start where it has one, the ARPO loop, and the export."""
     from arpo_megatron.job import run_job
 
-    run_job(job, resume=resume)
+    run_job(resolve.over(job, ()), resume=resume)
 
 
 def sft(job: JobConfig, resume: bool = False) -> None:
     """Supervised training, and the export."""
     from arpo_megatron.job import run_sft
 
-    run_sft(job, resume=resume)
+    run_sft(resolve.over(job, ()), resume=resume)
 
 
 run.cli.entrypoint(namespace="arpo", help="Run a recipe on this machine, as `arpo train` does.")(train)

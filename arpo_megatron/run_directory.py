@@ -293,7 +293,8 @@ def existing(config: JobConfig, base: Path = RUNS) -> RunDirectory:
     path = config.run_dir or _newest(_default(config, base))
     if path is None or not (path / "config.yaml").exists():
         raise UserError(
-            f"nothing to resume at {path or _default(config, base)}: run the same command without --resume first"
+            f"nothing to resume at {path or _default(config, base)}: no run was started there; "
+            "start one, or name the run_dir of one that was"
         )
     run = RunDirectory(path)
     if difference := _difference(fixed_part(resolve.load(run.config)), fixed_part(config)):

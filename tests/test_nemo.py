@@ -4,11 +4,14 @@ import os
 import subprocess
 import sys
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from arpo_megatron import resolve
+from arpo_megatron.config import AlgorithmConfig
+from arpo_megatron.errors import UserError
 
 pytest.importorskip("nemo_run", reason="nemo-run is not installed (the `slurm` extra)")
 ROOT = Path(__file__).resolve().parent.parent
@@ -29,6 +32,42 @@ def test_a_factory_makes_the_recipes_job_and_its_values_can_be_changed() -> None
     job.train.steps = -3
     with pytest.raises(ValueError, match="greater than 0"):
         fiddle.build(job)
+
+
+def test_a_method_is_laid_by_the_factory_and_is_not_a_name_to_be_changed() -> None:
+    import fiddle
+
+    from arpo_megatron.nemo import factories
+
+    for recipe, preset in (("quickstart", "grpo"), ("reasoning_7b", "dapo")):
+        laid = resolve.resolve(recipe, words=[f"algorithm.name={preset}"])
+        job = factories[recipe](preset=preset)
+        assert fiddle.build(job) == laid
+        job.algorithm.clip_high = 0.3
+        assert fiddle.build(job) == resolve.over(laid, ["algorithm.clip_high=0.3"])
+        job = factories[recipe]()
+        job.algorithm.name = preset
+        with pytest.raises(UserError, match=rf"the method as it is \(arpo\): .* job=RECIPE\(preset='{preset}'\)"):
+            fiddle.build(job)
+
+
+def test_what_is_built_is_checked_as_the_command_line_checks_it() -> None:
+    import fiddle
+
+    from arpo_megatron import nemo
+
+    job = nemo.factories["quickstart"]()
+    job.reward.terms = {"bogus": 1.0}
+    with pytest.raises(UserError, match="bogus"):
+        fiddle.build(job)
+    job = nemo.factories["quickstart"]()
+    job.algorithm.loss = "bogus"
+    with pytest.raises(UserError, match="unknown loss 'bogus'; known: "):
+        fiddle.build(job)
+    by_hand = replace(resolve.resolve("quickstart"), algorithm=AlgorithmConfig(loss="bogus"))
+    for run_it in (nemo.train, nemo.sft):  # a job may come from no factory
+        with pytest.raises(UserError, match="unknown loss 'bogus'"):
+            run_it(by_hand)
 
 
 @pytest.fixture
@@ -70,3 +109,15 @@ def test_a_job_that_cannot_start_says_why_there_too(environment: dict[str, str],
     done = nemorun("train", "--yes", "job=deepsearch_14b", environment=environment, cwd=tmp_path)
     assert done.returncode == 1
     assert "model.path is missing: fetch Qwen/Qwen3-14B" in done.stdout + done.stderr
+
+
+def test_a_method_that_is_only_named_there_is_refused(environment: dict[str, str], tmp_path: Path) -> None:
+    # Without its model it could not train anyhow.
+    words = ["job=quickstart", "job.algorithm.name=grpo", "job.model.path=/none"]
+    done = nemorun("train", "--yes", *words, environment=environment, cwd=tmp_path)
+    assert done.returncode == 1
+    assert "make the recipe with it, job=RECIPE(preset='grpo')" in done.stdout + done.stderr
+    assert not list(tmp_path.glob("runs"))
+    done = nemorun("train", "--dryrun", "job=quickstart(preset='grpo')", environment=environment, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "branching='grpo'" in done.stdout

@@ -74,6 +74,9 @@ def test_only_what_a_job_was_writing_is_removed(tmp_path: Path) -> None:
 def test_resuming_nothing_is_one_line() -> None:
     with pytest.raises(UserError, match="nothing to resume"):
         run_directory.existing(resolve.resolve("quickstart"))
+    with pytest.raises(UserError, match=r"nothing to resume at .*other: no run was started there") as refused:
+        run_directory.existing(resolve.resolve("quickstart", words=["run_dir=other"]))
+    assert "--resume" not in str(refused.value), "`arpo resume` has no such option"
 
 
 def test_a_named_directory_with_a_run_is_not_overwritten() -> None:

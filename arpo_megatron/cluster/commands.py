@@ -92,14 +92,21 @@ def nodes_of(run: RunDirectory) -> int:
 
 
 def _progress(run: RunDirectory) -> str:
+    """Of the cold start, where there is one that is not done, else of the ARPO loop."""
     config = resolve.load(run.config)
-    if config.cold_start_only:
-        return "training is done" if run.sft_result.exists() else f"a cold start of {config.sft.steps} updates"
-    steps = config.train.steps
+    updates, steps = config.sft.steps, config.train.steps
     if run.result.exists():
         return f"training is done ({json.loads(run.result.read_text())['step']} steps)"
-    done = [path.name for path in checkpoint_directories(run.checkpoints)]
-    return f"newest checkpoint {done[-1]} of {steps}" if done else f"no checkpoint yet, {steps} steps wanted"
+    if own := checkpoint_directories(run.checkpoints):
+        return f"newest checkpoint {own[-1].name} of {steps}"
+    if updates and not (run.cold_start / "config.json").exists():
+        then = "" if config.cold_start_only else f"; then {steps} steps"
+        if cold := checkpoint_directories(run.sft_checkpoints):
+            return f"cold start: newest checkpoint {cold[-1].name} of {updates}{then}"
+        return f"cold start: no checkpoint yet, {updates} updates wanted{then}"
+    if config.cold_start_only:
+        return "training is done"
+    return ("the cold start is done, " if updates else "") + f"no checkpoint yet, {steps} steps wanted"
 
 
 def _print_details(run: RunDirectory, state: slurm.JobState | None) -> None:
@@ -136,8 +143,9 @@ def log_of(run: RunDirectory, role: str) -> Path:
 
 def _logs_of(run: RunDirectory, role: str) -> list[Path]:
     """The oldest first."""
-    pattern = "log-*.out" if role == "job" else f"{role}.log"
-    return sorted(run.logs.glob(pattern), key=lambda path: path.stat().st_mtime)
+    found = run.logs.glob("log-*.out" if role == "job" else "*.log")
+    wanted = [path for path in found if role in ("job", path.stem)]  # a role is a name, not a pattern
+    return sorted(wanted, key=lambda path: path.stat().st_mtime)
 
 
 @dataclass(slots=True)

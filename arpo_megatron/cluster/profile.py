@@ -12,6 +12,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, Validation
 from pydantic.dataclasses import dataclass
 
 from arpo_megatron import resolve
+from arpo_megatron.cluster import slurm
 from arpo_megatron.config import JobConfig
 from arpo_megatron.config.fields import NonNegative, Positive
 from arpo_megatron.errors import UserError, did_you_mean
@@ -68,7 +69,7 @@ class ClusterProfile:
     """Memory of a node (#SBATCH --mem); "0" is all of it. None: not asked for."""
     signal_s: Positive = 300
     """Seconds before the time limit at which the job is told to save and end: longer than a training step and a
-    checkpoint. Slurm may tell it up to a minute earlier."""
+    checkpoint, and less than `time`. Slurm may tell it up to a minute earlier."""
     ssh: str | None = None
     """[USER@]HOST[:PORT] of a login node, or an alias of ~/.ssh/config: each `arpo` command with this `--cluster` runs
     there, with the code as it lies here. All other paths and variables are of that side, and `python` is required.
@@ -140,6 +141,12 @@ class ClusterProfile:
     def _check(self) -> Self:
         if self.gpu is not None and self.gpu not in GPUS:
             raise ValueError(f"gpu: {self.gpu!r} is none that `arpo plan` knows: {', '.join(GPUS)}")
+        if 0 < slurm.seconds(self.time) <= self.signal_s:  # 0 is no limit to Slurm
+            # Each life would be told to end as soon as it begins, and be requeued for ever.
+            raise ValueError(
+                f"time: {self.time} leaves nothing before signal_s={self.signal_s}, the seconds before its end "
+                "at which the job is told to end: raise time or lower signal_s"
+            )
         if self.ports is not None and self.ports[1] - self.ports[0] < 63:
             raise ValueError(f"ports: [{self.ports[0]}, {self.ports[1]}] are too few: at least 64 are wanted")
         if wrong := [mount for mount in self.mounts if not re.fullmatch(r"/[^:]*:/[^:]*(:[a-z,+-]+)?", mount)]:

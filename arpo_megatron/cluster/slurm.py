@@ -117,6 +117,20 @@ def job_states(job_ids: Sequence[str]) -> dict[str, JobState]:
     return found
 
 
+def seconds(limit: str) -> int:
+    """Of a time limit as Slurm writes it: [days-]hours:minutes:seconds, minutes:seconds, minutes, days-hours."""
+    days, _, rest = limit.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    if days:
+        hours, minutes, secs = (*parts, 0, 0)[:3]
+        return ((int(days) * 24 + hours) * 60 + minutes) * 60 + secs
+    if len(parts) == 1:
+        return parts[0] * 60
+    if len(parts) == 2:
+        return parts[0] * 60 + parts[1]
+    return (parts[0] * 60 + parts[1]) * 60 + parts[2]
+
+
 def _time(text: str) -> float | None:
     """As Slurm writes one, in this machine's zone; None: Unknown."""
     with suppress(ValueError):

@@ -55,12 +55,8 @@ def check_partition(profile: ClusterProfile) -> Finding:
     text = f"{name}: {nodes} nodes, {up}, time limit {limit}"
     if up != "up":
         return failure("partition", text, "wait, or choose another")
-    if limit not in _UNLIMITED and seconds(profile.time) > seconds(limit):
+    if limit not in _UNLIMITED and not 0 < slurm.seconds(profile.time) <= slurm.seconds(limit):  # 0: without a limit
         return failure("partition", f"{text}, less than time={profile.time}", "lower `time`, and submit with --chain N")
-    if seconds(profile.time) <= profile.signal_s:
-        return failure(
-            "partition", f"time={profile.time} leaves nothing before signal_s={profile.signal_s}", "raise `time`"
-        )
     return ok("partition", text)
 
 
@@ -98,7 +94,7 @@ def check_preemption(profile: ClusterProfile) -> Finding:
         return ok("preemption", "jobs are not preempted")
     if by_qos:
         said = slurm.call("sacctmgr", "-nP", "show", "qos", profile.qos, "format=GraceTime") if profile.qos else ""
-        grace_s = seconds(said.strip()) if said.strip() else 0
+        grace_s = slurm.seconds(said.strip()) if said.strip() else 0
     else:
         grace_s = next((int(word[10:]) for word in partition if re.fullmatch(r"GraceTime=\d+", word)), 0)
     user_signal = "send_user_signal" in _setting(config, "PreemptParameters") + _setting(config, "SlurmctldParameters")
@@ -135,20 +131,6 @@ def check_secrets(profile: ClusterProfile) -> Finding:
     if absent := [source for source in files if not Path(source).expanduser().is_file()]:
         return warning("secrets", f"{absent[0]} is not here", "the first node must have it, else the job ends at once")
     return ok("secrets", ", ".join(profile.secrets) or "none")
-
-
-def seconds(limit: str) -> int:
-    """Of a time limit as Slurm writes it: [days-]hours:minutes:seconds, minutes:seconds, minutes, days-hours."""
-    days, _, rest = limit.rpartition("-")
-    parts = [int(part) for part in rest.split(":")]
-    if days:
-        hours, minutes, secs = (*parts, 0, 0)[:3]
-        return ((int(days) * 24 + hours) * 60 + minutes) * 60 + secs
-    if len(parts) == 1:
-        return parts[0] * 60
-    if len(parts) == 2:
-        return parts[0] * 60 + parts[1]
-    return (parts[0] * 60 + parts[1]) * 60 + parts[2]
 
 
 def _partition(profile: ClusterProfile, fields: str) -> list[list[str]]:

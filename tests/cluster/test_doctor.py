@@ -210,6 +210,7 @@ def test_without_a_partition_the_default_one_is_judged(monkeypatch: pytest.Monke
     assert "gpu: 4 nodes, up, time limit infinite" in check_partition(profile()).text
     assert check_gres(profile()).level == "ok"
     assert "less than time=" in check_partition(profile(partition="cpu")).text
+    assert "less than time=0" in check_partition(profile(partition="cpu", time=0)).text, "0 is no limit"
     monkeypatch.setattr("arpo_megatron.cluster.slurm.call", Cluster("partition_prio", "600", default="gpu").call)
     assert "no default" in check_partition(profile()).text
 

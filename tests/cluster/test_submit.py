@@ -3,7 +3,9 @@
 import re
 import subprocess
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -23,10 +25,10 @@ from arpo_megatron.cluster.profile import (
     profile_names,
     save_profile,
 )
-from arpo_megatron.cluster.slurm import JobState, Node
+from arpo_megatron.cluster.slurm import JobState, Node, seconds
 from arpo_megatron.cluster.submit import Submission, dry_run, prepare_submission, submit
 from arpo_megatron.config import JobConfig
-from arpo_megatron.doctor.slurm import check_secrets, seconds
+from arpo_megatron.doctor.slurm import check_secrets
 from arpo_megatron.errors import UserError
 from arpo_megatron.run_directory import RunDirectory, write_json
 
@@ -149,6 +151,57 @@ def test_what_is_told_to_somebody_elsewhere_can_be_typed_there(
     assert f"arpo resume {name} --cluster far submits it again" in said.read_text()
     with pytest.raises(UserError, match=f"arpo status {name} --cluster far"):
         commands.print_health(run)
+
+
+def test_the_progress_of_a_cold_start_is_told_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commands, "job_states_of", lambda runs: [[JobState("1", "RUNNING")] for _ in runs])
+    run = submitted(tmp_path, resolve.resolve("quickstart"), profile(runs=str(tmp_path)))
+
+    def told() -> str:
+        monkeypatch.setattr(commands, "_submitted", lambda cluster: [run])
+        with redirect_stdout(StringIO()) as said:
+            commands.print_status(None, None)
+        return said.getvalue().strip().removeprefix("run: job 1 RUNNING, ")
+
+    def saved(place: Path, step: int) -> None:
+        (place / f"step_{step}").mkdir(parents=True)
+
+    assert told() == "cold start: no checkpoint yet, 400 updates wanted; then 28 steps"
+    saved(run.sft_checkpoints, 100)
+    saved(run.sft_checkpoints, 200)
+    assert told() == "cold start: newest checkpoint step_200 of 400; then 28 steps"
+    run.cold_start.mkdir()
+    (run.cold_start / "config.json").write_text("{}")
+    assert told() == "the cold start is done, no checkpoint yet, 28 steps wanted"
+    saved(run.checkpoints, 3)
+    assert told() == "newest checkpoint step_3 of 28"
+    write_json(run.result, {"step": 28})
+    assert told() == "training is done (28 steps)"
+
+    job = resolve.resolve("sft_7b", words=["sft.steps=500"])
+    run = submitted(tmp_path / "b", job, profile(runs=str(tmp_path)))
+    assert told() == "cold start: no checkpoint yet, 500 updates wanted"
+    saved(run.sft_checkpoints, 480)
+    assert told() == "cold start: newest checkpoint step_480 of 500"
+    write_json(run.sft_result, {})  # its export is still to come
+    assert told() == "cold start: newest checkpoint step_480 of 500"
+    run.cold_start.mkdir()
+    (run.cold_start / "config.json").write_text("{}")
+    assert told() == "training is done"
+    run = submitted(tmp_path / "c", resolve.resolve("quickstart", words=["sft.steps=0"]), profile(runs=str(tmp_path)))
+    assert told() == "no checkpoint yet, 28 steps wanted"
+
+
+def test_a_role_is_a_name_and_no_pattern(tmp_path: Path) -> None:
+    run = submitted(tmp_path, resolve.resolve("quickstart"), profile(runs=str(tmp_path)))
+    run.logs.mkdir(exist_ok=True)
+    for name in ("train.log", "engine-0.log", "log-7_0.out", "log-7_1.out"):
+        (run.logs / name).write_text("")
+    assert commands.log_of(run, "train").name == "train.log"
+    assert commands.log_of(run, "job").name.startswith("log-7_")
+    for role in ("*", "engine-?", "[t]rain", "../logs/train"):
+        with pytest.raises(UserError, match=r"has no log of .* yet; there are: job, engine-0, train"):
+            commands.log_of(run, role)
 
 
 def test_a_node_that_does_not_answer_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -326,6 +379,8 @@ def test_colocated_engines_on_several_nodes_are_sent_their_weights() -> None:
         ({"time": "tomorrow"}, "time: "),
         ({"time": "1:2:3:4"}, "time: "),
         ({"time": ""}, "time: "),
+        ({"time": 5}, "time: 5 leaves nothing before signal_s=300.* raise time or lower signal_s"),
+        ({"time": "00:10:00", "signal_s": 600}, "time: 00:10:00 leaves nothing before signal_s=600"),
         ({"ports": [7000, 7010]}, "at least 64"),
         ({"secrets": {"A B": "env"}}, "cannot be the name of a variable"),
         (
@@ -471,6 +526,7 @@ def test_a_file_for_secrets_is_not_packed(tmp_path: Path, clone: Callable[..., s
 @pytest.mark.parametrize(
     ("limit", "expected"),
     [
+        ("0", 0),
         ("30", 1800),
         ("120", 7200),
         ("2:30", 150),
@@ -483,7 +539,7 @@ def test_a_file_for_secrets_is_not_packed(tmp_path: Path, clone: Callable[..., s
 )
 def test_time_limits_are_read_as_slurm_reads_them(limit: str, expected: int, tmp_path: Path) -> None:
     """The forms of sbatch(1), --time; without quotes, as one writes them."""
-    (file := tmp_path / "mine.yaml").write_text(f"account: a\nruns: /shared\ntime: {limit}\n")
+    (file := tmp_path / "mine.yaml").write_text(f"account: a\nruns: /shared\nsignal_s: 60\ntime: {limit}\n")
     assert load_profile(str(file)).time == limit
     assert seconds(limit) == expected
 
