@@ -185,7 +185,7 @@ def test_behind_a_router_the_trees_of_an_engine_with_older_weights_go_on_elsewhe
                 for _ in range(5):
                     got = await asyncio.gather(*(answer(client, str(number)) for number in range(20)))
                     assert {part.weight_version for part in got} == {4}
-            assert told == [old.url]
+            assert set(told) == {old.url}  # again after a rest, on a busy machine
             assert len(old.requests) == 10  # one of each of its trees
             assert router.keys == {str(number): 5 if number % 2 else 1 for number in range(20)}
             old.version = 5
