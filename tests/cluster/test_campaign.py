@@ -404,9 +404,14 @@ def test_two_jobs_side_by_side_do_not_disturb_each_other(box: Onebox, calm: Undi
 
 
 def test_a_job_of_the_same_run_is_not_submitted_twice(box: Onebox, calm: Undisturbed) -> None:
-    job = start(box, calm, "twice")
-    assert f"job {job.id} of twice is in the queue" in box.arpo("resume", str(job.run), ok=False)
-    is_whole(job, calm)
+    job = start(box, calm, "twice", updates=100_000)  # not over before the second command begins
+    before = (job.run / "config.yaml").read_bytes()
+    assert f"job {job.id} of twice is in the queue" in box.arpo("resume", str(job.run), "sft.steps=7", ok=False)
+    trains(job)
+    assert (job.run / "config.yaml").read_bytes() == before
+    box.arpo("cancel", str(job.run))
+    assert job.end() == "CANCELLED"
+    assert job.nothing_is_left()
 
 
 def test_a_login_node_elsewhere_is_reached_over_ssh(box: Onebox, calm: Undisturbed, tmp_path: Path) -> None:
