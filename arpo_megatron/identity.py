@@ -73,7 +73,7 @@ def check_dump(bad: BadUpdate, file: Path, config: JobConfig, run: RunDirectory)
 
 
 _NAMES = {"tokenizer": "the tokenizer", "weights": "the content of the model"}
-_MEND = "put the old one back, or start afresh without --resume"
+_MEND = "put the old one back, or start a new run"
 
 
 def _model(config: JobConfig, run: RunDirectory) -> Path:
