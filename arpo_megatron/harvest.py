@@ -66,6 +66,8 @@ class Harvest:
         store: mixes old trajectories into trees; None: there is none.
         stored_before: its state before a step that is not done.
         under_way: keeps what the step's trees have sampled so far; None: nobody does.
+        open: a step is begun and not done.
+        position: the sampler's, before it heard of the trees that the step trains; None: the step has not all of them.
     """
 
     config: JobConfig
@@ -87,6 +89,8 @@ class Harvest:
     store: ExperienceStore | None = None
     stored_before: Callable[[], bytes] | None = None
     under_way: UnderWay | None = None
+    open: bool = False
+    position: dict[str, Any] | None = None
 
     def step(self, step: int) -> list[ScoredTree]:
         """The trees that update number `step` (from 0, the version of the policy too) trains.
@@ -95,6 +99,7 @@ class Harvest:
             StaleEnginesError: engines need a push; a second call goes on where this one was.
             RuntimeError: after all refills not one tree is fit for training.
         """
+        self.open, self.position = True, None
         if step != self.begun:
             self.begun, self.refills, self.stats, self.dropped, self.left_out = step, 0, [], Counter(), []
             self.stored_before = None if self.store is None else self.store.snapshot()
@@ -104,7 +109,8 @@ class Harvest:
         try:
             self._gather(step)
         finally:
-            self._keep(now=True)  # before the sampler hears of these trees: a run that goes on here tells it of them
+            self.keep(now=True)
+        self.position = self.sampler.state_dict()  # a run that goes on here tells the sampler of these trees
         return self._complete(step)
 
     def _gather(self, step: int) -> None:
@@ -137,6 +143,16 @@ class Harvest:
             self._tell(f"step {step + 1} trains {len(kept)} trees of {wanted}: {dict(self.dropped)}")
         return kept if not isinstance(self.store, AddsTrees) else interleaved(kept, self.store.added(len(kept), step))
 
+    def keep(self, *, now: bool = False) -> None:
+        """Write down where the step is, if it is time or must be `now`; to be called also while the trainer trains.
+
+        The step's trees are under way until `done`, as those of later steps are. Nothing is written between a push and
+        `done`: what newer weights went on with could not be trained by a run that goes on here.
+        """
+        if self.under_way is not None and self.open and not self.at_rest:
+            position = self.sampler.state_dict() if self.position is None else self.position
+            self.under_way.keep(self.begun, position, self.unfinished, now=now)
+
     def before_push(self) -> None:
         """Bring the trees under way to where weights may change: at rest, or (`rollout.across_push=drain`) finished."""
         if self.at_rest:  # an attempt that failed has been here
@@ -145,17 +161,19 @@ class Harvest:
             with suppress(StaleEnginesError):  # what comes now is the push that they wait for
                 self.rollouts.finish_trees(FinishTrees(GROUP), partial(show_progress, self.events))
         self.rollouts.pause()
+        self.keep()
         self.at_rest = True
 
     def after_push(self, version: int) -> None:
         """Let the trees go on with the new policy."""
         self.at_rest = False
+        self.open = self.open and version == self.begun  # a push within a step, or the one behind it
         self.rollouts.resume(version)
 
     def done(self) -> None:
         """The last step is trained: a job that ends from now on does not need its trees again."""
         self.rollouts.forget(GROUP)
-        self.stored_before = None
+        self.open, self.stored_before = False, None
 
     def unfinished(self) -> list[UnfinishedTree]:
         """All trees that were begun, but those of steps that are `done`, with all they have sampled.
@@ -222,13 +240,8 @@ class Harvest:
         return scored
 
     def _heard(self, progress: GrowProgress) -> None:
-        self._keep()
+        self.keep()
         show_progress(self.events, progress)
-
-    def _keep(self, *, now: bool = False) -> None:
-        """Write down where the step is. Its trees are under way until `done`: a run that goes on has all of them."""
-        if self.under_way is not None:
-            self.under_way.keep(self.begun, self.sampler.state_dict(), self.unfinished, now=now)
 
     def _take(self, task_id: str) -> Task:
         index = next(i for i, task in enumerate(self.growing) if task.id == task_id)

@@ -242,6 +242,8 @@ class TrainingRun:
         Raises:
             UserError: it was the third in a row that was skipped.
         """
+        if self.leader is not None:
+            self.leader.harvest.keep()  # trees of later steps grow meanwhile
         with self.phase("ratios"):  # with a `MinibatchLoss` a pass over the packs, which is no part of an update
             ready = prepare_update(
                 self.actor, minibatch, old.logprobs, self.config, on_policy=on_policy, entropies=old.entropies

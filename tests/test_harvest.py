@@ -49,6 +49,7 @@ class Rollouts:
     versions: dict[str, int] = field(default_factory=dict)
     steps: dict[str, int] = field(default_factory=dict)
     waited: set[int | None] = field(default_factory=set)
+    entries_each: int = 1
 
     def start_trees(
         self, _group: str, tasks: Sequence[Task], *, step: int, version: int, settings: GrowSettings
@@ -70,7 +71,7 @@ class Rollouts:
         self.under_way += [task for task, _ in trees]
 
     def unfinished(self, _group: str) -> list[UnfinishedTree]:
-        trees, sampled = [*self.given, *self.under_way], (b"what it has sampled",)
+        trees, sampled = [*self.given, *self.under_way], (b"what it has sampled",) * self.entries_each
         return [UnfinishedTree(task.id, self.steps[task.id], 0, sampled) for task in trees]
 
     def forget(self, _group: str) -> None:
@@ -131,6 +132,9 @@ class Sampler:
 
     def note(self, task_id: str, accuracies: Sequence[float]) -> None:
         self.noted.append(task_id)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"noted": len(self.noted)}
 
 
 Start = Callable[..., tuple[Harvest, Rollouts]]
@@ -415,11 +419,7 @@ def test_a_sampler_hears_of_a_tree_when_its_step_has_all_of_them(harvest: Start)
 def test_what_is_written_of_a_step_is_from_before_its_sampler_heard_of_it(harvest: Start, tmp_path: Path) -> None:
     """Else a run that goes on there would tell it of the same trees once more."""
 
-    class Counting(Sampler):
-        def state_dict(self) -> dict[str, int]:
-            return {"noted": len(self.noted)}
-
-    held, _ = harvest(sampler=Counting())
+    held, _ = harvest(sampler=Sampler())
     held.under_way = UnderWay(tmp_path / "under_way.msgpack", tmp_path, 1, 3600.0, pytest.fail)
     for step in range(2):
         held.step(step)
@@ -427,6 +427,41 @@ def test_what_is_written_of_a_step_is_from_before_its_sampler_heard_of_it(harves
         assert moment is not None
         assert moment.sampler == {"noted": 4 * step}
         held.done()
+
+
+def test_trees_of_later_steps_are_written_while_the_trainer_trains_until_weights_are_pushed(
+    harvest: Start, tmp_path: Path
+) -> None:
+    """From then on newer weights sample, which a run that goes on within the step does not have."""
+
+    held, rollouts = harvest(sampler=Sampler(), max_staleness=1)
+    held.under_way = UnderWay(tmp_path / "under_way.msgpack", tmp_path, 1, 0.0, pytest.fail)
+
+    def written(step: int) -> tuple[int, int]:
+        moment = held.under_way.read(step) if held.under_way else None
+        assert moment is not None
+        return moment.sampler["noted"], moment.entries
+
+    held.before_push()
+    held.after_push(0)
+    assert list(tmp_path.iterdir()) == []  # what a killed run has left is read when the first step begins
+    for step in range(2):
+        held.step(step)
+        assert written(step) == (4 * step, 8)
+        rollouts.entries_each = 2
+        held.keep()
+        assert written(step) == (4 * step, 16)
+        rollouts.entries_each = 3
+        held.before_push()
+        assert written(step) == (4 * step, 24)
+        rollouts.entries_each = 4
+        held.keep()
+        held.after_push(step + 1)
+        held.keep()
+        held.done()
+        held.keep()
+        assert written(step) == (4 * step, 24)
+        rollouts.entries_each = 1
 
 
 def test_a_store_may_put_old_trees_beside_those_of_a_step_once(harvest: Start) -> None:
