@@ -73,23 +73,32 @@ def resume(
     """Submit a run again, with the code as it is now: it goes on from its newest whole checkpoint.
 
     It takes as many nodes as before; --nodes are filled with more or fewer data-parallel ranks and engines; with words
-    for parallel.* or engine.* it takes as many as that layout does.
+    that change the number of ranks, the engines or their placement it takes as many GPU nodes as that layout does.
     """
     from arpo_megatron.cluster import commands
     from arpo_megatron.cluster.over_ssh import elsewhere
     from arpo_megatron.cluster.profile import load_profile
+    from arpo_megatron.cluster.submissions import config_said
     from arpo_megatron.plan.nodes import scaled
 
     elsewhere(cluster, "resume", run, *(overrides or ()), nodes=nodes, chain=chain, force=force)
     directory = commands.find_run(run, cluster)
     profile = load_profile(cluster or str(directory.cluster))
     said = resolve.said_keys(resolve.word_layers(overrides or ()))
-    job = resolve.over(resolve.load(directory.config), overrides or ())
-    if nodes is None and not any(key.startswith(("parallel.", "engine.")) for key in said):
+    before = config_said(directory)
+    job = resolve.over(before, overrides or ())
+    gpus = profile.gpus_of(job)
+    if nodes is not None and gpus:
+        job = scaled(job, nodes, gpus, keep=said)
+    elif nodes is None and not (gpus and _layout(job) != _layout(before)):
         nodes = commands.nodes_of(directory)
-    elif nodes is not None and profile.gpus_of(job):
-        job = scaled(job, nodes, profile.gpus_of(job), keep=said)
     _submit(job, profile, nodes=nodes, chain=chain, force=force, resuming=True)
+
+
+def _layout(job: JobConfig) -> tuple[object, ...]:
+    """What decides how many nodes with GPUs a job takes."""
+    engine = job.engine
+    return job.parallel.world_size, engine.tensor, engine.replicas, engine.placement
 
 
 def _resolved(

@@ -2,16 +2,34 @@
 
 import json
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
+from arpo_megatron import resolve
 from arpo_megatron.cluster import slurm
+from arpo_megatron.config import JobConfig
 from arpo_megatron.run_directory import RunDirectory
+
+_MAY_BE_AUTO = ("engine.placement", "sync.transport")
+"""Keys that the number of nodes settles where they are `auto`. The config of a submitted run, which its roles read, has
+what they are to do on the nodes of its newest submission."""
 
 
 def submissions_of(run: RunDirectory) -> list[dict[str, Any]]:
     """What `submit` has recorded, oldest first."""
     files = sorted(run.submissions.glob("[0-9]*.json"), key=lambda path: int(path.stem))
     return [json.loads(path.read_text(encoding="utf-8")) for path in files]
+
+
+def no_longer_auto(said: JobConfig, settled: JobConfig) -> tuple[str, ...]:
+    """Keys that were `auto` before a submission has settled them."""
+    values = [(key, attrgetter(key)) for key in _MAY_BE_AUTO]
+    return tuple(key for key, value in values if value(said) == "auto" != value(settled))
+
+
+def config_said(run: RunDirectory) -> JobConfig:
+    """The config of a submitted run as the user gave it: what its newest submission has settled is `auto` again."""
+    return resolve.over(resolve.load(run.config), [f"{key}=auto" for key in submissions_of(run)[-1].get("auto", ())])
 
 
 def job_states(run: RunDirectory) -> list[slurm.JobState]:

@@ -21,7 +21,7 @@ from arpo_megatron.cluster.code import ROOT, Code, snapshot
 from arpo_megatron.cluster.over_ssh import words_to_add
 from arpo_megatron.cluster.profile import ClusterProfile, save_profile
 from arpo_megatron.cluster.site import gpu_words
-from arpo_megatron.cluster.submissions import live_jobs, submissions_of
+from arpo_megatron.cluster.submissions import live_jobs, no_longer_auto, submissions_of
 from arpo_megatron.config import JobConfig
 from arpo_megatron.errors import UserError
 from arpo_megatron.plan import Plan
@@ -55,6 +55,7 @@ class Submission:
         chain: jobs, one after the other, each of which goes on where the one before it stopped.
         forecast: what it will need; None: see `ClusterProfile.hardware`.
         resume: the run is there already.
+        auto: keys of the config that were `auto`, and that the plan has settled for its nodes.
     """
 
     config: JobConfig
@@ -64,6 +65,7 @@ class Submission:
     chain: int = 1
     forecast: Plan | None = None
     resume: bool = False
+    auto: tuple[str, ...] = ()
 
     @property
     def job_name(self) -> str:
@@ -79,15 +81,16 @@ def prepare_submission(
     Args:
         config: of the job.
         profile: of the cluster.
-        nodes: how many; None: what the profile says, or as few as can be.
+        nodes: how many; None: what the profile says (of a run that is resumed it does not), or as few as can be.
         chain: see `Submission`.
         resume: go on with the run of this config instead of beginning one.
 
     Raises:
         UserError: the roles do not fit the nodes, there is nothing to resume, or a path cannot stand in a batch script.
     """
-    plan = plan_roles(config, profile.gpus_per_node, nodes or profile.nodes)
-    config = _with_transport(settled(config, plan), plan)
+    plan = plan_roles(config, profile.gpus_per_node, nodes or (None if resume else profile.nodes))
+    said, config = config, _with_transport(settled(config, plan), plan)
+    auto = no_longer_auto(said, config)
     base = profile.runs.expanduser().absolute()
     path = config.run_dir or run_directory.next_path(config, base)
     if resume:
@@ -98,7 +101,7 @@ def prepare_submission(
     config = replace(config, run_dir=path)
     hardware = profile.hardware(config)
     forecast = None if hardware is None else forecast_of(config, hardware)
-    return Submission(config, profile, plan, RunDirectory(path), chain, forecast, resume)
+    return Submission(config, profile, plan, RunDirectory(path), chain, forecast, resume, auto)
 
 
 def _check_path(name: str, path: Path) -> None:
@@ -252,6 +255,7 @@ def _record(submission: Submission, code: Code, jobs: list[str]) -> dict[str, An
         "tree": code.tree,
         "changed": bool(code.diff),
         "plan": asdict(submission.plan),
+        "auto": list(submission.auto),
     }
 
 
@@ -375,7 +379,8 @@ def _executor(submission: Submission, code: Code) -> "SlurmExecutor":
         # planned: Slurm prefers another while the step that nemo-run has just asked for its address is being ended.
         srun_args=["--nodes=1", "--ntasks=1", "--relative=0", "--overlap"],
         container_image=None,
-        env_vars={name: _quoted(value) for name, value in profile.environment.items()}
+        # nemo-run writes the value as it is into `export NAME=VALUE`.
+        env_vars={name: shlex.quote(value) for name, value in profile.environment.items()}
         | {"PYTHONPATH": "/nemo_run/code", "PYTHONDONTWRITEBYTECODE": "1"},
         additional_parameters=more,
         setup_lines=WAIT_FOR_SRUN,
@@ -383,11 +388,6 @@ def _executor(submission: Submission, code: Code) -> "SlurmExecutor":
         packager=nemo_run.GitArchivePackager(basepath=str(ROOT), ref=code.tree, include_submodules=False),
         poll_estimated_start_time=False,
     )
-
-
-def _quoted(value: str) -> str:
-    """nemo-run writes the value as it is into `export NAME=VALUE`."""
-    return shlex.quote(value)
 
 
 def _refusal(error: Exception) -> str:

@@ -242,12 +242,13 @@ def _push(config: JobConfig, shape: ModelShape, hardware: Hardware) -> float:
 
     On one node engines share memory with the trainer. On several those on the trainer's GPUs cannot use NCCL, which
     refuses two ranks on one GPU (`weights/sync.py`): gloo carries them, and its root sends the whole to log2 of the
-    ranks (a binomial tree, gloo's broadcast.cc). Engines on GPUs of their own are reached by NCCL.
+    ranks (a binomial tree, gloo's broadcast.cc); so it does on one where `sync.transport=broadcast` is given. Engines
+    on GPUs of their own are reached by NCCL. Files (`disk`) count as the network: how fast they are is not known here.
     """
-    size = whole_model(shape).total * value_bytes(config)
+    size, transport = whole_model(shape).total * value_bytes(config), config.sync.transport
     spread = config.parallel.world_size > hardware.gpus
-    if spread and shared(config):
+    if shared(config) and (transport == "broadcast" or (transport == "auto" and spread)):
         ranks = 1 + config.engine.tensor * config.engine.replicas
         return PUSH_OVERHEAD_S + size * math.ceil(math.log2(ranks)) / GLOO_SPEED
-    slowest = hardware.network if spread or not shared(config) else hardware.link
+    slowest = hardware.network if spread or transport == "disk" or not shared(config) else hardware.link
     return PUSH_OVERHEAD_S + size / (slowest * LINK_SHARE)

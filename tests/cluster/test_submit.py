@@ -26,6 +26,7 @@ from arpo_megatron.cluster.profile import (
     save_profile,
 )
 from arpo_megatron.cluster.slurm import JobState, Node, seconds
+from arpo_megatron.cluster.submissions import config_said
 from arpo_megatron.cluster.submit import Submission, dry_run, prepare_submission, submit
 from arpo_megatron.config import JobConfig
 from arpo_megatron.doctor.slurm import check_secrets
@@ -242,15 +243,16 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[Submission]:
     return found
 
 
-def submitted(tmp_path: Path, config: JobConfig, cluster: ClusterProfile) -> RunDirectory:
+def submitted(tmp_path: Path, config: JobConfig, cluster: ClusterProfile, nodes: int | None = None) -> RunDirectory:
     """A run as `arpo submit` leaves it."""
-    submission = prepare_submission(replace(config, run_dir=tmp_path / "run"), cluster, nodes=None)
+    submission = prepare_submission(replace(config, run_dir=tmp_path / "run"), cluster, nodes=nodes)
     run = run_directory.fresh(submission.config)
     resolve.save(submission.config, run.config)
     run.submissions.mkdir()
     save_profile(cluster, run.cluster)
     write_json(
-        run.submissions / "1.json", {"jobs": ["1"], "job_name": "arpo-run", "plan": {"nodes": submission.plan.nodes}}
+        run.submissions / "1.json",
+        {"jobs": ["1"], "job_name": "arpo-run", "plan": {"nodes": submission.plan.nodes}, "auto": submission.auto},
     )
     return run
 
@@ -275,6 +277,64 @@ def test_a_run_goes_on_on_other_nodes(
     assert (job.plan.nodes, job.config.parallel.data, job.config.engine.replicas) == (nodes, data, engines)
     assert job.config.engine.placement == ("split" if "split" in recipe else "colocated")
     assert job.run.path == run.path
+
+
+@pytest.mark.parametrize(
+    ("words", "nodes", "data"),
+    [([], 2, 4), (["parallel.data=8"], 4, 8), (["engine.restarts=3"], 2, 4), (["--nodes", "4"], 4, 8)],
+)
+def test_the_profiles_nodes_are_for_new_runs(
+    tmp_path: Path, sent: list[Submission], words: list[str], nodes: int, data: int
+) -> None:
+    run = submitted(tmp_path, resolve.resolve("deepsearch_14b"), profile(runs=str(tmp_path), nodes=2))
+    CliRunner().invoke(app, ["resume", str(run.path), *words], catch_exceptions=False)
+    assert [(job.plan.nodes, job.config.parallel.data) for job in sent] == [(nodes, data)]
+
+
+def test_words_without_a_say_in_the_layout_leave_ranks_without_gpus_on_their_nodes(
+    tmp_path: Path, sent: list[Submission]
+) -> None:
+    config = resolve.resolve("quickstart", words=["platform=cpu", "parallel.data=2"])
+    run = submitted(tmp_path, config, profile(gpus_per_node=0, runs=str(tmp_path)), nodes=2)
+    for words in (["engine.restarts=3"], ["parallel.data=4"]):
+        CliRunner().invoke(app, ["resume", str(run.path), *words], catch_exceptions=False)
+    assert [job.plan.nodes for job in sent] == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("words", "nodes", "placement", "transport"),
+    [
+        ([], 2, "colocated", "broadcast"),
+        (["engine.restarts=3"], 2, "colocated", "broadcast"),
+        (["--nodes", "1"], 1, "colocated", "auto"),
+        (["--nodes", "4"], 4, "split", "auto"),
+        (["--nodes", "4", "engine.placement=colocated"], 4, "colocated", "broadcast"),
+        (["sync.transport=disk"], 2, "colocated", "disk"),
+    ],
+)
+def test_what_was_left_to_auto_is_settled_for_the_nodes_of_each_submission(
+    tmp_path: Path, sent: list[Submission], words: list[str], nodes: int, placement: str, transport: str
+) -> None:
+    config = resolve.resolve("deepsearch_14b", words=["engine.placement=auto"])
+    run = submitted(tmp_path, config, profile(gpu="h100-80", runs=str(tmp_path)), nodes=2)
+    settled = resolve.load(run.config)  # its roles read it
+    assert (settled.engine.placement, settled.sync.transport) == ("colocated", "broadcast")
+    done = CliRunner().invoke(app, ["resume", str(run.path), *words], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    (job,) = sent
+    assert (job.plan.nodes, job.config.engine.placement, job.config.sync.transport) == (nodes, placement, transport)
+
+
+def test_a_submission_records_what_it_has_settled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("arpo_megatron.cluster.submit.check_files", lambda config: None)  # its weights are not here
+    monkeypatch.setattr("arpo_megatron.cluster.submit._sent", Queue(takes=1).send)
+    monkeypatch.setattr("arpo_megatron.cluster.slurm.call", Queue(takes=1).call)
+    config = resolve.resolve("deepsearch_14b", words=["engine.placement=auto"])
+    submission = prepare_submission(config, profile(runs=str(tmp_path)), nodes=2)
+    submit(submission)
+    said = config_said(submission.run)
+    assert (said.engine.placement, said.sync.transport) == ("auto", "auto")
+    assert replace(said, run_dir=None) == config
 
 
 @pytest.mark.parametrize(

@@ -172,6 +172,12 @@ def test_colocated_engines_on_several_nodes_get_their_weights_from_gloo() -> Non
     assert two.step_seconds["weight_push"] == pytest.approx(1 + 5 * sent / 4e9)
     assert one.step_seconds["weight_push"] == pytest.approx(1 + sent / (0.7 * H100.link))
     assert split.step_seconds["weight_push"] == pytest.approx(1 + sent / (0.7 * H100.network))
+    told, files = (
+        plan(resolve.resolve("deepsearch_14b+1node", words=[f"sync.transport={kind}"]), H100)
+        for kind in ("broadcast", "disk")
+    )
+    assert told.step_seconds["weight_push"] == pytest.approx(1 + 4 * sent / 4e9), "eight GPUs and the root"
+    assert files.step_seconds["weight_push"] == split.step_seconds["weight_push"]
 
 
 def test_no_step_ends_before_the_longest_response_has_been_sampled() -> None:
