@@ -10,6 +10,8 @@ services are restarted within limits, the first fatal exit ends all. How it ends
 | the same, and no link waits | the job goes back into the queue | PENDING |
 | the same, and Slurm or the profile refuses a requeue | one line; `arpo resume` goes on | FAILED, exit code 75 |
 | a fatal exit | all steps end; the last lines of the guilty log; a waiting link goes on | FAILED, code of the role |
+| a node is lost, also before training | the job goes back into the queue | PENDING |
+| the controller is silent when the job begins | asked three times, then the same | PENDING |
 | something that the user must mend | one line; links of the chain that still wait are cancelled | FAILED, exit code 2 |
 | TERM, and the job is no longer RUNNING: scancel | all steps are ended | CANCELLED |
 | TERM, and it is: a preemption with a GraceTime | as with USR1, if the trainer ends before that time | PENDING |
@@ -30,7 +32,8 @@ from typing import TypeVar
 from arpo_megatron import resolve
 from arpo_megatron.cluster import slurm
 from arpo_megatron.cluster.profile import ClusterProfile, load_profile
-from arpo_megatron.cluster.site import SlurmSite, drop_slurm_variables
+from arpo_megatron.cluster.site import SilentNodeError, SlurmSite, drop_slurm_variables
+from arpo_megatron.cluster.slurm import Node
 from arpo_megatron.cluster.submissions import waiting_jobs
 from arpo_megatron.config import JobConfig
 from arpo_megatron.doctor.job import examine_nodes
@@ -89,7 +92,9 @@ def _supervise(run: RunDirectory, warned: Sequence[int]) -> int:
 
 def _to_its_end(run: RunDirectory, job_id: str, node_list: str, warned: Sequence[int]) -> int:
     profile, config = load_profile(str(run.cluster)), resolve.load(run.config)
-    nodes = slurm.allocated_nodes(node_list)
+    nodes: list[Node] = _patiently(lambda: slurm.allocated_nodes(node_list), [])
+    if not nodes:  # nothing that the user could mend, and the next link may be luckier
+        return _requeue(job_id, UNFINISHED) if profile.requeue else UNFINISHED
     site = SlurmSite(profile, plan_roles(config, profile.gpus_per_node, len(nodes)), nodes, run, job_id)
     try:
         interrupt_on_signals()
@@ -98,14 +103,22 @@ def _to_its_end(run: RunDirectory, job_id: str, node_list: str, warned: Sequence
         return _leave_to_others(run, profile, job_id)
     except RoleDiedError as error:
         code = _told(error, error.code)
-        if profile.requeue and (lost := site.lost_nodes()):  # Slurm itself would notice minutes later
-            _told(UserError(f"{', '.join(lost)} cannot be reached any more"), 1)
-            code = _requeue(job_id, code)
-        return code
+        return _leave_lost(lost, site, code) if (lost := site.lost_nodes()) else code
+    except SilentNodeError as error:
+        if not (lost := site.lost_nodes()):
+            raise
+        _told(error, 0)
+        return _leave_lost(lost, site, UNFINISHED)
     except Interrupted:
         return _requeue(job_id, TERMINATED) if profile.requeue and _still_wanted(job_id) else TERMINATED
     _cancel_waiting(run)
     return 0
+
+
+def _leave_lost(lost: Sequence[str], site: SlurmSite, otherwise: int) -> int:
+    """Back into the queue without these nodes, which Slurm itself would miss minutes later."""
+    _told(UserError(f"{', '.join(lost)} cannot be reached any more"), 1)
+    return _requeue(site.job_id, otherwise) if site.profile.requeue else otherwise
 
 
 def _cancel_waiting(run: RunDirectory) -> list[str]:
@@ -136,7 +149,7 @@ def _run(config: JobConfig, run: RunDirectory, site: SlurmSite, warned: Sequence
         try:
             _outlast_kills(site, roles, progress)
             _phases(config, run, site, roles, progress, poll)
-        except RoleDiedError as error:
+        except (RoleDiedError, SilentNodeError) as error:
             if not asked.term:
                 raise
             _told(error, 0)  # proctrack/linuxproc signals their sruns too: nobody is left to save

@@ -41,6 +41,10 @@ KEPT_VARIABLES = ("SLURM_JOB_ID", "SLURM_CONF")
 """Of Slurm's own: the others describe the supervisor's step, and srun would take them for wishes."""
 
 
+class SilentNodeError(UserError):
+    """A node has not done what it was asked. Slurm may have lost it, which it notices later: see `lost_nodes`."""
+
+
 @dataclass(slots=True)
 class SlurmSite:
     """See `site.Site`.
@@ -111,12 +115,12 @@ class SlurmSite:
         """Make the scratch directory on each node, before the first container that mounts it, and remove it at the end.
 
         A cancelled or killed job starts no step any more: what it leaves is removed by the next job on the node, where
-        Slurm knows that it has ended. Raises UserError where it cannot be made.
+        Slurm knows that it has ended. Raises SilentNodeError where it cannot be made.
         """
         made = self._on_nodes("scratch", ["bash", "-c", MAKE_SCRATCH, "arpo", str(self._scratch)])
         if made is None or made.returncode:
             why = "no answer" if made is None else " ".join(made.stderr.split())
-            raise UserError(f"{self._scratch} cannot be made on the nodes: {why}")
+            raise SilentNodeError(f"{self._scratch} cannot be made on the nodes: {why}")
         try:
             self._sweep(made.stdout.split())
             yield

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from arpo_megatron.cluster.site import SlurmSite
+from arpo_megatron.cluster.site import SilentNodeError, SlurmSite
 from arpo_megatron.doctor.finding import Finding, failure, ok, show, warning
 from arpo_megatron.doctor.machine import CLOCK_SKEW_S
 from arpo_megatron.doctor.node import REPORTED
@@ -23,6 +23,8 @@ IMAGE_S = 900.0
 """The same in a container, whose image may have to be fetched."""
 LAST_S = 10.0
 """From the first report to the last: nodes write theirs right after the meeting, which is over for all at once."""
+_NO_REPORT = "report"
+"""The check of a node that has left none."""
 _FAILURE = re.compile(r"^(\S+): failure +(\S+) +(.+)$", re.MULTILINE)
 """A line of `show` on a node: its name, the check, what was found and how to mend it."""
 
@@ -52,7 +54,8 @@ def examine_nodes(site: SlurmSite, roles: Roles, port: int, poll: Callable[[], N
         poll: called meanwhile.
 
     Raises:
-        UserError: a check has failed, or a node hangs; the line names it, its node and what to do.
+        UserError: a check has failed; the line names it, its node and what to do.
+        SilentNodeError: a node did not report, and nothing else has failed.
     """
     folder, token = site.run.doctor, secrets.token_hex(8)
     shutil.rmtree(folder, ignore_errors=True)
@@ -79,10 +82,11 @@ def examine_nodes(site: SlurmSite, roles: Roles, port: int, poll: Callable[[], N
     for name, item in findings:
         show([item], f"{name}: ")
     if died and not logged:
-        raise UserError(f"doctor: a node cannot even run it: {died}")
+        raise SilentNodeError(f"doctor: a node cannot even run it: {died}")
     if worst := guilty(findings):
         name, item = worst
-        raise UserError(f"doctor: {item.name} on {name}: {item.text}{f': {item.mend}' if item.mend else ''}")
+        kind = SilentNodeError if item.name == _NO_REPORT else UserError
+        raise kind(f"doctor: {item.name} on {name}: {item.text}{f': {item.mend}' if item.mend else ''}")
     site.free_ports.update({name: reports[name].ports for name in names})
 
 
@@ -120,7 +124,7 @@ def judged(reports: Mapping[str, Report], names: list[str]) -> list[tuple[str, F
         (
             name,
             failure(
-                "report",
+                _NO_REPORT,
                 "the node left none: it hangs, or is far behind the others",
                 "look at its load and filesystems",
             ),

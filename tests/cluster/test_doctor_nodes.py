@@ -8,7 +8,7 @@ import pytest
 
 from arpo_megatron import resolve
 from arpo_megatron.cluster.profile import check_profile, save_profile
-from arpo_megatron.cluster.site import SlurmSite
+from arpo_megatron.cluster.site import SilentNodeError, SlurmSite
 from arpo_megatron.cluster.slurm import Node
 from arpo_megatron.doctor.finding import Finding, failure, ok
 from arpo_megatron.doctor.job import Report, examine_nodes, guilty, judged
@@ -103,9 +103,20 @@ def test_a_node_that_hangs_ends_the_job_with_its_name(monkeypatch: pytest.Monkey
     """The first node reports, the second never does."""
     monkeypatch.setattr("arpo_megatron.doctor.job.LAST_S", 0.5)
     started = time.monotonic()
-    with pytest.raises(UserError, match="doctor: report on n2: the node left none: it hangs"):
+    with pytest.raises(SilentNodeError, match="doctor: report on n2: the node left none: it hangs"):
         examined(monkeypatch, tmp_path, srun=HANGING.format(python=sys.executable))
     assert time.monotonic() - started < 90  # what hangs does so for 100 s
+
+
+LOST = """#!/bin/sh
+echo 'srun: error: Task launch for StepId=7.1 failed on node n2: Communication connection failure'
+exit 1
+"""
+
+
+def test_a_step_that_does_not_start_may_be_a_lost_node(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with pytest.raises(SilentNodeError, match=r"doctor: a node cannot even run it: .*\n.* failed on node n2"):
+        examined(monkeypatch, tmp_path, srun=LOST)
 
 
 UNSHARED = """#!{python}
@@ -127,8 +138,11 @@ def test_a_run_directory_that_nodes_do_not_share_is_named_with_the_node(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], run: str, token: str
 ) -> None:
     """The second node sees another directory of that name, or none; what the first one has reported is shown too."""
-    with pytest.raises(UserError, match=r"^doctor: filesystem on n2: \S+/canary is not what .*: `runs` must be shared"):
+    with pytest.raises(
+        UserError, match=r"^doctor: filesystem on n2: \S+/canary is not what .*: `runs` must be"
+    ) as said_so:
         examined(monkeypatch, tmp_path, srun=UNSHARED.format(python=sys.executable, run=run, token=token))
+    assert not isinstance(said_so.value, SilentNodeError), "no other nodes mend it"
     said = capsys.readouterr().out
     assert "n1: warning  rdma         no RDMA device" in said
     assert "n2: failure  filesystem   " in said

@@ -11,13 +11,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
 from arpo_megatron import resolve
 from arpo_megatron.cluster import job
 from arpo_megatron.cluster.profile import check_profile, load_profile, save_profile
-from arpo_megatron.cluster.site import MAKE_SCRATCH, SERVICE, TASK, SlurmSite
+from arpo_megatron.cluster.site import MAKE_SCRATCH, SERVICE, TASK, SilentNodeError, SlurmSite
 from arpo_megatron.cluster.slurm import JobState, Node
 from arpo_megatron.errors import UserError
 from arpo_megatron.monitor.progress import Progress
@@ -128,7 +129,7 @@ def test_a_requeue_is_tried_even_if_slurm_did_not_answer(
     assert said[-1] == f"arpo: {DISABLED}; `arpo resume` goes on"
 
 
-def silence(*_: object) -> None:
+def silence(*_: object) -> NoReturn:
     raise UserError("scontrol did not answer for 30 s")
 
 
@@ -171,6 +172,94 @@ def test_a_fault_that_only_the_user_can_mend_ends_the_chain(
     said = capsys.readouterr().err.splitlines()
     assert said[-1] == f"arpo: {error}"
     assert ("arpo: cancelled job 8, 9, the rest of the chain" in said) is bool(cancelled)
+
+
+SILENT = "doctor: report on n2: the node left none"
+
+
+class Requeueing:
+    """A Slurm that takes a job back, and does not hear the first `silent` questions after nodes."""
+
+    def __init__(self, silent: int = 0) -> None:
+        self.silent = silent
+        self.told: list[tuple[str, ...]] = []
+
+    def call(self, *words: str, check: bool = True, but: str | None = None) -> str:
+        if words[0] == "scancel" or words[1:2] == ("requeue",):
+            self.told.append(words)
+        if words[0] == "squeue":
+            return "7|RUNNING|arpo-test\n8|PENDING|arpo-test\n"
+        return ""
+
+    def nodes(self, names: str) -> list[Node]:
+        self.silent -= 1
+        return silence() if self.silent >= 0 else [Node("n1", "127.0.0.1")]
+
+
+@pytest.mark.parametrize(
+    ("lost", "requeue", "code", "told"),
+    [
+        (["n2"], True, 75, [("scontrol", "requeue", "7")]),
+        (["n2"], False, 75, []),
+        ([], True, 2, [("scancel", "8")]),
+    ],
+)
+def test_a_node_that_is_lost_before_training_is_no_fault_of_the_users(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    run: RunDirectory,
+    lost: list[str],
+    requeue: bool,
+    code: int,
+    told: list[tuple[str, ...]],
+) -> None:
+    """One that is there but does not do what it should is: its line ends the chain."""
+    submitted(run)
+    save_profile(replace(load_profile(str(run.cluster)), requeue=requeue), run.cluster)
+    monkeypatch.setattr("arpo_megatron.cluster.slurm.call", (slurm := Requeueing()).call)
+    monkeypatch.setattr("arpo_megatron.cluster.site.SlurmSite.lost_nodes", lambda site: lost)
+    monkeypatch.setattr(job, "_END_S", 0.0)
+    assert ended(monkeypatch, run, SilentNodeError(SILENT)) == code
+    assert slurm.told == told
+    said = capsys.readouterr().err.splitlines()
+    assert said.count(f"arpo: {SILENT}") == 1
+    assert ("arpo: n2 cannot be reached any more" in said) is bool(lost)
+
+
+def test_scratch_that_a_lost_node_does_not_make_may_be_its_loss(
+    monkeypatch: pytest.MonkeyPatch, run: RunDirectory
+) -> None:
+    monkeypatch.setattr("arpo_megatron.cluster.site.SlurmSite._on_nodes", lambda *_: None)
+    site = replace(asked_by(monkeypatch, run, None).site, job_id=NOBODYS)
+    with pytest.raises(SilentNodeError, match="cannot be made on the nodes: no answer"), site.prepared():
+        pass
+
+
+@pytest.mark.parametrize(
+    ("silent", "requeue", "code", "told"),
+    [
+        (2, True, 0, [("scancel", "8")]),  # training is done
+        (9, True, 75, [("scontrol", "requeue", "7")]),
+        (9, False, 75, []),
+    ],
+)
+def test_a_controller_that_is_silent_when_a_job_begins_does_not_cost_its_chain(
+    monkeypatch: pytest.MonkeyPatch,
+    run: RunDirectory,
+    silent: int,
+    requeue: bool,
+    code: int,
+    told: list[tuple[str, ...]],
+) -> None:
+    submitted(run)
+    save_profile(replace(load_profile(str(run.cluster)), requeue=requeue), run.cluster)
+    slurm = Requeueing(silent)
+    monkeypatch.setattr("arpo_megatron.cluster.slurm.call", slurm.call)
+    monkeypatch.setattr("arpo_megatron.cluster.slurm.allocated_nodes", slurm.nodes)
+    monkeypatch.setattr(job, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(job, "_END_S", 0.0)
+    assert ended(monkeypatch, run, None) == code
+    assert slurm.told == told
 
 
 def asked_by(monkeypatch: pytest.MonkeyPatch, run: RunDirectory, state: JobState | None) -> job._Asked:
