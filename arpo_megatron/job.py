@@ -17,7 +17,7 @@ from arpo_megatron.launch import run_trainer, services
 from arpo_megatron.monitor.events import EventReader
 from arpo_megatron.monitor.progress import Progress
 from arpo_megatron.preparation import check_inputs, prepare
-from arpo_megatron.processes import Roles
+from arpo_megatron.processes import Roles, StoppedError
 from arpo_megatron.run_directory import RunDirectory
 from arpo_megatron.site import Site, ThisMachine
 
@@ -58,6 +58,10 @@ def train_phases(
 def _steps_done(run: RunDirectory) -> int:
     """Steps of a finished training, -1 where none has finished."""
     return int(json.loads(run.result.read_text())["step"]) if run.result.exists() else -1
+
+
+def _cold_start_done(run: RunDirectory) -> bool:
+    return (run.cold_start / "config.json").exists()
 
 
 def run_sft(config: JobConfig, *, resume: bool) -> dict[str, Any]:
@@ -169,17 +173,30 @@ def cold_start(
     config: JobConfig, run: RunDirectory, roles: Roles, progress: Progress, poll: Callable[[], None], site: Site
 ) -> None:
     """Supervised training, unless it is done already. Raises as `train_phases` does."""
-    if (run.cold_start / "config.json").exists():
+    if _cold_start_done(run):
         progress.note("the cold start is done already")
         return
+    _check_stop(run)
     progress.phase("start the trainer")
     run_trainer("arpo_megatron.sft", config, run, roles, poll=poll, site=site)
+    if not _cold_start_done(run):
+        _check_stop(run)
 
 
 def _train(
     config: JobConfig, run: RunDirectory, roles: Roles, progress: Progress, poll: Callable[[], None], site: Site
 ) -> None:
+    _check_stop(run)
     progress.phase("start engine and tools")
     model = run.cold_start if config.sft.steps else config.model.path or run.initial_model
     with services(config, run, roles, model, site) as ready:
+        _check_stop(run)
         run_trainer("arpo_megatron.train", config, run, roles, env=ready.environment, poll=poll, site=site)
+        if _steps_done(run) < config.train.steps:  # else it was asked to end while it exported, and is done
+            _check_stop(run)
+
+
+def _check_stop(run: RunDirectory) -> None:
+    """Raises StoppedError where the job was asked to end; its ranks, if they ran, have saved what they had."""
+    if run.stop.exists():
+        raise StoppedError

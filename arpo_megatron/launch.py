@@ -10,7 +10,7 @@ from pathlib import Path
 
 from arpo_megatron.config import JobConfig
 from arpo_megatron.machine import trainer_environment
-from arpo_megatron.processes import GRACE_S, Roles, StoppedError
+from arpo_megatron.processes import GRACE_S, Roles
 from arpo_megatron.rollout.messages import ServiceSettings
 from arpo_megatron.rollout.push_gate import ENGINE_TOKEN
 from arpo_megatron.rollout.routes import RouteShape
@@ -211,14 +211,9 @@ def run_trainer(
     """Run `python -m module RUN_DIR arguments...` on every trainer rank of `site` and wait, calling `poll` meanwhile.
 
     Raises:
-        StoppedError: the ranks were asked to end (`RunDirectory.stop`), and have saved what they had.
         RoleDiedError: a rank or a service died; the message names the log.
     """
-    if run.stop.exists():
-        raise StoppedError
     name = module.rpartition(".")[2]
     command, needed = (site or ThisMachine()).ranks(module, [str(run.path), *arguments], config)
     variables = {**trainer_environment(config.platform), **needed, **(env or {})}
     roles.wait(roles.start(name, command, env=variables), poll=poll)
-    if run.stop.exists():
-        raise StoppedError
