@@ -50,7 +50,13 @@ def machine_checks(*, gpus: int, on_gpus: bool, config: JobConfig | None = None)
     seen: list[Check] = [("gpu", lambda: check_gpus(gpus)), ("rdma", check_rdma)] if gpus else [("gpu", _no_gpus)]
     packages = ("packages", lambda: check_packages(config, on_gpus))
     installed: list[Check] = [("python", check_python), ("pins", lambda: check_pins(on_gpus)), packages]
-    return [*installed, *(seen if on_gpus else ()), ("sandbox", lambda: check_isolation(config))]
+    tools: list[Check] = [("sandbox", lambda: check_isolation(config))] if _calls_tools(config) else []
+    return [*installed, *(seen if on_gpus else ()), *tools]
+
+
+def _calls_tools(config: JobConfig | None) -> bool:
+    """A cold start alone starts no tool service; nothing that is missing for one keeps it from its nodes."""
+    return config is None or not config.cold_start_only
 
 
 def job_checks(config: JobConfig, run: RunDirectory, secrets: Mapping[str, str] = MappingProxyType({})) -> list[Check]:
@@ -95,7 +101,7 @@ def check_pins(on_gpus: bool) -> Finding:
 
 def check_packages(config: JobConfig | None, on_gpus: bool) -> Finding:
     """What this recipe, or on GPUs any, wants besides the pins: an image lacks nothing that is first missed later."""
-    modules = [] if config is None else list(config.sandbox.preload)
+    modules = list(config.sandbox.preload) if config is not None and _calls_tools(config) else []
     missing = []
     engines = not config.cold_start_only if config else on_gpus
     if on_gpus:

@@ -22,6 +22,7 @@ from arpo_megatron.doctor.machine import (
     check_model_files,
     check_packages,
     check_wandb,
+    machine_checks,
 )
 from arpo_megatron.doctor.slurm import check_gres, check_partition, check_preemption
 from arpo_megatron.errors import UserError
@@ -282,6 +283,17 @@ def test_an_image_that_lacks_what_the_recipe_needs_is_refused() -> None:
     assert found.level == "failure" and "quickstart wants transformer-engine, sgl_kernel, not installed" in found.text
     assert "transformer-engine" in check_packages(None, True).text and check_packages(None, False).level == "ok"
     assert "no_such_module" in check_packages(job("sandbox.preload=[no_such_module]"), False).text
+
+
+def test_a_cold_start_wants_nothing_of_the_tool_service_that_it_does_not_start() -> None:
+    words = ["sandbox.preload=[no_such_module]"]
+    checks = {
+        name: dict(machine_checks(gpus=0, on_gpus=False, config=resolve.resolve(name, words=words)))
+        for name in ("sft_7b", "reasoning_7b")
+    }
+    assert "sandbox" in checks["reasoning_7b"] and "sandbox" not in checks["sft_7b"]
+    assert "no_such_module" in checks["reasoning_7b"]["packages"]().text
+    assert "no_such_module" not in checks["sft_7b"]["packages"]().text
 
 
 def test_the_isolation_of_foreign_code_is_tried_and_not_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
