@@ -49,15 +49,10 @@ def train_phases(
     """`run_phases` without the preparation, on any site. Raises StoppedError too."""
     if config.sft.steps:
         cold_start(config, run, roles, progress, poll, site)
-    if _steps_done(run) >= config.train.steps:
+    if run.steps_done >= config.train.steps:
         progress.note("training is done already")
     else:
         _train(config, run, roles, progress, poll, site)
-
-
-def _steps_done(run: RunDirectory) -> int:
-    """Steps of a finished training, -1 where none has finished."""
-    return int(json.loads(run.result.read_text())["step"]) if run.result.exists() else -1
 
 
 def run_sft(config: JobConfig, *, resume: bool) -> dict[str, Any]:
