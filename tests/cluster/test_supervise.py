@@ -20,9 +20,10 @@ from arpo_megatron.cluster.profile import check_profile, load_profile, save_prof
 from arpo_megatron.cluster.site import MAKE_SCRATCH, SERVICE, TASK, SlurmSite
 from arpo_megatron.cluster.slurm import JobState, Node
 from arpo_megatron.errors import UserError
+from arpo_megatron.interrupts import Interrupted
 from arpo_megatron.monitor.progress import Progress
 from arpo_megatron.plan.roles import RolePlan
-from arpo_megatron.processes import Interrupted, RoleDiedError, Roles, StoppedError
+from arpo_megatron.processes import RoleDiedError, Roles, StoppedError
 from arpo_megatron.run_directory import RunDirectory
 from tools_sandbox.config import TOKEN_VARIABLE
 
