@@ -6,7 +6,8 @@ Signals have their handlers before anything slow is imported, so a ctrl-C is one
 import sys
 
 from arpo_megatron.errors import USER_ERROR_EXIT_CODE, UserError
-from arpo_megatron.processes import Interrupted, RoleDiedError, interrupt_on_signals
+from arpo_megatron.interrupts import Interrupted, interrupt_on_signals
+from arpo_megatron.processes import RoleDiedError
 
 _RESUME = "the same command with --resume goes on from the last step"
 

@@ -49,15 +49,10 @@ def train_phases(
     """`run_phases` without the preparation, on any site. Raises StoppedError too."""
     if config.sft.steps:
         cold_start(config, run, roles, progress, poll, site)
-    if _steps_done(run) >= config.train.steps:
+    if run.steps_done >= config.train.steps:
         progress.note("training is done already")
     else:
         _train(config, run, roles, progress, poll, site)
-
-
-def _steps_done(run: RunDirectory) -> int:
-    """Steps of a finished training, -1 where none has finished."""
-    return int(json.loads(run.result.read_text())["step"]) if run.result.exists() else -1
 
 
 def _cold_start_done(run: RunDirectory) -> bool:
@@ -192,7 +187,7 @@ def _train(
     with services(config, run, roles, model, site) as ready:
         _check_stop(run)
         run_trainer("arpo_megatron.train", config, run, roles, env=ready.environment, poll=poll, site=site)
-        if _steps_done(run) < config.train.steps:  # else it was asked to end while it exported, and is done
+        if run.steps_done < config.train.steps:  # else it was asked to end while it exported, and is done
             _check_stop(run)
 
 

@@ -12,11 +12,12 @@ import subprocess
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import Any, Self
+
+from arpo_megatron.interrupts import interrupts_deferred, interrupts_ignored
 
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -32,14 +33,6 @@ RANK_FAILED_END = "---- end of that rank's report"
 GRACE_S = 5.0
 """Seconds between SIGTERM and SIGKILL."""
 REAP_DEADLINE_S = 4.0
-_INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
-class Interrupted(BaseException):
-    """A signal asked this process to end. Like KeyboardInterrupt, but no library in between catches it.
-
-    The message, where there is one, is for the user: what was done about it.
-    """
 
 
 class StoppedError(Exception):
@@ -140,7 +133,7 @@ class Roles:
 
     def stop(self) -> None:
         """SIGTERM to every role's group, SIGKILL after GRACE_S. A ctrl-C meanwhile does not interrupt it."""
-        with ignoring_interrupts():
+        with interrupts_ignored():
             stop_groups([role.process for role in self.running])
         self.running.clear()
 
@@ -182,72 +175,6 @@ def watch_parent(parent_pid: int, on_death: Callable[[], None]) -> None:
         on_death()
 
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
-
-
-@contextlib.contextmanager
-def ignoring_interrupts() -> Iterator[None]:
-    """Ctrl-C and SIGTERM are ignored inside: for clean-up that must run to its end. Main thread only."""
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-@contextlib.contextmanager
-def interrupts_deferred() -> Iterator[None]:
-    """A signal inside takes effect on leaving. Main thread only.
-
-    Around a fork: what a handler raises in an at-fork hook (logging has one) is printed and lost, and a process that
-    has started but is not yet noted would be left behind.
-    """
-    arrived: list[int] = []
-    try:
-        with _handled_by(lambda number, frame: arrived.append(number)):
-            yield
-    finally:
-        for late in arrived:
-            signal.raise_signal(late)
-
-
-@contextlib.contextmanager
-def interrupts_held_back() -> Iterator[None]:
-    """As `interrupts_deferred`, and the commands that are run inside do not hear the terminal's ctrl-C either: they
-    inherit which signals are blocked."""
-    with interrupts_deferred():
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, _INTERRUPTS)
-        try:
-            yield
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-@contextlib.contextmanager
-def interrupts_ignored() -> Iterator[None]:
-    """Neither this process nor a command that is run inside hears a signal, for a clean-up. Main thread only."""
-    with _handled_by(signal.SIG_IGN):
-        yield
-
-
-@contextlib.contextmanager
-def _handled_by(handler: Callable[[int, FrameType | None], Any] | signal.Handlers) -> Iterator[None]:
-    before = {number: signal.signal(number, handler) for number in _INTERRUPTS}
-    try:
-        yield
-    finally:
-        for number, old in before.items():
-            signal.signal(number, old)
-
-
-def interrupt_on_signals() -> None:
-    """Make SIGINT, SIGTERM and SIGHUP raise `Interrupted`, so that every way of ending runs the same clean-up."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise Interrupted
-
-    for number in _INTERRUPTS:
-        signal.signal(number, interrupt)
 
 
 def exit_code(code: int) -> int:

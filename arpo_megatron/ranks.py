@@ -21,7 +21,8 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from arpo_megatron.errors import UserError
-from arpo_megatron.processes import JOB_PID, RANK_FAILED, RANK_FAILED_END, Interrupted, die_with_parent
+from arpo_megatron.interrupts import Interrupted
+from arpo_megatron.processes import JOB_PID, RANK_FAILED, RANK_FAILED_END, die_with_parent
 
 CLEANUP_S = 10.0
 PEER_GRACE_S = 8.0

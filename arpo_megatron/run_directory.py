@@ -176,6 +176,11 @@ class RunDirectory:
         """Whether the tool service has a corpus."""
         return bool(yaml.safe_load(self.sandbox_config.read_text(encoding="utf-8"))["search"]["sources"])
 
+    @property
+    def steps_done(self) -> int:
+        """Steps of a finished training, -1 where none has finished; one that goes on may want more."""
+        return int(json.loads(self.result.read_text())["step"]) if self.result.exists() else -1
+
     def remove_partial(self) -> None:
         """Delete what was being written when its writer ended: a job writes NAME.tmp and then renames it."""
         whole = [

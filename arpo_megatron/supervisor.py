@@ -20,6 +20,7 @@ from typing import Any, Self
 import aiohttp
 
 from arpo_megatron.health import HealthPage, RoleHealth
+from arpo_megatron.interrupts import interrupts_ignored
 from arpo_megatron.monitor.events import EventLog
 from arpo_megatron.processes import (
     Role,
@@ -28,7 +29,6 @@ from arpo_megatron.processes import (
     die_with_parent,
     exit_code,
     how_it_ended,
-    ignoring_interrupts,
     last_lines,
     stop_groups,
 )
@@ -150,7 +150,7 @@ class Supervisor:
         return self
 
     def __exit__(self, *_exception: object) -> None:
-        with ignoring_interrupts():
+        with interrupts_ignored():
             self._roles.checks.remove(self.check)
             self._in_loop(self._close())
             for grace_s in sorted({service.program.grace_s for service in self._services}):

@@ -1,7 +1,9 @@
 """For all tests: processes share the cores, and one process alone can be Megatron's whole world."""
 
 import os
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -35,14 +37,32 @@ class SharedFixturesScheduling(LoadScopeScheduling):
         return "with the demo" if file in {f"tests/e2e/test_{name}.py" for name in WITH_THE_DEMO} else file
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes long comes first, so that no worker is left alone with it in the end."""
+CAMPAIGNS = {
+    "slow_campaign": "minutes of kills and restarts, or a GPU's figures: make test-slow",
+    "slurm_campaign": "about an hour of this machine: make test-slurm",
+}
+ONEBOX = Path(__file__).resolve().parents[1] / "slurm" / "onebox" / "onebox.sh"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """What takes long comes first, so that no worker is left alone with it in the end; too long, and it is skipped."""
 
     def place(item: pytest.Item) -> tuple[bool, int]:
         folders = [index for index, folder in enumerate(LONGEST_FIRST) if item.nodeid.startswith(folder)]
         return not item.nodeid.startswith("tests/e2e/test_demo"), min(folders, default=len(LONGEST_FIRST))
 
     items.sort(key=place)
+    for campaign, reason in CAMPAIGNS.items():
+        own = [item for item in items if item.get_closest_marker(campaign)]
+        if own and campaign not in config.option.markexpr:
+            mark = pytest.mark.skip(reason=(campaign == "slurm_campaign" and _why_no_slurm()) or reason)
+            for item in own:
+                item.add_marker(mark)
+
+
+def _why_no_slurm() -> str:
+    done = subprocess.run([ONEBOX, "installable"], capture_output=True, text=True)
+    return f"no Slurm: {' '.join(done.stderr.split())}" if done.returncode else ""
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> SharedFixturesScheduling:

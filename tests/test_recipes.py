@@ -92,6 +92,9 @@ def test_a_misspelt_recipe_or_variant_is_one_line(recipe: str, line: str) -> Non
     assert line in str(error.value)
 
 
+FROM_AEPO = dict.fromkeys(("entropy_advantage", "probe_slope", "streak_penalty"), "preset aepo")
+
+
 def test_show_names_the_source_of_each_value(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text("train: {steps: 7}\n")
@@ -109,10 +112,27 @@ def test_show_names_the_source_of_each_value(tmp_path: Path) -> None:
     assert "clip_grad: 1.0\n" in text, "defaults are not marked"
 
 
-def test_what_show_prints_is_a_config_file_of_the_same_job(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("variant", "word", "expected"),
+    [
+        ("aepo", "algorithm.name=dapo", {}),
+        ("reinforce_plus_plus", "algorithm.name=aepo", FROM_AEPO),
+        ("aepo", "algorithm.numbers.probe_slope=1", FROM_AEPO | {"probe_slope": "word"}),
+    ],
+)
+def test_show_names_the_source_of_each_number_of_a_method(variant: str, word: str, expected: dict[str, str]) -> None:
+    text = render(f"deepsearch_14b+{variant}", words=[word])
+    section = text.partition("\nalgorithm:\n")[2].partition("\n  samples:")[0]
+    numbers = section.partition("  numbers:")[2].splitlines()
+    assert numbers.pop(0).strip() == ("" if expected else "{}")
+    assert {line.split(":")[0].strip(): line.partition("# ")[2] for line in numbers} == expected
+
+
+@pytest.mark.parametrize("recipe", ["moe_30b_a3b+2nodes", "deepsearch_14b+aepo"])
+def test_what_show_prints_is_a_config_file_of_the_same_job(recipe: str, tmp_path: Path) -> None:
     file = tmp_path / "shown.yaml"
-    file.write_text(render("moe_30b_a3b+2nodes"))
-    assert resolve.load(file) == resolve.resolve("moe_30b_a3b+2nodes")
+    file.write_text(render(recipe))
+    assert resolve.load(file) == resolve.resolve(recipe)
 
 
 def test_show_has_every_key() -> None:

@@ -41,25 +41,26 @@ def snapshot(root: Path = ROOT) -> Code:
         raise UserError(f"{root} is no git clone: submit from one, so that it is known what ran")
     with tempfile.TemporaryDirectory() as folder:
         index = {"GIT_INDEX_FILE": str(Path(folder) / "index")}
-        commit = _git(root, "rev-parse", "HEAD").decode().strip()
-        _git(root, "read-tree", commit, env=index)
-        _git(root, "add", "--all", env=index)
-        tree = _git(root, "write-tree", env=index).decode().strip()
+        commit = git(root, "rev-parse", "HEAD").decode().strip()
+        git(root, "read-tree", commit, env=index)
+        git(root, "add", "--all", env=index)
+        tree = git(root, "write-tree", env=index).decode().strip()
     # Without renames: an example that was moved and filled in is a new file too.
-    for name in _git(root, "diff", "--name-only", "--no-renames", "--diff-filter=A", "-z", commit, tree).split(b"\0"):
+    for name in git(root, "diff", "--name-only", "--no-renames", "--diff-filter=A", "-z", commit, tree).split(b"\0"):
         path = Path(os.fsdecode(name))
         if any(fnmatch(path.name, pattern) for pattern in SECRET_FILES):
             raise UserError(
                 f"{root / path} is new and may hold secrets, and all new files are packed with the job: name it in "
                 ".gitignore or .git/info/exclude, or commit it"
             )
-    return Code(commit, tree, _git(root, "diff", "--binary", commit, tree))
+    return Code(commit, tree, git(root, "diff", "--binary", commit, tree))
 
 
-def _git(root: Path, *words: str, env: Mapping[str, str] | None = None) -> bytes:
+def git(root: Path, *words: str, env: Mapping[str, str] | None = None, given: bytes | None = None) -> bytes:
+    """What git says in the clone at `root`, with more variables and something to read. Raises UserError."""
     try:
         done = subprocess.run(
-            ["git", *words], cwd=root, env={**os.environ, **(env or {})}, capture_output=True, check=False
+            ["git", *words], cwd=root, env={**os.environ, **(env or {})}, input=given, capture_output=True, check=False
         )
     except FileNotFoundError:
         raise UserError("git is not installed, and the submitted code is packed with it") from None

@@ -95,8 +95,8 @@ def _progress(run: RunDirectory) -> str:
     """Of the cold start, where there is one that is not done, else of the ARPO loop."""
     config = resolve.load(run.config)
     updates, steps = config.sft.steps, config.train.steps
-    if run.result.exists():
-        return f"training is done ({json.loads(run.result.read_text())['step']} steps)"
+    if (done := run.steps_done) >= steps:
+        return f"training is done ({done} steps)"
     if own := checkpoint_directories(run.checkpoints):
         return f"newest checkpoint {own[-1].name} of {steps}"
     if updates and not (run.cold_start / "config.json").exists():
@@ -175,23 +175,31 @@ def print_log(run: RunDirectory, role: str, *, lines: int, follow: bool) -> None
     end = _End(run)
     while follow and not _logs_of(run, role) and not end.reached():
         time.sleep(_FOLLOW_INTERVAL_S)
-    path = log_of(run, role)
+    newest = log_of(run, role)
+    said = newest.read_bytes()
+    text = said.decode(errors="replace").splitlines(keepends=True)
+    print("".join(text[-lines:] if lines else []), end="", flush=True)
+    path, start = newest if follow else None, len(said)
+    while path is not None:
+        path, start = _followed(run, role, path, start, end), 0
+
+
+def _followed(run: RunDirectory, role: str, path: Path, start: int, end: _End) -> Path | None:
+    """Print what comes after byte `start` of a log; returns the log of the next life, None where the job has ended."""
+    asked = 0.0
     with path.open("rb") as file:
-        text = file.read().decode(errors="replace").splitlines(keepends=True)
-        print("".join(text[-lines:] if lines else []), end="", flush=True)
-        asked = 0.0
-        while follow:
+        file.seek(start)
+        while True:
             new = file.read().decode(errors="replace")
             print(new, end="", flush=True)
             if not new and time.monotonic() - asked > _STATE_INTERVAL_S:
                 reached, asked = end.reached(), time.monotonic()
-                if reached:
+                logs = _logs_of(run, role)  # of the supervisor, a restart writes its own
+                later = logs[logs.index(path) + 1 :]
+                if later or reached:
                     print(file.read().decode(errors="replace"), end="", flush=True)  # said since then
-                    return None
-                if role == "job" and log_of(run, role) != path:  # a restart writes its own
-                    return print_log(run, role, lines=lines, follow=True)
+                    return later[0] if later else None
             time.sleep(_FOLLOW_INTERVAL_S)
-    return None
 
 
 def print_health(run: RunDirectory) -> None:

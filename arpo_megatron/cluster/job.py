@@ -38,10 +38,11 @@ from arpo_megatron.cluster.submissions import waiting_jobs
 from arpo_megatron.config import JobConfig
 from arpo_megatron.doctor.job import examine_nodes
 from arpo_megatron.errors import USER_ERROR_EXIT_CODE, UserError
+from arpo_megatron.interrupts import Interrupted, interrupt_on_signals
 from arpo_megatron.job import cold_start, train_phases, watching
 from arpo_megatron.monitor.progress import Progress
 from arpo_megatron.plan.roles import plan_roles
-from arpo_megatron.processes import Interrupted, RoleDiedError, Roles, StoppedError, interrupt_on_signals
+from arpo_megatron.processes import RoleDiedError, Roles, StoppedError
 from arpo_megatron.rollout.server import free_ports
 from arpo_megatron.run_directory import RunDirectory
 from tools_sandbox.config import TOKEN_VARIABLE

@@ -9,7 +9,6 @@ shows them.
 import json
 import os
 import re
-import subprocess
 import sys
 import tempfile
 import warnings
@@ -22,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 import yaml
 
-from arpo_megatron.cluster.code import ROOT, Code, snapshot
+from arpo_megatron.cluster.code import ROOT, Code, git, snapshot
 from arpo_megatron.cluster.profile import read_profile
 from arpo_megatron.errors import UserError
 
@@ -177,10 +176,10 @@ def _bring(tunnel: "SSHTunnel", code: Code, host: str) -> None:
     folder, whole = tunnel.job_dir, f"{tunnel.job_dir}/.git/arpo-whole"
     if tunnel.run(f"test -e {whole}", warn=True).ok:
         return
-    listed = _git("rev-list", "--objects", "--no-walk", code.commit, code.tree)
+    listed = git(ROOT, "rev-list", "--objects", "--no-walk", code.commit, code.tree)
     with tempfile.TemporaryDirectory() as scratch:
         pack = Path(scratch) / "pack"
-        pack.write_bytes(_git("pack-objects", "--stdout", "-q", given=listed))
+        pack.write_bytes(git(ROOT, "pack-objects", "--stdout", "-q", given=listed))
         made = tunnel.run(f"rm -rf {folder} && mkdir -p -m 700 {folder}", warn=True)
         if not made.ok:
             raise UserError(f"{host}: no directory for the code: {' '.join(made.stderr.split())}")
@@ -197,13 +196,6 @@ def _bring(tunnel: "SSHTunnel", code: Code, host: str) -> None:
     )
     if not done.ok:
         raise UserError(f"the code cannot be unpacked on the login node: {' '.join(done.stderr.split())}")
-
-
-def _git(*words: str, given: bytes | None = None) -> bytes:
-    done = subprocess.run(["git", *words], cwd=ROOT, input=given, capture_output=True, check=False)
-    if done.returncode:
-        raise UserError(f"git {words[0]}: {' '.join(done.stderr.decode(errors='replace').split())}")
-    return done.stdout
 
 
 def _words(given: Sequence[str], files: Mapping[str, str], folder: Path) -> list[str]:

@@ -149,6 +149,8 @@ class ClusterProfile:
             )
         if self.ports is not None and self.ports[1] - self.ports[0] < 63:
             raise ValueError(f"ports: [{self.ports[0]}, {self.ports[1]}] are too few: at least 64 are wanted")
+        if self.ports is not None and self.ports[1] > 65535:
+            raise ValueError(f"ports: [{self.ports[0]}, {self.ports[1]}]: the last TCP port there is is 65535")
         if wrong := [mount for mount in self.mounts if not re.fullmatch(r"/[^:]*:/[^:]*(:[a-z,+-]+)?", mount)]:
             raise ValueError(f"mounts: {wrong[0]!r} is not FROM:TO")
         for name, text in _texts(self):

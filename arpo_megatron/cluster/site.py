@@ -33,8 +33,12 @@ ends a step through its srun, which makes a KILL of a TERM."""
 SERVICE = "trap '' USR1; trap : TERM; \"$@\"; exit $?"
 """The same for a service: servers handle TERM, ignored or not, and their children have to end on it. So the shell stays
 and hears it in their place. (proctrack/cgroup signals the children of slurmstepd alone, except with KILL.)"""
-MAKE_SCRATCH = 'mkdir -p -m 700 "$1" && find /tmp -maxdepth 1 -type d -user "$(id -u)" -name "arpo-[0-9]*"'
-"""Also names this user's others, one a line."""
+MAKE_SCRATCH = (
+    'mkdir -p -m 700 "$1" || exit; '
+    '[ -O "$1" ] && [ ! -L "$1" ] || { echo "$1 is there already, and it is not ours" >&2; exit 1; }; '
+    'chmod 700 "$1" && find /tmp -maxdepth 1 -type d -user "$(id -u)" -name "arpo-[0-9]*"'
+)
+"""Also names this user's others, one a line. Job numbers can be guessed: what somebody else has made is not taken."""
 _SHORT_S = 30.0
 _ALIVE_S = 20.0
 KEPT_VARIABLES = ("SLURM_JOB_ID", "SLURM_CONF")

@@ -24,12 +24,12 @@ from arpo_megatron.cluster.site import gpu_words
 from arpo_megatron.cluster.submissions import live_jobs, no_longer_auto, submissions_of
 from arpo_megatron.config import JobConfig
 from arpo_megatron.errors import UserError
+from arpo_megatron.interrupts import Interrupted, interrupts_held_back, interrupts_ignored
 from arpo_megatron.plan import Plan
 from arpo_megatron.plan import plan as forecast_of
 from arpo_megatron.plan.hardware import GIB
 from arpo_megatron.plan.roles import RolePlan, plan_roles, settled
 from arpo_megatron.preparation import check_files
-from arpo_megatron.processes import Interrupted, interrupts_held_back, interrupts_ignored
 from arpo_megatron.run_directory import RunDirectory, write_json
 
 if TYPE_CHECKING:

@@ -2,7 +2,6 @@
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from math import floor
 from pathlib import Path
 
 from arpo_megatron.config import JobConfig
@@ -52,8 +51,8 @@ def scaled(config: JobConfig, nodes: int, gpus_per_node: int, keep: Collection[s
     ranks = engines = gpus
     if not shared(config):
         unit = 1 if nodes == 1 else gpus_per_node
-        now = parallel.world_size / (parallel.world_size + engine.tensor * engine.replicas)
-        ranks = max(1, floor(now * gpus / unit)) * unit
+        now = parallel.world_size + engine.tensor * engine.replicas
+        ranks = max(1, parallel.world_size * gpus // (now * unit)) * unit
         engines = gpus - ranks
     block = parallel.tensor * parallel.pipeline * parallel.context
     replicas = engine.replicas if config.cold_start_only else engines // engine.tensor

@@ -3,6 +3,7 @@
 # accounting database. Everything it writes is in one folder, and everything it starts ends with `down`.
 #
 #   onebox.sh install          packages from the distribution, where they are absent; says so first, starts no service
+#   onebox.sh installable      ends with an error where neither Slurm is here nor `install` could bring it
 #   onebox.sh up DIR           starts it; the last line of output is `export SLURM_CONF=...`
 #   onebox.sh down DIR         cancels what runs, stops every daemon of DIR
 #
@@ -18,10 +19,15 @@ fail() { say "$*"; exit 2; }
 PROGRAMS="munged slurmctld slurmd srun sbatch scontrol"
 missing() { for program in $PROGRAMS; do command -v "$program" >/dev/null || { echo "$program"; return; }; done; }
 
-install_packages() {
+installable() {
   [ -n "$(missing)" ] || return 0
   command -v apt-get >/dev/null || fail "$(missing) is not installed: install Slurm and munge (this script knows apt-get only)"
   [ "$(id -u)" = 0 ] || fail "$(missing) is not installed: as root, apt-get install slurmctld slurmd slurm-client munge"
+}
+
+install_packages() {
+  [ -n "$(missing)" ] || return 0
+  installable
   say "Slurm is not installed here: installing the distribution's slurmctld, slurmd, slurm-client and munge (10 to 30 s);" \
     "their services are not started now (systemctl disable munge, for the next boot)"
   local log; log=$(mktemp)
@@ -130,7 +136,8 @@ NODES=${NODES:-2}; CPUS=${CPUS:-8}; PORT=${PORT:-26800}
 PROCTRACK=${PROCTRACK:-linuxproc}; WARNING=${WARNING-preempt_send_user_signal}
 case "${1:-}" in
   install) install_packages ;;
+  installable) installable ;;
   up) DIR=$(realpath -m "${2:?a folder}"); install_packages; configure "$DIR"; start "$DIR" ;;
   down) stop "$(realpath -m "${2:?a folder}")" ;;
-  *) fail "usage: onebox.sh install | up DIR | down DIR" ;;
+  *) fail "usage: onebox.sh install | installable | up DIR | down DIR" ;;
 esac

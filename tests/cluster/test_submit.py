@@ -1,5 +1,6 @@
 """What is submitted is exactly what was said, printed before it is done, and holds no secret."""
 
+import os
 import re
 import subprocess
 from collections.abc import Callable
@@ -178,6 +179,8 @@ def test_the_progress_of_a_cold_start_is_told_too(tmp_path: Path, monkeypatch: p
     assert told() == "newest checkpoint step_3 of 28"
     write_json(run.result, {"step": 28})
     assert told() == "training is done (28 steps)"
+    resolve.save(resolve.over(resolve.load(run.config), ["train.steps=50"]), run.config)  # as `arpo resume` does
+    assert told() == "newest checkpoint step_3 of 50"
 
     job = resolve.resolve("sft_7b", words=["sft.steps=500"])
     run = submitted(tmp_path / "b", job, profile(runs=str(tmp_path)))
@@ -442,6 +445,7 @@ def test_colocated_engines_on_several_nodes_are_sent_their_weights() -> None:
         ({"time": 5}, "time: 5 leaves nothing before signal_s=300.* raise time or lower signal_s"),
         ({"time": "00:10:00", "signal_s": 600}, "time: 00:10:00 leaves nothing before signal_s=600"),
         ({"ports": [7000, 7010]}, "at least 64"),
+        ({"ports": [65500, 66000]}, "ports: .* the last TCP port there is is 65535"),
         ({"secrets": {"A B": "env"}}, "cannot be the name of a variable"),
         (
             {"environment": {"NOTE": "1"}, "secrets": {"NOTE": "env"}},
@@ -653,3 +657,43 @@ def test_a_log_is_followed_over_a_restart_of_the_controller(
     monkeypatch.setattr(commands, "_SILENCE_S", 0.0)
     with pytest.raises(UserError, match="connect failure"):
         commands.print_log(run, "job", lines=40, follow=True)
+
+
+@pytest.mark.parametrize("lines", [0, 2])
+def test_nothing_that_a_restart_says_is_missed_in_a_log_that_is_followed(
+    lines: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two lives have begun, and the last one ended, before the next look."""
+    run = submitted(tmp_path, resolve.resolve("quickstart"), profile(runs=str(tmp_path)))
+    run.logs.mkdir()
+
+    def says(life: int, text: str) -> None:
+        log = run.logs / f"log-1_{life}.out"
+        with log.open("a") as file:
+            file.write(text)
+        os.utime(log, (life, life))
+
+    looks = 0
+
+    def newest_state(run: RunDirectory) -> JobState:
+        nonlocal looks
+        looks += 1
+        if looks == 2:
+            says(0, "saved\n")
+            for life in (1, 2):
+                says(life, "".join(f"life {life} step {step}\n" for step in range(100)))
+        return JobState("1", "RUNNING" if looks < 2 else "COMPLETED")
+
+    says(0, "step 1\nstep 2\nstep 3\n")
+    monkeypatch.setattr(commands, "newest_state", newest_state)
+    monkeypatch.setattr(commands, "_FOLLOW_INTERVAL_S", 0.0)
+    monkeypatch.setattr(commands, "_STATE_INTERVAL_S", 0.0)
+    commands.print_log(run, "job", lines=lines, follow=True)
+    more = [f"life {life} step {step}" for life in (1, 2) for step in range(100)]
+    assert capsys.readouterr().out.splitlines() == [*["step 2", "step 3"][:lines], "saved", *more]
+
+
+def test_a_machine_without_git_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UserError, match="git is not installed"):
+        snapshot()

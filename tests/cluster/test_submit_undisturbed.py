@@ -18,7 +18,7 @@ from arpo_megatron.cluster.code import ROOT, Code
 from arpo_megatron.cluster.submissions import submissions_of
 from arpo_megatron.cluster.submit import Submission, prepare_submission, submit
 from arpo_megatron.errors import UserError
-from arpo_megatron.processes import Interrupted, interrupt_on_signals
+from arpo_megatron.interrupts import Interrupted, interrupt_on_signals
 from arpo_megatron.run_directory import RunDirectory
 
 

@@ -21,9 +21,10 @@ from arpo_megatron.cluster.profile import check_profile, load_profile, save_prof
 from arpo_megatron.cluster.site import MAKE_SCRATCH, SERVICE, TASK, SilentNodeError, SlurmSite
 from arpo_megatron.cluster.slurm import JobState, Node
 from arpo_megatron.errors import UserError
+from arpo_megatron.interrupts import Interrupted
 from arpo_megatron.monitor.progress import Progress
 from arpo_megatron.plan.roles import RolePlan
-from arpo_megatron.processes import Interrupted, RoleDiedError, Roles, StoppedError
+from arpo_megatron.processes import RoleDiedError, Roles, StoppedError
 from arpo_megatron.run_directory import RunDirectory
 from tools_sandbox.config import TOKEN_VARIABLE
 
@@ -379,6 +380,24 @@ def test_a_scratch_directory_is_made_and_all_of_the_user_are_named() -> None:
         assert str(folder) in said.stdout.split() and folder.stat().st_mode & 0o777 == 0o700
     finally:
         folder.rmdir()
+
+
+@pytest.mark.parametrize("whose", ["ours", "a link", "somebody else's"])
+def test_a_scratch_directory_that_is_there_already_is_taken_from_us_alone(whose: str, tmp_path: Path) -> None:
+    folder = tmp_path / "arpo-7"
+    if whose == "a link":
+        (tmp_path / "elsewhere").mkdir(0o755)
+        folder.symlink_to(tmp_path / "elsewhere")
+    else:
+        folder.mkdir(0o755)
+    if whose == "somebody else's":
+        if os.geteuid():
+            pytest.skip("only root can make a directory somebody else's")
+        os.chown(folder, 65534, 65534)
+    done = subprocess.run(["bash", "-c", MAKE_SCRATCH, "arpo", folder], capture_output=True, text=True)
+    assert done.returncode == (whose != "ours")
+    assert folder.stat().st_mode & 0o777 == (0o700 if whose == "ours" else 0o755)
+    assert done.stderr == ("" if whose == "ours" else f"{folder} is there already, and it is not ours\n")
 
 
 @pytest.mark.parametrize(("task", "ends_on_term"), [(TASK, 7), (SERVICE, 143)])

@@ -250,6 +250,18 @@ def test_a_split_job_stays_split_on_any_number_of_nodes(nodes: int, data: int, r
         assert word.engine.placement == "split" and plan_roles(word, 8, nodes).nodes == nodes
 
 
+@pytest.mark.parametrize(("trainer", "engines"), [(3, 8), (6, 5), (11, 4)])
+def test_whole_nodes_are_shared_out_exactly(trainer: int, engines: int) -> None:
+    words = [
+        "engine.placement=split",
+        "engine.tensor=1",
+        f"parallel.data={8 * trainer}",
+        f"engine.replicas={8 * engines}",
+    ]
+    job = scaled(resolve.resolve("quickstart", words=words), 5 * (trainer + engines), 8)
+    assert (job.parallel.data, job.engine.replicas) == (40 * trainer, 40 * engines)
+
+
 def test_the_words_of_a_found_layout_give_its_plan() -> None:
     job = resolve.resolve("deepsearch_14b")
     found = search(job, H100)

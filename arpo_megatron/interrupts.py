@@ -1,0 +1,71 @@
+"""Signals that ask this process to end: one exception for all of them, and when it may not come."""
+
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+_INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Interrupted(BaseException):
+    """A signal asked this process to end. Like KeyboardInterrupt, but no library in between catches it.
+
+    The message, where there is one, is for the user: what was done about it.
+    """
+
+
+@contextmanager
+def interrupts_deferred() -> Iterator[None]:
+    """A signal inside takes effect on leaving. Main thread only.
+
+    Around a fork: what a handler raises in an at-fork hook (logging has one) is printed and lost, and a process that
+    has started but is not yet noted would be left behind.
+    """
+    arrived: list[int] = []
+    try:
+        with _handled_by(lambda number, frame: arrived.append(number)):
+            yield
+    finally:
+        for late in arrived:
+            signal.raise_signal(late)
+
+
+@contextmanager
+def interrupts_held_back() -> Iterator[None]:
+    """As `interrupts_deferred`, and the commands that are run inside do not hear the terminal's ctrl-C either: they
+    inherit which signals are blocked."""
+    with interrupts_deferred():
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _INTERRUPTS)
+        try:
+            yield
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def interrupts_ignored() -> Iterator[None]:
+    """Neither this process nor a command that is run inside hears a signal, for a clean-up. Main thread only."""
+    with _handled_by(signal.SIG_IGN):
+        yield
+
+
+@contextmanager
+def _handled_by(handler: Callable[[int, FrameType | None], Any] | signal.Handlers) -> Iterator[None]:
+    before = {number: signal.signal(number, handler) for number in _INTERRUPTS}
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
+
+
+def interrupt_on_signals() -> None:
+    """Make SIGINT, SIGTERM and SIGHUP raise `Interrupted`, so that every way of ending runs the same clean-up."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise Interrupted
+
+    for number in _INTERRUPTS:
+        signal.signal(number, interrupt)
