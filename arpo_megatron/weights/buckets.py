@@ -53,7 +53,7 @@ class Block:
     @property
     def is_last(self) -> bool:
         """Whether the whole tensor is there with these rows."""
-        return self.rows.stop == self.count
+        return self.first + len(self.tensor) == self.count
 
 
 Bucket = Sequence[tuple[str, Tensor]] | Block

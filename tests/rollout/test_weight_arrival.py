@@ -112,7 +112,7 @@ def push(wire: Wire, model: nn.Module, block: Block | None) -> tuple[bool, str]:
     ("name", "parameter", "index", "in_place"),
     [
         ("up", "fused", slice(2, 6), 3),
-        ("rows", "rows", ..., 0),
+        ("rows", "rows", ..., 1),
         ("columns", "columns", ..., 0),
         ("twice", "embedding", ..., 0),
         ("twice", "head", ..., 0),
