@@ -31,9 +31,9 @@ from arpo_megatron.tasks.sampler import TaskSelector
 from arpo_megatron.tree import Float32Array, Role, RolloutTree
 from arpo_megatron.tree_files import ScoredTree, TreeLog
 from arpo_megatron.under_way import UnderWay
+from arpo_megatron.weights.buckets import Bucket
 from arpo_megatron.weights.engines import WeightPushError
 from arpo_megatron.weights.sync import LONG_PROBE_TOKENS, WeightSync
-from arpo_megatron.weights.transports import Bucket
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

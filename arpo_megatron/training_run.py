@@ -208,7 +208,8 @@ class TrainingRun:
     def _push_once(self, version: int) -> str | None:
         """One attempt of `push_weights`; what went wrong at the engines, if anything did."""
         buffers = self.leader.sync.buffers if self.leader else 0
-        buckets = hf_buckets(self.actor.chunks, self.actor.shape, self.config.sync.bucket_bytes, buffers)
+        fused, size = self.config.engine.quantization != "none", self.config.sync.bucket_bytes
+        buckets = hf_buckets(self.actor.chunks, self.actor.shape, size, buffers, fused=fused)
         probe, scores, error = None, None, None
         try:
             if self.leader is not None:

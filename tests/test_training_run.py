@@ -102,7 +102,9 @@ def test_a_push_is_probed_as_its_leader_says_and_one_that_failed_is_told_and_not
         probed.extend(packs)
         return [np.full(len(pack.predictors), -1.0, np.float32) for pack in packs]
 
-    monkeypatch.setattr("arpo_megatron.training_run.hf_buckets", lambda *_: (gathered.append(n) for n in range(3)))
+    monkeypatch.setattr(
+        "arpo_megatron.training_run.hf_buckets", lambda *_, **__: (gathered.append(n) for n in range(3))
+    )
     run: Any = SimpleNamespace(
         config=CONFIG,
         leader=SimpleNamespace(

@@ -53,7 +53,14 @@ TIMEOUT_S = 300.0
 _TINY_BUCKET_BYTES = 2**20
 
 
-def bench_sync(megabytes: int, tensor: int, bucket_mb: int, repeats: int, directory: Path | None) -> dict[str, Any]:
+def bench_sync(
+    megabytes: int,
+    tensor: int,
+    bucket_mb: int,
+    repeats: int,
+    directory: Path | None,
+    vocabulary: int = VOCABULARY,
+) -> dict[str, Any]:
     """Medians over rounds.
 
     Args:
@@ -62,6 +69,7 @@ def bench_sync(megabytes: int, tensor: int, bucket_mb: int, repeats: int, direct
         bucket_mb: `sync.bucket_mb`.
         repeats: rounds that count; one before them does not.
         directory: where to write (the model and two copies of it); None: the system's temporary directory.
+        vocabulary: of the model; 4 KiB of its embedding each.
 
     Raises:
         UserError: a rank or the engine failed.
@@ -70,7 +78,7 @@ def bench_sync(megabytes: int, tensor: int, bucket_mb: int, repeats: int, direct
 
     with TemporaryDirectory(dir=directory, prefix="arpo-bench-sync-") as made:
         root = Path(made)
-        shape = _make_model(root / "model", megabytes)
+        shape = _make_model(root / "model", megabytes, vocabulary)
         shape.check_divisible(ParallelConfig(tensor=tensor, sequence=tensor > 1))
         sizes = EngineConfig(max_running_requests=4, max_total_tokens=2048, memory_fraction=0.5)
         with launch_engine(root / "model", sizes, dtype="float32", seed=1, log_path=root / "engine.log") as engine:
@@ -93,14 +101,14 @@ def bench_sync(megabytes: int, tensor: int, bucket_mb: int, repeats: int, direct
     }
 
 
-def _make_model(directory: Path, megabytes: int) -> ModelShape:
+def _make_model(directory: Path, megabytes: int, vocabulary: int) -> ModelShape:
     """A Qwen3 with as many layers as it takes, random weights and the tokenizer of the generated tasks."""
     from arpo_megatron.tasks.tokenizers import generated_tokenizer, make_model_directory
 
     model = ModelConfig(hidden_size=1024, layers=1, heads=16, kv_heads=8, ffn_size=4096, dtype="float32")
     make_model_directory(directory, model, generated_tokenizer())
     file = directory / "config.json"
-    config = json.loads(file.read_text()) | {"vocab_size": VOCABULARY}
+    config = json.loads(file.read_text()) | {"vocab_size": vocabulary}
     file.write_text(json.dumps(config))
     one = exported_bytes(ModelShape.from_hf(directory), DTYPE.itemsize)
     config["num_hidden_layers"] = 2

@@ -97,7 +97,7 @@ class SyncConfig:
     `broadcast`."""
     bucket_mb: Positive = 256
     """Tensors are gathered and sent in buckets; what a push takes on the trainer's first rank is twice so many MiB. A
-    parameter that is larger is a bucket of its own."""
+    parameter that is larger comes in blocks of rows; with `ipc` the memory that is shared holds the largest tensor."""
     verify_every: NonNegative = 20
     """At an engine's first push and at every so many, checksums of sampled tensors are compared, and the probe that
     follows every push is a long one; 0: at the first alone."""

@@ -182,9 +182,15 @@ def logits_bytes(shape: ModelShape, parallel: ParallelConfig, targets: float, va
 
 
 def _push_buckets(config: JobConfig, shape: ModelShape) -> float:
-    """Two buckets on the first rank; a larger parameter is a bucket of its own (weights/export.py)."""
-    embedding = shape.vocabulary * shape.hidden * value_bytes(config)
-    return 2.0 * max(config.sync.bucket_mb * 2**20, embedding)
+    """On the first rank: two buckets (weights/export.py), one of them shared with the engine where it has to hold the
+    largest tensor whole. Gate and up projection are one bucket for an engine that quantizes.
+    """
+    bucket = config.sync.bucket_mb * 2.0**20
+    if config.engine.quantization != "none":
+        bucket = max(bucket, 2.0 * shape.ffn * shape.hidden * value_bytes(config))
+    if config.sync.transport == "ipc" or (config.sync.transport == "auto" and shared(config)):
+        return bucket + max(bucket, shape.vocabulary * shape.hidden * value_bytes(config))
+    return 2 * bucket
 
 
 def engine_weights(config: JobConfig, shape: ModelShape) -> float:

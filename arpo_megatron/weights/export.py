@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from arpo_megatron import freed_memory
 from arpo_megatron.durable import flush, replace_directory
+from arpo_megatron.weights.buckets import Block, Bucket
 from arpo_megatron.weights.files import write_tensors
 from arpo_megatron.weights.held import HeldParameters
-from arpo_megatron.weights.mapping import Entry, bucket_counts, entries, exported
+from arpo_megatron.weights.mapping import Entry, Rows, buckets, entries, exported
 from arpo_megatron.weights.shape import ModelShape
 
 MAX_SHARD_BYTES = 5_000_000_000
@@ -37,9 +38,7 @@ _COPIED = (
 )
 
 
-def hf_tensors(
-    chunks: Sequence[nn.Module], shape: ModelShape, room: "_Room | None" = None
-) -> Iterator[tuple[str, Tensor]]:
+def hf_tensors(chunks: Sequence[nn.Module], shape: ModelShape) -> Iterator[tuple[str, Tensor]]:
     """Every full tensor under its Hugging Face name, in the parameters' type and on their device.
 
     A collective of all ranks: each must run the iterator to its end. The tensors come out on rank 0, in the order of
@@ -50,47 +49,38 @@ def hf_tensors(
     Args:
         chunks: this rank's part of the model, wrapped or not (see `load_hf`).
         shape: of the whole model.
-        room: where rank 0 puts what it gathers; None: memory of its own for each tensor.
     """
-    held = HeldParameters.of(chunks)
-    table = [entry for entry in entries(shape) if not entry.copy]
-    stages = _stages(table, held)
-    for entry, stage in zip(table, stages, strict=True):
-        found = held.find(entry)
-        for index, (name, size) in enumerate(entry.hf.items()):
-            route = _Route(entry, shape, stage, size, next(iter(held.parameters.values())), room)
-            part = None if found is None else entry.parts(found[1].detach(), route.ranks)[index]
-            whole = route.to_leader(part)
-            if whole is not None:
-                yield name, whole
-            del part, whole  # or they would live until the next ones are there
+    return _gathered(chunks, shape, None, limit=None, fused=True)
 
 
 def hf_buckets(
-    chunks: Sequence[nn.Module], shape: ModelShape, bucket_bytes: int, buffers: int = 2
-) -> Iterator[list[tuple[str, Tensor]]]:
+    chunks: Sequence[nn.Module], shape: ModelShape, bucket_bytes: int, buffers: int = 2, *, fused: bool = False
+) -> Iterator[Bucket]:
     """The tensors of `hf_tensors` in buckets, each gathered when it is asked for.
 
     A collective of all ranks, likewise; only rank 0 gets buckets. All tensors of one Megatron parameter are in one
-    bucket: they are those that SGLang fuses too (query, key and value; gate and up projection), and what it quantizes
-    it wants to see together. What is gathered lies in buffers that take turns: a bucket may be read while the next
-    one, with two buffers, is gathered, and no longer.
+    bucket, if they fit: they are those that SGLang fuses too (query, key and value; gate and up projection). If not,
+    they come one after the other, and those that are larger than a bucket in blocks of rows. What is gathered lies in
+    buffers that take turns: a bucket may be read while the next one, with two buffers, is gathered, and no longer.
 
     Args:
         chunks: this rank's part of the model.
         shape: of the whole model.
-        bucket_bytes: a bucket holds at most this many bytes, or one parameter that is larger.
+        bucket_bytes: a bucket holds at most this many bytes, or one row that is larger.
         buffers: of that size; used only where tensors are not already whole in the model.
+        fused: a parameter of several tensors is in one bucket also where it is larger: an engine that quantizes wants
+            to see them together.
     """
     room = _Room(bucket_bytes, buffers)
-    tensors = hf_tensors(chunks, shape, room)
+    limit = bucket_bytes // next(chunks[0].parameters()).dtype.itemsize
+    tensors = _gathered(chunks, shape, room, limit=limit, fused=fused)
     if dist.get_rank():
         for _ in tensors:
             pass
         return
-    for count in bucket_counts(shape, next(chunks[0].parameters()).dtype.itemsize, bucket_bytes):
+    for planned in buckets(shape, limit, fused=fused):
         room.turn()
-        yield list(islice(tensors, count))
+        yield _bucket(list(islice(tensors, len(planned))), planned[0])
     for _ in tensors:  # it has something to do after its last tensor
         pass
 
@@ -126,6 +116,29 @@ def export_hf(
     dist.barrier()
 
 
+def _gathered(
+    chunks: Sequence[nn.Module], shape: ModelShape, room: "_Room | None", *, limit: int | None, fused: bool
+) -> Iterator[tuple[str, Tensor]]:
+    """What `Entry.cut` says of every entry, gathered into `room` (None: into memory of its own)."""
+    held = HeldParameters.of(chunks)
+    table = [entry for entry in entries(shape) if not entry.copy]
+    stages = _stages(table, held)
+    for entry, stage in zip(table, stages, strict=True):
+        found = held.find(entry)
+        indices = {name: index for index, name in enumerate(entry.hf)}
+        for rows in (rows for together in entry.cut(limit, fused=fused) for rows in together):
+            route = _Route(entry, shape, stage, rows, next(iter(held.parameters.values())), room)
+            part = None if found is None else entry.parts(found[1].detach(), route.ranks)[indices[rows.name]]
+            whole = route.to_leader(part)
+            if whole is not None:
+                yield rows.name, whole
+            del part, whole  # or they would live until the next ones are there
+
+
+def _bucket(tensors: list[tuple[str, Tensor]], first: Rows) -> Bucket:
+    return tensors if first.are_all else Block(first.name, tensors[0][1], first.first, first.size[0])
+
+
 class _Room:
     """Memory for whole tensors: buffers that take turns, and where one is full memory from the allocator.
 
@@ -154,26 +167,31 @@ class _Room:
 
 
 class _Route:
-    """The way of one Hugging Face tensor from the ranks that hold it to rank 0: expert, then stage, then tensor ranks.
+    """The way of a Hugging Face tensor, or a block of its rows, from the ranks that hold it to rank 0: expert, then
+    stage, then tensor ranks.
 
     Only the first data-parallel replica (and the ranks that share out its experts) takes part; the parameters of the
     others are the same.
     """
 
     def __init__(
-        self, entry: Entry, shape: ModelShape, stage: int, size: tuple[int, ...], like: Tensor, room: _Room | None
+        self, entry: Entry, shape: ModelShape, stage: int, rows: Rows, like: Tensor, room: _Room | None
     ) -> None:
-        self._entry, self._stage, self._size, self._like = entry, stage, size, like
+        self._entry, self._stage, self._rows, self._like = entry, stage, rows, like
+        self._size = (rows.last - rows.first, *rows.size[1:])
         self._room = None if dist.get_rank() else room
         self.ranks = parallel_state.get_tensor_model_parallel_world_size()
+        self._rank = parallel_state.get_tensor_model_parallel_rank()
         self._expert_rank = 0
         if entry.expert is not None and shape.experts is not None:
             self.ranks = parallel_state.get_expert_tensor_parallel_world_size()
+            self._rank = parallel_state.get_expert_tensor_parallel_rank()
             share = shape.experts.count // parallel_state.get_expert_model_parallel_world_size()
             self._expert_rank = entry.expert // share
 
     def to_leader(self, part: Tensor | None) -> Tensor | None:
-        """The whole tensor on rank 0, None elsewhere."""
+        """The whole tensor, or block, on rank 0, None elsewhere; `part` is what this rank has of the whole tensor."""
+        part = None if part is None else self._asked(part)
         here, row = (
             parallel_state.get_pipeline_model_parallel_rank(),
             parallel_state.get_tensor_model_parallel_rank(),
@@ -196,19 +214,21 @@ class _Route:
         return whole
 
     def _assemble(self, part: Tensor | None, row: int, here: int) -> Tensor | None:
-        """The whole tensor on rank 0, from the parts of the tensor-parallel ranks of the stage that has it.
+        """All rows on rank 0, from the parts of the tensor-parallel ranks of the stage that has them.
 
         In blocks of rows, stage to stage and then rank to rank: a second tensor of this size, or a part of one, would
         be too much for a rank 0 that is nearly full.
         """
         whole = None if row or here else self._new(self._size)
-        first, *others = self._entry.part_shape(self._size, self.ranks)
+        others = self._entry.part_shape(self._size, self.ranks)[1:]
         step = max(1, _BLOCK_BYTES // (prod(others) * self._like.itemsize))
-        received = self._like.new_empty(min(step, first), *others)
+        received = self._like.new_empty(min(step, self._size[0]), *others)
         for rank in range(self.ranks):
-            place = None if whole is None else whole[self._entry.piece(self._size, rank, self.ranks)]
-            for start in range(0, first, step):
-                rows = received[: min(step, first - start)]
+            held = self._held(rank)
+            columns = self._entry.piece(self._rows.size, rank, self.ranks)[1:]
+            place = None if whole is None else whole[(_from(held, self._rows.first), *columns)]
+            for start in range(0, len(held), step):
+                rows = received[: min(step, len(held) - start)]
                 if rank == row and here == self._stage:
                     assert part is not None, self._entry.megatron
                     rows = _rows(part, start, start + len(rows), grouped=part.dim() > len(self._size))
@@ -221,6 +241,23 @@ class _Route:
                     place[start : start + step].copy_(rows)
         return whole
 
+    def _share(self, rank: int) -> range:
+        """The rows of the whole tensor that a rank's part has something of."""
+        return range(self._rows.size[0])[self._entry.piece(self._rows.size, rank, self.ranks)[0]]
+
+    def _held(self, rank: int) -> range:
+        """Those of them that are asked for."""
+        share = self._share(rank)
+        first = max(share.start, self._rows.first)
+        return range(first, max(first, min(share.stop, self._rows.last)))
+
+    def _asked(self, part: Tensor) -> Tensor:
+        """The rows of this rank's part that are asked for; interleaved ones are whole groups (`Entry.cut`)."""
+        rows, unit = _from(self._held(self._rank), self._share(self._rank).start), 1
+        if part.dim() > len(self._size):
+            unit = part.shape[1]
+        return part[rows.start // unit : rows.stop // unit]
+
     def _new(self, size: tuple[int, ...]) -> Tensor:
         return self._like.new_empty(size) if self._room is None else self._room.take(size, self._like)
 
@@ -230,9 +267,14 @@ class _Route:
             assert part is not None, self._entry.megatron
             part = part.contiguous()
         else:
-            part = self._new(self._entry.part_shape(self._size, self.ranks))
+            part = self._new((len(self._held(self._rank)), *self._entry.part_shape(self._size, self.ranks)[1:]))
         dist.broadcast(part, group=group, group_src=source)
         return part
+
+
+def _from(rows: range, start: int) -> slice:
+    """Those rows, counted from `start`."""
+    return slice(rows.start - start, rows.stop - start)
 
 
 def _rows(part: Tensor, start: int, stop: int, *, grouped: bool) -> Tensor:

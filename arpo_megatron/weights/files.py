@@ -207,6 +207,14 @@ def write_file(path: Path, tensors: Sequence[tuple[str, Tensor]]) -> None:
             out.write(_bytes(tensor.detach().cpu()))
 
 
+def write_rows(path: Path, name: str, shape: Shape, rows: Tensor, first: int) -> None:
+    """Write one safetensors file with one tensor, in as many calls as it has blocks of rows, from `first` = 0 on."""
+    with path.open("ab" if first else "wb") as out:
+        if not first:
+            out.write(_make_header({name: (shape, rows.dtype)}))
+        out.write(_bytes(rows.detach().cpu()))
+
+
 def _write_next(
     coming: Iterator[tuple[str, Tensor]], out: BinaryIO, name: str, shape: Shape, dtype: torch.dtype
 ) -> None:

@@ -152,6 +152,26 @@ def sizes(shape: ModelShape) -> dict[str, int]:
 
 
 @dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows `first` to `last` (one past the last of them) of the Hugging Face tensor `name` of shape `size`."""
+
+    name: str
+    size: tuple[int, ...]
+    first: int
+    last: int
+
+    @property
+    def elements(self) -> int:
+        """How many numbers they are."""
+        return (self.last - self.first) * prod(self.size[1:])
+
+    @property
+    def are_all(self) -> bool:
+        """Whether they are the whole tensor."""
+        return self.last - self.first == self.size[0]
+
+
+@dataclass(frozen=True, slots=True)
 class Entry:
     """A row for one layer, and one expert, of one model.
 
@@ -199,6 +219,24 @@ class Entry:
             return list(parameter.split([self.part_shape(size, ranks)[0] for size in self.hf.values()]))
         return [parameter]
 
+    def cut(self, limit: int | None, *, fused: bool) -> list[list[Rows]]:
+        """What of it is sent together: its whole tensors, or one after the other and in blocks of rows.
+
+        Args:
+            limit: so many numbers are sent at a time, unless a single row (of query, key and value: the rows of one
+                group) has more; None: any number.
+            fused: tensors of one parameter are always sent together, whole.
+        """
+        if limit is None or (fused and len(self.hf) > 1) or sum(map(prod, self.hf.values())) <= limit:
+            return [[Rows(name, size, 0, size[0]) for name, size in self.hf.items()]]
+        found = []
+        for name, size in self.hf.items():
+            unit = size[0] // self.groups if self.layout is Layout.GROUPS else 1
+            step = unit * max(1, limit // (unit * prod(size[1:])))
+            starts = range(0, size[0], step)
+            found += [[Rows(name, size, first, min(first + step, size[0]))] for first in starts]
+        return found
+
 
 def entries(shape: ModelShape) -> list[Entry]:
     """Every parameter of the model, layer by layer, expert by expert: the order of exports and pushes."""
@@ -232,16 +270,21 @@ def exported_bytes(shape: ModelShape, itemsize: int) -> int:
     return sum(prod(size) for size in exported(shape).values()) * itemsize
 
 
-def bucket_counts(shape: ModelShape, itemsize: int, bucket_bytes: int) -> list[int]:
-    """How many of the exported tensors each bucket holds: whole rows, `bucket_bytes` at most or one larger row."""
-    counts, held = [0], 0
-    for entry in entries(shape):
-        if entry.copy:
-            continue
-        size = sum(prod(size) for size in entry.hf.values()) * itemsize
-        if held and held + size > bucket_bytes:
-            counts.append(0)
+def buckets(shape: ModelShape, limit: int, *, fused: bool = False) -> list[list[Rows]]:
+    """What each bucket of a push holds: whole rows of the table, or a block of a parameter that is larger.
+
+    Args:
+        shape: of the model.
+        limit: a bucket's numbers.
+        fused: see `Entry.cut`; a bucket may then be larger than `limit`.
+    """
+    found: list[list[Rows]] = [[]]
+    held = 0
+    for together in (group for entry in entries(shape) if not entry.copy for group in entry.cut(limit, fused=fused)):
+        size, is_block = sum(rows.elements for rows in together), not together[0].are_all
+        if held and (is_block or held + size > limit):
+            found.append([])
             held = 0
-        counts[-1] += len(entry.hf)
-        held += size
-    return counts
+        found[-1] += together
+        held = max(limit, size) if is_block else held + size
+    return found

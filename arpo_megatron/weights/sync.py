@@ -24,9 +24,10 @@ from numpy.typing import ArrayLike
 
 from arpo_megatron.config import JobConfig
 from arpo_megatron.machine import placement
+from arpo_megatron.weights.buckets import Block, Bucket, sent
 from arpo_megatron.weights.checksums import Sample
 from arpo_megatron.weights.engines import Engine, Engines, WeightPushError
-from arpo_megatron.weights.transports import Broadcast, Bucket, Disk, SharedMemory, Transport
+from arpo_megatron.weights.transports import Broadcast, Disk, SharedMemory, Transport
 
 TIMEOUT_S = 120.0
 """Deadline of a request to an engine: of joining, of a bucket, of generations that are waited for."""
@@ -36,7 +37,7 @@ so few rows take no longer than reading the weights."""
 LONG_PROBE_TOKENS = 16
 """Where a push is verified. What mixes tokens, queries and keys, shows better in a longer one."""
 _SAMPLED_SHARE = 16
-"""Of each bucket's tensors one in so many is sampled for checksums, and at least one."""
+"""Of each bucket's tensors one in so many is sampled for checksums, and at least one; all that come in blocks."""
 _SAMPLE_BYTES = 2**20
 """Of a sampled tensor's rows so many bytes."""
 
@@ -90,6 +91,11 @@ class WeightSync:
     def buffers(self) -> int:
         """How many buffers `export.hf_buckets` is to gather into."""
         return self._transport.buffers
+
+    @property
+    def fused(self) -> bool:
+        """Whether `export.hf_buckets` is to keep tensors of one parameter together: where engines quantize them."""
+        return not self._comparable
 
     @classmethod
     def of(cls, config: JobConfig, urls: Sequence[str], run: Path, token: str | None = None) -> Self:
@@ -161,15 +167,12 @@ class WeightSync:
         wait: Callable[[], None] | None = None
         for bucket in buckets:  # gathered while the last one travels
             if sampler is not None:
-                for index in sampler.choice(len(bucket), max(1, len(bucket) // _SAMPLED_SHARE), replace=False):
-                    name, tensor = bucket[index]
-                    sample = Sample.of(tensor, sampler.random(), _SAMPLE_BYTES)
-                    sums[name] = sample, sample.checksum(tensor.detach())
-            sent = self._transport.send(bucket)  # announced before the last one has arrived: engines do not idle
+                _sample(bucket, sampler, sums)
+            arrived = self._transport.send(bucket)  # announced before the last one has arrived: engines do not idle
             if wait is not None:
                 wait()
-            wait = sent
-            total, count = total + sum(tensor.nbytes for _, tensor in bucket), count + 1
+            wait = arrived
+            total, count = total + sum(tensor.nbytes for _, tensor in sent(bucket)), count + 1
         if wait is None:
             raise ValueError("a push needs at least one tensor")
         wait()
@@ -181,6 +184,21 @@ class WeightSync:
             for name, (sample, expected) in sums.items():
                 if what := sample.difference(held[name], expected):
                     raise WeightPushError(f"{url}: {name} is not what the trainer sent: {what}")
+
+
+def _sample(bucket: Bucket, sampler: np.random.Generator, sums: dict[str, tuple[Sample, int]]) -> None:
+    """Add what is to be known of a bucket. The sampled rows of a tensor that comes in blocks may lie in two of them."""
+    if isinstance(bucket, Block):
+        if not bucket.first:
+            sums[bucket.name] = Sample.of(bucket.whole, sampler.random(), _SAMPLE_BYTES), 0
+        sample, known = sums[bucket.name]
+        piece = sample.held(bucket.tensor.detach(), bucket.whole[bucket.rows])
+        sums[bucket.name] = sample, (known + (0 if piece is None else piece.checksum)) % 2**64
+        return
+    for index in sampler.choice(len(bucket), max(1, len(bucket) // _SAMPLED_SHARE), replace=False):
+        name, tensor = bucket[index]
+        sample = Sample.of(tensor, sampler.random(), _SAMPLE_BYTES)
+        sums[name] = sample, sample.checksum(tensor.detach())
 
 
 def _directory(shared: Path | None, run: Path) -> Path:

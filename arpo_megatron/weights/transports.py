@@ -31,10 +31,9 @@ from torch.distributed.distributed_c10d import Backend, GroupName, _new_process_
 from torch.multiprocessing import reductions
 
 from arpo_megatron.errors import UserError
+from arpo_megatron.weights.buckets import Block, Bucket, sent
 from arpo_megatron.weights.engines import Engine, Engines, WeightPushError, failure, first_line, is_local, local_address
-from arpo_megatron.weights.files import write_file
-
-Bucket = Sequence[tuple[str, Tensor]]
+from arpo_megatron.weights.files import write_file, write_rows
 
 _POLL_INTERVAL_S = 0.0005
 _CLOSE_S = 5.0
@@ -126,11 +125,13 @@ class Broadcast:
     def _announce(self, bucket: Bucket) -> list[Any]:
         """The works of the process group that carry the tensors. The engines' half is `rollout/weight_arrival.py`."""
         self._wait(self._acknowledged)  # or this announcement might overtake the last one
+        tensors = [tensor.detach().contiguous() for _, tensor in sent(bucket)]
         body: dict[str, Any] = {
-            "names": [name for name, _ in bucket],
-            "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
-            "shapes": [list(tensor.shape) for _, tensor in bucket],
+            "names": [name for name, _ in sent(bucket)],
+            "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in tensors],
+            "shapes": [list(tensor.shape) for tensor in tensors],
             "group_name": self._name,
+            "load_format": bucket.load_format if isinstance(bucket, Block) else None,
             "flush_cache": False,
         }
         self._loads += 1
@@ -138,7 +139,6 @@ class Broadcast:
             "update_weights_from_distributed", [(engine.url, body) for engine in self._engines]
         )
         one = torch.zeros(1, device="cpu" if self._backend == "gloo" else "cuda")
-        tensors = [tensor.detach().contiguous() for _, tensor in bucket]
         try:
             self._acknowledged = [dist.all_reduce(one, group=self._group, async_op=True)]
             return [dist.broadcast(tensor, src=0, group=self._group, async_op=True) for tensor in tensors]
@@ -238,15 +238,19 @@ class SharedMemory:
     def send(self, bucket: Bucket) -> Callable[[], None]:
         """Copy the tensors into the buffer, when it is free, and hand its handle to every rank of every engine."""
         concurrent.futures.wait(self._reading)
-        total = sum(tensor.nbytes for _, tensor in bucket)
-        flat = self._room(total, bucket[0][1].device)
+        block, values = bucket if isinstance(bucket, Block) else None, sent(bucket)
+        wholes = [tensor for _, tensor in values] if block is None else [block.whole]
+        flat = self._room(sum(whole.nbytes for whole in wholes), values[0][1].device)
         metadata, end = [], 0
-        for name, tensor in bucket:
-            start, end = end, end + tensor.nbytes
-            flat[start:end].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
-            place = {"start_idx": start, "end_idx": end, "numel": tensor.nbytes}
+        rows = ... if block is None else block.rows
+        for (name, tensor), whole in zip(values, wholes, strict=True):
+            start, end = end, end + whole.nbytes
+            flat[start:end].view(whole.dtype).view(whole.shape)[rows].copy_(tensor.detach())
+            bounds = {"start_idx": start, "end_idx": end, "numel": whole.nbytes}
             # SGLang's FlattenedTensorMetadata in all but name; it reads the attributes and unpickles few classes.
-            metadata.append(SimpleNamespace(name=name, shape=tensor.shape, dtype=tensor.dtype, **place))
+            metadata.append(SimpleNamespace(name=name, shape=whole.shape, dtype=whole.dtype, **bounds))
+        if block is not None and not block.is_last:  # SGLang reads whole tensors: this one is put together here
+            return lambda: None
         if flat.is_cuda:
             torch.cuda.synchronize()  # another process reads it, on a stream of its own
         bodies = []
@@ -334,7 +338,7 @@ def _shared_by_name() -> Iterator[None]:
 
 
 class Disk:
-    """Each bucket is a safetensors file that the engines read; it is deleted when they have.
+    """Each bucket, or all blocks of a tensor, is a safetensors file that the engines read; then it is deleted.
 
     Args:
         requests: to the engines.
@@ -379,9 +383,14 @@ class Disk:
     def _write_and_load(self, bucket: Bucket) -> None:
         file = self._directory / "model.safetensors"
         try:
-            write_file(file, bucket)
+            if isinstance(bucket, Block):
+                write_rows(file, bucket.name, tuple(bucket.whole.shape), bucket.tensor, bucket.first)
+            else:
+                write_file(file, bucket)
         except OSError as error:
             raise WeightPushError(f"{file}: {error.strerror}") from error
+        if isinstance(bucket, Block) and not bucket.is_last:
+            return
         body = {"model_path": str(self._directory), "load_format": "safetensors", "flush_cache": False}
         self._loads += 1
         posts = self._requests.start("update_weights_from_disk", [(engine.url, body) for engine in self._engines])

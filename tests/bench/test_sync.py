@@ -19,3 +19,14 @@ def test_new_weights_arrive_by_every_transport_with_two_buckets_of_memory(tensor
         assert found["tensors_verified"] >= figures["model_bytes"] / (BUCKET_MB * 2**20)
         assert found["peak_extra_bytes"] <= found["two_buckets_bytes"], (name, found)
     assert not list(tmp_path.iterdir())
+
+
+def test_an_embedding_of_four_buckets_takes_two_of_them(tmp_path):
+    """But by shared memory, which SGLang reads whole tensors from: one bucket, and the embedding (and 16 MB)."""
+    bucket_mb, vocabulary = 32, 24576
+    found = bench_sync(200, 2, bucket_mb, 1, tmp_path, vocabulary)["transports"]
+    embedding, buckets = vocabulary * 4096, 2 * bucket_mb * 2**20
+    for name, limit in {"broadcast": buckets, "disk": buckets, "ipc": buckets // 2 + embedding + 2**24}.items():
+        assert found[name]["probe_gap"] < 1e-4, name
+        assert found[name]["peak_extra_bytes"] <= limit, (name, found[name])
+    assert found["broadcast"]["engine_peak_extra_bytes"] <= buckets

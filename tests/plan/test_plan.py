@@ -180,6 +180,21 @@ def test_colocated_engines_on_several_nodes_get_their_weights_from_gloo() -> Non
     assert files.step_seconds["weight_push"] == split.step_seconds["weight_push"]
 
 
+def test_a_push_takes_two_buckets_and_by_shared_memory_one_and_the_largest_tensor() -> None:
+    """Qwen3-14B's embedding has 1.56 GB, its gate and up projection 0.36 GB, a bucket 0.27 GB."""
+
+    def planned(**engine: str) -> float:
+        job = resolve.resolve("deepsearch_14b+split")
+        changed = replace(job, engine=replace(job.engine, **engine))
+        return plan(changed, H100).memory.rollout["push_buckets"]
+
+    bucket, embedding = 256 * 2**20, 151936 * 5120 * 2
+    assert planned() == 2 * bucket
+    assert planned(quantization="fp8") == 2 * (2 * 17408 * 5120 * 2)
+    one = plan(resolve.resolve("deepsearch_14b+1node"), H100)
+    assert one.memory.rollout["push_buckets"] == bucket + embedding
+
+
 def test_no_step_ends_before_the_longest_response_has_been_sampled() -> None:
     job = resolve.resolve("deepsearch_14b+16nodes")
     weights = 2 * whole_model(KNOWN_SHAPES["Qwen/Qwen3-14B"]).total / job.engine.tensor

@@ -1,13 +1,18 @@
 """Which tensors of a push an engine receives straight into its parameters: those that lie there whole, as they are."""
 
 from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
+from arpo_megatron.rollout import weight_arrival
 from arpo_megatron.rollout.weight_arrival import whole_places
 from arpo_megatron.rollout.weight_checksums import held_pieces
 from arpo_megatron.rollout.weight_places import places
+from arpo_megatron.weights.buckets import Block
 from arpo_megatron.weights.checksums import Sample
 
 
@@ -73,3 +78,83 @@ def test_asking_where_tensors_go_takes_no_memory_however_many_and_large_they_are
     assert whole_places(Loader(), names, [torch.float32] * len(names), [size] * len(names)) == {}
     (piece,) = held_pieces(Loader(), {"up": Sample(size, "float32", 1, 2)})["up"]
     assert (piece.offset, piece.sizes) == (2**20, (1, 2**20))
+
+
+class Wire:
+    """In the place of a process group: what is broadcast is there at once."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.value = torch.empty(0)
+        self.targets: list[int] = []
+        self.done = SimpleNamespace(wait=lambda: None)
+        monkeypatch.setattr(weight_arrival.dist, "get_backend", lambda _: "gloo")
+        monkeypatch.setattr(weight_arrival.dist, "all_reduce", lambda *_, **__: self.done)
+        monkeypatch.setattr(weight_arrival.dist, "broadcast", self._broadcast)
+
+    def _broadcast(self, tensor: Tensor, **_: Any) -> SimpleNamespace:
+        tensor.copy_(self.value)
+        self.targets.append(tensor.untyped_storage().data_ptr())
+        return self.done
+
+
+def push(wire: Wire, model: nn.Module, block: Block | None) -> tuple[bool, str]:
+    runner = SimpleNamespace(
+        model=model, _model_update_group={"group": None}, server_args=SimpleNamespace(quantization=None)
+    )
+    if block is None:
+        return weight_arrival._receive_in_runner(runner, [], [], [], group_name="group")
+    wire.value = block.tensor
+    what = [[block.name], ["float32"], [list(block.tensor.shape)]]
+    return weight_arrival._receive_in_runner(runner, *what, group_name="group", load_format=block.load_format)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameter", "index", "in_place"),
+    [
+        ("up", "fused", slice(2, 6), 3),
+        ("rows", "rows", ..., 1),
+        ("columns", "columns", ..., 0),
+        ("twice", "embedding", ..., 0),
+        ("twice", "head", ..., 0),
+        ("cast", "narrow", ..., 0),
+        ("transposed", "embedding", ..., 0),
+        ("scaled", "scaled", ..., 0),
+    ],
+)
+def test_blocks_of_rows_become_what_the_whole_tensor_would(
+    monkeypatch: pytest.MonkeyPatch, name: str, parameter: str, index: Any, in_place: int
+) -> None:
+    wire, model, expected = Wire(monkeypatch), Loader(), Loader()
+    whole = torch.randn(4, 4)
+    expected.load_weights([(name, whole)])
+    for first, last in ((0, 1), (1, 3), (3, 4)):
+        assert push(wire, model, Block(name, whole[first:last], first, 4)) == (
+            True,
+            "Succeeded to update parameter online.",
+        )
+    assert push(wire, model, None)[0]
+    assert torch.equal(getattr(model, parameter)[index], getattr(expected, parameter)[index])
+    own = {value.untyped_storage().data_ptr() for value in model.parameters()}
+    assert sum(target in own for target in wire.targets) == in_place
+    if name in ("cast", "transposed", "scaled"):  # collected, and loaded as one
+        assert len(set(wire.targets)) == 1
+
+
+def test_a_block_without_those_before_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    done, why = push(Wire(monkeypatch), Loader(), Block("scaled", torch.ones(2, 4), 2, 4))
+    assert not done
+    assert "scaled: its rows from 2 on come without those before" in why
+
+
+def test_a_block_is_looked_for_in_the_rows_of_each_part_of_a_parameter() -> None:
+    """Of a vocabulary that two ranks divide, each takes its rows of a block that lies in both."""
+    copies = places(Loader(), {"rows": ((4, 4), torch.float32)})["rows"]  # rows 2 and 3
+
+    def taken(first: int, last: int) -> list[tuple[int, ...]] | None:
+        found = weight_arrival.block_places(copies, Block("rows", torch.empty(last - first, 4), first, 4))
+        return None if found is None else [(int(place.storage_offset()), *values.shape) for values, place in found]
+
+    assert taken(0, 2) == []
+    assert taken(1, 3) == [(8, 1, 4)]
+    assert taken(3, 4) == [(12, 1, 4)]
+    assert weight_arrival.block_places([], Block("unknown", torch.empty(1, 4), 0, 4)) is None

@@ -10,9 +10,10 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
+from arpo_megatron.weights.buckets import Bucket
 from arpo_megatron.weights.engines import Engines
 from arpo_megatron.weights.sync import WeightSync
-from arpo_megatron.weights.transports import Broadcast, Bucket
+from arpo_megatron.weights.transports import Broadcast
 
 
 def main() -> None:

@@ -1,4 +1,5 @@
-"""torchrun script: in each layout load every model under ROOT, compute log-probs where one stage can, export again.
+"""torchrun script: in each layout load every model under ROOT, compute log-probs where one stage can, export again,
+and gather it in buckets that are smaller than most of its tensors.
 
 Arguments: ROOT and the names of layouts, all of as many ranks as were started.
 """
@@ -9,15 +10,19 @@ from pathlib import Path
 
 import torch
 from megatron.core import parallel_state
+from safetensors.torch import load_file
 from tiny_models import megatron_logprobs, sample_tokens
 
 from arpo_megatron.actor import parallel
 from arpo_megatron.actor.model import build_chunks
 from arpo_megatron.config import ParallelConfig
-from arpo_megatron.weights.export import export_hf
+from arpo_megatron.weights.buckets import Block, sent
+from arpo_megatron.weights.export import export_hf, hf_buckets
 from arpo_megatron.weights.load import load_hf
+from arpo_megatron.weights.mapping import exported
 from arpo_megatron.weights.shape import ModelShape
 
+BUCKET_BYTES = 5000
 LAYOUTS = {
     "tensor": ParallelConfig(tensor=2, sequence=True),
     "pipeline": ParallelConfig(pipeline=2),
@@ -55,11 +60,30 @@ def round_trip(shape: ModelShape, source: Path, layout: ParallelConfig, out: Pat
     load_hf(chunks, shape, source)
     assert all(tensor.isfinite().all() for chunk in chunks for tensor in chunk.parameters())
     export_hf(chunks, shape, source, out)
+    blocks_are_the_files_rows(chunks, shape, source)
     if layout.pipeline == 1:
         with torch.no_grad():
             logprobs = megatron_logprobs(chunks[0], sample_tokens())
         if parallel.is_leader():
             torch.save(logprobs, out / "logprobs.pt")
+
+
+def blocks_are_the_files_rows(chunks: list[torch.nn.Module], shape: ModelShape, source: Path) -> None:
+    """Some of them lie in the parts of two ranks, and some ranks have nothing of a block."""
+    expected, tops = load_file(source / "model.safetensors"), dict.fromkeys(exported(shape), 0)
+    blocks = 0
+    for bucket in hf_buckets(chunks, shape, BUCKET_BYTES):
+        for name, tensor in sent(bucket):
+            whole, top = expected[name], tops[name]
+            tops[name] += len(tensor)
+            assert torch.equal(tensor, whole[top : tops[name]]), name
+            if isinstance(bucket, Block):
+                blocks += 1
+                assert (bucket.first, bucket.count, bucket.is_last) == (top, len(whole), tops[name] == len(whole))
+        assert sum(tensor.nbytes for _, tensor in sent(bucket)) <= BUCKET_BYTES
+    if parallel.is_leader():
+        assert tops == {name: len(expected[name]) for name in tops}
+        assert blocks >= 2  # of the embedding
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """Hugging Face -> Megatron -> Hugging Face: the same function, the same gradient, the same bits."""
 
 import json
-from itertools import islice
 from math import prod
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from torchrun import torchrun
 
 from arpo_megatron.config import ParallelConfig
 from arpo_megatron.weights.held import HeldParameters
-from arpo_megatron.weights.mapping import Entry, bucket_counts, entries, exported
+from arpo_megatron.weights.mapping import Entry, Layout, buckets, entries, exported
 from arpo_megatron.weights.shape import ExpertShape, ModelShape
 
 HERE = Path(__file__).parent
@@ -164,21 +163,39 @@ def fill(entry: Entry, full: dict[str, Tensor], rank: int, ranks: int) -> Tensor
     return parameter
 
 
-@given(shapes_and_ranks(), st.integers(1, 3000))
-def test_buckets_hold_whole_parameters_and_as_many_as_fit(case: tuple[ModelShape, int], limit: int) -> None:
+@given(shapes_and_ranks(), st.integers(1, 800), st.booleans())
+def test_buckets_hold_whole_parameters_and_as_many_as_fit(
+    case: tuple[ModelShape, int], limit: int, fused: bool
+) -> None:
+    """Or one after the other the blocks of one that does not fit."""
     shape, _ = case
-    sizes = exported(shape)
-    names = iter(sizes)
-    buckets = [list(islice(names, count)) for count in bucket_counts(shape, 4, limit)]
-    assert [name for bucket in buckets for name in bucket] == list(sizes)
-    groups = [set(entry.hf) for entry in entries(shape) if not entry.copy]
-    of = {name: index for index, bucket in enumerate(buckets) for name in bucket}
-    assert all(len({of[name] for name in group}) == 1 for group in groups)  # what SGLang fuses comes together
-    total = [sum(4 * prod(sizes[name]) for name in bucket) for bucket in buckets]
-    first = [next(group for group in groups if bucket[0] in group) for bucket in buckets]
-    assert all(size <= limit or set(bucket) == group for size, bucket, group in zip(total, buckets, first, strict=True))
-    for size, group in zip(total, first[1:], strict=False):
-        assert size + sum(4 * prod(sizes[name]) for name in group) > limit
+    sizes, tops = exported(shape), dict.fromkeys(exported(shape), 0)
+    found = buckets(shape, limit, fused=fused)
+    for rows in (rows for bucket in found for rows in bucket):
+        assert (rows.first, rows.size) == (tops[rows.name], sizes[rows.name])
+        tops[rows.name] = rows.last
+    assert tops == {name: size[0] for name, size in sizes.items()}
+    assert list(dict.fromkeys(rows.name for bucket in found for rows in bucket)) == list(sizes)
+    held = [sum(rows.elements for rows in bucket) for bucket in found]
+    assert all(len(bucket) == 1 or all(rows.are_all for rows in bucket) for bucket in found)
+    entry_of = {name: entry for entry in entries(shape) if not entry.copy for name in entry.hf}
+    for size, bucket in zip(held, found, strict=True):
+        entry, rows = entry_of[bucket[0].name], bucket[0]
+        unit = rows.size[0] // entry.groups if entry.layout is Layout.GROUPS else 1
+        assert rows.first % unit == rows.last % unit == 0
+        together = fused and {rows.name for rows in bucket} == set(entry.hf) and len(bucket) > 1
+        assert size <= limit or together or (len(bucket) == 1 and rows.last - rows.first == unit)
+    for entry in entry_of.values():
+        homes = {index for index, bucket in enumerate(found) for rows in bucket if rows.name in entry.hf}
+        total = sum(map(prod, entry.hf.values()))
+        if total <= limit or (fused and len(entry.hf) > 1):  # what SGLang fuses comes together
+            (home,) = homes
+            assert (
+                not home
+                or found[home][0].name not in entry.hf
+                or held[home - 1] + total > limit
+                or not found[home - 1][0].are_all
+            )
 
 
 def test_parameters_are_found_under_the_names_of_both_layer_specs() -> None:

@@ -119,7 +119,9 @@ class Trainer:
         self.version += 1
         self.requests.clear()
         synchronize()
-        report = self.sync.push(hf_buckets(self.chunks, self.shape, bucket_bytes, self.sync.buffers), self.version)
+        sync = self.sync
+        buckets = hf_buckets(self.chunks, self.shape, bucket_bytes, sync.buffers, fused=sync.fused)
+        report = sync.push(buckets, self.version)
         seconds, gap = self.requests.seconds, nan
         if probe:
             tokens = list(range(LONG_PROBE_TOKENS))
