@@ -1,9 +1,10 @@
 """Which trees a step trains: started ahead of need, collected when finished, scored, filtered, replaced.
 
-With `rollout.max_staleness=0` a step starts its tasks and waits for all of them. Otherwise as many trees again are
-under way while the trainer trains; they go on across weight pushes, so a slow tool delays nobody else. A tree that
-began with version v is trained by the update of version v + max_staleness at the latest: the step waits for those that
-would be too late, or (`rollout.stale=refuse`) goes on without them and leaves them out when they finish.
+With `rollout.max_staleness=0` a step starts its tasks and waits for all of them but those of `rollout.oversampling`,
+which it gives up. Otherwise as many trees again are under way while the trainer trains; they go on across weight
+pushes, so a slow tool delays nobody else. A tree that began with version v is trained by the update of version
+v + max_staleness at the latest: the step waits for those that would be too late, or (`rollout.stale=refuse`) goes on
+without them and leaves them out when they finish.
 
 Whatever is left out is counted by its reason and stored with it, and another task takes its place.
 """
@@ -296,3 +297,13 @@ def staleness(tree: RolloutTree, version: int) -> tuple[float, int]:
     ages = [version - segment.policy_version for segment in model]
     tokens = sum(len(segment) for segment in model)
     return sum(age * len(s) for age, s in zip(ages, model, strict=True)) / max(1, tokens), max(ages, default=0)
+
+
+def age_metrics(trees: Sequence[RolloutTree], version: int) -> dict[str, float]:
+    """How old the weights are that have sampled the trees of the update of policy `version` (see `staleness`)."""
+    ages = [staleness(tree, version) for tree in trees]
+    return {
+        "staleness": float(np.mean([mean for mean, _ in ages])),
+        "staleness_max": max(most for _, most in ages),
+        "stale_trees": sum(most > 0 for _, most in ages),
+    }
