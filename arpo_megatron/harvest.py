@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from arpo_megatron.config import JobConfig
+from arpo_megatron.config import JobConfig, RolloutConfig
 from arpo_megatron.experience.base import AddsTrees, ExperienceStore
 from arpo_megatron.monitor.events import EventLog
 from arpo_megatron.processes import StoppedError
@@ -227,10 +227,7 @@ class Harvest:
 
     def _collect(self, count: int, step: int) -> list[ScoredTree]:
         """About `count` more finished trees, scored; those that failed are told and counted."""
-        oldest = self.config.rollout.max_staleness
-        waits = oldest > 0 and self.config.rollout.stale == "correct"
-        before = step - oldest + 1 if waits else None
-        report = self.rollouts.collect(CollectTrees(GROUP, count=count, finish_before=before), self._heard)
+        report = self.rollouts.collect(wanted_trees(self.config.rollout, GROUP, count, step), self._heard)
         self.stats.append(report.stats)
         for each in report.failed:
             task = self._take(each.tree.task_id)
@@ -270,6 +267,12 @@ class Harvest:
     def metrics(self) -> dict[str, Any]:
         """What was dropped in the last step, by reason."""
         return {f"dropped/{reason}": self.dropped[reason] for reason in DROPS}
+
+
+def wanted_trees(rollout: RolloutConfig, group: str, count: int, version: int) -> CollectTrees:
+    """What an update of policy `version` waits for: `count` trees, and those that would be too old for the next one."""
+    waits = rollout.max_staleness > 0 and rollout.stale == "correct"
+    return CollectTrees(group, count=count, finish_before=version - rollout.max_staleness + 1 if waits else None)
 
 
 def interleaved(own: Sequence[ScoredTree], added: Sequence[ScoredTree]) -> list[ScoredTree]:
