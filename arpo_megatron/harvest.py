@@ -1,9 +1,10 @@
 """Which trees a step trains: started ahead of need, collected when finished, scored, filtered, replaced.
 
-With `rollout.max_staleness=0` a step starts its tasks and waits for all of them. Otherwise as many trees again are
-under way while the trainer trains; they go on across weight pushes, so a slow tool delays nobody else. A tree that
-began with version v is trained by the update of version v + max_staleness at the latest: the step waits for those that
-would be too late, or (`rollout.stale=refuse`) goes on without them and leaves them out when they finish.
+With `rollout.max_staleness=0` a step starts its tasks and waits for all of them but those of `rollout.oversampling`,
+which it gives up. Otherwise as many trees again are under way while the trainer trains; they go on across weight
+pushes, so a slow tool delays nobody else. A tree that began with version v is trained by the update of version
+v + max_staleness at the latest: the step waits for those that would be too late, or (`rollout.stale=refuse`) goes on
+without them and leaves them out when they finish.
 
 Whatever is left out is counted by its reason and stored with it, and another task takes its place.
 """
@@ -17,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from arpo_megatron.config import JobConfig
+from arpo_megatron.config import JobConfig, RolloutConfig
 from arpo_megatron.experience.base import AddsTrees, ExperienceStore
 from arpo_megatron.monitor.events import EventLog
 from arpo_megatron.processes import StoppedError
@@ -226,10 +227,7 @@ class Harvest:
 
     def _collect(self, count: int, step: int) -> list[ScoredTree]:
         """About `count` more finished trees, scored; those that failed are told and counted."""
-        oldest = self.config.rollout.max_staleness
-        waits = oldest > 0 and self.config.rollout.stale == "correct"
-        before = step - oldest + 1 if waits else None
-        report = self.rollouts.collect(CollectTrees(GROUP, count=count, finish_before=before), self._heard)
+        report = self.rollouts.collect(wanted_trees(self.config.rollout, GROUP, count, step), self._heard)
         self.stats.append(report.stats)
         for each in report.failed:
             task = self._take(each.tree.task_id)
@@ -271,6 +269,12 @@ class Harvest:
         return {f"dropped/{reason}": self.dropped[reason] for reason in DROPS}
 
 
+def wanted_trees(rollout: RolloutConfig, group: str, count: int, version: int) -> CollectTrees:
+    """What an update of policy `version` waits for: `count` trees, and those that would be too old for the next one."""
+    waits = rollout.max_staleness > 0 and rollout.stale == "correct"
+    return CollectTrees(group, count=count, finish_before=version - rollout.max_staleness + 1 if waits else None)
+
+
 def interleaved(own: Sequence[ScoredTree], added: Sequence[ScoredTree]) -> list[ScoredTree]:
     """Both in their order, evenly mixed, so that every minibatch of a step has its share of either."""
     places = [((number + 0.5) / len(items), item) for items in (own, added) for number, item in enumerate(items)]
@@ -296,3 +300,13 @@ def staleness(tree: RolloutTree, version: int) -> tuple[float, int]:
     ages = [version - segment.policy_version for segment in model]
     tokens = sum(len(segment) for segment in model)
     return sum(age * len(s) for age, s in zip(ages, model, strict=True)) / max(1, tokens), max(ages, default=0)
+
+
+def age_metrics(trees: Sequence[RolloutTree], version: int) -> dict[str, float]:
+    """How old the weights are that have sampled the trees of the update of policy `version` (see `staleness`)."""
+    ages = [staleness(tree, version) for tree in trees]
+    return {
+        "staleness": float(np.mean([mean for mean, _ in ages])),
+        "staleness_max": max(most for _, most in ages),
+        "stale_trees": sum(most > 0 for _, most in ages),
+    }

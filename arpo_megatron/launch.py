@@ -140,7 +140,7 @@ def _engine(
         model,
         config.engine,
         dtype=config.model.dtype,
-        seed=config.seed + index,
+        seed=(config.seed + index) % 2**32,  # SGLang seeds numpy, which takes 32 bits
         log_path=run.logs / f"{name}.log",
         port=site.ports(role, 1)[0],
         scratch=scratch,

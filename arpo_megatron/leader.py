@@ -15,7 +15,7 @@ from arpo_megatron.algorithms.credit import supervised_credit
 from arpo_megatron.config import JobConfig
 from arpo_megatron.evaluation.held_out import HeldOutFigures
 from arpo_megatron.experience import make_store
-from arpo_megatron.harvest import Harvest, check_stop, show_progress, staleness
+from arpo_megatron.harvest import Harvest, age_metrics, check_stop, show_progress
 from arpo_megatron.launch import Services, connect_rollouts
 from arpo_megatron.machine import placement
 from arpo_megatron.monitor.events import EventLog
@@ -192,13 +192,11 @@ class Leader:
         """
         scored = [item for item in scored if item.sampled]
         counted = self.counters()
-        ages = [staleness(item.tree, version) for item in scored]
         judge = self.reward.judge
         return {
             **earned(scored, self.config.reward.success_threshold),
             "groups_without_signal": sum(bool(np.ptp(item.rewards) == 0) for item in scored),
-            "staleness": float(np.mean([mean for mean, _ in ages])),
-            "staleness_max": max(most for _, most in ages),
+            **age_metrics([item.tree for item in scored], version),
             "cached_prompt_share": counted["cached_tokens"] / max(1, counted["prompt_tokens"]),
             "prefill_over_unique": counted["prefilled_tokens"] / max(1, counted["unique_tokens"]),
             "prefill_over_given": counted["prefilled_tokens"] / max(1, counted["given_tokens"]),

@@ -138,13 +138,16 @@ def prepare_update(
             trajectory_weights=batch.trajectory_weights,
             token_factors=factors,
         )
-        return ReadyUpdate(_credited(minibatch, credits).packs, old_logprobs, "policy")
+        statistics = _limited(batch, config.algorithm.trajectory_weight_limit)
+        return ReadyUpdate(_credited(minibatch, credits).packs, old_logprobs, "policy", statistics)
     new = old_logprobs if on_policy else actor.logprobs(minibatch.packs)
-    found = loss.value(known.batch(new)) if parallel.is_leader() else MinibatchValue(0.0, [])
+    batch = known.batch(new)
+    found = loss.value(batch) if parallel.is_leader() else MinibatchValue(0.0, [])
     # Ratios and loss are those of the whole minibatch: only the leader knows them, and only it reports.
     # They follow from log-probs of earlier passes; that this pass computes the same shows in its kl_old.
     packs = _credited(minibatch, found.credits).packs
-    return ReadyUpdate(packs, old_logprobs, "linear", statistics=found.statistics)
+    statistics = {**found.statistics, **_limited(batch, config.algorithm.trajectory_weight_limit)}
+    return ReadyUpdate(packs, old_logprobs, "linear", statistics)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +183,13 @@ class _Known:
 
     def _by_tree(self, values: Sequence[Float32Array]) -> list[Floats]:
         return by_tree(self.minibatch.packs, values, self.minibatch.trees) if self.minibatch.trees else []
+
+
+def _limited(batch: Batch, limit: float | None) -> dict[str, float]:
+    """How many trajectories met the limit of their importance weights; nothing where there is none, or no trees."""
+    if limit is None or not batch.trees:
+        return {}
+    return {"weights_limited": float(np.mean(np.concatenate(batch.trajectory_weights) >= limit))}
 
 
 def _credited(minibatch: Minibatch, credits: Sequence[TreeCredit]) -> Minibatch:

@@ -15,7 +15,7 @@ import pytest
 
 from arpo_megatron.config import AlgorithmConfig, JobConfig, RolloutConfig, TrainConfig
 from arpo_megatron.experience.rollout_replay import RolloutReplay
-from arpo_megatron.harvest import Harvest
+from arpo_megatron.harvest import Harvest, age_metrics
 from arpo_megatron.monitor.events import EventLog
 from arpo_megatron.processes import StoppedError
 from arpo_megatron.rollout.accounting import GrowCounts, grow_stats
@@ -473,3 +473,15 @@ def test_a_store_may_put_old_trees_beside_those_of_a_step_once(harvest: Start) -
     assert [item.sampled for item in second] == [True, False] * 4
     assert {item.task.id for item in second if not item.sampled} == {item.task.id for item in first}
     assert held.store.metrics()["replay/trees"] == 4
+
+
+def test_trees_that_older_weights_have_had_a_part_in_are_counted() -> None:
+    trees = [RolloutTree(f"t{n}", np.arange(2)) for n in range(3)]
+    for tree, versions in zip(trees, ([2], [1, 2], [0]), strict=True):
+        for above, version in enumerate(versions):
+            tree.add(above, Role.MODEL, [1], policy_version=version)
+    assert age_metrics(trees, 2) == {
+        "staleness": pytest.approx((0 + 0.5 + 2) / 3),
+        "staleness_max": 2,
+        "stale_trees": 2,
+    }

@@ -96,6 +96,8 @@ class UpdateStats:
         skipped: loss or gradient was not finite, so weights and optimizer state are unchanged (the schedule goes on).
         masked_share: share of the minibatch's weighted advantages, by size, that masks of the loss have left out
             (`ipa`, `hispo`, `clip_cov`); None where the loss has none.
+        weights_limited: share of trajectories whose importance weight met `algorithm.trajectory_weight_limit`, in
+            [0, 1]; None without one.
         expert_busiest: load of the busiest expert of any layer over the mean, a shared token counted as often as it is
             shared; None without experts.
         expert_loss: what the router's balancing loss is without its coefficient, mean over layers; 1 is level.
@@ -123,6 +125,7 @@ class UpdateStats:
     tokens: int
     skipped: bool
     masked_share: float | None = None
+    weights_limited: float | None = None
     expert_busiest: float | None = None
     expert_loss: float | None = None
     routes_replayed: float | None = None

@@ -61,6 +61,7 @@ class SimulatedEngine(EngineClient):
         key: str = "",
         routes: RouteRequest | None = None,
         ready: Callable[[], Awaitable[None]] | None = None,
+        on_repeat: Callable[[], None] = lambda: None,
     ) -> Generation:
         """`SEGMENT` tokens and a call, or as many as are wanted."""
         self._now += 1
@@ -85,7 +86,9 @@ class SimulatedEngine(EngineClient):
             weight_version=0,
         )
 
-    async def prefill(self, input_ids: Sequence[int] | Int32Array, *, key: str = "") -> tuple[int, int]:
+    async def prefill(
+        self, input_ids: Sequence[int] | Int32Array, *, key: str = "", on_repeat: Callable[[], None] = lambda: None
+    ) -> tuple[int, int]:
         """Nothing to do."""
         return len(input_ids), 0
 

@@ -23,12 +23,13 @@ from arpo_megatron.bench.controller import controller_figures
 from arpo_megatron.bench.pools import GROUP, new_pool, start
 from arpo_megatron.bench.simulated_tools import LATENCIES, SimulatedTools
 from arpo_megatron.bench.talkative_model import write_model
-from arpo_megatron.config import AlgorithmConfig, EngineConfig
+from arpo_megatron.config import AlgorithmConfig, EngineConfig, JobConfig, RolloutConfig, TrainConfig
+from arpo_megatron.harvest import wanted_trees
 from arpo_megatron.rollout import protocol
 from arpo_megatron.rollout.client import EngineClient
 from arpo_megatron.rollout.generation import Sampling
 from arpo_megatron.rollout.grow_context import GrowLimits
-from arpo_megatron.rollout.messages import CollectTrees, GrowReport, GrowSettings
+from arpo_megatron.rollout.messages import GrowReport, GrowSettings
 from arpo_megatron.rollout.policies import make_policy
 from arpo_megatron.rollout.routing import Engine
 from arpo_megatron.rollout.server import launch_engine
@@ -184,19 +185,22 @@ class Bench:
             found.trajectories += made.trajectories
 
     async def _in_trees(self, engine: MeteredEngine, tools: SimulatedTools, found: Run, *, ahead: bool) -> None:
-        """As `harvest.Harvest` does, with max_staleness 1 (`ahead`) or 0."""
+        """What a run starts and waits for (`harvest.Harvest`), with max_staleness 1 (`ahead`) or 0."""
+        config = _job(ahead=ahead)
         pool = new_pool(engine, tools, self._codec, self._policy, SEED)
         settings = GrowSettings(ALGORITHM, ALGORITHM.samples, Sampling(), LIMITS)
         first = self._version + 1
-        begun = 0
+        begun = under_way = 0
         for step in range(STEPS):
             await pool.pause()
             version = await self._new_version()
             pool.resume(version)
-            while begun < min(STEPS, step + (2 if ahead else 1)):
+            while under_way < config.trees_under_way(step):
                 pool.start(start(_tasks(begun), step=begun, version=version, settings=settings))
-                begun += 1
-            found.add(await pool.collect(CollectTrees(GROUP, TASKS, finish_before=first + step)))
+                begun, under_way = begun + 1, under_way + TASKS
+            report = await pool.collect(wanted_trees(config.rollout, GROUP, TASKS, first + step))
+            under_way -= len(report.numbers)
+            found.add(report)
         await pool.close()
 
     async def _new_version(self) -> int:
@@ -249,6 +253,16 @@ def _speedups(runs: dict[str, dict[str, Run]]) -> dict[str, Any]:
 
 def _plain(runs: dict[str, dict[str, Run]]) -> dict[str, Any]:
     return {latency: {way: asdict(run) for way, run in ways.items()} for latency, ways in runs.items()}
+
+
+def _job(*, ahead: bool) -> JobConfig:
+    """Of which the schedule alone counts."""
+    return JobConfig(
+        "bench",
+        train=TrainConfig(steps=STEPS, tasks_per_step=TASKS),
+        rollout=RolloutConfig(max_staleness=int(ahead)),
+        algorithm=AlgorithmConfig(trajectory_weight_limit=2.0),
+    )
 
 
 def _tasks(step: int) -> tuple[Task, ...]:

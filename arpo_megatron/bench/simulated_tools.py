@@ -43,7 +43,13 @@ class SimulatedTools(ToolClient):
         self._calls: Counter[str] = Counter()  # of each task
 
     async def call(
-        self, tool: str, arguments: dict[str, object], *, trajectory_id: str, timeout_s: float
+        self,
+        tool: str,
+        arguments: dict[str, object],
+        *,
+        trajectory_id: str,
+        timeout_s: float,
+        on_repeat: Callable[[], None] = lambda: None,
     ) -> ToolAnswer:
         """The same for every call. Its task is what comes before the first "/" of `trajectory_id`."""
         task = trajectory_id.partition("/")[0]

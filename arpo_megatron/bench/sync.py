@@ -4,7 +4,8 @@ A random model in float32 lies in the trainer's ranks, and an SGLang server on t
 measures for every transport, one after the other, whole pushes and the floor. A push is begin, gathering, naming,
 sending, loading, commit, and the probe through trainer and engine at once; one of two is verified, with checksums of
 sampled tensors and a longer probe. `share_of_floor` is what a run's pushes have, of which one in `sync.verify_every`'s
-default is verified: the floor over the mean of so many. The floor is the bare transfer plus one memory copy:
+default is verified: the floor over the mean of so many; `share_of_floor_verified` is that of a run that verifies every
+push. The floor is the bare transfer plus one memory copy:
 
     broadcast   one flat tensor broadcast by gloo between two processes
     ipc         one copy into shared memory
@@ -97,6 +98,7 @@ def bench_sync(
         "tensor": tensor,
         "bucket_bytes": bucket_mb * 2**20,
         "share_of_floor": transports["broadcast"]["share_of_floor"],
+        "share_of_floor_verified": transports["broadcast"]["share_of_floor_verified"],
         "transports": transports,
     }
 
@@ -348,8 +350,8 @@ def _figures(pushes: Pushes, floor_s: list[float]) -> dict[str, Any]:
     plain, verified = pushes.plain[1:], pushes.verified[1:]
     every = SyncConfig().verify_every
 
-    def share(seconds: Callable[[Took], float]) -> float:
-        """Of the floor, in a run: one push of `every` is verified."""
+    def share(seconds: Callable[[Took], float], every: int) -> float:
+        """Of the floor, where one push of `every` is verified."""
         mean = ((every - 1) * median(map(seconds, plain)) + median(map(seconds, verified))) / every
         return round(median(floor_s) / mean, 3)
 
@@ -357,8 +359,9 @@ def _figures(pushes: Pushes, floor_s: list[float]) -> dict[str, Any]:
         return [round(each, 3) for each in seconds]
 
     return {
-        "share_of_floor": share(lambda took: took.push),
-        "share_of_floor_without_probe": share(lambda took: took.push - took.probe),
+        "share_of_floor": share(lambda took: took.push, every),
+        "share_of_floor_verified": share(lambda took: took.push, 1),
+        "share_of_floor_without_probe": share(lambda took: took.push - took.probe, every),
         "floor_s": rounded(floor_s),
         "push_s": rounded(took.push for took in plain),
         "probe_s": rounded(took.probe for took in plain),

@@ -16,6 +16,7 @@ _ROLLOUT = {
     "held_out_success": "of the weights that the step began with, where it was measured (`evaluation`)",
     "staleness": "versions by which the weights that sampled a token are older than those it trains: mean",
     "staleness_max": "the most of it",
+    "stale_trees": "trees of the step of which older weights have sampled a part (`rollout.stale=correct` weighs them)",
     "dropped/failed": "trees that could not be finished",
     "dropped/no_signal": "trees left out because their trajectories earned the same (`drop_groups_without_signal`)",
     "dropped/stale": "trees left out as older than `rollout.max_staleness` allows (`rollout.stale=refuse`)",

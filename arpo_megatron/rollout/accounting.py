@@ -5,7 +5,7 @@ prompt the engine's radix cache must have held. The engine reports what it reall
 the predicted bounds only when something is wrong (evicted prefixes, a lost prefill, requests that were repeated).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -125,10 +125,16 @@ class PredictedRequest:
 
 
 def grow_stats(
-    trees: Sequence[RolloutTree], counts: GrowCounts, policy: BranchPolicy, *, failed: int, seconds: float
+    trees: Sequence[RolloutTree],
+    counts: GrowCounts,
+    policy: BranchPolicy,
+    *,
+    failed: int,
+    seconds: float,
+    inside_stop: Callable[[Int32Array], bool] | None = None,
 ) -> GrowStats:
-    """Put counts and finished trees together."""
-    requests = predicted_requests(trees, policy)
+    """Put counts and finished trees together; `inside_stop` as for `predicted_requests`."""
+    requests = predicted_requests(trees, policy, inside_stop)
     forks = inherited = trajectories = 0
     for tree in trees:
         leaves = tree.leaves()
@@ -170,15 +176,24 @@ def common_prefix_length(prompts: Sequence[Int32Array]) -> int:
     return length if length >= SHORTEST_SHARED_PREFIX else 0
 
 
-def predicted_requests(trees: Sequence[RolloutTree], policy: BranchPolicy) -> list[PredictedRequest]:
+def predicted_requests(
+    trees: Sequence[RolloutTree], policy: BranchPolicy, inside_stop: Callable[[Int32Array], bool] | None = None
+) -> list[PredictedRequest]:
     """The requests behind trees that grew together, under `policy`, on an engine whose cache was empty.
 
     That holds where no weight push fell between them.
 
     First the prefix that all prompts share, then each prompt (once, where several trajectories begin there); then one
-    request for a MODEL segment, or two where a branching decision was taken behind its first k tokens. What the engine
-    holds are the tokens that were fed to the model: all but the last one that a request samples. It always computes a
-    prompt's last token, whose logits are wanted.
+    request for a MODEL segment, or two where a branching decision was taken behind its first k tokens, and one more for
+    each token that was sampled by itself because those k ended within a tag. What the engine holds are the tokens that
+    were fed to the model: all but the last one that a request samples. It always computes a prompt's last token, whose
+    logits are wanted.
+
+    Args:
+        trees: finished ones.
+        policy: how they branched.
+        inside_stop: whether the tokens of a segment so far end within a string that ends generations (see
+            `protocol.ends_inside_stop`); None: in none, as where every tag is a single token.
     """
     cache = PrefixCache()
     requests: list[PredictedRequest] = []
@@ -209,10 +224,13 @@ def predicted_requests(trees: Sequence[RolloutTree], policy: BranchPolicy) -> li
             least = above if place in begun else above - len(parent) - 1
         begun.add(place)
         ask(path[:above], least)
-        if segment.branch is not None and len(segment) > policy.measured_tokens:
-            measured = path[: above + policy.measured_tokens]
-            cache.insert(measured[:-1])
-            ask(measured, len(measured) - 1)
+        sampled = len(segment) if segment.branch is None else policy.measured_tokens
+        while sampled < len(segment):
+            so_far = path[: above + sampled]
+            cache.insert(so_far[:-1])
+            ask(so_far, len(so_far) - 1)
+            alone = inside_stop is not None and inside_stop(so_far[above:])
+            sampled = sampled + 1 if alone else len(segment)
         cache.insert(path[:-1])
     return requests
 

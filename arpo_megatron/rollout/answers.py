@@ -90,6 +90,7 @@ class TreeAnswers:
             key=self._routing_key,
             routes=None if context.routes is None else RouteRequest(start, context.routes),
             ready=partial(self._ready, node, prefix),
+            on_repeat=self._repeat,
         )
         self.shared.hold(node)
         self._note(node.key, part)
@@ -114,6 +115,7 @@ class TreeAnswers:
             {**call.arguments, **session},
             trajectory_id="/".join([self._task_id, *map(str, node.key)]),
             timeout_s=limits.tool_timeout_s,
+            on_repeat=self._repeat,
         )
         try:
             result = protocol.result_tokens(
@@ -140,7 +142,11 @@ class TreeAnswers:
         await self.shared.ready(node, prefix)
 
     async def _prefill(self, prefix: Int32Array) -> None:
-        self._note((), Prefilled(*await self._context.engine.prefill(prefix, key=self._routing_key)))
+        engine, key = self._context.engine, self._routing_key
+        self._note((), Prefilled(*await engine.prefill(prefix, key=key, on_repeat=self._repeat)))
+
+    def _repeat(self) -> None:
+        self.counts.repeated += 1
 
     def _note(self, key: PathKey, answer: Answer) -> None:
         """Count an answer, and keep it for whoever has to go on."""

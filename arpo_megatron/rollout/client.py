@@ -142,6 +142,7 @@ class EngineClient:
         key: str = "",
         routes: RouteRequest | None = None,
         ready: Callable[[], Awaitable[None]] | None = None,
+        on_repeat: Callable[[], None] = lambda: None,
     ) -> Generation:
         """Sample up to `max_new_tokens` tokens after `input_ids`, ending early behind any of the `stop` strings.
 
@@ -156,6 +157,7 @@ class EngineClient:
             routes: which expert routes to return.
             ready: is awaited before each attempt, after any wait for `resume`; the attempt goes to the `cache` of the
                 moment at which it returns.
+            on_repeat: is called for each attempt that has to be made again.
 
         Raises:
             EngineUnavailableError: no answer after all repetitions.
@@ -163,16 +165,20 @@ class EngineClient:
             ValueError: the engine does not return the routes.
         """
         body = generation_request(input_ids, max_new_tokens=max_new_tokens, sampling=sampling, stop=stop, routes=routes)
-        return read_generation(await self._request(body, key, ready), routes)
+        return read_generation(await self._request(body, key, ready, on_repeat), routes)
 
-    async def prefill(self, input_ids: Sequence[int] | Int32Array, *, key: str = "") -> tuple[int, int]:
+    async def prefill(
+        self, input_ids: Sequence[int] | Int32Array, *, key: str = "", on_repeat: Callable[[], None] = lambda: None
+    ) -> tuple[int, int]:
         """Put a prefix into the radix cache, sampling nothing; returns (prompt tokens, of which were cached).
 
         Requests that start at once from a prefix nobody has prefilled would each compute it.
         """
-        return read_prefill(await self._request(prefill_request(input_ids), key))
+        return read_prefill(await self._request(prefill_request(input_ids), key, on_repeat=on_repeat))
 
-    async def prefill_everywhere(self, input_ids: Sequence[int] | Int32Array) -> list[tuple[int, int]]:
+    async def prefill_everywhere(
+        self, input_ids: Sequence[int] | Int32Array, *, on_repeat: Callable[[], None] = lambda: None
+    ) -> list[tuple[int, int]]:
         """As `prefill`, on every engine: for what all trees begin with. A `pause` meanwhile makes it begin again.
 
         An engine that does not answer goes without, also one that takes much longer than the first.
@@ -182,7 +188,7 @@ class EngineClient:
             EngineRefusedError: the request itself is at fault.
         """
         if len(self._engines) == 1:
-            return [await self.prefill(input_ids)]
+            return [await self.prefill(input_ids, on_repeat=on_repeat)]
         body = prefill_request(input_ids)
         while True:
             await self._gate.wait()
@@ -190,7 +196,9 @@ class EngineClient:
             found = await self._ask_everywhere(body)
             if self._gate.is_set() and self.pushes == pushes:  # else the caches are empty again
                 # Where none has answered, one of them says why, or is waited for.
-                return [read_prefill(answer) for answer in found] or [await self.prefill(input_ids)]
+                return [read_prefill(answer) for answer in found] or [
+                    await self.prefill(input_ids, on_repeat=on_repeat)
+                ]
 
     async def _ask_everywhere(self, body: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Answers of the engines to one attempt each, without those that fail or take much longer than the first."""
@@ -211,7 +219,11 @@ class EngineClient:
         return [task.result() for task in asked if not task.cancelled() and task.exception() is None]
 
     async def _request(
-        self, body: Mapping[str, Any], key: str = "", ready: Callable[[], Awaitable[None]] | None = None
+        self,
+        body: Mapping[str, Any],
+        key: str = "",
+        ready: Callable[[], Awaitable[None]] | None = None,
+        on_repeat: Callable[[], None] = lambda: None,
     ) -> dict[str, Any]:
         """POST /generate until it is answered with a policy new enough, refused, or given up."""
         clock = asyncio.get_running_loop().time
@@ -234,6 +246,7 @@ class EngineClient:
                 if not self._gate.is_set():
                     continue  # the pause has cut it short
                 self.repeated[_reason(error)] += 1
+                on_repeat()
                 if isinstance(error, _StaleError) and engine not in self._engines:
                     await self._leave_router(key)
                     continue

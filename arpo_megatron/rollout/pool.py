@@ -15,10 +15,11 @@ from functools import partial
 
 import numpy as np
 
+from arpo_megatron.rollout import protocol
 from arpo_megatron.rollout.accounting import GrowCounts, common_prefix_length, grow_stats
 from arpo_megatron.rollout.client import EngineClient, EngineUnavailableError
 from arpo_megatron.rollout.generation import EngineRefusedError
-from arpo_megatron.rollout.grow_context import GrowContext, PromptTooLongError, TextCodec, ToolTextError
+from arpo_megatron.rollout.grow_context import GrowContext, GrowLimits, PromptTooLongError, TextCodec, ToolTextError
 from arpo_megatron.rollout.grower import TreeGrower
 from arpo_megatron.rollout.messages import (
     CollectTrees,
@@ -67,16 +68,20 @@ class _Group:
         trees: not collected yet.
         unfinished: how many of them still grow, by the version at their start.
         policy: of the newest.
+        limits: likewise.
         prefills: cost of what was prefilled for them together.
         since: when the last report was made, or the first tree began.
+        tokens: sampled for them since then.
         defect: what went wrong in a tree that is not the outside's fault; the next `collect` raises it.
     """
 
     policy: BranchPolicy
+    limits: GrowLimits
     trees: list[_Growing] = field(default_factory=list)
     unfinished: Counter[int] = field(default_factory=Counter)
     prefills: GrowCounts = field(default_factory=GrowCounts)
     since: float = field(default_factory=time.monotonic)
+    tokens: int = 0
     defect: Exception | None = None
 
 
@@ -116,9 +121,7 @@ class TreePool:
         self._groups: dict[str, _Group] = {}
         self._stale: set[str] = set()
         self._changed = asyncio.Event()
-        self._tokens = 0
         self._again: asyncio.Task[None] | None = None  # prefills what all prompts begin with, after a push
-        self._repeated = 0  # counted by the clients up to the last report
 
     def start(self, request: StartTrees) -> None:
         """Begin to grow trees, or go on with them; returns at once. Those that are here already are left alone."""
@@ -126,31 +129,32 @@ class TreePool:
         known = {tree.number for group in self._groups.values() for tree in group.trees}
         asked = [tree for tree in request.trees if tree.number not in known]
         prompts = [np.array(self._codec.encode(tree.task.prompt_text), dtype=np.int32) for tree in asked]
+        costs = GrowCounts()
         # Also of trees that go on: engines that were started with a resumed run hold nothing of them.
-        common = asyncio.create_task(self._prefill_first(prompts))
+        common = asyncio.create_task(self._prefill_first(prompts, costs))
         for each, prompt in zip(asked, prompts, strict=True):
             policy = self._policy(each.settings)
-            group = self._groups.setdefault(each.group, _Group(policy))
-            group.policy = policy
+            group = self._groups.setdefault(each.group, _Group(policy, each.settings.limits))
+            group.policy, group.limits = policy, each.settings.limits
             if not group.trees:
                 group.since = time.monotonic()
-            tree = _Growing(each.number, each.version, self._grower(each, prompt, policy))
+            tree = _Growing(each.number, each.version, self._grower(each, prompt, group))
             group.trees.append(tree)
             group.unfinished[tree.version] += 1
-            tree.job = asyncio.create_task(self._grow(tree, group, common))
+            tree.job = asyncio.create_task(self._grow(tree, group, common, costs))
 
-    def _grower(self, tree: LiveTree, prompt: Int32Array, policy: BranchPolicy) -> TreeGrower:
+    def _grower(self, tree: LiveTree, prompt: Int32Array, group: _Group) -> TreeGrower:
         settings = tree.settings
         context = GrowContext(
             engine=self._engine,
             tools=self._tools,
             codec=self._codec,
-            policy=policy,
+            policy=group.policy,
             sampling=settings.sampling,
             limits=settings.limits,
             seed=self._seed,
             step=tree.step,
-            on_tokens=self._count_tokens,
+            on_tokens=partial(self._count_tokens, group),
             routes=self._routes if settings.routes else None,
             ready=self._ready,
         )
@@ -200,7 +204,7 @@ class TreePool:
             growing = group.unfinished.total()
             if time.monotonic() - sent_at >= _PROGRESS_INTERVAL_S:
                 sent_at = time.monotonic()
-                self._send(GrowProgress(min(count, len(group.trees) - growing), count, self._tokens))
+                self._send(GrowProgress(min(count, len(group.trees) - growing), count, group.tokens))
             if len(group.trees) - growing >= count and not self._overdue(group, finish_before):
                 return
             self._changed.clear()
@@ -252,18 +256,25 @@ class TreePool:
             for tree in given
             if isinstance(tree.result, Exception)
         ]
-        repeated = self._engine.repeated.total() + self._tools.repeated
-        counts.repeated, self._repeated = repeated - self._repeated, repeated
         now = time.monotonic()
-        stats = grow_stats(trees, counts, group.policy, failed=len(failed), seconds=now - group.since)
+
+        def inside_stop(token_ids: Int32Array) -> bool:
+            return protocol.ends_inside_stop(self._codec.decode(token_ids.tolist()), group.limits.stops)
+
+        stats = grow_stats(
+            trees, counts, group.policy, failed=len(failed), seconds=now - group.since, inside_stop=inside_stop
+        )
         group.since = now
-        self._send(GrowProgress(count, count, self._tokens))
-        self._tokens = 0
+        self._send(GrowProgress(count, count, group.tokens))
+        group.tokens = 0
         return GrowReport(trees, failed, stats, tuple(tree.number for tree in given))
 
-    async def _grow(self, tree: _Growing, group: _Group, common: "asyncio.Task[GrowCounts]") -> None:
+    async def _grow(self, tree: _Growing, group: _Group, common: "asyncio.Task[None]", costs: GrowCounts) -> None:
         try:
-            group.prefills.add(_taken(await asyncio.shield(common)))
+            try:
+                await asyncio.shield(common)
+            finally:  # the first of its trees takes what it cost
+                group.prefills.add(_taken(costs))
             tree.result = await tree.grower.grow()
         except TREE_FAILURES as error:
             tree.result = error
@@ -273,39 +284,44 @@ class TreePool:
             group.unfinished[tree.version] -= 1
             self._changed.set()
 
-    async def _prefill_first(self, prompts: Sequence[Int32Array]) -> GrowCounts:
+    async def _prefill_first(self, prompts: Sequence[Int32Array], costs: GrowCounts) -> None:
         """`_prefill_common` for trees that begin, after that for the others."""
         await self._ready()
-        return await self._prefill_common(prompts)
+        await self._prefill_common(prompts, costs)
 
-    async def _prefill_common(self, prompts: Sequence[Int32Array]) -> GrowCounts:
+    async def _prefill_common(self, prompts: Sequence[Int32Array], costs: GrowCounts) -> None:
         """Put what all prompts begin with (a system prompt) into the engines' caches before they all compute it.
 
-        Returns what it cost, for the first who asks. It only saves work: where it is refused the trees go without, and
-        each finds out whether its own requests are.
+        What it costs is added to `costs`. It only saves work: where it is refused the trees go without, and each finds
+        out whether its own requests are.
         """
-        counts, shared = GrowCounts(), common_prefix_length(prompts)
+        shared = common_prefix_length(prompts)
+        if not shared:
+            return
+
+        def repeat() -> None:
+            costs.repeated += 1
+
         with suppress(EngineRefusedError):
-            if not shared:
-                return counts
-            for prompt_tokens, cached_tokens in await self._engine.prefill_everywhere(prompts[0][:shared]):
-                counts.add(GrowCounts(requests=1, prompt_tokens=prompt_tokens, cached_tokens=cached_tokens))
-        return counts
+            found = await self._engine.prefill_everywhere(prompts[0][:shared], on_repeat=repeat)
+            for prompt_tokens, cached_tokens in found:
+                costs.add(GrowCounts(requests=1, prompt_tokens=prompt_tokens, cached_tokens=cached_tokens))
 
     async def _prefill_again(self) -> None:
         """`_prefill_common` for the trees that go on after a push."""
         growing = [(group, tree) for group in self._groups.values() for tree in group.trees if tree.result is None]
+        costs = GrowCounts()
         with suppress(EngineUnavailableError):  # the trees find out by themselves
-            counts = await self._prefill_common([tree.grower.prompt for _, tree in growing])
-            if growing:
-                growing[0][0].prefills.add(counts)
+            await self._prefill_common([tree.grower.prompt for _, tree in growing], costs)
+        if growing:
+            growing[0][0].prefills.add(costs)
 
     async def _ready(self) -> None:
         if self._again is not None and not self._again.done():
             await asyncio.shield(self._again)
 
-    def _count_tokens(self, tokens: int) -> None:
-        self._tokens += tokens
+    def _count_tokens(self, group: _Group, tokens: int) -> None:
+        group.tokens += tokens
         self._changed.set()  # a `collect` may want to tell
 
 

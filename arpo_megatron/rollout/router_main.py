@@ -15,7 +15,7 @@ def main() -> None:
     from arpo_megatron.rollout.push_gate import ENGINE_TOKEN
 
     arguments = parse_router_args(sys.argv[1:])
-    arguments.api_key = os.environ.get(ENGINE_TOKEN)
+    arguments.api_key = os.environ.get(ENGINE_TOKEN) or None  # an empty one would be asked for, too
     launch_router(arguments)
 
 

@@ -14,15 +14,14 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Self
 
 from arpo_megatron.errors import UserError
-from arpo_megatron.processes import stop_groups
 from arpo_megatron.rollout.connection import hang_up
 from arpo_megatron.rollout.messages import (
     CollectTrees,
@@ -42,10 +41,8 @@ from arpo_megatron.rollout.messages import (
     StopTrees,
 )
 from arpo_megatron.rollout.record import UnfinishedTree
-from arpo_megatron.rollout.server import SCRATCH_PREFIX, free_ports
 from arpo_megatron.supervisor import Program
 from arpo_megatron.tasks.base import Task
-from tools_sandbox.temporary import TemporaryFolder
 
 _CONNECT_INTERVAL_S = 0.1
 _STARTUP_S = 180.0
@@ -205,9 +202,9 @@ class RolloutHandle:
 
     def pause(self) -> None:
         """Stop all trees where they are; the engine is idle when this returns. Raises RolloutError."""
-        self._call(Pause())
         with self._lock:
-            self._paused = True
+            self._paused = True  # before it is asked for: a process that begins from here on must not grow
+        self._call(Pause())
 
     def resume(self, version: int) -> None:
         """Let the trees go on with policy `version`. Raises RolloutError."""
@@ -363,26 +360,3 @@ def rollout_program(directory: Path, port: int, *, log_path: Path, hang_timeout_
 def rollout_socket(directory: Path) -> Path:
     """Where the process that was started with that directory listens."""
     return directory / "rollout" / "socket"
-
-
-@contextmanager
-def launched_rollouts(settings: ServiceSettings) -> Iterator[RolloutHandle]:
-    """A rollout process of one's own, that nobody restarts; it ends with the `with` block.
-
-    Args:
-        settings: addresses, tokenizer, seed.
-
-    Raises:
-        UserError: `tokenizer_path` holds no tokenizer.json.
-        RolloutError: the process could not start.
-    """
-    scratch = TemporaryFolder(SCRATCH_PREFIX)
-    directory = scratch.path
-    log = Path(os.devnull)
-    process = rollout_program(directory, free_ports(1)[0], log_path=log, hang_timeout_s=_STARTUP_S).start()
-    try:
-        with RolloutHandle.connect(rollout_socket(directory), settings, patience_s=_STARTUP_S) as handle:
-            yield handle
-    finally:
-        stop_groups([process], 0.0)
-        scratch.remove()

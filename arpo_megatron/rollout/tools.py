@@ -1,13 +1,14 @@
 """Tool calls that survive the tool service: it may be restarted, overloaded, or fail at one call for good.
 
 A call that was lost is made again, under the same request id: a service that still lives executes it once. After a
-restart it is executed again, which is safe: by the service's contract a Python call leaves nothing behind and a search
-only reads, so the second answer is the first one's equal.
+restart it is executed again, which is safe: a search only reads, and what a Python call leaves behind
+(`sandbox.sessions`) has the name of its place, which the second execution writes anew from the same state before it.
 """
 
 import asyncio
 import time
 import uuid
+from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
@@ -25,13 +26,9 @@ class ToolClient:
         url: http://host:port.
         token: bearer token of the service, if it has one.
         retry_for_s: how long after its first failure a call is repeated (the service may be restarting).
-
-    Attributes:
-        repeated: how often a call had to be made again after the service's own client had given up on it.
     """
 
     def __init__(self, url: str, token: str | None = None, *, retry_for_s: float = 60.0) -> None:
-        self.repeated = 0
         self._client = AsyncSandboxClient(url, token)
         self._retry_for_s = retry_for_s
 
@@ -44,9 +41,17 @@ class ToolClient:
         await self._client.aclose()
 
     async def call(
-        self, tool: str, arguments: dict[str, object], *, trajectory_id: str, timeout_s: float
+        self,
+        tool: str,
+        arguments: dict[str, object],
+        *,
+        trajectory_id: str,
+        timeout_s: float,
+        on_repeat: Callable[[], None] = lambda: None,
     ) -> ToolAnswer:
         """The tool's answer, whatever its status; where the service fails at the call, an error for the model to read.
+
+        `on_repeat` is called for each time that the call is made again, after the service's own client has given up.
 
         Raises:
             SandboxUnavailable: the service was not there for `retry_for_s` seconds.
@@ -67,6 +72,6 @@ class ToolClient:
                 give_up = min(give_up, now + self._retry_for_s)
                 if now >= give_up:
                     raise
-            self.repeated += 1
+            on_repeat()
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)

@@ -51,3 +51,19 @@ def test_a_pass_that_is_not_that_of_the_old_logprobs_is_seen():
         ready = prepare_update(actor, minibatch, [o + np.float32(shift) for o in old], actor.config, on_policy=True)
         rows = actor.accumulate(ready.packs, ready.old_logprobs, ready.loss)
         assert (actor._stats(rows, 0.0, skipped=False).kl_old > 0) is seen
+
+
+@pytest.mark.parametrize("loss", ["ppo", "gspo"])
+def test_trajectories_that_meet_the_limit_of_the_weights_are_counted(loss):
+    algorithm = AlgorithmConfig(loss=loss, trajectory_weight_limit=LIMIT)
+    actor = Actor(cases.job(algorithm=algorithm), cases.QWEN3, None, optimizer=OptimizerConfig(), total_updates=1)
+    forest, credits = cases.minibatch(2)
+    advantages = [cases.dyadic_advantages(tree, i) for i, tree in enumerate(forest)]
+    minibatch = Minibatch(pack_trees(forest, credits, token_budget=10**6), forest, advantages)
+    for apart, share in ((-1.0, 0.0), (1.0, 1.0)):  # nats a token
+        old = [pack.sampling_logprobs + np.float32(apart) for pack in minibatch.packs]
+        ready = prepare_update(actor, minibatch, old, actor.config, on_policy=True)
+        assert ready.statistics["weights_limited"] == share
+    unlimited = cases.job(algorithm=AlgorithmConfig(loss=loss))
+    ready = prepare_update(actor, minibatch, old, unlimited, on_policy=True)
+    assert "weights_limited" not in ready.statistics

@@ -1,12 +1,25 @@
 """`arpo bench rollout`, shortened: every way of growing finishes all its trajectories on the real engine."""
 
+import asyncio
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from arpo_megatron.bench import controller, rollout
 from arpo_megatron.bench.talkative_model import write_model
+from arpo_megatron.harvest import Harvest
+from arpo_megatron.monitor.events import EventLog
+from arpo_megatron.rollout.accounting import GrowCounts, grow_stats
+from arpo_megatron.rollout.messages import CollectTrees, GrowReport, StartTrees
+from arpo_megatron.rollout.policies import GrpoPolicy
 from arpo_megatron.rollout.worker import TokenizerCodec
+from arpo_megatron.tasks.base import Task
+from arpo_megatron.tasks.sampler import TaskSampler
+from arpo_megatron.tree import Role, RolloutTree
+from arpo_megatron.tree_files import ScoredTree
 
 
 def test_every_way_finishes_all_trajectories_within_its_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,3 +65,75 @@ def test_tool_latencies_have_mean_one() -> None:
     for name, draw in rollout.LATENCIES.items():
         rng = np.random.default_rng(1)
         assert np.mean([draw(rng) for _ in range(20000)]) == pytest.approx(1.0, abs=0.05), name
+
+
+class Schedule:
+    """A tree pool, and a hold on one, that finishes trees at once: what it is asked for is all that counts here."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, int | None, int | None]] = []
+        self.under_way: list[Task] = []
+
+    def start_trees(self, _group: str, tasks: Sequence[Task], **_how: object) -> None:
+        self.under_way += tasks
+        if self.calls and self.calls[-1][0] == "start":  # the benchmark starts a step's trees at a time
+            self.calls[-1] = ("start", (self.calls[-1][1] or 0) + len(tasks), None)
+        else:
+            self.calls.append(("start", len(tasks), None))
+
+    def collect(self, request: CollectTrees, _progress: object = None) -> GrowReport:
+        self.calls.append(("collect", request.count, request.finish_before))
+        done, self.under_way = self.under_way[: request.count], self.under_way[request.count :]
+        trees = [RolloutTree(task.id, np.arange(2)) for task in done]
+        for tree in trees:
+            tree.add(0, Role.MODEL, [1])
+        stats = grow_stats([], GrowCounts(), GrpoPolicy(1), failed=0, seconds=1.0)
+        return GrowReport(trees, [], stats, tuple(range(len(trees))))
+
+    def stop_trees(self, _request: object) -> GrowReport:
+        raise AssertionError("none is left over")
+
+
+class Pool(Schedule):
+    """Asked as the benchmark asks it."""
+
+    def start(self, request: StartTrees) -> None:
+        self.start_trees("", [tree.task for tree in request.trees])
+
+    async def collect(self, request: CollectTrees) -> GrowReport:  # type: ignore[override]
+        return super().collect(request)
+
+    async def pause(self) -> None: ...
+
+    def resume(self, version: int) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_the_benchmark_starts_and_waits_for_what_a_run_does(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ahead: bool
+) -> None:
+    def score(trees: Sequence[RolloutTree], tasks: Sequence[Task]) -> list[ScoredTree]:
+        one = np.ones(1)
+        return [ScoredTree(task, tree, one, one, one == 1) for task, tree in zip(tasks, trees, strict=True)]
+
+    config = rollout._job(ahead=ahead)
+    tasks = [rollout._task(number) for number in range(rollout.TASKS * rollout.STEPS)]
+    run: Any = Schedule()
+    harvest = Harvest(config, run, score, TaskSampler(tasks, 1), EventLog(tmp_path / "events.jsonl"))
+    for step in range(rollout.STEPS):
+        assert len(harvest.step(step)) == rollout.TASKS
+
+    async def version() -> int:
+        bench._version += 1
+        return bench._version
+
+    write_model(tmp_path / "model")
+    pool, bench = Pool(), rollout.Bench("", TokenizerCodec(tmp_path / "model"), progress=False)
+    bench._version = -1  # so that a step's version is its number, as in a run
+    monkeypatch.setattr(rollout, "new_pool", lambda *_: pool)
+    monkeypatch.setattr(bench, "_new_version", version)
+    nothing: Any = None
+    asyncio.run(bench._in_trees(nothing, nothing, rollout.Run(), ahead=ahead))
+    assert pool.calls == run.calls

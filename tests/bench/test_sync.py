@@ -11,13 +11,20 @@ BUCKET_MB = 64
 def test_new_weights_arrive_by_every_transport_with_two_buckets_of_memory(tensor, tmp_path):
     figures = bench_sync(200, tensor, BUCKET_MB, 1, tmp_path)
     assert figures["model_bytes"] >= 200e6
-    assert figures["share_of_floor"] == figures["transports"]["broadcast"]["share_of_floor"] > 0
+    for share in ("share_of_floor", "share_of_floor_verified"):
+        assert figures[share] == figures["transports"]["broadcast"][share]
     for name in TRANSPORTS:
         found = figures["transports"][name]
         assert len(found["push_s"]) == len(found["verified_push_s"]) == len(found["floor_s"]) == 1
+        (floor,), (push,), (verified,) = found["floor_s"], found["push_s"], found["verified_push_s"]
+        assert push > found["probe_s"][0] > 0, name
+        in_a_run = ((found["verify_every"] - 1) * push + verified) / found["verify_every"]
+        assert found["share_of_floor"] == pytest.approx(floor / in_a_run, rel=0.05), name  # all are rounded
+        assert found["share_of_floor_verified"] == pytest.approx(floor / verified, rel=0.05), name
         assert found["probe_gap"] < 1e-4, name
         assert found["tensors_verified"] >= figures["model_bytes"] / (BUCKET_MB * 2**20)
-        assert found["peak_extra_bytes"] <= found["two_buckets_bytes"], (name, found)
+        for process in ("peak_extra_bytes", "engine_peak_extra_bytes"):  # the trainer's rank 0, and the engine
+            assert found[process] <= found["two_buckets_bytes"], (name, process, found)
     assert not list(tmp_path.iterdir())
 
 

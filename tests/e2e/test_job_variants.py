@@ -38,6 +38,7 @@ def test_trees_grow_on_while_two_ranks_train_and_are_finished_before_a_push(warm
     assert [row["trees"] for row in rows] == [TASKS] * 3
     assert [row["trajectories"] for row in rows] == [TASKS * SAMPLES] * 3
     assert [row["staleness_max"] for row in rows] == [0, 1, 1]
+    assert [row["stale_trees"] for row in rows] == [0, TASKS, TASKS]
     assert sum(row["forks"] for row in rows) > 0
     first, *later = [row["logprob_gap"] for row in rows]
     assert first < 1e-3

@@ -19,6 +19,7 @@ import psutil
 import pytest
 import requests
 import torch
+from launched import launched_rollouts
 
 from arpo_megatron.config import AlgorithmConfig, EngineConfig, JobConfig, ModelConfig, RolloutConfig
 from arpo_megatron.errors import UserError
@@ -34,7 +35,7 @@ from arpo_megatron.rollout.messages import (
 )
 from arpo_megatron.rollout.record import TreeRecord
 from arpo_megatron.rollout.server import EngineHandle, EngineStartError, launch_engine
-from arpo_megatron.rollout.service import RolloutError, RolloutHandle, launched_rollouts
+from arpo_megatron.rollout.service import RolloutError, RolloutHandle
 from arpo_megatron.tasks.base import Task
 from arpo_megatron.tree import Finish, Role, RolloutTree
 from arpo_megatron.weights.engines import Engines
@@ -457,7 +458,7 @@ from pathlib import Path
 from arpo_megatron.config import EngineConfig
 from arpo_megatron.rollout.server import launch_engine
 from arpo_megatron.rollout.messages import ServiceSettings
-from arpo_megatron.rollout.service import launched_rollouts
+from launched import launched_rollouts
 model, log = map(Path, sys.argv[1:])
 config = EngineConfig(max_total_tokens=4096, memory_fraction=0.1, startup_timeout_s=400)
 launched = launched_rollouts(ServiceSettings(("http://127.0.0.1:9",), "http://127.0.0.1:9", model, seed=1))
@@ -494,6 +495,7 @@ def test_nothing_survives_a_killed_launcher(tiny_model: Path, tmp_path: Path, mo
     model.symlink_to(tiny_model)
     launcher = subprocess.Popen(
         [sys.executable, "-c", LAUNCHER, str(model), str(tmp_path / "log")],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},  # helper modules of the tests, too
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

@@ -18,10 +18,10 @@ from arpo_megatron.rollout.grow_context import GrowContext, GrowLimits, PromptTo
 from arpo_megatron.rollout.grower import TreeGrower
 from arpo_megatron.rollout.policies import ArpoPolicy, BranchPolicy, GrpoPolicy, make_policy
 from arpo_megatron.rollout.pool import TREE_FAILURES
-from arpo_megatron.rollout.protocol import result_text
+from arpo_megatron.rollout.protocol import ends_inside_stop, result_text
 from arpo_megatron.rollout.record import TreeRecord
 from arpo_megatron.rollout.tools import ToolClient
-from arpo_megatron.tree import Finish, Role, RolloutTree
+from arpo_megatron.tree import Finish, Int32Array, Role, RolloutTree
 from tools_sandbox.client import SandboxUnavailable, ToolAnswer
 
 CODEC = CharacterCodec()
@@ -450,6 +450,29 @@ def test_requests_and_cache_are_what_the_tree_alone_predicts(scripted_engine: St
         # Equal samples find each other or not, as timing goes; where paths differ the bounds meet (below).
         least, most = (sum(getattr(r, name) for r in predicted) for name in ("cached_least", "cached_most"))
         assert least <= grower.counts.cached_tokens <= most
+
+
+@pytest.mark.parametrize("k", [1, 26, 38, 40])
+def test_requests_are_predicted_where_the_measured_tokens_end_within_a_tag(
+    scripted_engine: Start, sandbox_url: str, k: int
+) -> None:
+    """The rest of the tag is sampled token by token."""
+    policy = arpo(4, 2, k=k, branch_probability=1.0, entropy_weight=0.0)
+    engine = scripted_engine(ScriptedEngine(planned(*PLAN)))
+    tree, grower = grow(engine.url, sandbox_url, policy)
+
+    def inside_stop(token_ids: Int32Array) -> bool:
+        return ends_inside_stop(CODEC.decode(token_ids.tolist()), LIMITS.stops)
+
+    predicted = predicted_requests([tree], policy, inside_stop)
+    assert len(predicted) > len(predicted_requests([tree], policy))
+    assert sorted(len(request["input_ids"]) for request in engine.requests) == sorted(
+        request.prompt_tokens for request in predicted
+    )
+    least, most = (sum(getattr(r, name) for r in predicted) for name in ("cached_least", "cached_most"))
+    assert least <= grower.counts.cached_tokens <= most
+    stats = grow_stats([tree], grower.counts, policy, failed=0, seconds=1.0, inside_stop=inside_stop)
+    assert stats.predicted_prompt_tokens == grower.counts.prompt_tokens
 
 
 def test_cached_tokens_are_predicted_exactly_where_samples_differ(scripted_engine: Start, sandbox_url: str) -> None:

@@ -18,7 +18,9 @@ from arpo_megatron.bench.simulated_tools import SimulatedTools
 from arpo_megatron.rollout.client import EngineClient
 from arpo_megatron.rollout.generation import Sampling
 from arpo_megatron.rollout.grow_context import GrowLimits
-from arpo_megatron.rollout.messages import CollectTrees, GrowReport, GrowSettings
+from arpo_megatron.rollout.messages import CollectTrees, GrowProgress, GrowReport, GrowSettings, LiveTree, StartTrees
+from arpo_megatron.rollout.policies import GrpoPolicy
+from arpo_megatron.rollout.pool import TreePool
 from arpo_megatron.rollout.prefix_cache import PrefixCache
 from arpo_megatron.rollout.routing import FIRST_REST_S
 from arpo_megatron.tasks.base import Task
@@ -28,7 +30,7 @@ Start = Callable[[ScriptedEngine], ScriptedEngine]
 
 @dataclass
 class Refusing(ScriptedEngine):
-    """Answers the first request with 404, as a router does that knows no engine yet."""
+    """Does not take the first request."""
 
     refused: bool = False
 
@@ -46,6 +48,60 @@ def test_a_refused_prefill_of_what_all_share_costs_no_tree(scripted_engine: Star
     assert engine.refused
     assert [tree.task_id for tree in report.trees] == ["t0", "t1", "t2"]
     assert report.failed == []
+
+
+def test_repeated_requests_and_sampled_tokens_are_those_of_their_group(scripted_engine: Start) -> None:
+    """Whichever of two groups reports first."""
+    training = scripted_engine(ScriptedEngine(lambda _text: "<answer>1</answer>", fail_first=1))
+    told: list[GrowProgress] = []
+
+    async def run() -> list[GrowReport]:
+        async with EngineClient(training.url) as client:
+            pool = TreePool(
+                client,
+                SimulatedTools(0.1, lambda _r: 1.0),
+                CODEC,
+                SEED,
+                lambda _settings: GrpoPolicy(1),
+                told.append,
+                lambda *_entry: None,
+            )
+            settings = GrowSettings(None, 1, Sampling(), GrowLimits(3000, 900, 4, 60, 5.0))
+            try:
+                for number, group in enumerate(("training", "evaluation")):
+                    tree = LiveTree(number, group, Task(group, (), "", "math", "p"), 0, 0, settings)
+                    pool.start(StartTrees((tree,), 0))
+                    await pool.finish(group)  # the first request is that of training
+                told.clear()
+                return [await pool.collect(CollectTrees(group)) for group in ("evaluation", "training")]
+            finally:
+                await pool.close()
+
+    reports = asyncio.run(run())
+    assert [report.trees[0].task_id for report in reports] == ["evaluation", "training"]
+    assert [report.stats.counts.repeated for report in reports] == [0, 1]
+    assert {progress.tokens_sampled for progress in told} == {reports[0].stats.counts.tokens_sampled}
+
+
+def test_what_the_common_prefill_repeats_is_counted_also_where_it_fails(scripted_engine: Start) -> None:
+    engine = scripted_engine(ScriptedEngine(str, fail_first=1000))
+    tasks = tuple(Task(f"t{n}", (), "", "math", "p" * 50) for n in range(2))
+    report = asyncio.run(grown(engine, tasks, retry_for_s=1.0))
+    assert len(report.failed) == 2
+    assert report.stats.counts.repeated == len(engine.requests) > 1
+
+
+@pytest.mark.parametrize("k", [6, 38])
+def test_what_is_reported_as_predicted_has_the_tokens_that_were_sampled_alone(scripted_engine: Start, k: int) -> None:
+    """Behind 38 tokens a tag has begun."""
+
+    def script(text: str) -> str:
+        part = "<think>and double</think><python>2*2</python>" if text.count("</result>") < 2 else "<answer>4</answer>"
+        return part[len(text.rpartition("</result>")[2].rpartition("?")[2]) :]
+
+    engine = scripted_engine(ScriptedEngine(script))
+    report = asyncio.run(grown(engine, (Task("t", (), "", "math", "p?"),), k=k))
+    assert report.stats.predicted_prompt_tokens == report.stats.counts.prompt_tokens
 
 
 @dataclass
@@ -148,10 +204,12 @@ async def grown(
     samples: int = 4,
     initial: int = 2,
     tools: SimulatedTools | None = None,
+    k: int = 4,
+    retry_for_s: float = 60.0,
 ) -> GrowReport:
-    policy = arpo(samples, initial, k=4, branch_probability=1.0)
+    policy = arpo(samples, initial, k=k, branch_probability=1.0)
     limits = GrowLimits(3000, 900, 4, 60, 5.0)
-    async with EngineClient(engine.url) as client:
+    async with EngineClient(engine.url, retry_for_s=retry_for_s) as client:
         pool = new_pool(client, tools or SimulatedTools(0.1, lambda _r: 1.0), CODEC, policy, SEED)
         settings = GrowSettings(policy.config, samples, Sampling(), limits)
         pool.start(start(tasks, step=0, version=0, settings=settings))

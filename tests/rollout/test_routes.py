@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from launched import launched_rollouts
 
 from arpo_megatron.actor.actor import Actor
 from arpo_megatron.actor.layout import without_routes
@@ -24,7 +25,6 @@ from arpo_megatron.rollout.messages import CollectTrees, GrowSettings, ServiceSe
 from arpo_megatron.rollout.record import TreeRecord
 from arpo_megatron.rollout.routes import RouteRequest, RouteShape
 from arpo_megatron.rollout.server import EngineHandle, launch_engine
-from arpo_megatron.rollout.service import launched_rollouts
 from arpo_megatron.tasks.base import Task
 from arpo_megatron.tree import Role, RolloutTree
 from arpo_megatron.tree_files import read_trees

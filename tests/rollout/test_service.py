@@ -19,7 +19,7 @@ from arpo_megatron.config import AlgorithmConfig
 from arpo_megatron.rollout.connection import hang_up
 from arpo_megatron.rollout.generation import Sampling
 from arpo_megatron.rollout.grow_context import GrowLimits
-from arpo_megatron.rollout.messages import GrowProgress, GrowSettings, ServiceSettings
+from arpo_megatron.rollout.messages import GrowProgress, GrowSettings, Pause, Restore, ServiceSettings
 from arpo_megatron.rollout.record import UnfinishedTree
 from arpo_megatron.rollout.service import RolloutError, RolloutHandle
 from arpo_megatron.rollout.worker import Session
@@ -110,3 +110,29 @@ def test_a_cut_is_noticed_within_a_call_and_costs_only_what_was_being_sampled(
     assert len(report.trees[0].leaves()) == 2
     assert len(served) == 2
     assert engine.generations == 3  # what had been sampled before the cut was not asked for again
+
+
+def test_a_process_that_begins_within_a_pause_begins_paused(folder: Path) -> None:
+    """Before the pause has been answered, too: the one before it may have done so and be gone."""
+    with Listener(str(folder / "socket"), "AF_UNIX") as listener:
+        settings, begun = ServiceSettings((NOWHERE,), NOWHERE, folder, 1), list[Restore]()
+
+        def processes() -> None:
+            for number in range(2):
+                with listener.accept() as connection:
+                    greeting, restore = connection.recv()
+                    begun.append(restore)
+                    connection.send((greeting, None))
+                    request, asked = connection.recv()
+                    assert asked == Pause()
+                    if number:
+                        connection.send((request, None))
+                        with suppress(EOFError):
+                            connection.recv()
+
+        thread = threading.Thread(target=processes, daemon=True)
+        thread.start()
+        with RolloutHandle.connect(folder / "socket", settings) as handle:
+            handle.pause()
+        thread.join(10)
+    assert [restore.paused for restore in begun] == [False, True]

@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -29,9 +29,10 @@ def port() -> Iterator[int]:
     yield port
 
 
-def start(port: int, folder: Path) -> "subprocess.Popen[str]":
+def start(port: int, folder: Path, *, sessions: bool = False) -> "subprocess.Popen[str]":
     """A real tool service at `port`; returns when it serves."""
-    (folder / "config.yaml").write_text("python: {preload: []}\n")
+    kept = f", session_dir: {folder / 'states'}" if sessions else ""
+    (folder / "config.yaml").write_text(f"python: {{preload: []{kept}}}\n")
     command = [sys.executable, "-m", "tools_sandbox", "--port", str(port), "--config", str(folder / "config.yaml")]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     assert process.stdout is not None
@@ -40,8 +41,12 @@ def start(port: int, folder: Path) -> "subprocess.Popen[str]":
     return process
 
 
-def ask(client: ToolClient, code: str) -> "asyncio.Task[ToolAnswer]":
-    return asyncio.create_task(client.call("python", {"code": code}, trajectory_id="t", timeout_s=10.0))
+def ask(
+    client: ToolClient, code: str, on_repeat: Callable[[], None] = lambda: None, **session: str
+) -> "asyncio.Task[ToolAnswer]":
+    return asyncio.create_task(
+        client.call("python", {"code": code, **session}, trajectory_id="t", timeout_s=10.0, on_repeat=on_repeat)
+    )
 
 
 @pytest.mark.parametrize(
@@ -56,18 +61,45 @@ def test_calls_in_flight_survive_a_restart_of_the_service(
     async def run() -> list[ToolAnswer]:
         nonlocal service
         async with ToolClient(f"http://127.0.0.1:{port}", retry_for_s=300) as client:
-            calls = [ask(client, SLOW.format(seconds)) for _ in range(8)]
+            repeated: list[None] = []
+            calls = [ask(client, SLOW.format(seconds), lambda: repeated.append(None)) for _ in range(8)]
             await asyncio.sleep(0.5)
             service.send_signal(fault)
             await asyncio.to_thread(service.wait)
             await asyncio.sleep(3)  # longer than the service's own client waits
             service = await asyncio.to_thread(start, port, tmp_path)
             answers = await asyncio.gather(*calls)
-            assert client.repeated
+            assert repeated
             return answers
 
     try:
         assert [(answer.text, answer.status) for answer in asyncio.run(run())] == [("42", "ok")] * 8
+    finally:
+        service.kill()
+        service.wait()
+
+
+def test_a_call_with_a_session_may_be_executed_again_after_a_restart(port: int, tmp_path: Path) -> None:
+    """What it leaves behind has the name of its place, and it begins again with the state before it."""
+    state, more = "n = 1", "import time; time.sleep(1); n += 1; n"
+    service = start(port, tmp_path, sessions=True)
+
+    async def run() -> list[str]:
+        nonlocal service
+        async with ToolClient(f"http://127.0.0.1:{port}", retry_for_s=300) as client:
+            await ask(client, state, state="", keep="a")
+            call = ask(client, more, state="a", keep="b")
+            await asyncio.sleep(0.5)
+            service.send_signal(signal.SIGKILL)
+            await asyncio.to_thread(service.wait)
+            service = await asyncio.to_thread(start, port, tmp_path, sessions=True)
+            first = await call
+            again = await ask(client, more, state="a", keep="b")  # as if the first answer had been lost
+            after = await ask(client, "n", state="b", keep="c")
+            return [first.text, again.text, after.text]
+
+    try:
+        assert asyncio.run(run()) == ["2", "2", "2"]
     finally:
         service.kill()
         service.wait()

@@ -1,0 +1,37 @@
+"""A rollout process for tests, without a supervisor."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from arpo_megatron.processes import stop_groups
+from arpo_megatron.rollout.messages import ServiceSettings
+from arpo_megatron.rollout.server import SCRATCH_PREFIX, free_ports
+from arpo_megatron.rollout.service import RolloutHandle, rollout_program, rollout_socket
+from tools_sandbox.temporary import TemporaryFolder
+
+STARTUP_S = 180.0
+
+
+@contextmanager
+def launched_rollouts(settings: ServiceSettings) -> Iterator[RolloutHandle]:
+    """A rollout process of one's own, that nobody restarts; it ends with the `with` block.
+
+    Args:
+        settings: addresses, tokenizer, seed.
+
+    Raises:
+        UserError: `tokenizer_path` holds no tokenizer.json.
+        RolloutError: the process could not start.
+    """
+    scratch = TemporaryFolder(SCRATCH_PREFIX)
+    directory = scratch.path
+    log = Path(os.devnull)
+    process = rollout_program(directory, free_ports(1)[0], log_path=log, hang_timeout_s=STARTUP_S).start()
+    try:
+        with RolloutHandle.connect(rollout_socket(directory), settings, patience_s=STARTUP_S) as handle:
+            yield handle
+    finally:
+        stop_groups([process], 0.0)
+        scratch.remove()
