@@ -193,11 +193,12 @@ class Leader:
         scored = [item for item in scored if item.sampled]
         counted = self.counters()
         ages = [staleness(item.tree, version) for item in scored]
+        tokens = [_sampled(item.tree) for item in scored]
         judge = self.reward.judge
         return {
             **earned(scored, self.config.reward.success_threshold),
             "groups_without_signal": sum(bool(np.ptp(item.rewards) == 0) for item in scored),
-            "staleness": float(np.mean([mean for mean, _ in ages])),
+            "staleness": float(np.average([mean for mean, _ in ages], weights=tokens)),
             "staleness_max": max(most for _, most in ages),
             "cached_prompt_share": counted["cached_tokens"] / max(1, counted["prompt_tokens"]),
             "prefill_over_unique": counted["prefilled_tokens"] / max(1, counted["unique_tokens"]),
@@ -230,6 +231,11 @@ def earned(scored: Sequence[ScoredTree], threshold: float) -> dict[str, float]:
         "success": float((np.concatenate([item.accuracies[first] for item, first in own]) > threshold).mean()),
         "format_ok": float(np.concatenate([item.format_ok[first] for item, first in own]).mean()),
     }
+
+
+def _sampled(tree: RolloutTree) -> int:
+    """How many tokens the weights of a mean age sampled; 1 where there is none, so that a mean of such trees is one."""
+    return max(1, sum(len(segment) for segment in tree.segments if segment.role is Role.MODEL))
 
 
 def probe_pack(token_ids: Sequence[int]) -> TreePack:
