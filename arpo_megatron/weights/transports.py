@@ -31,7 +31,16 @@ from torch.distributed.distributed_c10d import Backend, GroupName, _new_process_
 from torch.multiprocessing import reductions
 
 from arpo_megatron.errors import UserError
-from arpo_megatron.weights.engines import Engine, Engines, WeightPushError, failure, first_line, is_local, local_address
+from arpo_megatron.weights.engines import (
+    DiskPushError,
+    Engine,
+    Engines,
+    WeightPushError,
+    failure,
+    first_line,
+    is_local,
+    local_address,
+)
 from arpo_megatron.weights.files import write_file
 
 Bucket = Sequence[tuple[str, Tensor]]
@@ -359,7 +368,7 @@ class Disk:
         try:
             self._directory.mkdir(parents=True)
         except OSError as error:
-            raise WeightPushError(f"sync.directory: {error}") from error
+            raise DiskPushError(f"sync.directory: {error}") from error
 
     def send(self, bucket: Bucket) -> Callable[[], None]:
         """Write the file and have the engines read it, both while the caller goes on."""
@@ -381,7 +390,7 @@ class Disk:
         try:
             write_file(file, bucket)
         except OSError as error:
-            raise WeightPushError(f"{file}: {error.strerror}") from error
+            raise DiskPushError(f"{file}: {error.strerror}") from error
         body = {"model_path": str(self._directory), "load_format": "safetensors", "flush_cache": False}
         self._loads += 1
         posts = self._requests.start("update_weights_from_disk", [(engine.url, body) for engine in self._engines])
