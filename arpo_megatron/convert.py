@@ -7,6 +7,7 @@ from arpo_megatron import resolve
 from arpo_megatron.actor import parallel
 from arpo_megatron.actor.actor import Actor
 from arpo_megatron.actor.checkpoint import CheckpointStore, damage_of, newest_whole
+from arpo_megatron.durable import written
 from arpo_megatron.errors import UserError
 from arpo_megatron.monitor.events import EventLog, user_errors_told
 from arpo_megatron.preparation import model_path
@@ -47,7 +48,8 @@ def main() -> None:
         updates = config.train.steps * config.algorithm.minibatches
         actor = Actor(config, shape, start, optimizer=config.optimizer, total_updates=updates)
         actor.load(CheckpointStore.actor_directory(whole_checkpoint(run, sys.argv[2])))
-        export_hf(actor.chunks, shape, start, out)
+        with written(out, "make room and give the command again"):
+            export_hf(actor.chunks, shape, start, out)
         parallel.destroy()
 
 

@@ -2,7 +2,11 @@
 
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from arpo_megatron.errors import UserError
 
 
 def flush(path: Path) -> None:
@@ -12,6 +16,15 @@ def flush(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+@contextmanager
+def written(path: Path, otherwise: str) -> Iterator[None]:
+    """`path` is written inside. An OSError becomes a UserError: what, why, and `otherwise`, how to mend it."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{path} could not be written ({error.strerror or error}): {otherwise}") from None
 
 
 def remove(path: Path) -> None:

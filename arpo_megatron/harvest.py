@@ -306,7 +306,12 @@ def age_metrics(trees: Sequence[RolloutTree], version: int) -> dict[str, float]:
     """How old the weights are that have sampled the trees of the update of policy `version` (see `staleness`)."""
     ages = [staleness(tree, version) for tree in trees]
     return {
-        "staleness": float(np.mean([mean for mean, _ in ages])),
+        "staleness": float(np.average([mean for mean, _ in ages], weights=[_sampled(tree) for tree in trees])),
         "staleness_max": max(most for _, most in ages),
         "stale_trees": sum(most > 0 for _, most in ages),
     }
+
+
+def _sampled(tree: RolloutTree) -> int:
+    """How many tokens the weights of a mean age sampled; 1 where there is none, so that a mean of such trees is one."""
+    return max(1, sum(len(segment) for segment in tree.segments if segment.role is Role.MODEL))

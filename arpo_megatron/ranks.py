@@ -14,6 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from functools import wraps
 from pathlib import Path
 
@@ -74,9 +75,10 @@ def tell_failure(error: BaseException) -> None:
     rank = os.environ.get("RANK", "0")
     # A UserError's line says it all; the command line shows it alone.
     text = f"arpo: {error}\n" if isinstance(error, UserError) else "".join(traceback.format_exception(error))
-    # One write: the ranks share the log, and their lines must not mix.
-    os.write(2, f"{RANK_FAILED.format(rank=rank)}\n{text}{RANK_FAILED_END}\n".encode(errors="replace"))
-    get_error_handler().record_exception(error)
+    with suppress(OSError):  # a full disk, which the error may tell of, must not take its place
+        # One write: the ranks share the log, and their lines must not mix.
+        os.write(2, f"{RANK_FAILED.format(rank=rank)}\n{text}{RANK_FAILED_END}\n".encode(errors="replace"))
+        get_error_handler().record_exception(error)
     _end_after(CLEANUP_S)
 
 

@@ -17,12 +17,13 @@ from arpo_megatron import resolve
 from arpo_megatron.actor import parallel
 from arpo_megatron.actor.actor import Actor
 from arpo_megatron.actor.checkpoint import CheckpointStore
-from arpo_megatron.actor.directories import COLD_START_KEPT
+from arpo_megatron.actor.directories import COLD_START_KEPT, resume_from
 from arpo_megatron.actor.optimizer import adam_name
 from arpo_megatron.actor.packing import pack_minibatch
 from arpo_megatron.algorithms.credit import supervised_credit
 from arpo_megatron.bad_packs import BadUpdate, dump_if_skipped
 from arpo_megatron.config import JobConfig
+from arpo_megatron.durable import written
 from arpo_megatron.identity import fingerprint
 from arpo_megatron.minibatch import Minibatch
 from arpo_megatron.monitor.events import EventLog, user_errors_told
@@ -231,8 +232,10 @@ class ColdStart:
                 "held_out": len(self.examples.held_out),
                 "skipped_rows": self.examples.skipped_rows,
             }
-            write_json(self.directory.sft_result, {name: _finite(value) for name, value in result.items()})
-        export_hf(self.actor.chunks, self.actor.shape, start, self.directory.cold_start)
+            with written(self.directory.sft_result, resume_from(self.directory.sft_checkpoints)):
+                write_json(self.directory.sft_result, {name: _finite(value) for name, value in result.items()})
+        with written(self.directory.cold_start, resume_from(self.directory.sft_checkpoints)):
+            export_hf(self.actor.chunks, self.actor.shape, start, self.directory.cold_start)
 
 
 def _finite(value: float | None) -> float | None:
@@ -275,8 +278,8 @@ def sft(directory: RunDirectory) -> None:
     else:
         run.finish(start)
     run.profiler.close()
-    if run.metrics is not None:
-        run.metrics.close()
+    if run.metrics is not None and (rows := run.metrics.close()):
+        events.emit("note", text=f"the last {rows} rows of sft_metrics.jsonl are not stored: the disk has no room")
 
 
 @rank_main

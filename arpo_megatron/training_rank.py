@@ -66,7 +66,7 @@ def training_run(directory: RunDirectory) -> Iterator[TrainingRun]:
     finally:
         if leader is not None:
             leader.close()
-        if run.metrics is not None:
-            run.metrics.close()
+        if run.metrics is not None and (rows := run.metrics.close()):
+            events.emit("note", text=f"the last {rows} rows of metrics.jsonl are not stored: the disk has no room")
         run.profiler.close()
     parallel.destroy()  # a failed rank leaves its groups only with its end, so that it is the first to tell

@@ -10,17 +10,20 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from itertools import count
 from typing import Any, NoReturn, TypeVar
 
 from arpo_megatron.actor import parallel
 from arpo_megatron.actor.actor import Actor, Scores
 from arpo_megatron.actor.checkpoint import CheckpointStore
+from arpo_megatron.actor.directories import resume_from
 from arpo_megatron.actor.optimizer import adam_name
 from arpo_megatron.actor.statistics import UpdateStats
 from arpo_megatron.agreement import check_push
 from arpo_megatron.algorithms.base import Course
 from arpo_megatron.bad_packs import BadUpdate, dump_if_skipped
 from arpo_megatron.config import JobConfig
+from arpo_megatron.durable import written
 from arpo_megatron.errors import UserError
 from arpo_megatron.evaluation.held_out import evaluation_due
 from arpo_megatron.identity import fingerprint
@@ -39,11 +42,13 @@ from arpo_megatron.step_metrics import count_entropy, pack_metrics, sampling_gap
 from arpo_megatron.tasks.base import Task
 from arpo_megatron.tasks.sampler import TaskSelector
 from arpo_megatron.tree_files import ScoredTree
-from arpo_megatron.weights.engines import WeightPushError
+from arpo_megatron.weights.engines import FailedPush, WeightPushError
 from arpo_megatron.weights.export import export_hf, hf_buckets
 from arpo_megatron.weights.sync import probe_gap
 
-PUSH_ATTEMPTS = 3
+PUSH_ATTEMPTS, DISK_PUSH_ATTEMPTS = 3, 10
+"""How often a weight push is tried: in general, and while only the disk between trainer and engines is at fault."""
+LONGEST_PUSH_PAUSE_S = 60
 TREES_FILE = "trees.msgpack"
 """In a checkpoint: the trees that are not trained yet (`rollout/record.py`)."""
 EXPERIENCE_FILE = "experience.msgpack"
@@ -190,22 +195,28 @@ class TrainingRun:
     def push_weights(self, version: int) -> None:
         """Hand the actor's weights to the engines as policy `version` and check with a probe that they arrived.
 
-        A push that an engine's death interrupts is made again as soon as the engine is back.
+        A push that an engine's death interrupts is made again as soon as the engine is back. Attempts are 1, 2, 4, ...
+        seconds apart: four minutes in all for a disk that is full.
 
         Raises:
-            UserError: `PUSH_ATTEMPTS` in a row have failed.
+            UserError: `PUSH_ATTEMPTS` in a row have failed, or `DISK_PUSH_ATTEMPTS` for a disk.
             RuntimeError: an engine's log-probs of the probe are further than `train.logprob_gap_limit` nats away.
         """
-        if self.stopping():  # a resumed run begins with a push
-            return
-        for _ in range(PUSH_ATTEMPTS):
-            error = parallel.broadcast_object(self._push_once(version))
-            if error is None:
+        for number in count():
+            if self.stopping():  # a resumed run begins with a push
                 return
-            self.events.emit("note", text=f"a weight push failed and is made again: {error}")
-        raise UserError(f"{PUSH_ATTEMPTS} weight pushes in a row have failed: {error}")
+            failed = parallel.broadcast_object(self._push_once(version))
+            if failed is None:
+                return
+            if number + 1 >= (DISK_PUSH_ATTEMPTS if failed.disk else PUSH_ATTEMPTS):
+                mend = "make room and " if failed.disk else ""
+                text = f"{number + 1} weight pushes in a row have failed ({failed.why}): {mend}go on with --resume"
+                raise UserError(text)
+            pause_s = min(2**number, LONGEST_PUSH_PAUSE_S)
+            self.events.emit("note", text=f"a weight push failed and is made again in {pause_s} s: {failed.why}")
+            time.sleep(pause_s)  # on all ranks
 
-    def _push_once(self, version: int) -> str | None:
+    def _push_once(self, version: int) -> FailedPush | None:
         """One attempt of `push_weights`; what went wrong at the engines, if anything did."""
         buffers = self.leader.sync.buffers if self.leader else 0
         fused, size = self.config.engine.quantization != "none", self.config.sync.bucket_bytes
@@ -215,7 +226,7 @@ class TrainingRun:
             if self.leader is not None:
                 probe, scores = self.leader.push(buckets, version)
         except WeightPushError as failed:
-            error = str(failed)
+            error = FailedPush.of(failed)
         for _ in buckets:  # every rank takes part in gathering the shards, whatever becomes of them
             pass
         if (probe := parallel.broadcast_object(probe)) is None:
@@ -226,7 +237,7 @@ class TrainingRun:
             try:
                 gap = max(probe_gap(logprobs, engine) for engine in scores())
             except WeightPushError as failed:
-                return str(failed)
+                return FailedPush.of(failed)
             self.state.logprob_gap_max = max(self.state.logprob_gap_max, gap)
             check_push(gap, version, self.config)
             self.leader.harvest.after_push(version)
@@ -369,8 +380,10 @@ class TrainingRun:
         """Write the Hugging Face directory, then the run's result."""
         self.tell_saves(wait=True)
         self.events.emit("phase", name="export", step=self.state.step)
-        source = model_path(self.config, self.directory)
-        export_hf(self.actor.chunks, self.actor.shape, source, self.directory.export)
+        source, otherwise = model_path(self.config, self.directory), resume_from(self.directory.checkpoints)
+        with written(self.directory.export, otherwise):
+            export_hf(self.actor.chunks, self.actor.shape, source, self.directory.export)
         if self.leader is not None:
-            write_json(self.directory.result, asdict(self.state))
+            with written(self.directory.result, otherwise):
+                write_json(self.directory.result, asdict(self.state))
             self.directory.under_way.unlink(missing_ok=True)

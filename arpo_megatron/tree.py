@@ -121,6 +121,7 @@ class Trajectory:
 
 
 _FIELDS = {field.name for field in fields(Segment)}
+_PROMPT_FIELDS = {"role", "parent", "token_ids", "policy_version", "routes"}
 
 
 def _ids(values: ArrayLike) -> Int32Array:
@@ -318,6 +319,8 @@ class RolloutTree:
         root, *rest = data["segments"]
         if root["role"] != Role.PROMPT or root["parent"] != -1:
             raise ValueError("segment 0 must be the PROMPT with parent -1")
+        if more := sorted(name for name, value in root.items() if value is not None and name not in _PROMPT_FIELDS):
+            raise ValueError(f"segment 0 is a PROMPT, which has no {', '.join(more)}")
         step = int(data.get("step", 0))
         if not isinstance(data["task_id"], str) or step < 0:  # draws are keyed by both
             raise ValueError(f"task {data['task_id']!r}, begun in step {step}: expected text and a number from 0")

@@ -44,7 +44,7 @@ class Moment:
 class UnderWay:
     """The file `path`, whole or not there, written every `every_s` seconds while `keep` is called.
 
-    A disk that is full costs the file and not the run: that is told once.
+    A disk that is full costs the file and not the run: that is told once, and again after a step in which all was well.
 
     Attributes:
         path: of the file.
@@ -54,7 +54,7 @@ class UnderWay:
         every_s: seconds.
         tell: takes a line for the user.
         kept_at: when it was written last.
-        failed: the last writing did.
+        failed: the step of the last writing that did, until one of another step has not.
     """
 
     path: Path
@@ -63,7 +63,7 @@ class UnderWay:
     every_s: float
     tell: Callable[[str], None]
     kept_at: float = field(default_factory=time.monotonic)
-    failed: bool = False
+    failed: int | None = None
 
     def keep(
         self, step: int, sampler: Mapping[str, Any], trees: Callable[[], Sequence[UnfinishedTree]], *, now: bool = False
@@ -84,11 +84,13 @@ class UnderWay:
             # The file goes too: it may be of an earlier life of the run, whose weights had the same number.
             for path in (partial, self.path):
                 path.unlink(missing_ok=True)
-            if not self.failed:
+            if self.failed is None:
                 self.tell(f"{self.path.name} could not be written: {error.strerror}; training goes on")
-            self.failed = True
+            self.failed = step
         else:
-            self.failed = False
+            # Within a step one may succeed by the room that a failure has given back: that says nothing of the next.
+            if step != self.failed:
+                self.failed = None
 
     def read(self, step: int) -> Moment | None:
         """What was written when so many steps were done; None where that is not what the file holds, whole.

@@ -92,6 +92,7 @@ def test_words_win_over_the_file_and_the_file_over_the_recipe(tmp_path: Path) ->
         (["rollout.max_staleness=1"], "correct for it with algorithm.trajectory_weight_limit=2"),
         (["algorithm.store=rollout_replay"], "correct for it with algorithm.trajectory_weight_limit=2"),
         (["rollout.max_staleness=1", "rollout.stale=refuse"], "correct for it with algorithm.trajectory_weight_limit"),
+        (["rollout.stale=refuse"], "rollout.stale=refuse needs rollout.max_staleness > 0"),
         (["reward.terms={nope: 1}"], "unknown reward term 'nope'"),
         (["reward.kind=nope"], "unknown reward 'nope'"),
         (["reward.numbers.nope=1"], "no chosen part has the number 'nope'"),
@@ -130,6 +131,7 @@ def test_every_documented_choice_can_be_given_as_a_word() -> None:
             continue
         more = ["data.path=x", "data.max_prompt_tokens=99", "sft.steps=0"] if word == "arpo_parquet" else []
         more += ["model.path=x"] if word == "rollout" else []
+        more += ["rollout.max_staleness=1", "algorithm.loss=minirl"] if word == "refuse" else []
         resolve.resolve("quickstart", words=[f"{key}={word}", *more])
 
 

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 from arpo_megatron.processes import JOB_PID
 
@@ -22,3 +23,30 @@ def test_a_rank_whose_job_has_ended_does_not_begin():
     assert (done.returncode, done.stdout) == (1, "")
     alive = started_by(os.getpid())
     assert (alive.returncode, alive.stdout) == (0, "began\n"), alive.stderr
+
+
+FAILING = """
+from pathlib import Path
+from arpo_megatron.errors import UserError
+from arpo_megatron.monitor.events import user_errors_told
+from arpo_megatron.ranks import rank_main, tell_failure
+
+@rank_main
+def main():
+    with user_errors_told(Path(sys.argv[1])):
+        try:
+            raise UserError("no room")
+        except UserError as error:
+            tell_failure(error)
+            raise
+main()
+"""
+
+
+def test_a_log_on_a_full_disk_does_not_hide_what_a_rank_has_failed_of(tmp_path):
+    events = tmp_path / "events.jsonl"
+    with Path("/dev/full").open("wb") as log:
+        words = [sys.executable, "-c", "import sys" + FAILING, str(events)]
+        done = subprocess.run(words, stdout=log, stderr=log, timeout=250)
+    assert done.returncode == 1
+    assert '"kind": "user_error", "text": "no room"' in events.read_text()

@@ -1,7 +1,10 @@
 """The guards of the loop refuse broken numbers."""
 
 import dataclasses
+import errno
 import json
+import os
+from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,8 +19,9 @@ from arpo_megatron.agreement import check_on_policy
 from arpo_megatron.algorithms.base import Course
 from arpo_megatron.algorithms.credit import supervised_credit
 from arpo_megatron.config import EvalConfig, JobConfig, TrainConfig
+from arpo_megatron.errors import UserError
 from arpo_megatron.evaluation.held_out import HeldOutFigures, evaluation_due
-from arpo_megatron.leader import probe_pack
+from arpo_megatron.leader import Leader, probe_pack
 from arpo_megatron.minibatch import Minibatch
 from arpo_megatron.monitor.events import EventLog
 from arpo_megatron.rollout.record import UnfinishedTree, unpack_trees
@@ -28,7 +32,7 @@ from arpo_megatron.tasks.sampler import TaskSampler
 from arpo_megatron.training_run import EXPERIENCE_FILE, TREES_FILE, RunState, TrainingRun
 from arpo_megatron.tree import Role, RolloutTree, ToolRecord
 from arpo_megatron.tree_files import ScoredTree, TreeLog, read_trees, step_file
-from arpo_megatron.weights.engines import WeightPushError
+from arpo_megatron.weights.engines import DiskPushError, FailedPush, WeightPushError
 
 CONFIG = JobConfig(name="test")
 STATS = UpdateStats.of(
@@ -113,7 +117,7 @@ def test_a_push_is_probed_as_its_leader_says_and_one_that_failed_is_told_and_not
         actor=SimpleNamespace(chunks=[], shape=None, logprobs=logprobs),
         state=RunState(),
     )
-    assert TrainingRun._push_once(run, 7) == "it died"
+    assert TrainingRun._push_once(run, 7) == FailedPush("it died", disk=False)
     assert (gathered, probed, pushed) == ([0, 1, 2], [], [])  # every rank took part in gathering all
     assert TrainingRun._push_once(run, 7) is None
     assert ([len(pack.predictors) for pack in probed], pushed) == ([2], [7])
@@ -121,6 +125,77 @@ def test_a_push_is_probed_as_its_leader_says_and_one_that_failed_is_told_and_not
     with pytest.raises(RuntimeError, match=r"push of version 8 the engine's log-probs differ .* by 3\.00e-01 nats"):
         TrainingRun._push_once(run, 8)
     assert pushed == [7]
+
+
+@pytest.mark.parametrize(
+    ("error", "pauses", "said"),
+    [
+        (WeightPushError("it died"), [1, 2], r"3 weight pushes in a row have failed \(it died\): go on with --resume"),
+        (DiskPushError("full"), [1, 2, 4, 8, 16, 32, 60, 60, 60], r"10 weight .* \(full\): make room and go on with"),
+    ],
+)
+def test_attempts_at_a_push_are_apart_and_more_where_the_disk_is_full(
+    tmp_path: Path, monkeypatch: Any, error: WeightPushError, pauses: list[int], said: str
+) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr("arpo_megatron.training_run.time.sleep", slept.append)
+    failed = FailedPush.of(error)
+    answers: list[FailedPush | None] = [failed, failed, None]
+    events = EventLog(tmp_path / "events.jsonl")
+    run: Any = SimpleNamespace(stopping=lambda: False, _push_once=lambda _: answers.pop(0), events=events)
+    TrainingRun.push_weights(run, 3)
+    assert slept == [1, 2]
+    slept.clear()
+    run._push_once = lambda _: failed
+    with pytest.raises(UserError, match=said):
+        TrainingRun.push_weights(run, 3)
+    assert slept == pauses
+    assert "a weight push failed and is made again in 1 s: " in events.path.read_text()
+    run.stopping = lambda: True  # a job that is asked to end does not wait for the disk
+    TrainingRun.push_weights(run, 3)
+
+
+def test_the_staleness_of_a_step_is_the_mean_over_its_sampled_tokens() -> None:
+    def grown(*lengths: int) -> ScoredTree:
+        """Of one path, whose parts of these lengths were sampled by the versions 0, 1, ..."""
+        tree, parent = RolloutTree("task", [1]), 0
+        for version, length in enumerate(lengths):
+            parent = tree.add(parent, Role.MODEL, [5] * length, policy_version=version)
+        return ScoredTree(Task("task", (), "1", "math", "?"), tree, np.ones(1), np.ones(1), np.ones(1, bool))
+
+    leader: Any = SimpleNamespace(
+        config=CONFIG,
+        counters=lambda: defaultdict(float),
+        reward=SimpleNamespace(judge=None),
+        harvest=SimpleNamespace(stats=[], store=None),
+        sampler=SimpleNamespace(metrics=dict),
+    )
+    found = Leader.step_metrics(leader, [grown(2, 6), grown(0, 4), grown(4, 4, 16)], 2)
+    ages = [2] * 2 + [1] * 6 + [1] * 4 + [2] * 4 + [1] * 4 + [0] * 16
+    assert found["staleness"] == pytest.approx(np.mean(ages))
+    assert found["staleness_max"] == 2
+
+
+def test_an_export_that_finds_no_room_says_from_where_a_resume_goes_on(tmp_path: Path, monkeypatch: Any) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("arpo_megatron.training_run.export_hf", full)
+    directory = RunDirectory(tmp_path)
+    run: Any = SimpleNamespace(
+        config=CONFIG,
+        directory=directory,
+        actor=SimpleNamespace(chunks=[], shape=None),
+        events=EventLog(directory.events),
+        state=RunState(step=60),
+        tell_saves=lambda wait: None,
+    )
+    room = r"export could not be written \(No space left on device\): make room and go on with --resume, from "
+    with pytest.raises(UserError, match=room + "the beginning"):
+        TrainingRun.export(run)
+    (directory.checkpoints / "step_50").mkdir(parents=True)
+    with pytest.raises(UserError, match=room + "step_50"):
+        TrainingRun.export(run)
 
 
 def test_ratios_of_exactly_one_pass() -> None:

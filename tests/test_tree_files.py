@@ -285,6 +285,10 @@ def no_tool_name(row: dict[str, Any]) -> None:
     row["segments"][2]["tool"]["name"] = None
 
 
+def a_decision_of_the_prompt(row: dict[str, Any]) -> None:
+    row["segments"][0]["branch"] = branched(row)["branch"]
+
+
 def branched(row: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = next(segment for segment in row["segments"] if segment["branch"])
     return found
@@ -303,6 +307,7 @@ def branched(row: dict[str, Any]) -> dict[str, Any]:
         (no_rise, "a BranchRecord without dH"),
         (no_rule, "a BranchRecord without why"),
         (no_tool_name, "a ToolRecord without name"),
+        (a_decision_of_the_prompt, "segment 0 is a PROMPT, which has no branch"),
     ],
 )
 def test_a_tampered_row_is_one_line_that_names_it(

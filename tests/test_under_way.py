@@ -65,6 +65,14 @@ def test_a_full_disk_is_told_once_and_takes_the_file_of_an_earlier_moment_with_i
         assert list(place.iterdir()) == []
         kept.keep(4, SAMPLER, lambda: TREES[:1])
         assert kept.read(4) == Moment(SAMPLER, TREES[:1])
+        kept.keep(4, SAMPLER, lambda: large)
+        kept.keep(8, SAMPLER, lambda: large)
+        assert len(told) == 1, "the room that it has given back itself is no news"
+        for step in (12, 16):
+            kept.keep(step, SAMPLER, lambda: TREES)
+            kept.keep(step, SAMPLER, lambda: large)
+            kept.keep(step, SAMPLER, lambda: TREES)
+        assert len(told) == 3
 
 
 @pytest.mark.parametrize("content", [b"", b"\x93\x04", bytes(64), b"\xff" * 200])

@@ -21,6 +21,12 @@ def checkpoint_directories(root: Path) -> list[Path]:
     return [steps[step] for step in sorted(steps)]
 
 
+def resume_from(root: Path) -> str:
+    """For the end of an error message: how a run whose checkpoints are at `root` goes on, and from where."""
+    there = checkpoint_directories(root)
+    return f"make room and go on with --resume, from {there[-1].name if there else 'the beginning'}"
+
+
 def kept(paths: Sequence[Path], keep: int, keep_every: int) -> set[Path]:
     """The `keep` newest, and those of every n-th step for n = `keep_every` (0: none of these).
 

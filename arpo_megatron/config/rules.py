@@ -83,6 +83,8 @@ def _check_staleness(config: "JobConfig") -> None:
     rollout = config.rollout
     if rollout.max_staleness and rollout.oversampling:
         raise ValueError("rollout.oversampling needs rollout.max_staleness=0: trees that go on need not be given up")
+    if rollout.stale == "refuse" and not rollout.max_staleness:
+        raise ValueError("rollout.stale=refuse needs rollout.max_staleness > 0: without it no tree is stale")
 
 
 def _check_sft(config: "JobConfig") -> None:

@@ -34,11 +34,12 @@ class RolloutConfig:
     """What a weight push does to trees under way: they go on with the new weights from where they were, or are finished
     first."""
     stale: Literal["correct", "refuse"] = "correct"
-    """What becomes of trees that take too long for `max_staleness`. `correct`: the step waits for them. `refuse`: it
-    goes on; they are left out when they finish, counted and replaced. What older weights have sampled of a tree that is
-    trained is corrected by `algorithm.trajectory_weight_limit` either way."""
+    """What becomes of trees that take too long for `max_staleness` (> 0). `correct`: the step waits for them. `refuse`:
+    it goes on; they are left out when they finish, counted and replaced. What older weights have sampled of a tree that
+    is trained is corrected by `algorithm.trajectory_weight_limit` either way."""
     oversampling: NonNegativeFloat = 0.0
-    """Share of trees begun beyond a step's need; the last to finish are given up. Favours short trajectories."""
+    """Share of trees begun beyond a step's need; the last to finish are given up. Favours short trajectories. Not with
+    `max_staleness` > 0."""
     max_refills: NonNegative = 8
     """Rounds of new tasks in a step for those that failed or were left out, before it goes on with fewer. (A run
     that is resumed within a step has as many again.)"""

@@ -3,36 +3,54 @@
 The ranks own no terminal (on a cluster they run elsewhere); they append events, and whoever wants to watch reads them.
 """
 
+import ctypes
 import errno
 import json
 import os
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from arpo_megatron.errors import UserError
 
+_RESERVED_BYTES = 2**20
+"""Of the disk, kept for lines to come: those that say that it is full must find room, and be read at once."""
+_FALLOC_FL_KEEP_SIZE = 1
+_LIBC = ctypes.CDLL(None)
+
 
 @dataclass(slots=True)
 class EventLog:
-    """Appends events to `path`; one JSON object a line with at least `time` (seconds since the epoch) and `kind`."""
+    """Appends events to `path`; one JSON object a line with at least `time` (seconds since the epoch) and `kind`.
+
+    A full disk does not silence it: it has room of its own there (`_RESERVED_BYTES`), where the file system can keep
+    some. What finds none waits in memory and is written with the next event for which there is room.
+    """
 
     path: Path
     enabled: bool = True
+    _waiting: list[str] = field(default_factory=list, init=False, repr=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False, compare=False)
 
     def emit(self, kind: str, **fields: Any) -> None:
         """Append one event. Disabled logs (ranks other than the leader) do nothing."""
         if not self.enabled:
             return
-        with suppress(OSError):  # a full disk, of which these lines would tell, must not end a run
-            append_line(self.path, json.dumps({"time": round(time.time(), 3), "kind": kind, **fields}))
+        line = json.dumps({"time": round(time.time(), 3), "kind": kind, **fields})
+        with self._lock, suppress(OSError):  # a full disk, of which these lines tell, must not end a run
+            self._waiting.append(line)
+            while self._waiting:
+                append_line(self.path, self._waiting[0], reserved=_RESERVED_BYTES)
+                del self._waiting[0]
 
 
-def append_line(path: Path, text: str) -> None:
-    """Append a whole line or, where that raises OSError, nothing."""
+def append_line(path: Path, text: str, *, reserved: int = 0) -> None:
+    """Append a whole line or, where that raises OSError, nothing; then see to it that half of `reserved` bytes follow
+    the file's end on the disk."""
     with path.open("ab", buffering=0) as file:
         end = file.tell()
         data = text.encode() + b"\n"
@@ -42,6 +60,11 @@ def append_line(path: Path, text: str) -> None:
         except OSError:
             file.truncate(end)
             raise
+        status = os.fstat(file.fileno())
+        if 512 * status.st_blocks - status.st_size < reserved // 2:
+            # What this answers is of no interest: some file systems (NFS) cannot, and a full one has no more.
+            size, count = ctypes.c_long(status.st_size), ctypes.c_long(reserved)
+            _LIBC.fallocate(file.fileno(), _FALLOC_FL_KEEP_SIZE, size, count)
 
 
 @contextmanager

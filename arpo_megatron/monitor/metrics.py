@@ -47,18 +47,23 @@ class MetricsLog:
         if step <= self._last_step:
             _keep_before(self._path, step)
         self._unwritten.append(json.dumps(plain))
-        with suppress(OSError):  # a full disk: the rows are written when there is room again
-            while self._unwritten:
-                append_line(self._path, self._unwritten[0])
-                del self._unwritten[0]
+        self._write()
         self._last_step = step
         if self._wandb is not None:
             self._wandb.log({self._prefix + key: value for key, value in plain.items()})
 
-    def close(self) -> None:
-        """End the wandb run, if there is one."""
+    def close(self) -> int:
+        """End the wandb run, if there is one. Returns how many rows the disk keeps out to the last."""
+        self._write()
         if self._wandb is not None:
             self._wandb.finish()
+        return len(self._unwritten)
+
+    def _write(self) -> None:
+        with suppress(OSError):  # a full disk: the rows are written when there is room again
+            while self._unwritten:
+                append_line(self._path, self._unwritten[0])
+                del self._unwritten[0]
 
 
 def _plain(value: Any) -> Value:

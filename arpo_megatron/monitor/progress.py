@@ -3,9 +3,11 @@
 Standard output stays free for results that programs read.
 """
 
+import io
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self
 
@@ -123,7 +125,7 @@ class Progress:
 
     def show(self, renderable: Renderable) -> None:
         """Anything that Rich can draw; it stays."""
-        self.console.print(renderable)
+        self._print(renderable)
 
     def step(self, row: Row) -> None:
         """The figures of a finished step, with `steps` as the number of all steps."""
@@ -149,7 +151,19 @@ class Progress:
     def _line(self, text: str) -> None:
         minutes, seconds = divmod(int(time.monotonic() - self._started), 60)
         # No markup: paths and answers may hold square brackets. No wrapping: a line of a log is one line.
-        self.console.print(Text(f"{minutes:3d}:{seconds:02d} {text}"), soft_wrap=True)
+        self._print(Text(f"{minutes:3d}:{seconds:02d} {text}"), soft_wrap=True)
+
+    def _print(self, renderable: Renderable, *, soft_wrap: bool = False) -> None:
+        if self.console.is_terminal:
+            self.console.print(renderable, soft_wrap=soft_wrap)
+            return
+        # It may be a file (a batch job's log) on a disk that is full, which must not end the job. The stream itself
+        # keeps some kilobytes until there is room again; Rich would write what has failed with every line once more.
+        text = io.StringIO()
+        Console(file=text, force_terminal=False, width=self.console.width).print(renderable, soft_wrap=soft_wrap)
+        with suppress(OSError):
+            self.console.file.write(text.getvalue())
+            self.console.file.flush()
 
     def _say(self, text: str) -> None:
         """Text beside the spinner."""

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Self
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -30,6 +30,23 @@ class WeightPushError(UserError):
     """A push failed. Engines that it reached refuse to generate until a whole push has arrived; where it arrived and
     was then found to be wrong, whoever pushes holds back what is asked of them.
     """
+
+
+class DiskPushError(WeightPushError):
+    """The disk by which the weights travel is full, or away: nothing is wrong with an engine."""
+
+
+@dataclass(frozen=True, slots=True)
+class FailedPush:
+    """Why one failed, and whether only the disk between trainer and engines is at fault."""
+
+    why: str
+    disk: bool
+
+    @classmethod
+    def of(cls, error: WeightPushError) -> Self:
+        """As the leader tells the other ranks."""
+        return cls(str(error), isinstance(error, DiskPushError))
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,7 +96,7 @@ def export_hf(
     """Write `out_dir` as a Hugging Face directory: safetensors, config.json, generation config and tokenizer.
 
     A call of all ranks; rank 0 writes, one tensor at a time. The directory appears under its name when it is complete,
-    replacing one that was there; what an interrupted export leaves is `out_dir`.tmp, which the next one removes.
+    replacing one that was there; what a killed export leaves is `out_dir`.tmp, which the next one removes.
 
     Args:
         chunks: this rank's part of the model, wrapped or not (see `load_hf`).
@@ -104,12 +104,21 @@ def export_hf(
         source_dir: Hugging Face directory that everything except the weights is copied from.
         out_dir: where to.
         max_shard_bytes: tensors are spread over files of at most this many bytes (a larger tensor has its own).
+
+    Raises:
+        OSError: on rank 0, of a full disk for example; nothing is left then.
     """
     freed_memory.give_back()  # training, or loading, has left holes that whole tensors do not fit in
     tensors = hf_tensors(chunks, shape)
     if dist.get_rank() == 0:
         dtype = next(chunks[0].parameters()).dtype
-        _write(tensors, shape, dtype, source_dir, out_dir, max_shard_bytes)
+        temporary = out_dir.with_name(out_dir.name + ".tmp")
+        try:
+            _write(tensors, shape, dtype, source_dir, temporary, max_shard_bytes)
+        except OSError:
+            shutil.rmtree(temporary, ignore_errors=True)  # others wait for the room
+            raise
+        replace_directory(temporary, out_dir)
     else:
         for _ in tensors:  # take part in gathering
             pass
@@ -301,10 +310,9 @@ def _write(
     shape: ModelShape,
     dtype: torch.dtype,
     source_dir: Path,
-    out_dir: Path,
+    temporary: Path,
     max_shard_bytes: int,
 ) -> None:
-    temporary = out_dir.with_name(out_dir.name + ".tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     write_tensors(tensors, exported(shape), dtype, temporary, max_shard_bytes)
@@ -316,4 +324,3 @@ def _write(
             shutil.copyfile(source_dir / name, temporary / name)
     for file in (*temporary.iterdir(), temporary):
         flush(file)
-    replace_directory(temporary, out_dir)

@@ -32,7 +32,16 @@ from torch.multiprocessing import reductions
 
 from arpo_megatron.errors import UserError
 from arpo_megatron.weights.buckets import Block, Bucket, sent
-from arpo_megatron.weights.engines import Engine, Engines, WeightPushError, failure, first_line, is_local, local_address
+from arpo_megatron.weights.engines import (
+    DiskPushError,
+    Engine,
+    Engines,
+    WeightPushError,
+    failure,
+    first_line,
+    is_local,
+    local_address,
+)
 from arpo_megatron.weights.files import write_file, write_rows
 
 _POLL_INTERVAL_S = 0.0005
@@ -363,7 +372,7 @@ class Disk:
         try:
             self._directory.mkdir(parents=True)
         except OSError as error:
-            raise WeightPushError(f"sync.directory: {error}") from error
+            raise DiskPushError(f"sync.directory: {error}") from error
 
     def send(self, bucket: Bucket) -> Callable[[], None]:
         """Write the file and have the engines read it, both while the caller goes on."""
@@ -388,7 +397,7 @@ class Disk:
             else:
                 write_file(file, bucket)
         except OSError as error:
-            raise WeightPushError(f"{file}: {error.strerror}") from error
+            raise DiskPushError(f"{file}: {error.strerror}") from error
         if isinstance(bucket, Block) and not bucket.is_last:
             return
         body = {"model_path": str(self._directory), "load_format": "safetensors", "flush_cache": False}

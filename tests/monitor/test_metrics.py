@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from faults import small_disk
 
 from arpo_megatron.config import JobConfig, MonitorConfig
-from arpo_megatron.monitor.events import EventLog
+from arpo_megatron.monitor.events import EventLog, EventReader
 from arpo_megatron.monitor.metrics import MetricsLog
 
 CONFIG = JobConfig(name="test")
@@ -62,7 +63,7 @@ def test_what_a_full_disk_refused_is_written_when_there_is_room_again(tmp_path: 
     try:
         log.log({"step": 2, "reward": 0.5})
         log.log({"step": 3, "reward": 0.5})
-        events.emit("note", text="lost")
+        events.emit("note", text="held back")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, ignored)
@@ -70,7 +71,42 @@ def test_what_a_full_disk_refused_is_written_when_there_is_room_again(tmp_path: 
     log.log({"step": 4})
     events.emit("note", text="last")
     assert [row["step"] for row in rows_of(tmp_path)] == [1, 2, 3, 4]
-    assert [json.loads(line)["text"] for line in events.path.read_text().splitlines()] == ["first", "last"]
+    assert [json.loads(line)["text"] for line in events.path.read_text().splitlines()] == ["first", "held back", "last"]
+    assert log.close() == 0
+
+
+def test_the_last_rows_are_tried_again_at_the_end_and_those_that_are_lost_are_counted(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path, CONFIG)
+    (tmp_path / "metrics.jsonl").mkdir()  # nothing can be written there
+    log.log({"step": 1})
+    log.log({"step": 2})
+    assert log.close() == 2
+    (tmp_path / "metrics.jsonl").rmdir()
+    assert log.close() == 0
+    assert [row["step"] for row in rows_of(tmp_path)] == [1, 2]
+
+
+def test_events_are_read_at_once_while_the_disk_is_full(tmp_path: Path) -> None:
+    """By whoever follows the file; otherwise the terminal would be silent for as long as that lasts."""
+    with small_disk(tmp_path, 2**22) as full:
+        events = EventLog(tmp_path / "events.jsonl")
+        reader = EventReader(events.path)
+        events.emit("note", text="there is room")
+        with pytest.raises(OSError, match=full), (tmp_path / "fill").open("wb", buffering=0) as fill:
+            while True:
+                fill.write(bytes(2**16))
+        for step in range(200):  # each as long as that of a step
+            events.emit("note", text=f"{step:02000}")
+        EventLog(events.path).emit("user_error", text="another process ends")
+        kinds = [event["kind"] for event in reader.new()]
+        assert kinds == ["note"] * 201 + ["user_error"]
+        for step in range(1000):
+            events.emit("note", text=f"{step:02000}")
+        held = len(reader.new())
+        assert 200 < held < 1000, "the room of its own has an end too"
+        (tmp_path / "fill").unlink()
+        events.emit("note", text="there is room again")
+        assert len(reader.new()) == 1001 - held
 
 
 def test_a_value_that_is_no_number_is_refused(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import io
 from pathlib import Path
 
 import pytest
+from faults import small_disk
 from rich.console import Console
 from rich.panel import Panel
 
@@ -84,6 +85,21 @@ def test_standard_output_stays_free(capsys: pytest.CaptureFixture[str]) -> None:
     captured = capsys.readouterr()
     assert captured.out == ""
     assert "step 3/40" in captured.err
+
+
+def test_a_log_on_a_full_disk_does_not_end_the_job_and_has_each_line_once(tmp_path: Path) -> None:
+    with small_disk(tmp_path, 2**15) as full:
+        (tmp_path / "fill").write_bytes(bytes(2**15 - 2**12))
+        with (tmp_path / "job.out").open("w", buffering=1) as output:
+            progress = Progress(Console(file=output, force_terminal=False, width=200))
+            for number in range(6):
+                progress.note(f"{number}" * 1000)
+            with pytest.raises(OSError, match=full):
+                output.flush()
+            (tmp_path / "fill").unlink()
+            progress.note("room")
+        lines = [line.split(" ")[-1] for line in (tmp_path / "job.out").read_text().splitlines()]
+        assert lines == [*(f"{number}" * 1000 for number in range(6)), "room"]
 
 
 def test_events_of_the_trainer_are_shown(tmp_path: Path) -> None:

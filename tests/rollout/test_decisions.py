@@ -204,6 +204,14 @@ def test_what_is_tampered_with_is_found(
         replay_decisions(RolloutTree.from_dict(data), POLICY)
 
 
+@pytest.mark.parametrize("name", ["branch", "entropies", "finish", "tool", "colour"])
+def test_a_prompt_with_what_only_sampled_segments_have_is_no_tree(tree: RolloutTree, name: str) -> None:
+    data = tree.to_dict()
+    data["segments"][0][name] = next((segment[name] for segment in data["segments"] if name in segment), "red")
+    with pytest.raises(ValueError, match=f"segment 0 is a PROMPT, which has no {name}"):
+        RolloutTree.from_dict(data)
+
+
 def test_a_segment_that_newer_weights_continued_is_one_segment(tree: RolloutTree) -> None:
     """Cutting every MODEL segment in two, as pushes do, changes no decision."""
     pieces, moved = RolloutTree(tree.task_id, tree.prompt_ids, step=tree.step), {0: 0}

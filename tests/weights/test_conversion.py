@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from faults import small_disk
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -14,6 +15,8 @@ from torch import Tensor, nn
 from torchrun import torchrun
 
 from arpo_megatron.config import ParallelConfig
+from arpo_megatron.durable import written
+from arpo_megatron.errors import UserError
 from arpo_megatron.weights.held import HeldParameters
 from arpo_megatron.weights.mapping import Entry, Layout, buckets, entries, exported
 from arpo_megatron.weights.shape import ExpertShape, ModelShape
@@ -262,6 +265,23 @@ def test_a_sharded_export_loads_again_and_opens_in_transformers(tmp_path: Path) 
     assert_same_bits(dict(reference.state_dict()), dict(opened.state_dict()))
     again, _ = loaded(tmp_path / "out")
     assert_same_bits(dict(model.named_parameters()), dict(again.named_parameters()))
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_an_export_to_a_full_disk_leaves_the_old_one_and_the_room(tmp_path: Path) -> None:
+    from arpo_megatron.weights.export import export_hf
+
+    make(tmp_path / "source", "qwen3")
+    model, shape = loaded(tmp_path / "source")
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    with small_disk(disk, 2**15) as full:
+        (disk / "out").mkdir()
+        (disk / "out" / "older").touch()
+        said = rf"disk/out could not be written \({full}\): make room"
+        with pytest.raises(UserError, match=said), written(disk / "out", "make room"):
+            export_hf([model], shape, tmp_path / "source", disk / "out")
+        assert [path.name for path in disk.rglob("*")] == ["out", "older"]
 
 
 @pytest.mark.usefixtures("one_rank")

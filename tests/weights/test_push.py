@@ -22,6 +22,7 @@ import psutil
 import pytest
 import requests
 import torch
+from faults import small_disk
 from tiny_models import VOCABULARY, make, megatron_logprobs, reference_logprobs, sample_tokens
 
 from arpo_megatron.agreement import GAP_LIMITS
@@ -30,7 +31,7 @@ from arpo_megatron.rollout.server import EngineHandle, launch_engine
 from arpo_megatron.weights import transports
 from arpo_megatron.weights.buckets import Block, Bucket, sent
 from arpo_megatron.weights.checksums import Sample
-from arpo_megatron.weights.engines import Engine, Engines, WeightPushError
+from arpo_megatron.weights.engines import DiskPushError, Engine, Engines, WeightPushError
 from arpo_megatron.weights.sync import LONG_PROBE_TOKENS, PROBE_TOKENS, WeightSync, probe_gap
 from arpo_megatron.weights.transports import Broadcast, Disk, SharedMemory, Transport
 
@@ -534,6 +535,20 @@ def test_shared_memory_is_free_between_pushes() -> None:
             assert not mapped()
         requests.close()
         server.shutdown()
+
+
+def test_a_full_disk_between_trainer_and_engines_is_told_from_what_an_engine_fails_of(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    requests = Engines(["http://127.0.0.1:9"], TIMEOUT_S)
+    transport = Disk(requests, disk / "sync")
+    with small_disk(disk, 2**14) as full:
+        transport.connect(())
+        with pytest.raises(DiskPushError, match=rf"sync/model\.safetensors: {full}"):
+            transport.send([("weight", torch.ones(5000))])()
+        transport.close()
+        assert list(disk.iterdir()) == [], "the room is given back until the next attempt"
+    requests.close()
 
 
 def test_the_probe_gap_is_the_largest_difference_and_never_hides_a_nan() -> None:
