@@ -33,9 +33,9 @@ class RoleHealth:
         name: engine, sandbox, router, train, ...
         pid: of its main process; None before it has one.
         up: it answers its probe (a service), or runs (any other role).
-        since: seconds since the epoch; when it came up or went down.
+        since: seconds since the epoch; when it came up, went down or was started first.
         restarts: how often it was started anew.
-        last_error: why it was last restarted; "" for never.
+        last_error: why it was last restarted; "" for never: a service that is not up then is in its first start.
         url: where it serves; "" for a role that does not.
         log: file of its output.
     """
@@ -53,7 +53,7 @@ class RoleHealth:
         """The content of `COLUMNS` at `now`, seconds since the epoch."""
         minutes, seconds = divmod(int(now - self.since), 60)
         pid = "-" if self.pid is None else str(self.pid)
-        state = "up" if self.up else "down"
+        state = "up" if self.up else "down" if self.last_error else "starting"
         return (
             self.name,
             state,

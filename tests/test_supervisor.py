@@ -123,6 +123,30 @@ def test_a_dead_or_hung_service_comes_back_at_its_address(
         read_health(run)
 
 
+def test_a_service_is_not_down_before_it_was_up_once(
+    run: RunDirectory, roles: Roles, capsys: pytest.CaptureFixture[str]
+) -> None:
+    may_serve = run.path / "may_serve"
+    waiting = f"import pathlib, time\nwhile not pathlib.Path({str(may_serve)!r}).exists():\n    time.sleep(0.05)\n"
+    toy = program(run, code=waiting + SERVER)
+
+    def look() -> None:
+        if not may_serve.exists():
+            print_health(run)
+            may_serve.touch()
+
+    with Supervisor(run, roles, restarts=1) as supervisor:
+        roles.checks.append(look)  # called while `start` waits
+        supervisor.start(toy)
+        said = capsys.readouterr().out
+        assert " starting " in said and " down " not in said
+        may_serve.unlink()
+        os.kill(answer(toy.url) or 0, signal.SIGKILL)
+        wait_until(lambda: not read_health(run)["roles"][0]["up"])
+        print_health(run)
+        assert " down " in capsys.readouterr().out
+
+
 def test_after_the_last_restart_the_job_stops_with_the_reason(run: RunDirectory, roles: Roles) -> None:
     toy = program(run)
     trainer = roles.start("trainer", [sys.executable, "-c", "import time; time.sleep(600)"])

@@ -124,7 +124,7 @@ def _submit(
     dryrun: bool = False,
     resuming: bool = False,
 ) -> None:
-    from arpo_megatron.cluster.over_ssh import words_to_add
+    from arpo_megatron.cluster.commands import address
     from arpo_megatron.cluster.submit import dry_run, prepare_submission
     from arpo_megatron.cluster.submit import submit as send
 
@@ -133,9 +133,9 @@ def _submit(
         print(dry_run(submission))
         return
     jobs = send(submission, force=force)
-    name, more = submission.run.path.name, words_to_add()
-    print(f"{name}: job {', '.join(jobs)}, run directory {submission.run.path}")
-    print(f"arpo status {name}{more} | arpo logs {name} --follow{more} | arpo cancel {name}{more}")
+    run, found = submission.run, address(submission.run)
+    print(f"{run.path.name}: job {', '.join(jobs)}, run directory {run.path}")
+    print(f"arpo status {found} | arpo logs {found} --follow | arpo cancel {found}")
 
 
 @app.command()

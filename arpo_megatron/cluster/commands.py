@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,9 @@ _FOLLOW_INTERVAL_S = 1.0
 _STATE_INTERVAL_S = 3.0
 _SILENCE_S = 600.0
 """How long a controller that does not answer is waited for by `arpo logs --follow`: longer than its restart takes."""
+_ENDING_S, _LOOK_S = 60.0, 1.0
+"""How long a job that is ending is waited for (Slurm's KillWait is 30 s, if nobody has changed it), and between two
+looks."""
 
 
 def find_run(name: str, cluster: str | None = None) -> RunDirectory:
@@ -39,12 +43,32 @@ def find_run(name: str, cluster: str | None = None) -> RunDirectory:
     found = [run for run in _submitted(cluster) if run.path.name == name]
     if not found:
         names = ", ".join(sorted(run.path.name for run in _submitted(cluster))) or "none"
-        raise UserError(f"no submitted run is called {name}; there are: {names} (or give its directory)")
+        raise UserError(
+            f"no submitted run is called {name}; there are: {names} (or give its directory, or the --cluster it was "
+            "submitted to)"
+        )
     if len(found) > 1:
         raise UserError(
             f"several runs are called {name}: give the directory, {' or '.join(str(r.path) for r in found)}"
         )
     return found[0]
+
+
+def address(run: RunDirectory) -> str:
+    """How a command that is told to the user names a run: by its name where that finds it, else by its directory.
+
+    A profile may be any file, and no command without its `--cluster` looks in the `runs` of one that is not in
+    `slurm/clusters`; there may also be another run of that name.
+    """
+    return (run.path.name if _found_by_name(run) else str(run.path)) + words_to_add()
+
+
+def _found_by_name(run: RunDirectory) -> bool:
+    with suppress(UserError, OSError):
+        if words_to_add():  # the user names the profile
+            return load_profile(str(run.cluster)).runs.expanduser().absolute() == run.path.parent
+        return find_run(run.path.name).path == run.path
+    return False
 
 
 def _submitted(cluster: str | None) -> list[RunDirectory]:
@@ -210,7 +234,7 @@ def print_health(run: RunDirectory) -> None:
     """
     state = newest_state(run)
     if state is None or state.state != "RUNNING":
-        raise UserError(f"{run.path.name} has no running job: arpo status {run.path.name}{words_to_add()}")
+        raise UserError(f"{run.path.name} has no running job: arpo status {address(run)}")
     if os.environ.get("SLURM_JOB_ID") == state.id:
         return health.print_health(run)
     first = slurm.allocated_nodes(state.nodes)[0].name
@@ -240,4 +264,23 @@ def cancel(run: RunDirectory) -> None:
         raise UserError(f"{run.path.name} has no job that waits or runs")
     for job in reversed(live):
         slurm.call("scancel", job)
-    print(f"{run.path.name}: cancelled job {', '.join(live)}; arpo resume {run.path.name}{words_to_add()} goes on")
+    print(f"{run.path.name}: cancelled job {', '.join(live)}; arpo resume {address(run)} goes on")
+
+
+def until_ended(run: RunDirectory) -> None:
+    """Wait for a job that is ending already, as one is for some seconds after `arpo cancel`.
+
+    Raises:
+        UserError: a job of the run waits or runs, or does not come to its end.
+    """
+    name, began = run.path.name, time.monotonic()
+    told = False
+    while live := [state for state in job_states(run) if state.live]:
+        if other := [state for state in live if state.state != "COMPLETING"]:
+            raise UserError(f"job {other[0].id} of {name} is in the queue: arpo cancel {address(run)} first")
+        if time.monotonic() - began > _ENDING_S:
+            raise UserError(f"job {live[0].id} of {name} is still ending after {_ENDING_S:g} s: try again later")
+        if not told:
+            print(f"arpo: job {live[0].id} of {name} is still ending: waiting for it", file=sys.stderr, flush=True)
+        told = True
+        time.sleep(_LOOK_S)

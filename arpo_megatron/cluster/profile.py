@@ -27,16 +27,27 @@ Duration = Annotated[
     Field(pattern=r"^(\d+-)?\d+(:\d{1,2}){0,2}$"),
 ]
 
-_SUBMIT_DECIDES = {
+_REFUSED = {
     **{
-        key: f"the key {key}" for key in ("account", "partition", "qos", "time", "nodes", "exclusive", "mem", "requeue")
+        key: f"the key {key} decides it"
+        for key in ("account", "partition", "qos", "time", "nodes", "exclusive", "mem", "requeue")
     },
-    "no-requeue": "the key requeue",
-    "signal": "the key signal_s",
-    "dependency": "--chain",
-    **dict.fromkeys(("job-name", "output", "ntasks-per-node"), "arpo submit"),
+    "no-requeue": "the key requeue decides it",
+    "signal": "the key signal_s decides it",
+    "dependency": "--chain decides it",
+    **dict.fromkeys(("job-name", "output", "ntasks", "ntasks-per-node", "ntasks-per-gpu"), "arpo submit decides it"),
+    **dict.fromkeys(("container", "container-image"), "the key container decides it"),
+    "container-mounts": "the key mounts decides it",
+    **dict.fromkeys(("export", "export-file"), "the keys environment and secrets say what a job gets"),
+    "array": "a run is one job, and each task of an array would be another",
+    "wrap": "the batch script is that of arpo submit",
+    "clusters": "no other command would look for the job there",
+    "test-only": "no job would be submitted",
+    "wait": "arpo submit does not wait for the job's end",
 }
-"""Parameters of sbatch that a profile's `sbatch` would set behind our back, and who decides them."""
+"""Parameters of sbatch that a profile's `sbatch` would set behind our back, or that break a submission, and why."""
+_NOT_SHORT = frozenset({"gpus"})
+"""Parameters that are no short form of another (sbatch takes the beginning of a name for the whole)."""
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -97,7 +108,7 @@ class ClusterProfile:
     the group of the weight push take ports of their own, so the nodes of a job must reach each other on all."""
     sbatch: dict[str, str] = Field(default_factory=dict)
     """More #SBATCH parameters, by their long names (constraint: h100, reservation: ...); not those that other keys or
-    `arpo submit` itself decide."""
+    `arpo submit` itself decide, and none that makes more or less than one job of it (array, export, ...)."""
 
     def gpus_of(self, config: JobConfig) -> int:
         """GPUs of a node that the job computes on; 0: it computes on CPUs."""
@@ -118,7 +129,7 @@ class ClusterProfile:
         for name in (*self.environment, *self.secrets):
             if not re.fullmatch(r"[A-Za-z_]\w*", name):
                 raise ValueError(f"{name!r} cannot be the name of a variable")
-        if written := [name for name in self.environment if re.search(r"(^|_)(KEY|TOKEN|SECRET|PASSWORD)$", name)]:
+        if written := [name for name in self.environment if re.search(r"(?i)(^|_)(KEY|TOKEN|SECRET|PASSWORD)$", name)]:
             raise ValueError(f"environment: {written[0]} would stand in the batch script: list it under secrets")
         for name, source in self.secrets.items():
             if source != "env" and not source.startswith(("/", "~/")):  # the words themselves are not repeated
@@ -129,12 +140,14 @@ class ClusterProfile:
 
     @model_validator(mode="after")
     def _check_sbatch(self) -> Self:
-        decided = _SUBMIT_DECIDES | {self.gpu_request: "the key gpu_request"}
+        refused = _REFUSED | {self.gpu_request: "the key gpu_request decides it"}
         if not self.exclusive:
-            del decided["exclusive"]  # `user` and `mcs` can be said here alone
+            del refused["exclusive"]  # `user` and `mcs` can be said here alone
         for name in self.sbatch:
-            if decider := decided.get(name.replace("_", "-")):  # nemo-run reads both so
-                raise ValueError(f"sbatch: {name} cannot be given here: {decider} decides it")
+            said = name.replace("_", "-")  # nemo-run reads both so
+            meant = [said] if said in refused else [each for each in refused if each.startswith(said)]
+            if meant and said not in _NOT_SHORT:
+                raise ValueError(f"sbatch: {name} cannot be given here: {refused[meant[0]]}")
         return self
 
     @model_validator(mode="after")

@@ -207,7 +207,7 @@ class SlurmSite:
         ]
 
     def _node(self, role: str) -> Node:
-        return self.nodes[self.plan.engines[int(role[len("engine-") :])][0] if role.startswith("engine-") else 0]
+        return self.nodes[self.plan.place(int(role[len("engine-") :]))[0] if role.startswith("engine-") else 0]
 
 
 def _scratch_of(job_id: str) -> Path:

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 from arpo_megatron import resolve, run_directory
 from arpo_megatron.cluster import slurm
 from arpo_megatron.cluster.code import ROOT, Code, snapshot
-from arpo_megatron.cluster.over_ssh import words_to_add
+from arpo_megatron.cluster.commands import address, until_ended
 from arpo_megatron.cluster.profile import ClusterProfile, save_profile
 from arpo_megatron.cluster.site import gpu_words
-from arpo_megatron.cluster.submissions import live_jobs, no_longer_auto, submissions_of
+from arpo_megatron.cluster.submissions import no_longer_auto, submissions_of
 from arpo_megatron.config import JobConfig
 from arpo_megatron.errors import UserError
 from arpo_megatron.interrupts import Interrupted, interrupts_held_back, interrupts_ignored
@@ -41,6 +41,7 @@ UNSAFE = re.compile(r"[^A-Za-z0-9_@+=./-]")
 and , (mounts)."""
 WAIT_FOR_SRUN = "trap : TERM USR1"
 """In the batch script: a signal does not end the shell before the supervisor, which hears it too, has tidied up."""
+_OWN_VARIABLES = {"PYTHONPATH": "/nemo_run/code", "PYTHONDONTWRITEBYTECODE": "1"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,9 +193,8 @@ def _alone(run: RunDirectory) -> Iterator[None]:
 
 def _submitted(submission: Submission, code: Code) -> list[str]:
     run = submission.run
-    if submission.resume and (live := live_jobs(run)):
-        name = run.path.name
-        raise UserError(f"job {live[0]} of {name} is in the queue: arpo cancel {name}{words_to_add()} first")
+    if submission.resume:
+        until_ended(run)
     number = len(submissions_of(run)) + 1
     diff, record = run.submissions / f"{number}.diff", run.submissions / f"{number}.json"
     before = _Before.of(run, diff, record)
@@ -264,13 +264,13 @@ def _taken_back(submission: Submission, jobs: list[str], error: BaseException) -
 
     An OSError here is that of a full disk.
     """
-    name = submission.run.path.name
+    name = address(submission.run)
     try:
         for job in reversed(jobs):
             slurm.call("scancel", job)
-        done = f"cancelled job {', '.join(jobs)}; arpo resume {name}{words_to_add()} submits it again"
+        done = f"cancelled job {', '.join(jobs)}; arpo resume {name} submits it again"
     except UserError as other:
-        done = f"{other}: arpo cancel {name}{words_to_add()} for what was taken ({', '.join(jobs)})"
+        done = f"{other}: arpo cancel {name} for what was taken ({', '.join(jobs)})"
     if isinstance(error, Interrupted):
         return Interrupted(done)
     if isinstance(error, UserError | OSError):
@@ -363,6 +363,8 @@ def _executor(submission: Submission, code: Code) -> "SlurmExecutor":
         more[name.replace("-", "_")] = amount
     if submission.chain > 1:
         more["dependency"] = "singleton"
+    # Not as nemo-run's variables: it writes their names in upper case, and some (http_proxy) are in lower case.
+    exports = [f"export {k}={shlex.quote(v)}" for k, v in profile.environment.items() if k not in _OWN_VARIABLES]
     return nemo_run.SlurmExecutor(
         account=profile.account,
         partition=profile.partition,
@@ -379,11 +381,9 @@ def _executor(submission: Submission, code: Code) -> "SlurmExecutor":
         # planned: Slurm prefers another while the step that nemo-run has just asked for its address is being ended.
         srun_args=["--nodes=1", "--ntasks=1", "--relative=0", "--overlap"],
         container_image=None,
-        # nemo-run writes the value as it is into `export NAME=VALUE`.
-        env_vars={name: shlex.quote(value) for name, value in profile.environment.items()}
-        | {"PYTHONPATH": "/nemo_run/code", "PYTHONDONTWRITEBYTECODE": "1"},
+        env_vars=dict(_OWN_VARIABLES),
         additional_parameters=more,
-        setup_lines=WAIT_FOR_SRUN,
+        setup_lines="\n".join([*exports, WAIT_FOR_SRUN]),
         tunnel=nemo_run.LocalTunnel(job_dir=""),
         packager=nemo_run.GitArchivePackager(basepath=str(ROOT), ref=code.tree, include_submodules=False),
         poll_estimated_start_time=False,

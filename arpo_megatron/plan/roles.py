@@ -17,7 +17,8 @@ class RolePlan:
         gpus: of a node.
         trainer_nodes: those with trainer ranks: the first so many.
         ranks_per_node: on each of these.
-        engines: node and first GPU of each engine.
+        engines: how many; `place` says where each is. (A list of them would be as long as the cluster is large, and a
+            search of layouts makes thousands of plans.)
         engine_gpus: of an engine.
         shared: engines and trainer ranks take turns on the same GPUs.
     """
@@ -26,7 +27,7 @@ class RolePlan:
     gpus: int
     trainer_nodes: int
     ranks_per_node: int
-    engines: tuple[tuple[int, int], ...]
+    engines: int
     engine_gpus: int
     shared: bool
 
@@ -38,12 +39,23 @@ class RolePlan:
     @property
     def gpus_used(self) -> int:
         """That compute, of all nodes; where there are none, ranks and engines."""
-        ranks, engines = self.trainer_nodes * self.ranks_per_node, len(self.engines) * self.engine_gpus
+        ranks, engines = self.trainer_nodes * self.ranks_per_node, self.engines * self.engine_gpus
         return ranks if self.shared else ranks + engines
+
+    def place(self, engine: int) -> tuple[int, int]:
+        """Node and first GPU of an engine."""
+        if not self.gpus:  # from the last node backwards
+            return self.nodes - 1 - engine % self.nodes, 0
+        if self.shared:
+            return engine % self.trainer_nodes, engine // self.trainer_nodes * self.engine_gpus
+        if not self.engine_nodes:  # behind the ranks of the one node
+            return 0, self.ranks_per_node + engine * self.engine_gpus
+        slots = self.gpus // self.engine_gpus
+        return self.trainer_nodes + engine // slots, engine % slots * self.engine_gpus
 
     def placement(self, engine: int) -> Placement:
         """Of an engine, on its own node."""
-        return Placement(self.gpus, self.engines[engine][1], self.shared)
+        return Placement(self.gpus, self.place(engine)[1], self.shared)
 
     def describe(self) -> list[str]:
         """A line for each role."""
@@ -62,7 +74,8 @@ class RolePlan:
             f"trainer   {where(0, self.trainer_nodes)}, {self.ranks_per_node} rank(s) each, "
             f"{gpus(0, self.ranks_per_node)}",
         ]
-        for index, (node, gpu) in enumerate(self.engines):
+        for index in range(self.engines):
+            node, gpu = self.place(index)
             shared = ", shared with the trainer" if self.shared else ""
             lines.append(f"engine-{index}  node {node}, {gpus(gpu, self.engine_gpus)}{shared}")
         return lines
@@ -101,14 +114,9 @@ def plan_roles(config: JobConfig, gpus_per_node: int, nodes: int | None) -> Role
                 f"{engine.replicas} engines of {engine.tensor} GPUs do not fit on the trainer's {ranks} GPUs: lower "
                 "engine.replicas"
             )
-        engines = [(index % trainer_nodes, index // trainer_nodes * engine.tensor) for index in range(engine.replicas)]
-        return RolePlan(trainer_nodes, gpus, trainer_nodes, per_node, tuple(engines), engine.tensor, shared=True)
+        return replace(alone, engines=engine.replicas)
     _check_count(nodes, split, "split", config, gpus)
-    if together:
-        places = [(0, ranks + index * engine.tensor) for index in range(engine.replicas)]
-    else:
-        places = [(trainer_nodes + index // slots, index % slots * engine.tensor) for index in range(engine.replicas)]
-    return RolePlan(split, gpus, trainer_nodes, per_node, tuple(places), engine.tensor, shared=False)
+    return RolePlan(split, gpus, trainer_nodes, per_node, engine.replicas, engine.tensor, shared=False)
 
 
 def _trainer_alone(config: JobConfig, gpus: int) -> RolePlan:
@@ -117,11 +125,11 @@ def _trainer_alone(config: JobConfig, gpus: int) -> RolePlan:
     per_node, nodes = min(ranks, gpus), ceil(ranks / gpus)
     if ranks % per_node:
         raise UserError(f"{ranks} trainer ranks cannot be divided among nodes of {gpus} GPUs: change parallel.*")
-    return RolePlan(nodes, gpus, nodes, per_node, (), config.engine.tensor, shared=True)
+    return RolePlan(nodes, gpus, nodes, per_node, 0, config.engine.tensor, shared=True)
 
 
 def _on_cpus(config: JobConfig, nodes: int) -> RolePlan:
-    """Ranks divided evenly among the first nodes, engines from the last node backwards."""
+    """Ranks divided evenly among the first nodes."""
     ranks, engine = config.parallel.world_size, config.engine
     if engine.tensor > 1:
         raise UserError(f"engine.tensor={engine.tensor}: an engine on a CPU has one rank")
@@ -131,9 +139,8 @@ def _on_cpus(config: JobConfig, nodes: int) -> RolePlan:
     if ranks % trainer_nodes:
         raise UserError(f"{ranks} trainer ranks cannot be divided evenly among {trainer_nodes} nodes")
     replicas = 0 if config.cold_start_only else engine.replicas
-    engines = tuple((nodes - 1 - index % nodes, 0) for index in range(replicas))
     turns = takes_turns(config, enough=True)
-    return RolePlan(nodes, 0, trainer_nodes, ranks // trainer_nodes, engines, engine.tensor, turns)
+    return RolePlan(nodes, 0, trainer_nodes, ranks // trainer_nodes, replicas, engine.tensor, turns)
 
 
 def _check_count(given: int | None, needed: int, placement: str, config: JobConfig, gpus: int) -> None:

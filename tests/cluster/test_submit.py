@@ -92,7 +92,7 @@ def test_a_chain_that_is_refused_in_its_middle_leaves_no_job_behind(
 def test_jobs_that_cannot_be_cancelled_now_can_be_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     queue = Queue(takes=1, cancels=False)
     run = in_chain(queue, tmp_path, monkeypatch)
-    assert f"arpo cancel {run.path.name} for what was taken (4711)" in run.path.with_suffix(".said").read_text()
+    assert f"arpo cancel {run.path} for what was taken (4711)" in run.path.with_suffix(".said").read_text()
     queue.cancels = True
     commands.cancel(commands.find_run(str(run.path)))
     assert queue.jobs == {"4711": "CANCELLED"}
@@ -153,6 +153,78 @@ def test_what_is_told_to_somebody_elsewhere_can_be_typed_there(
     assert f"arpo resume {name} --cluster far submits it again" in said.read_text()
     with pytest.raises(UserError, match=f"arpo status {name} --cluster far"):
         commands.print_health(run)
+
+
+@pytest.mark.parametrize("named", ["far", None])
+def test_what_is_told_finds_the_run_and_no_other_of_its_name(
+    named: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Names repeat, and commands without `--cluster` look in the profiles of `slurm/clusters` only."""
+    (clusters := tmp_path / "clusters").mkdir()
+    monkeypatch.setattr("arpo_megatron.cluster.profile.DIRECTORY", clusters)
+    (clusters / "here.yaml").write_text(yaml.safe_dump({**PLAIN, "runs": str(tmp_path / "here")}))
+    (mine := tmp_path / "mine.yaml").write_text(yaml.safe_dump({**PLAIN, "runs": str(tmp_path / "mine")}))
+    queue = Queue(takes=9)
+    monkeypatch.setattr("arpo_megatron.cluster.submit._sent", queue.send)
+    monkeypatch.setattr("arpo_megatron.cluster.slurm.call", queue.call)
+
+    def told(cluster: str, *words: str) -> str:
+        words = ("submit", "quickstart", "platform=cpu", "--nodes", "1", "--cluster", cluster, *words)
+        return CliRunner().invoke(app, words, catch_exceptions=False).output.splitlines()[-1]
+
+    name, other = "quickstart-arpo-seed1", tmp_path / "mine" / "quickstart-arpo-seed1"
+    if named:  # on a login node elsewhere: the user names the profile each time
+        monkeypatch.setenv(HINT_VARIABLE, f" --cluster {named}")
+        found = f"{name} --cluster {named}"
+        assert told(str(mine)) == f"arpo status {found} | arpo logs {found} --follow | arpo cancel {found}"
+        assert f"arpo status {tmp_path}/apart --cluster far |" in told(str(mine), f"run_dir={tmp_path}/apart")
+        return
+    assert told(str(mine)).startswith(f"arpo status {other} | arpo logs {other} --follow | arpo cancel {other}")
+    assert told("here").startswith(f"arpo status {name} | arpo logs {name} --follow | arpo cancel {name}")
+    run = commands.find_run(str(other))
+    with pytest.raises(UserError, match=f"in the queue: arpo cancel {other} first"):
+        submit(prepare_submission(resolve.load(run.config), load_profile(str(mine)), nodes=1, resume=True))
+    with pytest.raises(UserError, match=f"no running job: arpo status {other}$"):
+        commands.print_health(run)
+    assert told("here", f"run_dir={tmp_path}/apart").startswith(f"arpo status {tmp_path}/apart |")
+
+
+class Ending(Queue):
+    """A Slurm that needs so many looks at a job to end it after it was cancelled."""
+
+    def __init__(self, looks: float) -> None:
+        super().__init__(takes=2)
+        self.looks = looks
+
+    def call(self, *words: str, check: bool = True, but: str | None = None) -> str:
+        said = super().call(*words, check=check, but=but)
+        if words[0] == "squeue" and "CANCELLED" in said and self.looks:
+            self.looks -= 1
+            return said.replace("CANCELLED", "COMPLETING")
+        return said
+
+
+@pytest.mark.parametrize("looks", [3, float("inf")])
+def test_a_job_that_was_just_cancelled_is_waited_for(
+    looks: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("arpo_megatron.cluster.commands._LOOK_S", 0.01)
+    monkeypatch.setattr("arpo_megatron.cluster.commands._ENDING_S", 1.0)
+    queue, cluster = Ending(looks), profile(runs=str(tmp_path))
+    monkeypatch.setattr("arpo_megatron.cluster.submit._sent", queue.send)
+    monkeypatch.setattr("arpo_megatron.cluster.slurm.call", queue.call)
+    first = prepare_submission(resolve.resolve("quickstart", words=["platform=cpu"]), cluster, nodes=1)
+    submit(first)
+    again = prepare_submission(resolve.load(first.run.config), cluster, nodes=1, resume=True)
+    with pytest.raises(UserError, match=r"job 4711 of .* is in the queue: arpo cancel"):
+        submit(again)
+    commands.cancel(first.run)
+    if looks == 3:
+        assert submit(again) == ["4712"]
+    else:
+        with pytest.raises(UserError, match=r"job 4711 of .* is still ending after 1 s: try again later"):
+            submit(again)
+    assert capsys.readouterr().err.count("job 4711 of quickstart-arpo-seed1 is still ending: waiting for it") == 1
 
 
 def test_the_progress_of_a_cold_start_is_told_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -401,7 +473,7 @@ def test_a_profile_decides_everything_about_the_cluster(tmp_path: Path) -> None:
         gpu_type="h100",
         signal_s=600,
         sbatch={"constraint": "rail"},
-        environment={"NOTE": "two words"},
+        environment={"NOTE": "two words", "http_proxy": "http://proxy:3128", "PYTHONPATH": "/mine"},
         secrets={"WANDB_API_KEY": "env"},
     )
     config = resolve.resolve("quickstart", words=["parallel.data=16", "engine.replicas=8", f"run_dir={tmp_path}/a"])
@@ -420,7 +492,9 @@ def test_a_profile_decides_everything_about_the_cluster(tmp_path: Path) -> None:
         "--mem=0",
     }
     assert re.search(r"srun .* --relative=0 .* -m arpo_megatron.cluster ", text), "the supervisor may be on any node"
-    assert "export NOTE='two words'" in text
+    assert "export NOTE='two words'" in text and "export http_proxy=http://proxy:3128" in text
+    assert "HTTP_PROXY" not in text, "names are as they were said"
+    assert "=/mine" not in text, "the job imports the code that was submitted"
     assert "WANDB_API_KEY" not in text
     assert "# trainer   nodes 0 to 1" in text
     assert "# engine-7  node 2, GPU 7" in text
@@ -456,6 +530,7 @@ def test_colocated_engines_on_several_nodes_are_sent_their_weights() -> None:
             {"environment": {"WANDB_API_KEY": "1"}},
             "WANDB_API_KEY would stand in the batch script: list it under secrets",
         ),
+        ({"environment": {"hf_token": "1"}}, "hf_token would stand in the batch script: list it under secrets"),
         ({"mounts": ["/data"]}, "mounts: '/data' is not FROM:TO"),
         ({"account": "a\n#SBATCH --uid=0"}, "account: .* no line of a batch script can have"),
         ({"sbatch": {"comment": "a\nb"}}, "sbatch.comment: .* no line of a batch script can have"),
@@ -465,6 +540,15 @@ def test_colocated_engines_on_several_nodes_are_sent_their_weights() -> None:
         ({"sbatch": {"dependency": "afterok:1"}}, "sbatch: dependency cannot be given here: --chain decides it"),
         ({"sbatch": {"time": "1"}}, "sbatch: time cannot be given here: the key time decides it"),
         ({"sbatch": {"gpus-per-node": "1"}}, "sbatch: gpus-per-node cannot be given here: the key gpu_request decides"),
+        ({"sbatch": {"array": "0-1"}}, "sbatch: array cannot be given here: a run is one job"),
+        ({"sbatch": {"arr": "0-1"}}, "sbatch: arr cannot be given here: a run is one job"),
+        ({"sbatch": {"export": "NONE"}}, "sbatch: export cannot be given here: the keys environment and secrets say"),
+        ({"sbatch": {"ntasks": "1"}}, "sbatch: ntasks cannot be given here: arpo submit decides it"),
+        ({"sbatch": {"wrap": "true"}}, "sbatch: wrap cannot be given here: the batch script is"),
+        ({"sbatch": {"clusters": "b"}}, "sbatch: clusters cannot be given here: no other command"),
+        ({"sbatch": {"container_image": "a"}}, "sbatch: container_image cannot be given here: the key container"),
+        ({"sbatch": {"wait": ""}}, "sbatch: wait cannot be given here: arpo submit does not wait"),
+        ({"sbatch": {"test-only": ""}}, "sbatch: test-only cannot be given here: no job would be submitted"),
         ({"sbatch": {"gres": "gpu:1"}, "gpu_request": "gres"}, "sbatch: gres cannot be given here"),
         ({"runs": "$NOT_SET_ANYWHERE/runs"}, r"the variable \$NOT_SET_ANYWHERE is not set"),
     ],
@@ -502,7 +586,14 @@ def test_a_path_that_a_batch_script_reads_otherwise_is_not_submitted(name: str, 
 
 
 def test_what_no_other_key_can_say_is_left_to_sbatch() -> None:
-    more = {"gres": "gpu:8,nvme:1", "exclusive": "user", "mem-per-cpu": "4G", "reservation": "mine"}
+    more = {
+        "gres": "gpu:8,nvme:1",
+        "exclusive": "user",
+        "mem-per-cpu": "4G",
+        "reservation": "mine",
+        "gpus": "8",
+        "chdir": "/",
+    }
     assert profile(sbatch=more, gpu_request="none", exclusive=False, mem=None).sbatch == more
 
 

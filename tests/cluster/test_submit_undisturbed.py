@@ -73,7 +73,7 @@ def test_what_slurm_has_taken_when_it_is_interrupted_is_cancelled_and_known(
     submission = prepared(tmp_path, chain=3)
     with pytest.raises(Interrupted) as interrupt:
         submit(submission)
-    assert str(interrupt.value) == f"cancelled job 4711, 4712; arpo resume {submission.run.path.name} submits it again"
+    assert str(interrupt.value) == f"cancelled job 4711, 4712; arpo resume {submission.run.path} submits it again"
     assert queue.jobs == {"4711": "CANCELLED", "4712": "CANCELLED"}
     assert [each["jobs"] for each in submissions_of(commands.find_run(str(submission.run.path)))] == [["4711", "4712"]]
 
@@ -206,7 +206,7 @@ def test_the_terminals_ctrl_c_does_not_reach_sbatch(tmp_path: Path) -> None:
         os.killpg(command.pid, signal.SIGINT)
         said = command.communicate()[1]
     (name,) = [path.name for path in runs.iterdir()]
-    assert said == f"arpo: interrupted; cancelled job 4711; arpo resume {name} submits it again\n"
+    assert said == f"arpo: interrupted; cancelled job 4711; arpo resume {runs / name} submits it again\n"
     assert command.returncode == 130
     assert (tools / "scancel.said").read_text() == "4711\n"
     assert submissions_of(RunDirectory(runs / name))[0]["jobs"] == ["4711"]

@@ -265,7 +265,7 @@ def test_a_controller_that_is_silent_when_a_job_begins_does_not_cost_its_chain(
 
 def asked_by(monkeypatch: pytest.MonkeyPatch, run: RunDirectory, state: JobState | None) -> job._Asked:
     monkeypatch.setattr("arpo_megatron.cluster.slurm.job_state", lambda job_id: state)
-    site = SlurmSite(load_profile(str(run.cluster)), RolePlan(1, 0, 1, 1, (), 0, True), [], run, "7")
+    site = SlurmSite(load_profile(str(run.cluster)), RolePlan(1, 0, 1, 1, 0, 0, True), [], run, "7")
     return job._Asked(run, site, Progress())
 
 

@@ -18,9 +18,14 @@ def job(**engine: object) -> JobConfig:
     return resolve.resolve("quickstart", words=["parallel.tensor=2", "parallel.data=4", *words])
 
 
+def places(plan: RolePlan) -> list[tuple[int, int]]:
+    """Node and first GPU of each engine."""
+    return [plan.place(index) for index in range(plan.engines)]
+
+
 def used(plan: RolePlan, ranks: bool = True) -> list[tuple[int, int]]:
     """(node, GPU) of every engine rank, and of every trainer rank."""
-    engines = [(node, first + gpu) for node, first in plan.engines for gpu in range(plan.engine_gpus)]
+    engines = [(node, first + gpu) for node, first in places(plan) for gpu in range(plan.engine_gpus)]
     trainer = [(node, gpu) for node in range(plan.trainer_nodes) for gpu in range(plan.ranks_per_node)]
     return engines + trainer if ranks else engines
 
@@ -49,9 +54,9 @@ def test_one_node_is_laid_out_as_this_machine_is(
 def test_the_same_recipe_is_split_or_colocated() -> None:
     split = plan_roles(job(replicas=4, tensor=2, placement="split"), 8, None)
     assert (split.nodes, split.trainer_nodes, split.ranks_per_node, split.shared) == (2, 1, 8, False)
-    assert split.engines == ((1, 0), (1, 2), (1, 4), (1, 6))
+    assert places(split) == [(1, 0), (1, 2), (1, 4), (1, 6)]
     together = plan_roles(job(replicas=4, tensor=2, placement="colocated"), 8, None)
-    assert (together.nodes, together.shared, together.engines) == (1, True, ((0, 0), (0, 2), (0, 4), (0, 6)))
+    assert (together.nodes, together.shared, places(together)) == (1, True, [(0, 0), (0, 2), (0, 4), (0, 6)])
     assert plan_roles(job(replicas=4, tensor=2), 8, 2) == split
     assert plan_roles(job(replicas=4, tensor=2), 8, 1) == together
 
@@ -73,18 +78,31 @@ def test_no_gpu_is_given_twice_unless_it_is_shared(
     except UserError:
         return
     assert plan.trainer_nodes * plan.ranks_per_node == config.parallel.world_size
-    assert len(plan.engines) == replicas
+    assert plan.engines == replicas
     if not gpus:
         return
     assert all(node < plan.nodes and gpu < gpus for node, gpu in used(plan))
-    places = used(plan, ranks=not plan.shared)
-    assert len(places) == len(set(places))
+    taken = used(plan, ranks=not plan.shared)
+    assert len(taken) == len(set(taken))
     assert {node for node, _ in used(plan)} == set(range(plan.nodes)), "a node has nothing to do"
+
+
+@pytest.mark.parametrize("placement", ["split", "colocated"])
+def test_a_plan_is_no_larger_on_a_larger_cluster(placement: str) -> None:
+    """A search of layouts holds thousands: with a list of engines in each it did not end on 100000 nodes."""
+    sizes = []
+    for nodes in (2, 200_000):
+        config = job(replicas=4 * nodes, placement=placement)
+        config = replace(config, parallel=replace(config.parallel, data=2 * nodes))
+        plan = plan_roles(config, 8, None)
+        assert plan.engines == 4 * nodes
+        sizes.append(len(repr(plan)))
+    assert sizes[1] < sizes[0] + 50
 
 
 def test_ranks_on_cpus_are_divided_among_the_nodes() -> None:
     plan = plan_roles(resolve.resolve("quickstart", words=["parallel.data=2", "platform=cpu"]), 8, 2)
-    assert (plan.gpus, plan.trainer_nodes, plan.ranks_per_node, plan.engines) == (0, 2, 1, ((1, 0),))
+    assert (plan.gpus, plan.trainer_nodes, plan.ranks_per_node, places(plan)) == (0, 2, 1, [(1, 0)])
 
 
 @pytest.mark.parametrize(
