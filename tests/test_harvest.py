@@ -481,7 +481,7 @@ def test_trees_that_older_weights_have_had_a_part_in_are_counted() -> None:
         for above, version in enumerate(versions):
             tree.add(above, Role.MODEL, [1], policy_version=version)
     assert age_metrics(trees, 2) == {
-        "staleness": pytest.approx((0 + 0.5 + 2) / 3),
+        "staleness": pytest.approx((0 + 2 * 0.5 + 2) / 4),  # over tokens
         "staleness_max": 2,
         "stale_trees": 2,
     }
