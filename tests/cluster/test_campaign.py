@@ -408,11 +408,14 @@ def test_two_jobs_side_by_side_do_not_disturb_each_other(box: Onebox, calm: Undi
 
 def test_a_job_of_the_same_run_is_not_submitted_twice(box: Onebox, calm: Undisturbed) -> None:
     job = start(box, calm, "twice", updates=100_000)  # not over before the second command begins
-    before = (job.run / "config.yaml").read_bytes()
-    assert f"job {job.id} of twice is in the queue" in box.arpo("resume", str(job.run), "sft.steps=7", ok=False)
-    trains(job)
-    assert (job.run / "config.yaml").read_bytes() == before
-    box.arpo("cancel", str(job.run))
+    try:
+        before = (job.run / "config.yaml").read_bytes()
+        said = box.arpo("resume", str(job.run), "engine.restarts=7", ok=False)
+        assert f"job {job.id} of twice is in the queue" in said
+        trains(job)
+        assert (job.run / "config.yaml").read_bytes() == before
+    finally:
+        box.arpo("cancel", str(job.run))
     assert job.end() == "CANCELLED"
     assert job.nothing_is_left()
 
