@@ -109,7 +109,7 @@ class SyncConfig:
     def bucket_bytes(self) -> int:
         """Bytes of tensors in a bucket: `bucket_mb` less half of what a push takes besides (docs/weight-sync.md)."""
         whole = self.bucket_mb * 2**20
-        return whole - min(8 * 2**20, whole // 4)
+        return whole - min(12 * 2**20, 3 * whole // 8)
 
 
 @dataclass(frozen=True, config=STRICT)
