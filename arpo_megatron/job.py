@@ -55,10 +55,6 @@ def train_phases(
         _train(config, run, roles, progress, poll, site)
 
 
-def _cold_start_done(run: RunDirectory) -> bool:
-    return (run.cold_start / "config.json").exists()
-
-
 def run_sft(config: JobConfig, *, resume: bool) -> dict[str, Any]:
     """Only the cold start; returns the figures that the command line prints. Raises as `run_job` does."""
     with opened(config, resume=resume) as run, watching(run) as (progress, poll), Roles(run.logs) as roles:
@@ -168,13 +164,13 @@ def cold_start(
     config: JobConfig, run: RunDirectory, roles: Roles, progress: Progress, poll: Callable[[], None], site: Site
 ) -> None:
     """Supervised training, unless it is done already. Raises as `train_phases` does."""
-    if _cold_start_done(run):
+    if run.cold_start_done:
         progress.note("the cold start is done already")
         return
     _check_stop(run)
     progress.phase("start the trainer")
     run_trainer("arpo_megatron.sft", config, run, roles, poll=poll, site=site)
-    if not _cold_start_done(run):
+    if not run.cold_start_done:
         _check_stop(run)
 
 

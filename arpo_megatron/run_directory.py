@@ -181,6 +181,11 @@ class RunDirectory:
         """Steps of a finished training, -1 where none has finished; one that goes on may want more."""
         return int(json.loads(self.result.read_text())["step"]) if self.result.exists() else -1
 
+    @property
+    def cold_start_done(self) -> bool:
+        """Whether the cold start has ended with its model."""
+        return (self.cold_start / "config.json").exists()
+
     def remove_partial(self) -> None:
         """Delete what was being written when its writer ended: a job writes NAME.tmp and then renames it."""
         whole = [

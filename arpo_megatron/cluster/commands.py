@@ -123,7 +123,7 @@ def _progress(run: RunDirectory) -> str:
         return f"training is done ({done} steps)"
     if own := checkpoint_directories(run.checkpoints):
         return f"newest checkpoint {own[-1].name} of {steps}"
-    if updates and not (run.cold_start / "config.json").exists():
+    if updates and not run.cold_start_done:
         then = "" if config.cold_start_only else f"; then {steps} steps"
         if cold := checkpoint_directories(run.sft_checkpoints):
             return f"cold start: newest checkpoint {cold[-1].name} of {updates}{then}"

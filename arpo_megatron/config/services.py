@@ -107,7 +107,7 @@ class SyncConfig:
 
     @property
     def bucket_bytes(self) -> int:
-        """Bytes of tensors in a bucket: `bucket_mb` less half of what a push takes besides (docs/weight-sync.md)."""
+        """Bytes of tensors in a bucket: `bucket_mb` less room for what a push takes besides (docs/weight-sync.md)."""
         whole = self.bucket_mb * 2**20
         return whole - min(12 * 2**20, 3 * whole // 8)
 

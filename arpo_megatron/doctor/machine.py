@@ -237,7 +237,7 @@ def _checkpoints(config: JobConfig, run: RunDirectory) -> tuple[int, int]:
     train, count = config.train, 0
     cold, own = checkpoint_directories(run.sft_checkpoints), checkpoint_directories(run.checkpoints)
     if config.sft.steps:  # they stay when it is done
-        count += len(cold) if (run.cold_start / "config.json").exists() else COLD_START_KEPT
+        count += len(cold) if run.cold_start_done else COLD_START_KEPT
     if not config.cold_start_only:
         newest = (step_of(own[-1]) or 0) if own else 0
         due = sorted({*range(train.save_every, train.steps, train.save_every), train.steps})

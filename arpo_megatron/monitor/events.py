@@ -43,12 +43,17 @@ class EventLog:
         line = json.dumps({"time": round(time.time(), 3), "kind": kind, **fields})
         with self._lock, suppress(OSError):  # a full disk, of which these lines tell, must not end a run
             self._waiting.append(line)
-            while self._waiting:
-                append_line(self.path, self._waiting[0], reserved=_RESERVED_BYTES)
-                del self._waiting[0]
+            append_lines(self.path, self._waiting, reserved=_RESERVED_BYTES)
 
 
-def append_line(path: Path, text: str, *, reserved: int = 0) -> None:
+def append_lines(path: Path, waiting: list[str], *, reserved: int = 0) -> None:
+    """Append lines; each leaves the list when it is written. Raises OSError at the first that finds no room."""
+    while waiting:
+        _append_line(path, waiting[0], reserved=reserved)
+        del waiting[0]
+
+
+def _append_line(path: Path, text: str, *, reserved: int) -> None:
     """Append a whole line or, where that raises OSError, nothing; then see to it that half of `reserved` bytes follow
     the file's end on the disk."""
     with path.open("ab", buffering=0) as file:

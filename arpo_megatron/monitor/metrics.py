@@ -12,7 +12,7 @@ from typing import Any, Literal
 from arpo_megatron import resolve
 from arpo_megatron.config import JobConfig
 from arpo_megatron.errors import UserError
-from arpo_megatron.monitor.events import append_line
+from arpo_megatron.monitor.events import append_lines
 
 Value = float | int | str | bool | None
 
@@ -61,9 +61,7 @@ class MetricsLog:
 
     def _write(self) -> None:
         with suppress(OSError):  # a full disk: the rows are written when there is room again
-            while self._unwritten:
-                append_line(self._path, self._unwritten[0])
-                del self._unwritten[0]
+            append_lines(self._path, self._unwritten)
 
 
 def _plain(value: Any) -> Value:

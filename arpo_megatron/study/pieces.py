@@ -56,7 +56,7 @@ class Piece:
     def done(self) -> bool:
         """Whether nothing is left to do."""
         if self.verb == "sft":
-            return (self.run.cold_start / "config.json").exists()
+            return self.run.cold_start_done
         return self.run.result.exists() and json.loads(self.run.result.read_text())["step"] >= self.config.train.steps
 
     @property
