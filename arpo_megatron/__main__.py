@@ -6,8 +6,8 @@ Signals have their handlers before anything slow is imported, so a ctrl-C is one
 import sys
 
 from arpo_megatron.errors import USER_ERROR_EXIT_CODE, UserError
-from arpo_megatron.interrupts import Interrupted, interrupt_on_signals
-from arpo_megatron.processes import RoleDiedError
+from arpo_megatron.utils.processes import RoleDiedError
+from arpo_megatron.utils.signals import Interrupted, interrupt_on_signals
 
 _RESUME = "the same command with --resume goes on from the last step"
 
@@ -24,7 +24,7 @@ def main() -> None:
     """Entry point. A `UserError` is one line on standard error and exit code 2; ctrl-C is exit code 130."""
     try:
         interrupt_on_signals()
-        from arpo_megatron.cli import app
+        from arpo_megatron.cli.main import app
 
         app()
     except UserError as error:

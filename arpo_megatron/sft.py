@@ -13,32 +13,32 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-from arpo_megatron import resolve
 from arpo_megatron.actor import parallel
 from arpo_megatron.actor.actor import Actor
 from arpo_megatron.actor.checkpoint import CheckpointStore
-from arpo_megatron.actor.directories import COLD_START_KEPT, resume_from
 from arpo_megatron.actor.optimizer import adam_name
-from arpo_megatron.actor.packing import pack_minibatch
 from arpo_megatron.algorithms.credit import supervised_credit
-from arpo_megatron.bad_packs import BadUpdate, dump_if_skipped
 from arpo_megatron.config import JobConfig
-from arpo_megatron.durable import written
-from arpo_megatron.identity import fingerprint
-from arpo_megatron.minibatch import Minibatch
+from arpo_megatron.jobs import resolve
+from arpo_megatron.jobs.checkpoint_dirs import COLD_START_KEPT, resume_from
+from arpo_megatron.jobs.fingerprint import fingerprint
+from arpo_megatron.jobs.inputs import load_conversations, load_data, load_tokenizer, model_path
+from arpo_megatron.jobs.run_directory import RunDirectory, write_json
+from arpo_megatron.models.spec import ModelShape
 from arpo_megatron.monitor.events import EventLog, user_errors_told
-from arpo_megatron.monitor.machine import StepProfiler, peak_memory_gb
 from arpo_megatron.monitor.metrics import MetricsLog
-from arpo_megatron.preparation import load_conversations, load_data, load_tokenizer, model_path
-from arpo_megatron.ranks import rank_main
-from arpo_megatron.run_directory import RunDirectory, write_json
-from arpo_megatron.step_metrics import pack_metrics, speed_metrics, update_metrics
-from arpo_megatron.tasks.conversations import batch
-from arpo_megatron.tasks.demonstrations import demonstrate
-from arpo_megatron.tasks.families import FAMILIES
+from arpo_megatron.monitor.profiler import StepProfiler, peak_memory_gb
+from arpo_megatron.packing.packs import pack_minibatch
+from arpo_megatron.tasks.sft.dataset import batch
+from arpo_megatron.tasks.synthetic.demonstrations import demonstrate
+from arpo_megatron.tasks.synthetic.families import FAMILIES
+from arpo_megatron.trainer.batch import Minibatch
+from arpo_megatron.trainer.metrics import pack_metrics, speed_metrics, update_metrics
+from arpo_megatron.trainer.skipped_updates import BadUpdate, dump_if_skipped
 from arpo_megatron.tree import RolloutTree
+from arpo_megatron.utils.atomic import written
+from arpo_megatron.utils.rank_main import rank_main
 from arpo_megatron.weights.export import export_hf
-from arpo_megatron.weights.shape import ModelShape
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -8,14 +8,14 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from arpo_megatron.agreement import check_on_policy
-from arpo_megatron.minibatch import minibatches_of, share, with_reference
+from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.monitor.events import user_errors_told
-from arpo_megatron.processes import StoppedError
-from arpo_megatron.ranks import rank_main
-from arpo_megatron.run_directory import RunDirectory
-from arpo_megatron.training_rank import training_run
-from arpo_megatron.training_run import TrainingRun
+from arpo_megatron.trainer.batch import minibatches_of, share, with_reference
+from arpo_megatron.trainer.consistency import check_on_policy
+from arpo_megatron.trainer.run import TrainingRun
+from arpo_megatron.trainer.setup import training_run
+from arpo_megatron.utils.processes import StoppedError
+from arpo_megatron.utils.rank_main import rank_main
 
 
 def train(run: TrainingRun) -> None:

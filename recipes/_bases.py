@@ -22,7 +22,7 @@ from arpo_megatron.config import (
     SftConfig,
     TrainConfig,
 )
-from recipes._layouts import Variant
+from arpo_megatron.recipes._layouts import Variant
 
 ARMS: dict[str, Variant] = {
     "grpo": {"algorithm.name": "grpo"},

@@ -8,9 +8,9 @@ Model: Qwen/Qwen3-32B. Data: dongguanting/ARPO-RL-DeepSearch-1K.
 from dataclasses import replace
 
 from arpo_megatron.config import JobConfig
-from recipes._bases import ARMS
-from recipes._bases import deep_search_large as base
-from recipes._layouts import FP8, Layout, Variant, asynchronous, variants
+from arpo_megatron.recipes._bases import ARMS
+from arpo_megatron.recipes._bases import deep_search_large as base
+from arpo_megatron.recipes._layouts import FP8, Layout, Variant, asynchronous, variants
 
 LAYOUTS = {
     "1node": Layout(tensor=8, data=1, engine=8, memory_fraction=0.4, offload=True),

@@ -8,9 +8,9 @@ Model: Qwen/Qwen3-8B. Data: dongguanting/ARPO-RL-DeepSearch-1K.
 from dataclasses import replace
 
 from arpo_megatron.config import JobConfig
-from recipes._bases import ARMS
-from recipes._bases import deep_search as base
-from recipes._layouts import FP8, Layout, Variant, asynchronous, variants
+from arpo_megatron.recipes._bases import ARMS
+from arpo_megatron.recipes._bases import deep_search as base
+from arpo_megatron.recipes._layouts import FP8, Layout, Variant, asynchronous, variants
 
 LAYOUTS = {
     "1node": Layout(tensor=4, data=2, engine=4, memory_fraction=0.45),

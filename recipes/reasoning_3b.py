@@ -8,9 +8,9 @@ Model: Qwen/Qwen2.5-3B-Instruct, after a cold start like sft_7b. Data: dongguant
 from dataclasses import replace
 
 from arpo_megatron.config import JobConfig
-from recipes._bases import ARMS
-from recipes._bases import reasoning as base
-from recipes._layouts import FP8, FP8_ENGINE, Layout, Variant, variants
+from arpo_megatron.recipes._bases import ARMS
+from arpo_megatron.recipes._bases import reasoning as base
+from arpo_megatron.recipes._layouts import FP8, FP8_ENGINE, Layout, Variant, variants
 
 LAYOUTS = {
     "1node": Layout(data=8, memory_fraction=0.5),

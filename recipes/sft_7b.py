@@ -8,8 +8,8 @@ Model: Qwen/Qwen2.5-7B-Instruct. Data: rows with `messages`, such as dongguantin
 from dataclasses import replace
 
 from arpo_megatron.config import JobConfig
-from recipes._bases import cold_start as base
-from recipes._layouts import FP8, Layout, Variant, variants
+from arpo_megatron.recipes._bases import cold_start as base
+from arpo_megatron.recipes._layouts import FP8, Layout, Variant, variants
 
 LAYOUTS = {
     "1node": Layout(tensor=2, data=4),

@@ -6,8 +6,8 @@ The variants are the arms of the studies; each names only parts and numbers.
 from dataclasses import replace
 
 from arpo_megatron.config import AlgorithmConfig, DataConfig, EvalConfig, JobConfig, RolloutConfig, TrainConfig
-from recipes._layouts import Variant
-from recipes.quickstart import recipe as quickstart
+from arpo_megatron.recipes._layouts import Variant
+from arpo_megatron.recipes.quickstart import recipe as quickstart
 
 VARIANTS: dict[str, Variant] = {
     "grpo": {"algorithm.name": "grpo"},

@@ -14,8 +14,8 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 from arpo_megatron.algorithms.papers import table
 from arpo_megatron.cluster.profile import ClusterProfile
 from arpo_megatron.config import JobConfig
-from arpo_megatron.monitor.catalogue import attributes, metrics
-from arpo_megatron.plugins import OWN, Point, load
+from arpo_megatron.registry import OWN, Point, load
+from arpo_megatron.trainer.metric_docs import attributes, metrics
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 RUN_DIRECTORY = TARGET.with_name("run-directory.md")

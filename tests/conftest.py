@@ -10,7 +10,9 @@ import hypothesis
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
-from arpo_megatron.processes import CPU_ENVIRONMENT
+from arpo_megatron.utils.processes import CPU_ENVIRONMENT
+
+pytest_plugins = ("tests.engine.fixtures",)
 
 # Before anything imports torch, whose OpenMP reads it once. Tests that need a GPU run with ARPO_TESTS_ON=cuda, and
 # only they: the others count on gloo.

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from arpo_megatron import resolve
 from arpo_megatron.config import JobConfig
 from arpo_megatron.errors import UserError
-from arpo_megatron.preparation import check_inputs
-from arpo_megatron.show import render, sources
-from arpo_megatron.weights.known_shapes import KNOWN_SHAPES, shape_of
+from arpo_megatron.jobs import resolve
+from arpo_megatron.jobs.explain import render, sources
+from arpo_megatron.jobs.inputs import check_inputs
+from arpo_megatron.models.known import KNOWN_SHAPES, shape_of
 
 
 def value(job: JobConfig, key: str) -> object:

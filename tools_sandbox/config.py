@@ -211,7 +211,7 @@ class McpServerConfig:
 
 @dataclass(frozen=True, config=_STRICT)
 class PluginConfig:
-    """One tool of an installed package, named by its entry point in the group `tools_sandbox.tools`."""
+    """One tool of an installed package, named by its entry point in the group `tools_sandbox.tool`."""
 
     name: str
     """Name of the entry point."""

@@ -16,27 +16,27 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from torch import Tensor
 
-from arpo_megatron.actor.balance import CostModel
-from arpo_megatron.actor.layout import new_pack, without_routes
 from arpo_megatron.actor.losses import linear_loss, policy_loss
 from arpo_megatron.actor.microbatch import MicroBatch, MicroBatches, Place
 from arpo_megatron.actor.model import DTYPES, TreeGPTModel, build_chunks
+from arpo_megatron.actor.moe_router import ExpertBalance, begin_pass, finish_pass
 from arpo_megatron.actor.optimizer import build_optimizer, build_scheduler, clipped_step, gradient_buffers
-from arpo_megatron.actor.packing import TreePack, last_uses
 from arpo_megatron.actor.parallel import device, gather_objects
 from arpo_megatron.actor.reference import ReferencePolicy
-from arpo_megatron.actor.router import ExpertBalance, begin_pass, finish_pass
 from arpo_megatron.actor.schedule import Finish, run_nested, run_pipeline
 from arpo_megatron.actor.statistics import WIDTH, UpdateStats
 from arpo_megatron.actor.te_layers import Fp8
 from arpo_megatron.actor.training_state import Snapshot, load_training_state, snapshot
 from arpo_megatron.algorithms.base import Course, TokenLoss
+from arpo_megatron.algorithms.components import make_loss
 from arpo_megatron.algorithms.credit import Loss
-from arpo_megatron.algorithms.parts import make_loss
 from arpo_megatron.config import JobConfig, OptimizerConfig
+from arpo_megatron.models.spec import ModelShape
+from arpo_megatron.packing.balance import CostModel
+from arpo_megatron.packing.layout import new_pack, without_routes
+from arpo_megatron.packing.packs import TreePack, last_uses
 from arpo_megatron.tree import Float32Array
 from arpo_megatron.weights.load import load_hf
-from arpo_megatron.weights.shape import ModelShape
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,10 +23,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from arpo_megatron.actor.balance import TYPICAL_COST, CostModel, allowed_cuts, depths, share_out, spans_back
 from arpo_megatron.actor.context import lookup
 from arpo_megatron.actor.flex_attention import FlexPlan, flex_tree_attention
-from arpo_megatron.actor.layout import Span
+from arpo_megatron.packing.balance import TYPICAL_COST, CostModel, allowed_cuts, depths, share_out, spans_back
+from arpo_megatron.packing.layout import Span
 
 MAX_BLOCK = 256
 """Most queries of one call."""

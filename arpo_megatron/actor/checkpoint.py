@@ -20,7 +20,6 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from arpo_megatron.actor import parallel
-from arpo_megatron.actor.directories import checkpoint_directories, kept
 from arpo_megatron.actor.manifest import (
     DamagedError,
     FileRecord,
@@ -29,8 +28,9 @@ from arpo_megatron.actor.manifest import (
     record,
     write_manifest,
 )
-from arpo_megatron.durable import flush, remove, replace_directory
 from arpo_megatron.errors import UserError
+from arpo_megatron.jobs.checkpoint_dirs import checkpoint_directories, kept
+from arpo_megatron.utils.atomic import flush, remove, replace_directory
 
 MAX_FAILED_SAVES = 3
 """Saves that may fail in a row (a full disk) before the run stops: until then it goes on without a new checkpoint."""

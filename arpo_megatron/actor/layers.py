@@ -16,10 +16,10 @@ from torch.nn.functional import rms_norm
 
 from arpo_megatron.actor.attention import TreeAttention
 from arpo_megatron.actor.linear import CpuColumnParallelLinear, CpuRowParallelLinear
-from arpo_megatron.actor.router import TreeTopKRouter
+from arpo_megatron.actor.moe_router import TreeTopKRouter
 from arpo_megatron.actor.te_layers import te_layer, te_norm, uses_transformer_engine
 from arpo_megatron.config import ParallelConfig
-from arpo_megatron.weights.shape import ModelShape
+from arpo_megatron.models.spec import ModelShape
 
 
 class RMSNorm(nn.Module):

@@ -7,7 +7,7 @@ from megatron.core import tensor_parallel
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor
 
-from arpo_megatron.onednn import product
+from arpo_megatron.hardware.onednn import product
 
 
 def weight_gradient(gradient: Tensor, inputs: Tensor) -> Tensor:

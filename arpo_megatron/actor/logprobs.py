@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from arpo_megatron.actor.linear import weight_gradient
-from arpo_megatron.onednn import product
+from arpo_megatron.hardware.onednn import product
 
 CHUNK_ELEMENTS = 1 << 26
 """Logits of one chunk on one rank (256 MiB in float32)."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import xxhash
 
-from arpo_megatron.durable import flush
+from arpo_megatron.utils.atomic import flush
 
 MANIFEST_FILE = "manifest.json"
 _FORMAT = 1

@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from arpo_megatron.actor.attention import plan_attention, share_blocks
-from arpo_megatron.actor.balance import TYPICAL_COST, CostModel
 from arpo_megatron.actor.context import Inheritance, Legacy, PackContext, register, release
 from arpo_megatron.actor.flex_attention import flex_plan
-from arpo_megatron.actor.layout import Span, TreePack
 from arpo_megatron.actor.parallel import device
+from arpo_megatron.packing.balance import TYPICAL_COST, CostModel
+from arpo_megatron.packing.layout import Span, TreePack
 from arpo_megatron.tree import Float32Array
 
 _Ints = NDArray[np.int64]

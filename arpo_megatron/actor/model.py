@@ -23,7 +23,7 @@ from arpo_megatron.actor.layers import block_spec, expert_fields
 from arpo_megatron.actor.logprobs import target_logprobs
 from arpo_megatron.actor.te_layers import NO_FP8, Fp8, te_fields
 from arpo_megatron.config import ParallelConfig
-from arpo_megatron.weights.shape import ModelShape
+from arpo_megatron.models.spec import ModelShape
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 """Names of parameter types; float64 is for tests of exactness."""

@@ -33,7 +33,7 @@ def build_optimizer(
     Norms and biases are not decayed. In bfloat16 the optimizer keeps float32 master weights.
 
     Args:
-        config: learning rate, decay, clipping. What offloading needs say config/rules.py and machine.py.
+        config: learning rate, decay, clipping. What offloading needs say config/validation.py and machine.py.
         wrapped_chunks: made with `gradient_buffers` of the same `dtype` and `distributed`.
         dtype: of the parameters.
         distributed: moments and master weights are divided among the data-parallel ranks.

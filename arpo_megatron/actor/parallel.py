@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from arpo_megatron import freed_memory
 from arpo_megatron.actor import platform
 from arpo_megatron.config import ParallelConfig
 from arpo_megatron.errors import UserError
+from arpo_megatron.hardware import malloc as freed_memory
 
 Object = TypeVar("Object")
 

@@ -32,7 +32,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from arpo_megatron.actor.attention import TreeAttention
-from arpo_megatron.actor.router import TreeTopKRouter
+from arpo_megatron.actor.moe_router import TreeTopKRouter
 from arpo_megatron.errors import UserError
 
 if TYPE_CHECKING:

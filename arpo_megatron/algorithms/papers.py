@@ -6,7 +6,7 @@ that is added or left out is told here.
 
 from dataclasses import dataclass
 
-from arpo_megatron.plugins import OWN, Point
+from arpo_megatron.registry import OWN, Point
 
 _KEYS = {
     "selector": Point.TASK_SELECTOR,

@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from arpo_megatron.rollout import protocol
-from arpo_megatron.rollout.client import EngineClient
-from arpo_megatron.rollout.generation import EngineFinish, Generation, Sampling
-from arpo_megatron.rollout.grow_context import GrowLimits, TextCodec
-from arpo_megatron.rollout.policies import BranchPolicy, ForkPoint
+from arpo_megatron.algorithms.branching import BranchPolicy, ForkPoint
+from arpo_megatron.engine.client import EngineClient
+from arpo_megatron.engine.request import EngineFinish, Generation, Sampling
+from arpo_megatron.rollout.context import GrowLimits, TextCodec
 from arpo_megatron.rollout.tools import ToolClient
 from arpo_megatron.tasks.base import Task
+from arpo_megatron.tasks.tags import calls as protocol
 from arpo_megatron.tree import Float32Array, Int32Array
 
 

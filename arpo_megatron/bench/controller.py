@@ -18,16 +18,16 @@ from typing import Any
 
 import numpy as np
 
+from arpo_megatron.algorithms.branching import make_policy
 from arpo_megatron.bench.pools import GROUP, new_pool, start
 from arpo_megatron.bench.simulated_tools import LATENCIES, SimulatedTools
 from arpo_megatron.config import AlgorithmConfig
-from arpo_megatron.monitor.machine import peak_memory_gb
-from arpo_megatron.rollout.client import EngineClient
-from arpo_megatron.rollout.generation import EngineFinish, Generation, Sampling
-from arpo_megatron.rollout.grow_context import GrowLimits
+from arpo_megatron.engine.client import EngineClient
+from arpo_megatron.engine.expert_routes import RouteRequest
+from arpo_megatron.engine.request import EngineFinish, Generation, Sampling
+from arpo_megatron.monitor.profiler import peak_memory_gb
+from arpo_megatron.rollout.context import GrowLimits
 from arpo_megatron.rollout.messages import CollectTrees, GrowSettings
-from arpo_megatron.rollout.policies import make_policy
-from arpo_megatron.rollout.routes import RouteRequest
 from arpo_megatron.rollout.worker import TokenizerCodec
 from arpo_megatron.tasks.base import Task
 from arpo_megatron.tree import Int32Array, Role

@@ -24,9 +24,9 @@ from torch import Tensor
 from arpo_megatron.bench import memory
 from arpo_megatron.config import ParallelConfig
 from arpo_megatron.errors import UserError
-from arpo_megatron.weights.files import TensorFiles, write_tensors
-from arpo_megatron.weights.mapping import exported, exported_bytes
-from arpo_megatron.weights.shape import ModelShape
+from arpo_megatron.models.mapping import exported, exported_bytes
+from arpo_megatron.models.safetensors import TensorFiles, write_tensors
+from arpo_megatron.models.spec import ModelShape
 
 DTYPE = torch.bfloat16
 SHARD_BYTES = 400_000_000

@@ -21,15 +21,15 @@ from scipy.optimize import nnls
 
 from arpo_megatron.actor import parallel
 from arpo_megatron.actor.actor import Actor
-from arpo_megatron.actor.balance import PAIR_SLOWNESS, CostModel
-from arpo_megatron.actor.flops import forward_flops
-from arpo_megatron.actor.layout import TreePack
-from arpo_megatron.actor.packing import pack_trees, rank_costs, report
 from arpo_megatron.algorithms.credit import supervised_credit
-from arpo_megatron.bench.mixes import MIXES, flattened
 from arpo_megatron.config import JobConfig
+from arpo_megatron.models.spec import ModelShape
+from arpo_megatron.packing.balance import PAIR_SLOWNESS, CostModel
+from arpo_megatron.packing.flops import forward_flops
+from arpo_megatron.packing.layout import TreePack
+from arpo_megatron.packing.packs import pack_trees, rank_costs, report
+from arpo_megatron.plan.synthetic_trees import MIXES, flattened
 from arpo_megatron.tree import RolloutTree
-from arpo_megatron.weights.shape import ModelShape
 
 SHAPE = ModelShape(
     family="qwen3",

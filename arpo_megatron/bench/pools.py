@@ -3,10 +3,10 @@
 import itertools
 from collections.abc import Sequence
 
-from arpo_megatron.rollout.client import EngineClient
-from arpo_megatron.rollout.grow_context import TextCodec
+from arpo_megatron.algorithms.branching import BranchPolicy
+from arpo_megatron.engine.client import EngineClient
+from arpo_megatron.rollout.context import TextCodec
 from arpo_megatron.rollout.messages import GrowSettings, LiveTree, StartTrees
-from arpo_megatron.rollout.policies import BranchPolicy
 from arpo_megatron.rollout.pool import TreePool
 from arpo_megatron.rollout.tools import ToolClient
 from arpo_megatron.tasks.base import Task

@@ -18,23 +18,23 @@ from typing import Any
 
 import aiohttp
 
+from arpo_megatron.algorithms.branching import make_policy
 from arpo_megatron.bench.batch_synchronous import grow_in_rounds
 from arpo_megatron.bench.controller import controller_figures
 from arpo_megatron.bench.pools import GROUP, new_pool, start
 from arpo_megatron.bench.simulated_tools import LATENCIES, SimulatedTools
 from arpo_megatron.bench.talkative_model import write_model
 from arpo_megatron.config import AlgorithmConfig, EngineConfig, JobConfig, RolloutConfig, TrainConfig
-from arpo_megatron.harvest import wanted_trees
-from arpo_megatron.rollout import protocol
-from arpo_megatron.rollout.client import EngineClient
-from arpo_megatron.rollout.generation import Sampling
-from arpo_megatron.rollout.grow_context import GrowLimits
+from arpo_megatron.engine.affinity import Engine
+from arpo_megatron.engine.client import EngineClient
+from arpo_megatron.engine.launch import launch_engine
+from arpo_megatron.engine.request import Sampling
+from arpo_megatron.rollout.context import GrowLimits
 from arpo_megatron.rollout.messages import GrowReport, GrowSettings
-from arpo_megatron.rollout.policies import make_policy
-from arpo_megatron.rollout.routing import Engine
-from arpo_megatron.rollout.server import launch_engine
 from arpo_megatron.rollout.worker import TokenizerCodec
 from arpo_megatron.tasks.base import Task
+from arpo_megatron.tasks.tags import calls as protocol
+from arpo_megatron.trainer.collector import wanted_trees
 from arpo_megatron.tree import Role, RolloutTree
 
 ALGORITHM = AlgorithmConfig(samples=8, initial=4, entropy_tokens=4)

@@ -42,9 +42,9 @@ from torch._C._distributed_c10d import ProcessGroupGloo, TCPStore
 from arpo_megatron.bench import memory
 from arpo_megatron.config import EngineConfig, ModelConfig, ParallelConfig, SyncConfig
 from arpo_megatron.errors import UserError
-from arpo_megatron.weights.files import write_tensors
-from arpo_megatron.weights.mapping import exported, exported_bytes
-from arpo_megatron.weights.shape import ModelShape
+from arpo_megatron.models.mapping import exported, exported_bytes
+from arpo_megatron.models.safetensors import write_tensors
+from arpo_megatron.models.spec import ModelShape
 
 DTYPE = torch.float32
 VOCABULARY = 12288
@@ -75,7 +75,7 @@ def bench_sync(
     Raises:
         UserError: a rank or the engine failed.
     """
-    from arpo_megatron.rollout.server import launch_engine
+    from arpo_megatron.engine.launch import launch_engine
 
     with TemporaryDirectory(dir=directory, prefix="arpo-bench-sync-") as made:
         root = Path(made)
@@ -105,7 +105,7 @@ def bench_sync(
 
 def _make_model(directory: Path, megabytes: int, vocabulary: int) -> ModelShape:
     """A Qwen3 with as many layers as it takes, random weights and the tokenizer of the generated tasks."""
-    from arpo_megatron.tasks.tokenizers import generated_tokenizer, make_model_directory
+    from arpo_megatron.models.tiny import generated_tokenizer, make_model_directory
 
     model = ModelConfig(hidden_size=1024, layers=1, heads=16, kv_heads=8, ffn_size=4096, dtype="float32")
     make_model_directory(directory, model, generated_tokenizer())
@@ -268,7 +268,7 @@ class Pushes:
 
     def _push(self, took: list[Took], bucket_bytes: int) -> None:
         from arpo_megatron.actor import parallel
-        from arpo_megatron.leader import probe_pack
+        from arpo_megatron.trainer.controller import probe_pack
         from arpo_megatron.weights.export import hf_buckets
         from arpo_megatron.weights.sync import probe_gap
 

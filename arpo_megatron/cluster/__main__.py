@@ -13,7 +13,7 @@ def main() -> None:
     warned: list[int] = []
     for each in (signal.SIGUSR1, signal.SIGTERM):
         signal.signal(each, lambda number, _frame: warned.append(number))
-    from arpo_megatron.cluster.job import supervise
+    from arpo_megatron.cluster.supervise import supervise
 
     sys.exit(supervise(Path(sys.argv[1]), warned))
 

@@ -3,12 +3,12 @@
 import sys
 from pathlib import Path
 
-from arpo_megatron import resolve
-from arpo_megatron.job import prepare_run
+from arpo_megatron.jobs import resolve
+from arpo_megatron.jobs.inputs import check_files
+from arpo_megatron.jobs.run_directory import RunDirectory
+from arpo_megatron.launch.job import prepare_run
 from arpo_megatron.monitor.events import EventLog, user_errors_told
-from arpo_megatron.preparation import check_files
-from arpo_megatron.ranks import rank_main
-from arpo_megatron.run_directory import RunDirectory
+from arpo_megatron.utils.rank_main import rank_main
 
 
 @rank_main

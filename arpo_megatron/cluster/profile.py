@@ -11,11 +11,11 @@ import yaml
 from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 from pydantic.dataclasses import dataclass
 
-from arpo_megatron import resolve
 from arpo_megatron.cluster import slurm
 from arpo_megatron.config import JobConfig
 from arpo_megatron.config.fields import NonNegative, Positive
 from arpo_megatron.errors import UserError, did_you_mean
+from arpo_megatron.jobs import resolve
 from arpo_megatron.plan import GPUS, Hardware
 
 _STRICT = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any
 
-from arpo_megatron import resolve
 from arpo_megatron.cluster import slurm
 from arpo_megatron.config import JobConfig
-from arpo_megatron.run_directory import RunDirectory
+from arpo_megatron.jobs import resolve
+from arpo_megatron.jobs.run_directory import RunDirectory
 
 _MAY_BE_AUTO = ("engine.placement", "sync.transport")
 """Keys that the number of nodes settles where they are `auto`. The config of a submitted run, which its roles read, has

@@ -1,4 +1,4 @@
-"""Recipe and profile -> nemo-run's SlurmExecutor -> one allocation that runs `cluster/job.py`."""
+"""Recipe and profile -> nemo-run's SlurmExecutor -> one allocation that runs `cluster/supervise.py`."""
 
 import os
 import re
@@ -15,22 +15,22 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from arpo_megatron import resolve, run_directory
 from arpo_megatron.cluster import slurm
-from arpo_megatron.cluster.code import ROOT, Code, snapshot
-from arpo_megatron.cluster.commands import address, until_ended
+from arpo_megatron.cluster.backend import gpu_words
+from arpo_megatron.cluster.code_snapshot import ROOT, Code, snapshot
 from arpo_megatron.cluster.profile import ClusterProfile, save_profile
-from arpo_megatron.cluster.site import gpu_words
+from arpo_megatron.cluster.runs import address, until_ended
 from arpo_megatron.cluster.submissions import no_longer_auto, submissions_of
 from arpo_megatron.config import JobConfig
 from arpo_megatron.errors import UserError
-from arpo_megatron.interrupts import Interrupted, interrupts_held_back, interrupts_ignored
+from arpo_megatron.hardware.specs import GIB
+from arpo_megatron.jobs import resolve, run_directory
+from arpo_megatron.jobs.inputs import check_files
+from arpo_megatron.jobs.run_directory import RunDirectory, write_json
 from arpo_megatron.plan import Plan
 from arpo_megatron.plan import plan as forecast_of
-from arpo_megatron.plan.hardware import GIB
 from arpo_megatron.plan.roles import RolePlan, plan_roles, settled
-from arpo_megatron.preparation import check_files
-from arpo_megatron.run_directory import RunDirectory, write_json
+from arpo_megatron.utils.signals import Interrupted, interrupts_held_back, interrupts_ignored
 
 if TYPE_CHECKING:
     from nemo_run import Experiment, SlurmExecutor

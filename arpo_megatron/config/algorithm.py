@@ -16,7 +16,7 @@ class DataConfig:
 
     kind: Literal["generated", "trails", "arpo_parquet"] = "generated"
     """`generated`: calculator and look-up tasks made from the seed. `trails`: made likewise, with a decision behind
-    every tool result (`tasks/trails.py`). `arpo_parquet`: the released ARPO files."""
+    every tool result (`tasks/synthetic/trails.py`). `arpo_parquet`: the released ARPO files."""
     path: Path | None = None
     """Parquet file of training questions (`arpo_parquet`)."""
     search_cache: Path | None = None

@@ -7,7 +7,7 @@ from typing import Annotated, Self
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
-from arpo_megatron.config import rules
+from arpo_megatron.config import validation as rules
 from arpo_megatron.config.algorithm import AlgorithmConfig, DataConfig, RewardConfig
 from arpo_megatron.config.fields import STRICT, Platform
 from arpo_megatron.config.model import ModelConfig, ParallelConfig

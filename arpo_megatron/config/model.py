@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
-from arpo_megatron.config import rules
+from arpo_megatron.config import validation as rules
 from arpo_megatron.config.fields import STRICT, Fp8Recipe, NonNegative, NonNegativeFloat, Positive
 
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from arpo_megatron.errors import UserError
-from arpo_megatron.evaluation import rows
-from arpo_megatron.evaluation.rows import Row
+from arpo_megatron.evaluation import datasets as rows
+from arpo_megatron.evaluation.datasets import Row
 
 Metric = Literal["math", "f1", "judge"]
 """`math`: math-verify says that both are equal. `f1`: token F1 after SQuAD's normalisation. `judge`: a model says that

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from arpo_megatron.errors import UserError
 from arpo_megatron.evaluation.benchmarks import Benchmark
-from arpo_megatron.row_files import FORMATS, BadRowError, read_rows
+from arpo_megatron.utils.table_reader import FORMATS, BadRowError, read_rows
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,8 @@ from tabulate import tabulate
 
 from arpo_megatron.errors import UserError
 from arpo_megatron.evaluation.benchmarks import BENCHMARKS, HELD_OUT, SUITES
+from arpo_megatron.evaluation.journal import PASSING
 from arpo_megatron.evaluation.published import ROWS
-from arpo_megatron.evaluation.records import PASSING
 
 SUMMARY = "summary.json"
 """What `Measured` is read from."""

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from arpo_megatron.evaluation.records import Outcome
+from arpo_megatron.evaluation.journal import Outcome
 from arpo_megatron.rollout.messages import IncompleteTree
 from arpo_megatron.tree import Finish, Role, RolloutTree
 

@@ -11,23 +11,25 @@ from typing import Any
 
 from arpo_megatron.config import JobConfig
 from arpo_megatron.errors import UserError
-from arpo_megatron.evaluation import overlap, place, report
+from arpo_megatron.evaluation import contamination as overlap
+from arpo_megatron.evaluation import output as place
+from arpo_megatron.evaluation import report
 from arpo_megatron.evaluation.agents.base import Agent, Wanted
-from arpo_megatron.evaluation.agents.known import KnownAnswers
+from arpo_megatron.evaluation.agents.oracle import KnownAnswers
 from arpo_megatron.evaluation.benchmarks import HELD_OUT, Benchmark, chosen
+from arpo_megatron.evaluation.journal import PASSING, Attempt, Journal, Outcome, write_records
+from arpo_megatron.evaluation.prompting import Put, put_benchmarks, put_held_out, training_prompt
 from arpo_megatron.evaluation.prompts import Tools
-from arpo_megatron.evaluation.put import Put, put_benchmarks, put_held_out, training_prompt
 from arpo_megatron.evaluation.questions import Question, TestSet, read_all
-from arpo_megatron.evaluation.records import PASSING, Attempt, Journal, Outcome, write_records
 from arpo_megatron.evaluation.response import Given
+from arpo_megatron.evaluation.score_queue import Scoring
 from arpo_megatron.evaluation.scorers import judged_by
-from arpo_megatron.evaluation.scoring import Scoring
-from arpo_megatron.evaluation.subject import Kind, Subject, config_of, subject_of
 from arpo_megatron.evaluation.summary import Figures, figures_of
-from arpo_megatron.processes import Roles
+from arpo_megatron.evaluation.target import Kind, Subject, config_of, subject_of
+from arpo_megatron.jobs.run_directory import RunDirectory, write_json
 from arpo_megatron.rewards import make_reward
-from arpo_megatron.rewards.judge import Judge
-from arpo_megatron.run_directory import RunDirectory, write_json
+from arpo_megatron.rewards.judge.judge import Judge
+from arpo_megatron.utils.processes import Roles
 from tools_sandbox.config import TOKEN_VARIABLE
 
 _NOTE_EVERY_S = 10.0
@@ -219,8 +221,9 @@ def _agent(
     subject: Subject, config: JobConfig, tools: Tools, out: RunDirectory, put: Put, attempts: int, tell: Tell
 ) -> Iterator[Agent]:
     """Whoever answers, with the services that this needs."""
-    from arpo_megatron.launch import connect_rollouts, services, tool_service
-    from arpo_megatron.preparation import write_tool_files
+    from arpo_megatron.jobs.inputs import write_tool_files
+    from arpo_megatron.launch.services import services, tool_service
+    from arpo_megatron.rollout.endpoints import connect_rollouts
 
     if subject.kind in (Kind.ORACLE, Kind.WRONG):
         yield KnownAnswers(right=subject.kind is Kind.ORACLE)
@@ -237,7 +240,7 @@ def _agent(
             with tool_service(config, out, roles) as sandbox_url:
                 yield ServerAnswers(subject.url, subject.name, config, tools, sandbox_url, token, tell)
             return
-        from arpo_megatron.evaluation.agents.grown import GrownAnswers
+        from arpo_megatron.evaluation.agents.engine import GrownAnswers
 
         assert subject.model is not None and put.decode is not None
         with services(config, out, roles, subject.model) as ready:

@@ -5,17 +5,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from arpo_megatron.evaluation.benchmarks import Metric
+from arpo_megatron.evaluation.journal import Attempt, Outcome
 from arpo_megatron.evaluation.prompts import Tools
 from arpo_megatron.evaluation.questions import Question
-from arpo_megatron.evaluation.records import Attempt, Outcome
 from arpo_megatron.evaluation.response import AgentResponse, Given, NoResponse, outcome_without_answer
 from arpo_megatron.rewards.base import Reward, score_text
-from arpo_megatron.rewards.judge import Judge
-from arpo_megatron.rewards.prompts import CORRECT, same_answer
+from arpo_megatron.rewards.judge.judge import Judge
+from arpo_megatron.rewards.judge.prompts import CORRECT, same_answer
+from arpo_megatron.rewards.math.verify import math_equal
 from arpo_megatron.rewards.qa import exact_match, token_f1
-from arpo_megatron.rewards.tag_format import last_boxed, parse_response
-from arpo_megatron.rewards.verify import math_equal
 from arpo_megatron.tasks.base import Task
+from arpo_megatron.tasks.tags.response import last_boxed, parse_response
 from arpo_megatron.tree import Finish
 
 _ANSWER = re.compile(r"<answer>(.*?)(?:</answer>|$)", re.DOTALL)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from arpo_megatron.evaluation.records import UNANSWERED, Attempt
+from arpo_megatron.evaluation.journal import UNANSWERED, Attempt
 from arpo_megatron.evaluation.statistics import interval, pass_at_k
 
 

@@ -9,9 +9,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
-from arpo_megatron import resolve
 from arpo_megatron.config import JobConfig
 from arpo_megatron.errors import UserError
+from arpo_megatron.jobs import resolve
 from arpo_megatron.monitor.events import append_lines
 
 Value = float | int | str | bool | None

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from arpo_megatron.config import ParallelConfig
-from arpo_megatron.weights.shape import ExpertShape, ModelShape
+from arpo_megatron.models.spec import ExpertShape, ModelShape
 
 if TYPE_CHECKING:
     from arpo_megatron.actor.attention import AttentionPlan

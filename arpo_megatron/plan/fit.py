@@ -6,13 +6,13 @@ from typing import Any
 
 from arpo_megatron.config import JobConfig
 from arpo_megatron.errors import UserError
+from arpo_megatron.hardware.specs import GIB, Hardware
+from arpo_megatron.models.known import shape_of
+from arpo_megatron.models.spec import ModelShape
 from arpo_megatron.plan import memory, timing
-from arpo_megatron.plan.hardware import GIB, Hardware
 from arpo_megatron.plan.parameters import active, of_stage, whole_model
 from arpo_megatron.plan.roles import RolePlan, plan_roles, settled
 from arpo_megatron.plan.workload import largest, typical
-from arpo_megatron.weights.known_shapes import shape_of
-from arpo_megatron.weights.shape import ModelShape
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,12 +8,12 @@ side.
 from dataclasses import dataclass, replace
 
 from arpo_megatron.config import JobConfig, ParallelConfig
-from arpo_megatron.machine import Placement, takes_turns
+from arpo_megatron.hardware.placement import Placement, takes_turns
+from arpo_megatron.hardware.specs import GIB, Hardware
+from arpo_megatron.models.spec import ModelShape
 from arpo_megatron.plan.activations import Tokens, Widths, layer_bytes, pass_bytes
-from arpo_megatron.plan.hardware import GIB, Hardware
 from arpo_megatron.plan.parameters import Parameters, of_stage, updated, whole_model
 from arpo_megatron.plan.workload import Workload
-from arpo_megatron.weights.shape import ModelShape
 
 LOGITS = 1 << 26
 """Logits of one chunk on one rank: CHUNK_ELEMENTS of actor/logprobs.py (a test compares them)."""

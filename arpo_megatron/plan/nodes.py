@@ -6,9 +6,9 @@ from pathlib import Path
 
 from arpo_megatron.config import JobConfig
 from arpo_megatron.errors import UserError
+from arpo_megatron.jobs.resolve import Source, layers, over, resolve, said_keys, variant_names
 from arpo_megatron.plan.memory import shared
 from arpo_megatron.plan.roles import plan_roles
-from arpo_megatron.resolve import Source, layers, over, resolve, said_keys, variant_names
 
 
 def on_nodes(

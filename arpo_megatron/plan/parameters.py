@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from arpo_megatron.config import ParallelConfig
-from arpo_megatron.weights.shape import ModelShape
+from arpo_megatron.models.spec import ModelShape
 
 
 @dataclass(frozen=True, slots=True)

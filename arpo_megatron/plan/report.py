@@ -4,8 +4,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields
 
 from arpo_megatron.config import EngineConfig, JobConfig, ParallelConfig
+from arpo_megatron.hardware.specs import GIB
 from arpo_megatron.plan.fit import Plan
-from arpo_megatron.plan.hardware import GIB
 from arpo_megatron.plan.search import Found
 
 LAYOUT_KEYS: Mapping[str, tuple[str, ...]] = {

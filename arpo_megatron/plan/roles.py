@@ -5,7 +5,7 @@ from math import ceil
 
 from arpo_megatron.config import JobConfig
 from arpo_megatron.errors import UserError
-from arpo_megatron.machine import Placement, gpus_for_both, takes_turns
+from arpo_megatron.hardware.placement import Placement, gpus_for_both, takes_turns
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,11 +8,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from arpo_megatron.actor.flops import Recompute
 from arpo_megatron.config import JobConfig, ParallelConfig
+from arpo_megatron.hardware.specs import Hardware
+from arpo_megatron.models.known import shape_of
+from arpo_megatron.packing.flops import Recompute
 from arpo_megatron.plan.fit import UPDATE_TOO_LARGE, Plan, impossible, plan, refused
-from arpo_megatron.plan.hardware import Hardware
-from arpo_megatron.weights.known_shapes import shape_of
 
 FRACTIONS = (0.85, 0.7, 0.6, 0.5, 0.4, 0.3)
 """Of a GPU's memory for an engine; the largest that fits is taken."""

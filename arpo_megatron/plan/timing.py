@@ -7,13 +7,13 @@ between layouts depend on them less than the seconds do.
 import math
 from dataclasses import dataclass
 
-from arpo_megatron.actor.flops import Work, forward_flops
 from arpo_megatron.config import JobConfig
-from arpo_megatron.plan.hardware import Hardware
+from arpo_megatron.hardware.specs import Hardware
+from arpo_megatron.models.spec import ModelShape
+from arpo_megatron.packing.flops import Work, forward_flops
 from arpo_megatron.plan.memory import engine_weights, kv_bytes, offloaded, shared, value_bytes
 from arpo_megatron.plan.parameters import active, copies, of_stage, updated, whole_model
 from arpo_megatron.plan.workload import Packing, Workload
-from arpo_megatron.weights.shape import ModelShape
 
 PRODUCT_SHARE = 0.6
 """Of the peak that large products reach in training; Megatron-LM reports 40 to 50 % of it for whole steps on H100."""

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from functools import cache
 from statistics import mean
 
-from arpo_megatron.actor.packing import TreePack, pack_trees, report
+from arpo_megatron.algorithms.branching import first_trajectories
 from arpo_megatron.algorithms.credit import supervised_credit
-from arpo_megatron.bench.mixes import Mix
 from arpo_megatron.config import JobConfig
-from arpo_megatron.rollout.policies import first_trajectories
+from arpo_megatron.packing.packs import TreePack, pack_trees, report
+from arpo_megatron.plan.synthetic_trees import Mix
 from arpo_megatron.tree import Role, RolloutTree
 
 TYPICAL_FILL = 0.5

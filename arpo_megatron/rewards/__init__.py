@@ -5,10 +5,10 @@ from pathlib import Path
 
 from arpo_megatron.config import RewardConfig
 from arpo_megatron.errors import UserError
-from arpo_megatron.plugins import Point, check_numbers, make
+from arpo_megatron.registry import Point, check_numbers, make
 from arpo_megatron.rewards.base import Reward
 from arpo_megatron.rewards.composed import ComposedReward, WeightedTerm
-from arpo_megatron.rewards.judge import Judge
+from arpo_megatron.rewards.judge.judge import Judge
 
 
 def make_reward(

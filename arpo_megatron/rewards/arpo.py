@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from arpo_megatron.rewards.base import ResponseGroup, Score
-from arpo_megatron.rewards.prompts import CORRECT, question_of, same_answer
+from arpo_megatron.rewards.judge.prompts import CORRECT, question_of, same_answer
+from arpo_megatron.rewards.math.verify import Verdict, verdicts
 from arpo_megatron.rewards.qa import exact_match, token_f1
-from arpo_megatron.rewards.tag_format import Parsed, parse_response
-from arpo_megatron.rewards.verify import Verdict, verdicts
+from arpo_megatron.tasks.tags.response import Parsed, parse_response
 
 Parts = dict[str, float]
 

@@ -8,7 +8,7 @@ from arpo_megatron.tasks.base import Task
 from arpo_megatron.tree import Role, RolloutTree
 
 if TYPE_CHECKING:
-    from arpo_megatron.rewards.judge import Judge
+    from arpo_megatron.rewards.judge.judge import Judge
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from arpo_megatron.rewards.base import ResponseGroup, Reward, Score, Term
-from arpo_megatron.rewards.judge import Judge
+from arpo_megatron.rewards.judge.judge import Judge
 
 
 @dataclass(frozen=True, slots=True)

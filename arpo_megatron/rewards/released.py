@@ -9,8 +9,8 @@ from typing import ClassVar
 
 from arpo_megatron.rewards.base import ResponseGroup, Score
 from arpo_megatron.rewards.qa import token_f1
-from arpo_megatron.rewards.tag_format import last_boxed
 from arpo_megatron.tasks.base import Task
+from arpo_megatron.tasks.tags.response import last_boxed
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from arpo_megatron.rollout.policies import BranchPolicy, ProbingPolicy
+from arpo_megatron.algorithms.branching import BranchPolicy, ProbingPolicy
 from arpo_megatron.rollout.prefix_cache import PrefixCache
 from arpo_megatron.tree import Int32Array, Role, RolloutTree
 

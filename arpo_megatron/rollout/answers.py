@@ -10,15 +10,15 @@ from functools import partial
 
 import numpy as np
 
-from arpo_megatron.rollout import protocol
+from arpo_megatron.algorithms.branching import PathKey, place_seed
+from arpo_megatron.engine.expert_routes import RouteRequest
+from arpo_megatron.engine.request import Generation
 from arpo_megatron.rollout.accounting import GrowCounts
-from arpo_megatron.rollout.generation import Generation
-from arpo_megatron.rollout.grow_context import GrowContext, ToolTextError
+from arpo_megatron.rollout.context import GrowContext, ToolTextError
 from arpo_megatron.rollout.node import Node
-from arpo_megatron.rollout.policies import PathKey, place_seed
 from arpo_megatron.rollout.record import Answer, Answered, Prefilled, TreeRecord, packed
-from arpo_megatron.rollout.routes import RouteRequest
 from arpo_megatron.rollout.shared_prefixes import SharedPrefixes
+from arpo_megatron.tasks.tags import calls as protocol
 from arpo_megatron.tree import Int32Array, ToolRecord
 
 

@@ -20,12 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from arpo_megatron.rollout import protocol
-from arpo_megatron.rollout.answers import TreeAnswers
-from arpo_megatron.rollout.generation import EngineFinish, Generation
-from arpo_megatron.rollout.grow_context import GrowContext, PromptTooLongError
-from arpo_megatron.rollout.node import Node
-from arpo_megatron.rollout.policies import (
+from arpo_megatron.algorithms.branching import (
     ForkPoint,
     Probe,
     ProbingPolicy,
@@ -33,6 +28,11 @@ from arpo_megatron.rollout.policies import (
     fresh_place,
     shares,
 )
+from arpo_megatron.engine.request import EngineFinish, Generation
+from arpo_megatron.rollout.answers import TreeAnswers
+from arpo_megatron.rollout.context import GrowContext, PromptTooLongError
+from arpo_megatron.rollout.node import Node
+from arpo_megatron.tasks.tags import calls as protocol
 from arpo_megatron.tree import Finish, Float32Array, Int32Array, Role, RolloutTree
 
 

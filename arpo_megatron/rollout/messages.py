@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Self
 
 from arpo_megatron.config import AlgorithmConfig, JobConfig
+from arpo_megatron.engine.expert_routes import RouteShape
+from arpo_megatron.engine.request import Sampling
 from arpo_megatron.rollout.accounting import GrowStats
-from arpo_megatron.rollout.generation import Sampling
-from arpo_megatron.rollout.grow_context import GrowLimits
-from arpo_megatron.rollout.routes import RouteShape
+from arpo_megatron.rollout.context import GrowLimits
 from arpo_megatron.tasks.base import Task
 from arpo_megatron.tree import RolloutTree
 

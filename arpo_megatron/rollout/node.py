@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from arpo_megatron.rollout.policies import PathKey
+from arpo_megatron.algorithms.branching import PathKey
 from arpo_megatron.tree import BranchRecord, Finish, Float32Array, Int16Array, Int32Array, Role, ToolRecord
 
 

@@ -15,11 +15,12 @@ from functools import partial
 
 import numpy as np
 
-from arpo_megatron.rollout import protocol
+from arpo_megatron.algorithms.branching import BranchPolicy
+from arpo_megatron.engine.client import EngineClient, EngineUnavailableError
+from arpo_megatron.engine.expert_routes import RouteShape
+from arpo_megatron.engine.request import EngineRefusedError
 from arpo_megatron.rollout.accounting import GrowCounts, common_prefix_length, grow_stats
-from arpo_megatron.rollout.client import EngineClient, EngineUnavailableError
-from arpo_megatron.rollout.generation import EngineRefusedError
-from arpo_megatron.rollout.grow_context import GrowContext, GrowLimits, PromptTooLongError, TextCodec, ToolTextError
+from arpo_megatron.rollout.context import GrowContext, GrowLimits, PromptTooLongError, TextCodec, ToolTextError
 from arpo_megatron.rollout.grower import TreeGrower
 from arpo_megatron.rollout.messages import (
     CollectTrees,
@@ -31,9 +32,8 @@ from arpo_megatron.rollout.messages import (
     StaleEnginesError,
     StartTrees,
 )
-from arpo_megatron.rollout.policies import BranchPolicy
-from arpo_megatron.rollout.routes import RouteShape
 from arpo_megatron.rollout.tools import ToolClient
+from arpo_megatron.tasks.tags import calls as protocol
 from arpo_megatron.tree import Int32Array, RolloutTree
 from tools_sandbox.client import SandboxError
 

@@ -15,8 +15,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from arpo_megatron.rollout.generation import EngineFinish, Generation
-from arpo_megatron.rollout.policies import PathKey
+from arpo_megatron.algorithms.branching import PathKey
+from arpo_megatron.engine.request import EngineFinish, Generation
 from arpo_megatron.tree import Int32Array, ToolRecord
 
 _encoder, _decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder()

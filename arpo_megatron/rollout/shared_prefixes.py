@@ -10,9 +10,9 @@ import asyncio
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable
 
+from arpo_megatron.algorithms.branching import PathKey
+from arpo_megatron.engine.affinity import Cache
 from arpo_megatron.rollout.node import Node
-from arpo_megatron.rollout.policies import PathKey
-from arpo_megatron.rollout.routing import Cache
 from arpo_megatron.tree import Int32Array, Role
 
 Prefill = Callable[[Int32Array], Awaitable[None]]

@@ -21,8 +21,9 @@ from typing import Any
 from aiohttp import web
 from tokenizers import Tokenizer
 
+from arpo_megatron.algorithms.branching import BranchPolicy, GrpoPolicy, make_policy
+from arpo_megatron.engine.client import EngineClient
 from arpo_megatron.errors import UserError
-from arpo_megatron.rollout.client import EngineClient
 from arpo_megatron.rollout.connection import Outbox, hang_up
 from arpo_megatron.rollout.messages import (
     CollectTrees,
@@ -37,7 +38,6 @@ from arpo_megatron.rollout.messages import (
     StartTrees,
     StopTrees,
 )
-from arpo_megatron.rollout.policies import BranchPolicy, GrpoPolicy, make_policy
 from arpo_megatron.rollout.pool import TreePool
 from arpo_megatron.rollout.tools import ToolClient
 

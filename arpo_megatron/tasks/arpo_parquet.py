@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from arpo_megatron.errors import UserError
-from arpo_megatron.row_files import BadRowError, FileRow, parquet_columns, read_parquet_rows
 from arpo_megatron.tasks.base import BadRow, Message, Task
+from arpo_megatron.utils.table_reader import BadRowError, FileRow, parquet_columns, read_parquet_rows
 
 _COLUMNS = ("prompt", "reward_model")
 _SOURCE_COLUMNS = ("ability", "data_source")

@@ -1,10 +1,9 @@
 """A task: one question with its checkable answer, in the form every data source is brought to."""
 
-import re
 from dataclasses import dataclass
 from typing import TypedDict
 
-_HALF_CHARACTER = re.compile("[\ud800-\udfff]")
+from arpo_megatron.utils.text import whole_characters
 
 
 class Message(TypedDict):
@@ -12,14 +11,6 @@ class Message(TypedDict):
 
     role: str
     content: str
-
-
-def whole_characters(text: str) -> str:
-    """The text with U+FFFD for each half of a surrogate pair that stands alone.
-
-    JSON may hold one (an emoji that was cut in the middle); no tokenizer and no file takes it.
-    """
-    return _HALF_CHARACTER.sub("\ufffd", text)
 
 
 @dataclass(frozen=True, slots=True)

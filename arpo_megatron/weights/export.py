@@ -12,13 +12,13 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor, nn
 
-from arpo_megatron import freed_memory
-from arpo_megatron.durable import flush, replace_directory
-from arpo_megatron.weights.buckets import Block, Bucket
-from arpo_megatron.weights.files import write_tensors
-from arpo_megatron.weights.held import HeldParameters
-from arpo_megatron.weights.mapping import Entry, Rows, buckets, entries, exported
-from arpo_megatron.weights.shape import ModelShape
+from arpo_megatron.engine.wire.buckets import Block, Bucket
+from arpo_megatron.hardware import malloc as freed_memory
+from arpo_megatron.models.mapping import Entry, Rows, buckets, entries, exported
+from arpo_megatron.models.safetensors import write_tensors
+from arpo_megatron.models.spec import ModelShape
+from arpo_megatron.utils.atomic import flush, replace_directory
+from arpo_megatron.weights.shards import HeldParameters
 
 MAX_SHARD_BYTES = 5_000_000_000
 _BLOCK_BYTES = 2 * 2**20

@@ -7,11 +7,11 @@ import torch
 from megatron.core import parallel_state
 from torch import nn
 
-from arpo_megatron.weights.check import check_tensors
-from arpo_megatron.weights.files import TensorFiles
-from arpo_megatron.weights.held import HeldParameters
-from arpo_megatron.weights.mapping import Entry, entries
-from arpo_megatron.weights.shape import ModelShape
+from arpo_megatron.models.check import check_tensors
+from arpo_megatron.models.mapping import Entry, entries
+from arpo_megatron.models.safetensors import TensorFiles
+from arpo_megatron.models.spec import ModelShape
+from arpo_megatron.weights.shards import HeldParameters
 
 
 def load_hf(chunks: Sequence[nn.Module], shape: ModelShape, path: Path) -> None:

@@ -23,10 +23,10 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from arpo_megatron.config import JobConfig
-from arpo_megatron.machine import placement
-from arpo_megatron.weights.buckets import Block, Bucket, sent
-from arpo_megatron.weights.checksums import Sample
-from arpo_megatron.weights.engines import Engine, Engines, WeightPushError
+from arpo_megatron.engine.admin import Engine, Engines, WeightPushError
+from arpo_megatron.engine.wire.buckets import Block, Bucket, sent
+from arpo_megatron.engine.wire.checksums import Sample
+from arpo_megatron.hardware.placement import placement
 from arpo_megatron.weights.transports import Broadcast, Disk, SharedMemory, Transport
 
 TIMEOUT_S = 120.0

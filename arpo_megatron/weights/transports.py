@@ -30,9 +30,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed.distributed_c10d import Backend, GroupName, _new_process_group_helper, _world
 from torch.multiprocessing import reductions
 
-from arpo_megatron.errors import UserError
-from arpo_megatron.weights.buckets import Block, Bucket, sent
-from arpo_megatron.weights.engines import (
+from arpo_megatron.engine.admin import (
     DiskPushError,
     Engine,
     Engines,
@@ -42,7 +40,9 @@ from arpo_megatron.weights.engines import (
     is_local,
     local_address,
 )
-from arpo_megatron.weights.files import write_file, write_rows
+from arpo_megatron.engine.wire.buckets import Block, Bucket, sent
+from arpo_megatron.errors import UserError
+from arpo_megatron.models.safetensors import write_file, write_rows
 
 _POLL_INTERVAL_S = 0.0005
 _CLOSE_S = 5.0
@@ -132,7 +132,7 @@ class Broadcast:
         concurrent.futures.wait(posts, _CLOSE_S)
 
     def _announce(self, bucket: Bucket) -> list[Any]:
-        """The works of the process group that carry the tensors. The engines' half is `rollout/weight_arrival.py`."""
+        """The works of the process group that carry the tensors. The engines' half is `engine/server/receive.py`."""
         self._wait(self._acknowledged)  # or this announcement might overtake the last one
         tensors = [tensor.detach().contiguous() for _, tensor in sent(bucket)]
         body: dict[str, Any] = {

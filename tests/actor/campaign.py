@@ -22,7 +22,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import cases
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -33,11 +32,12 @@ from arpo_megatron.actor import optimizer_state, parallel
 from arpo_megatron.actor.actor import Actor
 from arpo_megatron.actor.checkpoint import CheckpointStore
 from arpo_megatron.config import AlgorithmConfig, OptimizerConfig, ParallelConfig, TrainConfig
-from arpo_megatron.minibatch import minibatches_of, prepare_update, share
+from arpo_megatron.rewards.scored_tree import ScoredTree
 from arpo_megatron.tasks.base import Task
-from arpo_megatron.tasks.sampler import TaskSampler
-from arpo_megatron.training_run import RunState
-from arpo_megatron.tree_files import ScoredTree
+from arpo_megatron.tasks.selectors.base import TaskSampler
+from arpo_megatron.trainer.batch import minibatches_of, prepare_update, share
+from arpo_megatron.trainer.run import RunState
+from tests.actor import cases
 
 STEPS = 10
 TASKS = [Task(str(number), (), "", "math", "") for number in range(11)]

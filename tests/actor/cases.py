@@ -14,12 +14,12 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from arpo_megatron.actor import parallel
 from arpo_megatron.actor.actor import Actor
 from arpo_megatron.actor.microbatch import MicroBatches
-from arpo_megatron.actor.packing import last_uses
 from arpo_megatron.actor.schedule import nested_order
 from arpo_megatron.algorithms.credit import TreeCredit
 from arpo_megatron.config import JobConfig, ModelConfig, ParallelConfig
+from arpo_megatron.models.spec import ExpertShape, ModelShape
+from arpo_megatron.packing.packs import last_uses
 from arpo_megatron.tree import Role, RolloutTree
-from arpo_megatron.weights.shape import ExpertShape, ModelShape
 
 VOCABULARY = 32
 

@@ -8,19 +8,19 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import cases
 import torch
 import torch.distributed as dist
-from cases import join
 from safetensors.torch import save_file
 
 from arpo_megatron.actor import parallel
 from arpo_megatron.actor.actor import Actor
-from arpo_megatron.actor.packing import pack_trees
 from arpo_megatron.algorithms.credit import TreeCredit
 from arpo_megatron.config import JobConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from arpo_megatron.packing.packs import pack_trees
 from arpo_megatron.tree import RolloutTree
 from arpo_megatron.weights.export import hf_tensors
+from tests.actor import cases
+from tests.actor.cases import join
 
 COEFFICIENT = 0.5
 

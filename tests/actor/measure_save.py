@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import cases
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
@@ -19,8 +18,9 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from arpo_megatron.actor import parallel, training_state
 from arpo_megatron.actor.actor import Actor
 from arpo_megatron.actor.checkpoint import CheckpointStore
-from arpo_megatron.actor.packing import pack_trees
 from arpo_megatron.config import OptimizerConfig, ParallelConfig
+from arpo_megatron.packing.packs import pack_trees
+from tests.actor import cases
 
 SAVES = 3
 

@@ -12,27 +12,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from unittest.mock import patch
 
-import cases
 import numpy as np
 import torch
 import torch.distributed as dist
-from cases import join
 from megatron.core import parallel_state
 
 from arpo_megatron.actor import attention, parallel
 from arpo_megatron.actor.actor import Actor
 from arpo_megatron.actor.attention import share_blocks
-from arpo_megatron.actor.balance import CostModel
-from arpo_megatron.actor.layout import lay_out, on_rank
 from arpo_megatron.actor.optimizer import gradient_norm
 from arpo_megatron.actor.optimizer_state import holdings
-from arpo_megatron.actor.packing import TreePack, pack_trees, report
 from arpo_megatron.algorithms.credit import TreeCredit
-from arpo_megatron.config import AlgorithmConfig, OptimizerConfig, ParallelConfig, rules
-from arpo_megatron.minibatch import Minibatch, ReadyUpdate, prepare_update, share
+from arpo_megatron.config import AlgorithmConfig, OptimizerConfig, ParallelConfig
+from arpo_megatron.config import validation as rules
+from arpo_megatron.packing.balance import CostModel
+from arpo_megatron.packing.layout import lay_out, on_rank
+from arpo_megatron.packing.packs import TreePack, pack_trees, report
+from arpo_megatron.trainer.batch import Minibatch, ReadyUpdate, prepare_update, share
 from arpo_megatron.tree import RolloutTree
 from arpo_megatron.weights.export import hf_tensors
 from arpo_megatron.weights.load import load_hf
+from tests.actor import cases
+from tests.actor.cases import join
 
 WEIGHT = 2.0**-7
 CLIP = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 1.5}

@@ -8,8 +8,8 @@ import math
 import torch
 from torch import Tensor
 
+from arpo_megatron.models.spec import ModelShape
 from arpo_megatron.tree import RolloutTree
-from arpo_megatron.weights.shape import ModelShape
 
 
 def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -10,14 +10,14 @@ import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
-import cases
 import torch.distributed as dist
-from cases import join
 
 from arpo_megatron.actor import parallel
 from arpo_megatron.actor.actor import Actor
-from arpo_megatron.actor.packing import pack_trees
 from arpo_megatron.config import JobConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from arpo_megatron.packing.packs import pack_trees
+from tests.actor import cases
+from tests.actor.cases import join
 
 SHAPES = {"dense": replace(cases.QWEN3, layers=4, tied=True), "experts": replace(cases.QWEN3_MOE, layers=4)}
 LAYOUTS = {

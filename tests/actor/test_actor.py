@@ -2,19 +2,18 @@
 
 import dataclasses
 
-import cases
 import numpy as np
 import pytest
-import reference
 import torch
 from safetensors.torch import save_file
 
 from arpo_megatron.actor import context
 from arpo_megatron.actor.actor import Actor
-from arpo_megatron.actor.packing import pack_trees
 from arpo_megatron.algorithms.credit import supervised_credit
 from arpo_megatron.config import AlgorithmConfig, OptimizerConfig, RolloutConfig
+from arpo_megatron.packing.packs import pack_trees
 from arpo_megatron.weights.export import hf_tensors
+from tests.actor import cases, reference
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

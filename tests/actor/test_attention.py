@@ -2,7 +2,6 @@
 
 from itertools import pairwise
 
-import cases
 import numpy as np
 import pytest
 import torch
@@ -17,8 +16,9 @@ from arpo_megatron.actor.attention import (
     share_blocks,
     tree_attention,
 )
-from arpo_megatron.actor.balance import CostModel
-from arpo_megatron.actor.packing import pack_trees
+from arpo_megatron.packing.balance import CostModel
+from arpo_megatron.packing.packs import pack_trees
+from tests.actor import cases
 
 
 def subtree_ends(forest) -> np.ndarray:

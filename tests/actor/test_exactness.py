@@ -5,17 +5,15 @@ The reference is plain torch in float64 over one trajectory at a time (reference
 
 import json
 
-import cases
-import proof
 import pytest
-import reference
 import torch
 from safetensors.torch import save_file
-from torchrun import torchrun
 
 from arpo_megatron.actor.model import build_model
 from arpo_megatron.config import ParallelConfig
 from arpo_megatron.weights.export import hf_tensors
+from tests.actor import cases, proof, reference
+from tests.torchrun import torchrun
 
 # All layouts of a number of ranks are one start of processes: minutes where other work has the cores too.
 pytestmark = pytest.mark.timeout(1000)
@@ -227,7 +225,7 @@ def computed(request, expected):
     if ranks == 1:
         proof.compute(root)
     else:
-        torchrun("proof.py", str(root), ranks=ranks, timeout_s=900)
+        torchrun("tests.actor.proof", str(root), ranks=ranks, timeout_s=900)
     return {
         (name, *run): torch.load(root / f"{'.'.join((name, *run))}.pt") for name, own in runs.items() for run in own
     }

@@ -2,21 +2,20 @@
 
 import json
 
-import cases
 import numpy as np
 import pytest
-import reference
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torchrun import torchrun
 
 from arpo_megatron.actor.losses import policy_loss
 from arpo_megatron.actor.model import build_model
-from arpo_megatron.actor.packing import pack_trees
-from arpo_megatron.actor.router import begin_pass, finish_pass
+from arpo_megatron.actor.moe_router import begin_pass, finish_pass
 from arpo_megatron.algorithms.losses.ppo import Ppo
 from arpo_megatron.config import AlgorithmConfig, ParallelConfig
+from arpo_megatron.packing.packs import pack_trees
+from tests.actor import cases, reference
+from tests.torchrun import torchrun
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -166,12 +165,12 @@ LAYOUTS = {
 @pytest.fixture(scope="module")
 def layouts(one_rank, tmp_path_factory):
     """What one rank finds, in this process, and what each layout of two does, from one torchrun."""
-    import expert_layouts
+    from tests.actor import expert_layouts
 
     root = tmp_path_factory.mktemp("experts")
     expected = expert_layouts.start(root)
     (root / "cases.json").write_text(json.dumps(LAYOUTS))
-    torchrun("expert_layouts.py", str(root), ranks=2, timeout_s=550)
+    torchrun("tests.actor.expert_layouts", str(root), ranks=2, timeout_s=550)
     return expected, {name: torch.load(root / f"{name}.pt") for name in LAYOUTS}
 
 

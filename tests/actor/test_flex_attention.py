@@ -3,7 +3,6 @@
 Forward passes run on a CPU too (uncompiled); gradients need a GPU.
 """
 
-import cases
 import numpy as np
 import pytest
 import torch
@@ -21,7 +20,8 @@ from arpo_megatron.actor.flex_attention import (
     flex_tree_attention,
     padded_length,
 )
-from arpo_megatron.actor.packing import pack_trees
+from arpo_megatron.packing.packs import pack_trees
+from tests.actor import cases
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="FlexAttention has a gradient on CUDA only")
 

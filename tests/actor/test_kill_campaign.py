@@ -5,7 +5,8 @@ import random
 from pathlib import Path
 
 import pytest
-from torchrun import torchrun
+
+from tests.torchrun import torchrun
 
 STEPS = 10
 POINTS = ("update", "save", "shard", "joined", "renamed")
@@ -29,7 +30,9 @@ def campaign(root: Path, layout: str, ranks: int, kills: list[dict[str, object]]
     # It is the leader that joins the parts and renames.
     kills = [{**kill, "rank": 0} if kill["point"] in ("joined", "renamed") else kill for kill in kills]
     for kill in [*kills, None]:
-        torchrun("campaign.py", str(root), layout, json.dumps(kill), ranks=ranks, fails="SIGKILL" if kill else "")
+        torchrun(
+            "tests.actor.campaign", str(root), layout, json.dumps(kill), ranks=ranks, fails="SIGKILL" if kill else ""
+        )
     attempts = [json.loads(line) for line in (root / "attempts.jsonl").read_text().splitlines()]
     for attempt, kill in zip(attempts[1:], kills, strict=True):
         # The save of a step waits for the one before it: at most that one and the present one are lost.

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from arpo_megatron.actor.losses import linear_loss, policy_loss
 from arpo_megatron.actor.statistics import HISTOGRAM_BINS, HISTOGRAM_BOUND, UpdateStats, ratio_quantile
+from arpo_megatron.algorithms.components import make_loss
 from arpo_megatron.algorithms.losses.ppo import Ppo
-from arpo_megatron.algorithms.parts import make_loss
 from arpo_megatron.config import AlgorithmConfig
 
 finite = st.floats(-3, 3)

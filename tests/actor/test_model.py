@@ -2,12 +2,12 @@
 
 from dataclasses import replace
 
-import cases
 import pytest
 
 from arpo_megatron.actor.model import build_model
 from arpo_megatron.config import ParallelConfig
 from arpo_megatron.errors import UserError
+from tests.actor import cases
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

@@ -2,17 +2,16 @@
 
 from types import SimpleNamespace
 
-import cases
 import pytest
-import reference
 import torch
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 
 from arpo_megatron.actor.actor import Actor
 from arpo_megatron.actor.optimizer import complete_state
 from arpo_megatron.actor.optimizer_state import steps
-from arpo_megatron.actor.packing import pack_trees
 from arpo_megatron.config import OptimizerConfig
+from arpo_megatron.packing.packs import pack_trees
+from tests.actor import cases, reference
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

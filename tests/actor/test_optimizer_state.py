@@ -3,11 +3,9 @@
 from math import prod
 from pathlib import Path
 
-import cases
 import numpy as np
 import pytest
 import torch
-from faults import FULL, small_disk
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,8 +13,10 @@ from arpo_megatron.actor import optimizer_state
 from arpo_megatron.actor.actor import Actor
 from arpo_megatron.actor.checkpoint import CheckpointStore, newest_whole
 from arpo_megatron.actor.optimizer import adam_name
-from arpo_megatron.actor.packing import pack_trees
 from arpo_megatron.config import OptimizerConfig, ParallelConfig
+from arpo_megatron.packing.packs import pack_trees
+from tests.actor import cases
+from tests.faults import FULL, small_disk
 
 
 @given(st.lists(st.integers(1, 5), max_size=4), st.data())

@@ -2,21 +2,21 @@
 
 from dataclasses import replace
 
-import cases
 import numpy as np
 import pytest
 
-from arpo_megatron import resolve
 from arpo_megatron.actor.actor import Actor
 from arpo_megatron.algorithms.base import Course
+from arpo_megatron.algorithms.replay import make_store
+from arpo_megatron.algorithms.replay.base import AddsTrees
 from arpo_megatron.config import OptimizerConfig
-from arpo_megatron.experience import make_store
-from arpo_megatron.experience.base import AddsTrees
-from arpo_megatron.harvest import interleaved
-from arpo_megatron.minibatch import minibatches_of, prepare_update
-from arpo_megatron.plugins import OWN, Point
+from arpo_megatron.jobs import resolve
+from arpo_megatron.registry import OWN, Point
+from arpo_megatron.rewards.scored_tree import ScoredTree
 from arpo_megatron.tasks.base import Task
-from arpo_megatron.tree_files import ScoredTree
+from arpo_megatron.trainer.batch import minibatches_of, prepare_update
+from arpo_megatron.trainer.collector import interleaved
+from tests.actor import cases
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -3,22 +3,22 @@
 from contextlib import contextmanager
 from dataclasses import fields
 
-import cases
 import numpy as np
 import pytest
 import torch
 
 from arpo_megatron.actor.actor import Actor
-from arpo_megatron.actor.packing import pack_trees
 from arpo_megatron.actor.reference import ReferencePolicy
 from arpo_megatron.config import AlgorithmConfig, OptimizerConfig, TrainConfig
+from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.monitor.events import EventLog
-from arpo_megatron.monitor.machine import StepProfiler
-from arpo_megatron.run_directory import RunDirectory
+from arpo_megatron.monitor.profiler import StepProfiler
+from arpo_megatron.packing.packs import pack_trees
+from arpo_megatron.rewards.scored_tree import ScoredTree
 from arpo_megatron.tasks.base import Task
 from arpo_megatron.train import train
-from arpo_megatron.training_run import RunState, TrainingRun
-from arpo_megatron.tree_files import ScoredTree
+from arpo_megatron.trainer.run import RunState, TrainingRun
+from tests.actor import cases
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

@@ -4,7 +4,8 @@ import json
 
 import pytest
 import torch
-from torchrun import torchrun
+
+from tests.torchrun import torchrun
 
 EXACT = {"tokens", "skipped", "lr"}
 
@@ -12,9 +13,8 @@ EXACT = {"tokens", "skipped", "lr"}
 @pytest.fixture(scope="module")
 def runs(one_rank, tmp_path_factory):
     """Of each kind of model: results of one rank, in this process, and of the layouts of four ranks."""
-    import resharding
-
     from arpo_megatron.config import ParallelConfig
+    from tests.actor import resharding
 
     root, expected = tmp_path_factory.mktemp("resharding"), {}
     for kind in resharding.LAYOUTS:
@@ -25,7 +25,7 @@ def runs(one_rank, tmp_path_factory):
         resharding.save(actor, root / kind)
         rows = resharding.train(actor, range(3))
         expected[kind] = {"fresh": fresh, "rows": rows, "next": resharding.train(actor, range(3, 5))}
-    torchrun("resharding.py", str(root), ranks=4)
+    torchrun("tests.actor.resharding", str(root), ranks=4)
     found = json.loads((root / "losses.json").read_text())
     for kind, layouts in resharding.LAYOUTS.items():
         for name in layouts:  # back on one rank

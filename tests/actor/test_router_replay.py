@@ -1,20 +1,19 @@
 """Router replay: a pack's routes decide where tokens go; weights, gradients and the load follow from that."""
 
-import cases
 import numpy as np
 import pytest
-import reference
 import torch
-from cases import QWEN3_MOE
-from test_experts import CLIP, WEIGHT, assert_same, evaluate, ppo
 
 from arpo_megatron.actor.actor import Actor
-from arpo_megatron.actor.layout import join, lay_out
 from arpo_megatron.actor.model import build_model
-from arpo_megatron.actor.packing import pack_trees
-from arpo_megatron.actor.router import begin_pass, finish_pass
+from arpo_megatron.actor.moe_router import begin_pass, finish_pass
 from arpo_megatron.config import AlgorithmConfig, OptimizerConfig, ParallelConfig
+from arpo_megatron.packing.layout import join, lay_out
+from arpo_megatron.packing.packs import pack_trees
 from arpo_megatron.tree import RolloutTree
+from tests.actor import cases, reference
+from tests.actor.cases import QWEN3_MOE
+from tests.actor.test_experts import CLIP, WEIGHT, assert_same, evaluate, ppo
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 SHAPE = (QWEN3_MOE.layers, QWEN3_MOE.experts.top_k)

@@ -1,15 +1,14 @@
 """Sequence-level ratios from packs to gradients: `prepare_update` and the backward pass, against flat float64."""
 
-import cases
 import numpy as np
 import pytest
-import reference
 import torch
 
 from arpo_megatron.actor.actor import Actor
-from arpo_megatron.actor.packing import pack_trees
 from arpo_megatron.config import AlgorithmConfig, OptimizerConfig
-from arpo_megatron.minibatch import Minibatch, prepare_update
+from arpo_megatron.packing.packs import pack_trees
+from arpo_megatron.trainer.batch import Minibatch, prepare_update
+from tests.actor import cases, reference
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

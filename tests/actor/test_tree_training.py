@@ -2,10 +2,8 @@
 
 import dataclasses
 
-import cases
 import numpy as np
 import pytest
-import reference
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -13,10 +11,11 @@ from hypothesis import strategies as st
 from arpo_megatron.actor.losses import linear_loss, policy_loss
 from arpo_megatron.actor.microbatch import MicroBatches
 from arpo_megatron.actor.model import build_model
-from arpo_megatron.actor.packing import pack_trees
 from arpo_megatron.actor.statistics import UpdateStats
 from arpo_megatron.algorithms.losses.ppo import Ppo
 from arpo_megatron.config import AlgorithmConfig, ParallelConfig
+from arpo_megatron.packing.packs import pack_trees
+from tests.actor import cases, reference
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

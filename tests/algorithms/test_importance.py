@@ -1,6 +1,5 @@
 """Weights of trajectories that another policy has sampled."""
 
-import flat
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -8,6 +7,7 @@ from hypothesis import strategies as st
 
 from arpo_megatron.algorithms.credit import tree_credits
 from arpo_megatron.algorithms.importance import trajectory_weights
+from tests.algorithms import flat
 
 
 @settings(max_examples=40)

@@ -1,6 +1,5 @@
 """Every estimator against its formula, written out trajectory by trajectory."""
 
-import flat
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -13,6 +12,7 @@ from arpo_megatron.algorithms.advantages.reinforce_plus_plus import ReinforcePlu
 from arpo_megatron.algorithms.advantages.rloo import LeaveOneOut
 from arpo_megatron.algorithms.credit import tree_credits
 from arpo_megatron.tree import Role
+from tests.algorithms import flat
 
 seeds = st.integers(0, 10**6)
 

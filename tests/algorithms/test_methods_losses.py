@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-import flat
 import numpy as np
 import pytest
 import torch
@@ -22,6 +21,7 @@ from arpo_megatron.algorithms.losses.hispo import Hispo
 from arpo_megatron.algorithms.losses.mdpo import Mdpo
 from arpo_megatron.algorithms.losses.ppo import Ppo
 from arpo_megatron.tree import Role, RolloutTree
+from tests.algorithms import flat
 
 LOW, HIGH = 0.2, 0.3
 

@@ -3,13 +3,11 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-import flat
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_methods_turns import flat_turns
 from torch import Tensor
 
 from arpo_megatron.algorithms.base import MinibatchLoss
@@ -20,6 +18,8 @@ from arpo_megatron.algorithms.losses.ipa import Ipa
 from arpo_megatron.algorithms.losses.minirl import MiniRl
 from arpo_megatron.algorithms.losses.mix_ppg import MixPpg
 from arpo_megatron.tree import Role, RolloutTree
+from tests.algorithms import flat
+from tests.algorithms.test_methods_turns import flat_turns
 
 LOW, HIGH, DUAL = 0.2, 0.3, 3.0
 

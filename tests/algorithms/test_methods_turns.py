@@ -1,6 +1,5 @@
 """Estimators that credit turns, and those that look at more than rewards: against their papers, copy by copy."""
 
-import flat
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -15,6 +14,7 @@ from arpo_megatron.algorithms.advantages.token_group import TokenGroup
 from arpo_megatron.algorithms.advantages.xrpo import NoveltySharpened
 from arpo_megatron.algorithms.base import Group
 from arpo_megatron.tree import Role, RolloutTree
+from tests.algorithms import flat
 
 seeds = st.integers(0, 10**6)
 KINDS = st.sampled_from(["binary", "equal", "real"])

@@ -18,9 +18,9 @@ from arpo_megatron.bench.gpu.rollout import Load, Rollouts, rollout_parts
 from arpo_megatron.bench.gpu.update import QWEN3_4B, Bench, update_parts
 from arpo_megatron.bench.talkative_model import sums
 from arpo_megatron.config import AlgorithmConfig, EngineConfig, ModelConfig
+from arpo_megatron.models.known import KNOWN_SHAPES
+from arpo_megatron.models.spec import ModelShape
 from arpo_megatron.rollout.worker import TokenizerCodec
-from arpo_megatron.weights.known_shapes import KNOWN_SHAPES
-from arpo_megatron.weights.shape import ModelShape
 
 TINY = replace(QWEN3_4B, layers=1, hidden=32, heads=2, kv_heads=1, head_dim=16, ffn=64, vocabulary=1024)
 SIZES = EngineConfig(max_running_requests=16, max_total_tokens=16384, memory_fraction=0.1)
@@ -29,7 +29,7 @@ SIZES = EngineConfig(max_running_requests=16, max_total_tokens=16384, memory_fra
 DRY_RUNS = """
 import sys
 from typer.testing import CliRunner
-from arpo_megatron.bench.gpu.cli import app
+from arpo_megatron.cli.bench_gpu import app
 
 for command in sys.argv[2:]:
     done = CliRunner().invoke(app, [command, "--dry", "--out", sys.argv[1]], catch_exceptions=False)

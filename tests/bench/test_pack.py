@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from arpo_megatron import resolve
 from arpo_megatron.bench import pack
-from arpo_megatron.bench.mixes import MIXES, Mix
+from arpo_megatron.jobs import resolve
+from arpo_megatron.plan.synthetic_trees import MIXES, Mix
 
 
 def test_figures_of_a_small_mix(monkeypatch: pytest.MonkeyPatch) -> None:

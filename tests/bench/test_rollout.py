@@ -8,18 +8,18 @@ from typing import Any
 import numpy as np
 import pytest
 
+from arpo_megatron.algorithms.branching import GrpoPolicy
 from arpo_megatron.bench import controller, rollout
 from arpo_megatron.bench.talkative_model import write_model
-from arpo_megatron.harvest import Harvest
 from arpo_megatron.monitor.events import EventLog
+from arpo_megatron.rewards.scored_tree import ScoredTree
 from arpo_megatron.rollout.accounting import GrowCounts, grow_stats
 from arpo_megatron.rollout.messages import CollectTrees, GrowReport, StartTrees
-from arpo_megatron.rollout.policies import GrpoPolicy
 from arpo_megatron.rollout.worker import TokenizerCodec
 from arpo_megatron.tasks.base import Task
-from arpo_megatron.tasks.sampler import TaskSampler
+from arpo_megatron.tasks.selectors.base import TaskSampler
+from arpo_megatron.trainer.collector import Harvest
 from arpo_megatron.tree import Role, RolloutTree
-from arpo_megatron.tree_files import ScoredTree
 
 
 def test_every_way_finishes_all_trajectories_within_its_bounds(monkeypatch: pytest.MonkeyPatch) -> None:

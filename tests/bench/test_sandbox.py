@@ -1,6 +1,6 @@
 """An isolated python call costs a fraction of the interpreter that it replaces."""
 
-from tools_sandbox.bench_python import bench_python
+from tools_sandbox.bench.python import bench_python
 
 
 def test_an_isolated_call_costs_less_than_a_cold_interpreter() -> None:

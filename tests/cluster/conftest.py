@@ -6,7 +6,8 @@ import subprocess
 from collections.abc import Iterator
 
 import pytest
-from onebox import SCRIPT, Onebox
+
+from tests.cluster.onebox import SCRIPT, Onebox
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,6 @@
 """For tests of what is said to Slurm, where a real one is not needed or could not be made to do it."""
 
-from arpo_megatron.cluster.code import Code
+from arpo_megatron.cluster.code_snapshot import Code
 from arpo_megatron.cluster.profile import ClusterProfile, check_profile
 from arpo_megatron.cluster.submit import Submission
 from arpo_megatron.errors import UserError

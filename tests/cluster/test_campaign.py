@@ -17,15 +17,15 @@ from typing import Any
 
 import psutil
 import pytest
-import sshd
-from faults import small_disk
-from onebox import LIVE, TINY, Job, Onebox
 
 from arpo_megatron.cluster.submissions import submissions_of
 from arpo_megatron.config import ModelConfig
-from arpo_megatron.run_directory import RunDirectory
-from arpo_megatron.tasks.tokenizers import make_model_directory, train_bpe
-from arpo_megatron.weights.random_init import save_random_weights
+from arpo_megatron.jobs.run_directory import RunDirectory
+from arpo_megatron.models.random_init import save_random_weights
+from arpo_megatron.models.tiny import make_model_directory, train_bpe
+from tests.cluster import sshd
+from tests.cluster.onebox import LIVE, TINY, Job, Onebox
+from tests.faults import small_disk
 
 pytestmark = [pytest.mark.timeout(1800), pytest.mark.slurm_campaign]
 

@@ -9,8 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import sshd
-from onebox import ROOT
+
+from tests.cluster import sshd
+from tests.cluster.onebox import ROOT
 
 
 @pytest.mark.parametrize(("before", "code"), [(None, 0), ("#!/bin/sh\nexit 104\n", 0), (None, 100)])

@@ -4,14 +4,14 @@ import secrets
 import shlex
 
 import pytest
-from onebox import Onebox
 
-from arpo_megatron import resolve
+from arpo_megatron.cluster.backend import SlurmSite, gpu_words
 from arpo_megatron.cluster.profile import load_profile
-from arpo_megatron.cluster.site import SlurmSite, gpu_words
 from arpo_megatron.cluster.slurm import Node
+from arpo_megatron.jobs import resolve
+from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.plan.roles import plan_roles
-from arpo_megatron.run_directory import RunDirectory
+from tests.cluster.onebox import Onebox
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -22,8 +22,8 @@ def test_a_job_loses_an_engine_and_is_preempted_and_ends_well(box: Onebox) -> No
     profile = box.profile("short", environment={"NOTE": "two words"}, secrets={"TEST_SECRET": "env"})
     box.environment["TEST_SECRET"] = SECRET
     job = box.submit("short", "sft.steps=0", "train.steps=12", "train.tasks_per_step=2", profile=profile)
-    job.wait_for("the engine", lambda: job.processes("arpo_megatron.rollout.sglang_main"))
-    engine = job.processes("arpo_megatron.rollout.sglang_main")[0]
+    job.wait_for("the engine", lambda: job.processes("arpo_megatron.engine.server.main"))
+    engine = job.processes("arpo_megatron.engine.server.main")[0]
     job.wait_for("training", lambda: job.in_phase("rollout", 0))
     ranks = job.processes("arpo_megatron.cluster.rank")
     assert {rank.environ()["SLURMD_NODENAME"] for rank in ranks} == {"n1", "n2"}

@@ -11,14 +11,11 @@ from pathlib import Path
 
 import pytest
 import yaml
-from stand_in import PLAIN, Queue, profile
 from typer.testing import CliRunner
 
-from arpo_megatron import resolve, run_directory
-from arpo_megatron.cluster import commands
-from arpo_megatron.cluster.cli import app
-from arpo_megatron.cluster.code import ROOT, snapshot
-from arpo_megatron.cluster.over_ssh import HINT_VARIABLE, LoginNode, login_node
+from arpo_megatron.cli.cluster import app
+from arpo_megatron.cluster import runs as commands
+from arpo_megatron.cluster.code_snapshot import ROOT, snapshot
 from arpo_megatron.cluster.profile import (
     DIRECTORY,
     ClusterProfile,
@@ -27,12 +24,15 @@ from arpo_megatron.cluster.profile import (
     save_profile,
 )
 from arpo_megatron.cluster.slurm import JobState, Node, seconds
+from arpo_megatron.cluster.slurm_checks import check_secrets
+from arpo_megatron.cluster.ssh import HINT_VARIABLE, LoginNode, login_node
 from arpo_megatron.cluster.submissions import config_said
 from arpo_megatron.cluster.submit import Submission, dry_run, prepare_submission, submit
 from arpo_megatron.config import JobConfig
-from arpo_megatron.doctor.slurm import check_secrets
 from arpo_megatron.errors import UserError
-from arpo_megatron.run_directory import RunDirectory, write_json
+from arpo_megatron.jobs import resolve, run_directory
+from arpo_megatron.jobs.run_directory import RunDirectory, write_json
+from tests.cluster.stand_in import PLAIN, Queue, profile
 
 
 def sbatch_lines(text: str) -> set[str]:
@@ -208,8 +208,8 @@ class Ending(Queue):
 def test_a_job_that_was_just_cancelled_is_waited_for(
     looks: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("arpo_megatron.cluster.commands._LOOK_S", 0.01)
-    monkeypatch.setattr("arpo_megatron.cluster.commands._ENDING_S", 1.0)
+    monkeypatch.setattr("arpo_megatron.cluster.runs._LOOK_S", 0.01)
+    monkeypatch.setattr("arpo_megatron.cluster.runs._ENDING_S", 1.0)
     queue, cluster = Ending(looks), profile(runs=str(tmp_path))
     monkeypatch.setattr("arpo_megatron.cluster.submit._sent", queue.send)
     monkeypatch.setattr("arpo_megatron.cluster.slurm.call", queue.call)
@@ -437,7 +437,7 @@ def test_the_doctor_looks_at_the_job_that_would_be_submitted(
 ) -> None:
     """The profile's nodes decide, as in `arpo submit`: the recipe alone would take two."""
     seen: list[JobConfig | None] = []
-    monkeypatch.setattr("arpo_megatron.doctor.local.examine", lambda job, profile: seen.append(job) or True)
+    monkeypatch.setattr("arpo_megatron.cli.doctor.examine", lambda job, profile: seen.append(job) or True)
     values = {**PLAIN, "gpu": "h100-80", "runs": str(tmp_path), "nodes": 4}
     (file := tmp_path / "mine.yaml").write_text(yaml.safe_dump(values))
     for command in ("doctor", "submit"):

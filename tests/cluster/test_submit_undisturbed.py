@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 import yaml
-from stand_in import PLAIN, Queue, profile
 
-from arpo_megatron import resolve, run_directory
-from arpo_megatron.cluster import commands
-from arpo_megatron.cluster.code import ROOT, Code
+from arpo_megatron.cluster import runs as commands
+from arpo_megatron.cluster.code_snapshot import ROOT, Code
 from arpo_megatron.cluster.submissions import submissions_of
 from arpo_megatron.cluster.submit import Submission, prepare_submission, submit
 from arpo_megatron.errors import UserError
-from arpo_megatron.interrupts import Interrupted, interrupt_on_signals
-from arpo_megatron.run_directory import RunDirectory
+from arpo_megatron.jobs import resolve, run_directory
+from arpo_megatron.jobs.run_directory import RunDirectory
+from arpo_megatron.utils.signals import Interrupted, interrupt_on_signals
+from tests.cluster.stand_in import PLAIN, Queue, profile
 
 
 @pytest.fixture

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import ARPO, SEED
+
+from tests.e2e.jobs import ARPO, SEED
 
 
 @pytest.fixture(scope="session")

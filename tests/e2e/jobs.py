@@ -7,11 +7,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from arpo_megatron.monitor import catalogue
+from arpo_megatron.monitor.tree_store import StoredTree, read_trees
 from arpo_megatron.rollout.record import TreeRecord, UnfinishedTree, unpack_trees
+from arpo_megatron.trainer import metric_docs as catalogue
+from arpo_megatron.trainer.step_journal import Moment, UnderWay
 from arpo_megatron.tree import Role
-from arpo_megatron.tree_files import StoredTree, read_trees
-from arpo_megatron.under_way import Moment, UnderWay
 
 ARPO = [sys.executable, "-m", "arpo_megatron"]
 SEED = 7

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from jobs import ARPO, quickstart, rows_of, run_to_end
 
-from arpo_megatron import resolve
-from arpo_megatron.actor.packing import pack_trees
 from arpo_megatron.algorithms.credit import supervised_credit
-from arpo_megatron.bad_packs import BadUpdate, save_bad_update
-from arpo_megatron.identity import fingerprint
+from arpo_megatron.jobs import resolve
+from arpo_megatron.jobs.fingerprint import fingerprint
+from arpo_megatron.models.spec import ModelShape
+from arpo_megatron.packing.packs import pack_trees
+from arpo_megatron.trainer.skipped_updates import BadUpdate, save_bad_update
 from arpo_megatron.tree import Role, RolloutTree
-from arpo_megatron.weights.shape import ModelShape
+from tests.e2e.jobs import ARPO, quickstart, rows_of, run_to_end
 
 pytestmark = pytest.mark.timeout(600)
 COLD_START = ("sft.steps=4", "sft.save_every=1", "sft.batch=4", "model.layers=2", "model.hidden_size=48")

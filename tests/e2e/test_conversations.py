@@ -7,16 +7,16 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from jobs import quickstart, rows_of, run_to_end, undocumented
 
-from arpo_megatron import resolve
 from arpo_megatron.actor import parallel
 from arpo_megatron.config import ModelConfig
-from arpo_megatron.preparation import load_tokenizer
+from arpo_megatron.jobs import resolve
+from arpo_megatron.jobs.inputs import load_tokenizer
+from arpo_megatron.models.random_init import save_random_weights
+from arpo_megatron.models.spec import ModelShape
+from arpo_megatron.models.tiny import make_model_directory, train_bpe
 from arpo_megatron.sft import Examples
-from arpo_megatron.tasks.tokenizers import make_model_directory, train_bpe
-from arpo_megatron.weights.random_init import save_random_weights
-from arpo_megatron.weights.shape import ModelShape
+from tests.e2e.jobs import quickstart, rows_of, run_to_end, undocumented
 
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }}:\n{{ m['content'] }}<|endoftext|>{% endfor %}"

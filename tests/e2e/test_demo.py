@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import ARPO
 
-from arpo_megatron.tree_commands import replay_trees
+from arpo_megatron.cli.trees import replay_trees
+from tests.e2e.jobs import ARPO
 
 pytestmark = pytest.mark.timeout(1600)  # the fixture trains an agent
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from jobs import AHEAD, ARPO, SHORT, check_kept, quickstart, rows_of, trained, unfinished
+
+from tests.e2e.jobs import AHEAD, ARPO, SHORT, check_kept, quickstart, rows_of, trained, unfinished
 
 pytestmark = pytest.mark.timeout(1600)  # the first test of a session waits for the demo
 
@@ -23,12 +24,12 @@ def test_a_run_survives_the_death_of_every_service_until_that_has_happened_too_o
         with subprocess.Popen([*command, "engine.restarts=4"], stderr=screen) as job:
             for step in (1, 2):
                 wait_for_steps(warm_run, step, job)
-                kill(job.pid, "arpo_megatron.rollout.sglang_main")
+                kill(job.pid, "arpo_megatron.engine.server.main")
             kill(job.pid, "tools_sandbox")
             kill(job.pid, "arpo_megatron.rollout.worker")
             shown = health_after(4, warm_run)
             wait_for_steps(warm_run, 3, job)
-            kill(job.pid, "arpo_megatron.rollout.sglang_main")
+            kill(job.pid, "arpo_megatron.engine.server.main")
             assert job.wait(240) == 1
         said = (warm_run.parent / "screen").read_text()
         assert "was killed by SIGKILL, after 4 restarts of services (engine.restarts); log: " in said
@@ -59,7 +60,7 @@ def test_a_colocated_engine_that_dies_while_its_memory_is_lent_stays_down_until_
         while not (warm_run / "memory_lent").exists():
             assert job.poll() is None, "the job ended too early"
             time.sleep(0.002)
-        kill(job.pid, "arpo_megatron.rollout.sglang_main")
+        kill(job.pid, "arpo_megatron.engine.server.main")
         assert job.wait(240) == 0, (warm_run.parent / "screen").read_text()[-3000:]
     rows = rows_of(warm_run / "metrics.jsonl")
     assert [row["trees"] for row in rows] == [TASKS] * 2

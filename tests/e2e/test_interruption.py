@@ -10,7 +10,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from jobs import AHEAD, SHORT, check_kept, quickstart, rows_of, run_to_end, trained, under_way, unfinished
+
+from tests.e2e.jobs import AHEAD, SHORT, check_kept, quickstart, rows_of, run_to_end, trained, under_way, unfinished
 
 pytestmark = pytest.mark.timeout(1600)  # the first test of a session waits for the demo
 

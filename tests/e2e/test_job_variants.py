@@ -4,10 +4,10 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from jobs import AHEAD, SHORT, quickstart, rows_of, run_to_end, trained, undocumented
 
+from arpo_megatron.monitor.tree_store import read_trees
 from arpo_megatron.tree import Role
-from arpo_megatron.tree_files import read_trees
+from tests.e2e.jobs import AHEAD, SHORT, quickstart, rows_of, run_to_end, trained, undocumented
 
 pytestmark = pytest.mark.timeout(1600)  # the first test of a session waits for the demo
 

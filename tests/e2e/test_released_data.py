@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from jobs import ARPO
+
+from tests.e2e.jobs import ARPO
 
 DATA = Path(os.environ.get("ARPO_DATA") or Path(__file__).resolve().parents[3] / "shared" / "data")
 

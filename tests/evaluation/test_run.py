@@ -15,19 +15,19 @@ from typing import Any
 
 import polars as pl
 import pytest
-from chat_server import ChatServer, served
 
 from arpo_megatron.errors import UserError
+from arpo_megatron.evaluation.journal import PASSING, Outcome
 from arpo_megatron.evaluation.prompts import Tools
 from arpo_megatron.evaluation.questions import Question
-from arpo_megatron.evaluation.records import PASSING, Outcome
 from arpo_megatron.evaluation.report import read_summary, write_reports
 from arpo_megatron.evaluation.response import NoResponse
 from arpo_megatron.evaluation.run import Wish, _report, evaluate
 from arpo_megatron.evaluation.scorers import Verdict, attempt_of
-from arpo_megatron.evaluation.subject import Kind, Subject
-from arpo_megatron.resolve import resolve
-from arpo_megatron.run_directory import RunDirectory
+from arpo_megatron.evaluation.target import Kind, Subject
+from arpo_megatron.jobs.resolve import resolve
+from arpo_megatron.jobs.run_directory import RunDirectory
+from tests.evaluation.chat_server import ChatServer, served
 
 DATA = Path(os.environ.get("ARPO_DATA") or Path(__file__).resolve().parents[3] / "shared" / "data") / "eval"
 ALL = "aime24,gsm8k,math,hotpotqa,gaia,xbench"

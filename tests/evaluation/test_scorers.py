@@ -2,11 +2,11 @@
 
 import pytest
 
-from arpo_megatron.evaluation.agents.known import NONSENSE, wrong_answer
+from arpo_megatron.evaluation.agents.oracle import NONSENSE, wrong_answer
 from arpo_megatron.evaluation.benchmarks import Metric
+from arpo_megatron.evaluation.journal import Attempt, Outcome
 from arpo_megatron.evaluation.prompts import Tools
 from arpo_megatron.evaluation.questions import Question
-from arpo_megatron.evaluation.records import Attempt, Outcome
 from arpo_megatron.evaluation.response import AgentResponse, NoResponse
 from arpo_megatron.evaluation.scorers import JudgeUnavailableError, attempt_of, benchmark_scorer, extract_answer
 from arpo_megatron.tree import Finish

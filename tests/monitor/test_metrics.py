@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from faults import small_disk
 
 from arpo_megatron.config import JobConfig, MonitorConfig
 from arpo_megatron.monitor.events import EventLog, EventReader
 from arpo_megatron.monitor.metrics import MetricsLog
+from tests.faults import small_disk
 
 CONFIG = JobConfig(name="test")
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as hooks
 
-from arpo_megatron.monitor.machine import StepProfiler
+from arpo_megatron.monitor.profiler import StepProfiler
 
 
 class NamedPart(nn.Module):

@@ -4,12 +4,12 @@ import io
 from pathlib import Path
 
 import pytest
-from faults import small_disk
 from rich.console import Console
 from rich.panel import Panel
 
 from arpo_megatron.monitor.events import EventLog, EventReader
 from arpo_megatron.monitor.progress import Progress
+from tests.faults import small_disk
 
 STEP = {
     "step": 3,

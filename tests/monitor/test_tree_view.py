@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from rich.console import Console, RenderableType
 
+from arpo_megatron.models.tiny import generated_tokenizer
 from arpo_megatron.monitor.tree_view import LEGEND, render_tree, save_svg
-from arpo_megatron.tasks.tokenizers import generated_tokenizer
 from arpo_megatron.tree import BranchRecord, Finish, Role, RolloutTree, ToolRecord
 
 TOKENIZER = generated_tokenizer()

@@ -25,15 +25,15 @@ from arpo_megatron.actor.attention import plan_attention
 from arpo_megatron.actor.microbatch import MicroBatches, Place
 from arpo_megatron.actor.model import build_chunks
 from arpo_megatron.actor.optimizer_state import inner_optimizers
-from arpo_megatron.actor.packing import TreePack, pack_trees
 from arpo_megatron.algorithms.credit import supervised_credit
-from arpo_megatron.bench.mixes import Mix
 from arpo_megatron.config import JobConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from arpo_megatron.models.known import KNOWN_SHAPES
+from arpo_megatron.models.spec import ExpertShape, ModelShape
+from arpo_megatron.packing.packs import TreePack, pack_trees
 from arpo_megatron.plan.activations import LocalCalls, Tokens, pass_bytes
 from arpo_megatron.plan.memory import static_parts
 from arpo_megatron.plan.parameters import of_stage
-from arpo_megatron.weights.known_shapes import KNOWN_SHAPES
-from arpo_megatron.weights.shape import ExpertShape, ModelShape
+from arpo_megatron.plan.synthetic_trees import Mix
 
 QWEN3 = ModelShape(
     family="qwen3",

@@ -19,11 +19,11 @@ from transformers import (
 
 from arpo_megatron.actor.flex_attention import padded_length as padded_by_attention
 from arpo_megatron.actor.logprobs import CHUNK_ELEMENTS
+from arpo_megatron.models.known import KNOWN_SHAPES
+from arpo_megatron.models.spec import ModelShape
 from arpo_megatron.plan.activations import padded_length
 from arpo_megatron.plan.memory import LOGITS
 from arpo_megatron.plan.parameters import whole_model
-from arpo_megatron.weights.known_shapes import KNOWN_SHAPES
-from arpo_megatron.weights.shape import ModelShape
 
 CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config, "qwen3_moe": Qwen3MoeConfig}
 

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from arpo_megatron import resolve
 from arpo_megatron.errors import UserError
+from arpo_megatron.jobs import resolve
+from arpo_megatron.models.known import KNOWN_SHAPES
 from arpo_megatron.plan import GPUS, Hardware, plan
 from arpo_megatron.plan.nodes import on_nodes, scaled
 from arpo_megatron.plan.parameters import of_stage, whole_model
@@ -18,7 +19,6 @@ from arpo_megatron.plan.report import render, render_search, words
 from arpo_megatron.plan.roles import plan_roles
 from arpo_megatron.plan.search import search
 from arpo_megatron.plan.workload import typical
-from arpo_megatron.weights.known_shapes import KNOWN_SHAPES
 
 H100 = GPUS["h100-80"]
 REAL = [name for name in resolve.recipe_names() if not resolve.resolve(name).model.made]

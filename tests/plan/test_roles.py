@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arpo_megatron import resolve
 from arpo_megatron.config import JobConfig
 from arpo_megatron.errors import UserError
-from arpo_megatron.machine import Placement
+from arpo_megatron.hardware.placement import Placement
+from arpo_megatron.jobs import resolve
 from arpo_megatron.plan.roles import RolePlan, plan_roles
 
 

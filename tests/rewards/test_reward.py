@@ -8,17 +8,17 @@ import pytest
 
 from arpo_megatron.config import JudgeConfig, RewardConfig
 from arpo_megatron.errors import UserError
-from arpo_megatron.plugins import OWN, Point
+from arpo_megatron.models.tiny import generated_tokenizer
+from arpo_megatron.registry import OWN, Point
 from arpo_megatron.rewards import make_reward
 from arpo_megatron.rewards.arpo import ArpoReward
 from arpo_megatron.rewards.base import ResponseGroup, Score, group_of, score_text
 from arpo_megatron.rewards.composed import ComposedReward
 from arpo_megatron.rewards.released import ReleasedReward
-from arpo_megatron.rewards.tag_format import last_boxed, parse_response
 from arpo_megatron.tasks.base import Task
-from arpo_megatron.tasks.demonstrations import demonstrate
-from arpo_megatron.tasks.generated import generate
-from arpo_megatron.tasks.tokenizers import generated_tokenizer
+from arpo_megatron.tasks.synthetic.demonstrations import demonstrate
+from arpo_megatron.tasks.synthetic.lookup import generate
+from arpo_megatron.tasks.tags.response import last_boxed, parse_response
 from arpo_megatron.tree import Role, RolloutTree
 
 THINK = "<think>hm</think>"

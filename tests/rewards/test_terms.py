@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from judge_server import Rule, chat_server, part, verdict
 
 from arpo_megatron.config import JudgeConfig, RewardConfig
 from arpo_megatron.errors import UserError
@@ -18,6 +17,7 @@ from arpo_megatron.rewards.terms.spear import FadingToolBonus
 from arpo_megatron.rewards.tree_scorer import TreeScorer, mean_parts, parts_of
 from arpo_megatron.tasks.base import Task
 from arpo_megatron.tree import Role, RolloutTree
+from tests.rewards.judge_server import Rule, chat_server, part, verdict
 
 TASK = Task("t", ({"role": "user", "content": "?"},), "5", "math", "?")
 

@@ -7,11 +7,11 @@ import time
 from pathlib import Path
 
 import pytest
-from math_pairs import PAIRS
 
-from arpo_megatron.rewards import verify
+from arpo_megatron.rewards.math import verify
+from arpo_megatron.rewards.math.verify import Verdict, math_equal, verdicts
 from arpo_megatron.rewards.qa import token_f1
-from arpo_megatron.rewards.verify import Verdict, math_equal, verdicts
+from tests.rewards.math_pairs import PAIRS
 
 PAGE = Path(__file__).resolve().parent.parent.parent / "docs" / "rewards.md"
 KNOWN_ERRORS = {

@@ -5,11 +5,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from arpo_megatron.processes import stop_groups
+from arpo_megatron.engine.launch import SCRATCH_PREFIX, free_ports
+from arpo_megatron.rollout.handle import RolloutHandle, rollout_program, rollout_socket
 from arpo_megatron.rollout.messages import ServiceSettings
-from arpo_megatron.rollout.server import SCRATCH_PREFIX, free_ports
-from arpo_megatron.rollout.service import RolloutHandle, rollout_program, rollout_socket
-from tools_sandbox.temporary import TemporaryFolder
+from arpo_megatron.utils.processes import stop_groups
+from tools_sandbox.utils.temporary import TemporaryFolder
 
 STARTUP_S = 180.0
 

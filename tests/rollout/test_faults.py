@@ -22,23 +22,25 @@ import numpy as np
 import pytest
 import requests
 import torch
-from faults import FULL, CutProxy, Proxies, ToolProxy, small_disk
 
 from arpo_megatron.config import AlgorithmConfig, EngineConfig, JobConfig, ModelConfig, RolloutConfig
-from arpo_megatron.health import read_health
-from arpo_megatron.launch import sandbox_program
-from arpo_megatron.processes import Roles
-from arpo_megatron.rollout.generation import Sampling
+from arpo_megatron.engine.admin import Engines, WeightPushError
+from arpo_megatron.engine.launch import engine_program, free_ports, router_program
+from arpo_megatron.engine.request import Sampling
+from arpo_megatron.engine.server.gate import ALIVE, bearer
+from arpo_megatron.jobs.run_directory import RunDirectory
+from arpo_megatron.launch.health import read_health
+from arpo_megatron.launch.services import sandbox_program
+from arpo_megatron.launch.supervisor import Supervisor
+from arpo_megatron.monitor.tree_store import TreeLog, read_trees, step_file, stored_steps
+from arpo_megatron.rewards.scored_tree import ScoredTree
+from arpo_megatron.rollout.handle import RolloutHandle, rollout_program, rollout_socket
 from arpo_megatron.rollout.messages import GrowProgress, GrowReport, GrowSettings, ServiceSettings
-from arpo_megatron.rollout.push_gate import ALIVE, bearer
-from arpo_megatron.rollout.server import engine_program, free_ports, router_program
-from arpo_megatron.rollout.service import RolloutHandle, rollout_program, rollout_socket
-from arpo_megatron.run_directory import RunDirectory
-from arpo_megatron.supervisor import Program, Supervisor
 from arpo_megatron.tasks.base import Task
 from arpo_megatron.tree import Role, RolloutTree
-from arpo_megatron.tree_files import ScoredTree, TreeLog, read_trees, step_file, stored_steps
-from arpo_megatron.weights.engines import Engines, WeightPushError
+from arpo_megatron.utils.processes import Roles
+from arpo_megatron.utils.service_spec import Program
+from tests.faults import FULL, CutProxy, Proxies, ToolProxy, small_disk
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="the expectations are those of float32 on a CPU"),

@@ -8,20 +8,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-from scripted import CharacterCodec, ScriptedEngine
 
+from arpo_megatron.algorithms.branching import ArpoPolicy, BranchPolicy, GrpoPolicy, make_policy
 from arpo_megatron.config import AlgorithmConfig
+from arpo_megatron.engine.client import EngineClient, EngineUnavailableError
+from arpo_megatron.engine.request import EngineRefusedError, Sampling
 from arpo_megatron.rollout.accounting import grow_stats, predicted_requests, tokens_per_second
-from arpo_megatron.rollout.client import EngineClient, EngineUnavailableError
-from arpo_megatron.rollout.generation import EngineRefusedError, Sampling
-from arpo_megatron.rollout.grow_context import GrowContext, GrowLimits, PromptTooLongError, TextCodec
+from arpo_megatron.rollout.context import GrowContext, GrowLimits, PromptTooLongError, TextCodec
 from arpo_megatron.rollout.grower import TreeGrower
-from arpo_megatron.rollout.policies import ArpoPolicy, BranchPolicy, GrpoPolicy, make_policy
 from arpo_megatron.rollout.pool import TREE_FAILURES
-from arpo_megatron.rollout.protocol import ends_inside_stop, result_text
 from arpo_megatron.rollout.record import TreeRecord
 from arpo_megatron.rollout.tools import ToolClient
+from arpo_megatron.tasks.tags.calls import ends_inside_stop, result_text
 from arpo_megatron.tree import Finish, Int32Array, Role, RolloutTree
+from tests.engine.scripted import CharacterCodec, ScriptedEngine
 from tools_sandbox.client import SandboxUnavailable, ToolAnswer
 
 CODEC = CharacterCodec()

@@ -11,17 +11,17 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scripted import ScriptedEngine
-from test_grower import CODEC, LIMITS, PROMPT, SEED, arpo, grow, planned, texts
 
-from arpo_megatron.rollout import protocol
-from arpo_megatron.rollout.generation import EngineFinish, Generation, Sampling
-from arpo_megatron.rollout.grow_context import GrowContext, GrowLimits
+from arpo_megatron.algorithms.branching import GrpoPolicy, place_seed
+from arpo_megatron.engine.affinity import Cache
+from arpo_megatron.engine.request import EngineFinish, Generation, Sampling
+from arpo_megatron.rollout.context import GrowContext, GrowLimits
 from arpo_megatron.rollout.grower import TreeGrower
-from arpo_megatron.rollout.policies import GrpoPolicy, place_seed
-from arpo_megatron.rollout.protocol import result_text
-from arpo_megatron.rollout.routing import Cache
+from arpo_megatron.tasks.tags import calls as protocol
+from arpo_megatron.tasks.tags.calls import result_text
 from arpo_megatron.tree import Finish, Role, RolloutTree
+from tests.engine.scripted import ScriptedEngine
+from tests.rollout.test_grower import CODEC, LIMITS, PROMPT, SEED, arpo, grow, planned, texts
 from tools_sandbox.client import ToolAnswer
 
 Start = Callable[[ScriptedEngine], ScriptedEngine]

@@ -8,22 +8,22 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 from aiohttp import web
-from scripted import ScriptedEngine
-from test_grower import CODEC, SEED, arpo
 
+from arpo_megatron.algorithms.branching import GrpoPolicy
 from arpo_megatron.bench.batch_synchronous import grow_in_rounds
 from arpo_megatron.bench.pools import GROUP, new_pool, start
 from arpo_megatron.bench.rollout import MeteredEngine
 from arpo_megatron.bench.simulated_tools import SimulatedTools
-from arpo_megatron.rollout.client import EngineClient
-from arpo_megatron.rollout.generation import Sampling
-from arpo_megatron.rollout.grow_context import GrowLimits
+from arpo_megatron.engine.affinity import FIRST_REST_S
+from arpo_megatron.engine.client import EngineClient
+from arpo_megatron.engine.request import Sampling
+from arpo_megatron.rollout.context import GrowLimits
 from arpo_megatron.rollout.messages import CollectTrees, GrowProgress, GrowReport, GrowSettings, LiveTree, StartTrees
-from arpo_megatron.rollout.policies import GrpoPolicy
 from arpo_megatron.rollout.pool import TreePool
 from arpo_megatron.rollout.prefix_cache import PrefixCache
-from arpo_megatron.rollout.routing import FIRST_REST_S
 from arpo_megatron.tasks.base import Task
+from tests.engine.scripted import ScriptedEngine
+from tests.rollout.test_grower import CODEC, SEED, arpo
 
 Start = Callable[[ScriptedEngine], ScriptedEngine]
 

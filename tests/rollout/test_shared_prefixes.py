@@ -6,17 +6,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from aiohttp import web
-from scripted import ScriptedEngine
-from test_grower import CODEC, SEED, arpo
-from test_pool import Accounting
 
 from arpo_megatron.bench.pools import GROUP, new_pool, start
 from arpo_megatron.bench.simulated_tools import SimulatedTools
-from arpo_megatron.rollout.client import EngineClient
-from arpo_megatron.rollout.generation import Sampling
-from arpo_megatron.rollout.grow_context import GrowLimits
+from arpo_megatron.engine.client import EngineClient
+from arpo_megatron.engine.request import Sampling
+from arpo_megatron.rollout.context import GrowLimits
 from arpo_megatron.rollout.messages import CollectTrees, GrowReport, GrowSettings
 from arpo_megatron.tasks.base import Task
+from tests.engine.scripted import ScriptedEngine
+from tests.rollout.test_grower import CODEC, SEED, arpo
+from tests.rollout.test_pool import Accounting
 
 
 @dataclass

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 from aiohttp import web
-from scripted import CharacterCodec
 from transformers import PreTrainedTokenizerFast
 
-from arpo_megatron.rollout.protocol import result_text, result_tokens
-from arpo_megatron.rollout.server import free_ports
+from arpo_megatron.engine.launch import free_ports
+from arpo_megatron.models.tiny import generated_tokenizer, train_bpe
 from arpo_megatron.rollout.tools import ToolClient
 from arpo_megatron.rollout.worker import TokenizerCodec
-from arpo_megatron.tasks.tokenizers import generated_tokenizer, train_bpe
+from arpo_megatron.tasks.tags.calls import result_text, result_tokens
+from tests.engine.scripted import CharacterCodec
 from tools_sandbox.client import SandboxUnavailable, ToolAnswer
 
 SLOW = "import time; time.sleep({}); 6 * 7"

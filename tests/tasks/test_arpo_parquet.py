@@ -9,8 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from arpo_megatron.errors import UserError
+from arpo_megatron.models.tiny import train_bpe
 from arpo_megatron.tasks.arpo_parquet import BadRow, read_parquet, read_texts
-from arpo_megatron.tasks.tokenizers import train_bpe
 
 DATA = Path(os.environ.get("ARPO_DATA", Path(__file__).parents[2] / ".." / "shared" / "data"))
 real_data = pytest.mark.skipif(

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arpo_megatron.rollout.protocol import ToolCall, find_stop, parse_call, result_text
-from arpo_megatron.tasks.demonstrations import Carelessness, carelessness, demonstrate
-from arpo_megatron.tasks.generated import GeneratedQuestion, GeneratedTasks, Kind, generate
-from arpo_megatron.tasks.tokenizers import generated_tokenizer
+from arpo_megatron.models.tiny import generated_tokenizer
+from arpo_megatron.tasks.synthetic.demonstrations import Carelessness, carelessness, demonstrate
+from arpo_megatron.tasks.synthetic.lookup import GeneratedQuestion, GeneratedTasks, Kind, generate
+from arpo_megatron.tasks.tags.calls import ToolCall, find_stop, parse_call, result_text
 from arpo_megatron.tree import Finish, Role, RolloutTree
 
 TOKENIZER = generated_tokenizer()

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from arpo_megatron.errors import UserError
 from arpo_megatron.tasks.base import Task
-from arpo_megatron.tasks.sampler import TaskSampler
+from arpo_megatron.tasks.selectors.base import TaskSampler
 
 
 def tasks(count: int) -> list[Task]:

@@ -8,10 +8,10 @@ import pytest
 
 from arpo_megatron.errors import UserError
 from arpo_megatron.tasks.base import Task
-from arpo_megatron.tasks.sampler import TaskSelector
-from arpo_megatron.tasks.solvable import SolvableTasks
-from arpo_megatron.tasks.targeted import TargetedTasks
-from arpo_megatron.tasks.unsaturated import UnsaturatedTasks
+from arpo_megatron.tasks.selectors.base import TaskSelector
+from arpo_megatron.tasks.selectors.solvable import SolvableTasks
+from arpo_megatron.tasks.selectors.targeted import TargetedTasks
+from arpo_megatron.tasks.selectors.unsaturated import UnsaturatedTasks
 
 TASKS = [Task(f"t{number}", (), "", "math", "") for number in range(6)]
 SOLVED = {"t0": 0.0, "t1": 0.6, "t2": 0.9, "t3": 1.0, "t4": 0.4, "t5": 0.8}

@@ -3,7 +3,7 @@
 import json
 
 from arpo_megatron.tasks.base import Task
-from arpo_megatron.tasks.solvable import SolvableTasks
+from arpo_megatron.tasks.selectors.solvable import SolvableTasks
 
 TASKS = [Task(f"t{number}", (), "", "math", "") for number in range(6)]
 

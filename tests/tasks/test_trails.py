@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from arpo_megatron.errors import UserError
-from arpo_megatron.resolve import resolve
-from arpo_megatron.study.floor import AGENTS, CALLS, CARELESS, solved
+from arpo_megatron.jobs.resolve import resolve
+from arpo_megatron.models.tiny import generated_tokenizer
+from arpo_megatron.studies.floor import AGENTS, CALLS, CARELESS, solved
 from arpo_megatron.tasks.base import Task
-from arpo_megatron.tasks.demonstrations import demonstrate
-from arpo_megatron.tasks.generated import NAME_LETTERS, asked
-from arpo_megatron.tasks.tokenizers import generated_tokenizer
-from arpo_megatron.tasks.trails import LEVELS, Trail, carelessness, following, generate, read_page
+from arpo_megatron.tasks.synthetic.demonstrations import demonstrate
+from arpo_megatron.tasks.synthetic.lookup import NAME_LETTERS, asked
+from arpo_megatron.tasks.synthetic.trails import LEVELS, Trail, carelessness, following, generate, read_page
 from arpo_megatron.tree import RolloutTree
 
 TOKENIZER = generated_tokenizer()

@@ -19,7 +19,7 @@ import yaml
 
 from tools_sandbox.client import SandboxClient
 from tools_sandbox.config import PythonConfig
-from tools_sandbox.python_tool.supervisor import CALL_NAME
+from tools_sandbox.python_tool.call_supervisor import CALL_NAME
 
 FACTS = [f"fact{number} value{number}" for number in range(3000)] + ["qzlf 417", "Grüße 7"]
 REMEMBERED = {
@@ -109,7 +109,7 @@ class Service:
 
     def workers(self) -> list[psutil.Process]:
         """The processes that run search, browse and plug-in tools."""
-        return self._children("tools_sandbox.worker")
+        return self._children("tools_sandbox.workers.worker")
 
     def _children(self, module: str) -> list[psutil.Process]:
         found = []

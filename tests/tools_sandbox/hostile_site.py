@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from aiohttp import web
-from served import serving
+
+from tests.tools_sandbox.served import serving
 
 PERMITTED = "127.0.0.2"
 FORBIDDEN = "127.0.0.1"

@@ -15,10 +15,10 @@ import pytest
 import requests
 from hypothesis import given
 from hypothesis import strategies as st
-from test_service_process import refused_start, wait_until
 
+from tests.tools_sandbox.test_service_process import refused_start, wait_until
 from tools_sandbox.client import SandboxClient
-from tools_sandbox.mcp_relay import TOO_LONG, relay
+from tools_sandbox.mcp.relay import TOO_LONG, relay
 
 ROOT = Path(__file__).resolve().parents[2]
 SERVER = {"command": sys.executable, "args": [str(Path(__file__).with_name("mcp_server.py"))]}
@@ -57,7 +57,7 @@ def test_the_example_package_adds_a_tool(start_service: StartService, installed_
 @pytest.mark.parametrize(
     ("text", "parts"),
     [
-        ("plugins: [{name: count_wrods}]", ["count_wrods", "tools_sandbox.tools"]),
+        ("plugins: [{name: count_wrods}]", ["count_wrods", "tools_sandbox.tool"]),
         (
             f"mcp: {{a: {{command: {sys.executable}, args: [{SERVER['args'][0]}, --broken]}}}}",
             ["mcp.a", "does not start"],

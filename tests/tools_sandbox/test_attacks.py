@@ -15,8 +15,8 @@ from typing import Any
 
 import psutil
 import pytest
-from attacks import ATTACKS, Attack
 
+from tests.tools_sandbox.attacks import ATTACKS, Attack
 from tools_sandbox.client import SandboxClient
 from tools_sandbox.config import PythonConfig
 

@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hostile_site import BOMB_BYTES, FORBIDDEN, PERMITTED, SECRET, Site, hostile_site
 from hypothesis import given
 from hypothesis import strategies as st
-from test_service_process import wait_until, wait_until_gone
 
+from tests.tools_sandbox.hostile_site import BOMB_BYTES, FORBIDDEN, PERMITTED, SECRET, Site, hostile_site
+from tests.tools_sandbox.test_service_process import wait_until, wait_until_gone
 from tools_sandbox.answers import ToolResult
 from tools_sandbox.browse.addresses import AddressPolicy, _is_own
 from tools_sandbox.browse.fetch import Page
@@ -31,7 +31,7 @@ from tools_sandbox.browse.page import decode, readable
 from tools_sandbox.browse.tool import BrowseArguments, BrowseTool
 from tools_sandbox.client import SandboxClient, SandboxUnavailable
 from tools_sandbox.config import BrowseConfig, ConfigError, SummaryConfig
-from tools_sandbox.tools import in_thread
+from tools_sandbox.tool import in_thread
 
 ALLOW = (f"{PERMITTED}/32",)
 

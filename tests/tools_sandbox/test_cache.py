@@ -20,9 +20,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tools_sandbox.answers import Status, ToolAnswer, ToolResult
-from tools_sandbox.cache import AnswerCache, cache_key
 from tools_sandbox.client import SandboxClient
 from tools_sandbox.config import CacheConfig, ConfigError
+from tools_sandbox.service.cache import AnswerCache, cache_key
 
 JSON = st.recursive(st.none() | st.booleans() | st.integers() | st.text(), lambda inner: st.lists(inner, max_size=3))
 
@@ -217,7 +217,7 @@ FILL = """
 import asyncio, sys
 from pathlib import Path
 from tools_sandbox.answers import ToolResult
-from tools_sandbox.cache import AnswerCache
+from tools_sandbox.service.cache import AnswerCache
 from tools_sandbox.config import CacheConfig, ConfigError
 
 async def main():

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from tools_sandbox.answers import ToolAnswer
 from tools_sandbox.client import AsyncSandboxClient, SandboxClient
 from tools_sandbox.config import ConfigError, SandboxConfig
-from tools_sandbox.descriptors import share_out
+from tools_sandbox.service.descriptors import share_out
 
 StartService = Callable[..., Any]
 CALLS = 250

@@ -22,11 +22,11 @@ for name in ("torch", "transformers", "megatron", "sglang", "arpo_megatron"):
     sys.modules[name] = None
 import tools_sandbox
 assert tools_sandbox.__file__.startswith(sys.argv[1]), tools_sandbox.__file__
-import tools_sandbox.client, tools_sandbox.server, tools_sandbox.worker, tools_sandbox.mcp_tools
-import tools_sandbox.search.tool, tools_sandbox.browse.tool, tools_sandbox.browse.page, tools_sandbox.bench_search
+import tools_sandbox.client, tools_sandbox.service.server, tools_sandbox.workers.worker, tools_sandbox.mcp.tools
+import tools_sandbox.search.tool, tools_sandbox.browse.tool, tools_sandbox.browse.page, tools_sandbox.bench.search
 from tools_sandbox.config import SandboxConfig
-from tools_sandbox.descriptors import Budget
-from tools_sandbox.service import Call, ToolService
+from tools_sandbox.service.descriptors import Budget
+from tools_sandbox.service.service import Call, ToolService
 
 async def main():
     service = ToolService(SandboxConfig(), Budget(100, 75))

@@ -13,8 +13,8 @@ from typing import Any
 
 import psutil
 import pytest
-from test_service_process import wait_until, wait_until_gone
 
+from tests.tools_sandbox.test_service_process import wait_until, wait_until_gone
 from tools_sandbox.client import SandboxClient
 from tools_sandbox.python_tool import cgroups, seccomp
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from served import serving
-from test_service_process import refused_start
 
+from tests.tools_sandbox.served import serving
+from tests.tools_sandbox.test_service_process import refused_start
 from tools_sandbox.client import SandboxClient
 
 StartService = Callable[..., Any]

@@ -19,8 +19,8 @@ from urllib.parse import urlsplit
 import pytest
 import requests
 from prometheus_client.parser import text_string_to_metric_families
-from test_service_process import running_calls, wait_until
 
+from tests.tools_sandbox.test_service_process import running_calls, wait_until
 from tools_sandbox.client import AsyncSandboxClient, SandboxClient, SandboxDenied, SandboxUnavailable
 
 StartService = Callable[..., Any]

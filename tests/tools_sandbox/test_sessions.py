@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import requests
-from test_service_process import wait_until_gone
 
+from tests.tools_sandbox.test_service_process import wait_until_gone
 from tools_sandbox.client import SandboxClient, ToolAnswer
 from tools_sandbox.python_tool.sessions import SessionStore
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 import requests
-from test_service_process import refused_start, wait_until, wait_until_gone
 
+from tests.tools_sandbox.test_service_process import refused_start, wait_until, wait_until_gone
 from tools_sandbox.client import SandboxClient
 
 StartService = Callable[..., Any]
@@ -34,7 +34,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: troublesome\nVersion: 1.0\n")
     names = {**NAMES, "raise": "Raise", "slow_start": "SlowStart", "no_tool": "NoTool"}
     lines = "".join(f"{name} = troublesome_tools:{kind}\n" for name, kind in names.items())
-    (metadata / "entry_points.txt").write_text(f"[tools_sandbox.tools]\n{lines}")
+    (metadata / "entry_points.txt").write_text(f"[tools_sandbox.tool]\n{lines}")
     return {"PYTHONPATH": f"{folder}:{HERE}:{ROOT}"}
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tools_sandbox.answers import ToolResult
-from tools_sandbox.tools import Tool, in_thread
+from tools_sandbox.tool import Tool, in_thread
 
 NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
-from arpo_megatron.weights.buckets import Bucket
-from arpo_megatron.weights.engines import Engines
+from arpo_megatron.engine.admin import Engines
+from arpo_megatron.engine.wire.buckets import Bucket
 from arpo_megatron.weights.sync import WeightSync
 from arpo_megatron.weights.transports import Broadcast
 

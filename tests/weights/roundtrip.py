@@ -11,16 +11,16 @@ from pathlib import Path
 import torch
 from megatron.core import parallel_state
 from safetensors.torch import load_file
-from tiny_models import megatron_logprobs, sample_tokens
 
 from arpo_megatron.actor import parallel
 from arpo_megatron.actor.model import build_chunks
 from arpo_megatron.config import ParallelConfig
-from arpo_megatron.weights.buckets import Block, sent
+from arpo_megatron.engine.wire.buckets import Block, sent
+from arpo_megatron.models.mapping import exported
+from arpo_megatron.models.spec import ModelShape
 from arpo_megatron.weights.export import export_hf, hf_buckets
 from arpo_megatron.weights.load import load_hf
-from arpo_megatron.weights.mapping import exported
-from arpo_megatron.weights.shape import ModelShape
+from tests.models.tiny_models import megatron_logprobs, sample_tokens
 
 BUCKET_BYTES = 5000
 LAYOUTS = {

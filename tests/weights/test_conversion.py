@@ -6,22 +6,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from faults import small_disk
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from tiny_models import CASES, gradients, make, megatron_logprobs, reference_logprobs, sample_tokens, weigh
 from torch import Tensor, nn
-from torchrun import torchrun
 
 from arpo_megatron.config import ParallelConfig
-from arpo_megatron.durable import written
 from arpo_megatron.errors import UserError
-from arpo_megatron.weights.held import HeldParameters
-from arpo_megatron.weights.mapping import Entry, Layout, buckets, entries, exported
-from arpo_megatron.weights.shape import ExpertShape, ModelShape
-
-HERE = Path(__file__).parent
+from arpo_megatron.models.mapping import Entry, Layout, buckets, entries, exported
+from arpo_megatron.models.spec import ExpertShape, ModelShape
+from arpo_megatron.utils.atomic import written
+from arpo_megatron.weights.shards import HeldParameters
+from tests.faults import small_disk
+from tests.models.tiny_models import CASES, gradients, make, megatron_logprobs, reference_logprobs, sample_tokens, weigh
+from tests.torchrun import torchrun
 
 
 def loaded(path: Path, dtype: str = "float32"):
@@ -97,11 +95,11 @@ FOUR_RANKS = ("llama-tied-rope3", "qwen2", "qwen3-tied", "qwen3moe", "qwen3moe-t
 def test_a_round_trip_keeps_every_bit_in_every_layout(
     cases: tuple[str, ...], layouts: tuple[str, ...], tmp_path: Path
 ) -> None:
-    from roundtrip import LAYOUTS
+    from tests.weights.roundtrip import LAYOUTS
 
     references = {case: make(tmp_path / "models" / case, case, num_hidden_layers=4) for case in cases}
     (ranks,) = {LAYOUTS[name].world_size for name in layouts}
-    torchrun(str(HERE / "roundtrip.py"), str(tmp_path / "models"), *layouts, ranks=ranks, timeout_s=550)
+    torchrun("tests.weights.roundtrip", str(tmp_path / "models"), *layouts, ranks=ranks, timeout_s=550)
     for layout in layouts:
         for case, reference in references.items():
             out = tmp_path / "exported" / layout / case

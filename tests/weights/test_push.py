@@ -22,20 +22,20 @@ import psutil
 import pytest
 import requests
 import torch
-from faults import small_disk
-from tiny_models import VOCABULARY, make, megatron_logprobs, reference_logprobs, sample_tokens
 
-from arpo_megatron.agreement import GAP_LIMITS
 from arpo_megatron.config import EngineConfig, ParallelConfig
-from arpo_megatron.rollout.server import EngineHandle, launch_engine
+from arpo_megatron.engine.admin import DiskPushError, Engine, Engines, WeightPushError
+from arpo_megatron.engine.launch import EngineHandle, launch_engine
+from arpo_megatron.engine.wire.buckets import Block, Bucket, sent
+from arpo_megatron.engine.wire.checksums import Sample
+from arpo_megatron.trainer.consistency import GAP_LIMITS
 from arpo_megatron.weights import transports
-from arpo_megatron.weights.buckets import Block, Bucket, sent
-from arpo_megatron.weights.checksums import Sample
-from arpo_megatron.weights.engines import DiskPushError, Engine, Engines, WeightPushError
 from arpo_megatron.weights.sync import LONG_PROBE_TOKENS, PROBE_TOKENS, WeightSync, probe_gap
 from arpo_megatron.weights.transports import Broadcast, Disk, SharedMemory, Transport
+from tests.faults import small_disk
+from tests.models.tiny_models import VOCABULARY, make, megatron_logprobs, reference_logprobs, sample_tokens
 
-HERE = Path(__file__).parent
+ROOT = Path(__file__).resolve().parents[2]
 TOKENS = sample_tokens(48)
 TIMEOUT_S = 60.0
 BUCKET_BYTES = 20_000
@@ -116,8 +116,8 @@ def generate(url: str, max_new_tokens: int = 4) -> dict[str, Any]:
 def trainer(directory: Path, seed: int) -> tuple[Any, Any, Any]:
     """A Megatron model with random weights, its shape, and the transformers model it was loaded from."""
     from arpo_megatron.actor.model import build_model
+    from arpo_megatron.models.spec import ModelShape
     from arpo_megatron.weights.load import load_hf
-    from arpo_megatron.weights.shape import ModelShape
 
     reference = make(directory / str(seed), "qwen3-tied", seed=seed)
     shape = ModelShape.from_hf(directory / str(seed))
@@ -327,8 +327,8 @@ def test_a_trainer_killed_between_two_buckets_leaves_an_engine_that_refuses_unti
     from arpo_megatron.weights.export import hf_buckets
 
     model, shape, _ = trainer(tmp_path, 30)
-    command = [sys.executable, str(HERE / "half_a_push.py"), engine.url, str(tmp_path / "30"), "30"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    command = [sys.executable, "-m", "tests.weights.half_a_push", engine.url, str(tmp_path / "30"), "30"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "one bucket has arrived\n"
         process.kill()

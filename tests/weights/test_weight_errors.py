@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_models import LLAMA3_ROPE, make
 
-from arpo_megatron import resolve
 from arpo_megatron.config import EngineConfig, ParallelConfig
 from arpo_megatron.errors import UserError
-from arpo_megatron.preparation import check_inputs
-from arpo_megatron.weights.shape import ExpertShape, ModelShape, RopeScaling
+from arpo_megatron.jobs import resolve
+from arpo_megatron.jobs.inputs import check_inputs
+from arpo_megatron.models.spec import ExpertShape, ModelShape, RopeScaling
+from tests.models.tiny_models import LLAMA3_ROPE, make
 
 
 @pytest.fixture(scope="module")

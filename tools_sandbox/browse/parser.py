@@ -22,10 +22,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tools_sandbox import frames
 from tools_sandbox.browse.fetch import FetchFailed, Page
 from tools_sandbox.browse.page import readable
 from tools_sandbox.python_tool import linux
+from tools_sandbox.workers import frames
 
 _MIB = 1 << 20
 

@@ -13,8 +13,8 @@ from tools_sandbox.browse import parser
 from tools_sandbox.browse.addresses import AddressPolicy
 from tools_sandbox.browse.fetch import FetchFailed, fetch
 from tools_sandbox.config import BrowseConfig, ConfigError, SummaryConfig
-from tools_sandbox.http_retry import RequestFailed, request_json
-from tools_sandbox.tools import Tool
+from tools_sandbox.tool import Tool
+from tools_sandbox.utils.http_retry import RequestFailed, request_json
 
 _SUMMARY_PROMPT = (
     "Summarise this web page for a reader who has to answer questions from your summary alone: keep names, numbers, "

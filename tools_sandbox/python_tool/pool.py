@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tools_sandbox.config import Limits, PythonConfig
+from tools_sandbox.python_tool.protocol import PLACE, THREAD_VARIABLES, Outcome, Request
 from tools_sandbox.python_tool.walls import Level, Walls, WorkerLimits
-from tools_sandbox.python_tool.wire import PLACE, THREAD_VARIABLES, Outcome, Request
-from tools_sandbox.temporary import TemporaryFolder
+from tools_sandbox.utils.temporary import TemporaryFolder
 
 log = logging.getLogger("tools_sandbox")
 

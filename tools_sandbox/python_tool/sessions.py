@@ -20,7 +20,7 @@ from pathlib import Path
 
 from tools_sandbox.config import ConfigError
 from tools_sandbox.python_tool.pool import PythonPool
-from tools_sandbox.python_tool.wire import Outcome
+from tools_sandbox.python_tool.protocol import Outcome
 
 TRAJECTORY: ContextVar[str] = ContextVar("trajectory", default="")
 """Whose call is running: set by the service for each call."""

@@ -6,8 +6,8 @@ import os
 import signal
 from dataclasses import dataclass, field
 
+from tools_sandbox.python_tool.protocol import Outcome, Request
 from tools_sandbox.python_tool.walls import WorkerLimits
-from tools_sandbox.python_tool.wire import Outcome, Request
 
 
 @dataclass

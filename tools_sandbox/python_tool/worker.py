@@ -19,8 +19,8 @@ from typing import NamedTuple
 from tools_sandbox.python_tool import isolation as walls_of
 from tools_sandbox.python_tool import state as states
 from tools_sandbox.python_tool.isolation import Isolation
+from tools_sandbox.python_tool.protocol import THREAD_VARIABLES, Request, read_exactly, read_head
 from tools_sandbox.python_tool.walls import WorkerLimits
-from tools_sandbox.python_tool.wire import THREAD_VARIABLES, Request, read_exactly, read_head
 
 FILENAME = "<python>"
 """The name of the code in its own tracebacks."""

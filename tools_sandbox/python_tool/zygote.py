@@ -19,10 +19,10 @@ from pathlib import Path
 
 from tools_sandbox.python_tool import isolation as walls_of
 from tools_sandbox.python_tool import linux
+from tools_sandbox.python_tool.call_supervisor import supervise
 from tools_sandbox.python_tool.isolation import Isolation
-from tools_sandbox.python_tool.supervisor import supervise
+from tools_sandbox.python_tool.protocol import PLACE
 from tools_sandbox.python_tool.walls import WorkerLimits
-from tools_sandbox.python_tool.wire import PLACE
 
 
 def main(control: socket.socket, root: str, preload: list[str], limits: dict[str, int]) -> None:

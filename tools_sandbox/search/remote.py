@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 
 from tools_sandbox.config import ConfigError, DenseConfig, WebConfig
-from tools_sandbox.http_retry import Pace, RequestFailed, request_json
+from tools_sandbox.utils.http_retry import Pace, RequestFailed, request_json
 
 
 class DenseEngine:

@@ -8,10 +8,10 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from tools_sandbox.answers import ToolResult
 from tools_sandbox.config import ConfigError, SearchConfig
-from tools_sandbox.http_retry import RequestFailed
 from tools_sandbox.search.index import SearchIndex
 from tools_sandbox.search.remote import DenseEngine, WebEngine
-from tools_sandbox.tools import Tool, ToolBroken, in_thread
+from tools_sandbox.tool import Tool, ToolBroken, in_thread
+from tools_sandbox.utils.http_retry import RequestFailed
 
 NO_RESULTS = "No results found."
 

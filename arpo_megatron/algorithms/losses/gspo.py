@@ -14,7 +14,7 @@ import numpy as np
 from arpo_megatron.algorithms.base import Batch, Floats, MinibatchValue
 from arpo_megatron.algorithms.credit import TreeCredit, TreeShape
 from arpo_megatron.algorithms.importance import bounded_exp
-from arpo_megatron.algorithms.losses.minibatch import ratio_statistics
+from arpo_megatron.algorithms.losses.batch_tokens import ratio_statistics
 
 
 @dataclass(frozen=True, slots=True)

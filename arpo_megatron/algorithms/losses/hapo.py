@@ -7,7 +7,7 @@ import numpy as np
 from pydantic import Field
 
 from arpo_megatron.algorithms.base import Batch, Floats, MinibatchValue
-from arpo_megatron.algorithms.losses.minibatch import Columns, joined
+from arpo_megatron.algorithms.losses.batch_tokens import Columns, joined
 
 Share = Annotated[float, Field(ge=0, le=1)]
 

@@ -7,7 +7,7 @@ import numpy as np
 from pydantic import Field
 
 from arpo_megatron.algorithms.base import Batch, Floats, MinibatchValue
-from arpo_megatron.algorithms.losses.minibatch import Columns
+from arpo_megatron.algorithms.losses.batch_tokens import Columns
 
 Limit = Annotated[float, Field(gt=0)]
 

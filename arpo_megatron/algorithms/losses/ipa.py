@@ -9,7 +9,7 @@ from pydantic import Field
 from arpo_megatron.algorithms.base import Batch, Floats, MinibatchValue
 from arpo_megatron.algorithms.credit import TreeShape
 from arpo_megatron.algorithms.importance import bounded_exp
-from arpo_megatron.algorithms.losses.minibatch import Columns, joined
+from arpo_megatron.algorithms.losses.batch_tokens import Columns, joined
 from arpo_megatron.algorithms.turns import turns
 from arpo_megatron.tree import RolloutTree
 

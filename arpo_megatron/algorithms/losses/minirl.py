@@ -7,7 +7,7 @@ import numpy as np
 from pydantic import Field
 
 from arpo_megatron.algorithms.base import Batch, MinibatchValue
-from arpo_megatron.algorithms.losses.minibatch import Columns, joined
+from arpo_megatron.algorithms.losses.batch_tokens import Columns, joined
 
 
 @dataclass(frozen=True, slots=True)

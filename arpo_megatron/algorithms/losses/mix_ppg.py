@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from arpo_megatron.algorithms.base import Batch, MinibatchValue
-from arpo_megatron.algorithms.losses.minibatch import Columns
+from arpo_megatron.algorithms.losses.batch_tokens import Columns
 
 
 @dataclass(frozen=True, slots=True)

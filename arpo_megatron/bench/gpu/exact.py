@@ -20,20 +20,20 @@ from safetensors.torch import load_file, save_file
 from arpo_megatron.actor import parallel
 from arpo_megatron.actor.actor import Actor
 from arpo_megatron.actor.flex_attention import flex_plan
-from arpo_megatron.actor.layout import TreePack
 from arpo_megatron.actor.microbatch import MicroBatches, Place
-from arpo_megatron.actor.packing import pack_trees
 from arpo_megatron.algorithms.credit import supervised_credit
 from arpo_megatron.bench.gpu.journal import Figures, Part, quantiles
 from arpo_megatron.bench.gpu.kernels import error_parts
-from arpo_megatron.bench.mixes import MIXES, flattened
 from arpo_megatron.config import EngineConfig, Fp8Recipe, JobConfig, ModelConfig, ParallelConfig
-from arpo_megatron.machine import ON_CPU, Placement
-from arpo_megatron.rollout.server import launch_engine
-from arpo_megatron.tasks.tokenizers import generated_tokenizer, make_model_directory
+from arpo_megatron.engine.launch import launch_engine
+from arpo_megatron.hardware.placement import ON_CPU, Placement
+from arpo_megatron.models.random_init import save_random_weights
+from arpo_megatron.models.spec import ModelShape
+from arpo_megatron.models.tiny import generated_tokenizer, make_model_directory
+from arpo_megatron.packing.layout import TreePack
+from arpo_megatron.packing.packs import pack_trees
+from arpo_megatron.plan.synthetic_trees import MIXES, flattened
 from arpo_megatron.tree import Role, RolloutTree
-from arpo_megatron.weights.random_init import save_random_weights
-from arpo_megatron.weights.shape import ModelShape
 
 RECIPES = cast("tuple[Fp8Recipe, ...]", get_args(Fp8Recipe))
 MODEL = ModelConfig(hidden_size=1024, layers=8, heads=16, kv_heads=8, ffn_size=3072, max_length=4096)

@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from arpo_megatron.actor.flex_attention import flex_plan, flex_tree_attention
-from arpo_megatron.actor.flops import BACKWARD
-from arpo_megatron.actor.layout import TreePack
-from arpo_megatron.actor.packing import pack_trees
 from arpo_megatron.algorithms.credit import supervised_credit
 from arpo_megatron.bench.gpu.journal import Figures, Part, timed
-from arpo_megatron.bench.mixes import MIXES, flattened
+from arpo_megatron.packing.flops import BACKWARD
+from arpo_megatron.packing.layout import TreePack
+from arpo_megatron.packing.packs import pack_trees
+from arpo_megatron.plan.synthetic_trees import MIXES, flattened
 
 HEADS, GROUPS, DIM = 32, 8, 128
 """Of Qwen3 4B and 8B."""

@@ -20,8 +20,8 @@ from arpo_megatron.config import (
     SftConfig,
     TrainConfig,
 )
+from arpo_megatron.hardware.specs import GIB
 from arpo_megatron.plan import Hardware, Plan, plan
-from arpo_megatron.plan.hardware import GIB
 
 SIZES = ("Qwen/Qwen3-4B", "Qwen/Qwen3-8B", "Qwen/Qwen3-14B")
 SHARES = (1.0, 0.75, 0.5, 0.25)

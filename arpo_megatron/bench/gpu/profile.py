@@ -1,7 +1,7 @@
 """Where the time of a training step goes: kernels and groups of them, and when the device has nothing to do.
 
-Read from the profiler's trace of one update behind two others (`monitor/machine.py`), which is kept. The profiler slows
-the process that launches kernels, so the step's time without it stands beside.
+Read from the profiler's trace of one update behind two others (`monitor/profiler.py`), which is kept. The
+profiler slows the process that launches kernels, so the step's time without it stands beside.
 """
 
 import gzip
@@ -18,13 +18,13 @@ from typing import Any
 import numpy as np
 
 from arpo_megatron.actor.flex_attention import flex_plan
-from arpo_megatron.actor.flops import work_of
-from arpo_megatron.actor.layout import TreePack
 from arpo_megatron.bench.gpu.journal import Figures, Part, timed
 from arpo_megatron.bench.gpu.update import Bench, packed, single_chain
-from arpo_megatron.bench.mixes import MIXES
 from arpo_megatron.config import Fp8Recipe
-from arpo_megatron.monitor.machine import StepProfiler
+from arpo_megatron.monitor.profiler import StepProfiler
+from arpo_megatron.packing.flops import work_of
+from arpo_megatron.packing.layout import TreePack
+from arpo_megatron.plan.synthetic_trees import MIXES
 from arpo_megatron.tree import RolloutTree
 
 TOP = 10

@@ -23,12 +23,12 @@ from arpo_megatron.bench.gpu.journal import Figures, Part, reset_peak, synchroni
 from arpo_megatron.bench.gpu.random_engines import DUMMY, RandomEngines, copies_per_s, here
 from arpo_megatron.bench.sync import trainer_logprobs
 from arpo_megatron.config import EngineConfig, ParallelConfig, SyncConfig
-from arpo_megatron.leader import probe_pack
-from arpo_megatron.rollout.server import EngineHandle, launch_engine
-from arpo_megatron.weights.engines import Engine, Engines
+from arpo_megatron.engine.admin import Engine, Engines
+from arpo_megatron.engine.launch import EngineHandle, launch_engine
+from arpo_megatron.models.known import KNOWN_SHAPES
+from arpo_megatron.models.spec import ModelShape
+from arpo_megatron.trainer.controller import probe_pack
 from arpo_megatron.weights.export import export_hf, hf_buckets
-from arpo_megatron.weights.known_shapes import KNOWN_SHAPES
-from arpo_megatron.weights.shape import ModelShape
 from arpo_megatron.weights.sync import LONG_PROBE_TOKENS, TIMEOUT_S, WeightSync, probe_gap
 from arpo_megatron.weights.transports import SharedMemory
 

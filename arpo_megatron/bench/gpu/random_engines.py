@@ -22,11 +22,11 @@ from arpo_megatron.actor import parallel
 from arpo_megatron.bench.gpu.journal import timed
 from arpo_megatron.bench.talkative_model import OTHERS, sums, talkative_tokenizer
 from arpo_megatron.config import EngineConfig
-from arpo_megatron.machine import ON_CPU, Placement
+from arpo_megatron.engine.launch import EngineHandle, launch_engine
+from arpo_megatron.engine.server.entropy import WITHOUT_ENTROPY
+from arpo_megatron.hardware.placement import ON_CPU, Placement
+from arpo_megatron.models.spec import ModelShape
 from arpo_megatron.plan.parameters import whole_model
-from arpo_megatron.rollout.server import EngineHandle, launch_engine
-from arpo_megatron.rollout.sglang_plugin import WITHOUT_ENTROPY
-from arpo_megatron.weights.shape import ModelShape
 
 SEGMENT = 128
 """Mean tokens before a call."""

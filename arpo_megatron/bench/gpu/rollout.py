@@ -19,21 +19,21 @@ import requests
 import torch
 
 from arpo_megatron.actor import parallel
+from arpo_megatron.algorithms.branching import make_policy
 from arpo_megatron.bench.gpu.journal import Figures, Part, timed
 from arpo_megatron.bench.gpu.random_engines import Kind, RandomEngines, copies_per_s, step_bytes
 from arpo_megatron.bench.pools import GROUP, new_pool, start
 from arpo_megatron.bench.rollout import LIMITS
 from arpo_megatron.bench.simulated_tools import LATENCIES, SimulatedTools
 from arpo_megatron.config import AlgorithmConfig, EngineConfig
-from arpo_megatron.rollout.client import EngineClient
-from arpo_megatron.rollout.generation import Sampling
+from arpo_megatron.engine.client import EngineClient
+from arpo_megatron.engine.request import Sampling
+from arpo_megatron.engine.server.entropy import entropy_nats, sampled_entropy_nats
+from arpo_megatron.models.known import KNOWN_SHAPES
+from arpo_megatron.models.spec import ModelShape
 from arpo_megatron.rollout.messages import CollectTrees, GrowReport, GrowSettings
-from arpo_megatron.rollout.policies import make_policy
-from arpo_megatron.rollout.sglang_plugin import entropy_nats, sampled_entropy_nats
 from arpo_megatron.rollout.worker import TokenizerCodec
 from arpo_megatron.tasks.base import Task
-from arpo_megatron.weights.known_shapes import KNOWN_SHAPES
-from arpo_megatron.weights.shape import ModelShape
 
 SEED = 1
 LARGEST = 256

@@ -35,16 +35,16 @@ from arpo_megatron.config import (
     SandboxConfig,
     TrainConfig,
 )
-from arpo_megatron.job import opened, run_phases, watching
+from arpo_megatron.jobs.run_directory import RunDirectory
+from arpo_megatron.launch.job import opened, run_phases, watching
+from arpo_megatron.models.known import KNOWN_SHAPES
+from arpo_megatron.models.random_init import save_random_weights
+from arpo_megatron.models.spec import ModelShape
 from arpo_megatron.monitor.events import EventReader
+from arpo_megatron.monitor.tree_store import read_trees, step_file
 from arpo_megatron.plan import memory, plan, timing
 from arpo_megatron.plan.workload import TOOL_SHARE, TYPICAL_FILL, grown
-from arpo_megatron.processes import RoleDiedError, Roles
-from arpo_megatron.run_directory import RunDirectory
-from arpo_megatron.tree_files import read_trees, step_file
-from arpo_megatron.weights.known_shapes import KNOWN_SHAPES
-from arpo_megatron.weights.random_init import save_random_weights
-from arpo_megatron.weights.shape import ModelShape
+from arpo_megatron.utils.processes import RoleDiedError, Roles
 
 ENDLESS = 10**6
 LIMIT_S = 400.0
@@ -136,8 +136,8 @@ def _prepare_trainer(what: Step) -> Callable[[], Figures]:
 
 
 def _prepare_job(what: Step) -> Callable[[], Figures]:
-    from arpo_megatron.machine import Placement
-    from arpo_megatron.rollout.server import engine_options
+    from arpo_megatron.engine.launch import engine_options
+    from arpo_megatron.hardware.placement import Placement
 
     what.make_model(weights=False)
     config, hardware = what.config(), one_gpu()

@@ -10,7 +10,7 @@ from typing import Any
 from arpo_megatron.bench.gpu.journal import Figures
 from arpo_megatron.bench.gpu.trainer import PASSES, TIME_GOAL, beside, gib
 from arpo_megatron.config import JobConfig
-from arpo_megatron.plan.hardware import GIB
+from arpo_megatron.hardware.specs import GIB
 from arpo_megatron.plan.memory import STATIC, Memory
 from arpo_megatron.plan.workload import typical
 

@@ -16,21 +16,21 @@ from typing import Any
 
 import torch
 
-from arpo_megatron import resolve
 from arpo_megatron.actor import parallel
 from arpo_megatron.actor.actor import Actor
 from arpo_megatron.actor.optimizer_state import inner_optimizers
-from arpo_megatron.actor.packing import pack_trees
 from arpo_megatron.algorithms.credit import supervised_credit
 from arpo_megatron.bench import memory as resident
 from arpo_megatron.bench.gpu.journal import Figures, reset_peak, timed
 from arpo_megatron.config import JobConfig
-from arpo_megatron.machine import trainer_environment
+from arpo_megatron.hardware.placement import trainer_environment
+from arpo_megatron.hardware.specs import GIB
+from arpo_megatron.jobs import resolve
+from arpo_megatron.models.known import shape_of
+from arpo_megatron.packing.packs import pack_trees
 from arpo_megatron.plan import GPUS, Hardware, memory, timing
-from arpo_megatron.plan.hardware import GIB
 from arpo_megatron.plan.workload import grown, largest
-from arpo_megatron.processes import how_it_ended
-from arpo_megatron.weights.known_shapes import shape_of
+from arpo_megatron.utils.processes import how_it_ended
 
 MEMORY_GOAL, TIME_GOAL = 0.1, 0.25
 """How far a measurement may be from its plan."""

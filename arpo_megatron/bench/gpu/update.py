@@ -1,6 +1,6 @@
 """Speed of a training step: trees and flat sequences, bfloat16 and FP8, as tokens/s and share of the measured peak.
 
-The peak is that of a large bfloat16 matrix product in the same process. Model FLOPs are those of actor/flops.py.
+The peak is that of a large bfloat16 matrix product in the same process. Model FLOPs are those of packing/flops.py.
 """
 
 import gc
@@ -16,17 +16,17 @@ import torch
 from arpo_megatron.actor import parallel
 from arpo_megatron.actor.actor import Actor
 from arpo_megatron.actor.flex_attention import flex_plan
-from arpo_megatron.actor.flops import Recompute, work_of
-from arpo_megatron.actor.layout import TreePack
-from arpo_megatron.actor.packing import pack_trees
 from arpo_megatron.algorithms.credit import supervised_credit
 from arpo_megatron.bench.gpu.journal import Figures, Part, peak_gib, reset_peak, timed
 from arpo_megatron.bench.gpu.kernels import speed_parts
-from arpo_megatron.bench.mixes import MIXES, flattened
 from arpo_megatron.config import Fp8Recipe, JobConfig, ModelConfig, ParallelConfig
+from arpo_megatron.models.known import KNOWN_SHAPES
+from arpo_megatron.models.spec import ModelShape
+from arpo_megatron.packing.flops import Recompute, work_of
+from arpo_megatron.packing.layout import TreePack
+from arpo_megatron.packing.packs import pack_trees
+from arpo_megatron.plan.synthetic_trees import MIXES, flattened
 from arpo_megatron.tree import Role, RolloutTree
-from arpo_megatron.weights.known_shapes import KNOWN_SHAPES
-from arpo_megatron.weights.shape import ModelShape
 
 QWEN3_4B = KNOWN_SHAPES["Qwen/Qwen3-4B"]
 PEAK_SIZE = 8192

@@ -17,18 +17,19 @@ from urllib.parse import urlsplit
 import httpx
 import openai
 
-from arpo_megatron import chat
+from arpo_megatron.algorithms.branching import place_seed
 from arpo_megatron.config import JobConfig
 from arpo_megatron.errors import UserError
 from arpo_megatron.evaluation.agents.base import Deliver, Wanted
+from arpo_megatron.evaluation.journal import Outcome
 from arpo_megatron.evaluation.prompts import Tools
-from arpo_megatron.evaluation.records import Outcome
 from arpo_megatron.evaluation.response import AgentResponse, Given, NoResponse
-from arpo_megatron.rollout import protocol
-from arpo_megatron.rollout.policies import place_seed
 from arpo_megatron.rollout.tools import ToolClient
-from arpo_megatron.tasks.base import Message, whole_characters
+from arpo_megatron.tasks.base import Message
+from arpo_megatron.tasks.tags import calls as protocol
 from arpo_megatron.tree import Finish
+from arpo_megatron.utils import chat_client as chat
+from arpo_megatron.utils.text import whole_characters
 from tools_sandbox.client import SandboxError
 
 KEY_VARIABLE = "OPENAI_API_KEY"

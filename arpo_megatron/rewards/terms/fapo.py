@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from arpo_megatron.rewards.base import ResponseGroup, Score
-from arpo_megatron.rewards.prompts import FLAWED, flawed, question_of
+from arpo_megatron.rewards.judge.prompts import FLAWED, flawed, question_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from itertools import permutations
 from typing import ClassVar
 
 from arpo_megatron.rewards.base import ResponseGroup, Score
-from arpo_megatron.rewards.prompts import FIRST, SECOND, better, question_of
+from arpo_megatron.rewards.judge.prompts import FIRST, SECOND, better, question_of
 
 _WON = {FIRST: (1.0, 0.0), SECOND: (0.0, 1.0)}
 

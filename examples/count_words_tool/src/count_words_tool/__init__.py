@@ -3,7 +3,7 @@
 from pydantic import BaseModel, ConfigDict, Field
 
 from tools_sandbox.answers import ToolResult
-from tools_sandbox.tools import Tool, in_thread
+from tools_sandbox.tool import Tool, in_thread
 
 
 class CountArguments(BaseModel):

@@ -1,0 +1,32 @@
+"""Independent trajectories: the control arm, and every evaluation."""
+
+from dataclasses import dataclass
+
+from arpo_megatron.algorithms.branching.base import Decision, ForkPoint
+from arpo_megatron.tree import BranchRecord
+
+
+@dataclass(frozen=True, slots=True)
+class GrpoPolicy:
+    """`samples` trajectories from the prompt and no forks (GRPO, arXiv 2402.03300, the expectation in eq. 3)."""
+
+    samples: int
+
+    @property
+    def initial(self) -> int:
+        """All of them."""
+        return self.samples
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.samples
+
+    @property
+    def measured_tokens(self) -> int:
+        """Nothing is measured."""
+        return 0
+
+    def decide(self, point: ForkPoint) -> Decision:
+        """Go on."""
+        return Decision(0, BranchRecord(dH=0.0, probability=0.0, draw=0.0, why="grpo"))

@@ -1,0 +1,58 @@
+"""`arpo doctor`: this machine, a recipe's files, and a cluster as it looks from its login node."""
+
+from arpo_megatron.cluster.profile import ClusterProfile
+from arpo_megatron.cluster.slurm_checks import cluster_checks
+from arpo_megatron.cluster.submit import prepare_submission
+from arpo_megatron.config import JobConfig
+from arpo_megatron.engine.launch import free_ports
+from arpo_megatron.hardware.placement import gpu_count
+from arpo_megatron.jobs import run_directory
+from arpo_megatron.jobs.inputs import check_files, check_inputs
+from arpo_megatron.jobs.run_directory import RUNS, RunDirectory
+from arpo_megatron.launch.preflight.allreduce import on_this_machine
+from arpo_megatron.launch.preflight.check import Finding, failure, ok, run_checks, show
+from arpo_megatron.launch.preflight.machine import PORTS, Check, check_clock, check_python, job_checks, machine_checks
+
+LOCAL_CHECK_S = 120.0
+"""Seconds that a check may take; nothing waits for it."""
+
+
+def examine(config: JobConfig | None, profile: ClusterProfile | None) -> bool:
+    """Print one line a check; whether none has failed."""
+    checks: list[Check] = []
+    if profile is None:
+        runs = (config.run_dir if config else None) or RUNS
+        gpus = gpu_count("auto" if config is None else config.platform)
+        checks += machine_checks(gpus=gpus, on_gpus=gpus > 0 or _wants_gpus(config), config=config)
+        checks += [("ports", _check_ports), ("network", lambda: on_this_machine(gpus, *free_ports(1)))]
+    else:  # a login node has neither GPUs nor the packages of the roles
+        runs = profile.runs.expanduser()
+        checks += [("python", check_python), *cluster_checks(profile)]
+    checks.append(("clock", lambda: check_clock(runs)))
+    if config is not None:
+        run = RunDirectory(run_directory.next_path(config, runs))
+        checks += job_checks(config, run, profile.secrets if profile else {})
+        checks.append(("recipe", lambda: _check_recipe(config, profile)))
+    return show(run_checks(checks, LOCAL_CHECK_S, len(checks) * LOCAL_CHECK_S))
+
+
+def _wants_gpus(config: JobConfig | None) -> bool:
+    """A model that is fetched is trained on GPUs, also where an image is looked at on a machine without."""
+    return config is not None and config.platform != "cpu" and not config.model.made
+
+
+def _check_ports() -> Finding:
+    return ok("ports", f"{len(free_ports(PORTS))} free at 127.0.0.1")
+
+
+def _check_recipe(config: JobConfig, profile: ClusterProfile | None) -> Finding:
+    """Its inputs are there, and this machine can run it, or `arpo submit` would take it."""
+    if profile is None:
+        check_inputs(config)
+        return ok("recipe", f"{config.name} can run on this machine")
+    check_files(config)
+    submission = prepare_submission(config, profile, nodes=None)
+    forecast, plan = submission.forecast, submission.plan
+    if forecast is not None and not forecast.fits:
+        return failure("recipe", f"{config.name} does not fit: {forecast.reason}", "arpo plan shows layouts that do")
+    return ok("recipe", f"{config.name} on {plan.nodes} node(s): {'; '.join(plan.describe())}")

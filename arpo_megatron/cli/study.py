@@ -1,0 +1,105 @@
+"""`arpo study ...`: whole experiments, from equal cold starts to a table and a picture."""
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from arpo_megatron.errors import UserError
+
+app = typer.Typer(
+    no_args_is_help=True,
+    help="Compare methods on a generated family of tasks, several seeds each, from equal cold starts.",
+)
+
+
+def _study_command(name: str, text: str) -> None:
+    """A command that runs the study `name`."""
+
+    @app.command(name, help=text)
+    def study(
+        overrides: Annotated[
+            list[str] | None,
+            typer.Argument(metavar="[KEY=VALUE]...", help="Overrides of every run, e.g. train.steps=20"),
+        ] = None,
+        seeds: Annotated[
+            int | None, typer.Option(min=1, help="Seeds, from 1 on; default: 5 (efficiency), 3 (ablation).")
+        ] = None,
+        jobs: Annotated[int, typer.Option(min=1, help="Runs at a time on this machine.")] = 1,
+        out: Annotated[Path | None, typer.Option(help="Directory of the runs; default: runs/study-NAME.")] = None,
+        report: Annotated[
+            Path | None,
+            typer.Option(help="Directory of table, picture and Parquet; default: report/ in that of the runs."),
+        ] = None,
+        only: Annotated[str | None, typer.Option(metavar="ARM[,ARM]", help="Only these arms.")] = None,
+    ) -> None:
+        _study(name, overrides or [], seeds, jobs, out, report, only)
+
+
+_study_command(
+    "efficiency",
+    "Held-out reward against executed tool calls: GRPO, GRPO at equal calls, random forks, ARPO, AEPO.\n\n"
+    "Stopped at any moment, the same command goes on where it was.",
+)
+_study_command("ablation", "What entropy weight, share of forks and beam do to ARPO; works like `efficiency`.")
+
+
+@app.command()
+def entropy(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN_DIR...", help="Runs with stored trees.")],
+    out: Annotated[Path, typer.Option(help="Directory for table, picture and Parquet.")],
+) -> None:
+    """Entropy of the first tokens behind tool results, behind prompts, and elsewhere, from any runs' stored trees."""
+    from arpo_megatron.jobs.run_directory import RunDirectory
+    from arpo_megatron.studies import entropies
+    from arpo_megatron.studies.picture import check_can_draw
+    from arpo_megatron.studies.report import made_by
+
+    check_can_draw()
+
+    for path in runs:
+        if not (path / "config.yaml").is_file():
+            raise UserError(f"{path} is not a run directory (no config.yaml there)")
+    rows = entropies.collect([RunDirectory(path) for path in runs])
+    for path in entropies.write_report(rows, out, made_by(entropies.command(runs, out))):
+        print(path)
+
+
+def _study(
+    name: str, words: list[str], seeds: int | None, jobs: int, out: Path | None, report: Path | None, only: str | None
+) -> None:
+    from dataclasses import replace
+
+    from arpo_megatron.jobs.run_directory import RUNS
+    from arpo_megatron.monitor.progress import Progress
+    from arpo_megatron.studies import pieces, table
+    from arpo_megatron.studies.designs import DESIGNS
+    from arpo_megatron.studies.picture import check_can_draw
+    from arpo_megatron.studies.report import Found, write_report
+    from arpo_megatron.studies.running import Study
+
+    check_can_draw()
+    design = DESIGNS[name]
+    if only is not None:
+        arms = only.split(",")
+        if unknown := [arm for arm in arms if arm not in design.arms]:
+            raise UserError(f"--only {only}: {name} has no arm {unknown[0]!r}; arms: {', '.join(design.arms)}")
+        design = replace(design, arms=tuple(arm for arm in design.arms if arm in arms))
+    place = (out or RUNS / f"study-{name}").absolute()
+    runs = pieces.plan(design, place, seeds or design.seeds, words)
+    pieces.check(runs)
+    place.mkdir(parents=True, exist_ok=True)
+    with Progress() as progress:
+        study = Study(runs, place, jobs, progress)
+        study.run()
+    options = [f"--seeds {seeds or design.seeds}", f"--jobs {jobs}", *([] if only is None else [f"--only {only}"])]
+    command = " ".join(["arpo study", name, *map(shlex.quote, words), *options])
+    try:
+        found = Found.of(design, table.collect(runs), command, sorted({run.seed for run in runs}))
+        for path in write_report(found, report or place / "report"):
+            print(path)
+        sys.stdout.flush()
+    finally:
+        study.check()  # behind the report: of seeds whose runs are all done it tells whatever became of the others

@@ -1,0 +1,142 @@
+"""`arpo trees` and `arpo replay-tree`: what a run's stored trees look like, and whether their decisions follow."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from arpo_megatron.errors import UserError
+from arpo_megatron.jobs import resolve
+from arpo_megatron.jobs.inputs import load_tokenizer, model_path
+from arpo_megatron.jobs.run_directory import RunDirectory
+from arpo_megatron.monitor.tree_store import (
+    StoredTree,
+    most_telling,
+    read_summaries,
+    read_trees,
+    step_file,
+    stored_steps,
+)
+from arpo_megatron.monitor.tree_view import printable, render_tree, save_svg
+
+
+def show_trees(run: RunDirectory, *, step: int | None, tree: int | None, count: int, svg: Path | None) -> None:
+    """List the stored trees of a step and draw some of them, on the screen or as SVG.
+
+    Args:
+        run: of which run.
+        step: None: the newest.
+        tree: the number of the one to draw, as listed; None: `count` trees, the most telling first.
+        count: how many to draw; 0 only lists.
+        svg: file for the drawing.
+
+    Raises:
+        UserError: no such trees are stored, or the file cannot be written.
+    """
+    steps = stored_steps(run)
+    path = step_file(run, steps[-1] if step is None else step)
+    if svg is None:
+        Console().print(_table(path, steps))
+    stored = read_trees(path) if count or tree is not None else []
+    chosen = most_telling(stored)[:count] if tree is None else [_numbered(stored, tree, path)]
+    if not chosen:
+        return
+    tokenizer = load_tokenizer(model_path(resolve.load(run.config), run))
+    pictures = [_picture(item, lambda ids: str(tokenizer.decode(ids))) for item in chosen]
+    if svg is None:
+        Console().print(Group(*pictures))
+        return
+    try:
+        save_svg(Group(*pictures), svg, title=f"arpo trees {run.path}")
+    except OSError as error:
+        raise UserError(f"cannot write {svg}: {error.strerror}") from None
+
+
+def replay_trees(file: Path, *, tree: int | None, config: Path | None) -> bool:
+    """Derive the decisions of stored trees again and print what was found; whether all of them are as stored.
+
+    Args:
+        file: RUN_DIR/trees/step_N.parquet.
+        tree: the number of one tree; None: all.
+        config: of the run; None: that of the run directory in which the file lies.
+
+    Raises:
+        UserError: the file, the config or the tokenizer cannot be read.
+    """
+    from arpo_megatron.algorithms.branching import make_policy
+    from arpo_megatron.rollout.replay_decisions import Difference, replay_decisions
+    from arpo_megatron.rollout.worker import TokenizerCodec
+
+    run = RunDirectory(file.resolve().parent.parent)
+    if config is None and not run.config.is_file():
+        raise UserError(f"{file} lies in no run directory: give the run's config with --config")
+    job = resolve.load(config or run.config)
+    vocabulary_size = TokenizerCodec(model_path(job, run)).vocabulary_size
+    policy = make_policy(job.algorithm, vocabulary_size=vocabulary_size, seed=job.seed)
+    stored = read_trees(file)
+    numbers = range(len(stored)) if tree is None else [tree]
+    decisions = 0
+    incomplete = mixed = 0
+    for number in numbers:
+        item = _numbered(stored, number, file)
+        if not item.complete:
+            if item.dropped is None or item.rewards:
+                found, leaves = len(item.rewards), len(item.tree.leaves())
+                print(printable(f"tree {number} ({item.tree.task_id}): {found} rewards for {leaves} trajectories"))
+                return False
+            incomplete += 1  # it was given up in the middle
+            continue
+        if item.replayed:  # a stored trajectory stands where another was sampled
+            mixed += 1
+            continue
+        try:
+            decisions += replay_decisions(item.tree, policy)
+        except Difference as difference:
+            print(printable(f"tree {number} ({item.tree.task_id}): {difference}"))
+            return False
+    if incomplete:
+        print(f"{incomplete} trees were given up before their end, and are left out")
+    if mixed:
+        print(f"{mixed} trees hold replayed trajectories, and are left out")
+    print(f"{len(numbers) - incomplete - mixed} trees, {decisions} decisions: all follow from tree, entropies and seed")
+    return True
+
+
+def _picture(item: StoredTree, decode: Callable[[list[int]], str]) -> RenderableType:
+    return render_tree(item.tree, decode, item.rewards if item.complete else [])
+
+
+def _numbered(stored: list[StoredTree], number: int, path: Path) -> StoredTree:
+    if not 0 <= number < len(stored):
+        raise UserError(f"{path} has trees 0 to {len(stored) - 1}, no tree {number}")
+    return stored[number]
+
+
+def _table(path: Path, steps: list[int]) -> Table:
+    """One line a tree, in the order in which they are stored."""
+    rows = read_summaries(path)
+    title = f"{path} (stored: steps {steps[0]} to {steps[-1]})"
+    table = Table(title=Text(title), title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0))
+    for name in ("tree", "step", "task", "leaves", "forks", "reward", "unique/flat", "seconds", "dropped"):
+        table.add_column(name, justify="left" if name == "task" else "right", overflow="fold")
+    for number, row in enumerate(rows):
+        table.add_row(*(Text(printable(cell)) for cell in (str(number), *_cells(row))))  # no markup
+    return table
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    rewards, unique, flat = row["rewards"], row["unique_tokens"], row["flat_tokens"]
+    return [
+        str(row["step"]),
+        row["task_id"],
+        str(len(row["leaves"])),
+        str(row["forks"]),
+        f"{sum(rewards) / len(rewards):+.3f}" if rewards else "-",
+        f"{unique}/{flat}",
+        f"{row['grow_seconds']:.1f}",
+        row["dropped"] or "",
+    ]

@@ -1,0 +1,287 @@
+"""What can be asked of a submitted run, by its name: where it is, what it says, and that it end."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from arpo_megatron.cluster import slurm
+from arpo_megatron.cluster.code_snapshot import ROOT
+from arpo_megatron.cluster.profile import load_profile, profile_names
+from arpo_megatron.cluster.ssh import login_node, words_to_add
+from arpo_megatron.cluster.submissions import job_states, job_states_of, live_jobs, submissions_of
+from arpo_megatron.errors import UserError
+from arpo_megatron.jobs import resolve
+from arpo_megatron.jobs.checkpoint_dirs import checkpoint_directories
+from arpo_megatron.jobs.run_directory import RunDirectory
+from arpo_megatron.launch import health
+
+_FOLLOW_INTERVAL_S = 1.0
+_STATE_INTERVAL_S = 3.0
+_SILENCE_S = 600.0
+"""How long a controller that does not answer is waited for by `arpo logs --follow`: longer than its restart takes."""
+_ENDING_S, _LOOK_S = 60.0, 1.0
+"""How long a job that is ending is waited for (Slurm's KillWait is 30 s, if nobody has changed it), and between two
+looks."""
+
+
+def find_run(name: str, cluster: str | None = None) -> RunDirectory:
+    """A submitted run by the path of its directory, or by its name in the `runs` of the profiles.
+
+    Raises:
+        UserError: there is none, or there are several of that name.
+    """
+    if (run := RunDirectory(Path(name).absolute())).submissions.is_dir():
+        if not submissions_of(run):
+            raise UserError(f"{name}: no job of this run was submitted")
+        return run
+    found = [run for run in _submitted(cluster) if run.path.name == name]
+    if not found:
+        names = ", ".join(sorted(run.path.name for run in _submitted(cluster))) or "none"
+        raise UserError(
+            f"no submitted run is called {name}; there are: {names} (or give its directory, or the --cluster it was "
+            "submitted to)"
+        )
+    if len(found) > 1:
+        raise UserError(
+            f"several runs are called {name}: give the directory, {' or '.join(str(r.path) for r in found)}"
+        )
+    return found[0]
+
+
+def address(run: RunDirectory) -> str:
+    """How a command that is told to the user names a run: by its name where that finds it, else by its directory.
+
+    A profile may be any file, and no command without its `--cluster` looks in the `runs` of one that is not in
+    `slurm/clusters`; there may also be another run of that name.
+    """
+    return (run.path.name if _found_by_name(run) else str(run.path)) + words_to_add()
+
+
+def _found_by_name(run: RunDirectory) -> bool:
+    with suppress(UserError, OSError):
+        if words_to_add():  # the user names the profile
+            return load_profile(str(run.cluster)).runs.expanduser().absolute() == run.path.parent
+        return find_run(run.path.name).path == run.path
+    return False
+
+
+def _submitted(cluster: str | None) -> list[RunDirectory]:
+    places = set()
+    for name in [cluster] if cluster else profile_names():
+        try:
+            if not cluster and login_node(name) is not None:  # asked only when it is named
+                continue
+            places.add(load_profile(name).runs.expanduser().absolute())
+        except UserError:
+            if cluster:  # a profile of a cluster that this machine does not belong to has variables that are not set
+                raise
+    folders = (path.parents[1] for place in sorted(places) for path in place.glob("*/submissions/1.json"))
+    return [RunDirectory(path) for path in sorted(folders, key=lambda path: path.stat().st_mtime)]
+
+
+def print_status(name: str | None, cluster: str | None) -> None:
+    """A line a run; of a single one all that is known."""
+    runs = [find_run(name, cluster)] if name else _submitted(cluster)
+    if not runs:
+        print("no run has been submitted")
+    for run, states in zip(runs, job_states_of(runs), strict=True):
+        state = _newest(states)
+        line = f"{run.path.name}: " + ("not in Slurm any more" if state is None else f"job {state.id} {state.state}")
+        print(line + f", {_progress(run)}")
+        if name:
+            _print_details(run, None if state is None else slurm.job_state(state.id))
+
+
+def newest_state(run: RunDirectory) -> slurm.JobState | None:
+    """Of the job of this run that runs, else of the first that waits, else of the last one that has run."""
+    state = _newest(job_states(run))
+    return None if state is None else slurm.job_state(state.id)
+
+
+def _newest(states: Sequence[slurm.JobState]) -> slurm.JobState | None:
+    live = [state for state in states if state.live]
+    running = [state for state in live if state.state != "PENDING"]
+    return next(iter(running or live or states[::-1]), None)
+
+
+def nodes_of(run: RunDirectory) -> int:
+    """How many nodes its newest submission asked for."""
+    return int(submissions_of(run)[-1]["plan"]["nodes"])
+
+
+def _progress(run: RunDirectory) -> str:
+    """Of the cold start, where there is one that is not done, else of the ARPO loop."""
+    config = resolve.load(run.config)
+    updates, steps = config.sft.steps, config.train.steps
+    if (done := run.steps_done) >= steps:
+        return f"training is done ({done} steps)"
+    if own := checkpoint_directories(run.checkpoints):
+        return f"newest checkpoint {own[-1].name} of {steps}"
+    if updates and not run.cold_start_done:
+        then = "" if config.cold_start_only else f"; then {steps} steps"
+        if cold := checkpoint_directories(run.sft_checkpoints):
+            return f"cold start: newest checkpoint {cold[-1].name} of {updates}{then}"
+        return f"cold start: no checkpoint yet, {updates} updates wanted{then}"
+    if config.cold_start_only:
+        return "training is done"
+    return ("the cold start is done, " if updates else "") + f"no checkpoint yet, {steps} steps wanted"
+
+
+def _print_details(run: RunDirectory, state: slurm.JobState | None) -> None:
+    if state is not None:
+        print(f"  nodes {state.nodes or '-'}, {state.elapsed}, restarts {state.restarts}, exit {state.exit_code}")
+        if state.state == "PENDING":
+            print(f"  waits: {state.reason}")
+    submission = submissions_of(run)[-1]
+    changed = " with uncommitted changes (submissions/*.diff)" if submission["changed"] else ""
+    jobs = ", ".join(job for each in submissions_of(run) for job in each["jobs"])
+    print(f"  jobs {jobs}; code {submission['commit'][:12]}{changed}")
+    print(f"  {run.path}")
+    for event in _last_events(run, 3):
+        print(f"  {time.strftime('%H:%M:%S', time.localtime(event['time']))} {event['text']}")
+
+
+def _last_events(run: RunDirectory, count: int) -> list[dict[str, Any]]:
+    lines = run.events.read_text(encoding="utf-8").splitlines() if run.events.exists() else []
+    events = [json.loads(line) for line in lines[-500:]]
+    return [event for event in events if event["kind"] in ("note", "restart", "user_error")][-count:]
+
+
+def log_of(run: RunDirectory, role: str) -> Path:
+    """The file of a role; of `job`, the role supervisor, that of the newest job and restart.
+
+    Raises:
+        UserError: there is none; the roles that have one are named.
+    """
+    if not (found := _logs_of(run, role)):
+        known: Iterable[str] = sorted(path.stem for path in run.logs.glob("*.log"))
+        raise UserError(f"{run.path.name} has no log of {role!r} yet; there are: {', '.join(['job', *known])}")
+    return found[-1]
+
+
+def _logs_of(run: RunDirectory, role: str) -> list[Path]:
+    """The oldest first."""
+    found = run.logs.glob("log-*.out" if role == "job" else "*.log")
+    wanted = [path for path in found if role in ("job", path.stem)]  # a role is a name, not a pattern
+    return sorted(wanted, key=lambda path: path.stat().st_mtime)
+
+
+@dataclass(slots=True)
+class _End:
+    """Of the jobs of a run, as `arpo logs --follow` waits for it."""
+
+    run: RunDirectory
+    silent_since: float | None = None
+
+    def reached(self) -> bool:
+        """Whether none of them waits or runs. A silent Slurm is told once; raises UserError where it remains so."""
+        try:
+            state = newest_state(self.run)
+        except UserError as error:
+            if self.silent_since is None:
+                self.silent_since = time.monotonic()
+                print(f"arpo: {error}; asking again", file=sys.stderr, flush=True)
+            elif time.monotonic() - self.silent_since > _SILENCE_S:
+                raise
+            return False
+        self.silent_since = None
+        return state is None or not state.live
+
+
+def print_log(run: RunDirectory, role: str, *, lines: int, follow: bool) -> None:
+    """The last lines; with `follow` a log that is not there yet is awaited, and whatever comes until the job's end."""
+    end = _End(run)
+    while follow and not _logs_of(run, role) and not end.reached():
+        time.sleep(_FOLLOW_INTERVAL_S)
+    newest = log_of(run, role)
+    said = newest.read_bytes()
+    text = said.decode(errors="replace").splitlines(keepends=True)
+    print("".join(text[-lines:] if lines else []), end="", flush=True)
+    path, start = newest if follow else None, len(said)
+    while path is not None:
+        path, start = _followed(run, role, path, start, end), 0
+
+
+def _followed(run: RunDirectory, role: str, path: Path, start: int, end: _End) -> Path | None:
+    """Print what comes after byte `start` of a log; returns the log of the next life, None where the job has ended."""
+    asked = 0.0
+    with path.open("rb") as file:
+        file.seek(start)
+        while True:
+            new = file.read().decode(errors="replace")
+            print(new, end="", flush=True)
+            if not new and time.monotonic() - asked > _STATE_INTERVAL_S:
+                reached, asked = end.reached(), time.monotonic()
+                logs = _logs_of(run, role)  # of the supervisor, a restart writes its own
+                later = logs[logs.index(path) + 1 :]
+                if later or reached:
+                    print(file.read().decode(errors="replace"), end="", flush=True)  # said since then
+                    return later[0] if later else None
+            time.sleep(_FOLLOW_INTERVAL_S)
+
+
+def print_health(run: RunDirectory) -> None:
+    """As `arpo health` on one machine. The supervisor answers on its own node only, so it is asked from a step there.
+
+    Raises:
+        UserError: the run has no job that runs, or nothing of it is watched yet.
+    """
+    state = newest_state(run)
+    if state is None or state.state != "RUNNING":
+        raise UserError(f"{run.path.name} has no running job: arpo status {address(run)}")
+    if os.environ.get("SLURM_JOB_ID") == state.id:
+        return health.print_health(run)
+    first = slurm.allocated_nodes(state.nodes)[0].name
+    python = load_profile(str(run.cluster)).python or sys.executable
+    step = ["srun", f"--jobid={state.id}", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={first}", "--quiet"]
+    try:
+        done = subprocess.run(
+            [*step, f"--chdir={ROOT}", str(python), "-m", "arpo_megatron", "health", str(run.path)],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=slurm.TIMEOUT_S,
+        )
+    except subprocess.TimeoutExpired:
+        raise UserError(f"a step on {first} did not answer for {slurm.TIMEOUT_S:g} s: it is lost or busy") from None
+    if done.returncode:
+        told = [line for line in done.stderr.splitlines() if line.startswith("arpo: ")] or done.stderr.splitlines()
+        raise UserError(told[0].removeprefix("arpo: ") if told else f"no step can be started on {first}")
+    print(done.stdout, end="")
+    return None
+
+
+def cancel(run: RunDirectory) -> None:
+    """All jobs of a run; the waiting ones first, or one of them would start."""
+    if not (live := live_jobs(run)):
+        raise UserError(f"{run.path.name} has no job that waits or runs")
+    for job in reversed(live):
+        slurm.call("scancel", job)
+    print(f"{run.path.name}: cancelled job {', '.join(live)}; arpo resume {address(run)} goes on")
+
+
+def until_ended(run: RunDirectory) -> None:
+    """Wait for a job that is ending already, as one is for some seconds after `arpo cancel`.
+
+    Raises:
+        UserError: a job of the run waits or runs, or does not come to its end.
+    """
+    name, began = run.path.name, time.monotonic()
+    told = False
+    while live := [state for state in job_states(run) if state.live]:
+        if other := [state for state in live if state.state != "COMPLETING"]:
+            raise UserError(f"job {other[0].id} of {name} is in the queue: arpo cancel {address(run)} first")
+        if time.monotonic() - began > _ENDING_S:
+            raise UserError(f"job {live[0].id} of {name} is still ending after {_ENDING_S:g} s: try again later")
+        if not told:
+            print(f"arpo: job {live[0].id} of {name} is still ending: waiting for it", file=sys.stderr, flush=True)
+        told = True
+        time.sleep(_LOOK_S)

@@ -1,0 +1,58 @@
+"""A checkpoint in engines of our own: the k attempts at a question are one tree of independent trajectories (the `grpo`
+policy), so their prompt is computed once; see `rollout.grower` for how trajectories grow."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+from arpo_megatron.config import JobConfig
+from arpo_megatron.evaluation.agents.base import Deliver, Wanted
+from arpo_megatron.evaluation.response import Decode, no_response, responses_of
+from arpo_megatron.rollout.handle import RolloutHandle
+from arpo_megatron.rollout.messages import CollectTrees, GrowSettings
+
+_GROUP = "evaluation"
+_QUEUED = 4
+"""Trajectories under way for each that the engines can decode at once: some of them wait for tools."""
+
+
+@dataclass(frozen=True, slots=True)
+class GrownAnswers:
+    """Answers with the model that the rollout process's engines serve.
+
+    Attributes:
+        rollouts: the rollout process.
+        config: sampling (`evaluation`), limits (`rollout`) and size of the engines.
+        samples: attempts at a question; all of them are made, also where only some are wanted.
+        decode: token ids -> text, special tokens kept.
+        check: called while waiting; raises where a service has failed for good.
+    """
+
+    rollouts: RolloutHandle
+    config: JobConfig
+    samples: int
+    decode: Decode
+    check: Callable[[], None]
+
+    def answer(self, wanted: Sequence[Wanted], deliver: Deliver) -> None:
+        """As the protocol says. Raises RolloutError, and what `check` raises."""
+        settings = GrowSettings.evaluation(self.config, samples=self.samples)
+        engine = self.config.engine
+        waiting = iter(wanted)
+        under_way: dict[str, Wanted] = {}
+
+        def start(count: int) -> None:
+            if batch := list(islice(waiting, count)):
+                under_way.update((each.task.id, each) for each in batch)
+                self.rollouts.start_trees(_GROUP, [each.task for each in batch], step=0, version=0, settings=settings)
+
+        start(max(1, _QUEUED * engine.replicas * engine.max_running_requests // self.samples))
+        while under_way:
+            report = self.rollouts.collect(CollectTrees(_GROUP, count=1), lambda _progress: self.check())
+            self.rollouts.forget(_GROUP)
+            for tree in report.trees:
+                deliver(under_way.pop(tree.task_id), dict(enumerate(responses_of(tree, self.decode))))
+            for failed in report.failed:
+                why = no_response(failed)
+                deliver(under_way.pop(failed.tree.task_id), dict.fromkeys(range(self.samples), why))
+            start(len(report.trees) + len(report.failed))

@@ -1,0 +1,123 @@
+"""What `arpo eval` is given to evaluate, and the config that follows from it."""
+
+import json
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from arpo_megatron.config import JobConfig, ModelConfig, RolloutConfig, SandboxConfig
+from arpo_megatron.errors import UserError
+from arpo_megatron.evaluation.benchmarks import SUITES, Benchmark
+from arpo_megatron.evaluation.prompts import Tools
+from arpo_megatron.jobs import resolve
+from arpo_megatron.jobs.run_directory import RunDirectory
+
+PAPER_SAMPLING = (
+    "evaluation.temperature=0.6",
+    "evaluation.top_p=0.95",
+    "evaluation.top_k=20",
+    "evaluation.repetition_penalty=1.1",
+)
+"""How the paper samples (arXiv 2507.19849, section 4.4, and its released scripts)."""
+_DEEP = RolloutConfig(max_tool_calls=6, max_response_tokens=10000, max_tool_tokens=2560)
+_REASONING = RolloutConfig(max_tool_calls=3, max_response_tokens=4096)
+_PROMPT_TOKENS = 2000
+
+
+class Kind(StrEnum):
+    """Where answers come from."""
+
+    RUN = "run"  # a run directory: its export, or another Hugging Face directory, as the run's config serves it
+    MODEL = "model"  # a Hugging Face directory
+    SERVER = "server"  # a URL
+    ORACLE = "oracle"  # the right answers
+    WRONG = "wrong"  # wrong ones
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """Who is evaluated.
+
+    Attributes:
+        kind: where answers come from.
+        name: in tables.
+        run: the run, if it is one.
+        model: Hugging Face directory that an engine serves, if one does.
+        url: of the server, if it is one.
+    """
+
+    kind: Kind
+    name: str
+    run: RunDirectory | None = None
+    model: Path | None = None
+    url: str = ""
+
+
+def subject_of(text: str, model: str | None) -> Subject:
+    """What SUBJECT and --model mean.
+
+    Raises:
+        UserError: neither a directory of a run or a model, nor a URL, nor `oracle` or `wrong`.
+    """
+    if text in (Kind.ORACLE, Kind.WRONG):
+        return Subject(Kind(text), text)
+    if urlsplit(text).scheme in ("http", "https"):
+        return Subject(Kind.SERVER, model or text, url=text)
+    path = Path(text)
+    run = RunDirectory(path)
+    if run.config.is_file():
+        served = Path(model) if model is not None else run.export
+        if not (served / "config.json").is_file():
+            raise UserError(f"{served} is no Hugging Face model; name one with --model")
+        return Subject(Kind.RUN, path.name if model is None else str(model), run=run, model=served)
+    if (path / "config.json").is_file():
+        if model is not None:
+            raise UserError(f"--model {model}: {path} is a model itself")
+        return Subject(Kind.MODEL, path.resolve().name, model=path)
+    raise UserError(
+        f"{text} is neither a run directory (config.yaml) nor a Hugging Face directory (config.json), nor a URL, nor "
+        f"{Kind.ORACLE} or {Kind.WRONG}"
+    )
+
+
+def config_of(subject: Subject, benchmarks: list[Benchmark], tools: Tools, words: list[str]) -> JobConfig:
+    """The config that questions are answered with: the run's or a fresh one, the paper's sampling, the user's words.
+
+    Args:
+        subject: who is evaluated.
+        benchmarks: on what; empty: the run's own held-out tasks, sampled as the run says.
+        tools: how the model comes to its tools.
+        words: `section.key=value`, above all else.
+
+    Raises:
+        UserError: a word cannot be used.
+    """
+    if benchmarks:
+        words = [*PAPER_SAMPLING, *words]
+    if tools is Tools.NONE:
+        words = [*words, "rollout.max_tool_calls=0"]
+    base = _fresh(subject, benchmarks) if subject.run is None else resolve.load(subject.run.config)
+    return resolve.over(base, words)
+
+
+def _fresh(subject: Subject, benchmarks: list[Benchmark]) -> JobConfig:
+    """Without a run: the lengths of the recipes, deep search's where all benchmarks are of that suite."""
+    deep = {benchmark.name for benchmark in benchmarks} <= set(SUITES["deepsearch"])
+    rollout = _DEEP if deep else _REASONING
+    length = _PROMPT_TOKENS + rollout.max_response_tokens
+    model = ModelConfig(max_length=length)
+    if subject.model is not None:
+        shape = json.loads((subject.model / "config.json").read_text(encoding="utf-8"))
+        stored = str(shape.get("dtype") or shape.get("torch_dtype") or "bfloat16")
+        model = ModelConfig(
+            path=subject.model,
+            dtype="float32" if stored.endswith("float32") else "bfloat16",
+            max_length=max(64, min(length, int(shape.get("max_position_embeddings") or length))),
+        )
+    return JobConfig(
+        name="eval",
+        model=model,
+        rollout=rollout,
+        sandbox=SandboxConfig(search_results=10 if deep else 3, preload=("numpy", "sympy")),
+    )

@@ -1,0 +1,53 @@
+"""`arpo show`: every value of a resolved config, and which layer said so."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from arpo_megatron.jobs import resolve
+
+
+def sources(layers: Sequence[resolve.Layer]) -> dict[str, resolve.Layer]:
+    """For each dotted key the layer that its value is from: the last that changed it, or in which the user wrote it."""
+    values: dict[str, Any] = {}
+    found: dict[str, resolve.Layer] = {}
+    for layer in layers:
+        if layer.source is resolve.Source.PRESET:  # numbers of other parts go
+            for key in [key for key in found if key.startswith("algorithm.numbers.")]:
+                del found[key], values[key]
+        for key, value in layer.keys.items():
+            if layer.source in resolve.THE_USERS or key not in values or values[key] != value:
+                found[key] = layer
+            values[key] = value
+    return found
+
+
+def render(recipe: str, *, file: Path | None = None, words: Sequence[str] = ()) -> str:
+    """The config as YAML, with a comment behind each value that is not a default.
+
+    Raises:
+        UserError: as `resolve.resolve`.
+    """
+    job = resolve.resolve(recipe, file=file, words=words)
+    said = sources(resolve.layers(recipe, file=file, words=words))
+    lines = [f"# {recipe}: what is not marked is a default", *_lines(resolve.dump(job), "", said)]
+    return "\n".join(lines) + "\n"
+
+
+def _lines(values: Mapping[str, Any], prefix: str, said: Mapping[str, resolve.Layer]) -> Iterator[str]:
+    indent = "  " * prefix.count(".")
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:  # a section, or numbers by their names
+            yield f"{indent}{key}:"
+            yield from _lines(value, f"{prefix}{key}.", said)
+            continue
+        text = f"{indent}{key}: {_yaml(value)}"
+        layer = said.get(f"{prefix}{key}")
+        default = layer is None or layer.source is resolve.Source.DEFAULT
+        yield text if default else f"{text:<48}  # {layer}"
+
+
+def _yaml(value: Any) -> str:
+    return yaml.safe_dump(value, default_flow_style=True, width=1000).removesuffix("\n...\n").strip()

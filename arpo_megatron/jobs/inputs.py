@@ -1,0 +1,247 @@
+"""What a job needs before its first process starts: the tasks, the model to begin with, the tool service's config.
+
+`load_data` is a pure function of the config, so the command line and every trainer rank see the same tasks.
+"""
+
+import importlib.util
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from arpo_megatron.config import JobConfig
+from arpo_megatron.config.validation import check_tasks
+from arpo_megatron.engine.server.cpu_stubs import SGLANG_VERSION
+from arpo_megatron.errors import UserError
+from arpo_megatron.hardware.placement import check_machine
+from arpo_megatron.jobs.fingerprint import check_started_with
+from arpo_megatron.jobs.run_directory import RunDirectory
+from arpo_megatron.models.known import check_is_known
+from arpo_megatron.models.spec import ModelShape
+from arpo_megatron.rewards import make_reward
+from arpo_megatron.tasks.arpo_parquet import check_readable, read_parquet, read_texts
+from arpo_megatron.tasks.base import Task
+from arpo_megatron.tasks.sft.dataset import Conversations, read_conversations
+from arpo_megatron.tasks.sft.rows import check_file
+from arpo_megatron.tasks.synthetic.families import FAMILIES
+from arpo_megatron.tasks.synthetic.lookup import GeneratedTasks
+from arpo_megatron.tasks.tags.calls import result_text
+
+if TYPE_CHECKING:  # transformers imports torch: seconds that `arpo --help` need not take
+    from transformers import PreTrainedTokenizerFast
+
+
+@dataclass(frozen=True, slots=True)
+class JobData:
+    """The tasks of a job.
+
+    Attributes:
+        train: what the policy practises on.
+        held_out: what it is evaluated on; never trained.
+        facts: name -> what its page says, of generated tasks; empty for other data.
+        bad_rows: rows that were skipped, each with its place and the reason.
+    """
+
+    train: Sequence[Task]
+    held_out: Sequence[Task]
+    facts: Mapping[str, str] = field(default_factory=dict)
+    bad_rows: Sequence[Mapping[str, Any]] = ()
+
+
+def load_conversations(
+    config: JobConfig,
+    tokenizer: "PreTrainedTokenizerFast",
+    shape: ModelShape,
+    tell: Callable[[str], None] = lambda text: None,
+) -> Conversations | None:
+    """What `sft.data` holds; None without it. Raises UserError for a missing or unusable file."""
+    if config.sft.data is None:
+        return None
+    longest = config.sft.max_tokens or config.model.max_length
+    return read_conversations(config.sft.data, tokenizer, longest, vocabulary=shape.vocabulary, tell=tell)
+
+
+def model_path(config: JobConfig, run: RunDirectory) -> Path:
+    """The Hugging Face directory that training begins with."""
+    return config.model.path or run.initial_model
+
+
+def load_tokenizer(directory: Path) -> "PreTrainedTokenizerFast":
+    """The tokenizer of a Hugging Face directory. Raises UserError where there is none."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(f"model.path={directory}: no tokenizer can be loaded from there: {reason}") from None
+    if not tokenizer.encode("a", add_special_tokens=False):  # transformers makes an empty one where files are missing
+        raise UserError(f"model.path={directory}: its tokenizer makes no tokens of text: is tokenizer.json missing?")
+    return tokenizer  # type: ignore[no-any-return]  # of whatever kind, it has what a fast one has
+
+
+def load_data(config: JobConfig, tokenizer: "PreTrainedTokenizerFast") -> JobData:
+    """Read or make the tasks. Raises UserError for a missing or unusable file."""
+    data = config.data
+    if data.made:
+        made = FAMILIES[data.kind].generate(config.seed, data.tasks, data.held_out)
+        return JobData(made.train, made.held_out, made.facts)
+    read = read_parquet(_parquet_path(config), tokenizer=tokenizer, max_prompt_tokens=data.max_prompt_tokens)
+    if len(read.tasks) <= data.held_out:
+        raise UserError(f"data.path={data.path}: {len(read.tasks)} usable rows, but data.held_out={data.held_out}")
+    cut = len(read.tasks) - data.held_out
+    return JobData(read.tasks[:cut], read.tasks[cut:], bad_rows=[asdict(row) for row in read.bad_rows])
+
+
+def check_inputs(config: JobConfig) -> None:
+    """Look for the engine, every file that the config names, the parts of the reward, and every tensor of the model.
+
+    Raises:
+        UserError: something is missing; nothing has been written or started yet.
+    """
+    if importlib.util.find_spec("sglang") is None:
+        raise UserError(
+            "the engine is not installed: run `make setup`, or in the clone "
+            f"pip install '.[cpu]' && pip install --no-deps sglang=={SGLANG_VERSION}"
+        )
+    shape = check_files(config)
+    without_file = replace(config.reward, judge=replace(config.reward.judge, cache=None))
+    make_reward(without_file, max_response_tokens=config.rollout.max_response_tokens)
+    if config.model.path is not None and shape is not None:
+        from arpo_megatron.models.check import check_tensors  # brings torch, which no other check wants
+        from arpo_megatron.models.safetensors import TensorFiles
+
+        with TensorFiles(config.model.path) as files:
+            check_tensors(files, shape)
+    check_machine(config)
+
+
+def check_files(config: JobConfig) -> ModelShape | None:
+    """Look for every file that the config names, and whether the model in them can be laid out as it says.
+
+    Returns:
+        The shape of that model; None where the job makes one.
+
+    Raises:
+        UserError: one is missing or cannot be used.
+    """
+    shape: ModelShape | None = None
+    hub_id, path = config.model.hub_id, config.model.path
+    if hub_id is not None and path is None:
+        raise UserError(f"model.path is missing: fetch {hub_id} (`hf download {hub_id} --local-dir DIR`), then give it")
+    if path is not None:
+        if not (path / "config.json").is_file():
+            raise UserError(f"model.path={path}: no Hugging Face model there (config.json is missing)")
+        shape = ModelShape.from_hf(path)
+        check_is_known(shape, hub_id, path)
+        shape.check_divisible(config.parallel)
+        shape.check_fp8(config.model, config.parallel)
+        shape.check_engine(config.engine)
+        shape.check_replay(config.algorithm)
+    if config.sft.data is not None:
+        check_file(config.sft.data)
+    if config.data.kind == "arpo_parquet":
+        check_readable(_parquet_path(config))
+        cache = config.data.search_cache
+        if cache is not None and not cache.is_file():
+            raise UserError(f"data.search_cache={cache}: no such file")
+    return shape
+
+
+def prepare(config: JobConfig, run: RunDirectory, tell: Callable[[str], None] = lambda text: None) -> JobData:
+    """Fill a run directory with what its roles read; what is there already is kept. Raises UserError.
+
+    Args:
+        config: of the job.
+        run: its directory.
+        tell: is told how far the slow parts are.
+    """
+    if config.model.path is None and not run.initial_model.exists():
+        _make_model(config, run)
+    check_started_with(config, run)
+    tokenizer = load_tokenizer(model_path(config, run))
+    data = load_data(config, tokenizer)
+    _check_data(config, data, tokenizer)
+    write_tool_files(config, run, data)
+    shape = ModelShape.from_hf(model_path(config, run))
+    if (conversations := load_conversations(config, tokenizer, shape, tell)) is not None:
+        conversations.split(config.sft.held_out, config.seed)  # says so now where nothing is left to train on
+        bad = [{"file": str(config.sft.data), **asdict(row)} for row in conversations.bad_rows]
+        data = replace(data, bad_rows=[*data.bad_rows, *bad])
+    if data.bad_rows:
+        lines = (json.dumps(row) + "\n" for row in data.bad_rows)
+        (run.path / "bad_rows.jsonl").write_text("".join(lines), encoding="utf-8")
+    return data
+
+
+def write_tool_files(config: JobConfig, run: RunDirectory, data: JobData) -> None:
+    """What the tool service reads: its config, and the facts of generated tasks as a search corpus."""
+    sources = []
+    if data.facts:
+        GeneratedTasks((), (), data.facts).write_corpus(run.corpus)
+        sources = [{"path": str(run.corpus.resolve()), "format": "jsonl"}]
+    elif cache := _search_cache(config):
+        sources = [{"path": str(cache.resolve()), "format": "arpo_cache"}]
+    run.sandbox_config.write_text(yaml.safe_dump(_sandbox_values(config, sources)), encoding="utf-8")
+
+
+def _check_data(config: JobConfig, data: JobData, tokenizer: "PreTrainedTokenizerFast") -> None:
+    """What only the data and the tokenizer can tell about the config. Raises UserError."""
+    try:
+        check_tasks(config, len(data.train), f"the {len(data.train)} training tasks")
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    tags = len(tokenizer.encode(result_text(""), add_special_tokens=False))
+    if config.rollout.max_tool_tokens <= tags:
+        raise UserError(
+            f"rollout.max_tool_tokens={config.rollout.max_tool_tokens} leaves no room for a result, "
+            f"whose tags alone take {tags} tokens"
+        )
+
+
+def _sandbox_values(config: JobConfig, sources: list[dict[str, str]]) -> dict[str, Any]:
+    """The tool service's own config file, from the job's."""
+    sandbox = config.sandbox
+    return {
+        "limits": {"time_s": sandbox.python_timeout_s, "memory_mb": sandbox.python_memory_mb},
+        "python": {
+            "preload": list(sandbox.preload),
+            "isolation": sandbox.isolation,
+            # Beside the service's config file, in the run directory.
+            "session_dir": "sandbox_states" if sandbox.sessions else None,
+        },
+        # Kept with the run, so that a restarted service finds its index built.
+        "search": {"sources": sources, "index_path": "search/index", "max_results": sandbox.search_results},
+    }
+
+
+def _make_model(config: JobConfig, run: RunDirectory) -> None:
+    from arpo_megatron.models import tiny as tokenizers
+    from arpo_megatron.models.random_init import save_random_weights
+
+    if config.data.made:
+        tokenizer = tokenizers.generated_tokenizer()
+    else:
+        tokenizer = tokenizers.train_bpe(read_texts(_parquet_path(config)), config.model.vocabulary_size)
+    partial = run.initial_model.with_name(run.initial_model.name + ".tmp")
+    tokenizers.make_model_directory(partial, config.model, tokenizer)
+    save_random_weights(partial, seed=config.seed)
+    partial.rename(run.initial_model)
+
+
+def _parquet_path(config: JobConfig) -> Path:
+    if config.data.path is None:
+        raise UserError("data.kind=arpo_parquet needs data.path=FILE.parquet")
+    return config.data.path
+
+
+def _search_cache(config: JobConfig) -> Path | None:
+    if config.data.search_cache is not None:
+        return config.data.search_cache
+    if config.data.path is None:
+        return None
+    beside = config.data.path.with_name("search_cache.json")
+    return beside if beside.is_file() else None

@@ -1,0 +1,345 @@
+"""From a recipe's name and the user's words to a checked `JobConfig`, or one line that says what is wrong."""
+
+import dataclasses
+import importlib
+import json
+import pkgutil
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import TypeAdapter, ValidationError
+
+from arpo_megatron.algorithms.components import check_parts
+from arpo_megatron.config import JobConfig
+from arpo_megatron.errors import UserError, did_you_mean
+from arpo_megatron.registry import Point
+from arpo_megatron.registry import load as load_part
+from arpo_megatron.rewards import check_reward
+
+_JOB = TypeAdapter(JobConfig)
+Tree = dict[str, Any]
+
+
+def recipe_names() -> list[str]:
+    """Names of the recipes that ship with the project."""
+    from arpo_megatron import recipes
+
+    modules = (module.name for module in pkgutil.iter_modules(recipes.__path__))
+    return sorted(name for name in modules if not name.startswith("_"))
+
+
+def variant_names(recipe: str) -> list[str]:
+    """What may follow the name of a recipe after a `+`: layouts, number formats, comparison arms."""
+    return list(_variants(recipe))
+
+
+class Source(StrEnum):
+    """Who has said the values of a layer."""
+
+    DEFAULT = "default"
+    BASE = "base"
+    RECIPE = "recipe"
+    VARIANT = "variant"
+    FILE = "file"
+    PRESET = "preset"
+    WORD = "word"
+
+
+THE_USERS = frozenset({Source.VARIANT, Source.FILE, Source.WORD})
+"""What the user of a recipe has asked for; such layers name only the keys that they are about, the others every key."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """Values of a job's config, nested, and where they come from; each layer lies over the ones before.
+
+    Attributes:
+        source: who has said them.
+        name: of the base, the recipe, the variant or the file.
+        values: as a config file has them.
+    """
+
+    source: Source
+    name: str
+    values: Tree
+
+    @property
+    def keys(self) -> dict[str, Any]:
+        """Its values by dotted key."""
+        return dict(_leaves(self.values))
+
+    def __str__(self) -> str:
+        return f"{self.source} {self.name}".strip()
+
+
+def layers(recipe: str, *, file: Path | None = None, words: Sequence[str] = ()) -> list[Layer]:
+    """Defaults, the recipe's base, the recipe, its variants, the YAML file, the `key=value` words, and the presets that
+    these name; unchecked.
+
+    Args:
+        recipe: a recipe's name, or several joined by `+`: the recipe and variants of it.
+        file: YAML with some of the keys.
+        words: `section.key=value`.
+
+    Raises:
+        UserError: unknown recipe or variant, unreadable file or word.
+    """
+    name, *wanted = recipe.split("+")
+    if name not in (names := recipe_names()):
+        raise UserError(f"unknown recipe {name!r}{did_you_mean(name, names)}; recipes: {', '.join(names)}")
+    module = importlib.import_module(f"arpo_megatron.recipes.{name}")
+    found = [Layer(Source.DEFAULT, "", dump(JobConfig(name=name)))]
+    if (base := getattr(module, "base", None)) is not None:
+        found.append(Layer(Source.BASE, base.__name__, dump(base())))
+    found.append(Layer(Source.RECIPE, name, dump(module.recipe())))
+    variants = _variants(name)
+    for variant in wanted:
+        if variant not in variants:
+            known = f"; variants: {', '.join(variants)}" if variants else ", which has none"
+            raise UserError(f"unknown variant {variant!r} of {name}{did_you_mean(variant, list(variants))}{known}")
+        found += [
+            Layer(Source.VARIANT, variant, _nested(key.split("."), value)) for key, value in variants[variant].items()
+        ]
+    if file is not None:
+        found.append(Layer(Source.FILE, str(file), read_yaml(file)))
+    return _with_presets(found, word_layers(words))
+
+
+def said_keys(layers: Sequence[Layer]) -> set[str]:
+    """Dotted keys that the user has given a value, by variants, file or words."""
+    return {key for layer in layers if layer.source in THE_USERS for key in layer.keys}
+
+
+def _with_presets(below: Sequence[Layer], words: Sequence[Layer]) -> list[Layer]:
+    """The layers with a preset's under each that names one by `algorithm.name`: a word's lies under all words.
+
+    Recipes are whole configs, so they name one only by being made with its values.
+    """
+    found: list[Layer] = []
+    for layer in below:
+        named = _preset_name(layer) if layer.source in (Source.VARIANT, Source.FILE) else None
+        found += [layer] if named is None else [_preset(named), layer]
+    chosen = [name for name in map(_preset_name, words) if name is not None]
+    return [*found, *map(_preset, chosen[-1:]), *words]
+
+
+def _preset_name(layer: Layer) -> str | None:
+    section = layer.values.get("algorithm")
+    name = section.get("name") if isinstance(section, Mapping) else None
+    return name if isinstance(name, str) else None
+
+
+def _preset(name: str) -> Layer:
+    values: Tree = {}
+    for key, value in load_part(Point.PRESET, name).values.items():
+        _merge(values, _nested(key.split("."), value))
+    return Layer(Source.PRESET, name, values)
+
+
+def resolve(recipe: str, *, file: Path | None = None, words: Sequence[str] = ()) -> JobConfig:
+    """The layers of a job (see `layers`), one over the other, checked.
+
+    Raises:
+        UserError: unknown recipe, unreadable file, unknown key, wrong type or a combination that cannot work.
+    """
+    values: Tree = {}
+    for layer in layers(recipe, file=file, words=words):
+        _lay(values, layer)
+    return _with_absolute_paths(check(values))
+
+
+def over(config: JobConfig, words: Sequence[str]) -> JobConfig:
+    """A config with `key=value` words laid over it. Raises what `resolve` does."""
+    values = dump(config)
+    for layer in _with_presets([], word_layers(words)):
+        _lay(values, layer)
+    return _with_absolute_paths(check(values))
+
+
+def word_layers(words: Sequence[str]) -> list[Layer]:
+    """A layer for each `key=value` word. Raises UserError for one that cannot be read."""
+    return [Layer(Source.WORD, "", _parse_word(word)) for word in words]
+
+
+def _variants(recipe: str) -> Mapping[str, Mapping[str, Any]]:
+    variants: Mapping[str, Mapping[str, Any]] = getattr(
+        importlib.import_module(f"arpo_megatron.recipes.{recipe}"), "VARIANTS", {}
+    )
+    return variants
+
+
+def _with_absolute_paths(config: JobConfig) -> JobConfig:
+    """Inputs are found again from another working directory (`arpo eval RUN_DIR`, another node)."""
+
+    def absolute(path: Path | None) -> Path | None:
+        return None if path is None else path.expanduser().absolute()
+
+    data = replace(config.data, path=absolute(config.data.path), search_cache=absolute(config.data.search_cache))
+    model, sft = replace(config.model, path=absolute(config.model.path)), config.sft
+    return replace(config, data=data, model=model, sft=replace(sft, data=absolute(sft.data)))
+
+
+def check(values: Mapping[str, Any]) -> JobConfig:
+    """Validate plain values. Raises UserError with one line for the first fault."""
+    try:
+        # As JSON: in pydantic's strict mode text is then still a path and a list a tuple, but true is not 1.
+        job = _JOB.validate_json(json.dumps(values, default=str))
+    except ValidationError as error:
+        raise UserError(_one_line(error)) from None
+    check_parts(job)
+    check_reward(job.reward, job.rollout.max_response_tokens)
+    return job
+
+
+def dump(config: JobConfig) -> Tree:
+    """Plain, YAML-safe values; `check(dump(config)) == config`."""
+    plain: Tree = _JOB.dump_python(config, mode="json")
+    return plain
+
+
+def save(config: JobConfig, path: Path) -> None:
+    """Write the resolved config as YAML; the file is the old or the new one at any moment."""
+    partial = path.with_name(path.name + ".tmp")
+    partial.write_text(yaml.safe_dump(dump(config), sort_keys=False), encoding="utf-8")
+    partial.replace(path)
+
+
+def load(path: Path) -> JobConfig:
+    """Read what `save` wrote."""
+    return check(read_yaml(path))
+
+
+class _Yaml(yaml.SafeLoader):
+    """YAML 1.2's idea of booleans and numbers: `off`, `yes` and 4:00:00 are text, and 1e-5 is a number."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012  (how PyYAML declares them)
+        first: [
+            (tag, pattern) for tag, pattern in resolvers if not tag.endswith((":bool", ":int", ":float", ":timestamp"))
+        ]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+
+_Yaml.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"(true|false)$"), list("tf"))
+_Yaml.add_implicit_resolver(
+    "tag:yaml.org,2002:int",
+    re.compile(r"[-+]?(0b[01_]+|0[0-7_]+|0|[1-9][\d_]*|0x[\da-fA-F_]+)$"),
+    list("-+0123456789"),
+)
+_Yaml.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"([-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?|[-+]?\.inf|\.nan)$"),
+    list("-+.0123456789"),
+)
+
+
+def _mapping(loader: _Yaml, node: yaml.MappingNode) -> Iterator[dict[Any, Any]]:
+    """A mapping in which no key stands twice: YAML forbids that, PyYAML would silently take the last one."""
+    lines: dict[str, int] = {}
+    for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+        line = key.start_mark.line + 1
+        if key.value in lines:
+            where = f"in line {lines[key.value]} and in line {line}" if line != lines[key.value] else "twice"
+            raise yaml.YAMLError(f"the key {key.value} stands {where}")
+        lines[key.value] = line
+    values: dict[Any, Any] = {}
+    yield values  # first the mapping, then what is in it: so the loader resolves anchors
+    values.update(loader.construct_mapping(node))
+
+
+_Yaml.add_constructor("tag:yaml.org,2002:map", _mapping)
+
+
+def read_yaml(path: Path) -> Tree:
+    """A YAML mapping, strictly read: no key twice. Raises UserError."""
+    try:
+        values = yaml.load(path.read_text(encoding="utf-8"), _Yaml)  # noqa: S506  (a SafeLoader)
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read the config file {path}: {error}") from None
+    except yaml.YAMLError as error:
+        raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
+    if values is None:
+        return {}
+    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
+        raise UserError(f"{path} must hold a mapping of config keys to values")
+    return values
+
+
+def _parse_word(word: str) -> Tree:
+    """`a.b=1` -> {"a": {"b": 1}}; the value is read as YAML."""
+    key, equals, text = word.partition("=")
+    if not equals or not all(key.split(".")):
+        raise UserError(f"cannot read {word!r}: an override has the form section.key=value")
+    try:
+        value: Any = yaml.load(text, _Yaml) if text else ""  # noqa: S506  (a SafeLoader)
+    except yaml.YAMLError:
+        value = text
+    return _nested(key.split("."), value)
+
+
+def _nested(parts: Sequence[str], value: Any) -> Tree:
+    """["a", "b"] and 1 -> {"a": {"b": 1}}."""
+    for part in reversed(parts):
+        value = {part: value}
+    return value  # type: ignore[no-any-return]  # a key has at least one part, so this is a dict
+
+
+def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+def _lay(values: Tree, layer: Layer) -> None:
+    """Put a layer over the values. A preset brings all numbers of its parts: those of other parts go."""
+    if layer.source is Source.PRESET and "algorithm" in values:
+        values["algorithm"]["numbers"] = {}
+    _merge(values, layer.values)
+
+
+def _merge(base: Tree, over: Mapping[str, Any]) -> None:
+    for key, value in over.items():
+        if isinstance(value, Mapping) and isinstance(base.get(key), dict):
+            _merge(base[key], value)
+        else:
+            base[key] = value
+
+
+def _one_line(error: ValidationError) -> str:
+    # Unknown keys first: a misspelt key is the likeliest cause of whatever else is wrong.
+    faults = sorted(error.errors(), key=lambda fault: fault["type"] != "unexpected_keyword_argument")
+    fault = faults[0]
+    path = [str(part) for part in fault["loc"]]
+    key = ".".join(path)
+    if fault["type"] == "unexpected_keyword_argument":
+        return f"unknown config key {key}{_key_hint(path)}"
+    message = fault["msg"].removeprefix("Value error, ")
+    if not path or fault["type"] == "value_error":
+        return f"impossible config: {message}"
+    return f"config key {key}: {message[0].lower()}{message[1:]}, not {fault['input']!r}"
+
+
+def _key_hint(path: Sequence[str]) -> str:
+    """Nearest key of the same section, else of any section."""
+    *section, name = path
+    every = list(_keys(JobConfig))
+    same = [key.rpartition(".")[2] for key in every if key.rpartition(".")[0] == ".".join(section)]
+    if hint := did_you_mean(name, same, "".join(f"{part}." for part in section)):
+        return hint
+    if found := [key for key in every if key.rpartition(".")[2] == name]:
+        return f"; did you mean {found[0]}?"
+    return did_you_mean(".".join(path), every) or f"; keys here: {', '.join(same)}"
+
+
+def _keys(owner: Any, prefix: str = "") -> Iterator[str]:
+    for item in dataclasses.fields(owner):
+        yield prefix + item.name
+        if dataclasses.is_dataclass(item.type):
+            yield from _keys(item.type, f"{prefix}{item.name}.")

@@ -1,0 +1,358 @@
+"""Where a job writes, and what each file there is (docs/run-directory.md)."""
+
+import fcntl
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import yaml
+
+from arpo_megatron.config import JobConfig
+from arpo_megatron.errors import UserError
+from arpo_megatron.jobs import resolve
+
+CHANGEABLE = (
+    "run_dir",
+    "train.steps",
+    "train.save_every",
+    "train.keep_checkpoints",
+    "train.keep_every",
+    "parallel",
+    "optimizer.offload",
+    "optimizer.offload_fraction",
+    "engine",
+    "sync",
+    "monitor",
+    "rollout.keep_every_s",
+)
+"""Config keys and sections that a resumed run may give another value: a longer run, another machine, another layout
+(a checkpoint is read in any). (`run_dir` is how the directory was found, and the same one has many names.)"""
+RUNS = Path("runs")
+"""Where runs are made, unless told otherwise."""
+SUBMIT_LOCK = ".submit.lock"
+REUSABLE = frozenset({"initial_model", "cold_start", ".lock", SUBMIT_LOCK})
+"""What a directory may hold for a fresh run to begin there: a model and a cold start that are not made again."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunDirectory:
+    """The paths inside a run directory."""
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        """The resolved config (YAML)."""
+        return self.path / "config.yaml"
+
+    @property
+    def events(self) -> Path:
+        """What the trainer tells the terminal (JSONL)."""
+        return self.path / "events.jsonl"
+
+    @property
+    def logs(self) -> Path:
+        """One log a role."""
+        return self.path / "logs"
+
+    @property
+    def initial_model(self) -> Path:
+        """Hugging Face directory of the model made for this run, where the recipe names none."""
+        return self.path / "initial_model"
+
+    @property
+    def inputs(self) -> Path:
+        """What the run was started with: the model's shape, digests of its weights, tokenizer and data (JSON)."""
+        return self.path / "inputs.json"
+
+    @property
+    def corpus(self) -> Path:
+        """Search corpus of generated tasks (JSONL)."""
+        return self.path / "corpus.jsonl"
+
+    @property
+    def sandbox_config(self) -> Path:
+        """Config of the tool service (YAML)."""
+        return self.path / "sandbox.yaml"
+
+    @property
+    def cold_start(self) -> Path:
+        """Hugging Face directory after supervised training."""
+        return self.path / "cold_start"
+
+    @property
+    def sft_checkpoints(self) -> Path:
+        """Checkpoints of the cold start."""
+        return self.path / "sft_checkpoints"
+
+    @property
+    def sft_result(self) -> Path:
+        """Final figures of the cold start (JSON); there once it is done."""
+        return self.path / "sft_result.json"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Checkpoints of the ARPO loop: step_N, each whole or absent."""
+        return self.path / "checkpoints"
+
+    @property
+    def profile(self) -> Path:
+        """Profiler traces."""
+        return self.path / "profile"
+
+    @property
+    def bad_packs(self) -> Path:
+        """Minibatches whose update was skipped because something was not finite (`arpo replay-pack`)."""
+        return self.path / "bad_packs"
+
+    @property
+    def trees(self) -> Path:
+        """Finished trees with their rewards, one Parquet file a step."""
+        return self.path / "trees"
+
+    @property
+    def under_way(self) -> Path:
+        """What the trees of a step that is not done have sampled (msgpack)."""
+        return self.path / "under_way.msgpack"
+
+    @property
+    def held_out(self) -> Path:
+        """What each held-out task earned, one JSON file an evaluation."""
+        return self.path / "held_out"
+
+    @property
+    def judge_replies(self) -> Path:
+        """What a judge has answered (SQLite); there where `reward.judge` is used."""
+        return self.path / "judge.sqlite"
+
+    @property
+    def export(self) -> Path:
+        """The trained model as a Hugging Face directory."""
+        return self.path / "export"
+
+    @property
+    def result(self) -> Path:
+        """Final counters and held-out success (JSON); there once the job is done."""
+        return self.path / "result.json"
+
+    @property
+    def health(self) -> Path:
+        """Address of the health page of a running job (JSON); there while its services run."""
+        return self.path / "health.json"
+
+    @property
+    def memory_lent(self) -> Path:
+        """There while the trainer has the memory of the engines: none may be started."""
+        return self.path / "memory_lent"
+
+    @property
+    def cluster(self) -> Path:
+        """Profile of the cluster that the run was submitted to (YAML)."""
+        return self.path / "cluster.yaml"
+
+    @property
+    def submissions(self) -> Path:
+        """A submitted run: its Slurm jobs, the code of each and their batch scripts."""
+        return self.path / "submissions"
+
+    @property
+    def doctor(self) -> Path:
+        """What every node said of itself before the job began."""
+        return self.path / "doctor"
+
+    @property
+    def stop(self) -> Path:
+        """There while a running job is asked to save and end (a time limit or preemption is near)."""
+        return self.path / "stop"
+
+    @property
+    def searchable(self) -> bool:
+        """Whether the tool service has a corpus."""
+        return bool(yaml.safe_load(self.sandbox_config.read_text(encoding="utf-8"))["search"]["sources"])
+
+    @property
+    def steps_done(self) -> int:
+        """Steps of a finished training, -1 where none has finished; one that goes on may want more."""
+        return int(json.loads(self.result.read_text())["step"]) if self.result.exists() else -1
+
+    @property
+    def cold_start_done(self) -> bool:
+        """Whether the cold start has ended with its model."""
+        return (self.cold_start / "config.json").exists()
+
+    def remove_partial(self) -> None:
+        """Delete what was being written when its writer ended: a job writes NAME.tmp and then renames it."""
+        whole = [
+            self.config,
+            self.inputs,
+            self.result,
+            self.sft_result,
+            self.initial_model,
+            self.cold_start,
+            self.export,
+            self.health,
+            self.under_way,
+        ]
+        found = [path.with_name(path.name + ending) for path in whole for ending in (".tmp", ".replaced.tmp")]
+        found += [self.path / "metrics.tmp", self.path / "sft_metrics.tmp"]
+        found += [self.memory_lent, self.stop]
+        for folder in (self.checkpoints, self.sft_checkpoints, self.trees, self.held_out):
+            found += folder.glob("*step_*.tmp")
+        found += self.bad_packs.glob("*.tmp")
+        found += self.profile.glob("**/*.tmp.gz")
+        for path in found:
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the directory for this process. Raises UserError when another job is using it."""
+        with (self.path / ".lock").open("w") as file:
+            if not _taken(file):
+                raise UserError(f"{self.path} is in use by another job; end it first, or name another run_dir")
+            yield
+
+    @contextmanager
+    def submitting(self) -> Iterator[None]:
+        """Hold the directory against other submissions; a job of the run may begin meanwhile (that is `locked`).
+
+        Raises:
+            UserError: another command is submitting this run.
+        """
+        lock = self.path / SUBMIT_LOCK
+        with lock.open("w") as file:
+            if not _taken(file) or not os.fstat(file.fileno()).st_nlink:  # removed by whoever held it until now
+                raise UserError(f"{self.path} is being submitted by another command: wait for its end, then try again")
+            try:
+                yield
+            finally:
+                lock.unlink(missing_ok=True)
+
+
+def _taken(file: IO[str]) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a JSON file that exists wholly or not at all."""
+    partial = path.with_name(path.name + ".tmp")
+    partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    partial.replace(path)
+
+
+def fresh(config: JobConfig) -> RunDirectory:
+    """A new run directory with the config saved in it: `run_dir` where given, else the next free runs/NAME-seedN[-K].
+
+    Raises:
+        UserError: `run_dir` already holds a run, or cannot be written.
+    """
+    try:
+        path = _chosen(config) if config.run_dir is None else _named(config.run_dir)
+        if not os.access(path, os.W_OK):
+            raise PermissionError(f"{path} is not writable")
+    except OSError as error:
+        raise UserError(f"cannot make the run directory {next_path(config)}: {error.strerror or error}") from None
+    run = RunDirectory(path)
+    resolve.save(config, run.config)
+    return run
+
+
+def _chosen(config: JobConfig) -> Path:
+    """The next free one, made; of several commands that find the same, the one that makes it has it."""
+    while True:
+        path = next_path(config)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(FileExistsError):
+            path.mkdir()
+            return path
+
+
+def _named(path: Path) -> Path:
+    if (path / "config.yaml").exists():
+        raise UserError(
+            f"{path} already holds a run: go on with it (--resume; arpo resume, if it was submitted), or name another "
+            "run_dir"
+        )
+    strangers = sorted({item.name for item in path.iterdir()} - REUSABLE) if path.is_dir() else []
+    if strangers:
+        raise UserError(f"run_dir={path} holds files that are no run's ({strangers[0]}, ...): name a new directory")
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def next_path(config: JobConfig, base: Path = RUNS) -> Path:
+    """Where a fresh run of this config would be: `run_dir`, or in the directory `base`."""
+    return config.run_dir or _next_free(_default(config, base))
+
+
+def existing(config: JobConfig, base: Path = RUNS) -> RunDirectory:
+    """The newest run directory of this config, to go on with; what is in `CHANGEABLE` may have changed.
+
+    Raises:
+        UserError: there is none, or it was started with another config (the differing key is named).
+    """
+    path = config.run_dir or _newest(_default(config, base))
+    if path is None or not (path / "config.yaml").exists():
+        raise UserError(
+            f"nothing to resume at {path or _default(config, base)}: no run was started there; "
+            "start one, or name the run_dir of one that was"
+        )
+    run = RunDirectory(path)
+    if difference := _difference(fixed_part(resolve.load(run.config)), fixed_part(config)):
+        raise UserError(f"{path} was started with another config: {difference}; give the same words, or start afresh")
+    return run
+
+
+def _default(config: JobConfig, base: Path) -> Path:
+    return base / f"{config.name}-{config.algorithm.name}-seed{config.seed}"
+
+
+def _series(base: Path) -> list[tuple[int, Path]]:
+    """(number, path) of runs/NAME-seedN, runs/NAME-seedN-2, ... in order."""
+    found = []
+    for path in base.parent.glob(f"{base.name}*"):
+        if match := re.fullmatch(rf"{re.escape(base.name)}(?:-(\d+))?", path.name):
+            found.append((int(match[1] or 1), path))
+    return sorted(found)
+
+
+def _next_free(base: Path) -> Path:
+    series = _series(base)
+    return base.with_name(f"{base.name}-{series[-1][0] + 1}") if series else base
+
+
+def _newest(base: Path) -> Path | None:
+    series = _series(base)
+    return series[-1][1] if series else None
+
+
+def fixed_part(config: JobConfig) -> resolve.Tree:
+    """What a run keeps for as long as it lives: its config without `CHANGEABLE`."""
+    return _without_changeable(resolve.dump(config))
+
+
+def _without_changeable(values: resolve.Tree, prefix: str = "") -> resolve.Tree:
+    return {
+        key: _without_changeable(value, f"{prefix}{key}.") if isinstance(value, dict) else value
+        for key, value in values.items()
+        if prefix + key not in CHANGEABLE
+    }
+
+
+def _difference(old: resolve.Tree, new: resolve.Tree, prefix: str = "") -> str:
+    for key in new:
+        if isinstance(new[key], dict) and isinstance(old.get(key), dict):
+            if inner := _difference(old[key], new[key], f"{prefix}{key}."):
+                return inner
+        elif old.get(key) != new[key]:
+            return f"{prefix}{key} was {old.get(key)!r}, now {new[key]!r}"
+    return ""

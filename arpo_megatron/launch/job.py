@@ -1,0 +1,200 @@
+"""A whole job on this machine: prepare, cold start, train, export. The command line calls these functions."""
+
+import json
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from arpo_megatron.config import JobConfig
+from arpo_megatron.errors import UserError
+from arpo_megatron.jobs import resolve, run_directory
+from arpo_megatron.jobs.checkpoint_dirs import checkpoint_directories, step_of
+from arpo_megatron.jobs.fingerprint import check_model
+from arpo_megatron.jobs.inputs import check_inputs, prepare
+from arpo_megatron.jobs.run_directory import RunDirectory
+from arpo_megatron.launch.backend import Site, ThisMachine
+from arpo_megatron.launch.services import run_trainer, services
+from arpo_megatron.monitor.events import EventReader
+from arpo_megatron.monitor.progress import Progress
+from arpo_megatron.trainer.skipped_updates import check_dump, load_bad_update
+from arpo_megatron.utils.processes import Roles, StoppedError
+
+
+def run_job(config: JobConfig, *, resume: bool) -> RunDirectory:
+    """Run a recipe from its beginning, or from where its newest run stopped, to the export.
+
+    Raises:
+        UserError: an input is missing, or there is nothing to resume.
+        RoleDiedError: a process of the job died; the message names its log.
+    """
+    with opened(config, resume=resume) as run, watching(run) as (progress, poll), Roles(run.logs) as roles:
+        run_phases(config, run, roles, progress, poll)
+        progress.note(f"exported to {run.export}")
+    return run
+
+
+def run_phases(
+    config: JobConfig, run: RunDirectory, roles: Roles, progress: Progress, poll: Callable[[], None]
+) -> None:
+    """Prepare, cold start where the recipe has one, train; what a stopped run has done already is not done again."""
+    _prepare(config, run, progress)
+    train_phases(config, run, roles, progress, poll, ThisMachine())
+
+
+def train_phases(
+    config: JobConfig, run: RunDirectory, roles: Roles, progress: Progress, poll: Callable[[], None], site: Site
+) -> None:
+    """`run_phases` without the preparation, on any site. Raises StoppedError too."""
+    if config.sft.steps:
+        cold_start(config, run, roles, progress, poll, site)
+    if run.steps_done >= config.train.steps:
+        progress.note("training is done already")
+    else:
+        _train(config, run, roles, progress, poll, site)
+
+
+def run_sft(config: JobConfig, *, resume: bool) -> dict[str, Any]:
+    """Only the cold start; returns the figures that the command line prints. Raises as `run_job` does."""
+    with opened(config, resume=resume) as run, watching(run) as (progress, poll), Roles(run.logs) as roles:
+        _prepare(config, run, progress)
+        cold_start(config, run, roles, progress, poll, ThisMachine())
+        progress.note(f"exported to {run.cold_start}")
+        figures = json.loads(run.sft_result.read_text()) if run.sft_result.exists() else {}
+    return {**figures, "run_dir": str(run.path), "export_dir": str(run.cold_start)}
+
+
+def export_checkpoint(run: RunDirectory, out: Path, step: int | None) -> Path:
+    """Write checkpoint `step` (None: the newest) of a run as a Hugging Face directory.
+
+    Raises:
+        UserError: `out` exists, there is no such checkpoint, or the run's model has changed.
+        RoleDiedError: the conversion failed; the message names its log.
+    """
+    if out.exists():
+        raise UserError(f"{out} exists already; name a directory that does not")
+    steps = [step_of(path) for path in checkpoint_directories(run.checkpoints)]
+    if not steps or (step is not None and step not in steps):
+        have = ", ".join(map(str, steps)) or "none"
+        raise UserError(
+            f"{run.path} has no checkpoint{'' if step is None else f' of step {step}'}; steps it has: {have}"
+        )
+    wanted = "newest" if step is None else str(step)
+    config = resolve.load(run.config)
+    check_model(config, run)
+    with run.locked(), watching(run) as (_, poll), Roles(run.logs) as roles:
+        run_trainer(
+            "arpo_megatron.trainer.export_checkpoint", config, run, roles, arguments=[wanted, str(out)], poll=poll
+        )
+    return out
+
+
+def replay_bad_update(run: RunDirectory, dump: Path) -> str:
+    """Compute a skipped update of a run again, with its newest checkpoint; lines on what is finite and what is not.
+
+    Raises:
+        UserError: the dump cannot be read or is another run's, or no checkpoint is whole.
+        RoleDiedError: a rank failed; the message names its log.
+    """
+    config = resolve.load(run.config)
+    try:
+        bad = load_bad_update(dump)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    check_model(config, run)
+    check_dump(bad, dump, config, run)
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "replay.txt"
+        with run.locked(), watching(run) as (_, poll), Roles(run.logs) as roles:
+            run_trainer(
+                "arpo_megatron.trainer.replay_update",
+                config,
+                run,
+                roles,
+                arguments=[str(dump.resolve()), str(out)],
+                poll=poll,
+            )
+        return out.read_text(encoding="utf-8")
+
+
+@contextmanager
+def opened(config: JobConfig, *, resume: bool) -> Iterator[RunDirectory]:
+    """A checked and locked run directory: a fresh one, or the newest of this config."""
+    check_inputs(config)
+    run = run_directory.existing(config) if resume else run_directory.fresh(config)
+    with run.locked():
+        resolve.save(config, run.config)  # not before the lock: a running job reads it
+        run.remove_partial()  # what a kill -9 left
+        try:
+            yield run
+        finally:
+            run.remove_partial()
+
+
+@contextmanager
+def watching(run: RunDirectory) -> Iterator[tuple[Progress, Callable[[], None]]]:
+    """The live display, and the function that feeds it with what the trainer has said since the last call."""
+    reader = EventReader(run.events)
+    with Progress() as progress:
+
+        def poll() -> None:
+            for event in reader.new():
+                if event["kind"] == "user_error":
+                    raise UserError(event["text"])
+                progress.event(event)
+
+        yield progress, poll
+
+
+def _prepare(config: JobConfig, run: RunDirectory, progress: Progress) -> None:
+    progress.phase("prepare")
+    for line in prepare_run(config, run, lambda text: progress.event({"kind": "progress", "text": text})):
+        progress.note(line)
+
+
+def prepare_run(config: JobConfig, run: RunDirectory, tell: Callable[[str], None]) -> list[str]:
+    """Fill a run directory with what its roles read; returns what is worth knowing, a line each. Raises UserError."""
+    data = prepare(config, run, tell)
+    notes = [f"run directory {run.path}: {len(data.train)} training tasks, {len(data.held_out)} held out"]
+    if not run.searchable:
+        notes.append("there is nothing to search: the search tool is not offered (data.search_cache=FILE.json)")
+    if data.bad_rows:
+        first = data.bad_rows[0]
+        rows = f"{len(data.bad_rows)} bad row{'s' if len(data.bad_rows) > 1 else ''} skipped"
+        listed = run.path / "bad_rows.jsonl"
+        notes.append(f"{rows}, listed in {listed}; the first is row {first['row']}: {first['reason']}")
+    return notes
+
+
+def cold_start(
+    config: JobConfig, run: RunDirectory, roles: Roles, progress: Progress, poll: Callable[[], None], site: Site
+) -> None:
+    """Supervised training, unless it is done already. Raises as `train_phases` does."""
+    if run.cold_start_done:
+        progress.note("the cold start is done already")
+        return
+    _check_stop(run)
+    progress.phase("start the trainer")
+    run_trainer("arpo_megatron.sft", config, run, roles, poll=poll, site=site)
+    if not run.cold_start_done:
+        _check_stop(run)
+
+
+def _train(
+    config: JobConfig, run: RunDirectory, roles: Roles, progress: Progress, poll: Callable[[], None], site: Site
+) -> None:
+    _check_stop(run)
+    progress.phase("start engine and tools")
+    model = run.cold_start if config.sft.steps else config.model.path or run.initial_model
+    with services(config, run, roles, model, site) as ready:
+        _check_stop(run)
+        run_trainer("arpo_megatron.train", config, run, roles, env=ready.environment, poll=poll, site=site)
+        if run.steps_done < config.train.steps:  # else it was asked to end while it exported, and is done
+            _check_stop(run)
+
+
+def _check_stop(run: RunDirectory) -> None:
+    """Raises StoppedError where the job was asked to end; its ranks, if they ran, have saved what they had."""
+    if run.stop.exists():
+        raise StoppedError

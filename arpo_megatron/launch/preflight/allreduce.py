@@ -1,0 +1,81 @@
+"""Ranks that meet in one all-reduce: a rank a node (node.py), or the ranks of this machine alone (`arpo doctor`).
+
+`python -m arpo_megatron.launch.preflight.allreduce RANK COUNT PORT DEVICE` is one rank of this machine; it prints its
+finding as JSON.
+"""
+
+import json
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from datetime import timedelta
+
+from arpo_megatron.launch.preflight.check import Finding, failure, ok
+
+MEETING_S = 40.0
+"""How long ranks wait for each other."""
+_START_S = 60.0
+_HERE = "127.0.0.1"
+
+
+def all_reduce(rank: int, count: int, address: str, port: int, device: str) -> Finding:
+    """One rank of `count` that meet at the first one's address: with NCCL on a GPU, with gloo on "cpu"."""
+    import torch
+    import torch.distributed as dist
+
+    started = time.monotonic()
+    backend = "gloo" if device == "cpu" else "nccl"
+    try:
+        if device != "cpu":
+            torch.cuda.set_device(device)
+        meeting = timedelta(seconds=MEETING_S)
+        dist.init_process_group(
+            backend, init_method=f"tcp://{address}:{port}", rank=rank, world_size=count, timeout=meeting
+        )
+        value = torch.ones(1, device=device)
+        dist.all_reduce(value)  # NCCL connects only here
+        total = value.item()
+        dist.destroy_process_group()
+    except Exception as error:
+        text = f"{count} ranks did not meet at {address}: {' '.join(str(error).split())[:200]}"
+        return failure("network", text, "set NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME under `environment`")
+    if total != count:
+        return failure("network", f"an all-reduce over {count} ranks gave {total}", "a NIC or driver is broken")
+    return ok("network", f"all-reduce over {count} rank(s) with {backend}, {time.monotonic() - started:.1f} s")
+
+
+def on_this_machine(gpus: int, port: int) -> Finding:
+    """A rank for each GPU, or two on the CPU. The worst of what they find."""
+    count = gpus or 2
+    command = [sys.executable, "-m", "arpo_megatron.launch.preflight.allreduce"]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), str(count), str(port), f"cuda:{rank}" if gpus else "cpu"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        for rank in range(count)
+    ]
+    deadline = time.monotonic() + _START_S + MEETING_S
+    try:
+        said = [rank.communicate(timeout=max(0.0, deadline - time.monotonic()))[0] for rank in ranks]
+    except subprocess.TimeoutExpired:
+        return failure(
+            "network", f"{count} ranks on this machine did not meet", "the loopback interface or a GPU hangs"
+        )
+    finally:
+        for rank in ranks:
+            rank.kill()
+    found = [Finding(**json.loads(text.splitlines()[-1])) for text in said if text]
+    if len(found) < count:
+        return failure(
+            "network", f"{count - len(found)} of {count} ranks died in an all-reduce", "see the driver's log"
+        )
+    return max(found, key=lambda item: item.level == "failure")
+
+
+if __name__ == "__main__":
+    _rank, _count, _port = map(int, sys.argv[1:4])
+    print(json.dumps(asdict(all_reduce(_rank, _count, _HERE, _port, sys.argv[4]))))

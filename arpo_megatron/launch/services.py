@@ -1,0 +1,145 @@
+"""The roles of a job: tool service, engines and trainer ranks, started in order, watched, and ended together."""
+
+import os
+import secrets
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from arpo_megatron.config import JobConfig
+from arpo_megatron.engine.launch import engine_program, router_program
+from arpo_megatron.hardware.placement import trainer_environment
+from arpo_megatron.jobs.run_directory import RunDirectory
+from arpo_megatron.launch.backend import Site, ThisMachine
+from arpo_megatron.launch.supervisor import Supervisor
+from arpo_megatron.rollout.endpoints import (
+    Services,
+    _replays,
+)
+from arpo_megatron.rollout.handle import rollout_program, rollout_socket
+from arpo_megatron.utils.processes import GRACE_S, Roles
+from arpo_megatron.utils.service_spec import Program
+
+SANDBOX_STARTUP_S = 180.0
+
+
+@contextmanager
+def services(
+    config: JobConfig, run: RunDirectory, roles: Roles, model: Path, site: Site | None = None
+) -> Iterator[Services]:
+    """Start the tool service, engines that serve `model`, and the rollout process; inside the block they are kept up.
+
+    Args:
+        config: of the job.
+        run: its directory.
+        roles: its other processes.
+        model: Hugging Face directory.
+        site: where they run; None: on this machine.
+
+    Raises:
+        UserError: no model at `model`, or the config wants a router that is not installed.
+        RoleDiedError: one of them did not come up in time; the message names its log.
+    """
+    site, hang_timeout_s = site or ThisMachine(), config.engine.hang_timeout_s
+    token = secrets.token_urlsafe(32)
+    with site.scratch() as scratch:
+        engines = [_engine(config, run, model, index, site, scratch, token) for index in range(config.engine.replicas)]
+        (port,) = site.ports("sandbox", 1)
+        sandbox = site.place(
+            "sandbox", sandbox_program(run, port, hang_timeout_s=hang_timeout_s, host=site.host("sandbox"))
+        )
+        (port,) = site.ports("rollout", 1)
+        log = run.logs / "rollout.log"
+        rollout = site.place(
+            "rollout",
+            rollout_program(scratch, port, log_path=log, hang_timeout_s=hang_timeout_s),
+        )
+        urls = tuple(engine.url for engine in engines)
+        router = router_program(
+            config.engine,
+            urls,
+            log_path=run.logs / "router.log",
+            ports=site.ports("router", 2),
+            routes=_replays(config),
+            host=site.host("router"),
+            token=token,
+        )
+        with Supervisor(run, roles, restarts=config.engine.restarts) as supervisor:
+            supervisor.start(sandbox, *engines, rollout)
+            if router is not None:
+                supervisor.start(site.place("router", router))
+            router_url = router.url if router is not None else None
+            yield Services(sandbox.url, urls, rollout_socket(scratch), router_url, token)
+            supervisor.check()
+
+
+@contextmanager
+def tool_service(config: JobConfig, run: RunDirectory, roles: Roles) -> Iterator[str]:
+    """The tool service alone, on this machine; inside the block it is kept up at the URL. Raises RoleDiedError."""
+    (port,) = ThisMachine().ports("sandbox", 1)
+    program = sandbox_program(run, port, hang_timeout_s=config.engine.hang_timeout_s)
+    with Supervisor(run, roles, restarts=config.engine.restarts) as supervisor:
+        supervisor.start(program)
+        yield program.url
+        supervisor.check()
+
+
+def _engine(
+    config: JobConfig, run: RunDirectory, model: Path, index: int, site: Site, scratch: Path, token: str
+) -> Program:
+    name = "engine" if config.engine.replicas == 1 else f"engine-{index}"
+    role = f"engine-{index}"
+    program = engine_program(
+        model,
+        config.engine,
+        dtype=config.model.dtype,
+        seed=(config.seed + index) % 2**32,  # SGLang seeds numpy, which takes 32 bits
+        log_path=run.logs / f"{name}.log",
+        port=site.ports(role, 1)[0],
+        scratch=scratch,
+        placement=site.placement(config, index),
+        name=name,
+        routes=_replays(config),
+        host=site.host(role),
+        token=token,
+    )
+    return replace(site.place(role, program), held_by=run.memory_lent)
+
+
+def sandbox_program(run: RunDirectory, port: int, *, hang_timeout_s: float, host: str = "127.0.0.1") -> Program:
+    """How to start the tool service; it takes its token, if any, from this process's environment."""
+    where = ["--host", host, "--port", str(port), "--config", str(run.sandbox_config)]
+    return Program(
+        name="sandbox",
+        url=f"http://{host}:{port}",
+        command=[sys.executable, "-m", "tools_sandbox", *where],
+        log=run.logs / "sandbox.log",
+        environment=dict(os.environ),
+        startup_timeout_s=SANDBOX_STARTUP_S,
+        hang_timeout_s=hang_timeout_s,
+        grace_s=GRACE_S,
+    )
+
+
+def run_trainer(
+    module: str,
+    config: JobConfig,
+    run: RunDirectory,
+    roles: Roles,
+    *,
+    arguments: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
+    poll: Callable[[], None] = lambda: None,
+    site: Site | None = None,
+) -> None:
+    """Run `python -m module RUN_DIR arguments...` on every trainer rank of `site` and wait, calling `poll` meanwhile.
+
+    Raises:
+        RoleDiedError: a rank or a service died; the message names the log.
+    """
+    name = module.rpartition(".")[2]
+    command, needed = (site or ThisMachine()).ranks(module, [str(run.path), *arguments], config)
+    variables = {**trainer_environment(config.platform), **needed, **(env or {})}
+    roles.wait(roles.start(name, command, env=variables), poll=poll)

@@ -1,0 +1,27 @@
+"""Whether a Hugging Face directory has the tensors of its architecture: names, shapes and types, from headers alone."""
+
+from arpo_megatron.errors import UserError
+from arpo_megatron.models.mapping import exported
+from arpo_megatron.models.safetensors import TensorFiles
+from arpo_megatron.models.spec import ModelShape
+
+
+def check_tensors(files: TensorFiles, shape: ModelShape) -> None:
+    """Look at all names and shapes, without reading a tensor.
+
+    Raises:
+        UserError: a tensor is missing, of another shape or type, or unknown to the family; files are damaged.
+    """
+    tensors = exported(shape)
+    if unknown := sorted(files.names.keys() - tensors.keys() - _ignored(shape)):
+        raise UserError(
+            f"{files.path}: tensor {unknown[0]} (one of {len(unknown)}) does not belong to the architecture that "
+            f"config.json names"
+        )
+    files.check(tensors)
+
+
+def _ignored(shape: ModelShape) -> set[str]:
+    """Tensors that may be there and say nothing: the copy of a tied head, frequencies that older checkpoints store."""
+    frequencies = {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in range(shape.layers)}
+    return frequencies | ({"lm_head.weight"} if shape.tied else set())

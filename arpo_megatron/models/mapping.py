@@ -1,0 +1,290 @@
+"""Which Hugging Face tensors make up which Megatron parameter, and how tensor parallelism divides them.
+
+`FAMILIES` is the whole truth: one row a parameter. Loading, exporting and pushing read it in one direction or the
+other. Megatron fuses query, key and value into one matrix, interleaved by query group (the queries of a group, then
+its key, then its value), and gate and up projection into another; each rank holds its own piece of every part.
+Layers and experts are numbered as in the whole model here; `held.py` knows which of them a rank has.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from math import prod
+
+from torch import Tensor
+
+from arpo_megatron.models.spec import Family, ModelShape
+
+
+class Layout(Enum):
+    """How a rank's parameter is made of the Hugging Face tensors of its row."""
+
+    WHOLE = "every rank holds all of it"
+    ROWS = "each tensor divided by rows, the pieces stacked"
+    COLUMNS = "divided by columns"
+    GROUPS = "each tensor divided by rows, the pieces interleaved by query group"
+
+    @property
+    def split_dim(self) -> int | None:
+        """The dimension of the Hugging Face tensors that tensor parallelism divides."""
+        return {Layout.WHOLE: None, Layout.COLUMNS: 1}.get(self, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One Megatron parameter; `{layer}` and `{expert}` stand for their numbers.
+
+    Attributes:
+        megatron: its name; a second one is that of Transformer Engine's layer specs, which fuse norms into the
+            linear layer behind them and keep all experts of a rank in one module.
+        hf: Hugging Face names with the sizes of their dimensions (see `sizes`), in Megatron's order.
+        layout: how they are divided and put together.
+        copy: the last pipeline stage's copy of a parameter that another row names: loaded, but never exported.
+    """
+
+    megatron: tuple[str, ...]
+    hf: Mapping[str, tuple[str, ...]]
+    layout: Layout
+    copy: bool = False
+
+
+_LAYER, _HF = "decoder.layers.{layer}.", "model.layers.{layer}."
+_ATTENTION, _HF_ATTENTION = _LAYER + "self_attention.", _HF + "self_attn."
+_EXPERTS, _HF_EXPERT = _LAYER + "mlp.experts.", _HF + "mlp.experts.{expert}."
+
+_COMMON = (
+    Row(
+        ("embedding.word_embeddings.weight",),
+        {"model.embed_tokens.weight": ("vocabulary", "hidden")},
+        Layout.ROWS,
+    ),
+    Row(
+        (_LAYER + "input_layernorm.weight", _ATTENTION + "linear_qkv.layer_norm_weight"),
+        {_HF + "input_layernorm.weight": ("hidden",)},
+        Layout.WHOLE,
+    ),
+    Row(
+        (_ATTENTION + "linear_qkv.weight",),
+        {
+            _HF_ATTENTION + "q_proj.weight": ("queries", "hidden"),
+            _HF_ATTENTION + "k_proj.weight": ("keys", "hidden"),
+            _HF_ATTENTION + "v_proj.weight": ("keys", "hidden"),
+        },
+        Layout.GROUPS,
+    ),
+    Row(
+        (_ATTENTION + "linear_proj.weight",),
+        {_HF_ATTENTION + "o_proj.weight": ("hidden", "queries")},
+        Layout.COLUMNS,
+    ),
+    Row(
+        (_LAYER + "pre_mlp_layernorm.weight", _LAYER + "mlp.linear_fc1.layer_norm_weight"),
+        {_HF + "post_attention_layernorm.weight": ("hidden",)},
+        Layout.WHOLE,
+    ),
+    Row(
+        ("decoder.final_layernorm.weight",),
+        {"model.norm.weight": ("hidden",)},
+        Layout.WHOLE,
+    ),
+)
+_MLP = (
+    Row(
+        (_LAYER + "mlp.linear_fc1.weight",),
+        {_HF + "mlp.gate_proj.weight": ("ffn", "hidden"), _HF + "mlp.up_proj.weight": ("ffn", "hidden")},
+        Layout.ROWS,
+    ),
+    Row(
+        (_LAYER + "mlp.linear_fc2.weight",),
+        {_HF + "mlp.down_proj.weight": ("hidden", "ffn")},
+        Layout.COLUMNS,
+    ),
+)
+_MIXTURE = (
+    Row((_LAYER + "mlp.router.weight",), {_HF + "mlp.gate.weight": ("experts", "hidden")}, Layout.WHOLE),
+    Row(
+        (_EXPERTS + "local_experts.{expert}.linear_fc1.weight", _EXPERTS + "linear_fc1.weight{expert}"),
+        {_HF_EXPERT + "gate_proj.weight": ("ffn", "hidden"), _HF_EXPERT + "up_proj.weight": ("ffn", "hidden")},
+        Layout.ROWS,
+    ),
+    Row(
+        (_EXPERTS + "local_experts.{expert}.linear_fc2.weight", _EXPERTS + "linear_fc2.weight{expert}"),
+        {_HF_EXPERT + "down_proj.weight": ("hidden", "ffn")},
+        Layout.COLUMNS,
+    ),
+)
+_QKV_BIAS = Row(
+    (_ATTENTION + "linear_qkv.bias",),
+    {
+        _HF_ATTENTION + "q_proj.bias": ("queries",),
+        _HF_ATTENTION + "k_proj.bias": ("keys",),
+        _HF_ATTENTION + "v_proj.bias": ("keys",),
+    },
+    Layout.GROUPS,
+)
+_Q_NORM = Row((_ATTENTION + "q_layernorm.weight",), {_HF_ATTENTION + "q_norm.weight": ("head",)}, Layout.WHOLE)
+_K_NORM = Row((_ATTENTION + "k_layernorm.weight",), {_HF_ATTENTION + "k_norm.weight": ("head",)}, Layout.WHOLE)
+_HEAD = Row(("output_layer.weight",), {"lm_head.weight": ("vocabulary", "hidden")}, Layout.ROWS)
+_TIED_HEAD = Row(
+    ("output_layer.weight",), {"model.embed_tokens.weight": ("vocabulary", "hidden")}, Layout.ROWS, copy=True
+)
+
+FAMILIES: Mapping[Family, tuple[Row, ...]] = {
+    "llama": (*_COMMON, *_MLP),
+    "qwen2": (*_COMMON, *_MLP, _QKV_BIAS),
+    "qwen3": (*_COMMON, *_MLP, _Q_NORM, _K_NORM),
+    "qwen3_moe": (*_COMMON, *_MIXTURE, _Q_NORM, _K_NORM),
+}
+"""Rows of each family; the output head comes besides."""
+
+
+def sizes(shape: ModelShape) -> dict[str, int]:
+    """The sizes that the rows' dimensions are named after."""
+    return {
+        "vocabulary": shape.vocabulary,
+        "hidden": shape.hidden,
+        "queries": shape.heads * shape.head_dim,
+        "keys": shape.kv_heads * shape.head_dim,
+        "head": shape.head_dim,
+        "ffn": shape.ffn,
+        "experts": 0 if shape.experts is None else shape.experts.count,
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows `first` to `last` (one past the last of them) of the Hugging Face tensor `name` of shape `size`."""
+
+    name: str
+    size: tuple[int, ...]
+    first: int
+    last: int
+
+    @property
+    def elements(self) -> int:
+        """How many numbers they are."""
+        return (self.last - self.first) * prod(self.size[1:])
+
+    @property
+    def are_all(self) -> bool:
+        """Whether they are the whole tensor."""
+        return self.last - self.first == self.size[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A row for one layer, and one expert, of one model.
+
+    Attributes:
+        megatron: possible names of the parameter, with numbers of the whole model.
+        hf: Hugging Face names and full shapes.
+        layout: as in the row.
+        groups: query groups (key/value heads) of the whole model.
+        layer: number of the layer, None outside of the layers.
+        expert: number of the expert, None for parameters that all tokens use.
+        copy: as in the row.
+    """
+
+    megatron: tuple[str, ...]
+    hf: Mapping[str, tuple[int, ...]]
+    layout: Layout
+    groups: int
+    layer: int | None
+    expert: int | None
+    copy: bool
+
+    def piece(self, size: tuple[int, ...], rank: int, ranks: int) -> tuple[slice, ...]:
+        """Index of the part of a Hugging Face tensor of shape `size` that a tensor-parallel rank holds."""
+        dim = self.layout.split_dim
+        if dim is None:
+            return tuple(slice(None) for _ in size)
+        step = size[dim] // ranks  # without remainder: `ModelShape.check_divisible`
+        mine = slice(rank * step, (rank + 1) * step)
+        return tuple(mine if index == dim else slice(None) for index in range(len(size)))
+
+    def part_shape(self, size: tuple[int, ...], ranks: int) -> tuple[int, ...]:
+        """Shape of a rank's part of that tensor."""
+        return tuple(n // ranks if dim == self.layout.split_dim else n for dim, n in enumerate(size))
+
+    def parts(self, parameter: Tensor, ranks: int) -> list[Tensor]:
+        """The parameter's views for each Hugging Face tensor, in order: parts of `part_shape`.
+
+        Parts that are interleaved by query group are [groups of the rank, rows of a group, ...].
+        """
+        if self.layout is Layout.GROUPS:
+            widths = [size[0] // self.groups for size in self.hf.values()]
+            grouped = parameter.view(self.groups // ranks, sum(widths), *parameter.shape[1:])
+            return list(grouped.split(widths, dim=1))
+        if self.layout is Layout.ROWS:
+            return list(parameter.split([self.part_shape(size, ranks)[0] for size in self.hf.values()]))
+        return [parameter]
+
+    def cut(self, limit: int | None, *, fused: bool) -> list[list[Rows]]:
+        """What of it is sent together: its whole tensors, or one after the other and in blocks of rows.
+
+        Args:
+            limit: so many numbers are sent at a time, unless a single row (of query, key and value: the rows of one
+                group) has more; None: any number.
+            fused: tensors of one parameter are always sent together, whole.
+        """
+        if limit is None or (fused and len(self.hf) > 1) or sum(map(prod, self.hf.values())) <= limit:
+            return [[Rows(name, size, 0, size[0]) for name, size in self.hf.items()]]
+        found = []
+        for name, size in self.hf.items():
+            unit = size[0] // self.groups if self.layout is Layout.GROUPS else 1
+            step = unit * max(1, limit // (unit * prod(size[1:])))
+            starts = range(0, size[0], step)
+            found += [[Rows(name, size, first, min(first + step, size[0]))] for first in starts]
+        return found
+
+
+def entries(shape: ModelShape) -> list[Entry]:
+    """Every parameter of the model, layer by layer, expert by expert: the order of exports and pushes."""
+    rows = (*FAMILIES[shape.family], _TIED_HEAD if shape.tied else _HEAD)
+    size = sizes(shape)
+
+    def made(row: Row, layer: int | None = None, expert: int | None = None) -> Entry:
+        numbers = {"layer": layer, "expert": expert}
+        hf = {name.format(**numbers): tuple(size[dim] for dim in dims) for name, dims in row.hf.items()}
+        names = tuple(name.format(**numbers) for name in row.megatron)
+        return Entry(names, hf, row.layout, shape.kv_heads, layer, expert, row.copy)
+
+    def of_layer(row: Row, layer: int) -> Iterator[Entry]:
+        if "{expert}" not in row.megatron[0]:
+            yield made(row, layer)
+        else:
+            yield from (made(row, layer, expert) for expert in range(size["experts"]))
+
+    once = [made(row) for row in rows if "{layer}" not in row.megatron[0]]
+    layered = [row for row in rows if "{layer}" in row.megatron[0]]
+    return once + [entry for layer in range(shape.layers) for row in layered for entry in of_layer(row, layer)]
+
+
+def exported(shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of all Hugging Face tensors of the model, in the order in which they are exported."""
+    return {name: size for entry in entries(shape) if not entry.copy for name, size in entry.hf.items()}
+
+
+def exported_bytes(shape: ModelShape, itemsize: int) -> int:
+    """Size of all Hugging Face tensors of the model, at `itemsize` bytes a number."""
+    return sum(prod(size) for size in exported(shape).values()) * itemsize
+
+
+def buckets(shape: ModelShape, limit: int, *, fused: bool = False) -> list[list[Rows]]:
+    """What each bucket of a push holds: whole rows of the table, or a block of a parameter that is larger.
+
+    Args:
+        shape: of the model.
+        limit: a bucket's numbers.
+        fused: see `Entry.cut`; a bucket may then be larger than `limit`.
+    """
+    found: list[list[Rows]] = [[]]
+    held = 0
+    for together in (group for entry in entries(shape) if not entry.copy for group in entry.cut(limit, fused=fused)):
+        size, is_block = sum(rows.elements for rows in together), not together[0].are_all
+        if held and (is_block or held + size > limit):
+            found.append([])
+            held = 0
+        found[-1] += together
+        held = max(limit, size) if is_block else held + size
+    return found

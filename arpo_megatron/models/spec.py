@@ -1,0 +1,269 @@
+"""What a model is made of, read from the config.json of its Hugging Face directory."""
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from arpo_megatron.config import AlgorithmConfig, EngineConfig, ModelConfig, ParallelConfig
+from arpo_megatron.config import validation as rules
+from arpo_megatron.errors import UserError
+
+Family = Literal["llama", "qwen2", "qwen3", "qwen3_moe"]
+
+_FAMILIES: dict[str, Family] = {
+    "LlamaForCausalLM": "llama",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RopeScaling:
+    """Llama 3.1's stretch of the rotary frequencies (rope_type "llama3" in transformers).
+
+    Wavelengths above original_max_positions / low_freq_factor are divided by `factor`, those below
+    original_max_positions / high_freq_factor stay, those between are interpolated.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_positions: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertShape:
+    """The mixture of experts in the place of every layer's MLP; each expert is as wide as `ModelShape.ffn`.
+
+    Attributes:
+        count: experts of a layer.
+        top_k: experts that a token is sent to.
+        normalise: the weights of a token's experts are scaled to sum to 1.
+        balance_coefficient: `router_aux_loss_coef` of config.json; used only where the job says so.
+    """
+
+    count: int
+    top_k: int
+    normalise: bool
+    balance_coefficient: float
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """Sizes and traits of a decoder: everything that building it and naming its weights needs.
+
+    Attributes:
+        family: which rows of the weight mapping apply.
+        layers: transformer layers.
+        hidden: width of the residual stream.
+        heads: query heads.
+        kv_heads: key/value heads; each serves heads / kv_heads query heads.
+        head_dim: width of one head (heads * head_dim need not be `hidden`).
+        ffn: width of the gated MLP, or of each expert.
+        vocabulary: rows of the embedding.
+        rope_theta: base of the rotary frequencies.
+        norm_eps: added to the mean square in RMSNorm.
+        tied: the output head is the embedding.
+        qkv_bias: query, key and value projections have a bias.
+        qk_norm: queries and keys are normalised per head.
+        max_positions: longest sequence the weights were made for.
+        rope_scaling: stretch of the rotary frequencies, if there is one.
+        experts: the mixture of experts, if it is one.
+    """
+
+    family: Family
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    vocabulary: int
+    rope_theta: float
+    norm_eps: float
+    tied: bool
+    qkv_bias: bool
+    qk_norm: bool
+    max_positions: int
+    rope_scaling: RopeScaling | None = None
+    experts: ExpertShape | None = None
+
+    def check_divisible(self, parallel: ParallelConfig) -> None:
+        """Raises UserError where tensor or expert parallelism cannot divide the model."""
+        divided = {"query heads": self.heads, "key/value heads": self.kv_heads, "vocabulary": self.vocabulary}
+        if self.experts is None or parallel.expert_tensor > 1:
+            divided["MLP width"] = self.ffn
+        for what, size in divided.items():
+            if size % parallel.tensor:
+                common = math.gcd(*divided.values())
+                possible = max(size for size in range(1, parallel.tensor) if common % size == 0)
+                raise UserError(
+                    f"the model's {what} ({size}) cannot be divided by parallel.tensor={parallel.tensor}: "
+                    f"give parallel.tensor={possible}"
+                )
+        chunks = parallel.pipeline * parallel.virtual_pipeline
+        if self.layers % chunks:
+            raise UserError(
+                f"the model's layers ({self.layers}) cannot be divided into parallel.pipeline={parallel.pipeline} x "
+                f"parallel.virtual_pipeline={parallel.virtual_pipeline} chunks"
+            )
+        if self.experts is None:
+            if parallel.expert > 1:
+                raise UserError(f"parallel.expert={parallel.expert}, but the model has no experts")
+            return
+        if self.experts.count % parallel.expert:
+            raise UserError(
+                f"the model's experts ({self.experts.count}) cannot be divided by parallel.expert={parallel.expert}"
+            )
+        if parallel.tensor > 1 and not parallel.sequence:
+            raise UserError(
+                f"a mixture of experts with parallel.tensor={parallel.tensor} needs parallel.sequence=true: otherwise "
+                "every tensor-parallel rank would send every token to the experts"
+            )
+
+    def check_fp8(self, model: ModelConfig, parallel: ParallelConfig) -> None:
+        """Raises UserError where the products of a rank are not of the sizes that `model.fp8` needs."""
+        try:
+            rules.check_fp8_widths(
+                model.fp8,
+                hidden=self.hidden,
+                queries=self.heads * self.head_dim // parallel.tensor,
+                keys=self.kv_heads * self.head_dim // parallel.tensor,
+                ffn=self.ffn // (parallel.tensor if self.experts is None else parallel.expert_tensor),
+            )
+            rules.check_fp8_layers(model, self.layers, parallel)
+        except ValueError as error:
+            raise UserError(str(error)) from None
+
+    def check_engine(self, engine: EngineConfig) -> None:
+        """Raises UserError where SGLang cannot quantize the weights it is sent.
+
+        Its loader for that (`flash_rl` of 0.5.18) would also quantize the norms of queries and keys, and the router
+        and experts of a mixture, without keeping their scales.
+        """
+        if engine.quantization != "none" and (self.qk_norm or self.experts is not None):
+            raise UserError(
+                f"engine.quantization={engine.quantization} is not possible with a {self.family} model: SGLang would "
+                "quantize weights that it keeps no scale for"
+            )
+
+    def check_replay(self, algorithm: AlgorithmConfig) -> None:
+        """Raises UserError where there are no routes to replay."""
+        if algorithm.router_replay != "none" and self.experts is None:
+            raise UserError(f"algorithm.router_replay={algorithm.router_replay}, but the model has no experts")
+
+    @classmethod
+    def from_hf(cls, path: Path) -> Self:
+        """Read `path`/config.json.
+
+        Raises:
+            UserError: no such directory or file, an unknown architecture, or a variant of a known one that the
+                trainer does not compute (sliding windows, other biases, other rotary scalings).
+        """
+        family = _family(path)
+        config = _parse(path)
+        sizes = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size")
+        for name in sizes:
+            if getattr(config, name) < 1:
+                raise UserError(f"{path / 'config.json'}: {name}={getattr(config, name)} must be at least 1")
+        _check_variant(path, family, config)
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return cls(
+            family=family,
+            layers=config.num_hidden_layers,
+            hidden=config.hidden_size,
+            heads=config.num_attention_heads,
+            kv_heads=config.num_key_value_heads,
+            head_dim=head_dim,
+            ffn=config.moe_intermediate_size if family == "qwen3_moe" else config.intermediate_size,
+            vocabulary=config.vocab_size,
+            rope_theta=float(config.rope_parameters["rope_theta"]),
+            norm_eps=config.rms_norm_eps,
+            tied=config.tie_word_embeddings,
+            qkv_bias=family == "qwen2",
+            qk_norm=family in ("qwen3", "qwen3_moe"),
+            max_positions=config.max_position_embeddings,
+            rope_scaling=_rope_scaling(path, config.rope_parameters),
+            experts=_experts(path, config) if family == "qwen3_moe" else None,
+        )
+
+
+def _family(path: Path) -> Family:
+    if not path.is_dir():
+        raise UserError(f"{path} is not a directory: model.path must be a Hugging Face model directory")
+    file = path / "config.json"
+    try:
+        data = json.loads(file.read_text())
+    except FileNotFoundError:
+        raise UserError(f"{file} is missing: model.path must be a Hugging Face model directory") from None
+    except ValueError as error:
+        raise UserError(f"{file} is not JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise UserError(f"{file} holds no JSON object")
+    architecture = (data.get("architectures") or ["none"])[0]
+    if architecture not in _FAMILIES:
+        raise UserError(f"{file}: architecture {architecture!r} is not supported (supported: {', '.join(_FAMILIES)})")
+    return _FAMILIES[architecture]
+
+
+def _parse(path: Path) -> Any:
+    """The config through transformers, which knows every family's defaults and both spellings of the rotary fields."""
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except Exception as error:
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(f"{path / 'config.json'}: transformers cannot read it: {reason}") from error
+
+
+def _check_variant(path: Path, family: Family, config: Any) -> None:
+    """Refuse options that would change the computation and that nothing here implements."""
+    unsupported = {
+        "hidden_act": config.hidden_act != "silu",
+        "attention_bias": family != "qwen2" and config.attention_bias,
+        "mlp_bias": getattr(config, "mlp_bias", False),
+        "use_sliding_window": getattr(config, "use_sliding_window", False),
+        "quantization_config": getattr(config, "quantization_config", None) is not None,
+    }
+    for name, present in unsupported.items():
+        if present:
+            raise UserError(f"{path / 'config.json'}: {name}={getattr(config, name)!r} is not supported")
+
+
+def _rope_scaling(path: Path, rope: dict[str, Any]) -> RopeScaling | None:
+    kind = rope.get("rope_type", "default")
+    if kind == "default":
+        return None
+    if kind != "llama3":
+        raise UserError(f"{path / 'config.json'}: rope_type {kind!r} is not supported (supported: default, llama3)")
+    return RopeScaling(
+        factor=float(rope["factor"]),
+        low_freq_factor=float(rope["low_freq_factor"]),
+        high_freq_factor=float(rope["high_freq_factor"]),
+        original_max_positions=int(rope["original_max_position_embeddings"]),
+    )
+
+
+def _experts(path: Path, config: Any) -> ExpertShape:
+    file = path / "config.json"
+    if config.mlp_only_layers or config.decoder_sparse_step != 1:
+        raise UserError(
+            f"{file}: mlp_only_layers={config.mlp_only_layers} and decoder_sparse_step={config.decoder_sparse_step} "
+            "mix dense and expert layers; only models with experts in every layer are supported"
+        )
+    if not 0 < config.num_experts_per_tok <= config.num_experts:
+        raise UserError(
+            f"{file}: num_experts_per_tok={config.num_experts_per_tok} of {config.num_experts} experts cannot be chosen"
+        )
+    if config.norm_topk_prob and config.num_experts_per_tok == 1:
+        raise UserError(f"{file}: norm_topk_prob with one expert a token gives the router no gradient: not supported")
+    return ExpertShape(
+        count=config.num_experts,
+        top_k=config.num_experts_per_tok,
+        normalise=config.norm_topk_prob,
+        balance_coefficient=float(config.router_aux_loss_coef),
+    )

@@ -1,0 +1,277 @@
+"""A model as a judge, behind any server that speaks the OpenAI chat protocol.
+
+Replies are kept in an SQLite file, so that a resumed or repeated run asks nothing twice. A server that fails is asked
+again; when it stays away, whoever asks waits for it or goes on by the rules of the reward (`reward.judge.when_down`),
+and both are told and counted. No verdict ever becomes a 0 by itself.
+
+All requests run in one thread with an event loop: there they can be given up at any moment, and so the process can end.
+"""
+
+import asyncio
+import os
+import re
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError, Future, wait
+from pathlib import Path
+from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
+
+from arpo_megatron.config import JudgeConfig
+from arpo_megatron.errors import UserError
+from arpo_megatron.rewards.judge.cache import Replies
+from arpo_megatron.rewards.judge.prompts import JudgeQuestion
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
+
+COUNTERS = ("asked", "cached", "repeated", "unreadable", "fallbacks", "waited_s")
+"""Questions sent to the server; answered from the cache; sent again because it failed; answered without a verdict;
+left to the rules because it was down; seconds that questions waited for it, added up."""
+
+_DOWN_S = 30.0  # with `fallback`: how long a server that failed is left alone
+_WAIT_S, _LONGEST_WAIT_S = 1.0, 30.0
+_REPEAT_S = 0.5  # before a reply that is none is asked for again, then twice as long: as the openai client does it
+_TELL_EVERY_S = 60.0
+_CHECK_EVERY_S = 0.5
+_CLOSE_S = 2.0
+
+
+class _DownError(Exception):
+    """The server does not answer, also after the retries."""
+
+
+class Judge:
+    """Asks for verdicts. May be used from several threads.
+
+    Args:
+        config: the server, the model, and what to do without it.
+        cache: SQLite file of replies; None: none is kept.
+        waiting: what waits for a server that is down, for the line that says so; None: nothing does, it is an error.
+        tell: takes a line for the user, now and then while the server is away.
+        check: is called every now and then by who waits for a verdict; raises to end that.
+    """
+
+    def __init__(
+        self,
+        config: JudgeConfig,
+        cache: Path | None = None,
+        *,
+        waiting: str | None = "training",
+        tell: Callable[[str], None] = lambda _text: None,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        if config.url is None:
+            raise UserError("a judge is wanted: give reward.judge.url=http://HOST:PORT/v1 and reward.judge.model=NAME")
+        if not config.model:
+            raise UserError("reward.judge.model is missing: name the model that reward.judge.url serves")
+        self._config = config
+        self._replies = Replies(cache)
+        self._waiting, self._tell, self._check = waiting, tell, check
+        self._lock = threading.Lock()  # of what follows, up to the next comment
+        self._counts: Counter[str] = Counter()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._closed = False
+        # Of the loop's thread alone.
+        self._client: AsyncOpenAI | None = None
+        self._places = asyncio.Semaphore(config.concurrency)
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by question, while it is asked
+        self._down_until = self._told_at = 0.0
+
+    def ask(self, questions: Sequence[JudgeQuestion]) -> list[str | None]:
+        """A verdict for each question, in this order; None where there is none (counted): the caller has rules then.
+
+        Raises:
+            UserError: the server refuses the key, or knows no such model or address; or it is down and nothing waits.
+        """
+        different = list(dict.fromkeys(questions))
+        said = self._submit(different)
+        if said is None:
+            return [None] * len(questions)
+        try:
+            while not wait([said], _CHECK_EVERY_S).done:
+                self._check()
+        except BaseException:
+            said.cancel()
+            raise
+        try:
+            found = dict(zip(different, said.result(), strict=True))
+        except CancelledError:  # by `close`
+            return [None] * len(questions)
+        return [found[question] for question in questions]
+
+    def take_counts(self) -> dict[str, float]:
+        """The `COUNTERS` since the last call."""
+        with self._lock:
+            counts, self._counts = self._counts, Counter()
+        return {name: counts[name] for name in COUNTERS}
+
+    def close(self) -> None:
+        """Ask nothing any more: requests under way are given up, and who waits for them gets no verdict."""
+        with self._lock:
+            loop, self._loop, self._closed = self._loop, None, True
+        if loop is not None and self._thread is not None:
+            asyncio.run_coroutine_threadsafe(self._end(), loop)
+            self._thread.join(_CLOSE_S)
+        self._replies.close()
+
+    def _submit(self, questions: Sequence[JudgeQuestion]) -> "Future[list[str | None]] | None":
+        """Have them answered by the loop, which the first call starts; None once the judge is closed."""
+        with self._lock:
+            if self._closed:
+                return None
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                # A daemon: a process that ends without `close` does not wait for the server either.
+                self._thread = threading.Thread(target=_run, args=(self._loop,), name="judge", daemon=True)
+                self._thread.start()
+            return asyncio.run_coroutine_threadsafe(self._verdicts(questions), self._loop)
+
+    async def _verdicts(self, questions: Sequence[JudgeQuestion]) -> list[str | None]:
+        try:
+            async with asyncio.TaskGroup() as group:
+                asked = [group.create_task(self._verdict(question)) for question in questions]
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        return [task.result() for task in asked]
+
+    async def _end(self) -> None:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        if self._client is not None:
+            await self._client.close()
+        asyncio.get_running_loop().stop()
+
+    async def _verdict(self, question: JudgeQuestion) -> str | None:
+        key = self._replies.key(self._config.model, question.system, question.user)
+        # Whoever asks the same at the same time waits for the reply that the first one gets.
+        async with self._turns.setdefault(key, asyncio.Lock()):
+            reply = self._replies.get(key)
+            if reply is not None:
+                self._count("cached")
+                return read_verdict(reply, question)
+            async with self._places:
+                reply = await self._asked_until_answered(question)
+            if reply is None:
+                return None
+            verdict = read_verdict(reply, question)
+            if verdict is None:
+                self._count("unreadable")
+            else:
+                self._replies.put(key, reply)
+            return verdict
+
+    async def _asked_until_answered(self, question: JudgeQuestion) -> str | None:
+        fallback, pause_s = self._config.when_down == "fallback", _WAIT_S
+        while True:
+            if fallback and time.monotonic() < self._down_until:
+                self._count("fallbacks")
+                return None
+            try:
+                return await self._reply(question)
+            except _DownError as error:
+                if fallback:
+                    self._say(f"{error}", "answers are scored by rule for now")
+                    self._down_until = time.monotonic() + _DOWN_S
+                    continue
+                if self._waiting is None:
+                    raise UserError(
+                        f"the judge at {self._config.url} does not answer ({error}): is reward.judge.url right and its "
+                        "server up?"
+                    ) from None
+                self._say(f"{error}", f"{self._waiting} waits for it")
+            await self._sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_WAIT_S)
+
+    async def _reply(self, question: JudgeQuestion) -> str:
+        """What the server says; what is no reply is asked for again as often as a failure is."""
+        from arpo_megatron.utils.chat_client import UnreadableReplyError
+
+        self._count("asked")
+        for number in range(self._config.retries):
+            try:
+                return await self._reply_once(question)
+            except UnreadableReplyError:
+                self._count("repeated")
+                await asyncio.sleep(min(_REPEAT_S * 2**number, _LONGEST_WAIT_S))
+        try:
+            return await self._reply_once(question)
+        except UnreadableReplyError as error:
+            raise _DownError(str(error)) from None
+
+    async def _reply_once(self, question: JudgeQuestion) -> str:
+        import openai
+
+        from arpo_megatron.utils import chat_client as chat
+
+        try:
+            found = await chat.complete(
+                self._connected(),
+                model=self._config.model,
+                messages=[
+                    {"role": "system", "content": question.system},
+                    {"role": "user", "content": question.user},
+                ],
+                temperature=0.0,
+                max_tokens=self._config.max_tokens,
+            )
+        except openai.OpenAIError as error:
+            trouble = chat.Trouble.SERVER
+            if isinstance(error, openai.APIStatusError):
+                trouble = chat.trouble_of(error.status_code)
+                if trouble is chat.Trouble.ACCESS:
+                    raise UserError(
+                        f"the judge at {self._config.url} answers {error.status_code} for {self._config.model!r}: "
+                        "check reward.judge.url, reward.judge.model and the key in $" + self._config.api_key_env
+                    ) from None
+            if trouble is chat.Trouble.REQUEST:
+                return ""  # this question is beyond it (too long, say): no verdict, and the server is up
+            self._count("repeated", self._config.retries)
+            raise _DownError(f"{type(error).__name__}: {error}") from None
+        self._count("repeated", found.repeated)
+        return found.text
+
+    def _connected(self) -> "AsyncOpenAI":
+        from arpo_megatron.utils.chat_client import connected
+
+        if self._client is None:
+            assert self._config.url is not None
+            key = os.environ.get(self._config.api_key_env)
+            self._client = connected(
+                self._config.url, key=key, deadline_s=self._config.timeout_s, retries=self._config.retries
+            )
+        return self._client
+
+    async def _sleep(self, seconds: float) -> None:
+        begun = time.monotonic()
+        try:
+            await asyncio.sleep(seconds)
+        finally:
+            self._count("waited_s", time.monotonic() - begun)
+
+    def _say(self, what: str, course: str) -> None:
+        now = time.monotonic()
+        if not self._told_at or now - self._told_at >= _TELL_EVERY_S:
+            self._told_at = now
+            self._tell(f"the judge at {self._config.url} is down ({what}): {course}")
+
+    def _count(self, name: str, amount: float = 1) -> None:
+        with self._lock:
+            self._counts[name] += amount  # type: ignore[assignment]  # seconds are counted too
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    """Until it is stopped."""
+    loop.run_forever()
+    loop.close()
+
+
+def read_verdict(reply: str, question: JudgeQuestion) -> str | None:
+    """The verdict of a reply: the word behind the question's code; None where there is none or there are several."""
+    words = re.findall(rf"VERDICT\W+{question.code}\W+([A-Z]+)", reply)
+    return words[0] if len(set(words)) == 1 and words[0] in question.verdicts else None

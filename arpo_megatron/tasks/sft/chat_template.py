@@ -1,0 +1,179 @@
+"""A conversation as tokens: exactly those of the model's chat template, and which of them the model is to learn.
+
+What is learned of an assistant turn is what the model would have sampled: everything after the generation prompt up to
+the token that ends the turn, that token included. A template that marks this itself (`{% generation %}`) is asked. With
+any other the conversation is rendered up to each turn, and every such beginning must be a token-prefix of the whole;
+where it is not (a template that rewrites earlier turns) nobody could say which tokens to learn, and the row is refused.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from arpo_megatron.tasks.sft.rows import Conversation
+from arpo_megatron.tree import Int32Array, Role, RolloutTree
+from arpo_megatron.utils.table_reader import BadRowError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+Span = tuple[int, int]
+Messages = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A run of tokens of one role."""
+
+    role: Role
+    token_ids: Int32Array
+
+
+class ChatEncoder:
+    """Renders and tokenizes conversations with a tokenizer's chat template.
+
+    Args:
+        tokenizer: a fast tokenizer with a chat template.
+    """
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerFast") -> None:
+        self._tokenizer = tokenizer
+        added = tokenizer.added_tokens_decoder
+        self._added = set(added)
+        self._special = set(tokenizer.all_special_ids) | {i for i, token in added.items() if token.special}
+
+    def encode(self, conversation: Conversation) -> list[Part]:
+        """PROMPT, then MODEL and TOOL (context without loss) in turn, up to the last token that carries loss.
+
+        What follows that token is seen by nobody, so it is left out.
+
+        Raises:
+            BadRowError: the template refuses the conversation, or does not show where the trained turns are.
+        """
+        try:
+            tools = _dicts(conversation.tools or ()) or None
+            if _GENERATION.search(str(self._tokenizer.get_chat_template(tools=tools))):
+                ids, spans = self._marked(conversation)
+            else:
+                ids, spans = self._incremental(conversation)
+        except BadRowError:
+            raise
+        except Exception as error:  # templates raise what they like: jinja2's errors, TypeError, KeyError, ...
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            raise BadRowError(f"the chat template refuses the conversation: {reason}") from error
+        if spans[0][0] == 0:
+            raise BadRowError("no token comes before the first trained one")
+        return _parts(ids, spans)
+
+    def _marked(self, conversation: Conversation) -> tuple[list[int], list[Span]]:
+        """Trained spans by the template's own marks, the end-of-turn token added where they leave it out."""
+        ids, runs = self._with_mask(conversation.messages, conversation.tools)
+        turns = [i for i, message in enumerate(conversation.messages) if message["role"] == "assistant"]
+        if len(runs) != len(turns):
+            raise BadRowError(f"the chat template marks {len(runs)} spans for {len(turns)} assistant messages")
+        # Whatever special token follows when nothing else does is the end of a turn.
+        last, last_runs = self._with_mask(conversation.messages[: turns[-1] + 1], conversation.tools)
+        after = last[last_runs[-1][1] :]
+        end = after[0] if after and after[0] in self._special else None
+        runs = [(low, high + (ids[high : high + 1] == [end])) for low, high in runs]
+        return ids, [run for run, turn in zip(runs, turns, strict=True) if conversation.trained[turn]]
+
+    def _with_mask(self, messages: Messages, tools: Any) -> tuple[list[int], list[Span]]:
+        found: Any = self._tokenizer.apply_chat_template(
+            _dicts(messages),
+            tools=None if tools is None else list(tools),
+            tokenize=True,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+            tokenizer_kwargs={"verbose": False, "return_offsets_mapping": True},
+        )
+        mask, offsets = list(found["assistant_masks"]), found["offset_mapping"]
+        for i in range(1, len(mask)):
+            # Of a last character that takes several tokens transformers marks the first one only.
+            mask[i] = mask[i] or int(mask[i - 1] and offsets[i][0] < offsets[i - 1][1])
+        edges = np.flatnonzero(np.diff([0, *mask, 0]))
+        return list(found["input_ids"]), [(int(a), int(b)) for a, b in edges.reshape(-1, 2)]
+
+    def _incremental(self, conversation: Conversation) -> tuple[list[int], list[Span]]:
+        """Trained spans by rendering the conversation up to and including each trained turn."""
+        messages, tools = conversation.messages, conversation.tools
+        turns = [i for i, trained in enumerate(conversation.trained) if trained]
+        texts = [self._render(messages, tools)]
+        for turn in turns:
+            texts.append(self._render(messages[:turn], tools, prompt=True))
+            texts.append(self._render(messages[: turn + 1], tools))
+        whole, *beginnings = self._tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+        spans = []
+        for number, turn in enumerate(turns):
+            before, through = beginnings[2 * number : 2 * number + 2]
+            if whole[: len(before)] != before:
+                if texts[0].startswith(texts[1 + 2 * number]):
+                    raise BadRowError(f"the tokenizer joins the beginning of message {turn} with what is before it")
+                raise BadRowError(f"the chat template renders the turns before message {turn} otherwise in the whole")
+            spans.append((len(before), self._end(turn, whole, len(before), through)))
+        return whole, spans
+
+    def _render(self, messages: Messages, tools: Any, *, prompt: bool = False) -> str:
+        if not messages:
+            return ""
+        return str(
+            self._tokenizer.apply_chat_template(
+                _dicts(messages),
+                tools=None if tools is None else list(tools),
+                tokenize=False,
+                add_generation_prompt=prompt,
+            )
+        )
+
+    def _end(self, turn: int, whole: list[int], start: int, through: list[int]) -> int:
+        """One past the last token of a turn that begins at `start`; `through` is the conversation rendered up to it."""
+        own = through[start:]
+        stop = next((i + 1 for i in reversed(range(len(own))) if own[i] in self._special), 0)
+        if stop and not self._decode(own[stop:]).strip():
+            own = own[:stop]  # what follows the end-of-turn token belongs to the template, not to the model
+        if whole[start : start + len(own)] == own:
+            if whole[:start] != through[:start]:
+                raise BadRowError(f"the chat template renders the turns before message {turn} otherwise in the whole")
+            return start + len(own)
+        # Qwen3 shows an empty thinking block in the last turn only: tags without text may be missing in the whole.
+        for skipped in range(1, len(own)):
+            if own[skipped - 1] not in self._added and self._decode(own[skipped - 1 : skipped]).strip():
+                break
+            if whole[start : start + len(own) - skipped] == own[skipped:]:
+                return start + len(own) - skipped
+        raise BadRowError(
+            f"the chat template renders the turns before message {turn + 1} otherwise in the whole "
+            "(one that leaves out earlier reasoning does)"
+        )
+
+    def _decode(self, ids: list[int]) -> str:
+        return str(self._tokenizer.decode(ids, skip_special_tokens=False))
+
+
+def tree_of(task_id: str, parts: Sequence[Part]) -> RolloutTree:
+    """A tree of one path."""
+    tree = RolloutTree(task_id, parts[0].token_ids)
+    for above, part in enumerate(parts[1:]):
+        tree.add(above, part.role, part.token_ids)
+    return tree
+
+
+def _dicts(items: Messages) -> list[dict[str, Any]]:
+    """As transformers takes messages and tools."""
+    return [dict(item) for item in items]
+
+
+def _parts(ids: list[int], spans: Sequence[Span]) -> list[Part]:
+    parts: list[Part] = []
+    done = 0
+    for low, high in spans:
+        if low > done or not parts:
+            role = Role.TOOL if parts else Role.PROMPT
+            parts.append(Part(role, np.array(ids[done:low], np.int32)))
+        parts.append(Part(Role.MODEL, np.array(ids[low:high], np.int32)))
+        done = high
+    return parts

@@ -1,0 +1,152 @@
+"""Conversations for supervised training: rows of {"messages": [{"role", "content"}, ...]}, as TRL, LLaMA-Factory and
+OpenAI's fine-tuning files have them.
+
+A row may also hold `tools` (a list, or one as JSON text), which the chat template shows to the model. A message may
+hold what its template knows (`tool_calls`, `name`, `reasoning_content`, ...). An assistant message with
+`"train": false` or `"weight": 0` is context only. Rows that cannot be trained on are named, never dropped silently.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from arpo_megatron.errors import UserError
+from arpo_megatron.utils.table_reader import BadRowError, FileRow, parquet_columns, read_rows
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+FORMATS = (".jsonl", ".json", ".parquet")
+_KEY = "sft.data="
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """One checked row.
+
+    Attributes:
+        messages: as the chat template takes them; fields that hold nothing are left out.
+        trained: for each message whether its tokens carry loss; only assistant messages may.
+        tools: what the template is to offer; None: nothing.
+    """
+
+    messages: tuple[Mapping[str, Any], ...]
+    trained: tuple[bool, ...]
+    tools: tuple[Mapping[str, Any], ...] | None = None
+
+
+def check_file(path: Path) -> None:
+    """Raises UserError unless `sft.data` may be this file."""
+    if path.suffix not in FORMATS:
+        raise UserError(f"{_KEY}{path}: conversations are read from {', '.join(FORMATS)} files")
+    if not path.is_file():
+        raise UserError(f"{_KEY}{path}: no such file")
+
+
+def conversation_rows(path: Path) -> Iterator[FileRow]:
+    """The rows of a file of conversations (`sft.data`).
+
+    Raises:
+        UserError: no such file, none of `FORMATS`, or a table without conversations.
+    """
+    check_file(path)
+    if path.suffix != ".parquet":
+        yield from read_rows(path, _KEY)
+        return
+    found = parquet_columns(path, _KEY)
+    if "messages" not in found:
+        raise UserError(f"{_KEY}{path}: no column messages; it has: {', '.join(found)}")
+    for row in read_rows(path, _KEY, columns=("messages", "tools")):
+        yield replace(row, found=_without_nulls(row.found))
+
+
+def check_row(row: Any) -> Conversation:
+    """The conversation of a row. Raises BadRowError where it cannot be trained on."""
+    if not isinstance(row, dict) or "messages" not in row:
+        raise BadRowError('no "messages" list')
+    given = row["messages"]
+    if not isinstance(given, list) or not given:
+        raise BadRowError('no "messages" list, or an empty one')
+    messages, trained = [], []
+    for number, message in enumerate(given):
+        if not isinstance(message, dict):
+            raise BadRowError(f"message {number} is no object")
+        kept = {key: value for key, value in message.items() if value is not None}
+        trained.append(_is_trained(number, kept))
+        messages.append(_message(number, kept))
+    if not any(trained):
+        raise BadRowError("no assistant turn to learn")
+    return Conversation(tuple(messages), tuple(trained), _tools(row.get("tools")))
+
+
+def _without_nulls(value: Any) -> Any:
+    """A column has one type: fields that only other rows have are null in this one."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def _is_trained(number: int, message: dict[str, Any]) -> bool:
+    """Whether the message carries loss; takes the marks that say so out of it."""
+    marks = {name: message.pop(name) for name in ("train", "weight") if name in message}
+    for name, value in marks.items():
+        if isinstance(value, str) or value not in (0, 1):
+            raise BadRowError(f"message {number}: {name}={value!r} is neither true nor false")
+    return message.get("role") == "assistant" and all(marks.values())
+
+
+def _message(number: int, message: dict[str, Any]) -> dict[str, Any]:
+    role = message.get("role")
+    if role not in ROLES:
+        raise BadRowError(f"message {number} has no role of {', '.join(ROLES)}, but {role!r}")
+    if role in ("system", "developer") and number:
+        raise BadRowError(f"message {number}: a {role} message comes first or not at all")
+    content = _text(number, message.get("content", ""))
+    calls = message.get("tool_calls")
+    if calls is not None and role != "assistant":
+        raise BadRowError(f"message {number}: a {role} message with tool_calls")
+    if not content.strip() and role != "tool" and not calls:
+        raise BadRowError(f"message {number} has no content")
+    if calls is not None:
+        message = {**message, "tool_calls": _tool_calls(number, calls)}
+    return {**message, "content": content}
+
+
+def _text(number: int, content: Any) -> str:
+    """Text, also where it comes in OpenAI's list of parts."""
+    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+        content = "".join(str(part.get("text") or "") for part in content)
+    if not isinstance(content, str):
+        raise BadRowError(f"message {number}: the content is not text")
+    return content
+
+
+def _tool_calls(number: int, calls: Any) -> list[Any]:
+    """OpenAI writes arguments as JSON text; templates expect what it stands for and would quote it a second time."""
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise BadRowError(f"message {number}: tool_calls is no list of calls")
+    mended = []
+    for call in calls:
+        inner = call.get("function", call)
+        if not isinstance(inner, dict) or not isinstance(inner.get("name"), str):
+            raise BadRowError(f"message {number}: a tool call without a name")
+        if isinstance(arguments := inner.get("arguments"), str):
+            try:
+                inner = {**inner, "arguments": json.loads(arguments)}
+            except ValueError:
+                raise BadRowError(f"message {number}: the arguments of {inner['name']} are not JSON") from None
+        mended.append({**call, "function": inner} if "function" in call else inner)
+    return mended
+
+
+def _tools(tools: Any) -> tuple[Mapping[str, Any], ...] | None:
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools) if tools.strip() else None
+        except ValueError:
+            raise BadRowError("tools is neither a list nor JSON text of one") from None
+    if not tools:
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise BadRowError("tools is no list of tools")
+    return tuple(tools)

@@ -1,0 +1,139 @@
+"""Demonstrations for the cold start: how an agent calls tools on a generated task, sometimes carelessly.
+
+A demonstration is a `RolloutTree` with one leaf, cut into segments exactly where sampling would cut it, so supervised
+training runs through the same packs as ARPO. Some agents are careless, always within the format: they calculate with
+a wrong operator, misspell a name, skip the second hop, or answer something else than the tool said. A model that
+imitates them is right only part of the time, which leaves ARPO something to learn.
+"""
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from arpo_megatron.tasks.base import Task
+from arpo_megatron.tasks.synthetic.lookup import MIX, NAME_LETTERS, OPERATORS, GeneratedQuestion, Kind, asked
+from arpo_megatron.tasks.synthetic.writer import Encoder, Writer
+from arpo_megatron.tree import RolloutTree
+
+Agent = Callable[[Task, Writer, random.Random], str]
+"""Makes the tool calls of one demonstration and returns what it answers; all its chances are draws of the generator."""
+
+
+@dataclass(frozen=True, slots=True)
+class Carelessness:
+    """Chance of each careless act where it can happen."""
+
+    wrong_operator: float  # calc
+    misspelt_name: float  # lookup, two
+    skipped_hop: float  # two
+    ignored_result: float  # every kind
+
+    def of_kind(self, kind: Kind) -> tuple[float, ...]:
+        """Chances of the acts that can happen in a task of that kind; they are independent."""
+        if kind is Kind.CALC:
+            return (self.wrong_operator, self.ignored_result)
+        if kind is Kind.LOOKUP:
+            return (self.misspelt_name, self.ignored_result)
+        return (self.misspelt_name, self.skipped_hop, self.ignored_result)
+
+    @property
+    def share(self) -> float:
+        """Expected share of demonstrations with at least one careless act, over the mix of generated tasks."""
+        total = 0.0
+        for kind, weight in MIX.items():
+            careful = 1.0
+            for chance in self.of_kind(kind):
+                careful *= 1.0 - chance
+            total += weight * (1.0 - careful)
+        return total
+
+
+_PROPORTIONS = Carelessness(wrong_operator=0.30, misspelt_name=0.20, skipped_hop=0.25, ignored_result=0.20)
+
+
+def carelessness(share: float) -> Carelessness:
+    """Chances in fixed proportions (30 : 20 : 25 : 20) under which about `share` of demonstrations are careless.
+
+    Args:
+        share: expected share of demonstrations with at least one careless act, in [0, 1].
+    """
+    # At the upper end every result is ignored: share 1.
+    return _scaled(scale_for(share, lambda scale: _scaled(scale).share, most=1.0 / _PROPORTIONS.ignored_result))
+
+
+def scale_for(share: float, share_of: Callable[[float], float], *, most: float) -> float:
+    """The scale in [0, most] at which `share_of`, which rises with it, comes to `share`; ValueError outside [0, 1]."""
+    if not 0.0 <= share <= 1.0:
+        raise ValueError(f"the share of careless demonstrations must be in [0, 1], not {share}")
+    low, high = 0.0, most
+    for _ in range(60):  # bisection
+        middle = (low + high) / 2
+        low, high = (middle, high) if share_of(middle) < share else (low, middle)
+    return high
+
+
+def _scaled(scale: float) -> Carelessness:
+    base = _PROPORTIONS
+    return Carelessness(
+        min(1.0, scale * base.wrong_operator),
+        min(1.0, scale * base.misspelt_name),
+        min(1.0, scale * base.skipped_hop),
+        min(1.0, scale * base.ignored_result),
+    )
+
+
+def calculating(careless: float) -> Agent:
+    """An agent for the tasks of `generated`; about the share `careless` of its demonstrations is careless."""
+    return partial(_calculate, carelessness(careless))
+
+
+def demonstrate(
+    tasks: Sequence[Task],
+    facts: Mapping[str, str],
+    tokenizer: Encoder,
+    *,
+    careless: float,
+    seed: int,
+    agent: Callable[[float], Agent] = calculating,
+) -> list[RolloutTree]:
+    """One demonstration for each task, with the results that the real tools would give.
+
+    Args:
+        tasks: generated tasks; a task given twice gets two independent demonstrations.
+        facts: name -> what its page says, the search corpus.
+        tokenizer: prompts and segments are encoded with it, each alone and without special tokens added.
+        careless: share of demonstrations with at least one careless act, in [0, 1].
+        seed: every draw follows from it, the task's id and its position.
+        agent: share of careless demonstrations -> who makes them; it must know this family of tasks.
+
+    Returns:
+        A tree with one leaf for each task, in order.
+    """
+    act = agent(careless)
+    trees = []
+    for position, task in enumerate(tasks):
+        rng = random.Random(f"demonstration-{seed}-{position}-{task.id}")
+        writer = Writer(task, tokenizer, facts)
+        writer.answer(act(task, writer, rng))
+        trees.append(writer.tree)
+    return trees
+
+
+def _calculate(chances: Carelessness, task: Task, writer: Writer, rng: random.Random) -> str:
+    question = GeneratedQuestion.parse(asked(task))
+    if question.kind is Kind.CALC:
+        operator = question.operator
+        if rng.random() < chances.wrong_operator:
+            operator = rng.choice([other for other in OPERATORS if other != operator])
+        result = writer.python(question.left, operator, question.right)
+    else:
+        name = question.name
+        if rng.random() < chances.misspelt_name:
+            name = name[:-1] + rng.choice([letter for letter in NAME_LETTERS if letter != name[-1]])
+        result = int(writer.search(name) or 0)
+        if question.kind is Kind.TWO and rng.random() >= chances.skipped_hop:
+            result = writer.python(result, question.operator, question.right)
+    if rng.random() < chances.ignored_result:
+        result = rng.randrange(1000)
+    return str(result)

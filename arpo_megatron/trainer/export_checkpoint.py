@@ -1,0 +1,60 @@
+"""Convert a checkpoint to a Hugging Face directory, on all ranks.
+
+Run as `python -m arpo_megatron.trainer.export_checkpoint RUN_DIR STEP|newest OUT`.
+"""
+
+import sys
+from pathlib import Path
+
+from arpo_megatron.actor import parallel
+from arpo_megatron.actor.actor import Actor
+from arpo_megatron.actor.checkpoint import CheckpointStore, damage_of, newest_whole
+from arpo_megatron.errors import UserError
+from arpo_megatron.jobs import resolve
+from arpo_megatron.jobs.inputs import model_path
+from arpo_megatron.jobs.run_directory import RunDirectory
+from arpo_megatron.models.spec import ModelShape
+from arpo_megatron.monitor.events import EventLog, user_errors_told
+from arpo_megatron.utils.atomic import written
+from arpo_megatron.utils.rank_main import rank_main
+from arpo_megatron.weights.export import export_hf
+
+
+def whole_checkpoint(run: RunDirectory, wanted: str) -> Path:
+    """The checkpoint of a step, or the newest whole one; what is not used, and why, becomes an event.
+
+    Raises:
+        UserError: there is none, or that step's is damaged.
+    """
+    if wanted != "newest":
+        path = run.checkpoints / f"step_{wanted}"
+        if phrases := damage_of(path):
+            raise UserError(f"{path} cannot be used: {phrases[0]}")
+        return path
+    found = newest_whole(run.checkpoints)
+    if found.path is None:
+        raise UserError(f"{run.path} has no checkpoint")
+    for line in found.told:
+        EventLog(run.events, enabled=parallel.is_leader()).emit("note", text=line)
+    return found.path
+
+
+@rank_main
+def main() -> None:
+    """Entry point of every rank."""
+    run, out = RunDirectory(Path(sys.argv[1])), Path(sys.argv[3])
+    config = resolve.load(run.config)
+    with user_errors_told(run.events):
+        parallel.initialize(config.parallel, config.seed)
+        start = model_path(config, run)
+        shape = ModelShape.from_hf(start)
+        updates = config.train.steps * config.algorithm.minibatches
+        actor = Actor(config, shape, start, optimizer=config.optimizer, total_updates=updates)
+        actor.load(CheckpointStore.actor_directory(whole_checkpoint(run, sys.argv[2])))
+        with written(out, "make room and give the command again"):
+            export_hf(actor.chunks, shape, start, out)
+        parallel.destroy()
+
+
+if __name__ == "__main__":
+    main()

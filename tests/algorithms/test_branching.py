@@ -1,0 +1,219 @@
+"""Branch decisions: the paper's formula, the released scale, seeded draws, and bounds that always hold."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from arpo_megatron.algorithms.branching import (
+    ArpoPolicy,
+    ArpoReferencePolicy,
+    ForkPoint,
+    GrpoPolicy,
+    RandomPolicy,
+    make_policy,
+    shares,
+    uniform_draw,
+)
+from arpo_megatron.algorithms.branching.aepo import AepoPolicy
+from arpo_megatron.algorithms.branching.aepo_reference import AepoReferencePolicy
+from arpo_megatron.algorithms.branching.base import Probe, begin
+from arpo_megatron.config import AlgorithmConfig
+from arpo_megatron.tree import Float32Array
+
+CONFIG = AlgorithmConfig(samples=16, initial=8, beam=2, branch_probability=0.5, entropy_weight=0.2, entropy_tokens=4)
+POLICY = ArpoPolicy(CONFIG, vocabulary_size=1000, seed=3)
+BRANCHING = ("aepo", "aepo_reference", "arpo", "arpo_reference", "random")
+
+entropies = st.lists(st.floats(0, 7, width=32), min_size=1, max_size=8).map(lambda x: np.array(x, np.float32))
+paths = st.lists(st.integers(0, 20), min_size=1, max_size=8).map(tuple)
+
+
+def point(start: Float32Array, after: Float32Array, **fields: Any) -> ForkPoint:
+    return replace(ForkPoint("task", 1, (0, 0, 0), start, start, after, budget=8), **fields)
+
+
+def named(name: Any, **fields: Any) -> AlgorithmConfig:
+    return replace(CONFIG, branching=name, **fields)
+
+
+def array(*values: float) -> Float32Array:
+    return np.array(values, np.float32)
+
+
+def test_the_probability_is_the_papers_on_the_released_scale() -> None:
+    record = POLICY.decide(point(array(1, 2, 3, 4, 99), array(2, 3, 4, 5, 99))).record
+    rise = (2 + 3 + 4 + 5 - 1 - 2 - 3 - 4) / math.log(1000)  # only the first k = 4 tokens count
+    assert record.dH == pytest.approx(rise)
+    assert record.probability == pytest.approx(0.5 + 0.2 * rise)
+
+
+def test_fewer_tokens_than_k_are_extrapolated_by_their_mean() -> None:
+    record = POLICY.decide(point(array(1, 1, 1, 1), array(3, 3))).record
+    assert record.dH == pytest.approx(4 * 2 / math.log(1000))
+
+
+def test_a_fork_follows_from_draw_below_probability() -> None:
+    for step in range(50):
+        decision = POLICY.decide(point(array(1), array(1), step=step))
+        assert decision.record.probability == 0.5
+        assert decision.siblings == (1 if decision.record.draw < 0.5 else 0)
+
+
+def test_a_threshold_replaces_the_draw() -> None:
+    policy = ArpoPolicy(replace(CONFIG, threshold=0.6), vocabulary_size=1000, seed=3)
+    rising = policy.decide(point(array(0, 0, 0, 0), array(2, 2, 2, 2)))
+    flat = policy.decide(point(array(1, 1, 1, 1), array(1, 1, 1, 1)))
+    assert (rising.siblings, rising.record.why) == (1, "threshold")
+    assert (flat.siblings, flat.record.why) == (0, "threshold")
+
+
+def test_more_entropy_never_makes_a_fork_less_likely() -> None:
+    chances = [POLICY.decide(point(array(2), array(level))).record.probability for level in np.linspace(0, 7, 30)]
+    assert chances == sorted(chances)
+    assert chances[0] >= 0.0
+    assert chances[-1] <= 1.0
+
+
+@given(entropies, entropies, st.integers(0, 8), st.integers(2, 5), st.floats(0, 1))
+def test_budget_and_beam_are_never_exceeded(
+    start: Float32Array, after: Float32Array, budget: int, beam: int, alpha: float
+) -> None:
+    for name in BRANCHING:
+        config = named(name, beam=beam, branch_probability=alpha)
+        policy = make_policy(config, vocabulary_size=50, seed=0)
+        decision = policy.decide(point(start, after, before_entropies=after, budget=budget))
+        assert 0 <= decision.siblings <= budget
+        assert 1 + decision.siblings <= beam
+        assert 0 <= decision.record.probability <= 1
+
+
+@given(entropies, entropies, st.integers(0, 2**32), st.integers(0, 10**6), st.text(), paths)
+def test_the_same_seed_gives_the_same_decision(
+    start: Float32Array, after: Float32Array, seed: int, step: int, task_id: str, path: tuple[int, ...]
+) -> None:
+    asked = ForkPoint(task_id, step, path, start, after, after, budget=3)
+    for name in BRANCHING:
+        first, second = (make_policy(named(name), vocabulary_size=64, seed=seed).decide(asked) for _ in range(2))
+        assert first == second
+
+
+def test_draws_are_uniform_and_differ_in_every_key() -> None:
+    draws = [uniform_draw(0, 0, "task", (place, 0)) for place in range(2000)]
+    assert abs(np.mean(draws) - 0.5) < 0.03
+    assert min(draws) >= 0
+    assert max(draws) < 1
+    variants = {
+        uniform_draw(1, 1, "a", (0,)),
+        uniform_draw(2, 1, "a", (0,)),
+        uniform_draw(1, 2, "a", (0,)),
+        uniform_draw(1, 1, "b", (0,)),
+        uniform_draw(1, 1, "a", (1,)),
+        uniform_draw(1, 1, "a", (0, 0)),
+    }
+    assert len(variants) == 6
+
+
+def test_a_spent_budget_is_named() -> None:
+    policy = ArpoPolicy(replace(CONFIG, branch_probability=1.0), vocabulary_size=50, seed=0)
+    assert policy.decide(point(array(1), array(1), budget=0)).record.why == "budget spent"
+
+
+def test_policies_are_made_by_name() -> None:
+    assert make_policy(CONFIG, vocabulary_size=9, seed=0) == ArpoPolicy(CONFIG, 9, 0)
+    grpo = make_policy(replace(CONFIG, branching="grpo"), vocabulary_size=9, seed=0)
+    assert grpo == GrpoPolicy(16)
+    assert make_policy(named("random"), vocabulary_size=9, seed=2) == RandomPolicy(named("random"), 2)
+    reference = make_policy(named("arpo_reference"), vocabulary_size=9, seed=2)
+    assert reference == ArpoReferencePolicy(named("arpo_reference"), 9, 2)
+    assert (grpo.initial, grpo.total, grpo.measured_tokens) == (16, 16, 0)
+    assert (POLICY.initial, POLICY.total, POLICY.measured_tokens) == (8, 16, 4)
+
+
+def test_nothing_is_measured_where_no_fork_is_possible() -> None:
+    assert ArpoPolicy(replace(CONFIG, beam=1), 9, 0).measured_tokens == 0
+    assert ArpoPolicy(replace(CONFIG, initial=16), 9, 0).measured_tokens == 0
+
+
+@given(st.integers(0, 100), st.integers(1, 20))
+def test_forks_are_shared_out_evenly_and_wholly(forks: int, paths: int) -> None:
+    reserved = shares(forks, paths)
+    assert len(reserved) == paths
+    assert sum(reserved) == forks
+    assert max(reserved) - min(reserved) <= 1
+    assert reserved == sorted(reserved, reverse=True)
+
+
+def released_branches(draw: float, before: list[float], start: list[float], vocabulary: int) -> bool:
+    """The released code's own steps, written down from its description: fork when clip(u - w dH, 0, 1) <= p."""
+    now, initial = (sum(values[:20]) / math.log(vocabulary) for values in (before, start))
+    return float(np.clip(draw - 0.2 * (now - initial), 0, 1)) <= 0.5
+
+
+@given(entropies, entropies, entropies, st.integers(0, 500))
+def test_the_reference_is_the_released_codes_arithmetic(
+    start: Float32Array, before: Float32Array, after: Float32Array, step: int
+) -> None:
+    policy = ArpoReferencePolicy(named("arpo_reference"), vocabulary_size=1000, seed=3)
+    decision = policy.decide(point(start, after, before_entropies=before, step=step))
+    expected = released_branches(decision.record.draw, before.tolist(), start.tolist(), 1000)
+    chance = decision.record.probability
+    assert decision.siblings == int(expected) or abs(decision.record.draw - chance) < 1e-6
+
+
+def test_the_reference_is_a_round_late_and_does_not_extrapolate() -> None:
+    policy = ArpoReferencePolicy(named("arpo_reference"), vocabulary_size=1000, seed=3)
+    start = array(2, 2, 2, 2)
+    first = policy.decide(point(start, array(9, 9, 9, 9)))  # before_entropies are the first segment's
+    assert (first.record.dH, first.record.probability) == (0.0, 0.5)
+    second = policy.decide(point(start, array(9, 9, 9, 9), before_entropies=array(3)))
+    assert second.record.dH == pytest.approx((3 - 8) / math.log(1000))
+
+
+def test_the_control_arm_forks_as_arpo_does_without_entropy() -> None:
+    arpo = ArpoPolicy(replace(CONFIG, entropy_weight=0.0), vocabulary_size=1000, seed=3)
+    control = RandomPolicy(named("random"), seed=3)
+    forks = 0
+    for step in range(200):
+        asked = point(array(1), array(9), step=step)
+        with_entropy, without = arpo.decide(asked), control.decide(asked)
+        assert with_entropy.siblings == without.siblings
+        assert with_entropy.record.draw == without.record.draw
+        assert (without.record.dH, without.record.probability) == (0.0, 0.5)
+        forks += without.siblings
+    assert 70 < forks < 130
+
+
+def test_aepo_begins_with_more_where_the_question_is_less_certain_than_the_tools() -> None:
+    policy = AepoPolicy(CONFIG, vocabulary_size=1000, seed=0, probe_slope=2.0)
+    low, high = array(0.5, 0.5, 0.5, 0.5), array(3, 3, 3, 3)
+    share = 1 / (1 + math.exp(-2.0 * (12 - (2 + 12) / 2) / math.log(1000)))
+    assert policy.plan(Probe(high, (low, high))) == round(16 * share)
+    assert policy.plan(Probe(low, (high,))) < 8 < policy.plan(Probe(high, (low,)))
+    assert policy.plan(Probe(high, ())) == 8
+    steep = replace(policy, probe_slope=1e3)
+    assert (steep.plan(Probe(low, (high,))), steep.plan(Probe(high, (low,)))) == (2, 16)
+    assert begin(policy, 4) == [0, 4, 4, 4]
+
+
+def test_forks_in_a_row_cost_chance() -> None:
+    policy = AepoPolicy(CONFIG, vocabulary_size=1000, seed=0, streak_penalty=0.25)
+    chances = [policy.decide(point(array(1), array(1), streak=streak)).record.probability for streak in range(6)]
+    assert chances == pytest.approx([0.5, 0.375, 0.25, 0.125, 0.0, 0.0])
+
+
+@given(entropies, entropies, entropies, st.integers(0, 500), st.integers(0, 25))
+def test_aepos_reference_is_the_released_codes_arithmetic(
+    start: Float32Array, before: Float32Array, after: Float32Array, step: int, streak: int
+) -> None:
+    policy = AepoReferencePolicy(named("aepo_reference"), vocabulary_size=1000, seed=3)
+    decision = policy.decide(point(start, after, before_entropies=before, step=step, streak=streak))
+    now, initial = (sum(values.tolist()[:20]) / math.log(1000) for values in (before, start))
+    weighed = (1 - decision.record.draw + 0.2 * (now - initial)) * max(0.0, 1 - 0.05 * streak)
+    expected = float(np.clip(weighed, 0, 1)) >= 0.5
+    assert decision.siblings == int(expected) or abs(weighed - 0.5) < 1e-6
+    assert (decision.record.draw < decision.record.probability) == expected or abs(weighed - 0.5) < 1e-6

@@ -1,0 +1,111 @@
+"""Replayed successes: where they go, how many are kept, and that a checkpoint keeps them."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from arpo_megatron.algorithms.replay.base import Experience, experience_of, grafted
+from arpo_megatron.algorithms.replay.success_replay import SuccessReplay
+from arpo_megatron.rewards.scored_tree import ScoredTree
+from arpo_megatron.tasks.base import Task
+from arpo_megatron.trainer.controller import earned
+from arpo_megatron.tree import Role, RolloutTree
+
+PROMPT = [7, 8, 9]
+
+
+def task(name: str) -> Task:
+    return Task(name, (), "1", "math", "")
+
+
+def scored(name: str, rewards: list[float], step: int = 0, first: int = 10) -> ScoredTree:
+    """A fork behind a first call for every reward but the first, which begins at the prompt."""
+    tree = RolloutTree(name, PROMPT, step=step)
+    tree.add(0, Role.MODEL, [first], logprobs=[-1.0], policy_version=step)
+    if len(rewards) > 1:
+        call = tree.add(0, Role.MODEL, [first + 1], logprobs=[-0.5], policy_version=step)
+        result = tree.add(call, Role.TOOL, [first + 2])
+        for number in range(len(rewards) - 1):
+            tree.add(result, Role.MODEL, [first + 3 + number], logprobs=[-0.25], policy_version=step)
+    values = np.array(rewards)
+    return ScoredTree(task(name), tree, values, values, values > 0, parts={"f1": values})
+
+
+def test_a_failed_group_gets_the_newest_success_of_its_task() -> None:
+    store = SuccessReplay()
+    store.mix(scored("a", [0.0, 1.0, 0.0]), 0)
+    store.mix(scored("b", [1.0, 1.0], first=50), 1)
+    assert store.mix(scored("c", [0.0, 0.0]), 2).replayed == 0
+    store.mix(scored("a", [1.0, 0.0, 0.0], step=2, first=30), 2)
+    failed = scored("a", [0.0, 0.0, 0.0], step=5, first=70)
+    mixed = store.mix(failed, 5)
+    leaves = mixed.tree.leaves()
+    assert mixed.replayed == 1 and mixed.rewards.tolist() == [0.0, 0.0, 1.0]
+    assert [mixed.tree.path_tokens(leaf).tolist()[3:] for leaf in leaves] == [[70], [71, 72, 73], [30]]
+    replay = mixed.tree.segments[leaves[-1]]
+    assert replay.policy_version == 2 and replay.logprobs.tolist() == [-1.0]  # as it was sampled
+    assert mixed.parts["f1"][:2].tolist() == [0.0, 0.0] and np.isnan(mixed.parts["f1"][2])
+    assert store.metrics() == {"replay/trees": 1, "replay/stored": 4, "replay/age": 3.0, "replay/age_max": 3}
+    assert store.metrics()["replay/trees"] == 0
+
+
+def test_what_is_replayed_is_not_counted_as_earned() -> None:
+    store = SuccessReplay()
+    store.mix(scored("a", [1.0, 1.0]), 0)
+    mixed = store.mix(scored("a", [0.0, 0.0, 0.0], step=5, first=70), 5)
+    other = scored("b", [1.0, 0.0], step=5)
+    assert mixed.rewards.sum() == 1.0
+    assert earned([mixed, other], 0.5) == {"reward": 0.25, "success": 0.25, "format_ok": 0.25}
+    assert np.isnan(earned([store.mix(scored("a", [0.0], step=6, first=90), 6)], 0.5)["reward"])
+
+
+def test_groups_with_spread_or_success_are_left_as_they_are() -> None:
+    store = SuccessReplay()
+    store.mix(scored("a", [1.0, 1.0]), 0)
+    for rewards in ([0.0, 1.0], [0.3, 0.3], [1.0, 1.0]):
+        item = scored("a", rewards, 1)
+        assert store.mix(item, 1) is item
+
+
+def test_no_more_is_kept_than_may_be_and_the_oldest_go_first() -> None:
+    store = SuccessReplay(replay_keep=2, replay_capacity=3)
+    for step in range(4):
+        store.mix(scored("a", [1.0], step=step, first=10 * step), step)
+    assert store.metrics()["replay/stored"] == 2
+    for step in range(4, 6):
+        store.mix(scored("b", [1.0], step=step), step)
+    assert store.metrics()["replay/stored"] == 3
+    assert store.mix(scored("a", [0.0], step=9, first=90), 9).tree.path_tokens(1).tolist()[3:] == [30]
+
+
+def test_a_resumed_store_replays_the_same() -> None:
+    store, resumed = SuccessReplay(), SuccessReplay()
+    for name in ("a", "b"):
+        store.mix(scored(name, [0.0, 1.0, 0.5]), 3)
+    taken = store.snapshot()
+    store.mix(scored("a", [1.0]), 4)  # after the snapshot
+    resumed.restore(taken())
+    assert resumed.metrics()["replay/stored"] == 2
+    for each in ("a", "b"):
+        again = resumed.mix(scored(each, [0.0, 0.0]), 5)
+        assert again.tree.path_tokens(again.tree.leaves()[-1]).tolist()[3:] == [11, 12, 13]
+        assert again.tree.segments[again.tree.leaves()[-1]].logprobs.tolist() == [-0.25]
+
+
+@given(st.integers(1, 5), st.data())
+def test_a_graft_takes_one_trajectory_away_and_changes_no_other(count: int, data: st.DataObject) -> None:
+    rewards = [float(number) for number in range(count)]
+    item, donor = scored("a", rewards), scored("a", [9.0], first=99)
+    row = data.draw(st.integers(0, count - 1))
+    mixed = grafted(item, row, experience_of(donor, 0))
+    before = [item.tree.path_tokens(leaf).tolist() for leaf in item.tree.leaves()]
+    after = [mixed.tree.path_tokens(leaf).tolist() for leaf in mixed.tree.leaves()]
+    assert after == [*before[:row], *before[row + 1 :], [*PROMPT, 99]]
+    assert mixed.rewards.tolist() == [*rewards[:row], *rewards[row + 1 :], 9.0]
+
+
+def test_another_prompt_is_refused() -> None:
+    other = RolloutTree("a", [1])
+    with pytest.raises(ValueError, match="another prompt"):
+        grafted(scored("a", [0.0]), 0, Experience(other.segments[0], (), 1.0, 1.0, True, 0))

@@ -1,0 +1,137 @@
+"""A user's mistake is one line and exit code 2, before any process starts."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from arpo_megatron.__main__ import main
+from arpo_megatron.config import ParallelConfig
+from arpo_megatron.plan import report
+
+ARPO = [sys.executable, "-m", "arpo_megatron"]
+
+
+def arpo(*words: str, cwd: Path) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run([*ARPO, *words], cwd=cwd, capture_output=True, text=True, timeout=400)
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["train", "quickstart", "algorithm.entropy_wieght=0.3"], "did you mean algorithm.entropy_weight?"),
+        (["demo", "algorithm.entropy_wieght=0.3"], "did you mean algorithm.entropy_weight?"),
+        (["demo", "--algorithm", "gripo"], "unknown preset 'gripo'; did you mean grpo?"),
+        (["train", "quikstart"], "did you mean quickstart?"),
+        (["train", "reasoning_tiny", "data.path=nowhere.parquet"], "nowhere.parquet: no such file"),
+        (["train", "reasoning_tiny"], "train_10k.parquet: no such file"),
+        (["train", "quickstart", "model.path=nowhere"], "no Hugging Face model there"),
+        (["train", "quickstart", "--resume"], "nothing to resume"),
+        (["train", "deepsearch_14b"], "model.path is missing: fetch Qwen/Qwen3-14B"),
+        (["train", "deepsearch_14b+8nodes"], "variants: 1node, 2nodes, 4nodes, 16nodes"),
+        (["show", "deepsearch_14b", "train.stepz=3"], "did you mean train.steps?"),
+        (["plan", "deepsearch_14b", "--gpu", "h300"], "unknown GPU 'h300'; known: h100-80, h200, a100-80"),
+        (["plan", "deepsearch_14b", "--nodes", "5", "parallel.tensor=16"], "cannot be divided"),
+        (["plan", "deepsearch_14b", "model.hub_id=some/model"], "sizes are not known without its files"),
+        (["train", "quickstart", "--config", "nowhere.yaml"], "nowhere.yaml"),
+        (["sft", "reasoning_tiny", "data.path=x"], "sft.steps"),
+        (["sft", "reasoning_tiny", "sft.steps=3"], "needs sft.data=FILE"),
+        (["sft", "quickstart", "sft.data=x.jsonl"], "sft.data needs model.path=DIR"),
+        (["sft", "quickstart", "sft.held_out=0.1"], "sft.held_out=0.1 needs sft.data=FILE"),
+        (["sft", "quickstart", "sft.max_tokens=9"], "sft.max_tokens=9 needs sft.data=FILE"),
+        (["sft", "quickstart", "model.path=m", "sft.data=x.jsonl", "sft.max_tokens=9000"], "exceeds model.max_length"),
+        (["train", "quickstart", "sft.steps=0", "sft.data=x.jsonl"], "sft.data is not read with sft.steps=0"),
+        (["eval", "nowhere"], "neither a run directory"),
+        (["export", "nowhere", "--out", "out"], "not a run directory"),
+        (["trees", "nowhere"], "not a run directory"),
+        (["train", "reasoning_tiny", f"data.path={__file__}"], "not a readable parquet file"),
+        (["train", "quickstart", "engine.tensor=8"], "an engine on a CPU has one rank"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    words: list[str],
+    line: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """In this process, but for its signals: a start for each would take longer than all the rest."""
+    monkeypatch.setattr("arpo_megatron.__main__.interrupt_on_signals", lambda: None)
+    monkeypatch.setattr(sys, "argv", ["arpo", *words])
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    said = capfd.readouterr()
+    assert line in said.err
+    assert len(said.err.splitlines()) == 1
+    assert said.out == ""
+    assert not list(tmp_path.iterdir()), "nothing may be written"
+
+
+def test_help_names_every_command(tmp_path: Path) -> None:
+    done = arpo("--help", cwd=tmp_path)
+    assert done.returncode == 0
+    for command in ("demo", "train", "sft", "eval", "export", "trees", "replay-tree", "recipes", "show", "plan"):
+        assert command in done.stdout
+
+
+def test_a_dry_run_prints_the_resolved_config_and_the_plan_and_writes_nothing(tmp_path: Path) -> None:
+    done = arpo("train", "quickstart", "train.steps=3", "--dry-run", cwd=tmp_path)
+    assert done.returncode == 0
+    assert "  steps: 3\n" in done.stdout
+    assert "# plan: a new run in runs/quickstart-arpo-seed1\n" in done.stdout
+    assert "#   trainer  1 rank(s)\n" in done.stdout
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("layout", "said"),
+    [
+        ({}, ""),
+        ({"data": 2}, "data 2"),
+        ({"tensor": 2, "context": 4, "data": 3, "expert": 8}, "tensor 2 x context 4 x data 3, expert 8"),
+        ({"pipeline": 2, "virtual_pipeline": 4}, "pipeline 2, virtual pipeline 4"),
+    ],
+)
+def test_the_plan_names_every_dimension_that_is_not_1(layout: dict[str, int], said: str) -> None:
+    assert report.layout(ParallelConfig(**layout)) == said
+
+
+def test_recipes_are_listed_with_what_they_are(tmp_path: Path) -> None:
+    done = arpo("recipes", cwd=tmp_path)
+    assert "quickstart" in done.stdout
+    assert "reasoning_tiny" in done.stdout
+    line = next(line for line in done.stdout.splitlines() if line.startswith("deepsearch_14b"))
+    name, model, nodes, gib, *variants = line.split()
+    assert (name, model, nodes) == ("deepsearch_14b", "Qwen/Qwen3-14B", "2")
+    assert 40 < int(gib) < 80 and "fp8" in variants
+
+
+INTERRUPTED_IMPORT = """
+import signal, sys
+
+class CtrlC:
+    def find_spec(self, name, path=None, target=None):
+        if name == sys.argv[2]:
+            sys.meta_path.remove(self)
+            signal.raise_signal(signal.SIGINT)
+
+sys.meta_path.insert(0, CtrlC())
+from arpo_megatron.__main__ import main
+main()
+"""
+
+
+@pytest.mark.parametrize("moment", ["typer", "yaml", "pydantic", "arpo_megatron.cli.main"])
+def test_ctrl_c_while_the_command_line_is_being_imported_is_one_line(moment: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", INTERRUPTED_IMPORT, "recipes", moment]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=400)
+    assert (done.returncode, done.stderr) == (130, "arpo: interrupted\n")
+
+
+@pytest.mark.parametrize("module", ["arpo_megatron", "arpo_megatron.cli.main"])
+def test_the_command_line_runs_as_a_module_too(module: str, tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-m", module, "recipes"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0 and "quickstart" in done.stdout

@@ -1,0 +1,368 @@
+"""What would fail a job is said before it starts, with how to mend it."""
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from arpo_megatron.cli.doctor import examine
+from arpo_megatron.cluster.profile import ClusterProfile, check_profile
+from arpo_megatron.cluster.slurm_checks import check_gres, check_partition, check_preemption
+from arpo_megatron.config import JobConfig
+from arpo_megatron.errors import UserError
+from arpo_megatron.jobs import resolve
+from arpo_megatron.jobs.run_directory import RunDirectory
+from arpo_megatron.launch.preflight.check import failure, ok, run_checks, show
+from arpo_megatron.launch.preflight.machine import (
+    check_clock,
+    check_disk,
+    check_gpus,
+    check_isolation,
+    check_model_files,
+    check_packages,
+    check_wandb,
+    machine_checks,
+)
+from tools_sandbox.python_tool.walls import Level
+
+
+def profile(**values: object) -> ClusterProfile:
+    return check_profile({"account": "a", "runs": "/tmp", **values}, "here")
+
+
+def job(*words: str) -> JobConfig:
+    return resolve.resolve("quickstart", words=words)
+
+
+def test_a_check_that_cannot_be_made_is_a_failure_of_that_name() -> None:
+    def broken() -> None:
+        raise OSError("no such device")
+
+    found = run_checks([("fine", lambda: ok("fine", "yes")), ("odd", broken)])  # type: ignore[list-item]  # returns nothing
+    assert [item.level for item in found] == ["ok", "failure"]
+    assert "no such device" in str(found[1])
+    assert show(found[:1]) and not show(found)
+
+
+def test_a_check_that_hangs_is_a_failure_of_that_name_and_the_others_are_made() -> None:
+    hung = threading.Event()
+    checks = [("mount", lambda: ok("mount", str(hung.wait()))), ("fine", lambda: ok("fine", "yes"))]
+    found = run_checks(checks, each_s=0.2)
+    hung.set()
+    assert [(item.name, item.level) for item in found] == [("mount", "failure"), ("fine", "ok")]
+    assert "no answer for 1 s" in found[0].text
+
+
+def test_a_disk_that_cannot_hold_the_checkpoints_is_refused(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "runs" / "first")
+    assert check_disk(job(), run).level == "ok"
+    large = resolve.resolve("deepsearch_14b", words=["train.keep_checkpoints=20"])
+    found = check_disk(large, run)  # of a model that is not here either
+    assert (
+        "4343.0 GB are wanted for checkpoints" in found.text
+    )  # 21 of 14,768,307,200 parameters, 14 bytes each, and 1 GiB
+    assert found.level == "failure" and "train.keep_checkpoints" in found.mend
+    unknown = check_disk(job(f"model.path={tmp_path}"), run)
+    assert unknown.level == "warning" and "is not known" in unknown.text
+
+
+CHECKPOINT = 14_768_307_200 * 14
+"""Bytes of one of Qwen3 14B: weights in two bytes, AdamW's state in twelve."""
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Sets what is free on all disks, in checkpoints (and the spare GiB)."""
+
+    def free(checkpoints: float) -> None:
+        usage = SimpleNamespace(free=int(checkpoints * CHECKPOINT) + 2**30)
+        monkeypatch.setattr("arpo_megatron.launch.preflight.machine.shutil.disk_usage", lambda place: usage)
+
+    return free
+
+
+def saved(root: Path, *steps: int) -> None:
+    """Checkpoints of that size that take no room."""
+    for step in steps:
+        (folder := root / f"step_{step}" / "actor").mkdir(parents=True)
+        with (folder / "weights").open("wb") as file:
+            file.truncate(CHECKPOINT)
+
+
+def test_a_run_that_goes_on_is_not_refused_for_what_it_has_saved(tmp_path: Path, disk: Callable[[float], None]) -> None:
+    """A disk that two checkpoints and a third that is being written fill, in each life of the job."""
+    config, run = resolve.resolve("deepsearch_14b", words=["train.steps=9"]), RunDirectory(tmp_path)
+    for kept in range(3):
+        disk(3 - kept)
+        found = check_disk(config, run)
+        assert found.level == "ok", found
+        assert kept == 0 or f"beside the {kept * CHECKPOINT / 1e9:.1f} GB of this run's" in found.text
+        disk(2.9 - kept)
+        assert check_disk(config, run).level == "failure"
+        saved(run.checkpoints, kept + 1)
+    disk(0.9)  # three are there, because train.keep_checkpoints was larger: one is written before they go
+    assert check_disk(config, run).level == "failure"
+
+
+def test_checkpoints_that_are_kept_for_good_are_counted(tmp_path: Path, disk: Callable[[float], None]) -> None:
+    words, run = ["train.steps=10", "train.save_every=1", "train.keep_every=3"], RunDirectory(tmp_path)
+    config = resolve.resolve("deepsearch_14b", words=words)
+    disk(4.9)  # 3, 6, 9 and 10, and one that is being written
+    found = check_disk(config, run)
+    assert found.level == "failure" and "train.keep_every" in found.mend
+    disk(5)
+    assert check_disk(config, run).level == "ok"
+    saved(run.checkpoints, 2, 3)  # 2 will go
+    disk(3)
+    assert check_disk(config, run).level == "ok"
+
+
+def test_a_cold_start_keeps_its_own_number_of_checkpoints(tmp_path: Path, disk: Callable[[float], None]) -> None:
+    words = ["sft.steps=500", "sft.save_every=100", "train.keep_checkpoints=9", "model.hub_id=Qwen/Qwen3-14B"]
+    alone = resolve.resolve("sft_7b", words=[*words, f"sft.data={tmp_path}/chats.jsonl"])
+    run = RunDirectory(tmp_path / "run")
+    disk(3)
+    assert alone.cold_start_only and check_disk(alone, run).level == "ok"
+    disk(2.9)
+    found = check_disk(alone, run)
+    assert found.level == "failure" and "train." not in found.mend
+    both = resolve.resolve("deepsearch_14b", words=[*words, f"sft.data={tmp_path}/chats.jsonl"])
+    disk(12)
+    assert check_disk(both, run).level == "ok"
+    disk(11.9)
+    assert check_disk(both, run).level == "failure"
+    run.cold_start.mkdir(parents=True)
+    (run.cold_start / "config.json").touch()
+    saved(run.sft_checkpoints, 300)
+    disk(10)  # it is done, and what it has kept stays
+    assert check_disk(both, run).level == "ok"
+
+
+def test_half_a_model_is_refused(tmp_path: Path) -> None:
+    for name in ("config.json", "tokenizer.json"):
+        found = check_model_files(job(f"model.path={tmp_path}"))
+        assert found.level == "failure" and name in found.text
+        (tmp_path / name).write_text("{}")
+    (tmp_path / "model-00001-of-00003.safetensors").touch()  # of those that no index lists none is read
+    assert "lacks model.safetensors" in check_model_files(job(f"model.path={tmp_path}")).text
+    (tmp_path / "model.safetensors").touch()
+    assert check_model_files(job(f"model.path={tmp_path}")).level == "ok"
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {str(n): f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3)}}))
+    found = check_model_files(job(f"model.path={tmp_path}"))
+    assert found.level == "failure" and "lacks model-00002-of-00003.safetensors and 1 more" in found.text
+    for n in (2, 3):
+        (tmp_path / f"model-0000{n}-of-00003.safetensors").touch()
+    assert check_model_files(job(f"model.path={tmp_path}")).level == "ok"
+    index.write_text("{}")
+    with pytest.raises(UserError, match="is damaged"):
+        check_model_files(job(f"model.path={tmp_path}"))
+    named = check_model_files(resolve.resolve("deepsearch_14b"))
+    assert named.level == "failure" and "hf download Qwen/Qwen3-14B" in named.mend
+    assert check_model_files(job()).level == "ok"
+
+
+def test_metrics_that_go_online_want_a_login(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    online = job("monitor.wandb=online")
+    assert check_wandb(online, {}).level == "failure"
+    assert check_wandb(online, {"WANDB_API_KEY": "env"}).level == "failure"  # which is this environment
+    assert check_wandb(online, {"WANDB_API_KEY": "/home/me/key"}).level == "ok"  # which nodes read
+    (tmp_path / ".netrc").write_text("machine api.wandb.ai login user password x\n")
+    assert check_wandb(online, {}).level == "ok"
+    assert check_wandb(job(), {}).level == "ok"
+
+
+class Cluster:
+    """Slurm's answers on a cluster unlike the one that tests can start: a default that comes second, and QOS."""
+
+    def __init__(
+        self, preempt_type: str, grace: str, default: str = "gpu*", more: str = "", gres: str = "gpu:h100:8"
+    ) -> None:
+        self.type, self.grace, self.default, self.gres = preempt_type, grace, default, gres
+        self.more = more or "PreemptParameters       = send_user_signal\n"
+
+    def call(self, *words: str, check: bool = True) -> str:
+        if words[0] == "sinfo":
+            rows = {
+                "cpu": ("cpu", "up", "1:00", "9", "(null)"),
+                "gpu": (self.default, "up", "infinite", "4", self.gres),
+            }
+            wanted = [word.partition("=")[2] for word in words if word.startswith("--partition=")] or list(rows)
+            fields = words[words.index("-o") + 1].split("|")
+            places = ["%P", "%a", "%l", "%D", "%G"]
+            return "".join("|".join(rows[name][places.index(field)] for field in fields) + "\n" for name in wanted)
+        if words[:3] == ("scontrol", "show", "config"):
+            return f"PreemptMode             = REQUEUE\nPreemptType             = preempt/{self.type}\n{self.more}"
+        if words[0] == "sacctmgr":
+            return f"{self.grace}\n"
+        assert words == ("scontrol", "show", "partition", "gpu")
+        return f"PartitionName=gpu\n   DefaultTime=NONE GraceTime={self.grace}\n   PreemptMode=REQUEUE State=UP\n"
+
+
+def test_without_a_partition_the_default_one_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """sinfo's first line is that of a partition with a minute and no GPU."""
+    monkeypatch.setattr("arpo_megatron.cluster.slurm.call", Cluster("partition_prio", "600").call)
+    assert "gpu: 4 nodes, up, time limit infinite" in check_partition(profile()).text
+    assert check_gres(profile()).level == "ok"
+    assert "less than time=" in check_partition(profile(partition="cpu")).text
+    assert "less than time=0" in check_partition(profile(partition="cpu", time=0)).text, "0 is no limit"
+    monkeypatch.setattr("arpo_megatron.cluster.slurm.call", Cluster("partition_prio", "600", default="gpu").call)
+    assert "no default" in check_partition(profile()).text
+
+
+@pytest.mark.parametrize(
+    ("gres", "count", "kind", "level"),
+    [
+        ("gpu:8", 8, None, "ok"),
+        ("gpu:8(S:0-1)", 8, None, "ok"),
+        ("gpu:3090:4", 4, None, "ok"),
+        ("gpu:3090:4", 5, None, "failure"),
+        ("gpu:3090:4(S:0,2)", 4, "3090", "ok"),
+        ("gpu:h100:8(IDX:0-7)", 8, "h100", "ok"),
+        ("gpu:a100:8", 8, "h100", "failure"),
+        ("gpu:8", 8, "h100", "failure"),
+        ("lustre:no_consume:40,gpu:a100_3g.20gb:2(S:0),gpu:a100:6(S:0-1)", 8, None, "ok"),
+        ("gpu:a100_3g.20gb:2(S:0),gpu:a100:6(S:0-1)", 8, "a100", "failure"),
+        ("lustre:40", 1, None, "failure"),
+        ("(null)", 1, None, "failure"),
+    ],
+)
+def test_gpus_of_the_nodes_are_counted_by_type(
+    monkeypatch: pytest.MonkeyPatch, gres: str, count: int, kind: str | None, level: str
+) -> None:
+    monkeypatch.setattr("arpo_megatron.cluster.slurm.call", Cluster("partition_prio", "600", gres=gres).call)
+    found = check_gres(profile(gpus_per_node=count, gpu_type=kind))
+    assert found.level == level, found
+    assert level == "ok" or f"the profile says {count} GPUs{f' of type {kind}' if kind else ''}" in found.text
+
+
+@pytest.mark.parametrize(
+    ("kind", "grace", "qos", "level", "text"),
+    [
+        ("partition_prio", "600", None, "ok", "600 s before the end"),
+        ("partition_prio", "60", None, "warning", "60 s before the end, less than signal_s=300"),
+        ("partition_prio", "0", None, "warning", "GraceTime=0 leaves no time"),
+        ("qos", "00:10:00", "high", "ok", "600 s before the end"),
+        ("qos", "00:00:00", "high", "warning", "GraceTime=0 leaves no time"),
+        ("qos", "00:10:00", None, "warning", "which the profile does not name"),
+    ],
+)
+def test_a_warning_without_time_to_save_is_none(
+    monkeypatch: pytest.MonkeyPatch, kind: str, grace: str, qos: str | None, level: str, text: str
+) -> None:
+    monkeypatch.setattr("arpo_megatron.cluster.slurm.call", Cluster(kind, grace).call)
+    found = check_preemption(profile(qos=qos))
+    assert (found.level, text in found.text) == (level, True), found
+
+
+@pytest.mark.parametrize(("kind", "level"), [("cgroup", "ok"), ("pgid", "ok"), ("linuxproc", "warning")])
+def test_without_the_users_signal_term_is_the_warning(monkeypatch: pytest.MonkeyPatch, kind: str, level: str) -> None:
+    answers = Cluster("partition_prio", "600", more=f"ProctrackType           = proctrack/{kind}\n")
+    monkeypatch.setattr("arpo_megatron.cluster.slurm.call", answers.call)
+    found = check_preemption(profile())
+    assert found.level == level and "TERM" in found.text, found
+
+
+def test_a_clock_that_is_not_the_filesystems_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert check_clock(tmp_path / "runs").level == "ok"
+    now = time.time()
+    monkeypatch.setattr("time.time", lambda: now + 44)
+    found = check_clock(tmp_path / "runs")
+    assert found.level == "failure" and "s from the clock of the filesystem" in found.text
+
+
+def test_an_image_that_lacks_what_the_recipe_needs_is_refused() -> None:
+    assert check_packages(job("engine.router=sglang"), False).level == "ok"
+    found = check_packages(job(), True)
+    assert found.level == "failure" and "quickstart wants transformer-engine, sgl_kernel, not installed" in found.text
+    assert "transformer-engine" in check_packages(None, True).text and check_packages(None, False).level == "ok"
+    assert "no_such_module" in check_packages(job("sandbox.preload=[no_such_module]"), False).text
+
+
+def test_a_cold_start_wants_nothing_of_the_tool_service_that_it_does_not_start() -> None:
+    words = ["sandbox.preload=[no_such_module]"]
+    checks = {
+        name: dict(machine_checks(gpus=0, on_gpus=False, config=resolve.resolve(name, words=words)))
+        for name in ("sft_7b", "reasoning_7b")
+    }
+    assert "sandbox" in checks["reasoning_7b"] and "sandbox" not in checks["sft_7b"]
+    assert "no_such_module" in checks["reasoning_7b"]["packages"]().text
+    assert "no_such_module" not in checks["sft_7b"]["packages"]().text
+
+
+def test_the_isolation_of_foreign_code_is_tried_and_not_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
+    reached = check_isolation(job("sandbox.isolation=limits"))
+    assert reached.level == "ok" and "at least limits is asked for" in reached.text
+    monkeypatch.setattr("tools_sandbox.python_tool.walls.Walls.level", lambda walls: Level.LIMITS)  # an old kernel
+    found = check_isolation(job())
+    assert found.level == "failure" and "level limits, sandbox.isolation wants contained" in found.text
+
+
+def test_a_node_without_its_gpus_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As the driver's program tells it, and as torch sees it, which may be built for another driver."""
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr("arpo_megatron.launch.preflight.machine.gpu_count", lambda platform: 2)
+    (program := tmp_path / "nvidia-smi").write_text(
+        "#!/bin/sh\necho NVIDIA-SMI has failed because it could not\necho communicate with the driver.\nexit 9\n"
+    )
+    program.chmod(0o755)
+    found = check_gpus(2)
+    assert found.level == "failure" and "exit code 9: NVIDIA-SMI has failed because" in found.text
+    program.write_text("#!/bin/sh\nfor n in 1 2; do echo NVIDIA H100 80GB HBM3, 580.65.06, 81559 MiB; done\n")
+    assert check_gpus(2) == ok("gpu", "2 x NVIDIA H100 80GB HBM3, 580.65.06, 81559 MiB")
+    assert "2 GPUs, the profile says 8" in check_gpus(8).text
+    monkeypatch.setattr("arpo_megatron.launch.preflight.machine.gpu_count", lambda platform: 1)
+    assert "lists 2 GPUs, torch can use 1 of the 2" in check_gpus(2).text
+    monkeypatch.setenv("PATH", "/not/there")
+    assert check_gpus(2).level == "failure"
+
+
+def lines_of(said: str) -> dict[str, str]:
+    """Of the doctor, by the name of the check."""
+    return {line.split()[1]: line for line in said.splitlines() if line.startswith(("ok ", "warning ", "failure "))}
+
+
+def test_an_image_is_looked_at_for_gpus_where_there_are_none(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A model that is fetched is trained on GPUs, unless the words say otherwise."""
+    monkeypatch.setattr("arpo_megatron.cli.doctor.gpu_count", lambda platform: 0)
+    monkeypatch.setattr("arpo_megatron.cli.doctor.on_this_machine", lambda gpus, port: ok("network", ""))
+    examine(resolve.resolve("deepsearch_14b"), None)
+    said = lines_of(capsys.readouterr().out)
+    assert "deepsearch_14b wants transformer-engine, sgl_kernel, not installed" in said["packages"]
+    assert said["gpu"].startswith("warning") and "torch sees none here" in said["gpu"]
+    examine(resolve.resolve("deepsearch_14b", words=["platform=cpu"]), None)
+    said = lines_of(capsys.readouterr().out)
+    assert said["packages"].startswith("ok") and "gpu" not in said
+
+
+def test_what_submit_refuses_the_doctor_refuses(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("arpo_megatron.cluster.slurm.call", Cluster("partition_prio", "600").call)
+    monkeypatch.setattr("arpo_megatron.cli.doctor.check_files", lambda config: None)  # of a model that is not here
+    cluster = profile(gpu="h100-80", runs=str(tmp_path))
+    examine(resolve.resolve("deepsearch_14b"), cluster)
+    assert lines_of(capsys.readouterr().out)["recipe"].startswith("ok")
+    words = ["parallel.tensor=1", "parallel.sequence=false", "parallel.data=16"]
+    assert not examine(resolve.resolve("deepsearch_14b", words=words), cluster)
+    said = lines_of(capsys.readouterr().out)["recipe"]
+    assert said.startswith("failure") and "deepsearch_14b does not fit: " in said and "of a GPU's" in said
+    examine(resolve.resolve("deepsearch_14b"), profile(runs=str(tmp_path / "two words")))
+    assert "has ' ' in it" in lines_of(capsys.readouterr().out)["recipe"]
+
+
+def test_this_machine_can_run_the_quickstart(capsys: pytest.CaptureFixture[str]) -> None:
+    assert examine(job("platform=cpu"), None)
+    lines = capsys.readouterr().out.splitlines()
+    said = {line.split()[1] for line in lines if line.startswith("ok ")}
+    assert {"python", "pins", "packages", "sandbox", "ports", "network", "clock"} <= said
+    assert {"model", "disk", "wandb", "recipe"} <= said
+    assert not show([failure("x", "y", "z")])

@@ -1,0 +1,160 @@
+"""The first step of a job: what its nodes say of themselves and of each other, and who is blamed."""
+
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from arpo_megatron.cluster.backend import SilentNodeError, SlurmSite
+from arpo_megatron.cluster.preflight import Report, examine_nodes, guilty, judged
+from arpo_megatron.cluster.profile import check_profile, save_profile
+from arpo_megatron.cluster.slurm import Node
+from arpo_megatron.engine.launch import free_ports
+from arpo_megatron.errors import UserError
+from arpo_megatron.jobs import resolve
+from arpo_megatron.jobs.run_directory import RunDirectory
+from arpo_megatron.launch.preflight.check import Finding, failure, ok
+from arpo_megatron.plan.roles import plan_roles
+from arpo_megatron.utils.processes import Roles
+
+
+def report(*findings: Finding, clock: float = 100.0) -> Report:
+    return Report(findings, clock, [])
+
+
+def test_clocks_of_nodes_that_have_not_met_are_not_compared() -> None:
+    """Two nodes wait 44 s for each other, one after the other: their clocks were read 44 s apart."""
+    alone = failure("network", "2 ranks did not meet")
+    reports = {"n1": report(alone), "n2": report(alone, clock=144.0)}
+    findings = [*((name, alone) for name in reports), *judged(reports, ["n1", "n2"])]
+    assert guilty(findings) == ("n1", alone)
+    assert [item.level for _, item in judged(reports, ["n1", "n2"])] == ["warning"]
+
+
+def test_clocks_of_nodes_that_have_met_are() -> None:
+    met = ok("network", "all-reduce")
+    reports = {"n1": report(met), "n2": report(met, clock=106.0)}
+    worst = guilty(judged(reports, ["n1", "n2"]))
+    assert worst is not None and worst[1].name == "clock" and "6.00 s between the nodes" in worst[1].text
+    assert guilty(judged({"n1": report(met), "n2": report(met, clock=104.0)}, ["n1", "n2"])) is None
+
+
+def test_a_node_that_nobody_met_is_blamed_before_the_network() -> None:
+    alone = failure("network", "2 ranks did not meet")
+    worst = guilty([("n1", alone), *judged({"n1": report(alone)}, ["n1", "n2"])])
+    assert worst is not None and worst[0] == "n2" and "it hangs" in worst[1].text
+
+
+BOTH = """#!/bin/bash
+while [ "$1" != arpo ]; do shift; done; shift
+export SLURM_NTASKS=2
+for rank in 0 1; do SLURM_PROCID=$rank SLURMD_NODENAME=n$((rank + 1)) "$@" & started="$started $!"; done
+for task in $started; do wait $task || exit 1; done
+"""
+
+
+def examined(monkeypatch: pytest.MonkeyPatch, folder: Path, gpus: int = 0, **programs: str) -> SlurmSite:
+    """`examine_nodes` of two nodes, with these programs (`srun`, ...) in place of those that the PATH has."""
+    (folder / "bin").mkdir()
+    for name, text in programs.items():
+        (folder / "bin" / name.replace("_", "-")).write_text(text)
+        (folder / "bin" / name.replace("_", "-")).chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder / "bin"), prepend=":")
+    words = ["sandbox.isolation=limits", *([] if gpus else ["platform=cpu"])]
+    run, config = RunDirectory(folder / "run"), resolve.resolve("quickstart", words=words)
+    run.path.mkdir()
+    profile = check_profile({"account": "a", "runs": "/tmp", "gpus_per_node": gpus}, "here")
+    resolve.save(config, run.config)
+    save_profile(profile, run.cluster)
+    nodes = [Node("n1", "127.0.0.1"), Node("n2", "127.0.0.2")]
+    site = SlurmSite(profile, plan_roles(config, gpus, 2), nodes, run, "7")
+    with Roles(run.logs) as roles:
+        try:
+            examine_nodes(site, roles, *free_ports(1), lambda: None)
+        finally:
+            assert not [role for role in roles.running if role.process.poll() is None]
+    return site
+
+
+def test_two_nodes_meet_and_offer_ports(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two processes of this machine are the nodes; Slurm's own are in test_on_slurm.py."""
+    site = examined(monkeypatch, tmp_path, srun=BOTH)
+    assert [len(site.free_ports[name]) for name in ("n1", "n2")] == [32, 32]
+    said = capsys.readouterr().out
+    assert "n1: ok       network      all-reduce over 2 rank(s) with gloo" in said
+    assert "all nodes: ok       clock" in said
+
+
+HANGING = """#!{python}
+import json, pathlib, sys, time
+run = pathlib.Path(sys.argv[-2])
+finding = {{"name": "network", "level": "failure", "text": "2 ranks did not meet", "mend": "x"}}
+report = {{"findings": [finding], "clock": 1.0, "ports": []}}
+(run / "doctor" / "n1.json").write_text(json.dumps(report))
+print("doctor: this node has reported", flush=True)
+time.sleep(100)
+"""
+
+
+def test_a_node_that_hangs_ends_the_job_with_its_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The first node reports, the second never does."""
+    monkeypatch.setattr("arpo_megatron.cluster.preflight.LAST_S", 0.5)
+    started = time.monotonic()
+    with pytest.raises(SilentNodeError, match="doctor: report on n2: the node left none: it hangs"):
+        examined(monkeypatch, tmp_path, srun=HANGING.format(python=sys.executable))
+    assert time.monotonic() - started < 90  # what hangs does so for 100 s
+
+
+LOST = """#!/bin/sh
+echo 'srun: error: Task launch for StepId=7.1 failed on node n2: Communication connection failure'
+exit 1
+"""
+
+
+def test_a_step_that_does_not_start_may_be_a_lost_node(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with pytest.raises(SilentNodeError, match=r"doctor: a node cannot even run it: .*\n.* failed on node n2"):
+        examined(monkeypatch, tmp_path, srun=LOST)
+
+
+UNSHARED = """#!{python}
+import json, os, pathlib, sys
+from arpo_megatron.launch.preflight import node
+run, token = sys.argv[-2:]
+finding = {{"name": "rdma", "level": "warning", "text": "no RDMA device", "mend": "x"}}
+report = {{"findings": [finding], "clock": 1.0, "ports": []}}
+(pathlib.Path(run) / "doctor" / "n1.json").write_text(json.dumps(report))
+os.environ |= {{"SLURMD_NODENAME": "n2", "SLURM_PROCID": "1", "SLURM_NTASKS": "2"}}
+sys.argv[1:] = [{run}, {token}]
+node._CANARY_S = 0.1
+node.main()
+"""
+
+
+@pytest.mark.parametrize(("run", "token"), [("run", "'another'"), ("'/not/there'", "token")])
+def test_a_run_directory_that_nodes_do_not_share_is_named_with_the_node(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], run: str, token: str
+) -> None:
+    """The second node sees another directory of that name, or none; what the first one has reported is shown too."""
+    with pytest.raises(
+        UserError, match=r"^doctor: filesystem on n2: \S+/canary is not what .*: `runs` must be"
+    ) as said_so:
+        examined(monkeypatch, tmp_path, srun=UNSHARED.format(python=sys.executable, run=run, token=token))
+    assert not isinstance(said_so.value, SilentNodeError), "no other nodes mend it"
+    said = capsys.readouterr().out
+    assert "n1: warning  rdma         no RDMA device" in said
+    assert "n2: failure  filesystem   " in said
+
+
+def test_gpus_that_torch_cannot_use_are_no_cpus(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    driver = "#!/bin/sh\necho NVIDIA H100 80GB HBM3, 580.65.06, 81559 MiB\n"
+    with pytest.raises(UserError, match=r"^doctor: \w+ on n1: "):
+        examined(monkeypatch, tmp_path, 1, srun=BOTH, nvidia_smi=driver)
+    said = capsys.readouterr().out
+    assert "n1: failure  gpu          nvidia-smi lists 1 GPUs, torch can use 0 of the 1" in said
+    assert "n1: failure  network" in said and "with gloo" not in said

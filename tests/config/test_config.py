@@ -1,0 +1,185 @@
+"""A wrong word in a config is one clear line before anything starts."""
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import pytest
+
+from arpo_megatron.config import JobConfig
+from arpo_megatron.errors import UserError
+from arpo_megatron.jobs import resolve
+
+
+@pytest.mark.parametrize("recipe", resolve.recipe_names())
+def test_every_recipe_survives_saving_and_loading(recipe: str, tmp_path: Path) -> None:
+    config = resolve.resolve(recipe)
+    resolve.save(config, tmp_path / "config.yaml")
+    assert resolve.load(tmp_path / "config.yaml") == config
+
+
+def test_words_win_over_the_file_and_the_file_over_the_recipe(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("train: {steps: 5, tasks_per_step: 4}\noptimizer: {lr: 1e-5}\n")
+    config = resolve.resolve("quickstart", file=file, words=["train.steps=7"])
+    assert (config.train.steps, config.train.tasks_per_step, config.optimizer.lr) == (7, 4, 1e-5)
+    assert config.algorithm == resolve.resolve("quickstart").algorithm
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["algorithm.entropy_wieght=0.3"], "did you mean algorithm.entropy_weight?"),
+        (["algorithm.lr=0.3"], "did you mean optimizer.lr?"),
+        (["lr=0.3"], "did you mean optimizer.lr?"),
+        (["trian.steps=3"], "did you mean train?"),
+        (["zzz=1"], "keys here: name, seed"),
+        (["algorithm.samples=many"], "algorithm.samples: input should be a valid integer"),
+        (["optimizer.lr=-1"], "greater than 0, not -1"),
+        (["algorithm.router_replay=rollout"], "needs a model with experts at model.path"),
+        (
+            ["algorithm.router_replay=rollout", "model.path=x", "engine.router=sglang"],
+            "needs engine.router=auto or none",
+        ),
+        (["algorithm.initial=99"], "algorithm.initial=99 exceeds algorithm.samples"),
+        (["parallel.sequence=true"], "needs parallel.tensor > 1"),
+        (["parallel.tensor=5"], "not a multiple of parallel.tensor=5"),
+        (["algorithm.minibatches=99"], "exceeds train.tasks_per_step"),
+        (["algorithm=3"], "algorithm"),
+        (["train.steps=true"], "train.steps: input should be a valid integer"),
+        (['train.steps="20"'], "train.steps: input should be a valid integer"),
+        (["train.steps=2026-11-21"], "train.steps: input should be a valid integer"),
+        (["parallel.sequence=yes"], "parallel.sequence: input should be a valid boolean"),
+        (["reward.format_penalty=.nan"], "reward.format_penalty: input should be a finite number"),
+        (["optimizer.beta2=1.0"], "optimizer.beta2: input should be less than 1"),
+        (["train.tasks_per_step=3000"], "train.tasks_per_step=3000 exceeds data.tasks"),
+        (
+            ["rollout.max_staleness=1", "algorithm.loss=minirl", "train.tasks_per_step=4", "data.tasks=7"],
+            "tasks_per_step=4 with rollout.max_staleness=1 begins 8 trees at once, which exceeds data.tasks=7",
+        ),
+        (
+            ["rollout.oversampling=0.5", "train.tasks_per_step=5", "data.tasks=7"],
+            "tasks_per_step=5 with rollout.oversampling=0.5 begins 8 trees at once, which exceeds data.tasks=7",
+        ),
+        (["evaluation.tasks=1000"], "exceeds data.held_out"),
+        (["engine.max_total_tokens=10"], "cannot hold one model.max_length"),
+        (["data.kind=arpo_parquet"], "data.path"),
+        (["data.path=x.parquet"], "data.path is not read with data.kind=generated"),
+        (["seed=99999999999999999999"], "seed: input should be less than 4294967296"),
+        (["name=../../etc"], "name: string should match pattern"),
+        (["optimizer.lr=.inf"], "optimizer.lr: input should be a finite number"),
+        (["model.max_length=10"], "model.max_length: input should be greater than or equal to 64"),
+        (["model.hidden_size=4"], "rotary positions need an even quotient"),
+        (["model.fp8=current"], "model.fp8=current needs model.dtype=bfloat16, not float32"),
+        (["model.fp8=current", "model.dtype=bfloat16", "platform=cpu"], "needs a GPU, but platform=cpu"),
+        (
+            ["model.fp8=blockwise", "model.dtype=bfloat16", "model.hidden_size=192"],
+            "hidden size of a rank (192) is not a multiple of 128",
+        ),
+        (["model.fp8=current", "model.dtype=bfloat16", "model.ffn_size=520"], "MLP width of a rank (520)"),
+        (["model.bf16_edge_layers=1"], "means nothing with model.fp8=none"),
+        (["model.fp8=delayed", "model.dtype=bfloat16", "model.bf16_edge_layers=1"], "delayed scales are model-wide"),
+        (["model.fp8=current", "model.dtype=bfloat16", "model.bf16_edge_layers=9"], "exceeds the 4 layers"),
+        (["engine.deterministic=true", "engine.attention_backend=flashinfer"], "fa3 or triton"),
+        (["engine.quantization=fp8"], "engine.quantization=fp8 needs model.dtype=bfloat16, not float32"),
+        (["engine.quantization=fp8", "model.dtype=bfloat16", "platform=cpu"], "needs a GPU, but platform=cpu"),
+        (
+            ["engine.quantization=fp8", "model.dtype=bfloat16", "sync.transport=disk"],
+            "needs sync.transport=broadcast or ipc",
+        ),
+        (["sync.directory=/shared"], "sync.directory is not read with sync.transport=auto"),
+        (["rollout.max_staleness=1"], "correct for it with algorithm.trajectory_weight_limit=2"),
+        (["algorithm.store=rollout_replay"], "correct for it with algorithm.trajectory_weight_limit=2"),
+        (["rollout.max_staleness=1", "rollout.stale=refuse"], "correct for it with algorithm.trajectory_weight_limit"),
+        (["rollout.stale=refuse"], "rollout.stale=refuse needs rollout.max_staleness > 0"),
+        (["reward.terms={nope: 1}"], "unknown reward term 'nope'"),
+        (["reward.kind=nope"], "unknown reward 'nope'"),
+        (["reward.numbers.nope=1"], "no chosen part has the number 'nope'"),
+        (["steps"], "section.key=value"),
+        (["=3"], "section.key=value"),
+        (["train.=3"], "section.key=value"),
+    ],
+)
+def test_a_wrong_word_is_one_line_that_helps(words: list[str], line: str) -> None:
+    with pytest.raises(UserError) as caught:
+        resolve.resolve("quickstart", words=words)
+    assert line in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("loss", ["hispo", "minirl", "mix_ppg"])
+def test_a_loss_that_corrects_for_older_weights_needs_no_weights_of_trajectories(loss: str) -> None:
+    words = [f"algorithm.loss={loss}", "rollout.max_staleness=1", "algorithm.store=rollout_replay"]
+    assert resolve.resolve("quickstart", words=words).algorithm.trajectory_weight_limit is None
+
+
+def choices(owner: Any = JobConfig, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """(key, word) for every value of every key that has a fixed set of them."""
+    for field in dataclasses.fields(owner):
+        if dataclasses.is_dataclass(field.type):
+            yield from choices(field.type, f"{prefix}{field.name}.")
+        elif get_origin(field.type) is Literal:
+            yield from ((prefix + field.name, word) for word in get_args(field.type))
+
+
+def test_every_documented_choice_can_be_given_as_a_word() -> None:
+    wide = ["model.dtype=bfloat16", "model.hidden_size=256", "model.heads=8", "model.kv_heads=8"]
+    for key, word in choices():
+        if key in ("model.fp8", "engine.quantization"):
+            resolve.resolve("quickstart", words=[*wide, f"{key}={word}"])
+            continue
+        more = ["data.path=x", "data.max_prompt_tokens=99", "sft.steps=0"] if word == "arpo_parquet" else []
+        more += ["model.path=x"] if word == "rollout" else []
+        more += ["rollout.max_staleness=1", "algorithm.loss=minirl"] if word == "refuse" else []
+        resolve.resolve("quickstart", words=[f"{key}={word}", *more])
+
+
+@pytest.mark.parametrize("text", ["1e-5", "0.00001", "1E-5", "10e-6"])
+def test_numbers_are_read_as_people_write_them(text: str) -> None:
+    assert resolve.resolve("quickstart", words=[f"optimizer.lr={text}"]).optimizer.lr == 1e-5
+
+
+def test_a_misspelt_recipe_is_suggested() -> None:
+    with pytest.raises(UserError, match="did you mean quickstart"):
+        resolve.resolve("quikstart")
+
+
+@pytest.mark.parametrize("content", ["a: [", "- 1\n- 2\n", "1: 2\n", "\x00"])
+def test_an_unusable_file_is_one_line(content: str, tmp_path: Path) -> None:
+    file = tmp_path / "bad.yaml"
+    file.write_text(content)
+    with pytest.raises(UserError) as caught:
+        resolve.resolve("quickstart", file=file)
+    assert "bad.yaml" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"nowhere\.yaml"):
+        resolve.resolve("quickstart", file=tmp_path / "nowhere.yaml")
+
+
+def test_a_key_that_stands_twice_in_a_file_is_named_with_its_lines(tmp_path: Path) -> None:
+    file = tmp_path / "twice.yaml"
+    file.write_text("train:\n  steps: 3\n  token_budget: 4096\n  steps: 4\n")
+    with pytest.raises(UserError, match=r"twice\.yaml.*the key steps stands in line 2 and in line 4") as caught:
+        resolve.resolve("quickstart", file=file)
+    assert len(str(caught.value).splitlines()) == 1
+    file.write_text("train:\n  steps: 3\nsft:\n  steps: 4\n")  # the same key of two sections
+    config = resolve.resolve("quickstart", file=file)
+    assert (config.train.steps, config.sft.steps) == (3, 4)
+
+
+def test_a_file_may_use_yaml_anchors(tmp_path: Path) -> None:
+    file = tmp_path / "anchors.yaml"
+    file.write_text("optimizer: &rate\n  lr: 2e-4\nsft:\n  optimizer: *rate\n")
+    config = resolve.resolve("quickstart", file=file)
+    assert config.optimizer.lr == config.sft.optimizer.lr == 2e-4
+
+
+def test_inputs_are_found_again_from_another_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = resolve.resolve("quickstart", words=["sft.data=talks.jsonl", "model.path=model"])
+    assert config.sft.data == tmp_path / "talks.jsonl"
+    assert config.model.path == tmp_path / "model"

@@ -1,0 +1,274 @@
+"""The client's routing and patience, against scripted engines and sockets that fail on cue."""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from aiohttp import web
+from hypothesis import given
+from hypothesis import strategies as st
+
+from arpo_megatron.engine.affinity import FIRST_REST_S, LONGEST_REST_S, ROUTING_KEY_HEADER, Engine, place
+from arpo_megatron.engine.client import EngineClient, EngineUnavailableError
+from arpo_megatron.engine.request import Generation, Sampling
+from tests.engine.scripted import ScriptedEngine
+
+Start = Callable[[ScriptedEngine], ScriptedEngine]
+URLS = [f"http://10.0.0.{number}:30000" for number in range(8)]
+
+
+def engines(count: int) -> list[Engine]:
+    return [Engine(url) for url in URLS[:count]]
+
+
+@given(st.text(), st.integers(1, 8))
+def test_a_key_has_one_place_and_only_the_keys_of_a_failed_engine_move(key: str, count: int) -> None:
+    fleet = engines(count)
+    home = place(key, fleet, now=0.0)
+    assert place(key, list(reversed(fleet)), now=0.0) is home
+    other = next((engine for engine in fleet if engine is not home), None)
+    if other is None:
+        return
+    other.failed(0.0)
+    assert place(key, fleet, now=0.0) is home
+    home.failed(0.0)
+    assert place(key, fleet, now=FIRST_REST_S / 2) is not home or count == 2
+    assert place(key, fleet, now=FIRST_REST_S) is home
+
+
+def test_keys_are_spread_evenly() -> None:
+    fleet = engines(4)
+    shares = Counter(place(f"1/task-{number}", fleet, now=0.0).url for number in range(4000))
+    assert all(850 < share < 1150 for share in shares.values())  # binomial: 1000 +- 27
+
+
+def test_an_engine_rests_longer_after_each_failure_and_is_forgiven_when_it_answers() -> None:
+    (engine,) = engines(1)
+    now, rests = 0.0, []
+    for _ in range(8):
+        assert engine.failed(now)
+        assert not engine.failed(now)  # the other requests that fail at the same moment
+        rests.append(engine.rests_until - now)
+        now = engine.rests_until
+    assert rests[:3] == pytest.approx([FIRST_REST_S, 2 * FIRST_REST_S, 4 * FIRST_REST_S])
+    assert rests[-1] == pytest.approx(LONGEST_REST_S)
+    engine.answered()
+    assert (engine.rests_until, engine.rest_s, engine.suspect) == (0.0, FIRST_REST_S, False)
+
+
+def answer(client: EngineClient, key: str) -> Awaitable[Generation]:
+    return client.generate([65, 66, 67], max_new_tokens=3, sampling=Sampling(0.0), key=key)
+
+
+def scripted(start: Start, **fields: Any) -> ScriptedEngine:
+    return start(ScriptedEngine(lambda _text: "xyz", **fields))
+
+
+def test_a_tree_stays_on_one_engine_and_what_all_trees_share_is_on_each(scripted_engine: Start) -> None:
+    fleet = [scripted(scripted_engine) for _ in range(3)]
+
+    async def run() -> None:
+        async with EngineClient(*(engine.url for engine in fleet)) as client:
+            assert await client.prefill_everywhere([65, 66]) == [(2, 0)] * 3
+            await asyncio.gather(*(answer(client, f"tree-{number % 12}") for number in range(60)))
+
+    asyncio.run(run())
+    assert sum(len(engine.requests) for engine in fleet) == 63
+    assert all(len(engine.requests) % 5 == 1 for engine in fleet)  # whole trees, and the common prefix once
+    assert sum(len(engine.requests) > 1 for engine in fleet) > 1
+
+
+def test_an_engine_that_hangs_does_not_hold_back_what_all_trees_begin_with(scripted_engine: Start) -> None:
+    engines = [scripted_engine(ScriptedEngine(str, delay_s=lambda _text, s=s: s)) for s in (0.0, 4.0, 0.2)]
+
+    async def run() -> tuple[list[tuple[int, int]], float]:
+        async with EngineClient(*(engine.url for engine in engines)) as client:
+            started = time.monotonic()
+            return await client.prefill_everywhere([65] * 20), time.monotonic() - started
+
+    found, seconds = asyncio.run(run())
+    assert found == [(20, 0)] * 2
+    assert seconds < 4.0  # as long as the one that hangs
+
+
+def test_what_all_trees_begin_with_is_on_every_engine_also_behind_a_push_that_cuts_it_short(
+    scripted_engine: Start,
+) -> None:
+    engines = [scripted_engine(ScriptedEngine(str, delay_s=lambda _text: 0.5)) for _ in range(2)]
+
+    async def run() -> list[tuple[int, int]]:
+        async with EngineClient(*(engine.url for engine in engines)) as client:
+            asked = asyncio.create_task(client.prefill_everywhere([65] * 20))
+            while not all(engine.requests for engine in engines):
+                await asyncio.sleep(0.01)
+            await client.pause()
+            client.resume(0)
+            return await asked
+
+    assert len(asyncio.run(run())) == 2
+    assert [len(engine.requests) for engine in engines] == [2, 2]
+
+
+def test_no_request_slips_past_a_pause_while_its_engine_is_looked_at(scripted_engine: Start) -> None:
+    engine = scripted_engine(ScriptedEngine(str, fail_first=1, look_s=0.3))
+
+    async def run() -> None:
+        async with EngineClient(engine.url) as client:
+            client.version = engine.version
+            asked = asyncio.create_task(client.prefill([65] * 20))
+            while not engine.looks:  # it has failed, so its version is asked for before it is used again
+                await asyncio.sleep(0.01)
+            await client.pause()
+            await asyncio.sleep(0.6)
+            assert len(engine.requests) == 1  # the one that failed
+            client.resume(engine.version)
+            assert await asked == (20, 0)
+
+    asyncio.run(run())
+
+
+def test_an_engine_with_older_weights_is_reported_and_never_used(scripted_engine: Start) -> None:
+    old, new = scripted(scripted_engine, version=0), scripted(scripted_engine, version=4)
+    told: list[str] = []
+
+    async def run() -> list[Generation]:
+        async with EngineClient(old.url, new.url) as client:
+            client.version, client.on_stale = 4, told.append
+            got = await asyncio.gather(*(answer(client, f"tree-{number}") for number in range(20)))
+            assert set(client.repeated) == {"stale"}
+            return list(got)
+
+    assert {part.weight_version for part in asyncio.run(run())} == {4}
+    assert told == [old.url]
+    sampled = len(old.requests)
+
+    async def wait_for_the_push() -> Generation:
+        async with EngineClient(old.url) as client:
+            client.version, client.on_stale = 4, told.append
+            waiting = asyncio.create_task(asyncio.wait_for(answer(client, "tree"), 10))
+            await asyncio.sleep(0.4)
+            assert not waiting.done()
+            old.version = 4
+            return await waiting
+
+    assert asyncio.run(wait_for_the_push()).weight_version == 4
+    assert len(old.requests) == sampled + 2  # one was thrown away; then its version was looked at before it was asked
+
+
+@dataclass
+class Router(ScriptedEngine):
+    """Keeps each routing key for one engine, whatever weights that has."""
+
+    engines: list[ScriptedEngine] = field(default_factory=list)
+    keys: Counter[str] = field(default_factory=Counter)
+
+    async def generate(self, request: web.Request) -> web.Response:
+        key = request.headers[ROUTING_KEY_HEADER]
+        self.keys[key] += 1
+        return await self.engines[int(key) % len(self.engines)].generate(request)
+
+
+def test_behind_a_router_the_trees_of_an_engine_with_older_weights_go_on_elsewhere(scripted_engine: Start) -> None:
+    old, new = scripted(scripted_engine, version=0), scripted(scripted_engine, version=4)
+    router = Router(str, engines=[old, new])
+    scripted_engine(router)
+    told: list[str] = []
+
+    async def run() -> None:
+        async with EngineClient(old.url, new.url, router=router.url) as client:
+            client.version, client.on_stale = 4, told.append
+            async with asyncio.timeout(10):
+                for _ in range(5):
+                    got = await asyncio.gather(*(answer(client, str(number)) for number in range(20)))
+                    assert {part.weight_version for part in got} == {4}
+            assert set(told) == {old.url}  # again after a rest, on a busy machine
+            assert len(old.requests) == 10  # one of each of its trees
+            assert router.keys == {str(number): 5 if number % 2 else 1 for number in range(20)}
+            old.version = 5
+            client.resume(4)
+            got = await asyncio.gather(*(answer(client, str(number)) for number in range(20)))
+            assert [part.weight_version for part in got] == [5, 4] * 10  # each tree is where the router has it
+
+    asyncio.run(run())
+
+
+def test_without_a_push_a_request_fails_with_the_reason(scripted_engine: Start) -> None:
+    old = scripted(scripted_engine, version=2)
+
+    async def run() -> None:
+        async with EngineClient(old.url, retry_for_s=0.3) as client:
+            client.version = 3
+            await answer(client, "tree")
+
+    with pytest.raises(EngineUnavailableError, match="serves policy 2, not 3"):
+        asyncio.run(run())
+
+
+@dataclass
+class Flaky:
+    """A TCP server before an engine that does to its connections what `faults` says, one each, and then forwards."""
+
+    target: str
+    faults: list[str]
+    met: list[str] = field(default_factory=list)
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        fault = self.faults.pop(0) if self.faults else ""
+        self.met.append(fault)
+        host, _, port = self.target.removeprefix("http://").rpartition(":")
+        try:
+            head = await reader.readuntil(b"\r\n\r\n")
+            length = int(next(line for line in head.decode().split("\r\n") if "content-length" in line.lower())[15:])
+            body = await reader.readexactly(length)
+            if fault == "reset":
+                writer.transport.abort()
+                return
+            if fault == "hang":
+                await asyncio.sleep(60)
+            if fault.startswith("{"):
+                body = fault.encode("latin-1")
+                head = f"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: {len(body)}".encode()
+                writer.write(head + b"\r\nconnection: close\r\n\r\n" + body)
+            elif fault.isdecimal():
+                writer.write(f"HTTP/1.1 {fault} Oh\r\ncontent-length: 0\r\nconnection: close\r\n\r\n".encode())
+            else:
+                there, back = await asyncio.open_connection(host, int(port))
+                back.write(head[:-2] + b"Connection: close\r\n\r\n" + body)
+                writer.write(await (there.readexactly(40) if fault == "cut" else there.read()))
+                back.close()
+            await writer.drain()
+        finally:
+            writer.close()
+
+
+@pytest.mark.parametrize(
+    ("faults", "counted"),
+    [
+        (["reset", "reset"], {"connection": 2}),
+        (["cut"], {"connection": 1}),
+        (["500", "502", "503"], {"HTTP 500": 1, "HTTP 502": 1, "HTTP 503": 1}),
+        (["hang"], {"timeout": 1}),
+        (["408", "429"], {"HTTP 408": 1, "HTTP 429": 1}),
+        (['{"output_ids": [1, 2', '{"output_ids": "\xff"}', '{"error": "x"}'], {"unreadable": 3}),
+    ],
+)
+def test_what_passes_is_repeated_and_counted(
+    scripted_engine: Start, faults: list[str], counted: dict[str, int]
+) -> None:
+    flaky = Flaky(scripted(scripted_engine).url, list(faults))
+
+    async def run() -> None:
+        server = await asyncio.start_server(flaky.serve, "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        async with EngineClient(url, request_timeout_s=1.0 if "hang" in faults else 60.0, retry_for_s=60) as client:
+            drawn = await answer(client, "tree")
+            assert drawn.token_ids.tolist() == [ord(letter) for letter in "xyz"]
+            assert dict(client.repeated) == counted
+        server.close()
+
+    asyncio.run(run())
+    assert flaky.met == [*faults, ""]

@@ -1,0 +1,79 @@
+"""What differs in sglang 0.5.12, which runs where torch is older; the parts of it that are used are stood in for."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from arpo_megatron.engine import launch as server
+from arpo_megatron.engine.server import checksums as weight_checksums
+from arpo_megatron.engine.server import gate as push_gate
+from arpo_megatron.engine.server import receive as weight_arrival
+from arpo_megatron.engine.wire.checksums import CHECKSUM_ACTION, Sample
+from arpo_megatron.hardware.placement import Placement, trainer_environment
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Parameter(torch.arange(16.0).view(4, 4))
+
+    def load_weights(self, weights: list[tuple[str, torch.Tensor]]) -> None:
+        for _, tensor in weights:
+            self.head.data.copy_(tensor)
+
+
+def test_the_version_of_a_push_is_where_the_server_reads_it() -> None:
+    manager = SimpleNamespace(server_args=SimpleNamespace(weight_version="0"))
+    push_gate._set_version(manager, 7)
+    assert manager.server_args.weight_version == "7"
+
+
+def test_checksums_are_those_of_the_runners_model() -> None:
+    model = Model()
+    checker = SimpleNamespace(
+        _model_runner=SimpleNamespace(model=model),
+        _parallelism_info=lambda: SimpleNamespace(model_dump=dict),
+    )
+    sample = Sample.of(model.head, 0.5, 2**20)
+    action = CHECKSUM_ACTION + json.dumps({"head": asdict(sample)})
+    answer = weight_checksums._handle(lambda *_: None, checker, action)
+    assert json.loads(answer["checksums"]["head"])
+
+
+def test_the_runner_receives_a_push(monkeypatch: pytest.MonkeyPatch) -> None:
+    done = SimpleNamespace(wait=lambda: None)
+    monkeypatch.setattr(weight_arrival.dist, "get_backend", lambda _: "gloo")
+    monkeypatch.setattr(weight_arrival.dist, "all_reduce", lambda *_, **__: done)
+
+    def broadcast(tensor: torch.Tensor, **_: Any) -> SimpleNamespace:
+        tensor.fill_(3.0)
+        return done
+
+    monkeypatch.setattr(weight_arrival.dist, "broadcast", broadcast)
+    model = Model()
+    runner = SimpleNamespace(
+        model=model, _model_update_group={"group": None}, server_args=SimpleNamespace(quantization=None)
+    )
+    arrived = weight_arrival._receive_in_runner(runner, ["head"], ["float32"], [[4, 4]], group_name="group")
+    assert arrived[0], arrived
+    assert weight_arrival._receive_in_runner(runner, [], [], [], group_name="group")[0]
+    assert model.head.eq(3.0).all()
+
+
+def test_an_engine_answers_in_one_piece_and_does_not_take_a_trainers_variables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in trainer_environment("auto").items():
+        monkeypatch.setenv(name, value)
+    environment = server._environment(tmp_path, Placement(1, 0, shared=True), replicas=1)
+    assert int(environment["SGLANG_FORCE_STREAM_INTERVAL"]) > 2**30
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in environment
+    assert "PYTORCH_CUDA_ALLOC_CONF" not in environment
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "garbage_collection_threshold:0.8")  # somebody's own choice
+    assert "PYTORCH_CUDA_ALLOC_CONF" in server._environment(tmp_path, Placement(1, 0, shared=True), replicas=1)

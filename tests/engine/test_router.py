@@ -1,0 +1,47 @@
+"""SGLang's own router."""
+
+import time
+from pathlib import Path
+
+import pytest
+import requests
+
+from arpo_megatron.config import EngineConfig
+from arpo_megatron.engine.launch import free_ports, router_program
+from arpo_megatron.engine.server.gate import bearer
+from arpo_megatron.utils.processes import stop_groups
+from arpo_megatron.utils.service_spec import Program
+
+
+@pytest.mark.parametrize("token", [None, "secret"])
+def test_a_router_asks_for_a_token_only_where_there_is_one(tmp_path: Path, token: str | None) -> None:
+    """And answers 503 while it has no engine, which the client waits for."""
+    log = tmp_path / "router.log"
+    engine = EngineConfig(router="sglang")
+    program = router_program(engine, ["http://127.0.0.1:9"], log_path=log, ports=free_ports(2), token=token)
+    assert program is not None
+    process = program.start()
+    try:
+        wait_until_it_listens(program)
+        assert status(program, None) == (401 if token else 503), f"see {log}"
+        assert status(program, token) == 503, f"see {log}"
+    finally:
+        stop_groups([process], 0.0)
+
+
+def status(program: Program, token: str | None) -> int:
+    """Of its answer to a generation."""
+    body = {"input_ids": [1], "sampling_params": {"max_new_tokens": 1}}
+    return requests.post(f"{program.url}/generate", json=body, headers=bearer(token), timeout=30).status_code
+
+
+def wait_until_it_listens(program: Program) -> None:
+    give_up = time.monotonic() + 60
+    while time.monotonic() < give_up:
+        try:
+            requests.get(program.url + program.alive, timeout=30)
+        except requests.ConnectionError:
+            time.sleep(0.1)
+        else:
+            return
+    raise AssertionError(f"the router does not listen; see {program.log}")

@@ -1,0 +1,119 @@
+"""A real SGLang serves a model, once for this file: grown in tokens, and asked as a stranger's server."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from arpo_megatron.bench.talkative_model import write_model
+from arpo_megatron.config import JobConfig
+from arpo_megatron.evaluation.agents.base import Agent, Wanted
+from arpo_megatron.evaluation.agents.engine import GrownAnswers
+from arpo_megatron.evaluation.agents.server import ServerAnswers, served_model
+from arpo_megatron.evaluation.benchmarks import BENCHMARKS
+from arpo_megatron.evaluation.prompting import put_benchmarks
+from arpo_megatron.evaluation.prompts import Tools
+from arpo_megatron.evaluation.questions import find, read
+from arpo_megatron.evaluation.response import AgentResponse, Decode
+from arpo_megatron.evaluation.target import Kind, Subject, config_of
+from arpo_megatron.jobs import resolve
+from arpo_megatron.jobs.inputs import write_tool_files
+from arpo_megatron.jobs.run_directory import RunDirectory
+from arpo_megatron.launch.services import services
+from arpo_megatron.rollout.endpoints import Services, connect_rollouts
+from arpo_megatron.rollout.handle import RolloutHandle
+from arpo_megatron.utils.processes import Roles
+
+WORDS = [
+    *("platform=cpu", "engine.max_total_tokens=65536", "engine.memory_fraction=0.1", "engine.max_running_requests=16"),
+    *("rollout.max_response_tokens=200", "sandbox.preload=[]", "rollout.max_tool_calls=2"),
+]
+CHAT = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
+
+
+@dataclass(frozen=True)
+class Stage:
+    config: JobConfig
+    ready: Services
+    rollouts: RolloutHandle
+    wanted: list[Wanted]
+    decode: Decode
+    roles: Roles
+
+    def grown(self, *words: str, samples: int = 1) -> Agent:
+        return GrownAnswers(self.rollouts, resolve.over(self.config, words), samples, self.decode, self.roles.check)
+
+
+@pytest.fixture(scope="module")
+def stage(files: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
+    """A random model that calls tools by chance, with the services of an evaluation."""
+    from transformers import AutoTokenizer
+
+    place = tmp_path_factory.mktemp("stage")
+    model = place / "model"
+    write_model(model)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = CHAT
+    tokenizer.save_pretrained(model)
+    subject, benchmark = Subject(Kind.MODEL, "talkative", model=model), BENCHMARKS["aime24"]
+    config = config_of(subject, [benchmark], Tools.TRAINED, WORDS)
+    assert (config.model.dtype, config.evaluation.top_k) == ("float32", 20)
+    path = find(benchmark, files)
+    assert path is not None
+    put = put_benchmarks([read(benchmark, path)], subject, config, Tools.TRAINED, "", None, None)
+    assert put.decode is not None
+    run = RunDirectory(place)
+    write_tool_files(config, run, put.data)
+    with Roles(run.logs) as roles, services(config, run, roles, model) as ready:
+        rollouts = connect_rollouts(config, model, ready)
+        wanted = [Wanted(question, task, (0,)) for question, task in put.asked]
+        yield Stage(config, ready, rollouts, wanted, put.decode, roles)
+        rollouts.close()
+
+
+def responses(agent: Agent, wanted: list[Wanted]) -> dict[tuple[str, int], AgentResponse]:
+    """What the agent delivers, without what the clock says."""
+    found = {}
+
+    def deliver(each, given):
+        for number, response in given.items():
+            assert isinstance(response, AgentResponse), response
+            found[each.question.id, number] = replace(response, seconds=0.0)
+
+    agent.answer(wanted, deliver)
+    return found
+
+
+def test_greedy_answers_are_the_same_every_time(stage: Stage) -> None:
+    first = responses(stage.grown("evaluation.temperature=0"), stage.wanted)
+    assert len(first) == len(stage.wanted)
+    assert responses(stage.grown("evaluation.temperature=0"), stage.wanted[::-1]) == first
+
+
+def test_attempts_of_the_paper_s_sampling_differ_and_call_real_tools(stage: Stage) -> None:
+    found = responses(stage.grown(samples=3), stage.wanted)
+    assert len(found) == 3 * len(stage.wanted)
+    assert len({response.model_text for response in found.values()}) == len(found)
+    called = [response for response in found.values() if response.tool_calls]
+    assert called
+    for response in called:
+        assert "</python> <result>\n" in response.text and "<result>" not in response.model_text
+        assert response.tool_errors == 0 and response.tool_tokens > 0
+    assert all(0 < response.model_tokens + response.tool_tokens <= 200 for response in found.values())
+
+
+def test_the_same_engine_is_a_server_that_speaks_openai_s_format(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", stage.ready.engine_token or "")
+    url = stage.ready.engine_urls[0]
+    name = served_model(url, stage.config)
+    agent = ServerAnswers(url, name, stage.config, Tools.TRAINED, stage.ready.sandbox_url)
+    found = responses(agent, stage.wanted)
+    called = [response for response in found.values() if response.tool_calls]
+    assert called
+    firsts = [response.text.partition(" <result>\n")[0] for response in called]
+    assert any(len(response.model_text) > len(first) for response, first in zip(called, firsts, strict=True))
+    for response in called:
+        before, _, after = response.text.partition(" <result>\n")
+        assert before.endswith("</python>") and after.partition("\n</result>")[0].strip().isdecimal()
+        assert response.tool_tokens > 0

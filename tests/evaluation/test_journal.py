@@ -1,0 +1,80 @@
+"""What was answered is kept: through a torn line, in order, and in a file that pandas and polars open."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import polars as pl
+
+from arpo_megatron.evaluation.journal import Attempt, Journal, Outcome, write_records
+
+ONE = Attempt(
+    benchmark="aime24",
+    question_id="aime24-0",
+    attempt=0,
+    question="1+1?",
+    expected=("2", "two"),
+    answer="2",
+    score=1.0,
+    correct=True,
+    format_ok=True,
+    outcome=Outcome.RIGHT,
+    detail="",
+    tool_calls=1,
+    tool_errors=0,
+    model_tokens=7,
+    tool_tokens=3,
+    seconds=0.5,
+    response="it is\n2",
+)
+
+
+def test_a_torn_line_costs_that_attempt_only(tmp_path: Path) -> None:
+    path = tmp_path / "attempts.jsonl"
+    journal = Journal(path)
+    journal.add([ONE, replace(ONE, attempt=1)])
+    journal.close()
+    whole = path.read_bytes()
+    for cut in (1, 40, len(whole) // 2 - 1):
+        path.write_bytes(whole[:-cut])
+        journal = Journal(path)
+        assert [each.attempt for each in journal.attempts()] == [0]
+        journal.add([replace(ONE, attempt=1)])
+        journal.close()
+        assert path.read_bytes() == whole
+
+
+def test_what_an_earlier_version_kept_as_it_came_is_readable(tmp_path: Path) -> None:
+    odd = replace(ONE, expected=("\ud800",), response="\udfff!", model_tokens=10**30, tool_tokens=-1)
+    journal = Journal(tmp_path / "attempts.jsonl")
+    journal.add([odd])
+    journal.close()
+    journal = Journal(tmp_path / "attempts.jsonl")
+    write_records(tmp_path / "records.parquet", journal.attempts())
+    journal.close()
+    (row,) = pl.read_parquet(tmp_path / "records.parquet").to_dicts()
+    assert (row["expected"], row["response"]) == (["\ufffd"], "\ufffd!")
+    assert (row["model_tokens"], row["tool_tokens"]) == (0, 0)
+
+
+def test_what_failed_by_no_fault_of_the_model_is_asked_again(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "attempts.jsonl")
+    journal.add([replace(ONE, outcome=Outcome.ENGINE), replace(ONE, attempt=1, outcome=Outcome.PROMPT_TOO_LONG)])
+    assert not journal.done("aime24", "aime24-0", 0)
+    assert journal.done("aime24", "aime24-0", 1)
+    assert not journal.done("aime24", "aime24-0", 2)
+    journal.add([ONE])
+    assert journal.done("aime24", "aime24-0", 0)
+    assert [each.outcome for each in journal.attempts()] == [Outcome.RIGHT, Outcome.PROMPT_TOO_LONG]
+    journal.close()
+
+
+def test_records_are_a_parquet_file_of_attempts(tmp_path: Path) -> None:
+    path = tmp_path / "records.parquet"
+    write_records(path, [ONE, replace(ONE, attempt=1, answer=None, outcome=Outcome.LENGTH)])
+    table = pl.read_parquet(path)
+    assert table["attempt"].to_list() == [0, 1]
+    assert table["outcome"].to_list() == ["right", "length"]
+    assert table["answer"].to_list() == ["2", None]
+    assert table["expected"].to_list() == [["2", "two"]] * 2
+    assert table.schema["score"] == pl.Float64 and table.schema["correct"] == pl.Boolean
+    assert table.schema["model_tokens"] == pl.Int32

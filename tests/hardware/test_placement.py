@@ -1,0 +1,114 @@
+"""Where the roles compute is a pure function of config and GPUs, and an impossible machine is one line."""
+
+import subprocess
+import sys
+
+import pytest
+
+from arpo_megatron.config import EngineConfig, JobConfig, ParallelConfig
+from arpo_megatron.engine.launch import engine_options
+from arpo_megatron.errors import UserError
+from arpo_megatron.hardware import placement as machine
+from arpo_megatron.hardware.placement import ON_CPU, Placement
+from arpo_megatron.jobs import resolve
+
+
+def job(*, ranks: int = 1, engine: int = 1) -> JobConfig:
+    return JobConfig(name="test", parallel=ParallelConfig(data=ranks), engine=EngineConfig(tensor=engine))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "engine", "gpus", "expected"),
+    [
+        (1, 1, 0, Placement(0, 0, shared=False)),
+        (1, 1, 1, Placement(1, 0, shared=True)),
+        (1, 1, 2, Placement(2, 1, shared=False)),
+        (4, 4, 8, Placement(8, 4, shared=False)),
+        (8, 2, 8, Placement(8, 0, shared=True)),
+    ],
+)
+def test_the_engine_shares_the_trainers_gpus_only_where_there_are_too_few(ranks, engine, gpus, expected) -> None:
+    assert Placement.of(job(ranks=ranks, engine=engine), gpus) == expected
+
+
+def test_replicas_take_the_gpus_one_behind_the_other() -> None:
+    config = JobConfig(name="test", parallel=ParallelConfig(data=4), engine=EngineConfig(tensor=2, replicas=2))
+    place = Placement.of(config, 8)
+    assert [place.of_engine(index, config.engine).engine_gpu for index in range(2)] == [4, 6]
+    assert Placement.of(config, 7).shared
+    assert Placement.of(config, 0).of_engine(1, config.engine) == ON_CPU
+
+
+def test_an_engine_that_shares_a_gpu_takes_less_of_its_memory_unless_told_how_much() -> None:
+    shared, alone = Placement.of(job(), 1), Placement.of(job(), 2)
+    assert shared.memory_fraction(EngineConfig()) < alone.memory_fraction(EngineConfig())
+    assert shared.memory_fraction(EngineConfig(memory_fraction=0.9)) == 0.9
+
+
+def test_platform_cpu_hides_gpus_from_every_role() -> None:
+    for environment in (machine.role_environment("cpu"), machine.trainer_environment("cpu")):
+        assert environment["CUDA_VISIBLE_DEVICES"] == ""
+    for environment in (machine.role_environment("auto"), machine.trainer_environment("auto")):
+        assert "CUDA_VISIBLE_DEVICES" not in environment
+    assert machine.gpu_count("cpu") == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "gpus", "line"),
+    [
+        (["parallel.data=2"], 1, "2 trainer ranks need as many GPUs, and torch sees 1"),
+        (["engine.tensor=4"], 2, "4 engine.tensor * engine.replicas need as many GPUs, and torch sees 2"),
+        (["engine.placement=split"], 1, "needs 1 GPUs for the trainer and 1 for engines, and torch sees 1"),
+        (["engine.tensor=2"], 0, "an engine on a CPU has one rank"),
+        (["model.fp8=current", "model.dtype=bfloat16"], 0, "needs a GPU, and torch sees none"),
+        (["model.fp8=current", "model.dtype=bfloat16"], 1, "needs Transformer Engine"),
+        (["engine.quantization=fp8", "model.dtype=bfloat16"], 0, "needs a GPU, and torch sees none"),
+        (
+            ["optimizer.offload=true", "parallel.distributed_optimizer=true", "model.dtype=bfloat16"],
+            0,
+            "optimizer.offload=true needs a GPU",
+        ),
+        (["sync.transport=ipc"], 2, "is for an engine that shares the trainer's GPUs; here it has its own"),
+    ],
+)
+def test_a_machine_that_cannot_run_the_job_is_one_line(words, gpus, line, monkeypatch) -> None:
+    monkeypatch.setattr(machine, "_visible_gpus", lambda: gpus)
+    monkeypatch.setattr(machine, "find_spec", lambda name: None)
+    with pytest.raises(UserError) as caught:
+        machine.check_machine(resolve.resolve("quickstart", words=words))
+    assert line in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_engine_on_a_gpu_captures_its_largest_batch_and_forks_at_any_token() -> None:
+    options = engine_options(EngineConfig(max_running_requests=48), Placement.of(job(), 2), "bfloat16")
+    assert (options["device"], options["dtype"]) == ("cuda", "bfloat16")
+    assert options["base-gpu-id"] == 1
+    assert options["cuda-graph-max-bs"] == 48
+    assert options["page-size"] == 1
+    assert "attention-backend" not in options
+    assert "sleep-on-idle" not in options
+    chosen = EngineConfig(attention_backend="fa3", deterministic=True)
+    options = engine_options(chosen, Placement.of(job(), 2), "bfloat16")
+    assert options["attention-backend"] == "fa3"
+    assert "enable-deterministic-inference" in options
+    assert engine_options(EngineConfig(), Placement.of(job(), 1), "float32")["attention-backend"] == "triton"
+
+
+KNOWN_OPTIONS = """
+import argparse
+from arpo_megatron.rollout import cpu_standins
+cpu_standins.install()
+from sglang.srt.server_args import ServerArgs
+parser = argparse.ArgumentParser()
+ServerArgs.add_cli_args(parser)
+print(*(option for action in parser._actions for option in action.option_strings))
+"""
+
+
+def test_every_engine_option_is_one_of_the_installed_sglang() -> None:
+    done = subprocess.run([sys.executable, "-c", KNOWN_OPTIONS], capture_output=True, text=True, check=True)
+    known = done.stdout.splitlines()[-1].split()
+    engine = EngineConfig(attention_backend="fa3", deterministic=True, max_total_tokens=100, quantization="fp8")
+    for place in (ON_CPU, Placement.of(job(), 1)):
+        assert {f"--{name}" for name in engine_options(engine, place, "bfloat16")} <= set(known)

@@ -1,0 +1,125 @@
+"""A resume goes on with what the run was started with, a replay with the run that dumped; else it is one line."""
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from arpo_megatron.algorithms.credit import supervised_credit
+from arpo_megatron.config import JobConfig, ModelConfig
+from arpo_megatron.errors import UserError
+from arpo_megatron.jobs import resolve, run_directory
+from arpo_megatron.jobs.fingerprint import check_started_with, fingerprint
+from arpo_megatron.jobs.run_directory import RunDirectory
+from arpo_megatron.launch.job import export_checkpoint, replay_bad_update
+from arpo_megatron.models.random_init import save_random_weights
+from arpo_megatron.models.spec import ModelShape
+from arpo_megatron.models.tiny import generated_tokenizer, make_model_directory
+from arpo_megatron.packing.packs import pack_trees
+from arpo_megatron.trainer.skipped_updates import BadUpdate, check_dump, save_bad_update
+from arpo_megatron.tree import Role, RolloutTree
+
+SIZES = ModelConfig(hidden_size=16, layers=1, heads=2, kv_heads=2, ffn_size=32)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> JobConfig:
+    """Of a run with a model and conversations of its own."""
+    make_model_directory(tmp_path / "model", SIZES, generated_tokenizer())
+    save_random_weights(tmp_path / "model", seed=1)
+    (tmp_path / "talks.jsonl").write_text("{}\n{}\n")
+    words = [f"model.path={tmp_path / 'model'}", f"sft.data={tmp_path / 'talks.jsonl'}", f"run_dir={tmp_path / 'run'}"]
+    return resolve.resolve("quickstart", words=[*words, "sft.steps=3"])
+
+
+@pytest.fixture
+def run(config: JobConfig) -> RunDirectory:
+    made = run_directory.fresh(config)
+    check_started_with(config, made)
+    return made
+
+
+def dumped(config: JobConfig, **changes: Any) -> BadUpdate:
+    tree = RolloutTree("task", [1, 2])
+    tree.add(0, Role.MODEL, [3, 4])
+    packs = pack_trees([tree], supervised_credit([tree]), token_budget=100)
+    made_by = fingerprint(config, ModelShape.from_hf(Path(str(config.model.path))))
+    return replace(BadUpdate("sft", 1, "nll", [0], packs, None, made_by=made_by), **changes)
+
+
+def change_shape(config: JobConfig) -> None:
+    file = Path(str(config.model.path)) / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "intermediate_size": 48}))
+
+
+def test_a_run_whose_inputs_are_the_same_goes_on(config: JobConfig, run: RunDirectory) -> None:
+    check_started_with(config, run)
+
+
+def test_a_model_that_changed_in_place_is_named(config: JobConfig, run: RunDirectory) -> None:
+    change_shape(config)
+    with pytest.raises(UserError, match=r"model has changed since .*run was started \(ffn was 32, now 48\): put"):
+        check_started_with(config, run)
+    (run.checkpoints / "step_1").mkdir(parents=True)
+    with pytest.raises(UserError, match="model has changed since"):
+        export_checkpoint(run, run.path / "out", None)
+
+
+def test_data_and_tokenizer_that_changed_in_place_are_named(config: JobConfig, run: RunDirectory) -> None:
+    talks = Path(str(config.sft.data))
+    talks.write_text("{}\n")
+    with pytest.raises(
+        UserError, match=r"sft\.data=.*talks\.jsonl has changed since .*: put the old one back, or start"
+    ):
+        check_started_with(config, run)
+    talks.write_text("{}\n{}\n")
+    with (Path(str(config.model.path)) / "tokenizer.json").open("a") as file:
+        file.write(" ")
+    with pytest.raises(UserError, match=r"the tokenizer at .* has changed"):
+        check_started_with(config, run)
+
+
+def test_weights_that_changed_in_place_are_named_under_the_same_size_and_time(
+    config: JobConfig, run: RunDirectory
+) -> None:
+    file = Path(str(config.model.path)) / "model.safetensors"
+    before = file.stat()
+    save_random_weights(file.parent, seed=2)
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert (file.stat().st_size, file.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+    with pytest.raises(UserError, match=r"the content of the model at .*model has changed since .*: put the old"):
+        check_started_with(config, run)
+    save_random_weights(file.parent, seed=1)
+    check_started_with(config, run)
+
+
+def test_a_dump_of_this_run_is_replayed(config: JobConfig, run: RunDirectory) -> None:
+    longer = resolve.resolve("quickstart", words=[f"run_dir={run.path}", "train.steps=99"])
+    assert run_directory.fixed_part(longer) == run_directory.fixed_part(replace(longer, run_dir=None))
+    check_dump(dumped(config), Path("dump.npz"), config, run)
+
+
+def test_a_dump_of_another_run_is_refused(config: JobConfig, run: RunDirectory) -> None:
+    other = dumped(replace(config, seed=5))
+    file = save_bad_update(run.bad_packs, other)
+    with pytest.raises(UserError, match=r"sft_000001\.npz was dumped by a run with another config than .* --run DIR"):
+        replay_bad_update(run, file)
+    same = dumped(config)
+    change_shape(config)
+    with pytest.raises(UserError, match="another model"):
+        check_dump(same, file, config, run)
+
+
+@pytest.mark.parametrize("token", [10**6, -1])
+def test_a_dump_with_a_token_that_the_model_does_not_have_is_refused(
+    config: JobConfig, run: RunDirectory, token: int
+) -> None:
+    bad = dumped(config)
+    ids = np.where(bad.packs[0].token_ids == 3, token, bad.packs[0].token_ids)
+    file = save_bad_update(run.bad_packs, replace(bad, packs=[replace(bad.packs[0], token_ids=ids)]))
+    with pytest.raises(UserError, match=rf"is damaged: token {token} of pack 0 is not in the model's vocabulary of"):
+        replay_bad_update(run, file)

@@ -1,0 +1,48 @@
+"""What only the data can tell of a config is said before anything is started."""
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from arpo_megatron.errors import UserError
+from arpo_megatron.jobs import resolve
+from arpo_megatron.jobs.inputs import prepare
+from arpo_megatron.jobs.run_directory import RunDirectory
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "train.tasks_per_step=6 exceeds the 5 training tasks"),
+        (
+            ["train.tasks_per_step=4", "rollout.max_staleness=1", "algorithm.trajectory_weight_limit=2"],
+            "train.tasks_per_step=4 with rollout.max_staleness=1 begins 8 trees at once, which exceeds the 5 training",
+        ),
+        (
+            ["train.tasks_per_step=4", "rollout.oversampling=0.5"],
+            "train.tasks_per_step=4 with rollout.oversampling=0.5 begins 6 trees at once, which exceeds the 5 training",
+        ),
+    ],
+)
+def test_fewer_questions_than_a_step_begins_trees_are_refused(tmp_path: Path, words: list[str], said: str) -> None:
+    rows: list[dict[str, Any]] = [
+        {
+            "prompt": [{"role": "user", "content": f"How much is {number} and {number}?"}],
+            "ability": "math",
+            "reward_model": {"ground_truth": str(2 * number), "style": "rule"},
+        }
+        for number in range(6)
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    data = ["data.kind=arpo_parquet", f"data.path={tmp_path / 'rows.parquet'}", "data.held_out=1", "evaluation.tasks=1"]
+    data += ["data.max_prompt_tokens=100"]
+    config = resolve.resolve("quickstart", words=["sft.steps=0", "train.tasks_per_step=6", *data, *words])
+    run = RunDirectory(tmp_path / "run")
+    run.path.mkdir()
+    with pytest.raises(UserError) as caught:
+        prepare(config, run)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)

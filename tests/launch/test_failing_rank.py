@@ -1,0 +1,47 @@
+"""A rank that fails ends all ranks soon, and what the user reads first is why."""
+
+import re
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from arpo_megatron.config import JobConfig, ParallelConfig
+from arpo_megatron.jobs.run_directory import RunDirectory
+from arpo_megatron.launch.services import run_trainer
+from arpo_megatron.utils.processes import RoleDiedError, Roles
+
+ROOT = Path(__file__).resolve().parents[2]
+END_S = 100.0  # a rank that nobody ends sits in its collective or its clean-up for 600 s
+
+
+@pytest.mark.parametrize("how", ["raises", "hangs in its clean-up", "is killed"])
+def test_the_first_words_are_the_guilty_ranks_and_all_ranks_end(tmp_path, how):
+    run = RunDirectory(tmp_path)
+    (tmp_path / "how.txt").write_text(how)
+    run.logs.mkdir()
+    (run.logs / "failing_rank.log").write_text("---- rank 9 failed:\nof an earlier attempt\n")
+    config = JobConfig(name="test", parallel=ParallelConfig(data=2))
+    env = {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
+    with Roles(run.logs) as roles, pytest.raises(RoleDiedError) as caught:
+        run_trainer("tests.launch.failing_rank", config, run, roles, env=env)
+    ended_s = time.monotonic()
+    assert 0 < ended_s - float((tmp_path / "failed_at_s.txt").read_text()) < END_S
+    assert not [p for p in psutil.process_iter() if str(tmp_path) in " ".join(_command(p))]
+    said, log = str(caught.value), run.logs / "failing_rank.log"
+    assert f"log: {log}" in said and "rank 9" not in said
+    if how == "is killed":  # it can say nothing itself: torchrun's summary names it, and no other rank speaks up
+        assert re.search(r"Signal 9 \(SIGKILL\)|exitcode: -9", log.read_text())
+        assert "rank 0 failed" not in log.read_text()
+    else:
+        first = re.search(r"rank (\d) failed:\n(.*)", log.read_text().split("earlier attempt\n")[1])
+        assert first is not None and first[1] == "1"
+        assert said.index("rank 1 failed") < said.index("Traceback") < said.index("the guilty rank's own words")
+
+
+def _command(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+        return []

@@ -1,0 +1,119 @@
+"""Roles end together, whatever ends first, and leave nothing behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from arpo_megatron.launch.backend import ThisMachine
+from arpo_megatron.utils.processes import RoleDiedError, Roles
+
+SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
+STUBBORN = [
+    sys.executable,
+    "-c",
+    "import signal, subprocess, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
+    "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']);"
+    "print('up', flush=True); time.sleep(600)",
+]
+
+
+def gone(pid: int, within_s: float = 60.0) -> bool:
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        try:
+            if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+                return True
+        except psutil.NoSuchProcess:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_a_role_that_ends_well_is_waited_for(tmp_path: Path) -> None:
+    polls = []
+    with Roles(tmp_path) as roles:
+        roles.wait(roles.start("quick", [sys.executable, "-c", "print('hello')"]), poll=lambda: polls.append(1))
+    assert (tmp_path / "quick.log").read_text() == "hello\n"
+    assert polls
+
+
+def test_the_first_role_to_fail_is_named_with_its_log_and_ends_the_others(tmp_path: Path) -> None:
+    with pytest.raises(RoleDiedError) as caught, Roles(tmp_path) as roles:
+        sleeper = roles.start("trainer", SLEEP)
+        roles.start("engine", [sys.executable, "-c", "import sys; print('out of memory'); sys.exit(3)"])
+        roles.wait(sleeper)
+    assert "engine ended with exit code 3" in str(caught.value)
+    assert str(tmp_path / "engine.log") in str(caught.value)
+    assert "out of memory" in str(caught.value)
+    assert gone(sleeper.process.pid)
+
+
+def test_a_killed_service_ends_the_wait_even_though_the_trainer_lives(tmp_path: Path) -> None:
+    with pytest.raises(RoleDiedError, match="sandbox was killed by SIGKILL"), Roles(tmp_path) as roles:
+        trainer, sandbox = roles.start("trainer", SLEEP), roles.start("sandbox", SLEEP)
+        os.kill(sandbox.process.pid, signal.SIGKILL)
+        roles.wait(trainer)
+
+
+def test_stop_ends_whole_groups_even_when_term_is_ignored(tmp_path: Path) -> None:
+    with Roles(tmp_path) as roles:
+        role = roles.start("stubborn", STUBBORN)
+        while role.log.read_text() != "up\n":
+            time.sleep(0.02)
+        family = [role.process.pid, *(child.pid for child in psutil.Process(role.process.pid).children())]
+        assert len(family) == 2
+        started = time.monotonic()
+    assert time.monotonic() - started < 60
+    assert all(gone(pid) for pid in family)
+
+
+def test_roles_die_with_a_killed_launcher(tmp_path: Path) -> None:
+    script = (
+        "import sys, time; from pathlib import Path; from arpo_megatron.utils.processes import Roles\n"
+        f"roles = Roles(Path({str(tmp_path)!r})); roles.__enter__()\n"
+        "print(roles.start('child', [sys.executable, '-c', 'import time; time.sleep(600)']).process.pid, flush=True)\n"
+        "time.sleep(600)"
+    )
+    launcher = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert launcher.stdout is not None
+    child = int(launcher.stdout.readline())
+    assert psutil.pid_exists(child)
+    launcher.kill()
+    launcher.wait()
+    assert gone(child)
+
+
+HOLDER = """
+import sys
+from arpo_megatron.launch.backend import ThisMachine
+with ThisMachine().scratch() as folder:
+    (folder / "socket").touch()
+    print(folder, flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_the_short_lived_files_of_a_job_that_was_killed_are_removed_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    command, env = [sys.executable, "-c", HOLDER], {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as job:
+        assert job.stdout is not None
+        theirs = Path(job.stdout.readline().strip())
+        with ThisMachine().scratch() as ours:
+            assert (theirs / "socket").exists()  # its job lives
+        assert not ours.exists()
+        job.kill()
+        job.wait()
+        assert theirs.exists()
+        with ThisMachine().scratch() as ours:
+            assert list(tmp_path.iterdir()) == [ours]
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,92 @@
+"""A job that is asked to end is stopped only where something is left to do.
+
+Ranks and services are stood in for: a real export of a small model is over before it can be asked to end in its middle.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from arpo_megatron.config import JobConfig
+from arpo_megatron.jobs import resolve
+from arpo_megatron.jobs.run_directory import RunDirectory, write_json
+from arpo_megatron.launch import job
+from arpo_megatron.launch.backend import ThisMachine
+from arpo_megatron.launch.services import run_trainer
+from arpo_megatron.monitor.progress import Progress
+from arpo_megatron.utils.processes import Roles, StoppedError
+
+WORDS = ["platform=cpu", "sft.steps=2", "train.steps=3"]
+
+
+class Ranks(ThisMachine):
+    """Processes that are asked to end in `asked_in`, which exports all the same, or has saved and ends."""
+
+    def __init__(self, run: RunDirectory, asked_in: str, *, exports: bool) -> None:
+        super().__init__()
+        self.run, self.asked_in, self.exports = run, asked_in, exports
+        self.ran: list[str] = []
+
+    def ranks(self, module: str, arguments: Sequence[str], config: JobConfig) -> tuple[list[str], dict[str, str]]:
+        self.ran.append(name := module.rpartition(".")[2])
+        model, result = self.run.cold_start, self.run.result
+        export = f"mkdir {model}; echo '{{}}' > {model}/config.json"
+        if name == "train":
+            export = f"echo '{{\"step\": {config.train.steps}}}' > {result}"
+        asked = f"touch {self.run.stop}" if name == self.asked_in else "true"
+        return ["sh", "-c", f"{asked}; {export if self.exports or name != self.asked_in else 'true'}"], {}
+
+    @contextmanager
+    def services(self, *_: object) -> Iterator[SimpleNamespace]:
+        self.ran.append("services")
+        yield SimpleNamespace(environment={})
+
+    def train(self, *words: str) -> None:
+        config = resolve.resolve("quickstart", words=[*WORDS, *words])
+        with Roles(self.run.logs) as roles, pytest.MonkeyPatch.context() as patch:
+            patch.setattr(job, "services", self.services)
+            job.train_phases(config, self.run, roles, Progress(), lambda: None, self)
+
+
+def test_a_job_that_is_asked_to_end_while_it_exports_is_done(tmp_path: Path) -> None:
+    ranks = Ranks(RunDirectory(tmp_path), "train", exports=True)
+    ranks.train()
+    assert ranks.ran == ["sft", "services", "train"]
+
+
+def test_a_job_that_has_saved_and_ended_is_not_done_also_if_a_shorter_training_once_was(tmp_path: Path) -> None:
+    ranks = Ranks(RunDirectory(tmp_path), "train", exports=False)
+    with pytest.raises(StoppedError):
+        ranks.train()
+    ranks.run.stop.unlink()
+    write_json(ranks.run.result, {"step": 3})
+    with pytest.raises(StoppedError):
+        ranks.train("train.steps=4")
+    assert ranks.ran == ["sft", *["services", "train"] * 2]
+
+
+@pytest.mark.parametrize("exports", [True, False])
+def test_no_engine_is_started_behind_a_cold_start_that_was_asked_to_end(tmp_path: Path, exports: bool) -> None:
+    ranks = Ranks(RunDirectory(tmp_path), "sft", exports=exports)
+    with pytest.raises(StoppedError):
+        ranks.train()
+    assert ranks.ran == ["sft"]
+
+
+def test_a_cold_start_alone_that_is_asked_to_end_while_it_exports_is_done(tmp_path: Path) -> None:
+    ranks = Ranks(RunDirectory(tmp_path), "sft", exports=True)
+    with Roles(ranks.run.logs) as roles:
+        job.cold_start(resolve.resolve("quickstart", words=WORDS), ranks.run, roles, Progress(), lambda: None, ranks)
+
+
+def test_what_a_killed_job_was_asked_does_not_keep_its_checkpoints_from_being_exported(tmp_path: Path) -> None:
+    ranks = Ranks(RunDirectory(tmp_path), "", exports=True)
+    ranks.run.stop.touch()
+    with Roles(ranks.run.logs) as roles:
+        run_trainer(
+            "arpo_megatron.trainer.export_checkpoint", resolve.resolve("quickstart"), ranks.run, roles, site=ranks
+        )
+    assert ranks.ran == ["convert"]

@@ -1,0 +1,259 @@
+"""Services that die or hang are restarted at their address, so often and no more; the health page tells of it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import requests
+
+from arpo_megatron.engine.launch import free_ports
+from arpo_megatron.errors import UserError
+from arpo_megatron.jobs.run_directory import RunDirectory
+from arpo_megatron.launch.health import print_health, read_health
+from arpo_megatron.launch.supervisor import FIRST_PAUSE_S, Supervisor
+from arpo_megatron.utils.processes import RoleDiedError, Roles
+from arpo_megatron.utils.service_spec import Program
+
+SERVER = """
+import http.server, os, sys
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.end_headers(); self.wfile.write(str(os.getpid()).encode())
+    def log_message(self, *_):
+        pass
+print("serving", flush=True)
+http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    return RunDirectory(tmp_path)
+
+
+@pytest.fixture
+def roles(run: RunDirectory) -> Iterator[Roles]:
+    with Roles(run.logs) as roles:
+        yield roles
+
+
+def program(
+    run: RunDirectory,
+    name: str = "toy",
+    code: str = SERVER,
+    *,
+    startup_timeout_s: float = 120.0,
+    hang_timeout_s: float = 120.0,
+    grace_s: float = 0.0,
+    held_by: Path | None = None,
+) -> Program:
+    (port,) = free_ports(1)
+    return Program(
+        name=name,
+        url=f"http://127.0.0.1:{port}",
+        command=[sys.executable, "-c", code, str(port)],
+        log=run.logs / f"{name}.log",
+        environment=dict(os.environ),
+        startup_timeout_s=startup_timeout_s,
+        hang_timeout_s=hang_timeout_s,
+        grace_s=grace_s,
+        held_by=held_by,
+    )
+
+
+def answer(url: str) -> int | None:
+    """The id of the process that serves there, None for nobody."""
+    try:
+        return int(requests.get(url, timeout=5).text)
+    except requests.RequestException:
+        return None
+
+
+def wait_until(condition: Callable[[], Any], within_s: float = 120.0) -> Any:
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        if found := condition():
+            return found
+        time.sleep(0.05)
+    raise AssertionError("it did not happen in time")
+
+
+def events(run: RunDirectory) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in run.events.read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("fault", "why"), [(signal.SIGKILL, "was killed by SIGKILL"), (signal.SIGSTOP, "did not answer for 3 s")]
+)
+def test_a_dead_or_hung_service_comes_back_at_its_address(
+    run: RunDirectory, roles: Roles, fault: signal.Signals, why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hang_timeout_s = 3.0 if fault is signal.SIGSTOP else 120.0
+    toy, other = program(run, hang_timeout_s=hang_timeout_s), program(run, "other")
+    with Supervisor(run, roles, restarts=3) as supervisor:
+        supervisor.start(toy, other)
+        first, bystander = answer(toy.url), answer(other.url)
+        assert first
+        os.kill(first, fault)
+        second = wait_until(lambda: (pid := answer(toy.url)) and pid != first and pid)
+        assert not psutil.pid_exists(first)
+        assert answer(other.url) == bystander
+        wait_until(lambda: len(events(run)) == 2)
+        said = [event["text"] for event in events(run)]
+        assert said == [f"toy {why}; restart 1 of 3 in {FIRST_PAUSE_S:g} s", "toy is up again"]
+        supervisor.check()
+        health = {role["name"]: role for role in read_health(run)["roles"]}
+        assert (health["toy"]["pid"], health["toy"]["up"], health["toy"]["restarts"]) == (second, True, 1)
+        assert health["toy"]["last_error"] == why
+        assert (health["other"]["restarts"], health["other"]["last_error"]) == (0, "")
+        page = requests.get(json.loads(run.health.read_text())["url"], timeout=5).text
+        assert why in page
+        print_health(run)
+        assert why in capsys.readouterr().out
+    assert answer(toy.url) is None
+    assert not psutil.pid_exists(second)
+    with pytest.raises(UserError, match="the job has ended"):
+        read_health(run)
+
+
+def test_a_service_is_not_down_before_it_was_up_once(
+    run: RunDirectory, roles: Roles, capsys: pytest.CaptureFixture[str]
+) -> None:
+    may_serve = run.path / "may_serve"
+    waiting = f"import pathlib, time\nwhile not pathlib.Path({str(may_serve)!r}).exists():\n    time.sleep(0.05)\n"
+    toy = program(run, code=waiting + SERVER)
+
+    def look() -> None:
+        if not may_serve.exists():
+            print_health(run)
+            may_serve.touch()
+
+    with Supervisor(run, roles, restarts=1) as supervisor:
+        roles.checks.append(look)  # called while `start` waits
+        supervisor.start(toy)
+        said = capsys.readouterr().out
+        assert " starting " in said and " down " not in said
+        may_serve.unlink()
+        os.kill(answer(toy.url) or 0, signal.SIGKILL)
+        wait_until(lambda: not read_health(run)["roles"][0]["up"])
+        print_health(run)
+        assert " down " in capsys.readouterr().out
+
+
+def test_after_the_last_restart_the_job_stops_with_the_reason(run: RunDirectory, roles: Roles) -> None:
+    toy = program(run)
+    trainer = roles.start("trainer", [sys.executable, "-c", "import time; time.sleep(600)"])
+    with Supervisor(run, roles, restarts=1) as supervisor:
+        supervisor.start(toy)
+        names = {role["name"]: role["pid"] for role in read_health(run)["roles"]}
+        assert names["trainer"] == trainer.process.pid
+        killed: set[int] = set()
+
+        def kill_again() -> None:
+            pid = answer(toy.url)
+            if pid is not None and pid not in killed:
+                killed.add(pid)
+                os.kill(pid, signal.SIGKILL)
+
+        with pytest.raises(RoleDiedError) as caught:
+            roles.wait(trainer, poll=kill_again)
+    assert len(killed) == 2
+    first_line, *log = str(caught.value).splitlines()
+    assert first_line == (
+        f"toy was killed by SIGKILL, after 1 restarts of services (engine.restarts); log: {run.logs / 'toy.log'}"
+    )
+    assert log == ["  | serving", "  | serving"]
+
+
+def test_pauses_between_restarts_double(run: RunDirectory, roles: Roles) -> None:
+    # It ends after its second answer: ready, then alive once.
+    fragile = SERVER.replace("Threading", "").replace("http.server.HTTPServer(", "s = http.server.HTTPServer(")
+    fragile = fragile.replace(".serve_forever()", "; s.handle_request(); s.handle_request()")
+    with Supervisor(run, roles, restarts=2) as supervisor:
+        supervisor.start(program(run, code=fragile))
+        with pytest.raises(RoleDiedError, match="ended with exit code 0, after 2 restarts"):
+            wait_until(supervisor.check)
+    pauses = [event["text"].rpartition(" in ")[2] for event in events(run) if "restart" in event["text"]]
+    assert pauses == [f"{FIRST_PAUSE_S:g} s", f"{2 * FIRST_PAUSE_S:g} s"]
+
+
+@pytest.mark.parametrize(
+    ("code", "ready_s", "why"),
+    [
+        ("import sys; print('no such file'); sys.exit(2)", 120.0, "ended with exit code 2; log: .*\n  | no such file"),
+        ("import time; time.sleep(600)", 1.5, "was not ready after 1.5 s"),
+    ],
+)
+def test_a_service_that_never_came_up_is_not_restarted(
+    run: RunDirectory, roles: Roles, code: str, ready_s: float, why: str
+) -> None:
+    with (
+        pytest.raises(RoleDiedError, match=f"broken {why}"),
+        Supervisor(run, roles, restarts=9) as supervisor,
+    ):
+        supervisor.start(program(run), program(run, "broken", code, startup_timeout_s=ready_s))
+    assert not run.events.exists()
+    assert not run.health.exists()
+
+
+@pytest.mark.parametrize(("grace_s", "said"), [(120.0, "serving\nbye\n"), (0.0, "serving\n")])
+def test_a_service_that_is_given_time_ends_in_order(run: RunDirectory, roles: Roles, grace_s: float, said: str) -> None:
+    polite = "import signal\nsignal.signal(signal.SIGTERM, lambda *_: (print('bye', flush=True), os._exit(0)))\n"
+    toy = program(run, code=SERVER.replace("class", f"{polite}class", 1), grace_s=grace_s)
+    with Supervisor(run, roles, restarts=3) as supervisor:
+        supervisor.start(toy)
+    assert toy.log.read_text() == said
+
+
+LAUNCHER = """
+import sys, time
+from pathlib import Path
+sys.path[:0] = [{tests!r}]
+from tests.launch.test_supervisor import program
+from arpo_megatron.utils.processes import Roles
+from arpo_megatron.jobs.run_directory import RunDirectory
+from arpo_megatron.launch.supervisor import Supervisor
+run = RunDirectory(Path({path!r}))
+with Roles(run.logs) as roles, Supervisor(run, roles, restarts=3) as supervisor:
+    toy = program(run)
+    supervisor.start(toy)
+    print(toy.url, flush=True)
+    time.sleep(600)
+"""
+
+
+def test_services_die_with_a_killed_job_and_its_page_says_so(run: RunDirectory) -> None:
+    script = LAUNCHER.format(tests=str(Path(__file__).resolve().parents[2]), path=str(run.path))
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as job:
+        assert job.stdout is not None
+        url = job.stdout.readline().strip()
+        pid = answer(url)
+        assert pid
+        assert read_health(run)["roles"][0]["pid"] == pid
+        job.kill()
+    wait_until(lambda: not psutil.pid_exists(pid))
+    with pytest.raises(UserError, match="the job has ended"):
+        read_health(run)
+
+
+def test_a_service_whose_memory_is_lent_stays_down_until_it_may_have_it_again(run: RunDirectory, roles: Roles) -> None:
+    toy = program(run, held_by=run.memory_lent)
+    with Supervisor(run, roles, restarts=3) as supervisor:
+        supervisor.start(toy)
+        first = answer(toy.url)
+        assert first
+        run.memory_lent.touch()
+        os.kill(first, signal.SIGKILL)
+        wait_until(run.events.exists)
+        time.sleep(FIRST_PAUSE_S + 1.0)  # it would be back by now
+        assert answer(toy.url) is None
+        run.memory_lent.unlink()
+        assert wait_until(lambda: answer(toy.url)) != first

@@ -1,0 +1,83 @@
+"""The count of work agrees with what torch counts, and trees claim only what they compute."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from arpo_megatron.algorithms.credit import supervised_credit
+from arpo_megatron.packing.flops import Work, forward_flops, work_of
+from arpo_megatron.packing.packs import pack_trees
+from tests.actor import cases
+
+
+def qwen3(shape, **more):
+    """A transformers model of the shape whose attention computes every pair."""
+    moe = shape.experts is not None
+    config = (Qwen3MoeConfig if moe else Qwen3Config)(
+        hidden_size=shape.hidden,
+        intermediate_size=shape.ffn,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        vocab_size=shape.vocabulary,
+        attn_implementation="eager",
+        **more,
+    )
+    return (Qwen3MoeForCausalLM if moe else Qwen3ForCausalLM)(config)
+
+
+def counted(model, tokens, *, backward=False):
+    with torch.set_grad_enabled(backward), FlopCounterMode(display=False) as counter:
+        logits = model(torch.arange(tokens)[None], use_cache=False).logits
+        if backward:
+            logits.sum().backward()
+    return counter.get_total_flops()
+
+
+TOKENS = 24
+ROTARY = 2 * (cases.QWEN3.head_dim // 2) * TOKENS
+"""transformers makes the angles by a matrix product, without a backward pass."""
+
+
+def test_a_forward_pass_has_the_flops_that_torch_counts():
+    layers, head = forward_flops(cases.QWEN3, TOKENS, TOKENS * TOKENS, TOKENS)
+    assert counted(qwen3(cases.QWEN3), TOKENS) == pytest.approx(layers + head + ROTARY, rel=1e-12)
+
+
+def test_a_backward_pass_has_twice_as_many():
+    work = Work(*forward_flops(cases.QWEN3, TOKENS, TOKENS * TOKENS, TOKENS), repeated=0.0, attention=0.0)
+    assert counted(qwen3(cases.QWEN3), TOKENS, backward=True) == pytest.approx(work.model_update + ROTARY, rel=1e-12)
+
+
+def test_of_a_mixture_the_experts_that_a_token_visits_count():
+    shape = cases.QWEN3_MOE
+    model = qwen3(
+        shape,
+        moe_intermediate_size=shape.ffn,
+        num_experts=shape.experts.count,
+        num_experts_per_tok=shape.experts.top_k,
+        experts_implementation="eager",
+    )
+    layers, head = forward_flops(shape, TOKENS, TOKENS * TOKENS, TOKENS)
+    assert counted(model, TOKENS) == pytest.approx(layers + head + ROTARY, rel=1e-12)
+
+
+def test_recomputation_is_hardware_work_and_no_model_work():
+    work = Work(layers=100.0, head=10.0, repeated=20.0, attention=30.0)
+    assert work.model_update == 3 * (100 - 20 + 10)
+    assert [work.hardware_update(kind) for kind in ("none", "selective", "full")] == [340, 370, 440]
+
+
+def test_a_cut_that_repeats_ancestors_claims_no_more_model_flops():
+    tree = cases.grown(1, samples=8, length=20)
+    credit = supervised_credit([tree])
+    whole, inheriting, repeating = (
+        work_of(cases.QWEN3, pack_trees([tree], credit, token_budget=budget, inherit=inherit))
+        for budget, inherit in ((10**6, True), (60, True), (80, False))
+    )
+    assert repeating.repeated > 0 == inheriting.repeated == whole.repeated
+    for work in (inheriting, repeating):
+        assert work.model_update == pytest.approx(whole.model_update, rel=1e-12)
+    assert repeating.hardware_update("full") > whole.hardware_update("full") > whole.model_update

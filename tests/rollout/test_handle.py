@@ -1,0 +1,138 @@
+"""The trainer's hold on the rollout process where that fails for good, and where it is cut off."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, Listener
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+from tokenizers import Tokenizer, models
+
+from arpo_megatron.config import AlgorithmConfig
+from arpo_megatron.engine.request import Sampling
+from arpo_megatron.rollout.connection import hang_up
+from arpo_megatron.rollout.context import GrowLimits
+from arpo_megatron.rollout.handle import RolloutError, RolloutHandle
+from arpo_megatron.rollout.messages import GrowProgress, GrowSettings, Pause, Restore, ServiceSettings
+from arpo_megatron.rollout.record import UnfinishedTree
+from arpo_megatron.rollout.worker import Session
+from arpo_megatron.tasks.base import Task
+from tests.engine.scripted import ScriptedEngine
+
+NOWHERE = "http://127.0.0.1:9"
+LIMITS = GrowLimits(3000, 900, 4, 60, 5.0)
+
+
+def serve(listener: Listener, served: "list[Connection[Any, Any]]") -> None:
+    """What the process does, in a thread of the test; its connections are put into `served`."""
+
+    def run() -> None:
+        with suppress(OSError):  # the test is over
+            while True:
+                served.append(listener.accept())
+                asyncio.run(Session(served[-1]).serve())
+
+    threading.Thread(target=run, daemon=True).start()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """With a tokenizer."""
+    Tokenizer(models.WordLevel({"w": 0}, unk_token="w")).save(str(tmp_path / "tokenizer.json"))
+    return tmp_path
+
+
+def test_trees_that_end_the_process_each_time_are_sent_to_it_once(folder: Path) -> None:
+    served: list[Connection[Any, Any]] = []
+    with Listener(str(folder / "socket"), "AF_UNIX") as listener:
+        serve(listener, served)
+        settings = GrowSettings(AlgorithmConfig(), 2, Sampling(), LIMITS)
+        unreadable = UnfinishedTree("t", 0, 0, (b"not what a process has recorded",))
+        with RolloutHandle.connect(folder / "socket", ServiceSettings((NOWHERE,), NOWHERE, folder, 1)) as handle:
+            with pytest.raises(RolloutError, match="the rollout process failed"):
+                handle.go_on("g", [(Task("t", (), "", "math", "w"), unreadable)], version=0, settings=settings)
+            time.sleep(0.3)
+            assert len(served) == 1
+            with pytest.raises(RolloutError, match="has failed before"):
+                handle.pause()
+
+
+@dataclass
+class Stuck(ScriptedEngine):
+    """The second generation that it is asked for takes until it is released."""
+
+    generations: int = 0
+    released: bool = False
+
+    async def generate(self, request: web.Request) -> web.Response:
+        if (await request.json())["sampling_params"]["max_new_tokens"]:
+            self.generations += 1
+            if self.generations == 2:
+                while not self.released:
+                    await asyncio.sleep(0.01)
+        return await super().generate(request)
+
+
+def test_a_cut_is_noticed_within_a_call_and_costs_only_what_was_being_sampled(
+    folder: Path, scripted_engine: Callable[[ScriptedEngine], ScriptedEngine]
+) -> None:
+    engine = Stuck(lambda _text: "xyz")
+    scripted_engine(engine)
+    served: list[Connection[Any, Any]] = []
+
+    def cut(progress: GrowProgress) -> None:
+        if engine.generations == 2 and progress.tokens_sampled and len(served) == 1:
+            hang_up(served[0])
+
+    def release() -> None:
+        engine.released = True
+
+    too_late = threading.Timer(10.0, release)
+    too_late.start()
+    with Listener(str(folder / "socket"), "AF_UNIX") as listener:
+        serve(listener, served)
+        settings = ServiceSettings((engine.url,), NOWHERE, folder, 1)
+        with RolloutHandle.connect(folder / "socket", settings) as handle:
+            task = Task("t", (), "", "math", "w")
+            grown = GrowSettings(None, 2, Sampling(), LIMITS)
+            report = handle.grow([task], step=0, version=0, settings=grown, progress=cut)
+    noticed = not engine.released
+    too_late.cancel()
+    release()
+    assert noticed
+    assert report.failed == []
+    assert len(report.trees[0].leaves()) == 2
+    assert len(served) == 2
+    assert engine.generations == 3  # what had been sampled before the cut was not asked for again
+
+
+def test_a_process_that_begins_within_a_pause_begins_paused(folder: Path) -> None:
+    """Before the pause has been answered, too: the one before it may have done so and be gone."""
+    with Listener(str(folder / "socket"), "AF_UNIX") as listener:
+        settings, begun = ServiceSettings((NOWHERE,), NOWHERE, folder, 1), list[Restore]()
+
+        def processes() -> None:
+            for number in range(2):
+                with listener.accept() as connection:
+                    greeting, restore = connection.recv()
+                    begun.append(restore)
+                    connection.send((greeting, None))
+                    request, asked = connection.recv()
+                    assert asked == Pause()
+                    if number:
+                        connection.send((request, None))
+                        with suppress(EOFError):
+                            connection.recv()
+
+        thread = threading.Thread(target=processes, daemon=True)
+        thread.start()
+        with RolloutHandle.connect(folder / "socket", settings) as handle:
+            handle.pause()
+        thread.join(10)
+    assert [restore.paused for restore in begun] == [False, True]

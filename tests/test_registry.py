@@ -1,0 +1,93 @@
+"""Parts are found by name, the project's own and those of installed packages; what is wrong is one line."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from arpo_megatron.algorithms.branching import first_trajectories
+from arpo_megatron.errors import UserError
+from arpo_megatron.jobs.resolve import resolve
+from arpo_megatron.plan.workload import _mix
+from arpo_megatron.registry import OWN, Point, check_numbers, load, make, names
+
+MODULE = """
+from dataclasses import dataclass
+
+@dataclass(frozen=True)
+class Half:
+    tool_bonus: float = 0.5
+    format_penalty: float = -1.0
+
+@dataclass(frozen=True)
+class Apart:
+    samples: int
+
+    @property
+    def initial(self):
+        return self.samples
+
+    @property
+    def total(self):
+        return self.samples
+"""
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package as pip leaves it: a module, and metadata that names it."""
+    (tmp_path / "a_reward_of_others.py").write_text(MODULE)
+    info = tmp_path / "a_reward_of_others-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: a-reward-of-others\nVersion: 1.0\n")
+    entries = ["half = a_reward_of_others:Half", "arpo = a_reward_of_others:Half", "gone = a_reward_of_others:Gone"]
+    policies = [f"[{Point.BRANCH_POLICY}]", "apart = a_reward_of_others:Apart"]
+    (info / "entry_points.txt").write_text("\n".join([f"[{Point.REWARD}]", *entries, *policies]))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "a_reward_of_others", raising=False)
+
+
+def test_every_own_part_can_be_loaded() -> None:
+    for point, parts in OWN.items():
+        for name in parts:
+            assert load(point, name) is not None
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_package_adds_a_part_by_an_entry_point() -> None:
+    assert "half" in names(Point.REWARD)
+    assert make(Point.REWARD, "half", {"tool_bonus": 2, "another": 1}).tool_bonus == 2.0
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("hlaf", ["unknown reward 'hlaf'", "did you mean half?", "known: ", "arpo_released"]),
+        ("arpo", ["offered twice", "a_reward_of_others:Half", "ArpoReward"]),
+        ("gone", ["cannot be imported from a_reward_of_others:Gone"]),
+    ],
+)
+def test_what_cannot_be_loaded_is_one_line(name: str, parts: list[str]) -> None:
+    with pytest.raises(UserError) as caught:
+        load(Point.REWARD, name)
+    text = str(caught.value)
+    assert all(part in text for part in parts) and "\n" not in text, text
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_policy_of_others_that_never_forks_is_checked_and_planned_as_such() -> None:
+    words = ["algorithm.branching=apart", "algorithm.samples=4", "algorithm.initial=8", "reward.kind=half"]
+    config = resolve("quickstart", words=words)
+    assert first_trajectories(config.algorithm) == 4
+    assert _mix(config, 1.0).initial == 4
+    with pytest.raises(UserError, match=r"algorithm\.initial=8 exceeds algorithm\.samples=4, and .*=random begins"):
+        resolve("quickstart", words=["algorithm.branching=random", *words[1:]])
+
+
+def test_numbers_belong_to_a_part_and_have_its_types() -> None:
+    check_numbers([(Point.REWARD, "arpo")], {"tool_bonus": 1})
+    with pytest.raises(UserError, match=r"tool_bonsu.*did you mean tool_bonus"):
+        check_numbers([(Point.REWARD, "arpo")], {"tool_bonsu": 1})
+    with pytest.raises(UserError, match=r"reward arpo: tool_bonus: .*number"):
+        make(Point.REWARD, "arpo", {"tool_bonus": "much"})

@@ -1,0 +1,487 @@
+"""Which trees a step trains when some are left out, and how pushes that fail meet trees under way.
+
+The rollout service is a double: that a push fails between two attempts, or that every group of a step has no signal,
+cannot be produced otherwise without waiting for chance. `tests/e2e` runs the same code with the real one.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from arpo_megatron.algorithms.branching.grpo import GrpoPolicy
+from arpo_megatron.algorithms.replay.rollout_replay import RolloutReplay
+from arpo_megatron.config import AlgorithmConfig, JobConfig, RolloutConfig, TrainConfig
+from arpo_megatron.monitor.events import EventLog
+from arpo_megatron.rewards.scored_tree import ScoredTree
+from arpo_megatron.rollout.accounting import GrowCounts, grow_stats
+from arpo_megatron.rollout.messages import (
+    CollectTrees,
+    FinishTrees,
+    GrowProgress,
+    GrowReport,
+    GrowSettings,
+    IncompleteTree,
+    StaleEnginesError,
+)
+from arpo_megatron.rollout.record import UnfinishedTree
+from arpo_megatron.tasks.base import Task
+from arpo_megatron.tasks.selectors.base import TaskSampler, TaskSelector
+from arpo_megatron.trainer.collector import Harvest, age_metrics
+from arpo_megatron.trainer.step_journal import UnderWay
+from arpo_megatron.tree import Role, RolloutTree
+from arpo_megatron.utils.processes import StoppedError
+
+
+@dataclass
+class Rollouts:
+    """Finishes what it is asked for, at once and in order; notes every call."""
+
+    calls: list[str] = field(default_factory=list)
+    under_way: list[Task] = field(default_factory=list)
+    given: list[Task] = field(default_factory=list)
+    interrupts: int = 0
+    stale: int = 0
+    versions: dict[str, int] = field(default_factory=dict)
+    steps: dict[str, int] = field(default_factory=dict)
+    waited: set[int | None] = field(default_factory=set)
+    entries_each: int = 1
+
+    def start_trees(
+        self, _group: str, tasks: Sequence[Task], *, step: int, version: int, settings: GrowSettings
+    ) -> None:
+        self.calls.append(f"start {len(tasks)}")
+        self.steps |= dict.fromkeys((task.id for task in tasks), step)
+        self.under_way += tasks
+
+    def go_on(
+        self,
+        _group: str,
+        trees: Sequence[tuple[Task, UnfinishedTree]],
+        *,
+        version: int,
+        settings: GrowSettings,
+    ) -> None:
+        self.calls.append(f"go on {' '.join(tree.task_id for _, tree in trees)}")
+        self.steps |= {tree.task_id: tree.step for _, tree in trees}
+        self.under_way += [task for task, _ in trees]
+
+    def unfinished(self, _group: str) -> list[UnfinishedTree]:
+        trees, sampled = [*self.given, *self.under_way], (b"what it has sampled",) * self.entries_each
+        return [UnfinishedTree(task.id, self.steps[task.id], 0, sampled) for task in trees]
+
+    def forget(self, _group: str) -> None:
+        self.given.clear()
+
+    def collect(self, request: CollectTrees, progress: Callable[[GrowProgress], None]) -> GrowReport:
+        self.waited.add(request.finish_before)
+        count = min(request.count or 0, len(self.under_way))
+        done, self.under_way = self.under_way[:count], self.under_way[count:]
+        self.given += done
+        progress(GrowProgress(0, count, 0))
+        if self.interrupts:
+            self.interrupts -= 1
+            if not self.interrupts:  # the report is on its way
+                raise StoppedError
+        self.calls.append(f"collect {count}")
+        trees = [RolloutTree(task.id, np.arange(2)) for task in done]
+        for tree in trees:
+            tree.add(0, Role.MODEL, [1], policy_version=self.versions.get(tree.task_id, 0))
+        return GrowReport(trees, [], grow_stats([], GrowCounts(), GrpoPolicy(1), failed=0, seconds=1.0))
+
+    def finish_trees(self, _request: FinishTrees, _progress: object) -> None:
+        self.calls.append("finish")
+        if self.stale:
+            self.stale -= 1
+            raise StaleEnginesError("http://engine")
+
+    def stop_trees(self, _request: object) -> GrowReport:
+        self.calls.append("stop")
+        given, self.under_way = self.under_way, []
+        self.given += given
+        done = [RolloutTree(task.id, np.arange(2)) for task in given[:1]]
+        failed = [IncompleteTree(RolloutTree(task.id, np.arange(2)), "given up") for task in given[1:]]
+        counts = GrowCounts(tokens_sampled=7)
+        return GrowReport(done, failed, grow_stats([], counts, GrpoPolicy(1), failed=0, seconds=1.0))
+
+    def pause(self) -> None:
+        self.calls.append("pause")
+
+    def resume(self, version: int) -> None:
+        self.calls.append(f"resume {version}")
+
+
+def task(name: str) -> Task:
+    return Task(name, (), "1", "math", "")
+
+
+class Sampler:
+    """Tasks t0, t1, ..."""
+
+    def __init__(self) -> None:
+        self.drawn = 0
+        self.noted: list[str] = []
+
+    def next_batch(self, count: int, begun: Collection[str] = ()) -> list[Task]:
+        self.drawn += count
+        return [task(f"t{n}") for n in range(self.drawn - count, self.drawn)]
+
+    def note(self, task_id: str, accuracies: Sequence[float]) -> None:
+        self.noted.append(task_id)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"noted": len(self.noted)}
+
+
+Start = Callable[..., tuple[Harvest, Rollouts]]
+
+
+@pytest.fixture
+def harvest(tmp_path: Path) -> Start:
+    def make(
+        signal: Callable[[str], bool] = lambda _id: True, sampler: TaskSelector | None = None, **rollout: Any
+    ) -> tuple[Harvest, Rollouts]:
+        def score(trees: Sequence[RolloutTree], tasks: Sequence[Task]) -> list[ScoredTree]:
+            rewards = [np.array([0.0, 1.0 if signal(task.id) else 0.0]) for task in tasks]
+            whole = zip(tasks, trees, rewards, strict=True)
+            return [ScoredTree(task, tree, given, given, given == 1) for task, tree, given in whole]
+
+        config = JobConfig(
+            "test",
+            train=TrainConfig(steps=4, tasks_per_step=4),
+            rollout=RolloutConfig(**rollout),
+            algorithm=AlgorithmConfig(drop_groups_without_signal=True, trajectory_weight_limit=2.0),
+        )
+        rollouts = Rollouts()
+        events = EventLog(tmp_path / "events.jsonl")
+        return Harvest(config, rollouts, score, sampler or Sampler(), events), rollouts  # type: ignore[arg-type]  # doubles
+
+    return make
+
+
+def test_groups_without_signal_are_replaced_and_counted(harvest: Start) -> None:
+    held, rollouts = harvest(lambda task: task not in ("t0", "t2"), max_refills=3)
+    assert [item.tree.task_id for item in held.step(0)] == ["t1", "t3", "t4", "t5"]
+    assert rollouts.calls == ["start 4", "collect 4", "start 2", "collect 2"]
+    assert held.dropped["no_signal"] == 2
+
+
+def test_spare_trees_are_used_before_others_are_started_whatever_the_refills(harvest: Start) -> None:
+    held, rollouts = harvest(lambda task: task not in ("t0", "t2"), max_refills=0, oversampling=0.5)
+    assert [item.tree.task_id for item in held.step(0)] == ["t1", "t3", "t4", "t5"]
+    assert rollouts.calls == ["start 6", "collect 4", "collect 2"]
+
+
+def test_a_step_trains_what_it_has_when_the_refills_are_used_up(harvest: Start) -> None:
+    held, _ = harvest(lambda task: task == "t5", max_refills=1)
+    assert [item.tree.task_id for item in held.step(0)] == ["t5"]
+    assert held.dropped["no_signal"] == 7
+    assert "step 1 trains 1 trees of 4" in held.events.path.read_text()
+
+
+def test_a_step_without_any_tree_says_what_became_of_them(harvest: Start) -> None:
+    held, _ = harvest(lambda _task: False, max_refills=1)
+    with pytest.raises(RuntimeError, match=r"step 1 has not one tree to train; dropped: .*8 no_signal"):
+        held.step(0)
+
+
+def test_a_push_that_is_made_again_does_not_wait_for_trees_at_rest(harvest: Start) -> None:
+    held, rollouts = harvest(max_staleness=1, across_push="drain")
+    held.step(0)
+    rollouts.calls.clear()
+    rollouts.stale = 1  # an engine is restarted while the trees are drained: some are not finished
+    for _attempt in range(2):
+        held.before_push()
+    assert rollouts.calls == ["finish", "pause"]
+    held.after_push(1)
+    held.before_push()
+    assert rollouts.calls == ["finish", "pause", "resume 1", "finish", "pause"]
+
+
+def test_trees_that_are_given_up_are_kept_for_the_log_with_what_they_cost(harvest: Start) -> None:
+    held, rollouts = harvest(oversampling=0.75)
+    assert len(held.step(0)) == 4
+    assert rollouts.calls == ["start 7", "collect 4", "stop"]
+    assert [(item.tree.task_id, item.dropped, len(item.rewards)) for item in held.left_out] == [
+        ("t4", "oversampled", 2),
+        ("t5", "oversampled", 0),
+        ("t6", "oversampled", 0),
+    ]
+    assert held.dropped == Counter(oversampled=3)
+    assert sum(stats.counts.tokens_sampled for stats in held.stats) == 7
+    assert held.growing == []
+
+
+def test_a_step_refuses_trees_that_are_too_old_instead_of_waiting_and_replaces_them(harvest: Start) -> None:
+    held, rollouts = harvest(max_staleness=1, stale="refuse")
+    rollouts.versions = {f"t{n}": 1 for n in range(9, 16)}  # t8 took longer: its first segment is of version 0
+    steps = [[item.tree.task_id for item in held.step(step)] for step in range(3)]
+    assert steps == [["t0", "t1", "t2", "t3"], ["t4", "t5", "t6", "t7"], ["t9", "t10", "t11", "t12"]]
+    assert [(item.tree.task_id, item.dropped) for item in held.left_out] == [("t8", "stale")]
+    assert held.metrics()["dropped/stale"] == 1
+    assert rollouts.waited == {None}
+
+
+def test_without_refusal_a_step_waits_for_those_that_would_be_too_old(harvest: Start) -> None:
+    held, rollouts = harvest(max_staleness=2)
+    held.step(0)
+    held.step(5)
+    assert rollouts.waited == {-1, 4}  # versions before which a tree that still grows is waited for
+
+
+def test_the_trees_of_a_stopped_run_go_on_first_in_its_continuation(harvest: Start) -> None:
+    held, _ = harvest(max_staleness=1)
+    held.step(0)
+    assert [tree.task_id for tree in held.unfinished()] == [f"t{n}" for n in range(8)]
+    held.done()
+    trees = held.unfinished()
+    assert [tree.task_id for tree in trees] == ["t4", "t5", "t6", "t7"]
+    again, rollouts = harvest(max_staleness=1)
+    again.restore(trees, [task(tree.task_id) for tree in trees])
+    assert again.unfinished() == trees  # a checkpoint before the next step loses none of them
+    assert [item.tree.task_id for item in again.step(1)] == ["t4", "t5", "t6", "t7"]
+    assert rollouts.calls == ["go on t4 t5 t6 t7", "start 4", "collect 4"]
+    assert [item.id for item in rollouts.under_way] == ["t0", "t1", "t2", "t3"]
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("interrupts", [1, 2], ids=["at-the-first-report", "in-the-refill"])
+def test_a_job_that_ends_within_a_step_trains_every_task_once(harvest: Start, staleness: int, interrupts: int) -> None:
+    """Two steps are done and the third is under way when the job is asked to end; no checkpoint is due."""
+    tasks = [task(f"t{n}") for n in range(40)]
+    order = [each.id for each in TaskSampler(tasks, 1).next_batch(16)]
+    signal = {name: number % 3 > 0 for number, name in enumerate(order)}
+
+    def begin() -> tuple[TaskSampler, Harvest, Rollouts]:
+        sampler = TaskSampler(tasks, 1)
+        return sampler, *harvest(lambda name: signal.get(name, True), sampler, max_staleness=staleness, max_refills=3)
+
+    sampler, held, rollouts = begin()
+    trained = []
+    for step in range(2):
+        trained += held.step(step)
+        held.done()
+    rollouts.interrupts = interrupts
+    with pytest.raises(StoppedError):
+        held.step(2)
+    state, left = sampler.state_dict(), held.unfinished()
+
+    sampler, held, _ = begin()
+    sampler.load_state_dict(state)
+    held.restore(left, tasks)
+    for step in range(2, 4):
+        trained += held.step(step)
+        dropped = held.left_out
+        held.done()
+    ids = [item.task.id for item in trained]
+    assert len(ids) == len(set(ids)) == 16
+    begun = {each.id for each in TaskSampler(tasks, 1).next_batch(sampler.state_dict()["position"])}
+    lost = begun - set(ids) - {item.task.id for item in dropped} - {name for name, good in signal.items() if not good}
+    assert lost <= {tree.task_id for tree in held.unfinished()}
+
+
+class Killed(BaseException):
+    """As far as a test goes on behind it."""
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("report", [1, 2])
+def test_a_job_that_is_killed_within_a_step_goes_on_with_what_was_written(
+    harvest: Start, tmp_path: Path, staleness: int, report: int
+) -> None:
+    """In the third step; what a process does that ends in order (`now=True`) is left undone."""
+    tasks = [task(f"t{n}") for n in range(40)]
+    path, told = tmp_path / "under_way.msgpack", list[str]()
+
+    class UntilKilled(UnderWay):
+        def keep(self, step: int, *moment: Any, now: bool = False) -> None:
+            if not killed:
+                super().keep(step, *moment, now=now)
+
+    def begin() -> tuple[TaskSampler, Harvest, Rollouts]:
+        sampler = TaskSampler(tasks, 1)
+        held, rollouts = harvest(lambda name: name not in given_up, sampler, max_staleness=staleness, max_refills=3)
+        held.under_way = UntilKilled(path, tmp_path, 1, 0.0, told.append)
+        return sampler, held, rollouts
+
+    given_up = {each.id for each in TaskSampler(tasks, 1).next_batch(16)[1::3]}
+    killed = False
+    sampler, held, rollouts = begin()
+    trained = []
+    for step in range(2):
+        trained += held.step(step)
+        held.done()
+
+    collect, left = rollouts.collect, report
+
+    def collect_until_killed(request: CollectTrees, progress: Callable[[GrowProgress], None]) -> GrowReport:
+        nonlocal left, killed
+        left -= 1
+        found = collect(request, progress)
+        if left == 0:
+            killed = True
+            raise Killed
+        return found
+
+    rollouts.collect = collect_until_killed  # type: ignore[method-assign]  # its process dies
+    with pytest.raises(Killed):
+        held.step(2)
+
+    killed = False
+    sampler, held, rollouts = begin()
+    assert held.under_way is not None
+    moment = held.under_way.read(2)
+    assert moment is not None
+    assert moment.trees
+    sampler.load_state_dict(moment.sampler)
+    held.restore(moment.trees, tasks)
+    for step in range(2, 4):
+        trained += held.step(step)
+        held.done()
+    ids = [item.task.id for item in trained]
+    assert len(ids) == len(set(ids)) == 16
+    assert told == []
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_a_step_begins_no_task_twice_whatever_its_refills(harvest: Start, interrupted: bool) -> None:
+    """Two trees of one task in one step would have the same draws. With seven tasks epochs end within steps."""
+    tasks = [task(f"t{n}") for n in range(7)]
+
+    def begin() -> tuple[TaskSampler, Harvest, Rollouts]:
+        sampler = TaskSampler(tasks, 1)
+        return sampler, *harvest(lambda name: name not in ("t0", "t3"), sampler, max_refills=3)
+
+    sampler, held, rollouts = begin()
+    for step in range(4):
+        if interrupted:  # at the first report, before the refill
+            rollouts.interrupts = 1
+            with pytest.raises(StoppedError):
+                held.step(step)
+            state, left = sampler.state_dict(), held.unfinished()
+            sampler, held, rollouts = begin()
+            sampler.load_state_dict(state)
+            held.restore(left, tasks)
+        kept = [item.task.id for item in held.step(step)]
+        begun = kept + [item.task.id for item in held.left_out]
+        assert len(kept) == 4
+        assert len(set(begun)) == len(begun)
+        held.done()
+
+
+def test_a_step_trains_what_it_has_when_no_task_is_left(harvest: Start) -> None:
+    held, rollouts = harvest(lambda name: name == "t5", TaskSampler([task(f"t{n}") for n in range(6)], 1))
+    assert [item.task.id for item in held.step(0)] == ["t5"]
+    assert held.dropped["no_signal"] == 5
+    assert rollouts.calls == ["start 4", "collect 4", "start 2", "collect 2"]
+
+
+def test_a_job_that_ends_while_spare_trees_are_scored_has_told_its_sampler_nothing(harvest: Start) -> None:
+    """Its state is stored beside these trees, which the continuation tells of."""
+    sampler = Sampler()
+    held, rollouts = harvest(sampler=sampler, oversampling=0.5)
+    score = held.score
+
+    def until_stopped(trees: Sequence[RolloutTree], tasks: Sequence[Task]) -> list[ScoredTree]:
+        if "stop" in rollouts.calls:
+            raise StoppedError  # as a judge does that is away
+        return score(trees, tasks)
+
+    held.score = until_stopped
+    with pytest.raises(StoppedError):
+        held.step(0)
+    assert sampler.noted == []
+    left = held.unfinished()
+    assert [tree.task_id for tree in left] == [f"t{n}" for n in range(6)]
+    again, _ = harvest(sampler=sampler, oversampling=0.5)
+    again.restore(left, [task(tree.task_id) for tree in left])
+    again.step(0)
+    assert sampler.noted == ["t0", "t1", "t2", "t3"]
+
+
+def test_a_sampler_hears_of_a_tree_when_its_step_has_all_of_them(harvest: Start) -> None:
+    sampler = Sampler()
+    held, rollouts = harvest(lambda name: name != "t0", sampler, max_refills=1)
+    rollouts.interrupts = 2
+    with pytest.raises(StoppedError):
+        held.step(0)
+    assert sampler.noted == []  # the continuation scores the trees again, and tells
+    again, _ = harvest(lambda name: name != "t0", sampler, max_refills=1)
+    again.restore(held.unfinished(), [task(tree.task_id) for tree in held.unfinished()])
+    again.step(0)
+    assert sampler.noted == ["t0", "t1", "t2", "t3", "t4"]
+
+
+def test_what_is_written_of_a_step_is_from_before_its_sampler_heard_of_it(harvest: Start, tmp_path: Path) -> None:
+    """Else a run that goes on there would tell it of the same trees once more."""
+
+    held, _ = harvest(sampler=Sampler())
+    held.under_way = UnderWay(tmp_path / "under_way.msgpack", tmp_path, 1, 3600.0, pytest.fail)
+    for step in range(2):
+        held.step(step)
+        moment = held.under_way.read(step)
+        assert moment is not None
+        assert moment.sampler == {"noted": 4 * step}
+        held.done()
+
+
+def test_trees_of_later_steps_are_written_while_the_trainer_trains_until_weights_are_pushed(
+    harvest: Start, tmp_path: Path
+) -> None:
+    """From then on newer weights sample, which a run that goes on within the step does not have."""
+
+    held, rollouts = harvest(sampler=Sampler(), max_staleness=1)
+    held.under_way = UnderWay(tmp_path / "under_way.msgpack", tmp_path, 1, 0.0, pytest.fail)
+
+    def written(step: int) -> tuple[int, int]:
+        moment = held.under_way.read(step) if held.under_way else None
+        assert moment is not None
+        return moment.sampler["noted"], moment.entries
+
+    held.before_push()
+    held.after_push(0)
+    assert list(tmp_path.iterdir()) == []  # what a killed run has left is read when the first step begins
+    for step in range(2):
+        held.step(step)
+        assert written(step) == (4 * step, 8)
+        rollouts.entries_each = 2
+        held.keep()
+        assert written(step) == (4 * step, 16)
+        rollouts.entries_each = 3
+        held.before_push()
+        assert written(step) == (4 * step, 24)
+        rollouts.entries_each = 4
+        held.keep()
+        held.after_push(step + 1)
+        held.keep()
+        held.done()
+        held.keep()
+        assert written(step) == (4 * step, 24)
+        rollouts.entries_each = 1
+
+
+def test_a_store_may_put_old_trees_beside_those_of_a_step_once(harvest: Start) -> None:
+    held, _ = harvest()
+    held.store = RolloutReplay(rollout_share=0.5)
+    first, taken = held.step(0), held.snapshot()
+    assert len(first) == 4 and taken is not None
+    second = held.step(1)
+    assert [item.sampled for item in second] == [True, False] * 4
+    assert {item.task.id for item in second if not item.sampled} == {item.task.id for item in first}
+    assert held.store.metrics()["replay/trees"] == 4
+
+
+def test_trees_that_older_weights_have_had_a_part_in_are_counted() -> None:
+    trees = [RolloutTree(f"t{n}", np.arange(2)) for n in range(3)]
+    for tree, versions in zip(trees, ([2], [1, 2], [0]), strict=True):
+        for above, version in enumerate(versions):
+            tree.add(above, Role.MODEL, [1], policy_version=version)
+    assert age_metrics(trees, 2) == {
+        "staleness": pytest.approx((0 + 2 * 0.5 + 2) / 4),  # over tokens
+        "staleness_max": 2,
+        "stale_trees": 2,
+    }

@@ -1,0 +1,52 @@
+"""A rank dies with its job, also while it is being started."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from arpo_megatron.utils.processes import JOB_PID
+
+RANK = "from arpo_megatron.utils.rank_main import rank_main; rank_main(lambda: print('began'))()"
+
+
+def started_by(job: int) -> "subprocess.CompletedProcess[str]":
+    environment = {**os.environ, JOB_PID: str(job)}
+    return subprocess.run([sys.executable, "-c", RANK], env=environment, capture_output=True, text=True, timeout=250)
+
+
+def test_a_rank_whose_job_has_ended_does_not_begin():
+    with subprocess.Popen([sys.executable, "-c", ""]) as job:
+        job.wait()
+        gone = job.pid
+    done = started_by(gone)
+    assert (done.returncode, done.stdout) == (1, "")
+    alive = started_by(os.getpid())
+    assert (alive.returncode, alive.stdout) == (0, "began\n"), alive.stderr
+
+
+FAILING = """
+from pathlib import Path
+from arpo_megatron.errors import UserError
+from arpo_megatron.monitor.events import user_errors_told
+from arpo_megatron.utils.rank_main import rank_main, tell_failure
+
+@rank_main
+def main():
+    with user_errors_told(Path(sys.argv[1])):
+        try:
+            raise UserError("no room")
+        except UserError as error:
+            tell_failure(error)
+            raise
+main()
+"""
+
+
+def test_a_log_on_a_full_disk_does_not_hide_what_a_rank_has_failed_of(tmp_path):
+    events = tmp_path / "events.jsonl"
+    with Path("/dev/full").open("wb") as log:
+        words = [sys.executable, "-c", "import sys" + FAILING, str(events)]
+        done = subprocess.run(words, stdout=log, stderr=log, timeout=250)
+    assert done.returncode == 1
+    assert '"kind": "user_error", "text": "no room"' in events.read_text()

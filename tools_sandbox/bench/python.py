@@ -1,0 +1,114 @@
+"""What an isolated call costs, beside the cold interpreter that it replaces; both in turn, in one run.
+
+`python -m tools_sandbox.bench.python` prints one JSON object; `arpo bench sandbox` shows it among others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Awaitable, Callable
+
+from tools_sandbox.bench.service import service
+from tools_sandbox.client import AsyncSandboxClient
+from tools_sandbox.python_tool.protocol import THREAD_VARIABLES
+
+_CODE = "import numpy, sympy\nprint(int(numpy.arange(10).sum()), sympy.factorint(360))"
+_ANSWER = "45 {2: 3, 3: 2, 5: 1}"
+_WARM_FOR_EACH_COLD = 20
+
+Call = Callable[[], Awaitable[None]]
+
+
+def bench_python(cold_calls: int = 20, in_flight: int = 8) -> dict[str, object]:
+    """Figures of the python tool of a service that is started for this, over HTTP, against `python3 -c`.
+
+    cold_calls: cold starts; the service gets 20 calls for each. in_flight: calls at a time, for the throughput.
+    latency_ratio: cold p50 / warm p50, one call at a time. throughput_ratio: calls a second, warm / cold.
+    RuntimeError: an answer was wrong, or the service did not start.
+    """
+    return asyncio.run(_bench(cold_calls, in_flight))
+
+
+async def _bench(cold_calls: int, in_flight: int) -> dict[str, object]:
+    config: dict[str, object] = {"python": {"preload": ["numpy", "sympy"]}, "max_concurrency": 64}
+    with service(config) as running:
+        isolation = running.isolation()
+        async with AsyncSandboxClient(running.url) as client:
+            figures = await _measure(client, cold_calls, in_flight)
+    return {"isolation": isolation, **figures}
+
+
+async def _measure(client: AsyncSandboxClient, cold_calls: int, in_flight: int) -> dict[str, object]:
+    async def warm() -> None:
+        answer = await client.call("python", {"code": _CODE})
+        _check(answer.text)
+
+    await warm()
+    await _cold()
+    cold_s: list[float] = []
+    warm_s: list[float] = []
+    for _ in range(cold_calls):  # in turn, so that whatever else the machine does meets both
+        cold_s.append(await _timed(_cold))
+        warm_s += [await _timed(warm) for _ in range(_WARM_FOR_EACH_COLD)]
+    cold_rate, warm_rate = 0.0, 0.0
+    for _ in range(2):
+        cold_rate += await _rate(_cold, cold_calls, in_flight) / 2
+        warm_rate += await _rate(warm, cold_calls * _WARM_FOR_EACH_COLD, in_flight) / 2
+    cold_ms, warm_ms = statistics.median(cold_s) * 1e3, statistics.median(warm_s) * 1e3
+    return {
+        "user": "root" if os.getuid() == 0 else "ordinary",
+        "cpus": len(os.sched_getaffinity(0)),
+        "latency_ratio": round(cold_ms / warm_ms, 1),
+        "throughput_ratio": round(warm_rate / cold_rate, 1),
+        "cold_p50_ms": round(cold_ms, 1),
+        "warm_p50_ms": round(warm_ms, 2),
+        "warm_p99_ms": round(statistics.quantiles(warm_s, n=100)[98] * 1e3, 2),
+        "cold_calls_per_s": round(cold_rate, 1),
+        "warm_calls_per_s": round(warm_rate, 1),
+        "in_flight": in_flight,
+    }
+
+
+async def _cold() -> None:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-c",
+        _CODE,
+        stdout=asyncio.subprocess.PIPE,
+        env={**os.environ, **dict.fromkeys(THREAD_VARIABLES, "1")},
+    )
+    output, _ = await process.communicate()
+    _check(output.decode().strip())
+
+
+def _check(answer: str) -> None:
+    if answer != _ANSWER:
+        raise RuntimeError(f"wrong answer: {answer[:500]!r}")
+
+
+async def _timed(call: Call) -> float:
+    began = time.perf_counter()
+    await call()
+    return time.perf_counter() - began
+
+
+async def _rate(call: Call, calls: int, in_flight: int) -> float:
+    """Calls a second with so many in flight."""
+    left = iter(range(calls))
+
+    async def lane() -> None:
+        for _ in left:
+            await call()
+
+    began = time.perf_counter()
+    await asyncio.gather(*(lane() for _ in range(in_flight)))
+    return calls / (time.perf_counter() - began)
+
+
+if __name__ == "__main__":
+    print(json.dumps(bench_python()))

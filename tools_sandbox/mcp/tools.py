@@ -1,0 +1,164 @@
+"""Tools of MCP servers (Model Context Protocol), through the client of the official `mcp` package.
+
+A server is a process that the service starts and speaks to over stdio. It runs with the service's rights: MCP is for
+servers that the operator trusts, and isolates nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import shutil
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import anyio
+import mcp
+from mcp.client.stdio import get_default_environment
+from mcp.types import CONNECTION_CLOSED, TextContent
+
+from tools_sandbox.answers import ToolResult
+from tools_sandbox.config import ConfigError, McpServerConfig
+from tools_sandbox.tool import Tool, ToolBroken
+
+log = logging.getLogger("tools_sandbox")
+
+_START_TIMEOUT_S = 60.0
+_RELAY = Path(__file__).with_name("mcp_relay.py")
+_LINE_BYTES = 4 << 20
+"""Longest answer that is parsed; the service does nothing else meanwhile (some 20 ms)."""
+_DISCONNECTED = (OSError, anyio.ClosedResourceError, anyio.BrokenResourceError, anyio.EndOfStream)
+
+
+class McpServer:
+    """One server and the connection to it, which is made again after either has ended. Belongs to one event loop."""
+
+    def __init__(self, name: str, config: McpServerConfig) -> None:
+        self.name = name
+        relayed = ["-I", "-S", str(_RELAY), str(_LINE_BYTES), config.command, *config.args]
+        self._parameters = mcp.StdioServerParameters(command=sys.executable, args=relayed, env=dict(config.env))
+        self._keeper: asyncio.Task[None] | None = None
+        self._client: asyncio.Future[mcp.Client] | None = None
+        self._connecting = asyncio.Lock()
+
+    async def client(self) -> mcp.Client:
+        """The connected client. Raises what connecting raised."""
+        async with self._connecting:
+            if self._client is None or self._keeper is None or self._keeper.done():
+                self._client = asyncio.get_running_loop().create_future()
+                # One task opens and closes the connection, as the library's task groups demand.
+                self._keeper = asyncio.create_task(self._keep(self._client))
+            async with asyncio.timeout(_START_TIMEOUT_S):
+                return await asyncio.shield(self._client)
+
+    async def _keep(self, connected: asyncio.Future[mcp.Client]) -> None:
+        try:
+            async with mcp.Client(self._parameters) as client:
+                connected.set_result(client)
+                await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # also the library's exception groups
+            if not connected.done():
+                connected.set_exception(RuntimeError(_innermost(error)))
+            else:
+                log.warning("MCP server ended", extra={"server": self.name, "reason": _innermost(error)})
+        finally:
+            if not connected.done():
+                connected.cancel()
+
+    async def stop(self) -> None:
+        """End the server."""
+        if self._keeper is not None:
+            self._keeper.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._keeper
+            self._keeper = None
+
+
+class McpTool(Tool):
+    """One tool of a server."""
+
+    # The server is a process already.
+    in_worker = False
+    # Whether it may run twice is not known.
+    repeatable = False
+
+    def __init__(self, server: McpServer, offered: mcp.Tool, config: McpServerConfig) -> None:
+        self.name = offered.name
+        self.description = offered.description or ""
+        self.arguments: Mapping[str, Any] = offered.input_schema
+        self.cacheable = config.cache
+        self.fingerprint = f"mcp {server.name} {config.command} {config.args}"
+        self._server = server
+        self._max_chars = config.max_chars
+
+    async def stop(self) -> None:
+        """End the server (once; its tools share it)."""
+        await self._server.stop()
+
+    async def run(self, arguments: Mapping[str, Any], timeout_s: float) -> ToolResult:
+        """The text of the result, cut at `max_chars`; what is no text is named, not shown."""
+        try:
+            client = await self._server.client()
+            result = await client.call_tool(self.name, dict(arguments), read_timeout_seconds=timeout_s + 1)
+        except mcp.MCPError as error:
+            if error.code != CONNECTION_CLOSED:  # the server's answer, and it lives
+                return ToolResult("error", self._cut(error.message))
+            await self._server.stop()
+            raise ToolBroken(f"MCP server {self._server.name}: it ended in the middle of a call") from error
+        except _DISCONNECTED as error:
+            # A connection that failed in the middle of a call is not used again.
+            await self._server.stop()
+            raise ToolBroken(f"MCP server {self._server.name}: {_innermost(error)}") from error
+        except Exception as error:  # what it answered is not what it promised; other calls of it go on
+            raise ToolBroken(f"MCP server {self._server.name}: {_innermost(error)}") from error
+        parts = [part.text if isinstance(part, TextContent) else f"[{part.type}]" for part in result.content]
+        return ToolResult("error" if result.is_error else "ok", self._cut("\n".join(parts)))
+
+    def _cut(self, text: str) -> str:
+        limit = self._max_chars
+        if len(text) <= limit:
+            return text
+        return f"{text[:limit]}\n[answer cut: {len(text)} characters in all, the first {limit} are shown]"
+
+
+async def connect(servers: Mapping[str, McpServerConfig]) -> list[Tool]:
+    """Start the servers and ask what they offer. ConfigError: one does not start, or lacks a tool that is named."""
+    tools = list[Tool]()
+    started = list[McpServer]()
+    try:
+        for name, config in servers.items():
+            server = McpServer(name, config)
+            started.append(server)
+            tools += await _offered(server, config)
+    except BaseException:
+        for server in started:
+            await server.stop()
+        raise
+    return tools
+
+
+async def _offered(server: McpServer, config: McpServerConfig) -> list[Tool]:
+    path = (get_default_environment() | config.env).get("PATH")
+    if shutil.which(config.command, path=path) is None:
+        raise ConfigError(f"mcp.{server.name}: {config.command} does not start: there is no such program")
+    try:
+        offered = {tool.name: tool for tool in (await (await server.client()).list_tools()).tools}
+    except Exception as error:
+        raise ConfigError(f"mcp.{server.name}: {config.command} does not start: {_innermost(error)}") from error
+    wanted = list(offered) if config.tools is None else config.tools
+    for name in wanted:
+        if name not in offered:
+            raise ConfigError(f'mcp.{server.name}.tools: it has no "{name}"; it offers: {", ".join(sorted(offered))}')
+    return [McpTool(server, offered[name], config) for name in wanted]
+
+
+def _innermost(error: BaseException) -> str:
+    """One line about the cause inside a group of exceptions."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return " ".join(f"{type(error).__name__}: {error}".split())

@@ -1,0 +1,234 @@
+"""The process above one call: keeps its time, takes its output, ends its whole tree, writes its outcome.
+
+It dies with its call: the socket to the service is its lifeline, and the end of that stream (the service cancelled
+the call, or was killed) ends the tree at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import select
+import selectors
+import signal
+import socket
+import stat
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from tools_sandbox.python_tool import isolation as walls_of
+from tools_sandbox.python_tool import linux, watchdog
+from tools_sandbox.python_tool import state as states
+from tools_sandbox.python_tool.isolation import Isolation
+from tools_sandbox.python_tool.protocol import HEADER, Outcome, Request, read_head
+from tools_sandbox.python_tool.streams import Kept, broken, judge
+from tools_sandbox.python_tool.walls import Walls, WorkerLimits
+from tools_sandbox.python_tool.watchdog import Watchdog
+from tools_sandbox.python_tool.worker import Ends, run_init
+
+CALL_NAME = "python-call"
+"""What this process is called from the moment its call has come; before that, as the one it is forked from."""
+_CHUNK = 1 << 16
+_MIB = 1 << 20
+_SLACK_PROCESSES = 8
+"""More processes than a bound kept by the kernel lets a call have are looked at."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Watched:
+    """What the supervisor looks at while a call runs."""
+
+    connection: socket.socket
+    status: int
+    """Descriptor on which the init process reports the worker's end."""
+    streams: dict[int, Kept]
+    """Descriptor -> what is kept of it."""
+    state: int | None
+    """The one of them that carries no output but the state of a session."""
+    watchdog: Watchdog
+    counted_cpu_s: Callable[[], float]
+    """CPU time of the call by its control group, 0 where there is none."""
+    limits: WorkerLimits
+    deadline: float
+
+
+def supervise(connection: socket.socket, isolation: Isolation, limits: WorkerLimits, *, root: str, place: int) -> None:
+    """Raise the walls of a call, then serve the one that comes over a connection.
+
+    root: where working directories may be made. place: see `isolation.enter_supervisor`.
+    """
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    groups = isolation.groups
+    killed_before, cpu_before_s = 0, 0.0
+    if groups is not None:
+        groups.open_place(place, limits.memory_mb, limits.processes)
+        killed_before, cpu_before_s = groups.memory_kills(place), groups.cpu_s(place) or 0.0
+
+    def counted_cpu_s() -> float:
+        used_s = None if groups is None else groups.cpu_s(place)
+        return 0.0 if used_s is None else used_s - cpu_before_s - time.process_time()  # without this process's own
+
+    uid = walls_of.enter_supervisor(isolation, place)
+    folder = root if isolation.walls.files else _make_folder(root, uid)
+    try:
+        outcome = _run_call(connection, isolation, limits, folder, uid, counted_cpu_s)
+    finally:
+        if folder != root:
+            _remove_folder(folder)
+    if outcome is None:
+        return
+    if groups is not None and outcome.status == "error" and groups.memory_kills(place) > killed_before:
+        said = f"The processes of the code used more than {limits.memory_mb} MiB of memory; one or all were ended."
+        outcome = replace(outcome, text=f"{outcome.text}\n{said}")
+    with contextlib.suppress(OSError):  # the service is gone
+        connection.sendall(outcome.encode())
+
+
+def _run_call(
+    connection: socket.socket,
+    isolation: Isolation,
+    limits: WorkerLimits,
+    folder: str,
+    uid: int,
+    counted_cpu_s: Callable[[], float],
+) -> Outcome | None:
+    """Run the call to its end; none if the service went away. All descendants are gone on return."""
+    pipes = [os.pipe() for _ in range(5)]
+    # Of the last one the tree reads, of the others it is read.
+    (out_read, err_read, status_read, state_read, request_read), (*inside, request_write) = zip(*pipes, strict=True)
+    inside.append(request_read)
+    shared_bytes = watchdog.resident_bytes()
+    pid = os.fork()
+    if pid == 0:
+        for descriptor in (connection.fileno(), out_read, err_read, status_read, state_read, request_write):
+            os.close(descriptor)
+        run_init(isolation, limits, folder=folder, uid=uid, ends=Ends(*inside))
+    for descriptor in inside:
+        os.close(descriptor)
+    try:
+        found = read_head(connection.recv)
+        if found is None:  # the service has no call for it any more
+            return None
+        if select.select([status_read], [], [], 0)[0]:  # nothing is reported before there is a request, but a failure
+            return broken(os.read(status_read, _CHUNK).decode())
+        head, state_bytes = found
+        request = Request.decode(head)
+        deadline = time.monotonic() + request.time_s
+        linux.name_process(CALL_NAME)
+        _pass_on(connection, head, state_bytes, request_write, deadline)
+        # Four bytes are the longest UTF-8 character: enough for the characters that are shown.
+        limit_bytes = 4 * request.output_chars
+        streams = {out_read: Kept(limit_bytes, tail=False), err_read: Kept(limit_bytes, tail=True)}
+        streams[state_read] = state = Kept(request.state_mb * _MIB + HEADER.size, tail=False)
+        watched = _Watched(
+            connection, status_read, streams, state_read, Watchdog(pid, shared_bytes), counted_cpu_s, limits, deadline
+        )
+        ended_by = _watch(watched, isolation.walls, request.output_mb)
+        report = os.read(status_read, _CHUNK).decode() if ended_by == "status" else ""
+    finally:
+        walls_of.end_tree(pid)
+    if ended_by == "cancelled":
+        return None
+    # Every writer is gone, so what is left in the pipes is all there will ever be.
+    for descriptor, kept in streams.items():
+        while chunk := os.read(descriptor, _CHUNK):
+            kept.add(chunk)
+    outcome = judge(request, limits, ended_by, report, streams[out_read], streams[err_read])
+    # The state has a stream of its own, and of a call that was ended nothing is kept.
+    whole = ended_by == "status" and report and states.is_whole(bytes(state.data))
+    return replace(outcome, state=bytes(state.data)) if whole else outcome
+
+
+def _pass_on(
+    connection: socket.socket, head: bytes | bytearray, state_bytes: int, descriptor: int, deadline: float
+) -> None:
+    """Give the worker its request piece by piece, and nothing more; what goes wrong here is seen by `_watch`."""
+    os.set_blocking(descriptor, False)
+    chunk = bytes(head)
+    with contextlib.suppress(BrokenPipeError):  # the worker has ended
+        while chunk:
+            if not select.select([], [descriptor], [], max(0.0, deadline - time.monotonic()))[1]:
+                break
+            chunk = chunk[os.write(descriptor, chunk) :]
+            if not chunk and state_bytes:
+                chunk = connection.recv(min(state_bytes, _CHUNK))
+                state_bytes -= len(chunk)
+    os.close(descriptor)
+
+
+def _watch(watched: _Watched, walls: Walls, output_mb: int) -> str:
+    """Read output until something ends the call; see `streams.judge` for what, or "cancelled"."""
+    streams, output_left = watched.streams, output_mb * _MIB
+    next_look = time.monotonic() + watchdog.PERIOD_S
+    with selectors.DefaultSelector() as selector:
+        for source in (watched.connection.fileno(), watched.status, *streams):
+            selector.register(source, selectors.EVENT_READ)
+        while (now := time.monotonic()) < watched.deadline:
+            if now >= next_look:
+                if bound := _broken_bound(watched, walls):
+                    return bound
+                next_look = time.monotonic() + watchdog.PERIOD_S
+            for key, _ in selector.select(max(0.0, min(watched.deadline, next_look) - now)):
+                if key.fd == watched.connection.fileno():
+                    return "cancelled"
+                if key.fd == watched.status:
+                    return "status"
+                chunk = os.read(key.fd, _CHUNK)
+                if chunk:
+                    streams[key.fd].add(chunk)
+                    output_left -= len(chunk) if key.fd != watched.state else 0
+                else:
+                    selector.unregister(key.fd)
+            if output_left < 0:
+                return "output"
+    return "deadline"
+
+
+def _broken_bound(watched: _Watched, walls: Walls) -> str:
+    """Which bound on the call as a whole it has broken, of those that the kernel does not keep; "" if none."""
+    limits = watched.limits
+    usage = watched.watchdog.look(limits.processes + _SLACK_PROCESSES)
+    if max(usage.cpu_s, watched.counted_cpu_s()) > limits.cpu_s:
+        return "CPU"
+    if "memory" not in walls.groups and usage.memory_bytes > limits.memory_mb * _MIB:
+        return "memory"
+    if "pids" not in walls.groups and not walls.counts_processes() and usage.processes > limits.processes:
+        return "processes"
+    return ""
+
+
+def _make_folder(root: str, uid: int) -> str:
+    folder = tempfile.mkdtemp(dir=root)
+    if uid != os.getuid():
+        os.chown(folder, uid, uid)
+    return folder
+
+
+def _remove_folder(folder: str) -> None:
+    """Remove a folder whose content may be locked, or deeper than a path or a recursion reaches, by intent."""
+    prefix, number = secrets.token_hex(8), 0
+    with contextlib.suppress(OSError):
+        Path(folder).chmod(stat.S_IRWXU)
+        top = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        waiting = ["."]
+        while waiting:
+            name = waiting.pop()
+            inside = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=top)
+            for entry in list(os.scandir(inside)):
+                if entry.is_dir(follow_symlinks=False):
+                    os.chmod(entry.name, stat.S_IRWXU, dir_fd=inside)
+                    # Up to the top, so that no path ever has more than one part.
+                    number += 1
+                    waiting.append(f"{prefix}-{number}")
+                    os.rename(entry.name, waiting[-1], src_dir_fd=inside, dst_dir_fd=top)
+                else:
+                    os.unlink(entry.name, dir_fd=inside)
+            os.close(inside)
+            if name != ".":
+                os.rmdir(name, dir_fd=top)
+        os.close(top)
+        Path(folder).rmdir()

@@ -1,0 +1,262 @@
+"""The service's side of its workers: starts them, spreads calls over them, replaces those that die or hang."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from tools_sandbox.answers import ToolResult
+from tools_sandbox.config import TOKEN_VARIABLE, ConfigError, SandboxConfig
+from tools_sandbox.tool import ToolBroken
+from tools_sandbox.workers import frames
+
+log = logging.getLogger("tools_sandbox")
+
+_START_TIMEOUT_S = 120.0
+_CANCEL_GRACE_S = 3.0
+"""A worker that has not confirmed the end of a cancelled call by then is hung, and replaced."""
+_DEATHS_TO_SUSPECT, _DEATHS_TO_BLAME = 2, 3
+"""A call that was running when so many workers died for no known reason has the next one to itself; is the cause."""
+_LONGEST_PAUSE_S = 5.0
+
+
+class _WorkerDied(Exception):  # noqa: N818 - a state
+    """The worker of a call is gone; `blamed`: another call is known to be the reason."""
+
+    def __init__(self, *, blamed: bool) -> None:
+        super().__init__("its worker died")
+        self.blamed = blamed
+
+
+@dataclass(slots=True, eq=False)
+class _Worker:
+    process: subprocess.Popen[bytes]
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    pending: dict[int, asyncio.Future[ToolResult | None]] = field(default_factory=dict)
+    hung: bool = False
+    reserved: bool = False
+    """Takes no more calls, for a while."""
+
+
+class WorkerPool:
+    """`config.workers` processes. Belongs to one event loop.
+
+    remove: folders that a worker removes when it finds the service gone.
+    """
+
+    def __init__(self, config: SandboxConfig, remove: list[Path]) -> None:
+        # MCP servers are the service's, and so are the secrets in their environment.
+        config_values = TypeAdapter(SandboxConfig).dump_python(replace(config, mcp={}), mode="json")
+        self._first = frames.encode({"config": config_values, "remove": [str(folder) for folder in remove]})
+        self._wanted = config.workers
+        self._workers: list[_Worker] = []
+        self._changed = asyncio.Condition()
+        """Notified when a worker comes, goes, or has ended a call."""
+        self._suspects = asyncio.Lock()
+        self._numbers = itertools.count()
+        self._background: set[asyncio.Task[None]] = set()
+        self._starting: set[subprocess.Popen[bytes]] = set()
+        """That do not serve yet."""
+        self._stopping = False
+        self.restarts = 0
+
+    @property
+    def alive(self) -> int:
+        """Workers that take calls."""
+        return len(self._workers)
+
+    async def start(self) -> None:
+        """Start all and wait until they serve. ConfigError: a tool cannot start as told."""
+        await asyncio.gather(*(self._add_worker() for _ in range(self._wanted)))
+
+    async def run(self, tool: str, arguments: Mapping[str, Any], timeout_s: float, *, repeatable: bool) -> ToolResult:
+        """Run a call on the least busy worker; again on another if its worker dies and the tool is `repeatable`.
+
+        Raises ToolBroken: the tool failed for reasons that are not the call's. If the awaiting task is cancelled, so
+        is the call.
+        """
+        deadline, deaths = time.monotonic() + timeout_s, 0
+        while True:
+            left_s = deadline - time.monotonic()
+            try:
+                async with asyncio.timeout(left_s), self._worker(alone=deaths >= _DEATHS_TO_SUSPECT) as worker:
+                    result = await self._run_on(worker, tool, arguments, left_s)
+            except TimeoutError:
+                return ToolResult("timeout", f"Time limit exceeded: {tool} did not finish within {timeout_s:g} s.")
+            except _WorkerDied as error:
+                deaths += not error.blamed
+                if deaths >= _DEATHS_TO_BLAME or not repeatable:
+                    raise ToolBroken(f"{tool}: its worker died") from error
+                continue
+            if result is None:
+                raise ToolBroken(f"{tool}: see the log")
+            return result
+
+    @contextlib.asynccontextmanager
+    async def _worker(self, *, alone: bool) -> AsyncIterator[_Worker]:
+        """The least busy worker; `alone`: with no other call in it, so that whoever kills it is known."""
+        if not alone:
+            yield await self._when(self._least_busy)
+            return
+        async with self._suspects:
+            worker = await self._when(self._least_busy)
+            worker.reserved = True
+            try:
+                await self._when(lambda: worker if not worker.pending else None)
+                yield worker
+            finally:
+                worker.reserved = False
+                await self._notify()
+
+    def _least_busy(self) -> _Worker | None:
+        free = [worker for worker in self._workers if not worker.reserved]
+        return min(free, key=lambda worker: len(worker.pending), default=None)
+
+    async def _when(self, look: Callable[[], _Worker | None]) -> _Worker:
+        found = look()
+        if found is None:
+            async with self._changed:
+                while (found := look()) is None:
+                    if self._stopping:
+                        raise ToolBroken("the service is shutting down")
+                    await self._changed.wait()
+        return found
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def _run_on(
+        self, worker: _Worker, tool: str, arguments: Mapping[str, Any], timeout_s: float
+    ) -> ToolResult | None:
+        if worker not in self._workers:  # it died while this call waited to have it alone
+            raise _WorkerDied(blamed=True)
+        number = next(self._numbers)
+        future = worker.pending[number] = asyncio.get_running_loop().create_future()
+        message = {"id": number, "tool": tool, "arguments": dict(arguments), "timeout_s": timeout_s}
+        worker.writer.write(frames.encode(message))
+        try:
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:
+            self._in_background(self._cancel(worker, number))
+            raise
+
+    async def _cancel(self, worker: _Worker, number: int) -> None:
+        """End a call on its worker; the worker too if the call does not end."""
+        future = worker.pending.get(number)
+        if future is None:
+            return
+        worker.writer.write(frames.encode({"cancel": number}))
+        await asyncio.wait([future], timeout=_CANCEL_GRACE_S)
+        if future.done():
+            future.exception()  # nobody waits for it any more
+            return
+        log.warning("a worker hangs in a call and is replaced", extra={"pid": worker.process.pid})
+        del worker.pending[number]
+        worker.hung = True
+        worker.process.kill()
+
+    async def _add_worker(self) -> None:
+        worker = await self._spawn()
+        if self._stopping:
+            await _end(worker.process, worker.writer)
+            return
+        self._workers.append(worker)
+        self._in_background(self._listen(worker))
+        await self._notify()
+
+    async def _spawn(self) -> _Worker:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "tools_sandbox.workers.worker", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                # A ctrl-C, and a supervisor that kills the service's group, reach the service alone: its workers
+                # end when it has, and clean up after it.
+                start_new_session=True,
+                env={name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE},
+            )
+        reader, writer = await asyncio.open_connection(sock=ours)
+        self._starting.add(process)
+        try:
+            writer.write(self._first)
+            async with asyncio.timeout(_START_TIMEOUT_S):
+                ready = await frames.receive(reader)
+        except BaseException:
+            await _end(process, writer)
+            raise
+        finally:
+            self._starting.discard(process)
+        if ready is None or "error" in ready:
+            await _end(process, writer)
+            raise ConfigError(ready["error"] if ready else "a worker ended at its start; see the log")
+        return _Worker(process, reader, writer)
+
+    async def _listen(self, worker: _Worker) -> None:
+        while (message := await frames.receive(worker.reader)) is not None:
+            future = worker.pending.pop(message["id"], None)
+            if future is not None and not future.done():
+                result = message["result"]
+                future.set_result(None if result is None else ToolResult(*result))
+            if worker.reserved and not worker.pending:
+                await self._notify()
+        self._workers.remove(worker)
+        for future in worker.pending.values():
+            future.set_exception(_WorkerDied(blamed=worker.hung))
+        worker.pending.clear()
+        await self._notify()
+        await _end(worker.process, worker.writer)
+        if not self._stopping:
+            log.warning("a worker died", extra={"pid": worker.process.pid, "code": worker.process.returncode})
+            await self._replace()
+
+    async def _replace(self) -> None:
+        pause_s = 0.1
+        while not self._stopping:
+            self.restarts += 1
+            try:
+                await self._add_worker()
+                break
+            except (ConfigError, OSError) as error:  # out of memory or processes, say: that may pass
+                log.error("a worker cannot be started", extra={"reason": str(error)})
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    def _in_background(self, work: Any) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    async def stop(self) -> None:
+        """End all workers and their calls."""
+        self._stopping = True
+        await self._notify()
+        for process in [*self._starting, *(worker.process for worker in self._workers)]:
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(signal.SIGKILL)
+        while self._background:
+            await asyncio.wait(list(self._background), timeout=_CANCEL_GRACE_S + 1)
+
+
+async def _end(process: subprocess.Popen[bytes], writer: asyncio.StreamWriter) -> None:
+    writer.transport.abort()
+    process.kill()
+    # Not `wait` in the loop: a process in the kernel's hands may take its time.
+    await asyncio.to_thread(process.wait)

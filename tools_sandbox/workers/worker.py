@@ -1,0 +1,102 @@
+"""One worker process: runs search, browse and plug-in tools for the service that started it.
+
+What these tools read is not the service's (hostile pages, users' code), so they run where a crash, a hang or a leak
+costs the calls of one process and not the service. A worker lives as long as its socket to the service.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import logging
+import os
+import shutil
+import socket
+import sys
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from tools_sandbox.answers import ToolResult
+from tools_sandbox.config import ConfigError, SandboxConfig
+from tools_sandbox.service import logs
+from tools_sandbox.tool import Tool, ToolBroken, check_arguments, worker_tools
+from tools_sandbox.workers import frames
+
+log = logging.getLogger("tools_sandbox")
+
+_STANDSTILL_S = 30.0
+
+
+async def _answer(tool: Tool, arguments: dict[str, Any], timeout_s: float) -> ToolResult | None:
+    """The result; none if the tool itself broke."""
+    checked = check_arguments(tool, arguments)
+    assert not isinstance(checked, str), checked  # the service checked them too
+    try:
+        return ToolResult(*await tool.run(checked, timeout_s))
+    except ToolBroken as error:
+        log.error("tool broken", extra={"tool": tool.name, "reason": str(error)})
+    except Exception:
+        log.exception("tool failed", extra={"tool": tool.name})
+    return None
+
+
+async def _serve(control: socket.socket) -> None:
+    reader, writer = await asyncio.open_connection(sock=control)
+    first = await frames.receive(reader)
+    if first is None:
+        return
+    config: SandboxConfig = TypeAdapter(SandboxConfig).validate_python(first["config"])
+    logs.set_up(config.log.format)
+    try:
+        tools = {tool.name: tool for tool in worker_tools(config)}
+        for tool in tools.values():
+            await tool.start()
+    except ConfigError as error:
+        writer.write(frames.encode({"error": str(error)}))
+        await writer.drain()
+        return
+    writer.write(frames.encode({"ready": os.getpid()}))
+    running: dict[int, asyncio.Task[None]] = {}
+    heartbeat = asyncio.create_task(_heartbeat())
+
+    async def call(message: dict[str, Any]) -> None:
+        number = message["id"]
+        try:
+            result = await _answer(tools[message["tool"]], message["arguments"], message["timeout_s"])
+            writer.write(frames.encode({"id": number, "result": result}))
+        except asyncio.CancelledError:
+            writer.write(frames.encode({"id": number, "result": None}))
+        finally:
+            del running[number]
+
+    while (message := await frames.receive(reader)) is not None:
+        if "cancel" in message:
+            if message["cancel"] in running:
+                running[message["cancel"]].cancel()
+        else:
+            running[message["id"]] = asyncio.create_task(call(message))
+    heartbeat.cancel()
+    # The service is gone, perhaps killed: nobody else removes what it made for us.
+    for folder in first["remove"]:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+async def _heartbeat() -> None:
+    """End this process if its loop stands still: a C function that holds the interpreter would outlive the service."""
+    while True:
+        faulthandler.dump_traceback_later(_STANDSTILL_S, exit=True)
+        await asyncio.sleep(1)
+
+
+def main() -> None:
+    """Serve over the socket whose descriptor is the only argument."""
+    control = socket.socket(fileno=int(sys.argv[1]))
+    loop = asyncio.new_event_loop()
+    loop.run_until_complete(_serve(control))
+    # At once: a thread that hangs must not keep a worker alive whose service is gone.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
