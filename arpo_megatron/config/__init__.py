@@ -5,12 +5,22 @@ by `resolve`. An unknown key, a wrong type or an impossible combination raises `
 process is started. The attribute docstrings are the reference: docs/configuration.md is generated from them.
 """
 
-from arpo_megatron.config.algorithm import AlgorithmConfig, DataConfig, JudgeConfig, RewardConfig
+from arpo_megatron.config.algorithm import AlgorithmConfig
+from arpo_megatron.config.data import DataConfig
+from arpo_megatron.config.engine import EngineConfig
+from arpo_megatron.config.evaluation import EvalConfig
 from arpo_megatron.config.fields import Fp8Recipe, Platform
 from arpo_megatron.config.job import JobConfig
-from arpo_megatron.config.model import ModelConfig, ParallelConfig
-from arpo_megatron.config.services import EngineConfig, RolloutConfig, SandboxConfig, SyncConfig
-from arpo_megatron.config.training import EvalConfig, MonitorConfig, OptimizerConfig, SftConfig, TrainConfig
+from arpo_megatron.config.model import ModelConfig
+from arpo_megatron.config.monitor import MonitorConfig
+from arpo_megatron.config.optimizer import OptimizerConfig
+from arpo_megatron.config.parallel import ParallelConfig
+from arpo_megatron.config.reward import JudgeConfig, RewardConfig
+from arpo_megatron.config.rollout import RolloutConfig
+from arpo_megatron.config.sandbox import SandboxConfig
+from arpo_megatron.config.sft import SftConfig
+from arpo_megatron.config.sync import SyncConfig
+from arpo_megatron.config.train import TrainConfig
 
 __all__ = [
     "AlgorithmConfig",

@@ -8,11 +8,21 @@ from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
 from arpo_megatron.config import validation as rules
-from arpo_megatron.config.algorithm import AlgorithmConfig, DataConfig, RewardConfig
+from arpo_megatron.config.algorithm import AlgorithmConfig
+from arpo_megatron.config.data import DataConfig
+from arpo_megatron.config.engine import EngineConfig
+from arpo_megatron.config.evaluation import EvalConfig
 from arpo_megatron.config.fields import STRICT, Platform
-from arpo_megatron.config.model import ModelConfig, ParallelConfig
-from arpo_megatron.config.services import EngineConfig, RolloutConfig, SandboxConfig, SyncConfig
-from arpo_megatron.config.training import EvalConfig, MonitorConfig, OptimizerConfig, SftConfig, TrainConfig
+from arpo_megatron.config.model import ModelConfig
+from arpo_megatron.config.monitor import MonitorConfig
+from arpo_megatron.config.optimizer import OptimizerConfig
+from arpo_megatron.config.parallel import ParallelConfig
+from arpo_megatron.config.reward import RewardConfig
+from arpo_megatron.config.rollout import RolloutConfig
+from arpo_megatron.config.sandbox import SandboxConfig
+from arpo_megatron.config.sft import SftConfig
+from arpo_megatron.config.sync import SyncConfig
+from arpo_megatron.config.train import TrainConfig
 
 
 @dataclass(frozen=True, config=STRICT)

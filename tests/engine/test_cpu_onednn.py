@@ -10,9 +10,9 @@ import torch
 PROGRAM = """
 import json, sys, types
 sys.modules["megatron"] = None
-from arpo_megatron.rollout import cpu_products, cpu_standins
-cpu_standins.install()
-cpu_products.register()
+from arpo_megatron.engine.server import cpu_onednn, cpu_stubs
+cpu_stubs.install()
+cpu_onednn.register()
 from sglang.srt.plugins import load_plugins
 load_plugins()
 import torch

@@ -526,11 +526,11 @@ def test_nothing_survives_a_killed_launcher(tiny_model: Path, tmp_path: Path, mo
 def test_a_version_other_than_the_checked_one_is_refused(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import importlib.metadata
 
-    from arpo_megatron.engine.server import cpu_stubs as cpu_standins
+    from arpo_megatron.engine.server import cpu_stubs
 
     monkeypatch.setattr(importlib.metadata, "version", lambda _name: "9.9.9")
     with pytest.raises(UserError, match=r"0\.5\.18, but 9\.9\.9"):
-        cpu_standins.install()
+        cpu_stubs.install()
 
 
 def test_the_probe_notices_a_detokenizer_that_hangs(engine: EngineHandle) -> None:

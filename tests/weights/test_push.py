@@ -456,8 +456,8 @@ def test_an_engine_that_is_gone_is_an_error_and_not_a_hang(engine: EngineHandle)
 
 SGLANG_KNOWS = """
 import inspect, json
-from arpo_megatron.rollout import cpu_standins
-cpu_standins.install()
+from arpo_megatron.engine.server import cpu_stubs
+cpu_stubs.install()
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 from sglang.srt.managers import io_struct
 from sglang.srt.utils import patch_torch

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from arpo_megatron.engine.server import cpu_expert_routes as cpu_routes
 from arpo_megatron.engine.server import cpu_onednn as cpu_products
-from arpo_megatron.engine.server import cpu_stubs as cpu_standins
+from arpo_megatron.engine.server import cpu_stubs
 from arpo_megatron.engine.server import entropy as sglang_plugin
 from arpo_megatron.engine.server import gate as push_gate
 from arpo_megatron.errors import USER_ERROR_EXIT_CODE, UserError
@@ -83,9 +83,9 @@ def _prepare_process() -> None:
     sys.modules["megatron"] = None  # type: ignore[assignment]  # None bars an import
     if _on_cpu(sys.argv):
         os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
-        cpu_standins.install()
+        cpu_stubs.install()
         cpu_routes.register()
-        cpu_products.register()
+        cpu_onednn.register()
     from arpo_megatron.engine.server import checksums as weight_checksums
     from arpo_megatron.engine.server import receive as weight_arrival
 

@@ -1,0 +1,58 @@
+"""How Megatron-Core lays the model over ranks."""
+
+from typing import Literal, Self
+
+from pydantic import model_validator
+from pydantic.dataclasses import dataclass
+
+from arpo_megatron.config import validation as rules
+from arpo_megatron.config.fields import STRICT, Positive
+
+
+@dataclass(frozen=True, config=STRICT)
+class ParallelConfig:
+    """How Megatron-Core lays the model over ranks. World size = tensor * context * pipeline * data."""
+
+    tensor: Positive = 1
+    """Tensor-parallel ranks."""
+    data: Positive = 1
+    """Data-parallel ranks."""
+    pipeline: Positive = 1
+    """Pipeline stages."""
+    virtual_pipeline: Positive = 1
+    """Model chunks a stage (interleaved schedule); above 1 it needs pipeline > 1."""
+    context: Positive = 1
+    """Context-parallel ranks: the tokens of a pack are divided among them."""
+    expert: Positive = 1
+    """Ranks that share out the experts of a mixture-of-experts model; divides tensor * context * data."""
+    sequence: bool = False
+    """Sequence parallelism inside the tensor-parallel group; needs tensor > 1."""
+    distributed_optimizer: bool = False
+    """Divide the optimizer's state among the data-parallel ranks."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Activations computed again in the backward pass: none, those of core attention, or every layer's."""
+
+    @property
+    def world_size(self) -> int:
+        """Number of trainer ranks."""
+        return self.tensor * self.context * self.pipeline * self.data
+
+    @property
+    def expert_tensor(self) -> int:
+        """Tensor-parallel ranks that divide an expert.
+
+        Shared-out experts are whole: the ranks of a divided one would have to gather tokens of unequal number (which
+        gloo cannot) after every exchange, for slices too thin to be fast. Experts that are not shared out are divided
+        like every other matrix, because Megatron sums the gradients of whole ones over data-parallel ranks only.
+        """
+        return self.tensor if self.expert == 1 else 1
+
+    @property
+    def nested_packs(self) -> bool:
+        """Whether packs of a cut tree inherit from each other: pipelines and experts fix another order of passes."""
+        return self.pipeline == 1 and self.expert == 1
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        rules.check_parallel(self)
+        return self
