@@ -6,7 +6,7 @@ Signals have their handlers before anything slow is imported, so a ctrl-C is one
 import sys
 
 from arpo_megatron.errors import USER_ERROR_EXIT_CODE, UserError
-from arpo_megatron.utils.processes import RoleDiedError
+from arpo_megatron.utils.processes import ProcessDiedError
 from arpo_megatron.utils.signals import Interrupted, interrupt_on_signals
 
 _RESUME = "the same command with --resume goes on from the last step"
@@ -30,7 +30,7 @@ def main() -> None:
     except UserError as error:
         print(f"arpo: {error}", file=sys.stderr)
         sys.exit(USER_ERROR_EXIT_CODE)
-    except RoleDiedError as error:
+    except ProcessDiedError as error:
         print(f"arpo: {error}", file=sys.stderr)
         if hint := _how_to_go_on():
             print(f"arpo: with the cause mended, {hint}", file=sys.stderr)

@@ -2,7 +2,7 @@
 
 A part is a frozen dataclass whose fields are its numbers and whose methods are those of the protocol of its plug-in
 point. A package adds one by an entry point in the group of that point (docs/extending.md builds one); the project's own
-stand in `OWN`. Nothing is imported before it is asked for.
+stand in `BUILTIN`. Nothing is imported before it is asked for.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 from arpo_megatron.errors import UserError, did_you_mean
 
 
-class Point(StrEnum):
+class ExtensionPoint(StrEnum):
     """The plug-in points, by the group of their entry points."""
 
     TASK_SELECTOR = "arpo_megatron.task_selectors"
@@ -27,7 +27,7 @@ class Point(StrEnum):
     REWARD_TERM = "arpo_megatron.reward_terms"
     ADVANTAGE = "arpo_megatron.advantages"
     LOSS = "arpo_megatron.losses"
-    STORE = "arpo_megatron.experience_stores"
+    REPLAY = "arpo_megatron.replay_buffers"
     PRESET = "arpo_megatron.presets"
 
     @property
@@ -36,14 +36,14 @@ class Point(StrEnum):
         return self.name.lower().replace("_", " ")
 
 
-OWN: Mapping[Point, Mapping[str, str]] = {
-    Point.TASK_SELECTOR: {
-        "epochs": "arpo_megatron.tasks.selectors.base:TaskSampler",
+BUILTIN: Mapping[ExtensionPoint, Mapping[str, str]] = {
+    ExtensionPoint.TASK_SELECTOR: {
+        "epochs": "arpo_megatron.tasks.selectors.base:EpochSelector",
         "solvable": "arpo_megatron.tasks.selectors.solvable:SolvableTasks",
         "targeted": "arpo_megatron.tasks.selectors.targeted:TargetedTasks",
         "unsaturated": "arpo_megatron.tasks.selectors.unsaturated:UnsaturatedTasks",
     },
-    Point.BRANCH_POLICY: {
+    ExtensionPoint.BRANCH_POLICY: {
         "aepo": "arpo_megatron.algorithms.branching.aepo:AepoPolicy",
         "aepo_reference": "arpo_megatron.algorithms.branching.aepo_reference:AepoReferencePolicy",
         "arpo": "arpo_megatron.algorithms.branching.arpo:ArpoPolicy",
@@ -51,11 +51,11 @@ OWN: Mapping[Point, Mapping[str, str]] = {
         "grpo": "arpo_megatron.algorithms.branching.grpo:GrpoPolicy",
         "random": "arpo_megatron.algorithms.branching.random:RandomPolicy",
     },
-    Point.REWARD: {
+    ExtensionPoint.REWARD: {
         "arpo": "arpo_megatron.rewards.arpo:ArpoReward",
         "arpo_released": "arpo_megatron.rewards.released:ReleasedReward",
     },
-    Point.ADVANTAGE: {
+    ExtensionPoint.ADVANTAGE: {
         "centred": "arpo_megatron.algorithms.advantages.centred:Centred",
         "chunks": "arpo_megatron.algorithms.advantages.chunks:ChunkReturn",
         "entropy_aware": "arpo_megatron.algorithms.advantages.aepo:EntropyAware",
@@ -68,7 +68,7 @@ OWN: Mapping[Point, Mapping[str, str]] = {
         "token_group": "arpo_megatron.algorithms.advantages.token_group:TokenGroup",
         "xrpo": "arpo_megatron.algorithms.advantages.xrpo:NoveltySharpened",
     },
-    Point.LOSS: {
+    ExtensionPoint.LOSS: {
         "aepo": "arpo_megatron.algorithms.losses.aepo:Aepo",
         "bapo": "arpo_megatron.algorithms.losses.bapo:Bapo",
         "cispo": "arpo_megatron.algorithms.losses.cispo:Cispo",
@@ -83,12 +83,12 @@ OWN: Mapping[Point, Mapping[str, str]] = {
         "mix_ppg": "arpo_megatron.algorithms.losses.mix_ppg:MixPpg",
         "ppo": "arpo_megatron.algorithms.losses.ppo:Ppo",
     },
-    Point.STORE: {
+    ExtensionPoint.REPLAY: {
         "rollout_replay": "arpo_megatron.algorithms.replay.rollout_replay:RolloutReplay",
         "self_imitation": "arpo_megatron.algorithms.replay.self_imitation:SelfImitation",
         "success_replay": "arpo_megatron.algorithms.replay.success_replay:SuccessReplay",
     },
-    Point.PRESET: {
+    ExtensionPoint.PRESET: {
         name: f"arpo_megatron.algorithms.presets:{name.upper()}"
         for name in (
             "aepo",
@@ -123,7 +123,7 @@ OWN: Mapping[Point, Mapping[str, str]] = {
             "xrpo",
         )
     },
-    Point.REWARD_TERM: {
+    ExtensionPoint.REWARD_TERM: {
         "eapo": "arpo_megatron.rewards.terms.eapo:GeometricDiscount",
         "fapo": "arpo_megatron.rewards.terms.fapo:FlawedPositive",
         "format": "arpo_megatron.rewards.terms.measures:BrokenFormat",
@@ -137,19 +137,19 @@ OWN: Mapping[Point, Mapping[str, str]] = {
 """The project's own parts: name -> "module:attribute"."""
 
 
-def names(point: Point) -> list[str]:
+def names(point: ExtensionPoint) -> list[str]:
     """Every name that a point knows, sorted."""
-    return sorted({*OWN.get(point, {}), *(entry.name for entry in _installed(point))})
+    return sorted({*BUILTIN.get(point, {}), *(entry.name for entry in _installed(point))})
 
 
-def load(point: Point, name: str) -> Any:
+def load(point: ExtensionPoint, name: str) -> Any:
     """The object of that name.
 
     Raises:
         UserError: nobody offers it, two packages do, or its package cannot be imported.
     """
     offered = [entry for entry in _installed(point) if entry.name == name]
-    if (own := OWN.get(point, {}).get(name)) is not None:
+    if (own := BUILTIN.get(point, {}).get(name)) is not None:
         offered.append(metadata.EntryPoint(name, own, point.value))
     if not offered:
         known = names(point)
@@ -162,23 +162,23 @@ def load(point: Point, name: str) -> Any:
         raise UserError(f"the {point.words} {name!r} cannot be imported from {offered[0].value}: {error}") from None
 
 
-def _installed(point: Point) -> Sequence[metadata.EntryPoint]:
+def _installed(point: ExtensionPoint) -> Sequence[metadata.EntryPoint]:
     return _entry_points(tuple(sys.path))[point]
 
 
 @cache
-def _entry_points(_path: tuple[str, ...]) -> Mapping[Point, Sequence[metadata.EntryPoint]]:
+def _entry_points(_path: tuple[str, ...]) -> Mapping[ExtensionPoint, Sequence[metadata.EntryPoint]]:
     """Of all packages on the path. Looking through them takes 17 ms, and one config asks for a dozen parts."""
     found = metadata.entry_points()
-    return {point: tuple(found.select(group=point.value)) for point in Point}
+    return {point: tuple(found.select(group=point.value)) for point in ExtensionPoint}
 
 
-def numbers_of(part: type) -> list[str]:
+def params_of(part: type) -> list[str]:
     """Names of the fields that a part is made with."""
     return [field.name for field in dataclasses.fields(part) if field.init]
 
 
-def make(point: Point, name: str, given: Mapping[str, Any]) -> Any:
+def make(point: ExtensionPoint, name: str, given: Mapping[str, Any]) -> Any:
     """The part of that name with its numbers: each of its fields from `given`, or its default.
 
     What else `given` holds is for other parts.
@@ -187,7 +187,7 @@ def make(point: Point, name: str, given: Mapping[str, Any]) -> Any:
         UserError: see `load`; or a value is not one that the part can have.
     """
     part = load(point, name)
-    values = {field: given[field] for field in numbers_of(part) if field in given}
+    values = {field: given[field] for field in params_of(part) if field in given}
     types = get_type_hints(part, include_extras=True)
     try:
         for field, value in values.items():
@@ -201,9 +201,9 @@ def make(point: Point, name: str, given: Mapping[str, Any]) -> Any:
         raise UserError(f"{where}: {said}") from None
 
 
-def check_numbers(parts: Sequence[tuple[Point, str]], numbers: Mapping[str, Any]) -> None:
+def check_params(parts: Sequence[tuple[ExtensionPoint, str]], numbers: Mapping[str, Any]) -> None:
     """Raises UserError for a number that none of the chosen parts has."""
-    fields = sorted({field for point, name in parts for field in numbers_of(load(point, name))})
+    fields = sorted({field for point, name in parts for field in params_of(load(point, name))})
     for name in numbers:
         if name not in fields:
             chosen = ", ".join(f"{point.words} {part}" for point, part in parts)

@@ -24,8 +24,8 @@ from arpo_megatron.jobs.checkpoint_dirs import COLD_START_KEPT, resume_from
 from arpo_megatron.jobs.fingerprint import fingerprint
 from arpo_megatron.jobs.inputs import load_conversations, load_data, load_tokenizer, model_path
 from arpo_megatron.jobs.run_directory import RunDirectory, write_json
-from arpo_megatron.models.spec import ModelShape
-from arpo_megatron.monitor.events import EventLog, user_errors_told
+from arpo_megatron.models.spec import ModelSpec
+from arpo_megatron.monitor.events import EventLog, log_user_errors
 from arpo_megatron.monitor.metrics import MetricsLog
 from arpo_megatron.monitor.profiler import StepProfiler, peak_memory_gb
 from arpo_megatron.packing.packs import pack_minibatch
@@ -34,7 +34,7 @@ from arpo_megatron.tasks.synthetic.demonstrations import demonstrate
 from arpo_megatron.tasks.synthetic.families import FAMILIES
 from arpo_megatron.trainer.batch import Minibatch
 from arpo_megatron.trainer.metrics import pack_metrics, speed_metrics, update_metrics
-from arpo_megatron.trainer.skipped_updates import BadUpdate, dump_if_skipped
+from arpo_megatron.trainer.skipped_updates import SkippedUpdate, dump_if_skipped
 from arpo_megatron.tree import RolloutTree
 from arpo_megatron.utils.atomic import written
 from arpo_megatron.utils.rank_main import rank_main
@@ -67,11 +67,13 @@ class Examples:
     skipped_rows: int = 0
 
     @classmethod
-    def of(cls, config: JobConfig, tokenizer: "PreTrainedTokenizerFast", shape: ModelShape) -> Self:
+    def of(cls, config: JobConfig, tokenizer: "PreTrainedTokenizerFast", shape: ModelSpec) -> Self:
         """Conversations of `sft.data`, or demonstrations of the generated tasks (a call of all ranks)."""
         sft_config, seed = config.sft, config.seed
         # The leader alone reads them: 10,000 conversations of 820 tokens are 42 CPU seconds, their trees 37 MB to send.
-        read = parallel.broadcast_object(load_conversations(config, tokenizer, shape) if parallel.is_leader() else None)
+        read = parallel.broadcast_object(
+            load_conversations(config, tokenizer, shape) if parallel.is_rank_zero() else None
+        )
         if read is not None:
             train, held_out = read.split(sft_config.held_out, seed)
             return cls(
@@ -120,7 +122,7 @@ def held_out_loss(actor: Actor, trees: Sequence[RolloutTree], config: JobConfig)
 
 
 @dataclass(slots=True)
-class ColdStart:
+class SftRun:
     """One rank's hold on a cold start."""
 
     config: JobConfig
@@ -157,11 +159,11 @@ class ColdStart:
         if (trace := self.profiler.after(number + 1)) is not None:
             self.events.emit("note", text=f"profile: {trace}")
         made_by = fingerprint(self.config, self.actor.shape)
-        bad = BadUpdate("sft", number, "nll", self.actor.unsound, packs, None, made_by=made_by)
+        bad = SkippedUpdate("sft", number, "nll", self.actor.unsound, packs, None, made_by=made_by)
         self.state.skipped_in_a_row = dump_if_skipped(
             bad if stats.skipped else None,
             self.state.skipped_in_a_row,
-            self.directory.bad_packs,
+            self.directory.skipped_updates,
             self.events,
             leaders=parallel.broadcast_object,
         )
@@ -210,7 +212,7 @@ class ColdStart:
 
     def stopping(self) -> bool:
         """Whether the job is asked to save and end; the same answer on all ranks."""
-        return parallel.broadcast_object(parallel.is_leader() and self.directory.stop.exists())
+        return parallel.broadcast_object(parallel.is_rank_zero() and self.directory.stop.exists())
 
     def stop(self) -> None:
         """Save what is not saved yet."""
@@ -224,7 +226,7 @@ class ColdStart:
     def finish(self, start: Path) -> None:
         """Write the result, then export the model that began as `start`: with the export the cold start is done."""
         self.checkpoints.finish()
-        if parallel.is_leader():
+        if parallel.is_rank_zero():
             result = {
                 "updates": self.actor.updates_done,
                 **asdict(self.state),
@@ -234,8 +236,8 @@ class ColdStart:
             }
             with written(self.directory.sft_result, resume_from(self.directory.sft_checkpoints)):
                 write_json(self.directory.sft_result, {name: _finite(value) for name, value in result.items()})
-        with written(self.directory.cold_start, resume_from(self.directory.sft_checkpoints)):
-            export_hf(self.actor.chunks, self.actor.shape, start, self.directory.cold_start)
+        with written(self.directory.sft_model, resume_from(self.directory.sft_checkpoints)):
+            export_hf(self.actor.chunks, self.actor.shape, start, self.directory.sft_model)
 
 
 def _finite(value: float | None) -> float | None:
@@ -244,15 +246,15 @@ def _finite(value: float | None) -> float | None:
 
 
 def sft(directory: RunDirectory) -> None:
-    """Train from the last checkpoint of the cold start to its end, then export to `directory.cold_start`."""
+    """Train from the last checkpoint of the cold start to its end, then export to `directory.sft_model`."""
     config = resolve.load(directory.config)
-    leading = parallel.is_leader()
+    leading = parallel.is_rank_zero()
     events = EventLog(directory.events, enabled=leading)
     start = model_path(config, directory)
     tokenizer = load_tokenizer(start)
-    shape = ModelShape.from_hf(start)
+    shape = ModelSpec.from_hf(start)
     window = config.monitor.profile_steps if leading or config.monitor.profile_ranks == "all" else None
-    run = ColdStart(
+    run = SftRun(
         config=config,
         directory=directory,
         actor=Actor(config, shape, start, optimizer=config.sft.optimizer, total_updates=config.sft.steps),
@@ -260,7 +262,7 @@ def sft(directory: RunDirectory) -> None:
         checkpoints=CheckpointStore(directory.sft_checkpoints, COLD_START_KEPT),
         events=events,
         metrics=MetricsLog(directory.path, config, phase="sft") if leading else None,
-        profiler=StepProfiler(window, directory.profile / "cold_start", parallel.rank()),
+        profiler=StepProfiler(window, directory.profile / "sft", parallel.rank()),
     )
     run.resume()
     events.emit("phase", name="cold start", step=0)
@@ -270,7 +272,7 @@ def sft(directory: RunDirectory) -> None:
         done = run.actor.updates_done
         if done % REPORT_EVERY == 0 or done == config.sft.steps:
             seconds = round(time.monotonic() - started, 1)
-            events.emit("cold_start", update=done, updates=config.sft.steps, loss=run.state.loss, seconds=seconds)
+            events.emit("sft", update=done, updates=config.sft.steps, loss=run.state.loss, seconds=seconds)
         run.save()
         if done < config.sft.steps and run.stopping():
             run.stop()
@@ -287,7 +289,7 @@ def main() -> None:
     """Entry point of every trainer rank."""
     directory = RunDirectory(Path(sys.argv[1]))
     config = resolve.load(directory.config)
-    with user_errors_told(directory.events):
+    with log_user_errors(directory.events):
         parallel.initialize(config.parallel, config.seed)
         sft(directory)
         parallel.destroy()

@@ -9,8 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from arpo_megatron.jobs.run_directory import RunDirectory
-from arpo_megatron.monitor.events import user_errors_told
-from arpo_megatron.trainer.batch import minibatches_of, share, with_reference
+from arpo_megatron.monitor.events import log_user_errors
+from arpo_megatron.trainer.batch import add_reference_logprobs, build_batches, share
 from arpo_megatron.trainer.consistency import check_on_policy
 from arpo_megatron.trainer.run import TrainingRun
 from arpo_megatron.trainer.setup import training_run
@@ -27,8 +27,8 @@ def train(run: TrainingRun) -> None:
         with run.phase("rollout"):
             scored = run.grow()
         with run.phase("logprobs"):
-            minibatches = share(minibatches_of(scored, config, run.actor.shape))
-            minibatches = with_reference(run.actor, minibatches)
+            minibatches = share(build_batches(scored, config, run.actor.shape))
+            minibatches = add_reference_logprobs(run.actor, minibatches)
             old_scores = [run.actor.scores(minibatch.packs) for minibatch in minibatches]
         with run.phase("update"):
             updates = [
@@ -47,7 +47,7 @@ def train(run: TrainingRun) -> None:
 def main() -> None:
     """Entry point of every trainer rank."""
     directory = RunDirectory(Path(sys.argv[1]))
-    with user_errors_told(directory.events), training_run(directory) as run, suppress(StoppedError):
+    with log_user_errors(directory.events), training_run(directory) as run, suppress(StoppedError):
         train(run)
 
 

@@ -85,15 +85,15 @@ def deep_search_large() -> JobConfig:
     return replace(
         job,
         model=replace(job.model, max_length=2000 + 6192),
-        algorithm=replace(job.algorithm, samples=12, initial=6),
+        algorithm=replace(job.algorithm, group_size=12, initial_rollouts=6),
         rollout=replace(job.rollout, max_response_tokens=6192),
         train=replace(job.train, steps=5 * 900 // 64, tasks_per_step=64),
     )
 
 
-def cold_start() -> JobConfig:
+def sft() -> JobConfig:
     """Supervised training on conversations: 3 epochs of 54,000 in batches of 64, cosine from 7e-6, 15,000 tokens."""
-    job = _cluster("cold_start")
+    job = _cluster("sft")
     return replace(
         job,
         model=replace(job.model, max_length=15000),

@@ -27,7 +27,7 @@ def recipe() -> JobConfig:
             careless=0.5,
             optimizer=OptimizerConfig(lr=2e-3, schedule="linear", warmup_fraction=0.08, beta2=0.98),
         ),
-        algorithm=AlgorithmConfig(samples=8, initial=4, clip_high=0.28, entropy_tokens=8, minibatches=2),
+        algorithm=AlgorithmConfig(group_size=8, initial_rollouts=4, clip_high=0.28, entropy_tokens=8, minibatches=2),
         rollout=RolloutConfig(max_tool_calls=3, max_response_tokens=128, max_tool_tokens=48),
         optimizer=OptimizerConfig(lr=3e-4, schedule="linear"),
         train=TrainConfig(steps=28, tasks_per_step=16, token_budget=4096),

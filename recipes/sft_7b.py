@@ -8,7 +8,7 @@ Model: Qwen/Qwen2.5-7B-Instruct. Data: rows with `messages`, such as dongguantin
 from dataclasses import replace
 
 from arpo_megatron.config import JobConfig
-from arpo_megatron.recipes._bases import cold_start as base
+from arpo_megatron.recipes._bases import sft as base
 from arpo_megatron.recipes._layouts import FP8, Layout, Variant, variants
 
 LAYOUTS = {

@@ -11,16 +11,16 @@ from arpo_megatron.recipes.quickstart import recipe as quickstart
 
 VARIANTS: dict[str, Variant] = {
     "grpo": {"algorithm.name": "grpo"},
-    "grpo_equal_calls": {"algorithm.name": "grpo", "algorithm.samples": 6},
+    "grpo_equal_calls": {"algorithm.name": "grpo", "algorithm.group_size": 6},
     "random": {"algorithm.name": "random"},
     "arpo_reference": {"algorithm.name": "arpo_reference"},
     "aepo": {"algorithm.name": "aepo"},
     "weight_0": {"algorithm.entropy_weight": 0.0},
     "weight_02": {"algorithm.entropy_weight": 0.2},
     "weight_5": {"algorithm.entropy_weight": 5.0},
-    "initial_2": {"algorithm.initial": 2},
-    "initial_6": {"algorithm.initial": 6},
-    "beam_4": {"algorithm.beam": 4},
+    "initial_2": {"algorithm.initial_rollouts": 2},
+    "initial_6": {"algorithm.initial_rollouts": 6},
+    "beam_4": {"algorithm.beam_size": 4},
 }
 """Arms of the studies. `grpo_equal_calls` has as many samples as make it execute about the calls of `arpo` in a step.
 The entropy weight of the paper, 0.2, is meant for 20 tokens of a turn. Here few of the eight measured are uncertain
@@ -38,7 +38,7 @@ def recipe() -> JobConfig:
         model=replace(job.model, layers=3),
         sft=replace(job.sft, steps=500, batch=48, careless=0.6),
         algorithm=AlgorithmConfig(
-            samples=8, initial=4, entropy_weight=2.0, clip_high=0.28, entropy_tokens=8, minibatches=2
+            group_size=8, initial_rollouts=4, entropy_weight=2.0, clip_high=0.28, entropy_tokens=8, minibatches=2
         ),
         rollout=RolloutConfig(max_tool_calls=5, max_response_tokens=168, max_tool_tokens=48),
         optimizer=replace(job.optimizer, lr=1e-4),

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 from arpo_megatron.algorithms.papers import table
 from arpo_megatron.cluster.profile import ClusterProfile
 from arpo_megatron.config import JobConfig
-from arpo_megatron.registry import OWN, Point, load
+from arpo_megatron.registry import BUILTIN, ExtensionPoint, load
 from arpo_megatron.trainer.metric_docs import attributes, metrics
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
@@ -64,14 +64,14 @@ def render_algorithms(page: str) -> str:
 
 
 def _presets() -> str:
-    parts = ("selector", "branching", "advantage", "loss", "store")
+    parts = ("selector", "branching", "advantage", "loss", "replay")
     rows = ["| `algorithm.name` | method | parts | other values |", "| --- | --- | --- | --- |"]
-    for name in OWN[Point.PRESET]:
-        found = load(Point.PRESET, name)
+    for name in BUILTIN[ExtensionPoint.PRESET]:
+        found = load(ExtensionPoint.PRESET, name)
         values = {key.removeprefix("algorithm."): value for key, value in found.values.items()}
-        usual = {"selector": "epochs", "store": None}
+        usual = {"selector": "epochs", "replay": None}
         named = [f"{part} `{values[part]}`" for part in parts if values[part] != usual.get(part, "")]
-        plain = {"attribution": "soft", "aggregation": "token-mean", "drop_groups_without_signal": False}
+        plain = {"shared_advantage": "soft", "loss_aggregation": "token-mean", "drop_groups_without_signal": False}
         others = [f"`{k}={_plain(v)}`" for k, v in values.items() if k not in parts and plain.get(k, "") != v]
         rows.append(f"| `{name}` | {found.about} | {', '.join(named)} | {', '.join(others)} |")
     return "\n".join(["", *rows, "", ""])
@@ -80,13 +80,13 @@ def _presets() -> str:
 def _parts() -> str:
     lines = [""]
     for point, key in (
-        (Point.BRANCH_POLICY, "branching"),
-        (Point.ADVANTAGE, "advantage"),
-        (Point.LOSS, "loss"),
-        (Point.TASK_SELECTOR, "selector"),
-        (Point.STORE, "store"),
+        (ExtensionPoint.BRANCH_POLICY, "branching"),
+        (ExtensionPoint.ADVANTAGE, "advantage"),
+        (ExtensionPoint.LOSS, "loss"),
+        (ExtensionPoint.TASK_SELECTOR, "selector"),
+        (ExtensionPoint.REPLAY, "replay"),
     ):
-        for name in OWN[point]:
+        for name in BUILTIN[point]:
             lines += _part(f"{key}={name}", load(point, name))
     return "\n".join(lines)
 

@@ -11,7 +11,7 @@ from arpo_megatron.errors import UserError
 from arpo_megatron.jobs import resolve
 from arpo_megatron.jobs.explain import render, sources
 from arpo_megatron.jobs.inputs import check_inputs
-from arpo_megatron.models.known import KNOWN_SHAPES, shape_of
+from arpo_megatron.models.known import KNOWN_MODELS, shape_of
 
 
 def value(job: JobConfig, key: str) -> object:
@@ -40,7 +40,7 @@ def test_a_recipe_has_the_hyper_parameters_of_the_released_scripts(recipe: str) 
     job = resolve.resolve(recipe)
     forks, prompts, minibatch, (prompt, response), calls = RELEASED[recipe]
     algorithm = job.algorithm
-    assert (algorithm.samples, algorithm.initial, algorithm.beam) == forks
+    assert (algorithm.group_size, algorithm.initial_rollouts, algorithm.beam_size) == forks
     assert (algorithm.branch_probability, algorithm.entropy_weight) == (0.5, 0.2)
     assert (job.train.tasks_per_step, job.train.tasks_per_step // algorithm.minibatches) == (prompts, minibatch)
     assert (job.data.max_prompt_tokens, job.rollout.max_response_tokens) == (prompt, response)
@@ -48,7 +48,11 @@ def test_a_recipe_has_the_hyper_parameters_of_the_released_scripts(recipe: str) 
     assert (job.rollout.max_tool_calls, job.rollout.temperature, job.rollout.top_p) == (calls, 1.0, 1.0)
     assert (job.optimizer.lr, job.optimizer.schedule, job.optimizer.weight_decay) == (1e-6, "constant", 0.01)
     assert (algorithm.clip_low, algorithm.clip_high, algorithm.dual_clip) == (0.2, 0.2, 3.0)
-    assert (algorithm.kl_coefficient, algorithm.entropy_coefficient, algorithm.aggregation) == (0.0, 0.0, "token-mean")
+    assert (algorithm.kl_coefficient, algorithm.entropy_coefficient, algorithm.loss_aggregation) == (
+        0.0,
+        0.0,
+        "token-mean",
+    )
 
 
 def test_the_cold_start_has_those_of_the_paper() -> None:
@@ -117,13 +121,13 @@ def test_show_names_the_source_of_each_value(tmp_path: Path) -> None:
     [
         ("aepo", "algorithm.name=dapo", {}),
         ("reinforce_plus_plus", "algorithm.name=aepo", FROM_AEPO),
-        ("aepo", "algorithm.numbers.probe_slope=1", FROM_AEPO | {"probe_slope": "word"}),
+        ("aepo", "algorithm.params.probe_slope=1", FROM_AEPO | {"probe_slope": "word"}),
     ],
 )
 def test_show_names_the_source_of_each_number_of_a_method(variant: str, word: str, expected: dict[str, str]) -> None:
     text = render(f"deepsearch_14b+{variant}", words=[word])
     section = text.partition("\nalgorithm:\n")[2].partition("\n  samples:")[0]
-    numbers = section.partition("  numbers:")[2].splitlines()
+    numbers = section.partition("  params:")[2].splitlines()
     assert numbers.pop(0).strip() == ("" if expected else "{}")
     assert {line.split(":")[0].strip(): line.partition("# ")[2] for line in numbers} == expected
 
@@ -147,7 +151,7 @@ def test_a_job_without_its_weights_is_told_what_to_fetch() -> None:
 
 
 def test_other_weights_than_the_recipe_is_for_are_refused(tmp_path: Path) -> None:
-    shape = KNOWN_SHAPES["Qwen/Qwen3-8B"]
+    shape = KNOWN_MODELS["Qwen/Qwen3-8B"]
     config = {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",

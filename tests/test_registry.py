@@ -9,7 +9,7 @@ from arpo_megatron.algorithms.branching import first_trajectories
 from arpo_megatron.errors import UserError
 from arpo_megatron.jobs.resolve import resolve
 from arpo_megatron.plan.workload import _mix
-from arpo_megatron.registry import OWN, Point, check_numbers, load, make, names
+from arpo_megatron.registry import BUILTIN, ExtensionPoint, check_params, load, make, names
 
 MODULE = """
 from dataclasses import dataclass
@@ -41,22 +41,22 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: a-reward-of-others\nVersion: 1.0\n")
     entries = ["half = a_reward_of_others:Half", "arpo = a_reward_of_others:Half", "gone = a_reward_of_others:Gone"]
-    policies = [f"[{Point.BRANCH_POLICY}]", "apart = a_reward_of_others:Apart"]
-    (info / "entry_points.txt").write_text("\n".join([f"[{Point.REWARD}]", *entries, *policies]))
+    policies = [f"[{ExtensionPoint.BRANCH_POLICY}]", "apart = a_reward_of_others:Apart"]
+    (info / "entry_points.txt").write_text("\n".join([f"[{ExtensionPoint.REWARD}]", *entries, *policies]))
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "a_reward_of_others", raising=False)
 
 
 def test_every_own_part_can_be_loaded() -> None:
-    for point, parts in OWN.items():
+    for point, parts in BUILTIN.items():
         for name in parts:
             assert load(point, name) is not None
 
 
 @pytest.mark.usefixtures("installed")
 def test_a_package_adds_a_part_by_an_entry_point() -> None:
-    assert "half" in names(Point.REWARD)
-    assert make(Point.REWARD, "half", {"tool_bonus": 2, "another": 1}).tool_bonus == 2.0
+    assert "half" in names(ExtensionPoint.REWARD)
+    assert make(ExtensionPoint.REWARD, "half", {"tool_bonus": 2, "another": 1}).tool_bonus == 2.0
 
 
 @pytest.mark.usefixtures("installed")
@@ -70,24 +70,26 @@ def test_a_package_adds_a_part_by_an_entry_point() -> None:
 )
 def test_what_cannot_be_loaded_is_one_line(name: str, parts: list[str]) -> None:
     with pytest.raises(UserError) as caught:
-        load(Point.REWARD, name)
+        load(ExtensionPoint.REWARD, name)
     text = str(caught.value)
     assert all(part in text for part in parts) and "\n" not in text, text
 
 
 @pytest.mark.usefixtures("installed")
 def test_a_policy_of_others_that_never_forks_is_checked_and_planned_as_such() -> None:
-    words = ["algorithm.branching=apart", "algorithm.samples=4", "algorithm.initial=8", "reward.kind=half"]
+    words = ["algorithm.branching=apart", "algorithm.group_size=4", "algorithm.initial_rollouts=8", "reward.kind=half"]
     config = resolve("quickstart", words=words)
     assert first_trajectories(config.algorithm) == 4
     assert _mix(config, 1.0).initial == 4
-    with pytest.raises(UserError, match=r"algorithm\.initial=8 exceeds algorithm\.samples=4, and .*=random begins"):
+    with pytest.raises(
+        UserError, match=r"algorithm\.initial_rollouts=8 exceeds algorithm\.group_size=4, and .*=random begins"
+    ):
         resolve("quickstart", words=["algorithm.branching=random", *words[1:]])
 
 
 def test_numbers_belong_to_a_part_and_have_its_types() -> None:
-    check_numbers([(Point.REWARD, "arpo")], {"tool_bonus": 1})
+    check_params([(ExtensionPoint.REWARD, "arpo")], {"tool_bonus": 1})
     with pytest.raises(UserError, match=r"tool_bonsu.*did you mean tool_bonus"):
-        check_numbers([(Point.REWARD, "arpo")], {"tool_bonsu": 1})
+        check_params([(ExtensionPoint.REWARD, "arpo")], {"tool_bonsu": 1})
     with pytest.raises(UserError, match=r"reward arpo: tool_bonus: .*number"):
-        make(Point.REWARD, "arpo", {"tool_bonus": "much"})
+        make(ExtensionPoint.REWARD, "arpo", {"tool_bonus": "much"})

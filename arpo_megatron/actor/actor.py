@@ -17,7 +17,7 @@ from megatron.core.distributed import DistributedDataParallel, finalize_model_gr
 from torch import Tensor
 
 from arpo_megatron.actor.losses import linear_loss, policy_loss
-from arpo_megatron.actor.microbatch import MicroBatch, MicroBatches, Place
+from arpo_megatron.actor.microbatch import ContextShard, MicroBatch, MicroBatches
 from arpo_megatron.actor.model import DTYPES, TreeGPTModel, build_chunks
 from arpo_megatron.actor.moe_router import ExpertBalance, begin_pass, finish_pass
 from arpo_megatron.actor.optimizer import build_optimizer, build_scheduler, clipped_step, gradient_buffers
@@ -27,11 +27,11 @@ from arpo_megatron.actor.schedule import Finish, run_nested, run_pipeline
 from arpo_megatron.actor.statistics import WIDTH, UpdateStats
 from arpo_megatron.actor.te_layers import Fp8
 from arpo_megatron.actor.training_state import Snapshot, load_training_state, snapshot
-from arpo_megatron.algorithms.base import Course, TokenLoss
+from arpo_megatron.algorithms.base import TokenLoss, TrainingProgress
 from arpo_megatron.algorithms.components import make_loss
 from arpo_megatron.algorithms.credit import Loss
 from arpo_megatron.config import JobConfig, OptimizerConfig
-from arpo_megatron.models.spec import ModelShape
+from arpo_megatron.models.spec import ModelSpec
 from arpo_megatron.packing.balance import CostModel
 from arpo_megatron.packing.layout import new_pack, without_routes
 from arpo_megatron.packing.packs import TreePack, last_uses
@@ -71,7 +71,7 @@ class Actor:
     def __init__(
         self,
         config: JobConfig,
-        shape: ModelShape,
+        shape: ModelSpec,
         model_path: Path | None,
         *,
         optimizer: OptimizerConfig | None,
@@ -103,7 +103,7 @@ class Actor:
             chunk.config.finalize_model_grads_func = _sum_gradients
             chunk.config.no_sync_func = None if len(self.chunks) == 1 else [w.no_sync for w in self._wrapped]
         self.unsound: list[int] = []
-        self.course = Course()
+        self.course = TrainingProgress()
         self._optimizer_config = optimizer
         self.optimizer: Any = None
         self.scheduler: Any = None
@@ -320,10 +320,10 @@ class Actor:
         )
 
     @property
-    def _place(self) -> Place:
+    def _place(self) -> ContextShard:
         parallel = self.config.parallel
         rank, cost = parallel_state.get_context_parallel_rank(), CostModel.of(self.shape)
-        return Place(rank, parallel.context, self.config.pack_multiple, cost)
+        return ContextShard(rank, parallel.context, self.config.pack_multiple, cost)
 
     def _sum(self, values: Tensor, operation: Any = dist.ReduceOp.SUM) -> Tensor:
         """Combine over ranks that hold different targets; stages before the last one bring zeros."""

@@ -77,7 +77,7 @@ class SaveReport:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class ResumePoint:
     """Where to go on from.
 
     Attributes:
@@ -96,7 +96,7 @@ class Found:
 
 def damage_of(path: Path) -> list[str]:
     """What is wrong with a checkpoint, a phrase each; all ranks read a share of it and get the same answer."""
-    records, unreadable = parallel.broadcast_object(_manifest(path) if parallel.is_leader() else ([], ""))
+    records, unreadable = parallel.broadcast_object(_manifest(path) if parallel.is_rank_zero() else ([], ""))
     if unreadable:
         return [unreadable]
     ranks = dist.get_world_size() if dist.is_initialized() else 1
@@ -104,7 +104,7 @@ def damage_of(path: Path) -> list[str]:
     return [phrase for part in parallel.gather_objects(damage(path, mine)) for phrase in part]
 
 
-def newest_whole(root: Path) -> Found:
+def newest_whole(root: Path) -> ResumePoint:
     """Check the checkpoints at `root` from the newest down to the first that is whole; all ranks call it.
 
     Raises:
@@ -113,12 +113,12 @@ def newest_whole(root: Path) -> Found:
     refused: list[tuple[Path, str]] = []
     for path in parallel.broadcast_object(checkpoint_directories(root)[::-1]):
         if not (phrases := damage_of(path)):
-            return Found(path, tuple(refused))
+            return ResumePoint(path, tuple(refused))
         refused.append((path, phrases[0] + (f" and {len(phrases) - 1} more" if len(phrases) > 1 else "")))
     if refused:
-        told = "; ".join(Found(None, tuple(refused)).told)
+        told = "; ".join(ResumePoint(None, tuple(refused)).told)
         raise UserError(f"no checkpoint in {root} is whole ({told}): restore one, or delete them all")
-    return Found(None)
+    return ResumePoint(None)
 
 
 class CheckpointStore:
@@ -138,7 +138,7 @@ class CheckpointStore:
         self._reports: list[SaveReport] = []
         self._failed_in_a_row = 0
         self._last_error = ""
-        if parallel.is_leader():
+        if parallel.is_rank_zero():
             root.mkdir(parents=True, exist_ok=True)
             for stale in root.glob("step_*.tmp"):  # a stranger's file of another name does no harm
                 shutil.rmtree(stale) if stale.is_dir() else stale.unlink()
@@ -192,14 +192,14 @@ class CheckpointStore:
             self._note(self._writing.wait())
             self._writing = None
 
-    def resume_point(self) -> Found:
+    def resume_point(self) -> ResumePoint:
         """`newest_whole`; damaged newer ones are set aside as `step_N.damaged`, so they crowd out nothing.
 
         Raises:
             UserError: there are checkpoints, but none is whole.
         """
         found = newest_whole(self.root)
-        if parallel.is_leader():
+        if parallel.is_rank_zero():
             for path, _ in found.refused:
                 replace_directory(path, path.with_name(path.name + ".damaged"))
         parallel.gather_objects(None, _GROUP)
@@ -278,7 +278,7 @@ class _Writing:
             joined = [each for _, _, part in parts for each in part]
             last = _on_leader(lambda: self._complete([each for _, each, _ in parts], joined), _GROUP)
             errors = [last] if last else []
-        if errors and parallel.is_leader():
+        if errors and parallel.is_rank_zero():
             shutil.rmtree(self._partial, ignore_errors=True)
         return errors[0] if errors else ""
 
@@ -309,7 +309,7 @@ def _manifest(path: Path) -> tuple[list[FileRecord], str]:
 def _on_leader(action: Callable[[], None], group: str) -> str:
     """Do it on the leader; on all ranks why it failed, or nothing."""
     error = ""
-    if parallel.is_leader():
+    if parallel.is_rank_zero():
         try:
             action()
         except Exception as failure:

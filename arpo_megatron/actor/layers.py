@@ -19,7 +19,7 @@ from arpo_megatron.actor.linear import CpuColumnParallelLinear, CpuRowParallelLi
 from arpo_megatron.actor.moe_router import TreeTopKRouter
 from arpo_megatron.actor.te_layers import te_layer, te_norm, uses_transformer_engine
 from arpo_megatron.config import ParallelConfig
-from arpo_megatron.models.spec import ModelShape
+from arpo_megatron.models.spec import ModelSpec
 
 
 class RMSNorm(nn.Module):
@@ -64,7 +64,7 @@ def block_spec(config: TransformerConfig, stage: int | None = None) -> Transform
     return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=RMSNorm)
 
 
-def expert_fields(shape: ModelShape, parallel: ParallelConfig, balance_coefficient: float) -> dict[str, Any]:
+def expert_fields(shape: ModelSpec, parallel: ParallelConfig, balance_coefficient: float) -> dict[str, Any]:
     """The fields of TransformerConfig for a mixture of experts; almost none for a dense model.
 
     Tokens travel by all-to-all, because expert-parallel ranks hold packs of different lengths and the all-gather

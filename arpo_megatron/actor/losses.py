@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from arpo_megatron.actor.statistics import PolicyStats
-from arpo_megatron.algorithms.base import Course, LossTokens, TokenLoss
+from arpo_megatron.algorithms.base import LossTokens, TokenLoss, TrainingProgress
 from arpo_megatron.algorithms.importance import MAX_LOG_RATIO
 from arpo_megatron.config import AlgorithmConfig
 
@@ -19,7 +19,7 @@ def policy_loss(
     weight: Tensor,
     config: AlgorithmConfig,
     reference_logprobs: Tensor | None = None,
-    course: Course | None = None,
+    course: TrainingProgress | None = None,
 ) -> tuple[Tensor, PolicyStats]:
     """A token-level loss of a tree: one term a shared token that equals the sum over all its flattened copies.
 
@@ -44,7 +44,9 @@ def policy_loss(
     """
     log_ratio = (logprobs - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio = log_ratio.exp()
-    factors = loss.factors(LossTokens(logprobs, ratio, entropies, positive, negative, weight, course or Course()))
+    factors = loss.factors(
+        LossTokens(logprobs, ratio, entropies, positive, negative, weight, course or TrainingProgress())
+    )
     policy = -(positive * factors.gain + negative * factors.cost).sum()
     if factors.penalty is not None:
         policy = policy + (weight * factors.penalty).sum()
@@ -81,7 +83,7 @@ def linear_loss(
     config: AlgorithmConfig | None = None,
     reference_logprobs: Tensor | None = None,
 ) -> tuple[Tensor, PolicyStats]:
-    """-sum(coefficient * logprob): supervised training, and losses of whole minibatches (`base.MinibatchLoss`).
+    """-sum(coefficient * logprob): supervised training, and losses of whole minibatches (`base.BatchLoss`).
 
     Args:
         logprobs: float[m] in nats.

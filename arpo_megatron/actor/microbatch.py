@@ -44,7 +44,7 @@ class MicroBatch:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ContextShard:
     """This rank among those that share a pack.
 
     Attributes:
@@ -74,7 +74,7 @@ class MicroBatches:
         self,
         packs: Sequence[TreePack],
         old_logprobs: Sequence[Float32Array] | None,
-        place: Place = Place(),
+        place: ContextShard = ContextShard(),
         reference_logprobs: Sequence[Float32Array] | None = None,
     ) -> None:
         self._packs = packs
@@ -174,7 +174,7 @@ class _Local:
     order: tuple[list[int], list[int]]
 
     @classmethod
-    def of(cls, pack: TreePack, place: Place) -> "_Local":
+    def of(cls, pack: TreePack, place: ContextShard) -> "_Local":
         shares, counts, length = _divided(pack, place)
         sizes: list[int] = []
         starts: list[tuple[int, int]] = []  # of each block: where it begins in the pack, and its piece
@@ -198,13 +198,13 @@ class _Local:
         return local[here], here
 
 
-def padding_of(pack: TreePack, place: Place) -> int:
+def padding_of(pack: TreePack, place: ContextShard) -> int:
     """Tokens of padding that the ranks of a pack add to it."""
     _, counts, length = _divided(pack, place)
     return length * place.ranks - sum(counts)
 
 
-def _divided(pack: TreePack, place: Place) -> tuple[list[list[Span]], list[int], int]:
+def _divided(pack: TreePack, place: ContextShard) -> tuple[list[list[Span]], list[int], int]:
     """The blocks of each rank, its tokens, and the tokens of every rank with padding."""
     shares = share_blocks(pack.subtree_end, pack.inherited, place.ranks, place.cost)
     counts = [sum(stop - start for start, stop in share) for share in shares]

@@ -23,7 +23,7 @@ from arpo_megatron.actor.layers import block_spec, expert_fields
 from arpo_megatron.actor.logprobs import target_logprobs
 from arpo_megatron.actor.te_layers import NO_FP8, Fp8, te_fields
 from arpo_megatron.config import ParallelConfig
-from arpo_megatron.models.spec import ModelShape
+from arpo_megatron.models.spec import ModelSpec
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 """Names of parameter types; float64 is for tests of exactness."""
@@ -81,7 +81,7 @@ class TreeGPTModel(GPTModel):  # type: ignore[misc]  # Megatron has no types
 
 
 def build_chunks(
-    shape: ModelShape,
+    shape: ModelSpec,
     parallel: ParallelConfig,
     dtype: str | torch.dtype,
     *,
@@ -106,7 +106,7 @@ def build_chunks(
 
 
 def build_model(
-    shape: ModelShape,
+    shape: ModelSpec,
     parallel: ParallelConfig,
     dtype: str | torch.dtype,
     *,
@@ -182,7 +182,7 @@ def _mark_divided(model: TreeGPTModel) -> None:
 
 
 def transformer_config(
-    shape: ModelShape,
+    shape: ModelSpec,
     parallel: ParallelConfig,
     dtype: torch.dtype,
     *,

@@ -104,7 +104,7 @@ def device() -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
 
-def is_leader() -> bool:
+def is_rank_zero() -> bool:
     """Whether this is rank 0, which talks to the rollout service and to the engine."""
     return rank() == _LEADER
 
@@ -131,7 +131,7 @@ def broadcast_object(obj: Object | None, name: str = "control") -> Object:
     members = group(name)
     if members is None:
         return obj  # type: ignore[return-value]  # a lone process is the leader, whose object is one
-    box = [obj if is_leader() else None]
+    box = [obj if is_rank_zero() else None]
     dist.broadcast_object_list(box, src=_LEADER, group=members)
     return box[0]  # type: ignore[return-value]  # the leader's by now
 

@@ -7,7 +7,7 @@ A step goes through them in this order:
                                                                            -> a factor of A on each token
     tree_credits          A, weights w of the trajectories                 -> pos, neg, w of each token (credit.py)
     TokenLoss             in the pass: ratio, entropy of each token        -> what pos and neg are multiplied by
-    or MinibatchLoss      before it, on the leader: the whole minibatch    -> a coefficient of each token's log-prob
+    or BatchLoss      before it, on the leader: the whole minibatch    -> a coefficient of each token's log-prob
 """
 
 from collections.abc import Sequence
@@ -94,7 +94,7 @@ class TokenScaling(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Course:
+class TrainingProgress:
     """Where a run stands, for losses that change in its course.
 
     Attributes:
@@ -129,7 +129,7 @@ class LossTokens:
     positive: "Tensor"
     negative: "Tensor"
     weight: "Tensor"
-    course: Course = Course()
+    course: TrainingProgress = TrainingProgress()
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +178,7 @@ class MinibatchValue:
 
 
 @runtime_checkable
-class MinibatchLoss(Protocol):
+class BatchLoss(Protocol):
     """A loss that is linear in the log-probs once something of the whole minibatch is known, such as ratios. Pure.
 
     One whose ratios are to the policies that sampled says so by `corrects_for_sampling = True` (a ClassVar): it may be
@@ -189,4 +189,4 @@ class MinibatchLoss(Protocol):
         """Computed on the leader; `batch.logprobs` cost a pass of their own before every update but a step's first."""
 
 
-PolicyLoss = TokenLoss | MinibatchLoss
+PolicyLoss = TokenLoss | BatchLoss

@@ -4,39 +4,39 @@ from arpo_megatron.algorithms.base import AdvantageEstimator, PolicyLoss, TokenL
 from arpo_megatron.algorithms.branching import first_trajectories
 from arpo_megatron.config import AlgorithmConfig, JobConfig
 from arpo_megatron.errors import UserError
-from arpo_megatron.registry import Point, check_numbers, load, make
+from arpo_megatron.registry import ExtensionPoint, check_params, load, make
 
 
 def make_estimator(config: AlgorithmConfig) -> AdvantageEstimator:
     """The part that `algorithm.advantage` names. Raises UserError."""
-    estimator: AdvantageEstimator = make(Point.ADVANTAGE, config.advantage, config.given())
+    estimator: AdvantageEstimator = make(ExtensionPoint.ADVANTAGE, config.advantage, config.given())
     return estimator
 
 
 def make_loss(config: AlgorithmConfig) -> PolicyLoss:
     """The part that `algorithm.loss` names. Raises UserError."""
-    loss: PolicyLoss = make(Point.LOSS, config.loss, config.given())
+    loss: PolicyLoss = make(ExtensionPoint.LOSS, config.loss, config.given())
     return loss
 
 
-def chosen(config: AlgorithmConfig) -> list[tuple[Point, str]]:
+def chosen(config: AlgorithmConfig) -> list[tuple[ExtensionPoint, str]]:
     """The parts of a method: plug-in point and name."""
     return [
-        (Point.TASK_SELECTOR, config.selector),
-        (Point.BRANCH_POLICY, config.branching),
-        (Point.ADVANTAGE, config.advantage),
-        (Point.LOSS, config.loss),
-        *([] if config.store is None else [(Point.STORE, config.store)]),
+        (ExtensionPoint.TASK_SELECTOR, config.selector),
+        (ExtensionPoint.BRANCH_POLICY, config.branching),
+        (ExtensionPoint.ADVANTAGE, config.advantage),
+        (ExtensionPoint.LOSS, config.loss),
+        *([] if config.replay is None else [(ExtensionPoint.REPLAY, config.replay)]),
     ]
 
 
-def check_parts(job: JobConfig) -> None:
+def check_components(job: JobConfig) -> None:
     """That all parts exist and take their numbers. Raises UserError: one line that says what is wrong."""
     config = job.algorithm
     parts = chosen(config)
     for point, name in parts:
         load(point, name)
-    check_numbers(parts, config.numbers)
+    check_params(parts, config.params)
     first_trajectories(config)
     loss, estimator = make_loss(config), make_estimator(config)
     if isinstance(estimator, TokenScaling) and not isinstance(loss, TokenLoss):
@@ -46,14 +46,14 @@ def check_parts(job: JobConfig) -> None:
     if config.trajectory_weight_limit is None and not getattr(loss, "corrects_for_sampling", False):
         _check_on_policy(job)
     for point, name in parts:
-        if point is Point.STORE:
+        if point is ExtensionPoint.REPLAY:
             make(point, name, config.given())
 
 
 def _check_on_policy(job: JobConfig) -> None:
     """That nothing is trained that older weights have sampled: neither loss nor weights correct for it."""
     remedy = "trains what older weights sampled: correct for it with algorithm.trajectory_weight_limit=2"
-    if job.algorithm.store is not None:
-        raise UserError(f"algorithm.store={job.algorithm.store} {remedy}")
+    if job.algorithm.replay is not None:
+        raise UserError(f"algorithm.replay={job.algorithm.replay} {remedy}")
     if job.rollout.max_staleness:
         raise UserError(f"rollout.max_staleness={job.rollout.max_staleness} {remedy}, or set rollout.max_staleness=0")

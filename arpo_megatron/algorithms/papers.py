@@ -6,15 +6,15 @@ that is added or left out is told here.
 
 from dataclasses import dataclass
 
-from arpo_megatron.registry import OWN, Point
+from arpo_megatron.registry import BUILTIN, ExtensionPoint
 
 _KEYS = {
-    "selector": Point.TASK_SELECTOR,
-    "branching": Point.BRANCH_POLICY,
-    "advantage": Point.ADVANTAGE,
-    "loss": Point.LOSS,
-    "store": Point.STORE,
-    "term": Point.REWARD_TERM,
+    "selector": ExtensionPoint.TASK_SELECTOR,
+    "branching": ExtensionPoint.BRANCH_POLICY,
+    "advantage": ExtensionPoint.ADVANTAGE,
+    "loss": ExtensionPoint.LOSS,
+    "replay": ExtensionPoint.REPLAY,
+    "term": ExtensionPoint.REWARD_TERM,
 }
 
 
@@ -46,7 +46,7 @@ FIELD = (
     Paper(
         "GUI-ARPO (2505.16282)",
         ("gui_arpo",),
-        ("store=success_replay", "selector=solvable"),
+        ("replay=success_replay", "selector=solvable"),
         "Its GUI environment: another field.",
     ),
     Paper(
@@ -63,7 +63,7 @@ FIELD = (
     Paper(
         "SPEAR (2509.22601)",
         ("spear",),
-        ("store=self_imitation", "loss=clip_cov", "term=spear"),
+        ("replay=self_imitation", "loss=clip_cov", "term=spear"),
         "Imitated trajectories share the weights and the bounds of covariance of the step's own. Filters of Dr.BoT "
         "(overlong, repetitive, unreadable answers): not built.",
     ),
@@ -112,7 +112,7 @@ FIELD = (
     Paper(
         "ReMix (2507.06892)",
         ("remix",),
-        ("loss=mix_ppg", "store=rollout_replay"),
+        ("loss=mix_ppg", "replay=rollout_replay"),
         "The first of its two stages; the second is a run of `grpo` with `kl_coefficient` from the weights of the "
         "first, which are then its reference. A mix of KL to base and last policy whose weights move: not built, "
         "`kl_coefficient` is one number of a run, and of past weights only the first are kept. Two updates a batch: "
@@ -157,7 +157,7 @@ FIELD = (
     Paper(
         "Difficulty-targeted selection + rollout replay (2506.05316)",
         ("dots",),
-        ("selector=targeted", "store=rollout_replay"),
+        ("selector=targeted", "replay=rollout_replay"),
         "Difficulty is measured, not predicted: the predictor is a trained model over embeddings.",
     ),
     Paper("Demystifying agentic RL (2510.11701)", ("grpo_tcr",), rest="Its data recipes: no."),
@@ -195,7 +195,7 @@ FIELD = (
     Paper(
         "RAPO of Fathom-DeepResearch (2509.24107)",
         ("rapo",),
-        ("selector=unsaturated", "advantage=rapo", "store=success_replay"),
+        ("selector=unsaturated", "advantage=rapo", "replay=success_replay"),
         "A group gets a replay where its rewards have no spread and a low mean. Step rewards by kind of call: not "
         "built, they are a judge's.",
     ),
@@ -218,7 +218,7 @@ def table() -> str:
     lines = ["| method | `algorithm.name` | parts | what differs or is missing |", "| --- | --- | --- | --- |"]
     for paper in FIELD:
         for name in paper.presets:
-            OWN[Point.PRESET][name]
+            BUILTIN[ExtensionPoint.PRESET][name]
         presets = ", ".join(f"`{name}`" for name in paper.presets)
         lines.append(f"| {paper.name} | {presets} | {', '.join(map(_part, paper.parts))} | {paper.rest} |")
     return "\n".join(["", *lines, ""])
@@ -226,5 +226,5 @@ def table() -> str:
 
 def _part(part: str) -> str:
     key, name = part.split("=")
-    file = OWN[_KEYS[key]][name].partition(":")[0].replace(".", "/")
+    file = BUILTIN[_KEYS[key]][name].partition(":")[0].replace(".", "/")
     return f"[`{part}`](../{file}.py)"

@@ -14,7 +14,7 @@ import numpy as np
 from arpo_megatron.algorithms.branching import BranchPolicy, ForkPoint
 from arpo_megatron.engine.client import EngineClient
 from arpo_megatron.engine.request import EngineFinish, Generation, Sampling
-from arpo_megatron.rollout.context import GrowLimits, TextCodec
+from arpo_megatron.rollout.context import RolloutLimits, TextCodec
 from arpo_megatron.rollout.tools import ToolClient
 from arpo_megatron.tasks.base import Task
 from arpo_megatron.tasks.tags import calls as protocol
@@ -49,7 +49,7 @@ async def grow_in_rounds(
     tools: ToolClient,
     codec: TextCodec,
     policy: BranchPolicy,
-    limits: GrowLimits,
+    limits: RolloutLimits,
 ) -> RoundsReport:
     """One step: M trajectories for each task."""
     report = RoundsReport()
@@ -96,7 +96,7 @@ async def grow_in_rounds(
     return report
 
 
-async def _segment(path: _Path, engine: EngineClient, limits: GrowLimits) -> Generation:
+async def _segment(path: _Path, engine: EngineClient, limits: RolloutLimits) -> Generation:
     room = limits.max_length - len(path.tokens)
     return await engine.generate(
         path.tokens, max_new_tokens=max(1, room), sampling=Sampling(), stop=protocol.STOP_STRINGS
@@ -117,14 +117,14 @@ def _fork_point(path: _Path, before: Generation, task_id: str, step: int, budget
     )
 
 
-def _behind(path: _Path, part: Generation, answer: str, codec: TextCodec, limits: GrowLimits) -> Int32Array:
+def _behind(path: _Path, part: Generation, answer: str, codec: TextCodec, limits: RolloutLimits) -> Int32Array:
     """A trajectory's tokens up to the end of a tool's answer."""
     longest = limits.max_tool_tokens
     result = protocol.result_tokens(answer, encode=codec.encode_plain, decode=codec.decode, max_tokens=longest)
     return np.concatenate([path.tokens, part.token_ids, np.array(result, np.int32)])
 
 
-def _call(path: _Path, part: Generation, codec: TextCodec, limits: GrowLimits) -> protocol.ToolCall | None:
+def _call(path: _Path, part: Generation, codec: TextCodec, limits: RolloutLimits) -> protocol.ToolCall | None:
     if part.finish is not EngineFinish.STOP_STRING or part.matched is None or path.calls >= limits.max_tool_calls:
         return None
     call = protocol.parse_call(codec.decode(part.token_ids.tolist()), part.matched)

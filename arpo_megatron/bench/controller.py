@@ -26,16 +26,16 @@ from arpo_megatron.engine.client import EngineClient
 from arpo_megatron.engine.expert_routes import RouteRequest
 from arpo_megatron.engine.request import EngineFinish, Generation, Sampling
 from arpo_megatron.monitor.profiler import peak_memory_gb
-from arpo_megatron.rollout.context import GrowLimits
-from arpo_megatron.rollout.messages import CollectTrees, GrowSettings
+from arpo_megatron.rollout.context import RolloutLimits
+from arpo_megatron.rollout.messages import CollectTrees, RolloutSettings
 from arpo_megatron.rollout.worker import TokenizerCodec
 from arpo_megatron.tasks.base import Task
 from arpo_megatron.tree import Int32Array, Role
 
 SIZES = (2048, 8192, 32768)
 """Trajectories that are under way together from the first moment on; forks add to them."""
-ALGORITHM = AlgorithmConfig(samples=16, initial=8, entropy_tokens=4)
-LIMITS = GrowLimits(
+ALGORITHM = AlgorithmConfig(group_size=16, initial_rollouts=8, entropy_tokens=4)
+LIMITS = RolloutLimits(
     max_length=2048, max_response_tokens=1024, max_tool_calls=3, max_tool_tokens=32, tool_timeout_s=600.0
 )
 SEGMENT = 24
@@ -94,7 +94,7 @@ class SimulatedEngine(EngineClient):
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class ControllerTimings:
     """Of one size.
 
     Attributes:
@@ -131,20 +131,22 @@ def controller_figures(model: Path) -> dict[str, Any]:
     }
 
 
-async def _measure(model: Path, size: int) -> Figures:
+async def _measure(model: Path, size: int) -> ControllerTimings:
     codec = TokenizerCodec(model)
     policy = make_policy(ALGORITHM, vocabulary_size=codec.vocabulary_size, seed=1)
     tools, engine = SimulatedTools(ANSWER_S, LATENCIES["lognormal"]), SimulatedEngine(codec.vocabulary_size - 1)
     pool = new_pool(engine, tools, codec, policy, 1)
-    tasks = tuple(Task(f"task {n}", (), "", "math", f" w{n % 800} w1 w2") for n in range(size // ALGORITHM.initial))
-    settings = GrowSettings(ALGORITHM, ALGORITHM.samples, Sampling(), LIMITS)
+    tasks = tuple(
+        Task(f"task {n}", (), "", "math", f" w{n % 800} w1 w2") for n in range(size // ALGORITHM.initial_rollouts)
+    )
+    settings = RolloutSettings(ALGORITHM, ALGORITHM.group_size, Sampling(), LIMITS)
     before = time.process_time()
     pool.start(start(tasks, step=0, version=0, settings=settings))
     report = await pool.collect(CollectTrees(GROUP))
     segments = sum(segment.role is Role.MODEL for tree in report.trees for segment in tree.segments)
     cpu_s = time.process_time() - before
     trajectories = sum(len(tree.leaves()) for tree in report.trees)
-    return Figures(engine.most, trajectories, segments, 1e3 * cpu_s / segments, peak_memory_gb())
+    return ControllerTimings(engine.most, trajectories, segments, 1e3 * cpu_s / segments, peak_memory_gb())
 
 
 if __name__ == "__main__":

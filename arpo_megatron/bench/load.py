@@ -26,12 +26,12 @@ from arpo_megatron.config import ParallelConfig
 from arpo_megatron.errors import UserError
 from arpo_megatron.models.mapping import exported, exported_bytes
 from arpo_megatron.models.safetensors import TensorFiles, write_tensors
-from arpo_megatron.models.spec import ModelShape
+from arpo_megatron.models.spec import ModelSpec
 
 DTYPE = torch.bfloat16
 SHARD_BYTES = 400_000_000
 """Of the files: several, as real checkpoints have."""
-SMALLEST = ModelShape(
+SMALLEST = ModelSpec(
     family="llama",
     layers=1,
     hidden=2048,
@@ -102,7 +102,7 @@ def bench_load(gigabytes: float, tensor: int, pipeline: int, directory: Path | N
     }
 
 
-def _shape(gigabytes: float, pipeline: int) -> ModelShape:
+def _shape(gigabytes: float, pipeline: int) -> ModelSpec:
     """As many layers as it takes, divisible by the stages."""
     rest, one = (exported_bytes(replace(SMALLEST, layers=layers), DTYPE.itemsize) for layers in (0, pipeline))
     steps = ceil((gigabytes * 1e9 - rest) / (one - rest))
@@ -115,7 +115,7 @@ def _random(shapes: dict[str, tuple[int, ...]]) -> Iterator[tuple[str, Tensor]]:
         yield name, torch.randn(shape, generator=draw, dtype=DTYPE)
 
 
-def _same(left: Path, right: Path, shape: ModelShape) -> bool:
+def _same(left: Path, right: Path, shape: ModelSpec) -> bool:
     with TensorFiles(left) as first, TensorFiles(right) as second:
         tensors = exported(shape)
         second.check(tensors)
@@ -123,7 +123,7 @@ def _same(left: Path, right: Path, shape: ModelShape) -> bool:
         return all(torch.equal(first.read(name, part), second.read(name, part)) for name, part in everything.items())
 
 
-def _run_ranks(root: Path, shape: ModelShape, layout: ParallelConfig) -> list[RankFigures]:
+def _run_ranks(root: Path, shape: ModelSpec, layout: ParallelConfig) -> list[RankFigures]:
     settings = {"layers": shape.layers, "tensor": layout.tensor, "pipeline": layout.pipeline}
     (root / "settings.json").write_text(json.dumps(settings))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
@@ -161,7 +161,7 @@ def main() -> None:
     layout = ParallelConfig(**settings)
     parallel.initialize(layout, seed=1)
 
-    def measured(name: str, shape: ModelShape, out: Path) -> RankFigures:
+    def measured(name: str, shape: ModelSpec, out: Path) -> RankFigures:
         gc.collect()
         baseline = memory.resident()
         chunks = build_chunks(shape, layout, DTYPE, initialize=False)

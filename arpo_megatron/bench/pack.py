@@ -23,7 +23,7 @@ from arpo_megatron.actor import parallel
 from arpo_megatron.actor.actor import Actor
 from arpo_megatron.algorithms.credit import supervised_credit
 from arpo_megatron.config import JobConfig
-from arpo_megatron.models.spec import ModelShape
+from arpo_megatron.models.spec import ModelSpec
 from arpo_megatron.packing.balance import PAIR_SLOWNESS, CostModel
 from arpo_megatron.packing.flops import forward_flops
 from arpo_megatron.packing.layout import TreePack
@@ -31,7 +31,7 @@ from arpo_megatron.packing.packs import pack_trees, rank_costs, report
 from arpo_megatron.plan.synthetic_trees import MIXES, flattened
 from arpo_megatron.tree import RolloutTree
 
-SHAPE = ModelShape(
+SHAPE = ModelSpec(
     family="qwen3",
     layers=2,
     hidden=768,

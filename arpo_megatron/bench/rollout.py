@@ -23,26 +23,26 @@ from arpo_megatron.bench.batch_synchronous import grow_in_rounds
 from arpo_megatron.bench.controller import controller_figures
 from arpo_megatron.bench.pools import GROUP, new_pool, start
 from arpo_megatron.bench.simulated_tools import LATENCIES, SimulatedTools
-from arpo_megatron.bench.talkative_model import write_model
+from arpo_megatron.bench.tool_calling_model import write_model
 from arpo_megatron.config import AlgorithmConfig, EngineConfig, JobConfig, RolloutConfig, TrainConfig
-from arpo_megatron.engine.affinity import Engine
+from arpo_megatron.engine.affinity import EngineState
 from arpo_megatron.engine.client import EngineClient
 from arpo_megatron.engine.launch import launch_engine
 from arpo_megatron.engine.request import Sampling
-from arpo_megatron.rollout.context import GrowLimits
-from arpo_megatron.rollout.messages import GrowReport, GrowSettings
+from arpo_megatron.rollout.context import RolloutLimits
+from arpo_megatron.rollout.messages import RolloutReport, RolloutSettings
 from arpo_megatron.rollout.worker import TokenizerCodec
 from arpo_megatron.tasks.base import Task
 from arpo_megatron.tasks.tags import calls as protocol
 from arpo_megatron.trainer.collector import wanted_trees
 from arpo_megatron.tree import Role, RolloutTree
 
-ALGORITHM = AlgorithmConfig(samples=8, initial=4, entropy_tokens=4)
+ALGORITHM = AlgorithmConfig(group_size=8, initial_rollouts=4, entropy_tokens=4)
 TASKS = 8
 """Of a step; times M they fill the engine's batch."""
-BATCH = TASKS * ALGORITHM.samples
+BATCH = TASKS * ALGORITHM.group_size
 ENGINE = EngineConfig(max_running_requests=BATCH, max_total_tokens=2**17, memory_fraction=0.1)
-LIMITS = GrowLimits(
+LIMITS = RolloutLimits(
     max_length=2048, max_response_tokens=1024, max_tool_calls=6, max_tool_tokens=32, tool_timeout_s=600.0
 )
 """Calls as in the recipes for deep search, whose tools are the slow ones."""
@@ -82,7 +82,7 @@ class Run:
     busy_share: float = 0.0
     mean_batch: float = 0.0
 
-    def add(self, report: GrowReport) -> None:
+    def add(self, report: RolloutReport) -> None:
         """Count what was collected."""
         stats = report.stats
         self.tokens += stats.counts.tokens_sampled
@@ -107,7 +107,7 @@ class MeteredEngine(EngineClient):
         self._running = 0
         self._since = time.monotonic()
 
-    async def _exchange(self, engine: Engine, body: Mapping[str, Any], key: str) -> dict[str, Any]:
+    async def _exchange(self, engine: EngineState, body: Mapping[str, Any], key: str) -> dict[str, Any]:
         self._change(1)
         try:
             return await super()._exchange(engine, body, key)
@@ -185,17 +185,17 @@ class Bench:
             found.trajectories += made.trajectories
 
     async def _in_trees(self, engine: MeteredEngine, tools: SimulatedTools, found: Run, *, ahead: bool) -> None:
-        """What a run starts and waits for (`harvest.Harvest`), with max_staleness 1 (`ahead`) or 0."""
+        """What a run starts and waits for (`harvest.TreeCollector`), with max_staleness 1 (`ahead`) or 0."""
         config = _job(ahead=ahead)
         pool = new_pool(engine, tools, self._codec, self._policy, SEED)
-        settings = GrowSettings(ALGORITHM, ALGORITHM.samples, Sampling(), LIMITS)
+        settings = RolloutSettings(ALGORITHM, ALGORITHM.group_size, Sampling(), LIMITS)
         first = self._version + 1
         begun = under_way = 0
         for step in range(STEPS):
             await pool.pause()
             version = await self._new_version()
             pool.resume(version)
-            while under_way < config.trees_under_way(step):
+            while under_way < config.trees_in_flight(step):
                 pool.start(start(_tasks(begun), step=begun, version=version, settings=settings))
                 begun, under_way = begun + 1, under_way + TASKS
             report = await pool.collect(wanted_trees(config.rollout, GROUP, TASKS, first + step))

@@ -44,7 +44,7 @@ from arpo_megatron.config import EngineConfig, ModelConfig, ParallelConfig, Sync
 from arpo_megatron.errors import UserError
 from arpo_megatron.models.mapping import exported, exported_bytes
 from arpo_megatron.models.safetensors import write_tensors
-from arpo_megatron.models.spec import ModelShape
+from arpo_megatron.models.spec import ModelSpec
 
 DTYPE = torch.float32
 VOCABULARY = 12288
@@ -103,7 +103,7 @@ def bench_sync(
     }
 
 
-def _make_model(directory: Path, megabytes: int, vocabulary: int) -> ModelShape:
+def _make_model(directory: Path, megabytes: int, vocabulary: int) -> ModelSpec:
     """A Qwen3 with as many layers as it takes, random weights and the tokenizer of the generated tasks."""
     from arpo_megatron.models.tiny import generated_tokenizer, make_model_directory
 
@@ -112,13 +112,13 @@ def _make_model(directory: Path, megabytes: int, vocabulary: int) -> ModelShape:
     file = directory / "config.json"
     config = json.loads(file.read_text()) | {"vocab_size": vocabulary}
     file.write_text(json.dumps(config))
-    one = exported_bytes(ModelShape.from_hf(directory), DTYPE.itemsize)
+    one = exported_bytes(ModelSpec.from_hf(directory), DTYPE.itemsize)
     config["num_hidden_layers"] = 2
     file.write_text(json.dumps(config))
-    step = exported_bytes(ModelShape.from_hf(directory), DTYPE.itemsize) - one
+    step = exported_bytes(ModelSpec.from_hf(directory), DTYPE.itemsize) - one
     config["num_hidden_layers"] = 1 + max(0, ceil((megabytes * 1e6 - one) / step))
     file.write_text(json.dumps(config))
-    shape = ModelShape.from_hf(directory)
+    shape = ModelSpec.from_hf(directory)
     draw = torch.Generator().manual_seed(1)
     tensors = (
         (name, torch.ones(size) if len(size) == 1 else torch.randn(size, generator=draw) * 0.02)
@@ -219,7 +219,7 @@ class Pushes:
     """One rank's part of the pushes by one of the transports: in turn one that is verified and a plain one."""
 
     def __init__(
-        self, root: Path, settings: dict[str, Any], transport: TransportName, chunks: Any, shape: ModelShape
+        self, root: Path, settings: dict[str, Any], transport: TransportName, chunks: Any, shape: ModelSpec
     ) -> None:
         from arpo_megatron.config import JobConfig
         from arpo_megatron.weights.sync import WeightSync
@@ -303,9 +303,11 @@ class Pushes:
 
 def trainer_logprobs(model: Any, pack: Any) -> Tensor:
     """float32[m]: the trainer's log-probs of the pack's targets."""
-    from arpo_megatron.actor.microbatch import MicroBatches, Place
+    from arpo_megatron.actor.microbatch import ContextShard, MicroBatches
 
-    place = Place(multiple_of=dist.get_world_size())  # all ranks are tensor-parallel, and divide the sequence too
+    place = ContextShard(
+        multiple_of=dist.get_world_size()
+    )  # all ranks are tensor-parallel, and divide the sequence too
     with torch.no_grad(), MicroBatches([pack], None, place) as batches:
         logprobs: Tensor = model(*batches.make(0).inputs)[0]
     return logprobs
@@ -319,13 +321,13 @@ def main() -> None:
 
     root = Path(sys.argv[1])
     settings = json.loads((root / "settings.json").read_text())
-    shape = ModelShape.from_hf(root / "model")
+    shape = ModelSpec.from_hf(root / "model")
     layout = ParallelConfig(tensor=settings["tensor"], sequence=settings["tensor"] > 1)
     parallel.initialize(layout, seed=1)
     torch.set_num_threads(1)  # the engine has the other core
     chunks = build_chunks(shape, layout, DTYPE, initialize=False)
     load_hf(chunks, shape, root / "model")
-    floors = Floors(exported_bytes(shape, DTYPE.itemsize), root) if parallel.is_leader() else None
+    floors = Floors(exported_bytes(shape, DTYPE.itemsize), root) if parallel.is_rank_zero() else None
     floor_s: dict[str, list[float]] = {name: [] for name in TRANSPORTS}
     pushes = {name: Pushes(root, settings, name, chunks, shape) for name in TRANSPORTS}
     for _ in range(1 + settings["repeats"]):

@@ -84,7 +84,7 @@ def resume(
     elsewhere(cluster, "resume", run, *(overrides or ()), nodes=nodes, chain=chain, force=force)
     directory = commands.find_run(run, cluster)
     profile = load_profile(cluster or str(directory.cluster))
-    said = resolve.said_keys(resolve.word_layers(overrides or ()))
+    said = resolve.explicit_keys(resolve.word_layers(overrides or ()))
     before = config_said(directory)
     job = resolve.over(before, overrides or ())
     gpus = profile.gpus_of(job)

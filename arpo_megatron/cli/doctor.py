@@ -10,7 +10,7 @@ from arpo_megatron.jobs import run_directory
 from arpo_megatron.jobs.inputs import check_files, check_inputs
 from arpo_megatron.jobs.run_directory import RUNS, RunDirectory
 from arpo_megatron.launch.preflight.allreduce import on_this_machine
-from arpo_megatron.launch.preflight.check import Finding, failure, ok, run_checks, show
+from arpo_megatron.launch.preflight.check import CheckResult, failure, ok, run_checks, show
 from arpo_megatron.launch.preflight.machine import PORTS, Check, check_clock, check_python, job_checks, machine_checks
 
 LOCAL_CHECK_S = 120.0
@@ -41,11 +41,11 @@ def _wants_gpus(config: JobConfig | None) -> bool:
     return config is not None and config.platform != "cpu" and not config.model.made
 
 
-def _check_ports() -> Finding:
+def _check_ports() -> CheckResult:
     return ok("ports", f"{len(free_ports(PORTS))} free at 127.0.0.1")
 
 
-def _check_recipe(config: JobConfig, profile: ClusterProfile | None) -> Finding:
+def _check_recipe(config: JobConfig, profile: ClusterProfile | None) -> CheckResult:
     """Its inputs are there, and this machine can run it, or `arpo submit` would take it."""
     if profile is None:
         check_inputs(config)

@@ -16,7 +16,7 @@ Data = Annotated[Path, typer.Option(help="Directory with the files of the benchm
 SkipMissing = Annotated[
     bool, typer.Option("--skip-missing", help="Go on without benchmarks whose file is missing; they are named.")
 ]
-Subject = Annotated[
+EvalTarget = Annotated[
     str,
     typer.Argument(
         metavar="SUBJECT",
@@ -62,7 +62,7 @@ Out = Annotated[Path | None, typer.Option(help="Directory for records and tables
 
 @app.command("eval")
 def evaluate(
-    subject: Subject,
+    subject: EvalTarget,
     overrides: Overrides = None,
     suite: Suite = None,
     k: K = 1,
@@ -80,10 +80,10 @@ def evaluate(
 
     Stopped at any moment, the same command goes on where it was. The last line of standard output is one JSON object.
     """
-    from arpo_megatron.evaluation.run import Wish
+    from arpo_megatron.evaluation.run import EvalRequest
     from arpo_megatron.evaluation.run import evaluate as run
 
-    wish = Wish(
+    wish = EvalRequest(
         subject=subject,
         suite=suite,
         k=k,

@@ -105,7 +105,7 @@ _recipe_command(
 _recipe_command(
     "sft",
     "Run only the cold start of a recipe, on conversations (sft.data=FILE) or generated demonstrations, and export the "
-    "model to RUN_DIR/cold_start.\n\nThe last line of standard output is one JSON object with the figures.",
+    "model to RUN_DIR/sft.\n\nThe last line of standard output is one JSON object with the figures.",
     _start_sft,
 )
 
@@ -127,7 +127,7 @@ def export(
 
 @app.command("replay-pack")
 def replay_pack(
-    file: Annotated[Path, typer.Argument(help="Dump of a skipped update: RUN_DIR/bad_packs/*.npz.")],
+    file: Annotated[Path, typer.Argument(help="Dump of a skipped update: RUN_DIR/skipped_updates/*.npz.")],
     run: Annotated[Path | None, typer.Option(help="Run directory; default: the one that the file lies in.")] = None,
 ) -> None:
     """Compute an update again that was skipped, and say which of its quantities are not finite.
@@ -301,5 +301,5 @@ def _print_plan(config: JobConfig) -> None:
         print(f"#   cold start: {config.sft.steps} updates of {config.sft.batch} demonstrations")
     print(
         f"#   {config.algorithm.name}: {train_config.steps} steps of {train_config.tasks_per_step} tasks x "
-        f"{config.algorithm.samples} trajectories, {config.algorithm.minibatches} update(s) a step"
+        f"{config.algorithm.group_size} trajectories, {config.algorithm.minibatches} update(s) a step"
     )

@@ -77,7 +77,7 @@ def _study(
     from arpo_megatron.studies import pieces, table
     from arpo_megatron.studies.designs import DESIGNS
     from arpo_megatron.studies.picture import check_can_draw
-    from arpo_megatron.studies.report import Found, write_report
+    from arpo_megatron.studies.report import StudyResults, write_report
     from arpo_megatron.studies.running import Study
 
     check_can_draw()
@@ -97,7 +97,7 @@ def _study(
     options = [f"--seeds {seeds or design.seeds}", f"--jobs {jobs}", *([] if only is None else [f"--only {only}"])]
     command = " ".join(["arpo study", name, *map(shlex.quote, words), *options])
     try:
-        found = Found.of(design, table.collect(runs), command, sorted({run.seed for run in runs}))
+        found = StudyResults.of(design, table.collect(runs), command, sorted({run.seed for run in runs}))
         for path in write_report(found, report or place / "report"):
             print(path)
         sys.stdout.flush()

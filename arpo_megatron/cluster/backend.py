@@ -25,7 +25,7 @@ from arpo_megatron.hardware.placement import Placement
 from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.plan.roles import RolePlan
 from arpo_megatron.utils.processes import GRACE_S
-from arpo_megatron.utils.service_spec import Program
+from arpo_megatron.utils.service_spec import ServiceSpec
 
 TASK = "trap '' TERM USR1; exec \"$@\""
 """The shell line in which a task starts. Slurm's signals are for the supervisor alone, so roles do not hear them; it
@@ -50,8 +50,8 @@ class SilentNodeError(UserError):
 
 
 @dataclass(slots=True)
-class SlurmSite:
-    """See `site.Site`.
+class SlurmBackend:
+    """See `site.Backend`.
 
     Attributes:
         profile: of the cluster.
@@ -85,7 +85,7 @@ class SlurmSite:
         """As planned."""
         return self.plan.placement(engine)
 
-    def place(self, role: str, program: Program) -> Program:
+    def place(self, role: str, program: ServiceSpec) -> ServiceSpec:
         """The program as a step on its node."""
         return replace(
             program,

@@ -9,13 +9,13 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from arpo_megatron.cluster.backend import SilentNodeError, SlurmSite
+from arpo_megatron.cluster.backend import SilentNodeError, SlurmBackend
 from arpo_megatron.cluster.preflight_node import REPORTED
 from arpo_megatron.errors import UserError
 from arpo_megatron.jobs.run_directory import RunDirectory, write_json
-from arpo_megatron.launch.preflight.check import Finding, failure, ok, show, warning
+from arpo_megatron.launch.preflight.check import CheckResult, failure, ok, show, warning
 from arpo_megatron.launch.preflight.machine import CLOCK_SKEW_S
-from arpo_megatron.utils.processes import Role, RoleDiedError, Roles, stop_groups
+from arpo_megatron.utils.processes import ManagedProcesses, ProcessDiedError, Role, stop_groups
 
 START_S = 300.0
 """For a first report: all nodes start Python and import torch, perhaps from a cold filesystem, and have checked."""
@@ -39,12 +39,12 @@ class Report:
         ports: free there.
     """
 
-    findings: tuple[Finding, ...]
+    findings: tuple[CheckResult, ...]
     clock: float
     ports: list[int]
 
 
-def examine_nodes(site: SlurmSite, roles: Roles, port: int, poll: Callable[[], None]) -> None:
+def examine_nodes(site: SlurmBackend, roles: ManagedProcesses, port: int, poll: Callable[[], None]) -> None:
     """Run `doctor.node` on every node, print what was found, and note the ports that are free there.
 
     Args:
@@ -67,10 +67,10 @@ def examine_nodes(site: SlurmSite, roles: Roles, port: int, poll: Callable[[], N
     names = [node.name for node in site.nodes]
     step = roles.start("doctor", site.step("doctor", site.nodes, 1, command), env=variables)
     limit_s = START_S if site.profile.container is None else IMAGE_S
-    died: RoleDiedError | None = None
+    died: ProcessDiedError | None = None
     try:
         roles.wait(step, poll=_until_late(step, limit_s, poll))
-    except RoleDiedError as error:
+    except ProcessDiedError as error:
         died = error
     except _LateError:  # who is late has left no report
         stop_groups([step.process])
@@ -90,7 +90,7 @@ def examine_nodes(site: SlurmSite, roles: Roles, port: int, poll: Callable[[], N
     site.free_ports.update({name: reports[name].ports for name in names})
 
 
-def _logged(step: Role) -> list[tuple[str, Finding]]:
+def _logged(step: Role) -> list[tuple[str, CheckResult]]:
     """The failures that nodes could only write to the step's log: they do not see the supervisor's filesystem."""
     said = step.log.read_bytes()[step.log_start :].decode(errors="replace")
     return [(name, failure(check, text)) for name, check, text in _FAILURE.findall(said)]
@@ -115,7 +115,7 @@ def _until_late(step: Role, limit_s: float, poll: Callable[[], None]) -> Callabl
     return check
 
 
-def judged(reports: Mapping[str, Report], names: list[str]) -> list[tuple[str, Finding]]:
+def judged(reports: Mapping[str, Report], names: list[str]) -> list[tuple[str, CheckResult]]:
     """What the reports of all nodes say together: who left none, and whether clocks agree.
 
     Clocks can be compared only where the nodes have met: otherwise each was read when its node gave up waiting.
@@ -144,13 +144,13 @@ def judged(reports: Mapping[str, Report], names: list[str]) -> list[tuple[str, F
     return [("all nodes", failure("clock", text, "have the clocks set (chrony, ntp)"))]
 
 
-def guilty(findings: list[tuple[str, Finding]]) -> tuple[str, Finding] | None:
+def guilty(findings: list[tuple[str, CheckResult]]) -> tuple[str, CheckResult] | None:
     """The failure that ends the job: the first, but a node that was waited for in vain is blamed before the network."""
     failed = [found for found in findings if found[1].level == "failure"]
     return min(failed, key=lambda found: found[1].name == "network", default=None)
 
 
-def _meetings(reports: Mapping[str, Report]) -> list[Finding]:
+def _meetings(reports: Mapping[str, Report]) -> list[CheckResult]:
     return [item for report in reports.values() for item in report.findings if item.name == "network"]
 
 
@@ -159,4 +159,4 @@ def _report(run: RunDirectory, name: str) -> Report | None:
     if not file.exists():
         return None
     found = json.loads(file.read_text(encoding="utf-8"))
-    return Report(tuple(Finding(**item) for item in found["findings"]), found["clock"], found["ports"])
+    return Report(tuple(CheckResult(**item) for item in found["findings"]), found["clock"], found["ports"])

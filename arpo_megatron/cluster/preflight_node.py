@@ -17,7 +17,7 @@ from arpo_megatron.engine.launch import free_ports
 from arpo_megatron.jobs import resolve
 from arpo_megatron.jobs.run_directory import RunDirectory, write_json
 from arpo_megatron.launch.preflight.allreduce import MEETING_S, all_reduce
-from arpo_megatron.launch.preflight.check import Finding, failure, ok, run_checks, show
+from arpo_megatron.launch.preflight.check import CheckResult, failure, ok, run_checks, show
 from arpo_megatron.launch.preflight.machine import PORTS, job_checks, machine_checks
 
 REPORTED = "doctor: this node has reported"
@@ -58,7 +58,7 @@ def main() -> None:
     os._exit(0)  # a check that hangs would keep the interpreter from ending
 
 
-def _canary(run: RunDirectory, token: str) -> Finding:
+def _canary(run: RunDirectory, token: str) -> CheckResult:
     """A filesystem that is not shared, or is shared late, shows here instead of in a hanging rendezvous."""
     deadline = time.monotonic() + _CANARY_S
     canary = run.doctor / "canary"

@@ -7,7 +7,7 @@ from arpo_megatron.jobs import resolve
 from arpo_megatron.jobs.inputs import check_files
 from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.launch.job import prepare_run
-from arpo_megatron.monitor.events import EventLog, user_errors_told
+from arpo_megatron.monitor.events import EventLog, log_user_errors
 from arpo_megatron.utils.rank_main import rank_main
 
 
@@ -16,7 +16,7 @@ def main() -> None:
     """Entry point of the one task."""
     run = RunDirectory(Path(sys.argv[1]))
     config, events = resolve.load(run.config), EventLog(run.events)
-    with user_errors_told(run.events):
+    with log_user_errors(run.events):
         check_files(config)
         for line in prepare_run(config, run, lambda text: events.emit("progress", text=text)):
             events.emit("note", text=line)

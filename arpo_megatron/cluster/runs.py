@@ -124,12 +124,12 @@ def _progress(run: RunDirectory) -> str:
         return f"training is done ({done} steps)"
     if own := checkpoint_directories(run.checkpoints):
         return f"newest checkpoint {own[-1].name} of {steps}"
-    if updates and not run.cold_start_done:
-        then = "" if config.cold_start_only else f"; then {steps} steps"
+    if updates and not run.sft_done:
+        then = "" if config.sft_only else f"; then {steps} steps"
         if cold := checkpoint_directories(run.sft_checkpoints):
             return f"cold start: newest checkpoint {cold[-1].name} of {updates}{then}"
         return f"cold start: no checkpoint yet, {updates} updates wanted{then}"
-    if config.cold_start_only:
+    if config.sft_only:
         return "training is done"
     return ("the cold start is done, " if updates else "") + f"no checkpoint yet, {steps} steps wanted"
 

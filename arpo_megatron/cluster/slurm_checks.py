@@ -9,7 +9,7 @@ from pathlib import Path
 
 from arpo_megatron.cluster import slurm
 from arpo_megatron.cluster.profile import ClusterProfile
-from arpo_megatron.launch.preflight.check import Finding, failure, ok, warning
+from arpo_megatron.launch.preflight.check import CheckResult, failure, ok, warning
 from arpo_megatron.launch.preflight.machine import Check, existing
 
 _UNLIMITED = ("UNLIMITED", "INFINITE", "infinite")
@@ -17,7 +17,7 @@ _UNLIMITED = ("UNLIMITED", "INFINITE", "infinite")
 
 def cluster_checks(profile: ClusterProfile) -> list[Check]:
     """In order; the later ones make sense where Slurm answers."""
-    asked: list[tuple[str, Callable[[ClusterProfile], Finding]]] = [
+    asked: list[tuple[str, Callable[[ClusterProfile], CheckResult]]] = [
         ("slurm", check_slurm),
         ("partition", check_partition),
         ("gres", check_gres),
@@ -28,14 +28,14 @@ def cluster_checks(profile: ClusterProfile) -> list[Check]:
     return [("nemo-run", check_nemo_run), *((name, lambda check=check: check(profile)) for name, check in asked)]
 
 
-def check_nemo_run() -> Finding:
+def check_nemo_run() -> CheckResult:
     """The submitter."""
     if find_spec("nemo_run") is None:
         return failure("nemo-run", "is not installed here", "make setup, or pip install 'arpo-megatron[slurm]'")
     return ok("nemo-run", "is installed")
 
 
-def check_slurm(profile: ClusterProfile) -> Finding:
+def check_slurm(profile: ClusterProfile) -> CheckResult:
     """The commands are here, and the controller answers."""
     if missing := [name for name in ("sbatch", "srun", "scontrol", "squeue", "scancel") if shutil.which(name) is None]:
         return failure("slurm", f"{missing[0]} is not on the PATH", "go to a login node of the cluster")
@@ -44,7 +44,7 @@ def check_slurm(profile: ClusterProfile) -> Finding:
     )
 
 
-def check_partition(profile: ClusterProfile) -> Finding:
+def check_partition(profile: ClusterProfile) -> CheckResult:
     """It exists, is up, and allows the time limit."""
     shown = _partition(profile, "%a|%l|%D")
     if not shown and profile.partition is None:
@@ -60,7 +60,7 @@ def check_partition(profile: ClusterProfile) -> Finding:
     return ok("partition", text)
 
 
-def check_gres(profile: ClusterProfile) -> Finding:
+def check_gres(profile: ClusterProfile) -> CheckResult:
     """Nodes of the partition have the GPUs that the profile names."""
     if not profile.gpus_per_node or profile.gpu_request == "none":
         return ok("gres", "none is asked for")
@@ -84,7 +84,7 @@ def gpus_in(gres: str, kind: str | None) -> int:
     return sum(int(count) for types, count in gpus if count.isdecimal() and (kind is None or types[:1] == [kind]))
 
 
-def check_preemption(profile: ClusterProfile) -> Finding:
+def check_preemption(profile: ClusterProfile) -> CheckResult:
     """Whether a preempted job is warned in time to save."""
     config = slurm.call("scontrol", "show", "config")
     mode, by_qos = _setting(config, "PreemptMode"), _setting(config, "PreemptType") == "preempt/qos"
@@ -114,7 +114,7 @@ def check_preemption(profile: ClusterProfile) -> Finding:
     return warning("preemption", f"{mode} {text}", mend)
 
 
-def check_runs(profile: ClusterProfile) -> Finding:
+def check_runs(profile: ClusterProfile) -> CheckResult:
     """The run directories can be made."""
     place = profile.runs.expanduser().absolute()
     there = existing(place)
@@ -123,7 +123,7 @@ def check_runs(profile: ClusterProfile) -> Finding:
     return ok("runs", str(place))
 
 
-def check_secrets(profile: ClusterProfile) -> Finding:
+def check_secrets(profile: ClusterProfile) -> CheckResult:
     """Those from the environment are in it; files are read on the nodes, and may be there only."""
     if missing := profile.unset_secrets():
         return failure("secrets", f"{missing[0]} is not set here", f"export {missing[0]}=..., or name a file")

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from arpo_megatron.cluster import slurm
-from arpo_megatron.cluster.backend import SilentNodeError, SlurmSite, drop_slurm_variables
+from arpo_megatron.cluster.backend import SilentNodeError, SlurmBackend, drop_slurm_variables
 from arpo_megatron.cluster.preflight import examine_nodes
 from arpo_megatron.cluster.profile import ClusterProfile, load_profile
 from arpo_megatron.cluster.slurm import Node
@@ -40,10 +40,10 @@ from arpo_megatron.engine.launch import free_ports
 from arpo_megatron.errors import USER_ERROR_EXIT_CODE, UserError
 from arpo_megatron.jobs import resolve
 from arpo_megatron.jobs.run_directory import RunDirectory
-from arpo_megatron.launch.job import cold_start, train_phases, watching
+from arpo_megatron.launch.job import sft_phase, train_phases, watching
 from arpo_megatron.monitor.progress import Progress
 from arpo_megatron.plan.roles import plan_roles
-from arpo_megatron.utils.processes import RoleDiedError, Roles, StoppedError
+from arpo_megatron.utils.processes import ManagedProcesses, ProcessDiedError, StoppedError
 from arpo_megatron.utils.signals import Interrupted, interrupt_on_signals
 from tools_sandbox.config import TOKEN_VARIABLE
 
@@ -96,13 +96,13 @@ def _to_its_end(run: RunDirectory, job_id: str, node_list: str, warned: Sequence
     nodes: list[Node] = _patiently(lambda: slurm.allocated_nodes(node_list), [])
     if not nodes:  # nothing that the user could mend, and the next link may be luckier
         return _requeue(job_id, UNFINISHED) if profile.requeue else UNFINISHED
-    site = SlurmSite(profile, plan_roles(config, profile.gpus_per_node, len(nodes)), nodes, run, job_id)
+    site = SlurmBackend(profile, plan_roles(config, profile.gpus_per_node, len(nodes)), nodes, run, job_id)
     try:
         interrupt_on_signals()
         _run(config, run, site, warned)
     except StoppedError:
         return _leave_to_others(run, profile, job_id)
-    except RoleDiedError as error:
+    except ProcessDiedError as error:
         code = _told(error, error.code)
         return _leave_lost(lost, site, code) if (lost := site.lost_nodes()) else code
     except SilentNodeError as error:
@@ -116,7 +116,7 @@ def _to_its_end(run: RunDirectory, job_id: str, node_list: str, warned: Sequence
     return 0
 
 
-def _leave_lost(lost: Sequence[str], site: SlurmSite, otherwise: int) -> int:
+def _leave_lost(lost: Sequence[str], site: SlurmBackend, otherwise: int) -> int:
     """Back into the queue without these nodes, which Slurm itself would miss minutes later."""
     _told(UserError(f"{', '.join(lost)} cannot be reached any more"), 1)
     return _requeue(site.job_id, otherwise) if site.profile.requeue else otherwise
@@ -134,9 +134,9 @@ def _cancel_waiting(run: RunDirectory) -> list[str]:
     return cancelled
 
 
-def _run(config: JobConfig, run: RunDirectory, site: SlurmSite, warned: Sequence[int]) -> None:
+def _run(config: JobConfig, run: RunDirectory, site: SlurmBackend, warned: Sequence[int]) -> None:
     _take_secrets(site.profile)
-    with run.locked(), watching(run) as (progress, poll), site.prepared(), Roles(run.logs) as roles:
+    with run.locked(), watching(run) as (progress, poll), site.prepared(), ManagedProcesses(run.logs) as roles:
         run.remove_partial()  # what a kill -9 left
         asked = _Asked(run, site, progress)
         for number in (signal.SIGUSR1, signal.SIGTERM):
@@ -150,7 +150,7 @@ def _run(config: JobConfig, run: RunDirectory, site: SlurmSite, warned: Sequence
         try:
             _outlast_kills(site, roles, progress)
             _phases(config, run, site, roles, progress, poll)
-        except (RoleDiedError, SilentNodeError) as error:
+        except (ProcessDiedError, SilentNodeError) as error:
             if not asked.term:
                 raise
             _told(error, 0)  # proctrack/linuxproc signals their sruns too: nobody is left to save
@@ -158,7 +158,12 @@ def _run(config: JobConfig, run: RunDirectory, site: SlurmSite, warned: Sequence
 
 
 def _phases(
-    config: JobConfig, run: RunDirectory, site: SlurmSite, roles: Roles, progress: Progress, poll: Callable[[], None]
+    config: JobConfig,
+    run: RunDirectory,
+    site: SlurmBackend,
+    roles: ManagedProcesses,
+    progress: Progress,
+    poll: Callable[[], None],
 ) -> None:
     progress.phase("doctor")
     (meeting,) = free_ports(1, site.nodes[0].address, site.profile.ports)
@@ -166,14 +171,14 @@ def _phases(
     progress.phase("prepare")
     words = site.python([sys.executable, "-m", "arpo_megatron.cluster.prepare", str(run.path)])
     roles.wait(roles.start("prepare", site.step("prepare", site.nodes[:1], 1, words)), poll=poll)
-    if config.cold_start_only:
-        cold_start(config, run, roles, progress, poll, site)
+    if config.sft_only:
+        sft_phase(config, run, roles, progress, poll, site)
     else:
         train_phases(config, run, roles, progress, poll, site)
-    progress.note(f"exported to {run.cold_start if config.cold_start_only else run.export}")
+    progress.note(f"exported to {run.sft_model if config.sft_only else run.export}")
 
 
-def _outlast_kills(site: SlurmSite, roles: Roles, progress: Progress) -> None:
+def _outlast_kills(site: SlurmBackend, roles: ManagedProcesses, progress: Progress) -> None:
     """After a requeue: start no step before what Slurm repeats for the last life's has reached the nodes.
 
     The kill of a step that a lost node did not answer is repeated until it does, even when the node is back and the job
@@ -200,7 +205,7 @@ class _Asked:
     """What Slurm's signals ask for. A handler only notes it: whatever is told or asked of Slurm, the main loop does."""
 
     run: RunDirectory
-    site: SlurmSite
+    site: SlurmBackend
     progress: Progress
     heard: list[int] = field(default_factory=list)
     term: bool = False

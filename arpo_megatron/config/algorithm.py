@@ -27,21 +27,21 @@ class AlgorithmConfig:
     branching: str = "arpo"
     """Where trees fork. `arpo`: entropy-driven, after tool results, as in the paper. `arpo_reference`: by the released
     code's arithmetic, defects included. `random`: the control arm, without regard to entropy. `grpo`: nowhere,
-    `samples` fresh trajectories."""
+    `group_size` fresh trajectories."""
     advantage: str = "group"
     """From rewards to advantages: a part of docs/algorithms.md."""
     loss: str = "ppo"
     """From advantages to gradients: likewise."""
-    store: str | None = None
+    replay: str | None = None
     """Which old trajectories are trained again; None: none."""
-    numbers: dict[str, float | bool | str] = field(default_factory=dict, hash=False)
+    params: dict[str, float | bool | str] = field(default_factory=dict, hash=False)
     """Numbers of the chosen parts that have no key of their own here, by their names (docs/algorithms.md)."""
-    samples: Positive = 16
+    group_size: Positive = 16
     """M: trajectories a task."""
-    initial: Positive = 8
+    initial_rollouts: Positive = 8
     """N: trajectories sampled from the prompt before branching; the rest is the forking budget. A policy that never
     forks ignores it."""
-    beam: Positive = 2
+    beam_size: Positive = 2
     """Z: most MODEL children of one fork point, the measured path included."""
     branch_probability: Fraction = 0.5
     """alpha: chance of a fork when the entropy has not changed."""
@@ -51,9 +51,9 @@ class AlgorithmConfig:
     """tau: fork when the chance exceeds it. None: compared with a seeded uniform draw, as the released code does."""
     entropy_tokens: Positive = 20
     """k: entropy is measured on this many tokens after a tool result."""
-    attribution: Literal["soft", "hard"] = "soft"
+    shared_advantage: Literal["soft", "hard"] = "soft"
     """Advantage of a shared token: each leaf's own (soft) or the mean over the leaves below (hard)."""
-    aggregation: Literal["token-mean", "sequence-mean"] = "token-mean"
+    loss_aggregation: Literal["token-mean", "sequence-mean"] = "token-mean"
     """Weight of a token: 1 / model tokens of the minibatch, or 1 / (trajectories * own length)."""
     clip_low: Fraction = 0.2
     """PPO ratio is clipped below 1 - clip_low."""
@@ -79,12 +79,12 @@ class AlgorithmConfig:
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.samples < 2:
-            raise ValueError("algorithm.samples must be at least 2: an advantage compares trajectories of a group")
-        if taken := sorted(set(self.numbers) & {item.name for item in fields(self)}):
-            raise ValueError(f"algorithm.numbers.{taken[0]} has a key of its own: algorithm.{taken[0]}")
+        if self.group_size < 2:
+            raise ValueError("algorithm.group_size must be at least 2: an advantage compares trajectories of a group")
+        if taken := sorted(set(self.params) & {item.name for item in fields(self)}):
+            raise ValueError(f"algorithm.params.{taken[0]} has a key of its own: algorithm.{taken[0]}")
         return self
 
     def given(self) -> dict[str, Any]:
         """All numbers that a part may take, by name; `config` is this object."""
-        return {**{item.name: getattr(self, item.name) for item in fields(self)}, **self.numbers, "config": self}
+        return {**{item.name: getattr(self, item.name) for item in fields(self)}, **self.params, "config": self}

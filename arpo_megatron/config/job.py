@@ -58,11 +58,11 @@ class JobConfig:
         return self
 
     @property
-    def cold_start_only(self) -> bool:
+    def sft_only(self) -> bool:
         """Whether it is supervised training alone: conversations, and no tasks of one's own for the ARPO loop."""
         return self.sft.data is not None and self.data.made
 
-    def trees_under_way(self, step: int) -> int:
+    def trees_in_flight(self, step: int) -> int:
         """Training trees wanted when a step (from 0) begins, never more than the rest of the run can train."""
         if self.rollout.max_staleness:
             return min(2, self.train.steps - step) * self.train.tasks_per_step

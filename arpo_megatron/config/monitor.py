@@ -20,7 +20,7 @@ class MonitorConfig:
     """What a rank's device can do at most, in TFLOP/s of the training format (H100 bfloat16: 989); for MFU."""
     profile_steps: tuple[Positive, Positive] | None = None
     """First and last step (update, in a cold start) whose passes over packs are traced with torch's profiler."""
-    profile_ranks: Literal["leader", "all"] = "leader"
+    profile_ranks: Literal["first", "all"] = "first"
     """Which trainer ranks write a trace; one of a large model takes hundreds of MB."""
 
     @model_validator(mode="after")

@@ -60,6 +60,6 @@ class RewardConfig:
     """A trajectory counts as a success when its accuracy exceeds this."""
     terms: dict[str, float] = Field(default_factory=dict)
     """What is added to the reward: weights of terms by name, e.g. {overlong: 1.0}; docs/rewards.md lists them."""
-    numbers: dict[str, int | float] = Field(default_factory=dict)
+    params: dict[str, int | float] = Field(default_factory=dict)
     """Numbers of those terms, and of a reward of an installed package, by name, e.g. {overlong_buffer: 512}."""
     judge: JudgeConfig = JudgeConfig()

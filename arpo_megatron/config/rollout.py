@@ -32,8 +32,8 @@ class RolloutConfig:
     across_push: Literal["keep", "drain"] = "keep"
     """What a weight push does to trees under way: they go on with the new weights from where they were, or are finished
     first."""
-    stale: Literal["correct", "refuse"] = "correct"
-    """What becomes of trees that take too long for `max_staleness` (> 0). `correct`: the step waits for them. `refuse`:
+    stale: Literal["wait", "drop"] = "wait"
+    """What becomes of trees that take too long for `max_staleness` (> 0). `wait`: the step waits for them. `drop`:
     it goes on; they are left out when they finish, counted and replaced. What older weights have sampled of a tree that
     is trained is corrected by `algorithm.trajectory_weight_limit` either way."""
     oversampling: NonNegativeFloat = 0.0
@@ -42,6 +42,6 @@ class RolloutConfig:
     max_refills: NonNegative = 8
     """Rounds of new tasks in a step for those that failed or were left out, before it goes on with fewer. (A run
     that is resumed within a step has as many again.)"""
-    keep_every_s: NonNegativeFloat = 60.0
+    journal_every_s: NonNegativeFloat = 60.0
     """Seconds between two writings of what a step's trees have sampled, while it waits for them: what a run that is
     killed then may have to sample again."""

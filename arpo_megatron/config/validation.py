@@ -83,8 +83,8 @@ def _check_staleness(config: "JobConfig") -> None:
     rollout = config.rollout
     if rollout.max_staleness and rollout.oversampling:
         raise ValueError("rollout.oversampling needs rollout.max_staleness=0: trees that go on need not be given up")
-    if rollout.stale == "refuse" and not rollout.max_staleness:
-        raise ValueError("rollout.stale=refuse needs rollout.max_staleness > 0: without it no tree is stale")
+    if rollout.stale == "drop" and not rollout.max_staleness:
+        raise ValueError("rollout.stale=drop needs rollout.max_staleness > 0: without it no tree is stale")
 
 
 def _check_sft(config: "JobConfig") -> None:
@@ -126,7 +126,7 @@ def _check_data(config: "JobConfig") -> None:
 
 def check_tasks(config: "JobConfig", tasks: int, named: str) -> None:
     """Raises ValueError where a step begins with more trees than there are training tasks, `named` so."""
-    trained, begun, rollout = config.train.tasks_per_step, config.trees_under_way(0), config.rollout
+    trained, begun, rollout = config.train.tasks_per_step, config.trees_in_flight(0), config.rollout
     said = f"train.tasks_per_step={trained}"
     if begun > trained:
         key = "max_staleness" if rollout.max_staleness else "oversampling"

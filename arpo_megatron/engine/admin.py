@@ -50,7 +50,7 @@ class FailedPush:
 
 
 @dataclass(frozen=True, slots=True)
-class Engine:
+class EngineEndpoint:
     """A server that is ready for a push.
 
     Attributes:
@@ -64,7 +64,7 @@ class Engine:
     incarnation: str
 
 
-class Engines:
+class EngineAdmin:
     """Requests to any of several servers, at once where there are several.
 
     Args:
@@ -93,7 +93,7 @@ class Engines:
         """Wait for no one."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def begin(self, version: int) -> tuple[Engine, ...]:
+    def begin(self, version: int) -> tuple[EngineEndpoint, ...]:
         """Close the gates: from now on every engine refuses to generate; returns when none does any more.
 
         Args:
@@ -102,7 +102,9 @@ class Engines:
         body = {"version": version, "timeout_s": _PATIENCE * self.timeout_s}
         posts = self.start("arpo/begin_push", [(url, body) for url in self.urls])
         answers = [post.result() for post in posts]
-        return tuple(Engine(url, a["ranks"], a["incarnation"]) for url, a in zip(self.urls, answers, strict=True))
+        return tuple(
+            EngineEndpoint(url, a["ranks"], a["incarnation"]) for url, a in zip(self.urls, answers, strict=True)
+        )
 
     def commit(self, version: int, loads: int) -> None:
         """All weights are there: caches are emptied, the version is set, and the gates open.

@@ -18,7 +18,7 @@ LONGEST_REST_S = 5.0
 
 
 @dataclass(slots=True)
-class Engine:
+class EngineState:
     """What a client knows of one engine.
 
     Attributes:
@@ -50,7 +50,7 @@ class Engine:
         self.suspect, self.rests_until, self.rest_s = False, 0.0, FIRST_REST_S
 
 
-def place(key: str, engines: Sequence[Engine], now: float) -> Engine:
+def place(key: str, engines: Sequence[EngineState], now: float) -> EngineState:
     """The engine of `key` among those that do not rest; where all do, the one whose rest ends first."""
     awake = [engine for engine in engines if engine.rests_until <= now]
     if not awake:

@@ -15,7 +15,7 @@ from typing import Any, Self
 
 import aiohttp
 
-from arpo_megatron.engine.affinity import ROUTING_KEY_HEADER, Cache, Engine, place
+from arpo_megatron.engine.affinity import ROUTING_KEY_HEADER, Cache, EngineState, place
 from arpo_megatron.engine.expert_routes import RouteRequest
 from arpo_megatron.engine.request import (
     EngineRefusedError,
@@ -73,8 +73,8 @@ class EngineClient:
     ) -> None:
         self.version = self.pushes = 0
         self.repeated: Counter[str] = Counter()
-        self._engines = tuple(Engine(url.rstrip("/")) for url in urls)
-        self._targets = self._engines if router is None else (Engine(router.rstrip("/")),)
+        self._engines = tuple(EngineState(url.rstrip("/")) for url in urls)
+        self._targets = self._engines if router is None else (EngineState(router.rstrip("/")),)
         self._past_router: set[str] = set()  # keys that it sends to engines with old weights
         self._headers = bearer(token)
         self._timeout = aiohttp.ClientTimeout(total=request_timeout_s)
@@ -263,7 +263,7 @@ class EngineClient:
                 engine.answered()
                 return answer
 
-    def _place(self, key: str) -> Engine:
+    def _place(self, key: str) -> EngineState:
         targets = self._engines if key in self._past_router else self._targets
         return place(key, targets, asyncio.get_running_loop().time())
 
@@ -280,7 +280,7 @@ class EngineClient:
             if self._gate.is_set():
                 return waited
 
-    async def _attempt(self, engine: Engine, body: Mapping[str, Any], key: str = "") -> dict[str, Any]:
+    async def _attempt(self, engine: EngineState, body: Mapping[str, Any], key: str = "") -> dict[str, Any]:
         self._in_flight += 1
         try:
             return await self._exchange(engine, body, key)
@@ -289,7 +289,7 @@ class EngineClient:
             if not self._in_flight:
                 self._idle.set()
 
-    async def _exchange(self, engine: Engine, body: Mapping[str, Any], key: str) -> dict[str, Any]:
+    async def _exchange(self, engine: EngineState, body: Mapping[str, Any], key: str) -> dict[str, Any]:
         headers = {ROUTING_KEY_HEADER: key} if key else {}
         async with self._connected().post(f"{engine.url}/generate", json=body, headers=headers) as response:
             if response.status >= _PASSING_STATUS or response.status in _ALSO_PASSING:
@@ -309,7 +309,7 @@ class EngineClient:
         all_busy = self._in_flight > 0
         return [engine.url for engine, done in zip(self._engines, idle, strict=True) if all_busy or not done]
 
-    async def _abort_all(self, engine: Engine) -> bool:
+    async def _abort_all(self, engine: EngineState) -> bool:
         """Ask an engine to end what runs; whether nothing does now. One that is down has nothing running."""
         limit = aiohttp.ClientTimeout(total=_LOOK_TIMEOUT_S)
         body = {"abort_all": True}
@@ -324,7 +324,7 @@ class EngineClient:
         except aiohttp.ClientError:
             return True
 
-    async def _version(self, engine: Engine) -> int:
+    async def _version(self, engine: EngineState) -> int:
         """The policy version an engine has now."""
         limit = aiohttp.ClientTimeout(total=_LOOK_TIMEOUT_S)
         async with self._connected().get(f"{engine.url}/model_info", timeout=limit) as response:
@@ -343,7 +343,7 @@ class EngineClient:
             engine.suspect = True
         await asyncio.gather(*map(self._look, self._engines))  # also at those to which no tree would go now
 
-    async def _look(self, engine: Engine) -> None:
+    async def _look(self, engine: EngineState) -> None:
         """Have an engine rest if it has old weights, and tell of it."""
         with contextlib.suppress(aiohttp.ClientError, TimeoutError):  # down: whoever restarts it knows
             stale = await self._version(engine) < self.version

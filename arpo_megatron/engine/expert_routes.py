@@ -17,7 +17,7 @@ from arpo_megatron.tree import Int16Array
 
 
 @dataclass(frozen=True, slots=True)
-class RouteShape:
+class ExpertRouteSpec:
     """Of a model: layers, and experts a token in each."""
 
     layers: int
@@ -29,7 +29,7 @@ class RouteRequest:
     """The routes that a generation shall return: of all tokens from position `start` of prefix and answer on."""
 
     start: int
-    shape: RouteShape
+    shape: ExpertRouteSpec
 
     def as_request(self) -> dict[str, Any]:
         """Fields of SGLang's request."""

@@ -26,7 +26,7 @@ from arpo_megatron.engine.server.main import LAUNCHER_PID_VARIABLE
 from arpo_megatron.errors import UserError
 from arpo_megatron.hardware.placement import ON_CPU, Placement, role_environment, trainer_environment
 from arpo_megatron.utils.processes import last_lines, stop_groups
-from arpo_megatron.utils.service_spec import Program
+from arpo_megatron.utils.service_spec import ServiceSpec
 from tools_sandbox.utils.temporary import TemporaryFolder
 
 _FLAGS = ("--enable-metrics", "--skip-server-warmup")  # the health gate's own generation is the warm-up
@@ -67,7 +67,7 @@ class EngineHandle:
         startup_s: seconds from launch to healthy.
     """
 
-    program: Program
+    program: ServiceSpec
     process: "subprocess.Popen[bytes]"
     scratch: TemporaryFolder
     startup_s: float
@@ -166,7 +166,7 @@ def engine_program(
     host: str = "127.0.0.1",
     token: str | None = None,
     options: Mapping[str, object] = _NO_OPTIONS,
-) -> Program:
+) -> ServiceSpec:
     """How to start one SGLang server; `launch_engine` says what the arguments are, besides these.
 
     Args:
@@ -188,7 +188,7 @@ def engine_program(
         words["enable-return-routed-experts"] = None
     words |= options
     arguments = [str(word) for name, value in words.items() for word in (f"--{name}", value) if word is not None]
-    return Program(
+    return ServiceSpec(
         name=name,
         url=f"http://{host}:{port}",
         command=[sys.executable, "-m", "arpo_megatron.engine.server.main", *arguments, *_FLAGS],
@@ -210,7 +210,7 @@ def router_program(
     routes: bool = False,
     host: str = "127.0.0.1",
     token: str | None = None,
-) -> Program | None:
+) -> ServiceSpec | None:
     """SGLang's own router before the engines at `urls`; None where the config wants none or one engine needs none.
 
     Requests that bear the same routing key go to one engine, chosen when the key is first seen: the one with the fewest
@@ -242,7 +242,7 @@ def router_program(
     }
     options = where | _ROUTER_OPTIONS | {"request-timeout-secs": round(engine.request_timeout_s)}
     words = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
-    return Program(
+    return ServiceSpec(
         name="router",
         url=f"http://{host}:{ports[0]}",
         # Repeating is the client's part. A circuit breaker would keep an engine out for long after a weight push.
@@ -324,7 +324,7 @@ def _environment(scratch: Path, placement: Placement, replicas: int) -> dict[str
     return environment
 
 
-def _wait_until_healthy(process: "subprocess.Popen[bytes]", program: Program) -> None:
+def _wait_until_healthy(process: "subprocess.Popen[bytes]", program: ServiceSpec) -> None:
     """Poll /health, which answers 200 only after a generation has gone through the whole engine."""
     deadline = time.monotonic() + program.startup_timeout_s
     session = requests.Session()
@@ -341,7 +341,7 @@ def _wait_until_healthy(process: "subprocess.Popen[bytes]", program: Program) ->
     raise EngineStartError(_with_log(program, text))
 
 
-def _with_log(program: Program, text: str) -> str:
+def _with_log(program: ServiceSpec, text: str) -> str:
     return f"{text}; log {program.log}, last lines:\n{last_lines(program.log)}"
 
 

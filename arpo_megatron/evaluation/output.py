@@ -11,7 +11,7 @@ from arpo_megatron.config import JobConfig
 from arpo_megatron.errors import UserError
 from arpo_megatron.evaluation.prompts import Tools
 from arpo_megatron.evaluation.questions import TestSet
-from arpo_megatron.evaluation.target import Subject
+from arpo_megatron.evaluation.target import EvalTarget
 from arpo_megatron.jobs import resolve
 from arpo_megatron.jobs.run_directory import RUNS, RunDirectory, write_json
 
@@ -22,7 +22,7 @@ Identity = Mapping[str, Any]
 
 
 def identity_of(
-    subject: Subject,
+    subject: EvalTarget,
     config: JobConfig,
     sets: list[TestSet],
     *,
@@ -50,7 +50,7 @@ def identity_of(
     }
 
 
-def opened(identity: Identity, *, out: Path | None, subject: Subject) -> RunDirectory:
+def opened(identity: Identity, *, out: Path | None, subject: EvalTarget) -> RunDirectory:
     """The directory of an evaluation: `out`, or the first of its series that holds the same or nothing yet.
 
     Raises:
@@ -77,7 +77,7 @@ def _made(path: Path, identity: Identity) -> RunDirectory:
     return RunDirectory(path)
 
 
-def _default(identity: Identity, subject: Subject) -> Path:
+def _default(identity: Identity, subject: EvalTarget) -> Path:
     kind = re.sub(r"[^\w.-]+", "_", f"{identity['suite']}-{identity['tools']}")
     if subject.run is not None:
         return subject.run.path / "evaluation" / kind
@@ -106,7 +106,7 @@ def _differing(there: Any, here: Any, name: str = "") -> str:
     return f"{name} {there}, not {here}".strip()
 
 
-def _digest(subject: Subject) -> str:
+def _digest(subject: EvalTarget) -> str:
     from arpo_megatron.models.safetensors import TensorFiles
 
     assert subject.model is not None

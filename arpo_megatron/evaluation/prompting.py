@@ -12,7 +12,7 @@ from arpo_megatron.evaluation.prompts import Tools, messages
 from arpo_megatron.evaluation.questions import Question, TestSet
 from arpo_megatron.evaluation.response import Decode
 from arpo_megatron.evaluation.scorers import AnswerCheck, Scorer, benchmark_scorer, held_out_scorer
-from arpo_megatron.evaluation.target import Kind, Subject
+from arpo_megatron.evaluation.target import EvalTarget, TargetKind
 from arpo_megatron.jobs.inputs import JobData, load_data, load_tokenizer
 from arpo_megatron.rewards.base import Reward
 from arpo_megatron.tasks.arpo_parquet import chat_text, read_parquet
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Put:
+class PromptedQuestion:
     """What is asked.
 
     Attributes:
@@ -44,7 +44,7 @@ class Put:
     notes: Sequence[str] = ()
 
 
-def put_held_out(subject: Subject, config: JobConfig, reward: Reward, tasks: int | None) -> Put:
+def put_held_out(subject: EvalTarget, config: JobConfig, reward: Reward, tasks: int | None) -> PromptedQuestion:
     """The held-out tasks of a run, scored by its reward. Raises UserError where there are fewer than asked for."""
     assert subject.model is not None
     tokenizer = load_tokenizer(subject.model)
@@ -53,7 +53,7 @@ def put_held_out(subject: Subject, config: JobConfig, reward: Reward, tasks: int
         raise UserError(f"--tasks {tasks}: the run has {len(data.held_out)} held-out tasks")
     held_out = data.held_out[: tasks or config.evaluation.tasks]
     scorer = held_out_scorer(reward, held_out, config.reward.success_threshold)
-    return Put(
+    return PromptedQuestion(
         asked=[(held_out_question(task), task) for task in held_out],
         scorers={HELD_OUT: scorer},
         metrics={HELD_OUT: f"reward {config.reward.kind}"},
@@ -64,20 +64,20 @@ def put_held_out(subject: Subject, config: JobConfig, reward: Reward, tasks: int
 
 def put_benchmarks(
     sets: Sequence[TestSet],
-    subject: Subject,
+    subject: EvalTarget,
     config: JobConfig,
     tools: Tools,
     system: str | None,
     judge: AnswerCheck | None,
     tasks: int | None,
-) -> Put:
+) -> PromptedQuestion:
     """The questions of benchmarks, the first `tasks` of each where that is given.
 
     A run on generated tasks is asked as it was trained, without a chat around the question, unless a system prompt is
     given.
     """
     tokenizer = load_tokenizer(subject.model) if subject.model is not None else None
-    bare = subject.kind is Kind.RUN and config.data.made and system is None
+    bare = subject.kind is TargetKind.RUN and config.data.made and system is None
     asked = []
     for each in sets:
         source = "math" if each.benchmark.metric == "math" else "qa"
@@ -89,7 +89,7 @@ def put_benchmarks(
     unjudged = [each.benchmark.name for each in sets if each.benchmark.metric == "judge" and judge is None]
     if unjudged:
         notes.append(f"no judge (reward.judge.url), so by token F1 instead: {', '.join(unjudged)}")
-    return Put(
+    return PromptedQuestion(
         asked=asked,
         scorers={each.benchmark.name: benchmark_scorer(each.benchmark.metric, tools, judge) for each in sets},
         metrics={

@@ -1,4 +1,4 @@
-"""Finding and reading the files of benchmarks."""
+"""Find and read the files of benchmarks."""
 
 import hashlib
 from collections.abc import Sequence

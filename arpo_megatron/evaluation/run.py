@@ -18,18 +18,18 @@ from arpo_megatron.evaluation.agents.base import Agent, Wanted
 from arpo_megatron.evaluation.agents.oracle import KnownAnswers
 from arpo_megatron.evaluation.benchmarks import HELD_OUT, Benchmark, chosen
 from arpo_megatron.evaluation.journal import PASSING, Attempt, Journal, Outcome, write_records
-from arpo_megatron.evaluation.prompting import Put, put_benchmarks, put_held_out, training_prompt
+from arpo_megatron.evaluation.prompting import PromptedQuestion, put_benchmarks, put_held_out, training_prompt
 from arpo_megatron.evaluation.prompts import Tools
 from arpo_megatron.evaluation.questions import Question, TestSet, read_all
 from arpo_megatron.evaluation.response import Given
 from arpo_megatron.evaluation.score_queue import Scoring
 from arpo_megatron.evaluation.scorers import judged_by
-from arpo_megatron.evaluation.summary import Figures, figures_of
-from arpo_megatron.evaluation.target import Kind, Subject, config_of, subject_of
+from arpo_megatron.evaluation.summary import EvalSummary, figures_of
+from arpo_megatron.evaluation.target import EvalTarget, TargetKind, config_of, subject_of
 from arpo_megatron.jobs.run_directory import RunDirectory, write_json
 from arpo_megatron.rewards import make_reward
 from arpo_megatron.rewards.judge.judge import Judge
-from arpo_megatron.utils.processes import Roles
+from arpo_megatron.utils.processes import ManagedProcesses
 from tools_sandbox.config import TOKEN_VARIABLE
 
 _NOTE_EVERY_S = 10.0
@@ -37,7 +37,7 @@ Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class EvalRequest:
     """What the command line asks for; see `arpo eval --help`."""
 
     subject: str
@@ -55,7 +55,7 @@ class Wish:
     words: Sequence[str] = field(default_factory=tuple)
 
 
-def evaluate(wish: Wish, tell: Tell = lambda _text: None) -> dict[str, Any]:
+def evaluate(wish: EvalRequest, tell: Tell = lambda _text: None) -> dict[str, Any]:
     """Answer, score and report; what an earlier process of the same evaluation has done is not done again.
 
     Returns:
@@ -64,11 +64,11 @@ def evaluate(wish: Wish, tell: Tell = lambda _text: None) -> dict[str, Any]:
 
     Raises:
         UserError: something that is named does not exist or cannot be used.
-        RoleDiedError: the engine or the tool service did not start.
+        ProcessDiedError: the engine or the tool service did not start.
     """
     subject = subject_of(wish.subject, wish.model)
-    tools = wish.tools or (Tools.PROMPT if subject.kind is Kind.SERVER else Tools.TRAINED)
-    suite = wish.suite or (HELD_OUT if subject.kind is Kind.RUN else "")
+    tools = wish.tools or (Tools.PROMPT if subject.kind is TargetKind.SERVER else Tools.TRAINED)
+    suite = wish.suite or (HELD_OUT if subject.kind is TargetKind.RUN else "")
     benchmarks, missing, sets = _sets(subject, suite, wish)
     config = config_of(subject, benchmarks, tools, list(wish.words))
     subject = _named(subject, wish, config, tell)
@@ -104,15 +104,15 @@ def evaluate(wish: Wish, tell: Tell = lambda _text: None) -> dict[str, Any]:
 
 @contextmanager
 def _asked(
-    wish: Wish,
-    subject: Subject,
+    wish: EvalRequest,
+    subject: EvalTarget,
     config: JobConfig,
     tools: Tools,
     system: str | None,
     out: RunDirectory,
     sets: Sequence[TestSet],
     tell: Tell,
-) -> Iterator[tuple[Put, Judge | None]]:
+) -> Iterator[tuple[PromptedQuestion, Judge | None]]:
     """What is asked, and the model that judges answers, if one does.
 
     That is closed at the end of the block, however this is left: whoever waits for it is let go then.
@@ -137,10 +137,10 @@ def _asked(
             judge.close()
 
 
-def _sets(subject: Subject, suite: str, wish: Wish) -> tuple[list[Benchmark], list[Benchmark], list[TestSet]]:
+def _sets(subject: EvalTarget, suite: str, wish: EvalRequest) -> tuple[list[Benchmark], list[Benchmark], list[TestSet]]:
     """The benchmarks of a suite, those whose file is missing, and the files of the others."""
     if suite == HELD_OUT:
-        if subject.kind is not Kind.RUN:
+        if subject.kind is not TargetKind.RUN:
             raise UserError(f"--suite {HELD_OUT}: only a run directory has held-out tasks, and {wish.subject} is none")
         return [], [], []
     if not suite:
@@ -150,31 +150,31 @@ def _sets(subject: Subject, suite: str, wish: Wish) -> tuple[list[Benchmark], li
     return benchmarks, missing, sets
 
 
-def _named(subject: Subject, wish: Wish, config: JobConfig, tell: Tell) -> Subject:
+def _named(subject: EvalTarget, wish: EvalRequest, config: JobConfig, tell: Tell) -> EvalTarget:
     """With the name of the model that a server has."""
-    if subject.kind is not Kind.SERVER or wish.model is not None:
+    if subject.kind is not TargetKind.SERVER or wish.model is not None:
         return subject
     from arpo_megatron.evaluation.agents.server import served_model
 
-    return Subject(subject.kind, served_model(subject.url, config, tell), url=subject.url)
+    return EvalTarget(subject.kind, served_model(subject.url, config, tell), url=subject.url)
 
 
-def _system_prompt(wish: Wish, subject: Subject, config: JobConfig, trained: bool) -> str | None:
+def _system_prompt(wish: EvalRequest, subject: EvalTarget, config: JobConfig, trained: bool) -> str | None:
     """The user's, or for a trained model that of its training data; None: our own wording."""
     if wish.system_prompt is not None:
         try:
             return wish.system_prompt.read_text(encoding="utf-8").strip()
         except OSError as error:
             raise UserError(f"--system-prompt {wish.system_prompt}: {error.strerror}") from None
-    return training_prompt(config) if trained and subject.kind is Kind.RUN else None
+    return training_prompt(config) if trained and subject.kind is TargetKind.RUN else None
 
 
 def _answer(
-    subject: Subject,
+    subject: EvalTarget,
     config: JobConfig,
     tools: Tools,
     out: RunDirectory,
-    put: Put,
+    put: PromptedQuestion,
     journal: Journal,
     attempts: int,
     judged: bool,
@@ -218,19 +218,25 @@ def _answer(
 
 @contextmanager
 def _agent(
-    subject: Subject, config: JobConfig, tools: Tools, out: RunDirectory, put: Put, attempts: int, tell: Tell
+    subject: EvalTarget,
+    config: JobConfig,
+    tools: Tools,
+    out: RunDirectory,
+    put: PromptedQuestion,
+    attempts: int,
+    tell: Tell,
 ) -> Iterator[Agent]:
     """Whoever answers, with the services that this needs."""
     from arpo_megatron.jobs.inputs import write_tool_files
     from arpo_megatron.launch.services import services, tool_service
     from arpo_megatron.rollout.endpoints import connect_rollouts
 
-    if subject.kind in (Kind.ORACLE, Kind.WRONG):
-        yield KnownAnswers(right=subject.kind is Kind.ORACLE)
+    if subject.kind in (TargetKind.ORACLE, TargetKind.WRONG):
+        yield KnownAnswers(right=subject.kind is TargetKind.ORACLE)
         return
     write_tool_files(config, out, put.data)
-    with Roles(out.logs) as roles:
-        if subject.kind is Kind.SERVER:
+    with ManagedProcesses(out.logs) as roles:
+        if subject.kind is TargetKind.SERVER:
             from arpo_megatron.evaluation.agents.server import ServerAnswers
 
             token = os.environ.get(TOKEN_VARIABLE) or None
@@ -251,7 +257,9 @@ def _agent(
                 rollouts.close()
 
 
-def _training_data(wish: Wish, subject: Subject, config: JobConfig, tell: Tell) -> overlap.TrainingQuestions | None:
+def _training_data(
+    wish: EvalRequest, subject: EvalTarget, config: JobConfig, tell: Tell
+) -> overlap.TrainingQuestions | None:
     """What the model was trained on, where that is known."""
     train_data, key = wish.train_data, "--train-data "
     if train_data is None and subject.run is not None and config.data.kind == "arpo_parquet":
@@ -262,7 +270,7 @@ def _training_data(wish: Wish, subject: Subject, config: JobConfig, tell: Tell) 
     return overlap.training_questions(train_data, key)
 
 
-def _held(put: Put, training: overlap.TrainingQuestions) -> dict[str, set[str]]:
+def _held(put: PromptedQuestion, training: overlap.TrainingQuestions) -> dict[str, set[str]]:
     """The ids of the questions that the training data holds, by benchmark."""
     held: dict[str, set[str]] = {name: set() for name in put.scorers}
     for each in overlap.overlaps([question for question, _ in put.asked], training.texts):
@@ -271,8 +279,12 @@ def _held(put: Put, training: overlap.TrainingQuestions) -> dict[str, set[str]]:
 
 
 def _figures(
-    wish: Wish, config: JobConfig, put: Put, kept: Sequence[Attempt], held: Mapping[str, set[str]] | None
-) -> list[Figures]:
+    wish: EvalRequest,
+    config: JobConfig,
+    put: PromptedQuestion,
+    kept: Sequence[Attempt],
+    held: Mapping[str, set[str]] | None,
+) -> list[EvalSummary]:
     """A row for each benchmark, in the order in which they were asked for."""
     asked = {(question.benchmark, question.id) for question, _ in put.asked}
     kept = [attempt for attempt in kept if (attempt.benchmark, attempt.question_id) in asked]
@@ -289,10 +301,10 @@ def _figures(
 
 
 def _notes(
-    put: Put,
+    put: PromptedQuestion,
     sets: Sequence[TestSet],
     missing: Sequence[Benchmark],
-    wish: Wish,
+    wish: EvalRequest,
     training: overlap.TrainingQuestions | None,
 ) -> list[str]:
     """What a reader of the tables must know."""
@@ -330,10 +342,10 @@ def _judging(judge: Judge | None) -> list[str]:
 
 def _report(
     out: RunDirectory,
-    subject: Subject,
+    subject: EvalTarget,
     tools: Tools,
     config: JobConfig,
-    figures: Sequence[Figures],
+    figures: Sequence[EvalSummary],
     notes: Sequence[str],
     kept: Sequence[Attempt],
     tell: Tell,

@@ -22,7 +22,7 @@ _ANSWER = re.compile(r"<answer>(.*?)(?:</answer>|$)", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class AnswerVerdict:
     """How right a response is. `outcome` is given where it does not follow from the rest."""
 
     answer: str | None
@@ -33,7 +33,7 @@ class Verdict:
     detail: str = ""
 
 
-Scorer = Callable[[Question, AgentResponse], Verdict]
+Scorer = Callable[[Question, AgentResponse], AnswerVerdict]
 
 
 class JudgeUnavailableError(RuntimeError):
@@ -74,17 +74,17 @@ def benchmark_scorer(metric: Metric, tools: Tools, judge: AnswerCheck | None) ->
     """Scores answers to a benchmark's questions; where it wants a judge and there is none, by token F1."""
     grade = {"math": _math, "f1": _f1, "judge": _f1}[metric] if judge is None or metric != "judge" else _judged(judge)
 
-    def score(question: Question, response: AgentResponse) -> Verdict:
+    def score(question: Question, response: AgentResponse) -> AnswerVerdict:
         answer = extract_answer(response.model_text)
         tagged = not parse_response(response.text).reason
         format_ok = last_boxed(response.model_text) is not None if tools is Tools.NONE else tagged
         if answer is None:
-            return Verdict(None, 0.0, False, format_ok)
+            return AnswerVerdict(None, 0.0, False, format_ok)
         try:
             value, correct = grade(question, answer)
         except JudgeUnavailableError as error:
-            return Verdict(answer, 0.0, False, format_ok, Outcome.UNJUDGED, str(error))
-        return Verdict(answer, value, correct, format_ok)
+            return AnswerVerdict(answer, 0.0, False, format_ok, Outcome.UNJUDGED, str(error))
+        return AnswerVerdict(answer, value, correct, format_ok)
 
     return score
 
@@ -93,10 +93,10 @@ def held_out_scorer(reward: Reward, tasks: Sequence[Task], threshold: float) -> 
     """Scores held-out tasks as the run's reward does: the format counts, and success is accuracy above `threshold`."""
     by_id = {task.id: task for task in tasks}
 
-    def score(question: Question, response: AgentResponse) -> Verdict:
+    def score(question: Question, response: AgentResponse) -> AnswerVerdict:
         found = score_text(reward, response.text, by_id[question.id])
         answer = found.answer if found.format_ok else None
-        return Verdict(answer, found.accuracy, found.accuracy > threshold, found.format_ok, detail=found.reason)
+        return AnswerVerdict(answer, found.accuracy, found.accuracy > threshold, found.format_ok, detail=found.reason)
 
     return score
 
@@ -104,7 +104,7 @@ def held_out_scorer(reward: Reward, tasks: Sequence[Task], threshold: float) -> 
 def attempt_of(question: Question, number: int, given: Given, scorer: Scorer) -> Attempt:
     """Score attempt `number` at a question."""
     if isinstance(given, NoResponse):
-        verdict = Verdict(None, 0.0, False, False, given.outcome, given.detail)
+        verdict = AnswerVerdict(None, 0.0, False, False, given.outcome, given.detail)
         response = AgentResponse("", "", finish=Finish.END)
     else:
         verdict, response = scorer(question, given), given
@@ -129,7 +129,7 @@ def attempt_of(question: Question, number: int, given: Given, scorer: Scorer) ->
     )
 
 
-def _outcome(verdict: Verdict, response: AgentResponse) -> Outcome:
+def _outcome(verdict: AnswerVerdict, response: AgentResponse) -> Outcome:
     if verdict.answer is None:
         return outcome_without_answer(response.finish)
     if verdict.correct:

@@ -12,7 +12,7 @@ from arpo_megatron.evaluation.statistics import interval, pass_at_k
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class EvalSummary:
     """What the attempts at a benchmark come to. Shares and scores are in [0, 1]; whatever failed scores 0.
 
     Attributes:
@@ -66,7 +66,7 @@ class Figures:
 
 def figures_of(
     attempts: Sequence[Attempt], *, metric: str, k: int, seed: int, overlapping: Collection[str] | None = None
-) -> Figures:
+) -> EvalSummary:
     """The figures of one benchmark.
 
     Args:
@@ -87,7 +87,7 @@ def figures_of(
     best = [pass_at_k(scores, k) for scores in by_question.values()]
     others = [mean for question, mean in means.items() if overlapping is not None and question not in overlapping]
     count = len(attempts)
-    return Figures(
+    return EvalSummary(
         benchmark=benchmark,
         metric=metric,
         tasks=len(by_question),

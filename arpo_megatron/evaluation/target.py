@@ -25,7 +25,7 @@ _REASONING = RolloutConfig(max_tool_calls=3, max_response_tokens=4096)
 _PROMPT_TOKENS = 2000
 
 
-class Kind(StrEnum):
+class TargetKind(StrEnum):
     """Where answers come from."""
 
     RUN = "run"  # a run directory: its export, or another Hugging Face directory, as the run's config serves it
@@ -36,7 +36,7 @@ class Kind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
+class EvalTarget:
     """Who is evaluated.
 
     Attributes:
@@ -47,41 +47,41 @@ class Subject:
         url: of the server, if it is one.
     """
 
-    kind: Kind
+    kind: TargetKind
     name: str
     run: RunDirectory | None = None
     model: Path | None = None
     url: str = ""
 
 
-def subject_of(text: str, model: str | None) -> Subject:
+def subject_of(text: str, model: str | None) -> EvalTarget:
     """What SUBJECT and --model mean.
 
     Raises:
         UserError: neither a directory of a run or a model, nor a URL, nor `oracle` or `wrong`.
     """
-    if text in (Kind.ORACLE, Kind.WRONG):
-        return Subject(Kind(text), text)
+    if text in (TargetKind.ORACLE, TargetKind.WRONG):
+        return EvalTarget(TargetKind(text), text)
     if urlsplit(text).scheme in ("http", "https"):
-        return Subject(Kind.SERVER, model or text, url=text)
+        return EvalTarget(TargetKind.SERVER, model or text, url=text)
     path = Path(text)
     run = RunDirectory(path)
     if run.config.is_file():
         served = Path(model) if model is not None else run.export
         if not (served / "config.json").is_file():
             raise UserError(f"{served} is no Hugging Face model; name one with --model")
-        return Subject(Kind.RUN, path.name if model is None else str(model), run=run, model=served)
+        return EvalTarget(TargetKind.RUN, path.name if model is None else str(model), run=run, model=served)
     if (path / "config.json").is_file():
         if model is not None:
             raise UserError(f"--model {model}: {path} is a model itself")
-        return Subject(Kind.MODEL, path.resolve().name, model=path)
+        return EvalTarget(TargetKind.MODEL, path.resolve().name, model=path)
     raise UserError(
         f"{text} is neither a run directory (config.yaml) nor a Hugging Face directory (config.json), nor a URL, nor "
-        f"{Kind.ORACLE} or {Kind.WRONG}"
+        f"{TargetKind.ORACLE} or {TargetKind.WRONG}"
     )
 
 
-def config_of(subject: Subject, benchmarks: list[Benchmark], tools: Tools, words: list[str]) -> JobConfig:
+def config_of(subject: EvalTarget, benchmarks: list[Benchmark], tools: Tools, words: list[str]) -> JobConfig:
     """The config that questions are answered with: the run's or a fresh one, the paper's sampling, the user's words.
 
     Args:
@@ -101,7 +101,7 @@ def config_of(subject: Subject, benchmarks: list[Benchmark], tools: Tools, words
     return resolve.over(base, words)
 
 
-def _fresh(subject: Subject, benchmarks: list[Benchmark]) -> JobConfig:
+def _fresh(subject: EvalTarget, benchmarks: list[Benchmark]) -> JobConfig:
     """Without a run: the lengths of the recipes, deep search's where all benchmarks are of that suite."""
     deep = {benchmark.name for benchmark in benchmarks} <= set(SUITES["deepsearch"])
     rollout = _DEEP if deep else _REASONING

@@ -15,10 +15,10 @@ def sources(layers: Sequence[resolve.Layer]) -> dict[str, resolve.Layer]:
     found: dict[str, resolve.Layer] = {}
     for layer in layers:
         if layer.source is resolve.Source.PRESET:  # numbers of other parts go
-            for key in [key for key in found if key.startswith("algorithm.numbers.")]:
+            for key in [key for key in found if key.startswith("algorithm.params.")]:
                 del found[key], values[key]
         for key, value in layer.keys.items():
-            if layer.source in resolve.THE_USERS or key not in values or values[key] != value:
+            if layer.source in resolve.USER_LAYERS or key not in values or values[key] != value:
                 found[key] = layer
             values[key] = value
     return found

@@ -14,7 +14,7 @@ from typing import Any
 from arpo_megatron.config import JobConfig
 from arpo_megatron.errors import UserError
 from arpo_megatron.jobs.run_directory import RunDirectory, fixed_part, write_json
-from arpo_megatron.models.spec import ModelShape
+from arpo_megatron.models.spec import ModelSpec
 
 
 def check_started_with(config: JobConfig, run: RunDirectory) -> None:
@@ -49,7 +49,7 @@ def check_model(config: JobConfig, run: RunDirectory) -> None:
             )
 
 
-def fingerprint(config: JobConfig, shape: ModelShape) -> dict[str, str]:
+def fingerprint(config: JobConfig, shape: ModelSpec) -> dict[str, str]:
     """Of the model's shape, and of what a resumed run may not change in its config."""
     return {"model": _digest_of(asdict(shape)), "config": _digest_of(fixed_part(config))}
 
@@ -63,7 +63,7 @@ def _model(config: JobConfig, run: RunDirectory) -> Path:
 
 
 def _shape(config: JobConfig, run: RunDirectory) -> dict[str, Any]:
-    return asdict(ModelShape.from_hf(_model(config, run)))
+    return asdict(ModelSpec.from_hf(_model(config, run)))
 
 
 def _digests(config: JobConfig, run: RunDirectory) -> dict[str, str | None]:

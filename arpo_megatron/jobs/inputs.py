@@ -20,7 +20,7 @@ from arpo_megatron.hardware.placement import check_machine
 from arpo_megatron.jobs.fingerprint import check_started_with
 from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.models.known import check_is_known
-from arpo_megatron.models.spec import ModelShape
+from arpo_megatron.models.spec import ModelSpec
 from arpo_megatron.rewards import make_reward
 from arpo_megatron.tasks.arpo_parquet import check_readable, read_parquet, read_texts
 from arpo_megatron.tasks.base import Task
@@ -54,7 +54,7 @@ class JobData:
 def load_conversations(
     config: JobConfig,
     tokenizer: "PreTrainedTokenizerFast",
-    shape: ModelShape,
+    shape: ModelSpec,
     tell: Callable[[str], None] = lambda text: None,
 ) -> Conversations | None:
     """What `sft.data` holds; None without it. Raises UserError for a missing or unusable file."""
@@ -119,7 +119,7 @@ def check_inputs(config: JobConfig) -> None:
     check_machine(config)
 
 
-def check_files(config: JobConfig) -> ModelShape | None:
+def check_files(config: JobConfig) -> ModelSpec | None:
     """Look for every file that the config names, and whether the model in them can be laid out as it says.
 
     Returns:
@@ -128,14 +128,14 @@ def check_files(config: JobConfig) -> ModelShape | None:
     Raises:
         UserError: one is missing or cannot be used.
     """
-    shape: ModelShape | None = None
+    shape: ModelSpec | None = None
     hub_id, path = config.model.hub_id, config.model.path
     if hub_id is not None and path is None:
         raise UserError(f"model.path is missing: fetch {hub_id} (`hf download {hub_id} --local-dir DIR`), then give it")
     if path is not None:
         if not (path / "config.json").is_file():
             raise UserError(f"model.path={path}: no Hugging Face model there (config.json is missing)")
-        shape = ModelShape.from_hf(path)
+        shape = ModelSpec.from_hf(path)
         check_is_known(shape, hub_id, path)
         shape.check_divisible(config.parallel)
         shape.check_fp8(config.model, config.parallel)
@@ -166,7 +166,7 @@ def prepare(config: JobConfig, run: RunDirectory, tell: Callable[[str], None] = 
     data = load_data(config, tokenizer)
     _check_data(config, data, tokenizer)
     write_tool_files(config, run, data)
-    shape = ModelShape.from_hf(model_path(config, run))
+    shape = ModelSpec.from_hf(model_path(config, run))
     if (conversations := load_conversations(config, tokenizer, shape, tell)) is not None:
         conversations.split(config.sft.held_out, config.seed)  # says so now where nothing is left to train on
         bad = [{"file": str(config.sft.data), **asdict(row)} for row in conversations.bad_rows]

@@ -14,10 +14,10 @@ from typing import Any
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from arpo_megatron.algorithms.components import check_parts
+from arpo_megatron.algorithms.components import check_components
 from arpo_megatron.config import JobConfig
 from arpo_megatron.errors import UserError, did_you_mean
-from arpo_megatron.registry import Point
+from arpo_megatron.registry import ExtensionPoint
 from arpo_megatron.registry import load as load_part
 from arpo_megatron.rewards import check_reward
 
@@ -50,7 +50,7 @@ class Source(StrEnum):
     WORD = "word"
 
 
-THE_USERS = frozenset({Source.VARIANT, Source.FILE, Source.WORD})
+USER_LAYERS = frozenset({Source.VARIANT, Source.FILE, Source.WORD})
 """What the user of a recipe has asked for; such layers name only the keys that they are about, the others every key."""
 
 
@@ -110,9 +110,9 @@ def layers(recipe: str, *, file: Path | None = None, words: Sequence[str] = ()) 
     return _with_presets(found, word_layers(words))
 
 
-def said_keys(layers: Sequence[Layer]) -> set[str]:
+def explicit_keys(layers: Sequence[Layer]) -> set[str]:
     """Dotted keys that the user has given a value, by variants, file or words."""
-    return {key for layer in layers if layer.source in THE_USERS for key in layer.keys}
+    return {key for layer in layers if layer.source in USER_LAYERS for key in layer.keys}
 
 
 def _with_presets(below: Sequence[Layer], words: Sequence[Layer]) -> list[Layer]:
@@ -136,7 +136,7 @@ def _preset_name(layer: Layer) -> str | None:
 
 def _preset(name: str) -> Layer:
     values: Tree = {}
-    for key, value in load_part(Point.PRESET, name).values.items():
+    for key, value in load_part(ExtensionPoint.PRESET, name).values.items():
         _merge(values, _nested(key.split("."), value))
     return Layer(Source.PRESET, name, values)
 
@@ -191,7 +191,7 @@ def check(values: Mapping[str, Any]) -> JobConfig:
         job = _JOB.validate_json(json.dumps(values, default=str))
     except ValidationError as error:
         raise UserError(_one_line(error)) from None
-    check_parts(job)
+    check_components(job)
     check_reward(job.reward, job.rollout.max_response_tokens)
     return job
 
@@ -300,7 +300,7 @@ def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 def _lay(values: Tree, layer: Layer) -> None:
     """Put a layer over the values. A preset brings all numbers of its parts: those of other parts go."""
     if layer.source is Source.PRESET and "algorithm" in values:
-        values["algorithm"]["numbers"] = {}
+        values["algorithm"]["params"] = {}
     _merge(values, layer.values)
 
 

@@ -29,14 +29,14 @@ CHANGEABLE = (
     "engine",
     "sync",
     "monitor",
-    "rollout.keep_every_s",
+    "rollout.journal_every_s",
 )
 """Config keys and sections that a resumed run may give another value: a longer run, another machine, another layout
 (a checkpoint is read in any). (`run_dir` is how the directory was found, and the same one has many names.)"""
 RUNS = Path("runs")
 """Where runs are made, unless told otherwise."""
 SUBMIT_LOCK = ".submit.lock"
-REUSABLE = frozenset({"initial_model", "cold_start", ".lock", SUBMIT_LOCK})
+REUSABLE = frozenset({"initial_model", "sft", ".lock", SUBMIT_LOCK})
 """What a directory may hold for a fresh run to begin there: a model and a cold start that are not made again."""
 
 
@@ -82,9 +82,9 @@ class RunDirectory:
         return self.path / "sandbox.yaml"
 
     @property
-    def cold_start(self) -> Path:
+    def sft_model(self) -> Path:
         """Hugging Face directory after supervised training."""
-        return self.path / "cold_start"
+        return self.path / "sft"
 
     @property
     def sft_checkpoints(self) -> Path:
@@ -107,9 +107,9 @@ class RunDirectory:
         return self.path / "profile"
 
     @property
-    def bad_packs(self) -> Path:
+    def skipped_updates(self) -> Path:
         """Minibatches whose update was skipped because something was not finite (`arpo replay-pack`)."""
-        return self.path / "bad_packs"
+        return self.path / "skipped_updates"
 
     @property
     def trees(self) -> Path:
@@ -119,7 +119,7 @@ class RunDirectory:
     @property
     def under_way(self) -> Path:
         """What the trees of a step that is not done have sampled (msgpack)."""
-        return self.path / "under_way.msgpack"
+        return self.path / "step_journal.msgpack"
 
     @property
     def held_out(self) -> Path:
@@ -182,9 +182,9 @@ class RunDirectory:
         return int(json.loads(self.result.read_text())["step"]) if self.result.exists() else -1
 
     @property
-    def cold_start_done(self) -> bool:
+    def sft_done(self) -> bool:
         """Whether the cold start has ended with its model."""
-        return (self.cold_start / "config.json").exists()
+        return (self.sft_model / "config.json").exists()
 
     def remove_partial(self) -> None:
         """Delete what was being written when its writer ended: a job writes NAME.tmp and then renames it."""
@@ -194,7 +194,7 @@ class RunDirectory:
             self.result,
             self.sft_result,
             self.initial_model,
-            self.cold_start,
+            self.sft_model,
             self.export,
             self.health,
             self.under_way,
@@ -204,7 +204,7 @@ class RunDirectory:
         found += [self.memory_lent, self.stop]
         for folder in (self.checkpoints, self.sft_checkpoints, self.trees, self.held_out):
             found += folder.glob("*step_*.tmp")
-        found += self.bad_packs.glob("*.tmp")
+        found += self.skipped_updates.glob("*.tmp")
         found += self.profile.glob("**/*.tmp.gz")
         for path in found:
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)

@@ -12,11 +12,11 @@ from arpo_megatron.config import JobConfig
 from arpo_megatron.engine.launch import SCRATCH_PREFIX, free_ports
 from arpo_megatron.hardware.placement import Placement, placement
 from arpo_megatron.utils.processes import JOB_PID
-from arpo_megatron.utils.service_spec import Program
+from arpo_megatron.utils.service_spec import ServiceSpec
 from tools_sandbox.utils.temporary import TemporaryFolder
 
 
-class Site(Protocol):
+class Backend(Protocol):
     """What starting a role depends on. Roles are `sandbox`, `router` and `engine-0`, `engine-1`, ..."""
 
     def host(self, role: str) -> str:
@@ -28,7 +28,7 @@ class Site(Protocol):
     def placement(self, config: JobConfig, engine: int) -> Placement:
         """Where engine number `engine` computes."""
 
-    def place(self, role: str, program: Program) -> Program:
+    def place(self, role: str, program: ServiceSpec) -> ServiceSpec:
         """The program as it is started from here."""
 
     def ranks(self, module: str, arguments: Sequence[str], config: JobConfig) -> tuple[list[str], dict[str, str]]:
@@ -40,7 +40,7 @@ class Site(Protocol):
 
 
 @dataclass(slots=True)
-class ThisMachine:
+class LocalBackend:
     """Everything on this machine, the ranks under torchrun."""
 
     _given: set[int] = field(default_factory=set)
@@ -62,7 +62,7 @@ class ThisMachine:
         """On this machine's GPUs, if it has any."""
         return placement(config).of_engine(engine, config.engine)
 
-    def place(self, role: str, program: Program) -> Program:
+    def place(self, role: str, program: ServiceSpec) -> ServiceSpec:
         """As it is."""
         return program
 

@@ -17,10 +17,10 @@ from arpo_megatron.monitor.progress import Progress
 from arpo_megatron.monitor.tree_store import most_telling, read_trees, step_file, stored_steps
 from arpo_megatron.monitor.tree_view import render_tree
 from arpo_megatron.rollout.endpoints import connect_rollouts
-from arpo_megatron.rollout.messages import GrowSettings
+from arpo_megatron.rollout.messages import RolloutSettings
 from arpo_megatron.tasks.base import Task
 from arpo_megatron.tree import RolloutTree, Trajectory
-from arpo_megatron.utils.processes import Roles
+from arpo_megatron.utils.processes import ManagedProcesses
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -31,10 +31,10 @@ def run_demo(config: JobConfig, *, resume: bool) -> dict[str, Any]:
 
     Raises:
         UserError: there is nothing to resume.
-        RoleDiedError: a process of the job died; the message names its log.
+        ProcessDiedError: a process of the job died; the message names its log.
     """
     started = time.monotonic()
-    with opened(config, resume=resume) as run, watching(run) as (progress, poll), Roles(run.logs) as roles:
+    with opened(config, resume=resume) as run, watching(run) as (progress, poll), ManagedProcesses(run.logs) as roles:
         run_phases(config, run, roles, progress, poll)
         progress.phase("serve the export")
         tokenizer = load_tokenizer(run.export)
@@ -47,7 +47,7 @@ def run_demo(config: JobConfig, *, resume: bool) -> dict[str, Any]:
 
 
 def _answer_one(
-    config: JobConfig, run: RunDirectory, roles: Roles, tokenizer: "PreTrainedTokenizerFast"
+    config: JobConfig, run: RunDirectory, roles: ManagedProcesses, tokenizer: "PreTrainedTokenizerFast"
 ) -> tuple[Task, RolloutTree]:
     """One held-out question, answered greedily by the exported model through a new engine and the tools."""
     held_out = load_data(config, tokenizer).held_out
@@ -56,7 +56,7 @@ def _answer_one(
     with services(config, run, roles, run.export) as ready:
         rollouts = connect_rollouts(config, run.export, ready)
         try:
-            settings = GrowSettings.evaluation(config, temperature=0.0)
+            settings = RolloutSettings.evaluation(config, temperature=0.0)
             report = rollouts.grow(
                 [task], step=config.train.steps, version=0, settings=settings, progress=lambda _progress: roles.check()
             )

@@ -26,7 +26,7 @@ _ASK_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class RoleHealth:
+class ServiceHealth:
     """One role of the job.
 
     Attributes:
@@ -69,7 +69,7 @@ class RoleHealth:
 class HealthPage:
     """A tiny web server in the running event loop; `read` says what is up."""
 
-    def __init__(self, read: Callable[[], Sequence[RoleHealth]]) -> None:
+    def __init__(self, read: Callable[[], Sequence[ServiceHealth]]) -> None:
         self._read = read
         self._runner: web.AppRunner | None = None
 
@@ -125,5 +125,5 @@ def print_health(run: RunDirectory) -> None:
     found = read_health(run)
     table = Table(*COLUMNS, box=None, pad_edge=False, header_style="bold")
     for role in found["roles"]:
-        table.add_row(*RoleHealth(**role).row(found["time"]))
+        table.add_row(*ServiceHealth(**role).row(found["time"]))
     Console(width=None if Console().is_terminal else 1000).print(table)  # a line a role for programs that read it

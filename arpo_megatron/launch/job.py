@@ -14,12 +14,12 @@ from arpo_megatron.jobs.checkpoint_dirs import checkpoint_directories, step_of
 from arpo_megatron.jobs.fingerprint import check_model
 from arpo_megatron.jobs.inputs import check_inputs, prepare
 from arpo_megatron.jobs.run_directory import RunDirectory
-from arpo_megatron.launch.backend import Site, ThisMachine
+from arpo_megatron.launch.backend import Backend, LocalBackend
 from arpo_megatron.launch.services import run_trainer, services
 from arpo_megatron.monitor.events import EventReader
 from arpo_megatron.monitor.progress import Progress
 from arpo_megatron.trainer.skipped_updates import check_dump, load_bad_update
-from arpo_megatron.utils.processes import Roles, StoppedError
+from arpo_megatron.utils.processes import ManagedProcesses, StoppedError
 
 
 def run_job(config: JobConfig, *, resume: bool) -> RunDirectory:
@@ -27,28 +27,33 @@ def run_job(config: JobConfig, *, resume: bool) -> RunDirectory:
 
     Raises:
         UserError: an input is missing, or there is nothing to resume.
-        RoleDiedError: a process of the job died; the message names its log.
+        ProcessDiedError: a process of the job died; the message names its log.
     """
-    with opened(config, resume=resume) as run, watching(run) as (progress, poll), Roles(run.logs) as roles:
+    with opened(config, resume=resume) as run, watching(run) as (progress, poll), ManagedProcesses(run.logs) as roles:
         run_phases(config, run, roles, progress, poll)
         progress.note(f"exported to {run.export}")
     return run
 
 
 def run_phases(
-    config: JobConfig, run: RunDirectory, roles: Roles, progress: Progress, poll: Callable[[], None]
+    config: JobConfig, run: RunDirectory, roles: ManagedProcesses, progress: Progress, poll: Callable[[], None]
 ) -> None:
     """Prepare, cold start where the recipe has one, train; what a stopped run has done already is not done again."""
     _prepare(config, run, progress)
-    train_phases(config, run, roles, progress, poll, ThisMachine())
+    train_phases(config, run, roles, progress, poll, LocalBackend())
 
 
 def train_phases(
-    config: JobConfig, run: RunDirectory, roles: Roles, progress: Progress, poll: Callable[[], None], site: Site
+    config: JobConfig,
+    run: RunDirectory,
+    roles: ManagedProcesses,
+    progress: Progress,
+    poll: Callable[[], None],
+    site: Backend,
 ) -> None:
     """`run_phases` without the preparation, on any site. Raises StoppedError too."""
     if config.sft.steps:
-        cold_start(config, run, roles, progress, poll, site)
+        sft_phase(config, run, roles, progress, poll, site)
     if run.steps_done >= config.train.steps:
         progress.note("training is done already")
     else:
@@ -57,12 +62,12 @@ def train_phases(
 
 def run_sft(config: JobConfig, *, resume: bool) -> dict[str, Any]:
     """Only the cold start; returns the figures that the command line prints. Raises as `run_job` does."""
-    with opened(config, resume=resume) as run, watching(run) as (progress, poll), Roles(run.logs) as roles:
+    with opened(config, resume=resume) as run, watching(run) as (progress, poll), ManagedProcesses(run.logs) as roles:
         _prepare(config, run, progress)
-        cold_start(config, run, roles, progress, poll, ThisMachine())
-        progress.note(f"exported to {run.cold_start}")
+        sft_phase(config, run, roles, progress, poll, LocalBackend())
+        progress.note(f"exported to {run.sft_model}")
         figures = json.loads(run.sft_result.read_text()) if run.sft_result.exists() else {}
-    return {**figures, "run_dir": str(run.path), "export_dir": str(run.cold_start)}
+    return {**figures, "run_dir": str(run.path), "export_dir": str(run.sft_model)}
 
 
 def export_checkpoint(run: RunDirectory, out: Path, step: int | None) -> Path:
@@ -70,7 +75,7 @@ def export_checkpoint(run: RunDirectory, out: Path, step: int | None) -> Path:
 
     Raises:
         UserError: `out` exists, there is no such checkpoint, or the run's model has changed.
-        RoleDiedError: the conversion failed; the message names its log.
+        ProcessDiedError: the conversion failed; the message names its log.
     """
     if out.exists():
         raise UserError(f"{out} exists already; name a directory that does not")
@@ -83,7 +88,7 @@ def export_checkpoint(run: RunDirectory, out: Path, step: int | None) -> Path:
     wanted = "newest" if step is None else str(step)
     config = resolve.load(run.config)
     check_model(config, run)
-    with run.locked(), watching(run) as (_, poll), Roles(run.logs) as roles:
+    with run.locked(), watching(run) as (_, poll), ManagedProcesses(run.logs) as roles:
         run_trainer(
             "arpo_megatron.trainer.export_checkpoint", config, run, roles, arguments=[wanted, str(out)], poll=poll
         )
@@ -95,7 +100,7 @@ def replay_bad_update(run: RunDirectory, dump: Path) -> str:
 
     Raises:
         UserError: the dump cannot be read or is another run's, or no checkpoint is whole.
-        RoleDiedError: a rank failed; the message names its log.
+        ProcessDiedError: a rank failed; the message names its log.
     """
     config = resolve.load(run.config)
     try:
@@ -106,7 +111,7 @@ def replay_bad_update(run: RunDirectory, dump: Path) -> str:
     check_dump(bad, dump, config, run)
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "replay.txt"
-        with run.locked(), watching(run) as (_, poll), Roles(run.logs) as roles:
+        with run.locked(), watching(run) as (_, poll), ManagedProcesses(run.logs) as roles:
             run_trainer(
                 "arpo_megatron.trainer.replay_update",
                 config,
@@ -167,26 +172,36 @@ def prepare_run(config: JobConfig, run: RunDirectory, tell: Callable[[str], None
     return notes
 
 
-def cold_start(
-    config: JobConfig, run: RunDirectory, roles: Roles, progress: Progress, poll: Callable[[], None], site: Site
+def sft_phase(
+    config: JobConfig,
+    run: RunDirectory,
+    roles: ManagedProcesses,
+    progress: Progress,
+    poll: Callable[[], None],
+    site: Backend,
 ) -> None:
     """Supervised training, unless it is done already. Raises as `train_phases` does."""
-    if run.cold_start_done:
+    if run.sft_done:
         progress.note("the cold start is done already")
         return
     _check_stop(run)
     progress.phase("start the trainer")
     run_trainer("arpo_megatron.sft", config, run, roles, poll=poll, site=site)
-    if not run.cold_start_done:
+    if not run.sft_done:
         _check_stop(run)
 
 
 def _train(
-    config: JobConfig, run: RunDirectory, roles: Roles, progress: Progress, poll: Callable[[], None], site: Site
+    config: JobConfig,
+    run: RunDirectory,
+    roles: ManagedProcesses,
+    progress: Progress,
+    poll: Callable[[], None],
+    site: Backend,
 ) -> None:
     _check_stop(run)
     progress.phase("start engine and tools")
-    model = run.cold_start if config.sft.steps else config.model.path or run.initial_model
+    model = run.sft_model if config.sft.steps else config.model.path or run.initial_model
     with services(config, run, roles, model, site) as ready:
         _check_stop(run)
         run_trainer("arpo_megatron.train", config, run, roles, env=ready.environment, poll=poll, site=site)

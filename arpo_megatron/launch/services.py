@@ -12,22 +12,22 @@ from arpo_megatron.config import JobConfig
 from arpo_megatron.engine.launch import engine_program, router_program
 from arpo_megatron.hardware.placement import trainer_environment
 from arpo_megatron.jobs.run_directory import RunDirectory
-from arpo_megatron.launch.backend import Site, ThisMachine
+from arpo_megatron.launch.backend import Backend, LocalBackend
 from arpo_megatron.launch.supervisor import Supervisor
 from arpo_megatron.rollout.endpoints import (
     Services,
     _replays,
 )
 from arpo_megatron.rollout.handle import rollout_program, rollout_socket
-from arpo_megatron.utils.processes import GRACE_S, Roles
-from arpo_megatron.utils.service_spec import Program
+from arpo_megatron.utils.processes import GRACE_S, ManagedProcesses
+from arpo_megatron.utils.service_spec import ServiceSpec
 
 SANDBOX_STARTUP_S = 180.0
 
 
 @contextmanager
 def services(
-    config: JobConfig, run: RunDirectory, roles: Roles, model: Path, site: Site | None = None
+    config: JobConfig, run: RunDirectory, roles: ManagedProcesses, model: Path, site: Backend | None = None
 ) -> Iterator[Services]:
     """Start the tool service, engines that serve `model`, and the rollout process; inside the block they are kept up.
 
@@ -40,9 +40,9 @@ def services(
 
     Raises:
         UserError: no model at `model`, or the config wants a router that is not installed.
-        RoleDiedError: one of them did not come up in time; the message names its log.
+        ProcessDiedError: one of them did not come up in time; the message names its log.
     """
-    site, hang_timeout_s = site or ThisMachine(), config.engine.hang_timeout_s
+    site, hang_timeout_s = site or LocalBackend(), config.engine.hang_timeout_s
     token = secrets.token_urlsafe(32)
     with site.scratch() as scratch:
         engines = [_engine(config, run, model, index, site, scratch, token) for index in range(config.engine.replicas)]
@@ -76,9 +76,9 @@ def services(
 
 
 @contextmanager
-def tool_service(config: JobConfig, run: RunDirectory, roles: Roles) -> Iterator[str]:
-    """The tool service alone, on this machine; inside the block it is kept up at the URL. Raises RoleDiedError."""
-    (port,) = ThisMachine().ports("sandbox", 1)
+def tool_service(config: JobConfig, run: RunDirectory, roles: ManagedProcesses) -> Iterator[str]:
+    """The tool service alone, on this machine; inside the block it is kept up at the URL. Raises ProcessDiedError."""
+    (port,) = LocalBackend().ports("sandbox", 1)
     program = sandbox_program(run, port, hang_timeout_s=config.engine.hang_timeout_s)
     with Supervisor(run, roles, restarts=config.engine.restarts) as supervisor:
         supervisor.start(program)
@@ -87,8 +87,8 @@ def tool_service(config: JobConfig, run: RunDirectory, roles: Roles) -> Iterator
 
 
 def _engine(
-    config: JobConfig, run: RunDirectory, model: Path, index: int, site: Site, scratch: Path, token: str
-) -> Program:
+    config: JobConfig, run: RunDirectory, model: Path, index: int, site: Backend, scratch: Path, token: str
+) -> ServiceSpec:
     name = "engine" if config.engine.replicas == 1 else f"engine-{index}"
     role = f"engine-{index}"
     program = engine_program(
@@ -108,10 +108,10 @@ def _engine(
     return replace(site.place(role, program), held_by=run.memory_lent)
 
 
-def sandbox_program(run: RunDirectory, port: int, *, hang_timeout_s: float, host: str = "127.0.0.1") -> Program:
+def sandbox_program(run: RunDirectory, port: int, *, hang_timeout_s: float, host: str = "127.0.0.1") -> ServiceSpec:
     """How to start the tool service; it takes its token, if any, from this process's environment."""
     where = ["--host", host, "--port", str(port), "--config", str(run.sandbox_config)]
-    return Program(
+    return ServiceSpec(
         name="sandbox",
         url=f"http://{host}:{port}",
         command=[sys.executable, "-m", "tools_sandbox", *where],
@@ -127,19 +127,19 @@ def run_trainer(
     module: str,
     config: JobConfig,
     run: RunDirectory,
-    roles: Roles,
+    roles: ManagedProcesses,
     *,
     arguments: Sequence[str] = (),
     env: Mapping[str, str] | None = None,
     poll: Callable[[], None] = lambda: None,
-    site: Site | None = None,
+    site: Backend | None = None,
 ) -> None:
     """Run `python -m module RUN_DIR arguments...` on every trainer rank of `site` and wait, calling `poll` meanwhile.
 
     Raises:
-        RoleDiedError: a rank or a service died; the message names the log.
+        ProcessDiedError: a rank or a service died; the message names the log.
     """
     name = module.rpartition(".")[2]
-    command, needed = (site or ThisMachine()).ranks(module, [str(run.path), *arguments], config)
+    command, needed = (site or LocalBackend()).ranks(module, [str(run.path), *arguments], config)
     variables = {**trainer_environment(config.platform), **needed, **(env or {})}
     roles.wait(roles.start(name, command, env=variables), poll=poll)

@@ -19,18 +19,18 @@ from typing import Any, Self
 import aiohttp
 
 from arpo_megatron.jobs.run_directory import RunDirectory
-from arpo_megatron.launch.health import HealthPage, RoleHealth
+from arpo_megatron.launch.health import HealthPage, ServiceHealth
 from arpo_megatron.monitor.events import EventLog
 from arpo_megatron.utils.processes import (
+    ManagedProcesses,
+    ProcessDiedError,
     Role,
-    RoleDiedError,
-    Roles,
     exit_code,
     how_it_ended,
     last_lines,
     stop_groups,
 )
-from arpo_megatron.utils.service_spec import Program
+from arpo_megatron.utils.service_spec import ServiceSpec
 from arpo_megatron.utils.signals import interrupts_ignored
 
 FIRST_PAUSE_S = 0.5
@@ -42,10 +42,10 @@ _PROBE_INTERVAL_S = 5.0
 
 
 @dataclass(slots=True)
-class _Service:
+class _SupervisedService:
     """A program and the process that runs it now."""
 
-    program: Program
+    program: ServiceSpec
     process: "subprocess.Popen[bytes] | None" = None
     up: bool = False
     since: float = field(default_factory=time.time)
@@ -54,8 +54,8 @@ class _Service:
     error: str = ""
     code: int = 1
 
-    def health(self) -> RoleHealth:
-        return RoleHealth(
+    def health(self) -> ServiceHealth:
+        return ServiceHealth(
             name=self.program.name,
             pid=self.process.pid if self.process is not None else None,
             up=self.up,
@@ -79,14 +79,14 @@ class Supervisor:
         restarts: of all services together, before the job stops.
     """
 
-    def __init__(self, run: RunDirectory, roles: Roles, *, restarts: int) -> None:
+    def __init__(self, run: RunDirectory, roles: ManagedProcesses, *, restarts: int) -> None:
         self.restarted = 0
         self._run = run
         self._roles = roles
         self._restarts = restarts
         self._events = EventLog(run.events)
-        self._services: list[_Service] = []
-        self._failure: RoleDiedError | None = None
+        self._services: list[_SupervisedService] = []
+        self._failure: ProcessDiedError | None = None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="supervisor", daemon=True)
         self._http: aiohttp.ClientSession | None = None
@@ -110,13 +110,13 @@ class Supervisor:
             self._thread.join()
             self._loop.close()
 
-    def start(self, *programs: Program) -> None:
+    def start(self, *programs: ServiceSpec) -> None:
         """Start services side by side; returns when all of them are ready, and from then on keeps them so.
 
         Raises:
-            RoleDiedError: one ended or missed its deadline at its first start; the message holds the end of its log.
+            ProcessDiedError: one ended or missed its deadline at its first start; the message holds the end of its log.
         """
-        services = [_Service(program) for program in programs]
+        services = [_SupervisedService(program) for program in programs]
         self._services += services
         for service in services:
             asyncio.run_coroutine_threadsafe(self._guard(service), self._loop)
@@ -125,19 +125,19 @@ class Supervisor:
             time.sleep(_POLL_INTERVAL_S / 2)
 
     def check(self) -> None:
-        """Raise RoleDiedError when a service has failed for good."""
+        """Raise ProcessDiedError when a service has failed for good."""
         if self._failure is not None:
             raise self._failure
 
-    async def _guard(self, service: _Service) -> None:
+    async def _guard(self, service: _SupervisedService) -> None:
         """A defect here, or a machine that can start no more processes, stops the job instead of its supervision."""
         try:
             await self._keep(service)
         except Exception as error:
             text = f"{service.program.name} cannot be watched any longer: {type(error).__name__}: {error}"
-            self._failure = RoleDiedError(text)
+            self._failure = ProcessDiedError(text)
 
-    async def _keep(self, service: _Service) -> None:
+    async def _keep(self, service: _SupervisedService) -> None:
         """Start a service, and again whenever it is down, until that has happened too often."""
         program = service.program
         while True:
@@ -162,16 +162,16 @@ class Supervisor:
                 await asyncio.sleep(_POLL_INTERVAL_S)
             service.pause_s = min(2 * service.pause_s, LONGEST_PAUSE_S)
 
-    def _tell(self, service: _Service, text: str) -> None:
+    def _tell(self, service: _SupervisedService, text: str) -> None:
         with suppress(OSError):  # a full disk must not end what keeps the job alive
             self._events.emit("restart", role=service.program.name, number=self.restarted, text=text)
 
-    def _fail(self, service: _Service, more: str) -> None:
+    def _fail(self, service: _SupervisedService, more: str) -> None:
         program = service.program
         text = f"{program.name} {service.error}{more}; log: {program.log}\n{last_lines(program.log)}"
-        self._failure = RoleDiedError(text, service.code)
+        self._failure = ProcessDiedError(text, service.code)
 
-    async def _until_dead(self, service: _Service) -> str:
+    async def _until_dead(self, service: _SupervisedService) -> str:
         """Returns how its process has ended."""
         if service.process is None:
             raise AssertionError("a service is watched after it was started")
@@ -180,7 +180,7 @@ class Supervisor:
         service.code = exit_code(service.process.returncode)
         return how_it_ended(service.process.returncode)
 
-    async def _until_silent(self, service: _Service) -> str:
+    async def _until_silent(self, service: _SupervisedService) -> str:
         """Marks a service as up when it is ready; returns in which way it has failed to answer."""
         program = service.program
         if not await self._answers(program.url + program.ready, program.startup_timeout_s):
@@ -225,13 +225,13 @@ class Supervisor:
     def _in_loop(self, coroutine: Coroutine[Any, Any, None]) -> None:
         asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
-    def _health(self) -> list[RoleHealth]:
+    def _health(self) -> list[ServiceHealth]:
         return [*(service.health() for service in self._services), *map(_role_health, self._roles.running)]
 
 
-def _role_health(role: Role) -> RoleHealth:
+def _role_health(role: Role) -> ServiceHealth:
     """A role that is not a service runs for as long as it is listed."""
-    return RoleHealth(role.name, role.process.pid, True, role.started, 0, "", "", str(role.log))
+    return ServiceHealth(role.name, role.process.pid, True, role.started, 0, "", "", str(role.log))
 
 
 async def _first(*coroutines: Coroutine[Any, Any, str]) -> str:

@@ -3,10 +3,10 @@
 from arpo_megatron.errors import UserError
 from arpo_megatron.models.mapping import exported
 from arpo_megatron.models.safetensors import TensorFiles
-from arpo_megatron.models.spec import ModelShape
+from arpo_megatron.models.spec import ModelSpec
 
 
-def check_tensors(files: TensorFiles, shape: ModelShape) -> None:
+def check_tensors(files: TensorFiles, shape: ModelSpec) -> None:
     """Look at all names and shapes, without reading a tensor.
 
     Raises:
@@ -21,7 +21,7 @@ def check_tensors(files: TensorFiles, shape: ModelShape) -> None:
     files.check(tensors)
 
 
-def _ignored(shape: ModelShape) -> set[str]:
+def _ignored(shape: ModelSpec) -> set[str]:
     """Tensors that may be there and say nothing: the copy of a tied head, frequencies that older checkpoints store."""
     frequencies = {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in range(shape.layers)}
     return frequencies | ({"lm_head.weight"} if shape.tied else set())

@@ -9,7 +9,7 @@ from typing import Any
 
 from arpo_megatron.config import ModelConfig
 from arpo_megatron.errors import UserError
-from arpo_megatron.models.spec import ExpertShape, ModelShape, RopeScaling
+from arpo_megatron.models.spec import ModelSpec, MoESpec, RopeScaling
 
 _QWEN2: Mapping[str, Any] = {
     "family": "qwen2",
@@ -33,14 +33,14 @@ _QWEN3: Mapping[str, Any] = {
     "max_positions": 40960,
 }
 
-KNOWN_SHAPES: Mapping[str, ModelShape] = {
-    "Qwen/Qwen2.5-3B-Instruct": ModelShape(
+KNOWN_MODELS: Mapping[str, ModelSpec] = {
+    "Qwen/Qwen2.5-3B-Instruct": ModelSpec(
         **_QWEN2, layers=36, hidden=2048, heads=16, kv_heads=2, ffn=11008, vocabulary=151936, tied=True
     ),
-    "Qwen/Qwen2.5-7B-Instruct": ModelShape(
+    "Qwen/Qwen2.5-7B-Instruct": ModelSpec(
         **_QWEN2, layers=28, hidden=3584, heads=28, kv_heads=4, ffn=18944, vocabulary=152064, tied=False
     ),
-    "meta-llama/Llama-3.1-8B-Instruct": ModelShape(
+    "meta-llama/Llama-3.1-8B-Instruct": ModelSpec(
         family="llama",
         layers=32,
         hidden=4096,
@@ -57,17 +57,17 @@ KNOWN_SHAPES: Mapping[str, ModelShape] = {
         max_positions=131072,
         rope_scaling=RopeScaling(8.0, 1.0, 4.0, 8192),
     ),
-    "Qwen/Qwen3-4B": ModelShape(**{**_QWEN3, "tied": True}, layers=36, hidden=2560, heads=32, ffn=9728),
-    "Qwen/Qwen3-8B": ModelShape(**_QWEN3, layers=36, hidden=4096, heads=32, ffn=12288),
-    "Qwen/Qwen3-14B": ModelShape(**_QWEN3, layers=40, hidden=5120, heads=40, ffn=17408),
-    "Qwen/Qwen3-32B": ModelShape(**_QWEN3, layers=64, hidden=5120, heads=64, ffn=25600),
-    "Qwen/Qwen3-30B-A3B": ModelShape(
+    "Qwen/Qwen3-4B": ModelSpec(**{**_QWEN3, "tied": True}, layers=36, hidden=2560, heads=32, ffn=9728),
+    "Qwen/Qwen3-8B": ModelSpec(**_QWEN3, layers=36, hidden=4096, heads=32, ffn=12288),
+    "Qwen/Qwen3-14B": ModelSpec(**_QWEN3, layers=40, hidden=5120, heads=40, ffn=17408),
+    "Qwen/Qwen3-32B": ModelSpec(**_QWEN3, layers=64, hidden=5120, heads=64, ffn=25600),
+    "Qwen/Qwen3-30B-A3B": ModelSpec(
         **{**_QWEN3, "family": "qwen3_moe", "kv_heads": 4},
         layers=48,
         hidden=2048,
         heads=32,
         ffn=768,
-        experts=ExpertShape(count=128, top_k=8, normalise=True, balance_coefficient=0.001),
+        experts=MoESpec(count=128, top_k=8, normalise=True, balance_coefficient=0.001),
     ),
 }
 """By Hugging Face id."""
@@ -76,28 +76,28 @@ KNOWN_SHAPES: Mapping[str, ModelShape] = {
 _SIZES = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocabulary", "tied", "qkv_bias", "qk_norm")
 
 
-def shape_of(model: ModelConfig) -> ModelShape:
+def shape_of(model: ModelConfig) -> ModelSpec:
     """Of the model that a job trains: read from its files where they are there, else known by name.
 
     Raises:
         UserError: the files cannot be read, or there are none and the name is not known.
     """
     if model.path is not None and (model.path / "config.json").is_file():
-        shape = ModelShape.from_hf(model.path)
+        shape = ModelSpec.from_hf(model.path)
         check_is_known(shape, model.hub_id, model.path)
         return shape
     if model.made:
         return _made(model)
-    if (known := KNOWN_SHAPES.get(model.hub_id or "")) is not None:
+    if (known := KNOWN_MODELS.get(model.hub_id or "")) is not None:
         return known
     if model.path is not None:
         raise UserError(f"model.path={model.path}: no Hugging Face model there (config.json is missing)")
     raise UserError(f"model.hub_id={model.hub_id}: its sizes are not known without its files; give model.path=DIR")
 
 
-def check_is_known(shape: ModelShape, hub_id: str | None, path: Path) -> None:
+def check_is_known(shape: ModelSpec, hub_id: str | None, path: Path) -> None:
     """Raises UserError where the files at `path` are of other sizes than the model `hub_id` has."""
-    known = KNOWN_SHAPES.get(hub_id or "")
+    known = KNOWN_MODELS.get(hub_id or "")
     if known is None:
         return
     for name in _SIZES:
@@ -108,9 +108,9 @@ def check_is_known(shape: ModelShape, hub_id: str | None, path: Path) -> None:
             )
 
 
-def _made(model: ModelConfig) -> ModelShape:
+def _made(model: ModelConfig) -> ModelSpec:
     """As preparation.py makes it; its vocabulary may turn out smaller."""
-    return ModelShape(
+    return ModelSpec(
         family="qwen3",
         layers=model.layers,
         hidden=model.hidden_size,

@@ -13,7 +13,7 @@ from math import prod
 
 from torch import Tensor
 
-from arpo_megatron.models.spec import Family, ModelShape
+from arpo_megatron.models.spec import Family, ModelSpec
 
 
 class Layout(Enum):
@@ -138,7 +138,7 @@ FAMILIES: Mapping[Family, tuple[Row, ...]] = {
 """Rows of each family; the output head comes besides."""
 
 
-def sizes(shape: ModelShape) -> dict[str, int]:
+def sizes(shape: ModelSpec) -> dict[str, int]:
     """The sizes that the rows' dimensions are named after."""
     return {
         "vocabulary": shape.vocabulary,
@@ -198,7 +198,7 @@ class Entry:
         dim = self.layout.split_dim
         if dim is None:
             return tuple(slice(None) for _ in size)
-        step = size[dim] // ranks  # without remainder: `ModelShape.check_divisible`
+        step = size[dim] // ranks  # without remainder: `ModelSpec.check_divisible`
         mine = slice(rank * step, (rank + 1) * step)
         return tuple(mine if index == dim else slice(None) for index in range(len(size)))
 
@@ -238,7 +238,7 @@ class Entry:
         return found
 
 
-def entries(shape: ModelShape) -> list[Entry]:
+def entries(shape: ModelSpec) -> list[Entry]:
     """Every parameter of the model, layer by layer, expert by expert: the order of exports and pushes."""
     rows = (*FAMILIES[shape.family], _TIED_HEAD if shape.tied else _HEAD)
     size = sizes(shape)
@@ -260,17 +260,17 @@ def entries(shape: ModelShape) -> list[Entry]:
     return once + [entry for layer in range(shape.layers) for row in layered for entry in of_layer(row, layer)]
 
 
-def exported(shape: ModelShape) -> dict[str, tuple[int, ...]]:
+def exported(shape: ModelSpec) -> dict[str, tuple[int, ...]]:
     """Names and shapes of all Hugging Face tensors of the model, in the order in which they are exported."""
     return {name: size for entry in entries(shape) if not entry.copy for name, size in entry.hf.items()}
 
 
-def exported_bytes(shape: ModelShape, itemsize: int) -> int:
+def exported_bytes(shape: ModelSpec, itemsize: int) -> int:
     """Size of all Hugging Face tensors of the model, at `itemsize` bytes a number."""
     return sum(prod(size) for size in exported(shape).values()) * itemsize
 
 
-def buckets(shape: ModelShape, limit: int, *, fused: bool = False) -> list[list[Rows]]:
+def buckets(shape: ModelSpec, limit: int, *, fused: bool = False) -> list[list[Rows]]:
     """What each bucket of a push holds: whole rows of the table, or a block of a parameter that is larger.
 
     Args:

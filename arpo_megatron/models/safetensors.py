@@ -31,7 +31,7 @@ _SAMPLE_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TensorLocation:
     """Where a tensor lies: an open file, its first byte there, its bytes, its type's name and its shape."""
 
     file: BinaryIO
@@ -54,7 +54,7 @@ class TensorFiles:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._stack = ExitStack()
-        self._headers: dict[Path, dict[str, Place]] = {}
+        self._headers: dict[Path, dict[str, TensorLocation]] = {}
         self.names = self._index()
 
     def __enter__(self) -> Self:
@@ -117,7 +117,7 @@ class TensorFiles:
                 digest.update(os.pread(place.file.fileno(), count, place.offset + start))
         return digest.hexdigest()
 
-    def _fill(self, tensor: Tensor, place: Place, start: int) -> None:
+    def _fill(self, tensor: Tensor, place: TensorLocation, start: int) -> None:
         """Read bytes from `start` of the tensor's data on into a contiguous tensor."""
         left, offset = _bytes(tensor), place.offset + start
         while left:
@@ -126,7 +126,7 @@ class TensorFiles:
                 raise UserError(f"{place.file.name} is damaged: it ends before its last tensor")
             left, offset = left[count:], offset + count
 
-    def _place(self, name: str) -> Place:
+    def _place(self, name: str) -> TensorLocation:
         if name not in self.names:
             raise UserError(f"{self.path}: tensor {name} is missing")
         file = self.names[name]
@@ -149,7 +149,7 @@ class TensorFiles:
             raise UserError(f"{self.path} has neither model.safetensors nor {index.name}: other formats are not read")
         return dict.fromkeys(self._header(single), single)
 
-    def _header(self, file: Path) -> dict[str, Place]:
+    def _header(self, file: Path) -> dict[str, TensorLocation]:
         if file not in self._headers:
             try:
                 opened = self._stack.enter_context(file.open("rb"))
@@ -249,7 +249,7 @@ def _make_header(tensors: Mapping[str, tuple[Shape, torch.dtype]]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _parse_header(file: BinaryIO) -> dict[str, Place]:
+def _parse_header(file: BinaryIO) -> dict[str, TensorLocation]:
     """Raises ValueError, or what reading wrong JSON raises, where it is not a safetensors file."""
     length = int.from_bytes(file.read(8), "little")
     if not 0 < length <= _LARGEST_HEADER:
@@ -266,7 +266,7 @@ def _parse_header(file: BinaryIO) -> dict[str, Place]:
             raise ValueError(f"tensor {name} of shape {list(shape)} cannot take {last - first} bytes")
         if first < 0 or start + last > size:
             raise ValueError(f"it ends before its tensor {name}")
-        places[name] = Place(file, start + first, last - first, dtype, shape)
+        places[name] = TensorLocation(file, start + first, last - first, dtype, shape)
     return places
 
 

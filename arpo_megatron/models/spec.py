@@ -35,8 +35,8 @@ class RopeScaling:
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertShape:
-    """The mixture of experts in the place of every layer's MLP; each expert is as wide as `ModelShape.ffn`.
+class MoESpec:
+    """The mixture of experts in the place of every layer's MLP; each expert is as wide as `ModelSpec.ffn`.
 
     Attributes:
         count: experts of a layer.
@@ -52,7 +52,7 @@ class ExpertShape:
 
 
 @dataclass(frozen=True, slots=True)
-class ModelShape:
+class ModelSpec:
     """Sizes and traits of a decoder: everything that building it and naming its weights needs.
 
     Attributes:
@@ -89,7 +89,7 @@ class ModelShape:
     qk_norm: bool
     max_positions: int
     rope_scaling: RopeScaling | None = None
-    experts: ExpertShape | None = None
+    experts: MoESpec | None = None
 
     def check_divisible(self, parallel: ParallelConfig) -> None:
         """Raises UserError where tensor or expert parallelism cannot divide the model."""
@@ -248,7 +248,7 @@ def _rope_scaling(path: Path, rope: dict[str, Any]) -> RopeScaling | None:
     )
 
 
-def _experts(path: Path, config: Any) -> ExpertShape:
+def _experts(path: Path, config: Any) -> MoESpec:
     file = path / "config.json"
     if config.mlp_only_layers or config.decoder_sparse_step != 1:
         raise UserError(
@@ -261,7 +261,7 @@ def _experts(path: Path, config: Any) -> ExpertShape:
         )
     if config.norm_topk_prob and config.num_experts_per_tok == 1:
         raise UserError(f"{file}: norm_topk_prob with one expert a token gives the router no gradient: not supported")
-    return ExpertShape(
+    return MoESpec(
         count=config.num_experts,
         top_k=config.num_experts_per_tok,
         normalise=config.norm_topk_prob,

@@ -73,7 +73,7 @@ def _append_line(path: Path, text: str, *, reserved: int) -> None:
 
 
 @contextmanager
-def user_errors_told(path: Path) -> Iterator[None]:
+def log_user_errors(path: Path) -> Iterator[None]:
     """A `UserError` inside becomes an event too: the command line says its one line instead of showing a traceback."""
     try:
         yield

@@ -105,8 +105,8 @@ class Progress:
                 self.note(fields["text"])
             case "step":
                 self.step(fields)
-            case "cold_start":
-                self.cold_start(**fields)
+            case "sft":
+                self.sft(**fields)
             case "evaluation":
                 self.evaluation(fields["when"], fields["success"])
             case other:
@@ -135,7 +135,7 @@ class Progress:
         fields = [f"{title} {content(row)}" for title, content in COLUMNS if content(row) != "-"]
         self._line(" | ".join(fields))
 
-    def cold_start(self, *, update: int, updates: int, loss: float, seconds: float) -> None:
+    def sft(self, *, update: int, updates: int, loss: float, seconds: float) -> None:
         """How far supervised training is."""
         text = f"cold start: update {update}/{updates}, loss {loss:.3f}, {seconds:.0f} s"
         if self._live.is_started and update < updates:

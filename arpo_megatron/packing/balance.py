@@ -11,7 +11,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from arpo_megatron.models.spec import ModelShape
+from arpo_megatron.models.spec import ModelSpec
 from arpo_megatron.packing.flops import forward_flops
 from arpo_megatron.packing.layout import Span
 
@@ -38,7 +38,7 @@ class CostModel:
     target_pairs: float = 0.0
 
     @classmethod
-    def of(cls, shape: ModelShape) -> "CostModel":
+    def of(cls, shape: ModelSpec) -> "CostModel":
         """From the FLOPs of a model, an attention FLOP taking `PAIR_SLOWNESS` as long as another."""
         pair, _ = forward_flops(shape, 0, 1, 0)
         token, target = forward_flops(shape, 1, 0, 1)

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from arpo_megatron.models.spec import ModelShape
+from arpo_megatron.models.spec import ModelSpec
 from arpo_megatron.packing.layout import TreePack
 
 Recompute = Literal["none", "selective", "full"]
@@ -48,7 +48,7 @@ class Work:
         return (1 + BACKWARD) * self.layers + again + (2 + BACKWARD) * self.head
 
 
-def forward_flops(shape: ModelShape, tokens: int, pairs: int, targets: int) -> tuple[float, float]:
+def forward_flops(shape: ModelSpec, tokens: int, pairs: int, targets: int) -> tuple[float, float]:
     """FLOPs of one forward pass: of the layers, and of the output head.
 
     Args:
@@ -66,7 +66,7 @@ def forward_flops(shape: ModelShape, tokens: int, pairs: int, targets: int) -> t
     return layers, 2.0 * shape.hidden * shape.vocabulary * targets
 
 
-def work_of(shape: ModelShape, packs: Iterable[TreePack]) -> Work:
+def work_of(shape: ModelSpec, packs: Iterable[TreePack]) -> Work:
     """Of one forward pass over packs."""
     layers = head = repeated = attention = 0.0
     for pack in packs:

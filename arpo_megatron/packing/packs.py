@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from arpo_megatron.algorithms.credit import TreeCredit
 from arpo_megatron.config import JobConfig
-from arpo_megatron.models.spec import ModelShape
+from arpo_megatron.models.spec import ModelSpec
 from arpo_megatron.packing.balance import TYPICAL_COST, CostModel, balanced_groups, cut_spans, share_out
 from arpo_megatron.packing.layout import TreePack, cut, join, lay_out, on_rank, shared_prefix
 from arpo_megatron.tree import Float32Array, Int32Array, RolloutTree
@@ -93,7 +93,7 @@ def _by_beginning(prompts: Sequence[Int32Array]) -> list[list[int]]:
 
 
 def pack_minibatch(
-    trees: Sequence[RolloutTree], credits: Sequence[TreeCredit], config: JobConfig, shape: ModelShape
+    trees: Sequence[RolloutTree], credits: Sequence[TreeCredit], config: JobConfig, shape: ModelSpec
 ) -> list[TreePack]:
     """`pack_trees` for the job's budget, layout and model."""
     return pack_trees(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from arpo_megatron.config import ParallelConfig
-from arpo_megatron.models.spec import ExpertShape, ModelShape
+from arpo_megatron.models.spec import ModelSpec, MoESpec
 
 if TYPE_CHECKING:
     from arpo_megatron.actor.attention import AttentionPlan
@@ -47,7 +47,7 @@ class Widths:
     value: int
 
     @classmethod
-    def of(cls, shape: ModelShape, parallel: ParallelConfig, value: int) -> "Widths":
+    def of(cls, shape: ModelSpec, parallel: ParallelConfig, value: int) -> "Widths":
         """Of the layout; `value` bytes a number."""
         tensor = parallel.tensor
         return cls(
@@ -97,7 +97,7 @@ class LocalCalls:
 
 
 def layer_bytes(
-    shape: ModelShape,
+    shape: ModelSpec,
     parallel: ParallelConfig,
     tokens: Tokens,
     *,
@@ -135,7 +135,7 @@ def layer_bytes(
 
 
 def pass_bytes(
-    shape: ModelShape,
+    shape: ModelSpec,
     parallel: ParallelConfig,
     tokens: Tokens,
     targets: float,
@@ -167,7 +167,7 @@ def pass_bytes(
     return layers * one + tokens.queries * norm + targets * (w.hidden * value + TARGET)
 
 
-def _te_token(w: Widths, shape: ModelShape, visits: float, fp8: bool) -> float:
+def _te_token(w: Widths, shape: ModelSpec, visits: float, fp8: bool) -> float:
     """Bytes a token of Transformer Engine's layers, without core attention and the product before it."""
     value, product = w.value, 1 if fp8 else w.value
     norm = w.between * (value + product) + FLOAT  # its input, what the product behind it reads, a normaliser
@@ -178,7 +178,7 @@ def _te_token(w: Widths, shape: ModelShape, visits: float, fp8: bool) -> float:
     return attention + norm + 2 * w.ffn * value + w.ffn * product  # the fused activation keeps its input alone
 
 
-def _local_token(w: Widths, shape: ModelShape, visits: float) -> float:
+def _local_token(w: Widths, shape: ModelSpec, visits: float) -> float:
     """The same of the layers in layers.py."""
     value = w.value
     # torch composes RMSNorm: it keeps, in float32, its input, the normalised input and a normaliser.
@@ -200,7 +200,7 @@ def _flex_core(w: Widths, tokens: Tokens) -> float:
     return (2 * padded * w.queries + 2 * keys * w.keys) * w.value + padded * w.heads * 2 * FLOAT
 
 
-def _te_experts(w: Widths, experts: ExpertShape, visits: float, product: int) -> float:
+def _te_experts(w: Widths, experts: MoESpec, visits: float, product: int) -> float:
     """Bytes a token of a mixture with its norm and router; as many tokens come to a rank's experts as leave it."""
     share, value = w.between / w.hidden, w.value
     visit = w.hidden * product + 2 * w.ffn * value + w.ffn * product + w.hidden * value
@@ -209,7 +209,7 @@ def _te_experts(w: Widths, experts: ExpertShape, visits: float, product: int) ->
     return norm + share * (router + visits * visit)
 
 
-def _local_experts(w: Widths, experts: ExpertShape, visits: float) -> float:
+def _local_experts(w: Widths, experts: MoESpec, visits: float) -> float:
     """The same of the layers in layers.py, without the norm."""
     # Of a visit its input, gate and up, silu(gate), up + 0, their product, and that times the router's weight.
     visit = (w.hidden + 6 * w.ffn) * w.value + 2 * FLOAT

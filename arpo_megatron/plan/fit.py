@@ -8,7 +8,7 @@ from arpo_megatron.config import JobConfig
 from arpo_megatron.errors import UserError
 from arpo_megatron.hardware.specs import GIB, Hardware
 from arpo_megatron.models.known import shape_of
-from arpo_megatron.models.spec import ModelShape
+from arpo_megatron.models.spec import ModelSpec
 from arpo_megatron.plan import memory, timing
 from arpo_megatron.plan.parameters import active, of_stage, whole_model
 from arpo_megatron.plan.roles import RolePlan, plan_roles, settled
@@ -76,7 +76,7 @@ class Plan:
     def warnings(self) -> tuple[str, ...]:
         """What is wasted by a job that can run."""
         config, data = self.config, self.config.parallel.data
-        alone = config.cold_start_only
+        alone = config.sft_only
         trees = config.sft.batch if alone else config.train.tasks_per_step // config.algorithm.minibatches
         if data <= trees:
             return ()
@@ -150,7 +150,7 @@ def plan(config: JobConfig, hardware: Hardware, nodes: int | None = None) -> Pla
         except UserError as error:
             unfit = Unfit("the roles cannot be laid over the nodes", str(error))
     work, most = typical(config), largest(config)
-    alone = config.cold_start_only
+    alone = config.sft_only
     trees = config.sft.batch if alone else config.train.tasks_per_step
     needs = memory.of_job(config, shape, hardware, most)
     phases = timing.of_step(config, shape, hardware, work, needs.kv_tokens)
@@ -172,19 +172,19 @@ def plan(config: JobConfig, hardware: Hardware, nodes: int | None = None) -> Pla
     )
 
 
-def impossible(config: JobConfig, shape: ModelShape, hardware: Hardware) -> Unfit | None:
+def impossible(config: JobConfig, shape: ModelSpec, hardware: Hardware) -> Unfit | None:
     """Why the layout cannot work with this model on this hardware, whatever the memory; None where it can."""
     try:
         shape.check_divisible(config.parallel)
         shape.check_fp8(config.model, config.parallel)
         shape.check_replay(config.algorithm)
-        if not config.cold_start_only:
+        if not config.sft_only:
             shape.check_engine(config.engine)
     except UserError as error:
         return refused(str(error))
     if config.model.fp8 != "none" and not hardware.fp8:
         return refused(f"model.fp8={config.model.fp8}: {hardware.name} has no FP8 products")
-    return None if config.cold_start_only else _engines_impossible(config, shape, hardware)
+    return None if config.sft_only else _engines_impossible(config, shape, hardware)
 
 
 def refused(text: str) -> Unfit:
@@ -192,7 +192,7 @@ def refused(text: str) -> Unfit:
     return Unfit(re.sub(r"\d+", "N", text.split(":", maxsplit=1)[0]), text)
 
 
-def _engines_impossible(config: JobConfig, shape: ModelShape, hardware: Hardware) -> Unfit | None:
+def _engines_impossible(config: JobConfig, shape: ModelSpec, hardware: Hardware) -> Unfit | None:
     engine, ranks = config.engine, config.parallel.world_size
     tensor, engines = engine.tensor, engine.tensor * engine.replicas
     if memory.shared(config) and engines > ranks:
@@ -225,7 +225,7 @@ def too_large(config: JobConfig, needs: memory.Memory, hardware: Hardware) -> Un
                 f"{phase} needs {total / GIB:.1f} GiB of a GPU's {hardware.memory / GIB:.1f} "
                 f"(most of it {name}, {size / GIB:.1f})",
             )
-    if not config.cold_start_only and needs.kv_tokens < config.model.max_length:
+    if not config.sft_only and needs.kv_tokens < config.model.max_length:
         return Unfit(
             "the KV pool cannot hold one trajectory",
             f"an engine's KV pool holds {needs.kv_tokens} tokens, fewer than model.max_length="

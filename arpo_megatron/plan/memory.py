@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from arpo_megatron.config import JobConfig, ParallelConfig
 from arpo_megatron.hardware.placement import Placement, takes_turns
 from arpo_megatron.hardware.specs import GIB, Hardware
-from arpo_megatron.models.spec import ModelShape
+from arpo_megatron.models.spec import ModelSpec
 from arpo_megatron.plan.activations import Tokens, Widths, layer_bytes, pass_bytes
 from arpo_megatron.plan.parameters import Parameters, of_stage, updated, whole_model
 from arpo_megatron.plan.workload import Workload
@@ -62,7 +62,7 @@ def shared(config: JobConfig) -> bool:
     return takes_turns(config, enough=False)
 
 
-def of_job(config: JobConfig, shape: ModelShape, hardware: Hardware, largest: Workload) -> Memory:
+def of_job(config: JobConfig, shape: ModelSpec, hardware: Hardware, largest: Workload) -> Memory:
     """Bytes on this hardware when every trajectory is as long as allowed."""
     stages = [_training(config, shape, largest, stage) for stage in range(config.parallel.pipeline)]
     training = max(stages, key=lambda parts: sum(parts.values()))
@@ -70,7 +70,7 @@ def of_job(config: JobConfig, shape: ModelShape, hardware: Hardware, largest: Wo
     common: Parts = {"cuda_context": CUDA_CONTEXT, "reserve": RESERVE * hardware.memory}
     if config.parallel.world_size > 1:
         common["collectives"] = COLLECTIVES
-    if config.cold_start_only:  # without engines
+    if config.sft_only:  # without engines
         return Memory({**training, **common}, {}, {}, _host(config, shape), 0)
     static = {name: size for name, size in training.items() if name in STATIC}
     rollout: Parts = {**static, **common, "push_buckets": _push_buckets(config, shape)}
@@ -81,7 +81,7 @@ def of_job(config: JobConfig, shape: ModelShape, hardware: Hardware, largest: Wo
     return Memory({**training, **common}, rollout, alone, _host(config, shape), kv_tokens)
 
 
-def static_parts(config: JobConfig, shape: ModelShape, stage: int) -> Parts:
+def static_parts(config: JobConfig, shape: ModelSpec, stage: int) -> Parts:
     """Weights, gradients and optimizer state of a rank, in bytes.
 
     Gradients are float32 in Megatron's buffers. AdamW's state is two float32 moments and, in bfloat16, the float32
@@ -102,11 +102,11 @@ def static_parts(config: JobConfig, shape: ModelShape, stage: int) -> Parts:
 
 def offloaded(config: JobConfig) -> float:
     """Share of the optimizer's state that is in host memory."""
-    optimizer = config.sft.optimizer if config.cold_start_only else config.optimizer
+    optimizer = config.sft.optimizer if config.sft_only else config.optimizer
     return optimizer.offload_fraction if optimizer.offload else 0.0
 
 
-def checkpoint_bytes(config: JobConfig, shape: ModelShape) -> int:
+def checkpoint_bytes(config: JobConfig, shape: ModelSpec) -> int:
     """Of one checkpoint on the disk: all weights and AdamW's state, each once."""
     return (value_bytes(config) + _state_bytes(config)) * whole_model(shape).total
 
@@ -120,7 +120,7 @@ def _state(config: JobConfig, held: Parameters) -> float:
     return _state_bytes(config) * updated(held, config.parallel)
 
 
-def _training(config: JobConfig, shape: ModelShape, largest: Workload, stage: int) -> Parts:
+def _training(config: JobConfig, shape: ModelSpec, largest: Workload, stage: int) -> Parts:
     parallel, value = config.parallel, value_bytes(config)
     kept, pack, keys = _tokens(config, largest, stage)
     fp8 = config.model.fp8 != "none"
@@ -144,7 +144,7 @@ def _tokens(config: JobConfig, largest: Workload, stage: int) -> tuple[float, fl
     parallel, budget = config.parallel, config.train.token_budget
     packing = largest.packing(budget, nested=parallel.nested_packs)
     trees = -(-config.train.tasks_per_step // config.algorithm.minibatches)
-    if config.cold_start_only:
+    if config.sft_only:
         trees = config.sft.batch
     pack = float(min(budget, largest.bound * trees))
     keys = max(pack, packing.longest)
@@ -158,7 +158,7 @@ def _tokens(config: JobConfig, largest: Workload, stage: int) -> tuple[float, fl
     return kept / parallel.context, pack / parallel.context, keys
 
 
-def _layer_working(config: JobConfig, shape: ModelShape, tokens: Tokens, w: Widths, *, fp8: bool) -> float:
+def _layer_working(config: JobConfig, shape: ModelSpec, tokens: Tokens, w: Widths, *, fp8: bool) -> float:
     """A layer that is computed again, and the gradients of its widest tensors; gathered inputs besides."""
     parallel = config.parallel
     again = 0.0
@@ -169,7 +169,7 @@ def _layer_working(config: JobConfig, shape: ModelShape, tokens: Tokens, w: Widt
     return again + gradients
 
 
-def logits_bytes(shape: ModelShape, parallel: ParallelConfig, targets: float, value: int) -> float:
+def logits_bytes(shape: ModelSpec, parallel: ParallelConfig, targets: float, value: int) -> float:
     """The head's chunk of logits, and the gradient of its weight, in the backward pass (actor/logprobs.py).
 
     Logits in the parameters' type, in float32 and as a gradient; the weight's gradient in float32, a chunk's part of
@@ -181,7 +181,7 @@ def logits_bytes(shape: ModelShape, parallel: ParallelConfig, targets: float, va
     return max(backward, chunk * (2 * value + 8))
 
 
-def _push_buckets(config: JobConfig, shape: ModelShape) -> float:
+def _push_buckets(config: JobConfig, shape: ModelSpec) -> float:
     """On the first rank: two buckets (weights/export.py), one of them shared with the engine where it has to hold the
     largest tensor whole. Gate and up projection are one bucket for an engine that quantizes.
     """
@@ -193,7 +193,7 @@ def _push_buckets(config: JobConfig, shape: ModelShape) -> float:
     return 2 * bucket
 
 
-def engine_weights(config: JobConfig, shape: ModelShape) -> float:
+def engine_weights(config: JobConfig, shape: ModelSpec) -> float:
     """Of one GPU of an engine; in FP8 the layers' products are half as large."""
     whole = whole_model(shape)
     value = value_bytes(config)
@@ -201,13 +201,13 @@ def engine_weights(config: JobConfig, shape: ModelShape) -> float:
     return (whole.total * value - quantized) / config.engine.tensor
 
 
-def kv_bytes(config: JobConfig, shape: ModelShape) -> float:
+def kv_bytes(config: JobConfig, shape: ModelSpec) -> float:
     """Of one token on one GPU of an engine; more GPUs than key heads hold copies."""
     heads = max(1.0, shape.kv_heads / config.engine.tensor)
     return 2.0 * shape.layers * heads * shape.head_dim * value_bytes(config)
 
 
-def _engine(config: JobConfig, shape: ModelShape, hardware: Hardware) -> tuple[Parts, int]:
+def _engine(config: JobConfig, shape: ModelSpec, hardware: Hardware) -> tuple[Parts, int]:
     """SGLang's `mem-fraction-static` is for weights and pool together; a smaller pool may be asked for."""
     placement = Placement(gpus=hardware.gpus, engine_gpu=0, shared=shared(config))
     weights, token = engine_weights(config, shape), kv_bytes(config, shape)
@@ -219,7 +219,7 @@ def _engine(config: JobConfig, shape: ModelShape, hardware: Hardware) -> tuple[P
     return parts, tokens
 
 
-def _host(config: JobConfig, shape: ModelShape) -> Parts:
+def _host(config: JobConfig, shape: ModelSpec) -> Parts:
     """Of the rank with most: the copy that a checkpoint is written from, and what is kept there for good."""
     stages = [of_stage(shape, config.parallel, stage) for stage in range(config.parallel.pipeline)]
     held = max(stages, key=lambda found: found.total)

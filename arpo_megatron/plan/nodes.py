@@ -6,7 +6,7 @@ from pathlib import Path
 
 from arpo_megatron.config import JobConfig
 from arpo_megatron.errors import UserError
-from arpo_megatron.jobs.resolve import Source, layers, over, resolve, said_keys, variant_names
+from arpo_megatron.jobs.resolve import Source, explicit_keys, layers, over, resolve, variant_names
 from arpo_megatron.plan.memory import shared
 from arpo_megatron.plan.roles import plan_roles
 
@@ -32,7 +32,7 @@ def on_nodes(
         laid = f"{recipe}+{own}"
         if resolve(laid).engine.placement == job.engine.placement:
             job = resolve(laid, file=file, words=words)
-    said = said_keys([layer for layer in asked if layer.source is not Source.VARIANT])
+    said = explicit_keys([layer for layer in asked if layer.source is not Source.VARIANT])
     return scaled(job, nodes, gpus_per_node, keep=said)
 
 
@@ -55,8 +55,8 @@ def scaled(config: JobConfig, nodes: int, gpus_per_node: int, keep: Collection[s
         ranks = max(1, parallel.world_size * gpus // (now * unit)) * unit
         engines = gpus - ranks
     block = parallel.tensor * parallel.pipeline * parallel.context
-    replicas = engine.replicas if config.cold_start_only else engines // engine.tensor
-    if ranks % block or not replicas or (engines % engine.tensor and not config.cold_start_only):
+    replicas = engine.replicas if config.sft_only else engines // engine.tensor
+    if ranks % block or not replicas or (engines % engine.tensor and not config.sft_only):
         raise UserError(
             f"{nodes} node(s) with {gpus_per_node} GPUs cannot be divided into tensor {parallel.tensor} x context "
             f"{parallel.context} x pipeline {parallel.pipeline} and engines of {engine.tensor}: give parallel.data and "

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from arpo_megatron.config import ParallelConfig
-from arpo_megatron.models.spec import ModelShape
+from arpo_megatron.models.spec import ModelSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +26,12 @@ class Parameters:
         return self.dense + self.experts
 
 
-def whole_model(shape: ModelShape) -> Parameters:
+def whole_model(shape: ModelSpec) -> Parameters:
     """Of the model."""
     return of_stage(shape, ParallelConfig(), 0)
 
 
-def active(shape: ModelShape) -> int:
+def active(shape: ModelSpec) -> int:
     """Parameters that a token meets: of a mixture's experts those that it is sent to."""
     whole = whole_model(shape)
     if shape.experts is None:
@@ -56,7 +56,7 @@ def updated(held: Parameters, parallel: ParallelConfig) -> float:
     return held.dense / dense + held.experts / experts
 
 
-def of_stage(shape: ModelShape, parallel: ParallelConfig, stage: int) -> Parameters:
+def of_stage(shape: ModelSpec, parallel: ParallelConfig, stage: int) -> Parameters:
     """Of each rank of a pipeline stage.
 
     Matrices are divided among tensor-parallel ranks, norms and the router are not; expert parallelism divides whole

@@ -6,7 +6,7 @@ from dataclasses import fields
 from arpo_megatron.config import EngineConfig, JobConfig, ParallelConfig
 from arpo_megatron.hardware.specs import GIB
 from arpo_megatron.plan.fit import Plan
-from arpo_megatron.plan.search import Found
+from arpo_megatron.plan.search import LayoutSearchResult
 
 LAYOUT_KEYS: Mapping[str, tuple[str, ...]] = {
     "parallel": tuple(field.name for field in fields(ParallelConfig)),
@@ -21,7 +21,7 @@ def render(plan: Plan) -> str:
     return "\n".join(_lines(plan)) + "\n"
 
 
-def render_search(found: Found) -> str:
+def render_search(found: LayoutSearchResult) -> str:
     """The best layouts and why others fail."""
     lines = [f"layouts on the same GPUs: {found.tried} tried, {found.fit} fit"]
     if found.best:
@@ -77,7 +77,7 @@ def _lines(plan: Plan) -> Iterator[str]:
     yield f"{config.name}: {model}, {size} billion parameters{met}"
     nodes, roles = f"{plan.nodes} node(s) of {plan.hardware.gpus} x {plan.hardware.name}", plan.roles
     apart = f" ({roles.trainer_nodes} train, {roles.engine_nodes} roll out)" if roles and roles.engine_nodes else ""
-    engines = "" if config.cold_start_only else f"; {_engines(config.engine, not needs.engine)}"
+    engines = "" if config.sft_only else f"; {_engines(config.engine, not needs.engine)}"
     yield f"{nodes}{apart}; {layout(config.parallel) or '1 rank'}, recompute {config.parallel.recompute}{engines}"
     yield ""
     for title, parts in (
@@ -88,10 +88,10 @@ def _lines(plan: Plan) -> Iterator[str]:
     ):
         if parts:
             yield from _table(f"{title}, GiB", {name: value / GIB for name, value in parts.items()})
-    step = "an update" if config.cold_start_only else "a step"
+    step = "an update" if config.sft_only else "a step"
     yield from _table(f"{step}, seconds", plan.step_seconds, total=plan.seconds)
     pool = f"an engine decodes {plan.decode_batch:.0f} paths at a time, its pool holds {needs.kv_tokens:,} tokens"
-    last = f"{config.sft.batch} conversations" if config.cold_start_only else pool
+    last = f"{config.sft.batch} conversations" if config.sft_only else pool
     yield f"{plan.tokens:,.0f} tokens {step}, each once; {last}"
     steps = f"{plan.steps} {step.split()[1]}s"
     yield f"{steps}, {plan.gpu_hours:,.0f} GPU-hours without evaluations and checkpoints"

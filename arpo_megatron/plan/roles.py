@@ -96,7 +96,7 @@ def plan_roles(config: JobConfig, gpus_per_node: int, nodes: int | None) -> Role
     gpus = 0 if config.platform == "cpu" else gpus_per_node
     if not gpus:
         return _on_cpus(config, nodes or 1)
-    if config.cold_start_only:
+    if config.sft_only:
         _check_count(nodes, (alone := _trainer_alone(config, gpus)).nodes, "without engines", config, gpus)
         return alone
     if engine.tensor > gpus:
@@ -138,7 +138,7 @@ def _on_cpus(config: JobConfig, nodes: int) -> RolePlan:
     trainer_nodes = min(nodes, ranks)
     if ranks % trainer_nodes:
         raise UserError(f"{ranks} trainer ranks cannot be divided evenly among {trainer_nodes} nodes")
-    replicas = 0 if config.cold_start_only else engine.replicas
+    replicas = 0 if config.sft_only else engine.replicas
     turns = takes_turns(config, enough=True)
     return RolePlan(nodes, 0, trainer_nodes, ranks // trainer_nodes, replicas, engine.tensor, turns)
 

@@ -22,7 +22,7 @@ RECOMPUTE: tuple[Recompute, ...] = ("none", "full")
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class LayoutSearchResult:
     """Result of a search.
 
     Attributes:
@@ -49,14 +49,14 @@ class Found:
         }
 
 
-def search(config: JobConfig, hardware: Hardware, *, best: int = 5) -> Found:
+def search(config: JobConfig, hardware: Hardware, *, best: int = 5) -> LayoutSearchResult:
     """Tries tensor, pipeline, virtual pipeline, context and expert parallelism, packs, recomputation and engine sizes.
 
     The number of trainer ranks and of engine GPUs stays; ranks that are left over are data-parallel.
     """
     shape = shape_of(config.model)
     engines = config.engine.tensor * config.engine.replicas
-    sizes = [config.engine.tensor] if config.cold_start_only else _powers(min(hardware.gpus, engines))
+    sizes = [config.engine.tensor] if config.sft_only else _powers(min(hardware.gpus, engines))
     fitting: list[Plan] = []
     failed: Counter[str] = Counter()
     tried = 0
@@ -86,7 +86,7 @@ def search(config: JobConfig, hardware: Hardware, *, best: int = 5) -> Found:
                 failed[candidate.unfit.kind] += 1
     # Among equals the layout with fewer dimensions; rounded, because the times are estimates.
     fitting.sort(key=lambda found: (round(found.seconds, 1), _dimensions(found.config.parallel), found.peak_bytes))
-    return Found(config, tuple(_unlike(fitting)[:best]), tried, len(fitting), tuple(failed.most_common()))
+    return LayoutSearchResult(config, tuple(_unlike(fitting)[:best]), tried, len(fitting), tuple(failed.most_common()))
 
 
 def _unlike(fitting: list[Plan]) -> list[Plan]:
@@ -132,7 +132,7 @@ def _powers(most: int) -> list[int]:
 
 def _largest_pool(job: JobConfig, hardware: Hardware) -> Plan:
     """With the largest fraction for engines that fits; where none does, with the smallest."""
-    if job.cold_start_only:
+    if job.sft_only:
         return plan(job, hardware)
     for fraction in FRACTIONS:
         found = plan(replace(job, engine=replace(job.engine, memory_fraction=fraction)), hardware)

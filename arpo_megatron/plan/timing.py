@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from arpo_megatron.config import JobConfig
 from arpo_megatron.hardware.specs import Hardware
-from arpo_megatron.models.spec import ModelShape
+from arpo_megatron.models.spec import ModelSpec
 from arpo_megatron.packing.flops import Work, forward_flops
 from arpo_megatron.plan.memory import engine_weights, kv_bytes, offloaded, shared, value_bytes
 from arpo_megatron.plan.parameters import active, copies, of_stage, updated, whole_model
@@ -61,10 +61,10 @@ class Decoding:
 
 
 def of_step(
-    config: JobConfig, shape: ModelShape, hardware: Hardware, work: Workload, kv_tokens: int
+    config: JobConfig, shape: ModelSpec, hardware: Hardware, work: Workload, kv_tokens: int
 ) -> dict[str, float]:
     """Seconds of one step by phase, with trajectories of typical length."""
-    if config.cold_start_only:
+    if config.sft_only:
         return _updates(config, shape, hardware, work, trees=config.sft.batch, updates=1)
     tasks, updates = config.train.tasks_per_step, config.algorithm.minibatches
     return {
@@ -84,7 +84,7 @@ def step_seconds(config: JobConfig, phases: dict[str, float]) -> float:
     return rollout + rest
 
 
-def decoding(config: JobConfig, shape: ModelShape, hardware: Hardware, work: Workload, kv_tokens: int) -> Decoding:
+def decoding(config: JobConfig, shape: ModelSpec, hardware: Hardware, work: Workload, kv_tokens: int) -> Decoding:
     """The batch is what is asked for, allowed and has room in the pool; a step reads all weights and the batch's keys.
 
     Of a mixture, the experts that any of the batch visits are read: 1 - (1 - k/n)^batch of them.
@@ -98,7 +98,7 @@ def decoding(config: JobConfig, shape: ModelShape, hardware: Hardware, work: Wor
     return Decoding(engine.replicas, batch, full, alone)
 
 
-def _decoding_step(config: JobConfig, shape: ModelShape, hardware: Hardware, batch: float, depth: float) -> float:
+def _decoding_step(config: JobConfig, shape: ModelSpec, hardware: Hardware, batch: float, depth: float) -> float:
     """Seconds of one step of an engine."""
     engine = config.engine
     weights = engine_weights(config, shape)
@@ -113,7 +113,7 @@ def _decoding_step(config: JobConfig, shape: ModelShape, hardware: Hardware, bat
 
 
 def _rollout(
-    config: JobConfig, shape: ModelShape, hardware: Hardware, work: Workload, kv_tokens: int
+    config: JobConfig, shape: ModelSpec, hardware: Hardware, work: Workload, kv_tokens: int
 ) -> dict[str, float]:
     """Full batches for what is sampled in the mean; then the straggler goes on alone.
 
@@ -133,7 +133,7 @@ def _rollout(
 
 
 def _updates(
-    config: JobConfig, shape: ModelShape, hardware: Hardware, work: Workload, *, trees: int, updates: int
+    config: JobConfig, shape: ModelSpec, hardware: Hardware, work: Workload, *, trees: int, updates: int
 ) -> dict[str, float]:
     return {
         "forward_backward": _passes(config, shape, hardware, work, trees, updates, backward=True),
@@ -144,7 +144,7 @@ def _updates(
 
 def _passes(
     config: JobConfig,
-    shape: ModelShape,
+    shape: ModelSpec,
     hardware: Hardware,
     work: Workload,
     trees: int,
@@ -169,7 +169,7 @@ def _passes(
     return updates * (compute + waits) * bubble
 
 
-def _forward(config: JobConfig, shape: ModelShape, hardware: Hardware, packing: Packing) -> Work:
+def _forward(config: JobConfig, shape: ModelSpec, hardware: Hardware, packing: Packing) -> Work:
     """Of a tree's forward pass on one GPU, in seconds: an update's count is a sum over parts of a forward pass."""
     tokens = round(packing.computed)
     layers, head = forward_flops(shape, tokens, 0, round(packing.targets))
@@ -187,7 +187,7 @@ def _forward(config: JobConfig, shape: ModelShape, hardware: Hardware, packing: 
     return Work(inside, head / (peak * PRODUCT_SHARE), 0.0, attention)
 
 
-def _token_traffic(config: JobConfig, shape: ModelShape, hardware: Hardware) -> float:
+def _token_traffic(config: JobConfig, shape: ModelSpec, hardware: Hardware) -> float:
     """Seconds of a token's collectives in one pass through the layers of a rank's stage, none of it overlapped.
 
     Tensor parallelism: two all-reduces of hidden states a layer and pass (arXiv 1909.08053, section 3), or as many
@@ -215,7 +215,7 @@ def _link(ranks: int, hardware: Hardware) -> float:
     return (hardware.link if ranks <= hardware.gpus else hardware.network) * LINK_SHARE
 
 
-def _reduction(config: JobConfig, shape: ModelShape, hardware: Hardware) -> float:
+def _reduction(config: JobConfig, shape: ModelSpec, hardware: Hardware) -> float:
     """Gradients in float32 scattered, weights gathered (or gradients reduced on every rank), once an update."""
     parallel = config.parallel
     dense, experts = copies(parallel)
@@ -226,7 +226,7 @@ def _reduction(config: JobConfig, shape: ModelShape, hardware: Hardware) -> floa
     return sent * (MAIN_GRADIENT + back) / _link(dense * parallel.tensor, hardware)
 
 
-def _optimizer(config: JobConfig, shape: ModelShape, hardware: Hardware) -> float:
+def _optimizer(config: JobConfig, shape: ModelSpec, hardware: Hardware) -> float:
     """Every byte of state is read and written once, on the GPU or in host memory behind its link."""
     parallel = config.parallel
     held = max(updated(of_stage(shape, parallel, stage), parallel) for stage in range(parallel.pipeline))
@@ -237,7 +237,7 @@ def _optimizer(config: JobConfig, shape: ModelShape, hardware: Hardware) -> floa
     return (1 - share) * here + share * there
 
 
-def _push(config: JobConfig, shape: ModelShape, hardware: Hardware) -> float:
+def _push(config: JobConfig, shape: ModelSpec, hardware: Hardware) -> float:
     """Gathered on the first rank while the bucket before travels to the engines: the slower of both.
 
     On one node engines share memory with the trainer. On several those on the trainer's GPUs cannot use NCCL, which

@@ -108,8 +108,8 @@ def _prompt(config: JobConfig) -> int:
 
 
 def _mix(config: JobConfig, fill: float) -> Mix:
-    rollout, samples = config.rollout, config.algorithm.samples
-    if config.cold_start_only:  # one path, no forks
+    rollout, samples = config.rollout, config.algorithm.group_size
+    if config.sft_only:  # one path, no forks
         return Mix(
             samples=1,
             initial=1,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from arpo_megatron.config import RewardConfig
 from arpo_megatron.errors import UserError
-from arpo_megatron.registry import Point, check_numbers, make
+from arpo_megatron.registry import ExtensionPoint, check_params, make
 from arpo_megatron.rewards.base import Reward
 from arpo_megatron.rewards.composed import ComposedReward, WeightedTerm
 from arpo_megatron.rewards.judge.judge import Judge
@@ -50,16 +50,16 @@ def _made(config: RewardConfig, max_response_tokens: int | None) -> tuple[Reward
     """The base and the terms that count."""
     own = {name: getattr(config, name) for name in ("format_penalty", "tool_bonus", "math", "qa")}
     keys = {**{name: f"reward.{name}" for name in own}, "max_response_tokens": "rollout.max_response_tokens"}
-    if clash := sorted(set(config.numbers) & set(keys)):
-        raise UserError(f"reward.numbers.{clash[0]} is {keys[clash[0]]}: give it there")
-    parts = [(Point.REWARD, config.kind), *((Point.REWARD_TERM, name) for name in config.terms)]
-    check_numbers(parts, config.numbers)
-    given = {**own, **config.numbers}
+    if clash := sorted(set(config.params) & set(keys)):
+        raise UserError(f"reward.params.{clash[0]} is {keys[clash[0]]}: give it there")
+    parts = [(ExtensionPoint.REWARD, config.kind), *((ExtensionPoint.REWARD_TERM, name) for name in config.terms)]
+    check_params(parts, config.params)
+    given = {**own, **config.params}
     if max_response_tokens is not None:
         given["max_response_tokens"] = max_response_tokens
-    base: Reward = make(Point.REWARD, config.kind, given)
+    base: Reward = make(ExtensionPoint.REWARD, config.kind, given)
     terms = tuple(
-        WeightedTerm(name, weight, make(Point.REWARD_TERM, name, given))
+        WeightedTerm(name, weight, make(ExtensionPoint.REWARD_TERM, name, given))
         for name, weight in config.terms.items()
         if weight
     )

@@ -6,7 +6,7 @@ from typing import Literal
 
 from arpo_megatron.rewards.base import ResponseGroup, Score
 from arpo_megatron.rewards.judge.prompts import CORRECT, question_of, same_answer
-from arpo_megatron.rewards.math.verify import Verdict, verdicts
+from arpo_megatron.rewards.math.verify import MathVerdict, verdicts
 from arpo_megatron.rewards.qa import exact_match, token_f1
 from arpo_megatron.tasks.tags.response import Parsed, parse_response
 
@@ -70,6 +70,6 @@ class ArpoReward:
 def _verified(answers: Sequence[str], group: ResponseGroup) -> list[tuple[float, Parts]]:
     grades: list[tuple[float, Parts]] = []
     for verdict in verdicts(answers, group.task.ground_truth):
-        right = float(verdict is Verdict.EQUAL)
-        grades.append((right, {"verified": right, "undecided": float(verdict is Verdict.UNDECIDED)}))
+        right = float(verdict is MathVerdict.EQUAL)
+        grades.append((right, {"verified": right, "undecided": float(verdict is MathVerdict.UNDECIDED)}))
     return grades

@@ -68,7 +68,7 @@ class Reward(Protocol):
     """Scores the trajectories of a task. Implementations hold settings only and may be called from any thread.
 
     A frozen dataclass whose fields are its numbers: those that are keys of `reward` (`tool_bonus`, say) have the value
-    given there, `max_response_tokens` that of `rollout`, others are in `reward.numbers`.
+    given there, `max_response_tokens` that of `rollout`, others are in `reward.params`.
     """
 
     @property

@@ -19,7 +19,7 @@ SHORTEST_SHARED_PREFIX = 16
 
 
 @dataclass(slots=True)
-class GrowCounts:
+class RolloutCounts:
     """What is counted while trees grow; the grower adds to it.
 
     Attributes:
@@ -52,15 +52,15 @@ class GrowCounts:
         for field in fields(self):
             setattr(self, field.name, 0)
 
-    def add(self, other: "GrowCounts") -> None:
+    def add(self, other: "RolloutCounts") -> None:
         """Add another count to this one."""
         for field in fields(self):
             setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
 
 
 @dataclass(frozen=True, slots=True)
-class GrowStats:
-    """Costs of one call of `grow`: counted on the way (`GrowCounts`), and derived from the finished trees.
+class RolloutStats:
+    """Costs of one call of `grow`: counted on the way (`RolloutCounts`), and derived from the finished trees.
 
     Attributes:
         counts: of all trees, failed ones included.
@@ -79,7 +79,7 @@ class GrowStats:
         seconds: wall time.
     """
 
-    counts: GrowCounts
+    counts: RolloutCounts
     trees: int
     failed: int
     trajectories: int
@@ -124,15 +124,15 @@ class PredictedRequest:
     cached_most: int
 
 
-def grow_stats(
+def rollout_stats(
     trees: Sequence[RolloutTree],
-    counts: GrowCounts,
+    counts: RolloutCounts,
     policy: BranchPolicy,
     *,
     failed: int,
     seconds: float,
     inside_stop: Callable[[Int32Array], bool] | None = None,
-) -> GrowStats:
+) -> RolloutStats:
     """Put counts and finished trees together; `inside_stop` as for `predicted_requests`."""
     requests = predicted_requests(trees, policy, inside_stop)
     forks = inherited = trajectories = 0
@@ -142,7 +142,7 @@ def grow_stats(
         tools = [segment.role is Role.TOOL for segment in tree.segments]
         inherited += sum(tools[index] for leaf in leaves for index in tree.path(leaf)) - sum(tools)
         forks += tree.forks
-    return GrowStats(
+    return RolloutStats(
         counts=counts,
         trees=len(trees),
         failed=failed,
@@ -158,7 +158,7 @@ def grow_stats(
     )
 
 
-def tokens_per_second(stats: Sequence[GrowStats]) -> float:
+def tokens_per_second(stats: Sequence[RolloutStats]) -> float:
     """Tokens sampled a second. What was sampled before trees went on from their records took other seconds."""
     sampled = sum(each.counts.tokens_sampled - each.counts.tokens_recorded for each in stats)
     return sampled / max(1e-9, sum(each.seconds for each in stats))

@@ -13,8 +13,8 @@ import numpy as np
 from arpo_megatron.algorithms.branching import PathKey, place_seed
 from arpo_megatron.engine.expert_routes import RouteRequest
 from arpo_megatron.engine.request import Generation
-from arpo_megatron.rollout.accounting import GrowCounts
-from arpo_megatron.rollout.context import GrowContext, ToolTextError
+from arpo_megatron.rollout.accounting import RolloutCounts
+from arpo_megatron.rollout.context import RolloutContext, ToolTextError
 from arpo_megatron.rollout.node import Node
 from arpo_megatron.rollout.record import Answer, Answered, Prefilled, TreeRecord, packed
 from arpo_megatron.rollout.shared_prefixes import SharedPrefixes
@@ -37,9 +37,9 @@ class TreeAnswers:
     """
 
     def __init__(
-        self, task_id: str, context: GrowContext, entries: Sequence[bytes], record: Callable[[bytes], None]
+        self, task_id: str, context: RolloutContext, entries: Sequence[bytes], record: Callable[[bytes], None]
     ) -> None:
-        self.counts = GrowCounts()
+        self.counts = RolloutCounts()
         self.shared = SharedPrefixes(self._prefill, lambda: context.engine.cache(self._routing_key))
         self._record = TreeRecord.of(entries)
         self._write = record

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from arpo_megatron.algorithms.branching import BranchPolicy
 from arpo_megatron.engine.client import EngineClient
-from arpo_megatron.engine.expert_routes import RouteShape
+from arpo_megatron.engine.expert_routes import ExpertRouteSpec
 from arpo_megatron.engine.request import Sampling
 from arpo_megatron.rollout.tools import ToolClient
 from arpo_megatron.tasks.tags import calls as protocol
@@ -32,7 +32,7 @@ class TextCodec(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class GrowLimits:
+class RolloutLimits:
     """Bounds of a trajectory (`config.RolloutConfig`), and `max_length`, those of prompt and response together.
 
     With `sessions` a python call begins with the state that the one before it on its path has left.
@@ -53,7 +53,7 @@ class GrowLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class GrowContext:
+class RolloutContext:
     """What all trees of one call share. `seed` is the run's; `sampling.seed` is replaced for every place.
 
     With `routes` the engine tells to which experts it sent each token. `ready` is awaited before each request.
@@ -64,9 +64,9 @@ class GrowContext:
     codec: TextCodec
     policy: BranchPolicy
     sampling: Sampling
-    limits: GrowLimits
+    limits: RolloutLimits
     seed: int
     step: int
     on_tokens: Callable[[int], None]
-    routes: RouteShape | None = None
+    routes: ExpertRouteSpec | None = None
     ready: Callable[[], Awaitable[None]] | None = None

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from arpo_megatron.config import JobConfig
-from arpo_megatron.engine.expert_routes import RouteShape
+from arpo_megatron.engine.expert_routes import ExpertRouteSpec
 from arpo_megatron.engine.server.gate import ENGINE_TOKEN
-from arpo_megatron.models.spec import ModelShape
+from arpo_megatron.models.spec import ModelSpec
 from arpo_megatron.rollout.handle import RolloutHandle
 from arpo_megatron.rollout.messages import ServiceSettings
 from tools_sandbox.config import TOKEN_VARIABLE
@@ -86,9 +86,9 @@ def _replays(config: JobConfig) -> bool:
     return config.algorithm.router_replay == "rollout"
 
 
-def _routes(config: JobConfig, model: Path) -> RouteShape | None:
+def _routes(config: JobConfig, model: Path) -> ExpertRouteSpec | None:
     if not _replays(config):
         return None
-    shape = ModelShape.from_hf(model)
+    shape = ModelSpec.from_hf(model)
     assert shape.experts is not None  # checked with the job's inputs
-    return RouteShape(shape.layers, shape.experts.top_k)
+    return ExpertRouteSpec(shape.layers, shape.experts.top_k)

@@ -30,14 +30,14 @@ from arpo_megatron.algorithms.branching import (
 )
 from arpo_megatron.engine.request import EngineFinish, Generation
 from arpo_megatron.rollout.answers import TreeAnswers
-from arpo_megatron.rollout.context import GrowContext, PromptTooLongError
+from arpo_megatron.rollout.context import PromptTooLongError, RolloutContext
 from arpo_megatron.rollout.node import Node
 from arpo_megatron.tasks.tags import calls as protocol
 from arpo_megatron.tree import Finish, Float32Array, Int32Array, Role, RolloutTree
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class BranchStart:
     """Where a MODEL segment begins.
 
     Attributes:
@@ -103,7 +103,7 @@ class TreeGrower:
         self,
         task_id: str,
         prompt_ids: Int32Array,
-        context: GrowContext,
+        context: RolloutContext,
         *,
         entries: Sequence[bytes] = (),
         record: Callable[[bytes], None] = lambda _entry: None,
@@ -166,26 +166,26 @@ class TreeGrower:
         """Finish a first trajectory, and start as many others as the policy makes of it."""
         node = self._root.child(Role.MODEL)
         self._shared.add_path(node)
-        first, *others = await self._run_path(_Place(node, self._root.token_ids, 0))
+        first, *others = await self._run_path(BranchStart(node, self._root.token_ids, 0))
         await self._begin(policy.plan(Probe(first, tuple(others))), 1)
 
     async def _begin(self, initial: int, begun: int) -> None:
         """Start the trajectories of the N first ones that have not begun."""
         self._initial, prompt = initial, self._root.token_ids
         for number, forks in list(enumerate(begin(self._context.policy, initial)))[begun:]:
-            self._start(_Place(self._root.child(Role.MODEL), prompt, forks, routed=len(prompt) if number else 0))
+            self._start(BranchStart(self._root.child(Role.MODEL), prompt, forks, routed=len(prompt) if number else 0))
 
-    def _start(self, place: _Place) -> None:
+    def _start(self, place: BranchStart) -> None:
         self._shared.add_path(place.node)
         self._paths.create_task(self._run_path(place))
 
-    async def _run_path(self, place: _Place) -> list[Float32Array]:
+    async def _run_path(self, place: BranchStart) -> list[Float32Array]:
         """Alternate between model and tool until the trajectory ends; what it did not fork begins afresh.
 
         Returns the entropies of its MODEL segments.
         """
         entropies = []
-        next_place: _Place | None = place
+        next_place: BranchStart | None = place
         while next_place is not None:
             segment = await self._sample_segment(next_place)
             entropies.append(segment.entropies)
@@ -195,10 +195,10 @@ class TreeGrower:
             key = fresh_place(self._initial, segment.node.key, number)
             node = Node(Role.MODEL, key, above=self._root)
             self._root.children.append(node)
-            self._start(_Place(node, self._root.token_ids, 0, routed=len(self._root.token_ids)))
+            self._start(BranchStart(node, self._root.token_ids, 0, routed=len(self._root.token_ids)))
         return entropies
 
-    async def _sample_segment(self, place: _Place) -> "_Sampled":
+    async def _sample_segment(self, place: BranchStart) -> "_Sampled":
         """Fill the segment at `place`, asking the policy for forks behind its first tokens where it is measured."""
         room = self._longest - len(place.prefix)
         measured = self._context.policy.measured_tokens if place.above is not None and place.forks > 0 else 0
@@ -215,7 +215,7 @@ class TreeGrower:
         start = entropies if place.start_entropies is None else place.start_entropies
         return _Sampled(last, np.concatenate([place.prefix, ids]), forks, start, entropies, place.calls, call, streak)
 
-    async def _extend(self, place: _Place, parts: list[Generation], tokens: int) -> str | None:
+    async def _extend(self, place: BranchStart, parts: list[Generation], tokens: int) -> str | None:
         """Sample until the segment has `tokens` tokens or the model stops; returns the stop string where one ended it.
 
         More than one request is needed where weight pushes cut one short. The engine looks for stop strings in the
@@ -235,7 +235,7 @@ class TreeGrower:
                 return None
             parts.append(await self._answers.sample(place.node, place.prefix, parts, wanted, place.routed))
 
-    def _decide(self, place: _Place, entropies: Float32Array) -> tuple[int, int]:
+    def _decide(self, place: BranchStart, entropies: Float32Array) -> tuple[int, int]:
         """Ask the policy, and start the siblings it wants from the tool result.
 
         Returns the forks that the path keeps, and how many of its fork points up to this one have forked in a row.
@@ -281,7 +281,7 @@ class TreeGrower:
         return node
 
     def _outcome(
-        self, place: _Place, finish: EngineFinish, matched: str | None, ids: Int32Array
+        self, place: BranchStart, finish: EngineFinish, matched: str | None, ids: Int32Array
     ) -> tuple[Finish, protocol.ToolCall | None]:
         """What the end of a generation means for the trajectory."""
         if matched is None:
@@ -295,7 +295,7 @@ class TreeGrower:
             return Finish.CALL_LIMIT, None
         return Finish.TOOL_CALL, call
 
-    async def _answer(self, segment: "_Sampled") -> _Place | None:
+    async def _answer(self, segment: "_Sampled") -> BranchStart | None:
         """Have a call answered and add the TOOL segment; returns where the path goes on.
 
         An answer that leaves no room for another model token is not added: the trajectory ends with the call, by
@@ -312,7 +312,7 @@ class TreeGrower:
         tool = node.child(Role.TOOL)
         tool.token_ids, tool.tool = answered.token_ids, answered.tool
         self._shared.extend_path(tool)
-        return _Place(
+        return BranchStart(
             tool.child(Role.MODEL),
             prefix,
             segment.forks,

@@ -27,14 +27,14 @@ from arpo_megatron.rollout.messages import (
     CollectTrees,
     Failure,
     FinishTrees,
-    GrowProgress,
-    GrowReport,
-    GrowSettings,
     LiveTree,
     Pause,
     Recorded,
     Restore,
     Resume,
+    RolloutProgress,
+    RolloutReport,
+    RolloutSettings,
     ServiceSettings,
     StaleEnginesError,
     StartTrees,
@@ -42,7 +42,7 @@ from arpo_megatron.rollout.messages import (
 )
 from arpo_megatron.rollout.record import UnfinishedTree
 from arpo_megatron.tasks.base import Task
-from arpo_megatron.utils.service_spec import Program
+from arpo_megatron.utils.service_spec import ServiceSpec
 
 _CONNECT_INTERVAL_S = 0.1
 _STARTUP_S = 180.0
@@ -106,9 +106,9 @@ class RolloutHandle:
         *,
         step: int,
         version: int,
-        settings: GrowSettings,
-        progress: Callable[[GrowProgress], None] | None = None,
-    ) -> GrowReport:
+        settings: RolloutSettings,
+        progress: Callable[[RolloutProgress], None] | None = None,
+    ) -> RolloutReport:
         """Grow one tree for each task, all at once; blocks until the last one is finished or has failed.
 
         Args:
@@ -119,7 +119,7 @@ class RolloutHandle:
             progress: called now and then from this thread.
 
         Raises:
-            RolloutError: the process broke down. A tree that cannot be finished is no error: see `GrowReport.failed`.
+            RolloutError: the process failed. A tree that cannot be finished is no error: see `RolloutReport.failed`.
             StaleEnginesError: see `collect`.
         """
         group = f"call {next(self._numbers)}"
@@ -129,7 +129,7 @@ class RolloutHandle:
         return report
 
     def start_trees(
-        self, group: str, tasks: Sequence[Task], *, step: int, version: int, settings: GrowSettings
+        self, group: str, tasks: Sequence[Task], *, step: int, version: int, settings: RolloutSettings
     ) -> None:
         """Begin to grow a tree for each task; returns at once. They go on growing whatever else is called.
 
@@ -151,7 +151,7 @@ class RolloutHandle:
         trees: Sequence[tuple[Task, UnfinishedTree]],
         *,
         version: int,
-        settings: GrowSettings,
+        settings: RolloutSettings,
     ) -> None:
         """Grow trees on from what they have sampled; see `start_trees`."""
         self._start(
@@ -182,7 +182,9 @@ class RolloutHandle:
             for number in done:
                 del self._trees[number]
 
-    def collect(self, request: CollectTrees, progress: Callable[[GrowProgress], None] | None = None) -> GrowReport:
+    def collect(
+        self, request: CollectTrees, progress: Callable[[RolloutProgress], None] | None = None
+    ) -> RolloutReport:
         """Wait for finished trees.
 
         Raises:
@@ -192,11 +194,11 @@ class RolloutHandle:
         """
         return self._report(request, progress)
 
-    def finish_trees(self, request: FinishTrees, progress: Callable[[GrowProgress], None] | None = None) -> None:
+    def finish_trees(self, request: FinishTrees, progress: Callable[[RolloutProgress], None] | None = None) -> None:
         """Wait for all trees of a group. Raises what `collect` does."""
         self._call(request, progress)
 
-    def stop_trees(self, request: StopTrees) -> GrowReport:
+    def stop_trees(self, request: StopTrees) -> RolloutReport:
         """Give up trees; they are what is reported. Raises RolloutError."""
         return self._report(request)
 
@@ -233,13 +235,13 @@ class RolloutHandle:
             self._trees |= {tree.number: (tree, list(tree.entries)) for tree in trees}
         self._call(StartTrees(tuple(trees), version))
 
-    def _report(self, request: object, progress: Callable[[GrowProgress], None] | None = None) -> GrowReport:
+    def _report(self, request: object, progress: Callable[[RolloutProgress], None] | None = None) -> RolloutReport:
         report = self._call(request, progress)
-        if not isinstance(report, GrowReport):
+        if not isinstance(report, RolloutReport):
             raise AssertionError(f"{request!r} was answered with {report!r}")
         return report
 
-    def _call(self, request: object, progress: Callable[[GrowProgress], None] | None = None) -> object:
+    def _call(self, request: object, progress: Callable[[RolloutProgress], None] | None = None) -> object:
         """Send a request and wait for its answer; where the connection is cut, the thread sends it again."""
         with self._lock:
             if self._broken is not None:
@@ -255,7 +257,7 @@ class RolloutHandle:
             with self._lock:
                 self._pending = None
 
-    def _answer_to(self, request: int, progress: Callable[[GrowProgress], None] | None) -> object:
+    def _answer_to(self, request: int, progress: Callable[[RolloutProgress], None] | None) -> object:
         while True:
             number, answer = self._answers.get()
             if isinstance(answer, Failure):
@@ -269,7 +271,7 @@ class RolloutHandle:
                 continue  # of a call that was interrupted, or another connection's greeting
             if isinstance(answer, StaleEnginesError):
                 raise answer
-            if not isinstance(answer, GrowProgress):
+            if not isinstance(answer, RolloutProgress):
                 return answer
             if progress is not None:
                 progress(answer)
@@ -328,25 +330,25 @@ class RolloutHandle:
         assert isinstance(message, tuple)
         number, answer = message
         with self._lock:
-            if isinstance(answer, GrowReport):
+            if isinstance(answer, RolloutReport):
                 self._given.update(number for number in answer.numbers if number in self._trees)
-            if self._pending is not None and self._pending[0] == number and not isinstance(answer, GrowProgress):
+            if self._pending is not None and self._pending[0] == number and not isinstance(answer, RolloutProgress):
                 self._pending = None
         self._answers.put((number, answer))
         return isinstance(answer, Failure)
 
 
-def rollout_program(directory: Path, port: int, *, log_path: Path, hang_timeout_s: float) -> Program:
+def rollout_program(directory: Path, port: int, *, log_path: Path, hang_timeout_s: float) -> ServiceSpec:
     """How to start the rollout process.
 
     Args:
         directory: for its socket, `rollout_socket`, in a folder that only this user may enter.
         port: free; on 127.0.0.1 it tells that its event loop runs, and nothing else.
         log_path: file for its output.
-        hang_timeout_s: as of `Program`.
+        hang_timeout_s: as of `ServiceSpec`.
     """
     command = [sys.executable, "-m", "arpo_megatron.rollout.worker", str(rollout_socket(directory)), str(port)]
-    return Program(
+    return ServiceSpec(
         name="rollout",
         url=f"http://127.0.0.1:{port}",
         command=command,

@@ -6,20 +6,20 @@ from pathlib import Path
 from typing import Self
 
 from arpo_megatron.config import AlgorithmConfig, JobConfig
-from arpo_megatron.engine.expert_routes import RouteShape
+from arpo_megatron.engine.expert_routes import ExpertRouteSpec
 from arpo_megatron.engine.request import Sampling
-from arpo_megatron.rollout.accounting import GrowStats
-from arpo_megatron.rollout.context import GrowLimits
+from arpo_megatron.rollout.accounting import RolloutStats
+from arpo_megatron.rollout.context import RolloutLimits
 from arpo_megatron.tasks.base import Task
 from arpo_megatron.tree import RolloutTree
 
 
 class StaleEnginesError(RuntimeError):
-    """Engines (their URLs are the arguments) serve older weights than trees need: push, then ask again."""
+    """EngineAdmin (their URLs are the arguments) serve older weights than trees need: push, then ask again."""
 
 
 @dataclass(frozen=True, slots=True)
-class GrowSettings:
+class RolloutSettings:
     """How the trees of one call are grown.
 
     Attributes:
@@ -33,7 +33,7 @@ class GrowSettings:
     branching: AlgorithmConfig | None
     samples: int
     sampling: Sampling
-    limits: GrowLimits
+    limits: RolloutLimits
     routes: bool = False
 
     @classmethod
@@ -41,7 +41,7 @@ class GrowSettings:
         """A training step: the config's algorithm and temperature."""
         return cls(
             branching=config.algorithm,
-            samples=config.algorithm.samples,
+            samples=config.algorithm.group_size,
             sampling=Sampling(config.rollout.temperature, config.rollout.top_p),
             limits=_limits(config),
             routes=True,
@@ -65,7 +65,7 @@ class GrowSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class GrowProgress:
+class RolloutProgress:
     """How far a call has come. `trees_done` counts failed trees too."""
 
     trees_done: int
@@ -82,7 +82,7 @@ class IncompleteTree:
 
 
 @dataclass(frozen=True, slots=True)
-class GrowReport:
+class RolloutReport:
     """What a call has grown.
 
     Attributes:
@@ -94,7 +94,7 @@ class GrowReport:
 
     trees: list[RolloutTree]
     failed: list[IncompleteTree]
-    stats: GrowStats
+    stats: RolloutStats
     numbers: tuple[int, ...] = ()
 
 
@@ -124,7 +124,7 @@ class ServiceSettings:
     sandbox_token: str | None = field(default=None, repr=False)
     engine_token: str | None = field(default=None, repr=False)
     router_url: str | None = None
-    routes: RouteShape | None = None
+    routes: ExpertRouteSpec | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +146,7 @@ class LiveTree:
     task: Task
     step: int
     version: int
-    settings: GrowSettings
+    settings: RolloutSettings
     entries: Sequence[bytes] = ()
 
 
@@ -227,9 +227,9 @@ class Failure:
     user_error: str | None = None
 
 
-def _limits(config: JobConfig) -> GrowLimits:
+def _limits(config: JobConfig) -> RolloutLimits:
     rollout = config.rollout
-    return GrowLimits(
+    return RolloutLimits(
         max_length=config.model.max_length,
         max_response_tokens=rollout.max_response_tokens,
         max_tool_calls=rollout.max_tool_calls,

@@ -17,18 +17,18 @@ import numpy as np
 
 from arpo_megatron.algorithms.branching import BranchPolicy
 from arpo_megatron.engine.client import EngineClient, EngineUnavailableError
-from arpo_megatron.engine.expert_routes import RouteShape
+from arpo_megatron.engine.expert_routes import ExpertRouteSpec
 from arpo_megatron.engine.request import EngineRefusedError
-from arpo_megatron.rollout.accounting import GrowCounts, common_prefix_length, grow_stats
-from arpo_megatron.rollout.context import GrowContext, GrowLimits, PromptTooLongError, TextCodec, ToolTextError
+from arpo_megatron.rollout.accounting import RolloutCounts, common_prefix_length, rollout_stats
+from arpo_megatron.rollout.context import PromptTooLongError, RolloutContext, RolloutLimits, TextCodec, ToolTextError
 from arpo_megatron.rollout.grower import TreeGrower
 from arpo_megatron.rollout.messages import (
     CollectTrees,
-    GrowProgress,
-    GrowReport,
-    GrowSettings,
     IncompleteTree,
     LiveTree,
+    RolloutProgress,
+    RolloutReport,
+    RolloutSettings,
     StaleEnginesError,
     StartTrees,
 )
@@ -76,10 +76,10 @@ class _Group:
     """
 
     policy: BranchPolicy
-    limits: GrowLimits
+    limits: RolloutLimits
     trees: list[_Growing] = field(default_factory=list)
     unfinished: Counter[int] = field(default_factory=Counter)
-    prefills: GrowCounts = field(default_factory=GrowCounts)
+    prefills: RolloutCounts = field(default_factory=RolloutCounts)
     since: float = field(default_factory=time.monotonic)
     tokens: int = 0
     defect: Exception | None = None
@@ -94,7 +94,7 @@ class TreePool:
         codec: the tokenizer.
         seed: the run's.
         policy: how trees with these settings branch.
-        send: is called with a `GrowProgress` now and then while a `collect` waits.
+        send: is called with a `RolloutProgress` now and then while a `collect` waits.
         record: is called with a tree's number and each new entry of its record.
         routes: what the engine's expert routes look like; None: it tells none.
     """
@@ -105,10 +105,10 @@ class TreePool:
         tools: ToolClient,
         codec: TextCodec,
         seed: int,
-        policy: Callable[[GrowSettings], BranchPolicy],
-        send: Callable[[GrowProgress], None],
+        policy: Callable[[RolloutSettings], BranchPolicy],
+        send: Callable[[RolloutProgress], None],
         record: Callable[[int, bytes], None],
-        routes: RouteShape | None = None,
+        routes: ExpertRouteSpec | None = None,
     ) -> None:
         self._engine = engine
         self._tools = tools
@@ -129,7 +129,7 @@ class TreePool:
         known = {tree.number for group in self._groups.values() for tree in group.trees}
         asked = [tree for tree in request.trees if tree.number not in known]
         prompts = [np.array(self._codec.encode(tree.task.prompt_text), dtype=np.int32) for tree in asked]
-        costs = GrowCounts()
+        costs = RolloutCounts()
         # Also of trees that go on: engines that were started with a resumed run hold nothing of them.
         common = asyncio.create_task(self._prefill_first(prompts, costs))
         for each, prompt in zip(asked, prompts, strict=True):
@@ -145,7 +145,7 @@ class TreePool:
 
     def _grower(self, tree: LiveTree, prompt: Int32Array, group: _Group) -> TreeGrower:
         settings = tree.settings
-        context = GrowContext(
+        context = RolloutContext(
             engine=self._engine,
             tools=self._tools,
             codec=self._codec,
@@ -161,7 +161,7 @@ class TreePool:
         record = partial(self._record, tree.number)
         return TreeGrower(tree.task.id, prompt, context, entries=tree.entries, record=record)
 
-    async def collect(self, request: CollectTrees) -> GrowReport:
+    async def collect(self, request: CollectTrees) -> RolloutReport:
         """Wait for trees of a group, and give them away: the oldest finished ones.
 
         See `CollectTrees` for how many. A defect in any tree of the group is raised.
@@ -181,7 +181,7 @@ class TreePool:
         if (group := self._groups.get(name)) is not None:
             await self._until_finished(group, len(group.trees), None)
 
-    async def stop(self, name: str) -> GrowReport:
+    async def stop(self, name: str) -> RolloutReport:
         """Give up all trees of a group that were not collected. The engine is left without their requests."""
         group = self._groups.pop(name)
         await self.pause()
@@ -204,7 +204,7 @@ class TreePool:
             growing = group.unfinished.total()
             if time.monotonic() - sent_at >= _PROGRESS_INTERVAL_S:
                 sent_at = time.monotonic()
-                self._send(GrowProgress(min(count, len(group.trees) - growing), count, group.tokens))
+                self._send(RolloutProgress(min(count, len(group.trees) - growing), count, group.tokens))
             if len(group.trees) - growing >= count and not self._overdue(group, finish_before):
                 return
             self._changed.clear()
@@ -241,13 +241,13 @@ class TreePool:
             count and version < finish_before for version, count in group.unfinished.items()
         )
 
-    def _report(self, group: _Group, count: int, finish_before: int | None) -> GrowReport:
+    def _report(self, group: _Group, count: int, finish_before: int | None) -> RolloutReport:
         finished = sorted((tree for tree in group.trees if tree.result is not None), key=lambda tree: tree.version)
         due = 0 if finish_before is None else sum(tree.version < finish_before for tree in finished)
         given = finished[: max(count, due)]
         taken = set(map(id, given))
         group.trees = [tree for tree in group.trees if id(tree) not in taken]
-        counts, group.prefills = group.prefills, GrowCounts()
+        counts, group.prefills = group.prefills, RolloutCounts()
         for tree in given:
             counts.add(tree.grower.counts)
         trees = [tree.result for tree in given if isinstance(tree.result, RolloutTree)]
@@ -261,15 +261,15 @@ class TreePool:
         def inside_stop(token_ids: Int32Array) -> bool:
             return protocol.ends_inside_stop(self._codec.decode(token_ids.tolist()), group.limits.stops)
 
-        stats = grow_stats(
+        stats = rollout_stats(
             trees, counts, group.policy, failed=len(failed), seconds=now - group.since, inside_stop=inside_stop
         )
         group.since = now
-        self._send(GrowProgress(count, count, group.tokens))
+        self._send(RolloutProgress(count, count, group.tokens))
         group.tokens = 0
-        return GrowReport(trees, failed, stats, tuple(tree.number for tree in given))
+        return RolloutReport(trees, failed, stats, tuple(tree.number for tree in given))
 
-    async def _grow(self, tree: _Growing, group: _Group, common: "asyncio.Task[None]", costs: GrowCounts) -> None:
+    async def _grow(self, tree: _Growing, group: _Group, common: "asyncio.Task[None]", costs: RolloutCounts) -> None:
         try:
             try:
                 await asyncio.shield(common)
@@ -284,12 +284,12 @@ class TreePool:
             group.unfinished[tree.version] -= 1
             self._changed.set()
 
-    async def _prefill_first(self, prompts: Sequence[Int32Array], costs: GrowCounts) -> None:
+    async def _prefill_first(self, prompts: Sequence[Int32Array], costs: RolloutCounts) -> None:
         """`_prefill_common` for trees that begin, after that for the others."""
         await self._ready()
         await self._prefill_common(prompts, costs)
 
-    async def _prefill_common(self, prompts: Sequence[Int32Array], costs: GrowCounts) -> None:
+    async def _prefill_common(self, prompts: Sequence[Int32Array], costs: RolloutCounts) -> None:
         """Put what all prompts begin with (a system prompt) into the engines' caches before they all compute it.
 
         What it costs is added to `costs`. It only saves work: where it is refused the trees go without, and each finds
@@ -305,12 +305,12 @@ class TreePool:
         with suppress(EngineRefusedError):
             found = await self._engine.prefill_everywhere(prompts[0][:shared], on_repeat=repeat)
             for prompt_tokens, cached_tokens in found:
-                costs.add(GrowCounts(requests=1, prompt_tokens=prompt_tokens, cached_tokens=cached_tokens))
+                costs.add(RolloutCounts(requests=1, prompt_tokens=prompt_tokens, cached_tokens=cached_tokens))
 
     async def _prefill_again(self) -> None:
         """`_prefill_common` for the trees that go on after a push."""
         growing = [(group, tree) for group in self._groups.values() for tree in group.trees if tree.result is None]
-        costs = GrowCounts()
+        costs = RolloutCounts()
         with suppress(EngineUnavailableError):  # the trees find out by themselves
             await self._prefill_common([tree.grower.prompt for _, tree in growing], costs)
         if growing:
@@ -325,7 +325,7 @@ class TreePool:
         self._changed.set()  # a `collect` may want to tell
 
 
-def _taken(counts: GrowCounts) -> GrowCounts:
+def _taken(counts: RolloutCounts) -> RolloutCounts:
     """A copy; the original is empty from now on."""
     copy = replace(counts)
     counts.clear()

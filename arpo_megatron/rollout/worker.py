@@ -29,11 +29,11 @@ from arpo_megatron.rollout.messages import (
     CollectTrees,
     Failure,
     FinishTrees,
-    GrowSettings,
     Pause,
     Recorded,
     Restore,
     Resume,
+    RolloutSettings,
     StaleEnginesError,
     StartTrees,
     StopTrees,
@@ -117,7 +117,7 @@ class Session:
         codec = TokenizerCodec(settings.tokenizer_path)
 
         @lru_cache
-        def policy(grown: GrowSettings) -> BranchPolicy:
+        def policy(grown: RolloutSettings) -> BranchPolicy:
             if grown.branching is None:
                 return GrpoPolicy(grown.samples)
             return make_policy(grown.branching, vocabulary_size=codec.vocabulary_size, seed=settings.seed)

@@ -56,7 +56,7 @@ class Piece:
     def done(self) -> bool:
         """Whether nothing is left to do."""
         if self.verb == "sft":
-            return self.run.cold_start_done
+            return self.run.sft_done
         return self.run.result.exists() and json.loads(self.run.result.read_text())["step"] >= self.config.train.steps
 
     @property
@@ -90,8 +90,8 @@ def plan(design: Design, out: Path, seeds: int, words: Sequence[str]) -> list[Ar
     runs = []
     for seed in range(1, seeds + 1):
         common = (*words, f"seed={seed}")
-        start = Piece.of(f"cold start seed {seed}", "sft", RECIPE, common, out / "cold_starts" / f"seed{seed}")
-        begin = (*common, f"model.path={start.run.cold_start}", "sft.steps=0")
+        start = Piece.of(f"cold start seed {seed}", "sft", RECIPE, common, out / "sft" / f"seed{seed}")
+        begin = (*common, f"model.path={start.run.sft_model}", "sft.steps=0")
         for arm in design.arms:
             path = out / "runs" / f"{arm}-seed{seed}"
             runs.append(ArmRun(arm, seed, Piece.of(f"{arm} seed {seed}", "train", recipe_of(arm), begin, path, start)))

@@ -40,7 +40,7 @@ _POINTS = 40  # of a drawn curve
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class StudyResults:
     """What a study has measured, ready to be said.
 
     Attributes:
@@ -58,7 +58,7 @@ class Found:
     left_out: Sequence[int]
 
     @classmethod
-    def of(cls, design: Design, rows: "pd.DataFrame", command: str, planned: Sequence[int]) -> "Found":
+    def of(cls, design: Design, rows: "pd.DataFrame", command: str, planned: Sequence[int]) -> "StudyResults":
         """Of a study with the seeds `planned`. Raises UserError where none of them has all its runs."""
         seeds = [
             int(seed)
@@ -102,7 +102,7 @@ class Found:
         return {arm: int(group.step.max()) for arm, group in self.compared_rows.groupby("arm")}
 
 
-def write_report(found: Found, directory: Path) -> list[Path]:
+def write_report(found: StudyResults, directory: Path) -> list[Path]:
     """Write results.parquet, curves.svg and README.md. Returns their paths."""
     directory.mkdir(parents=True, exist_ok=True)
     parquet, picture, page = (directory / name for name in ("results.parquet", "curves.svg", "README.md"))
@@ -120,7 +120,7 @@ def write_report(found: Found, directory: Path) -> list[Path]:
     return [page, picture, parquet]
 
 
-def render(found: Found) -> str:
+def render(found: StudyResults) -> str:
     """The page in Markdown."""
     design, rewards = found.design, found.compared("reward")
     budget = budget_of(found.curves("reward"))
@@ -153,7 +153,7 @@ def _table(figures: Sequence[ArmFigures]) -> str:
     return markdown(head, rows)
 
 
-def _success_table(found: Found) -> str:
+def _success_table(found: StudyResults) -> str:
     levels = sorted(set(found.compared_rows.level) - {ALL})
     ends = {
         level: {arm: Mean.of([float(curve.values[-1]) for curve in curves]) for arm, curves in by_arm.items()}
@@ -166,7 +166,7 @@ def _success_table(found: Found) -> str:
     return markdown(["arm", "success", "gain", "p", *levels], rows)
 
 
-def _findings(found: Found, rewards: Sequence[ArmFigures]) -> list[str]:
+def _findings(found: StudyResults, rewards: Sequence[ArmFigures]) -> list[str]:
     """Paragraphs: where all begin, each arm against the control at equal calls, how many calls to the control's end."""
     design = found.design
     curves = {arm: mean_curve(group) for arm, group in found.curves("reward").items()}
@@ -196,7 +196,7 @@ def _told(gain: Paired) -> str:
     return f"{sentence} ({_ends(gain.low, gain.high)}: {'' if told else 'not '}told from 0 by {gain.seeds} seeds)"
 
 
-def _pair(found: Found, one: str, other: str) -> str:
+def _pair(found: StudyResults, one: str, other: str) -> str:
     """Two arms against each other, at the calls at which all are compared."""
     by_arm = found.curves("reward")
     pair = {arm: by_arm[arm] for arm in (one, other)}
@@ -270,7 +270,7 @@ def made_by(command: str) -> str:
     return f"Made by `{command}` on {today}; {hardware()}. The Parquet file holds every figure."
 
 
-def _trouble(found: Found) -> str:
+def _trouble(found: StudyResults) -> str:
     """What may have made policies look worse than they are."""
     whole = found.compared_rows
     whole = whole[whole.level == ALL]
@@ -280,7 +280,7 @@ def _trouble(found: Found) -> str:
     return f'{text}{calls:,} tool calls {failed:,} were not answered "ok".'
 
 
-def _left_out(found: Found) -> str:
+def _left_out(found: StudyResults) -> str:
     return f" Seeds without a finished run of every arm are left out: {found.left_out}." if found.left_out else ""
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from arpo_megatron.monitor.events import EventReader
 from arpo_megatron.monitor.progress import Progress
 from arpo_megatron.studies.pieces import ArmRun, Piece
-from arpo_megatron.utils.processes import Role, RoleDiedError, Roles
+from arpo_megatron.utils.processes import ManagedProcesses, ProcessDiedError, Role
 
 _LOOK_EVERY_S = 0.2
 
@@ -28,7 +28,7 @@ class _Running:
             match event["kind"]:
                 case "step":
                     self.doing = f"step {event['step']}/{event['steps']}"
-                case "cold_start":
+                case "sft":
                     self.doing = f"update {event['update']}/{event['updates']}"
 
 
@@ -59,7 +59,7 @@ class Study:
         total = len(waiting)
         self.progress.note(f"{len(self.runs)} runs in {self.out}: {total} pieces to do, {self.jobs} at a time")
         running: list[_Running] = []
-        with Roles(self.out / "logs") as roles:
+        with ManagedProcesses(self.out / "logs") as roles:
             while waiting or running:
                 while len(running) < self.jobs and (piece := self._next(waiting)) is not None:
                     waiting.remove(piece)
@@ -73,10 +73,12 @@ class Study:
                 self.progress.event({"kind": "progress", "text": f"{done} of {total} pieces; {doing}"})
 
     def check(self) -> None:
-        """Raises RoleDiedError where pieces have failed: it names them and says what their logs end with."""
+        """Raises ProcessDiedError where pieces have failed: it names them and says what their logs end with."""
         if self.failed:
             reports = "\n".join(f"{name}: {report}" for name, report in self.failed.items())
-            raise RoleDiedError(f"{len(self.failed)} of the runs failed; the same command tries them again\n{reports}")
+            raise ProcessDiedError(
+                f"{len(self.failed)} of the runs failed; the same command tries them again\n{reports}"
+            )
 
     def _missing(self) -> list[Piece]:
         """Pieces to do: each cold start right before the first run that wants it."""
@@ -90,13 +92,13 @@ class Study:
     def _next(self, waiting: Sequence[Piece]) -> Piece | None:
         return next((piece for piece in waiting if piece.needs is None or piece.needs.done), None)
 
-    def _start(self, piece: Piece, roles: Roles) -> _Running:
+    def _start(self, piece: Piece, roles: ManagedProcesses) -> _Running:
         piece.run.path.parent.mkdir(parents=True, exist_ok=True)
         role = roles.start(piece.name.replace(" ", "-"), piece.command)
         self.progress.note(f"{piece.name} {'goes on' if piece.begun else 'begins'}")
         return _Running(piece, role, EventReader(piece.run.events), time.monotonic())
 
-    def _ended(self, each: _Running, roles: Roles) -> bool:
+    def _ended(self, each: _Running, roles: ManagedProcesses) -> bool:
         """Whether a piece has ended; how, is told."""
         each.look()
         code = each.role.process.poll()

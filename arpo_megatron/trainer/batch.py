@@ -18,7 +18,7 @@ from arpo_megatron.algorithms.components import make_estimator, make_loss
 from arpo_megatron.algorithms.credit import Loss, TreeCredit, TreeShape, checked, leaf_weights, tree_credits
 from arpo_megatron.algorithms.importance import trajectory_weights
 from arpo_megatron.config import JobConfig
-from arpo_megatron.models.spec import ModelShape
+from arpo_megatron.models.spec import ModelSpec
 from arpo_megatron.packing.layout import TreePack
 from arpo_megatron.packing.packs import by_tree, pack_minibatch, with_credits
 from arpo_megatron.rewards.scored_tree import ScoredTree
@@ -33,7 +33,7 @@ class Minibatch:
         packs: on every rank the same ones.
         trees: on the leader those of the packs, elsewhere none.
         advantages: on the leader for each tree float64[leaves] or [leaves, segments].
-        reference_logprobs: of the packs under the reference policy, from `with_reference`; None: there is none.
+        reference_logprobs: of the packs under the reference policy, from `add_reference_logprobs`; None: there is none.
     """
 
     packs: list[TreePack]
@@ -42,7 +42,7 @@ class Minibatch:
     reference_logprobs: Sequence[Float32Array] | None = None
 
 
-def minibatches_of(scored: Sequence[ScoredTree], config: JobConfig, shape: ModelShape) -> list[Minibatch]:
+def build_batches(scored: Sequence[ScoredTree], config: JobConfig, shape: ModelSpec) -> list[Minibatch]:
     """A step's minibatches: rewards of leaves -> their advantages -> credit of tokens -> packs.
 
     Advantages may compare all trees of the step, but those whose advantages the store has given
@@ -59,7 +59,7 @@ def minibatches_of(scored: Sequence[ScoredTree], config: JobConfig, shape: Model
     )
     found = [next(estimated) if item.advantages is None else item.advantages for item in scored]
     advantages = [
-        shape.attributed(values, algorithm.attribution)
+        shape.attributed(values, algorithm.shared_advantage)
         for shape, values in zip(shapes, checked(shapes, found), strict=True)
     ]
     count = min(algorithm.minibatches, len(groups))
@@ -67,7 +67,7 @@ def minibatches_of(scored: Sequence[ScoredTree], config: JobConfig, shape: Model
     minibatches = []
     for a, b in pairwise(bounds):
         trees = [group.tree for group in groups[a:b]]
-        credits = tree_credits(trees, advantages[a:b], aggregation=algorithm.aggregation)
+        credits = tree_credits(trees, advantages[a:b], aggregation=algorithm.loss_aggregation)
         minibatches.append(Minibatch(pack_minibatch(trees, credits, config, shape), trees, advantages[a:b]))
     return minibatches
 
@@ -75,10 +75,10 @@ def minibatches_of(scored: Sequence[ScoredTree], config: JobConfig, shape: Model
 def share(minibatches: Sequence[Minibatch]) -> list[Minibatch]:
     """The leader's minibatches on every rank; the trees stay with the leader."""
     packs = parallel.broadcast_object([minibatch.packs for minibatch in minibatches])
-    return list(minibatches) if parallel.is_leader() else [Minibatch(own) for own in packs]
+    return list(minibatches) if parallel.is_rank_zero() else [Minibatch(own) for own in packs]
 
 
-def with_reference(actor: Actor, minibatches: Sequence[Minibatch]) -> list[Minibatch]:
+def add_reference_logprobs(actor: Actor, minibatches: Sequence[Minibatch]) -> list[Minibatch]:
     """A step's minibatches with the reference policy's log-probs of their packs (a call of all ranks, once a step)."""
     found = actor.reference_logprobs([minibatch.packs for minibatch in minibatches])
     if found is None:
@@ -103,7 +103,7 @@ class ReadyUpdate:
     statistics: dict[str, Any] = field(default_factory=dict)
 
 
-def prepare_update(
+def finish_credit(
     actor: Actor,
     minibatch: Minibatch,
     old_logprobs: Sequence[Float32Array],
@@ -116,7 +116,7 @@ def prepare_update(
 
     Args:
         actor: the policy.
-        minibatch: from `share` and `with_reference`.
+        minibatch: from `share` and `add_reference_logprobs`.
         old_logprobs: of its packs under the policy of the step.
         config: the algorithm.
         on_policy: the present policy still is that of the step.
@@ -130,11 +130,11 @@ def prepare_update(
     known = _Known(minibatch, old_logprobs, entropies, config)
     if isinstance(loss, TokenLoss):
         batch = known.batch(old_logprobs)
-        factors = None if scaling is None or not parallel.is_leader() else scaling.token_factors(batch)
+        factors = None if scaling is None or not parallel.is_rank_zero() else scaling.token_factors(batch)
         credits = tree_credits(
             batch.trees,
             batch.advantages,
-            aggregation=config.algorithm.aggregation,
+            aggregation=config.algorithm.loss_aggregation,
             trajectory_weights=batch.trajectory_weights,
             token_factors=factors,
         )
@@ -142,7 +142,7 @@ def prepare_update(
         return ReadyUpdate(_credited(minibatch, credits).packs, old_logprobs, "policy", statistics)
     new = old_logprobs if on_policy else actor.logprobs(minibatch.packs)
     batch = known.batch(new)
-    found = loss.value(batch) if parallel.is_leader() else MinibatchValue(0.0, [])
+    found = loss.value(batch) if parallel.is_rank_zero() else MinibatchValue(0.0, [])
     # Ratios and loss are those of the whole minibatch: only the leader knows them, and only it reports.
     # They follow from log-probs of earlier passes; that this pass computes the same shows in its kl_old.
     packs = _credited(minibatch, found.credits).packs
@@ -173,7 +173,7 @@ class _Known:
         return Batch(
             trees=trees,
             advantages=self.minibatch.advantages,
-            weights=leaf_weights(shapes, algorithm.aggregation, factors),
+            weights=leaf_weights(shapes, algorithm.loss_aggregation, factors),
             trajectory_weights=factors,
             old_logprobs=old,
             logprobs=self._by_tree(logprobs),
@@ -194,5 +194,5 @@ def _limited(batch: Batch, limit: float | None) -> dict[str, float]:
 
 def _credited(minibatch: Minibatch, credits: Sequence[TreeCredit]) -> Minibatch:
     """The same packs with the leader's new credits, on every rank."""
-    packs = with_credits(minibatch.packs, credits) if parallel.is_leader() else None
+    packs = with_credits(minibatch.packs, credits) if parallel.is_rank_zero() else None
     return replace(minibatch, packs=parallel.broadcast_object(packs))

@@ -3,7 +3,7 @@
 With `rollout.max_staleness=0` a step starts its tasks and waits for all of them but those of `rollout.oversampling`,
 which it gives up. Otherwise as many trees again are under way while the trainer trains; they go on across weight
 pushes, so a slow tool delays nobody else. A tree that began with version v is trained by the update of version
-v + max_staleness at the latest: the step waits for those that would be too late, or (`rollout.stale=refuse`) goes on
+v + max_staleness at the latest: the step waits for those that would be too late, or (`rollout.stale=drop`) goes on
 without them and leaves them out when they finish.
 
 Whatever is left out is counted by its reason and stored with it, and another task takes its place.
@@ -18,25 +18,25 @@ from typing import Any
 
 import numpy as np
 
-from arpo_megatron.algorithms.replay.base import AddsTrees, ExperienceStore
+from arpo_megatron.algorithms.replay.base import AddsTrees, ReplayBuffer
 from arpo_megatron.config import JobConfig, RolloutConfig
 from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.monitor.events import EventLog
 from arpo_megatron.rewards.scored_tree import ScoredTree
-from arpo_megatron.rollout.accounting import GrowStats
+from arpo_megatron.rollout.accounting import RolloutStats
 from arpo_megatron.rollout.handle import RolloutHandle
 from arpo_megatron.rollout.messages import (
     CollectTrees,
     FinishTrees,
-    GrowProgress,
-    GrowSettings,
+    RolloutProgress,
+    RolloutSettings,
     StaleEnginesError,
     StopTrees,
 )
 from arpo_megatron.rollout.record import UnfinishedTree
 from arpo_megatron.tasks.base import Task
 from arpo_megatron.tasks.selectors.base import TaskSelector
-from arpo_megatron.trainer.step_journal import UnderWay
+from arpo_megatron.trainer.step_journal import StepJournal
 from arpo_megatron.tree import Role, RolloutTree
 from arpo_megatron.utils.processes import StoppedError
 
@@ -44,11 +44,11 @@ GROUP = "training"
 DROPS = ("failed", "no_signal", "stale", "oversampled")
 """Reasons for which a tree is not trained: it could not be finished; all its trajectories earned the same
 (`algorithm.drop_groups_without_signal`); a part of it is older than `rollout.max_staleness` allows
-(`rollout.stale=refuse`); the step had enough (`rollout.oversampling`)."""
+(`rollout.stale=drop`); the step had enough (`rollout.oversampling`)."""
 
 
 @dataclass(slots=True)
-class Harvest:
+class TreeCollector:
     """The leader's hold on the trees of training.
 
     Attributes:
@@ -83,13 +83,13 @@ class Harvest:
     refills: int = 0
     at_rest: bool = False
     kept: list[ScoredTree] = field(default_factory=list)
-    stats: list[GrowStats] = field(default_factory=list)
+    stats: list[RolloutStats] = field(default_factory=list)
     dropped: Counter[str] = field(default_factory=Counter)
     left_out: list[ScoredTree] = field(default_factory=list)
     scored: list[ScoredTree] = field(default_factory=list)
-    store: ExperienceStore | None = None
+    store: ReplayBuffer | None = None
     stored_before: Callable[[], bytes] | None = None
-    under_way: UnderWay | None = None
+    under_way: StepJournal | None = None
     open: bool = False
     position: dict[str, Any] | None = None
 
@@ -106,7 +106,7 @@ class Harvest:
             self.stored_before = None if self.store is None else self.store.snapshot()
             self.drawn.clear()
             self._go_on(step)
-            self._start(self.config.trees_under_way(step) - len(self.growing), step)
+            self._start(self.config.trees_in_flight(step) - len(self.growing), step)
         try:
             self._gather(step)
         finally:
@@ -199,7 +199,7 @@ class Harvest:
             return
         self.drawn.update(task.id for task in tasks)
         self.growing += tasks
-        settings = GrowSettings.training(self.config)
+        settings = RolloutSettings.training(self.config)
         self.rollouts.start_trees(GROUP, tasks, step=step, version=step, settings=settings)
 
     def _go_on(self, step: int) -> None:
@@ -208,7 +208,7 @@ class Harvest:
         trees, self.restored = self.restored, []
         self.growing += [task for task, _ in trees]
         self.drawn.update(tree.task_id for _, tree in trees if tree.step == step)
-        self.rollouts.go_on(GROUP, trees, version=step, settings=GrowSettings.training(self.config))
+        self.rollouts.go_on(GROUP, trees, version=step, settings=RolloutSettings.training(self.config))
 
     def _give_up(self) -> None:
         """The step has enough trees."""
@@ -237,7 +237,7 @@ class Harvest:
         self.scored += scored
         return scored
 
-    def _heard(self, progress: GrowProgress) -> None:
+    def _heard(self, progress: RolloutProgress) -> None:
         self.keep()
         show_progress(self.events, progress)
 
@@ -250,7 +250,7 @@ class Harvest:
         fit, rollout = [], self.config.rollout
         for sampled in scored:
             item = sampled
-            if rollout.stale == "refuse" and staleness(item.tree, step)[1] > rollout.max_staleness:
+            if rollout.stale == "drop" and staleness(item.tree, step)[1] > rollout.max_staleness:
                 self._drop(item, "stale")
                 continue
             if self.store is not None:
@@ -271,7 +271,7 @@ class Harvest:
 
 def wanted_trees(rollout: RolloutConfig, group: str, count: int, version: int) -> CollectTrees:
     """What an update of policy `version` waits for: `count` trees, and those that would be too old for the next one."""
-    waits = rollout.max_staleness > 0 and rollout.stale == "correct"
+    waits = rollout.max_staleness > 0 and rollout.stale == "wait"
     return CollectTrees(group, count=count, finish_before=version - rollout.max_staleness + 1 if waits else None)
 
 
@@ -281,7 +281,7 @@ def interleaved(own: Sequence[ScoredTree], added: Sequence[ScoredTree]) -> list[
     return [item for _, item in sorted(places, key=lambda each: each[0])]
 
 
-def show_progress(events: EventLog, progress: GrowProgress) -> None:
+def show_progress(events: EventLog, progress: RolloutProgress) -> None:
     """Tell how far a collection has come. Raises StoppedError where the job is asked to end."""
     text = f"{progress.trees_done} of {progress.trees_total} trees, {progress.tokens_sampled} tokens sampled"
     events.emit("progress", text=text)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Self
 import numpy as np
 
 from arpo_megatron.algorithms.credit import supervised_credit
-from arpo_megatron.algorithms.replay import make_store
+from arpo_megatron.algorithms.replay import make_replay
 from arpo_megatron.config import JobConfig
 from arpo_megatron.engine.admin import WeightPushError
 from arpo_megatron.engine.wire.buckets import Bucket
@@ -24,15 +24,15 @@ from arpo_megatron.rewards import make_reward
 from arpo_megatron.rewards.composed import ComposedReward
 from arpo_megatron.rewards.scored_tree import ScoredTree
 from arpo_megatron.rewards.tree_scorer import TreeScorer, mean_parts, parts_of
-from arpo_megatron.rollout.accounting import GrowStats, tokens_per_second
+from arpo_megatron.rollout.accounting import RolloutStats, tokens_per_second
 from arpo_megatron.rollout.endpoints import Services, connect_rollouts
 from arpo_megatron.rollout.handle import RolloutHandle
-from arpo_megatron.rollout.messages import CollectTrees, GrowSettings
+from arpo_megatron.rollout.messages import CollectTrees, RolloutSettings
 from arpo_megatron.tasks.base import Task
 from arpo_megatron.tasks.selectors.base import TaskSelector
-from arpo_megatron.trainer.collector import Harvest, age_metrics, check_stop, show_progress
-from arpo_megatron.trainer.held_out import HeldOutFigures
-from arpo_megatron.trainer.step_journal import UnderWay
+from arpo_megatron.trainer.collector import TreeCollector, age_metrics, check_stop, show_progress
+from arpo_megatron.trainer.held_out import HeldOutResult
+from arpo_megatron.trainer.step_journal import StepJournal
 from arpo_megatron.tree import Float32Array, Role, RolloutTree
 from arpo_megatron.weights.sync import LONG_PROBE_TOKENS, WeightSync
 
@@ -46,7 +46,7 @@ PROBE_TEXT = "<think>probe</think><python>12*34</python> <result>\n408\n</result
 
 
 @dataclass(slots=True)
-class Leader:
+class Controller:
     """Holds the rollout service, the reward and the weight sync of a run."""
 
     config: JobConfig
@@ -59,20 +59,20 @@ class Leader:
     probe: list[int]
     memory_lent: Path
     evaluating: bool = False
-    harvest: Harvest = field(init=False)
+    harvest: TreeCollector = field(init=False)
     tree_log: TreeLog = field(init=False)
 
     def __post_init__(self) -> None:
-        store = make_store(self.config.algorithm)
+        store = make_replay(self.config.algorithm)
         directory, tell = RunDirectory(self.events.path.parent), lambda text: self.events.emit("note", text=text)
-        under_way = UnderWay(
+        under_way = StepJournal(
             directory.under_way,
             directory.checkpoints,
             self.config.train.save_every,
-            self.config.rollout.keep_every_s,
+            self.config.rollout.journal_every_s,
             tell,
         )
-        self.harvest = Harvest(
+        self.harvest = TreeCollector(
             self.config, self.rollouts, self.score, self.sampler, self.events, store=store, under_way=under_way
         )
         self.tree_log = TreeLog(directory, tell)
@@ -131,13 +131,13 @@ class Leader:
             for tree, task, scores in zip(trees, tasks, found, strict=True)
         ]
 
-    def evaluate(self, tasks: Sequence[Task], step: int) -> HeldOutFigures:
+    def evaluate(self, tasks: Sequence[Task], step: int) -> HeldOutResult:
         """How one trajectory a task fares.
 
         Raises StaleEnginesError where engines need a push; a second call goes on where this one was.
         """
         if not self.evaluating:
-            settings = GrowSettings.evaluation(self.config)
+            settings = RolloutSettings.evaluation(self.config)
             self.rollouts.start_trees(EVALUATION, tasks, step=step, version=step, settings=settings)
             self.evaluating = True
         report = self.rollouts.collect(CollectTrees(EVALUATION), partial(show_progress, self.events))
@@ -148,7 +148,7 @@ class Leader:
             self.events.emit("note", text=text)
         by_id = {task.id: task for task in tasks}
         scored = self.score(report.trees, [by_id[tree.task_id] for tree in report.trees])
-        return HeldOutFigures.of(tasks, scored, self.config.reward.success_threshold)
+        return HeldOutResult.of(tasks, scored, self.config.reward.success_threshold)
 
     def lend_memory(self) -> None:
         """Stop the trees, and give the engines' memory to the trainer until the next push."""
@@ -246,7 +246,7 @@ def sum_by_name(rows: Iterable[dict[str, float]]) -> dict[str, float]:
     return dict(total)
 
 
-def _counted(stats: GrowStats) -> dict[str, float]:
+def _counted(stats: RolloutStats) -> dict[str, float]:
     """The counters of one collection under the names of the metrics."""
     return {
         "forks": stats.forks,

@@ -13,8 +13,8 @@ from arpo_megatron.errors import UserError
 from arpo_megatron.jobs import resolve
 from arpo_megatron.jobs.inputs import model_path
 from arpo_megatron.jobs.run_directory import RunDirectory
-from arpo_megatron.models.spec import ModelShape
-from arpo_megatron.monitor.events import EventLog, user_errors_told
+from arpo_megatron.models.spec import ModelSpec
+from arpo_megatron.monitor.events import EventLog, log_user_errors
 from arpo_megatron.utils.atomic import written
 from arpo_megatron.utils.rank_main import rank_main
 from arpo_megatron.weights.export import export_hf
@@ -35,7 +35,7 @@ def whole_checkpoint(run: RunDirectory, wanted: str) -> Path:
     if found.path is None:
         raise UserError(f"{run.path} has no checkpoint")
     for line in found.told:
-        EventLog(run.events, enabled=parallel.is_leader()).emit("note", text=line)
+        EventLog(run.events, enabled=parallel.is_rank_zero()).emit("note", text=line)
     return found.path
 
 
@@ -44,10 +44,10 @@ def main() -> None:
     """Entry point of every rank."""
     run, out = RunDirectory(Path(sys.argv[1])), Path(sys.argv[3])
     config = resolve.load(run.config)
-    with user_errors_told(run.events):
+    with log_user_errors(run.events):
         parallel.initialize(config.parallel, config.seed)
         start = model_path(config, run)
-        shape = ModelShape.from_hf(start)
+        shape = ModelSpec.from_hf(start)
         updates = config.train.steps * config.algorithm.minibatches
         actor = Actor(config, shape, start, optimizer=config.optimizer, total_updates=updates)
         actor.load(CheckpointStore.actor_directory(whole_checkpoint(run, sys.argv[2])))

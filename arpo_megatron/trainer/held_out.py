@@ -23,7 +23,7 @@ def evaluation_due(config: JobConfig, step: int) -> str | None:
 
 
 @dataclass(frozen=True, slots=True)
-class HeldOutFigures:
+class HeldOutResult:
     """What one trajectory a held-out task has earned.
 
     Attributes:

@@ -6,20 +6,20 @@ Figures of an update and of packing are described where they are made: the attri
 import re
 
 from arpo_megatron.monitor.progress import STEP_PHASES
-from arpo_megatron.registry import OWN, Point
+from arpo_megatron.registry import BUILTIN, ExtensionPoint
 
 _ROLLOUT = {
-    "reward": "mean over trajectories, without replayed ones (`algorithm.store`)",
+    "reward": "mean over trajectories, without replayed ones (`algorithm.replay`)",
     "success": "likewise the share of trajectories whose accuracy exceeds `reward.success_threshold`",
     "format_ok": "likewise the share of trajectories that keep to the tag protocol",
     "groups_without_signal": "trees whose trajectories all have the same reward",
     "held_out_success": "of the weights that the step began with, where it was measured (`evaluation`)",
     "staleness": "versions by which the weights that sampled a token are older than those it trains: mean",
     "staleness_max": "the most of it",
-    "stale_trees": "trees of the step of which older weights have sampled a part (`rollout.stale=correct` weighs them)",
+    "stale_trees": "trees of the step of which older weights have sampled a part (`rollout.stale=wait` weighs them)",
     "dropped/failed": "trees that could not be finished",
     "dropped/no_signal": "trees left out because their trajectories earned the same (`drop_groups_without_signal`)",
-    "dropped/stale": "trees left out as older than `rollout.max_staleness` allows (`rollout.stale=refuse`)",
+    "dropped/stale": "trees left out as older than `rollout.max_staleness` allows (`rollout.stale=drop`)",
     "dropped/oversampled": "trees given up because the step had enough (`rollout.oversampling`)",
     "cached_prompt_share": "share of prompt tokens that the engine had in its cache",
     "prefill_over_unique": "prompt tokens that the engine computed (not cached) over the tokens of the finished trees; "
@@ -49,7 +49,7 @@ _ROLLOUT = {
     "selector/pruned": "tasks that are left out from now on (`algorithm.selector=unsaturated`)",
     "selector/tried": "tasks whose difficulty is known (`algorithm.selector=targeted`)",
     "selector/distance": "mean distance of their success to `difficulty_target`",
-    "replay/trees": "trees of the step that hold a stored trajectory (`algorithm.store`)",
+    "replay/trees": "trees of the step that hold a stored trajectory (`algorithm.replay`)",
     "replay/stored": "trajectories that are stored",
     "replay/age": "steps since the trees of the replayed ones were begun: mean, where there are any",
     "replay/age_max": "the most of it",
@@ -100,7 +100,7 @@ def metrics() -> dict[str, str]:
         "step": "counts from 1; the update, in sft_metrics.jsonl",
         **_ROLLOUT,
         **_REWARDS,
-        **{f"reward/{name}": f"term `{name}` times its weight" for name in OWN[Point.REWARD_TERM]},
+        **{f"reward/{name}": f"term `{name}` times its weight" for name in BUILTIN[ExtensionPoint.REWARD_TERM]},
         **{f"pack/{name}": text for name, text in attributes(PackReport).items()},
         "pack/padding": "tokens that ranks add to packs: FP8, sequence and context parallelism want them of a length",
         **updates,

@@ -6,10 +6,10 @@ from dataclasses import asdict
 import numpy as np
 from numpy.typing import NDArray
 
-from arpo_megatron.actor.microbatch import Place, padding_of
+from arpo_megatron.actor.microbatch import ContextShard, padding_of
 from arpo_megatron.actor.statistics import UpdateStats
 from arpo_megatron.config import JobConfig
-from arpo_megatron.models.spec import ModelShape
+from arpo_megatron.models.spec import ModelSpec
 from arpo_megatron.packing.balance import CostModel
 from arpo_megatron.packing.flops import work_of
 from arpo_megatron.packing.packs import by_tree, report
@@ -41,7 +41,7 @@ def sampling_gap(
     return largest
 
 
-def pack_metrics(minibatches: Sequence[Minibatch], shape: ModelShape, config: JobConfig) -> dict[str, float]:
+def pack_metrics(minibatches: Sequence[Minibatch], shape: ModelSpec, config: JobConfig) -> dict[str, float]:
     """What packing made of a step's trees: sums over its minibatches, but the largest of `held` and `imbalance`.
 
     And what ranks add to the packs, `pack/padding`.
@@ -60,7 +60,7 @@ def pack_metrics(minibatches: Sequence[Minibatch], shape: ModelShape, config: Jo
         for minibatch in minibatches
     ]
     largest = ("pack/held", "pack/imbalance")
-    place = Place(0, layout.context, config.pack_multiple, cost)
+    place = ContextShard(0, layout.context, config.pack_multiple, cost)
     padding = sum(padding_of(pack, place) for minibatch in minibatches for pack in minibatch.packs)
     found = {name: (max if name in largest else sum)(row[name] for row in rows) for name in (rows[0] if rows else ())}
     return {**found, "pack/padding": padding} if rows else {}
@@ -91,7 +91,7 @@ def count_entropy(totals: dict[str, float], updates: Sequence[UpdateStats]) -> N
 
 
 def speed_metrics(
-    minibatches: Sequence[Minibatch], shape: ModelShape, config: JobConfig, seconds: Mapping[str, float]
+    minibatches: Sequence[Minibatch], shape: ModelSpec, config: JobConfig, seconds: Mapping[str, float]
 ) -> dict[str, float]:
     """Speed of the update phase, per second and rank where it is FLOPs.
 

@@ -21,13 +21,13 @@ from arpo_megatron.actor.optimizer import gradient_norm
 from arpo_megatron.jobs import resolve
 from arpo_megatron.jobs.inputs import model_path
 from arpo_megatron.jobs.run_directory import RunDirectory
-from arpo_megatron.models.spec import ModelShape
-from arpo_megatron.monitor.events import user_errors_told
-from arpo_megatron.trainer.skipped_updates import BadUpdate, load_bad_update, not_finite
+from arpo_megatron.models.spec import ModelSpec
+from arpo_megatron.monitor.events import log_user_errors
+from arpo_megatron.trainer.skipped_updates import SkippedUpdate, load_bad_update, not_finite
 from arpo_megatron.utils.rank_main import rank_main
 
 
-def replay(actor: Actor, bad: BadUpdate) -> Iterator[str]:
+def replay(actor: Actor, bad: SkippedUpdate) -> Iterator[str]:
     """Lines on what is finite and what is not, the same on all ranks. Weights and optimizer stay as they are."""
     ranks = actor.config.parallel.data  # the run may have been resumed on fewer
     packs = [replace(pack, data_rank=pack.data_rank % ranks) for pack in bad.packs]
@@ -69,11 +69,11 @@ def main() -> None:
     """Entry point of every rank."""
     run, bad, out = RunDirectory(Path(sys.argv[1])), load_bad_update(Path(sys.argv[2])), Path(sys.argv[3])
     config = resolve.load(run.config)
-    with user_errors_told(run.events):
+    with log_user_errors(run.events):
         parallel.initialize(config.parallel, config.seed)
-        begun = run.cold_start if bad.phase == "train" and config.sft.steps else model_path(config, run)
+        begun = run.sft_model if bad.phase == "train" and config.sft.steps else model_path(config, run)
         optimizer = config.optimizer if bad.phase == "train" else config.sft.optimizer
-        actor = Actor(config, ModelShape.from_hf(begun), begun, optimizer=optimizer, total_updates=1)
+        actor = Actor(config, ModelSpec.from_hf(begun), begun, optimizer=optimizer, total_updates=1)
         found = newest_whole(run.checkpoints if bad.phase == "train" else run.sft_checkpoints)
         if found.path is not None:
             actor.load(CheckpointStore.actor_directory(found.path))
@@ -83,7 +83,7 @@ def main() -> None:
             f"weights of {found.path or begun}",
             *replay(actor, bad),
         ]
-        if parallel.is_leader():
+        if parallel.is_rank_zero():
             out.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
         parallel.destroy()
 

@@ -18,7 +18,7 @@ from arpo_megatron.actor.actor import Actor, Scores
 from arpo_megatron.actor.checkpoint import CheckpointStore
 from arpo_megatron.actor.optimizer import adam_name
 from arpo_megatron.actor.statistics import UpdateStats
-from arpo_megatron.algorithms.base import Course
+from arpo_megatron.algorithms.base import TrainingProgress
 from arpo_megatron.config import JobConfig
 from arpo_megatron.engine.admin import FailedPush, WeightPushError
 from arpo_megatron.errors import UserError
@@ -35,12 +35,12 @@ from arpo_megatron.rollout.messages import StaleEnginesError
 from arpo_megatron.rollout.record import UnfinishedTree, pack_trees, unpack_trees
 from arpo_megatron.tasks.base import Task
 from arpo_megatron.tasks.selectors.base import TaskSelector
-from arpo_megatron.trainer.batch import Minibatch, prepare_update
+from arpo_megatron.trainer.batch import Minibatch, finish_credit
 from arpo_megatron.trainer.consistency import check_push
-from arpo_megatron.trainer.controller import Leader
+from arpo_megatron.trainer.controller import Controller
 from arpo_megatron.trainer.held_out import evaluation_due
 from arpo_megatron.trainer.metrics import count_entropy, pack_metrics, sampling_gap, speed_metrics, update_metrics
-from arpo_megatron.trainer.skipped_updates import BadUpdate, dump_if_skipped
+from arpo_megatron.trainer.skipped_updates import SkippedUpdate, dump_if_skipped
 from arpo_megatron.utils.atomic import written
 from arpo_megatron.utils.processes import StoppedError
 from arpo_megatron.weights.export import export_hf, hf_buckets
@@ -51,8 +51,8 @@ PUSH_ATTEMPTS, DISK_PUSH_ATTEMPTS = 3, 10
 LONGEST_PUSH_PAUSE_S = 60
 TREES_FILE = "trees.msgpack"
 """In a checkpoint: the trees that are not trained yet (`rollout/record.py`)."""
-EXPERIENCE_FILE = "experience.msgpack"
-"""Likewise what `algorithm.store` keeps."""
+REPLAY_FILE = "replay.msgpack"
+"""Likewise what `algorithm.replay` keeps."""
 T = TypeVar("T")
 
 
@@ -90,7 +90,7 @@ class TrainingRun:
     checkpoints: CheckpointStore
     events: EventLog
     metrics: MetricsLog | None
-    leader: Leader | None
+    leader: Controller | None
     profiler: StepProfiler
     state: RunState = field(default_factory=RunState)
     phases: dict[str, float] = field(default_factory=dict)
@@ -130,8 +130,8 @@ class TrainingRun:
         self.sampler.load_state_dict(self.state.sampler)
         self.events.emit("note", text=f"resumed from {latest.name}: {self.state.step} steps are done")
         self._go_on_within(unpack_trees((latest / TREES_FILE).read_bytes()))
-        if self.leader is not None and self.leader.harvest.store is not None and (latest / EXPERIENCE_FILE).exists():
-            self.leader.harvest.store.restore((latest / EXPERIENCE_FILE).read_bytes())
+        if self.leader is not None and self.leader.harvest.store is not None and (latest / REPLAY_FILE).exists():
+            self.leader.harvest.store.restore((latest / REPLAY_FILE).read_bytes())
 
     def _go_on_within(self, trees: list[UnfinishedTree]) -> None:
         """Take up the trees that a checkpoint holds, or what the step behind it had made of them when the run ended."""
@@ -151,11 +151,11 @@ class TrainingRun:
 
     def stop(self) -> NoReturn:
         """Save what is not saved yet, and leave the training loop. Raises StoppedError on all ranks."""
-        self.tell_saves(wait=True)
+        self.log_saves(wait=True)
         step = self.state.step
         if step and not parallel.broadcast_object((self.directory.checkpoints / f"step_{step}").exists()):
             self._save()
-            self.tell_saves(wait=True)
+            self.log_saves(wait=True)
         self.events.emit("note", text=f"asked to end: {step} steps are done and saved")
         raise StoppedError
 
@@ -247,7 +247,7 @@ class TrainingRun:
         """One optimizer update; one that is skipped because something is not finite is dumped for replay and counted.
 
         Args:
-            minibatch: from `share` and `with_reference` of minibatch.py.
+            minibatch: from `share` and `add_reference_logprobs` of minibatch.py.
             old: its packs under the policy of the step.
             on_policy: the present policy still is that one.
 
@@ -256,15 +256,15 @@ class TrainingRun:
         """
         if self.leader is not None:
             self.leader.harvest.keep()  # trees of later steps grow meanwhile
-        with self.phase("ratios"):  # with a `MinibatchLoss` a pass over the packs, which is no part of an update
-            ready = prepare_update(
+        with self.phase("ratios"):  # with a `BatchLoss` a pass over the packs, which is no part of an update
+            ready = finish_credit(
                 self.actor, minibatch, old.logprobs, self.config, on_policy=on_policy, entropies=old.entropies
             )
         self.actor.course = self._course()
         stats = self.actor.update(
             ready.packs, ready.old_logprobs, ready.loss, reference_logprobs=minibatch.reference_logprobs
         )
-        bad = BadUpdate(
+        bad = SkippedUpdate(
             phase="train",
             step=self.state.step,
             loss=ready.loss,
@@ -277,16 +277,16 @@ class TrainingRun:
         self.state.skipped_in_a_row = dump_if_skipped(
             bad if stats.skipped else None,
             self.state.skipped_in_a_row,
-            self.directory.bad_packs,
+            self.directory.skipped_updates,
             self.events,
             leaders=parallel.broadcast_object,
         )
         return replace(stats, **ready.statistics)
 
-    def _course(self) -> Course:
+    def _course(self) -> TrainingProgress:
         totals = self.state.totals
         entropy = totals["entropy"] / totals["entropy_steps"] if totals.get("entropy_steps") else None
-        return Course(self.state.step, self.config.train.steps, entropy)
+        return TrainingProgress(self.state.step, self.config.train.steps, entropy)
 
     def finish_step(
         self,
@@ -328,7 +328,7 @@ class TrainingRun:
             self.leader.harvest.done()
         if (trace := self.profiler.after(self.state.step)) is not None:
             self.events.emit("note", text=f"profile: {trace}")
-        self.tell_saves()
+        self.log_saves()
         if self.state.step < self.config.train.steps:
             self.evaluate()  # before the save, so that a resumed run has it; the last one is after the loop
         if self.state.step == self.config.train.steps or self.state.step % self.config.train.save_every == 0:
@@ -343,17 +343,17 @@ class TrainingRun:
             self.state.sampler = self.sampler.state_dict()  # the same moment as `unfinished`, also within a step
             files[TREES_FILE] = partial(pack_trees, self.leader.harvest.unfinished())
             if (experience := self.leader.harvest.snapshot()) is not None:
-                files[EXPERIENCE_FILE] = experience
+                files[REPLAY_FILE] = experience
         self.checkpoints.save(self.state.step, self.actor, asdict(self.state), files)
 
-    def _store(self, scored: Sequence[ScoredTree], leader: Leader) -> int:
+    def _store(self, scored: Sequence[ScoredTree], leader: Controller) -> int:
         """Write the step's trees to the run directory; counts and returns how many in all a full disk keeps out."""
         more = leader.tree_log.store(self.state.step, [*scored, *leader.harvest.left_out], leader.decode)
         missing = int(self.state.totals.get("trees_not_stored", 0)) + more
         self.state.totals["trees_not_stored"] = missing
         return missing
 
-    def tell_saves(self, *, wait: bool = False) -> None:
+    def log_saves(self, *, wait: bool = False) -> None:
         """Say which saves have failed since the last call; `wait` for the one under way."""
         if wait:
             self.checkpoints.finish()
@@ -378,7 +378,7 @@ class TrainingRun:
 
     def export(self) -> None:
         """Write the Hugging Face directory, then the run's result."""
-        self.tell_saves(wait=True)
+        self.log_saves(wait=True)
         self.events.emit("phase", name="export", step=self.state.step)
         source, otherwise = model_path(self.config, self.directory), resume_from(self.directory.checkpoints)
         with written(self.directory.export, otherwise):

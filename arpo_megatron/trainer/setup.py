@@ -9,15 +9,15 @@ from arpo_megatron.actor.checkpoint import CheckpointStore
 from arpo_megatron.jobs import resolve
 from arpo_megatron.jobs.inputs import load_data, load_tokenizer, model_path
 from arpo_megatron.jobs.run_directory import RunDirectory
-from arpo_megatron.models.spec import ModelShape
+from arpo_megatron.models.spec import ModelSpec
 from arpo_megatron.monitor.events import EventLog
 from arpo_megatron.monitor.metrics import MetricsLog
 from arpo_megatron.monitor.profiler import StepProfiler
 from arpo_megatron.rollout.endpoints import Services
 from arpo_megatron.tasks.selectors.base import make_selector
-from arpo_megatron.trainer.controller import Leader
+from arpo_megatron.trainer.controller import Controller
 from arpo_megatron.trainer.run import TrainingRun
-from arpo_megatron.utils.rank_main import tell_failure
+from arpo_megatron.utils.rank_main import log_failure
 
 
 @contextmanager
@@ -25,11 +25,11 @@ def training_run(directory: RunDirectory) -> Iterator[TrainingRun]:
     """Set a rank up from a run directory (resuming where it left off) and take it down again."""
     config = resolve.load(directory.config)
     parallel.initialize(config.parallel, config.seed)
-    leading = parallel.is_leader()
-    start = directory.cold_start if config.sft.steps else model_path(config, directory)
+    leading = parallel.is_rank_zero()
+    start = directory.sft_model if config.sft.steps else model_path(config, directory)
     tokenizer = load_tokenizer(start)
     data = load_data(config, tokenizer)
-    shape = ModelShape.from_hf(start)
+    shape = ModelSpec.from_hf(start)
     updates = config.train.steps * config.algorithm.minibatches
     actor = Actor(
         config,
@@ -42,7 +42,7 @@ def training_run(directory: RunDirectory) -> Iterator[TrainingRun]:
     events = EventLog(directory.events, enabled=leading)
     found = Services.from_environment()
     sampler = make_selector(config.algorithm, data.train, config.seed)
-    leader = Leader.start(config, directory, start, tokenizer, found, sampler, events) if leading else None
+    leader = Controller.start(config, directory, start, tokenizer, found, sampler, events) if leading else None
     window = config.monitor.profile_steps if leading or config.monitor.profile_ranks == "all" else None
     run = TrainingRun(
         config=config,
@@ -61,7 +61,7 @@ def training_run(directory: RunDirectory) -> Iterator[TrainingRun]:
         run.resume()
         yield run
     except BaseException as error:
-        tell_failure(error)  # before the clean-up, which may take a while and which other ranks may notice
+        log_failure(error)  # before the clean-up, which may take a while and which other ranks may notice
         raise
     finally:
         if leader is not None:

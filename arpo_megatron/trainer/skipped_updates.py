@@ -19,7 +19,7 @@ from arpo_megatron.errors import UserError
 from arpo_megatron.jobs.fingerprint import fingerprint
 from arpo_megatron.jobs.inputs import model_path
 from arpo_megatron.jobs.run_directory import RunDirectory
-from arpo_megatron.models.spec import ModelShape
+from arpo_megatron.models.spec import ModelSpec
 from arpo_megatron.monitor.events import EventLog
 from arpo_megatron.packing.layout import TreePack, new_pack
 from arpo_megatron.tree import Float32Array
@@ -29,7 +29,7 @@ MAX_SKIPPED_UPDATES = 3
 
 
 @dataclass(frozen=True, slots=True)
-class BadUpdate:
+class SkippedUpdate:
     """A minibatch whose update was skipped.
 
     Attributes:
@@ -60,7 +60,7 @@ class BadUpdate:
         return f"the loss of pack {', '.join(map(str, self.suspects))} of {len(self.packs)} was not finite"
 
 
-def save_bad_update(folder: Path, bad: BadUpdate) -> Path:
+def save_bad_update(folder: Path, bad: SkippedUpdate) -> Path:
     """Write `folder/<phase>_<step>[-K].npz`, the next free name, wholly or not at all."""
     folder.mkdir(parents=True, exist_ok=True)
     stem, number = f"{bad.phase}_{bad.step:06d}", 1
@@ -80,7 +80,7 @@ def save_bad_update(folder: Path, bad: BadUpdate) -> Path:
     return path
 
 
-def load_bad_update(path: Path) -> BadUpdate:
+def load_bad_update(path: Path) -> SkippedUpdate:
     """Inverse of `save_bad_update`.
 
     Raises:
@@ -99,12 +99,12 @@ def load_bad_update(path: Path) -> BadUpdate:
     try:
         if about["loss"] not in get_args(Loss):
             raise TypeError
-        return BadUpdate(packs=packs, **about | logprobs)
+        return SkippedUpdate(packs=packs, **about | logprobs)
     except TypeError:
         raise ValueError(f"{path} was dumped by another version of this program") from None
 
 
-def not_finite(bad: BadUpdate, index: int) -> list[str]:
+def not_finite(bad: SkippedUpdate, index: int) -> list[str]:
     """Inputs of one pack that are not finite, a phrase each (unknown sampling log-probs are NaN by design)."""
     pack = bad.packs[index]
     arrays = {name: getattr(pack, name) for name in ("positive", "negative", "weight")}
@@ -114,7 +114,7 @@ def not_finite(bad: BadUpdate, index: int) -> list[str]:
 
 
 def dump_if_skipped(
-    bad: BadUpdate | None,
+    bad: SkippedUpdate | None,
     skipped_in_a_row: int,
     folder: Path,
     events: EventLog,
@@ -154,7 +154,7 @@ def dump_if_skipped(
     )
 
 
-def _about(bad: BadUpdate) -> dict[str, Any]:
+def _about(bad: SkippedUpdate) -> dict[str, Any]:
     plain = {name: getattr(bad, name) for name in ("phase", "step", "loss", "made_by")}
     return {**plain, "suspects": list(bad.suspects), "packs": len(bad.packs), "logprobs": list(_logprobs(bad))}
 
@@ -162,7 +162,7 @@ def _about(bad: BadUpdate) -> dict[str, Any]:
 _LOGPROBS = ("old_logprobs", "reference_logprobs")
 
 
-def _logprobs(bad: BadUpdate) -> dict[str, Sequence[Float32Array]]:
+def _logprobs(bad: SkippedUpdate) -> dict[str, Sequence[Float32Array]]:
     return {name: values for name in _LOGPROBS if (values := getattr(bad, name)) is not None}
 
 
@@ -170,9 +170,9 @@ def _pack(arrays: dict[str, Any]) -> TreePack:
     return new_pack(**{name: int(values) if values.ndim == 0 else values for name, values in arrays.items()})
 
 
-def check_dump(bad: BadUpdate, file: Path, config: JobConfig, run: RunDirectory) -> None:
+def check_dump(bad: SkippedUpdate, file: Path, config: JobConfig, run: RunDirectory) -> None:
     """Raises UserError where a dumped update cannot be one of this run."""
-    shape = ModelShape.from_hf(model_path(config, run))
+    shape = ModelSpec.from_hf(model_path(config, run))
     for name, value in fingerprint(config, shape).items():
         if bad.made_by.get(name) != value:
             raise UserError(

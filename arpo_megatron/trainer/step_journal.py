@@ -23,7 +23,7 @@ _DIGEST = hashlib.blake2b().digest_size
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
+class StepSnapshot:
     """Within a step.
 
     Attributes:
@@ -41,7 +41,7 @@ class Moment:
 
 
 @dataclass(slots=True)
-class UnderWay:
+class StepJournal:
     """The file `path`, whole or not there, written every `every_s` seconds while `keep` is called.
 
     A disk that is full costs the file and not the run: that is told once, and again after a step in which all was well.
@@ -92,7 +92,7 @@ class UnderWay:
             if step != self.failed:
                 self.failed = None
 
-    def read(self, step: int) -> Moment | None:
+    def read(self, step: int) -> StepSnapshot | None:
         """What was written when so many steps were done; None where that is not what the file holds, whole.
 
         What is of no use is removed: a later checkpoint with the file's number would be of another life of the run.
@@ -101,7 +101,7 @@ class UnderWay:
             self.path.unlink(missing_ok=True)
         return moment
 
-    def _found(self, step: int) -> Moment | None:
+    def _found(self, step: int) -> StepSnapshot | None:
         try:
             head, *trees = _parts(self.path.read_bytes())
         except FileNotFoundError:
@@ -112,7 +112,7 @@ class UnderWay:
         found = json.loads(bytes(head))
         if found["step"] != step:
             return None
-        return Moment(found["sampler"], [tree for part in trees for tree in unpack_trees(part)])
+        return StepSnapshot(found["sampler"], [tree for part in trees for tree in unpack_trees(part)])
 
 
 def _write(path: Path, head: Mapping[str, Any], trees: Sequence[UnfinishedTree]) -> None:

@@ -39,7 +39,7 @@ class StoppedError(Exception):
     """The trainer was asked to end before it was done, and has saved what it had."""
 
 
-class RoleDiedError(Exception):
+class ProcessDiedError(Exception):
     """A role ended with an error; the message names the role, its exit and its log with the last lines of it.
 
     `code` is the exit code of the role as a shell tells it (`exit_code`), 1 where it was ended for what it did.
@@ -51,7 +51,7 @@ class RoleDiedError(Exception):
 
 
 @dataclass(slots=True)
-class Role:
+class ManagedProcess:
     """One running process group, the file that its output goes to, and where in that file it begins, in bytes.
 
     `started` is in seconds since the epoch.
@@ -70,14 +70,14 @@ class Role:
 
 
 @dataclass(slots=True)
-class Roles:
+class ManagedProcesses:
     """Starts roles and ends all of them on leaving the `with` block, whatever happened inside.
 
     `checks` are called while a role is waited for; one that raises ends the wait.
     """
 
     log_dir: Path
-    running: list[Role] = field(default_factory=list)
+    running: list[ManagedProcess] = field(default_factory=list)
     checks: list[Callable[[], None]] = field(default_factory=list)
 
     def __enter__(self) -> Self:
@@ -87,7 +87,7 @@ class Roles:
     def __exit__(self, *exc: object) -> None:
         self.stop()
 
-    def start(self, name: str, command: Sequence[str], *, env: Mapping[str, str] | None = None) -> Role:
+    def start(self, name: str, command: Sequence[str], *, env: Mapping[str, str] | None = None) -> ManagedProcess:
         """Start `command` in a session of its own, appending its output to `<log_dir>/<name>.log`."""
         log = self.log_dir / f"{name}.log"
         log_start = log.stat().st_size if log.exists() else 0
@@ -102,15 +102,15 @@ class Roles:
                 preexec_fn=die_with_parent,  # noqa: PLW1509  (one prctl call, safe between fork and exec)
                 text=True,
             )
-            role = Role(name, process, log, log_start)
+            role = ManagedProcess(name, process, log, log_start)
             self.running.append(role)
         return role
 
-    def wait(self, role: Role, *, poll: Callable[[], None] = lambda: None, every_s: float = 0.1) -> None:
+    def wait(self, role: ManagedProcess, *, poll: Callable[[], None] = lambda: None, every_s: float = 0.1) -> None:
         """Wait until `role` ends well, calling `poll` meanwhile.
 
         Raises:
-            RoleDiedError: any role, this one included, ended with an error, or another ended at all, or one of the
+            ProcessDiedError: any role, this one included, ended with an error, or another ended at all, or one of the
                 `checks` says so.
         """
         while True:
@@ -119,7 +119,7 @@ class Roles:
             for each in self.running:
                 code = each.process.poll()
                 if code is not None and (code != 0 or each is not role):
-                    raise RoleDiedError(each.failure(), exit_code(code))
+                    raise ProcessDiedError(each.failure(), exit_code(code))
             if role.process.poll() is not None:
                 self.running.remove(role)
                 poll()
@@ -127,7 +127,7 @@ class Roles:
             time.sleep(every_s)
 
     def check(self) -> None:
-        """Call the `checks`, whatever is waited for. Raises RoleDiedError where one says so."""
+        """Call the `checks`, whatever is waited for. Raises ProcessDiedError where one says so."""
         for check in self.checks:
             check()
 

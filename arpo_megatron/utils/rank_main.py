@@ -49,7 +49,7 @@ def rank_main(main: Callable[[], None]) -> Callable[[], None]:
         except (SystemExit, KeyboardInterrupt, Interrupted):
             raise
         except BaseException as error:
-            tell_failure(error)
+            log_failure(error)
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(1)  # exit handlers wait for threads, and sockets are closed only now
@@ -65,7 +65,7 @@ def _die_with_job() -> None:
         os._exit(1)
 
 
-def tell_failure(error: BaseException) -> None:
+def log_failure(error: BaseException) -> None:
     """Write the traceback to the log and to torchrun; once for an error, however often it is called on its way up."""
     if _told:
         return

@@ -11,7 +11,7 @@ from arpo_megatron.utils.processes import (
 
 
 @dataclass(frozen=True, slots=True)
-class Program:
+class ServiceSpec:
     """A service that can be started again and again at one address.
 
     Attributes:

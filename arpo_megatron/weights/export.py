@@ -16,9 +16,9 @@ from arpo_megatron.engine.wire.buckets import Block, Bucket
 from arpo_megatron.hardware import malloc as freed_memory
 from arpo_megatron.models.mapping import Entry, Rows, buckets, entries, exported
 from arpo_megatron.models.safetensors import write_tensors
-from arpo_megatron.models.spec import ModelShape
+from arpo_megatron.models.spec import ModelSpec
 from arpo_megatron.utils.atomic import flush, replace_directory
-from arpo_megatron.weights.shards import HeldParameters
+from arpo_megatron.weights.shards import LocalParameters
 
 MAX_SHARD_BYTES = 5_000_000_000
 _BLOCK_BYTES = 2 * 2**20
@@ -38,7 +38,7 @@ _COPIED = (
 )
 
 
-def hf_tensors(chunks: Sequence[nn.Module], shape: ModelShape) -> Iterator[tuple[str, Tensor]]:
+def hf_tensors(chunks: Sequence[nn.Module], shape: ModelSpec) -> Iterator[tuple[str, Tensor]]:
     """Every full tensor under its Hugging Face name, in the parameters' type and on their device.
 
     A collective of all ranks: each must run the iterator to its end. The tensors come out on rank 0, in the order of
@@ -54,7 +54,7 @@ def hf_tensors(chunks: Sequence[nn.Module], shape: ModelShape) -> Iterator[tuple
 
 
 def hf_buckets(
-    chunks: Sequence[nn.Module], shape: ModelShape, bucket_bytes: int, buffers: int = 2, *, fused: bool = False
+    chunks: Sequence[nn.Module], shape: ModelSpec, bucket_bytes: int, buffers: int = 2, *, fused: bool = False
 ) -> Iterator[Bucket]:
     """The tensors of `hf_tensors` in buckets, each gathered when it is asked for.
 
@@ -87,7 +87,7 @@ def hf_buckets(
 
 def export_hf(
     chunks: Sequence[nn.Module],
-    shape: ModelShape,
+    shape: ModelSpec,
     source_dir: Path,
     out_dir: Path,
     *,
@@ -126,10 +126,10 @@ def export_hf(
 
 
 def _gathered(
-    chunks: Sequence[nn.Module], shape: ModelShape, room: "_Room | None", *, limit: int | None, fused: bool
+    chunks: Sequence[nn.Module], shape: ModelSpec, room: "_Room | None", *, limit: int | None, fused: bool
 ) -> Iterator[tuple[str, Tensor]]:
     """What `Entry.cut` says of every entry, gathered into `room` (None: into memory of its own)."""
-    held = HeldParameters.of(chunks)
+    held = LocalParameters.of(chunks)
     table = [entry for entry in entries(shape) if not entry.copy]
     stages = _stages(table, held)
     for entry, stage in zip(table, stages, strict=True):
@@ -184,7 +184,7 @@ class _Route:
     """
 
     def __init__(
-        self, entry: Entry, shape: ModelShape, stage: int, rows: Rows, like: Tensor, room: _Room | None
+        self, entry: Entry, shape: ModelSpec, stage: int, rows: Rows, like: Tensor, room: _Room | None
     ) -> None:
         self._entry, self._stage, self._rows, self._like = entry, stage, rows, like
         self._size = (rows.last - rows.first, *rows.size[1:])
@@ -295,7 +295,7 @@ def _rows(part: Tensor, start: int, stop: int, *, grouped: bool) -> Tensor:
     return groups[start % width : start % width + stop - start]
 
 
-def _stages(table: Sequence[Entry], held: HeldParameters) -> list[int]:
+def _stages(table: Sequence[Entry], held: LocalParameters) -> list[int]:
     """The pipeline rank that has each entry, or whose expert ranks have it."""
     mine = {index for index, entry in enumerate(table) if entry.layer in held.layers or held.find(entry) is not None}
     count = parallel_state.get_pipeline_model_parallel_world_size()
@@ -307,7 +307,7 @@ def _stages(table: Sequence[Entry], held: HeldParameters) -> list[int]:
 
 def _write(
     tensors: Iterator[tuple[str, Tensor]],
-    shape: ModelShape,
+    shape: ModelSpec,
     dtype: torch.dtype,
     source_dir: Path,
     temporary: Path,

@@ -10,11 +10,11 @@ from torch import nn
 from arpo_megatron.models.check import check_tensors
 from arpo_megatron.models.mapping import Entry, entries
 from arpo_megatron.models.safetensors import TensorFiles
-from arpo_megatron.models.spec import ModelShape
-from arpo_megatron.weights.shards import HeldParameters
+from arpo_megatron.models.spec import ModelSpec
+from arpo_megatron.weights.shards import LocalParameters
 
 
-def load_hf(chunks: Sequence[nn.Module], shape: ModelShape, path: Path) -> None:
+def load_hf(chunks: Sequence[nn.Module], shape: ModelSpec, path: Path) -> None:
     """Fill this rank's model from the Hugging Face directory `path`.
 
     Values are converted to the parameters' type. With a wrapped model, the optimizer's master weights are not touched:
@@ -32,7 +32,7 @@ def load_hf(chunks: Sequence[nn.Module], shape: ModelShape, path: Path) -> None:
     """
     dense = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
     sparse = parallel_state.get_expert_tensor_parallel_rank(), parallel_state.get_expert_tensor_parallel_world_size()
-    held = HeldParameters.of(chunks)
+    held = LocalParameters.of(chunks)
     left = set(held.parameters)
     with TensorFiles(path) as files, torch.no_grad():
         check_tensors(files, shape)

@@ -18,7 +18,7 @@ _EXPERT = re.compile(r"(mlp\.experts\.(?:local_experts\.|linear_fc[12]\.weight))
 
 
 @dataclass(frozen=True, slots=True)
-class HeldParameters:
+class LocalParameters:
     """This rank's share of the model.
 
     Attributes:

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from arpo_megatron.config import JobConfig
-from arpo_megatron.engine.admin import Engine, Engines, WeightPushError
+from arpo_megatron.engine.admin import EngineAdmin, EngineEndpoint, WeightPushError
 from arpo_megatron.engine.wire.buckets import Block, Bucket, sent
 from arpo_megatron.engine.wire.checksums import Sample
 from arpo_megatron.hardware.placement import placement
@@ -72,18 +72,20 @@ class WeightSync:
         comparable: the engines hold the trainer's bits; False where they quantize them: no checksums then.
     """
 
-    def __init__(self, requests: Engines, transport: Transport, *, verify_every: int, comparable: bool = True) -> None:
+    def __init__(
+        self, requests: EngineAdmin, transport: Transport, *, verify_every: int, comparable: bool = True
+    ) -> None:
         self._requests = requests
         self._transport = transport
         self._verify_every = verify_every
         self._comparable = comparable
-        self._reached: tuple[Engine, ...] = ()
+        self._reached: tuple[EngineEndpoint, ...] = ()
         """The engines of the last push, if it was a success."""
         self._since_verified = 0
         """Pushes, the verified one included."""
 
     @property
-    def engines(self) -> Engines:
+    def engines(self) -> EngineAdmin:
         """Requests to the engines beside a push."""
         return self._requests
 
@@ -110,7 +112,7 @@ class WeightSync:
         Raises:
             UserError: the transport cannot reach an engine.
         """
-        requests = Engines(urls, TIMEOUT_S, token)
+        requests = EngineAdmin(urls, TIMEOUT_S, token)
         shared = placement(config).shared
         kind = config.sync.transport
         transport: Transport

@@ -32,8 +32,8 @@ from torch.multiprocessing import reductions
 
 from arpo_megatron.engine.admin import (
     DiskPushError,
-    Engine,
-    Engines,
+    EngineAdmin,
+    EngineEndpoint,
     WeightPushError,
     failure,
     first_line,
@@ -60,7 +60,7 @@ class Transport(Protocol):
 
     buffers: int
 
-    def connect(self, engines: Sequence[Engine]) -> None:
+    def connect(self, engines: Sequence[EngineEndpoint]) -> None:
         """Be ready to send to these; called at the beginning of every push."""
 
     def send(self, bucket: Bucket) -> Callable[[], None]:
@@ -86,10 +86,10 @@ class Broadcast:
 
     buffers = 2
 
-    def __init__(self, requests: Engines, backend: Literal["gloo", "nccl"] | None = None) -> None:
+    def __init__(self, requests: EngineAdmin, backend: Literal["gloo", "nccl"] | None = None) -> None:
         self._requests = requests
         self._backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
-        self._engines: tuple[Engine, ...] = ()
+        self._engines: tuple[EngineEndpoint, ...] = ()
         self._name = ""
         self._group: Any = None
         self._posts: list[Future[Any]] = []
@@ -98,7 +98,7 @@ class Broadcast:
         self._acknowledged: list[Any] = []
         """The work that is done when every engine has taken the last announcement."""
 
-    def connect(self, engines: Sequence[Engine]) -> None:
+    def connect(self, engines: Sequence[EngineEndpoint]) -> None:
         """Join with the engines, unless they are those of the last push and none was restarted since."""
         self._loads = 0
         if self._group is not None and self._engines == tuple(engines):
@@ -228,18 +228,18 @@ class SharedMemory:
 
     buffers = 1
 
-    def __init__(self, requests: Engines) -> None:
+    def __init__(self, requests: EngineAdmin) -> None:
         for url in requests.urls:
             if not is_local(url):
                 raise UserError(f"sync.transport=ipc: the engine at {url} is not on the trainer's machine")
         self._requests = requests
-        self._engines: tuple[Engine, ...] = ()
+        self._engines: tuple[EngineEndpoint, ...] = ()
         self._buffer: Tensor | None = None
         self._reading: list[Future[Any]] = []
         """Requests of the bucket that is in the buffer."""
         self._loads = 0
 
-    def connect(self, engines: Sequence[Engine]) -> None:
+    def connect(self, engines: Sequence[EngineEndpoint]) -> None:
         """There is nothing to join."""
         self._loads = 0
         self._engines = tuple(engines)
@@ -356,15 +356,15 @@ class Disk:
 
     buffers = 2
 
-    def __init__(self, requests: Engines, directory: Path) -> None:
+    def __init__(self, requests: EngineAdmin, directory: Path) -> None:
         self._requests = requests
         self._directory = directory
-        self._engines: tuple[Engine, ...] = ()
+        self._engines: tuple[EngineEndpoint, ...] = ()
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="weight-writer")
         self._last: Future[None] | None = None
         self._loads = 0
 
-    def connect(self, engines: Sequence[Engine]) -> None:
+    def connect(self, engines: Sequence[EngineEndpoint]) -> None:
         """Make the directory; what an interrupted push left there is removed."""
         self._loads = 0
         self._engines = tuple(engines)

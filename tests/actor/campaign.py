@@ -1,15 +1,8 @@
-"""torchrun script of test_kill_campaign.py: ten steps of training, resumed where they stopped, killed at a moment.
+"""torchrun module of test_kill_campaign.py: ten steps of training that are killed at a moment, and resumed.
 
-A step is that of train.py with the trees of the drawn tasks made instead of sampled: the leader draws from the
-`TaskSampler`, all ranks share its minibatch, take log-probs, and update. What is saved with the actor is the `RunState`
-of a real job.
-
-Arguments: a directory, the name of a layout, and the moment as JSON, null to train to the end. The first attempt also
-makes the undisturbed run, in memory.
-
-A moment: {"rank", "step", "point", "delay_s"}. Points: "update" and "save" kill `delay_s` after the step's update or
-save has begun; "shard" (this rank's file is there), "joined" (the leader begins to join the parts) and "renamed" (it
-counts) as soon as the step's save has come so far.
+A step is that of train.py with trees that are made instead of sampled. The controller draws tasks from the
+`EpochSelector`; all ranks share its batch, compute log-probs, and update. The `RunState` of a real job is saved with
+the actor.
 """
 
 import json
@@ -34,8 +27,8 @@ from arpo_megatron.actor.checkpoint import CheckpointStore
 from arpo_megatron.config import AlgorithmConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from arpo_megatron.rewards.scored_tree import ScoredTree
 from arpo_megatron.tasks.base import Task
-from arpo_megatron.tasks.selectors.base import TaskSampler
-from arpo_megatron.trainer.batch import minibatches_of, prepare_update, share
+from arpo_megatron.tasks.selectors.base import EpochSelector
+from arpo_megatron.trainer.batch import build_batches, finish_credit, share
 from arpo_megatron.trainer.run import RunState
 from tests.actor import cases
 
@@ -70,7 +63,7 @@ class Training:
     """What a rank holds of a run."""
 
     actor: Actor
-    sampler: TaskSampler = field(default_factory=lambda: TaskSampler(TASKS, seed=5))
+    sampler: EpochSelector = field(default_factory=lambda: EpochSelector(TASKS, seed=5))
     state: RunState = field(default_factory=RunState)
 
     def resume(self, path: Path) -> None:
@@ -81,16 +74,16 @@ class Training:
     def step(self) -> None:
         actor, config = self.actor, self.actor.config
         mine = []
-        if parallel.is_leader():
-            mine = minibatches_of([scored(task) for task in self.sampler.next_batch(4)], config, actor.shape)
+        if parallel.is_rank_zero():
+            mine = build_batches([scored(task) for task in self.sampler.next_batch(4)], config, actor.shape)
         (minibatch,) = share(mine)
         old = actor.logprobs(minibatch.packs)
-        ready = prepare_update(actor, minibatch, old, config, on_policy=True)
+        ready = finish_credit(actor, minibatch, old, config, on_policy=True)
         stats = actor.update(ready.packs, ready.old_logprobs, ready.loss)
         self.state.step += 1
         for name, value in (("tokens", stats.tokens), ("loss", stats.loss)):
             self.state.totals[name] = self.state.totals.get(name, 0.0) + value
-        if parallel.is_leader():
+        if parallel.is_rank_zero():
             self.state.sampler = self.sampler.state_dict()
 
     def digest(self) -> list[str]:
@@ -103,7 +96,7 @@ class Training:
         for tensor in [*tensors, torch.get_rng_state()]:
             found.update(tensor.detach().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
         counts = [optimizer_state.steps(self.actor.optimizer), self.actor.updates_done]
-        found.update(json.dumps([counts, asdict(self.state) if parallel.is_leader() else None]).encode())
+        found.update(json.dumps([counts, asdict(self.state) if parallel.is_rank_zero() else None]).encode())
         return parallel.gather_objects(found.hexdigest())
 
 
@@ -149,7 +142,7 @@ def main() -> None:
         for _ in range(STEPS):
             straight.step()
         whole = straight.digest()
-        if parallel.is_leader():
+        if parallel.is_rank_zero():
             (root / "straight.json").write_text(json.dumps(whole))
     partial = sorted(path.name for path in (root / "checkpoints").glob("*.tmp"))
     store = CheckpointStore(root / "checkpoints", keep=2)
@@ -157,7 +150,7 @@ def main() -> None:
     run, found = Training(new_actor(kind)), store.resume_point()
     if found.path is not None:
         run.resume(found.path)
-    if parallel.is_leader():
+    if parallel.is_rank_zero():
         row = {"resumed": run.state.step, "epoch": run.sampler.epoch, "refused": found.told, "partial": partial}
         with (root / "attempts.jsonl").open("a") as file:
             file.write(json.dumps(row) + "\n")
@@ -168,7 +161,7 @@ def main() -> None:
         store.save(step, run.actor, asdict(run.state))
     store.finish()
     result = run.digest()
-    if parallel.is_leader():
+    if parallel.is_rank_zero():
         assert not any(report.error for report in store.reports())
         (root / "result.json").write_text(json.dumps(result))
     parallel.destroy()

@@ -17,14 +17,14 @@ from arpo_megatron.actor.microbatch import MicroBatches
 from arpo_megatron.actor.schedule import nested_order
 from arpo_megatron.algorithms.credit import TreeCredit
 from arpo_megatron.config import JobConfig, ModelConfig, ParallelConfig
-from arpo_megatron.models.spec import ExpertShape, ModelShape
+from arpo_megatron.models.spec import ModelSpec, MoESpec
 from arpo_megatron.packing.packs import last_uses
 from arpo_megatron.tree import Role, RolloutTree
 
 VOCABULARY = 32
 
 
-QWEN3 = ModelShape(
+QWEN3 = ModelSpec(
     family="qwen3",
     layers=2,
     hidden=16,
@@ -42,7 +42,7 @@ QWEN3 = ModelShape(
 )
 QWEN2 = replace(QWEN3, family="qwen2", tied=True, qkv_bias=True, qk_norm=False)
 LLAMA = replace(QWEN3, family="llama", qk_norm=False, kv_heads=4)
-QWEN3_MOE = replace(QWEN3, family="qwen3_moe", ffn=12, experts=ExpertShape(6, 2, True, 0.001))
+QWEN3_MOE = replace(QWEN3, family="qwen3_moe", ffn=12, experts=MoESpec(6, 2, True, 0.001))
 SHAPES = {
     "tied": replace(QWEN2, layers=4),
     "untied": replace(QWEN3, layers=4),
@@ -146,7 +146,7 @@ def save(actor: Actor, directory: Path) -> None:
     """Write its state to an existing empty directory; a call of all ranks, which returns when all is written."""
     taken = actor.snapshot(directory)
     written = parallel.gather_objects(taken.write()[0])
-    if parallel.is_leader():
+    if parallel.is_rank_zero():
         taken.finish(written)
     parallel.broadcast_object(None)  # after the leader has finished
 

@@ -91,7 +91,7 @@ def main() -> None:
         layout = ParallelConfig(**fields)
         join(layout)
         results = found(new_actor(layout, root / "model"))
-        if parallel.is_leader():
+        if parallel.is_rank_zero():
             torch.save(results, root / f"{name}.pt")
         dist.barrier()
     parallel.destroy()

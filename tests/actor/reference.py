@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from arpo_megatron.models.spec import ModelShape
+from arpo_megatron.models.spec import ModelSpec
 from arpo_megatron.tree import RolloutTree
 
 
@@ -26,7 +26,7 @@ def _rotate(x: Tensor, positions: Tensor, theta: float) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
-def _attention(p: dict[str, Tensor], prefix: str, x: Tensor, shape: ModelShape) -> Tensor:
+def _attention(p: dict[str, Tensor], prefix: str, x: Tensor, shape: ModelSpec) -> Tensor:
     n, groups, per_group, dim = len(x), shape.kv_heads, shape.heads // shape.kv_heads, shape.head_dim
     mixed = x @ p[prefix + "linear_qkv.weight"].T
     if shape.qkv_bias:
@@ -52,7 +52,7 @@ def _mlp(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
 
 
 def _mixture(
-    p: dict[str, Tensor], prefix: str, x: Tensor, shape: ModelShape, given: Tensor | None
+    p: dict[str, Tensor], prefix: str, x: Tensor, shape: ModelSpec, given: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Output, softmax [n, experts] of the router, and the chosen experts [n, k]; every expert on every token.
 
@@ -77,7 +77,7 @@ def _mixture(
 def logits(
     p: dict[str, Tensor],
     token_ids: Tensor,
-    shape: ModelShape,
+    shape: ModelSpec,
     routes: list | None = None,
     given: Tensor | None = None,
 ) -> Tensor:
@@ -103,7 +103,7 @@ def logits(
 
 
 def trajectory_logprobs(
-    p: dict[str, Tensor], tree: RolloutTree, leaf: int, shape: ModelShape, temperature: float = 1.0, routes=None
+    p: dict[str, Tensor], tree: RolloutTree, leaf: int, shape: ModelSpec, temperature: float = 1.0, routes=None
 ):
     """Log-probs of all tokens of one trajectory but the first, [n - 1]; `routes` are those of the tree's segments."""
     ids = torch.from_numpy(tree.trajectory(leaf).token_ids).long()
@@ -117,7 +117,7 @@ def flat_ppo(
     tree: RolloutTree,
     advantages,
     weight: float,
-    shape: ModelShape,
+    shape: ModelSpec,
     *,
     clip_low: float,
     clip_high: float,
@@ -143,7 +143,7 @@ def flat_off_policy(
     step: dict[str, Tensor],
     forest,
     advantages,
-    shape: ModelShape,
+    shape: ModelSpec,
     *,
     ratio: str,
     limit: float,
@@ -203,7 +203,7 @@ def flat_penalties(
     first: dict[str, Tensor],
     tree: RolloutTree,
     weight: float,
-    shape: ModelShape,
+    shape: ModelSpec,
     *,
     kl_coefficient: float,
     entropy_coefficient: float,
@@ -222,7 +222,7 @@ def flat_penalties(
 
 
 def flat_balance(
-    p: dict[str, Tensor], trees: list[RolloutTree], shape: ModelShape, load: Tensor | None = None
+    p: dict[str, Tensor], trees: list[RolloutTree], shape: ModelSpec, load: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """The router's loss without coefficient, summed over layers, from all trajectories one by one; and the load.
 

@@ -70,7 +70,7 @@ def skipped(actor: Actor) -> list[tuple[bool, list[int]]]:
 
 
 def save(actor: Actor, directory: Path) -> None:
-    if parallel.is_leader():
+    if parallel.is_rank_zero():
         directory.mkdir()
     parallel.broadcast_object(None)  # after the directory is there
     cases.save(actor, directory)

@@ -64,7 +64,7 @@ def test_a_lone_process_is_a_quiet_world_of_its_own() -> None:
         "from arpo_megatron.actor.platform import install\n"
         "parallel.destroy(); parallel.initialize(ParallelConfig(), seed=1); install()\n"
         "import megatron.core.optimizer, megatron.core.models.gpt.gpt_layer_specs\n"
-        "assert parallel.is_leader() and parallel.broadcast_object([1]) == [1]\n"
+        "assert parallel.is_rank_zero() and parallel.broadcast_object([1]) == [1]\n"
         "parallel.destroy(); parallel.destroy(); print('done')"
     )
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}

@@ -6,24 +6,24 @@ import numpy as np
 import pytest
 
 from arpo_megatron.actor.actor import Actor
-from arpo_megatron.algorithms.base import Course
-from arpo_megatron.algorithms.replay import make_store
+from arpo_megatron.algorithms.base import TrainingProgress
+from arpo_megatron.algorithms.replay import make_replay
 from arpo_megatron.algorithms.replay.base import AddsTrees
 from arpo_megatron.config import OptimizerConfig
 from arpo_megatron.jobs import resolve
-from arpo_megatron.registry import OWN, Point
+from arpo_megatron.registry import BUILTIN, ExtensionPoint
 from arpo_megatron.rewards.scored_tree import ScoredTree
 from arpo_megatron.tasks.base import Task
-from arpo_megatron.trainer.batch import minibatches_of, prepare_update
+from arpo_megatron.trainer.batch import build_batches, finish_credit
 from arpo_megatron.trainer.collector import interleaved
 from tests.actor import cases
 
 
 @pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize("name", OWN[Point.PRESET])
+@pytest.mark.parametrize("name", BUILTIN[ExtensionPoint.PRESET])
 def test_a_preset_trains(name: str) -> None:
     """Two updates, with stored trees where the method has some; the second one's ratios are not 1."""
-    full = {"spear": ["algorithm.numbers.imitation_capacity=2"]}
+    full = {"spear": ["algorithm.params.imitation_capacity=2"]}
     words = [f"algorithm.name={name}", "algorithm.minibatches=2", *full.get(name, [])]
     found = resolve.resolve("quickstart", words=words)
     config = cases.job(algorithm=found.algorithm)
@@ -36,7 +36,7 @@ def test_a_preset_trains(name: str) -> None:
         ScoredTree(Task(tree.task_id, (), "1", "math", ""), tree, own, np.maximum(own, 0.0), own > 0)
         for tree, own in zip(forest, rewards, strict=True)
     ]
-    store = make_store(found.algorithm)
+    store = make_replay(found.algorithm)
     if isinstance(store, AddsTrees):
         scored = [store.mix(item, 0) for item in scored]
         if name != "spear":  # whose weight is 0 in step 0, where a full buffer goes all the same
@@ -45,11 +45,11 @@ def test_a_preset_trains(name: str) -> None:
         assert stored
         scored = interleaved(scored, stored)
     actor = Actor(config, cases.QWEN3, None, optimizer=OptimizerConfig(lr=1e-3), total_updates=2)
-    minibatches = minibatches_of(scored, config, actor.shape)
+    minibatches = build_batches(scored, config, actor.shape)
     old = [actor.scores(minibatch.packs) for minibatch in minibatches]
     for number, (minibatch, scores) in enumerate(zip(minibatches, old, strict=True)):
-        actor.course = Course(number, 2, 0.5 if number else None)
-        ready = prepare_update(
+        actor.course = TrainingProgress(number, 2, 0.5 if number else None)
+        ready = finish_credit(
             actor, minibatch, scores.logprobs, config, on_policy=number == 0, entropies=scores.entropies
         )
         stats = replace(actor.update(ready.packs, ready.old_logprobs, ready.loss), **ready.statistics)

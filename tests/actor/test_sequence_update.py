@@ -1,4 +1,4 @@
-"""Sequence-level ratios from packs to gradients: `prepare_update` and the backward pass, against flat float64."""
+"""Sequence-level ratios from packs to gradients: `finish_credit` and the backward pass, against flat float64."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,7 @@ import torch
 from arpo_megatron.actor.actor import Actor
 from arpo_megatron.config import AlgorithmConfig, OptimizerConfig
 from arpo_megatron.packing.packs import pack_trees
-from arpo_megatron.trainer.batch import Minibatch, prepare_update
+from arpo_megatron.trainer.batch import Minibatch, finish_credit
 from tests.actor import cases, reference
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -30,7 +30,7 @@ def test_the_gradient_is_that_of_the_flattened_trajectories_also_through_cuts(bu
     loss, _ = reference.flat_off_policy(now, before, forest, advantages, cases.QWEN3, ratio="sequence", **bounds)
     loss.backward()
 
-    ready = prepare_update(actor, Minibatch(packs, forest, advantages), old, actor.config, on_policy=False)
+    ready = finish_credit(actor, Minibatch(packs, forest, advantages), old, actor.config, on_policy=False)
     rows = actor.accumulate(ready.packs, ready.old_logprobs, ready.loss)
     assert ready.statistics["loss"] == pytest.approx(float(loss), rel=1e-4)
     assert 0 < ready.statistics["clip_high_share"] + ready.statistics["clip_low_share"] < 1
@@ -47,7 +47,7 @@ def test_a_pass_that_is_not_that_of_the_old_logprobs_is_seen():
     minibatch = Minibatch(pack_trees(forest, credits, token_budget=60), forest, advantages)
     old = actor.logprobs(minibatch.packs)
     for shift, seen in ((0.0, False), (0.7, True)):
-        ready = prepare_update(actor, minibatch, [o + np.float32(shift) for o in old], actor.config, on_policy=True)
+        ready = finish_credit(actor, minibatch, [o + np.float32(shift) for o in old], actor.config, on_policy=True)
         rows = actor.accumulate(ready.packs, ready.old_logprobs, ready.loss)
         assert (actor._stats(rows, 0.0, skipped=False).kl_old > 0) is seen
 
@@ -61,8 +61,8 @@ def test_trajectories_that_meet_the_limit_of_the_weights_are_counted(loss):
     minibatch = Minibatch(pack_trees(forest, credits, token_budget=10**6), forest, advantages)
     for apart, share in ((-1.0, 0.0), (1.0, 1.0)):  # nats a token
         old = [pack.sampling_logprobs + np.float32(apart) for pack in minibatch.packs]
-        ready = prepare_update(actor, minibatch, old, actor.config, on_policy=True)
+        ready = finish_credit(actor, minibatch, old, actor.config, on_policy=True)
         assert ready.statistics["weights_limited"] == share
     unlimited = cases.job(algorithm=AlgorithmConfig(loss=loss))
-    ready = prepare_update(actor, minibatch, old, unlimited, on_policy=True)
+    ready = finish_credit(actor, minibatch, old, unlimited, on_policy=True)
     assert "weights_limited" not in ready.statistics

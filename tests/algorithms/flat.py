@@ -12,7 +12,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from arpo_megatron.algorithms.base import Batch, Group, LossTokens, MinibatchLoss
+from arpo_megatron.algorithms.base import Batch, BatchLoss, Group, LossTokens
 from arpo_megatron.algorithms.credit import TreeShape, leaf_weights, tree_credits
 from arpo_megatron.tree import Role, RolloutTree
 
@@ -142,7 +142,7 @@ def flat_weights(case: Case, term: Callable[[Tensor], Tensor]) -> Tensor:
 def tree_loss(case: Case, loss: object, scale: Sequence[np.ndarray] | None = None) -> tuple[float, list[Tensor]]:
     """What the project makes of it: the loss, and its gradients with regard to each tree's log-probs."""
     batch = case.batch
-    if isinstance(loss, MinibatchLoss):
+    if isinstance(loss, BatchLoss):
         found = loss.value(batch)
         coefficients = [c.positive.astype(np.float64) + c.negative for c in found.credits]
         return found.loss, [-torch.from_numpy(c) for c in coefficients]

@@ -25,7 +25,9 @@ from arpo_megatron.algorithms.branching.base import Probe, begin
 from arpo_megatron.config import AlgorithmConfig
 from arpo_megatron.tree import Float32Array
 
-CONFIG = AlgorithmConfig(samples=16, initial=8, beam=2, branch_probability=0.5, entropy_weight=0.2, entropy_tokens=4)
+CONFIG = AlgorithmConfig(
+    group_size=16, initial_rollouts=8, beam_size=2, branch_probability=0.5, entropy_weight=0.2, entropy_tokens=4
+)
 POLICY = ArpoPolicy(CONFIG, vocabulary_size=1000, seed=3)
 BRANCHING = ("aepo", "aepo_reference", "arpo", "arpo_reference", "random")
 
@@ -84,7 +86,7 @@ def test_budget_and_beam_are_never_exceeded(
     start: Float32Array, after: Float32Array, budget: int, beam: int, alpha: float
 ) -> None:
     for name in BRANCHING:
-        config = named(name, beam=beam, branch_probability=alpha)
+        config = named(name, beam_size=beam, branch_probability=alpha)
         policy = make_policy(config, vocabulary_size=50, seed=0)
         decision = policy.decide(point(start, after, before_entropies=after, budget=budget))
         assert 0 <= decision.siblings <= budget
@@ -135,8 +137,8 @@ def test_policies_are_made_by_name() -> None:
 
 
 def test_nothing_is_measured_where_no_fork_is_possible() -> None:
-    assert ArpoPolicy(replace(CONFIG, beam=1), 9, 0).measured_tokens == 0
-    assert ArpoPolicy(replace(CONFIG, initial=16), 9, 0).measured_tokens == 0
+    assert ArpoPolicy(replace(CONFIG, beam_size=1), 9, 0).measured_tokens == 0
+    assert ArpoPolicy(replace(CONFIG, initial_rollouts=16), 9, 0).measured_tokens == 0
 
 
 @given(st.integers(0, 100), st.integers(1, 20))

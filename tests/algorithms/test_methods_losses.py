@@ -9,7 +9,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from arpo_megatron.algorithms.base import Course, LossTokens, MinibatchLoss
+from arpo_megatron.algorithms.base import BatchLoss, LossTokens, TrainingProgress
 from arpo_megatron.algorithms.credit import tree_credits
 from arpo_megatron.algorithms.losses.aepo import Aepo
 from arpo_megatron.algorithms.losses.bapo import Bapo
@@ -74,7 +74,7 @@ def test_epo_holds_the_entropy_of_every_copy_in_a_corridor_of_its_past(
     )
     for entropy, credit in zip(entropies, credits, strict=True):
         weight, ones = torch.from_numpy(credit.weight.astype(np.float64)), torch.ones_like(entropy)
-        tokens = LossTokens(ones, ones, entropy, 0 * ones, 0 * ones, weight, Course(step, 9, past))
+        tokens = LossTokens(ones, ones, entropy, 0 * ones, 0 * ones, weight, TrainingProgress(step, 9, past))
         factors = loss.factors(tokens)
         assert factors.penalty is not None and bool((factors.gain == 1).all())
         found = found + (weight * factors.penalty).sum()
@@ -209,7 +209,7 @@ SMOOTH = {
 def test_the_gradient_is_the_slope_of_the_loss(name: str, case: flat.Case) -> None:
     """GSPO-token (advantages by segment) stops the gradient of its ratio."""
     loss = SMOOTH[name]
-    if isinstance(loss, MinibatchLoss):
+    if isinstance(loss, BatchLoss):
         assume(within_limit(case))
     assert_slope(case, flat.tree_loss(case, loss)[1], value_of(loss))
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from arpo_megatron.algorithms.base import MinibatchLoss
+from arpo_megatron.algorithms.base import BatchLoss
 from arpo_megatron.algorithms.losses.clip_cov import ClipCov
 from arpo_megatron.algorithms.losses.hapo import Hapo
 from arpo_megatron.algorithms.losses.hispo import Hispo
@@ -226,7 +226,7 @@ LOSSES = [
 
 
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: type(loss).__name__)
-def test_what_is_unknown_or_extreme_stays_finite_and_no_tree_is_no_credit(loss: MinibatchLoss) -> None:
+def test_what_is_unknown_or_extreme_stays_finite_and_no_tree_is_no_credit(loss: BatchLoss) -> None:
     tree = RolloutTree("t", [1])
     for _ in range(2):
         tree.add(0, Role.MODEL, [2, 3])

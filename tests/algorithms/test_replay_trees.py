@@ -18,7 +18,7 @@ from arpo_megatron.algorithms.replay.whole_trees import packed, stored, unpacked
 from arpo_megatron.config import AlgorithmConfig
 from arpo_megatron.monitor.tree_store import read_trees, write_trees
 from arpo_megatron.rewards.scored_tree import ScoredTree
-from arpo_megatron.trainer.batch import minibatches_of
+from arpo_megatron.trainer.batch import build_batches
 from arpo_megatron.trainer.collector import interleaved
 from tests.actor import cases
 from tests.algorithms.test_success_replay import PROMPT, scored
@@ -133,7 +133,7 @@ def test_the_store_gives_advantages_where_it_says_so_and_the_estimator_elsewhere
     found = {}
     for name in ("rapo", "group"):
         config = cases.job(algorithm=AlgorithmConfig(advantage=name, minibatches=2))
-        halves = minibatches_of([own, given, again, flat], config, cases.QWEN3)
+        halves = build_batches([own, given, again, flat], config, cases.QWEN3)
         assert [tree.task_id for half in halves for tree in half.trees] == ["own", "given", "again", "flat"]
         found[name] = [values for half in halves for values in half.advantages]
         assert found[name][1].tolist() == [0.25]

@@ -16,10 +16,10 @@ from arpo_megatron.bench.gpu.push import Pushes, push_parts
 from arpo_megatron.bench.gpu.random_engines import Kind, RandomEngines, step_bytes, write_directory
 from arpo_megatron.bench.gpu.rollout import Load, Rollouts, rollout_parts
 from arpo_megatron.bench.gpu.update import QWEN3_4B, Bench, update_parts
-from arpo_megatron.bench.talkative_model import sums
+from arpo_megatron.bench.tool_calling_model import sums
 from arpo_megatron.config import AlgorithmConfig, EngineConfig, ModelConfig
-from arpo_megatron.models.known import KNOWN_SHAPES
-from arpo_megatron.models.spec import ModelShape
+from arpo_megatron.models.known import KNOWN_MODELS
+from arpo_megatron.models.spec import ModelSpec
 from arpo_megatron.rollout.worker import TokenizerCodec
 
 TINY = replace(QWEN3_4B, layers=1, hidden=32, heads=2, kv_heads=1, head_dim=16, ffn=64, vocabulary=1024)
@@ -99,7 +99,7 @@ def test_what_a_cpu_cannot_do_is_an_error_of_its_part_alone(tmp_path: Path) -> N
 @pytest.mark.slow_campaign
 def test_decoding_and_trees_are_measured_on_a_real_engine_of_a_tiny_shape(tmp_path: Path) -> None:
     with RandomEngines(tmp_path, "float32", SIZES) as engines:
-        algorithm = AlgorithmConfig(samples=4, initial=2, entropy_tokens=4)
+        algorithm = AlgorithmConfig(group_size=4, initial_rollouts=2, entropy_tokens=4)
         what = Rollouts(engines, {"tiny": TINY}, [Load(2, 8)], (2, 6), 1, algorithm, tasks=2, tool_s=0.01)
         decode, trees, _ = rollout_parts(what)
         found = run_parts("rollout", [decode], tmp_path, minutes=5)["parts"][decode.name]
@@ -142,14 +142,14 @@ def test_pushes_and_lent_memory_are_measured_on_a_real_engine_of_a_tiny_shape(tm
 
 @pytest.mark.parametrize("name", ["Qwen/Qwen3-4B", "Qwen/Qwen2.5-7B-Instruct"])
 def test_a_made_directory_has_the_shape_and_a_word_for_every_token(name: str, tmp_path: Path) -> None:
-    shape = KNOWN_SHAPES[name]
+    shape = KNOWN_MODELS[name]
     write_directory(tmp_path, shape, "bfloat16", sums(4))
-    assert ModelShape.from_hf(tmp_path) == shape
+    assert ModelSpec.from_hf(tmp_path) == shape
     assert TokenizerCodec(tmp_path).vocabulary_size == shape.vocabulary
 
 
 def test_a_step_reads_all_weights_once_and_the_keys_and_values_of_every_request() -> None:
-    shape = KNOWN_SHAPES["Qwen/Qwen3-8B"]
+    shape = KNOWN_MODELS["Qwen/Qwen3-8B"]
     embedding = 151936 * 4096
     weights = step_bytes(shape, requests=1, context=0, value=2, product=2)
     assert weights == 2 * (8_190_735_360 - embedding)  # the page of the model has 8.19 billion

@@ -10,15 +10,15 @@ import pytest
 
 from arpo_megatron.algorithms.branching import GrpoPolicy
 from arpo_megatron.bench import controller, rollout
-from arpo_megatron.bench.talkative_model import write_model
+from arpo_megatron.bench.tool_calling_model import write_model
 from arpo_megatron.monitor.events import EventLog
 from arpo_megatron.rewards.scored_tree import ScoredTree
-from arpo_megatron.rollout.accounting import GrowCounts, grow_stats
-from arpo_megatron.rollout.messages import CollectTrees, GrowReport, StartTrees
+from arpo_megatron.rollout.accounting import RolloutCounts, rollout_stats
+from arpo_megatron.rollout.messages import CollectTrees, RolloutReport, StartTrees
 from arpo_megatron.rollout.worker import TokenizerCodec
 from arpo_megatron.tasks.base import Task
-from arpo_megatron.tasks.selectors.base import TaskSampler
-from arpo_megatron.trainer.collector import Harvest
+from arpo_megatron.tasks.selectors.base import EpochSelector
+from arpo_megatron.trainer.collector import TreeCollector
 from arpo_megatron.tree import Role, RolloutTree
 
 
@@ -81,16 +81,16 @@ class Schedule:
         else:
             self.calls.append(("start", len(tasks), None))
 
-    def collect(self, request: CollectTrees, _progress: object = None) -> GrowReport:
+    def collect(self, request: CollectTrees, _progress: object = None) -> RolloutReport:
         self.calls.append(("collect", request.count, request.finish_before))
         done, self.under_way = self.under_way[: request.count], self.under_way[request.count :]
         trees = [RolloutTree(task.id, np.arange(2)) for task in done]
         for tree in trees:
             tree.add(0, Role.MODEL, [1])
-        stats = grow_stats([], GrowCounts(), GrpoPolicy(1), failed=0, seconds=1.0)
-        return GrowReport(trees, [], stats, tuple(range(len(trees))))
+        stats = rollout_stats([], RolloutCounts(), GrpoPolicy(1), failed=0, seconds=1.0)
+        return RolloutReport(trees, [], stats, tuple(range(len(trees))))
 
-    def stop_trees(self, _request: object) -> GrowReport:
+    def stop_trees(self, _request: object) -> RolloutReport:
         raise AssertionError("none is left over")
 
 
@@ -100,7 +100,7 @@ class Pool(Schedule):
     def start(self, request: StartTrees) -> None:
         self.start_trees("", [tree.task for tree in request.trees])
 
-    async def collect(self, request: CollectTrees) -> GrowReport:  # type: ignore[override]
+    async def collect(self, request: CollectTrees) -> RolloutReport:  # type: ignore[override]
         return super().collect(request)
 
     async def pause(self) -> None: ...
@@ -121,7 +121,7 @@ def test_the_benchmark_starts_and_waits_for_what_a_run_does(
     config = rollout._job(ahead=ahead)
     tasks = [rollout._task(number) for number in range(rollout.TASKS * rollout.STEPS)]
     run: Any = Schedule()
-    harvest = Harvest(config, run, score, TaskSampler(tasks, 1), EventLog(tmp_path / "events.jsonl"))
+    harvest = TreeCollector(config, run, score, EpochSelector(tasks, 1), EventLog(tmp_path / "events.jsonl"))
     for step in range(rollout.STEPS):
         assert len(harvest.step(step)) == rollout.TASKS
 

@@ -85,7 +85,7 @@ def is_whole(job: Job, calm: Undisturbed) -> None:
     rows = job.rows("sft_metrics.jsonl")
     assert [[row[name] for name in EXACT] for row in rows] == [[row[name] for name in EXACT] for row in calm.rows]
     assert [row["step"] for row in rows] == list(range(1, UPDATES + 1))
-    assert (job.run / "cold_start" / "model.safetensors").exists()
+    assert (job.run / "sft" / "model.safetensors").exists()
     assert job.nothing_is_left()
 
 

@@ -5,7 +5,7 @@ import shlex
 
 import pytest
 
-from arpo_megatron.cluster.backend import SlurmSite, gpu_words
+from arpo_megatron.cluster.backend import SlurmBackend, gpu_words
 from arpo_megatron.cluster.profile import load_profile
 from arpo_megatron.cluster.slurm import Node
 from arpo_megatron.jobs import resolve
@@ -47,7 +47,7 @@ def test_every_step_sees_all_gpus_of_its_node_so_that_the_plan_decides(box: Oneb
     config = resolve.resolve("quickstart", words=["parallel.data=8", "engine.placement=colocated"])
     profile = load_profile(box.profile("gpus", gpu_request="gres"))
     plan = plan_roles(config, 8, 1)
-    site = SlurmSite(profile, plan, [Node("n1", "127.0.0.11")], RunDirectory(box.runs / "gpus"), "0")
+    site = SlurmBackend(profile, plan, [Node("n1", "127.0.0.11")], RunDirectory(box.runs / "gpus"), "0")
     # Each says whether it has met the other, however busy the machine is.
     told = (
         'echo "$CUDA_VISIBLE_DEVICES"; : >"$0"; for _ in {1..600}; do [ -e "$1" ] && exit; sleep 0.1; done; echo alone'

@@ -126,7 +126,7 @@ def test_a_cold_start_keeps_its_own_number_of_checkpoints(tmp_path: Path, disk: 
     alone = resolve.resolve("sft_7b", words=[*words, f"sft.data={tmp_path}/chats.jsonl"])
     run = RunDirectory(tmp_path / "run")
     disk(3)
-    assert alone.cold_start_only and check_disk(alone, run).level == "ok"
+    assert alone.sft_only and check_disk(alone, run).level == "ok"
     disk(2.9)
     found = check_disk(alone, run)
     assert found.level == "failure" and "train." not in found.mend
@@ -135,8 +135,8 @@ def test_a_cold_start_keeps_its_own_number_of_checkpoints(tmp_path: Path, disk: 
     assert check_disk(both, run).level == "ok"
     disk(11.9)
     assert check_disk(both, run).level == "failure"
-    run.cold_start.mkdir(parents=True)
-    (run.cold_start / "config.json").touch()
+    run.sft_model.mkdir(parents=True)
+    (run.sft_model / "config.json").touch()
     saved(run.sft_checkpoints, 300)
     disk(10)  # it is done, and what it has kept stays
     assert check_disk(both, run).level == "ok"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from arpo_megatron.cluster.backend import SilentNodeError, SlurmSite
+from arpo_megatron.cluster.backend import SilentNodeError, SlurmBackend
 from arpo_megatron.cluster.preflight import Report, examine_nodes, guilty, judged
 from arpo_megatron.cluster.profile import check_profile, save_profile
 from arpo_megatron.cluster.slurm import Node
@@ -14,12 +14,12 @@ from arpo_megatron.engine.launch import free_ports
 from arpo_megatron.errors import UserError
 from arpo_megatron.jobs import resolve
 from arpo_megatron.jobs.run_directory import RunDirectory
-from arpo_megatron.launch.preflight.check import Finding, failure, ok
+from arpo_megatron.launch.preflight.check import CheckResult, failure, ok
 from arpo_megatron.plan.roles import plan_roles
-from arpo_megatron.utils.processes import Roles
+from arpo_megatron.utils.processes import ManagedProcesses
 
 
-def report(*findings: Finding, clock: float = 100.0) -> Report:
+def report(*findings: CheckResult, clock: float = 100.0) -> Report:
     return Report(findings, clock, [])
 
 
@@ -54,7 +54,7 @@ for task in $started; do wait $task || exit 1; done
 """
 
 
-def examined(monkeypatch: pytest.MonkeyPatch, folder: Path, gpus: int = 0, **programs: str) -> SlurmSite:
+def examined(monkeypatch: pytest.MonkeyPatch, folder: Path, gpus: int = 0, **programs: str) -> SlurmBackend:
     """`examine_nodes` of two nodes, with these programs (`srun`, ...) in place of those that the PATH has."""
     (folder / "bin").mkdir()
     for name, text in programs.items():
@@ -68,8 +68,8 @@ def examined(monkeypatch: pytest.MonkeyPatch, folder: Path, gpus: int = 0, **pro
     resolve.save(config, run.config)
     save_profile(profile, run.cluster)
     nodes = [Node("n1", "127.0.0.1"), Node("n2", "127.0.0.2")]
-    site = SlurmSite(profile, plan_roles(config, gpus, 2), nodes, run, "7")
-    with Roles(run.logs) as roles:
+    site = SlurmBackend(profile, plan_roles(config, gpus, 2), nodes, run, "7")
+    with ManagedProcesses(run.logs) as roles:
         try:
             examine_nodes(site, roles, *free_ports(1), lambda: None)
         finally:

@@ -244,8 +244,8 @@ def test_the_progress_of_a_cold_start_is_told_too(tmp_path: Path, monkeypatch: p
     saved(run.sft_checkpoints, 100)
     saved(run.sft_checkpoints, 200)
     assert told() == "cold start: newest checkpoint step_200 of 400; then 28 steps"
-    run.cold_start.mkdir()
-    (run.cold_start / "config.json").write_text("{}")
+    run.sft_model.mkdir()
+    (run.sft_model / "config.json").write_text("{}")
     assert told() == "the cold start is done, no checkpoint yet, 28 steps wanted"
     saved(run.checkpoints, 3)
     assert told() == "newest checkpoint step_3 of 28"
@@ -261,8 +261,8 @@ def test_the_progress_of_a_cold_start_is_told_too(tmp_path: Path, monkeypatch: p
     assert told() == "cold start: newest checkpoint step_480 of 500"
     write_json(run.sft_result, {})  # its export is still to come
     assert told() == "cold start: newest checkpoint step_480 of 500"
-    run.cold_start.mkdir()
-    (run.cold_start / "config.json").write_text("{}")
+    run.sft_model.mkdir()
+    (run.sft_model / "config.json").write_text("{}")
     assert told() == "training is done"
     run = submitted(tmp_path / "c", resolve.resolve("quickstart", words=["sft.steps=0"]), profile(runs=str(tmp_path)))
     assert told() == "no checkpoint yet, 28 steps wanted"

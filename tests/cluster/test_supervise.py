@@ -16,7 +16,7 @@ from typing import NoReturn
 import pytest
 
 from arpo_megatron.cluster import supervise as job
-from arpo_megatron.cluster.backend import MAKE_SCRATCH, SERVICE, TASK, SilentNodeError, SlurmSite
+from arpo_megatron.cluster.backend import MAKE_SCRATCH, SERVICE, TASK, SilentNodeError, SlurmBackend
 from arpo_megatron.cluster.profile import check_profile, load_profile, save_profile
 from arpo_megatron.cluster.slurm import JobState, Node
 from arpo_megatron.errors import UserError
@@ -24,7 +24,7 @@ from arpo_megatron.jobs import resolve
 from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.monitor.progress import Progress
 from arpo_megatron.plan.roles import RolePlan
-from arpo_megatron.utils.processes import RoleDiedError, Roles, StoppedError
+from arpo_megatron.utils.processes import ManagedProcesses, ProcessDiedError, StoppedError
 from arpo_megatron.utils.signals import Interrupted
 from tools_sandbox.config import TOKEN_VARIABLE
 
@@ -59,7 +59,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
     monkeypatch.setenv(TOKEN_VARIABLE, "a job makes one where there is none, and in this process it would stay")
     monkeypatch.setattr("arpo_megatron.cluster.slurm.call", Refusing().call)
     monkeypatch.setattr("arpo_megatron.cluster.slurm.allocated_nodes", lambda names: [Node("n1", "127.0.0.1")])
-    monkeypatch.setattr("arpo_megatron.cluster.backend.SlurmSite.lost_nodes", lambda site: ["n1"])
+    monkeypatch.setattr("arpo_megatron.cluster.backend.SlurmBackend.lost_nodes", lambda site: ["n1"])
     return directory
 
 
@@ -81,7 +81,7 @@ def ended(monkeypatch: pytest.MonkeyPatch, run: RunDirectory, error: BaseExcepti
 
 @pytest.mark.parametrize(
     ("error", "code"),
-    [(StoppedError("saved"), 75), (Interrupted(15), 143), (RoleDiedError("train was killed", 137), 137)],
+    [(StoppedError("saved"), 75), (Interrupted(15), 143), (ProcessDiedError("train was killed", 137), 137)],
 )
 def test_a_refused_requeue_is_one_line_and_keeps_the_code_of_the_end(
     monkeypatch: pytest.MonkeyPatch,
@@ -99,7 +99,7 @@ def test_a_job_that_slurm_has_taken_back_by_itself_is_not_said_to_be_refused(
 ) -> None:
     monkeypatch.setattr("arpo_megatron.cluster.slurm.call", Refusing(refusal=TAKEN_BACK).call)
     monkeypatch.setattr(job, "_END_S", 0.0)
-    assert ended(monkeypatch, run, RoleDiedError("train was killed", 137)) == 137
+    assert ended(monkeypatch, run, ProcessDiedError("train was killed", 137)) == 137
     assert capsys.readouterr().err.splitlines()[-1] == "arpo: back into the queue"
 
 
@@ -146,7 +146,7 @@ def test_a_handler_only_notes_a_warning_and_the_loop_tells_it(
 
 @pytest.mark.parametrize(
     ("error", "code", "cancelled"),
-    [(UserError("No space left on device"), 2, ["8", "9"]), (RoleDiedError("train was killed", 137), 137, [])],
+    [(UserError("No space left on device"), 2, ["8", "9"]), (ProcessDiedError("train was killed", 137), 137, [])],
 )
 def test_a_fault_that_only_the_user_can_mend_ends_the_chain(
     monkeypatch: pytest.MonkeyPatch,
@@ -167,7 +167,7 @@ def test_a_fault_that_only_the_user_can_mend_ends_the_chain(
         return "7|RUNNING|arpo-test\n8|PENDING|arpo-test\n9|PENDING|arpo-test\n" if words[0] == "squeue" else ""
 
     monkeypatch.setattr("arpo_megatron.cluster.slurm.call", call)
-    monkeypatch.setattr("arpo_megatron.cluster.backend.SlurmSite.lost_nodes", lambda site: [])
+    monkeypatch.setattr("arpo_megatron.cluster.backend.SlurmBackend.lost_nodes", lambda site: [])
     assert ended(monkeypatch, run, error) == code
     assert asked == cancelled
     said = capsys.readouterr().err.splitlines()
@@ -218,7 +218,7 @@ def test_a_node_that_is_lost_before_training_is_no_fault_of_the_users(
     submitted(run)
     save_profile(replace(load_profile(str(run.cluster)), requeue=requeue), run.cluster)
     monkeypatch.setattr("arpo_megatron.cluster.slurm.call", (slurm := Requeueing()).call)
-    monkeypatch.setattr("arpo_megatron.cluster.backend.SlurmSite.lost_nodes", lambda site: lost)
+    monkeypatch.setattr("arpo_megatron.cluster.backend.SlurmBackend.lost_nodes", lambda site: lost)
     monkeypatch.setattr(job, "_END_S", 0.0)
     assert ended(monkeypatch, run, SilentNodeError(SILENT)) == code
     assert slurm.told == told
@@ -230,7 +230,7 @@ def test_a_node_that_is_lost_before_training_is_no_fault_of_the_users(
 def test_scratch_that_a_lost_node_does_not_make_may_be_its_loss(
     monkeypatch: pytest.MonkeyPatch, run: RunDirectory
 ) -> None:
-    monkeypatch.setattr("arpo_megatron.cluster.backend.SlurmSite._on_nodes", lambda *_: None)
+    monkeypatch.setattr("arpo_megatron.cluster.backend.SlurmBackend._on_nodes", lambda *_: None)
     site = replace(asked_by(monkeypatch, run, None).site, job_id=NOBODYS)
     with pytest.raises(SilentNodeError, match="cannot be made on the nodes: no answer"), site.prepared():
         pass
@@ -265,7 +265,7 @@ def test_a_controller_that_is_silent_when_a_job_begins_does_not_cost_its_chain(
 
 def asked_by(monkeypatch: pytest.MonkeyPatch, run: RunDirectory, state: JobState | None) -> job._Asked:
     monkeypatch.setattr("arpo_megatron.cluster.slurm.job_state", lambda job_id: state)
-    site = SlurmSite(load_profile(str(run.cluster)), RolePlan(1, 0, 1, 1, 0, 0, True), [], run, "7")
+    site = SlurmBackend(load_profile(str(run.cluster)), RolePlan(1, 0, 1, 1, 0, 0, True), [], run, "7")
     return job._Asked(run, site, Progress())
 
 
@@ -300,12 +300,12 @@ def test_roles_that_hear_term_themselves_do_not_fail_the_job(
 
     def die(*_: object) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
-        raise RoleDiedError("doctor was killed by SIGTERM", 143)
+        raise ProcessDiedError("doctor was killed by SIGTERM", 143)
 
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
     monkeypatch.setattr(job, "_phases", die)
     made = subprocess.CompletedProcess([], 0, "", "")
-    monkeypatch.setattr("arpo_megatron.cluster.backend.SlurmSite._on_nodes", lambda *_: made)
+    monkeypatch.setattr("arpo_megatron.cluster.backend.SlurmBackend._on_nodes", lambda *_: made)
     asked = asked_by(monkeypatch, run, None)
     try:
         with pytest.raises(Interrupted):
@@ -344,7 +344,7 @@ def test_a_requeued_job_starts_no_step_before_the_last_lifes_kills_have_come(
 
     monkeypatch.setattr("arpo_megatron.cluster.slurm.call", call)
     monkeypatch.setattr(job, "_LOOK_S", 0.0)
-    job._outlast_kills(site, Roles(run.logs), Progress())
+    job._outlast_kills(site, ManagedProcesses(run.logs), Progress())
     assert len(asked) == looks
 
 
@@ -353,7 +353,7 @@ def test_a_requeued_job_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr("arpo_megatron.cluster.slurm.nodes_owed_a_kill", lambda: {"n1"})
     monkeypatch.setattr(job, "_LOOK_S", 0.0)
     monkeypatch.setattr(job, "_REPEATED_S", 0.1)
-    job._outlast_kills(site, Roles(run.logs), Progress())
+    job._outlast_kills(site, ManagedProcesses(run.logs), Progress())
 
 
 def test_what_an_ended_job_has_left_on_the_nodes_is_removed_by_the_next(
@@ -363,7 +363,7 @@ def test_what_an_ended_job_has_left_on_the_nodes_is_removed_by_the_next(
     steps: list[list[str]] = []
     listed = subprocess.CompletedProcess([], 0, "".join(f"/tmp/arpo-{n}\n" for n in (NOBODYS, 8, 9, 10)), "")
     monkeypatch.setattr(
-        "arpo_megatron.cluster.backend.SlurmSite._on_nodes", lambda site, name, words: steps.append(words) or listed
+        "arpo_megatron.cluster.backend.SlurmBackend._on_nodes", lambda site, name, words: steps.append(words) or listed
     )
     states = {"8": JobState("8", "CANCELLED"), "9": JobState("9", "RUNNING")}
     monkeypatch.setattr(

@@ -35,14 +35,14 @@ def test_words_win_over_the_file_and_the_file_over_the_recipe(tmp_path: Path) ->
         (["lr=0.3"], "did you mean optimizer.lr?"),
         (["trian.steps=3"], "did you mean train?"),
         (["zzz=1"], "keys here: name, seed"),
-        (["algorithm.samples=many"], "algorithm.samples: input should be a valid integer"),
+        (["algorithm.group_size=many"], "algorithm.group_size: input should be a valid integer"),
         (["optimizer.lr=-1"], "greater than 0, not -1"),
         (["algorithm.router_replay=rollout"], "needs a model with experts at model.path"),
         (
             ["algorithm.router_replay=rollout", "model.path=x", "engine.router=sglang"],
             "needs engine.router=auto or none",
         ),
-        (["algorithm.initial=99"], "algorithm.initial=99 exceeds algorithm.samples"),
+        (["algorithm.initial_rollouts=99"], "algorithm.initial_rollouts=99 exceeds algorithm.group_size"),
         (["parallel.sequence=true"], "needs parallel.tensor > 1"),
         (["parallel.tensor=5"], "not a multiple of parallel.tensor=5"),
         (["algorithm.minibatches=99"], "exceeds train.tasks_per_step"),
@@ -90,12 +90,12 @@ def test_words_win_over_the_file_and_the_file_over_the_recipe(tmp_path: Path) ->
         ),
         (["sync.directory=/shared"], "sync.directory is not read with sync.transport=auto"),
         (["rollout.max_staleness=1"], "correct for it with algorithm.trajectory_weight_limit=2"),
-        (["algorithm.store=rollout_replay"], "correct for it with algorithm.trajectory_weight_limit=2"),
-        (["rollout.max_staleness=1", "rollout.stale=refuse"], "correct for it with algorithm.trajectory_weight_limit"),
-        (["rollout.stale=refuse"], "rollout.stale=refuse needs rollout.max_staleness > 0"),
+        (["algorithm.replay=rollout_replay"], "correct for it with algorithm.trajectory_weight_limit=2"),
+        (["rollout.max_staleness=1", "rollout.stale=drop"], "correct for it with algorithm.trajectory_weight_limit"),
+        (["rollout.stale=drop"], "rollout.stale=drop needs rollout.max_staleness > 0"),
         (["reward.terms={nope: 1}"], "unknown reward term 'nope'"),
         (["reward.kind=nope"], "unknown reward 'nope'"),
-        (["reward.numbers.nope=1"], "no chosen part has the number 'nope'"),
+        (["reward.params.nope=1"], "no chosen part has the number 'nope'"),
         (["steps"], "section.key=value"),
         (["=3"], "section.key=value"),
         (["train.=3"], "section.key=value"),
@@ -110,7 +110,7 @@ def test_a_wrong_word_is_one_line_that_helps(words: list[str], line: str) -> Non
 
 @pytest.mark.parametrize("loss", ["hispo", "minirl", "mix_ppg"])
 def test_a_loss_that_corrects_for_older_weights_needs_no_weights_of_trajectories(loss: str) -> None:
-    words = [f"algorithm.loss={loss}", "rollout.max_staleness=1", "algorithm.store=rollout_replay"]
+    words = [f"algorithm.loss={loss}", "rollout.max_staleness=1", "algorithm.replay=rollout_replay"]
     assert resolve.resolve("quickstart", words=words).algorithm.trajectory_weight_limit is None
 
 
@@ -131,7 +131,7 @@ def test_every_documented_choice_can_be_given_as_a_word() -> None:
             continue
         more = ["data.path=x", "data.max_prompt_tokens=99", "sft.steps=0"] if word == "arpo_parquet" else []
         more += ["model.path=x"] if word == "rollout" else []
-        more += ["rollout.max_staleness=1", "algorithm.loss=minirl"] if word == "refuse" else []
+        more += ["rollout.max_staleness=1", "algorithm.loss=minirl"] if word == "drop" else []
         resolve.resolve("quickstart", words=[f"{key}={word}", *more])
 
 

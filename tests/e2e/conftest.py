@@ -29,6 +29,6 @@ def warm_run(demo: dict[str, Any], tmp_path: Path) -> Path:
     """A run directory in which the cold start is done already, so that `arpo train` in it begins with the ARPO loop."""
     run = tmp_path / "run"
     run.mkdir()
-    for name in ("initial_model", "cold_start"):
+    for name in ("initial_model", "sft"):
         shutil.copytree(Path(demo["run_dir"]) / name, run / name)
     return run

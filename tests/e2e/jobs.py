@@ -10,7 +10,7 @@ from typing import Any
 from arpo_megatron.monitor.tree_store import StoredTree, read_trees
 from arpo_megatron.rollout.record import TreeRecord, UnfinishedTree, unpack_trees
 from arpo_megatron.trainer import metric_docs as catalogue
-from arpo_megatron.trainer.step_journal import Moment, UnderWay
+from arpo_megatron.trainer.step_journal import StepJournal, StepSnapshot
 from arpo_megatron.tree import Role
 
 ARPO = [sys.executable, "-m", "arpo_megatron"]
@@ -50,12 +50,12 @@ def trained(run: Path) -> list[StoredTree]:
     return [item for path in files for item in read_trees(path) if item.dropped is None]
 
 
-def under_way(run: Path, step: int) -> Moment | None:
+def under_way(run: Path, step: int) -> StepSnapshot | None:
     """What a run that had done so many steps wrote of the next one."""
-    copy = run / "copy_of_under_way.msgpack"  # reading removes what is of another step
+    copy = run / "copy_of_step_journal.msgpack"  # reading removes what is of another step
     with suppress(FileNotFoundError):
-        copy.write_bytes((run / "under_way.msgpack").read_bytes())
-    return UnderWay(copy, run / "checkpoints", 1, 0.0, print).read(step)
+        copy.write_bytes((run / "step_journal.msgpack").read_bytes())
+    return StepJournal(copy, run / "checkpoints", 1, 0.0, print).read(step)
 
 
 def unfinished(run: Path) -> list[UnfinishedTree]:

@@ -11,9 +11,9 @@ import pytest
 from arpo_megatron.algorithms.credit import supervised_credit
 from arpo_megatron.jobs import resolve
 from arpo_megatron.jobs.fingerprint import fingerprint
-from arpo_megatron.models.spec import ModelShape
+from arpo_megatron.models.spec import ModelSpec
 from arpo_megatron.packing.packs import pack_trees
-from arpo_megatron.trainer.skipped_updates import BadUpdate, save_bad_update
+from arpo_megatron.trainer.skipped_updates import SkippedUpdate, save_bad_update
 from arpo_megatron.tree import Role, RolloutTree
 from tests.e2e.jobs import ARPO, quickstart, rows_of, run_to_end
 
@@ -38,12 +38,12 @@ def run(tmp_path_factory) -> Path:
 
 
 def test_a_flipped_byte_is_told_and_the_run_goes_on_from_the_next_older_checkpoint(run):
-    shutil.rmtree(run / "cold_start")
+    shutil.rmtree(run / "sft")
     flip_a_byte(run / "sft_checkpoints" / "step_3" / "actor" / "__0_0.distcp")
     said = run_to_end(quickstart("sft", run, *COLD_START, "--resume"), run)
     assert "step_3 is not used: file actor/__0_0.distcp has another checksum" in said
     assert "cold start resumed after 2 of 4 updates" in said
-    assert (run / "cold_start" / "config.json").exists()
+    assert (run / "sft" / "config.json").exists()
 
 
 def test_a_skipped_update_is_replayed(run):
@@ -51,8 +51,10 @@ def test_a_skipped_update_is_replayed(run):
     tree.add(0, Role.MODEL, [4, 5, 6], logprobs=np.zeros(3))
     (pack,) = pack_trees([tree], supervised_credit([tree]), token_budget=100)
     bad = dataclasses.replace(pack, positive=pack.positive * np.float32(np.nan))
-    made_by = fingerprint(resolve.load(run / "config.yaml"), ModelShape.from_hf(run / "initial_model"))
-    dump = save_bad_update(run / "bad_packs", BadUpdate("sft", 1, "nll", [1], [pack, bad], None, made_by=made_by))
+    made_by = fingerprint(resolve.load(run / "config.yaml"), ModelSpec.from_hf(run / "initial_model"))
+    dump = save_bad_update(
+        run / "skipped_updates", SkippedUpdate("sft", 1, "nll", [1], [pack, bad], None, made_by=made_by)
+    )
     done = subprocess.run([*ARPO, "replay-pack", str(dump)], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
@@ -63,7 +65,7 @@ def test_a_skipped_update_is_replayed(run):
 
 
 def test_a_run_without_any_whole_checkpoint_stops_with_one_line(run):
-    shutil.rmtree(run / "cold_start", ignore_errors=True)
+    shutil.rmtree(run / "sft", ignore_errors=True)
     for path in (run / "sft_checkpoints").glob("step_*/manifest.json"):
         path.unlink()
     done = subprocess.run(quickstart("sft", run, *COLD_START, "--resume"), capture_output=True, text=True, timeout=300)

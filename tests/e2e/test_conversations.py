@@ -13,7 +13,7 @@ from arpo_megatron.config import ModelConfig
 from arpo_megatron.jobs import resolve
 from arpo_megatron.jobs.inputs import load_tokenizer
 from arpo_megatron.models.random_init import save_random_weights
-from arpo_megatron.models.spec import ModelShape
+from arpo_megatron.models.spec import ModelSpec
 from arpo_megatron.models.tiny import make_model_directory, train_bpe
 from arpo_megatron.sft import Examples
 from tests.e2e.jobs import quickstart, rows_of, run_to_end, undocumented
@@ -69,12 +69,12 @@ def test_conversations_are_learnt_and_bad_rows_named(tmp_path: Path, talks: Path
     told = done.stderr
     assert "2 bad rows skipped" in told and "row 40" in told
     assert "loss on 4 held-out conversations" in told
-    losses = [event["loss"] for event in rows_of(run / "events.jsonl") if event["kind"] == "cold_start"]
+    losses = [event["loss"] for event in rows_of(run / "events.jsonl") if event["kind"] == "sft"]
     assert losses[-1] < 0.5 * losses[0]
-    assert (run / "cold_start" / "model.safetensors").exists()
+    assert (run / "sft" / "model.safetensors").exists()
     assert (
-        TEMPLATE in (run / "cold_start" / "tokenizer_config.json").read_text()
-        or (run / "cold_start" / "chat_template.jinja").read_text() == TEMPLATE
+        TEMPLATE in (run / "sft" / "tokenizer_config.json").read_text()
+        or (run / "sft" / "chat_template.jinja").read_text() == TEMPLATE
     )
     rows = rows_of(run / "sft_metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(1, 41))
@@ -88,7 +88,7 @@ def test_conversations_are_learnt_and_bad_rows_named(tmp_path: Path, talks: Path
     assert (figures["updates"], figures["conversations"], figures["held_out"]) == (40, 36, 4)
     assert figures["skipped_rows"] == 2
     assert figures["learnt_tokens"] == sum(row["tokens"] for row in rows) < figures["tokens"]
-    trace = run / "profile" / "cold_start" / "rank0.json.gz"
+    trace = run / "profile" / "sft" / "rank0.json.gz"
     names = {event.get("name", "") for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]}
     assert any("TreeAttention" in name for name in names)
     assert any("Optimizer.step" in name for name in names)
@@ -98,12 +98,12 @@ def test_only_the_leader_reads_the_conversations_and_all_ranks_learn_from_them(
     talks: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = resolve.resolve("quickstart", words=words(talks, model, "sft.steps=3"))
-    tokenizer, shape = load_tokenizer(model), ModelShape.from_hf(model)
+    tokenizer, shape = load_tokenizer(model), ModelSpec.from_hf(model)
     sent: list[object] = []
     monkeypatch.setattr(parallel, "broadcast_object", lambda own: sent.append(own) or own)
     leading = Examples.of(config, tokenizer, shape)
     talks.unlink()  # whoever reads it now fails
-    monkeypatch.setattr(parallel, "is_leader", lambda: False)
+    monkeypatch.setattr(parallel, "is_rank_zero", lambda: False)
     monkeypatch.setattr(parallel, "broadcast_object", lambda own: sent[0] if own is None else own)
     other = Examples.of(config, tokenizer, shape)
     for number in range(3):
@@ -117,11 +117,11 @@ def test_a_cold_start_that_is_stopped_and_resumed_ends_with_the_same_bits(
     run = tmp_path / "run"
     command = quickstart("sft", run, *words(talks, model, "sft.steps=12", "sft.save_every=4"))
     run_to_end(command, run)
-    weights = (run / "cold_start" / "model.safetensors").read_bytes()
+    weights = (run / "sft" / "model.safetensors").read_bytes()
     figures, rows = (run / "sft_result.json").read_text(), rows_of(run / "sft_metrics.jsonl")
-    shutil.rmtree(run / "cold_start")  # as if it had been stopped after its last checkpoint
+    shutil.rmtree(run / "sft")  # as if it had been stopped after its last checkpoint
     assert "resumed after 8 of 12 updates" in run_to_end([*command, "--resume"], run)
-    assert (run / "cold_start" / "model.safetensors").read_bytes() == weights
+    assert (run / "sft" / "model.safetensors").read_bytes() == weights
     assert (run / "sft_result.json").read_text() == figures
     timeless = [{k: v for k, v in row.items() if not k.startswith(("seconds", "trainer", "memory"))} for row in rows]
     again = rows_of(run / "sft_metrics.jsonl")

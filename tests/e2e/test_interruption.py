@@ -81,7 +81,7 @@ def wait_for(what: str, condition: Callable[[], object], job: Job, every_s: floa
 
 def updates(run: Path) -> list[object]:
     """The cold start's reports so far."""
-    return [event for event in rows_of(run / "events.jsonl") if event["kind"] == "cold_start"]
+    return [event for event in rows_of(run / "events.jsonl") if event["kind"] == "sft"]
 
 
 def notes(run: Path) -> list[str]:
@@ -132,7 +132,7 @@ def ends_by_itself(job: Job, run: Path, family: list[psutil.Process]) -> None:
 
 
 def test_neither_ctrl_c_nor_a_killed_rank_costs_a_step_or_a_token(start: Start, warm_run: Path) -> None:
-    words = [*AHEAD, "rollout.keep_every_s=0.1"]
+    words = [*AHEAD, "rollout.journal_every_s=0.1"]
     job = start(training(warm_run, *words))
     wait_for("answers of step 2", lambda: (moment := under_way(warm_run, 1)) and moment.entries > 3 * TASKS, job)
     wait_for("checkpoint of step 1", (warm_run / "checkpoints" / "step_1").exists, job)  # written while trees grow
@@ -198,16 +198,16 @@ def test_ctrl_c_in_the_export_leaves_a_whole_one_or_none(start: Start, tmp_path:
     job = start(quickstart("sft", run, "sft.steps=1", "sft.batch=8"))
     wait_for("last update", lambda: updates(run), job)  # the export comes next
     interrupt(job, run, codes=(130, 0))
-    assert job.returncode == 130 or (run / "cold_start").exists()
-    if (run / "cold_start").exists():
-        names = {path.name for path in (run / "cold_start").iterdir()}
+    assert job.returncode == 130 or (run / "sft").exists()
+    if (run / "sft").exists():
+        names = {path.name for path in (run / "sft").iterdir()}
         assert names >= {"config.json", "model.safetensors", "tokenizer.json"}
 
 
 def test_a_killed_command_line_takes_every_role_with_it_and_nothing_that_was_sampled(
     start: Start, warm_run: Path
 ) -> None:
-    words = ["rollout.keep_every_s=0.1"]
+    words = ["rollout.journal_every_s=0.1"]
     job = start(training(warm_run, *words, steps=1))
     wait_for("entries of step 1", lambda: (moment := under_way(warm_run, 0)) and moment.entries > 3 * TASKS, job)
     family = family_of(job)
@@ -224,4 +224,4 @@ def test_a_killed_command_line_takes_every_role_with_it_and_nothing_that_was_sam
     run_to_end(training(warm_run, *words, "--resume", steps=1), warm_run)
     assert any(note.startswith(f"step 1 goes on where it was: {TASKS} trees") for note in notes(warm_run))
     check_kept(warm_run, first.trees)
-    assert not (warm_run / "under_way.msgpack").exists(), "training is done"
+    assert not (warm_run / "step_journal.msgpack").exists(), "training is done"

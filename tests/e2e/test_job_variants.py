@@ -32,7 +32,7 @@ def test_trees_grow_on_while_two_ranks_train_and_are_finished_before_a_push(warm
     services are killed: `test_engine_death`.)
     """
     words = [*SHORT, *TWO_RANKS, "sync.transport=ipc", "monitor.peak_tflops=2"]
-    words += ["train.steps=3", *AHEAD, "rollout.across_push=drain", "rollout.stale=refuse"]
+    words += ["train.steps=3", *AHEAD, "rollout.across_push=drain", "rollout.stale=drop"]
     run_to_end(quickstart("train", warm_run, *words), warm_run)
     rows = rows_of(warm_run / "metrics.jsonl")
     assert [row["trees"] for row in rows] == [TASKS] * 3
@@ -78,6 +78,6 @@ def test_grpo_replaces_groups_without_signal_and_counts_what_is_left_out(warm_ru
 def test_a_cold_start_with_tensor_and_sequence_parallelism(tmp_path: Path) -> None:
     run = tmp_path / "run"
     run_to_end(quickstart("sft", run, "sft.steps=2", "sft.batch=15", *TWO_RANKS), run)
-    assert (run / "cold_start" / "model.safetensors").exists()
-    updates = [event for event in rows_of(run / "events.jsonl") if event["kind"] == "cold_start"]
+    assert (run / "sft" / "model.safetensors").exists()
+    updates = [event for event in rows_of(run / "events.jsonl") if event["kind"] == "sft"]
     assert updates[-1]["update"] == 2

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from arpo_megatron.bench.talkative_model import random_qwen3
+from arpo_megatron.bench.tool_calling_model import random_qwen3
 from tests.engine.scripted import ScriptedEngine
 
 

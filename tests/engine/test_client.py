@@ -12,7 +12,7 @@ from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arpo_megatron.engine.affinity import FIRST_REST_S, LONGEST_REST_S, ROUTING_KEY_HEADER, Engine, place
+from arpo_megatron.engine.affinity import FIRST_REST_S, LONGEST_REST_S, ROUTING_KEY_HEADER, EngineState, place
 from arpo_megatron.engine.client import EngineClient, EngineUnavailableError
 from arpo_megatron.engine.request import Generation, Sampling
 from tests.engine.scripted import ScriptedEngine
@@ -21,8 +21,8 @@ Start = Callable[[ScriptedEngine], ScriptedEngine]
 URLS = [f"http://10.0.0.{number}:30000" for number in range(8)]
 
 
-def engines(count: int) -> list[Engine]:
-    return [Engine(url) for url in URLS[:count]]
+def engines(count: int) -> list[EngineState]:
+    return [EngineState(url) for url in URLS[:count]]
 
 
 @given(st.text(), st.integers(1, 8))

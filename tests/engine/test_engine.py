@@ -21,7 +21,7 @@ import requests
 import torch
 
 from arpo_megatron.config import AlgorithmConfig, EngineConfig, JobConfig, ModelConfig, RolloutConfig
-from arpo_megatron.engine.admin import Engines
+from arpo_megatron.engine.admin import EngineAdmin
 from arpo_megatron.engine.client import EngineClient
 from arpo_megatron.engine.launch import EngineHandle, EngineStartError, launch_engine
 from arpo_megatron.engine.request import EngineFinish, EngineRefusedError, Generation, Sampling
@@ -30,8 +30,8 @@ from arpo_megatron.rollout.handle import RolloutError, RolloutHandle
 from arpo_megatron.rollout.messages import (
     CollectTrees,
     FinishTrees,
-    GrowProgress,
-    GrowSettings,
+    RolloutProgress,
+    RolloutSettings,
     ServiceSettings,
     StaleEnginesError,
 )
@@ -123,7 +123,7 @@ def test_scores_are_those_of_transformers_and_ignore_the_cache(
 ) -> None:
     ids = [*PROMPT, 3, 15, 25, 4]
     expected = reference(ids).log_softmax(-1)[:-1].gather(-1, torch.tensor(ids)[1:, None])[:, 0]
-    engines = Engines([engine.url], timeout_s=60.0)
+    engines = EngineAdmin([engine.url], timeout_s=60.0)
     for _ in range(2):
         (scores,) = engines.start_scores(ids)()
         np.testing.assert_allclose(scores, expected, atol=1e-4)
@@ -178,7 +178,7 @@ def tasks(count: int) -> list[Task]:
 
 def test_every_shared_token_is_prefilled_once_on_a_cold_cache(engine: EngineHandle, rollouts: RolloutHandle) -> None:
     """Prompts of 150 tokens that nobody has asked before, five first trajectories and seven forks each."""
-    settings = GrowSettings.training(job(branch_probability=1.0, entropy_weight=0.0))
+    settings = RolloutSettings.training(job(branch_probability=1.0, entropy_weight=0.0))
     cold = [
         replace(task, prompt_text=f"{task.prompt_text * 3}{number}\n") for number, task in enumerate(random_tasks(12))
     ]
@@ -202,7 +202,7 @@ def job(**algorithm: Any) -> JobConfig:
     return JobConfig(
         name="test",
         model=ModelConfig(max_length=400),
-        algorithm=AlgorithmConfig(**{"samples": 12, "initial": 5, "entropy_tokens": 3} | algorithm),
+        algorithm=AlgorithmConfig(**{"group_size": 12, "initial_rollouts": 5, "entropy_tokens": 3} | algorithm),
         rollout=RolloutConfig(max_response_tokens=150, max_tool_tokens=40),
     )
 
@@ -221,8 +221,8 @@ def test_whole_trees_grow_and_the_cache_serves_what_they_predict(
     engine: EngineHandle, rollouts: RolloutHandle, reference: Callable[[list[int]], torch.Tensor]
 ) -> None:
     flush_cache(engine)
-    seen: list[GrowProgress] = []
-    report = rollouts.grow(tasks(8), step=1, version=0, settings=GrowSettings.training(job()), progress=seen.append)
+    seen: list[RolloutProgress] = []
+    report = rollouts.grow(tasks(8), step=1, version=0, settings=RolloutSettings.training(job()), progress=seen.append)
     stats = report.stats
     assert report.failed == []
     assert [tree.task_id for tree in report.trees] == [task.id for task in tasks(8)]
@@ -241,7 +241,7 @@ def test_whole_trees_grow_and_the_cache_serves_what_they_predict(
 
 def test_greedy_trees_are_the_same_whatever_grows_beside_them(engine: EngineHandle, rollouts: RolloutHandle) -> None:
     """Three times, with other trees in the batch and in another order: tokens, forks and draws do not move."""
-    settings = replace(GrowSettings.training(job(samples=6, initial=2)), sampling=Sampling(0.0))
+    settings = replace(RolloutSettings.training(job(group_size=6, initial_rollouts=2)), sampling=Sampling(0.0))
     asked, grown = random_tasks(36), []
     for others in range(3):
         flush_cache(engine)
@@ -289,7 +289,7 @@ def set_version(engine: EngineHandle, version: int) -> None:
 
 def test_trees_survive_a_push_wherever_it_meets_them(engine: EngineHandle, rollouts: RolloutHandle) -> None:
     """Greedy trees that are paused again and again are those that are not, but for the versions of their pieces."""
-    settings = GrowSettings.evaluation(job(), temperature=0.0)
+    settings = RolloutSettings.evaluation(job(), temperature=0.0)
     asked = random_tasks(200)
     drawn = rollouts.grow(asked, step=1, version=0, settings=settings).trees
     whole = [tree for tree in drawn if tree.unique_tokens > 120][:16]
@@ -327,11 +327,11 @@ def test_trees_survive_a_push_wherever_it_meets_them(engine: EngineHandle, rollo
 
 def test_trees_that_a_push_waits_for_are_sampled_by_one_policy(engine: EngineHandle, rollouts: RolloutHandle) -> None:
     """`rollout.across_push=drain`: the trees above, finished before the engine is paused."""
-    settings = GrowSettings.evaluation(job(), temperature=0.0)
+    settings = RolloutSettings.evaluation(job(), temperature=0.0)
     asked = random_tasks(60)
     whole = rollouts.grow(asked, step=1, version=0, settings=settings).trees
     rollouts.start_trees("training", asked, step=1, version=0, settings=settings)
-    seen: list[GrowProgress] = []
+    seen: list[RolloutProgress] = []
     try:
         rollouts.finish_trees(FinishTrees("training"), seen.append)
         rollouts.pause()
@@ -362,7 +362,7 @@ def trajectories(tree: RolloutTree) -> list[list[int]]:
 
 
 def test_finished_trees_are_given_away_before_the_others_oldest_first(rollouts: RolloutHandle) -> None:
-    settings = GrowSettings.training(job())
+    settings = RolloutSettings.training(job())
     rollouts.start_trees("training", tasks(8), step=0, version=0, settings=settings)
     first = rollouts.collect(CollectTrees("training", count=3))
     rollouts.start_trees("training", tasks(10)[8:], step=1, version=0, settings=settings)
@@ -378,9 +378,9 @@ def test_finished_trees_are_given_away_before_the_others_oldest_first(rollouts: 
 
 
 def test_independent_trajectories_are_grown_for_evaluation(engine: EngineHandle, rollouts: RolloutHandle) -> None:
-    report = rollouts.grow(tasks(3), step=0, version=0, settings=GrowSettings.evaluation(job(), temperature=0.0))
+    report = rollouts.grow(tasks(3), step=0, version=0, settings=RolloutSettings.evaluation(job(), temperature=0.0))
     assert [len(tree.leaves()) for tree in report.trees] == [1, 1, 1]
-    again = rollouts.grow(tasks(3), step=9, version=0, settings=GrowSettings.evaluation(job(), temperature=0.0))
+    again = rollouts.grow(tasks(3), step=9, version=0, settings=RolloutSettings.evaluation(job(), temperature=0.0))
     for first, second in zip(report.trees, again.trees, strict=True):
         assert first.path_tokens(first.leaves()[0]).tolist() == second.path_tokens(second.leaves()[0]).tolist()
 
@@ -390,7 +390,7 @@ def test_trees_of_an_engine_with_older_weights_wait_for_a_push(
 ) -> None:
     settings = ServiceSettings((engine.url,), sandbox_url, tiny_model, seed=4, retry_for_s=30.0)
     with launched_rollouts(settings) as rollouts:
-        rollouts.start_trees("training", tasks(2), step=1, version=1, settings=GrowSettings.training(job()))
+        rollouts.start_trees("training", tasks(2), step=1, version=1, settings=RolloutSettings.training(job()))
         with pytest.raises(StaleEnginesError, match=engine.url):
             rollouts.collect(CollectTrees("training"))
         rollouts.pause()
@@ -405,7 +405,7 @@ def test_trees_of_an_engine_with_older_weights_wait_for_a_push(
 def test_a_tree_that_cannot_be_finished_is_reported_not_returned(sandbox_url: str, tiny_model: Path) -> None:
     settings = ServiceSettings(("http://127.0.0.1:9",), sandbox_url, tiny_model, seed=4, retry_for_s=0.3)
     with launched_rollouts(settings) as handle:
-        report = handle.grow(tasks(2), step=0, version=0, settings=GrowSettings.training(job()))
+        report = handle.grow(tasks(2), step=0, version=0, settings=RolloutSettings.training(job()))
     assert report.trees == []
     assert [each.tree.task_id for each in report.failed] == ["task-0", "task-1"]
     assert all("does not answer" in each.reason for each in report.failed)
@@ -416,14 +416,14 @@ def test_a_call_that_waits_for_services_can_be_given_up(sandbox_url: str, tiny_m
     """Nothing comes back, but `progress` is called, so that the caller learns of services that are gone for good."""
     settings = ServiceSettings(("http://127.0.0.1:9",), sandbox_url, tiny_model, seed=4, retry_for_s=300)
 
-    def give_up(progress: GrowProgress) -> None:
+    def give_up(progress: RolloutProgress) -> None:
         assert progress.trees_done == 0
         if time.monotonic() > started + 1:
             raise InterruptedError
 
     with launched_rollouts(settings) as handle, pytest.raises(InterruptedError):
         started = time.monotonic()
-        handle.grow(tasks(1), step=0, version=0, settings=GrowSettings.training(job()), progress=give_up)
+        handle.grow(tasks(1), step=0, version=0, settings=RolloutSettings.training(job()), progress=give_up)
     assert time.monotonic() - started < 100
 
 
@@ -432,9 +432,9 @@ def test_a_broken_rollout_process_is_an_error_with_its_traceback(sandbox_url: st
     with launched_rollouts(settings) as handle:
         not_a_task: Any = "not a task"
         with pytest.raises(RolloutError, match=r"(?s)Traceback.*AttributeError"):
-            handle.grow([not_a_task], step=0, version=0, settings=GrowSettings.training(job()))
+            handle.grow([not_a_task], step=0, version=0, settings=RolloutSettings.training(job()))
         with pytest.raises(RolloutError, match=r"(?s)failed before.*AttributeError"):
-            handle.grow(tasks(1), step=0, version=0, settings=GrowSettings.training(job()))
+            handle.grow(tasks(1), step=0, version=0, settings=RolloutSettings.training(job()))
     nowhere = ServiceSettings(("http://127.0.0.1:9",), sandbox_url, tiny_model / "nowhere", seed=4)
     with pytest.raises(UserError, match=r"tokenizer\.json is missing"), launched_rollouts(nowhere):
         pass

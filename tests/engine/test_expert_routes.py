@@ -17,14 +17,14 @@ from arpo_megatron.actor.actor import Actor
 from arpo_megatron.algorithms.credit import supervised_credit
 from arpo_megatron.config import AlgorithmConfig, EngineConfig, JobConfig, ModelConfig, OptimizerConfig, RolloutConfig
 from arpo_megatron.engine.client import EngineClient
-from arpo_megatron.engine.expert_routes import RouteRequest, RouteShape
+from arpo_megatron.engine.expert_routes import ExpertRouteSpec, RouteRequest
 from arpo_megatron.engine.launch import EngineHandle, launch_engine
 from arpo_megatron.engine.request import EngineFinish, Generation, Sampling
-from arpo_megatron.models.spec import ModelShape
+from arpo_megatron.models.spec import ModelSpec
 from arpo_megatron.monitor.tree_store import read_trees
 from arpo_megatron.packing.layout import without_routes
 from arpo_megatron.packing.packs import by_tree, pack_trees
-from arpo_megatron.rollout.messages import CollectTrees, GrowSettings, ServiceSettings
+from arpo_megatron.rollout.messages import CollectTrees, RolloutSettings, ServiceSettings
 from arpo_megatron.rollout.record import TreeRecord
 from arpo_megatron.tasks.base import Task
 from arpo_megatron.tree import Role, RolloutTree
@@ -32,7 +32,7 @@ from tests.rollout.launched import launched_rollouts
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the expectations are those of float32 on a CPU")
 
-SHAPE = RouteShape(layers=3, top_k=2)
+SHAPE = ExpertRouteSpec(layers=3, top_k=2)
 ENGINE = EngineConfig(max_total_tokens=32768, memory_fraction=0.1, max_running_requests=32, startup_timeout_s=120)
 
 
@@ -80,7 +80,12 @@ def job() -> JobConfig:
         name="test",
         model=ModelConfig(path=Path("not read here"), dtype="float32", max_length=300),
         algorithm=AlgorithmConfig(
-            samples=8, initial=3, entropy_tokens=3, branch_probability=1.0, entropy_weight=0.0, router_replay="rollout"
+            group_size=8,
+            initial_rollouts=3,
+            entropy_tokens=3,
+            branch_probability=1.0,
+            entropy_weight=0.0,
+            router_replay="rollout",
         ),
         rollout=RolloutConfig(max_response_tokens=120, max_tool_tokens=40),
     )
@@ -90,7 +95,7 @@ def job() -> JobConfig:
 def trees(engine: EngineHandle, model: Path, sandbox_url: str, job: JobConfig) -> list[RolloutTree]:
     tasks = [Task(f"task-{n}", (), "1", "math", f"{'1 2 3 + 4 * 5 ' * 3}{n} + {7 * n}\n") for n in range(6)]
     with launched_rollouts(ServiceSettings((engine.url,), sandbox_url, model, seed=4, routes=SHAPE)) as handle:
-        report = handle.grow(tasks, step=1, version=0, settings=GrowSettings.training(job))
+        report = handle.grow(tasks, step=1, version=0, settings=RolloutSettings.training(job))
     assert report.failed == []
     assert report.stats.forks > 0
     return report.trees
@@ -111,7 +116,7 @@ def test_trees_keep_their_routes_across_pushes(
     """Each token has one record, as it was when it was first asked for, whichever weights went on behind it."""
     asked = [Task(f"task-{n}", (), "1", "math", f"{'4 * 5 - 1 ' * 3}{n} + {7 * n}\n") for n in range(8)]
     with launched_rollouts(ServiceSettings((engine.url,), sandbox_url, model, seed=4, routes=SHAPE)) as handle:
-        handle.start_trees("training", asked, step=1, version=0, settings=GrowSettings.training(job))
+        handle.start_trees("training", asked, step=1, version=0, settings=RolloutSettings.training(job))
         give_up = time.monotonic() + 120
         cut: list[Generation] = []
         while len(cut) < 5:  # pauses met these with tokens sampled already
@@ -136,7 +141,7 @@ def test_trees_keep_their_routes_across_pushes(
 def test_the_trainer_agrees_with_nearly_all_routes_and_replay_leaves_no_larger_gap(
     trees: list[RolloutTree], model: Path, job: JobConfig
 ) -> None:
-    actor = Actor(job, ModelShape.from_hf(model), model, optimizer=OptimizerConfig(), total_updates=1)
+    actor = Actor(job, ModelSpec.from_hf(model), model, optimizer=OptimizerConfig(), total_updates=1)
     packs = pack_trees(trees, supervised_credit(trees), token_budget=200)
     replayed = gaps(trees, by_tree(packs, actor.logprobs(packs), trees)).max()
     balance = actor.expert_balance
@@ -175,7 +180,7 @@ def gaps(trees: list[RolloutTree], ours: list[np.ndarray]) -> np.ndarray:
     return np.concatenate(found)
 
 
-async def sample(url: str, shape: RouteShape, count: int) -> list[RolloutTree]:
+async def sample(url: str, shape: ExpertRouteSpec, count: int) -> list[RolloutTree]:
     """Answers to random prompts of 60 tokens."""
     rng = np.random.default_rng(0)
     async with EngineClient(url) as client:
@@ -195,13 +200,13 @@ async def sample(url: str, shape: RouteShape, count: int) -> list[RolloutTree]:
 
 @pytest.mark.usefixtures("one_rank")
 def test_replay_narrows_the_gap_between_trainer_and_engine_in_bfloat16(tiny_model: Path, tmp_path: Path) -> None:
-    shape = RouteShape(layers=6, top_k=4)
+    shape = ExpertRouteSpec(layers=6, top_k=4)
     sizes = {"num_experts": 32, "num_experts_per_tok": 4, "num_hidden_layers": 6, "hidden_size": 128, "head_dim": 32}
     path = make(tmp_path / "model", tiny_model, torch.bfloat16, **sizes)
     with launch_engine(path, ENGINE, dtype="bfloat16", seed=1, log_path=tmp_path / "log", routes=True) as handle:
         trees = asyncio.run(sample(handle.url, shape, 48))
     config = JobConfig(name="test", model=ModelConfig(path=path, dtype="bfloat16"))
-    actor = Actor(config, ModelShape.from_hf(path), path, optimizer=OptimizerConfig(), total_updates=1)
+    actor = Actor(config, ModelSpec.from_hf(path), path, optimizer=OptimizerConfig(), total_updates=1)
     packs = pack_trees(trees, supervised_credit(trees), token_budget=4096)
     replayed = gaps(trees, by_tree(packs, actor.logprobs(packs), trees))
     assert actor.expert_balance is not None
@@ -254,7 +259,7 @@ def test_cached_tokens_have_the_routes_of_when_they_were_computed_and_a_cut_answ
 def test_an_engine_that_returns_no_routes_is_no_silent_loss(engine: EngineHandle) -> None:
     async def ask() -> None:
         async with EngineClient(engine.url) as client:
-            wrong = RouteRequest(0, RouteShape(SHAPE.layers + 1, SHAPE.top_k))
+            wrong = RouteRequest(0, ExpertRouteSpec(SHAPE.layers + 1, SHAPE.top_k))
             await client.generate([3, 4, 5], max_new_tokens=2, sampling=Sampling(), routes=wrong)
 
     with pytest.raises(ValueError, match="expert routes for"):

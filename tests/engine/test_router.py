@@ -10,7 +10,7 @@ from arpo_megatron.config import EngineConfig
 from arpo_megatron.engine.launch import free_ports, router_program
 from arpo_megatron.engine.server.gate import bearer
 from arpo_megatron.utils.processes import stop_groups
-from arpo_megatron.utils.service_spec import Program
+from arpo_megatron.utils.service_spec import ServiceSpec
 
 
 @pytest.mark.parametrize("token", [None, "secret"])
@@ -29,13 +29,13 @@ def test_a_router_asks_for_a_token_only_where_there_is_one(tmp_path: Path, token
         stop_groups([process], 0.0)
 
 
-def status(program: Program, token: str | None) -> int:
+def status(program: ServiceSpec, token: str | None) -> int:
     """Of its answer to a generation."""
     body = {"input_ids": [1], "sampling_params": {"max_new_tokens": 1}}
     return requests.post(f"{program.url}/generate", json=body, headers=bearer(token), timeout=30).status_code
 
 
-def wait_until_it_listens(program: Program) -> None:
+def wait_until_it_listens(program: ServiceSpec) -> None:
     give_up = time.monotonic() + 60
     while time.monotonic() < give_up:
         try:

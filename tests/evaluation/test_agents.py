@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from arpo_megatron.bench.talkative_model import write_model
+from arpo_megatron.bench.tool_calling_model import write_model
 from arpo_megatron.config import JobConfig
 from arpo_megatron.evaluation.agents.base import Agent, Wanted
 from arpo_megatron.evaluation.agents.engine import GrownAnswers
@@ -16,14 +16,14 @@ from arpo_megatron.evaluation.prompting import put_benchmarks
 from arpo_megatron.evaluation.prompts import Tools
 from arpo_megatron.evaluation.questions import find, read
 from arpo_megatron.evaluation.response import AgentResponse, Decode
-from arpo_megatron.evaluation.target import Kind, Subject, config_of
+from arpo_megatron.evaluation.target import EvalTarget, TargetKind, config_of
 from arpo_megatron.jobs import resolve
 from arpo_megatron.jobs.inputs import write_tool_files
 from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.launch.services import services
 from arpo_megatron.rollout.endpoints import Services, connect_rollouts
 from arpo_megatron.rollout.handle import RolloutHandle
-from arpo_megatron.utils.processes import Roles
+from arpo_megatron.utils.processes import ManagedProcesses
 
 WORDS = [
     *("platform=cpu", "engine.max_total_tokens=65536", "engine.memory_fraction=0.1", "engine.max_running_requests=16"),
@@ -39,7 +39,7 @@ class Stage:
     rollouts: RolloutHandle
     wanted: list[Wanted]
     decode: Decode
-    roles: Roles
+    roles: ManagedProcesses
 
     def grown(self, *words: str, samples: int = 1) -> Agent:
         return GrownAnswers(self.rollouts, resolve.over(self.config, words), samples, self.decode, self.roles.check)
@@ -56,7 +56,7 @@ def stage(files: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sta
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.chat_template = CHAT
     tokenizer.save_pretrained(model)
-    subject, benchmark = Subject(Kind.MODEL, "talkative", model=model), BENCHMARKS["aime24"]
+    subject, benchmark = EvalTarget(TargetKind.MODEL, "talkative", model=model), BENCHMARKS["aime24"]
     config = config_of(subject, [benchmark], Tools.TRAINED, WORDS)
     assert (config.model.dtype, config.evaluation.top_k) == ("float32", 20)
     path = find(benchmark, files)
@@ -65,7 +65,7 @@ def stage(files: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sta
     assert put.decode is not None
     run = RunDirectory(place)
     write_tool_files(config, run, put.data)
-    with Roles(run.logs) as roles, services(config, run, roles, model) as ready:
+    with ManagedProcesses(run.logs) as roles, services(config, run, roles, model) as ready:
         rollouts = connect_rollouts(config, model, ready)
         wanted = [Wanted(question, task, (0,)) for question, task in put.asked]
         yield Stage(config, ready, rollouts, wanted, put.decode, roles)

@@ -22,9 +22,9 @@ from arpo_megatron.evaluation.prompts import Tools
 from arpo_megatron.evaluation.questions import Question
 from arpo_megatron.evaluation.report import read_summary, write_reports
 from arpo_megatron.evaluation.response import NoResponse
-from arpo_megatron.evaluation.run import Wish, _report, evaluate
-from arpo_megatron.evaluation.scorers import Verdict, attempt_of
-from arpo_megatron.evaluation.target import Kind, Subject
+from arpo_megatron.evaluation.run import EvalRequest, _report, evaluate
+from arpo_megatron.evaluation.scorers import AnswerVerdict, attempt_of
+from arpo_megatron.evaluation.target import EvalTarget, TargetKind
 from arpo_megatron.jobs.resolve import resolve
 from arpo_megatron.jobs.run_directory import RunDirectory
 from tests.evaluation.chat_server import ChatServer, served
@@ -40,14 +40,14 @@ def right(messages: list[dict[str, str]]) -> str:
     return f"<think>t</think><answer>\\boxed{{{2 * int(found[1])}}}</answer>" if found else "2"
 
 
-def wish(server: ChatServer, files: Path, out: Path, **fields: Any) -> Wish:
+def wish(server: ChatServer, files: Path, out: Path, **fields: Any) -> EvalRequest:
     settings = {"suite": "aime24", "tools": Tools.NONE, "data": files, "out": out, "words": PLAIN} | fields
-    return Wish(subject=server.url, **settings)
+    return EvalRequest(subject=server.url, **settings)
 
 
 @pytest.mark.parametrize(("agent", "score"), [("oracle", 1.0), ("wrong", 0.0)])
 def test_known_answers_score_exactly_one_and_none(files: Path, tmp_path: Path, agent: str, score: float) -> None:
-    found = evaluate(Wish(agent, suite=ALL, k=3, data=files, out=tmp_path / "out"))
+    found = evaluate(EvalRequest(agent, suite=ALL, k=3, data=files, out=tmp_path / "out"))
     assert list(found["benchmarks"]) == ALL.split(",")
     for figures in found["benchmarks"].values():
         assert figures["accuracy"] == figures["pass_at_k"] == figures["success"] == score
@@ -57,7 +57,7 @@ def test_known_answers_score_exactly_one_and_none(files: Path, tmp_path: Path, a
 @pytest.mark.skipif(not DATA.is_dir(), reason=f"no released test sets at {DATA} (set ARPO_DATA to their parent)")
 @pytest.mark.parametrize(("agent", "score"), [("oracle", 1.0), ("wrong", 0.0)])
 def test_they_do_so_on_the_released_files(tmp_path: Path, agent: str, score: float) -> None:
-    found = evaluate(Wish(agent, suite="reasoning", data=DATA, skip_missing=True, out=tmp_path / "out"))
+    found = evaluate(EvalRequest(agent, suite="reasoning", data=DATA, skip_missing=True, out=tmp_path / "out"))
     assert {name: row["tasks"] for name, row in found["benchmarks"].items()} == {
         "aime24": 30,
         "math500": 500,
@@ -298,7 +298,7 @@ def test_training_data_that_is_missing_is_named_before_the_first_attempt(files: 
 def test_questions_in_training_data_are_counted_and_rows_that_cannot_be_read_told(files: Path, tmp_path: Path) -> None:
     train = tmp_path / "train.jsonl"
     train.write_text("".join((files / "aime24.jsonl").read_text().splitlines(keepends=True)[:2]) + "[]\n")
-    found = evaluate(Wish("oracle", suite="aime24", data=files, out=tmp_path / "out", train_data=train))
+    found = evaluate(EvalRequest("oracle", suite="aime24", data=files, out=tmp_path / "out", train_data=train))
     assert found["in_training_data"] == 2
     assert "1 of 3 rows" in (tmp_path / "out" / "report.md").read_text()
 
@@ -319,23 +319,25 @@ def test_questions_are_asked_at_once_up_to_a_limit(files: Path, tmp_path: Path) 
 
 
 def test_another_evaluation_never_mixes_with_one_that_is_there(files: Path, tmp_path: Path) -> None:
-    evaluate(Wish("oracle", suite="aime24", data=files, out=tmp_path / "out"))
+    evaluate(EvalRequest("oracle", suite="aime24", data=files, out=tmp_path / "out"))
     with pytest.raises(UserError, match=r"another tasks \(None, not 2\); name another directory"):
-        evaluate(Wish("oracle", suite="aime24", data=files, out=tmp_path / "out", tasks=2))
+        evaluate(EvalRequest("oracle", suite="aime24", data=files, out=tmp_path / "out", tasks=2))
     with pytest.raises(
         UserError, match=r"another config \(evaluation.temperature 0.6, not 0.5, seed \d+, not 7\); name"
     ):
         words = ("evaluation.temperature=0.5", "seed=7")
-        evaluate(Wish("oracle", suite="aime24", data=files, out=tmp_path / "out", words=words))
+        evaluate(EvalRequest("oracle", suite="aime24", data=files, out=tmp_path / "out", words=words))
     with pytest.raises(UserError, match="files of something else"):
-        evaluate(Wish("oracle", suite="aime24", data=files, out=tmp_path))
+        evaluate(EvalRequest("oracle", suite="aime24", data=files, out=tmp_path))
 
 
 def test_without_out_each_evaluation_has_its_own_directory(
     files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    places = [evaluate(Wish("oracle", suite="aime24", data=files, tasks=tasks))["out"] for tasks in (None, 2, None)]
+    places = [
+        evaluate(EvalRequest("oracle", suite="aime24", data=files, tasks=tasks))["out"] for tasks in (None, 2, None)
+    ]
     assert places[0] == places[2] == "runs/evaluation/oracle/aime24-trained"
     assert places[1] == places[0] + "-2"
 
@@ -441,7 +443,9 @@ def test_the_judge_is_asked_as_much_at_once_as_its_config_says(files: Path, tmp_
 def test_attempts_with_the_same_answer_are_one_question_to_the_judge(files: Path, tmp_path: Path) -> None:
     with served(ChatServer(verdict, delay_s=0.2)) as judge:
         words = (*JUDGE, f"reward.judge.url={judge.url}/v1")
-        found = evaluate(Wish("oracle", suite="gaia", data=files, out=tmp_path / "out", attempts=10, words=words))
+        found = evaluate(
+            EvalRequest("oracle", suite="gaia", data=files, out=tmp_path / "out", attempts=10, words=words)
+        )
     assert (found["outcomes"], len(judge.requests)) == ({"right": 10}, 1)
 
 
@@ -467,9 +471,9 @@ def test_what_the_judge_gave_no_verdict_on_is_told(files: Path, tmp_path: Path) 
 def test_what_the_same_command_makes_again_is_told(tmp_path: Path, outcome: Outcome) -> None:
     response, told = NoResponse(outcome, "it is away"), list[str]()
     attempt = attempt_of(
-        Question("aime24", "1", "What?", ("2",)), 0, response, lambda *_: Verdict(None, 0.0, False, True)
+        Question("aime24", "1", "What?", ("2",)), 0, response, lambda *_: AnswerVerdict(None, 0.0, False, True)
     )
-    subject = Subject(Kind.SERVER, "scripted", url="http://127.0.0.1:9")
+    subject = EvalTarget(TargetKind.SERVER, "scripted", url="http://127.0.0.1:9")
     _report(RunDirectory(tmp_path), subject, Tools.NONE, resolve("quickstart"), [], [], [attempt], told.append)
     (line,) = (note for note in read_summary(tmp_path).notes if "failed" in note)
     assert line.startswith(f"1 of 1 attempts failed for reasons that may be over ({outcome.value} 1)")
@@ -478,7 +482,7 @@ def test_what_the_same_command_makes_again_is_told(tmp_path: Path, outcome: Outc
 
 
 def test_tables_have_the_published_rows_beside_and_marked(files: Path, tmp_path: Path) -> None:
-    found = evaluate(Wish("oracle", suite=ALL, data=files, out=tmp_path / "out"))
+    found = evaluate(EvalRequest("oracle", suite=ALL, data=files, out=tmp_path / "out"))
     measured = read_summary(Path(found["out"]))
     assert sorted(path.name for path in write_reports(tmp_path, [measured])) == [
         "report.html",
@@ -517,5 +521,5 @@ def test_tables_have_the_published_rows_beside_and_marked(files: Path, tmp_path:
 )
 def test_what_a_user_can_mend_is_one_line(files: Path, tmp_path: Path, fields: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message) as caught:
-        evaluate(Wish(**({"suite": "aime24", "data": files, "out": tmp_path / "out"} | fields)))
+        evaluate(EvalRequest(**({"suite": "aime24", "data": files, "out": tmp_path / "out"} | fields)))
     assert "\n" not in str(caught.value)

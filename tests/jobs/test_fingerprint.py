@@ -17,10 +17,10 @@ from arpo_megatron.jobs.fingerprint import check_started_with, fingerprint
 from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.launch.job import export_checkpoint, replay_bad_update
 from arpo_megatron.models.random_init import save_random_weights
-from arpo_megatron.models.spec import ModelShape
+from arpo_megatron.models.spec import ModelSpec
 from arpo_megatron.models.tiny import generated_tokenizer, make_model_directory
 from arpo_megatron.packing.packs import pack_trees
-from arpo_megatron.trainer.skipped_updates import BadUpdate, check_dump, save_bad_update
+from arpo_megatron.trainer.skipped_updates import SkippedUpdate, check_dump, save_bad_update
 from arpo_megatron.tree import Role, RolloutTree
 
 SIZES = ModelConfig(hidden_size=16, layers=1, heads=2, kv_heads=2, ffn_size=32)
@@ -43,12 +43,12 @@ def run(config: JobConfig) -> RunDirectory:
     return made
 
 
-def dumped(config: JobConfig, **changes: Any) -> BadUpdate:
+def dumped(config: JobConfig, **changes: Any) -> SkippedUpdate:
     tree = RolloutTree("task", [1, 2])
     tree.add(0, Role.MODEL, [3, 4])
     packs = pack_trees([tree], supervised_credit([tree]), token_budget=100)
-    made_by = fingerprint(config, ModelShape.from_hf(Path(str(config.model.path))))
-    return replace(BadUpdate("sft", 1, "nll", [0], packs, None, made_by=made_by), **changes)
+    made_by = fingerprint(config, ModelSpec.from_hf(Path(str(config.model.path))))
+    return replace(SkippedUpdate("sft", 1, "nll", [0], packs, None, made_by=made_by), **changes)
 
 
 def change_shape(config: JobConfig) -> None:
@@ -105,7 +105,7 @@ def test_a_dump_of_this_run_is_replayed(config: JobConfig, run: RunDirectory) ->
 
 def test_a_dump_of_another_run_is_refused(config: JobConfig, run: RunDirectory) -> None:
     other = dumped(replace(config, seed=5))
-    file = save_bad_update(run.bad_packs, other)
+    file = save_bad_update(run.skipped_updates, other)
     with pytest.raises(UserError, match=r"sft_000001\.npz was dumped by a run with another config than .* --run DIR"):
         replay_bad_update(run, file)
     same = dumped(config)
@@ -120,6 +120,6 @@ def test_a_dump_with_a_token_that_the_model_does_not_have_is_refused(
 ) -> None:
     bad = dumped(config)
     ids = np.where(bad.packs[0].token_ids == 3, token, bad.packs[0].token_ids)
-    file = save_bad_update(run.bad_packs, replace(bad, packs=[replace(bad.packs[0], token_ids=ids)]))
+    file = save_bad_update(run.skipped_updates, replace(bad, packs=[replace(bad.packs[0], token_ids=ids)]))
     with pytest.raises(UserError, match=rf"is damaged: token {token} of pack 0 is not in the model's vocabulary of"):
         replay_bad_update(run, file)

@@ -31,7 +31,7 @@ def test_seed_1_and_seed_11_are_different_runs() -> None:
 def test_resuming_another_config_names_the_key_that_differs() -> None:
     run_directory.fresh(resolve.resolve("quickstart"))
     with pytest.raises(UserError, match=r"algorithm\.beam was 2, now 3"):
-        run_directory.existing(resolve.resolve("quickstart", words=["algorithm.beam=3"]))
+        run_directory.existing(resolve.resolve("quickstart", words=["algorithm.beam_size=3"]))
 
 
 def test_a_run_may_be_resumed_for_more_steps() -> None:

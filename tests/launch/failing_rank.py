@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from arpo_megatron.actor import parallel
 from arpo_megatron.config import ParallelConfig
-from arpo_megatron.utils.rank_main import rank_main, tell_failure
+from arpo_megatron.utils.rank_main import log_failure, rank_main
 
 
 def fail(how: str) -> None:
@@ -25,7 +25,7 @@ def fail(how: str) -> None:
     try:  # its clean-up closes the groups and then hangs
         raise ValueError("the guilty rank's own words")
     except ValueError as error:
-        tell_failure(error)
+        log_failure(error)
         parallel.destroy()
         time.sleep(600)
 

@@ -10,7 +10,7 @@ import pytest
 from arpo_megatron.config import JobConfig, ParallelConfig
 from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.launch.services import run_trainer
-from arpo_megatron.utils.processes import RoleDiedError, Roles
+from arpo_megatron.utils.processes import ManagedProcesses, ProcessDiedError
 
 ROOT = Path(__file__).resolve().parents[2]
 END_S = 100.0  # a rank that nobody ends sits in its collective or its clean-up for 600 s
@@ -24,7 +24,7 @@ def test_the_first_words_are_the_guilty_ranks_and_all_ranks_end(tmp_path, how):
     (run.logs / "failing_rank.log").write_text("---- rank 9 failed:\nof an earlier attempt\n")
     config = JobConfig(name="test", parallel=ParallelConfig(data=2))
     env = {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
-    with Roles(run.logs) as roles, pytest.raises(RoleDiedError) as caught:
+    with ManagedProcesses(run.logs) as roles, pytest.raises(ProcessDiedError) as caught:
         run_trainer("tests.launch.failing_rank", config, run, roles, env=env)
     ended_s = time.monotonic()
     assert 0 < ended_s - float((tmp_path / "failed_at_s.txt").read_text()) < END_S

@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from arpo_megatron.launch.backend import ThisMachine
-from arpo_megatron.utils.processes import RoleDiedError, Roles
+from arpo_megatron.launch.backend import LocalBackend
+from arpo_megatron.utils.processes import ManagedProcesses, ProcessDiedError
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
 STUBBORN = [
@@ -38,14 +38,14 @@ def gone(pid: int, within_s: float = 60.0) -> bool:
 
 def test_a_role_that_ends_well_is_waited_for(tmp_path: Path) -> None:
     polls = []
-    with Roles(tmp_path) as roles:
+    with ManagedProcesses(tmp_path) as roles:
         roles.wait(roles.start("quick", [sys.executable, "-c", "print('hello')"]), poll=lambda: polls.append(1))
     assert (tmp_path / "quick.log").read_text() == "hello\n"
     assert polls
 
 
 def test_the_first_role_to_fail_is_named_with_its_log_and_ends_the_others(tmp_path: Path) -> None:
-    with pytest.raises(RoleDiedError) as caught, Roles(tmp_path) as roles:
+    with pytest.raises(ProcessDiedError) as caught, ManagedProcesses(tmp_path) as roles:
         sleeper = roles.start("trainer", SLEEP)
         roles.start("engine", [sys.executable, "-c", "import sys; print('out of memory'); sys.exit(3)"])
         roles.wait(sleeper)
@@ -56,14 +56,14 @@ def test_the_first_role_to_fail_is_named_with_its_log_and_ends_the_others(tmp_pa
 
 
 def test_a_killed_service_ends_the_wait_even_though_the_trainer_lives(tmp_path: Path) -> None:
-    with pytest.raises(RoleDiedError, match="sandbox was killed by SIGKILL"), Roles(tmp_path) as roles:
+    with pytest.raises(ProcessDiedError, match="sandbox was killed by SIGKILL"), ManagedProcesses(tmp_path) as roles:
         trainer, sandbox = roles.start("trainer", SLEEP), roles.start("sandbox", SLEEP)
         os.kill(sandbox.process.pid, signal.SIGKILL)
         roles.wait(trainer)
 
 
 def test_stop_ends_whole_groups_even_when_term_is_ignored(tmp_path: Path) -> None:
-    with Roles(tmp_path) as roles:
+    with ManagedProcesses(tmp_path) as roles:
         role = roles.start("stubborn", STUBBORN)
         while role.log.read_text() != "up\n":
             time.sleep(0.02)
@@ -76,8 +76,8 @@ def test_stop_ends_whole_groups_even_when_term_is_ignored(tmp_path: Path) -> Non
 
 def test_roles_die_with_a_killed_launcher(tmp_path: Path) -> None:
     script = (
-        "import sys, time; from pathlib import Path; from arpo_megatron.utils.processes import Roles\n"
-        f"roles = Roles(Path({str(tmp_path)!r})); roles.__enter__()\n"
+        "import sys, time; from pathlib import Path; from arpo_megatron.utils.processes import ManagedProcesses\n"
+        f"roles = ManagedProcesses(Path({str(tmp_path)!r})); roles.__enter__()\n"
         "print(roles.start('child', [sys.executable, '-c', 'import time; time.sleep(600)']).process.pid, flush=True)\n"
         "time.sleep(600)"
     )
@@ -92,8 +92,8 @@ def test_roles_die_with_a_killed_launcher(tmp_path: Path) -> None:
 
 HOLDER = """
 import sys
-from arpo_megatron.launch.backend import ThisMachine
-with ThisMachine().scratch() as folder:
+from arpo_megatron.launch.backend import LocalBackend
+with LocalBackend().scratch() as folder:
     (folder / "socket").touch()
     print(folder, flush=True)
     sys.stdin.read()
@@ -108,12 +108,12 @@ def test_the_short_lived_files_of_a_job_that_was_killed_are_removed_by_the_next(
     with subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as job:
         assert job.stdout is not None
         theirs = Path(job.stdout.readline().strip())
-        with ThisMachine().scratch() as ours:
+        with LocalBackend().scratch() as ours:
             assert (theirs / "socket").exists()  # its job lives
         assert not ours.exists()
         job.kill()
         job.wait()
         assert theirs.exists()
-        with ThisMachine().scratch() as ours:
+        with LocalBackend().scratch() as ours:
             assert list(tmp_path.iterdir()) == [ours]
     assert not list(tmp_path.iterdir())

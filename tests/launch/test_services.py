@@ -6,7 +6,7 @@ from pathlib import Path
 from arpo_megatron.config import EngineConfig, JobConfig
 from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.launch import services as launch
-from arpo_megatron.launch.backend import ThisMachine
+from arpo_megatron.launch.backend import LocalBackend
 
 
 def test_each_engine_has_a_seed_that_sglang_takes(tmp_path: Path) -> None:
@@ -16,7 +16,7 @@ def test_each_engine_has_a_seed_that_sglang_takes(tmp_path: Path) -> None:
 
     def seed(job: JobConfig, index: int) -> str:
         run = RunDirectory(tmp_path)
-        words = launch._engine(job, run, tmp_path, index, ThisMachine(), tmp_path, "token").command
+        words = launch._engine(job, run, tmp_path, index, LocalBackend(), tmp_path, "token").command
         return words[words.index("--random-seed") + 1]
 
     assert [seed(config, index) for index in range(2)] == [str(2**32 - 1), "0"]

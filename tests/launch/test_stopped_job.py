@@ -14,15 +14,15 @@ from arpo_megatron.config import JobConfig
 from arpo_megatron.jobs import resolve
 from arpo_megatron.jobs.run_directory import RunDirectory, write_json
 from arpo_megatron.launch import job
-from arpo_megatron.launch.backend import ThisMachine
+from arpo_megatron.launch.backend import LocalBackend
 from arpo_megatron.launch.services import run_trainer
 from arpo_megatron.monitor.progress import Progress
-from arpo_megatron.utils.processes import Roles, StoppedError
+from arpo_megatron.utils.processes import ManagedProcesses, StoppedError
 
 WORDS = ["platform=cpu", "sft.steps=2", "train.steps=3"]
 
 
-class Ranks(ThisMachine):
+class Ranks(LocalBackend):
     """Processes that are asked to end in `asked_in`, which exports all the same, or has saved and ends."""
 
     def __init__(self, run: RunDirectory, asked_in: str, *, exports: bool) -> None:
@@ -32,7 +32,7 @@ class Ranks(ThisMachine):
 
     def ranks(self, module: str, arguments: Sequence[str], config: JobConfig) -> tuple[list[str], dict[str, str]]:
         self.ran.append(name := module.rpartition(".")[2])
-        model, result = self.run.cold_start, self.run.result
+        model, result = self.run.sft_model, self.run.result
         export = f"mkdir {model}; echo '{{}}' > {model}/config.json"
         if name == "train":
             export = f"echo '{{\"step\": {config.train.steps}}}' > {result}"
@@ -46,7 +46,7 @@ class Ranks(ThisMachine):
 
     def train(self, *words: str) -> None:
         config = resolve.resolve("quickstart", words=[*WORDS, *words])
-        with Roles(self.run.logs) as roles, pytest.MonkeyPatch.context() as patch:
+        with ManagedProcesses(self.run.logs) as roles, pytest.MonkeyPatch.context() as patch:
             patch.setattr(job, "services", self.services)
             job.train_phases(config, self.run, roles, Progress(), lambda: None, self)
 
@@ -78,14 +78,14 @@ def test_no_engine_is_started_behind_a_cold_start_that_was_asked_to_end(tmp_path
 
 def test_a_cold_start_alone_that_is_asked_to_end_while_it_exports_is_done(tmp_path: Path) -> None:
     ranks = Ranks(RunDirectory(tmp_path), "sft", exports=True)
-    with Roles(ranks.run.logs) as roles:
-        job.cold_start(resolve.resolve("quickstart", words=WORDS), ranks.run, roles, Progress(), lambda: None, ranks)
+    with ManagedProcesses(ranks.run.logs) as roles:
+        job.sft_phase(resolve.resolve("quickstart", words=WORDS), ranks.run, roles, Progress(), lambda: None, ranks)
 
 
 def test_what_a_killed_job_was_asked_does_not_keep_its_checkpoints_from_being_exported(tmp_path: Path) -> None:
     ranks = Ranks(RunDirectory(tmp_path), "", exports=True)
     ranks.run.stop.touch()
-    with Roles(ranks.run.logs) as roles:
+    with ManagedProcesses(ranks.run.logs) as roles:
         run_trainer(
             "arpo_megatron.trainer.export_checkpoint", resolve.resolve("quickstart"), ranks.run, roles, site=ranks
         )

@@ -19,8 +19,8 @@ from arpo_megatron.errors import UserError
 from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.launch.health import print_health, read_health
 from arpo_megatron.launch.supervisor import FIRST_PAUSE_S, Supervisor
-from arpo_megatron.utils.processes import RoleDiedError, Roles
-from arpo_megatron.utils.service_spec import Program
+from arpo_megatron.utils.processes import ManagedProcesses, ProcessDiedError
+from arpo_megatron.utils.service_spec import ServiceSpec
 
 SERVER = """
 import http.server, os, sys
@@ -40,8 +40,8 @@ def run(tmp_path: Path) -> RunDirectory:
 
 
 @pytest.fixture
-def roles(run: RunDirectory) -> Iterator[Roles]:
-    with Roles(run.logs) as roles:
+def roles(run: RunDirectory) -> Iterator[ManagedProcesses]:
+    with ManagedProcesses(run.logs) as roles:
         yield roles
 
 
@@ -54,9 +54,9 @@ def program(
     hang_timeout_s: float = 120.0,
     grace_s: float = 0.0,
     held_by: Path | None = None,
-) -> Program:
+) -> ServiceSpec:
     (port,) = free_ports(1)
-    return Program(
+    return ServiceSpec(
         name=name,
         url=f"http://127.0.0.1:{port}",
         command=[sys.executable, "-c", code, str(port)],
@@ -94,7 +94,7 @@ def events(run: RunDirectory) -> list[dict[str, Any]]:
     ("fault", "why"), [(signal.SIGKILL, "was killed by SIGKILL"), (signal.SIGSTOP, "did not answer for 3 s")]
 )
 def test_a_dead_or_hung_service_comes_back_at_its_address(
-    run: RunDirectory, roles: Roles, fault: signal.Signals, why: str, capsys: pytest.CaptureFixture[str]
+    run: RunDirectory, roles: ManagedProcesses, fault: signal.Signals, why: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     hang_timeout_s = 3.0 if fault is signal.SIGSTOP else 120.0
     toy, other = program(run, hang_timeout_s=hang_timeout_s), program(run, "other")
@@ -125,7 +125,7 @@ def test_a_dead_or_hung_service_comes_back_at_its_address(
 
 
 def test_a_service_is_not_down_before_it_was_up_once(
-    run: RunDirectory, roles: Roles, capsys: pytest.CaptureFixture[str]
+    run: RunDirectory, roles: ManagedProcesses, capsys: pytest.CaptureFixture[str]
 ) -> None:
     may_serve = run.path / "may_serve"
     waiting = f"import pathlib, time\nwhile not pathlib.Path({str(may_serve)!r}).exists():\n    time.sleep(0.05)\n"
@@ -148,7 +148,7 @@ def test_a_service_is_not_down_before_it_was_up_once(
         assert " down " in capsys.readouterr().out
 
 
-def test_after_the_last_restart_the_job_stops_with_the_reason(run: RunDirectory, roles: Roles) -> None:
+def test_after_the_last_restart_the_job_stops_with_the_reason(run: RunDirectory, roles: ManagedProcesses) -> None:
     toy = program(run)
     trainer = roles.start("trainer", [sys.executable, "-c", "import time; time.sleep(600)"])
     with Supervisor(run, roles, restarts=1) as supervisor:
@@ -163,7 +163,7 @@ def test_after_the_last_restart_the_job_stops_with_the_reason(run: RunDirectory,
                 killed.add(pid)
                 os.kill(pid, signal.SIGKILL)
 
-        with pytest.raises(RoleDiedError) as caught:
+        with pytest.raises(ProcessDiedError) as caught:
             roles.wait(trainer, poll=kill_again)
     assert len(killed) == 2
     first_line, *log = str(caught.value).splitlines()
@@ -173,13 +173,13 @@ def test_after_the_last_restart_the_job_stops_with_the_reason(run: RunDirectory,
     assert log == ["  | serving", "  | serving"]
 
 
-def test_pauses_between_restarts_double(run: RunDirectory, roles: Roles) -> None:
+def test_pauses_between_restarts_double(run: RunDirectory, roles: ManagedProcesses) -> None:
     # It ends after its second answer: ready, then alive once.
     fragile = SERVER.replace("Threading", "").replace("http.server.HTTPServer(", "s = http.server.HTTPServer(")
     fragile = fragile.replace(".serve_forever()", "; s.handle_request(); s.handle_request()")
     with Supervisor(run, roles, restarts=2) as supervisor:
         supervisor.start(program(run, code=fragile))
-        with pytest.raises(RoleDiedError, match="ended with exit code 0, after 2 restarts"):
+        with pytest.raises(ProcessDiedError, match="ended with exit code 0, after 2 restarts"):
             wait_until(supervisor.check)
     pauses = [event["text"].rpartition(" in ")[2] for event in events(run) if "restart" in event["text"]]
     assert pauses == [f"{FIRST_PAUSE_S:g} s", f"{2 * FIRST_PAUSE_S:g} s"]
@@ -193,10 +193,10 @@ def test_pauses_between_restarts_double(run: RunDirectory, roles: Roles) -> None
     ],
 )
 def test_a_service_that_never_came_up_is_not_restarted(
-    run: RunDirectory, roles: Roles, code: str, ready_s: float, why: str
+    run: RunDirectory, roles: ManagedProcesses, code: str, ready_s: float, why: str
 ) -> None:
     with (
-        pytest.raises(RoleDiedError, match=f"broken {why}"),
+        pytest.raises(ProcessDiedError, match=f"broken {why}"),
         Supervisor(run, roles, restarts=9) as supervisor,
     ):
         supervisor.start(program(run), program(run, "broken", code, startup_timeout_s=ready_s))
@@ -205,7 +205,9 @@ def test_a_service_that_never_came_up_is_not_restarted(
 
 
 @pytest.mark.parametrize(("grace_s", "said"), [(120.0, "serving\nbye\n"), (0.0, "serving\n")])
-def test_a_service_that_is_given_time_ends_in_order(run: RunDirectory, roles: Roles, grace_s: float, said: str) -> None:
+def test_a_service_that_is_given_time_ends_in_order(
+    run: RunDirectory, roles: ManagedProcesses, grace_s: float, said: str
+) -> None:
     polite = "import signal\nsignal.signal(signal.SIGTERM, lambda *_: (print('bye', flush=True), os._exit(0)))\n"
     toy = program(run, code=SERVER.replace("class", f"{polite}class", 1), grace_s=grace_s)
     with Supervisor(run, roles, restarts=3) as supervisor:
@@ -218,11 +220,11 @@ import sys, time
 from pathlib import Path
 sys.path[:0] = [{tests!r}]
 from tests.launch.test_supervisor import program
-from arpo_megatron.utils.processes import Roles
+from arpo_megatron.utils.processes import ManagedProcesses
 from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.launch.supervisor import Supervisor
 run = RunDirectory(Path({path!r}))
-with Roles(run.logs) as roles, Supervisor(run, roles, restarts=3) as supervisor:
+with ManagedProcesses(run.logs) as roles, Supervisor(run, roles, restarts=3) as supervisor:
     toy = program(run)
     supervisor.start(toy)
     print(toy.url, flush=True)
@@ -244,7 +246,9 @@ def test_services_die_with_a_killed_job_and_its_page_says_so(run: RunDirectory) 
         read_health(run)
 
 
-def test_a_service_whose_memory_is_lent_stays_down_until_it_may_have_it_again(run: RunDirectory, roles: Roles) -> None:
+def test_a_service_whose_memory_is_lent_stays_down_until_it_may_have_it_again(
+    run: RunDirectory, roles: ManagedProcesses
+) -> None:
     toy = program(run, held_by=run.memory_lent)
     with Supervisor(run, roles, restarts=3) as supervisor:
         supervisor.start(toy)

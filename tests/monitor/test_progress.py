@@ -38,7 +38,7 @@ def test_without_a_terminal_every_fact_is_one_plain_line() -> None:
     with progress:
         progress.phase("prepare")
         progress.note("run directory runs/x [seed 1]")
-        progress.cold_start(update=10, updates=300, loss=1.25, seconds=4.2)
+        progress.sft(update=10, updates=300, loss=1.25, seconds=4.2)
         for name in ("rollout", "update", "rollout"):
             progress.phase(name)
         progress.step(STEP)
@@ -66,7 +66,7 @@ def test_in_a_terminal_steps_fill_a_table_and_notes_stay() -> None:
     output = io.StringIO()
     with Progress(Console(file=output, force_terminal=True, width=160)) as progress:
         progress.phase("cold start")
-        progress.cold_start(update=10, updates=300, loss=1.25, seconds=4.2)
+        progress.sft(update=10, updates=300, loss=1.25, seconds=4.2)
         progress.phase("rollout")
         for number in range(1, 20):
             progress.step({**STEP, "step": number})
@@ -107,7 +107,7 @@ def test_events_of_the_trainer_are_shown(tmp_path: Path) -> None:
     reader = EventReader(log.path)
     log.emit("phase", name="evaluate before", step=0)
     log.emit("note", text="resumed")
-    log.emit("cold_start", update=300, updates=300, loss=0.5, seconds=60.0)
+    log.emit("sft", update=300, updates=300, loss=0.5, seconds=60.0)
     log.emit("step", **STEP)
     log.emit("evaluation", when="before", success=0.5)
     progress, output = plain()

@@ -22,20 +22,20 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from arpo_megatron.actor import parallel, platform
 from arpo_megatron.actor.actor import Actor
 from arpo_megatron.actor.attention import plan_attention
-from arpo_megatron.actor.microbatch import MicroBatches, Place
+from arpo_megatron.actor.microbatch import ContextShard, MicroBatches
 from arpo_megatron.actor.model import build_chunks
 from arpo_megatron.actor.optimizer_state import inner_optimizers
 from arpo_megatron.algorithms.credit import supervised_credit
 from arpo_megatron.config import JobConfig, ModelConfig, OptimizerConfig, ParallelConfig
-from arpo_megatron.models.known import KNOWN_SHAPES
-from arpo_megatron.models.spec import ExpertShape, ModelShape
+from arpo_megatron.models.known import KNOWN_MODELS
+from arpo_megatron.models.spec import ModelSpec, MoESpec
 from arpo_megatron.packing.packs import TreePack, pack_trees
 from arpo_megatron.plan.activations import LocalCalls, Tokens, pass_bytes
 from arpo_megatron.plan.memory import static_parts
 from arpo_megatron.plan.parameters import of_stage
 from arpo_megatron.plan.synthetic_trees import Mix
 
-QWEN3 = ModelShape(
+QWEN3 = ModelSpec(
     family="qwen3",
     layers=4,
     hidden=128,
@@ -52,7 +52,7 @@ QWEN3 = ModelShape(
     max_positions=4096,
 )
 QWEN2 = replace(QWEN3, family="qwen2", tied=True, qkv_bias=True, qk_norm=False)
-MIXTURE = replace(QWEN3, family="qwen3_moe", ffn=96, experts=ExpertShape(8, 2, True, 0.001))
+MIXTURE = replace(QWEN3, family="qwen3_moe", ffn=96, experts=MoESpec(8, 2, True, 0.001))
 SEQUENCE = {"tensor": 2, "sequence": True}
 
 REAL = [
@@ -107,12 +107,12 @@ def counted() -> Iterator[dict[str, Any]]:
     for name, layout in REAL:
         for stage, rank in ((0, 0), (layout.pipeline - 1, layout.world_size - 1)):
             with laid_out(layout, rank), torch.device("meta"):
-                chunks = build_chunks(KNOWN_SHAPES[name], layout, "bfloat16", initialize=False)
+                chunks = build_chunks(KNOWN_MODELS[name], layout, "bfloat16", initialize=False)
                 found = sum(parameter.numel() for chunk in chunks for parameter in chunk.parameters())
             yield {
                 "of": f"parameters: {name} stage {stage}",
                 "measured": found,
-                "planned": of_stage(KNOWN_SHAPES[name], layout, stage).total,
+                "planned": of_stage(KNOWN_MODELS[name], layout, stage).total,
             }
 
 
@@ -166,10 +166,10 @@ def kept() -> Iterator[dict[str, Any]]:
         }
 
 
-def after_forward(shape: ModelShape, dtype: str, layout: ParallelConfig, pack: TreePack) -> int:
+def after_forward(shape: ModelSpec, dtype: str, layout: ParallelConfig, pack: TreePack) -> int:
     """Bytes that the allocator counts."""
     (chunk,) = build_chunks(shape, layout, dtype)
-    place = Place(0, 1, layout.tensor if layout.sequence else 1)
+    place = ContextShard(0, 1, layout.tensor if layout.sequence else 1)
     with MicroBatches([pack], None, place) as batches:
         batch = batches.make(0)
         return grown(lambda: chunk(*batch.inputs, 1.0))

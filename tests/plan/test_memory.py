@@ -19,8 +19,8 @@ from transformers import (
 
 from arpo_megatron.actor.flex_attention import padded_length as padded_by_attention
 from arpo_megatron.actor.logprobs import CHUNK_ELEMENTS
-from arpo_megatron.models.known import KNOWN_SHAPES
-from arpo_megatron.models.spec import ModelShape
+from arpo_megatron.models.known import KNOWN_MODELS
+from arpo_megatron.models.spec import ModelSpec
 from arpo_megatron.plan.activations import padded_length
 from arpo_megatron.plan.memory import LOGITS
 from arpo_megatron.plan.parameters import whole_model
@@ -28,7 +28,7 @@ from arpo_megatron.plan.parameters import whole_model
 CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config, "qwen3_moe": Qwen3MoeConfig}
 
 
-def transformers_config(shape: ModelShape) -> PreTrainedConfig:
+def transformers_config(shape: ModelSpec) -> PreTrainedConfig:
     experts = {}
     if shape.experts is not None:
         experts = {"num_experts": shape.experts.count, "moe_intermediate_size": shape.ffn}
@@ -45,11 +45,11 @@ def transformers_config(shape: ModelShape) -> PreTrainedConfig:
     )
 
 
-@pytest.mark.parametrize("name", KNOWN_SHAPES)
+@pytest.mark.parametrize("name", KNOWN_MODELS)
 def test_a_model_has_as_many_parameters_as_transformers_builds(name: str) -> None:
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(transformers_config(KNOWN_SHAPES[name]))
-    assert whole_model(KNOWN_SHAPES[name]).total == sum(parameter.numel() for parameter in model.parameters())
+        model = AutoModelForCausalLM.from_config(transformers_config(KNOWN_MODELS[name]))
+    assert whole_model(KNOWN_MODELS[name]).total == sum(parameter.numel() for parameter in model.parameters())
 
 
 PUBLISHED = {
@@ -63,7 +63,7 @@ PUBLISHED = {
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_and_as_many_as_its_page_says(name: str) -> None:
-    assert whole_model(KNOWN_SHAPES[name]).total == PUBLISHED[name]
+    assert whole_model(KNOWN_MODELS[name]).total == PUBLISHED[name]
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import pytest
 
 from arpo_megatron.errors import UserError
 from arpo_megatron.jobs import resolve
-from arpo_megatron.models.known import KNOWN_SHAPES
+from arpo_megatron.models.known import KNOWN_MODELS
 from arpo_megatron.plan import GPUS, Hardware, plan
 from arpo_megatron.plan.nodes import on_nodes, scaled
 from arpo_megatron.plan.parameters import of_stage, whole_model
@@ -89,7 +89,7 @@ def test_experts_are_updated_and_reduced_by_the_ranks_that_hold_the_same_ones(no
     job = resolve.resolve(f"moe_30b_a3b+{nodes}", words=["optimizer.offload=false", *words])
     found = plan(job, H100)
     copies = {"1node": 1, "4nodes": 4, "16nodes": 16}[nodes]
-    held = of_stage(KNOWN_SHAPES["Qwen/Qwen3-30B-A3B"], job.parallel, 0)
+    held = of_stage(KNOWN_MODELS["Qwen/Qwen3-30B-A3B"], job.parallel, 0)
     own = held.dense / job.parallel.data + held.experts / copies
     assert found.memory.training["optimizer"] == 12 * own
     # Reads and writes weights and moments (24), reads the gradient (4), writes the weight (2): at 0.7 of the memory.
@@ -134,7 +134,7 @@ def test_decoding_is_bounded_by_the_memory_and_training_by_the_products() -> Non
 def test_a_pass_is_the_sum_of_its_products_each_at_its_own_share_of_the_peak(recipe: str) -> None:
     """The head and the edge layers of FP8 stay in bfloat16, attention is slower, and only experts are narrow."""
     job = resolve.resolve(recipe)
-    shape, trees = KNOWN_SHAPES[job.model.hub_id or ""], typical(job)
+    shape, trees = KNOWN_MODELS[job.model.hub_id or ""], typical(job)
     packing = trees.packing(job.train.token_budget, nested=job.parallel.nested_packs)
     fast = replace(H100, link=1e30, network=1e30)
     one = H100.bf16_flops * 0.6
@@ -197,7 +197,7 @@ def test_a_push_takes_two_buckets_and_by_shared_memory_one_and_the_largest_tenso
 
 def test_no_step_ends_before_the_longest_response_has_been_sampled() -> None:
     job = resolve.resolve("deepsearch_14b+16nodes")
-    weights = 2 * whole_model(KNOWN_SHAPES["Qwen/Qwen3-14B"]).total / job.engine.tensor
+    weights = 2 * whole_model(KNOWN_MODELS["Qwen/Qwen3-14B"]).total / job.engine.tensor
     one = weights / (0.7 * H100.memory_speed) + 0.003  # a path alone needs the weights read once a token
     assert job.rollout.max_response_tokens * one < plan(job, H100).step_seconds["decode"]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from arpo_megatron.registry import OWN, Point, load
+from arpo_megatron.registry import BUILTIN, ExtensionPoint, load
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
@@ -45,18 +45,24 @@ def test_no_merge_was_left_half_done(page: Path) -> None:
 
 NO_METHOD = {"epochs", "random", "format", "length", "tool_calls"}
 """Parts that no paper describes: the plain order, a control arm, and measures."""
-PARTS = [(point, name) for point in OWN if point is not Point.PRESET for name in OWN[point] if name not in NO_METHOD]
+PARTS = [
+    (point, name)
+    for point in BUILTIN
+    if point is not ExtensionPoint.PRESET
+    for name in BUILTIN[point]
+    if name not in NO_METHOD
+]
 
 
 @pytest.mark.parametrize(("point", "name"), PARTS, ids=[f"{point.name}-{name}" for point, name in PARTS])
-def test_a_part_of_a_method_names_its_paper(point: Point, name: str) -> None:
+def test_a_part_of_a_method_names_its_paper(point: ExtensionPoint, name: str) -> None:
     """In the words of the class, which docs/algorithms.md repeats."""
     assert re.search(r"arXiv \d{4}\.\d{5}", load(point, name).__doc__)
 
 
 def test_the_table_of_losses_has_every_loss_once() -> None:
     notation, _, _ = (ROOT / "docs" / "algorithms.md").read_text().partition("<!-- presets: begin -->")
-    assert sorted(re.findall(r"^\| `(\w+)` \|", notation, re.MULTILINE)) == sorted(OWN[Point.LOSS])
+    assert sorted(re.findall(r"^\| `(\w+)` \|", notation, re.MULTILINE)) == sorted(BUILTIN[ExtensionPoint.LOSS])
 
 
 def test_the_training_loop_fits_on_two_screens() -> None:

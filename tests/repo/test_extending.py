@@ -17,7 +17,7 @@ from arpo_megatron.actor.actor import Actor
 from arpo_megatron.algorithms.base import LossTokens
 from arpo_megatron.algorithms.branching import ForkPoint, make_policy
 from arpo_megatron.algorithms.components import make_loss
-from arpo_megatron.algorithms.replay import make_store
+from arpo_megatron.algorithms.replay import make_replay
 from arpo_megatron.config import OptimizerConfig
 from arpo_megatron.errors import UserError
 from arpo_megatron.jobs import resolve
@@ -26,7 +26,7 @@ from arpo_megatron.rewards.base import Response, ResponseGroup
 from arpo_megatron.rewards.scored_tree import ScoredTree
 from arpo_megatron.tasks.base import Task
 from arpo_megatron.tasks.selectors.base import make_selector
-from arpo_megatron.trainer.batch import minibatches_of, prepare_update
+from arpo_megatron.trainer.batch import build_batches, finish_credit
 from tests.actor import cases
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -79,9 +79,9 @@ def test_without_the_package_the_name_is_unknown() -> None:
 @pytest.mark.usefixtures("installed", "one_rank")
 def test_an_installed_method_trains() -> None:
     algorithm = resolve.resolve("quickstart", words=["algorithm.name=median", "algorithm.minibatches=2"]).algorithm
-    assert (algorithm.branching, algorithm.advantage, algorithm.numbers) == ("arpo", "median", {"median_scale": 0.5})
+    assert (algorithm.branching, algorithm.advantage, algorithm.params) == ("arpo", "median", {"median_scale": 0.5})
     with pytest.raises(UserError, match="median_scale must be positive"):
-        resolve.resolve("quickstart", words=["algorithm.name=median", "algorithm.numbers.median_scale=0"])
+        resolve.resolve("quickstart", words=["algorithm.name=median", "algorithm.params.median_scale=0"])
 
     rng = np.random.default_rng(0)
     forest = [cases.grown(number) for number in range(4)]
@@ -93,14 +93,14 @@ def test_an_installed_method_trains() -> None:
     actor = Actor(
         cases.job(algorithm=algorithm), cases.QWEN3, None, optimizer=OptimizerConfig(lr=1e-3), total_updates=2
     )
-    minibatches = minibatches_of(scored, actor.config, actor.shape)
+    minibatches = build_batches(scored, actor.config, actor.shape)
     assert len(minibatches) == 2
     every = [found for minibatch in minibatches for found in minibatch.advantages]
     for found, given in zip(every, rewards, strict=True):
         np.testing.assert_allclose(found, (given - np.median(given)) / 0.5)
     old = [actor.scores(minibatch.packs) for minibatch in minibatches]
     for number, (minibatch, scores) in enumerate(zip(minibatches, old, strict=True)):
-        ready = prepare_update(actor, minibatch, scores.logprobs, actor.config, on_policy=number == 0)
+        ready = finish_credit(actor, minibatch, scores.logprobs, actor.config, on_policy=number == 0)
         stats = actor.update(ready.packs, ready.old_logprobs, ready.loss)
         assert not stats.skipped and stats.grad_norm > 0
         assert (stats.ratio_max == 1.0) is (number == 0)
@@ -109,8 +109,8 @@ def test_an_installed_method_trains() -> None:
 @pytest.mark.usefixtures("installed")
 def test_a_part_of_every_other_kind_works() -> None:
     words = ["algorithm.selector=failed_first", "algorithm.branching=first_result", "algorithm.loss=plain"]
-    words += ["algorithm.store=last_success", "algorithm.trajectory_weight_limit=2", "reward.kind=last_number"]
-    job = resolve.resolve("quickstart", words=[*words, "reward.terms={brief: 0.5}", "reward.numbers.number_reward=2"])
+    words += ["algorithm.replay=last_success", "algorithm.trajectory_weight_limit=2", "reward.kind=last_number"]
+    job = resolve.resolve("quickstart", words=[*words, "reward.terms={brief: 0.5}", "reward.params.number_reward=2"])
     reward = make_reward(job.reward, max_response_tokens=100)
     tasks = [Task(f"t{number}", (), "5", "math", "") for number in range(6)]
     found = reward.score_group(ResponseGroup(tasks[0], [Response("4, so 5", 60), Response("5, so 4", 50)]))
@@ -128,9 +128,9 @@ def test_a_part_of_every_other_kind_works() -> None:
 
     policy, none = make_policy(job.algorithm, vocabulary_size=32, seed=3), np.zeros(0, np.float32)
     forks = [policy.decide(ForkPoint("t0", 0, path, none, none, none, budget=1)).siblings for path in [(0, 0, 0), (0,)]]
-    assert forks == [1, 0] and policy.total == job.algorithm.samples
+    assert forks == [1, 0] and policy.total == job.algorithm.group_size
 
-    store, other = make_store(job.algorithm), make_store(job.algorithm)
+    store, other = make_replay(job.algorithm), make_replay(job.algorithm)
     assert store is not None and other is not None
     tree = cases.grown(1)
     leaves = len(tree.leaves())

@@ -9,7 +9,7 @@ import pytest
 from arpo_megatron.config import JudgeConfig, RewardConfig
 from arpo_megatron.errors import UserError
 from arpo_megatron.models.tiny import generated_tokenizer
-from arpo_megatron.registry import OWN, Point
+from arpo_megatron.registry import BUILTIN, ExtensionPoint
 from arpo_megatron.rewards import make_reward
 from arpo_megatron.rewards.arpo import ArpoReward
 from arpo_megatron.rewards.base import ResponseGroup, Score, group_of, score_text
@@ -188,11 +188,11 @@ class Mine:
 
 
 def test_a_reward_of_ones_own_has_its_numbers_and_a_judge(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(OWN, Point.REWARD, {**OWN[Point.REWARD], "mine": f"{__name__}:Mine"})
+    monkeypatch.setitem(BUILTIN, ExtensionPoint.REWARD, {**BUILTIN[ExtensionPoint.REWARD], "mine": f"{__name__}:Mine"})
     judge = JudgeConfig(url="http://127.0.0.1:9/v1", model="m")
 
     def made(**numbers: float) -> ComposedReward:
-        return make_reward(RewardConfig(kind="mine", numbers=numbers, judge=judge), max_response_tokens=7)
+        return make_reward(RewardConfig(kind="mine", params=numbers, judge=judge), max_response_tokens=7)
 
     reward = made(my_scale=2)
     assert reward.base == Mine(7, -1.0, 2.0)
@@ -203,5 +203,5 @@ def test_a_reward_of_ones_own_has_its_numbers_and_a_judge(monkeypatch: pytest.Mo
         made(my_sclae=2)
     with pytest.raises(UserError, match="my_scale must be positive"):
         made(my_scale=0)
-    with pytest.raises(UserError, match=r"reward.numbers.format_penalty is reward.format_penalty"):
+    with pytest.raises(UserError, match=r"reward.params.format_penalty is reward.format_penalty"):
         made(format_penalty=-2)

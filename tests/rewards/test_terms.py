@@ -68,7 +68,7 @@ def test_the_tool_bonus_fades(step: int, left: float) -> None:
 
 
 def test_terms_are_weighed_added_and_named() -> None:
-    settings = RewardConfig(terms={"overlong": 2.0, "tool_calls": 0.1, "format": 0.0}, numbers={"overlong_buffer": 50})
+    settings = RewardConfig(terms={"overlong": 2.0, "tool_calls": 0.1, "format": 0.0}, params={"overlong_buffer": 50})
     reward = make_reward(settings, max_response_tokens=100)
     found = reward.score_group(group(Response(text("5"), 75, 1), Response("broken", 40, 3)))
     assert [score.reward for score in found] == pytest.approx([1.0 - 1.0 - 0.1, -1.0 - 0.3])
@@ -83,10 +83,10 @@ def test_terms_are_weighed_added_and_named() -> None:
     [
         ({"terms": {"overlogn": 1.0}}, "did you mean overlong"),
         ({"kind": "arppo"}, "did you mean arpo"),
-        ({"terms": {"eapo": 1.0}, "numbers": {"discuont": 0.9}}, "did you mean discount"),
-        ({"terms": {"eapo": 1.0}, "numbers": {"discount": 1.5}}, "discount must be"),
-        ({"terms": {"overlong": 1.0}, "numbers": {"overlong_buffer": 101}}, "overlong_buffer must be"),
-        ({"terms": {"length": 1.0}, "numbers": {"max_response_tokens": 7}}, "is rollout.max_response_tokens"),
+        ({"terms": {"eapo": 1.0}, "params": {"discuont": 0.9}}, "did you mean discount"),
+        ({"terms": {"eapo": 1.0}, "params": {"discount": 1.5}}, "discount must be"),
+        ({"terms": {"overlong": 1.0}, "params": {"overlong_buffer": 101}}, "overlong_buffer must be"),
+        ({"terms": {"length": 1.0}, "params": {"max_response_tokens": 7}}, "is rollout.max_response_tokens"),
     ],
 )
 def test_what_cannot_be_is_one_line(settings: dict[str, Any], message: str) -> None:

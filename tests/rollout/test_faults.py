@@ -24,7 +24,7 @@ import requests
 import torch
 
 from arpo_megatron.config import AlgorithmConfig, EngineConfig, JobConfig, ModelConfig, RolloutConfig
-from arpo_megatron.engine.admin import Engines, WeightPushError
+from arpo_megatron.engine.admin import EngineAdmin, WeightPushError
 from arpo_megatron.engine.launch import engine_program, free_ports, router_program
 from arpo_megatron.engine.request import Sampling
 from arpo_megatron.engine.server.gate import ALIVE, bearer
@@ -35,11 +35,11 @@ from arpo_megatron.launch.supervisor import Supervisor
 from arpo_megatron.monitor.tree_store import TreeLog, read_trees, step_file, stored_steps
 from arpo_megatron.rewards.scored_tree import ScoredTree
 from arpo_megatron.rollout.handle import RolloutHandle, rollout_program, rollout_socket
-from arpo_megatron.rollout.messages import GrowProgress, GrowReport, GrowSettings, ServiceSettings
+from arpo_megatron.rollout.messages import RolloutProgress, RolloutReport, RolloutSettings, ServiceSettings
 from arpo_megatron.tasks.base import Task
 from arpo_megatron.tree import Role, RolloutTree
-from arpo_megatron.utils.processes import Roles
-from arpo_megatron.utils.service_spec import Program
+from arpo_megatron.utils.processes import ManagedProcesses
+from arpo_megatron.utils.service_spec import ServiceSpec
 from tests.faults import FULL, CutProxy, Proxies, ToolProxy, small_disk
 
 pytestmark = [
@@ -75,13 +75,13 @@ ENGINE = EngineConfig(
 JOB = JobConfig(
     name="test",
     model=ModelConfig(max_length=400),
-    algorithm=AlgorithmConfig(samples=4, initial=1, entropy_tokens=3),
+    algorithm=AlgorithmConfig(group_size=4, initial_rollouts=1, entropy_tokens=3),
     rollout=RolloutConfig(max_response_tokens=120, max_tool_calls=2, max_tool_tokens=24),
 )
 
 
 @pytest.fixture(scope="module")
-def talkative_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tool_calling_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny model, made to call a tool now and then when it decodes greedily."""
     from safetensors.torch import load_file, save_file
 
@@ -101,9 +101,9 @@ class Fleet:
 
     run: RunDirectory
     supervisor: Supervisor
-    engines: list[Program]
-    sandbox: Program
-    router: Program
+    engines: list[ServiceSpec]
+    sandbox: ServiceSpec
+    router: ServiceSpec
     scratch: Path
     model: Path
 
@@ -160,15 +160,15 @@ def started_fleet(model: Path, folder: Path) -> Iterator[Fleet]:
     router = router_program(ENGINE, urls, log_path=run.logs / "router.log", ports=ports[ENGINES:-2], token=TOKEN)
     assert router_program(ENGINE, urls, log_path=run.logs / "router.log", ports=ports[ENGINES:-2], routes=True) is None
     assert router is not None
-    with Roles(run.logs) as roles, Supervisor(run, roles, restarts=100) as supervisor:
+    with ManagedProcesses(run.logs) as roles, Supervisor(run, roles, restarts=100) as supervisor:
         supervisor.start(sandbox, *engines, rollout)
         supervisor.start(router)
         yield Fleet(run, supervisor, engines, sandbox, router, scratch, model)
 
 
 @pytest.fixture(scope="module")
-def fleet(talkative_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    with started_fleet(talkative_model, tmp_path_factory.mktemp("run")) as fleet:
+def fleet(tool_calling_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    with started_fleet(tool_calling_model, tmp_path_factory.mktemp("run")) as fleet:
         yield fleet
 
 
@@ -180,8 +180,8 @@ def tasks(count: int) -> list[Task]:
     ]
 
 
-def grow(handle: RolloutHandle, count: int, progress: Callable[[GrowProgress], None] | None = None) -> GrowReport:
-    settings = replace(GrowSettings.training(JOB), sampling=Sampling(0.0))
+def grow(handle: RolloutHandle, count: int, progress: Callable[[RolloutProgress], None] | None = None) -> RolloutReport:
+    settings = replace(RolloutSettings.training(JOB), sampling=Sampling(0.0))
     return handle.grow(tasks(count), step=1, version=0, settings=settings, progress=progress)
 
 
@@ -198,7 +198,7 @@ class Saboteur:
         self._hit: set[int] = set()
         self.done: list[str] = []
 
-    def __call__(self, progress: GrowProgress) -> None:
+    def __call__(self, progress: RolloutProgress) -> None:
         for fault in [fault for fault in self._due if fault[0] <= progress.tokens_sampled]:
             if self._do(fault[1]):  # else what it is to hit is down just now: at the next call
                 self._due.remove(fault)
@@ -258,7 +258,7 @@ def content(tree: RolloutTree) -> list[Any]:
     ]
 
 
-def check_equal(found: GrowReport, expected: GrowReport) -> None:
+def check_equal(found: RolloutReport, expected: RolloutReport) -> None:
     assert found.failed == []
     assert [tree.task_id for tree in found.trees] == [tree.task_id for tree in expected.trees]
     for one, other in zip(found.trees, expected.trees, strict=True):
@@ -273,13 +273,13 @@ def check_equal(found: GrowReport, expected: GrowReport) -> None:
     assert found.stats.counts.calls_executed == expected.stats.counts.calls_executed
 
 
-def check_cached(report: GrowReport) -> None:
+def check_cached(report: RolloutReport) -> None:
     """Every fork point was in the cache of its siblings' engine: as if there were one engine."""
     assert report.failed == []
     assert report.stats.cached_share > report.stats.predicted_cached_share - 0.005
 
 
-def check_undisturbed(report: GrowReport) -> None:
+def check_undisturbed(report: RolloutReport) -> None:
     """The trees are such as the campaign needs."""
     check_cached(report)
     stats = report.stats
@@ -292,7 +292,7 @@ def check_undisturbed(report: GrowReport) -> None:
     }
 
 
-def campaign(fleet: Fleet, expected: GrowReport, *, routed: bool, seed: int) -> None:
+def campaign(fleet: Fleet, expected: RolloutReport, *, routed: bool, seed: int) -> None:
     restarted = fleet.supervisor.restarted
     with fleet.rollouts(routed=routed, seed=seed) as (handle, cuts, tools):
         saboteur = Saboteur(fleet, cuts, tools, tokens=expected.stats.counts.tokens_sampled, seed=seed)
@@ -370,20 +370,20 @@ def test_without_the_token_no_server_does_anything(fleet: Fleet) -> None:
         assert "401 Client Error" not in program.log.read_text(), "a server does not know its own token"
     urls = [engine.url for engine in fleet.engines]
     with pytest.raises(WeightPushError, match="HTTP 401"):
-        Engines(urls, 10.0).begin(1)
-    known = Engines(urls, 10.0, TOKEN)
+        EngineAdmin(urls, 10.0).begin(1)
+    known = EngineAdmin(urls, 10.0, TOKEN)
     known.wait_until_up(5.0)
     assert all(len(scores) == 2 for scores in known.start_scores([5, 6, 7])())
 
 
 @pytest.fixture(scope="module")
-def undisturbed(fleet: Fleet) -> GrowReport:
+def undisturbed(fleet: Fleet) -> RolloutReport:
     """The trees as they grow without faults, divided among the engines by their keys."""
     with fleet.rollouts(routed=False, seed=0) as (handle, _, _):
         return grow(handle, TREES)
 
 
-def test_the_router_finds_each_trees_engine_again(fleet: Fleet, undisturbed: GrowReport) -> None:
+def test_the_router_finds_each_trees_engine_again(fleet: Fleet, undisturbed: RolloutReport) -> None:
     for engine in fleet.engines:
         requests.post(f"{engine.url}/flush_cache", headers=bearer(TOKEN), timeout=10).raise_for_status()
     with fleet.rollouts(routed=True, seed=0) as (handle, _, _):
@@ -392,7 +392,7 @@ def test_the_router_finds_each_trees_engine_again(fleet: Fleet, undisturbed: Gro
     assert list(map(content, report.trees)) == list(map(content, undisturbed.trees[: TREES // 4]))
 
 
-def test_twenty_faults_change_none_of_two_hundred_trees(fleet: Fleet, undisturbed: GrowReport) -> None:
+def test_twenty_faults_change_none_of_two_hundred_trees(fleet: Fleet, undisturbed: RolloutReport) -> None:
     check_undisturbed(undisturbed)
     campaign(fleet, undisturbed, routed=True, seed=1)
 
@@ -401,7 +401,7 @@ def test_twenty_faults_change_none_of_two_hundred_trees(fleet: Fleet, undisturbe
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("seed", range(2, 8))
 def test_neither_do_they_at_other_moments_with_and_without_the_router(
-    talkative_model: Path, undisturbed: GrowReport, tmp_path: Path, seed: int
+    tool_calling_model: Path, undisturbed: RolloutReport, tmp_path: Path, seed: int
 ) -> None:
-    with started_fleet(talkative_model, tmp_path) as fresh:  # whose pauses between restarts are short yet
+    with started_fleet(tool_calling_model, tmp_path) as fresh:  # whose pauses between restarts are short yet
         campaign(fresh, undisturbed, routed=seed % 2 == 0, seed=seed)

@@ -13,8 +13,8 @@ from arpo_megatron.algorithms.branching import ArpoPolicy, BranchPolicy, GrpoPol
 from arpo_megatron.config import AlgorithmConfig
 from arpo_megatron.engine.client import EngineClient, EngineUnavailableError
 from arpo_megatron.engine.request import EngineRefusedError, Sampling
-from arpo_megatron.rollout.accounting import grow_stats, predicted_requests, tokens_per_second
-from arpo_megatron.rollout.context import GrowContext, GrowLimits, PromptTooLongError, TextCodec
+from arpo_megatron.rollout.accounting import predicted_requests, rollout_stats, tokens_per_second
+from arpo_megatron.rollout.context import PromptTooLongError, RolloutContext, RolloutLimits, TextCodec
 from arpo_megatron.rollout.grower import TreeGrower
 from arpo_megatron.rollout.pool import TREE_FAILURES
 from arpo_megatron.rollout.record import TreeRecord
@@ -25,7 +25,7 @@ from tests.engine.scripted import CharacterCodec, ScriptedEngine
 from tools_sandbox.client import SandboxUnavailable, ToolAnswer
 
 CODEC = CharacterCodec()
-LIMITS = GrowLimits(
+LIMITS = RolloutLimits(
     max_length=1000, max_response_tokens=800, max_tool_calls=3, max_tool_tokens=200, tool_timeout_s=10.0
 )
 SEED = 5
@@ -51,7 +51,7 @@ def planned(*plan: str) -> Callable[[str], str]:
 
 
 def arpo(samples: int, initial: int, *, k: int = 6, **fields: Any) -> ArpoPolicy:
-    config = AlgorithmConfig(samples=samples, initial=initial, entropy_tokens=k, **fields)
+    config = AlgorithmConfig(group_size=samples, initial_rollouts=initial, entropy_tokens=k, **fields)
     return ArpoPolicy(config, CODEC.vocabulary_size, seed=SEED)
 
 
@@ -74,7 +74,7 @@ def grow(
     sandbox_url: str,
     policy: BranchPolicy,
     *,
-    limits: GrowLimits = LIMITS,
+    limits: RolloutLimits = LIMITS,
     retry_for_s: float = 5.0,
     slow_tools: random.Random | None = None,
     codec: TextCodec = CODEC,
@@ -88,7 +88,7 @@ def grow(
             EngineClient(engine_url, retry_for_s=retry_for_s) as engine,
             SlowTools(sandbox_url, slow_tools, retry_for_s) as tools,
         ):
-            context = GrowContext(engine, tools, codec, policy, Sampling(), limits, SEED, 3, lambda _tokens: None)
+            context = RolloutContext(engine, tools, codec, policy, Sampling(), limits, SEED, 3, lambda _tokens: None)
             prompt = np.array(CODEC.encode(PROMPT), np.int32)
             grower = TreeGrower("task-1", prompt, context, entries=entries, record=record)
             return await grower.grow(), grower
@@ -135,7 +135,7 @@ def test_python_calls_of_a_path_go_on_with_its_names_and_forks_copy_them(
 ) -> None:
     plan = ("<python>n = [40]</python>", "<python>n.append(2); sum(n)</python>", "<python>len(n)</python>", "done")
     engine = scripted_engine(ScriptedEngine(planned(*plan)))
-    policy = arpo(8, 2, beam=2, branch_probability=1.0, entropy_weight=0.0)
+    policy = arpo(8, 2, beam_size=2, branch_probability=1.0, entropy_weight=0.0)
     tree, _ = grow(engine.url, sandbox_url, policy, limits=replace(LIMITS, sessions=True))
     assert len(tree.leaves()) == 8
     for leaf in tree.leaves():
@@ -148,12 +148,12 @@ def test_python_calls_of_a_path_go_on_with_its_names_and_forks_copy_them(
 def test_the_budget_is_spent_and_the_beam_kept(scripted_engine: Start, sandbox_url: str) -> None:
     engine = scripted_engine(ScriptedEngine(planned(*PLAN)))
     for samples, initial, beam in ((6, 2, 2), (9, 2, 3), (5, 4, 2), (3, 1, 2)):
-        policy = arpo(samples, initial, beam=beam, branch_probability=1.0, entropy_weight=0.0)
+        policy = arpo(samples, initial, beam_size=beam, branch_probability=1.0, entropy_weight=0.0)
         tree, grower = grow(engine.url, sandbox_url, policy)
         assert len(tree.leaves()) == samples
         assert max(fork_points(tree)) <= beam
         assert max(fork_points(tree)) > 1
-        stats = grow_stats([tree], grower.counts, policy, failed=0, seconds=1.0)
+        stats = rollout_stats([tree], grower.counts, policy, failed=0, seconds=1.0)
         fresh = len(tree.children()[0])
         assert stats.forks == samples - fresh
         assert stats.calls_inherited + stats.counts.calls_executed == 2 * samples  # each trajectory made two
@@ -215,7 +215,7 @@ def test_a_tree_does_not_depend_on_timing(scripted_engine: Start, sandbox_url: s
                 delay_s=lambda _text, r=shuffled: r.random() * 0.01,
             )
         )
-        tree, _ = grow(engine.url, sandbox_url, arpo(14, 3, beam=3), slow_tools=shuffled)
+        tree, _ = grow(engine.url, sandbox_url, arpo(14, 3, beam_size=3), slow_tools=shuffled)
         assert len(tree.leaves()) == 14
         assert max(fork_points(tree)) > 1
         grown.append(comparable(tree))
@@ -243,7 +243,7 @@ def test_speed_is_of_what_is_sampled_now_and_not_of_what_the_record_held(
     assert 0 < recorded_tokens(half) < sampled
     for known in ([], half, entries):
         tree, grower = grow(engine.url, sandbox_url, policy, entries=known)
-        stats = grow_stats([tree], grower.counts, policy, failed=0, seconds=2.0)
+        stats = rollout_stats([tree], grower.counts, policy, failed=0, seconds=2.0)
         assert stats.counts.tokens_sampled == sampled
         assert tokens_per_second([stats]) == (sampled - recorded_tokens(known)) / 2.0
     assert tokens_per_second([]) == 0.0
@@ -252,7 +252,7 @@ def test_speed_is_of_what_is_sampled_now_and_not_of_what_the_record_held(
 def test_a_tree_goes_on_from_whatever_it_had_sampled(scripted_engine: Start, sandbox_url: str) -> None:
     """Cut at 25 moments, one of them after the end: the same tree, and no answer is asked for twice."""
     entries: list[bytes] = []
-    policy = arpo(14, 3, beam=3)
+    policy = arpo(14, 3, beam_size=3)
     engine = scripted_engine(ScriptedEngine(planned(*PLAN), seeded=any_of))
     whole, grower = grow(engine.url, sandbox_url, policy, record=entries.append)
     asked = len(engine.requests)
@@ -279,7 +279,7 @@ def test_what_a_tree_had_sampled_when_it_was_given_up_is_kept(scripted_engine: S
 
     async def run() -> RolloutTree:
         async with EngineClient(engine.url) as client, ToolClient(sandbox_url) as tools:
-            context = GrowContext(client, tools, CODEC, policy, Sampling(), LIMITS, SEED, 3, lambda _tokens: None)
+            context = RolloutContext(client, tools, CODEC, policy, Sampling(), LIMITS, SEED, 3, lambda _tokens: None)
             grower = TreeGrower("task-1", np.array(CODEC.encode(PROMPT), np.int32), context)
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(grower.grow(), 1)
@@ -347,7 +347,7 @@ def test_a_finished_answer_ends_the_trajectory_where_the_config_says_so(
 @pytest.mark.parametrize("name", ["aepo", "aepo_reference", "arpo", "arpo_reference", "random"])
 def test_every_branching_policy_grows_whole_trees(scripted_engine: Start, sandbox_url: str, name: Any) -> None:
     engine = scripted_engine(ScriptedEngine(planned(*PLAN)))
-    config = AlgorithmConfig(branching=name, samples=10, initial=3, entropy_tokens=6)
+    config = AlgorithmConfig(branching=name, group_size=10, initial_rollouts=3, entropy_tokens=6)
     tree, _ = grow(engine.url, sandbox_url, make_policy(config, vocabulary_size=CODEC.vocabulary_size, seed=SEED))
     assert len(tree.leaves()) == 10
     records = [segment.branch for segment in tree.segments if segment.branch is not None]
@@ -372,7 +372,7 @@ def test_a_tree_stays_on_the_engine_that_has_its_prefixes(scripted_engine: Start
 
     async def run() -> list[tuple[RolloutTree, TreeGrower]]:
         async with EngineClient(*(engine.url for engine in engines)) as engine, ToolClient(sandbox_url) as tools:
-            context = GrowContext(engine, tools, CODEC, policy, Sampling(), LIMITS, SEED, 3, lambda _tokens: None)
+            context = RolloutContext(engine, tools, CODEC, policy, Sampling(), LIMITS, SEED, 3, lambda _tokens: None)
             prompts = [f"{number} {PROMPT}" for number in range(12)]
             growers = [
                 TreeGrower(f"t{n}", np.array(CODEC.encode(text), np.int32), context) for n, text in enumerate(prompts)
@@ -385,7 +385,7 @@ def test_a_tree_stays_on_the_engine_that_has_its_prefixes(scripted_engine: Start
             for engine in engines
         ]
         assert min(asked) == 0
-        stats = grow_stats([tree], grower.counts, policy, failed=0, seconds=1.0)
+        stats = rollout_stats([tree], grower.counts, policy, failed=0, seconds=1.0)
         assert stats.prefill_over_unique <= 1.05
         assert stats.counts.prefilled_tokens - stats.given_tokens <= stats.counts.requests
     assert all(engine.requests for engine in engines)
@@ -471,7 +471,7 @@ def test_requests_are_predicted_where_the_measured_tokens_end_within_a_tag(
     )
     least, most = (sum(getattr(r, name) for r in predicted) for name in ("cached_least", "cached_most"))
     assert least <= grower.counts.cached_tokens <= most
-    stats = grow_stats([tree], grower.counts, policy, failed=0, seconds=1.0, inside_stop=inside_stop)
+    stats = rollout_stats([tree], grower.counts, policy, failed=0, seconds=1.0, inside_stop=inside_stop)
     assert stats.predicted_prompt_tokens == grower.counts.prompt_tokens
 
 
@@ -484,7 +484,7 @@ def test_cached_tokens_are_predicted_exactly_where_samples_differ(scripted_engin
             return f"{next(serial):03d}<python>1+{calls}</python>" if calls < 2 else f"{next(serial):03d} done"
         return "7<python>3</python>"  # the rest of a measured segment
 
-    policy = arpo(12, 4, k=3, beam=3)
+    policy = arpo(12, 4, k=3, beam_size=3)
     engine = scripted_engine(ScriptedEngine(script))
     tree, grower = grow(engine.url, sandbox_url, policy)
     assert len(tree.leaves()) == 12

@@ -17,16 +17,16 @@ from tokenizers import Tokenizer, models
 from arpo_megatron.config import AlgorithmConfig
 from arpo_megatron.engine.request import Sampling
 from arpo_megatron.rollout.connection import hang_up
-from arpo_megatron.rollout.context import GrowLimits
+from arpo_megatron.rollout.context import RolloutLimits
 from arpo_megatron.rollout.handle import RolloutError, RolloutHandle
-from arpo_megatron.rollout.messages import GrowProgress, GrowSettings, Pause, Restore, ServiceSettings
+from arpo_megatron.rollout.messages import Pause, Restore, RolloutProgress, RolloutSettings, ServiceSettings
 from arpo_megatron.rollout.record import UnfinishedTree
 from arpo_megatron.rollout.worker import Session
 from arpo_megatron.tasks.base import Task
 from tests.engine.scripted import ScriptedEngine
 
 NOWHERE = "http://127.0.0.1:9"
-LIMITS = GrowLimits(3000, 900, 4, 60, 5.0)
+LIMITS = RolloutLimits(3000, 900, 4, 60, 5.0)
 
 
 def serve(listener: Listener, served: "list[Connection[Any, Any]]") -> None:
@@ -52,7 +52,7 @@ def test_trees_that_end_the_process_each_time_are_sent_to_it_once(folder: Path) 
     served: list[Connection[Any, Any]] = []
     with Listener(str(folder / "socket"), "AF_UNIX") as listener:
         serve(listener, served)
-        settings = GrowSettings(AlgorithmConfig(), 2, Sampling(), LIMITS)
+        settings = RolloutSettings(AlgorithmConfig(), 2, Sampling(), LIMITS)
         unreadable = UnfinishedTree("t", 0, 0, (b"not what a process has recorded",))
         with RolloutHandle.connect(folder / "socket", ServiceSettings((NOWHERE,), NOWHERE, folder, 1)) as handle:
             with pytest.raises(RolloutError, match="the rollout process failed"):
@@ -86,7 +86,7 @@ def test_a_cut_is_noticed_within_a_call_and_costs_only_what_was_being_sampled(
     scripted_engine(engine)
     served: list[Connection[Any, Any]] = []
 
-    def cut(progress: GrowProgress) -> None:
+    def cut(progress: RolloutProgress) -> None:
         if engine.generations == 2 and progress.tokens_sampled and len(served) == 1:
             hang_up(served[0])
 
@@ -100,7 +100,7 @@ def test_a_cut_is_noticed_within_a_call_and_costs_only_what_was_being_sampled(
         settings = ServiceSettings((engine.url,), NOWHERE, folder, 1)
         with RolloutHandle.connect(folder / "socket", settings) as handle:
             task = Task("t", (), "", "math", "w")
-            grown = GrowSettings(None, 2, Sampling(), LIMITS)
+            grown = RolloutSettings(None, 2, Sampling(), LIMITS)
             report = handle.grow([task], step=0, version=0, settings=grown, progress=cut)
     noticed = not engine.released
     too_late.cancel()

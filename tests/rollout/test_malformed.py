@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from arpo_megatron.algorithms.branching import GrpoPolicy, place_seed
 from arpo_megatron.engine.affinity import Cache
 from arpo_megatron.engine.request import EngineFinish, Generation, Sampling
-from arpo_megatron.rollout.context import GrowContext, GrowLimits
+from arpo_megatron.rollout.context import RolloutContext, RolloutLimits
 from arpo_megatron.rollout.grower import TreeGrower
 from arpo_megatron.tasks.tags import calls as protocol
 from arpo_megatron.tasks.tags.calls import result_text
@@ -247,10 +247,10 @@ def test_the_tree_holds_what_the_engine_returned(
 ) -> None:
     engine: Any = ByteEngine([stream.encode() for stream in streams], cut_short)
     tools: Any = Echo()
-    limits = GrowLimits(500, response, 3, 60, 1.0, stop_at_answer)
+    limits = RolloutLimits(500, response, 3, 60, 1.0, stop_at_answer)
     policy = arpo(6, 2, k=k, branch_probability=0.7)
     prompt = np.array(BYTES.encode(PROMPT), np.int32)
-    context = GrowContext(engine, tools, BYTES, policy, Sampling(), limits, SEED, 3, lambda _tokens: None)
+    context = RolloutContext(engine, tools, BYTES, policy, Sampling(), limits, SEED, 3, lambda _tokens: None)
     tree = asyncio.run(TreeGrower("task-1", prompt, context).grow())
     assert len(tree.leaves()) == 6
     held = {
@@ -284,9 +284,9 @@ def test_a_character_that_the_token_limit_cuts_keeps_its_bytes() -> None:
     tools: Any = Echo()
     for tokens in range(1, len(stream)):
         engine: Any = ByteEngine([stream], 0.0)
-        limits = GrowLimits(500, tokens, 3, 60, 1.0)
+        limits = RolloutLimits(500, tokens, 3, 60, 1.0)
         prompt = np.array(BYTES.encode(PROMPT), np.int32)
-        context = GrowContext(engine, tools, BYTES, GrpoPolicy(1), Sampling(), limits, SEED, 3, lambda _tokens: None)
+        context = RolloutContext(engine, tools, BYTES, GrpoPolicy(1), Sampling(), limits, SEED, 3, lambda _tokens: None)
         tree = asyncio.run(TreeGrower("task-1", prompt, context).grow())
         (ids,) = engine.returned.values()
         assert tree.segments[1].token_ids.tolist() == ids

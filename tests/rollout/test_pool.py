@@ -17,8 +17,15 @@ from arpo_megatron.bench.simulated_tools import SimulatedTools
 from arpo_megatron.engine.affinity import FIRST_REST_S
 from arpo_megatron.engine.client import EngineClient
 from arpo_megatron.engine.request import Sampling
-from arpo_megatron.rollout.context import GrowLimits
-from arpo_megatron.rollout.messages import CollectTrees, GrowProgress, GrowReport, GrowSettings, LiveTree, StartTrees
+from arpo_megatron.rollout.context import RolloutLimits
+from arpo_megatron.rollout.messages import (
+    CollectTrees,
+    LiveTree,
+    RolloutProgress,
+    RolloutReport,
+    RolloutSettings,
+    StartTrees,
+)
 from arpo_megatron.rollout.pool import TreePool
 from arpo_megatron.rollout.prefix_cache import PrefixCache
 from arpo_megatron.tasks.base import Task
@@ -53,9 +60,9 @@ def test_a_refused_prefill_of_what_all_share_costs_no_tree(scripted_engine: Star
 def test_repeated_requests_and_sampled_tokens_are_those_of_their_group(scripted_engine: Start) -> None:
     """Whichever of two groups reports first."""
     training = scripted_engine(ScriptedEngine(lambda _text: "<answer>1</answer>", fail_first=1))
-    told: list[GrowProgress] = []
+    told: list[RolloutProgress] = []
 
-    async def run() -> list[GrowReport]:
+    async def run() -> list[RolloutReport]:
         async with EngineClient(training.url) as client:
             pool = TreePool(
                 client,
@@ -66,7 +73,7 @@ def test_repeated_requests_and_sampled_tokens_are_those_of_their_group(scripted_
                 told.append,
                 lambda *_entry: None,
             )
-            settings = GrowSettings(None, 1, Sampling(), GrowLimits(3000, 900, 4, 60, 5.0))
+            settings = RolloutSettings(None, 1, Sampling(), RolloutLimits(3000, 900, 4, 60, 5.0))
             try:
                 for number, group in enumerate(("training", "evaluation")):
                     tree = LiveTree(number, group, Task(group, (), "", "math", "p"), 0, 0, settings)
@@ -139,7 +146,7 @@ def test_a_push_costs_each_token_of_the_trees_once(scripted_engine: Start, commo
     engine = Accounting(str, seeded=script, delay_s=lambda _text: 0.03)
     scripted_engine(engine)
     tasks = tuple(Task(f"t{n}", (), "", "math", f"{'s' * common}{n}{'p' * 200}?") for n in range(3))
-    report = asyncio.run(grown(engine, tasks, pushes=3, samples=8, initial=4))
+    report = asyncio.run(grown(engine, tasks, pushes=3, group_size=8, initial_rollouts=4))
     assert report.failed == []
     assert len({segment.policy_version for tree in report.trees for segment in tree.segments}) > 2
     assert len(engine.excess) >= 3
@@ -159,7 +166,7 @@ def test_the_ways_that_the_benchmark_compares_wait_for_the_same_tools(scripted_e
 
     async def in_rounds(simulated: SimulatedTools) -> None:
         async with EngineClient(engine.url) as client:
-            policy, limits = arpo(4, 4), GrowLimits(3000, 900, 4, 60, 5.0)
+            policy, limits = arpo(4, 4), RolloutLimits(3000, 900, 4, 60, 5.0)
             await grow_in_rounds(
                 tasks, step=3, engine=client, tools=simulated, codec=CODEC, policy=policy, limits=limits
             )
@@ -170,7 +177,7 @@ def test_the_ways_that_the_benchmark_compares_wait_for_the_same_tools(scripted_e
     rounds: list[float] = []
     trees: list[float] = []
     asyncio.run(in_rounds(tools(rounds)))
-    asyncio.run(grown(engine, tasks, initial=4, tools=tools(trees)))
+    asyncio.run(grown(engine, tasks, initial_rollouts=4, tools=tools(trees)))
     assert len(set(rounds)) == 3 * 4 * 2
     assert sorted(rounds) == sorted(trees)
 
@@ -206,12 +213,12 @@ async def grown(
     tools: SimulatedTools | None = None,
     k: int = 4,
     retry_for_s: float = 60.0,
-) -> GrowReport:
+) -> RolloutReport:
     policy = arpo(samples, initial, k=k, branch_probability=1.0)
-    limits = GrowLimits(3000, 900, 4, 60, 5.0)
+    limits = RolloutLimits(3000, 900, 4, 60, 5.0)
     async with EngineClient(engine.url, retry_for_s=retry_for_s) as client:
         pool = new_pool(client, tools or SimulatedTools(0.1, lambda _r: 1.0), CODEC, policy, SEED)
-        settings = GrowSettings(policy.config, samples, Sampling(), limits)
+        settings = RolloutSettings(policy.config, samples, Sampling(), limits)
         pool.start(start(tasks, step=0, version=0, settings=settings))
         try:
             for _ in range(pushes):

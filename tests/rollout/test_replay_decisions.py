@@ -30,21 +30,26 @@ VOCABULARY = 50
 POLICIES: dict[str, dict[str, Any]] = {
     "arpo": {},
     "arpo with a threshold": {"threshold": 0.45},
-    "arpo with a wide beam": {"beam": 4, "initial": 2},
-    "arpo from one trajectory": {"initial": 1},
+    "arpo with a wide beam": {"beam_size": 4, "initial_rollouts": 2},
+    "arpo from one trajectory": {"initial_rollouts": 1},
     "arpo that never forks": {"branch_probability": 0.0, "entropy_weight": 0.0},
-    "arpo without a beam": {"beam": 1},
+    "arpo without a beam": {"beam_size": 1},
     "arpo_reference": {"entropy_weight": 2.0},
     "random": {},
     "grpo": {},
-    "aepo": {"branch_probability": 0.8, "numbers": {"streak_penalty": 0.4}},
-    "aepo that begins with few": {"numbers": {"probe_slope": 50.0}},
+    "aepo": {"branch_probability": 0.8, "params": {"streak_penalty": 0.4}},
+    "aepo that begins with few": {"params": {"probe_slope": 50.0}},
     "aepo_reference": {"entropy_weight": 2.0},
 }
 
 
 def config(name: str) -> AlgorithmConfig:
-    fields: dict[str, Any] = {"branching": name.split(maxsplit=1)[0], "samples": 12, "initial": 4, "entropy_tokens": 6}
+    fields: dict[str, Any] = {
+        "branching": name.split(maxsplit=1)[0],
+        "group_size": 12,
+        "initial_rollouts": 4,
+        "entropy_tokens": 6,
+    }
     return AlgorithmConfig(**fields | POLICIES[name])
 
 

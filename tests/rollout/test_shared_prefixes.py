@@ -11,8 +11,8 @@ from arpo_megatron.bench.pools import GROUP, new_pool, start
 from arpo_megatron.bench.simulated_tools import SimulatedTools
 from arpo_megatron.engine.client import EngineClient
 from arpo_megatron.engine.request import Sampling
-from arpo_megatron.rollout.context import GrowLimits
-from arpo_megatron.rollout.messages import CollectTrees, GrowReport, GrowSettings
+from arpo_megatron.rollout.context import RolloutLimits
+from arpo_megatron.rollout.messages import CollectTrees, RolloutReport, RolloutSettings
 from arpo_megatron.tasks.base import Task
 from tests.engine.scripted import ScriptedEngine
 from tests.rollout.test_grower import CODEC, SEED, arpo
@@ -60,11 +60,11 @@ def test_a_tree_whose_engine_dies_computes_what_its_paths_share_once(
     for engine in engines:
         scripted_engine(engine)
 
-    async def run() -> GrowReport:
-        policy, limits = arpo(16, 2, k=4, branch_probability=1.0), GrowLimits(3000, 900, 5, 60, 5.0)
+    async def run() -> RolloutReport:
+        policy, limits = arpo(16, 2, k=4, branch_probability=1.0), RolloutLimits(3000, 900, 5, 60, 5.0)
         async with EngineClient(*(engine.url for engine in engines)) as client:
             pool = new_pool(client, SimulatedTools(0.01, lambda _r: 1.0), CODEC, policy, SEED)
-            settings = GrowSettings(policy.config, 16, Sampling(), limits)
+            settings = RolloutSettings(policy.config, 16, Sampling(), limits)
             task = Task("t", (), "", "math", "p" * 200 + "?")
             pool.start(start((task,), step=0, version=0, settings=settings))
             try:

@@ -23,17 +23,17 @@ from arpo_megatron.rewards.scored_tree import ScoredTree
 from arpo_megatron.studies import entropies, pieces, table
 from arpo_megatron.studies.designs import DESIGNS, recipe_of
 from arpo_megatron.studies.picture import apart
-from arpo_megatron.studies.report import Found, render, write_report
+from arpo_megatron.studies.report import StudyResults, render, write_report
 from arpo_megatron.tasks.base import Task
 from arpo_megatron.tree import Role, RolloutTree, ToolRecord
-from arpo_megatron.utils.processes import RoleDiedError
+from arpo_megatron.utils.processes import ProcessDiedError
 
 DESIGN = replace(DESIGNS["efficiency"], arms=("grpo", "arpo"))
 TINY = [
     *("model.hidden_size=32", "model.layers=1", "model.heads=2", "model.kv_heads=2", "model.ffn_size=64"),
     *("data.tasks=40", "data.held_out=9", "evaluation.tasks=9", "evaluation.every=1"),
-    *("sft.steps=2", "sft.batch=4", "train.steps=2", "train.tasks_per_step=2", "algorithm.samples=4"),
-    *("algorithm.initial=2", "algorithm.minibatches=1", "rollout.max_response_tokens=24"),
+    *("sft.steps=2", "sft.batch=4", "train.steps=2", "train.tasks_per_step=2", "algorithm.group_size=4"),
+    *("algorithm.initial_rollouts=2", "algorithm.minibatches=1", "rollout.max_response_tokens=24"),
 ]
 
 
@@ -81,7 +81,7 @@ def test_arms_of_a_seed_begin_with_one_cold_start_and_seeds_differ(tmp_path: Pat
         assert starts[run.seed] == {config.model.path}
         assert (config.seed, config.sft.steps, config.train.steps) == (run.seed, 0, 3)
         assert run.piece.needs is not None
-        assert run.piece.needs.run.cold_start == config.model.path
+        assert run.piece.needs.run.sft_model == config.model.path
         assert run.piece.needs.config.sft.steps > 0
     assert len({run.piece.run.path for run in runs}) == 4
 
@@ -140,7 +140,7 @@ def test_the_table_has_every_evaluation_and_level(tmp_path: Path) -> None:
 )
 def test_the_report_says_what_was_found(tmp_path: Path, grpo: list[float], arpo: list[float], said: str) -> None:
     rows = table.collect(finished(tmp_path, {"grpo": grpo, "arpo": arpo}, {"grpo": 100, "arpo": 60}))
-    paths = write_report(Found.of(DESIGN, rows, "arpo study efficiency --seeds 2", [1, 2]), tmp_path / "report")
+    paths = write_report(StudyResults.of(DESIGN, rows, "arpo study efficiency --seeds 2", [1, 2]), tmp_path / "report")
     page = paths[0].read_text()
     assert said in page
     assert "At 60 executed calls" in page
@@ -162,7 +162,7 @@ def test_the_report_compares_the_further_pairs_of_a_design_whose_arms_have_run(t
     runs = pieces.plan(design, tmp_path, 2, [])
     for run in runs:
         finish(run, [*ends[run.arm][:1], ends[run.arm][1] + (0.1 if (run.arm, run.seed) == ("arpo", 1) else 0)], 60)
-    page = render(Found.of(design, table.collect(runs), "x", [1, 2]))
+    page = render(StudyResults.of(design, table.collect(runs), "x", [1, 2]))
     gains = [4 / 9, 3 / 9]  # 9 of 10 tasks are finished, all of which seed 1 solves
     middle, half = float(np.mean(gains)), 12.706205 * (gains[0] - gains[1]) / 2
     told = f"{middle:+.3f} ({middle - half:+.3f} to {middle + half:+.3f}: not told from 0 by 2 seeds)"
@@ -170,13 +170,13 @@ def test_the_report_compares_the_further_pairs_of_a_design_whose_arms_have_run(t
     assert f"arpo less random, in the same way: {told}; of the mean reward up to there {area}." in page
     without = replace(design, arms=("grpo", "arpo"))
     rows = table.collect([run for run in runs if run.arm != "random"])
-    assert "arpo less" not in render(Found.of(without, rows, "x", [1, 2]))
+    assert "arpo less" not in render(StudyResults.of(without, rows, "x", [1, 2]))
 
 
 def test_seeds_without_all_arms_are_left_out_and_named(tmp_path: Path) -> None:
     runs = finished(tmp_path, {"grpo": [0.2, 0.5], "arpo": [0.2, 0.4]}, {"grpo": 100, "arpo": 60}, seeds=3)
     runs[-1].piece.run.result.unlink()
-    found = Found.of(DESIGN, table.collect(runs), "x", [1, 2, 3])
+    found = StudyResults.of(DESIGN, table.collect(runs), "x", [1, 2, 3])
     assert found.seeds == [1, 2]
     page = write_report(found, tmp_path / "report")[0].read_text()
     assert "left out: [3]" in page
@@ -186,7 +186,7 @@ def test_seeds_without_all_arms_are_left_out_and_named(tmp_path: Path) -> None:
     rows.loc[(rows.seed == 3) & (rows.step == 4), "step"] = 40
     assert replace(found, rows=rows).steps() == found.steps() == {"grpo": 4, "arpo": 4}
     with pytest.raises(UserError, match="no seed has a finished run"):
-        Found.of(DESIGN, table.collect(runs[:1]), "x", [1])
+        StudyResults.of(DESIGN, table.collect(runs[:1]), "x", [1])
 
 
 def test_a_run_that_fails_does_not_keep_the_report_of_the_other_seeds_away(
@@ -195,9 +195,9 @@ def test_a_run_that_fails_does_not_keep_the_report_of_the_other_seeds_away(
     for run in pieces.plan(DESIGN, tmp_path, 2, []):
         if run.seed == 1:
             finish(run, [0.2, 0.5], 100)
-    (tmp_path / "cold_starts").mkdir()
-    (tmp_path / "cold_starts" / "seed2").touch()  # no directory
-    with pytest.raises(RoleDiedError, match=r"1 of the runs failed; .*\ncold start seed 2"):
+    (tmp_path / "sft").mkdir()
+    (tmp_path / "sft" / "seed2").touch()  # no directory
+    with pytest.raises(ProcessDiedError, match=r"1 of the runs failed; .*\ncold start seed 2"):
         _study("efficiency", [], 2, 1, tmp_path, None, "grpo,arpo")
     page = (tmp_path / "report" / "README.md").read_text()
     assert "mean over 1 seed with" in page
@@ -207,7 +207,7 @@ def test_a_run_that_fails_does_not_keep_the_report_of_the_other_seeds_away(
 
 def test_arms_of_a_seed_begin_with_the_mean_of_what_they_measured_there(tmp_path: Path) -> None:
     runs = finished(tmp_path, {"grpo": [0.2, 0.5], "arpo": [0.4, 0.8]}, {"grpo": 100, "arpo": 60})
-    curves = Found.of(DESIGN, table.collect(runs), "x", [1, 2]).curves("success")
+    curves = StudyResults.of(DESIGN, table.collect(runs), "x", [1, 2]).curves("success")
     values = [curve.values for arm in ("grpo", "arpo") for curve in curves[arm]]
     np.testing.assert_allclose(values, [[3 / 9, 5 / 9]] * 2 + [[3 / 9, 8 / 9]] * 2)
 
@@ -348,7 +348,7 @@ def test_a_study_is_interrupted_goes_on_and_is_reported(tmp_path: Path) -> None:
     out = tmp_path / "study"
     with subprocess.Popen(study(out), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as begun:
         deadline = time.monotonic() + 600
-        while not (out / "cold_starts" / "seed1" / "events.jsonl").exists():
+        while not (out / "sft" / "seed1" / "events.jsonl").exists():
             assert begun.poll() is None
             assert time.monotonic() < deadline
             time.sleep(0.1)

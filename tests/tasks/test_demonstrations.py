@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from arpo_megatron.models.tiny import generated_tokenizer
 from arpo_megatron.tasks.synthetic.demonstrations import Carelessness, carelessness, demonstrate
-from arpo_megatron.tasks.synthetic.lookup import GeneratedQuestion, GeneratedTasks, Kind, generate
+from arpo_megatron.tasks.synthetic.lookup import GeneratedQuestion, GeneratedTasks, QuestionKind, generate
 from arpo_megatron.tasks.tags.calls import ToolCall, find_stop, parse_call, result_text
 from arpo_megatron.tree import Finish, Role, RolloutTree
 
@@ -94,8 +94,12 @@ def test_chances_are_probabilities_in_the_stated_proportions(share: float) -> No
 
 def test_the_probe_proportions_give_the_share_by_the_formula() -> None:
     chances = Carelessness(0.30, 0.20, 0.25, 0.20)
-    by_kind = {Kind.CALC: 1 - 0.7 * 0.8, Kind.LOOKUP: 1 - 0.8 * 0.8, Kind.TWO: 1 - 0.8 * 0.75 * 0.8}
-    expected = 0.4 * by_kind[Kind.CALC] + 0.3 * by_kind[Kind.LOOKUP] + 0.3 * by_kind[Kind.TWO]
+    by_kind = {
+        QuestionKind.CALC: 1 - 0.7 * 0.8,
+        QuestionKind.LOOKUP: 1 - 0.8 * 0.8,
+        QuestionKind.TWO: 1 - 0.8 * 0.75 * 0.8,
+    }
+    expected = 0.4 * by_kind[QuestionKind.CALC] + 0.3 * by_kind[QuestionKind.LOOKUP] + 0.3 * by_kind[QuestionKind.TWO]
     assert chances.share == pytest.approx(expected)
 
 
@@ -107,9 +111,9 @@ def test_every_careless_act_happens_and_the_rest_stays_whole() -> None:
         whole = "".join(texts(tree)[1:])
         calls = re.findall(r"<(search|python)>(.*?)</\1>", whole)
         results = re.findall(r"(\S+)\n</result>", whole)
-        wrong_operator += asked.kind is Kind.CALC and calls[0][1] != asked.text
-        misspelt += asked.kind is not Kind.CALC and calls[0][1] != asked.name
-        skipped += asked.kind is Kind.TWO and len(calls) == 1
+        wrong_operator += asked.kind is QuestionKind.CALC and calls[0][1] != asked.text
+        misspelt += asked.kind is not QuestionKind.CALC and calls[0][1] != asked.name
+        skipped += asked.kind is QuestionKind.TWO and len(calls) == 1
         ignored += f"\\boxed{{{results[-1]}}}" not in whole and "No results" not in whole
     assert min(wrong_operator, misspelt, skipped, ignored) > 20
 

@@ -14,7 +14,7 @@ from arpo_megatron.tasks.synthetic.lookup import (
     NAME_LETTERS,
     OPERATORS,
     GeneratedQuestion,
-    Kind,
+    QuestionKind,
     apply,
     generate,
     solve,
@@ -30,7 +30,7 @@ def test_held_out_names_and_operand_pairs_do_not_occur_in_training(seed: int) ->
     made = generate(seed, train=60, held_out=30)
     trained, held = [question(task) for task in made.train], [question(task) for task in made.held_out]
     assert not {one.name for one in trained if one.name} & {one.name for one in held if one.name}
-    pairs = [{(one.left, one.right) for one in group if one.kind is Kind.CALC} for group in (trained, held)]
+    pairs = [{(one.left, one.right) for one in group if one.kind is QuestionKind.CALC} for group in (trained, held)]
     assert not pairs[0] & pairs[1]
 
 
@@ -40,7 +40,7 @@ def test_every_truth_follows_from_the_question_and_the_facts(seed: int) -> None:
     for task in (*made.train, *made.held_out):
         assert task.ground_truth == str(solve(question(task), made.facts))
         assert task.prompt_text == f"question: {task.messages[-1]['content']}"
-        assert task.source == ("qa" if question(task).kind is Kind.LOOKUP else "math")
+        assert task.source == ("qa" if question(task).kind is QuestionKind.LOOKUP else "math")
     assert all(100 <= int(fact) <= 999 for fact in made.facts.values())
 
 
@@ -72,10 +72,16 @@ names = st.text(NAME_LETTERS, min_size=4, max_size=4)
 operands = st.integers(11, 99)
 questions = st.one_of(
     st.builds(
-        GeneratedQuestion, st.just(Kind.CALC), left=operands, operator=st.sampled_from(OPERATORS), right=operands
+        GeneratedQuestion,
+        st.just(QuestionKind.CALC),
+        left=operands,
+        operator=st.sampled_from(OPERATORS),
+        right=operands,
     ),
-    st.builds(GeneratedQuestion, st.just(Kind.LOOKUP), name=names),
-    st.builds(GeneratedQuestion, st.just(Kind.TWO), name=names, operator=st.sampled_from(OPERATORS), right=operands),
+    st.builds(GeneratedQuestion, st.just(QuestionKind.LOOKUP), name=names),
+    st.builds(
+        GeneratedQuestion, st.just(QuestionKind.TWO), name=names, operator=st.sampled_from(OPERATORS), right=operands
+    ),
 )
 
 

@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 
 from arpo_megatron.errors import UserError
 from arpo_megatron.tasks.base import Task
-from arpo_megatron.tasks.selectors.base import TaskSampler
+from arpo_megatron.tasks.selectors.base import EpochSelector
 
 
 def tasks(count: int) -> list[Task]:
     return [Task(f"t{index}", (), "", "qa", "") for index in range(count)]
 
 
-def ids(sampler: TaskSampler, count: int, batches: int) -> list[list[str]]:
+def ids(sampler: EpochSelector, count: int, batches: int) -> list[list[str]]:
     return [[task.id for task in sampler.next_batch(count)] for _ in range(batches)]
 
 
@@ -26,7 +26,7 @@ sizes = st.integers(1, 12).flatmap(lambda size: st.tuples(st.just(size), st.inte
 @given(sizes, st.integers(0, 100), st.integers(1, 12))
 def test_every_epoch_holds_every_task_once(size: tuple[int, int], seed: int, batches: int) -> None:
     count, batch = size
-    drawn = [one for group in ids(TaskSampler(tasks(count), seed), batch, batches) for one in group]
+    drawn = [one for group in ids(EpochSelector(tasks(count), seed), batch, batches) for one in group]
     for start in range(0, len(drawn) - count + 1, count):
         assert len(set(drawn[start : start + count])) == count
     counts = Counter(drawn)
@@ -36,7 +36,7 @@ def test_every_epoch_holds_every_task_once(size: tuple[int, int], seed: int, bat
 @given(sizes, st.integers(0, 100))
 def test_a_batch_never_holds_a_task_twice(size: tuple[int, int], seed: int) -> None:
     count, batch = size
-    for group in ids(TaskSampler(tasks(count), seed), batch, 10):
+    for group in ids(EpochSelector(tasks(count), seed), batch, 10):
         assert len(set(group)) == batch
 
 
@@ -46,7 +46,7 @@ def test_a_step_never_begins_a_task_twice_whatever_its_refills(
 ) -> None:
     """Whatever it draws across the end of an epoch; and no task loses a turn."""
     count, batch = size
-    sampler, drawn = TaskSampler(tasks(count), seed), list[str]()
+    sampler, drawn = EpochSelector(tasks(count), seed), list[str]()
     for _ in range(steps):
         begun: list[str] = []
         for wanted in [batch, *(min(refill, count) for refill in refills)]:
@@ -62,27 +62,27 @@ def test_a_step_never_begins_a_task_twice_whatever_its_refills(
 @given(sizes, st.integers(0, 100), st.integers(0, 10))
 def test_a_resumed_sampler_goes_on_exactly(size: tuple[int, int], seed: int, before: int) -> None:
     count, batch = size
-    sampler = TaskSampler(tasks(count), seed)
+    sampler = EpochSelector(tasks(count), seed)
     ids(sampler, batch, before)
     saved = json.dumps(sampler.state_dict())
     expected = ids(sampler, batch, 10)
-    resumed = TaskSampler(tasks(count), seed)
+    resumed = EpochSelector(tasks(count), seed)
     resumed.load_state_dict(json.loads(saved))
     assert ids(resumed, batch, 10) == expected
 
 
 def test_epochs_and_seeds_differ_in_order() -> None:
-    sampler = TaskSampler(tasks(50), 1)
+    sampler = EpochSelector(tasks(50), 1)
     first, second = ids(sampler, 50, 2)
     assert first != second
     assert sampler.epoch == 1
-    assert ids(TaskSampler(tasks(50), 2), 50, 1) != [first]
+    assert ids(EpochSelector(tasks(50), 2), 50, 1) != [first]
 
 
 def test_too_few_tasks_and_a_foreign_state_are_user_errors() -> None:
     with pytest.raises(UserError, match=r"4 different tasks .* only 3"):
-        TaskSampler(tasks(3), 0).next_batch(4)
-    state = TaskSampler(tasks(3), 0).state_dict()
-    for other in (TaskSampler(tasks(4), 0), TaskSampler(tasks(3), 1)):
+        EpochSelector(tasks(3), 0).next_batch(4)
+    state = EpochSelector(tasks(3), 0).state_dict()
+    for other in (EpochSelector(tasks(4), 0), EpochSelector(tasks(3), 1)):
         with pytest.raises(UserError, match="start a new run"):
             other.load_state_dict(state)

@@ -18,21 +18,21 @@ from arpo_megatron.algorithms.replay.rollout_replay import RolloutReplay
 from arpo_megatron.config import AlgorithmConfig, JobConfig, RolloutConfig, TrainConfig
 from arpo_megatron.monitor.events import EventLog
 from arpo_megatron.rewards.scored_tree import ScoredTree
-from arpo_megatron.rollout.accounting import GrowCounts, grow_stats
+from arpo_megatron.rollout.accounting import RolloutCounts, rollout_stats
 from arpo_megatron.rollout.messages import (
     CollectTrees,
     FinishTrees,
-    GrowProgress,
-    GrowReport,
-    GrowSettings,
     IncompleteTree,
+    RolloutProgress,
+    RolloutReport,
+    RolloutSettings,
     StaleEnginesError,
 )
 from arpo_megatron.rollout.record import UnfinishedTree
 from arpo_megatron.tasks.base import Task
-from arpo_megatron.tasks.selectors.base import TaskSampler, TaskSelector
-from arpo_megatron.trainer.collector import Harvest, age_metrics
-from arpo_megatron.trainer.step_journal import UnderWay
+from arpo_megatron.tasks.selectors.base import EpochSelector, TaskSelector
+from arpo_megatron.trainer.collector import TreeCollector, age_metrics
+from arpo_megatron.trainer.step_journal import StepJournal
 from arpo_megatron.tree import Role, RolloutTree
 from arpo_megatron.utils.processes import StoppedError
 
@@ -52,7 +52,7 @@ class Rollouts:
     entries_each: int = 1
 
     def start_trees(
-        self, _group: str, tasks: Sequence[Task], *, step: int, version: int, settings: GrowSettings
+        self, _group: str, tasks: Sequence[Task], *, step: int, version: int, settings: RolloutSettings
     ) -> None:
         self.calls.append(f"start {len(tasks)}")
         self.steps |= dict.fromkeys((task.id for task in tasks), step)
@@ -64,7 +64,7 @@ class Rollouts:
         trees: Sequence[tuple[Task, UnfinishedTree]],
         *,
         version: int,
-        settings: GrowSettings,
+        settings: RolloutSettings,
     ) -> None:
         self.calls.append(f"go on {' '.join(tree.task_id for _, tree in trees)}")
         self.steps |= {tree.task_id: tree.step for _, tree in trees}
@@ -77,12 +77,12 @@ class Rollouts:
     def forget(self, _group: str) -> None:
         self.given.clear()
 
-    def collect(self, request: CollectTrees, progress: Callable[[GrowProgress], None]) -> GrowReport:
+    def collect(self, request: CollectTrees, progress: Callable[[RolloutProgress], None]) -> RolloutReport:
         self.waited.add(request.finish_before)
         count = min(request.count or 0, len(self.under_way))
         done, self.under_way = self.under_way[:count], self.under_way[count:]
         self.given += done
-        progress(GrowProgress(0, count, 0))
+        progress(RolloutProgress(0, count, 0))
         if self.interrupts:
             self.interrupts -= 1
             if not self.interrupts:  # the report is on its way
@@ -91,7 +91,7 @@ class Rollouts:
         trees = [RolloutTree(task.id, np.arange(2)) for task in done]
         for tree in trees:
             tree.add(0, Role.MODEL, [1], policy_version=self.versions.get(tree.task_id, 0))
-        return GrowReport(trees, [], grow_stats([], GrowCounts(), GrpoPolicy(1), failed=0, seconds=1.0))
+        return RolloutReport(trees, [], rollout_stats([], RolloutCounts(), GrpoPolicy(1), failed=0, seconds=1.0))
 
     def finish_trees(self, _request: FinishTrees, _progress: object) -> None:
         self.calls.append("finish")
@@ -99,14 +99,14 @@ class Rollouts:
             self.stale -= 1
             raise StaleEnginesError("http://engine")
 
-    def stop_trees(self, _request: object) -> GrowReport:
+    def stop_trees(self, _request: object) -> RolloutReport:
         self.calls.append("stop")
         given, self.under_way = self.under_way, []
         self.given += given
         done = [RolloutTree(task.id, np.arange(2)) for task in given[:1]]
         failed = [IncompleteTree(RolloutTree(task.id, np.arange(2)), "given up") for task in given[1:]]
-        counts = GrowCounts(tokens_sampled=7)
-        return GrowReport(done, failed, grow_stats([], counts, GrpoPolicy(1), failed=0, seconds=1.0))
+        counts = RolloutCounts(tokens_sampled=7)
+        return RolloutReport(done, failed, rollout_stats([], counts, GrpoPolicy(1), failed=0, seconds=1.0))
 
     def pause(self) -> None:
         self.calls.append("pause")
@@ -137,14 +137,14 @@ class Sampler:
         return {"noted": len(self.noted)}
 
 
-Start = Callable[..., tuple[Harvest, Rollouts]]
+Start = Callable[..., tuple[TreeCollector, Rollouts]]
 
 
 @pytest.fixture
 def harvest(tmp_path: Path) -> Start:
     def make(
         signal: Callable[[str], bool] = lambda _id: True, sampler: TaskSelector | None = None, **rollout: Any
-    ) -> tuple[Harvest, Rollouts]:
+    ) -> tuple[TreeCollector, Rollouts]:
         def score(trees: Sequence[RolloutTree], tasks: Sequence[Task]) -> list[ScoredTree]:
             rewards = [np.array([0.0, 1.0 if signal(task.id) else 0.0]) for task in tasks]
             whole = zip(tasks, trees, rewards, strict=True)
@@ -158,7 +158,7 @@ def harvest(tmp_path: Path) -> Start:
         )
         rollouts = Rollouts()
         events = EventLog(tmp_path / "events.jsonl")
-        return Harvest(config, rollouts, score, sampler or Sampler(), events), rollouts  # type: ignore[arg-type]  # doubles
+        return TreeCollector(config, rollouts, score, sampler or Sampler(), events), rollouts  # type: ignore[arg-type]  # doubles
 
     return make
 
@@ -217,7 +217,7 @@ def test_trees_that_are_given_up_are_kept_for_the_log_with_what_they_cost(harves
 
 
 def test_a_step_refuses_trees_that_are_too_old_instead_of_waiting_and_replaces_them(harvest: Start) -> None:
-    held, rollouts = harvest(max_staleness=1, stale="refuse")
+    held, rollouts = harvest(max_staleness=1, stale="drop")
     rollouts.versions = {f"t{n}": 1 for n in range(9, 16)}  # t8 took longer: its first segment is of version 0
     steps = [[item.tree.task_id for item in held.step(step)] for step in range(3)]
     assert steps == [["t0", "t1", "t2", "t3"], ["t4", "t5", "t6", "t7"], ["t9", "t10", "t11", "t12"]]
@@ -253,11 +253,11 @@ def test_the_trees_of_a_stopped_run_go_on_first_in_its_continuation(harvest: Sta
 def test_a_job_that_ends_within_a_step_trains_every_task_once(harvest: Start, staleness: int, interrupts: int) -> None:
     """Two steps are done and the third is under way when the job is asked to end; no checkpoint is due."""
     tasks = [task(f"t{n}") for n in range(40)]
-    order = [each.id for each in TaskSampler(tasks, 1).next_batch(16)]
+    order = [each.id for each in EpochSelector(tasks, 1).next_batch(16)]
     signal = {name: number % 3 > 0 for number, name in enumerate(order)}
 
-    def begin() -> tuple[TaskSampler, Harvest, Rollouts]:
-        sampler = TaskSampler(tasks, 1)
+    def begin() -> tuple[EpochSelector, TreeCollector, Rollouts]:
+        sampler = EpochSelector(tasks, 1)
         return sampler, *harvest(lambda name: signal.get(name, True), sampler, max_staleness=staleness, max_refills=3)
 
     sampler, held, rollouts = begin()
@@ -279,7 +279,7 @@ def test_a_job_that_ends_within_a_step_trains_every_task_once(harvest: Start, st
         held.done()
     ids = [item.task.id for item in trained]
     assert len(ids) == len(set(ids)) == 16
-    begun = {each.id for each in TaskSampler(tasks, 1).next_batch(sampler.state_dict()["position"])}
+    begun = {each.id for each in EpochSelector(tasks, 1).next_batch(sampler.state_dict()["position"])}
     lost = begun - set(ids) - {item.task.id for item in dropped} - {name for name, good in signal.items() if not good}
     assert lost <= {tree.task_id for tree in held.unfinished()}
 
@@ -295,20 +295,20 @@ def test_a_job_that_is_killed_within_a_step_goes_on_with_what_was_written(
 ) -> None:
     """In the third step; what a process does that ends in order (`now=True`) is left undone."""
     tasks = [task(f"t{n}") for n in range(40)]
-    path, told = tmp_path / "under_way.msgpack", list[str]()
+    path, told = tmp_path / "step_journal.msgpack", list[str]()
 
-    class UntilKilled(UnderWay):
+    class UntilKilled(StepJournal):
         def keep(self, step: int, *moment: Any, now: bool = False) -> None:
             if not killed:
                 super().keep(step, *moment, now=now)
 
-    def begin() -> tuple[TaskSampler, Harvest, Rollouts]:
-        sampler = TaskSampler(tasks, 1)
+    def begin() -> tuple[EpochSelector, TreeCollector, Rollouts]:
+        sampler = EpochSelector(tasks, 1)
         held, rollouts = harvest(lambda name: name not in given_up, sampler, max_staleness=staleness, max_refills=3)
         held.under_way = UntilKilled(path, tmp_path, 1, 0.0, told.append)
         return sampler, held, rollouts
 
-    given_up = {each.id for each in TaskSampler(tasks, 1).next_batch(16)[1::3]}
+    given_up = {each.id for each in EpochSelector(tasks, 1).next_batch(16)[1::3]}
     killed = False
     sampler, held, rollouts = begin()
     trained = []
@@ -318,7 +318,7 @@ def test_a_job_that_is_killed_within_a_step_goes_on_with_what_was_written(
 
     collect, left = rollouts.collect, report
 
-    def collect_until_killed(request: CollectTrees, progress: Callable[[GrowProgress], None]) -> GrowReport:
+    def collect_until_killed(request: CollectTrees, progress: Callable[[RolloutProgress], None]) -> RolloutReport:
         nonlocal left, killed
         left -= 1
         found = collect(request, progress)
@@ -352,8 +352,8 @@ def test_a_step_begins_no_task_twice_whatever_its_refills(harvest: Start, interr
     """Two trees of one task in one step would have the same draws. With seven tasks epochs end within steps."""
     tasks = [task(f"t{n}") for n in range(7)]
 
-    def begin() -> tuple[TaskSampler, Harvest, Rollouts]:
-        sampler = TaskSampler(tasks, 1)
+    def begin() -> tuple[EpochSelector, TreeCollector, Rollouts]:
+        sampler = EpochSelector(tasks, 1)
         return sampler, *harvest(lambda name: name not in ("t0", "t3"), sampler, max_refills=3)
 
     sampler, held, rollouts = begin()
@@ -374,7 +374,7 @@ def test_a_step_begins_no_task_twice_whatever_its_refills(harvest: Start, interr
 
 
 def test_a_step_trains_what_it_has_when_no_task_is_left(harvest: Start) -> None:
-    held, rollouts = harvest(lambda name: name == "t5", TaskSampler([task(f"t{n}") for n in range(6)], 1))
+    held, rollouts = harvest(lambda name: name == "t5", EpochSelector([task(f"t{n}") for n in range(6)], 1))
     assert [item.task.id for item in held.step(0)] == ["t5"]
     assert held.dropped["no_signal"] == 5
     assert rollouts.calls == ["start 4", "collect 4", "start 2", "collect 2"]
@@ -420,7 +420,7 @@ def test_what_is_written_of_a_step_is_from_before_its_sampler_heard_of_it(harves
     """Else a run that goes on there would tell it of the same trees once more."""
 
     held, _ = harvest(sampler=Sampler())
-    held.under_way = UnderWay(tmp_path / "under_way.msgpack", tmp_path, 1, 3600.0, pytest.fail)
+    held.under_way = StepJournal(tmp_path / "step_journal.msgpack", tmp_path, 1, 3600.0, pytest.fail)
     for step in range(2):
         held.step(step)
         moment = held.under_way.read(step)
@@ -435,7 +435,7 @@ def test_trees_of_later_steps_are_written_while_the_trainer_trains_until_weights
     """From then on newer weights sample, which a run that goes on within the step does not have."""
 
     held, rollouts = harvest(sampler=Sampler(), max_staleness=1)
-    held.under_way = UnderWay(tmp_path / "under_way.msgpack", tmp_path, 1, 0.0, pytest.fail)
+    held.under_way = StepJournal(tmp_path / "step_journal.msgpack", tmp_path, 1, 0.0, pytest.fail)
 
     def written(step: int) -> tuple[int, int]:
         moment = held.under_way.read(step) if held.under_way else None

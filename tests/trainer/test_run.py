@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from arpo_megatron.actor.statistics import PolicyStats, UpdateStats
-from arpo_megatron.algorithms.base import Course
+from arpo_megatron.algorithms.base import TrainingProgress
 from arpo_megatron.algorithms.credit import supervised_credit
 from arpo_megatron.config import EvalConfig, JobConfig, TrainConfig
 from arpo_megatron.engine.admin import DiskPushError, FailedPush, WeightPushError
@@ -26,13 +26,13 @@ from arpo_megatron.packing.packs import pack_trees
 from arpo_megatron.rewards.scored_tree import ScoredTree
 from arpo_megatron.rollout.record import UnfinishedTree, unpack_trees
 from arpo_megatron.tasks.base import Task
-from arpo_megatron.tasks.selectors.base import TaskSampler
+from arpo_megatron.tasks.selectors.base import EpochSelector
 from arpo_megatron.trainer.batch import Minibatch
 from arpo_megatron.trainer.consistency import check_on_policy
-from arpo_megatron.trainer.controller import Leader, probe_pack
-from arpo_megatron.trainer.held_out import HeldOutFigures, evaluation_due
+from arpo_megatron.trainer.controller import Controller, probe_pack
+from arpo_megatron.trainer.held_out import HeldOutResult, evaluation_due
 from arpo_megatron.trainer.metrics import Logprobs, count_entropy, sampling_gap, update_metrics
-from arpo_megatron.trainer.run import EXPERIENCE_FILE, TREES_FILE, RunState, TrainingRun
+from arpo_megatron.trainer.run import REPLAY_FILE, TREES_FILE, RunState, TrainingRun
 from arpo_megatron.tree import Role, RolloutTree, ToolRecord
 
 CONFIG = JobConfig(name="test")
@@ -169,7 +169,7 @@ def test_the_staleness_of_a_step_is_the_mean_over_its_sampled_tokens() -> None:
         harvest=SimpleNamespace(stats=[], store=None),
         sampler=SimpleNamespace(metrics=dict),
     )
-    found = Leader.step_metrics(leader, [grown(2, 6), grown(0, 4), grown(4, 4, 16)], 2)
+    found = Controller.step_metrics(leader, [grown(2, 6), grown(0, 4), grown(4, 4, 16)], 2)
     ages = [2] * 2 + [1] * 6 + [1] * 4 + [2] * 4 + [1] * 4 + [0] * 16
     assert found["staleness"] == pytest.approx(np.mean(ages))
     assert found["staleness_max"] == 2
@@ -187,7 +187,7 @@ def test_an_export_that_finds_no_room_says_from_where_a_resume_goes_on(tmp_path:
         actor=SimpleNamespace(chunks=[], shape=None),
         events=EventLog(directory.events),
         state=RunState(step=60),
-        tell_saves=lambda wait: None,
+        log_saves=lambda wait: None,
     )
     room = r"export could not be written \(No space left on device\): make room and go on with --resume, from "
     with pytest.raises(UserError, match=room + "the beginning"):
@@ -257,24 +257,22 @@ def test_seconds_of_a_phase_do_not_include_those_of_phases_inside_it(tmp_path: P
 def test_a_loss_is_told_the_entropy_of_the_steps_before_and_a_skipped_step_does_not_count() -> None:
     run: Any = SimpleNamespace(state=RunState(), config=JobConfig(name="test"))
     steps = run.config.train.steps
-    assert TrainingRun._course(run) == Course(0, steps, None)
+    assert TrainingRun._course(run) == TrainingProgress(0, steps, None)
     first = [dataclasses.replace(STATS, entropy_mean=value) for value in (1.0, 2.0)]
     count_entropy(run.state.totals, first)
     count_entropy(run.state.totals, [dataclasses.replace(STATS, entropy_mean=float("nan"), skipped=True)])
     count_entropy(run.state.totals, [dataclasses.replace(STATS, entropy_mean=0.5)])
     run.state.step = 3
-    assert TrainingRun._course(run) == Course(3, steps, 1.0)
+    assert TrainingRun._course(run) == TrainingProgress(3, steps, 1.0)
 
 
 def test_a_checkpoint_within_a_step_has_the_sampler_of_the_same_moment_as_the_trees() -> None:
     saved = {}
 
     def save(step: int, _actor: object, state: dict[str, Any], files: dict[str, Any]) -> None:
-        saved.update(
-            step=step, sampler=state["sampler"], trees=files[TREES_FILE](), experience=files[EXPERIENCE_FILE]()
-        )
+        saved.update(step=step, sampler=state["sampler"], trees=files[TREES_FILE](), experience=files[REPLAY_FILE]())
 
-    sampler = TaskSampler([Task(f"t{n}", (), "1", "math", "?") for n in range(9)], seed=1)
+    sampler = EpochSelector([Task(f"t{n}", (), "1", "math", "?") for n in range(9)], seed=1)
     tree = UnfinishedTree("t1", 2, 2, (b"sampled",))
     harvest = SimpleNamespace(unfinished=lambda: [tree], snapshot=lambda: lambda: b"stored")
     run: Any = SimpleNamespace(
@@ -307,7 +305,7 @@ def test_an_evaluation_is_recorded_once_with_what_each_task_earned(tmp_path: Pat
     tasks = [Task(f"held-out-{number}", (), "1", "math", "?") for number in range(4)]
     asked: list[int] = []
 
-    def evaluate(tasks: list[Task], step: int) -> HeldOutFigures:
+    def evaluate(tasks: list[Task], step: int) -> HeldOutResult:
         asked.append(step)
         trees = [RolloutTree(task.id, [1]) for task in tasks[1:]]  # the first one could not be finished
         call = trees[0].add(0, Role.MODEL, [2], logprobs=[-1.0])
@@ -316,7 +314,7 @@ def test_an_evaluation_is_recorded_once_with_what_each_task_earned(tmp_path: Pat
             ScoredTree(task, tree, np.array([reward]), np.array([reward]), np.array([True]))
             for task, tree, reward in zip(tasks[1:], trees, (1.0, 0.5, 0.0), strict=True)
         ]
-        return HeldOutFigures.of(tasks, found, threshold=0.5)
+        return HeldOutResult.of(tasks, found, threshold=0.5)
 
     evaluated = EvalConfig(tasks=4, every=2)
     config = dataclasses.replace(JobConfig(name="test"), train=TrainConfig(steps=6), evaluation=evaluated)

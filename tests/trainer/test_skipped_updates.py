@@ -13,7 +13,7 @@ from arpo_megatron.errors import UserError
 from arpo_megatron.monitor.events import EventLog
 from arpo_megatron.packing.packs import pack_trees
 from arpo_megatron.trainer.replay_update import replay
-from arpo_megatron.trainer.skipped_updates import BadUpdate, dump_if_skipped, load_bad_update, save_bad_update
+from arpo_megatron.trainer.skipped_updates import SkippedUpdate, dump_if_skipped, load_bad_update, save_bad_update
 from tests.actor import cases
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -38,10 +38,10 @@ def with_a(value: float, packs, index: int):
     return [*packs[:index], dataclasses.replace(packs[index], positive=positive), *packs[index + 1 :]]
 
 
-def bad_update(actor: Actor, packs, old=None, step: int = 0) -> BadUpdate:
+def bad_update(actor: Actor, packs, old=None, step: int = 0) -> SkippedUpdate:
     stats = actor.update(packs, old, "nll")
     assert stats.skipped
-    return BadUpdate("train", step, "nll", actor.unsound, packs, old, made_by=MADE_BY)
+    return SkippedUpdate("train", step, "nll", actor.unsound, packs, old, made_by=MADE_BY)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
@@ -70,8 +70,8 @@ def test_a_dump_holds_the_whole_minibatch(tmp_path, old, budget):
     packs = with_a(np.nan, packs_of(0, budget), 0)
     logprobs = [pack.sampling_logprobs for pack in packs] if old else None
     reference = [pack.weight for pack in packs] if old else None
-    first = BadUpdate("sft", 7, "policy", [0, 2], packs, logprobs, reference, made_by=MADE_BY)
-    paths = [save_bad_update(tmp_path / "bad_packs", first) for _ in range(2)]
+    first = SkippedUpdate("sft", 7, "policy", [0, 2], packs, logprobs, reference, made_by=MADE_BY)
+    paths = [save_bad_update(tmp_path / "skipped_updates", first) for _ in range(2)]
     assert [path.name for path in paths] == ["sft_000007.npz", "sft_000007-2.npz"]
     again = load_bad_update(paths[1])
     assert (again.phase, again.step, again.loss, list(again.suspects)) == ("sft", 7, "policy", [0, 2])
@@ -109,8 +109,8 @@ def test_a_replay_says_which_quantities_are_finite_and_changes_nothing(tmp_path)
 
 
 def test_three_skipped_updates_in_a_row_stop_the_run_in_one_line(tmp_path):
-    events, folder = EventLog(tmp_path / "events.jsonl"), tmp_path / "bad_packs"
-    bad = BadUpdate("train", 3, "policy", [1], packs_of(0), None, made_by=MADE_BY)
+    events, folder = EventLog(tmp_path / "events.jsonl"), tmp_path / "skipped_updates"
+    bad = SkippedUpdate("train", 3, "policy", [1], packs_of(0), None, made_by=MADE_BY)
     in_a_row = 0
     for update in (bad, bad, None, bad, bad):
         in_a_row = dump_if_skipped(update, in_a_row, folder, events)
@@ -125,7 +125,7 @@ def test_three_skipped_updates_in_a_row_stop_the_run_in_one_line(tmp_path):
 
 
 def test_a_dump_that_does_not_say_who_made_it_is_refused(tmp_path):
-    path = save_bad_update(tmp_path, BadUpdate("train", 3, "policy", [1], packs_of(0), None, made_by=MADE_BY))
+    path = save_bad_update(tmp_path, SkippedUpdate("train", 3, "policy", [1], packs_of(0), None, made_by=MADE_BY))
     with np.load(path) as stored:
         arrays = dict(stored)
     about = json.loads(str(arrays["about"]))

@@ -5,16 +5,16 @@ from pathlib import Path
 import pytest
 
 from arpo_megatron.rollout.record import UnfinishedTree
-from arpo_megatron.trainer.step_journal import Moment, UnderWay
+from arpo_megatron.trainer.step_journal import StepJournal, StepSnapshot
 from tests.faults import small_disk
 
 SAMPLER = {"position": 2**70, "order": [3, 1], "weights": {"t1": 0.5}}
 TREES = [UnfinishedTree("t3", 4, 4, (b"one", b"two")), UnfinishedTree("t1", 3, 2, ())]
 
 
-def kept_at(path: Path, every_s: float = 0.0) -> tuple[UnderWay, list[str]]:
+def kept_at(path: Path, every_s: float = 0.0) -> tuple[StepJournal, list[str]]:
     told: list[str] = []
-    return UnderWay(path / "under_way.msgpack", path.parent / "checkpoints", 4, every_s, told.append), told
+    return StepJournal(path / "step_journal.msgpack", path.parent / "checkpoints", 4, every_s, told.append), told
 
 
 @pytest.fixture
@@ -28,9 +28,9 @@ def test_what_is_kept_is_read_by_a_run_that_has_done_as_many_steps(place: Path) 
     kept, told = kept_at(place)
     assert kept.read(4) is None
     kept.keep(4, SAMPLER, lambda: TREES)
-    assert kept.read(4) == Moment(SAMPLER, TREES)
-    assert Moment(SAMPLER, TREES).entries == 2
-    assert [path.name for path in place.iterdir()] == ["under_way.msgpack"]
+    assert kept.read(4) == StepSnapshot(SAMPLER, TREES)
+    assert StepSnapshot(SAMPLER, TREES).entries == 2
+    assert [path.name for path in place.iterdir()] == ["step_journal.msgpack"]
     assert kept.read(5) is None
     assert list(place.iterdir()) == [], "it may be another life's"
     assert told == []
@@ -61,10 +61,10 @@ def test_a_full_disk_is_told_once_and_takes_the_file_of_an_earlier_moment_with_i
         large = [UnfinishedTree("t3", 4, 4, (bytes(2**17),))]
         for _ in range(2):
             kept.keep(4, SAMPLER, lambda: large)
-        assert told == [f"under_way.msgpack could not be written: {full}; training goes on"]
+        assert told == [f"step_journal.msgpack could not be written: {full}; training goes on"]
         assert list(place.iterdir()) == []
         kept.keep(4, SAMPLER, lambda: TREES[:1])
-        assert kept.read(4) == Moment(SAMPLER, TREES[:1])
+        assert kept.read(4) == StepSnapshot(SAMPLER, TREES[:1])
         kept.keep(4, SAMPLER, lambda: large)
         kept.keep(8, SAMPLER, lambda: large)
         assert len(told) == 1, "the room that it has given back itself is no news"
@@ -80,7 +80,7 @@ def test_a_file_that_is_none_of_ours_is_told_and_not_used(place: Path, content: 
     kept, told = kept_at(place)
     kept.path.write_bytes(content)
     assert kept.read(4) is None
-    assert told == ["under_way.msgpack is not used: it is damaged"]
+    assert told == ["step_journal.msgpack is not used: it is damaged"]
 
 
 def test_no_bit_of_it_may_be_another_and_no_byte_missing(place: Path) -> None:
@@ -92,4 +92,4 @@ def test_no_bit_of_it_may_be_another_and_no_byte_missing(place: Path) -> None:
     for content in damaged:
         kept.path.write_bytes(content)
         assert kept.read(4) is None
-    assert told == ["under_way.msgpack is not used: it is damaged"] * len(damaged)
+    assert told == ["step_journal.msgpack is not used: it is damaged"] * len(damaged)

@@ -28,16 +28,16 @@ def test_a_rank_whose_job_has_ended_does_not_begin():
 FAILING = """
 from pathlib import Path
 from arpo_megatron.errors import UserError
-from arpo_megatron.monitor.events import user_errors_told
-from arpo_megatron.utils.rank_main import rank_main, tell_failure
+from arpo_megatron.monitor.events import log_user_errors
+from arpo_megatron.utils.rank_main import rank_main, log_failure
 
 @rank_main
 def main():
-    with user_errors_told(Path(sys.argv[1])):
+    with log_user_errors(Path(sys.argv[1])):
         try:
             raise UserError("no room")
         except UserError as error:
-            tell_failure(error)
+            log_failure(error)
             raise
 main()
 """

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
-from arpo_megatron.engine.admin import Engines
+from arpo_megatron.engine.admin import EngineAdmin
 from arpo_megatron.engine.wire.buckets import Bucket
 from arpo_megatron.weights.sync import WeightSync
 from arpo_megatron.weights.transports import Broadcast
@@ -26,7 +26,7 @@ def main() -> None:
         print("one bucket has arrived", flush=True)
         time.sleep(600)
 
-    requests = Engines([url], timeout_s=60.0)
+    requests = EngineAdmin([url], timeout_s=60.0)
     WeightSync(requests, Broadcast(requests), verify_every=0).push(buckets(), version)
 
 

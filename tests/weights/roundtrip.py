@@ -17,7 +17,7 @@ from arpo_megatron.actor.model import build_chunks
 from arpo_megatron.config import ParallelConfig
 from arpo_megatron.engine.wire.buckets import Block, sent
 from arpo_megatron.models.mapping import exported
-from arpo_megatron.models.spec import ModelShape
+from arpo_megatron.models.spec import ModelSpec
 from arpo_megatron.weights.export import export_hf, hf_buckets
 from arpo_megatron.weights.load import load_hf
 from tests.models.tiny_models import megatron_logprobs, sample_tokens
@@ -39,20 +39,20 @@ def main() -> None:
         layout = LAYOUTS[name]
         if name == names[0]:
             parallel.initialize(layout, seed=1)
-            told = parallel.broadcast_object({"from": "the leader"} if parallel.is_leader() else None)
+            told = parallel.broadcast_object({"from": "the leader"} if parallel.is_rank_zero() else None)
             assert told == {"from": "the leader"}
         else:
             parallel_state.destroy_model_parallel()
             parallel.lay_out(layout)
         for source in sorted(root.iterdir()):
-            shape = ModelShape.from_hf(source)
+            shape = ModelSpec.from_hf(source)
             if layout.expert > 1 and shape.experts is None:
                 continue
             round_trip(shape, source, layout, root.parent / "exported" / name / source.name)
     parallel.destroy()
 
 
-def round_trip(shape: ModelShape, source: Path, layout: ParallelConfig, out: Path) -> None:
+def round_trip(shape: ModelSpec, source: Path, layout: ParallelConfig, out: Path) -> None:
     chunks = build_chunks(shape, layout, "float32", initialize=False)
     for chunk in chunks:
         for tensor in chunk.parameters():
@@ -64,11 +64,11 @@ def round_trip(shape: ModelShape, source: Path, layout: ParallelConfig, out: Pat
     if layout.pipeline == 1:
         with torch.no_grad():
             logprobs = megatron_logprobs(chunks[0], sample_tokens())
-        if parallel.is_leader():
+        if parallel.is_rank_zero():
             torch.save(logprobs, out / "logprobs.pt")
 
 
-def blocks_are_the_files_rows(chunks: list[torch.nn.Module], shape: ModelShape, source: Path) -> None:
+def blocks_are_the_files_rows(chunks: list[torch.nn.Module], shape: ModelSpec, source: Path) -> None:
     """Some of them lie in the parts of two ranks, and some ranks have nothing of a block."""
     expected, tops = load_file(source / "model.safetensors"), dict.fromkeys(exported(shape), 0)
     blocks = 0
@@ -81,7 +81,7 @@ def blocks_are_the_files_rows(chunks: list[torch.nn.Module], shape: ModelShape, 
                 blocks += 1
                 assert (bucket.first, bucket.count, bucket.is_last) == (top, len(whole), tops[name] == len(whole))
         assert sum(tensor.nbytes for _, tensor in sent(bucket)) <= BUCKET_BYTES
-    if parallel.is_leader():
+    if parallel.is_rank_zero():
         assert tops == {name: len(expected[name]) for name in tops}
         assert blocks >= 2  # of the embedding
 

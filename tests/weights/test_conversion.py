@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from arpo_megatron.config import ParallelConfig
 from arpo_megatron.errors import UserError
 from arpo_megatron.models.mapping import Entry, Layout, buckets, entries, exported
-from arpo_megatron.models.spec import ExpertShape, ModelShape
+from arpo_megatron.models.spec import ModelSpec, MoESpec
 from arpo_megatron.utils.atomic import written
-from arpo_megatron.weights.shards import HeldParameters
+from arpo_megatron.weights.shards import LocalParameters
 from tests.faults import small_disk
 from tests.models.tiny_models import CASES, gradients, make, megatron_logprobs, reference_logprobs, sample_tokens, weigh
 from tests.torchrun import torchrun
@@ -26,7 +26,7 @@ def loaded(path: Path, dtype: str = "float32"):
     from arpo_megatron.actor.model import build_model
     from arpo_megatron.weights.load import load_hf
 
-    shape = ModelShape.from_hf(path)
+    shape = ModelSpec.from_hf(path)
     model = build_model(shape, ParallelConfig(), dtype)
     load_hf([model], shape, path)
     return model, shape
@@ -114,11 +114,11 @@ def test_a_round_trip_keeps_every_bit_in_every_layout(
 
 
 @st.composite
-def shapes_and_ranks(draw: st.DrawFn) -> tuple[ModelShape, int]:
+def shapes_and_ranks(draw: st.DrawFn) -> tuple[ModelSpec, int]:
     ranks = draw(st.sampled_from([1, 2, 3, 4]))
     groups = ranks * draw(st.integers(1, 2))
     family = draw(st.sampled_from(["llama", "qwen2", "qwen3", "qwen3_moe"]))
-    shape = ModelShape(
+    shape = ModelSpec(
         family=family,
         layers=draw(st.integers(1, 2)),
         hidden=draw(st.integers(1, 5)),
@@ -133,14 +133,14 @@ def shapes_and_ranks(draw: st.DrawFn) -> tuple[ModelShape, int]:
         qkv_bias=False,
         qk_norm=False,
         max_positions=8,
-        experts=ExpertShape(3, 2, True, 0.0) if family == "qwen3_moe" else None,
+        experts=MoESpec(3, 2, True, 0.0) if family == "qwen3_moe" else None,
     )
     return shape, ranks
 
 
 @settings(max_examples=60)
 @given(shapes_and_ranks())
-def test_filling_every_ranks_parameter_and_putting_it_back_changes_nothing(case: tuple[ModelShape, int]) -> None:
+def test_filling_every_ranks_parameter_and_putting_it_back_changes_nothing(case: tuple[ModelSpec, int]) -> None:
     shape, ranks = case
     for entry in entries(shape):
         full = {name: torch.randn(size) for name, size in entry.hf.items()}
@@ -165,9 +165,7 @@ def fill(entry: Entry, full: dict[str, Tensor], rank: int, ranks: int) -> Tensor
 
 
 @given(shapes_and_ranks(), st.integers(1, 800), st.booleans())
-def test_buckets_hold_whole_parameters_and_as_many_as_fit(
-    case: tuple[ModelShape, int], limit: int, fused: bool
-) -> None:
+def test_buckets_hold_whole_parameters_and_as_many_as_fit(case: tuple[ModelSpec, int], limit: int, fused: bool) -> None:
     """Or one after the other the blocks of one that does not fit."""
     shape, _ = case
     sizes, tops = exported(shape), dict.fromkeys(exported(shape), 0)
@@ -200,8 +198,8 @@ def test_buckets_hold_whole_parameters_and_as_many_as_fit(
 
 
 def test_parameters_are_found_under_the_names_of_both_layer_specs() -> None:
-    experts = ExpertShape(2, 1, False, 0.0)
-    shape = ModelShape("qwen3_moe", 1, 4, 2, 2, 2, 4, 8, 1e4, 1e-6, False, False, True, 8, None, experts)
+    experts = MoESpec(2, 1, False, 0.0)
+    shape = ModelSpec("qwen3_moe", 1, 4, 2, 2, 2, 4, 8, 1e4, 1e-6, False, False, True, 8, None, experts)
     both = [entry for entry in entries(shape) if len(entry.megatron) == 2]
     assert [entry.megatron[1] for entry in both] == [
         "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight",
@@ -214,16 +212,16 @@ def test_parameters_are_found_under_the_names_of_both_layer_specs() -> None:
     weight = torch.ones(4)
     for entry in both:
         for name in entry.megatron:
-            held = HeldParameters({name: weight}, frozenset([0]), frozenset([0, 1]))
+            held = LocalParameters({name: weight}, frozenset([0]), frozenset([0, 1]))
             assert held.find(entry) == (name, weight)
     with pytest.raises(KeyError, match="no parameter"):
-        HeldParameters({}, frozenset([0]), frozenset([1])).find(both[3])
-    assert HeldParameters({}, frozenset([0]), frozenset([1])).find(both[2]) is None  # another rank's expert
-    assert HeldParameters({}, frozenset([1]), frozenset([0, 1])).find(both[2]) is None  # another stage's layer
+        LocalParameters({}, frozenset([0]), frozenset([1])).find(both[3])
+    assert LocalParameters({}, frozenset([0]), frozenset([1])).find(both[2]) is None  # another rank's expert
+    assert LocalParameters({}, frozenset([1]), frozenset([0, 1])).find(both[2]) is None  # another stage's layer
 
 
 class Numbered(nn.Module):
-    """A layer of another stage, named as Transformer Engine's grouped experts name their weights."""
+    """A layer of another stage, named as Transformer EngineEndpoint's grouped experts name their weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -240,7 +238,7 @@ def test_layers_and_experts_of_a_rank_get_the_numbers_of_the_whole_model() -> No
     chunk = nn.Module()
     chunk.decoder = nn.Module()
     chunk.decoder.layers = nn.ModuleList([Numbered()])
-    held = HeldParameters.of([chunk])
+    held = LocalParameters.of([chunk])
     assert set(held.parameters) == {f"decoder.layers.5.mlp.experts.linear_fc1.weight{number}" for number in (2, 3)}
     assert (held.layers, held.experts) == ({5}, {2, 3})
 

@@ -24,7 +24,7 @@ import requests
 import torch
 
 from arpo_megatron.config import EngineConfig, ParallelConfig
-from arpo_megatron.engine.admin import DiskPushError, Engine, Engines, WeightPushError
+from arpo_megatron.engine.admin import DiskPushError, EngineAdmin, EngineEndpoint, WeightPushError
 from arpo_megatron.engine.launch import EngineHandle, launch_engine
 from arpo_megatron.engine.wire.buckets import Block, Bucket, sent
 from arpo_megatron.engine.wire.checksums import Sample
@@ -71,12 +71,12 @@ def engine(model: Path) -> Iterator[EngineHandle]:
 @contextmanager
 def weight_sync(
     url: str,
-    make_transport: Callable[[Engines], Transport] = Broadcast,
+    make_transport: Callable[[EngineAdmin], Transport] = Broadcast,
     timeout_s: float = TIMEOUT_S,
     *,
     verify_every: int = 1,
 ) -> Iterator[WeightSync]:
-    requests = Engines([url], timeout_s)
+    requests = EngineAdmin([url], timeout_s)
     sync = WeightSync(requests, make_transport(requests), verify_every=verify_every)
     try:
         yield sync
@@ -116,11 +116,11 @@ def generate(url: str, max_new_tokens: int = 4) -> dict[str, Any]:
 def trainer(directory: Path, seed: int) -> tuple[Any, Any, Any]:
     """A Megatron model with random weights, its shape, and the transformers model it was loaded from."""
     from arpo_megatron.actor.model import build_model
-    from arpo_megatron.models.spec import ModelShape
+    from arpo_megatron.models.spec import ModelSpec
     from arpo_megatron.weights.load import load_hf
 
     reference = make(directory / str(seed), "qwen3-tied", seed=seed)
-    shape = ModelShape.from_hf(directory / str(seed))
+    shape = ModelSpec.from_hf(directory / str(seed))
     model = build_model(shape, ParallelConfig(), "float32")
     load_hf([model], shape, directory / str(seed))
     return model, shape, reference
@@ -175,7 +175,7 @@ def test_every_tensor_of_the_model_can_be_found_in_the_engine(engine: EngineHand
     with weight_sync(engine.url) as sync:
         sync.push([list(tensors.items())], 7)
     samples = {name: Sample.of(tensor, 0.0, 2**30) for name, tensor in tensors.items()}
-    (held,) = Engines([engine.url], TIMEOUT_S).checksums(samples)
+    (held,) = EngineAdmin([engine.url], TIMEOUT_S).checksums(samples)
     for name, tensor in tensors.items():
         bits = tensor.detach().numpy().view(np.int32).ravel().astype(object)
         place = np.arange(bits.size).astype(object)
@@ -232,7 +232,7 @@ def test_an_engines_first_push_one_after_a_failure_and_every_nth_are_verified(en
         with pytest.raises(WeightPushError, match="Failed to update"):
             sync.push([[("model.norm.weight", torch.ones(7))]], 4)
         assert pushes(sync, 2) == [thorough, plain]
-    requests = Engines([engine.url], TIMEOUT_S)
+    requests = EngineAdmin([engine.url], TIMEOUT_S)
     quantized = WeightSync(requests, Broadcast(requests), verify_every=2, comparable=False)
     assert pushes(quantized, 3) == [(LONG_PROBE_TOKENS, ()), plain, (LONG_PROBE_TOKENS, ())]
     quantized.close()
@@ -311,7 +311,7 @@ def test_an_engine_that_was_restarted_is_joined_anew(engine: EngineHandle, model
 
     with launch_engine(model, SIZES, dtype="float32", seed=1, log_path=tmp_path / "log") as second:
         both, port = [engine.url, second.url], int(second.url.rpartition(":")[2])
-        requests = Engines(both, TIMEOUT_S)
+        requests = EngineAdmin(both, TIMEOUT_S)
         sync = WeightSync(requests, Broadcast(requests), verify_every=0)
         push(sync, 25, verified=True)
         push(sync, 26, verified=False)
@@ -369,7 +369,7 @@ def check_silent(url: str, reason: str) -> None:
 
 
 def test_half_a_push_is_served_nowhere_and_no_commit_makes_it_a_whole_one(engine: EngineHandle, model: Path) -> None:
-    engines = Engines([engine.url], TIMEOUT_S)
+    engines = EngineAdmin([engine.url], TIMEOUT_S)
     transport = Broadcast(engines)
     transport.connect(engines.begin(39))
     transport.send([NORM])()
@@ -393,7 +393,7 @@ def test_half_a_push_is_served_nowhere_and_no_commit_makes_it_a_whole_one(engine
 
 
 def test_an_engine_whose_memory_was_lent_is_silent_until_a_push(engine: EngineHandle) -> None:
-    engines = Engines([engine.url], TIMEOUT_S)
+    engines = EngineAdmin([engine.url], TIMEOUT_S)
     engines.resume_memory()  # as after a restart while the trainer had the memory
     generate(engine.url)
     with ThreadPoolExecutor(1) as pool:
@@ -498,7 +498,7 @@ def test_what_is_sent_is_what_the_installed_sglang_takes() -> None:
 
 def test_an_engine_on_another_machine_is_refused_by_shared_memory() -> None:
     with pytest.raises(Exception, match=r"sync\.transport=ipc: the engine at http://192\.0\.2\.1:80 is not on"):
-        SharedMemory(Engines(["http://192.0.2.1:80"], TIMEOUT_S))
+        SharedMemory(EngineAdmin(["http://192.0.2.1:80"], TIMEOUT_S))
 
 
 class MappingEngine(BaseHTTPRequestHandler):
@@ -524,10 +524,10 @@ def test_shared_memory_is_free_between_pushes() -> None:
     with ThreadingHTTPServer(("127.0.0.1", 0), MappingEngine) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_address[1]}"
-        requests = Engines([url], TIMEOUT_S)
+        requests = EngineAdmin([url], TIMEOUT_S)
         transport = SharedMemory(requests)
         for _ in range(2):
-            transport.connect([Engine(url, 2, "")])
+            transport.connect([EngineEndpoint(url, 2, "")])
             for _ in range(2):
                 transport.send(bucket)()
                 assert mapped()
@@ -540,7 +540,7 @@ def test_shared_memory_is_free_between_pushes() -> None:
 def test_a_full_disk_between_trainer_and_engines_is_told_from_what_an_engine_fails_of(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
-    requests = Engines(["http://127.0.0.1:9"], TIMEOUT_S)
+    requests = EngineAdmin(["http://127.0.0.1:9"], TIMEOUT_S)
     transport = Disk(requests, disk / "sync")
     with small_disk(disk, 2**14) as full:
         transport.connect(())

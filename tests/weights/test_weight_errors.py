@@ -12,7 +12,7 @@ from arpo_megatron.config import EngineConfig, ParallelConfig
 from arpo_megatron.errors import UserError
 from arpo_megatron.jobs import resolve
 from arpo_megatron.jobs.inputs import check_inputs
-from arpo_megatron.models.spec import ExpertShape, ModelShape, RopeScaling
+from arpo_megatron.models.spec import ModelSpec, MoESpec, RopeScaling
 from tests.models.tiny_models import LLAMA3_ROPE, make
 
 
@@ -52,7 +52,7 @@ def test_a_model_that_would_be_computed_wrongly_is_refused(
     source: Path, tmp_path: Path, changes: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(UserError) as error:
-        ModelShape.from_hf(write_config(tmp_path, source, **changes))
+        ModelSpec.from_hf(write_config(tmp_path, source, **changes))
     assert said in line(error)
     assert str(tmp_path / "config.json") in line(error)
 
@@ -70,9 +70,9 @@ def test_a_mixture_that_would_be_computed_wrongly_is_refused(
     tmp_path: Path, changes: dict[str, Any], said: str
 ) -> None:
     make(tmp_path, "qwen3moe")
-    assert ModelShape.from_hf(tmp_path).experts == ExpertShape(8, 3, True, 0.001)
+    assert ModelSpec.from_hf(tmp_path).experts == MoESpec(8, 3, True, 0.001)
     with pytest.raises(UserError, match=said) as error:
-        ModelShape.from_hf(write_config(tmp_path, tmp_path, **changes))
+        ModelSpec.from_hf(write_config(tmp_path, tmp_path, **changes))
     assert "\n" not in str(error.value)
 
 
@@ -83,7 +83,7 @@ def test_an_engine_that_would_quantize_a_norm_or_an_expert_without_its_scale_is_
     tmp_path: Path, case: str, possible: bool
 ) -> None:
     make(tmp_path, case)
-    shape = ModelShape.from_hf(tmp_path)
+    shape = ModelSpec.from_hf(tmp_path)
     shape.check_engine(EngineConfig())
     if possible:
         shape.check_engine(EngineConfig(quantization="fp8"))
@@ -94,37 +94,37 @@ def test_an_engine_that_would_quantize_a_norm_or_an_expert_without_its_scale_is_
 
 def test_a_path_that_is_no_model_directory_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is not a directory") as error:
-        ModelShape.from_hf(tmp_path / "nowhere")
+        ModelSpec.from_hf(tmp_path / "nowhere")
     assert "nowhere" in line(error)
     with pytest.raises(UserError, match=r"config\.json is missing"):
-        ModelShape.from_hf(tmp_path)
+        ModelSpec.from_hf(tmp_path)
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(UserError, match="holds no JSON object"):
-        ModelShape.from_hf(tmp_path)
+        ModelSpec.from_hf(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(UserError, match="is not JSON"):
-        ModelShape.from_hf(tmp_path)
+        ModelSpec.from_hf(tmp_path)
 
 
 def test_both_spellings_of_the_rotary_fields_are_read(source: Path, tmp_path: Path) -> None:
     config = json.loads((source / "config.json").read_text())
     del config["rope_parameters"]
     (tmp_path / "config.json").write_text(json.dumps(config | {"rope_theta": 1234.0}))
-    assert ModelShape.from_hf(tmp_path).rope_theta == 1234.0
+    assert ModelSpec.from_hf(tmp_path).rope_theta == 1234.0
     make(tmp_path, "llama", rope_parameters=LLAMA3_ROPE)
-    assert ModelShape.from_hf(tmp_path).rope_scaling == RopeScaling(8.0, 1.0, 4.0, 32)
-    assert ModelShape.from_hf(tmp_path).rope_theta == 5000.0
+    assert ModelSpec.from_hf(tmp_path).rope_scaling == RopeScaling(8.0, 1.0, 4.0, 32)
+    assert ModelSpec.from_hf(tmp_path).rope_theta == 5000.0
 
 
 @pytest.fixture(scope="module")
-def model_and_shape(one_rank: None, source: Path) -> tuple[Any, ModelShape]:
+def model_and_shape(one_rank: None, source: Path) -> tuple[Any, ModelSpec]:
     from arpo_megatron.actor.model import build_model
 
-    shape = ModelShape.from_hf(source)
+    shape = ModelSpec.from_hf(source)
     return build_model(shape, ParallelConfig(), "float32"), shape
 
 
-def refusal(model_and_shape: tuple[Any, ModelShape], path: Path) -> str:
+def refusal(model_and_shape: tuple[Any, ModelSpec], path: Path) -> str:
     from arpo_megatron.weights.load import load_hf
 
     with pytest.raises(UserError) as error:
@@ -133,7 +133,7 @@ def refusal(model_and_shape: tuple[Any, ModelShape], path: Path) -> str:
 
 
 def test_a_missing_a_misshapen_and_an_unknown_tensor_are_named(
-    model_and_shape: tuple[Any, ModelShape], source: Path, tmp_path: Path
+    model_and_shape: tuple[Any, ModelSpec], source: Path, tmp_path: Path
 ) -> None:
     name, file = "model.layers.1.mlp.up_proj.weight", tmp_path / "model.safetensors"
     tensors = load_file(source / "model.safetensors")
@@ -158,7 +158,7 @@ def test_a_missing_tensor_is_found_before_anything_is_started(source: Path, tmp_
         check_inputs(job)
 
 
-def test_missing_and_damaged_files_are_named(model_and_shape: tuple[Any, ModelShape], tmp_path: Path) -> None:
+def test_missing_and_damaged_files_are_named(model_and_shape: tuple[Any, ModelSpec], tmp_path: Path) -> None:
     assert "has neither model.safetensors nor" in refusal(model_and_shape, tmp_path)
     assert "is not a directory" in refusal(model_and_shape, tmp_path / "nowhere")
     (tmp_path / "model.safetensors").write_bytes(b"no safetensors")

@@ -1,1 +1,1 @@
-"""Advantage estimators: a file each. Their names are in `plugins.OWN`."""
+"""Advantage estimators: a file each. Their names are in `plugins.BUILTIN`."""

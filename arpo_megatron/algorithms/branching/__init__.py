@@ -1,4 +1,4 @@
-"""Branch policies: one small pure file each. Their names are in `plugins.OWN`."""
+"""Branch policies: one small pure file each. Their names are in `plugins.BUILTIN`."""
 
 from arpo_megatron.algorithms.branching.arpo import ArpoPolicy
 from arpo_megatron.algorithms.branching.arpo_reference import ArpoReferencePolicy
@@ -19,7 +19,7 @@ from arpo_megatron.algorithms.branching.grpo import GrpoPolicy
 from arpo_megatron.algorithms.branching.random import RandomPolicy
 from arpo_megatron.config import AlgorithmConfig
 from arpo_megatron.errors import UserError
-from arpo_megatron.registry import Point, make
+from arpo_megatron.registry import ExtensionPoint, make
 
 __all__ = [
     "ArpoPolicy",
@@ -45,7 +45,7 @@ __all__ = [
 def make_policy(config: AlgorithmConfig, *, vocabulary_size: int, seed: int) -> BranchPolicy:
     """The part that `algorithm.branching` names. Raises UserError."""
     given = {**config.given(), "vocabulary_size": vocabulary_size, "seed": seed}
-    policy: BranchPolicy = make(Point.BRANCH_POLICY, config.branching, given)
+    policy: BranchPolicy = make(ExtensionPoint.BRANCH_POLICY, config.branching, given)
     return policy
 
 
@@ -58,7 +58,7 @@ def first_trajectories(config: AlgorithmConfig) -> int:
     policy = make_policy(config, vocabulary_size=2, seed=0)  # nothing is decided with it
     if policy.initial > policy.total:
         raise UserError(
-            f"algorithm.initial={policy.initial} exceeds algorithm.samples={policy.total}, and "
+            f"algorithm.initial_rollouts={policy.initial} exceeds algorithm.group_size={policy.total}, and "
             f"algorithm.branching={config.branching} begins with so many trajectories"
         )
     return policy.initial

@@ -20,7 +20,7 @@ class AepoPolicy(ForkingPolicy):
     `ArpoPolicy`; l counts the fork points of this path, up to this one, that have all forked. The probe is one of the N
     trajectories and does not fork. The paper's penalty grows with l; its linear form here and both numbers are those of
     the released code, which rounds N up and counts l for a prompt, in rounds (here: for a path, as the paper says).
-    `algorithm.initial` and `algorithm.threshold` are ignored.
+    `algorithm.initial_rollouts` and `algorithm.threshold` are ignored.
 
     Attributes:
         config: M, Z, alpha, beta, k.
@@ -43,12 +43,12 @@ class AepoPolicy(ForkingPolicy):
         share = (
             1 + math.tanh(self.probe_slope * (root - sum(tools) / len(tools)) / 2)
         ) / 2  # the sigmoid, without overflow
-        return min(self.config.samples, max(2, round(self.config.samples * share)))
+        return min(self.config.group_size, max(2, round(self.config.group_size * share)))
 
     @property
     def measured_tokens(self) -> int:
         """k; 0 where no fork is possible."""
-        return self.config.entropy_tokens if self.config.beam > 1 and self.config.samples > 2 else 0
+        return self.config.entropy_tokens if self.config.beam_size > 1 and self.config.group_size > 2 else 0
 
     def decide(self, point: ForkPoint) -> Decision:
         """One draw for a fork point."""
@@ -56,5 +56,5 @@ class AepoPolicy(ForkingPolicy):
         chance = self.config.branch_probability + self.config.entropy_weight * rise
         chance = min(1.0, max(0.0, chance * max(0.0, 1 - self.streak_penalty * point.streak)))
         draw = uniform_draw(self.seed, point.step, point.task_id, point.path)
-        siblings, why = fork(point, self.config.beam, wanted=draw < chance, why="draw")
+        siblings, why = fork(point, self.config.beam_size, wanted=draw < chance, why="draw")
         return Decision(siblings, BranchRecord(dH=rise, probability=chance, draw=draw, why=why))

@@ -37,5 +37,5 @@ class AepoReferencePolicy(ForkingPolicy):
         draw = uniform_draw(self.seed, point.step, point.task_id, point.path)
         wanted = min(1.0, max(0.0, (1 - draw + weight * rise) * price)) >= limit
         chance = 1 + weight * rise - limit / price if price > 0 else float(limit <= 0)
-        siblings, why = fork(point, self.config.beam, wanted=wanted, why="draw")
+        siblings, why = fork(point, self.config.beam_size, wanted=wanted, why="draw")
         return Decision(siblings, BranchRecord(dH=rise, probability=min(1.0, max(0.0, chance)), draw=draw, why=why))

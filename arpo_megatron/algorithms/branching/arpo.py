@@ -38,5 +38,5 @@ class ArpoPolicy(ForkingPolicy):
             wanted, why = draw < chance, "draw"
         else:
             wanted, why = chance > self.config.threshold, "threshold"
-        siblings, why = fork(point, self.config.beam, wanted=wanted, why=why)
+        siblings, why = fork(point, self.config.beam_size, wanted=wanted, why=why)
         return Decision(siblings, BranchRecord(dH=rise, probability=chance, draw=draw, why=why))

@@ -56,7 +56,7 @@ class ArpoReferencePolicy(ForkingPolicy):
         chance, weight = self.config.branch_probability, self.config.entropy_weight
         draw = uniform_draw(self.seed, point.step, point.task_id, point.path)
         wanted = min(1.0, max(0.0, draw - weight * rise)) <= chance
-        siblings, why = fork(point, self.config.beam, wanted=wanted, why="draw")
+        siblings, why = fork(point, self.config.beam_size, wanted=wanted, why="draw")
         probability = min(1.0, max(0.0, chance + weight * rise))
         return Decision(siblings, BranchRecord(dH=rise, probability=probability, draw=draw, why=why))
 

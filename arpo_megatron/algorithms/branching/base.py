@@ -109,18 +109,18 @@ class ForkingPolicy:
     @property
     def initial(self) -> int:
         """N."""
-        return self.config.initial
+        return self.config.initial_rollouts
 
     @property
     def total(self) -> int:
         """M."""
-        return self.config.samples
+        return self.config.group_size
 
     @property
     def measured_tokens(self) -> int:
         """k; 0 where no fork is possible."""
         config = self.config
-        return config.entropy_tokens if config.beam > 1 and config.samples > config.initial else 0
+        return config.entropy_tokens if config.beam_size > 1 and config.group_size > config.initial_rollouts else 0
 
 
 def fork(point: ForkPoint, beam: int, *, wanted: bool, why: str) -> tuple[int, str]:

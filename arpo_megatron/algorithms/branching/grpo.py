@@ -8,19 +8,19 @@ from arpo_megatron.tree import BranchRecord
 
 @dataclass(frozen=True, slots=True)
 class GrpoPolicy:
-    """`samples` trajectories from the prompt and no forks (GRPO, arXiv 2402.03300, the expectation in eq. 3)."""
+    """`group_size` trajectories from the prompt and no forks (GRPO, arXiv 2402.03300, the expectation in eq. 3)."""
 
-    samples: int
+    group_size: int
 
     @property
     def initial(self) -> int:
         """All of them."""
-        return self.samples
+        return self.group_size
 
     @property
     def total(self) -> int:
         """All of them."""
-        return self.samples
+        return self.group_size
 
     @property
     def measured_tokens(self) -> int:

@@ -25,5 +25,5 @@ class RandomPolicy(ForkingPolicy):
         """One draw for a fork point."""
         chance = self.config.branch_probability
         draw = uniform_draw(self.seed, point.step, point.task_id, point.path)
-        siblings, why = fork(point, self.config.beam, wanted=draw < chance, why="draw")
+        siblings, why = fork(point, self.config.beam_size, wanted=draw < chance, why="draw")
         return Decision(siblings, BranchRecord(dH=0.0, probability=chance, draw=draw, why=why))

@@ -1,1 +1,1 @@
-"""Policy losses: a file each. Their names are in `plugins.OWN`."""
+"""Policy losses: a file each. Their names are in `plugins.BUILTIN`."""

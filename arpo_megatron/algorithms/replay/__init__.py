@@ -1,13 +1,13 @@
 """Old trajectories that are trained again."""
 
-from arpo_megatron.algorithms.replay.base import ExperienceStore
+from arpo_megatron.algorithms.replay.base import ReplayBuffer
 from arpo_megatron.config import AlgorithmConfig
-from arpo_megatron.registry import Point, make
+from arpo_megatron.registry import ExtensionPoint, make
 
 
-def make_store(config: AlgorithmConfig) -> ExperienceStore | None:
-    """The part that `algorithm.store` names; None: there is none. Raises UserError."""
-    if config.store is None:
+def make_replay(config: AlgorithmConfig) -> ReplayBuffer | None:
+    """The part that `algorithm.replay` names; None: there is none. Raises UserError."""
+    if config.replay is None:
         return None
-    store: ExperienceStore = make(Point.STORE, config.store, config.given())
+    store: ReplayBuffer = make(ExtensionPoint.REPLAY, config.replay, config.given())
     return store

@@ -31,7 +31,7 @@ class Experience:
     step: int
 
 
-class ExperienceStore(Protocol):
+class ReplayBuffer(Protocol):
     """Keeps finished trajectories, a bounded number, and replays them. Only the leader holds one. Deterministic.
 
     What it replays keeps its sampling log-probs, with which `algorithm.trajectory_weight_limit` corrects.

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from arpo_megatron.actor import parallel
 from arpo_megatron.actor.actor import Actor
 from arpo_megatron.actor.flex_attention import flex_plan
-from arpo_megatron.actor.microbatch import MicroBatches, Place
+from arpo_megatron.actor.microbatch import ContextShard, MicroBatches
 from arpo_megatron.algorithms.credit import supervised_credit
 from arpo_megatron.bench.gpu.journal import Figures, Part, quantiles
 from arpo_megatron.bench.gpu.kernels import error_parts
@@ -28,7 +28,7 @@ from arpo_megatron.config import EngineConfig, Fp8Recipe, JobConfig, ModelConfig
 from arpo_megatron.engine.launch import launch_engine
 from arpo_megatron.hardware.placement import ON_CPU, Placement
 from arpo_megatron.models.random_init import save_random_weights
-from arpo_megatron.models.spec import ModelShape
+from arpo_megatron.models.spec import ModelSpec
 from arpo_megatron.models.tiny import generated_tokenizer, make_model_directory
 from arpo_megatron.packing.layout import TreePack
 from arpo_megatron.packing.packs import pack_trees
@@ -81,12 +81,12 @@ class Exactness:
         config = JobConfig(name="gpu-exact", model=model, parallel=layout)
         if not torch.distributed.is_initialized():
             parallel.initialize(layout, seed=1)
-        shape = ModelShape.from_hf(self.weights())
+        shape = ModelSpec.from_hf(self.weights())
         return Actor(config, shape, self.weights(), optimizer=config.optimizer, total_updates=10)
 
     def trees(self) -> list[RolloutTree]:
         """Of the mix, in the model's vocabulary."""
-        vocabulary = ModelShape.from_hf(self.weights()).vocabulary
+        vocabulary = ModelSpec.from_hf(self.weights()).vocabulary
         return [MIXES[self.mix].tree(seed, vocabulary) for seed in range(2)]
 
 
@@ -160,7 +160,7 @@ def _gaps(left: Sequence[Floats], right: Sequence[Floats]) -> Floats:
 
 def _prepare_engine(what: Exactness) -> Callable[[], Figures]:
     weights = what.weights()
-    vocabulary = ModelShape.from_hf(weights).vocabulary
+    vocabulary = ModelSpec.from_hf(weights).vocabulary
     prompts = np.random.default_rng(1).integers(3, vocabulary, (what.requests, 64)).tolist()
 
     def measure() -> Figures:
@@ -214,7 +214,7 @@ def _scores(actor: Actor, packs: Sequence[TreePack]) -> list[tuple[Floats, Float
     """Log-probs and entropies of each pack's targets."""
     actor.model.set_is_first_microbatch()
     found = []
-    with MicroBatches(packs, None, Place(multiple_of=actor.config.pack_multiple)) as batches:
+    with MicroBatches(packs, None, ContextShard(multiple_of=actor.config.pack_multiple)) as batches:
         for index in range(len(packs)):
             logprobs, entropies = actor.model(*batches.make(index).inputs)
             found.append((logprobs.double().cpu().numpy(), entropies.double().cpu().numpy()))

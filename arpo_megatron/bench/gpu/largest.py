@@ -95,7 +95,7 @@ def _has_room(found: Plan, hardware: Hardware) -> bool:
 
 def _claim(found: Plan, hardware: Hardware) -> Figures:
     training = sum(found.memory.training.values())
-    optimizer = found.config.sft.optimizer if found.config.cold_start_only else found.config.optimizer
+    optimizer = found.config.sft.optimizer if found.config.sft_only else found.config.optimizer
     return {
         "parameters": found.parameters,
         "share_in_host_memory": optimizer.offload_fraction,

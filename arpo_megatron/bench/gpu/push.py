@@ -23,10 +23,10 @@ from arpo_megatron.bench.gpu.journal import Figures, Part, reset_peak, synchroni
 from arpo_megatron.bench.gpu.random_engines import DUMMY, RandomEngines, copies_per_s, here
 from arpo_megatron.bench.sync import trainer_logprobs
 from arpo_megatron.config import EngineConfig, ParallelConfig, SyncConfig
-from arpo_megatron.engine.admin import Engine, Engines
+from arpo_megatron.engine.admin import EngineAdmin, EngineEndpoint
 from arpo_megatron.engine.launch import EngineHandle, launch_engine
-from arpo_megatron.models.known import KNOWN_SHAPES
-from arpo_megatron.models.spec import ModelShape
+from arpo_megatron.models.known import KNOWN_MODELS
+from arpo_megatron.models.spec import ModelSpec
 from arpo_megatron.trainer.controller import probe_pack
 from arpo_megatron.weights.export import export_hf, hf_buckets
 from arpo_megatron.weights.sync import LONG_PROBE_TOKENS, TIMEOUT_S, WeightSync, probe_gap
@@ -39,7 +39,7 @@ BUCKETS_MB = (SyncConfig().bucket_mb, 1024, 4096)
 Quantization = Literal["none", "fp8"]
 
 
-class TimedEngines(Engines):
+class TimedEngines(EngineAdmin):
     """Requests to an engine, with an account of what they took: seconds by endpoint since `clear`."""
 
     def __init__(self, url: str) -> None:
@@ -50,13 +50,13 @@ class TimedEngines(Engines):
         """Begin anew."""
         self.seconds = {}
 
-    def begin(self, version: int) -> tuple[Engine, ...]:
-        """As `Engines` does it."""
+    def begin(self, version: int) -> tuple[EngineEndpoint, ...]:
+        """As `EngineAdmin` does it."""
         with self._timed("begin"):
             return super().begin(version)
 
     def commit(self, version: int, loads: int) -> None:
-        """As `Engines` does it."""
+        """As `EngineAdmin` does it."""
         with self._timed("commit"):
             super().commit(version, loads)
 
@@ -108,7 +108,7 @@ class Trainer:
     """
 
     chunks: list[TreeGPTModel]
-    shape: ModelShape
+    shape: ModelSpec
     engine: EngineHandle
     requests: TimedEngines
     sync: WeightSync
@@ -143,20 +143,20 @@ class Pushes:
     Attributes:
         engines: where the models' directories are.
         bfloat16: shape of the model whose engine has the trainer's weights.
-        fp8: of the one whose engine quantizes them (not a Qwen3: `ModelShape.check_engine`).
+        fp8: of the one whose engine quantizes them (not a Qwen3: `ModelSpec.check_engine`).
         buckets_mb: `sync.bucket_mb`, the default first.
         repeats: pushes of each, and rounds of lending memory.
     """
 
     engines: RandomEngines
-    bfloat16: ModelShape = KNOWN_SHAPES["Qwen/Qwen3-4B"]
-    fp8: ModelShape = KNOWN_SHAPES["Qwen/Qwen2.5-7B-Instruct"]
+    bfloat16: ModelSpec = KNOWN_MODELS["Qwen/Qwen3-4B"]
+    fp8: ModelSpec = KNOWN_MODELS["Qwen/Qwen2.5-7B-Instruct"]
     buckets_mb: tuple[int, ...] = BUCKETS_MB
     repeats: int = 5
     _trainer: Trainer | None = None
     _kind: Quantization | None = None
 
-    def shape(self, quantization: Quantization) -> ModelShape:
+    def shape(self, quantization: Quantization) -> ModelSpec:
         """Of the model whose engine has weights of that kind."""
         return self.bfloat16 if quantization == "none" else self.fp8
 

@@ -1,7 +1,7 @@
 """Engines at the shapes of known models, with weights that nobody has trained and that no file holds.
 
 SGLang draws the weights itself (its load format `dummy`): they are tiny, so every token of the vocabulary is about
-equally likely, and trees can be grown as from `talkative_model`.
+equally likely, and trees can be grown as from `tool_calling_model`.
 """
 
 import json
@@ -20,12 +20,12 @@ import torch
 
 from arpo_megatron.actor import parallel
 from arpo_megatron.bench.gpu.journal import timed
-from arpo_megatron.bench.talkative_model import OTHERS, sums, talkative_tokenizer
+from arpo_megatron.bench.tool_calling_model import OTHERS, sums, talkative_tokenizer
 from arpo_megatron.config import EngineConfig
 from arpo_megatron.engine.launch import EngineHandle, launch_engine
 from arpo_megatron.engine.server.entropy import WITHOUT_ENTROPY
 from arpo_megatron.hardware.placement import ON_CPU, Placement
-from arpo_megatron.models.spec import ModelShape
+from arpo_megatron.models.spec import ModelSpec
 from arpo_megatron.plan.parameters import whole_model
 
 SEGMENT = 128
@@ -37,7 +37,7 @@ _COPIED_BYTES = 2**30
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class EngineKind:
     """One way to run an engine.
 
     Attributes:
@@ -46,7 +46,7 @@ class Kind:
         quantization: of its weights; FP8 ones are drawn too, so it is for speed alone.
     """
 
-    shape: ModelShape
+    shape: ModelSpec
     entropy: bool = True
     quantization: Literal["none", "fp8"] = "none"
 
@@ -64,9 +64,9 @@ class RandomEngines:
     logs: Path
     dtype: Literal["bfloat16", "float32"]
     sizes: EngineConfig
-    _running: dict[Kind, EngineHandle] = field(default_factory=dict)
+    _running: dict[EngineKind, EngineHandle] = field(default_factory=dict)
     _stack: ExitStack = field(default_factory=ExitStack)
-    _folders: dict[ModelShape, Path] = field(default_factory=dict)
+    _folders: dict[ModelSpec, Path] = field(default_factory=dict)
 
     def __enter__(self) -> "RandomEngines":
         return self
@@ -75,13 +75,13 @@ class RandomEngines:
         self.only()
         self._stack.close()
 
-    def only(self, *kinds: Kind) -> list[EngineHandle]:
+    def only(self, *kinds: EngineKind) -> list[EngineHandle]:
         """These, started where they do not run yet, after all others have been ended."""
         for kind in [kind for kind in self._running if kind not in kinds]:
             self._running.pop(kind).stop()
         return [self._running.get(kind) or self._start(kind) for kind in kinds]
 
-    def folder(self, shape: ModelShape) -> Path:
+    def folder(self, shape: ModelSpec) -> Path:
         """A Hugging Face directory of that shape, without weights."""
         if shape not in self._folders:
             made = self._stack.enter_context(TemporaryDirectory(prefix="arpo-bench-gpu-"))
@@ -89,7 +89,7 @@ class RandomEngines:
             self._folders[shape] = Path(made)
         return self._folders[shape]
 
-    def _start(self, kind: Kind) -> EngineHandle:
+    def _start(self, kind: EngineKind) -> EngineHandle:
         options = dict(DUMMY)
         if kind.quantization != "none":
             options["quantization"] = kind.quantization
@@ -122,7 +122,7 @@ def _without_entropy() -> Iterator[None]:
         del environ[WITHOUT_ENTROPY]
 
 
-def write_directory(folder: Path, shape: ModelShape, dtype: str, calls: Sequence[str]) -> None:
+def write_directory(folder: Path, shape: ModelSpec, dtype: str, calls: Sequence[str]) -> None:
     """config.json and a talkative tokenizer of the shape's vocabulary, with these calls; no weights.
 
     Raises:
@@ -172,7 +172,7 @@ def copies_per_s() -> float:
     return 10 * size / median(timed(copy) for _ in range(5))
 
 
-def step_bytes(shape: ModelShape, *, requests: int, context: int, value: int, product: int) -> float:
+def step_bytes(shape: ModelSpec, *, requests: int, context: int, value: int, product: int) -> float:
     """What a decoding step has to read: every weight but the embedding's unused rows, and the keys and values.
 
     Args:

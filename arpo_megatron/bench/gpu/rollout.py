@@ -21,7 +21,7 @@ import torch
 from arpo_megatron.actor import parallel
 from arpo_megatron.algorithms.branching import make_policy
 from arpo_megatron.bench.gpu.journal import Figures, Part, timed
-from arpo_megatron.bench.gpu.random_engines import Kind, RandomEngines, copies_per_s, step_bytes
+from arpo_megatron.bench.gpu.random_engines import EngineKind, RandomEngines, copies_per_s, step_bytes
 from arpo_megatron.bench.pools import GROUP, new_pool, start
 from arpo_megatron.bench.rollout import LIMITS
 from arpo_megatron.bench.simulated_tools import LATENCIES, SimulatedTools
@@ -29,9 +29,9 @@ from arpo_megatron.config import AlgorithmConfig, EngineConfig
 from arpo_megatron.engine.client import EngineClient
 from arpo_megatron.engine.request import Sampling
 from arpo_megatron.engine.server.entropy import entropy_nats, sampled_entropy_nats
-from arpo_megatron.models.known import KNOWN_SHAPES
-from arpo_megatron.models.spec import ModelShape
-from arpo_megatron.rollout.messages import CollectTrees, GrowReport, GrowSettings
+from arpo_megatron.models.known import KNOWN_MODELS
+from arpo_megatron.models.spec import ModelSpec
+from arpo_megatron.rollout.messages import CollectTrees, RolloutReport, RolloutSettings
 from arpo_megatron.rollout.worker import TokenizerCodec
 from arpo_megatron.tasks.base import Task
 
@@ -74,13 +74,15 @@ class Rollouts:
     """
 
     engines: RandomEngines
-    shapes: Mapping[str, ModelShape] = field(
-        default_factory=lambda: MappingProxyType({n: KNOWN_SHAPES[f"Qwen/Qwen3-{n}"] for n in ("4B", "8B")})
+    shapes: Mapping[str, ModelSpec] = field(
+        default_factory=lambda: MappingProxyType({n: KNOWN_MODELS[f"Qwen/Qwen3-{n}"] for n in ("4B", "8B")})
     )
     loads: Sequence[Load] = (Load(64, 64), Load(LARGEST, 64), Load(64, 2048), Load(16, 64), Load(1, 64))
     tokens: tuple[int, int] = (32, 416)
     repeats: int = 3
-    algorithm: AlgorithmConfig = field(default_factory=lambda: AlgorithmConfig(samples=16, initial=8, entropy_tokens=4))
+    algorithm: AlgorithmConfig = field(
+        default_factory=lambda: AlgorithmConfig(group_size=16, initial_rollouts=8, entropy_tokens=4)
+    )
     tasks: int = 16
     tool_s: float = 0.2
 
@@ -89,20 +91,23 @@ def rollout_parts(what: Rollouts) -> list[Part]:
     """In order of value."""
     (first, shape), *others = what.shapes.items()
     parts = [
-        Part(f"decode {first}, with and without entropies", partial(_prepare_decode, what, Kind(shape), True)),
-        Part(f"trees {first}", partial(_prepare_trees, what, Kind(shape))),
+        Part(f"decode {first}, with and without entropies", partial(_prepare_decode, what, EngineKind(shape), True)),
+        Part(f"trees {first}", partial(_prepare_trees, what, EngineKind(shape))),
     ]
     for name, other in others:
         parts += [
-            Part(f"decode {name}", partial(_prepare_decode, what, Kind(other), False)),
-            Part(f"decode {name} fp8", partial(_prepare_decode, what, Kind(other, quantization="fp8"), False)),
+            Part(f"decode {name}", partial(_prepare_decode, what, EngineKind(other), False)),
+            Part(f"decode {name} fp8", partial(_prepare_decode, what, EngineKind(other, quantization="fp8"), False)),
         ]
-    return [*parts, Part(f"decode {first} fp8", partial(_prepare_decode, what, Kind(shape, quantization="fp8"), False))]
+    return [
+        *parts,
+        Part(f"decode {first} fp8", partial(_prepare_decode, what, EngineKind(shape, quantization="fp8"), False)),
+    ]
 
 
-def _prepare_decode(what: Rollouts, kind: Kind, compare: bool) -> Callable[[], Figures]:
+def _prepare_decode(what: Rollouts, kind: EngineKind, compare: bool) -> Callable[[], Figures]:
     what.engines.folder(kind.shape)
-    kinds = [kind, Kind(kind.shape, entropy=False, quantization=kind.quantization)][: 2 if compare else 1]
+    kinds = [kind, EngineKind(kind.shape, entropy=False, quantization=kind.quantization)][: 2 if compare else 1]
 
     def measure() -> Figures:
         # Before the engines are there: they take nothing from the device while they idle, but they take memory.
@@ -127,7 +132,7 @@ def _prepare_decode(what: Rollouts, kind: Kind, compare: bool) -> Callable[[], F
     return measure
 
 
-def _decode_figures(what: Rollouts, kind: Kind, load: Load, rate: float, steps: list[list[float]]) -> Figures:
+def _decode_figures(what: Rollouts, kind: EngineKind, load: Load, rate: float, steps: list[list[float]]) -> Figures:
     """Of the first engine's steps, in seconds; a second one has no entropies."""
     step = median(steps[0])
     value = 2 if what.engines.dtype == "bfloat16" else 4
@@ -157,7 +162,7 @@ def _decode_figures(what: Rollouts, kind: Kind, load: Load, rate: float, steps: 
     return figures
 
 
-def _prompts(shape: ModelShape, load: Load) -> list[list[int]]:
+def _prompts(shape: ModelSpec, load: Load) -> list[list[int]]:
     rng = np.random.default_rng([load.requests, load.prompt])
     prompts: list[list[int]] = rng.integers(3, shape.vocabulary, (load.requests, load.prompt)).tolist()
     return prompts
@@ -198,7 +203,7 @@ def _entropy_s(rows: int, vocabulary: int) -> tuple[float, float]:
     )
 
 
-def _prepare_trees(what: Rollouts, kind: Kind) -> Callable[[], Figures]:
+def _prepare_trees(what: Rollouts, kind: EngineKind) -> Callable[[], Figures]:
     folder = what.engines.folder(kind.shape)
     codec = TokenizerCodec(folder)
     # Their first words are different: no two tasks share a beginning.
@@ -227,11 +232,11 @@ def _prepare_trees(what: Rollouts, kind: Kind) -> Callable[[], Figures]:
     return measure
 
 
-async def _grow(what: Rollouts, url: str, codec: TokenizerCodec, tasks: Sequence[Task]) -> GrowReport:
+async def _grow(what: Rollouts, url: str, codec: TokenizerCodec, tasks: Sequence[Task]) -> RolloutReport:
     """A tree for each task, all at once, as in a step of a job."""
     policy = make_policy(what.algorithm, vocabulary_size=codec.vocabulary_size, seed=SEED)
     tools = SimulatedTools(what.tool_s, LATENCIES["constant"])
-    settings = GrowSettings(what.algorithm, what.algorithm.samples, Sampling(), LIMITS)
+    settings = RolloutSettings(what.algorithm, what.algorithm.group_size, Sampling(), LIMITS)
     async with EngineClient(url) as engine:
         pool = new_pool(engine, tools, codec, policy, SEED)
         pool.start(start(tasks, step=0, version=0, settings=settings))

@@ -1,9 +1,9 @@
 """A whole ARPO training job of a few steps, trainer and engine on one GPU, beside what the planner says of it.
 
 The model has the shape of Qwen3 4B and random weights. Whole tool calls are tokens of its vocabulary
-(bench/talkative_model.py), as likely as the planner's typical trajectory wants them: so trees fork and tools are called
-for real, and nothing has to be trained. It earns nothing, so its gradients are zero, but computed. The job is the
-ordinary one, ended behind the record of its last step, because what comes then is a checkpoint of 14 bytes a parameter.
+(bench/tool_calling_model.py), as likely as the planner's typical trajectory wants them: so trees fork and tools are
+called for real, and nothing has to be trained. It earns nothing, so its gradients are zero, but computed. The job is
+the ordinary one, ended behind the record of its last step, because what comes then is a checkpoint of 14 bytes a parameter.
 
 Each prediction stands twice: as `arpo plan` gives it before the run, and for the trees that the run has grown, which
 tells the planner's idea of the machine from its idea of the work.
@@ -37,14 +37,14 @@ from arpo_megatron.config import (
 )
 from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.launch.job import opened, run_phases, watching
-from arpo_megatron.models.known import KNOWN_SHAPES
+from arpo_megatron.models.known import KNOWN_MODELS
 from arpo_megatron.models.random_init import save_random_weights
-from arpo_megatron.models.spec import ModelShape
+from arpo_megatron.models.spec import ModelSpec
 from arpo_megatron.monitor.events import EventReader
 from arpo_megatron.monitor.tree_store import read_trees, step_file
 from arpo_megatron.plan import memory, plan, timing
 from arpo_megatron.plan.workload import TOOL_SHARE, TYPICAL_FILL, grown
-from arpo_megatron.utils.processes import RoleDiedError, Roles
+from arpo_megatron.utils.processes import ManagedProcesses, ProcessDiedError
 
 ENDLESS = 10**6
 LIMIT_S = 400.0
@@ -66,7 +66,7 @@ class Step:
     """
 
     directory: Path
-    shape: ModelShape = KNOWN_SHAPES["Qwen/Qwen3-4B"]
+    shape: ModelSpec = KNOWN_MODELS["Qwen/Qwen3-4B"]
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     steps: int = 3
     response: int = 2048
@@ -86,7 +86,7 @@ class Step:
             run_dir=self.directory / "run",
             model=ModelConfig(path=self.directory / "model", dtype=self.dtype, max_length=prompt + self.response),
             parallel=ParallelConfig(distributed_optimizer=True, recompute="full"),
-            algorithm=AlgorithmConfig(samples=self.samples, initial=self.samples // 2, minibatches=2),
+            algorithm=AlgorithmConfig(group_size=self.samples, initial_rollouts=self.samples // 2, minibatches=2),
             rollout=RolloutConfig(
                 max_tool_calls=self.calls, max_response_tokens=self.response, max_tool_tokens=self.response // 4
             ),
@@ -178,7 +178,7 @@ def _run(config: JobConfig, steps: int) -> Watched:
         RuntimeError: a role died; with the last line of what it said.
     """
     found, phase, started, own = Watched(), "start", time.monotonic(), device_used()
-    with opened(config, resume=False) as run, watching(run) as (progress, poll), Roles(run.logs) as roles:
+    with opened(config, resume=False) as run, watching(run) as (progress, poll), ManagedProcesses(run.logs) as roles:
         reader = EventReader(run.events)
 
         def watch() -> None:
@@ -202,7 +202,7 @@ def _run(config: JobConfig, steps: int) -> Watched:
             run_phases(config, run, roles, progress, watch)
         except _EnoughError:
             pass
-        except RoleDiedError as error:
+        except ProcessDiedError as error:
             first, *rest = str(error).strip().splitlines()
             raise RuntimeError(f"{first.partition(';')[0]}: {(rest or [first])[-1].strip(' |')}") from error
     return found

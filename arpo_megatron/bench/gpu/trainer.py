@@ -103,7 +103,7 @@ def measure(config: JobConfig, *, gradients: bool, others: int) -> Figures:
     planned = memory.of_job(config, shape, hardware, work)
     reset_peak()
     free = _available()
-    optimizer = config.sft.optimizer if config.cold_start_only else config.optimizer
+    optimizer = config.sft.optimizer if config.sft_only else config.optimizer
     actor = Actor(config, shape, None, optimizer=None if gradients else optimizer, total_updates=100)
     held = held_bytes(actor)
     built = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
@@ -130,8 +130,8 @@ def measure(config: JobConfig, *, gradients: bool, others: int) -> Figures:
     figures["gib_resident"] = round(resident.highest() / GIB, 2)
     phases = timing.of_step(config, shape, hardware, work, planned.kv_tokens)
     # Of a step's trees this is one.
-    trees_a_step = config.sft.batch if config.cold_start_only else config.train.tasks_per_step
-    updates = 1 if config.cold_start_only else config.algorithm.minibatches
+    trees_a_step = config.sft.batch if config.sft_only else config.train.tasks_per_step
+    updates = 1 if config.sft_only else config.algorithm.minibatches
     expected = phases["forward_backward"] / trees_a_step + (0 if gradients else phases["optimizer"] / updates)
     return figures | {"step_s": beside(expected, median(seconds[1:]), TIME_GOAL), "first_s": round(seconds[0], 2)}
 

@@ -20,15 +20,15 @@ from arpo_megatron.algorithms.credit import supervised_credit
 from arpo_megatron.bench.gpu.journal import Figures, Part, peak_gib, reset_peak, timed
 from arpo_megatron.bench.gpu.kernels import speed_parts
 from arpo_megatron.config import Fp8Recipe, JobConfig, ModelConfig, ParallelConfig
-from arpo_megatron.models.known import KNOWN_SHAPES
-from arpo_megatron.models.spec import ModelShape
+from arpo_megatron.models.known import KNOWN_MODELS
+from arpo_megatron.models.spec import ModelSpec
 from arpo_megatron.packing.flops import Recompute, work_of
 from arpo_megatron.packing.layout import TreePack
 from arpo_megatron.packing.packs import pack_trees
 from arpo_megatron.plan.synthetic_trees import MIXES, flattened
 from arpo_megatron.tree import Role, RolloutTree
 
-QWEN3_4B = KNOWN_SHAPES["Qwen/Qwen3-4B"]
+QWEN3_4B = KNOWN_MODELS["Qwen/Qwen3-4B"]
 PEAK_SIZE = 8192
 
 
@@ -42,7 +42,7 @@ class Bench:
         repeats: timed updates of each kind, after one that is not.
     """
 
-    shape: ModelShape = QWEN3_4B
+    shape: ModelSpec = QWEN3_4B
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     repeats: int = 2
     _key: tuple[str, str] | None = None
@@ -181,7 +181,7 @@ def _measure(bench: Bench, recipe: Fp8Recipe, recompute: Recompute, sides: dict[
     return figures | _gain(figures, sides, bench.shape)
 
 
-def _gain(figures: Figures, sides: dict[str, list[TreePack]], shape: ModelShape) -> Figures:
+def _gain(figures: Figures, sides: dict[str, list[TreePack]], shape: ModelSpec) -> Figures:
     """Trees against their flattened trajectories, and the floor: the ratio of what both have to compute."""
     if len(sides) == 1:
         return {}

@@ -18,8 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from arpo_megatron.engine.server import cpu_expert_routes as cpu_routes
-from arpo_megatron.engine.server import cpu_onednn as cpu_products
-from arpo_megatron.engine.server import cpu_stubs
+from arpo_megatron.engine.server import cpu_onednn, cpu_stubs
 from arpo_megatron.engine.server import entropy as sglang_plugin
 from arpo_megatron.engine.server import gate as push_gate
 from arpo_megatron.errors import USER_ERROR_EXIT_CODE, UserError

@@ -9,7 +9,7 @@ from arpo_megatron.config import JobConfig
 from arpo_megatron.evaluation.agents.base import Deliver, Wanted
 from arpo_megatron.evaluation.response import Decode, no_response, responses_of
 from arpo_megatron.rollout.handle import RolloutHandle
-from arpo_megatron.rollout.messages import CollectTrees, GrowSettings
+from arpo_megatron.rollout.messages import CollectTrees, RolloutSettings
 
 _GROUP = "evaluation"
 _QUEUED = 4
@@ -36,7 +36,7 @@ class GrownAnswers:
 
     def answer(self, wanted: Sequence[Wanted], deliver: Deliver) -> None:
         """As the protocol says. Raises RolloutError, and what `check` raises."""
-        settings = GrowSettings.evaluation(self.config, samples=self.samples)
+        settings = RolloutSettings.evaluation(self.config, samples=self.samples)
         engine = self.config.engine
         waiting = iter(wanted)
         under_way: dict[str, Wanted] = {}

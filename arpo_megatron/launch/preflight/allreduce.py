@@ -11,7 +11,7 @@ import time
 from dataclasses import asdict
 from datetime import timedelta
 
-from arpo_megatron.launch.preflight.check import Finding, failure, ok
+from arpo_megatron.launch.preflight.check import CheckResult, failure, ok
 
 MEETING_S = 40.0
 """How long ranks wait for each other."""
@@ -19,7 +19,7 @@ _START_S = 60.0
 _HERE = "127.0.0.1"
 
 
-def all_reduce(rank: int, count: int, address: str, port: int, device: str) -> Finding:
+def all_reduce(rank: int, count: int, address: str, port: int, device: str) -> CheckResult:
     """One rank of `count` that meet at the first one's address: with NCCL on a GPU, with gloo on "cpu"."""
     import torch
     import torch.distributed as dist
@@ -45,7 +45,7 @@ def all_reduce(rank: int, count: int, address: str, port: int, device: str) -> F
     return ok("network", f"all-reduce over {count} rank(s) with {backend}, {time.monotonic() - started:.1f} s")
 
 
-def on_this_machine(gpus: int, port: int) -> Finding:
+def on_this_machine(gpus: int, port: int) -> CheckResult:
     """A rank for each GPU, or two on the CPU. The worst of what they find."""
     count = gpus or 2
     command = [sys.executable, "-m", "arpo_megatron.launch.preflight.allreduce"]
@@ -68,7 +68,7 @@ def on_this_machine(gpus: int, port: int) -> Finding:
     finally:
         for rank in ranks:
             rank.kill()
-    found = [Finding(**json.loads(text.splitlines()[-1])) for text in said if text]
+    found = [CheckResult(**json.loads(text.splitlines()[-1])) for text in said if text]
     if len(found) < count:
         return failure(
             "network", f"{count - len(found)} of {count} ranks died in an all-reduce", "see the driver's log"

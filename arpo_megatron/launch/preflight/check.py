@@ -15,7 +15,7 @@ Level = Literal["ok", "warning", "failure"]
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class CheckResult:
     """One line of the doctor.
 
     Attributes:
@@ -34,24 +34,24 @@ class Finding:
         return f"{self.level:8} {self.name:12} {self.text}{f': {self.mend}' if self.mend else ''}"
 
 
-def ok(name: str, text: str) -> Finding:
+def ok(name: str, text: str) -> CheckResult:
     """All is well."""
-    return Finding(name, "ok", text)
+    return CheckResult(name, "ok", text)
 
 
-def warning(name: str, text: str, mend: str) -> Finding:
+def warning(name: str, text: str, mend: str) -> CheckResult:
     """The job can run, but not as it might."""
-    return Finding(name, "warning", text, mend)
+    return CheckResult(name, "warning", text, mend)
 
 
-def failure(name: str, text: str, mend: str = "") -> Finding:
+def failure(name: str, text: str, mend: str = "") -> CheckResult:
     """The job cannot run."""
-    return Finding(name, "failure", text, mend)
+    return CheckResult(name, "failure", text, mend)
 
 
 def run_checks(
-    checks: Iterable[tuple[str, Callable[[], Finding]]], each_s: float = CHECK_S, all_s: float = CHECKS_S
-) -> list[Finding]:
+    checks: Iterable[tuple[str, Callable[[], CheckResult]]], each_s: float = CHECK_S, all_s: float = CHECKS_S
+) -> list[CheckResult]:
     """Every check's answer, in order; what a check itself cannot do is its failure, and so is no answer in time.
 
     Args:
@@ -63,9 +63,9 @@ def run_checks(
     return [_answer(name, check, max(1.0, min(each_s, end - time.monotonic()))) for name, check in checks]
 
 
-def _answer(name: str, check: Callable[[], Finding], within_s: float) -> Finding:
+def _answer(name: str, check: Callable[[], CheckResult], within_s: float) -> CheckResult:
     """In a thread of its own, which is left behind where it hangs: nothing else ends a call to a dead filesystem."""
-    found: list[Finding] = []
+    found: list[CheckResult] = []
     thread = threading.Thread(target=lambda: found.append(_tried(name, check)), daemon=True, name=f"check {name}")
     thread.start()
     thread.join(within_s)
@@ -74,7 +74,7 @@ def _answer(name: str, check: Callable[[], Finding], within_s: float) -> Finding
     )
 
 
-def _tried(name: str, check: Callable[[], Finding]) -> Finding:
+def _tried(name: str, check: Callable[[], CheckResult]) -> CheckResult:
     try:
         return check()
     except UserError as error:
@@ -83,7 +83,7 @@ def _tried(name: str, check: Callable[[], Finding]) -> Finding:
         return failure(name, f"the check failed: {type(error).__name__}: {error}", "mend that first")
 
 
-def show(findings: Iterable[Finding], where: str = "") -> bool:
+def show(findings: Iterable[CheckResult], where: str = "") -> bool:
     """Print one line each on standard output; whether none of them is a failure."""
     sound = True
     for finding in findings:

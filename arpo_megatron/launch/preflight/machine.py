@@ -20,7 +20,7 @@ from arpo_megatron.errors import UserError
 from arpo_megatron.hardware.placement import gpu_count
 from arpo_megatron.jobs.checkpoint_dirs import COLD_START_KEPT, checkpoint_directories, kept, step_of
 from arpo_megatron.jobs.run_directory import RunDirectory
-from arpo_megatron.launch.preflight.check import Finding, failure, ok, warning
+from arpo_megatron.launch.preflight.check import CheckResult, failure, ok, warning
 from arpo_megatron.models.known import shape_of
 from arpo_megatron.plan.memory import checkpoint_bytes
 
@@ -36,7 +36,7 @@ PORTS = 32
 CLOCK_SKEW_S = 5.0
 """Clocks further apart than this make logs, deadlines and wandb's curves lie."""
 
-Check = tuple[str, Callable[[], Finding]]
+Check = tuple[str, Callable[[], CheckResult]]
 
 
 def machine_checks(*, gpus: int, on_gpus: bool, config: JobConfig | None = None) -> list[Check]:
@@ -56,7 +56,7 @@ def machine_checks(*, gpus: int, on_gpus: bool, config: JobConfig | None = None)
 
 def _calls_tools(config: JobConfig | None) -> bool:
     """A cold start alone starts no tool service; nothing that is missing for one keeps it from its nodes."""
-    return config is None or not config.cold_start_only
+    return config is None or not config.sft_only
 
 
 def job_checks(config: JobConfig, run: RunDirectory, secrets: Mapping[str, str] = MappingProxyType({})) -> list[Check]:
@@ -74,7 +74,7 @@ def job_checks(config: JobConfig, run: RunDirectory, secrets: Mapping[str, str] 
     ]
 
 
-def check_python() -> Finding:
+def check_python() -> CheckResult:
     """3.11 or 3.12."""
     text = f"Python {platform.python_version()} at {sys.executable}"
     if (3, 11) <= sys.version_info[:2] <= (3, 12):
@@ -82,7 +82,7 @@ def check_python() -> Finding:
     return failure("python", text, "Python 3.11 or 3.12 is wanted")
 
 
-def check_pins(on_gpus: bool) -> Finding:
+def check_pins(on_gpus: bool) -> CheckResult:
     """The packages of a role; on GPUs another version is a warning."""
     found, odd = [], []
     for package, pin in PINS.items():
@@ -99,11 +99,11 @@ def check_pins(on_gpus: bool) -> Finding:
     return level("pins", ", ".join(odd), "install the pinned versions (requirements.lock), or know why not")
 
 
-def check_packages(config: JobConfig | None, on_gpus: bool) -> Finding:
+def check_packages(config: JobConfig | None, on_gpus: bool) -> CheckResult:
     """What this recipe, or on GPUs any, wants besides the pins: an image lacks nothing that is first missed later."""
     modules = list(config.sandbox.preload) if config is not None and _calls_tools(config) else []
     missing = []
-    engines = not config.cold_start_only if config else on_gpus
+    engines = not config.sft_only if config else on_gpus
     if on_gpus:
         missing += _lacking("transformer-engine", lambda found: TE_VERSIONS[0] <= found < TE_VERSIONS[1])
         modules += ["sgl_kernel"] * engines
@@ -134,7 +134,7 @@ def _numbers(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split("+", maxsplit=1)[0].split(".") if part.isdecimal())
 
 
-def check_gpus(wanted: int) -> Finding:
+def check_gpus(wanted: int) -> CheckResult:
     """nvidia-smi lists as many as the job wants, and torch can use them."""
     if shutil.which("nvidia-smi") is None:
         return failure("gpu", "nvidia-smi is not there", "the node has no NVIDIA driver, or the container hides it")
@@ -152,11 +152,11 @@ def check_gpus(wanted: int) -> Finding:
     return ok("gpu", f"{len(lines)} x {lines[0]}")
 
 
-def _no_gpus() -> Finding:
+def _no_gpus() -> CheckResult:
     return warning("gpu", "torch sees none here", "look where the job will run, or give platform=cpu")
 
 
-def check_rdma() -> Finding:
+def check_rdma() -> CheckResult:
     """InfiniBand or RoCE devices, without which NCCL between nodes is slow."""
     devices = sorted(path.name for path in Path("/sys/class/infiniband").glob("*"))
     if devices:
@@ -166,7 +166,7 @@ def check_rdma() -> Finding:
     )
 
 
-def check_isolation(config: JobConfig | None) -> Finding:
+def check_isolation(config: JobConfig | None) -> CheckResult:
     """What holds the code that the model writes, tried for real, and whether the recipe puts up with it."""
     from tools_sandbox.config import Limits, PythonConfig
     from tools_sandbox.python_tool.pool import PythonPool
@@ -188,7 +188,7 @@ def check_isolation(config: JobConfig | None) -> Finding:
     return ok("sandbox", f"level {reached.name.lower()}, at least {wanted.name.lower()} is asked for")
 
 
-def check_model_files(config: JobConfig) -> Finding:
+def check_model_files(config: JobConfig) -> CheckResult:
     """Weights and tokenizer."""
     path = config.model.path
     if config.model.made:
@@ -214,7 +214,7 @@ def _weight_files(path: Path) -> list[str]:
         raise UserError(f"{index} is damaged: {error!r}: fetch the whole model") from None
 
 
-def check_disk(config: JobConfig, run: RunDirectory) -> Finding:
+def check_disk(config: JobConfig, run: RunDirectory) -> CheckResult:
     """Room for the checkpoints that will be kept, and the one that is being written, beside those that are there."""
     place = existing(run.path)
     free = shutil.disk_usage(place).free
@@ -227,7 +227,7 @@ def check_disk(config: JobConfig, run: RunDirectory) -> Finding:
     text = f"{free / 1e9:.1f} GB are free at {place}, {wanted / 1e9:.1f} GB are wanted for checkpoints"
     text += f" beside the {there / 1e9:.1f} GB of this run's" if there else ""
     if free < wanted:
-        fewer = "" if config.cold_start_only else "keep fewer (train.keep_checkpoints, train.keep_every), "
+        fewer = "" if config.sft_only else "keep fewer (train.keep_checkpoints, train.keep_every), "
         return failure("disk", text, f"make room, {fewer}or set `runs` to another filesystem")
     return ok("disk", text)
 
@@ -237,8 +237,8 @@ def _checkpoints(config: JobConfig, run: RunDirectory) -> tuple[int, int]:
     train, count = config.train, 0
     cold, own = checkpoint_directories(run.sft_checkpoints), checkpoint_directories(run.checkpoints)
     if config.sft.steps:  # they stay when it is done
-        count += len(cold) if run.cold_start_done else COLD_START_KEPT
-    if not config.cold_start_only:
+        count += len(cold) if run.sft_done else COLD_START_KEPT
+    if not config.sft_only:
         newest = (step_of(own[-1]) or 0) if own else 0
         due = sorted({*range(train.save_every, train.steps, train.save_every), train.steps})
         all_steps = [*own, *(run.checkpoints / f"step_{step}" for step in due if step > newest)]
@@ -247,7 +247,7 @@ def _checkpoints(config: JobConfig, run: RunDirectory) -> tuple[int, int]:
     return count, sum(file.stat().st_size for path in (*cold, *own) for file in path.rglob("*") if file.is_file())
 
 
-def check_clock(directory: Path) -> Finding:
+def check_clock(directory: Path) -> CheckResult:
     """This machine's clock is that of the filesystem of the run directories, which dates a new file."""
     with tempfile.TemporaryFile(dir=existing(directory)) as file:
         skew = abs(os.fstat(file.fileno()).st_mtime - time.time())
@@ -260,7 +260,7 @@ def existing(directory: Path) -> Path:
     return next(path for path in (directory, *directory.absolute().parents) if path.exists())
 
 
-def check_wandb(config: JobConfig, secrets: Mapping[str, str]) -> Finding:
+def check_wandb(config: JobConfig, secrets: Mapping[str, str]) -> CheckResult:
     """A login, where metrics go there."""
     if config.monitor.wandb != "online":
         return ok("wandb", config.monitor.wandb)

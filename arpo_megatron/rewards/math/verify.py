@@ -38,7 +38,7 @@ _KEPT = 8192  # verdicts: the trajectories of a group often give the same answer
 _log = logging.getLogger(__name__)
 
 
-class Verdict(StrEnum):
+class MathVerdict(StrEnum):
     """What is known of two answers.
 
     UNDECIDED: there was no time, or math-verify failed. That counts as wrong, and is counted.
@@ -51,10 +51,10 @@ class Verdict(StrEnum):
 
 def math_equal(answer: str, truth: str) -> bool:
     """Whether `answer` is mathematically the same as `truth` (plain text or LaTeX, without the box around it)."""
-    return verdict(answer, truth) is Verdict.EQUAL
+    return verdict(answer, truth) is MathVerdict.EQUAL
 
 
-def verdicts(answers: Sequence[str], truth: str) -> list[Verdict]:
+def verdicts(answers: Sequence[str], truth: str) -> list[MathVerdict]:
     """Of several answers to one question; those for which `QUESTION_TIMEOUT_S` leaves no time are undecided."""
     time_left = TimeLeft(QUESTION_TIMEOUT_S)
     return [verdict(answer, truth, time_left) for answer in answers]
@@ -67,22 +67,22 @@ class TimeLeft:
     seconds: float
 
 
-def verdict(answer: str, truth: str, time_left: TimeLeft | None = None) -> Verdict:
+def verdict(answer: str, truth: str, time_left: TimeLeft | None = None) -> MathVerdict:
     """Compare two answers (plain text or LaTeX, without the box around it) in the time left; None: that for one pair.
 
     What math-verify takes is taken from it.
     """
     if max(len(answer), len(truth)) > 10 * MAX_ANSWER_CHARACTERS:  # not even scanned
-        return Verdict.EQUAL if answer.strip() == truth.strip() else Verdict.DIFFERENT
+        return MathVerdict.EQUAL if answer.strip() == truth.strip() else MathVerdict.DIFFERENT
     units = unit_of(answer), unit_of(truth)
     given, expected = canonical(answer, units[1]), canonical(truth, units[0], expected=True)
     # As they are written too: of the expected one a unit is taken away more readily, so one text may have two forms.
     known = same_text(answer, truth) or settled(given, expected)
     if known is not False and max(len(answer), len(truth)) <= MAX_ANSWER_CHARACTERS and not same_unit(*units):
-        return Verdict.DIFFERENT
+        return MathVerdict.DIFFERENT
     if known is None and max(len(given), len(expected)) <= MAX_ANSWER_CHARACTERS and certain(given):
         return _pool.ask(given, expected, time_left or TimeLeft(_PATIENCE * TIMEOUT_S))
-    return Verdict.EQUAL if known else Verdict.DIFFERENT
+    return MathVerdict.EQUAL if known else MathVerdict.DIFFERENT
 
 
 class _Pool:
@@ -91,9 +91,9 @@ class _Pool:
     def __init__(self, size: int) -> None:
         self._places = threading.Semaphore(size)
         self._idle = deque[_Worker]()
-        self._known: dict[tuple[str, str], Verdict] = {}
+        self._known: dict[tuple[str, str], MathVerdict] = {}
 
-    def ask(self, answer: str, truth: str, time_left: TimeLeft) -> Verdict:
+    def ask(self, answer: str, truth: str, time_left: TimeLeft) -> MathVerdict:
         """What math-verify says within the time; a verdict is remembered unless the time was short."""
         found = self._known.get((answer, truth))
         if found is None and time_left.seconds > 0:
@@ -110,7 +110,7 @@ class _Pool:
                 self._known[answer, truth] = found
             if len(self._known) > _KEPT:
                 self._known.pop(next(iter(self._known)), None)
-        return found or Verdict.UNDECIDED
+        return found or MathVerdict.UNDECIDED
 
     def close(self) -> None:
         """End the workers that are idle; a later question starts new ones."""
@@ -126,16 +126,16 @@ class _Worker:
         self._connection: Connection | None = None
         self._owner = 0
 
-    def ask(self, answer: str, truth: str, seconds: float) -> Verdict | None:
+    def ask(self, answer: str, truth: str, seconds: float) -> MathVerdict | None:
         """What math-verify says; None where the time is over before its limit of CPU time is."""
         assert self._connection is not None
         cpu_s, found = min(TIMEOUT_S, seconds), None
         try:
             self._connection.send_bytes(json.dumps([answer, truth, cpu_s]).encode())
             if self._connection.poll(min(seconds, _PATIENCE * cpu_s)):
-                return Verdict(json.loads(self._connection.recv_bytes()))
+                return MathVerdict(json.loads(self._connection.recv_bytes()))
         except (EOFError, OSError):  # it ended itself: out of CPU time or memory
-            found = Verdict.UNDECIDED if cpu_s == TIMEOUT_S else None
+            found = MathVerdict.UNDECIDED if cpu_s == TIMEOUT_S else None
         _log.warning("math-verify could not decide %.80r against %.80r: counted as wrong", answer, truth)
         self.stop()
         self.start()  # in the time of the question that has ended the last one

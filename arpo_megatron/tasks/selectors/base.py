@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from arpo_megatron.config import AlgorithmConfig
 from arpo_megatron.errors import UserError
-from arpo_megatron.registry import Point, make
+from arpo_megatron.registry import ExtensionPoint, make
 from arpo_megatron.tasks.base import Task
 
 
@@ -45,13 +45,13 @@ class TaskSelector(Protocol):
 def make_selector(config: AlgorithmConfig, tasks: Sequence[Task], seed: int) -> TaskSelector:
     """The part that `algorithm.selector` names. Raises UserError."""
     selector: TaskSelector = make(
-        Point.TASK_SELECTOR, config.selector, {**config.given(), "tasks": tasks, "seed": seed}
+        ExtensionPoint.TASK_SELECTOR, config.selector, {**config.given(), "tasks": tasks, "seed": seed}
     )
     return selector
 
 
 @dataclass(slots=True)
-class TaskSampler:
+class EpochSelector:
     """Goes through the tasks in shuffled epochs.
 
     Every epoch holds every task once. A batch may begin in one epoch and end in the next, but never holds a task twice,
@@ -133,7 +133,7 @@ def check_enough(tasks: Sequence[Task], count: int) -> None:
 
 
 def passing(
-    epochs: TaskSampler, count: int, wanted: Callable[[Task], bool], begun: Collection[str] = ()
+    epochs: EpochSelector, count: int, wanted: Callable[[Task], bool], begun: Collection[str] = ()
 ) -> tuple[list[Task], int]:
     """The next `count` different tasks that are wanted, filled up with others where too few are.
 

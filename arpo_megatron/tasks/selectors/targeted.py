@@ -22,7 +22,7 @@ class TargetedTasks:
     embeddings to a few tasks that are tried; here p is the mean accuracy of the task's last tree, and a task without
     one counts as on target, so that it is tried early. What was far from the target comes back as the temperature lets
     it, whose default is ours. A task under way is not drawn again while others can be. The paper's replay is
-    `algorithm.store=rollout_replay`.
+    `algorithm.replay=rollout_replay`.
 
     Attributes:
         tasks: what is drawn from.

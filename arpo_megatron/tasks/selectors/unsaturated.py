@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from arpo_megatron.tasks.base import Task
-from arpo_megatron.tasks.selectors.base import TaskSampler, passing
+from arpo_megatron.tasks.selectors.base import EpochSelector, passing
 
 
 @dataclass(slots=True)
@@ -26,12 +26,12 @@ class UnsaturatedTasks:
     seed: int
     saturated_at: float = 0.9
     success_above: float = 0.5
-    _epochs: TaskSampler = field(init=False)
+    _epochs: EpochSelector = field(init=False)
     _pruned: set[str] = field(default_factory=set, init=False)
     _left_out: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        self._epochs = TaskSampler(self.tasks, self.seed)
+        self._epochs = EpochSelector(self.tasks, self.seed)
 
     def next_batch(self, count: int, begun: Collection[str] = ()) -> list[Task]:
         """See `TaskSelector`."""

@@ -26,7 +26,7 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TemplatePart:
     """A run of tokens of one role."""
 
     role: Role
@@ -46,7 +46,7 @@ class ChatEncoder:
         self._added = set(added)
         self._special = set(tokenizer.all_special_ids) | {i for i, token in added.items() if token.special}
 
-    def encode(self, conversation: Conversation) -> list[Part]:
+    def encode(self, conversation: Conversation) -> list[TemplatePart]:
         """PROMPT, then MODEL and TOOL (context without loss) in turn, up to the last token that carries loss.
 
         What follows that token is seen by nobody, so it is left out.
@@ -154,7 +154,7 @@ class ChatEncoder:
         return str(self._tokenizer.decode(ids, skip_special_tokens=False))
 
 
-def tree_of(task_id: str, parts: Sequence[Part]) -> RolloutTree:
+def tree_of(task_id: str, parts: Sequence[TemplatePart]) -> RolloutTree:
     """A tree of one path."""
     tree = RolloutTree(task_id, parts[0].token_ids)
     for above, part in enumerate(parts[1:]):
@@ -167,13 +167,13 @@ def _dicts(items: Messages) -> list[dict[str, Any]]:
     return [dict(item) for item in items]
 
 
-def _parts(ids: list[int], spans: Sequence[Span]) -> list[Part]:
-    parts: list[Part] = []
+def _parts(ids: list[int], spans: Sequence[Span]) -> list[TemplatePart]:
+    parts: list[TemplatePart] = []
     done = 0
     for low, high in spans:
         if low > done or not parts:
             role = Role.TOOL if parts else Role.PROMPT
-            parts.append(Part(role, np.array(ids[done:low], np.int32)))
-        parts.append(Part(Role.MODEL, np.array(ids[low:high], np.int32)))
+            parts.append(TemplatePart(role, np.array(ids[done:low], np.int32)))
+        parts.append(TemplatePart(Role.MODEL, np.array(ids[low:high], np.int32)))
         done = high
     return parts

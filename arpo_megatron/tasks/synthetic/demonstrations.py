@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from arpo_megatron.tasks.base import Task
-from arpo_megatron.tasks.synthetic.lookup import MIX, NAME_LETTERS, OPERATORS, GeneratedQuestion, Kind, asked
+from arpo_megatron.tasks.synthetic.lookup import MIX, NAME_LETTERS, OPERATORS, GeneratedQuestion, QuestionKind, asked
 from arpo_megatron.tasks.synthetic.writer import Encoder, Writer
 from arpo_megatron.tree import RolloutTree
 
@@ -29,11 +29,11 @@ class Carelessness:
     skipped_hop: float  # two
     ignored_result: float  # every kind
 
-    def of_kind(self, kind: Kind) -> tuple[float, ...]:
+    def of_kind(self, kind: QuestionKind) -> tuple[float, ...]:
         """Chances of the acts that can happen in a task of that kind; they are independent."""
-        if kind is Kind.CALC:
+        if kind is QuestionKind.CALC:
             return (self.wrong_operator, self.ignored_result)
-        if kind is Kind.LOOKUP:
+        if kind is QuestionKind.LOOKUP:
             return (self.misspelt_name, self.ignored_result)
         return (self.misspelt_name, self.skipped_hop, self.ignored_result)
 
@@ -122,7 +122,7 @@ def demonstrate(
 
 def _calculate(chances: Carelessness, task: Task, writer: Writer, rng: random.Random) -> str:
     question = GeneratedQuestion.parse(asked(task))
-    if question.kind is Kind.CALC:
+    if question.kind is QuestionKind.CALC:
         operator = question.operator
         if rng.random() < chances.wrong_operator:
             operator = rng.choice([other for other in OPERATORS if other != operator])
@@ -132,7 +132,7 @@ def _calculate(chances: Carelessness, task: Task, writer: Writer, rng: random.Ra
         if rng.random() < chances.misspelt_name:
             name = name[:-1] + rng.choice([letter for letter in NAME_LETTERS if letter != name[-1]])
         result = int(writer.search(name) or 0)
-        if question.kind is Kind.TWO and rng.random() >= chances.skipped_hop:
+        if question.kind is QuestionKind.TWO and rng.random() >= chances.skipped_hop:
             result = writer.python(result, question.operator, question.right)
     if rng.random() < chances.ignored_result:
         result = rng.randrange(1000)

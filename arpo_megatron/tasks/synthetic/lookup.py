@@ -36,7 +36,7 @@ _MOST_HELD_OUT_PAIRS = len(OPERANDS) ** 2 // 2
 _QUESTION = re.compile(r"(?:(?P<name>[a-z]{4})|(?P<left>\d\d))(?:(?P<operator>[-+*])(?P<right>\d\d))?")
 
 
-class Kind(StrEnum):
+class QuestionKind(StrEnum):
     """Which tools a generated task needs."""
 
     CALC = "calc"  # python
@@ -44,7 +44,7 @@ class Kind(StrEnum):
     TWO = "two"  # search, then python
 
 
-MIX: Mapping[Kind, float] = {Kind.CALC: 0.4, Kind.LOOKUP: 0.3, Kind.TWO: 0.3}
+MIX: Mapping[QuestionKind, float] = {QuestionKind.CALC: 0.4, QuestionKind.LOOKUP: 0.3, QuestionKind.TWO: 0.3}
 """Share of each kind."""
 
 
@@ -52,7 +52,7 @@ MIX: Mapping[Kind, float] = {Kind.CALC: 0.4, Kind.LOOKUP: 0.3, Kind.TWO: 0.3}
 class GeneratedQuestion:
     """What a generated task asks, in parts: `left operator right`, `name`, or `name operator right`."""
 
-    kind: Kind
+    kind: QuestionKind
     name: str = ""
     left: int = 0
     operator: str = ""
@@ -61,9 +61,9 @@ class GeneratedQuestion:
     @property
     def text(self) -> str:
         """The question as the prompt shows it, e.g. "12*34"."""
-        if self.kind is Kind.LOOKUP:
+        if self.kind is QuestionKind.LOOKUP:
             return self.name
-        return f"{self.left if self.kind is Kind.CALC else self.name}{self.operator}{self.right}"
+        return f"{self.left if self.kind is QuestionKind.CALC else self.name}{self.operator}{self.right}"
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -72,10 +72,12 @@ class GeneratedQuestion:
         if match is None or (match["left"] and not match["operator"]):
             raise ValueError(f"not a generated question: {text!r}")
         if match["left"]:
-            return cls(Kind.CALC, left=int(match["left"]), operator=match["operator"], right=int(match["right"]))
+            return cls(
+                QuestionKind.CALC, left=int(match["left"]), operator=match["operator"], right=int(match["right"])
+            )
         if not match["operator"]:
-            return cls(Kind.LOOKUP, name=match["name"])
-        return cls(Kind.TWO, name=match["name"], operator=match["operator"], right=int(match["right"]))
+            return cls(QuestionKind.LOOKUP, name=match["name"])
+        return cls(QuestionKind.TWO, name=match["name"], operator=match["operator"], right=int(match["right"]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,9 +148,9 @@ def prompt(text: str) -> str:
 
 def solve(question: GeneratedQuestion, facts: Mapping[str, str]) -> int:
     """The right answer. Raises KeyError for a name without a fact."""
-    if question.kind is Kind.LOOKUP:
+    if question.kind is QuestionKind.LOOKUP:
         return int(facts[question.name])
-    left = question.left if question.kind is Kind.CALC else int(facts[question.name])
+    left = question.left if question.kind is QuestionKind.CALC else int(facts[question.name])
     return apply(left, question.operator, question.right)
 
 
@@ -173,14 +175,14 @@ class _Source:
 
     def draw(self, task_id: str, *, held_out: bool) -> Task:
         kind = self._rng.choices(list(MIX), weights=list(MIX.values()))[0]
-        if kind is Kind.CALC:
+        if kind is QuestionKind.CALC:
             left, right = self._pair(held_out)
             question = GeneratedQuestion(kind, left=left, operator=self._rng.choice(OPERATORS), right=right)
-        elif kind is Kind.LOOKUP:
+        elif kind is QuestionKind.LOOKUP:
             question = GeneratedQuestion(kind, name=self._name())
         else:
             question = GeneratedQuestion(kind, name=self._name(), operator="+", right=self._rng.choice(OPERANDS))
-        source = "qa" if kind is Kind.LOOKUP else "math"
+        source = "qa" if kind is QuestionKind.LOOKUP else "math"
         return made_task(f"{task_id}-{kind.value}", question.text, solve(question, self.facts), source)
 
     def _pair(self, held_out: bool) -> tuple[int, int]:
