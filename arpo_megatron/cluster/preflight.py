@@ -15,7 +15,7 @@ from arpo_megatron.errors import UserError
 from arpo_megatron.jobs.run_directory import RunDirectory, write_json
 from arpo_megatron.launch.preflight.check import CheckResult, failure, ok, show, warning
 from arpo_megatron.launch.preflight.machine import CLOCK_SKEW_S
-from arpo_megatron.utils.processes import ManagedProcesses, ProcessDiedError, Role, stop_groups
+from arpo_megatron.utils.processes import ManagedProcess, ManagedProcesses, ProcessDiedError, stop_groups
 
 START_S = 300.0
 """For a first report: all nodes start Python and import torch, perhaps from a cold filesystem, and have checked."""
@@ -90,7 +90,7 @@ def examine_nodes(site: SlurmBackend, roles: ManagedProcesses, port: int, poll: 
     site.free_ports.update({name: reports[name].ports for name in names})
 
 
-def _logged(step: Role) -> list[tuple[str, CheckResult]]:
+def _logged(step: ManagedProcess) -> list[tuple[str, CheckResult]]:
     """The failures that nodes could only write to the step's log: they do not see the supervisor's filesystem."""
     said = step.log.read_bytes()[step.log_start :].decode(errors="replace")
     return [(name, failure(check, text)) for name, check, text in _FAILURE.findall(said)]
@@ -100,7 +100,7 @@ class _LateError(Exception):
     """A node has not reported in time."""
 
 
-def _until_late(step: Role, limit_s: float, poll: Callable[[], None]) -> Callable[[], None]:
+def _until_late(step: ManagedProcess, limit_s: float, poll: Callable[[], None]) -> Callable[[], None]:
     """A `poll` that raises _LateError when the first report, or after it the last one, takes too long."""
     deadline, reported = time.monotonic() + limit_s, False
 

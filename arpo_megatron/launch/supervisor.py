@@ -22,9 +22,9 @@ from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.launch.health import HealthPage, ServiceHealth
 from arpo_megatron.monitor.events import EventLog
 from arpo_megatron.utils.processes import (
+    ManagedProcess,
     ManagedProcesses,
     ProcessDiedError,
-    Role,
     exit_code,
     how_it_ended,
     last_lines,
@@ -229,7 +229,7 @@ class Supervisor:
         return [*(service.health() for service in self._services), *map(_role_health, self._roles.running)]
 
 
-def _role_health(role: Role) -> ServiceHealth:
+def _role_health(role: ManagedProcess) -> ServiceHealth:
     """A role that is not a service runs for as long as it is listed."""
     return ServiceHealth(role.name, role.process.pid, True, role.started, 0, "", "", str(role.log))
 

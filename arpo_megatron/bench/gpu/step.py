@@ -1,10 +1,9 @@
 """A whole ARPO training job of a few steps, trainer and engine on one GPU, beside what the planner says of it.
 
-The model has the shape of Qwen3 4B and random weights. Whole tool calls are tokens of its vocabulary
-(bench/tool_calling_model.py), as likely as the planner's typical trajectory wants them: so trees fork and tools are
-called for real, and nothing has to be trained. It earns nothing, so its gradients are zero, but computed. The job is
-the ordinary one, ended behind the record of its last step, because what comes then is a checkpoint of 14 bytes a parameter.
-
+The model has the layout of Qwen3 4B and random weights. Whole tool calls are tokens of its vocabulary
+(bench/tool_calling_model.py), as likely as in the planner's typical trajectory, so trees fork and tools are called for
+real without any training. Rewards are zero, so gradients are zero, but they are computed. The job is the ordinary one,
+stopped after the record of its last step: a checkpoint of 14 bytes a parameter would follow.
 Each prediction stands twice: as `arpo plan` gives it before the run, and for the trees that the run has grown, which
 tells the planner's idea of the machine from its idea of the work.
 """
