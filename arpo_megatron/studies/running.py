@@ -9,7 +9,7 @@ from pathlib import Path
 from arpo_megatron.monitor.events import EventReader
 from arpo_megatron.monitor.progress import Progress
 from arpo_megatron.studies.pieces import ArmRun, Piece
-from arpo_megatron.utils.processes import ManagedProcesses, ProcessDiedError, Role
+from arpo_megatron.utils.processes import ManagedProcess, ManagedProcesses, ProcessDiedError
 
 _LOOK_EVERY_S = 0.2
 
@@ -17,7 +17,7 @@ _LOOK_EVERY_S = 0.2
 @dataclass(slots=True)
 class _Running:
     piece: Piece
-    role: Role
+    role: ManagedProcess
     events: EventReader
     started: float
     doing: str = "starts"

@@ -4,6 +4,7 @@ The model has the layout of Qwen3 4B and random weights. Whole tool calls are to
 (bench/tool_calling_model.py), as likely as in the planner's typical trajectory, so trees fork and tools are called for
 real without any training. Rewards are zero, so gradients are zero, but they are computed. The job is the ordinary one,
 stopped after the record of its last step: a checkpoint of 14 bytes a parameter would follow.
+
 Each prediction stands twice: as `arpo plan` gives it before the run, and for the trees that the run has grown, which
 tells the planner's idea of the machine from its idea of the work.
 """
