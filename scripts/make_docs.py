@@ -1,24 +1,23 @@
-"""Write docs/configuration.md from the config dataclasses, and the generated tables of run-directory.md and cluster.md
+"""Write docs/configuration.md from the config dataclasses, and the generated tables of cluster.md and algorithms.md
 (`make docs`).
 
 A test fails when they are out of date.
 """
 
+import ast
 import dataclasses
 import inspect
+import itertools
 import re
 import types
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-from arpo_megatron.algorithms.papers import table
 from arpo_megatron.cluster.profile import ClusterProfile
 from arpo_megatron.config import JobConfig
 from arpo_megatron.registry import BUILTIN, ExtensionPoint, load
-from arpo_megatron.trainer.metric_docs import attributes, metrics
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
-RUN_DIRECTORY = TARGET.with_name("run-directory.md")
 CLUSTER = TARGET.with_name("cluster.md")
 ALGORITHMS = TARGET.with_name("algorithms.md")
 HEAD = """# Configuration reference
@@ -35,15 +34,8 @@ def render() -> str:
     return "\n".join(parts) + "\n"
 
 
-def render_metrics(page: str) -> str:
-    """The page about the run directory with its list of metrics made anew."""
-    rows = [f"| `{name}` | {meaning.replace(chr(124), chr(92) + chr(124))} |" for name, meaning in metrics().items()]
-    table = "\n".join(["", "| metric | meaning |", "| --- | --- |", *rows, ""])
-    return re.sub(r"(?<=: begin -->\n).*?(?=<!-- end -->)", lambda _: table + "\n", page, flags=re.DOTALL)
-
-
 def render_profile(page: str) -> str:
-    """The page about clusters with the keys of a profile made anew."""
+    """The page about clusters with the keys of a profile rendered again."""
     rows = []
     for name, info in ClusterProfile.__pydantic_fields__.items():
         meaning = " ".join((info.description or "").split()).replace("|", "\\|")
@@ -55,12 +47,9 @@ def render_profile(page: str) -> str:
 
 
 def render_algorithms(page: str) -> str:
-    """The page about methods with its presets, parts and papers made anew."""
+    """The page about methods with its presets and components rendered again."""
     page = re.sub(r"(?<=presets: begin -->\n).*?(?=<!-- presets: end -->)", lambda _: _presets(), page, flags=re.DOTALL)
-    page = re.sub(r"(?<=parts: begin -->\n).*?(?=<!-- parts: end -->)", lambda _: _parts(), page, flags=re.DOTALL)
-    return re.sub(
-        r"(?<=papers: begin -->\n).*?(?=<!-- papers: end -->)", lambda _: table() + "\n", page, flags=re.DOTALL
-    )
+    return re.sub(r"(?<=parts: begin -->\n).*?(?=<!-- parts: end -->)", lambda _: _parts(), page, flags=re.DOTALL)
 
 
 def _presets() -> str:
@@ -94,7 +83,7 @@ def _parts() -> str:
 def _part(title: str, part: type) -> list[str]:
     """The class's own words, and its numbers with their defaults; what every part is given is left out."""
     text = inspect.cleandoc(part.__doc__ or "").partition("\nAttributes:")[0].rstrip()
-    meanings = {name: text for each in reversed(part.__mro__) for name, text in attributes(each).items()}
+    meanings = {name: text for each in reversed(part.__mro__[:-1]) for name, text in _attributes(each).items()}
     shown = []
     for field in dataclasses.fields(part):
         if field.init and field.name not in ("config", "vocabulary_size", "seed", "tasks"):
@@ -108,6 +97,22 @@ def _part(title: str, part: type) -> list[str]:
         *([""] if shown else []),
         f"`{part.__module__.replace('.', '/')}.py`\n",
     ]
+
+
+def _attributes(owner: type) -> dict[str, str]:
+    """Attribute docstrings of a class in its source: name -> text."""
+    section = (owner.__doc__ or "").partition("Attributes:")[2]
+    found = dict(re.findall(r"^ {8}(\w+): (.*(?:\n {12}.*)*)", section, re.MULTILINE))
+    try:
+        (tree,) = ast.parse(inspect.cleandoc(inspect.getsource(owner))).body
+    except (OSError, TypeError, SyntaxError):
+        return found
+    assert isinstance(tree, ast.ClassDef)
+    for field, text in itertools.pairwise(tree.body):
+        match field, text:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(meaning))):
+                found[name] = meaning
+    return {name: " ".join(text.split()).removesuffix(".") for name, text in found.items()}
 
 
 def _section(owner: Any, prefix: str) -> list[str]:
@@ -151,5 +156,4 @@ def _type(kind: Any) -> str:
 if __name__ == "__main__":
     TARGET.write_text(render(), encoding="utf-8")
     CLUSTER.write_text(render_profile(CLUSTER.read_text(encoding="utf-8")), encoding="utf-8")
-    RUN_DIRECTORY.write_text(render_metrics(RUN_DIRECTORY.read_text(encoding="utf-8")), encoding="utf-8")
     ALGORITHMS.write_text(render_algorithms(ALGORITHMS.read_text(encoding="utf-8")), encoding="utf-8")

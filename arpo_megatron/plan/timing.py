@@ -39,7 +39,7 @@ PUSH_OVERHEAD_S = 1.0
 """Of a weight push: begin, commit, the probe."""
 GLOO_SPEED = 4e9
 """Bytes/s that gloo sends from one process: one thread that copies through TCP, whatever the network. An assumption; on
-two slow cores it is 1.2 to 1.5 GB/s (docs/weight-sync.md, the floor of `arpo bench sync`)."""
+two slow cores it is 1.2 to 1.5 GB/s (docs/engines-and-weights.md, the floor of `arpo bench sync`)."""
 MAIN_GRADIENT, MASTER_AND_MOMENTS = 4, 12
 
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from arpo_megatron.monitor.tree_store import StoredTree, read_trees
 from arpo_megatron.rollout.record import TreeRecord, UnfinishedTree, unpack_trees
-from arpo_megatron.trainer import metric_docs as catalogue
 from arpo_megatron.trainer.step_journal import StepJournal, StepSnapshot
 from arpo_megatron.tree import Role
+from tests.repo.metric_names import documented_metrics
 
 ARPO = [sys.executable, "-m", "arpo_megatron"]
 SEED = 7
@@ -35,7 +35,7 @@ def run_to_end(command: list[str], run: Path) -> str:
 
 def undocumented(row: dict[str, Any]) -> list[str]:
     """Names in a row of metrics that docs/run-directory.md does not have."""
-    return sorted(set(row) - set(catalogue.metrics()))
+    return sorted(set(row) - documented_metrics())
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
