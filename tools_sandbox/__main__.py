@@ -12,7 +12,8 @@ from pathlib import Path
 
 from tools_sandbox.config import TOKEN_VARIABLE, ConfigError, load_config
 from tools_sandbox.python_tool.pool import SandboxBroken
-from tools_sandbox.service import descriptors, logs
+from tools_sandbox.service import descriptors
+from tools_sandbox.utils import logs
 
 
 class _CannotStartError(Exception):
@@ -48,8 +49,8 @@ def _serve(arguments: argparse.Namespace) -> None:
     budget = descriptors.share_out(descriptors.raise_limit(), config)
     with _listen(arguments.host, arguments.port, token) as listener:
         # Late, so that a bad file or a taken port is said before the half second that these take.
+        from tools_sandbox.service.dispatch import ToolService
         from tools_sandbox.service.server import Server, build_app
-        from tools_sandbox.service.service import ToolService
 
         host = f"[{arguments.host}]" if ":" in arguments.host else arguments.host
         service = ToolService(config, budget)

@@ -31,7 +31,7 @@ REMEMBERED = {
 _AS_NOBODY = """
 import os, stat, sys
 from pathlib import Path
-from tools_sandbox.python_tool import files, linux
+from tools_sandbox.python_tool import files; from tools_sandbox.utils import linux
 linux.unshare(linux.CLONE_NEWNS)
 linux.mount("", "/", linux.MS_REC | linux.MS_PRIVATE)
 needed = [*files.python_paths(), Path.cwd()]
@@ -51,7 +51,7 @@ os.setuid(65534)
 _WITHOUT_NAMESPACES = """
 import os
 from pathlib import Path
-from tools_sandbox.python_tool import linux
+from tools_sandbox.utils import linux
 uid, gid = os.getuid(), os.getgid()
 linux.make_dumpable(True)
 linux.unshare(linux.CLONE_NEWUSER)

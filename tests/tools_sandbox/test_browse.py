@@ -92,7 +92,7 @@ def test_a_public_address_of_this_machine_is_refused() -> None:
     code = """
 import fcntl, socket, struct
 from tools_sandbox.browse.addresses import AddressPolicy
-from tools_sandbox.python_tool import linux
+from tools_sandbox.utils import linux
 linux.unshare(linux.CLONE_NEWNET)
 def have(address):
     request = struct.pack('16sHH4s8x', b'lo', socket.AF_INET, 0, socket.inet_aton(address))

@@ -26,7 +26,7 @@ import tools_sandbox.client, tools_sandbox.service.server, tools_sandbox.workers
 import tools_sandbox.search.tool, tools_sandbox.browse.tool, tools_sandbox.browse.page, tools_sandbox.bench.search
 from tools_sandbox.config import SandboxConfig
 from tools_sandbox.service.descriptors import Budget
-from tools_sandbox.service.service import Call, ToolService
+from tools_sandbox.service.dispatch import Call, ToolService
 
 async def main():
     service = ToolService(SandboxConfig(), Budget(100, 75))

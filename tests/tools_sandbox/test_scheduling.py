@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tools_sandbox.service.flights import FlightCancelled, Flights
+from tools_sandbox.service.deduplication import SingleFlight, WorkCancelled
 from tools_sandbox.service.scheduling import FairQueue, QueueFull
 
 
@@ -186,7 +186,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 def test_work_goes_on_while_anybody_waits_and_ends_with_the_last() -> None:
     async def run() -> None:
-        flights, work = Flights[int](), Work()
+        flights, work = SingleFlight[int](), Work()
         first, second = (asyncio.create_task(flights.join("k", work)) for _ in range(2))
         await until(lambda: work.began == 1)
         first.cancel()
@@ -207,20 +207,20 @@ def test_work_goes_on_while_anybody_waits_and_ends_with_the_last() -> None:
 
 
 def test_who_comes_back_in_time_finds_the_work_under_way() -> None:
-    async def leave(flights: Flights[int], work: Work) -> None:
+    async def leave(flights: SingleFlight[int], work: Work) -> None:
         gone, before = asyncio.create_task(flights.join("k", work)), work.began
         await until(lambda: work.began == before + 1)
         gone.cancel()
         await asyncio.gather(gone, return_exceptions=True)
 
     async def run() -> None:
-        flights, work = Flights[int](linger_s=600.0), Work()
+        flights, work = SingleFlight[int](linger_s=600.0), Work()
         await leave(flights, work)
         back = asyncio.create_task(flights.join("k", work))
         await asyncio.sleep(0.01)
         work.go_on.set()
         assert await back == 1
-        brief = Flights[int](linger_s=0.02)
+        brief = SingleFlight[int](linger_s=0.02)
         work.go_on.clear()
         await leave(brief, work)
         assert "k" in brief
@@ -234,11 +234,11 @@ def test_who_comes_back_in_time_finds_the_work_under_way() -> None:
 
 def test_ended_work_is_told_to_those_who_wait() -> None:
     async def run() -> None:
-        flights = Flights[int]()
+        flights = SingleFlight[int]()
         waiting = asyncio.create_task(flights.join("k", work := Work()))
         await until(lambda: work.began == 1)
         await flights.cancel()
-        with pytest.raises(FlightCancelled):
+        with pytest.raises(WorkCancelled):
             await waiting
 
     asyncio.run(run())

@@ -1,1 +1,4 @@
-"""bench."""
+"""Benchmarks of the tool service, which `arpo bench sandbox` runs.
+
+They start the service as a process and use `client`; nothing imports them.
+"""

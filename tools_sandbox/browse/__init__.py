@@ -1,5 +1,5 @@
-"""The browse tool: a page of the public web as text.
+"""The browse tool, which returns a page of the public web as text. All of it runs in a worker process.
 
-`addresses` decides which machines may be asked, `fetch` asks them within bounds, `page` turns bytes into readable text,
-`tool` answers a call. All of it runs in a worker process.
+`addresses` decides which machines may be reached, `fetch` requests a page within bounds, `page` turns bytes into text,
+`tool` answers a call. May import `tool`, `config`, `answers` and `utils`.
 """

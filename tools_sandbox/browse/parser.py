@@ -24,8 +24,7 @@ from typing import Any
 
 from tools_sandbox.browse.fetch import FetchFailed, Page
 from tools_sandbox.browse.page import readable
-from tools_sandbox.python_tool import linux
-from tools_sandbox.workers import frames
+from tools_sandbox.utils import frames, linux
 
 _MIB = 1 << 20
 

@@ -46,7 +46,7 @@ class BrowseTool(Tool):
         self._robots = Robots(config, self._policy) if config.robots else None
         self._summary = _Summary(config.summary) if config.summary else None
         self.fingerprint = f"{config}"
-        self.longest_s = config.timeout_s
+        self.max_time_s = config.timeout_s
 
     async def start(self) -> None:
         """Load the parser."""
@@ -54,7 +54,7 @@ class BrowseTool(Tool):
 
     async def run(self, arguments: BrowseArguments, timeout_s: float) -> ToolResult:
         """The page's text, or its summary."""
-        limit_s = min(timeout_s, self.longest_s)
+        limit_s = min(timeout_s, self.max_time_s)
         try:
             async with asyncio.timeout(limit_s):
                 text = await self._read(arguments.url)

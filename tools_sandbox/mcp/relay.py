@@ -1,6 +1,6 @@
 """Stands between the service and an MCP server: lines of bounded length only.
 
-    python mcp_relay.py MOST_BYTES COMMAND [ARGUMENT ...]
+    python relay.py MOST_BYTES COMMAND [ARGUMENT ...]
 
 The server reads from our standard input itself. Of what it writes, a line that is longer than MOST_BYTES is dropped in
 pieces, never held or parsed as a whole; if it answered a request, an error takes its place, so that one call fails and

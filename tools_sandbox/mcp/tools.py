@@ -27,7 +27,7 @@ from tools_sandbox.tool import Tool, ToolBroken
 log = logging.getLogger("tools_sandbox")
 
 _START_TIMEOUT_S = 60.0
-_RELAY = Path(__file__).with_name("mcp_relay.py")
+_RELAY = Path(__file__).with_name("relay.py")
 _LINE_BYTES = 4 << 20
 """Longest answer that is parsed; the service does nothing else meanwhile (some 20 ms)."""
 _DISCONNECTED = (OSError, anyio.ClosedResourceError, anyio.BrokenResourceError, anyio.EndOfStream)

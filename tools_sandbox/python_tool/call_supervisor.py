@@ -21,14 +21,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tools_sandbox.python_tool import isolation as walls_of
-from tools_sandbox.python_tool import linux, watchdog
 from tools_sandbox.python_tool import state as states
+from tools_sandbox.python_tool import watchdog
 from tools_sandbox.python_tool.isolation import Isolation
 from tools_sandbox.python_tool.protocol import HEADER, Outcome, Request, read_head
 from tools_sandbox.python_tool.streams import Kept, broken, judge
 from tools_sandbox.python_tool.walls import Walls, WorkerLimits
 from tools_sandbox.python_tool.watchdog import Watchdog
 from tools_sandbox.python_tool.worker import Ends, run_init
+from tools_sandbox.utils import linux
 
 CALL_NAME = "python-call"
 """What this process is called from the moment its call has come; before that, as the one it is forked from."""

@@ -13,7 +13,8 @@ import sys
 from functools import cache
 from pathlib import Path
 
-from tools_sandbox.python_tool import landlock, linux
+from tools_sandbox.python_tool import landlock
+from tools_sandbox.utils import linux
 
 _SYSTEM_FOLDERS = ("/lib", "/lib32", "/lib64", "/bin", "/usr/lib", "/usr/lib32", "/usr/lib64", "/usr/bin")
 _SYSTEM_DATA = ("/usr/share/zoneinfo",)

@@ -18,8 +18,9 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 
-from tools_sandbox.python_tool import cgroups, files, landlock, linux, seccomp
+from tools_sandbox.python_tool import cgroups, files, landlock, seccomp
 from tools_sandbox.python_tool.walls import Walls, WorkerLimits
+from tools_sandbox.utils import linux
 
 _UID_BASE = 0x7000_0000
 """Ids from here on belong to nobody in any common numbering; one a call: base + pid of its supervisor."""

@@ -11,7 +11,7 @@ import stat
 import struct
 from contextlib import suppress
 
-from tools_sandbox.python_tool import linux
+from tools_sandbox.utils import linux
 
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 _VERSION_FLAG, _PATH_BENEATH = 1, 1

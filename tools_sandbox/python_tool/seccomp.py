@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import struct
 
-from tools_sandbox.python_tool import linux
+from tools_sandbox.utils import linux
 
 # Not here, since the kernel counts them for a user and not for a call, so that one call could leave nothing for the
 # others and the service: epoll (watches; `worker` has asyncio use poll), sendmsg and sendmmsg (descriptors in flight).

@@ -18,11 +18,11 @@ from dataclasses import asdict
 from pathlib import Path
 
 from tools_sandbox.python_tool import isolation as walls_of
-from tools_sandbox.python_tool import linux
 from tools_sandbox.python_tool.call_supervisor import supervise
 from tools_sandbox.python_tool.isolation import Isolation
 from tools_sandbox.python_tool.protocol import PLACE
 from tools_sandbox.python_tool.walls import WorkerLimits
+from tools_sandbox.utils import linux
 
 
 def main(control: socket.socket, root: str, preload: list[str], limits: dict[str, int]) -> None:

@@ -1,5 +1,5 @@
-"""The search tool: remembered queries first, then one engine.
+"""The search tool: it answers remembered queries from its index and other queries from one search engine.
 
-`corpus` reads the sources, `index` builds and opens what is kept of them (BM25 by the library `tantivy`, memory-mapped,
-one for all processes), `remote` speaks to engines behind HTTP, `tool` answers a call.
+`corpus` reads the sources, `index` builds and opens their BM25 index (library `tantivy`, memory-mapped, shared by all
+processes), `remote` calls engines over HTTP, `tool` answers a call. May import `tool`, `config`, `answers`, `utils`.
 """

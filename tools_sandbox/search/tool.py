@@ -24,7 +24,7 @@ class SearchArguments(BaseModel):
     k: int | None = Field(default=None, ge=1, description="Most results wanted; none: as many as the service gives.")
 
 
-class Engine(Protocol):
+class SearchEngine(Protocol):
     """Finds passages for a query."""
 
     fingerprint: str
@@ -75,7 +75,7 @@ class SearchTool(Tool):
         kept = self._index.fingerprint if self._index else ""
         self.fingerprint = f"{self._engine.fingerprint} {kept} {config.max_results} {config.snippet_chars}"
 
-    def _make_engine(self) -> Engine:
+    def _make_engine(self) -> SearchEngine:
         config = self._config
         if config.engine == "local":
             assert self._index is not None

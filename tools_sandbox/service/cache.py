@@ -19,7 +19,7 @@ from pathlib import Path
 
 from tools_sandbox.answers import ToolAnswer, ToolResult
 from tools_sandbox.config import CacheConfig, ConfigError
-from tools_sandbox.service.flights import FlightCancelled, Flights
+from tools_sandbox.service.deduplication import SingleFlight, WorkCancelled
 
 log = logging.getLogger("tools_sandbox")
 
@@ -171,7 +171,7 @@ class AnswerCache:
             if config.sqlite_path is None
             else AnswerFile(config.sqlite_path, config.sqlite_entries, config.sqlite_mb)
         )
-        self._flights: Flights[ToolAnswer] = Flights()
+        self._flights: SingleFlight[ToolAnswer] = SingleFlight()
         self.counts = CacheCounts()
 
     def __len__(self) -> int:
@@ -214,7 +214,7 @@ class AnswerCache:
 
         try:
             return await self._flights.join(key, unused)
-        except FlightCancelled:
+        except WorkCancelled:
             raise
         except Exception:  # its own caller is told
             return None

@@ -20,8 +20,8 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tools_sandbox.service.request_ids import RequestIdReused
-from tools_sandbox.service.service import Call, NoAnswer, ToolService
+from tools_sandbox.service.deduplication import RequestIdReused
+from tools_sandbox.service.dispatch import Call, NoAnswer, ToolService
 
 log = logging.getLogger("tools_sandbox")
 

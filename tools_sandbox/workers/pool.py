@@ -22,7 +22,7 @@ from pydantic import TypeAdapter
 from tools_sandbox.answers import ToolResult
 from tools_sandbox.config import TOKEN_VARIABLE, ConfigError, SandboxConfig
 from tools_sandbox.tool import ToolBroken
-from tools_sandbox.workers import frames
+from tools_sandbox.utils import frames
 
 log = logging.getLogger("tools_sandbox")
 

@@ -18,10 +18,10 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from tools_sandbox.answers import ToolResult
+from tools_sandbox.catalog import worker_tools
 from tools_sandbox.config import ConfigError, SandboxConfig
-from tools_sandbox.service import logs
-from tools_sandbox.tool import Tool, ToolBroken, check_arguments, worker_tools
-from tools_sandbox.workers import frames
+from tools_sandbox.tool import Tool, ToolBroken, check_arguments
+from tools_sandbox.utils import frames, logs
 
 log = logging.getLogger("tools_sandbox")
 

@@ -14,16 +14,17 @@ from typing import Any
 from pydantic import BaseModel
 
 from tools_sandbox.answers import ToolAnswer, ToolResult
+from tools_sandbox.catalog import build_tools, tools_by_name
 from tools_sandbox.config import ConfigError, SandboxConfig
 from tools_sandbox.python_tool.pool import SandboxBroken, SandboxFull
 from tools_sandbox.python_tool.sessions import TRAJECTORY
+from tools_sandbox.python_tool.tool import PythonTool
 from tools_sandbox.service.cache import AnswerCache, cache_key
+from tools_sandbox.service.deduplication import RequestDeduplicator, WorkCancelled
 from tools_sandbox.service.descriptors import Budget
-from tools_sandbox.service.flights import FlightCancelled
 from tools_sandbox.service.metrics import Metrics
-from tools_sandbox.service.request_ids import Replays
 from tools_sandbox.service.scheduling import FairQueue, QueueFull
-from tools_sandbox.tool import PythonTool, Tool, ToolBroken, build_tools, by_name, check_arguments
+from tools_sandbox.tool import Tool, ToolBroken, check_arguments
 from tools_sandbox.utils.temporary import TemporaryFolder
 from tools_sandbox.workers.pool import WorkerPool
 
@@ -81,7 +82,7 @@ class ToolService:
             raise
         self._workers = WorkerPool(self._config, [self._index_folder.path] if self._index_folder else [])
         self._queues: dict[str, FairQueue] = {}
-        self._replays = Replays(config.replay_s, config.orphan_s)
+        self._replays = RequestDeduplicator(config.replay_s, config.orphan_s)
         self._calls: set[asyncio.Task[ToolAnswer]] = set()
         self._answered: Counter[str] = Counter()
         self._started = list[Tool]()
@@ -116,7 +117,7 @@ class ToolService:
 
             mcp_tools = await connect(self._config.mcp)
             self._started += mcp_tools
-            self.tools = by_name([*self.tools.values(), *mcp_tools])
+            self.tools = tools_by_name([*self.tools.values(), *mcp_tools])
         places = self._config.max_concurrency
         waiting = self._budget.waiting(len(self.tools), places, self._config.max_waiting)
         if waiting < self._config.max_waiting:
@@ -140,7 +141,7 @@ class ToolService:
         task.add_done_callback(self._calls.discard)
         try:
             answer = await task
-        except (asyncio.CancelledError, FlightCancelled) as error:
+        except (asyncio.CancelledError, WorkCancelled) as error:
             task.cancel()
             if self.state == "stopping":
                 raise self._refused("stopping", "the service is shutting down") from error
@@ -170,7 +171,7 @@ class ToolService:
             result, seconds = await self._execute(tool, checked, call)
             return ToolAnswer(result.text, result.status, seconds, cached=False)
         key = cache_key(tool.name, tool.fingerprint, _plain(checked))
-        limit_s = min(call.timeout_s, self._config.limits.time_s, tool.longest_s)
+        limit_s = min(call.timeout_s, self._config.limits.time_s, tool.max_time_s)
         try:
             return await self._cache.answer(
                 key, lambda: self._execute(tool, checked, call), limit_s=limit_s, deadline=call.deadline
@@ -204,7 +205,7 @@ class ToolService:
             if tool.in_worker:
                 values = _plain(arguments)
                 return await self._workers.run(tool.name, values, timeout_s, repeatable=tool.repeatable)
-            if tool.keeps_time:
+            if tool.enforces_timeout:
                 return ToolResult(*await tool.run(arguments, timeout_s))
             try:
                 async with asyncio.timeout(timeout_s) as limit:
