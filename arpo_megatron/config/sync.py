@@ -31,6 +31,6 @@ class SyncConfig:
 
     @property
     def bucket_bytes(self) -> int:
-        """Bytes of tensors in a bucket: `bucket_mb` less room for what a push takes besides (docs/engines-and-weights.md)."""
+        """Return the bytes of tensors in a bucket: `bucket_mb` less the rest of what a push needs."""
         whole = self.bucket_mb * 2**20
         return whole - min(12 * 2**20, 3 * whole // 8)

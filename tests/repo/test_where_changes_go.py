@@ -1,4 +1,4 @@
-"""Each kind of extension has one home: CONTRIBUTING.md names it, and every built-in component of that kind lives there."""
+"""Each kind of extension has one home, which CONTRIBUTING.md names and in which every built-in component lives."""
 
 import inspect
 import re
