@@ -10,7 +10,7 @@ import hypothesis
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
-from arpo_megatron.utils.processes import CPU_ENVIRONMENT
+from arpo_megatron.hardware.environment import CPU_ENVIRONMENT
 
 pytest_plugins = ("tests.engine.fixtures",)
 

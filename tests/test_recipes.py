@@ -78,7 +78,9 @@ def test_every_variant_of_a_recipe_resolves_and_changes_what_it_names(recipe: st
 
 def test_a_later_variant_wins_and_a_word_wins_over_all() -> None:
     assert resolve.resolve("deepsearch_14b+4nodes+2nodes").parallel.data == 4
-    assert resolve.resolve("deepsearch_14b+4nodes", words=["parallel.data=2", "engine.replicas=2"]).parallel.data == 2
+    assert (
+        resolve.resolve("deepsearch_14b+4nodes", overrides=["parallel.data=2", "engine.replicas=2"]).parallel.data == 2
+    )
 
 
 @pytest.mark.parametrize(
@@ -102,7 +104,7 @@ FROM_AEPO = dict.fromkeys(("entropy_advantage", "probe_slope", "streak_penalty")
 def test_show_names_the_source_of_each_value(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text("train: {steps: 7}\n")
-    text = render("deepsearch_14b+fp8", file=file, words=["optimizer.lr=2e-6", "engine.hang_timeout_s=120"])
+    text = render("deepsearch_14b+fp8", file=file, overrides=["optimizer.lr=2e-6", "engine.hang_timeout_s=120"])
     lines = {line.split(":")[0].strip(): line for line in text.splitlines() if "#" in line}
     for key, source in (
         ("tasks_per_step", "base deep_search_large"),
@@ -125,7 +127,7 @@ def test_show_names_the_source_of_each_value(tmp_path: Path) -> None:
     ],
 )
 def test_show_names_the_source_of_each_number_of_a_method(variant: str, word: str, expected: dict[str, str]) -> None:
-    text = render(f"deepsearch_14b+{variant}", words=[word])
+    text = render(f"deepsearch_14b+{variant}", overrides=[word])
     section = text.partition("\nalgorithm:\n")[2].partition("\n  samples:")[0]
     numbers = section.partition("  params:")[2].splitlines()
     assert numbers.pop(0).strip() == ("" if expected else "{}")
@@ -165,11 +167,11 @@ def test_other_weights_than_the_recipe_is_for_are_refused(tmp_path: Path) -> Non
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match=r"layers 36, but Qwen/Qwen3-14B has 40.*give model.hub_id=null too"):
-        check_inputs(resolve.resolve("deepsearch_14b", words=[f"model.path={tmp_path}"]))
-    model = resolve.resolve("deepsearch_14b", words=[f"model.path={tmp_path}", "model.hub_id=null"]).model
+        check_inputs(resolve.resolve("deepsearch_14b", overrides=[f"model.path={tmp_path}"]))
+    model = resolve.resolve("deepsearch_14b", overrides=[f"model.path={tmp_path}", "model.hub_id=null"]).model
     assert shape_of(model).layers == 36
 
 
 def test_an_unknown_model_without_files_cannot_be_planned() -> None:
     with pytest.raises(UserError, match="sizes are not known without its files"):
-        shape_of(resolve.resolve("deepsearch_14b", words=["model.hub_id=some/model"]).model)
+        shape_of(resolve.resolve("deepsearch_14b", overrides=["model.hub_id=some/model"]).model)

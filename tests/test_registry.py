@@ -78,13 +78,13 @@ def test_what_cannot_be_loaded_is_one_line(name: str, parts: list[str]) -> None:
 @pytest.mark.usefixtures("installed")
 def test_a_policy_of_others_that_never_forks_is_checked_and_planned_as_such() -> None:
     words = ["algorithm.branching=apart", "algorithm.group_size=4", "algorithm.initial_rollouts=8", "reward.kind=half"]
-    config = resolve("quickstart", words=words)
+    config = resolve("quickstart", overrides=words)
     assert first_trajectories(config.algorithm) == 4
     assert _mix(config, 1.0).initial == 4
     with pytest.raises(
         UserError, match=r"algorithm\.initial_rollouts=8 exceeds algorithm\.group_size=4, and .*=random begins"
     ):
-        resolve("quickstart", words=["algorithm.branching=random", *words[1:]])
+        resolve("quickstart", overrides=["algorithm.branching=random", *words[1:]])
 
 
 def test_numbers_belong_to_a_part_and_have_its_types() -> None:

@@ -10,8 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from arpo_megatron.cli.bench_gpu import app as gpu
+from arpo_megatron.hardware.environment import CPU_ENVIRONMENT
 from arpo_megatron.jobs import resolve
-from arpo_megatron.utils.processes import CPU_ENVIRONMENT
 
 app = typer.Typer(no_args_is_help=True, help="Measure, side by side in one run; the last line is one JSON object.")
 

@@ -25,7 +25,7 @@ def demo(out: Out = Path("gpu"), dry: Dry = False) -> None:
     """The quickstart in bfloat16, trainer and engine on one GPU; after an interruption it goes on."""
     out.mkdir(parents=True, exist_ok=True)
     run = out / "demo"
-    config = resolve.resolve("quickstart", words=["model.dtype=bfloat16", f"run_dir={run}"])
+    config = resolve.resolve("quickstart", overrides=["model.dtype=bfloat16", f"run_dir={run}"])
     print(json.dumps(_dry_demo(config) if dry else _demo(config, resume=run.exists())), flush=True)
 
 
@@ -117,7 +117,7 @@ def profile(out: Out = Path("gpu"), minutes: Minutes = 6.0, dry: Dry = False, fr
 def _prepare() -> None:
     import os
 
-    from arpo_megatron.hardware.placement import trainer_environment
+    from arpo_megatron.hardware.environment import trainer_environment
 
     os.environ.update(trainer_environment("auto"))
     _quiet()

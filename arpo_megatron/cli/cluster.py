@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 app = typer.Typer()
 
 Recipe = Annotated[str, typer.Argument(help="Recipe name; `arpo recipes` lists them.")]
-Words = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Overrides of the recipe.")]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Overrides of the recipe.")]
 Cluster = Annotated[str, typer.Option(help="Profile in slurm/clusters, or the path of one (FILE.yaml).")]
 ConfigFile = Annotated[Path | None, typer.Option("--config", help="YAML file laid over the recipe, below KEY=VALUE.")]
 Run = Annotated[str, typer.Argument(metavar="RUN", help="Name of a submitted run, or its directory.")]
@@ -33,13 +33,13 @@ Chain = Annotated[int, typer.Option(min=1, help="Jobs, one after the other, that
 def submit(
     recipe: Recipe,
     cluster: Cluster,
-    overrides: Words = None,
+    overrides: Overrides = None,
     config: ConfigFile = None,
     nodes: Nodes = None,
     chain: Chain = 1,
     force: Force = False,
     dryrun: Annotated[
-        bool, typer.Option("--dryrun", help="Print the batch script and the role plan, then stop.")
+        bool, typer.Option("--dryrun", help="Print the batch script and the node layout, then stop.")
     ] = False,
 ) -> None:
     """Train a recipe on a Slurm cluster: one allocation with tool service, engines and trainer as its steps.
@@ -72,8 +72,8 @@ def resume(
 ) -> None:
     """Submit a run again, with the code as it is now: it goes on from its newest whole checkpoint.
 
-    It takes as many nodes as before; --nodes are filled with more or fewer data-parallel ranks and engines; with words
-    that change the number of ranks, the engines or their placement it takes as many GPU nodes as that layout does.
+    The job takes as many nodes as before. --nodes fills that many nodes with more or fewer data-parallel ranks and
+    engines. Overrides that change ranks, engines or their placement take the number of GPU nodes that they need.
     """
     from arpo_megatron.cluster import runs as commands
     from arpo_megatron.cluster.profile import load_profile
@@ -84,9 +84,9 @@ def resume(
     elsewhere(cluster, "resume", run, *(overrides or ()), nodes=nodes, chain=chain, force=force)
     directory = commands.find_run(run, cluster)
     profile = load_profile(cluster or str(directory.cluster))
-    said = resolve.explicit_keys(resolve.word_layers(overrides or ()))
+    said = resolve.explicit_keys(resolve.override_layers(overrides or ()))
     before = config_said(directory)
-    job = resolve.over(before, overrides or ())
+    job = resolve.with_overrides(before, overrides or ())
     gpus = profile.gpus_of(job)
     if nodes is not None and gpus:
         job = scaled(job, nodes, gpus, keep=said)
@@ -102,15 +102,15 @@ def _layout(job: JobConfig) -> tuple[object, ...]:
 
 
 def _resolved(
-    recipe: str, profile: "ClusterProfile | None", nodes: int | None, words: Sequence[str], file: Path | None = None
+    recipe: str, profile: "ClusterProfile | None", nodes: int | None, overrides: Sequence[str], file: Path | None = None
 ) -> JobConfig:
     """The job on so many nodes of the cluster; None: as the recipe has it."""
     from arpo_megatron.plan.nodes import on_nodes
 
-    job = resolve.resolve(recipe, file=file, words=words)
+    job = resolve.resolve(recipe, file=file, overrides=overrides)
     if nodes is not None and profile is not None and profile.gpus_of(job):
-        # Once more, because a layout for so many nodes lies between the recipe and the words.
-        job = on_nodes(recipe, nodes, profile.gpus_of(job), file=file, words=words)
+        # Once more, because a layout for so many nodes lies between the recipe and the overrides.
+        job = on_nodes(recipe, nodes, profile.gpus_of(job), file=file, overrides=overrides)
     return job
 
 
@@ -180,7 +180,7 @@ def cancel(run: Run, cluster: Where = None) -> None:
 @app.command()
 def doctor(
     recipe: Annotated[str | None, typer.Argument(help="Look at what this recipe needs, too.")] = None,
-    overrides: Words = None,
+    overrides: Overrides = None,
     cluster: Annotated[str | None, typer.Option(help="Look at this cluster from here, its login node.")] = None,
 ) -> None:
     """Check this machine, a recipe's files and a cluster before anything is started; a line each, with how to mend.
@@ -194,7 +194,7 @@ def doctor(
     elsewhere(cluster, "doctor", recipe, *(overrides or ()))
 
     if overrides and recipe is None:
-        raise UserError("KEY=VALUE words need a recipe")
+        raise UserError("KEY=VALUE needs a recipe")
     profile = None if cluster is None else load_profile(cluster)
     job = None if recipe is None else _resolved(recipe, profile, profile.nodes if profile else None, overrides or ())
     if not examine(job, profile):

@@ -52,7 +52,7 @@ def _check_recipe(config: JobConfig, profile: ClusterProfile | None) -> CheckRes
         return ok("recipe", f"{config.name} can run on this machine")
     check_files(config)
     submission = prepare_submission(config, profile, nodes=None)
-    forecast, plan = submission.forecast, submission.plan
+    forecast, plan = submission.forecast, submission.layout
     if forecast is not None and not forecast.fits:
         return failure("recipe", f"{config.name} does not fit: {forecast.reason}", "arpo plan shows layouts that do")
     return ok("recipe", f"{config.name} on {plan.nodes} node(s): {'; '.join(plan.describe())}")

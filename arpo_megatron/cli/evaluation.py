@@ -96,7 +96,7 @@ def evaluate(
         out=out,
         train_data=train_data,
         system_prompt=system_prompt,
-        words=tuple(overrides or ()),
+        overrides=tuple(overrides or ()),
     )
     print(json.dumps(run(wish, _tell)), flush=True)
 

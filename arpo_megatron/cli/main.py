@@ -32,7 +32,7 @@ app.add_typer(evaluation)
 app.add_typer(study, name="study")
 
 Recipe = Annotated[str, typer.Argument(help="Recipe name, with variants as RECIPE+VARIANT; `arpo recipes` lists them.")]
-Words = Annotated[
+Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, e.g. algorithm.entropy_weight=0.4")
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on with the newest run of this config from its last step.")]
@@ -42,7 +42,7 @@ Seed = Annotated[int | None, typer.Option(help="Everything random follows from i
 
 @app.command()
 def demo(
-    overrides: Words = None,
+    overrides: Overrides = None,
     seed: Seed = None,
     algorithm: Annotated[str | None, typer.Option(help="arpo, or a comparison: grpo, random, arpo_reference.")] = None,
     config: ConfigFile = None,
@@ -53,8 +53,8 @@ def demo(
 
     The last line of standard output is one JSON object with the figures.
     """
-    words = [*([] if algorithm is None else [f"algorithm.name={algorithm}"]), *(overrides or ())]
-    job = _resolve("quickstart", words, config, seed)
+    overrides = [*([] if algorithm is None else [f"algorithm.name={algorithm}"]), *(overrides or ())]
+    job = _resolve("quickstart", overrides, config, seed)
     if dry_run:
         return _print_plan(job)
     from arpo_megatron.launch.demo import run_demo
@@ -76,12 +76,12 @@ def _start_sft(job: JobConfig, resume: bool) -> None:
 
 
 def _recipe_command(name: str, text: str, start: Callable[[JobConfig, bool], None]) -> None:
-    """Add a command that runs a recipe; all of them take the same words and options."""
+    """Add a command that runs a recipe; all of them take the same overrides and options."""
 
     @app.command(name, help=text)
     def command(
         recipe: Recipe,
-        overrides: Words = None,
+        overrides: Overrides = None,
         config: ConfigFile = None,
         seed: Seed = None,
         resume: Resume = False,
@@ -179,7 +179,7 @@ def judge_report(
     labels: Annotated[
         Path, typer.Option(help='JSON lines with "question", "truth", "answer" and "correct" (true or false).')
     ],
-    overrides: Words = None,
+    overrides: Overrides = None,
     config: ConfigFile = None,
 ) -> None:
     """How far a job's judge (reward.judge) agrees with labels, and how often hostile answers fool it.
@@ -230,17 +230,17 @@ def recipes() -> None:
 
 
 @app.command()
-def show(recipe: Recipe, overrides: Words = None, config: ConfigFile = None, seed: Seed = None) -> None:
-    """Print a resolved config and where each value comes from: default, base, recipe, variant, file or word."""
+def show(recipe: Recipe, overrides: Overrides = None, config: ConfigFile = None, seed: Seed = None) -> None:
+    """Print a resolved config and where each value comes from: default, base, recipe, variant, file or override."""
     from arpo_megatron.jobs.explain import render
 
-    print(render(recipe, file=config, words=_words(overrides, seed)), end="")
+    print(render(recipe, file=config, overrides=_with_seed(overrides, seed)), end="")
 
 
 @app.command("plan")
 def plan_command(
     recipe: Recipe,
-    overrides: Words = None,
+    overrides: Overrides = None,
     config: ConfigFile = None,
     gpu: Gpu = "h100-80",
     nodes: Annotated[int | None, typer.Option(min=1, help="Nodes; default: those of the recipe's layout.")] = None,
@@ -256,7 +256,7 @@ def plan_command(
     from arpo_megatron.plan.search import search as search_layouts
 
     hardware = Hardware.named(gpu)
-    job = on_nodes(recipe, nodes, hardware.gpus, file=config, words=overrides or ())
+    job = on_nodes(recipe, nodes, hardware.gpus, file=config, overrides=overrides or ())
     found = plan(job, hardware, nodes)
     others = search_layouts(found.config, hardware) if search else None
     if as_json:
@@ -269,12 +269,12 @@ def plan_command(
         raise typer.Exit(1)
 
 
-def _resolve(recipe: str, words: Sequence[str] | None, config: Path | None, seed: int | None) -> JobConfig:
-    return resolve.resolve(recipe, file=config, words=_words(words, seed))
+def _resolve(recipe: str, overrides: Sequence[str] | None, config: Path | None, seed: int | None) -> JobConfig:
+    return resolve.resolve(recipe, file=config, overrides=_with_seed(overrides, seed))
 
 
-def _words(words: Sequence[str] | None, seed: int | None) -> list[str]:
-    return [*(words or ()), *([] if seed is None else [f"seed={seed}"])]
+def _with_seed(overrides: Sequence[str] | None, seed: int | None) -> list[str]:
+    return [*(overrides or ()), *([] if seed is None else [f"seed={seed}"])]
 
 
 def _open_run(path: Path) -> run_directory.RunDirectory:

@@ -62,7 +62,7 @@ def checked(laid_preset: str, **values: Any) -> JobConfig:
             f"algorithm.name={job.algorithm.name} alone leaves the method as it is ({laid_preset}): "
             f"make the recipe with it, job=RECIPE(preset='{job.algorithm.name}')"
         )
-    return resolve.over(job, ())
+    return resolve.with_overrides(job, ())
 
 
 # nemo-run reads names and types of `job.KEY=VALUE` here: those of a job.
@@ -77,8 +77,8 @@ checked.__signature__ = _OF_JOB.replace(  # type: ignore[attr-defined]
 
 def _factory(name: str) -> Factory:
     def recipe(variants: str = "", preset: str = "") -> run.Config[JobConfig]:
-        words = [f"algorithm.name={preset}"] if preset else []
-        job = resolve.resolve("+".join([name, *filter(None, variants.split("+"))]), words=words)
+        overrides = [f"algorithm.name={preset}"] if preset else []
+        job = resolve.resolve("+".join([name, *filter(None, variants.split("+"))]), overrides=overrides)
         sections = {field.name: configured(getattr(job, field.name)) for field in dataclasses.fields(job)}
         return run.Config(checked, laid_preset=job.algorithm.name, **sections)
 
@@ -96,14 +96,14 @@ def train(job: JobConfig, resume: bool = False) -> None:
     """The whole job: cold start where it has one, the ARPO loop, and the export."""
     from arpo_megatron.launch.job import run_job
 
-    run_job(resolve.over(job, ()), resume=resume)
+    run_job(resolve.with_overrides(job, ()), resume=resume)
 
 
 def sft(job: JobConfig, resume: bool = False) -> None:
     """Supervised training, and the export."""
     from arpo_megatron.launch.job import run_sft
 
-    run_sft(resolve.over(job, ()), resume=resume)
+    run_sft(resolve.with_overrides(job, ()), resume=resume)
 
 
 run.cli.entrypoint(namespace="arpo", help="Run a recipe on this machine, as `arpo train` does.")(train)

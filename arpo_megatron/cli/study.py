@@ -68,7 +68,13 @@ def entropy(
 
 
 def _study(
-    name: str, words: list[str], seeds: int | None, jobs: int, out: Path | None, report: Path | None, only: str | None
+    name: str,
+    overrides: list[str],
+    seeds: int | None,
+    jobs: int,
+    out: Path | None,
+    report: Path | None,
+    only: str | None,
 ) -> None:
     from dataclasses import replace
 
@@ -88,14 +94,14 @@ def _study(
             raise UserError(f"--only {only}: {name} has no arm {unknown[0]!r}; arms: {', '.join(design.arms)}")
         design = replace(design, arms=tuple(arm for arm in design.arms if arm in arms))
     place = (out or RUNS / f"study-{name}").absolute()
-    runs = pieces.plan(design, place, seeds or design.seeds, words)
+    runs = pieces.plan(design, place, seeds or design.seeds, overrides)
     pieces.check(runs)
     place.mkdir(parents=True, exist_ok=True)
     with Progress() as progress:
         study = Study(runs, place, jobs, progress)
         study.run()
     options = [f"--seeds {seeds or design.seeds}", f"--jobs {jobs}", *([] if only is None else [f"--only {only}"])]
-    command = " ".join(["arpo study", name, *map(shlex.quote, words), *options])
+    command = " ".join(["arpo study", name, *map(shlex.quote, overrides), *options])
     try:
         found = StudyResults.of(design, table.collect(runs), command, sorted({run.seed for run in runs}))
         for path in write_report(found, report or place / "report"):

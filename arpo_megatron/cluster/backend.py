@@ -1,6 +1,6 @@
 """The nodes of a Slurm allocation as the site of a job: every role is a step of it, started with srun.
 
-All steps overlap (`--overlap`) and see all GPUs of their node; which of them a role uses is said by the role plan, as
+All steps overlap (`--overlap`) and see all GPUs of their node; which of them a role uses is said by the node layout, as
 on one machine: `--exact` would divide the CPUs and could not let an engine share the trainer's GPUs.
 """
 
@@ -23,7 +23,7 @@ from arpo_megatron.engine.server.main import LAUNCHER_PID_VARIABLE
 from arpo_megatron.errors import UserError
 from arpo_megatron.hardware.placement import Placement
 from arpo_megatron.jobs.run_directory import RunDirectory
-from arpo_megatron.plan.roles import RolePlan
+from arpo_megatron.plan.node_layout import NodeLayout
 from arpo_megatron.utils.processes import GRACE_S
 from arpo_megatron.utils.service_spec import ServiceSpec
 
@@ -55,7 +55,7 @@ class SlurmBackend:
 
     Attributes:
         profile: of the cluster.
-        plan: which role runs where.
+        layout: which role runs where.
         nodes: of the allocation.
         free_ports: of each node by its name, found there by the doctor.
         run: run directory; all nodes see it.
@@ -63,7 +63,7 @@ class SlurmBackend:
     """
 
     profile: ClusterProfile
-    plan: RolePlan
+    layout: NodeLayout
     nodes: Sequence[Node]
     run: RunDirectory
     job_id: str
@@ -83,7 +83,7 @@ class SlurmBackend:
 
     def placement(self, config: JobConfig, engine: int) -> Placement:
         """As planned."""
-        return self.plan.placement(engine)
+        return self.layout.placement(engine)
 
     def place(self, role: str, program: ServiceSpec) -> ServiceSpec:
         """The program as a step on its node."""
@@ -99,7 +99,7 @@ class SlurmBackend:
 
     def ranks(self, module: str, arguments: Sequence[str], config: JobConfig) -> tuple[list[str], dict[str, str]]:
         """One task a rank (`rank.py`), spread as planned."""
-        nodes, each = self.nodes[: self.plan.trainer_nodes], self.plan.ranks_per_node
+        nodes, each = self.nodes[: self.layout.trainer_nodes], self.layout.ranks_per_node
         command = self.python([sys.executable, "-m", "arpo_megatron.cluster.rank", module, *arguments])
         (port,) = self.ports("trainer", 1)
         variables = {"MASTER_ADDR": nodes[0].address, "MASTER_PORT": str(port), RANKS_PER_NODE: str(each)}
@@ -173,7 +173,7 @@ class SlurmBackend:
             f"--ntasks={len(nodes) * tasks_per_node}",
             f"--ntasks-per-node={tasks_per_node}",
             f"--nodelist={','.join(node.name for node in nodes)}",
-            *gpu_words(self.profile, self.plan),
+            *gpu_options(self.profile, self.layout),
             *(self._container() if inside else ()),
             *("bash", "-c", task, "arpo", *command),
         ]
@@ -207,18 +207,18 @@ class SlurmBackend:
         ]
 
     def _node(self, role: str) -> Node:
-        return self.nodes[self.plan.place(int(role[len("engine-") :]))[0] if role.startswith("engine-") else 0]
+        return self.nodes[self.layout.place(int(role[len("engine-") :]))[0] if role.startswith("engine-") else 0]
 
 
 def _scratch_of(job_id: str) -> Path:
     return Path(f"/tmp/arpo-{job_id}")  # noqa: S108  (IPC sockets want a short path that belongs to the node)
 
 
-def gpu_words(profile: ClusterProfile, plan: RolePlan) -> list[str]:
+def gpu_options(profile: ClusterProfile, layout: NodeLayout) -> list[str]:
     """How a step, or an allocation, asks for all GPUs of its nodes, if it wants any."""
-    if not plan.gpus or profile.gpu_request == "none":
+    if not layout.gpus or profile.gpu_request == "none":
         return []
-    amount = f"{profile.gpu_type}:{plan.gpus}" if profile.gpu_type else str(plan.gpus)
+    amount = f"{profile.gpu_type}:{layout.gpus}" if profile.gpu_type else str(layout.gpus)
     return [f"--gres=gpu:{amount}" if profile.gpu_request == "gres" else f"--gpus-per-node={amount}"]
 
 

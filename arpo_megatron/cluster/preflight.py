@@ -26,7 +26,7 @@ LAST_S = 10.0
 _NO_REPORT = "report"
 """The check of a node that has left none."""
 _FAILURE = re.compile(r"^(\S+): failure +(\S+) +(.+)$", re.MULTILINE)
-"""A line of `show` on a node: its name, the check, what was found and how to mend it."""
+"""A line of `show` on a node: its name, the check, what was found and how to fix it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ def examine_nodes(site: SlurmBackend, roles: ManagedProcesses, port: int, poll: 
     if worst := guilty(findings):
         name, item = worst
         kind = SilentNodeError if item.name == _NO_REPORT else UserError
-        raise kind(f"doctor: {item.name} on {name}: {item.text}{f': {item.mend}' if item.mend else ''}")
+        raise kind(f"doctor: {item.name} on {name}: {item.text}{f': {item.fix}' if item.fix else ''}")
     site.free_ports.update({name: reports[name].ports for name in names})
 
 
@@ -135,7 +135,7 @@ def judged(reports: Mapping[str, Report], names: list[str]) -> list[tuple[str, C
     met = not found and all(item.level == "ok" for item in _meetings(reports))
     if not met:
         text = "not compared: the nodes have not met"
-        return [*found, ("all nodes", warning("clock", text, "mend what kept them from it"))]
+        return [*found, ("all nodes", warning("clock", text, "fix what kept them from it"))]
     clocks = [report.clock for report in reports.values()]
     skew = max(clocks) - min(clocks)
     text = f"{skew:.2f} s between the nodes"

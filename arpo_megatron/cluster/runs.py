@@ -113,7 +113,7 @@ def _newest(states: Sequence[slurm.JobState]) -> slurm.JobState | None:
 
 def nodes_of(run: RunDirectory) -> int:
     """How many nodes its newest submission asked for."""
-    return int(submissions_of(run)[-1]["plan"]["nodes"])
+    return int(submissions_of(run)[-1]["layout"]["nodes"])
 
 
 def _progress(run: RunDirectory) -> str:

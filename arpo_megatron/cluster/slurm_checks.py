@@ -68,7 +68,7 @@ def check_gres(profile: ClusterProfile) -> CheckResult:
     if max((gpus_in(gres, profile.gpu_type) for gres in shown), default=0) < profile.gpus_per_node:
         asked = f"{profile.gpus_per_node} GPUs{f' of type {profile.gpu_type}' if profile.gpu_type else ''}"
         text = f"nodes have {', '.join(sorted(shown)) or 'no gres'}, the profile says {asked}"
-        return failure("gres", text, "mend gpus_per_node and gpu_type, or set gpu_request: none")
+        return failure("gres", text, "fix gpus_per_node and gpu_type, or set gpu_request: none")
     return ok("gres", ", ".join(sorted(shown)))
 
 
@@ -110,8 +110,8 @@ def check_preemption(profile: ClusterProfile) -> CheckResult:
     else:
         warned = f"with a warning {grace_s} s before the end ({signal})"
         return ok("preemption", f"{mode}, {warned}, which makes the trainer save")
-    mend = "keep train.save_every small, or ask for a longer GraceTime (and PreemptParameters=send_user_signal)"
-    return warning("preemption", f"{mode} {text}", mend)
+    fix = "keep train.save_every small, or ask for a longer GraceTime (and PreemptParameters=send_user_signal)"
+    return warning("preemption", f"{mode} {text}", fix)
 
 
 def check_runs(profile: ClusterProfile) -> CheckResult:

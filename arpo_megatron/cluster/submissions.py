@@ -29,7 +29,8 @@ def no_longer_auto(said: JobConfig, settled: JobConfig) -> tuple[str, ...]:
 
 def config_said(run: RunDirectory) -> JobConfig:
     """The config of a submitted run as the user gave it: what its newest submission has settled is `auto` again."""
-    return resolve.over(resolve.load(run.config), [f"{key}=auto" for key in submissions_of(run)[-1].get("auto", ())])
+    auto = submissions_of(run)[-1].get("auto", ())
+    return resolve.with_overrides(resolve.load(run.config), [f"{key}=auto" for key in auto])
 
 
 def job_states(run: RunDirectory) -> list[slurm.JobState]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from arpo_megatron.cluster import slurm
-from arpo_megatron.cluster.backend import gpu_words
+from arpo_megatron.cluster.backend import gpu_options
 from arpo_megatron.cluster.code_snapshot import ROOT, Code, snapshot
 from arpo_megatron.cluster.profile import ClusterProfile, save_profile
 from arpo_megatron.cluster.runs import address, until_ended
@@ -29,7 +29,7 @@ from arpo_megatron.jobs.inputs import check_files
 from arpo_megatron.jobs.run_directory import RunDirectory, write_json
 from arpo_megatron.plan import Plan
 from arpo_megatron.plan import plan as forecast_of
-from arpo_megatron.plan.roles import RolePlan, plan_roles, settled
+from arpo_megatron.plan.node_layout import NodeLayout, lay_out_nodes, with_placement
 from arpo_megatron.utils.signals import Interrupted, interrupts_held_back, interrupts_ignored
 
 if TYPE_CHECKING:
@@ -49,19 +49,19 @@ class Submission:
     """A job as it is to be submitted.
 
     Attributes:
-        config: of the job; placement and run directory are settled.
+        config: of the job; placement and run directory are with_placement.
         profile: of the cluster.
-        plan: which role runs where.
+        layout: which role runs where.
         run: its directory.
         chain: jobs, one after the other, each of which goes on where the one before it stopped.
         forecast: what it will need; None: see `ClusterProfile.hardware`.
         resume: the run is there already.
-        auto: keys of the config that were `auto`, and that the plan has settled for its nodes.
+        auto: keys of the config that were `auto`, and that the number of nodes has settled.
     """
 
     config: JobConfig
     profile: ClusterProfile
-    plan: RolePlan
+    layout: NodeLayout
     run: RunDirectory
     chain: int = 1
     forecast: Plan | None = None
@@ -89,8 +89,8 @@ def prepare_submission(
     Raises:
         UserError: the roles do not fit the nodes, there is nothing to resume, or a path cannot stand in a batch script.
     """
-    plan = plan_roles(config, profile.gpus_per_node, nodes or (None if resume else profile.nodes))
-    said, config = config, _with_transport(settled(config, plan), plan)
+    layout = lay_out_nodes(config, profile.gpus_per_node, nodes or (None if resume else profile.nodes))
+    said, config = config, _with_transport(with_placement(config, layout), layout)
     auto = no_longer_auto(said, config)
     base = profile.runs.expanduser().absolute()
     path = config.run_dir or run_directory.next_path(config, base)
@@ -102,7 +102,7 @@ def prepare_submission(
     config = replace(config, run_dir=path)
     hardware = profile.hardware(config)
     forecast = None if hardware is None else forecast_of(config, hardware)
-    return Submission(config, profile, plan, RunDirectory(path), chain, forecast, resume, auto)
+    return Submission(config, profile, layout, RunDirectory(path), chain, forecast, resume, auto)
 
 
 def _check_path(name: str, path: Path) -> None:
@@ -119,10 +119,10 @@ def _python(profile: ClusterProfile) -> Path:
     return (profile.python or Path(sys.executable)).expanduser()
 
 
-def _with_transport(config: JobConfig, plan: RolePlan) -> JobConfig:
+def _with_transport(config: JobConfig, layout: NodeLayout) -> JobConfig:
     """`sync.transport=auto` as the plan wants it: on a node, a role could only guess from that node's own GPUs."""
     sync = config.sync
-    if plan.shared and plan.nodes > 1:
+    if layout.shared and layout.nodes > 1:
         if sync.transport == "ipc":
             raise UserError("sync.transport=ipc: engines on other nodes than the trainer's first rank share no memory")
         if sync.transport == "auto":
@@ -131,14 +131,14 @@ def _with_transport(config: JobConfig, plan: RolePlan) -> JobConfig:
 
 
 def dry_run(submission: Submission) -> str:
-    """The batch script and the role plan, and which input is still missing, if one is; nothing is left behind."""
+    """The batch script and the node layout, and which input is still missing, if one is; nothing is left behind."""
     with tempfile.TemporaryDirectory(prefix="arpo-dryrun-") as folder:
         home = Path(folder)
         with _experiment(submission, home, snapshot()) as experiment:
             experiment.dryrun(log=False, delete_exp_dir=False)
         (script,) = home.rglob("*_sbatch.sh")
         text = script.read_text(encoding="utf-8").replace(str(home), str(submission.run.submissions))
-    lines = [f"# {line}" for line in [f"role plan: {submission.plan.nodes} node(s)", *submission.plan.describe()]]
+    lines = [f"# {line}" for line in [f"node layout: {submission.layout.nodes} node(s)", *submission.layout.describe()]]
     if (forecast := submission.forecast) is not None:
         share = f"{forecast.peak_bytes / GIB:.1f} of {forecast.hardware.memory / GIB:.1f} GiB"
         lines.append(f"# arpo plan: {share} of a GPU, {forecast.seconds:.0f} s a step")
@@ -254,7 +254,7 @@ def _record(submission: Submission, code: Code, jobs: list[str]) -> dict[str, An
         "commit": code.commit,
         "tree": code.tree,
         "changed": bool(code.diff),
-        "plan": asdict(submission.plan),
+        "layout": asdict(submission.layout),
         "auto": list(submission.auto),
     }
 
@@ -356,9 +356,9 @@ def _executor(submission: Submission, code: Code) -> "SlurmExecutor":
     import nemo_run
     from nemo_run.core.execution.slurm import SlurmJobDetails
 
-    profile, plan = submission.profile, submission.plan
+    profile, layout = submission.profile, submission.layout
     more: dict[str, Any] = dict(profile.sbatch)
-    for word in gpu_words(profile, plan):
+    for word in gpu_options(profile, layout):
         name, _, amount = word.removeprefix("--").partition("=")
         more[name.replace("-", "_")] = amount
     if submission.chain > 1:
@@ -370,8 +370,8 @@ def _executor(submission: Submission, code: Code) -> "SlurmExecutor":
         partition=profile.partition,
         qos=profile.qos,
         time=profile.time,
-        nodes=plan.nodes,
-        ntasks_per_node=plan.ranks_per_node,
+        nodes=layout.nodes,
+        ntasks_per_node=layout.ranks_per_node,
         exclusive=profile.exclusive or None,
         mem=profile.mem,
         signal=f"USR1@{profile.signal_s}",

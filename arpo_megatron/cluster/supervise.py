@@ -12,7 +12,7 @@ services are restarted within limits, the first fatal exit ends all. How it ends
 | a fatal exit | all steps end; the last lines of the guilty log; a waiting link goes on | FAILED, code of the role |
 | a node is lost, also before training | the job goes back into the queue | PENDING |
 | the controller is silent when the job begins | asked three times, then the same | PENDING |
-| something that the user must mend | one line; links of the chain that still wait are cancelled | FAILED, exit code 2 |
+| something that the user must fix | one line; links of the chain that still wait are cancelled | FAILED, exit code 2 |
 | TERM, and the job is no longer RUNNING: scancel | all steps are ended | CANCELLED |
 | TERM, and it is: a preemption with a GraceTime | as with USR1, if the trainer ends before that time | PENDING |
 """
@@ -42,7 +42,7 @@ from arpo_megatron.jobs import resolve
 from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.launch.job import sft_phase, train_phases, watching
 from arpo_megatron.monitor.progress import Progress
-from arpo_megatron.plan.roles import plan_roles
+from arpo_megatron.plan.node_layout import lay_out_nodes
 from arpo_megatron.utils.processes import ManagedProcesses, ProcessDiedError, StoppedError
 from arpo_megatron.utils.signals import Interrupted, interrupt_on_signals
 from tools_sandbox.config import TOKEN_VARIABLE
@@ -76,7 +76,7 @@ def supervise(path: Path, warned: Sequence[int]) -> int:
 
 
 def _supervise(run: RunDirectory, warned: Sequence[int]) -> int:
-    """As `supervise`. Raises UserError for what the user can mend."""
+    """As `supervise`. Raises UserError for what the user can fix."""
     try:
         job_id, node_list = os.environ["SLURM_JOB_ID"], os.environ["SLURM_JOB_NODELIST"]
     except KeyError:
@@ -94,9 +94,9 @@ def _supervise(run: RunDirectory, warned: Sequence[int]) -> int:
 def _to_its_end(run: RunDirectory, job_id: str, node_list: str, warned: Sequence[int]) -> int:
     profile, config = load_profile(str(run.cluster)), resolve.load(run.config)
     nodes: list[Node] = _patiently(lambda: slurm.allocated_nodes(node_list), [])
-    if not nodes:  # nothing that the user could mend, and the next link may be luckier
+    if not nodes:  # nothing that the user could fix, and the next link may be luckier
         return _requeue(job_id, UNFINISHED) if profile.requeue else UNFINISHED
-    site = SlurmBackend(profile, plan_roles(config, profile.gpus_per_node, len(nodes)), nodes, run, job_id)
+    site = SlurmBackend(profile, lay_out_nodes(config, profile.gpus_per_node, len(nodes)), nodes, run, job_id)
     try:
         interrupt_on_signals()
         _run(config, run, site, warned)
@@ -145,7 +145,7 @@ def _run(config: JobConfig, run: RunDirectory, site: SlurmBackend, warned: Seque
             asked.hear(early)
         roles.checks.append(asked.heed)
         progress.note(f"job {site.job_id} on {', '.join(node.name for node in site.nodes)}")
-        for line in site.plan.describe():
+        for line in site.layout.describe():
             progress.note(line)
         try:
             _outlast_kills(site, roles, progress)

@@ -24,7 +24,8 @@ from arpo_megatron.config import EngineConfig
 from arpo_megatron.engine.server.gate import ALIVE, ENGINE_TOKEN
 from arpo_megatron.engine.server.main import LAUNCHER_PID_VARIABLE
 from arpo_megatron.errors import UserError
-from arpo_megatron.hardware.placement import ON_CPU, Placement, role_environment, trainer_environment
+from arpo_megatron.hardware.environment import process_environment, trainer_environment
+from arpo_megatron.hardware.placement import ON_CPU, Placement
 from arpo_megatron.utils.processes import last_lines, stop_groups
 from arpo_megatron.utils.service_spec import ServiceSpec
 from tools_sandbox.utils.temporary import TemporaryFolder
@@ -310,7 +311,7 @@ def _environment(scratch: Path, placement: Placement, replicas: int) -> dict[str
     environment["PYTHONUNBUFFERED"] = "1"
     # An answer comes in one piece: sglang 0.5.12 keeps of additions, such as entropies, those of the last piece alone.
     environment["SGLANG_FORCE_STREAM_INTERVAL"] = str(2**31 - 1)
-    environment.update(role_environment("auto" if placement.gpus else "cpu"))
+    environment.update(process_environment("auto" if placement.gpus else "cpu"))
     if not placement.gpus:
         # Freed memory is kept: the pages of a push's tensors would cost as much as the tensors themselves, every time.
         environment |= {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}

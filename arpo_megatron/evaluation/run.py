@@ -52,7 +52,7 @@ class EvalRequest:
     out: Path | None = None
     train_data: Path | None = None
     system_prompt: Path | None = None
-    words: Sequence[str] = field(default_factory=tuple)
+    overrides: Sequence[str] = field(default_factory=tuple)
 
 
 def evaluate(wish: EvalRequest, tell: Tell = lambda _text: None) -> dict[str, Any]:
@@ -70,7 +70,7 @@ def evaluate(wish: EvalRequest, tell: Tell = lambda _text: None) -> dict[str, An
     tools = wish.tools or (Tools.PROMPT if subject.kind is TargetKind.SERVER else Tools.TRAINED)
     suite = wish.suite or (HELD_OUT if subject.kind is TargetKind.RUN else "")
     benchmarks, missing, sets = _sets(subject, suite, wish)
-    config = config_of(subject, benchmarks, tools, list(wish.words))
+    config = config_of(subject, benchmarks, tools, list(wish.overrides))
     subject = _named(subject, wish, config, tell)
     attempts = wish.attempts or wish.k
     if attempts < wish.k:

@@ -81,24 +81,24 @@ def subject_of(text: str, model: str | None) -> EvalTarget:
     )
 
 
-def config_of(subject: EvalTarget, benchmarks: list[Benchmark], tools: Tools, words: list[str]) -> JobConfig:
-    """The config that questions are answered with: the run's or a fresh one, the paper's sampling, the user's words.
+def config_of(subject: EvalTarget, benchmarks: list[Benchmark], tools: Tools, overrides: list[str]) -> JobConfig:
+    """Return the config for answering questions: the run's or a fresh one, then the paper's sampling, then `overrides`.
 
     Args:
         subject: who is evaluated.
         benchmarks: on what; empty: the run's own held-out tasks, sampled as the run says.
         tools: how the model comes to its tools.
-        words: `section.key=value`, above all else.
+        overrides: `section.key=value`, above all else.
 
     Raises:
         UserError: a word cannot be used.
     """
     if benchmarks:
-        words = [*PAPER_SAMPLING, *words]
+        overrides = [*PAPER_SAMPLING, *overrides]
     if tools is Tools.NONE:
-        words = [*words, "rollout.max_tool_calls=0"]
+        overrides = [*overrides, "rollout.max_tool_calls=0"]
     base = _fresh(subject, benchmarks) if subject.run is None else resolve.load(subject.run.config)
-    return resolve.over(base, words)
+    return resolve.with_overrides(base, overrides)
 
 
 def _fresh(subject: EvalTarget, benchmarks: list[Benchmark]) -> JobConfig:

@@ -12,7 +12,6 @@ from importlib.util import find_spec
 
 from arpo_megatron.config import EngineConfig, JobConfig, Platform
 from arpo_megatron.errors import UserError
-from arpo_megatron.utils.processes import CPU_ENVIRONMENT, WAITING_ENVIRONMENT
 
 SHARED_MEMORY_FRACTION = 0.3
 """Of a GPU's memory for an engine that shares it with the trainer."""
@@ -78,21 +77,6 @@ def gpu_count(platform: Platform) -> int:
 def placement(config: JobConfig) -> Placement:
     """On this machine."""
     return Placement.of(config, gpu_count(config.platform))
-
-
-def role_environment(platform: Platform) -> dict[str, str]:
-    """Variables of every process of a job that computes."""
-    return CPU_ENVIRONMENT if platform == "cpu" else WAITING_ENVIRONMENT
-
-
-def trainer_environment(platform: Platform) -> dict[str, str]:
-    """Variables of trainer ranks: `role_environment`, and what Megatron and the allocator want on a GPU."""
-    environment = dict(role_environment(platform))
-    if platform != "cpu":
-        # One queue to the device: communication starts in the order in which it was asked for. Packs differ in length,
-        # and segments that grow keep the allocator from fragmenting.
-        environment |= {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-    return environment
 
 
 def check_machine(config: JobConfig) -> None:

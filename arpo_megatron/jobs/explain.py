@@ -24,14 +24,14 @@ def sources(layers: Sequence[resolve.Layer]) -> dict[str, resolve.Layer]:
     return found
 
 
-def render(recipe: str, *, file: Path | None = None, words: Sequence[str] = ()) -> str:
+def render(recipe: str, *, file: Path | None = None, overrides: Sequence[str] = ()) -> str:
     """The config as YAML, with a comment behind each value that is not a default.
 
     Raises:
         UserError: as `resolve.resolve`.
     """
-    job = resolve.resolve(recipe, file=file, words=words)
-    said = sources(resolve.layers(recipe, file=file, words=words))
+    job = resolve.resolve(recipe, file=file, overrides=overrides)
+    said = sources(resolve.layers(recipe, file=file, overrides=overrides))
     lines = [f"# {recipe}: what is not marked is a default", *_lines(resolve.dump(job), "", said)]
     return "\n".join(lines) + "\n"
 

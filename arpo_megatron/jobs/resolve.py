@@ -1,4 +1,4 @@
-"""From a recipe's name and the user's words to a checked `JobConfig`, or one line that says what is wrong."""
+"""From a recipe's name and the user's overrides to a checked `JobConfig`, or one line that says what is wrong."""
 
 import dataclasses
 import importlib
@@ -47,10 +47,10 @@ class Source(StrEnum):
     VARIANT = "variant"
     FILE = "file"
     PRESET = "preset"
-    WORD = "word"
+    OVERRIDE = "override"
 
 
-USER_LAYERS = frozenset({Source.VARIANT, Source.FILE, Source.WORD})
+USER_LAYERS = frozenset({Source.VARIANT, Source.FILE, Source.OVERRIDE})
 """What the user of a recipe has asked for; such layers name only the keys that they are about, the others every key."""
 
 
@@ -77,14 +77,13 @@ class Layer:
         return f"{self.source} {self.name}".strip()
 
 
-def layers(recipe: str, *, file: Path | None = None, words: Sequence[str] = ()) -> list[Layer]:
-    """Defaults, the recipe's base, the recipe, its variants, the YAML file, the `key=value` words, and the presets that
-    these name; unchecked.
+def layers(recipe: str, *, file: Path | None = None, overrides: Sequence[str] = ()) -> list[Layer]:
+    """Return the unchecked layers: defaults, base, recipe, variants, YAML file, overrides, and the presets they name.
 
     Args:
         recipe: a recipe's name, or several joined by `+`: the recipe and variants of it.
         file: YAML with some of the keys.
-        words: `section.key=value`.
+        overrides: `section.key=value`.
 
     Raises:
         UserError: unknown recipe or variant, unreadable file or word.
@@ -107,16 +106,16 @@ def layers(recipe: str, *, file: Path | None = None, words: Sequence[str] = ()) 
         ]
     if file is not None:
         found.append(Layer(Source.FILE, str(file), read_yaml(file)))
-    return _with_presets(found, word_layers(words))
+    return _with_presets(found, override_layers(overrides))
 
 
 def explicit_keys(layers: Sequence[Layer]) -> set[str]:
-    """Dotted keys that the user has given a value, by variants, file or words."""
+    """Dotted keys that the user has given a value, by variants, file or overrides."""
     return {key for layer in layers if layer.source in USER_LAYERS for key in layer.keys}
 
 
-def _with_presets(below: Sequence[Layer], words: Sequence[Layer]) -> list[Layer]:
-    """The layers with a preset's under each that names one by `algorithm.name`: a word's lies under all words.
+def _with_presets(below: Sequence[Layer], overrides: Sequence[Layer]) -> list[Layer]:
+    """The layers with a preset's under each that names one by `algorithm.name`: a word's lies under all overrides.
 
     Recipes are whole configs, so they name one only by being made with its values.
     """
@@ -124,8 +123,8 @@ def _with_presets(below: Sequence[Layer], words: Sequence[Layer]) -> list[Layer]
     for layer in below:
         named = _preset_name(layer) if layer.source in (Source.VARIANT, Source.FILE) else None
         found += [layer] if named is None else [_preset(named), layer]
-    chosen = [name for name in map(_preset_name, words) if name is not None]
-    return [*found, *map(_preset, chosen[-1:]), *words]
+    chosen = [name for name in map(_preset_name, overrides) if name is not None]
+    return [*found, *map(_preset, chosen[-1:]), *overrides]
 
 
 def _preset_name(layer: Layer) -> str | None:
@@ -141,29 +140,29 @@ def _preset(name: str) -> Layer:
     return Layer(Source.PRESET, name, values)
 
 
-def resolve(recipe: str, *, file: Path | None = None, words: Sequence[str] = ()) -> JobConfig:
+def resolve(recipe: str, *, file: Path | None = None, overrides: Sequence[str] = ()) -> JobConfig:
     """The layers of a job (see `layers`), one over the other, checked.
 
     Raises:
         UserError: unknown recipe, unreadable file, unknown key, wrong type or a combination that cannot work.
     """
     values: Tree = {}
-    for layer in layers(recipe, file=file, words=words):
+    for layer in layers(recipe, file=file, overrides=overrides):
         _lay(values, layer)
     return _with_absolute_paths(check(values))
 
 
-def over(config: JobConfig, words: Sequence[str]) -> JobConfig:
-    """A config with `key=value` words laid over it. Raises what `resolve` does."""
+def with_overrides(config: JobConfig, overrides: Sequence[str]) -> JobConfig:
+    """A config with `key=value` overrides laid over it. Raises what `resolve` does."""
     values = dump(config)
-    for layer in _with_presets([], word_layers(words)):
+    for layer in _with_presets([], override_layers(overrides)):
         _lay(values, layer)
     return _with_absolute_paths(check(values))
 
 
-def word_layers(words: Sequence[str]) -> list[Layer]:
+def override_layers(overrides: Sequence[str]) -> list[Layer]:
     """A layer for each `key=value` word. Raises UserError for one that cannot be read."""
-    return [Layer(Source.WORD, "", _parse_word(word)) for word in words]
+    return [Layer(Source.OVERRIDE, "", _parse_override(word)) for word in overrides]
 
 
 def _variants(recipe: str) -> Mapping[str, Mapping[str, Any]]:
@@ -270,7 +269,7 @@ def read_yaml(path: Path) -> Tree:
     return values
 
 
-def _parse_word(word: str) -> Tree:
+def _parse_override(word: str) -> Tree:
     """`a.b=1` -> {"a": {"b": 1}}; the value is read as YAML."""
     key, equals, text = word.partition("=")
     if not equals or not all(key.split(".")):

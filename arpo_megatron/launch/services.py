@@ -10,7 +10,7 @@ from pathlib import Path
 
 from arpo_megatron.config import JobConfig
 from arpo_megatron.engine.launch import engine_program, router_program
-from arpo_megatron.hardware.placement import trainer_environment
+from arpo_megatron.hardware.environment import trainer_environment
 from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.launch.backend import Backend, LocalBackend
 from arpo_megatron.launch.supervisor import Supervisor

@@ -10,8 +10,8 @@ from arpo_megatron.hardware.specs import GIB, Hardware
 from arpo_megatron.models.known import shape_of
 from arpo_megatron.models.spec import ModelSpec
 from arpo_megatron.plan import memory, timing
+from arpo_megatron.plan.node_layout import NodeLayout, lay_out_nodes, with_placement
 from arpo_megatron.plan.parameters import active, of_stage, whole_model
-from arpo_megatron.plan.roles import RolePlan, plan_roles, settled
 from arpo_megatron.plan.workload import largest, typical
 
 
@@ -35,7 +35,7 @@ class Plan:
     Attributes:
         config: of the job.
         hardware: that it would run on.
-        roles: where they run; None: nowhere (`reason` says why).
+        layout: where the processes run; None: nowhere (`reason` says why).
         parameters: of the model.
         active_parameters: that a token meets.
         rank_parameters: of the trainer rank with most.
@@ -50,7 +50,7 @@ class Plan:
 
     config: JobConfig
     hardware: Hardware
-    roles: RolePlan | None
+    layout: NodeLayout | None
     parameters: int
     active_parameters: int
     rank_parameters: int
@@ -91,7 +91,7 @@ class Plan:
     @property
     def nodes(self) -> int:
         """Of the allocation; where roles have no place on any, as many as the trainer's ranks make."""
-        return self.roles.nodes if self.roles else -(-self.config.parallel.world_size // self.hardware.gpus)
+        return self.layout.nodes if self.layout else -(-self.config.parallel.world_size // self.hardware.gpus)
 
     @property
     def peak_bytes(self) -> float:
@@ -105,9 +105,9 @@ class Plan:
             "model": self.config.model.hub_id,
             "gpu": self.hardware.name,
             "nodes": self.nodes,
-            "trainer_nodes": self.roles and self.roles.trainer_nodes,
-            "engine_nodes": self.roles and self.roles.engine_nodes,
-            "gpus": self.roles and self.roles.gpus_used,
+            "trainer_nodes": self.layout and self.layout.trainer_nodes,
+            "engine_nodes": self.layout and self.layout.engine_nodes,
+            "gpus": self.layout and self.layout.gpus_used,
             "parameters": self.parameters,
             "active_parameters": self.active_parameters,
             "parameters_per_rank": self.rank_parameters,
@@ -142,11 +142,11 @@ def plan(config: JobConfig, hardware: Hardware, nodes: int | None = None) -> Pla
         UserError: the model's sizes are not known (no files at `model.path`, no known `model.hub_id`).
     """
     shape = shape_of(config.model)
-    roles, unfit = None, impossible(config, shape, hardware)
+    layout, unfit = None, impossible(config, shape, hardware)
     if unfit is None:
         try:
-            roles = plan_roles(replace(config, platform="auto"), hardware.gpus, nodes)
-            config = settled(config, roles)
+            layout = lay_out_nodes(replace(config, platform="auto"), hardware.gpus, nodes)
+            config = with_placement(config, layout)
         except UserError as error:
             unfit = Unfit("the roles cannot be laid over the nodes", str(error))
     work, most = typical(config), largest(config)
@@ -158,7 +158,7 @@ def plan(config: JobConfig, hardware: Hardware, nodes: int | None = None) -> Pla
     return Plan(
         config=config,
         hardware=hardware,
-        roles=roles,
+        layout=layout,
         parameters=whole_model(shape).total,
         active_parameters=active(shape),
         rank_parameters=max(held),

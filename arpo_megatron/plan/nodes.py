@@ -6,32 +6,32 @@ from pathlib import Path
 
 from arpo_megatron.config import JobConfig
 from arpo_megatron.errors import UserError
-from arpo_megatron.jobs.resolve import Source, explicit_keys, layers, over, resolve, variant_names
+from arpo_megatron.jobs.resolve import Source, explicit_keys, layers, resolve, variant_names, with_overrides
 from arpo_megatron.plan.memory import shared
-from arpo_megatron.plan.roles import plan_roles
+from arpo_megatron.plan.node_layout import lay_out_nodes
 
 
 def on_nodes(
-    recipe: str, nodes: int | None, gpus_per_node: int, *, file: Path | None = None, words: Sequence[str] = ()
+    recipe: str, nodes: int | None, gpus_per_node: int, *, file: Path | None = None, overrides: Sequence[str] = ()
 ) -> JobConfig:
     """A recipe on so many nodes: in its own layout for them, else in the one it has with more or fewer ranks.
 
     The recipe's own is taken where its placement is the job's and no variant that was asked for is a layout too. What
-    the user has said of a job is never changed; `plan_roles` says where that and the nodes do not agree.
+    the user has said of a job is never changed; `lay_out_nodes` says where that and the nodes do not agree.
 
     Raises:
         UserError: as `resolve.resolve`, or the layout cannot fill the nodes.
     """
-    job = resolve(recipe, file=file, words=words)
+    job = resolve(recipe, file=file, overrides=overrides)
     if nodes is None:
         return job
-    asked = layers(recipe, file=file, words=words)
+    asked = layers(recipe, file=file, overrides=overrides)
     chosen = {key for layer in asked if layer.source is Source.VARIANT for key in layer.keys}
     own = f"{nodes}node{'s' if nodes > 1 else ''}"
     if "parallel.data" not in chosen and own in variant_names(recipe.split("+", maxsplit=1)[0]):
         laid = f"{recipe}+{own}"
         if resolve(laid).engine.placement == job.engine.placement:
-            job = resolve(laid, file=file, words=words)
+            job = resolve(laid, file=file, overrides=overrides)
     said = explicit_keys([layer for layer in asked if layer.source is not Source.VARIANT])
     return scaled(job, nodes, gpus_per_node, keep=said)
 
@@ -62,12 +62,12 @@ def scaled(config: JobConfig, nodes: int, gpus_per_node: int, keep: Collection[s
             f"{parallel.context} x pipeline {parallel.pipeline} and engines of {engine.tensor}: give parallel.data and "
             "engine.replicas too"
         )
-    return over(config, [f"parallel.data={ranks // block}", f"engine.replicas={replicas}"])
+    return with_overrides(config, [f"parallel.data={ranks // block}", f"engine.replicas={replicas}"])
 
 
 def _takes(config: JobConfig, nodes: int, gpus_per_node: int) -> bool:
     try:
-        plan_roles(replace(config, platform="auto"), gpus_per_node, nodes)
+        lay_out_nodes(replace(config, platform="auto"), gpus_per_node, nodes)
     except UserError:
         return False
     return True

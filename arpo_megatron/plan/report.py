@@ -75,8 +75,8 @@ def _lines(plan: Plan) -> Iterator[str]:
     size = f"{plan.parameters / 1e9:.2f}" if plan.parameters > 1e8 else f"{plan.parameters / 1e9:.4f}"
     met = f", {plan.active_parameters / 1e9:.2f} billion a token" if plan.active_parameters < plan.parameters else ""
     yield f"{config.name}: {model}, {size} billion parameters{met}"
-    nodes, roles = f"{plan.nodes} node(s) of {plan.hardware.gpus} x {plan.hardware.name}", plan.roles
-    apart = f" ({roles.trainer_nodes} train, {roles.engine_nodes} roll out)" if roles and roles.engine_nodes else ""
+    nodes, where = f"{plan.nodes} node(s) of {plan.hardware.gpus} x {plan.hardware.name}", plan.layout
+    apart = f" ({where.trainer_nodes} train, {where.engine_nodes} roll out)" if where and where.engine_nodes else ""
     engines = "" if config.sft_only else f"; {_engines(config.engine, not needs.engine)}"
     yield f"{nodes}{apart}; {layout(config.parallel) or '1 rank'}, recompute {config.parallel.recompute}{engines}"
     yield ""

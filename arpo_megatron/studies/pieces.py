@@ -25,7 +25,7 @@ class Piece:
         name: for people and for its log.
         verb: "sft" or "train".
         recipe: with its variant.
-        words: its other words, `section.key=value`.
+        overrides: its other overrides, `section.key=value`.
         run: its directory.
         config: what all of that comes to.
         needs: the piece whose model it begins with; None: the recipe's.
@@ -34,18 +34,26 @@ class Piece:
     name: str
     verb: str
     recipe: str
-    words: tuple[str, ...]
+    overrides: tuple[str, ...]
     run: RunDirectory
     config: JobConfig
     needs: "Piece | None" = None
 
     @classmethod
     def of(
-        cls, name: str, verb: str, recipe: str, words: Sequence[str], path: Path, needs: "Piece | None" = None
+        cls, name: str, verb: str, recipe: str, overrides: Sequence[str], path: Path, needs: "Piece | None" = None
     ) -> Self:
-        """A piece in the directory `path`. Raises UserError for words that cannot work."""
-        all_words = (*words, f"run_dir={path}")
-        return cls(name, verb, recipe, all_words, RunDirectory(path), resolve.resolve(recipe, words=all_words), needs)
+        """A piece in the directory `path`. Raises UserError for overrides that cannot work."""
+        all_overrides = (*overrides, f"run_dir={path}")
+        return cls(
+            name,
+            verb,
+            recipe,
+            all_overrides,
+            RunDirectory(path),
+            resolve.resolve(recipe, overrides=all_overrides),
+            needs,
+        )
 
     @property
     def begun(self) -> bool:
@@ -63,7 +71,7 @@ class Piece:
     def command(self) -> list[str]:
         """The process that does it, or goes on with it."""
         resume = ["--resume"] if self.begun else []
-        return [sys.executable, "-m", "arpo_megatron", self.verb, self.recipe, *self.words, *resume]
+        return [sys.executable, "-m", "arpo_megatron", self.verb, self.recipe, *self.overrides, *resume]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,21 +83,21 @@ class ArmRun:
     piece: Piece
 
 
-def plan(design: Design, out: Path, seeds: int, words: Sequence[str]) -> list[ArmRun]:
+def plan(design: Design, out: Path, seeds: int, overrides: Sequence[str]) -> list[ArmRun]:
     """The runs of a study, seed by seed; each `piece.needs` its seed's cold start.
 
     Args:
         design: which arms.
         out: directory of the study.
         seeds: their number; they count from 1.
-        words: of every piece, `section.key=value`.
+        overrides: of every piece, `section.key=value`.
 
     Raises:
         UserError: a word cannot work.
     """
     runs = []
     for seed in range(1, seeds + 1):
-        common = (*words, f"seed={seed}")
+        common = (*overrides, f"seed={seed}")
         start = Piece.of(f"cold start seed {seed}", "sft", RECIPE, common, out / "sft" / f"seed{seed}")
         begin = (*common, f"model.path={start.run.sft_model}", "sft.steps=0")
         for arm in design.arms:
@@ -102,7 +110,7 @@ def check(runs: Sequence[ArmRun]) -> None:
     """Look at every config before anything is started.
 
     Raises:
-        UserError: evaluations are missing, or a run was started with other words.
+        UserError: evaluations are missing, or a run was started with other overrides.
     """
     for run in runs:
         for piece in (run.piece.needs, run.piece):

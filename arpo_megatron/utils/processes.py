@@ -21,11 +21,6 @@ from arpo_megatron.utils.signals import interrupts_deferred, interrupts_ignored
 
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True)
-WAITING_ENVIRONMENT = {"OMP_WAIT_POLICY": "passive"}
-"""OpenMP threads that wait sleep instead of spinning away the core that another role needs."""
-CPU_ENVIRONMENT = {**WAITING_ENVIRONMENT, "CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}
-"""Environment of processes that compute on a CPU: a GPU that is there is left alone, and Megatron's decorated functions
-are not prepared for a compiler that no CPU layout calls (a second of each start)."""
 PARENT_WATCH_INTERVAL_S = 0.5
 RANK_FAILED = "---- rank {rank} failed:"
 """Begins, on a line of its own, what a failing trainer rank writes to its log (`ranks.py`)."""

@@ -25,7 +25,7 @@ def test_a_preset_trains(name: str) -> None:
     """Two updates, with stored trees where the method has some; the second one's ratios are not 1."""
     full = {"spear": ["algorithm.params.imitation_capacity=2"]}
     words = [f"algorithm.name={name}", "algorithm.minibatches=2", *full.get(name, [])]
-    found = resolve.resolve("quickstart", words=words)
+    found = resolve.resolve("quickstart", overrides=words)
     config = cases.job(algorithm=found.algorithm)
     forest = [cases.grown(number) for number in range(4)]
     rewards = [

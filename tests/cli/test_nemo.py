@@ -28,7 +28,7 @@ def test_a_factory_makes_the_recipes_job_and_its_values_can_be_changed() -> None
     job = factories["deepsearch_14b"](variants="4nodes+fp8")
     job.train.steps = 3
     built = fiddle.build(job)
-    assert built == resolve.resolve("deepsearch_14b+4nodes+fp8", words=["train.steps=3"])
+    assert built == resolve.resolve("deepsearch_14b+4nodes+fp8", overrides=["train.steps=3"])
     job.train.steps = -3
     with pytest.raises(ValueError, match="greater than 0"):
         fiddle.build(job)
@@ -40,11 +40,11 @@ def test_a_method_is_laid_by_the_factory_and_is_not_a_name_to_be_changed() -> No
     from arpo_megatron.cli.nemo import factories
 
     for recipe, preset in (("quickstart", "grpo"), ("reasoning_7b", "dapo")):
-        laid = resolve.resolve(recipe, words=[f"algorithm.name={preset}"])
+        laid = resolve.resolve(recipe, overrides=[f"algorithm.name={preset}"])
         job = factories[recipe](preset=preset)
         assert fiddle.build(job) == laid
         job.algorithm.clip_high = 0.3
-        assert fiddle.build(job) == resolve.over(laid, ["algorithm.clip_high=0.3"])
+        assert fiddle.build(job) == resolve.with_overrides(laid, ["algorithm.clip_high=0.3"])
         job = factories[recipe]()
         job.algorithm.name = preset
         with pytest.raises(UserError, match=rf"the method as it is \(arpo\): .* job=RECIPE\(preset='{preset}'\)"):

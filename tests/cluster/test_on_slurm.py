@@ -5,12 +5,12 @@ import shlex
 
 import pytest
 
-from arpo_megatron.cluster.backend import SlurmBackend, gpu_words
+from arpo_megatron.cluster.backend import SlurmBackend, gpu_options
 from arpo_megatron.cluster.profile import load_profile
 from arpo_megatron.cluster.slurm import Node
 from arpo_megatron.jobs import resolve
 from arpo_megatron.jobs.run_directory import RunDirectory
-from arpo_megatron.plan.roles import plan_roles
+from arpo_megatron.plan.node_layout import lay_out_nodes
 from tests.cluster.onebox import Onebox
 
 pytestmark = pytest.mark.timeout(1800)
@@ -44,9 +44,9 @@ def test_a_job_loses_an_engine_and_is_preempted_and_ends_well(box: Onebox) -> No
 
 def test_every_step_sees_all_gpus_of_its_node_so_that_the_plan_decides(box: Onebox) -> None:
     """Two steps at once, as an engine and the trainer that share GPUs are; Slurm believes in the GPUs."""
-    config = resolve.resolve("quickstart", words=["parallel.data=8", "engine.placement=colocated"])
+    config = resolve.resolve("quickstart", overrides=["parallel.data=8", "engine.placement=colocated"])
     profile = load_profile(box.profile("gpus", gpu_request="gres"))
-    plan = plan_roles(config, 8, 1)
+    plan = lay_out_nodes(config, 8, 1)
     site = SlurmBackend(profile, plan, [Node("n1", "127.0.0.11")], RunDirectory(box.runs / "gpus"), "0")
     # Each says whether it has met the other, however busy the machine is.
     told = (
@@ -57,7 +57,7 @@ def test_every_step_sees_all_gpus_of_its_node_so_that_the_plan_decides(box: Oneb
         shlex.join(site.step("a", site.nodes, 1, ["bash", "-c", told, *here])),
         shlex.join(site.step("b", site.nodes, 8, ["bash", "-c", told, *reversed(here)])),
     ]
-    words = ["salloc", "-Q", "-N1", "-wn1", "--exclusive", *gpu_words(profile, plan)]
+    words = ["salloc", "-Q", "-N1", "-wn1", "--exclusive", *gpu_options(profile, plan)]
     said = box.slurm(*words, "bash", "-c", f"{steps[0]} & {steps[1]} & wait")
     assert said.split() == ["0,1,2,3,4,5,6,7"] * 9
 

@@ -1,4 +1,4 @@
-"""What would fail a job is said before it starts, with how to mend it."""
+"""What would fail a job is said before it starts, with how to fix it."""
 
 import json
 import threading
@@ -35,7 +35,7 @@ def profile(**values: object) -> ClusterProfile:
 
 
 def job(*words: str) -> JobConfig:
-    return resolve.resolve("quickstart", words=words)
+    return resolve.resolve("quickstart", overrides=words)
 
 
 def test_a_check_that_cannot_be_made_is_a_failure_of_that_name() -> None:
@@ -60,12 +60,12 @@ def test_a_check_that_hangs_is_a_failure_of_that_name_and_the_others_are_made() 
 def test_a_disk_that_cannot_hold_the_checkpoints_is_refused(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "runs" / "first")
     assert check_disk(job(), run).level == "ok"
-    large = resolve.resolve("deepsearch_14b", words=["train.keep_checkpoints=20"])
+    large = resolve.resolve("deepsearch_14b", overrides=["train.keep_checkpoints=20"])
     found = check_disk(large, run)  # of a model that is not here either
     assert (
         "4343.0 GB are wanted for checkpoints" in found.text
     )  # 21 of 14,768,307,200 parameters, 14 bytes each, and 1 GiB
-    assert found.level == "failure" and "train.keep_checkpoints" in found.mend
+    assert found.level == "failure" and "train.keep_checkpoints" in found.fix
     unknown = check_disk(job(f"model.path={tmp_path}"), run)
     assert unknown.level == "warning" and "is not known" in unknown.text
 
@@ -95,7 +95,7 @@ def saved(root: Path, *steps: int) -> None:
 
 def test_a_run_that_goes_on_is_not_refused_for_what_it_has_saved(tmp_path: Path, disk: Callable[[float], None]) -> None:
     """A disk that two checkpoints and a third that is being written fill, in each life of the job."""
-    config, run = resolve.resolve("deepsearch_14b", words=["train.steps=9"]), RunDirectory(tmp_path)
+    config, run = resolve.resolve("deepsearch_14b", overrides=["train.steps=9"]), RunDirectory(tmp_path)
     for kept in range(3):
         disk(3 - kept)
         found = check_disk(config, run)
@@ -110,10 +110,10 @@ def test_a_run_that_goes_on_is_not_refused_for_what_it_has_saved(tmp_path: Path,
 
 def test_checkpoints_that_are_kept_for_good_are_counted(tmp_path: Path, disk: Callable[[float], None]) -> None:
     words, run = ["train.steps=10", "train.save_every=1", "train.keep_every=3"], RunDirectory(tmp_path)
-    config = resolve.resolve("deepsearch_14b", words=words)
+    config = resolve.resolve("deepsearch_14b", overrides=words)
     disk(4.9)  # 3, 6, 9 and 10, and one that is being written
     found = check_disk(config, run)
-    assert found.level == "failure" and "train.keep_every" in found.mend
+    assert found.level == "failure" and "train.keep_every" in found.fix
     disk(5)
     assert check_disk(config, run).level == "ok"
     saved(run.checkpoints, 2, 3)  # 2 will go
@@ -123,14 +123,14 @@ def test_checkpoints_that_are_kept_for_good_are_counted(tmp_path: Path, disk: Ca
 
 def test_a_cold_start_keeps_its_own_number_of_checkpoints(tmp_path: Path, disk: Callable[[float], None]) -> None:
     words = ["sft.steps=500", "sft.save_every=100", "train.keep_checkpoints=9", "model.hub_id=Qwen/Qwen3-14B"]
-    alone = resolve.resolve("sft_7b", words=[*words, f"sft.data={tmp_path}/chats.jsonl"])
+    alone = resolve.resolve("sft_7b", overrides=[*words, f"sft.data={tmp_path}/chats.jsonl"])
     run = RunDirectory(tmp_path / "run")
     disk(3)
     assert alone.sft_only and check_disk(alone, run).level == "ok"
     disk(2.9)
     found = check_disk(alone, run)
-    assert found.level == "failure" and "train." not in found.mend
-    both = resolve.resolve("deepsearch_14b", words=[*words, f"sft.data={tmp_path}/chats.jsonl"])
+    assert found.level == "failure" and "train." not in found.fix
+    both = resolve.resolve("deepsearch_14b", overrides=[*words, f"sft.data={tmp_path}/chats.jsonl"])
     disk(12)
     assert check_disk(both, run).level == "ok"
     disk(11.9)
@@ -162,7 +162,7 @@ def test_half_a_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is damaged"):
         check_model_files(job(f"model.path={tmp_path}"))
     named = check_model_files(resolve.resolve("deepsearch_14b"))
-    assert named.level == "failure" and "hf download Qwen/Qwen3-14B" in named.mend
+    assert named.level == "failure" and "hf download Qwen/Qwen3-14B" in named.fix
     assert check_model_files(job()).level == "ok"
 
 
@@ -288,7 +288,7 @@ def test_an_image_that_lacks_what_the_recipe_needs_is_refused() -> None:
 def test_a_cold_start_wants_nothing_of_the_tool_service_that_it_does_not_start() -> None:
     words = ["sandbox.preload=[no_such_module]"]
     checks = {
-        name: dict(machine_checks(gpus=0, on_gpus=False, config=resolve.resolve(name, words=words)))
+        name: dict(machine_checks(gpus=0, on_gpus=False, config=resolve.resolve(name, overrides=words)))
         for name in ("sft_7b", "reasoning_7b")
     }
     assert "sandbox" in checks["reasoning_7b"] and "sandbox" not in checks["sft_7b"]
@@ -338,7 +338,7 @@ def test_an_image_is_looked_at_for_gpus_where_there_are_none(
     said = lines_of(capsys.readouterr().out)
     assert "deepsearch_14b wants transformer-engine, sgl_kernel, not installed" in said["packages"]
     assert said["gpu"].startswith("warning") and "torch sees none here" in said["gpu"]
-    examine(resolve.resolve("deepsearch_14b", words=["platform=cpu"]), None)
+    examine(resolve.resolve("deepsearch_14b", overrides=["platform=cpu"]), None)
     said = lines_of(capsys.readouterr().out)
     assert said["packages"].startswith("ok") and "gpu" not in said
 
@@ -352,7 +352,7 @@ def test_what_submit_refuses_the_doctor_refuses(
     examine(resolve.resolve("deepsearch_14b"), cluster)
     assert lines_of(capsys.readouterr().out)["recipe"].startswith("ok")
     words = ["parallel.tensor=1", "parallel.sequence=false", "parallel.data=16"]
-    assert not examine(resolve.resolve("deepsearch_14b", words=words), cluster)
+    assert not examine(resolve.resolve("deepsearch_14b", overrides=words), cluster)
     said = lines_of(capsys.readouterr().out)["recipe"]
     assert said.startswith("failure") and "deepsearch_14b does not fit: " in said and "of a GPU's" in said
     examine(resolve.resolve("deepsearch_14b"), profile(runs=str(tmp_path / "two words")))

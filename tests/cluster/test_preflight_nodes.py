@@ -15,7 +15,7 @@ from arpo_megatron.errors import UserError
 from arpo_megatron.jobs import resolve
 from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.launch.preflight.check import CheckResult, failure, ok
-from arpo_megatron.plan.roles import plan_roles
+from arpo_megatron.plan.node_layout import lay_out_nodes
 from arpo_megatron.utils.processes import ManagedProcesses
 
 
@@ -62,13 +62,13 @@ def examined(monkeypatch: pytest.MonkeyPatch, folder: Path, gpus: int = 0, **pro
         (folder / "bin" / name.replace("_", "-")).chmod(0o755)
     monkeypatch.setenv("PATH", str(folder / "bin"), prepend=":")
     words = ["sandbox.isolation=limits", *([] if gpus else ["platform=cpu"])]
-    run, config = RunDirectory(folder / "run"), resolve.resolve("quickstart", words=words)
+    run, config = RunDirectory(folder / "run"), resolve.resolve("quickstart", overrides=words)
     run.path.mkdir()
     profile = check_profile({"account": "a", "runs": "/tmp", "gpus_per_node": gpus}, "here")
     resolve.save(config, run.config)
     save_profile(profile, run.cluster)
     nodes = [Node("n1", "127.0.0.1"), Node("n2", "127.0.0.2")]
-    site = SlurmBackend(profile, plan_roles(config, gpus, 2), nodes, run, "7")
+    site = SlurmBackend(profile, lay_out_nodes(config, gpus, 2), nodes, run, "7")
     with ManagedProcesses(run.logs) as roles:
         try:
             examine_nodes(site, roles, *free_ports(1), lambda: None)
@@ -91,7 +91,7 @@ def test_two_nodes_meet_and_offer_ports(
 HANGING = """#!{python}
 import json, pathlib, sys, time
 run = pathlib.Path(sys.argv[-2])
-finding = {{"name": "network", "level": "failure", "text": "2 ranks did not meet", "mend": "x"}}
+finding = {{"name": "network", "level": "failure", "text": "2 ranks did not meet", "fix": "x"}}
 report = {{"findings": [finding], "clock": 1.0, "ports": []}}
 (run / "doctor" / "n1.json").write_text(json.dumps(report))
 print("doctor: this node has reported", flush=True)
@@ -123,7 +123,7 @@ UNSHARED = """#!{python}
 import json, os, pathlib, sys
 from arpo_megatron.launch.preflight import node
 run, token = sys.argv[-2:]
-finding = {{"name": "rdma", "level": "warning", "text": "no RDMA device", "mend": "x"}}
+finding = {{"name": "rdma", "level": "warning", "text": "no RDMA device", "fix": "x"}}
 report = {{"findings": [finding], "clock": 1.0, "ports": []}}
 (pathlib.Path(run) / "doctor" / "n1.json").write_text(json.dumps(report))
 os.environ |= {{"SLURMD_NODENAME": "n2", "SLURM_PROCID": "1", "SLURM_NTASKS": "2"}}

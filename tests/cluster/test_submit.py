@@ -54,7 +54,7 @@ def test_a_job_that_does_not_fit_its_gpus_is_refused_before_it_waits_in_a_queue(
 ) -> None:
     words = ["parallel.tensor=1", "parallel.sequence=false", "parallel.data=8", "engine.replicas=1"]
     small = profile(gpu="h100-80", runs=str(tmp_path))
-    job = prepare_submission(resolve.resolve("deepsearch_14b", words=words), small, nodes=None)
+    job = prepare_submission(resolve.resolve("deepsearch_14b", overrides=words), small, nodes=None)
     assert "# not submitted as it is: training needs" in dry_run(job)
     monkeypatch.setattr("arpo_megatron.cluster.submit.check_files", lambda config: None)  # its weights are not here
     with pytest.raises(UserError, match=r"the job does not fit: training needs .* --force submits it"):
@@ -69,7 +69,7 @@ def test_a_job_that_does_not_fit_its_gpus_is_refused_before_it_waits_in_a_queue(
 def in_chain(queue: Queue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, resume: bool = False) -> RunDirectory:
     monkeypatch.setattr("arpo_megatron.cluster.submit._sent", queue.send)
     monkeypatch.setattr("arpo_megatron.cluster.slurm.call", queue.call)
-    job = resolve.resolve("quickstart", words=["platform=cpu"])
+    job = resolve.resolve("quickstart", overrides=["platform=cpu"])
     submission = prepare_submission(job, profile(runs=str(tmp_path)), nodes=1, chain=3, resume=resume)
     with pytest.raises(UserError, match="QOSMaxSubmitJobPerUserLimit") as refused:
         submit(submission)
@@ -125,10 +125,10 @@ def test_a_run_whose_first_job_is_refused_never_was(tmp_path: Path, monkeypatch:
 def test_a_resume_that_is_refused_leaves_the_run_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("arpo_megatron.cluster.submit._sent", Queue(takes=0).send)
     monkeypatch.setattr("arpo_megatron.cluster.slurm.call", Queue(takes=0).call)
-    job = resolve.resolve("quickstart", words=["platform=cpu"])
+    job = resolve.resolve("quickstart", overrides=["platform=cpu"])
     run = submitted(tmp_path, job, profile(runs=str(tmp_path)))
     before = {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
-    changed = resolve.over(resolve.load(run.config), ["train.steps=999", "parallel.data=2"])
+    changed = resolve.with_overrides(resolve.load(run.config), ["train.steps=999", "parallel.data=2"])
     again = prepare_submission(changed, profile(runs=str(tmp_path), time="08:00:00"), nodes=2, resume=True)
     with pytest.raises(UserError, match="QOSMaxSubmitJobPerUserLimit"):
         submit(again)
@@ -213,7 +213,7 @@ def test_a_job_that_was_just_cancelled_is_waited_for(
     queue, cluster = Ending(looks), profile(runs=str(tmp_path))
     monkeypatch.setattr("arpo_megatron.cluster.submit._sent", queue.send)
     monkeypatch.setattr("arpo_megatron.cluster.slurm.call", queue.call)
-    first = prepare_submission(resolve.resolve("quickstart", words=["platform=cpu"]), cluster, nodes=1)
+    first = prepare_submission(resolve.resolve("quickstart", overrides=["platform=cpu"]), cluster, nodes=1)
     submit(first)
     again = prepare_submission(resolve.load(first.run.config), cluster, nodes=1, resume=True)
     with pytest.raises(UserError, match=r"job 4711 of .* is in the queue: arpo cancel"):
@@ -251,10 +251,12 @@ def test_the_progress_of_a_cold_start_is_told_too(tmp_path: Path, monkeypatch: p
     assert told() == "newest checkpoint step_3 of 28"
     write_json(run.result, {"step": 28})
     assert told() == "training is done (28 steps)"
-    resolve.save(resolve.over(resolve.load(run.config), ["train.steps=50"]), run.config)  # as `arpo resume` does
+    resolve.save(
+        resolve.with_overrides(resolve.load(run.config), ["train.steps=50"]), run.config
+    )  # as `arpo resume` does
     assert told() == "newest checkpoint step_3 of 50"
 
-    job = resolve.resolve("sft_7b", words=["sft.steps=500"])
+    job = resolve.resolve("sft_7b", overrides=["sft.steps=500"])
     run = submitted(tmp_path / "b", job, profile(runs=str(tmp_path)))
     assert told() == "cold start: no checkpoint yet, 500 updates wanted"
     saved(run.sft_checkpoints, 480)
@@ -264,7 +266,9 @@ def test_the_progress_of_a_cold_start_is_told_too(tmp_path: Path, monkeypatch: p
     run.sft_model.mkdir()
     (run.sft_model / "config.json").write_text("{}")
     assert told() == "training is done"
-    run = submitted(tmp_path / "c", resolve.resolve("quickstart", words=["sft.steps=0"]), profile(runs=str(tmp_path)))
+    run = submitted(
+        tmp_path / "c", resolve.resolve("quickstart", overrides=["sft.steps=0"]), profile(runs=str(tmp_path))
+    )
     assert told() == "no checkpoint yet, 28 steps wanted"
 
 
@@ -299,7 +303,7 @@ def test_slurm_itself_requeues_no_job_whose_profile_forbids_it(
     queue = Queue(takes=2)
     monkeypatch.setattr("arpo_megatron.cluster.submit._sent", queue.send)
     monkeypatch.setattr("arpo_megatron.cluster.slurm.call", queue.call)
-    job = resolve.resolve("quickstart", words=["platform=cpu"])
+    job = resolve.resolve("quickstart", overrides=["platform=cpu"])
     cluster = profile(runs=str(tmp_path), requeue=requeue)
     jobs = submit(prepare_submission(job, cluster, nodes=1, chain=2))
     assert queue.updates == ([] if requeue else [(f"JobId={job}", "Requeue=0") for job in jobs])
@@ -327,7 +331,7 @@ def submitted(tmp_path: Path, config: JobConfig, cluster: ClusterProfile, nodes:
     save_profile(cluster, run.cluster)
     write_json(
         run.submissions / "1.json",
-        {"jobs": ["1"], "job_name": "arpo-run", "plan": {"nodes": submission.plan.nodes}, "auto": submission.auto},
+        {"jobs": ["1"], "job_name": "arpo-run", "layout": {"nodes": submission.layout.nodes}, "auto": submission.auto},
     )
     return run
 
@@ -349,7 +353,7 @@ def test_a_run_goes_on_on_other_nodes(
     done = CliRunner().invoke(app, ["resume", str(run.path), *words], catch_exceptions=False)
     assert done.exit_code == 0, done.output
     (job,) = sent
-    assert (job.plan.nodes, job.config.parallel.data, job.config.engine.replicas) == (nodes, data, engines)
+    assert (job.layout.nodes, job.config.parallel.data, job.config.engine.replicas) == (nodes, data, engines)
     assert job.config.engine.placement == ("split" if "split" in recipe else "colocated")
     assert job.run.path == run.path
 
@@ -363,17 +367,17 @@ def test_the_profiles_nodes_are_for_new_runs(
 ) -> None:
     run = submitted(tmp_path, resolve.resolve("deepsearch_14b"), profile(runs=str(tmp_path), nodes=2))
     CliRunner().invoke(app, ["resume", str(run.path), *words], catch_exceptions=False)
-    assert [(job.plan.nodes, job.config.parallel.data) for job in sent] == [(nodes, data)]
+    assert [(job.layout.nodes, job.config.parallel.data) for job in sent] == [(nodes, data)]
 
 
 def test_words_without_a_say_in_the_layout_leave_ranks_without_gpus_on_their_nodes(
     tmp_path: Path, sent: list[Submission]
 ) -> None:
-    config = resolve.resolve("quickstart", words=["platform=cpu", "parallel.data=2"])
+    config = resolve.resolve("quickstart", overrides=["platform=cpu", "parallel.data=2"])
     run = submitted(tmp_path, config, profile(gpus_per_node=0, runs=str(tmp_path)), nodes=2)
     for words in (["engine.restarts=3"], ["parallel.data=4"]):
         CliRunner().invoke(app, ["resume", str(run.path), *words], catch_exceptions=False)
-    assert [job.plan.nodes for job in sent] == [2, 2]
+    assert [job.layout.nodes for job in sent] == [2, 2]
 
 
 @pytest.mark.parametrize(
@@ -390,21 +394,21 @@ def test_words_without_a_say_in_the_layout_leave_ranks_without_gpus_on_their_nod
 def test_what_was_left_to_auto_is_settled_for_the_nodes_of_each_submission(
     tmp_path: Path, sent: list[Submission], words: list[str], nodes: int, placement: str, transport: str
 ) -> None:
-    config = resolve.resolve("deepsearch_14b", words=["engine.placement=auto"])
+    config = resolve.resolve("deepsearch_14b", overrides=["engine.placement=auto"])
     run = submitted(tmp_path, config, profile(gpu="h100-80", runs=str(tmp_path)), nodes=2)
     settled = resolve.load(run.config)  # its roles read it
     assert (settled.engine.placement, settled.sync.transport) == ("colocated", "broadcast")
     done = CliRunner().invoke(app, ["resume", str(run.path), *words], catch_exceptions=False)
     assert done.exit_code == 0, done.output
     (job,) = sent
-    assert (job.plan.nodes, job.config.engine.placement, job.config.sync.transport) == (nodes, placement, transport)
+    assert (job.layout.nodes, job.config.engine.placement, job.config.sync.transport) == (nodes, placement, transport)
 
 
 def test_a_submission_records_what_it_has_settled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("arpo_megatron.cluster.submit.check_files", lambda config: None)  # its weights are not here
     monkeypatch.setattr("arpo_megatron.cluster.submit._sent", Queue(takes=1).send)
     monkeypatch.setattr("arpo_megatron.cluster.slurm.call", Queue(takes=1).call)
-    config = resolve.resolve("deepsearch_14b", words=["engine.placement=auto"])
+    config = resolve.resolve("deepsearch_14b", overrides=["engine.placement=auto"])
     submission = prepare_submission(config, profile(runs=str(tmp_path)), nodes=2)
     submit(submission)
     said = config_said(submission.run)
@@ -428,7 +432,7 @@ def test_a_job_is_submitted_with_the_placement_that_was_asked_for(
     done = CliRunner().invoke(app, ["submit", *words, "--cluster", str(file)], catch_exceptions=False)
     assert done.exit_code == 0, done.output
     (job,) = sent
-    assert (job.plan.nodes, job.plan.trainer_nodes, job.config.parallel.data) == (nodes, trainer_nodes, data)
+    assert (job.layout.nodes, job.layout.trainer_nodes, job.config.parallel.data) == (nodes, trainer_nodes, data)
     assert job.forecast is not None and job.forecast.fits
 
 
@@ -476,7 +480,7 @@ def test_a_profile_decides_everything_about_the_cluster(tmp_path: Path) -> None:
         environment={"NOTE": "two words", "http_proxy": "http://proxy:3128", "PYTHONPATH": "/mine"},
         secrets={"WANDB_API_KEY": "env"},
     )
-    config = resolve.resolve("quickstart", words=["parallel.data=16", "engine.replicas=8", f"run_dir={tmp_path}/a"])
+    config = resolve.resolve("quickstart", overrides=["parallel.data=16", "engine.replicas=8", f"run_dir={tmp_path}/a"])
     text = dry_run(prepare_submission(config, cluster, nodes=3, chain=2))
     assert sbatch_lines(text) >= {
         "--account=research",
@@ -502,7 +506,7 @@ def test_a_profile_decides_everything_about_the_cluster(tmp_path: Path) -> None:
 
 def test_colocated_engines_on_several_nodes_are_sent_their_weights() -> None:
     config = resolve.resolve(
-        "quickstart", words=["parallel.data=16", "engine.placement=colocated", "engine.replicas=8"]
+        "quickstart", overrides=["parallel.data=16", "engine.placement=colocated", "engine.replicas=8"]
     )
     settled = prepare_submission(config, profile(), nodes=None).config
     assert (settled.engine.placement, settled.sync.transport) == ("colocated", "broadcast")

@@ -42,7 +42,7 @@ def interruptible() -> Iterator[None]:
 
 
 def prepared(tmp_path: Path, *, chain: int = 1, resume: bool = False, requeue: bool = True) -> Submission:
-    job = resolve.resolve("quickstart", words=["platform=cpu"])
+    job = resolve.resolve("quickstart", overrides=["platform=cpu"])
     return prepare_submission(job, profile(runs=str(tmp_path), requeue=requeue), nodes=1, chain=chain, resume=resume)
 
 
@@ -166,7 +166,7 @@ def test_a_run_that_is_being_submitted_is_submitted_once(
 def test_a_directory_of_somebody_else_is_left_alone(queue: Queue, tmp_path: Path) -> None:
     (logs := tmp_path / "mine" / "logs").mkdir(parents=True)
     (logs / "precious").write_text("")
-    job = resolve.resolve("quickstart", words=["platform=cpu", f"run_dir={tmp_path / 'mine'}"])
+    job = resolve.resolve("quickstart", overrides=["platform=cpu", f"run_dir={tmp_path / 'mine'}"])
     with pytest.raises(UserError, match="holds files that are no run's"):
         submit(prepare_submission(job, profile(runs=str(tmp_path)), nodes=1))
     assert [path.name for path in tmp_path.rglob("*")] == ["mine", "logs", "precious"]

@@ -23,7 +23,7 @@ from arpo_megatron.errors import UserError
 from arpo_megatron.jobs import resolve
 from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.monitor.progress import Progress
-from arpo_megatron.plan.roles import RolePlan
+from arpo_megatron.plan.node_layout import NodeLayout
 from arpo_megatron.utils.processes import ManagedProcesses, ProcessDiedError, StoppedError
 from arpo_megatron.utils.signals import Interrupted
 from tools_sandbox.config import TOKEN_VARIABLE
@@ -52,7 +52,7 @@ class Refusing:
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
     directory = RunDirectory(tmp_path)
-    resolve.save(resolve.resolve("quickstart", words=["platform=cpu"]), directory.config)
+    resolve.save(resolve.resolve("quickstart", overrides=["platform=cpu"]), directory.config)
     save_profile(check_profile({"account": "a", "runs": str(tmp_path), "gpus_per_node": 0}, "here"), directory.cluster)
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_JOB_NODELIST", "n1")
@@ -265,7 +265,7 @@ def test_a_controller_that_is_silent_when_a_job_begins_does_not_cost_its_chain(
 
 def asked_by(monkeypatch: pytest.MonkeyPatch, run: RunDirectory, state: JobState | None) -> job._Asked:
     monkeypatch.setattr("arpo_megatron.cluster.slurm.job_state", lambda job_id: state)
-    site = SlurmBackend(load_profile(str(run.cluster)), RolePlan(1, 0, 1, 1, 0, 0, True), [], run, "7")
+    site = SlurmBackend(load_profile(str(run.cluster)), NodeLayout(1, 0, 1, 1, 0, 0, True), [], run, "7")
     return job._Asked(run, site, Progress())
 
 

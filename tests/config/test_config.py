@@ -22,7 +22,7 @@ def test_every_recipe_survives_saving_and_loading(recipe: str, tmp_path: Path) -
 def test_words_win_over_the_file_and_the_file_over_the_recipe(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text("train: {steps: 5, tasks_per_step: 4}\noptimizer: {lr: 1e-5}\n")
-    config = resolve.resolve("quickstart", file=file, words=["train.steps=7"])
+    config = resolve.resolve("quickstart", file=file, overrides=["train.steps=7"])
     assert (config.train.steps, config.train.tasks_per_step, config.optimizer.lr) == (7, 4, 1e-5)
     assert config.algorithm == resolve.resolve("quickstart").algorithm
 
@@ -103,7 +103,7 @@ def test_words_win_over_the_file_and_the_file_over_the_recipe(tmp_path: Path) ->
 )
 def test_a_wrong_word_is_one_line_that_helps(words: list[str], line: str) -> None:
     with pytest.raises(UserError) as caught:
-        resolve.resolve("quickstart", words=words)
+        resolve.resolve("quickstart", overrides=words)
     assert line in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -111,7 +111,7 @@ def test_a_wrong_word_is_one_line_that_helps(words: list[str], line: str) -> Non
 @pytest.mark.parametrize("loss", ["hispo", "minirl", "mix_ppg"])
 def test_a_loss_that_corrects_for_older_weights_needs_no_weights_of_trajectories(loss: str) -> None:
     words = [f"algorithm.loss={loss}", "rollout.max_staleness=1", "algorithm.replay=rollout_replay"]
-    assert resolve.resolve("quickstart", words=words).algorithm.trajectory_weight_limit is None
+    assert resolve.resolve("quickstart", overrides=words).algorithm.trajectory_weight_limit is None
 
 
 def choices(owner: Any = JobConfig, prefix: str = "") -> Iterator[tuple[str, str]]:
@@ -127,17 +127,17 @@ def test_every_documented_choice_can_be_given_as_a_word() -> None:
     wide = ["model.dtype=bfloat16", "model.hidden_size=256", "model.heads=8", "model.kv_heads=8"]
     for key, word in choices():
         if key in ("model.fp8", "engine.quantization"):
-            resolve.resolve("quickstart", words=[*wide, f"{key}={word}"])
+            resolve.resolve("quickstart", overrides=[*wide, f"{key}={word}"])
             continue
         more = ["data.path=x", "data.max_prompt_tokens=99", "sft.steps=0"] if word == "arpo_parquet" else []
         more += ["model.path=x"] if word == "rollout" else []
         more += ["rollout.max_staleness=1", "algorithm.loss=minirl"] if word == "drop" else []
-        resolve.resolve("quickstart", words=[f"{key}={word}", *more])
+        resolve.resolve("quickstart", overrides=[f"{key}={word}", *more])
 
 
 @pytest.mark.parametrize("text", ["1e-5", "0.00001", "1E-5", "10e-6"])
 def test_numbers_are_read_as_people_write_them(text: str) -> None:
-    assert resolve.resolve("quickstart", words=[f"optimizer.lr={text}"]).optimizer.lr == 1e-5
+    assert resolve.resolve("quickstart", overrides=[f"optimizer.lr={text}"]).optimizer.lr == 1e-5
 
 
 def test_a_misspelt_recipe_is_suggested() -> None:
@@ -180,6 +180,6 @@ def test_a_file_may_use_yaml_anchors(tmp_path: Path) -> None:
 
 def test_inputs_are_found_again_from_another_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
-    config = resolve.resolve("quickstart", words=["sft.data=talks.jsonl", "model.path=model"])
+    config = resolve.resolve("quickstart", overrides=["sft.data=talks.jsonl", "model.path=model"])
     assert config.sft.data == tmp_path / "talks.jsonl"
     assert config.model.path == tmp_path / "model"

@@ -97,7 +97,7 @@ def test_conversations_are_learnt_and_bad_rows_named(tmp_path: Path, talks: Path
 def test_only_the_leader_reads_the_conversations_and_all_ranks_learn_from_them(
     talks: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = resolve.resolve("quickstart", words=words(talks, model, "sft.steps=3"))
+    config = resolve.resolve("quickstart", overrides=words(talks, model, "sft.steps=3"))
     tokenizer, shape = load_tokenizer(model), ModelSpec.from_hf(model)
     sent: list[object] = []
     monkeypatch.setattr(parallel, "broadcast_object", lambda own: sent.append(own) or own)

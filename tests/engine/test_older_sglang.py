@@ -15,7 +15,8 @@ from arpo_megatron.engine.server import checksums as weight_checksums
 from arpo_megatron.engine.server import gate as push_gate
 from arpo_megatron.engine.server import receive as weight_arrival
 from arpo_megatron.engine.wire.checksums import CHECKSUM_ACTION, Sample
-from arpo_megatron.hardware.placement import Placement, trainer_environment
+from arpo_megatron.hardware.environment import trainer_environment
+from arpo_megatron.hardware.placement import Placement
 
 
 class Model(nn.Module):

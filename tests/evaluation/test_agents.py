@@ -42,7 +42,9 @@ class Stage:
     roles: ManagedProcesses
 
     def grown(self, *words: str, samples: int = 1) -> Agent:
-        return GrownAnswers(self.rollouts, resolve.over(self.config, words), samples, self.decode, self.roles.check)
+        return GrownAnswers(
+            self.rollouts, resolve.with_overrides(self.config, words), samples, self.decode, self.roles.check
+        )
 
 
 @pytest.fixture(scope="module")

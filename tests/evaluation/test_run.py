@@ -41,7 +41,7 @@ def right(messages: list[dict[str, str]]) -> str:
 
 
 def wish(server: ChatServer, files: Path, out: Path, **fields: Any) -> EvalRequest:
-    settings = {"suite": "aime24", "tools": Tools.NONE, "data": files, "out": out, "words": PLAIN} | fields
+    settings = {"suite": "aime24", "tools": Tools.NONE, "data": files, "out": out, "overrides": PLAIN} | fields
     return EvalRequest(subject=server.url, **settings)
 
 
@@ -69,7 +69,7 @@ def test_they_do_so_on_the_released_files(tmp_path: Path, agent: str, score: flo
 
 def test_a_server_is_asked_as_the_paper_samples(files: Path, tmp_path: Path) -> None:
     with served(ChatServer(right)) as server:
-        found = evaluate(wish(server, files, tmp_path / "out", k=2, words=()))
+        found = evaluate(wish(server, files, tmp_path / "out", k=2, overrides=()))
     assert (found["model"], found["tasks"], found["accuracy"]) == ("scripted", 6, 1.0)
     asked = server.requests[-1]
     assert (asked["temperature"], asked["top_p"]) == (0.6, 0.95)
@@ -116,7 +116,7 @@ def test_failures_are_counted_by_kind_and_those_of_the_server_made_again(files: 
         asked = messages[-1]["content"]
         return "hm " * 50 if "3 plus" in asked else "no idea" if "4 plus" in asked else right(messages)
 
-    settings = {"words": (*PLAIN, "rollout.max_response_tokens=20")}
+    settings = {"overrides": (*PLAIN, "rollout.max_response_tokens=20")}
     with served(ChatServer(script, fail=trouble)) as server:
         first = evaluate(wish(server, files, tmp_path / "out", **settings))
         assert first["outcomes"] == {"engine": 1, "refused": 1, "length": 1, "no_answer": 1, "right": 2}
@@ -145,7 +145,7 @@ def test_a_server_that_does_not_know_a_parameter_is_told_once(
         served(ChatServer(right, unknown=parameter)) as server,
         pytest.raises(UserError, match=rf"does not accept what scripted is to be asked: .*{parameter}") as caught,
     ):
-        evaluate(wish(server, files, tmp_path / "out", tools=tools, words=("engine.retry_for_s=0.1",)))
+        evaluate(wish(server, files, tmp_path / "out", tools=tools, overrides=("engine.retry_for_s=0.1",)))
     hint = "takes evaluation.top_k=0 evaluation.repetition_penalty=1.0 and --tools prompt or none"
     assert (hint in str(caught.value)) == (parameter != "seed")
     assert "\n" not in str(caught.value)
@@ -246,10 +246,10 @@ def test_a_key_or_model_that_ends_behind_the_first_request_ends_the_evaluation(
     words = (*PLAIN, "engine.max_running_requests=1")
     with served(ChatServer(right, fail=ended)) as server:
         with pytest.raises(UserError, match=rf"answers {status} for 'scripted'.*\$OPENAI_API_KEY") as caught:
-            evaluate(wish(server, files, tmp_path / "out", words=words))
+            evaluate(wish(server, files, tmp_path / "out", overrides=words))
         assert "\n" not in str(caught.value)
         server.fail, before = lambda _messages: 0, len(server.asked())
-        assert evaluate(wish(server, files, tmp_path / "out", words=words))["outcomes"] == {"right": 6}
+        assert evaluate(wish(server, files, tmp_path / "out", overrides=words))["outcomes"] == {"right": 6}
         assert server.asked()[before:] == [f"What is {n} plus {n}?" for n in (4, 5, 6)]
 
 
@@ -266,7 +266,7 @@ def test_a_server_that_does_not_answer_at_once_is_told_and_waited_for(files: Pat
     failures, told = iter([503, 503]), list[str]()
     with served(ChatServer(right, fail=lambda _messages: next(failures, 0))) as server:
         words = (*PLAIN, "engine.retry_for_s=30")
-        found = evaluate(wish(server, files, tmp_path / "out", words=words), told.append)
+        found = evaluate(wish(server, files, tmp_path / "out", overrides=words), told.append)
     assert found["accuracy"] == 1.0
     (line,) = (line for line in told if "no answer from" in line)
     assert "503" in line and "engine.retry_for_s=30" in line
@@ -314,7 +314,7 @@ def test_questions_are_asked_at_once_up_to_a_limit(files: Path, tmp_path: Path) 
             server.holds_after = float("inf")
 
         threading.Thread(target=let_go).start()
-        evaluate(wish(server, files, tmp_path / "out", words=(*PLAIN, "engine.max_running_requests=3")))
+        evaluate(wish(server, files, tmp_path / "out", overrides=(*PLAIN, "engine.max_running_requests=3")))
     assert server.most_at_once == 3
 
 
@@ -326,7 +326,7 @@ def test_another_evaluation_never_mixes_with_one_that_is_there(files: Path, tmp_
         UserError, match=r"another config \(evaluation.temperature 0.6, not 0.5, seed \d+, not 7\); name"
     ):
         words = ("evaluation.temperature=0.5", "seed=7")
-        evaluate(EvalRequest("oracle", suite="aime24", data=files, out=tmp_path / "out", words=words))
+        evaluate(EvalRequest("oracle", suite="aime24", data=files, out=tmp_path / "out", overrides=words))
     with pytest.raises(UserError, match="files of something else"):
         evaluate(EvalRequest("oracle", suite="aime24", data=files, out=tmp_path))
 
@@ -359,7 +359,7 @@ def test_a_killed_evaluation_goes_on_where_it_was(files: Path, tmp_path: Path) -
         assert 4 <= len(kept) < 12
         server.holds_after = float("inf")
         before = len(server.asked())
-        found = evaluate(wish(server, files, out, k=2, words=tuple(words)))
+        found = evaluate(wish(server, files, out, k=2, overrides=tuple(words)))
         assert len(server.asked()) - before == 12 - len(kept)
     assert (found["tasks"], found["attempts"], found["accuracy"]) == (6, 2, 1.0)
     rows = pl.read_parquet(out / "records.parquet")
@@ -409,7 +409,7 @@ def test_answers_are_kept_while_the_judge_is_away_and_then_only_judged(files: Pa
         before, told = len(server.requests), list[str]()
         with served(ChatServer(verdict)) as judge:
             address = f"reward.judge.url={judge.url}/v1"
-            settings = {"suite": "gaia,xbench", "attempts": attempts, "words": (*PLAIN, *JUDGE, address)}
+            settings = {"suite": "gaia,xbench", "attempts": attempts, "overrides": (*PLAIN, *JUDGE, address)}
             found = evaluate(wish(server, files, out, **settings), told.append)
         assert len(server.requests) == before
     assert [row["accuracy"] for row in found["benchmarks"].values()] == [1.0, 1.0]
@@ -419,11 +419,11 @@ def test_answers_are_kept_while_the_judge_is_away_and_then_only_judged(files: Pa
 
 def test_what_was_not_judged_is_judged_again_and_not_made_again(files: Path, tmp_path: Path) -> None:
     with served(ChatServer(lambda _messages: "<answer>\\boxed{Lima}</answer>")) as server:
-        settings = {"suite": "gaia", "words": (*PLAIN, *JUDGE, "reward.judge.when_down=fallback")}
+        settings = {"suite": "gaia", "overrides": (*PLAIN, *JUDGE, "reward.judge.when_down=fallback")}
         assert evaluate(wish(server, files, tmp_path / "out", **settings))["outcomes"] == {"unjudged": 1}
         before = len(server.requests)
         with served(ChatServer(verdict)) as judge:
-            settings["words"] = (*PLAIN, *JUDGE, f"reward.judge.url={judge.url}/v1", *settings["words"][-1:])
+            settings["overrides"] = (*PLAIN, *JUDGE, f"reward.judge.url={judge.url}/v1", *settings["overrides"][-1:])
             assert evaluate(wish(server, files, tmp_path / "out", **settings))["outcomes"] == {"right": 1}
         assert len(server.requests) == before
 
@@ -435,7 +435,7 @@ def test_the_judge_is_asked_as_much_at_once_as_its_config_says(files: Path, tmp_
     numbers = itertools.count()
     with served(ChatServer(script)) as server, served(ChatServer(script, delay_s=2.0)) as judge:
         words = (*PLAIN, *JUDGE, f"reward.judge.url={judge.url}/v1", "reward.judge.concurrency=40")
-        found = evaluate(wish(server, files, tmp_path / "out", suite="gaia", attempts=40, words=words))
+        found = evaluate(wish(server, files, tmp_path / "out", suite="gaia", attempts=40, overrides=words))
     assert found["outcomes"] == {"right": 40}
     assert judge.most_at_once > 32  # more than any machine's pool of threads has by itself
 
@@ -444,7 +444,7 @@ def test_attempts_with_the_same_answer_are_one_question_to_the_judge(files: Path
     with served(ChatServer(verdict, delay_s=0.2)) as judge:
         words = (*JUDGE, f"reward.judge.url={judge.url}/v1")
         found = evaluate(
-            EvalRequest("oracle", suite="gaia", data=files, out=tmp_path / "out", attempts=10, words=words)
+            EvalRequest("oracle", suite="gaia", data=files, out=tmp_path / "out", attempts=10, overrides=words)
         )
     assert (found["outcomes"], len(judge.requests)) == ({"right": 10}, 1)
 
@@ -454,13 +454,13 @@ def test_a_judge_that_refuses_ends_an_evaluation_with_one_line(files: Path, tmp_
     judge.fail = lambda _messages: 401
     with served(server), served(judge), pytest.raises(UserError, match="answers 401 for 'nobody'"):
         words = (*PLAIN, *JUDGE, f"reward.judge.url={judge.url}/v1")
-        evaluate(wish(server, files, tmp_path / "out", suite="gaia", attempts=3, words=words))
+        evaluate(wish(server, files, tmp_path / "out", suite="gaia", attempts=3, overrides=words))
 
 
 def test_what_the_judge_gave_no_verdict_on_is_told(files: Path, tmp_path: Path) -> None:
     with served(ChatServer(lambda _messages: "<answer>\\boxed{Lima}</answer>")) as server:
         words = (*PLAIN, *JUDGE, "reward.judge.when_down=fallback")
-        found = evaluate(wish(server, files, tmp_path / "out", suite="gaia", words=words))
+        found = evaluate(wish(server, files, tmp_path / "out", suite="gaia", overrides=words))
     assert found["outcomes"] == {"unjudged": 1}
     notes = read_summary(tmp_path / "out").notes
     assert any("1 questions had none because it was down" in note for note in notes)
@@ -511,7 +511,7 @@ def test_tables_have_the_published_rows_beside_and_marked(files: Path, tmp_path:
         ({"subject": "oracle", "suite": None}, "--suite is missing"),
         ({"subject": "oracle", "suite": "held_out"}, "only a run directory has held-out tasks"),
         ({"subject": "oracle", "k": 3, "attempts": 2}, "--attempts 2 is fewer than --k 3"),
-        ({"subject": "oracle", "words": ("evaluation.temprature=0",)}, "temperature"),
+        ({"subject": "oracle", "overrides": ("evaluation.temprature=0",)}, "temperature"),
         ({"subject": "http://127.0.0.1:9"}, r"^cannot connect to http://127.0.0.1:9 \(.*\): is the server up\?$"),
         (
             {"subject": "http://127.0.0.1:9", "model": "m", "tools": Tools.NONE},

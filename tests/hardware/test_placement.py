@@ -8,7 +8,8 @@ import pytest
 from arpo_megatron.config import EngineConfig, JobConfig, ParallelConfig
 from arpo_megatron.engine.launch import engine_options
 from arpo_megatron.errors import UserError
-from arpo_megatron.hardware import placement as machine
+from arpo_megatron.hardware import placement
+from arpo_megatron.hardware.environment import process_environment, trainer_environment
 from arpo_megatron.hardware.placement import ON_CPU, Placement
 from arpo_megatron.jobs import resolve
 
@@ -46,11 +47,11 @@ def test_an_engine_that_shares_a_gpu_takes_less_of_its_memory_unless_told_how_mu
 
 
 def test_platform_cpu_hides_gpus_from_every_role() -> None:
-    for environment in (machine.role_environment("cpu"), machine.trainer_environment("cpu")):
+    for environment in (process_environment("cpu"), trainer_environment("cpu")):
         assert environment["CUDA_VISIBLE_DEVICES"] == ""
-    for environment in (machine.role_environment("auto"), machine.trainer_environment("auto")):
+    for environment in (process_environment("auto"), trainer_environment("auto")):
         assert "CUDA_VISIBLE_DEVICES" not in environment
-    assert machine.gpu_count("cpu") == 0
+    assert placement.gpu_count("cpu") == 0
 
 
 @pytest.mark.parametrize(
@@ -72,10 +73,10 @@ def test_platform_cpu_hides_gpus_from_every_role() -> None:
     ],
 )
 def test_a_machine_that_cannot_run_the_job_is_one_line(words, gpus, line, monkeypatch) -> None:
-    monkeypatch.setattr(machine, "_visible_gpus", lambda: gpus)
-    monkeypatch.setattr(machine, "find_spec", lambda name: None)
+    monkeypatch.setattr(placement, "_visible_gpus", lambda: gpus)
+    monkeypatch.setattr(placement, "find_spec", lambda name: None)
     with pytest.raises(UserError) as caught:
-        machine.check_machine(resolve.resolve("quickstart", words=words))
+        placement.check_machine(resolve.resolve("quickstart", overrides=words))
     assert line in str(caught.value)
     assert "\n" not in str(caught.value)
 

@@ -33,7 +33,7 @@ def config(tmp_path: Path) -> JobConfig:
     save_random_weights(tmp_path / "model", seed=1)
     (tmp_path / "talks.jsonl").write_text("{}\n{}\n")
     words = [f"model.path={tmp_path / 'model'}", f"sft.data={tmp_path / 'talks.jsonl'}", f"run_dir={tmp_path / 'run'}"]
-    return resolve.resolve("quickstart", words=[*words, "sft.steps=3"])
+    return resolve.resolve("quickstart", overrides=[*words, "sft.steps=3"])
 
 
 @pytest.fixture
@@ -98,7 +98,7 @@ def test_weights_that_changed_in_place_are_named_under_the_same_size_and_time(
 
 
 def test_a_dump_of_this_run_is_replayed(config: JobConfig, run: RunDirectory) -> None:
-    longer = resolve.resolve("quickstart", words=[f"run_dir={run.path}", "train.steps=99"])
+    longer = resolve.resolve("quickstart", overrides=[f"run_dir={run.path}", "train.steps=99"])
     assert run_directory.fixed_part(longer) == run_directory.fixed_part(replace(longer, run_dir=None))
     check_dump(dumped(config), Path("dump.npz"), config, run)
 

@@ -39,7 +39,7 @@ def test_fewer_questions_than_a_step_begins_trees_are_refused(tmp_path: Path, wo
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
     data = ["data.kind=arpo_parquet", f"data.path={tmp_path / 'rows.parquet'}", "data.held_out=1", "evaluation.tasks=1"]
     data += ["data.max_prompt_tokens=100"]
-    config = resolve.resolve("quickstart", words=["sft.steps=0", "train.tasks_per_step=6", *data, *words])
+    config = resolve.resolve("quickstart", overrides=["sft.steps=0", "train.tasks_per_step=6", *data, *words])
     run = RunDirectory(tmp_path / "run")
     run.path.mkdir()
     with pytest.raises(UserError) as caught:

@@ -23,20 +23,20 @@ def test_fresh_runs_never_share_a_directory_and_resume_takes_the_newest() -> Non
 
 
 def test_seed_1_and_seed_11_are_different_runs() -> None:
-    first = run_directory.fresh(resolve.resolve("quickstart", words=["seed=1"]))
-    run_directory.fresh(resolve.resolve("quickstart", words=["seed=11"]))
-    assert run_directory.existing(resolve.resolve("quickstart", words=["seed=1"])).path == first.path
+    first = run_directory.fresh(resolve.resolve("quickstart", overrides=["seed=1"]))
+    run_directory.fresh(resolve.resolve("quickstart", overrides=["seed=11"]))
+    assert run_directory.existing(resolve.resolve("quickstart", overrides=["seed=1"])).path == first.path
 
 
 def test_resuming_another_config_names_the_key_that_differs() -> None:
     run_directory.fresh(resolve.resolve("quickstart"))
-    with pytest.raises(UserError, match=r"algorithm\.beam was 2, now 3"):
-        run_directory.existing(resolve.resolve("quickstart", words=["algorithm.beam_size=3"]))
+    with pytest.raises(UserError, match=r"algorithm\.beam_size was 2, now 3"):
+        run_directory.existing(resolve.resolve("quickstart", overrides=["algorithm.beam_size=3"]))
 
 
 def test_a_run_may_be_resumed_for_more_steps() -> None:
     run = run_directory.fresh(resolve.resolve("quickstart"))
-    longer = resolve.resolve("quickstart", words=["train.steps=99", "engine.max_running_requests=3"])
+    longer = resolve.resolve("quickstart", overrides=["train.steps=99", "engine.max_running_requests=3"])
     assert run_directory.existing(longer) == run
 
 
@@ -46,7 +46,7 @@ def test_a_refused_second_job_changes_nothing_of_the_running_one() -> None:
     with (
         run.locked(),
         pytest.raises(UserError, match="in use"),
-        opened(resolve.resolve("quickstart", words=["train.steps=99"]), resume=True),
+        opened(resolve.resolve("quickstart", overrides=["train.steps=99"]), resume=True),
     ):
         pass
     assert run.config.read_bytes() == before
@@ -57,7 +57,7 @@ def test_a_directory_with_other_files_is_refused_and_left_alone(tmp_path: Path) 
     mine.mkdir()
     (mine / "notes.tmp").write_text("precious")
     with pytest.raises(UserError, match=r"holds files that are no run's \(notes\.tmp"):
-        run_directory.fresh(resolve.resolve("quickstart", words=[f"run_dir={mine}"]))
+        run_directory.fresh(resolve.resolve("quickstart", overrides=[f"run_dir={mine}"]))
     assert [path.name for path in mine.iterdir()] == ["notes.tmp"]
 
 
@@ -75,12 +75,12 @@ def test_resuming_nothing_is_one_line() -> None:
     with pytest.raises(UserError, match="nothing to resume"):
         run_directory.existing(resolve.resolve("quickstart"))
     with pytest.raises(UserError, match=r"nothing to resume at .*other: no run was started there") as refused:
-        run_directory.existing(resolve.resolve("quickstart", words=["run_dir=other"]))
+        run_directory.existing(resolve.resolve("quickstart", overrides=["run_dir=other"]))
     assert "--resume" not in str(refused.value), "`arpo resume` has no such option"
 
 
 def test_a_named_directory_with_a_run_is_not_overwritten() -> None:
-    config = resolve.resolve("quickstart", words=["run_dir=here"])
+    config = resolve.resolve("quickstart", overrides=["run_dir=here"])
     run_directory.fresh(config)
     with pytest.raises(UserError, match="--resume"):
         run_directory.fresh(config)
@@ -89,7 +89,7 @@ def test_a_named_directory_with_a_run_is_not_overwritten() -> None:
 def test_an_unwritable_place_is_one_line() -> None:
     Path("file").write_text("")
     with pytest.raises(UserError, match="cannot make the run directory"):
-        run_directory.fresh(resolve.resolve("quickstart", words=["run_dir=file/run"]))
+        run_directory.fresh(resolve.resolve("quickstart", overrides=["run_dir=file/run"]))
 
 
 def test_two_jobs_cannot_hold_one_directory() -> None:

@@ -45,7 +45,7 @@ class Ranks(LocalBackend):
         yield SimpleNamespace(environment={})
 
     def train(self, *words: str) -> None:
-        config = resolve.resolve("quickstart", words=[*WORDS, *words])
+        config = resolve.resolve("quickstart", overrides=[*WORDS, *words])
         with ManagedProcesses(self.run.logs) as roles, pytest.MonkeyPatch.context() as patch:
             patch.setattr(job, "services", self.services)
             job.train_phases(config, self.run, roles, Progress(), lambda: None, self)
@@ -79,7 +79,7 @@ def test_no_engine_is_started_behind_a_cold_start_that_was_asked_to_end(tmp_path
 def test_a_cold_start_alone_that_is_asked_to_end_while_it_exports_is_done(tmp_path: Path) -> None:
     ranks = Ranks(RunDirectory(tmp_path), "sft", exports=True)
     with ManagedProcesses(ranks.run.logs) as roles:
-        job.sft_phase(resolve.resolve("quickstart", words=WORDS), ranks.run, roles, Progress(), lambda: None, ranks)
+        job.sft_phase(resolve.resolve("quickstart", overrides=WORDS), ranks.run, roles, Progress(), lambda: None, ranks)
 
 
 def test_what_a_killed_job_was_asked_does_not_keep_its_checkpoints_from_being_exported(tmp_path: Path) -> None:

@@ -13,10 +13,10 @@ from arpo_megatron.errors import UserError
 from arpo_megatron.jobs import resolve
 from arpo_megatron.models.known import KNOWN_MODELS
 from arpo_megatron.plan import GPUS, Hardware, plan
+from arpo_megatron.plan.node_layout import lay_out_nodes
 from arpo_megatron.plan.nodes import on_nodes, scaled
 from arpo_megatron.plan.parameters import of_stage, whole_model
 from arpo_megatron.plan.report import render, render_search, words
-from arpo_megatron.plan.roles import plan_roles
 from arpo_megatron.plan.search import search
 from arpo_megatron.plan.workload import typical
 
@@ -34,7 +34,7 @@ def test_every_layout_of_a_recipe_fits_on_its_gpus(recipe: str) -> None:
         assert not found.warnings, variant
         if variant.endswith(("node", "nodes")):
             assert f"{found.nodes}node" == variant.removesuffix("s")
-            assert found.roles and found.roles.gpus_used == found.nodes * hardware.gpus, "no GPU is left idle"
+            assert found.layout and found.layout.gpus_used == found.nodes * hardware.gpus, "no GPU is left idle"
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_what_cannot_run_does_not_fit_and_the_reason_says_why(
     recipe: str, overrides: list[str], gpu: str, reason: str
 ) -> None:
     try:
-        found = plan(resolve.resolve(recipe, words=overrides), GPUS[gpu])
+        found = plan(resolve.resolve(recipe, overrides=overrides), GPUS[gpu])
     except UserError as error:
         assert reason in str(error)
         return
@@ -79,14 +79,14 @@ def test_offloading_is_planned_in_host_memory() -> None:
     assert half.memory.training["optimizer"] == pytest.approx(here.memory.training["optimizer"] / 2)
     assert half.memory.host["optimizer"] == pytest.approx(there.memory.host["optimizer"] / 2)
     with pytest.raises(UserError, match=r"offload_fraction=0\.5 needs optimizer\.offload=true"):
-        resolve.resolve("deepsearch_14b", words=["optimizer.offload_fraction=0.5"])
+        resolve.resolve("deepsearch_14b", overrides=["optimizer.offload_fraction=0.5"])
 
 
 @pytest.mark.parametrize("nodes", ["1node", "4nodes", "16nodes"])
 def test_experts_are_updated_and_reduced_by_the_ranks_that_hold_the_same_ones(nodes: str) -> None:
     """Eight ranks share out the experts: of tensor 4 x data 2 one has each, of 4 x 8 four, of 4 x 32 sixteen."""
     words = ["parallel.pipeline=1", "parallel.data=32"] if nodes == "16nodes" else []
-    job = resolve.resolve(f"moe_30b_a3b+{nodes}", words=["optimizer.offload=false", *words])
+    job = resolve.resolve(f"moe_30b_a3b+{nodes}", overrides=["optimizer.offload=false", *words])
     found = plan(job, H100)
     copies = {"1node": 1, "4nodes": 4, "16nodes": 16}[nodes]
     held = of_stage(KNOWN_MODELS["Qwen/Qwen3-30B-A3B"], job.parallel, 0)
@@ -110,7 +110,7 @@ def test_more_ranks_divide_the_optimizer_and_the_work() -> None:
 def test_ranks_without_a_tree_of_their_own_gain_nothing_and_are_told() -> None:
     """Eight questions a minibatch: with 32 data-parallel ranks three in four have nothing to do."""
     some, many = (
-        plan(resolve.resolve("deepsearch_14b", words=[f"parallel.data={n}", f"engine.replicas={n}"]), H100)
+        plan(resolve.resolve("deepsearch_14b", overrides=[f"parallel.data={n}", f"engine.replicas={n}"]), H100)
         for n in (8, 32)
     )
     assert many.step_seconds["forward_backward"] == some.step_seconds["forward_backward"]
@@ -155,7 +155,8 @@ def test_stages_idle_while_others_wait_for_their_collectives_too() -> None:
     """Half the bubble is half of it for work and for waits alike."""
     words = ["parallel.pipeline=4", "parallel.data=1"]
     jobs = [
-        resolve.resolve("deepsearch_14b", words=[*words, f"parallel.virtual_pipeline={chunks}"]) for chunks in (1, 2)
+        resolve.resolve("deepsearch_14b", overrides=[*words, f"parallel.virtual_pipeline={chunks}"])
+        for chunks in (1, 2)
     ]
     work, waits = (
         [plan(job, hardware).step_seconds["forward_backward"] for job in jobs]
@@ -173,7 +174,7 @@ def test_colocated_engines_on_several_nodes_get_their_weights_from_gloo() -> Non
     assert one.step_seconds["weight_push"] == pytest.approx(1 + sent / (0.7 * H100.link))
     assert split.step_seconds["weight_push"] == pytest.approx(1 + sent / (0.7 * H100.network))
     told, files = (
-        plan(resolve.resolve("deepsearch_14b+1node", words=[f"sync.transport={kind}"]), H100)
+        plan(resolve.resolve("deepsearch_14b+1node", overrides=[f"sync.transport={kind}"]), H100)
         for kind in ("broadcast", "disk")
     )
     assert told.step_seconds["weight_push"] == pytest.approx(1 + 4 * sent / 4e9), "eight GPUs and the root"
@@ -210,7 +211,7 @@ def test_training_takes_no_less_than_its_flops_at_the_peak() -> None:
 
 def test_split_engines_have_nodes_of_their_own_and_roll_out_meanwhile() -> None:
     found = plan(resolve.resolve("deepsearch_14b+split"), H100)
-    assert found.roles and (found.roles.trainer_nodes, found.roles.engine_nodes) == (2, 2)
+    assert found.layout and (found.layout.trainer_nodes, found.layout.engine_nodes) == (2, 2)
     assert "kv_cache" in found.memory.engine and "kv_cache" not in found.memory.rollout
     assert found.seconds < sum(found.step_seconds.values())
 
@@ -222,9 +223,9 @@ def test_split_engines_have_nodes_of_their_own_and_roll_out_meanwhile() -> None:
 def test_a_plan_counts_the_nodes_and_the_placement_that_a_submission_takes(
     overrides: list[str], nodes: int, placement: str
 ) -> None:
-    job = resolve.resolve("deepsearch_14b", words=overrides)
-    found, roles = plan(job, H100, nodes), plan_roles(job, 8, nodes)
-    assert found.roles == roles and (found.nodes, found.config.engine.placement) == (nodes, placement)
+    job = resolve.resolve("deepsearch_14b", overrides=overrides)
+    found, layout = plan(job, H100, nodes), lay_out_nodes(job, 8, nodes)
+    assert found.layout == layout and (found.nodes, found.config.engine.placement) == (nodes, placement)
     assert bool(found.memory.engine) is (placement == "split")
     assert "take 2: give --nodes 2" in (plan(resolve.resolve("deepsearch_14b"), H100, 3).reason or "")
 
@@ -242,14 +243,14 @@ def test_a_number_of_nodes_takes_the_recipes_layout_or_more_data_parallel_ranks(
 
 def test_what_the_user_has_said_of_a_layout_is_not_changed() -> None:
     mine = ["parallel.data=2", "engine.replicas=2"]
-    assert on_nodes("deepsearch_14b", 3, 8, words=mine) == resolve.resolve("deepsearch_14b", words=mine)
-    assert on_nodes("deepsearch_14b", 1, 8, words=mine) == resolve.resolve("deepsearch_14b+1node", words=mine)
-    wide = on_nodes("deepsearch_14b", 4, 8, words=["parallel.tensor=8"])
+    assert on_nodes("deepsearch_14b", 3, 8, overrides=mine) == resolve.resolve("deepsearch_14b", overrides=mine)
+    assert on_nodes("deepsearch_14b", 1, 8, overrides=mine) == resolve.resolve("deepsearch_14b+1node", overrides=mine)
+    wide = on_nodes("deepsearch_14b", 4, 8, overrides=["parallel.tensor=8"])
     assert (wide.parallel.tensor, wide.parallel.data, wide.engine.replicas) == (8, 4, 8)
     assert on_nodes("deepsearch_32b+h200", 2, 8) == resolve.resolve("deepsearch_32b+h200")
     assert on_nodes("deepsearch_32b+h200", 4, 8).engine.tensor == resolve.resolve("deepsearch_32b+h200").engine.tensor
     auto = ["engine.placement=auto"]
-    assert on_nodes("deepsearch_14b", 4, 8, words=auto) == resolve.resolve("deepsearch_14b", words=auto)
+    assert on_nodes("deepsearch_14b", 4, 8, overrides=auto) == resolve.resolve("deepsearch_14b", overrides=auto)
 
 
 @pytest.mark.parametrize(
@@ -259,10 +260,10 @@ def test_a_split_job_stays_split_on_any_number_of_nodes(nodes: int, data: int, r
     job = on_nodes("deepsearch_14b+split", nodes, 8)
     assert (job.engine.placement, job.rollout.max_staleness) == ("split", 1)
     assert (job.parallel.data, job.engine.replicas) == (data, replicas)
-    assert plan_roles(job, 8, nodes).nodes == nodes
+    assert lay_out_nodes(job, 8, nodes).nodes == nodes
     if nodes > 1:
-        word = on_nodes("deepsearch_14b", nodes, 8, words=["engine.placement=split"])
-        assert word.engine.placement == "split" and plan_roles(word, 8, nodes).nodes == nodes
+        word = on_nodes("deepsearch_14b", nodes, 8, overrides=["engine.placement=split"])
+        assert word.engine.placement == "split" and lay_out_nodes(word, 8, nodes).nodes == nodes
 
 
 @pytest.mark.parametrize(("trainer", "engines"), [(3, 8), (6, 5), (11, 4)])
@@ -273,7 +274,7 @@ def test_whole_nodes_are_shared_out_exactly(trainer: int, engines: int) -> None:
         f"parallel.data={8 * trainer}",
         f"engine.replicas={8 * engines}",
     ]
-    job = scaled(resolve.resolve("quickstart", words=words), 5 * (trainer + engines), 8)
+    job = scaled(resolve.resolve("quickstart", overrides=words), 5 * (trainer + engines), 8)
     assert (job.parallel.data, job.engine.replicas) == (40 * trainer, 40 * engines)
 
 
@@ -284,7 +285,7 @@ def test_the_words_of_a_found_layout_give_its_plan() -> None:
     assert found.fit + sum(count for _, count in found.failed) == found.tried
     own = plan(job, H100)
     for best in found.best:
-        again = plan(resolve.resolve("deepsearch_14b", words=words(best, job).split()), H100)
+        again = plan(resolve.resolve("deepsearch_14b", overrides=words(best, job).split()), H100)
         assert again.fits and again.to_dict() == best.to_dict()
         assert best.seconds <= own.seconds
 

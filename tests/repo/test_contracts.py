@@ -61,7 +61,7 @@ def test_the_command_line_answers_without_torch() -> None:
     program = (
         "import sys, arpo_megatron.cli.main\n"
         "from arpo_megatron import resolve\n"
-        "for name in resolve.recipe_names(): resolve.resolve(name, words=['seed=3'])\n"
+        "for name in resolve.recipe_names(): resolve.resolve(name, overrides=['seed=3'])\n"
         "print(*sorted({'torch', 'transformers', 'megatron', 'sglang'} & set(sys.modules)))\n"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=400)

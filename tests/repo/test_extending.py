@@ -73,15 +73,15 @@ def test_the_signatures_on_the_page_are_those_of_the_protocols() -> None:
 
 def test_without_the_package_the_name_is_unknown() -> None:
     with pytest.raises(UserError, match="unknown preset 'median'"):
-        resolve.resolve("quickstart", words=["algorithm.name=median"])
+        resolve.resolve("quickstart", overrides=["algorithm.name=median"])
 
 
 @pytest.mark.usefixtures("installed", "one_rank")
 def test_an_installed_method_trains() -> None:
-    algorithm = resolve.resolve("quickstart", words=["algorithm.name=median", "algorithm.minibatches=2"]).algorithm
+    algorithm = resolve.resolve("quickstart", overrides=["algorithm.name=median", "algorithm.minibatches=2"]).algorithm
     assert (algorithm.branching, algorithm.advantage, algorithm.params) == ("arpo", "median", {"median_scale": 0.5})
     with pytest.raises(UserError, match="median_scale must be positive"):
-        resolve.resolve("quickstart", words=["algorithm.name=median", "algorithm.params.median_scale=0"])
+        resolve.resolve("quickstart", overrides=["algorithm.name=median", "algorithm.params.median_scale=0"])
 
     rng = np.random.default_rng(0)
     forest = [cases.grown(number) for number in range(4)]
@@ -110,7 +110,9 @@ def test_an_installed_method_trains() -> None:
 def test_a_part_of_every_other_kind_works() -> None:
     words = ["algorithm.selector=failed_first", "algorithm.branching=first_result", "algorithm.loss=plain"]
     words += ["algorithm.replay=last_success", "algorithm.trajectory_weight_limit=2", "reward.kind=last_number"]
-    job = resolve.resolve("quickstart", words=[*words, "reward.terms={brief: 0.5}", "reward.params.number_reward=2"])
+    job = resolve.resolve(
+        "quickstart", overrides=[*words, "reward.terms={brief: 0.5}", "reward.params.number_reward=2"]
+    )
     reward = make_reward(job.reward, max_response_tokens=100)
     tasks = [Task(f"t{number}", (), "5", "math", "") for number in range(6)]
     found = reward.score_group(ResponseGroup(tasks[0], [Response("4, so 5", 60), Response("5, so 4", 50)]))

@@ -248,7 +248,7 @@ def test_entropies_are_told_by_what_is_before_the_turn_and_later_tokens_are_else
 def entropy_run(path: Path, seed: int, first: float) -> RunDirectory:
     """A run whose first token behind the tool's result has so many nats."""
     run = RunDirectory(path)
-    config = resolve.resolve("trails+grpo", words=["algorithm.entropy_tokens=2", f"seed={seed}"])
+    config = resolve.resolve("trails+grpo", overrides=["algorithm.entropy_tokens=2", f"seed={seed}"])
     run.path.mkdir(parents=True)
     resolve.save(config, run.config)
     tree = RolloutTree("task", [1])

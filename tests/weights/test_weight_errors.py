@@ -150,7 +150,7 @@ def test_a_missing_a_misshapen_and_an_unknown_tensor_are_named(
 def test_a_missing_tensor_is_found_before_anything_is_started(source: Path, tmp_path: Path) -> None:
     write_config(tmp_path, source)
     tensors = load_file(source / "model.safetensors")
-    job = resolve.resolve("quickstart", words=[f"model.path={tmp_path}", f"run_dir={tmp_path}/run"])
+    job = resolve.resolve("quickstart", overrides=[f"model.path={tmp_path}", f"run_dir={tmp_path}/run"])
     save_file(tensors, tmp_path / "model.safetensors")
     check_inputs(job)
     save_file({key: tensor for key, tensor in tensors.items() if "norm" not in key}, tmp_path / "model.safetensors")

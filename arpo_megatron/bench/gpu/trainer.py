@@ -23,7 +23,7 @@ from arpo_megatron.algorithms.credit import supervised_credit
 from arpo_megatron.bench import memory as resident
 from arpo_megatron.bench.gpu.journal import Figures, reset_peak, timed
 from arpo_megatron.config import JobConfig
-from arpo_megatron.hardware.placement import trainer_environment
+from arpo_megatron.hardware.environment import trainer_environment
 from arpo_megatron.hardware.specs import GIB
 from arpo_megatron.jobs import resolve
 from arpo_megatron.models.known import shape_of

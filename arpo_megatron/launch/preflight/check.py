@@ -1,4 +1,4 @@
-"""What a check answers: ok, a warning or a failure, each with how to mend it."""
+"""What a check answers: ok, a warning or a failure, each with how to fix it."""
 
 import sys
 import threading
@@ -22,16 +22,16 @@ class CheckResult:
         name: of the check.
         level: a failure ends the job before it begins.
         text: what was found.
-        mend: what to do about it; "" for ok.
+        fix: what to do about it; "" for ok.
     """
 
     name: str
     level: Level
     text: str
-    mend: str = ""
+    fix: str = ""
 
     def __str__(self) -> str:
-        return f"{self.level:8} {self.name:12} {self.text}{f': {self.mend}' if self.mend else ''}"
+        return f"{self.level:8} {self.name:12} {self.text}{f': {self.fix}' if self.fix else ''}"
 
 
 def ok(name: str, text: str) -> CheckResult:
@@ -39,14 +39,14 @@ def ok(name: str, text: str) -> CheckResult:
     return CheckResult(name, "ok", text)
 
 
-def warning(name: str, text: str, mend: str) -> CheckResult:
+def warning(name: str, text: str, fix: str) -> CheckResult:
     """The job can run, but not as it might."""
-    return CheckResult(name, "warning", text, mend)
+    return CheckResult(name, "warning", text, fix)
 
 
-def failure(name: str, text: str, mend: str = "") -> CheckResult:
+def failure(name: str, text: str, fix: str = "") -> CheckResult:
     """The job cannot run."""
-    return CheckResult(name, "failure", text, mend)
+    return CheckResult(name, "failure", text, fix)
 
 
 def run_checks(
@@ -80,7 +80,7 @@ def _tried(name: str, check: Callable[[], CheckResult]) -> CheckResult:
     except UserError as error:
         return failure(name, str(error))
     except Exception as error:
-        return failure(name, f"the check failed: {type(error).__name__}: {error}", "mend that first")
+        return failure(name, f"the check failed: {type(error).__name__}: {error}", "fix that first")
 
 
 def show(findings: Iterable[CheckResult], where: str = "") -> bool:

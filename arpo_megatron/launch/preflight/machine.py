@@ -142,10 +142,10 @@ def check_gpus(wanted: int) -> CheckResult:
     asked = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False)
     if asked.returncode:  # it tells its errors on standard output, a line each, as it does GPUs
         said = " ".join((asked.stdout + asked.stderr).split())[:200]
-        return failure("gpu", f"nvidia-smi ended with exit code {asked.returncode}: {said}", "mend the driver")
+        return failure("gpu", f"nvidia-smi ended with exit code {asked.returncode}: {said}", "fix the driver")
     lines = asked.stdout.splitlines()
     if len(lines) < wanted:
-        return failure("gpu", f"{len(lines)} GPUs, the profile says {wanted}", "mend gpus_per_node or gpu_request")
+        return failure("gpu", f"{len(lines)} GPUs, the profile says {wanted}", "fix gpus_per_node or gpu_request")
     if (usable := gpu_count("auto")) < wanted:
         text = f"nvidia-smi lists {len(lines)} GPUs, torch can use {usable} of the {wanted} that are wanted"
         return failure("gpu", text, "install a torch for this driver's CUDA, and look at CUDA_VISIBLE_DEVICES")

@@ -9,7 +9,7 @@ from arpo_megatron.hardware.placement import Placement, gpus_for_both, takes_tur
 
 
 @dataclass(frozen=True, slots=True)
-class RolePlan:
+class NodeLayout:
     """Nodes are numbered from 0 in the order of the allocation. Tool service, rollout process and router are on node 0.
 
     Attributes:
@@ -81,12 +81,12 @@ class RolePlan:
         return lines
 
 
-def settled(config: JobConfig, roles: RolePlan) -> JobConfig:
+def with_placement(config: JobConfig, layout: NodeLayout) -> JobConfig:
     """With the `engine.placement` that the plan has: `auto` depends on the number of nodes."""
-    return replace(config, engine=replace(config.engine, placement="colocated" if roles.shared else "split"))
+    return replace(config, engine=replace(config.engine, placement="colocated" if layout.shared else "split"))
 
 
-def plan_roles(config: JobConfig, gpus_per_node: int, nodes: int | None) -> RolePlan:
+def lay_out_nodes(config: JobConfig, gpus_per_node: int, nodes: int | None) -> NodeLayout:
     """Lay the roles over nodes; `nodes` None: as few as the config's placement needs. `platform=cpu` uses no GPU.
 
     Raises:
@@ -116,19 +116,19 @@ def plan_roles(config: JobConfig, gpus_per_node: int, nodes: int | None) -> Role
             )
         return replace(alone, engines=engine.replicas)
     _check_count(nodes, split, "split", config, gpus)
-    return RolePlan(split, gpus, trainer_nodes, per_node, engine.replicas, engine.tensor, shared=False)
+    return NodeLayout(split, gpus, trainer_nodes, per_node, engine.replicas, engine.tensor, shared=False)
 
 
-def _trainer_alone(config: JobConfig, gpus: int) -> RolePlan:
+def _trainer_alone(config: JobConfig, gpus: int) -> NodeLayout:
     """As without engines."""
     ranks = config.parallel.world_size
     per_node, nodes = min(ranks, gpus), ceil(ranks / gpus)
     if ranks % per_node:
         raise UserError(f"{ranks} trainer ranks cannot be divided among nodes of {gpus} GPUs: change parallel.*")
-    return RolePlan(nodes, gpus, nodes, per_node, 0, config.engine.tensor, shared=True)
+    return NodeLayout(nodes, gpus, nodes, per_node, 0, config.engine.tensor, shared=True)
 
 
-def _on_cpus(config: JobConfig, nodes: int) -> RolePlan:
+def _on_cpus(config: JobConfig, nodes: int) -> NodeLayout:
     """Ranks divided evenly among the first nodes."""
     ranks, engine = config.parallel.world_size, config.engine
     if engine.tensor > 1:
@@ -140,7 +140,7 @@ def _on_cpus(config: JobConfig, nodes: int) -> RolePlan:
         raise UserError(f"{ranks} trainer ranks cannot be divided evenly among {trainer_nodes} nodes")
     replicas = 0 if config.sft_only else engine.replicas
     turns = takes_turns(config, enough=True)
-    return RolePlan(nodes, 0, trainer_nodes, ranks // trainer_nodes, replicas, engine.tensor, turns)
+    return NodeLayout(nodes, 0, trainer_nodes, ranks // trainer_nodes, replicas, engine.tensor, turns)
 
 
 def _check_count(given: int | None, needed: int, placement: str, config: JobConfig, gpus: int) -> None:

@@ -10,20 +10,20 @@ from arpo_megatron.config import JobConfig
 from arpo_megatron.errors import UserError
 from arpo_megatron.hardware.placement import Placement
 from arpo_megatron.jobs import resolve
-from arpo_megatron.plan.roles import RolePlan, plan_roles
+from arpo_megatron.plan.node_layout import NodeLayout, lay_out_nodes
 
 
 def job(**engine: object) -> JobConfig:
     words = [f"engine.{name}={value}" for name, value in engine.items()]
-    return resolve.resolve("quickstart", words=["parallel.tensor=2", "parallel.data=4", *words])
+    return resolve.resolve("quickstart", overrides=["parallel.tensor=2", "parallel.data=4", *words])
 
 
-def places(plan: RolePlan) -> list[tuple[int, int]]:
+def places(plan: NodeLayout) -> list[tuple[int, int]]:
     """Node and first GPU of each engine."""
     return [plan.place(index) for index in range(plan.engines)]
 
 
-def used(plan: RolePlan, ranks: bool = True) -> list[tuple[int, int]]:
+def used(plan: NodeLayout, ranks: bool = True) -> list[tuple[int, int]]:
     """(node, GPU) of every engine rank, and of every trainer rank."""
     engines = [(node, first + gpu) for node, first in places(plan) for gpu in range(plan.engine_gpus)]
     trainer = [(node, gpu) for node in range(plan.trainer_nodes) for gpu in range(plan.ranks_per_node)]
@@ -43,7 +43,7 @@ def test_one_node_is_laid_out_as_this_machine_is(
     config = job(replicas=replicas, tensor=tensor, placement=placement)
     config = replace(config, parallel=replace(config.parallel, data=data))
     try:
-        plan = plan_roles(config, gpus, 1)
+        plan = lay_out_nodes(config, gpus, 1)
     except UserError:
         return
     here = Placement.of(config, gpus)
@@ -52,13 +52,13 @@ def test_one_node_is_laid_out_as_this_machine_is(
 
 
 def test_the_same_recipe_is_split_or_colocated() -> None:
-    split = plan_roles(job(replicas=4, tensor=2, placement="split"), 8, None)
+    split = lay_out_nodes(job(replicas=4, tensor=2, placement="split"), 8, None)
     assert (split.nodes, split.trainer_nodes, split.ranks_per_node, split.shared) == (2, 1, 8, False)
     assert places(split) == [(1, 0), (1, 2), (1, 4), (1, 6)]
-    together = plan_roles(job(replicas=4, tensor=2, placement="colocated"), 8, None)
+    together = lay_out_nodes(job(replicas=4, tensor=2, placement="colocated"), 8, None)
     assert (together.nodes, together.shared, places(together)) == (1, True, [(0, 0), (0, 2), (0, 4), (0, 6)])
-    assert plan_roles(job(replicas=4, tensor=2), 8, 2) == split
-    assert plan_roles(job(replicas=4, tensor=2), 8, 1) == together
+    assert lay_out_nodes(job(replicas=4, tensor=2), 8, 2) == split
+    assert lay_out_nodes(job(replicas=4, tensor=2), 8, 1) == together
 
 
 @given(
@@ -74,7 +74,7 @@ def test_no_gpu_is_given_twice_unless_it_is_shared(
     config = job(replicas=replicas, tensor=tensor, placement=placement)
     config = replace(config, parallel=replace(config.parallel, data=data))
     try:
-        plan = plan_roles(config, gpus, None)
+        plan = lay_out_nodes(config, gpus, None)
     except UserError:
         return
     assert plan.trainer_nodes * plan.ranks_per_node == config.parallel.world_size
@@ -94,14 +94,14 @@ def test_a_plan_is_no_larger_on_a_larger_cluster(placement: str) -> None:
     for nodes in (2, 200_000):
         config = job(replicas=4 * nodes, placement=placement)
         config = replace(config, parallel=replace(config.parallel, data=2 * nodes))
-        plan = plan_roles(config, 8, None)
+        plan = lay_out_nodes(config, 8, None)
         assert plan.engines == 4 * nodes
         sizes.append(len(repr(plan)))
     assert sizes[1] < sizes[0] + 50
 
 
 def test_ranks_on_cpus_are_divided_among_the_nodes() -> None:
-    plan = plan_roles(resolve.resolve("quickstart", words=["parallel.data=2", "platform=cpu"]), 8, 2)
+    plan = lay_out_nodes(resolve.resolve("quickstart", overrides=["parallel.data=2", "platform=cpu"]), 8, 2)
     assert (plan.gpus, plan.trainer_nodes, plan.ranks_per_node, places(plan)) == (0, 2, 1, [(1, 0)])
 
 
@@ -119,4 +119,4 @@ def test_ranks_on_cpus_are_divided_among_the_nodes() -> None:
 )
 def test_what_does_not_fit_is_one_line(engine: dict[str, object], gpus: int, nodes: int | None, said: str) -> None:
     with pytest.raises(UserError, match=said):
-        plan_roles(job(**engine), gpus, nodes)
+        lay_out_nodes(job(**engine), gpus, nodes)

@@ -1,0 +1,24 @@
+"""Environment variables of a job's processes, by the device on which they compute."""
+
+from arpo_megatron.config import Platform
+
+WAITING_ENVIRONMENT = {"OMP_WAIT_POLICY": "passive"}
+"""Makes waiting OpenMP threads sleep. Threads that spin take a core that another process needs."""
+CPU_ENVIRONMENT = {**WAITING_ENVIRONMENT, "CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}
+"""For processes that compute on a CPU: they leave any GPU alone. Without TorchDynamo they start a second faster,
+because Megatron does not prepare its decorated functions for a compiler that no CPU layout calls."""
+
+
+def process_environment(platform: Platform) -> dict[str, str]:
+    """Return the variables for every process of a job that computes on `platform`."""
+    return CPU_ENVIRONMENT if platform == "cpu" else WAITING_ENVIRONMENT
+
+
+def trainer_environment(platform: Platform) -> dict[str, str]:
+    """Return `process_environment` plus the variables that trainer ranks need on a GPU."""
+    environment = dict(process_environment(platform))
+    if platform != "cpu":
+        # One hardware queue keeps communication kernels in the order in which they were launched. Expandable segments
+        # keep the allocator from fragmenting, because packs differ in length.
+        environment |= {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    return environment
