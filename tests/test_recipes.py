@@ -111,8 +111,8 @@ def test_show_names_the_source_of_each_value(tmp_path: Path) -> None:
         ("hub_id", "recipe deepsearch_14b"),
         ("fp8", "variant fp8"),
         ("steps", f"file {file}"),
-        ("lr", "word"),
-        ("hang_timeout_s", "word"),  # what a user wrote is said, though it is the default
+        ("lr", "override"),
+        ("hang_timeout_s", "override"),  # what a user wrote is said, though it is the default
     ):
         assert lines[key].endswith(f"# {source}"), lines[key]
     assert "clip_grad: 1.0\n" in text, "defaults are not marked"
@@ -123,12 +123,12 @@ def test_show_names_the_source_of_each_value(tmp_path: Path) -> None:
     [
         ("aepo", "algorithm.name=dapo", {}),
         ("reinforce_plus_plus", "algorithm.name=aepo", FROM_AEPO),
-        ("aepo", "algorithm.params.probe_slope=1", FROM_AEPO | {"probe_slope": "word"}),
+        ("aepo", "algorithm.params.probe_slope=1", FROM_AEPO | {"probe_slope": "override"}),
     ],
 )
 def test_show_names_the_source_of_each_number_of_a_method(variant: str, word: str, expected: dict[str, str]) -> None:
     text = render(f"deepsearch_14b+{variant}", overrides=[word])
-    section = text.partition("\nalgorithm:\n")[2].partition("\n  samples:")[0]
+    section = text.partition("\nalgorithm:\n")[2].partition("\n  group_size:")[0]
     numbers = section.partition("  params:")[2].splitlines()
     assert numbers.pop(0).strip() == ("" if expected else "{}")
     assert {line.split(":")[0].strip(): line.partition("# ")[2] for line in numbers} == expected

@@ -340,7 +340,7 @@ def test_the_command_gives_one_json_object_and_fails_where_the_job_does_not_fit(
 
 def test_planning_needs_neither_torch_nor_the_models_files(tmp_path: Path) -> None:
     program = (
-        "import sys\nfrom arpo_megatron import resolve\nfrom arpo_megatron.plan import GPUS, plan\n"
+        "import sys\nfrom arpo_megatron.jobs import resolve\nfrom arpo_megatron.plan import GPUS, plan\n"
         "from arpo_megatron.plan.search import search\n"
         "assert plan(resolve.resolve('reasoning_3b'), GPUS['h100-80']).fits\n"
         "print(*sorted({'torch', 'transformers', 'megatron', 'sglang', 'nemo_run'} & set(sys.modules)))\n"

@@ -60,7 +60,7 @@ def test_every_contract_notices_who_breaks_it(copied_packages: Path) -> None:
 def test_the_command_line_answers_without_torch() -> None:
     program = (
         "import sys, arpo_megatron.cli.main\n"
-        "from arpo_megatron import resolve\n"
+        "from arpo_megatron.jobs import resolve\n"
         "for name in resolve.recipe_names(): resolve.resolve(name, overrides=['seed=3'])\n"
         "print(*sorted({'torch', 'transformers', 'megatron', 'sglang'} & set(sys.modules)))\n"
     )
