@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Self
 from arpo_megatron.actor import parallel
 from arpo_megatron.actor.actor import Actor
 from arpo_megatron.actor.checkpoint import CheckpointStore
-from arpo_megatron.actor.optimizer import adam_name
+from arpo_megatron.actor.optimizer import optimizer_name
 from arpo_megatron.algorithms.credit import supervised_credit
 from arpo_megatron.config import JobConfig
 from arpo_megatron.jobs import resolve
@@ -28,7 +28,7 @@ from arpo_megatron.models.spec import ModelSpec
 from arpo_megatron.monitor.events import EventLog, log_user_errors
 from arpo_megatron.monitor.metrics import MetricsLog
 from arpo_megatron.monitor.profiler import StepProfiler, peak_memory_gb
-from arpo_megatron.packing.packs import pack_minibatch
+from arpo_megatron.packing.packs import pack_batch
 from arpo_megatron.tasks.sft.dataset import batch
 from arpo_megatron.tasks.synthetic.demonstrations import demonstrate
 from arpo_megatron.tasks.synthetic.families import FAMILIES
@@ -67,12 +67,12 @@ class Examples:
     skipped_rows: int = 0
 
     @classmethod
-    def of(cls, config: JobConfig, tokenizer: "PreTrainedTokenizerFast", shape: ModelSpec) -> Self:
+    def of(cls, config: JobConfig, tokenizer: "PreTrainedTokenizerFast", spec: ModelSpec) -> Self:
         """Conversations of `sft.data`, or demonstrations of the generated tasks (a call of all ranks)."""
         sft_config, seed = config.sft, config.seed
         # The leader alone reads them: 10,000 conversations of 820 tokens are 42 CPU seconds, their trees 37 MB to send.
         read = parallel.broadcast_object(
-            load_conversations(config, tokenizer, shape) if parallel.is_rank_zero() else None
+            load_conversations(config, tokenizer, spec) if parallel.is_rank_zero() else None
         )
         if read is not None:
             train, held_out = read.split(sft_config.held_out, seed)
@@ -116,7 +116,7 @@ def held_out_loss(actor: Actor, trees: Sequence[RolloutTree], config: JobConfig)
     """Mean negative log-likelihood in nats of the tokens to learn; None without trees. A call of all ranks."""
     if not trees:
         return None
-    packs = pack_minibatch(trees, supervised_credit(trees), config, actor.shape)
+    packs = pack_batch(trees, supervised_credit(trees), config, actor.spec)
     logprobs = actor.logprobs(packs, temperature=1.0, training=False)
     return -float(sum((values * pack.weight).sum() for values, pack in zip(logprobs, packs, strict=True)))
 
@@ -137,7 +137,7 @@ class SftRun:
 
     def resume(self) -> None:
         """Go on from the newest whole checkpoint, if there is one."""
-        self.events.emit("note", text=f"optimizer: {adam_name(self.actor.optimizer)}")
+        self.events.emit("note", text=f"optimizer: {optimizer_name(self.actor.optimizer)}")
         found = self.checkpoints.resume_point()
         for line in found.told:
             self.events.emit("note", text=line)
@@ -153,12 +153,12 @@ class SftRun:
         number, started = self.actor.updates_done, time.monotonic()
         self.profiler.before(number + 1)
         trees = self.examples.of_update(number)
-        packs = pack_minibatch(trees, supervised_credit(trees), self.config, self.actor.shape)
+        packs = pack_batch(trees, supervised_credit(trees), self.config, self.actor.spec)
         stats = self.actor.update(packs, None, loss="nll")
         seconds = time.monotonic() - started
         if (trace := self.profiler.after(number + 1)) is not None:
             self.events.emit("note", text=f"profile: {trace}")
-        made_by = fingerprint(self.config, self.actor.shape)
+        made_by = fingerprint(self.config, self.actor.spec)
         bad = SkippedUpdate("sft", number, "nll", self.actor.unsound, packs, None, made_by=made_by)
         self.state.skipped_in_a_row = dump_if_skipped(
             bad if stats.skipped else None,
@@ -177,9 +177,9 @@ class SftRun:
         minibatches = [Minibatch(packs, trees)]
         row = {
             "step": number + 1,
-            **pack_metrics(minibatches, self.actor.shape, self.config),
+            **pack_metrics(minibatches, self.actor.spec, self.config),
             **{name: value for name, value in update_metrics([stats]).items() if name in SFT_FIGURES},
-            **speed_metrics(minibatches, self.actor.shape, self.config, {"update": seconds}),
+            **speed_metrics(minibatches, self.actor.spec, self.config, {"update": seconds}),
             "memory_peak_gb": max(memory),
             "seconds/update": round(seconds, 3),
         }
@@ -237,7 +237,7 @@ class SftRun:
             with written(self.directory.sft_result, resume_from(self.directory.sft_checkpoints)):
                 write_json(self.directory.sft_result, {name: _finite(value) for name, value in result.items()})
         with written(self.directory.sft_model, resume_from(self.directory.sft_checkpoints)):
-            export_hf(self.actor.chunks, self.actor.shape, start, self.directory.sft_model)
+            export_hf(self.actor.chunks, self.actor.spec, start, self.directory.sft_model)
 
 
 def _finite(value: float | None) -> float | None:
@@ -252,13 +252,13 @@ def sft(directory: RunDirectory) -> None:
     events = EventLog(directory.events, enabled=leading)
     start = model_path(config, directory)
     tokenizer = load_tokenizer(start)
-    shape = ModelSpec.from_hf(start)
+    spec = ModelSpec.from_hf(start)
     window = config.monitor.profile_steps if leading or config.monitor.profile_ranks == "all" else None
     run = SftRun(
         config=config,
         directory=directory,
-        actor=Actor(config, shape, start, optimizer=config.sft.optimizer, total_updates=config.sft.steps),
-        examples=Examples.of(config, tokenizer, shape),
+        actor=Actor(config, spec, start, optimizer=config.sft.optimizer, total_updates=config.sft.steps),
+        examples=Examples.of(config, tokenizer, spec),
         checkpoints=CheckpointStore(directory.sft_checkpoints, COLD_START_KEPT),
         events=events,
         metrics=MetricsLog(directory.path, config, phase="sft") if leading else None,

@@ -27,7 +27,7 @@ def train(run: TrainingRun) -> None:
         with run.phase("rollout"):
             scored = run.grow()
         with run.phase("logprobs"):
-            minibatches = share(build_batches(scored, config, run.actor.shape))
+            minibatches = share(build_batches(scored, config, run.actor.spec))
             minibatches = add_reference_logprobs(run.actor, minibatches)
             old_scores = [run.actor.scores(minibatch.packs) for minibatch in minibatches]
         with run.phase("update"):

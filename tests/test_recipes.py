@@ -11,7 +11,7 @@ from arpo_megatron.errors import UserError
 from arpo_megatron.jobs import resolve
 from arpo_megatron.jobs.explain import render, sources
 from arpo_megatron.jobs.inputs import check_inputs
-from arpo_megatron.models.known import KNOWN_MODELS, shape_of
+from arpo_megatron.models.known import KNOWN_MODELS, load_spec
 
 
 def value(job: JobConfig, key: str) -> object:
@@ -153,25 +153,25 @@ def test_a_job_without_its_weights_is_told_what_to_fetch() -> None:
 
 
 def test_other_weights_than_the_recipe_is_for_are_refused(tmp_path: Path) -> None:
-    shape = KNOWN_MODELS["Qwen/Qwen3-8B"]
+    spec = KNOWN_MODELS["Qwen/Qwen3-8B"]
     config = {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
-        "hidden_size": shape.hidden,
-        "intermediate_size": shape.ffn,
-        "num_hidden_layers": shape.layers,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads,
-        "head_dim": shape.head_dim,
-        "vocab_size": shape.vocabulary,
+        "hidden_size": spec.hidden,
+        "intermediate_size": spec.ffn,
+        "num_hidden_layers": spec.layers,
+        "num_attention_heads": spec.heads,
+        "num_key_value_heads": spec.kv_heads,
+        "head_dim": spec.head_dim,
+        "vocab_size": spec.vocabulary,
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match=r"layers 36, but Qwen/Qwen3-14B has 40.*give model.hub_id=null too"):
         check_inputs(resolve.resolve("deepsearch_14b", overrides=[f"model.path={tmp_path}"]))
     model = resolve.resolve("deepsearch_14b", overrides=[f"model.path={tmp_path}", "model.hub_id=null"]).model
-    assert shape_of(model).layers == 36
+    assert load_spec(model).layers == 36
 
 
 def test_an_unknown_model_without_files_cannot_be_planned() -> None:
     with pytest.raises(UserError, match="sizes are not known without its files"):
-        shape_of(resolve.resolve("deepsearch_14b", overrides=["model.hub_id=some/model"]).model)
+        load_spec(resolve.resolve("deepsearch_14b", overrides=["model.hub_id=some/model"]).model)

@@ -24,16 +24,16 @@ from arpo_megatron.actor.optimizer import build_optimizer, build_scheduler, clip
 from arpo_megatron.actor.parallel import device, gather_objects
 from arpo_megatron.actor.reference import ReferencePolicy
 from arpo_megatron.actor.schedule import Finish, run_nested, run_pipeline
-from arpo_megatron.actor.statistics import WIDTH, UpdateStats
 from arpo_megatron.actor.te_layers import Fp8
 from arpo_megatron.actor.training_state import Snapshot, load_training_state, snapshot
+from arpo_megatron.actor.update_stats import WIDTH, UpdateStats
 from arpo_megatron.algorithms.base import TokenLoss, TrainingProgress
 from arpo_megatron.algorithms.components import make_loss
 from arpo_megatron.algorithms.credit import Loss
 from arpo_megatron.config import JobConfig, OptimizerConfig
 from arpo_megatron.models.spec import ModelSpec
 from arpo_megatron.packing.balance import CostModel
-from arpo_megatron.packing.layout import new_pack, without_routes
+from arpo_megatron.packing.layout import drop_routes, new_pack
 from arpo_megatron.packing.packs import TreePack, last_uses
 from arpo_megatron.tree import Float32Array
 from arpo_megatron.weights.load import load_hf
@@ -52,7 +52,7 @@ class Actor:
 
     Args:
         config: `model.dtype`, `parallel`, `algorithm` (clipping) and `rollout.temperature` are used.
-        shape: of the model at `model_path`.
+        spec: of the model at `model_path`.
         model_path: Hugging Face directory of the first weights; None: random ones, the same in layouts
             without pipeline and expert parallelism.
         optimizer: learning rate and schedule (supervised and policy training have different ones); None: there are
@@ -71,7 +71,7 @@ class Actor:
     def __init__(
         self,
         config: JobConfig,
-        shape: ModelSpec,
+        spec: ModelSpec,
         model_path: Path | None,
         *,
         optimizer: OptimizerConfig | None,
@@ -79,13 +79,13 @@ class Actor:
         keep_reference: bool = False,
     ) -> None:
         self.config = config
-        self.shape = shape
+        self.spec = spec
         self._loss = make_loss(config.algorithm)
         balance = config.model.router_aux_loss
         if balance == "model":
-            balance = 0.0 if shape.experts is None else shape.experts.balance_coefficient
+            balance = 0.0 if spec.experts is None else spec.experts.balance_coefficient
         self.chunks = build_chunks(
-            shape,
+            spec,
             config.parallel,
             config.model.dtype,
             initialize=model_path is None,
@@ -94,7 +94,7 @@ class Actor:
         )
         self.expert_balance: ExpertBalance | None = None  # of the last pass over packs; None without experts
         if model_path is not None:
-            load_hf(self.chunks, shape, model_path)
+            load_hf(self.chunks, spec, model_path)
         self._reference = ReferencePolicy(self.chunks) if keep_reference else None
         dtype = DTYPES[config.model.dtype]
         ddp = gradient_buffers(dtype, distributed=config.parallel.distributed_optimizer)
@@ -174,7 +174,7 @@ class Actor:
                 )
             return None
         with self._reference.swapped_in():
-            free = [[without_routes(pack) for pack in packs] for packs in minibatches]  # its own routers choose
+            free = [[drop_routes(pack) for pack in packs] for packs in minibatches]  # its own routers choose
             return [self.logprobs(packs, training=False) for packs in free]
 
     def update(
@@ -288,7 +288,7 @@ class Actor:
         old = None if old_logprobs is None else [*old_logprobs, *nothing]
         reference = None if reference_logprobs is None else [*reference_logprobs, *nothing]
         begin_pass(self.chunks, float(sum(int(pack.multiplicity.sum()) for pack in packs)))
-        with MicroBatches(padded, old, self._place, reference) as batches:
+        with MicroBatches(padded, old, self._shard, reference) as batches:
             outputs = self._passes(padded, mine, batches, finish, temperature=temperature, forward_only=forward_only)
         self.expert_balance = finish_pass(self.chunks, keep_load=keep_load)
         return outputs
@@ -320,9 +320,9 @@ class Actor:
         )
 
     @property
-    def _place(self) -> ContextShard:
+    def _shard(self) -> ContextShard:
         parallel = self.config.parallel
-        rank, cost = parallel_state.get_context_parallel_rank(), CostModel.of(self.shape)
+        rank, cost = parallel_state.get_context_parallel_rank(), CostModel.of(self.spec)
         return ContextShard(rank, parallel.context, self.config.pack_multiple, cost)
 
     def _sum(self, values: Tensor, operation: Any = dist.ReduceOp.SUM) -> Tensor:

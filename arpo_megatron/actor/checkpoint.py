@@ -94,7 +94,7 @@ class ResumePoint:
         return [f"{path.name} is not used: {why}" for path, why in self.refused]
 
 
-def damage_of(path: Path) -> list[str]:
+def find_damage(path: Path) -> list[str]:
     """What is wrong with a checkpoint, a phrase each; all ranks read a share of it and get the same answer."""
     records, unreadable = parallel.broadcast_object(_manifest(path) if parallel.is_rank_zero() else ([], ""))
     if unreadable:
@@ -104,7 +104,7 @@ def damage_of(path: Path) -> list[str]:
     return [phrase for part in parallel.gather_objects(damage(path, mine)) for phrase in part]
 
 
-def newest_whole(root: Path) -> ResumePoint:
+def newest_intact(root: Path) -> ResumePoint:
     """Check the checkpoints at `root` from the newest down to the first that is whole; all ranks call it.
 
     Raises:
@@ -112,7 +112,7 @@ def newest_whole(root: Path) -> ResumePoint:
     """
     refused: list[tuple[Path, str]] = []
     for path in parallel.broadcast_object(checkpoint_directories(root)[::-1]):
-        if not (phrases := damage_of(path)):
+        if not (phrases := find_damage(path)):
             return ResumePoint(path, tuple(refused))
         refused.append((path, phrases[0] + (f" and {len(phrases) - 1} more" if len(phrases) > 1 else "")))
     if refused:
@@ -193,12 +193,12 @@ class CheckpointStore:
             self._writing = None
 
     def resume_point(self) -> ResumePoint:
-        """`newest_whole`; damaged newer ones are set aside as `step_N.damaged`, so they crowd out nothing.
+        """`newest_intact`; damaged newer ones are set aside as `step_N.damaged`, so they crowd out nothing.
 
         Raises:
             UserError: there are checkpoints, but none is whole.
         """
-        found = newest_whole(self.root)
+        found = newest_intact(self.root)
         if parallel.is_rank_zero():
             for path, _ in found.refused:
                 replace_directory(path, path.with_name(path.name + ".damaged"))

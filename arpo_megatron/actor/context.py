@@ -7,18 +7,16 @@ tensors and a pipeline has several packs in flight: whoever computes a layer, at
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
+from arpo_megatron.actor.attention_plan import AttentionPlan
+from arpo_megatron.actor.flex_attention import FlexPlan
 from arpo_megatron.actor.logprobs import wide
-
-if TYPE_CHECKING:
-    from arpo_megatron.actor.attention import AttentionPlan
-    from arpo_megatron.actor.flex_attention import FlexPlan
 
 
 @dataclass(slots=True)
@@ -62,7 +60,7 @@ class PackContext:
         order: context parallelism: sizes of the pieces of the gathered tokens, and their order in the pack.
     """
 
-    plan: "AttentionPlan | FlexPlan"
+    plan: AttentionPlan | FlexPlan
     multiplicity: Tensor
     inheritances: Sequence[Inheritance] = ()
     legacy: Legacy | None = None

@@ -64,7 +64,7 @@ def block_spec(config: TransformerConfig, stage: int | None = None) -> Transform
     return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=RMSNorm)
 
 
-def expert_fields(shape: ModelSpec, parallel: ParallelConfig, balance_coefficient: float) -> dict[str, Any]:
+def expert_fields(spec: ModelSpec, parallel: ParallelConfig, balance_coefficient: float) -> dict[str, Any]:
     """The fields of TransformerConfig for a mixture of experts; almost none for a dense model.
 
     Tokens travel by all-to-all, because expert-parallel ranks hold packs of different lengths and the all-gather
@@ -73,12 +73,12 @@ def expert_fields(shape: ModelSpec, parallel: ParallelConfig, balance_coefficien
     dispatcher = {
         "moe_token_dispatcher_type": "alltoall"
     }  # dense pipelines too: the default refuses packs of any length
-    if (experts := shape.experts) is None:
+    if (experts := spec.experts) is None:
         return dispatcher
     return {
         **dispatcher,
         "num_moe_experts": experts.count,
-        "moe_ffn_hidden_size": shape.ffn,
+        "moe_ffn_hidden_size": spec.ffn,
         "moe_router_topk": experts.top_k,
         "moe_router_pre_softmax": not experts.normalise,
         "moe_router_score_function": "softmax",

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from arpo_megatron.actor.statistics import PolicyStats
+from arpo_megatron.actor.update_stats import PolicyStats
 from arpo_megatron.algorithms.base import LossTokens, TokenLoss, TrainingProgress
 from arpo_megatron.algorithms.importance import MAX_LOG_RATIO
 from arpo_megatron.config import AlgorithmConfig

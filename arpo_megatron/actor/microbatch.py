@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from arpo_megatron.actor.attention import plan_attention, share_blocks
+from arpo_megatron.actor.attention_plan import plan_attention, share_blocks
 from arpo_megatron.actor.context import Inheritance, Legacy, PackContext, register, release
 from arpo_megatron.actor.flex_attention import flex_plan
 from arpo_megatron.actor.parallel import device
@@ -66,7 +66,7 @@ class MicroBatches:
     Args:
         packs: of the whole minibatch; those of other data-parallel ranks are never asked for.
         old_logprobs: one array a pack, or None.
-        place: of this rank.
+        shard: of this rank.
         reference_logprobs: one array a pack, or None.
     """
 
@@ -74,13 +74,13 @@ class MicroBatches:
         self,
         packs: Sequence[TreePack],
         old_logprobs: Sequence[Float32Array] | None,
-        place: ContextShard = ContextShard(),
+        shard: ContextShard = ContextShard(),
         reference_logprobs: Sequence[Float32Array] | None = None,
     ) -> None:
         self._packs = packs
         self._reference = reference_logprobs
         self._old = old_logprobs
-        self._place = place
+        self._shard = shard
         self._legacies = _legacies(packs)
         self._handles: dict[int, list[Tensor]] = {}
 
@@ -100,7 +100,7 @@ class MicroBatches:
     def make(self, index: int) -> MicroBatch:
         """The micro-batch of a pack; its context is found by its handle until it is done."""
         pack = self._packs[index]
-        local = _Local.of(pack, self._place)
+        local = _Local.of(pack, self._shard)
         plan = (
             flex_plan(pack.subtree_end, local.members[local.members >= 0], device())
             if device().type == "cuda"
@@ -113,7 +113,7 @@ class MicroBatches:
             inheritances=self._inheritances(pack),
             legacy=self._legacies.get(index),
             routes=_routes(pack, local.members),
-            order=local.order if self._place.ranks > 1 else None,
+            order=local.order if self._shard.ranks > 1 else None,
         )
         handle = register(context)
         self._handles.setdefault(index, []).append(handle)
@@ -137,7 +137,7 @@ class MicroBatches:
     def _inheritances(self, pack: TreePack) -> list[Inheritance]:
         """Runs of leading tokens that one earlier pack computed."""
         edges = np.flatnonzero(np.diff(pack.inherited_pack)) + 1
-        runs = zip(np.split(pack.inherited_pack, edges), np.split(pack.inherited_place, edges), strict=True)
+        runs = zip(np.split(pack.inherited_pack, edges), np.split(pack.inherited_index, edges), strict=True)
         found = []
         for sources, places in runs:
             if len(sources):
@@ -152,7 +152,7 @@ def _legacies(packs: Sequence[TreePack]) -> dict[int, Legacy]:
     taken: dict[int, list[NDArray[np.int32]]] = {}
     for pack in packs:
         for source in np.unique(pack.inherited_pack):
-            taken.setdefault(int(source), []).append(pack.inherited_place[pack.inherited_pack == source])
+            taken.setdefault(int(source), []).append(pack.inherited_index[pack.inherited_pack == source])
     return {
         source: Legacy(_put(np.unique(np.concatenate(places)) - packs[source].inherited, torch.int64))
         for source, places in taken.items()
@@ -174,8 +174,8 @@ class _Local:
     order: tuple[list[int], list[int]]
 
     @classmethod
-    def of(cls, pack: TreePack, place: ContextShard) -> "_Local":
-        shares, counts, length = _divided(pack, place)
+    def of(cls, pack: TreePack, shard: ContextShard) -> "_Local":
+        shares, counts, length = _divided(pack, shard)
         sizes: list[int] = []
         starts: list[tuple[int, int]] = []  # of each block: where it begins in the pack, and its piece
         for share, held in zip(shares, counts, strict=True):
@@ -183,9 +183,9 @@ class _Local:
                 starts.append((start, len(sizes)))
                 sizes.append(stop - start)
             sizes.append(length - held)
-        spans = shares[place.rank]
+        spans = shares[shard.rank]
         mine = [np.arange(start, stop) for start, stop in spans]
-        members = np.concatenate([*mine, np.full(length - counts[place.rank], -1)]).astype(np.int64)
+        members = np.concatenate([*mine, np.full(length - counts[shard.rank], -1)]).astype(np.int64)
         return cls(spans, members, (sizes, [piece for _, piece in sorted(starts)]))
 
     def targets(self, pack: TreePack) -> tuple[_Ints, _Ints]:
@@ -198,17 +198,17 @@ class _Local:
         return local[here], here
 
 
-def padding_of(pack: TreePack, place: ContextShard) -> int:
+def padding_of(pack: TreePack, shard: ContextShard) -> int:
     """Tokens of padding that the ranks of a pack add to it."""
-    _, counts, length = _divided(pack, place)
-    return length * place.ranks - sum(counts)
+    _, counts, length = _divided(pack, shard)
+    return length * shard.ranks - sum(counts)
 
 
-def _divided(pack: TreePack, place: ContextShard) -> tuple[list[list[Span]], list[int], int]:
+def _divided(pack: TreePack, shard: ContextShard) -> tuple[list[list[Span]], list[int], int]:
     """The blocks of each rank, its tokens, and the tokens of every rank with padding."""
-    shares = share_blocks(pack.subtree_end, pack.inherited, place.ranks, place.cost)
+    shares = share_blocks(pack.subtree_end, pack.inherited, shard.ranks, shard.cost)
     counts = [sum(stop - start for start, stop in share) for share in shares]
-    multiple = place.multiple_of
+    multiple = shard.multiple_of
     return shares, counts, max(multiple, -(-max(counts) // multiple) * multiple)
 
 

@@ -81,7 +81,7 @@ class TreeGPTModel(GPTModel):  # type: ignore[misc]  # Megatron has no types
 
 
 def build_chunks(
-    shape: ModelSpec,
+    spec: ModelSpec,
     parallel: ParallelConfig,
     dtype: str | torch.dtype,
     *,
@@ -93,7 +93,7 @@ def build_chunks(
     count = parallel.virtual_pipeline
     return [
         build_model(
-            shape,
+            spec,
             parallel,
             dtype,
             initialize=initialize,
@@ -106,7 +106,7 @@ def build_chunks(
 
 
 def build_model(
-    shape: ModelSpec,
+    spec: ModelSpec,
     parallel: ParallelConfig,
     dtype: str | torch.dtype,
     *,
@@ -118,7 +118,7 @@ def build_model(
     """A model chunk of this rank, on its device, in training mode (there is no dropout).
 
     Args:
-        shape: sizes and family traits.
+        spec: sizes and family traits.
         parallel: the layout that Megatron's parallel state was initialized with.
         dtype: of parameters and activations.
         initialize: draw random weights from torch's generator, the same in layouts without pipeline and expert
@@ -130,9 +130,9 @@ def build_model(
     Raises:
         UserError: heads, MLP, vocabulary or layers cannot be divided by the layout.
     """
-    shape.check_divisible(parallel)
+    spec.check_divisible(parallel)
     config = transformer_config(
-        shape,
+        spec,
         parallel,
         DTYPES[dtype] if isinstance(dtype, str) else dtype,
         initialize=initialize,
@@ -142,18 +142,18 @@ def build_model(
     model = TreeGPTModel(
         config=config,
         transformer_layer_spec=block_spec(config, stage),
-        vocab_size=shape.vocabulary,
-        max_sequence_length=shape.max_positions,
+        vocab_size=spec.vocabulary,
+        max_sequence_length=spec.max_positions,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=stage is None, vp_stage=stage),
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=stage is None, vp_stage=stage),
         parallel_output=True,
-        share_embeddings_and_output_weights=shape.tied,
+        share_embeddings_and_output_weights=spec.tied,
         position_embedding_type="rope",
-        rotary_base=shape.rope_theta,
+        rotary_base=spec.rope_theta,
         vp_stage=stage,
     )
     _mark_divided(model)
-    if (stretch := shape.rope_scaling) is not None:
+    if (stretch := spec.rope_scaling) is not None:
         # Megatron's own switch has Llama 3.1's bounds as constants; its function takes any.
         rotary = model.rotary_pos_emb
         rotary.inv_freq = rotary._apply_scaling(
@@ -182,7 +182,7 @@ def _mark_divided(model: TreeGPTModel) -> None:
 
 
 def transformer_config(
-    shape: ModelSpec,
+    spec: ModelSpec,
     parallel: ParallelConfig,
     dtype: torch.dtype,
     *,
@@ -197,19 +197,19 @@ def transformer_config(
         "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
     }
     return TransformerConfig(
-        num_layers=shape.layers,
-        hidden_size=shape.hidden,
-        num_attention_heads=shape.heads,
-        num_query_groups=shape.kv_heads,
-        kv_channels=shape.head_dim,
-        ffn_hidden_size=shape.ffn,
+        num_layers=spec.layers,
+        hidden_size=spec.hidden,
+        num_attention_heads=spec.heads,
+        num_query_groups=spec.kv_heads,
+        kv_channels=spec.head_dim,
+        ffn_hidden_size=spec.ffn,
         normalization="RMSNorm",
-        layernorm_epsilon=shape.norm_eps,
+        layernorm_epsilon=spec.norm_eps,
         gated_linear_unit=True,
         activation_func=silu,
         add_bias_linear=False,
-        add_qkv_bias=shape.qkv_bias,
-        qk_layernorm=shape.qk_norm,
+        add_qkv_bias=spec.qkv_bias,
+        qk_layernorm=spec.qk_norm,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         bf16=dtype == torch.bfloat16,
@@ -230,6 +230,6 @@ def transformer_config(
         # data-parallel ranks, and this switch turns off both of Megatron's averages.
         calculate_per_token_loss=True,
         **recompute[parallel.recompute],
-        **expert_fields(shape, parallel, balance_coefficient),
-        **te_fields(dtype, fp8, experts=shape.experts is not None),
+        **expert_fields(spec, parallel, balance_coefficient),
+        **te_fields(dtype, fp8, experts=spec.experts is not None),
     )

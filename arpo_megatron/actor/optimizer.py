@@ -65,7 +65,7 @@ def build_optimizer(
     return optimizer
 
 
-def adam_name(optimizer: Any) -> str:
+def optimizer_name(optimizer: Any) -> str:
     """Whose Adam does the arithmetic, for the log: Transformer Engine's, apex's or torch's, and where its state is."""
     makers = {"transformer_engine": "Transformer Engine", "apex": "apex", "torch": "torch"}
     found = []

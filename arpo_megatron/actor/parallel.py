@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from arpo_megatron.actor import platform
+from arpo_megatron.actor import cpu_platform
 from arpo_megatron.config import ParallelConfig
 from arpo_megatron.errors import UserError
 from arpo_megatron.hardware import malloc as freed_memory
@@ -48,7 +48,7 @@ def initialize(
             f"--nproc-per-node {parallel.world_size}"
         )
     quiet()
-    platform.install()
+    cpu_platform.install()
     from megatron.core import tensor_parallel
 
     torch.set_num_threads(_threads())

@@ -24,7 +24,7 @@ from torch import Tensor
 from arpo_megatron.bench import memory
 from arpo_megatron.config import ParallelConfig
 from arpo_megatron.errors import UserError
-from arpo_megatron.models.mapping import exported, exported_bytes
+from arpo_megatron.models.mapping import hf_bytes, hf_shapes
 from arpo_megatron.models.safetensors import TensorFiles, write_tensors
 from arpo_megatron.models.spec import ModelSpec
 
@@ -73,22 +73,22 @@ def bench_load(gigabytes: float, tensor: int, pipeline: int, directory: Path | N
     Raises:
         UserError: the model cannot be divided so, or a rank failed.
     """
-    shape, layout = _shape(gigabytes, pipeline), ParallelConfig(tensor=tensor, pipeline=pipeline)
-    shape.check_divisible(layout)
+    spec, layout = _spec(gigabytes, pipeline), ParallelConfig(tensor=tensor, pipeline=pipeline)
+    spec.check_divisible(layout)
     with TemporaryDirectory(dir=directory, prefix="arpo-bench-load-") as made:
         root = Path(made)
-        for name, size in (("warm_up", replace(WARM_UP, layers=pipeline)), ("model", shape)):
+        for name, size in (("warm_up", replace(WARM_UP, layers=pipeline)), ("model", spec)):
             (root / name).mkdir()
             (root / name / "config.json").write_text("{}")
-            tensors = exported(size)
-            print(f"writing {name}: {exported_bytes(size, DTYPE.itemsize) / 1e9:.2f} GB", file=sys.stderr)
+            tensors = hf_shapes(size)
+            print(f"writing {name}: {hf_bytes(size, DTYPE.itemsize) / 1e9:.2f} GB", file=sys.stderr)
             write_tensors(_random(tensors), tensors, DTYPE, root / name, SHARD_BYTES)
-        ranks = _run_ranks(root, shape, layout)
-        exact = _same(root / "model", root / "exported", shape)
-    largest = sorted((prod(size) * DTYPE.itemsize for size in exported(shape).values()), reverse=True)[:2]
+        ranks = _run_ranks(root, spec, layout)
+        exact = _same(root / "model", root / "exported", spec)
+    largest = sorted((prod(size) * DTYPE.itemsize for size in hf_shapes(spec).values()), reverse=True)[:2]
     bounds = [rank.shard_bytes + sum(largest) for rank in ranks]
     return {
-        "model_bytes": exported_bytes(shape, DTYPE.itemsize),
+        "model_bytes": hf_bytes(spec, DTYPE.itemsize),
         "tensor": tensor,
         "pipeline": pipeline,
         "largest_tensors_bytes": largest,
@@ -102,9 +102,9 @@ def bench_load(gigabytes: float, tensor: int, pipeline: int, directory: Path | N
     }
 
 
-def _shape(gigabytes: float, pipeline: int) -> ModelSpec:
+def _spec(gigabytes: float, pipeline: int) -> ModelSpec:
     """As many layers as it takes, divisible by the stages."""
-    rest, one = (exported_bytes(replace(SMALLEST, layers=layers), DTYPE.itemsize) for layers in (0, pipeline))
+    rest, one = (hf_bytes(replace(SMALLEST, layers=layers), DTYPE.itemsize) for layers in (0, pipeline))
     steps = ceil((gigabytes * 1e9 - rest) / (one - rest))
     return replace(SMALLEST, layers=max(1, steps) * pipeline)
 
@@ -115,16 +115,16 @@ def _random(shapes: dict[str, tuple[int, ...]]) -> Iterator[tuple[str, Tensor]]:
         yield name, torch.randn(shape, generator=draw, dtype=DTYPE)
 
 
-def _same(left: Path, right: Path, shape: ModelSpec) -> bool:
+def _same(left: Path, right: Path, spec: ModelSpec) -> bool:
     with TensorFiles(left) as first, TensorFiles(right) as second:
-        tensors = exported(shape)
+        tensors = hf_shapes(spec)
         second.check(tensors)
         everything = {name: tuple(slice(None) for _ in size) for name, size in tensors.items()}
         return all(torch.equal(first.read(name, part), second.read(name, part)) for name, part in everything.items())
 
 
-def _run_ranks(root: Path, shape: ModelSpec, layout: ParallelConfig) -> list[RankFigures]:
-    settings = {"layers": shape.layers, "tensor": layout.tensor, "pipeline": layout.pipeline}
+def _run_ranks(root: Path, spec: ModelSpec, layout: ParallelConfig) -> list[RankFigures]:
+    settings = {"layers": spec.layers, "tensor": layout.tensor, "pipeline": layout.pipeline}
     (root / "settings.json").write_text(json.dumps(settings))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
     done = subprocess.run(
@@ -161,13 +161,13 @@ def main() -> None:
     layout = ParallelConfig(**settings)
     parallel.initialize(layout, seed=1)
 
-    def measured(name: str, shape: ModelSpec, out: Path) -> RankFigures:
+    def measured(name: str, spec: ModelSpec, out: Path) -> RankFigures:
         gc.collect()
         baseline = memory.resident()
-        chunks = build_chunks(shape, layout, DTYPE, initialize=False)
+        chunks = build_chunks(spec, layout, DTYPE, initialize=False)
         shard = sum(tensor.nbytes for chunk in chunks for tensor in chunk.parameters())
-        load_peak, load_s = _peak(lambda: load_hf(chunks, shape, root / name))
-        export_peak, export_s = _peak(lambda: export_hf(chunks, shape, root / name, out, max_shard_bytes=SHARD_BYTES))
+        load_peak, load_s = _peak(lambda: load_hf(chunks, spec, root / name))
+        export_peak, export_s = _peak(lambda: export_hf(chunks, spec, root / name, out, max_shard_bytes=SHARD_BYTES))
         return RankFigures(shard, load_peak - baseline, export_peak - baseline, round(load_s, 2), round(export_s, 2))
 
     try:

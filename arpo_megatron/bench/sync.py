@@ -42,7 +42,7 @@ from torch._C._distributed_c10d import ProcessGroupGloo, TCPStore
 from arpo_megatron.bench import memory
 from arpo_megatron.config import EngineConfig, ModelConfig, ParallelConfig, SyncConfig
 from arpo_megatron.errors import UserError
-from arpo_megatron.models.mapping import exported, exported_bytes
+from arpo_megatron.models.mapping import hf_bytes, hf_shapes
 from arpo_megatron.models.safetensors import write_tensors
 from arpo_megatron.models.spec import ModelSpec
 
@@ -79,8 +79,8 @@ def bench_sync(
 
     with TemporaryDirectory(dir=directory, prefix="arpo-bench-sync-") as made:
         root = Path(made)
-        shape = _make_model(root / "model", megabytes, vocabulary)
-        shape.check_divisible(ParallelConfig(tensor=tensor, sequence=tensor > 1))
+        spec = _make_model(root / "model", megabytes, vocabulary)
+        spec.check_divisible(ParallelConfig(tensor=tensor, sequence=tensor > 1))
         sizes = EngineConfig(max_running_requests=4, max_total_tokens=2048, memory_fraction=0.5)
         with launch_engine(root / "model", sizes, dtype="float32", seed=1, log_path=root / "engine.log") as engine:
             settings = {
@@ -94,7 +94,7 @@ def bench_sync(
             _run_ranks(root, tensor)
         transports = json.loads((root / "figures.json").read_text())
     return {
-        "model_bytes": exported_bytes(shape, DTYPE.itemsize),
+        "model_bytes": hf_bytes(spec, DTYPE.itemsize),
         "tensor": tensor,
         "bucket_bytes": bucket_mb * 2**20,
         "share_of_floor": transports["broadcast"]["share_of_floor"],
@@ -112,20 +112,20 @@ def _make_model(directory: Path, megabytes: int, vocabulary: int) -> ModelSpec:
     file = directory / "config.json"
     config = json.loads(file.read_text()) | {"vocab_size": vocabulary}
     file.write_text(json.dumps(config))
-    one = exported_bytes(ModelSpec.from_hf(directory), DTYPE.itemsize)
+    one = hf_bytes(ModelSpec.from_hf(directory), DTYPE.itemsize)
     config["num_hidden_layers"] = 2
     file.write_text(json.dumps(config))
-    step = exported_bytes(ModelSpec.from_hf(directory), DTYPE.itemsize) - one
+    step = hf_bytes(ModelSpec.from_hf(directory), DTYPE.itemsize) - one
     config["num_hidden_layers"] = 1 + max(0, ceil((megabytes * 1e6 - one) / step))
     file.write_text(json.dumps(config))
-    shape = ModelSpec.from_hf(directory)
+    spec = ModelSpec.from_hf(directory)
     draw = torch.Generator().manual_seed(1)
     tensors = (
         (name, torch.ones(size) if len(size) == 1 else torch.randn(size, generator=draw) * 0.02)
-        for name, size in exported(shape).items()
+        for name, size in hf_shapes(spec).items()
     )
-    write_tensors(tensors, exported(shape), DTYPE, directory, 2**40)
-    return shape
+    write_tensors(tensors, hf_shapes(spec), DTYPE, directory, 2**40)
+    return spec
 
 
 def _largest(pid: int) -> int:
@@ -219,12 +219,12 @@ class Pushes:
     """One rank's part of the pushes by one of the transports: in turn one that is verified and a plain one."""
 
     def __init__(
-        self, root: Path, settings: dict[str, Any], transport: TransportName, chunks: Any, shape: ModelSpec
+        self, root: Path, settings: dict[str, Any], transport: TransportName, chunks: Any, spec: ModelSpec
     ) -> None:
         from arpo_megatron.config import JobConfig
         from arpo_megatron.weights.sync import WeightSync
 
-        self._chunks, self._shape = chunks, shape
+        self._chunks, self._spec = chunks, spec
         self._engine_pid: int = settings["engine_pid"]
         sync = SyncConfig(transport=transport, bucket_mb=settings["bucket_mb"], verify_every=2)
         self.bucket_bytes = sync.bucket_bytes
@@ -276,7 +276,7 @@ class Pushes:
         self._version += 1
         started = time.perf_counter()
         buffers = self._sync.buffers if self._sync else 0
-        buckets = hf_buckets(self._chunks, self._shape, bucket_bytes, buffers)
+        buckets = hf_buckets(self._chunks, self._spec, bucket_bytes, buffers)
         if self._sync is None:
             for _ in buckets:
                 pass
@@ -321,15 +321,15 @@ def main() -> None:
 
     root = Path(sys.argv[1])
     settings = json.loads((root / "settings.json").read_text())
-    shape = ModelSpec.from_hf(root / "model")
+    spec = ModelSpec.from_hf(root / "model")
     layout = ParallelConfig(tensor=settings["tensor"], sequence=settings["tensor"] > 1)
     parallel.initialize(layout, seed=1)
     torch.set_num_threads(1)  # the engine has the other core
-    chunks = build_chunks(shape, layout, DTYPE, initialize=False)
-    load_hf(chunks, shape, root / "model")
-    floors = Floors(exported_bytes(shape, DTYPE.itemsize), root) if parallel.is_rank_zero() else None
+    chunks = build_chunks(spec, layout, DTYPE, initialize=False)
+    load_hf(chunks, spec, root / "model")
+    floors = Floors(hf_bytes(spec, DTYPE.itemsize), root) if parallel.is_rank_zero() else None
     floor_s: dict[str, list[float]] = {name: [] for name in TRANSPORTS}
-    pushes = {name: Pushes(root, settings, name, chunks, shape) for name in TRANSPORTS}
+    pushes = {name: Pushes(root, settings, name, chunks, spec) for name in TRANSPORTS}
     for _ in range(1 + settings["repeats"]):
         for name in TRANSPORTS:
             pushes[name].verified_push()

@@ -29,7 +29,7 @@ class RouteRequest:
     """The routes that a generation shall return: of all tokens from position `start` of prefix and answer on."""
 
     start: int
-    shape: ExpertRouteSpec
+    spec: ExpertRouteSpec
 
     def as_request(self) -> dict[str, Any]:
         """Fields of SGLang's request."""
@@ -52,7 +52,7 @@ class RouteRequest:
         if not text and meta["finish_reason"]["type"] == "abort":
             return None
         values = np.frombuffer(base64.b64decode(text or ""), np.int32)
-        sizes = (meta["prompt_tokens"] + sampled - 1 - self.start, self.shape.layers, self.shape.top_k)
+        sizes = (meta["prompt_tokens"] + sampled - 1 - self.start, self.spec.layers, self.spec.top_k)
         if values.size != np.prod(sizes):
             raise ValueError(
                 f"the engine returned {values.size} expert routes for {sizes[0]} tokens x {sizes[1]} layers x "

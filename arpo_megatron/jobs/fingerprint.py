@@ -49,9 +49,9 @@ def check_model(config: JobConfig, run: RunDirectory) -> None:
             )
 
 
-def fingerprint(config: JobConfig, shape: ModelSpec) -> dict[str, str]:
+def fingerprint(config: JobConfig, spec: ModelSpec) -> dict[str, str]:
     """Of the model's shape, and of what a resumed run may not change in its config."""
-    return {"model": _digest_of(asdict(shape)), "config": _digest_of(fixed_part(config))}
+    return {"model": _digest_of(asdict(spec)), "config": _digest_of(fixed_part(config))}
 
 
 _NAMES = {"tokenizer": "the tokenizer", "weights": "the content of the model"}

@@ -54,14 +54,14 @@ class JobData:
 def load_conversations(
     config: JobConfig,
     tokenizer: "PreTrainedTokenizerFast",
-    shape: ModelSpec,
+    spec: ModelSpec,
     tell: Callable[[str], None] = lambda text: None,
 ) -> Conversations | None:
     """What `sft.data` holds; None without it. Raises UserError for a missing or unusable file."""
     if config.sft.data is None:
         return None
     longest = config.sft.max_tokens or config.model.max_length
-    return read_conversations(config.sft.data, tokenizer, longest, vocabulary=shape.vocabulary, tell=tell)
+    return read_conversations(config.sft.data, tokenizer, longest, vocabulary=spec.vocabulary, tell=tell)
 
 
 def model_path(config: JobConfig, run: RunDirectory) -> Path:
@@ -107,15 +107,15 @@ def check_inputs(config: JobConfig) -> None:
             "the engine is not installed: run `make setup`, or in the clone "
             f"pip install '.[cpu]' && pip install --no-deps sglang=={SGLANG_VERSION}"
         )
-    shape = check_files(config)
+    spec = check_files(config)
     without_file = replace(config.reward, judge=replace(config.reward.judge, cache=None))
     make_reward(without_file, max_response_tokens=config.rollout.max_response_tokens)
-    if config.model.path is not None and shape is not None:
+    if config.model.path is not None and spec is not None:
         from arpo_megatron.models.check import check_tensors  # brings torch, which no other check wants
         from arpo_megatron.models.safetensors import TensorFiles
 
         with TensorFiles(config.model.path) as files:
-            check_tensors(files, shape)
+            check_tensors(files, spec)
     check_machine(config)
 
 
@@ -128,19 +128,19 @@ def check_files(config: JobConfig) -> ModelSpec | None:
     Raises:
         UserError: one is missing or cannot be used.
     """
-    shape: ModelSpec | None = None
+    spec: ModelSpec | None = None
     hub_id, path = config.model.hub_id, config.model.path
     if hub_id is not None and path is None:
         raise UserError(f"model.path is missing: fetch {hub_id} (`hf download {hub_id} --local-dir DIR`), then give it")
     if path is not None:
         if not (path / "config.json").is_file():
             raise UserError(f"model.path={path}: no Hugging Face model there (config.json is missing)")
-        shape = ModelSpec.from_hf(path)
-        check_is_known(shape, hub_id, path)
-        shape.check_divisible(config.parallel)
-        shape.check_fp8(config.model, config.parallel)
-        shape.check_engine(config.engine)
-        shape.check_replay(config.algorithm)
+        spec = ModelSpec.from_hf(path)
+        check_is_known(spec, hub_id, path)
+        spec.check_divisible(config.parallel)
+        spec.check_fp8(config.model, config.parallel)
+        spec.check_engine(config.engine)
+        spec.check_replay(config.algorithm)
     if config.sft.data is not None:
         check_file(config.sft.data)
     if config.data.kind == "arpo_parquet":
@@ -148,7 +148,7 @@ def check_files(config: JobConfig) -> ModelSpec | None:
         cache = config.data.search_cache
         if cache is not None and not cache.is_file():
             raise UserError(f"data.search_cache={cache}: no such file")
-    return shape
+    return spec
 
 
 def prepare(config: JobConfig, run: RunDirectory, tell: Callable[[str], None] = lambda text: None) -> JobData:
@@ -166,8 +166,8 @@ def prepare(config: JobConfig, run: RunDirectory, tell: Callable[[str], None] = 
     data = load_data(config, tokenizer)
     _check_data(config, data, tokenizer)
     write_tool_files(config, run, data)
-    shape = ModelSpec.from_hf(model_path(config, run))
-    if (conversations := load_conversations(config, tokenizer, shape, tell)) is not None:
+    spec = ModelSpec.from_hf(model_path(config, run))
+    if (conversations := load_conversations(config, tokenizer, spec, tell)) is not None:
         conversations.split(config.sft.held_out, config.seed)  # says so now where nothing is left to train on
         bad = [{"file": str(config.sft.data), **asdict(row)} for row in conversations.bad_rows]
         data = replace(data, bad_rows=[*data.bad_rows, *bad])

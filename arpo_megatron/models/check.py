@@ -1,19 +1,19 @@
 """Whether a Hugging Face directory has the tensors of its architecture: names, shapes and types, from headers alone."""
 
 from arpo_megatron.errors import UserError
-from arpo_megatron.models.mapping import exported
+from arpo_megatron.models.mapping import hf_shapes
 from arpo_megatron.models.safetensors import TensorFiles
 from arpo_megatron.models.spec import ModelSpec
 
 
-def check_tensors(files: TensorFiles, shape: ModelSpec) -> None:
+def check_tensors(files: TensorFiles, spec: ModelSpec) -> None:
     """Look at all names and shapes, without reading a tensor.
 
     Raises:
         UserError: a tensor is missing, of another shape or type, or unknown to the family; files are damaged.
     """
-    tensors = exported(shape)
-    if unknown := sorted(files.names.keys() - tensors.keys() - _ignored(shape)):
+    tensors = hf_shapes(spec)
+    if unknown := sorted(files.names.keys() - tensors.keys() - _ignored(spec)):
         raise UserError(
             f"{files.path}: tensor {unknown[0]} (one of {len(unknown)}) does not belong to the architecture that "
             f"config.json names"
@@ -21,7 +21,7 @@ def check_tensors(files: TensorFiles, shape: ModelSpec) -> None:
     files.check(tensors)
 
 
-def _ignored(shape: ModelSpec) -> set[str]:
+def _ignored(spec: ModelSpec) -> set[str]:
     """Tensors that may be there and say nothing: the copy of a tied head, frequencies that older checkpoints store."""
-    frequencies = {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in range(shape.layers)}
-    return frequencies | ({"lm_head.weight"} if shape.tied else set())
+    frequencies = {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in range(spec.layers)}
+    return frequencies | ({"lm_head.weight"} if spec.tied else set())

@@ -76,16 +76,16 @@ KNOWN_MODELS: Mapping[str, ModelSpec] = {
 _SIZES = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocabulary", "tied", "qkv_bias", "qk_norm")
 
 
-def shape_of(model: ModelConfig) -> ModelSpec:
+def load_spec(model: ModelConfig) -> ModelSpec:
     """Of the model that a job trains: read from its files where they are there, else known by name.
 
     Raises:
         UserError: the files cannot be read, or there are none and the name is not known.
     """
     if model.path is not None and (model.path / "config.json").is_file():
-        shape = ModelSpec.from_hf(model.path)
-        check_is_known(shape, model.hub_id, model.path)
-        return shape
+        spec = ModelSpec.from_hf(model.path)
+        check_is_known(spec, model.hub_id, model.path)
+        return spec
     if model.made:
         return _made(model)
     if (known := KNOWN_MODELS.get(model.hub_id or "")) is not None:
@@ -95,15 +95,15 @@ def shape_of(model: ModelConfig) -> ModelSpec:
     raise UserError(f"model.hub_id={model.hub_id}: its sizes are not known without its files; give model.path=DIR")
 
 
-def check_is_known(shape: ModelSpec, hub_id: str | None, path: Path) -> None:
+def check_is_known(spec: ModelSpec, hub_id: str | None, path: Path) -> None:
     """Raises UserError where the files at `path` are of other sizes than the model `hub_id` has."""
     known = KNOWN_MODELS.get(hub_id or "")
     if known is None:
         return
     for name in _SIZES:
-        if getattr(shape, name) != getattr(known, name):
+        if getattr(spec, name) != getattr(known, name):
             raise UserError(
-                f"model.path={path} has {name} {getattr(shape, name)}, but {hub_id} has {getattr(known, name)}: the "
+                f"model.path={path} has {name} {getattr(spec, name)}, but {hub_id} has {getattr(known, name)}: the "
                 "layout was chosen for that one; for another model give model.hub_id=null too"
             )
 

@@ -138,16 +138,16 @@ FAMILIES: Mapping[Family, tuple[Row, ...]] = {
 """Rows of each family; the output head comes besides."""
 
 
-def sizes(shape: ModelSpec) -> dict[str, int]:
+def sizes(spec: ModelSpec) -> dict[str, int]:
     """The sizes that the rows' dimensions are named after."""
     return {
-        "vocabulary": shape.vocabulary,
-        "hidden": shape.hidden,
-        "queries": shape.heads * shape.head_dim,
-        "keys": shape.kv_heads * shape.head_dim,
-        "head": shape.head_dim,
-        "ffn": shape.ffn,
-        "experts": 0 if shape.experts is None else shape.experts.count,
+        "vocabulary": spec.vocabulary,
+        "hidden": spec.hidden,
+        "queries": spec.heads * spec.head_dim,
+        "keys": spec.kv_heads * spec.head_dim,
+        "head": spec.head_dim,
+        "ffn": spec.ffn,
+        "experts": 0 if spec.experts is None else spec.experts.count,
     }
 
 
@@ -238,16 +238,16 @@ class Entry:
         return found
 
 
-def entries(shape: ModelSpec) -> list[Entry]:
+def entries(spec: ModelSpec) -> list[Entry]:
     """Every parameter of the model, layer by layer, expert by expert: the order of exports and pushes."""
-    rows = (*FAMILIES[shape.family], _TIED_HEAD if shape.tied else _HEAD)
-    size = sizes(shape)
+    rows = (*FAMILIES[spec.family], _TIED_HEAD if spec.tied else _HEAD)
+    size = sizes(spec)
 
     def made(row: Row, layer: int | None = None, expert: int | None = None) -> Entry:
         numbers = {"layer": layer, "expert": expert}
         hf = {name.format(**numbers): tuple(size[dim] for dim in dims) for name, dims in row.hf.items()}
         names = tuple(name.format(**numbers) for name in row.megatron)
-        return Entry(names, hf, row.layout, shape.kv_heads, layer, expert, row.copy)
+        return Entry(names, hf, row.layout, spec.kv_heads, layer, expert, row.copy)
 
     def of_layer(row: Row, layer: int) -> Iterator[Entry]:
         if "{expert}" not in row.megatron[0]:
@@ -257,30 +257,30 @@ def entries(shape: ModelSpec) -> list[Entry]:
 
     once = [made(row) for row in rows if "{layer}" not in row.megatron[0]]
     layered = [row for row in rows if "{layer}" in row.megatron[0]]
-    return once + [entry for layer in range(shape.layers) for row in layered for entry in of_layer(row, layer)]
+    return once + [entry for layer in range(spec.layers) for row in layered for entry in of_layer(row, layer)]
 
 
-def exported(shape: ModelSpec) -> dict[str, tuple[int, ...]]:
+def hf_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """Names and shapes of all Hugging Face tensors of the model, in the order in which they are exported."""
-    return {name: size for entry in entries(shape) if not entry.copy for name, size in entry.hf.items()}
+    return {name: size for entry in entries(spec) if not entry.copy for name, size in entry.hf.items()}
 
 
-def exported_bytes(shape: ModelSpec, itemsize: int) -> int:
+def hf_bytes(spec: ModelSpec, itemsize: int) -> int:
     """Size of all Hugging Face tensors of the model, at `itemsize` bytes a number."""
-    return sum(prod(size) for size in exported(shape).values()) * itemsize
+    return sum(prod(size) for size in hf_shapes(spec).values()) * itemsize
 
 
-def buckets(shape: ModelSpec, limit: int, *, fused: bool = False) -> list[list[Rows]]:
+def plan_buckets(spec: ModelSpec, limit: int, *, fused: bool = False) -> list[list[Rows]]:
     """What each bucket of a push holds: whole rows of the table, or a block of a parameter that is larger.
 
     Args:
-        shape: of the model.
+        spec: of the model.
         limit: a bucket's numbers.
         fused: see `Entry.cut`; a bucket may then be larger than `limit`.
     """
     found: list[list[Rows]] = [[]]
     held = 0
-    for together in (group for entry in entries(shape) if not entry.copy for group in entry.cut(limit, fused=fused)):
+    for together in (group for entry in entries(spec) if not entry.copy for group in entry.cut(limit, fused=fused)):
         size, is_block = sum(rows.elements for rows in together), not together[0].are_all
         if held and (is_block or held + size > limit):
             found.append([])

@@ -38,10 +38,10 @@ class CostModel:
     target_pairs: float = 0.0
 
     @classmethod
-    def of(cls, shape: ModelSpec) -> "CostModel":
+    def of(cls, spec: ModelSpec) -> "CostModel":
         """From the FLOPs of a model, an attention FLOP taking `PAIR_SLOWNESS` as long as another."""
-        pair, _ = forward_flops(shape, 0, 1, 0)
-        token, target = forward_flops(shape, 1, 0, 1)
+        pair, _ = forward_flops(spec, 0, 1, 0)
+        token, target = forward_flops(spec, 1, 0, 1)
         return cls(token / pair / PAIR_SLOWNESS, target / pair / PAIR_SLOWNESS)
 
     def cost(self, tokens: int, pairs: int, targets: int) -> float:
@@ -88,7 +88,7 @@ def balanced_groups(sizes: Sequence[int], costs: Sequence[float], budget: int) -
     return groups
 
 
-def share_out(costs: Sequence[float], ranks: int) -> list[list[int]]:
+def divide_work(costs: Sequence[float], ranks: int) -> list[list[int]]:
     """Divide items among ranks: the costliest first, each to the rank with the least work so far."""
     shares: list[list[int]] = [[] for _ in range(ranks)]
     loads = [0.0] * ranks
@@ -118,7 +118,7 @@ def allowed_cuts(subtree_end: NDArray[np.int32], step: int) -> NDArray[np.int64]
     return np.concatenate([*steps, [n]]).astype(np.int64)
 
 
-def spans_back(cuts: NDArray[np.int64], previous: NDArray[np.int64]) -> list[Span]:
+def trace_spans(cuts: NDArray[np.int64], previous: NDArray[np.int64]) -> list[Span]:
     """The spans that end at the last cut, where `previous[i]` numbers the cut at which the span up to cut i begins."""
     spans: list[Span] = []
     i = len(cuts) - 1
@@ -155,4 +155,4 @@ def cut_spans(subtree_end: NDArray[np.int32], budget: int, *, inherit: bool) -> 
         costs = np.where(fits, best[first:i] + PACK_COST_TOKENS + above[starts] + broken[starts], np.inf)
         choice = int(np.argmin(costs))
         best[i], previous[i] = costs[choice], first + choice
-    return spans_back(cuts, previous)
+    return trace_spans(cuts, previous)

@@ -19,7 +19,7 @@ BACKWARD = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class UpdateFlops:
     """FLOPs of forward passes.
 
     Attributes:
@@ -48,31 +48,31 @@ class Work:
         return (1 + BACKWARD) * self.layers + again + (2 + BACKWARD) * self.head
 
 
-def forward_flops(shape: ModelSpec, tokens: int, pairs: int, targets: int) -> tuple[float, float]:
+def forward_flops(spec: ModelSpec, tokens: int, pairs: int, targets: int) -> tuple[float, float]:
     """FLOPs of one forward pass: of the layers, and of the output head.
 
     Args:
-        shape: of the model; of a mixture, the experts that a token visits count.
+        spec: of the model; of a mixture, the experts that a token visits count.
         tokens: through all layers.
         pairs: query-key pairs under the attention mask.
         targets: tokens that are predicted.
     """
-    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    attention = shape.hidden * (2 * queries + 2 * keys)
-    visited = 1 if shape.experts is None else shape.experts.top_k
-    router = 0 if shape.experts is None else shape.hidden * shape.experts.count
-    weights = attention + visited * 3 * shape.hidden * shape.ffn + router
-    layers = shape.layers * (2.0 * weights * tokens + 4.0 * queries * pairs)
-    return layers, 2.0 * shape.hidden * shape.vocabulary * targets
+    queries, keys = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+    attention = spec.hidden * (2 * queries + 2 * keys)
+    visited = 1 if spec.experts is None else spec.experts.top_k
+    router = 0 if spec.experts is None else spec.hidden * spec.experts.count
+    weights = attention + visited * 3 * spec.hidden * spec.ffn + router
+    layers = spec.layers * (2.0 * weights * tokens + 4.0 * queries * pairs)
+    return layers, 2.0 * spec.hidden * spec.vocabulary * targets
 
 
-def work_of(shape: ModelSpec, packs: Iterable[TreePack]) -> Work:
+def update_flops(spec: ModelSpec, packs: Iterable[TreePack]) -> UpdateFlops:
     """Of one forward pass over packs."""
     layers = head = repeated = attention = 0.0
     for pack in packs:
-        own, predicted = forward_flops(shape, len(pack), pack.attention_pairs, len(pack.predictors))
+        own, predicted = forward_flops(spec, len(pack), pack.attention_pairs, len(pack.predictors))
         # Repeated tokens come first in a pack: a chain of ancestors, each seeing those before it.
-        again, _ = forward_flops(shape, pack.repeated, pack.repeated * (pack.repeated + 1) // 2, 0)
+        again, _ = forward_flops(spec, pack.repeated, pack.repeated * (pack.repeated + 1) // 2, 0)
         layers, head, repeated = layers + own, head + predicted, repeated + again
-        attention += forward_flops(shape, 0, pack.attention_pairs, 0)[0]
-    return Work(layers, head, repeated, attention)
+        attention += forward_flops(spec, 0, pack.attention_pairs, 0)[0]
+    return UpdateFlops(layers, head, repeated, attention)

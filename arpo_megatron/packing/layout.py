@@ -31,7 +31,7 @@ class TreePack:
         routes: int16[n, layers, k], experts that the engine chose, -1 where the model's router shall choose; [n, 0, 0]
             where it shall for all.
         inherited_pack: int32[a], for each of the first `a` tokens the index of the pack that computes it.
-        inherited_place: int32[a], its position there.
+        inherited_index: int32[a], its position there.
         predictors: int32[m], positions whose hidden states predict a MODEL token; ascending.
         target_ids: int32[m], the predicted tokens.
         positive: float32[m], like the next two from the trees' credits.
@@ -50,7 +50,7 @@ class TreePack:
     multiplicity: Int32Array
     routes: Int16Array
     inherited_pack: Int32Array
-    inherited_place: Int32Array
+    inherited_index: Int32Array
     predictors: Int32Array
     target_ids: Int32Array
     positive: Float32Array
@@ -253,7 +253,7 @@ def join(layouts: Sequence[TreePack], shared: int = 0) -> TreePack:
 def cut(layout: TreePack, spans: Sequence[Span], *, first_pack: int, inherit: bool) -> list[TreePack]:
     """A pack for each span of one tree, with the ancestors of its first token before it.
 
-    Those are all that its tokens attend to outside of the span (see attention.py). A prediction is made where the
+    Those are all that its tokens attend to outside of the span (see attention_plan.py). A prediction is made where the
     predicting token is computed first, also that of a token of a later span.
 
     Args:
@@ -281,7 +281,7 @@ def cut(layout: TreePack, spans: Sequence[Span], *, first_pack: int, inherit: bo
                 multiplicity=np.where(members < start, 0, layout.multiplicity[members]),
                 routes=layout.routes[members],
                 inherited_pack=home + first_pack if inherit else (),
-                inherited_place=place if inherit else (),
+                inherited_index=place if inherit else (),
                 repeated=0 if inherit else len(above),
                 **{name: getattr(layout, name)[targets] for name in _TARGET_FIELDS if name != "predictors"},
                 predictors=layout.predictors[targets] - start + len(above),
@@ -308,7 +308,7 @@ def shared_prefix(layouts: Sequence[TreePack], prompts: Sequence[int]) -> int:
     return length
 
 
-def without_routes(pack: TreePack) -> TreePack:
+def drop_routes(pack: TreePack) -> TreePack:
     """The pack, for a model whose own routers choose."""
     return replace(pack, routes=pack.routes[:, :0, :0])
 

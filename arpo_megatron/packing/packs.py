@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 from arpo_megatron.algorithms.credit import TreeCredit
 from arpo_megatron.config import JobConfig
 from arpo_megatron.models.spec import ModelSpec
-from arpo_megatron.packing.balance import TYPICAL_COST, CostModel, balanced_groups, cut_spans, share_out
+from arpo_megatron.packing.balance import TYPICAL_COST, CostModel, balanced_groups, cut_spans, divide_work
 from arpo_megatron.packing.layout import TreePack, cut, join, lay_out, on_rank, shared_prefix
 from arpo_megatron.tree import Float32Array, Int32Array, RolloutTree
 
-__all__ = ["PackReport", "TreePack", "pack_minibatch", "pack_trees", "rank_costs", "report"]
+__all__ = ["PackReport", "TreePack", "pack_batch", "pack_trees", "rank_costs", "report"]
 
 SAME_BEGINNING = 16
 """Tokens by which prompts are taken for those of one system prompt."""
@@ -64,7 +64,7 @@ def pack_trees(
     layouts = [lay_out(index, tree, credit) for index, (tree, credit) in enumerate(zip(trees, credits, strict=True))]
     costs = [_cost(layout, cost) for layout in layouts]
     packs: list[TreePack] = []
-    for rank, share in enumerate(share_out(costs, ranks)):
+    for rank, share in enumerate(divide_work(costs, ranks)):
         fitting = sorted(i for i in share if 0 < len(layouts[i]) <= token_budget)
         prompts = [trees[i].prompt_ids if share_prompt else trees[i].prompt_ids[:0] for i in fitting]
         for alike in _by_beginning(prompts):
@@ -92,8 +92,8 @@ def _by_beginning(prompts: Sequence[Int32Array]) -> list[list[int]]:
     return [*alike, *([rest] if rest else [])]
 
 
-def pack_minibatch(
-    trees: Sequence[RolloutTree], credits: Sequence[TreeCredit], config: JobConfig, shape: ModelSpec
+def pack_batch(
+    trees: Sequence[RolloutTree], credits: Sequence[TreeCredit], config: JobConfig, spec: ModelSpec
 ) -> list[TreePack]:
     """`pack_trees` for the job's budget, layout and model."""
     return pack_trees(
@@ -103,11 +103,11 @@ def pack_minibatch(
         ranks=config.parallel.data,
         inherit=config.parallel.nested_packs,
         in_step=config.parallel.expert > 1,
-        cost=CostModel.of(shape),
+        cost=CostModel.of(spec),
     )
 
 
-def with_credits(packs: Sequence[TreePack], credits: Sequence[TreeCredit]) -> list[TreePack]:
+def replace_credits(packs: Sequence[TreePack], credits: Sequence[TreeCredit]) -> list[TreePack]:
     """The packs with other credits for the same trees."""
 
     def field(pack: TreePack, name: str) -> Float32Array:
@@ -123,7 +123,7 @@ def with_credits(packs: Sequence[TreePack], credits: Sequence[TreeCredit]) -> li
     ]
 
 
-def by_tree(
+def split_by_tree(
     packs: Sequence[TreePack], values: Sequence[Float32Array], trees: Sequence[RolloutTree]
 ) -> list[NDArray[np.float64]]:
     """Values of the packs' targets as one array a tree, in segment-index order; NaN where a tree has no target.
@@ -153,7 +153,7 @@ class PackReport:
         repeated: computed more than once, because a cut repeats ancestors.
         inherited: ancestors whose keys and values a cut hands down.
         saved_by_shared_prompt: not computed, because trees of a pack share their system prompt.
-        held: most tokens whose activations live at once on a rank.
+        live_tokens: most tokens whose activations live at once on a rank.
         imbalance: the costliest rank's work over the mean, less 1; where ranks meet in every pass (experts on several),
             the sum over passes of the costliest pack in it takes the place of the costliest rank.
     """
@@ -165,7 +165,7 @@ class PackReport:
     repeated: int
     inherited: int
     saved_by_shared_prompt: int
-    held: int
+    live_tokens: int
     imbalance: float
 
     def row(self) -> dict[str, float]:
@@ -205,7 +205,7 @@ def report(
         repeated=repeated,
         inherited=sum(pack.inherited for pack in packs),
         saved_by_shared_prompt=unique + repeated - computed,
-        held=max(_held(packs) if in_flight == 1 else _in_pipeline(packs, in_flight), default=0),
+        live_tokens=max(_live_tokens(packs) if in_flight == 1 else _in_pipeline(packs, in_flight), default=0),
         imbalance=slowest / mean - 1.0 if mean else 0.0,
     )
 
@@ -240,7 +240,7 @@ def _in_pipeline(packs: Sequence[TreePack], depth: int) -> list[int]:
     return held
 
 
-def _held(packs: Sequence[TreePack]) -> list[int]:
+def _live_tokens(packs: Sequence[TreePack]) -> list[int]:
     """Tokens alive at each forward pass: a pack waits for the last one that hangs below it (see schedule.py)."""
     last, stack, held = last_uses(packs), list[int](), []
     for index in range(len(packs)):

@@ -14,7 +14,7 @@ from arpo_megatron.config import ParallelConfig
 from arpo_megatron.models.spec import ModelSpec, MoESpec
 
 if TYPE_CHECKING:
-    from arpo_megatron.actor.attention import AttentionPlan
+    from arpo_megatron.actor.attention_plan import AttentionPlan
 
 EXPERT_IMBALANCE = 1.3
 """Tokens of the busiest rank's experts over the mean; no token is dropped. An assumption: `expert_busiest` says it."""
@@ -47,16 +47,16 @@ class Widths:
     value: int
 
     @classmethod
-    def of(cls, shape: ModelSpec, parallel: ParallelConfig, value: int) -> "Widths":
+    def of(cls, spec: ModelSpec, parallel: ParallelConfig, value: int) -> "Widths":
         """Of the layout; `value` bytes a number."""
         tensor = parallel.tensor
         return cls(
-            hidden=shape.hidden,
-            between=shape.hidden / (tensor if parallel.sequence else 1),
-            queries=shape.heads * shape.head_dim / tensor,
-            keys=shape.kv_heads * shape.head_dim / tensor,
-            ffn=shape.ffn / (tensor if shape.experts is None else parallel.expert_tensor),
-            heads=shape.heads / tensor,
+            hidden=spec.hidden,
+            between=spec.hidden / (tensor if parallel.sequence else 1),
+            queries=spec.heads * spec.head_dim / tensor,
+            keys=spec.kv_heads * spec.head_dim / tensor,
+            ffn=spec.ffn / (tensor if spec.experts is None else parallel.expert_tensor),
+            heads=spec.heads / tensor,
             value=value,
         )
 
@@ -97,7 +97,7 @@ class LocalCalls:
 
 
 def layer_bytes(
-    shape: ModelSpec,
+    spec: ModelSpec,
     parallel: ParallelConfig,
     tokens: Tokens,
     *,
@@ -108,34 +108,34 @@ def layer_bytes(
     """What one layer keeps, as `parallel.recompute` says.
 
     Args:
-        shape: of the model.
+        spec: of the model.
         parallel: the layout.
         tokens: of the pack on this rank.
         value: bytes of a number; float32 is computed by Megatron's own layers on a GPU too.
         fp8: inputs of matrix products are kept in FP8.
         calls: on a CPU, those of the attention; None: FlexAttention.
     """
-    w = Widths.of(shape, parallel, value)
+    w = Widths.of(spec, parallel, value)
     if parallel.recompute == "full":
         return tokens.queries * w.between * value  # the layer's input
     visits = 0.0
-    if shape.experts is not None:  # a rank with all experts has all visits, however uneven
-        visits = shape.experts.top_k * (EXPERT_IMBALANCE if parallel.expert > 1 else 1.0)
+    if spec.experts is not None:  # a rank with all experts has all visits, however uneven
+        visits = spec.experts.top_k * (EXPERT_IMBALANCE if parallel.expert > 1 else 1.0)
     local = calls is not None or value == FLOAT
-    token = _local_token(w, shape, visits) if local else _te_token(w, shape, visits, fp8)
+    token = _local_token(w, spec, visits) if local else _te_token(w, spec, visits, fp8)
     mixed = (w.queries + 2 * w.keys) * value  # the product that keys and values, and a norm's input, may be views of
     if parallel.recompute == "selective":
         return tokens.queries * (token + mixed + (w.queries + w.keys) * value)  # rotated; values are views
     if calls is None:
         return tokens.queries * (token + mixed) + _flex_core(w, tokens)
-    viewed = calls.views or (shape.qk_norm and value == FLOAT)  # other types are copied into float32 first
+    viewed = calls.views or (spec.qk_norm and value == FLOAT)  # other types are copied into float32 first
     core = 2 * w.queries * value + w.heads * FLOAT + (w.keys * value if calls.views else 0.0)
     copies = 2 * calls.joined * w.keys * value + calls.pairs * value
     return tokens.queries * (token + core + (mixed if viewed else 0.0)) + copies
 
 
 def pass_bytes(
-    shape: ModelSpec,
+    spec: ModelSpec,
     parallel: ParallelConfig,
     tokens: Tokens,
     targets: float,
@@ -148,7 +148,7 @@ def pass_bytes(
     """What a forward pass over a pack leaves on a rank of a pipeline stage: its layers, and what the head needs.
 
     Args:
-        shape: of the model.
+        spec: of the model.
         parallel: the layout.
         tokens: of the pack on this rank.
         targets: predicted tokens of the pack on this rank.
@@ -157,40 +157,40 @@ def pass_bytes(
         fp8: as in `layer_bytes`.
         calls: likewise.
     """
-    layers = shape.layers // parallel.pipeline
-    one = layer_bytes(shape, parallel, tokens, value=value, fp8=fp8, calls=calls)
+    layers = spec.layers // parallel.pipeline
+    one = layer_bytes(spec, parallel, tokens, value=value, fp8=fp8, calls=calls)
     if not last:
         return layers * one
-    w = Widths.of(shape, parallel, value)
+    w = Widths.of(spec, parallel, value)
     norm = w.between * (2 * FLOAT if calls is not None or value == FLOAT else value) + FLOAT
     # Of each target: its hidden state, its place and id, the advantages' sums, normaliser, entropy and log-prob.
     return layers * one + tokens.queries * norm + targets * (w.hidden * value + TARGET)
 
 
-def _te_token(w: Widths, shape: ModelSpec, visits: float, fp8: bool) -> float:
+def _te_token(w: Widths, spec: ModelSpec, visits: float, fp8: bool) -> float:
     """Bytes a token of Transformer Engine's layers, without core attention and the product before it."""
     value, product = w.value, 1 if fp8 else w.value
     norm = w.between * (value + product) + FLOAT  # its input, what the product behind it reads, a normaliser
-    per_head = w.queries * value if shape.qk_norm else 0.0  # the norm's copy of the queries
+    per_head = w.queries * value if spec.qk_norm else 0.0  # the norm's copy of the queries
     attention = norm + per_head + w.queries * product
-    if shape.experts is not None:
-        return attention + _te_experts(w, shape.experts, visits, product)
+    if spec.experts is not None:
+        return attention + _te_experts(w, spec.experts, visits, product)
     return attention + norm + 2 * w.ffn * value + w.ffn * product  # the fused activation keeps its input alone
 
 
-def _local_token(w: Widths, shape: ModelSpec, visits: float) -> float:
+def _local_token(w: Widths, spec: ModelSpec, visits: float) -> float:
     """The same of the layers in layers.py."""
     value = w.value
     # torch composes RMSNorm: it keeps, in float32, its input, the normalised input and a normaliser.
     norm = w.between * 2 * FLOAT + FLOAT + w.hidden * value  # and its output, gathered, is what a product reads
     per_head = 0.0
-    if shape.qk_norm:
+    if spec.qk_norm:
         per_head = 2 * FLOAT * w.queries + FLOAT * w.keys + FLOAT * (w.heads + w.heads * w.keys / w.queries)
         per_head += 0.0 if value == FLOAT else FLOAT * w.keys  # in float32 the keys' input is a view, not a copy
-    rotary = 4 * shape.head_dim * value  # cosines and sines, for queries and for keys
+    rotary = 4 * spec.head_dim * value  # cosines and sines, for queries and for keys
     attention = norm + per_head + rotary + w.queries * value
-    if shape.experts is not None:
-        return attention + norm + _local_experts(w, shape.experts, visits)
+    if spec.experts is not None:
+        return attention + norm + _local_experts(w, spec.experts, visits)
     return attention + norm + 5 * w.ffn * value  # gate and up, silu(gate), up + 0, the product of both
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from arpo_megatron.config import JobConfig
 from arpo_megatron.errors import UserError
 from arpo_megatron.hardware.specs import GIB, Hardware
-from arpo_megatron.models.known import shape_of
+from arpo_megatron.models.known import load_spec
 from arpo_megatron.models.spec import ModelSpec
 from arpo_megatron.plan import memory, timing
 from arpo_megatron.plan.node_layout import NodeLayout, lay_out_nodes, with_placement
@@ -141,8 +141,8 @@ def plan(config: JobConfig, hardware: Hardware, nodes: int | None = None) -> Pla
     Raises:
         UserError: the model's sizes are not known (no files at `model.path`, no known `model.hub_id`).
     """
-    shape = shape_of(config.model)
-    layout, unfit = None, impossible(config, shape, hardware)
+    spec = load_spec(config.model)
+    layout, unfit = None, impossible(config, spec, hardware)
     if unfit is None:
         try:
             layout = lay_out_nodes(replace(config, platform="auto"), hardware.gpus, nodes)
@@ -152,39 +152,39 @@ def plan(config: JobConfig, hardware: Hardware, nodes: int | None = None) -> Pla
     work, most = typical(config), largest(config)
     alone = config.sft_only
     trees = config.sft.batch if alone else config.train.tasks_per_step
-    needs = memory.of_job(config, shape, hardware, most)
-    phases = timing.of_step(config, shape, hardware, work, needs.kv_tokens)
-    held = [of_stage(shape, config.parallel, stage).total for stage in range(config.parallel.pipeline)]
+    needs = memory.of_job(config, spec, hardware, most)
+    phases = timing.of_step(config, spec, hardware, work, needs.kv_tokens)
+    held = [of_stage(spec, config.parallel, stage).total for stage in range(config.parallel.pipeline)]
     return Plan(
         config=config,
         hardware=hardware,
         layout=layout,
-        parameters=whole_model(shape).total,
-        active_parameters=active(shape),
+        parameters=whole_model(spec).total,
+        active_parameters=active(spec),
         rank_parameters=max(held),
         memory=needs,
         step_seconds=phases,
         seconds=timing.step_seconds(config, phases),
-        decode_batch=0.0 if alone else timing.decoding(config, shape, hardware, work, needs.kv_tokens).batch,
+        decode_batch=0.0 if alone else timing.decoding(config, spec, hardware, work, needs.kv_tokens).batch,
         tokens=trees * work.unique,
         steps=config.sft.steps if alone else config.train.steps,
         unfit=unfit or too_large(config, needs, hardware),
     )
 
 
-def impossible(config: JobConfig, shape: ModelSpec, hardware: Hardware) -> Unfit | None:
+def impossible(config: JobConfig, spec: ModelSpec, hardware: Hardware) -> Unfit | None:
     """Why the layout cannot work with this model on this hardware, whatever the memory; None where it can."""
     try:
-        shape.check_divisible(config.parallel)
-        shape.check_fp8(config.model, config.parallel)
-        shape.check_replay(config.algorithm)
+        spec.check_divisible(config.parallel)
+        spec.check_fp8(config.model, config.parallel)
+        spec.check_replay(config.algorithm)
         if not config.sft_only:
-            shape.check_engine(config.engine)
+            spec.check_engine(config.engine)
     except UserError as error:
         return refused(str(error))
     if config.model.fp8 != "none" and not hardware.fp8:
         return refused(f"model.fp8={config.model.fp8}: {hardware.name} has no FP8 products")
-    return None if config.sft_only else _engines_impossible(config, shape, hardware)
+    return None if config.sft_only else _engines_impossible(config, spec, hardware)
 
 
 def refused(text: str) -> Unfit:
@@ -192,18 +192,18 @@ def refused(text: str) -> Unfit:
     return Unfit(re.sub(r"\d+", "N", text.split(":", maxsplit=1)[0]), text)
 
 
-def _engines_impossible(config: JobConfig, shape: ModelSpec, hardware: Hardware) -> Unfit | None:
+def _engines_impossible(config: JobConfig, spec: ModelSpec, hardware: Hardware) -> Unfit | None:
     engine, ranks = config.engine, config.parallel.world_size
     tensor, engines = engine.tensor, engine.tensor * engine.replicas
     if memory.shared(config) and engines > ranks:
         return refused(f"colocated engines take more GPUs than there are trainer ranks: {engines}, and {ranks} ranks")
     if tensor > hardware.gpus:
         return refused(f"engine.tensor={tensor} exceeds the {hardware.gpus} GPUs of a node")
-    for what, size in (("query heads", shape.heads), ("vocabulary", shape.vocabulary)):
+    for what, size in (("query heads", spec.heads), ("vocabulary", spec.vocabulary)):
         if size % tensor:
             return refused(f"the model's {what} ({size}) cannot be divided by engine.tensor={tensor}")
-    if max(shape.kv_heads, tensor) % min(shape.kv_heads, tensor):  # more GPUs than heads hold copies
-        return refused(f"the model's key/value heads ({shape.kv_heads}) cannot be divided by engine.tensor={tensor}")
+    if max(spec.kv_heads, tensor) % min(spec.kv_heads, tensor):  # more GPUs than heads hold copies
+        return refused(f"the model's key/value heads ({spec.kv_heads}) cannot be divided by engine.tensor={tensor}")
     return None
 
 

@@ -62,40 +62,40 @@ def shared(config: JobConfig) -> bool:
     return takes_turns(config, enough=False)
 
 
-def of_job(config: JobConfig, shape: ModelSpec, hardware: Hardware, largest: Workload) -> Memory:
+def of_job(config: JobConfig, spec: ModelSpec, hardware: Hardware, largest: Workload) -> Memory:
     """Bytes on this hardware when every trajectory is as long as allowed."""
-    stages = [_training(config, shape, largest, stage) for stage in range(config.parallel.pipeline)]
+    stages = [_training(config, spec, largest, stage) for stage in range(config.parallel.pipeline)]
     training = max(stages, key=lambda parts: sum(parts.values()))
-    engine, kv_tokens = _engine(config, shape, hardware)
+    engine, kv_tokens = _engine(config, spec, hardware)
     common: Parts = {"cuda_context": CUDA_CONTEXT, "reserve": RESERVE * hardware.memory}
     if config.parallel.world_size > 1:
         common["collectives"] = COLLECTIVES
     if config.sft_only:  # without engines
-        return Memory({**training, **common}, {}, {}, _host(config, shape), 0)
+        return Memory({**training, **common}, {}, {}, _host(config, spec), 0)
     static = {name: size for name, size in training.items() if name in STATIC}
-    rollout: Parts = {**static, **common, "push_buckets": _push_buckets(config, shape)}
+    rollout: Parts = {**static, **common, "push_buckets": _push_buckets(config, spec)}
     if shared(config):
         rollout |= engine
         training = {**training, "engine_at_rest": ENGINE_AT_REST}
     alone = {} if shared(config) else {**engine, "reserve": RESERVE * hardware.memory}
-    return Memory({**training, **common}, rollout, alone, _host(config, shape), kv_tokens)
+    return Memory({**training, **common}, rollout, alone, _host(config, spec), kv_tokens)
 
 
-def static_parts(config: JobConfig, shape: ModelSpec, stage: int) -> Parts:
+def static_parts(config: JobConfig, spec: ModelSpec, stage: int) -> Parts:
     """Weights, gradients and optimizer state of a rank, in bytes.
 
     Gradients are float32 in Megatron's buffers. AdamW's state is two float32 moments and, in bfloat16, the float32
     weights; the distributed optimizer divides it among data- and context-parallel ranks (Megatron-LM's table for it:
     6 + 12/d bytes a parameter), experts' among those ranks that hold the same experts.
     """
-    held = of_stage(shape, config.parallel, stage)
+    held = of_stage(spec, config.parallel, stage)
     parts: Parts = {
         "weights": held.total * value_bytes(config),
         "gradients": held.total * 4.0,
         "optimizer": (1 - offloaded(config)) * _state(config, held),
     }
     if config.model.fp8 != "none":  # rows and columns, made anew in every update and kept between its packs
-        share = 1 - 2 * config.model.bf16_edge_layers / shape.layers
+        share = 1 - 2 * config.model.bf16_edge_layers / spec.layers
         parts["fp8_copies"] = 2.0 * held.products * share
     return parts
 
@@ -106,9 +106,9 @@ def offloaded(config: JobConfig) -> float:
     return optimizer.offload_fraction if optimizer.offload else 0.0
 
 
-def checkpoint_bytes(config: JobConfig, shape: ModelSpec) -> int:
+def checkpoint_bytes(config: JobConfig, spec: ModelSpec) -> int:
     """Of one checkpoint on the disk: all weights and AdamW's state, each once."""
-    return (value_bytes(config) + _state_bytes(config)) * whole_model(shape).total
+    return (value_bytes(config) + _state_bytes(config)) * whole_model(spec).total
 
 
 def _state_bytes(config: JobConfig) -> int:
@@ -120,22 +120,22 @@ def _state(config: JobConfig, held: Parameters) -> float:
     return _state_bytes(config) * updated(held, config.parallel)
 
 
-def _training(config: JobConfig, shape: ModelSpec, largest: Workload, stage: int) -> Parts:
+def _training(config: JobConfig, spec: ModelSpec, largest: Workload, stage: int) -> Parts:
     parallel, value = config.parallel, value_bytes(config)
     kept, pack, keys = _tokens(config, largest, stage)
     fp8 = config.model.fp8 != "none"
     last = stage == parallel.pipeline - 1
     targets = pack * largest.sampled / largest.unique
-    one = pass_bytes(shape, parallel, Tokens(pack, keys), targets, value=value, last=last, fp8=fp8)
-    parts = static_parts(config, shape, stage)
+    one = pass_bytes(spec, parallel, Tokens(pack, keys), targets, value=value, last=last, fp8=fp8)
+    parts = static_parts(config, spec, stage)
     parts["activations"] = one * kept / pack
-    w = Widths.of(shape, parallel, value)
+    w = Widths.of(spec, parallel, value)
     if keys > pack * parallel.context:  # keys and values handed down, and their gradients in float32
         handed = keys - pack * parallel.context
-        parts["activations"] += shape.layers // parallel.pipeline * handed * 2 * w.keys * (value + 4)
-    parts["working"] = _layer_working(config, shape, Tokens(pack, keys), w, fp8=fp8)
+        parts["activations"] += spec.layers // parallel.pipeline * handed * 2 * w.keys * (value + 4)
+    parts["working"] = _layer_working(config, spec, Tokens(pack, keys), w, fp8=fp8)
     if last:
-        parts["logits"] = logits_bytes(shape, parallel, targets, value)
+        parts["logits"] = logits_bytes(spec, parallel, targets, value)
     return parts
 
 
@@ -158,59 +158,59 @@ def _tokens(config: JobConfig, largest: Workload, stage: int) -> tuple[float, fl
     return kept / parallel.context, pack / parallel.context, keys
 
 
-def _layer_working(config: JobConfig, shape: ModelSpec, tokens: Tokens, w: Widths, *, fp8: bool) -> float:
+def _layer_working(config: JobConfig, spec: ModelSpec, tokens: Tokens, w: Widths, *, fp8: bool) -> float:
     """A layer that is computed again, and the gradients of its widest tensors; gathered inputs besides."""
     parallel = config.parallel
     again = 0.0
     if parallel.recompute != "none":
-        again = layer_bytes(shape, replace(parallel, recompute="none"), tokens, value=w.value, fp8=fp8)
-    visits = 1.0 if shape.experts is None else shape.experts.top_k * w.between / w.hidden
+        again = layer_bytes(spec, replace(parallel, recompute="none"), tokens, value=w.value, fp8=fp8)
+    visits = 1.0 if spec.experts is None else spec.experts.top_k * w.between / w.hidden
     gradients = tokens.queries * (visits * 3 * w.ffn + 2 * w.hidden) * w.value
     return again + gradients
 
 
-def logits_bytes(shape: ModelSpec, parallel: ParallelConfig, targets: float, value: int) -> float:
+def logits_bytes(spec: ModelSpec, parallel: ParallelConfig, targets: float, value: int) -> float:
     """The head's chunk of logits, and the gradient of its weight, in the backward pass (actor/logprobs.py).
 
     Logits in the parameters' type, in float32 and as a gradient; the weight's gradient in float32, a chunk's part of
     it and the result in the parameters' type. The forward pass holds a little more logits and no gradient.
     """
-    rows = shape.vocabulary // parallel.tensor
+    rows = spec.vocabulary // parallel.tensor
     chunk = min(float(LOGITS), targets * rows)
-    backward = chunk * (4 + 2 * value) + rows * shape.hidden * (4 + 2 * value)
+    backward = chunk * (4 + 2 * value) + rows * spec.hidden * (4 + 2 * value)
     return max(backward, chunk * (2 * value + 8))
 
 
-def _push_buckets(config: JobConfig, shape: ModelSpec) -> float:
+def _push_buckets(config: JobConfig, spec: ModelSpec) -> float:
     """On the first rank: two buckets (weights/export.py), one of them shared with the engine where it has to hold the
     largest tensor whole. Gate and up projection are one bucket for an engine that quantizes.
     """
     bucket = config.sync.bucket_mb * 2.0**20
     if config.engine.quantization != "none":
-        bucket = max(bucket, 2.0 * shape.ffn * shape.hidden * value_bytes(config))
+        bucket = max(bucket, 2.0 * spec.ffn * spec.hidden * value_bytes(config))
     if config.sync.transport == "ipc" or (config.sync.transport == "auto" and shared(config)):
-        return bucket + max(bucket, shape.vocabulary * shape.hidden * value_bytes(config))
+        return bucket + max(bucket, spec.vocabulary * spec.hidden * value_bytes(config))
     return 2 * bucket
 
 
-def engine_weights(config: JobConfig, shape: ModelSpec) -> float:
+def engine_weights(config: JobConfig, spec: ModelSpec) -> float:
     """Of one GPU of an engine; in FP8 the layers' products are half as large."""
-    whole = whole_model(shape)
+    whole = whole_model(spec)
     value = value_bytes(config)
     quantized = whole.products * (value - 1) if config.engine.quantization == "fp8" else 0
     return (whole.total * value - quantized) / config.engine.tensor
 
 
-def kv_bytes(config: JobConfig, shape: ModelSpec) -> float:
+def kv_bytes(config: JobConfig, spec: ModelSpec) -> float:
     """Of one token on one GPU of an engine; more GPUs than key heads hold copies."""
-    heads = max(1.0, shape.kv_heads / config.engine.tensor)
-    return 2.0 * shape.layers * heads * shape.head_dim * value_bytes(config)
+    heads = max(1.0, spec.kv_heads / config.engine.tensor)
+    return 2.0 * spec.layers * heads * spec.head_dim * value_bytes(config)
 
 
-def _engine(config: JobConfig, shape: ModelSpec, hardware: Hardware) -> tuple[Parts, int]:
+def _engine(config: JobConfig, spec: ModelSpec, hardware: Hardware) -> tuple[Parts, int]:
     """SGLang's `mem-fraction-static` is for weights and pool together; a smaller pool may be asked for."""
     placement = Placement(gpus=hardware.gpus, engine_gpu=0, shared=shared(config))
-    weights, token = engine_weights(config, shape), kv_bytes(config, shape)
+    weights, token = engine_weights(config, spec), kv_bytes(config, spec)
     pool = placement.memory_fraction(config.engine) * hardware.memory - weights
     tokens = max(0, int(pool // token))
     if config.engine.max_total_tokens is not None:
@@ -219,9 +219,9 @@ def _engine(config: JobConfig, shape: ModelSpec, hardware: Hardware) -> tuple[Pa
     return parts, tokens
 
 
-def _host(config: JobConfig, shape: ModelSpec) -> Parts:
+def _host(config: JobConfig, spec: ModelSpec) -> Parts:
     """Of the rank with most: the copy that a checkpoint is written from, and what is kept there for good."""
-    stages = [of_stage(shape, config.parallel, stage) for stage in range(config.parallel.pipeline)]
+    stages = [of_stage(spec, config.parallel, stage) for stage in range(config.parallel.pipeline)]
     held = max(stages, key=lambda found: found.total)
     weights = held.total * value_bytes(config)
     state = _state(config, held)

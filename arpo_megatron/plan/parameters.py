@@ -26,17 +26,17 @@ class Parameters:
         return self.dense + self.experts
 
 
-def whole_model(shape: ModelSpec) -> Parameters:
+def whole_model(spec: ModelSpec) -> Parameters:
     """Of the model."""
-    return of_stage(shape, ParallelConfig(), 0)
+    return of_stage(spec, ParallelConfig(), 0)
 
 
-def active(shape: ModelSpec) -> int:
+def active(spec: ModelSpec) -> int:
     """Parameters that a token meets: of a mixture's experts those that it is sent to."""
-    whole = whole_model(shape)
-    if shape.experts is None:
+    whole = whole_model(spec)
+    if spec.experts is None:
         return whole.total
-    return whole.dense + whole.experts * shape.experts.top_k // shape.experts.count
+    return whole.dense + whole.experts * spec.experts.top_k // spec.experts.count
 
 
 def copies(parallel: ParallelConfig) -> tuple[int, int]:
@@ -56,7 +56,7 @@ def updated(held: Parameters, parallel: ParallelConfig) -> float:
     return held.dense / dense + held.experts / experts
 
 
-def of_stage(shape: ModelSpec, parallel: ParallelConfig, stage: int) -> Parameters:
+def of_stage(spec: ModelSpec, parallel: ParallelConfig, stage: int) -> Parameters:
     """Of each rank of a pipeline stage.
 
     Matrices are divided among tensor-parallel ranks, norms and the router are not; expert parallelism divides whole
@@ -64,23 +64,23 @@ def of_stage(shape: ModelSpec, parallel: ParallelConfig, stage: int) -> Paramete
     head, which with tied embeddings is a copy of the embedding unless one stage has both.
     """
     tensor, stages = parallel.tensor, parallel.pipeline
-    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    attention = (shape.hidden * (queries + 2 * keys) + queries * shape.hidden) // tensor
-    small = 2 * shape.hidden
-    small += (queries + 2 * keys) // tensor if shape.qkv_bias else 0
-    small += 2 * shape.head_dim if shape.qk_norm else 0
-    mlp = 3 * shape.hidden * shape.ffn
+    queries, keys = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+    attention = (spec.hidden * (queries + 2 * keys) + queries * spec.hidden) // tensor
+    small = 2 * spec.hidden
+    small += (queries + 2 * keys) // tensor if spec.qkv_bias else 0
+    small += 2 * spec.head_dim if spec.qk_norm else 0
+    mlp = 3 * spec.hidden * spec.ffn
     dense, experts = attention + small, 0
-    if shape.experts is None:
+    if spec.experts is None:
         dense += mlp // tensor
     else:
-        dense += shape.hidden * shape.experts.count
-        experts = shape.experts.count // parallel.expert * mlp // parallel.expert_tensor
-    layers = shape.layers // stages
-    embedding = shape.vocabulary * shape.hidden // tensor
+        dense += spec.hidden * spec.experts.count
+        experts = spec.experts.count // parallel.expert * mlp // parallel.expert_tensor
+    layers = spec.layers // stages
+    embedding = spec.vocabulary * spec.hidden // tensor
     first, last = stage == 0, stage == stages - 1
-    ends = (embedding if first else 0) + (shape.hidden if last else 0)
-    if last and not (shape.tied and first):
+    ends = (embedding if first else 0) + (spec.hidden if last else 0)
+    if last and not (spec.tied and first):
         ends += embedding
-    products = attention + (mlp // tensor if shape.experts is None else experts)
+    products = attention + (mlp // tensor if spec.experts is None else experts)
     return Parameters(layers * dense + ends, layers * experts, layers * products)

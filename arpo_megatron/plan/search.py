@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from arpo_megatron.config import JobConfig, ParallelConfig
 from arpo_megatron.hardware.specs import Hardware
-from arpo_megatron.models.known import shape_of
+from arpo_megatron.models.known import load_spec
 from arpo_megatron.packing.flops import Recompute
 from arpo_megatron.plan.fit import UPDATE_TOO_LARGE, Plan, impossible, plan, refused
 
@@ -54,13 +54,13 @@ def search(config: JobConfig, hardware: Hardware, *, best: int = 5) -> LayoutSea
 
     The number of trainer ranks and of engine GPUs stays; ranks that are left over are data-parallel.
     """
-    shape = shape_of(config.model)
+    spec = load_spec(config.model)
     engines = config.engine.tensor * config.engine.replicas
     sizes = [config.engine.tensor] if config.sft_only else _powers(min(hardware.gpus, engines))
     fitting: list[Plan] = []
     failed: Counter[str] = Counter()
     tried = 0
-    for parallel, budget in product(_layouts(config, hardware, shape.experts is not None), _budgets(config)):
+    for parallel, budget in product(_layouts(config, hardware, spec.experts is not None), _budgets(config)):
         for tensor in sizes:
             tried += 1
             if engines % tensor:
@@ -76,7 +76,7 @@ def search(config: JobConfig, hardware: Hardware, *, best: int = 5) -> LayoutSea
             except ValidationError as error:
                 failed[_said(error)] += 1
                 continue
-            if unfit := impossible(job, shape, hardware):
+            if unfit := impossible(job, spec, hardware):
                 failed[unfit.kind] += 1
                 continue
             candidate = _largest_pool(job, hardware)

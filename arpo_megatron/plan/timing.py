@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from arpo_megatron.config import JobConfig
 from arpo_megatron.hardware.specs import Hardware
 from arpo_megatron.models.spec import ModelSpec
-from arpo_megatron.packing.flops import Work, forward_flops
+from arpo_megatron.packing.flops import UpdateFlops, forward_flops
 from arpo_megatron.plan.memory import engine_weights, kv_bytes, offloaded, shared, value_bytes
 from arpo_megatron.plan.parameters import active, copies, of_stage, updated, whole_model
 from arpo_megatron.plan.workload import Packing, Workload
@@ -60,18 +60,16 @@ class Decoding:
     alone_s: float
 
 
-def of_step(
-    config: JobConfig, shape: ModelSpec, hardware: Hardware, work: Workload, kv_tokens: int
-) -> dict[str, float]:
+def of_step(config: JobConfig, spec: ModelSpec, hardware: Hardware, work: Workload, kv_tokens: int) -> dict[str, float]:
     """Seconds of one step by phase, with trajectories of typical length."""
     if config.sft_only:
-        return _updates(config, shape, hardware, work, trees=config.sft.batch, updates=1)
+        return _updates(config, spec, hardware, work, trees=config.sft.batch, updates=1)
     tasks, updates = config.train.tasks_per_step, config.algorithm.minibatches
     return {
-        **_rollout(config, shape, hardware, work, kv_tokens),
-        "old_logprobs": _passes(config, shape, hardware, work, tasks, updates, backward=False),
-        **_updates(config, shape, hardware, work, trees=tasks, updates=updates),
-        "weight_push": _push(config, shape, hardware),
+        **_rollout(config, spec, hardware, work, kv_tokens),
+        "old_logprobs": _passes(config, spec, hardware, work, tasks, updates, backward=False),
+        **_updates(config, spec, hardware, work, trees=tasks, updates=updates),
+        "weight_push": _push(config, spec, hardware),
     }
 
 
@@ -84,7 +82,7 @@ def step_seconds(config: JobConfig, phases: dict[str, float]) -> float:
     return rollout + rest
 
 
-def decoding(config: JobConfig, shape: ModelSpec, hardware: Hardware, work: Workload, kv_tokens: int) -> Decoding:
+def decoding(config: JobConfig, spec: ModelSpec, hardware: Hardware, work: Workload, kv_tokens: int) -> Decoding:
     """The batch is what is asked for, allowed and has room in the pool; a step reads all weights and the batch's keys.
 
     Of a mixture, the experts that any of the batch visits are read: 1 - (1 - k/n)^batch of them.
@@ -94,36 +92,36 @@ def decoding(config: JobConfig, shape: ModelSpec, hardware: Hardware, work: Work
     # Siblings share their beginning in the pool.
     room = kv_tokens / max(1.0, work.unique / work.trajectories)
     batch = max(1.0, min(paths, engine.max_running_requests, room))
-    full, alone = (_decoding_step(config, shape, hardware, paths, work.depth) for paths in (batch, 1.0))
+    full, alone = (_decoding_step(config, spec, hardware, paths, work.depth) for paths in (batch, 1.0))
     return Decoding(engine.replicas, batch, full, alone)
 
 
-def _decoding_step(config: JobConfig, shape: ModelSpec, hardware: Hardware, batch: float, depth: float) -> float:
+def _decoding_step(config: JobConfig, spec: ModelSpec, hardware: Hardware, batch: float, depth: float) -> float:
     """Seconds of one step of an engine."""
     engine = config.engine
-    weights = engine_weights(config, shape)
-    if shape.experts is not None:
-        visited = 1 - (1 - shape.experts.top_k / shape.experts.count) ** batch
-        whole = whole_model(shape)
+    weights = engine_weights(config, spec)
+    if spec.experts is not None:
+        visited = 1 - (1 - spec.experts.top_k / spec.experts.count) ** batch
+        whole = whole_model(spec)
         weights *= (whole.dense + visited * whole.experts) / whole.total
-    read = weights + batch * depth * kv_bytes(config, shape)
-    compute = 2.0 * active(shape) * batch / engine.tensor / (hardware.bf16_flops * PRODUCT_SHARE)
-    reductions = 2 * shape.layers * DECODE_REDUCTION_S if engine.tensor > 1 else 0.0
+    read = weights + batch * depth * kv_bytes(config, spec)
+    compute = 2.0 * active(spec) * batch / engine.tensor / (hardware.bf16_flops * PRODUCT_SHARE)
+    reductions = 2 * spec.layers * DECODE_REDUCTION_S if engine.tensor > 1 else 0.0
     return max(read / (hardware.memory_speed * MEMORY_SHARE), compute) + DECODE_OVERHEAD_S + reductions
 
 
 def _rollout(
-    config: JobConfig, shape: ModelSpec, hardware: Hardware, work: Workload, kv_tokens: int
+    config: JobConfig, spec: ModelSpec, hardware: Hardware, work: Workload, kv_tokens: int
 ) -> dict[str, float]:
     """Full batches for what is sampled in the mean; then the straggler goes on alone.
 
     Of a step's hundreds of trajectories one is as long as allowed and calls no tool: a decoding step for each token.
     """
-    found = decoding(config, shape, hardware, work, kv_tokens)
+    found = decoding(config, spec, hardware, work, kv_tokens)
     tasks = config.train.tasks_per_step
     steps = tasks * work.sampled / found.engines / found.batch
     alone = max(0.0, work.straggler - steps)
-    flops = tasks * work.prefilled * 2.0 * active(shape)
+    flops = tasks * work.prefilled * 2.0 * active(spec)
     speed = found.engines * config.engine.tensor * hardware.bf16_flops * PRODUCT_SHARE
     return {
         "prefill": flops / speed,
@@ -133,18 +131,18 @@ def _rollout(
 
 
 def _updates(
-    config: JobConfig, shape: ModelSpec, hardware: Hardware, work: Workload, *, trees: int, updates: int
+    config: JobConfig, spec: ModelSpec, hardware: Hardware, work: Workload, *, trees: int, updates: int
 ) -> dict[str, float]:
     return {
-        "forward_backward": _passes(config, shape, hardware, work, trees, updates, backward=True),
-        "gradient_reduction": updates * _reduction(config, shape, hardware),
-        "optimizer": updates * _optimizer(config, shape, hardware),
+        "forward_backward": _passes(config, spec, hardware, work, trees, updates, backward=True),
+        "gradient_reduction": updates * _reduction(config, spec, hardware),
+        "optimizer": updates * _optimizer(config, spec, hardware),
     }
 
 
 def _passes(
     config: JobConfig,
-    shape: ModelSpec,
+    spec: ModelSpec,
     hardware: Hardware,
     work: Workload,
     trees: int,
@@ -159,53 +157,53 @@ def _passes(
     parallel = config.parallel
     packing = work.packing(config.train.token_budget, nested=parallel.nested_packs)
     own = math.ceil(trees / updates / parallel.data)
-    forward = _forward(config, shape, hardware, packing)
+    forward = _forward(config, spec, hardware, packing)
     one = forward.hardware_update(parallel.recompute) if backward else forward.layers + forward.head
     compute = own * one / (parallel.tensor * parallel.context * parallel.pipeline)
     packs = max(1.0, own * packing.computed / config.train.token_budget)
     bubble = 1.0 + (parallel.pipeline - 1) / (packs * parallel.virtual_pipeline)  # arXiv 2104.04473, section 2.2
     passes = (3.0 if parallel.recompute == "full" else 2.0) if backward else 1.0
-    waits = passes * own * packing.computed * _token_traffic(config, shape, hardware)
+    waits = passes * own * packing.computed * _token_traffic(config, spec, hardware)
     return updates * (compute + waits) * bubble
 
 
-def _forward(config: JobConfig, shape: ModelSpec, hardware: Hardware, packing: Packing) -> Work:
+def _forward(config: JobConfig, spec: ModelSpec, hardware: Hardware, packing: Packing) -> UpdateFlops:
     """Of a tree's forward pass on one GPU, in seconds: an update's count is a sum over parts of a forward pass."""
     tokens = round(packing.computed)
-    layers, head = forward_flops(shape, tokens, 0, round(packing.targets))
-    pairs, _ = forward_flops(shape, 0, round(packing.pairs), 0)
+    layers, head = forward_flops(spec, tokens, 0, round(packing.targets))
+    pairs, _ = forward_flops(spec, 0, round(packing.pairs), 0)
     experts = 0.0
-    if shape.experts is not None:
-        experts = shape.layers * 2.0 * shape.experts.top_k * 3 * shape.hidden * shape.ffn * tokens
+    if spec.experts is not None:
+        experts = spec.layers * 2.0 * spec.experts.top_k * 3 * spec.hidden * spec.ffn * tokens
     peak = hardware.bf16_flops * (FLOAT32_SHARE if config.model.dtype == "float32" else 1.0)
     products = 1 / (peak * PRODUCT_SHARE)
     if config.model.fp8 != "none":
-        edges = 2 * config.model.bf16_edge_layers / shape.layers
+        edges = 2 * config.model.bf16_edge_layers / spec.layers
         products = edges * products + (1 - edges) / (hardware.fp8_flops * FP8_SHARE)
     attention = pairs / (peak * ATTENTION_SHARE)
     inside = (layers - experts + experts / NARROW_SHARE) * products + attention
-    return Work(inside, head / (peak * PRODUCT_SHARE), 0.0, attention)
+    return UpdateFlops(inside, head / (peak * PRODUCT_SHARE), 0.0, attention)
 
 
-def _token_traffic(config: JobConfig, shape: ModelSpec, hardware: Hardware) -> float:
+def _token_traffic(config: JobConfig, spec: ModelSpec, hardware: Hardware) -> float:
     """Seconds of a token's collectives in one pass through the layers of a rank's stage, none of it overlapped.
 
     Tensor parallelism: two all-reduces of hidden states a layer and pass (arXiv 1909.08053, section 3), or as many
     gathers and scatters; context parallelism: keys and values of the other ranks; experts: there and back.
     """
     parallel, value = config.parallel, value_bytes(config)
-    layers = shape.layers / parallel.pipeline
+    layers = spec.layers / parallel.pipeline
     tokens = 1 / parallel.context
     seconds = 0.0
     if parallel.tensor > 1:
         share = 2 * (parallel.tensor - 1) / parallel.tensor
-        seconds += 2 * share * shape.hidden * value * tokens / _link(parallel.tensor, hardware)
+        seconds += 2 * share * spec.hidden * value * tokens / _link(parallel.tensor, hardware)
     if parallel.context > 1:
-        keys = 2 * shape.kv_heads * shape.head_dim / parallel.tensor * value
+        keys = 2 * spec.kv_heads * spec.head_dim / parallel.tensor * value
         seconds += keys * (1 - tokens) / _link(parallel.tensor * parallel.context, hardware)
-    if parallel.expert > 1 and shape.experts is not None:
+    if parallel.expert > 1 and spec.experts is not None:
         away = (parallel.expert - 1) / parallel.expert
-        sent = shape.experts.top_k * shape.hidden * value * tokens / parallel.tensor
+        sent = spec.experts.top_k * spec.hidden * value * tokens / parallel.tensor
         seconds += 2 * away * sent / _link(parallel.expert, hardware)
     return layers * seconds
 
@@ -215,21 +213,21 @@ def _link(ranks: int, hardware: Hardware) -> float:
     return (hardware.link if ranks <= hardware.gpus else hardware.network) * LINK_SHARE
 
 
-def _reduction(config: JobConfig, shape: ModelSpec, hardware: Hardware) -> float:
+def _reduction(config: JobConfig, spec: ModelSpec, hardware: Hardware) -> float:
     """Gradients in float32 scattered, weights gathered (or gradients reduced on every rank), once an update."""
     parallel = config.parallel
     dense, experts = copies(parallel)
-    stages = [of_stage(shape, parallel, stage) for stage in range(parallel.pipeline)]
+    stages = [of_stage(spec, parallel, stage) for stage in range(parallel.pipeline)]
     sent = max(held.dense * (1 - 1 / dense) + held.experts * (1 - 1 / experts) for held in stages)
     back = value_bytes(config) if parallel.distributed_optimizer else MAIN_GRADIENT
     # Groups of both kinds reach over all ranks of a stage.
     return sent * (MAIN_GRADIENT + back) / _link(dense * parallel.tensor, hardware)
 
 
-def _optimizer(config: JobConfig, shape: ModelSpec, hardware: Hardware) -> float:
+def _optimizer(config: JobConfig, spec: ModelSpec, hardware: Hardware) -> float:
     """Every byte of state is read and written once, on the GPU or in host memory behind its link."""
     parallel = config.parallel
-    held = max(updated(of_stage(shape, parallel, stage), parallel) for stage in range(parallel.pipeline))
+    held = max(updated(of_stage(spec, parallel, stage), parallel) for stage in range(parallel.pipeline))
     touched = held * (2 * MASTER_AND_MOMENTS + MAIN_GRADIENT + value_bytes(config))
     share, here = offloaded(config), touched / (hardware.memory_speed * MEMORY_SHARE)
     travels = held * (MAIN_GRADIENT + value_bytes(config)) / hardware.host_link
@@ -237,7 +235,7 @@ def _optimizer(config: JobConfig, shape: ModelSpec, hardware: Hardware) -> float
     return (1 - share) * here + share * there
 
 
-def _push(config: JobConfig, shape: ModelSpec, hardware: Hardware) -> float:
+def _push(config: JobConfig, spec: ModelSpec, hardware: Hardware) -> float:
     """Gathered on the first rank while the bucket before travels to the engines: the slower of both.
 
     On one node engines share memory with the trainer. On several those on the trainer's GPUs cannot use NCCL, which
@@ -245,7 +243,7 @@ def _push(config: JobConfig, shape: ModelSpec, hardware: Hardware) -> float:
     ranks (a binomial tree, gloo's broadcast.cc); so it does on one where `sync.transport=broadcast` is given. Engines
     on GPUs of their own are reached by NCCL. Files (`disk`) count as the network: how fast they are is not known here.
     """
-    size, transport = whole_model(shape).total * value_bytes(config), config.sync.transport
+    size, transport = whole_model(spec).total * value_bytes(config), config.sync.transport
     spread = config.parallel.world_size > hardware.gpus
     if shared(config) and (transport == "broadcast" or (transport == "auto" and spread)):
         ranks = 1 + config.engine.tensor * config.engine.replicas

@@ -89,6 +89,6 @@ def _replays(config: JobConfig) -> bool:
 def _routes(config: JobConfig, model: Path) -> ExpertRouteSpec | None:
     if not _replays(config):
         return None
-    shape = ModelSpec.from_hf(model)
-    assert shape.experts is not None  # checked with the job's inputs
-    return ExpertRouteSpec(shape.layers, shape.experts.top_k)
+    spec = ModelSpec.from_hf(model)
+    assert spec.experts is not None  # checked with the job's inputs
+    return ExpertRouteSpec(spec.layers, spec.experts.top_k)

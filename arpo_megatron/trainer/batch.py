@@ -20,7 +20,7 @@ from arpo_megatron.algorithms.importance import trajectory_weights
 from arpo_megatron.config import JobConfig
 from arpo_megatron.models.spec import ModelSpec
 from arpo_megatron.packing.layout import TreePack
-from arpo_megatron.packing.packs import by_tree, pack_minibatch, with_credits
+from arpo_megatron.packing.packs import pack_batch, replace_credits, split_by_tree
 from arpo_megatron.rewards.scored_tree import ScoredTree
 from arpo_megatron.tree import Float32Array, RolloutTree
 
@@ -42,7 +42,7 @@ class Minibatch:
     reference_logprobs: Sequence[Float32Array] | None = None
 
 
-def build_batches(scored: Sequence[ScoredTree], config: JobConfig, shape: ModelSpec) -> list[Minibatch]:
+def build_batches(scored: Sequence[ScoredTree], config: JobConfig, spec: ModelSpec) -> list[Minibatch]:
     """A step's minibatches: rewards of leaves -> their advantages -> credit of tokens -> packs.
 
     Advantages may compare all trees of the step, but those whose advantages the store has given
@@ -68,7 +68,7 @@ def build_batches(scored: Sequence[ScoredTree], config: JobConfig, shape: ModelS
     for a, b in pairwise(bounds):
         trees = [group.tree for group in groups[a:b]]
         credits = tree_credits(trees, advantages[a:b], aggregation=algorithm.loss_aggregation)
-        minibatches.append(Minibatch(pack_minibatch(trees, credits, config, shape), trees, advantages[a:b]))
+        minibatches.append(Minibatch(pack_batch(trees, credits, config, spec), trees, advantages[a:b]))
     return minibatches
 
 
@@ -182,7 +182,7 @@ class _Known:
         )
 
     def _by_tree(self, values: Sequence[Float32Array]) -> list[Floats]:
-        return by_tree(self.minibatch.packs, values, self.minibatch.trees) if self.minibatch.trees else []
+        return split_by_tree(self.minibatch.packs, values, self.minibatch.trees) if self.minibatch.trees else []
 
 
 def _limited(batch: Batch, limit: float | None) -> dict[str, float]:
@@ -194,5 +194,5 @@ def _limited(batch: Batch, limit: float | None) -> dict[str, float]:
 
 def _credited(minibatch: Minibatch, credits: Sequence[TreeCredit]) -> Minibatch:
     """The same packs with the leader's new credits, on every rank."""
-    packs = with_credits(minibatch.packs, credits) if parallel.is_rank_zero() else None
+    packs = replace_credits(minibatch.packs, credits) if parallel.is_rank_zero() else None
     return replace(minibatch, packs=parallel.broadcast_object(packs))

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from arpo_megatron.actor.statistics import UpdateStats
+from arpo_megatron.actor.update_stats import UpdateStats
 from arpo_megatron.config import JobConfig
 
 GAP_LIMITS = {"float32": 1e-3, "bfloat16": 0.2, "fp8": 0.5}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from arpo_megatron.actor import parallel
 from arpo_megatron.actor.actor import Actor
-from arpo_megatron.actor.checkpoint import CheckpointStore, damage_of, newest_whole
+from arpo_megatron.actor.checkpoint import CheckpointStore, find_damage, newest_intact
 from arpo_megatron.errors import UserError
 from arpo_megatron.jobs import resolve
 from arpo_megatron.jobs.inputs import model_path
@@ -28,10 +28,10 @@ def whole_checkpoint(run: RunDirectory, wanted: str) -> Path:
     """
     if wanted != "newest":
         path = run.checkpoints / f"step_{wanted}"
-        if phrases := damage_of(path):
+        if phrases := find_damage(path):
             raise UserError(f"{path} cannot be used: {phrases[0]}")
         return path
-    found = newest_whole(run.checkpoints)
+    found = newest_intact(run.checkpoints)
     if found.path is None:
         raise UserError(f"{run.path} has no checkpoint")
     for line in found.told:
@@ -47,12 +47,12 @@ def main() -> None:
     with log_user_errors(run.events):
         parallel.initialize(config.parallel, config.seed)
         start = model_path(config, run)
-        shape = ModelSpec.from_hf(start)
+        spec = ModelSpec.from_hf(start)
         updates = config.train.steps * config.algorithm.minibatches
-        actor = Actor(config, shape, start, optimizer=config.optimizer, total_updates=updates)
+        actor = Actor(config, spec, start, optimizer=config.optimizer, total_updates=updates)
         actor.load(CheckpointStore.actor_directory(whole_checkpoint(run, sys.argv[2])))
         with written(out, "make room and give the command again"):
-            export_hf(actor.chunks, shape, start, out)
+            export_hf(actor.chunks, spec, start, out)
         parallel.destroy()
 
 

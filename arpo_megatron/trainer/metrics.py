@@ -7,12 +7,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from arpo_megatron.actor.microbatch import ContextShard, padding_of
-from arpo_megatron.actor.statistics import UpdateStats
+from arpo_megatron.actor.update_stats import UpdateStats
 from arpo_megatron.config import JobConfig
 from arpo_megatron.models.spec import ModelSpec
 from arpo_megatron.packing.balance import CostModel
-from arpo_megatron.packing.flops import work_of
-from arpo_megatron.packing.packs import by_tree, report
+from arpo_megatron.packing.flops import update_flops
+from arpo_megatron.packing.packs import report, split_by_tree
 from arpo_megatron.trainer.batch import Minibatch
 
 Logprobs = NDArray[np.float32]
@@ -30,7 +30,7 @@ def sampling_gap(
     for minibatch, outputs in zip(minibatches, logprobs, strict=True):
         if not minibatch.trees:
             continue
-        for tree, ours in zip(minibatch.trees, by_tree(minibatch.packs, outputs, minibatch.trees), strict=True):
+        for tree, ours in zip(minibatch.trees, split_by_tree(minibatch.packs, outputs, minibatch.trees), strict=True):
             ends = np.cumsum([len(segment) for segment in tree.segments])
             for segment, end in zip(tree.segments, ends, strict=True):
                 if segment.logprobs is None or segment.policy_version != version or not len(segment):
@@ -41,12 +41,12 @@ def sampling_gap(
     return largest
 
 
-def pack_metrics(minibatches: Sequence[Minibatch], shape: ModelSpec, config: JobConfig) -> dict[str, float]:
+def pack_metrics(minibatches: Sequence[Minibatch], spec: ModelSpec, config: JobConfig) -> dict[str, float]:
     """What packing made of a step's trees: sums over its minibatches, but the largest of `held` and `imbalance`.
 
     And what ranks add to the packs, `pack/padding`.
     """
-    cost = CostModel.of(shape)
+    cost = CostModel.of(spec)
     layout = config.parallel
     rows = [
         report(
@@ -59,7 +59,7 @@ def pack_metrics(minibatches: Sequence[Minibatch], shape: ModelSpec, config: Job
         ).row()
         for minibatch in minibatches
     ]
-    largest = ("pack/held", "pack/imbalance")
+    largest = ("pack/live_tokens", "pack/imbalance")
     place = ContextShard(0, layout.context, config.pack_multiple, cost)
     padding = sum(padding_of(pack, place) for minibatch in minibatches for pack in minibatch.packs)
     found = {name: (max if name in largest else sum)(row[name] for row in rows) for name in (rows[0] if rows else ())}
@@ -91,7 +91,7 @@ def count_entropy(totals: dict[str, float], updates: Sequence[UpdateStats]) -> N
 
 
 def speed_metrics(
-    minibatches: Sequence[Minibatch], shape: ModelSpec, config: JobConfig, seconds: Mapping[str, float]
+    minibatches: Sequence[Minibatch], spec: ModelSpec, config: JobConfig, seconds: Mapping[str, float]
 ) -> dict[str, float]:
     """Speed of the update phase, per second and rank where it is FLOPs.
 
@@ -103,7 +103,7 @@ def speed_metrics(
     if not elapsed:
         return {}
     packs = [pack for minibatch in minibatches for pack in minibatch.packs]
-    work, ranks = work_of(shape, packs), config.parallel.world_size
+    work, ranks = update_flops(spec, packs), config.parallel.world_size
     tflops = work.model_update / elapsed / ranks / 1e12
     peak = config.monitor.peak_tflops
     return {

@@ -16,7 +16,7 @@ import numpy as np
 
 from arpo_megatron.actor import parallel
 from arpo_megatron.actor.actor import Actor
-from arpo_megatron.actor.checkpoint import CheckpointStore, newest_whole
+from arpo_megatron.actor.checkpoint import CheckpointStore, newest_intact
 from arpo_megatron.actor.optimizer import gradient_norm
 from arpo_megatron.jobs import resolve
 from arpo_megatron.jobs.inputs import model_path
@@ -74,7 +74,7 @@ def main() -> None:
         begun = run.sft_model if bad.phase == "train" and config.sft.steps else model_path(config, run)
         optimizer = config.optimizer if bad.phase == "train" else config.sft.optimizer
         actor = Actor(config, ModelSpec.from_hf(begun), begun, optimizer=optimizer, total_updates=1)
-        found = newest_whole(run.checkpoints if bad.phase == "train" else run.sft_checkpoints)
+        found = newest_intact(run.checkpoints if bad.phase == "train" else run.sft_checkpoints)
         if found.path is not None:
             actor.load(CheckpointStore.actor_directory(found.path))
         lines = [

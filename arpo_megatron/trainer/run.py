@@ -16,8 +16,8 @@ from typing import Any, NoReturn, TypeVar
 from arpo_megatron.actor import parallel
 from arpo_megatron.actor.actor import Actor, Scores
 from arpo_megatron.actor.checkpoint import CheckpointStore
-from arpo_megatron.actor.optimizer import adam_name
-from arpo_megatron.actor.statistics import UpdateStats
+from arpo_megatron.actor.optimizer import optimizer_name
+from arpo_megatron.actor.update_stats import UpdateStats
 from arpo_megatron.algorithms.base import TrainingProgress
 from arpo_megatron.config import JobConfig
 from arpo_megatron.engine.admin import FailedPush, WeightPushError
@@ -115,7 +115,7 @@ class TrainingRun:
 
     def resume(self) -> None:
         """Go on from the newest whole checkpoint, if there is one; say which newer ones are damaged, and how."""
-        self.events.emit("note", text=f"optimizer: {adam_name(self.actor.optimizer)}")
+        self.events.emit("note", text=f"optimizer: {optimizer_name(self.actor.optimizer)}")
         found = self.checkpoints.resume_point()
         for line in found.told:
             self.events.emit("note", text=line)
@@ -220,7 +220,7 @@ class TrainingRun:
         """One attempt of `push_weights`; what went wrong at the engines, if anything did."""
         buffers = self.leader.sync.buffers if self.leader else 0
         fused, size = self.config.engine.quantization != "none", self.config.sync.bucket_bytes
-        buckets = hf_buckets(self.actor.chunks, self.actor.shape, size, buffers, fused=fused)
+        buckets = hf_buckets(self.actor.chunks, self.actor.spec, size, buffers, fused=fused)
         probe, scores, error = None, None, None
         try:
             if self.leader is not None:
@@ -272,7 +272,7 @@ class TrainingRun:
             packs=ready.packs,
             old_logprobs=ready.old_logprobs,
             reference_logprobs=minibatch.reference_logprobs,
-            made_by=fingerprint(self.config, self.actor.shape),
+            made_by=fingerprint(self.config, self.actor.spec),
         )
         self.state.skipped_in_a_row = dump_if_skipped(
             bad if stats.skipped else None,
@@ -315,9 +315,9 @@ class TrainingRun:
                 "step": self.state.step,
                 **self.leader.step_metrics(scored, version),
                 "logprob_gap": gap,
-                **pack_metrics(minibatches, self.actor.shape, self.config),
+                **pack_metrics(minibatches, self.actor.spec, self.config),
                 **update_metrics(updates),
-                **speed_metrics(minibatches, self.actor.shape, self.config, seconds),
+                **speed_metrics(minibatches, self.actor.spec, self.config, seconds),
                 "memory_peak_gb": max(memory),
                 "trees_not_stored": missing,
                 **({} if before is None else {"held_out_success": before}),
@@ -382,7 +382,7 @@ class TrainingRun:
         self.events.emit("phase", name="export", step=self.state.step)
         source, otherwise = model_path(self.config, self.directory), resume_from(self.directory.checkpoints)
         with written(self.directory.export, otherwise):
-            export_hf(self.actor.chunks, self.actor.shape, source, self.directory.export)
+            export_hf(self.actor.chunks, self.actor.spec, source, self.directory.export)
         if self.leader is not None:
             with written(self.directory.result, otherwise):
                 write_json(self.directory.result, asdict(self.state))

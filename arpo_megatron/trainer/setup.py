@@ -29,11 +29,11 @@ def training_run(directory: RunDirectory) -> Iterator[TrainingRun]:
     start = directory.sft_model if config.sft.steps else model_path(config, directory)
     tokenizer = load_tokenizer(start)
     data = load_data(config, tokenizer)
-    shape = ModelSpec.from_hf(start)
+    spec = ModelSpec.from_hf(start)
     updates = config.train.steps * config.algorithm.minibatches
     actor = Actor(
         config,
-        shape,
+        spec,
         start,
         optimizer=config.optimizer,
         total_updates=updates,

@@ -172,16 +172,16 @@ def _pack(arrays: dict[str, Any]) -> TreePack:
 
 def check_dump(bad: SkippedUpdate, file: Path, config: JobConfig, run: RunDirectory) -> None:
     """Raises UserError where a dumped update cannot be one of this run."""
-    shape = ModelSpec.from_hf(model_path(config, run))
-    for name, value in fingerprint(config, shape).items():
+    spec = ModelSpec.from_hf(model_path(config, run))
+    for name, value in fingerprint(config, spec).items():
         if bad.made_by.get(name) != value:
             raise UserError(
                 f"{file} was dumped by a run with another {name} than {run.path} has: name its own with --run DIR"
             )
     for index, pack in enumerate(bad.packs):
-        strange = pack.token_ids[(pack.token_ids < 0) | (pack.token_ids >= shape.vocabulary)]
+        strange = pack.token_ids[(pack.token_ids < 0) | (pack.token_ids >= spec.vocabulary)]
         if len(strange):
             raise UserError(
                 f"{file} is damaged: token {strange[0]} of pack {index} is not in the model's vocabulary of "
-                f"{shape.vocabulary}"
+                f"{spec.vocabulary}"
             )

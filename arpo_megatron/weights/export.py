@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from arpo_megatron.engine.wire.buckets import Block, Bucket
 from arpo_megatron.hardware import malloc as freed_memory
-from arpo_megatron.models.mapping import Entry, Rows, buckets, entries, exported
+from arpo_megatron.models.mapping import Entry, Rows, entries, hf_shapes, plan_buckets
 from arpo_megatron.models.safetensors import write_tensors
 from arpo_megatron.models.spec import ModelSpec
 from arpo_megatron.utils.atomic import flush, replace_directory
@@ -38,7 +38,7 @@ _COPIED = (
 )
 
 
-def hf_tensors(chunks: Sequence[nn.Module], shape: ModelSpec) -> Iterator[tuple[str, Tensor]]:
+def hf_tensors(chunks: Sequence[nn.Module], spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
     """Every full tensor under its Hugging Face name, in the parameters' type and on their device.
 
     A collective of all ranks: each must run the iterator to its end. The tensors come out on rank 0, in the order of
@@ -48,13 +48,13 @@ def hf_tensors(chunks: Sequence[nn.Module], shape: ModelSpec) -> Iterator[tuple[
 
     Args:
         chunks: this rank's part of the model, wrapped or not (see `load_hf`).
-        shape: of the whole model.
+        spec: of the whole model.
     """
-    return _gathered(chunks, shape, None, limit=None, fused=True)
+    return _gathered(chunks, spec, None, limit=None, fused=True)
 
 
 def hf_buckets(
-    chunks: Sequence[nn.Module], shape: ModelSpec, bucket_bytes: int, buffers: int = 2, *, fused: bool = False
+    chunks: Sequence[nn.Module], spec: ModelSpec, bucket_bytes: int, buffers: int = 2, *, fused: bool = False
 ) -> Iterator[Bucket]:
     """The tensors of `hf_tensors` in buckets, each gathered when it is asked for.
 
@@ -65,7 +65,7 @@ def hf_buckets(
 
     Args:
         chunks: this rank's part of the model.
-        shape: of the whole model.
+        spec: of the whole model.
         bucket_bytes: a bucket holds at most this many bytes, or one row that is larger.
         buffers: of that size; used only where tensors are not already whole in the model.
         fused: a parameter of several tensors is in one bucket also where it is larger: an engine that quantizes wants
@@ -73,12 +73,12 @@ def hf_buckets(
     """
     room = _Room(bucket_bytes, buffers)
     limit = bucket_bytes // next(chunks[0].parameters()).dtype.itemsize
-    tensors = _gathered(chunks, shape, room, limit=limit, fused=fused)
+    tensors = _gathered(chunks, spec, room, limit=limit, fused=fused)
     if dist.get_rank():
         for _ in tensors:
             pass
         return
-    for planned in buckets(shape, limit, fused=fused):
+    for planned in plan_buckets(spec, limit, fused=fused):
         room.turn()
         yield _bucket(list(islice(tensors, len(planned))), planned[0])
     for _ in tensors:  # it has something to do after its last tensor
@@ -87,7 +87,7 @@ def hf_buckets(
 
 def export_hf(
     chunks: Sequence[nn.Module],
-    shape: ModelSpec,
+    spec: ModelSpec,
     source_dir: Path,
     out_dir: Path,
     *,
@@ -100,7 +100,7 @@ def export_hf(
 
     Args:
         chunks: this rank's part of the model, wrapped or not (see `load_hf`).
-        shape: of the whole model.
+        spec: of the whole model.
         source_dir: Hugging Face directory that everything except the weights is copied from.
         out_dir: where to.
         max_shard_bytes: tensors are spread over files of at most this many bytes (a larger tensor has its own).
@@ -109,12 +109,12 @@ def export_hf(
         OSError: on rank 0, of a full disk for example; nothing is left then.
     """
     freed_memory.give_back()  # training, or loading, has left holes that whole tensors do not fit in
-    tensors = hf_tensors(chunks, shape)
+    tensors = hf_tensors(chunks, spec)
     if dist.get_rank() == 0:
         dtype = next(chunks[0].parameters()).dtype
         temporary = out_dir.with_name(out_dir.name + ".tmp")
         try:
-            _write(tensors, shape, dtype, source_dir, temporary, max_shard_bytes)
+            _write(tensors, spec, dtype, source_dir, temporary, max_shard_bytes)
         except OSError:
             shutil.rmtree(temporary, ignore_errors=True)  # others wait for the room
             raise
@@ -126,17 +126,17 @@ def export_hf(
 
 
 def _gathered(
-    chunks: Sequence[nn.Module], shape: ModelSpec, room: "_Room | None", *, limit: int | None, fused: bool
+    chunks: Sequence[nn.Module], spec: ModelSpec, room: "_Room | None", *, limit: int | None, fused: bool
 ) -> Iterator[tuple[str, Tensor]]:
     """What `Entry.cut` says of every entry, gathered into `room` (None: into memory of its own)."""
     held = LocalParameters.of(chunks)
-    table = [entry for entry in entries(shape) if not entry.copy]
+    table = [entry for entry in entries(spec) if not entry.copy]
     stages = _stages(table, held)
     for entry, stage in zip(table, stages, strict=True):
         found = held.find(entry)
         indices = {name: index for index, name in enumerate(entry.hf)}
         for rows in (rows for together in entry.cut(limit, fused=fused) for rows in together):
-            route = _Route(entry, shape, stage, rows, next(iter(held.parameters.values())), room)
+            route = _Route(entry, spec, stage, rows, next(iter(held.parameters.values())), room)
             part = None if found is None else entry.parts(found[1].detach(), route.ranks)[indices[rows.name]]
             whole = route.to_leader(part)
             if whole is not None:
@@ -183,19 +183,17 @@ class _Route:
     others are the same.
     """
 
-    def __init__(
-        self, entry: Entry, shape: ModelSpec, stage: int, rows: Rows, like: Tensor, room: _Room | None
-    ) -> None:
+    def __init__(self, entry: Entry, spec: ModelSpec, stage: int, rows: Rows, like: Tensor, room: _Room | None) -> None:
         self._entry, self._stage, self._rows, self._like = entry, stage, rows, like
         self._size = (rows.last - rows.first, *rows.size[1:])
         self._room = None if dist.get_rank() else room
         self.ranks = parallel_state.get_tensor_model_parallel_world_size()
         self._rank = parallel_state.get_tensor_model_parallel_rank()
         self._expert_rank = 0
-        if entry.expert is not None and shape.experts is not None:
+        if entry.expert is not None and spec.experts is not None:
             self.ranks = parallel_state.get_expert_tensor_parallel_world_size()
             self._rank = parallel_state.get_expert_tensor_parallel_rank()
-            share = shape.experts.count // parallel_state.get_expert_model_parallel_world_size()
+            share = spec.experts.count // parallel_state.get_expert_model_parallel_world_size()
             self._expert_rank = entry.expert // share
 
     def to_leader(self, part: Tensor | None) -> Tensor | None:
@@ -307,7 +305,7 @@ def _stages(table: Sequence[Entry], held: LocalParameters) -> list[int]:
 
 def _write(
     tensors: Iterator[tuple[str, Tensor]],
-    shape: ModelSpec,
+    spec: ModelSpec,
     dtype: torch.dtype,
     source_dir: Path,
     temporary: Path,
@@ -315,7 +313,7 @@ def _write(
 ) -> None:
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
-    write_tensors(tensors, exported(shape), dtype, temporary, max_shard_bytes)
+    write_tensors(tensors, hf_shapes(spec), dtype, temporary, max_shard_bytes)
     config = json.loads((source_dir / "config.json").read_text())
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
     (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n")

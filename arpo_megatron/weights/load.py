@@ -14,7 +14,7 @@ from arpo_megatron.models.spec import ModelSpec
 from arpo_megatron.weights.shards import LocalParameters
 
 
-def load_hf(chunks: Sequence[nn.Module], shape: ModelSpec, path: Path) -> None:
+def load_hf(chunks: Sequence[nn.Module], spec: ModelSpec, path: Path) -> None:
     """Fill this rank's model from the Hugging Face directory `path`.
 
     Values are converted to the parameters' type. With a wrapped model, the optimizer's master weights are not touched:
@@ -23,7 +23,7 @@ def load_hf(chunks: Sequence[nn.Module], shape: ModelSpec, path: Path) -> None:
     Args:
         chunks: the rank's part of a model of this shape, wrapped or not: one GPTModel, or the several of an interleaved
             pipeline.
-        shape: of the whole model.
+        spec: of the whole model.
         path: Hugging Face directory.
 
     Raises:
@@ -35,8 +35,8 @@ def load_hf(chunks: Sequence[nn.Module], shape: ModelSpec, path: Path) -> None:
     held = LocalParameters.of(chunks)
     left = set(held.parameters)
     with TensorFiles(path) as files, torch.no_grad():
-        check_tensors(files, shape)
-        for entry in entries(shape):
+        check_tensors(files, spec)
+        for entry in entries(spec):
             if (found := held.find(entry)) is not None:
                 name, parameter = found
                 _fill(entry, parameter, files, *(dense if entry.expert is None else sparse))

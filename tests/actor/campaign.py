@@ -46,16 +46,16 @@ def new_actor(kind: str) -> Actor:
     torch.manual_seed(3)
     tensor_parallel.model_parallel_cuda_manual_seed(3, force_reset_rng=True)
     config = OptimizerConfig(lr=1e-2, schedule="cosine", warmup_fraction=0.2, weight_decay=0.1)
-    shape = cases.QWEN3_MOE if kind == "experts" else cases.QWEN3
+    spec = cases.QWEN3_MOE if kind == "experts" else cases.QWEN3
     job = cases.job(
         LAYOUTS[kind],
         "bfloat16",
-        balance=0.5 if shape.experts else 0.0,  # its gradient follows from the load that the pass before has measured
+        balance=0.5 if spec.experts else 0.0,  # its gradient follows from the load that the pass before has measured
         max_length=120,
         algorithm=AlgorithmConfig(trajectory_weight_limit=2.0),
         train=TrainConfig(token_budget=120),
     )
-    return Actor(job, shape, None, optimizer=config, total_updates=STEPS)
+    return Actor(job, spec, None, optimizer=config, total_updates=STEPS)
 
 
 @dataclass
@@ -75,7 +75,7 @@ class Training:
         actor, config = self.actor, self.actor.config
         mine = []
         if parallel.is_rank_zero():
-            mine = build_batches([scored(task) for task in self.sampler.next_batch(4)], config, actor.shape)
+            mine = build_batches([scored(task) for task in self.sampler.next_batch(4)], config, actor.spec)
         (minibatch,) = share(mine)
         old = actor.logprobs(minibatch.packs)
         ready = finish_credit(actor, minibatch, old, config, on_policy=True)

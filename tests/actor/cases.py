@@ -43,7 +43,7 @@ QWEN3 = ModelSpec(
 QWEN2 = replace(QWEN3, family="qwen2", tied=True, qkv_bias=True, qk_norm=False)
 LLAMA = replace(QWEN3, family="llama", qk_norm=False, kv_heads=4)
 QWEN3_MOE = replace(QWEN3, family="qwen3_moe", ffn=12, experts=MoESpec(6, 2, True, 0.001))
-SHAPES = {
+SPECS = {
     "tied": replace(QWEN2, layers=4),
     "untied": replace(QWEN3, layers=4),
     "experts": replace(QWEN3_MOE, layers=4),

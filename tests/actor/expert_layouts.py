@@ -36,7 +36,7 @@ def new_actor(layout: ParallelConfig, path: Path | None) -> Actor:
 
 def weights(actor: Actor) -> dict[str, torch.Tensor]:
     """On the leader, whole and by Hugging Face names."""
-    return {name: tensor.clone() for name, tensor in hf_tensors(actor.chunks, actor.shape)}
+    return {name: tensor.clone() for name, tensor in hf_tensors(actor.chunks, actor.spec)}
 
 
 def found(actor: Actor) -> dict[str, Any]:

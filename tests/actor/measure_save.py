@@ -42,8 +42,8 @@ def main() -> None:
     parallel.initialize(ParallelConfig(), seed=1)
     torch.set_num_threads(1)
     sizes = {"layers": 8, "hidden": 512, "heads": 8, "kv_heads": 8, "head_dim": 64, "ffn": 1408, "vocabulary": 2048}
-    shape = replace(cases.QWEN3, **sizes)
-    actor = Actor(cases.job(), shape, None, optimizer=OptimizerConfig(lr=1e-4), total_updates=10)
+    spec = replace(cases.QWEN3, **sizes)
+    actor = Actor(cases.job(), spec, None, optimizer=OptimizerConfig(lr=1e-4), total_updates=10)
     packs = pack_trees(*cases.minibatch(0, count=8), token_budget=1000)
     actor.update(packs, None)
     torch.cuda.set_device = lambda device: None  # Megatron's forked worker calls it

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from arpo_megatron.actor import attention, parallel
+from arpo_megatron.actor import attention_plan, parallel
 from arpo_megatron.actor.actor import Actor
-from arpo_megatron.actor.attention import share_blocks
+from arpo_megatron.actor.attention_plan import share_blocks
 from arpo_megatron.actor.optimizer import gradient_norm
 from arpo_megatron.actor.optimizer_state import holdings
 from arpo_megatron.algorithms.credit import TreeCredit
@@ -139,7 +139,7 @@ def padding(packing: str, actor: Actor) -> Iterator[None]:
         yield
         return
     with patch.dict(rules.FP8_TOKENS, none=PADDED):
-        assert actor._place.multiple_of >= PADDED
+        assert actor._shard.multiple_of >= PADDED
         yield
 
 
@@ -147,7 +147,7 @@ def gradient(actor: Actor, problem: Problem, packs: list[TreePack], old: list[np
     """The loss, that of the router where there is one, the norm of the gradient that would be clipped by, and on the
     leader all gradients, whole."""
     layout = actor.config.parallel
-    cost = CostModel.of(actor.shape)
+    cost = CostModel.of(actor.spec)
     shares = [share_blocks(pack.subtree_end, pack.inherited, layout.context, cost) for pack in packs if pack.inherited]
     assert not shares or any(map(all, shares)), "no cut pack has queries on all context ranks"
     references = actor.reference_logprobs([packs])
@@ -171,7 +171,7 @@ def gradient(actor: Actor, problem: Problem, packs: list[TreePack], old: list[np
         for chunk in actor.chunks:
             for parameter in chunk.parameters():
                 parameter.copy_(parameter.main_grad)
-        found |= {name: tensor.clone() for name, tensor in hf_tensors(actor.chunks, actor.shape)}
+        found |= {name: tensor.clone() for name, tensor in hf_tensors(actor.chunks, actor.spec)}
         for chunk, kept in zip(actor.chunks, before, strict=True):
             for parameter, value in zip(chunk.parameters(), kept, strict=True):
                 parameter.copy_(value)
@@ -207,19 +207,19 @@ def solve(root: Path, name: str, layout: ParallelConfig, family: str) -> dict[st
     Returns:
         `gradients` by packing and Hugging Face name, and `ratios`, from `on_policy`.
     """
-    problem, shape = PROBLEMS[name], cases.SHAPES[family]
-    balance = 0.0 if shape.experts is None else problem.balance
+    problem, spec = PROBLEMS[name], cases.SPECS[family]
+    balance = 0.0 if spec.experts is None else problem.balance
     job = cases.job(layout, balance=balance, algorithm=problem.algorithm)
     keep = problem.algorithm.kl_coefficient > 0  # the weights that the actor begins with
     actor = Actor(
-        job, shape, root / f"{family} first", optimizer=OptimizerConfig(lr=1e-2), total_updates=2, keep_reference=keep
+        job, spec, root / f"{family} first", optimizer=OptimizerConfig(lr=1e-2), total_updates=2, keep_reference=keep
     )
     packs = {packing: packed(problem, packing, layout) for packing in problem.packings}
     old = {
         packing: actor.logprobs(own) if problem.stale else [pack.sampling_logprobs for pack in own]
         for packing, own in packs.items()
     }
-    load_hf(actor.chunks, shape, root / family)
+    load_hf(actor.chunks, spec, root / family)
     if name == "weighted":
         assert report(packs["several"], problem.forest).saved_by_shared_prompt > 0
     if balance:
@@ -233,9 +233,9 @@ def solve(root: Path, name: str, layout: ParallelConfig, family: str) -> dict[st
 
 def train(root: Path, layout: ParallelConfig, family: str) -> dict[str, object]:
     """The weights after `TAKEN` updates by Hugging Face name, and the gradient norm and rate of each update."""
-    shape = cases.SHAPES[family]
+    spec = cases.SPECS[family]
     job = cases.job(layout, algorithm=AlgorithmConfig(**CLIP))
-    actor = Actor(job, shape, root / family, optimizer=ADAMW, total_updates=UPDATES)
+    actor = Actor(job, spec, root / family, optimizer=ADAMW, total_updates=UPDATES)
     rows = []
     for update in range(TAKEN):
         packs = pack_trees(
@@ -246,7 +246,7 @@ def train(root: Path, layout: ParallelConfig, family: str) -> dict[str, object]:
         )
         stats = actor.update(packs, [pack.sampling_logprobs for pack in packs])
         rows.append((stats.grad_norm, stats.lr))
-    return {"weights": {name: t.clone() for name, t in hf_tensors(actor.chunks, shape)}, "rows": rows}
+    return {"weights": {name: t.clone() for name, t in hf_tensors(actor.chunks, spec)}, "rows": rows}
 
 
 def compute(root: Path) -> None:
@@ -254,7 +254,7 @@ def compute(root: Path) -> None:
         layout = ParallelConfig(**fields)
         join(layout)
         if layout.context > 1:  # blocks as small as the trees, so that all ranks have some
-            attention.MAX_BLOCK, attention.CHAIN_STEP, attention.CALL_COST_PAIRS = 8, 4, 1
+            attention_plan.MAX_BLOCK, attention_plan.CHAIN_STEP, attention_plan.CALL_COST_PAIRS = 8, 4, 1
         for problem, family in runs:
             found = train(root, layout, family) if problem == "adamw" else solve(root, problem, layout, family)
             if parallel.is_rank_zero():

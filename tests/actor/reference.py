@@ -26,19 +26,19 @@ def _rotate(x: Tensor, positions: Tensor, theta: float) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
-def _attention(p: dict[str, Tensor], prefix: str, x: Tensor, shape: ModelSpec) -> Tensor:
-    n, groups, per_group, dim = len(x), shape.kv_heads, shape.heads // shape.kv_heads, shape.head_dim
+def _attention(p: dict[str, Tensor], prefix: str, x: Tensor, spec: ModelSpec) -> Tensor:
+    n, groups, per_group, dim = len(x), spec.kv_heads, spec.heads // spec.kv_heads, spec.head_dim
     mixed = x @ p[prefix + "linear_qkv.weight"].T
-    if shape.qkv_bias:
+    if spec.qkv_bias:
         mixed = mixed + p[prefix + "linear_qkv.bias"]
     # Megatron keeps, group by group, its queries, its key and its value side by side.
     mixed = mixed.view(n, groups, per_group + 2, dim)
     q, k, v = mixed[:, :, :per_group].reshape(n, -1, dim), mixed[:, :, per_group], mixed[:, :, per_group + 1]
-    if shape.qk_norm:
-        q = _norm(q, p[prefix + "q_layernorm.weight"], shape.norm_eps)
-        k = _norm(k, p[prefix + "k_layernorm.weight"], shape.norm_eps)
+    if spec.qk_norm:
+        q = _norm(q, p[prefix + "q_layernorm.weight"], spec.norm_eps)
+        k = _norm(k, p[prefix + "k_layernorm.weight"], spec.norm_eps)
     positions = torch.arange(n)
-    q, k = _rotate(q, positions, shape.rope_theta), _rotate(k, positions, shape.rope_theta)
+    q, k = _rotate(q, positions, spec.rope_theta), _rotate(k, positions, spec.rope_theta)
     k, v = k.repeat_interleave(per_group, 1), v.repeat_interleave(per_group, 1)
     scores = torch.einsum("qhd,khd->hqk", q, k) / math.sqrt(dim)
     scores = scores.masked_fill(positions[None, :] > positions[:, None], -math.inf)
@@ -52,7 +52,7 @@ def _mlp(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
 
 
 def _mixture(
-    p: dict[str, Tensor], prefix: str, x: Tensor, shape: ModelSpec, given: Tensor | None
+    p: dict[str, Tensor], prefix: str, x: Tensor, spec: ModelSpec, given: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Output, softmax [n, experts] of the router, and the chosen experts [n, k]; every expert on every token.
 
@@ -60,16 +60,16 @@ def _mixture(
         given: int64[n, k], the experts to take, -1 where the router chooses.
     """
     scores = (x @ p[prefix + "router.weight"].T).softmax(-1)
-    chosen = scores.topk(shape.experts.top_k, dim=-1).indices
+    chosen = scores.topk(spec.experts.top_k, dim=-1).indices
     if given is not None:
         chosen = torch.where(given < 0, chosen, given)
     weights = scores.gather(1, chosen)
-    if shape.experts.normalise:
+    if spec.experts.normalise:
         weights = weights / weights.sum(-1, keepdim=True)
     spread = torch.zeros_like(scores).scatter(1, chosen, weights)
     experts = [
         _mlp(x, *(p[f"{prefix}experts.local_experts.{number}.linear_fc{n}.weight"] for n in (1, 2)))
-        for number in range(shape.experts.count)
+        for number in range(spec.experts.count)
     ]
     return sum(spread[:, number, None] * output for number, output in enumerate(experts)), scores, chosen
 
@@ -77,7 +77,7 @@ def _mixture(
 def logits(
     p: dict[str, Tensor],
     token_ids: Tensor,
-    shape: ModelSpec,
+    spec: ModelSpec,
     routes: list | None = None,
     given: Tensor | None = None,
 ) -> Tensor:
@@ -86,29 +86,29 @@ def logits(
     `given`, int64[n, layers, k], are experts to take, -1 where the routers choose.
     """
     x = p["embedding.word_embeddings.weight"][token_ids]
-    for layer in range(shape.layers):
+    for layer in range(spec.layers):
         prefix = f"decoder.layers.{layer}."
-        normed = _norm(x, p[prefix + "input_layernorm.weight"], shape.norm_eps)
-        x = x + _attention(p, prefix + "self_attention.", normed, shape)
-        normed = _norm(x, p[prefix + "pre_mlp_layernorm.weight"], shape.norm_eps)
-        if shape.experts is None:
+        normed = _norm(x, p[prefix + "input_layernorm.weight"], spec.norm_eps)
+        x = x + _attention(p, prefix + "self_attention.", normed, spec)
+        normed = _norm(x, p[prefix + "pre_mlp_layernorm.weight"], spec.norm_eps)
+        if spec.experts is None:
             x = x + _mlp(normed, p[prefix + "mlp.linear_fc1.weight"], p[prefix + "mlp.linear_fc2.weight"])
             continue
-        mixed, *route = _mixture(p, prefix + "mlp.", normed, shape, None if given is None else given[:, layer])
+        mixed, *route = _mixture(p, prefix + "mlp.", normed, spec, None if given is None else given[:, layer])
         x = x + mixed
         if routes is not None:
             routes.append(route)
-    x = _norm(x, p["decoder.final_layernorm.weight"], shape.norm_eps)
-    return x @ p["embedding.word_embeddings.weight" if shape.tied else "output_layer.weight"].T
+    x = _norm(x, p["decoder.final_layernorm.weight"], spec.norm_eps)
+    return x @ p["embedding.word_embeddings.weight" if spec.tied else "output_layer.weight"].T
 
 
 def trajectory_logprobs(
-    p: dict[str, Tensor], tree: RolloutTree, leaf: int, shape: ModelSpec, temperature: float = 1.0, routes=None
+    p: dict[str, Tensor], tree: RolloutTree, leaf: int, spec: ModelSpec, temperature: float = 1.0, routes=None
 ):
     """Log-probs of all tokens of one trajectory but the first, [n - 1]; `routes` are those of the tree's segments."""
     ids = torch.from_numpy(tree.trajectory(leaf).token_ids).long()
     given = None if routes is None else torch.cat([torch.from_numpy(routes[index]) for index in tree.path(leaf)]).long()
-    table = torch.log_softmax(logits(p, ids, shape, given=given) / temperature, -1)
+    table = torch.log_softmax(logits(p, ids, spec, given=given) / temperature, -1)
     return table[:-1].gather(1, ids[1:, None])[:, 0]
 
 
@@ -117,7 +117,7 @@ def flat_ppo(
     tree: RolloutTree,
     advantages,
     weight: float,
-    shape: ModelSpec,
+    spec: ModelSpec,
     *,
     clip_low: float,
     clip_high: float,
@@ -128,7 +128,7 @@ def flat_ppo(
     total = torch.zeros((), dtype=torch.float64)
     for leaf, advantage in zip(tree.leaves(), advantages, strict=True):
         trajectory = tree.trajectory(leaf)
-        new = trajectory_logprobs(p, tree, leaf, shape, routes=routes)
+        new = trajectory_logprobs(p, tree, leaf, spec, routes=routes)
         mask = torch.from_numpy(trajectory.loss_mask[1:]).bool()
         ratio = (new - torch.from_numpy(trajectory.logprobs[1:]).to(new.dtype)).exp()
         objective = torch.minimum(ratio * advantage, ratio.clamp(1 - clip_low, 1 + clip_high) * advantage)
@@ -143,7 +143,7 @@ def flat_off_policy(
     step: dict[str, Tensor],
     forest,
     advantages,
-    shape: ModelSpec,
+    spec: ModelSpec,
     *,
     ratio: str,
     limit: float,
@@ -159,7 +159,7 @@ def flat_off_policy(
         step: the policy of the step.
         forest: trees.
         advantages: of each tree's leaves.
-        shape: of the model.
+        spec: of the model.
         ratio: "sequence": GSPO (arXiv 2507.18071 eq. 5), mean over trajectories; "token": PPO-clip, token mean.
         limit: largest weight of a trajectory.
         clip_low: as a distance from 1.
@@ -171,7 +171,7 @@ def flat_off_policy(
         for leaf, advantage in zip(tree.leaves(), own, strict=True):
             trajectory = tree.trajectory(leaf)
             mask = torch.from_numpy(trajectory.loss_mask[1:]).bool()
-            new, old = (trajectory_logprobs(weights, tree, leaf, shape)[mask] for weights in (p, step))
+            new, old = (trajectory_logprobs(weights, tree, leaf, spec)[mask] for weights in (p, step))
             drawn = torch.from_numpy(trajectory.logprobs[1:]).to(new.dtype)[mask]
             rows.append((new - old.detach(), min(limit, float((old - drawn).detach().sum().exp())), float(advantage)))
     total, tokens = torch.zeros((), dtype=torch.float64), sum(len(change) for change, _, _ in rows)
@@ -203,7 +203,7 @@ def flat_penalties(
     first: dict[str, Tensor],
     tree: RolloutTree,
     weight: float,
-    shape: ModelSpec,
+    spec: ModelSpec,
     *,
     kl_coefficient: float,
     entropy_coefficient: float,
@@ -213,7 +213,7 @@ def flat_penalties(
     for leaf in tree.leaves():
         trajectory = tree.trajectory(leaf)
         ids, mask = torch.from_numpy(trajectory.token_ids).long(), torch.from_numpy(trajectory.loss_mask[1:]).bool()
-        now, then = (torch.log_softmax(logits(weights, ids, shape), -1)[:-1] for weights in (p, first))
+        now, then = (torch.log_softmax(logits(weights, ids, spec), -1)[:-1] for weights in (p, first))
         away = (then - now).gather(1, ids[1:, None])[:, 0]
         entropy = -(now.exp() * now).sum(-1)
         cost = kl_coefficient * (away.exp() - 1 - away) - entropy_coefficient * entropy
@@ -222,21 +222,21 @@ def flat_penalties(
 
 
 def flat_balance(
-    p: dict[str, Tensor], trees: list[RolloutTree], shape: ModelSpec, load: Tensor | None = None
+    p: dict[str, Tensor], trees: list[RolloutTree], spec: ModelSpec, load: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """The router's loss without coefficient, summed over layers, from all trajectories one by one; and the load.
 
     Args:
         load: float64[layers, experts], shares of choices; None: those of these trajectories.
     """
-    count = shape.experts.count
-    scores, choices = torch.zeros(2, shape.layers, count, dtype=torch.float64)
+    count = spec.experts.count
+    scores, choices = torch.zeros(2, spec.layers, count, dtype=torch.float64)
     tokens = 0
     for tree in trees:
         for leaf in tree.leaves():
             ids = torch.from_numpy(tree.trajectory(leaf).token_ids).long()
             routes: list = []
-            logits(p, ids, shape, routes)
+            logits(p, ids, spec, routes)
             scores = scores + torch.stack([softmax.sum(0) for softmax, _ in routes])
             choices = choices + torch.stack([torch.bincount(chosen.flatten(), minlength=count) for _, chosen in routes])
             tokens += len(ids)

@@ -19,7 +19,7 @@ from arpo_megatron.packing.packs import pack_trees
 from tests.actor import cases
 from tests.actor.cases import join
 
-SHAPES = {"dense": replace(cases.QWEN3, layers=4, tied=True), "experts": replace(cases.QWEN3_MOE, layers=4)}
+SPECS = {"dense": replace(cases.QWEN3, layers=4, tied=True), "experts": replace(cases.QWEN3_MOE, layers=4)}
 LAYOUTS = {
     "dense": {
         "tensor-pipeline": ParallelConfig(tensor=2, pipeline=2),
@@ -39,7 +39,7 @@ UPDATES = 10
 def new_actor(kind: str, layout: ParallelConfig) -> Actor:
     # The path only says that the model is not made by the job; its shape and random weights are given here.
     job = JobConfig(name="test", model=ModelConfig(dtype="float32", path=Path("unread")), parallel=layout)
-    return Actor(job, SHAPES[kind], None, optimizer=OPTIMIZER, total_updates=UPDATES)
+    return Actor(job, SPECS[kind], None, optimizer=OPTIMIZER, total_updates=UPDATES)
 
 
 def draws_alike(layout: ParallelConfig) -> bool:

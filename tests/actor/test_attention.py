@@ -8,13 +8,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from arpo_megatron.actor.attention import (
+from arpo_megatron.actor.attention import tree_attention
+from arpo_megatron.actor.attention_plan import (
     CALL_COST_PAIRS,
     MAX_BLOCK,
     cut_blocks,
     plan_attention,
     share_blocks,
-    tree_attention,
 )
 from arpo_megatron.packing.balance import CostModel
 from arpo_megatron.packing.packs import pack_trees

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from arpo_megatron.actor.checkpoint import MAX_FAILED_SAVES, CheckpointStore, newest_whole
+from arpo_megatron.actor.checkpoint import MAX_FAILED_SAVES, CheckpointStore, newest_intact
 from arpo_megatron.errors import UserError
 
 
@@ -84,7 +84,7 @@ def test_state_and_weights_come_back_and_the_newest_is_found(tmp_path):
     state = {"step": 3, "buffer": [{"task": "a", "logprobs": [-0.1]}]}
     for step in (9, 10):  # not in the order of names
         last = saved(store, step, state=state)
-    assert newest_whole(store.root).path == last == tmp_path / "checkpoints" / "step_10"
+    assert newest_intact(store.root).path == last == tmp_path / "checkpoints" / "step_10"
     assert value_of(last) == "10" and store.load_state(last) == state
 
 
@@ -92,7 +92,7 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_it_holds_the_state_o
     store, go_on = CheckpointStore(tmp_path, keep=2), threading.Event()
     weights = Weights(1, seconds=0.3, go_on=go_on)
     store.save(1, weights, {})
-    assert store.reports() == [] and newest_whole(tmp_path).path is None
+    assert store.reports() == [] and newest_intact(tmp_path).path is None
     weights.value = 2
     go_on.set()  # else it would not be written
     while not (reports := store.reports()):
@@ -152,7 +152,7 @@ def test_a_damaged_checkpoint_crowds_out_no_whole_one_and_is_replaced(tmp_path):
     assert names(tmp_path) == ["step_1", "step_2.damaged"]
     saved(store, 2, Weights(7))
     assert names(tmp_path) == ["step_1", "step_2"]
-    assert newest_whole(tmp_path).path == tmp_path / "step_2"
+    assert newest_intact(tmp_path).path == tmp_path / "step_2"
 
 
 def test_damage_of_all_checkpoints_stops_the_run_with_every_reason(tmp_path):
@@ -167,7 +167,7 @@ def test_an_interrupted_save_leaves_the_last_whole_one_and_is_swept_away(tmp_pat
     store = CheckpointStore(tmp_path, keep=2)
     saved(store, 1)
     store.save(2, Weights(2, seconds=60.0), {})  # its process would be killed now
-    assert newest_whole(tmp_path).path == tmp_path / "step_1"
+    assert newest_intact(tmp_path).path == tmp_path / "step_1"
     assert names(tmp_path) == ["step_1", "step_2.tmp"]
     (tmp_path / "step_7.tmp").write_text("a file, not a directory")
     (tmp_path / "notes.tmp").write_text("not ours")
@@ -184,7 +184,7 @@ def test_a_file_that_cannot_be_written_is_told_and_leaves_the_older_checkpoint_w
         store.finish()
     (report,) = store.reports()
     assert str(report) == "step_2 could not be saved: File too large; older checkpoints are whole, training goes on"
-    assert names(tmp_path) == ["step_1"] and newest_whole(tmp_path).path == tmp_path / "step_1"
+    assert names(tmp_path) == ["step_1"] and newest_intact(tmp_path).path == tmp_path / "step_1"
     saved(store, 3)
 
 

@@ -107,56 +107,56 @@ def runs_of(name: str, fields: dict) -> list[tuple[str, str]]:
     return [("clip", family) for family in families] + more
 
 
-def random_weights(shape, directory) -> dict[str, torch.Tensor]:
+def random_weights(spec, directory) -> dict[str, torch.Tensor]:
     """Written as a Hugging Face directory; in float64 by Megatron's names."""
-    model = build_model(shape, ParallelConfig(), "float32")
+    model = build_model(spec, ParallelConfig(), "float32")
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
     directory.mkdir()
-    weights = {name: tensor.contiguous().clone() for name, tensor in hf_tensors([model], shape)}
+    weights = {name: tensor.contiguous().clone() for name, tensor in hf_tensors([model], spec)}
     save_file(weights, directory / "model.safetensors")
     return {name: parameter.detach().double() for name, parameter in model.named_parameters()}
 
 
-def solution(problem: proof.Problem, shape, weights, first) -> dict[str, torch.Tensor]:
+def solution(problem: proof.Problem, spec, weights, first) -> dict[str, torch.Tensor]:
     """The loss and the gradients, by Hugging Face names."""
     parameters = {name: value.clone().requires_grad_() for name, value in weights.items()}
     penalties = {
         "kl_coefficient": problem.algorithm.kl_coefficient,
         "entropy_coefficient": problem.algorithm.entropy_coefficient,
     }
-    loss = stale_loss(problem, parameters, first, shape) if problem.stale else torch.zeros((), dtype=torch.float64)
+    loss = stale_loss(problem, parameters, first, spec) if problem.stale else torch.zeros((), dtype=torch.float64)
     for tree, advantages in [] if problem.stale else zip(problem.forest, problem.advantages, strict=True):
-        loss = loss + reference.flat_ppo(parameters, tree, advantages, proof.WEIGHT, shape, **proof.CLIP)
+        loss = loss + reference.flat_ppo(parameters, tree, advantages, proof.WEIGHT, spec, **proof.CLIP)
         if any(penalties.values()):
-            loss = loss + reference.flat_penalties(parameters, first, tree, proof.WEIGHT, shape, **penalties)
+            loss = loss + reference.flat_penalties(parameters, first, tree, proof.WEIGHT, spec, **penalties)
     found, total = {"loss": loss.detach()}, loss
-    if problem.balance and shape.experts is not None:
-        router, _ = reference.flat_balance(parameters, problem.forest, shape)
-        found["router loss"] = router.detach() / shape.layers
+    if problem.balance and spec.experts is not None:
+        router, _ = reference.flat_balance(parameters, problem.forest, spec)
+        found["router loss"] = router.detach() / spec.layers
         total = loss + problem.balance * router
     total.backward()
     found["gradient norm"] = torch.stack([parameter.grad.norm() for parameter in parameters.values()]).norm()
-    return found | by_hf_names({name: parameter.grad for name, parameter in parameters.items()}, shape)
+    return found | by_hf_names({name: parameter.grad for name, parameter in parameters.items()}, spec)
 
 
-def by_hf_names(values: dict[str, torch.Tensor], shape) -> dict[str, torch.Tensor]:
-    exact = build_model(shape, ParallelConfig(), "float64")
+def by_hf_names(values: dict[str, torch.Tensor], spec) -> dict[str, torch.Tensor]:
+    exact = build_model(spec, ParallelConfig(), "float64")
     with torch.no_grad():
         for name, parameter in exact.named_parameters():
             parameter.copy_(values[name])
-    return {name: tensor.clone() for name, tensor in hf_tensors([exact], shape)}
+    return {name: tensor.clone() for name, tensor in hf_tensors([exact], spec)}
 
 
-def stale_loss(problem: proof.Problem, parameters, first, shape) -> torch.Tensor:
+def stale_loss(problem: proof.Problem, parameters, first, spec) -> torch.Tensor:
     bounds = {name: getattr(problem.algorithm, name) for name in ("clip_low", "clip_high", "dual_clip")}
     loss, weights = reference.flat_off_policy(
         parameters,
         first,
         problem.forest,
         problem.advantages,
-        shape,
+        spec,
         ratio="sequence" if problem.algorithm.loss == "gspo" else "token",
         limit=proof.WEIGHT_LIMIT,
         **bounds,
@@ -165,7 +165,7 @@ def stale_loss(problem: proof.Problem, parameters, first, shape) -> torch.Tensor
     return loss
 
 
-def trained(weights: dict[str, torch.Tensor], shape) -> tuple[dict[str, torch.Tensor], list[tuple[float, float]]]:
+def trained(weights: dict[str, torch.Tensor], spec) -> tuple[dict[str, torch.Tensor], list[tuple[float, float]]]:
     """The change of weights by torch's AdamW in float64 on flattened trajectories, by Hugging Face names; and the
     gradient norm and rate of each update."""
     parameters = {name: torch.nn.Parameter(value.clone()) for name, value in weights.items()}
@@ -183,7 +183,7 @@ def trained(weights: dict[str, torch.Tensor], shape) -> tuple[dict[str, torch.Te
         adamw.zero_grad()
         for index, tree in enumerate(forest):
             advantages = cases.dyadic_advantages(tree, update + index)
-            reference.flat_ppo(parameters, tree, advantages, proof.WEIGHT, shape, **proof.CLIP).backward()
+            reference.flat_ppo(parameters, tree, advantages, proof.WEIGHT, spec, **proof.CLIP).backward()
         norm = float(torch.nn.utils.clip_grad_norm_(parameters.values(), config.clip_grad))
         warmup = round(config.warmup_fraction * proof.UPDATES)
         rate = reference.learning_rate(
@@ -194,7 +194,7 @@ def trained(weights: dict[str, torch.Tensor], shape) -> tuple[dict[str, torch.Te
         adamw.step()
         rows.append((norm, rate))
     changes = {name: parameter.detach() - weights[name] for name, parameter in parameters.items()}
-    return by_hf_names(changes, shape), rows
+    return by_hf_names(changes, spec), rows
 
 
 @pytest.fixture(scope="module")
@@ -203,16 +203,16 @@ def expected(one_rank, tmp_path_factory):
     root, found = tmp_path_factory.mktemp("exactness"), {}
     everything = [run for layouts in LAYOUTS.values() for layout in layouts.items() for run in runs_of(*layout)]
     for family in FAMILIES:
-        shape = cases.SHAPES[family]
+        spec = cases.SPECS[family]
         torch.manual_seed(11)
-        weights = random_weights(shape, root / family)
-        first = random_weights(shape, root / f"{family} first")
+        weights = random_weights(spec, root / family)
+        first = random_weights(spec, root / f"{family} first")
         wanted = {problem for problem, own in everything if own == family}
         for name in wanted - {"adamw"}:
-            found[name, family] = solution(proof.PROBLEMS[name], shape, weights, first)
+            found[name, family] = solution(proof.PROBLEMS[name], spec, weights, first)
         if "adamw" in wanted:
-            found["adamw", family] = trained(weights, shape)
-        found["start", family] = by_hf_names(weights, shape)
+            found["adamw", family] = trained(weights, spec)
+        found["start", family] = by_hf_names(weights, spec)
     return root, found
 
 

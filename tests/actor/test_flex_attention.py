@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounter
 from torch.nn.attention.flex_attention import create_block_mask
 
-from arpo_megatron.actor.attention import share_blocks
+from arpo_megatron.actor.attention_plan import share_blocks
 from arpo_megatron.actor.flex_attention import (
     BLOCK,
     block_classes,

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from arpo_megatron.actor.losses import linear_loss, policy_loss
-from arpo_megatron.actor.statistics import HISTOGRAM_BINS, HISTOGRAM_BOUND, UpdateStats, ratio_quantile
+from arpo_megatron.actor.update_stats import HISTOGRAM_BINS, HISTOGRAM_BOUND, UpdateStats, ratio_quantile
 from arpo_megatron.algorithms.components import make_loss
 from arpo_megatron.algorithms.losses.ppo import Ppo
 from arpo_megatron.config import AlgorithmConfig

@@ -33,14 +33,14 @@ def test_a_shape_that_cannot_be_divided_is_refused_in_one_line(change, what):
         (cases.QWEN3, {"pipeline": 3}, r"layers \(2\) cannot be divided into parallel.pipeline=3 x"),
     ],
 )
-def test_a_layout_that_the_model_cannot_have_is_refused_in_one_line(shape, layout, said):
+def test_a_layout_that_the_model_cannot_have_is_refused_in_one_line(spec, layout, said):
     with pytest.raises(UserError, match=said):
-        build_model(shape, ParallelConfig(**layout), "float32")
+        build_model(spec, ParallelConfig(**layout), "float32")
 
 
-@pytest.mark.parametrize("shape", [cases.QWEN3, cases.QWEN2, cases.LLAMA], ids=lambda shape: shape.family)
-def test_families_differ_by_their_traits_only(shape):
-    names = {name for name, _ in build_model(shape, ParallelConfig(), "float32").named_parameters()}
-    assert ("output_layer.weight" in names) != shape.tied
-    assert any(name.endswith("linear_qkv.bias") for name in names) == shape.qkv_bias
-    assert any("q_layernorm" in name for name in names) == shape.qk_norm
+@pytest.mark.parametrize("spec", [cases.QWEN3, cases.QWEN2, cases.LLAMA], ids=lambda spec: spec.family)
+def test_families_differ_by_their_traits_only(spec):
+    names = {name for name, _ in build_model(spec, ParallelConfig(), "float32").named_parameters()}
+    assert ("output_layer.weight" in names) != spec.tied
+    assert any(name.endswith("linear_qkv.bias") for name in names) == spec.qkv_bias
+    assert any("q_layernorm" in name for name in names) == spec.qk_norm

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from arpo_megatron.actor import optimizer_state
 from arpo_megatron.actor.actor import Actor
-from arpo_megatron.actor.checkpoint import CheckpointStore, newest_whole
-from arpo_megatron.actor.optimizer import adam_name
+from arpo_megatron.actor.checkpoint import CheckpointStore, newest_intact
+from arpo_megatron.actor.optimizer import optimizer_name
 from arpo_megatron.config import OptimizerConfig, ParallelConfig
 from arpo_megatron.packing.packs import pack_trees
 from tests.actor import cases
@@ -55,7 +55,11 @@ def test_every_parameter_has_a_step_count_of_its_own_after_a_load(tmp_path):
 
 @pytest.mark.usefixtures("one_rank")
 def test_the_log_says_whose_adam_it_is():
-    assert adam_name(new_actor().optimizer) == adam_name(new_actor("bfloat16").optimizer) == "torch AdamW (fused)"
+    assert (
+        optimizer_name(new_actor().optimizer)
+        == optimizer_name(new_actor("bfloat16").optimizer)
+        == "torch AdamW (fused)"
+    )
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -87,7 +91,7 @@ def test_a_disk_that_fills_up_during_a_save_costs_that_checkpoint_only(tmp_path,
         store.save(2, actor, {})
         store.finish()
         assert not store.reports()[0].error
-        found = newest_whole(store.root).path
+        found = newest_intact(store.root).path
         assert found == store.root / "step_2"
         resumed = new_actor()
         resumed.load(store.actor_directory(found))

@@ -45,7 +45,7 @@ def test_a_preset_trains(name: str) -> None:
         assert stored
         scored = interleaved(scored, stored)
     actor = Actor(config, cases.QWEN3, None, optimizer=OptimizerConfig(lr=1e-3), total_updates=2)
-    minibatches = build_batches(scored, config, actor.shape)
+    minibatches = build_batches(scored, config, actor.spec)
     old = [actor.scores(minibatch.packs) for minibatch in minibatches]
     for number, (minibatch, scores) in enumerate(zip(minibatches, old, strict=True)):
         actor.course = TrainingProgress(number, 2, 0.5 if number else None)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from arpo_megatron.actor.losses import linear_loss, policy_loss
 from arpo_megatron.actor.microbatch import MicroBatches
 from arpo_megatron.actor.model import build_model
-from arpo_megatron.actor.statistics import UpdateStats
+from arpo_megatron.actor.update_stats import UpdateStats
 from arpo_megatron.algorithms.losses.ppo import Ppo
 from arpo_megatron.config import AlgorithmConfig, ParallelConfig
 from arpo_megatron.packing.packs import pack_trees
@@ -28,12 +28,12 @@ WEIGHT = 2.0**-5
 def models(one_rank):
     torch.manual_seed(3)
     built = {}
-    for shape in (cases.QWEN3, cases.QWEN2, cases.LLAMA):
-        model = build_model(shape, ParallelConfig(), "float64")
+    for spec in (cases.QWEN3, cases.QWEN2, cases.LLAMA):
+        model = build_model(spec, ParallelConfig(), "float64")
         with torch.no_grad():
             for name, parameter in model.named_parameters():  # away from the symmetric start
                 parameter.add_(torch.randn_like(parameter) * (0.3 if name.endswith("bias") else 0.1))
-        built[shape.family] = (shape, model)
+        built[spec.family] = (spec, model)
     return built
 
 
@@ -59,19 +59,19 @@ def assert_same(actual, expected, tolerance=1e-10):
 @settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(forest=st.lists(cases.trees(), min_size=1, max_size=3), seed=st.integers(0, 1000))
 def test_loss_and_every_gradient_equal_those_of_the_flattened_trajectories(models, family, forest, seed):
-    shape, model = models[family]
+    spec, model = models[family]
     advantages = [cases.dyadic_advantages(tree, seed + i) for i, tree in enumerate(forest)]
     credits = [cases.plain_credit(t, a, WEIGHT) for t, a in zip(forest, advantages, strict=True)]
     packs = pack_trees(forest, credits, token_budget=40)
     parameters = dict(model.named_parameters())
     flat = sum(
-        reference.flat_ppo(parameters, t, a, WEIGHT, shape, **CLIP) for t, a in zip(forest, advantages, strict=True)
+        reference.flat_ppo(parameters, t, a, WEIGHT, spec, **CLIP) for t, a in zip(forest, advantages, strict=True)
     )
     assert_same(cases.backward(model, packs, ppo), evaluate(flat, model))
 
 
 def test_a_grown_tree_with_clipping_on_both_sides_equals_its_trajectories(models):
-    shape, model = models["qwen3"]
+    spec, model = models["qwen3"]
     tree = cases.grown(5, samples=8)
     advantages = cases.dyadic_advantages(tree, 5)
     pack = pack_trees([tree], [cases.plain_credit(tree, advantages, WEIGHT)], token_budget=10**6)[0]
@@ -82,7 +82,7 @@ def test_a_grown_tree_with_clipping_on_both_sides_equals_its_trajectories(models
     _, stats = policy_loss(LOSS, logprobs, logprobs, *rest, CONFIG)
     told = UpdateStats.of(stats.sums, stats.ratio_max, grad_norm=0.0, lr=0.0, skipped=False)
     assert 0.1 < told.clip_high_share + told.clip_low_share < 0.9
-    expected = reference.flat_ppo(dict(model.named_parameters()), tree, advantages, WEIGHT, shape, **CLIP)
+    expected = reference.flat_ppo(dict(model.named_parameters()), tree, advantages, WEIGHT, spec, **CLIP)
     assert_same(cases.backward(model, [pack], ppo), evaluate(expected, model))
 
 
@@ -114,21 +114,21 @@ def test_loss_and_gradient_do_not_depend_on_packing(models):
 
 
 def test_supervised_loss_is_the_weighted_negative_log_likelihood(models):
-    shape, model = models["qwen2"]
+    spec, model = models["qwen2"]
     tree = cases.grown(2)
     pack = pack_trees([tree], [cases.plain_credit(tree, np.ones(len(tree.leaves())), WEIGHT)], token_budget=1000)[0]
     found = cases.backward(model, [pack], lambda batch, output: linear_loss(*output, batch.weight)[0], old=False)
     expected = torch.zeros((), dtype=torch.float64)
     for leaf in tree.leaves():
         mask = torch.from_numpy(tree.trajectory(leaf).loss_mask[1:])
-        logprobs = reference.trajectory_logprobs(dict(model.named_parameters()), tree, leaf, shape)
+        logprobs = reference.trajectory_logprobs(dict(model.named_parameters()), tree, leaf, spec)
         expected = expected - WEIGHT * (logprobs * mask).sum()
     assert_same(found, evaluate(expected, model))
 
 
 def test_recomputing_activations_changes_nothing(models):
-    shape, model = models["qwen3"]
-    again = build_model(shape, ParallelConfig(recompute="full"), "float64")
+    spec, model = models["qwen3"]
+    again = build_model(spec, ParallelConfig(recompute="full"), "float64")
     again.load_state_dict(model.state_dict())
     tree = cases.grown(8)
     packs = pack_trees([tree], [cases.plain_credit(tree, cases.dyadic_advantages(tree, 8), WEIGHT)], token_budget=1000)

@@ -83,7 +83,7 @@ def test_the_measuring_code_runs_on_a_cpu_with_a_tiny_model(tmp_path: Path) -> N
     found = run_parts("exact", parts, tmp_path, minutes=5)["parts"]["model none"]
     assert found["ratio_before_update"] == 1.0
     assert 0 < found["gap_to_float32"]["max"] < 0.2
-    bench = Bench(shape=TINY, dtype="float32", repeats=1)
+    bench = Bench(spec=TINY, dtype="float32", repeats=1)
     parts = [p for p in update_parts(bench) if p.name == "none reasoning 8192"]
     found = run_parts("update", parts, tmp_path, minutes=5)["parts"]["none reasoning 8192"]
     assert found["tree"]["tokens"] < found["flat"]["tokens"]
@@ -142,20 +142,20 @@ def test_pushes_and_lent_memory_are_measured_on_a_real_engine_of_a_tiny_shape(tm
 
 @pytest.mark.parametrize("name", ["Qwen/Qwen3-4B", "Qwen/Qwen2.5-7B-Instruct"])
 def test_a_made_directory_has_the_shape_and_a_word_for_every_token(name: str, tmp_path: Path) -> None:
-    shape = KNOWN_MODELS[name]
-    write_directory(tmp_path, shape, "bfloat16", sums(4))
-    assert ModelSpec.from_hf(tmp_path) == shape
-    assert TokenizerCodec(tmp_path).vocabulary_size == shape.vocabulary
+    spec = KNOWN_MODELS[name]
+    write_directory(tmp_path, spec, "bfloat16", sums(4))
+    assert ModelSpec.from_hf(tmp_path) == spec
+    assert TokenizerCodec(tmp_path).vocabulary_size == spec.vocabulary
 
 
 def test_a_step_reads_all_weights_once_and_the_keys_and_values_of_every_request() -> None:
-    shape = KNOWN_MODELS["Qwen/Qwen3-8B"]
+    spec = KNOWN_MODELS["Qwen/Qwen3-8B"]
     embedding = 151936 * 4096
-    weights = step_bytes(shape, requests=1, context=0, value=2, product=2)
+    weights = step_bytes(spec, requests=1, context=0, value=2, product=2)
     assert weights == 2 * (8_190_735_360 - embedding)  # the page of the model has 8.19 billion
-    one = step_bytes(shape, requests=1, context=1, value=2, product=2) - weights
+    one = step_bytes(spec, requests=1, context=1, value=2, product=2) - weights
     assert one == 147456
-    assert step_bytes(shape, requests=3, context=5, value=2, product=2) == weights + 15 * one
-    assert step_bytes(shape, requests=1, context=0, value=2, product=1) == weights - 36 * (
+    assert step_bytes(spec, requests=3, context=5, value=2, product=2) == weights + 15 * one
+    assert step_bytes(spec, requests=1, context=0, value=2, product=1) == weights - 36 * (
         4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 12288
     )

@@ -60,7 +60,7 @@ def test_the_planner_says_how_much_of_the_state_goes_to_the_host(tmp_path: Path)
 @pytest.mark.slow_campaign
 @pytest.mark.timeout(1200)  # engine, tools and trainer are started
 def test_a_whole_job_stands_beside_its_plan(tmp_path: Path) -> None:
-    step = Step(tmp_path, shape=TINY, dtype="float32", steps=2, response=256, tasks=4, samples=4)
+    step = Step(tmp_path, spec=TINY, dtype="float32", steps=2, response=256, tasks=4, samples=4)
     (job,) = [part for part in step_parts(step) if part.name == "job"]
     found = run_parts("step", [job], tmp_path, minutes=10)["parts"]["job"]
     assert "error" not in found, found["error"]
@@ -76,7 +76,7 @@ def test_a_whole_job_stands_beside_its_plan(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("one_rank")
 def test_a_profile_is_taken_and_kept(tmp_path: Path) -> None:
     bench = Bench(
-        shape=replace(TINY, layers=1, hidden=32, head_dim=8, ffn=64, vocabulary=1024), dtype="float32", repeats=1
+        spec=replace(TINY, layers=1, hidden=32, head_dim=8, ffn=64, vocabulary=1024), dtype="float32", repeats=1
     )
     parts = [part for part in profile_parts(bench, tmp_path) if part.name == "none flat 8192"]
     found = run_parts("profile", parts, tmp_path, minutes=5)["parts"]["none flat 8192"]

@@ -98,14 +98,14 @@ def test_only_the_leader_reads_the_conversations_and_all_ranks_learn_from_them(
     talks: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = resolve.resolve("quickstart", overrides=words(talks, model, "sft.steps=3"))
-    tokenizer, shape = load_tokenizer(model), ModelSpec.from_hf(model)
+    tokenizer, spec = load_tokenizer(model), ModelSpec.from_hf(model)
     sent: list[object] = []
     monkeypatch.setattr(parallel, "broadcast_object", lambda own: sent.append(own) or own)
-    leading = Examples.of(config, tokenizer, shape)
+    leading = Examples.of(config, tokenizer, spec)
     talks.unlink()  # whoever reads it now fails
     monkeypatch.setattr(parallel, "is_rank_zero", lambda: False)
     monkeypatch.setattr(parallel, "broadcast_object", lambda own: sent[0] if own is None else own)
-    other = Examples.of(config, tokenizer, shape)
+    other = Examples.of(config, tokenizer, spec)
     for number in range(3):
         assert [t.task_id for t in other.of_update(number)] == [t.task_id for t in leading.of_update(number)]
     assert (other.conversations, len(other.held_out), other.skipped_rows) == (36, 4, 2)

@@ -22,8 +22,8 @@ from arpo_megatron.engine.launch import EngineHandle, launch_engine
 from arpo_megatron.engine.request import EngineFinish, Generation, Sampling
 from arpo_megatron.models.spec import ModelSpec
 from arpo_megatron.monitor.tree_store import read_trees
-from arpo_megatron.packing.layout import without_routes
-from arpo_megatron.packing.packs import by_tree, pack_trees
+from arpo_megatron.packing.layout import drop_routes
+from arpo_megatron.packing.packs import pack_trees, split_by_tree
 from arpo_megatron.rollout.messages import CollectTrees, RolloutSettings, ServiceSettings
 from arpo_megatron.rollout.record import TreeRecord
 from arpo_megatron.tasks.base import Task
@@ -143,14 +143,14 @@ def test_the_trainer_agrees_with_nearly_all_routes_and_replay_leaves_no_larger_g
 ) -> None:
     actor = Actor(job, ModelSpec.from_hf(model), model, optimizer=OptimizerConfig(), total_updates=1)
     packs = pack_trees(trees, supervised_credit(trees), token_budget=200)
-    replayed = gaps(trees, by_tree(packs, actor.logprobs(packs), trees)).max()
+    replayed = gaps(trees, split_by_tree(packs, actor.logprobs(packs), trees)).max()
     balance = actor.expert_balance
     assert balance is not None
     leaves = sum(len(tree.leaves()) for tree in trees)
     flat = sum(tree.flat_tokens for tree in trees)
     assert balance.replayed == pytest.approx(1 - leaves / flat)
     assert balance.differing < 0.01
-    free = gaps(trees, by_tree(packs, actor.logprobs([without_routes(pack) for pack in packs]), trees)).max()
+    free = gaps(trees, split_by_tree(packs, actor.logprobs([drop_routes(pack) for pack in packs]), trees)).max()
     assert replayed < 1e-4
     assert replayed <= free + 1e-6
     # Rows of other tokens do not pass for these: the agreement is no accident of so few experts.
@@ -180,15 +180,13 @@ def gaps(trees: list[RolloutTree], ours: list[np.ndarray]) -> np.ndarray:
     return np.concatenate(found)
 
 
-async def sample(url: str, shape: ExpertRouteSpec, count: int) -> list[RolloutTree]:
+async def sample(url: str, spec: ExpertRouteSpec, count: int) -> list[RolloutTree]:
     """Answers to random prompts of 60 tokens."""
     rng = np.random.default_rng(0)
     async with EngineClient(url) as client:
 
         async def answer(prompt: np.ndarray) -> RolloutTree:
-            drawn = await client.generate(
-                prompt, max_new_tokens=100, sampling=Sampling(), routes=RouteRequest(0, shape)
-            )
+            drawn = await client.generate(prompt, max_new_tokens=100, sampling=Sampling(), routes=RouteRequest(0, spec))
             assert drawn.routes is not None
             routes = np.concatenate([drawn.routes, np.full_like(drawn.routes[:1], -1)])
             tree = RolloutTree("sample", prompt, routes=routes[:60])
@@ -200,18 +198,18 @@ async def sample(url: str, shape: ExpertRouteSpec, count: int) -> list[RolloutTr
 
 @pytest.mark.usefixtures("one_rank")
 def test_replay_narrows_the_gap_between_trainer_and_engine_in_bfloat16(tiny_model: Path, tmp_path: Path) -> None:
-    shape = ExpertRouteSpec(layers=6, top_k=4)
+    spec = ExpertRouteSpec(layers=6, top_k=4)
     sizes = {"num_experts": 32, "num_experts_per_tok": 4, "num_hidden_layers": 6, "hidden_size": 128, "head_dim": 32}
     path = make(tmp_path / "model", tiny_model, torch.bfloat16, **sizes)
     with launch_engine(path, ENGINE, dtype="bfloat16", seed=1, log_path=tmp_path / "log", routes=True) as handle:
-        trees = asyncio.run(sample(handle.url, shape, 48))
+        trees = asyncio.run(sample(handle.url, spec, 48))
     config = JobConfig(name="test", model=ModelConfig(path=path, dtype="bfloat16"))
     actor = Actor(config, ModelSpec.from_hf(path), path, optimizer=OptimizerConfig(), total_updates=1)
     packs = pack_trees(trees, supervised_credit(trees), token_budget=4096)
-    replayed = gaps(trees, by_tree(packs, actor.logprobs(packs), trees))
+    replayed = gaps(trees, split_by_tree(packs, actor.logprobs(packs), trees))
     assert actor.expert_balance is not None
     assert 0.001 < actor.expert_balance.differing < 0.02
-    free = gaps(trees, by_tree(packs, actor.logprobs([without_routes(pack) for pack in packs]), trees))
+    free = gaps(trees, split_by_tree(packs, actor.logprobs([drop_routes(pack) for pack in packs]), trees))
     print(f"gap in nats, replayed and free: mean {replayed.mean():.4f} {free.mean():.4f}", end=", ")
     print(f"largest {replayed.max():.3f} {free.max():.3f}, tokens {len(free)}")
     assert replayed.mean() < free.mean() / 2

@@ -6,22 +6,22 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from arpo_megatron.algorithms.credit import supervised_credit
-from arpo_megatron.packing.flops import Work, forward_flops, work_of
+from arpo_megatron.packing.flops import UpdateFlops, forward_flops, update_flops
 from arpo_megatron.packing.packs import pack_trees
 from tests.actor import cases
 
 
-def qwen3(shape, **more):
+def qwen3(spec, **more):
     """A transformers model of the shape whose attention computes every pair."""
-    moe = shape.experts is not None
+    moe = spec.experts is not None
     config = (Qwen3MoeConfig if moe else Qwen3Config)(
-        hidden_size=shape.hidden,
-        intermediate_size=shape.ffn,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        vocab_size=shape.vocabulary,
+        hidden_size=spec.hidden,
+        intermediate_size=spec.ffn,
+        num_hidden_layers=spec.layers,
+        num_attention_heads=spec.heads,
+        num_key_value_heads=spec.kv_heads,
+        head_dim=spec.head_dim,
+        vocab_size=spec.vocabulary,
         attn_implementation="eager",
         **more,
     )
@@ -47,25 +47,25 @@ def test_a_forward_pass_has_the_flops_that_torch_counts():
 
 
 def test_a_backward_pass_has_twice_as_many():
-    work = Work(*forward_flops(cases.QWEN3, TOKENS, TOKENS * TOKENS, TOKENS), repeated=0.0, attention=0.0)
+    work = UpdateFlops(*forward_flops(cases.QWEN3, TOKENS, TOKENS * TOKENS, TOKENS), repeated=0.0, attention=0.0)
     assert counted(qwen3(cases.QWEN3), TOKENS, backward=True) == pytest.approx(work.model_update + ROTARY, rel=1e-12)
 
 
 def test_of_a_mixture_the_experts_that_a_token_visits_count():
-    shape = cases.QWEN3_MOE
+    spec = cases.QWEN3_MOE
     model = qwen3(
-        shape,
-        moe_intermediate_size=shape.ffn,
-        num_experts=shape.experts.count,
-        num_experts_per_tok=shape.experts.top_k,
+        spec,
+        moe_intermediate_size=spec.ffn,
+        num_experts=spec.experts.count,
+        num_experts_per_tok=spec.experts.top_k,
         experts_implementation="eager",
     )
-    layers, head = forward_flops(shape, TOKENS, TOKENS * TOKENS, TOKENS)
+    layers, head = forward_flops(spec, TOKENS, TOKENS * TOKENS, TOKENS)
     assert counted(model, TOKENS) == pytest.approx(layers + head + ROTARY, rel=1e-12)
 
 
 def test_recomputation_is_hardware_work_and_no_model_work():
-    work = Work(layers=100.0, head=10.0, repeated=20.0, attention=30.0)
+    work = UpdateFlops(layers=100.0, head=10.0, repeated=20.0, attention=30.0)
     assert work.model_update == 3 * (100 - 20 + 10)
     assert [work.hardware_update(kind) for kind in ("none", "selective", "full")] == [340, 370, 440]
 
@@ -74,7 +74,7 @@ def test_a_cut_that_repeats_ancestors_claims_no_more_model_flops():
     tree = cases.grown(1, samples=8, length=20)
     credit = supervised_credit([tree])
     whole, inheriting, repeating = (
-        work_of(cases.QWEN3, pack_trees([tree], credit, token_budget=budget, inherit=inherit))
+        update_flops(cases.QWEN3, pack_trees([tree], credit, token_budget=budget, inherit=inherit))
         for budget, inherit in ((10**6, True), (60, True), (80, False))
     )
     assert repeating.repeated > 0 == inheriting.repeated == whole.repeated

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from arpo_megatron.actor.microbatch import MicroBatches, Place, padding_of
+from arpo_megatron.actor.microbatch import ContextShard, MicroBatches, padding_of
 from arpo_megatron.algorithms.credit import TreeCredit
-from arpo_megatron.packing.balance import PACK_COST_TOKENS, balanced_groups, first_fit_decreasing, share_out
+from arpo_megatron.packing.balance import PACK_COST_TOKENS, balanced_groups, divide_work, first_fit_decreasing
 from arpo_megatron.packing.packs import SAME_BEGINNING, pack_trees, report
 from arpo_megatron.tree import Role, RolloutTree
 from tests.actor import cases
@@ -48,7 +48,7 @@ def assert_packed(packs, forest):
             assert pack.token_ids[path].tolist() == trajectory[:length].tolist()
             assert pack.target_ids[i] == trajectory[length]
             assert pack.position_ids[path].tolist() == list(range(length))
-        for place, (source, there) in enumerate(zip(pack.inherited_pack, pack.inherited_place, strict=True)):
+        for place, (source, there) in enumerate(zip(pack.inherited_pack, pack.inherited_index, strict=True)):
             assert source < index and packs[source].data_rank == pack.data_rank
             assert there >= packs[source].inherited and packs[source].token_ids[there] == pack.token_ids[place]
     model_tokens = sum(len(s) for tree in forest for s in tree.segments if s.role is Role.MODEL)
@@ -132,11 +132,11 @@ def test_ranks_that_meet_in_every_pass_meet_packs_of_like_cost(forest, budget):
 @pytest.mark.parametrize(("multiple", "ranks"), [(1, 1), (16, 1), (16, 2)])
 def test_padding_is_what_the_ranks_of_a_pack_add_to_it(multiple, ranks):
     (pack,) = pack_trees(*cases.minibatch(0), token_budget=10**6)
-    place = Place(0, ranks, multiple)
-    with MicroBatches([pack], None, place) as batches:
-        held = len(batches.make(0).inputs[0])
-    assert padding_of(pack, place) == held * ranks - len(pack)
-    assert held % multiple == 0 and (padding_of(pack, place) > 0) is (multiple > 1)
+    shard = ContextShard(0, ranks, multiple)
+    with MicroBatches([pack], None, shard) as batches:
+        local = len(batches.make(0).inputs[0])
+    assert padding_of(pack, shard) == local * ranks - len(pack)
+    assert local % multiple == 0 and (padding_of(pack, shard) > 0) is (multiple > 1)
 
 
 def test_a_pipeline_holds_as_many_packs_as_it_is_deep():
@@ -146,7 +146,7 @@ def test_a_pipeline_holds_as_many_packs_as_it_is_deep():
     packs = pack_trees([tree], [numbered_credit(tree, 0)], token_budget=10, inherit=False)
     sizes = [len(pack) for pack in packs]
     assert len(sizes) > 2
-    assert report(packs, [tree], in_flight=2).held == max(map(sum, pairwise(sizes)))
+    assert report(packs, [tree], in_flight=2).live_tokens == max(map(sum, pairwise(sizes)))
 
 
 def test_a_pack_waits_only_for_those_that_hang_below_it():
@@ -157,7 +157,7 @@ def test_a_pack_waits_only_for_those_that_hang_below_it():
     packs = pack_trees([tree], [numbered_credit(tree, 0)], token_budget=40)
     made = report(packs, [tree])
     assert made.packs == 7 and made.computed == tree.unique_tokens
-    assert made.held == 70  # the prompt and one branch at a time: the memory of a path
+    assert made.live_tokens == 70  # the prompt and one branch at a time: the memory of a path
 
 
 @settings(max_examples=60)
@@ -184,7 +184,7 @@ def test_packs_keep_to_the_budget_and_waste_little(sizes, budget):
 
 @given(costs=st.lists(st.integers(1, 100), max_size=30), ranks=st.integers(1, 8))
 def test_ranks_get_shares_that_differ_by_one_tree_at_most(costs, ranks):
-    shares = share_out(costs, ranks)
+    shares = divide_work(costs, ranks)
     assert sorted(i for share in shares for i in share) == list(range(len(costs)))
     loads = [sum(costs[i] for i in share) for share in shares]
     assert max(loads) - min(loads) <= max(costs, default=0)

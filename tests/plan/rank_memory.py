@@ -19,9 +19,9 @@ from megatron.core import parallel_state, tensor_parallel
 from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from arpo_megatron.actor import parallel, platform
+from arpo_megatron.actor import cpu_platform, parallel
 from arpo_megatron.actor.actor import Actor
-from arpo_megatron.actor.attention import plan_attention
+from arpo_megatron.actor.attention_plan import plan_attention
 from arpo_megatron.actor.microbatch import ContextShard, MicroBatches
 from arpo_megatron.actor.model import build_chunks
 from arpo_megatron.actor.optimizer_state import inner_optimizers
@@ -118,10 +118,10 @@ def counted() -> Iterator[dict[str, Any]]:
 
 def held() -> Iterator[dict[str, Any]]:
     """Bytes of weights, gradient buffers and optimizer state of rank 0."""
-    for shape, dtype, layout in HELD:
+    for spec, dtype, layout in HELD:
         config = JobConfig(name="test", model=ModelConfig(hub_id="not read", dtype=dtype), parallel=layout)
         with laid_out(layout, 0):
-            actor = Actor(config, shape, None, optimizer=OptimizerConfig(), total_updates=2)
+            actor = Actor(config, spec, None, optimizer=OptimizerConfig(), total_updates=2)
             buffers = [b for w in actor._wrapped for b in (*w.buffers, *w.expert_parallel_buffers)]
             states = [state for inner in inner_optimizers(actor.optimizer) for state in inner.state.values()]
             parameters = [p for chunk in actor.chunks for p in chunk.parameters()]
@@ -138,20 +138,20 @@ def held() -> Iterator[dict[str, Any]]:
                 "optimizer": sum(value.nbytes for state in states for value in state.values() if value.dim())
                 + sum(master.nbytes for master in masters),
             }
-        planned = static_parts(config, shape, 0)
+        planned = static_parts(config, spec, 0)
         for name, size in measured.items():
-            yield {"of": f"{name}: {shape.family} {dtype} {layout}", "measured": size, "planned": planned[name]}
+            yield {"of": f"{name}: {spec.family} {dtype} {layout}", "measured": size, "planned": planned[name]}
 
 
 def kept() -> Iterator[dict[str, Any]]:
     """Bytes that a forward pass leaves behind on a rank."""
     tree = Mix(samples=4, initial=2, calls=2, prompt=64, segment=(100, 100), result=(60, 60)).tree(0, 500)
     (pack,) = pack_trees([tree], supervised_credit([tree]), token_budget=10**6)
-    for shape, dtype, layout in PASSES:
+    for spec, dtype, layout in PASSES:
         with laid_out(layout, 0):
-            measured = after_forward(shape, dtype, layout, pack)
+            measured = after_forward(spec, dtype, layout, pack)
         planned = pass_bytes(
-            shape,
+            spec,
             layout,
             Tokens(len(pack), len(pack)),
             len(pack.predictors),
@@ -160,15 +160,15 @@ def kept() -> Iterator[dict[str, Any]]:
             calls=LocalCalls.of(plan_attention(pack.subtree_end)),
         )
         yield {
-            "of": f"activations, recompute {layout.recompute}: {shape.family} {dtype} {layout}",
+            "of": f"activations, recompute {layout.recompute}: {spec.family} {dtype} {layout}",
             "measured": measured,
             "planned": planned,
         }
 
 
-def after_forward(shape: ModelSpec, dtype: str, layout: ParallelConfig, pack: TreePack) -> int:
+def after_forward(spec: ModelSpec, dtype: str, layout: ParallelConfig, pack: TreePack) -> int:
     """Bytes that the allocator counts."""
-    (chunk,) = build_chunks(shape, layout, dtype)
+    (chunk,) = build_chunks(spec, layout, dtype)
     place = ContextShard(0, 1, layout.tensor if layout.sequence else 1)
     with MicroBatches([pack], None, place) as batches:
         batch = batches.make(0)
@@ -194,7 +194,7 @@ def worst(measured: dict[str, list[dict[str, Any]]]) -> str:
 
 if __name__ == "__main__":
     parallel.quiet()
-    platform.install()
+    cpu_platform.install()
     torch.set_num_threads(1)
     new_group = dist.new_group
     dist.new_group = lambda *ranks, **options: new_group(*ranks, **{**options, "backend": "fake"})

@@ -28,19 +28,19 @@ from arpo_megatron.plan.parameters import whole_model
 CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config, "qwen3_moe": Qwen3MoeConfig}
 
 
-def transformers_config(shape: ModelSpec) -> PreTrainedConfig:
+def transformers_config(spec: ModelSpec) -> PreTrainedConfig:
     experts = {}
-    if shape.experts is not None:
-        experts = {"num_experts": shape.experts.count, "moe_intermediate_size": shape.ffn}
-    return CONFIGS[shape.family](
-        hidden_size=shape.hidden,
-        intermediate_size=shape.ffn,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        vocab_size=shape.vocabulary,
-        tie_word_embeddings=shape.tied,
+    if spec.experts is not None:
+        experts = {"num_experts": spec.experts.count, "moe_intermediate_size": spec.ffn}
+    return CONFIGS[spec.family](
+        hidden_size=spec.hidden,
+        intermediate_size=spec.ffn,
+        num_hidden_layers=spec.layers,
+        num_attention_heads=spec.heads,
+        num_key_value_heads=spec.kv_heads,
+        head_dim=spec.head_dim,
+        vocab_size=spec.vocabulary,
+        tie_word_embeddings=spec.tied,
         **experts,
     )
 

@@ -134,19 +134,19 @@ def test_decoding_is_bounded_by_the_memory_and_training_by_the_products() -> Non
 def test_a_pass_is_the_sum_of_its_products_each_at_its_own_share_of_the_peak(recipe: str) -> None:
     """The head and the edge layers of FP8 stay in bfloat16, attention is slower, and only experts are narrow."""
     job = resolve.resolve(recipe)
-    shape, trees = KNOWN_MODELS[job.model.hub_id or ""], typical(job)
+    spec, trees = KNOWN_MODELS[job.model.hub_id or ""], typical(job)
     packing = trees.packing(job.train.token_budget, nested=job.parallel.nested_packs)
     fast = replace(H100, link=1e30, network=1e30)
     one = H100.bf16_flops * 0.6
-    edges = 2 / shape.layers if "fp8" in recipe else 1.0
+    edges = 2 / spec.layers if "fp8" in recipe else 1.0
     product = edges / one + (1 - edges) / (H100.fp8_flops * 0.4)
-    mlp = 3 * shape.hidden * shape.ffn * product
-    if shape.experts is not None:
-        mlp = mlp * shape.experts.top_k / 0.5 + shape.hidden * shape.experts.count * product
-    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    layer = 2 * packing.computed * (2 * shape.hidden * (queries + keys) * product + mlp)
+    mlp = 3 * spec.hidden * spec.ffn * product
+    if spec.experts is not None:
+        mlp = mlp * spec.experts.top_k / 0.5 + spec.hidden * spec.experts.count * product
+    queries, keys = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+    layer = 2 * packing.computed * (2 * spec.hidden * (queries + keys) * product + mlp)
     layer += 4 * queries * packing.pairs / (H100.bf16_flops * 0.3)
-    seconds = shape.layers * layer + 2 * shape.hidden * shape.vocabulary * packing.targets / one
+    seconds = spec.layers * layer + 2 * spec.hidden * spec.vocabulary * packing.targets / one
     own = job.train.tasks_per_step / job.parallel.data
     assert plan(job, fast).step_seconds["old_logprobs"] == pytest.approx(own * seconds / job.parallel.tensor, rel=1e-4)
 

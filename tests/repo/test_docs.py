@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from arpo_megatron.actor.statistics import UpdateStats
+from arpo_megatron.actor.update_stats import UpdateStats
 from arpo_megatron.monitor.progress import STEP_PHASES
 from arpo_megatron.packing.packs import PackReport
 from arpo_megatron.registry import BUILTIN, ExtensionPoint, load

@@ -93,7 +93,7 @@ def test_an_installed_method_trains() -> None:
     actor = Actor(
         cases.job(algorithm=algorithm), cases.QWEN3, None, optimizer=OptimizerConfig(lr=1e-3), total_updates=2
     )
-    minibatches = build_batches(scored, actor.config, actor.shape)
+    minibatches = build_batches(scored, actor.config, actor.spec)
     assert len(minibatches) == 2
     every = [found for minibatch in minibatches for found in minibatch.advantages]
     for found, given in zip(every, rewards, strict=True):

@@ -7,7 +7,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from arpo_megatron.actor.platform import CHECKED_MEGATRON_CORE
+from arpo_megatron.actor.cpu_platform import CHECKED_MEGATRON_CORE
 from arpo_megatron.launch.preflight.machine import PINS, ROUTER_PIN, TE_VERSIONS
 
 ROOT = Path(__file__).resolve().parents[2]

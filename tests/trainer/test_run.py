@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from arpo_megatron.actor.statistics import PolicyStats, UpdateStats
+from arpo_megatron.actor.update_stats import PolicyStats, UpdateStats
 from arpo_megatron.algorithms.base import TrainingProgress
 from arpo_megatron.algorithms.credit import supervised_credit
 from arpo_megatron.config import EvalConfig, JobConfig, TrainConfig
@@ -113,7 +113,7 @@ def test_a_push_is_probed_as_its_leader_says_and_one_that_failed_is_told_and_not
         leader=SimpleNamespace(
             sync=SimpleNamespace(buffers=2), push=push, harvest=SimpleNamespace(after_push=pushed.append)
         ),
-        actor=SimpleNamespace(chunks=[], shape=None, logprobs=logprobs),
+        actor=SimpleNamespace(chunks=[], spec=None, logprobs=logprobs),
         state=RunState(),
     )
     assert TrainingRun._push_once(run, 7) == FailedPush("it died", disk=False)
@@ -184,7 +184,7 @@ def test_an_export_that_finds_no_room_says_from_where_a_resume_goes_on(tmp_path:
     run: Any = SimpleNamespace(
         config=CONFIG,
         directory=directory,
-        actor=SimpleNamespace(chunks=[], shape=None),
+        actor=SimpleNamespace(chunks=[], spec=None),
         events=EventLog(directory.events),
         state=RunState(step=60),
         log_saves=lambda wait: None,

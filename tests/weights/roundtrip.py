@@ -16,7 +16,7 @@ from arpo_megatron.actor import parallel
 from arpo_megatron.actor.model import build_chunks
 from arpo_megatron.config import ParallelConfig
 from arpo_megatron.engine.wire.buckets import Block, sent
-from arpo_megatron.models.mapping import exported
+from arpo_megatron.models.mapping import hf_shapes
 from arpo_megatron.models.spec import ModelSpec
 from arpo_megatron.weights.export import export_hf, hf_buckets
 from arpo_megatron.weights.load import load_hf
@@ -45,22 +45,22 @@ def main() -> None:
             parallel_state.destroy_model_parallel()
             parallel.lay_out(layout)
         for source in sorted(root.iterdir()):
-            shape = ModelSpec.from_hf(source)
-            if layout.expert > 1 and shape.experts is None:
+            spec = ModelSpec.from_hf(source)
+            if layout.expert > 1 and spec.experts is None:
                 continue
-            round_trip(shape, source, layout, root.parent / "exported" / name / source.name)
+            round_trip(spec, source, layout, root.parent / "exported" / name / source.name)
     parallel.destroy()
 
 
-def round_trip(shape: ModelSpec, source: Path, layout: ParallelConfig, out: Path) -> None:
-    chunks = build_chunks(shape, layout, "float32", initialize=False)
+def round_trip(spec: ModelSpec, source: Path, layout: ParallelConfig, out: Path) -> None:
+    chunks = build_chunks(spec, layout, "float32", initialize=False)
     for chunk in chunks:
         for tensor in chunk.parameters():
             torch.nn.init.constant_(tensor, math.nan)  # whatever is left unloaded will show
-    load_hf(chunks, shape, source)
+    load_hf(chunks, spec, source)
     assert all(tensor.isfinite().all() for chunk in chunks for tensor in chunk.parameters())
-    export_hf(chunks, shape, source, out)
-    blocks_are_the_files_rows(chunks, shape, source)
+    export_hf(chunks, spec, source, out)
+    blocks_are_the_files_rows(chunks, spec, source)
     if layout.pipeline == 1:
         with torch.no_grad():
             logprobs = megatron_logprobs(chunks[0], sample_tokens())
@@ -68,11 +68,11 @@ def round_trip(shape: ModelSpec, source: Path, layout: ParallelConfig, out: Path
             torch.save(logprobs, out / "logprobs.pt")
 
 
-def blocks_are_the_files_rows(chunks: list[torch.nn.Module], shape: ModelSpec, source: Path) -> None:
+def blocks_are_the_files_rows(chunks: list[torch.nn.Module], spec: ModelSpec, source: Path) -> None:
     """Some of them lie in the parts of two ranks, and some ranks have nothing of a block."""
-    expected, tops = load_file(source / "model.safetensors"), dict.fromkeys(exported(shape), 0)
+    expected, tops = load_file(source / "model.safetensors"), dict.fromkeys(hf_shapes(spec), 0)
     blocks = 0
-    for bucket in hf_buckets(chunks, shape, BUCKET_BYTES):
+    for bucket in hf_buckets(chunks, spec, BUCKET_BYTES):
         for name, tensor in sent(bucket):
             whole, top = expected[name], tops[name]
             tops[name] += len(tensor)

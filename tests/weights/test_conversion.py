@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from arpo_megatron.config import ParallelConfig
 from arpo_megatron.errors import UserError
-from arpo_megatron.models.mapping import Entry, Layout, buckets, entries, exported
+from arpo_megatron.models.mapping import Entry, Layout, entries, hf_shapes, plan_buckets
 from arpo_megatron.models.spec import ModelSpec, MoESpec
 from arpo_megatron.utils.atomic import written
 from arpo_megatron.weights.shards import LocalParameters
@@ -26,10 +26,10 @@ def loaded(path: Path, dtype: str = "float32"):
     from arpo_megatron.actor.model import build_model
     from arpo_megatron.weights.load import load_hf
 
-    shape = ModelSpec.from_hf(path)
-    model = build_model(shape, ParallelConfig(), dtype)
-    load_hf([model], shape, path)
-    return model, shape
+    spec = ModelSpec.from_hf(path)
+    model = build_model(spec, ParallelConfig(), dtype)
+    load_hf([model], spec, path)
+    return model, spec
 
 
 def assert_same_bits(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
@@ -55,7 +55,7 @@ def test_gradients_are_those_of_transformers_under_the_same_names(case: str, tmp
     from arpo_megatron.weights.export import hf_tensors
 
     reference = make(tmp_path, case)
-    model, shape = loaded(tmp_path)
+    model, spec = loaded(tmp_path)
     tokens = sample_tokens()
     weigh(reference_logprobs(reference, tokens)).backward()
     weigh(megatron_logprobs(model, tokens)).backward()
@@ -63,7 +63,7 @@ def test_gradients_are_those_of_transformers_under_the_same_names(case: str, tmp
         for parameter in model.parameters():
             parameter.copy_(parameter.grad)
     expected = gradients(reference)
-    got = dict(hf_tensors([model], shape))
+    got = dict(hf_tensors([model], spec))
     assert got.keys() == expected.keys()
     for name, gradient in expected.items():
         assert (gradient - got[name]).norm() < 1e-5 * gradient.norm(), name
@@ -75,8 +75,8 @@ def test_a_round_trip_keeps_every_bit(case: str, tmp_path: Path) -> None:
     from arpo_megatron.weights.export import export_hf
 
     make(tmp_path / "source", case)
-    model, shape = loaded(tmp_path / "source")
-    export_hf([model], shape, tmp_path / "source", tmp_path / "out")
+    model, spec = loaded(tmp_path / "source")
+    export_hf([model], spec, tmp_path / "source", tmp_path / "out")
     assert_same_bits(load_file(tmp_path / "source/model.safetensors"), load_file(tmp_path / "out/model.safetensors"))
 
 
@@ -114,11 +114,11 @@ def test_a_round_trip_keeps_every_bit_in_every_layout(
 
 
 @st.composite
-def shapes_and_ranks(draw: st.DrawFn) -> tuple[ModelSpec, int]:
+def specs_and_ranks(draw: st.DrawFn) -> tuple[ModelSpec, int]:
     ranks = draw(st.sampled_from([1, 2, 3, 4]))
     groups = ranks * draw(st.integers(1, 2))
     family = draw(st.sampled_from(["llama", "qwen2", "qwen3", "qwen3_moe"]))
-    shape = ModelSpec(
+    spec = ModelSpec(
         family=family,
         layers=draw(st.integers(1, 2)),
         hidden=draw(st.integers(1, 5)),
@@ -135,14 +135,14 @@ def shapes_and_ranks(draw: st.DrawFn) -> tuple[ModelSpec, int]:
         max_positions=8,
         experts=MoESpec(3, 2, True, 0.0) if family == "qwen3_moe" else None,
     )
-    return shape, ranks
+    return spec, ranks
 
 
 @settings(max_examples=60)
-@given(shapes_and_ranks())
+@given(specs_and_ranks())
 def test_filling_every_ranks_parameter_and_putting_it_back_changes_nothing(case: tuple[ModelSpec, int]) -> None:
-    shape, ranks = case
-    for entry in entries(shape):
+    spec, ranks = case
+    for entry in entries(spec):
         full = {name: torch.randn(size) for name, size in entry.hf.items()}
         parameters = [fill(entry, full, rank, ranks) for rank in range(ranks)]
         assert all(parameter.isfinite().all() for parameter in parameters)
@@ -164,12 +164,12 @@ def fill(entry: Entry, full: dict[str, Tensor], rank: int, ranks: int) -> Tensor
     return parameter
 
 
-@given(shapes_and_ranks(), st.integers(1, 800), st.booleans())
+@given(specs_and_ranks(), st.integers(1, 800), st.booleans())
 def test_buckets_hold_whole_parameters_and_as_many_as_fit(case: tuple[ModelSpec, int], limit: int, fused: bool) -> None:
     """Or one after the other the blocks of one that does not fit."""
-    shape, _ = case
-    sizes, tops = exported(shape), dict.fromkeys(exported(shape), 0)
-    found = buckets(shape, limit, fused=fused)
+    spec, _ = case
+    sizes, tops = hf_shapes(spec), dict.fromkeys(hf_shapes(spec), 0)
+    found = plan_buckets(spec, limit, fused=fused)
     for rows in (rows for bucket in found for rows in bucket):
         assert (rows.first, rows.size) == (tops[rows.name], sizes[rows.name])
         tops[rows.name] = rows.last
@@ -177,7 +177,7 @@ def test_buckets_hold_whole_parameters_and_as_many_as_fit(case: tuple[ModelSpec,
     assert list(dict.fromkeys(rows.name for bucket in found for rows in bucket)) == list(sizes)
     held = [sum(rows.elements for rows in bucket) for bucket in found]
     assert all(len(bucket) == 1 or all(rows.are_all for rows in bucket) for bucket in found)
-    entry_of = {name: entry for entry in entries(shape) if not entry.copy for name in entry.hf}
+    entry_of = {name: entry for entry in entries(spec) if not entry.copy for name in entry.hf}
     for size, bucket in zip(held, found, strict=True):
         entry, rows = entry_of[bucket[0].name], bucket[0]
         unit = rows.size[0] // entry.groups if entry.layout is Layout.GROUPS else 1
@@ -199,8 +199,8 @@ def test_buckets_hold_whole_parameters_and_as_many_as_fit(case: tuple[ModelSpec,
 
 def test_parameters_are_found_under_the_names_of_both_layer_specs() -> None:
     experts = MoESpec(2, 1, False, 0.0)
-    shape = ModelSpec("qwen3_moe", 1, 4, 2, 2, 2, 4, 8, 1e4, 1e-6, False, False, True, 8, None, experts)
-    both = [entry for entry in entries(shape) if len(entry.megatron) == 2]
+    spec = ModelSpec("qwen3_moe", 1, 4, 2, 2, 2, 4, 8, 1e4, 1e-6, False, False, True, 8, None, experts)
+    both = [entry for entry in entries(spec) if len(entry.megatron) == 2]
     assert [entry.megatron[1] for entry in both] == [
         "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight",
         "decoder.layers.0.mlp.linear_fc1.layer_norm_weight",
@@ -250,8 +250,8 @@ def test_a_sharded_export_loads_again_and_opens_in_transformers(tmp_path: Path) 
     from arpo_megatron.weights.export import export_hf
 
     reference = make(tmp_path / "source", "qwen3")
-    model, shape = loaded(tmp_path / "source")
-    export_hf([model], shape, tmp_path / "source", tmp_path / "out", max_shard_bytes=20_000)
+    model, spec = loaded(tmp_path / "source")
+    export_hf([model], spec, tmp_path / "source", tmp_path / "out", max_shard_bytes=20_000)
     files = sorted((tmp_path / "out").glob("model-*.safetensors"))
     index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
     assert len(files) > 1
@@ -268,7 +268,7 @@ def test_an_export_to_a_full_disk_leaves_the_old_one_and_the_room(tmp_path: Path
     from arpo_megatron.weights.export import export_hf
 
     make(tmp_path / "source", "qwen3")
-    model, shape = loaded(tmp_path / "source")
+    model, spec = loaded(tmp_path / "source")
     disk = tmp_path / "disk"
     disk.mkdir()
     with small_disk(disk, 2**15) as full:
@@ -276,7 +276,7 @@ def test_an_export_to_a_full_disk_leaves_the_old_one_and_the_room(tmp_path: Path
         (disk / "out" / "older").touch()
         said = rf"disk/out could not be written \({full}\): make room"
         with pytest.raises(UserError, match=said), written(disk / "out", "make room"):
-            export_hf([model], shape, tmp_path / "source", disk / "out")
+            export_hf([model], spec, tmp_path / "source", disk / "out")
         assert [path.name for path in disk.rglob("*")] == ["out", "older"]
 
 
@@ -292,8 +292,8 @@ def test_an_export_replaces_a_directory_whole_and_takes_the_tokenizer_along(tmp_
     (out.with_name("out.tmp") / "half").write_text("of an interrupted export")
     out.mkdir()
     (out / "stale").write_text("of an older export")
-    model, shape = loaded(source, "bfloat16")
-    export_hf([model], shape, source, out)
+    model, spec = loaded(source, "bfloat16")
+    export_hf([model], spec, source, out)
     names = {file.name for file in out.iterdir()}
     assert names == {"config.json", "generation_config.json", "tokenizer.json", "model.safetensors"}
     assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"

@@ -120,10 +120,10 @@ def trainer(directory: Path, seed: int) -> tuple[Any, Any, Any]:
     from arpo_megatron.weights.load import load_hf
 
     reference = make(directory / str(seed), "qwen3-tied", seed=seed)
-    shape = ModelSpec.from_hf(directory / str(seed))
-    model = build_model(shape, ParallelConfig(), "float32")
-    load_hf([model], shape, directory / str(seed))
-    return model, shape, reference
+    spec = ModelSpec.from_hf(directory / str(seed))
+    model = build_model(spec, ParallelConfig(), "float32")
+    load_hf([model], spec, directory / str(seed))
+    return model, spec, reference
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -138,7 +138,7 @@ def test_each_push_gives_the_engine_the_trainers_weights_and_version(
     makers = {"broadcast": Broadcast, "ipc": SharedMemory, "disk": lambda r: Disk(r, tmp_path / "sync")}
     with weight_sync(engine.url, makers[transport]) as sync:
         for version, size in ((seed, BUCKET_BYTES), (seed + 1, TINY_BUCKET_BYTES)):
-            model, shape, reference = trainer(tmp_path, version)
+            model, spec, reference = trainer(tmp_path, version)
             with torch.no_grad():
                 wanted = megatron_logprobs(model, TOKENS).numpy()
                 expected = reference_logprobs(reference, TOKENS).numpy()
@@ -146,7 +146,7 @@ def test_each_push_gives_the_engine_the_trainers_weights_and_version(
             cached_before = generate(engine.url)["meta_info"]["cached_tokens"]
             assert probe_gap(wanted, sync.engines.start_scores(TOKENS.tolist())()[0]) > 0.1
 
-            report = sync.push(hf_buckets([model], shape, size, sync.buffers), version)
+            report = sync.push(hf_buckets([model], spec, size, sync.buffers), version)
 
             after = generate(engine.url)["meta_info"]
             assert after["weight_version"] == str(version)
@@ -170,8 +170,8 @@ def test_every_tensor_of_the_model_can_be_found_in_the_engine(engine: EngineHand
     """Fused ones, and the tied head's; the checksums are those of other code over the file's tensors."""
     from arpo_megatron.weights.export import hf_tensors
 
-    model, shape, _ = trainer(tmp_path, 7)
-    tensors = dict(hf_tensors([model], shape))
+    model, spec, _ = trainer(tmp_path, 7)
+    tensors = dict(hf_tensors([model], spec))
     with weight_sync(engine.url) as sync:
         sync.push([list(tensors.items())], 7)
     samples = {name: Sample.of(tensor, 0.0, 2**30) for name, tensor in tensors.items()}
@@ -204,8 +204,8 @@ def test_the_short_probe_notices_what_a_plain_push_has_put_in_a_wrong_place(
 ) -> None:
     from arpo_megatron.weights.export import hf_tensors
 
-    model, shape, _ = trainer(tmp_path, 2)
-    tensors = {name: tensor.detach() for name, tensor in hf_tensors([model], shape)}
+    model, spec, _ = trainer(tmp_path, 2)
+    tensors = {name: tensor.detach() for name, tensor in hf_tensors([model], spec)}
     gaps = []
     with weight_sync(engine.url, verify_every=0) as sync:
         for pushed in (tensors, tensors, tensors | wrong(tensors)):
@@ -253,11 +253,11 @@ class Corrupting(Broadcast):
 def test_one_wrong_bit_on_the_engine_is_found_by_its_checksum(engine: EngineHandle, tmp_path: Path, size: int) -> None:
     from arpo_megatron.weights.export import hf_buckets
 
-    model, shape, _ = trainer(tmp_path, 8)
+    model, spec, _ = trainer(tmp_path, 8)
     with weight_sync(engine.url, Corrupting, verify_every=0) as sync:
         for _ in range(2):  # the next attempt is looked at too
             with pytest.raises(WeightPushError, match=r"is not what the trainer sent: checksum \w{16} instead of"):
-                sync.push(hf_buckets([model], shape, size), 8)
+                sync.push(hf_buckets([model], spec, size), 8)
 
 
 def test_a_generation_under_way_is_waited_for_and_new_ones_are_refused(engine: EngineHandle) -> None:
@@ -299,12 +299,12 @@ def test_generations_that_outlast_the_deadline_are_an_error_and_the_engine_serve
 def test_an_engine_that_was_restarted_is_joined_anew(engine: EngineHandle, model: Path, tmp_path: Path) -> None:
     from arpo_megatron.weights.export import hf_buckets
 
-    trained, shape, _ = trainer(tmp_path, 25)
+    trained, spec, _ = trainer(tmp_path, 25)
     with torch.no_grad():
         wanted = megatron_logprobs(trained, TOKENS).numpy()
 
     def push(sync: WeightSync, version: int, *, verified: bool) -> None:
-        report = sync.push(hf_buckets([trained], shape, BUCKET_BYTES), version)
+        report = sync.push(hf_buckets([trained], spec, BUCKET_BYTES), version)
         assert bool(report.verified) is verified
         assert [generate(url)["meta_info"]["weight_version"] for url in both] == [str(version)] * 2
         assert max(probe_gap(wanted, scored) for scored in sync.engines.start_scores(TOKENS.tolist())()) < 1e-4
@@ -326,7 +326,7 @@ def test_a_trainer_killed_between_two_buckets_leaves_an_engine_that_refuses_unti
 ) -> None:
     from arpo_megatron.weights.export import hf_buckets
 
-    model, shape, _ = trainer(tmp_path, 30)
+    model, spec, _ = trainer(tmp_path, 30)
     command = [sys.executable, "-m", "tests.weights.half_a_push", engine.url, str(tmp_path / "30"), "30"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
         assert process.stdout is not None
@@ -337,7 +337,7 @@ def test_a_trainer_killed_between_two_buckets_leaves_an_engine_that_refuses_unti
     with weight_sync(engine.url) as sync:
         with pytest.raises(WeightPushError, match=r"HTTP 503: .*weights of version 30 are arriving"):
             sync.engines.start_scores(TOKENS.tolist())()
-        sync.push(hf_buckets([model], shape, BUCKET_BYTES), 31)
+        sync.push(hf_buckets([model], spec, BUCKET_BYTES), 31)
         with torch.no_grad():
             assert (
                 probe_gap(megatron_logprobs(model, TOKENS).numpy(), sync.engines.start_scores(TOKENS.tolist())()[0])

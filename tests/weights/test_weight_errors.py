@@ -83,13 +83,13 @@ def test_an_engine_that_would_quantize_a_norm_or_an_expert_without_its_scale_is_
     tmp_path: Path, case: str, possible: bool
 ) -> None:
     make(tmp_path, case)
-    shape = ModelSpec.from_hf(tmp_path)
-    shape.check_engine(EngineConfig())
+    spec = ModelSpec.from_hf(tmp_path)
+    spec.check_engine(EngineConfig())
     if possible:
-        shape.check_engine(EngineConfig(quantization="fp8"))
+        spec.check_engine(EngineConfig(quantization="fp8"))
     else:
         with pytest.raises(UserError, match=r"engine\.quantization=fp8 is not possible with a qwen3"):
-            shape.check_engine(EngineConfig(quantization="fp8"))
+            spec.check_engine(EngineConfig(quantization="fp8"))
 
 
 def test_a_path_that_is_no_model_directory_is_named(tmp_path: Path) -> None:
@@ -117,34 +117,32 @@ def test_both_spellings_of_the_rotary_fields_are_read(source: Path, tmp_path: Pa
 
 
 @pytest.fixture(scope="module")
-def model_and_shape(one_rank: None, source: Path) -> tuple[Any, ModelSpec]:
+def model_and_spec(one_rank: None, source: Path) -> tuple[Any, ModelSpec]:
     from arpo_megatron.actor.model import build_model
 
-    shape = ModelSpec.from_hf(source)
-    return build_model(shape, ParallelConfig(), "float32"), shape
+    spec = ModelSpec.from_hf(source)
+    return build_model(spec, ParallelConfig(), "float32"), spec
 
 
-def refusal(model_and_shape: tuple[Any, ModelSpec], path: Path) -> str:
+def refusal(model_and_spec: tuple[Any, ModelSpec], path: Path) -> str:
     from arpo_megatron.weights.load import load_hf
 
     with pytest.raises(UserError) as error:
-        load_hf([model_and_shape[0]], model_and_shape[1], path)
+        load_hf([model_and_spec[0]], model_and_spec[1], path)
     return line(error)
 
 
 def test_a_missing_a_misshapen_and_an_unknown_tensor_are_named(
-    model_and_shape: tuple[Any, ModelSpec], source: Path, tmp_path: Path
+    model_and_spec: tuple[Any, ModelSpec], source: Path, tmp_path: Path
 ) -> None:
     name, file = "model.layers.1.mlp.up_proj.weight", tmp_path / "model.safetensors"
     tensors = load_file(source / "model.safetensors")
     save_file({key: tensor for key, tensor in tensors.items() if key != name}, file)
-    assert f"tensor {name} is missing" in refusal(model_and_shape, tmp_path)
+    assert f"tensor {name} is missing" in refusal(model_and_spec, tmp_path)
     save_file(tensors | {name: torch.zeros(3, 5)}, file)
-    assert f"tensor {name} has shape [3, 5], but config.json says [48, 32]" in refusal(model_and_shape, tmp_path)
+    assert f"tensor {name} has shape [3, 5], but config.json says [48, 32]" in refusal(model_and_spec, tmp_path)
     save_file(tensors | {"model.layers.0.self_attn.q_proj.bias": torch.zeros(64)}, file)
-    assert "tensor model.layers.0.self_attn.q_proj.bias (one of 1) does not belong" in refusal(
-        model_and_shape, tmp_path
-    )
+    assert "tensor model.layers.0.self_attn.q_proj.bias (one of 1) does not belong" in refusal(model_and_spec, tmp_path)
 
 
 def test_a_missing_tensor_is_found_before_anything_is_started(source: Path, tmp_path: Path) -> None:
@@ -158,18 +156,18 @@ def test_a_missing_tensor_is_found_before_anything_is_started(source: Path, tmp_
         check_inputs(job)
 
 
-def test_missing_and_damaged_files_are_named(model_and_shape: tuple[Any, ModelSpec], tmp_path: Path) -> None:
-    assert "has neither model.safetensors nor" in refusal(model_and_shape, tmp_path)
-    assert "is not a directory" in refusal(model_and_shape, tmp_path / "nowhere")
+def test_missing_and_damaged_files_are_named(model_and_spec: tuple[Any, ModelSpec], tmp_path: Path) -> None:
+    assert "has neither model.safetensors nor" in refusal(model_and_spec, tmp_path)
+    assert "is not a directory" in refusal(model_and_spec, tmp_path / "nowhere")
     (tmp_path / "model.safetensors").write_bytes(b"no safetensors")
-    assert "model.safetensors is damaged" in refusal(model_and_shape, tmp_path)
+    assert "model.safetensors is damaged" in refusal(model_and_spec, tmp_path)
     header = b'{"a":{"dtype":"F32","shape":[4],"data_offsets":[0,16]}}'
     (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(12))
-    assert "model.safetensors is damaged: it ends before its tensor a" in refusal(model_and_shape, tmp_path)
+    assert "model.safetensors is damaged: it ends before its tensor a" in refusal(model_and_spec, tmp_path)
     (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header.replace(b"16", b"12"))
-    assert "tensor a of shape [4] cannot take 12 bytes" in refusal(model_and_shape, tmp_path)
+    assert "tensor a of shape [4] cannot take 12 bytes" in refusal(model_and_spec, tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text("{}")
-    assert "model.safetensors.index.json is damaged" in refusal(model_and_shape, tmp_path)
+    assert "model.safetensors.index.json is damaged" in refusal(model_and_spec, tmp_path)
     names = {"model.embed_tokens.weight": "model-00001-of-00002.safetensors"}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
-    assert "is missing" in refusal(model_and_shape, tmp_path)
+    assert "is missing" in refusal(model_and_spec, tmp_path)

@@ -81,8 +81,8 @@ class Exactness:
         config = JobConfig(name="gpu-exact", model=model, parallel=layout)
         if not torch.distributed.is_initialized():
             parallel.initialize(layout, seed=1)
-        shape = ModelSpec.from_hf(self.weights())
-        return Actor(config, shape, self.weights(), optimizer=config.optimizer, total_updates=10)
+        spec = ModelSpec.from_hf(self.weights())
+        return Actor(config, spec, self.weights(), optimizer=config.optimizer, total_updates=10)
 
     def trees(self) -> list[RolloutTree]:
         """Of the mix, in the model's vocabulary."""

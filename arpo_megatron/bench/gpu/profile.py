@@ -22,7 +22,7 @@ from arpo_megatron.bench.gpu.journal import Figures, Part, timed
 from arpo_megatron.bench.gpu.update import Bench, packed, single_chain
 from arpo_megatron.config import Fp8Recipe
 from arpo_megatron.monitor.profiler import StepProfiler
-from arpo_megatron.packing.flops import work_of
+from arpo_megatron.packing.flops import update_flops
 from arpo_megatron.packing.layout import TreePack
 from arpo_megatron.plan.synthetic_trees import MIXES
 from arpo_megatron.tree import RolloutTree
@@ -65,7 +65,7 @@ def profile_parts(bench: Bench, out: Path) -> list[Part]:
     """The steps of `arpo bench gpu update` with the most to say; `out` takes the traces."""
 
     def part(recipe: Fp8Recipe, name: str, budget: int) -> Part:
-        tree = single_chain(budget) if name == "flat" else MIXES[name].tree(0, bench.shape.vocabulary)
+        tree = single_chain(budget) if name == "flat" else MIXES[name].tree(0, bench.spec.vocabulary)
         title = f"{recipe} {name} {budget}"
         return Part(title, partial(_prepare, bench, recipe, budget, tree, out / title.replace(" ", "_")))
 
@@ -95,7 +95,7 @@ def _measure(bench: Bench, recipe: Fp8Recipe, packs: list[TreePack], folder: Pat
     with_it = timed(update)
     trace = profiler.after(1)
     assert trace is not None
-    flops = work_of(bench.shape, packs).model_update
+    flops = update_flops(bench.spec, packs).model_update
     return {
         "step_s": round(without, 4),
         "profiled_s": round(with_it, 4),

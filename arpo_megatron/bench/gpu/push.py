@@ -100,7 +100,7 @@ class Trainer:
 
     Attributes:
         chunks: of the model.
-        shape: of it.
+        spec: of it.
         engine: on the same GPU.
         requests: to it.
         sync: with it.
@@ -108,7 +108,7 @@ class Trainer:
     """
 
     chunks: list[TreeGPTModel]
-    shape: ModelSpec
+    spec: ModelSpec
     engine: EngineHandle
     requests: TimedEngines
     sync: WeightSync
@@ -120,7 +120,7 @@ class Trainer:
         self.requests.clear()
         synchronize()
         sync = self.sync
-        buckets = hf_buckets(self.chunks, self.shape, bucket_bytes, sync.buffers, fused=sync.fused)
+        buckets = hf_buckets(self.chunks, self.spec, bucket_bytes, sync.buffers, fused=sync.fused)
         report = sync.push(buckets, self.version)
         seconds, gap = self.requests.seconds, nan
         if probe:
@@ -156,7 +156,7 @@ class Pushes:
     _trainer: Trainer | None = None
     _kind: Quantization | None = None
 
-    def shape(self, quantization: Quantization) -> ModelSpec:
+    def spec(self, quantization: Quantization) -> ModelSpec:
         """Of the model whose engine has weights of that kind."""
         return self.bfloat16 if quantization == "none" else self.fp8
 
@@ -179,11 +179,11 @@ class Pushes:
         layout, engines = ParallelConfig(), self.engines
         if not torch.distributed.is_initialized():
             parallel.initialize(layout, seed=1)
-        shape = self.shape(quantization)
-        chunks = build_chunks(shape, layout, DTYPES[engines.dtype])
-        path, options = engines.folder(shape), DUMMY
+        spec = self.spec(quantization)
+        chunks = build_chunks(spec, layout, DTYPES[engines.dtype])
+        path, options = engines.folder(spec), DUMMY
         if quantization != "none":  # the loader that quantizes what arrives has to read a file first
-            export_hf(chunks, shape, path, path / "exported")
+            export_hf(chunks, spec, path, path / "exported")
             path, options = path / "exported", {}
         collect()
         reset_peak()  # what the engine finds free is its own
@@ -198,7 +198,7 @@ class Pushes:
         )
         requests = TimedEngines(engine.url)
         sync = WeightSync(requests, SharedMemory(requests), verify_every=0, comparable=quantization == "none")
-        return Trainer(chunks, shape, engine, requests, sync)
+        return Trainer(chunks, spec, engine, requests, sync)
 
 
 def push_parts(what: Pushes) -> list[Part]:
@@ -213,7 +213,7 @@ def push_parts(what: Pushes) -> list[Part]:
 
 
 def _prepare_push(what: Pushes, quantization: Quantization) -> Callable[[], Figures]:
-    what.engines.folder(what.shape(quantization))
+    what.engines.folder(what.spec(quantization))
 
     def measure() -> Figures:
         copied = copies_per_s()
@@ -249,7 +249,7 @@ def _prepare_push(what: Pushes, quantization: Quantization) -> Callable[[], Figu
 
 
 def _prepare_memory(what: Pushes, quantization: Quantization) -> Callable[[], Figures]:
-    what.engines.folder(what.shape(quantization))
+    what.engines.folder(what.spec(quantization))
 
     def measure() -> Figures:
         trainer = what.trainer(quantization)

@@ -41,12 +41,12 @@ class EngineKind:
     """One way to run an engine.
 
     Attributes:
-        shape: of its model.
+        spec: of its model.
         entropy: it has the entropy plug-in, as a job's engines do.
         quantization: of its weights; FP8 ones are drawn too, so it is for speed alone.
     """
 
-    shape: ModelSpec
+    spec: ModelSpec
     entropy: bool = True
     quantization: Literal["none", "fp8"] = "none"
 
@@ -81,13 +81,13 @@ class RandomEngines:
             self._running.pop(kind).stop()
         return [self._running.get(kind) or self._start(kind) for kind in kinds]
 
-    def folder(self, shape: ModelSpec) -> Path:
+    def folder(self, spec: ModelSpec) -> Path:
         """A Hugging Face directory of that shape, without weights."""
-        if shape not in self._folders:
+        if spec not in self._folders:
             made = self._stack.enter_context(TemporaryDirectory(prefix="arpo-bench-gpu-"))
-            write_directory(Path(made), shape, self.dtype, sums(max(1, shape.vocabulary // SEGMENT)))
-            self._folders[shape] = Path(made)
-        return self._folders[shape]
+            write_directory(Path(made), spec, self.dtype, sums(max(1, spec.vocabulary // SEGMENT)))
+            self._folders[spec] = Path(made)
+        return self._folders[spec]
 
     def _start(self, kind: EngineKind) -> EngineHandle:
         options = dict(DUMMY)
@@ -95,7 +95,7 @@ class RandomEngines:
             options["quantization"] = kind.quantization
         with _without_entropy() if not kind.entropy else ExitStack():
             engine = launch_engine(
-                self.folder(kind.shape),
+                self.folder(kind.spec),
                 self.sizes,
                 dtype=self.dtype,
                 seed=1,
@@ -122,39 +122,39 @@ def _without_entropy() -> Iterator[None]:
         del environ[WITHOUT_ENTROPY]
 
 
-def write_directory(folder: Path, shape: ModelSpec, dtype: str, calls: Sequence[str]) -> None:
+def write_directory(folder: Path, spec: ModelSpec, dtype: str, calls: Sequence[str]) -> None:
     """config.json and a talkative tokenizer of the shape's vocabulary, with these calls; no weights.
 
     Raises:
         ValueError: a mixture, or rotary frequencies that are scaled.
     """
-    if shape.experts is not None or shape.rope_scaling is not None:
-        raise ValueError(f"no config.json for {shape}")
+    if spec.experts is not None or spec.rope_scaling is not None:
+        raise ValueError(f"no config.json for {spec}")
     config: Mapping[str, object] = {
-        "architectures": [_CLASSES[shape.family]],
-        "model_type": shape.family,
-        "vocab_size": shape.vocabulary,
-        "hidden_size": shape.hidden,
-        "intermediate_size": shape.ffn,
-        "num_hidden_layers": shape.layers,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads,
-        "head_dim": shape.head_dim,
-        "max_position_embeddings": shape.max_positions,
-        "rope_theta": shape.rope_theta,
-        "rope_parameters": {"rope_theta": shape.rope_theta, "rope_type": "default"},
-        "rms_norm_eps": shape.norm_eps,
+        "architectures": [_CLASSES[spec.family]],
+        "model_type": spec.family,
+        "vocab_size": spec.vocabulary,
+        "hidden_size": spec.hidden,
+        "intermediate_size": spec.ffn,
+        "num_hidden_layers": spec.layers,
+        "num_attention_heads": spec.heads,
+        "num_key_value_heads": spec.kv_heads,
+        "head_dim": spec.head_dim,
+        "max_position_embeddings": spec.max_positions,
+        "rope_theta": spec.rope_theta,
+        "rope_parameters": {"rope_theta": spec.rope_theta, "rope_type": "default"},
+        "rms_norm_eps": spec.norm_eps,
         "hidden_act": "silu",
         "attention_bias": False,
         "use_sliding_window": False,
-        "tie_word_embeddings": shape.tied,
+        "tie_word_embeddings": spec.tied,
         "bos_token_id": None,
         "eos_token_id": 0,
         "pad_token_id": 1,
         "dtype": dtype,
     }
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    talkative_tokenizer(shape.vocabulary - OTHERS - len(calls), calls).save_pretrained(folder)
+    talkative_tokenizer(spec.vocabulary - OTHERS - len(calls), calls).save_pretrained(folder)
 
 
 @cache
@@ -172,17 +172,17 @@ def copies_per_s() -> float:
     return 10 * size / median(timed(copy) for _ in range(5))
 
 
-def step_bytes(shape: ModelSpec, *, requests: int, context: int, value: int, product: int) -> float:
+def step_bytes(spec: ModelSpec, *, requests: int, context: int, value: int, product: int) -> float:
     """What a decoding step has to read: every weight but the embedding's unused rows, and the keys and values.
 
     Args:
-        shape: of the model.
+        spec: of the model.
         requests: that are decoded.
         context: tokens before each, on average.
         value: bytes of a parameter, and of a number in the KV pool.
         product: bytes of a parameter of the layers' matrices.
     """
-    whole = whole_model(shape)
-    embedding = 0 if shape.tied else shape.vocabulary * shape.hidden
+    whole = whole_model(spec)
+    embedding = 0 if spec.tied else spec.vocabulary * spec.hidden
     weights = value * (whole.total - whole.products - embedding) + product * whole.products
-    return weights + 2 * value * shape.layers * shape.kv_heads * shape.head_dim * context * requests
+    return weights + 2 * value * spec.layers * spec.kv_heads * spec.head_dim * context * requests

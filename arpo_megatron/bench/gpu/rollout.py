@@ -74,7 +74,7 @@ class Rollouts:
     """
 
     engines: RandomEngines
-    shapes: Mapping[str, ModelSpec] = field(
+    specs: Mapping[str, ModelSpec] = field(
         default_factory=lambda: MappingProxyType({n: KNOWN_MODELS[f"Qwen/Qwen3-{n}"] for n in ("4B", "8B")})
     )
     loads: Sequence[Load] = (Load(64, 64), Load(LARGEST, 64), Load(64, 2048), Load(16, 64), Load(1, 64))
@@ -89,10 +89,10 @@ class Rollouts:
 
 def rollout_parts(what: Rollouts) -> list[Part]:
     """In order of value."""
-    (first, shape), *others = what.shapes.items()
+    (first, spec), *others = what.specs.items()
     parts = [
-        Part(f"decode {first}, with and without entropies", partial(_prepare_decode, what, EngineKind(shape), True)),
-        Part(f"trees {first}", partial(_prepare_trees, what, EngineKind(shape))),
+        Part(f"decode {first}, with and without entropies", partial(_prepare_decode, what, EngineKind(spec), True)),
+        Part(f"trees {first}", partial(_prepare_trees, what, EngineKind(spec))),
     ]
     for name, other in others:
         parts += [
@@ -101,13 +101,13 @@ def rollout_parts(what: Rollouts) -> list[Part]:
         ]
     return [
         *parts,
-        Part(f"decode {first} fp8", partial(_prepare_decode, what, EngineKind(shape, quantization="fp8"), False)),
+        Part(f"decode {first} fp8", partial(_prepare_decode, what, EngineKind(spec, quantization="fp8"), False)),
     ]
 
 
 def _prepare_decode(what: Rollouts, kind: EngineKind, compare: bool) -> Callable[[], Figures]:
-    what.engines.folder(kind.shape)
-    kinds = [kind, EngineKind(kind.shape, entropy=False, quantization=kind.quantization)][: 2 if compare else 1]
+    what.engines.folder(kind.spec)
+    kinds = [kind, EngineKind(kind.spec, entropy=False, quantization=kind.quantization)][: 2 if compare else 1]
 
     def measure() -> Figures:
         # Before the engines are there: they take nothing from the device while they idle, but they take memory.
@@ -118,7 +118,7 @@ def _prepare_decode(what: Rollouts, kind: EngineKind, compare: bool) -> Callable
             "copy_gb_per_s": round(rate / 1e9, 1),
         }
         for load in what.loads:
-            prompts = _prompts(kind.shape, load)
+            prompts = _prompts(kind.spec, load)
             for engine in engines:
                 _generate(engine.url, prompts, 1)  # its prompts are cached from now on
             steps: list[list[float]] = [[] for _ in engines]
@@ -137,13 +137,13 @@ def _decode_figures(what: Rollouts, kind: EngineKind, load: Load, rate: float, s
     step = median(steps[0])
     value = 2 if what.engines.dtype == "bfloat16" else 4
     read = step_bytes(
-        kind.shape,
+        kind.spec,
         requests=load.requests,
         context=load.prompt + sum(what.tokens) // 2,
         value=value,
         product=value if kind.quantization == "none" else 1,
     )
-    kernel_s, torch_s = _entropy_s(load.requests, kind.shape.vocabulary)
+    kernel_s, torch_s = _entropy_s(load.requests, kind.spec.vocabulary)
     figures: Figures = {
         "tokens_per_s": round(load.requests / step),
         "step_ms": round(1e3 * step, 3),
@@ -162,9 +162,9 @@ def _decode_figures(what: Rollouts, kind: EngineKind, load: Load, rate: float, s
     return figures
 
 
-def _prompts(shape: ModelSpec, load: Load) -> list[list[int]]:
+def _prompts(spec: ModelSpec, load: Load) -> list[list[int]]:
     rng = np.random.default_rng([load.requests, load.prompt])
-    prompts: list[list[int]] = rng.integers(3, shape.vocabulary, (load.requests, load.prompt)).tolist()
+    prompts: list[list[int]] = rng.integers(3, spec.vocabulary, (load.requests, load.prompt)).tolist()
     return prompts
 
 
@@ -204,7 +204,7 @@ def _entropy_s(rows: int, vocabulary: int) -> tuple[float, float]:
 
 
 def _prepare_trees(what: Rollouts, kind: EngineKind) -> Callable[[], Figures]:
-    folder = what.engines.folder(kind.shape)
+    folder = what.engines.folder(kind.spec)
     codec = TokenizerCodec(folder)
     # Their first words are different: no two tasks share a beginning.
     texts = ["".join(f" w{(97 * task + place) % 1000}" for place in range(300)) for task in range(what.tasks)]

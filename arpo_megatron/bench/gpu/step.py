@@ -57,7 +57,7 @@ class Step:
 
     Attributes:
         directory: for the model and the run.
-        shape: of the model.
+        spec: of the model.
         dtype: of its weights.
         steps: of the job, the first of which is not counted: it compiles.
         response: longest response in tokens.
@@ -66,7 +66,7 @@ class Step:
     """
 
     directory: Path
-    shape: ModelSpec = KNOWN_MODELS["Qwen/Qwen3-4B"]
+    spec: ModelSpec = KNOWN_MODELS["Qwen/Qwen3-4B"]
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     steps: int = 3
     response: int = 2048
@@ -114,9 +114,9 @@ class Step:
         typical_response = TYPICAL_FILL * self.response
         result = TOOL_SHARE * typical_response / self.calls
         segment = (1 - TOOL_SHARE) * typical_response / (self.calls + 1)
-        count = round(self.shape.vocabulary / round(segment))
+        count = round(self.spec.vocabulary / round(segment))
         calls = [f"<python>print(' w{number}' * {round(result)})</python>" for number in range(count)]
-        write_directory(being_made, self.shape, self.dtype, calls)
+        write_directory(being_made, self.spec, self.dtype, calls)
         if weights:
             save_random_weights(being_made, seed=1, device="cuda" if torch.cuda.is_available() else "cpu")
             gc.collect()
@@ -152,8 +152,8 @@ def _prepare_job(what: Step) -> Callable[[], Figures]:
         run = RunDirectory(what.directory / "run")
         trees = [each.tree for row in rows for each in read_trees(step_file(run, int(row["step"])))]
         work = grown(trees)
-        needs = memory.of_job(config, what.shape, hardware, work)
-        phases = timing.of_step(config, what.shape, hardware, work, needs.kv_tokens)
+        needs = memory.of_job(config, what.spec, hardware, work)
+        phases = timing.of_step(config, what.spec, hardware, work, needs.kv_tokens)
         return {
             "plan_fits": ahead.fits,
             "startup_s": round(watched.startup_s, 1),

@@ -26,7 +26,7 @@ from arpo_megatron.config import JobConfig
 from arpo_megatron.hardware.environment import trainer_environment
 from arpo_megatron.hardware.specs import GIB
 from arpo_megatron.jobs import resolve
-from arpo_megatron.models.known import shape_of
+from arpo_megatron.models.known import load_spec
 from arpo_megatron.packing.packs import pack_trees
 from arpo_megatron.plan import GPUS, Hardware, memory, timing
 from arpo_megatron.plan.workload import grown, largest
@@ -96,15 +96,15 @@ def measure(config: JobConfig, *, gradients: bool, others: int) -> Figures:
         others: bytes of the device that other processes use.
     """
     parallel.initialize(config.parallel, config.seed)
-    shape, hardware = shape_of(config.model), one_gpu()
+    spec, hardware = load_spec(config.model), one_gpu()
     trees = largest(config).trees[:1]
     work = grown(trees)
     packs = pack_trees(trees, supervised_credit(trees), token_budget=config.train.token_budget)
-    planned = memory.of_job(config, shape, hardware, work)
+    planned = memory.of_job(config, spec, hardware, work)
     reset_peak()
     free = _available()
     optimizer = config.sft.optimizer if config.sft_only else config.optimizer
-    actor = Actor(config, shape, None, optimizer=None if gradients else optimizer, total_updates=100)
+    actor = Actor(config, spec, None, optimizer=None if gradients else optimizer, total_updates=100)
     held = held_bytes(actor)
     built = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
     reset_peak()
@@ -128,7 +128,7 @@ def measure(config: JobConfig, *, gradients: bool, others: int) -> Figures:
     if "optimizer" in planned.host:
         rows["host"] = gib(planned.host["optimizer"], free - _available())
     figures["gib_resident"] = round(resident.highest() / GIB, 2)
-    phases = timing.of_step(config, shape, hardware, work, planned.kv_tokens)
+    phases = timing.of_step(config, spec, hardware, work, planned.kv_tokens)
     # Of a step's trees this is one.
     trees_a_step = config.sft.batch if config.sft_only else config.train.tasks_per_step
     updates = 1 if config.sft_only else config.algorithm.minibatches

@@ -22,7 +22,7 @@ from arpo_megatron.bench.gpu.kernels import speed_parts
 from arpo_megatron.config import Fp8Recipe, JobConfig, ModelConfig, ParallelConfig
 from arpo_megatron.models.known import KNOWN_MODELS
 from arpo_megatron.models.spec import ModelSpec
-from arpo_megatron.packing.flops import Recompute, work_of
+from arpo_megatron.packing.flops import Recompute, update_flops
 from arpo_megatron.packing.layout import TreePack
 from arpo_megatron.packing.packs import pack_trees
 from arpo_megatron.plan.synthetic_trees import MIXES, flattened
@@ -37,12 +37,12 @@ class Bench:
     """The model under measurement; one at a time is in memory.
 
     Attributes:
-        shape: of the model, with random weights.
+        spec: of the model, with random weights.
         dtype: of its parameters.
         repeats: timed updates of each kind, after one that is not.
     """
 
-    shape: ModelSpec = QWEN3_4B
+    spec: ModelSpec = QWEN3_4B
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     repeats: int = 2
     _key: tuple[str, str] | None = None
@@ -55,18 +55,18 @@ class Bench:
         Raises:
             UserError: the shape's products are not of the sizes that the recipe needs.
         """
-        shape, layout = self.shape, ParallelConfig(recompute=recompute)
-        width = shape.heads * shape.head_dim
+        spec, layout = self.spec, ParallelConfig(recompute=recompute)
+        width = spec.heads * spec.head_dim
         model = ModelConfig(
             dtype=self.dtype,
             fp8=recipe,
             hidden_size=width,
-            heads=shape.heads,
-            kv_heads=shape.kv_heads,
-            ffn_size=shape.ffn,
-            layers=shape.layers,
+            heads=spec.heads,
+            kv_heads=spec.kv_heads,
+            ffn_size=spec.ffn,
+            layers=spec.layers,
         )
-        shape.check_fp8(model, layout)
+        spec.check_fp8(model, layout)
         return JobConfig(name="gpu-update", model=model, parallel=layout)
 
     def actor(self, recipe: Fp8Recipe, recompute: Recompute) -> Actor:
@@ -78,7 +78,7 @@ class Bench:
             config = self.config(recipe, recompute)
             if not torch.distributed.is_initialized():
                 parallel.initialize(config.parallel, config.seed)
-            self._actor = Actor(config, self.shape, None, optimizer=config.optimizer, total_updates=10**6)
+            self._actor = Actor(config, self.spec, None, optimizer=config.optimizer, total_updates=10**6)
             self._key = (recipe, recompute)
         return self._actor
 
@@ -106,7 +106,7 @@ def update_parts(bench: Bench) -> list[Part]:
         )
 
     def mix(name: str, recipe: Fp8Recipe, budget: int, recompute: Recompute = "none") -> Part:
-        trees = [MIXES[name].tree(0, bench.shape.vocabulary)]
+        trees = [MIXES[name].tree(0, bench.spec.vocabulary)]
         part = f"{recipe} {name} {budget}{'' if recompute == 'none' else f' recompute {recompute}'}"
         return Part(part, partial(_prepare, bench, recipe, recompute, budget, trees, flattened(trees)))
 
@@ -168,7 +168,7 @@ def _measure(bench: Bench, recipe: Fp8Recipe, recompute: Recompute, sides: dict[
                 figures[side] = {"gib": peak_gib()}
     for side, packs in sides.items():
         elapsed, tokens = median(seconds[side][1:]), sum(len(pack) for pack in packs)
-        flops = work_of(bench.shape, packs).model_update
+        flops = update_flops(bench.spec, packs).model_update
         figures[side] |= {
             "step_s": round(elapsed, 4),
             "first_s": round(seconds[side][0], 2),
@@ -178,15 +178,15 @@ def _measure(bench: Bench, recipe: Fp8Recipe, recompute: Recompute, sides: dict[
             "tflops": round(flops / elapsed / 1e12, 2),
             "mfu": round(flops / elapsed / bench.peak_flops(), 4),
         }
-    return figures | _gain(figures, sides, bench.shape)
+    return figures | _gain(figures, sides, bench.spec)
 
 
-def _gain(figures: Figures, sides: dict[str, list[TreePack]], shape: ModelSpec) -> Figures:
+def _gain(figures: Figures, sides: dict[str, list[TreePack]], spec: ModelSpec) -> Figures:
     """Trees against their flattened trajectories, and the floor: the ratio of what both have to compute."""
     if len(sides) == 1:
         return {}
     tree, flat = figures["tree"], figures["flat"]
-    work = {side: work_of(shape, packs).model_update for side, packs in sides.items()}
+    work = {side: update_flops(spec, packs).model_update for side, packs in sides.items()}
     pairs = {side: sum(pack.attention_pairs for pack in packs) for side, packs in sides.items()}
     ratio = tree["step_s"] / flat["step_s"]
     return {

@@ -21,7 +21,7 @@ from arpo_megatron.hardware.placement import gpu_count
 from arpo_megatron.jobs.checkpoint_dirs import COLD_START_KEPT, checkpoint_directories, kept, step_of
 from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.launch.preflight.check import CheckResult, failure, ok, warning
-from arpo_megatron.models.known import shape_of
+from arpo_megatron.models.known import load_spec
 from arpo_megatron.plan.memory import checkpoint_bytes
 
 ROUTER_PIN = "0.3.2"
@@ -219,7 +219,7 @@ def check_disk(config: JobConfig, run: RunDirectory) -> CheckResult:
     place = existing(run.path)
     free = shutil.disk_usage(place).free
     try:
-        checkpoint = checkpoint_bytes(config, shape_of(config.model))
+        checkpoint = checkpoint_bytes(config, load_spec(config.model))
     except UserError as error:
         return warning("disk", f"{free / 1e9:.1f} GB are free at {place}; how many are wanted is not known", str(error))
     count, there = _checkpoints(config, run)

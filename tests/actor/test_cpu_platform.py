@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from arpo_megatron.actor import parallel, platform
+from arpo_megatron.actor import cpu_platform, parallel
 from arpo_megatron.config import ParallelConfig
 from arpo_megatron.errors import UserError
 
@@ -21,20 +21,20 @@ def literals(*values: str) -> tuple[object, ...]:
 
 
 def test_every_patch_is_applied_once_and_has_a_reason() -> None:
-    targets = [patch.target for patch in platform.PATCHES]
+    targets = [patch.target for patch in cpu_platform.PATCHES]
     assert len(set(targets)) == len(targets)
-    assert all(patch.reason for patch in platform.PATCHES)
+    assert all(patch.reason for patch in cpu_platform.PATCHES)
 
 
 def test_another_version_of_megatron_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(platform, "CHECKED_MEGATRON_CORE", "0.0.1")
+    monkeypatch.setattr(cpu_platform, "CHECKED_MEGATRON_CORE", "0.0.1")
     with pytest.raises(UserError, match=r"megatron-core 0\.16\.1 is not checked on a CPU \(only 0\.0\.1 is\)"):
-        platform.check_version()
+        cpu_platform.check_version()
 
 
 def test_literals_are_exchanged_wherever_the_function_holds_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(platform, "_resolve", lambda target, path: literals)
-    platform.Retarget("here:literals", {"cuda": "cpu"}, "a test").apply()
+    monkeypatch.setattr(cpu_platform, "_resolve", lambda target, path: literals)
+    cpu_platform.Retarget("here:literals", {"cuda": "cpu"}, "a test").apply()
     assert literals() == ("cpu", "cpu")
     assert literals("any") == ("cpu", "torch.cuda.FloatTensor")
 
@@ -42,12 +42,15 @@ def test_literals_are_exchanged_wherever_the_function_holds_them(monkeypatch: py
 @pytest.mark.parametrize(
     ("patch", "said"),
     [
-        (platform.Retarget("megatron.core.utils:local_multi_tensor_l2_norm", {"tpu": "cpu"}, "-"), "literal 'tpu' not"),
-        (platform.Retarget("megatron.core.utils:no_such_thing", {"cuda": "cpu"}, "-"), "no such function"),
-        (platform.Replace("torch:cuda.no_such_thing", lambda: None, "-"), "no such function"),
+        (
+            cpu_platform.Retarget("megatron.core.utils:local_multi_tensor_l2_norm", {"tpu": "cpu"}, "-"),
+            "literal 'tpu' not",
+        ),
+        (cpu_platform.Retarget("megatron.core.utils:no_such_thing", {"cuda": "cpu"}, "-"), "no such function"),
+        (cpu_platform.Replace("torch:cuda.no_such_thing", lambda: None, "-"), "no such function"),
     ],
 )
-def test_a_target_that_has_drifted_is_refused(patch: platform.Replace | platform.Retarget, said: str) -> None:
+def test_a_target_that_has_drifted_is_refused(patch: cpu_platform.Replace | cpu_platform.Retarget, said: str) -> None:
     with pytest.raises(UserError, match=said):
         patch.apply()
 
@@ -61,7 +64,7 @@ def test_a_wrong_number_of_ranks_is_told_before_anything_starts(monkeypatch: pyt
 def test_a_lone_process_is_a_quiet_world_of_its_own() -> None:
     code = (
         "from arpo_megatron.actor import parallel; from arpo_megatron.config import ParallelConfig\n"
-        "from arpo_megatron.actor.platform import install\n"
+        "from arpo_megatron.actor.cpu_platform import install\n"
         "parallel.destroy(); parallel.initialize(ParallelConfig(), seed=1); install()\n"
         "import megatron.core.optimizer, megatron.core.models.gpt.gpt_layer_specs\n"
         "assert parallel.is_rank_zero() and parallel.broadcast_object([1]) == [1]\n"
