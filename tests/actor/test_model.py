@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("one_rank")
     ("change", "what"),
     [({"vocabulary": 33}, "vocabulary"), ({"kv_heads": 1}, "key/value heads"), ({"ffn": 31}, "MLP width")],
 )
-def test_a_shape_that_cannot_be_divided_is_refused_in_one_line(change, what):
+def test_a_size_that_cannot_be_divided_is_refused_in_one_line(change, what):
     with pytest.raises(
         UserError, match=rf"{what} \(\d+\) cannot be divided by parallel.tensor=2: give parallel.tensor=1$"
     ):
@@ -24,7 +24,7 @@ def test_a_shape_that_cannot_be_divided_is_refused_in_one_line(change, what):
 
 
 @pytest.mark.parametrize(
-    ("shape", "layout", "said"),
+    ("spec", "layout", "said"),
     [
         (cases.QWEN3, {"data": 2, "expert": 2}, "parallel.expert=2, but the model has no experts"),
         (replace(cases.QWEN3, heads=32, vocabulary=66), {"tensor": 4}, "by parallel.tensor=4: give parallel.tensor=2$"),
