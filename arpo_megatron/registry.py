@@ -49,7 +49,7 @@ BUILTIN: Mapping[ExtensionPoint, Mapping[str, str]] = {
         "arpo": "arpo_megatron.algorithms.branching.arpo:ArpoPolicy",
         "arpo_reference": "arpo_megatron.algorithms.branching.arpo_reference:ArpoReferencePolicy",
         "grpo": "arpo_megatron.algorithms.branching.grpo:GrpoPolicy",
-        "random": "arpo_megatron.algorithms.branching.random:RandomPolicy",
+        "random": "arpo_megatron.algorithms.branching.random_forks:RandomPolicy",
     },
     ExtensionPoint.REWARD: {
         "arpo": "arpo_megatron.rewards.arpo:ArpoReward",

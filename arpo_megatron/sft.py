@@ -87,7 +87,7 @@ class Examples:
         def demonstrations(number: int) -> list[RolloutTree]:
             drawn = random.Random(f"cold-start-{seed}-{number}").choices(data.train, k=sft_config.batch)
             return demonstrate(
-                drawn, data.facts, tokenizer, careless=sft_config.careless, seed=seed + number, agent=agent
+                drawn, data.facts, tokenizer, mistake_share=sft_config.mistake_share, seed=seed + number, agent=agent
             )
 
         return cls(demonstrations)

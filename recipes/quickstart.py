@@ -24,7 +24,7 @@ def recipe() -> JobConfig:
         sft=SftConfig(
             steps=400,
             batch=48,
-            careless=0.5,
+            mistake_share=0.5,
             optimizer=OptimizerConfig(lr=2e-3, schedule="linear", warmup_fraction=0.08, beta2=0.98),
         ),
         algorithm=AlgorithmConfig(group_size=8, initial_rollouts=4, clip_high=0.28, entropy_tokens=8, minibatches=2),

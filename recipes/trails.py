@@ -36,7 +36,7 @@ def recipe() -> JobConfig:
         name="trails",
         data=DataConfig(kind="trails", tasks=4000, held_out=300),
         model=replace(job.model, layers=3),
-        sft=replace(job.sft, steps=500, batch=48, careless=0.6),
+        sft=replace(job.sft, steps=500, batch=48, mistake_share=0.6),
         algorithm=AlgorithmConfig(
             group_size=8, initial_rollouts=4, entropy_weight=2.0, clip_high=0.28, entropy_tokens=8, minibatches=2
         ),

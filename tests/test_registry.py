@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from arpo_megatron.algorithms.branching import first_trajectories
+from arpo_megatron.algorithms.branching import initial_trajectories
 from arpo_megatron.errors import UserError
 from arpo_megatron.jobs.resolve import resolve
 from arpo_megatron.plan.workload import _mix
@@ -79,7 +79,7 @@ def test_what_cannot_be_loaded_is_one_line(name: str, parts: list[str]) -> None:
 def test_a_policy_of_others_that_never_forks_is_checked_and_planned_as_such() -> None:
     words = ["algorithm.branching=apart", "algorithm.group_size=4", "algorithm.initial_rollouts=8", "reward.kind=half"]
     config = resolve("quickstart", overrides=words)
-    assert first_trajectories(config.algorithm) == 4
+    assert initial_trajectories(config.algorithm) == 4
     assert _mix(config, 1.0).initial == 4
     with pytest.raises(
         UserError, match=r"algorithm\.initial_rollouts=8 exceeds algorithm\.group_size=4, and .*=random begins"

@@ -28,7 +28,7 @@ from arpo_megatron.actor.te_layers import Fp8
 from arpo_megatron.actor.training_state import Snapshot, load_training_state, snapshot
 from arpo_megatron.actor.update_stats import WIDTH, UpdateStats
 from arpo_megatron.algorithms.base import TokenLoss, TrainingProgress
-from arpo_megatron.algorithms.components import make_loss
+from arpo_megatron.algorithms.components import make_policy_loss
 from arpo_megatron.algorithms.credit import Loss
 from arpo_megatron.config import JobConfig, OptimizerConfig
 from arpo_megatron.models.spec import ModelSpec
@@ -80,7 +80,7 @@ class Actor:
     ) -> None:
         self.config = config
         self.spec = spec
-        self._loss = make_loss(config.algorithm)
+        self._loss = make_policy_loss(config.algorithm)
         balance = config.model.router_aux_loss
         if balance == "model":
             balance = 0.0 if spec.experts is None else spec.experts.balance_coefficient
@@ -103,7 +103,7 @@ class Actor:
             chunk.config.finalize_model_grads_func = _sum_gradients
             chunk.config.no_sync_func = None if len(self.chunks) == 1 else [w.no_sync for w in self._wrapped]
         self.unsound: list[int] = []
-        self.course = TrainingProgress()
+        self.progress = TrainingProgress()
         self._optimizer_config = optimizer
         self.optimizer: Any = None
         self.scheduler: Any = None
@@ -349,7 +349,7 @@ class Actor:
             batch.weight,
             self.config.algorithm,
             batch.reference_logprobs,
-            self.course,
+            self.progress,
         )
         return loss, stats.row()
 

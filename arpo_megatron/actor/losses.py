@@ -19,7 +19,7 @@ def policy_loss(
     weight: Tensor,
     config: AlgorithmConfig,
     reference_logprobs: Tensor | None = None,
-    course: TrainingProgress | None = None,
+    progress: TrainingProgress | None = None,
 ) -> tuple[Tensor, PolicyStats]:
     """A token-level loss of a tree: one term a shared token that equals the sum over all its flattened copies.
 
@@ -37,7 +37,7 @@ def policy_loss(
         weight: float[m].
         config: coefficients.
         reference_logprobs: float[m], needed with a kl_coefficient.
-        course: of the run, for losses that depend on it; None: its beginning.
+        progress: of the run, for losses that depend on it; None: its beginning.
 
     Returns:
         the sum of the terms over the tokens, and its statistics.
@@ -45,7 +45,7 @@ def policy_loss(
     log_ratio = (logprobs - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio = log_ratio.exp()
     factors = loss.factors(
-        LossTokens(logprobs, ratio, entropies, positive, negative, weight, course or TrainingProgress())
+        LossTokens(logprobs, ratio, entropies, positive, negative, weight, progress or TrainingProgress())
     )
     policy = -(positive * factors.gain + negative * factors.cost).sum()
     if factors.penalty is not None:

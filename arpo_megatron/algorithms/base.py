@@ -14,17 +14,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-import numpy as np
-from numpy.typing import NDArray
-
+from arpo_megatron.algorithms.credit import TreeCredit
+from arpo_megatron.algorithms.types import Floats
 from arpo_megatron.tree import RolloutTree
 
-if TYPE_CHECKING:  # the command line reads a loss's numbers without loading torch
+if TYPE_CHECKING:  # the command line reads the parameters of a loss without loading torch
     from torch import Tensor
-
-    from arpo_megatron.algorithms.credit import TreeCredit
-
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +90,7 @@ class TokenScaling(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TrainingProgress:
-    """Where a run stands, for losses that change in its course.
+    """Where a run stands, for losses that change in its progress.
 
     Attributes:
         step: finished steps.
@@ -120,7 +115,7 @@ class LossTokens:
         positive: sum over leaves of w_i max(A_i, 0).
         negative: sum over leaves of w_i min(A_i, 0).
         weight: sum over leaves of w_i.
-        course: of the run.
+        progress: of the run.
     """
 
     logprobs: "Tensor"
@@ -129,7 +124,7 @@ class LossTokens:
     positive: "Tensor"
     negative: "Tensor"
     weight: "Tensor"
-    course: TrainingProgress = TrainingProgress()
+    progress: TrainingProgress = TrainingProgress()
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +168,7 @@ class MinibatchValue:
     """
 
     loss: float
-    credits: "list[TreeCredit]"
+    credits: list[TreeCredit]
     statistics: dict[str, Any] = field(default_factory=dict)
 
 

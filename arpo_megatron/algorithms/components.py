@@ -1,21 +1,21 @@
 """The estimator and the loss that a config names."""
 
 from arpo_megatron.algorithms.base import AdvantageEstimator, PolicyLoss, TokenLoss, TokenScaling
-from arpo_megatron.algorithms.branching import first_trajectories
+from arpo_megatron.algorithms.branching import initial_trajectories
 from arpo_megatron.config import AlgorithmConfig, JobConfig
 from arpo_megatron.errors import UserError
 from arpo_megatron.registry import ExtensionPoint, check_params, load, make
 
 
-def make_estimator(config: AlgorithmConfig) -> AdvantageEstimator:
+def make_advantage_estimator(config: AlgorithmConfig) -> AdvantageEstimator:
     """The part that `algorithm.advantage` names. Raises UserError."""
-    estimator: AdvantageEstimator = make(ExtensionPoint.ADVANTAGE, config.advantage, config.given())
+    estimator: AdvantageEstimator = make(ExtensionPoint.ADVANTAGE, config.advantage, config.component_params())
     return estimator
 
 
-def make_loss(config: AlgorithmConfig) -> PolicyLoss:
+def make_policy_loss(config: AlgorithmConfig) -> PolicyLoss:
     """The part that `algorithm.loss` names. Raises UserError."""
-    loss: PolicyLoss = make(ExtensionPoint.LOSS, config.loss, config.given())
+    loss: PolicyLoss = make(ExtensionPoint.LOSS, config.loss, config.component_params())
     return loss
 
 
@@ -37,8 +37,8 @@ def check_components(job: JobConfig) -> None:
     for point, name in parts:
         load(point, name)
     check_params(parts, config.params)
-    first_trajectories(config)
-    loss, estimator = make_loss(config), make_estimator(config)
+    initial_trajectories(config)
+    loss, estimator = make_policy_loss(config), make_advantage_estimator(config)
     if isinstance(estimator, TokenScaling) and not isinstance(loss, TokenLoss):
         raise UserError(
             f"algorithm.advantage={config.advantage} scales tokens, which algorithm.loss={config.loss} has no place for"
@@ -47,7 +47,7 @@ def check_components(job: JobConfig) -> None:
         _check_on_policy(job)
     for point, name in parts:
         if point is ExtensionPoint.REPLAY:
-            make(point, name, config.given())
+            make(point, name, config.component_params())
 
 
 def _check_on_policy(job: JobConfig) -> None:

@@ -16,7 +16,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import ArrayLike
 
-from arpo_megatron.algorithms.base import Floats
+from arpo_megatron.algorithms.types import Floats
 from arpo_megatron.tree import Float32Array, Role, RolloutTree
 
 Aggregation = Literal["token-mean", "sequence-mean"]

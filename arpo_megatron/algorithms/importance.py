@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import ArrayLike
 
-from arpo_megatron.algorithms.base import Floats
 from arpo_megatron.algorithms.credit import TreeShape
+from arpo_megatron.algorithms.types import Floats
 from arpo_megatron.tree import RolloutTree
 
 MAX_LOG_RATIO = 20.0

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from arpo_megatron.algorithms.base import Floats
+from arpo_megatron.algorithms.types import Floats
 from arpo_megatron.tree import Role, RolloutTree
 
 

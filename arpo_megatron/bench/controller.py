@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from arpo_megatron.algorithms.branching import make_policy
+from arpo_megatron.algorithms.branching import make_branch_policy
 from arpo_megatron.bench.pools import GROUP, new_pool, start
 from arpo_megatron.bench.simulated_tools import LATENCIES, SimulatedTools
 from arpo_megatron.config import AlgorithmConfig
@@ -133,7 +133,7 @@ def controller_figures(model: Path) -> dict[str, Any]:
 
 async def _measure(model: Path, size: int) -> ControllerTimings:
     codec = TokenizerCodec(model)
-    policy = make_policy(ALGORITHM, vocabulary_size=codec.vocabulary_size, seed=1)
+    policy = make_branch_policy(ALGORITHM, vocabulary_size=codec.vocabulary_size, seed=1)
     tools, engine = SimulatedTools(ANSWER_S, LATENCIES["lognormal"]), SimulatedEngine(codec.vocabulary_size - 1)
     pool = new_pool(engine, tools, codec, policy, 1)
     tasks = tuple(

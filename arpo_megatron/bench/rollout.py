@@ -18,7 +18,7 @@ from typing import Any
 
 import aiohttp
 
-from arpo_megatron.algorithms.branching import make_policy
+from arpo_megatron.algorithms.branching import make_branch_policy
 from arpo_megatron.bench.batch_synchronous import grow_in_rounds
 from arpo_megatron.bench.controller import controller_figures
 from arpo_megatron.bench.pools import GROUP, new_pool, start
@@ -129,7 +129,7 @@ class Bench:
         self._url = url
         self._codec = codec
         self._progress = progress
-        self._policy = make_policy(ALGORITHM, vocabulary_size=codec.vocabulary_size, seed=SEED)
+        self._policy = make_branch_policy(ALGORITHM, vocabulary_size=codec.vocabulary_size, seed=SEED)
         self._version = 0
         self.segment_s = 0.0
 

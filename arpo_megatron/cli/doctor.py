@@ -38,7 +38,7 @@ def examine(config: JobConfig | None, profile: ClusterProfile | None) -> bool:
 
 def _wants_gpus(config: JobConfig | None) -> bool:
     """A model that is fetched is trained on GPUs, also where an image is looked at on a machine without."""
-    return config is not None and config.platform != "cpu" and not config.model.made
+    return config is not None and config.platform != "cpu" and not config.model.is_generated
 
 
 def _check_ports() -> CheckResult:

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-import yaml
 
 from arpo_megatron.cli.bench import app as bench
 from arpo_megatron.cli.cluster import ConfigFile
@@ -14,6 +13,8 @@ from arpo_megatron.cli.cluster import app as cluster
 from arpo_megatron.cli.evaluation import app as evaluation
 from arpo_megatron.cli.study import app as study
 from arpo_megatron.config import JobConfig
+from arpo_megatron.config.io import dump_config
+from arpo_megatron.config.yaml import yaml_text
 from arpo_megatron.errors import UserError
 from arpo_megatron.jobs import resolve, run_directory
 
@@ -222,7 +223,7 @@ def recipes() -> None:
         job = resolve.resolve(name)
         found = plan(job, GPUS["h100-80"])
         model = job.model.hub_id or "made on the spot, for a CPU"
-        size = "" if job.model.made else f"{found.nodes:5} {found.peak_bytes / GIB:4.0f}"
+        size = "" if job.model.is_generated else f"{found.nodes:5} {found.peak_bytes / GIB:4.0f}"
         print(f"{name:15} {model:33} {size:10}  {' '.join(resolve.variant_names(name))}")
     print(
         "\nRECIPE+VARIANT+... lays variants over a recipe; `arpo show` says what it is then, `arpo plan` what it needs"
@@ -290,7 +291,7 @@ def _print_plan(config: JobConfig) -> None:
     from arpo_megatron.plan.report import layout
 
     check_inputs(config)
-    print(yaml.safe_dump(resolve.dump(config), sort_keys=False), end="")
+    print(yaml_text(dump_config(config)), end="")
     parallel, train_config = config.parallel, config.train
     print(f"# plan: a new run in {run_directory.next_path(config)}")
     print("#   sandbox  python -m tools_sandbox")

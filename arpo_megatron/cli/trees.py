@@ -15,7 +15,7 @@ from arpo_megatron.jobs.inputs import load_tokenizer, model_path
 from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.monitor.tree_store import (
     StoredTree,
-    most_telling,
+    rank_for_display,
     read_summaries,
     read_trees,
     step_file,
@@ -42,7 +42,7 @@ def show_trees(run: RunDirectory, *, step: int | None, tree: int | None, count: 
     if svg is None:
         Console().print(_table(path, steps))
     stored = read_trees(path) if count or tree is not None else []
-    chosen = most_telling(stored)[:count] if tree is None else [_numbered(stored, tree, path)]
+    chosen = rank_for_display(stored)[:count] if tree is None else [_numbered(stored, tree, path)]
     if not chosen:
         return
     tokenizer = load_tokenizer(model_path(resolve.load(run.config), run))
@@ -67,7 +67,7 @@ def replay_trees(file: Path, *, tree: int | None, config: Path | None) -> bool:
     Raises:
         UserError: the file, the config or the tokenizer cannot be read.
     """
-    from arpo_megatron.algorithms.branching import make_policy
+    from arpo_megatron.algorithms.branching import make_branch_policy
     from arpo_megatron.rollout.replay_decisions import Difference, replay_decisions
     from arpo_megatron.rollout.worker import TokenizerCodec
 
@@ -76,7 +76,7 @@ def replay_trees(file: Path, *, tree: int | None, config: Path | None) -> bool:
         raise UserError(f"{file} lies in no run directory: give the run's config with --config")
     job = resolve.load(config or run.config)
     vocabulary_size = TokenizerCodec(model_path(job, run)).vocabulary_size
-    policy = make_policy(job.algorithm, vocabulary_size=vocabulary_size, seed=job.seed)
+    policy = make_branch_policy(job.algorithm, vocabulary_size=vocabulary_size, seed=job.seed)
     stored = read_trees(file)
     numbers = range(len(stored)) if tree is None else [tree]
     decisions = 0

@@ -14,8 +14,8 @@ from pydantic.dataclasses import dataclass
 from arpo_megatron.cluster import slurm
 from arpo_megatron.config import JobConfig
 from arpo_megatron.config.fields import NonNegative, Positive
+from arpo_megatron.config.yaml import read_yaml
 from arpo_megatron.errors import UserError, did_you_mean
-from arpo_megatron.jobs import resolve
 from arpo_megatron.plan import GPUS, Hardware
 
 _STRICT = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
@@ -206,7 +206,7 @@ def read_profile(name: str) -> tuple[dict[str, Any], str]:
     path = Path(name) if name.endswith((".yaml", ".yml")) else DIRECTORY / f"{name}.yaml"
     if not path.is_file():
         raise UserError(f"unknown cluster {name!r}: there are {', '.join(profile_names())}, or give a FILE.yaml")
-    return resolve.read_yaml(path), str(path)
+    return read_yaml(path), str(path)
 
 
 def check_profile(values: dict[str, Any], where: str) -> ClusterProfile:

@@ -22,9 +22,10 @@ from arpo_megatron.cluster.profile import ClusterProfile, save_profile
 from arpo_megatron.cluster.runs import address, until_ended
 from arpo_megatron.cluster.submissions import no_longer_auto, submissions_of
 from arpo_megatron.config import JobConfig
+from arpo_megatron.config.io import save_config
 from arpo_megatron.errors import UserError
 from arpo_megatron.hardware.specs import GIB
-from arpo_megatron.jobs import resolve, run_directory
+from arpo_megatron.jobs import run_directory
 from arpo_megatron.jobs.inputs import check_files
 from arpo_megatron.jobs.run_directory import RunDirectory, write_json
 from arpo_megatron.plan import Plan
@@ -202,7 +203,7 @@ def _submitted(submission: Submission, code: Code) -> list[str]:
     try:
         if not submission.resume:
             run_directory.fresh(submission.config)
-        resolve.save(submission.config, run.config)
+        save_config(submission.config, run.config)
         run.submissions.mkdir(exist_ok=True)
         run.logs.mkdir(exist_ok=True)  # Slurm does not make it
         save_profile(submission.profile, run.cluster)

@@ -85,6 +85,6 @@ class AlgorithmConfig:
             raise ValueError(f"algorithm.params.{taken[0]} has a key of its own: algorithm.{taken[0]}")
         return self
 
-    def given(self) -> dict[str, Any]:
+    def component_params(self) -> dict[str, Any]:
         """All numbers that a part may take, by name; `config` is this object."""
         return {**{item.name: getattr(self, item.name) for item in fields(self)}, **self.params, "config": self}

@@ -31,6 +31,6 @@ class DataConfig:
     """How many tasks are kept for evaluation only."""
 
     @property
-    def made(self) -> bool:
+    def is_generated(self) -> bool:
         """Whether the tasks are made from the seed."""
         return self.kind != "arpo_parquet"

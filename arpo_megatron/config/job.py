@@ -7,7 +7,7 @@ from typing import Annotated, Self
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
-from arpo_megatron.config import validation as rules
+from arpo_megatron.config import validation
 from arpo_megatron.config.algorithm import AlgorithmConfig
 from arpo_megatron.config.data import DataConfig
 from arpo_megatron.config.engine import EngineConfig
@@ -54,13 +54,13 @@ class JobConfig:
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        rules.check_job(self)
+        validation.check_job(self)
         return self
 
     @property
     def sft_only(self) -> bool:
         """Whether it is supervised training alone: conversations, and no tasks of one's own for the ARPO loop."""
-        return self.sft.data is not None and self.data.made
+        return self.sft.data is not None and self.data.is_generated
 
     def trees_in_flight(self, step: int) -> int:
         """Training trees wanted when a step (from 0) begins, never more than the rest of the run can train."""
@@ -74,4 +74,4 @@ class JobConfig:
 
         Sequence parallelism divides them among tensor-parallel ranks, and FP8 products want multiples on every rank.
         """
-        return rules.FP8_TOKENS[self.model.fp8] * (self.parallel.tensor if self.parallel.sequence else 1)
+        return validation.FP8_TOKENS[self.model.fp8] * (self.parallel.tensor if self.parallel.sequence else 1)

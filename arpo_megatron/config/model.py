@@ -51,6 +51,6 @@ class ModelConfig:
     """Longest trajectory in tokens: prompt, model and tool tokens together."""
 
     @property
-    def made(self) -> bool:
+    def is_generated(self) -> bool:
         """Whether the job makes its model on the spot."""
         return self.path is None and self.hub_id is None

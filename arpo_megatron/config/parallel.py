@@ -5,7 +5,7 @@ from typing import Literal, Self
 from pydantic import model_validator
 from pydantic.dataclasses import dataclass
 
-from arpo_megatron.config import validation as rules
+from arpo_megatron.config import validation
 from arpo_megatron.config.fields import STRICT, Positive
 
 
@@ -54,5 +54,5 @@ class ParallelConfig:
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        rules.check_parallel(self)
+        validation.check_parallel(self)
         return self

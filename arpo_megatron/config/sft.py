@@ -32,7 +32,7 @@ class SftConfig:
     """Updates between two measurements of that loss; one comes after the last update."""
     batch: Positive = 64
     """Demonstrations or conversations an update."""
-    careless: Fraction = 0.4
+    mistake_share: Fraction = 0.4
     """Share of made demonstrations with a careless act (wrong operator, misspelt name, result ignored; in `trails` a
     page too few or too many, another addend, result ignored)."""
     save_every: Positive = 100

@@ -48,7 +48,7 @@ def check_job(config: "JobConfig") -> None:
         )
     if config.sync.directory is not None and config.sync.transport != "disk":
         raise ValueError(f"sync.directory is not read with sync.transport={config.sync.transport}; give disk")
-    if config.model.made:
+    if config.model.is_generated:
         _check_made_model(config.model, config.parallel)
         if config.algorithm.router_replay != "none":
             raise ValueError("algorithm.router_replay=rollout needs a model with experts at model.path")
@@ -97,7 +97,7 @@ def _check_sft(config: "JobConfig") -> None:
         return
     if not sft.steps:
         raise ValueError("sft.data is not read with sft.steps=0: give sft.steps=N too")
-    if config.model.made:
+    if config.model.is_generated:
         raise ValueError("sft.data needs model.path=DIR of a model with a chat template: a made model has none")
     if sft.max_tokens is not None and sft.max_tokens > config.model.max_length:
         raise ValueError(f"sft.max_tokens={sft.max_tokens} exceeds model.max_length={config.model.max_length}")
@@ -105,7 +105,7 @@ def _check_sft(config: "JobConfig") -> None:
 
 def _check_data(config: "JobConfig") -> None:
     data = config.data
-    if data.made:
+    if data.is_generated:
         check_tasks(config, data.tasks, f"data.tasks={data.tasks}")
         if data.path is not None:
             raise ValueError(f"data.path is not read with data.kind={data.kind}; give data.kind=arpo_parquet too")

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from arpo_megatron.config import JobConfig
+from arpo_megatron.config.io import dump_config
 from arpo_megatron.errors import UserError
 from arpo_megatron.evaluation.prompts import Tools
 from arpo_megatron.evaluation.questions import TestSet
 from arpo_megatron.evaluation.target import EvalTarget
-from arpo_megatron.jobs import resolve
 from arpo_megatron.jobs.run_directory import RUNS, RunDirectory, write_json
 
 IDENTITY = "evaluation.json"
@@ -33,7 +33,7 @@ def identity_of(
     system: str | None,
 ) -> Identity:
     """All that the attempts depend on, JSON-safe. Reads samples of the model's weights."""
-    values = resolve.dump(config)
+    values = dump_config(config)
     used = ("seed", "evaluation", "rollout", "reward", "data", "sandbox")
     return {
         "subject": subject.url or str((subject.model or Path(subject.name)).resolve()),

@@ -77,7 +77,7 @@ def put_benchmarks(
     given.
     """
     tokenizer = load_tokenizer(subject.model) if subject.model is not None else None
-    bare = subject.kind is TargetKind.RUN and config.data.made and system is None
+    bare = subject.kind is TargetKind.RUN and config.data.is_generated and system is None
     asked = []
     for each in sets:
         source = "math" if each.benchmark.metric == "math" else "qa"

@@ -121,13 +121,13 @@ def _asked(
     try:
         if sets:
             if config.reward.judge.url is not None and any(each.benchmark.metric == "judge" for each in sets):
-                judge = Judge(config.reward.judge, cache, waiting="the evaluation", tell=tell)
+                judge = Judge(config.reward.judge, cache, waiting="the evaluation", log=tell)
             verdicts = None if judge is None else judged_by(judge)
             put = put_benchmarks(sets, subject, config, tools, system, verdicts, wish.tasks)
         else:
             limit = config.rollout.max_response_tokens
             reward = make_reward(
-                config.reward, max_response_tokens=limit, cache=cache, waiting="the evaluation", tell=tell
+                config.reward, max_response_tokens=limit, cache=cache, waiting="the evaluation", log=tell
             )
             judge = reward.judge
             put = put_held_out(subject, config, reward, wish.tasks)

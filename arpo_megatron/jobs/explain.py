@@ -6,6 +6,7 @@ from typing import Any
 
 import yaml
 
+from arpo_megatron.config.io import dump_config
 from arpo_megatron.jobs import resolve
 
 
@@ -32,7 +33,7 @@ def render(recipe: str, *, file: Path | None = None, overrides: Sequence[str] = 
     """
     job = resolve.resolve(recipe, file=file, overrides=overrides)
     said = sources(resolve.layers(recipe, file=file, overrides=overrides))
-    lines = [f"# {recipe}: what is not marked is a default", *_lines(resolve.dump(job), "", said)]
+    lines = [f"# {recipe}: what is not marked is a default", *_lines(dump_config(job), "", said)]
     return "\n".join(lines) + "\n"
 
 

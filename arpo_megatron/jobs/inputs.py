@@ -61,7 +61,7 @@ def load_conversations(
     if config.sft.data is None:
         return None
     longest = config.sft.max_tokens or config.model.max_length
-    return read_conversations(config.sft.data, tokenizer, longest, vocabulary=spec.vocabulary, tell=tell)
+    return read_conversations(config.sft.data, tokenizer, longest, vocabulary=spec.vocabulary, log=tell)
 
 
 def model_path(config: JobConfig, run: RunDirectory) -> Path:
@@ -86,7 +86,7 @@ def load_tokenizer(directory: Path) -> "PreTrainedTokenizerFast":
 def load_data(config: JobConfig, tokenizer: "PreTrainedTokenizerFast") -> JobData:
     """Read or make the tasks. Raises UserError for a missing or unusable file."""
     data = config.data
-    if data.made:
+    if data.is_generated:
         made = FAMILIES[data.kind].generate(config.seed, data.tasks, data.held_out)
         return JobData(made.train, made.held_out, made.facts)
     read = read_parquet(_parquet_path(config), tokenizer=tokenizer, max_prompt_tokens=data.max_prompt_tokens)
@@ -222,7 +222,7 @@ def _make_model(config: JobConfig, run: RunDirectory) -> None:
     from arpo_megatron.models import tiny as tokenizers
     from arpo_megatron.models.random_init import save_random_weights
 
-    if config.data.made:
+    if config.data.is_generated:
         tokenizer = tokenizers.generated_tokenizer()
     else:
         tokenizer = tokenizers.train_bpe(read_texts(_parquet_path(config)), config.model.vocabulary_size)

@@ -4,24 +4,23 @@ import dataclasses
 import importlib
 import json
 import pkgutil
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-import yaml
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
 from arpo_megatron.algorithms.components import check_components
 from arpo_megatron.config import JobConfig
+from arpo_megatron.config.io import JOB, dump_config
+from arpo_megatron.config.yaml import parse_value, read_yaml
 from arpo_megatron.errors import UserError, did_you_mean
 from arpo_megatron.registry import ExtensionPoint
 from arpo_megatron.registry import load as load_part
 from arpo_megatron.rewards import check_reward
 
-_JOB = TypeAdapter(JobConfig)
 Tree = dict[str, Any]
 
 
@@ -92,10 +91,10 @@ def layers(recipe: str, *, file: Path | None = None, overrides: Sequence[str] = 
     if name not in (names := recipe_names()):
         raise UserError(f"unknown recipe {name!r}{did_you_mean(name, names)}; recipes: {', '.join(names)}")
     module = importlib.import_module(f"arpo_megatron.recipes.{name}")
-    found = [Layer(Source.DEFAULT, "", dump(JobConfig(name=name)))]
+    found = [Layer(Source.DEFAULT, "", dump_config(JobConfig(name=name)))]
     if (base := getattr(module, "base", None)) is not None:
-        found.append(Layer(Source.BASE, base.__name__, dump(base())))
-    found.append(Layer(Source.RECIPE, name, dump(module.recipe())))
+        found.append(Layer(Source.BASE, base.__name__, dump_config(base())))
+    found.append(Layer(Source.RECIPE, name, dump_config(module.recipe())))
     variants = _variants(name)
     for variant in wanted:
         if variant not in variants:
@@ -154,7 +153,7 @@ def resolve(recipe: str, *, file: Path | None = None, overrides: Sequence[str] =
 
 def with_overrides(config: JobConfig, overrides: Sequence[str]) -> JobConfig:
     """A config with `key=value` overrides laid over it. Raises what `resolve` does."""
-    values = dump(config)
+    values = dump_config(config)
     for layer in _with_presets([], override_layers(overrides)):
         _lay(values, layer)
     return _with_absolute_paths(check(values))
@@ -187,7 +186,7 @@ def check(values: Mapping[str, Any]) -> JobConfig:
     """Validate plain values. Raises UserError with one line for the first fault."""
     try:
         # As JSON: in pydantic's strict mode text is then still a path and a list a tuple, but true is not 1.
-        job = _JOB.validate_json(json.dumps(values, default=str))
+        job = JOB.validate_json(json.dumps(values, default=str))
     except ValidationError as error:
         raise UserError(_one_line(error)) from None
     check_components(job)
@@ -195,78 +194,9 @@ def check(values: Mapping[str, Any]) -> JobConfig:
     return job
 
 
-def dump(config: JobConfig) -> Tree:
-    """Plain, YAML-safe values; `check(dump(config)) == config`."""
-    plain: Tree = _JOB.dump_python(config, mode="json")
-    return plain
-
-
-def save(config: JobConfig, path: Path) -> None:
-    """Write the resolved config as YAML; the file is the old or the new one at any moment."""
-    partial = path.with_name(path.name + ".tmp")
-    partial.write_text(yaml.safe_dump(dump(config), sort_keys=False), encoding="utf-8")
-    partial.replace(path)
-
-
 def load(path: Path) -> JobConfig:
-    """Read what `save` wrote."""
+    """Read what `save_config` wrote."""
     return check(read_yaml(path))
-
-
-class _Yaml(yaml.SafeLoader):
-    """YAML 1.2's idea of booleans and numbers: `off`, `yes` and 4:00:00 are text, and 1e-5 is a number."""
-
-    yaml_implicit_resolvers = {  # noqa: RUF012  (how PyYAML declares them)
-        first: [
-            (tag, pattern) for tag, pattern in resolvers if not tag.endswith((":bool", ":int", ":float", ":timestamp"))
-        ]
-        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
-
-
-_Yaml.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"(true|false)$"), list("tf"))
-_Yaml.add_implicit_resolver(
-    "tag:yaml.org,2002:int",
-    re.compile(r"[-+]?(0b[01_]+|0[0-7_]+|0|[1-9][\d_]*|0x[\da-fA-F_]+)$"),
-    list("-+0123456789"),
-)
-_Yaml.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"([-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?|[-+]?\.inf|\.nan)$"),
-    list("-+.0123456789"),
-)
-
-
-def _mapping(loader: _Yaml, node: yaml.MappingNode) -> Iterator[dict[Any, Any]]:
-    """A mapping in which no key stands twice: YAML forbids that, PyYAML would silently take the last one."""
-    lines: dict[str, int] = {}
-    for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
-        line = key.start_mark.line + 1
-        if key.value in lines:
-            where = f"in line {lines[key.value]} and in line {line}" if line != lines[key.value] else "twice"
-            raise yaml.YAMLError(f"the key {key.value} stands {where}")
-        lines[key.value] = line
-    values: dict[Any, Any] = {}
-    yield values  # first the mapping, then what is in it: so the loader resolves anchors
-    values.update(loader.construct_mapping(node))
-
-
-_Yaml.add_constructor("tag:yaml.org,2002:map", _mapping)
-
-
-def read_yaml(path: Path) -> Tree:
-    """A YAML mapping, strictly read: no key twice. Raises UserError."""
-    try:
-        values = yaml.load(path.read_text(encoding="utf-8"), _Yaml)  # noqa: S506  (a SafeLoader)
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read the config file {path}: {error}") from None
-    except yaml.YAMLError as error:
-        raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
-    if values is None:
-        return {}
-    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
-        raise UserError(f"{path} must hold a mapping of config keys to values")
-    return values
 
 
 def _parse_override(word: str) -> Tree:
@@ -274,11 +204,7 @@ def _parse_override(word: str) -> Tree:
     key, equals, text = word.partition("=")
     if not equals or not all(key.split(".")):
         raise UserError(f"cannot read {word!r}: an override has the form section.key=value")
-    try:
-        value: Any = yaml.load(text, _Yaml) if text else ""  # noqa: S506  (a SafeLoader)
-    except yaml.YAMLError:
-        value = text
-    return _nested(key.split("."), value)
+    return _nested(key.split("."), parse_value(text))
 
 
 def _nested(parts: Sequence[str], value: Any) -> Tree:

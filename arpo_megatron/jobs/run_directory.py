@@ -14,6 +14,7 @@ from typing import IO, Any
 import yaml
 
 from arpo_megatron.config import JobConfig
+from arpo_megatron.config.io import dump_config, save_config
 from arpo_megatron.errors import UserError
 from arpo_megatron.jobs import resolve
 
@@ -262,7 +263,7 @@ def fresh(config: JobConfig) -> RunDirectory:
     except OSError as error:
         raise UserError(f"cannot make the run directory {next_path(config)}: {error.strerror or error}") from None
     run = RunDirectory(path)
-    resolve.save(config, run.config)
+    save_config(config, run.config)
     return run
 
 
@@ -337,7 +338,7 @@ def _newest(base: Path) -> Path | None:
 
 def fixed_part(config: JobConfig) -> resolve.Tree:
     """What a run keeps for as long as it lives: its config without `CHANGEABLE`."""
-    return _without_changeable(resolve.dump(config))
+    return _without_changeable(dump_config(config))
 
 
 def _without_changeable(values: resolve.Tree, prefix: str = "") -> resolve.Tree:

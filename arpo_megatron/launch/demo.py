@@ -14,7 +14,7 @@ from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.launch.job import opened, run_phases, watching
 from arpo_megatron.launch.services import services
 from arpo_megatron.monitor.progress import Progress
-from arpo_megatron.monitor.tree_store import most_telling, read_trees, step_file, stored_steps
+from arpo_megatron.monitor.tree_store import rank_for_display, read_trees, step_file, stored_steps
 from arpo_megatron.monitor.tree_view import render_tree
 from arpo_megatron.rollout.endpoints import connect_rollouts
 from arpo_megatron.rollout.messages import RolloutSettings
@@ -92,7 +92,7 @@ def _show(progress: Progress, tokenizer: "PreTrainedTokenizerFast", task: Task, 
 
 def _draw(progress: Progress, tokenizer: "PreTrainedTokenizerFast", run: RunDirectory) -> None:
     """A tree of the first step, where the agent still hesitates."""
-    stored = most_telling(read_trees(step_file(run, stored_steps(run)[0])))[0]
+    stored = rank_for_display(read_trees(step_file(run, stored_steps(run)[0])))[0]
     progress.show(render_tree(stored.tree, lambda ids: str(tokenizer.decode(ids)), stored.rewards))
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from arpo_megatron.config import JobConfig
+from arpo_megatron.config.io import save_config
 from arpo_megatron.errors import UserError
 from arpo_megatron.jobs import resolve, run_directory
 from arpo_megatron.jobs.checkpoint_dirs import checkpoint_directories, step_of
@@ -129,7 +130,7 @@ def opened(config: JobConfig, *, resume: bool) -> Iterator[RunDirectory]:
     check_inputs(config)
     run = run_directory.existing(config) if resume else run_directory.fresh(config)
     with run.locked():
-        resolve.save(config, run.config)  # not before the lock: a running job reads it
+        save_config(config, run.config)  # not before the lock: a running job reads it
         run.remove_partial()  # what a kill -9 left
         try:
             yield run

@@ -86,7 +86,7 @@ def load_spec(model: ModelConfig) -> ModelSpec:
         spec = ModelSpec.from_hf(model.path)
         check_is_known(spec, model.hub_id, model.path)
         return spec
-    if model.made:
+    if model.is_generated:
         return _made(model)
     if (known := KNOWN_MODELS.get(model.hub_id or "")) is not None:
         return known

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from arpo_megatron.config import JobConfig
+from arpo_megatron.config.io import dump_config
 from arpo_megatron.errors import UserError
-from arpo_megatron.jobs import resolve
 from arpo_megatron.monitor.events import append_lines
 
 Value = float | int | str | bool | None
@@ -110,7 +110,7 @@ def _start_wandb(run_dir: Path, config: JobConfig, mode: Literal["offline", "onl
             resume="allow",
             mode=mode,
             dir=run_dir,
-            config=resolve.dump(config),
+            config=dump_config(config),
             settings=wandb.Settings(silent=True, console="off"),
         )
     except wandb.errors.Error as error:

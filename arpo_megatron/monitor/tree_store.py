@@ -63,13 +63,13 @@ class TreeLog:
 
     Attributes:
         run: whose directory takes them.
-        tell: says what waits, and what is given up.
+        log: says what waits, and what is given up.
         most_bytes: of trees that wait; beyond it the oldest steps are given up.
         waiting: their tables by step.
     """
 
     run: RunDirectory
-    tell: Callable[[str], None]
+    log: Callable[[str], None]
     most_bytes: int = _WAITING_BYTES
     waiting: "dict[int, pa.Table]" = field(default_factory=dict)
 
@@ -82,11 +82,11 @@ class TreeLog:
         while sum(table.nbytes for table in self.waiting.values()) > self.most_bytes:
             oldest = min(self.waiting)
             trees = int(self.waiting.pop(oldest).num_rows)
-            self.tell(f"the {trees} trees of step {oldest} are given up: too many wait for room on the disk")
+            self.log(f"the {trees} trees of step {oldest} are given up: too many wait for room on the disk")
             lost += trees
         after = self._count()
         if after:
-            self.tell(f"{after} trees of steps {_listed(self.waiting)} wait for the disk, training goes on: {error}")
+            self.log(f"{after} trees of steps {_listed(self.waiting)} wait for the disk, training goes on: {error}")
         return after + lost - before
 
     def write_waiting(self) -> str:
@@ -107,7 +107,7 @@ class TreeLog:
     def close(self) -> None:
         """The last attempt; what is lost now is told."""
         if error := self.write_waiting():
-            self.tell(f"the {self._count()} trees of steps {_listed(self.waiting)} are not stored: {error}")
+            self.log(f"the {self._count()} trees of steps {_listed(self.waiting)} are not stored: {error}")
 
 
 def write_trees(path: Path, step: int, scored: Sequence[ScoredTree], decode: Decode) -> None:
@@ -214,7 +214,7 @@ def _schema() -> "pa.Schema":
             "rewards": pa.list_(pa.float64()),
             "accuracies": pa.list_(pa.float64()),
             "format_ok": pa.list_(pa.bool_()),
-            "parts": pa.list_(pa.struct({"name": text, "values": pa.list_(pa.float64())})),
+            "terms": pa.list_(pa.struct({"name": text, "values": pa.list_(pa.float64())})),
             "forks": number,
             "unique_tokens": number,
             "flat_tokens": number,
@@ -239,7 +239,7 @@ def _row(step: int, item: ScoredTree, decode: Decode) -> dict[str, Any]:
         "rewards": item.rewards,
         "accuracies": item.accuracies,
         "format_ok": item.format_ok,
-        "parts": [{"name": name, "values": values} for name, values in item.parts.items()],
+        "terms": [{"name": name, "values": values} for name, values in item.terms.items()],
         "forks": tree.forks,
         "unique_tokens": tree.unique_tokens,
         "flat_tokens": tree.flat_tokens,
@@ -287,7 +287,7 @@ def _tree(row: dict[str, Any]) -> RolloutTree:
     )
 
 
-def most_telling(stored: Sequence[StoredTree]) -> list[StoredTree]:
+def rank_for_display(stored: Sequence[StoredTree]) -> list[StoredTree]:
     """Trees ordered for showing: those whose forks decided between right and wrong first, short ones before long.
 
     Those that were given up are left out.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 from statistics import mean
 
-from arpo_megatron.algorithms.branching import first_trajectories
+from arpo_megatron.algorithms.branching import initial_trajectories
 from arpo_megatron.algorithms.credit import supervised_credit
 from arpo_megatron.config import JobConfig
 from arpo_megatron.packing.packs import TreePack, pack_trees, report
@@ -123,7 +123,7 @@ def _mix(config: JobConfig, fill: float) -> Mix:
     result = min(TOOL_SHARE * room / calls, rollout.max_tool_tokens) if calls else 0.0
     return Mix(
         samples=samples,
-        initial=first_trajectories(config.algorithm),
+        initial=initial_trajectories(config.algorithm),
         calls=calls,
         prompt=round(prompt * fill),
         segment=_around((room - calls * result) / (calls + 1)),

@@ -17,7 +17,7 @@ def make_reward(
     max_response_tokens: int | None = None,
     cache: Path | None = None,
     waiting: str = "training",
-    tell: Callable[[str], None] = lambda _text: None,
+    log: Callable[[str], None] = lambda _text: None,
     check: Callable[[], None] = lambda: None,
 ) -> ComposedReward:
     """The reward that a config describes; its judge asks nothing yet.
@@ -27,7 +27,7 @@ def make_reward(
         max_response_tokens: `rollout.max_response_tokens`, for parts that have such a field.
         cache: the judge's file of replies where the config names none; None: none is kept.
         waiting: see `Judge`.
-        tell: likewise.
+        log: likewise.
         check: likewise.
 
     Raises:
@@ -35,9 +35,7 @@ def make_reward(
     """
     base, terms = _made(config, max_response_tokens)
     wanted = base.needs_judge or any(each.term.needs_judge for each in terms)
-    judge = (
-        Judge(config.judge, config.judge.cache or cache, waiting=waiting, tell=tell, check=check) if wanted else None
-    )
+    judge = Judge(config.judge, config.judge.cache or cache, waiting=waiting, log=log, check=check) if wanted else None
     return ComposedReward(base, terms, judge)
 
 

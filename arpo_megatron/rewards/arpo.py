@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from arpo_megatron.rewards.base import ResponseGroup, Score
-from arpo_megatron.rewards.judge.prompts import CORRECT, question_of, same_answer
+from arpo_megatron.rewards.judge.prompts import CORRECT, question_text, same_answer
 from arpo_megatron.rewards.math.verify import MathVerdict, verdicts
 from arpo_megatron.rewards.qa import exact_match, token_f1
 from arpo_megatron.tasks.tags.response import Parsed, parse_response
@@ -44,7 +44,7 @@ class ArpoReward:
         accuracy, parts = grades[parsed.answer]
         bonus = self.tool_bonus if accuracy > 0.0 and len(parsed.tools) == 2 else 0.0
         reward = max(accuracy + bonus, accuracy)
-        return Score(reward, accuracy, format_ok=True, parts={**parts, "tool_bonus": bonus}, answer=parsed.answer)
+        return Score(reward, accuracy, format_ok=True, terms={**parts, "tool_bonus": bonus}, answer=parsed.answer)
 
     def _grades(self, answers: Sequence[str], group: ResponseGroup) -> list[tuple[float, Parts]]:
         """Accuracy and parts of each answer."""
@@ -55,7 +55,7 @@ class ArpoReward:
         if group.judge is None:
             raise ValueError("a judge is wanted and there is none")
         task = group.task
-        said = group.judge.ask([same_answer(question_of(task), task.ground_truth, answer) for answer in answers])
+        said = group.judge.ask([same_answer(question_text(task), task.ground_truth, answer) for answer in answers])
         return [
             rule if verdict is None else (float(verdict == CORRECT), {**rule[1], "judged": float(verdict == CORRECT)})
             for verdict, rule in zip(said, by_rule, strict=True)

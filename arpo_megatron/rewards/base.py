@@ -27,7 +27,7 @@ class Score:
     reward: float
     accuracy: float
     format_ok: bool
-    parts: Mapping[str, float] = field(default_factory=dict)
+    terms: Mapping[str, float] = field(default_factory=dict)
     answer: str | None = None
     reason: str = ""
 

@@ -47,4 +47,4 @@ class ComposedReward:
 
     def _with_terms(self, score: Score, values: Sequence[float]) -> Score:
         parts = {each.name: value for each, value in zip(self.terms, values, strict=True)}
-        return replace(score, reward=score.reward + sum(values), parts={**score.parts, **parts})
+        return replace(score, reward=score.reward + sum(values), terms={**score.terms, **parts})

@@ -37,7 +37,7 @@ class ReleasedReward:
         f1 = token_f1(answer, task.ground_truth)
         both = "</search>" in response and "</python>" in response
         bonus = self.tool_bonus if f1 > 0.0 and both else 0.0
-        return Score(f1 + bonus, f1, format_ok=True, parts={"f1": f1, "tool_bonus": bonus}, answer=answer)
+        return Score(f1 + bonus, f1, format_ok=True, terms={"f1": f1, "tool_bonus": bonus}, answer=answer)
 
 
 def _broken_rule(text: str) -> str:

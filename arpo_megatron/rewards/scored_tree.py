@@ -26,7 +26,7 @@ class ScoredTree:
         format_ok: bool[leaves], whether the trajectory keeps to the tag protocol.
         dropped: why it is not trained (`harvest.DROPS`); None: it is.
         replayed: trajectories of it that are stored ones (`algorithm.replay`), the last ones.
-        parts: what went into the rewards, by name: float64[leaves], NaN where a leaf has no such part.
+        terms: what went into the rewards, by name: float64[leaves], NaN where a leaf has no such part.
         advantages: float64[leaves], those that the store has given; None: the step's estimator gives them.
     """
 
@@ -37,7 +37,7 @@ class ScoredTree:
     format_ok: NDArray[np.bool_]
     dropped: str | None = None
     replayed: int = 0
-    parts: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
+    terms: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
     advantages: NDArray[np.float64] | None = None
 
     @property

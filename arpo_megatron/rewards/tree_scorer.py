@@ -37,14 +37,14 @@ class TreeScorer:
             return list(threads.map(self.reward.score_group, groups))
 
 
-def parts_of(scores: Sequence[Score]) -> dict[str, NDArray[np.float64]]:
+def terms_by_name(scores: Sequence[Score]) -> dict[str, NDArray[np.float64]]:
     """The parts of a tree's scores by name: float64[leaves], NaN where a leaf has no such part."""
-    names = dict.fromkeys(name for score in scores for name in score.parts)
-    return {name: np.array([score.parts.get(name, np.nan) for score in scores], np.float64) for name in names}
+    names = dict.fromkeys(name for score in scores for name in score.terms)
+    return {name: np.array([score.terms.get(name, np.nan) for score in scores], np.float64) for name in names}
 
 
-def mean_parts(trees: Sequence[Mapping[str, NDArray[np.float64]]]) -> dict[str, float]:
-    """What `parts_of` says of several trees -> mean of each part over the trajectories that have it."""
+def mean_terms(trees: Sequence[Mapping[str, NDArray[np.float64]]]) -> dict[str, float]:
+    """What `terms_by_name` says of several trees -> mean of each part over the trajectories that have it."""
     names = dict.fromkeys(name for parts in trees for name in parts)
     return {
         name: float(np.nanmean(np.concatenate([parts[name] for parts in trees if name in parts]))) for name in names

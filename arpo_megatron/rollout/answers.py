@@ -10,7 +10,7 @@ from functools import partial
 
 import numpy as np
 
-from arpo_megatron.algorithms.branching import PathKey, place_seed
+from arpo_megatron.algorithms.branching import PathKey, path_seed
 from arpo_megatron.engine.expert_routes import RouteRequest
 from arpo_megatron.engine.request import Generation
 from arpo_megatron.rollout.accounting import RolloutCounts
@@ -79,7 +79,7 @@ class TreeAnswers:
             self._context.on_tokens(len(part.token_ids))
             return part
         context = self._context
-        seed = place_seed(context.seed, context.step, self._task_id, node.key)
+        seed = path_seed(context.seed, context.step, self._task_id, node.key)
         tokens = np.concatenate([prefix, *(part.token_ids for part in parts)])
         start = len(tokens) - 1 if len(tokens) > len(prefix) else routed
         part = await context.engine.generate(

@@ -8,7 +8,7 @@ become fresh trajectories at once.
 What engine and tools answer is asked for, recorded and counted in `answers`.
 
 Nothing depends on which request came back first: places in the tree (`PathKey`) are handed out when a path begins, the
-forks of a task are reserved by place (`policies.base.shares`), draws and the engine's seeds are keyed by place, and the
+forks of a task are reserved by place (`split_budget`), draws and the engine's seeds are keyed by place, and the
 finished tree is written in the order of places.
 """
 
@@ -24,9 +24,9 @@ from arpo_megatron.algorithms.branching import (
     ForkPoint,
     Probe,
     ProbingPolicy,
-    begin,
-    fresh_place,
-    shares,
+    fresh_path_key,
+    initial_budgets,
+    split_budget,
 )
 from arpo_megatron.engine.request import EngineFinish, Generation
 from arpo_megatron.rollout.answers import TreeAnswers
@@ -172,7 +172,7 @@ class TreeGrower:
     async def _begin(self, initial: int, begun: int) -> None:
         """Start the trajectories of the N first ones that have not begun."""
         self._initial, prompt = initial, self._root.token_ids
-        for number, forks in list(enumerate(begin(self._context.policy, initial)))[begun:]:
+        for number, forks in list(enumerate(initial_budgets(self._context.policy, initial)))[begun:]:
             self._start(BranchStart(self._root.child(Role.MODEL), prompt, forks, routed=len(prompt) if number else 0))
 
     def _start(self, place: BranchStart) -> None:
@@ -192,7 +192,7 @@ class TreeGrower:
             next_place = await self._answer(segment) if segment.call is not None else None
         self._shared.end_path(segment.node)
         for number in range(segment.forks):
-            key = fresh_place(self._initial, segment.node.key, number)
+            key = fresh_path_key(self._initial, segment.node.key, number)
             node = Node(Role.MODEL, key, above=self._root)
             self._root.children.append(node)
             self._start(BranchStart(node, self._root.token_ids, 0, routed=len(self._root.token_ids)))
@@ -257,7 +257,7 @@ class TreeGrower:
         )
         place.node.branch = decision.record
         streak = place.streak + 1 if decision.siblings else 0
-        kept, *given = shares(place.forks - decision.siblings, 1 + decision.siblings)
+        kept, *given = split_budget(place.forks - decision.siblings, 1 + decision.siblings)
         for forks in given:
             sibling = above.child(Role.MODEL)
             self._start(replace(place, node=sibling, forks=forks, above=None, routed=len(place.prefix), streak=streak))

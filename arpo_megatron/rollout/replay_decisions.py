@@ -16,8 +16,8 @@ from arpo_megatron.algorithms.branching import (
     PathKey,
     Probe,
     ProbingPolicy,
-    begin,
-    shares,
+    initial_budgets,
+    split_budget,
 )
 from arpo_megatron.tree import Float32Array, Role, RolloutTree
 
@@ -57,7 +57,7 @@ class _Walk:
     def run(self) -> None:
         first = self.children[0]
         initial = self._initial(first)
-        reserved = begin(self.policy, initial)
+        reserved = initial_budgets(self.policy, initial)
         if len(first) < len(reserved):
             raise Difference(f"segment 0: {len(first)} trajectories begin here, derived at least {len(reserved)}")
         reserved += [0] * (len(first) - len(reserved))
@@ -93,7 +93,7 @@ class _Walk:
             if len(siblings) != wanted:
                 raise Difference(f"segment {path.above}: {len(siblings)} forks are stored here, derived {wanted}")
             streak = (path.streak + 1 if wanted else 0) if derived is not None else path.streak
-            kept, *given = shares(path.forks - wanted, 1 + wanted)
+            kept, *given = split_budget(path.forks - wanted, 1 + wanted)
             # Below the measured path, whose place comes first, in depth-first order.
             for place, (index, forks) in reversed(list(enumerate(zip(siblings, given, strict=True), start=1))):
                 key = (*path.key[:-1], place)

@@ -21,7 +21,7 @@ from typing import Any
 from aiohttp import web
 from tokenizers import Tokenizer
 
-from arpo_megatron.algorithms.branching import BranchPolicy, GrpoPolicy, make_policy
+from arpo_megatron.algorithms.branching import BranchPolicy, GrpoPolicy, make_branch_policy
 from arpo_megatron.engine.client import EngineClient
 from arpo_megatron.errors import UserError
 from arpo_megatron.rollout.connection import Outbox, hang_up
@@ -120,7 +120,7 @@ class Session:
         def policy(grown: RolloutSettings) -> BranchPolicy:
             if grown.branching is None:
                 return GrpoPolicy(grown.samples)
-            return make_policy(grown.branching, vocabulary_size=codec.vocabulary_size, seed=settings.seed)
+            return make_branch_policy(grown.branching, vocabulary_size=codec.vocabulary_size, seed=settings.seed)
 
         engine = EngineClient(
             *settings.engine_urls,

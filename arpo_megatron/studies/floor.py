@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from arpo_megatron.models.tiny import generated_tokenizer
 from arpo_megatron.tasks.base import Task
 from arpo_megatron.tasks.synthetic.demonstrations import Agent
-from arpo_megatron.tasks.synthetic.lookup import asked
-from arpo_megatron.tasks.synthetic.trails import LEVELS, Trail, following, generate, read_page
+from arpo_megatron.tasks.synthetic.lookup import question_text
+from arpo_megatron.tasks.synthetic.trails import LEVELS, Trail, generate, read_page, trail_agent
 from arpo_megatron.tasks.synthetic.writer import Writer
 
 CALLS = 5
@@ -21,7 +21,7 @@ CARELESS = 0.6
 
 def at_random(task: Task, writer: Writer, rng: random.Random) -> str:
     """Every next act is a draw: search for a name it has seen, add the addend to the last number, or answer with it."""
-    trail = Trail.parse(asked(task))
+    trail = Trail.parse(question_text(task))
     names = [trail.name]
     onward, number = read_page(writer.search(trail.name) or "")
     for _ in range(CALLS - 1):
@@ -38,7 +38,7 @@ def at_random(task: Task, writer: Writer, rng: random.Random) -> str:
 
 def counting_at_random(task: Task, writer: Writer, rng: random.Random) -> str:
     """Does all rightly, but how many pages it reads is a draw."""
-    trail = Trail.parse(asked(task))
+    trail = Trail.parse(question_text(task))
     name, number = trail.name, 0
     for _ in range(rng.choice(LEVELS)):
         name, number = read_page(writer.search(name) or "")
@@ -48,8 +48,8 @@ def counting_at_random(task: Task, writer: Writer, rng: random.Random) -> str:
 AGENTS: Mapping[str, Agent] = {
     "random acts": at_random,
     "right acts, random number of pages": counting_at_random,
-    "demonstrations of the cold start": following(CARELESS),
-    "careful": following(0.0),
+    "demonstrations of the cold start": trail_agent(CARELESS),
+    "careful": trail_agent(0.0),
 }
 
 
@@ -59,7 +59,7 @@ def solved(agent: Agent, tasks: int, seed: int = 1) -> dict[int, float]:
     rng, right = random.Random(seed), {level: list[bool]() for level in LEVELS}
     for task in made.held_out:
         answer = agent(task, Writer(task, tokenizer, made.facts), rng)
-        right[Trail.parse(asked(task)).hops].append(answer == task.ground_truth)
+        right[Trail.parse(question_text(task)).hops].append(answer == task.ground_truth)
     return {level: sum(answers) / len(answers) for level, answers in right.items()}
 
 

@@ -13,10 +13,11 @@ import numpy as np
 
 from arpo_megatron.actor import parallel
 from arpo_megatron.actor.actor import Actor
-from arpo_megatron.algorithms.base import Batch, Floats, Group, MinibatchValue, TokenLoss, TokenScaling
-from arpo_megatron.algorithms.components import make_estimator, make_loss
+from arpo_megatron.algorithms.base import Batch, Group, MinibatchValue, TokenLoss, TokenScaling
+from arpo_megatron.algorithms.components import make_advantage_estimator, make_policy_loss
 from arpo_megatron.algorithms.credit import Loss, TreeCredit, TreeShape, checked, leaf_weights, tree_credits
 from arpo_megatron.algorithms.importance import trajectory_weights
+from arpo_megatron.algorithms.types import Floats
 from arpo_megatron.config import JobConfig
 from arpo_megatron.models.spec import ModelSpec
 from arpo_megatron.packing.layout import TreePack
@@ -53,7 +54,7 @@ def build_batches(scored: Sequence[ScoredTree], config: JobConfig, spec: ModelSp
     groups = [Group(item.tree, item.rewards, item.accuracies) for item in scored]
     shapes = [TreeShape(group.tree) for group in groups]
     estimated = iter(
-        make_estimator(algorithm)(
+        make_advantage_estimator(algorithm)(
             [group for group, item in zip(groups, scored, strict=True) if item.advantages is None]
         )
     )
@@ -122,7 +123,7 @@ def finish_credit(
         on_policy: the present policy still is that of the step.
         entropies: of the packs under the policy of the step; only some parts need them.
     """
-    loss, estimator = make_loss(config.algorithm), make_estimator(config.algorithm)
+    loss, estimator = make_policy_loss(config.algorithm), make_advantage_estimator(config.algorithm)
     limited = config.algorithm.trajectory_weight_limit is not None
     scaling = estimator if isinstance(estimator, TokenScaling) else None
     if isinstance(loss, TokenLoss) and not limited and scaling is None:

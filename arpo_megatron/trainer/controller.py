@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Self
 import numpy as np
 
 from arpo_megatron.algorithms.credit import supervised_credit
-from arpo_megatron.algorithms.replay import make_replay
+from arpo_megatron.algorithms.replay import make_replay_buffer
 from arpo_megatron.config import JobConfig
 from arpo_megatron.engine.admin import WeightPushError
 from arpo_megatron.engine.wire.buckets import Bucket
@@ -23,7 +23,7 @@ from arpo_megatron.packing.packs import TreePack, pack_trees
 from arpo_megatron.rewards import make_reward
 from arpo_megatron.rewards.composed import ComposedReward
 from arpo_megatron.rewards.scored_tree import ScoredTree
-from arpo_megatron.rewards.tree_scorer import TreeScorer, mean_parts, parts_of
+from arpo_megatron.rewards.tree_scorer import TreeScorer, mean_terms, terms_by_name
 from arpo_megatron.rollout.accounting import RolloutStats, tokens_per_second
 from arpo_megatron.rollout.endpoints import Services, connect_rollouts
 from arpo_megatron.rollout.handle import RolloutHandle
@@ -63,7 +63,7 @@ class Controller:
     tree_log: TreeLog = field(init=False)
 
     def __post_init__(self) -> None:
-        store = make_replay(self.config.algorithm)
+        store = make_replay_buffer(self.config.algorithm)
         directory, tell = RunDirectory(self.events.path.parent), lambda text: self.events.emit("note", text=text)
         under_way = StepJournal(
             directory.under_way,
@@ -97,7 +97,7 @@ class Controller:
                 config.reward,
                 max_response_tokens=config.rollout.max_response_tokens,
                 cache=directory.judge_replies,
-                tell=lambda text: events.emit("note", text=text),
+                log=lambda text: events.emit("note", text=text),
                 check=partial(check_stop, events),
             ),
             sync=WeightSync.of(config, services.engine_urls, directory.path, services.engine_token),
@@ -126,7 +126,7 @@ class Controller:
                 rewards=np.array([score.reward for score in scores]),
                 accuracies=np.array([score.accuracy for score in scores]),
                 format_ok=np.array([score.format_ok for score in scores]),
-                parts=parts_of(scores),
+                terms=terms_by_name(scores),
             )
             for tree, task, scores in zip(trees, tasks, found, strict=True)
         ]
@@ -204,7 +204,7 @@ class Controller:
             "predicted_cached_share": counted["predicted_cached_tokens"] / max(1, counted["predicted_prompt_tokens"]),
             "tokens_per_s": tokens_per_second(self.harvest.stats),
             **counted,
-            **{f"reward/{name}": mean for name, mean in mean_parts([item.parts for item in scored]).items()},
+            **{f"reward/{name}": mean for name, mean in mean_terms([item.terms for item in scored]).items()},
             **({} if judge is None else {f"judge/{name}": count for name, count in judge.take_counts().items()}),
             **self.sampler.metrics(),
             **({} if self.harvest.store is None else self.harvest.store.metrics()),

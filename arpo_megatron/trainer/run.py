@@ -260,7 +260,7 @@ class TrainingRun:
             ready = finish_credit(
                 self.actor, minibatch, old.logprobs, self.config, on_policy=on_policy, entropies=old.entropies
             )
-        self.actor.course = self._course()
+        self.actor.progress = self._course()
         stats = self.actor.update(
             ready.packs, ready.old_logprobs, ready.loss, reference_logprobs=minibatch.reference_logprobs
         )

@@ -14,7 +14,7 @@ from arpo_megatron.monitor.events import EventLog
 from arpo_megatron.monitor.metrics import MetricsLog
 from arpo_megatron.monitor.profiler import StepProfiler
 from arpo_megatron.rollout.endpoints import Services
-from arpo_megatron.tasks.selectors.base import make_selector
+from arpo_megatron.tasks.selectors.base import make_task_selector
 from arpo_megatron.trainer.controller import Controller
 from arpo_megatron.trainer.run import TrainingRun
 from arpo_megatron.utils.rank_main import log_failure
@@ -41,7 +41,7 @@ def training_run(directory: RunDirectory) -> Iterator[TrainingRun]:
     )
     events = EventLog(directory.events, enabled=leading)
     found = Services.from_environment()
-    sampler = make_selector(config.algorithm, data.train, config.seed)
+    sampler = make_task_selector(config.algorithm, data.train, config.seed)
     leader = Controller.start(config, directory, start, tokenizer, found, sampler, events) if leading else None
     window = config.monitor.profile_steps if leading or config.monitor.profile_ranks == "all" else None
     run = TrainingRun(

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from arpo_megatron.actor.losses import linear_loss, policy_loss
 from arpo_megatron.actor.update_stats import HISTOGRAM_BINS, HISTOGRAM_BOUND, UpdateStats, ratio_quantile
-from arpo_megatron.algorithms.components import make_loss
+from arpo_megatron.algorithms.components import make_policy_loss
 from arpo_megatron.algorithms.losses.ppo import Ppo
 from arpo_megatron.config import AlgorithmConfig
 
@@ -25,7 +25,7 @@ def tensor(*values: float) -> torch.Tensor:
 def ppo(new, old, positive, negative, config=CLIP, *, weight=None, entropies=None, reference=None):
     blank = torch.zeros_like(new)
     weight, entropies = blank if weight is None else weight, blank if entropies is None else entropies
-    return policy_loss(make_loss(config), new, entropies, old, positive, negative, weight, config, reference)
+    return policy_loss(make_policy_loss(config), new, entropies, old, positive, negative, weight, config, reference)
 
 
 def summed(*stats) -> UpdateStats:

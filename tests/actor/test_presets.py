@@ -7,7 +7,7 @@ import pytest
 
 from arpo_megatron.actor.actor import Actor
 from arpo_megatron.algorithms.base import TrainingProgress
-from arpo_megatron.algorithms.replay import make_replay
+from arpo_megatron.algorithms.replay import make_replay_buffer
 from arpo_megatron.algorithms.replay.base import AddsTrees
 from arpo_megatron.config import OptimizerConfig
 from arpo_megatron.jobs import resolve
@@ -36,7 +36,7 @@ def test_a_preset_trains(name: str) -> None:
         ScoredTree(Task(tree.task_id, (), "1", "math", ""), tree, own, np.maximum(own, 0.0), own > 0)
         for tree, own in zip(forest, rewards, strict=True)
     ]
-    store = make_replay(found.algorithm)
+    store = make_replay_buffer(found.algorithm)
     if isinstance(store, AddsTrees):
         scored = [store.mix(item, 0) for item in scored]
         if name != "spear":  # whose weight is 0 in step 0, where a full buffer goes all the same
@@ -48,7 +48,7 @@ def test_a_preset_trains(name: str) -> None:
     minibatches = build_batches(scored, config, actor.spec)
     old = [actor.scores(minibatch.packs) for minibatch in minibatches]
     for number, (minibatch, scores) in enumerate(zip(minibatches, old, strict=True)):
-        actor.course = TrainingProgress(number, 2, 0.5 if number else None)
+        actor.progress = TrainingProgress(number, 2, 0.5 if number else None)
         ready = finish_credit(
             actor, minibatch, scores.logprobs, config, on_policy=number == 0, entropies=scores.entropies
         )

@@ -15,13 +15,13 @@ from arpo_megatron.algorithms.branching import (
     ForkPoint,
     GrpoPolicy,
     RandomPolicy,
-    make_policy,
-    shares,
+    make_branch_policy,
+    split_budget,
     uniform_draw,
 )
 from arpo_megatron.algorithms.branching.aepo import AepoPolicy
 from arpo_megatron.algorithms.branching.aepo_reference import AepoReferencePolicy
-from arpo_megatron.algorithms.branching.base import Probe, begin
+from arpo_megatron.algorithms.branching.base import Probe, initial_budgets
 from arpo_megatron.config import AlgorithmConfig
 from arpo_megatron.tree import Float32Array
 
@@ -87,7 +87,7 @@ def test_budget_and_beam_are_never_exceeded(
 ) -> None:
     for name in BRANCHING:
         config = named(name, beam_size=beam, branch_probability=alpha)
-        policy = make_policy(config, vocabulary_size=50, seed=0)
+        policy = make_branch_policy(config, vocabulary_size=50, seed=0)
         decision = policy.decide(point(start, after, before_entropies=after, budget=budget))
         assert 0 <= decision.siblings <= budget
         assert 1 + decision.siblings <= beam
@@ -100,7 +100,7 @@ def test_the_same_seed_gives_the_same_decision(
 ) -> None:
     asked = ForkPoint(task_id, step, path, start, after, after, budget=3)
     for name in BRANCHING:
-        first, second = (make_policy(named(name), vocabulary_size=64, seed=seed).decide(asked) for _ in range(2))
+        first, second = (make_branch_policy(named(name), vocabulary_size=64, seed=seed).decide(asked) for _ in range(2))
         assert first == second
 
 
@@ -126,11 +126,11 @@ def test_a_spent_budget_is_named() -> None:
 
 
 def test_policies_are_made_by_name() -> None:
-    assert make_policy(CONFIG, vocabulary_size=9, seed=0) == ArpoPolicy(CONFIG, 9, 0)
-    grpo = make_policy(replace(CONFIG, branching="grpo"), vocabulary_size=9, seed=0)
+    assert make_branch_policy(CONFIG, vocabulary_size=9, seed=0) == ArpoPolicy(CONFIG, 9, 0)
+    grpo = make_branch_policy(replace(CONFIG, branching="grpo"), vocabulary_size=9, seed=0)
     assert grpo == GrpoPolicy(16)
-    assert make_policy(named("random"), vocabulary_size=9, seed=2) == RandomPolicy(named("random"), 2)
-    reference = make_policy(named("arpo_reference"), vocabulary_size=9, seed=2)
+    assert make_branch_policy(named("random"), vocabulary_size=9, seed=2) == RandomPolicy(named("random"), 2)
+    reference = make_branch_policy(named("arpo_reference"), vocabulary_size=9, seed=2)
     assert reference == ArpoReferencePolicy(named("arpo_reference"), 9, 2)
     assert (grpo.initial, grpo.total, grpo.measured_tokens) == (16, 16, 0)
     assert (POLICY.initial, POLICY.total, POLICY.measured_tokens) == (8, 16, 4)
@@ -143,7 +143,7 @@ def test_nothing_is_measured_where_no_fork_is_possible() -> None:
 
 @given(st.integers(0, 100), st.integers(1, 20))
 def test_forks_are_shared_out_evenly_and_wholly(forks: int, paths: int) -> None:
-    reserved = shares(forks, paths)
+    reserved = split_budget(forks, paths)
     assert len(reserved) == paths
     assert sum(reserved) == forks
     assert max(reserved) - min(reserved) <= 1
@@ -199,7 +199,7 @@ def test_aepo_begins_with_more_where_the_question_is_less_certain_than_the_tools
     assert policy.plan(Probe(high, ())) == 8
     steep = replace(policy, probe_slope=1e3)
     assert (steep.plan(Probe(low, (high,))), steep.plan(Probe(high, (low,)))) == (2, 16)
-    assert begin(policy, 4) == [0, 4, 4, 4]
+    assert initial_budgets(policy, 4) == [0, 4, 4, 4]
 
 
 def test_forks_in_a_row_cost_chance() -> None:

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arpo_megatron.algorithms.replay.base import Experience, experience_of, grafted
+from arpo_megatron.algorithms.replay.base import StoredTrajectory, replace_trajectory, stored_trajectory
 from arpo_megatron.algorithms.replay.success_replay import SuccessReplay
 from arpo_megatron.rewards.scored_tree import ScoredTree
 from arpo_megatron.tasks.base import Task
@@ -29,7 +29,7 @@ def scored(name: str, rewards: list[float], step: int = 0, first: int = 10) -> S
         for number in range(len(rewards) - 1):
             tree.add(result, Role.MODEL, [first + 3 + number], logprobs=[-0.25], policy_version=step)
     values = np.array(rewards)
-    return ScoredTree(task(name), tree, values, values, values > 0, parts={"f1": values})
+    return ScoredTree(task(name), tree, values, values, values > 0, terms={"f1": values})
 
 
 def test_a_failed_group_gets_the_newest_success_of_its_task() -> None:
@@ -45,7 +45,7 @@ def test_a_failed_group_gets_the_newest_success_of_its_task() -> None:
     assert [mixed.tree.path_tokens(leaf).tolist()[3:] for leaf in leaves] == [[70], [71, 72, 73], [30]]
     replay = mixed.tree.segments[leaves[-1]]
     assert replay.policy_version == 2 and replay.logprobs.tolist() == [-1.0]  # as it was sampled
-    assert mixed.parts["f1"][:2].tolist() == [0.0, 0.0] and np.isnan(mixed.parts["f1"][2])
+    assert mixed.terms["f1"][:2].tolist() == [0.0, 0.0] and np.isnan(mixed.terms["f1"][2])
     assert store.metrics() == {"replay/trees": 1, "replay/stored": 4, "replay/age": 3.0, "replay/age_max": 3}
     assert store.metrics()["replay/trees"] == 0
 
@@ -98,7 +98,7 @@ def test_a_graft_takes_one_trajectory_away_and_changes_no_other(count: int, data
     rewards = [float(number) for number in range(count)]
     item, donor = scored("a", rewards), scored("a", [9.0], first=99)
     row = data.draw(st.integers(0, count - 1))
-    mixed = grafted(item, row, experience_of(donor, 0))
+    mixed = replace_trajectory(item, row, stored_trajectory(donor, 0))
     before = [item.tree.path_tokens(leaf).tolist() for leaf in item.tree.leaves()]
     after = [mixed.tree.path_tokens(leaf).tolist() for leaf in mixed.tree.leaves()]
     assert after == [*before[:row], *before[row + 1 :], [*PROMPT, 99]]
@@ -108,4 +108,4 @@ def test_a_graft_takes_one_trajectory_away_and_changes_no_other(count: int, data
 def test_another_prompt_is_refused() -> None:
     other = RolloutTree("a", [1])
     with pytest.raises(ValueError, match="another prompt"):
-        grafted(scored("a", [0.0]), 0, Experience(other.segments[0], (), 1.0, 1.0, True, 0))
+        replace_trajectory(scored("a", [0.0]), 0, StoredTrajectory(other.segments[0], (), 1.0, 1.0, True, 0))

@@ -10,6 +10,7 @@ from arpo_megatron.cluster.backend import SilentNodeError, SlurmBackend
 from arpo_megatron.cluster.preflight import Report, examine_nodes, guilty, judged
 from arpo_megatron.cluster.profile import check_profile, save_profile
 from arpo_megatron.cluster.slurm import Node
+from arpo_megatron.config.io import save_config
 from arpo_megatron.engine.launch import free_ports
 from arpo_megatron.errors import UserError
 from arpo_megatron.jobs import resolve
@@ -65,7 +66,7 @@ def examined(monkeypatch: pytest.MonkeyPatch, folder: Path, gpus: int = 0, **pro
     run, config = RunDirectory(folder / "run"), resolve.resolve("quickstart", overrides=words)
     run.path.mkdir()
     profile = check_profile({"account": "a", "runs": "/tmp", "gpus_per_node": gpus}, "here")
-    resolve.save(config, run.config)
+    save_config(config, run.config)
     save_profile(profile, run.cluster)
     nodes = [Node("n1", "127.0.0.1"), Node("n2", "127.0.0.2")]
     site = SlurmBackend(profile, lay_out_nodes(config, gpus, 2), nodes, run, "7")

@@ -29,6 +29,7 @@ from arpo_megatron.cluster.ssh import HINT_VARIABLE, LoginNode, login_node
 from arpo_megatron.cluster.submissions import config_said
 from arpo_megatron.cluster.submit import Submission, dry_run, prepare_submission, submit
 from arpo_megatron.config import JobConfig
+from arpo_megatron.config.io import save_config
 from arpo_megatron.errors import UserError
 from arpo_megatron.jobs import resolve, run_directory
 from arpo_megatron.jobs.run_directory import RunDirectory, write_json
@@ -251,7 +252,7 @@ def test_the_progress_of_a_cold_start_is_told_too(tmp_path: Path, monkeypatch: p
     assert told() == "newest checkpoint step_3 of 28"
     write_json(run.result, {"step": 28})
     assert told() == "training is done (28 steps)"
-    resolve.save(
+    save_config(
         resolve.with_overrides(resolve.load(run.config), ["train.steps=50"]), run.config
     )  # as `arpo resume` does
     assert told() == "newest checkpoint step_3 of 50"
@@ -326,7 +327,7 @@ def submitted(tmp_path: Path, config: JobConfig, cluster: ClusterProfile, nodes:
     """A run as `arpo submit` leaves it."""
     submission = prepare_submission(replace(config, run_dir=tmp_path / "run"), cluster, nodes=nodes)
     run = run_directory.fresh(submission.config)
-    resolve.save(submission.config, run.config)
+    save_config(submission.config, run.config)
     run.submissions.mkdir()
     save_profile(cluster, run.cluster)
     write_json(

@@ -114,7 +114,7 @@ def test_an_interrupt_before_slurm_is_asked_leaves_no_half_run(
     assert prepared(tmp_path).run == first.run, "the next one has its name"
 
 
-@pytest.mark.parametrize("at", ["resolve.save", "save_profile", "_nemo_run"])
+@pytest.mark.parametrize("at", ["save_config", "save_profile", "_nemo_run"])
 @pytest.mark.parametrize("fault", [Interrupted(), OSError(28, "No space left on device")])
 def test_whatever_comes_while_a_run_is_written_leaves_it_as_it_was(
     at: str, fault: BaseException, queue: Queue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -19,6 +19,7 @@ from arpo_megatron.cluster import supervise as job
 from arpo_megatron.cluster.backend import MAKE_SCRATCH, SERVICE, TASK, SilentNodeError, SlurmBackend
 from arpo_megatron.cluster.profile import check_profile, load_profile, save_profile
 from arpo_megatron.cluster.slurm import JobState, Node
+from arpo_megatron.config.io import save_config
 from arpo_megatron.errors import UserError
 from arpo_megatron.jobs import resolve
 from arpo_megatron.jobs.run_directory import RunDirectory
@@ -52,7 +53,7 @@ class Refusing:
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
     directory = RunDirectory(tmp_path)
-    resolve.save(resolve.resolve("quickstart", overrides=["platform=cpu"]), directory.config)
+    save_config(resolve.resolve("quickstart", overrides=["platform=cpu"]), directory.config)
     save_profile(check_profile({"account": "a", "runs": str(tmp_path), "gpus_per_node": 0}, "here"), directory.cluster)
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_JOB_NODELIST", "n1")

@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args, get_origin
 import pytest
 
 from arpo_megatron.config import JobConfig
+from arpo_megatron.config.io import save_config
 from arpo_megatron.errors import UserError
 from arpo_megatron.jobs import resolve
 
@@ -15,7 +16,7 @@ from arpo_megatron.jobs import resolve
 @pytest.mark.parametrize("recipe", resolve.recipe_names())
 def test_every_recipe_survives_saving_and_loading(recipe: str, tmp_path: Path) -> None:
     config = resolve.resolve(recipe)
-    resolve.save(config, tmp_path / "config.yaml")
+    save_config(config, tmp_path / "config.yaml")
     assert resolve.load(tmp_path / "config.yaml") == config
 
 

@@ -19,12 +19,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from arpo_megatron.cli.trees import show_trees
 from arpo_megatron.config import JobConfig, ModelConfig
+from arpo_megatron.config.io import save_config
 from arpo_megatron.errors import UserError
-from arpo_megatron.jobs import resolve
 from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.monitor.tree_store import (
     TreeLog,
-    most_telling,
+    rank_for_display,
     read_summaries,
     read_trees,
     step_file,
@@ -66,8 +66,8 @@ def scored(tree: RolloutTree) -> ScoredTree:
     leaves = len(tree.leaves())
     task = Task(tree.task_id, (), "4", "math", "What?\n")
     rewards = np.linspace(-1, 1, leaves)
-    parts = {"verified": rewards.clip(0), "overlong": np.full(leaves, -0.5)}
-    return ScoredTree(task, tree, rewards, rewards.clip(0), np.ones(leaves, bool), parts=parts)
+    terms = {"verified": rewards.clip(0), "overlong": np.full(leaves, -0.5)}
+    return ScoredTree(task, tree, rewards, rewards.clip(0), np.ones(leaves, bool), terms=terms)
 
 
 @pytest.fixture
@@ -82,9 +82,9 @@ def test_trees_come_back_as_they_were(run: RunDirectory) -> None:
     assert [item.tree.to_dict() for item in stored] == [tree.to_dict() for tree in trees]
     assert [item.rewards for item in stored] == [scored(tree).rewards.tolist() for tree in trees]
     assert stored[0].ground_truth == "4"
-    (parts,) = pq.read_table(step_file(run, 3), columns=["parts"])["parts"].to_pylist()[:1]
-    assert [part["name"] for part in parts] == ["verified", "overlong"]
-    assert parts[1]["values"] == [-0.5] * len(stored[0].rewards)
+    (terms,) = pq.read_table(step_file(run, 3), columns=["terms"])["terms"].to_pylist()[:1]
+    assert [part["name"] for part in terms] == ["verified", "overlong"]
+    assert terms[1]["values"] == [-0.5] * len(stored[0].rewards)
     assert stored_steps(run) == [3]
     assert [path.name for path in run.trees.iterdir()] == ["step_000003.parquet"]
 
@@ -326,7 +326,7 @@ def test_what_texts_would_do_to_a_terminal_is_shown_and_not_done(
     run: RunDirectory, tiny_tokenizer: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run.path.mkdir()
-    resolve.save(replace(JobConfig(name="test"), model=ModelConfig(path=tiny_tokenizer)), run.config)
+    save_config(replace(JobConfig(name="test"), model=ModelConfig(path=tiny_tokenizer)), run.config)
     tree = RolloutTree("[/x]\x1b[2J", [*range(300)], step=0, seconds=1.0)
     tree.add(0, Role.MODEL, [5], logprobs=[-1.0], finish=Finish.END)
     write_trees(step_file(run, 1), 1, [scored(tree)], lambda _ids: "\x1b]0;name\x07")
@@ -351,7 +351,7 @@ def test_trees_are_listed_and_drawn(
     run: RunDirectory, tiny_tokenizer: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run.path.mkdir()
-    resolve.save(replace(JobConfig(name="test"), model=ModelConfig(path=tiny_tokenizer)), run.config)
+    save_config(replace(JobConfig(name="test"), model=ModelConfig(path=tiny_tokenizer)), run.config)
     for step in (1, 2):
         trees = [grown(number, results=number + 1) for number in range(3)]
         write_trees(step_file(run, step), step, [scored(tree) for tree in trees], decode)
@@ -375,7 +375,7 @@ def test_dropped_trees_are_stored_with_the_reason_and_shown_as_such(
     run: RunDirectory, tiny_tokenizer: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run.path.mkdir()
-    resolve.save(replace(JobConfig(name="test"), model=ModelConfig(path=tiny_tokenizer)), run.config)
+    save_config(replace(JobConfig(name="test"), model=ModelConfig(path=tiny_tokenizer)), run.config)
     kept, level = scored(grown(0)), replace(scored(grown(1)), dropped="no_signal")
     cut = ScoredTree.incomplete(scored(grown(2)).task, grown(2), "failed")
     write_trees(step_file(run, 1), 1, [kept, level, cut], decode)
@@ -387,7 +387,7 @@ def test_dropped_trees_are_stored_with_the_reason_and_shown_as_such(
         ("failed", False),
     ]
     assert stored[2].tree.to_dict() == grown(2).to_dict()
-    assert [item.dropped for item in most_telling(stored)] == [None, "no_signal"]
+    assert [item.dropped for item in rank_for_display(stored)] == [None, "no_signal"]
     show_trees(run, step=None, tree=None, count=3, svg=None)
     listed = capsys.readouterr().out
     assert [reason in listed for reason in ("no_signal", "failed")] == [True, True]

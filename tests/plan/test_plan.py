@@ -21,7 +21,7 @@ from arpo_megatron.plan.search import search
 from arpo_megatron.plan.workload import typical
 
 H100 = GPUS["h100-80"]
-REAL = [name for name in resolve.recipe_names() if not resolve.resolve(name).model.made]
+REAL = [name for name in resolve.recipe_names() if not resolve.resolve(name).model.is_generated]
 
 
 @pytest.mark.parametrize("recipe", REAL)

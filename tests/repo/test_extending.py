@@ -15,9 +15,9 @@ import torch
 
 from arpo_megatron.actor.actor import Actor
 from arpo_megatron.algorithms.base import LossTokens
-from arpo_megatron.algorithms.branching import ForkPoint, make_policy
-from arpo_megatron.algorithms.components import make_loss
-from arpo_megatron.algorithms.replay import make_replay
+from arpo_megatron.algorithms.branching import ForkPoint, make_branch_policy
+from arpo_megatron.algorithms.components import make_policy_loss
+from arpo_megatron.algorithms.replay import make_replay_buffer
 from arpo_megatron.config import OptimizerConfig
 from arpo_megatron.errors import UserError
 from arpo_megatron.jobs import resolve
@@ -25,7 +25,7 @@ from arpo_megatron.rewards import make_reward
 from arpo_megatron.rewards.base import Response, ResponseGroup
 from arpo_megatron.rewards.scored_tree import ScoredTree
 from arpo_megatron.tasks.base import Task
-from arpo_megatron.tasks.selectors.base import make_selector
+from arpo_megatron.tasks.selectors.base import make_task_selector
 from arpo_megatron.trainer.batch import build_batches, finish_credit
 from tests.actor import cases
 
@@ -118,7 +118,7 @@ def test_a_part_of_every_other_kind_works() -> None:
     found = reward.score_group(ResponseGroup(tasks[0], [Response("4, so 5", 60), Response("5, so 4", 50)]))
     assert [(score.reward, score.accuracy) for score in found] == [(2.0, 1.0), (0.5, 0.0)]
 
-    selector, resumed = (make_selector(job.algorithm, tasks, seed=3) for _ in range(2))
+    selector, resumed = (make_task_selector(job.algorithm, tasks, seed=3) for _ in range(2))
     for task in selector.next_batch(3):
         selector.note(task.id, [0.0, 1.0 if task.id == "t0" else 0.0])
     resumed.load_state_dict(json.loads(json.dumps(selector.state_dict())))
@@ -128,11 +128,11 @@ def test_a_part_of_every_other_kind_works() -> None:
     with pytest.raises(UserError, match="only 6 training tasks"):
         selector.next_batch(7)
 
-    policy, none = make_policy(job.algorithm, vocabulary_size=32, seed=3), np.zeros(0, np.float32)
+    policy, none = make_branch_policy(job.algorithm, vocabulary_size=32, seed=3), np.zeros(0, np.float32)
     forks = [policy.decide(ForkPoint("t0", 0, path, none, none, none, budget=1)).siblings for path in [(0, 0, 0), (0,)]]
     assert forks == [1, 0] and policy.total == job.algorithm.group_size
 
-    store, other = make_replay(job.algorithm), make_replay(job.algorithm)
+    store, other = make_replay_buffer(job.algorithm), make_replay_buffer(job.algorithm)
     assert store is not None and other is not None
     tree = cases.grown(1)
     leaves = len(tree.leaves())
@@ -147,5 +147,5 @@ def test_a_part_of_every_other_kind_works() -> None:
     assert other.metrics() == {"replay/trees": 1, "replay/stored": 1}
 
     ones = torch.ones(2)
-    factors = make_loss(job.algorithm).factors(LossTokens(-ones, ones, ones, ones, -ones, ones))
+    factors = make_policy_loss(job.algorithm).factors(LossTokens(-ones, ones, ones, ones, -ones, ones))
     assert factors.gain.tolist() == factors.cost.tolist() == [-1.0, -1.0]

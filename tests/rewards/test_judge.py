@@ -51,7 +51,7 @@ def test_a_judge_decides_on_answers_each_asked_once_and_by_the_question_alone() 
         answers = ["Lady Lovelace", "Grace Hopper", "Lady Lovelace"]
         scores = reward.score_group(ResponseGroup(TASK, [*map(response, answers), Response("no tags")]))
         assert [score.reward for score in scores] == [1.0, 0.0, 1.0, -1.0]
-        assert scores[0].parts["judged"] == 1.0
+        assert scores[0].terms["judged"] == 1.0
         assert len(server.asked) == 2
         asked = server.asked[0]
         assert (asked["model"], asked["temperature"]) == ("examiner", 0.0)
@@ -107,7 +107,7 @@ def test_a_reply_without_a_verdict_is_scored_by_rule_and_counted(tmp_path: Path)
         reward = make_reward(RewardConfig(qa="judge", judge=config(server)), cache=tmp_path / "replies.sqlite")
         (score,) = reward.score_group(ResponseGroup(TASK, [response("Ada Lovelace")]))
         assert score.reward == pytest.approx(2 / 3), "token F1"
-        assert "judged" not in score.parts
+        assert "judged" not in score.terms
         assert reward.judge is not None
         assert reward.judge.take_counts()["unreadable"] == 1
         server.rule = knows_ada
@@ -144,7 +144,7 @@ def test_a_reply_that_is_no_completion_is_asked_for_again_and_then_the_judge_is_
     monkeypatch.setattr(judge_module, "_REPEAT_S", 0.01)
     told = list[str]()
     with chat_server(lambda _text: body) as server:
-        judge = Judge(config(server, retries=2, when_down="fallback"), tell=told.append)
+        judge = Judge(config(server, retries=2, when_down="fallback"), log=told.append)
         assert judge.ask([ASKED]) == [None]
         assert len(server.asked) == 3
         assert judge.take_counts().items() >= {"asked": 1, "repeated": 2, "fallbacks": 1}.items()
@@ -254,7 +254,7 @@ def test_a_process_ends_at_once_while_its_requests_are_under_way(tmp_path: Path,
 def test_training_waits_for_a_judge_that_is_down_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(judge_module, "_WAIT_S", 0.2)
     (port,), told, found = free_ports(1), list[str](), list[str | None]()
-    judge = Judge(config(f"http://127.0.0.1:{port}/v1"), tell=told.append)
+    judge = Judge(config(f"http://127.0.0.1:{port}/v1"), log=told.append)
     waiting = threading.Thread(target=lambda: found.extend(judge.ask([ASKED])))
     waiting.start()
     while not told:
@@ -278,7 +278,7 @@ def test_a_run_that_is_asked_to_end_does_not_wait() -> None:
 
 def test_who_waits_is_let_go_when_the_judge_is_closed() -> None:
     told, found = list[str](), list[str | None]()
-    judge = Judge(config(NOBODY), tell=told.append)
+    judge = Judge(config(NOBODY), log=told.append)
     waiting = threading.Thread(target=lambda: found.extend(judge.ask([ASKED])))
     waiting.start()
     while not told:
@@ -294,12 +294,12 @@ def test_with_fallback_answers_are_scored_by_rule_and_the_server_is_left_alone(m
         settings = RewardConfig(
             qa="judge", judge=config(server, when_down="fallback", concurrency=1), terms={"fapo": 0.5}
         )
-        reward = make_reward(settings, tell=told.append)
+        reward = make_reward(settings, log=told.append)
         assert reward.judge is not None
         answers = ["Ada", "Ada Lovelace", "Grace Hopper"]
         scores = reward.score_group(ResponseGroup(TASK, [response(answer) for answer in answers]))
         assert [score.reward for score in scores] == pytest.approx([1.0, 2 / 3, 0.0])
-        assert [score.parts["fapo"] for score in scores] == [0.0, 0.0, 0.0], "the term leaves the group out"
+        assert [score.terms["fapo"] for score in scores] == [0.0, 0.0, 0.0], "the term leaves the group out"
         assert len(server.asked) == 1, "it is not asked again at once"
         assert reward.judge.take_counts()["fallbacks"] == 5
         assert len(told) == 1 and "scored by rule" in told[0]
@@ -308,7 +308,7 @@ def test_with_fallback_answers_are_scored_by_rule_and_the_server_is_left_alone(m
         )
         monkeypatch.setattr(judge_module.time, "monotonic", lambda now=time.monotonic: now() + 31.0)
         (score,) = reward.score_group(ResponseGroup(TASK, [response("Lady Lovelace")]))
-        assert (score.parts["judged"], score.parts["fapo"], score.reward) == (1.0, -0.5, 0.5)
+        assert (score.terms["judged"], score.terms["fapo"], score.reward) == (1.0, -0.5, 0.5)
 
 
 @pytest.mark.parametrize(("status", "what"), [(401, "OPENAI_API_KEY"), (404, "examiner")])

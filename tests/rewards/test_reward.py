@@ -87,7 +87,7 @@ def test_the_bonus_needs_both_tools_and_a_right_answer(text: str, bonus: float) 
     assert score_text(reward, text + answer("4"), task("5")).reward == 0.0
     partly = score_text(reward, text + answer("Berlin"), task("Berlin, Germany", "qa"))
     assert partly.reward == pytest.approx(2 / 3 + bonus)
-    assert partly.parts["exact_match"] == 0.0
+    assert partly.terms["exact_match"] == 0.0
 
 
 def test_the_released_scorer_keeps_its_errors() -> None:
@@ -131,7 +131,7 @@ def test_careful_demonstrations_score_full_marks() -> None:
     tasks, tokenizer = generate(3, train=40, held_out=0), generated_tokenizer()
     reward = make_reward(RewardConfig())
     for one, tree in zip(
-        tasks.train, demonstrate(tasks.train, tasks.facts, tokenizer, careless=0, seed=0), strict=True
+        tasks.train, demonstrate(tasks.train, tasks.facts, tokenizer, mistake_share=0, seed=0), strict=True
     ):
         (score,) = reward.score_group(group_of(tree, one, tokenizer.decode))
         assert score.reward == (1.1 if one.id.endswith("two") else 1.0)
@@ -139,7 +139,7 @@ def test_careful_demonstrations_score_full_marks() -> None:
 
 def test_careless_demonstrations_keep_the_format() -> None:
     tasks, tokenizer = generate(3, train=200, held_out=0), generated_tokenizer()
-    trees = demonstrate(tasks.train, tasks.facts, tokenizer, careless=1.0, seed=0)
+    trees = demonstrate(tasks.train, tasks.facts, tokenizer, mistake_share=1.0, seed=0)
     scores = [
         ArpoReward().score_group(group_of(tree, one, tokenizer.decode))[0]
         for one, tree in zip(tasks.train, trees, strict=True)

@@ -14,7 +14,7 @@ from arpo_megatron.rewards.base import Response, ResponseGroup, Score
 from arpo_megatron.rewards.terms.eapo import GeometricDiscount
 from arpo_megatron.rewards.terms.measures import BrokenFormat, Length, Overlong, ToolCalls
 from arpo_megatron.rewards.terms.spear import FadingToolBonus
-from arpo_megatron.rewards.tree_scorer import TreeScorer, mean_parts, parts_of
+from arpo_megatron.rewards.tree_scorer import TreeScorer, mean_terms, terms_by_name
 from arpo_megatron.tasks.base import Task
 from arpo_megatron.tree import Role, RolloutTree
 from tests.rewards.judge_server import Rule, chat_server, part, verdict
@@ -72,7 +72,7 @@ def test_terms_are_weighed_added_and_named() -> None:
     reward = make_reward(settings, max_response_tokens=100)
     found = reward.score_group(group(Response(text("5"), 75, 1), Response("broken", 40, 3)))
     assert [score.reward for score in found] == pytest.approx([1.0 - 1.0 - 0.1, -1.0 - 0.3])
-    assert found[0].parts == pytest.approx(
+    assert found[0].terms == pytest.approx(
         {"verified": 1.0, "undecided": 0.0, "tool_bonus": 0.0, "overlong": -1.0, "tool_calls": -0.1}
     )
     assert found[0].accuracy == 1.0, "success is measured without them"
@@ -121,7 +121,7 @@ def test_a_share_of_wins_is_free_of_the_liking_for_the_first() -> None:
 
     found = judged({"spo": 1.0}, ["a", "bb", "cccc", "cccc"], rule)
     # "a" and "bb" each win where they stand first: a half each; "cccc" beats both, and its twin half of the time.
-    shares = [score.parts["spo"] for score in found]
+    shares = [score.terms["spo"] for score in found]
     assert shares == pytest.approx([0.5 / 3, 0.5 / 3, 2.5 / 3, 2.5 / 3])
     assert sum(shares) == pytest.approx(4 / 2)
 
@@ -138,10 +138,10 @@ def test_trees_are_scored_at_once_and_parts_are_kept_by_leaf() -> None:
     reward = make_reward(RewardConfig(terms={"tool_calls": 1.0, "length": 1.0}), max_response_tokens=8)
     found = TreeScorer(reward, lambda ids: text(str(ids[-1])) if ids[-1] == 5 else "broken").score(trees, tasks, step=3)
     assert [[score.accuracy for score in each] for each in found] == [[0.0, 0.0], [1.0, 0.0]] * 3
-    parts = parts_of(found[1])
+    parts = terms_by_name(found[1])
     assert parts["tool_calls"].tolist() == [-1.0, 0.0]
     assert parts["length"].tolist() == [-0.5, -0.125]
     assert math.isnan(parts["verified"][1]), "a broken response has no answer"
-    assert mean_parts([parts, {"tool_calls": np.array([-3.0])}]) == pytest.approx(
+    assert mean_terms([parts, {"tool_calls": np.array([-3.0])}]) == pytest.approx(
         {"verified": 1.0, "undecided": 0.0, "tool_bonus": 0.0, "tool_calls": -4 / 3, "length": -0.3125}
     )

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from arpo_megatron.algorithms.branching import ArpoPolicy, BranchPolicy, GrpoPolicy, make_policy
+from arpo_megatron.algorithms.branching import ArpoPolicy, BranchPolicy, GrpoPolicy, make_branch_policy
 from arpo_megatron.config import AlgorithmConfig
 from arpo_megatron.engine.client import EngineClient, EngineUnavailableError
 from arpo_megatron.engine.request import EngineRefusedError, Sampling
@@ -348,7 +348,9 @@ def test_a_finished_answer_ends_the_trajectory_where_the_config_says_so(
 def test_every_branching_policy_grows_whole_trees(scripted_engine: Start, sandbox_url: str, name: Any) -> None:
     engine = scripted_engine(ScriptedEngine(planned(*PLAN)))
     config = AlgorithmConfig(branching=name, group_size=10, initial_rollouts=3, entropy_tokens=6)
-    tree, _ = grow(engine.url, sandbox_url, make_policy(config, vocabulary_size=CODEC.vocabulary_size, seed=SEED))
+    tree, _ = grow(
+        engine.url, sandbox_url, make_branch_policy(config, vocabulary_size=CODEC.vocabulary_size, seed=SEED)
+    )
     assert len(tree.leaves()) == 10
     records = [segment.branch for segment in tree.segments if segment.branch is not None]
     assert max(fork_points(tree)) == 2

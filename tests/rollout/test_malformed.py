@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from arpo_megatron.algorithms.branching import GrpoPolicy, place_seed
+from arpo_megatron.algorithms.branching import GrpoPolicy, path_seed
 from arpo_megatron.engine.affinity import Cache
 from arpo_megatron.engine.request import EngineFinish, Generation, Sampling
 from arpo_megatron.rollout.context import RolloutContext, RolloutLimits
@@ -259,7 +259,7 @@ def test_the_tree_holds_what_the_engine_returned(
     assert sorted(held.values()) == sorted((engine.asked[seed], engine.returned[seed]) for seed in engine.returned)
     for index, place in places(tree).items():
         if place[0] < policy.initial:  # the others, which forks became that were not used, follow in another order
-            seed = place_seed(SEED, 3, "task-1", place)
+            seed = path_seed(SEED, 3, "task-1", place)
             assert held[index] == (engine.asked[seed], engine.returned[seed])
     for index, segment in enumerate(tree.segments):
         if segment.role is Role.TOOL:

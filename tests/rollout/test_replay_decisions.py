@@ -12,10 +12,10 @@ import pytest
 from tokenizers import Tokenizer, models
 from typer.testing import CliRunner
 
-from arpo_megatron.algorithms.branching import BranchPolicy, make_policy
+from arpo_megatron.algorithms.branching import BranchPolicy, make_branch_policy
 from arpo_megatron.cli.main import app
 from arpo_megatron.config import AlgorithmConfig, JobConfig, ModelConfig
-from arpo_megatron.jobs import resolve
+from arpo_megatron.config.io import save_config
 from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.monitor.tree_store import step_file, write_trees
 from arpo_megatron.rewards.scored_tree import ScoredTree
@@ -62,7 +62,7 @@ def grown_by(policy: BranchPolicy, start: Callable[[ScriptedEngine], ScriptedEng
 def test_every_decision_is_derived_again(
     scripted_engine: Callable[[ScriptedEngine], ScriptedEngine], sandbox_url: str, name: str
 ) -> None:
-    policy = make_policy(config(name), vocabulary_size=VOCABULARY, seed=SEED)
+    policy = make_branch_policy(config(name), vocabulary_size=VOCABULARY, seed=SEED)
     tree, _ = grown_by(policy, scripted_engine, sandbox_url)
     stored = RolloutTree.from_dict(json.loads(json.dumps(tree.to_dict())))
     assert replay_decisions(stored, policy) == sum(segment.branch is not None for segment in tree.segments)
@@ -71,7 +71,7 @@ def test_every_decision_is_derived_again(
         return
     assert max(fork_points(tree)) > 1
     with pytest.raises(Difference, match="draw"):
-        replay_decisions(stored, make_policy(config(name), vocabulary_size=VOCABULARY, seed=SEED + 1))
+        replay_decisions(stored, make_branch_policy(config(name), vocabulary_size=VOCABULARY, seed=SEED + 1))
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def tree(scripted_engine: Callable[[ScriptedEngine], ScriptedEngine], sandbox_ur
     yield grown_by(POLICY, scripted_engine, sandbox_url)[0]
 
 
-POLICY = make_policy(config("arpo"), vocabulary_size=VOCABULARY, seed=SEED)
+POLICY = make_branch_policy(config("arpo"), vocabulary_size=VOCABULARY, seed=SEED)
 
 
 def decided(data: dict[str, Any], *, forked: bool = False) -> int:
@@ -243,7 +243,7 @@ def test_replay_tree_on_the_command_line(tree: RolloutTree, tmp_path: Path) -> N
     run = RunDirectory(tmp_path / "run")
     run.path.mkdir()
     job = JobConfig(name="test", seed=SEED, algorithm=config("arpo"), model=ModelConfig(path=tokenizer))
-    resolve.save(job, run.config)
+    save_config(job, run.config)
     data = tree.to_dict()
     another_draw(data)
     path = step_file(run, 1)

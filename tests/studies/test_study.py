@@ -15,6 +15,7 @@ import pandas as pd
 import pytest
 
 from arpo_megatron.cli.study import _study
+from arpo_megatron.config.io import dump_config, save_config
 from arpo_megatron.errors import UserError
 from arpo_megatron.jobs import resolve
 from arpo_megatron.jobs.run_directory import RunDirectory
@@ -41,7 +42,7 @@ def finish(run: pieces.ArmRun, values: list[float], calls: int) -> None:
     """The files that a finished run leaves, as far as a study reads them."""
     place = run.piece.run
     place.held_out.mkdir(parents=True)
-    resolve.save(run.piece.config, place.config)
+    save_config(run.piece.config, place.config)
     for number, value in enumerate(values):
         tasks = {f"held-out-{index}-hops{1 + index % 3}": index < round(10 * value) for index in range(10)}
         found: dict[str, Any] = {
@@ -65,11 +66,11 @@ def finished(
 
 
 def test_every_arm_is_a_variant_whose_job_differs_in_parts_and_numbers_only() -> None:
-    base = resolve.dump(resolve.resolve("trails"))
+    base = dump_config(resolve.resolve("trails"))
     for design in DESIGNS.values():
         assert design.control in design.arms
         for arm in design.arms:
-            job = resolve.dump(resolve.resolve(recipe_of(arm)))
+            job = dump_config(resolve.resolve(recipe_of(arm)))
             assert {key for key in base if job[key] != base[key]} <= {"algorithm"}
 
 
@@ -93,7 +94,7 @@ def test_what_is_finished_is_kept_and_what_was_stopped_goes_on(tmp_path: Path) -
     assert not others[0].piece.begun
     assert others[0].piece.command[-1] != "--resume"
     others[0].piece.run.path.mkdir(parents=True)
-    resolve.save(others[0].piece.config, others[0].piece.run.config)
+    save_config(others[0].piece.config, others[0].piece.run.config)
     assert others[0].piece.command[-1] == "--resume"
     pieces.check([first, *others])
     with pytest.raises(UserError, match="was started with another config"):
@@ -250,7 +251,7 @@ def entropy_run(path: Path, seed: int, first: float) -> RunDirectory:
     run = RunDirectory(path)
     config = resolve.resolve("trails+grpo", overrides=["algorithm.entropy_tokens=2", f"seed={seed}"])
     run.path.mkdir(parents=True)
-    resolve.save(config, run.config)
+    save_config(config, run.config)
     tree = RolloutTree("task", [1])
     asks = tree.add(0, Role.MODEL, [2] * 40, logprobs=[-1.0] * 40, entropies=[0.25] * 2 + [0.125] * 38)
     tool = tree.add(asks, Role.TOOL, [5], tool=tool_record())

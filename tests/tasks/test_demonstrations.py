@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from arpo_megatron.models.tiny import generated_tokenizer
-from arpo_megatron.tasks.synthetic.demonstrations import Carelessness, carelessness, demonstrate
+from arpo_megatron.tasks.synthetic.demonstrations import LookupMistakes, demonstrate, lookup_mistakes
 from arpo_megatron.tasks.synthetic.lookup import GeneratedQuestion, GeneratedTasks, QuestionKind, generate
 from arpo_megatron.tasks.tags.calls import ToolCall, find_stop, parse_call, result_text
 from arpo_megatron.tree import Finish, Role, RolloutTree
@@ -20,8 +20,8 @@ def texts(tree: RolloutTree) -> list[str]:
     return [TOKENIZER.decode(segment.token_ids.tolist()) for segment in tree.segments]
 
 
-def correct_answer(made: GeneratedTasks, careless: float, seed: int) -> float:
-    trees = demonstrate(made.train, made.facts, TOKENIZER, careless=careless, seed=seed)
+def correct_answer(made: GeneratedTasks, mistake_share: float, seed: int) -> float:
+    trees = demonstrate(made.train, made.facts, TOKENIZER, mistake_share=mistake_share, seed=seed)
     right = [f"\\boxed{{{task.ground_truth}}}" in texts(tree)[-1] for task, tree in zip(made.train, trees, strict=True)]
     return sum(right) / len(right)
 
@@ -31,7 +31,7 @@ def test_a_careful_demonstration_calls_the_tools_and_copies_their_answers() -> N
     task = next(task for task in MADE.train if task.id.endswith("two"))
     name = GeneratedQuestion.parse(task.messages[0]["content"].removesuffix(" ?")).name
     right = GeneratedQuestion.parse(task.messages[0]["content"].removesuffix(" ?")).right
-    (tree,) = demonstrate([task], MADE.facts | facts, TOKENIZER, careless=0.0, seed=0)
+    (tree,) = demonstrate([task], MADE.facts | facts, TOKENIZER, mistake_share=0.0, seed=0)
     value = int(MADE.facts[name])
     assert texts(tree) == [
         f"question: {name}+{right} ?",
@@ -45,7 +45,7 @@ def test_a_careful_demonstration_calls_the_tools_and_copies_their_answers() -> N
 
 def test_segments_end_where_sampling_would_end_them() -> None:
     closing = {TOKENIZER.convert_tokens_to_ids(tag) for tag in ("</search>", "</python>")}
-    for tree in demonstrate(MADE.train[:300], MADE.facts, TOKENIZER, careless=0.5, seed=1):
+    for tree in demonstrate(MADE.train[:300], MADE.facts, TOKENIZER, mistake_share=0.5, seed=1):
         assert len(tree.leaves()) == 1
         assert [segment.parent for segment in tree.segments] == list(range(-1, len(tree.segments) - 1))
         *calls, last = [segment for segment in tree.segments if segment.role is Role.MODEL]
@@ -57,7 +57,7 @@ def test_segments_end_where_sampling_would_end_them() -> None:
 
 
 def test_the_rollout_protocol_reads_the_same_calls_and_writes_the_same_results() -> None:
-    for tree in demonstrate(MADE.train[:300], MADE.facts, TOKENIZER, careless=0.5, seed=1):
+    for tree in demonstrate(MADE.train[:300], MADE.facts, TOKENIZER, mistake_share=0.5, seed=1):
         for index, segment in enumerate(tree.segments):
             if segment.tool is None:
                 continue
@@ -70,21 +70,21 @@ def test_the_rollout_protocol_reads_the_same_calls_and_writes_the_same_results()
 
 
 def test_trajectories_are_short() -> None:
-    trees = demonstrate(MADE.train, MADE.facts, TOKENIZER, careless=0.4, seed=1)
+    trees = demonstrate(MADE.train, MADE.facts, TOKENIZER, mistake_share=0.4, seed=1)
     assert sum(tree.flat_tokens for tree in trees) / len(trees) < 45
     assert max(tree.flat_tokens for tree in trees) < 70
 
 
 @pytest.mark.parametrize("share", [0.0, 0.2, 0.4, 0.7, 1.0])
 def test_the_stated_share_is_careless(share: float) -> None:
-    assert carelessness(share).share == pytest.approx(share, abs=1e-6)
+    assert lookup_mistakes(share).share == pytest.approx(share, abs=1e-6)
     # A careless act can still end right (a guess, 1 in 1000), a careful one cannot end wrong.
     assert correct_answer(MADE, share, seed=2) == pytest.approx(1.0 - share, abs=0.04)
 
 
 @given(st.floats(0, 1))
 def test_chances_are_probabilities_in_the_stated_proportions(share: float) -> None:
-    chances = carelessness(share)
+    chances = lookup_mistakes(share)
     values = (chances.wrong_operator, chances.misspelt_name, chances.skipped_hop, chances.ignored_result)
     assert all(0.0 <= value <= 1.0 for value in values)
     if max(values) < 1.0:
@@ -93,7 +93,7 @@ def test_chances_are_probabilities_in_the_stated_proportions(share: float) -> No
 
 
 def test_the_probe_proportions_give_the_share_by_the_formula() -> None:
-    chances = Carelessness(0.30, 0.20, 0.25, 0.20)
+    chances = LookupMistakes(0.30, 0.20, 0.25, 0.20)
     by_kind = {
         QuestionKind.CALC: 1 - 0.7 * 0.8,
         QuestionKind.LOOKUP: 1 - 0.8 * 0.8,
@@ -104,7 +104,7 @@ def test_the_probe_proportions_give_the_share_by_the_formula() -> None:
 
 
 def test_every_careless_act_happens_and_the_rest_stays_whole() -> None:
-    trees = demonstrate(MADE.train, MADE.facts, TOKENIZER, careless=0.6, seed=3)
+    trees = demonstrate(MADE.train, MADE.facts, TOKENIZER, mistake_share=0.6, seed=3)
     wrong_operator = misspelt = skipped = ignored = 0
     for task, tree in zip(MADE.train, trees, strict=True):
         asked = GeneratedQuestion.parse(task.messages[0]["content"].removesuffix(" ?"))
@@ -119,13 +119,13 @@ def test_every_careless_act_happens_and_the_rest_stays_whole() -> None:
 
 
 def test_the_seed_decides_everything() -> None:
-    first = demonstrate(MADE.train[:50], MADE.facts, TOKENIZER, careless=0.5, seed=4)
-    again = demonstrate(MADE.train[:50], MADE.facts, TOKENIZER, careless=0.5, seed=4)
-    other = demonstrate(MADE.train[:50], MADE.facts, TOKENIZER, careless=0.5, seed=5)
+    first = demonstrate(MADE.train[:50], MADE.facts, TOKENIZER, mistake_share=0.5, seed=4)
+    again = demonstrate(MADE.train[:50], MADE.facts, TOKENIZER, mistake_share=0.5, seed=4)
+    other = demonstrate(MADE.train[:50], MADE.facts, TOKENIZER, mistake_share=0.5, seed=5)
     assert [texts(tree) for tree in first] == [texts(tree) for tree in again]
     assert [texts(tree) for tree in first] != [texts(tree) for tree in other]
 
 
 def test_a_share_outside_zero_and_one_is_refused() -> None:
     with pytest.raises(ValueError, match="share"):
-        carelessness(1.5)
+        lookup_mistakes(1.5)

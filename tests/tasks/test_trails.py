@@ -15,8 +15,8 @@ from arpo_megatron.models.tiny import generated_tokenizer
 from arpo_megatron.studies.floor import AGENTS, CALLS, CARELESS, solved
 from arpo_megatron.tasks.base import Task
 from arpo_megatron.tasks.synthetic.demonstrations import demonstrate
-from arpo_megatron.tasks.synthetic.lookup import NAME_LETTERS, asked
-from arpo_megatron.tasks.synthetic.trails import LEVELS, Trail, carelessness, following, generate, read_page
+from arpo_megatron.tasks.synthetic.lookup import NAME_LETTERS, question_text
+from arpo_megatron.tasks.synthetic.trails import LEVELS, Trail, generate, read_page, trail_agent, trail_mistakes
 from arpo_megatron.tree import RolloutTree
 
 TOKENIZER = generated_tokenizer()
@@ -27,8 +27,8 @@ def texts(tree: RolloutTree) -> list[str]:
     return [TOKENIZER.decode(segment.token_ids.tolist()) for segment in tree.segments]
 
 
-def shown(careless: float) -> list[RolloutTree]:
-    return demonstrate(MADE.train, MADE.facts, TOKENIZER, careless=careless, seed=1, agent=following)
+def shown(mistake_share: float) -> list[RolloutTree]:
+    return demonstrate(MADE.train, MADE.facts, TOKENIZER, mistake_share=mistake_share, seed=1, agent=trail_agent)
 
 
 def by_hand(task: Task, facts: Mapping[str, str]) -> int:
@@ -49,11 +49,11 @@ def test_every_truth_follows_from_the_pages(seed: int) -> None:
 def test_trails_share_no_page_and_lead_on_beyond_every_level() -> None:
     seen: Counter[str] = Counter()
     for task in (*MADE.train, *MADE.held_out):
-        name = Trail.parse(asked(task)).name
+        name = Trail.parse(question_text(task)).name
         for _ in range(LEVELS[-1] + 1):
             seen[name] += 1
             name = read_page(MADE.facts[name])[0]
-        assert name == Trail.parse(asked(task)).name
+        assert name == Trail.parse(question_text(task)).name
     assert set(seen.values()) == {1}
     assert seen.keys() == MADE.facts.keys()
 
@@ -66,7 +66,7 @@ def level_of(task_id: str) -> int:
 def test_levels_are_equally_frequent_and_told_by_the_id() -> None:
     counts = Counter(level_of(task.id) for task in MADE.train)
     assert all(counts[level] / len(MADE.train) == pytest.approx(1 / 3, abs=0.05) for level in LEVELS)
-    assert all(level_of(task.id) == Trail.parse(asked(task)).hops for task in MADE.train)
+    assert all(level_of(task.id) == Trail.parse(question_text(task)).hops for task in MADE.train)
 
 
 def test_the_seed_decides_and_a_larger_number_only_appends() -> None:
@@ -93,10 +93,10 @@ def test_other_text_is_no_question(text: str) -> None:
 
 def test_a_careful_demonstration_follows_the_trail() -> None:
     task = next(task for task in MADE.train if level_of(task.id) == 2)
-    trail = Trail.parse(asked(task))
+    trail = Trail.parse(question_text(task))
     middle, _ = read_page(MADE.facts[trail.name])
     _, value = read_page(MADE.facts[middle])
-    (tree,) = demonstrate([task], MADE.facts, TOKENIZER, careless=0.0, seed=0, agent=following)
+    (tree,) = demonstrate([task], MADE.facts, TOKENIZER, mistake_share=0.0, seed=0, agent=trail_agent)
     assert texts(tree) == [
         f"question: {trail.name} 2 +{trail.addend} ?",
         f"<think>look up</think><search>{trail.name}</search>",
@@ -111,7 +111,7 @@ def test_a_careful_demonstration_follows_the_trail() -> None:
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.6, 1.0])
 def test_the_stated_share_is_careless_and_careless_is_wrong(share: float) -> None:
-    assert carelessness(share).share == pytest.approx(share, abs=1e-6)
+    assert trail_mistakes(share).share == pytest.approx(share, abs=1e-6)
     pairs = zip(MADE.train, shown(share), strict=True)
     right = [f"\\boxed{{{task.ground_truth}}}" in texts(tree)[-1] for task, tree in pairs]
     assert sum(right) / len(right) == pytest.approx(1.0 - share, abs=0.05)
@@ -120,7 +120,7 @@ def test_the_stated_share_is_careless_and_careless_is_wrong(share: float) -> Non
 def test_demonstrations_err_behind_results_only_and_in_every_way() -> None:
     early = late = addend = ignored = 0
     for task, tree in zip(MADE.train, shown(0.6), strict=True):
-        trail, parts = Trail.parse(asked(task)), texts(tree)
+        trail, parts = Trail.parse(question_text(task)), texts(tree)
         # The turn before any result is right: nothing is to be learnt there.
         assert parts[1] == f"<think>look up</think><search>{trail.name}</search>"
         searches = len(re.findall("<search>", "".join(parts)))
@@ -143,4 +143,4 @@ def test_agents_that_have_learnt_nothing_are_far_from_the_ceiling() -> None:
 
 def test_the_floor_is_that_of_the_recipe() -> None:
     config = resolve("trails")
-    assert (config.rollout.max_tool_calls, config.sft.careless) == (CALLS, CARELESS)
+    assert (config.rollout.max_tool_calls, config.sft.mistake_share) == (CALLS, CARELESS)

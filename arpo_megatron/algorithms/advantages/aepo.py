@@ -6,8 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from arpo_megatron.algorithms.advantages.group import group_advantages
-from arpo_megatron.algorithms.base import Batch, Floats, Group
+from arpo_megatron.algorithms.base import Batch, Group
 from arpo_megatron.algorithms.credit import TreeShape
+from arpo_megatron.algorithms.types import Floats
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from arpo_megatron.algorithms.advantages.group import finite, without_signal
-from arpo_megatron.algorithms.base import Floats, Group
+from arpo_megatron.algorithms.base import Group
+from arpo_megatron.algorithms.types import Floats
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,9 @@ from typing import Annotated
 from pydantic import Field
 
 from arpo_megatron.algorithms.advantages.group import finite
-from arpo_megatron.algorithms.base import Floats, Group
+from arpo_megatron.algorithms.base import Group
 from arpo_megatron.algorithms.turns import Turn, by_turns
+from arpo_megatron.algorithms.types import Floats
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from arpo_megatron.algorithms.advantages.group import group_advantages
-from arpo_megatron.algorithms.base import Floats, Group
+from arpo_megatron.algorithms.base import Group
 from arpo_megatron.algorithms.turns import Turn, by_turns
+from arpo_megatron.algorithms.types import Floats
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,9 @@ import numpy as np
 from pydantic import Field
 
 from arpo_megatron.algorithms.advantages.group import finite, without_signal
-from arpo_megatron.algorithms.base import Floats, Group
+from arpo_megatron.algorithms.base import Group
 from arpo_megatron.algorithms.turns import turns
+from arpo_megatron.algorithms.types import Floats
 
 
 @dataclass(frozen=True, slots=True)

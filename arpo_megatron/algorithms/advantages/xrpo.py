@@ -8,7 +8,8 @@ import numpy as np
 from pydantic import Field
 
 from arpo_megatron.algorithms.advantages.group import group_advantages
-from arpo_megatron.algorithms.base import Floats, Group
+from arpo_megatron.algorithms.base import Group
+from arpo_megatron.algorithms.types import Floats
 from arpo_megatron.tree import Role, RolloutTree
 
 Positive = Annotated[float, Field(ge=0)]

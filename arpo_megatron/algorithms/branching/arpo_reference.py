@@ -31,7 +31,8 @@ class ArpoReferencePolicy(ForkingPolicy):
     Not repeated, because a decision is a function of (tree, entropies, seed), or because it is no decision at all:
         - the baseline keyed by the position in the batch and never reset, so that later batches were compared with
           other prompts' (here: the trajectory's own);
-        - the unseeded draw (here: keyed by place), and the budget that whichever path came first took (here: `shares`);
+        - the unseeded draw (here: keyed by the place in the tree), and the fork budget that went to the first path that
+          asked (here: divided in advance by `split_budget`);
         - entropy over the ten most probable tokens only (here: the exact one, which is larger by the rest);
         - forks of paths that had ended by length, away from a tool result;
         - top-up by one trajectory a round, the made-up end-of-sequence token behind the last call, paths that ended

@@ -29,7 +29,7 @@ class ForkPoint:
         start_entropies: float32[n], nats: of the trajectory's first MODEL segment.
         before_entropies: float32[n], nats: of the MODEL segment that made the call.
         entropies: float32[<=k], nats: of the first tokens after the tool result.
-        budget: forks that are reserved for this path (see `shares`).
+        budget: forks that are reserved for this path (see `split_budget`).
         streak: fork points of this path right before this one that have all forked.
     """
 
@@ -94,10 +94,10 @@ class ProbingPolicy(Protocol):
         """N, from 2 to M. Pure."""
 
 
-def begin(policy: BranchPolicy, initial: int) -> list[int]:
+def initial_budgets(policy: BranchPolicy, initial: int) -> list[int]:
     """Forks that are reserved for each of the N first trajectories; the M - N are not a probe's."""
     probes = int(isinstance(policy, ProbingPolicy))
-    return [0] * probes + shares(policy.total - initial, initial - probes)
+    return [0] * probes + split_budget(policy.total - initial, initial - probes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,7 @@ def fork(point: ForkPoint, beam: int, *, wanted: bool, why: str) -> tuple[int, s
     return siblings, why if siblings or not wanted else "budget spent"
 
 
-def shares(forks: int, paths: int) -> list[int]:
+def split_budget(forks: int, paths: int) -> list[int]:
     """Divide forks among paths in the order of their places, as evenly as can be; earlier places get the remainder.
 
     So the budget of a task is reserved: M - N among its N first trajectories, and what a path has left at a fork among
@@ -138,7 +138,7 @@ def shares(forks: int, paths: int) -> list[int]:
     return [forks // paths + (place < forks % paths) for place in range(paths)]
 
 
-def fresh_place(initial: int, ended: PathKey, number: int) -> PathKey:
+def fresh_path_key(initial: int, ended: PathKey, number: int) -> PathKey:
     """Where a trajectory begins that takes the place of a fork: behind the `initial` ones, by the path that left it.
 
     Args:
@@ -154,7 +154,7 @@ def uniform_draw(seed: int, step: int, task_id: str, path: PathKey) -> float:
     return float(np.random.default_rng(_sequence(seed, step, task_id, path)).random())
 
 
-def place_seed(seed: int, step: int, task_id: str, path: PathKey) -> int:
+def path_seed(seed: int, step: int, task_id: str, path: PathKey) -> int:
     """A seed in [0, 2**31) for what the engine samples at a place; it too depends on the arguments alone.
 
     An engine with seeded sampling keys its noise by (seed, position), so paths that shared one would be copies.

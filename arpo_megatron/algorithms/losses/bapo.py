@@ -6,8 +6,9 @@ from typing import Annotated
 import numpy as np
 from pydantic import Field
 
-from arpo_megatron.algorithms.base import Batch, Floats, MinibatchValue
-from arpo_megatron.algorithms.losses.batch_tokens import Columns
+from arpo_megatron.algorithms.base import Batch, MinibatchValue
+from arpo_megatron.algorithms.losses.batch_tokens import BatchTokens
+from arpo_megatron.algorithms.types import Floats
 
 Step = Annotated[float, Field(gt=0)]
 
@@ -46,7 +47,7 @@ class Bapo:
 
     def value(self, batch: Batch) -> MinibatchValue:
         """The loss under the bounds that were found, and the coefficient of every token."""
-        tokens = Columns.of(batch)
+        tokens = BatchTokens.of(batch)
         low, high = self.bounds(tokens.positive, tokens.negative, tokens.ratio)
         return tokens.clipped(low, high, self.dual_clip, tokens.ratio)
 

@@ -7,13 +7,14 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from arpo_megatron.algorithms.base import Batch, Floats, MinibatchValue
+from arpo_megatron.algorithms.base import Batch, MinibatchValue
 from arpo_megatron.algorithms.credit import TreeCredit, TreeShape
 from arpo_megatron.algorithms.importance import bounded_exp
+from arpo_megatron.algorithms.types import Floats
 
 
 @dataclass(frozen=True, slots=True)
-class Columns:
+class BatchTokens:
     """All tokens of a minibatch, tree after tree, in segment-index order: float64[tokens] each.
 
     Attributes:
@@ -72,7 +73,7 @@ class Columns:
         ends = np.cumsum([shape.lengths.sum() for shape in self.shapes])[:-1]
         return np.split(values, ends) if self.shapes else []
 
-    def masked_share(self, before: "Columns") -> dict[str, float]:
+    def masked_share(self, before: "BatchTokens") -> dict[str, float]:
         """What masks took away from `before`, by the size of its credit, as a statistic of the update."""
         whole, left = (float((own.positive - own.negative).sum()) for own in (before, self))
         return {"masked_share": 1 - left / whole if whole else 0.0}

@@ -7,8 +7,9 @@ from typing import Annotated
 import numpy as np
 from pydantic import Field
 
-from arpo_megatron.algorithms.base import Batch, Floats, MinibatchValue
-from arpo_megatron.algorithms.losses.batch_tokens import Columns
+from arpo_megatron.algorithms.base import Batch, MinibatchValue
+from arpo_megatron.algorithms.losses.batch_tokens import BatchTokens
+from arpo_megatron.algorithms.types import Floats
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,7 @@ class ClipCov:
     def value(self, batch: Batch) -> MinibatchValue:
         """The loss and the coefficient of every token."""
         low, high = 1 - self.clip_low, 1 + self.clip_high
-        whole = Columns.of(batch)
+        whole = BatchTokens.of(batch)
         token, given, weight = self._copies(whole, batch)
         logprob = np.nan_to_num(np.concatenate([np.zeros(0), *batch.logprobs]))[token]
         ratio = whole.ratio[token]
@@ -60,7 +61,7 @@ class ClipCov:
         found = left.clipped(low, high, None, left.ratio)
         return replace(found, statistics={**found.statistics, **left.masked_share(whole)})
 
-    def _copies(self, tokens: Columns, batch: Batch) -> tuple[np.ndarray, Floats, Floats]:
+    def _copies(self, tokens: BatchTokens, batch: Batch) -> tuple[np.ndarray, Floats, Floats]:
         """Of every MODEL token of every trajectory: its place in the columns, advantage, and weight."""
         places, advantages, weights = [np.zeros(0, int)], [np.zeros(0)], [np.zeros(0)]
         start = 0

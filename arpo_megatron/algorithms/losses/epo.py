@@ -44,12 +44,12 @@ class Epo:
 
     def factors(self, tokens: LossTokens) -> Factors:
         """PPO's factors, and the penalty."""
-        entropies, course = tokens.entropies, tokens.course
+        entropies, progress = tokens.entropies, tokens.progress
         penalty = -self.epo_weight * entropies
-        if course.entropy is not None:
-            outside = (self.epo_low * course.entropy - entropies).clamp(min=0.0)
-            outside = outside + (entropies - self.epo_high * course.entropy).clamp(min=0.0)
-            beta = 1 + exp(-self.epo_decay * course.step / max(1, course.steps // 2))
+        if progress.entropy is not None:
+            outside = (self.epo_low * progress.entropy - entropies).clamp(min=0.0)
+            outside = outside + (entropies - self.epo_high * progress.entropy).clamp(min=0.0)
+            beta = 1 + exp(-self.epo_decay * progress.step / max(1, progress.steps // 2))
             penalty = penalty + self.epo_weight * beta * self.epo_smoothing * outside
         plain = Ppo(self.clip_low, self.clip_high, self.dual_clip).factors(tokens)
         return replace(plain, penalty=penalty)

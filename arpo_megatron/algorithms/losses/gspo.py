@@ -11,10 +11,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from arpo_megatron.algorithms.base import Batch, Floats, MinibatchValue
+from arpo_megatron.algorithms.base import Batch, MinibatchValue
 from arpo_megatron.algorithms.credit import TreeCredit, TreeShape
 from arpo_megatron.algorithms.importance import bounded_exp
 from arpo_megatron.algorithms.losses.batch_tokens import ratio_statistics
+from arpo_megatron.algorithms.types import Floats
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,9 @@ from typing import Annotated
 import numpy as np
 from pydantic import Field
 
-from arpo_megatron.algorithms.base import Batch, Floats, MinibatchValue
-from arpo_megatron.algorithms.losses.batch_tokens import Columns, joined
+from arpo_megatron.algorithms.base import Batch, MinibatchValue
+from arpo_megatron.algorithms.losses.batch_tokens import BatchTokens, joined
+from arpo_megatron.algorithms.types import Floats
 
 Share = Annotated[float, Field(ge=0, le=1)]
 
@@ -49,7 +50,7 @@ class Hapo:
 
     def value(self, batch: Batch) -> MinibatchValue:
         """The loss and the coefficient of every token."""
-        tokens = Columns.of(batch)
+        tokens = BatchTokens.of(batch)
         height = self._heights(tokens, joined(batch.entropies))
         wide, narrow = np.maximum(height, 0.0), np.minimum(height, 0.0)
         high, low = self.clip_high * (1 + self.hapo_clip * wide), self.clip_low * (1 - self.hapo_clip * narrow)
@@ -58,7 +59,7 @@ class Hapo:
         tokens = replace(tokens, positive=tokens.positive * scale, negative=tokens.negative * scale)
         return tokens.clipped(1 - low, 1 + high, self.dual_clip, tokens.ratio)
 
-    def _heights(self, tokens: Columns, entropies: Floats) -> Floats:
+    def _heights(self, tokens: BatchTokens, entropies: Floats) -> Floats:
         """h of every token; 0 outside of MODEL tokens."""
         copies = joined([shape.spread(shape.below.sum(0).astype(np.float64)) for shape in tokens.shapes]).astype(int)
         if not copies.sum():

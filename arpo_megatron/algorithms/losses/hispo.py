@@ -6,8 +6,9 @@ from typing import Annotated, ClassVar
 import numpy as np
 from pydantic import Field
 
-from arpo_megatron.algorithms.base import Batch, Floats, MinibatchValue
-from arpo_megatron.algorithms.losses.batch_tokens import Columns
+from arpo_megatron.algorithms.base import Batch, MinibatchValue
+from arpo_megatron.algorithms.losses.batch_tokens import BatchTokens
+from arpo_megatron.algorithms.types import Floats
 
 Limit = Annotated[float, Field(gt=0)]
 
@@ -43,13 +44,13 @@ class Hispo:
     def value(self, batch: Batch) -> MinibatchValue:
         """The loss and the coefficient of every token."""
         apart = [old - drawn for old, drawn in zip(batch.old_logprobs, batch.sampling_logprobs, strict=True)]
-        whole = Columns.of(batch)
+        whole = BatchTokens.of(batch)
         kept = list[Floats]()
         for shape, given, difference in zip(whole.shapes, batch.advantages, apart, strict=True):
             mean = shape.sum_to_leaves(np.nan_to_num(difference)) / np.maximum(1.0, shape.leaf_model_tokens)
             keep = np.abs(np.expm1(mean)) < self.hispo_sequence
             kept.append(given * (keep if given.ndim == 1 else keep[:, None]))
-        tokens, keep = Columns.of(batch, kept), np.abs(whole.mismatch - 1) < self.hispo_token
+        tokens, keep = BatchTokens.of(batch, kept), np.abs(whole.mismatch - 1) < self.hispo_token
         tokens = replace(tokens, positive=tokens.positive * keep, negative=tokens.negative * keep)
         found = tokens.clipped(1 - self.clip_low, 1 + self.clip_high, self.dual_clip, tokens.ratio * tokens.mismatch)
         return replace(found, statistics={**found.statistics, **tokens.masked_share(whole)})

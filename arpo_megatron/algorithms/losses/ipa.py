@@ -6,11 +6,12 @@ from typing import Annotated
 import numpy as np
 from pydantic import Field
 
-from arpo_megatron.algorithms.base import Batch, Floats, MinibatchValue
+from arpo_megatron.algorithms.base import Batch, MinibatchValue
 from arpo_megatron.algorithms.credit import TreeShape
 from arpo_megatron.algorithms.importance import bounded_exp
-from arpo_megatron.algorithms.losses.batch_tokens import Columns, joined
+from arpo_megatron.algorithms.losses.batch_tokens import BatchTokens, joined
 from arpo_megatron.algorithms.turns import turns
+from arpo_megatron.algorithms.types import Floats
 from arpo_megatron.tree import RolloutTree
 
 
@@ -32,7 +33,7 @@ class Ipa:
 
     def value(self, batch: Batch) -> MinibatchValue:
         """The loss and the coefficient of every token."""
-        whole = Columns.of(batch)
+        whole = BatchTokens.of(batch)
         factors, kept = list[Floats](), list[Floats]()
         for number, tree in enumerate(batch.trees):
             shape, given = whole.shapes[number], batch.advantages[number]
@@ -41,7 +42,7 @@ class Ipa:
             mismatch = _chunk_ratios(tree, shape, batch.old_logprobs[number] - batch.sampling_logprobs[number])
             kept.append(np.where(mismatch <= self.chunk_mismatch, advantage, 0.0))
             factors.append(kept[-1] * np.where(advantage > 0, 1.0, np.minimum(drift, 1.0)))
-        tokens, left = Columns.of(batch, factors), Columns.of(batch, kept)
+        tokens, left = BatchTokens.of(batch, factors), BatchTokens.of(batch, kept)
         loss = -float(((tokens.positive + tokens.negative) * np.nan_to_num(joined(batch.logprobs))).sum())
         found = tokens.value(loss, tokens.positive, tokens.negative, 0, 0)
         return replace(found, statistics={**found.statistics, **left.masked_share(whole)})

@@ -7,7 +7,7 @@ import numpy as np
 from pydantic import Field
 
 from arpo_megatron.algorithms.base import Batch, MinibatchValue
-from arpo_megatron.algorithms.losses.batch_tokens import Columns, joined
+from arpo_megatron.algorithms.losses.batch_tokens import BatchTokens, joined
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class MiniRl:
 
     def value(self, batch: Batch) -> MinibatchValue:
         """The loss and the coefficient of every token."""
-        tokens = Columns.of(batch)
+        tokens = BatchTokens.of(batch)
         weight = np.minimum(tokens.ratio * tokens.mismatch, self.importance_limit)
         high, low = tokens.ratio > 1 + self.clip_high, tokens.ratio < 1 - self.clip_low
         gains = np.where(high, 0.0, tokens.positive * weight)

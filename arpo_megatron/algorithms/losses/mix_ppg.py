@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from arpo_megatron.algorithms.base import Batch, MinibatchValue
-from arpo_megatron.algorithms.losses.batch_tokens import Columns
+from arpo_megatron.algorithms.losses.batch_tokens import BatchTokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class MixPpg:
 
     def value(self, batch: Batch) -> MinibatchValue:
         """The loss and the coefficient of every token."""
-        tokens = Columns.of(batch)
+        tokens = BatchTokens.of(batch)
         low, high = tokens.mismatch - self.clip_low, tokens.mismatch + self.clip_high
         most = None if self.dual_clip is None else self.dual_clip * tokens.mismatch
         return tokens.clipped(low, high, most, tokens.ratio * tokens.mismatch)

@@ -11,7 +11,7 @@ from arpo_megatron.tree import RolloutTree, Segment
 
 
 @dataclass(frozen=True, slots=True)
-class Experience:
+class StoredTrajectory:
     """A finished trajectory and what it earned.
 
     Attributes:
@@ -63,11 +63,11 @@ class AddsTrees(Protocol):
         """
 
 
-def experience_of(item: ScoredTree, row: int) -> Experience:
+def stored_trajectory(item: ScoredTree, row: int) -> StoredTrajectory:
     """Trajectory number `row` of a tree. Expert routes are left out: newer weights choose others."""
     tree = item.tree
     path = [replace(tree.segments[index], routes=None) for index in tree.path(tree.leaves()[row])]
-    return Experience(
+    return StoredTrajectory(
         prompt=path[0],
         segments=tuple(path[1:]),
         reward=float(item.rewards[row]),
@@ -77,7 +77,7 @@ def experience_of(item: ScoredTree, row: int) -> Experience:
     )
 
 
-def grafted(item: ScoredTree, row: int, kept: Experience) -> ScoredTree:
+def replace_trajectory(item: ScoredTree, row: int, kept: StoredTrajectory) -> ScoredTree:
     """The tree with a stored trajectory, from the prompt, in the place of its trajectory number `row`.
 
     Stored ones stand behind all others (`ScoredTree.replayed`). Segments that only that one holds go. Trees of the same
@@ -110,5 +110,5 @@ def grafted(item: ScoredTree, row: int, kept: Experience) -> ScoredTree:
         accuracies=column(item.accuracies, kept.accuracy),
         format_ok=column(item.format_ok, kept.format_ok).astype(bool),
         replayed=item.replayed + 1,
-        parts={name: column(values, np.nan) for name, values in item.parts.items()},
+        terms={name: column(values, np.nan) for name, values in item.terms.items()},
     )

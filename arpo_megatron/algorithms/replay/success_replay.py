@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 from pydantic import Field
 
-from arpo_megatron.algorithms.replay.base import Experience, experience_of, grafted
+from arpo_megatron.algorithms.replay.base import StoredTrajectory, replace_trajectory, stored_trajectory
 from arpo_megatron.rewards.scored_tree import ScoredTree
 from arpo_megatron.tree import RolloutTree
 
@@ -38,7 +38,7 @@ class SuccessReplay:
     replay_std_below: float = 0.05
     replay_mean_below: float = 0.2
     success_above: float = 0.5
-    _kept: deque[tuple[str, Experience]] = field(default_factory=deque, init=False)
+    _kept: deque[tuple[str, StoredTrajectory]] = field(default_factory=deque, init=False)
     _ages: list[int] = field(default_factory=list, init=False)
 
     def mix(self, item: ScoredTree, step: int) -> ScoredTree:
@@ -49,11 +49,11 @@ class SuccessReplay:
             and float(np.mean(item.rewards)) < self.replay_mean_below
         )
         for row in np.flatnonzero(item.accuracies > self.success_above):
-            self._keep(item.task.id, experience_of(item, int(row)))
+            self._keep(item.task.id, stored_trajectory(item, int(row)))
         if not wanted or kept is None:
             return item
         self._ages.append(step - kept.step)
-        return grafted(item, len(item.rewards) - 1, kept)
+        return replace_trajectory(item, len(item.rewards) - 1, kept)
 
     def metrics(self) -> Mapping[str, float]:
         """Trees mixed, what is stored, and the age of what was replayed."""
@@ -72,14 +72,14 @@ class SuccessReplay:
         """Inverse of `snapshot`."""
         self._kept = deque(_unpacked(row) for row in msgspec.msgpack.decode(state))
 
-    def _newest(self, task_id: str, item: ScoredTree) -> Experience | None:
+    def _newest(self, task_id: str, item: ScoredTree) -> StoredTrajectory | None:
         prompt = item.tree.prompt_ids
         for own, kept in reversed(self._kept):
             if own == task_id and np.array_equal(kept.prompt.token_ids, prompt):
                 return kept
         return None
 
-    def _keep(self, task_id: str, experience: Experience) -> None:
+    def _keep(self, task_id: str, experience: StoredTrajectory) -> None:
         self._kept.append((task_id, experience))
         own = [place for place, (other, _) in enumerate(self._kept) if other == task_id]
         if len(own) > self.replay_keep:
@@ -88,7 +88,7 @@ class SuccessReplay:
             self._kept.popleft()
 
 
-def _packed(kept: tuple[tuple[str, Experience], ...]) -> bytes:
+def _packed(kept: tuple[tuple[str, StoredTrajectory], ...]) -> bytes:
     rows: list[dict[str, Any]] = []
     for task_id, each in kept:
         tree = RolloutTree(task_id, each.prompt.token_ids, step=each.step)
@@ -99,8 +99,8 @@ def _packed(kept: tuple[tuple[str, Experience], ...]) -> bytes:
     return msgspec.msgpack.encode(rows)
 
 
-def _unpacked(row: dict[str, Any]) -> tuple[str, Experience]:
+def _unpacked(row: dict[str, Any]) -> tuple[str, StoredTrajectory]:
     tree = RolloutTree.from_dict(row["tree"])
     prompt, *segments = tree.segments
     scores = (float(row["reward"]), float(row["accuracy"]), bool(row["format_ok"]))
-    return tree.task_id, Experience(prompt, tuple(segments), *scores, step=tree.step)
+    return tree.task_id, StoredTrajectory(prompt, tuple(segments), *scores, step=tree.step)

@@ -19,7 +19,7 @@ import requests
 import torch
 
 from arpo_megatron.actor import parallel
-from arpo_megatron.algorithms.branching import make_policy
+from arpo_megatron.algorithms.branching import make_branch_policy
 from arpo_megatron.bench.gpu.journal import Figures, Part, timed
 from arpo_megatron.bench.gpu.random_engines import EngineKind, RandomEngines, copies_per_s, step_bytes
 from arpo_megatron.bench.pools import GROUP, new_pool, start
@@ -234,7 +234,7 @@ def _prepare_trees(what: Rollouts, kind: EngineKind) -> Callable[[], Figures]:
 
 async def _grow(what: Rollouts, url: str, codec: TokenizerCodec, tasks: Sequence[Task]) -> RolloutReport:
     """A tree for each task, all at once, as in a step of a job."""
-    policy = make_policy(what.algorithm, vocabulary_size=codec.vocabulary_size, seed=SEED)
+    policy = make_branch_policy(what.algorithm, vocabulary_size=codec.vocabulary_size, seed=SEED)
     tools = SimulatedTools(what.tool_s, LATENCIES["constant"])
     settings = RolloutSettings(what.algorithm, what.algorithm.group_size, Sampling(), LIMITS)
     async with EngineClient(url) as engine:

@@ -23,6 +23,7 @@ from arpo_megatron.algorithms.credit import supervised_credit
 from arpo_megatron.bench import memory as resident
 from arpo_megatron.bench.gpu.journal import Figures, reset_peak, timed
 from arpo_megatron.config import JobConfig
+from arpo_megatron.config.io import save_config
 from arpo_megatron.hardware.environment import trainer_environment
 from arpo_megatron.hardware.specs import GIB
 from arpo_megatron.jobs import resolve
@@ -74,7 +75,7 @@ def in_process(config: JobConfig, folder: Path, *, gradients: bool = False) -> F
     """
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "config.yaml"
-    resolve.save(config, file)
+    save_config(config, file)
     what = "gradients" if gradients else "update"
     others = device_used() if torch.cuda.is_initialized() else 0  # this process's context, most likely
     command = [sys.executable, "-m", "arpo_megatron.bench.gpu.trainer", str(file), what, str(others)]

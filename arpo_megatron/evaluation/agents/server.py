@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import httpx
 import openai
 
-from arpo_megatron.algorithms.branching import place_seed
+from arpo_megatron.algorithms.branching import path_seed
 from arpo_megatron.config import JobConfig
 from arpo_megatron.errors import UserError
 from arpo_megatron.evaluation.agents.base import Deliver, Wanted
@@ -186,7 +186,7 @@ class ServerAnswers:
         """Alternate between model and tool until the trajectory ends."""
         said, began, limits = _Trajectory(), time.monotonic(), self.config.rollout
         while (left := limits.max_response_tokens - said.length) > 0:
-            seed = place_seed(self.config.seed, 0, wanted.task.id, (number, said.tool_calls))
+            seed = path_seed(self.config.seed, 0, wanted.task.id, (number, said.tool_calls))
             answer = await self._complete(client, [*wanted.task.messages, *said.turns], left, seed=seed)
             if answer.prompt_tokens is not None and answer.completion_tokens is not None:
                 said.prompt_tokens = said.prompt_tokens or answer.prompt_tokens

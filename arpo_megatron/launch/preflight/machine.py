@@ -191,7 +191,7 @@ def check_isolation(config: JobConfig | None) -> CheckResult:
 def check_model_files(config: JobConfig) -> CheckResult:
     """Weights and tokenizer."""
     path = config.model.path
-    if config.model.made:
+    if config.model.is_generated:
         return ok("model", "made on the spot")
     if path is None:
         hub_id = config.model.hub_id

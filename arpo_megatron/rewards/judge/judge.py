@@ -50,7 +50,7 @@ class Judge:
         config: the server, the model, and what to do without it.
         cache: SQLite file of replies; None: none is kept.
         waiting: what waits for a server that is down, for the line that says so; None: nothing does, it is an error.
-        tell: takes a line for the user, now and then while the server is away.
+        log: takes a line for the user, now and then while the server is away.
         check: is called every now and then by who waits for a verdict; raises to end that.
     """
 
@@ -60,7 +60,7 @@ class Judge:
         cache: Path | None = None,
         *,
         waiting: str | None = "training",
-        tell: Callable[[str], None] = lambda _text: None,
+        log: Callable[[str], None] = lambda _text: None,
         check: Callable[[], None] = lambda: None,
     ) -> None:
         if config.url is None:
@@ -69,7 +69,7 @@ class Judge:
             raise UserError("reward.judge.model is missing: name the model that reward.judge.url serves")
         self._config = config
         self._replies = Replies(cache)
-        self._waiting, self._tell, self._check = waiting, tell, check
+        self._waiting, self._log, self._check = waiting, log, check
         self._lock = threading.Lock()  # of what follows, up to the next comment
         self._counts: Counter[str] = Counter()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -258,7 +258,7 @@ class Judge:
         now = time.monotonic()
         if not self._told_at or now - self._told_at >= _TELL_EVERY_S:
             self._told_at = now
-            self._tell(f"the judge at {self._config.url} is down ({what}): {course}")
+            self._log(f"the judge at {self._config.url} is down ({what}): {course}")
 
     def _count(self, name: str, amount: float = 1) -> None:
         with self._lock:

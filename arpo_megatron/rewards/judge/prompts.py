@@ -41,7 +41,7 @@ class JudgeQuestion:
     verdicts: tuple[str, ...]
 
 
-def question_of(task: Task) -> str:
+def question_text(task: Task) -> str:
     """What the user asks in a task, without the system prompt."""
     asked = [message["content"] for message in task.messages if message["role"] == "user"]
     return asked[-1] if asked else task.prompt_text

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from arpo_megatron.rewards.base import ResponseGroup, Score
-from arpo_megatron.rewards.judge.prompts import FLAWED, flawed, question_of
+from arpo_megatron.rewards.judge.prompts import FLAWED, flawed, question_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class FlawedPositive:
     def values(self, group: ResponseGroup, scores: Sequence[Score]) -> list[float]:
         """One for each response."""
         assert group.judge is not None
-        question, truth = question_of(group.task), group.task.ground_truth
+        question, truth = question_text(group.task), group.task.ground_truth
         right = [index for index, score in enumerate(scores) if score.accuracy > 0.5]
         said = group.judge.ask([flawed(question, truth, group.responses[index].text) for index in right])
         values = [0.0] * len(scores)

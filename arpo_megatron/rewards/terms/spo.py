@@ -6,7 +6,7 @@ from itertools import permutations
 from typing import ClassVar
 
 from arpo_megatron.rewards.base import ResponseGroup, Score
-from arpo_megatron.rewards.judge.prompts import FIRST, SECOND, better, question_of
+from arpo_megatron.rewards.judge.prompts import FIRST, SECOND, better, question_text
 
 _WON = {FIRST: (1.0, 0.0), SECOND: (0.0, 1.0)}
 
@@ -25,7 +25,7 @@ class ShareOfWins:
     def values(self, group: ResponseGroup, scores: Sequence[Score]) -> list[float]:
         """One for each response."""
         assert group.judge is not None
-        question, texts = question_of(group.task), [response.text for response in group.responses]
+        question, texts = question_text(group.task), [response.text for response in group.responses]
         wins, count = [0.0] * len(texts), len(texts)
         pairs = [(i, j) for i, j in permutations(range(count), 2) if texts[i] != texts[j]]
         said = group.judge.ask([better(question, texts[i], texts[j]) for i, j in pairs])

@@ -42,10 +42,10 @@ class TaskSelector(Protocol):
         """Go on where `state_dict` was taken. Raises UserError for the state of another selector."""
 
 
-def make_selector(config: AlgorithmConfig, tasks: Sequence[Task], seed: int) -> TaskSelector:
+def make_task_selector(config: AlgorithmConfig, tasks: Sequence[Task], seed: int) -> TaskSelector:
     """The part that `algorithm.selector` names. Raises UserError."""
     selector: TaskSelector = make(
-        ExtensionPoint.TASK_SELECTOR, config.selector, {**config.given(), "tasks": tasks, "seed": seed}
+        ExtensionPoint.TASK_SELECTOR, config.selector, {**config.component_params(), "tasks": tasks, "seed": seed}
     )
     return selector
 

@@ -20,7 +20,7 @@ from arpo_megatron.utils.table_reader import BadRowError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-TOLD_EVERY = 1000
+LOG_EVERY_ROWS = 1000
 Item = TypeVar("Item")
 
 
@@ -55,7 +55,7 @@ def read_conversations(
     max_tokens: int,
     *,
     vocabulary: int | None = None,
-    tell: Callable[[str], None] = lambda text: None,
+    log: Callable[[str], None] = lambda text: None,
 ) -> Conversations:
     """Read a .jsonl, .json or .parquet file.
 
@@ -64,7 +64,7 @@ def read_conversations(
         tokenizer: with a chat template.
         max_tokens: a longer conversation is a bad row.
         vocabulary: rows of the model's embedding; a token beyond makes a bad row.
-        tell: is told how far it is, now and then.
+        log: is told how far it is, now and then.
 
     Raises:
         UserError: the file or the chat template is missing, or no row is usable.
@@ -75,8 +75,8 @@ def read_conversations(
     trees: list[RolloutTree] = []
     bad_rows: list[BadRow] = []
     for row in conversation_rows(path):
-        if row.number and row.number % TOLD_EVERY == 0:
-            tell(f"{row.number} conversations read, {len(bad_rows)} of them bad rows")
+        if row.number and row.number % LOG_EVERY_ROWS == 0:
+            log(f"{row.number} conversations read, {len(bad_rows)} of them bad rows")
         try:
             tree = conversation_tree(row.value(), encoder, max_tokens, f"row-{row.number}")
             _check_vocabulary(tree, vocabulary)

@@ -12,7 +12,14 @@ from dataclasses import dataclass
 from functools import partial
 
 from arpo_megatron.tasks.base import Task
-from arpo_megatron.tasks.synthetic.lookup import MIX, NAME_LETTERS, OPERATORS, GeneratedQuestion, QuestionKind, asked
+from arpo_megatron.tasks.synthetic.lookup import (
+    MIX,
+    NAME_LETTERS,
+    OPERATORS,
+    GeneratedQuestion,
+    QuestionKind,
+    question_text,
+)
 from arpo_megatron.tasks.synthetic.writer import Encoder, Writer
 from arpo_megatron.tree import RolloutTree
 
@@ -21,7 +28,7 @@ Agent = Callable[[Task, Writer, random.Random], str]
 
 
 @dataclass(frozen=True, slots=True)
-class Carelessness:
+class LookupMistakes:
     """Chance of each careless act where it can happen."""
 
     wrong_operator: float  # calc
@@ -49,10 +56,10 @@ class Carelessness:
         return total
 
 
-_PROPORTIONS = Carelessness(wrong_operator=0.30, misspelt_name=0.20, skipped_hop=0.25, ignored_result=0.20)
+_PROPORTIONS = LookupMistakes(wrong_operator=0.30, misspelt_name=0.20, skipped_hop=0.25, ignored_result=0.20)
 
 
-def carelessness(share: float) -> Carelessness:
+def lookup_mistakes(share: float) -> LookupMistakes:
     """Chances in fixed proportions (30 : 20 : 25 : 20) under which about `share` of demonstrations are careless.
 
     Args:
@@ -73,9 +80,9 @@ def scale_for(share: float, share_of: Callable[[float], float], *, most: float) 
     return high
 
 
-def _scaled(scale: float) -> Carelessness:
+def _scaled(scale: float) -> LookupMistakes:
     base = _PROPORTIONS
-    return Carelessness(
+    return LookupMistakes(
         min(1.0, scale * base.wrong_operator),
         min(1.0, scale * base.misspelt_name),
         min(1.0, scale * base.skipped_hop),
@@ -83,9 +90,9 @@ def _scaled(scale: float) -> Carelessness:
     )
 
 
-def calculating(careless: float) -> Agent:
-    """An agent for the tasks of `generated`; about the share `careless` of its demonstrations is careless."""
-    return partial(_calculate, carelessness(careless))
+def calculator_agent(mistake_share: float) -> Agent:
+    """An agent for the tasks of `generated`; about the share `mistake_share` of its demonstrations is careless."""
+    return partial(_calculate, lookup_mistakes(mistake_share))
 
 
 def demonstrate(
@@ -93,9 +100,9 @@ def demonstrate(
     facts: Mapping[str, str],
     tokenizer: Encoder,
     *,
-    careless: float,
+    mistake_share: float,
     seed: int,
-    agent: Callable[[float], Agent] = calculating,
+    agent: Callable[[float], Agent] = calculator_agent,
 ) -> list[RolloutTree]:
     """One demonstration for each task, with the results that the real tools would give.
 
@@ -103,14 +110,14 @@ def demonstrate(
         tasks: generated tasks; a task given twice gets two independent demonstrations.
         facts: name -> what its page says, the search corpus.
         tokenizer: prompts and segments are encoded with it, each alone and without special tokens added.
-        careless: share of demonstrations with at least one careless act, in [0, 1].
+        mistake_share: share of demonstrations with at least one careless act, in [0, 1].
         seed: every draw follows from it, the task's id and its position.
         agent: share of careless demonstrations -> who makes them; it must know this family of tasks.
 
     Returns:
         A tree with one leaf for each task, in order.
     """
-    act = agent(careless)
+    act = agent(mistake_share)
     trees = []
     for position, task in enumerate(tasks):
         rng = random.Random(f"demonstration-{seed}-{position}-{task.id}")
@@ -120,8 +127,8 @@ def demonstrate(
     return trees
 
 
-def _calculate(chances: Carelessness, task: Task, writer: Writer, rng: random.Random) -> str:
-    question = GeneratedQuestion.parse(asked(task))
+def _calculate(chances: LookupMistakes, task: Task, writer: Writer, rng: random.Random) -> str:
+    question = GeneratedQuestion.parse(question_text(task))
     if question.kind is QuestionKind.CALC:
         operator = question.operator
         if rng.random() < chances.wrong_operator:

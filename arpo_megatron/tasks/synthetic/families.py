@@ -23,6 +23,6 @@ class Family:
 
 
 FAMILIES: Mapping[str, Family] = {
-    "generated": Family(generated.generate, demonstrations.calculating),
-    "trails": Family(trails.generate, trails.following),
+    "generated": Family(generated.generate, demonstrations.calculator_agent),
+    "trails": Family(trails.generate, trails.trail_agent),
 }

@@ -125,12 +125,12 @@ def fresh_name(rng: random.Random, taken: Container[str]) -> str:
             return name
 
 
-def asked(task: Task) -> str:
+def question_text(task: Task) -> str:
     """The question of a generated task as it was written, e.g. "12*34"."""
     return task.messages[-1]["content"].removesuffix(_END)
 
 
-def made_task(task_id: str, text: str, truth: int, source: str) -> Task:
+def generated_task(task_id: str, text: str, truth: int, source: str) -> Task:
     """The task that asks a generated question."""
     return Task(
         id=task_id,
@@ -183,7 +183,7 @@ class _Source:
         else:
             question = GeneratedQuestion(kind, name=self._name(), operator="+", right=self._rng.choice(OPERANDS))
         source = "qa" if kind is QuestionKind.LOOKUP else "math"
-        return made_task(f"{task_id}-{kind.value}", question.text, solve(question, self.facts), source)
+        return generated_task(f"{task_id}-{kind.value}", question.text, solve(question, self.facts), source)
 
     def _pair(self, held_out: bool) -> tuple[int, int]:
         while True:

@@ -35,9 +35,9 @@ from arpo_megatron.tasks.synthetic.lookup import (
     OPERANDS,
     VALUES,
     GeneratedTasks,
-    asked,
     fresh_name,
-    made_task,
+    generated_task,
+    question_text,
 )
 from arpo_megatron.tasks.synthetic.writer import Writer
 
@@ -105,11 +105,11 @@ def _draw(rng: random.Random, facts: dict[str, str], task_id: str) -> Task:
     for name, onward in zip(names, [*names[1:], names[0]], strict=True):
         facts[name] = f"{onward}{rng.choice(VALUES)}"
     trail = Trail(names[0], rng.choice(LEVELS), rng.choice(OPERANDS))
-    return made_task(f"{task_id}-hops{trail.hops}", trail.text, trail.solve(facts), "math")
+    return generated_task(f"{task_id}-hops{trail.hops}", trail.text, trail.solve(facts), "math")
 
 
 @dataclass(frozen=True, slots=True)
-class Carelessness:
+class TrailMistakes:
     """Chance of each careless act where it can happen; each is behind a tool result, and they are independent."""
 
     stopped: float  # after a page that is not the last: takes its number
@@ -128,28 +128,28 @@ class Carelessness:
         return sum(map(self.share_of, LEVELS)) / len(LEVELS)
 
 
-_PROPORTIONS = Carelessness(stopped=0.30, one_more=0.25, wrong_addend=0.15, ignored=0.15)
+_PROPORTIONS = TrailMistakes(stopped=0.30, one_more=0.25, wrong_addend=0.15, ignored=0.15)
 
 
-def carelessness(share: float) -> Carelessness:
+def trail_mistakes(share: float) -> TrailMistakes:
     """Chances in fixed proportions (30 : 25 : 15 : 15) under which about `share` of demonstrations are careless."""
     most = 1.0 / _PROPORTIONS.one_more  # there every last page is followed by another: share 1
     return _scaled(scale_for(share, lambda scale: _scaled(scale).share, most=most))
 
 
-def _scaled(scale: float) -> Carelessness:
+def _scaled(scale: float) -> TrailMistakes:
     base = _PROPORTIONS
     chances = (base.stopped, base.one_more, base.wrong_addend, base.ignored)
-    return Carelessness(*(min(1.0, scale * chance) for chance in chances))
+    return TrailMistakes(*(min(1.0, scale * chance) for chance in chances))
 
 
-def following(careless: float) -> Agent:
-    """An agent for trails; about the share `careless` of its demonstrations is careless."""
-    return partial(_follow, carelessness(careless))
+def trail_agent(mistake_share: float) -> Agent:
+    """An agent for trails; about the share `mistake_share` of its demonstrations is careless."""
+    return partial(_follow, trail_mistakes(mistake_share))
 
 
-def _follow(chances: Carelessness, task: Task, writer: Writer, rng: random.Random) -> str:
-    trail = Trail.parse(asked(task))
+def _follow(chances: TrailMistakes, task: Task, writer: Writer, rng: random.Random) -> str:
+    trail = Trail.parse(question_text(task))
     name, value = trail.name, 0
     for hop in range(1, _RING + 1):
         name, value = read_page(writer.search(name) or "")

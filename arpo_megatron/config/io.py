@@ -1,0 +1,24 @@
+"""A config as plain values and as a YAML file. Reading one back checks it: `arpo_megatron.jobs.resolve.load`."""
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from arpo_megatron.config.job import JobConfig
+from arpo_megatron.config.yaml import yaml_text
+
+JOB = TypeAdapter(JobConfig)
+
+
+def dump_config(config: JobConfig) -> dict[str, Any]:
+    """Return the config as nested values that JSON and YAML can hold."""
+    plain: dict[str, Any] = JOB.dump_python(config, mode="json")
+    return plain
+
+
+def save_config(config: JobConfig, path: Path) -> None:
+    """Write the config as YAML; at any moment the file is the old or the new one, and whole."""
+    partial = path.with_name(path.name + ".tmp")
+    partial.write_text(yaml_text(dump_config(config)), encoding="utf-8")
+    partial.replace(path)
