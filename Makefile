@@ -3,8 +3,12 @@ SEED ?= 1
 ARGS ?=
 WORKERS ?= 3
 BIN := .venv/bin
+PYTEST := $(BIN)/pytest --numprocesses $(WORKERS) --no-loadscope-reorder
+# Folders whose tests start no engine, no ranks and no Slurm.
+QUICK := tests/algorithms tests/config tests/hardware tests/jobs tests/monitor tests/packing tests/rewards tests/tasks \
+	tests/trainer tests/test_recipes.py tests/test_registry.py tests/test_tree.py
 
-.PHONY: setup demo slurm-demo test lint types contracts pytest fuzz test-slow test-slurm docs clean
+.PHONY: setup demo slurm-demo test test-all test-quick lint types contracts pytest fuzz docs clean
 
 setup:
 	@scripts/setup.sh
@@ -13,11 +17,21 @@ demo: setup
 	@$(BIN)/arpo demo --seed $(SEED) $(ARGS)
 
 # Installs Slurm from the distribution's packages if it is absent, and says so first; their services are not started.
-# Ends what it started.
+# Stops everything it started.
 slurm-demo: setup
 	@slurm/onebox/demo.sh $(ARGS)
 
+# What CI runs, in about 12 minutes on two cores.
 test: lint types contracts pytest
+
+# For daily work, under 90 seconds.
+test-quick: lint contracts
+	$(PYTEST) $(QUICK) $(ARGS)
+
+# Adds the campaigns, in hours: the whole demo, full matrices of layouts, repeated kills, loads, Slurm faults.
+test-all: lint types contracts
+	slurm/onebox/onebox.sh install
+	$(PYTEST) --campaigns --durations 40 $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .
@@ -30,22 +44,13 @@ contracts: setup
 	$(BIN)/lint-imports
 
 pytest: setup
-	$(BIN)/pytest --numprocesses $(WORKERS) --no-loadscope-reorder --durations 20 $(ARGS)
+	$(PYTEST) --durations 20 $(ARGS)
 
-# The property tests on examples that no run has seen; what fails is kept in .hypothesis and tried first the next time.
+# The property tests on new examples; a failing example is kept in .hypothesis and tried first the next time.
 fuzz: setup
-	$(BIN)/pytest --numprocesses $(WORKERS) -m hypothesis --hypothesis-profile=new $(ARGS)
+	$(PYTEST) -m hypothesis --hypothesis-profile=new $(ARGS)
 
-# Minutes of kill -9 and restart, and of `arpo bench gpu` on a CPU, beside `make test`.
-test-slow: setup
-	$(BIN)/pytest -m slow_campaign $(ARGS)
-
-# The faults of a cluster on a real Slurm of two nodes on this machine; `make test` has the most telling ones.
-test-slurm: setup
-	slurm/onebox/onebox.sh install
-	$(BIN)/pytest tests/cluster -m 'slurm_campaign or not slurm_campaign' $(ARGS)
-
-# Regenerates what is made from the code: the configuration reference.
+# Regenerates the pages and tables that are made from the code.
 docs: setup
 	$(BIN)/python scripts/make_docs.py
 

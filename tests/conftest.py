@@ -1,8 +1,9 @@
-"""For all tests: processes share the cores, and one process alone can be Megatron's whole world."""
+"""Shared by all tests: environment, hypothesis profiles, campaigns, and how pytest-xdist divides the files."""
 
+import fcntl
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,40 +27,45 @@ hypothesis.settings.register_profile("new", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("same")
 
 
-LONGEST_FIRST = ("tests/e2e/", "tests/study/", "tests/rollout/", "tests/cluster/", "tests/bench/", "tests/actor/")
-WITH_THE_DEMO = ("demo", "engine_death", "interruption", "job_variants")
-"""Files of tests/e2e that use the demo, which is trained once."""
+ONEBOX = Path(__file__).resolve().parents[1] / "slurm" / "onebox" / "onebox.sh"
+LONGEST_FIRST = ("tests/e2e/", "tests/cluster/", "tests/rollout/", "tests/engine/", "tests/bench/", "tests/actor/")
+CAMPAIGNS = ("slow_campaign", "slurm_campaign")
 
 
-class SharedFixturesScheduling(LoadScopeScheduling):
-    """What one worker runs: the tests that share the demo, and otherwise a file with its fixtures."""
+class FileScheduling(LoadScopeScheduling):
+    """Give a worker whole test files, so that the fixtures of a module are built once."""
 
     def _split_scope(self, nodeid: str) -> str:
-        file = nodeid.partition("::")[0]
-        return "with the demo" if file in {f"tests/e2e/test_{name}.py" for name in WITH_THE_DEMO} else file
+        return nodeid.partition("::")[0]
 
 
-CAMPAIGNS = {
-    "slow_campaign": "minutes of kills and restarts, or a GPU's figures: make test-slow",
-    "slurm_campaign": "about an hour of this machine: make test-slurm",
-}
-ONEBOX = Path(__file__).resolve().parents[1] / "slurm" / "onebox" / "onebox.sh"
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FileScheduling:
+    return FileScheduling(config, log)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--campaigns", action="store_true", help="run the campaigns too (`make test-all`)")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """What takes long comes first, so that no worker is left alone with it in the end; too long, and it is skipped."""
+    """Start with the longest folders, and leave the campaigns out unless they are asked for."""
 
-    def place(item: pytest.Item) -> tuple[bool, int]:
-        folders = [index for index, folder in enumerate(LONGEST_FIRST) if item.nodeid.startswith(folder)]
-        return not item.nodeid.startswith("tests/e2e/test_demo"), min(folders, default=len(LONGEST_FIRST))
+    def rank(item: pytest.Item) -> int:
+        folders = (index for index, folder in enumerate(LONGEST_FIRST) if item.nodeid.startswith(folder))
+        return next(folders, len(LONGEST_FIRST))
 
-    items.sort(key=place)
-    for campaign, reason in CAMPAIGNS.items():
-        own = [item for item in items if item.get_closest_marker(campaign)]
-        if own and campaign not in config.option.markexpr:
-            mark = pytest.mark.skip(reason=(campaign == "slurm_campaign" and _why_no_slurm()) or reason)
-            for item in own:
-                item.add_marker(mark)
+    items.sort(key=rank)
+    if config.getoption("--campaigns"):
+        if reason := _why_no_slurm():
+            for item in items:
+                if item.get_closest_marker("slurm_campaign"):
+                    item.add_marker(pytest.mark.skip(reason=reason))
+        return
+    left_out = [item for item in items if any(item.get_closest_marker(name) for name in CAMPAIGNS)]
+    named = any(name in config.option.markexpr for name in CAMPAIGNS) or any("::" in each for each in config.args)
+    if left_out and not named:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in set(left_out)]
 
 
 def _why_no_slurm() -> str:
@@ -67,8 +73,24 @@ def _why_no_slurm() -> str:
     return f"no Slurm: {' '.join(done.stderr.split())}" if done.returncode else ""
 
 
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> SharedFixturesScheduling:
-    return SharedFixturesScheduling(config, log)
+@pytest.fixture(scope="session")
+def once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[Path], None]], Path]:
+    """Build a directory once per run of pytest, whichever worker needs it first; the others wait for it."""
+    root = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        root = root.parent
+
+    def build_once(name: str, build: Callable[[Path], None]) -> Path:
+        path, done = root / name, root / f"{name}.done"
+        with (root / f"{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not done.exists():
+                path.mkdir()  # fails for every other test if the build has failed once
+                build(path)
+                done.touch()
+        return path
+
+    return build_once
 
 
 @pytest.fixture(scope="module")

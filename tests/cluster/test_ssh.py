@@ -13,7 +13,7 @@ from arpo_megatron.errors import UserError
 from tests.cluster import sshd
 from tests.faults import small_disk
 
-pytestmark = pytest.mark.skipif(not Path(sshd.SSHD).exists(), reason="no sshd; `make test-slurm` installs one")
+pytestmark = pytest.mark.skipif(not Path(sshd.SSHD).exists(), reason="no sshd; `make test-all` installs one")
 
 
 @pytest.fixture(scope="module")

@@ -1,34 +1,46 @@
-"""One demo, trained once, for all end-to-end tests."""
+"""A short demo and a cold start, each made once for all end-to-end tests."""
 
 import json
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.e2e.jobs import ARPO, SEED
+from tests.e2e.jobs import ARPO, SEED, SHORT_SFT, quickstart, run_to_end
+
+Once = Callable[[str, Callable[[Path], None]], Path]
 
 
-@pytest.fixture(scope="session")
-def demo(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The figures of `arpo demo --seed 7`, run in an empty directory; paths in them are absolute."""
-    place = tmp_path_factory.mktemp("demo")
-    done = subprocess.run([*ARPO, "demo", "--seed", str(SEED)], cwd=place, capture_output=True, text=True, timeout=1500)
-    assert done.returncode == 0, f"arpo demo failed; logs in {place}/runs/*/logs\n{done.stderr[-3000:]}"
+def run_demo(directory: Path, *overrides: str) -> dict[str, Any]:
+    """Run `arpo demo` in an empty directory. Returns its figures, with absolute paths, and its terminal output."""
+    command = [*ARPO, "demo", "--seed", str(SEED), *overrides]
+    done = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=1500)
+    assert done.returncode == 0, f"arpo demo failed; logs in {directory}/runs/*/logs\n{done.stderr[-3000:]}"
     figures: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     figures["screen"] = done.stderr
     for name in ("run_dir", "export_dir"):
-        figures[name] = str(place / figures[name])
+        figures[name] = str(directory / figures[name])
     return figures
 
 
+@pytest.fixture(scope="session")
+def sft_run(once: Once) -> Path:
+    """A run directory with a finished cold start."""
+
+    def build(path: Path) -> None:
+        run_to_end(quickstart("sft", path / "run", *SHORT_SFT), path / "run")
+
+    return once("sft_run", build) / "run"
+
+
 @pytest.fixture
-def warm_run(demo: dict[str, Any], tmp_path: Path) -> Path:
-    """A run directory in which the cold start is done already, so that `arpo train` in it begins with the ARPO loop."""
+def warm_run(sft_run: Path, tmp_path: Path) -> Path:
+    """A run directory whose cold start is done, so that `arpo train` begins with the ARPO loop."""
     run = tmp_path / "run"
     run.mkdir()
     for name in ("initial_model", "sft"):
-        shutil.copytree(Path(demo["run_dir"]) / name, run / name)
+        shutil.copytree(sft_run / name, run / name)
     return run

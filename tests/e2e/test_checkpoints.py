@@ -1,4 +1,4 @@
-"""Through the command line: damage is told and gone around, a skipped update is replayed."""
+"""Damaged checkpoints and skipped updates, from the command line."""
 
 import dataclasses
 import shutil
@@ -29,7 +29,7 @@ def flip_a_byte(path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Path:
-    """A cold start of four updates with the checkpoints of updates 2 and 3."""
+    """Run a cold start of four updates; it keeps the checkpoints of updates 2 and 3."""
     path = tmp_path_factory.mktemp("checkpoints") / "run"
     run_to_end(quickstart("sft", path, *COLD_START), path)
     checkpoints = sorted(each.name for each in (path / "sft_checkpoints").iterdir())
@@ -37,16 +37,16 @@ def run(tmp_path_factory) -> Path:
     return path
 
 
-def test_a_flipped_byte_is_told_and_the_run_goes_on_from_the_next_older_checkpoint(run):
+def test_resume_skips_a_damaged_checkpoint_and_names_it(run):
     shutil.rmtree(run / "sft")
     flip_a_byte(run / "sft_checkpoints" / "step_3" / "actor" / "__0_0.distcp")
-    said = run_to_end(quickstart("sft", run, *COLD_START, "--resume"), run)
-    assert "step_3 is not used: file actor/__0_0.distcp has another checksum" in said
-    assert "cold start resumed after 2 of 4 updates" in said
+    screen = run_to_end(quickstart("sft", run, *COLD_START, "--resume"), run)
+    assert "step_3 is not used: file actor/__0_0.distcp has another checksum" in screen
+    assert "cold start resumed after 2 of 4 updates" in screen
     assert (run / "sft" / "config.json").exists()
 
 
-def test_a_skipped_update_is_replayed(run):
+def test_replay_pack_names_the_nonfinite_pack(run):
     tree = RolloutTree("task", [1, 2, 3])
     tree.add(0, Role.MODEL, [4, 5, 6], logprobs=np.zeros(3))
     (pack,) = pack_trees([tree], supervised_credit([tree]), token_budget=100)
@@ -64,7 +64,7 @@ def test_a_skipped_update_is_replayed(run):
     assert lines[3].startswith("pack 1: inputs NOT FINITE (positive: 3 of 3 not finite)")
 
 
-def test_a_run_without_any_whole_checkpoint_stops_with_one_line(run):
+def test_resume_without_any_whole_checkpoint_is_one_line(run):
     shutil.rmtree(run / "sft", ignore_errors=True)
     for path in (run / "sft_checkpoints").glob("step_*/manifest.json"):
         path.unlink()

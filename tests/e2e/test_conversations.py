@@ -1,4 +1,4 @@
-"""`arpo sft` on a file of conversations: learnt, resumed, and what cannot be used is named."""
+"""`arpo sft` on a file of conversations: learning, bad rows, resuming, changed data."""
 
 import gzip
 import json
@@ -27,7 +27,7 @@ COLOURS = ["red", "blue", "green", "grey"]
 
 @pytest.fixture
 def talks(tmp_path: Path) -> Path:
-    """Forty short conversations, and two rows of no use."""
+    """Write forty short conversations and two unusable rows."""
     rows = [
         {
             "messages": [
@@ -45,7 +45,7 @@ def talks(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def model(tmp_path: Path, talks: Path) -> Path:
-    """A tiny model whose tokenizer has a chat template."""
+    """Make a tiny model whose tokenizer has a chat template."""
     tokenizer = train_bpe([talks.read_text()], 400)
     tokenizer.chat_template = TEMPLATE
     directory = tmp_path / "model"
@@ -54,21 +54,19 @@ def model(tmp_path: Path, talks: Path) -> Path:
     return directory
 
 
-def words(talks: Path, model: Path, *more: str) -> list[str]:
+def overrides(talks: Path, model: Path, *more: str) -> list[str]:
     batch = ["sft.held_out=0.1", "sft.batch=16", "sft.optimizer.lr=0.01", "sft.evaluate_every=15"]
     return [f"model.path={model}", f"sft.data={talks}", *batch, *more]
 
 
-def test_conversations_are_learnt_and_bad_rows_named(tmp_path: Path, talks: Path, model: Path) -> None:
+def test_sft_learns_conversations_and_resumes_to_the_same_bits(tmp_path: Path, talks: Path, model: Path) -> None:
     run = tmp_path / "run"
-    command = quickstart(
-        "sft", run, *words(talks, model, "sft.steps=40", "monitor.peak_tflops=0.1", "monitor.profile_steps=[2,3]")
-    )
+    monitor = ("monitor.peak_tflops=0.1", "monitor.profile_steps=[2,3]")
+    command = quickstart("sft", run, *overrides(talks, model, "sft.steps=40", "sft.save_every=16", *monitor))
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    told = done.stderr
-    assert "2 bad rows skipped" in told and "row 40" in told
-    assert "loss on 4 held-out conversations" in told
+    assert "2 bad rows skipped" in done.stderr and "row 40" in done.stderr
+    assert "loss on 4 held-out conversations" in done.stderr
     losses = [event["loss"] for event in rows_of(run / "events.jsonl") if event["kind"] == "sft"]
     assert losses[-1] < 0.5 * losses[0]
     assert (run / "sft" / "model.safetensors").exists()
@@ -92,17 +90,16 @@ def test_conversations_are_learnt_and_bad_rows_named(tmp_path: Path, talks: Path
     names = {event.get("name", "") for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]}
     assert any("TreeAttention" in name for name in names)
     assert any("Optimizer.step" in name for name in names)
+    check_resumed_bits(command, run, talks)
 
 
-def test_only_the_leader_reads_the_conversations_and_all_ranks_learn_from_them(
-    talks: Path, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = resolve.resolve("quickstart", overrides=words(talks, model, "sft.steps=3"))
+def test_only_rank_zero_reads_the_conversations(talks: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = resolve.resolve("quickstart", overrides=overrides(talks, model, "sft.steps=3"))
     tokenizer, spec = load_tokenizer(model), ModelSpec.from_hf(model)
     sent: list[object] = []
     monkeypatch.setattr(parallel, "broadcast_object", lambda own: sent.append(own) or own)
     leading = Examples.of(config, tokenizer, spec)
-    talks.unlink()  # whoever reads it now fails
+    talks.unlink()  # a second read fails
     monkeypatch.setattr(parallel, "is_rank_zero", lambda: False)
     monkeypatch.setattr(parallel, "broadcast_object", lambda own: sent[0] if own is None else own)
     other = Examples.of(config, tokenizer, spec)
@@ -111,16 +108,12 @@ def test_only_the_leader_reads_the_conversations_and_all_ranks_learn_from_them(
     assert (other.conversations, len(other.held_out), other.skipped_rows) == (36, 4, 2)
 
 
-def test_a_cold_start_that_is_stopped_and_resumed_ends_with_the_same_bits(
-    tmp_path: Path, talks: Path, model: Path
-) -> None:
-    run = tmp_path / "run"
-    command = quickstart("sft", run, *words(talks, model, "sft.steps=12", "sft.save_every=4"))
-    run_to_end(command, run)
+def check_resumed_bits(command: list[str], run: Path, talks: Path) -> None:
+    """Resume a finished cold start from its last checkpoint: same weights, figures, metrics. Then change the data."""
     weights = (run / "sft" / "model.safetensors").read_bytes()
     figures, rows = (run / "sft_result.json").read_text(), rows_of(run / "sft_metrics.jsonl")
-    shutil.rmtree(run / "sft")  # as if it had been stopped after its last checkpoint
-    assert "resumed after 8 of 12 updates" in run_to_end([*command, "--resume"], run)
+    shutil.rmtree(run / "sft")  # as if the job had been stopped after its last checkpoint
+    assert "resumed after 32 of 40 updates" in run_to_end([*command, "--resume"], run)
     assert (run / "sft" / "model.safetensors").read_bytes() == weights
     assert (run / "sft_result.json").read_text() == figures
     timeless = [{k: v for k, v in row.items() if not k.startswith(("seconds", "trainer", "memory"))} for row in rows]

@@ -1,4 +1,4 @@
-"""The main job keeps its promises on real parts."""
+"""`arpo demo` from the command line: a short one in every run of the tests, the whole one in the campaigns."""
 
 import json
 import subprocess
@@ -8,78 +8,83 @@ from typing import Any
 import pytest
 
 from arpo_megatron.cli.trees import replay_trees
-from tests.e2e.jobs import ARPO
+from tests.e2e.conftest import run_demo
+from tests.e2e.jobs import ARPO, rows_of
 
-pytestmark = pytest.mark.timeout(1600)  # the fixture trains an agent
-
-
-def test_the_agent_begins_mediocre_and_learns(demo: dict[str, Any]) -> None:
-    assert demo["success_before"] <= 0.60
-    assert demo["success_after"] >= 0.85
-    assert demo["forks"] > 0
-    assert demo["tool_calls_executed"] > 0
-    assert demo["tool_calls_inherited"] > 0
+pytestmark = pytest.mark.timeout(1600)
 
 
-def test_trainer_and_engine_agree_after_every_push(demo: dict[str, Any]) -> None:
+@pytest.fixture(scope="module")
+def demo(sft_run: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A demo of two steps that begins after the cold start of `sft_run`."""
+    place = tmp_path_factory.mktemp("demo")
+    run = place / "run"
+    run.mkdir()
+    for name in ("initial_model", "sft"):
+        (run / name).symlink_to(sft_run / name)
+    return run_demo(place, f"run_dir={run}", *SHORT_DEMO)
+
+
+SHORT_DEMO = ("sft.steps=120", "train.steps=2", "train.tasks_per_step=6", "evaluation.tasks=16", "data.held_out=40")
+
+
+def test_demo_trains_exports_and_answers(demo: dict[str, Any]) -> None:
+    check_run(demo)
+    shown = ("held-out question", "<result>", "transformers and SGLang agree", "forks after")
+    assert not [words for words in shown if words not in demo["screen"]]
+
+
+def test_trained_run_can_be_evaluated_exported_and_drawn(demo: dict[str, Any], tmp_path: Path) -> None:
+    from safetensors.numpy import load_file
+
+    figures = json.loads(arpo("eval", demo["run_dir"], "--tasks", "12").splitlines()[-1])
+    assert (figures["tasks"], figures["not_answered"]) == (12, 0)
+
+    arpo("export", demo["run_dir"], "--out", str(tmp_path / "export"))
+    ours, theirs = (load_file(path / "model.safetensors") for path in (tmp_path / "export", Path(demo["export_dir"])))
+    assert ours.keys() == theirs.keys()
+    assert all((ours[name] == theirs[name]).all() for name in ours), "the newest checkpoint is the end of training"
+
+    drawn = arpo("trees", demo["run_dir"], "--step", "1", "--count", "2")
+    assert "unique/flat" in drawn and drawn.count(" trajectories, ") == 2
+
+
+def test_stored_branch_decisions_follow_from_their_trees(demo: dict[str, Any], capsys: Any) -> None:
+    check_decisions(demo, capsys)
+
+
+@pytest.mark.slow_campaign
+@pytest.mark.parametrize("seed", [7])
+def test_agent_learns(tmp_path: Path, seed: int, capsys: Any) -> None:
+    """The whole demo, as `make demo` runs it: held-out success rises from mediocre to good."""
+    figures = run_demo(tmp_path, f"seed={seed}")
+    assert figures["success_before"] <= 0.60
+    assert figures["success_after"] >= 0.85
+    check_run(figures)
+    check_decisions(figures, capsys)
+
+
+def check_run(demo: dict[str, Any]) -> None:
+    """Check that trees forked, trainer and engine agree after every push, and the radix cache served the forks."""
+    assert demo["forks"] > 0 and demo["tool_calls_executed"] > 0 and demo["tool_calls_inherited"] > 0
     assert demo["logprob_gap_max"] < 1e-3
-    rows = [json.loads(line) for line in (Path(demo["run_dir"]) / "metrics.jsonl").read_text().splitlines()]
+    rows = rows_of(Path(demo["run_dir"]) / "metrics.jsonl")
     assert len(rows) == demo["steps"]
     assert all(row["logprob_gap"] < 1e-3 for row in rows)
-
-
-def test_the_radix_cache_serves_what_the_trees_predict(demo: dict[str, Any]) -> None:
     assert abs(demo["cached_prompt_share"] - demo["predicted_cached_share"]) < 0.1
 
 
-def test_the_screen_shows_an_answered_question_and_a_tree(demo: dict[str, Any]) -> None:
-    for words in (
-        "held-out question",
-        "<search>",
-        "<result>",
-        "\\boxed{",
-        "transformers and SGLang agree",
-        "forks after",
-    ):
-        assert words in demo["screen"], words
-
-
-def test_the_export_answers_held_out_tasks(demo: dict[str, Any]) -> None:
-    command = [*ARPO, "eval", demo["run_dir"], "--tasks", "40"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    figures = json.loads(done.stdout.splitlines()[-1])
-    assert figures["tasks"] == 40
-    assert figures["not_answered"] == 0
-    assert figures["success"] >= 0.7
-
-
-def test_a_checkpoint_exports_to_the_weights_that_training_ended_with(demo: dict[str, Any], tmp_path: Path) -> None:
-    from safetensors.numpy import load_file
-
-    out = tmp_path / "export"
-    done = subprocess.run(
-        [*ARPO, "export", demo["run_dir"], "--out", str(out)], capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    ours, theirs = (load_file(path / "model.safetensors") for path in (out, Path(demo["export_dir"])))
-    assert ours.keys() == theirs.keys()
-    assert all((ours[name] == theirs[name]).all() for name in ours)
-
-
-def test_trees_of_a_run_can_be_drawn(demo: dict[str, Any]) -> None:
-    command = [*ARPO, "trees", demo["run_dir"], "--step", "1", "--count", "2"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert "unique/flat" in done.stdout
-    assert done.stdout.count(" trajectories, ") == 2
-
-
-def test_the_decisions_of_every_stored_tree_follow_from_it(
-    demo: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
+def check_decisions(demo: dict[str, Any], capsys: Any) -> None:
+    """Check what `arpo replay-tree` reports of every stored step, without a process for each."""
     files = sorted((Path(demo["run_dir"]) / "trees").iterdir())
     assert len(files) == demo["steps"]
-    for file in files:  # what `arpo replay-tree` does, without a start of it for each
+    for file in files:
         assert replay_trees(file, tree=None, config=None), capsys.readouterr().out
         assert "all follow" in capsys.readouterr().out
+
+
+def arpo(*words: str) -> str:
+    """Run `arpo`, which must succeed; returns its standard output."""
+    done = subprocess.run([*ARPO, *words], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout

@@ -1,4 +1,4 @@
-"""Ctrl-C at any moment leaves nothing running and nothing half-written; --resume goes on from the last step."""
+"""A job that is interrupted or killed leaves no process and no half-written file; --resume continues it."""
 
 import os
 import signal
@@ -11,12 +11,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.e2e.jobs import AHEAD, SHORT, check_kept, quickstart, rows_of, run_to_end, trained, under_way, unfinished
+from tests.e2e.jobs import AHEAD, SHORT, check_kept, journal_of, quickstart, rows_of, run_to_end, trained, unfinished
 
-pytestmark = pytest.mark.timeout(1600)  # the first test of a session waits for the demo
+pytestmark = pytest.mark.timeout(1600)  # the first test waits for the shared cold start
 
-END_S = 60.0  # a process that nobody ends stays for minutes
-MOMENT_S = 600.0  # most seconds until a job reaches the moment of a test
+END_S = 60.0  # a process that is not stopped stays for minutes
+MOMENT_S = 600.0  # deadline for a job to reach the state a test waits for
 TASKS = 4
 
 Job = subprocess.Popen[str]
@@ -25,7 +25,7 @@ Start = Callable[[list[str]], Job]
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Starts a job in the background; one that a failing test leaves is killed, and its roles die with it."""
+    """Start jobs in the background. A job that a failing test leaves is killed, and its processes end with it."""
     jobs: list[Job] = []
 
     def start_job(command: list[str]) -> Job:
@@ -43,7 +43,7 @@ def training(run: Path, *extra: str, steps: int = 3) -> list[str]:
 
 
 def processes_of(run: Path) -> list[psutil.Process]:
-    """Every live process that mentions the run directory, on its command line or in its environment."""
+    """Return every live process with the run directory in its command line or environment."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -60,10 +60,10 @@ def family_of(job: Job) -> list[psutil.Process]:
 
 
 def alive(family: list[psutil.Process], run: Path) -> list[psutil.Process]:
-    """What still runs of a job's processes."""
+    """Return those of a job's processes that still run."""
     left = []
     for process in family:
-        with suppress(psutil.NoSuchProcess):  # it ends just now
+        with suppress(psutil.NoSuchProcess):  # it has just ended
             if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
                 left.append(process)
     return left + processes_of(run)
@@ -80,12 +80,12 @@ def wait_for(what: str, condition: Callable[[], object], job: Job, every_s: floa
 
 
 def updates(run: Path) -> list[object]:
-    """The cold start's reports so far."""
+    """Return the progress events of the cold start."""
     return [event for event in rows_of(run / "events.jsonl") if event["kind"] == "sft"]
 
 
 def notes(run: Path) -> list[str]:
-    """What the trainer said in words."""
+    """Return the notes in the event log."""
     return [str(event["text"]) for event in rows_of(run / "events.jsonl") if event["kind"] == "note"]
 
 
@@ -94,63 +94,64 @@ def in_phase(run: Path, name: str, step: int) -> bool:
 
 
 def interrupt(job: Job, run: Path, *, codes: tuple[int, ...] = (130,)) -> str:
-    """Ctrl-C, as a terminal sends it; returns what the job said.
+    """Send Ctrl-C as a terminal does, and return the job's terminal output.
 
-    `codes`: with 0 among them, the job may be at its end before it hears of it.
+    Args:
+        codes: accepted exit codes; with 0 among them the job may have finished before the signal.
     """
     family = family_of(job)
     os.killpg(job.pid, signal.SIGINT)
     started = time.monotonic()
-    _, said = job.communicate(timeout=2 * END_S)
+    _, screen = job.communicate(timeout=2 * END_S)
     assert time.monotonic() - started < END_S
-    assert job.returncode in codes, said
-    assert job.returncode == 0 or "--resume goes on from the last step" in said
+    assert job.returncode in codes, screen
+    assert job.returncode == 0 or "--resume goes on from the last step" in screen
     assert not alive(family, run)
     assert not list(run.rglob("*.tmp"))
-    return said
+    return screen
 
 
 def process_of(job: Job, module: str) -> psutil.Process:
-    """The process that runs `python -m module`; not torchrun, which names the module of its ranks further on."""
+    """Return the process that runs `python -m module` (not torchrun, whose command line names the module later)."""
     found = []
     for process in family_of(job):
-        with suppress(psutil.Error):  # one of a moment
+        with suppress(psutil.Error):  # it has just ended
             if process.cmdline()[1:3] == ["-m", module]:
                 found.append(process)
     (only,) = found
     return only
 
 
-def ends_by_itself(job: Job, run: Path, family: list[psutil.Process]) -> None:
-    """One of its processes was killed: the whole job ends, names a log, and leaves nothing."""
-    _, said = job.communicate(timeout=300)
-    assert job.returncode == 1, said
-    assert ".log" in said
-    assert "Traceback" not in said.split("log:")[0]
+def check_whole_job_ends(job: Job, run: Path, family: list[psutil.Process]) -> None:
+    """Check that a job with a killed process ends, names a log, and leaves nothing."""
+    _, screen = job.communicate(timeout=300)
+    assert job.returncode == 1, screen
+    assert ".log" in screen
+    assert "Traceback" not in screen.split("log:")[0]
     assert not alive(family, run)
     assert not list(run.rglob("*.tmp"))
 
 
-def test_neither_ctrl_c_nor_a_killed_rank_costs_a_step_or_a_token(start: Start, warm_run: Path) -> None:
-    words = [*AHEAD, "rollout.journal_every_s=0.1"]
-    job = start(training(warm_run, *words))
-    wait_for("answers of step 2", lambda: (moment := under_way(warm_run, 1)) and moment.entries > 3 * TASKS, job)
+def test_ctrl_c_and_killed_rank_lose_no_step_and_no_token(start: Start, warm_run: Path) -> None:
+    overrides = [*AHEAD, "rollout.journal_every_s=0.1"]
+    job = start(training(warm_run, *overrides))
+    wait_for("answers of step 2", lambda: (snapshot := journal_of(warm_run, 1)) and snapshot.entries > 3 * TASKS, job)
     wait_for("checkpoint of step 1", (warm_run / "checkpoints" / "step_1").exists, job)  # written while trees grow
     interrupt(job, warm_run)
     first = unfinished(warm_run)
 
-    job = start(training(warm_run, *words, "--resume"))
+    job = start(training(warm_run, *overrides, "--resume"))
     wait_for("resumed training", lambda: "resumed from step_1: 1 steps are done" in notes(warm_run), job)
     wait_for("trees", lambda: any(note.startswith("step 2 goes on where it was: 8") for note in notes(warm_run)), job)
     rank, family = process_of(job, "arpo_megatron.train"), family_of(job)
     record, checkpoint = warm_run / "metrics.jsonl", warm_run / "checkpoints" / "step_2"
-    # The moment between a step's record and its checkpoint, whichever the loop writes first.
+    # Kill between the step's metrics row and its checkpoint, whichever is written first.
     wait_for("end of step 2", lambda: len(rows_of(record)) == 2 or checkpoint.exists(), job, every_s=0.001)
     rank.kill()
-    ends_by_itself(job, warm_run, family)
+    check_whole_job_ends(job, warm_run, family)
     second = unfinished(warm_run)
 
-    run_to_end(training(warm_run, *words, "--resume"), warm_run)
+    run_to_end(training(warm_run, *overrides, "--resume"), warm_run)
     assert [row["step"] for row in rows_of(record)] == [1, 2, 3]
     trees = sorted((warm_run / "trees").iterdir())
     assert [path.name for path in trees] == [f"step_00000{step}.parquet" for step in (1, 2, 3)]
@@ -163,37 +164,38 @@ def test_neither_ctrl_c_nor_a_killed_rank_costs_a_step_or_a_token(start: Start, 
 
 
 @pytest.mark.parametrize(
-    ("log", "words"),
-    [("sandbox.log", ""), ("engine.log", "Load weight begin")],
-    ids=["the-tool-service-starts", "the-engine-loads"],
+    ("log", "line"),
+    [pytest.param("sandbox.log", "", marks=pytest.mark.slow_campaign), ("engine.log", "Load weight begin")],
+    ids=["tool-service", "engine"],
 )
-def test_ctrl_c_while_engine_and_tools_start(start: Start, warm_run: Path, log: str, words: str) -> None:
+def test_ctrl_c_while_services_start(start: Start, warm_run: Path, log: str, line: str) -> None:
     job, path = start(training(warm_run)), warm_run / "logs" / log
-    wait_for(f"{words!r} in {path}", lambda: path.exists() and words in path.read_text(), job)
+    wait_for(f"{line!r} in {path}", lambda: path.exists() and line in path.read_text(), job)
     interrupt(job, warm_run)
-    assert not (warm_run / "logs" / "train.log").exists(), "the moment was missed: the trainer had started"
+    assert not (warm_run / "logs" / "train.log").exists(), "the trainer had started before the signal"
 
 
-def test_ctrl_c_in_the_cold_start_and_resume(start: Start, tmp_path: Path) -> None:
-    run, words = tmp_path / "run", ["sft.steps=400", "sft.batch=8", "sft.save_every=20"]
+def test_ctrl_c_in_cold_start_resumes_from_newest_whole_checkpoint(start: Start, tmp_path: Path) -> None:
+    run, overrides = tmp_path / "run", ["sft.steps=400", "sft.batch=8", "sft.save_every=20"]
     checkpoints = run / "sft_checkpoints"
-    job = start(training(run, *words))
+    job = start(training(run, *overrides))
     wait_for("first checkpoint", (checkpoints / "step_20").exists, job)
     second = checkpoints / "step_40"
     wait_for(
         "writing of the second", lambda: second.exists() or second.with_suffix(".tmp").exists(), job, every_s=0.001
     )
     interrupt(job, run)
-    # The second, or the first where the other was not whole yet, or a later one where the signal came late.
+    # The second; the first if the second was not whole yet; a later one if the signal came late.
     newest = max(int(path.name.removeprefix("step_")) for path in checkpoints.glob("step_*[0-9]"))
 
-    job, seen = start(training(run, *words, "--resume")), len(updates(run))
+    job, seen = start(training(run, *overrides, "--resume")), len(updates(run))
     wait_for("updates of the resumed cold start", lambda: len(updates(run)) > seen, job)
-    said = interrupt(job, run)
-    assert f"cold start resumed after {newest} of 400" in said, said
+    screen = interrupt(job, run)
+    assert f"cold start resumed after {newest} of 400" in screen
 
 
-def test_ctrl_c_in_the_export_leaves_a_whole_one_or_none(start: Start, tmp_path: Path) -> None:
+@pytest.mark.slow_campaign
+def test_ctrl_c_in_export_leaves_whole_export_or_none(start: Start, tmp_path: Path) -> None:
     run = tmp_path / "run"
     job = start(quickstart("sft", run, "sft.steps=1", "sft.batch=8"))
     wait_for("last update", lambda: updates(run), job)  # the export comes next
@@ -204,12 +206,11 @@ def test_ctrl_c_in_the_export_leaves_a_whole_one_or_none(start: Start, tmp_path:
         assert names >= {"config.json", "model.safetensors", "tokenizer.json"}
 
 
-def test_a_killed_command_line_takes_every_role_with_it_and_nothing_that_was_sampled(
-    start: Start, warm_run: Path
-) -> None:
-    words = ["rollout.journal_every_s=0.1"]
-    job = start(training(warm_run, *words, steps=1))
-    wait_for("entries of step 1", lambda: (moment := under_way(warm_run, 0)) and moment.entries > 3 * TASKS, job)
+@pytest.mark.slow_campaign
+def test_killed_command_line_ends_all_processes_and_loses_no_token(start: Start, warm_run: Path) -> None:
+    overrides = ["rollout.journal_every_s=0.1"]
+    job = start(training(warm_run, *overrides, steps=1))
+    wait_for("entries of step 1", lambda: (snapshot := journal_of(warm_run, 0)) and snapshot.entries > 3 * TASKS, job)
     family = family_of(job)
     assert len(family) >= 5
     job.kill()
@@ -219,9 +220,9 @@ def test_a_killed_command_line_takes_every_role_with_it_and_nothing_that_was_sam
         time.sleep(0.05)
     assert not alive(family, warm_run)
 
-    first = under_way(warm_run, 0)
+    first = journal_of(warm_run, 0)
     assert first is not None
-    run_to_end(training(warm_run, *words, "--resume", steps=1), warm_run)
+    run_to_end(training(warm_run, *overrides, "--resume", steps=1), warm_run)
     assert any(note.startswith(f"step 1 goes on where it was: {TASKS} trees") for note in notes(warm_run))
     check_kept(warm_run, first.trees)
     assert not (warm_run / "step_journal.msgpack").exists(), "training is done"

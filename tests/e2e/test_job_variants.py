@@ -1,4 +1,4 @@
-"""The main job in its other shapes, a few steps each, on top of a finished cold start."""
+"""Variants of the main job, a few steps each, after a finished cold start."""
 
 from collections import Counter
 from pathlib import Path
@@ -9,7 +9,7 @@ from arpo_megatron.monitor.tree_store import read_trees
 from arpo_megatron.tree import Role
 from tests.e2e.jobs import AHEAD, SHORT, quickstart, rows_of, run_to_end, trained, undocumented
 
-pytestmark = pytest.mark.timeout(1600)  # the first test of a session waits for the demo
+pytestmark = pytest.mark.timeout(1600)  # the first test waits for the shared cold start
 
 TASKS = 4
 SAMPLES = 8  # of the recipe
@@ -21,30 +21,30 @@ FIGURES = (
     *(f"pack/{name}" for name in ("unique", "flat", "repeated", "padding", "imbalance")),
     *(f"seconds/{name}" for name in ("rollout", "logprobs", "ratios", "update", "push")),
 )
-"""What every step tells of its updates, its packs and its time."""
+"""Figures that every step records about its updates, packs and time."""
 GRPO = ["algorithm.name=grpo", "sync.transport=disk", "sync.bucket_mb=1"]
 
 
-def test_trees_grow_on_while_two_ranks_train_and_are_finished_before_a_push(warm_run: Path) -> None:
-    """None has tokens of two policies, none is too old, and no task is lost.
+def test_asynchronous_trees_are_drained_before_each_push(warm_run: Path) -> None:
+    """No tree has tokens of two policies, none is too old, and no task is lost.
 
-    With tensor and sequence parallelism, and weights that go through shared memory. (Pushes meet growing trees where
-    services are killed: `test_engine_death`.)
+    With tensor and sequence parallelism, and weights through shared memory. (`test_engine_death` covers pushes that
+    meet growing trees.)
     """
-    words = [*SHORT, *TWO_RANKS, "sync.transport=ipc", "monitor.peak_tflops=2"]
-    words += ["train.steps=3", *AHEAD, "rollout.across_push=drain", "rollout.stale=drop"]
-    run_to_end(quickstart("train", warm_run, *words), warm_run)
+    overrides = [*SHORT, *TWO_RANKS, "sync.transport=ipc", "monitor.peak_tflops=2"]
+    overrides += ["train.steps=2", *AHEAD, "rollout.across_push=drain", "rollout.stale=drop"]
+    run_to_end(quickstart("train", warm_run, *overrides), warm_run)
     rows = rows_of(warm_run / "metrics.jsonl")
-    assert [row["trees"] for row in rows] == [TASKS] * 3
-    assert [row["trajectories"] for row in rows] == [TASKS * SAMPLES] * 3
-    assert [row["staleness_max"] for row in rows] == [0, 1, 1]
-    assert [row["stale_trees"] for row in rows] == [0, TASKS, TASKS]
+    assert [row["trees"] for row in rows] == [TASKS] * 2
+    assert [row["trajectories"] for row in rows] == [TASKS * SAMPLES] * 2
+    assert [row["staleness_max"] for row in rows] == [0, 1]
+    assert [row["stale_trees"] for row in rows] == [0, TASKS]
     assert sum(row["forks"] for row in rows) > 0
     first, *later = [row["logprob_gap"] for row in rows]
     assert first < 1e-3
-    assert later == [None, None]  # older weights have sampled all of these steps
+    assert later == [None]  # older weights sampled all of that step
     trees = [item.tree for item in trained(warm_run)]
-    assert len({tree.task_id for tree in trees}) == 3 * TASKS
+    assert len({tree.task_id for tree in trees}) == 2 * TASKS
     for tree in trees:
         assert len({segment.policy_version for segment in tree.segments if segment.role is Role.MODEL}) == 1
     for row in rows:
@@ -55,10 +55,16 @@ def test_trees_grow_on_while_two_ranks_train_and_are_finished_before_a_push(warm
     assert (warm_run / "export" / "model.safetensors").exists()
 
 
-def test_grpo_replaces_groups_without_signal_and_counts_what_is_left_out(warm_run: Path) -> None:
-    """Trajectories are all fresh; weights go over the disk."""
-    words = ["train.steps=2", *SHORT, *GRPO, "rollout.oversampling=0.5", "algorithm.drop_groups_without_signal=true"]
-    run_to_end(quickstart("train", warm_run, *words), warm_run)
+def test_grpo_replaces_groups_without_signal_and_counts_dropped_trees(warm_run: Path) -> None:
+    """All trajectories begin at the prompt; weights are pushed through the disk."""
+    overrides = [
+        "train.steps=1",
+        *SHORT,
+        *GRPO,
+        "rollout.oversampling=0.5",
+        "algorithm.drop_groups_without_signal=true",
+    ]
+    run_to_end(quickstart("train", warm_run, *overrides), warm_run)
     for row in rows_of(warm_run / "metrics.jsonl"):
         assert row["logprob_gap"] < 1e-3
         assert row["forks"] == 0
@@ -70,12 +76,13 @@ def test_grpo_replaces_groups_without_signal_and_counts_what_is_left_out(warm_ru
         for reason in ("no_signal", "oversampled"):
             assert reasons[reason] == row[f"dropped/{reason}"]
         assert reasons.total() > TASKS
-        assert row["trees"] == sum(item.complete for item in stored)  # what was dropped stays in the counts
+        assert row["trees"] == sum(item.complete for item in stored)  # dropped trees stay in the counts
         assert row["trajectories"] == SAMPLES * row["trees"]
     assert (warm_run / "export" / "model.safetensors").exists()
 
 
-def test_a_cold_start_with_tensor_and_sequence_parallelism(tmp_path: Path) -> None:
+@pytest.mark.slow_campaign
+def test_sft_with_tensor_and_sequence_parallelism(tmp_path: Path) -> None:
     run = tmp_path / "run"
     run_to_end(quickstart("sft", run, "sft.steps=2", "sft.batch=15", *TWO_RANKS), run)
     assert (run / "sft" / "model.safetensors").exists()
