@@ -1,4 +1,4 @@
-"""What is meant for the user: a single line that says what, where and how to mend it."""
+"""Errors that the command line turns into one line for the user."""
 
 import difflib
 from collections.abc import Sequence
@@ -7,10 +7,14 @@ USER_ERROR_EXIT_CODE = 2
 
 
 class UserError(Exception):
-    """Something the user can mend. The command line prints its one line, without a traceback, and exits with 2."""
+    """A problem that the user can fix. The command line prints its one line, no traceback, and exits with code 2."""
+
+
+class StoppedError(Exception):
+    """The job was asked to end before it was done, and has saved its state."""
 
 
 def did_you_mean(word: str, names: Sequence[str], prefix: str = "") -> str:
-    """The end of an error message: "; did you mean {prefix}NAME?", or nothing where none is near."""
+    """Return "; did you mean {prefix}NAME?" for the closest name, or "" if none is close."""
     near = difflib.get_close_matches(word, names, n=1, cutoff=0.6)
     return f"; did you mean {prefix}{near[0]}?" if near else ""

@@ -23,7 +23,7 @@ from arpo_megatron.jobs import resolve
 from arpo_megatron.jobs.checkpoint_dirs import COLD_START_KEPT, resume_from
 from arpo_megatron.jobs.fingerprint import fingerprint
 from arpo_megatron.jobs.inputs import load_conversations, load_data, load_tokenizer, model_path
-from arpo_megatron.jobs.run_directory import RunDirectory, write_json
+from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.models.spec import ModelSpec
 from arpo_megatron.monitor.events import EventLog, log_user_errors
 from arpo_megatron.monitor.metrics import MetricsLog
@@ -32,11 +32,11 @@ from arpo_megatron.packing.packs import pack_batch
 from arpo_megatron.tasks.sft.dataset import batch
 from arpo_megatron.tasks.synthetic.demonstrations import demonstrate
 from arpo_megatron.tasks.synthetic.families import FAMILIES
-from arpo_megatron.trainer.batch import Minibatch
+from arpo_megatron.trainer.batch import Batch
 from arpo_megatron.trainer.metrics import pack_metrics, speed_metrics, update_metrics
 from arpo_megatron.trainer.skipped_updates import SkippedUpdate, dump_if_skipped
 from arpo_megatron.tree import RolloutTree
-from arpo_megatron.utils.atomic import written
+from arpo_megatron.utils.atomic import write_json, written
 from arpo_megatron.utils.rank_main import rank_main
 from arpo_megatron.weights.export import export_hf
 
@@ -70,7 +70,7 @@ class Examples:
     def of(cls, config: JobConfig, tokenizer: "PreTrainedTokenizerFast", spec: ModelSpec) -> Self:
         """Conversations of `sft.data`, or demonstrations of the generated tasks (a call of all ranks)."""
         sft_config, seed = config.sft, config.seed
-        # The leader alone reads them: 10,000 conversations of 820 tokens are 42 CPU seconds, their trees 37 MB to send.
+        # Rank 0 alone reads them: 10,000 conversations of 820 tokens take 42 CPU seconds; their trees are 37 MB.
         read = parallel.broadcast_object(
             load_conversations(config, tokenizer, spec) if parallel.is_rank_zero() else None
         )
@@ -159,13 +159,13 @@ class SftRun:
         if (trace := self.profiler.after(number + 1)) is not None:
             self.events.emit("note", text=f"profile: {trace}")
         made_by = fingerprint(self.config, self.actor.spec)
-        bad = SkippedUpdate("sft", number, "nll", self.actor.unsound, packs, None, made_by=made_by)
+        bad = SkippedUpdate("sft", number, "nll", self.actor.nonfinite_packs, packs, None, made_by=made_by)
         self.state.skipped_in_a_row = dump_if_skipped(
             bad if stats.skipped else None,
             self.state.skipped_in_a_row,
             self.directory.skipped_updates,
             self.events,
-            leaders=parallel.broadcast_object,
+            broadcast=parallel.broadcast_object,
         )
         self.state.tokens += sum(len(pack) for pack in packs)
         self.state.learnt_tokens += stats.tokens
@@ -174,7 +174,7 @@ class SftRun:
         memory = parallel.gather_objects(peak_memory_gb())
         if self.metrics is None:
             return
-        minibatches = [Minibatch(packs, trees)]
+        minibatches = [Batch(packs, trees)]
         row = {
             "step": number + 1,
             **pack_metrics(minibatches, self.actor.spec, self.config),
@@ -248,12 +248,12 @@ def _finite(value: float | None) -> float | None:
 def sft(directory: RunDirectory) -> None:
     """Train from the last checkpoint of the cold start to its end, then export to `directory.sft_model`."""
     config = resolve.load(directory.config)
-    leading = parallel.is_rank_zero()
-    events = EventLog(directory.events, enabled=leading)
+    is_rank_zero = parallel.is_rank_zero()
+    events = EventLog(directory.events, enabled=is_rank_zero)
     start = model_path(config, directory)
     tokenizer = load_tokenizer(start)
     spec = ModelSpec.from_hf(start)
-    window = config.monitor.profile_steps if leading or config.monitor.profile_ranks == "all" else None
+    window = config.monitor.profile_steps if is_rank_zero or config.monitor.profile_ranks == "all" else None
     run = SftRun(
         config=config,
         directory=directory,
@@ -261,7 +261,7 @@ def sft(directory: RunDirectory) -> None:
         examples=Examples.of(config, tokenizer, spec),
         checkpoints=CheckpointStore(directory.sft_checkpoints, COLD_START_KEPT),
         events=events,
-        metrics=MetricsLog(directory.path, config, phase="sft") if leading else None,
+        metrics=MetricsLog(directory.path, config, phase="sft") if is_rank_zero else None,
         profiler=StepProfiler(window, directory.profile / "sft", parallel.rank()),
     )
     run.resume()

@@ -1,20 +1,20 @@
 """The ARPO training loop. Read `train` from top to bottom: it is the algorithm.
 
-Every rank runs this file (`torchrun -m arpo_megatron.train RUN_DIR`). The leader alone grows trees and scores them;
-the other ranks hold empty lists until `share` hands every rank the same packs.
+Every rank runs this file (`torchrun -m arpo_megatron.train RUN_DIR`). The controller alone grows trees and scores them;
+the other ranks hold empty lists until `broadcast_batches` hands every rank the same packs.
 """
 
 import sys
 from contextlib import suppress
 from pathlib import Path
 
+from arpo_megatron.errors import StoppedError
 from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.monitor.events import log_user_errors
-from arpo_megatron.trainer.batch import add_reference_logprobs, build_batches, share
+from arpo_megatron.trainer.batch import add_reference_logprobs, broadcast_batches, build_batches
 from arpo_megatron.trainer.consistency import check_on_policy
 from arpo_megatron.trainer.run import TrainingRun
 from arpo_megatron.trainer.setup import training_run
-from arpo_megatron.utils.processes import StoppedError
 from arpo_megatron.utils.rank_main import rank_main
 
 
@@ -25,9 +25,9 @@ def train(run: TrainingRun) -> None:
     run.evaluate()
     while run.state.step < config.train.steps:
         with run.phase("rollout"):
-            scored = run.grow()
+            scored = run.rollout()
         with run.phase("logprobs"):
-            minibatches = share(build_batches(scored, config, run.actor.spec))
+            minibatches = broadcast_batches(build_batches(scored, config, run.actor.spec))
             minibatches = add_reference_logprobs(run.actor, minibatches)
             old_scores = [run.actor.scores(minibatch.packs) for minibatch in minibatches]
         with run.phase("update"):

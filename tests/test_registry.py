@@ -21,15 +21,15 @@ class Half:
 
 @dataclass(frozen=True)
 class Apart:
-    samples: int
+    group_size: int
 
     @property
     def initial(self):
-        return self.samples
+        return self.group_size
 
     @property
     def total(self):
-        return self.samples
+        return self.group_size
 """
 
 

@@ -63,7 +63,7 @@ class Actor:
     `arpo_megatron.actor.parallel.initialize` comes first.
 
     Attributes:
-        unsound: after a skipped update, the indices of its packs whose loss was not finite on some rank; empty where
+        nonfinite_packs: after a skipped update, indices of its packs whose loss was not finite on some rank; empty if
             only the gradient was not.
         course: where the run stands, for losses that depend on it.
     """
@@ -102,7 +102,7 @@ class Actor:
         for chunk in self.chunks:
             chunk.config.finalize_model_grads_func = _sum_gradients
             chunk.config.no_sync_func = None if len(self.chunks) == 1 else [w.no_sync for w in self._wrapped]
-        self.unsound: list[int] = []
+        self.nonfinite_packs: list[int] = []
         self.progress = TrainingProgress()
         self._optimizer_config = optimizer
         self.optimizer: Any = None
@@ -200,9 +200,11 @@ class Actor:
             raise ValueError("an actor without an optimizer makes no updates")
         self.scheduler.step(1)
         outputs = self.accumulate(packs, old_logprobs, loss, reference_logprobs=reference_logprobs)
-        unsound = [index for index, value in self.losses(packs, outputs).items() if not np.isfinite(value)]
-        grad_norm, stepped = clipped_step(self.optimizer, self._optimizer_config.clip_grad, sound=not unsound)
-        self.unsound = [] if stepped else sorted({index for part in gather_objects(unsound) for index in part})
+        nonfinite = [index for index, value in self.losses(packs, outputs).items() if not np.isfinite(value)]
+        grad_norm, stepped = clipped_step(self.optimizer, self._optimizer_config.clip_grad, sound=not nonfinite)
+        self.nonfinite_packs = (
+            [] if stepped else sorted({index for part in gather_objects(nonfinite) for index in part})
+        )
         return self._stats(outputs, grad_norm, skipped=not stepped)
 
     def accumulate(

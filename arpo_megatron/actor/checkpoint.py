@@ -46,7 +46,7 @@ class Snapshot(Protocol):
         """Write this rank's part, in any thread; what `finish` needs of it, and the files."""
 
     def finish(self, written: list[Any]) -> list[Path]:
-        """On the leader, with every rank's `written`: write what joins them; those files."""
+        """On the controller, with every rank's `written`: write what joins them; those files."""
 
 
 class Saveable(Protocol):
@@ -156,8 +156,8 @@ class CheckpointStore:
         Args:
             step: N; an older checkpoint of the same step is replaced.
             actor: the training state as it is now.
-            crash_state: whatever else must survive a crash, JSON-safe; the leader's is written.
-            files: names and contents of more of it; the leader's are asked for and written by the thread that writes.
+            crash_state: whatever else must survive a crash, JSON-safe; the controller's is written.
+            files: names and contents of more of it; rank 0's are asked for and written by the thread that writes.
 
         Raises:
             TypeError: `crash_state` is not JSON-safe.
@@ -171,7 +171,7 @@ class CheckpointStore:
             )
         state, started = json.dumps(crash_state), time.monotonic()
         partial = self.root / f"step_{step}.tmp"
-        if error := _on_leader(lambda: _fresh(partial), "control"):
+        if error := _on_rank_zero(lambda: _fresh(partial), "control"):
             self._note(SaveReport(step, time.monotonic() - started, error))
             return
         self._writing = _Writing(
@@ -222,7 +222,7 @@ class CheckpointStore:
         self._last_error = report.error
 
     def _commit(self, step: int, partial: Path, records: list[FileRecord]) -> None:
-        """On the leader: from here on `step_N` counts, and older ones may go."""
+        """On the controller: from here on `step_N` counts, and older ones may go."""
         write_manifest(partial, records)
         replace_directory(partial, self.root / f"step_{step}")
         there = checkpoint_directories(self.root)
@@ -276,7 +276,7 @@ class _Writing:
         errors = [each for each, _, _ in parts if each]
         if not errors:
             joined = [each for _, _, part in parts for each in part]
-            last = _on_leader(lambda: self._complete([each for _, each, _ in parts], joined), _GROUP)
+            last = _on_rank_zero(lambda: self._complete([each for _, each, _ in parts], joined), _GROUP)
             errors = [last] if last else []
         if errors and parallel.is_rank_zero():
             shutil.rmtree(self._partial, ignore_errors=True)
@@ -306,8 +306,8 @@ def _manifest(path: Path) -> tuple[list[FileRecord], str]:
         return [], str(error)
 
 
-def _on_leader(action: Callable[[], None], group: str) -> str:
-    """Do it on the leader; on all ranks why it failed, or nothing."""
+def _on_rank_zero(action: Callable[[], None], group: str) -> str:
+    """Do it on the controller; on all ranks why it failed, or nothing."""
     error = ""
     if parallel.is_rank_zero():
         try:

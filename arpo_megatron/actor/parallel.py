@@ -34,7 +34,7 @@ def initialize(
         parallel: the layout; its `world_size` must be the number of ranks started.
         seed: equal on all ranks; tensor-parallel ranks get streams of their own from it.
         timeout_s: deadline of one training collective in seconds.
-        idle_timeout_s: deadline of `broadcast_object` in seconds. Other ranks wait in it while the leader collects
+        idle_timeout_s: deadline of `broadcast_object` in seconds. Other ranks wait in it while the controller collects
             trajectories, so it bounds the longest rollout.
 
     Raises:
@@ -65,7 +65,7 @@ def initialize(
         timeout=timedelta(seconds=timeout_s),
     )
     lay_out(parallel, timeout_s=timeout_s)
-    # Gloo on CUDA too: a rank that waits for the leader's next order must not spin on its GPU.
+    # Gloo on CUDA too: a rank that waits for the controller's next order must not spin on its GPU.
     group("control", timeout_s=idle_timeout_s)
     torch.manual_seed(seed)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
@@ -127,13 +127,13 @@ def group(name: str, *, timeout_s: float = 86400.0) -> Any:
 
 
 def broadcast_object(obj: Object | None, name: str = "control") -> Object:
-    """The leader's (picklable) object, on every rank of `group(name)`; what other ranks pass in is ignored."""
+    """The controller's (picklable) object, on every rank of `group(name)`; what other ranks pass in is ignored."""
     members = group(name)
     if members is None:
-        return obj  # type: ignore[return-value]  # a lone process is the leader, whose object is one
+        return obj  # type: ignore[return-value]  # a lone process is the controller, whose object is one
     box = [obj if is_rank_zero() else None]
     dist.broadcast_object_list(box, src=_LEADER, group=members)
-    return box[0]  # type: ignore[return-value]  # the leader's by now
+    return box[0]  # type: ignore[return-value]  # the controller's by now
 
 
 def gather_objects(obj: Object, name: str = "control") -> list[Object]:

@@ -44,8 +44,8 @@ class Snapshot:
         plan: what this rank writes.
         planner: resolves the plan to tensors.
         writer: torch's, of this directory.
-        metadata: of all ranks' parts; on the leader.
-        common: what is not sharded; on the leader.
+        metadata: of all ranks' parts; on the controller.
+        common: what is not sharded; on the controller.
     """
 
     directory: Path
@@ -59,13 +59,13 @@ class Snapshot:
         """Write this rank's part, in any thread.
 
         Returns:
-            what the leader's `finish` needs of every rank, and the files written.
+            what the controller's `finish` needs of every rank, and the files written.
         """
         written = self.writer.write_data(self.plan, self.planner).value()
         return written, sorted({self.directory / each.storage_data.relative_path for each in written})
 
     def finish(self, written: list[Any]) -> list[Path]:
-        """The files that join all ranks' parts; the leader alone calls it, with what each rank's `write` returned."""
+        """The files that join all ranks' parts; rank 0 alone calls it, with what each rank's `write` returned."""
         self.writer.finish(self.metadata, written)
         save_config(CheckpointingConfig("torch_dist", 1), str(self.directory))
         torch.save(self.common, self.directory / _COMMON_FILE)

@@ -7,7 +7,7 @@ A step goes through them in this order:
                                                                            -> a factor of A on each token
     tree_credits          A, weights w of the trajectories                 -> pos, neg, w of each token (credit.py)
     TokenLoss             in the pass: ratio, entropy of each token        -> what pos and neg are multiplied by
-    or BatchLoss      before it, on the leader: the whole minibatch    -> a coefficient of each token's log-prob
+    or BatchLoss      before it, on the controller: the whole minibatch    -> a coefficient of each token's log-prob
 """
 
 from collections.abc import Sequence
@@ -54,7 +54,7 @@ class AdvantageEstimator(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What the leader knows of one minibatch before an update, tree by tree.
+    """What the controller knows of one minibatch before an update, tree by tree.
 
     Token arrays are float64[tokens] in segment-index order, in nats, NaN where there is nothing to know (outside of
     MODEL segments, and sampling log-probs that are unknown).
@@ -181,7 +181,7 @@ class BatchLoss(Protocol):
     """
 
     def value(self, batch: Batch) -> MinibatchValue:
-        """Computed on the leader; `batch.logprobs` cost a pass of their own before every update but a step's first."""
+        """Computed on rank 0; `batch.logprobs` cost a pass of their own before every update but a step's first."""
 
 
 PolicyLoss = TokenLoss | BatchLoss

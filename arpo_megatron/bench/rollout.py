@@ -185,21 +185,21 @@ class Bench:
             found.trajectories += made.trajectories
 
     async def _in_trees(self, engine: MeteredEngine, tools: SimulatedTools, found: Run, *, ahead: bool) -> None:
-        """What a run starts and waits for (`harvest.TreeCollector`), with max_staleness 1 (`ahead`) or 0."""
+        """What a run starts and waits for (`collector.TreeCollector`), with max_staleness 1 (`ahead`) or 0."""
         config = _job(ahead=ahead)
         pool = new_pool(engine, tools, self._codec, self._policy, SEED)
         settings = RolloutSettings(ALGORITHM, ALGORITHM.group_size, Sampling(), LIMITS)
         first = self._version + 1
-        begun = under_way = 0
+        begun = in_flight = 0
         for step in range(STEPS):
             await pool.pause()
             version = await self._new_version()
             pool.resume(version)
-            while under_way < config.trees_in_flight(step):
+            while in_flight < config.trees_in_flight(step):
                 pool.start(start(_tasks(begun), step=begun, version=version, settings=settings))
-                begun, under_way = begun + 1, under_way + TASKS
+                begun, in_flight = begun + 1, in_flight + TASKS
             report = await pool.collect(wanted_trees(config.rollout, GROUP, TASKS, first + step))
-            under_way -= len(report.numbers)
+            in_flight -= len(report.numbers)
             found.add(report)
         await pool.close()
 

@@ -9,7 +9,7 @@
 | `submissions.py` | what was submitted of a run, and what is still in the queue |
 | `job.py` | the first process of the allocation: doctor, preparation, training, the way a job ends |
 | `prepare.py` | the preparation as a step, where the packages are |
-| `site.py` | a role becomes an `srun` of that allocation |
+| `backend.py` | a role becomes an `srun` of that allocation |
 | `rank.py` | a trainer rank learns from Slurm who it is |
 | `commands.py` | what `arpo status`, `logs`, `health` and `cancel` do |
 | `over_ssh.py` | the same commands on a login node that is elsewhere |

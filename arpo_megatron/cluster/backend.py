@@ -1,4 +1,4 @@
-"""The nodes of a Slurm allocation as the site of a job: every role is a step of it, started with srun.
+"""The nodes of a Slurm allocation as the backend of a job: every role is a step of it, started with srun.
 
 All steps overlap (`--overlap`) and see all GPUs of their node; which of them a role uses is said by the node layout, as
 on one machine: `--exact` would divide the CPUs and could not let an engine share the trainer's GPUs.
@@ -51,7 +51,7 @@ class SilentNodeError(UserError):
 
 @dataclass(slots=True)
 class SlurmBackend:
-    """See `site.Backend`.
+    """See `backend.Backend`.
 
     Attributes:
         profile: of the cluster.

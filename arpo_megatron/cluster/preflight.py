@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from arpo_megatron.cluster.backend import SilentNodeError, SlurmBackend
 from arpo_megatron.cluster.preflight_node import REPORTED
 from arpo_megatron.errors import UserError
-from arpo_megatron.jobs.run_directory import RunDirectory, write_json
+from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.launch.preflight.check import CheckResult, failure, ok, show, warning
 from arpo_megatron.launch.preflight.machine import CLOCK_SKEW_S
+from arpo_megatron.utils.atomic import write_json
 from arpo_megatron.utils.processes import ManagedProcess, ManagedProcesses, ProcessDiedError, stop_groups
 
 START_S = 300.0
@@ -44,12 +45,12 @@ class Report:
     ports: list[int]
 
 
-def examine_nodes(site: SlurmBackend, roles: ManagedProcesses, port: int, poll: Callable[[], None]) -> None:
+def examine_nodes(backend: SlurmBackend, processes: ManagedProcesses, port: int, poll: Callable[[], None]) -> None:
     """Run `doctor.node` on every node, print what was found, and note the ports that are free there.
 
     Args:
-        site: whose `free_ports` are set.
-        roles: the step becomes one of them.
+        backend: whose `free_ports` are set.
+        processes: the step becomes one of them.
         port: of node 0, where the nodes meet.
         poll: called meanwhile.
 
@@ -57,25 +58,27 @@ def examine_nodes(site: SlurmBackend, roles: ManagedProcesses, port: int, poll: 
         UserError: a check has failed; the line names it, its node and what to do.
         SilentNodeError: a node did not report, and nothing else has failed.
     """
-    folder, token = site.run.doctor, secrets.token_hex(8)
+    folder, token = backend.run.doctor, secrets.token_hex(8)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     write_json(folder / "canary", {"token": token})
-    addresses = ",".join(node.address for node in site.nodes)
-    command = site.python([sys.executable, "-m", "arpo_megatron.cluster.preflight_node", str(site.run.path), token])
+    addresses = ",".join(node.address for node in backend.nodes)
+    command = backend.python(
+        [sys.executable, "-m", "arpo_megatron.cluster.preflight_node", str(backend.run.path), token]
+    )
     variables = {"ARPO_NODE_ADDRESSES": addresses, "MASTER_PORT": str(port)}
-    names = [node.name for node in site.nodes]
-    step = roles.start("doctor", site.step("doctor", site.nodes, 1, command), env=variables)
-    limit_s = START_S if site.profile.container is None else IMAGE_S
+    names = [node.name for node in backend.nodes]
+    step = processes.start("doctor", backend.step("doctor", backend.nodes, 1, command), env=variables)
+    limit_s = START_S if backend.profile.container is None else IMAGE_S
     died: ProcessDiedError | None = None
     try:
-        roles.wait(step, poll=_until_late(step, limit_s, poll))
+        processes.wait(step, poll=_until_late(step, limit_s, poll))
     except ProcessDiedError as error:
         died = error
     except _LateError:  # who is late has left no report
         stop_groups([step.process])
-        roles.running.remove(step)
-    reports = {name: found for name in names if (found := _report(site.run, name))}
+        processes.running.remove(step)
+    reports = {name: found for name in names if (found := _report(backend.run, name))}
     reported = [(name, item) for name in reports for item in reports[name].findings]
     logged = _logged(step) if died else []
     findings = [*logged, *reported, *([] if died else judged(reports, names))]
@@ -87,7 +90,7 @@ def examine_nodes(site: SlurmBackend, roles: ManagedProcesses, port: int, poll: 
         name, item = worst
         kind = SilentNodeError if item.name == _NO_REPORT else UserError
         raise kind(f"doctor: {item.name} on {name}: {item.text}{f': {item.fix}' if item.fix else ''}")
-    site.free_ports.update({name: reports[name].ports for name in names})
+    backend.free_ports.update({name: reports[name].ports for name in names})
 
 
 def _logged(step: ManagedProcess) -> list[tuple[str, CheckResult]]:

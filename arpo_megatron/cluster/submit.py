@@ -27,10 +27,11 @@ from arpo_megatron.errors import UserError
 from arpo_megatron.hardware.specs import GIB
 from arpo_megatron.jobs import run_directory
 from arpo_megatron.jobs.inputs import check_files
-from arpo_megatron.jobs.run_directory import RunDirectory, write_json
+from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.plan import Plan
 from arpo_megatron.plan import plan as forecast_of
 from arpo_megatron.plan.node_layout import NodeLayout, lay_out_nodes, with_placement
+from arpo_megatron.utils.atomic import write_json
 from arpo_megatron.utils.signals import Interrupted, interrupts_held_back, interrupts_ignored
 
 if TYPE_CHECKING:

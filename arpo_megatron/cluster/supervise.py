@@ -1,6 +1,6 @@
 """The role supervisor, the first process of a Slurm allocation (`python -m arpo_megatron.cluster RUN_DIR`).
 
-Doctor, preparation, cold start and training are steps of the allocation (`site.py`), watched as on one machine:
+Doctor, preparation, cold start and training are steps of the allocation (`backend.py`), watched as on one machine:
 services are restarted within limits, the first fatal exit ends all. How it ends:
 
 | what happens | what is done | the job is then |
@@ -37,13 +37,13 @@ from arpo_megatron.cluster.slurm import Node
 from arpo_megatron.cluster.submissions import waiting_jobs
 from arpo_megatron.config import JobConfig
 from arpo_megatron.engine.launch import free_ports
-from arpo_megatron.errors import USER_ERROR_EXIT_CODE, UserError
+from arpo_megatron.errors import USER_ERROR_EXIT_CODE, StoppedError, UserError
 from arpo_megatron.jobs import resolve
 from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.launch.job import sft_phase, train_phases, watching
 from arpo_megatron.monitor.progress import Progress
 from arpo_megatron.plan.node_layout import lay_out_nodes
-from arpo_megatron.utils.processes import ManagedProcesses, ProcessDiedError, StoppedError
+from arpo_megatron.utils.processes import ManagedProcesses, ProcessDiedError
 from arpo_megatron.utils.signals import Interrupted, interrupt_on_signals
 from tools_sandbox.config import TOKEN_VARIABLE
 
@@ -96,30 +96,30 @@ def _to_its_end(run: RunDirectory, job_id: str, node_list: str, warned: Sequence
     nodes: list[Node] = _patiently(lambda: slurm.allocated_nodes(node_list), [])
     if not nodes:  # nothing that the user could fix, and the next link may be luckier
         return _requeue(job_id, UNFINISHED) if profile.requeue else UNFINISHED
-    site = SlurmBackend(profile, lay_out_nodes(config, profile.gpus_per_node, len(nodes)), nodes, run, job_id)
+    backend = SlurmBackend(profile, lay_out_nodes(config, profile.gpus_per_node, len(nodes)), nodes, run, job_id)
     try:
         interrupt_on_signals()
-        _run(config, run, site, warned)
+        _run(config, run, backend, warned)
     except StoppedError:
         return _leave_to_others(run, profile, job_id)
     except ProcessDiedError as error:
         code = _told(error, error.code)
-        return _leave_lost(lost, site, code) if (lost := site.lost_nodes()) else code
+        return _leave_lost(lost, backend, code) if (lost := backend.lost_nodes()) else code
     except SilentNodeError as error:
-        if not (lost := site.lost_nodes()):
+        if not (lost := backend.lost_nodes()):
             raise
         _told(error, 0)
-        return _leave_lost(lost, site, UNFINISHED)
+        return _leave_lost(lost, backend, UNFINISHED)
     except Interrupted:
         return _requeue(job_id, TERMINATED) if profile.requeue and _still_wanted(job_id) else TERMINATED
     _cancel_waiting(run)
     return 0
 
 
-def _leave_lost(lost: Sequence[str], site: SlurmBackend, otherwise: int) -> int:
+def _leave_lost(lost: Sequence[str], backend: SlurmBackend, otherwise: int) -> int:
     """Back into the queue without these nodes, which Slurm itself would miss minutes later."""
     _told(UserError(f"{', '.join(lost)} cannot be reached any more"), 1)
-    return _requeue(site.job_id, otherwise) if site.profile.requeue else otherwise
+    return _requeue(backend.job_id, otherwise) if backend.profile.requeue else otherwise
 
 
 def _cancel_waiting(run: RunDirectory) -> list[str]:
@@ -134,22 +134,22 @@ def _cancel_waiting(run: RunDirectory) -> list[str]:
     return cancelled
 
 
-def _run(config: JobConfig, run: RunDirectory, site: SlurmBackend, warned: Sequence[int]) -> None:
-    _take_secrets(site.profile)
-    with run.locked(), watching(run) as (progress, poll), site.prepared(), ManagedProcesses(run.logs) as roles:
+def _run(config: JobConfig, run: RunDirectory, backend: SlurmBackend, warned: Sequence[int]) -> None:
+    _take_secrets(backend.profile)
+    with run.locked(), watching(run) as (progress, poll), backend.prepared(), ManagedProcesses(run.logs) as processes:
         run.remove_partial()  # what a kill -9 left
-        asked = _Asked(run, site, progress)
+        asked = _Asked(run, backend, progress)
         for number in (signal.SIGUSR1, signal.SIGTERM):
             signal.signal(number, asked.hear)
         for early in warned:
             asked.hear(early)
-        roles.checks.append(asked.heed)
-        progress.note(f"job {site.job_id} on {', '.join(node.name for node in site.nodes)}")
-        for line in site.layout.describe():
+        processes.checks.append(asked.heed)
+        progress.note(f"job {backend.job_id} on {', '.join(node.name for node in backend.nodes)}")
+        for line in backend.layout.describe():
             progress.note(line)
         try:
-            _outlast_kills(site, roles, progress)
-            _phases(config, run, site, roles, progress, poll)
+            _outlast_kills(backend, processes, progress)
+            _phases(config, run, backend, processes, progress, poll)
         except (ProcessDiedError, SilentNodeError) as error:
             if not asked.term:
                 raise
@@ -160,35 +160,35 @@ def _run(config: JobConfig, run: RunDirectory, site: SlurmBackend, warned: Seque
 def _phases(
     config: JobConfig,
     run: RunDirectory,
-    site: SlurmBackend,
-    roles: ManagedProcesses,
+    backend: SlurmBackend,
+    processes: ManagedProcesses,
     progress: Progress,
     poll: Callable[[], None],
 ) -> None:
     progress.phase("doctor")
-    (meeting,) = free_ports(1, site.nodes[0].address, site.profile.ports)
-    examine_nodes(site, roles, meeting, poll)
+    (meeting,) = free_ports(1, backend.nodes[0].address, backend.profile.ports)
+    examine_nodes(backend, processes, meeting, poll)
     progress.phase("prepare")
-    words = site.python([sys.executable, "-m", "arpo_megatron.cluster.prepare", str(run.path)])
-    roles.wait(roles.start("prepare", site.step("prepare", site.nodes[:1], 1, words)), poll=poll)
+    words = backend.python([sys.executable, "-m", "arpo_megatron.cluster.prepare", str(run.path)])
+    processes.wait(processes.start("prepare", backend.step("prepare", backend.nodes[:1], 1, words)), poll=poll)
     if config.sft_only:
-        sft_phase(config, run, roles, progress, poll, site)
+        sft_phase(config, run, processes, progress, poll, backend)
     else:
-        train_phases(config, run, roles, progress, poll, site)
+        train_phases(config, run, processes, progress, poll, backend)
     progress.note(f"exported to {run.sft_model if config.sft_only else run.export}")
 
 
-def _outlast_kills(site: SlurmBackend, roles: ManagedProcesses, progress: Progress) -> None:
+def _outlast_kills(backend: SlurmBackend, processes: ManagedProcesses, progress: Progress) -> None:
     """After a requeue: start no step before what Slurm repeats for the last life's has reached the nodes.
 
     The kill of a step that a lost node did not answer is repeated until it does, even when the node is back and the job
     requeued. Slurm numbers steps anew then, so it would end the one that has the number now (seen with Slurm 22.05).
     """
     with suppress(UserError):  # Slurm is silent: most likely there is nothing to wait for
-        state = slurm.job_state(site.job_id)
+        state = slurm.job_state(backend.job_id)
         if state is None or not state.restarts:
             return
-        deadline, mine = time.monotonic() + _REPEATED_S, {node.name for node in site.nodes}
+        deadline, mine = time.monotonic() + _REPEATED_S, {node.name for node in backend.nodes}
         told = False
         while (owed := mine & slurm.nodes_owed_a_kill()) and time.monotonic() < deadline:
             if not told:
@@ -196,7 +196,7 @@ def _outlast_kills(site: SlurmBackend, roles: ManagedProcesses, progress: Progre
                     f"Slurm still repeats on {', '.join(sorted(owed))} the end of an earlier step: waiting for it"
                 )
             told = True
-            roles.check()
+            processes.check()
             time.sleep(_LOOK_S)
 
 
@@ -205,7 +205,7 @@ class _Asked:
     """What Slurm's signals ask for. A handler only notes it: whatever is told or asked of Slurm, the main loop does."""
 
     run: RunDirectory
-    site: SlurmBackend
+    backend: SlurmBackend
     progress: Progress
     heard: list[int] = field(default_factory=list)
     term: bool = False
@@ -234,9 +234,9 @@ class _Asked:
             raise Interrupted
 
     def _heed_term(self) -> None:
-        left_s: float = self.site.profile.signal_s
+        left_s: float = self.backend.profile.signal_s
         with suppress(UserError):  # a controller that is silent now did send it a moment ago: it wants the nodes
-            state = slurm.job_state(self.site.job_id)
+            state = slurm.job_state(self.backend.job_id)
             if not _running(state):
                 raise Interrupted
             if state is not None and state.end is not None:

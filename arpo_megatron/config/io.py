@@ -7,6 +7,7 @@ from pydantic import TypeAdapter
 
 from arpo_megatron.config.job import JobConfig
 from arpo_megatron.config.yaml import yaml_text
+from arpo_megatron.utils.atomic import atomic_write
 
 JOB = TypeAdapter(JobConfig)
 
@@ -19,6 +20,5 @@ def dump_config(config: JobConfig) -> dict[str, Any]:
 
 def save_config(config: JobConfig, path: Path) -> None:
     """Write the config as YAML; at any moment the file is the old or the new one, and whole."""
-    partial = path.with_name(path.name + ".tmp")
-    partial.write_text(yaml_text(dump_config(config)), encoding="utf-8")
-    partial.replace(path)
+    with atomic_write(path) as partial:
+        partial.write_text(yaml_text(dump_config(config)), encoding="utf-8")

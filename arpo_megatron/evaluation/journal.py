@@ -12,6 +12,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from arpo_megatron.utils.atomic import atomic_write
 from arpo_megatron.utils.text import whole_characters
 
 _ANSWER = "to_judge"
@@ -171,11 +172,9 @@ def write_records(path: Path, attempts: Sequence[Attempt]) -> None:
     names = {field.name: getattr(field.type, "__name__", str(field.type)) for field in fields(Attempt)}
     names["expected"] = "tuple[str, ...]"
     schema = pa.schema({name: kinds.get(kind, pa.string()) for name, kind in names.items()})
-    partial = path.with_name(path.name + ".tmp")
-    pq.write_table(
-        pa.Table.from_pylist([asdict(each) for each in attempts], schema=schema), partial, compression="zstd"
-    )
-    partial.replace(path)
+    table = pa.Table.from_pylist([asdict(each) for each in attempts], schema=schema)
+    with atomic_write(path) as partial:
+        pq.write_table(table, partial, compression="zstd")
 
 
 def _attempt(row: dict[str, Any]) -> Attempt:

@@ -13,7 +13,8 @@ from arpo_megatron.errors import UserError
 from arpo_megatron.evaluation.prompts import Tools
 from arpo_megatron.evaluation.questions import TestSet
 from arpo_megatron.evaluation.target import EvalTarget
-from arpo_megatron.jobs.run_directory import RUNS, RunDirectory, write_json
+from arpo_megatron.jobs.run_directory import RUNS, RunDirectory
+from arpo_megatron.utils.atomic import write_json
 
 IDENTITY = "evaluation.json"
 """What is evaluated, on what and how; whoever finds the same goes on."""

@@ -26,9 +26,10 @@ from arpo_megatron.evaluation.score_queue import Scoring
 from arpo_megatron.evaluation.scorers import judged_by
 from arpo_megatron.evaluation.summary import EvalSummary, figures_of
 from arpo_megatron.evaluation.target import EvalTarget, TargetKind, config_of, subject_of
-from arpo_megatron.jobs.run_directory import RunDirectory, write_json
+from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.rewards import make_reward
 from arpo_megatron.rewards.judge.judge import Judge
+from arpo_megatron.utils.atomic import write_json
 from arpo_megatron.utils.processes import ManagedProcesses
 from tools_sandbox.config import TOKEN_VARIABLE
 
@@ -235,7 +236,7 @@ def _agent(
         yield KnownAnswers(right=subject.kind is TargetKind.ORACLE)
         return
     write_tool_files(config, out, put.data)
-    with ManagedProcesses(out.logs) as roles:
+    with ManagedProcesses(out.logs) as processes:
         if subject.kind is TargetKind.SERVER:
             from arpo_megatron.evaluation.agents.server import ServerAnswers
 
@@ -243,16 +244,16 @@ def _agent(
             if tools is Tools.NONE:
                 yield ServerAnswers(subject.url, subject.name, config, tools, None, tell=tell)
                 return
-            with tool_service(config, out, roles) as sandbox_url:
+            with tool_service(config, out, processes) as sandbox_url:
                 yield ServerAnswers(subject.url, subject.name, config, tools, sandbox_url, token, tell)
             return
         from arpo_megatron.evaluation.agents.engine import GrownAnswers
 
         assert subject.model is not None and put.decode is not None
-        with services(config, out, roles, subject.model) as ready:
+        with services(config, out, processes, subject.model) as ready:
             rollouts = connect_rollouts(config, subject.model, ready)
             try:
-                yield GrownAnswers(rollouts, config, attempts, put.decode, roles.check)
+                yield GrownAnswers(rollouts, config, attempts, put.decode, processes.check)
             finally:
                 rollouts.close()
 

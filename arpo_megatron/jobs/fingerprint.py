@@ -13,8 +13,9 @@ from typing import Any
 
 from arpo_megatron.config import JobConfig
 from arpo_megatron.errors import UserError
-from arpo_megatron.jobs.run_directory import RunDirectory, fixed_part, write_json
+from arpo_megatron.jobs.run_directory import RunDirectory, fixed_part
 from arpo_megatron.models.spec import ModelSpec
+from arpo_megatron.utils.atomic import write_json
 
 
 def check_started_with(config: JobConfig, run: RunDirectory) -> None:

@@ -5,11 +5,11 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import yaml
 
@@ -118,7 +118,7 @@ class RunDirectory:
         return self.path / "trees"
 
     @property
-    def under_way(self) -> Path:
+    def step_journal(self) -> Path:
         """What the trees of a step that is not done have sampled (msgpack)."""
         return self.path / "step_journal.msgpack"
 
@@ -189,23 +189,13 @@ class RunDirectory:
 
     def remove_partial(self) -> None:
         """Delete what was being written when its writer ended: a job writes NAME.tmp and then renames it."""
-        whole = [
-            self.config,
-            self.inputs,
-            self.result,
-            self.sft_result,
-            self.initial_model,
-            self.sft_model,
-            self.export,
-            self.health,
-            self.under_way,
-        ]
-        found = [path.with_name(path.name + ending) for path in whole for ending in (".tmp", ".replaced.tmp")]
-        found += [self.path / "metrics.tmp", self.path / "sft_metrics.tmp"]
+        models = [self.initial_model, self.sft_model, self.export]
+        found = [path.with_name(path.name + ending) for path in models for ending in (".tmp", ".replaced.tmp")]
         found += [self.memory_lent, self.stop]
-        for folder in (self.checkpoints, self.sft_checkpoints, self.trees, self.held_out):
+        for folder in (self.path, self.trees, self.held_out, self.skipped_updates):
+            found += folder.glob(".*.tmp")  # `atomic_write`
+        for folder in (self.checkpoints, self.sft_checkpoints):
             found += folder.glob("*step_*.tmp")
-        found += self.skipped_updates.glob("*.tmp")
         found += self.profile.glob("**/*.tmp.gz")
         for path in found:
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
@@ -241,13 +231,6 @@ def _taken(file: IO[str]) -> bool:
     except BlockingIOError:
         return False
     return True
-
-
-def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a JSON file that exists wholly or not at all."""
-    partial = path.with_name(path.name + ".tmp")
-    partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    partial.replace(path)
 
 
 def fresh(config: JobConfig) -> RunDirectory:

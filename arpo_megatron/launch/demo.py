@@ -34,11 +34,15 @@ def run_demo(config: JobConfig, *, resume: bool) -> dict[str, Any]:
         ProcessDiedError: a process of the job died; the message names its log.
     """
     started = time.monotonic()
-    with opened(config, resume=resume) as run, watching(run) as (progress, poll), ManagedProcesses(run.logs) as roles:
-        run_phases(config, run, roles, progress, poll)
+    with (
+        opened(config, resume=resume) as run,
+        watching(run) as (progress, poll),
+        ManagedProcesses(run.logs) as processes,
+    ):
+        run_phases(config, run, processes, progress, poll)
         progress.phase("serve the export")
         tokenizer = load_tokenizer(run.export)
-        task, tree = _answer_one(config, run, roles, tokenizer)
+        task, tree = _answer_one(config, run, processes, tokenizer)
         gap = _transformers_gap(run, tree.trajectory(tree.leaves()[0]))
         progress.note(f"transformers and SGLang agree on the export: log-probs differ by {gap:.1e} nats at most")
         _show(progress, tokenizer, task, tree)
@@ -47,18 +51,22 @@ def run_demo(config: JobConfig, *, resume: bool) -> dict[str, Any]:
 
 
 def _answer_one(
-    config: JobConfig, run: RunDirectory, roles: ManagedProcesses, tokenizer: "PreTrainedTokenizerFast"
+    config: JobConfig, run: RunDirectory, processes: ManagedProcesses, tokenizer: "PreTrainedTokenizerFast"
 ) -> tuple[Task, RolloutTree]:
     """One held-out question, answered greedily by the exported model through a new engine and the tools."""
     held_out = load_data(config, tokenizer).held_out
     # The last kind of generated task needs both tools, one after the other: the most to see.
     task = next((task for task in held_out if task.id.endswith("-two")), held_out[0])
-    with services(config, run, roles, run.export) as ready:
+    with services(config, run, processes, run.export) as ready:
         rollouts = connect_rollouts(config, run.export, ready)
         try:
             settings = RolloutSettings.evaluation(config, temperature=0.0)
             report = rollouts.grow(
-                [task], step=config.train.steps, version=0, settings=settings, progress=lambda _progress: roles.check()
+                [task],
+                step=config.train.steps,
+                version=0,
+                settings=settings,
+                progress=lambda _progress: processes.check(),
             )
         finally:
             rollouts.close()

@@ -19,7 +19,8 @@ from rich.console import Console
 from rich.table import Table
 
 from arpo_megatron.errors import UserError
-from arpo_megatron.jobs.run_directory import RunDirectory, write_json
+from arpo_megatron.jobs.run_directory import RunDirectory
+from arpo_megatron.utils.atomic import write_json
 
 COLUMNS = ("role", "state", "for", "pid", "restarts", "last error", "address", "log")
 _ASK_TIMEOUT_S = 5.0

@@ -9,7 +9,7 @@ from typing import Any
 
 from arpo_megatron.config import JobConfig
 from arpo_megatron.config.io import save_config
-from arpo_megatron.errors import UserError
+from arpo_megatron.errors import StoppedError, UserError
 from arpo_megatron.jobs import resolve, run_directory
 from arpo_megatron.jobs.checkpoint_dirs import checkpoint_directories, step_of
 from arpo_megatron.jobs.fingerprint import check_model
@@ -20,7 +20,7 @@ from arpo_megatron.launch.services import run_trainer, services
 from arpo_megatron.monitor.events import EventReader
 from arpo_megatron.monitor.progress import Progress
 from arpo_megatron.trainer.skipped_updates import check_dump, load_bad_update
-from arpo_megatron.utils.processes import ManagedProcesses, StoppedError
+from arpo_megatron.utils.processes import ManagedProcesses
 
 
 def run_job(config: JobConfig, *, resume: bool) -> RunDirectory:
@@ -30,42 +30,50 @@ def run_job(config: JobConfig, *, resume: bool) -> RunDirectory:
         UserError: an input is missing, or there is nothing to resume.
         ProcessDiedError: a process of the job died; the message names its log.
     """
-    with opened(config, resume=resume) as run, watching(run) as (progress, poll), ManagedProcesses(run.logs) as roles:
-        run_phases(config, run, roles, progress, poll)
+    with (
+        opened(config, resume=resume) as run,
+        watching(run) as (progress, poll),
+        ManagedProcesses(run.logs) as processes,
+    ):
+        run_phases(config, run, processes, progress, poll)
         progress.note(f"exported to {run.export}")
     return run
 
 
 def run_phases(
-    config: JobConfig, run: RunDirectory, roles: ManagedProcesses, progress: Progress, poll: Callable[[], None]
+    config: JobConfig, run: RunDirectory, processes: ManagedProcesses, progress: Progress, poll: Callable[[], None]
 ) -> None:
     """Prepare, cold start where the recipe has one, train; what a stopped run has done already is not done again."""
     _prepare(config, run, progress)
-    train_phases(config, run, roles, progress, poll, LocalBackend())
+    train_phases(config, run, processes, progress, poll, LocalBackend())
 
 
 def train_phases(
     config: JobConfig,
     run: RunDirectory,
-    roles: ManagedProcesses,
+    processes: ManagedProcesses,
     progress: Progress,
     poll: Callable[[], None],
-    site: Backend,
+    backend: Backend,
 ) -> None:
-    """`run_phases` without the preparation, on any site. Raises StoppedError too."""
+    """`run_phases` without the preparation, on any backend. Raises StoppedError too."""
     if config.sft.steps:
-        sft_phase(config, run, roles, progress, poll, site)
+        sft_phase(config, run, processes, progress, poll, backend)
     if run.steps_done >= config.train.steps:
         progress.note("training is done already")
     else:
-        _train(config, run, roles, progress, poll, site)
+        _train(config, run, processes, progress, poll, backend)
 
 
 def run_sft(config: JobConfig, *, resume: bool) -> dict[str, Any]:
     """Only the cold start; returns the figures that the command line prints. Raises as `run_job` does."""
-    with opened(config, resume=resume) as run, watching(run) as (progress, poll), ManagedProcesses(run.logs) as roles:
+    with (
+        opened(config, resume=resume) as run,
+        watching(run) as (progress, poll),
+        ManagedProcesses(run.logs) as processes,
+    ):
         _prepare(config, run, progress)
-        sft_phase(config, run, roles, progress, poll, LocalBackend())
+        sft_phase(config, run, processes, progress, poll, LocalBackend())
         progress.note(f"exported to {run.sft_model}")
         figures = json.loads(run.sft_result.read_text()) if run.sft_result.exists() else {}
     return {**figures, "run_dir": str(run.path), "export_dir": str(run.sft_model)}
@@ -89,9 +97,9 @@ def export_checkpoint(run: RunDirectory, out: Path, step: int | None) -> Path:
     wanted = "newest" if step is None else str(step)
     config = resolve.load(run.config)
     check_model(config, run)
-    with run.locked(), watching(run) as (_, poll), ManagedProcesses(run.logs) as roles:
+    with run.locked(), watching(run) as (_, poll), ManagedProcesses(run.logs) as processes:
         run_trainer(
-            "arpo_megatron.trainer.export_checkpoint", config, run, roles, arguments=[wanted, str(out)], poll=poll
+            "arpo_megatron.trainer.export_checkpoint", config, run, processes, arguments=[wanted, str(out)], poll=poll
         )
     return out
 
@@ -112,12 +120,12 @@ def replay_bad_update(run: RunDirectory, dump: Path) -> str:
     check_dump(bad, dump, config, run)
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "replay.txt"
-        with run.locked(), watching(run) as (_, poll), ManagedProcesses(run.logs) as roles:
+        with run.locked(), watching(run) as (_, poll), ManagedProcesses(run.logs) as processes:
             run_trainer(
                 "arpo_megatron.trainer.replay_update",
                 config,
                 run,
-                roles,
+                processes,
                 arguments=[str(dump.resolve()), str(out)],
                 poll=poll,
             )
@@ -176,10 +184,10 @@ def prepare_run(config: JobConfig, run: RunDirectory, tell: Callable[[str], None
 def sft_phase(
     config: JobConfig,
     run: RunDirectory,
-    roles: ManagedProcesses,
+    processes: ManagedProcesses,
     progress: Progress,
     poll: Callable[[], None],
-    site: Backend,
+    backend: Backend,
 ) -> None:
     """Supervised training, unless it is done already. Raises as `train_phases` does."""
     if run.sft_done:
@@ -187,7 +195,7 @@ def sft_phase(
         return
     _check_stop(run)
     progress.phase("start the trainer")
-    run_trainer("arpo_megatron.sft", config, run, roles, poll=poll, site=site)
+    run_trainer("arpo_megatron.sft", config, run, processes, poll=poll, backend=backend)
     if not run.sft_done:
         _check_stop(run)
 
@@ -195,17 +203,17 @@ def sft_phase(
 def _train(
     config: JobConfig,
     run: RunDirectory,
-    roles: ManagedProcesses,
+    processes: ManagedProcesses,
     progress: Progress,
     poll: Callable[[], None],
-    site: Backend,
+    backend: Backend,
 ) -> None:
     _check_stop(run)
     progress.phase("start engine and tools")
     model = run.sft_model if config.sft.steps else config.model.path or run.initial_model
-    with services(config, run, roles, model, site) as ready:
+    with services(config, run, processes, model, backend) as ready:
         _check_stop(run)
-        run_trainer("arpo_megatron.train", config, run, roles, env=ready.environment, poll=poll, site=site)
+        run_trainer("arpo_megatron.train", config, run, processes, env=ready.environment, poll=poll, backend=backend)
         if run.steps_done < config.train.steps:  # else it was asked to end while it exported, and is done
             _check_stop(run)
 

@@ -27,32 +27,34 @@ SANDBOX_STARTUP_S = 180.0
 
 @contextmanager
 def services(
-    config: JobConfig, run: RunDirectory, roles: ManagedProcesses, model: Path, site: Backend | None = None
+    config: JobConfig, run: RunDirectory, processes: ManagedProcesses, model: Path, backend: Backend | None = None
 ) -> Iterator[Services]:
     """Start the tool service, engines that serve `model`, and the rollout process; inside the block they are kept up.
 
     Args:
         config: of the job.
         run: its directory.
-        roles: its other processes.
+        processes: its other processes.
         model: Hugging Face directory.
-        site: where they run; None: on this machine.
+        backend: where they run; None: on this machine.
 
     Raises:
         UserError: no model at `model`, or the config wants a router that is not installed.
         ProcessDiedError: one of them did not come up in time; the message names its log.
     """
-    site, hang_timeout_s = site or LocalBackend(), config.engine.hang_timeout_s
+    backend, hang_timeout_s = backend or LocalBackend(), config.engine.hang_timeout_s
     token = secrets.token_urlsafe(32)
-    with site.scratch() as scratch:
-        engines = [_engine(config, run, model, index, site, scratch, token) for index in range(config.engine.replicas)]
-        (port,) = site.ports("sandbox", 1)
-        sandbox = site.place(
-            "sandbox", sandbox_program(run, port, hang_timeout_s=hang_timeout_s, host=site.host("sandbox"))
+    with backend.scratch() as scratch:
+        engines = [
+            _engine(config, run, model, index, backend, scratch, token) for index in range(config.engine.replicas)
+        ]
+        (port,) = backend.ports("sandbox", 1)
+        sandbox = backend.place(
+            "sandbox", sandbox_program(run, port, hang_timeout_s=hang_timeout_s, host=backend.host("sandbox"))
         )
-        (port,) = site.ports("rollout", 1)
+        (port,) = backend.ports("rollout", 1)
         log = run.logs / "rollout.log"
-        rollout = site.place(
+        rollout = backend.place(
             "rollout",
             rollout_program(scratch, port, log_path=log, hang_timeout_s=hang_timeout_s),
         )
@@ -61,33 +63,33 @@ def services(
             config.engine,
             urls,
             log_path=run.logs / "router.log",
-            ports=site.ports("router", 2),
+            ports=backend.ports("router", 2),
             routes=_replays(config),
-            host=site.host("router"),
+            host=backend.host("router"),
             token=token,
         )
-        with Supervisor(run, roles, restarts=config.engine.restarts) as supervisor:
+        with Supervisor(run, processes, restarts=config.engine.restarts) as supervisor:
             supervisor.start(sandbox, *engines, rollout)
             if router is not None:
-                supervisor.start(site.place("router", router))
+                supervisor.start(backend.place("router", router))
             router_url = router.url if router is not None else None
             yield Services(sandbox.url, urls, rollout_socket(scratch), router_url, token)
             supervisor.check()
 
 
 @contextmanager
-def tool_service(config: JobConfig, run: RunDirectory, roles: ManagedProcesses) -> Iterator[str]:
+def tool_service(config: JobConfig, run: RunDirectory, processes: ManagedProcesses) -> Iterator[str]:
     """The tool service alone, on this machine; inside the block it is kept up at the URL. Raises ProcessDiedError."""
     (port,) = LocalBackend().ports("sandbox", 1)
     program = sandbox_program(run, port, hang_timeout_s=config.engine.hang_timeout_s)
-    with Supervisor(run, roles, restarts=config.engine.restarts) as supervisor:
+    with Supervisor(run, processes, restarts=config.engine.restarts) as supervisor:
         supervisor.start(program)
         yield program.url
         supervisor.check()
 
 
 def _engine(
-    config: JobConfig, run: RunDirectory, model: Path, index: int, site: Backend, scratch: Path, token: str
+    config: JobConfig, run: RunDirectory, model: Path, index: int, backend: Backend, scratch: Path, token: str
 ) -> ServiceSpec:
     name = "engine" if config.engine.replicas == 1 else f"engine-{index}"
     role = f"engine-{index}"
@@ -97,15 +99,15 @@ def _engine(
         dtype=config.model.dtype,
         seed=(config.seed + index) % 2**32,  # SGLang seeds numpy, which takes 32 bits
         log_path=run.logs / f"{name}.log",
-        port=site.ports(role, 1)[0],
+        port=backend.ports(role, 1)[0],
         scratch=scratch,
-        placement=site.placement(config, index),
+        placement=backend.placement(config, index),
         name=name,
         routes=_replays(config),
-        host=site.host(role),
+        host=backend.host(role),
         token=token,
     )
-    return replace(site.place(role, program), held_by=run.memory_lent)
+    return replace(backend.place(role, program), held_by=run.memory_lent)
 
 
 def sandbox_program(run: RunDirectory, port: int, *, hang_timeout_s: float, host: str = "127.0.0.1") -> ServiceSpec:
@@ -127,19 +129,19 @@ def run_trainer(
     module: str,
     config: JobConfig,
     run: RunDirectory,
-    roles: ManagedProcesses,
+    processes: ManagedProcesses,
     *,
     arguments: Sequence[str] = (),
     env: Mapping[str, str] | None = None,
     poll: Callable[[], None] = lambda: None,
-    site: Backend | None = None,
+    backend: Backend | None = None,
 ) -> None:
-    """Run `python -m module RUN_DIR arguments...` on every trainer rank of `site` and wait, calling `poll` meanwhile.
+    """Run `python -m module RUN_DIR arguments...` on every trainer rank and wait, calling `poll` meanwhile.
 
     Raises:
         ProcessDiedError: a rank or a service died; the message names the log.
     """
     name = module.rpartition(".")[2]
-    command, needed = (site or LocalBackend()).ranks(module, [str(run.path), *arguments], config)
+    command, needed = (backend or LocalBackend()).ranks(module, [str(run.path), *arguments], config)
     variables = {**trainer_environment(config.platform), **needed, **(env or {})}
-    roles.wait(roles.start(name, command, env=variables), poll=poll)
+    processes.wait(processes.start(name, command, env=variables), poll=poll)

@@ -75,14 +75,14 @@ class Supervisor:
 
     Args:
         run: whose `events` are told of every restart, and where the health page's address is written.
-        roles: the job's other processes, for the page; their `wait` also ends when a service has failed for good.
+        processes: the job's other processes, for the page; their `wait` also ends when a service has failed for good.
         restarts: of all services together, before the job stops.
     """
 
-    def __init__(self, run: RunDirectory, roles: ManagedProcesses, *, restarts: int) -> None:
+    def __init__(self, run: RunDirectory, processes: ManagedProcesses, *, restarts: int) -> None:
         self.restarted = 0
         self._run = run
-        self._roles = roles
+        self._processes = processes
         self._restarts = restarts
         self._events = EventLog(run.events)
         self._services: list[_SupervisedService] = []
@@ -95,12 +95,12 @@ class Supervisor:
     def __enter__(self) -> Self:
         self._thread.start()
         self._in_loop(self._open())
-        self._roles.checks.append(self.check)
+        self._processes.checks.append(self.check)
         return self
 
     def __exit__(self, *_exception: object) -> None:
         with interrupts_ignored():
-            self._roles.checks.remove(self.check)
+            self._processes.checks.remove(self.check)
             self._in_loop(self._close())
             for grace_s in sorted({service.program.grace_s for service in self._services}):
                 same = [service for service in self._services if service.program.grace_s == grace_s]
@@ -121,7 +121,7 @@ class Supervisor:
         for service in services:
             asyncio.run_coroutine_threadsafe(self._guard(service), self._loop)
         while not all(service.up for service in services):
-            self._roles.check()
+            self._processes.check()
             time.sleep(_POLL_INTERVAL_S / 2)
 
     def check(self) -> None:
@@ -226,7 +226,7 @@ class Supervisor:
         asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
     def _health(self) -> list[ServiceHealth]:
-        return [*(service.health() for service in self._services), *map(_role_health, self._roles.running)]
+        return [*(service.health() for service in self._services), *map(_role_health, self._processes.running)]
 
 
 def _role_health(role: ManagedProcess) -> ServiceHealth:

@@ -3,10 +3,7 @@
 The ranks own no terminal (on a cluster they run elsewhere); they append events, and whoever wants to watch reads them.
 """
 
-import ctypes
-import errno
 import json
-import os
 import threading
 import time
 from collections.abc import Iterator
@@ -16,11 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from arpo_megatron.errors import UserError
+from arpo_megatron.utils.atomic import append_lines
 
 _RESERVED_BYTES = 2**20
 """Of the disk, kept for lines to come: those that say that it is full must find room, and be read at once."""
-_FALLOC_FL_KEEP_SIZE = 1
-_LIBC = ctypes.CDLL(None)
 
 
 @dataclass(slots=True)
@@ -44,32 +40,6 @@ class EventLog:
         with self._lock, suppress(OSError):  # a full disk, of which these lines tell, must not end a run
             self._waiting.append(line)
             append_lines(self.path, self._waiting, reserved=_RESERVED_BYTES)
-
-
-def append_lines(path: Path, waiting: list[str], *, reserved: int = 0) -> None:
-    """Append lines; each leaves the list when it is written. Raises OSError at the first that finds no room."""
-    while waiting:
-        _append_line(path, waiting[0], reserved=reserved)
-        del waiting[0]
-
-
-def _append_line(path: Path, text: str, *, reserved: int) -> None:
-    """Append a whole line or, where that raises OSError, nothing; then see to it that half of `reserved` bytes follow
-    the file's end on the disk."""
-    with path.open("ab", buffering=0) as file:
-        end = file.tell()
-        data = text.encode() + b"\n"
-        try:
-            if file.write(data) != len(data):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        except OSError:
-            file.truncate(end)
-            raise
-        status = os.fstat(file.fileno())
-        if 512 * status.st_blocks - status.st_size < reserved // 2:
-            # What this answers is of no interest: some file systems (NFS) cannot, and a full one has no more.
-            size, count = ctypes.c_long(status.st_size), ctypes.c_long(reserved)
-            _LIBC.fallocate(file.fileno(), _FALLOC_FL_KEEP_SIZE, size, count)
 
 
 @contextmanager

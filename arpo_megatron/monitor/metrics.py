@@ -12,7 +12,7 @@ from typing import Any, Literal
 from arpo_megatron.config import JobConfig
 from arpo_megatron.config.io import dump_config
 from arpo_megatron.errors import UserError
-from arpo_megatron.monitor.events import append_lines
+from arpo_megatron.utils.atomic import append_lines, atomic_write
 
 Value = float | int | str | bool | None
 
@@ -90,9 +90,8 @@ def _repair(path: Path) -> int:
 def _keep_before(path: Path, step: int) -> None:
     """Leave out the rows of `step` and later; the file is the old or the new one at any moment."""
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    partial = path.with_suffix(".tmp")
-    partial.write_text("".join(line for line in lines if json.loads(line)["step"] < step), encoding="utf-8")
-    partial.replace(path)
+    with atomic_write(path) as partial:
+        partial.write_text("".join(line for line in lines if json.loads(line)["step"] < step), encoding="utf-8")
 
 
 def _start_wandb(run_dir: Path, config: JobConfig, mode: Literal["offline", "online"], prefix: str) -> Any:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from arpo_megatron.errors import UserError
 from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.tree import RolloutTree, Segment, stored_routes
-from arpo_megatron.utils.atomic import flush
+from arpo_megatron.utils.atomic import atomic_write
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -128,15 +128,9 @@ def _rows(step: int, scored: Sequence[ScoredTree], decode: Decode) -> "pa.Table"
 def _write(path: Path, table: "pa.Table") -> None:
     import pyarrow.parquet as pq
 
-    partial = path.with_name(f".{path.stem}.tmp")  # hidden: who opens the directory as a data set does not see it
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_write(path, durable=True) as partial:
         pq.write_table(table, partial, compression="zstd", row_group_size=_ROWS_A_GROUP, write_page_checksum=True)
-        flush(partial)
-        partial.replace(path)
-        flush(path.parent)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def read_trees(path: Path) -> list[StoredTree]:

@@ -24,7 +24,7 @@ class ScoredTree:
         rewards: float64[leaves] in the order of `tree.leaves()`.
         accuracies: float64[leaves], how right each answer is, in [0, 1].
         format_ok: bool[leaves], whether the trajectory keeps to the tag protocol.
-        dropped: why it is not trained (`harvest.DROPS`); None: it is.
+        dropped: why it is not trained (`collector.DROPS`); None: it is.
         replayed: trajectories of it that are stored ones (`algorithm.replay`), the last ones.
         terms: what went into the rewards, by name: float64[leaves], NaN where a leaf has no such part.
         advantages: float64[leaves], those that the store has given; None: the step's estimator gives them.

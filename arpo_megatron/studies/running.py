@@ -59,13 +59,13 @@ class Study:
         total = len(waiting)
         self.progress.note(f"{len(self.runs)} runs in {self.out}: {total} pieces to do, {self.jobs} at a time")
         running: list[_Running] = []
-        with ManagedProcesses(self.out / "logs") as roles:
+        with ManagedProcesses(self.out / "logs") as processes:
             while waiting or running:
                 while len(running) < self.jobs and (piece := self._next(waiting)) is not None:
                     waiting.remove(piece)
-                    running.append(self._start(piece, roles))
+                    running.append(self._start(piece, processes))
                 time.sleep(_LOOK_EVERY_S)
-                for each in [each for each in running if self._ended(each, roles)]:
+                for each in [each for each in running if self._ended(each, processes)]:
                     running.remove(each)
                 waiting = [piece for piece in waiting if piece.needs is None or piece.needs.name not in self.failed]
                 done = total - len(waiting) - len(running)
@@ -92,19 +92,19 @@ class Study:
     def _next(self, waiting: Sequence[Piece]) -> Piece | None:
         return next((piece for piece in waiting if piece.needs is None or piece.needs.done), None)
 
-    def _start(self, piece: Piece, roles: ManagedProcesses) -> _Running:
+    def _start(self, piece: Piece, processes: ManagedProcesses) -> _Running:
         piece.run.path.parent.mkdir(parents=True, exist_ok=True)
-        role = roles.start(piece.name.replace(" ", "-"), piece.command)
+        role = processes.start(piece.name.replace(" ", "-"), piece.command)
         self.progress.note(f"{piece.name} {'goes on' if piece.begun else 'begins'}")
         return _Running(piece, role, EventReader(piece.run.events), time.monotonic())
 
-    def _ended(self, each: _Running, roles: ManagedProcesses) -> bool:
+    def _ended(self, each: _Running, processes: ManagedProcesses) -> bool:
         """Whether a piece has ended; how, is told."""
         each.look()
         code = each.role.process.poll()
         if code is None:
             return False
-        roles.running.remove(each.role)
+        processes.running.remove(each.role)
         name, seconds = each.piece.name, time.monotonic() - each.started
         if code == 0:
             self.progress.note(f"{name} is done after {seconds:.0f} s{_outcome(each.piece)}")

@@ -1,4 +1,4 @@
-"""One optimizer update of the policy: the packs that all ranks hold, and the trees behind them that the leader holds.
+"""One optimizer update of the policy: its packs, which all ranks hold, and its trees, which rank 0 holds.
 
 Most of a minibatch's credit follows from its rewards alone and is in the packs from the start. What depends on
 log-probs besides (importance weights of trajectories, sequence-level ratios) is put in here, between the passes.
@@ -13,7 +13,8 @@ import numpy as np
 
 from arpo_megatron.actor import parallel
 from arpo_megatron.actor.actor import Actor
-from arpo_megatron.algorithms.base import Batch, Group, MinibatchValue, TokenLoss, TokenScaling
+from arpo_megatron.algorithms.base import Batch as LossBatch
+from arpo_megatron.algorithms.base import Group, MinibatchValue, TokenLoss, TokenScaling
 from arpo_megatron.algorithms.components import make_advantage_estimator, make_policy_loss
 from arpo_megatron.algorithms.credit import Loss, TreeCredit, TreeShape, checked, leaf_weights, tree_credits
 from arpo_megatron.algorithms.importance import trajectory_weights
@@ -27,13 +28,13 @@ from arpo_megatron.tree import Float32Array, RolloutTree
 
 
 @dataclass(frozen=True, slots=True)
-class Minibatch:
+class Batch:
     """Of one update.
 
     Attributes:
         packs: on every rank the same ones.
-        trees: on the leader those of the packs, elsewhere none.
-        advantages: on the leader for each tree float64[leaves] or [leaves, segments].
+        trees: on the controller those of the packs, elsewhere none.
+        advantages: on the controller for each tree float64[leaves] or [leaves, segments].
         reference_logprobs: of the packs under the reference policy, from `add_reference_logprobs`; None: there is none.
     """
 
@@ -43,7 +44,7 @@ class Minibatch:
     reference_logprobs: Sequence[Float32Array] | None = None
 
 
-def build_batches(scored: Sequence[ScoredTree], config: JobConfig, spec: ModelSpec) -> list[Minibatch]:
+def build_batches(scored: Sequence[ScoredTree], config: JobConfig, spec: ModelSpec) -> list[Batch]:
     """A step's minibatches: rewards of leaves -> their advantages -> credit of tokens -> packs.
 
     Advantages may compare all trees of the step, but those whose advantages the store has given
@@ -69,17 +70,17 @@ def build_batches(scored: Sequence[ScoredTree], config: JobConfig, spec: ModelSp
     for a, b in pairwise(bounds):
         trees = [group.tree for group in groups[a:b]]
         credits = tree_credits(trees, advantages[a:b], aggregation=algorithm.loss_aggregation)
-        minibatches.append(Minibatch(pack_batch(trees, credits, config, spec), trees, advantages[a:b]))
+        minibatches.append(Batch(pack_batch(trees, credits, config, spec), trees, advantages[a:b]))
     return minibatches
 
 
-def share(minibatches: Sequence[Minibatch]) -> list[Minibatch]:
-    """The leader's minibatches on every rank; the trees stay with the leader."""
+def broadcast_batches(minibatches: Sequence[Batch]) -> list[Batch]:
+    """The controller's minibatches on every rank; the trees stay with the controller."""
     packs = parallel.broadcast_object([minibatch.packs for minibatch in minibatches])
-    return list(minibatches) if parallel.is_rank_zero() else [Minibatch(own) for own in packs]
+    return list(minibatches) if parallel.is_rank_zero() else [Batch(own) for own in packs]
 
 
-def add_reference_logprobs(actor: Actor, minibatches: Sequence[Minibatch]) -> list[Minibatch]:
+def add_reference_logprobs(actor: Actor, minibatches: Sequence[Batch]) -> list[Batch]:
     """A step's minibatches with the reference policy's log-probs of their packs (a call of all ranks, once a step)."""
     found = actor.reference_logprobs([minibatch.packs for minibatch in minibatches])
     if found is None:
@@ -106,7 +107,7 @@ class ReadyUpdate:
 
 def finish_credit(
     actor: Actor,
-    minibatch: Minibatch,
+    minibatch: Batch,
     old_logprobs: Sequence[Float32Array],
     config: JobConfig,
     *,
@@ -117,7 +118,7 @@ def finish_credit(
 
     Args:
         actor: the policy.
-        minibatch: from `share` and `add_reference_logprobs`.
+        minibatch: from `broadcast_batches` and `add_reference_logprobs`.
         old_logprobs: of its packs under the policy of the step.
         config: the algorithm.
         on_policy: the present policy still is that of the step.
@@ -144,7 +145,7 @@ def finish_credit(
     new = old_logprobs if on_policy else actor.logprobs(minibatch.packs)
     batch = known.batch(new)
     found = loss.value(batch) if parallel.is_rank_zero() else MinibatchValue(0.0, [])
-    # Ratios and loss are those of the whole minibatch: only the leader knows them, and only it reports.
+    # Ratios and loss are those of the whole minibatch: only the controller knows them, and only it reports.
     # They follow from log-probs of earlier passes; that this pass computes the same shows in its kl_old.
     packs = _credited(minibatch, found.credits).packs
     statistics = {**found.statistics, **_limited(batch, config.algorithm.trajectory_weight_limit)}
@@ -153,14 +154,14 @@ def finish_credit(
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """What the leader can say of a minibatch; on other ranks of no trees."""
+    """What the controller can say of a minibatch; on other ranks of no trees."""
 
-    minibatch: Minibatch
+    minibatch: Batch
     old_logprobs: Sequence[Float32Array]
     entropies: Sequence[Float32Array]
     config: JobConfig
 
-    def batch(self, logprobs: Sequence[Float32Array]) -> Batch:
+    def batch(self, logprobs: Sequence[Float32Array]) -> LossBatch:
         """With `logprobs`, a pack each, as those of the present policy."""
         packs, trees = self.minibatch.packs, self.minibatch.trees
         algorithm = self.config.algorithm
@@ -171,7 +172,7 @@ class _Known:
         if (limit := algorithm.trajectory_weight_limit) is not None:
             apart = [a - b for a, b in zip(old, sampling, strict=True)]
             factors = trajectory_weights(trees, apart, limit=limit)
-        return Batch(
+        return LossBatch(
             trees=trees,
             advantages=self.minibatch.advantages,
             weights=leaf_weights(shapes, algorithm.loss_aggregation, factors),
@@ -186,14 +187,14 @@ class _Known:
         return split_by_tree(self.minibatch.packs, values, self.minibatch.trees) if self.minibatch.trees else []
 
 
-def _limited(batch: Batch, limit: float | None) -> dict[str, float]:
+def _limited(batch: LossBatch, limit: float | None) -> dict[str, float]:
     """How many trajectories met the limit of their importance weights; nothing where there is none, or no trees."""
     if limit is None or not batch.trees:
         return {}
     return {"weights_limited": float(np.mean(np.concatenate(batch.trajectory_weights) >= limit))}
 
 
-def _credited(minibatch: Minibatch, credits: Sequence[TreeCredit]) -> Minibatch:
-    """The same packs with the leader's new credits, on every rank."""
+def _credited(minibatch: Batch, credits: Sequence[TreeCredit]) -> Batch:
+    """The same packs with the controller's new credits, on every rank."""
     packs = replace_credits(minibatch.packs, credits) if parallel.is_rank_zero() else None
     return replace(minibatch, packs=parallel.broadcast_object(packs))

@@ -20,6 +20,7 @@ import numpy as np
 
 from arpo_megatron.algorithms.replay.base import AddsTrees, ReplayBuffer
 from arpo_megatron.config import JobConfig, RolloutConfig
+from arpo_megatron.errors import StoppedError
 from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.monitor.events import EventLog
 from arpo_megatron.rewards.scored_tree import ScoredTree
@@ -38,7 +39,6 @@ from arpo_megatron.tasks.base import Task
 from arpo_megatron.tasks.selectors.base import TaskSelector
 from arpo_megatron.trainer.step_journal import StepJournal
 from arpo_megatron.tree import Role, RolloutTree
-from arpo_megatron.utils.processes import StoppedError
 
 GROUP = "training"
 DROPS = ("failed", "no_signal", "stale", "oversampled")
@@ -49,7 +49,7 @@ DROPS = ("failed", "no_signal", "stale", "oversampled")
 
 @dataclass(slots=True)
 class TreeCollector:
-    """The leader's hold on the trees of training.
+    """The controller's hold on the trees of training.
 
     Attributes:
         score: trees and the tasks they belong to -> scored trees, in the same order.
@@ -63,18 +63,18 @@ class TreeCollector:
         stats: what the trees of the last step cost.
         dropped: of the last step, by reason.
         left_out: those trees.
-        scored: finished trees of a step that is not complete, of which the sampler is told then.
+        scored: finished trees of a step that is not complete, of which the selector is told then.
         store: mixes old trajectories into trees; None: there is none.
         stored_before: its state before a step that is not done.
-        under_way: keeps what the step's trees have sampled so far; None: nobody does.
+        journal: keeps what the step's trees have sampled so far; None: nobody does.
         open: a step is begun and not done.
-        position: the sampler's, before it heard of the trees that the step trains; None: the step has not all of them.
+        position: the selector's, before it heard of the trees that the step trains; None: the step has not all of them.
     """
 
     config: JobConfig
     rollouts: RolloutHandle
     score: Callable[[Sequence[RolloutTree], Sequence[Task]], list[ScoredTree]]
-    sampler: TaskSelector
+    selector: TaskSelector
     events: EventLog
     growing: list[Task] = field(default_factory=list)
     restored: list[tuple[Task, UnfinishedTree]] = field(default_factory=list)
@@ -89,7 +89,7 @@ class TreeCollector:
     scored: list[ScoredTree] = field(default_factory=list)
     store: ReplayBuffer | None = None
     stored_before: Callable[[], bytes] | None = None
-    under_way: StepJournal | None = None
+    journal: StepJournal | None = None
     open: bool = False
     position: dict[str, Any] | None = None
 
@@ -111,7 +111,7 @@ class TreeCollector:
             self._gather(step)
         finally:
             self.keep(now=True)
-        self.position = self.sampler.state_dict()  # a run that goes on here tells the sampler of these trees
+        self.position = self.selector.state_dict()  # a run that goes on here tells the selector of these trees
         return self._complete(step)
 
     def _gather(self, step: int) -> None:
@@ -131,11 +131,11 @@ class TreeCollector:
     def _complete(self, step: int) -> list[ScoredTree]:
         """The step has what it trains."""
         if self.config.rollout.max_staleness == 0 and self.growing:
-            self._give_up()  # before the sampler hears of any tree: a judge that is waited for may be told to stop
+            self._give_up()  # before the selector hears of any tree: a judge that is waited for may be told to stop
         wanted = self.config.train.tasks_per_step
         kept, self.kept = self.kept, []
         for item in self.scored:
-            self.sampler.note(item.task.id, item.accuracies.tolist())
+            self.selector.note(item.task.id, item.accuracies.tolist())
         self.scored.clear()
         if not kept:
             reasons = ", ".join(f"{count} {reason}" for reason, count in self.dropped.items())
@@ -150,9 +150,9 @@ class TreeCollector:
         The step's trees are under way until `done`, as those of later steps are. Nothing is written between a push and
         `done`: what newer weights went on with could not be trained by a run that goes on here.
         """
-        if self.under_way is not None and self.open and not self.at_rest:
-            position = self.sampler.state_dict() if self.position is None else self.position
-            self.under_way.keep(self.begun, position, self.unfinished, now=now)
+        if self.journal is not None and self.open and not self.at_rest:
+            position = self.selector.state_dict() if self.position is None else self.position
+            self.journal.keep(self.begun, position, self.unfinished, now=now)
 
     def before_push(self) -> None:
         """Bring the trees under way to where weights may change: at rest, or (`rollout.across_push=drain`) finished."""
@@ -194,7 +194,7 @@ class TreeCollector:
         return self.stored_before if self.store is None or self.stored_before else self.store.snapshot()
 
     def _start(self, count: int, step: int) -> None:
-        tasks = self.sampler.next_batch(count, self.drawn) if count > 0 else []
+        tasks = self.selector.next_batch(count, self.drawn) if count > 0 else []
         if not tasks:
             return
         self.drawn.update(task.id for task in tasks)

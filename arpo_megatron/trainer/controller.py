@@ -54,26 +54,26 @@ class Controller:
     rollouts: RolloutHandle
     reward: ComposedReward
     sync: WeightSync
-    sampler: TaskSelector
+    selector: TaskSelector
     events: EventLog
     probe: list[int]
     memory_lent: Path
     evaluating: bool = False
-    harvest: TreeCollector = field(init=False)
+    collector: TreeCollector = field(init=False)
     tree_log: TreeLog = field(init=False)
 
     def __post_init__(self) -> None:
         store = make_replay_buffer(self.config.algorithm)
         directory, tell = RunDirectory(self.events.path.parent), lambda text: self.events.emit("note", text=text)
-        under_way = StepJournal(
-            directory.under_way,
+        journal = StepJournal(
+            directory.step_journal,
             directory.checkpoints,
             self.config.train.save_every,
             self.config.rollout.journal_every_s,
             tell,
         )
-        self.harvest = TreeCollector(
-            self.config, self.rollouts, self.score, self.sampler, self.events, store=store, under_way=under_way
+        self.collector = TreeCollector(
+            self.config, self.rollouts, self.score, self.selector, self.events, store=store, journal=journal
         )
         self.tree_log = TreeLog(directory, tell)
 
@@ -85,7 +85,7 @@ class Controller:
         model: Path,
         tokenizer: "PreTrainedTokenizerFast",
         services: Services,
-        sampler: TaskSelector,
+        selector: TaskSelector,
         events: EventLog,
     ) -> Self:
         """Take hold of the rollout process (with the tokenizer of `model`), and prepare to push weights."""
@@ -101,7 +101,7 @@ class Controller:
                 check=partial(check_stop, events),
             ),
             sync=WeightSync.of(config, services.engine_urls, directory.path, services.engine_token),
-            sampler=sampler,
+            selector=selector,
             events=events,
             probe=tokenizer.encode(PROBE_TEXT, add_special_tokens=False)[:LONG_PROBE_TOKENS],
             memory_lent=directory.memory_lent,
@@ -117,7 +117,7 @@ class Controller:
 
     def score(self, trees: Sequence[RolloutTree], tasks: Sequence[Task]) -> list[ScoredTree]:
         """Rewards for every leaf of the trees of these tasks."""
-        step = max(0, self.harvest.begun)
+        step = max(0, self.collector.begun)
         found = TreeScorer(self.reward, self.decode).score(trees, tasks, step=step)
         return [
             ScoredTree(
@@ -152,7 +152,7 @@ class Controller:
 
     def lend_memory(self) -> None:
         """Stop the trees, and give the engines' memory to the trainer until the next push."""
-        self.harvest.before_push()
+        self.collector.before_push()
         self.sync.engines.wait_until_up(self.config.engine.startup_timeout_s)
         self.memory_lent.touch()  # an engine that dies from now on stays down until the push
         try:
@@ -165,7 +165,7 @@ class Controller:
 
         Returns the probe and, to be waited for, what each engine makes of it. Raises WeightPushError.
         """
-        self.harvest.before_push()
+        self.collector.before_push()
         self.memory_lent.unlink(missing_ok=True)
         self.sync.engines.wait_until_up(self.config.engine.startup_timeout_s)
         if placement(self.config).shared:  # one that has its memory, because it was restarted, say, does nothing
@@ -182,8 +182,8 @@ class Controller:
     def counters(self) -> dict[str, float]:
         """Counters of the last step that add up over steps."""
         return {
-            **sum_by_name(_counted(stats) for stats in self.harvest.stats),
-            **self.harvest.metrics(),
+            **sum_by_name(_counted(stats) for stats in self.collector.stats),
+            **self.collector.metrics(),
         }
 
     def step_metrics(self, scored: Sequence[ScoredTree], version: int) -> dict[str, float]:
@@ -202,12 +202,12 @@ class Controller:
             "prefill_over_unique": counted["prefilled_tokens"] / max(1, counted["unique_tokens"]),
             "prefill_over_given": counted["prefilled_tokens"] / max(1, counted["given_tokens"]),
             "predicted_cached_share": counted["predicted_cached_tokens"] / max(1, counted["predicted_prompt_tokens"]),
-            "tokens_per_s": tokens_per_second(self.harvest.stats),
+            "tokens_per_s": tokens_per_second(self.collector.stats),
             **counted,
             **{f"reward/{name}": mean for name, mean in mean_terms([item.terms for item in scored]).items()},
             **({} if judge is None else {f"judge/{name}": count for name, count in judge.take_counts().items()}),
-            **self.sampler.metrics(),
-            **({} if self.harvest.store is None else self.harvest.store.metrics()),
+            **self.selector.metrics(),
+            **({} if self.collector.store is None else self.collector.store.metrics()),
         }
 
     def decode(self, ids: Sequence[int]) -> str:

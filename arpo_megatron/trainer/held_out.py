@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Self
 
 from arpo_megatron.config import JobConfig
-from arpo_megatron.jobs.run_directory import write_json
 from arpo_megatron.rewards.scored_tree import ScoredTree
 from arpo_megatron.tasks.base import Task
+from arpo_megatron.utils.atomic import write_json
 
 
 def evaluation_due(config: JobConfig, step: int) -> str | None:

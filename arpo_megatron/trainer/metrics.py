@@ -13,18 +13,16 @@ from arpo_megatron.models.spec import ModelSpec
 from arpo_megatron.packing.balance import CostModel
 from arpo_megatron.packing.flops import update_flops
 from arpo_megatron.packing.packs import report, split_by_tree
-from arpo_megatron.trainer.batch import Minibatch
+from arpo_megatron.trainer.batch import Batch
 
 Logprobs = NDArray[np.float32]
 
 
-def sampling_gap(
-    minibatches: Sequence[Minibatch], logprobs: Sequence[Sequence[Logprobs]], *, version: int
-) -> float | None:
+def sampling_gap(minibatches: Sequence[Batch], logprobs: Sequence[Sequence[Logprobs]], *, version: int) -> float | None:
     """Largest |trainer - engine| log-prob in nats over the tokens that the trainer's own `version` has sampled.
 
     inf where one is not finite; None where there is no such token: older versions sampled all of them, or there are no
-    trees (on all ranks but the leader).
+    trees (on all ranks but the controller).
     """
     largest: float | None = None
     for minibatch, outputs in zip(minibatches, logprobs, strict=True):
@@ -41,7 +39,7 @@ def sampling_gap(
     return largest
 
 
-def pack_metrics(minibatches: Sequence[Minibatch], spec: ModelSpec, config: JobConfig) -> dict[str, float]:
+def pack_metrics(minibatches: Sequence[Batch], spec: ModelSpec, config: JobConfig) -> dict[str, float]:
     """What packing made of a step's trees: sums over its minibatches, but the largest of `held` and `imbalance`.
 
     And what ranks add to the packs, `pack/padding`.
@@ -91,7 +89,7 @@ def count_entropy(totals: dict[str, float], updates: Sequence[UpdateStats]) -> N
 
 
 def speed_metrics(
-    minibatches: Sequence[Minibatch], spec: ModelSpec, config: JobConfig, seconds: Mapping[str, float]
+    minibatches: Sequence[Batch], spec: ModelSpec, config: JobConfig, seconds: Mapping[str, float]
 ) -> dict[str, float]:
     """Speed of the update phase, per second and rank where it is FLOPs.
 

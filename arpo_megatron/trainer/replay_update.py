@@ -46,12 +46,12 @@ def replay(actor: Actor, bad: SkippedUpdate) -> Iterator[str]:
         )
     norm = gradient_norm(actor.optimizer)
     yield f"minibatch: gradient norm {_finite(math.isfinite(norm))} ({norm:g})"
-    names = sorted({name for part in parallel.gather_objects(_unsound_gradients(actor)) for name in part})
+    names = sorted({name for part in parallel.gather_objects(_nonfinite_gradients(actor)) for name in part})
     if names:
         yield f"minibatch: the gradient is not finite in {len(names)} weights, {', '.join(names[:3])}..."
 
 
-def _unsound_gradients(actor: Actor) -> list[str]:
+def _nonfinite_gradients(actor: Actor) -> list[str]:
     return [
         name
         for chunk in actor.chunks

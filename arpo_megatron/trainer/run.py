@@ -1,6 +1,6 @@
 """What the training loop stands on: the actor, the services, the crash state, and the records of a run.
 
-One object a rank. The leader (rank 0) also holds the rollout service, the reward and the weight sync; on other
+One object a rank. The controller (rank 0) also holds the rollout service, the reward and the weight sync; on other
 ranks the methods that need them return empty lists, so that `train.py` reads the same on every rank.
 """
 
@@ -21,12 +21,12 @@ from arpo_megatron.actor.update_stats import UpdateStats
 from arpo_megatron.algorithms.base import TrainingProgress
 from arpo_megatron.config import JobConfig
 from arpo_megatron.engine.admin import FailedPush, WeightPushError
-from arpo_megatron.errors import UserError
+from arpo_megatron.errors import StoppedError, UserError
 from arpo_megatron.hardware.placement import placement
 from arpo_megatron.jobs.checkpoint_dirs import resume_from
 from arpo_megatron.jobs.fingerprint import fingerprint
 from arpo_megatron.jobs.inputs import model_path
-from arpo_megatron.jobs.run_directory import RunDirectory, write_json
+from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.monitor.events import EventLog
 from arpo_megatron.monitor.metrics import MetricsLog
 from arpo_megatron.monitor.profiler import StepProfiler, peak_memory_gb
@@ -35,14 +35,13 @@ from arpo_megatron.rollout.messages import StaleEnginesError
 from arpo_megatron.rollout.record import UnfinishedTree, pack_trees, unpack_trees
 from arpo_megatron.tasks.base import Task
 from arpo_megatron.tasks.selectors.base import TaskSelector
-from arpo_megatron.trainer.batch import Minibatch, finish_credit
+from arpo_megatron.trainer.batch import Batch, finish_credit
 from arpo_megatron.trainer.consistency import check_push
 from arpo_megatron.trainer.controller import Controller
 from arpo_megatron.trainer.held_out import evaluation_due
 from arpo_megatron.trainer.metrics import count_entropy, pack_metrics, sampling_gap, speed_metrics, update_metrics
 from arpo_megatron.trainer.skipped_updates import SkippedUpdate, dump_if_skipped
-from arpo_megatron.utils.atomic import written
-from arpo_megatron.utils.processes import StoppedError
+from arpo_megatron.utils.atomic import write_json, written
 from arpo_megatron.weights.export import export_hf, hf_buckets
 from arpo_megatron.weights.sync import probe_gap
 
@@ -62,7 +61,7 @@ class RunState:
 
     Attributes:
         step: finished steps; also the version of the policy.
-        sampler: position in the task order.
+        selector: position in the task order.
         totals: sums over all steps (forks, tool calls, tokens, mean entropies), by name.
         success: held-out success "before", after steps ("step_4") and "after", where measured, in [0, 1].
         logprob_gap_max: largest |trainer - engine| log-prob seen, in nats.
@@ -70,7 +69,7 @@ class RunState:
     """
 
     step: int = 0
-    sampler: dict[str, Any] = field(default_factory=dict)
+    selector: dict[str, Any] = field(default_factory=dict)
     totals: dict[str, float] = field(default_factory=dict)
     success: dict[str, float] = field(default_factory=dict)
     logprob_gap_max: float = 0.0
@@ -85,12 +84,12 @@ class TrainingRun:
     directory: RunDirectory
     actor: Actor
     tasks: Sequence[Task]
-    sampler: TaskSelector
+    selector: TaskSelector
     held_out: Sequence[Task]
     checkpoints: CheckpointStore
     events: EventLog
     metrics: MetricsLog | None
-    leader: Controller | None
+    controller: Controller | None
     profiler: StepProfiler
     state: RunState = field(default_factory=RunState)
     phases: dict[str, float] = field(default_factory=dict)
@@ -127,27 +126,31 @@ class TrainingRun:
         if state.keys() != asdict(self.state).keys() or not (latest / TREES_FILE).exists():
             raise UserError(f"{latest} was written by another version of this program: go on with that one, or anew")
         self.state = RunState(**state)
-        self.sampler.load_state_dict(self.state.sampler)
+        self.selector.load_state_dict(self.state.selector)
         self.events.emit("note", text=f"resumed from {latest.name}: {self.state.step} steps are done")
         self._go_on_within(unpack_trees((latest / TREES_FILE).read_bytes()))
-        if self.leader is not None and self.leader.harvest.store is not None and (latest / REPLAY_FILE).exists():
-            self.leader.harvest.store.restore((latest / REPLAY_FILE).read_bytes())
+        if (
+            self.controller is not None
+            and self.controller.collector.store is not None
+            and (latest / REPLAY_FILE).exists()
+        ):
+            self.controller.collector.store.restore((latest / REPLAY_FILE).read_bytes())
 
     def _go_on_within(self, trees: list[UnfinishedTree]) -> None:
         """Take up the trees that a checkpoint holds, or what the step behind it had made of them when the run ended."""
-        if self.leader is None:
+        if self.controller is None:
             return
-        harvest = self.leader.harvest
-        if harvest.under_way is not None and (moment := harvest.under_way.read(self.state.step)) is not None:
-            self.sampler.load_state_dict(moment.sampler)  # it is the leader's that draws tasks
+        collector = self.controller.collector
+        if collector.journal is not None and (moment := collector.journal.read(self.state.step)) is not None:
+            self.selector.load_state_dict(moment.selector)  # it is the controller's that draws tasks
             trees = moment.trees
             text = f"step {self.state.step + 1} goes on where it was: {len(trees)} trees with {moment.entries} entries"
             self.events.emit("note", text=text)
-        harvest.restore(trees, self.tasks)
+        collector.restore(trees, self.tasks)
 
     def stopping(self) -> bool:
         """Whether the job is asked to save and end; the same answer on all ranks."""
-        return parallel.broadcast_object(self.leader is not None and self.directory.stop.exists())
+        return parallel.broadcast_object(self.controller is not None and self.directory.stop.exists())
 
     def stop(self) -> NoReturn:
         """Save what is not saved yet, and leave the training loop. Raises StoppedError on all ranks."""
@@ -159,21 +162,21 @@ class TrainingRun:
         self.events.emit("note", text=f"asked to end: {step} steps are done and saved")
         raise StoppedError
 
-    def grow(self) -> list[ScoredTree]:
-        """The step's finished trees with a reward for every leaf; on the leader, elsewhere none.
+    def rollout(self) -> list[ScoredTree]:
+        """The step's finished trees with a reward for every leaf; on the controller, elsewhere none.
 
         Raises StoppedError where the job is asked to end: what its trees have sampled is kept.
         """
-        leader, step = self.leader, self.state.step
-        scored = self._with_weights(None if leader is None else partial(leader.harvest.step, step)) or []
+        controller, step = self.controller, self.state.step
+        scored = self._with_weights(None if controller is None else partial(controller.collector.step, step)) or []
         if placement(self.config).shared:
             with self.phase("lend"):
-                if leader is not None:
-                    leader.lend_memory()
+                if controller is not None:
+                    controller.lend_memory()
         return scored
 
     def _with_weights(self, work: Callable[[], T] | None) -> T | None:
-        """On the leader the result of `work`; pushes, on all ranks, whenever that meets an engine without weights."""
+        """Return the result of `work` on rank 0; push the weights again, on all ranks, when an engine has lost them."""
         while True:
             result, outcome = None, "done"
             if work is not None:
@@ -218,13 +221,13 @@ class TrainingRun:
 
     def _push_once(self, version: int) -> FailedPush | None:
         """One attempt of `push_weights`; what went wrong at the engines, if anything did."""
-        buffers = self.leader.sync.buffers if self.leader else 0
+        buffers = self.controller.sync.buffers if self.controller else 0
         fused, size = self.config.engine.quantization != "none", self.config.sync.bucket_bytes
         buckets = hf_buckets(self.actor.chunks, self.actor.spec, size, buffers, fused=fused)
         probe, scores, error = None, None, None
         try:
-            if self.leader is not None:
-                probe, scores = self.leader.push(buckets, version)
+            if self.controller is not None:
+                probe, scores = self.controller.push(buckets, version)
         except WeightPushError as failed:
             error = FailedPush.of(failed)
         for _ in buckets:  # every rank takes part in gathering the shards, whatever becomes of them
@@ -233,29 +236,29 @@ class TrainingRun:
             return error
         # While the engines do the same; they score a prompt at temperature 1.
         logprobs = self.actor.logprobs([probe], temperature=1.0, training=False)[0]
-        if self.leader is not None and scores is not None:
+        if self.controller is not None and scores is not None:
             try:
                 gap = max(probe_gap(logprobs, engine) for engine in scores())
             except WeightPushError as failed:
                 return FailedPush.of(failed)
             self.state.logprob_gap_max = max(self.state.logprob_gap_max, gap)
             check_push(gap, version, self.config)
-            self.leader.harvest.after_push(version)
+            self.controller.collector.after_push(version)
         return None
 
-    def update(self, minibatch: Minibatch, old: Scores, *, on_policy: bool) -> UpdateStats:
+    def update(self, minibatch: Batch, old: Scores, *, on_policy: bool) -> UpdateStats:
         """One optimizer update; one that is skipped because something is not finite is dumped for replay and counted.
 
         Args:
-            minibatch: from `share` and `add_reference_logprobs` of minibatch.py.
+            minibatch: from `broadcast_batches` and `add_reference_logprobs` of minibatch.py.
             old: its packs under the policy of the step.
             on_policy: the present policy still is that one.
 
         Raises:
             UserError: it was the third in a row that was skipped.
         """
-        if self.leader is not None:
-            self.leader.harvest.keep()  # trees of later steps grow meanwhile
+        if self.controller is not None:
+            self.controller.collector.keep()  # trees of later steps grow meanwhile
         with self.phase("ratios"):  # with a `BatchLoss` a pass over the packs, which is no part of an update
             ready = finish_credit(
                 self.actor, minibatch, old.logprobs, self.config, on_policy=on_policy, entropies=old.entropies
@@ -268,7 +271,7 @@ class TrainingRun:
             phase="train",
             step=self.state.step,
             loss=ready.loss,
-            suspects=self.actor.unsound,
+            suspects=self.actor.nonfinite_packs,
             packs=ready.packs,
             old_logprobs=ready.old_logprobs,
             reference_logprobs=minibatch.reference_logprobs,
@@ -279,7 +282,7 @@ class TrainingRun:
             self.state.skipped_in_a_row,
             self.directory.skipped_updates,
             self.events,
-            leaders=parallel.broadcast_object,
+            broadcast=parallel.broadcast_object,
         )
         return replace(stats, **ready.statistics)
 
@@ -291,7 +294,7 @@ class TrainingRun:
     def finish_step(
         self,
         scored: Sequence[ScoredTree],
-        minibatches: Sequence[Minibatch],
+        minibatches: Sequence[Batch],
         old_scores: Sequence[Scores],
         updates: Sequence[UpdateStats],
     ) -> None:
@@ -307,13 +310,13 @@ class TrainingRun:
         count_entropy(self.state.totals, updates)
         seconds, self.phases = self.phases, {}
         memory = parallel.gather_objects(peak_memory_gb())
-        if self.leader is not None and self.metrics is not None:
-            self.leader.count(self.state.totals)
-            missing = self._store(scored, self.leader)
+        if self.controller is not None and self.metrics is not None:
+            self.controller.count(self.state.totals)
+            missing = self._store(scored, self.controller)
             before = self.state.success.get(evaluation_due(self.config, version) or "")
             row = {
                 "step": self.state.step,
-                **self.leader.step_metrics(scored, version),
+                **self.controller.step_metrics(scored, version),
                 "logprob_gap": gap,
                 **pack_metrics(minibatches, self.actor.spec, self.config),
                 **update_metrics(updates),
@@ -325,7 +328,7 @@ class TrainingRun:
             }
             self.metrics.log(row)
             self.events.emit("step", steps=self.config.train.steps, **row)
-            self.leader.harvest.done()
+            self.controller.collector.done()
         if (trace := self.profiler.after(self.state.step)) is not None:
             self.events.emit("note", text=f"profile: {trace}")
         self.log_saves()
@@ -339,16 +342,16 @@ class TrainingRun:
 
     def _save(self) -> None:
         files: dict[str, Callable[[], bytes]] = {TREES_FILE: partial(pack_trees, [])}
-        if self.leader is not None:  # it alone draws tasks, and its files are the ones that are kept
-            self.state.sampler = self.sampler.state_dict()  # the same moment as `unfinished`, also within a step
-            files[TREES_FILE] = partial(pack_trees, self.leader.harvest.unfinished())
-            if (experience := self.leader.harvest.snapshot()) is not None:
+        if self.controller is not None:  # it alone draws tasks, and its files are the ones that are kept
+            self.state.selector = self.selector.state_dict()  # the same moment as `unfinished`, also within a step
+            files[TREES_FILE] = partial(pack_trees, self.controller.collector.unfinished())
+            if (experience := self.controller.collector.snapshot()) is not None:
                 files[REPLAY_FILE] = experience
         self.checkpoints.save(self.state.step, self.actor, asdict(self.state), files)
 
-    def _store(self, scored: Sequence[ScoredTree], leader: Controller) -> int:
+    def _store(self, scored: Sequence[ScoredTree], controller: Controller) -> int:
         """Write the step's trees to the run directory; counts and returns how many in all a full disk keeps out."""
-        more = leader.tree_log.store(self.state.step, [*scored, *leader.harvest.left_out], leader.decode)
+        more = controller.tree_log.store(self.state.step, [*scored, *controller.collector.left_out], controller.decode)
         missing = int(self.state.totals.get("trees_not_stored", 0)) + more
         self.state.totals["trees_not_stored"] = missing
         return missing
@@ -368,8 +371,8 @@ class TrainingRun:
         if when is None or when in self.state.success:
             return
         self.events.emit("phase", name=f"evaluate {when}", step=step)
-        leader, tasks = self.leader, self.held_out[: self.config.evaluation.tasks]
-        figures = self._with_weights(None if leader is None else partial(leader.evaluate, tasks, step))
+        controller, tasks = self.controller, self.held_out[: self.config.evaluation.tasks]
+        figures = self._with_weights(None if controller is None else partial(controller.evaluate, tasks, step))
         if figures is not None:
             figures.write(self.directory.held_out, step, self.state.totals)
             self.state.success[when] = figures.success
@@ -383,7 +386,7 @@ class TrainingRun:
         source, otherwise = model_path(self.config, self.directory), resume_from(self.directory.checkpoints)
         with written(self.directory.export, otherwise):
             export_hf(self.actor.chunks, self.actor.spec, source, self.directory.export)
-        if self.leader is not None:
+        if self.controller is not None:
             with written(self.directory.result, otherwise):
                 write_json(self.directory.result, asdict(self.state))
-            self.directory.under_way.unlink(missing_ok=True)
+            self.directory.step_journal.unlink(missing_ok=True)

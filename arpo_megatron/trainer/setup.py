@@ -25,7 +25,7 @@ def training_run(directory: RunDirectory) -> Iterator[TrainingRun]:
     """Set a rank up from a run directory (resuming where it left off) and take it down again."""
     config = resolve.load(directory.config)
     parallel.initialize(config.parallel, config.seed)
-    leading = parallel.is_rank_zero()
+    is_rank_zero = parallel.is_rank_zero()
     start = directory.sft_model if config.sft.steps else model_path(config, directory)
     tokenizer = load_tokenizer(start)
     data = load_data(config, tokenizer)
@@ -39,22 +39,24 @@ def training_run(directory: RunDirectory) -> Iterator[TrainingRun]:
         total_updates=updates,
         keep_reference=config.algorithm.kl_coefficient > 0,
     )
-    events = EventLog(directory.events, enabled=leading)
+    events = EventLog(directory.events, enabled=is_rank_zero)
     found = Services.from_environment()
-    sampler = make_task_selector(config.algorithm, data.train, config.seed)
-    leader = Controller.start(config, directory, start, tokenizer, found, sampler, events) if leading else None
-    window = config.monitor.profile_steps if leading or config.monitor.profile_ranks == "all" else None
+    selector = make_task_selector(config.algorithm, data.train, config.seed)
+    controller = (
+        Controller.start(config, directory, start, tokenizer, found, selector, events) if is_rank_zero else None
+    )
+    window = config.monitor.profile_steps if is_rank_zero or config.monitor.profile_ranks == "all" else None
     run = TrainingRun(
         config=config,
         directory=directory,
         actor=actor,
         tasks=data.train,
-        sampler=sampler,
+        selector=selector,
         held_out=data.held_out,
         checkpoints=CheckpointStore(directory.checkpoints, config.train.keep_checkpoints, config.train.keep_every),
         events=events,
-        metrics=MetricsLog(directory.path, config) if leading else None,
-        leader=leader,
+        metrics=MetricsLog(directory.path, config) if is_rank_zero else None,
+        controller=controller,
         profiler=StepProfiler(window, directory.profile, parallel.rank()),
     )
     try:
@@ -64,8 +66,8 @@ def training_run(directory: RunDirectory) -> Iterator[TrainingRun]:
         log_failure(error)  # before the clean-up, which may take a while and which other ranks may notice
         raise
     finally:
-        if leader is not None:
-            leader.close()
+        if controller is not None:
+            controller.close()
         if run.metrics is not None and (rows := run.metrics.close()):
             events.emit("note", text=f"the last {rows} rows of metrics.jsonl are not stored: the disk has no room")
         run.profiler.close()

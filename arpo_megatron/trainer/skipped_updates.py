@@ -23,6 +23,7 @@ from arpo_megatron.models.spec import ModelSpec
 from arpo_megatron.monitor.events import EventLog
 from arpo_megatron.packing.layout import TreePack, new_pack
 from arpo_megatron.tree import Float32Array
+from arpo_megatron.utils.atomic import atomic_write
 
 MAX_SKIPPED_UPDATES = 3
 """Updates that may be skipped in a row before the run stops."""
@@ -70,13 +71,8 @@ def save_bad_update(folder: Path, bad: SkippedUpdate) -> Path:
     for index, pack in enumerate(bad.packs):
         arrays |= {f"{index}/{f.name}": np.asarray(getattr(pack, f.name)) for f in fields(TreePack)}
         arrays |= {f"{index}/{name}": values[index] for name, values in _logprobs(bad).items()}
-    partial = path.with_suffix(".tmp")
-    try:
-        with partial.open("wb") as file:
-            np.savez_compressed(file, **arrays)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with atomic_write(path) as partial, partial.open("wb") as file:
+        np.savez_compressed(file, **arrays)
     return path
 
 
@@ -119,16 +115,16 @@ def dump_if_skipped(
     folder: Path,
     events: EventLog,
     *,
-    leaders: Callable[[str], str] = lambda text: text,
+    broadcast: Callable[[str], str] = lambda text: text,
 ) -> int:
-    """After every update, on all ranks: dump it if it was skipped (the leader, whose `events` are enabled), and count.
+    """Count a skipped update and dump it, on all ranks after every update (rank 0, whose `events` are enabled, writes).
 
     Args:
         bad: the update; None: it was taken.
         skipped_in_a_row: before it.
         folder: for dumps.
         events: where it is told.
-        leaders: gives every rank what the leader passes in (`parallel.broadcast_object`).
+        broadcast: gives every rank what the controller passes in (`parallel.broadcast_object`).
 
     Returns:
         the updates skipped in a row now.
@@ -144,7 +140,7 @@ def dump_if_skipped(
             replayed = f"what is not finite shows: arpo replay-pack {save_bad_update(folder, bad)}"
         except OSError as error:
             replayed = f"it could not be dumped: {error}"
-    replayed = leaders(replayed)  # whichever rank's error is shown, it names the dump
+    replayed = broadcast(replayed)  # whichever rank's error is shown, it names the dump
     events.emit("note", text=f"an update was skipped: {bad.told}; {replayed}")
     if skipped_in_a_row + 1 < MAX_SKIPPED_UPDATES:
         return skipped_in_a_row + 1

@@ -27,11 +27,11 @@ class StepSnapshot:
     """Within a step.
 
     Attributes:
-        sampler: state of the task order, behind the tasks of these trees.
+        selector: state of the task order, behind the tasks of these trees.
         trees: that are not trained yet, with all they had sampled.
     """
 
-    sampler: dict[str, Any]
+    selector: dict[str, Any]
     trees: list[UnfinishedTree]
 
     @property
@@ -66,7 +66,12 @@ class StepJournal:
     failed: int | None = None
 
     def keep(
-        self, step: int, sampler: Mapping[str, Any], trees: Callable[[], Sequence[UnfinishedTree]], *, now: bool = False
+        self,
+        step: int,
+        selector: Mapping[str, Any],
+        trees: Callable[[], Sequence[UnfinishedTree]],
+        *,
+        now: bool = False,
     ) -> None:
         """Write the moment down, if it is time or must be `now`; so many steps are done."""
         if not now and time.monotonic() - self.kept_at < self.every_s:
@@ -77,7 +82,7 @@ class StepJournal:
         self.kept_at = time.monotonic()
         partial = self.path.with_name(self.path.name + ".tmp")
         try:
-            _write(partial, {"step": step, "sampler": sampler}, trees())
+            _write(partial, {"step": step, "selector": selector}, trees())
             partial.replace(self.path)
             flush(self.path.parent)
         except OSError as error:
@@ -112,7 +117,7 @@ class StepJournal:
         found = json.loads(bytes(head))
         if found["step"] != step:
             return None
-        return StepSnapshot(found["sampler"], [tree for part in trees for tree in unpack_trees(part)])
+        return StepSnapshot(found["selector"], [tree for part in trees for tree in unpack_trees(part)])
 
 
 def _write(path: Path, head: Mapping[str, Any], trees: Sequence[UnfinishedTree]) -> None:

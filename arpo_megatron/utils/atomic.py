@@ -1,16 +1,79 @@
-"""Directories that are whole or absent, and what it takes that a power cut does not undo them."""
+"""Files and directories that exist whole or not at all, also after a crash or on a full disk."""
 
+import ctypes
+import errno
+import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from arpo_megatron.errors import UserError
 
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_FALLOC_FL_KEEP_SIZE = 1
+
+
+@contextmanager
+def atomic_write(path: Path, *, durable: bool = False) -> Iterator[Path]:
+    """Yield a temporary path; rename it to `path` on success, delete it on failure.
+
+    With `durable` the content and the name are flushed to the disk, so that they survive a power cut. The temporary
+    name is hidden and ends in .tmp: readers of a directory of data files skip it.
+    """
+    partial = path.with_name(f".{path.name}.tmp")
+    try:
+        yield partial
+        if durable:
+            flush(partial)
+        partial.replace(path)
+        if durable:
+            flush(path.parent)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a JSON file atomically."""
+    with atomic_write(path) as partial:
+        partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def append_lines(path: Path, waiting: list[str], *, reserved: int = 0) -> None:
+    """Append `waiting` to a file and remove each line from the list once it is written.
+
+    `reserved` bytes are kept allocated after the end of the file, so that the last lines of a run find room on a disk
+    that others have filled.
+
+    Raises:
+        OSError: a line could not be written; no part of it is in the file.
+    """
+    while waiting:
+        _append_line(path, waiting[0], reserved=reserved)
+        del waiting[0]
+
+
+def _append_line(path: Path, text: str, *, reserved: int) -> None:
+    with path.open("ab", buffering=0) as file:
+        end = file.tell()
+        data = text.encode() + b"\n"
+        try:
+            if file.write(data) != len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError:
+            file.truncate(end)
+            raise
+        status = os.fstat(file.fileno())
+        if 512 * status.st_blocks - status.st_size < reserved // 2:
+            # A failure is fine: some file systems (NFS) cannot reserve, and a full one has nothing left.
+            size, count = ctypes.c_long(status.st_size), ctypes.c_long(reserved)
+            _LIBC.fallocate(file.fileno(), _FALLOC_FL_KEEP_SIZE, size, count)
+
 
 def flush(path: Path) -> None:
-    """The content of a file, or the names in a directory, to the disk."""
+    """Flush the content of a file, or the names in a directory, to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -20,7 +83,7 @@ def flush(path: Path) -> None:
 
 @contextmanager
 def written(path: Path, otherwise: str) -> Iterator[None]:
-    """`path` is written inside. An OSError becomes a UserError: what, why, and `otherwise`, how to mend it."""
+    """Turn an OSError while `path` is written into a UserError that ends with `otherwise`, the way to fix it."""
     try:
         yield
     except OSError as error:
@@ -28,7 +91,7 @@ def written(path: Path, otherwise: str) -> Iterator[None]:
 
 
 def remove(path: Path) -> None:
-    """Delete a directory; at no moment is there half of it under its own name. Nothing happens where it is missing."""
+    """Delete a directory. At no moment does half of it exist under its own name; a missing one is fine."""
     if path.exists():
         doomed = path.with_name(path.name + ".removed.tmp")
         shutil.rmtree(doomed, ignore_errors=True)
@@ -37,7 +100,7 @@ def remove(path: Path) -> None:
 
 
 def replace_directory(source: Path, target: Path) -> None:
-    """Rename `source`, whose files are flushed, to `target`, in the place of what may be there, and flush the name."""
+    """Rename `source`, whose files are flushed, to `target`, which may exist, and flush the name."""
     doomed = target.with_name(target.name + ".replaced.tmp")
     shutil.rmtree(doomed, ignore_errors=True)
     if target.exists():

@@ -30,10 +30,6 @@ GRACE_S = 5.0
 REAP_DEADLINE_S = 4.0
 
 
-class StoppedError(Exception):
-    """The trainer was asked to end before it was done, and has saved what it had."""
-
-
 class ProcessDiedError(Exception):
     """A role ended with an error; the message names the role, its exit and its log with the last lines of it.
 

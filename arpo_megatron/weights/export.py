@@ -138,7 +138,7 @@ def _gathered(
         for rows in (rows for together in entry.cut(limit, fused=fused) for rows in together):
             route = _Route(entry, spec, stage, rows, next(iter(held.parameters.values())), room)
             part = None if found is None else entry.parts(found[1].detach(), route.ranks)[indices[rows.name]]
-            whole = route.to_leader(part)
+            whole = route.to_rank_zero(part)
             if whole is not None:
                 yield rows.name, whole
             del part, whole  # or they would live until the next ones are there
@@ -196,7 +196,7 @@ class _Route:
             share = spec.experts.count // parallel_state.get_expert_model_parallel_world_size()
             self._expert_rank = entry.expert // share
 
-    def to_leader(self, part: Tensor | None) -> Tensor | None:
+    def to_rank_zero(self, part: Tensor | None) -> Tensor | None:
         """The whole tensor, or block, on rank 0, None elsewhere; `part` is what this rank has of the whole tensor."""
         part = None if part is None else self._asked(part)
         here, row = (

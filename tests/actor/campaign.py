@@ -28,7 +28,7 @@ from arpo_megatron.config import AlgorithmConfig, OptimizerConfig, ParallelConfi
 from arpo_megatron.rewards.scored_tree import ScoredTree
 from arpo_megatron.tasks.base import Task
 from arpo_megatron.tasks.selectors.base import EpochSelector
-from arpo_megatron.trainer.batch import build_batches, finish_credit, share
+from arpo_megatron.trainer.batch import broadcast_batches, build_batches, finish_credit
 from arpo_megatron.trainer.run import RunState
 from tests.actor import cases
 
@@ -63,20 +63,20 @@ class Training:
     """What a rank holds of a run."""
 
     actor: Actor
-    sampler: EpochSelector = field(default_factory=lambda: EpochSelector(TASKS, seed=5))
+    selector: EpochSelector = field(default_factory=lambda: EpochSelector(TASKS, seed=5))
     state: RunState = field(default_factory=RunState)
 
     def resume(self, path: Path) -> None:
         self.actor.load(CheckpointStore.actor_directory(path))
         self.state = RunState(**CheckpointStore.load_state(path))
-        self.sampler.load_state_dict(self.state.sampler)
+        self.selector.load_state_dict(self.state.selector)
 
     def step(self) -> None:
         actor, config = self.actor, self.actor.config
         mine = []
         if parallel.is_rank_zero():
-            mine = build_batches([scored(task) for task in self.sampler.next_batch(4)], config, actor.spec)
-        (minibatch,) = share(mine)
+            mine = build_batches([scored(task) for task in self.selector.next_batch(4)], config, actor.spec)
+        (minibatch,) = broadcast_batches(mine)
         old = actor.logprobs(minibatch.packs)
         ready = finish_credit(actor, minibatch, old, config, on_policy=True)
         stats = actor.update(ready.packs, ready.old_logprobs, ready.loss)
@@ -84,7 +84,7 @@ class Training:
         for name, value in (("tokens", stats.tokens), ("loss", stats.loss)):
             self.state.totals[name] = self.state.totals.get(name, 0.0) + value
         if parallel.is_rank_zero():
-            self.state.sampler = self.sampler.state_dict()
+            self.state.selector = self.selector.state_dict()
 
     def digest(self) -> list[str]:
         """Of every rank's weights, loads of experts, moments, master weights, generators and crash state, bit for
@@ -151,7 +151,7 @@ def main() -> None:
     if found.path is not None:
         run.resume(found.path)
     if parallel.is_rank_zero():
-        row = {"resumed": run.state.step, "epoch": run.sampler.epoch, "refused": found.told, "partial": partial}
+        row = {"resumed": run.state.step, "epoch": run.selector.epoch, "refused": found.told, "partial": partial}
         with (root / "attempts.jsonl").open("a") as file:
             file.write(json.dumps(row) + "\n")
     for step in range(run.state.step + 1, STEPS + 1):

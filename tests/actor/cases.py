@@ -148,7 +148,7 @@ def save(actor: Actor, directory: Path) -> None:
     written = parallel.gather_objects(taken.write()[0])
     if parallel.is_rank_zero():
         taken.finish(written)
-    parallel.broadcast_object(None)  # after the leader has finished
+    parallel.broadcast_object(None)  # after the controller has finished
 
 
 def parameters_of(actor: Actor) -> dict[str, torch.Tensor]:

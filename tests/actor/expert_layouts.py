@@ -35,7 +35,7 @@ def new_actor(layout: ParallelConfig, path: Path | None) -> Actor:
 
 
 def weights(actor: Actor) -> dict[str, torch.Tensor]:
-    """On the leader, whole and by Hugging Face names."""
+    """On the controller, whole and by Hugging Face names."""
     return {name: tensor.clone() for name, tensor in hf_tensors(actor.chunks, actor.spec)}
 
 

@@ -1,7 +1,7 @@
 """torchrun script of test_exactness.py: the gradients of problems in several layouts of 2 or 4 ranks.
 
 Argument: a directory. `cases.json` there names layouts, and of each the problems and families of models; weights are
-those of the Hugging Face directories beside it. The leader writes a `ResumePoint` of each.
+those of the Hugging Face directories beside it. The controller writes a `ResumePoint` of each.
 """
 
 import json
@@ -28,7 +28,7 @@ from arpo_megatron.config import validation as rules
 from arpo_megatron.packing.balance import CostModel
 from arpo_megatron.packing.layout import lay_out, on_rank
 from arpo_megatron.packing.packs import TreePack, pack_trees, report
-from arpo_megatron.trainer.batch import Minibatch, ReadyUpdate, finish_credit, share
+from arpo_megatron.trainer.batch import Batch, ReadyUpdate, broadcast_batches, finish_credit
 from arpo_megatron.tree import RolloutTree
 from arpo_megatron.weights.export import hf_tensors
 from arpo_megatron.weights.load import load_hf
@@ -153,7 +153,7 @@ def gradient(actor: Actor, problem: Problem, packs: list[TreePack], old: list[np
     references = actor.reference_logprobs([packs])
     reference = None if references is None else references[0]
     if problem.stale:
-        (minibatch,) = share([Minibatch(packs, problem.forest, problem.advantages)])
+        (minibatch,) = broadcast_batches([Batch(packs, problem.forest, problem.advantages)])
         ready = finish_credit(actor, minibatch, old, actor.config, on_policy=False)
     else:
         ready = ReadyUpdate(packs, old, "policy")

@@ -1,7 +1,7 @@
 """torchrun script of test_resharding.py: each layout of four ranks goes on from checkpoints of every other.
 
 Argument: a directory with checkpoints of one rank (`dense`, `experts`) and room for results. Each layout trains from
-that, saves under its name, and goes on; then from the checkpoint of each layout before it. The leader writes
+that, saves under its name, and goes on; then from the checkpoint of each layout before it. The controller writes
 losses.json.
 """
 
@@ -66,7 +66,9 @@ def skipped(actor: Actor) -> list[tuple[bool, list[int]]]:
     layout = actor.config.parallel
     packs = pack_trees(*cases.minibatch(9, count=5), token_budget=60, ranks=layout.data, inherit=layout.nested_packs)
     packs[-1] = replace(packs[-1], positive=packs[-1].positive * float("nan"))
-    return parallel.gather_objects((actor.update(packs, None, "nll").skipped, [i - len(packs) for i in actor.unsound]))
+    return parallel.gather_objects(
+        (actor.update(packs, None, "nll").skipped, [i - len(packs) for i in actor.nonfinite_packs])
+    )
 
 
 def save(actor: Actor, directory: Path) -> None:

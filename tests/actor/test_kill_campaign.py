@@ -27,7 +27,7 @@ def moments(seed: int, count: int, ranks: int) -> list[dict[str, object]]:
 
 def campaign(root: Path, layout: str, ranks: int, kills: list[dict[str, object]]) -> list[dict[str, object]]:
     """Run it to its end; what each attempt began with."""
-    # It is the leader that joins the parts and renames.
+    # It is the controller that joins the parts and renames.
     kills = [{**kill, "rank": 0} if kill["point"] in ("joined", "renamed") else kill for kill in kills]
     for kill in [*kills, None]:
         torchrun(

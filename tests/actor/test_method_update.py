@@ -6,7 +6,7 @@ import torch
 from arpo_megatron.actor.actor import Actor
 from arpo_megatron.config import AlgorithmConfig, OptimizerConfig
 from arpo_megatron.packing.packs import pack_trees
-from arpo_megatron.trainer.batch import Minibatch, finish_credit
+from arpo_megatron.trainer.batch import Batch, finish_credit
 from tests.actor import cases, reference
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -59,7 +59,7 @@ def test_the_gradient_is_that_of_the_flattened_trajectories_also_through_cuts(bu
     exact = flat_aepo(now, step, forest, advantages)
     exact.backward()
 
-    minibatch = Minibatch(packs, forest, advantages)
+    minibatch = Batch(packs, forest, advantages)
     ready = finish_credit(actor, minibatch, old.logprobs, actor.config, on_policy=False, entropies=old.entropies)
     stats = actor._stats(actor.accumulate(ready.packs, ready.old_logprobs, ready.loss), 0.0, skipped=False)
     assert stats.loss == pytest.approx(float(exact.detach()), rel=1e-4, abs=5e-6)  # float32 terms of both signs

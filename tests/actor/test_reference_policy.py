@@ -61,7 +61,7 @@ class Steps(TrainingRun):
         yield
         self.current = ""
 
-    def grow(self):
+    def rollout(self):
         return [scored(seed) for seed in range(4)]
 
     def finish_step(self, trees, minibatches, old_logprobs, updates):

@@ -7,7 +7,7 @@ import torch
 from arpo_megatron.actor.actor import Actor
 from arpo_megatron.config import AlgorithmConfig, OptimizerConfig
 from arpo_megatron.packing.packs import pack_trees
-from arpo_megatron.trainer.batch import Minibatch, finish_credit
+from arpo_megatron.trainer.batch import Batch, finish_credit
 from tests.actor import cases, reference
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -30,7 +30,7 @@ def test_the_gradient_is_that_of_the_flattened_trajectories_also_through_cuts(bu
     loss, _ = reference.flat_off_policy(now, before, forest, advantages, cases.QWEN3, ratio="sequence", **bounds)
     loss.backward()
 
-    ready = finish_credit(actor, Minibatch(packs, forest, advantages), old, actor.config, on_policy=False)
+    ready = finish_credit(actor, Batch(packs, forest, advantages), old, actor.config, on_policy=False)
     rows = actor.accumulate(ready.packs, ready.old_logprobs, ready.loss)
     assert ready.statistics["loss"] == pytest.approx(float(loss), rel=1e-4)
     assert 0 < ready.statistics["clip_high_share"] + ready.statistics["clip_low_share"] < 1
@@ -44,7 +44,7 @@ def test_a_pass_that_is_not_that_of_the_old_logprobs_is_seen():
     actor = Actor(cases.job(algorithm=algorithm), cases.QWEN3, None, optimizer=OptimizerConfig(), total_updates=2)
     forest, credits = cases.minibatch(2)
     advantages = [cases.dyadic_advantages(tree, i) for i, tree in enumerate(forest)]
-    minibatch = Minibatch(pack_trees(forest, credits, token_budget=60), forest, advantages)
+    minibatch = Batch(pack_trees(forest, credits, token_budget=60), forest, advantages)
     old = actor.logprobs(minibatch.packs)
     for shift, seen in ((0.0, False), (0.7, True)):
         ready = finish_credit(actor, minibatch, [o + np.float32(shift) for o in old], actor.config, on_policy=True)
@@ -58,7 +58,7 @@ def test_trajectories_that_meet_the_limit_of_the_weights_are_counted(loss):
     actor = Actor(cases.job(algorithm=algorithm), cases.QWEN3, None, optimizer=OptimizerConfig(), total_updates=1)
     forest, credits = cases.minibatch(2)
     advantages = [cases.dyadic_advantages(tree, i) for i, tree in enumerate(forest)]
-    minibatch = Minibatch(pack_trees(forest, credits, token_budget=10**6), forest, advantages)
+    minibatch = Batch(pack_trees(forest, credits, token_budget=10**6), forest, advantages)
     for apart, share in ((-1.0, 0.0), (1.0, 1.0)):  # nats a token
         old = [pack.sampling_logprobs + np.float32(apart) for pack in minibatch.packs]
         ready = finish_credit(actor, minibatch, old, actor.config, on_policy=True)

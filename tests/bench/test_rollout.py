@@ -72,10 +72,10 @@ class Schedule:
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, int | None, int | None]] = []
-        self.under_way: list[Task] = []
+        self.in_flight: list[Task] = []
 
     def start_trees(self, _group: str, tasks: Sequence[Task], **_how: object) -> None:
-        self.under_way += tasks
+        self.in_flight += tasks
         if self.calls and self.calls[-1][0] == "start":  # the benchmark starts a step's trees at a time
             self.calls[-1] = ("start", (self.calls[-1][1] or 0) + len(tasks), None)
         else:
@@ -83,7 +83,7 @@ class Schedule:
 
     def collect(self, request: CollectTrees, _progress: object = None) -> RolloutReport:
         self.calls.append(("collect", request.count, request.finish_before))
-        done, self.under_way = self.under_way[: request.count], self.under_way[request.count :]
+        done, self.in_flight = self.in_flight[: request.count], self.in_flight[request.count :]
         trees = [RolloutTree(task.id, np.arange(2)) for task in done]
         for tree in trees:
             tree.add(0, Role.MODEL, [1])
@@ -121,9 +121,9 @@ def test_the_benchmark_starts_and_waits_for_what_a_run_does(
     config = rollout._job(ahead=ahead)
     tasks = [rollout._task(number) for number in range(rollout.TASKS * rollout.STEPS)]
     run: Any = Schedule()
-    harvest = TreeCollector(config, run, score, EpochSelector(tasks, 1), EventLog(tmp_path / "events.jsonl"))
+    collector = TreeCollector(config, run, score, EpochSelector(tasks, 1), EventLog(tmp_path / "events.jsonl"))
     for step in range(rollout.STEPS):
-        assert len(harvest.step(step)) == rollout.TASKS
+        assert len(collector.step(step)) == rollout.TASKS
 
     async def version() -> int:
         bench._version += 1

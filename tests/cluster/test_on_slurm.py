@@ -47,15 +47,15 @@ def test_every_step_sees_all_gpus_of_its_node_so_that_the_plan_decides(box: Oneb
     config = resolve.resolve("quickstart", overrides=["parallel.data=8", "engine.placement=colocated"])
     profile = load_profile(box.profile("gpus", gpu_request="gres"))
     plan = lay_out_nodes(config, 8, 1)
-    site = SlurmBackend(profile, plan, [Node("n1", "127.0.0.11")], RunDirectory(box.runs / "gpus"), "0")
+    backend = SlurmBackend(profile, plan, [Node("n1", "127.0.0.11")], RunDirectory(box.runs / "gpus"), "0")
     # Each says whether it has met the other, however busy the machine is.
     told = (
         'echo "$CUDA_VISIBLE_DEVICES"; : >"$0"; for _ in {1..600}; do [ -e "$1" ] && exit; sleep 0.1; done; echo alone'
     )
     here = [str(box.runs / name) for name in ("a-is-here", "b-is-here")]
     steps = [
-        shlex.join(site.step("a", site.nodes, 1, ["bash", "-c", told, *here])),
-        shlex.join(site.step("b", site.nodes, 8, ["bash", "-c", told, *reversed(here)])),
+        shlex.join(backend.step("a", backend.nodes, 1, ["bash", "-c", told, *here])),
+        shlex.join(backend.step("b", backend.nodes, 8, ["bash", "-c", told, *reversed(here)])),
     ]
     words = ["salloc", "-Q", "-N1", "-wn1", "--exclusive", *gpu_options(profile, plan)]
     said = box.slurm(*words, "bash", "-c", f"{steps[0]} & {steps[1]} & wait")

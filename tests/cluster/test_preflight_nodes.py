@@ -69,21 +69,21 @@ def examined(monkeypatch: pytest.MonkeyPatch, folder: Path, gpus: int = 0, **pro
     save_config(config, run.config)
     save_profile(profile, run.cluster)
     nodes = [Node("n1", "127.0.0.1"), Node("n2", "127.0.0.2")]
-    site = SlurmBackend(profile, lay_out_nodes(config, gpus, 2), nodes, run, "7")
-    with ManagedProcesses(run.logs) as roles:
+    backend = SlurmBackend(profile, lay_out_nodes(config, gpus, 2), nodes, run, "7")
+    with ManagedProcesses(run.logs) as processes:
         try:
-            examine_nodes(site, roles, *free_ports(1), lambda: None)
+            examine_nodes(backend, processes, *free_ports(1), lambda: None)
         finally:
-            assert not [role for role in roles.running if role.process.poll() is None]
-    return site
+            assert not [role for role in processes.running if role.process.poll() is None]
+    return backend
 
 
 def test_two_nodes_meet_and_offer_ports(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Two processes of this machine are the nodes; Slurm's own are in test_on_slurm.py."""
-    site = examined(monkeypatch, tmp_path, srun=BOTH)
-    assert [len(site.free_ports[name]) for name in ("n1", "n2")] == [32, 32]
+    backend = examined(monkeypatch, tmp_path, srun=BOTH)
+    assert [len(backend.free_ports[name]) for name in ("n1", "n2")] == [32, 32]
     said = capsys.readouterr().out
     assert "n1: ok       network      all-reduce over 2 rank(s) with gloo" in said
     assert "all nodes: ok       clock" in said

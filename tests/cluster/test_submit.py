@@ -32,7 +32,8 @@ from arpo_megatron.config import JobConfig
 from arpo_megatron.config.io import save_config
 from arpo_megatron.errors import UserError
 from arpo_megatron.jobs import resolve, run_directory
-from arpo_megatron.jobs.run_directory import RunDirectory, write_json
+from arpo_megatron.jobs.run_directory import RunDirectory
+from arpo_megatron.utils.atomic import write_json
 from tests.cluster.stand_in import PLAIN, Queue, profile
 
 

@@ -20,12 +20,12 @@ from arpo_megatron.cluster.backend import MAKE_SCRATCH, SERVICE, TASK, SilentNod
 from arpo_megatron.cluster.profile import check_profile, load_profile, save_profile
 from arpo_megatron.cluster.slurm import JobState, Node
 from arpo_megatron.config.io import save_config
-from arpo_megatron.errors import UserError
+from arpo_megatron.errors import StoppedError, UserError
 from arpo_megatron.jobs import resolve
 from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.monitor.progress import Progress
 from arpo_megatron.plan.node_layout import NodeLayout
-from arpo_megatron.utils.processes import ManagedProcesses, ProcessDiedError, StoppedError
+from arpo_megatron.utils.processes import ManagedProcesses, ProcessDiedError
 from arpo_megatron.utils.signals import Interrupted
 from tools_sandbox.config import TOKEN_VARIABLE
 
@@ -60,7 +60,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
     monkeypatch.setenv(TOKEN_VARIABLE, "a job makes one where there is none, and in this process it would stay")
     monkeypatch.setattr("arpo_megatron.cluster.slurm.call", Refusing().call)
     monkeypatch.setattr("arpo_megatron.cluster.slurm.allocated_nodes", lambda names: [Node("n1", "127.0.0.1")])
-    monkeypatch.setattr("arpo_megatron.cluster.backend.SlurmBackend.lost_nodes", lambda site: ["n1"])
+    monkeypatch.setattr("arpo_megatron.cluster.backend.SlurmBackend.lost_nodes", lambda backend: ["n1"])
     return directory
 
 
@@ -168,7 +168,7 @@ def test_a_fault_that_only_the_user_can_mend_ends_the_chain(
         return "7|RUNNING|arpo-test\n8|PENDING|arpo-test\n9|PENDING|arpo-test\n" if words[0] == "squeue" else ""
 
     monkeypatch.setattr("arpo_megatron.cluster.slurm.call", call)
-    monkeypatch.setattr("arpo_megatron.cluster.backend.SlurmBackend.lost_nodes", lambda site: [])
+    monkeypatch.setattr("arpo_megatron.cluster.backend.SlurmBackend.lost_nodes", lambda backend: [])
     assert ended(monkeypatch, run, error) == code
     assert asked == cancelled
     said = capsys.readouterr().err.splitlines()
@@ -219,7 +219,7 @@ def test_a_node_that_is_lost_before_training_is_no_fault_of_the_users(
     submitted(run)
     save_profile(replace(load_profile(str(run.cluster)), requeue=requeue), run.cluster)
     monkeypatch.setattr("arpo_megatron.cluster.slurm.call", (slurm := Requeueing()).call)
-    monkeypatch.setattr("arpo_megatron.cluster.backend.SlurmBackend.lost_nodes", lambda site: lost)
+    monkeypatch.setattr("arpo_megatron.cluster.backend.SlurmBackend.lost_nodes", lambda backend: lost)
     monkeypatch.setattr(job, "_END_S", 0.0)
     assert ended(monkeypatch, run, SilentNodeError(SILENT)) == code
     assert slurm.told == told
@@ -232,8 +232,8 @@ def test_scratch_that_a_lost_node_does_not_make_may_be_its_loss(
     monkeypatch: pytest.MonkeyPatch, run: RunDirectory
 ) -> None:
     monkeypatch.setattr("arpo_megatron.cluster.backend.SlurmBackend._on_nodes", lambda *_: None)
-    site = replace(asked_by(monkeypatch, run, None).site, job_id=NOBODYS)
-    with pytest.raises(SilentNodeError, match="cannot be made on the nodes: no answer"), site.prepared():
+    backend = replace(asked_by(monkeypatch, run, None).backend, job_id=NOBODYS)
+    with pytest.raises(SilentNodeError, match="cannot be made on the nodes: no answer"), backend.prepared():
         pass
 
 
@@ -266,8 +266,8 @@ def test_a_controller_that_is_silent_when_a_job_begins_does_not_cost_its_chain(
 
 def asked_by(monkeypatch: pytest.MonkeyPatch, run: RunDirectory, state: JobState | None) -> job._Asked:
     monkeypatch.setattr("arpo_megatron.cluster.slurm.job_state", lambda job_id: state)
-    site = SlurmBackend(load_profile(str(run.cluster)), NodeLayout(1, 0, 1, 1, 0, 0, True), [], run, "7")
-    return job._Asked(run, site, Progress())
+    backend = SlurmBackend(load_profile(str(run.cluster)), NodeLayout(1, 0, 1, 1, 0, 0, True), [], run, "7")
+    return job._Asked(run, backend, Progress())
 
 
 def test_term_saves_within_the_grace_of_a_preemption(monkeypatch: pytest.MonkeyPatch, run: RunDirectory) -> None:
@@ -310,7 +310,7 @@ def test_roles_that_hear_term_themselves_do_not_fail_the_job(
     asked = asked_by(monkeypatch, run, None)
     try:
         with pytest.raises(Interrupted):
-            job._run(resolve.load(run.config), run, replace(asked.site, job_id=NOBODYS), [])
+            job._run(resolve.load(run.config), run, replace(asked.backend, job_id=NOBODYS), [])
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -332,7 +332,9 @@ def test_a_requeued_job_starts_no_step_before_the_last_lifes_kills_have_come(
     monkeypatch: pytest.MonkeyPatch, run: RunDirectory, restarts: int, looks: int
 ) -> None:
     """Slurm repeats them by the step's number, which the new life's steps have too."""
-    site = replace(asked_by(monkeypatch, run, JobState("7", "RUNNING", restarts=restarts)).site, nodes=[Node("n1", "")])
+    backend = replace(
+        asked_by(monkeypatch, run, JobState("7", "RUNNING", restarts=restarts)).backend, nodes=[Node("n1", "")]
+    )
     answers = [OWED, OWED, OWED.replace(" n1\n", " n2\n")]
     asked = []
 
@@ -345,16 +347,16 @@ def test_a_requeued_job_starts_no_step_before_the_last_lifes_kills_have_come(
 
     monkeypatch.setattr("arpo_megatron.cluster.slurm.call", call)
     monkeypatch.setattr(job, "_LOOK_S", 0.0)
-    job._outlast_kills(site, ManagedProcesses(run.logs), Progress())
+    job._outlast_kills(backend, ManagedProcesses(run.logs), Progress())
     assert len(asked) == looks
 
 
 def test_a_requeued_job_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch, run: RunDirectory) -> None:
-    site = replace(asked_by(monkeypatch, run, JobState("7", "RUNNING", restarts=1)).site, nodes=[Node("n1", "")])
+    backend = replace(asked_by(monkeypatch, run, JobState("7", "RUNNING", restarts=1)).backend, nodes=[Node("n1", "")])
     monkeypatch.setattr("arpo_megatron.cluster.slurm.nodes_owed_a_kill", lambda: {"n1"})
     monkeypatch.setattr(job, "_LOOK_S", 0.0)
     monkeypatch.setattr(job, "_REPEATED_S", 0.1)
-    job._outlast_kills(site, ManagedProcesses(run.logs), Progress())
+    job._outlast_kills(backend, ManagedProcesses(run.logs), Progress())
 
 
 def test_what_an_ended_job_has_left_on_the_nodes_is_removed_by_the_next(
@@ -364,13 +366,14 @@ def test_what_an_ended_job_has_left_on_the_nodes_is_removed_by_the_next(
     steps: list[list[str]] = []
     listed = subprocess.CompletedProcess([], 0, "".join(f"/tmp/arpo-{n}\n" for n in (NOBODYS, 8, 9, 10)), "")
     monkeypatch.setattr(
-        "arpo_megatron.cluster.backend.SlurmBackend._on_nodes", lambda site, name, words: steps.append(words) or listed
+        "arpo_megatron.cluster.backend.SlurmBackend._on_nodes",
+        lambda backend, name, words: steps.append(words) or listed,
     )
     states = {"8": JobState("8", "CANCELLED"), "9": JobState("9", "RUNNING")}
     monkeypatch.setattr(
         "arpo_megatron.cluster.slurm.job_states", lambda jobs: {n: states[n] for n in jobs if n in states}
     )
-    with replace(asked_by(monkeypatch, run, None).site, job_id=NOBODYS).prepared():
+    with replace(asked_by(monkeypatch, run, None).backend, job_id=NOBODYS).prepared():
         assert steps[1:] == [["rm", "-rf", "/tmp/arpo-8"]]
 
 

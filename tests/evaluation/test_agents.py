@@ -39,11 +39,11 @@ class Stage:
     rollouts: RolloutHandle
     wanted: list[Wanted]
     decode: Decode
-    roles: ManagedProcesses
+    processes: ManagedProcesses
 
     def grown(self, *words: str, samples: int = 1) -> Agent:
         return GrownAnswers(
-            self.rollouts, resolve.with_overrides(self.config, words), samples, self.decode, self.roles.check
+            self.rollouts, resolve.with_overrides(self.config, words), samples, self.decode, self.processes.check
         )
 
 
@@ -67,10 +67,10 @@ def stage(files: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sta
     assert put.decode is not None
     run = RunDirectory(place)
     write_tool_files(config, run, put.data)
-    with ManagedProcesses(run.logs) as roles, services(config, run, roles, model) as ready:
+    with ManagedProcesses(run.logs) as processes, services(config, run, processes, model) as ready:
         rollouts = connect_rollouts(config, model, ready)
         wanted = [Wanted(question, task, (0,)) for question, task in put.asked]
-        yield Stage(config, ready, rollouts, wanted, put.decode, roles)
+        yield Stage(config, ready, rollouts, wanted, put.decode, processes)
         rollouts.close()
 
 

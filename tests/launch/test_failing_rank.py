@@ -24,8 +24,8 @@ def test_the_first_words_are_the_guilty_ranks_and_all_ranks_end(tmp_path, how):
     (run.logs / "failing_rank.log").write_text("---- rank 9 failed:\nof an earlier attempt\n")
     config = JobConfig(name="test", parallel=ParallelConfig(data=2))
     env = {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
-    with ManagedProcesses(run.logs) as roles, pytest.raises(ProcessDiedError) as caught:
-        run_trainer("tests.launch.failing_rank", config, run, roles, env=env)
+    with ManagedProcesses(run.logs) as processes, pytest.raises(ProcessDiedError) as caught:
+        run_trainer("tests.launch.failing_rank", config, run, processes, env=env)
     ended_s = time.monotonic()
     assert 0 < ended_s - float((tmp_path / "failed_at_s.txt").read_text()) < END_S
     assert not [p for p in psutil.process_iter() if str(tmp_path) in " ".join(_command(p))]

@@ -38,17 +38,17 @@ def gone(pid: int, within_s: float = 60.0) -> bool:
 
 def test_a_role_that_ends_well_is_waited_for(tmp_path: Path) -> None:
     polls = []
-    with ManagedProcesses(tmp_path) as roles:
-        roles.wait(roles.start("quick", [sys.executable, "-c", "print('hello')"]), poll=lambda: polls.append(1))
+    with ManagedProcesses(tmp_path) as processes:
+        processes.wait(processes.start("quick", [sys.executable, "-c", "print('hello')"]), poll=lambda: polls.append(1))
     assert (tmp_path / "quick.log").read_text() == "hello\n"
     assert polls
 
 
 def test_the_first_role_to_fail_is_named_with_its_log_and_ends_the_others(tmp_path: Path) -> None:
-    with pytest.raises(ProcessDiedError) as caught, ManagedProcesses(tmp_path) as roles:
-        sleeper = roles.start("trainer", SLEEP)
-        roles.start("engine", [sys.executable, "-c", "import sys; print('out of memory'); sys.exit(3)"])
-        roles.wait(sleeper)
+    with pytest.raises(ProcessDiedError) as caught, ManagedProcesses(tmp_path) as processes:
+        sleeper = processes.start("trainer", SLEEP)
+        processes.start("engine", [sys.executable, "-c", "import sys; print('out of memory'); sys.exit(3)"])
+        processes.wait(sleeper)
     assert "engine ended with exit code 3" in str(caught.value)
     assert str(tmp_path / "engine.log") in str(caught.value)
     assert "out of memory" in str(caught.value)
@@ -56,15 +56,18 @@ def test_the_first_role_to_fail_is_named_with_its_log_and_ends_the_others(tmp_pa
 
 
 def test_a_killed_service_ends_the_wait_even_though_the_trainer_lives(tmp_path: Path) -> None:
-    with pytest.raises(ProcessDiedError, match="sandbox was killed by SIGKILL"), ManagedProcesses(tmp_path) as roles:
-        trainer, sandbox = roles.start("trainer", SLEEP), roles.start("sandbox", SLEEP)
+    with (
+        pytest.raises(ProcessDiedError, match="sandbox was killed by SIGKILL"),
+        ManagedProcesses(tmp_path) as processes,
+    ):
+        trainer, sandbox = processes.start("trainer", SLEEP), processes.start("sandbox", SLEEP)
         os.kill(sandbox.process.pid, signal.SIGKILL)
-        roles.wait(trainer)
+        processes.wait(trainer)
 
 
 def test_stop_ends_whole_groups_even_when_term_is_ignored(tmp_path: Path) -> None:
-    with ManagedProcesses(tmp_path) as roles:
-        role = roles.start("stubborn", STUBBORN)
+    with ManagedProcesses(tmp_path) as processes:
+        role = processes.start("stubborn", STUBBORN)
         while role.log.read_text() != "up\n":
             time.sleep(0.02)
         family = [role.process.pid, *(child.pid for child in psutil.Process(role.process.pid).children())]
@@ -77,8 +80,9 @@ def test_stop_ends_whole_groups_even_when_term_is_ignored(tmp_path: Path) -> Non
 def test_roles_die_with_a_killed_launcher(tmp_path: Path) -> None:
     script = (
         "import sys, time; from pathlib import Path; from arpo_megatron.utils.processes import ManagedProcesses\n"
-        f"roles = ManagedProcesses(Path({str(tmp_path)!r})); roles.__enter__()\n"
-        "print(roles.start('child', [sys.executable, '-c', 'import time; time.sleep(600)']).process.pid, flush=True)\n"
+        f"processes = ManagedProcesses(Path({str(tmp_path)!r})); processes.__enter__()\n"
+        "child = processes.start('child', [sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        "print(child.process.pid, flush=True)\n"
         "time.sleep(600)"
     )
     launcher = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)

@@ -11,13 +11,15 @@ from types import SimpleNamespace
 import pytest
 
 from arpo_megatron.config import JobConfig
+from arpo_megatron.errors import StoppedError
 from arpo_megatron.jobs import resolve
-from arpo_megatron.jobs.run_directory import RunDirectory, write_json
+from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.launch import job
 from arpo_megatron.launch.backend import LocalBackend
 from arpo_megatron.launch.services import run_trainer
 from arpo_megatron.monitor.progress import Progress
-from arpo_megatron.utils.processes import ManagedProcesses, StoppedError
+from arpo_megatron.utils.atomic import write_json
+from arpo_megatron.utils.processes import ManagedProcesses
 
 WORDS = ["platform=cpu", "sft.steps=2", "train.steps=3"]
 
@@ -46,9 +48,9 @@ class Ranks(LocalBackend):
 
     def train(self, *words: str) -> None:
         config = resolve.resolve("quickstart", overrides=[*WORDS, *words])
-        with ManagedProcesses(self.run.logs) as roles, pytest.MonkeyPatch.context() as patch:
+        with ManagedProcesses(self.run.logs) as processes, pytest.MonkeyPatch.context() as patch:
             patch.setattr(job, "services", self.services)
-            job.train_phases(config, self.run, roles, Progress(), lambda: None, self)
+            job.train_phases(config, self.run, processes, Progress(), lambda: None, self)
 
 
 def test_a_job_that_is_asked_to_end_while_it_exports_is_done(tmp_path: Path) -> None:
@@ -78,15 +80,21 @@ def test_no_engine_is_started_behind_a_cold_start_that_was_asked_to_end(tmp_path
 
 def test_a_cold_start_alone_that_is_asked_to_end_while_it_exports_is_done(tmp_path: Path) -> None:
     ranks = Ranks(RunDirectory(tmp_path), "sft", exports=True)
-    with ManagedProcesses(ranks.run.logs) as roles:
-        job.sft_phase(resolve.resolve("quickstart", overrides=WORDS), ranks.run, roles, Progress(), lambda: None, ranks)
+    with ManagedProcesses(ranks.run.logs) as processes:
+        job.sft_phase(
+            resolve.resolve("quickstart", overrides=WORDS), ranks.run, processes, Progress(), lambda: None, ranks
+        )
 
 
 def test_what_a_killed_job_was_asked_does_not_keep_its_checkpoints_from_being_exported(tmp_path: Path) -> None:
     ranks = Ranks(RunDirectory(tmp_path), "", exports=True)
     ranks.run.stop.touch()
-    with ManagedProcesses(ranks.run.logs) as roles:
+    with ManagedProcesses(ranks.run.logs) as processes:
         run_trainer(
-            "arpo_megatron.trainer.export_checkpoint", resolve.resolve("quickstart"), ranks.run, roles, site=ranks
+            "arpo_megatron.trainer.export_checkpoint",
+            resolve.resolve("quickstart"),
+            ranks.run,
+            processes,
+            backend=ranks,
         )
-    assert ranks.ran == ["convert"]
+    assert ranks.ran == ["export_checkpoint"]

@@ -40,9 +40,9 @@ def run(tmp_path: Path) -> RunDirectory:
 
 
 @pytest.fixture
-def roles(run: RunDirectory) -> Iterator[ManagedProcesses]:
-    with ManagedProcesses(run.logs) as roles:
-        yield roles
+def processes(run: RunDirectory) -> Iterator[ManagedProcesses]:
+    with ManagedProcesses(run.logs) as processes:
+        yield processes
 
 
 def program(
@@ -94,11 +94,11 @@ def events(run: RunDirectory) -> list[dict[str, Any]]:
     ("fault", "why"), [(signal.SIGKILL, "was killed by SIGKILL"), (signal.SIGSTOP, "did not answer for 3 s")]
 )
 def test_a_dead_or_hung_service_comes_back_at_its_address(
-    run: RunDirectory, roles: ManagedProcesses, fault: signal.Signals, why: str, capsys: pytest.CaptureFixture[str]
+    run: RunDirectory, processes: ManagedProcesses, fault: signal.Signals, why: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     hang_timeout_s = 3.0 if fault is signal.SIGSTOP else 120.0
     toy, other = program(run, hang_timeout_s=hang_timeout_s), program(run, "other")
-    with Supervisor(run, roles, restarts=3) as supervisor:
+    with Supervisor(run, processes, restarts=3) as supervisor:
         supervisor.start(toy, other)
         first, bystander = answer(toy.url), answer(other.url)
         assert first
@@ -125,7 +125,7 @@ def test_a_dead_or_hung_service_comes_back_at_its_address(
 
 
 def test_a_service_is_not_down_before_it_was_up_once(
-    run: RunDirectory, roles: ManagedProcesses, capsys: pytest.CaptureFixture[str]
+    run: RunDirectory, processes: ManagedProcesses, capsys: pytest.CaptureFixture[str]
 ) -> None:
     may_serve = run.path / "may_serve"
     waiting = f"import pathlib, time\nwhile not pathlib.Path({str(may_serve)!r}).exists():\n    time.sleep(0.05)\n"
@@ -136,8 +136,8 @@ def test_a_service_is_not_down_before_it_was_up_once(
             print_health(run)
             may_serve.touch()
 
-    with Supervisor(run, roles, restarts=1) as supervisor:
-        roles.checks.append(look)  # called while `start` waits
+    with Supervisor(run, processes, restarts=1) as supervisor:
+        processes.checks.append(look)  # called while `start` waits
         supervisor.start(toy)
         said = capsys.readouterr().out
         assert " starting " in said and " down " not in said
@@ -148,10 +148,10 @@ def test_a_service_is_not_down_before_it_was_up_once(
         assert " down " in capsys.readouterr().out
 
 
-def test_after_the_last_restart_the_job_stops_with_the_reason(run: RunDirectory, roles: ManagedProcesses) -> None:
+def test_after_the_last_restart_the_job_stops_with_the_reason(run: RunDirectory, processes: ManagedProcesses) -> None:
     toy = program(run)
-    trainer = roles.start("trainer", [sys.executable, "-c", "import time; time.sleep(600)"])
-    with Supervisor(run, roles, restarts=1) as supervisor:
+    trainer = processes.start("trainer", [sys.executable, "-c", "import time; time.sleep(600)"])
+    with Supervisor(run, processes, restarts=1) as supervisor:
         supervisor.start(toy)
         names = {role["name"]: role["pid"] for role in read_health(run)["roles"]}
         assert names["trainer"] == trainer.process.pid
@@ -164,7 +164,7 @@ def test_after_the_last_restart_the_job_stops_with_the_reason(run: RunDirectory,
                 os.kill(pid, signal.SIGKILL)
 
         with pytest.raises(ProcessDiedError) as caught:
-            roles.wait(trainer, poll=kill_again)
+            processes.wait(trainer, poll=kill_again)
     assert len(killed) == 2
     first_line, *log = str(caught.value).splitlines()
     assert first_line == (
@@ -173,11 +173,11 @@ def test_after_the_last_restart_the_job_stops_with_the_reason(run: RunDirectory,
     assert log == ["  | serving", "  | serving"]
 
 
-def test_pauses_between_restarts_double(run: RunDirectory, roles: ManagedProcesses) -> None:
+def test_pauses_between_restarts_double(run: RunDirectory, processes: ManagedProcesses) -> None:
     # It ends after its second answer: ready, then alive once.
     fragile = SERVER.replace("Threading", "").replace("http.server.HTTPServer(", "s = http.server.HTTPServer(")
     fragile = fragile.replace(".serve_forever()", "; s.handle_request(); s.handle_request()")
-    with Supervisor(run, roles, restarts=2) as supervisor:
+    with Supervisor(run, processes, restarts=2) as supervisor:
         supervisor.start(program(run, code=fragile))
         with pytest.raises(ProcessDiedError, match="ended with exit code 0, after 2 restarts"):
             wait_until(supervisor.check)
@@ -193,11 +193,11 @@ def test_pauses_between_restarts_double(run: RunDirectory, roles: ManagedProcess
     ],
 )
 def test_a_service_that_never_came_up_is_not_restarted(
-    run: RunDirectory, roles: ManagedProcesses, code: str, ready_s: float, why: str
+    run: RunDirectory, processes: ManagedProcesses, code: str, ready_s: float, why: str
 ) -> None:
     with (
         pytest.raises(ProcessDiedError, match=f"broken {why}"),
-        Supervisor(run, roles, restarts=9) as supervisor,
+        Supervisor(run, processes, restarts=9) as supervisor,
     ):
         supervisor.start(program(run), program(run, "broken", code, startup_timeout_s=ready_s))
     assert not run.events.exists()
@@ -206,11 +206,11 @@ def test_a_service_that_never_came_up_is_not_restarted(
 
 @pytest.mark.parametrize(("grace_s", "said"), [(120.0, "serving\nbye\n"), (0.0, "serving\n")])
 def test_a_service_that_is_given_time_ends_in_order(
-    run: RunDirectory, roles: ManagedProcesses, grace_s: float, said: str
+    run: RunDirectory, processes: ManagedProcesses, grace_s: float, said: str
 ) -> None:
     polite = "import signal\nsignal.signal(signal.SIGTERM, lambda *_: (print('bye', flush=True), os._exit(0)))\n"
     toy = program(run, code=SERVER.replace("class", f"{polite}class", 1), grace_s=grace_s)
-    with Supervisor(run, roles, restarts=3) as supervisor:
+    with Supervisor(run, processes, restarts=3) as supervisor:
         supervisor.start(toy)
     assert toy.log.read_text() == said
 
@@ -224,7 +224,7 @@ from arpo_megatron.utils.processes import ManagedProcesses
 from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.launch.supervisor import Supervisor
 run = RunDirectory(Path({path!r}))
-with ManagedProcesses(run.logs) as roles, Supervisor(run, roles, restarts=3) as supervisor:
+with ManagedProcesses(run.logs) as processes, Supervisor(run, processes, restarts=3) as supervisor:
     toy = program(run)
     supervisor.start(toy)
     print(toy.url, flush=True)
@@ -247,10 +247,10 @@ def test_services_die_with_a_killed_job_and_its_page_says_so(run: RunDirectory) 
 
 
 def test_a_service_whose_memory_is_lent_stays_down_until_it_may_have_it_again(
-    run: RunDirectory, roles: ManagedProcesses
+    run: RunDirectory, processes: ManagedProcesses
 ) -> None:
     toy = program(run, held_by=run.memory_lent)
-    with Supervisor(run, roles, restarts=3) as supervisor:
+    with Supervisor(run, processes, restarts=3) as supervisor:
         supervisor.start(toy)
         first = answer(toy.url)
         assert first

@@ -160,7 +160,7 @@ def started_fleet(model: Path, folder: Path) -> Iterator[Fleet]:
     router = router_program(ENGINE, urls, log_path=run.logs / "router.log", ports=ports[ENGINES:-2], token=TOKEN)
     assert router_program(ENGINE, urls, log_path=run.logs / "router.log", ports=ports[ENGINES:-2], routes=True) is None
     assert router is not None
-    with ManagedProcesses(run.logs) as roles, Supervisor(run, roles, restarts=100) as supervisor:
+    with ManagedProcesses(run.logs) as processes, Supervisor(run, processes, restarts=100) as supervisor:
         supervisor.start(sandbox, *engines, rollout)
         supervisor.start(router)
         yield Fleet(run, supervisor, engines, sandbox, router, scratch, model)
@@ -232,9 +232,9 @@ class Saboteur:
                 self._tools.slow_left = 3
         return True
 
-    def _signal(self, roles: list[str], number: signal.Signals) -> bool:
+    def _signal(self, processes: list[str], number: signal.Signals) -> bool:
         """To the first of these that is up and was not hit before (it may be dying, or hang unnoticed yet)."""
-        for pid in map(self._fleet.pid, roles):
+        for pid in map(self._fleet.pid, processes):
             if pid is not None and pid not in self._hit:
                 self._hit.add(pid)
                 os.kill(pid, number)

@@ -16,6 +16,7 @@ import pytest
 from arpo_megatron.algorithms.branching.grpo import GrpoPolicy
 from arpo_megatron.algorithms.replay.rollout_replay import RolloutReplay
 from arpo_megatron.config import AlgorithmConfig, JobConfig, RolloutConfig, TrainConfig
+from arpo_megatron.errors import StoppedError
 from arpo_megatron.monitor.events import EventLog
 from arpo_megatron.rewards.scored_tree import ScoredTree
 from arpo_megatron.rollout.accounting import RolloutCounts, rollout_stats
@@ -34,7 +35,6 @@ from arpo_megatron.tasks.selectors.base import EpochSelector, TaskSelector
 from arpo_megatron.trainer.collector import TreeCollector, age_metrics
 from arpo_megatron.trainer.step_journal import StepJournal
 from arpo_megatron.tree import Role, RolloutTree
-from arpo_megatron.utils.processes import StoppedError
 
 
 @dataclass
@@ -42,7 +42,7 @@ class Rollouts:
     """Finishes what it is asked for, at once and in order; notes every call."""
 
     calls: list[str] = field(default_factory=list)
-    under_way: list[Task] = field(default_factory=list)
+    in_flight: list[Task] = field(default_factory=list)
     given: list[Task] = field(default_factory=list)
     interrupts: int = 0
     stale: int = 0
@@ -56,7 +56,7 @@ class Rollouts:
     ) -> None:
         self.calls.append(f"start {len(tasks)}")
         self.steps |= dict.fromkeys((task.id for task in tasks), step)
-        self.under_way += tasks
+        self.in_flight += tasks
 
     def go_on(
         self,
@@ -68,10 +68,10 @@ class Rollouts:
     ) -> None:
         self.calls.append(f"go on {' '.join(tree.task_id for _, tree in trees)}")
         self.steps |= {tree.task_id: tree.step for _, tree in trees}
-        self.under_way += [task for task, _ in trees]
+        self.in_flight += [task for task, _ in trees]
 
     def unfinished(self, _group: str) -> list[UnfinishedTree]:
-        trees, sampled = [*self.given, *self.under_way], (b"what it has sampled",) * self.entries_each
+        trees, sampled = [*self.given, *self.in_flight], (b"what it has sampled",) * self.entries_each
         return [UnfinishedTree(task.id, self.steps[task.id], 0, sampled) for task in trees]
 
     def forget(self, _group: str) -> None:
@@ -79,8 +79,8 @@ class Rollouts:
 
     def collect(self, request: CollectTrees, progress: Callable[[RolloutProgress], None]) -> RolloutReport:
         self.waited.add(request.finish_before)
-        count = min(request.count or 0, len(self.under_way))
-        done, self.under_way = self.under_way[:count], self.under_way[count:]
+        count = min(request.count or 0, len(self.in_flight))
+        done, self.in_flight = self.in_flight[:count], self.in_flight[count:]
         self.given += done
         progress(RolloutProgress(0, count, 0))
         if self.interrupts:
@@ -101,7 +101,7 @@ class Rollouts:
 
     def stop_trees(self, _request: object) -> RolloutReport:
         self.calls.append("stop")
-        given, self.under_way = self.under_way, []
+        given, self.in_flight = self.in_flight, []
         self.given += given
         done = [RolloutTree(task.id, np.arange(2)) for task in given[:1]]
         failed = [IncompleteTree(RolloutTree(task.id, np.arange(2)), "given up") for task in given[1:]]
@@ -119,7 +119,7 @@ def task(name: str) -> Task:
     return Task(name, (), "1", "math", "")
 
 
-class Sampler:
+class Selector:
     """Tasks t0, t1, ..."""
 
     def __init__(self) -> None:
@@ -141,9 +141,9 @@ Start = Callable[..., tuple[TreeCollector, Rollouts]]
 
 
 @pytest.fixture
-def harvest(tmp_path: Path) -> Start:
+def collector(tmp_path: Path) -> Start:
     def make(
-        signal: Callable[[str], bool] = lambda _id: True, sampler: TaskSelector | None = None, **rollout: Any
+        signal: Callable[[str], bool] = lambda _id: True, selector: TaskSelector | None = None, **rollout: Any
     ) -> tuple[TreeCollector, Rollouts]:
         def score(trees: Sequence[RolloutTree], tasks: Sequence[Task]) -> list[ScoredTree]:
             rewards = [np.array([0.0, 1.0 if signal(task.id) else 0.0]) for task in tasks]
@@ -158,39 +158,39 @@ def harvest(tmp_path: Path) -> Start:
         )
         rollouts = Rollouts()
         events = EventLog(tmp_path / "events.jsonl")
-        return TreeCollector(config, rollouts, score, sampler or Sampler(), events), rollouts  # type: ignore[arg-type]  # doubles
+        return TreeCollector(config, rollouts, score, selector or Selector(), events), rollouts  # type: ignore[arg-type]  # doubles
 
     return make
 
 
-def test_groups_without_signal_are_replaced_and_counted(harvest: Start) -> None:
-    held, rollouts = harvest(lambda task: task not in ("t0", "t2"), max_refills=3)
+def test_groups_without_signal_are_replaced_and_counted(collector: Start) -> None:
+    held, rollouts = collector(lambda task: task not in ("t0", "t2"), max_refills=3)
     assert [item.tree.task_id for item in held.step(0)] == ["t1", "t3", "t4", "t5"]
     assert rollouts.calls == ["start 4", "collect 4", "start 2", "collect 2"]
     assert held.dropped["no_signal"] == 2
 
 
-def test_spare_trees_are_used_before_others_are_started_whatever_the_refills(harvest: Start) -> None:
-    held, rollouts = harvest(lambda task: task not in ("t0", "t2"), max_refills=0, oversampling=0.5)
+def test_spare_trees_are_used_before_others_are_started_whatever_the_refills(collector: Start) -> None:
+    held, rollouts = collector(lambda task: task not in ("t0", "t2"), max_refills=0, oversampling=0.5)
     assert [item.tree.task_id for item in held.step(0)] == ["t1", "t3", "t4", "t5"]
     assert rollouts.calls == ["start 6", "collect 4", "collect 2"]
 
 
-def test_a_step_trains_what_it_has_when_the_refills_are_used_up(harvest: Start) -> None:
-    held, _ = harvest(lambda task: task == "t5", max_refills=1)
+def test_a_step_trains_what_it_has_when_the_refills_are_used_up(collector: Start) -> None:
+    held, _ = collector(lambda task: task == "t5", max_refills=1)
     assert [item.tree.task_id for item in held.step(0)] == ["t5"]
     assert held.dropped["no_signal"] == 7
     assert "step 1 trains 1 trees of 4" in held.events.path.read_text()
 
 
-def test_a_step_without_any_tree_says_what_became_of_them(harvest: Start) -> None:
-    held, _ = harvest(lambda _task: False, max_refills=1)
+def test_a_step_without_any_tree_says_what_became_of_them(collector: Start) -> None:
+    held, _ = collector(lambda _task: False, max_refills=1)
     with pytest.raises(RuntimeError, match=r"step 1 has not one tree to train; dropped: .*8 no_signal"):
         held.step(0)
 
 
-def test_a_push_that_is_made_again_does_not_wait_for_trees_at_rest(harvest: Start) -> None:
-    held, rollouts = harvest(max_staleness=1, across_push="drain")
+def test_a_push_that_is_made_again_does_not_wait_for_trees_at_rest(collector: Start) -> None:
+    held, rollouts = collector(max_staleness=1, across_push="drain")
     held.step(0)
     rollouts.calls.clear()
     rollouts.stale = 1  # an engine is restarted while the trees are drained: some are not finished
@@ -202,8 +202,8 @@ def test_a_push_that_is_made_again_does_not_wait_for_trees_at_rest(harvest: Star
     assert rollouts.calls == ["finish", "pause", "resume 1", "finish", "pause"]
 
 
-def test_trees_that_are_given_up_are_kept_for_the_log_with_what_they_cost(harvest: Start) -> None:
-    held, rollouts = harvest(oversampling=0.75)
+def test_trees_that_are_given_up_are_kept_for_the_log_with_what_they_cost(collector: Start) -> None:
+    held, rollouts = collector(oversampling=0.75)
     assert len(held.step(0)) == 4
     assert rollouts.calls == ["start 7", "collect 4", "stop"]
     assert [(item.tree.task_id, item.dropped, len(item.rewards)) for item in held.left_out] == [
@@ -216,8 +216,8 @@ def test_trees_that_are_given_up_are_kept_for_the_log_with_what_they_cost(harves
     assert held.growing == []
 
 
-def test_a_step_refuses_trees_that_are_too_old_instead_of_waiting_and_replaces_them(harvest: Start) -> None:
-    held, rollouts = harvest(max_staleness=1, stale="drop")
+def test_a_step_refuses_trees_that_are_too_old_instead_of_waiting_and_replaces_them(collector: Start) -> None:
+    held, rollouts = collector(max_staleness=1, stale="drop")
     rollouts.versions = {f"t{n}": 1 for n in range(9, 16)}  # t8 took longer: its first segment is of version 0
     steps = [[item.tree.task_id for item in held.step(step)] for step in range(3)]
     assert steps == [["t0", "t1", "t2", "t3"], ["t4", "t5", "t6", "t7"], ["t9", "t10", "t11", "t12"]]
@@ -226,41 +226,45 @@ def test_a_step_refuses_trees_that_are_too_old_instead_of_waiting_and_replaces_t
     assert rollouts.waited == {None}
 
 
-def test_without_refusal_a_step_waits_for_those_that_would_be_too_old(harvest: Start) -> None:
-    held, rollouts = harvest(max_staleness=2)
+def test_without_refusal_a_step_waits_for_those_that_would_be_too_old(collector: Start) -> None:
+    held, rollouts = collector(max_staleness=2)
     held.step(0)
     held.step(5)
     assert rollouts.waited == {-1, 4}  # versions before which a tree that still grows is waited for
 
 
-def test_the_trees_of_a_stopped_run_go_on_first_in_its_continuation(harvest: Start) -> None:
-    held, _ = harvest(max_staleness=1)
+def test_the_trees_of_a_stopped_run_go_on_first_in_its_continuation(collector: Start) -> None:
+    held, _ = collector(max_staleness=1)
     held.step(0)
     assert [tree.task_id for tree in held.unfinished()] == [f"t{n}" for n in range(8)]
     held.done()
     trees = held.unfinished()
     assert [tree.task_id for tree in trees] == ["t4", "t5", "t6", "t7"]
-    again, rollouts = harvest(max_staleness=1)
+    again, rollouts = collector(max_staleness=1)
     again.restore(trees, [task(tree.task_id) for tree in trees])
     assert again.unfinished() == trees  # a checkpoint before the next step loses none of them
     assert [item.tree.task_id for item in again.step(1)] == ["t4", "t5", "t6", "t7"]
     assert rollouts.calls == ["go on t4 t5 t6 t7", "start 4", "collect 4"]
-    assert [item.id for item in rollouts.under_way] == ["t0", "t1", "t2", "t3"]
+    assert [item.id for item in rollouts.in_flight] == ["t0", "t1", "t2", "t3"]
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
 @pytest.mark.parametrize("interrupts", [1, 2], ids=["at-the-first-report", "in-the-refill"])
-def test_a_job_that_ends_within_a_step_trains_every_task_once(harvest: Start, staleness: int, interrupts: int) -> None:
+def test_a_job_that_ends_within_a_step_trains_every_task_once(
+    collector: Start, staleness: int, interrupts: int
+) -> None:
     """Two steps are done and the third is under way when the job is asked to end; no checkpoint is due."""
     tasks = [task(f"t{n}") for n in range(40)]
     order = [each.id for each in EpochSelector(tasks, 1).next_batch(16)]
     signal = {name: number % 3 > 0 for number, name in enumerate(order)}
 
     def begin() -> tuple[EpochSelector, TreeCollector, Rollouts]:
-        sampler = EpochSelector(tasks, 1)
-        return sampler, *harvest(lambda name: signal.get(name, True), sampler, max_staleness=staleness, max_refills=3)
+        selector = EpochSelector(tasks, 1)
+        return selector, *collector(
+            lambda name: signal.get(name, True), selector, max_staleness=staleness, max_refills=3
+        )
 
-    sampler, held, rollouts = begin()
+    selector, held, rollouts = begin()
     trained = []
     for step in range(2):
         trained += held.step(step)
@@ -268,10 +272,10 @@ def test_a_job_that_ends_within_a_step_trains_every_task_once(harvest: Start, st
     rollouts.interrupts = interrupts
     with pytest.raises(StoppedError):
         held.step(2)
-    state, left = sampler.state_dict(), held.unfinished()
+    state, left = selector.state_dict(), held.unfinished()
 
-    sampler, held, _ = begin()
-    sampler.load_state_dict(state)
+    selector, held, _ = begin()
+    selector.load_state_dict(state)
     held.restore(left, tasks)
     for step in range(2, 4):
         trained += held.step(step)
@@ -279,7 +283,7 @@ def test_a_job_that_ends_within_a_step_trains_every_task_once(harvest: Start, st
         held.done()
     ids = [item.task.id for item in trained]
     assert len(ids) == len(set(ids)) == 16
-    begun = {each.id for each in EpochSelector(tasks, 1).next_batch(sampler.state_dict()["position"])}
+    begun = {each.id for each in EpochSelector(tasks, 1).next_batch(selector.state_dict()["position"])}
     lost = begun - set(ids) - {item.task.id for item in dropped} - {name for name, good in signal.items() if not good}
     assert lost <= {tree.task_id for tree in held.unfinished()}
 
@@ -291,7 +295,7 @@ class Killed(BaseException):
 @pytest.mark.parametrize("staleness", [0, 1])
 @pytest.mark.parametrize("report", [1, 2])
 def test_a_job_that_is_killed_within_a_step_goes_on_with_what_was_written(
-    harvest: Start, tmp_path: Path, staleness: int, report: int
+    collector: Start, tmp_path: Path, staleness: int, report: int
 ) -> None:
     """In the third step; what a process does that ends in order (`now=True`) is left undone."""
     tasks = [task(f"t{n}") for n in range(40)]
@@ -303,14 +307,14 @@ def test_a_job_that_is_killed_within_a_step_goes_on_with_what_was_written(
                 super().keep(step, *moment, now=now)
 
     def begin() -> tuple[EpochSelector, TreeCollector, Rollouts]:
-        sampler = EpochSelector(tasks, 1)
-        held, rollouts = harvest(lambda name: name not in given_up, sampler, max_staleness=staleness, max_refills=3)
-        held.under_way = UntilKilled(path, tmp_path, 1, 0.0, told.append)
-        return sampler, held, rollouts
+        selector = EpochSelector(tasks, 1)
+        held, rollouts = collector(lambda name: name not in given_up, selector, max_staleness=staleness, max_refills=3)
+        held.journal = UntilKilled(path, tmp_path, 1, 0.0, told.append)
+        return selector, held, rollouts
 
     given_up = {each.id for each in EpochSelector(tasks, 1).next_batch(16)[1::3]}
     killed = False
-    sampler, held, rollouts = begin()
+    selector, held, rollouts = begin()
     trained = []
     for step in range(2):
         trained += held.step(step)
@@ -332,12 +336,12 @@ def test_a_job_that_is_killed_within_a_step_goes_on_with_what_was_written(
         held.step(2)
 
     killed = False
-    sampler, held, rollouts = begin()
-    assert held.under_way is not None
-    moment = held.under_way.read(2)
+    selector, held, rollouts = begin()
+    assert held.journal is not None
+    moment = held.journal.read(2)
     assert moment is not None
     assert moment.trees
-    sampler.load_state_dict(moment.sampler)
+    selector.load_state_dict(moment.selector)
     held.restore(moment.trees, tasks)
     for step in range(2, 4):
         trained += held.step(step)
@@ -348,23 +352,23 @@ def test_a_job_that_is_killed_within_a_step_goes_on_with_what_was_written(
 
 
 @pytest.mark.parametrize("interrupted", [False, True])
-def test_a_step_begins_no_task_twice_whatever_its_refills(harvest: Start, interrupted: bool) -> None:
+def test_a_step_begins_no_task_twice_whatever_its_refills(collector: Start, interrupted: bool) -> None:
     """Two trees of one task in one step would have the same draws. With seven tasks epochs end within steps."""
     tasks = [task(f"t{n}") for n in range(7)]
 
     def begin() -> tuple[EpochSelector, TreeCollector, Rollouts]:
-        sampler = EpochSelector(tasks, 1)
-        return sampler, *harvest(lambda name: name not in ("t0", "t3"), sampler, max_refills=3)
+        selector = EpochSelector(tasks, 1)
+        return selector, *collector(lambda name: name not in ("t0", "t3"), selector, max_refills=3)
 
-    sampler, held, rollouts = begin()
+    selector, held, rollouts = begin()
     for step in range(4):
         if interrupted:  # at the first report, before the refill
             rollouts.interrupts = 1
             with pytest.raises(StoppedError):
                 held.step(step)
-            state, left = sampler.state_dict(), held.unfinished()
-            sampler, held, rollouts = begin()
-            sampler.load_state_dict(state)
+            state, left = selector.state_dict(), held.unfinished()
+            selector, held, rollouts = begin()
+            selector.load_state_dict(state)
             held.restore(left, tasks)
         kept = [item.task.id for item in held.step(step)]
         begun = kept + [item.task.id for item in held.left_out]
@@ -373,17 +377,17 @@ def test_a_step_begins_no_task_twice_whatever_its_refills(harvest: Start, interr
         held.done()
 
 
-def test_a_step_trains_what_it_has_when_no_task_is_left(harvest: Start) -> None:
-    held, rollouts = harvest(lambda name: name == "t5", EpochSelector([task(f"t{n}") for n in range(6)], 1))
+def test_a_step_trains_what_it_has_when_no_task_is_left(collector: Start) -> None:
+    held, rollouts = collector(lambda name: name == "t5", EpochSelector([task(f"t{n}") for n in range(6)], 1))
     assert [item.task.id for item in held.step(0)] == ["t5"]
     assert held.dropped["no_signal"] == 5
     assert rollouts.calls == ["start 4", "collect 4", "start 2", "collect 2"]
 
 
-def test_a_job_that_ends_while_spare_trees_are_scored_has_told_its_sampler_nothing(harvest: Start) -> None:
+def test_a_job_that_ends_while_spare_trees_are_scored_has_told_its_sampler_nothing(collector: Start) -> None:
     """Its state is stored beside these trees, which the continuation tells of."""
-    sampler = Sampler()
-    held, rollouts = harvest(sampler=sampler, oversampling=0.5)
+    selector = Selector()
+    held, rollouts = collector(selector=selector, oversampling=0.5)
     score = held.score
 
     def until_stopped(trees: Sequence[RolloutTree], tasks: Sequence[Task]) -> list[ScoredTree]:
@@ -394,53 +398,53 @@ def test_a_job_that_ends_while_spare_trees_are_scored_has_told_its_sampler_nothi
     held.score = until_stopped
     with pytest.raises(StoppedError):
         held.step(0)
-    assert sampler.noted == []
+    assert selector.noted == []
     left = held.unfinished()
     assert [tree.task_id for tree in left] == [f"t{n}" for n in range(6)]
-    again, _ = harvest(sampler=sampler, oversampling=0.5)
+    again, _ = collector(selector=selector, oversampling=0.5)
     again.restore(left, [task(tree.task_id) for tree in left])
     again.step(0)
-    assert sampler.noted == ["t0", "t1", "t2", "t3"]
+    assert selector.noted == ["t0", "t1", "t2", "t3"]
 
 
-def test_a_sampler_hears_of_a_tree_when_its_step_has_all_of_them(harvest: Start) -> None:
-    sampler = Sampler()
-    held, rollouts = harvest(lambda name: name != "t0", sampler, max_refills=1)
+def test_a_sampler_hears_of_a_tree_when_its_step_has_all_of_them(collector: Start) -> None:
+    selector = Selector()
+    held, rollouts = collector(lambda name: name != "t0", selector, max_refills=1)
     rollouts.interrupts = 2
     with pytest.raises(StoppedError):
         held.step(0)
-    assert sampler.noted == []  # the continuation scores the trees again, and tells
-    again, _ = harvest(lambda name: name != "t0", sampler, max_refills=1)
+    assert selector.noted == []  # the continuation scores the trees again, and tells
+    again, _ = collector(lambda name: name != "t0", selector, max_refills=1)
     again.restore(held.unfinished(), [task(tree.task_id) for tree in held.unfinished()])
     again.step(0)
-    assert sampler.noted == ["t0", "t1", "t2", "t3", "t4"]
+    assert selector.noted == ["t0", "t1", "t2", "t3", "t4"]
 
 
-def test_what_is_written_of_a_step_is_from_before_its_sampler_heard_of_it(harvest: Start, tmp_path: Path) -> None:
+def test_what_is_written_of_a_step_is_from_before_its_sampler_heard_of_it(collector: Start, tmp_path: Path) -> None:
     """Else a run that goes on there would tell it of the same trees once more."""
 
-    held, _ = harvest(sampler=Sampler())
-    held.under_way = StepJournal(tmp_path / "step_journal.msgpack", tmp_path, 1, 3600.0, pytest.fail)
+    held, _ = collector(selector=Selector())
+    held.journal = StepJournal(tmp_path / "step_journal.msgpack", tmp_path, 1, 3600.0, pytest.fail)
     for step in range(2):
         held.step(step)
-        moment = held.under_way.read(step)
+        moment = held.journal.read(step)
         assert moment is not None
-        assert moment.sampler == {"noted": 4 * step}
+        assert moment.selector == {"noted": 4 * step}
         held.done()
 
 
 def test_trees_of_later_steps_are_written_while_the_trainer_trains_until_weights_are_pushed(
-    harvest: Start, tmp_path: Path
+    collector: Start, tmp_path: Path
 ) -> None:
     """From then on newer weights sample, which a run that goes on within the step does not have."""
 
-    held, rollouts = harvest(sampler=Sampler(), max_staleness=1)
-    held.under_way = StepJournal(tmp_path / "step_journal.msgpack", tmp_path, 1, 0.0, pytest.fail)
+    held, rollouts = collector(selector=Selector(), max_staleness=1)
+    held.journal = StepJournal(tmp_path / "step_journal.msgpack", tmp_path, 1, 0.0, pytest.fail)
 
     def written(step: int) -> tuple[int, int]:
-        moment = held.under_way.read(step) if held.under_way else None
+        moment = held.journal.read(step) if held.journal else None
         assert moment is not None
-        return moment.sampler["noted"], moment.entries
+        return moment.selector["noted"], moment.entries
 
     held.before_push()
     held.after_push(0)
@@ -464,8 +468,8 @@ def test_trees_of_later_steps_are_written_while_the_trainer_trains_until_weights
         rollouts.entries_each = 1
 
 
-def test_a_store_may_put_old_trees_beside_those_of_a_step_once(harvest: Start) -> None:
-    held, _ = harvest()
+def test_a_store_may_put_old_trees_beside_those_of_a_step_once(collector: Start) -> None:
+    held, _ = collector()
     held.store = RolloutReplay(rollout_share=0.5)
     first, taken = held.step(0), held.snapshot()
     assert len(first) == 4 and taken is not None

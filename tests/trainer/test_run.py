@@ -27,7 +27,7 @@ from arpo_megatron.rewards.scored_tree import ScoredTree
 from arpo_megatron.rollout.record import UnfinishedTree, unpack_trees
 from arpo_megatron.tasks.base import Task
 from arpo_megatron.tasks.selectors.base import EpochSelector
-from arpo_megatron.trainer.batch import Minibatch
+from arpo_megatron.trainer.batch import Batch
 from arpo_megatron.trainer.consistency import check_on_policy
 from arpo_megatron.trainer.controller import Controller, probe_pack
 from arpo_megatron.trainer.held_out import HeldOutResult, evaluation_due
@@ -45,17 +45,17 @@ STATS = UpdateStats.of(
 )
 
 
-def minibatch(*versions: int) -> tuple[Minibatch, list[Logprobs]]:
+def minibatch(*versions: int) -> tuple[Batch, list[Logprobs]]:
     """A tree whose MODEL segments of two tokens have these versions, sampled at -1 nat each, and its log-probs."""
     tree = RolloutTree("task", [1, 2])
     for version in versions:
         tree.add(0, Role.MODEL, [3, 4], logprobs=[-1.0, -1.0], policy_version=version)
     tree.add(0, Role.MODEL, [5])  # nobody knows what it was sampled at
     packs = pack_trees([tree], supervised_credit([tree]), token_budget=100)
-    return Minibatch(packs, [tree]), [np.full(len(pack.predictors), -1.0, np.float32) for pack in packs]
+    return Batch(packs, [tree]), [np.full(len(pack.predictors), -1.0, np.float32) for pack in packs]
 
 
-def place(of: tuple[Minibatch, list[Logprobs]], token: int, logprob: float) -> None:
+def place(of: tuple[Batch, list[Logprobs]], token: int, logprob: float) -> None:
     """The trainer's log-prob of a token of the tree, counted over its segments."""
     batch, logprobs = of
     logprobs[0][batch.packs[0].token_index == token] = logprob
@@ -80,7 +80,7 @@ def test_where_nothing_is_compared_there_is_no_gap_to_tell() -> None:
     first = minibatch(3, 2)
     assert sampling_gap([first[0]], [first[1]], version=4) is None  # older versions sampled all
     assert sampling_gap([], [], version=3) is None
-    elsewhere = Minibatch(first[0].packs)  # a rank that is not the leader knows no trees
+    elsewhere = Batch(first[0].packs)  # a rank that is not the controller knows no trees
     assert sampling_gap([elsewhere], [first[1]], version=3) is None
 
 
@@ -110,8 +110,8 @@ def test_a_push_is_probed_as_its_leader_says_and_one_that_failed_is_told_and_not
     monkeypatch.setattr("arpo_megatron.trainer.run.hf_buckets", lambda *_, **__: (gathered.append(n) for n in range(3)))
     run: Any = SimpleNamespace(
         config=CONFIG,
-        leader=SimpleNamespace(
-            sync=SimpleNamespace(buffers=2), push=push, harvest=SimpleNamespace(after_push=pushed.append)
+        controller=SimpleNamespace(
+            sync=SimpleNamespace(buffers=2), push=push, collector=SimpleNamespace(after_push=pushed.append)
         ),
         actor=SimpleNamespace(chunks=[], spec=None, logprobs=logprobs),
         state=RunState(),
@@ -162,14 +162,14 @@ def test_the_staleness_of_a_step_is_the_mean_over_its_sampled_tokens() -> None:
             parent = tree.add(parent, Role.MODEL, [5] * length, policy_version=version)
         return ScoredTree(Task("task", (), "1", "math", "?"), tree, np.ones(1), np.ones(1), np.ones(1, bool))
 
-    leader: Any = SimpleNamespace(
+    controller: Any = SimpleNamespace(
         config=CONFIG,
         counters=lambda: defaultdict(float),
         reward=SimpleNamespace(judge=None),
-        harvest=SimpleNamespace(stats=[], store=None),
-        sampler=SimpleNamespace(metrics=dict),
+        collector=SimpleNamespace(stats=[], store=None),
+        selector=SimpleNamespace(metrics=dict),
     )
-    found = Controller.step_metrics(leader, [grown(2, 6), grown(0, 4), grown(4, 4, 16)], 2)
+    found = Controller.step_metrics(controller, [grown(2, 6), grown(0, 4), grown(4, 4, 16)], 2)
     ages = [2] * 2 + [1] * 6 + [1] * 4 + [2] * 4 + [1] * 4 + [0] * 16
     assert found["staleness"] == pytest.approx(np.mean(ages))
     assert found["staleness_max"] == 2
@@ -222,19 +222,19 @@ def test_a_step_goes_on_where_its_trees_cannot_be_stored(tmp_path: Path) -> None
         directory=RunDirectory(tmp_path), events=EventLog(tmp_path / "events.jsonl"), state=RunState(step=4)
     )
     log = TreeLog(run.directory, lambda text: run.events.emit("note", text=text))
-    leader: Any = SimpleNamespace(decode=str, harvest=SimpleNamespace(left_out=[]), tree_log=log)
+    controller: Any = SimpleNamespace(decode=str, collector=SimpleNamespace(left_out=[]), tree_log=log)
     nothing = np.zeros(1)
     scored = [ScoredTree(Task("task", (), "1", "math", "?"), RolloutTree("task", [1]), nothing, nothing, nothing > 1)]
     run.directory.trees.write_text("a file where the directory should be")
-    assert TrainingRun._store(run, scored * 3, leader) == 3
+    assert TrainingRun._store(run, scored * 3, controller) == 3
     run.state.step = 5
-    assert TrainingRun._store(run, scored, leader) == 4
+    assert TrainingRun._store(run, scored, controller) == 4
     assert run.state.totals == {"trees_not_stored": 4}
     told = [json.loads(line)["text"] for line in run.events.path.read_text().splitlines()]
     assert "4 trees of steps 4, 5 wait for the disk, training goes on: " in told[1]
     run.directory.trees.unlink()
     run.state.step = 6
-    assert TrainingRun._store(run, scored, leader) == 0
+    assert TrainingRun._store(run, scored, controller) == 0
     assert run.state.totals == {"trees_not_stored": 0}
     assert [len(read_trees(step_file(run.directory, step))) for step in (4, 5, 6)] == [3, 1, 1]
 
@@ -270,21 +270,21 @@ def test_a_checkpoint_within_a_step_has_the_sampler_of_the_same_moment_as_the_tr
     saved = {}
 
     def save(step: int, _actor: object, state: dict[str, Any], files: dict[str, Any]) -> None:
-        saved.update(step=step, sampler=state["sampler"], trees=files[TREES_FILE](), experience=files[REPLAY_FILE]())
+        saved.update(step=step, selector=state["selector"], trees=files[TREES_FILE](), experience=files[REPLAY_FILE]())
 
-    sampler = EpochSelector([Task(f"t{n}", (), "1", "math", "?") for n in range(9)], seed=1)
+    selector = EpochSelector([Task(f"t{n}", (), "1", "math", "?") for n in range(9)], seed=1)
     tree = UnfinishedTree("t1", 2, 2, (b"sampled",))
-    harvest = SimpleNamespace(unfinished=lambda: [tree], snapshot=lambda: lambda: b"stored")
+    collector = SimpleNamespace(unfinished=lambda: [tree], snapshot=lambda: lambda: b"stored")
     run: Any = SimpleNamespace(
-        leader=SimpleNamespace(harvest=harvest),
-        sampler=sampler,
-        state=RunState(step=2, sampler=sampler.state_dict()),
+        controller=SimpleNamespace(collector=collector),
+        selector=selector,
+        state=RunState(step=2, selector=selector.state_dict()),
         checkpoints=SimpleNamespace(save=save),
         actor=None,
     )
-    sampler.next_batch(4)  # by the step that is under way
+    selector.next_batch(4)  # by the step that is under way
     TrainingRun._save(run)
-    assert (saved["step"], saved["sampler"]["position"]) == (2, 4)
+    assert (saved["step"], saved["selector"]["position"]) == (2, 4)
     assert (unpack_trees(saved["trees"]), saved["experience"]) == ([tree], b"stored")
 
 
@@ -323,7 +323,7 @@ def test_an_evaluation_is_recorded_once_with_what_each_task_earned(tmp_path: Pat
         directory=RunDirectory(tmp_path),
         held_out=tasks,
         state=RunState(step=2, totals={"tool_calls_executed": 12.0}),
-        leader=SimpleNamespace(evaluate=evaluate),
+        controller=SimpleNamespace(evaluate=evaluate),
         events=EventLog(tmp_path / "events.jsonl"),
         _with_weights=lambda work: work(),
     )

@@ -41,7 +41,7 @@ def with_a(value: float, packs, index: int):
 def bad_update(actor: Actor, packs, old=None, step: int = 0) -> SkippedUpdate:
     stats = actor.update(packs, old, "nll")
     assert stats.skipped
-    return SkippedUpdate("train", step, "nll", actor.unsound, packs, old, made_by=MADE_BY)
+    return SkippedUpdate("train", step, "nll", actor.nonfinite_packs, packs, old, made_by=MADE_BY)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])

@@ -39,8 +39,8 @@ def main() -> None:
         layout = LAYOUTS[name]
         if name == names[0]:
             parallel.initialize(layout, seed=1)
-            told = parallel.broadcast_object({"from": "the leader"} if parallel.is_rank_zero() else None)
-            assert told == {"from": "the leader"}
+            told = parallel.broadcast_object({"from": "the controller"} if parallel.is_rank_zero() else None)
+            assert told == {"from": "the controller"}
         else:
             parallel_state.destroy_model_parallel()
             parallel.lay_out(layout)

@@ -32,7 +32,7 @@ class StoredTrajectory:
 
 
 class ReplayBuffer(Protocol):
-    """Keeps finished trajectories, a bounded number, and replays them. Only the leader holds one. Deterministic.
+    """Keeps finished trajectories, a bounded number, and replays them. Only the controller holds one. Deterministic.
 
     What it replays keeps its sampling log-probs, with which `algorithm.trajectory_weight_limit` corrects.
     """

@@ -178,7 +178,11 @@ def _run(config: JobConfig, steps: int) -> Watched:
         RuntimeError: a role died; with the last line of what it said.
     """
     found, phase, started, own = Watched(), "start", time.monotonic(), device_used()
-    with opened(config, resume=False) as run, watching(run) as (progress, poll), ManagedProcesses(run.logs) as roles:
+    with (
+        opened(config, resume=False) as run,
+        watching(run) as (progress, poll),
+        ManagedProcesses(run.logs) as processes,
+    ):
         reader = EventReader(run.events)
 
         def watch() -> None:
@@ -199,7 +203,7 @@ def _run(config: JobConfig, steps: int) -> Watched:
                 raise _EnoughError
 
         try:
-            run_phases(config, run, roles, progress, watch)
+            run_phases(config, run, processes, progress, watch)
         except _EnoughError:
             pass
         except ProcessDiedError as error:

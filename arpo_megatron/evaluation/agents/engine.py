@@ -39,20 +39,20 @@ class GrownAnswers:
         settings = RolloutSettings.evaluation(self.config, samples=self.samples)
         engine = self.config.engine
         waiting = iter(wanted)
-        under_way: dict[str, Wanted] = {}
+        in_flight: dict[str, Wanted] = {}
 
         def start(count: int) -> None:
             if batch := list(islice(waiting, count)):
-                under_way.update((each.task.id, each) for each in batch)
+                in_flight.update((each.task.id, each) for each in batch)
                 self.rollouts.start_trees(_GROUP, [each.task for each in batch], step=0, version=0, settings=settings)
 
         start(max(1, _QUEUED * engine.replicas * engine.max_running_requests // self.samples))
-        while under_way:
+        while in_flight:
             report = self.rollouts.collect(CollectTrees(_GROUP, count=1), lambda _progress: self.check())
             self.rollouts.forget(_GROUP)
             for tree in report.trees:
-                deliver(under_way.pop(tree.task_id), dict(enumerate(responses_of(tree, self.decode))))
+                deliver(in_flight.pop(tree.task_id), dict(enumerate(responses_of(tree, self.decode))))
             for failed in report.failed:
                 why = no_response(failed)
-                deliver(under_way.pop(failed.tree.task_id), dict.fromkeys(range(self.samples), why))
+                deliver(in_flight.pop(failed.tree.task_id), dict.fromkeys(range(self.samples), why))
             start(len(report.trees) + len(report.failed))

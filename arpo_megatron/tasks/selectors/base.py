@@ -12,7 +12,7 @@ from arpo_megatron.tasks.base import Task
 
 
 class TaskSelector(Protocol):
-    """Chooses the tasks of a step from what earlier ones have earned. Deterministic; only the leader asks it.
+    """Chooses the tasks of a step from what earlier ones have earned. Deterministic; only the controller asks it.
 
     A part of `algorithm.selector` is made with `tasks`, `seed` and numbers of its own.
     """

@@ -36,30 +36,30 @@ class TargetedTasks:
     difficulty_target: float = 0.5
     difficulty_temperature: Annotated[float, Field(gt=0)] = 0.1
     _success: dict[str, float] = field(default_factory=dict, init=False)
-    _under_way: dict[str, None] = field(default_factory=dict, init=False)
+    _in_flight: dict[str, None] = field(default_factory=dict, init=False)
     _draws: int = field(default=0, init=False)
 
     def next_batch(self, count: int, begun: Collection[str] = ()) -> list[Task]:
         """See `TaskSelector`."""
         check_enough(self.tasks, count)
         others = [task.id for task in self.tasks if task.id not in begun]
-        missing = min(count, len(others)) - sum(name not in self._under_way for name in others)
+        missing = min(count, len(others)) - sum(name not in self._in_flight for name in others)
         if missing > 0:  # the longest under way first
-            for name in [name for name in self._under_way if name not in begun][:missing]:
-                del self._under_way[name]
+            for name in [name for name in self._in_flight if name not in begun][:missing]:
+                del self._in_flight[name]
         draw, self._draws = random.Random(f"targeted-{self.seed}-{self._draws}"), self._draws + 1
         keys = [(self._score(task) + _gumbel(draw), number) for number, task in enumerate(self.tasks)]
-        taken = {*self._under_way, *begun}
+        taken = {*self._in_flight, *begun}
         free = [(key, number) for key, number in keys if self.tasks[number].id not in taken]
         chosen = [self.tasks[number] for _, number in sorted(free, reverse=True)[:count]]
-        self._under_way.update((task.id, None) for task in chosen)
+        self._in_flight.update((task.id, None) for task in chosen)
         return chosen
 
     def note(self, task_id: str, accuracies: Sequence[float]) -> None:
         """A finished tree."""
         if accuracies:
             self._success[task_id] = sum(accuracies) / len(accuracies)
-        self._under_way.pop(task_id, None)
+        self._in_flight.pop(task_id, None)
 
     def metrics(self) -> Mapping[str, float]:
         """Tasks that have been tried, and their mean distance to the target."""
@@ -73,7 +73,7 @@ class TargetedTasks:
             "tasks": len(self.tasks),
             "draws": self._draws,
             "success": dict(self._success),
-            "under_way": list(self._under_way),
+            "in_flight": list(self._in_flight),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -84,7 +84,7 @@ class TargetedTasks:
                 "run, or restore them"
             )
         self._draws, self._success = state["draws"], dict(state["success"])
-        self._under_way = dict.fromkeys(state["under_way"])
+        self._in_flight = dict.fromkeys(state["in_flight"])
 
     def _score(self, task: Task) -> float:
         success = self._success.get(task.id, self.difficulty_target)
