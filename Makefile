@@ -42,6 +42,7 @@ types: setup
 
 contracts: setup
 	$(BIN)/lint-imports
+	$(BIN)/deptry .
 
 pytest: setup
 	$(PYTEST) --durations 20 $(ARGS)

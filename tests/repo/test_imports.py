@@ -1,0 +1,46 @@
+"""The command line needs no torch, and a plain `pip install .` can import every module that needs no engine or GPU."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+WITHOUT_TORCH = """
+import sys
+import arpo_megatron.cli.main
+from arpo_megatron.jobs import resolve
+for name in resolve.recipe_names():
+    resolve.resolve(name, overrides=["seed=3"])
+print(*sorted({"torch", "transformers", "megatron", "sglang"} & set(sys.modules)))
+"""
+WITHOUT_EXTRAS = """
+import importlib, pkgutil, sys
+extras = "sglang sglang_router sgl_kernel transformer_engine triton zmq nemo_run leptonai paramiko matplotlib pytest"
+for name in extras.split():
+    sys.modules[name] = None  # importing it raises ImportError
+import arpo_megatron, tools_sandbox
+for package in (arpo_megatron, tools_sandbox):
+    for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+        if not module.name.endswith("__main__"):
+            try:
+                importlib.import_module(module.name)
+            except ImportError:
+                print(module.name)
+"""
+NEEDS_AN_EXTRA = {"arpo_megatron.cli.nemo", "arpo_megatron.engine.server.entropy_kernel"}
+"""Loaded by nemo-run, and by an engine on a GPU."""
+
+
+def run(program: str) -> set[str]:
+    command = [sys.executable, "-W", "ignore", "-c", program]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.split())
+
+
+def test_command_line_imports_no_torch() -> None:
+    assert run(WITHOUT_TORCH) == set()
+
+
+def test_modules_import_without_extras() -> None:
+    assert run(WITHOUT_EXTRAS) <= NEEDS_AN_EXTRA
