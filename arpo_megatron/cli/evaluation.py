@@ -62,7 +62,7 @@ Out = Annotated[Path | None, typer.Option(help="Directory for records and tables
 
 @app.command("eval")
 def evaluate(
-    subject: EvalTarget,
+    target: EvalTarget,
     overrides: Overrides = None,
     suite: Suite = None,
     k: K = 1,
@@ -83,8 +83,8 @@ def evaluate(
     from arpo_megatron.evaluation.run import EvalRequest
     from arpo_megatron.evaluation.run import evaluate as run
 
-    wish = EvalRequest(
-        subject=subject,
+    request = EvalRequest(
+        target=target,
         suite=suite,
         k=k,
         attempts=attempts,
@@ -98,7 +98,7 @@ def evaluate(
         system_prompt=system_prompt,
         overrides=tuple(overrides or ()),
     )
-    print(json.dumps(run(wish, _tell)), flush=True)
+    print(json.dumps(run(request, _tell)), flush=True)
 
 
 @app.command("eval-report")
@@ -129,13 +129,13 @@ def decontaminate(
     skip_missing: SkipMissing = False,
 ) -> None:
     """Name the evaluation questions that a training file holds, one JSON object a line; ends with code 1 for any."""
-    from arpo_megatron.evaluation.benchmarks import chosen
-    from arpo_megatron.evaluation.contamination import overlaps, training_questions
+    from arpo_megatron.evaluation.benchmarks import select_benchmarks
+    from arpo_megatron.evaluation.contamination import find_overlaps, training_questions
     from arpo_megatron.evaluation.questions import read_all
 
-    sets, missing = read_all(chosen(suite), data, skip_missing=skip_missing)
+    sets, missing = read_all(select_benchmarks(suite), data, skip_missing=skip_missing)
     training = training_questions(train_data, "")
-    found = overlaps([question for each in sets for question in each.questions], training.texts)
+    found = find_overlaps([question for each in sets for question in each.questions], training.texts)
     for each in found:
         row = {
             "benchmark": each.question.benchmark,

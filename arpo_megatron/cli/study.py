@@ -1,4 +1,4 @@
-"""`arpo study ...`: whole experiments, from equal cold starts to a table and a picture."""
+"""`arpo study ...`: experiments over several seeds, from equal cold starts to a table and a plot."""
 
 import shlex
 import sys
@@ -31,7 +31,7 @@ def _study_command(name: str, text: str) -> None:
         out: Annotated[Path | None, typer.Option(help="Directory of the runs; default: runs/study-NAME.")] = None,
         report: Annotated[
             Path | None,
-            typer.Option(help="Directory of table, picture and Parquet; default: report/ in that of the runs."),
+            typer.Option(help="Directory of table, plot and Parquet; default: report/ in that of the runs."),
         ] = None,
         only: Annotated[str | None, typer.Option(metavar="ARM[,ARM]", help="Only these arms.")] = None,
     ) -> None:
@@ -41,20 +41,20 @@ def _study_command(name: str, text: str) -> None:
 _study_command(
     "efficiency",
     "Held-out reward against executed tool calls: GRPO, GRPO at equal calls, random forks, ARPO, AEPO.\n\n"
-    "Stopped at any moment, the same command goes on where it was.",
+    "Stopped at any moment, the same command resumes it.",
 )
-_study_command("ablation", "What entropy weight, share of forks and beam do to ARPO; works like `efficiency`.")
+_study_command("ablation", "Effect of entropy weight, share of forks and beam on ARPO; works like `efficiency`.")
 
 
 @app.command()
 def entropy(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN_DIR...", help="Runs with stored trees.")],
-    out: Annotated[Path, typer.Option(help="Directory for table, picture and Parquet.")],
+    out: Annotated[Path, typer.Option(help="Directory for table, plot and Parquet.")],
 ) -> None:
-    """Entropy of the first tokens behind tool results, behind prompts, and elsewhere, from any runs' stored trees."""
+    """Entropy of the first tokens after tool results, after prompts, and elsewhere, from stored trees."""
     from arpo_megatron.jobs.run_directory import RunDirectory
     from arpo_megatron.studies import entropies
-    from arpo_megatron.studies.picture import check_can_draw
+    from arpo_megatron.studies.plot import check_can_draw
     from arpo_megatron.studies.report import made_by
 
     check_can_draw()
@@ -80,11 +80,12 @@ def _study(
 
     from arpo_megatron.jobs.run_directory import RUNS
     from arpo_megatron.monitor.progress import Progress
-    from arpo_megatron.studies import pieces, table
     from arpo_megatron.studies.designs import DESIGNS
-    from arpo_megatron.studies.picture import check_can_draw
+    from arpo_megatron.studies.plot import check_can_draw
     from arpo_megatron.studies.report import StudyResults, write_report
-    from arpo_megatron.studies.running import Study
+    from arpo_megatron.studies.results import collect
+    from arpo_megatron.studies.runner import StudyRunner
+    from arpo_megatron.studies.runs import check_runs, plan_runs
 
     check_can_draw()
     design = DESIGNS[name]
@@ -93,19 +94,19 @@ def _study(
         if unknown := [arm for arm in arms if arm not in design.arms]:
             raise UserError(f"--only {only}: {name} has no arm {unknown[0]!r}; arms: {', '.join(design.arms)}")
         design = replace(design, arms=tuple(arm for arm in design.arms if arm in arms))
-    place = (out or RUNS / f"study-{name}").absolute()
-    runs = pieces.plan(design, place, seeds or design.seeds, overrides)
-    pieces.check(runs)
-    place.mkdir(parents=True, exist_ok=True)
+    directory = (out or RUNS / f"study-{name}").absolute()
+    runs = plan_runs(design, directory, seeds or design.seeds, overrides)
+    check_runs(runs)
+    directory.mkdir(parents=True, exist_ok=True)
     with Progress() as progress:
-        study = Study(runs, place, jobs, progress)
-        study.run()
+        runner = StudyRunner(runs, directory, jobs, progress)
+        runner.run()
     options = [f"--seeds {seeds or design.seeds}", f"--jobs {jobs}", *([] if only is None else [f"--only {only}"])]
     command = " ".join(["arpo study", name, *map(shlex.quote, overrides), *options])
     try:
-        found = StudyResults.of(design, table.collect(runs), command, sorted({run.seed for run in runs}))
-        for path in write_report(found, report or place / "report"):
+        results = StudyResults.select(design, collect(runs), command, sorted({run.seed for run in runs}))
+        for path in write_report(results, report or directory / "report"):
             print(path)
         sys.stdout.flush()
     finally:
-        study.check()  # behind the report: of seeds whose runs are all done it tells whatever became of the others
+        runner.check()  # after the report: a failed run does not withhold the report of complete seeds

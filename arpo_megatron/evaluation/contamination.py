@@ -51,7 +51,7 @@ class Overlap:
     share: float
 
 
-def overlaps(questions: Sequence[Question], training: Iterable[str]) -> list[Overlap]:
+def find_overlaps(questions: Sequence[Question], training: Iterable[str]) -> list[Overlap]:
     """The questions that training texts contain, each once, with the text that has most of it, in their own order."""
     whole: dict[tuple[str, ...], list[int]] = defaultdict(list)
     runs: dict[tuple[str, ...], list[int]] = defaultdict(list)

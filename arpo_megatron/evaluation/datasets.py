@@ -27,7 +27,7 @@ def plain(row: Row, questions: Sequence[str], answers: Sequence[str]) -> Asked:
     return whole_characters(question.strip()), tuple(dict.fromkeys(accepted))
 
 
-def behind_hashes(row: Row, questions: Sequence[str], answers: Sequence[str]) -> Asked:
+def after_hashes(row: Row, questions: Sequence[str], answers: Sequence[str]) -> Asked:
     """GSM8K: the solution ends with `#### 1,234`."""
     question, accepted = plain(row, questions, answers)
     return question, tuple(text.rpartition("####")[2].strip() for text in accepted)

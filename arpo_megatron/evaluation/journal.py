@@ -38,9 +38,9 @@ class Outcome(StrEnum):
     UNJUDGED = "unjudged"  # answered, but the judge could not be asked
 
 
-PASSING = frozenset({Outcome.ENGINE, Outcome.TOOLS, Outcome.UNJUDGED})
+TRANSIENT = frozenset({Outcome.ENGINE, Outcome.TOOLS, Outcome.UNJUDGED})
 """Not the model's fault and maybe over by now: asked again when an evaluation goes on; until then they are wrong."""
-UNANSWERED = PASSING | {Outcome.PROMPT_TOO_LONG, Outcome.REFUSED}
+UNANSWERED = TRANSIENT | {Outcome.PROMPT_TOO_LONG, Outcome.REFUSED}
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +142,7 @@ class Journal:
     def done(self, benchmark: str, question_id: str, attempt: int) -> bool:
         """Whether this attempt need not be made any more."""
         found = self._attempts.get((benchmark, question_id, attempt))
-        return found is not None and found.outcome not in PASSING
+        return found is not None and found.outcome not in TRANSIENT
 
     def attempts(self) -> list[Attempt]:
         """All of them, in an order that does not depend on which ended first."""

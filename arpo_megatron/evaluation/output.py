@@ -22,8 +22,8 @@ IDENTITY = "evaluation.json"
 Identity = Mapping[str, Any]
 
 
-def identity_of(
-    subject: EvalTarget,
+def eval_identity(
+    target: EvalTarget,
     config: JobConfig,
     sets: list[TestSet],
     *,
@@ -37,8 +37,8 @@ def identity_of(
     values = dump_config(config)
     used = ("seed", "evaluation", "rollout", "reward", "data", "sandbox")
     return {
-        "subject": subject.url or str((subject.model or Path(subject.name)).resolve()),
-        "model": _digest(subject) if subject.model is not None else subject.name,
+        "subject": target.url or str((target.model or Path(target.name)).resolve()),
+        "model": _digest(target) if target.model is not None else target.name,
         "suite": suite,
         "files": {each.benchmark.name: each.sha256 for each in sets},
         "tools": tools.value,
@@ -51,7 +51,7 @@ def identity_of(
     }
 
 
-def opened(identity: Identity, *, out: Path | None, subject: EvalTarget) -> RunDirectory:
+def open_output(identity: Identity, *, out: Path | None, target: EvalTarget) -> RunDirectory:
     """The directory of an evaluation: `out`, or the first of its series that holds the same or nothing yet.
 
     Raises:
@@ -61,7 +61,7 @@ def opened(identity: Identity, *, out: Path | None, subject: EvalTarget) -> RunD
         if found := _difference(out, identity):
             raise UserError(f"--out {out} holds {found}; name another directory")
         return _made(out, identity)
-    base = _default(identity, subject)
+    base = _default(identity, target)
     number = 1
     while _difference(path := base if number == 1 else base.with_name(f"{base.name}-{number}"), identity):
         number += 1
@@ -78,11 +78,11 @@ def _made(path: Path, identity: Identity) -> RunDirectory:
     return RunDirectory(path)
 
 
-def _default(identity: Identity, subject: EvalTarget) -> Path:
+def _default(identity: Identity, target: EvalTarget) -> Path:
     kind = re.sub(r"[^\w.-]+", "_", f"{identity['suite']}-{identity['tools']}")
-    if subject.run is not None:
-        return subject.run.path / "evaluation" / kind
-    name = re.sub(r"[^\w.-]+", "_", subject.name)
+    if target.run is not None:
+        return target.run.path / "evaluation" / kind
+    name = re.sub(r"[^\w.-]+", "_", target.name)
     return RUNS / "evaluation" / name / kind
 
 
@@ -107,9 +107,9 @@ def _differing(there: Any, here: Any, name: str = "") -> str:
     return f"{name} {there}, not {here}".strip()
 
 
-def _digest(subject: EvalTarget) -> str:
+def _digest(target: EvalTarget) -> str:
     from arpo_megatron.models.safetensors import TensorFiles
 
-    assert subject.model is not None
-    with TensorFiles(subject.model) as weights:
+    assert target.model is not None
+    with TensorFiles(target.model) as weights:
         return weights.sampled_digest()

@@ -1,4 +1,4 @@
-"""Questions as they are put to a model, and how their answers are scored."""
+"""Questions as they are prompted to a model, and how their answers are scored."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class PromptedQuestion:
+class PromptedQuestions:
     """What is asked.
 
     Attributes:
@@ -44,16 +44,16 @@ class PromptedQuestion:
     notes: Sequence[str] = ()
 
 
-def put_held_out(subject: EvalTarget, config: JobConfig, reward: Reward, tasks: int | None) -> PromptedQuestion:
+def prompt_held_out(target: EvalTarget, config: JobConfig, reward: Reward, tasks: int | None) -> PromptedQuestions:
     """The held-out tasks of a run, scored by its reward. Raises UserError where there are fewer than asked for."""
-    assert subject.model is not None
-    tokenizer = load_tokenizer(subject.model)
+    assert target.model is not None
+    tokenizer = load_tokenizer(target.model)
     data = load_data(config, tokenizer)
     if tasks is not None and tasks > len(data.held_out):
         raise UserError(f"--tasks {tasks}: the run has {len(data.held_out)} held-out tasks")
     held_out = data.held_out[: tasks or config.evaluation.tasks]
     scorer = held_out_scorer(reward, held_out, config.reward.success_threshold)
-    return PromptedQuestion(
+    return PromptedQuestions(
         asked=[(held_out_question(task), task) for task in held_out],
         scorers={HELD_OUT: scorer},
         metrics={HELD_OUT: f"reward {config.reward.kind}"},
@@ -62,22 +62,22 @@ def put_held_out(subject: EvalTarget, config: JobConfig, reward: Reward, tasks: 
     )
 
 
-def put_benchmarks(
+def prompt_benchmarks(
     sets: Sequence[TestSet],
-    subject: EvalTarget,
+    target: EvalTarget,
     config: JobConfig,
     tools: Tools,
     system: str | None,
     judge: AnswerCheck | None,
     tasks: int | None,
-) -> PromptedQuestion:
+) -> PromptedQuestions:
     """The questions of benchmarks, the first `tasks` of each where that is given.
 
     A run on generated tasks is asked as it was trained, without a chat around the question, unless a system prompt is
     given.
     """
-    tokenizer = load_tokenizer(subject.model) if subject.model is not None else None
-    bare = subject.kind is TargetKind.RUN and config.data.is_generated and system is None
+    tokenizer = load_tokenizer(target.model) if target.model is not None else None
+    bare = target.kind is TargetKind.RUN and config.data.is_generated and system is None
     asked = []
     for each in sets:
         source = "math" if each.benchmark.metric == "math" else "qa"
@@ -89,7 +89,7 @@ def put_benchmarks(
     unjudged = [each.benchmark.name for each in sets if each.benchmark.metric == "judge" and judge is None]
     if unjudged:
         notes.append(f"no judge (reward.judge.url), so by token F1 instead: {', '.join(unjudged)}")
-    return PromptedQuestion(
+    return PromptedQuestions(
         asked=asked,
         scorers={each.benchmark.name: benchmark_scorer(each.benchmark.metric, tools, judge) for each in sets},
         metrics={

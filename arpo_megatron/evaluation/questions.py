@@ -60,7 +60,7 @@ def find(benchmark: Benchmark, directory: Path) -> Path | None:
     return next((path for path in paths if path.is_file()), None)
 
 
-def where_to_get(benchmark: Benchmark, directory: Path) -> str:
+def download_hint(benchmark: Benchmark, directory: Path) -> str:
     """The one line that says what to do about a missing file."""
     return (
         f"{benchmark.name}: no {directory / benchmark.name}.jsonl; get {benchmark.source} [{benchmark.licence}] and "
@@ -106,5 +106,5 @@ def read_all(
         others = ", ".join(benchmark.name for benchmark in missing[1:])
         rest = f" (missing too: {others})" if others else ""
         hint = "; --skip-missing goes on without" if found else "; --data DIR says where the files are"
-        raise UserError(where_to_get(missing[0], directory) + rest + hint)
+        raise UserError(download_hint(missing[0], directory) + rest + hint)
     return found, missing

@@ -11,11 +11,11 @@ from tabulate import tabulate
 
 from arpo_megatron.errors import UserError
 from arpo_megatron.evaluation.benchmarks import BENCHMARKS, HELD_OUT, SUITES
-from arpo_megatron.evaluation.journal import PASSING
+from arpo_megatron.evaluation.journal import TRANSIENT
 from arpo_megatron.evaluation.published import ROWS
 
 SUMMARY = "summary.json"
-"""What `Measured` is read from."""
+"""What `EvalResult` is read from."""
 _NONE = "-"
 _MARKED_ABOVE = 0.01
 """Share of missing attempts above which a figure is marked."""
@@ -28,7 +28,7 @@ FORMATS: Mapping[str, str] = {"md": "github", "tex": "latex_booktabs", "html": "
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class EvalResult:
     """An evaluation as it is reported (`summary.json`).
 
     Attributes:
@@ -53,16 +53,16 @@ class Table:
     rows: Sequence[Sequence[str]]
 
 
-def read_summary(directory: Path) -> Measured:
+def read_summary(directory: Path) -> EvalResult:
     """The result of a finished evaluation. Raises UserError where there is none."""
     try:
         found = json.loads((directory / SUMMARY).read_text(encoding="utf-8"))
-        return Measured(found["model"], found["method"], found["benchmarks"], found["notes"])
+        return EvalResult(found["model"], found["method"], found["benchmarks"], found["notes"])
     except (OSError, ValueError, KeyError):
         raise UserError(f"{directory} holds no finished evaluation ({SUMMARY}): run `arpo eval` first") from None
 
 
-def tables_of(measured: Sequence[Measured]) -> list[Table]:
+def tables_of(measured: Sequence[EvalResult]) -> list[Table]:
     """One table a suite that any of these has part in, then what each measured row cost and where it failed."""
     names = {name for each in measured for name in each.benchmarks}
     suites = [suite for suite, columns in SUITES.items() if names & set(columns)]
@@ -73,7 +73,7 @@ def tables_of(measured: Sequence[Measured]) -> list[Table]:
     return [_suite_table(suite, measured) for suite in suites] + [_details(each) for each in measured]
 
 
-def write_reports(directory: Path, measured: Sequence[Measured]) -> list[Path]:
+def write_reports(directory: Path, measured: Sequence[EvalResult]) -> list[Path]:
     """Write report.md, report.tex and report.html; returns their paths."""
     tables = tables_of(measured)
     notes = [note for each in measured for note in each.notes]
@@ -88,7 +88,7 @@ def write_reports(directory: Path, measured: Sequence[Measured]) -> list[Path]:
     return paths
 
 
-def _suite_table(suite: str, measured: Sequence[Measured]) -> Table:
+def _suite_table(suite: str, measured: Sequence[EvalResult]) -> Table:
     columns = SUITES[suite]
     rows = [
         [row.model, row.method, f"published ({row.source})", f"pass@{row.k}"]
@@ -122,12 +122,12 @@ def _mark(*rows: Mapping[str, Any]) -> str:
 
     def missing(figures: Mapping[str, Any]) -> float:
         outcomes = figures["outcomes"]
-        return float(sum(outcomes.get(kind.value, 0) for kind in PASSING) / max(1, sum(outcomes.values())))
+        return float(sum(outcomes.get(kind.value, 0) for kind in TRANSIENT) / max(1, sum(outcomes.values())))
 
     return _MARK if any(missing(figures) > _MARKED_ABOVE for figures in rows) else ""
 
 
-def _average(each: Measured, columns: Sequence[str], k: int) -> str:
+def _average(each: EvalResult, columns: Sequence[str], k: int) -> str:
     """Of the whole suite only: an average over fewer benchmarks would stand beside what it is not comparable with."""
     found = [each.benchmarks[name] for name in columns if name in each.benchmarks]
     if len(found) < len(columns) or any(k not in (1, figures["k"]) for figures in found):
@@ -136,7 +136,7 @@ def _average(each: Measured, columns: Sequence[str], k: int) -> str:
     return f"{100 * mean:.1f}{_mark(*found)}"
 
 
-def _details(each: Measured) -> Table:
+def _details(each: EvalResult) -> Table:
     rows = []
     for name, figures in each.benchmarks.items():
         shown = ", ".join(f"{kind} {count}" for kind, count in sorted(figures["outcomes"].items()))

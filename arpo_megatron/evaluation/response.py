@@ -43,7 +43,7 @@ class NoResponse:
     detail: str
 
 
-Given = AgentResponse | NoResponse
+Response = AgentResponse | NoResponse
 
 _FINISHES = {Finish.LENGTH: Outcome.LENGTH, Finish.CALL_LIMIT: Outcome.CALL_LIMIT, Finish.MALFORMED: Outcome.MALFORMED}
 
@@ -53,7 +53,7 @@ def outcome_without_answer(finish: Finish) -> Outcome:
     return _FINISHES.get(finish, Outcome.NO_ANSWER)
 
 
-def responses_of(tree: RolloutTree, decode: Decode) -> list[AgentResponse]:
+def tree_responses(tree: RolloutTree, decode: Decode) -> list[AgentResponse]:
     """The trajectories of a finished tree, in the order of its leaves."""
     prompt = len(tree.segments[0])
     found = []

@@ -12,20 +12,20 @@ from typing import Any
 from arpo_megatron.config import JobConfig
 from arpo_megatron.errors import UserError
 from arpo_megatron.evaluation import contamination as overlap
-from arpo_megatron.evaluation import output as place
 from arpo_megatron.evaluation import report
-from arpo_megatron.evaluation.agents.base import Agent, Wanted
-from arpo_megatron.evaluation.agents.oracle import KnownAnswers
-from arpo_megatron.evaluation.benchmarks import HELD_OUT, Benchmark, chosen
-from arpo_megatron.evaluation.journal import PASSING, Attempt, Journal, Outcome, write_records
-from arpo_megatron.evaluation.prompting import PromptedQuestion, put_benchmarks, put_held_out, training_prompt
+from arpo_megatron.evaluation.agents.base import Agent, PendingQuestion
+from arpo_megatron.evaluation.agents.oracle import OracleAgent
+from arpo_megatron.evaluation.benchmarks import HELD_OUT, Benchmark, select_benchmarks
+from arpo_megatron.evaluation.journal import TRANSIENT, Attempt, Journal, Outcome, write_records
+from arpo_megatron.evaluation.output import eval_identity, open_output
+from arpo_megatron.evaluation.prompting import PromptedQuestions, prompt_benchmarks, prompt_held_out, training_prompt
 from arpo_megatron.evaluation.prompts import Tools
 from arpo_megatron.evaluation.questions import Question, TestSet, read_all
-from arpo_megatron.evaluation.response import Given
-from arpo_megatron.evaluation.score_queue import Scoring
-from arpo_megatron.evaluation.scorers import judged_by
-from arpo_megatron.evaluation.summary import EvalSummary, figures_of
-from arpo_megatron.evaluation.target import EvalTarget, TargetKind, config_of, subject_of
+from arpo_megatron.evaluation.response import Response
+from arpo_megatron.evaluation.score_queue import ScoreQueue
+from arpo_megatron.evaluation.scorers import judge_check
+from arpo_megatron.evaluation.summary import EvalSummary, summarize
+from arpo_megatron.evaluation.target import EvalTarget, TargetKind, eval_config, parse_target
 from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.rewards import make_reward
 from arpo_megatron.rewards.judge.judge import Judge
@@ -41,7 +41,7 @@ Tell = Callable[[str], None]
 class EvalRequest:
     """What the command line asks for; see `arpo eval --help`."""
 
-    subject: str
+    target: str
     suite: str | None = None
     k: int = 1
     attempts: int | None = None
@@ -56,7 +56,7 @@ class EvalRequest:
     overrides: Sequence[str] = field(default_factory=tuple)
 
 
-def evaluate(wish: EvalRequest, tell: Tell = lambda _text: None) -> dict[str, Any]:
+def evaluate(request: EvalRequest, tell: Tell = lambda _text: None) -> dict[str, Any]:
     """Answer, score and report; what an earlier process of the same evaluation has done is not done again.
 
     Returns:
@@ -67,53 +67,53 @@ def evaluate(wish: EvalRequest, tell: Tell = lambda _text: None) -> dict[str, An
         UserError: something that is named does not exist or cannot be used.
         ProcessDiedError: the engine or the tool service did not start.
     """
-    subject = subject_of(wish.subject, wish.model)
-    tools = wish.tools or (Tools.PROMPT if subject.kind is TargetKind.SERVER else Tools.TRAINED)
-    suite = wish.suite or (HELD_OUT if subject.kind is TargetKind.RUN else "")
-    benchmarks, missing, sets = _sets(subject, suite, wish)
-    config = config_of(subject, benchmarks, tools, list(wish.overrides))
-    subject = _named(subject, wish, config, tell)
-    attempts = wish.attempts or wish.k
-    if attempts < wish.k:
-        raise UserError(f"--attempts {attempts} is fewer than --k {wish.k}")
-    system = _system_prompt(wish, subject, config, bool(benchmarks) and tools is Tools.TRAINED)
-    identity = place.identity_of(
-        subject,
+    target = parse_target(request.target, request.model)
+    tools = request.tools or (Tools.PROMPT if target.kind is TargetKind.SERVER else Tools.TRAINED)
+    suite = request.suite or (HELD_OUT if target.kind is TargetKind.RUN else "")
+    benchmarks, missing, sets = _sets(target, suite, request)
+    config = eval_config(target, benchmarks, tools, list(request.overrides))
+    target = _named(target, request, config, tell)
+    attempts = request.attempts or request.k
+    if attempts < request.k:
+        raise UserError(f"--attempts {attempts} is fewer than --k {request.k}")
+    system = _system_prompt(request, target, config, bool(benchmarks) and tools is Tools.TRAINED)
+    identity = eval_identity(
+        target,
         config,
         sets,
         suite=suite,
         tools=tools,
-        tasks=wish.tasks,
+        tasks=request.tasks,
         attempts=attempts,
         system=system,
     )
-    out = place.opened(identity, out=wish.out, subject=subject)
+    out = open_output(identity, out=request.out, target=target)
     with out.locked():
-        with _asked(wish, subject, config, tools, system, out, sets, tell) as (put, judge):
-            training = _training_data(wish, subject, config, tell) if sets else None
-            held = None if training is None else _held(put, training)
+        with _asked(request, target, config, tools, system, out, sets, tell) as (prompted, judge):
+            training = _training_data(request, target, config, tell) if sets else None
+            held = None if training is None else _held(prompted, training)
             journal = Journal(out.path / "attempts.jsonl")
             try:
-                _answer(subject, config, tools, out, put, journal, attempts, judge is not None, tell)
+                _answer(target, config, tools, out, prompted, journal, attempts, judge is not None, tell)
                 kept = journal.attempts()
             finally:
                 journal.close()
-        figures = _figures(wish, config, put, kept, held)
-        notes = [*_notes(put, sets, missing, wish, training), *_judging(judge)]
-        return _report(out, subject, tools, config, figures, notes, kept, tell)
+        figures = _figures(request, config, prompted, kept, held)
+        notes = [*_notes(prompted, sets, missing, request, training), *_judging(judge)]
+        return _report(out, target, tools, config, figures, notes, kept, tell)
 
 
 @contextmanager
 def _asked(
-    wish: EvalRequest,
-    subject: EvalTarget,
+    request: EvalRequest,
+    target: EvalTarget,
     config: JobConfig,
     tools: Tools,
     system: str | None,
     out: RunDirectory,
     sets: Sequence[TestSet],
     tell: Tell,
-) -> Iterator[tuple[PromptedQuestion, Judge | None]]:
+) -> Iterator[tuple[PromptedQuestions, Judge | None]]:
     """What is asked, and the model that judges answers, if one does.
 
     That is closed at the end of the block, however this is left: whoever waits for it is let go then.
@@ -123,59 +123,61 @@ def _asked(
         if sets:
             if config.reward.judge.url is not None and any(each.benchmark.metric == "judge" for each in sets):
                 judge = Judge(config.reward.judge, cache, waiting="the evaluation", log=tell)
-            verdicts = None if judge is None else judged_by(judge)
-            put = put_benchmarks(sets, subject, config, tools, system, verdicts, wish.tasks)
+            verdicts = None if judge is None else judge_check(judge)
+            prompted = prompt_benchmarks(sets, target, config, tools, system, verdicts, request.tasks)
         else:
             limit = config.rollout.max_response_tokens
             reward = make_reward(
                 config.reward, max_response_tokens=limit, cache=cache, waiting="the evaluation", log=tell
             )
             judge = reward.judge
-            put = put_held_out(subject, config, reward, wish.tasks)
-        yield put, judge
+            prompted = prompt_held_out(target, config, reward, request.tasks)
+        yield prompted, judge
     finally:
         if judge is not None:
             judge.close()
 
 
-def _sets(subject: EvalTarget, suite: str, wish: EvalRequest) -> tuple[list[Benchmark], list[Benchmark], list[TestSet]]:
+def _sets(
+    target: EvalTarget, suite: str, request: EvalRequest
+) -> tuple[list[Benchmark], list[Benchmark], list[TestSet]]:
     """The benchmarks of a suite, those whose file is missing, and the files of the others."""
     if suite == HELD_OUT:
-        if subject.kind is not TargetKind.RUN:
-            raise UserError(f"--suite {HELD_OUT}: only a run directory has held-out tasks, and {wish.subject} is none")
+        if target.kind is not TargetKind.RUN:
+            raise UserError(f"--suite {HELD_OUT}: only a run directory has held-out tasks")
         return [], [], []
     if not suite:
         raise UserError("--suite is missing: reasoning, deepsearch, or names of benchmarks")
-    benchmarks = chosen(suite)
-    sets, missing = read_all(benchmarks, wish.data, skip_missing=wish.skip_missing)
+    benchmarks = select_benchmarks(suite)
+    sets, missing = read_all(benchmarks, request.data, skip_missing=request.skip_missing)
     return benchmarks, missing, sets
 
 
-def _named(subject: EvalTarget, wish: EvalRequest, config: JobConfig, tell: Tell) -> EvalTarget:
+def _named(target: EvalTarget, request: EvalRequest, config: JobConfig, tell: Tell) -> EvalTarget:
     """With the name of the model that a server has."""
-    if subject.kind is not TargetKind.SERVER or wish.model is not None:
-        return subject
+    if target.kind is not TargetKind.SERVER or request.model is not None:
+        return target
     from arpo_megatron.evaluation.agents.server import served_model
 
-    return EvalTarget(subject.kind, served_model(subject.url, config, tell), url=subject.url)
+    return EvalTarget(target.kind, served_model(target.url, config, tell), url=target.url)
 
 
-def _system_prompt(wish: EvalRequest, subject: EvalTarget, config: JobConfig, trained: bool) -> str | None:
+def _system_prompt(request: EvalRequest, target: EvalTarget, config: JobConfig, trained: bool) -> str | None:
     """The user's, or for a trained model that of its training data; None: our own wording."""
-    if wish.system_prompt is not None:
+    if request.system_prompt is not None:
         try:
-            return wish.system_prompt.read_text(encoding="utf-8").strip()
+            return request.system_prompt.read_text(encoding="utf-8").strip()
         except OSError as error:
-            raise UserError(f"--system-prompt {wish.system_prompt}: {error.strerror}") from None
-    return training_prompt(config) if trained and subject.kind is TargetKind.RUN else None
+            raise UserError(f"--system-prompt {request.system_prompt}: {error.strerror}") from None
+    return training_prompt(config) if trained and target.kind is TargetKind.RUN else None
 
 
 def _answer(
-    subject: EvalTarget,
+    target: EvalTarget,
     config: JobConfig,
     tools: Tools,
     out: RunDirectory,
-    put: PromptedQuestion,
+    prompted: PromptedQuestions,
     journal: Journal,
     attempts: int,
     judged: bool,
@@ -191,39 +193,39 @@ def _answer(
             tell(f"{done} of {total} attempts")
 
     # Only a model's verdict is worth keeping what it is asked about: rules take no time.
-    kept = [name for name, metric in put.metrics.items() if judged and metric not in ("math", "f1")]
+    kept = [name for name, metric in prompted.metrics.items() if judged and metric not in ("math", "f1")]
     at_once = config.reward.judge.concurrency if judged else None  # a thread each: it waits for the verdict
-    with Scoring(put.scorers, journal, kept, note, at_once) as scoring:
-        wanted, unscored = [], list[tuple[Question, dict[int, Given]]]()
-        for question, task in put.asked:
+    with ScoreQueue(prompted.scorers, journal, kept, note, at_once) as scoring:
+        wanted, unscored = [], list[tuple[Question, dict[int, Response]]]()
+        for question, task in prompted.asked:
             left = [n for n in range(attempts) if not journal.done(question.benchmark, question.id, n)]
             if answers := scoring.kept(question, left):
                 unscored.append((question, answers))
             if rest := tuple(n for n in left if n not in answers):
-                wanted.append(Wanted(question, task, rest))
+                wanted.append(PendingQuestion(question, task, rest))
         to_make = sum(len(each.attempts) for each in wanted)
         to_judge = sum(len(answers) for _, answers in unscored)
         total = to_make + to_judge
         if not total:
             return
-        known = len(put.asked) * attempts - total
+        known = len(prompted.asked) * attempts - total
         said = [f"{to_make} attempts to make", *([f"{to_judge} to judge"] if to_judge else [])]
         tell(f"{', '.join(said)}{f', {known} are there already' if known else ''}; records in {out.path}")
         for question, answers in unscored:
             scoring.score(question, answers)
         if wanted:
-            with _agent(subject, config, tools, out, put, attempts, tell) as agent:
+            with _agent(target, config, tools, out, prompted, attempts, tell) as agent:
                 agent.answer(wanted, scoring.deliver)
         scoring.finish()
 
 
 @contextmanager
 def _agent(
-    subject: EvalTarget,
+    target: EvalTarget,
     config: JobConfig,
     tools: Tools,
     out: RunDirectory,
-    put: PromptedQuestion,
+    prompted: PromptedQuestions,
     attempts: int,
     tell: Tell,
 ) -> Iterator[Agent]:
@@ -232,38 +234,38 @@ def _agent(
     from arpo_megatron.launch.services import services, tool_service
     from arpo_megatron.rollout.endpoints import connect_rollouts
 
-    if subject.kind in (TargetKind.ORACLE, TargetKind.WRONG):
-        yield KnownAnswers(right=subject.kind is TargetKind.ORACLE)
+    if target.kind in (TargetKind.ORACLE, TargetKind.WRONG):
+        yield OracleAgent(right=target.kind is TargetKind.ORACLE)
         return
-    write_tool_files(config, out, put.data)
+    write_tool_files(config, out, prompted.data)
     with ManagedProcesses(out.logs) as processes:
-        if subject.kind is TargetKind.SERVER:
-            from arpo_megatron.evaluation.agents.server import ServerAnswers
+        if target.kind is TargetKind.SERVER:
+            from arpo_megatron.evaluation.agents.server import ServerAgent
 
             token = os.environ.get(TOKEN_VARIABLE) or None
             if tools is Tools.NONE:
-                yield ServerAnswers(subject.url, subject.name, config, tools, None, tell=tell)
+                yield ServerAgent(target.url, target.name, config, tools, None, tell=tell)
                 return
             with tool_service(config, out, processes) as sandbox_url:
-                yield ServerAnswers(subject.url, subject.name, config, tools, sandbox_url, token, tell)
+                yield ServerAgent(target.url, target.name, config, tools, sandbox_url, token, tell)
             return
-        from arpo_megatron.evaluation.agents.engine import GrownAnswers
+        from arpo_megatron.evaluation.agents.engine import EngineAgent
 
-        assert subject.model is not None and put.decode is not None
-        with services(config, out, processes, subject.model) as ready:
-            rollouts = connect_rollouts(config, subject.model, ready)
+        assert target.model is not None and prompted.decode is not None
+        with services(config, out, processes, target.model) as ready:
+            rollouts = connect_rollouts(config, target.model, ready)
             try:
-                yield GrownAnswers(rollouts, config, attempts, put.decode, processes.check)
+                yield EngineAgent(rollouts, config, attempts, prompted.decode, processes.check)
             finally:
                 rollouts.close()
 
 
 def _training_data(
-    wish: EvalRequest, subject: EvalTarget, config: JobConfig, tell: Tell
+    request: EvalRequest, target: EvalTarget, config: JobConfig, tell: Tell
 ) -> overlap.TrainingQuestions | None:
     """What the model was trained on, where that is known."""
-    train_data, key = wish.train_data, "--train-data "
-    if train_data is None and subject.run is not None and config.data.kind == "arpo_parquet":
+    train_data, key = request.train_data, "--train-data "
+    if train_data is None and target.run is not None and config.data.kind == "arpo_parquet":
         train_data, key = config.data.path, "data.path="
     if train_data is None:
         return None
@@ -271,45 +273,45 @@ def _training_data(
     return overlap.training_questions(train_data, key)
 
 
-def _held(put: PromptedQuestion, training: overlap.TrainingQuestions) -> dict[str, set[str]]:
+def _held(prompted: PromptedQuestions, training: overlap.TrainingQuestions) -> dict[str, set[str]]:
     """The ids of the questions that the training data holds, by benchmark."""
-    held: dict[str, set[str]] = {name: set() for name in put.scorers}
-    for each in overlap.overlaps([question for question, _ in put.asked], training.texts):
+    held: dict[str, set[str]] = {name: set() for name in prompted.scorers}
+    for each in overlap.find_overlaps([question for question, _ in prompted.asked], training.texts):
         held[each.question.benchmark].add(each.question.id)
     return held
 
 
 def _figures(
-    wish: EvalRequest,
+    request: EvalRequest,
     config: JobConfig,
-    put: PromptedQuestion,
+    prompted: PromptedQuestions,
     kept: Sequence[Attempt],
     held: Mapping[str, set[str]] | None,
 ) -> list[EvalSummary]:
     """A row for each benchmark, in the order in which they were asked for."""
-    asked = {(question.benchmark, question.id) for question, _ in put.asked}
+    asked = {(question.benchmark, question.id) for question, _ in prompted.asked}
     kept = [attempt for attempt in kept if (attempt.benchmark, attempt.question_id) in asked]
     return [
-        figures_of(
+        summarize(
             [attempt for attempt in kept if attempt.benchmark == name],
-            metric=put.metrics[name],
-            k=wish.k,
+            metric=prompted.metrics[name],
+            k=request.k,
             seed=config.seed,
             overlapping=None if held is None else held[name],
         )
-        for name in put.scorers
+        for name in prompted.scorers
     ]
 
 
 def _notes(
-    put: PromptedQuestion,
+    prompted: PromptedQuestions,
     sets: Sequence[TestSet],
     missing: Sequence[Benchmark],
-    wish: EvalRequest,
+    request: EvalRequest,
     training: overlap.TrainingQuestions | None,
 ) -> list[str]:
     """What a reader of the tables must know."""
-    notes = list(put.notes)
+    notes = list(prompted.notes)
     for each in sets:
         if not each.known_file:
             digest = each.sha256[:12]
@@ -320,9 +322,9 @@ def _notes(
             row, reason = each.left_out[0]
             notes.append(f"{each.benchmark.name}: {len(each.left_out)} rows left out, the first (row {row}): {reason}")
     if missing:
-        notes.append(f"not evaluated, no file in {wish.data}: {', '.join(each.name for each in missing)}")
-    if wish.tasks is not None:
-        notes.append(f"only the first {wish.tasks} questions of each benchmark")
+        notes.append(f"not evaluated, no file in {request.data}: {', '.join(each.name for each in missing)}")
+    if request.tasks is not None:
+        notes.append(f"only the first {request.tasks} questions of each benchmark")
     if training is not None and training.note:
         notes.append(training.note)
     return notes
@@ -343,7 +345,7 @@ def _judging(judge: Judge | None) -> list[str]:
 
 def _report(
     out: RunDirectory,
-    subject: EvalTarget,
+    target: EvalTarget,
     tools: Tools,
     config: JobConfig,
     figures: Sequence[EvalSummary],
@@ -355,8 +357,8 @@ def _report(
     drawn = config.evaluation
     sampling = f"temperature {drawn.temperature:g}, top_p {drawn.top_p:g}, top_k {drawn.top_k or 'all'}"
     sampling += f", repetition penalty {drawn.penalty:g}, seed {config.seed}"
-    failed = Counter(attempt.outcome.value for attempt in kept if attempt.outcome in PASSING)
-    told = [f"{subject.name}: {sampling}", *notes]
+    failed = Counter(attempt.outcome.value for attempt in kept if attempt.outcome in TRANSIENT)
+    told = [f"{target.name}: {sampling}", *notes]
     if failed:
         kinds = ", ".join(f"{kind} {count}" for kind, count in sorted(failed.items()))
         told.append(
@@ -374,8 +376,8 @@ def _report(
     rows = {row.benchmark: row.to_dict() for row in figures}
     method = {Tools.NONE: "no tools", Tools.PROMPT: "TIR prompting", Tools.TRAINED: "trained"}[tools]
     write_records(out.path / "records.parquet", kept)
-    summary = {"model": subject.name, "method": method, "benchmarks": rows, "notes": told}
+    summary = {"model": target.name, "method": method, "benchmarks": rows, "notes": told}
     write_json(out.path / report.SUMMARY, summary)
-    report.write_reports(out.path, [report.Measured(subject.name, method, rows, told)])
+    report.write_reports(out.path, [report.EvalResult(target.name, method, rows, told)])
     single = next(iter(rows.values())) if len(rows) == 1 else {}
-    return {"model": str(subject.model or subject.name), "out": str(out.path), **single, "benchmarks": rows}
+    return {"model": str(target.model or target.name), "out": str(out.path), **single, "benchmarks": rows}

@@ -7,15 +7,15 @@ from threading import Lock
 from typing import Self
 
 from arpo_megatron.errors import UserError
-from arpo_megatron.evaluation.agents.base import Wanted
+from arpo_megatron.evaluation.agents.base import PendingQuestion
 from arpo_megatron.evaluation.journal import Journal
 from arpo_megatron.evaluation.questions import Question
-from arpo_megatron.evaluation.response import AgentResponse, Given
-from arpo_megatron.evaluation.scorers import Scorer, attempt_of
+from arpo_megatron.evaluation.response import AgentResponse, Response
+from arpo_megatron.evaluation.scorers import Scorer, score_response
 from arpo_megatron.tree import Finish
 
 
-class Scoring:
+class ScoreQueue:
     """Scores what agents deliver; use as `with`.
 
     Args:
@@ -52,7 +52,7 @@ class Scoring:
         rest = kind is not None and issubclass(kind, UserError) and not self._kept
         self._threads.shutdown(wait=rest, cancel_futures=not rest)
 
-    def kept(self, question: Question, numbers: Iterable[int]) -> dict[int, Given]:
+    def kept(self, question: Question, numbers: Iterable[int]) -> dict[int, Response]:
         """The answers among these attempts that only want a verdict."""
         if question.benchmark not in self._kept:
             return {}
@@ -63,7 +63,7 @@ class Scoring:
             if row is not None
         }
 
-    def deliver(self, each: Wanted, given: Mapping[int, Given]) -> None:
+    def deliver(self, each: PendingQuestion, given: Mapping[int, Response]) -> None:
         """Of the protocol of agents. Raises what an earlier answer could not be scored for."""
         question, new = each.question, {number: given[number] for number in each.attempts if number in given}
         if question.benchmark in self._kept:
@@ -71,7 +71,7 @@ class Scoring:
             self._journal.keep_answers(question.benchmark, question.id, rows)
         self.score(question, new)
 
-    def score(self, question: Question, given: Mapping[int, Given]) -> None:
+    def score(self, question: Question, given: Mapping[int, Response]) -> None:
         """Have answers scored, each in some thread. Raises as `deliver`."""
         if self._failed is not None:
             raise self._failed
@@ -82,10 +82,10 @@ class Scoring:
         for future in as_completed(self._futures):
             future.result()
 
-    def _scored(self, question: Question, number: int, given: Given) -> None:
+    def _scored(self, question: Question, number: int, given: Response) -> None:
         scorer = self._scorers[question.benchmark]
         try:
-            self._journal.add([attempt_of(question, number, given, scorer)])
+            self._journal.add([score_response(question, number, given, scorer)])
         except BaseException as error:
             self._failed = error
             raise

@@ -8,7 +8,7 @@ from arpo_megatron.evaluation.benchmarks import Metric
 from arpo_megatron.evaluation.journal import Attempt, Outcome
 from arpo_megatron.evaluation.prompts import Tools
 from arpo_megatron.evaluation.questions import Question
-from arpo_megatron.evaluation.response import AgentResponse, Given, NoResponse, outcome_without_answer
+from arpo_megatron.evaluation.response import AgentResponse, NoResponse, Response, outcome_without_answer
 from arpo_megatron.rewards.base import Reward, score_text
 from arpo_megatron.rewards.judge.judge import Judge
 from arpo_megatron.rewards.judge.prompts import CORRECT, same_answer
@@ -44,7 +44,7 @@ AnswerCheck = Callable[[str, str, str], bool]
 """(question, answer, expected) -> whether both answers mean the same; raises JudgeUnavailableError."""
 
 
-def judged_by(model: Judge) -> AnswerCheck:
+def judge_check(model: Judge) -> AnswerCheck:
     """A model as a judge (docs/rewards.md says how it is asked)."""
 
     def judge(question: str, answer: str, expected: str) -> bool:
@@ -101,7 +101,7 @@ def held_out_scorer(reward: Reward, tasks: Sequence[Task], threshold: float) -> 
     return score
 
 
-def attempt_of(question: Question, number: int, given: Given, scorer: Scorer) -> Attempt:
+def score_response(question: Question, number: int, given: Response, scorer: Scorer) -> Attempt:
     """Score attempt `number` at a question."""
     if isinstance(given, NoResponse):
         verdict = AnswerVerdict(None, 0.0, False, False, given.outcome, given.detail)

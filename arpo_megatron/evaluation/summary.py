@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from arpo_megatron.evaluation.journal import UNANSWERED, Attempt
-from arpo_megatron.evaluation.statistics import interval, pass_at_k
+from arpo_megatron.evaluation.pass_at_k import interval, pass_at_k
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class EvalSummary:
         return asdict(self)
 
 
-def figures_of(
+def summarize(
     attempts: Sequence[Attempt], *, metric: str, k: int, seed: int, overlapping: Collection[str] | None = None
 ) -> EvalSummary:
     """The figures of one benchmark.

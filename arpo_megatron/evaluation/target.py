@@ -54,7 +54,7 @@ class EvalTarget:
     url: str = ""
 
 
-def subject_of(text: str, model: str | None) -> EvalTarget:
+def parse_target(text: str, model: str | None) -> EvalTarget:
     """What SUBJECT and --model mean.
 
     Raises:
@@ -81,11 +81,11 @@ def subject_of(text: str, model: str | None) -> EvalTarget:
     )
 
 
-def config_of(subject: EvalTarget, benchmarks: list[Benchmark], tools: Tools, overrides: list[str]) -> JobConfig:
-    """Return the config for answering questions: the run's or a fresh one, then the paper's sampling, then `overrides`.
+def eval_config(target: EvalTarget, benchmarks: list[Benchmark], tools: Tools, overrides: list[str]) -> JobConfig:
+    """Return the config for answering: the run's or a fresh one, then the paper's sampling, then `overrides`.
 
     Args:
-        subject: who is evaluated.
+        target: who is evaluated.
         benchmarks: on what; empty: the run's own held-out tasks, sampled as the run says.
         tools: how the model comes to its tools.
         overrides: `section.key=value`, above all else.
@@ -97,21 +97,21 @@ def config_of(subject: EvalTarget, benchmarks: list[Benchmark], tools: Tools, ov
         overrides = [*PAPER_SAMPLING, *overrides]
     if tools is Tools.NONE:
         overrides = [*overrides, "rollout.max_tool_calls=0"]
-    base = _fresh(subject, benchmarks) if subject.run is None else resolve.load(subject.run.config)
+    base = _fresh(target, benchmarks) if target.run is None else resolve.load(target.run.config)
     return resolve.with_overrides(base, overrides)
 
 
-def _fresh(subject: EvalTarget, benchmarks: list[Benchmark]) -> JobConfig:
+def _fresh(target: EvalTarget, benchmarks: list[Benchmark]) -> JobConfig:
     """Without a run: the lengths of the recipes, deep search's where all benchmarks are of that suite."""
     deep = {benchmark.name for benchmark in benchmarks} <= set(SUITES["deepsearch"])
     rollout = _DEEP if deep else _REASONING
     length = _PROMPT_TOKENS + rollout.max_response_tokens
     model = ModelConfig(max_length=length)
-    if subject.model is not None:
-        shape = json.loads((subject.model / "config.json").read_text(encoding="utf-8"))
+    if target.model is not None:
+        shape = json.loads((target.model / "config.json").read_text(encoding="utf-8"))
         stored = str(shape.get("dtype") or shape.get("torch_dtype") or "bfloat16")
         model = ModelConfig(
-            path=subject.model,
+            path=target.model,
             dtype="float32" if stored.endswith("float32") else "bfloat16",
             max_length=max(64, min(length, int(shape.get("max_position_embeddings") or length))),
         )

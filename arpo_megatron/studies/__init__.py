@@ -1,1 +1,4 @@
-"""Studies: several arms of one experiment over several seeds, from equal cold starts, to a table and a picture."""
+"""Studies: several methods trained on the same tasks with several seeds, and the page that compares them.
+
+They start ordinary runs as processes; they import `evaluation` and lower layers, not `bench`.
+"""

@@ -1,4 +1,4 @@
-"""Which studies there are: their arms, and the one that the others are compared with."""
+"""Designs of the studies: their arms, and the arm that the others are compared with."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -6,28 +6,25 @@ from dataclasses import dataclass
 RECIPE = "trails"
 """The recipe of all studies; an arm is a variant of it (`recipes/trails.py`)."""
 BASE_ARM = "arpo"
-"""The recipe without a variant."""
+"""The arm that is the recipe without a variant."""
 
 
 @dataclass(frozen=True, slots=True)
 class Design:
-    """A study.
-
-    Attributes:
-        name: of the command.
-        about: one sentence for the head of its report.
-        arms: in the order of the table.
-        control: the arm that the others are compared with.
-        seeds: by default.
-        pairs: further comparisons, each an arm and the one that it is compared with.
-    """
+    """A study: its arms and comparisons."""
 
     name: str
+    """Name of the command."""
     about: str
+    """First sentence of the report."""
     arms: Sequence[str]
+    """Arms in the order of the table."""
     control: str
+    """Arm that the others are compared with."""
     seeds: int
+    """Default number of seeds."""
     pairs: Sequence[tuple[str, str]] = ()
+    """Further comparisons: an arm and its control."""
 
 
 DESIGNS: Mapping[str, Design] = {
@@ -39,11 +36,11 @@ DESIGNS: Mapping[str, Design] = {
             arms=("grpo", "grpo_equal_calls", "random", "arpo_reference", "arpo", "aepo"),
             control="grpo",
             seeds=5,
-            pairs=(("arpo", "random"),),  # what the entropy adds to branching
+            pairs=(("arpo", "random"),),  # the effect of entropy on branching
         ),
         Design(
             "ablation",
-            "What the entropy weight (beta), the share of forks (N of M) and the beam (Z) do to ARPO.",
+            "Effect of the entropy weight (beta), the share of forks (N of M) and the beam (Z) on ARPO.",
             arms=("arpo", "weight_0", "weight_02", "weight_5", "initial_2", "initial_6", "beam_4"),
             control="arpo",
             seeds=3,
@@ -52,6 +49,6 @@ DESIGNS: Mapping[str, Design] = {
 }
 
 
-def recipe_of(arm: str) -> str:
-    """The words of `arpo train` for an arm."""
+def arm_recipe(arm: str) -> str:
+    """Return the recipe argument of `arpo train` for an arm."""
     return RECIPE if arm == BASE_ARM else f"{RECIPE}+{arm}"

@@ -8,15 +8,15 @@ import pytest
 
 from arpo_megatron.bench.tool_calling_model import write_model
 from arpo_megatron.config import JobConfig
-from arpo_megatron.evaluation.agents.base import Agent, Wanted
-from arpo_megatron.evaluation.agents.engine import GrownAnswers
-from arpo_megatron.evaluation.agents.server import ServerAnswers, served_model
+from arpo_megatron.evaluation.agents.base import Agent, PendingQuestion
+from arpo_megatron.evaluation.agents.engine import EngineAgent
+from arpo_megatron.evaluation.agents.server import ServerAgent, served_model
 from arpo_megatron.evaluation.benchmarks import BENCHMARKS
-from arpo_megatron.evaluation.prompting import put_benchmarks
+from arpo_megatron.evaluation.prompting import prompt_benchmarks
 from arpo_megatron.evaluation.prompts import Tools
 from arpo_megatron.evaluation.questions import find, read
 from arpo_megatron.evaluation.response import AgentResponse, Decode
-from arpo_megatron.evaluation.target import EvalTarget, TargetKind, config_of
+from arpo_megatron.evaluation.target import EvalTarget, TargetKind, eval_config
 from arpo_megatron.jobs import resolve
 from arpo_megatron.jobs.inputs import write_tool_files
 from arpo_megatron.jobs.run_directory import RunDirectory
@@ -37,12 +37,12 @@ class Stage:
     config: JobConfig
     ready: Services
     rollouts: RolloutHandle
-    wanted: list[Wanted]
+    wanted: list[PendingQuestion]
     decode: Decode
     processes: ManagedProcesses
 
     def grown(self, *words: str, samples: int = 1) -> Agent:
-        return GrownAnswers(
+        return EngineAgent(
             self.rollouts, resolve.with_overrides(self.config, words), samples, self.decode, self.processes.check
         )
 
@@ -58,23 +58,23 @@ def stage(files: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sta
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.chat_template = CHAT
     tokenizer.save_pretrained(model)
-    subject, benchmark = EvalTarget(TargetKind.MODEL, "talkative", model=model), BENCHMARKS["aime24"]
-    config = config_of(subject, [benchmark], Tools.TRAINED, WORDS)
+    target, benchmark = EvalTarget(TargetKind.MODEL, "talkative", model=model), BENCHMARKS["aime24"]
+    config = eval_config(target, [benchmark], Tools.TRAINED, WORDS)
     assert (config.model.dtype, config.evaluation.top_k) == ("float32", 20)
     path = find(benchmark, files)
     assert path is not None
-    put = put_benchmarks([read(benchmark, path)], subject, config, Tools.TRAINED, "", None, None)
-    assert put.decode is not None
+    prompted = prompt_benchmarks([read(benchmark, path)], target, config, Tools.TRAINED, "", None, None)
+    assert prompted.decode is not None
     run = RunDirectory(place)
-    write_tool_files(config, run, put.data)
+    write_tool_files(config, run, prompted.data)
     with ManagedProcesses(run.logs) as processes, services(config, run, processes, model) as ready:
         rollouts = connect_rollouts(config, model, ready)
-        wanted = [Wanted(question, task, (0,)) for question, task in put.asked]
-        yield Stage(config, ready, rollouts, wanted, put.decode, processes)
+        wanted = [PendingQuestion(question, task, (0,)) for question, task in prompted.asked]
+        yield Stage(config, ready, rollouts, wanted, prompted.decode, processes)
         rollouts.close()
 
 
-def responses(agent: Agent, wanted: list[Wanted]) -> dict[tuple[str, int], AgentResponse]:
+def responses(agent: Agent, wanted: list[PendingQuestion]) -> dict[tuple[str, int], AgentResponse]:
     """What the agent delivers, without what the clock says."""
     found = {}
 
@@ -109,7 +109,7 @@ def test_the_same_engine_is_a_server_that_speaks_openai_s_format(stage: Stage, m
     monkeypatch.setenv("OPENAI_API_KEY", stage.ready.engine_token or "")
     url = stage.ready.engine_urls[0]
     name = served_model(url, stage.config)
-    agent = ServerAnswers(url, name, stage.config, Tools.TRAINED, stage.ready.sandbox_url)
+    agent = ServerAgent(url, name, stage.config, Tools.TRAINED, stage.ready.sandbox_url)
     found = responses(agent, stage.wanted)
     called = [response for response in found.values() if response.tool_calls]
     assert called

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from arpo_megatron.cli.evaluation import app
 from arpo_megatron.errors import UserError
-from arpo_megatron.evaluation.contamination import overlaps, training_questions
+from arpo_megatron.evaluation.contamination import find_overlaps, training_questions
 from arpo_megatron.evaluation.questions import Question
 
 PHRASE = "where m and n are relatively prime positive integers. Find the sum m + n of both."
@@ -26,19 +26,21 @@ def question(text: str) -> Question:
 
 
 def test_equal_words_are_found_whatever_their_case_and_signs() -> None:
-    (found,) = overlaps([question("Who wrote *Emma*?")], ["what?", "who  wrote Emma"])
+    (found,) = find_overlaps([question("Who wrote *Emma*?")], ["what?", "who  wrote Emma"])
     assert (found.training_row, found.share) == (1, 1.0)
 
 
 def test_most_of_a_question_inside_another_is_found() -> None:
-    (found,) = overlaps([question(LONG + "both go at 50 km/h?")], ["short", f"Read this. {LONG}both go at 70 km/h?"])
+    (found,) = find_overlaps(
+        [question(LONG + "both go at 50 km/h?")], ["short", f"Read this. {LONG}both go at 70 km/h?"]
+    )
     assert found.training_row == 1
     assert 0.5 <= found.share < 1.0
 
 
 def test_a_phrase_of_contests_is_no_overlap() -> None:
     asked = question(f"{LONG}the answer is m/n, {PHRASE}")
-    assert not overlaps([asked], [f"Find the side of the square as m/n, {PHRASE}"])
+    assert not find_overlaps([asked], [f"Find the side of the square as m/n, {PHRASE}"])
 
 
 def test_conversations_are_training_data_too(tmp_path: Path) -> None:
@@ -104,11 +106,11 @@ def test_a_benchmark_is_found_in_itself_and_rows_that_are_not_read_are_told(file
 
 def test_a_short_question_is_found_inside_a_text_unless_it_is_very_short() -> None:
     asked = question("In what year was Jane Austen born?")
-    (found,) = overlaps([asked], ["When?", "Question: in what year was Jane Austen born? Think first."])
+    (found,) = find_overlaps([asked], ["When?", "Question: in what year was Jane Austen born? Think first."])
     assert (found.training_row, found.share) == (1, 1.0)
-    assert not overlaps([asked], ["In what year was Jane Bennet born?", "In what year was Jane Austen"])
-    assert not overlaps([question("Compute $2^3$.")], ["Compute $2^3+7$."])
-    assert overlaps([question("Compute $2^3$.")], ["compute 2^3"])
+    assert not find_overlaps([asked], ["In what year was Jane Bennet born?", "In what year was Jane Austen"])
+    assert not find_overlaps([question("Compute $2^3$.")], ["Compute $2^3+7$."])
+    assert find_overlaps([question("Compute $2^3$.")], ["compute 2^3"])
 
 
 @pytest.mark.parametrize("name", ["none.parquet", "none.jsonl", "none"])
@@ -126,6 +128,6 @@ def test_a_training_file_that_cannot_be_read_is_named_as_it_was_given(tmp_path: 
 
 def test_in_text_without_spaces_every_character_is_a_word() -> None:
     asked = question("请问在AIME2024比赛中获得满分的选手来自哪个城市的学校?")
-    (found,) = overlaps([asked], ["题目:" + asked.text.removesuffix("的学校?") + ",请说明."])
+    (found,) = find_overlaps([asked], ["题目:" + asked.text.removesuffix("的学校?") + ",请说明."])
     assert 0.5 <= found.share < 1.0
-    assert not overlaps([asked], ["请问在哪个城市的学校能看到AIME2024比赛?"])
+    assert not find_overlaps([asked], ["请问在哪个城市的学校能看到AIME2024比赛?"])

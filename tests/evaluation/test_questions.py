@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from arpo_megatron.errors import UserError
-from arpo_megatron.evaluation.benchmarks import BENCHMARKS, SUITES, chosen
+from arpo_megatron.evaluation.benchmarks import BENCHMARKS, SUITES, select_benchmarks
 from arpo_megatron.evaluation.questions import Question, find, read, read_all
 
 DATA = Path(os.environ.get("ARPO_DATA") or Path(__file__).resolve().parents[3] / "shared" / "data") / "eval"
@@ -69,25 +69,31 @@ def test_rows_that_cannot_be_asked_are_named(files: Path) -> None:
 
 def test_a_missing_file_is_one_line_with_the_instruction(files: Path) -> None:
     with pytest.raises(UserError) as caught:
-        read_all(chosen("aime24,aime25,hle"), files, skip_missing=False)
+        read_all(select_benchmarks("aime24,aime25,hle"), files, skip_missing=False)
     line = str(caught.value)
     assert "\n" not in line
     for words in ("aime25", "huggingface.co/datasets/math-ai/aime25", "missing too: hle", "--skip-missing"):
         assert words in line
-    found, missing = read_all(chosen("aime24,aime25,hle"), files, skip_missing=True)
+    found, missing = read_all(select_benchmarks("aime24,aime25,hle"), files, skip_missing=True)
     assert [each.benchmark.name for each in found] == ["aime24"]
     assert [each.name for each in missing] == ["aime25", "hle"]
 
 
 def test_where_every_file_is_missing_nothing_can_be_skipped(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="--data DIR"):
-        read_all(chosen("reasoning"), tmp_path, skip_missing=True)
+        read_all(select_benchmarks("reasoning"), tmp_path, skip_missing=True)
 
 
 def test_suites_and_names_mix_and_an_unknown_one_is_told() -> None:
-    assert [each.name for each in chosen("deepsearch,gaia,aime24")] == ["gaia", "hle", "webwalker", "xbench", "aime24"]
+    assert [each.name for each in select_benchmarks("deepsearch,gaia,aime24")] == [
+        "gaia",
+        "hle",
+        "webwalker",
+        "xbench",
+        "aime24",
+    ]
     with pytest.raises(UserError, match=r"'aime26'.*suites: reasoning, deepsearch"):
-        chosen("aime24,aime26")
+        select_benchmarks("aime24,aime26")
 
 
 @pytest.mark.parametrize(

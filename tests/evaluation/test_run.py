@@ -17,13 +17,13 @@ import polars as pl
 import pytest
 
 from arpo_megatron.errors import UserError
-from arpo_megatron.evaluation.journal import PASSING, Outcome
+from arpo_megatron.evaluation.journal import TRANSIENT, Outcome
 from arpo_megatron.evaluation.prompts import Tools
 from arpo_megatron.evaluation.questions import Question
 from arpo_megatron.evaluation.report import read_summary, write_reports
 from arpo_megatron.evaluation.response import NoResponse
 from arpo_megatron.evaluation.run import EvalRequest, _report, evaluate
-from arpo_megatron.evaluation.scorers import AnswerVerdict, attempt_of
+from arpo_megatron.evaluation.scorers import AnswerVerdict, score_response
 from arpo_megatron.evaluation.target import EvalTarget, TargetKind
 from arpo_megatron.jobs.resolve import resolve
 from arpo_megatron.jobs.run_directory import RunDirectory
@@ -40,9 +40,9 @@ def right(messages: list[dict[str, str]]) -> str:
     return f"<think>t</think><answer>\\boxed{{{2 * int(found[1])}}}</answer>" if found else "2"
 
 
-def wish(server: ChatServer, files: Path, out: Path, **fields: Any) -> EvalRequest:
+def request(server: ChatServer, files: Path, out: Path, **fields: Any) -> EvalRequest:
     settings = {"suite": "aime24", "tools": Tools.NONE, "data": files, "out": out, "overrides": PLAIN} | fields
-    return EvalRequest(subject=server.url, **settings)
+    return EvalRequest(target=server.url, **settings)
 
 
 @pytest.mark.parametrize(("agent", "score"), [("oracle", 1.0), ("wrong", 0.0)])
@@ -69,7 +69,7 @@ def test_they_do_so_on_the_released_files(tmp_path: Path, agent: str, score: flo
 
 def test_a_server_is_asked_as_the_paper_samples(files: Path, tmp_path: Path) -> None:
     with served(ChatServer(right)) as server:
-        found = evaluate(wish(server, files, tmp_path / "out", k=2, overrides=()))
+        found = evaluate(request(server, files, tmp_path / "out", k=2, overrides=()))
     assert (found["model"], found["tasks"], found["accuracy"]) == ("scripted", 6, 1.0)
     asked = server.requests[-1]
     assert (asked["temperature"], asked["top_p"]) == (0.6, 0.95)
@@ -82,7 +82,7 @@ def test_a_server_is_asked_as_the_paper_samples(files: Path, tmp_path: Path) -> 
 def test_without_tools_a_tag_is_prose_and_the_text_whole(files: Path, tmp_path: Path) -> None:
     said = "I would run <python>1+1</python>. So the answer is \\boxed{2}."
     with served(ChatServer(lambda _messages: said)) as server:
-        found = evaluate(wish(server, files, tmp_path / "out", tasks=1))
+        found = evaluate(request(server, files, tmp_path / "out", tasks=1))
     assert found["outcomes"] == {"right": 1}
     assert pl.read_parquet(tmp_path / "out" / "records.parquet")["response"].to_list() == [said]
 
@@ -94,7 +94,7 @@ def test_a_prompted_model_uses_the_real_tools(files: Path, tmp_path: Path) -> No
         return f"<think>t</think><answer>\\boxed{{{re.findall(r'[0-9]+', messages[-1]['content'])[-1]}}}</answer>"
 
     with served(ChatServer(script)) as server:
-        found = evaluate(wish(server, files, tmp_path / "out", tools=Tools.PROMPT, tasks=2))
+        found = evaluate(request(server, files, tmp_path / "out", tools=Tools.PROMPT, tasks=2))
     rows = pl.read_parquet(Path(found["out"]) / "records.parquet")
     assert rows["answer"].to_list() == ["42", "42"]
     assert rows["tool_calls"].to_list() == [1, 1]
@@ -118,12 +118,12 @@ def test_failures_are_counted_by_kind_and_those_of_the_server_made_again(files: 
 
     settings = {"overrides": (*PLAIN, "rollout.max_response_tokens=20")}
     with served(ChatServer(script, fail=trouble)) as server:
-        first = evaluate(wish(server, files, tmp_path / "out", **settings))
+        first = evaluate(request(server, files, tmp_path / "out", **settings))
         assert first["outcomes"] == {"engine": 1, "refused": 1, "length": 1, "no_answer": 1, "right": 2}
         assert (first["not_answered"], first["accuracy"]) == (2, pytest.approx(2 / 6))
         server.fail = lambda _messages: 0
         before = len(server.asked())
-        again = evaluate(wish(server, files, tmp_path / "out", **settings))
+        again = evaluate(request(server, files, tmp_path / "out", **settings))
     assert again["outcomes"] == {"refused": 1, "length": 1, "no_answer": 1, "right": 3}
     assert server.asked()[before:] == ["What is 1 plus 1?"]
 
@@ -145,7 +145,7 @@ def test_a_server_that_does_not_know_a_parameter_is_told_once(
         served(ChatServer(right, unknown=parameter)) as server,
         pytest.raises(UserError, match=rf"does not accept what scripted is to be asked: .*{parameter}") as caught,
     ):
-        evaluate(wish(server, files, tmp_path / "out", tools=tools, overrides=("engine.retry_for_s=0.1",)))
+        evaluate(request(server, files, tmp_path / "out", tools=tools, overrides=("engine.retry_for_s=0.1",)))
     hint = "takes evaluation.top_k=0 evaluation.repetition_penalty=1.0 and --tools prompt or none"
     assert (hint in str(caught.value)) == (parameter != "seed")
     assert "\n" not in str(caught.value)
@@ -154,7 +154,7 @@ def test_a_server_that_does_not_know_a_parameter_is_told_once(
 
 def test_what_only_a_trained_model_needs_is_asked_of_no_other_server(files: Path, tmp_path: Path) -> None:
     with served(ChatServer(right, unknown="continue_final_message")) as server:
-        found = evaluate(wish(server, files, tmp_path / "out", tools=Tools.PROMPT))
+        found = evaluate(request(server, files, tmp_path / "out", tools=Tools.PROMPT))
     assert found["accuracy"] == 1.0
 
 
@@ -164,7 +164,7 @@ def test_attempts_that_are_refused_are_told_at_the_end(files: Path, tmp_path: Pa
 
     told = list[str]()
     with served(ChatServer(right, fail=too_long)) as server:
-        evaluate(wish(server, files, tmp_path / "out"), told.append)
+        evaluate(request(server, files, tmp_path / "out"), told.append)
     assert told[-1].startswith("warning: 6 of 6 attempts were refused by the server and count as wrong")
     assert "status 400 was wanted" in told[-1]
     assert told[-1].removeprefix("warning: ") in read_summary(tmp_path / "out").notes
@@ -187,11 +187,11 @@ def test_a_reply_that_is_no_completion_fails_its_attempt_or_is_told_by_the_first
         return body if "1 plus 1?" in messages[-1]["content"] else None
 
     with served(ChatServer(right, body=odd)) as server:
-        found = evaluate(wish(server, files, tmp_path / "out"))
+        found = evaluate(request(server, files, tmp_path / "out"))
         assert found["outcomes"] == {"engine": 1, "right": 5}
         server.body = lambda _messages: body
         with pytest.raises(UserError, match="does not speak OpenAI's chat format") as caught:
-            evaluate(wish(server, files, tmp_path / "other"))
+            evaluate(request(server, files, tmp_path / "other"))
     assert "\n" not in str(caught.value)
 
 
@@ -201,7 +201,7 @@ def test_a_count_of_tokens_that_is_none_costs_nothing_else(files: Path, tmp_path
     usage = {"prompt_tokens": 5, "completion_tokens": count}
     body = json.dumps({"choices": [{"finish_reason": "stop", "message": message}], "usage": usage}).encode()
     with served(ChatServer(right, body=lambda _messages: body)) as server:
-        found = evaluate(wish(server, files, tmp_path / "out"))
+        found = evaluate(request(server, files, tmp_path / "out"))
     assert found["outcomes"] == {"right": 1, "wrong": 5}
     assert pl.read_parquet(tmp_path / "out" / "records.parquet")["model_tokens"].to_list() == [0] * 6
 
@@ -220,7 +220,7 @@ def test_half_a_character_in_a_reply_a_refusal_or_a_tools_result_is_replaced(fil
         return 400 if "3 plus" in messages[-1]["content"] else 0
 
     with served(ChatServer(script, fail=refused, said=f"no {half}")) as server:
-        evaluate(wish(server, files, tmp_path / "out", tools=Tools.PROMPT, tasks=3))
+        evaluate(request(server, files, tmp_path / "out", tools=Tools.PROMPT, tasks=3))
     rows = pl.read_parquet(tmp_path / "out" / "records.parquet")
     assert rows["answer"].to_list() == ["\ufffd2", "4", None]
     assert rows["outcome"].to_list() == ["wrong", "right", "refused"]
@@ -232,7 +232,7 @@ def test_a_server_that_is_ill_is_not_said_to_refuse_the_request(files: Path, tmp
         served(ChatServer(right, fail=lambda _messages: 500)) as server,
         pytest.raises(UserError, match=r"is up but does not answer: .*status 500") as caught,
     ):
-        evaluate(wish(server, files, tmp_path / "out"))
+        evaluate(request(server, files, tmp_path / "out"))
     assert "accept" not in str(caught.value)
 
 
@@ -246,10 +246,10 @@ def test_a_key_or_model_that_ends_behind_the_first_request_ends_the_evaluation(
     words = (*PLAIN, "engine.max_running_requests=1")
     with served(ChatServer(right, fail=ended)) as server:
         with pytest.raises(UserError, match=rf"answers {status} for 'scripted'.*\$OPENAI_API_KEY") as caught:
-            evaluate(wish(server, files, tmp_path / "out", overrides=words))
+            evaluate(request(server, files, tmp_path / "out", overrides=words))
         assert "\n" not in str(caught.value)
         server.fail, before = lambda _messages: 0, len(server.asked())
-        assert evaluate(wish(server, files, tmp_path / "out", overrides=words))["outcomes"] == {"right": 6}
+        assert evaluate(request(server, files, tmp_path / "out", overrides=words))["outcomes"] == {"right": 6}
         assert server.asked()[before:] == [f"What is {n} plus {n}?" for n in (4, 5, 6)]
 
 
@@ -259,14 +259,14 @@ def test_only_a_refused_request_is_refused_for_good(files: Path, tmp_path: Path,
         return status if "1 plus 1?" in messages[-1]["content"] else 0
 
     with served(ChatServer(right, fail=trouble)) as server:
-        assert evaluate(wish(server, files, tmp_path / "out"))["outcomes"] == {outcome: 1, "right": 5}
+        assert evaluate(request(server, files, tmp_path / "out"))["outcomes"] == {outcome: 1, "right": 5}
 
 
 def test_a_server_that_does_not_answer_at_once_is_told_and_waited_for(files: Path, tmp_path: Path) -> None:
     failures, told = iter([503, 503]), list[str]()
     with served(ChatServer(right, fail=lambda _messages: next(failures, 0))) as server:
         words = (*PLAIN, "engine.retry_for_s=30")
-        found = evaluate(wish(server, files, tmp_path / "out", overrides=words), told.append)
+        found = evaluate(request(server, files, tmp_path / "out", overrides=words), told.append)
     assert found["accuracy"] == 1.0
     (line,) = (line for line in told if "no answer from" in line)
     assert "503" in line and "engine.retry_for_s=30" in line
@@ -278,20 +278,20 @@ def test_attempts_that_are_missing_are_told_at_the_end_and_marked_in_the_tables(
 
     told = list[str]()
     with served(ChatServer(right, fail=trouble)) as server:
-        evaluate(wish(server, files, tmp_path / "out"), told.append)
+        evaluate(request(server, files, tmp_path / "out"), told.append)
         assert "5 of 6 attempts" in told[-1] and "engine 5" in told[-1] and "the same command" in told[-1]
         tables = [(tmp_path / "out" / f"report.{ending}").read_text() for ending in ("md", "tex", "html")]
         assert all("16.7 [" in text and "]*" in text and "* more than 1% of" in text for text in tables)
         server.fail = lambda _messages: 0
         told.clear()
-        evaluate(wish(server, files, tmp_path / "out"), told.append)
+        evaluate(request(server, files, tmp_path / "out"), told.append)
     assert not any("warning" in line for line in told)
     assert "]*" not in (tmp_path / "out" / "report.md").read_text()
 
 
 def test_training_data_that_is_missing_is_named_before_the_first_attempt(files: Path, tmp_path: Path) -> None:
     with served(ChatServer(right)) as server, pytest.raises(UserError, match=r"^--train-data /nonexist: no such file$"):
-        evaluate(wish(server, files, tmp_path / "out", train_data=Path("/nonexist")))
+        evaluate(request(server, files, tmp_path / "out", train_data=Path("/nonexist")))
     assert not server.requests
 
 
@@ -314,7 +314,7 @@ def test_questions_are_asked_at_once_up_to_a_limit(files: Path, tmp_path: Path) 
             server.holds_after = float("inf")
 
         threading.Thread(target=let_go).start()
-        evaluate(wish(server, files, tmp_path / "out", overrides=(*PLAIN, "engine.max_running_requests=3")))
+        evaluate(request(server, files, tmp_path / "out", overrides=(*PLAIN, "engine.max_running_requests=3")))
     assert server.most_at_once == 3
 
 
@@ -359,7 +359,7 @@ def test_a_killed_evaluation_goes_on_where_it_was(files: Path, tmp_path: Path) -
         assert 4 <= len(kept) < 12
         server.holds_after = float("inf")
         before = len(server.asked())
-        found = evaluate(wish(server, files, out, k=2, overrides=tuple(words)))
+        found = evaluate(request(server, files, out, k=2, overrides=tuple(words)))
         assert len(server.asked()) - before == 12 - len(kept)
     assert (found["tasks"], found["attempts"], found["accuracy"]) == (6, 2, 1.0)
     rows = pl.read_parquet(out / "records.parquet")
@@ -410,7 +410,7 @@ def test_answers_are_kept_while_the_judge_is_away_and_then_only_judged(files: Pa
         with served(ChatServer(verdict)) as judge:
             address = f"reward.judge.url={judge.url}/v1"
             settings = {"suite": "gaia,xbench", "attempts": attempts, "overrides": (*PLAIN, *JUDGE, address)}
-            found = evaluate(wish(server, files, out, **settings), told.append)
+            found = evaluate(request(server, files, out, **settings), told.append)
         assert len(server.requests) == before
     assert [row["accuracy"] for row in found["benchmarks"].values()] == [1.0, 1.0]
     assert told[0].startswith("0 attempts to make, 20 to judge; ")
@@ -420,11 +420,11 @@ def test_answers_are_kept_while_the_judge_is_away_and_then_only_judged(files: Pa
 def test_what_was_not_judged_is_judged_again_and_not_made_again(files: Path, tmp_path: Path) -> None:
     with served(ChatServer(lambda _messages: "<answer>\\boxed{Lima}</answer>")) as server:
         settings = {"suite": "gaia", "overrides": (*PLAIN, *JUDGE, "reward.judge.when_down=fallback")}
-        assert evaluate(wish(server, files, tmp_path / "out", **settings))["outcomes"] == {"unjudged": 1}
+        assert evaluate(request(server, files, tmp_path / "out", **settings))["outcomes"] == {"unjudged": 1}
         before = len(server.requests)
         with served(ChatServer(verdict)) as judge:
             settings["overrides"] = (*PLAIN, *JUDGE, f"reward.judge.url={judge.url}/v1", *settings["overrides"][-1:])
-            assert evaluate(wish(server, files, tmp_path / "out", **settings))["outcomes"] == {"right": 1}
+            assert evaluate(request(server, files, tmp_path / "out", **settings))["outcomes"] == {"right": 1}
         assert len(server.requests) == before
 
 
@@ -435,7 +435,7 @@ def test_the_judge_is_asked_as_much_at_once_as_its_config_says(files: Path, tmp_
     numbers = itertools.count()
     with served(ChatServer(script)) as server, served(ChatServer(script, delay_s=2.0)) as judge:
         words = (*PLAIN, *JUDGE, f"reward.judge.url={judge.url}/v1", "reward.judge.concurrency=40")
-        found = evaluate(wish(server, files, tmp_path / "out", suite="gaia", attempts=40, overrides=words))
+        found = evaluate(request(server, files, tmp_path / "out", suite="gaia", attempts=40, overrides=words))
     assert found["outcomes"] == {"right": 40}
     assert judge.most_at_once > 32  # more than any machine's pool of threads has by itself
 
@@ -454,27 +454,27 @@ def test_a_judge_that_refuses_ends_an_evaluation_with_one_line(files: Path, tmp_
     judge.fail = lambda _messages: 401
     with served(server), served(judge), pytest.raises(UserError, match="answers 401 for 'nobody'"):
         words = (*PLAIN, *JUDGE, f"reward.judge.url={judge.url}/v1")
-        evaluate(wish(server, files, tmp_path / "out", suite="gaia", attempts=3, overrides=words))
+        evaluate(request(server, files, tmp_path / "out", suite="gaia", attempts=3, overrides=words))
 
 
 def test_what_the_judge_gave_no_verdict_on_is_told(files: Path, tmp_path: Path) -> None:
     with served(ChatServer(lambda _messages: "<answer>\\boxed{Lima}</answer>")) as server:
         words = (*PLAIN, *JUDGE, "reward.judge.when_down=fallback")
-        found = evaluate(wish(server, files, tmp_path / "out", suite="gaia", overrides=words))
+        found = evaluate(request(server, files, tmp_path / "out", suite="gaia", overrides=words))
     assert found["outcomes"] == {"unjudged": 1}
     notes = read_summary(tmp_path / "out").notes
     assert any("1 questions had none because it was down" in note for note in notes)
     assert any("1 of 1 attempts failed for reasons that may be over (unjudged 1)" in note for note in notes)
 
 
-@pytest.mark.parametrize("outcome", sorted(PASSING))
+@pytest.mark.parametrize("outcome", sorted(TRANSIENT))
 def test_what_the_same_command_makes_again_is_told(tmp_path: Path, outcome: Outcome) -> None:
     response, told = NoResponse(outcome, "it is away"), list[str]()
-    attempt = attempt_of(
+    attempt = score_response(
         Question("aime24", "1", "What?", ("2",)), 0, response, lambda *_: AnswerVerdict(None, 0.0, False, True)
     )
-    subject = EvalTarget(TargetKind.SERVER, "scripted", url="http://127.0.0.1:9")
-    _report(RunDirectory(tmp_path), subject, Tools.NONE, resolve("quickstart"), [], [], [attempt], told.append)
+    target = EvalTarget(TargetKind.SERVER, "scripted", url="http://127.0.0.1:9")
+    _report(RunDirectory(tmp_path), target, Tools.NONE, resolve("quickstart"), [], [], [attempt], told.append)
     (line,) = (note for note in read_summary(tmp_path).notes if "failed" in note)
     assert line.startswith(f"1 of 1 attempts failed for reasons that may be over ({outcome.value} 1)")
     assert line.endswith("the same command makes them again, or has them judged")
@@ -507,14 +507,14 @@ def test_tables_have_the_published_rows_beside_and_marked(files: Path, tmp_path:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"subject": "nowhere"}, "neither a run directory"),
-        ({"subject": "oracle", "suite": None}, "--suite is missing"),
-        ({"subject": "oracle", "suite": "held_out"}, "only a run directory has held-out tasks"),
-        ({"subject": "oracle", "k": 3, "attempts": 2}, "--attempts 2 is fewer than --k 3"),
-        ({"subject": "oracle", "overrides": ("evaluation.temprature=0",)}, "temperature"),
-        ({"subject": "http://127.0.0.1:9"}, r"^cannot connect to http://127.0.0.1:9 \(.*\): is the server up\?$"),
+        ({"target": "nowhere"}, "neither a run directory"),
+        ({"target": "oracle", "suite": None}, "--suite is missing"),
+        ({"target": "oracle", "suite": "held_out"}, "only a run directory has held-out tasks"),
+        ({"target": "oracle", "k": 3, "attempts": 2}, "--attempts 2 is fewer than --k 3"),
+        ({"target": "oracle", "overrides": ("evaluation.temprature=0",)}, "temperature"),
+        ({"target": "http://127.0.0.1:9"}, r"^cannot connect to http://127.0.0.1:9 \(.*\): is the server up\?$"),
         (
-            {"subject": "http://127.0.0.1:9", "model": "m", "tools": Tools.NONE},
+            {"target": "http://127.0.0.1:9", "model": "m", "tools": Tools.NONE},
             r"^cannot connect to http://127.0.0.1:9",
         ),
     ],

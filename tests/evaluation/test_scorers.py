@@ -8,7 +8,7 @@ from arpo_megatron.evaluation.journal import Attempt, Outcome
 from arpo_megatron.evaluation.prompts import Tools
 from arpo_megatron.evaluation.questions import Question
 from arpo_megatron.evaluation.response import AgentResponse, NoResponse
-from arpo_megatron.evaluation.scorers import JudgeUnavailableError, attempt_of, benchmark_scorer, extract_answer
+from arpo_megatron.evaluation.scorers import JudgeUnavailableError, benchmark_scorer, extract_answer, score_response
 from arpo_megatron.tree import Finish
 
 NUMBER = Question("aime24", "aime24-0", "Six times seven?", ("042",))
@@ -17,7 +17,7 @@ NAME = Question("hotpotqa", "hotpotqa-0", "Who wrote it?", ("Jane Austen", "Aust
 
 def attempt(question: Question, text: str, finish: Finish = Finish.END, *, tools: Tools = Tools.TRAINED) -> Attempt:
     scorer = benchmark_scorer("math" if question is NUMBER else "f1", tools, None)
-    return attempt_of(question, 0, AgentResponse(text, text, finish), scorer)
+    return score_response(question, 0, AgentResponse(text, text, finish), scorer)
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_the_answer_is_where_a_reader_would_find_it(text: str, answer: str | Non
 def test_a_box_in_a_tool_result_is_no_answer() -> None:
     said = "<think>t</think><search>q</search>"
     text = said + " <result>\n\\boxed{42} <answer>\\boxed{42}</answer>\n</result>"
-    found = attempt_of(
+    found = score_response(
         NUMBER, 0, AgentResponse(text, said, Finish.LENGTH), benchmark_scorer("math", Tools.TRAINED, None)
     )
     assert (found.answer, found.score, found.outcome) == (None, 0.0, Outcome.LENGTH)
@@ -66,7 +66,7 @@ def test_a_wrong_answer_is_none_of_those_accepted(answers: tuple[str, ...], wron
     metrics: tuple[Metric, ...] = ("math", "f1")
     for metric in metrics:
         text = f"<answer>\\boxed{{{wrong}}}</answer>"
-        found = attempt_of(
+        found = score_response(
             question, 0, AgentResponse(text, text, Finish.END), benchmark_scorer(metric, Tools.NONE, None)
         )
         assert found.score == 0.0
@@ -107,7 +107,7 @@ def test_without_an_answer_the_end_names_the_failure(finish: Finish, outcome: Ou
 
 
 def test_what_was_not_answered_scores_nothing_and_says_why() -> None:
-    found = attempt_of(NUMBER, 2, NoResponse(Outcome.ENGINE, "gone"), benchmark_scorer("math", Tools.NONE, None))
+    found = score_response(NUMBER, 2, NoResponse(Outcome.ENGINE, "gone"), benchmark_scorer("math", Tools.NONE, None))
     assert (found.attempt, found.score, found.outcome, found.detail) == (2, 0.0, Outcome.ENGINE, "gone")
 
 
@@ -124,8 +124,8 @@ def test_an_answer_that_the_judge_could_not_see_is_not_a_wrong_one() -> None:
     response = AgentResponse(
         "<answer>\\boxed{Miss Austen}</answer>", "<answer>\\boxed{Miss Austen}</answer>", Finish.END
     )
-    found = attempt_of(NAME, 0, response, benchmark_scorer("judge", Tools.TRAINED, down))
+    found = score_response(NAME, 0, response, benchmark_scorer("judge", Tools.TRAINED, down))
     assert (found.outcome, found.answer, found.detail) == (Outcome.UNJUDGED, "Miss Austen", "the judge is down")
-    found = attempt_of(NAME, 0, response, benchmark_scorer("judge", Tools.TRAINED, lenient))
+    found = score_response(NAME, 0, response, benchmark_scorer("judge", Tools.TRAINED, lenient))
     assert (found.outcome, found.score) == (Outcome.RIGHT, 1.0)
     assert asked == [("Who wrote it?", "Miss Austen", "Jane Austen")]

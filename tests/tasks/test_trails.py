@@ -3,16 +3,13 @@
 import re
 from collections import Counter
 from collections.abc import Mapping
-from statistics import mean
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from arpo_megatron.errors import UserError
-from arpo_megatron.jobs.resolve import resolve
 from arpo_megatron.models.tiny import generated_tokenizer
-from arpo_megatron.studies.floor import AGENTS, CALLS, CARELESS, solved
 from arpo_megatron.tasks.base import Task
 from arpo_megatron.tasks.synthetic.demonstrations import demonstrate
 from arpo_megatron.tasks.synthetic.lookup import NAME_LETTERS, question_text
@@ -131,16 +128,3 @@ def test_demonstrations_err_behind_results_only_and_in_every_way() -> None:
         ignored += f"{{{result.split()[1]}}}" not in parts[-1]
         assert tree.flat_tokens <= 12 + 168
     assert min(early, late, addend, ignored) > 30
-
-
-def test_agents_that_have_learnt_nothing_are_far_from_the_ceiling() -> None:
-    overall = {name: mean(solved(agent, 300).values()) for name, agent in AGENTS.items()}
-    assert overall["careful"] == 1.0
-    assert overall["random acts"] == pytest.approx(0.075, abs=0.05)
-    assert overall["right acts, random number of pages"] == pytest.approx(1 / 3, abs=0.1)
-    assert overall["demonstrations of the cold start"] == pytest.approx(1 - CARELESS, abs=0.1)
-
-
-def test_the_floor_is_that_of_the_recipe() -> None:
-    config = resolve("trails")
-    assert (config.rollout.max_tool_calls, config.sft.mistake_share) == (CALLS, CARELESS)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from itertools import islice
 
 from arpo_megatron.config import JobConfig
-from arpo_megatron.evaluation.agents.base import Deliver, Wanted
-from arpo_megatron.evaluation.response import Decode, no_response, responses_of
+from arpo_megatron.evaluation.agents.base import Deliver, PendingQuestion
+from arpo_megatron.evaluation.response import Decode, no_response, tree_responses
 from arpo_megatron.rollout.handle import RolloutHandle
 from arpo_megatron.rollout.messages import CollectTrees, RolloutSettings
 
@@ -17,7 +17,7 @@ _QUEUED = 4
 
 
 @dataclass(frozen=True, slots=True)
-class GrownAnswers:
+class EngineAgent:
     """Answers with the model that the rollout process's engines serve.
 
     Attributes:
@@ -34,12 +34,12 @@ class GrownAnswers:
     decode: Decode
     check: Callable[[], None]
 
-    def answer(self, wanted: Sequence[Wanted], deliver: Deliver) -> None:
+    def answer(self, wanted: Sequence[PendingQuestion], deliver: Deliver) -> None:
         """As the protocol says. Raises RolloutError, and what `check` raises."""
         settings = RolloutSettings.evaluation(self.config, samples=self.samples)
         engine = self.config.engine
         waiting = iter(wanted)
-        in_flight: dict[str, Wanted] = {}
+        in_flight: dict[str, PendingQuestion] = {}
 
         def start(count: int) -> None:
             if batch := list(islice(waiting, count)):
@@ -51,7 +51,7 @@ class GrownAnswers:
             report = self.rollouts.collect(CollectTrees(_GROUP, count=1), lambda _progress: self.check())
             self.rollouts.forget(_GROUP)
             for tree in report.trees:
-                deliver(in_flight.pop(tree.task_id), dict(enumerate(responses_of(tree, self.decode))))
+                deliver(in_flight.pop(tree.task_id), dict(enumerate(tree_responses(tree, self.decode))))
             for failed in report.failed:
                 why = no_response(failed)
                 deliver(in_flight.pop(failed.tree.task_id), dict.fromkeys(range(self.samples), why))

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from arpo_megatron.evaluation.agents.base import Deliver, Wanted
+from arpo_megatron.evaluation.agents.base import Deliver, PendingQuestion
 from arpo_megatron.evaluation.questions import Question
 from arpo_megatron.evaluation.response import AgentResponse
 from arpo_megatron.rewards.math.verify import math_equal
@@ -15,12 +15,12 @@ NONSENSE = "qzxqv"
 
 
 @dataclass(frozen=True, slots=True)
-class KnownAnswers:
+class OracleAgent:
     """Gives the first accepted answer of every question, or where it is not `right` a wrong one."""
 
     right: bool
 
-    def answer(self, wanted: Sequence[Wanted], deliver: Deliver) -> None:
+    def answer(self, wanted: Sequence[PendingQuestion], deliver: Deliver) -> None:
         """As the protocol says."""
         for each in wanted:
             text = each.question.answers[0] if self.right else wrong_answer(each.question)

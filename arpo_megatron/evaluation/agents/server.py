@@ -20,10 +20,10 @@ import openai
 from arpo_megatron.algorithms.branching import path_seed
 from arpo_megatron.config import JobConfig
 from arpo_megatron.errors import UserError
-from arpo_megatron.evaluation.agents.base import Deliver, Wanted
+from arpo_megatron.evaluation.agents.base import Deliver, PendingQuestion
 from arpo_megatron.evaluation.journal import Outcome
 from arpo_megatron.evaluation.prompts import Tools
-from arpo_megatron.evaluation.response import AgentResponse, Given, NoResponse
+from arpo_megatron.evaluation.response import AgentResponse, NoResponse, Response
 from arpo_megatron.rollout.tools import ToolClient
 from arpo_megatron.tasks.base import Message
 from arpo_megatron.tasks.tags import calls as protocol
@@ -74,7 +74,7 @@ class _Trajectory:
 
 
 @dataclass(frozen=True, slots=True)
-class ServerAnswers:
+class ServerAgent:
     """Answers with a model behind an address.
 
     Attributes:
@@ -95,11 +95,11 @@ class ServerAnswers:
     sandbox_token: str | None = None
     tell: Tell = lambda _text: None
 
-    def answer(self, wanted: Sequence[Wanted], deliver: Deliver) -> None:
+    def answer(self, wanted: Sequence[PendingQuestion], deliver: Deliver) -> None:
         """As the protocol says. Raises UserError where the server refuses the kind of request that is needed."""
         asyncio.run(self._answer_all(wanted, deliver))
 
-    async def _answer_all(self, wanted: Sequence[Wanted], deliver: Deliver) -> None:
+    async def _answer_all(self, wanted: Sequence[PendingQuestion], deliver: Deliver) -> None:
         places = asyncio.Semaphore(self.config.engine.max_running_requests)
         retry_for_s = self.config.engine.retry_for_s
         async with connected(self.url, self.config) as client:
@@ -109,7 +109,7 @@ class ServerAnswers:
             try:
                 await self._probe(client)
 
-                async def one(each: Wanted, number: int) -> None:
+                async def one(each: PendingQuestion, number: int) -> None:
                     async with places:
                         given = await self._attempt(client, sandbox, each, number)
                     deliver(each, {number: given})
@@ -159,8 +159,8 @@ class ServerAnswers:
             raise UserError(f"{self.url} does not answer: {_text(error)}") from None
 
     async def _attempt(
-        self, client: openai.AsyncOpenAI, sandbox: ToolClient | None, wanted: Wanted, number: int
-    ) -> Given:
+        self, client: openai.AsyncOpenAI, sandbox: ToolClient | None, wanted: PendingQuestion, number: int
+    ) -> Response:
         try:
             return await self._respond(client, sandbox, wanted, number)
         except SandboxError as error:
@@ -181,7 +181,7 @@ class ServerAnswers:
         )
 
     async def _respond(
-        self, client: openai.AsyncOpenAI, sandbox: ToolClient | None, wanted: Wanted, number: int
+        self, client: openai.AsyncOpenAI, sandbox: ToolClient | None, wanted: PendingQuestion, number: int
     ) -> AgentResponse:
         """Alternate between model and tool until the trajectory ends."""
         said, began, limits = _Trajectory(), time.monotonic(), self.config.rollout

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arpo_megatron.evaluation.statistics import interval, pass_at_k
+from arpo_megatron.evaluation.pass_at_k import interval, pass_at_k
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=8), st.data())
