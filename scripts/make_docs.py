@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from arpo_megatron.cluster.profile import ClusterProfile
-from arpo_megatron.config import JobConfig
+from arpo_megatron.config import AlgorithmConfig, JobConfig
 from arpo_megatron.registry import BUILTIN, ExtensionPoint, load
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
@@ -49,25 +49,29 @@ def render_profile(page: str) -> str:
 def render_algorithms(page: str) -> str:
     """The page about methods with its presets and components rendered again."""
     page = re.sub(r"(?<=presets: begin -->\n).*?(?=<!-- presets: end -->)", lambda _: _presets(), page, flags=re.DOTALL)
-    return re.sub(r"(?<=parts: begin -->\n).*?(?=<!-- parts: end -->)", lambda _: _parts(), page, flags=re.DOTALL)
+    return re.sub(
+        r"(?<=components: begin -->\n).*?(?=<!-- components: end -->)", lambda _: _components(), page, flags=re.DOTALL
+    )
 
 
 def _presets() -> str:
-    parts = ("selector", "branching", "advantage", "loss", "replay")
-    rows = ["| `algorithm.name` | method | parts | other values |", "| --- | --- | --- | --- |"]
+    components = ("selector", "branching", "advantage", "loss", "replay")
+    rows = ["| `algorithm.name` | method | components | other values |", "| --- | --- | --- | --- |"]
     for name in BUILTIN[ExtensionPoint.PRESET]:
         found = load(ExtensionPoint.PRESET, name)
         values = {key.removeprefix("algorithm."): value for key, value in found.values.items()}
         usual = {"selector": "epochs", "replay": None}
-        named = [f"{part} `{values[part]}`" for part in parts if values[part] != usual.get(part, "")]
+        named = [f"{part} `{values[part]}`" for part in components if values[part] != usual.get(part, "")]
         plain = {"shared_advantage": "soft", "loss_aggregation": "token-mean", "drop_groups_without_signal": False}
-        others = [f"`{k}={_plain(v)}`" for k, v in values.items() if k not in parts and plain.get(k, "") != v]
+        others = [f"`{k}={_plain(v)}`" for k, v in values.items() if k not in components and plain.get(k, "") != v]
         rows.append(f"| `{name}` | {found.about} | {', '.join(named)} | {', '.join(others)} |")
     return "\n".join(["", *rows, "", ""])
 
 
-def _parts() -> str:
-    lines = [""]
+def _components() -> str:
+    """One row per component: the first paragraph of its docstring, its params, and the file that has the equations."""
+    rows = ["| component | summary | params (default) |", "| --- | --- | --- |"]
+    keys = {field.name for field in dataclasses.fields(AlgorithmConfig)}
     for point, key in (
         (ExtensionPoint.BRANCH_POLICY, "branching"),
         (ExtensionPoint.ADVANTAGE, "advantage"),
@@ -76,27 +80,18 @@ def _parts() -> str:
         (ExtensionPoint.REPLAY, "replay"),
     ):
         for name in BUILTIN[point]:
-            lines += _part(f"{key}={name}", load(point, name))
-    return "\n".join(lines)
-
-
-def _part(title: str, part: type) -> list[str]:
-    """The class's own words, and its numbers with their defaults; what every part is given is left out."""
-    text = inspect.cleandoc(part.__doc__ or "").partition("\nAttributes:")[0].rstrip()
-    meanings = {name: text for each in reversed(part.__mro__[:-1]) for name, text in _attributes(each).items()}
-    shown = []
-    for field in dataclasses.fields(part):
-        if field.init and field.name not in ("config", "vocabulary_size", "seed", "tasks"):
-            default = "" if field.default is dataclasses.MISSING else f" (default {_plain(field.default)})"
-            shown.append(f"- `{field.name}`{default}: {meanings.get(field.name, '')}")
-    return [
-        f"### `{title}`\n",
-        text,
-        "",
-        *shown,
-        *([""] if shown else []),
-        f"`{part.__module__.replace('.', '/')}.py`\n",
-    ]
+            component = load(point, name)
+            meanings = {k: v for each in reversed(component.__mro__[:-1]) for k, v in _attributes(each).items()}
+            params = [
+                f"`{field.name}` ({_plain(field.default)}): {meanings.get(field.name, '')}"
+                for field in dataclasses.fields(component)
+                if field.init and field.name not in keys | {"config", "vocabulary_size", "seed", "tasks"}
+            ]
+            summary = inspect.cleandoc(component.__doc__ or "").partition("\n\n")[0].replace("\n", " ")
+            link = f"[`{key}={name}`](../{component.__module__.replace('.', '/')}.py)"
+            cells = [text.replace("|", "\\|") for text in (link, summary, "; ".join(params))]
+            rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(["", *rows, "", ""])
 
 
 def _attributes(owner: type) -> dict[str, str]:
