@@ -22,9 +22,14 @@ CLUSTER = TARGET.with_name("cluster.md")
 ALGORITHMS = TARGET.with_name("algorithms.md")
 HEAD = """# Configuration reference
 
-Made from `arpo_megatron/config/` by `make docs`; do not edit. The value shown is the default; a recipe states what
-it changes. Give a value as `section.key=value` or in a file with `--config`; `arpo train RECIPE --dry-run` prints the
-result.
+After this page you can look up each key with its type, default and meaning.
+
+    arpo train quickstart algorithm.entropy_weight=0.4 train.steps=20 --dry-run     # print the resolved config
+    arpo train quickstart --config mine.yaml                                        # the same keys in a file
+    arpo show quickstart                                                            # the source of each value
+
+A recipe states its difference from these defaults. An unknown key is refused with a suggestion. `make docs` generates
+this page from `arpo_megatron/config/`.
 """
 
 

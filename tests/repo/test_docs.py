@@ -55,6 +55,15 @@ def test_table_of_papers_names_presets_and_components_that_exist() -> None:
         assert name in BUILTIN[POINTS[key]], f"{key}={name}"
 
 
+def test_structure_page_has_every_package() -> None:
+    table = (ROOT / "docs" / "structure.md").read_text().partition("## Packages")[2].partition("## Glossary")[0]
+    package = ROOT / "arpo_megatron"
+    folders = {f"{path.name}/" for path in package.iterdir() if (path / "__init__.py").exists()}
+    assert folders | {path.name for path in package.glob("*.py")} - {"__init__.py"} == set(
+        re.findall(r"`([a-z_]+(?:/|\.py))`", "\n".join(line for line in table.splitlines() if line.startswith("| ")))
+    )
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_and_named_files_exist(page: Path) -> None:
     text = page.read_text()

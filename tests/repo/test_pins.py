@@ -1,4 +1,4 @@
-"""The versions that the doctor wants are those that pyproject.toml, the lock file and the image name."""
+"""pyproject.toml, the lock file and the image pin the versions that `arpo doctor` checks for."""
 
 import re
 import tomllib
@@ -16,13 +16,13 @@ WANTED = {**PINS, "sglang-router": ROUTER_PIN}
 
 
 def pinned(texts: list[str]) -> dict[str, str]:
-    """Name to version, of those requirements that name one exactly."""
+    """Return name -> version of the requirements with `==`."""
     found = [Requirement(text) for text in texts]
     return {item.name: str(item.specifier)[2:] for item in found if str(item.specifier).startswith("==")}
 
 
 def image() -> dict[str, str]:
-    """What the Dockerfile installs at a version."""
+    """Return name -> version of the packages that the Dockerfile pins."""
     return dict(re.findall(r"([\w-]+)(?:\[\w+\])?==([\w.]+)", (ROOT / "slurm/container/Dockerfile").read_text()))
 
 
@@ -38,7 +38,7 @@ def test_pyproject_has_the_doctors_pins() -> None:
 
 
 def test_the_lock_file_has_the_doctors_pins() -> None:
-    """torch is not in it: which build of it fits is for the machine to say."""
+    """torch is left out: its build depends on the machine."""
     locked = pinned(re.findall(r"^[\w.-]+==\S+", (ROOT / "requirements.lock").read_text(), re.MULTILINE))
     assert {name: locked.get(name) for name in WANTED if name != "torch"} == {
         name: pin for name, pin in WANTED.items() if name != "torch"
@@ -46,7 +46,7 @@ def test_the_lock_file_has_the_doctors_pins() -> None:
 
 
 def test_the_image_has_the_doctors_pins() -> None:
-    """What it does not name comes with the project's own requirements."""
+    """Other packages come with the project's requirements."""
     named, text = image(), (ROOT / "slurm/container/Dockerfile").read_text()
     assert {name: named.get(name) for name in WANTED if name != "transformers"} == {
         name: pin for name, pin in WANTED.items() if name != "transformers"
