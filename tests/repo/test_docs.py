@@ -3,11 +3,14 @@
 import dataclasses
 import importlib.util
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from arpo_megatron.actor.update_stats import UpdateStats
+from arpo_megatron.config import JobConfig
 from arpo_megatron.monitor.progress import STEP_PHASES
 from arpo_megatron.packing.packs import PackReport
 from arpo_megatron.registry import BUILTIN, ExtensionPoint, load
@@ -72,6 +75,22 @@ def test_links_and_named_files_exist(page: Path) -> None:
         assert (page.parent / link).exists(), f"{page.name} links to {link}"
     for name in re.findall(r"`((?:arpo_megatron|recipes|tools_sandbox|tests|docs|scripts)/[\w/.]+)`", text):
         assert (ROOT / name).exists(), f"{page.name} names {name}"
+
+
+def config_keys(owner: Any, prefix: str = "") -> Iterator[str]:
+    for field in dataclasses.fields(owner):
+        yield f"{prefix}{field.name}"
+        if dataclasses.is_dataclass(field.type):
+            yield from config_keys(field.type, f"{prefix}{field.name}.")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_named_config_keys_exist(page: Path) -> None:
+    known = set(config_keys(JobConfig))
+    sections = "|".join({key.partition(".")[0] for key in known if "." in key})
+    named = re.findall(rf"[`\s']((?:{sections})\.[a-z0-9_.]+)(?=[=`])", page.read_text())
+    free = re.compile(r"(algorithm|reward)\.params\.|reward\.terms\.|.*\.(py|log|parquet|jsonl?|yaml|md)$")
+    assert not [key for key in named if key not in known and not free.match(key)]
 
 
 NO_METHOD = {"epochs", "random", "format", "length", "tool_calls"}
