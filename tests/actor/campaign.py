@@ -1,4 +1,4 @@
-"""torchrun module of test_kill_campaign.py: ten steps of training that are killed at a moment, and resumed.
+"""What the ranks of test_kill_campaign.py do: ten steps of training that are killed at a moment, and resumed.
 
 A step is that of train.py with trees that are made instead of sampled. The controller draws tasks from the
 `EpochSelector`; all ranks share its batch, compute log-probs, and update. The `RunState` of a real job is saved with
@@ -133,8 +133,8 @@ class Killer:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def main() -> None:
-    root, kind = Path(sys.argv[1]), sys.argv[2]
+def main(root: Path, kind: str, moment: dict[str, Any] | None) -> None:
+    """Train to the end or to the kill at `moment`, from the newest checkpoint under `root`."""
     parallel.initialize(LAYOUTS[kind], seed=1)
     torch.set_num_threads(1)
     if not (root / "straight.json").exists():
@@ -146,7 +146,7 @@ def main() -> None:
             (root / "straight.json").write_text(json.dumps(whole))
     partial = sorted(path.name for path in (root / "checkpoints").glob("*.tmp"))
     store = CheckpointStore(root / "checkpoints", keep=2)
-    killer = Killer(store.root, json.loads(sys.argv[3]))
+    killer = Killer(store.root, moment)
     run, found = Training(new_actor(kind)), store.resume_point()
     if found.path is not None:
         run.resume(found.path)
@@ -165,7 +165,3 @@ def main() -> None:
         assert not any(report.error for report in store.reports())
         (root / "result.json").write_text(json.dumps(result))
     parallel.destroy()
-
-
-if __name__ == "__main__":
-    main()

@@ -203,13 +203,14 @@ def minibatch(seed: int, count: int = 4) -> tuple[list[RolloutTree], list[TreeCr
     return forest, [plain_credit(t, dyadic_advantages(t, seed + i), 2.0**-7) for i, t in enumerate(forest)]
 
 
-def other_routes(tree: RolloutTree, seed: int = 5) -> list[np.ndarray]:
-    """Experts at random for each segment's tokens, a fifth of which get none."""
-    rng, count = np.random.default_rng(seed), QWEN3_MOE.experts.count
+def other_routes(tree: RolloutTree, seed: int = 5, spec: ModelSpec = QWEN3_MOE) -> list[np.ndarray]:
+    """Random experts, int16[tokens, layers, k] per segment; a fifth of the tokens get none (-1)."""
+    assert spec.experts is not None
+    rng, count = np.random.default_rng(seed), spec.experts.count
     found = []
     for segment in tree.segments:
-        order = rng.permuted(np.broadcast_to(np.arange(count), (len(segment), QWEN3_MOE.layers, count)), axis=-1)
-        routes = order[..., : QWEN3_MOE.experts.top_k].astype(np.int16)
+        order = rng.permuted(np.broadcast_to(np.arange(count), (len(segment), spec.layers, count)), axis=-1)
+        routes = order[..., : spec.experts.top_k].astype(np.int16)
         routes[rng.random(len(segment)) < 0.2] = -1
         found.append(routes)
     return found

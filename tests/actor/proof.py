@@ -1,15 +1,10 @@
-"""torchrun script of test_exactness.py: the gradients of problems in several layouts of 2 or 4 ranks.
+"""What the ranks of test_exactness.py compute: gradients and updates of small problems in several layouts."""
 
-Argument: a directory. `cases.json` there names layouts, and of each the problems and families of models; weights are
-those of the Hugging Face directories beside it. The controller writes a `ResumePoint` of each.
-"""
-
-import json
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -28,7 +23,7 @@ from arpo_megatron.config import validation as rules
 from arpo_megatron.packing.balance import CostModel
 from arpo_megatron.packing.layout import lay_out, on_rank
 from arpo_megatron.packing.packs import TreePack, pack_trees, report
-from arpo_megatron.trainer.batch import Batch, ReadyUpdate, broadcast_batches, finish_credit
+from arpo_megatron.trainer.batch import Minibatch, ReadyUpdate, finish_credit, share
 from arpo_megatron.tree import RolloutTree
 from arpo_megatron.weights.export import hf_tensors
 from arpo_megatron.weights.load import load_hf
@@ -55,27 +50,34 @@ TAKEN = 4
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Trees and a loss.
-
-    Attributes:
-        forest: the trees.
-        algorithm: of the loss.
-        balance: coefficient of the router's loss.
-        stale: log-probs of the policy of the step are those of other weights, from a pass before; otherwise those of
-            the sampling stand for them.
-        packings: of TREE_BUDGETS, or `flat` (each trajectory a tree of its own) or `padded` (each a pack of its own).
-    """
+    """Trees and a loss."""
 
     forest: tuple[RolloutTree, ...]
     algorithm: AlgorithmConfig
     packings: tuple[str, ...]
+    """Names of `TREE_BUDGETS`, or `flat` (each trajectory is a tree), or `padded` (each trajectory is a pack)."""
     balance: float = 0.0
+    """Coefficient of the router's load-balancing loss."""
     stale: bool = False
+    """The old log-probs come from a pass with other weights. Otherwise the sampling log-probs take their place."""
+    routes: tuple[list[np.ndarray], ...] | None = None
+    """Experts to replay, per tree and segment."""
 
     @property
     def advantages(self) -> list[np.ndarray]:
-        """Of the leaves, for each tree."""
+        """Advantages of the leaves of each tree."""
         return [cases.dyadic_advantages(tree, index) for index, tree in enumerate(self.forest)]
+
+
+def _replayed() -> Problem:
+    forest = (*(cases.grown(90 + i) for i in range(2)), cases.odd(8))
+    routes = tuple(cases.other_routes(tree, seed, cases.SPECS["experts"]) for seed, tree in enumerate(forest))
+    return Problem(
+        forest=tuple(cases.routed(tree, known) for tree, known in zip(forest, routes, strict=True)),
+        algorithm=AlgorithmConfig(**CLIP),
+        packings=("several", "cut"),
+        routes=routes,
+    )
 
 
 PROBLEMS = {
@@ -105,6 +107,7 @@ PROBLEMS = {
         packings=("several", "cut"),
         stale=True,
     ),
+    "replayed": _replayed(),
 }
 
 
@@ -153,7 +156,7 @@ def gradient(actor: Actor, problem: Problem, packs: list[TreePack], old: list[np
     references = actor.reference_logprobs([packs])
     reference = None if references is None else references[0]
     if problem.stale:
-        (minibatch,) = broadcast_batches([Batch(packs, problem.forest, problem.advantages)])
+        (minibatch,) = share([Minibatch(packs, problem.forest, problem.advantages)])
         ready = finish_credit(actor, minibatch, old, actor.config, on_policy=False)
     else:
         ready = ReadyUpdate(packs, old, "policy")
@@ -249,20 +252,28 @@ def train(root: Path, layout: ParallelConfig, family: str) -> dict[str, object]:
     return {"weights": {name: t.clone() for name, t in hf_tensors(actor.chunks, spec)}, "rows": rows}
 
 
-def compute(root: Path) -> None:
-    for name, (fields, runs) in json.loads((root / "cases.json").read_text()).items():
-        layout = ParallelConfig(**fields)
+def compute(root: Path, layouts: dict[str, dict[str, Any]], runs: dict[str, list[tuple[str, str]]]) -> None:
+    """Write `{layout}.{problem}.{family}.pt` under `root` for each layout's runs.
+
+    Args:
+        root: has a Hugging Face directory of weights for each family.
+        layouts: fields of `ParallelConfig` by the layout's name.
+        runs: problems and families by the layout's name.
+    """
+    for name, own in runs.items():
+        layout = ParallelConfig(**layouts[name])
         join(layout)
-        if layout.context > 1:  # blocks as small as the trees, so that all ranks have some
-            attention_plan.MAX_BLOCK, attention_plan.CHAIN_STEP, attention_plan.CALL_COST_PAIRS = 8, 4, 1
-        for problem, family in runs:
-            found = train(root, layout, family) if problem == "adamw" else solve(root, problem, layout, family)
-            if parallel.is_rank_zero():
-                torch.save(found, root / f"{name}.{problem}.{family}.pt")
-            dist.barrier()
+        # Blocks as small as the trees, so that all context-parallel ranks have some.
+        limits = {"MAX_BLOCK": 8, "CHAIN_STEP": 4, "CALL_COST_PAIRS": 1} if layout.context > 1 else {}
+        with patch.multiple(attention_plan, **limits) if limits else nullcontext():
+            for problem, family in own:
+                found = train(root, layout, family) if problem == "adamw" else solve(root, problem, layout, family)
+                if parallel.is_rank_zero():
+                    torch.save(found, root / f"{name}.{problem}.{family}.pt")
+                if dist.get_world_size() > 1:
+                    dist.barrier()
 
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    compute(Path(sys.argv[1]))
+def compute_and_leave(root: Path, layouts: dict[str, dict[str, Any]], runs: dict[str, list[tuple[str, str]]]) -> None:
+    compute(root, layouts, runs)
     parallel.destroy()

@@ -1,14 +1,9 @@
-"""torchrun script of test_resharding.py: each layout of four ranks goes on from checkpoints of every other.
-
-Argument: a directory with checkpoints of one rank (`dense`, `experts`) and room for results. Each layout trains from
-that, saves under its name, and goes on; then from the checkpoint of each layout before it. The controller writes
-losses.json.
-"""
+"""What the ranks of test_resharding.py do: layouts of four ranks resume from each other's checkpoints."""
 
 import json
-import sys
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -66,9 +61,7 @@ def skipped(actor: Actor) -> list[tuple[bool, list[int]]]:
     layout = actor.config.parallel
     packs = pack_trees(*cases.minibatch(9, count=5), token_budget=60, ranks=layout.data, inherit=layout.nested_packs)
     packs[-1] = replace(packs[-1], positive=packs[-1].positive * float("nan"))
-    return parallel.gather_objects(
-        (actor.update(packs, None, "nll").skipped, [i - len(packs) for i in actor.nonfinite_packs])
-    )
+    return parallel.gather_objects((actor.update(packs, None, "nll").skipped, [i - len(packs) for i in actor.unsound]))
 
 
 def save(actor: Actor, directory: Path) -> None:
@@ -78,25 +71,26 @@ def save(actor: Actor, directory: Path) -> None:
     cases.save(actor, directory)
 
 
-def main() -> None:
-    root, results = Path(sys.argv[1]), {each: {} for each in LAYOUTS}
-    for kind, name, layout in [(k, name, each) for k, named in LAYOUTS.items() for name, each in named.items()]:
+def main(root: Path, layouts: dict[str, list[str]]) -> None:
+    """Train each layout from the checkpoint of one rank (`root / kind`), save, and resume from all checkpoints so far.
+
+    Rank 0 writes `losses.json`.
+    """
+    results: dict[str, dict[str, Any]] = {kind: {} for kind in layouts}
+    for kind, name in [(kind, name) for kind, names in layouts.items() for name in names]:
+        layout = LAYOUTS[kind][name]
         join(layout)
         fresh = train(new_actor(kind, layout), range(1)) if draws_alike(layout) else None
         actor = new_actor(kind, layout)
         actor.load(root / kind)
-        rows = train(actor, range(3))
+        rows = train(actor, range(2))
         save(actor, root / name)
-        results[kind][name] = {"fresh": fresh, "rows": rows, "next": train(actor, range(3, 5))}
+        results[kind][name] = {"fresh": fresh, "rows": rows, "next": train(actor, range(2, 3))}
         for other in list(results[kind]):
             actor = new_actor(kind, layout)
             actor.load(root / other)
-            results[kind][name][f"from {other}"] = train(actor, range(3, 5))
+            results[kind][name][f"from {other}"] = train(actor, range(2, 3))
         results[kind][name]["skipped"] = skipped(actor)
     if dist.get_rank() == 0:
         (root / "losses.json").write_text(json.dumps(results))
     parallel.destroy()
-
-
-if __name__ == "__main__":
-    main()

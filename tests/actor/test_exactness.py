@@ -3,7 +3,8 @@
 The reference is plain torch in float64 over one trajectory at a time (reference.py); the layouts compute in float32.
 """
 
-import json
+from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from arpo_megatron.actor.model import build_model
 from arpo_megatron.config import ParallelConfig
 from arpo_megatron.weights.export import hf_tensors
 from tests.actor import cases, proof, reference
-from tests.torchrun import torchrun
+from tests.ranks import run_ranks
 
 # All layouts of a number of ranks are one start of processes: minutes where other work has the cores too.
 pytestmark = pytest.mark.timeout(1000)
@@ -52,59 +53,62 @@ LAYOUTS = {
         "experts x tensor": {"tensor": 2, "data": 2, "expert": 2, "sequence": True},
     },
 }
-ALL_TERMS = {
-    "alone": "tied",
-    "recomputed": "experts",
-    "tensor and sequence": "experts",
-    "data, distributed optimizer": "tied",
-    "context": "experts",
-    "pipeline": "untied",
-    "interleaved pipeline": "experts",
-    "experts": "experts",
-    "tensor x pipeline": "experts",
-    "tensor x context": "untied",
-    "experts x interleaved pipeline": "experts",
+REPRESENTATIVES = {
+    "alone": [("all terms", "tied"), ("weighted", "untied"), ("adamw", "experts")],
+    "recomputed": [("all terms", "experts")],
+    "tensor": [("clip", "tied")],
+    "selective recomputation": [("all terms", "experts")],
+    "data, distributed optimizer": [("weighted", "experts"), ("adamw", "tied")],
+    "context": [("sequence", "tied")],
+    "pipeline": [("sequence", "tied")],
+    "interleaved pipeline": [("all terms", "experts")],
+    "experts, distributed optimizer": [("replayed", "experts")],
+    "experts over context ranks, recomputed": [("replayed", "experts")],
+    "tensor x pipeline": [("adamw", "untied")],
+    "tensor x context": [("weighted", "tied")],
+    "context x data": [("clip", "untied")],
+    "experts x tensor": [("clip", "experts")],
 }
-"""The family for which a layout solves that problem too, which takes longer: every term and packing meets every way of
-dividing a model, alone and with another."""
-SEQUENCE = {
-    "alone": "tied",
-    "data": "untied",
-    "context": "tied",
-    "pipeline": "tied",
-    "experts": "experts",
-    "tensor x pipeline": "untied",
+"""Problems and families of the short run: each way to divide a model, products of them, each loss and packing."""
+MORE = {
+    "all terms": {
+        "tensor and sequence": "experts",
+        "data, distributed optimizer": "tied",
+        "context": "experts",
+        "pipeline": "untied",
+        "experts": "experts",
+        "tensor x pipeline": "experts",
+        "tensor x context": "untied",
+        "experts x interleaved pipeline": "experts",
+    },
+    "sequence": {
+        "alone": "tied",
+        "data": "untied",
+        "experts": "experts",
+        "tensor x pipeline": "untied",
+    },
+    "weighted": {"pipeline": "untied"},
+    "replayed": {"pipeline": "experts", "experts": "experts", "experts over tensor ranks": "experts"},
+    "adamw": {"experts": "experts", "experts x tensor": "experts"},
 }
-"""Likewise for sequence-level ratios with weights of trajectories."""
-WEIGHTED = {
-    "alone": "untied",
-    "data, distributed optimizer": "experts",
-    "pipeline": "untied",
-    "tensor x context": "tied",
-}
-"""Likewise for PPO's ratios with them, in packs that compute a system prompt once."""
-TRAINED = {
-    "alone": "experts",
-    "data, distributed optimizer": "tied",
-    "experts": "experts",
-    "tensor x pipeline": "untied",
-    "experts x tensor": "experts",
-}
-"""The family that a layout trains for some updates."""
+"""Families by problem and layout that the full run adds to `clip` for every family and to `REPRESENTATIVES`."""
 TRAINED_TOLERANCE = 5e-5
-"""Of a change of weights in four updates, and of the norms on the way."""
+"""Relative error of the change of weights in four updates, and of the gradient norms on the way."""
 
 
-def runs_of(name: str, fields: dict) -> list[tuple[str, str]]:
-    """Problems and families. Layouts that share out experts are for the model that has some."""
+def runs_of(name: str, *, full: bool) -> list[tuple[str, str]]:
+    """Return the problems and families of a layout."""
+    short = REPRESENTATIVES.get(name, [])
+    if not full:
+        return short
+    fields = next(layouts[name] for layouts in LAYOUTS.values() if name in layouts)
     families = FAMILIES
     if "expert" in fields:
         families = ("experts",)
     elif "tensor" in fields and "sequence" not in fields:
-        families = FAMILIES[:2]  # divided experts want sequence parallelism
-    also = {"all terms": ALL_TERMS, "sequence": SEQUENCE, "weighted": WEIGHTED, "adamw": TRAINED}
-    more = [(problem, chosen[name]) for problem, chosen in also.items() if name in chosen]
-    return [("clip", family) for family in families] + more
+        families = FAMILIES[:2]  # divided experts need sequence parallelism
+    more = [(problem, chosen[name]) for problem, chosen in MORE.items() if name in chosen]
+    return list(dict.fromkeys([*short, *(("clip", family) for family in families), *more]))
 
 
 def random_weights(spec, directory) -> dict[str, torch.Tensor]:
@@ -127,8 +131,10 @@ def solution(problem: proof.Problem, spec, weights, first) -> dict[str, torch.Te
         "entropy_coefficient": problem.algorithm.entropy_coefficient,
     }
     loss = stale_loss(problem, parameters, first, spec) if problem.stale else torch.zeros((), dtype=torch.float64)
-    for tree, advantages in [] if problem.stale else zip(problem.forest, problem.advantages, strict=True):
-        loss = loss + reference.flat_ppo(parameters, tree, advantages, proof.WEIGHT, spec, **proof.CLIP)
+    pairs = [] if problem.stale else zip(problem.forest, problem.advantages, strict=True)
+    for index, (tree, advantages) in enumerate(pairs):
+        routes = None if problem.routes is None else problem.routes[index]
+        loss = loss + reference.flat_ppo(parameters, tree, advantages, proof.WEIGHT, spec, **proof.CLIP, routes=routes)
         if any(penalties.values()):
             loss = loss + reference.flat_penalties(parameters, first, tree, proof.WEIGHT, spec, **penalties)
     found, total = {"loss": loss.detach()}, loss
@@ -197,37 +203,48 @@ def trained(weights: dict[str, torch.Tensor], spec) -> tuple[dict[str, torch.Ten
     return by_hf_names(changes, spec), rows
 
 
+class Solutions:
+    """Weights of each family in a directory, and the float64 solutions, computed when a layout needs them."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.weights, self.first = root, {}, {}
+        for family in FAMILIES:
+            torch.manual_seed(11)
+            self.weights[family] = random_weights(cases.SPECS[family], root / family)
+            self.first[family] = random_weights(cases.SPECS[family], root / f"{family} first")
+        self.gradients = cache(self._gradients)
+        self.trained = cache(self._trained)
+
+    def _gradients(self, problem: str, family: str) -> dict[str, torch.Tensor]:
+        return solution(proof.PROBLEMS[problem], cases.SPECS[family], self.weights[family], self.first[family])
+
+    def _trained(self, family: str):
+        return trained(self.weights[family], cases.SPECS[family])
+
+
 @pytest.fixture(scope="module")
-def expected(one_rank, tmp_path_factory):
-    """A directory with each family's weights, and the float64 solutions by problem and family."""
-    root, found = tmp_path_factory.mktemp("exactness"), {}
-    everything = [run for layouts in LAYOUTS.values() for layout in layouts.items() for run in runs_of(*layout)]
-    for family in FAMILIES:
-        spec = cases.SPECS[family]
-        torch.manual_seed(11)
-        weights = random_weights(spec, root / family)
-        first = random_weights(spec, root / f"{family} first")
-        wanted = {problem for problem, own in everything if own == family}
-        for name in wanted - {"adamw"}:
-            found[name, family] = solution(proof.PROBLEMS[name], spec, weights, first)
-        if "adamw" in wanted:
-            found["adamw", family] = trained(weights, spec)
-        found["start", family] = by_hf_names(weights, spec)
-    return root, found
+def solutions(one_rank, tmp_path_factory) -> Solutions:
+    return Solutions(tmp_path_factory.mktemp("exactness"))
 
 
-@pytest.fixture(scope="module", params=sorted(LAYOUTS), ids=lambda ranks: f"{ranks} ranks")
-def computed(request, expected):
-    """What each layout of that many ranks made of its problems, from one torchrun; of one rank, in this process."""
-    root, _ = expected
-    ranks, runs = request.param, {name: runs_of(name, fields) for name, fields in LAYOUTS[request.param].items()}
-    (root / "cases.json").write_text(json.dumps({n: [LAYOUTS[ranks][n], own] for n, own in runs.items()}))
+SHORT = [pytest.param((ranks, False), id=f"{ranks} ranks") for ranks in LAYOUTS]
+FULL = [pytest.param((ranks, True), id=f"{ranks} ranks, all", marks=pytest.mark.slow_campaign) for ranks in LAYOUTS]
+
+
+@pytest.fixture(scope="module", params=SHORT + FULL)
+def computed(request, solutions):
+    """Results of each layout of that many ranks, by layout, problem and family; of one rank, from this process."""
+    ranks, full = request.param
+    layouts = LAYOUTS[ranks]
+    runs = {name: own for name in layouts if (own := runs_of(name, full=full))}
     if ranks == 1:
-        proof.compute(root)
+        proof.compute(solutions.root, layouts, runs)
     else:
-        torchrun("tests.actor.proof", str(root), ranks=ranks, timeout_s=900)
+        run_ranks(proof.compute_and_leave, solutions.root, layouts, runs, ranks=ranks, timeout_s=900)
     return {
-        (name, *run): torch.load(root / f"{'.'.join((name, *run))}.pt") for name, own in runs.items() for run in own
+        (name, *run): torch.load(solutions.root / f"{'.'.join((name, *run))}.pt")
+        for name, own in runs.items()
+        for run in own
     }
 
 
@@ -243,33 +260,33 @@ def errors(found: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> di
     }
 
 
-def test_loss_and_every_gradient_are_those_of_the_flattened_trajectories(expected, computed):
+def test_loss_and_every_gradient_are_those_of_the_flattened_trajectories(solutions, computed):
     wrong = [
         (*run, packing, name, error)
         for run, results in computed.items()
         for packing, found in results.get("gradients", {}).items()
-        for name, error in errors(found, expected[1][run[1:]]).items()
+        for name, error in errors(found, solutions.gradients(*run[1:])).items()
         if not error <= TOLERANCE
     ]
     assert not wrong, "\n".join(map(str, wrong))
 
 
-def test_the_ratio_is_exactly_one_before_the_first_update_and_only_then(computed):
-    ratios = {run: results["ratios"] for run, results in computed.items() if results.get("ratios") is not None}
-    assert ratios
-    for run, (before, after) in ratios.items():
-        assert before == [1.0, 0.0], run
-        assert after[0] != 1.0 and after[1] > 0, run
+def test_ratio_is_exactly_one_before_the_first_update_only(computed):
+    for run, results in computed.items():
+        if results.get("ratios") is not None:
+            before, after = results["ratios"]
+            assert before == [1.0, 0.0], run
+            assert after[0] != 1.0 and after[1] > 0, run
 
 
-def test_updates_are_those_of_adamw_on_the_flattened_trajectories(expected, computed):
-    runs = {run: results for run, results in computed.items() if run[1] == "adamw"}
-    assert runs or not any(run[0] in TRAINED for run in computed)
-    for (layout, _, family), results in runs.items():
-        changes, rows = expected[1]["adamw", family]
+def test_updates_are_those_of_adamw_on_the_flattened_trajectories(solutions, computed):
+    for (layout, problem, family), results in computed.items():
+        if problem != "adamw":
+            continue
+        changes, rows = solutions.trained(family)
         assert all(norm > proof.ADAMW.clip_grad for norm, _ in rows)  # every update is clipped
         assert results["rows"] == [pytest.approx(row, rel=TRAINED_TOLERANCE) for row in rows], layout
-        start = expected[1]["start", family]
+        start = by_hf_names(solutions.weights[family], cases.SPECS[family])
         for name, change in changes.items():
             found = results["weights"][name].double() - start[name]
             error = float((found - change).norm() / change.norm())

@@ -2,11 +2,13 @@
 
 import json
 import random
+import signal
 from pathlib import Path
 
 import pytest
 
-from tests.torchrun import torchrun
+from tests.actor import campaign as training
+from tests.ranks import RankFailedError, run_ranks
 
 STEPS = 10
 POINTS = ("update", "save", "shard", "joined", "renamed")
@@ -30,9 +32,12 @@ def campaign(root: Path, layout: str, ranks: int, kills: list[dict[str, object]]
     # It is the controller that joins the parts and renames.
     kills = [{**kill, "rank": 0} if kill["point"] in ("joined", "renamed") else kill for kill in kills]
     for kill in [*kills, None]:
-        torchrun(
-            "tests.actor.campaign", str(root), layout, json.dumps(kill), ranks=ranks, fails="SIGKILL" if kill else ""
-        )
+        if kill is None:
+            run_ranks(training.main, root, layout, None, ranks=ranks)
+            continue
+        with pytest.raises(RankFailedError) as failure:
+            run_ranks(training.main, root, layout, kill, ranks=ranks)
+        assert failure.value.exit_code == -signal.SIGKILL, failure.value
     attempts = [json.loads(line) for line in (root / "attempts.jsonl").read_text().splitlines()]
     for attempt, kill in zip(attempts[1:], kills, strict=True):
         # The save of a step waits for the one before it: at most that one and the present one are lost.

@@ -1,37 +1,44 @@
-"""A checkpoint of any layout, with or without the distributed optimizer, is gone on from in any other."""
+"""Training resumes from a checkpoint of any layout, with or without the distributed optimizer, in any other layout."""
 
 import json
 
 import pytest
 import torch
 
-from tests.torchrun import torchrun
+from tests.ranks import run_ranks
 
 EXACT = {"tokens", "skipped", "lr"}
+FEW = {"dense": ["tensor-pipeline", "virtual-data-distributed"], "experts": ["tensor-expert"]}
+ALL = {
+    "dense": ["tensor-pipeline", "virtual-data-distributed", "tensor-data-distributed", "data"],
+    "experts": ["expert-distributed", "tensor-expert"],
+}
 
 
-@pytest.fixture(scope="module")
-def runs(one_rank, tmp_path_factory):
-    """Of each kind of model: results of one rank, in this process, and of the layouts of four ranks."""
+@pytest.fixture(scope="module", params=[FEW, pytest.param(ALL, marks=pytest.mark.slow_campaign)], ids=["few", "all"])
+def runs(request, one_rank, tmp_path_factory):
+    """Results by kind of model: of one rank, in this process, and of layouts of four ranks."""
     from arpo_megatron.config import ParallelConfig
     from tests.actor import resharding
 
     root, expected = tmp_path_factory.mktemp("resharding"), {}
-    for kind in resharding.LAYOUTS:
+    for kind in request.param:
         torch.manual_seed(7)
         fresh = resharding.train(resharding.new_actor(kind, ParallelConfig()), range(1))
         actor = resharding.new_actor(kind, ParallelConfig())
-        resharding.train(actor, range(5, 7))
+        resharding.train(actor, range(5, 6))
         resharding.save(actor, root / kind)
-        rows = resharding.train(actor, range(3))
-        expected[kind] = {"fresh": fresh, "rows": rows, "next": resharding.train(actor, range(3, 5))}
-    torchrun("tests.actor.resharding", str(root), ranks=4)
+        rows = resharding.train(actor, range(2))
+        expected[kind] = {"fresh": fresh, "rows": rows, "next": resharding.train(actor, range(2, 3))}
+    run_ranks(resharding.main, root, request.param, ranks=4)
     found = json.loads((root / "losses.json").read_text())
-    for kind, layouts in resharding.LAYOUTS.items():
+    for kind, layouts in request.param.items():
         for name in layouts:  # back on one rank
-            alone = resharding.new_actor(kind, ParallelConfig(distributed_optimizer=name == "data"))
-            alone.load(root / name)
-            found[kind][name]["on one rank"] = resharding.train(alone, range(3, 5))
+            actor = resharding.new_actor(
+                kind, ParallelConfig(distributed_optimizer=name in ("data", "tensor-pipeline"))
+            )
+            actor.load(root / name)
+            found[kind][name]["on one rank"] = resharding.train(actor, range(2, 3))
     return expected, found
 
 
@@ -43,8 +50,8 @@ def assert_close(actual: list[dict], expected: list[dict]) -> None:
             assert row[name] == pytest.approx(value, **tolerance), name
 
 
-@pytest.mark.parametrize("kind", ["dense", "experts"])
-def test_every_layout_goes_on_from_the_checkpoint_of_one_rank(runs, kind):
+@pytest.mark.parametrize("kind", ALL)
+def test_layouts_resume_from_the_checkpoint_of_one_rank(runs, kind):
     expected, found = runs
     for name, result in found[kind].items():
         if result["fresh"] is not None:
@@ -54,19 +61,17 @@ def test_every_layout_goes_on_from_the_checkpoint_of_one_rank(runs, kind):
         assert result[f"from {name}"] == result["next"]  # its own checkpoint: bit for bit
 
 
-@pytest.mark.parametrize("kind", ["dense", "experts"])
-def test_all_ranks_agree_that_an_update_is_skipped_and_which_pack_is_to_blame(runs, kind):
+@pytest.mark.parametrize("kind", ALL)
+def test_all_ranks_skip_an_update_and_name_the_same_pack(runs, kind):
     for result in runs[1][kind].values():
         assert result["skipped"] == [[True, [-1]]] * 4
 
 
-@pytest.mark.parametrize("kind", ["dense", "experts"])
-def test_every_layout_goes_on_from_the_checkpoint_of_every_other(runs, kind):
+@pytest.mark.parametrize("kind", ALL)
+def test_layouts_resume_from_checkpoints_of_each_other_and_one_rank_from_all(runs, kind):
     expected, found = runs
-    compared = 0
-    for result in found[kind].values():
-        for name, rows in result.items():
-            if name.startswith(("from", "on one")):
-                assert_close(rows, expected[kind]["next"])
-                compared += 1
-    assert compared == {"dense": 4 * 5 // 2 + 4, "experts": 2 * 3 // 2 + 2}[kind]
+    for index, result in enumerate(found[kind].values(), 1):
+        resumed = [rows for name, rows in result.items() if name.startswith(("from", "on one"))]
+        assert len(resumed) == index + 1
+        for rows in resumed:
+            assert_close(rows, expected[kind]["next"])

@@ -1,15 +1,9 @@
-"""torchrun script: in each layout load every model under ROOT, compute log-probs where one stage can, export again,
-and gather it in buckets that are smaller than most of its tensors.
-
-Arguments: ROOT and the names of layouts, all of as many ranks as were started.
-"""
+"""What the ranks of test_conversion.py do: load models, compute log-probs, export, and gather in small buckets."""
 
 import math
-import sys
 from pathlib import Path
 
 import torch
-from megatron.core import parallel_state
 from safetensors.torch import load_file
 
 from arpo_megatron.actor import parallel
@@ -20,9 +14,11 @@ from arpo_megatron.models.mapping import hf_shapes
 from arpo_megatron.models.spec import ModelSpec
 from arpo_megatron.weights.export import export_hf, hf_buckets
 from arpo_megatron.weights.load import load_hf
+from tests.actor.cases import join
 from tests.models.tiny_models import megatron_logprobs, sample_tokens
 
 BUCKET_BYTES = 5000
+"""Smaller than most tensors of these models."""
 LAYOUTS = {
     "tensor": ParallelConfig(tensor=2, sequence=True),
     "pipeline": ParallelConfig(pipeline=2),
@@ -33,22 +29,14 @@ LAYOUTS = {
 }
 
 
-def main() -> None:
-    root, names = Path(sys.argv[1]), sys.argv[2:]
-    for name in names:
+def main(root: Path, runs: dict[str, list[str]]) -> None:
+    """For each layout named in `runs`, take its models under `root` through a round trip; all layouts have one size."""
+    for name, models in runs.items():
         layout = LAYOUTS[name]
-        if name == names[0]:
-            parallel.initialize(layout, seed=1)
-            told = parallel.broadcast_object({"from": "the controller"} if parallel.is_rank_zero() else None)
-            assert told == {"from": "the controller"}
-        else:
-            parallel_state.destroy_model_parallel()
-            parallel.lay_out(layout)
-        for source in sorted(root.iterdir()):
-            spec = ModelSpec.from_hf(source)
-            if layout.expert > 1 and spec.experts is None:
-                continue
-            round_trip(spec, source, layout, root.parent / "exported" / name / source.name)
+        join(layout)
+        for model in models:
+            spec = ModelSpec.from_hf(root / model)
+            round_trip(spec, root / model, layout, root.parent / "exported" / name / model)
     parallel.destroy()
 
 
@@ -84,7 +72,3 @@ def blocks_are_the_files_rows(chunks: list[torch.nn.Module], spec: ModelSpec, so
     if parallel.is_rank_zero():
         assert tops == {name: len(expected[name]) for name in tops}
         assert blocks >= 2  # of the embedding
-
-
-if __name__ == "__main__":
-    main()

@@ -19,7 +19,7 @@ from arpo_megatron.utils.atomic import written
 from arpo_megatron.weights.shards import LocalParameters
 from tests.faults import small_disk
 from tests.models.tiny_models import CASES, gradients, make, megatron_logprobs, reference_logprobs, sample_tokens, weigh
-from tests.torchrun import torchrun
+from tests.ranks import run_ranks
 
 
 def loaded(path: Path, dtype: str = "float32"):
@@ -80,37 +80,37 @@ def test_a_round_trip_keeps_every_bit(case: str, tmp_path: Path) -> None:
     assert_same_bits(load_file(tmp_path / "source/model.safetensors"), load_file(tmp_path / "out/model.safetensors"))
 
 
-# Four layers where an interleaved pipeline of two stages wants them; models with experts in every layout.
-FOUR_RANKS = ("llama-tied-rope3", "qwen2", "qwen3-tied", "qwen3moe", "qwen3moe-tied-raw")
+ROUND_TRIPS = {
+    2: {"tensor": ["qwen2", "qwen3moe"], "pipeline": ["llama-tied-rope3"], "expert": ["qwen3moe-tied-raw"]},
+    4: {
+        "tensor-pipeline": ["qwen3-tied"],
+        "tensor-expert": ["qwen3moe"],
+        "interleaved": ["qwen3moe-tied-raw"],
+    },
+}
+"""Models by layout and ranks; each kind of parameter meets each way to divide one."""
 
 
-@pytest.mark.parametrize(
-    ("cases", "layouts"),
-    [
-        (tuple(CASES), ("tensor", "pipeline", "expert")),
-        (FOUR_RANKS, ("tensor-pipeline", "tensor-expert", "interleaved")),
-    ],
-    ids=["two-ranks", "four-ranks"],
-)
-def test_a_round_trip_keeps_every_bit_in_every_layout(
-    cases: tuple[str, ...], layouts: tuple[str, ...], tmp_path: Path
-) -> None:
-    from tests.weights.roundtrip import LAYOUTS
+@pytest.mark.parametrize("ranks", ROUND_TRIPS)
+@pytest.mark.parametrize("full", [False, pytest.param(True, marks=pytest.mark.slow_campaign)], ids=["few", "all"])
+def test_round_trip_in_every_layout_keeps_every_bit(ranks: int, full: bool, tmp_path: Path) -> None:
+    from tests.weights import roundtrip
 
-    references = {case: make(tmp_path / "models" / case, case, num_hidden_layers=4) for case in cases}
-    (ranks,) = {LAYOUTS[name].world_size for name in layouts}
-    torchrun("tests.weights.roundtrip", str(tmp_path / "models"), *layouts, ranks=ranks, timeout_s=550)
-    for layout in layouts:
-        for case, reference in references.items():
-            out = tmp_path / "exported" / layout / case
-            if LAYOUTS[layout].expert > 1 and "moe" not in case:
-                assert not out.exists()
-                continue
-            source = load_file(tmp_path / "models" / case / "model.safetensors")
-            assert_same_bits(source, load_file(out / "model.safetensors"))
-            if LAYOUTS[layout].pipeline == 1:
-                expected = reference_logprobs(reference, sample_tokens())
-                assert (torch.load(out / "logprobs.pt") - expected).abs().max() < 1e-4, (layout, case)
+    runs = ROUND_TRIPS[ranks]
+    if full:
+        runs = {name: [case for case in CASES if "moe" in case or roundtrip.LAYOUTS[name].expert == 1] for name in runs}
+    references = {
+        case: make(tmp_path / "models" / case, case, num_hidden_layers=4)
+        for case in sorted({case for cases in runs.values() for case in cases})
+    }
+    run_ranks(roundtrip.main, tmp_path / "models", runs, ranks=ranks)
+    for layout, case in [(layout, case) for layout, cases in runs.items() for case in cases]:
+        out = tmp_path / "exported" / layout / case
+        source = load_file(tmp_path / "models" / case / "model.safetensors")
+        assert_same_bits(source, load_file(out / "model.safetensors"))
+        if roundtrip.LAYOUTS[layout].pipeline == 1:
+            expected = reference_logprobs(references[case], sample_tokens())
+            assert (torch.load(out / "logprobs.pt") - expected).abs().max() < 1e-4, (layout, case)
 
 
 @st.composite
@@ -221,7 +221,7 @@ def test_parameters_are_found_under_the_names_of_both_layer_specs() -> None:
 
 
 class Numbered(nn.Module):
-    """A layer of another stage, named as Transformer EngineEndpoint's grouped experts name their weights."""
+    """A layer of another stage, named as Transformer Engine's grouped experts name their weights."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,0 +1,110 @@
+"""Run a function of a test module on several ranks of this machine.
+
+Ranks are forked from a server process that has imported torch and Megatron once, so starting one takes milliseconds
+instead of the ten seconds of those imports. Every call gets new processes: no state of an earlier test is left in them.
+"""
+
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from multiprocessing import get_context
+from multiprocessing.connection import wait
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from time import monotonic
+from typing import Any
+
+_PRELOADED = ("pytest", "tests.actor.proof", "tests.actor.campaign", "tests.weights.roundtrip")
+_context = get_context("forkserver")
+_context.set_forkserver_preload(list(_PRELOADED))
+
+
+class RankFailedError(AssertionError):
+    """A rank did not end well; the message holds what the first such rank printed."""
+
+    exit_code: int | None
+    """As `multiprocessing.Process.exitcode`: negative for a signal, None for a rank that was still running."""
+
+    def __init__(self, rank: int, exit_code: int | None, output: str) -> None:
+        super().__init__(f"rank {rank} ended with exit code {exit_code}:\n{output[-4000:]}")
+        self.exit_code = exit_code
+
+
+def run_ranks(function: Callable[..., None], *arguments: Any, ranks: int, timeout_s: float = 500.0) -> None:
+    """Call `function(*arguments)` on every rank and return when all have returned.
+
+    Args:
+        function: of a module that the ranks can import; it sets up and leaves the process group.
+        arguments: can be pickled.
+        ranks: processes on this machine.
+        timeout_s: when it has passed, all ranks are killed.
+
+    Raises:
+        RankFailedError: a rank raised, was killed or took too long. The other ranks are killed.
+    """
+    from torch.distributed import TCPStore
+
+    # A port of the system's choice that is open before any rank looks for it, as under torchrun.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with TemporaryDirectory() as logs:
+        outputs = [Path(logs) / str(rank) for rank in range(ranks)]
+        processes = [
+            _context.Process(target=_run, args=(function, arguments, rank, ranks, store.port, outputs[rank]))
+            for rank in range(ranks)
+        ]
+        try:
+            for process in processes:
+                process.start()
+            failed = _first_failure(processes, monotonic() + timeout_s)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+        if failed is not None:
+            rank, exit_code = failed
+            raise RankFailedError(rank, exit_code, outputs[rank].read_text(errors="replace"))
+
+
+def _first_failure(processes: Sequence[Any], deadline: float) -> tuple[int, int | None] | None:
+    running = {process.sentinel: rank for rank, process in enumerate(processes)}
+    while running:
+        ended = wait(list(running), max(0.0, deadline - monotonic()))
+        if not ended:
+            return min(running.values()), None
+        failed = []
+        for rank in [running.pop(sentinel) for sentinel in ended]:
+            processes[rank].join()
+            if processes[rank].exitcode:
+                failed.append((processes[rank].exitcode, rank))
+        if failed:
+            exit_code, rank = min(failed)  # a signal's is negative: the peers of a killed rank fail after it
+            return rank, exit_code
+    return None
+
+
+def _run(
+    function: Callable[..., None], arguments: Sequence[Any], rank: int, ranks: int, port: int, output: Path
+) -> None:
+    with output.open("wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is this test's, not rank 0's
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }
+    import torch
+
+    torch.set_num_threads(1)
+    try:
+        function(*arguments)
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)  # clean-up would wait for ranks that wait for this one
