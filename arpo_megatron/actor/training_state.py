@@ -1,13 +1,10 @@
-"""What the actor's checkpoint holds, and how: weights, moments, schedule and generators, through dist_checkpointing.
+"""The actor's checkpoint: weights, moments, schedule and random generators, stored with Megatron's dist_checkpointing.
 
-Saving has two halves. `snapshot` (all ranks) copies the state to host memory and agrees on who writes what; it is all
-that training waits for. `Snapshot.write` puts this rank's part on disk and talks to nobody, so it may run in a thread
-beside the training.
+Saving has two halves. `snapshot`, a call of all ranks, copies the state to host memory and agrees on who writes what;
+training waits for it alone. `Snapshot.write` writes this rank's part without communication, so it can run in a thread.
 
-Megatron's own asynchronous save forks a worker that writes. With 334 MB of state on two cores, training waits 0.03 s
-for the thread's save; for the fork's 2.8 s the first time, because it starts a manager process that imports the main
-module anew, and 0.06 s afterwards (tests/actor/measure_save.py). A fork also must not touch CUDA and outlives a killed
-rank; a thread dies with it, and its error is an exception that is told at the next step.
+A thread replaces Megatron's asynchronous save, which forks a worker process: a fork must not touch CUDA and outlives a
+killed rank. A thread dies with its rank, and its exception is raised at the next step.
 """
 
 from dataclasses import dataclass, replace

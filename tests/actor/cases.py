@@ -242,10 +242,10 @@ def odd(seed: int) -> RolloutTree:
 
 
 def join(layout: ParallelConfig) -> None:
-    """Megatron's groups anew; torch's own can be made only once under one torchrun."""
+    """Set up Megatron's groups for a layout, in place of those of an earlier layout of these ranks."""
     if dist.is_initialized():
         parallel_state.destroy_model_parallel()
-        # Pipelines keep it in another shape than the other layouts, and no job has both.
+        # Its shape differs between pipelines and other layouts; a job never has both.
         MoEAuxLossAutoScaler.main_loss_backward_scale = None
         parallel.lay_out(layout)
         torch.manual_seed(7)
