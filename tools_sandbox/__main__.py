@@ -1,4 +1,4 @@
-"""``python -m tools_sandbox``: start the service, say ``ready http://host:port`` on stdout, serve until stopped."""
+"""``python -m tools_sandbox``: start the service, print ``ready http://host:port`` on stdout, serve until stopped."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from tools_sandbox.utils import logs
 
 
 class _CannotStartError(Exception):
-    """What the user has to change; one line."""
+    """The service cannot start as configured. The message is one line for the user."""
 
 
 def _listen(host: str, port: int, token: str | None) -> socket.socket:
-    """A listening socket. Only loopback addresses are open to callers without a token."""
+    """Return a listening socket. Without a token, only loopback addresses are accepted."""
     if not 0 <= port <= 65535:  # the resolver would take it modulo 65536
         raise _CannotStartError(f"port {port} is not between 0 and 65535")
     try:
@@ -30,7 +30,7 @@ def _listen(host: str, port: int, token: str | None) -> socket.socket:
         raise _CannotStartError(f"cannot resolve {host}: {error}") from error
     if token is None and not ipaddress.ip_address(str(address[0]).split("%")[0]).is_loopback:
         raise _CannotStartError(f"{host} is open to other machines: set {TOKEN_VARIABLE}, or use 127.0.0.1")
-    # With the protocol named, since asyncio turns off Nagle's delay (40 ms an answer) only for what says it is TCP.
+    # The protocol is given since asyncio turns off Nagle's delay (40 ms per answer) only for sockets that name TCP.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -46,9 +46,9 @@ def _serve(arguments: argparse.Namespace) -> None:
     token = os.environ.get(TOKEN_VARIABLE) or None
     config = load_config(arguments.config)
     logs.set_up(config.log.format)
-    budget = descriptors.share_out(descriptors.raise_limit(), config)
+    budget = descriptors.plan_budget(descriptors.raise_limit(), config)
     with _listen(arguments.host, arguments.port, token) as listener:
-        # Late, so that a bad file or a taken port is said before the half second that these take.
+        # Imported late (0.5 s), so that a bad file or a taken port is reported at once.
         from tools_sandbox.service.dispatch import ToolService
         from tools_sandbox.service.server import Server, build_app
 
@@ -63,12 +63,12 @@ def _serve(arguments: argparse.Namespace) -> None:
 
 
 def _stop(number: int, frame: object) -> None:
-    # uvicorn sends itself the signal again when it has shut down, so this is also the last step of a clean end.
+    # uvicorn repeats the signal after its shutdown, so a clean end also comes here.
     raise SystemExit(0)
 
 
 def main() -> None:
-    """Parse arguments, serve. Exit codes: 0 after SIGTERM or SIGINT, 2 if it cannot start as told."""
+    """Parse arguments and serve. Exit codes: 0 after SIGTERM or SIGINT, 2 if the service cannot start."""
     parser = argparse.ArgumentParser(prog="python -m tools_sandbox", description="The tool service.")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument("--port", type=int, default=0, help="0: any free port (default)")

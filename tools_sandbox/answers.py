@@ -1,4 +1,4 @@
-"""What a tool call answers: the one record that tools, cache, server and client share."""
+"""The answer of a tool call: the record that tools, cache, server and client share."""
 
 from __future__ import annotations
 
@@ -8,39 +8,39 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, cast, get_args
 
 Status = Literal["ok", "error", "timeout", "refused"]
-"""ok: the tool did its work. error: it ran and failed, or its arguments are wrong. timeout: its time (wall or CPU)
+"""ok: the tool did its work. error: it ran and failed, or its arguments are wrong. timeout: its wall-clock or CPU time
 was over. refused: this service does not offer the tool."""
 
 
 class ToolResult(NamedTuple):
-    """What a tool's `run` gives back."""
+    """The result of a tool's `run`."""
 
     status: Status
     text: str
     negative: bool = False
-    """A finding of "nothing there" (no results, no such page) that is true for a while, so it may be cached shortly.
-    An "error" that is not negative is asked again every time."""
+    """A result such as "no results" or "no such page", which stays true for a while. It is cached for a short time.
+    An "error" that is not negative is never cached."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolAnswer:
-    """One answer of one tool call."""
+    """The answer of one tool call."""
 
     text: str
-    """What the model reads; also when the call failed."""
+    """Text for the model, also if the call failed."""
     status: Status
     seconds: float
-    """Wall time of the execution in seconds, without waiting for a free place; of a cached answer, the look-up."""
+    """Wall time of the execution in seconds, without queueing. For a cached answer, the time of the look-up."""
     cached: bool
-    """True if this call executed nothing: the answer came from the cache or from an equal call in flight."""
+    """True if this call executed nothing: its answer came from the cache or from an equal call in flight."""
 
     def to_dict(self) -> dict[str, object]:
-        """JSON-safe fields, in the order of the class."""
+        """Return the fields as JSON-safe values."""
         return {"text": self.text, "status": self.status, "seconds": self.seconds, "cached": self.cached}
 
     @classmethod
     def from_dict(cls, data: object) -> ToolAnswer:
-        """The inverse of `to_dict`. ValueError: a field is missing, unknown or of the wrong type."""
+        """Return the answer that `to_dict` has written. Raises ValueError if `data` is anything else."""
         if not isinstance(data, Mapping) or set(data) != {"text", "status", "seconds", "cached"}:
             raise ValueError(f"not a tool answer: {str(data)[:200]}")
         text, status, seconds, cached = data["text"], data["status"], data["seconds"], data["cached"]

@@ -1,18 +1,20 @@
-"""Clients of the tool service: one for plain code, its twin for asyncio.
+"""Clients of the tool service: `SandboxClient` for plain code and `AsyncSandboxClient` for asyncio.
 
-Both keep their connections open and ask again after a lost connection or HTTP 5xx, a bounded number of times. Every
-attempt of a call carries the same request id, by which the service knows a call that it has already executed. Where
-the service is full (HTTP 429) they wait as long as it says, for as long as the caller's patience lasts.
+Both keep their connections open. They retry a bounded number of times after a lost connection or HTTP 5xx. All attempts
+of a call carry the same request id, so that the service executes the call once. If the service is full (HTTP 429), the
+clients wait as long as it asks, until the deadline of the call.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import random
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 
 import aiohttp
@@ -33,22 +35,21 @@ __all__ = [
 
 CONNECT_TIMEOUT_S = 5.0
 QUEUE_WAIT_S = 150.0
-"""How much longer than the call's own limit an answer may take: the service queues a call for 120 s at most
-(`SandboxConfig.queue_s`), then says 429."""
+"""Default `queue_wait_s`. The service queues a call for 120 s at most (`SandboxConfig.queue_s`), then answers 429."""
 RETRIES = 4
-_TOO_MANY = 429
+_TOO_MANY_REQUESTS = 429
 _GRACE_S = 1.0
-"""How much longer than until the deadline an answer is waited for: the service itself answers when it passes."""
+"""Seconds to wait for an answer beyond the deadline, since the service itself answers when the deadline passes."""
 
 
 class SandboxError(RuntimeError):
-    """The service gave no tool answer. (A tool that fails is no error here: it answers with a status.)"""
+    """The service gave no tool answer. (A tool that fails raises nothing: its answer has a status.)"""
 
 
 class SandboxUnavailable(SandboxError):  # noqa: N818 - the contract's name
-    """The service cannot be reached, is overloaded or shutting down, also after the retries.
+    """The service is unreachable, overloaded or shutting down, even after the retries.
 
-    status: of its HTTP answers; None where attempts ended differently, or without one.
+    status: the HTTP status that all attempts got; None if they differed or an attempt got no answer.
     """
 
     def __init__(self, message: str, status: int | None = None) -> None:
@@ -56,14 +57,14 @@ class SandboxUnavailable(SandboxError):  # noqa: N818 - the contract's name
         self.status = status
 
 
-class SandboxDenied(SandboxError):  # noqa: N818 - its twin
-    """The service answered and did not accept the request: wrong token or malformed request. Not retried."""
+class SandboxDenied(SandboxError):  # noqa: N818 - the contract's name
+    """The service rejected the request: wrong token or malformed request. Not retried."""
 
 
 class _RetryableError(Exception):
-    """One attempt failed in a way that another may not.
+    """One attempt failed, but another one may succeed.
 
-    status: of the HTTP answer, if there was one. retry_after_s: when to come back, if it said so.
+    status: the HTTP status, if there was an answer. retry_after_s: the pause that the service asked for.
     """
 
     def __init__(self, message: str, status: int | None = None, retry_after_s: float = 0.0) -> None:
@@ -72,101 +73,112 @@ class _RetryableError(Exception):
 
 
 class _Call:
-    """One call over all its attempts: what is sent, when to ask again, when to give up."""
+    """One call over all its attempts: its request, the pauses between attempts, and the reading of answers."""
 
-    def __init__(
-        self,
-        url: str,
-        body: dict[str, object],
-        request_id: str | None,
-        *,
-        timeout_s: float,
-        deadline_s: float,
-        retries: int,
-    ) -> None:
+    def __init__(self, url: str, body: dict[str, object], *, timeout_s: float, deadline_s: float, retries: int) -> None:
         for name, seconds in (("timeout_s", timeout_s), ("deadline_s", deadline_s)):
             if not (math.isfinite(seconds) and seconds > 0):
                 raise ValueError(f"{name} must be a positive number of seconds, not {seconds}")
         self._url, self._retries = url, retries
-        self._body = body | {"timeout_s": timeout_s, "request_id": request_id or uuid.uuid4().hex}
-        self._patient_until = time.monotonic() + deadline_s
+        self._body = body | {"timeout_s": timeout_s}
+        self._deadline = time.monotonic() + deadline_s
         self._failures = list[int | None]()
 
     def left_s(self) -> float:
-        """Seconds until nobody waits any more."""
-        return max(self._patient_until - time.monotonic(), 0.001)
+        """Return the seconds until the deadline of the call; never 0."""
+        return max(self._deadline - time.monotonic(), 0.001)
 
     def body(self) -> dict[str, object]:
-        """JSON of the next attempt."""
+        """Return the JSON body of the next attempt."""
         return self._body | {"deadline_s": self.left_s()}
 
     def pause_s(self, error: _RetryableError) -> float:
-        """Seconds to wait before the next attempt. SandboxUnavailable: there is none."""
-        spread = random.uniform(1.0, 1.25)  # so that clients do not march in step
-        if error.status == _TOO_MANY:
-            pause_s = max(error.retry_after_s, 0.1) * spread
+        """Return the seconds to wait before the next attempt. Raises SandboxUnavailable if there is none."""
+        jitter = random.uniform(1.0, 1.25)
+        if error.status == _TOO_MANY_REQUESTS:
+            pause_s = max(error.retry_after_s, 0.1) * jitter
             if pause_s < self.left_s():
                 return pause_s
-            raise _unavailable(self._url, len(self._failures) + 1, error, [error.status]) from error
+            raise self.unavailable(len(self._failures) + 1, error, [error.status]) from error
         self._failures.append(error.status)
-        pause_s = min(0.1 * 2.0 ** (len(self._failures) - 1), 2.0) * 0.8 * spread
+        pause_s = min(0.1 * 2.0 ** (len(self._failures) - 1), 2.0) * 0.8 * jitter
         if len(self._failures) > self._retries or pause_s >= self.left_s():
-            raise _unavailable(self._url, len(self._failures), error, self._failures) from error
+            raise self.unavailable(len(self._failures), error, self._failures) from error
         return pause_s
 
+    def read_answer(self, status: int, headers: Mapping[str, str], content: bytes) -> ToolAnswer:
+        """Return the answer in an HTTP reply. Raises _RetryableError (429, 5xx) or SandboxDenied."""
+        if status != 200:
+            detail = content.decode("utf-8", "replace")
+            if status >= 500 or status == _TOO_MANY_REQUESTS:
+                after = headers.get("Retry-After", "")
+                retry_after_s = float(after) if after.isdecimal() else 0.0
+                raise _RetryableError(f"HTTP {status}: {detail[:200]}", status, retry_after_s)
+            message = f"tool service at {self._url} does not accept the request: HTTP {status}: {detail[:500]}"
+            raise SandboxDenied(message)
+        try:
+            return ToolAnswer.from_dict(json.loads(content))
+        except ValueError as error:
+            raise SandboxDenied(f"{self._url} does not speak the tool service's protocol: {error}") from error
 
-def _checked(url: str) -> str:
-    if not url.startswith(("http://", "https://")):
-        raise ValueError(f"the address of a tool service begins with http:// or https://, not {url!r}")
-    return url.rstrip("/")
-
-
-def _headers(token: str | None) -> dict[str, str]:
-    return {} if token is None else {"Authorization": f"Bearer {token}"}
-
-
-def _check_status(url: str, status_code: int, headers: Mapping[str, str], detail: str) -> None:
-    """Raise for all but 200: _RetryableError for what passes (429, 5xx), SandboxDenied for what does not."""
-    if status_code >= 500 or status_code == _TOO_MANY:
-        after = headers.get("Retry-After", "")
-        retry_after_s = float(after) if after.isdecimal() else 0.0
-        raise _RetryableError(f"HTTP {status_code}: {detail[:200]}", status_code, retry_after_s)
-    if status_code != 200:
-        raise SandboxDenied(f"tool service at {url} does not accept the request: HTTP {status_code}: {detail[:500]}")
-
-
-def _parsed(url: str, data: object) -> ToolAnswer:
-    try:
-        return ToolAnswer.from_dict(data)
-    except ValueError as error:
-        raise SandboxDenied(f"{url} does not speak the tool service's protocol: {error}") from error
+    def unavailable(
+        self, attempts: int, cause: BaseException, statuses: Sequence[int | None] = ()
+    ) -> SandboxUnavailable:
+        """Return the error for a call that is given up after some attempts."""
+        status = statuses[0] if len(set(statuses)) == 1 else None
+        message = f"tool service at {self._url} is unavailable after {attempts} attempt(s): {cause}"
+        return SandboxUnavailable(message, status)
 
 
-def _unavailable(
-    url: str, attempts: int, cause: BaseException, statuses: Sequence[int | None] = ()
-) -> SandboxUnavailable:
-    status = statuses[0] if len(set(statuses)) == 1 else None
-    return SandboxUnavailable(f"tool service at {url} is unavailable after {attempts} attempt(s): {cause}", status)
+@dataclass(frozen=True, slots=True)
+class _Service:
+    """The service as both clients see it, and the calls that they begin."""
+
+    url: str
+    token: str | None
+    retries: int
+    queue_wait_s: float
+
+    def __post_init__(self) -> None:
+        if not self.url.startswith(("http://", "https://")):
+            raise ValueError(f"the address of a tool service begins with http:// or https://, not {self.url!r}")
+
+    def headers(self) -> dict[str, str]:
+        return {} if self.token is None else {"Authorization": f"Bearer {self.token}"}
+
+    def new_call(
+        self,
+        tool: str,
+        arguments: dict[str, object],
+        trajectory_id: str,
+        timeout_s: float,
+        deadline_s: float | None,
+        request_id: str | None,
+    ) -> _Call:
+        body: dict[str, object] = {"tool": tool, "arguments": arguments, "trajectory_id": trajectory_id}
+        body["request_id"] = request_id or uuid.uuid4().hex
+        if deadline_s is None:
+            deadline_s = timeout_s + self.queue_wait_s
+        return _Call(self.url, body, timeout_s=timeout_s, deadline_s=deadline_s, retries=self.retries)
 
 
 class SandboxClient:
-    """Calls tools from plain code; safe to share between threads.
+    """A client for plain code. Threads may share it.
 
     token: the service's TOOLS_SANDBOX_TOKEN, if it has one. retries: attempts after the first failed one.
-    queue_wait_s: seconds a call may take beyond its own `timeout_s` before the service counts as unavailable.
-    ValueError: the url is no http(s) address.
+    queue_wait_s: seconds that a call may take beyond its `timeout_s` before the service counts as unavailable.
+    Raises ValueError if the url is not an http(s) address.
     """
 
     def __init__(
         self, url: str, token: str | None = None, *, retries: int = RETRIES, queue_wait_s: float = QUEUE_WAIT_S
     ) -> None:
-        self.url = _checked(url)
-        self._retries = retries
-        self._queue_wait_s = queue_wait_s
+        self.url = url.rstrip("/")
+        self._service = _Service(self.url, token, retries, queue_wait_s)
         self._session = requests.Session()
-        # A cluster's HTTP_PROXY would otherwise carry calls to the own machine away.
+        # A cluster's HTTP_PROXY must not redirect calls to this machine.
         self._session.trust_env = False
-        self._session.headers.update(_headers(token))
+        self._session.headers.update(self._service.headers())
         self._session.mount("http://", HTTPAdapter(pool_connections=4, pool_maxsize=256))
 
     def call(
@@ -181,21 +193,13 @@ class SandboxClient:
     ) -> ToolAnswer:
         """Run a tool and return its answer, whatever its status.
 
-        timeout_s: wall-clock seconds the tool may run; waiting for a free place in the service does not count.
-        deadline_s: seconds from now after which nobody waits any more, all attempts and pauses together; none:
-        timeout_s and the client's queue_wait_s.
-        request_id: names this call where `call` itself is repeated, so that it is not executed twice.
-        Raises SandboxUnavailable, SandboxDenied; ValueError for seconds that are not positive.
+        timeout_s: wall-clock seconds that the tool may run. Queueing in the service does not count.
+        deadline_s: seconds from now until the call is given up, including all attempts and pauses.
+        None: `timeout_s` plus the client's `queue_wait_s`.
+        request_id: id of the call. Pass one if you repeat `call` itself, so that the call is executed once.
+        Raises SandboxUnavailable, SandboxDenied, and ValueError for seconds that are not positive.
         """
-        body: dict[str, object] = {"tool": tool, "arguments": arguments, "trajectory_id": trajectory_id}
-        call = _Call(
-            self.url,
-            body,
-            request_id,
-            timeout_s=timeout_s,
-            deadline_s=timeout_s + self._queue_wait_s if deadline_s is None else deadline_s,
-            retries=self._retries,
-        )
+        call = self._service.new_call(tool, arguments, trajectory_id, timeout_s, deadline_s, request_id)
         while True:
             try:
                 return self._attempt(call)
@@ -207,16 +211,11 @@ class SandboxClient:
         try:
             reply = self._session.post(f"{self.url}/call", json=call.body(), timeout=timeouts)
         except requests.ReadTimeout as error:
-            # A service silent for that long hangs; asking again would double an already long wait.
-            raise _unavailable(self.url, 1, error) from error
+            # A service that is silent for so long hangs. A retry would double an already long wait.
+            raise call.unavailable(1, error) from error
         except (requests.ConnectionError, requests.Timeout, requests.exceptions.ChunkedEncodingError) as error:
             raise _RetryableError(str(error)) from error
-        _check_status(self.url, reply.status_code, reply.headers, reply.text)
-        try:
-            data: object = reply.json()
-        except requests.JSONDecodeError as error:
-            raise SandboxDenied(f"{self.url} does not speak the tool service's protocol: {error}") from error
-        return _parsed(self.url, data)
+        return call.read_answer(reply.status_code, reply.headers, reply.content)
 
     def close(self) -> None:
         """Close the kept connections. The client can be used again afterwards."""
@@ -232,24 +231,23 @@ class SandboxClient:
 
 
 class AsyncSandboxClient:
-    """The twin of `SandboxClient` for asyncio: same arguments, same errors. Belongs to one event loop.
+    """A client for asyncio with the arguments and errors of `SandboxClient`. Belongs to one event loop.
 
-    Any number of calls may be in flight; each has its own kept connection.
+    Any number of calls may be in flight. Each has its own connection, which is kept for later calls.
     """
 
     def __init__(
         self, url: str, token: str | None = None, *, retries: int = RETRIES, queue_wait_s: float = QUEUE_WAIT_S
     ) -> None:
-        self.url = _checked(url)
-        self._retries = retries
-        self._queue_wait_s = queue_wait_s
-        self._headers = _headers(token)
+        self.url = url.rstrip("/")
+        self._service = _Service(self.url, token, retries, queue_wait_s)
         self._session: aiohttp.ClientSession | None = None
 
     def _open_session(self) -> aiohttp.ClientSession:
-        # Made on first use, since a session must be born inside the loop that uses it.
+        # Created on first use: a session must be created inside the loop that uses it.
         if self._session is None or self._session.closed:
-            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), headers=self._headers)
+            connector = aiohttp.TCPConnector(limit=0)
+            self._session = aiohttp.ClientSession(connector=connector, headers=self._service.headers())
         return self._session
 
     async def call(
@@ -262,16 +260,8 @@ class AsyncSandboxClient:
         deadline_s: float | None = None,
         request_id: str | None = None,
     ) -> ToolAnswer:
-        """As `SandboxClient.call`."""
-        body: dict[str, object] = {"tool": tool, "arguments": arguments, "trajectory_id": trajectory_id}
-        call = _Call(
-            self.url,
-            body,
-            request_id,
-            timeout_s=timeout_s,
-            deadline_s=timeout_s + self._queue_wait_s if deadline_s is None else deadline_s,
-            retries=self._retries,
-        )
+        """Run a tool and return its answer; see `SandboxClient.call`."""
+        call = self._service.new_call(tool, arguments, trajectory_id, timeout_s, deadline_s, request_id)
         while True:
             try:
                 return await self._attempt(call)
@@ -284,21 +274,14 @@ class AsyncSandboxClient:
         limits = aiohttp.ClientTimeout(total=None, sock_connect=connect_s, sock_read=left_s + _GRACE_S)
         try:
             async with self._open_session().post(f"{self.url}/call", json=call.body(), timeout=limits) as reply:
-                if reply.status != 200:
-                    detail = await reply.text(errors="replace")
-                    _check_status(self.url, reply.status, reply.headers, detail)
-                data: object = await reply.json()
+                status, headers, content = reply.status, reply.headers, await reply.read()
         except aiohttp.SocketTimeoutError as error:
             if isinstance(error, aiohttp.ConnectionTimeoutError):
                 raise _RetryableError(str(error)) from error
-            raise _unavailable(self.url, 1, error) from error
-        except aiohttp.ContentTypeError as error:
-            raise SandboxDenied(f"{self.url} does not speak the tool service's protocol: {error}") from error
+            raise call.unavailable(1, error) from error
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
             raise _RetryableError(str(error)) from error
-        except ValueError as error:  # the body is not JSON
-            raise SandboxDenied(f"{self.url} does not speak the tool service's protocol: {error}") from error
-        return _parsed(self.url, data)
+        return call.read_answer(status, headers, content)
 
     async def aclose(self) -> None:
         """Close the kept connections. The client can be used again afterwards."""

@@ -16,48 +16,48 @@ from pydantic.dataclasses import dataclass
 _STRICT = ConfigDict(extra="forbid")
 
 TOKEN_VARIABLE = "TOOLS_SANDBOX_TOKEN"  # noqa: S105 - a name, not a token
-"""Environment variable of the service: the bearer token that callers must have, if any."""
+"""Environment variable of the service that holds the bearer token of callers. Unset: no token is needed."""
 
 Positive = Annotated[int, Field(gt=0, strict=True)]
 NotNegative = Annotated[int, Field(ge=0, strict=True)]
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Mebibytes = Annotated[int, Field(gt=0, le=1 << 24, strict=True)]
-"""Up to 16 TiB, which the kernel takes wherever it takes a size."""
+"""A size of up to 16 TiB, which the kernel accepts wherever it takes a size."""
 Flag = Annotated[bool, Field(strict=True)]
 
 
 class ConfigError(ValueError):
-    """The configuration cannot be used; the message is one line that says what and where."""
+    """The configuration cannot be used. The message is one line that names the key and the problem."""
 
 
 @dataclass(frozen=True, config=_STRICT)
 class Limits:
-    """What one python call may use."""
+    """Resource limits of one python call."""
 
     time_s: Annotated[Seconds, Field(le=1e6)] = 120.0
-    """Longest wall-clock time of a call of any tool in seconds; a longer `timeout_s` is cut to this."""
+    """Longest wall-clock time of a call of any tool, in seconds. A longer `timeout_s` is cut to this value."""
     cpu_s: Annotated[Positive, Field(le=1_000_000)] = 120
-    """CPU time in seconds, of a process (RLIMIT_CPU) and of all of the call together."""
+    """CPU time in seconds, for one process (RLIMIT_CPU) and for the call as a whole."""
     memory_mb: Annotated[Mebibytes, Field(ge=16)] = 2048
-    """Address space of a process in MiB (RLIMIT_AS) beyond what preloaded modules take; where there are control groups
-    also the memory of all processes of the call together."""
+    """Address space of a process in MiB (RLIMIT_AS), beyond the preloaded modules. With control groups, also the
+    memory of all processes of the call together."""
     file_mb: Mebibytes = 64
-    """Largest file a process may write, in MiB (RLIMIT_FSIZE)."""
+    """Size of the largest file that a process may write, in MiB (RLIMIT_FSIZE)."""
     disk_mb: Mebibytes = 256
-    """Size in MiB of the private /tmp, where there is a mount namespace (the start says so)."""
+    """Size of the private /tmp in MiB. Needs a mount namespace; the log reports at the start whether there is one."""
     processes: Annotated[Positive, Field(le=1 << 20)] = 64
-    """Processes and threads of a call (RLIMIT_NPROC, pids control group)."""
+    """Processes and threads of a call (RLIMIT_NPROC and the pids control group)."""
     open_files: Annotated[Positive, Field(ge=16, le=1 << 20)] = 256
     """Open descriptors of a process (RLIMIT_NOFILE)."""
     code_chars: Positive = 200_000
-    """Longest code accepted, in characters."""
+    """Longest code that is accepted, in characters."""
     output_chars: Positive = 20_000
-    """Longest answer in characters; more is cut, with a note that says so."""
+    """Longest answer in characters. A longer one is cut, with a note."""
     output_mb: Mebibytes = 64
-    """Most output in MiB, shown or not; a call that writes more is ended."""
+    """Largest output in MiB, shown or not. A call that writes more is ended."""
     state_mb: Annotated[Mebibytes, Field(le=1 << 12)] = 64
-    """Largest state of a session in MiB: what its names and the files in its working directory take as bytes."""
+    """Largest state of a session in MiB: the serialized names and the files in the working directory."""
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -65,23 +65,25 @@ class PythonConfig:
     """The python tool."""
 
     preload: tuple[str, ...] = ("numpy", "sympy", "scipy.integrate", "scipy.optimize", "scipy.stats", "pandas")
-    """Modules imported once, before the first call: a call finds them already loaded."""
+    """Modules imported once, before the first call. Every call finds them loaded."""
     isolation: Literal["full", "contained", "process", "limits"] = "contained"
-    """Refuse to start below this level. Whatever else the machine permits is used as well; the start says what that is.
-    full: contained, and control groups bound memory, processes and CPU time of a call as a whole.
-    contained: own network, process tree, files and user for each call, and a system call filter.
-    process: no namespaces are needed; the filter (no sockets) and Landlock (files).
-    limits: resource limits of a process and no more; code can do what the service's user can."""
+    """Lowest isolation level to start with. Stronger mechanisms are used wherever the machine permits them; the log
+    lists them at the start.
+    full: `contained`, and control groups bound memory, processes and CPU time of a call as a whole.
+    contained: each call has its own network, process tree, files and user, and a system call filter.
+    process: needs no namespaces; the filter (no sockets) and Landlock (files).
+    limits: only resource limits of a process; code can do everything that the service's user can."""
     ahead: Annotated[NotNegative, Field(le=64)] = 2
-    """So many processes wait behind all walls for the next calls, which then begin at once; each is used for one call
-    and costs some MiB. Where calls are not counted and hidden from each other by the kernel there are none."""
+    """Processes that are created ahead of the next calls and wait behind all walls, so that these calls begin at once.
+    Each serves one call and costs some MiB. There are none if the kernel does not hide calls from each other and count
+    them separately."""
     cache: Flag = False
-    """Keep answers of equal code. Off, since code may read the clock or draw random numbers."""
+    """Cache the answers of equal code. Off by default, since code may read the clock or draw random numbers."""
     session_dir: Path | None = None
-    """Folder for the states of sessions, relative to the configuration file; several services may share it. None: the
-    python tool has no sessions, every call begins afresh."""
+    """Folder for the states of sessions, relative to the configuration file. Several services may share it.
+    None: the python tool has no sessions, and every call begins with an empty state."""
     sessions_mb: Positive = 4096
-    """Size in MiB of all states kept there; the least recently used goes first."""
+    """Size of all kept states in MiB. The least recently used ones are removed first."""
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -89,9 +91,9 @@ class Source:
     """One file of the search corpus."""
 
     path: Path
-    """File; a relative path is relative to the configuration file."""
+    """Path of the file. A relative path is relative to the configuration file."""
     format: Literal["jsonl", "parquet", "arpo_cache"]
-    """jsonl: one object a line, {"title"?, "text"}. parquet: columns of these names.
+    """jsonl: one object per line, {"title"?, "text"}. parquet: columns with these names.
     arpo_cache: one JSON object, query -> "Page 1: ...\\nPage 2: ..."."""
 
 
@@ -100,11 +102,11 @@ class DenseConfig:
     """A dense retriever behind HTTP: POST {"queries": [...], "topk": k} -> {"result": [[{"document": {...}}]]}."""
 
     url: str
-    """The whole address of its endpoint, e.g. http://retriever:8000/retrieve."""
+    """Full address of its endpoint, e.g. http://retriever:8000/retrieve."""
     timeout_s: Seconds = 20.0
-    """One attempt may take this long."""
+    """Time limit of one attempt in seconds."""
     retries: NotNegative = 3
-    """Attempts after the first that failed, with pauses that double."""
+    """Attempts after the first failed one. The pauses between them double."""
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -112,111 +114,111 @@ class WebConfig:
     """A web search engine."""
 
     provider: Literal["serper", "brave", "searxng"]
-    """Which engine's request and answer format is spoken."""
+    """Provider, which decides the format of requests and answers."""
     url: str | None = None
-    """Its endpoint; none: the provider's public one (searxng has none)."""
+    """Address of its endpoint. None: the provider's public one (searxng has none)."""
     key_variable: str | None = None
-    """Environment variable that holds the key; serper and brave need one. The key itself stands in no file."""
+    """Environment variable that holds the key, which serper and brave need. No file contains the key itself."""
     requests_per_s: Rate = 5.0
-    """Most requests a second that this service sends, retries included."""
+    """Highest rate of requests that this service sends, including retries."""
     timeout_s: Seconds = 20.0
-    """One attempt may take this long."""
+    """Time limit of one attempt in seconds."""
     retries: NotNegative = 3
-    """Attempts after the first that failed (HTTP 429, 5xx, no connection), with pauses that double."""
+    """Attempts after the first failed one (HTTP 429, 5xx, no connection). The pauses between them double."""
 
 
 @dataclass(frozen=True, config=_STRICT)
 class SearchConfig:
-    """The search tool; without sources and with engine "local" it is not offered."""
+    """The search tool. It is not offered if `sources` is empty and `engine` is "local"."""
 
     engine: Literal["local", "dense", "web"] = "local"
-    """What answers a query that no arpo_cache source remembers: BM25 over the sources, `dense` or `web`."""
+    """Engine for queries that no arpo_cache source holds: BM25 over the sources, `dense` or `web`."""
     sources: tuple[Source, ...] = ()
-    """Files of the corpus, indexed together. Beside another engine than "local", arpo_cache files only."""
+    """Files of the corpus, indexed together. With an engine other than "local", only arpo_cache files."""
     index_path: Path | None = None
-    """Folder that keeps the index, relative to the configuration file: built once, by the first service that finds it
-    missing or out of date. None: built at every start, in a temporary folder."""
+    """Folder of the index, relative to the configuration file. The first service that finds the index missing or out
+    of date builds it. None: the index is built at every start, in a temporary folder."""
     dense: DenseConfig | None = None
-    """For engine "dense"."""
+    """Settings of engine "dense"."""
     web: WebConfig | None = None
-    """For engine "web"."""
+    """Settings of engine "web"."""
     snippet_chars: Positive = 1000
-    """Longest snippet of one result in characters; longer documents are cut into passages of at most this length."""
+    """Longest snippet of one result in characters. Longer documents are cut into passages of at most this length."""
     max_results: Positive = 10
-    """Most results of one query, and the number when the caller names none."""
+    """Largest number of results of one query, and the number for a caller that asks for none."""
 
 
 @dataclass(frozen=True, config=_STRICT)
 class SummaryConfig:
-    """Pages are summarised by a model behind an OpenAI-compatible endpoint before they are returned."""
+    """A model behind an OpenAI-compatible endpoint that summarises pages before they are returned."""
 
     url: str
     """Base address, e.g. http://127.0.0.1:30000/v1."""
     model: str
-    """Its name there."""
+    """Name of the model at the endpoint."""
     key_variable: str | None = None
-    """Environment variable that holds the key, if it needs one."""
+    """Environment variable that holds the key, if the endpoint needs one."""
     max_tokens: Positive = 512
     """Longest summary in tokens."""
     timeout_s: Seconds = 60.0
-    """The request may take this long; a page whose summary fails is returned as it is, with a note."""
+    """Time limit of the request in seconds. If the summary fails, the page itself is returned, with a note."""
 
 
 @dataclass(frozen=True, config=_STRICT)
 class BrowseConfig:
-    """The browse tool: it lets a model read the public web, so it is offered only where this says so."""
+    """The browse tool. Models can read the public web with it, so it is offered only if `enabled` is true."""
 
     enabled: Flag = False
     """Offer the tool."""
     allow_networks: tuple[str, ...] = ()
-    """Networks in CIDR notation that may be read although they are not public, e.g. an intranet's mirror."""
+    """Networks in CIDR notation that may be read although they are not public, e.g. a mirror in an intranet."""
     deny_networks: tuple[str, ...] = ()
-    """Networks that may not be read although they are public, e.g. a cluster's own. This machine's never may."""
+    """Networks that may not be read although they are public, e.g. a cluster's own. This machine never may be."""
     max_bytes: Positive = 5_000_000
-    """Bytes of a body that are read, on the wire and after decompression each; the rest is cut, with a note."""
+    """Bytes of a body that are read, on the wire and after decompression. The rest is cut, with a note."""
     parse_mb: Positive = 1024
-    """Memory in MiB that turning a page into text may take; each page has a process of its own for it. A page that
-    needs more is answered with an error."""
+    """Memory in MiB for turning a page into text; each page has its own process for that. A page that needs more is
+    answered with an error."""
     max_chars: Positive = 20_000
     """Longest answer in characters."""
     max_redirects: NotNegative = 5
-    """Redirects followed; each target is checked like the first address."""
+    """Number of redirects that are followed. Each target is checked like the first address."""
     timeout_s: Seconds = 30.0
-    """Longest wall-clock time of one call in seconds, also if the caller allows more."""
+    """Longest wall-clock time of one call in seconds, even if the caller allows more."""
     robots: Flag = False
-    """Ask a site's robots.txt first and honour it."""
+    """Ask the robots.txt of a site first and honour it."""
     user_agent: str = "arpo-tools-sandbox/1.0"
-    """What the tool calls itself."""
+    """User-Agent header of the tool's requests."""
     summary: SummaryConfig | None = None
-    """Summarise pages by a model; none: return their text."""
+    """Model that summarises pages. None: return their text."""
 
 
 @dataclass(frozen=True, config=_STRICT)
 class McpServerConfig:
-    """An MCP server (Model Context Protocol) that the service starts and speaks to over stdio."""
+    """An MCP server (Model Context Protocol), which the service starts and speaks to over stdio."""
 
     command: str
-    """Program; a name is looked up in PATH."""
+    """Program. A name is looked up in PATH."""
     args: tuple[str, ...] = ()
-    """Its arguments."""
+    """Arguments of the program."""
     env: dict[str, str] = field(default_factory=dict)
-    """Added to the few variables it gets (HOME, LOGNAME, PATH, SHELL, TERM, USER); the service's own stay here."""
+    """Environment variables in addition to HOME, LOGNAME, PATH, SHELL, TERM and USER. It inherits no others."""
     tools: tuple[str, ...] | None = None
-    """Which of its tools are offered; none: all."""
+    """Names of its tools that are offered. None: all."""
     cache: Flag = False
-    """Keep answers of equal calls: only for servers that merely read."""
+    """Cache the answers of equal calls. Only for servers that merely read."""
     max_chars: Positive = 20_000
-    """Longest answer in characters; more is cut, with a note that says so."""
+    """Longest answer in characters. A longer one is cut, with a note."""
 
 
 @dataclass(frozen=True, config=_STRICT)
 class PluginConfig:
-    """One tool of an installed package, named by its entry point in the group `tools_sandbox.tool`."""
+    """One tool of an installed package, identified by its entry point in the group `tools_sandbox.tool`."""
 
     name: str
     """Name of the entry point."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Given to the tool's class as keyword arguments."""
+    """Keyword arguments of the tool's class."""
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -224,33 +226,33 @@ class CacheConfig:
     """The cache of tool answers."""
 
     entries: Positive = 10_000
-    """Answers kept in memory; the least recently used goes first."""
+    """Number of answers kept in memory. The least recently used ones are removed first."""
     memory_mb: Positive = 256
-    """Size of their texts in MiB; likewise."""
+    """Size of the answers kept in memory, in MiB. The least recently used ones are removed first."""
     sqlite_path: Path | None = None
-    """SQLite file (WAL) that keeps answers over restarts, relative to the configuration file; services of one machine
-    may share it, and read what another has found (equal calls at the same time each execute). None: memory only."""
+    """SQLite file (WAL) that keeps answers over restarts, relative to the configuration file. Services on one machine
+    may share it and read each other's answers (equal calls at the same time each execute). None: memory only."""
     sqlite_entries: Positive = 1_000_000
-    """Answers kept in that file; the oldest goes first."""
+    """Number of answers kept in the file. The oldest ones are removed first."""
     sqlite_mb: Positive = 4096
-    """Size of that file in MiB; the oldest answers go first."""
+    """Size of the file in MiB. The oldest answers are removed first."""
     negative_s: Seconds = 60.0
-    """How long it is remembered that a search found nothing or a page cannot be read."""
+    """Seconds to keep a negative result: a search found nothing, or a page cannot be read."""
 
 
 @dataclass(frozen=True, config=_STRICT)
 class LogConfig:
-    """What is written to standard error."""
+    """The log on standard error."""
 
     format: Literal["json", "text"] = "json"
-    """json: one object a line."""
+    """json: one object per line."""
     calls: Flag = False
-    """A line for every call: tool, status, seconds, trajectory, request id; never arguments or answers."""
+    """Log a line for every call: tool, status, seconds, trajectory, request id; never arguments or answers."""
 
 
 @dataclass(frozen=True, config=_STRICT)
 class SandboxConfig:
-    """Everything the service can be told."""
+    """The configuration of the service."""
 
     limits: Limits = Limits()
     python: PythonConfig = PythonConfig()
@@ -263,23 +265,24 @@ class SandboxConfig:
     cache: CacheConfig = CacheConfig()
     log: LogConfig = LogConfig()
     workers: Positive = min(4, os.cpu_count() or 1)
-    """Processes that run search, browse and plug-in tools. (Python calls have processes of their own.)"""
+    """Processes that run search, browse and plug-in tools. (Python calls have their own processes.)"""
     max_concurrency: Positive = max(16, 2 * (os.cpu_count() or 1))
-    """Executions of one tool at a time; further calls wait, and waiting does not count against their time."""
+    """Executions of one tool at a time. Further calls wait; waiting does not count against their time limit."""
     max_waiting: Positive = 4096
-    """Calls of one tool that may wait. Beyond that the trajectory with most of them is told 429 with Retry-After."""
+    """Calls of one tool that may wait. Beyond that, the trajectory with the most waiting calls gets HTTP 429 with
+    Retry-After."""
     queue_s: Seconds = 120.0
-    """Longest wait in seconds for a free place; after that the service says 429 and the client asks again."""
+    """Longest wait for a free slot in seconds. After that the service answers 429 and the client asks again."""
     orphan_s: Seconds = 2.0
-    """How long a call whose connection broke goes on, so that a retry with its request id finds it; then it ends."""
+    """Seconds that a call keeps running after its connection broke, so that a retry with its request id finds it."""
     replay_s: Seconds = 120.0
-    """How long an answer is kept for a retry with its request id (at most 4096 answers)."""
+    """Seconds that an answer is kept for a retry with its request id (at most 4096 answers)."""
     drain_s: Seconds = 2.0
-    """After SIGTERM, how long calls in flight may go on; new ones are told 503."""
+    """Seconds that calls in flight may keep running after SIGTERM. New calls get HTTP 503."""
 
 
 def load_config(path: Path | None) -> SandboxConfig:
-    """Read a YAML file, or take the defaults if there is none. ConfigError: see its message."""
+    """Read a YAML file. None: return the defaults. Raises ConfigError."""
     if path is None:
         return SandboxConfig()
     try:
@@ -289,7 +292,7 @@ def load_config(path: Path | None) -> SandboxConfig:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not YAML: {' '.join(str(error).split())}") from error
     try:
-        # `None` is what an empty or fully commented file holds.
+        # An empty or fully commented file parses as None.
         config = TypeAdapter(SandboxConfig).validate_python({} if data is None else data)
     except ValidationError as error:
         raise ConfigError(f"{path}: {_first_problem(error)}") from error
@@ -311,7 +314,7 @@ def _with_absolute_paths(config: SandboxConfig, folder: Path) -> SandboxConfig:
 
 
 def _first_problem(error: ValidationError) -> str:
-    """One line for the first complaint; unknown keys first, since a typo also explains what is missing."""
+    """Return one line about the first problem. Unknown keys come first, since a typo also explains a missing key."""
     problems = error.errors(include_url=False)
     problem = next((p for p in problems if p["type"] == "unexpected_keyword_argument"), problems[0])
     where = ".".join(str(part) for part in problem["loc"]) or "top level"
@@ -324,7 +327,7 @@ def _first_problem(error: ValidationError) -> str:
 
 
 def _known_keys(parents: tuple[int | str, ...]) -> list[str]:
-    """Names of the fields of the dataclass that sits at a path such as ("search", "sources", 0)."""
+    """Return the field names of the dataclass at a path such as ("search", "sources", 0)."""
     kind: Any = SandboxConfig
     for part in parents:
         if is_dataclass(kind):

@@ -1,6 +1,6 @@
-"""What a model that is trying things may try, by family: `attacks.txt`, and here what is no plain text.
+"""The attacks by family: those of `attacks.txt`, and those that plain text cannot express.
 
-An attack that needs a hole in the kernel or the processor is out of scope (docs/security.md).
+Attacks on holes in the kernel or the processor are out of scope (docs/security.md).
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Attack:
-    """One attack and what the answer to it is."""
+    """One attack and its expected answer."""
 
     family: str
     name: str
     code: str
     status: tuple[str, ...] = ("ok",)
-    said: str = ""
-    """Must be in the answer."""
+    expected_text: str = ""
+    """Part of the answer."""
     timeout_s: float = 5.0
 
     def source(self, port: int) -> str:
-        """The code for a service at a port; its traceback, which quotes it, does not say ESCAPED by itself."""
+        """Return the code for a service at a port. ESCAPED is spelled differently, since tracebacks quote the code."""
         return self.code.replace("ESCAPED", r"ESC\x41PED").replace("PORT", str(port))
 
 
@@ -31,26 +31,26 @@ def _from_text() -> list[Attack]:
     attacks = []
     for entry in Path(__file__).with_name("attacks.txt").read_text(encoding="utf-8").split("\n=== ")[1:]:
         heading, _, code = entry.partition("\n")
-        family, name, status, timeout_s, said = (part.strip() for part in heading.split("|"))
-        attacks.append(Attack(family, name, code, tuple(status.split()), said, float(timeout_s or 5)))
+        family, name, status, timeout_s, expected_text = (part.strip() for part in heading.split("|"))
+        attacks.append(Attack(family, name, code, tuple(status.split()), expected_text, float(timeout_s or 5)))
     return attacks
 
 
 ATTACKS = _from_text()
 
 
-def _add(family: str, name: str, code: str, *status: str, said: str = "") -> None:
-    ATTACKS.append(Attack(family, name, code, status or ("ok",), said))
+def _add(family: str, name: str, code: str, *status: str, expected_text: str = "") -> None:
+    ATTACKS.append(Attack(family, name, code, status or ("ok",), expected_text))
 
 
-_add("text", "NUL in the output", "print('a\\0b')", said="a\0b")
-_add("text", "no UTF-8", "import sys\nsys.stdout.buffer.write(b'\\xff\\xfe')", said="\ufffd")
-_add("text", "NUL in the code", "print(1)\0", "error", said="null bytes")
-_add("text", "lone surrogate", "print('\\ud800')", said="\\ud800")
-_add("text", "control and direction marks", "print('\\x1b[2J\\u202e\\u2066')", said="\u202e")
+_add("text", "NUL in the output", "print('a\\0b')", expected_text="a\0b")
+_add("text", "no UTF-8", "import sys\nsys.stdout.buffer.write(b'\\xff\\xfe')", expected_text="\ufffd")
+_add("text", "NUL in the code", "print(1)\0", "error", expected_text="null bytes")
+_add("text", "lone surrogate", "print('\\ud800')", expected_text="\\ud800")
+_add("text", "control and direction marks", "print('\\x1b[2J\\u202e\\u2066')", expected_text="\u202e")
 _add("text", "deep nesting", "(" * 100_000, "error")
 
-# The filter answers "not permitted", "not implemented" or, for sockets, "unreachable", whatever the arguments are.
+# The filter returns "not permitted", "not implemented" or, for sockets, "unreachable", for any arguments.
 _CALL = """
 import ctypes
 libc = ctypes.CDLL(None, use_errno=True)
@@ -58,7 +58,7 @@ def call(name, *a):
     refused = libc.syscall(*a) < 0 and ctypes.get_errno() in (1, 38, 101)
     print(name, 'refused' if refused else 'ESCAPED')
 """
-RAW = {  # what it reaches for -> name, number on x86_64, arguments
+RAW = {  # target -> name, number on x86_64, arguments
     "other processes": [
         ("ptrace", 101, "0, 0, 0, 0"),
         ("process_vm_readv", 310, "1, 0, 0, 0, 0, 0"),
@@ -121,9 +121,9 @@ RAW = {  # what it reaches for -> name, number on x86_64, arguments
     ],
 }
 if platform.machine() == "x86_64":
-    for _what, _calls in RAW.items():
+    for _target, _calls in RAW.items():
         _lines = [f"call({name!r}, {number}, {arguments})" for name, number, arguments in _calls]
-        _add("raw system call", _what, "\n".join([_CALL, *_lines]), said=f"{_calls[-1][0]} refused")
+        _add("raw system call", _target, "\n".join([_CALL, *_lines]), expected_text=f"{_calls[-1][0]} refused")
     _add(
         "raw system call",
         "32-bit calls",

@@ -1,4 +1,4 @@
-"""An MCP server that breaks the rules: JSON-RPC by hand, since the official one would not let it."""
+"""An MCP server that violates the protocol. It writes JSON-RPC itself, since the official server would not."""
 
 import json
 import os
@@ -27,7 +27,7 @@ def answer(number, name, arguments):
     result = {"content": [{"type": "text", "text": text}], "isError": False}
     match name:
         case "slow":
-            time.sleep(1.5)
+            time.sleep(1.0)
         case "liar":
             result["structuredContent"] = {"x": "no integer"}
         case "id_last":

@@ -1,7 +1,8 @@
-"""Real services for the tests: each is a process of its own on a free port."""
+"""Services for the tests: each is a separate process on a free port."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import resource
@@ -17,17 +18,21 @@ import psutil
 import pytest
 import yaml
 
+from tests.tools_sandbox.attacks import ATTACKS
 from tools_sandbox.client import SandboxClient
-from tools_sandbox.config import PythonConfig
+from tools_sandbox.config import Limits, PythonConfig
 from tools_sandbox.python_tool.call_supervisor import CALL_NAME
+from tools_sandbox.python_tool.pool import PythonPool
+from tools_sandbox.python_tool.protocol import Outcome
 
+FIRST_OF_FAMILY = {attack.family: attack for attack in reversed(ATTACKS)}
 FACTS = [f"fact{number} value{number}" for number in range(3000)] + ["qzlf 417", "Grüße 7"]
 REMEMBERED = {
     "search query: Who wrote   Solaris": "Page 1: Stanisław Lem wrote the novel.\nPage 2: A film followed in 1972.",
     "capital of nowhere": "No search results found.",
 }
 
-# An ordinary user who can read this Python, also where it lies in a closed home.
+# Become an ordinary user who can read this Python, even if it is in a closed home directory.
 _AS_NOBODY = """
 import os, stat, sys
 from pathlib import Path
@@ -46,8 +51,7 @@ os.setgroups([])
 os.setgid(65534)
 os.setuid(65534)
 """
-# A machine that gives no namespaces to anybody, as some clusters are set up: a user namespace that allows none inside
-# itself, and no capability to do without one.
+# Imitate a cluster machine without namespaces: a user namespace that allows no further ones, and no capabilities.
 _WITHOUT_NAMESPACES = """
 import os
 from pathlib import Path
@@ -65,12 +69,25 @@ _WITH_OPEN_FILES = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, 
 _START = "import os, sys; os.execv(sys.executable, [sys.executable, '-m', 'tools_sandbox', *sys.argv[1:]])"
 
 
-MOST_WAITING = PythonConfig().ahead
-"""Calls that wait for their code where the configuration says nothing of them."""
+CREATED_AHEAD = PythonConfig().ahead
+"""Default number of processes that wait for their code."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """If the tests run as root, leave most attacks on a service of an ordinary user to the campaign."""
+    if os.getuid() != 0:
+        return
+    for item in items:
+        params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+        if "attack" in params and params["attacked"] == "user":
+            attack = params["attack"]
+            if FIRST_OF_FAMILY[attack.family] is not attack:
+                item.add_marker(pytest.mark.slow_campaign)
 
 
 class Service:
-    """A running service. `url`, `process` (its Popen), `stderr()` (its log so far)."""
+    """A running service: its `url`, its `process`, and its log so far (`stderr()`)."""
 
     def __init__(self, process: subprocess.Popen[str], url: str, log: Path) -> None:
         self.process, self.url, self._log = process, url, log
@@ -79,49 +96,49 @@ class Service:
         return self._log.read_text()
 
     def zygote(self) -> psutil.Process:
-        """The process that python calls are forked from."""
+        """Return the process that python calls are forked from."""
         (zygote,) = self._children("python_tool.zygote")
         return zygote
 
     def calls(self) -> list[psutil.Process]:
-        """The processes of calls, without those that still wait for one."""
+        """Return the processes of calls, without those that still wait for one."""
         supervisors = [each for each in self.zygote().children() if _name(each) == CALL_NAME]
         return [each for supervisor in supervisors for each in (supervisor, *_below(supervisor))]
 
     def waiting(self) -> list[psutil.Process]:
-        """The processes directly above a call that is still to come."""
+        """Return the supervisors that wait for a call."""
         return [each for each in self.zygote().children() if _name(each) not in (CALL_NAME, "")]
 
     def idle(self) -> bool:
-        """Whether no call runs, and no more wait for one than should."""
-        return not self.calls() and len(self.waiting()) <= MOST_WAITING
+        """Return whether no call runs, and no more processes than configured wait for one."""
+        return not self.calls() and len(self.waiting()) <= CREATED_AHEAD
 
     def at_work(self) -> list[psutil.Process]:
-        """The service and all its descendants, without those that wait for a call."""
-        family = self.family()  # first: one that begins to wait in between would count as at work
+        """Return the service and all its descendants, without those that wait for a call."""
+        family = self.family()  # first: a process that begins to wait in between would count as at work
         idle = {each.pid for supervisor in self.waiting() for each in (supervisor, *_below(supervisor))}
         return [each for each in family if each.pid not in idle]
 
     def family(self) -> list[psutil.Process]:
-        """The service and all its descendants."""
+        """Return the service and all its descendants."""
         me = psutil.Process(self.process.pid)
         return [me, *me.children(recursive=True)]
 
     def workers(self) -> list[psutil.Process]:
-        """The processes that run search, browse and plug-in tools."""
+        """Return the processes that run search, browse and plug-in tools."""
         return self._children("tools_sandbox.workers.worker")
 
     def _children(self, module: str) -> list[psutil.Process]:
         found = []
         for child in psutil.Process(self.process.pid).children():
-            with suppress(psutil.Error):  # it is ending
+            with suppress(psutil.Error):  # it has ended meanwhile
                 if module in " ".join(child.cmdline()):
                     found.append(child)
         return found
 
 
 def _name(process: psutil.Process) -> str:
-    """Empty: it is gone."""
+    """Return the name of a process, or "" if it has ended."""
     with suppress(psutil.Error):
         return process.name()
     return ""
@@ -146,7 +163,7 @@ def running(
     soft_open_files: int | None = None,
     env: dict[str, str] | None = None,
 ) -> Iterator[Service]:
-    """A service that preloads nothing unless told to; as root the caller may ask for another kind of user."""
+    """Run a service. It preloads nothing by default. As root, the caller may ask for another kind of user."""
     config = {**(config or {})}
     config["python"] = {"preload": [], **config.get("python", {})}
     with tempfile.TemporaryDirectory() as name:
@@ -179,12 +196,26 @@ def running(
             try:
                 process.wait(60)
             finally:
-                process.kill()  # a service that does not end fails its test, and stays no longer than that
+                process.kill()  # a service that does not end has failed its test
+
+
+RunCode = Callable[..., Outcome]
+
+
+@contextmanager
+def python_pool(limits: Limits, **config: Any) -> Iterator[RunCode]:
+    """Run a pool of python calls in this process. Yields a function that runs code and returns its outcome."""
+    pool = PythonPool(PythonConfig(**{"preload": (), "ahead": 0, **config}), limits)
+    pool.start()
+    try:
+        yield lambda code, timeout_s=20.0, **more: asyncio.run(pool.run(code, timeout_s, **more))
+    finally:
+        pool.close()
 
 
 @pytest.fixture
 def start_service() -> Iterator[StartService]:
-    """Start a service with a configuration; it ends with the test."""
+    """Return a function that starts a service, which ends with the test."""
     with ExitStack() as stack:
 
         def start(config: dict[str, Any] | None = None, **more: Any) -> Service:
@@ -195,12 +226,14 @@ def start_service() -> Iterator[StartService]:
 
 @pytest.fixture(scope="session")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """One service for all tests that leave it as it was."""
+    """A service shared by all tests that leave it unchanged."""
     folder = tmp_path_factory.mktemp("corpus")
     (folder / "facts.jsonl").write_text("".join(json.dumps({"text": fact}) + "\n" for fact in FACTS))
     (folder / "cache.json").write_text(json.dumps(REMEMBERED))
     config = {
         "limits": {"memory_mb": 512, "file_mb": 1, "output_chars": 1000},
+        "log": {"calls": True},
+        "workers": 1,
         "search": {
             "sources": [
                 {"path": str(folder / "facts.jsonl"), "format": "jsonl"},

@@ -1,4 +1,4 @@
-"""A web site that means harm, on loopback addresses: one that the tests permit, one that they do not."""
+"""A hostile web site on two loopback addresses: tests permit one of them and forbid the other."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ FORBIDDEN = "127.0.0.1"
 SECRET = "the secret of the inner network"
 ARTICLE = "<p>" + "The town of Qzlf has 417 inhabitants and a bridge. " * 20 + "</p>"
 HTML = f"<html><head><title>Qzlf &amp; Co</title></head><body><nav>menu</nav><article>{ARTICLE}</article></body></html>"
-BOMB_BYTES = 300_000_000
+BOMB_BYTES = 200_000_000
 
 
 class Site:
-    """Its port, and what it was asked."""
+    """A running site: its port and the requests that it received."""
 
     def __init__(self) -> None:
         self.port = 0
-        self.asked: list[str] = []
+        self.requested: list[str] = []
         self.sent_bytes = 0
 
     def url(self, path: str, host: str = PERMITTED) -> str:
@@ -33,7 +33,7 @@ class Site:
 
 
 async def _stream(request: web.Request, chunk: bytes, *, pause_s: float, headers: dict[str, str]) -> web.StreamResponse:
-    """A body without end."""
+    """Send a body without end."""
     reply = web.StreamResponse(headers=headers)
     await reply.prepare(request)
     while True:
@@ -56,7 +56,7 @@ def _application(site: Site) -> web.Application:
 
     async def serve(request: web.Request) -> web.StreamResponse:
         path = request.path
-        site.asked.append(path)
+        site.requested.append(path)
         html = {"Content-Type": "text/html"}
         match path.strip("/").split("/"):
             case ["page"]:
@@ -120,10 +120,10 @@ def _application(site: Site) -> web.Application:
                 return web.Response(body=b"\xff\xfe\xfa plain", headers={"Content-Type": "text/plain; charset=zip"})
             case ["nested"]:
                 return web.Response(body=b"<div>" * 300_000 + HTML.encode(), headers=html)
-            case ["breaks", *_]:  # takes its parser many seconds
+            case ["breaks", *_]:  # takes the parser many seconds
                 return web.Response(body=b"<html><body><p>" + b"x<br>" * 900_000, headers=html)
-            case ["links"]:  # takes its parser a hundred times its size
-                return web.Response(body=b"<html><body>" + b"<a href=x>word</a> " * 60_000, headers=html)
+            case ["links"]:  # takes the parser a hundred times its size
+                return web.Response(body=b"<html><body>" + b"<a href=x>word</a> " * 30_000, headers=html)
             case ["nul"]:
                 return web.Response(body=HTML.replace("bridge", "bri\0dge").encode(), headers=html)
             case ["image"]:
@@ -142,9 +142,11 @@ def _application(site: Site) -> web.Application:
                 return web.Response(status=404)
 
     async def summarise(request: web.Request) -> web.Response:
-        """A model, as far as the tool can tell."""
+        """Act as a model that summarises pages."""
         body = await request.json()
-        site.asked.append(f"{request.headers.get('Authorization')} {body['model']} {body['messages'][0]['content']}")
+        site.requested.append(
+            f"{request.headers.get('Authorization')} {body['model']} {body['messages'][0]['content']}"
+        )
         if body["model"] == "absent":
             return web.Response(status=404)
         return web.json_response({"choices": [{"message": {"role": "assistant", "content": "417 live in Qzlf."}}]})
@@ -158,7 +160,7 @@ def _application(site: Site) -> web.Application:
 
 @contextmanager
 def hostile_site() -> Iterator[Site]:
-    """The site, serving in a thread of its own on both addresses, at one port."""
+    """Serve the site in a thread, on both addresses at one port."""
     site = Site()
     with serving(_application(site), PERMITTED, FORBIDDEN) as site.port:
         yield site

@@ -1,7 +1,6 @@
-"""A real MCP server on stdio, for the tests of the client."""
+"""An MCP server on stdio, for the tests of the client."""
 
 import os
-import sys
 import time
 
 from mcp.server import MCPServer
@@ -24,7 +23,7 @@ def fail() -> str:
 
 @server.tool()
 def end() -> str:
-    """End this server in the middle of a call."""
+    """End this server during a call."""
     os._exit(1)
 
 
@@ -37,11 +36,9 @@ def wait(seconds: float) -> str:
 
 @server.tool()
 def environment() -> str:
-    """Names of the environment variables that this server was given."""
+    """Return the names of this server's environment variables."""
     return " ".join(sorted(os.environ))
 
 
 if __name__ == "__main__":
-    if "--broken" in sys.argv:
-        sys.exit(3)
     server.run()

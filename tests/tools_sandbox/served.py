@@ -1,4 +1,4 @@
-"""An aiohttp application served in a thread, for code under test that blocks or runs in another process."""
+"""A helper that serves an aiohttp application in a thread, for code under test that blocks or is another process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from aiohttp import web
 
 @contextmanager
 def serving(app: web.Application, *hosts: str) -> Iterator[int]:
-    """Serve on every host (default: 127.0.0.1) at one free port, which is yielded."""
+    """Serve on every host (default: 127.0.0.1) at one free port, and yield the port."""
     ports, stop, loop = list[int](), asyncio.Event(), asyncio.new_event_loop()
     ready = threading.Event()
 
@@ -29,7 +29,7 @@ def serving(app: web.Application, *hosts: str) -> Iterator[int]:
     thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
     thread.start()
     try:
-        assert ready.wait(240)  # only a machine without a free core needs more than a moment
+        assert ready.wait(240)  # long only on a very busy machine
         yield ports[0]
     finally:
         loop.call_soon_threadsafe(stop.set)

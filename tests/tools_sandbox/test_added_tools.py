@@ -1,10 +1,10 @@
-"""Tools that users add: by an entry point, by an MCP server. Each is offered, checked and run like one of ours."""
+"""Tools that users add by an entry point or an MCP server: bad ones are rejected, good ones are checked and run."""
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -12,72 +12,57 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import requests
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.tools_sandbox.test_service_process import refused_start, wait_until
+from tests.tools_sandbox.test_service_process import wait_until
+from tools_sandbox.catalog import build_tools, tools_by_name
 from tools_sandbox.client import SandboxClient
+from tools_sandbox.config import ConfigError, McpServerConfig, PluginConfig, SandboxConfig
 from tools_sandbox.mcp.relay import TOO_LONG, relay
+from tools_sandbox.mcp.tools import connect
 
-ROOT = Path(__file__).resolve().parents[2]
-SERVER = {"command": sys.executable, "args": [str(Path(__file__).with_name("mcp_server.py"))]}
-CARELESS = {"command": sys.executable, "args": [str(Path(__file__).with_name("careless_mcp_server.py"))]}
+HERE = Path(__file__).parent
+SERVER = {"command": sys.executable, "args": [str(HERE / "mcp_server.py")]}
+CARELESS = str(HERE / "careless_mcp_server.py")
 StartService = Callable[..., Any]
 
 
-@pytest.fixture(scope="module")
-def installed_example(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The example package, installed into a folder that PYTHONPATH can name."""
-    target = tmp_path_factory.mktemp("installed")
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--target", target]
-    source = tmp_path_factory.mktemp("source")  # building leaves files beside the sources
-    for path in (ROOT / "examples" / "count_words_tool").rglob("*"):
-        if path.suffix in {".py", ".toml"}:
-            copy = source / path.relative_to(ROOT / "examples" / "count_words_tool")
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            copy.write_text(path.read_text())
-    subprocess.run([*pip, source], check=True)
-    return str(target)
-
-
-def test_the_example_package_adds_a_tool(start_service: StartService, installed_example: str) -> None:
-    config = {"plugins": [{"name": "count_words", "options": {"shortest": 3}}], "workers": 1}
-    service = start_service(config, env={"PYTHONPATH": f"{installed_example}:{ROOT}"})
-    with SandboxClient(service.url) as client:
-        answer = client.call("count_words", {"text": "one or two or three"})
-        assert (answer.status, answer.text) == ("ok", "3")
-        assert client.call("count_words", {"text": "one or two or three"}).cached
-        wrong = client.call("count_words", {"txt": "one"})
-        assert (wrong.status, '"text"' in wrong.text) == ("error", True)
-    (offered,) = [each for each in requests.get(f"{service.url}/tools", timeout=5).json() if each["name"] != "python"]
-    assert offered["arguments"]["properties"]["text"]["type"] == "string"
+def test_unknown_plugin_is_a_config_error() -> None:
+    with pytest.raises(ConfigError, match=r'"count_wrods" in tools_sandbox\.tool'):
+        build_tools(SandboxConfig(plugins=(PluginConfig("count_wrods"),)))
 
 
 @pytest.mark.parametrize(
-    ("text", "parts"),
+    ("server", "parts"),
     [
-        ("plugins: [{name: count_wrods}]", ["count_wrods", "tools_sandbox.tool"]),
+        (McpServerConfig(sys.executable, args=("-c", "exit(3)")), ["mcp.a", "does not start"]),
+        (McpServerConfig("/no/such/program"), ["mcp.a", "/no/such/program"]),
+        (McpServerConfig(sys.executable, args=(CARELESS,), tools=("sub",)), ['"sub"', "slow"]),
         (
-            f"mcp: {{a: {{command: {sys.executable}, args: [{SERVER['args'][0]}, --broken]}}}}",
-            ["mcp.a", "does not start"],
-        ),
-        ("mcp: {a: {command: /no/such/program}}", ["mcp.a", "/no/such/program"]),
-        (
-            f"mcp: {{a: {{command: {sys.executable}, args: [{CARELESS['args'][0]}, --broken-schema]}}}}",
+            McpServerConfig(sys.executable, args=(CARELESS, "--broken-schema")),
             ['"broken"', "properties.a.type", "leave the tool out"],
         ),
-        (f"mcp: {{a: {{command: {sys.executable}, args: [{SERVER['args'][0]}], tools: [sub]}}}}", ['"sub"', "add"]),
     ],
+    ids=["ends", "missing program", "missing tool", "invalid schema"],
 )
-def test_a_tool_that_cannot_be_added_is_one_line(tmp_path: Path, text: str, parts: list[str]) -> None:
-    (tmp_path / "c.yaml").write_text(text)
-    line = refused_start("--config", str(tmp_path / "c.yaml"))
+def test_unusable_mcp_server_is_a_config_error(server: McpServerConfig, parts: list[str]) -> None:
+    async def run() -> None:
+        tools = await connect({"a": server})
+        try:
+            tools_by_name(tools)
+        finally:
+            for tool in tools:
+                await tool.stop()
+
+    with pytest.raises(ConfigError) as caught:
+        asyncio.run(run())
+    assert len(str(caught.value).splitlines()) == 1
     for part in parts:
-        assert part in line
+        assert part in str(caught.value)
 
 
-def test_tools_of_an_mcp_server_are_called_checked_and_survive_its_death(start_service: StartService) -> None:
+def test_mcp_tools_are_checked_and_survive_server_death(start_service: StartService) -> None:
     secret = {"TOOLS_SANDBOX_TOKEN": "open sesame", "WANDB_API_KEY": "k"}
     service = start_service({"mcp": {"arithmetic": {**SERVER, "env": {"GIVEN": "1"}}}}, env=secret)
     with SandboxClient(service.url, token="open sesame") as client:
@@ -90,7 +75,7 @@ def test_tools_of_an_mcp_server_are_called_checked_and_survive_its_death(start_s
         assert slow.status == "timeout"
         ended = client.call("end", {})
         assert (ended.status, "not the fault" in ended.text) == ("error", True)
-        assert client.call("add", {"a": 20, "b": 30}, timeout_s=60).text == "50"  # by a server that has to start first
+        assert client.call("add", {"a": 20, "b": 30}, timeout_s=60).text == "50"  # by a restarted server
         names = set(client.call("environment", {}).text.split())
         assert "GIVEN" in names
         assert not names & set(secret)
@@ -100,8 +85,9 @@ def test_tools_of_an_mcp_server_are_called_checked_and_survive_its_death(start_s
     wait_until(lambda: not any(each.is_running() for each in family[1:]))
 
 
-def test_what_an_mcp_server_answers_badly_costs_that_call_alone(start_service: StartService) -> None:
-    service = start_service({"mcp": {"careless": {**CARELESS, "max_chars": 1000}}})
+def test_bad_mcp_answer_fails_only_its_call(start_service: StartService) -> None:
+    server = {"command": sys.executable, "args": [CARELESS], "max_chars": 1000}
+    service = start_service({"mcp": {"careless": server}})
     with SandboxClient(service.url, retries=0) as client, ThreadPoolExecutor(1) as pool:
         pid = client.call("pid", {}).text
         slow = pool.submit(client.call, "slow", {})
@@ -111,16 +97,16 @@ def test_what_an_mcp_server_answers_badly_costs_that_call_alone(start_service: S
         cut = client.call("large", {"bytes": 2_000_000})
         assert (cut.status, len(cut.text) < 1100, "2000000 characters in all" in cut.text) == ("ok", True, True)
         for name in ("large", "id_last"):
-            long = client.call(name, {"bytes": 20_000_000}, timeout_s=60)
+            long = client.call(name, {"bytes": 5_000_000}, timeout_s=60)
             assert (long.status, "too long" in long.text) == ("error", True)
-        assert client.call("id_hidden", {"bytes": 20_000_000}, timeout_s=1.0).status == "timeout"
+        assert client.call("id_hidden", {"bytes": 5_000_000}, timeout_s=1.0).status == "timeout"
         assert slow.result().text == "slept"
-        assert client.call("pid", {}).text == pid  # it was not started again
-    assert "answers nobody" in service.stderr()
+        assert client.call("pid", {}).text == pid  # it was not restarted
+    assert "answers no request" in service.stderr()
 
 
 @given(st.binary(max_size=300).filter(lambda end: b"\n" not in end), st.lists(st.integers(0, 200), max_size=6))
-def test_lines_within_the_bound_pass_as_they_are_and_others_do_not(end: bytes, sizes: list[int]) -> None:
+def test_relay_passes_only_lines_within_bound(end: bytes, sizes: list[int]) -> None:
     lines = [b"x" * size + b"\n" for size in sizes]
     out = io.BytesIO()
     relay(io.BytesIO(b"".join(lines) + end), out, 100)
@@ -128,17 +114,19 @@ def test_lines_within_the_bound_pass_as_they_are_and_others_do_not(end: bytes, s
     assert out.getvalue() == b"".join(expected)
 
 
-@pytest.mark.parametrize("wanted", [7, "seven"])
-def test_whoever_asked_for_a_line_that_is_too_long_is_told(wanted: int | str) -> None:
+@pytest.mark.parametrize("request_id", [7, "seven"])
+def test_relay_replaces_too_long_answer_by_error(request_id: int | str) -> None:
     long = {"content": "y" * 1000, "id": 3, "inner": {"id": 4}, "quoted": ',"id":5}'}
-    for message in ({"jsonrpc": "2.0", "id": wanted, "result": long}, {"result": long, "jsonrpc": "2.0", "id": wanted}):
+    id_first = {"jsonrpc": "2.0", "id": request_id, "result": long}
+    id_last = {"result": long, "jsonrpc": "2.0", "id": request_id}
+    for message in (id_first, id_last):
         out = io.BytesIO()
         relay(io.BytesIO(json.dumps(message).encode() + b"\n{}\n"), out, 100)
-        told, after = out.getvalue().splitlines()
-        assert (json.loads(told)["id"], json.loads(told)["error"]["code"], after) == (wanted, TOO_LONG, b"{}")
+        error, after = out.getvalue().splitlines()
+        assert (json.loads(error)["id"], json.loads(error)["error"]["code"], after) == (request_id, TOO_LONG, b"{}")
 
 
-def test_a_request_of_the_server_that_is_too_long_answers_nobody() -> None:
+def test_relay_drops_too_long_server_request() -> None:
     for message in ({"jsonrpc": "2.0", "id": 7, "method": "y" * 1000}, {"method": "y" * 1000, "id": 7}):
         out = io.BytesIO()
         relay(io.BytesIO(json.dumps(message).encode() + b"\n"), out, 100)

@@ -1,4 +1,4 @@
-"""The cache: bounded, one flight a key, and a file that outlives the process but not its truth."""
+"""The cache: it is bounded, executes equal calls once, and keeps a file that survives crashes and damage."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import requests
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tools_sandbox.answers import Status, ToolAnswer, ToolResult
@@ -28,7 +28,7 @@ JSON = st.recursive(st.none() | st.booleans() | st.integers() | st.text(), lambd
 
 
 class Counting:
-    """An execution that counts itself."""
+    """An execution that counts its runs."""
 
     def __init__(self, status: Status = "ok", seconds: float = 0.0, *, negative: bool = False) -> None:
         self.runs, self.status, self.seconds, self.negative = 0, status, seconds, negative
@@ -39,8 +39,9 @@ class Counting:
         return ToolResult(self.status, f"run {self.runs}", self.negative), self.seconds
 
 
+@settings(max_examples=25)
 @given(st.dictionaries(st.text(max_size=5), JSON, max_size=4), st.randoms())
-def test_a_key_does_not_depend_on_the_order_of_arguments(arguments: dict[str, Any], random: Any) -> None:
+def test_cache_key_ignores_argument_order(arguments: dict[str, Any], random: Any) -> None:
     items = list(arguments.items())
     random.shuffle(items)
     assert cache_key("t", "f", arguments) == cache_key("t", "f", dict(items))
@@ -48,7 +49,7 @@ def test_a_key_does_not_depend_on_the_order_of_arguments(arguments: dict[str, An
 
 
 @given(st.lists(st.integers(0, 6), max_size=40), st.integers(1, 4))
-def test_memory_keeps_the_most_recently_used(keys: list[int], bound: int) -> None:
+def test_memory_keeps_most_recently_used_answers(keys: list[int], bound: int) -> None:
     async def run() -> None:
         cache = AnswerCache(CacheConfig(entries=bound))
         recent: list[int] = []
@@ -67,7 +68,7 @@ def test_equal_calls_in_flight_execute_once() -> None:
         cache, execute = AnswerCache(CacheConfig()), Counting(seconds=0.05)
         calls = [asyncio.create_task(cache.answer("k", execute)) for _ in range(20)]
         await asyncio.sleep(0.01)
-        calls[0].cancel()  # who came first may leave; the flight goes on
+        calls[0].cancel()  # the first caller may leave; the execution continues
         answers = await asyncio.gather(*calls[1:])
         assert execute.runs == 1
         assert {answer.text for answer in answers} == {"run 1"}
@@ -77,7 +78,7 @@ def test_equal_calls_in_flight_execute_once() -> None:
     asyncio.run(run())
 
 
-def test_failures_are_not_kept_and_a_timeout_is_not_shared() -> None:
+def test_failures_are_not_cached_and_timeouts_not_shared() -> None:
     async def run() -> None:
         cache, fails = AnswerCache(CacheConfig()), Counting("error")
         await cache.answer("k", fails)
@@ -90,12 +91,12 @@ def test_failures_are_not_kept_and_a_timeout_is_not_shared() -> None:
     asyncio.run(run())
 
 
-def test_each_caller_of_a_shared_execution_keeps_its_own_deadline() -> None:
+def test_caller_of_shared_execution_keeps_own_deadline() -> None:
     async def run() -> None:
-        cache, slow, go_on = AnswerCache(CacheConfig()), Counting(), asyncio.Event()
+        cache, slow, proceed = AnswerCache(CacheConfig()), Counting(), asyncio.Event()
 
         async def execute() -> tuple[ToolResult, float]:
-            await go_on.wait()
+            await proceed.wait()
             return await slow()
 
         patient = asyncio.create_task(cache.answer("k", execute))
@@ -103,13 +104,13 @@ def test_each_caller_of_a_shared_execution_keeps_its_own_deadline() -> None:
         with pytest.raises(TimeoutError):
             await cache.answer("k", execute, deadline=asyncio.get_running_loop().time() + 0.05)
         assert not patient.done()
-        go_on.set()
+        proceed.set()
         assert ((await patient).text, slow.runs) == ("run 1", 1)
 
     asyncio.run(asyncio.wait_for(run(), 60))
 
 
-def test_what_befell_the_first_caller_is_not_passed_on_and_the_others_share_again() -> None:
+def test_failure_of_first_caller_is_not_shared() -> None:
     async def run() -> None:
         cache, impatient, patient = AnswerCache(CacheConfig()), Counting("timeout", 0.05), Counting(seconds=0.05)
 
@@ -123,16 +124,16 @@ def test_what_befell_the_first_caller_is_not_passed_on_and_the_others_share_agai
             _, *answers = await asyncio.gather(*calls, return_exceptions=True)
             texts = {answer.text for answer in answers if isinstance(answer, ToolAnswer)}
             assert texts == {f"run {patient.runs}"}
-            assert (await cache.answer(key, patient)).cached  # and what they found is kept
+            assert (await cache.answer(key, patient)).cached  # the result of the others is cached
         assert patient.runs == 2
-        # A caller that would have waited no longer has the same answer: nothing runs again.
+        # Callers with the same time limit share the timeout: nothing runs again.
         equals = await asyncio.gather(*(cache.answer("e", impatient, limit_s=0.05) for _ in range(5)))
         assert ({answer.status for answer in equals}, impatient.runs) == ({"timeout"}, 2)
 
     asyncio.run(run())
 
 
-def test_the_file_survives_and_stays_bounded(tmp_path: Path) -> None:
+def test_cache_file_survives_and_stays_bounded(tmp_path: Path) -> None:
     config = CacheConfig(entries=2, sqlite_path=tmp_path / "c.db", sqlite_entries=5)
 
     async def fill() -> None:
@@ -151,14 +152,13 @@ def test_the_file_survives_and_stays_bounded(tmp_path: Path) -> None:
     assert asyncio.run(read()) == [False] * 5 + [True] * 5
 
 
-def test_a_restarted_service_remembers_until_its_corpus_changes(
-    start_service: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_restarted_service_remembers_until_corpus_changes(start_service: Callable[..., Any], tmp_path: Path) -> None:
     corpus = tmp_path / "c.jsonl"
     config = {
         "search": {"sources": [{"path": str(corpus), "format": "jsonl"}]},
         "cache": {"sqlite_path": str(tmp_path / "answers.db")},
         "python": {"cache": True},
+        "workers": 1,
     }
     seen = []
     for text in ("alpha 1", "alpha 1", "alpha 2"):
@@ -176,7 +176,7 @@ def test_a_restarted_service_remembers_until_its_corpus_changes(
     assert seen == [("Page 1: alpha 1", False), ("Page 1: alpha 1", True), ("Page 1: alpha 2", False)]
 
 
-def test_negative_results_expire_and_other_failures_are_asked_again() -> None:
+def test_negative_results_expire() -> None:
     async def run() -> None:
         cache = AnswerCache(CacheConfig(negative_s=600.0))
         missing = Counting("error", negative=True)
@@ -199,7 +199,7 @@ def test_negative_results_expire_and_other_failures_are_asked_again() -> None:
     asyncio.run(run())
 
 
-def test_memory_is_bounded_by_bytes_too() -> None:
+def test_memory_is_bounded_by_bytes() -> None:
     async def run() -> None:
         cache = AnswerCache(CacheConfig(memory_mb=1))
 
@@ -235,9 +235,9 @@ asyncio.run(main())
 """
 
 
-def test_a_shared_file_survives_kill_9_and_keeps_its_size(tmp_path: Path) -> None:
+def test_shared_cache_file_survives_kill_and_keeps_size(tmp_path: Path) -> None:
     path = tmp_path / "answers.db"
-    for round_number in range(4):
+    for round_number in range(2):
         writers = [
             subprocess.Popen(
                 [sys.executable, "-c", FILL, str(path), str(start + 1000 * round_number)],
@@ -249,7 +249,7 @@ def test_a_shared_file_survives_kill_9_and_keeps_its_size(tmp_path: Path) -> Non
         ]
         for writer in writers:
             assert writer.stdout is not None
-            lines = [writer.stdout.readline() for _ in range(10 + round_number)]
+            lines = [writer.stdout.readline() for _ in range(12)]
             assert "error\n" not in lines
         for writer in writers:
             writer.kill()
@@ -261,7 +261,7 @@ def test_a_shared_file_survives_kill_9_and_keeps_its_size(tmp_path: Path) -> Non
         rows = database.execute("SELECT status, text FROM results").fetchall()
     assert len(rows) > 100
     assert all(status == "ok" and len(set(json.loads(text).split())) == 1 for status, text in rows)
-    assert path.stat().st_size < 3 << 20  # sqlite_mb and the page that went over it
+    assert path.stat().st_size < 3 << 20  # sqlite_mb plus the page that exceeded it
 
     async def read() -> bool:
         cache = AnswerCache(CacheConfig(sqlite_path=path))
@@ -272,11 +272,11 @@ def test_a_shared_file_survives_kill_9_and_keeps_its_size(tmp_path: Path) -> Non
     assert asyncio.run(read())
 
 
-def test_a_full_disk_and_a_damaged_file_cost_no_answer(tmp_path: Path) -> None:
+def test_full_disk_and_damaged_file_cost_no_answer(tmp_path: Path) -> None:
     async def run() -> None:
         cache = AnswerCache(CacheConfig(entries=1, sqlite_path=tmp_path / "c.db"))
         assert cache._file is not None
-        # The limit of the file stands for that of the disk; the error that SQLite raises is the same.
+        # A limit on the file imitates a full disk; SQLite raises the same error.
         await asyncio.get_running_loop().run_in_executor(
             cache._file._thread,
             lambda: cache._file._database.execute("PRAGMA max_page_count=4"),  # type: ignore[union-attr]  # asserted above
@@ -296,7 +296,7 @@ def test_a_full_disk_and_a_damaged_file_cost_no_answer(tmp_path: Path) -> None:
         AnswerCache(CacheConfig(sqlite_path=tmp_path / "d.db"))
 
 
-def test_bytes_that_were_changed_are_no_answer_and_no_traceback(tmp_path: Path) -> None:
+def test_changed_bytes_give_no_answer_and_no_traceback(tmp_path: Path) -> None:
     path, count = tmp_path / "c.db", 60
 
     async def ask(expected: Callable[[str], str]) -> None:
@@ -316,7 +316,7 @@ def test_bytes_that_were_changed_are_no_answer_and_no_traceback(tmp_path: Path) 
     asyncio.run(ask(text))
     whole, random = path.read_bytes(), Random(1)
     refused = 0
-    for trial in range(40):
+    for trial in range(15):
         damaged = bytearray(whole)
         for _ in range((1, 20, 200)[trial % 3]):
             damaged[random.randrange(100, len(damaged))] = random.randrange(256)
@@ -329,10 +329,10 @@ def test_bytes_that_were_changed_are_no_answer_and_no_traceback(tmp_path: Path) 
             refused += 1
             assert "may be deleted" in str(error)
             assert "\n" not in str(error)
-    assert refused < 40
+    assert refused < 15
 
 
-def test_a_file_of_another_layout_is_begun_anew(tmp_path: Path) -> None:
+def test_cache_file_of_other_version_is_reset(tmp_path: Path) -> None:
     path = tmp_path / "c.db"
     with contextlib.closing(sqlite3.connect(path)) as database, database:
         database.execute("CREATE TABLE results (id INTEGER PRIMARY KEY, key TEXT UNIQUE, status TEXT, text TEXT)")
@@ -349,7 +349,7 @@ def test_a_file_of_another_layout_is_begun_anew(tmp_path: Path) -> None:
     assert asyncio.run(run()) == [False, True]
 
 
-def test_text_that_is_no_unicode_survives_the_file(tmp_path: Path) -> None:
+def test_lone_surrogates_survive_cache_file(tmp_path: Path) -> None:
     async def run() -> None:
         async def odd() -> tuple[ToolResult, float]:
             return ToolResult("ok", "a\ud800\0b"), 0.0

@@ -1,4 +1,4 @@
-"""The configuration file: strict, and clear about what is wrong with it."""
+"""The configuration file: unknown keys and bad values are rejected with a clear message."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tools_sandbox.config import ConfigError, SandboxConfig, Source, load_config
         ("a: [\n", ["not YAML"]),
     ],
 )
-def test_a_bad_value_or_key_is_one_line_that_names_it(tmp_path: Path, text: str, parts: list[str]) -> None:
+def test_bad_value_or_key_is_named_in_one_line(tmp_path: Path, text: str, parts: list[str]) -> None:
     (tmp_path / "c.yaml").write_text(text)
     with pytest.raises(ConfigError) as caught:
         load_config(tmp_path / "c.yaml")
@@ -38,12 +38,12 @@ def test_a_bad_value_or_key_is_one_line_that_names_it(tmp_path: Path, text: str,
         assert part in str(caught.value)
 
 
-def test_no_file_and_an_empty_file_are_the_defaults(tmp_path: Path) -> None:
+def test_missing_and_empty_files_give_defaults(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text("# nothing yet\n")
     assert load_config(None) == load_config(tmp_path / "c.yaml") == SandboxConfig()
 
 
-def test_paths_are_relative_to_the_file(tmp_path: Path) -> None:
+def test_paths_are_relative_to_config_file(tmp_path: Path) -> None:
     sources = "search: {sources: [{path: a.jsonl, format: jsonl}, {path: /b.json, format: arpo_cache}]}"
     (tmp_path / "c.yaml").write_text(f"{sources}\ncache: {{sqlite_path: c.db}}\n")
     config = load_config(tmp_path / "c.yaml")
@@ -52,7 +52,7 @@ def test_paths_are_relative_to_the_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("key", [field.name for field in fields(SandboxConfig)])
-def test_a_misspelt_key_is_answered_with_the_right_one(tmp_path: Path, key: str) -> None:
+def test_misspelt_key_is_answered_with_right_one(tmp_path: Path, key: str) -> None:
     (tmp_path / "c.yaml").write_text(f"{key}s: 1\n")
     with pytest.raises(ConfigError, match=f"did you mean '{key}'"):
         load_config(tmp_path / "c.yaml")

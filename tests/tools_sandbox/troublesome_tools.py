@@ -1,4 +1,4 @@
-"""Tools that crash, hang and fail, for the tests of the processes that run them; and one that does not."""
+"""Tools that crash, hang or fail, and one that does not, for the tests of workers."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ class Abort(_Trouble):
 
 
 class AbortOnce(Abort):
-    """Dies with its process, and may not run again."""
+    """A tool that kills its worker and is not repeatable."""
 
     name = "abort_once"
     repeatable = False
 
 
 class Hold(_Trouble):
-    """Holds the interpreter: no other thread of its process runs, and nothing in it can end it."""
+    """A tool that holds the GIL, so that nothing in its process can end it."""
 
     name = "hold"
 
@@ -48,7 +48,7 @@ SECONDS = {"type": "object", "properties": {"seconds": {"type": "number"}}, "req
 
 
 class Sleep(_Trouble):
-    """Waits, if so configured until a file is there first; says by a line in a file that it ran."""
+    """A tool that waits, first for a file `until` if configured. It adds a line to the file `ran`."""
 
     name = "sleep"
     arguments = SECONDS
@@ -67,7 +67,7 @@ class Sleep(_Trouble):
 
 
 class Stuck(_Trouble):
-    """Blocks in a thread that heeds no cancelling."""
+    """A tool that blocks in a thread, which cannot be cancelled."""
 
     name = "stuck"
 
@@ -77,7 +77,7 @@ class Stuck(_Trouble):
 
 
 class SlowStart(_Trouble):
-    """Is not made while the file is there."""
+    """A tool whose constructor waits until the file `held` is gone."""
 
     name = "slow_start"
 
@@ -94,4 +94,4 @@ class Raise(_Trouble):
 
 
 class NoTool:
-    """Not what the entry point promises."""
+    """A class that is not a tool."""

@@ -1,6 +1,6 @@
-"""What an isolated call costs, beside the cold interpreter that it replaces; both in turn, in one run.
+"""Benchmark of python calls: an isolated call compared with the cold interpreter that it replaces.
 
-`python -m tools_sandbox.bench.python` prints one JSON object; `arpo bench sandbox` shows it among others.
+`python -m tools_sandbox.bench.python` prints one JSON object. `arpo bench sandbox` runs it too.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from tools_sandbox.python_tool.protocol import THREAD_VARIABLES
 
 _CODE = "import numpy, sympy\nprint(int(numpy.arange(10).sum()), sympy.factorint(360))"
 _ANSWER = "45 {2: 3, 3: 2, 5: 1}"
-_WARM_FOR_EACH_COLD = 20
+_WARM_PER_COLD = 20
 
 Call = Callable[[], Awaitable[None]]
 
 
 def bench_python(cold_calls: int = 20, in_flight: int = 8) -> dict[str, object]:
-    """Figures of the python tool of a service that is started for this, over HTTP, against `python3 -c`.
+    """Measure the python tool of a new service over HTTP, and `python3 -c`, alternately in one run.
 
-    cold_calls: cold starts; the service gets 20 calls for each. in_flight: calls at a time, for the throughput.
-    latency_ratio: cold p50 / warm p50, one call at a time. throughput_ratio: calls a second, warm / cold.
-    RuntimeError: an answer was wrong, or the service did not start.
+    cold_calls: number of cold starts; the service gets 20 calls for each. in_flight: concurrency for the throughput.
+    latency_ratio: cold p50 / warm p50, one call at a time. throughput_ratio: calls per second, warm / cold.
+    Raises RuntimeError if an answer was wrong or the service did not start.
     """
     return asyncio.run(_bench(cold_calls, in_flight))
 
@@ -52,13 +52,13 @@ async def _measure(client: AsyncSandboxClient, cold_calls: int, in_flight: int) 
     await _cold()
     cold_s: list[float] = []
     warm_s: list[float] = []
-    for _ in range(cold_calls):  # in turn, so that whatever else the machine does meets both
+    for _ in range(cold_calls):  # alternately, so that other load on the machine affects both
         cold_s.append(await _timed(_cold))
-        warm_s += [await _timed(warm) for _ in range(_WARM_FOR_EACH_COLD)]
+        warm_s += [await _timed(warm) for _ in range(_WARM_PER_COLD)]
     cold_rate, warm_rate = 0.0, 0.0
     for _ in range(2):
         cold_rate += await _rate(_cold, cold_calls, in_flight) / 2
-        warm_rate += await _rate(warm, cold_calls * _WARM_FOR_EACH_COLD, in_flight) / 2
+        warm_rate += await _rate(warm, cold_calls * _WARM_PER_COLD, in_flight) / 2
     cold_ms, warm_ms = statistics.median(cold_s) * 1e3, statistics.median(warm_s) * 1e3
     return {
         "user": "root" if os.getuid() == 0 else "ordinary",
@@ -98,7 +98,7 @@ async def _timed(call: Call) -> float:
 
 
 async def _rate(call: Call, calls: int, in_flight: int) -> float:
-    """Calls a second with so many in flight."""
+    """Return the calls per second with `in_flight` calls at a time."""
     left = iter(range(calls))
 
     async def lane() -> None:

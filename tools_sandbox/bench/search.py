@@ -1,7 +1,7 @@
-"""Measure search and its cache through a running service: ``python -m tools_sandbox.bench.search --passages 100000``.
+"""Benchmark of search and its cache: ``python -m tools_sandbox.bench.search --passages 100000``.
 
-The corpus is generated: passages of 100 words, drawn by Zipf's law from 200,000. Side by side in one run: searches that
-are executed, the same searches from the cache, and requests that do nothing (GET /health), which is what HTTP costs.
+The corpus is generated: passages of 100 words, drawn by Zipf's law from 200,000 words. One run measures executed
+searches, the same searches from the cache, and requests that do nothing (GET /health), which shows the cost of HTTP.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ _WARM_UP = 50
 
 
 def bench_search(passages: int = 100_000, queries: int = 1000, folder: Path | None = None) -> dict[str, Any]:
-    """Build an index, serve it, ask. Times in seconds (build) and milliseconds (requests), memory in MB.
+    """Build an index, serve it and search. Times are in seconds (build) and milliseconds (requests), memory in MB.
 
-    folder: where corpus and index (about 2.5 kB a passage together) go; default: the temporary directory.
+    folder: parent folder of corpus and index (about 2.5 kB per passage together). None: the temporary directory.
     """
     with tempfile.TemporaryDirectory(dir=folder) as name:
-        place = Path(name)
-        corpus, config = place / "corpus.jsonl", place / "config.yaml"
+        root = Path(name)
+        corpus, config = root / "corpus.jsonl", root / "config.yaml"
         _write_corpus(corpus, passages)
-        search = {"sources": [{"path": str(corpus), "format": "jsonl"}], "index_path": str(place / "index")}
+        search = {"sources": [{"path": str(corpus), "format": "jsonl"}], "index_path": str(root / "index")}
         config.write_text(yaml.safe_dump({"search": search}))
         build_s, used = _build(config)
-        index_bytes = sum(path.stat().st_size for path in (place / "index").rglob("*") if path.is_file())
+        index_bytes = sum(path.stat().st_size for path in (root / "index").rglob("*") if path.is_file())
         with service({"search": search}) as running, SandboxClient(running.url) as client:
             asked = _queries(queries + _WARM_UP)
             for query in asked[:_WARM_UP]:
@@ -66,11 +66,11 @@ def bench_search(passages: int = 100_000, queries: int = 1000, folder: Path | No
 
 
 def _build(config: Path) -> tuple[float, resource.struct_rusage]:
-    """Build the index in a process of its own: seconds, and what that process used."""
+    """Build the index in a separate process. Return the seconds and the resources that it used."""
     command = [sys.executable, "-m", "tools_sandbox.search.index", "--config", str(config)]
     began = time.monotonic()
     process = subprocess.Popen(command, stdout=2)
-    _, status, used = os.wait4(process.pid, 0)  # not RUSAGE_CHILDREN, which is the sum over all that have ended
+    _, status, used = os.wait4(process.pid, 0)  # not RUSAGE_CHILDREN, which sums over all children
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
         raise RuntimeError(f"building the index ended with exit code {process.returncode}")
@@ -87,7 +87,7 @@ def _write_corpus(path: Path, passages: int) -> None:
 
 
 def _queries(count: int) -> list[str]:
-    """Questions of four words each: one common, three rare, as names and what is asked about them are."""
+    """Return queries of four words each, one common and three rare, like questions about names."""
     draw = random.Random(2)
     return [
         " ".join([f"w{draw.randrange(100)}", *(f"w{draw.randrange(100, _VOCABULARY // 4)}" for _ in range(3))])
@@ -95,13 +95,13 @@ def _queries(count: int) -> list[str]:
     ]
 
 
-def _times_ms(asked: list[str], ask: Callable[[str], bool], expected: bool) -> dict[str, float]:
+def _times_ms(queries: list[str], ask: Callable[[str], bool], expected: bool) -> dict[str, float]:
     times = list[float]()
-    for query in asked:
+    for query in queries:
         began = time.perf_counter()
-        answered = ask(query)
+        result = ask(query)
         times.append((time.perf_counter() - began) * 1000)
-        assert answered == expected, "the cache did not do what is measured"
+        assert result == expected, "the cache did not behave as this measurement needs"
     times.sort()
     return {"p50": round(times[len(times) // 2], 3), "p99": round(times[len(times) * 99 // 100], 3)}
 
@@ -111,7 +111,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tools_sandbox.bench.search", description=__doc__.split("\n")[0])
     parser.add_argument("--passages", type=int, default=100_000)
     parser.add_argument("--queries", type=int, default=1000)
-    parser.add_argument("--directory", type=Path, help="where corpus and index go")
+    parser.add_argument("--directory", type=Path, help="parent folder of corpus and index")
     arguments = parser.parse_args()
     print(json.dumps(bench_search(arguments.passages, arguments.queries, arguments.directory)))
 

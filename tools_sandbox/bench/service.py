@@ -1,4 +1,4 @@
-"""A tool service of its own for a measurement."""
+"""A tool service that is started for one measurement."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ import yaml
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """A running one."""
+    """A running service."""
 
     url: str
     log: Path
 
     def isolation(self) -> str:
-        """The isolation level that its python tool has reached."""
+        """Return the isolation level that its python tool has reached."""
         return self.log.read_text().partition("python isolation: level ")[2].split()[0]
 
 
 @contextmanager
 def service(config: dict[str, object]) -> Iterator[Service]:
-    """Run a service with a configuration, on a free port. RuntimeError: it did not start; says why."""
+    """Run a service with a configuration on a free port. Raises RuntimeError with the reason if it does not start."""
     with tempfile.TemporaryDirectory() as name:
         file, log = Path(name) / "config.yaml", Path(name) / "log"
         file.write_text(yaml.safe_dump(config))

@@ -1,4 +1,4 @@
-"""Which addresses a model may reach: the public internet without this machine, and what the operator names."""
+"""The addresses that a model may reach: the public internet except this machine, and networks the operator allows."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from tools_sandbox.config import ConfigError
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 _Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
-# The special-purpose registries of IANA, written out: what Python calls global changes between its patch releases.
+# IANA's special-purpose registries, written out: Python's `is_global` changes between its patch releases.
 _NOT_PUBLIC_V4 = [
     ipaddress.IPv4Network(each)
     for each in (
         "0.0.0.0/8", "10.0.0.0/8", "100.64.0.0/10", "127.0.0.0/8", "169.254.0.0/16", "172.16.0.0/12", "192.0.0.0/24",
         "192.0.2.0/24", "192.31.196.0/24", "192.52.193.0/24", "192.88.99.0/24", "192.168.0.0/16", "192.175.48.0/24",
         "198.18.0.0/15", "198.51.100.0/24", "203.0.113.0/24", "224.0.0.0/3",
-        # A cloud's metadata and DNS under an address that looks public.
+        # Metadata and DNS of a cloud, under an address that looks public.
         "168.63.129.16/32",
     )
 ]  # fmt: skip
@@ -27,30 +27,33 @@ _GLOBAL_UNICAST = ipaddress.IPv6Network("2000::/3")
 _NOT_PUBLIC_V6 = [
     ipaddress.IPv6Network(each)
     for each in (
-        # Protocols, Teredo among them; examples; 6to4, which gateways unpack; the AS112 sink; examples again.
+        # In order: protocols such as Teredo, examples, 6to4 (gateways unpack it), the AS112 sink, examples.
         "2001::/23", "2001:db8::/32", "2002::/16", "2620:4f:8000::/48", "3fff::/20",
     )
 ]  # fmt: skip
 _WITH_IPV4_INSIDE = [ipaddress.IPv6Network(each) for each in ("::ffff:0:0/96", "64:ff9b::/96")]
-"""Mapped addresses, and what a NAT64 gateway unpacks: as public as the IPv4 address in their last 32 bits."""
+"""Mapped addresses and those that a NAT64 gateway unpacks. The IPv4 address in their last 32 bits decides."""
 
 
 class AddressRefused(OSError):  # noqa: N818 - a decision
-    """The address is not one that may be reached."""
+    """The address may not be reached."""
 
 
 class AddressPolicy:
-    """allowed: networks in CIDR notation that may be reached although they are not public or are this machine's.
-    denied: those that may not although they are public, and not allowed by name."""
+    """The rule that decides which addresses may be reached.
+
+    allowed: networks in CIDR notation that may be reached although they are not public or belong to this machine.
+    denied: public networks that may not be reached, except for what `allowed` names.
+    """
 
     def __init__(self, allowed: Sequence[str], denied: Sequence[str] = ()) -> None:
-        """ConfigError: an entry is no network."""
+        """Raises ConfigError if an entry is not a network."""
         self._allowed = _networks("allow_networks", allowed)
         self._denied = _networks("deny_networks", denied)
 
     def permits(self, address: str) -> bool:
-        """True if a connection to this numeric address may be made."""
-        # A scope ("fe80::1%eth0") names an interface: never public.
+        """Return True if connections to this numeric address are allowed."""
+        # A scope ("fe80::1%eth0") names an interface. Such an address is never public.
         numeric = ipaddress.ip_address(address.partition("%")[0])
         if any(numeric in network for network in self._allowed):
             return True
@@ -59,10 +62,10 @@ class AddressPolicy:
         return _is_public(numeric) and not _is_own(numeric)
 
     def checked_socket(self, address_info: tuple[Any, ...]) -> socket.socket:
-        """A socket for one result of getaddrinfo, made only if its address is permitted; AddressRefused otherwise.
+        """Return a socket for one result of getaddrinfo. Raises AddressRefused if its address is not permitted.
 
-        This is where every connection of the tool passes, after the name was resolved and with the very address that
-        is connected to, so neither a second resolution nor a redirect nor an odd spelling gets around it.
+        Every connection of the tool passes here, after name resolution and with the address that is connected to.
+        A second resolution, a redirect or an odd spelling of an address therefore cannot bypass the check.
         """
         family, kind, protocol, _, target = address_info
         if not self.permits(target[0]):
@@ -78,7 +81,7 @@ def _networks(key: str, named: Sequence[str]) -> list[_Network]:
 
 
 def _is_own(address: _Address) -> bool:
-    """Whether the address is one of this machine's, which may be public: only such can be bound."""
+    """Return whether the address belongs to this machine, also if it is public: only such addresses can be bound."""
     family = socket.AF_INET if address.version == 4 else socket.AF_INET6
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:

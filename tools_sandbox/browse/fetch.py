@@ -1,4 +1,4 @@
-"""One GET within bounds: where it may go, how much it may read, how often it is sent elsewhere."""
+"""One HTTP GET with bounds on its addresses, its size and its redirects."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from tools_sandbox.browse.names import Resolver
 from tools_sandbox.config import BrowseConfig
 
 Permit = Callable[[str], Awaitable[bool]]
-"""Whether an address may be read."""
+"""Return whether an address may be read (robots.txt)."""
 
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _WEB_PORTS = frozenset({80, 443})
-_LONGEST_URL = 4096
+_MAX_URL_CHARS = 4096
 _GZIP_FIRST = 0x1F
-_MOST_MEMBERS = 1000
-"""Of a gzip body; empty ones cost time and no bytes."""
+_MAX_MEMBERS = 1000
+"""Most members of a gzip body. Empty members cost time but produce no bytes."""
 
 
 class FetchFailed(Exception):  # noqa: N818 - an outcome
-    """There is no page; the message is for the model. lasting: asking again soon will not help."""
+    """There is no page. The message is for the model. lasting: a repeated call would fail too."""
 
     def __init__(self, message: str, *, lasting: bool) -> None:
         super().__init__(message)
@@ -35,24 +35,24 @@ class FetchFailed(Exception):  # noqa: N818 - an outcome
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """What a server answered."""
+    """A page as the server sent it."""
 
     url: str
-    """The address after redirects."""
+    """Address after redirects."""
     content_type: str
-    """Without parameters, lower case; empty if the server named none."""
+    """Content type in lower case without parameters; empty if the server sent none."""
     charset: str | None
-    """As the server named it."""
+    """Charset that the server declared."""
     body: bytes
-    """After decompression."""
+    """Body after decompression."""
     cut: bool
-    """True if there was more: above the limit, or where packed content ended before its end."""
+    """True if the body is incomplete: cut at the limit, or compressed data that ends early."""
 
 
 async def fetch(url: str, config: BrowseConfig, policy: AddressPolicy, permit: Permit | None = None) -> Page:
-    """The page at an address, redirects followed. FetchFailed; the caller bounds the time.
+    """Return the page at an address, after redirects. Raises FetchFailed. The caller must bound the time.
 
-    permit: asked before each address is read, also those that redirects lead to.
+    permit: asked before each address is read, including the targets of redirects.
     """
     refused: list[AddressRefused] = []
 
@@ -63,7 +63,7 @@ async def fetch(url: str, config: BrowseConfig, policy: AddressPolicy, permit: P
             refused.append(error)
             raise
 
-    # Connections of one call only: nothing of one page is carried to another.
+    # The session serves one call only, so that no state is carried from one page to another.
     connector = aiohttp.TCPConnector(
         resolver=Resolver(),
         socket_factory=checked_socket,
@@ -73,9 +73,9 @@ async def fetch(url: str, config: BrowseConfig, policy: AddressPolicy, permit: P
     async with aiohttp.ClientSession(
         connector=connector,
         cookie_jar=aiohttp.DummyCookieJar(),
-        # Decompressed here, where it can be bounded.
+        # Decompressed below, with bounds.
         auto_decompress=False,
-        # A proxy would resolve the name a second time, out of our sight.
+        # A proxy would resolve the name again, and its result could not be checked.
         trust_env=False,
         timeout=aiohttp.ClientTimeout(total=None),
         headers={
@@ -89,26 +89,26 @@ async def fetch(url: str, config: BrowseConfig, policy: AddressPolicy, permit: P
         except (aiohttp.ClientError, OSError, ValueError) as error:
             if refused:
                 raise FetchFailed(f"{url} is refused: {refused[0]}.", lasting=True) from error
-            raise _failed(url, error) from error
+            raise _failure(url, error) from error
 
 
-def _failed(url: str, error: Exception) -> FetchFailed:
+def _failure(url: str, error: Exception) -> FetchFailed:
     if isinstance(error, aiohttp.ClientConnectorCertificateError):
         return FetchFailed(f"{url} cannot be read: its certificate is not valid.", lasting=True)
     if isinstance(error, aiohttp.ClientConnectorDNSError):
         return FetchFailed(f"{url} cannot be read: there is no host {error.host}.", lasting=True)
-    said = " ".join(str(error).split())[:200]
-    return FetchFailed(f"{url} cannot be read: {type(error).__name__}: {said}", lasting=False)
+    problem = " ".join(str(error).split())[:200]
+    return FetchFailed(f"{url} cannot be read: {type(error).__name__}: {problem}", lasting=False)
 
 
 async def _follow(session: aiohttp.ClientSession, url: str, config: BrowseConfig, permit: Permit | None) -> Page:
-    target = _checked(url)
+    target = _parse_url(url)
     for _ in range(config.max_redirects + 1):
         if permit is not None and not await permit(str(target)):
             raise FetchFailed(f"{target} is refused: the site's robots.txt does not permit it.", lasting=True)
         async with session.get(target, allow_redirects=False) as reply:
             if reply.status in _REDIRECTS and (location := reply.headers.get("Location")):
-                target = _checked(str(target.join(URL(location))))
+                target = _parse_url(str(target.join(URL(location))))
                 continue
             if not 200 <= reply.status < 300:
                 passes = reply.status == 429 or reply.status >= 500
@@ -120,9 +120,9 @@ async def _follow(session: aiohttp.ClientSession, url: str, config: BrowseConfig
     raise FetchFailed(f"{url} cannot be read: more than {config.max_redirects} redirects.", lasting=True)
 
 
-def _checked(url: str) -> URL:
-    if len(url) > _LONGEST_URL:
-        raise FetchFailed(f"The address is longer than {_LONGEST_URL} characters.", lasting=True)
+def _parse_url(url: str) -> URL:
+    if len(url) > _MAX_URL_CHARS:
+        raise FetchFailed(f"The address is longer than {_MAX_URL_CHARS} characters.", lasting=True)
     try:
         target = URL(url)
         port = target.port
@@ -137,20 +137,20 @@ def _checked(url: str) -> URL:
     return target
 
 
-class _Unpack:
-    """What gzip, zlib and deflate bodies unpack to, with bounds. A gzip body may have several members (RFC 1952)."""
+class _Decompressor:
+    """A bounded decompressor of gzip, zlib and deflate bodies. A gzip body may have several members (RFC 1952)."""
 
     def __init__(self, encoding: str) -> None:
         self._deflate = encoding == "deflate"
         self._stream: zlib._Decompress | None = None
         self._members = 0
         self.cut = False
-        """True if the body ended before its own end mark, or what follows a member is none."""
+        """True if the body ended before its end mark, or invalid data follows a member."""
 
     def feed(self, chunk: bytes, room: int) -> bytes:
-        """At most `room` bytes, the next of the body. zlib.error: it is not packed as it says."""
+        """Return the next bytes of the body, at most `room`. Raises zlib.error for invalid data."""
         unpacked = bytearray()
-        while chunk and len(unpacked) < room and self._members <= _MOST_MEMBERS:
+        while chunk and len(unpacked) < room and self._members <= _MAX_MEMBERS:
             if self._stream is None:
                 self._stream = zlib.decompressobj(self._window(chunk))
                 self._members += 1
@@ -160,26 +160,26 @@ class _Unpack:
             except zlib.error:
                 if self._members == 1:
                     raise
-                self._members = _MOST_MEMBERS + 1  # what was unpacked stands; no more is read
+                self._members = _MAX_MEMBERS + 1  # keep what was decompressed, and read no more
                 break
             if not self._stream.eof:
                 break
-            # Zeros may fill up the end.
+            # Zero bytes may pad the end.
             chunk, self._stream, self.cut = self._stream.unused_data.lstrip(b"\0"), None, False
         return bytes(unpacked)
 
     def _window(self, chunk: bytes) -> int:
-        """For zlib: 32 added means a gzip or a zlib header; less than 0 none, as some servers understand deflate."""
+        """Return the `wbits` of zlib: +32 detects a gzip or zlib header; negative means raw deflate."""
         headed = chunk[0] == _GZIP_FIRST or chunk[0] & 0x0F == zlib.DEFLATED
         return 32 + zlib.MAX_WBITS if headed or not self._deflate or self._members else -zlib.MAX_WBITS
 
 
 async def _body(reply: aiohttp.ClientResponse, max_bytes: int) -> tuple[bytes, bool]:
-    """At most max_bytes, of what is sent and of what it unpacks to; and whether there was or should have been more."""
+    """Return at most max_bytes of the body, and whether it is incomplete. The limit also holds for the packed bytes."""
     encoding = reply.headers.get("Content-Encoding", "identity").strip().lower() or "identity"
     if encoding not in {"identity", "gzip", "x-gzip", "deflate"}:
         raise FetchFailed(f"{reply.url} is packed in a way that was not asked for ({encoding[:40]}).", lasting=True)
-    unpack = None if encoding == "identity" else _Unpack(encoding)
+    unpack = None if encoding == "identity" else _Decompressor(encoding)
     body, received = bytearray(), 0
     async for chunk in reply.content.iter_any():
         received += len(chunk)

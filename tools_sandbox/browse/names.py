@@ -1,7 +1,7 @@
-"""Names of hosts become addresses in threads of their own.
+"""Name resolution in separate threads.
 
-A name whose server does not answer holds a thread for as long as the system's resolver is patient (tens of seconds),
-also after its call has ended. In the event loop's own threads that would stop whatever else uses them.
+A name whose server does not answer blocks a thread until the system's resolver gives up (tens of seconds), even after
+its call has ended. In the event loop's default threads this would block all their other users.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from functools import partial
 from aiohttp.abc import AbstractResolver, ResolveResult
 
 _THREADS = ThreadPoolExecutor(64, "names")
-"""So many names at a time; further ones wait, within the time of their calls."""
+"""At most 64 names at a time. Others wait, within the time limit of their calls."""
 
 
 class Resolver(AbstractResolver):
-    """The system's resolver, once for each connection: what it says is checked and used, and asked no second time."""
+    """The system's resolver. It is asked once per connection, and its result is checked and then used."""
 
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
     ) -> list[ResolveResult]:
-        """Numeric addresses of a host. OSError: there is no such name, or nobody says so."""
+        """Return the numeric addresses of a host. Raises OSError if the name does not exist or no server answers."""
         ask = partial(
             socket.getaddrinfo, host, port, family=family, type=socket.SOCK_STREAM, flags=socket.AI_ADDRCONFIG
         )
@@ -31,7 +31,7 @@ class Resolver(AbstractResolver):
         return [
             ResolveResult(
                 hostname=host,
-                # A scope names an interface, where the address is good on one alone.
+                # A scope names an interface; the address is valid only there.
                 host=f"{address[0]}%{address[3]}" if len(address) > 2 and address[3] else str(address[0]),
                 port=port,
                 family=kind,
@@ -42,4 +42,4 @@ class Resolver(AbstractResolver):
         ]
 
     async def close(self) -> None:
-        """Nothing to give back: the threads are shared."""
+        """Do nothing: the threads are shared."""

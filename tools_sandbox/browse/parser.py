@@ -1,7 +1,7 @@
-"""Each page is parsed in a process of its own, forked from one that has loaded the parser.
+"""Parsing of pages, each in its own process, which is forked from one that has loaded the parser.
 
-A page can make its parser take gigabytes or minutes, and nothing but its end stops it. So it has a bounded memory, ends
-with its call, and no other page, search or worker waits for it.
+A page can make its parser take gigabytes or minutes, and only the end of the process stops that. Each process therefore
+has bounded memory and ends with its call. Other pages, searches and the worker do not wait for it.
 """
 
 from __future__ import annotations
@@ -30,15 +30,16 @@ _MIB = 1 << 20
 
 
 async def parse(page: Page, memory_mb: int) -> str:
-    """As `page.readable`; cancelled, it ends the parser. FetchFailed; OSError: no process can be had.
+    """Return `page.readable(page)`, computed in a new process. If cancelled, kill the process.
 
-    memory_mb: what the page may take, in MiB, beyond what the loaded parser does.
+    memory_mb: memory in MiB that the page may take beyond the loaded parser.
+    Raises FetchFailed for a bad page, OSError if no process can be started.
     """
     ours, theirs = socket.socketpair()
     ended, lifeline = os.pipe()
     try:
         try:
-            socket.send_fds(_forker(), [b"."], [theirs.fileno(), ended])
+            socket.send_fds(_running_forker(), [b"."], [theirs.fileno(), ended])
         finally:
             theirs.close()
             os.close(ended)
@@ -59,18 +60,18 @@ async def parse(page: Page, memory_mb: int) -> str:
     return str(answer["text"])
 
 
-def _forker() -> socket.socket:
-    """The way to the process that parsers are forked from; it ends with this one."""
-    process, control = _started()
-    if process.poll() is not None:  # killed, for lack of memory say
+def _running_forker() -> socket.socket:
+    """Return the socket to the process that forks parsers. That process ends with this one."""
+    process, control = _start_forker()
+    if process.poll() is not None:  # killed, for example by a lack of memory
         control.close()
-        _started.cache_clear()
-        _, control = _started()
+        _start_forker.cache_clear()
+        _, control = _start_forker()
     return control
 
 
 @functools.cache
-def _started() -> tuple[subprocess.Popen[bytes], socket.socket]:
+def _start_forker() -> tuple[subprocess.Popen[bytes], socket.socket]:
     ours, theirs = socket.socketpair()
     with theirs:
         command = [sys.executable, "-m", "tools_sandbox.browse.parser", str(theirs.fileno())]
@@ -79,14 +80,14 @@ def _started() -> tuple[subprocess.Popen[bytes], socket.socket]:
 
 
 def start() -> None:
-    """Load the parser, in the process that parsers are forked from, ahead of the first page."""
-    _started()
+    """Start the process that forks parsers, ahead of the first page."""
+    _start_forker()
 
 
 def _fork_parsers(control: socket.socket) -> None:
-    """A child for each pair of descriptors that comes: its connection, and a pipe whose end is the child's."""
+    """Fork a child for each pair of descriptors that arrives: its connection, and the pipe that bounds its life."""
     children = dict[int, int]()
-    """Process by pipe."""
+    """Process id by descriptor of its pipe."""
     waiting = select.poll()
     waiting.register(control, select.POLLIN)
     while True:
@@ -94,7 +95,7 @@ def _fork_parsers(control: socket.socket) -> None:
             if ready == control.fileno():
                 _, descriptors, _, _ = socket.recv_fds(control, 1, 2)
                 if not descriptors:
-                    return  # the worker is gone; the children go with this process
+                    return  # the worker has gone; the children die with this process
                 connection, lifeline = descriptors
                 pid = os.fork()
                 if pid == 0:
@@ -112,7 +113,7 @@ def _fork_parsers(control: socket.socket) -> None:
 
 
 def _child(connection: socket.socket) -> None:
-    """Parse one page; does not return."""
+    """Parse one page. Does not return."""
     try:
         linux.die_with_parent(signal.SIGKILL)
         with connection.makefile("rb") as incoming:
@@ -136,11 +137,11 @@ def _child(connection: socket.socket) -> None:
 
 
 def main() -> None:
-    """Fork parsers for the process whose socket has the descriptor that is the only argument."""
+    """Fork parsers for the process at the other end of the socket, whose descriptor is the only argument."""
     linux.die_with_parent(signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     control = socket.socket(fileno=int(sys.argv[1]))
-    # An article, so that all that is loaded late and once is loaded here.
+    # Parse one article, so that everything the library loads late is loaded before the first fork.
     article = b"<html><body><article><p>" + b"This is a sentence of an article. " * 50 + b"</p></article></body></html>"
     readable(Page("http://localhost/", "text/html", None, article, cut=False))
     gc.freeze()

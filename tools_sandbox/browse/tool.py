@@ -1,4 +1,4 @@
-"""The browse tool."""
+"""The browse tool: a page of the public web as text, or as a model's summary."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class BrowseArguments(BaseModel):
 
 
 class BrowseTool(Tool):
-    """Reads a page of the public web."""
+    """The browse tool."""
 
     name = "browse"
     description = "Read a web page and return its text."
@@ -38,7 +38,7 @@ class BrowseTool(Tool):
     cacheable = True
 
     def __init__(self, config: BrowseConfig) -> None:
-        """ConfigError: a network that is none, a key that is not set."""
+        """Raises ConfigError for an invalid network or a key that is not set."""
         from tools_sandbox.browse.robots import Robots
 
         self._config = config
@@ -53,7 +53,7 @@ class BrowseTool(Tool):
         parser.start()
 
     async def run(self, arguments: BrowseArguments, timeout_s: float) -> ToolResult:
-        """The page's text, or its summary."""
+        """Return the page's text, or its summary."""
         limit_s = min(timeout_s, self.max_time_s)
         try:
             async with asyncio.timeout(limit_s):
@@ -65,9 +65,9 @@ class BrowseTool(Tool):
         if self._summary is None:
             return ToolResult("ok", text)
         try:
-            return ToolResult("ok", await self._summary.of(text))
+            return ToolResult("ok", await self._summary.summarise(text))
         except RequestFailed:
-            # Negative: the page alone is not what was configured, so it is soon asked for again.
+            # Negative, so that the unsummarised page is not cached for long.
             return ToolResult("ok", f"[no summary: the model did not answer]\n{text}", negative=True)
 
     async def _read(self, url: str) -> str:
@@ -80,7 +80,7 @@ class BrowseTool(Tool):
 
 
 class _Summary:
-    """A page in fewer words, by a model."""
+    """A model that summarises pages."""
 
     def __init__(self, config: SummaryConfig) -> None:
         self._config = config
@@ -93,8 +93,8 @@ class _Summary:
                 )
             self._headers = {"Authorization": f"Bearer {key}"}
 
-    async def of(self, text: str) -> str:
-        """RequestFailed: the model did not answer."""
+    async def summarise(self, text: str) -> str:
+        """Return the model's summary. Raises RequestFailed."""
         config = self._config
         question = {
             "model": config.model,

@@ -1,7 +1,7 @@
 """Tools of MCP servers (Model Context Protocol), through the client of the official `mcp` package.
 
-A server is a process that the service starts and speaks to over stdio. It runs with the service's rights: MCP is for
-servers that the operator trusts, and isolates nothing.
+The service starts each server as a process and speaks to it over stdio. A server has the service's rights and is not
+isolated, so the operator must trust it.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ log = logging.getLogger("tools_sandbox")
 _START_TIMEOUT_S = 60.0
 _RELAY = Path(__file__).with_name("relay.py")
 _LINE_BYTES = 4 << 20
-"""Longest answer that is parsed; the service does nothing else meanwhile (some 20 ms)."""
+"""Longest answer that is parsed. Parsing blocks the service's event loop for some 20 ms."""
 _DISCONNECTED = (OSError, anyio.ClosedResourceError, anyio.BrokenResourceError, anyio.EndOfStream)
 
 
 class McpServer:
-    """One server and the connection to it, which is made again after either has ended. Belongs to one event loop."""
+    """One server and its connection, which is opened again after either has ended. Belongs to one event loop."""
 
     def __init__(self, name: str, config: McpServerConfig) -> None:
         self.name = name
@@ -45,11 +45,11 @@ class McpServer:
         self._connecting = asyncio.Lock()
 
     async def client(self) -> mcp.Client:
-        """The connected client. Raises what connecting raised."""
+        """Return the connected client. Raises what connecting raised."""
         async with self._connecting:
             if self._client is None or self._keeper is None or self._keeper.done():
                 self._client = asyncio.get_running_loop().create_future()
-                # One task opens and closes the connection, as the library's task groups demand.
+                # The library's task groups require that one task opens and closes the connection.
                 self._keeper = asyncio.create_task(self._keep(self._client))
             async with asyncio.timeout(_START_TIMEOUT_S):
                 return await asyncio.shield(self._client)
@@ -61,7 +61,7 @@ class McpServer:
                 await asyncio.Event().wait()
         except asyncio.CancelledError:
             raise
-        except BaseException as error:  # also the library's exception groups
+        except BaseException as error:  # includes the library's exception groups
             if not connected.done():
                 connected.set_exception(RuntimeError(_innermost(error)))
             else:
@@ -71,7 +71,7 @@ class McpServer:
                 connected.cancel()
 
     async def stop(self) -> None:
-        """End the server."""
+        """Stop the server."""
         if self._keeper is not None:
             self._keeper.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -80,11 +80,11 @@ class McpServer:
 
 
 class McpTool(Tool):
-    """One tool of a server."""
+    """One tool of an MCP server."""
 
-    # The server is a process already.
+    # The server is already a separate process.
     in_worker = False
-    # Whether it may run twice is not known.
+    # It is unknown whether a call may run twice.
     repeatable = False
 
     def __init__(self, server: McpServer, offered: mcp.Tool, config: McpServerConfig) -> None:
@@ -97,24 +97,24 @@ class McpTool(Tool):
         self._max_chars = config.max_chars
 
     async def stop(self) -> None:
-        """End the server (once; its tools share it)."""
+        """Stop the server. The tools of one server share it; a second call does nothing."""
         await self._server.stop()
 
     async def run(self, arguments: Mapping[str, Any], timeout_s: float) -> ToolResult:
-        """The text of the result, cut at `max_chars`; what is no text is named, not shown."""
+        """Return the text of the result, cut at `max_chars`. Other content is only named."""
         try:
             client = await self._server.client()
             result = await client.call_tool(self.name, dict(arguments), read_timeout_seconds=timeout_s + 1)
         except mcp.MCPError as error:
-            if error.code != CONNECTION_CLOSED:  # the server's answer, and it lives
+            if error.code != CONNECTION_CLOSED:  # an answer of the server, which is alive
                 return ToolResult("error", self._cut(error.message))
             await self._server.stop()
             raise ToolBroken(f"MCP server {self._server.name}: it ended in the middle of a call") from error
         except _DISCONNECTED as error:
-            # A connection that failed in the middle of a call is not used again.
+            # A connection that failed during a call is not used again.
             await self._server.stop()
             raise ToolBroken(f"MCP server {self._server.name}: {_innermost(error)}") from error
-        except Exception as error:  # what it answered is not what it promised; other calls of it go on
+        except Exception as error:  # the answer violates the protocol; other calls are not affected
             raise ToolBroken(f"MCP server {self._server.name}: {_innermost(error)}") from error
         parts = [part.text if isinstance(part, TextContent) else f"[{part.type}]" for part in result.content]
         return ToolResult("error" if result.is_error else "ok", self._cut("\n".join(parts)))
@@ -127,7 +127,7 @@ class McpTool(Tool):
 
 
 async def connect(servers: Mapping[str, McpServerConfig]) -> list[Tool]:
-    """Start the servers and ask what they offer. ConfigError: one does not start, or lacks a tool that is named."""
+    """Start the servers and return their tools. Raises ConfigError if one does not start or lacks a named tool."""
     tools = list[Tool]()
     started = list[McpServer]()
     try:
@@ -158,7 +158,7 @@ async def _offered(server: McpServer, config: McpServerConfig) -> list[Tool]:
 
 
 def _innermost(error: BaseException) -> str:
-    """One line about the cause inside a group of exceptions."""
+    """Return one line about the cause inside a group of exceptions."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return " ".join(f"{type(error).__name__}: {error}".split())

@@ -1,7 +1,7 @@
-"""The process above one call: keeps its time, takes its output, ends its whole tree, writes its outcome.
+"""The supervisor of one call: it enforces the time limit, reads the output, ends all processes, writes the outcome.
 
-It dies with its call: the socket to the service is its lifeline, and the end of that stream (the service cancelled
-the call, or was killed) ends the tree at once.
+A supervisor lives only as long as its call. The socket to the service is its lifeline: when the stream ends because the
+service cancelled the call or was killed, the supervisor ends the call's processes at once.
 """
 
 from __future__ import annotations
@@ -20,60 +20,59 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tools_sandbox.python_tool import isolation as walls_of
-from tools_sandbox.python_tool import state as states
 from tools_sandbox.python_tool import watchdog
-from tools_sandbox.python_tool.isolation import Isolation
+from tools_sandbox.python_tool.isolation import Isolation, end_tree, enter_supervisor
 from tools_sandbox.python_tool.protocol import HEADER, Outcome, Request, read_head
-from tools_sandbox.python_tool.streams import Kept, broken, judge
+from tools_sandbox.python_tool.state import is_complete_state
+from tools_sandbox.python_tool.streams import CapturedStream, broken, judge
 from tools_sandbox.python_tool.walls import Walls, WorkerLimits
 from tools_sandbox.python_tool.watchdog import Watchdog
 from tools_sandbox.python_tool.worker import Ends, run_init
 from tools_sandbox.utils import linux
 
 CALL_NAME = "python-call"
-"""What this process is called from the moment its call has come; before that, as the one it is forked from."""
+"""Process name from the arrival of the call on; before that, the supervisor has the zygote's name."""
 _CHUNK = 1 << 16
 _MIB = 1 << 20
-_SLACK_PROCESSES = 8
-"""More processes than a bound kept by the kernel lets a call have are looked at."""
+_EXTRA_PROCESSES = 8
+"""Processes that are inspected beyond the number that a kernel-enforced limit allows."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Watched:
-    """What the supervisor looks at while a call runs."""
+    """Everything that the supervisor watches while a call runs."""
 
     connection: socket.socket
     status: int
-    """Descriptor on which the init process reports the worker's end."""
-    streams: dict[int, Kept]
-    """Descriptor -> what is kept of it."""
+    """Descriptor on which the init process reports the end of the worker."""
+    streams: dict[int, CapturedStream]
+    """Captured output by descriptor."""
     state: int | None
-    """The one of them that carries no output but the state of a session."""
+    """The descriptor in `streams` that carries the state of a session instead of output."""
     watchdog: Watchdog
     counted_cpu_s: Callable[[], float]
-    """CPU time of the call by its control group, 0 where there is none."""
+    """Return the CPU time of the call as its control group counts it; 0 without one."""
     limits: WorkerLimits
     deadline: float
 
 
-def supervise(connection: socket.socket, isolation: Isolation, limits: WorkerLimits, *, root: str, place: int) -> None:
-    """Raise the walls of a call, then serve the one that comes over a connection.
+def supervise(connection: socket.socket, isolation: Isolation, limits: WorkerLimits, *, root: str, slot: int) -> None:
+    """Raise the walls of a call, then serve the request that arrives over the connection.
 
-    root: where working directories may be made. place: see `isolation.enter_supervisor`.
+    root: folder for working directories. slot: see `isolation.enter_supervisor`.
     """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     groups = isolation.groups
     killed_before, cpu_before_s = 0, 0.0
     if groups is not None:
-        groups.open_place(place, limits.memory_mb, limits.processes)
-        killed_before, cpu_before_s = groups.memory_kills(place), groups.cpu_s(place) or 0.0
+        groups.open_slot(slot, limits.memory_mb, limits.processes)
+        killed_before, cpu_before_s = groups.memory_kills(slot), groups.cpu_s(slot) or 0.0
 
     def counted_cpu_s() -> float:
-        used_s = None if groups is None else groups.cpu_s(place)
+        used_s = None if groups is None else groups.cpu_s(slot)
         return 0.0 if used_s is None else used_s - cpu_before_s - time.process_time()  # without this process's own
 
-    uid = walls_of.enter_supervisor(isolation, place)
+    uid = enter_supervisor(isolation, slot)
     folder = root if isolation.walls.files else _make_folder(root, uid)
     try:
         outcome = _run_call(connection, isolation, limits, folder, uid, counted_cpu_s)
@@ -82,10 +81,10 @@ def supervise(connection: socket.socket, isolation: Isolation, limits: WorkerLim
             _remove_folder(folder)
     if outcome is None:
         return
-    if groups is not None and outcome.status == "error" and groups.memory_kills(place) > killed_before:
-        said = f"The processes of the code used more than {limits.memory_mb} MiB of memory; one or all were ended."
-        outcome = replace(outcome, text=f"{outcome.text}\n{said}")
-    with contextlib.suppress(OSError):  # the service is gone
+    if groups is not None and outcome.status == "error" and groups.memory_kills(slot) > killed_before:
+        note = f"The processes of the code used more than {limits.memory_mb} MiB of memory; one or all were ended."
+        outcome = replace(outcome, text=f"{outcome.text}\n{note}")
+    with contextlib.suppress(OSError):  # the service has gone
         connection.sendall(outcome.encode())
 
 
@@ -97,9 +96,9 @@ def _run_call(
     uid: int,
     counted_cpu_s: Callable[[], float],
 ) -> Outcome | None:
-    """Run the call to its end; none if the service went away. All descendants are gone on return."""
+    """Run the call to its end. Return None if the service has gone. All descendants have ended on return."""
     pipes = [os.pipe() for _ in range(5)]
-    # Of the last one the tree reads, of the others it is read.
+    # The call's processes write to all pipes except the last one, from which they read.
     (out_read, err_read, status_read, state_read, request_read), (*inside, request_write) = zip(*pipes, strict=True)
     inside.append(request_read)
     shared_bytes = watchdog.resident_bytes()
@@ -112,42 +111,42 @@ def _run_call(
         os.close(descriptor)
     try:
         found = read_head(connection.recv)
-        if found is None:  # the service has no call for it any more
+        if found is None:  # the service does not need it any more
             return None
-        if select.select([status_read], [], [], 0)[0]:  # nothing is reported before there is a request, but a failure
+        if select.select([status_read], [], [], 0)[0]:  # before there is a request, only a failure is reported
             return broken(os.read(status_read, _CHUNK).decode())
         head, state_bytes = found
         request = Request.decode(head)
         deadline = time.monotonic() + request.time_s
         linux.name_process(CALL_NAME)
         _pass_on(connection, head, state_bytes, request_write, deadline)
-        # Four bytes are the longest UTF-8 character: enough for the characters that are shown.
+        # A UTF-8 character has at most four bytes, so this is enough for the characters that are shown.
         limit_bytes = 4 * request.output_chars
-        streams = {out_read: Kept(limit_bytes, tail=False), err_read: Kept(limit_bytes, tail=True)}
-        streams[state_read] = state = Kept(request.state_mb * _MIB + HEADER.size, tail=False)
+        streams = {out_read: CapturedStream(limit_bytes, tail=False), err_read: CapturedStream(limit_bytes, tail=True)}
+        streams[state_read] = state = CapturedStream(request.state_mb * _MIB + HEADER.size, tail=False)
         watched = _Watched(
             connection, status_read, streams, state_read, Watchdog(pid, shared_bytes), counted_cpu_s, limits, deadline
         )
         ended_by = _watch(watched, isolation.walls, request.output_mb)
         report = os.read(status_read, _CHUNK).decode() if ended_by == "status" else ""
     finally:
-        walls_of.end_tree(pid)
+        end_tree(pid)
     if ended_by == "cancelled":
         return None
-    # Every writer is gone, so what is left in the pipes is all there will ever be.
+    # All writers have ended, so the pipes hold the rest of the output.
     for descriptor, kept in streams.items():
         while chunk := os.read(descriptor, _CHUNK):
             kept.add(chunk)
     outcome = judge(request, limits, ended_by, report, streams[out_read], streams[err_read])
-    # The state has a stream of its own, and of a call that was ended nothing is kept.
-    whole = ended_by == "status" and report and states.is_whole(bytes(state.data))
-    return replace(outcome, state=bytes(state.data)) if whole else outcome
+    # The state has its own stream. Nothing is kept of a call that was ended from outside.
+    complete = ended_by == "status" and report and is_complete_state(bytes(state.data))
+    return replace(outcome, state=bytes(state.data)) if complete else outcome
 
 
 def _pass_on(
     connection: socket.socket, head: bytes | bytearray, state_bytes: int, descriptor: int, deadline: float
 ) -> None:
-    """Give the worker its request piece by piece, and nothing more; what goes wrong here is seen by `_watch`."""
+    """Pass the request to the worker piece by piece. `_watch` notices what goes wrong here."""
     os.set_blocking(descriptor, False)
     chunk = bytes(head)
     with contextlib.suppress(BrokenPipeError):  # the worker has ended
@@ -162,7 +161,7 @@ def _pass_on(
 
 
 def _watch(watched: _Watched, walls: Walls, output_mb: int) -> str:
-    """Read output until something ends the call; see `streams.judge` for what, or "cancelled"."""
+    """Read output until something ends the call. Return what did: see `streams.judge`, or "cancelled"."""
     streams, output_left = watched.streams, output_mb * _MIB
     next_look = time.monotonic() + watchdog.PERIOD_S
     with selectors.DefaultSelector() as selector:
@@ -190,9 +189,9 @@ def _watch(watched: _Watched, walls: Walls, output_mb: int) -> str:
 
 
 def _broken_bound(watched: _Watched, walls: Walls) -> str:
-    """Which bound on the call as a whole it has broken, of those that the kernel does not keep; "" if none."""
+    """Return the bound on the whole call that it has broken, of those that the kernel does not enforce, or ""."""
     limits = watched.limits
-    usage = watched.watchdog.look(limits.processes + _SLACK_PROCESSES)
+    usage = watched.watchdog.look(limits.processes + _EXTRA_PROCESSES)
     if max(usage.cpu_s, watched.counted_cpu_s()) > limits.cpu_s:
         return "CPU"
     if "memory" not in walls.groups and usage.memory_bytes > limits.memory_mb * _MIB:
@@ -210,7 +209,7 @@ def _make_folder(root: str, uid: int) -> str:
 
 
 def _remove_folder(folder: str) -> None:
-    """Remove a folder whose content may be locked, or deeper than a path or a recursion reaches, by intent."""
+    """Remove a folder. Code may have locked its content, or nested it deeper than paths or recursion reach."""
     prefix, number = secrets.token_hex(8), 0
     with contextlib.suppress(OSError):
         Path(folder).chmod(stat.S_IRWXU)
@@ -222,7 +221,7 @@ def _remove_folder(folder: str) -> None:
             for entry in list(os.scandir(inside)):
                 if entry.is_dir(follow_symlinks=False):
                     os.chmod(entry.name, stat.S_IRWXU, dir_fd=inside)
-                    # Up to the top, so that no path ever has more than one part.
+                    # Moved to the top level, so that no path has more than one component.
                     number += 1
                     waiting.append(f"{prefix}-{number}")
                     os.rename(entry.name, waiting[-1], src_dir_fd=inside, dst_dir_fd=top)

@@ -1,9 +1,8 @@
-"""Control groups: what a call and all its processes may use together, counted and enforced by the kernel.
+"""Control groups: the kernel's limits on the sum of what all processes of a call use.
 
-Every place for a call (the service has so many running, or waiting for their code) has a group of its own in each
-hierarchy, made when it is first used and used again by the next call there: a group costs milliseconds to make, to
-enter it costs microseconds.
-Version 1 has a hierarchy for each controller, version 2 one for all.
+Every slot (the service has one per call that runs or waits for its code) has one group per hierarchy. The group is
+created when the slot is first used and reused by later calls: creating a group takes milliseconds, entering it
+microseconds. Version 1 has one hierarchy per controller, version 2 one for all.
 """
 
 from __future__ import annotations
@@ -26,76 +25,76 @@ _OVERHEAD_PROCESSES = 4
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """Where the groups of this zygote are."""
+    """The control groups of this zygote."""
 
     version: int
     folders: dict[str, int]
-    """Controllers of a hierarchy ("memory", or "memory pids cpu") -> open descriptor of our folder there."""
+    """Open descriptor of our folder by the controllers of its hierarchy ("memory", or "memory pids cpu")."""
     parents: dict[str, int]
-    """... and of the folder above."""
+    """Open descriptor of the folder above it, by the same keys."""
     name: str
 
     @property
     def controllers(self) -> tuple[str, ...]:
-        """What is enforced."""
+        """Controllers that are enforced."""
         return tuple(name for name in CONTROLLERS if any(name in held.split() for held in self.folders))
 
-    def open_place(self, place: int, memory_mb: int, processes: int) -> None:
-        """Make the groups of a place, if it has none yet, and set their limits. OSError: the kernel takes none such."""
+    def open_slot(self, slot: int, memory_mb: int, processes: int) -> None:
+        """Create the groups of a slot if needed and set their limits. Raises OSError for limits the kernel rejects."""
         for held, folder in self.folders.items():
             with suppress(FileExistsError):
-                os.mkdir(str(place), dir_fd=folder)
-            # Every time: whoever made the group may have failed, or been killed, before it had its limits.
-            self._limit(held, folder, place, memory_mb + _OVERHEAD_MB, processes + _OVERHEAD_PROCESSES)
+                os.mkdir(str(slot), dir_fd=folder)
+            # Every time, since the creator of a group may have failed or been killed before it set the limits.
+            self._limit(held, folder, slot, memory_mb + _OVERHEAD_MB, processes + _OVERHEAD_PROCESSES)
 
-    def _limit(self, held: str, folder: int, place: int, memory_mb: int, processes: int) -> None:
+    def _limit(self, held: str, folder: int, slot: int, memory_mb: int, processes: int) -> None:
         memory = str(memory_mb * _MIB)
         if "memory" in held and self.version == 1:
-            _write(folder, f"{place}/memory.limit_in_bytes", memory)
+            _write(folder, f"{slot}/memory.limit_in_bytes", memory)
             with suppress(OSError):  # a kernel without swap accounting
-                _write(folder, f"{place}/memory.memsw.limit_in_bytes", memory)
+                _write(folder, f"{slot}/memory.memsw.limit_in_bytes", memory)
         elif "memory" in held:
-            _write(folder, f"{place}/memory.max", memory)
+            _write(folder, f"{slot}/memory.max", memory)
             with suppress(OSError):
-                _write(folder, f"{place}/memory.swap.max", "0")
+                _write(folder, f"{slot}/memory.swap.max", "0")
         if "pids" in held:
-            _write(folder, f"{place}/pids.max", str(processes))
+            _write(folder, f"{slot}/pids.max", str(processes))
 
-    def enter(self, place: int) -> None:
-        """Move this process there; those it forks are born there."""
-        # A whole process moves under a lock for which the kernel waits milliseconds; its only thread, moving itself,
-        # does not need it. Version 2 lets no thread leave for another group by itself.
+    def enter(self, slot: int) -> None:
+        """Move this process into the group of a slot. Its children are born there."""
+        # Moving a whole process takes a lock for which the kernel waits milliseconds. Its only thread can move itself
+        # without the lock. In version 2 a thread cannot move to another group alone.
         file = "tasks" if self.version == 1 else "cgroup.procs"
         for folder in self.folders.values():
-            _write(folder, f"{place}/{file}", "0")
+            _write(folder, f"{slot}/{file}", "0")
 
-    def memory_kills(self, place: int) -> int:
-        """How many processes of a place the kernel has ended for want of memory so far."""
+    def memory_kills(self, slot: int) -> int:
+        """Return how many processes of a slot the kernel has killed so far because of the memory limit."""
         name = "memory.oom_control" if self.version == 1 else "memory.events"
         for held, folder in self.folders.items():
             if "memory" in held:
-                lines = (line.split() for line in _read(folder, f"{place}/{name}").splitlines())
+                lines = (line.split() for line in _read(folder, f"{slot}/{name}").splitlines())
                 return next((int(line[1]) for line in lines if line[0] == "oom_kill"), 0)
         return 0
 
-    def cpu_s(self, place: int) -> float | None:
-        """CPU time that all processes of a place have used so far, also those that have ended; None: not counted."""
+    def cpu_s(self, slot: int) -> float | None:
+        """Return the CPU time of all processes of a slot so far, including ended ones. None: it is not counted."""
         for held, folder in self.folders.items():
             if self.version == 1 and "cpuacct" in held.split():
-                return int(_read(folder, f"{place}/cpuacct.usage")) / 1e9
+                return int(_read(folder, f"{slot}/cpuacct.usage")) / 1e9
             if self.version == 2 and "cpu" in held.split():
-                return int(_read(folder, f"{place}/cpu.stat").split()[1]) / 1e6  # "usage_usec" stands first
+                return int(_read(folder, f"{slot}/cpu.stat").split()[1]) / 1e6  # the first line is "usage_usec N"
         return None
 
     def remove(self) -> None:
-        """Remove all groups; their processes have ended or are ending."""
+        """Remove all groups. Their processes have ended or are about to end."""
         for held, folder in self.folders.items():
             _remove_tree(self.name, self.parents[held], folder)
             os.close(folder)
 
 
 def find() -> tuple[Groups | None, str]:
-    """Groups for this process to use, or none and why."""
+    """Return groups for this process to use, or None, and why controllers are missing."""
     name = f"{_PREFIX}{os.getpid()}-{secrets.token_hex(4)}"
     reasons = []
     for version, wanted in ((1, _first_version()), (2, _second_version())):
@@ -118,12 +117,12 @@ def _make_folder(version: int, held: str, parent: int, name: str) -> int:
         _write(parent, "cgroup.subtree_control", " ".join(f"+{controller}" for controller in held.split()))
     os.mkdir(name, dir_fd=parent)
     folder = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=parent)
-    # Held while this zygote or a call of its lives: see `_remove_stale`.
+    # Held while this zygote or one of its calls lives: see `_remove_stale`.
     fcntl.flock(folder, fcntl.LOCK_SH)
     if version == 2:
         _write(folder, "cgroup.subtree_control", " ".join(f"+{controller}" for controller in held.split()))
     if "cpu" in held.split():
-        # All calls together weigh as much as one process on every CPU; left alone they would weigh as much as one.
+        # All calls together get the weight of one process per CPU; by default they would get that of one process.
         cpus = len(os.sched_getaffinity(0))
         name, weight = ("cpu.shares", 1024 * cpus) if version == 1 else ("cpu.weight", min(10_000, 100 * cpus))
         _write(folder, name, str(weight))
@@ -131,7 +130,7 @@ def _make_folder(version: int, held: str, parent: int, name: str) -> int:
 
 
 def _first_version() -> dict[str, Path]:
-    """Controller -> the group that this process is in."""
+    """Return the group of this process by controllers."""
     found: dict[str, Path] = {}
     own = {tuple(names.split(",")): path for names, path in _own_groups()}
     for mount_point, root, kind, options in _mounts():
@@ -165,7 +164,7 @@ def _own_groups() -> list[tuple[str, str]]:
 
 
 def _mounts() -> list[tuple[str, str, str, list[str]]]:
-    """Mount point, root in the file system, kind, options of the file system."""
+    """Return mount point, root in the file system, type and options of every mount."""
     mounts = []
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         before, _, after = line.partition(" - ")
@@ -176,7 +175,7 @@ def _mounts() -> list[tuple[str, str, str, list[str]]]:
 
 
 def _remove_stale(parent: int) -> None:
-    """Remove what zygotes that were killed have left. Nobody holds the lock of theirs, in whichever container."""
+    """Remove the groups of killed zygotes: those that no process has locked, in any container."""
     for name in os.listdir(parent):
         if name.startswith(_PREFIX):
             with suppress(OSError):
@@ -191,11 +190,11 @@ def _remove_stale(parent: int) -> None:
 def _remove_tree(name: str, parent: int, folder: int) -> None:
     deadline = time.monotonic() + 1.0
     while True:
-        # A group can be removed a moment after its last process has ended.
-        for place in os.listdir(folder):
-            if place.isdecimal():
+        # A group becomes removable shortly after its last process has ended.
+        for slot in os.listdir(folder):
+            if slot.isdecimal():
                 with suppress(OSError):
-                    os.rmdir(place, dir_fd=folder)
+                    os.rmdir(slot, dir_fd=folder)
         try:
             os.rmdir(name, dir_fd=parent)
             return

@@ -1,9 +1,9 @@
-"""How a call is separated from this machine: the one module to change when the walls get thicker.
+"""The isolation of a call from this machine. To add a wall, change this module.
 
-The zygote calls `prepare` once; it tries whole calls for real, the strongest kind first, in processes that are thrown
-away, and returns the walls that stand. Each call then raises exactly these, in three steps (supervisor, init, worker).
-A wall that stood in the trial and fails in a call is an error of that call: no call silently runs with less than the
-log promised.
+The zygote calls `prepare` once. It tries real calls in disposable processes, beginning with the strongest kind, and
+returns the walls that stand. Each call then raises exactly these walls in three steps (supervisor, init, worker).
+If a wall stood in the trial and fails in a call, that call fails: no call silently runs with less than the log has
+promised.
 """
 
 from __future__ import annotations
@@ -23,24 +23,23 @@ from tools_sandbox.python_tool.walls import Walls, WorkerLimits
 from tools_sandbox.utils import linux
 
 _UID_BASE = 0x7000_0000
-"""Ids from here on belong to nobody in any common numbering; one a call: base + pid of its supervisor."""
+"""No common numbering uses ids from here on. The user id of a call is this base plus the pid of its supervisor."""
 _MIB = 1 << 20
 _MEMORY_RESERVE_MB = 64
 _OWN_PROCESSES = 2
-"""Supervisor and init, which count as the call's user's too."""
+"""Supervisor and init, which also count for the call's user."""
 _PENDING_SIGNALS = 128
-"""Queued signals and timers that signal, which the kernel counts for a user: without a limit of its own a call could
-take them all."""
+"""Queued signals and timers that signal. The kernel counts them per user, so one call could exhaust them for all."""
 _OTHER_CALLS = 16
-"""Where RLIMIT_NPROC counts all that the service's user runs it is a last bound, beside what runs on the machine when
-the call begins and what this many other calls may start meanwhile."""
-_TRIAL_PLACE = 0xFFFF_FFFF
-"""Not a place of calls, which may follow at once."""
+"""If RLIMIT_NPROC counts everything that the service's user runs, it is only a last bound. It then adds the tasks that
+run on the machine when the call begins, and those that this many other calls may start meanwhile."""
+_TRIAL_SLOT = 0xFFFF_FFFF
+"""A slot that no call has, since calls may begin right after the trial."""
 
 
 @dataclass(frozen=True, slots=True)
 class Isolation:
-    """What stands, and what of it each call needs at hand."""
+    """The walls that stand, and the objects that each call needs to raise them."""
 
     walls: Walls
     groups: cgroups.Groups | None
@@ -48,15 +47,15 @@ class Isolation:
 
 
 def prepare(folder: str, limits: WorkerLimits) -> Isolation:
-    """Raise the shared walls around this process and find out which others a call can raise.
+    """Raise the shared walls around this process and find out which further walls a call can raise.
 
-    folder: an empty directory; where calls without a view of their own work, else the place to build that view.
-    limits: those of the calls; the trial has them too.
-    Must run before any thread starts, since only a process of one thread can enter a user namespace.
-    Raises OSError if this kernel offers no way at all to end a call's whole process tree.
+    folder: an empty directory. Calls without their own view work in it; otherwise the view is built there.
+    limits: limits of the calls, which the trial uses too.
+    Must run before any thread starts, since only a single-threaded process can enter a user namespace.
+    Raises OSError if this kernel offers no way to end all processes of a call.
     """
     files.forget_other_paths()
-    groups, why_no_groups = cgroups.find()  # now, while the machine's own files are still in sight
+    groups, why_no_groups = cgroups.find()  # first, while the machine's files are still visible
     namespaces = _leave_namespaces()
     view = namespaces and _works(lambda: _build_view_apart(folder))
     if view:
@@ -89,22 +88,22 @@ def prepare(folder: str, limits: WorkerLimits) -> Isolation:
     return isolation
 
 
-def enter_supervisor(isolation: Isolation, place: int) -> int:
-    """In the supervisor: the next process it forks is the first of the call's tree. Returns the call's user id.
+def enter_supervisor(isolation: Isolation, slot: int) -> int:
+    """Raise the supervisor's walls. The next process that it forks is the first of the call's tree.
 
-    place: which of the service's places the call has; no other running call has it.
+    slot: the slot of the call among the service's calls. No other running call has it. Returns the call's user id.
     """
     walls = isolation.walls
     linux.adopt_orphans()
     if isolation.groups is not None:
-        isolation.groups.enter(place)
+        isolation.groups.enter(slot)
     uid = _UID_BASE + os.getpid() if walls.own_uid else os.getuid()
     if walls.user_namespace:
         gid = os.getgid()
         if walls.own_uid:
             _become(uid)
             gid = uid
-        # Its capabilities end at this namespace: outside of it the call has no privilege that could be given back.
+        # The capabilities end at this namespace. Outside, the call has no privileges that it could regain.
         _enter_user_namespace((files.INSIDE_ID, uid), (files.INSIDE_ID, gid), linux.CLONE_NEWPID)
     elif walls.processes:
         linux.unshare(linux.CLONE_NEWPID)
@@ -113,13 +112,13 @@ def enter_supervisor(isolation: Isolation, place: int) -> int:
 
 
 def enter_init(isolation: Isolation, limits: WorkerLimits, folder: str) -> None:
-    """In the first process of the call's tree: private files, and the working directory.
+    """Raise the walls of the first process of the call's tree: private files and the working directory.
 
-    folder: directory that takes the place of the private one where there is no mount namespace.
+    folder: working directory of a call without a mount namespace.
     """
     linux.die_with_parent(signal.SIGKILL)
-    linux.make_dumpable(True)  # else the file is not its own
-    with suppress(OSError):  # short of memory, the kernel shall take the call and not its supervisor
+    linux.make_dumpable(True)  # otherwise root owns the file
+    with suppress(OSError):  # if memory runs out, the kernel should kill the call, not its supervisor
         Path("/proc/self/oom_score_adj").write_text("500", "ascii")
     linux.make_dumpable(False)
     if isolation.walls.files:
@@ -130,14 +129,14 @@ def enter_init(isolation: Isolation, limits: WorkerLimits, folder: str) -> None:
 
 
 def enter_worker(isolation: Isolation, limits: WorkerLimits, uid: int) -> int:
-    """In the process that will run foreign code: limits on, privileges off. Nothing here can be undone.
+    """Set the limits and drop the privileges of the process that will run foreign code. None of this can be undone.
 
-    Returns the bytes of address space it has by then, for `bound_memory`.
+    Returns the size of its address space in bytes at this point, for `bound_memory`.
     """
     walls = isolation.walls
     folder = str(Path.cwd())
     preloaded_bytes = 0
-    with suppress(OSError):  # where there could be no /proc
+    with suppress(OSError):  # there may be no /proc
         preloaded_bytes = int(Path("/proc/self/statm").read_text("ascii").split()[0]) * resource.getpagesize()
     os.setsid()
     others = 0 if walls.counts_processes() else _tasks_of_machine() + _OTHER_CALLS * limits.processes
@@ -147,7 +146,7 @@ def enter_worker(isolation: Isolation, limits: WorkerLimits, uid: int) -> int:
         _limit(kind, 0)
     _limit(resource.RLIMIT_MEMLOCK, 1 << 16)
     _limit(resource.RLIMIT_SIGPENDING, _PENDING_SIGNALS)
-    # The soft limit's signal can be told from other ends; the hard one a second later cannot be caught.
+    # The soft limit sends a signal of its own. The hard limit, one second later, cannot be caught.
     _limit(resource.RLIMIT_CPU, limits.cpu_s, reserve=1)
     if walls.own_uid and not walls.user_namespace:
         _become(uid)
@@ -156,7 +155,7 @@ def enter_worker(isolation: Isolation, limits: WorkerLimits, uid: int) -> int:
     linux.die_with_parent(signal.SIGKILL)
     if walls.landlock:
         landlock.restrict(walls.landlock, files.rules_inside() if walls.files else files.rules_outside(folder))
-    # After Landlock, which opens what its rules name while the sandbox's own descriptors are still there.
+    # After Landlock, which opens the paths of its rules while the sandbox's own descriptors are still open.
     _limit(resource.RLIMIT_NOFILE, limits.open_files)
     linux.make_dumpable(False)
     if isolation.filter_program:
@@ -165,34 +164,35 @@ def enter_worker(isolation: Isolation, limits: WorkerLimits, uid: int) -> int:
 
 
 def bound_memory(limits: WorkerLimits, held_bytes: int) -> None:
-    """In the same process, when it has what it brings to the foreign code: how much more it may have.
+    """Limit the memory that the worker may use beyond what it brings to the foreign code.
 
-    held_bytes: what was preloaded, and the state of a session.
+    held_bytes: size of the preloaded modules and of a session's state.
     """
+    # The reserve up to the hard limit allows a MemoryError to be reported.
     # The reserve up to the hard limit lets a MemoryError still be reported.
     _limit(resource.RLIMIT_AS, held_bytes + limits.memory_mb * _MIB, reserve=_MEMORY_RESERVE_MB * _MIB)
 
 
 def release_memory_reserve() -> None:
-    """In a worker whose code has failed: let the report of the failure use the memory kept for it."""
+    """Let the report of a failure use the memory that was reserved for it."""
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
     resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
 
 
 def end_tree(init_pid: int) -> None:
-    """In the supervisor: kill and reap every descendant, also those that left their parent.
+    """Kill and reap every descendant of this supervisor, including those that have left their parent.
 
-    A PID namespace ends with its first process. Without one the worker leads a process group that the filter lets none
-    of its descendants leave. A signal to the group meets all of them in one moment, also those that are just being
-    forked; killed one after the other, a fork bomb would grow faster.
+    A PID namespace ends with its first process. Without one, the worker leads a process group that the filter lets no
+    descendant leave. One signal to the group meets all of them, including those that are being forked: a fork bomb
+    would grow faster than its processes could be killed one by one.
 
-    init_pid: the first process of the tree, the supervisor's only child of its own making.
+    init_pid: the first process of the tree, the only child that the supervisor has forked itself.
     """
     own_group = os.getpgrp()
-    known = [init_pid]  # some kernels do not tell a process's children
+    known = [init_pid]  # for kernels that do not list the children of a process
     while True:
-        children, known = _children(os.getpid()) or known, []  # once reaped, its number may be another's
-        # The worker is init's child; when it has ended, what it has left behind is ours.
+        children, known = _children(os.getpid()) or known, []  # after its end, its number may belong to another
+        # The worker is init's child. After init's end, the worker's leftovers are our children.
         for pid in [*(below for child in children for below in _children(child)), *children]:
             with suppress(ProcessLookupError, PermissionError):
                 group = os.getpgid(pid)
@@ -201,7 +201,7 @@ def end_tree(init_pid: int) -> None:
                 else:
                     os.killpg(group, signal.SIGKILL)
         try:
-            # An orphan comes to us only when its parent is gone, so look again after every end.
+            # An orphan becomes our child when its parent ends, so look again after every end.
             os.waitpid(-1, 0)
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
@@ -210,7 +210,7 @@ def end_tree(init_pid: int) -> None:
 
 
 def _tasks_of_machine() -> int:
-    """Processes and threads that run on this machine."""
+    """Return the number of processes and threads on this machine."""
     return int(Path("/proc/loadavg").read_text("ascii").split()[3].partition("/")[2])
 
 
@@ -219,21 +219,21 @@ def _children_file(pid: int) -> Path:
 
 
 def _children(pid: int) -> list[int]:
-    """Processes that the first thread of a process has forked or adopted."""
+    """Return the processes that the first thread of a process has forked or adopted."""
     with suppress(FileNotFoundError, ProcessLookupError):
         return [int(child) for child in _children_file(pid).read_text("ascii").split()]
     return []
 
 
 def _limit(kind: int, value: int, reserve: int = 0) -> None:
-    """Lower a limit, the hard one to `reserve` above the soft one; one that is already lower stays."""
+    """Lower a limit, with the hard one `reserve` above the soft one. A limit that is already lower stays."""
     hard = resource.getrlimit(kind)[1]
     soft, top = (bound if hard == resource.RLIM_INFINITY else min(bound, hard) for bound in (value, value + reserve))
     resource.setrlimit(kind, (soft, top))
 
 
 def _become(uid: int) -> None:
-    """Change to a user id for good; PermissionError also if that user could not read Python's own modules."""
+    """Change to a user id for good. Raises PermissionError also if that user cannot read Python's modules."""
     os.setgroups([])
     os.setresgid(uid, uid, uid)
     os.setresuid(uid, uid, uid)
@@ -242,9 +242,9 @@ def _become(uid: int) -> None:
 
 
 def _leave_namespaces() -> bool:
-    """Leave the machine's network, mounts, host name and IPC for ones without anything in them."""
-    # One network for all calls: it has no interface, so nothing passes; one a call would cost its creation
-    # and, under load, the kernel's slow cleanup of hundreds of them.
+    """Replace the machine's network, mounts, host name and IPC by empty namespaces. Return whether that worked."""
+    # All calls share one network namespace. It has no interface, so nothing can pass. One per call would be slow to
+    # create and, under load, keep the kernel busy with the cleanup of hundreds of them.
     shared = linux.CLONE_NEWNET | linux.CLONE_NEWNS | linux.CLONE_NEWIPC | linux.CLONE_NEWUTS
     with suppress(OSError):
         linux.unshare(shared)
@@ -257,8 +257,8 @@ def _leave_namespaces() -> bool:
 
 
 def _enter_user_namespace(uid: tuple[int, int], gid: tuple[int, int], more: int) -> None:
-    """Become master of new namespaces as an ordinary user (where the machine allows that). Ids: (inside, outside)."""
-    # A change of user makes a process's own files in /proc another's, until this.
+    """Become the owner of new namespaces as an ordinary user, if the machine allows that. Ids are (inside, outside)."""
+    # After a change of user, a process does not own its files in /proc until this call.
     linux.make_dumpable(True)
     linux.unshare(linux.CLONE_NEWUSER | more)
     ids = ("uid_map", "{} {} 1".format(*uid)), ("gid_map", "{} {} 1".format(*gid))
@@ -277,10 +277,10 @@ def _filter(program: bytes) -> None:
 
 
 def _try_call(isolation: Isolation, limits: WorkerLimits, folder: str) -> None:
-    """All steps of a call; OSError if one of them fails."""
+    """Try all steps of a call. Raises OSError if one of them fails."""
     if isolation.groups is not None:
-        isolation.groups.open_place(_TRIAL_PLACE, limits.memory_mb, limits.processes)
-    uid = enter_supervisor(isolation, _TRIAL_PLACE)
+        isolation.groups.open_slot(_TRIAL_SLOT, limits.memory_mb, limits.processes)
+    uid = enter_supervisor(isolation, _TRIAL_SLOT)
 
     def init() -> None:
         enter_init(isolation, limits, folder)
@@ -296,21 +296,21 @@ def _works(step: Callable[[], None]) -> bool:
 
 
 def _why_not(step: Callable[[], None]) -> str:
-    """Try a step in a process that is thrown away: how it failed; empty if it did not."""
+    """Try a step in a disposable process. Return how it failed, or "" if it succeeded."""
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
-        said = "it did not end"
+        result = "it did not end"
         try:
             step()
-            said = "."
+            result = "."
         except BaseException as error:
-            said = str(error) or type(error).__name__
+            result = str(error) or type(error).__name__
         finally:
-            os.write(writing, said.encode(errors="backslashreplace")[:2000])
+            os.write(writing, result.encode(errors="backslashreplace")[:2000])
             os._exit(0)
     os.close(writing)
     with os.fdopen(reading, "rb") as pipe:
-        said = pipe.read().decode()
+        result = pipe.read().decode()
     os.waitpid(pid, 0)
-    return "" if said == "." else said or "its process died"
+    return "" if result == "." else result or "its process died"

@@ -1,6 +1,6 @@
-"""Landlock: a second wall around files where there are namespaces, and the only one where there are none.
+"""Landlock: a second wall around files in addition to namespaces, and the only one without them.
 
-It needs no privilege and no namespace. Besides files it keeps signals and abstract sockets inside (Linux 6.12).
+It needs no privileges and no namespaces. From Linux 6.12 on it also keeps signals and abstract sockets inside.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 _VERSION_FLAG, _PATH_BENEATH = 1, 1
 
 _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR, _TRUNCATE, _IOCTL = 1 << 0, 1 << 1, 1 << 2, 1 << 3, 1 << 14, 1 << 15
-_OF_FILES = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE | _IOCTL
+_FILE_RIGHTS = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE | _IOCTL
 _RIGHTS = {1: 13, 2: 14, 3: 15, 5: 16}
-"""ABI version -> how many rights there are on files."""
+"""Number of rights on files by ABI version."""
 
 READ = _EXECUTE | _READ_FILE | _READ_DIR
 WRITE_TO = _READ_FILE | _WRITE_FILE | _TRUNCATE
-"""Write existing files, such as devices."""
+"""Read and write existing files, such as devices."""
 ALL = -1
-"""Everything, but for making devices."""
+"""All rights except the creation of devices."""
 _DEVICES = 1 << 6 | 1 << 11
 
 SIGNALS_ABI = 6
-"""From this version on signals stay inside too."""
+"""ABI version from which on signals stay inside too."""
 
 
 def abi() -> int:
-    """The version that this kernel offers; 0: none."""
+    """Return the ABI version of this kernel; 0: no Landlock."""
     try:
         return linux.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint(_VERSION_FLAG))
     except OSError:
@@ -41,14 +41,15 @@ def abi() -> int:
 
 
 def restrict(version: int, rules: list[tuple[str, int]]) -> None:
-    """Allow what rules say (path that exists -> READ, WRITE_TO, ALL), and nothing else, for good. OSError: failed.
+    """Allow this process what the rules name (existing path -> READ, WRITE_TO, ALL) and nothing else, for good.
 
-    version: as `abi` said. Ports cannot be bound or connected to from version 4 on. Needs no_new_privs.
+    version: the result of `abi`. From version 4 on, no port can be bound or connected to. Needs no_new_privs.
+    Raises OSError.
     """
     handled = (1 << max(count for since, count in _RIGHTS.items() if since <= version)) - 1
     attributes = struct.pack("=Q", handled)
     if version >= 4:
-        attributes += struct.pack("=Q", 0b11)  # TCP bind and connect, without a rule that allows any
+        attributes += struct.pack("=Q", 0b11)  # TCP bind and connect; no rule allows any
     if version >= SIGNALS_ABI:
         attributes += struct.pack("=Q", 0b11)  # abstract sockets and signals
     ruleset = linux.syscall(
@@ -64,13 +65,13 @@ def restrict(version: int, rules: list[tuple[str, int]]) -> None:
 
 
 def _allow(ruleset: int, path: str, rights: int) -> None:
-    place = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
     try:
-        if not stat.S_ISDIR(os.fstat(place).st_mode):
-            rights &= _OF_FILES
-        rule = struct.pack("=Qi", rights, place)
+        if not stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            rights &= _FILE_RIGHTS
+        rule = struct.pack("=Qi", rights, descriptor)
         linux.syscall(
             _ADD_RULE, ctypes.c_int(ruleset), ctypes.c_int(_PATH_BENEATH), ctypes.c_char_p(rule), ctypes.c_uint(0)
         )
     finally:
-        os.close(place)
+        os.close(descriptor)

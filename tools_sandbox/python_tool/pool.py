@@ -1,4 +1,4 @@
-"""The service's side of the python tool: starts the zygote, sends it calls, starts it again should it die."""
+"""The pool of python calls, on the service's side: it starts the zygote, sends it calls, and replaces it if it dies."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tools_sandbox.config import Limits, PythonConfig
-from tools_sandbox.python_tool.protocol import PLACE, THREAD_VARIABLES, Outcome, Request
+from tools_sandbox.python_tool.protocol import SLOT, THREAD_VARIABLES, Outcome, Request
 from tools_sandbox.python_tool.walls import Level, Walls, WorkerLimits
 from tools_sandbox.utils.temporary import TemporaryFolder
 
@@ -25,24 +25,24 @@ log = logging.getLogger("tools_sandbox")
 
 _START_TIMEOUT_S = 120.0
 _SEND_TIMEOUT_S = 2.0
-"""Handing a call to the zygote takes microseconds; one that cannot take it for so long is replaced."""
-_SCARCE = (errno.ETOOMANYREFS, errno.ENOBUFS, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
-"""Errors of the hand-over for want of something that calls, or all processes of a user or the machine, share, and that
-comes back: descriptors, open and in flight; buffers."""
-_SCARCE_S = 5.0
-_LOOK_AGAIN_S = 0.02
-_RESTART_S = 15.0
-"""How long a call waits for a zygote in place of one that died; a machine that is out of processes or memory may
-refuse one for a while."""
-_LONGEST_PAUSE_S = 2.0
+"""Time limit for handing a call to the zygote, which usually takes microseconds. After that the zygote is replaced."""
+_SCARCE_ERRORS = (errno.ETOOMANYREFS, errno.ENOBUFS, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
+"""Errors of the hand-over when a shared and temporary resource is exhausted: descriptors, open or in flight; buffers.
+Calls, or all processes of a user or of the machine, share these."""
+_SCARCE_WAIT_S = 5.0
+_POLL_S = 0.02
+_RESTART_TIMEOUT_S = 15.0
+"""Seconds that a call waits for a new zygote. A machine without free processes or memory may need a while to start
+one."""
+_MAX_PAUSE_S = 2.0
 _OVERTIME_S = 10.0
-"""A supervisor keeps its call's time itself; one that is this late is broken."""
+"""Seconds beyond the time limit of a call, which its supervisor enforces, until the supervisor counts as broken."""
 
-_ONE_THREAD = {"JE_ARROW_MALLOC_CONF": "background_thread:false"}
-"""pandas loads pyarrow where it is installed, which would start a thread that no forked process has."""
+_NO_THREADS = {"JE_ARROW_MALLOC_CONF": "background_thread:false"}
+"""If pyarrow is installed, pandas loads it. It would start a thread, which does not survive a fork."""
 
-# -I keeps the working directory and PYTHON* variables out; the package's folder leaves the path before any call.
-# What a call can read in its /proc/self/cmdline says nothing of the machine: the rest comes over the control socket.
+# -I keeps out the working directory and PYTHON* variables. The package's folder leaves sys.path before any call.
+# A call can read its /proc/self/cmdline, so that must not describe the machine. The control socket brings the rest.
 _BOOT = """
 import json, socket, sys
 control = socket.socket(fileno=int(sys.argv[1]))
@@ -54,23 +54,23 @@ main(control, *arguments)
 """
 
 
-class SandboxBroken(RuntimeError):  # noqa: N818 - a state, like SandboxUnavailable
-    """The sandbox itself failed; the foreign code is not to blame."""
+class SandboxBroken(RuntimeError):  # noqa: N818 - a state
+    """The sandbox itself failed, not the code."""
 
 
-class SandboxFull(RuntimeError):  # noqa: N818 - likewise
-    """There is no room for a call now, and nothing of it has begun."""
+class SandboxFull(RuntimeError):  # noqa: N818 - a state
+    """There is no room for a call at the moment. Nothing of it was executed."""
 
 
 class _Call(NamedTuple):
-    """A call's connection to its supervisor, and the place it has."""
+    """The connection to a call's supervisor, and the call's slot."""
 
     connection: socket.socket
-    place: int
+    slot: int
 
 
 class PythonPool:
-    """Runs code in processes forked from one zygote. Belongs to one event loop once calls are made."""
+    """Python calls in processes forked from one zygote. Belongs to one event loop once calls are made."""
 
     def __init__(self, config: PythonConfig, limits: Limits) -> None:
         self._config = config
@@ -84,36 +84,36 @@ class PythonPool:
         self._closed = False
         self._restart = asyncio.Lock()
         self.restarts = 0
-        """Zygotes that were started in place of one that had died."""
-        # The lowest free place is taken, so there are never more than there were calls, also waiting ones, at a time.
-        self._free_places: list[int] = []
+        """Number of zygotes that replaced a dead one."""
+        # The lowest free slot is used, so there are never more slots than calls at a time, including waiting ones.
+        self._free_slots: list[int] = []
         self._ready: list[_Call] = []
-        self._filling: asyncio.Task[None] | None = None
-        self._places = 0
+        self._creating: asyncio.Task[None] | None = None
+        self._slots = 0
         self.walls: Walls | None = None
 
     @property
     def alive(self) -> bool:
-        """Whether there is a zygote to send calls to."""
+        """Whether the zygote is running."""
         return self._control is not None and self._process is not None and self._process.poll() is None
 
     def start(self) -> None:
-        """Start the zygote and wait until it is ready. SandboxBroken: it cannot start as configured; says why."""
+        """Start the zygote and wait until it is ready. Raises SandboxBroken with the reason if it cannot start."""
         try:
             control, message = self._spawn()
         except OSError as error:  # TimeoutError is one
             self._end()
             raise SandboxBroken(f"python tool: cannot start {sys.executable}: {error}") from error
         try:
-            self._take_walls(json.loads(message or b'{"error": "it ended at its start"}'))
+            self._check_walls(json.loads(message or b'{"error": "it ended at its start"}'))
         except SandboxBroken:
             control.close()
             self._end()
             raise
         self._control = control
 
-    def _take_walls(self, ready: dict[str, Any]) -> None:
-        """What the zygote said when it was ready. SandboxBroken: it is not, or its walls do not suffice."""
+    def _check_walls(self, ready: dict[str, Any]) -> None:
+        """Check and log the zygote's walls. Raises SandboxBroken if it failed or its walls are not sufficient."""
         if "error" in ready:
             raise SandboxBroken(f"python tool: {ready['error']}")
         ready["walls"]["groups"] = tuple(ready["walls"]["groups"])
@@ -131,10 +131,10 @@ class PythonPool:
             log.warning("python.preload: %d threads run in the process that calls are forked from", ready["threads"])
 
     def _spawn(self) -> tuple[socket.socket, bytes]:
-        """Start the zygote; the control socket to it, and its first line, empty if it ended before that."""
+        """Start the zygote. Return the control socket and the zygote's first message; empty if it ended before."""
         self._folder = TemporaryFolder("tools_sandbox-python-")
         root = self._folder.path
-        # A call's own user passes through it to its working directory.
+        # A call's user needs search permission to reach its working directory.
         root.chmod(0o711)
         control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         arguments = (str(root), list(self._config.preload), asdict(self._worker_limits))
@@ -146,9 +146,9 @@ class PythonPool:
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
-                    env={**dict.fromkeys(THREAD_VARIABLES, "1"), **_ONE_THREAD},
+                    env={**dict.fromkeys(THREAD_VARIABLES, "1"), **_NO_THREADS},
                     cwd="/",
-                    # Ctrl-C at a terminal reaches the service alone, which then ends the zygote.
+                    # Ctrl-C in a terminal reaches only the service, which then ends the zygote.
                     start_new_session=True,
                 )
             control.settimeout(_START_TIMEOUT_S)
@@ -160,10 +160,10 @@ class PythonPool:
         return control, message
 
     async def run(self, code: str, timeout_s: float, *, state: bytes = b"", keep_state: bool = False) -> Outcome:
-        """Run code in a fresh process; at most timeout_s seconds of wall-clock time, the configured limit if lower.
+        """Run code in a fresh process for at most `timeout_s` seconds of wall-clock time, or the configured limit.
 
-        state: what an earlier outcome carried; the code begins with it. keep_state: let the outcome carry one.
-        Raises SandboxBroken if the sandbox failed twice; SandboxFull. If the awaiting task is cancelled, so is the
+        state: state of an earlier outcome that the code begins with. keep_state: return the state after the call.
+        Raises SandboxBroken if the sandbox failed twice, and SandboxFull. If the awaiting task is cancelled, so is the
         code.
         """
         limits = self._limits
@@ -176,52 +176,52 @@ class PythonPool:
             state=state,
         )
         try:
-            return await self._attempt(request, self._taken() or await self._new_call())
+            return await self._attempt(request, self._take_ready() or await self._new_call())
         except SandboxBroken as error:
             log.warning("python tool: %s; trying once more", error)
             return await self._attempt(request, await self._new_call())
 
     async def _new_call(self) -> _Call:
-        """Have the zygote fork a call, which waits for its request."""
+        """Let the zygote fork a call, which waits for its request."""
         ours, theirs = await _connected_pair()
-        if not self._free_places:
-            heapq.heappush(self._free_places, self._places)
-            self._places += 1
-        place = heapq.heappop(self._free_places)
+        if not self._free_slots:
+            heapq.heappush(self._free_slots, self._slots)
+            self._slots += 1
+        slot = heapq.heappop(self._free_slots)
         with theirs:
             try:
                 ours.setblocking(False)
-                await self._send_to_zygote(theirs, place)
+                await self._send_to_zygote(theirs, slot)
             except BaseException:
-                self._over(_Call(ours, place))
+                self._release(_Call(ours, slot))
                 raise
-        return _Call(ours, place)
+        return _Call(ours, slot)
 
-    def _over(self, call: _Call) -> None:
-        """For the supervisor this is the end of its call, whatever state that is in."""
+    def _release(self, call: _Call) -> None:
+        """Free the slot of a call. The closed connection ends the call in any state."""
         call.connection.close()
-        heapq.heappush(self._free_places, call.place)
+        heapq.heappush(self._free_slots, call.slot)
 
-    def _taken(self) -> _Call | None:
-        """A call that has been waiting, and one more is made ready in its place."""
-        if self._filling is None or self._filling.done():
-            self._filling = asyncio.create_task(self._fill())
+    def _take_ready(self) -> _Call | None:
+        """Return a call that was created ahead, if any, and begin to create its replacement."""
+        if self._creating is None or self._creating.done():
+            self._creating = asyncio.create_task(self._create_ahead())
         if not self.alive:
-            self._forget_ready()  # before the next zygote comes, which removes what this one has left
+            self._drop_ready()  # before a new zygote starts, which removes the leftovers of this one
         return self._ready.pop(0) if self._ready else None
 
-    async def _fill(self) -> None:
+    async def _create_ahead(self) -> None:
         walls = self.walls
         hidden = walls is not None and walls.processes and walls.counts_processes()
         while hidden and len(self._ready) < self._config.ahead and not self._closed:
             try:
                 self._ready.append(await self._new_call())
-            except (SandboxBroken, SandboxFull):  # a call that is wanted makes its own, and says so
+            except (SandboxBroken, SandboxFull):  # the next call tries again and reports the error
                 return
 
-    def _forget_ready(self) -> None:
+    def _drop_ready(self) -> None:
         while self._ready:
-            self._over(self._ready.pop())
+            self._release(self._ready.pop())
 
     async def _attempt(self, request: Request, call: _Call) -> Outcome:
         try:
@@ -238,54 +238,54 @@ class PythonPool:
             finally:
                 writer.transport.abort()
         finally:
-            self._over(call)
+            self._release(call)
         if outcome.status == "broken":
             raise SandboxBroken(outcome.text)
         return outcome
 
-    async def _send_to_zygote(self, connection: socket.socket, place: int) -> None:
-        give_up, pause_s = time.monotonic() + _RESTART_S, 0.1
+    async def _send_to_zygote(self, connection: socket.socket, slot: int) -> None:
+        give_up, pause_s = time.monotonic() + _RESTART_TIMEOUT_S, 0.1
         while not self._closed:
             control = self._control
-            if control is not None and await self._handed_over(control, connection, place):
+            if control is not None and await self._hand_over(control, connection, slot):
                 return
             if time.monotonic() > give_up:
                 raise SandboxBroken("the zygote does not stay alive")
             try:
-                await self._start_again(control)
+                await self._restart_zygote(control)
             except SandboxBroken as error:
                 if time.monotonic() + pause_s > give_up:
                     raise
                 log.error("python tool: the zygote cannot be started: %s", error)
                 await asyncio.sleep(pause_s)
-                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+                pause_s = min(2 * pause_s, _MAX_PAUSE_S)
         raise SandboxBroken("the service is shutting down")
 
-    async def _handed_over(self, control: socket.socket, connection: socket.socket, place: int) -> bool:
-        """Hand a call to the zygote; False: it is gone, or takes nothing. SandboxFull."""
+    async def _hand_over(self, control: socket.socket, connection: socket.socket, slot: int) -> bool:
+        """Hand a call to the zygote. Return False if the zygote is gone or accepts nothing. Raises SandboxFull."""
         began = time.monotonic()
         while True:
             try:
-                socket.send_fds(control, [PLACE.pack(place)], [connection.fileno()])
+                socket.send_fds(control, [SLOT.pack(slot)], [connection.fileno()])
                 return True
             except BlockingIOError as error:
                 if time.monotonic() - began > _SEND_TIMEOUT_S:
                     log.warning("python tool: the zygote takes no calls (%s), starting another", error)
                     return False
             except OSError as error:
-                if error.errno not in _SCARCE:
+                if error.errno not in _SCARCE_ERRORS:
                     log.warning("python tool: the zygote is gone (%s), starting another", error)
                     return False
-                # Says nothing about the zygote, which may have a hundred calls running.
-                if time.monotonic() - began > _SCARCE_S:
-                    raise SandboxFull(f"a call could not be handed over for {_SCARCE_S:g} s: {error}") from error
-            await asyncio.sleep(_LOOK_AGAIN_S)
+                # Not the zygote's fault, which may have a hundred calls running.
+                if time.monotonic() - began > _SCARCE_WAIT_S:
+                    raise SandboxFull(f"a call could not be handed over for {_SCARCE_WAIT_S:g} s: {error}") from error
+            await asyncio.sleep(_POLL_S)
 
-    async def _start_again(self, dead: socket.socket | None) -> None:
+    async def _restart_zygote(self, dead: socket.socket | None) -> None:
         async with self._restart:
             if self._control is dead and not self._closed:  # else another call already did it
                 self._control = None
-                self._forget_ready()
+                self._drop_ready()
                 if dead is not None:
                     dead.close()
                     self.restarts += 1
@@ -295,7 +295,7 @@ class PythonPool:
                     self.close()
 
     def _end(self) -> None:
-        """End the zygote, which its control socket's end tells it to, and its folder."""
+        """Wait for the zygote, which ends when its control socket is closed, and remove its folder."""
         process, self._process = self._process, None
         if process is not None:
             try:
@@ -304,13 +304,13 @@ class PythonPool:
                 process.kill()
                 process.wait()
         if self._folder is not None:
-            # Only a zygote that was killed leaves it: it removes the folder itself, also if the service was killed.
+            # A zygote removes the folder itself, even if the service was killed, unless it was killed too.
             self._folder.remove()
 
     def close(self) -> None:
-        """End the zygote and every running call, for good."""
+        """End the zygote and every running call for good."""
         self._closed = True
-        self._forget_ready()
+        self._drop_ready()
         control, self._control = self._control, None
         if control is not None:
             control.close()
@@ -318,20 +318,20 @@ class PythonPool:
 
 
 async def _connected_pair() -> tuple[socket.socket, socket.socket]:
-    """SandboxFull: this process, or the machine, has had no descriptors to spare for a while."""
+    """Return a pair of sockets. Raises SandboxFull if no descriptors become free for a while."""
     began = time.monotonic()
     while True:
         try:
             return socket.socketpair()
         except OSError as error:
-            if error.errno not in _SCARCE or time.monotonic() - began > _SCARCE_S:
+            if error.errno not in _SCARCE_ERRORS or time.monotonic() - began > _SCARCE_WAIT_S:
                 raise SandboxFull(f"no connection to a call could be made: {error}") from error
-        await asyncio.sleep(_LOOK_AGAIN_S)
+        await asyncio.sleep(_POLL_S)
 
 
 async def _end_call(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Tell a supervisor to end its call, and wait (1 s at most) until its processes are gone."""
-    with contextlib.suppress(OSError):  # a TimeoutError too
+    """Ask a supervisor to end its call. Wait until its processes are gone, but at most 1 s."""
+    with contextlib.suppress(OSError):  # includes TimeoutError
         writer.write_eof()
         async with asyncio.timeout(1.0):
             await reader.read(-1)

@@ -1,6 +1,6 @@
-"""What service and supervisor say to each other: one request, one outcome, over one socket a call.
+"""The protocol between service and supervisor: one request and one outcome over one socket per call.
 
-Each is a header (two lengths), a JSON object, and the state of a session as it is, which the service never opens.
+Each message is a header (two lengths), a JSON object, and the state of a session, which the service never opens.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 HEADER = struct.Struct("!IQ")
-"""Bytes of the JSON object, bytes of the state."""
+"""Length of the JSON object and length of the state, in bytes."""
 
-PLACE = struct.Struct("!I")
-"""What the service says to the zygote, beside the call's socket: the call's place, see `isolation.enter_supervisor`."""
+SLOT = struct.Struct("!I")
+"""Message to the zygote, sent with the call's socket: the call's slot, see `isolation.enter_supervisor`."""
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-"""Environment variables that keep numerical libraries from starting a thread for every core in every call."""
+"""Environment variables that keep numerical libraries from starting one thread per core in every call."""
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One call."""
+    """The request of one call."""
 
     code: str
     time_s: float
@@ -31,39 +31,39 @@ class Request:
     output_chars: int
     """Longest answer in characters."""
     output_mb: int
-    """Most output in MiB before the call is ended."""
+    """Largest output in MiB. A call that writes more is ended."""
     state_mb: int = 0
-    """Largest state to return in MiB; 0: none is wanted."""
+    """Largest state to return in MiB; 0: return no state."""
     state: bytes | bytearray = b""
-    """The state to begin with; empty: none."""
+    """State that the call begins with; empty: none."""
 
     def encode(self) -> bytes:
-        """The whole message."""
+        """Return the whole message."""
         return _encode(asdict(self))
 
     @classmethod
     def decode(cls, head: bytes | bytearray, state: bytes | bytearray = b"") -> Request:
-        """From its parts, see `read_head`."""
+        """Return the request from the parts that `read_head` and `read_exactly` return."""
         return cls(**json.loads(head[HEADER.size :]), state=state)
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a call."""
+    """The outcome of one call."""
 
     status: str
-    """"ok", "error" or "timeout", as in `ToolAnswer`; "broken": the sandbox itself failed, `text` says why."""
+    """"ok", "error" or "timeout", as in `ToolAnswer`; "broken": the sandbox itself failed; `text` has the reason."""
     text: str
     state: bytes = b""
-    """The state after the call, if it was wanted and there is one."""
+    """State after the call, if the request asked for it and there is one."""
 
     def encode(self) -> bytes:
-        """The whole message."""
+        """Return the whole message."""
         return _encode(asdict(self))
 
     @classmethod
     def decode(cls, message: bytes) -> Outcome:
-        """ValueError: the supervisor ended before it wrote an outcome."""
+        """Return the outcome of a whole message. Raises ValueError if the supervisor ended before it was complete."""
         if len(message) < HEADER.size:
             raise ValueError("the supervisor of the call ended without an outcome")
         if len(message) != HEADER.size + sum(HEADER.unpack_from(message)):
@@ -73,11 +73,11 @@ class Outcome:
 
 
 Read = Callable[[int], bytes]
-"""So many bytes at most, nothing at the end of the stream, like `socket.recv`."""
+"""Function that reads at most the given number of bytes, and nothing at the end of the stream, like `socket.recv`."""
 
 
 def read_head(read: Read) -> tuple[bytearray, int] | None:
-    """The next message up to its state, and how many bytes that has; none where the stream ends before."""
+    """Return the next message up to its state, and the length of the state; None if the stream ends before."""
     head = read_exactly(read, HEADER.size)
     if len(head) < HEADER.size:
         return None
@@ -87,7 +87,7 @@ def read_head(read: Read) -> tuple[bytearray, int] | None:
 
 
 def read_exactly(read: Read, size: int) -> bytearray:
-    """So many bytes; fewer where the stream ends before."""
+    """Return `size` bytes, or fewer if the stream ends before."""
     parts = bytearray()
     while len(parts) < size and (part := read(min(size - len(parts), 1 << 20))):
         parts += part

@@ -1,7 +1,7 @@
-"""Which system calls foreign code can make: those that computing, files, processes and pipes need, and no others.
+"""The system calls that foreign code may make: those for computing, files, processes and pipes, and no others.
 
-The filter is assembled here, for prctl(PR_SET_SECCOMP), rather than by libseccomp: the service then starts from a plain
-`pip install`, also where that library is absent. Numbers are those of the kernel's own tables.
+The filter is assembled here, for prctl(PR_SET_SECCOMP), and not by libseccomp, so that the service works after a plain
+`pip install` without that library. The numbers come from the kernel's tables.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import struct
 
 from tools_sandbox.utils import linux
 
-# Not here, since the kernel counts them for a user and not for a call, so that one call could leave nothing for the
-# others and the service: epoll (watches; `worker` has asyncio use poll), sendmsg and sendmmsg (descriptors in flight).
-# Nor flock: the files of Python and the system are the machine's own, and whoever can read one can lock it for all.
-# name:x86_64:aarch64; a missing number means that the architecture does not have the call.
+# Left out because the kernel counts them per user and not per call, so one call could exhaust them for all others and
+# the service: epoll (watches; `worker` makes asyncio use poll), sendmsg and sendmmsg (descriptors in flight).
+# flock is left out too: calls read files of the machine, and a reader can lock them for everyone.
+# Format: name:x86_64:aarch64. An empty number means that the architecture does not have the call.
 _ALLOWED = """
     read:0:63 write:1:64 pread64:17:67 pwrite64:18:68 readv:19:65 writev:20:66 preadv:295:69 pwritev:296:70
     preadv2:327:286 pwritev2:328:287 open:2: openat:257:56 openat2:437:437 creat:85: close:3:57
@@ -76,19 +76,19 @@ _CHECKED = {
     "timer_create": (222, 107),
 }
 _LAST_KNOWN = 452
-"""Later calls answer "not implemented", for which libraries have an older way; known ones "not permitted"."""
+"""Later calls return "not implemented", for which libraries have a fallback; known ones return "not permitted"."""
 
 _ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _REFUSED_CLONE_FLAGS = 0x7E020000 | 0x8000
-"""Every CLONE_NEW* flag, and CLONE_PARENT: a process's parent is the one that made it (see `watchdog`)."""
+"""Every CLONE_NEW* flag, and CLONE_PARENT: the parent of a process must be its creator (see `watchdog`)."""
 _CLONE_FILES, _CLONE_THREAD = 0x400, 0x10000
 _UNIX, _STREAM, _TYPE_MASK = 1, 1, 0xF
 _PRIO_PROCESS = 0
 # PDEATHSIG, GET_PDEATHSIG, GET_DUMPABLE, SET/GET_NAME, GET_SECCOMP, CAPBSET_READ, GET_TIMERSLACK, SET/GET_NO_NEW_PRIVS,
 # GET_TID_ADDRESS, SET_VMA
 _PRCTL = (1, 2, 3, 15, 16, 21, 23, 30, 38, 39, 40, 0x53564D41)
-# F_DUPFD, GETFD, SETFD, GETFL, SETFL, DUPFD_CLOEXEC, GETPIPE_SZ; GETLK, SETLK, SETLKW, which SQLite needs: to lock a
-# file for oneself alone they must be able to write it.
+# F_DUPFD, GETFD, SETFD, GETFL, SETFL, DUPFD_CLOEXEC, GETPIPE_SZ; GETLK, SETLK, SETLKW, which SQLite needs: an exclusive
+# record lock needs write access to the file.
 _FCNTL = (0, 1, 2, 3, 4, 1030, 1032, 5, 6, 7)
 # TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX
 _IOCTL = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
@@ -99,15 +99,15 @@ _NUMBER, _ARCH, _FIRST_ARGUMENT = 0, 4, 16
 
 
 def available() -> bool:
-    """Whether there is a filter for this machine's architecture."""
+    """Return whether there is a filter for this machine's architecture."""
     return linux.MACHINE in _ARCHITECTURES
 
 
 def program(machine: str = linux.MACHINE, *, among_others: bool) -> bytes:
-    """The filter for an architecture ("x86_64", "aarch64"), 8 bytes an instruction; KeyError for any other.
+    """Return the filter for an architecture ("x86_64" or "aarch64"; else KeyError) with 8 bytes per instruction.
 
-    among_others: the call has no PID namespace; it must not reach the processes of others by their numbers, and stays
-    in its own process group, which one signal ends as a whole (see `isolation.end_tree`).
+    among_others: the call has no PID namespace. It must not reach other processes by their numbers, and must stay in
+    its process group, so that one signal can end it (see `isolation.end_tree`).
     """
     column = list(_ARCHITECTURES).index(machine)
     code = [
@@ -115,7 +115,7 @@ def program(machine: str = linux.MACHINE, *, among_others: bool) -> bytes:
         _op(_EQUAL, _ARCHITECTURES[machine], 1, 0),
         _op(_RETURN, _KILL_PROCESS),
         _op(_LOAD, _NUMBER),
-        # Above the last known number there is also the x32 numbering of x86_64.
+        # The x32 numbering of x86_64 also lies above the last known number.
         *_returning(_op(_GREATER, _LAST_KNOWN, 0, 1), _ERRNO | errno.ENOSYS),
     ]
     for name, check in (_checks() | (_checks_among_others() if among_others else {})).items():
@@ -132,19 +132,19 @@ def program(machine: str = linux.MACHINE, *, among_others: bool) -> bytes:
 
 
 def _checks() -> dict[str, list[bytes]]:
-    """Calls whose arguments decide. Each piece of program always returns."""
+    """Return the checks of system calls whose arguments decide. Each check ends with a return."""
     allow, refuse = _op(_RETURN, _ALLOW), _op(_RETURN, _ERRNO | errno.EPERM)
     return {
-        # Threads share their descriptors, which are counted for a process (see `watchdog`).
+        # Threads must share their descriptors, which are counted per process (see `watchdog`).
         "clone": [
             *(_argument(0), _op(_AND, _REFUSED_CLONE_FLAGS), _op(_EQUAL, 0, 1, 0), refuse),
             *(_argument(0), _op(_AND, _CLONE_THREAD | _CLONE_FILES), _op(_EQUAL, _CLONE_THREAD, 0, 1), refuse, allow),
         ],
-        # Its flags lie in memory, out of a filter's sight; glibc falls back to clone.
+        # Its flags are in memory, which a filter cannot read. glibc falls back to clone.
         "clone3": [_op(_RETURN, _ERRNO | errno.ENOSYS)],
-        # There is nothing to reach; this error reads as what it means.
+        # There is nothing to reach, which this error expresses.
         "socket": [_op(_RETURN, _ERRNO | errno.ENETUNREACH)],
-        # Connected pairs only: they have no name, so no other call can find them.
+        # Only connected pairs. They have no name, so no other call can find them.
         "socketpair": [
             *(_argument(0), _op(_EQUAL, _UNIX, 0, 4)),
             *(_argument(1), _op(_AND, _TYPE_MASK), _op(_EQUAL, _STREAM, 0, 1), allow),
@@ -153,7 +153,7 @@ def _checks() -> dict[str, list[bytes]]:
         "prctl": [_argument(0), *_one_of(_PRCTL), refuse],
         "fcntl": [_argument(1), *_one_of(_FCNTL), _op(_RETURN, _ERRNO | errno.EINVAL)],
         "ioctl": [_argument(1), *_one_of(_IOCTL), _op(_RETURN, _ERRNO | errno.ENOTTY)],
-        # Limits of the own process only.
+        # Only limits of the calling process.
         "prlimit64": [
             *(_argument(0), _op(_EQUAL, 0, 0, 3)),
             *(_argument(0, high=True), _op(_EQUAL, 0, 0, 1), allow),
@@ -164,9 +164,9 @@ def _checks() -> dict[str, list[bytes]]:
 
 def _checks_among_others() -> dict[str, list[bytes]]:
     allow, refuse = _op(_RETURN, _ALLOW), _op(_RETURN, _ERRNO | errno.EPERM)
-    nothing_done = [_op(_RETURN, _ERRNO | 0)]  # no error: programs that make a session also work without
+    nothing_done = [_op(_RETURN, _ERRNO | 0)]  # success: programs that create a session also work without one
     own = [_argument(0), _op(_EQUAL, 0, 0, 1), allow, refuse]
-    # Above are the CPU clocks of other processes, by their numbers.
+    # Larger numbers are the CPU clocks of other processes.
     clocks = [_argument(0), _op(_GREATER, 0x7FFFFFFF, 0, 1), refuse, allow]
     return {
         "setsid": nothing_done,
@@ -184,7 +184,7 @@ def _checks_among_others() -> dict[str, list[bytes]]:
 
 
 def _op(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
-    """One instruction; jumps count the instructions to skip."""
+    """Return one instruction. Jumps count the instructions to skip."""
     return struct.pack("=HBBI", code, if_true, if_false, value)
 
 
@@ -201,7 +201,7 @@ def _one_of(values: tuple[int, ...]) -> list[bytes]:
 
 
 def _ranges(numbers: list[int]) -> list[tuple[int, int]]:
-    """Neighbouring numbers joined: (first, last) of each run."""
+    """Return runs of neighbouring numbers as (first, last)."""
     runs: list[tuple[int, int]] = []
     for number in numbers:
         if runs and runs[-1][1] == number - 1:

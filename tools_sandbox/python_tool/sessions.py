@@ -1,10 +1,11 @@
-"""Sessions: calls that begin where an earlier one ended. States are files that several services may share.
+"""Sessions: a call can begin with the state in which an earlier one ended. States are files that services may share.
 
-A state belongs to the trajectory (`Call.trajectory_id`, parts joined by "/") that has kept it: calls of that one and of
-those that branch from it, whose ids go on from its id, can begin with it; nobody else reads or replaces it.
+A state belongs to the trajectory (`Call.trajectory_id`, parts joined by "/") that has kept it. Calls of this trajectory
+and of those that branch from it, whose ids extend its id, can begin with the state. No other trajectory can read or
+replace it.
 
-The caller names states, so a repeated call is harmless: `state` is where a call begins, `keep` the name of where it
-ends. Two calls from one state are two branches; neither sees the other.
+The caller names states, so that a repeated call is harmless: `state` is where a call begins, `keep` names its end. Two
+calls from one state are two branches that do not see each other.
 """
 
 from __future__ import annotations
@@ -23,16 +24,17 @@ from tools_sandbox.python_tool.pool import PythonPool
 from tools_sandbox.python_tool.protocol import Outcome
 
 TRAJECTORY: ContextVar[str] = ContextVar("trajectory", default="")
-"""Whose call is running: set by the service for each call."""
+"""Trajectory of the running call. The service sets it for each call."""
 
-_ROOM_AFTER_CLEANING = 0.9
+_TARGET_SHARE = 0.9
+"""Share of the size limit that is in use after a cleaning."""
 
 
 class SessionStore:
-    """States by name, in a folder of a bounded size. Everything it does is blocking and safe among processes."""
+    """States by name, in a folder of bounded size. All methods block; several processes may use one folder."""
 
     def __init__(self, folder: Path, limit_mb: int) -> None:
-        """ConfigError: the folder cannot be used."""
+        """Raises ConfigError if the folder cannot be used."""
         self._folder = folder
         self._limit_bytes = limit_mb << 20
         try:
@@ -44,20 +46,20 @@ class SessionStore:
         self._used_bytes = self._clean()
 
     def read(self, trajectory: str, name: str) -> bytes | None:
-        """The state of that name that a trajectory or one it branched from has kept; None: not here (any more)."""
+        """Return the state that a trajectory, or one that it branched from, has kept under a name, or None."""
         for owner in _lineage(trajectory):
             path = self._path(owner, name)
             try:
                 state = path.read_bytes()
             except FileNotFoundError:
                 continue
-            with suppress(FileNotFoundError):  # another service may just have cleaned it away
-                os.utime(path)  # the time of its last use decides what goes first
+            with suppress(FileNotFoundError):  # another service may have removed it just now
+                os.utime(path)  # the least recently used states are removed first
             return state
         return None
 
     def write(self, trajectory: str, name: str, state: bytes) -> None:
-        """Keep a trajectory's state, in place of its earlier one of that name. OSError: no room on the disk."""
+        """Keep a trajectory's state in place of its earlier one with that name. Raises OSError if the disk is full."""
         descriptor, temporary = tempfile.mkstemp(dir=self._folder, prefix="new-")
         try:
             with os.fdopen(descriptor, "wb") as file:
@@ -71,27 +73,27 @@ class SessionStore:
             self._used_bytes = self._clean()
 
     def _path(self, owner: str, name: str) -> Path:
-        # With the length: no two pairs of owner and name are one.
+        # The length keeps different pairs of owner and name apart.
         return self._folder / hashlib.sha256(f"{len(owner)}:{owner}{name}".encode("utf-8", "surrogatepass")).hexdigest()
 
     def _clean(self) -> int:
-        """Remove the states that were used least recently, if they take too much room; bytes in use."""
+        """Remove the least recently used states if all take too much space. Return the bytes in use."""
         states: list[tuple[float, int, str]] = []
         for entry in os.scandir(self._folder):
-            with suppress(OSError):  # another service cleans too
+            with suppress(OSError):  # another service may be cleaning too
                 states.append((entry.stat().st_mtime, entry.stat().st_size, entry.path))
         used = sum(size for _, size, _ in states)
         if used > self._limit_bytes:
             for _, size, path in sorted(states):
                 Path(path).unlink(missing_ok=True)
                 used -= size
-                if used <= _ROOM_AFTER_CLEANING * self._limit_bytes:
+                if used <= _TARGET_SHARE * self._limit_bytes:
                     break
         return used
 
 
 def _lineage(trajectory: str) -> Iterator[str]:
-    """A trajectory's id, then those of the trajectories it branched from, nearest first."""
+    """Yield a trajectory's id, then those of the trajectories that it branched from, nearest first."""
     yield trajectory
     while "/" in trajectory:
         trajectory = trajectory.rpartition("/")[0]
@@ -101,9 +103,9 @@ def _lineage(trajectory: str) -> Iterator[str]:
 async def run_in_session(
     pool: PythonPool, store: SessionStore | None, code: str, timeout_s: float, *, state: str, keep: str
 ) -> Outcome:
-    """Run code from the state named `state` (empty: none) and keep the state after it under `keep` (empty: do not).
+    """Run code from the state named `state` (empty: none) and keep the state after it as `keep` (empty: do not).
 
-    A call that did not come to its own end (a limit, a crash) leaves under `keep` what it began with, and says so.
+    If a call is ended from outside (limit, crash), `keep` gets the state that the call began with; a note reports it.
     """
     if store is None and (state or keep):
         return Outcome("error", "This service has no sessions: python.session_dir is not set.")

@@ -1,8 +1,8 @@
-"""The state of a session: the names that code has defined, and the files in its working directory, as bytes.
+"""The state of a session: the names that code has defined and the files in its working directory, as bytes.
 
-Made and read by the process that runs the foreign code, behind all its walls; nobody else ever opens it. So a session
-is a chain of fresh processes rather than one that lives on: nothing of it runs between calls, a branch of a tree
-continues from the same bytes as its siblings, and a service or machine that dies takes no state along.
+The process that runs the foreign code saves and loads it inside all its walls. No other process ever opens it. A
+session is therefore a chain of fresh processes: nothing of it runs between calls, a branch continues from the same
+bytes as its siblings, and no state is lost with a service or machine.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from typing import Any
 import cloudpickle
 
 _HEADER = struct.Struct("!8sQ32s")
-"""Mark, bytes of the pickled names, SHA-256 of all that follows: the names, and the files as a tar archive."""
+"""Mark, length of the pickled names, SHA-256 of the rest: the names, and the files as a tar archive."""
 _MARK = b"session1"
 _MIB = 1 << 20
-_MAIN = "main"
+_NAMESPACE = "main"
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
-    """Functions keep the session's names as their globals instead of a copy of those they use."""
+    """A pickler whose functions keep the session's names as their globals instead of a copy."""
 
     def __init__(self, file: io.BytesIO, names: dict[str, Any]) -> None:
         super().__init__(file)
@@ -34,7 +34,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
         self.globals_ref[id(names)] = names
 
     def persistent_id(self, value: object) -> str | None:
-        return _MAIN if value is self._names else None
+        return _NAMESPACE if value is self._names else None
 
 
 class _Unpickler(pickle.Unpickler):
@@ -43,28 +43,29 @@ class _Unpickler(pickle.Unpickler):
         self._names = names
 
     def persistent_load(self, key: str) -> dict[str, Any]:
-        if key != _MAIN:
+        if key != _NAMESPACE:
             raise pickle.UnpicklingError(f"unknown reference {key!r}")
         return self._names
 
 
-def save(names: dict[str, Any], descriptor: int, limit_mb: int) -> None:
-    """Write the state to a descriptor; what cannot be kept is said on stdout. Writes nothing if it is too large.
+def save_state(names: dict[str, Any], descriptor: int, limit_mb: int) -> None:
+    """Write the state to a descriptor, or nothing if it is too large. Report on stdout what cannot be kept.
 
-    Names that could be written but not read (an exception whose `__init__` takes more) are not kept either: a state
-    that was kept can be gone on from.
+    Names that can be pickled but not unpickled (an exception whose `__init__` takes more arguments) are left out too,
+    so that a later call can begin with every state that is kept.
     """
     kept = {name: value for name, value in names.items() if not name.startswith("__")}
-    content = _tried(kept, names)
+    content = _pickle_and_check(kept, names)
     if content is None:
-        lost = {name: type(value).__name__ for name, value in kept.items() if _tried({name: value}, names) is None}
+        failing = [name for name, value in kept.items() if _pickle_and_check({name: value}, names) is None]
+        lost = {name: type(kept[name]).__name__ for name in failing}
         kept = {name: value for name, value in kept.items() if name not in lost}
         print(f"[not kept for the next call: {', '.join(f'{name} ({kind})' for name, kind in lost.items())}]")
-        content = _tried(kept, names)
+        content = _pickle_and_check(kept, names)
     if content is None:
         print("[state not kept: its names could not be read again]")
         return
-    files = _packed_files(limit_mb * _MIB)
+    files = _pack_files(limit_mb * _MIB)
     size = _HEADER.size + len(content) + len(files)
     if size > limit_mb * _MIB:
         print(f"[state not kept: it has {size} bytes, at most {limit_mb} MiB are kept]")
@@ -75,8 +76,8 @@ def save(names: dict[str, Any], descriptor: int, limit_mb: int) -> None:
         rest = rest[os.write(descriptor, rest) :]
 
 
-def is_whole(state: bytes) -> bool:
-    """Whether bytes are one state, all of it and nothing else. Says nothing of what is in it, and does not look."""
+def is_complete_state(state: bytes) -> bool:
+    """Return whether the bytes are exactly one complete state. Its content is not opened."""
     if len(state) < _HEADER.size:
         return False
     mark, size, digest = _HEADER.unpack_from(state)
@@ -84,11 +85,11 @@ def is_whole(state: bytes) -> bool:
     return bool(mark == _MARK and size <= len(rest) and hashlib.sha256(rest).digest() == digest)
 
 
-def load(state: bytes | bytearray, names: dict[str, Any]) -> None:
-    """Put a state's names into a namespace and its files into the working directory. ValueError: it is none."""
+def load_state(state: bytes | bytearray, names: dict[str, Any]) -> None:
+    """Load a state's names into a namespace and its files into the working directory. Raises ValueError."""
     try:
         _load(state, names)
-    except Exception as error:  # only code that meant to can have made such a state: see `save`
+    except Exception as error:  # only code that forges a state on purpose causes this: see `save_state`
         raise ValueError(f"the state of the session cannot be read ({type(error).__name__})") from None
 
 
@@ -98,28 +99,28 @@ def _load(state: bytes | bytearray, names: dict[str, Any]) -> None:
     if files:
         with tarfile.open(fileobj=io.BytesIO(files)) as archive:
             archive.extraction_filter = getattr(tarfile, "tar_filter", None)
-            archive.extractall()  # noqa: S202 - its own files, in its own folder
-    # One object, so that what names share stays shared.
+            archive.extractall()  # noqa: S202 - the session's files, in its own folder
+    # One object, so that objects which names share stay shared.
     names.update(_Unpickler(io.BytesIO(content), names).load())
 
 
-def _tried(kept: dict[str, Any], names: dict[str, Any]) -> bytes | None:
-    """Names as bytes that have been read again; None if they cannot be made, or not be read."""
+def _pickle_and_check(kept: dict[str, Any], names: dict[str, Any]) -> bytes | None:
+    """Return pickled names that can be unpickled, or None."""
     try:
-        content = _pickled(kept, names)
+        content = _pickle(kept, names)
         _Unpickler(io.BytesIO(content), dict(names)).load()
     except Exception:
         return None
     return content
 
 
-def _pickled(kept: dict[str, Any], names: dict[str, Any]) -> bytes:
+def _pickle(kept: dict[str, Any], names: dict[str, Any]) -> bytes:
     file = io.BytesIO()
     _Pickler(file, names).dump(kept)
     return file.getvalue()
 
 
-def _packed_files(limit_bytes: int) -> bytes:
+def _pack_files(limit_bytes: int) -> bytes:
     if not any(Path().iterdir()):
         return b""
     file = io.BytesIO()

@@ -1,4 +1,4 @@
-"""What is kept of a call's output, and the sentence that an ended call answers with."""
+"""The output of a call that is kept, and the outcome of a call that has ended."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ from tools_sandbox.python_tool.walls import WorkerLimits
 
 
 @dataclass
-class Kept:
+class CapturedStream:
+    """An output stream that is read completely, so that its writer never blocks, and kept in part."""
+
     """One output stream of which only a part is kept, while all of it is read so that the writer never blocks."""
 
     limit_bytes: int
     tail: bool
-    """Keep the end (where a traceback says what went wrong) instead of the beginning."""
+    """Keep the end (where a traceback names the error) instead of the beginning."""
     total_bytes: int = 0
     data: bytearray = field(default_factory=bytearray)
 
     def add(self, chunk: bytes) -> None:
-        """Take the next bytes of the stream."""
+        """Add the next bytes of the stream."""
         self.total_bytes += len(chunk)
         if self.tail:
             self.data += chunk
@@ -31,7 +33,7 @@ class Kept:
             self.data += chunk[: self.limit_bytes - len(self.data)]
 
     def text(self, limit_chars: int) -> str:
-        """What was kept, at most limit_chars characters, plus a note if that is not all."""
+        """Return the kept part, at most limit_chars characters, with a note if the stream was longer."""
         text = self.data.decode("utf-8", "replace")
         if self.total_bytes <= len(self.data) and len(text) <= limit_chars:
             return text.rstrip("\n")
@@ -41,11 +43,13 @@ class Kept:
         return f"{text[:limit_chars]}\n{note.format('first')}"
 
 
-def judge(request: Request, limits: WorkerLimits, ended_by: str, report: str, out: Kept, err: Kept) -> Outcome:
-    """Status and text of an ended call.
+def judge(
+    request: Request, limits: WorkerLimits, ended_by: str, report: str, out: CapturedStream, err: CapturedStream
+) -> Outcome:
+    """Return status and text of a call that has ended.
 
-    ended_by: "status" (its own end), "deadline", or a bound of the whole call that it broke: "CPU", "memory",
-    "processes", "output". report: what the init process wrote, see `worker.run_init`.
+    ended_by: "status" (the worker ended), "deadline", or the bound of the whole call that it broke: "CPU", "memory",
+    "processes", "output". report: message of the init process, see `worker.run_init`.
     """
     shown = request.output_chars
     out_of_time = {
@@ -77,7 +81,7 @@ def judge(request: Request, limits: WorkerLimits, ended_by: str, report: str, ou
 
 
 def broken(report: str) -> Outcome:
-    """Of a call that never began. report: as for `judge`."""
+    """Return the outcome of a call that never began. report: see `judge`."""
     why = report[1:].splitlines()[0] if report.startswith("!") else "its processes died before it began"
     return Outcome("broken", f"the call could not be isolated: {why}")
 

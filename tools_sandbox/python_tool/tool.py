@@ -1,4 +1,4 @@
-"""The python tool: its arguments, and its place among the other tools."""
+"""The python tool: its arguments, its settings, and its calls of the pool."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What separates calls on this machine, by mechanism and in sum: the levels a configuration can ask for."""
+"""The walls between calls and this machine, and the levels that a configuration can require."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tools_sandbox.python_tool import cgroups, landlock
 
 
 class Level(IntEnum):
-    """From weak to strong; each includes those before it. `PythonConfig.isolation` says what each takes."""
+    """Isolation levels from weak to strong. Each includes those before it; `PythonConfig.isolation` defines them."""
 
     LIMITS = 0
     PROCESS = 1
@@ -22,37 +22,37 @@ class Walls:
     """The walls that stand on this machine."""
 
     network: bool
-    """Own network namespace without any interface, own IPC and host name; shared by the calls, not with the machine."""
+    """Own network namespace without an interface, own IPC and host name. All calls share these."""
     processes: bool
-    """Own PID namespace a call: it sees and signals only itself, and ends as a whole."""
+    """Own PID namespace per call: a call sees and signals only itself, and ends as a whole."""
     files: bool
-    """Own mount namespace a call: Python and the system's libraries, read-only, and a private /tmp; nothing else."""
+    """Own mount namespace per call: Python and the system's libraries, read-only, and a private /tmp; nothing else."""
     user_namespace: bool
-    """Own user namespace a call, with one user in it and no capability in or out of it."""
+    """Own user namespace per call, with one user and without capabilities."""
     own_uid: bool
-    """Every call runs under a user id that is neither the service's nor another call's."""
+    """Every call runs under a user id that neither the service nor another call has."""
     system_calls: bool
-    """A seccomp filter: only calls for computing, files, processes and pipes; no sockets."""
+    """Seccomp filter: only calls for computing, files, processes and pipes; no sockets."""
     landlock: int
-    """Version of Landlock, 0: none. Files as above; from 6 on no signal and no abstract socket leaves the call."""
+    """ABI version of Landlock; 0: none. It guards files; from 6 on, signals and abstract sockets stay inside too."""
     groups: tuple[str, ...]
-    """Controllers of control groups that bound a call as a whole: "memory", "pids", "cpu"."""
+    """Control group controllers that bound a call as a whole: "memory", "pids", "cpu"."""
     why_no_groups: str
-    """What stood in the way of the controllers that are missing."""
+    """Why controllers are missing."""
 
     def counts_processes(self) -> bool:
-        """Whether RLIMIT_NPROC counts the call's processes alone."""
+        """Return whether RLIMIT_NPROC counts only the call's processes."""
         return self.user_namespace or self.own_uid
 
     def level(self) -> Level:
-        """The strongest level whose every wall stands."""
+        """Return the strongest level of which every wall stands."""
         privilege = self.user_namespace or self.own_uid
         if self.network and self.processes and self.files and privilege and self.system_calls:
             return Level.FULL if self.groups == cgroups.CONTROLLERS else Level.CONTAINED
         return Level.PROCESS if self.system_calls and self.landlock else Level.LIMITS
 
     def report(self) -> list[str]:
-        """One line a mechanism: what it gives, or what is lost without it."""
+        """Return one line per mechanism: its effect, or what is lost without it."""
         users = [
             name for name, stands in (("own user id", self.own_uid), ("user namespace", self.user_namespace)) if stands
         ]
@@ -78,11 +78,11 @@ class Walls:
         return [f"{name}: {f'yes ({gives})' if stands else f'NO ({loss})'}" for name, stands, gives, loss in lines]
 
     def describe(self) -> str:
-        """All of it in one line."""
+        """Return level and report in one line."""
         return f"level {self.level().name.lower()}; {'; '.join(self.report())}"
 
     def missing_for(self, level: Level) -> str:
-        """What keeps this machine below a level, in a few words; empty if nothing does."""
+        """Return the mechanisms that this machine lacks for a level, or ""."""
         if self.level() >= level:
             return ""
         return "; ".join(line for line in self.report() if ": NO" in line)
@@ -90,7 +90,7 @@ class Walls:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLimits:
-    """Resource limits of a worker; see `tools_sandbox.config.Limits` for units."""
+    """Resource limits of a worker; see `tools_sandbox.config.Limits`."""
 
     cpu_s: int
     memory_mb: int

@@ -1,4 +1,4 @@
-"""The process that runs foreign code, and the process above it that is the first of the call's tree."""
+"""The worker, which runs foreign code, and the init process above it, the first of the call's tree."""
 
 from __future__ import annotations
 
@@ -16,41 +16,46 @@ import types
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from tools_sandbox.python_tool import isolation as walls_of
-from tools_sandbox.python_tool import state as states
-from tools_sandbox.python_tool.isolation import Isolation
+from tools_sandbox.python_tool.isolation import (
+    Isolation,
+    bound_memory,
+    enter_init,
+    enter_worker,
+    release_memory_reserve,
+)
 from tools_sandbox.python_tool.protocol import THREAD_VARIABLES, Request, read_exactly, read_head
+from tools_sandbox.python_tool.state import load_state, save_state
 from tools_sandbox.python_tool.walls import WorkerLimits
 
 FILENAME = "<python>"
-"""The name of the code in its own tracebacks."""
+"""File name of the code in its tracebacks."""
 _STATE_DESCRIPTOR = 3
 _REQUEST_DESCRIPTOR = 4
 
 
 class Ends(NamedTuple):
-    """The ends of a call's pipes that its tree has: all for writing but the last."""
+    """The ends of a call's pipes that its processes hold: the last one for reading, the others for writing."""
 
     out: int
     err: int
     status: int
-    """Gets the worker's wait status as a decimal number, or "!" and a message if the walls could not be raised."""
+    """Receives the worker's wait status as a decimal number, or "!" and a message if the walls could not be raised."""
     state: int
-    """Gets the state of a session; see `state.save`."""
+    """Receives the state of a session; see `state.save_state`."""
     request: int
-    """Brings the worker its `Request`, when there is one."""
+    """Carries the `Request` to the worker once it has arrived."""
 
 
 def run_init(isolation: Isolation, limits: WorkerLimits, *, folder: str, uid: int, ends: Ends) -> None:
-    """Be the first process of the call's tree: fork the worker, report its end, never return."""
+    """Act as the first process of the call's tree: fork the worker and report its end. Does not return."""
     try:
-        walls_of.enter_init(isolation, limits, folder)
+        enter_init(isolation, limits, folder)
         pid = os.fork()
         if pid == 0:
             _run_worker(isolation, limits, uid, ends)
         for descriptor in (ends.out, ends.err, ends.state, ends.request):
             os.close(descriptor)
-        while True:  # the tree's orphans come here too
+        while True:  # orphans of the tree are reaped here too
             ended, code = os.waitpid(-1, 0)
             if ended == pid:
                 os.write(ends.status, str(code).encode())
@@ -62,41 +67,41 @@ def run_init(isolation: Isolation, limits: WorkerLimits, *, folder: str, uid: in
 
 
 def _run_worker(isolation: Isolation, limits: WorkerLimits, uid: int, ends: Ends) -> None:
-    """Raise the walls, wait for the request behind them, run its code, never return."""
+    """Raise the walls, wait for the request behind them, and run its code. Does not return."""
     code = 1
     try:
         try:
             nothing = os.open(os.devnull, os.O_RDONLY)
-            # Above the numbers they will have, so that none is overwritten before it is copied.
+            # Copied above their final numbers first, so that none is overwritten before it is moved.
             inside = (nothing, ends.out, ends.err, ends.state, ends.request)
             sources = [fcntl.fcntl(end, fcntl.F_DUPFD, 16) for end in inside]
             ends = ends._replace(status=fcntl.fcntl(ends.status, fcntl.F_DUPFD, 16))
             for target, source in enumerate(sources):
                 os.dup2(source, target)
-            preloaded_bytes = walls_of.enter_worker(isolation, limits, uid)
+            preloaded_bytes = enter_worker(isolation, limits, uid)
         except BaseException as error:
             os.write(ends.status, f"!{error!r}\n".encode(errors="backslashreplace"))
             return
         os.closerange(_REQUEST_DESCRIPTOR + 1, 1 << 20)
-        _fresh_interpreter_state()
+        _reset_interpreter()
         main = types.ModuleType("__main__")
         sys.modules["__main__"] = main
         worker = os.getpid()
         found = read_head(_read_request)
-        if found is None:  # the supervisor is gone
+        if found is None:  # the supervisor has gone
             return
         head, state_bytes = found
         request = Request.decode(head, read_exactly(_read_request, state_bytes))
         os.close(_REQUEST_DESCRIPTOR)
-        walls_of.bound_memory(limits, preloaded_bytes + state_bytes)
+        bound_memory(limits, preloaded_bytes + state_bytes)
         if not request.state_mb:
             os.close(_STATE_DESCRIPTOR)
         code = _run(request, limits, main)
-        # A full pipe or a closed stdout is the code's own doing, and its result all the same.
+        # A full pipe or a closed stdout is the code's own doing, so errors here are its result.
         sys.stdout.flush()
         sys.stderr.flush()
-        if request.state_mb and os.getpid() == worker:  # not a process that the code has forked and that comes here too
-            states.save(vars(main), _STATE_DESCRIPTOR, request.state_mb)
+        if request.state_mb and os.getpid() == worker:  # a process that the code has forked may also get here
+            save_state(vars(main), _STATE_DESCRIPTOR, request.state_mb)
             sys.stdout.flush()
     finally:
         os._exit(code)
@@ -106,22 +111,22 @@ def _read_request(size: int) -> bytes:
     return os.read(_REQUEST_DESCRIPTOR, size)
 
 
-def _fresh_interpreter_state() -> None:
-    """Undo what a fork inherits and a new Python would not have."""
+def _reset_interpreter() -> None:
+    """Undo what a fork inherits and a new Python process would not have."""
     os.environ.clear()
     for name in THREAD_VARIABLES:
-        # For C libraries alone: os.environ stays empty.
+        # For C libraries only: os.environ stays empty.
         os.putenv(name, "1")
     for number in (signal.SIGCHLD, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    # As a Python would choose that starts where there is no epoll.
+    # The choice of a Python that starts without epoll.
     selectors.DefaultSelector = selectors.PollSelector  # type: ignore[assignment, misc]  # typed as one class
     if "numpy.random" in sys.modules:
-        # Preloaded once, its global generator would draw the same numbers in every call.
+        # Otherwise its preloaded global generator would draw the same numbers in every call.
         sys.modules["numpy.random"].seed()
     sys.stdin = open(0, encoding="utf-8")  # noqa: SIM115
-    # By lines, so that what was printed before a time limit is not lost in a buffer.
+    # Line-buffered, so that printed lines are not lost at a time limit.
     sys.stdout = io.TextIOWrapper(open(1, "wb"), "utf-8", "backslashreplace", line_buffering=True)  # noqa: SIM115
     sys.stderr = io.TextIOWrapper(open(2, "wb"), "utf-8", "backslashreplace", line_buffering=True)  # noqa: SIM115
     for name in ("stdin", "stdout", "stderr"):
@@ -131,29 +136,29 @@ def _fresh_interpreter_state() -> None:
 
 
 def _run(request: Request, limits: WorkerLimits, main: types.ModuleType) -> int:
-    """Run code as a notebook cell would; returns the exit code and leaves a trimmed traceback on stderr."""
+    """Run code like a notebook cell. Return the exit code, and leave a trimmed traceback on stderr."""
     code = request.code
     linecache.cache[FILENAME] = (len(code), None, code.splitlines(keepends=True), FILENAME)
     try:
         if request.state:
-            states.load(request.state, vars(main))
-        # dont_inherit: the __future__ imports of this module are not the code's.
+            load_state(request.state, vars(main))
+        # dont_inherit: the __future__ imports of this module must not apply to the code.
         tree = ast.parse(code, FILENAME)
         last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
-        exec(compile(tree, FILENAME, "exec", dont_inherit=True), main.__dict__)  # noqa: S102 - what this process is for
+        exec(compile(tree, FILENAME, "exec", dont_inherit=True), main.__dict__)  # noqa: S102 - the purpose of the tool
         if isinstance(last, ast.Expr):
             expression = compile(ast.Expression(last.value), FILENAME, "eval", dont_inherit=True)
             value = eval(expression, main.__dict__)  # noqa: S307
             if value is not None:
                 print(value)
-        _finish()
+        _shut_down_interpreter()
         return 0
     except SystemExit as end:
         if end.code is None or isinstance(end.code, int):
             return (end.code or 0) & 0xFF
         print(end.code, file=sys.stderr)
     except BaseException as error:
-        walls_of.release_memory_reserve()
+        release_memory_reserve()
         sys.stdout.flush()
         print(_trimmed_traceback(error), end="", file=sys.stderr)
         if isinstance(error, MemoryError):
@@ -161,11 +166,11 @@ def _run(request: Request, limits: WorkerLimits, main: types.ModuleType) -> int:
     return 1
 
 
-def _finish() -> None:
-    """End as Python does: wait for threads that the code started (also idle ones of pools), run exit functions.
+def _shut_down_interpreter() -> None:
+    """Wait for the code's threads (including idle ones of pools) and run exit functions, as Python does.
 
-    What fails here is told on stderr and is no failure of the code: a process pool that closes itself while it is told
-    to close meets a closed pipe now and then.
+    A failure here is printed to stderr and is not a failure of the code: a process pool that is closed twice sometimes
+    meets a closed pipe.
     """
     threading = sys.modules.get("threading")
     if threading is not None:
@@ -177,18 +182,18 @@ def _finish() -> None:
 
 
 def _trimmed_traceback(error: BaseException) -> str:
-    """The traceback as Python prints it, with the frames of the code itself only."""
+    """Return the traceback as Python prints it, with only the frames of the code."""
     try:
         report = traceback.TracebackException.from_exception(error)
-        for part in _parts(report):
+        for part in _chained_exceptions(report):
             part.stack = traceback.StackSummary.from_list([frame for frame in part.stack if frame.filename == FILENAME])
         return "".join(report.format())
-    except BaseException:  # an exception whose own __str__ raises, a recursion limit reached again
+    except BaseException:  # for example an exception whose __str__ raises, or a recursion limit
         return f"{type(error).__name__}\n"
 
 
-def _parts(report: traceback.TracebackException) -> Iterator[traceback.TracebackException]:
-    """The exception, those that caused it and those of a group, each once."""
+def _chained_exceptions(report: traceback.TracebackException) -> Iterator[traceback.TracebackException]:
+    """Yield the exception, its causes, and the members of groups, each once."""
     waiting, seen = [report], set[int]()
     while waiting:
         part = waiting.pop()

@@ -1,4 +1,4 @@
-"""The search corpus: files in, passages and remembered queries out, one at a time."""
+"""The search corpus: it reads files and yields passages and remembered queries."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _CHUNK = 1 << 20
 
 
 def normalise_query(query: str) -> str:
-    """The form in which queries are compared: no "search query:" in front, one case, single spaces."""
+    """Return the form in which queries are compared: no leading "search query:", one case, single spaces."""
     return " ".join(_QUERY_PREFIX.sub("", query).casefold().split())
 
 
 def read_passages(source: Source, snippet_chars: int) -> Iterator[str]:
-    """The passages of a source, each on one line and at most snippet_chars characters long.
+    """Yield the passages of a source, each on one line with at most `snippet_chars` characters.
 
-    ConfigError: the file is missing or not of its format; the message names file and line.
+    Raises ConfigError with file and line if the file is missing or malformed.
     """
     if source.format == "arpo_cache":
         for _, pages in read_remembered(source, snippet_chars):
@@ -38,7 +38,7 @@ def read_passages(source: Source, snippet_chars: int) -> Iterator[str]:
 
 
 def read_remembered(source: Source, snippet_chars: int) -> Iterator[tuple[str, list[str]]]:
-    """Query, and the pages a search engine once answered (none if it found nothing), of an arpo_cache source."""
+    """Yield the queries of an arpo_cache source with the pages that a search engine returned for them."""
     try:
         entries = json.loads(source.path.read_bytes().decode("utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
@@ -46,13 +46,13 @@ def read_remembered(source: Source, snippet_chars: int) -> Iterator[tuple[str, l
     if not isinstance(entries, dict) or not all(isinstance(answer, str) for answer in entries.values()):
         raise ConfigError(f"search source {source.path}: expected one JSON object of strings, query -> answer")
     for query, answer in entries.items():
-        # What stands before the first page ("No search results found.") is no page.
+        # Text before the first page ("No search results found.") is not a page.
         pages = (" ".join(page.split())[:snippet_chars] for page in _PAGE.split(answer)[1:])
         yield query, [page for page in pages if page]
 
 
 def content_digest(path: Path) -> str:
-    """SHA-256 of a file's bytes."""
+    """Return the SHA-256 of a file."""
     digest = hashlib.sha256()
     try:
         with path.open("rb") as file:
@@ -72,7 +72,7 @@ def _unreadable(path: Path, error: Exception) -> ConfigError:
 
 def _from_jsonl(path: Path) -> Iterator[tuple[str, str]]:
     try:
-        # Only "\n" ends a line: JSON strings may hold the other separators that str.splitlines knows.
+        # Only "\n" ends a line: JSON strings may contain the other separators of str.splitlines.
         with path.open(encoding="utf-8", newline="\n") as file:
             for number, line in enumerate(file, start=1):
                 if line.strip():
@@ -102,8 +102,8 @@ def _from_parquet(path: Path) -> Iterator[tuple[str, str]]:
                     number += 1
                     yield _title_and_text(f"{path}, row {number}", entry)
     except (OSError, pyarrow.ArrowException) as error:
-        said = " ".join(str(error).split())
-        raise ConfigError(f"search source {path}: not Parquet, or not readable: {said}") from error
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"search source {path}: not Parquet, or not readable: {reason}") from error
 
 
 def _title_and_text(where: str, entry: dict[str, Any]) -> tuple[str, str]:
@@ -114,11 +114,11 @@ def _title_and_text(where: str, entry: dict[str, Any]) -> tuple[str, str]:
 
 
 def _passages(title: str, text: str, snippet_chars: int) -> Iterator[str]:
-    """A document in pieces of at most snippet_chars characters, cut between words, each led by the title."""
+    """Yield a document in pieces of at most snippet_chars characters, cut between words, each preceded by the title."""
     lead = f"{' '.join(title.split())}: "[: snippet_chars // 2] if title.strip() else ""
     room = snippet_chars - len(lead)
     piece = ""
-    # A word longer than a passage is cut inside.
+    # A word longer than a passage is split.
     words = (word[start : start + room] for word in text.split() for start in range(0, len(word), room))
     for word in words:
         if piece and len(piece) + 1 + len(word) > room:

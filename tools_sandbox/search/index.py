@@ -1,8 +1,8 @@
-"""What is kept of the sources: a BM25 index of their passages and the remembered queries, in one folder.
+"""The index of the search sources: a BM25 index of their passages and the remembered queries, in one folder.
 
-Built once, by a process of its own (its memory is gone afterwards), under a lock and in a folder beside, so that a
-build that was killed leaves nothing half-made. Opened by every worker; the library maps the files into memory, so the
-workers share them. `python -m tools_sandbox.search.index --config FILE` builds ahead of a job.
+The index is built once, by a separate process whose memory is freed afterwards. It is built under a lock in a second
+folder, so that a killed build leaves no incomplete index. Every worker opens it; the library maps the files into
+memory, so the workers share them. `python -m tools_sandbox.search.index --config FILE` builds it ahead of a job.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ from tools_sandbox.search.stopwords import IGNORED_IN_QUERIES
 log = logging.getLogger("tools_sandbox")
 
 _FORMAT = 2
-"""Of the folder; another number means: build again."""
+"""Version of the folder's format. An index of another version is rebuilt."""
 _KEYS = {"settings", "stats", "digests", "files", "passages", "remembered", "seconds"}
-"""Of the folder's description."""
+"""Keys of the folder's description, index.json."""
 _HEAP_BYTES_PER_THREAD = 64 << 20
-# Rust's \w also takes combining marks, so words are found by it alone, in passages and in queries.
+# One regular expression splits passages and queries, since Rust's \w also matches combining marks.
 _ANALYZER = tantivy.TextAnalyzerBuilder(tantivy.Tokenizer.regex(r"\w+")).build()
-_MOST_EQUALS = 4096
-_LONGEST_WORD_BYTES = 60_000
-"""The library leaves longer words out of an index and refuses them in a query."""
+_MAX_TIES = 4096
+_MAX_WORD_BYTES = 60_000
+"""The library omits longer words from an index and rejects them in a query."""
 
 
 def ensure_index(config: SearchConfig) -> None:
-    """Build the index of `config.index_path` in a process of its own unless it is there and up to date. ConfigError."""
+    """Build the index at `config.index_path` in a separate process unless it is up to date. Raises ConfigError."""
     assert config.index_path is not None
     if is_current(config):
         return
     if config.index_path.exists():
-        log.warning("search.index_path: %s is of other sources or damaged, and is built again", config.index_path)
+        log.warning("search.index_path: %s is damaged or of other sources, and is rebuilt", config.index_path)
     values = json.dumps(TypeAdapter(SearchConfig).dump_python(config, mode="json"))
     command = [sys.executable, "-m", "tools_sandbox.search.index", "--search", "-"]
     done = subprocess.run(command, input=values, capture_output=True, text=True, check=False)
@@ -63,12 +63,12 @@ def ensure_index(config: SearchConfig) -> None:
 
 
 def is_current(config: SearchConfig) -> bool:
-    """True if the folder holds the index of these sources as they are now, in files as they were written.
+    """Return True if the folder holds an intact index of the sources in their present state.
 
-    Contents are read only where size or time of a file differ from what was noted.
+    Contents are read only if the size or time of a file differs from the recorded one.
     """
-    meta = _meta(config)
-    if meta is None or meta["settings"] != _settings(config) or not _is_whole(config, meta):
+    meta = _read_meta(config)
+    if meta is None or meta["settings"] != _settings(config) or not _is_intact(config, meta):
         return False
     if meta["stats"] == [_stat(source.path) for source in config.sources]:
         return True
@@ -76,20 +76,20 @@ def is_current(config: SearchConfig) -> bool:
     return digests == [content_digest(source.path) for source in config.sources]
 
 
-def _is_whole(config: SearchConfig, meta: dict[str, Any]) -> bool:
+def _is_intact(config: SearchConfig, meta: dict[str, Any]) -> bool:
     assert config.index_path is not None
     for name, (stat, digest) in meta["files"].items():
         path = config.index_path / name
         try:
             if _stat(path) != stat and (path.stat().st_size != stat[0] or content_digest(path) != digest):
                 return False
-        except (OSError, ConfigError):  # it is gone, or cannot be read
+        except (OSError, ConfigError):  # missing or unreadable
             return False
     return True
 
 
 def build(config: SearchConfig) -> dict[str, Any]:
-    """Build the index unless another process does so first; returns its description. ConfigError: a source is bad."""
+    """Build the index unless another process does so first. Return its description. Raises ConfigError."""
     assert config.index_path is not None
     folder = config.index_path
     try:
@@ -97,23 +97,23 @@ def build(config: SearchConfig) -> dict[str, Any]:
         with folder.with_name(f"{folder.name}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not is_current(config):
-                _build_beside(config, folder)
+                _build_and_replace(config, folder)
     except OSError as error:
         raise ConfigError(f"search.index_path: {folder}: {error.strerror or error}") from error
-    meta = _meta(config)
+    meta = _read_meta(config)
     assert meta is not None
     return meta
 
 
-def _build_beside(config: SearchConfig, folder: Path) -> None:
+def _build_and_replace(config: SearchConfig, folder: Path) -> None:
     began = time.monotonic()
-    beside = folder.with_name(f"{folder.name}.building")
-    shutil.rmtree(beside, ignore_errors=True)  # of a build that was killed; the lock says that none is at it
-    beside.mkdir()
+    building = folder.with_name(f"{folder.name}.building")
+    shutil.rmtree(building, ignore_errors=True)  # left by a killed build: we hold the lock
+    building.mkdir()
     try:
         stats = [_stat(source.path) for source in config.sources]
-        passages = _write_passages(config, beside / "bm25") if config.engine == "local" else 0
-        remembered = _write_remembered(config, beside / "remembered.db")
+        passages = _write_passages(config, building / "bm25") if config.engine == "local" else 0
+        remembered = _write_remembered(config, building / "remembered.db")
         meta: dict[str, Any] = {
             "settings": _settings(config),
             "stats": stats,
@@ -122,13 +122,13 @@ def _build_beside(config: SearchConfig, folder: Path) -> None:
             "remembered": remembered,
             "seconds": round(time.monotonic() - began, 1),
         }
-        files = [path for path in sorted(beside.rglob("*")) if path.is_file() and path.suffix != ".lock"]
-        meta["files"] = {str(path.relative_to(beside)): [_stat(path), content_digest(path)] for path in files}
-        (beside / "index.json").write_text(json.dumps(meta))
+        files = [path for path in sorted(building.rglob("*")) if path.is_file() and path.suffix != ".lock"]
+        meta["files"] = {str(path.relative_to(building)): [_stat(path), content_digest(path)] for path in files}
+        (building / "index.json").write_text(json.dumps(meta))
         shutil.rmtree(folder, ignore_errors=True)
-        beside.rename(folder)
+        building.rename(folder)
     except BaseException:
-        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(building, ignore_errors=True)
         raise
 
 
@@ -158,7 +158,7 @@ def _write_passages(config: SearchConfig, folder: Path) -> int:
 def _all_passages(config: SearchConfig) -> Iterator[str]:
     for source in config.sources:
         for passage in read_passages(source, config.snippet_chars):
-            # A lone surrogate of a JSON escape is no text.
+            # A JSON escape may produce a lone surrogate, which UTF-8 cannot represent.
             yield passage.encode("utf-8", "replace").decode("utf-8")
 
 
@@ -180,7 +180,7 @@ def _settings(config: SearchConfig) -> dict[str, Any]:
     return {"format": _FORMAT, "sources": sources, "snippet_chars": config.snippet_chars, "engine": config.engine}
 
 
-def _meta(config: SearchConfig) -> dict[str, Any] | None:
+def _read_meta(config: SearchConfig) -> dict[str, Any] | None:
     assert config.index_path is not None
     try:
         meta: dict[str, Any] = json.loads((config.index_path / "index.json").read_text())
@@ -198,38 +198,38 @@ def _stat(path: Path) -> list[int]:
 
 
 class SearchIndex:
-    """Finds passages and remembered queries in a folder that `build` made. Safe to use from several threads."""
+    """Passages and remembered queries in a folder that `build` has written. Threads may share it."""
 
     def __init__(self, folder: Path) -> None:
-        """ConfigError: the folder cannot be opened, damaged since it was looked at, say."""
+        """Raises ConfigError if the folder cannot be opened, for example because it was damaged meanwhile."""
         try:
             self._open(folder)
         except (OSError, ValueError, KeyError, sqlite3.Error) as error:
-            said = " ".join(str(error).split())
-            raise ConfigError(f"search.index_path: {folder}: {said}; it may be deleted") from error
+            reason = " ".join(str(error).split())
+            raise ConfigError(f"search.index_path: {folder}: {reason}; it may be deleted") from error
 
     def _open(self, folder: Path) -> None:
         meta = json.loads((folder / "index.json").read_text())
         content = [meta["settings"] | {"sources": [kind for _, kind in meta["settings"]["sources"]]}, meta["digests"]]
         self.fingerprint = hashlib.sha256(json.dumps(content).encode()).hexdigest()
-        """Changes when the content of any source does."""
+        """Changes when the content of a source changes."""
         self.passages: int = meta["passages"]
-        # Read by several threads, written by none.
+        # Several threads read it and none writes.
         self._remembered = sqlite3.connect(
             f"{(folder / 'remembered.db').resolve().as_uri()}?mode=ro&immutable=1", uri=True, check_same_thread=False
         )
         self._bm25 = Index.open(str(folder / "bm25")) if self.passages else None
 
     def remembered(self, query: str) -> list[str] | None:
-        """The pages that an arpo_cache source holds for a query; none if it holds nothing about it."""
+        """Return the pages that an arpo_cache source holds for a query; None if no source holds the query."""
         key = json.dumps(normalise_query(query))
         row = self._remembered.execute("SELECT pages FROM remembered WHERE query = ?", (key,)).fetchone()
         return None if row is None else json.loads(row[0])
 
     def ranked(self, query: str, k: int) -> list[str]:
-        """At most k distinct passages that hold a word of the query, best first.
+        """Return at most k distinct passages that contain a word of the query, best first.
 
-        Equal scores keep the order of the corpus (among the first 4096), so an answer is the same everywhere.
+        Passages with equal scores keep the order of the corpus (among the first 4096), so answers are deterministic.
         """
         words = query_words(query)
         if self._bm25 is None or not words:
@@ -243,15 +243,15 @@ class SearchIndex:
         return list(found)
 
     def _in_order(self, searcher: Searcher, words: list[str], k: int) -> list[DocAddress]:
-        """The best hits, more than k since some may be doubles; by score, then by position in the corpus."""
+        """Return the best hits by score, then by position in the corpus. More than k, since some may be duplicates."""
         assert self._bm25 is not None
         terms = [(Occur.Should, Query.term_query(self._bm25.schema, "words", word, "freq")) for word in words]
         limit = 2 * k + 32
         while True:
             hits = searcher.search(Query.boolean_query(terms), limit, count=False).hits
             scores = [round(score, 5) for score, _ in hits]
-            # Where the last one is as good as the k-th, equals of theirs may have been left out.
-            if len(hits) < limit or scores[-1] < scores[k - 1] or limit >= _MOST_EQUALS:
+            # If the last hit is as good as the k-th, hits with the same score may be missing.
+            if len(hits) < limit or scores[-1] < scores[k - 1] or limit >= _MAX_TIES:
                 break
             limit *= 8
         if not hits:
@@ -262,21 +262,21 @@ class SearchIndex:
 
 
 def query_words(query: str) -> list[str]:
-    """The words that a query looks for. One of question words alone keeps them.
+    """Return the words to search for: those of the query without stop words, or all if there are only stop words.
 
-    Otherwise "what is <unknown name>" would find whatever has an "is".
+    Otherwise "what is <unknown name>" would find every passage with an "is".
     """
     text = normalise_query(query).encode("utf-8", "replace").decode("utf-8")
-    words = [word for word in _ANALYZER.analyze(text) if len(word.encode()) < _LONGEST_WORD_BYTES]
+    words = [word for word in _ANALYZER.analyze(text) if len(word.encode()) < _MAX_WORD_BYTES]
     return [word for word in words if word not in IGNORED_IN_QUERIES] or words
 
 
 def main() -> None:
-    """Build the index of a configuration. Exit code 2: it cannot be built; one line says why."""
+    """Build the index of a configuration. Exit code 2: it cannot be built, with the reason in one line."""
     parser = argparse.ArgumentParser(prog="python -m tools_sandbox.search.index", description=__doc__.split("\n")[0])
-    given = parser.add_mutually_exclusive_group(required=True)
-    given.add_argument("--config", type=Path, help="the service's YAML file")
-    given.add_argument("--search", choices=["-"], help=argparse.SUPPRESS)
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--config", type=Path, help="the service's YAML file")
+    source.add_argument("--search", choices=["-"], help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     try:
         if arguments.search:
@@ -284,7 +284,7 @@ def main() -> None:
         else:
             config = load_config(arguments.config).search
         if config.index_path is None:
-            raise ConfigError("search.index_path: is not set, so there is no place to keep an index")
+            raise ConfigError("search.index_path: is not set, so there is no folder for the index")
         built = build(config)
     except ConfigError as error:
         print(f"tools_sandbox: {error}", file=sys.stderr)

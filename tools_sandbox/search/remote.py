@@ -1,4 +1,4 @@
-"""Search engines behind HTTP: a dense retriever, and web search."""
+"""Search engines behind HTTP: a dense retriever and web search."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 import aiohttp
 
 from tools_sandbox.config import ConfigError, DenseConfig, WebConfig
-from tools_sandbox.utils.http_retry import Pace, RequestFailed, request_json
+from tools_sandbox.utils.http_retry import RateLimit, RequestFailed, request_json
 
 
 class DenseEngine:
-    """A retriever that embeds the query: POST {"queries": [query], "topk": k}.
+    """A retriever that embeds the query. It is called with POST {"queries": [query], "topk": k}.
 
-    It answers {"result": [[hit, ...]]}, a hit being {"document": {"title"?, "contents" or "text"}} or that document.
+    It answers {"result": [[hit, ...]]}. A hit is {"document": {"title"?, "contents" or "text"}} or the document itself.
     """
 
     def __init__(self, config: DenseConfig) -> None:
@@ -25,7 +25,7 @@ class DenseEngine:
         self._session: aiohttp.ClientSession | None = None
 
     async def start(self) -> None:
-        """Open the connections; belongs to this event loop from now on."""
+        """Open the HTTP session in the running event loop."""
         self._session = aiohttp.ClientSession()
 
     async def stop(self) -> None:
@@ -34,7 +34,7 @@ class DenseEngine:
             await self._session.close()
 
     async def search(self, query: str, k: int) -> list[str]:
-        """At most k passages, best first. RequestFailed."""
+        """Return at most k passages, best first. Raises RequestFailed."""
         assert self._session is not None
         config, body = self._config, {"queries": [query], "topk": k}
         answer = await request_json(
@@ -55,17 +55,17 @@ def _passage(hit: dict[str, Any]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Provider:
-    """How one web engine is asked and how it answers."""
+    """The request and answer format of one web search provider."""
 
     url: str | None
     method: str
     key_header: str | None
-    question: Callable[[str, int], dict[str, Any]]
-    """Keyword arguments of the request, from query and k."""
+    request: Callable[[str, int], dict[str, Any]]
+    """Function of query and k that returns keyword arguments of the request."""
     hits: tuple[str, ...]
-    """Where the list of hits stands in the answer."""
+    """Path to the list of hits in the answer."""
     text: str
-    """Field of a hit that holds its snippet."""
+    """Field of a hit with its snippet."""
 
 
 _PROVIDERS = {
@@ -92,17 +92,17 @@ _PROVIDERS = {
 
 
 class WebEngine:
-    """A web search engine; its key comes from the environment and is sent in a header only."""
+    """A web search engine. Its key comes from the environment and is sent only in a header."""
 
     def __init__(self, config: WebConfig) -> None:
-        """ConfigError: no address, or no key."""
+        """Raises ConfigError if the address or the key is missing."""
         self._config, self._provider = config, _PROVIDERS[config.provider]
         url = config.url or self._provider.url
         if url is None:
             raise ConfigError(f"search.web.url: {config.provider} has no public endpoint; name yours")
         self._url, self._headers = url, self._key_headers()
         self.fingerprint = f"web {config.provider} {url}"
-        self._pace = Pace(config.requests_per_s)
+        self._rate_limit = RateLimit(config.requests_per_s)
         self._session: aiohttp.ClientSession | None = None
 
     def _key_headers(self) -> dict[str, str]:
@@ -117,8 +117,8 @@ class WebEngine:
         return {header: key}
 
     async def start(self) -> None:
-        """Open the connections; belongs to this event loop from now on."""
-        # Proxies of the environment apply: this is a public address.
+        """Open the HTTP session in the running event loop."""
+        # The address is public, so the proxies of the environment apply.
         self._session = aiohttp.ClientSession(headers=self._headers, trust_env=True)
 
     async def stop(self) -> None:
@@ -127,7 +127,7 @@ class WebEngine:
             await self._session.close()
 
     async def search(self, query: str, k: int) -> list[str]:
-        """At most k snippets, in the engine's order. RequestFailed."""
+        """Return at most k snippets in the provider's order. Raises RequestFailed."""
         assert self._session is not None
         answer = await request_json(
             self._session,
@@ -135,12 +135,12 @@ class WebEngine:
             self._url,
             timeout_s=self._config.timeout_s,
             retries=self._config.retries,
-            pace=self._pace,
-            **self._provider.question(query, k),
+            rate_limit=self._rate_limit,
+            **self._provider.request(query, k),
         )
         try:
             for name in self._provider.hits:
-                answer = answer.get(name, {})  # an engine that found nothing leaves the list out
+                answer = answer.get(name, {})  # a provider that found nothing omits the list
             return [str(hit[self._provider.text]) for hit in answer or [] if hit.get(self._provider.text)][:k]
         except (AttributeError, KeyError, TypeError) as error:
             raise RequestFailed(f"{self._url} answered in another format") from error

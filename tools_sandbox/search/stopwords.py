@@ -1,4 +1,4 @@
-"""Words that a query may hold and that say nothing about what it looks for."""
+"""Words of a query that do not help to find anything."""
 
 _ENGLISH = (
     "a an and are as at be but by for if in into is it no not of on or such that the their then there these they this "

@@ -1,4 +1,4 @@
-"""The search tool."""
+"""The search tool: remembered queries first, then one search engine."""
 
 from __future__ import annotations
 
@@ -25,41 +25,44 @@ class SearchArguments(BaseModel):
 
 
 class SearchEngine(Protocol):
-    """Finds passages for a query."""
+    """An engine that finds passages for a query."""
 
     fingerprint: str
-    """Changes when its answers may."""
+    """Changes when the engine's answers may change."""
 
     async def start(self) -> None:
-        """Called once in the process that searches."""
+        """Prepare searches. Called once, in the process that searches."""
 
     async def stop(self) -> None:
-        """Called at the end."""
+        """Release resources."""
 
     async def search(self, query: str, k: int) -> list[str]:
-        """At most k passages, best first. RequestFailed: it cannot be asked, now."""
+        """Return at most k passages, best first. Raises RequestFailed if the engine gives no answer."""
 
 
 class LocalEngine:
-    """BM25 over the sources."""
+    """An engine that ranks the passages of the sources by BM25."""
 
     def __init__(self, index: SearchIndex) -> None:
         self._index = index
         self.fingerprint = "bm25"
 
     async def start(self) -> None:
-        """Nothing to do: the index is open."""
+        """Do nothing: the index is open."""
 
     async def stop(self) -> None:
-        """Nothing to give back."""
+        """Do nothing: the index stays open until the process ends."""
 
     async def search(self, query: str, k: int) -> list[str]:
-        """At most k passages that hold a word of the query."""
+        """Return at most k passages that contain a word of the query."""
         return await in_thread(self._index.ranked, query, k)
 
 
 class SearchTool(Tool):
-    """Answers from what was remembered, else from one engine, as "Page 1: ...\\nPage 2: ..." like the reference."""
+    """The search tool. It answers remembered queries from the index and others from one engine.
+
+    An answer has the format of the ARPO authors: "Page 1: ...\\nPage 2: ...".
+    """
 
     name = "search"
     description = "Search and return the best matching passages."
@@ -67,13 +70,13 @@ class SearchTool(Tool):
     cacheable = True
 
     def __init__(self, config: SearchConfig) -> None:
-        """ConfigError: the engine's section is missing, or sources that it cannot search are given."""
+        """Raises ConfigError if the engine's section is missing or a source cannot be used with the engine."""
         self._config = config
         self._index = SearchIndex(config.index_path) if config.index_path is not None and config.sources else None
         self._engine = self._make_engine()
         self.in_worker = config.engine == "local"
-        kept = self._index.fingerprint if self._index else ""
-        self.fingerprint = f"{self._engine.fingerprint} {kept} {config.max_results} {config.snippet_chars}"
+        index_fingerprint = self._index.fingerprint if self._index else ""
+        self.fingerprint = f"{self._engine.fingerprint} {index_fingerprint} {config.max_results} {config.snippet_chars}"
 
     def _make_engine(self) -> SearchEngine:
         config = self._config
@@ -92,15 +95,15 @@ class SearchTool(Tool):
         return WebEngine(config.web)
 
     async def start(self) -> None:
-        """Open the engine's connections."""
+        """Start the engine."""
         await self._engine.start()
 
     async def stop(self) -> None:
-        """Close them."""
+        """Stop the engine."""
         await self._engine.stop()
 
     async def run(self, arguments: SearchArguments, timeout_s: float) -> ToolResult:
-        """Results as "Page 1: ..." lines; NO_RESULTS if there are none."""
+        """Return the results as "Page 1: ..." lines, or NO_RESULTS."""
         if not arguments.query.strip():
             return ToolResult("error", 'Argument "query" is empty; say what to look for.')
         k = min(arguments.k or self._config.max_results, self._config.max_results)
@@ -110,6 +113,6 @@ class SearchTool(Tool):
                 pages = await self._engine.search(arguments.query, k)
             except RequestFailed as error:
                 raise ToolBroken(str(error)) from error
-        room = self._config.snippet_chars
-        lines = [f"Page {number}: {' '.join(page.split())[:room]}" for number, page in enumerate(pages[:k], start=1)]
+        limit = self._config.snippet_chars
+        lines = [f"Page {number}: {' '.join(page.split())[:limit]}" for number, page in enumerate(pages[:k], start=1)]
         return ToolResult("ok", "\n".join(lines)) if lines else ToolResult("ok", NO_RESULTS, negative=True)

@@ -1,8 +1,8 @@
-"""Who runs next: places for a number of calls, given out fairly between trajectories.
+"""Fair queueing: slots for a number of running calls, shared fairly between trajectories.
 
-Start-time fair queueing (Goyal, Vin, Cheng 1996) with calls of equal size: a trajectory's tag is the virtual time at
-which its next turn begins, so one that asks for a thousand things at once waits behind its own calls and not in front
-of everybody else's. Only a call that gets a place moves the tag: what was refused, or gave up, took nothing.
+Start-time fair queueing (Goyal, Vin, Cheng 1996) with calls of equal size. The tag of a trajectory is the virtual time
+at which its next turn begins. A trajectory that sends a thousand calls at once therefore waits after its own calls and
+not before those of others. Only a call that gets a slot moves the tag: a refused or abandoned call costs no turn.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 
 class QueueFull(Exception):  # noqa: N818 - a state, not a mistake
-    """No room to wait: this trajectory has more calls waiting than any other."""
+    """The queue is full, and this trajectory has more waiting calls than any other."""
 
 
 @dataclass(slots=True, eq=False)
@@ -26,32 +26,32 @@ class _Flow:
     """Virtual time of its next turn."""
     running: int = 0
     turns: deque[asyncio.Future[None]] = field(default_factory=deque)
-    """Of its calls that wait, in order."""
-    offered: bool = False
-    """It is in the heap."""
+    """Futures of its waiting calls, in order."""
+    in_heap: bool = False
 
 
 class FairQueue:
-    """Places, and the calls that wait for one. Belongs to one event loop.
+    """Slots for running calls, and the calls that wait for one. Belongs to one event loop.
 
-    places: calls that may run at a time, of one flow at most three quarters of them, so that calls that never end keep
-    no other flow from running. max_waiting: calls that may wait.
+    slots: calls that may run at a time. One flow gets at most three quarters of them, so that calls that never end
+    cannot keep all other flows from running.
+    max_waiting: calls that may wait.
     """
 
-    def __init__(self, places: int, max_waiting: int) -> None:
-        self.places, self.max_waiting = places, max_waiting
-        self._places_of_one = max(3 * places // 4, 1)
+    def __init__(self, slots: int, max_waiting: int) -> None:
+        self.slots, self.max_waiting = slots, max_waiting
+        self._slots_per_flow = max(3 * slots // 4, 1)
         self.running = self.waiting = 0
         self._flows: dict[str, _Flow] = {}
-        """Flows with calls, and some of those whose next call would start later than now."""
+        """Flows with calls, and some idle flows whose next turn lies in the future."""
         self._heap: list[tuple[int, int, _Flow]] = []
-        """Flows that have calls waiting and may run one more, by tag, then by when they came; each once."""
+        """Flows that have waiting calls and may run one more, by tag, then by arrival. Each flow is in it once."""
         self._now = 0
         self._numbers = itertools.count()
 
     @asynccontextmanager
-    async def place(self, flow: str, wait_s: float) -> AsyncIterator[None]:
-        """Hold a place. TimeoutError: none became free within wait_s. QueueFull: too many wait, most of this flow."""
+    async def slot(self, flow: str, wait_s: float) -> AsyncIterator[None]:
+        """Hold a slot. Raises TimeoutError after `wait_s` without one, QueueFull if too many calls wait."""
         state = self._flows.setdefault(flow, _Flow())
         await self._enter(state, wait_s)
         try:
@@ -66,7 +66,7 @@ class FairQueue:
         flow.turns.append(turn)
         self.waiting += 1
         self._offer(flow)
-        self._give_places()
+        self._give_slots()
         if not turn.done() and self.waiting > self.max_waiting:
             self._refuse_one(flow)
         try:
@@ -77,7 +77,7 @@ class FairQueue:
                 flow.turns.remove(turn)
                 self.waiting -= 1
             elif not turn.cancelled() and turn.exception() is None:
-                # The place came in the same moment as the end of waiting: pass it on.
+                # The slot was given in the same moment in which waiting ended: pass it on.
                 self._leave(flow)
             raise
 
@@ -85,21 +85,21 @@ class FairQueue:
         self.running -= 1
         flow.running -= 1
         self._offer(flow)
-        self._give_places()
+        self._give_slots()
 
     def _offer(self, flow: _Flow) -> None:
-        if flow.turns and flow.running < self._places_of_one and not flow.offered:
-            flow.offered = True
+        if flow.turns and flow.running < self._slots_per_flow and not flow.in_heap:
+            flow.in_heap = True
             heapq.heappush(self._heap, (flow.tag, next(self._numbers), flow))
 
-    def _give_places(self) -> None:
-        while self.running < self.places and self._heap:
+    def _give_slots(self) -> None:
+        while self.running < self.slots and self._heap:
             tag, _, flow = heapq.heappop(self._heap)
-            flow.offered = False
-            while flow.turns and flow.turns[0].done():  # it was cancelled in this moment
+            flow.in_heap = False
+            while flow.turns and flow.turns[0].done():  # cancelled in this moment
                 flow.turns.popleft()
                 self.waiting -= 1
-            if not flow.turns or tag < flow.tag:  # its calls gave up; perhaps others have come since
+            if not flow.turns or tag < flow.tag:  # its calls gave up; new ones may have come since
                 self._offer(flow)
                 continue
             self._now = max(self._now, flow.tag)
@@ -110,13 +110,13 @@ class FairQueue:
             flow.turns.popleft().set_result(None)
             self._offer(flow)
         if len(self._flows) > 2 * (self.waiting + self.running) + 1024:
-            # Who has nothing waiting is at most one turn ahead of the others; that may be forgotten.
+            # A flow without calls is at most one turn ahead of the others, which may be forgotten.
             self._flows = {name: flow for name, flow in self._flows.items() if flow.turns or flow.running}
 
     def _refuse_one(self, newcomer: _Flow) -> None:
-        """The flow with most calls waiting loses its last one; among equals the one that came."""
+        """Refuse the last call of the flow with the most waiting calls; among equal flows, the newcomer's."""
         flow = max(self._flows.values(), key=lambda each: (len(each.turns), each is newcomer))
         last = flow.turns.pop()
         self.waiting -= 1
-        if not last.done():  # it was cancelled in this moment
+        if not last.done():  # else it was cancelled in this moment
             last.set_exception(QueueFull())

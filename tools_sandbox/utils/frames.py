@@ -1,4 +1,4 @@
-"""JSON messages on a stream between the service and its workers: four bytes of length, then the message."""
+"""JSON messages on a stream between two processes: four bytes of length, then the message."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ _LENGTH = struct.Struct("!I")
 
 
 def encode(message: dict[str, Any]) -> bytes:
-    """Length and body. ASCII escapes also carry lone surrogates, which a model can write and UTF-8 cannot."""
+    """Return length and body. ASCII escapes also carry lone surrogates, which UTF-8 cannot represent."""
     body = json.dumps(message).encode("ascii")
     return _LENGTH.pack(len(body)) + body
 
 
 async def receive(reader: asyncio.StreamReader) -> dict[str, Any] | None:
-    """The next message; none when the other side is gone."""
+    """Return the next message, or None when the other side has gone."""
     try:
         (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
         message: dict[str, Any] = json.loads(await reader.readexactly(length))

@@ -1,4 +1,4 @@
-"""The few Linux calls that Python 3.11 does not offer, through ctypes. Each raises OSError, as `os` would."""
+"""Linux system calls that Python 3.11 does not offer, through ctypes. Each raises OSError, like `os`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import platform
 
 MACHINE = platform.machine()
-"""x86_64 or aarch64; on others there is no system call filter."""
+"""Architecture. There is a system call filter for x86_64 and aarch64 only."""
 
 CLONE_NEWNS = 0x00020000
 CLONE_NEWUTS = 0x04000000
@@ -22,7 +22,7 @@ _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_CAPBSET_DROP = 1, 4, 2
 _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 15, 36, 38
 _SECCOMP_MODE_FILTER = 2
 _SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
-# From here on new calls have the same number on every architecture.
+# From here on, new system calls have the same number on every architecture.
 _SYS_MOUNT_SETATTR = 442
 _MNT_DETACH = 2
 _AT_FDCWD, _AT_RECURSIVE = -100, 0x8000
@@ -39,26 +39,26 @@ def _checked(result: int, what: str) -> None:
 
 
 def unshare(flags: int) -> None:
-    """Leave the namespaces named by CLONE_* flags for new ones."""
+    """Move this process to new namespaces, given by CLONE_* flags."""
     _checked(_libc.unshare(flags), f"unshare({flags:#x})")
 
 
 def mount(kind: str, target: str, flags: int, options: str = "") -> None:
-    """Mount a file system of a kind ("proc", "tmpfs"), or with kind "" change the flags of a mount."""
+    """Mount a file system of a kind ("proc", "tmpfs"). With kind "", change the flags of a mount."""
     name = kind.encode() or None
     result = _libc.mount(name, target.encode(), name, ctypes.c_ulong(flags), options.encode() or None)
     _checked(result, f"mount {target}")
 
 
 def bind(source: str, target: str) -> None:
-    """Make a folder visible at a second place, with the flags (read-only) of the first."""
-    # With what is mounted inside: a user namespace does not let a mount be parted from those above it.
+    """Make a folder visible at a second path, with the flags (read-only) of the first."""
+    # Recursively: in a user namespace, a mount cannot be separated from the mounts below it.
     result = _libc.mount(source.encode(), target.encode(), None, ctypes.c_ulong(MS_BIND | MS_REC), None)
     _checked(result, f"bind {target}")
 
 
 def make_mounts_read_only(target: str) -> None:
-    """Make a mount and those inside it read-only and deaf to set-user-id bits (Linux 5.12)."""
+    """Make a mount and those inside it read-only and ignore set-user-id bits there (Linux 5.12)."""
 
     class _Attributes(ctypes.Structure):
         _fields_ = [(name, ctypes.c_uint64) for name in ("attr_set", "attr_clr", "propagation", "userns_fd")]
@@ -75,16 +75,16 @@ def make_mounts_read_only(target: str) -> None:
 
 
 def change_root(folder: str) -> None:
-    """Make a mount the root of this mount namespace and let go of the old root, with all that is mounted there."""
+    """Make a mount the root of this mount namespace and detach the old root with all its mounts."""
     os.chdir(folder)
-    # The old root lands on top of the new one, and is taken off again: no folder for it is needed.
+    # The old root is stacked on top of the new one and then unmounted, so no folder for it is needed.
     syscall(_SYS_PIVOT_ROOT[MACHINE], ctypes.c_char_p(b"."), ctypes.c_char_p(b"."))
     _checked(_libc.umount2(b".", _MNT_DETACH), "umount of the old root")
     os.chdir("/")
 
 
 def syscall(number: int, *arguments: object) -> int:
-    """A call by its number; arguments are ctypes values."""
+    """Call the kernel by number. Arguments are ctypes values."""
     result: int = _libc.syscall(ctypes.c_long(number), *arguments)
     _checked(result, f"system call {number}")
     return result
@@ -96,33 +96,33 @@ def _prctl(option: int, argument: int, second: int = 0) -> None:
 
 
 def die_with_parent(signal_number: int) -> None:
-    """Have the kernel send a signal to this process when the thread that forked it ends. A change of uid undoes it."""
+    """Have the kernel send a signal to this process when its parent thread ends. A change of uid undoes this."""
     _prctl(_PR_SET_PDEATHSIG, signal_number)
 
 
 def adopt_orphans() -> None:
-    """Become the parent of every descendant whose own parent ends."""
+    """Become the parent of every descendant whose parent ends."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def forbid_new_privileges() -> None:
-    """No exec of this process or its children gains privileges (set-user-id programs, file capabilities)."""
+    """Forbid this process and its children to gain privileges by exec (set-user-id programs, file capabilities)."""
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
 
 
 def name_process(name: str) -> None:
-    """What `ps` and `top` call this process and those it forks; at most 15 bytes."""
+    """Set the name of this process and its children in `ps` and `top`; at most 15 bytes."""
     buffer = ctypes.create_string_buffer(name.encode("ascii"))
     _prctl(_PR_SET_NAME, ctypes.addressof(buffer))
 
 
 def make_dumpable(dumpable: bool) -> None:
-    """Whether processes of the same user may look into this one (ptrace, /proc/PID/mem), and it dumps core."""
+    """Allow or forbid core dumps and access by processes of the same user (ptrace, /proc/PID/mem)."""
     _prctl(_PR_SET_DUMPABLE, int(dumpable))
 
 
 def filter_system_calls(program: bytes) -> None:
-    """Put a BPF program (see `seccomp`) before every system call of this process and its children, for good."""
+    """Filter every system call of this process and its children by a BPF program (see `seccomp`), for good."""
 
     class _Program(ctypes.Structure):
         _fields_ = [("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p)]

@@ -1,4 +1,4 @@
-"""The service's log on standard error: one JSON object a line, or one line of text."""
+"""The log on standard error: one JSON object or one line of text per record."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _STANDARD = frozenset(vars(logging.makeLogRecord({})))
 
 
 class JsonFormatter(logging.Formatter):
-    """time (UTC, ISO 8601), level, event, what was given as `extra`, and the exception if there is one."""
+    """A formatter of JSON lines: time (UTC, ISO 8601), level, event, the fields of `extra`, and the exception."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line, ASCII."""
+        """Return the record as one line of ASCII."""
         moment = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
         line = {"time": f"{moment}.{int(record.msecs):03d}Z", "level": record.levelname.lower()}
         line["event"] = record.getMessage()

@@ -1,4 +1,4 @@
-"""A folder that is gone with its process, also with one that was killed."""
+"""A temporary folder that does not outlive its process for long, even if the process is killed."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from pathlib import Path
 
 
 class TemporaryFolder:
-    """A folder of this process, locked as long as it lives. Making one removes those whose process was killed."""
+    """A folder that this process locks while it lives. Creating one removes the folders of killed processes."""
 
     def __init__(self, prefix: str) -> None:
-        """prefix: of its name, which nothing else in the temporary directory has. OSError: it cannot be made."""
+        """prefix: prefix of the folder's name, which must be unique to this use. Raises OSError."""
         for other in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
-            with contextlib.suppress(OSError):  # another user's, in use, or just gone
+            with contextlib.suppress(OSError):  # another user's, in use, or just removed
                 lock = _locked(other)
                 shutil.rmtree(other, ignore_errors=True)
                 os.close(lock)
         self._lock = -1
         while self._lock < 0:
             self.path = Path(tempfile.mkdtemp(prefix=prefix))
-            # Between being made and being locked it may be taken for one that is left over.
+            # Between its creation and its lock, another process may take it for a leftover and remove it.
             with contextlib.suppress(FileNotFoundError, BlockingIOError):
                 self._lock = _locked(self.path)
 
     def remove(self) -> None:
-        """Remove it; once more does nothing."""
+        """Remove the folder. A second call does nothing."""
         if self._lock >= 0:
             shutil.rmtree(self.path, ignore_errors=True)
             os.close(self._lock)
@@ -36,7 +36,7 @@ class TemporaryFolder:
 
 
 def _locked(folder: Path) -> int:
-    """A descriptor that holds the folder's lock. OSError: another process does, or there is no such folder of ours."""
+    """Return a descriptor that holds the lock of a folder. Raises OSError if another process holds it."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""The service's side of its workers: starts them, spreads calls over them, replaces those that die or hang."""
+"""The pool of worker processes: it starts them, spreads calls over them, and replaces those that die or hang."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ log = logging.getLogger("tools_sandbox")
 
 _START_TIMEOUT_S = 120.0
 _CANCEL_GRACE_S = 3.0
-"""A worker that has not confirmed the end of a cancelled call by then is hung, and replaced."""
-_DEATHS_TO_SUSPECT, _DEATHS_TO_BLAME = 2, 3
-"""A call that was running when so many workers died for no known reason has the next one to itself; is the cause."""
-_LONGEST_PAUSE_S = 5.0
+"""Seconds for a worker to confirm that a cancelled call has ended. After that it counts as hung and is replaced."""
+_DEATHS_TO_SUSPECT, _DEATHS_TO_GIVE_UP = 2, 3
+"""Unexplained worker deaths during a call until the call runs alone in a worker, and until it is given up."""
+_MAX_PAUSE_S = 5.0
 
 
 class _WorkerDied(Exception):  # noqa: N818 - a state
-    """The worker of a call is gone; `blamed`: another call is known to be the reason."""
+    """The worker of a call has died. blamed: another call is known to be the cause."""
 
     def __init__(self, *, blamed: bool) -> None:
         super().__init__("its worker died")
@@ -50,45 +50,45 @@ class _Worker:
     pending: dict[int, asyncio.Future[ToolResult | None]] = field(default_factory=dict)
     hung: bool = False
     reserved: bool = False
-    """Takes no more calls, for a while."""
+    """A suspect has this worker to itself, so it takes no other calls."""
 
 
 class WorkerPool:
-    """`config.workers` processes. Belongs to one event loop.
+    """A pool of `config.workers` processes. Belongs to one event loop.
 
-    remove: folders that a worker removes when it finds the service gone.
+    remove: folders that a worker removes when it finds that the service has died.
     """
 
     def __init__(self, config: SandboxConfig, remove: list[Path]) -> None:
-        # MCP servers are the service's, and so are the secrets in their environment.
+        # Workers need no MCP servers, nor the secrets in their environment.
         config_values = TypeAdapter(SandboxConfig).dump_python(replace(config, mcp={}), mode="json")
         self._first = frames.encode({"config": config_values, "remove": [str(folder) for folder in remove]})
         self._wanted = config.workers
         self._workers: list[_Worker] = []
         self._changed = asyncio.Condition()
-        """Notified when a worker comes, goes, or has ended a call."""
+        """Notified when a worker comes or goes, or has finished a call."""
         self._suspects = asyncio.Lock()
         self._numbers = itertools.count()
         self._background: set[asyncio.Task[None]] = set()
         self._starting: set[subprocess.Popen[bytes]] = set()
-        """That do not serve yet."""
+        """Processes that do not serve yet."""
         self._stopping = False
         self.restarts = 0
 
     @property
     def alive(self) -> int:
-        """Workers that take calls."""
+        """Number of workers that take calls."""
         return len(self._workers)
 
     async def start(self) -> None:
-        """Start all and wait until they serve. ConfigError: a tool cannot start as told."""
+        """Start all workers and wait until they serve. Raises ConfigError if a tool cannot start as configured."""
         await asyncio.gather(*(self._add_worker() for _ in range(self._wanted)))
 
     async def run(self, tool: str, arguments: Mapping[str, Any], timeout_s: float, *, repeatable: bool) -> ToolResult:
-        """Run a call on the least busy worker; again on another if its worker dies and the tool is `repeatable`.
+        """Run a call on the least busy worker. If the worker dies and the tool is `repeatable`, run it on another.
 
-        Raises ToolBroken: the tool failed for reasons that are not the call's. If the awaiting task is cancelled, so
-        is the call.
+        Raises ToolBroken if the tool failed and the call is not the cause. If the awaiting task is cancelled, so is the
+        call.
         """
         deadline, deaths = time.monotonic() + timeout_s, 0
         while True:
@@ -100,7 +100,7 @@ class WorkerPool:
                 return ToolResult("timeout", f"Time limit exceeded: {tool} did not finish within {timeout_s:g} s.")
             except _WorkerDied as error:
                 deaths += not error.blamed
-                if deaths >= _DEATHS_TO_BLAME or not repeatable:
+                if deaths >= _DEATHS_TO_GIVE_UP or not repeatable:
                     raise ToolBroken(f"{tool}: its worker died") from error
                 continue
             if result is None:
@@ -109,15 +109,15 @@ class WorkerPool:
 
     @contextlib.asynccontextmanager
     async def _worker(self, *, alone: bool) -> AsyncIterator[_Worker]:
-        """The least busy worker; `alone`: with no other call in it, so that whoever kills it is known."""
+        """Yield the least busy worker. alone: with no other call in it, so that the cause of its death is known."""
         if not alone:
-            yield await self._when(self._least_busy)
+            yield await self._wait_for(self._least_busy)
             return
         async with self._suspects:
-            worker = await self._when(self._least_busy)
+            worker = await self._wait_for(self._least_busy)
             worker.reserved = True
             try:
-                await self._when(lambda: worker if not worker.pending else None)
+                await self._wait_for(lambda: worker if not worker.pending else None)
                 yield worker
             finally:
                 worker.reserved = False
@@ -127,11 +127,11 @@ class WorkerPool:
         free = [worker for worker in self._workers if not worker.reserved]
         return min(free, key=lambda worker: len(worker.pending), default=None)
 
-    async def _when(self, look: Callable[[], _Worker | None]) -> _Worker:
-        found = look()
+    async def _wait_for(self, find: Callable[[], _Worker | None]) -> _Worker:
+        found = find()
         if found is None:
             async with self._changed:
-                while (found := look()) is None:
+                while (found := find()) is None:
                     if self._stopping:
                         raise ToolBroken("the service is shutting down")
                     await self._changed.wait()
@@ -144,7 +144,7 @@ class WorkerPool:
     async def _run_on(
         self, worker: _Worker, tool: str, arguments: Mapping[str, Any], timeout_s: float
     ) -> ToolResult | None:
-        if worker not in self._workers:  # it died while this call waited to have it alone
+        if worker not in self._workers:  # it died while this call waited for the others to finish
             raise _WorkerDied(blamed=True)
         number = next(self._numbers)
         future = worker.pending[number] = asyncio.get_running_loop().create_future()
@@ -157,14 +157,14 @@ class WorkerPool:
             raise
 
     async def _cancel(self, worker: _Worker, number: int) -> None:
-        """End a call on its worker; the worker too if the call does not end."""
+        """End a call on its worker. If the call does not end, kill the worker."""
         future = worker.pending.get(number)
         if future is None:
             return
         worker.writer.write(frames.encode({"cancel": number}))
         await asyncio.wait([future], timeout=_CANCEL_GRACE_S)
         if future.done():
-            future.exception()  # nobody waits for it any more
+            future.exception()  # marks it as retrieved: no one waits for it any more
             return
         log.warning("a worker hangs in a call and is replaced", extra={"pid": worker.process.pid})
         del worker.pending[number]
@@ -188,8 +188,8 @@ class WorkerPool:
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                # A ctrl-C, and a supervisor that kills the service's group, reach the service alone: its workers
-                # end when it has, and clean up after it.
+                # In its own session: a Ctrl-C or a supervisor that kills the service's group reaches only the service.
+                # Its workers end after it and remove its folders.
                 start_new_session=True,
                 env={name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE},
             )
@@ -234,10 +234,10 @@ class WorkerPool:
             try:
                 await self._add_worker()
                 break
-            except (ConfigError, OSError) as error:  # out of memory or processes, say: that may pass
+            except (ConfigError, OSError) as error:  # may be temporary, e.g. a lack of memory or processes
                 log.error("a worker cannot be started", extra={"reason": str(error)})
                 await asyncio.sleep(pause_s)
-                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+                pause_s = min(2 * pause_s, _MAX_PAUSE_S)
 
     def _in_background(self, work: Any) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -245,7 +245,7 @@ class WorkerPool:
         task.add_done_callback(self._background.discard)
 
     async def stop(self) -> None:
-        """End all workers and their calls."""
+        """Kill all workers and end their calls."""
         self._stopping = True
         await self._notify()
         for process in [*self._starting, *(worker.process for worker in self._workers)]:
@@ -258,5 +258,5 @@ class WorkerPool:
 async def _end(process: subprocess.Popen[bytes], writer: asyncio.StreamWriter) -> None:
     writer.transport.abort()
     process.kill()
-    # Not `wait` in the loop: a process in the kernel's hands may take its time.
+    # In a thread: a process that is blocked in the kernel may take a while to end.
     await asyncio.to_thread(process.wait)

@@ -1,7 +1,7 @@
-"""One worker process: runs search, browse and plug-in tools for the service that started it.
+"""A worker process, which runs search, browse and plug-in tools for the service that started it.
 
-What these tools read is not the service's (hostile pages, users' code), so they run where a crash, a hang or a leak
-costs the calls of one process and not the service. A worker lives as long as its socket to the service.
+These tools read hostile pages and run users' code. In a worker, a crash, a hang or a leak costs only the calls of that
+process. A worker lives as long as its socket to the service.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from tools_sandbox.utils import frames, logs
 
 log = logging.getLogger("tools_sandbox")
 
-_STANDSTILL_S = 30.0
+_MAX_STANDSTILL_S = 30.0
 
 
 async def _answer(tool: Tool, arguments: dict[str, Any], timeout_s: float) -> ToolResult | None:
-    """The result; none if the tool itself broke."""
+    """Return the result, or None if the tool itself is broken."""
     checked = check_arguments(tool, arguments)
-    assert not isinstance(checked, str), checked  # the service checked them too
+    assert not isinstance(checked, str), checked  # the service has checked them already
     try:
         return ToolResult(*await tool.run(checked, timeout_s))
     except ToolBroken as error:
@@ -77,15 +77,15 @@ async def _serve(control: socket.socket) -> None:
         else:
             running[message["id"]] = asyncio.create_task(call(message))
     heartbeat.cancel()
-    # The service is gone, perhaps killed: nobody else removes what it made for us.
+    # The service is gone, perhaps killed, so its folders are removed here.
     for folder in first["remove"]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 async def _heartbeat() -> None:
-    """End this process if its loop stands still: a C function that holds the interpreter would outlive the service."""
+    """End this process if its event loop stalls: a C function that holds the GIL would outlive the service."""
     while True:
-        faulthandler.dump_traceback_later(_STANDSTILL_S, exit=True)
+        faulthandler.dump_traceback_later(_MAX_STANDSTILL_S, exit=True)
         await asyncio.sleep(1)
 
 
@@ -94,7 +94,7 @@ def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
     loop = asyncio.new_event_loop()
     loop.run_until_complete(_serve(control))
-    # At once: a thread that hangs must not keep a worker alive whose service is gone.
+    # Without waiting for threads: a hung thread must not keep a worker alive after its service.
     os._exit(0)
 
 

@@ -1,4 +1,4 @@
-"""A tool of your own: one class, offered by an entry point (see pyproject.toml beside)."""
+"""An example of a custom tool: one class, offered by an entry point (see this package's pyproject.toml)."""
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -7,22 +7,22 @@ from tools_sandbox.tool import Tool, in_thread
 
 
 class CountArguments(BaseModel):
-    """What the model may say; the JSON schema is made from it."""
+    """Arguments of the tool. Their JSON schema, which the model sees, is generated from this class."""
 
     model_config = ConfigDict(extra="forbid")
-    text: str = Field(description="The text whose words are counted.")
+    text: str = Field(description="Text to count the words of.")
 
 
 class CountWords(Tool):
-    """Counts words.
+    """A tool that counts words.
 
-    shortest: words of fewer characters do not count; an option of the service's configuration.
+    shortest: option of the service's configuration; words with fewer characters do not count.
     """
 
     name = "count_words"
     description = "Count the words of a text."
     arguments = CountArguments
-    # Equal arguments give equal answers, as long as the options are the same.
+    # Equal arguments give equal answers; the fingerprint covers the options.
     cacheable = True
 
     def __init__(self, shortest: int = 1) -> None:
@@ -30,8 +30,8 @@ class CountWords(Tool):
         self.fingerprint = f"shortest={shortest}"
 
     async def run(self, arguments: CountArguments, timeout_s: float) -> ToolResult:
-        """The number of words, as text."""
-        # A thread, since counting a long text would hold up the other calls of this worker.
+        """Return the number of words, as text."""
+        # In a thread: counting a long text would delay the other calls of this worker.
         return ToolResult("ok", str(await in_thread(self._count, arguments.text)))
 
     def _count(self, text: str) -> int:
