@@ -23,7 +23,7 @@ from arpo_megatron.bench.pools import GROUP, new_pool, start
 from arpo_megatron.bench.simulated_tools import LATENCIES, SimulatedTools
 from arpo_megatron.config import AlgorithmConfig
 from arpo_megatron.engine.client import EngineClient
-from arpo_megatron.engine.expert_routes import RouteRequest
+from arpo_megatron.engine.expert_routes import ExpertRouteRequest
 from arpo_megatron.engine.request import EngineFinish, Generation, Sampling
 from arpo_megatron.monitor.profiler import peak_memory_gb
 from arpo_megatron.rollout.context import RolloutLimits
@@ -59,9 +59,9 @@ class SimulatedEngine(EngineClient):
         sampling: Sampling,
         stop: Sequence[str] = (),
         key: str = "",
-        routes: RouteRequest | None = None,
+        routes: ExpertRouteRequest | None = None,
         ready: Callable[[], Awaitable[None]] | None = None,
-        on_repeat: Callable[[], None] = lambda: None,
+        on_retry: Callable[[], None] = lambda: None,
     ) -> Generation:
         """`SEGMENT` tokens and a call, or as many as are wanted."""
         self._now += 1
@@ -87,7 +87,7 @@ class SimulatedEngine(EngineClient):
         )
 
     async def prefill(
-        self, input_ids: Sequence[int] | Int32Array, *, key: str = "", on_repeat: Callable[[], None] = lambda: None
+        self, input_ids: Sequence[int] | Int32Array, *, key: str = "", on_retry: Callable[[], None] = lambda: None
     ) -> tuple[int, int]:
         """Nothing to do."""
         return len(input_ids), 0

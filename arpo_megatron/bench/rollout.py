@@ -199,7 +199,7 @@ class Bench:
                 pool.start(start(_tasks(begun), step=begun, version=version, settings=settings))
                 begun, in_flight = begun + 1, in_flight + TASKS
             report = await pool.collect(wanted_trees(config.rollout, GROUP, TASKS, first + step))
-            in_flight -= len(report.numbers)
+            in_flight -= len(report.tree_ids)
             found.add(report)
         await pool.close()
 

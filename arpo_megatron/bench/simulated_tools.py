@@ -49,7 +49,7 @@ class SimulatedTools(ToolClient):
         *,
         trajectory_id: str,
         timeout_s: float,
-        on_repeat: Callable[[], None] = lambda: None,
+        on_retry: Callable[[], None] = lambda: None,
     ) -> ToolAnswer:
         """The same for every call. Its task is what comes before the first "/" of `trajectory_id`."""
         task = trajectory_id.partition("/")[0]

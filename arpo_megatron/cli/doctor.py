@@ -4,7 +4,6 @@ from arpo_megatron.cluster.profile import ClusterProfile
 from arpo_megatron.cluster.slurm_checks import cluster_checks
 from arpo_megatron.cluster.submit import prepare_submission
 from arpo_megatron.config import JobConfig
-from arpo_megatron.engine.launch import free_ports
 from arpo_megatron.hardware.placement import gpu_count
 from arpo_megatron.jobs import run_directory
 from arpo_megatron.jobs.inputs import check_files, check_inputs
@@ -12,6 +11,7 @@ from arpo_megatron.jobs.run_directory import RUNS, RunDirectory
 from arpo_megatron.launch.preflight.allreduce import on_this_machine
 from arpo_megatron.launch.preflight.check import CheckResult, failure, ok, run_checks, show
 from arpo_megatron.launch.preflight.machine import PORTS, Check, check_clock, check_python, job_checks, machine_checks
+from arpo_megatron.utils.ports import free_ports
 
 LOCAL_CHECK_S = 120.0
 """Seconds that a check may take; nothing waits for it."""

@@ -13,13 +13,13 @@ from dataclasses import asdict
 from pathlib import Path
 
 from arpo_megatron.cluster.profile import load_profile
-from arpo_megatron.engine.launch import free_ports
 from arpo_megatron.jobs import resolve
 from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.launch.preflight.allreduce import MEETING_S, all_reduce
 from arpo_megatron.launch.preflight.check import CheckResult, failure, ok, run_checks, show
 from arpo_megatron.launch.preflight.machine import PORTS, job_checks, machine_checks
 from arpo_megatron.utils.atomic import write_json
+from arpo_megatron.utils.ports import free_ports
 
 REPORTED = "doctor: this node has reported"
 """Its last line. The supervisor looks for it in the step's log, and for no report before it has been written: a shared

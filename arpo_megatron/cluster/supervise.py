@@ -36,13 +36,13 @@ from arpo_megatron.cluster.profile import ClusterProfile, load_profile
 from arpo_megatron.cluster.slurm import Node
 from arpo_megatron.cluster.submissions import waiting_jobs
 from arpo_megatron.config import JobConfig
-from arpo_megatron.engine.launch import free_ports
 from arpo_megatron.errors import USER_ERROR_EXIT_CODE, StoppedError, UserError
 from arpo_megatron.jobs import resolve
 from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.launch.job import sft_phase, train_phases, watching
 from arpo_megatron.monitor.progress import Progress
 from arpo_megatron.plan.node_layout import lay_out_nodes
+from arpo_megatron.utils.ports import free_ports
 from arpo_megatron.utils.processes import ManagedProcesses, ProcessDiedError
 from arpo_megatron.utils.signals import Interrupted, interrupt_on_signals
 from tools_sandbox.config import TOKEN_VARIABLE

@@ -1,7 +1,6 @@
-"""Speaking to SGLang servers about their weights: the HTTP half of a push.
+"""HTTP requests to SGLang servers about their weights: the control half of a push.
 
-What `engine/server/gate.py` and `engine/server/checksums.py` add to a server is used here beside SGLang's own
-endpoints.
+`engine/server/gate.py` and `engine/server/checksums.py` add the endpoints that SGLang itself does not have.
 """
 
 import json
@@ -18,120 +17,121 @@ import requests
 from numpy.typing import NDArray
 
 from arpo_megatron.engine.wire.checksums import CHECKSUM_ACTION, Piece, Sample
+from arpo_megatron.engine.wire.endpoints import BEGIN_PUSH_PATH, COMMIT_PUSH_PATH, bearer
 from arpo_megatron.errors import UserError
 
 _POLL_INTERVAL_S = 0.2
-_LOOK_TIMEOUT_S = 5.0
-_PATIENCE = 0.8
-"""Of a request's deadline an engine may wait for something itself, so that it is the one to give up and say why."""
+_PROBE_TIMEOUT_S = 5.0
+_ENGINE_DEADLINE_SHARE = 0.8
+"""Part of a request's deadline that the engine may spend waiting, so that it gives up first and reports why."""
 
 
 class WeightPushError(UserError):
-    """A push failed. Engines that it reached refuse to generate until a whole push has arrived; where it arrived and
-    was then found to be wrong, whoever pushes holds back what is asked of them.
+    """A push failed.
+
+    The engines that it reached refuse to generate until a whole push has arrived. If the weights arrived and were then
+    found to be wrong, the trainer sends no requests until the next push.
     """
 
 
 class DiskPushError(WeightPushError):
-    """The disk by which the weights travel is full, or away: nothing is wrong with an engine."""
+    """The disk through which weights travel is full or unavailable; the engines are fine."""
 
 
 @dataclass(frozen=True, slots=True)
 class FailedPush:
-    """Why one failed, and whether only the disk between trainer and engines is at fault."""
+    """Why a push failed, in a form that is broadcast to all ranks."""
 
     why: str
     disk: bool
+    """Only the disk between trainer and engines is at fault."""
 
     @classmethod
     def of(cls, error: WeightPushError) -> Self:
-        """As the leader tells the other ranks."""
+        """Describe `error`."""
         return cls(str(error), isinstance(error, DiskPushError))
 
 
 @dataclass(frozen=True, slots=True)
 class EngineEndpoint:
-    """A server that is ready for a push.
-
-    Attributes:
-        url: http://host:port.
-        ranks: its tensor-parallel processes.
-        incarnation: another one after each start of the server.
-    """
+    """A server that is ready for a push."""
 
     url: str
+    """http://host:port."""
     ranks: int
+    """Number of its tensor-parallel processes."""
     incarnation: str
+    """Changes with each start of the server."""
 
 
 class EngineAdmin:
-    """Requests to any of several servers, at once where there are several.
+    """Sends requests to all engines in parallel.
 
     Args:
-        urls: http://host:port of each.
+        urls: http://host:port of each engine.
         timeout_s: deadline of a request.
-        token: that they ask for, if they do.
+        token: bearer token of the engines; None if they need none.
     """
 
     def __init__(self, urls: Sequence[str], timeout_s: float, token: str | None = None) -> None:
         self.urls = tuple(url.rstrip("/") for url in urls)
         self.timeout_s = timeout_s
-        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
-        # Two buckets may be on their way, and a third announced.
+        self._headers = bearer(token)
+        # Two buckets may be in flight to each engine, and a third announced.
         self._pool = ThreadPoolExecutor(3 * len(self.urls), thread_name_prefix="weight-push")
 
     def wait_until_up(self, timeout_s: float) -> None:
-        """Until every server answers; one that was killed may be starting again. Raises WeightPushError."""
+        """Wait until every server answers: a killed one may be restarting. Raises WeightPushError."""
         give_up = time.monotonic() + timeout_s
         for url in self.urls:
             while not self._answers(url):
                 if time.monotonic() > give_up:
-                    raise WeightPushError(f"{url} does not answer for {timeout_s:g} s")
+                    raise WeightPushError(f"{url} has not answered for {timeout_s:g} s")
                 time.sleep(_POLL_INTERVAL_S)
 
     def close(self) -> None:
-        """Wait for no one."""
+        """Drop queued requests, and do not wait for running ones."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def begin(self, version: int) -> tuple[EngineEndpoint, ...]:
-        """Close the gates: from now on every engine refuses to generate; returns when none does any more.
+    def begin_push(self, version: int) -> tuple[EngineEndpoint, ...]:
+        """Close every engine's gate to generations, and return when none is running.
 
         Args:
-            version: of the weights that are to arrive.
+            version: version of the weights that will arrive.
         """
-        body = {"version": version, "timeout_s": _PATIENCE * self.timeout_s}
-        posts = self.start("arpo/begin_push", [(url, body) for url in self.urls])
+        body = {"version": version, "timeout_s": _ENGINE_DEADLINE_SHARE * self.timeout_s}
+        posts = self.post_all(BEGIN_PUSH_PATH, [(url, body) for url in self.urls])
         answers = [post.result() for post in posts]
-        return tuple(
-            EngineEndpoint(url, a["ranks"], a["incarnation"]) for url, a in zip(self.urls, answers, strict=True)
-        )
+        return tuple(EngineEndpoint(url, **answer) for url, answer in zip(self.urls, answers, strict=True))
 
-    def commit(self, version: int, loads: int) -> None:
-        """All weights are there: caches are emptied, the version is set, and the gates open.
+    def commit_push(self, version: int, loads: int) -> None:
+        """Have the engines empty their caches, set the version and open their gates.
 
         Args:
-            version: as at the beginning.
-            loads: requests with weights that each engine has answered. One that counts another number stays closed.
+            version: the version given to `begin_push`.
+            loads: number of requests with weights that each engine has answered. An engine that counted another number
+                keeps its gate closed.
         """
-        body = {"version": version, "loads": loads, "timeout_s": _PATIENCE * self.timeout_s}
-        for post in self.start("arpo/commit_push", [(url, body) for url in self.urls]):
+        body = {"version": version, "loads": loads, "timeout_s": _ENGINE_DEADLINE_SHARE * self.timeout_s}
+        for post in self.post_all(COMMIT_PUSH_PATH, [(url, body) for url in self.urls]):
             post.result()
 
     def release_memory(self) -> None:
-        """Give weights and KV pool back to the device. Raises WeightPushError. The engines must be idle."""
-        for post in self.start("release_memory_occupation", [(url, {}) for url in self.urls]):
+        """Free the device memory of weights and KV pool. The engines must be idle. Raises WeightPushError."""
+        for post in self.post_all("release_memory_occupation", [(url, {}) for url in self.urls]):
             post.result()
 
     def resume_memory(self) -> None:
-        """Take the memory again; what it holds is undefined until a push. Raises WeightPushError."""
-        for post in self.start("resume_memory_occupation", [(url, {}) for url in self.urls]):
+        """Allocate the memory again; its content is undefined until a push. Raises WeightPushError."""
+        for post in self.post_all("resume_memory_occupation", [(url, {}) for url in self.urls]):
             post.result()
 
     def start_scores(self, token_ids: Sequence[int]) -> Callable[[], list[NDArray[np.float32]]]:
-        """Have every engine score a sequence; the result waits for their answers, and raises WeightPushError.
+        """Start scoring a sequence of n tokens on every engine, with its current weights and without its radix cache.
 
-        For each engine, float32[n - 1]: log-probs in nats at temperature 1 of token 1 to n - 1 given those before.
-        They are computed with the weights the engine has now, without its radix cache.
+        Returns:
+            A function that waits for the answers, or raises WeightPushError. For each engine it returns float32[n - 1]:
+            the log-probs in nats, at temperature 1, of tokens 1 to n - 1 given the tokens before them.
         """
         body = {
             "input_ids": list(token_ids),
@@ -139,7 +139,7 @@ class EngineAdmin:
             "return_logprob": True,
             "logprob_start_len": 0,
         }
-        posts = self.start("generate", [(url, body) for url in self.urls])
+        posts = self.post_all("generate", [(url, body) for url in self.urls])
 
         def wait() -> list[NDArray[np.float32]]:
             scored = [post.result()["meta_info"]["input_token_logprobs"] for post in posts]
@@ -148,27 +148,27 @@ class EngineAdmin:
         return wait
 
     def checksums(self, samples: Mapping[str, Sample]) -> list[dict[str, list[Piece]]]:
-        """For each engine: which pieces of the samples its ranks hold, and what each sums up to.
+        """Return, for each engine, the pieces of the samples that its ranks hold, with their checksums.
 
         Args:
             samples: by Hugging Face name of the tensor.
         """
         body = {"action": CHECKSUM_ACTION + json.dumps({name: asdict(sample) for name, sample in samples.items()})}
-        answers = [post.result() for post in self.start("weights_checker", [(url, body) for url in self.urls])]
-        held: list[dict[str, list[Piece]]] = []
-        for answer in answers:
-            ranks = [rank["checksums"] for rank in answer["ranks"]]
-            held.append(
-                {name: [Piece.from_json(p) for rank in ranks for p in json.loads(rank[name])] for name in samples}
-            )
-        return held
+        answers = [post.result() for post in self.post_all("weights_checker", [(url, body) for url in self.urls])]
+        return [
+            {
+                name: [Piece.from_json(p) for rank in answer["ranks"] for p in json.loads(rank["checksums"][name])]
+                for name in samples
+            }
+            for answer in answers
+        ]
 
-    def start(self, endpoint: str, bodies: Sequence[tuple[str, Mapping[str, Any]]]) -> list["Future[Any]"]:
-        """POST each body to its server; a future's result is the JSON answer, its error a WeightPushError."""
+    def post_all(self, endpoint: str, bodies: Sequence[tuple[str, Mapping[str, Any]]]) -> list["Future[Any]"]:
+        """POST each body to its server; a future holds the JSON answer or a WeightPushError."""
         return [self._pool.submit(self._post, url, endpoint, body) for url, body in bodies]
 
     def _post(self, url: str, endpoint: str, body: Mapping[str, Any]) -> Any:
-        where = f"{url}/{endpoint}"
+        where = f"{url}/{endpoint.removeprefix('/')}"
         try:
             answer = self._session().post(where, json=body, timeout=self.timeout_s)
         except requests.RequestException as error:
@@ -179,42 +179,42 @@ class EngineAdmin:
 
     def _answers(self, url: str) -> bool:
         try:
-            answer = self._session().get(f"{url}/model_info", timeout=_LOOK_TIMEOUT_S)
+            answer = self._session().get(f"{url}/model_info", timeout=_PROBE_TIMEOUT_S)
         except requests.RequestException:
             return False
         return bool(answer.status_code == requests.codes.ok)
 
     def _session(self) -> requests.Session:
-        """Engines are addressed directly: a cluster's HTTP_PROXY knows nothing of the addresses of its nodes."""
+        """Return a session that ignores HTTP_PROXY: a cluster's proxy does not know the addresses of its nodes."""
         session = requests.Session()
         session.trust_env = False
         session.headers.update(self._headers)
         return session
 
 
-def failure(posts: Sequence["Future[Any]"], what: str) -> WeightPushError:
-    """An engine's own words where one has answered with an error, else `what` happened at this end."""
+def first_push_error(posts: Sequence["Future[Any]"], otherwise: str) -> WeightPushError:
+    """Return the first error with which an engine has answered, or a WeightPushError with the text `otherwise`."""
     for post in posts:
         if post.done() and isinstance(error := post.exception(), WeightPushError):
             return error
-    return WeightPushError(what)
+    return WeightPushError(otherwise)
 
 
 def local_address(url: str) -> str:
-    """The address of this machine under which the engine's host reaches it."""
+    """Return the address under which the engine's host reaches this machine."""
     parts = urlsplit(url)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((parts.hostname, parts.port or 80))  # sends nothing; it only chooses the interface
+        probe.connect((parts.hostname, parts.port or 80))  # sends nothing, only picks the interface
         return str(probe.getsockname()[0])
 
 
 def is_local(url: str) -> bool:
-    """Whether the engine runs on this machine: packets to its host leave from that very address."""
+    """Return whether the engine runs on this machine: packets to its host leave from that address."""
     host = urlsplit(url).hostname or ""
     return local_address(url) == socket.gethostbyname(host)
 
 
 def first_line(error: object) -> str:
-    """Of an error's message or an answer's text, in at most 300 characters."""
+    """Return the first line of an error's message or an answer's text, at most 300 characters of it."""
     lines = str(error).strip().splitlines()
     return lines[0][:300] if lines else "no message"

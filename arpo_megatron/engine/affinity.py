@@ -1,8 +1,8 @@
-"""Which engine a request goes to: the trees' routing keys, divided among the engines that are up.
+"""The choice of an engine for a request: rendezvous hashing of routing keys over the engines that are up.
 
-Rendezvous hashing (Thaler and Ravishankar, 1998): each pair of key and engine has a weight, and a key belongs to the
-engine of the largest one. Where an engine is down, only its own keys move, each to its second-best engine, and they
-come back with it. No state is shared, so every process finds the same place for a key.
+Each pair of key and engine has a hash, and a key belongs to the engine with the largest one (Thaler and Ravishankar,
+1998). When an engine is down, only its own keys move, each to its second-best engine; they return when it is back. No
+state is shared, so every process picks the same engine for a key.
 """
 
 import hashlib
@@ -11,48 +11,48 @@ from dataclasses import dataclass
 
 ROUTING_KEY_HEADER = "X-SMG-Routing-Key"
 """SGLang's router (policy `manual`) sends all requests with the same value of this header to one engine."""
-Cache = tuple[str, int, int]
-"""What an engine holds of prefixes: its URL, how often it has failed, how often caches were emptied for a push."""
-FIRST_REST_S = 0.1
-LONGEST_REST_S = 5.0
+
+FIRST_BACKOFF_S = 0.1
+MAX_BACKOFF_S = 5.0
+
+CacheId = tuple[str, int, int]
+"""Identity of a radix cache's content: the engine's URL, its failures so far, the pushes so far. A failure may have
+restarted the engine, and a push empties its cache."""
 
 
 @dataclass(slots=True)
 class EngineState:
-    """What a client knows of one engine.
-
-    Attributes:
-        url: http://host:port.
-        rests_until: on the event loop's clock, in seconds; no request is sent before.
-        rest_s: length of the next rest.
-        suspect: it has failed and not answered since, so it may be another process with other weights.
-        failures: how often it was given a rest; each time its cache may have been lost.
-    """
+    """What a client knows about one engine."""
 
     url: str
-    rests_until: float = 0.0
-    rest_s: float = FIRST_REST_S
+    """http://host:port."""
+    backoff_until: float = 0.0
+    """Time on the event loop's clock, in seconds, before which no request is sent."""
+    backoff_s: float = FIRST_BACKOFF_S
+    """Length of the next backoff."""
     suspect: bool = False
+    """It has failed and not answered since, so it may be a restarted process with older weights."""
     failures: int = 0
+    """Number of backoffs so far. After each one its cache may be lost."""
 
-    def failed(self, now: float) -> bool:
-        """Let it rest, twice as long as the time before; False: it rests already (many requests fail at once)."""
+    def record_failure(self, now: float) -> bool:
+        """Start a backoff, twice as long as the one before; False if one is running (many requests fail at once)."""
         self.suspect = True
-        if now < self.rests_until:
+        if now < self.backoff_until:
             return False
         self.failures += 1
-        self.rests_until = now + self.rest_s
-        self.rest_s = min(2 * self.rest_s, LONGEST_REST_S)
+        self.backoff_until = now + self.backoff_s
+        self.backoff_s = min(2 * self.backoff_s, MAX_BACKOFF_S)
         return True
 
-    def answered(self) -> None:
-        """It is up, and serves what it should."""
-        self.suspect, self.rests_until, self.rest_s = False, 0.0, FIRST_REST_S
+    def record_answer(self) -> None:
+        """End the backoff: the engine is up and serves the expected weights."""
+        self.suspect, self.backoff_until, self.backoff_s = False, 0.0, FIRST_BACKOFF_S
 
 
-def place(key: str, engines: Sequence[EngineState], now: float) -> EngineState:
-    """The engine of `key` among those that do not rest; where all do, the one whose rest ends first."""
-    awake = [engine for engine in engines if engine.rests_until <= now]
-    if not awake:
-        return min(engines, key=lambda engine: engine.rests_until)
-    return max(awake, key=lambda engine: hashlib.blake2b(f"{key} {engine.url}".encode(), digest_size=8).digest())
+def pick_engine(key: str, engines: Sequence[EngineState], now: float) -> EngineState:
+    """Return the engine of `key` among those not in backoff; if all are, the one whose backoff ends first."""
+    ready = [engine for engine in engines if engine.backoff_until <= now]
+    if not ready:
+        return min(engines, key=lambda engine: engine.backoff_until)
+    return max(ready, key=lambda engine: hashlib.blake2b(f"{key} {engine.url}".encode(), digest_size=8).digest())

@@ -1,9 +1,9 @@
-"""Expert routes as SGLang returns them.
+"""Expert routes of tokens, as SGLang returns them.
 
-SGLang remembers for each slot of its KV pool to which experts that slot's token went, so an answer can tell it of
-cached tokens too, as they were when they were computed. Known are all tokens of a request but the last one sampled,
-which has not been fed to the model: the next request of the path tells of it, and of a leaf's nobody does. A path asks
-only for what no request before it has asked for, so each token of a tree has one record.
+SGLang keeps the chosen experts of each slot of its KV pool, so an answer can contain the routes of cached tokens too.
+It knows them for all tokens of a request except the last sampled one, which has not been fed to the model. The next
+request of the path returns that token's routes; the last token of a leaf has none. A path asks only for routes that no
+earlier request has asked for, so each token of a tree is returned once.
 """
 
 import base64
@@ -18,35 +18,36 @@ from arpo_megatron.tree import Int16Array
 
 @dataclass(frozen=True, slots=True)
 class ExpertRouteSpec:
-    """Of a model: layers, and experts a token in each."""
+    """Sizes of a model's expert routes: its layers, and the experts that each layer picks for a token."""
 
     layers: int
     top_k: int
 
 
 @dataclass(frozen=True, slots=True)
-class RouteRequest:
-    """The routes that a generation shall return: of all tokens from position `start` of prefix and answer on."""
+class ExpertRouteRequest:
+    """The routes that a generation returns: those of all tokens from position `start` of prefix and answer on."""
 
     start: int
     spec: ExpertRouteSpec
 
     def as_request(self) -> dict[str, Any]:
-        """Fields of SGLang's request."""
+        """Return the fields of SGLang's request."""
         return {"return_routed_experts": True, "routed_experts_start_len": self.start}
 
     def read(self, meta: Mapping[str, Any], sampled: int) -> Int16Array | None:
-        """int16[k, layers, top_k] of the tokens from `start` to the last but one.
+        """Read the routes of an answer.
 
         Args:
-            meta: `meta_info` of an answer.
-            sampled: tokens of the answer.
+            meta: `meta_info` of the answer.
+            sampled: number of tokens in the answer.
 
         Returns:
-            None for an answer that was cut short before they were known.
+            int16[k, layers, top_k] for the tokens from `start` to the last but one; None for an answer that was cut
+            short before the routes were known.
 
         Raises:
-            ValueError: there are none, or not so many.
+            ValueError: the answer has another number of routes.
         """
         text = meta.get("routed_experts")
         if not text and meta["finish_reason"]["type"] == "abort":

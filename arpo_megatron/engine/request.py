@@ -1,7 +1,6 @@
-"""One request to SGLang and its answer: token ids in, token ids out.
+"""A request to SGLang and its answer: token ids in, token ids out.
 
-Text never decides what the tokens are: `Generation.token_ids` is what the engine sampled, also where a stop string
-ends inside a token.
+Text is never tokenized again: `Generation.token_ids` are the sampled tokens, even if a stop string ends inside one.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,69 +10,68 @@ from typing import Any
 
 import numpy as np
 
-from arpo_megatron.engine.expert_routes import RouteRequest
+from arpo_megatron.engine.expert_routes import ExpertRouteRequest
 from arpo_megatron.engine.server.entropy import META_KEY
 from arpo_megatron.tree import Float32Array, Int16Array, Int32Array
 
 
 class EngineRefusedError(RuntimeError):
-    """The engine will never accept this request (too long, for instance); repeating it is pointless."""
+    """The engine will never accept this request (it is too long, for example), so it is not retried."""
 
 
 class EngineFinish(StrEnum):
     """Why the engine stopped a generation."""
 
-    STOP_STRING = "stop_string"  # `Generation.matched` says which
-    END_TOKEN = "end_token"  # noqa: S105  the model's end-of-sequence token, the last of token_ids
+    STOP_STRING = "stop_string"
+    """It sampled the stop string in `Generation.matched`."""
+    END_TOKEN = "end_token"  # noqa: S105
+    """It sampled the model's end-of-sequence token, the last of `Generation.token_ids`."""
     LENGTH = "length"
-    CUT_SHORT = "cut_short"  # by `EngineClient.pause`; without the last token, see `read_generation`
+    """It sampled as many tokens as were asked for."""
+    CUT_SHORT = "cut_short"
+    """`EngineClient.pause` aborted it. The last sampled token is left out, see `read_generation`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """One answer of the engine.
-
-    Attributes:
-        token_ids: int32[n], as sampled, stop tokens included.
-        logprobs: float32[n], log softmax(logits / temperature) of each sampled token, in nats.
-        entropies: float32[n], entropy in nats of each of those distributions, over the whole vocabulary.
-        finish: why it ended.
-        matched: the stop string, where one ended it.
-        prompt_tokens: tokens sent.
-        cached_tokens: how many of those the radix cache served.
-        weight_version: the version of the weights that sampled it; a push waits until there is no request.
-        routes: int16[k, layers, top_k], as asked for; None: not asked for, or cut short before they were known.
-    """
+    """An answer of the engine."""
 
     token_ids: Int32Array
+    """int32[n], as sampled, stop tokens included."""
     logprobs: Float32Array
+    """float32[n], log softmax(logits / temperature) of each sampled token, in nats."""
     entropies: Float32Array
+    """float32[n], entropy of each of those distributions over the whole vocabulary, in nats."""
     finish: EngineFinish
+    """Why the generation ended."""
     matched: str | None
+    """The stop string that ended it, if one did."""
     prompt_tokens: int
+    """Tokens in the request's prompt."""
     cached_tokens: int
+    """Prompt tokens that the radix cache served."""
     weight_version: int
+    """Version of the weights that sampled it. A push waits for running requests, so there is only one."""
     routes: Int16Array | None = None
+    """int16[k, layers, top_k], the expert routes asked for. None if none were, or the answer was cut short too soon."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How tokens are drawn. Temperature 0 is greedy; log-probs and entropies are then those of temperature 1.
-
-    `top_k` 0 and `repetition_penalty` 1 change nothing; the penalty is for tokens sampled in the same request.
-
-    `seed` counts where the engine samples deterministically (`engine.deterministic`); without one, equal prompts would
-    be continued equally there.
-    """
+    """How tokens are drawn. At temperature 0 (greedy), log-probs and entropies are those of temperature 1."""
 
     temperature: float = 1.0
     top_p: float = 1.0
     seed: int | None = None
+    """Used if the engine samples deterministically (`engine.deterministic`): equal prompts with equal seeds get equal
+    continuations there."""
     top_k: int = 0
+    """0: no limit."""
     repetition_penalty: float = 1.0
+    """1: none. It counts only tokens sampled in the same request."""
 
     def as_request(self) -> dict[str, Any]:
-        """SGLang's `sampling_params`; special tokens stay in the text in which stop strings are looked for."""
+        """Return SGLang's `sampling_params`. Special tokens stay in the text that is searched for stop strings."""
         parameters: dict[str, Any] = {
             "temperature": self.temperature,
             "top_p": self.top_p,
@@ -93,9 +91,9 @@ def generation_request(
     max_new_tokens: int,
     sampling: Sampling,
     stop: Sequence[str],
-    routes: RouteRequest | None,
+    routes: ExpertRouteRequest | None,
 ) -> dict[str, Any]:
-    """The JSON that asks for a `Generation`; `EngineClient.generate` says what the arguments are."""
+    """Return the JSON that asks for a `Generation`; `EngineClient.generate` documents the arguments."""
     parameters = sampling.as_request() | {"max_new_tokens": max_new_tokens}
     if stop:
         parameters["stop"] = list(stop)
@@ -103,11 +101,14 @@ def generation_request(
     return body if routes is None else body | routes.as_request()
 
 
-def read_generation(answer: Mapping[str, Any], asked: RouteRequest | None) -> Generation:
-    """The engine's JSON as a `Generation`. Raises EngineRefusedError where it lacks what every answer must have.
+def read_generation(answer: Mapping[str, Any], route_request: ExpertRouteRequest | None) -> Generation:
+    """Read the engine's JSON.
 
-    Of an answer that was cut short the last token is left out. It may have been the end, a stop string's or the
-    sequence's, and SGLang does not say so: it reports the abort instead. Whoever goes on samples it anew.
+    The last token of an answer that was cut short is left out, because it may have been the end: SGLang then reports
+    the abort, not a stop string or the end of the sequence. The continuation samples it again.
+
+    Raises:
+        EngineRefusedError: the answer lacks tokens, log-probs or entropies.
     """
     meta = answer["meta_info"]
     token_ids = np.array(answer.get("output_ids") or [], dtype=np.int32)
@@ -126,7 +127,7 @@ def read_generation(answer: Mapping[str, Any], asked: RouteRequest | None) -> Ge
         finish = EngineFinish.CUT_SHORT
     else:
         finish = EngineFinish.STOP_STRING if isinstance(matched, str) else EngineFinish.END_TOKEN
-    routes = None if asked is None else asked.read(meta, len(token_ids))
+    routes = None if route_request is None else route_request.read(meta, len(token_ids))
     if finish is EngineFinish.CUT_SHORT:
         token_ids, logprobs, entropies = token_ids[:-1], logprobs[:-1], entropies[:-1]
         routes = None if routes is None else routes[:-1]
@@ -144,17 +145,17 @@ def read_generation(answer: Mapping[str, Any], asked: RouteRequest | None) -> Ge
 
 
 def prefill_request(input_ids: Sequence[int] | Int32Array) -> dict[str, Any]:
-    """The JSON that has a prefix put into the radix cache, sampling nothing."""
+    """Return the JSON that puts a prefix into the radix cache without sampling."""
     return {"input_ids": _plain(input_ids), "sampling_params": {"max_new_tokens": 0}}
 
 
 def read_prefill(answer: Mapping[str, Any]) -> tuple[int, int]:
-    """Prompt tokens, and how many of those were cached."""
+    """Return the number of prompt tokens, and how many of them were cached."""
     return int(answer["meta_info"]["prompt_tokens"]), int(answer["meta_info"]["cached_tokens"])
 
 
 def version_of(fields: Mapping[str, Any]) -> int:
-    """The policy version in an answer's `meta_info`, or in what the engine says of its model; 0 where there is none."""
+    """Return the policy version in an answer's `meta_info` or in the engine's `/model_info`; 0 if there is none."""
     version = str(fields.get("weight_version", ""))
     return int(version) if version.isdecimal() else 0
 

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Protocol
 
 from arpo_megatron.config import JobConfig
-from arpo_megatron.engine.launch import SCRATCH_PREFIX, free_ports
+from arpo_megatron.engine.launch import SCRATCH_PREFIX
 from arpo_megatron.hardware.placement import Placement, placement
+from arpo_megatron.utils.ports import free_ports
 from arpo_megatron.utils.processes import JOB_PID
 from arpo_megatron.utils.service_spec import ServiceSpec
 from tools_sandbox.utils.temporary import TemporaryFolder

@@ -61,7 +61,7 @@ def _answer_one(
         rollouts = connect_rollouts(config, run.export, ready)
         try:
             settings = RolloutSettings.evaluation(config, temperature=0.0)
-            report = rollouts.grow(
+            report = rollouts.grow_trees(
                 [task],
                 step=config.train.steps,
                 version=0,

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from arpo_megatron.config import JobConfig
-from arpo_megatron.engine.launch import engine_program, router_program
+from arpo_megatron.engine.launch import engine_service, router_service
 from arpo_megatron.hardware.environment import trainer_environment
 from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.launch.backend import Backend, LocalBackend
@@ -18,7 +18,7 @@ from arpo_megatron.rollout.endpoints import (
     Services,
     _replays,
 )
-from arpo_megatron.rollout.handle import rollout_program, rollout_socket
+from arpo_megatron.rollout.handle import rollout_service, rollout_socket
 from arpo_megatron.utils.processes import GRACE_S, ManagedProcesses
 from arpo_megatron.utils.service_spec import ServiceSpec
 
@@ -56,15 +56,15 @@ def services(
         log = run.logs / "rollout.log"
         rollout = backend.place(
             "rollout",
-            rollout_program(scratch, port, log_path=log, hang_timeout_s=hang_timeout_s),
+            rollout_service(scratch, port, log_path=log, hang_timeout_s=hang_timeout_s),
         )
         urls = tuple(engine.url for engine in engines)
-        router = router_program(
+        router = router_service(
             config.engine,
             urls,
             log_path=run.logs / "router.log",
             ports=backend.ports("router", 2),
-            routes=_replays(config),
+            expert_routes=_replays(config),
             host=backend.host("router"),
             token=token,
         )
@@ -93,7 +93,7 @@ def _engine(
 ) -> ServiceSpec:
     name = "engine" if config.engine.replicas == 1 else f"engine-{index}"
     role = f"engine-{index}"
-    program = engine_program(
+    program = engine_service(
         model,
         config.engine,
         dtype=config.model.dtype,
@@ -103,7 +103,7 @@ def _engine(
         scratch=scratch,
         placement=backend.placement(config, index),
         name=name,
-        routes=_replays(config),
+        expert_routes=_replays(config),
         host=backend.host(role),
         token=token,
     )

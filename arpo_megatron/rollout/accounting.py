@@ -40,7 +40,7 @@ class RolloutCounts:
     tokens_recorded: int = 0
     calls_executed: int = 0
     calls_cached: int = 0
-    repeated: int = 0
+    retries: int = 0
 
     @property
     def prefilled_tokens(self) -> int:

@@ -11,7 +11,7 @@ from functools import partial
 import numpy as np
 
 from arpo_megatron.algorithms.branching import PathKey, path_seed
-from arpo_megatron.engine.expert_routes import RouteRequest
+from arpo_megatron.engine.expert_routes import ExpertRouteRequest
 from arpo_megatron.engine.request import Generation
 from arpo_megatron.rollout.accounting import RolloutCounts
 from arpo_megatron.rollout.context import RolloutContext, ToolTextError
@@ -40,7 +40,7 @@ class TreeAnswers:
         self, task_id: str, context: RolloutContext, entries: Sequence[bytes], record: Callable[[bytes], None]
     ) -> None:
         self.counts = RolloutCounts()
-        self.shared = SharedPrefixes(self._prefill, lambda: context.engine.cache(self._routing_key))
+        self.shared = SharedPrefixes(self._prefill, lambda: context.engine.cache_id(self._routing_key))
         self._record = TreeRecord.of(entries)
         self._write = record
         self._began = time.monotonic() - self._record.seconds
@@ -88,9 +88,9 @@ class TreeAnswers:
             sampling=replace(context.sampling, seed=seed),
             stop=context.limits.stops,
             key=self._routing_key,
-            routes=None if context.routes is None else RouteRequest(start, context.routes),
+            routes=None if context.routes is None else ExpertRouteRequest(start, context.routes),
             ready=partial(self._ready, node, prefix),
-            on_repeat=self._repeat,
+            on_retry=self._repeat,
         )
         self.shared.hold(node)
         self._note(node.key, part)
@@ -115,7 +115,7 @@ class TreeAnswers:
             {**call.arguments, **session},
             trajectory_id="/".join([self._task_id, *map(str, node.key)]),
             timeout_s=limits.tool_timeout_s,
-            on_repeat=self._repeat,
+            on_retry=self._repeat,
         )
         try:
             result = protocol.result_tokens(
@@ -143,10 +143,10 @@ class TreeAnswers:
 
     async def _prefill(self, prefix: Int32Array) -> None:
         engine, key = self._context.engine, self._routing_key
-        self._note((), Prefilled(*await engine.prefill(prefix, key=key, on_repeat=self._repeat)))
+        self._note((), Prefilled(*await engine.prefill(prefix, key=key, on_retry=self._repeat)))
 
     def _repeat(self) -> None:
-        self.counts.repeated += 1
+        self.counts.retries += 1
 
     def _note(self, key: PathKey, answer: Answer) -> None:
         """Count an answer, and keep it for whoever has to go on."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from arpo_megatron.config import JobConfig
 from arpo_megatron.engine.expert_routes import ExpertRouteSpec
-from arpo_megatron.engine.server.gate import ENGINE_TOKEN
+from arpo_megatron.engine.wire.endpoints import ENGINE_TOKEN_VARIABLE
 from arpo_megatron.models.spec import ModelSpec
 from arpo_megatron.rollout.handle import RolloutHandle
 from arpo_megatron.rollout.messages import ServiceSettings
@@ -49,7 +49,7 @@ class Services:
             SANDBOX_URL: self.sandbox_url,
             ENGINE_URLS: " ".join(self.engine_urls),
             ROLLOUT_SOCKET: str(self.rollout_socket),
-            ENGINE_TOKEN: self.engine_token or "",
+            ENGINE_TOKEN_VARIABLE: self.engine_token or "",
             **router,
         }
 
@@ -61,7 +61,7 @@ class Services:
             engine_urls=tuple(os.environ[ENGINE_URLS].split()),
             rollout_socket=Path(os.environ[ROLLOUT_SOCKET]),
             router_url=os.environ.get(ROUTER_URL),
-            engine_token=os.environ.get(ENGINE_TOKEN) or None,
+            engine_token=os.environ.get(ENGINE_TOKEN_VARIABLE) or None,
         )
 
 
@@ -75,7 +75,7 @@ def connect_rollouts(config: JobConfig, model: Path, services: Services) -> Roll
         seed=config.seed,
         request_timeout_s=config.engine.request_timeout_s,
         retry_for_s=config.engine.retry_for_s,
-        routes=_routes(config, model),
+        expert_routes=_expert_routes(config, model),
         sandbox_token=os.environ.get(TOKEN_VARIABLE) or None,
         engine_token=services.engine_token,
     )
@@ -86,7 +86,7 @@ def _replays(config: JobConfig) -> bool:
     return config.algorithm.router_replay == "rollout"
 
 
-def _routes(config: JobConfig, model: Path) -> ExpertRouteSpec | None:
+def _expert_routes(config: JobConfig, model: Path) -> ExpertRouteSpec | None:
     if not _replays(config):
         return None
     spec = ModelSpec.from_hf(model)

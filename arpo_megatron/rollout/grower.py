@@ -148,7 +148,7 @@ class TreeGrower:
             raise _first_leaf(errors) from None
         return self._tree()
 
-    def so_far(self) -> RolloutTree:
+    def partial_tree(self) -> RolloutTree:
         """What was sampled of a tree whose `grow` has raised or was cancelled."""
         pending = [self._root]
         while pending:

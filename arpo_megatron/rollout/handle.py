@@ -29,7 +29,7 @@ from arpo_megatron.rollout.messages import (
     FinishTrees,
     LiveTree,
     Pause,
-    Recorded,
+    RecordEntry,
     Restore,
     Resume,
     RolloutProgress,
@@ -68,7 +68,7 @@ class RolloutHandle:
         self._lock = threading.Lock()  # of all below
         self._connection: Connection[object, object] | None = None
         self._trees: dict[int, tuple[LiveTree, list[bytes]]] = {}
-        self._given: set[int] = set()  # those of them that were collected
+        self._collected: set[int] = set()  # those of them that were collected
         self._version = 0
         self._paused = False
         self._pending: tuple[int, object] | None = None
@@ -100,7 +100,7 @@ class RolloutHandle:
             raise
         return handle
 
-    def grow(
+    def grow_trees(
         self,
         tasks: Sequence[Task],
         *,
@@ -125,7 +125,7 @@ class RolloutHandle:
         group = f"call {next(self._numbers)}"
         self.start_trees(group, tasks, step=step, version=version, settings=settings)
         report = self.collect(CollectTrees(group), progress)
-        self.forget(group)
+        self.discard_collected(group)
         return report
 
     def start_trees(
@@ -145,7 +145,7 @@ class RolloutHandle:
         """
         self._start([LiveTree(next(self._numbers), group, task, step, version, settings) for task in tasks], version)
 
-    def go_on(
+    def resume_trees(
         self,
         group: str,
         trees: Sequence[tuple[Task, UnfinishedTree]],
@@ -162,10 +162,10 @@ class RolloutHandle:
             version,
         )
 
-    def unfinished(self, group: str) -> list[UnfinishedTree]:
+    def unfinished_trees(self, group: str) -> list[UnfinishedTree]:
         """The trees of a group in the order of their start, with all they have sampled.
 
-        Also those that were collected, until `forget`: whoever is interrupted while a report is on its way has them.
+        Collected trees are included until `discard_collected`, so an interruption while a report arrives loses none.
         """
         with self._lock:
             return [
@@ -174,11 +174,11 @@ class RolloutHandle:
                 if tree.group == group
             ]
 
-    def forget(self, group: str) -> None:
+    def discard_collected(self, group: str) -> None:
         """Let go of the records of the trees of a group that were collected: nobody will ask for them again."""
         with self._lock:
-            done = {number for number in self._given if self._trees[number][0].group == group}
-            self._given -= done
+            done = {number for number in self._collected if self._trees[number][0].group == group}
+            self._collected -= done
             for number in done:
                 del self._trees[number]
 
@@ -232,7 +232,7 @@ class RolloutHandle:
     def _start(self, trees: Sequence[LiveTree], version: int) -> None:
         with self._lock:
             self._version = max(self._version, version)
-            self._trees |= {tree.number: (tree, list(tree.entries)) for tree in trees}
+            self._trees |= {tree.tree_id: (tree, list(tree.entries)) for tree in trees}
         self._call(StartTrees(tuple(trees), version))
 
     def _report(self, request: object, progress: Callable[[RolloutProgress], None] | None = None) -> RolloutReport:
@@ -312,9 +312,9 @@ class RolloutHandle:
             if self._closed.is_set():
                 raise EOFError
             trees = tuple(
-                LiveTree(tree.number, tree.group, tree.task, tree.step, tree.version, tree.settings, tuple(entries))
+                LiveTree(tree.tree_id, tree.group, tree.task, tree.step, tree.version, tree.settings, tuple(entries))
                 for number, (tree, entries) in self._trees.items()
-                if number not in self._given
+                if number not in self._collected
             )
             connection.send((_GREETING, Restore(self._settings, StartTrees(trees, self._version), self._paused)))
             if self._pending is not None:
@@ -322,23 +322,23 @@ class RolloutHandle:
 
     def _take(self, message: object) -> bool:
         """Keep what came; whether it is the end of everything."""
-        if isinstance(message, Recorded):
+        if isinstance(message, RecordEntry):
             with self._lock:
-                if message.number in self._trees:
-                    self._trees[message.number][1].append(message.entry)
+                if message.tree_id in self._trees:
+                    self._trees[message.tree_id][1].append(message.entry)
             return False
         assert isinstance(message, tuple)
         number, answer = message
         with self._lock:
             if isinstance(answer, RolloutReport):
-                self._given.update(number for number in answer.numbers if number in self._trees)
+                self._collected.update(number for number in answer.tree_ids if number in self._trees)
             if self._pending is not None and self._pending[0] == number and not isinstance(answer, RolloutProgress):
                 self._pending = None
         self._answers.put((number, answer))
         return isinstance(answer, Failure)
 
 
-def rollout_program(directory: Path, port: int, *, log_path: Path, hang_timeout_s: float) -> ServiceSpec:
+def rollout_service(directory: Path, port: int, *, log_path: Path, hang_timeout_s: float) -> ServiceSpec:
     """How to start the rollout process.
 
     Args:

@@ -34,7 +34,7 @@ class RolloutSettings:
     samples: int
     sampling: Sampling
     limits: RolloutLimits
-    routes: bool = False
+    expert_routes: bool = False
 
     @classmethod
     def training(cls, config: JobConfig) -> Self:
@@ -44,7 +44,7 @@ class RolloutSettings:
             samples=config.algorithm.group_size,
             sampling=Sampling(config.rollout.temperature, config.rollout.top_p),
             limits=_limits(config),
-            routes=True,
+            expert_routes=True,
         )
 
     @classmethod
@@ -89,13 +89,13 @@ class RolloutReport:
         trees: the finished trees, in the order of their tasks.
         failed: the trees of tasks that could not be finished.
         stats: what all of them cost.
-        numbers: of these trees (`LiveTree.number`).
+        numbers: of these trees (`LiveTree.tree_id`).
     """
 
     trees: list[RolloutTree]
     failed: list[IncompleteTree]
     stats: RolloutStats
-    numbers: tuple[int, ...] = ()
+    tree_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ class ServiceSettings:
     sandbox_token: str | None = field(default=None, repr=False)
     engine_token: str | None = field(default=None, repr=False)
     router_url: str | None = None
-    routes: ExpertRouteSpec | None = None
+    expert_routes: ExpertRouteSpec | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +141,7 @@ class LiveTree:
         entries: from `record.packed`, in order; they answer before engine and tools are asked.
     """
 
-    number: int
+    tree_id: int
     group: str
     task: Task
     step: int
@@ -168,10 +168,10 @@ class Restore:
 
 
 @dataclass(frozen=True, slots=True)
-class Recorded:
+class RecordEntry:
     """A tree has sampled something; an entry of its record. Not an answer to anything."""
 
-    number: int
+    tree_id: int
     entry: bytes
 
 

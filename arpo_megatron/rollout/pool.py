@@ -53,7 +53,7 @@ _HEARTBEAT_S = 1.0
 class _Growing:
     """A tree under way, and what became of it: None while it grows."""
 
-    number: int
+    tree_id: int
     version: int
     grower: TreeGrower
     job: "asyncio.Task[None] | None" = None
@@ -126,8 +126,8 @@ class TreePool:
     def start(self, request: StartTrees) -> None:
         """Begin to grow trees, or go on with them; returns at once. Those that are here already are left alone."""
         self._engine.version = max(self._engine.version, request.version)
-        known = {tree.number for group in self._groups.values() for tree in group.trees}
-        asked = [tree for tree in request.trees if tree.number not in known]
+        known = {tree.tree_id for group in self._groups.values() for tree in group.trees}
+        asked = [tree for tree in request.trees if tree.tree_id not in known]
         prompts = [np.array(self._codec.encode(tree.task.prompt_text), dtype=np.int32) for tree in asked]
         costs = RolloutCounts()
         # Also of trees that go on: engines that were started with a resumed run hold nothing of them.
@@ -138,7 +138,7 @@ class TreePool:
             group.policy, group.limits = policy, each.settings.limits
             if not group.trees:
                 group.since = time.monotonic()
-            tree = _Growing(each.number, each.version, self._grower(each, prompt, group))
+            tree = _Growing(each.tree_id, each.version, self._grower(each, prompt, group))
             group.trees.append(tree)
             group.unfinished[tree.version] += 1
             tree.job = asyncio.create_task(self._grow(tree, group, common, costs))
@@ -155,10 +155,10 @@ class TreePool:
             seed=self._seed,
             step=tree.step,
             on_tokens=partial(self._count_tokens, group),
-            routes=self._routes if settings.routes else None,
+            routes=self._routes if settings.expert_routes else None,
             ready=self._ready,
         )
-        record = partial(self._record, tree.number)
+        record = partial(self._record, tree.tree_id)
         return TreeGrower(tree.task.id, prompt, context, entries=tree.entries, record=record)
 
     async def collect(self, request: CollectTrees) -> RolloutReport:
@@ -252,7 +252,7 @@ class TreePool:
             counts.add(tree.grower.counts)
         trees = [tree.result for tree in given if isinstance(tree.result, RolloutTree)]
         failed = [
-            IncompleteTree(tree.grower.so_far(), f"{type(tree.result).__name__}: {tree.result}")
+            IncompleteTree(tree.grower.partial_tree(), f"{type(tree.result).__name__}: {tree.result}")
             for tree in given
             if isinstance(tree.result, Exception)
         ]
@@ -267,7 +267,7 @@ class TreePool:
         group.since = now
         self._send(RolloutProgress(count, count, group.tokens))
         group.tokens = 0
-        return RolloutReport(trees, failed, stats, tuple(tree.number for tree in given))
+        return RolloutReport(trees, failed, stats, tuple(tree.tree_id for tree in given))
 
     async def _grow(self, tree: _Growing, group: _Group, common: "asyncio.Task[None]", costs: RolloutCounts) -> None:
         try:
@@ -300,10 +300,10 @@ class TreePool:
             return
 
         def repeat() -> None:
-            costs.repeated += 1
+            costs.retries += 1
 
         with suppress(EngineRefusedError):
-            found = await self._engine.prefill_everywhere(prompts[0][:shared], on_repeat=repeat)
+            found = await self._engine.prefill_everywhere(prompts[0][:shared], on_retry=repeat)
             for prompt_tokens, cached_tokens in found:
                 costs.add(RolloutCounts(requests=1, prompt_tokens=prompt_tokens, cached_tokens=cached_tokens))
 

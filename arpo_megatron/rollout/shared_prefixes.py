@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable
 
 from arpo_megatron.algorithms.branching import PathKey
-from arpo_megatron.engine.affinity import Cache
+from arpo_megatron.engine.affinity import CacheId
 from arpo_megatron.rollout.node import Node
 from arpo_megatron.tree import Int32Array, Role
 
@@ -26,12 +26,12 @@ class SharedPrefixes:
         cache: which one a request of the tree would meet now.
     """
 
-    def __init__(self, prefill: Prefill, cache: Callable[[], Cache]) -> None:
+    def __init__(self, prefill: Prefill, cache: Callable[[], CacheId]) -> None:
         self._prefill = prefill
         self._cache = cache
         self._paths: Counter[PathKey] = Counter()  # that pass through a fork point and have not ended
-        self._held: dict[PathKey, Cache] = {}  # the last one that it was put into
-        self._asked: dict[PathKey, Cache] = {}  # the one that a MODEL segment's request has gone to
+        self._held: dict[PathKey, CacheId] = {}  # the last one that it was put into
+        self._asked: dict[PathKey, CacheId] = {}  # the one that a MODEL segment's request has gone to
         self._turns: defaultdict[PathKey, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     def add_path(self, node: Node) -> None:
@@ -71,7 +71,7 @@ class SharedPrefixes:
                     self._hold(place, cache)
         self._asked[node.key] = self._cache()
 
-    def _hold(self, node: Node, cache: Cache) -> None:
+    def _hold(self, node: Node, cache: CacheId) -> None:
         self._held.update((place.key, cache) for place in _fork_points(node))
 
     def _is_held(self, place: Node) -> bool:

@@ -47,11 +47,11 @@ class ToolClient:
         *,
         trajectory_id: str,
         timeout_s: float,
-        on_repeat: Callable[[], None] = lambda: None,
+        on_retry: Callable[[], None] = lambda: None,
     ) -> ToolAnswer:
         """The tool's answer, whatever its status; where the service fails at the call, an error for the model to read.
 
-        `on_repeat` is called for each time that the call is made again, after the service's own client has given up.
+        `on_retry` is called for each time that the call is made again, after the service's own client has given up.
 
         Raises:
             SandboxUnavailable: the service was not there for `retry_for_s` seconds.
@@ -72,6 +72,6 @@ class ToolClient:
                 give_up = min(give_up, now + self._retry_for_s)
                 if now >= give_up:
                     raise
-            on_repeat()
+            on_retry()
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)

@@ -30,7 +30,7 @@ from arpo_megatron.rollout.messages import (
     Failure,
     FinishTrees,
     Pause,
-    Recorded,
+    RecordEntry,
     Restore,
     Resume,
     RolloutSettings,
@@ -95,7 +95,7 @@ class Session:
                 ended.result()
         except Exception as error:
             traceback.print_exc()
-            self._tell(Failure(traceback.format_exc(), str(error) if isinstance(error, UserError) else None))
+            self._send(Failure(traceback.format_exc(), str(error) if isinstance(error, UserError) else None))
         finally:
             answering.cancel()
             await asyncio.gather(answering, return_exceptions=True)
@@ -131,27 +131,29 @@ class Session:
         )
         tools = ToolClient(settings.sandbox_url, settings.sandbox_token, retry_for_s=settings.retry_for_s)
         async with engine, tools:
-            pool = TreePool(engine, tools, codec, settings.seed, policy, self._tell, self._record, settings.routes)
+            pool = TreePool(
+                engine, tools, codec, settings.seed, policy, self._send, self._record, settings.expert_routes
+            )
             engine.on_stale = pool.note_stale
             try:
                 if first.paused:
                     engine.hold()
                 pool.start(first.start)
-                self._tell(None)
+                self._send(None)
                 while True:
                     self._request, request = await self._requests.get()
                     try:
-                        self._tell(await _answer(pool, request))
+                        self._send(await _answer(pool, request))
                     except StaleEnginesError as stale:
-                        self._tell(stale)
+                        self._send(stale)
             finally:
                 await pool.close()
 
-    def _tell(self, answer: object) -> None:
+    def _send(self, answer: object) -> None:
         self._outbox.put((self._request, answer))
 
     def _record(self, number: int, entry: bytes) -> None:
-        self._outbox.put(Recorded(number, entry))
+        self._outbox.put(RecordEntry(number, entry))
 
 
 async def _answer(pool: TreePool, request: object) -> object:

@@ -173,7 +173,7 @@ class TreeCollector:
 
     def done(self) -> None:
         """The last step is trained: a job that ends from now on does not need its trees again."""
-        self.rollouts.forget(GROUP)
+        self.rollouts.discard_collected(GROUP)
         self.open, self.stored_before = False, None
 
     def unfinished(self) -> list[UnfinishedTree]:
@@ -182,7 +182,7 @@ class TreeCollector:
         Those that wait for their step, those that it has (also the ones that it left out): a job that is asked to end
         in the middle of a step goes on there, and scores, filters and counts the step's trees again.
         """
-        return [*(tree for _, tree in self.restored), *self.rollouts.unfinished(GROUP)]
+        return [*(tree for _, tree in self.restored), *self.rollouts.unfinished_trees(GROUP)]
 
     def restore(self, trees: Sequence[UnfinishedTree], tasks: Sequence[Task]) -> None:
         """Go on with what `unfinished` told, before anything else is started."""
@@ -208,7 +208,7 @@ class TreeCollector:
         trees, self.restored = self.restored, []
         self.growing += [task for task, _ in trees]
         self.drawn.update(tree.task_id for _, tree in trees if tree.step == step)
-        self.rollouts.go_on(GROUP, trees, version=step, settings=RolloutSettings.training(self.config))
+        self.rollouts.resume_trees(GROUP, trees, version=step, settings=RolloutSettings.training(self.config))
 
     def _give_up(self) -> None:
         """The step has enough trees."""

@@ -142,7 +142,7 @@ class Controller:
             self.evaluating = True
         report = self.rollouts.collect(CollectTrees(EVALUATION), partial(show_progress, self.events))
         self.evaluating = False
-        self.rollouts.forget(EVALUATION)
+        self.rollouts.discard_collected(EVALUATION)
         for each in report.failed:
             text = f"{each.tree.task_id} could not be evaluated and counts as wrong: {each.reason}"
             self.events.emit("note", text=text)
@@ -255,7 +255,7 @@ def _counted(stats: RolloutStats) -> dict[str, float]:
         "tool_calls_executed": stats.counts.calls_executed,
         "tool_calls_cached": stats.counts.calls_cached,
         "tool_calls_inherited": stats.calls_inherited,
-        "requests_repeated": stats.counts.repeated,
+        "requests_repeated": stats.counts.retries,
         "tokens_sampled": stats.counts.tokens_sampled,
         "prompt_tokens": stats.counts.prompt_tokens,
         "cached_tokens": stats.counts.cached_tokens,

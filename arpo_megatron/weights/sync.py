@@ -24,7 +24,7 @@ from numpy.typing import ArrayLike
 
 from arpo_megatron.config import JobConfig
 from arpo_megatron.engine.admin import EngineAdmin, EngineEndpoint, WeightPushError
-from arpo_megatron.engine.wire.buckets import Block, Bucket, sent
+from arpo_megatron.engine.wire.buckets import Block, Bucket, named_tensors
 from arpo_megatron.engine.wire.checksums import Sample
 from arpo_megatron.hardware.placement import placement
 from arpo_megatron.weights.transports import Broadcast, Disk, SharedMemory, Transport
@@ -140,12 +140,12 @@ class WeightSync:
         started = time.monotonic()
         reached, self._reached = self._reached, ()
         try:
-            engines = self._requests.begin(version)
+            engines = self._requests.begin_push(version)
             verify = engines != reached or self._since_verified == self._verify_every
             self._transport.connect(engines)
             sampler = np.random.default_rng(version) if verify and self._comparable else None
             total, count, sums = self._send(buckets, sampler)
-            self._requests.commit(version, self._transport.finish())
+            self._requests.commit_push(version, self._transport.finish())
         except BaseException:
             self._transport.close()  # the two ends may be out of step now
             raise
@@ -174,7 +174,7 @@ class WeightSync:
             if wait is not None:
                 wait()
             wait = arrived
-            total, count = total + sum(tensor.nbytes for _, tensor in sent(bucket)), count + 1
+            total, count = total + sum(tensor.nbytes for _, tensor in named_tensors(bucket)), count + 1
         if wait is None:
             raise ValueError("a push needs at least one tensor")
         wait()
@@ -194,7 +194,7 @@ def _sample(bucket: Bucket, sampler: np.random.Generator, sums: dict[str, tuple[
         if not bucket.first:
             sums[bucket.name] = Sample.of(bucket.whole, sampler.random(), _SAMPLE_BYTES), 0
         sample, known = sums[bucket.name]
-        piece = sample.held(bucket.tensor.detach(), bucket.whole[bucket.rows])
+        piece = sample.piece_in(bucket.tensor.detach(), bucket.whole[bucket.rows])
         sums[bucket.name] = sample, (known + (0 if piece is None else piece.checksum)) % 2**64
         return
     for index in sampler.choice(len(bucket), max(1, len(bucket) // _SAMPLED_SHARE), replace=False):

@@ -35,12 +35,12 @@ from arpo_megatron.engine.admin import (
     EngineAdmin,
     EngineEndpoint,
     WeightPushError,
-    failure,
     first_line,
+    first_push_error,
     is_local,
     local_address,
 )
-from arpo_megatron.engine.wire.buckets import Block, Bucket, sent
+from arpo_megatron.engine.wire.buckets import Block, Bucket, named_tensors
 from arpo_megatron.errors import UserError
 from arpo_megatron.models.safetensors import write_file, write_rows
 
@@ -126,7 +126,9 @@ class Broadcast:
         if self._group is None:
             return
         body = {"group_name": self._name}
-        posts = self._requests.start("destroy_weights_update_group", [(engine.url, body) for engine in self._engines])
+        posts = self._requests.post_all(
+            "destroy_weights_update_group", [(engine.url, body) for engine in self._engines]
+        )
         dist.destroy_process_group(self._group)
         self._group = None
         concurrent.futures.wait(posts, _CLOSE_S)
@@ -134,9 +136,9 @@ class Broadcast:
     def _announce(self, bucket: Bucket) -> list[Any]:
         """The works of the process group that carry the tensors. The engines' half is `engine/server/receive.py`."""
         self._wait(self._acknowledged)  # or this announcement might overtake the last one
-        tensors = [tensor.detach().contiguous() for _, tensor in sent(bucket)]
+        tensors = [tensor.detach().contiguous() for _, tensor in named_tensors(bucket)]
         body: dict[str, Any] = {
-            "names": [name for name, _ in sent(bucket)],
+            "names": [name for name, _ in named_tensors(bucket)],
             "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in tensors],
             "shapes": [list(tensor.shape) for tensor in tensors],
             "group_name": self._name,
@@ -144,7 +146,7 @@ class Broadcast:
             "flush_cache": False,
         }
         self._loads += 1
-        self._posts += self._requests.start(
+        self._posts += self._requests.post_all(
             "update_weights_from_distributed", [(engine.url, body) for engine in self._engines]
         )
         one = torch.zeros(1, device="cpu" if self._backend == "gloo" else "cuda")
@@ -163,7 +165,7 @@ class Broadcast:
                         if post.done():
                             post.result()  # an engine that refused will never take part in the broadcast
                     if time.monotonic() > deadline:
-                        raise failure(self._posts, f"{self._where()}: no engine took the bucket in time")
+                        raise first_push_error(self._posts, f"{self._where()}: no engine took the bucket in time")
                     time.sleep(_POLL_INTERVAL_S)
                 work.wait()
         except RuntimeError as error:
@@ -171,7 +173,7 @@ class Broadcast:
         self._posts = [post for post in self._posts if not post.done() or post.exception()]
 
     def _failure(self, error: RuntimeError) -> WeightPushError:
-        return failure(self._posts, f"{self._where()}: broadcasting a bucket: {first_line(error)}")
+        return first_push_error(self._posts, f"{self._where()}: broadcasting a bucket: {first_line(error)}")
 
     def _join(self) -> None:
         world_size = 1 + sum(engine.ranks for engine in self._engines)
@@ -192,7 +194,7 @@ class Broadcast:
             }
             bodies.append((engine.url, body))
             offset += engine.ranks
-        posts = self._requests.start("init_weights_update_group", bodies)
+        posts = self._requests.post_all("init_weights_update_group", bodies)
         try:
             # torch has no public way to a second group with processes outside the default one; SGLang, slime and
             # verl all take this one, and both ends must, for the keys in the store to match.
@@ -206,7 +208,7 @@ class Broadcast:
                 timeout=timeout,
             )
         except RuntimeError as error:
-            raise failure(posts, f"{self._where()}: joining the weight group: {first_line(error)}") from error
+            raise first_push_error(posts, f"{self._where()}: joining the weight group: {first_line(error)}") from error
         for post in posts:
             post.result()
         _world.pg_group_ranks[group] = {rank: rank for rank in range(world_size)}
@@ -247,7 +249,7 @@ class SharedMemory:
     def send(self, bucket: Bucket) -> Callable[[], None]:
         """Copy the tensors into the buffer, when it is free, and hand its handle to every rank of every engine."""
         concurrent.futures.wait(self._reading)
-        block, values = bucket if isinstance(bucket, Block) else None, sent(bucket)
+        block, values = bucket if isinstance(bucket, Block) else None, named_tensors(bucket)
         wholes = [tensor for _, tensor in values] if block is None else [block.whole]
         flat = self._room(sum(whole.nbytes for whole in wholes), values[0][1].device)
         metadata, end = [], 0
@@ -269,7 +271,7 @@ class SharedMemory:
             body = {"serialized_named_tensors": payload, "load_format": "flattened_bucket", "flush_cache": False}
             bodies.append((engine.url, body))
         self._loads += 1
-        posts = self._reading = self._requests.start("update_weights_from_tensor", bodies)
+        posts = self._reading = self._requests.post_all("update_weights_from_tensor", bodies)
 
         def wait() -> None:
             for post in posts:
@@ -402,7 +404,7 @@ class Disk:
             return
         body = {"model_path": str(self._directory), "load_format": "safetensors", "flush_cache": False}
         self._loads += 1
-        posts = self._requests.start("update_weights_from_disk", [(engine.url, body) for engine in self._engines])
+        posts = self._requests.post_all("update_weights_from_disk", [(engine.url, body) for engine in self._engines])
         for post in posts:
             post.result()
         file.unlink()

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from arpo_megatron.engine.launch import free_ports
+from arpo_megatron.utils.ports import free_ports
 
 SSHD = "/usr/sbin/sshd"
 INSTALL = Path(__file__).resolve().parents[2] / "slurm" / "onebox" / "install.sh"

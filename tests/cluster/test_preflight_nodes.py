@@ -11,12 +11,12 @@ from arpo_megatron.cluster.preflight import Report, examine_nodes, guilty, judge
 from arpo_megatron.cluster.profile import check_profile, save_profile
 from arpo_megatron.cluster.slurm import Node
 from arpo_megatron.config.io import save_config
-from arpo_megatron.engine.launch import free_ports
 from arpo_megatron.errors import UserError
 from arpo_megatron.jobs import resolve
 from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.launch.preflight.check import CheckResult, failure, ok
 from arpo_megatron.plan.node_layout import lay_out_nodes
+from arpo_megatron.utils.ports import free_ports
 from arpo_megatron.utils.processes import ManagedProcesses
 
 

@@ -12,7 +12,7 @@ from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arpo_megatron.engine.affinity import FIRST_REST_S, LONGEST_REST_S, ROUTING_KEY_HEADER, EngineState, place
+from arpo_megatron.engine.affinity import FIRST_BACKOFF_S, MAX_BACKOFF_S, ROUTING_KEY_HEADER, EngineState, pick_engine
 from arpo_megatron.engine.client import EngineClient, EngineUnavailableError
 from arpo_megatron.engine.request import Generation, Sampling
 from tests.engine.scripted import ScriptedEngine
@@ -28,21 +28,21 @@ def engines(count: int) -> list[EngineState]:
 @given(st.text(), st.integers(1, 8))
 def test_a_key_has_one_place_and_only_the_keys_of_a_failed_engine_move(key: str, count: int) -> None:
     fleet = engines(count)
-    home = place(key, fleet, now=0.0)
-    assert place(key, list(reversed(fleet)), now=0.0) is home
+    home = pick_engine(key, fleet, now=0.0)
+    assert pick_engine(key, list(reversed(fleet)), now=0.0) is home
     other = next((engine for engine in fleet if engine is not home), None)
     if other is None:
         return
-    other.failed(0.0)
-    assert place(key, fleet, now=0.0) is home
-    home.failed(0.0)
-    assert place(key, fleet, now=FIRST_REST_S / 2) is not home or count == 2
-    assert place(key, fleet, now=FIRST_REST_S) is home
+    other.record_failure(0.0)
+    assert pick_engine(key, fleet, now=0.0) is home
+    home.record_failure(0.0)
+    assert pick_engine(key, fleet, now=FIRST_BACKOFF_S / 2) is not home or count == 2
+    assert pick_engine(key, fleet, now=FIRST_BACKOFF_S) is home
 
 
 def test_keys_are_spread_evenly() -> None:
     fleet = engines(4)
-    shares = Counter(place(f"1/task-{number}", fleet, now=0.0).url for number in range(4000))
+    shares = Counter(pick_engine(f"1/task-{number}", fleet, now=0.0).url for number in range(4000))
     assert all(850 < share < 1150 for share in shares.values())  # binomial: 1000 +- 27
 
 
@@ -50,14 +50,14 @@ def test_an_engine_rests_longer_after_each_failure_and_is_forgiven_when_it_answe
     (engine,) = engines(1)
     now, rests = 0.0, []
     for _ in range(8):
-        assert engine.failed(now)
-        assert not engine.failed(now)  # the other requests that fail at the same moment
-        rests.append(engine.rests_until - now)
-        now = engine.rests_until
-    assert rests[:3] == pytest.approx([FIRST_REST_S, 2 * FIRST_REST_S, 4 * FIRST_REST_S])
-    assert rests[-1] == pytest.approx(LONGEST_REST_S)
-    engine.answered()
-    assert (engine.rests_until, engine.rest_s, engine.suspect) == (0.0, FIRST_REST_S, False)
+        assert engine.record_failure(now)
+        assert not engine.record_failure(now)  # the other requests that fail at the same moment
+        rests.append(engine.backoff_until - now)
+        now = engine.backoff_until
+    assert rests[:3] == pytest.approx([FIRST_BACKOFF_S, 2 * FIRST_BACKOFF_S, 4 * FIRST_BACKOFF_S])
+    assert rests[-1] == pytest.approx(MAX_BACKOFF_S)
+    engine.record_answer()
+    assert (engine.backoff_until, engine.backoff_s, engine.suspect) == (0.0, FIRST_BACKOFF_S, False)
 
 
 def answer(client: EngineClient, key: str) -> Awaitable[Generation]:
@@ -139,7 +139,7 @@ def test_an_engine_with_older_weights_is_reported_and_never_used(scripted_engine
         async with EngineClient(old.url, new.url) as client:
             client.version, client.on_stale = 4, told.append
             got = await asyncio.gather(*(answer(client, f"tree-{number}") for number in range(20)))
-            assert set(client.repeated) == {"stale"}
+            assert set(client.retries) == {"stale"}
             return list(got)
 
     assert {part.weight_version for part in asyncio.run(run())} == {4}
@@ -267,7 +267,7 @@ def test_what_passes_is_repeated_and_counted(
         async with EngineClient(url, request_timeout_s=1.0 if "hang" in faults else 60.0, retry_for_s=60) as client:
             drawn = await answer(client, "tree")
             assert drawn.token_ids.tolist() == [ord(letter) for letter in "xyz"]
-            assert dict(client.repeated) == counted
+            assert dict(client.retries) == counted
         server.close()
 
     asyncio.run(run())

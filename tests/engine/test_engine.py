@@ -184,7 +184,7 @@ def test_every_shared_token_is_prefilled_once_on_a_cold_cache(engine: EngineHand
     ]
     for asked in (cold[:1], cold[1:]):  # alone, and many at once
         flush_cache(engine)
-        stats = rollouts.grow(asked, step=1, version=0, settings=settings).stats
+        stats = rollouts.grow_trees(asked, step=1, version=0, settings=settings).stats
         assert stats.trees == len(asked)
         assert stats.forks > 0 or len(asked) == 1  # a tree of trajectories without a call has none
         assert stats.prefill_over_unique <= 1.05
@@ -222,7 +222,8 @@ def test_whole_trees_grow_and_the_cache_serves_what_they_predict(
 ) -> None:
     flush_cache(engine)
     seen: list[RolloutProgress] = []
-    report = rollouts.grow(tasks(8), step=1, version=0, settings=RolloutSettings.training(job()), progress=seen.append)
+    settings = RolloutSettings.training(job())
+    report = rollouts.grow_trees(tasks(8), step=1, version=0, settings=settings, progress=seen.append)
     stats = report.stats
     assert report.failed == []
     assert [tree.task_id for tree in report.trees] == [task.id for task in tasks(8)]
@@ -246,7 +247,7 @@ def test_greedy_trees_are_the_same_whatever_grows_beside_them(engine: EngineHand
     for others in range(3):
         flush_cache(engine)
         crowd = [*tasks(4 * others), *asked[11 * others :], *asked[: 11 * others]]
-        report = rollouts.grow(crowd, step=1, version=0, settings=settings)
+        report = rollouts.grow_trees(crowd, step=1, version=0, settings=settings)
         trees = {tree.task_id: tree for tree in report.trees}
         grown.append([decided(trees[task.id]) for task in asked])
     assert grown[0] == grown[1] == grown[2]
@@ -291,7 +292,7 @@ def test_trees_survive_a_push_wherever_it_meets_them(engine: EngineHandle, rollo
     """Greedy trees that are paused again and again are those that are not, but for the versions of their pieces."""
     settings = RolloutSettings.evaluation(job(), temperature=0.0)
     asked = random_tasks(200)
-    drawn = rollouts.grow(asked, step=1, version=0, settings=settings).trees
+    drawn = rollouts.grow_trees(asked, step=1, version=0, settings=settings).trees
     whole = [tree for tree in drawn if tree.unique_tokens > 120][:16]
     assert len(whole) == 16, "too few long answers"
     chosen = tuple(asked[int(tree.task_id.removeprefix("random-"))] for tree in whole)
@@ -307,7 +308,7 @@ def test_trees_survive_a_push_wherever_it_meets_them(engine: EngineHandle, rollo
             set_version(engine, last)  # fails where a request lives
             rollouts.resume(last)
         report = rollouts.collect(CollectTrees("training"))
-        rollouts.forget("training")
+        rollouts.discard_collected("training")
     finally:
         set_version(engine, 0)
         rollouts.resume(0)
@@ -329,7 +330,7 @@ def test_trees_that_a_push_waits_for_are_sampled_by_one_policy(engine: EngineHan
     """`rollout.across_push=drain`: the trees above, finished before the engine is paused."""
     settings = RolloutSettings.evaluation(job(), temperature=0.0)
     asked = random_tasks(60)
-    whole = rollouts.grow(asked, step=1, version=0, settings=settings).trees
+    whole = rollouts.grow_trees(asked, step=1, version=0, settings=settings).trees
     rollouts.start_trees("training", asked, step=1, version=0, settings=settings)
     seen: list[RolloutProgress] = []
     try:
@@ -339,7 +340,7 @@ def test_trees_that_a_push_waits_for_are_sampled_by_one_policy(engine: EngineHan
         rollouts.resume(1)
         assert versions_cut_short(rollouts) == set()
         report = rollouts.collect(CollectTrees("training"))
-        rollouts.forget("training")
+        rollouts.discard_collected("training")
     finally:
         set_version(engine, 0)
         rollouts.resume(0)
@@ -352,7 +353,7 @@ def test_trees_that_a_push_waits_for_are_sampled_by_one_policy(engine: EngineHan
 
 def versions_cut_short(rollouts: RolloutHandle) -> set[int]:
     """Versions of the policy whose generations a pause has met, with tokens sampled already."""
-    records = [TreeRecord.of(tree.entries) for tree in rollouts.unfinished("training")]
+    records = [TreeRecord.of(tree.entries) for tree in rollouts.unfinished_trees("training")]
     parts = [part for record in records for parts in record.sampled.values() for part in parts]
     return {part.weight_version for part in parts if part.finish is EngineFinish.CUT_SHORT and len(part.token_ids)}
 
@@ -370,17 +371,18 @@ def test_finished_trees_are_given_away_before_the_others_oldest_first(rollouts: 
     assert len(first.trees) == 3
     assert first.stats.trees == 3
     assert sorted(tree.task_id for tree in [*first.trees, *rest.trees]) == [task.id for task in tasks(10)]
-    kept = rollouts.unfinished("training")
+    kept = rollouts.unfinished_trees("training")
     assert [tree.task_id for tree in kept] == [task.id for task in tasks(10)]
     assert all(tree.entries for tree in kept)
-    rollouts.forget("training")
-    assert rollouts.unfinished("training") == []
+    rollouts.discard_collected("training")
+    assert rollouts.unfinished_trees("training") == []
 
 
 def test_independent_trajectories_are_grown_for_evaluation(engine: EngineHandle, rollouts: RolloutHandle) -> None:
-    report = rollouts.grow(tasks(3), step=0, version=0, settings=RolloutSettings.evaluation(job(), temperature=0.0))
+    greedy = RolloutSettings.evaluation(job(), temperature=0.0)
+    report = rollouts.grow_trees(tasks(3), step=0, version=0, settings=greedy)
     assert [len(tree.leaves()) for tree in report.trees] == [1, 1, 1]
-    again = rollouts.grow(tasks(3), step=9, version=0, settings=RolloutSettings.evaluation(job(), temperature=0.0))
+    again = rollouts.grow_trees(tasks(3), step=9, version=0, settings=greedy)
     for first, second in zip(report.trees, again.trees, strict=True):
         assert first.path_tokens(first.leaves()[0]).tolist() == second.path_tokens(second.leaves()[0]).tolist()
 
@@ -405,7 +407,7 @@ def test_trees_of_an_engine_with_older_weights_wait_for_a_push(
 def test_a_tree_that_cannot_be_finished_is_reported_not_returned(sandbox_url: str, tiny_model: Path) -> None:
     settings = ServiceSettings(("http://127.0.0.1:9",), sandbox_url, tiny_model, seed=4, retry_for_s=0.3)
     with launched_rollouts(settings) as handle:
-        report = handle.grow(tasks(2), step=0, version=0, settings=RolloutSettings.training(job()))
+        report = handle.grow_trees(tasks(2), step=0, version=0, settings=RolloutSettings.training(job()))
     assert report.trees == []
     assert [each.tree.task_id for each in report.failed] == ["task-0", "task-1"]
     assert all("does not answer" in each.reason for each in report.failed)
@@ -423,7 +425,7 @@ def test_a_call_that_waits_for_services_can_be_given_up(sandbox_url: str, tiny_m
 
     with launched_rollouts(settings) as handle, pytest.raises(InterruptedError):
         started = time.monotonic()
-        handle.grow(tasks(1), step=0, version=0, settings=RolloutSettings.training(job()), progress=give_up)
+        handle.grow_trees(tasks(1), step=0, version=0, settings=RolloutSettings.training(job()), progress=give_up)
     assert time.monotonic() - started < 100
 
 
@@ -432,9 +434,9 @@ def test_a_broken_rollout_process_is_an_error_with_its_traceback(sandbox_url: st
     with launched_rollouts(settings) as handle:
         not_a_task: Any = "not a task"
         with pytest.raises(RolloutError, match=r"(?s)Traceback.*AttributeError"):
-            handle.grow([not_a_task], step=0, version=0, settings=RolloutSettings.training(job()))
+            handle.grow_trees([not_a_task], step=0, version=0, settings=RolloutSettings.training(job()))
         with pytest.raises(RolloutError, match=r"(?s)failed before.*AttributeError"):
-            handle.grow(tasks(1), step=0, version=0, settings=RolloutSettings.training(job()))
+            handle.grow_trees(tasks(1), step=0, version=0, settings=RolloutSettings.training(job()))
     nowhere = ServiceSettings(("http://127.0.0.1:9",), sandbox_url, tiny_model / "nowhere", seed=4)
     with pytest.raises(UserError, match=r"tokenizer\.json is missing"), launched_rollouts(nowhere):
         pass
@@ -526,11 +528,11 @@ def test_nothing_survives_a_killed_launcher(tiny_model: Path, tmp_path: Path, mo
 def test_a_version_other_than_the_checked_one_is_refused(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import importlib.metadata
 
-    from arpo_megatron.engine.server import cpu_stubs
+    from arpo_megatron.engine.server.cpu import install_stubs
 
     monkeypatch.setattr(importlib.metadata, "version", lambda _name: "9.9.9")
     with pytest.raises(UserError, match=r"0\.5\.18, but 9\.9\.9"):
-        cpu_stubs.install()
+        install_stubs()
 
 
 def test_the_probe_notices_a_detokenizer_that_hangs(engine: EngineHandle) -> None:

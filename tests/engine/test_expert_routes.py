@@ -17,7 +17,7 @@ from arpo_megatron.actor.actor import Actor
 from arpo_megatron.algorithms.credit import supervised_credit
 from arpo_megatron.config import AlgorithmConfig, EngineConfig, JobConfig, ModelConfig, OptimizerConfig, RolloutConfig
 from arpo_megatron.engine.client import EngineClient
-from arpo_megatron.engine.expert_routes import ExpertRouteSpec, RouteRequest
+from arpo_megatron.engine.expert_routes import ExpertRouteRequest, ExpertRouteSpec
 from arpo_megatron.engine.launch import EngineHandle, launch_engine
 from arpo_megatron.engine.request import EngineFinish, Generation, Sampling
 from arpo_megatron.models.spec import ModelSpec
@@ -70,7 +70,7 @@ def model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def engine(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineHandle]:
     log = tmp_path_factory.mktemp("engine") / "engine.log"
-    with launch_engine(model, ENGINE, dtype="float32", seed=1, log_path=log, routes=True) as handle:
+    with launch_engine(model, ENGINE, dtype="float32", seed=1, log_path=log, expert_routes=True) as handle:
         yield handle
 
 
@@ -94,8 +94,8 @@ def job() -> JobConfig:
 @pytest.fixture(scope="module")
 def trees(engine: EngineHandle, model: Path, sandbox_url: str, job: JobConfig) -> list[RolloutTree]:
     tasks = [Task(f"task-{n}", (), "1", "math", f"{'1 2 3 + 4 * 5 ' * 3}{n} + {7 * n}\n") for n in range(6)]
-    with launched_rollouts(ServiceSettings((engine.url,), sandbox_url, model, seed=4, routes=SHAPE)) as handle:
-        report = handle.grow(tasks, step=1, version=0, settings=RolloutSettings.training(job))
+    with launched_rollouts(ServiceSettings((engine.url,), sandbox_url, model, seed=4, expert_routes=SHAPE)) as handle:
+        report = handle.grow_trees(tasks, step=1, version=0, settings=RolloutSettings.training(job))
     assert report.failed == []
     assert report.stats.forks > 0
     return report.trees
@@ -115,7 +115,7 @@ def test_trees_keep_their_routes_across_pushes(
 ) -> None:
     """Each token has one record, as it was when it was first asked for, whichever weights went on behind it."""
     asked = [Task(f"task-{n}", (), "1", "math", f"{'4 * 5 - 1 ' * 3}{n} + {7 * n}\n") for n in range(8)]
-    with launched_rollouts(ServiceSettings((engine.url,), sandbox_url, model, seed=4, routes=SHAPE)) as handle:
+    with launched_rollouts(ServiceSettings((engine.url,), sandbox_url, model, seed=4, expert_routes=SHAPE)) as handle:
         handle.start_trees("training", asked, step=1, version=0, settings=RolloutSettings.training(job))
         give_up = time.monotonic() + 120
         cut: list[Generation] = []
@@ -124,7 +124,7 @@ def test_trees_keep_their_routes_across_pushes(
             time.sleep(0.05)
             handle.pause()
             handle.resume(0)
-            records = [TreeRecord.of(tree.entries) for tree in handle.unfinished("training")]
+            records = [TreeRecord.of(tree.entries) for tree in handle.unfinished_trees("training")]
             parts = [part for record in records for answers in record.sampled.values() for part in answers]
             cut = [part for part in parts if part.finish == "cut_short" and len(part.token_ids)]
         report = handle.collect(CollectTrees("training"))
@@ -186,7 +186,9 @@ async def sample(url: str, spec: ExpertRouteSpec, count: int) -> list[RolloutTre
     async with EngineClient(url) as client:
 
         async def answer(prompt: np.ndarray) -> RolloutTree:
-            drawn = await client.generate(prompt, max_new_tokens=100, sampling=Sampling(), routes=RouteRequest(0, spec))
+            drawn = await client.generate(
+                prompt, max_new_tokens=100, sampling=Sampling(), routes=ExpertRouteRequest(0, spec)
+            )
             assert drawn.routes is not None
             routes = np.concatenate([drawn.routes, np.full_like(drawn.routes[:1], -1)])
             tree = RolloutTree("sample", prompt, routes=routes[:60])
@@ -201,7 +203,7 @@ def test_replay_narrows_the_gap_between_trainer_and_engine_in_bfloat16(tiny_mode
     spec = ExpertRouteSpec(layers=6, top_k=4)
     sizes = {"num_experts": 32, "num_experts_per_tok": 4, "num_hidden_layers": 6, "hidden_size": 128, "head_dim": 32}
     path = make(tmp_path / "model", tiny_model, torch.bfloat16, **sizes)
-    with launch_engine(path, ENGINE, dtype="bfloat16", seed=1, log_path=tmp_path / "log", routes=True) as handle:
+    with launch_engine(path, ENGINE, dtype="bfloat16", seed=1, log_path=tmp_path / "log", expert_routes=True) as handle:
         trees = asyncio.run(sample(handle.url, spec, 48))
     config = JobConfig(name="test", model=ModelConfig(path=path, dtype="bfloat16"))
     actor = Actor(config, ModelSpec.from_hf(path), path, optimizer=OptimizerConfig(), total_updates=1)
@@ -223,10 +225,12 @@ def test_cached_tokens_have_the_routes_of_when_they_were_computed_and_a_cut_answ
 
     async def ask() -> None:
         async with EngineClient(engine.url) as client:
-            whole = RouteRequest(0, SHAPE)
+            whole = ExpertRouteRequest(0, SHAPE)
             first = await client.generate(prompt, max_new_tokens=9, sampling=Sampling(), routes=whole)
             again = await client.generate(prompt, max_new_tokens=2, sampling=Sampling(), routes=whole)
-            rest = await client.generate(prompt, max_new_tokens=2, sampling=Sampling(), routes=RouteRequest(100, SHAPE))
+            rest = await client.generate(
+                prompt, max_new_tokens=2, sampling=Sampling(), routes=ExpertRouteRequest(100, SHAPE)
+            )
             assert (again.cached_tokens, len(prompt)) == (99, 100)
             assert first.routes is not None
             assert again.routes is not None
@@ -257,7 +261,7 @@ def test_cached_tokens_have_the_routes_of_when_they_were_computed_and_a_cut_answ
 def test_an_engine_that_returns_no_routes_is_no_silent_loss(engine: EngineHandle) -> None:
     async def ask() -> None:
         async with EngineClient(engine.url) as client:
-            wrong = RouteRequest(0, ExpertRouteSpec(SHAPE.layers + 1, SHAPE.top_k))
+            wrong = ExpertRouteRequest(0, ExpertRouteSpec(SHAPE.layers + 1, SHAPE.top_k))
             await client.generate([3, 4, 5], max_new_tokens=2, sampling=Sampling(), routes=wrong)
 
     with pytest.raises(ValueError, match="expert routes for"):

@@ -11,9 +11,7 @@ import torch
 from torch import nn
 
 from arpo_megatron.engine import launch as server
-from arpo_megatron.engine.server import checksums as weight_checksums
-from arpo_megatron.engine.server import gate as push_gate
-from arpo_megatron.engine.server import receive as weight_arrival
+from arpo_megatron.engine.server import checksums, gate, receive
 from arpo_megatron.engine.wire.checksums import CHECKSUM_ACTION, Sample
 from arpo_megatron.hardware.environment import trainer_environment
 from arpo_megatron.hardware.placement import Placement
@@ -31,7 +29,7 @@ class Model(nn.Module):
 
 def test_the_version_of_a_push_is_where_the_server_reads_it() -> None:
     manager = SimpleNamespace(server_args=SimpleNamespace(weight_version="0"))
-    push_gate._set_version(manager, 7)
+    gate._set_version(manager, 7)
     assert manager.server_args.weight_version == "7"
 
 
@@ -43,27 +41,27 @@ def test_checksums_are_those_of_the_runners_model() -> None:
     )
     sample = Sample.of(model.head, 0.5, 2**20)
     action = CHECKSUM_ACTION + json.dumps({"head": asdict(sample)})
-    answer = weight_checksums._handle(lambda *_: None, checker, action)
+    answer = checksums._handle(lambda *_: None, checker, action)
     assert json.loads(answer["checksums"]["head"])
 
 
 def test_the_runner_receives_a_push(monkeypatch: pytest.MonkeyPatch) -> None:
     done = SimpleNamespace(wait=lambda: None)
-    monkeypatch.setattr(weight_arrival.dist, "get_backend", lambda _: "gloo")
-    monkeypatch.setattr(weight_arrival.dist, "all_reduce", lambda *_, **__: done)
+    monkeypatch.setattr(receive.dist, "get_backend", lambda _: "gloo")
+    monkeypatch.setattr(receive.dist, "all_reduce", lambda *_, **__: done)
 
     def broadcast(tensor: torch.Tensor, **_: Any) -> SimpleNamespace:
         tensor.fill_(3.0)
         return done
 
-    monkeypatch.setattr(weight_arrival.dist, "broadcast", broadcast)
+    monkeypatch.setattr(receive.dist, "broadcast", broadcast)
     model = Model()
     runner = SimpleNamespace(
         model=model, _model_update_group={"group": None}, server_args=SimpleNamespace(quantization=None)
     )
-    arrived = weight_arrival._receive_in_runner(runner, ["head"], ["float32"], [[4, 4]], group_name="group")
+    arrived = receive._receive_in_runner(runner, ["head"], ["float32"], [[4, 4]], group_name="group")
     assert arrived[0], arrived
-    assert weight_arrival._receive_in_runner(runner, [], [], [], group_name="group")[0]
+    assert receive._receive_in_runner(runner, [], [], [], group_name="group")[0]
     assert model.head.eq(3.0).all()
 
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from arpo_megatron.engine.server import receive as weight_arrival
+from arpo_megatron.engine.server import receive
 from arpo_megatron.engine.server.checksums import held_pieces
-from arpo_megatron.engine.server.parameters import places
-from arpo_megatron.engine.server.receive import whole_places
+from arpo_megatron.engine.server.parameters import find_copies
+from arpo_megatron.engine.server.receive import whole_parameters
 from arpo_megatron.engine.wire.buckets import Block
 from arpo_megatron.engine.wire.checksums import Sample
 
@@ -60,7 +60,7 @@ def test_a_tensor_has_a_place_where_a_copy_of_it_would_be_all_that_loading_does(
     model = Loader()
     shapes = {"gate": (2, 4), "up": (4, 4), "moved": (4, 4), "scalar": (1,)}
     shapes |= dict.fromkeys(("rows", "columns", "transposed", "cast", "twice", "scaled", "unknown"), (4, 4))
-    found = whole_places(model, list(shapes), [torch.float32] * len(shapes), list(shapes.values()))
+    found = whole_parameters(model, list(shapes), [torch.float32] * len(shapes), list(shapes.values()))
     assert found.keys() == {"gate", "up", "moved"}
     found["gate"].fill_(1)
     found["up"].fill_(2)
@@ -72,10 +72,10 @@ def test_a_tensor_has_a_place_where_a_copy_of_it_would_be_all_that_loading_does(
 
 def test_asking_where_tensors_go_takes_no_memory_however_many_and_large_they_are() -> None:
     names, size = ("gate", "up", "rows", "columns", "cast", "twice", "scaled"), (2**20, 2**20)  # 4 TiB each
-    found = places(Loader(), dict.fromkeys(names, (size, torch.float32)))
+    found = find_copies(Loader(), dict.fromkeys(names, (size, torch.float32)))
     assert [len(found[name]) for name in names] == [1, 1, 1, 1, 1, 2, 0]
     assert all(place.is_meta for copies in found.values() for _, place in copies)
-    assert whole_places(Loader(), names, [torch.float32] * len(names), [size] * len(names)) == {}
+    assert whole_parameters(Loader(), names, [torch.float32] * len(names), [size] * len(names)) == {}
     (piece,) = held_pieces(Loader(), {"up": Sample(size, "float32", 1, 2)})["up"]
     assert (piece.offset, piece.sizes) == (2**20, (1, 2**20))
 
@@ -87,9 +87,9 @@ class Wire:
         self.value = torch.empty(0)
         self.targets: list[int] = []
         self.done = SimpleNamespace(wait=lambda: None)
-        monkeypatch.setattr(weight_arrival.dist, "get_backend", lambda _: "gloo")
-        monkeypatch.setattr(weight_arrival.dist, "all_reduce", lambda *_, **__: self.done)
-        monkeypatch.setattr(weight_arrival.dist, "broadcast", self._broadcast)
+        monkeypatch.setattr(receive.dist, "get_backend", lambda _: "gloo")
+        monkeypatch.setattr(receive.dist, "all_reduce", lambda *_, **__: self.done)
+        monkeypatch.setattr(receive.dist, "broadcast", self._broadcast)
 
     def _broadcast(self, tensor: Tensor, **_: Any) -> SimpleNamespace:
         tensor.copy_(self.value)
@@ -102,10 +102,10 @@ def push(wire: Wire, model: nn.Module, block: Block | None) -> tuple[bool, str]:
         model=model, _model_update_group={"group": None}, server_args=SimpleNamespace(quantization=None)
     )
     if block is None:
-        return weight_arrival._receive_in_runner(runner, [], [], [], group_name="group")
+        return receive._receive_in_runner(runner, [], [], [], group_name="group")
     wire.value = block.tensor
     what = [[block.name], ["float32"], [list(block.tensor.shape)]]
-    return weight_arrival._receive_in_runner(runner, *what, group_name="group", load_format=block.load_format)
+    return receive._receive_in_runner(runner, *what, group_name="group", load_format=block.load_format)
 
 
 @pytest.mark.parametrize(
@@ -143,18 +143,18 @@ def test_blocks_of_rows_become_what_the_whole_tensor_would(
 def test_a_block_without_those_before_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     done, why = push(Wire(monkeypatch), Loader(), Block("scaled", torch.ones(2, 4), 2, 4))
     assert not done
-    assert "scaled: its rows from 2 on come without those before" in why
+    assert "scaled: its rows from 2 on have arrived before the first ones" in why
 
 
 def test_a_block_is_looked_for_in_the_rows_of_each_part_of_a_parameter() -> None:
     """Of a vocabulary that two ranks divide, each takes its rows of a block that lies in both."""
-    copies = places(Loader(), {"rows": ((4, 4), torch.float32)})["rows"]  # rows 2 and 3
+    copies = find_copies(Loader(), {"rows": ((4, 4), torch.float32)})["rows"]  # rows 2 and 3
 
     def taken(first: int, last: int) -> list[tuple[int, ...]] | None:
-        found = weight_arrival.block_places(copies, Block("rows", torch.empty(last - first, 4), first, 4))
+        found = receive.block_copies(copies, Block("rows", torch.empty(last - first, 4), first, 4))
         return None if found is None else [(int(place.storage_offset()), *values.shape) for values, place in found]
 
     assert taken(0, 2) == []
     assert taken(1, 3) == [(8, 1, 4)]
     assert taken(3, 4) == [(12, 1, 4)]
-    assert weight_arrival.block_places([], Block("unknown", torch.empty(1, 4), 0, 4)) is None
+    assert receive.block_copies([], Block("unknown", torch.empty(1, 4), 0, 4)) is None

@@ -7,8 +7,9 @@ import pytest
 import requests
 
 from arpo_megatron.config import EngineConfig
-from arpo_megatron.engine.launch import free_ports, router_program
-from arpo_megatron.engine.server.gate import bearer
+from arpo_megatron.engine.launch import router_service
+from arpo_megatron.engine.wire.endpoints import bearer
+from arpo_megatron.utils.ports import free_ports
 from arpo_megatron.utils.processes import stop_groups
 from arpo_megatron.utils.service_spec import ServiceSpec
 
@@ -18,7 +19,7 @@ def test_a_router_asks_for_a_token_only_where_there_is_one(tmp_path: Path, token
     """And answers 503 while it has no engine, which the client waits for."""
     log = tmp_path / "router.log"
     engine = EngineConfig(router="sglang")
-    program = router_program(engine, ["http://127.0.0.1:9"], log_path=log, ports=free_ports(2), token=token)
+    program = router_service(engine, ["http://127.0.0.1:9"], log_path=log, ports=free_ports(2), token=token)
     assert program is not None
     process = program.start()
     try:

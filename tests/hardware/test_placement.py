@@ -98,8 +98,8 @@ def test_an_engine_on_a_gpu_captures_its_largest_batch_and_forks_at_any_token() 
 
 KNOWN_OPTIONS = """
 import argparse
-from arpo_megatron.engine.server import cpu_stubs
-cpu_stubs.install()
+from arpo_megatron.engine.server.cpu import install_stubs
+install_stubs()
 from sglang.srt.server_args import ServerArgs
 parser = argparse.ArgumentParser()
 ServerArgs.add_cli_args(parser)

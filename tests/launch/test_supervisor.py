@@ -14,11 +14,11 @@ import psutil
 import pytest
 import requests
 
-from arpo_megatron.engine.launch import free_ports
 from arpo_megatron.errors import UserError
 from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.launch.health import print_health, read_health
 from arpo_megatron.launch.supervisor import FIRST_PAUSE_S, Supervisor
+from arpo_megatron.utils.ports import free_ports
 from arpo_megatron.utils.processes import ManagedProcesses, ProcessDiedError
 from arpo_megatron.utils.service_spec import ServiceSpec
 

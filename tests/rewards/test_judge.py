@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from arpo_megatron.config import JudgeConfig, RewardConfig
-from arpo_megatron.engine.launch import free_ports
 from arpo_megatron.errors import StoppedError, UserError
 from arpo_megatron.rewards import make_reward
 from arpo_megatron.rewards.base import Response, ResponseGroup, Score
@@ -24,6 +23,7 @@ from arpo_megatron.rewards.judge.prompts import better, flawed, same_answer
 from arpo_megatron.rewards.judge.report import ATTACKS, report
 from arpo_megatron.tasks.base import Task
 from arpo_megatron.utils import chat_client as chat
+from arpo_megatron.utils.ports import free_ports
 from tests.rewards.judge_server import ChatServer, chat_server, part, verdict
 
 NOBODY = "http://127.0.0.1:9/v1"

@@ -5,9 +5,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from arpo_megatron.engine.launch import SCRATCH_PREFIX, free_ports
-from arpo_megatron.rollout.handle import RolloutHandle, rollout_program, rollout_socket
+from arpo_megatron.engine.launch import SCRATCH_PREFIX
+from arpo_megatron.rollout.handle import RolloutHandle, rollout_service, rollout_socket
 from arpo_megatron.rollout.messages import ServiceSettings
+from arpo_megatron.utils.ports import free_ports
 from arpo_megatron.utils.processes import stop_groups
 from tools_sandbox.utils.temporary import TemporaryFolder
 
@@ -28,7 +29,7 @@ def launched_rollouts(settings: ServiceSettings) -> Iterator[RolloutHandle]:
     scratch = TemporaryFolder(SCRATCH_PREFIX)
     directory = scratch.path
     log = Path(os.devnull)
-    process = rollout_program(directory, free_ports(1)[0], log_path=log, hang_timeout_s=STARTUP_S).start()
+    process = rollout_service(directory, free_ports(1)[0], log_path=log, hang_timeout_s=STARTUP_S).start()
     try:
         with RolloutHandle.connect(rollout_socket(directory), settings, patience_s=STARTUP_S) as handle:
             yield handle

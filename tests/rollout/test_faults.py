@@ -25,19 +25,20 @@ import torch
 
 from arpo_megatron.config import AlgorithmConfig, EngineConfig, JobConfig, ModelConfig, RolloutConfig
 from arpo_megatron.engine.admin import EngineAdmin, WeightPushError
-from arpo_megatron.engine.launch import engine_program, free_ports, router_program
+from arpo_megatron.engine.launch import engine_service, router_service
 from arpo_megatron.engine.request import Sampling
-from arpo_megatron.engine.server.gate import ALIVE, bearer
+from arpo_megatron.engine.wire.endpoints import HEALTH_PATH, bearer
 from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.launch.health import read_health
 from arpo_megatron.launch.services import sandbox_program
 from arpo_megatron.launch.supervisor import Supervisor
 from arpo_megatron.monitor.tree_store import TreeLog, read_trees, step_file, stored_steps
 from arpo_megatron.rewards.scored_tree import ScoredTree
-from arpo_megatron.rollout.handle import RolloutHandle, rollout_program, rollout_socket
+from arpo_megatron.rollout.handle import RolloutHandle, rollout_service, rollout_socket
 from arpo_megatron.rollout.messages import RolloutProgress, RolloutReport, RolloutSettings, ServiceSettings
 from arpo_megatron.tasks.base import Task
 from arpo_megatron.tree import Role, RolloutTree
+from arpo_megatron.utils.ports import free_ports
 from arpo_megatron.utils.processes import ManagedProcesses
 from arpo_megatron.utils.service_spec import ServiceSpec
 from tests.faults import FULL, CutProxy, Proxies, ToolProxy, small_disk
@@ -139,7 +140,7 @@ def started_fleet(model: Path, folder: Path) -> Iterator[Fleet]:
     run.sandbox_config.write_text("{}")
     ports = free_ports(ENGINES + 4)
     engines = [
-        engine_program(
+        engine_service(
             model,
             ENGINE,
             dtype="float32",
@@ -153,12 +154,15 @@ def started_fleet(model: Path, folder: Path) -> Iterator[Fleet]:
         for index in range(ENGINES)
     ]
     sandbox = sandbox_program(run, ports[-1], hang_timeout_s=ENGINE.hang_timeout_s)
-    rollout = rollout_program(
+    rollout = rollout_service(
         scratch, ports[-2], log_path=run.logs / "rollout.log", hang_timeout_s=ENGINE.hang_timeout_s
     )
     urls = [engine.url for engine in engines]
-    router = router_program(ENGINE, urls, log_path=run.logs / "router.log", ports=ports[ENGINES:-2], token=TOKEN)
-    assert router_program(ENGINE, urls, log_path=run.logs / "router.log", ports=ports[ENGINES:-2], routes=True) is None
+    router = router_service(ENGINE, urls, log_path=run.logs / "router.log", ports=ports[ENGINES:-2], token=TOKEN)
+    assert (
+        router_service(ENGINE, urls, log_path=run.logs / "router.log", ports=ports[ENGINES:-2], expert_routes=True)
+        is None
+    )
     assert router is not None
     with ManagedProcesses(run.logs) as processes, Supervisor(run, processes, restarts=100) as supervisor:
         supervisor.start(sandbox, *engines, rollout)
@@ -182,7 +186,7 @@ def tasks(count: int) -> list[Task]:
 
 def grow(handle: RolloutHandle, count: int, progress: Callable[[RolloutProgress], None] | None = None) -> RolloutReport:
     settings = replace(RolloutSettings.training(JOB), sampling=Sampling(0.0))
-    return handle.grow(tasks(count), step=1, version=0, settings=settings, progress=progress)
+    return handle.grow_trees(tasks(count), step=1, version=0, settings=settings, progress=progress)
 
 
 class Saboteur:
@@ -299,7 +303,7 @@ def campaign(fleet: Fleet, expected: RolloutReport, *, routed: bool, seed: int) 
         found = grow(handle, TREES, saboteur)
     check_equal(found, expected)
     assert Counter(saboteur.done) == Counter(FAULTS)
-    assert found.stats.counts.repeated > 0
+    assert found.stats.counts.retries > 0
     killed = sum(count for name, count in FAULTS.items() if name.startswith(("kill", "stop")))
     deadline = time.monotonic() + 300
     while not all(role["up"] for role in read_health(fleet.run)["roles"]) or (
@@ -364,7 +368,7 @@ def test_without_the_token_no_server_does_anything(fleet: Fleet) -> None:
                 assert answer.status_code == 401, (program.name, method, path, answer.text)
         answer = requests.post(f"{program.url}/generate", json=body, headers=bearer(TOKEN), timeout=30)
         assert answer.status_code == 200, answer.text
-        probe = program.ready if of_router else ALIVE
+        probe = program.ready if of_router else HEALTH_PATH
         assert requests.get(f"{program.url}{probe}", timeout=10).status_code == 200
         assert TOKEN not in " ".join(program.command) and TOKEN not in program.log.read_text()
         assert "401 Client Error" not in program.log.read_text(), "a server does not know its own token"

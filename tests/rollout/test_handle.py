@@ -56,7 +56,7 @@ def test_trees_that_end_the_process_each_time_are_sent_to_it_once(folder: Path) 
         unreadable = UnfinishedTree("t", 0, 0, (b"not what a process has recorded",))
         with RolloutHandle.connect(folder / "socket", ServiceSettings((NOWHERE,), NOWHERE, folder, 1)) as handle:
             with pytest.raises(RolloutError, match="the rollout process failed"):
-                handle.go_on("g", [(Task("t", (), "", "math", "w"), unreadable)], version=0, settings=settings)
+                handle.resume_trees("g", [(Task("t", (), "", "math", "w"), unreadable)], version=0, settings=settings)
             time.sleep(0.3)
             assert len(served) == 1
             with pytest.raises(RolloutError, match="has failed before"):
@@ -101,7 +101,7 @@ def test_a_cut_is_noticed_within_a_call_and_costs_only_what_was_being_sampled(
         with RolloutHandle.connect(folder / "socket", settings) as handle:
             task = Task("t", (), "", "math", "w")
             grown = RolloutSettings(None, 2, Sampling(), LIMITS)
-            report = handle.grow([task], step=0, version=0, settings=grown, progress=cut)
+            report = handle.grow_trees([task], step=0, version=0, settings=grown, progress=cut)
     noticed = not engine.released
     too_late.cancel()
     release()

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from arpo_megatron.algorithms.branching import GrpoPolicy, path_seed
-from arpo_megatron.engine.affinity import Cache
+from arpo_megatron.engine.affinity import CacheId
 from arpo_megatron.engine.request import EngineFinish, Generation, Sampling
 from arpo_megatron.rollout.context import RolloutContext, RolloutLimits
 from arpo_megatron.rollout.grower import TreeGrower
@@ -167,7 +167,7 @@ class ByteEngine:
     asked: dict[int, list[int]] = field(default_factory=dict)
     version: int = 0
 
-    def cache(self, _key: str) -> Cache:
+    def cache_id(self, _key: str) -> CacheId:
         return "", 0, 0
 
     async def prefill(self, input_ids: Any, **_options: Any) -> tuple[int, int]:

@@ -14,7 +14,7 @@ from arpo_megatron.bench.batch_synchronous import grow_in_rounds
 from arpo_megatron.bench.pools import GROUP, new_pool, start
 from arpo_megatron.bench.rollout import MeteredEngine
 from arpo_megatron.bench.simulated_tools import SimulatedTools
-from arpo_megatron.engine.affinity import FIRST_REST_S
+from arpo_megatron.engine.affinity import FIRST_BACKOFF_S
 from arpo_megatron.engine.client import EngineClient
 from arpo_megatron.engine.request import Sampling
 from arpo_megatron.rollout.context import RolloutLimits
@@ -86,7 +86,7 @@ def test_repeated_requests_and_sampled_tokens_are_those_of_their_group(scripted_
 
     reports = asyncio.run(run())
     assert [report.trees[0].task_id for report in reports] == ["evaluation", "training"]
-    assert [report.stats.counts.repeated for report in reports] == [0, 1]
+    assert [report.stats.counts.retries for report in reports] == [0, 1]
     assert {progress.tokens_sampled for progress in told} == {reports[0].stats.counts.tokens_sampled}
 
 
@@ -95,7 +95,7 @@ def test_what_the_common_prefill_repeats_is_counted_also_where_it_fails(scripted
     tasks = tuple(Task(f"t{n}", (), "", "math", "p" * 50) for n in range(2))
     report = asyncio.run(grown(engine, tasks, retry_for_s=1.0))
     assert len(report.failed) == 2
-    assert report.stats.counts.repeated == len(engine.requests) > 1
+    assert report.stats.counts.retries == len(engine.requests) > 1
 
 
 @pytest.mark.parametrize("k", [6, 38])
@@ -193,14 +193,14 @@ def test_an_engine_is_busy_only_while_it_has_a_request(scripted_engine: Start) -
             assert client.busy_s == client.request_s == 0.0
             client.resume(engine.version)
             await asked
-            assert client.repeated == {"HTTP 503": 1}
+            assert client.retries == {"HTTP 503": 1}
             return client.busy_s
 
     engine = ScriptedEngine(lambda _text: "x", fail_first=1)
     scripted_engine(engine)
     began = time.monotonic()
     busy = asyncio.run(busy_s())
-    assert 0 < busy < time.monotonic() - began - 0.5 - FIRST_REST_S
+    assert 0 < busy < time.monotonic() - began - 0.5 - FIRST_BACKOFF_S
 
 
 async def grown(

@@ -12,11 +12,11 @@ import pytest
 from aiohttp import web
 from transformers import PreTrainedTokenizerFast
 
-from arpo_megatron.engine.launch import free_ports
 from arpo_megatron.models.tiny import generated_tokenizer, train_bpe
 from arpo_megatron.rollout.tools import ToolClient
 from arpo_megatron.rollout.worker import TokenizerCodec
 from arpo_megatron.tasks.tags.calls import result_text, result_tokens
+from arpo_megatron.utils.ports import free_ports
 from tests.engine.scripted import CharacterCodec
 from tools_sandbox.client import SandboxUnavailable, ToolAnswer
 
@@ -42,10 +42,10 @@ def start(port: int, folder: Path, *, sessions: bool = False) -> "subprocess.Pop
 
 
 def ask(
-    client: ToolClient, code: str, on_repeat: Callable[[], None] = lambda: None, **session: str
+    client: ToolClient, code: str, on_retry: Callable[[], None] = lambda: None, **session: str
 ) -> "asyncio.Task[ToolAnswer]":
     return asyncio.create_task(
-        client.call("python", {"code": code, **session}, trajectory_id="t", timeout_s=10.0, on_repeat=on_repeat)
+        client.call("python", {"code": code, **session}, trajectory_id="t", timeout_s=10.0, on_retry=on_retry)
     )
 
 

@@ -58,7 +58,7 @@ class Rollouts:
         self.steps |= dict.fromkeys((task.id for task in tasks), step)
         self.in_flight += tasks
 
-    def go_on(
+    def resume_trees(
         self,
         _group: str,
         trees: Sequence[tuple[Task, UnfinishedTree]],
@@ -70,11 +70,11 @@ class Rollouts:
         self.steps |= {tree.task_id: tree.step for _, tree in trees}
         self.in_flight += [task for task, _ in trees]
 
-    def unfinished(self, _group: str) -> list[UnfinishedTree]:
+    def unfinished_trees(self, _group: str) -> list[UnfinishedTree]:
         trees, sampled = [*self.given, *self.in_flight], (b"what it has sampled",) * self.entries_each
         return [UnfinishedTree(task.id, self.steps[task.id], 0, sampled) for task in trees]
 
-    def forget(self, _group: str) -> None:
+    def discard_collected(self, _group: str) -> None:
         self.given.clear()
 
     def collect(self, request: CollectTrees, progress: Callable[[RolloutProgress], None]) -> RolloutReport:

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from arpo_megatron.actor import parallel
 from arpo_megatron.actor.model import build_chunks
 from arpo_megatron.config import ParallelConfig
-from arpo_megatron.engine.wire.buckets import Block, sent
+from arpo_megatron.engine.wire.buckets import Block, named_tensors
 from arpo_megatron.models.mapping import hf_shapes
 from arpo_megatron.models.spec import ModelSpec
 from arpo_megatron.weights.export import export_hf, hf_buckets
@@ -61,14 +61,14 @@ def blocks_are_the_files_rows(chunks: list[torch.nn.Module], spec: ModelSpec, so
     expected, tops = load_file(source / "model.safetensors"), dict.fromkeys(hf_shapes(spec), 0)
     blocks = 0
     for bucket in hf_buckets(chunks, spec, BUCKET_BYTES):
-        for name, tensor in sent(bucket):
+        for name, tensor in named_tensors(bucket):
             whole, top = expected[name], tops[name]
             tops[name] += len(tensor)
             assert torch.equal(tensor, whole[top : tops[name]]), name
             if isinstance(bucket, Block):
                 blocks += 1
                 assert (bucket.first, bucket.count, bucket.is_last) == (top, len(whole), tops[name] == len(whole))
-        assert sum(tensor.nbytes for _, tensor in sent(bucket)) <= BUCKET_BYTES
+        assert sum(tensor.nbytes for _, tensor in named_tensors(bucket)) <= BUCKET_BYTES
     if parallel.is_rank_zero():
         assert tops == {name: len(expected[name]) for name in tops}
         assert blocks >= 2  # of the embedding

@@ -26,7 +26,7 @@ import torch
 from arpo_megatron.config import EngineConfig, ParallelConfig
 from arpo_megatron.engine.admin import DiskPushError, EngineAdmin, EngineEndpoint, WeightPushError
 from arpo_megatron.engine.launch import EngineHandle, launch_engine
-from arpo_megatron.engine.wire.buckets import Block, Bucket, sent
+from arpo_megatron.engine.wire.buckets import Block, Bucket, named_tensors
 from arpo_megatron.engine.wire.checksums import Sample
 from arpo_megatron.trainer.consistency import GAP_LIMITS
 from arpo_megatron.weights import transports
@@ -242,7 +242,7 @@ class Corrupting(Broadcast):
     """Changes the lowest bit of one element of each tensor on its way."""
 
     def send(self, bucket: Bucket) -> Callable[[], None]:
-        wrong = [(name, tensor.detach().clone()) for name, tensor in sent(bucket)]
+        wrong = [(name, tensor.detach().clone()) for name, tensor in named_tensors(bucket)]
         for _, tensor in wrong:
             tensor.view(torch.int32).view(-1)[-1] ^= 1
         return super().send(replace(bucket, tensor=wrong[0][1]) if isinstance(bucket, Block) else wrong)
@@ -371,24 +371,24 @@ def check_silent(url: str, reason: str) -> None:
 def test_half_a_push_is_served_nowhere_and_no_commit_makes_it_a_whole_one(engine: EngineHandle, model: Path) -> None:
     engines = EngineAdmin([engine.url], TIMEOUT_S)
     transport = Broadcast(engines)
-    transport.connect(engines.begin(39))
+    transport.connect(engines.begin_push(39))
     transport.send([NORM])()
     with pytest.raises(WeightPushError, match=r"HTTP 409: .*weights of version 39 are arriving, not 38"):
-        engines.commit(38, 1)
+        engines.commit_push(38, 1)
     with pytest.raises(WeightPushError, match=r"HTTP 409: .*of the 3 parts of version 39 2 have arrived"):
-        engines.commit(39, transport.finish() + 1)
+        engines.commit_push(39, transport.finish() + 1)
     check_silent(engine.url, "weights of version 39 are arriving")
-    engines.begin(40)  # of another trainer: it knows nothing of the parts that have come
+    engines.begin_push(40)  # of another trainer: it knows nothing of the parts that have come
     for loads in (0, 2):
         with pytest.raises(WeightPushError, match=rf"HTTP 409: .*of the {loads} parts of version 40 0 have arrived"):
-            engines.commit(40, loads)
+            engines.commit_push(40, loads)
     check_silent(engine.url, "weights of version 40 are arriving")
     transport.close()
     with weight_sync(engine.url) as sync:
         sync.push([[NORM]], 41)
     assert generate(engine.url)["meta_info"]["weight_version"] == "41"
     with pytest.raises(WeightPushError, match=r"HTTP 409: .*weights arrive, but no push has begun"):
-        engines.start("update_weights_from_disk", [(engine.url, {"model_path": str(model)})])[0].result()
+        engines.post_all("update_weights_from_disk", [(engine.url, {"model_path": str(model)})])[0].result()
     engines.close()
 
 
@@ -403,7 +403,7 @@ def test_an_engine_whose_memory_was_lent_is_silent_until_a_push(engine: EngineHa
     engines.release_memory()
     check_silent(engine.url, "the engine's memory is lent to the trainer")
     with pytest.raises(WeightPushError, match=r"HTTP 409: .*weights of version 44 have no place"):
-        engines.begin(44)
+        engines.begin_push(44)
     engines.resume_memory()
     engines.resume_memory()
     check_silent(engine.url, "the engine's memory is back, and holds no weights yet")
@@ -456,8 +456,8 @@ def test_an_engine_that_is_gone_is_an_error_and_not_a_hang(engine: EngineHandle)
 
 SGLANG_KNOWS = """
 import inspect, json
-from arpo_megatron.engine.server import cpu_stubs
-cpu_stubs.install()
+from arpo_megatron.engine.server.cpu import install_stubs
+install_stubs()
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 from sglang.srt.managers import io_struct
 from sglang.srt.utils import patch_torch

@@ -50,15 +50,15 @@ class TimedEngines(EngineAdmin):
         """Begin anew."""
         self.seconds = {}
 
-    def begin(self, version: int) -> tuple[EngineEndpoint, ...]:
+    def begin_push(self, version: int) -> tuple[EngineEndpoint, ...]:
         """As `EngineAdmin` does it."""
         with self._timed("begin"):
-            return super().begin(version)
+            return super().begin_push(version)
 
-    def commit(self, version: int, loads: int) -> None:
+    def commit_push(self, version: int, loads: int) -> None:
         """As `EngineAdmin` does it."""
         with self._timed("commit"):
-            super().commit(version, loads)
+            super().commit_push(version, loads)
 
     def _post(self, url: str, endpoint: str, body: Mapping[str, Any]) -> Any:
         if not endpoint.startswith("update_weights"):

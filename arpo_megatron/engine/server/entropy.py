@@ -1,9 +1,8 @@
-"""Exact entropy of every sampled token, computed inside SGLang's sampler.
+"""Exact entropies of sampled tokens, computed inside SGLang's sampler.
 
-The sampler's logits hold the whole vocabulary, so the entropy is exact, unlike an estimate from top log-probs. It
-travels through SGLang's own channel for additions (`LogitsProcessorOutput.customized_info`) and arrives as
-`meta_info["entropy"]`: one number for each output token, in nats, of the distribution softmax(logits / temperature)
-before top-p and top-k.
+The sampler has the logits of the whole vocabulary, so the entropies are exact, unlike estimates from top log-probs.
+`LogitsProcessorOutput.customized_info`, SGLang's channel for additions, carries them to `meta_info["entropy"]`: one
+number for each output token, in nats, of softmax(logits / temperature) before top-p and top-k.
 """
 
 import logging
@@ -11,20 +10,20 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # the client reads META_KEY and does without torch
+if TYPE_CHECKING:  # the client imports META_KEY without torch
     from torch import Tensor
 
 META_KEY = "entropy"
 """Key in a response's `meta_info`."""
 
 WITHOUT_ENTROPY = "ARPO_ENGINE_WITHOUT_ENTROPY"
-"""Environment variable: an engine that has it computes no entropies (`arpo bench gpu rollout` asks what they cost)."""
+"""Environment variable that switches entropies off (`arpo bench gpu rollout` measures what they cost)."""
 
 _SAMPLER = "sglang.srt.layers.sampler.Sampler.forward"
 
 
-def register() -> None:
-    """Wrap SGLang's sampler in this process (applied by SGLang's own `load_plugins`)."""
+def register_hooks() -> None:
+    """Register the hook of the sampler in this process; SGLang's `load_plugins` applies it."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     if os.environ.get(WITHOUT_ENTROPY):
@@ -33,7 +32,7 @@ def register() -> None:
 
 
 def entropy_nats(logits: "Tensor") -> "Tensor":
-    """Entropy of softmax(logits) over the last axis: float32[..., V] -> float32[...], in nats.
+    """Return the entropy of softmax(logits) over the last axis: float32[..., V] -> float32[...], in nats.
 
     -inf logits (forbidden tokens) count as probability 0.
     """
@@ -45,9 +44,17 @@ def entropy_nats(logits: "Tensor") -> "Tensor":
 
 
 def sampled_entropy_nats(logits: "Tensor", temperatures: "Tensor | None") -> "Tensor":
-    """Entropy of softmax(logits / temperatures): float[n, V], float32[n, 1] or None for 1 -> float32[n], in nats.
+    """Return the entropy of softmax(logits / temperatures) in nats.
 
-    On a GPU one kernel computes it; should that fail, torch's operations do from then on, and the log says so.
+    A Triton kernel computes it on a GPU. If the kernel fails, torch's operations are used from then on, with an entry
+    in the log.
+
+    Args:
+        logits: float[n, V].
+        temperatures: float32[n, 1]; None: 1.
+
+    Returns:
+        float32[n].
     """
     global _fused  # noqa: PLW0603  (one process, one GPU)
     import torch
@@ -58,8 +65,8 @@ def sampled_entropy_nats(logits: "Tensor", temperatures: "Tensor | None") -> "Te
 
             ones = logits.new_ones(len(logits), dtype=torch.float32)
             return fused_entropy_nats(logits, ones if temperatures is None else temperatures.view(-1))
-        except Exception:  # a compiler that is missing must not end the engine
-            logging.getLogger(__name__).exception("entropies are computed without their kernel, and so more slowly")
+        except Exception:  # a missing compiler must not end the engine
+            logging.getLogger(__name__).exception("the entropy kernel failed; torch computes entropies instead")
             _fused = False
     return entropy_nats(logits if temperatures is None else logits.float() / temperatures)
 
@@ -68,10 +75,10 @@ _fused = True
 
 
 class _HostValues:
-    """Numbers on their way to the host, read by the scheduler after it has waited for the forward pass.
+    """Values that are copied to the host without a synchronisation.
 
-    The copy is queued behind the forward pass on its stream, so it costs no synchronisation of its own: the scheduler
-    reads any result of a batch only after the sampled token ids of that batch, queued later, have arrived.
+    The copy is queued on the stream after the forward pass. The scheduler reads results of a batch only after the
+    batch's sampled token ids, which are queued later, have arrived.
     """
 
     __slots__ = ("_tensor", "_values")

@@ -1,8 +1,8 @@
-"""Entropies of a batch of logits in one pass over them, on a GPU.
+"""A Triton kernel for the entropies of a batch of logits.
 
-The sampler's logits are rows of a whole vocabulary. In torch's own operations (division, log-softmax, exponential,
-product, sum) they are read and written about ten times, which at a large batch takes as long as a good part of the
-decoding step; here they are read once and nothing is written but the result.
+torch's operations (division, log-softmax, exponential, product, sum) read and write the logits, rows of a whole
+vocabulary, about ten times. With a large batch that is a considerable part of a decoding step. The kernel reads the
+logits once and writes only the result.
 """
 
 import torch
@@ -18,13 +18,13 @@ _WARPS = 16
 def _kernel(logits, stride, temperatures, entropies, size, block: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0)
     inverse = 1.0 / tl.load(temperatures + row)
-    # Of what was read: its maximum, and with x counted from there sum(exp(x)) and sum(x exp(x)).
+    # Over the values read so far: the maximum and, with x relative to it, sum(exp(x)) and sum(x exp(x)).
     highest = -3.0e38
     total = 0.0
     weighted = 0.0
     for start in range(0, size, block):
-        places = start + tl.arange(0, block)
-        values = tl.load(logits + row * stride + places, mask=places < size, other=float("-inf")).to(tl.float32)
+        columns = start + tl.arange(0, block)
+        values = tl.load(logits + row * stride + columns, mask=columns < size, other=float("-inf")).to(tl.float32)
         values = values * inverse
         higher = tl.maximum(highest, tl.max(values, 0))
         moved = highest - higher
@@ -38,7 +38,7 @@ def _kernel(logits, stride, temperatures, entropies, size, block: tl.constexpr):
 
 
 def fused_entropy_nats(logits: Tensor, temperatures: Tensor) -> Tensor:
-    """Entropy of softmax(logits / temperature) in nats: float[n, V], float32[n] -> float32[n].
+    """Return the entropy of softmax(logits / temperature) in nats: float[n, V], float32[n] -> float32[n].
 
     -inf logits (forbidden tokens) count as probability 0.
     """

@@ -1,33 +1,33 @@
-"""The gate of an engine: from the beginning of a weight push to its commit nothing is generated.
+"""The push gate: between the beginning of a weight push and its commit, an engine generates nothing.
 
-A push that is interrupted leaves a mixture of weights behind, so the gate stays closed (HTTP 503) until a whole push
-has arrived, whoever sends it. So does an engine whose memory was lent: what it gets back holds no weights. Three
-endpoints are added to SGLang's server:
+An interrupted push leaves a mixture of weights, so the gate stays closed (HTTP 503) until a whole push has arrived,
+from any trainer. An engine that has lent its memory to the trainer also stays closed until a push, because the memory
+comes back without weights. Three endpoints are added to SGLang's server:
 
-    GET  /health/arpo                                     -> 200 while scheduler and detokenizer do their work
+    GET  /health/arpo                                      -> 200 while scheduler and detokenizer work
     POST /arpo/begin_push  {"version": N, "timeout_s": s}  -> {"ranks": n, "incarnation": "..."}
     POST /arpo/commit_push {"version": N, "loads": n, "timeout_s": s}
 
-SGLang generates at many paths, under several methods, and a new version may have more. So what passes a closed gate is
-listed, not what does not; whatever else is under way is waited for. SGLang's /health generates too: while the gate is
-closed /health/arpo answers in its place, and /health_generate is refused.
+`begin_push` answers when no generation is running; the caller may abort them. Between the two, and only there, SGLang's
+own endpoints take weights: otherwise a server that was restarted during a push would mix the rest of the push with the
+weights it was started with. `commit_push` gives the number of such calls in the push. Unless the same number, at least
+one, has succeeded here, the gate stays closed. The commit empties the caches, whose keys and values come from the old
+weights, and sets the version that answers report.
 
-Others reach a job's servers too, on a cluster from other machines, so with a token a server knows its callers: SGLang's
-own middleware answers 401 to whoever does not bear it, at every path but /health* and /metrics. The environment hands
-the token over: a server's arguments are seen by all users of its machine, and SGLang writes them into its log.
+SGLang generates at many paths, and newer versions may have more. So the gate lists the paths that pass when it is
+closed and waits for all other requests. SGLang's /health generates, too: /health/arpo answers in its place while the
+gate is closed.
 
-`begin_push` answers when no generation is under way any more; they end by themselves, or the caller ends them. SGLang's
-own endpoints that take weights are called in between, and only there: a server that was restarted in the middle of a
-push would mix what is left of it with the weights it was started with. `commit_push` says how many of these calls the
-push had. Unless as many succeeded here, and at least one, the gate stays closed. It empties the caches, which hold
-keys and values of the old weights, and sets the version that answers report.
+A server that was restarted while the trainer had its memory is awake. It ignores the request to take the memory back,
+which would end SGLang's scheduler.
 
-A server that was restarted while the trainer had its memory is awake: being told to take it back, which would end
-SGLang's scheduler, is nothing to it.
+/health/arpo generates nothing, so it disturbs neither a push nor an engine without its memory. It asks the scheduler
+for its state, and sends an empty batch through the detokenizer. (SGLang's /health uses a generation; its /server_info
+does not notice a detokenizer that hangs.)
 
-`alive` generates nothing, so it disturbs neither a push nor an engine without its memory: the scheduler is asked for
-its state, and an empty batch takes the way of all answers through the detokenizer. (SGLang's /health asks by a
-generation, and /server_info the scheduler alone: of a detokenizer that hangs it knows nothing.)
+On a cluster other users can reach the servers of a job, so requests need a token: SGLang's own middleware answers 401
+without it, except at /health* and /metrics. The token is in the environment and not in the arguments, because all users
+of a machine can read those and SGLang logs them.
 """
 
 import asyncio
@@ -39,17 +39,15 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
+from arpo_megatron.engine.wire.endpoints import BEGIN_PUSH_PATH, COMMIT_PUSH_PATH, ENGINE_TOKEN_VARIABLE, HEALTH_PATH
+
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
-ENGINE_TOKEN = "ARPO_ENGINE_TOKEN"  # noqa: S105  (its name)
-"""Environment variable of servers, their router and the trainer: the token that requests bear."""
-ALIVE = "/health/arpo"
-"""SGLang lets probes below /health pass without a token."""
 _DETOKENIZER = "arpo_detokenizer_address"
-"""Attribute of SGLang's tokenizer manager that is added to it."""
-_ALIVE_TIMEOUT_S = 30.0
+"""Attribute that is added to SGLang's tokenizer manager."""
+_HEALTH_TIMEOUT_S = 30.0
 _LOADING = {
     *("/update_weights_from_distributed", "/update_weights_from_tensor", "/update_weights_from_disk"),
     "/update_weights_from_ipc",
@@ -59,24 +57,21 @@ _PASSING = {
     *("/abort_request", "/metrics", "/metrics/", "/model_info", "/get_model_info", "/server_info", "/get_server_info"),
     *("/weight_version", "/get_weight_version", "/v1/models", "/v1/loads", "/get_load"),
 }
-"""They generate nothing, and pass a closed gate."""
+"""Paths that generate nothing and pass a closed gate."""
 _RELEASE, _RESUME = "/release_memory_occupation", "/resume_memory_occupation"
 _RELEASE_TIMEOUT_S = 30.0
-"""So long generations are waited for before the memory goes; SGLang's scheduler would end."""
+"""Wait for running generations before the memory is released, which would otherwise end SGLang's scheduler."""
 _POLL_INTERVAL_S = 0.005
 
 
 @dataclass(slots=True)
 class _Push:
-    """A push that has begun.
-
-    Attributes:
-        version: of its weights.
-        loads: requests that brought weights and were answered with success.
-    """
+    """A push that has begun."""
 
     version: int
+    """Version of its weights."""
     loads: int = 0
+    """Number of successful requests that brought weights."""
 
 
 class PushGate:
@@ -86,7 +81,7 @@ class PushGate:
         self._app = app
         self._incarnation = uuid.uuid4().hex
         self._closed: str | None = None
-        """Why nothing is generated, while nothing is."""
+        """Why the gate is closed; None while it is open."""
         self._push: _Push | None = None
         self._running = 0
         self._memory_lent = False
@@ -94,15 +89,15 @@ class PushGate:
         self._probe: DetokenizerProbe | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request, or hand it on."""
+        """Answer a request, or pass it to SGLang."""
         path = scope.get("path", "")
         if scope["type"] == "lifespan" or path in _PASSING:
             await self._app(scope, receive, send)
-        elif path == ALIVE or (path == "/health" and self._closed):
-            await self._answer(send, *await self._alive())
-        elif path == "/arpo/begin_push":
+        elif path == HEALTH_PATH or (path == "/health" and self._closed):
+            await self._answer(send, *await self._health())
+        elif path == BEGIN_PUSH_PATH:
             await self._answer(send, *await self._begin(**await _json(receive)))
-        elif path == "/arpo/commit_push":
+        elif path == COMMIT_PUSH_PATH:
             await self._answer(send, *await self._commit(**await _json(receive)))
         elif path in _LOADING:
             await self._load(scope, receive, send)
@@ -124,7 +119,7 @@ class PushGate:
     async def _load(self, scope: Scope, receive: Receive, send: Send) -> None:
         push = self._push
         if push is None:
-            await self._answer(send, 409, {"error": "weights arrive, but no push has begun"})
+            await self._answer(send, 409, {"error": "weights have arrived, but no push has begun"})
             return
 
         def loaded() -> None:
@@ -136,9 +131,9 @@ class PushGate:
         if self._memory_lent:
             await self._answer(send, 200, {})
             return
-        before, self._closed = self._closed, "the engine's memory is lent to the trainer"
+        previous, self._closed = self._closed, "the engine's memory is lent to the trainer"
         if not await self._drained(_RELEASE_TIMEOUT_S):
-            self._closed = before
+            self._closed = previous
             await self._answer(send, 409, {"error": self._still_running(_RELEASE_TIMEOUT_S)})
             return
         self._push = None
@@ -155,32 +150,32 @@ class PushGate:
 
         def taken() -> None:
             self._memory_lent = False
-            self._closed = "the engine's memory is back, and holds no weights yet"
+            self._closed = "the engine's memory is back and holds no weights yet"
 
         await self._app(scope, receive, _on_success(send, taken))
 
-    async def _alive(self) -> tuple[int, dict[str, Any]]:
+    async def _health(self) -> tuple[int, dict[str, Any]]:
         try:
-            async with asyncio.timeout(_ALIVE_TIMEOUT_S):
+            async with asyncio.timeout(_HEALTH_TIMEOUT_S):
                 await _manager().get_internal_state()
                 if self._probe is None:
                     self._probe = DetokenizerProbe(_manager())
-                await self._probe.answers()
+                await self._probe.run()
         except TimeoutError:
-            return 503, {"error": f"no answer from scheduler and detokenizer for {_ALIVE_TIMEOUT_S:g} s"}
+            return 503, {"error": f"no answer from scheduler and detokenizer for {_HEALTH_TIMEOUT_S:g} s"}
         return 200, {}
 
     async def _begin(self, version: int, timeout_s: float) -> tuple[int, dict[str, Any]]:
         if self._memory_lent:
-            return 409, {"error": f"weights of version {version} have no place: {self._closed}"}
-        before, push = (self._closed, self._push), _Push(version)
+            return 409, {"error": f"weights of version {version} cannot be stored: {self._closed}"}
+        previous, push = (self._closed, self._push), _Push(version)
         self._closed, self._push = f"weights of version {version} are arriving", push
         if not await self._drained(timeout_s):
-            if self._push is push:  # no other has begun meanwhile, and nothing has been changed yet
-                self._closed, self._push = before
+            if self._push is push:  # no other push has begun meanwhile, and no weights have arrived
+                self._closed, self._push = previous
             return 409, {"error": self._still_running(timeout_s)}
         if not self._frozen:
-            # Emptying the caches collects garbage, and would walk through all that was imported: a second every time.
+            # Emptying the caches collects garbage, which traverses all imported modules (1 s) unless they are frozen.
             await _manager().freeze_gc()
             self._frozen = True
         return 200, {"ranks": _manager().server_args.tp_size, "incarnation": self._incarnation}
@@ -191,7 +186,7 @@ class PushGate:
             arriving = "no push has begun" if push is None else f"weights of version {push.version} are arriving"
             return 409, {"error": f"{arriving}, not {version}"}
         if loads != push.loads or not loads:
-            return 409, {"error": f"of the {loads} parts of version {version} {push.loads} have arrived"}
+            return 409, {"error": f"{push.loads} of the {loads} parts of version {version} have arrived"}
         manager = _manager()
         flushed = await manager.flush_cache(timeout_s=timeout_s)
         if not flushed.success:
@@ -203,7 +198,7 @@ class PushGate:
         return 200, {}
 
     async def _drained(self, timeout_s: float) -> bool:
-        """Whether nothing is generated any more, at the latest at the deadline."""
+        """Wait until nothing is generated; return False at the deadline."""
         deadline = asyncio.get_running_loop().time() + timeout_s
         while self._running and asyncio.get_running_loop().time() <= deadline:
             await asyncio.sleep(_POLL_INTERVAL_S)
@@ -220,7 +215,7 @@ class PushGate:
 
 
 class DetokenizerProbe:
-    """Sends empty batches to the detokenizer, as the scheduler sends its results, and sees them come back."""
+    """Sends empty batches to the detokenizer, as the scheduler sends results, and waits for their return."""
 
     def __init__(self, manager: Any) -> None:
         import zmq
@@ -228,7 +223,7 @@ class DetokenizerProbe:
         from sglang.srt.managers import io_struct
         from sglang.srt.utils.network import get_zmq_socket
 
-        # It hands embeddings on as they are; a batch of none changes nothing anywhere.
+        # The detokenizer passes embeddings through, and an empty batch has no effect anywhere.
         batch = io_struct.BatchEmbeddingOutput
         self._empty = batch(
             rids=[],
@@ -243,28 +238,28 @@ class DetokenizerProbe:
         address = getattr(manager, _DETOKENIZER)
         self._socket = get_zmq_socket(zmq.asyncio.Context.instance(), zmq.PUSH, address, False)
         self._send = getattr(io_struct, "async_sock_send", _send_pickled)
-        self._came = asyncio.Event()
+        self._returned = asyncio.Event()
         handle = manager._handle_batch_output
 
-        async def seen(received: Any) -> None:
+        async def handle_or_note(received: Any) -> None:
             if isinstance(received, batch) and not received.rids:
-                self._came.set()
+                self._returned.set()
             else:
                 await handle(received)
 
-        manager._handle_batch_output = seen
+        manager._handle_batch_output = handle_or_note
 
-    async def answers(self) -> None:
-        """Returns when a batch has come back."""
-        self._came.clear()
+    async def run(self) -> None:
+        """Send a batch and wait until it has come back."""
+        self._returned.clear()
         await self._send(self._socket, self._empty)
-        await self._came.wait()
+        await self._returned.wait()
 
 
-def register() -> None:
-    """Have the tokenizer manager remember where its detokenizer listens, and the server know its own token.
+def register_hooks() -> None:
+    """Register hooks in the server's process; SGLang's `load_plugins` applies them.
 
-    Applied by SGLang's `load_plugins`.
+    The tokenizer manager keeps the address of its detokenizer, and the server's request to itself gets the token.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -276,28 +271,23 @@ def register() -> None:
     HookRegistry.register(target, remember, HookType.AROUND)
 
     def authorized(original: Callable[[Any], None], arguments: Any) -> None:
-        known = copy.copy(arguments)  # its own are in the log already, and stay without the token
-        object.__setattr__(known, "api_key", os.environ.get(ENGINE_TOKEN) or None)  # they are read-only by now
-        original(known)
+        with_token = copy.copy(arguments)  # the server's own arguments stay without the token
+        object.__setattr__(with_token, "api_key", os.environ.get(ENGINE_TOKEN_VARIABLE) or None)  # they are read-only
+        original(with_token)
 
-    # The one request that a server makes of itself when it is up.
+    # The only request that a server sends to itself after its start.
     target = "sglang.srt.entrypoints.http_server._freeze_gc_after_server_warmup"
     HookRegistry.register(target, authorized, HookType.AROUND)
 
 
 def install(token: str | None) -> None:
-    """Put the gate before the server of this process, and before both whoever asks for the token, if there is one."""
+    """Add the gate to the server of this process, and the check of the token, if there is one, in front of it."""
     from sglang.srt.entrypoints.http_server import app
     from sglang.srt.utils.auth import add_api_key_middleware
 
     app.add_middleware(PushGate)
     if token:
         add_api_key_middleware(app, api_key=token, admin_api_key=None)
-
-
-def bearer(token: str | None) -> dict[str, str]:
-    """Headers of a request to a server with this token."""
-    return {"Authorization": f"Bearer {token}"} if token else {}
 
 
 def _manager() -> Any:
@@ -307,27 +297,27 @@ def _manager() -> Any:
 
 
 def _set_version(manager: Any, version: int) -> None:
-    """What answers report from now on as `meta_info["weight_version"]`."""
+    """Set what answers report as `meta_info["weight_version"]`."""
     if hasattr(manager, "record_config_updates"):
         manager.record_config_updates("arpo.push", weight_version=str(version))
-    else:  # sglang 0.5.12 reads it from the server's arguments
+    else:  # sglang 0.5.12 reports the version in the server's arguments
         manager.server_args.weight_version = str(version)
 
 
 async def _send_pickled(socket: Any, message: Any) -> None:
-    """As the processes of sglang 0.5.12 speak to each other; later ones have a function for it."""
+    """Send as sglang 0.5.12 does; later versions have `async_sock_send`."""
     await socket.send_pyobj(message)
 
 
 def _on_success(send: Send, done: Callable[[], None]) -> Send:
-    """`send`, which calls `done` before an answer of HTTP 200 begins to leave."""
+    """Wrap `send` so that `done` is called before an HTTP 200 answer is sent."""
 
-    async def watched(message: MutableMapping[str, Any]) -> None:
+    async def watching_send(message: MutableMapping[str, Any]) -> None:
         if message["type"] == "http.response.start" and message["status"] == 200:
             done()
         await send(message)
 
-    return watched
+    return watching_send
 
 
 async def _json(receive: Receive) -> dict[str, Any]:

@@ -1,10 +1,16 @@
-"""`python -m arpo_megatron.engine.server.main ARGS`: SGLang's own server with this project's additions.
+"""`python -m arpo_megatron.engine.server.main ARGS`: SGLang's server with this project's additions.
 
-They are the entropy plug-in, checksums of the weights and their receipt in place, the gate that a weight push closes,
-the guard that no process outlives the one that started it, and with `--device cpu` the modules `cpu_*`. All
-but the gate, which belongs to the HTTP server, must be in all of the engine's processes. SGLang spawns its scheduler
-and detokenizer, and a spawned child imports this module again (as `__mp_main__`), so the module level reaches it; on a
-CPU they are forked and inherit everything. ARGS are those of `sglang.launch_server`.
+ARGS are those of `sglang.launch_server`. The additions are:
+
+- `gate`: refuses generations during a weight push; only the HTTP server has it
+- `receive`: receives a push's weights straight into the parameters
+- `checksums`: of the weights, for the check after a push
+- `entropy`: exact entropies of sampled tokens
+- `cpu`: what a CPU server needs (with `--device cpu`)
+- guards that kill the engine's processes when the process that started them dies
+
+SGLang spawns its scheduler and detokenizer. A spawned child imports this module again as `__mp_main__`, so the module
+level prepares it, too. On a CPU they are forked and inherit everything.
 """
 
 import itertools
@@ -17,29 +23,27 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
-from arpo_megatron.engine.server import cpu_expert_routes as cpu_routes
-from arpo_megatron.engine.server import cpu_onednn, cpu_stubs
-from arpo_megatron.engine.server import entropy as sglang_plugin
-from arpo_megatron.engine.server import gate as push_gate
+from arpo_megatron.engine.server import cpu, entropy, gate
+from arpo_megatron.engine.wire.endpoints import ENGINE_TOKEN_VARIABLE
 from arpo_megatron.errors import USER_ERROR_EXIT_CODE, UserError
 from arpo_megatron.utils.processes import die_with_parent, watch_parent
 
 LAUNCHER_PID_VARIABLE = "ARPO_ENGINE_LAUNCHER_PID"
-"""Environment variable: when the process with this id dies, the engine's whole process group dies too."""
+"""Environment variable with a process id: when that process dies, the engine kills its own process group."""
 
 
 def _die_with_spawner() -> None:
-    """In a spawned child: be killed with the process that spawned it (SGLang does so too, but only seconds later)."""
+    """Have the kernel kill a spawned child together with its parent (SGLang notices only seconds later)."""
     spawner = multiprocessing.parent_process()
     if spawner is None:
         return
     die_with_parent()
-    if os.getppid() != spawner.pid:  # it died before the line above
+    if os.getppid() != spawner.pid:  # the parent died before the line above
         os._exit(1)
 
 
 def _die_with_launcher() -> None:
-    """In the server: end the whole process group when the launcher is gone."""
+    """Kill the server's process group when the launcher dies."""
     if launcher := int(os.environ.get(LAUNCHER_PID_VARIABLE, "0")):
         watch_parent(launcher, lambda: os.killpg(0, signal.SIGKILL))
 
@@ -49,10 +53,10 @@ def _on_cpu(arguments: list[str]) -> bool:
 
 
 def _fork_workers() -> None:
-    """Fork SGLang's workers from the server instead of spawning them: they need not import SGLang once more.
+    """Fork SGLang's workers from the server instead of spawning them, so that they need not import SGLang again.
 
-    A worker then inherits the imported modules. Safe on a CPU only: CUDA does not survive a fork, and nothing here
-    has run a torch operator (which would have started threads) by the time SGLang starts its workers.
+    This is safe on a CPU only: CUDA does not survive a fork. No torch operator, which would start threads, has run in
+    the server when SGLang starts its workers.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -63,7 +67,7 @@ def _fork_workers() -> None:
 
 
 def _keep_files_in_scratch() -> None:
-    """SGLang's table of loads would stay in /dev/shm: its processes are killed, and nobody removes it."""
+    """Move SGLang's load table from /dev/shm to the scratch folder: killed processes would leave it there."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     if find_spec("sglang.srt.managers.load_snapshot") is None:
@@ -76,26 +80,24 @@ def _keep_files_in_scratch() -> None:
 
 
 def _prepare_process() -> None:
-    """What every process of the engine needs before it imports SGLang."""
+    """Prepare any process of the engine; must run before SGLang is imported."""
     _die_with_spawner()
-    # SGLang's debug dumper imports Megatron wherever it finds it, two CPU seconds of each start; now it finds none.
-    sys.modules["megatron"] = None  # type: ignore[assignment]  # None bars an import
+    # SGLang's debug dumper imports Megatron if it is installed, which costs 2 CPU seconds at each start.
+    sys.modules["megatron"] = None  # type: ignore[assignment]  # None blocks the import
     if _on_cpu(sys.argv):
         os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
-        cpu_stubs.install()
-        cpu_routes.register()
-        cpu_onednn.register()
-    from arpo_megatron.engine.server import checksums as weight_checksums
-    from arpo_megatron.engine.server import receive as weight_arrival
+        cpu.install_stubs()
+        cpu.register_hooks()
+    from arpo_megatron.engine.server import checksums, receive
 
     _keep_files_in_scratch()
-    sglang_plugin.register()
-    weight_arrival.register()
-    weight_checksums.register()
+    entropy.register_hooks()
+    receive.register_hooks()
+    checksums.register_hooks()
 
 
 def main() -> None:
-    """Serve until a signal comes. Exits with 2 on a `UserError`."""
+    """Serve until a signal ends the process. Exits with 2 on a `UserError`."""
     _die_with_launcher()
     try:
         _prepare_process()
@@ -109,9 +111,9 @@ def main() -> None:
 
     if _on_cpu(sys.argv):
         _fork_workers()
-    push_gate.register()
+    gate.register_hooks()
     load_plugins()
-    push_gate.install(os.environ.get(push_gate.ENGINE_TOKEN))
+    gate.install(os.environ.get(ENGINE_TOKEN_VARIABLE))
     try:
         run_server(prepare_server_args(sys.argv[1:]))
     finally:

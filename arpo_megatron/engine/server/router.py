@@ -1,7 +1,7 @@
-"""`python -m arpo_megatron.engine.server.router ARGS`: SGLang's router, with the token of its engines.
+"""`python -m arpo_megatron.engine.server.router ARGS`: SGLang's router with the bearer token of its engines.
 
-The token (`push_gate.ENGINE_TOKEN`) is taken from the environment: arguments are seen by all users of a machine. The
-router asks for it and bears it to the engines. ARGS are those of `sglang_router.launch_router`.
+ARGS are those of `sglang_router.launch_router`. The token comes from the environment, because every user of a machine
+can read a process's arguments. The router requires the token from its clients and sends it to the engines.
 """
 
 import os
@@ -9,13 +9,13 @@ import sys
 
 
 def main() -> None:
-    """Route until a signal comes."""
+    """Route requests until a signal ends the process."""
     from sglang_router.launch_router import launch_router, parse_router_args
 
-    from arpo_megatron.engine.server.gate import ENGINE_TOKEN
+    from arpo_megatron.engine.wire.endpoints import ENGINE_TOKEN_VARIABLE
 
     arguments = parse_router_args(sys.argv[1:])
-    arguments.api_key = os.environ.get(ENGINE_TOKEN) or None  # an empty one would be asked for, too
+    arguments.api_key = os.environ.get(ENGINE_TOKEN_VARIABLE) or None  # an empty token would be required, too
     launch_router(arguments)
 
 

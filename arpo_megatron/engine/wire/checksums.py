@@ -1,9 +1,9 @@
-"""Checksums of tensors that do not depend on how a tensor is cut up.
+"""Checksums of tensors that add up over the pieces of a tensor.
 
-An element counts as its bits, taken as an integer, times 2 * (its place in the whole tensor) + 1, modulo 2^64. Sums
-over pieces therefore add up to the sum over the whole: a trainer that has the whole tensor and an engine whose ranks
-hold pieces of it, fused with others, come to the same number. A single wrong element always changes it, since its
-factor is odd; so does any two elements in each other's place.
+An element contributes its bits, read as an integer, times 2 * (its index in the whole tensor) + 1, modulo 2^64. The
+sums over pieces therefore add up to the sum over the whole tensor: a trainer with the whole tensor and an engine with
+pieces of it on several ranks get the same number. A single wrong element always changes it, because its factor is odd.
+Two different elements in each other's place change it, too.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 CHECKSUM_ACTION = "arpo-checksums:"
-"""Begins the action of SGLang's weight checker that asks for them; JSON follows."""
+"""Prefix of the action with which SGLang's weight checker is asked for checksums; JSON follows."""
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MASK = 2**64 - 1
@@ -23,96 +23,93 @@ _MASK = 2**64 - 1
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of a tensor that someone holds.
-
-    Attributes:
-        offset: place of its first element in the whole tensor, in elements.
-        sizes: its shape.
-        strides: what a step along each dimension means in the whole tensor, in elements.
-        checksum: of its elements, 64 bits.
-    """
+    """A part of a tensor, as the trainer or an engine's rank holds it."""
 
     offset: int
+    """Index of its first element in the whole tensor."""
     sizes: tuple[int, ...]
+    """Its shape."""
     strides: tuple[int, ...]
+    """Elements of the whole tensor that a step along each dimension moves by."""
     checksum: int
+    """Checksum of its elements, 64 bits."""
 
     @classmethod
-    def of(cls, values: Tensor, place: Tensor) -> Self:
-        """The piece `values`, which lies in the whole tensor as the view `place` does (same shape)."""
-        offset, strides = int(place.storage_offset()), place.stride()
-        return cls(offset, tuple(place.shape), strides, _checksum(values, offset, strides))
+    def of(cls, values: Tensor, view: Tensor) -> Self:
+        """Return the piece `values`, whose place in the whole tensor is that of `view` (same shape)."""
+        offset, strides = int(view.storage_offset()), view.stride()
+        return cls(offset, tuple(view.shape), strides, _checksum(values, offset, strides))
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Self:
-        """From what `as_json` made."""
+        """Read the result of `as_json`."""
         return cls(data["offset"], tuple(data["sizes"]), tuple(data["strides"]), data["checksum"])
 
     def as_json(self) -> dict[str, Any]:
-        """JSON-safe."""
+        """Return the fields as JSON-safe values."""
         return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Some rows of a tensor (elements of one with a single dimension).
-
-    Attributes:
-        sizes: shape of the whole tensor.
-        dtype: as torch names it, "bfloat16".
-        first: the first of the rows.
-        last: one past the last.
-    """
+    """Some rows of a tensor; elements of a tensor with one dimension."""
 
     sizes: tuple[int, ...]
+    """Shape of the whole tensor."""
     dtype: str
+    """As torch names it: "bfloat16"."""
     first: int
+    """Index of the first row."""
     last: int
+    """One past the last row."""
 
     @classmethod
     def of(cls, tensor: Tensor, position: float, most_bytes: int) -> Self:
-        """As many rows as fit in that many bytes, at least one; `position` from 0 to 1 says where they are."""
+        """Return as many rows as fit into `most_bytes`, at least one, at the relative `position` from 0 to 1."""
         count = min(len(tensor), max(1, most_bytes * len(tensor) // tensor.nbytes))
         first = round(position * (len(tensor) - count))
         return cls(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), first, first + count)
 
     def checksum(self, tensor: Tensor) -> int:
-        """Of these rows of the whole tensor, which is contiguous."""
+        """Return the checksum of these rows of the whole, contiguous tensor."""
         return _checksum(tensor[self.first : self.last], self.first * prod(self.sizes[1:]), tensor.stride())
 
-    def held(self, values: Tensor, place: Tensor) -> Piece | None:
-        """What is in these rows of `values`, which lie in the whole tensor as the view `place` does; None: nothing.
+    def piece_in(self, values: Tensor, view: Tensor) -> Piece | None:
+        """Return the part of these rows that `values` hold, whose place in the whole tensor is that of `view`.
+
+        Returns:
+            None if they hold no row.
 
         Raises:
-            ValueError: the view is transposed, or the values are in another number format.
+            ValueError: the view is transposed, or the values have another number format.
         """
         width = prod(self.sizes[1:])
-        if str(values.dtype) != f"torch.{self.dtype}" or (len(place) > 1 and place.stride(0) != width):
+        if str(values.dtype) != f"torch.{self.dtype}" or (len(view) > 1 and view.stride(0) != width):
             raise ValueError(
-                f"the engine holds {values.dtype} with a stride of {place.stride()}: bits cannot be compared"
+                f"the engine holds {values.dtype} with a stride of {view.stride()}: bits cannot be compared"
             )
-        offset = int(place.storage_offset()) // width
+        offset = int(view.storage_offset()) // width
         start, stop = max(self.first - offset, 0), min(self.last - offset, len(values))
-        return None if start >= stop else Piece.of(values[start:stop], place[start:stop])
+        return None if start >= stop else Piece.of(values[start:stop], view[start:stop])
 
     def difference(self, pieces: Iterable[Piece], expected: int) -> str | None:
-        """What is wrong with the pieces of these rows that an engine holds; None: nothing.
+        """Compare an engine's pieces of these rows with the `expected` checksum; return the difference, or None.
 
-        Ranks may hold the same piece (key/value heads that are fewer than ranks); then all of them must agree.
+        Several ranks may hold the same piece (if there are fewer key/value heads than ranks), but it must be equal.
         """
-        found: dict[tuple[int, tuple[int, ...], tuple[int, ...]], int] = {}
+        distinct: dict[tuple[int, tuple[int, ...], tuple[int, ...]], int] = {}
         for piece in pieces:
-            if found.setdefault((piece.offset, piece.sizes, piece.strides), piece.checksum) != piece.checksum:
-                return "two of its ranks hold different copies of one part"
-        held, wanted = sum(prod(size) for _, size, _ in found), (self.last - self.first) * prod(self.sizes[1:])
+            if distinct.setdefault((piece.offset, piece.sizes, piece.strides), piece.checksum) != piece.checksum:
+                return "two of its ranks hold different copies of one piece"
+        held, wanted = sum(prod(size) for _, size, _ in distinct), (self.last - self.first) * prod(self.sizes[1:])
         if held != wanted:
             return f"it holds {held} of {wanted} elements"
-        total = sum(found.values()) & _MASK
+        total = sum(distinct.values()) & _MASK
         return None if total == expected else f"checksum {total:016x} instead of {expected:016x}"
 
 
 def _checksum(tensor: Tensor, offset: int, strides: Sequence[int]) -> int:
-    """Sum of bits * (2 * place + 1), from the sums along each dimension: the place is linear in the indices."""
+    """Sum bits * (2 * index + 1), from sums along each dimension: the index in the whole tensor is linear in them."""
     bits = tensor.detach().view(_INTEGERS[tensor.dtype.itemsize])
     dims = range(bits.dim())
     total = 0

@@ -49,7 +49,7 @@ class EngineAgent:
         start(max(1, _QUEUED * engine.replicas * engine.max_running_requests // self.samples))
         while in_flight:
             report = self.rollouts.collect(CollectTrees(_GROUP, count=1), lambda _progress: self.check())
-            self.rollouts.forget(_GROUP)
+            self.rollouts.discard_collected(_GROUP)
             for tree in report.trees:
                 deliver(in_flight.pop(tree.task_id), dict(enumerate(tree_responses(tree, self.decode))))
             for failed in report.failed:

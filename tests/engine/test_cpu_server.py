@@ -1,4 +1,4 @@
-"""The products of SGLang's CPU server: large ones through oneDNN, and right."""
+"""Matrix products of SGLang's CPU server."""
 
 import json
 import subprocess
@@ -10,9 +10,9 @@ import torch
 PROGRAM = """
 import json, sys, types
 sys.modules["megatron"] = None
-from arpo_megatron.engine.server import cpu_onednn, cpu_stubs
-cpu_stubs.install()
-cpu_onednn.register()
+from arpo_megatron.engine.server import cpu
+cpu.install_stubs()
+cpu.register_hooks()
 from sglang.srt.plugins import load_plugins
 load_plugins()
 import torch
@@ -20,20 +20,20 @@ from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from torch.profiler import profile
 
 torch.manual_seed(1)
-found = []
+results = []
 for size in (512, 64):
     weight, bias, x = torch.randn(size, 512), torch.randn(size), torch.randn(2, 3, 512)
     with profile() as profiled:
         y = UnquantizedLinearMethod().apply(types.SimpleNamespace(weight=weight), x, bias)
     names = {event.key for event in profiled.key_averages()}
     expected = x.double() @ weight.double().t() + bias.double()
-    found.append([list(y.shape), float((y - expected).abs().max()), "mkldnn::_linear_pointwise" in names])
-print(json.dumps(found))
+    results.append([list(y.shape), float((y - expected).abs().max()), "mkldnn::_linear_pointwise" in names])
+print(json.dumps(results))
 """
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
-def test_large_products_of_the_engine_go_through_onednn_and_are_right() -> None:
+def test_large_linear_layers_use_onednn_and_compute_the_product() -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     (large_shape, large_gap, large), (small_shape, small_gap, small) = json.loads(done.stdout.splitlines()[-1])

@@ -1,0 +1,15 @@
+"""Paths and headers that this project adds to SGLang's HTTP server, and that its clients use."""
+
+ENGINE_TOKEN_VARIABLE = "ARPO_ENGINE_TOKEN"  # noqa: S105  (the name, not a token)
+"""Environment variable of engines, router and trainer that holds the bearer token of requests to engines."""
+
+HEALTH_PATH = "/health/arpo"
+"""Health probe that generates nothing. SGLang lets paths below /health pass without a token."""
+
+BEGIN_PUSH_PATH = "/arpo/begin_push"
+COMMIT_PUSH_PATH = "/arpo/commit_push"
+
+
+def bearer(token: str | None) -> dict[str, str]:
+    """Return the headers of a request to a server with this token; no headers for None."""
+    return {"Authorization": f"Bearer {token}"} if token else {}
