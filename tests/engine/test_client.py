@@ -204,7 +204,7 @@ def test_without_a_push_a_request_fails_with_the_reason(scripted_engine: Start) 
             client.version = 3
             await answer(client, "tree")
 
-    with pytest.raises(EngineUnavailableError, match="serves policy 2, not 3"):
+    with pytest.raises(EngineUnavailableError, match="serves policy version 2, not 3"):
         asyncio.run(run())
 
 

@@ -208,17 +208,17 @@ async def grown(
     tasks: tuple[Task, ...],
     *,
     pushes: int = 0,
-    samples: int = 4,
-    initial: int = 2,
+    group_size: int = 4,
+    initial_rollouts: int = 2,
     tools: SimulatedTools | None = None,
     k: int = 4,
     retry_for_s: float = 60.0,
 ) -> RolloutReport:
-    policy = arpo(samples, initial, k=k, branch_probability=1.0)
+    policy = arpo(group_size, initial_rollouts, k=k, branch_probability=1.0)
     limits = RolloutLimits(3000, 900, 4, 60, 5.0)
     async with EngineClient(engine.url, retry_for_s=retry_for_s) as client:
         pool = new_pool(client, tools or SimulatedTools(0.1, lambda _r: 1.0), CODEC, policy, SEED)
-        settings = RolloutSettings(policy.config, samples, Sampling(), limits)
+        settings = RolloutSettings(policy.config, group_size, Sampling(), limits)
         pool.start(start(tasks, step=0, version=0, settings=settings))
         try:
             for _ in range(pushes):
