@@ -82,7 +82,7 @@ def test_a_policy_of_others_that_never_forks_is_checked_and_planned_as_such() ->
     assert initial_trajectories(config.algorithm) == 4
     assert _mix(config, 1.0).initial == 4
     with pytest.raises(
-        UserError, match=r"algorithm\.initial_rollouts=8 exceeds algorithm\.group_size=4, and .*=random begins"
+        UserError, match=r"algorithm\.initial_rollouts=8 exceeds algorithm\.group_size=4, and .*=random starts"
     ):
         resolve("quickstart", overrides=["algorithm.branching=random", *words[1:]])
 

@@ -1,13 +1,12 @@
-"""The protocols of credit and loss, and what they are given. Everything is said in terms of the tree.
+"""The protocols of advantage estimators and policy losses, and the data that they take and return.
 
-A step goes through them in this order:
+A step uses them in this order:
 
-    AdvantageEstimator    rewards of the leaves of all trees of a step     -> A[leaf] or A[leaf, segment]
-    TokenScaling          (of an estimator that wants it) what else is known of a minibatch's tokens
-                                                                           -> a factor of A on each token
-    tree_credits          A, weights w of the trajectories                 -> pos, neg, w of each token (credit.py)
-    TokenLoss             in the pass: ratio, entropy of each token        -> what pos and neg are multiplied by
-    or BatchLoss      before it, on the controller: the whole minibatch    -> a coefficient of each token's log-prob
+    AdvantageEstimator    rewards of the leaves of all trees of a step -> A[leaf] or A[leaf, segment]
+    TokenScaling          optional part of an estimator: log-probs and entropies of a minibatch -> a factor per token
+    tree_credits          A and the trajectory weights w -> positive, negative and weight of each token (credit.py)
+    TokenLoss             in the training pass: ratio and entropy of a token -> the factors of positive and negative
+    or BatchLoss          before the pass, on the controller: the whole minibatch -> a coefficient of each log-prob
 """
 
 from collections.abc import Sequence
@@ -24,164 +23,152 @@ if TYPE_CHECKING:  # the command line reads the parameters of a loss without loa
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The trajectories of one task, finished and scored.
-
-    Attributes:
-        tree: holds them.
-        rewards: float64[leaves] in the order of `tree.leaves()`.
-        accuracies: float64[leaves], how right each answer is, in [0, 1].
-    """
+    """The trajectories of one task, finished and scored."""
 
     tree: RolloutTree
+    """The tree that holds them."""
     rewards: Floats
+    """float64[leaves], in the order of `tree.leaves()`."""
     accuracies: Floats
+    """float64[leaves], correctness of each answer, in [0, 1]."""
 
 
 class AdvantageEstimator(Protocol):
-    """From rewards to advantages. Pure."""
+    """Turns rewards into advantages. Implementations are pure."""
 
     def __call__(self, groups: Sequence[Group]) -> list[Floats]:
-        """Advantages of a step.
+        """Compute the advantages of a step.
 
         Args:
-            groups: all of the step, so that an estimator may compare tasks with each other.
+            groups: all groups of the step, so that an estimator may compare tasks with each other.
 
         Returns:
-            for each group float64[leaves], or float64[leaves, segments] where a trajectory's segments differ; what
-            stands at segments outside of a trajectory's path is ignored.
+            For each group float64[leaves], or float64[leaves, segments] if the segments of a trajectory differ. Values
+            at segments outside a trajectory's path are ignored.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What the controller knows of one minibatch before an update, tree by tree.
+    """One minibatch as the controller knows it before the update; each field has one entry per tree.
 
-    Token arrays are float64[tokens] in segment-index order, in nats, NaN where there is nothing to know (outside of
-    MODEL segments, and sampling log-probs that are unknown).
-
-    Attributes:
-        trees: of the minibatch.
-        advantages: float64[leaves] or [leaves, segments] a tree.
-        weights: float64[leaves] a tree, w_i: aggregation times trajectory weight.
-        trajectory_weights: float64[leaves] a tree, that weight alone.
-        old_logprobs: under the policy of the step.
-        logprobs: under the present policy.
-        sampling_logprobs: as the engine told them.
-        entropies: under the policy of the step.
+    Token arrays are float64[tokens] in segment-index order, in nats. They are NaN outside MODEL segments and where a
+    sampling log-prob is unknown.
     """
 
     trees: Sequence[RolloutTree]
     advantages: Sequence[Floats]
+    """float64[leaves] or float64[leaves, segments]."""
     weights: Sequence[Floats]
+    """float64[leaves], w_i: the aggregation weight times the trajectory weight."""
     trajectory_weights: Sequence[Floats]
+    """float64[leaves], the trajectory weight alone."""
     old_logprobs: Sequence[Floats]
+    """Log-probs under the policy of the step."""
     logprobs: Sequence[Floats]
+    """Log-probs under the policy in training."""
     sampling_logprobs: Sequence[Floats]
+    """Log-probs that the engine reported when it sampled the tokens."""
     entropies: Sequence[Floats]
+    """Entropies under the policy of the step."""
 
 
 @runtime_checkable
 class TokenScaling(Protocol):
-    """What an advantage estimator adds where a token's advantage depends on the token, too. Pure."""
+    """Implemented by advantage estimators that depend on the token, too. Implementations are pure."""
 
     def token_factors(self, batch: Batch) -> list[Floats]:
-        """For each tree float64[tokens], by which A of every leaf is multiplied; `batch.logprobs` are the old ones."""
+        """Return for each tree float64[tokens], factors of the advantages of all leaves; `batch.logprobs` are the old
+        ones.
+        """
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingProgress:
-    """Where a run stands, for losses that change in its progress.
-
-    Attributes:
-        step: finished steps.
-        steps: that it will have.
-        entropy: mean over the finished steps of the policy's mean entropy, in nats, a shared token counted once; None
-            before the first.
-    """
+    """How far a run has come, for losses that change during training."""
 
     step: int = 0
+    """Finished steps."""
     steps: int = 1
+    """Steps of the whole run."""
     entropy: float | None = None
+    """Mean over the finished steps of the policy's mean entropy in nats, with a shared token counted once; None before
+    the first."""
 
 
 @dataclass(frozen=True, slots=True)
 class LossTokens:
-    """The target tokens of a pack, in the pass. All tensors are float[m]; gradients flow through the first three.
-
-    Attributes:
-        logprobs: of the policy in training, in nats.
-        ratio: exp(logprobs - old log-probs), the logarithm limited to `MAX_LOG_RATIO`.
-        entropies: in nats.
-        positive: sum over leaves of w_i max(A_i, 0).
-        negative: sum over leaves of w_i min(A_i, 0).
-        weight: sum over leaves of w_i.
-        progress: of the run.
+    """The target tokens of a pack in the training pass. All tensors are float[m]; gradients flow through the first
+    three.
     """
 
     logprobs: "Tensor"
+    """Log-probs under the policy in training, in nats."""
     ratio: "Tensor"
+    """exp(logprobs - old log-probs), with the logarithm clamped to `MAX_LOG_RATIO`."""
     entropies: "Tensor"
+    """Entropies under the policy in training, in nats."""
     positive: "Tensor"
+    """Sum over leaves of w_i max(A_i, 0)."""
     negative: "Tensor"
+    """Sum over leaves of w_i min(A_i, 0)."""
     weight: "Tensor"
+    """Sum over leaves of w_i."""
     progress: TrainingProgress = TrainingProgress()
 
 
 @dataclass(frozen=True, slots=True)
 class Factors:
-    """What a loss makes of tokens: L = -sum(positive * gain + negative * cost) + sum(weight * penalty).
-
-    Attributes:
-        gain: float[m].
-        cost: float[m].
-        penalty: float[m], None: 0.
-        cut_high: bool[m], tokens whose positive gradient an upper bound has changed, for the statistics.
-        cut_low: likewise the negative one and a lower bound.
-        cut_dual: likewise the negative one and an upper bound.
-    """
+    """The terms of a token loss: L = -sum(positive * gain + negative * cost) + sum(weight * penalty)."""
 
     gain: "Tensor"
+    """float[m]."""
     cost: "Tensor"
+    """float[m]."""
     penalty: "Tensor | None" = None
+    """float[m]; None: 0."""
     cut_high: "Tensor | None" = None
+    """bool[m], tokens whose positive gradient is changed by an upper bound, for the statistics."""
     cut_low: "Tensor | None" = None
+    """bool[m], tokens whose negative gradient is changed by a lower bound."""
     cut_dual: "Tensor | None" = None
+    """bool[m], tokens whose negative gradient is changed by an upper bound."""
 
 
 @runtime_checkable
 class TokenLoss(Protocol):
-    """A loss f(r, H) * A of each token for each sign of A, so that the sums of A over leaves are enough. Pure."""
+    """A loss f(r, H) * A of each token for each sign of A, so the sums of A over leaves suffice. Implementations are
+    pure.
+    """
 
     def factors(self, tokens: LossTokens) -> Factors:
-        """The two factors, in terms of tensor methods alone (torch is not imported where a loss is named)."""
+        """Return the factors, using tensor methods only: torch is not imported when a loss is looked up by name."""
 
 
 @dataclass(frozen=True, slots=True)
 class MinibatchValue:
-    """A loss whose terms need the whole minibatch, and what it asks of each token.
-
-    Attributes:
-        loss: its value.
-        credits: one a tree; `positive` + `negative` is the coefficient c of a token in -sum(c * logprob), whose
-            gradient is that of the loss; `weight` weighs the token in penalty and bonus.
-        statistics: figures that replace those of the update.
-    """
+    """The value of a loss of a whole minibatch, and its gradient as a coefficient of each token's log-prob."""
 
     loss: float
     credits: list[TreeCredit]
+    """One per tree. `positive` + `negative` is the coefficient c of a token in -sum(c * logprob), whose gradient equals
+    that of the loss; `weight` weighs the token in penalty and bonus."""
     statistics: dict[str, Any] = field(default_factory=dict)
+    """Metrics that replace those of the update."""
 
 
 @runtime_checkable
 class BatchLoss(Protocol):
-    """A loss that is linear in the log-probs once something of the whole minibatch is known, such as ratios. Pure.
+    """A loss that is linear in the log-probs once the minibatch is known as a whole, its ratios for example.
 
-    One whose ratios are to the policies that sampled says so by `corrects_for_sampling = True` (a ClassVar): it may be
-    given old trajectories without `algorithm.trajectory_weight_limit`.
+    A loss whose ratios refer to the policies that sampled declares `corrects_for_sampling = True` (a ClassVar). It may
+    then train old trajectories without `algorithm.trajectory_weight_limit`. Implementations are pure.
     """
 
     def value(self, batch: Batch) -> MinibatchValue:
-        """Computed on rank 0; `batch.logprobs` cost a pass of their own before every update but a step's first."""
+        """Compute the loss on the controller. `batch.logprobs` cost an extra pass before every update but the first of
+        a step.
+        """
 
 
 PolicyLoss = TokenLoss | BatchLoss

@@ -1,12 +1,12 @@
-"""Credit: what each token of a tree is pushed by, with shared tokens counted once.
+"""Credit: the coefficients of each token of a tree in the loss, with shared tokens counted once.
 
 A token shared by several trajectories has one probability ratio r. PPO's clipped objective summed over those
-trajectories (leaf i with advantage A_i and weight w_i) needs only two numbers a token,
+trajectories (leaf i with advantage A_i and weight w_i) needs two numbers per token,
 
     positive = sum_i w_i max(A_i, 0)        negative = sum_i w_i min(A_i, 0)
 
 so training the tree gives exactly the loss and the gradient of training every flattened copy. The sums run over the
-leaves below a token. An advantage may differ from segment to segment (A_is), and carry a factor of each token.
+leaves below a token. An advantage may differ between segments (A_is) and may carry a factor per token.
 """
 
 from collections.abc import Sequence
@@ -20,25 +20,25 @@ from arpo_megatron.algorithms.types import Floats
 from arpo_megatron.tree import Float32Array, Role, RolloutTree
 
 Aggregation = Literal["token-mean", "sequence-mean"]
-Attribution = Literal["soft", "hard"]
+SharedAdvantage = Literal["soft", "hard"]
 Loss = Literal["policy", "linear", "nll"]
-"""What credits are to an update: of the algorithm's `TokenLoss`; coefficients c of -sum(c * logprob), with the
-algorithm's penalty and bonus; coefficients alone, at temperature 1, where demonstrations were not sampled at any."""
+"""How an update reads credits. `policy`: with the algorithm's `TokenLoss`. `linear`: as coefficients c of -sum(c *
+logprob), plus the algorithm's penalty and bonus. `nll`: as coefficients alone, at temperature 1 because demonstrations
+were not sampled."""
 
 
 @dataclass(frozen=True, slots=True)
 class TreeCredit:
-    """Per-token sums over the leaves below, in segment-index order (segments 0 to S-1 concatenated).
-
-    Attributes:
-        positive: float32[tree.unique_tokens], sum of w_i max(A_i, 0); 0 outside MODEL tokens, like the next two.
-        negative: float32[tree.unique_tokens], sum of w_i min(A_i, 0).
-        weight: float32[tree.unique_tokens], sum of w_i.
+    """Per-token sums over the leaves below, float32[tree.unique_tokens] each, in segment-index order; 0 outside MODEL
+    tokens.
     """
 
     positive: Float32Array
+    """Sum of w_i max(A_i, 0)."""
     negative: Float32Array
+    """Sum of w_i min(A_i, 0)."""
     weight: Float32Array
+    """Sum of w_i."""
 
 
 def tree_credits(
@@ -46,63 +46,65 @@ def tree_credits(
     advantages: Sequence[ArrayLike],
     *,
     aggregation: Aggregation,
-    attribution: Attribution = "soft",
+    shared_advantage: SharedAdvantage = "soft",
     trajectory_weights: Sequence[ArrayLike] | None = None,
     token_factors: Sequence[ArrayLike] | None = None,
 ) -> list[TreeCredit]:
-    """Credit of every token of one minibatch.
+    """Compute the credit of every token of one minibatch.
 
     Args:
         trees: all trees of the minibatch; the weights w_i are global over them.
         advantages: for each tree float[leaves], in the order of `tree.leaves()`, or float[leaves, segments].
-        aggregation: "token-mean": w_i = 1 / (model tokens of all trajectories, flattened). "sequence-mean":
-            w_i = 1 / (trajectories * model tokens of trajectory i).
-        attribution: "soft": each leaf keeps its own advantage on shared tokens, as in the flattened loss. "hard": a
-            shared token gets the mean advantage of the leaves below it (ARPO, arXiv 2507.19849, section 3.2: soft is
-            eq. 6 and 7, hard is unnumbered).
+        aggregation: "token-mean": w_i = 1 / (model tokens of all trajectories, flattened). "sequence-mean": w_i = 1 /
+            (trajectories * model tokens of trajectory i).
+        shared_advantage: "soft": each leaf keeps its own advantage on shared tokens, as in the flattened loss. "hard":
+            a shared token gets the mean advantage of the leaves below it (ARPO, arXiv 2507.19849, section 3.2: soft is
+            eq. 6 and 7, hard has no number).
         trajectory_weights: for each tree float[leaves], factors of the w_i (importance weights); None: 1.
-        token_factors: for each tree float[tokens], factors of all advantages there; None: 1. A negative one turns
-            their signs around.
+        token_factors: for each tree float[tokens], factors of all advantages at a token; None: 1. A negative factor
+            swaps the signs.
 
     Raises:
-        ValueError: another number of advantages than trees, leaves or segments.
+        ValueError: the number of advantages differs from that of trees, leaves or segments.
     """
     shapes = [TreeShape(tree) for tree in trees]
-    given = checked(shapes, advantages)
+    arrays = check_advantages(shapes, advantages)
     weights = leaf_weights(shapes, aggregation, trajectory_weights)
     factors: Sequence[ArrayLike | None] = token_factors or [None] * len(shapes)
     return [
-        shape.token_credit(shape.attributed(values, attribution), weight, factor)
-        for shape, values, weight, factor in zip(shapes, given, weights, factors, strict=True)
+        shape.token_credit(shape.attribute(values, shared_advantage), weight, factor)
+        for shape, values, weight, factor in zip(shapes, arrays, weights, factors, strict=True)
     ]
 
 
 def supervised_credit(trees: Sequence[RolloutTree]) -> list[TreeCredit]:
-    """Credit for supervised training on the trees: every leaf has advantage 1, token-mean.
+    """Return credit for supervised training: every leaf has advantage 1, token-mean.
 
     `positive` equals `weight`, the weights of all flattened model tokens sum to 1, and `negative` is 0.
     """
     return tree_credits(trees, [np.ones(len(tree.leaves())) for tree in trees], aggregation="token-mean")
 
 
-def checked(shapes: "Sequence[TreeShape]", advantages: Sequence[ArrayLike]) -> list[Floats]:
-    """The advantages as arrays. Raises ValueError where they do not fit the trees."""
-    given = [np.asarray(values, np.float64) for values in advantages]
-    expected = [(len(shape.leaves), len(shape.parents)) for shape in shapes]
-    fitting = len(given) == len(expected) and all(
-        values.shape in (size[:1], size) for values, size in zip(given, expected, strict=True)
+def check_advantages(shapes: "Sequence[TreeShape]", advantages: Sequence[ArrayLike]) -> list[Floats]:
+    """Return the advantages as arrays. Raises ValueError if their shapes do not fit the trees."""
+    arrays = [np.asarray(values, np.float64) for values in advantages]
+    expected = [shape.below.shape for shape in shapes]
+    fits = len(arrays) == len(expected) and all(
+        values.shape in (size[:1], size) for values, size in zip(arrays, expected, strict=True)
     )
-    if not fitting:
+    if not fits:
         raise ValueError(
-            f"advantages of shapes {[values.shape for values in given]} for trees with {expected} leaves and segments"
+            f"advantages of shapes {[values.shape for values in arrays]} for trees with {expected} leaves and segments"
         )
-    return given
+    return arrays
 
 
 def leaf_weights(
     shapes: "Sequence[TreeShape]", aggregation: Aggregation, factors: Sequence[ArrayLike] | None = None
 ) -> list[Floats]:
-    """w_i of every leaf of every tree. A trajectory without model tokens weighs nothing but counts as one."""
+    """Return w_i of every leaf of every tree. A trajectory without model tokens has weight 0 but counts as a
+    trajectory.
+    """
     lengths = [shape.leaf_model_tokens for shape in shapes]
     if aggregation == "token-mean":
         total = sum(float(tokens.sum()) for tokens in lengths)
@@ -116,50 +118,51 @@ def leaf_weights(
 
 
 class TreeShape:
-    """Parents, lengths and leaves of a tree as arrays, for sums along its paths.
-
-    Attributes:
-        parents: of each segment.
-        lengths: int[segments], tokens.
-        is_model: bool[segments].
-        leaves: int[leaves].
-        below: bool[leaves, segments], whether a segment is on the leaf's path.
-        leaf_model_tokens: float64[leaves], MODEL tokens of each trajectory.
-    """
+    """Parents, lengths and leaves of a tree as arrays, for sums along its paths."""
 
     def __init__(self, tree: RolloutTree) -> None:
         segments = tree.segments
-        self.parents = [segment.parent for segment in segments]
         self.lengths = np.array([len(segment) for segment in segments])
+        """int[segments], tokens."""
         self.is_model = np.array([segment.role is Role.MODEL for segment in segments])
+        """bool[segments]."""
         self.leaves = np.array(tree.leaves())
+        """int[leaves], segment indices."""
         self.below = np.zeros((len(self.leaves), len(segments)), bool)
+        """bool[leaves, segments], whether a segment is on the leaf's path."""
         for number, leaf in enumerate(self.leaves):
             self.below[number, tree.path(int(leaf))] = True
         self.model_lengths = np.where(self.is_model, self.lengths, 0).astype(np.float64)
+        """float64[segments], MODEL tokens."""
         self.leaf_model_tokens: Floats = self.below @ self.model_lengths
+        """float64[leaves], MODEL tokens of each trajectory."""
 
-    def attributed(self, advantages: Floats, attribution: Attribution) -> Floats:
-        """Advantages as they count: unchanged (soft), or float64[leaves, segments] with the means of those below."""
-        if attribution == "soft":
+    def attribute(self, advantages: Floats, shared_advantage: SharedAdvantage) -> Floats:
+        """Return the advantages that count at each segment.
+
+        Returns:
+            soft: the advantages unchanged. hard: float64[leaves, segments], the mean over the leaves below a segment.
+        """
+        if shared_advantage == "soft":
             return advantages
         spread = np.where(self.below, advantages if advantages.ndim == 2 else advantages[:, None], 0.0)
         means = spread.sum(0) / np.maximum(1, self.below.sum(0))
         return np.where(self.below, means, 0.0)
 
     def token_credit(self, advantages: Floats, weights: Floats, factor: ArrayLike | None = None) -> TreeCredit:
-        """Sums of the leaves' weights and weighted advantages over the leaves below each token."""
+        """Sum the leaves' weights and weighted advantages over the leaves below each token."""
         spread = advantages if advantages.ndim == 2 else advantages[:, None]
         positive = self.spread(self.sum_below(weights[:, None] * np.maximum(spread, 0.0)))
         negative = self.spread(self.sum_below(weights[:, None] * np.minimum(spread, 0.0)))
         if factor is not None:
-            scale = np.nan_to_num(np.asarray(factor, np.float64))  # nothing is known, and wanted, outside MODEL
+            scale = np.nan_to_num(np.asarray(factor, np.float64))  # NaN outside MODEL tokens
             up, down = np.maximum(scale, 0.0), np.minimum(scale, 0.0)
             positive, negative = positive * up + negative * down, negative * up + positive * down
         return _credit(positive, negative, self.spread(self.sum_below(weights[:, None])))
 
     def coefficients(self, values: Floats, weights: Floats) -> TreeCredit:
-        """Credit whose token values are sums of the leaves' values below them, positive and negative ones apart.
+        """Return credit whose token values are sums of the leaves' values below them, positive and negative values
+        apart.
 
         Args:
             values: float64[leaves] or [leaves, segments].
@@ -171,21 +174,21 @@ class TreeShape:
         return _credit(positive, negative, self.spread(self.sum_below(weights[:, None])))
 
     def sum_to_leaves(self, token_values: Floats) -> Floats:
-        """For every leaf the sum over the MODEL tokens of its trajectory, of values in segment-index order."""
+        """Sum token values over the MODEL tokens of each trajectory; float64[leaves]."""
         return np.asarray(self.below @ np.where(self.is_model, self.sum_of_segments(token_values), 0.0))
 
     def sum_of_segments(self, token_values: Floats) -> Floats:
-        """For every segment the sum over its tokens."""
+        """Sum token values over each segment; float64[segments]."""
         owners = np.repeat(np.arange(len(self.lengths)), self.lengths)
         sums = np.bincount(owners, np.asarray(token_values, np.float64), minlength=len(self.lengths))
         return sums.astype(np.float64)
 
     def sum_below(self, leaf_values: Floats) -> Floats:
-        """For every segment the sum over the leaves at or below it; [leaves, 1] or [leaves, segments]."""
+        """Sum values over the leaves at or below each segment; `leaf_values` is [leaves, 1] or [leaves, segments]."""
         return np.asarray(np.where(self.below, leaf_values, 0.0).sum(0))
 
     def spread(self, segment_values: Floats) -> Floats:
-        """One value a token, 0 outside MODEL segments."""
+        """Repeat the value of each segment for its tokens; 0 outside MODEL segments."""
         values: Floats = np.where(self.is_model, segment_values, 0.0).astype(np.float64)
         return values.repeat(self.lengths)
 

@@ -1,4 +1,4 @@
-"""The turns of a trajectory: what the policy says between two answers of its environment."""
+"""The turns of a trajectory: runs of model tokens between two answers of the environment."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -11,21 +11,18 @@ from arpo_megatron.tree import Role, RolloutTree
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A run of MODEL tokens: a segment with its continuations by newer weights.
-
-    Attributes:
-        segments: their indices, in order.
-        tokens: how many, at least 1.
-        state: token ids, as bytes, of what came between the turn before and this one (prompt, tool results).
-    """
+    """A run of MODEL tokens: a segment with its continuations by newer weights."""
 
     segments: tuple[int, ...]
+    """Segment indices, in order."""
     tokens: int
+    """Number of tokens, at least 1."""
     state: bytes
+    """The token ids between the previous turn and this one (prompt, tool results), as bytes."""
 
 
 def turns(tree: RolloutTree, leaf: int) -> list[Turn]:
-    """The turns on the path to `leaf`, in order. A run without tokens is none."""
+    """Return the turns on the path to `leaf`, in order. A run without tokens is not a turn."""
     found = list[Turn]()
     state, run = b"", list[int]()
     for index in [*tree.path(leaf), None]:
@@ -44,18 +41,18 @@ def turns(tree: RolloutTree, leaf: int) -> list[Turn]:
 def by_turns(
     tree: RolloutTree, outcomes: Iterable[float], values: Callable[[float, Sequence[Turn]], Iterable[float]]
 ) -> Floats:
-    """A value for every turn, from the outcome of its trajectory.
+    """Assign a value to every turn, given the outcome of its trajectory.
 
     Args:
-        tree: of the trajectories.
-        outcomes: one a leaf, in the order of `tree.leaves()`.
-        values: outcome and turns of a trajectory -> a value a turn.
+        tree: the tree that holds the trajectories.
+        outcomes: one per leaf, in the order of `tree.leaves()`.
+        values: maps the outcome and the turns of a trajectory to one value per turn.
 
     Returns:
-        float64[leaves, segments], 0 outside of a trajectory's turns.
+        float64[leaves, segments], 0 outside a trajectory's turns.
 
     Raises:
-        ValueError: another number of outcomes than leaves, or of values than turns.
+        ValueError: the number of outcomes differs from that of leaves, or the number of values from that of turns.
     """
     leaves = tree.leaves()
     found = np.zeros((len(leaves), len(tree.segments)))

@@ -1,8 +1,9 @@
-"""Every knob of a job: typed, frozen, documented, and strict.
+"""All settings of a job: typed, frozen, documented and strict, one section per file.
 
-A recipe (a function in `recipes/`) returns a `JobConfig`; `--config file.yaml` and `key=value` words are laid over it
-by `resolve`. An unknown key, a wrong type or an impossible combination raises `UserError` with one line before any
-process is started. The attribute docstrings are the reference: docs/configuration.md is generated from them.
+A recipe (a function in `recipes/`) returns a `JobConfig`; `arpo_megatron.jobs.resolve` applies a `--config` file and
+`key=value` overrides to it. An unknown key, a wrong type or an impossible combination raises `UserError` with one line
+before any process starts. The attribute docstrings are the reference: docs/configuration.md is generated from them.
+This package imports `utils` and `errors` only.
 """
 
 from arpo_megatron.config.algorithm import AlgorithmConfig

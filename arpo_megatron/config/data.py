@@ -1,4 +1,4 @@
-"""Where tasks come from."""
+"""Section `data`: the source of training and held-out tasks."""
 
 from pathlib import Path
 from typing import Literal
@@ -13,24 +13,24 @@ from arpo_megatron.config.fields import (
 
 @dataclass(frozen=True, config=STRICT)
 class DataConfig:
-    """Where tasks come from."""
+    """The source of the tasks."""
 
     kind: Literal["generated", "trails", "arpo_parquet"] = "generated"
-    """`generated`: calculator and look-up tasks made from the seed. `trails`: made likewise, with a decision behind
-    every tool result (`tasks/synthetic/trails.py`). `arpo_parquet`: the released ARPO files."""
+    """`generated`: calculator and look-up tasks generated from the seed. `trails`: generated tasks with a decision
+    after every tool result (`tasks/synthetic/trails.py`). `arpo_parquet`: the released ARPO files."""
     path: Path | None = None
     """Parquet file of training questions (`arpo_parquet`)."""
     search_cache: Path | None = None
-    """JSON file of stored searches that serves as the search index (`arpo_parquet`); None: search_cache.json beside
-    `path` where there is one."""
+    """JSON file of stored searches that serves as the search index (`arpo_parquet`); None: search_cache.json in the
+    directory of `path`, if it exists."""
     max_prompt_tokens: Positive = 1536
-    """A longer prompt is a bad row: counted, named and skipped."""
+    """A row with a longer prompt is a bad row: logged, counted and skipped."""
     tasks: Positive = 2000
-    """How many training tasks to make (`generated`, `trails`)."""
+    """Number of training tasks to generate (`generated`, `trails`)."""
     held_out: Positive = 200
-    """How many tasks are kept for evaluation only."""
+    """Number of tasks kept for evaluation."""
 
     @property
     def is_generated(self) -> bool:
-        """Whether the tasks are made from the seed."""
+        """Whether the tasks are generated from the seed."""
         return self.kind != "arpo_parquet"

@@ -1,4 +1,4 @@
-"""The SGLang servers."""
+"""Section `engine`: the SGLang servers that sample."""
 
 from typing import Literal
 
@@ -12,36 +12,37 @@ class EngineConfig:
     """The SGLang servers."""
 
     replicas: Positive = 1
-    """Engines, each with a copy of the model. A tree keeps to one of them."""
+    """Number of engines, each with a copy of the model. A tree stays on one engine."""
     tensor: Positive = 1
-    """Tensor-parallel GPUs of an engine."""
+    """Tensor-parallel GPUs per engine."""
     router: Literal["auto", "sglang", "none"] = "auto"
-    """What divides trees among engines. `sglang`: its own router, the least busy engine first; `none`: a hash of the
-    tree's task; `auto`: the router where it is installed and there are several engines."""
+    """How trees are assigned to engines. `sglang`: by SGLang's router, the least busy engine first. `none`: by a hash
+    of the tree's task. `auto`: by the router if it is installed and there are several engines."""
     max_running_requests: Positive = 64
-    """Decoding batch."""
+    """Largest decoding batch of an engine."""
     max_total_tokens: Positive | None = None
-    """KV pool in tokens; None lets SGLang size it from `memory_fraction`."""
+    """Size of the KV pool in tokens; None: SGLang derives it from `memory_fraction`."""
     memory_fraction: Fraction | None = None
-    """Share of the device's memory for weights and KV pool. None: 0.3 on a GPU that the trainer uses too, else 0.6."""
+    """Share of the device's memory for weights and KV pool. None: 0.3 on a GPU shared with the trainer, else 0.6."""
     attention_backend: Literal["auto", "fa3", "flashinfer", "triton"] = "auto"
-    """Attention kernels on a GPU. `auto`: SGLang's choice (fa3 on Hopper), in float32 triton."""
+    """Attention kernels on a GPU. `auto`: SGLang's choice (fa3 on Hopper), but triton in float32."""
     placement: Literal["auto", "colocated", "split"] = "auto"
-    """`colocated`: engines share the trainer's GPUs and give their memory back while it trains. `split`: they have
-    their own. `auto`: split where there are GPUs enough, and on a CPU."""
+    """`colocated`: engines share the trainer's GPUs and release their memory while it trains. `split`: engines have
+    their own GPUs. `auto`: split if there are enough GPUs, and on a CPU."""
     quantization: Literal["none", "fp8"] = "none"
-    """`fp8`, on a GPU: the engine quantizes the weights it is sent, a scale a row. Trajectories are then sampled from
-    a policy that differs from the trained one by the rounding."""
+    """`fp8`, on a GPU: the engine quantizes the weights that it receives, with one scale per row. The sampling policy
+    then differs from the trained one by the rounding."""
     deterministic: bool = False
-    """On a GPU: kernels whose result for a request does not depend on the others of its batch; slower."""
+    """On a GPU: use kernels whose result for a request does not depend on the rest of the batch; slower."""
     startup_timeout_s: PositiveFloat = 300.0
-    """Deadline of the health gate in seconds."""
+    """Seconds until an engine must pass its health check after the start."""
     request_timeout_s: PositiveFloat = 600.0
     """Deadline of one generation in seconds."""
     hang_timeout_s: PositiveFloat = 120.0
-    """A service (engine, tools, rollout process) that does not answer its probe for so many seconds is restarted. It
-    must exceed the longest pause of a healthy one: a bucket of a weight push, a kernel's compilation."""
+    """A service (engine, tools, rollout process) that does not answer its probe for this many seconds is restarted. The
+    value must exceed the longest pause of a healthy service: a bucket of a weight push, the compilation of a kernel."""
     restarts: NonNegative = 10
-    """Services (engines, tools, rollout process, router) that are restarted in a run; one more that dies stops it."""
+    """Number of service restarts in a run (engines, tools, rollout process, router); one more failure stops the run."""
     retry_for_s: PositiveFloat = 600.0
-    """Seconds after its first failure in which a generation or tool call is repeated: time to restart an engine."""
+    """A generation or tool call is repeated for this many seconds after its first failure: time to restart an engine.
+    """

@@ -1,4 +1,4 @@
-"""Held-out evaluation through the engine and the sandbox."""
+"""Section `evaluation`: the held-out evaluation during training."""
 
 from typing import Annotated
 
@@ -10,27 +10,28 @@ from arpo_megatron.config.fields import STRICT, NonNegative, NonNegativeFloat, P
 
 @dataclass(frozen=True, config=STRICT)
 class EvalConfig:
-    """Held-out evaluation through the engine and the sandbox."""
+    """Held-out evaluation through the engines and the tool service."""
 
     tasks: Positive = 200
-    """Held-out tasks, one trajectory each."""
+    """Number of held-out tasks, with one trajectory each."""
     temperature: NonNegativeFloat = 1.0
     """Sampling temperature; 0 is greedy."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    """Nucleus sampling."""
+    """Nucleus sampling: probability mass of the tokens that are drawn from."""
     top_k: NonNegative = 0
-    """Only so many of the most likely tokens are drawn from; 0: all."""
+    """Number of the most likely tokens that are drawn from; 0: all."""
     repetition_penalty: PositiveFloat = 1.0
-    """Logits of tokens that the engine has sampled in the same turn are divided by it (multiplied where negative). Not
-    with temperature 0: SGLang counts a token as sampled one step late at times, so greedy answers would differ."""
+    """The logits of tokens that the engine has sampled in the same turn are divided by it (multiplied if negative).
+    Ignored with temperature 0: SGLang sometimes counts a token as sampled one step late, so greedy answers would vary.
+    """
     before: bool = True
     """Evaluate before the first step."""
     after: bool = True
     """Evaluate after the last step."""
     every: Positive | None = None
-    """Evaluate after every n-th step too; None: not in between."""
+    """Evaluate after every n-th step, too; None: no."""
 
     @property
     def penalty(self) -> float:
-        """`repetition_penalty`, or 1 where sampling is greedy."""
+        """Return `repetition_penalty`, or 1 if sampling is greedy."""
         return self.repetition_penalty if self.temperature > 0 else 1.0

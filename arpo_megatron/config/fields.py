@@ -1,4 +1,4 @@
-"""Types of values that several sections share."""
+"""Value types that several sections share."""
 
 from typing import Annotated, Literal
 

@@ -1,4 +1,4 @@
-"""The job as a whole."""
+"""The job as a whole: the sections, and the values derived from several of them."""
 
 import math
 from pathlib import Path
@@ -27,16 +27,16 @@ from arpo_megatron.config.train import TrainConfig
 
 @dataclass(frozen=True, config=STRICT)
 class JobConfig:
-    """A whole job: what a recipe returns."""
+    """A whole job, as a recipe returns it."""
 
     name: Annotated[str, Field(pattern=r"^[\w.-]+$")]
-    """Recipe name; part of the run directory's name."""
+    """Name of the recipe; part of the run directory's name."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 1
-    """Everything random follows from it; the engine takes 32 bits."""
+    """Seed of everything random; the engine takes 32 bits."""
     platform: Platform = "auto"
-    """`auto`: the GPUs of this machine, where it has any. `cpu`: leave them alone."""
+    """`auto`: use the GPUs of this machine if it has any. `cpu`: use none."""
     run_dir: Path | None = None
-    """Where the job writes; None: the next free runs/<name>-<algorithm>-seed<seed>."""
+    """Run directory of the job; None: the next free runs/<name>-<algorithm>-seed<seed>."""
     model: ModelConfig = ModelConfig()
     parallel: ParallelConfig = ParallelConfig()
     data: DataConfig = DataConfig()
@@ -59,19 +59,22 @@ class JobConfig:
 
     @property
     def sft_only(self) -> bool:
-        """Whether it is supervised training alone: conversations, and no tasks of one's own for the ARPO loop."""
+        """Whether the job only does supervised training: it has conversations and no other tasks for the ARPO loop."""
         return self.sft.data is not None and self.data.is_generated
 
     def trees_in_flight(self, step: int) -> int:
-        """Training trees wanted when a step (from 0) begins, never more than the rest of the run can train."""
+        """Return the number of training trees in flight when a step (from 0) begins, at most those that the run can
+        still train.
+        """
         if self.rollout.max_staleness:
             return min(2, self.train.steps - step) * self.train.tasks_per_step
         return math.ceil(self.train.tasks_per_step * (1 + self.rollout.oversampling))
 
     @property
     def pack_multiple(self) -> int:
-        """A rank's tokens are padded to a multiple of this.
+        """Return the multiple to which the tokens of a rank are padded.
 
-        Sequence parallelism divides them among tensor-parallel ranks, and FP8 products want multiples on every rank.
+        Sequence parallelism divides the tokens among tensor-parallel ranks, and FP8 products need multiples on every
+        rank.
         """
         return validation.FP8_TOKENS[self.model.fp8] * (self.parallel.tensor if self.parallel.sequence else 1)

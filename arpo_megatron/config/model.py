@@ -1,4 +1,4 @@
-"""The weights to start from, and their number format."""
+"""Section `model`: the initial weights and their number format."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -17,40 +17,42 @@ from arpo_megatron.config.fields import (
 
 @dataclass(frozen=True, config=STRICT)
 class ModelConfig:
-    """Which weights to start from, and in which number format to train them."""
+    """The initial weights, and the number format of training."""
 
     path: Path | None = None
-    """Hugging Face directory to start from. None, and no `hub_id`: a tiny random model is made, and its tokenizer."""
+    """Hugging Face directory of the initial weights. None, and no `hub_id`: the job generates a tiny random model and
+    its tokenizer."""
     hub_id: str | None = None
-    """Hugging Face id of the model that belongs at `path`: what has to be fetched, and how `arpo plan` knows the sizes
-    before it is. A directory with a model of other sizes is refused."""
+    """Hugging Face id of the model that belongs at `path`: what to download, and where `arpo plan` gets the sizes
+    before that. A directory with a model of other sizes is refused."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Parameters and activations of the trainer and of the engine."""
     fp8: Fp8Recipe = "none"
-    """Matrix products of the trainer's layers in FP8 (Hopper GPU, transformer-engine, bfloat16); named after what a
-    scale comes from: `delayed` the tensor's earlier values (so that ratios before any update are only nearly 1),
-    `current` the tensor, `blockwise` 128 features of one token."""
+    """Matrix products of the trainer's layers in FP8 (Hopper GPU, transformer-engine, bfloat16). Recipes differ in the
+    values that a scale is computed from. `delayed`: earlier values of the tensor, so ratios before any update are only
+    nearly 1. `current`: the tensor. `blockwise`: 128 features of one token."""
     bf16_edge_layers: NonNegative = 0
-    """With fp8 `current` or `blockwise`: this many first and as many last layers keep bfloat16 products."""
+    """With fp8 `current` or `blockwise`: this many first and this many last layers keep bfloat16 products."""
     hidden_size: Positive = 128
-    """Width of the made model (used when there is neither `path` nor `hub_id`, like the next five)."""
+    """Width of the generated model (used without `path` and `hub_id`, like the next five keys)."""
     layers: Positive = 4
-    """Transformer layers of the made model."""
+    """Transformer layers of the generated model."""
     heads: Positive = 4
-    """Query heads of the made model."""
+    """Query heads of the generated model."""
     kv_heads: Positive = 4
-    """Key/value heads of the made model."""
+    """Key/value heads of the generated model."""
     ffn_size: Positive = 384
-    """Width of the made model's gated MLP."""
+    """Width of the generated model's gated MLP."""
     vocabulary_size: Positive = 2048
     """Largest vocabulary of a tokenizer trained on the data (byte-level BPE; the generated tasks need fewer)."""
     router_aux_loss: NonNegativeFloat | Literal["model"] = 0.0
-    """Coefficient of the loss that levels the load of a mixture's experts, counted over trajectories; a level load has
-    a loss of 1 a layer. 0, usual in reinforcement learning: none. `model`: its config.json's `router_aux_loss_coef`."""
+    """Coefficient of the load-balancing loss of a mixture of experts, computed over trajectories; a balanced load has a
+    loss of 1 per layer. 0, usual in reinforcement learning: no loss. `model`: the `router_aux_loss_coef` of its
+    config.json."""
     max_length: Annotated[int, Field(ge=64)] = 2048
     """Longest trajectory in tokens: prompt, model and tool tokens together."""
 
     @property
     def is_generated(self) -> bool:
-        """Whether the job makes its model on the spot."""
+        """Whether the job generates its model."""
         return self.path is None and self.hub_id is None

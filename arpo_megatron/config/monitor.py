@@ -1,4 +1,4 @@
-"""Metrics, W&B and profiles."""
+"""Section `monitor`: metrics, Weights & Biases and profiles."""
 
 from typing import Literal, Self
 
@@ -10,18 +10,18 @@ from arpo_megatron.config.fields import STRICT, Positive, PositiveFloat
 
 @dataclass(frozen=True, config=STRICT)
 class MonitorConfig:
-    """Where metrics go besides the run directory's JSONL file and the terminal."""
+    """Outputs of metrics besides the run directory's JSONL file and the terminal, and profiles."""
 
     wandb: Literal["disabled", "offline", "online"] = "disabled"
-    """Weights & Biases mode."""
+    """Mode of Weights & Biases."""
     wandb_project: str = "arpo-megatron"
-    """Project there."""
+    """Project in Weights & Biases."""
     peak_tflops: PositiveFloat | None = None
-    """What a rank's device can do at most, in TFLOP/s of the training format (H100 bfloat16: 989); for MFU."""
+    """Peak of a rank's device in TFLOP/s of the training format (H100 bfloat16: 989); needed for MFU."""
     profile_steps: tuple[Positive, Positive] | None = None
-    """First and last step (update, in a cold start) whose passes over packs are traced with torch's profiler."""
+    """First and last step (update, in a cold start) that torch's profiler traces."""
     profile_ranks: Literal["first", "all"] = "first"
-    """Which trainer ranks write a trace; one of a large model takes hundreds of MB."""
+    """Which trainer ranks write a trace; a trace of a large model takes hundreds of MB."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

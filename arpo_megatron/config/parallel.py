@@ -1,4 +1,4 @@
-"""How Megatron-Core lays the model over ranks."""
+"""Section `parallel`: the layout of Megatron-Core over ranks."""
 
 from typing import Literal, Self
 
@@ -11,7 +11,7 @@ from arpo_megatron.config.fields import STRICT, Positive
 
 @dataclass(frozen=True, config=STRICT)
 class ParallelConfig:
-    """How Megatron-Core lays the model over ranks. World size = tensor * context * pipeline * data."""
+    """The layout of the model over trainer ranks. World size = tensor * context * pipeline * data."""
 
     tensor: Positive = 1
     """Tensor-parallel ranks."""
@@ -20,17 +20,18 @@ class ParallelConfig:
     pipeline: Positive = 1
     """Pipeline stages."""
     virtual_pipeline: Positive = 1
-    """Model chunks a stage (interleaved schedule); above 1 it needs pipeline > 1."""
+    """Model chunks per stage (interleaved schedule); above 1 it needs pipeline > 1."""
     context: Positive = 1
     """Context-parallel ranks: the tokens of a pack are divided among them."""
     expert: Positive = 1
-    """Ranks that share out the experts of a mixture-of-experts model; divides tensor * context * data."""
+    """Ranks that divide the experts of a mixture of experts; a divisor of tensor * context * data."""
     sequence: bool = False
-    """Sequence parallelism inside the tensor-parallel group; needs tensor > 1."""
+    """Sequence parallelism within the tensor-parallel group; needs tensor > 1."""
     distributed_optimizer: bool = False
     """Divide the optimizer's state among the data-parallel ranks."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activations computed again in the backward pass: none, those of core attention, or every layer's."""
+    """Activations computed again in the backward pass: none, those of core attention (`selective`), or those of every
+    layer (`full`)."""
 
     @property
     def world_size(self) -> int:
@@ -39,17 +40,20 @@ class ParallelConfig:
 
     @property
     def expert_tensor(self) -> int:
-        """Tensor-parallel ranks that divide an expert.
+        """Number of tensor-parallel ranks that divide an expert.
 
-        Shared-out experts are whole: the ranks of a divided one would have to gather tokens of unequal number (which
-        gloo cannot) after every exchange, for slices too thin to be fast. Experts that are not shared out are divided
-        like every other matrix, because Megatron sums the gradients of whole ones over data-parallel ranks only.
+        With expert parallelism experts stay whole: the ranks of a divided expert would have to gather unequal numbers
+        of tokens after every exchange, which gloo cannot do, for slices too thin to be fast. Without it experts are
+        divided like every other matrix, because Megatron sums the gradients of whole ones over data-parallel ranks
+        only.
         """
         return self.tensor if self.expert == 1 else 1
 
     @property
     def nested_packs(self) -> bool:
-        """Whether packs of a cut tree inherit from each other: pipelines and experts fix another order of passes."""
+        """Whether packs of a cut tree inherit from each other. Pipelines and expert parallelism require another order
+        of passes.
+        """
         return self.pipeline == 1 and self.expert == 1
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""How a finished trajectory is scored."""
+"""Sections `reward` and `reward.judge`: how a finished trajectory is scored."""
 
 from pathlib import Path
 from typing import Literal
@@ -18,25 +18,25 @@ from arpo_megatron.config.fields import (
 
 @dataclass(frozen=True, config=STRICT)
 class JudgeConfig:
-    """A model that judges answers, at a server that speaks the OpenAI chat protocol."""
+    """A model that judges answers at a server with the OpenAI chat protocol."""
 
     url: str | None = None
-    """Base address, e.g. http://HOST:PORT/v1; None: there is no judge."""
+    """Base address, e.g. http://HOST:PORT/v1; None: no judge."""
     model: str = ""
-    """Name of the model there."""
+    """Name of the model at the server."""
     api_key_env: str = "OPENAI_API_KEY"
-    """Environment variable that holds the key, where the server wants one."""
+    """Environment variable that holds the API key, if the server needs one."""
     max_tokens: Positive = 1024
-    """Longest reply; a judge that thinks needs room for it."""
+    """Longest reply in tokens; a judge that reasons needs room for it."""
     timeout_s: PositiveFloat = 120.0
-    """Deadline of one reply in seconds, until its last byte."""
+    """Deadline in seconds for the last byte of a reply."""
     retries: NonNegative = 4
-    """How often a question that failed is asked again before the judge counts as down."""
+    """Number of repetitions of a failed question before the judge counts as down."""
     concurrency: Positive = 32
-    """Questions that are asked at once."""
+    """Largest number of questions in flight."""
     when_down: Literal["wait", "fallback"] = "wait"
     """`wait`: training, or an evaluation, waits until the judge is back. `fallback`: answers are scored by rule
-    (math-verify, F1) and terms that need a judge are left out of the group. Both are told and counted."""
+    (math-verify, F1), and terms that need a judge leave the group out. Both are logged and counted."""
     cache: Path | None = None
     """SQLite file of replies; None: judge.sqlite in the run directory."""
 
@@ -46,20 +46,20 @@ class RewardConfig:
     """How a finished trajectory is scored."""
 
     kind: str = "arpo"
-    """`arpo`: format gate, answer, tool bonus. `arpo_released`: the released scorer, errors included. Or a reward of an
-    installed package."""
+    """`arpo`: format gate, answer, tool bonus. `arpo_released`: the released scorer, errors included. Other names are
+    rewards of installed packages."""
     math: Literal["verify", "judge"] = "verify"
-    """What decides on mathematical answers (`arpo`): math-verify or the judge."""
+    """How mathematical answers are graded (`arpo`): by math-verify or by the judge."""
     qa: Literal["f1", "exact_match", "judge"] = "f1"
-    """Accuracy of answers in words (`arpo`): token F1, exact match, or what the judge says."""
+    """How answers in words are graded (`arpo`): by token F1, exact match, or the judge."""
     format_penalty: float = -1.0
     """Reward of a trajectory that breaks the tag protocol."""
     tool_bonus: NonNegativeFloat = 0.1
-    """Added to a right answer that used both search and python."""
+    """Bonus for a right answer that used both search and python."""
     success_threshold: Fraction = 0.5
-    """A trajectory counts as a success when its accuracy exceeds this."""
+    """A trajectory is a success if its accuracy exceeds this."""
     terms: dict[str, float] = Field(default_factory=dict)
-    """What is added to the reward: weights of terms by name, e.g. {overlong: 1.0}; docs/rewards.md lists them."""
+    """Weights of the terms that are added to the reward, by name, e.g. {overlong: 1.0}; docs/rewards.md lists them."""
     params: dict[str, int | float] = Field(default_factory=dict)
-    """Numbers of those terms, and of a reward of an installed package, by name, e.g. {overlong_buffer: 512}."""
+    """Parameters of those terms, and of a reward of an installed package, by name, e.g. {overlong_buffer: 512}."""
     judge: JudgeConfig = JudgeConfig()

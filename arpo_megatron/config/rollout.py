@@ -1,4 +1,4 @@
-"""Limits and sampling of a trajectory, and how trees overlap with training."""
+"""Section `rollout`: limits and sampling of a trajectory, and how rollouts overlap with training."""
 
 from typing import Annotated, Literal
 
@@ -10,38 +10,38 @@ from arpo_megatron.config.fields import STRICT, NonNegative, NonNegativeFloat, P
 
 @dataclass(frozen=True, config=STRICT)
 class RolloutConfig:
-    """Limits and sampling of a trajectory."""
+    """Limits and sampling of trajectories, and how rollouts overlap with training."""
 
     temperature: PositiveFloat = 1.0
     """Sampling temperature."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    """Nucleus sampling; training wants 1."""
+    """Nucleus sampling: probability mass of the tokens that are drawn from; use 1 in training."""
     max_tool_calls: NonNegative = 3
-    """Tool calls a trajectory, so one turn of the model more; a call beyond it ends the trajectory."""
+    """Tool calls per trajectory; a call beyond them ends the trajectory."""
     max_response_tokens: Positive = 4096
     """Tokens after the prompt, model and tool together."""
     stop_at_answer: bool = False
-    """End a trajectory at </answer> instead of waiting for the end-of-sequence token (which then is not learnt)."""
+    """End a trajectory at </answer> instead of waiting for the end-of-sequence token, which is then not trained."""
     max_tool_tokens: Positive = 1024
     """A longer tool result is cut to this many tokens."""
     tool_timeout_s: PositiveFloat = 30.0
-    """Deadline of a tool call in seconds; the model reads that it timed out."""
+    """Deadline of a tool call in seconds; the model reads that the call timed out."""
     max_staleness: NonNegative = 0
-    """0: a step trains the trees that it began. n: twice a step's trees are under way, also while the trainer trains,
-    and a tree is trained at most n versions of the policy after the one that began it."""
+    """0: a step trains the trees that it began. n: twice a step's trees are in flight, also while the trainer trains,
+    and a tree is trained at most n policy versions after the one that began it."""
     across_push: Literal["keep", "drain"] = "keep"
-    """What a weight push does to trees under way: they go on with the new weights from where they were, or are finished
-    first."""
+    """What a weight push does to trees in flight. `keep`: they continue with the new weights. `drain`: they are
+    finished first."""
     stale: Literal["wait", "drop"] = "wait"
-    """What becomes of trees that take too long for `max_staleness` (> 0). `wait`: the step waits for them. `drop`:
-    it goes on; they are left out when they finish, counted and replaced. What older weights have sampled of a tree that
-    is trained is corrected by `algorithm.trajectory_weight_limit` either way."""
+    """Handling of trees that take too long for `max_staleness` (> 0). `wait`: the step waits for them. `drop`: the step
+    continues; when they finish they are left out, counted and replaced. `algorithm.trajectory_weight_limit` corrects
+    for the older weights in trees that are trained."""
     oversampling: NonNegativeFloat = 0.0
-    """Share of trees begun beyond a step's need; the last to finish are given up. Favours short trajectories. Not with
-    `max_staleness` > 0."""
+    """Share of trees started beyond a step's need; the last ones to finish are dropped. Favours short trajectories.
+    Needs `max_staleness` = 0."""
     max_refills: NonNegative = 8
-    """Rounds of new tasks in a step for those that failed or were left out, before it goes on with fewer. (A run
-    that is resumed within a step has as many again.)"""
+    """Rounds of new tasks per step that replace failed or dropped trees, before the step continues with fewer. A run
+    that is resumed within a step starts counting again."""
     journal_every_s: NonNegativeFloat = 60.0
-    """Seconds between two writings of what a step's trees have sampled, while it waits for them: what a run that is
-    killed then may have to sample again."""
+    """Seconds between two writes of the step journal, which holds what the trees in flight have sampled: the most that
+    a killed run has to sample again."""

@@ -1,4 +1,4 @@
-"""The tool service."""
+"""Section `sandbox`: the tool service."""
 
 from typing import Literal
 
@@ -16,10 +16,10 @@ class SandboxConfig:
     python_memory_mb: Positive = 512
     """Address space of one python call in MiB."""
     search_results: Positive = 3
-    """Pages a search answers with."""
+    """Number of pages that a search returns."""
     preload: tuple[str, ...] = ()
-    """Modules imported once, so that every python call finds them warm (numpy, sympy, ...)."""
+    """Modules imported once, so that every python call finds them loaded (numpy, sympy, ...)."""
     isolation: Literal["full", "contained", "process", "limits"] = "contained"
-    """Weakest separation of python calls from this machine to put up with; see docs/security.md."""
+    """Weakest accepted isolation of python calls from this machine; see docs/security.md."""
     sessions: bool = False
-    """Python calls of a trajectory go on with the names and files of the call before; a fork copies them."""
+    """Python calls of a trajectory keep the names and files of the previous call; a fork copies them."""

@@ -1,4 +1,4 @@
-"""The ARPO loop."""
+"""Section `train`: steps, packs and checkpoints of the ARPO loop."""
 
 from pydantic.dataclasses import dataclass
 
@@ -7,20 +7,20 @@ from arpo_megatron.config.fields import STRICT, NonNegative, Positive, PositiveF
 
 @dataclass(frozen=True, config=STRICT)
 class TrainConfig:
-    """The ARPO loop."""
+    """Steps, packs and checkpoints of the ARPO loop."""
 
     steps: Positive = 100
     """Rollout-and-update rounds."""
     tasks_per_step: Positive = 16
-    """Tasks whose trees are grown in one step."""
+    """Tasks whose trees are sampled in one step."""
     token_budget: Positive = 8192
-    """Tokens of one pack, the unit of a forward and backward pass."""
+    """Tokens per pack, the unit of a forward and backward pass."""
     save_every: Positive = 1
     """Steps between checkpoints."""
     keep_checkpoints: Positive = 2
-    """Newest whole checkpoints kept; older ones are deleted."""
+    """Number of newest complete checkpoints to keep; older ones are deleted."""
     keep_every: NonNegative = 0
-    """Checkpoints of every n-th step are kept for good; 0: none."""
+    """Checkpoints of every n-th step are never deleted; 0: none."""
     logprob_gap_limit: PositiveFloat | None = None
-    """Largest |trainer - engine| log-prob of a probe, in nats, that a weight push may leave; larger stops the run.
-    None: 1e-3 in float32, 0.2 in bfloat16, whose activations carry 8 bits, 0.5 with FP8 in trainer or engine."""
+    """Largest |trainer - engine| log-prob of a probe, in nats, after a weight push; a larger gap stops the run. None:
+    1e-3 in float32, 0.2 in bfloat16, whose activations carry 8 bits, and 0.5 with FP8 in trainer or engine."""

@@ -1,4 +1,4 @@
-"""Which combinations of config values are possible. Each rule raises ValueError with the one line that a user reads."""
+"""Rules between config values. Each violation raises ValueError with the one line that a user reads."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -7,19 +7,18 @@ if TYPE_CHECKING:
     from arpo_megatron.config import Fp8Recipe, JobConfig, ModelConfig, ParallelConfig
 
 FP8_TOKENS: Mapping[str, int] = {"none": 1, "delayed": 16, "current": 16, "blockwise": 128}
-"""Tokens of an FP8 product on one rank are a multiple of this: the gradient of a weight sums over them.
+"""The number of tokens of an FP8 product on one rank is a multiple of this: the gradient of a weight sums over them.
 
-Trees need no alignment of their own. A scale of the `blockwise` recipe belongs to 128 features of ONE token in the
-forward pass and in the gradient of the input (1 x 128 blocks along the features), so no token's result depends on a
-neighbour. Only the weight gradient quantizes 128 tokens of a feature together, in a sum that mixes all tokens anyway.
-The scales of `current` and `delayed` belong to a whole tensor, which no alignment changes.
-"""
+Trees need no alignment. A scale of the `blockwise` recipe covers 128 features of one token in the forward pass and in
+the gradient of the input (1 x 128 blocks along the features), so no token's result depends on a neighbour. Only the
+weight gradient quantizes 128 tokens of a feature together, in a sum that mixes all tokens anyway. The scales of
+`current` and `delayed` cover a whole tensor, which no alignment changes."""
 FP8_FEATURES: Mapping[str, int] = {"none": 1, "delayed": 16, "current": 16, "blockwise": 128}
-"""Rows and columns of a rank's part of an FP8 weight are a multiple of this."""
+"""Rows and columns of a rank's part of an FP8 weight are multiples of this."""
 
 
 def check_parallel(parallel: "ParallelConfig") -> None:
-    """Rules of the layout alone."""
+    """Check the rules within section `parallel`."""
     if parallel.sequence and parallel.tensor == 1:
         raise ValueError("parallel.sequence=true needs parallel.tensor > 1")
     if parallel.virtual_pipeline > 1 and parallel.pipeline == 1:
@@ -32,7 +31,7 @@ def check_parallel(parallel: "ParallelConfig") -> None:
 
 
 def check_job(config: "JobConfig") -> None:
-    """All rules between sections."""
+    """Check the rules between sections."""
     if config.algorithm.minibatches > config.train.tasks_per_step:
         raise ValueError(
             f"algorithm.minibatches={config.algorithm.minibatches} exceeds train.tasks_per_step="
@@ -40,16 +39,19 @@ def check_job(config: "JobConfig") -> None:
         )
     _check_fp8(config)
     if config.engine.deterministic and config.engine.attention_backend == "flashinfer":
-        raise ValueError("engine.deterministic=true needs attention_backend fa3 or triton: flashinfer loses its cache")
+        raise ValueError(
+            "engine.deterministic=true needs engine.attention_backend=fa3 or triton: with flashinfer SGLang turns its "
+            "prefix cache off"
+        )
     _check_engine_fp8(config)
     if config.algorithm.router_replay != "none" and config.engine.router == "sglang":
         raise ValueError(
-            "algorithm.router_replay=rollout needs engine.router=auto or none: SGLang's hides expert routes"
+            "algorithm.router_replay=rollout needs engine.router=auto or none: SGLang's router hides expert routes"
         )
     if config.sync.directory is not None and config.sync.transport != "disk":
-        raise ValueError(f"sync.directory is not read with sync.transport={config.sync.transport}; give disk")
+        raise ValueError(f"sync.directory needs sync.transport=disk, not {config.sync.transport}")
     if config.model.is_generated:
-        _check_made_model(config.model, config.parallel)
+        _check_generated_model(config.model, config.parallel)
         if config.algorithm.router_replay != "none":
             raise ValueError("algorithm.router_replay=rollout needs a model with experts at model.path")
     _check_data(config)
@@ -57,7 +59,7 @@ def check_job(config: "JobConfig") -> None:
     if not config.parallel.nested_packs and config.train.token_budget < config.model.max_length:
         raise ValueError(
             f"train.token_budget={config.train.token_budget} must hold a whole trajectory, model.max_length="
-            f"{config.model.max_length}: with pipeline or expert parallelism a cut tree computes its ancestors again"
+            f"{config.model.max_length}: with pipeline or expert parallelism a pack cannot inherit from another one"
         )
     _check_optimizer(config)
     _check_sft(config)
@@ -82,7 +84,7 @@ def _check_optimizer(config: "JobConfig") -> None:
 def _check_staleness(config: "JobConfig") -> None:
     rollout = config.rollout
     if rollout.max_staleness and rollout.oversampling:
-        raise ValueError("rollout.oversampling needs rollout.max_staleness=0: trees that go on need not be given up")
+        raise ValueError("rollout.oversampling needs rollout.max_staleness=0: trees then stay in flight anyway")
     if rollout.stale == "drop" and not rollout.max_staleness:
         raise ValueError("rollout.stale=drop needs rollout.max_staleness > 0: without it no tree is stale")
 
@@ -96,9 +98,9 @@ def _check_sft(config: "JobConfig") -> None:
             raise ValueError(f"sft.max_tokens={sft.max_tokens} needs sft.data=FILE")
         return
     if not sft.steps:
-        raise ValueError("sft.data is not read with sft.steps=0: give sft.steps=N too")
+        raise ValueError("sft.data is not read with sft.steps=0: give sft.steps=N, too")
     if config.model.is_generated:
-        raise ValueError("sft.data needs model.path=DIR of a model with a chat template: a made model has none")
+        raise ValueError("sft.data needs model.path=DIR of a model with a chat template: a generated model has none")
     if sft.max_tokens is not None and sft.max_tokens > config.model.max_length:
         raise ValueError(f"sft.max_tokens={sft.max_tokens} exceeds model.max_length={config.model.max_length}")
 
@@ -108,7 +110,7 @@ def _check_data(config: "JobConfig") -> None:
     if data.is_generated:
         check_tasks(config, data.tasks, f"data.tasks={data.tasks}")
         if data.path is not None:
-            raise ValueError(f"data.path is not read with data.kind={data.kind}; give data.kind=arpo_parquet too")
+            raise ValueError(f"data.path is not read with data.kind={data.kind}: give data.kind=arpo_parquet, too")
         return
     if data.path is None:
         raise ValueError("data.kind=arpo_parquet needs data.path=FILE.parquet")
@@ -124,18 +126,24 @@ def _check_data(config: "JobConfig") -> None:
         )
 
 
-def check_tasks(config: "JobConfig", tasks: int, named: str) -> None:
-    """Raises ValueError where a step begins with more trees than there are training tasks, `named` so."""
-    trained, begun, rollout = config.train.tasks_per_step, config.trees_in_flight(0), config.rollout
-    said = f"train.tasks_per_step={trained}"
-    if begun > trained:
+def check_tasks(config: "JobConfig", tasks: int, source: str) -> None:
+    """Raise ValueError if a step begins with more trees than there are training tasks.
+
+    Args:
+        config: the job.
+        tasks: number of training tasks.
+        source: where that number comes from, for the message.
+    """
+    trained, in_flight, rollout = config.train.tasks_per_step, config.trees_in_flight(0), config.rollout
+    demand = f"train.tasks_per_step={trained}"
+    if in_flight > trained:
         key = "max_staleness" if rollout.max_staleness else "oversampling"
-        said += f" with rollout.{key}={getattr(rollout, key)} begins {begun} trees at once, which"
-    if max(begun, trained) > tasks:
-        raise ValueError(f"{said} exceeds {named}")
+        demand += f" with rollout.{key}={getattr(rollout, key)} starts {in_flight} trees at once, which"
+    if max(in_flight, trained) > tasks:
+        raise ValueError(f"{demand} exceeds {source}")
 
 
-def _check_made_model(model: "ModelConfig", parallel: "ParallelConfig") -> None:
+def _check_generated_model(model: "ModelConfig", parallel: "ParallelConfig") -> None:
     """Divisibility rules of tensor parallelism and grouped attention."""
     if model.hidden_size % model.heads:
         raise ValueError(f"model.hidden_size={model.hidden_size} is not a multiple of model.heads={model.heads}")
@@ -175,7 +183,7 @@ def _check_fp8(config: "JobConfig") -> None:
     model = config.model
     if model.fp8 == "none":
         if model.bf16_edge_layers:
-            raise ValueError(f"model.bf16_edge_layers={model.bf16_edge_layers} means nothing with model.fp8=none")
+            raise ValueError(f"model.bf16_edge_layers={model.bf16_edge_layers} has no effect with model.fp8=none")
         return
     if model.dtype != "bfloat16":
         raise ValueError(f"model.fp8={model.fp8} needs model.dtype=bfloat16, not {model.dtype}")
@@ -199,7 +207,7 @@ def _check_engine_fp8(config: "JobConfig") -> None:
 
 
 def check_fp8_widths(fp8: "Fp8Recipe", *, hidden: int, queries: int, keys: int, ffn: int) -> None:
-    """Rows and columns of the weights of a layer, as one rank holds them.
+    """Check the rows and columns of a layer's weights, as one rank holds them.
 
     Args:
         fp8: the recipe.
@@ -219,7 +227,7 @@ def check_fp8_widths(fp8: "Fp8Recipe", *, hidden: int, queries: int, keys: int, 
 
 
 def check_fp8_layers(model: "ModelConfig", layers: int, parallel: "ParallelConfig") -> None:
-    """Raises ValueError where `model.bf16_edge_layers` are more than a pipeline stage has."""
+    """Raise ValueError if `model.bf16_edge_layers` exceeds the layers of a pipeline stage."""
     if model.bf16_edge_layers > layers // parallel.pipeline:
         raise ValueError(
             f"model.bf16_edge_layers={model.bf16_edge_layers} exceeds the {layers // parallel.pipeline} layers of a "

@@ -11,7 +11,7 @@ from arpo_megatron.evaluation.questions import Question
 from arpo_megatron.evaluation.response import AgentResponse, NoResponse, Response, outcome_without_answer
 from arpo_megatron.rewards.base import Reward, score_text
 from arpo_megatron.rewards.judge.judge import Judge
-from arpo_megatron.rewards.judge.prompts import CORRECT, same_answer
+from arpo_megatron.rewards.judge.prompts import CORRECT, equivalence_question
 from arpo_megatron.rewards.math.verify import math_equal
 from arpo_megatron.rewards.qa import exact_match, token_f1
 from arpo_megatron.tasks.base import Task
@@ -48,7 +48,7 @@ def judge_check(model: Judge) -> AnswerCheck:
     """A model as a judge (docs/rewards.md says how it is asked)."""
 
     def judge(question: str, answer: str, expected: str) -> bool:
-        (verdict,) = model.ask([same_answer(question, expected, answer)])
+        (verdict,) = model.ask([equivalence_question(question, expected, answer)])
         if verdict is None:
             raise JudgeUnavailableError("the judge gave no verdict")
         return verdict == CORRECT

@@ -1,4 +1,7 @@
-"""Scoring finished trajectories: the tag format, the answer, and the shaping of the reward."""
+"""Rewards of finished trajectories: the answer, the tag format, weighted terms, and a model judge.
+
+This package may import `tasks`, `registry`, `config` and `utils`. Scoring needs no engine and no torch.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -20,44 +23,45 @@ def make_reward(
     log: Callable[[str], None] = lambda _text: None,
     check: Callable[[], None] = lambda: None,
 ) -> ComposedReward:
-    """The reward that a config describes; its judge asks nothing yet.
+    """Build the reward that a config describes. Its judge sends no request yet.
 
     Args:
-        config: kind, terms with their weights and numbers, judge.
-        max_response_tokens: `rollout.max_response_tokens`, for parts that have such a field.
-        cache: the judge's file of replies where the config names none; None: none is kept.
+        config: kind, terms with weights and params, judge.
+        max_response_tokens: `rollout.max_response_tokens`, for components with such a field.
+        cache: the judge's file of replies if the config names none; None: no file.
         waiting: see `Judge`.
-        log: likewise.
-        check: likewise.
+        log: see `Judge`.
+        check: see `Judge`.
 
     Raises:
-        UserError: an unknown kind, term or number, or a judge is wanted and none is given.
+        UserError: an unknown kind, term or parameter, or a needed judge is not configured.
     """
-    base, terms = _made(config, max_response_tokens)
-    wanted = base.needs_judge or any(each.term.needs_judge for each in terms)
-    judge = Judge(config.judge, config.judge.cache or cache, waiting=waiting, log=log, check=check) if wanted else None
+    base, terms = _build(config, max_response_tokens)
+    judge = None
+    if base.needs_judge or any(each.term.needs_judge for each in terms):
+        judge = Judge(config.judge, config.judge.cache or cache, waiting=waiting, log=log, check=check)
     return ComposedReward(base, terms, judge)
 
 
 def check_reward(config: RewardConfig, max_response_tokens: int) -> None:
-    """That all parts exist and take their numbers. Raises UserError: one line that says what is wrong."""
-    _made(config, max_response_tokens)
+    """Check that all components exist and accept their params. Raises UserError with one line."""
+    _build(config, max_response_tokens)
 
 
-def _made(config: RewardConfig, max_response_tokens: int | None) -> tuple[Reward, tuple[WeightedTerm, ...]]:
-    """The base and the terms that count."""
+def _build(config: RewardConfig, max_response_tokens: int | None) -> tuple[Reward, tuple[WeightedTerm, ...]]:
+    """Return the base and the terms with a weight."""
     own = {name: getattr(config, name) for name in ("format_penalty", "tool_bonus", "math", "qa")}
     keys = {**{name: f"reward.{name}" for name in own}, "max_response_tokens": "rollout.max_response_tokens"}
     if clash := sorted(set(config.params) & set(keys)):
-        raise UserError(f"reward.params.{clash[0]} is {keys[clash[0]]}: give it there")
-    parts = [(ExtensionPoint.REWARD, config.kind), *((ExtensionPoint.REWARD_TERM, name) for name in config.terms)]
-    check_params(parts, config.params)
-    given = {**own, **config.params}
+        raise UserError(f"reward.params.{clash[0]} is a key of its own: use {keys[clash[0]]}")
+    components = [(ExtensionPoint.REWARD, config.kind), *((ExtensionPoint.REWARD_TERM, name) for name in config.terms)]
+    check_params(components, config.params)
+    params = {**own, **config.params}
     if max_response_tokens is not None:
-        given["max_response_tokens"] = max_response_tokens
-    base: Reward = make(ExtensionPoint.REWARD, config.kind, given)
+        params["max_response_tokens"] = max_response_tokens
+    base: Reward = make(ExtensionPoint.REWARD, config.kind, params)
     terms = tuple(
-        WeightedTerm(name, weight, make(ExtensionPoint.REWARD_TERM, name, given))
+        WeightedTerm(name, weight, make(ExtensionPoint.REWARD_TERM, name, params))
         for name, weight in config.terms.items()
         if weight
     )

@@ -5,20 +5,20 @@ from dataclasses import dataclass
 from typing import Literal
 
 from arpo_megatron.rewards.base import ResponseGroup, Score
-from arpo_megatron.rewards.judge.prompts import CORRECT, question_text, same_answer
-from arpo_megatron.rewards.math.verify import MathVerdict, verdicts
+from arpo_megatron.rewards.judge.prompts import CORRECT, equivalence_question, user_question
+from arpo_megatron.rewards.math.verify import MathVerdict, compare_answers
 from arpo_megatron.rewards.qa import exact_match, token_f1
 from arpo_megatron.tasks.tags.response import Parsed, parse_response
 
-Parts = dict[str, float]
+Terms = dict[str, float]
 
 
 @dataclass(frozen=True, slots=True)
 class ArpoReward:
-    """R = max(Acc + r_M, Acc) where the format is kept, else `format_penalty` (ARPO, arXiv 2507.19849, eq. 8).
+    """R = max(Acc + r_M, Acc) if the format is right, else `format_penalty` (ARPO, arXiv 2507.19849, eq. 8).
 
-    r_M is `tool_bonus` where Acc > 0 and both search and python were called. Acc of mathematics is 1 or 0, of questions
-    answered in words the token F1, the exact match, or what a judge says.
+    r_M is `tool_bonus` if Acc > 0 and both search and python were called. Acc is 1 or 0 for mathematics; for questions
+    answered in words it is token F1, exact match, or the judge's verdict.
     """
 
     format_penalty: float = -1.0
@@ -32,44 +32,44 @@ class ArpoReward:
         return "judge" in (self.math, self.qa)
 
     def score_group(self, group: ResponseGroup) -> list[Score]:
-        """A score for each response; equal answers are graded once."""
-        found = [parse_response(response.text) for response in group.responses]
-        answers = list(dict.fromkeys(parsed.answer for parsed in found if parsed.answer is not None))
+        """Score each response; equal answers are graded once."""
+        responses = [parse_response(response.text) for response in group.responses]
+        answers = list(dict.fromkeys(parsed.answer for parsed in responses if parsed.answer is not None))
         grades = dict(zip(answers, self._grades(answers, group), strict=True))
-        return [self._score(parsed, grades) for parsed in found]
+        return [self._score(parsed, grades) for parsed in responses]
 
-    def _score(self, parsed: Parsed, grades: dict[str, tuple[float, Parts]]) -> Score:
+    def _score(self, parsed: Parsed, grades: dict[str, tuple[float, Terms]]) -> Score:
         if parsed.answer is None:
             return Score(self.format_penalty, 0.0, format_ok=False, reason=parsed.reason)
-        accuracy, parts = grades[parsed.answer]
+        accuracy, terms = grades[parsed.answer]
         bonus = self.tool_bonus if accuracy > 0.0 and len(parsed.tools) == 2 else 0.0
         reward = max(accuracy + bonus, accuracy)
-        return Score(reward, accuracy, format_ok=True, terms={**parts, "tool_bonus": bonus}, answer=parsed.answer)
+        return Score(reward, accuracy, format_ok=True, terms={**terms, "tool_bonus": bonus}, answer=parsed.answer)
 
-    def _grades(self, answers: Sequence[str], group: ResponseGroup) -> list[tuple[float, Parts]]:
-        """Accuracy and parts of each answer."""
+    def _grades(self, answers: Sequence[str], group: ResponseGroup) -> list[tuple[float, Terms]]:
+        """Return accuracy and terms of each answer."""
         mathematics = group.task.source == "math"
         by_rule = _verified(answers, group) if mathematics else self._in_words(answers, group)
         if (self.math if mathematics else self.qa) != "judge":
             return by_rule
         if group.judge is None:
-            raise ValueError("a judge is wanted and there is none")
-        task = group.task
-        said = group.judge.ask([same_answer(question_text(task), task.ground_truth, answer) for answer in answers])
+            raise ValueError("reward.math or reward.qa is judge, but the group has no judge")
+        question, truth = user_question(group.task), group.task.ground_truth
+        verdicts = group.judge.ask([equivalence_question(question, truth, answer) for answer in answers])
         return [
             rule if verdict is None else (float(verdict == CORRECT), {**rule[1], "judged": float(verdict == CORRECT)})
-            for verdict, rule in zip(said, by_rule, strict=True)
+            for verdict, rule in zip(verdicts, by_rule, strict=True)
         ]
 
-    def _in_words(self, answers: Sequence[str], group: ResponseGroup) -> list[tuple[float, Parts]]:
+    def _in_words(self, answers: Sequence[str], group: ResponseGroup) -> list[tuple[float, Terms]]:
         truth = group.task.ground_truth
-        parts = [{"f1": token_f1(answer, truth), "exact_match": exact_match(answer, truth)} for answer in answers]
-        return [(each["exact_match" if self.qa == "exact_match" else "f1"], each) for each in parts]
+        scores = [{"f1": token_f1(answer, truth), "exact_match": exact_match(answer, truth)} for answer in answers]
+        return [(each["exact_match" if self.qa == "exact_match" else "f1"], each) for each in scores]
 
 
-def _verified(answers: Sequence[str], group: ResponseGroup) -> list[tuple[float, Parts]]:
-    grades: list[tuple[float, Parts]] = []
-    for verdict in verdicts(answers, group.task.ground_truth):
+def _verified(answers: Sequence[str], group: ResponseGroup) -> list[tuple[float, Terms]]:
+    grades: list[tuple[float, Terms]] = []
+    for verdict in compare_answers(answers, group.task.ground_truth):
         right = float(verdict is MathVerdict.EQUAL)
         grades.append((right, {"verified": right, "undecided": float(verdict is MathVerdict.UNDECIDED)}))
     return grades

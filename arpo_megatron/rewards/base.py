@@ -1,4 +1,4 @@
-"""What a reward is: the finished trajectories of a task in, a `Score` for each out; and what a term adds to it."""
+"""The protocols of rewards and of terms that are added to them, and the data that they take and return."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,93 +13,85 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """The verdict on one trajectory.
-
-    Attributes:
-        reward: what the advantage is computed from.
-        accuracy: how right the answer is, in [0, 1]; 0 where the format hides it.
-        format_ok: whether the trajectory keeps to the tag protocol.
-        parts: named numbers that went into the reward ("f1", "verified", "tool_bonus", a term), for the log.
-        answer: content of the answer's box, None where there is none.
-        reason: what breaks the format, empty where nothing does.
-    """
+    """The score of one trajectory."""
 
     reward: float
+    """Input of the advantage."""
     accuracy: float
+    """Correctness of the answer, in [0, 1]; 0 if the format hides it."""
     format_ok: bool
+    """Whether the trajectory follows the tag protocol."""
     terms: Mapping[str, float] = field(default_factory=dict)
+    """Named components of the reward ("f1", "verified", "tool_bonus", a term), for the metrics."""
     answer: str | None = None
+    """Content of the answer's box; None if there is none."""
     reason: str = ""
+    """How the trajectory breaks the format; empty if it does not."""
 
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """A finished trajectory as rewards see it.
-
-    Attributes:
-        text: decoded, after the prompt: model and tool segments in order, tags included.
-        tokens: after the prompt, model and tool together.
-        calls: tool calls on the path.
-    """
+    """A finished trajectory as rewards see it."""
 
     text: str
+    """Decoded text after the prompt: model and tool segments in order, tags included."""
     tokens: int = 0
+    """Tokens after the prompt, model and tool together."""
     calls: int = 0
+    """Tool calls on the path."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResponseGroup:
-    """The trajectories of one tree.
-
-    Attributes:
-        task: question and ground truth.
-        responses: in the order of the tree's leaves.
-        step: finished steps of the run, for what changes in its course.
-        judge: a model that can be asked; None: there is none.
-    """
+    """The trajectories of one tree."""
 
     task: Task
+    """Question and ground truth."""
     responses: Sequence[Response]
+    """One per leaf, in the order of the tree's leaves."""
     step: int = 0
+    """Finished steps of the run, for terms that change during training."""
     judge: "Judge | None" = None
+    """A model judge; None: there is none."""
 
 
 class Reward(Protocol):
     """Scores the trajectories of a task. Implementations hold settings only and may be called from any thread.
 
-    A frozen dataclass whose fields are its numbers: those that are keys of `reward` (`tool_bonus`, say) have the value
-    given there, `max_response_tokens` that of `rollout`, others are in `reward.params`.
+    An implementation is a frozen dataclass; its fields are its params. Fields named like a key of `reward`
+    (`tool_bonus`, for example) take the value of that key and `max_response_tokens` that of `rollout`; others are set
+    in `reward.params`.
     """
 
     @property
     def needs_judge(self) -> bool:
-        """Whether `ResponseGroup.judge` must be one."""
+        """Whether `ResponseGroup.judge` must be set."""
 
     def score_group(self, group: ResponseGroup) -> list[Score]:
-        """A score for each response."""
+        """Return a score for each response."""
 
 
 class Term(Protocol):
-    """A number for each trajectory that is added to its reward with a weight. Likewise settings only.
+    """Computes a value per trajectory that is added to its reward with a weight. Implementations hold settings only.
 
-    A frozen dataclass whose fields are its numbers, as those of a `Reward` are.
+    An implementation is a frozen dataclass; its fields are its params, as those of a `Reward`.
     """
 
     @property
     def needs_judge(self) -> bool:
-        """Whether `ResponseGroup.judge` must be one."""
+        """Whether `ResponseGroup.judge` must be set."""
 
     def values(self, group: ResponseGroup, scores: Sequence[Score]) -> Sequence[float]:
-        """A value for each response, given what the reward has made of it so far."""
+        """Return a value for each response, given its score so far."""
 
 
 def score_text(reward: Reward, text: str, task: Task) -> Score:
-    """The score of a single decoded response."""
+    """Score a single decoded response."""
     return reward.score_group(ResponseGroup(task, [Response(text)]))[0]
 
 
 def group_of(tree: RolloutTree, task: Task, decode: Callable[[list[int]], str], *, step: int = 0) -> ResponseGroup:
-    """The trajectories of a tree as rewards see them, in the order of `tree.leaves()`.
+    """Return the trajectories of a tree as rewards see them, in the order of `tree.leaves()`.
 
     Args:
         tree: a finished tree of that task.

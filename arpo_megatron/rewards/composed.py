@@ -1,4 +1,4 @@
-"""A reward and the weighted terms that are added to it."""
+"""A reward with the weighted terms that are added to it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -9,7 +9,7 @@ from arpo_megatron.rewards.judge.judge import Judge
 
 @dataclass(frozen=True, slots=True)
 class WeightedTerm:
-    """A term under the name that its part of the reward has in the log."""
+    """A term with its weight and its name in the metrics."""
 
     name: str
     weight: float
@@ -18,25 +18,22 @@ class WeightedTerm:
 
 @dataclass(frozen=True, slots=True)
 class ComposedReward:
-    """R = base + sum of weight * term; each product is a part of the score.
-
-    Attributes:
-        base: scores answers.
-        terms: are computed from what `base` says, whatever their order.
-        judge: for `base` and terms that ask one.
-    """
+    """R = base + sum of weight * term; each product is a term of the score."""
 
     base: Reward
+    """Scores the answers."""
     terms: tuple[WeightedTerm, ...] = ()
+    """Computed from the scores of `base`, independently of each other."""
     judge: Judge | None = None
+    """The judge of `base` and terms, if one of them needs it."""
 
     @property
     def needs_judge(self) -> bool:
-        """Whether the base or a term asks one; it is here already."""
+        """Whether the base or a term needs a judge; `judge` is then set."""
         return self.judge is not None
 
     def score_group(self, group: ResponseGroup) -> list[Score]:
-        """The base's score of each response with the terms added."""
+        """Score each response with the base, and add the terms."""
         group = replace(group, judge=self.judge)
         scores = self.base.score_group(group)
         added = [[each.weight * value for value in each.term.values(group, scores)] for each in self.terms]
@@ -46,5 +43,5 @@ class ComposedReward:
         ]
 
     def _with_terms(self, score: Score, values: Sequence[float]) -> Score:
-        parts = {each.name: value for each, value in zip(self.terms, values, strict=True)}
-        return replace(score, reward=score.reward + sum(values), terms={**score.terms, **parts})
+        terms = {each.name: value for each, value in zip(self.terms, values, strict=True)}
+        return replace(score, reward=score.reward + sum(values), terms={**score.terms, **terms})

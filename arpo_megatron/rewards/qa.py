@@ -1,4 +1,4 @@
-"""Scores of short answers in words: exact match and token F1, as SQuAD normalises (arXiv 1606.05250, section 6.1)."""
+"""Exact match and token F1 of short answers, normalised as in SQuAD (arXiv 1606.05250, section 6.1)."""
 
 import re
 import string
@@ -10,17 +10,17 @@ _UNGRADED = ("yes", "no", "noanswer")
 
 
 def normalise(text: str) -> str:
-    """Lower case, without ASCII punctuation, articles and repeated white space."""
+    """Return the text in lower case, without ASCII punctuation, articles and repeated white space."""
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 
 def exact_match(answer: str, truth: str) -> float:
-    """1.0 where both are the same after normalisation."""
+    """Return 1.0 if both texts are equal after normalisation, else 0.0."""
     return float(normalise(answer) == normalise(truth))
 
 
 def token_f1(answer: str, truth: str) -> float:
-    """Harmonic mean of token precision and recall after normalisation, in [0, 1].
+    """Return the harmonic mean of token precision and recall after normalisation, in [0, 1].
 
     "yes", "no" and "noanswer" are right or wrong as a whole, as in HotpotQA's scorer.
     """

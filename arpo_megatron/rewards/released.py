@@ -1,7 +1,7 @@
-"""The scorer of the authors' released code, errors included, so that published runs can be compared.
+r"""The scorer of the authors' released code, errors included, so that published runs can be compared.
 
-It grades mathematics by token F1 without punctuation ("6" and "-6" are the same, "\\frac12" and "\\dfrac12" are not),
-counts tags anywhere in the text, tool results included, and takes a made-up <result> for a real one.
+It grades mathematics by token F1 without punctuation ("6" and "-6" are equal, "\frac12" and "\dfrac12" are not), counts
+tags anywhere in the text, tool results included, and accepts a made-up <result>.
 """
 
 from dataclasses import dataclass
@@ -15,9 +15,9 @@ from arpo_megatron.tasks.tags.response import last_boxed
 
 @dataclass(frozen=True, slots=True)
 class ReleasedReward:
-    """Token F1 of the boxed answer, plus `tool_bonus` where it is positive and both tools' tags occur.
+    """Token F1 of the boxed answer, plus `tool_bonus` if F1 is positive and the tags of both tools occur.
 
-    What the released code of ARPO (arXiv 2507.19849) has in the place of its eq. 8.
+    This is what the released code of ARPO (arXiv 2507.19849) computes instead of eq. 8.
     """
 
     needs_judge: ClassVar[bool] = False
@@ -25,7 +25,7 @@ class ReleasedReward:
     tool_bonus: float = 0.1
 
     def score_group(self, group: ResponseGroup) -> list[Score]:
-        """A score for each response."""
+        """Score each response."""
         return [self._score(response.text, group.task) for response in group.responses]
 
     def _score(self, response: str, task: Task) -> Score:
@@ -41,7 +41,7 @@ class ReleasedReward:
 
 
 def _broken_rule(text: str) -> str:
-    """The first rule the released check finds broken, or an empty string."""
+    """Return the first rule of the released check that is broken, or an empty string."""
     if text.count("<think>") == 0 or text.count("<think>") != text.count("</think>"):
         return "<think> is not paired"
     if text.count("<answer>") != 1 or text.count("</answer>") != 1:
@@ -54,7 +54,7 @@ def _broken_rule(text: str) -> str:
 
 
 def _every_call_has_a_result(text: str, tool: str) -> bool:
-    """Whether after every <tool> come </tool>, <result> and </result> in this order, whatever stands between them."""
+    """Whether every <tool> is followed by </tool>, <result> and </result> in this order, with any text between them."""
     position = text.find(f"<{tool}>")
     while position >= 0:
         for tag in (f"</{tool}>", "<result>", "</result>"):

@@ -1,4 +1,4 @@
-"""Scores many trees at once: while a verifier or a judge is at one, others are scored."""
+"""Scores many trees in parallel: while one waits for a verifier or a judge, others are scored."""
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,36 +16,35 @@ _THREADS = 16
 
 @dataclass(frozen=True, slots=True)
 class TreeScorer:
-    """A reward and what it needs to read trees.
+    """A reward with the decoder that it needs to read trees.
 
-    Mathematics takes at most `verify.QUESTION_TIMEOUT_S` a tree and worker process, so the time of a call is bounded;
-    a judge's time is bounded by `reward.judge`, but where training is to wait for it.
+    Mathematics takes at most `verify.QUESTION_TIMEOUT_S` per tree and worker process, so the time of a call is bounded.
+    The time of a judge is bounded by `reward.judge`, unless training waits for it.
     """
 
     reward: Reward
     decode: Callable[[Sequence[int]], str]
 
     def score(self, trees: Sequence[RolloutTree], tasks: Sequence[Task], *, step: int = 0) -> list[list[Score]]:
-        """The scores of every tree's leaves, in the order of `trees`.
+        """Return the scores of every tree's leaves, in the order of `trees`.
 
         Raises:
             UserError: the judge cannot be used as it is configured.
         """
-
         groups = [group_of(tree, task, self.decode, step=step) for tree, task in zip(trees, tasks, strict=True)]
         with ThreadPoolExecutor(min(_THREADS, max(1, len(trees))), thread_name_prefix="scorer") as threads:
             return list(threads.map(self.reward.score_group, groups))
 
 
 def terms_by_name(scores: Sequence[Score]) -> dict[str, NDArray[np.float64]]:
-    """The parts of a tree's scores by name: float64[leaves], NaN where a leaf has no such part."""
+    """Collect the terms of a tree's scores: float64[leaves] by name, NaN if a leaf has no such term."""
     names = dict.fromkeys(name for score in scores for name in score.terms)
     return {name: np.array([score.terms.get(name, np.nan) for score in scores], np.float64) for name in names}
 
 
 def mean_terms(trees: Sequence[Mapping[str, NDArray[np.float64]]]) -> dict[str, float]:
-    """What `terms_by_name` says of several trees -> mean of each part over the trajectories that have it."""
-    names = dict.fromkeys(name for parts in trees for name in parts)
+    """Return the mean of each term over the trajectories of several trees (from `terms_by_name`) that have it."""
+    names = dict.fromkeys(name for terms in trees for name in terms)
     return {
-        name: float(np.nanmean(np.concatenate([parts[name] for parts in trees if name in parts]))) for name in names
+        name: float(np.nanmean(np.concatenate([terms[name] for terms in trees if name in terms]))) for name in names
     }

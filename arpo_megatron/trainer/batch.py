@@ -16,7 +16,7 @@ from arpo_megatron.actor.actor import Actor
 from arpo_megatron.algorithms.base import Batch as LossBatch
 from arpo_megatron.algorithms.base import Group, MinibatchValue, TokenLoss, TokenScaling
 from arpo_megatron.algorithms.components import make_advantage_estimator, make_policy_loss
-from arpo_megatron.algorithms.credit import Loss, TreeCredit, TreeShape, checked, leaf_weights, tree_credits
+from arpo_megatron.algorithms.credit import Loss, TreeCredit, TreeShape, check_advantages, leaf_weights, tree_credits
 from arpo_megatron.algorithms.importance import trajectory_weights
 from arpo_megatron.algorithms.types import Floats
 from arpo_megatron.config import JobConfig
@@ -61,8 +61,8 @@ def build_batches(scored: Sequence[ScoredTree], config: JobConfig, spec: ModelSp
     )
     found = [next(estimated) if item.advantages is None else item.advantages for item in scored]
     advantages = [
-        shape.attributed(values, algorithm.shared_advantage)
-        for shape, values in zip(shapes, checked(shapes, found), strict=True)
+        shape.attribute(values, algorithm.shared_advantage)
+        for shape, values in zip(shapes, check_advantages(shapes, found), strict=True)
     ]
     count = min(algorithm.minibatches, len(groups))
     bounds = [round(index * len(groups) / count) for index in range(count + 1)] if count else []

@@ -142,7 +142,11 @@ class TreeCollector:
             raise RuntimeError(f"step {step + 1} has not one tree to train; dropped: {reasons}")
         if len(kept) < wanted:
             self._tell(f"step {step + 1} trains {len(kept)} trees of {wanted}: {dict(self.dropped)}")
-        return kept if not isinstance(self.store, AddsTrees) else interleaved(kept, self.store.added(len(kept), step))
+        return (
+            kept
+            if not isinstance(self.store, AddsTrees)
+            else interleaved(kept, self.store.extra_trees(len(kept), step))
+        )
 
     def keep(self, *, now: bool = False) -> None:
         """Write down where the step is, if it is time or must be `now`; to be called also while the trainer trains.

@@ -40,8 +40,8 @@ def test_a_preset_trains(name: str) -> None:
     if isinstance(store, AddsTrees):
         scored = [store.mix(item, 0) for item in scored]
         if name != "spear":  # whose weight is 0 in step 0, where a full buffer goes all the same
-            store.added(4, 0)
-        stored = store.added(4, 2)
+            store.extra_trees(4, 0)
+        stored = store.extra_trees(4, 2)
         assert stored
         scored = interleaved(scored, stored)
     actor = Actor(config, cases.QWEN3, None, optimizer=OptimizerConfig(lr=1e-3), total_updates=2)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arpo_megatron.algorithms.credit import Aggregation, Attribution, TreeCredit, supervised_credit, tree_credits
+from arpo_megatron.algorithms.credit import Aggregation, SharedAdvantage, TreeCredit, supervised_credit, tree_credits
 from arpo_megatron.tree import Role, RolloutTree
 
 
@@ -25,7 +25,7 @@ def trees_with_advantages(draw: st.DrawFn) -> tuple[list[RolloutTree], list[list
 
 
 def flattened(
-    trees: list[RolloutTree], advantages: list[list[float]], aggregation: Aggregation, attribution: Attribution
+    trees: list[RolloutTree], advantages: list[list[float]], aggregation: Aggregation, attribution: SharedAdvantage
 ) -> list[TreeCredit]:
     """The same numbers token by token over all root-to-leaf trajectories, without any sharing."""
     trajectories = [[tree.trajectory(leaf) for leaf in tree.leaves()] for tree in trees]
@@ -57,10 +57,10 @@ def flattened(
 @pytest.mark.parametrize("aggregation", ["token-mean", "sequence-mean"])
 @given(case=trees_with_advantages())
 def test_equals_brute_force_over_flattened_trajectories(
-    aggregation: Aggregation, attribution: Attribution, case: tuple[list[RolloutTree], list[list[float]]]
+    aggregation: Aggregation, attribution: SharedAdvantage, case: tuple[list[RolloutTree], list[list[float]]]
 ) -> None:
     trees, advantages = case
-    found = tree_credits(trees, advantages, aggregation=aggregation, attribution=attribution)
+    found = tree_credits(trees, advantages, aggregation=aggregation, shared_advantage=attribution)
     for one, expected in zip(found, flattened(trees, advantages, aggregation, attribution), strict=True):
         for name in ("positive", "negative", "weight"):
             values = getattr(one, name)
@@ -85,8 +85,8 @@ def test_hard_attribution_gives_the_shared_prefix_the_mean_advantage() -> None:
     tool = tree.add(shared, Role.TOOL, [3])
     tree.add(tool, Role.MODEL, [4])
     tree.add(tool, Role.MODEL, [5])
-    (hard,) = tree_credits([tree], [[3.0, -1.0]], aggregation="token-mean", attribution="hard")
-    (soft,) = tree_credits([tree], [[3.0, -1.0]], aggregation="token-mean", attribution="soft")
+    (hard,) = tree_credits([tree], [[3.0, -1.0]], aggregation="token-mean", shared_advantage="hard")
+    (soft,) = tree_credits([tree], [[3.0, -1.0]], aggregation="token-mean", shared_advantage="soft")
     sixth = 1 / 6  # six flattened model tokens
     np.testing.assert_allclose(hard.positive, np.array([0, 0, 2, 2, 0, 3, 0]) * sixth, rtol=1e-6)
     np.testing.assert_allclose(hard.negative, np.array([0, 0, 0, 0, 0, 0, -1]) * sixth, rtol=1e-6)
@@ -98,6 +98,6 @@ def test_advantages_that_do_not_fit_the_leaves_are_refused() -> None:
     tree = RolloutTree("task", np.arange(2, dtype=np.int32))
     tree.add(0, Role.MODEL, [1])
     with pytest.raises(ValueError, match="leaves"):
-        tree_credits([tree], [[1.0, 2.0]], aggregation="token-mean", attribution="soft")
+        tree_credits([tree], [[1.0, 2.0]], aggregation="token-mean", shared_advantage="soft")
     with pytest.raises(ValueError, match="leaves"):
-        tree_credits([tree], [], aggregation="token-mean", attribution="soft")
+        tree_credits([tree], [], aggregation="token-mean", shared_advantage="soft")

@@ -14,7 +14,7 @@ from arpo_megatron.algorithms.replay.base import AddsTrees
 from arpo_megatron.algorithms.replay.rollout_replay import RolloutReplay
 from arpo_megatron.algorithms.replay.self_imitation import SelfImitation
 from arpo_megatron.algorithms.replay.success_replay import SuccessReplay
-from arpo_megatron.algorithms.replay.whole_trees import packed, stored, unpacked
+from arpo_megatron.algorithms.replay.whole_trees import pack_trees, storable_tree, unpack_trees
 from arpo_megatron.config import AlgorithmConfig
 from arpo_megatron.monitor.tree_store import read_trees, write_trees
 from arpo_megatron.rewards.scored_tree import ScoredTree
@@ -32,7 +32,7 @@ def paths(item: ScoredTree) -> list[list[int]]:
 def test_stored_trajectories_are_those_of_the_tree_also_after_a_checkpoint(rewards: list[float], data) -> None:
     item = scored("a", rewards, step=3)
     rows = sorted(data.draw(st.sets(st.integers(0, len(rewards) - 1), min_size=1)))
-    for kept in (stored(item, rows), *unpacked(packed([stored(item, rows)]))):
+    for kept in (storable_tree(item, rows), *unpack_trees(pack_trees([storable_tree(item, rows)]))):
         assert paths(kept) == [paths(item)[row] for row in rows] and kept.task == item.task
         assert kept.rewards.tolist() == [rewards[row] for row in rows] and kept.tree.step == 3
         assert kept.replayed == len(rows) and not kept.sampled
@@ -49,7 +49,7 @@ def test_a_full_buffer_imitates_what_is_better_than_the_usual_mean() -> None:
         item = scored(f"t{step}", rewards, step=step)
         assert store.mix(item, step) is item
         kept += [(step, r) for r in rewards if r > np.mean(rewards)]
-        found = store.added(1, step)
+        found = store.extra_trees(1, step)
         assert bool(found) is (len(kept) == 3)
     usual = np.median([np.mean(rewards) for rewards in groups.values()])  # of 0.5, 0.1, 1, 1
     gamma = 2.0 * (1 - math.cos(math.pi * 3 / 8)) / 2
@@ -57,7 +57,7 @@ def test_a_full_buffer_imitates_what_is_better_than_the_usual_mean() -> None:
     assert [item.tree.step for item in found] == [step for step, _ in expected]
     assert [item.advantages.tolist() for item in found] == [pytest.approx([value]) for _, value in expected]
     assert store.metrics() == {"replay/trees": 2, "replay/stored": 0, "replay/age": 1.5, "replay/age_max": 3}
-    assert store.added(1, 3) == []
+    assert store.extra_trees(1, 3) == []
 
 
 def test_imitation_is_bounded_forgets_what_is_old_and_begins_at_nothing() -> None:
@@ -65,12 +65,12 @@ def test_imitation_is_bounded_forgets_what_is_old_and_begins_at_nothing() -> Non
     store.mix(scored("a", [0.0, 1.0], step=0), 0)
     store.mix(scored("a", [0.0, 1.0, 2.0], step=0), 0)
     assert store.metrics()["replay/stored"] == 2
-    assert store.added(2, 0) == []  # gamma is 0 in the first step
+    assert store.extra_trees(2, 0) == []  # gamma is 0 in the first step
     for step in (1, 4):
         store.mix(scored("a", [0.0, 1.0], step=step), step)
-        assert store.added(1, step) == []  # the first is too old when the second comes
+        assert store.extra_trees(1, step) == []  # the first is too old when the second comes
     store.mix(scored("a", [0.0, 5.0], step=5), 5)
-    (found,) = store.added(1, 5)  # the usual mean is that of the last group alone
+    (found,) = store.extra_trees(1, 5)  # the usual mean is that of the last group alone
     assert found.rewards.tolist() == [5.0] and found.advantages is not None and found.advantages[0] > 0
 
 
@@ -80,7 +80,7 @@ def test_a_share_of_the_trees_is_replayed_from_earlier_steps() -> None:
         for number in range(3):
             store.mix(scored(f"{step}-{number}", [0.0, 1.0, 0.0], step=step), step)
         store.mix(scored(f"{step}-flat", [1.0, 1.0], step=step), step)
-        found = store.added(3, step)
+        found = store.extra_trees(3, step)
         assert len(found) == (0 if step == 0 else 2)  # 2 of 5
         assert all(item.tree.step < step and item.advantages is None and not item.sampled for item in found)
         assert len({item.task.id for item in found}) == len(found)
@@ -92,7 +92,7 @@ def test_replay_has_a_window_of_steps() -> None:
     store = RolloutReplay(rollout_age=2)
     for step in range(4):
         store.mix(scored(f"t{step}", [0.0, 1.0], step=step), step)
-        assert {item.tree.step for item in store.added(9, step)} == set(range(max(0, step - 2), step))
+        assert {item.tree.step for item in store.extra_trees(9, step)} == set(range(max(0, step - 2), step))
 
 
 @pytest.mark.parametrize("make", [RolloutReplay, lambda: SelfImitation(imitation_capacity=4)])
@@ -100,12 +100,12 @@ def test_a_resumed_store_adds_the_same(make) -> None:
     store, resumed = make(), make()
     for step in range(3):
         store.mix(scored(f"t{step}", [0.0, 1.0], step=step), step)
-        store.added(1, step)
+        store.extra_trees(1, step)
     taken = store.snapshot()
     store.mix(scored("later", [0.0, 1.0], step=3), 3)
     resumed.restore(taken())
     resumed.mix(scored("later", [0.0, 1.0], step=3), 3)
-    one, other = store.added(2, 3), resumed.added(2, 3)
+    one, other = store.extra_trees(2, 3), resumed.extra_trees(2, 3)
     assert one and [item.tree.to_dict() for item in one] == [item.tree.to_dict() for item in other]
     assert [item.advantages is None or item.advantages.tolist() for item in one] == [
         item.advantages is None or item.advantages.tolist() for item in other
@@ -128,8 +128,8 @@ def test_every_minibatch_has_its_share_of_stored_trees(own: int, added: int, par
 def test_the_store_gives_advantages_where_it_says_so_and_the_estimator_elsewhere() -> None:
     """With RAPO's estimator, which looks at all groups: those that it does not see change nothing."""
     own, flat = scored("own", [0.0, 1.0, 0.5]), scored("flat", [1.0, 1.0])
-    given = replace(stored(scored("given", [0.0, 3.0]), [1]), advantages=np.array([0.25]))
-    again = stored(scored("again", [0.0, 2.0]))
+    given = replace(storable_tree(scored("given", [0.0, 3.0]), [1]), advantages=np.array([0.25]))
+    again = storable_tree(scored("again", [0.0, 2.0]))
     found = {}
     for name in ("rapo", "group"):
         config = cases.job(algorithm=AlgorithmConfig(advantage=name, minibatches=2))
@@ -144,6 +144,6 @@ def test_the_store_gives_advantages_where_it_says_so_and_the_estimator_elsewhere
 
 
 def test_stored_trees_are_told_from_sampled_ones_on_disk(tmp_path: Path) -> None:
-    items = [scored("a", [0.0, 1.0]), stored(scored("b", [0.0, 1.0]))]
+    items = [scored("a", [0.0, 1.0]), storable_tree(scored("b", [0.0, 1.0]))]
     write_trees(tmp_path / "step_000000.parquet", 0, items, lambda _ids: "")
     assert [item.replayed for item in read_trees(tmp_path / "step_000000.parquet")] == [0, 2]

@@ -203,5 +203,5 @@ def test_a_reward_of_ones_own_has_its_numbers_and_a_judge(monkeypatch: pytest.Mo
         made(my_sclae=2)
     with pytest.raises(UserError, match="my_scale must be positive"):
         made(my_scale=0)
-    with pytest.raises(UserError, match=r"reward.params.format_penalty is reward.format_penalty"):
+    with pytest.raises(UserError, match=r"use reward.format_penalty"):
         made(format_penalty=-2)

@@ -86,7 +86,7 @@ def test_terms_are_weighed_added_and_named() -> None:
         ({"terms": {"eapo": 1.0}, "params": {"discuont": 0.9}}, "did you mean discount"),
         ({"terms": {"eapo": 1.0}, "params": {"discount": 1.5}}, "discount must be"),
         ({"terms": {"overlong": 1.0}, "params": {"overlong_buffer": 101}}, "overlong_buffer must be"),
-        ({"terms": {"length": 1.0}, "params": {"max_response_tokens": 7}}, "is rollout.max_response_tokens"),
+        ({"terms": {"length": 1.0}, "params": {"max_response_tokens": 7}}, "use rollout.max_response_tokens"),
     ],
 )
 def test_what_cannot_be_is_one_line(settings: dict[str, Any], message: str) -> None:

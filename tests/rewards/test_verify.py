@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from arpo_megatron.rewards.math import verify
-from arpo_megatron.rewards.math.verify import MathVerdict, math_equal, verdicts
+from arpo_megatron.rewards.math.verify import MathVerdict, compare_answers, math_equal
 from arpo_megatron.rewards.qa import token_f1
 
 PAGE = Path(__file__).resolve().parent.parent.parent / "docs" / "rewards.md"
@@ -82,7 +82,7 @@ def test_hostile_answers_are_never_right_and_cost_a_question_a_bounded_time(monk
     monkeypatch.setattr(verify, "_pool", pool := verify._Pool(1))
     assert math_equal("\\frac{2}{4}", "\\frac12")  # the worker is up
     started = time.monotonic()
-    found = verdicts(HOSTILE, "1")
+    found = compare_answers(HOSTILE, "1")
     assert MathVerdict.EQUAL not in found
     assert found[0] is MathVerdict.UNDECIDED
     # The limit; patience with the last answer; and new workers, one for each whose time was up, on a busy machine.
@@ -103,7 +103,7 @@ def test_all_answers_to_a_question_have_one_limit_of_wall_time_also_where_the_ma
     assert process is not None
     process.send_signal(signal.SIGSTOP)  # as busy as a machine can be: it gets no CPU time
     started = time.monotonic()
-    assert verdicts(["9^{9^{9}}", "9^{9^{8}}"], "1") == [MathVerdict.UNDECIDED] * 2
+    assert compare_answers(["9^{9^{9}}", "9^{9^{8}}"], "1") == [MathVerdict.UNDECIDED] * 2
     assert ended[0] - started < 4.0
     assert len(ended) == 1, "the second answer has no time"
     assert math_equal("\\frac{3}{6}", "\\frac12")
@@ -114,9 +114,9 @@ def test_waiting_for_a_worker_that_others_have_takes_no_time_from_a_question(mon
     monkeypatch.setattr(verify, "QUESTION_TIMEOUT_S", 2.0)
     monkeypatch.setattr(verify, "_pool", pool := verify._Pool(1))
     assert math_equal("\\frac{2}{4}", "\\frac12")  # the worker is up
-    pool._places.acquire()
-    threading.Timer(2.2, pool._places.release).start()
-    assert verdicts(["\\frac{3}{6}", "\\frac{4}{8}"], "\\frac12") == [MathVerdict.EQUAL] * 2
+    pool._slots.acquire()
+    threading.Timer(2.2, pool._slots.release).start()
+    assert compare_answers(["\\frac{3}{6}", "\\frac{4}{8}"], "\\frac12") == [MathVerdict.EQUAL] * 2
     pool.close()
 
 

@@ -1,1 +1,1 @@
-"""Advantage estimators: a file each. Their names are in `plugins.BUILTIN`."""
+"""Advantage estimators, one per file. Their names are in `registry.BUILTIN`."""

@@ -1,4 +1,4 @@
-"""AEPO's advantage: the group's, larger where the policy was uncertain."""
+"""AEPO's advantage: that of the group, larger where the policy was uncertain."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,24 +13,22 @@ from arpo_megatron.algorithms.types import Floats
 
 @dataclass(frozen=True, slots=True)
 class EntropyAware:
-    """A_it = A_i * (1 + entropy_advantage * (H_t - mean(H)) / std(H)) (arXiv 2510.14545, section 3.3).
+    """A_it = A_i * (1 + entropy_advantage * (H_t - mean(H)) / std(H)) (AEPO, arXiv 2510.14545, section 3.3).
 
-    H_t is the entropy of token t under the policy of the step; mean and standard deviation are over the model tokens of
-    all trajectories of the minibatch, a shared token once for each of them. A_i is that of `group`. (The released code
-    computes H only with an entropy bonus, which its scripts do not have: there this factor is silently off.)
-
-    Attributes:
-        entropy_advantage: a, 0.2 in the paper.
+    A_i is the advantage of `group` and H_t the entropy of token t under the policy of the step. Mean and standard
+    deviation run over the model tokens of all trajectories of the minibatch, a shared token once per trajectory. The
+    released code computes H only with an entropy bonus, which its scripts do not set, so this factor is inactive there.
     """
 
     entropy_advantage: float = 0.2
+    """a, 0.2 in the paper."""
 
     def __call__(self, groups: Sequence[Group]) -> list[Floats]:
-        """float64[leaves] a group."""
+        """Return float64[leaves] per group."""
         return [group_advantages(group.rewards) for group in groups]
 
     def token_factors(self, batch: Batch) -> list[Floats]:
-        """1 + a * standardised entropy; 1 where all entropies are equal."""
+        """Return 1 + a * standardised entropy; 1 if all entropies are equal."""
         shapes = [TreeShape(tree) for tree in batch.trees]
         copies = [shape.spread(shape.sum_below(np.ones((len(shape.leaves), 1)))) for shape in shapes]
         values = [np.nan_to_num(entropies) for entropies in batch.entropies]

@@ -1,4 +1,4 @@
-"""The mean of the group as baseline, and no division by its spread."""
+"""Rewards minus the mean of their group, without division by the spread."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ class Centred:
     """A_i = r_i - mean(r) (MiniRL, arXiv 2512.01374, section 4.1; Dr. GRPO, arXiv 2503.20783, has the same)."""
 
     def __call__(self, groups: Sequence[Group]) -> list[Floats]:
-        """float64[leaves] a group."""
-        every = [finite(group.rewards) for group in groups]
-        # Equal rewards leave no rounding error behind.
-        return [np.zeros_like(r) if without_signal(r) else r - r.mean() for r in every]
+        """Return float64[leaves] per group."""
+        rewards = [finite(group.rewards) for group in groups]
+        # Equal rewards give exact zeros, without rounding errors.
+        return [np.zeros_like(r) if without_signal(r) else r - r.mean() for r in rewards]

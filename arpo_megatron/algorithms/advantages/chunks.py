@@ -1,4 +1,4 @@
-"""Credit by chunks of interaction: the later a turn, the more of the outcome is its own."""
+"""Returns discounted by turn: the outcome counts more for late turns."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,18 +17,16 @@ class ChunkReturn:
     """A_is = chunk_discount^(K_i - k) * r_i for the k-th of K_i chunks (IPA of ROME, arXiv 2512.24873, eq. 7).
 
     A chunk reaches from one interaction with the environment to the next, so it is a turn of the tree. There is no
-    baseline: what fails must earn less than 0 to be learnt from, as a broken format does here. Public notes on the
-    paper quote no discount; 0.95 is that of a public training run with it.
-
-    Attributes:
-        chunk_discount: gamma.
+    baseline: failures must earn less than 0 to be trained against, as a broken format does here. The equation is taken
+    from public notes on the paper, which give no discount; 0.95 is that of a public training run. Experimental.
     """
 
     chunk_discount: Annotated[float, Field(gt=0, le=1)] = 0.95
+    """gamma."""
 
     def __call__(self, groups: Sequence[Group]) -> list[Floats]:
-        """float64[leaves, segments] a group."""
+        """Return float64[leaves, segments] per group."""
         return [by_turns(group.tree, finite(group.rewards), self._returns) for group in groups]
 
     def _returns(self, reward: float, path: Sequence[Turn]) -> list[float]:
-        return [self.chunk_discount**left * reward for left in reversed(range(len(path)))]
+        return [self.chunk_discount**remaining * reward for remaining in reversed(range(len(path)))]

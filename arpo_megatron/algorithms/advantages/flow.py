@@ -1,4 +1,4 @@
-"""Flow-GRPO's credit: one outcome for every turn, and every turn counts alike, however long it is."""
+"""Flow-GRPO's advantage: every turn of a trajectory has the same total weight, however long it is."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,16 +11,17 @@ from arpo_megatron.algorithms.types import Floats
 
 @dataclass(frozen=True, slots=True)
 class TurnMean:
-    """A_is = A_i * |o_i| / (T_i * |turn of s|), A_i that of `group` (AgentFlow, arXiv 2510.05592, eq. 5 and 7).
+    """A_is = A_i * |o_i| / (T_i * |turn of s|), A_i the advantage of `group` (AgentFlow, arXiv 2510.05592, eq. 5 and
+    7).
 
-    With `aggregation=sequence-mean` (w_i = 1 / (G |o_i|)) a token then weighs 1 / (G T_i |turn|): the mean over
-    trajectories of the mean over their T_i turns of the mean over a turn's tokens. A turn is a MODEL segment with its
-    continuations by newer weights; one without tokens does not count. AgentFlow trains the planner of four modules;
-    here every turn is the policy's own.
+    With `loss_aggregation=sequence-mean` (w_i = 1 / (G |o_i|)) a token then has weight 1 / (G T_i |turn|): the mean
+    over trajectories of the mean over their T_i turns of the mean over a turn's tokens. A turn is a MODEL segment with
+    its continuations by newer weights; a turn without tokens does not count. AgentFlow trains only the planner of its
+    four modules; here the policy writes every turn.
     """
 
     def __call__(self, groups: Sequence[Group]) -> list[Floats]:
-        """float64[leaves, segments] a group."""
+        """Return float64[leaves, segments] per group."""
         return [by_turns(group.tree, group_advantages(group.rewards), _equal_turns) for group in groups]
 
 

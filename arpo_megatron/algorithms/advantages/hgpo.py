@@ -1,4 +1,4 @@
-"""Hierarchy of groups: a turn is compared with others that saw the same, and more with those that share its past."""
+"""A hierarchy of groups: a turn is compared with turns after the same state, more so if they share its history."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -18,26 +18,24 @@ from arpo_megatron.algorithms.types import Floats
 class HierarchyOfGroups:
     """A_is = sum_k w_k A_k / sum_k w_k with w_k = (k + 1)^hgpo_weight (HGPO, arXiv 2602.22817, eq. 3 to 7).
 
-    The k-group of a turn holds all turns of the tree's trajectories whose last k + 1 states are equal to its own, k = 0
-    to `hgpo_history`; A_k = (R - mean(R)) / (std(R) + 1e-6) over it, with the biased std and
-    R = hgpo_discount^(turns still to come) * r. A state is what the environment said before the turn (prompt, tool
-    result), by its tokens; so turns behind one fork point share all their groups, and turns of other branches join
-    where tools answered the same. A shared turn is a member once for each trajectory. Groups without spread do not
-    count, as in the authors' code, which gives group k the weight (k + 2)^alpha where the paper has (k + 1)^alpha. The
-    paper's policy sees the last K states alone; here it sees all of them.
-
-    Attributes:
-        hgpo_history: K, how far back states are compared.
-        hgpo_weight: alpha; 0: all groups alike.
-        hgpo_discount: gamma, by turns.
+    The k-group of a turn holds all turns of the tree's trajectories whose last k + 1 states equal its own, k = 0 to
+    `hgpo_history`. A_k = (R - mean(R)) / (std(R) + 1e-6) over that group, with the biased std and R =
+    hgpo_discount^(remaining turns) * r. A state is the text of the environment before the turn (prompt, tool result),
+    compared by its tokens. So turns after one fork point share all their groups, and turns of other branches join if
+    the tools gave the same answer. A shared turn is a member once per trajectory. Groups without spread do not count,
+    as in the authors' code, which uses (k + 2)^alpha for the paper's (k + 1)^alpha. The paper's policy sees only the
+    last K states; here it sees all of them.
     """
 
     hgpo_history: Annotated[int, Field(ge=0)] = 2
+    """K, number of earlier states that are compared."""
     hgpo_weight: Annotated[float, Field(ge=0)] = 1.0
+    """alpha; 0: equal weights for all groups."""
     hgpo_discount: Annotated[float, Field(gt=0, le=1)] = 0.95
+    """gamma, per turn."""
 
     def __call__(self, groups: Sequence[Group]) -> list[Floats]:
-        """float64[leaves, segments] a group."""
+        """Return float64[leaves, segments] per group."""
         return [self._tree(group) for group in groups]
 
     def _tree(self, group: Group) -> Floats:

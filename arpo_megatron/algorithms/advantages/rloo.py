@@ -1,4 +1,4 @@
-"""Leave one out: the baseline of a trajectory is the mean of the others."""
+"""Leave one out: the baseline of a trajectory is the mean reward of the others."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,15 +14,15 @@ from arpo_megatron.algorithms.types import Floats
 class LeaveOneOut:
     """A_i = r_i - mean of r_j over j != i = G / (G - 1) * (r_i - mean(r)) (RLOO, arXiv 2402.14740, eq. 8).
 
-    LOOP (arXiv 2502.01600, eq. 3 and algorithm 1) uses the same with PPO-clip over whole interactions of an agent.
+    LOOP (arXiv 2502.01600, eq. 3 and algorithm 1) combines it with PPO-clip over the interactions of an agent.
     """
 
     def __call__(self, groups: Sequence[Group]) -> list[Floats]:
-        """float64[leaves] a group; zeros where there is nothing to compare."""
-        found = []
+        """Return float64[leaves] per group; zeros if there is nothing to compare."""
+        advantages = []
         for rewards in (finite(group.rewards) for group in groups):
             if without_signal(rewards):
-                found.append(np.zeros_like(rewards))
+                advantages.append(np.zeros_like(rewards))
             else:
-                found.append(len(rewards) / (len(rewards) - 1) * (rewards - rewards.mean()))
-        return found
+                advantages.append(len(rewards) / (len(rewards) - 1) * (rewards - rewards.mean()))
+        return advantages

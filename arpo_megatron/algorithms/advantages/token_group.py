@@ -1,4 +1,4 @@
-"""The group's mean over tokens instead of trajectories."""
+"""HAPO's advantage: the group's mean is over tokens instead of trajectories."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,19 +15,17 @@ from arpo_megatron.algorithms.types import Floats
 class TokenGroup:
     """A_i = (r_i - mean) / (std + 1e-6), both over the model tokens of the group.
 
-    HAPO's Token Level Group Average (arXiv 2509.16591v2, eq. 9, as public notes on it number it). Trajectory i counts
-    |o_i| times, a shared token once for each trajectory, so the advantages of a group's tokens add up to 0; the std is
-    the biased one. Where one of them reaches `token_group_limit` in size, the group has those of `group`. Both as in
-    the authors' code (`compute_hapo_outcome_advantage`).
-
-    Attributes:
-        token_group_limit: 5 in that code.
+    HAPO's Token Level Group Average (arXiv 2509.16591v2; eq. 9 by public notes on it). Trajectory i counts |o_i| times
+    and a shared token once per trajectory, so the advantages of a group's tokens sum to 0; the std is biased. If an
+    advantage reaches `token_group_limit` in size, the group gets the advantages of `group` instead. Both follow the
+    authors' code (`compute_hapo_outcome_advantage`).
     """
 
     token_group_limit: float = 5.0
+    """5 in the authors' code."""
 
     def __call__(self, groups: Sequence[Group]) -> list[Floats]:
-        """float64[leaves] a group; zeros where there is nothing to compare."""
+        """Return float64[leaves] per group; zeros if there is nothing to compare."""
         found = []
         for group in groups:
             rewards, counts = finite(group.rewards), TreeShape(group.tree).leaf_model_tokens

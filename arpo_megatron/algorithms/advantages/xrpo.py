@@ -1,4 +1,4 @@
-"""Novelty: a right answer that the policy found unlikely counts more."""
+"""XRPO's advantage: a right answer counts more if the policy found it unlikely."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,38 +19,38 @@ Positive = Annotated[float, Field(ge=0)]
 class NoveltySharpened:
     """A_i + min(max(novelty_gain * (1 - eta_i), 0), novelty_limit * A_i) where A_i > 0, else A_i; A_i that of `group`.
 
-    eta_i = exp(s_i - mean(s)) with s_i the mean sampling log-prob of trajectory i's model tokens, the mean over the
-    group (XRPO, arXiv 2510.06672, its part on novelty-guided advantage sharpening; formula and numbers as public
-    reviews and code quote them, which give no equation's number). The paper sharpens right answers; here those better
-    than the group. A trajectory with unknown log-probs is neither sharpened nor part of the mean. The paper's
-    allocation of rollouts and examples in the prompt are no part of this.
-
-    Attributes:
-        novelty_gain: lambda.
-        novelty_limit: kappa, largest gain as a share of A_i.
+    eta_i = exp(s_i - mean(s)), with s_i the mean sampling log-prob of trajectory i's model tokens and the mean over the
+    group (XRPO, arXiv 2510.06672, novelty-guided advantage sharpening). The formula and both numbers come from public
+    reviews and code, which give no equation number. Experimental. The paper sharpens right answers; here those better
+    than the group. A trajectory with unknown log-probs is neither sharpened nor part of the mean. The paper's rollout
+    allocation and in-prompt examples are not implemented.
     """
 
     novelty_gain: Positive = 2.5
+    """lambda."""
     novelty_limit: Positive = 0.5
+    """kappa, largest gain as a share of A_i."""
 
     def __call__(self, groups: Sequence[Group]) -> list[Floats]:
-        """float64[leaves] a group."""
+        """Return float64[leaves] per group."""
         found = []
         for group in groups:
             advantages = group_advantages(group.rewards)
             scores = np.array([_mean_logprob(group.tree, leaf) for leaf in group.tree.leaves()])
             known = ~np.isnan(scores)
             centre = scores[known].mean() if known.any() else 0.0
-            eta = np.where(
-                known, np.exp(np.minimum(np.nan_to_num(scores) - centre, 0.0)), 1.0
-            )  # above 1 nothing is added
+            # Above 1 nothing is added, so eta is limited to 1.
+            eta = np.where(known, np.exp(np.minimum(np.nan_to_num(scores) - centre, 0.0)), 1.0)
             gain = np.minimum(self.novelty_gain * (1 - eta), self.novelty_limit * advantages)
             found.append(np.where(advantages > 0, advantages + gain, advantages))
         return found
 
 
 def _mean_logprob(tree: RolloutTree, leaf: int) -> float:
-    """Over the MODEL tokens of a trajectory; NaN where one is unknown or there are none."""
-    parts = [s.logprobs for s in (tree.segments[i] for i in tree.path(leaf)) if s.role is Role.MODEL and len(s)]
-    known = [values for values in parts if values is not None]
-    return float(np.concatenate(known).mean(dtype=np.float64)) if known and len(known) == len(parts) else float("nan")
+    """Mean over the MODEL tokens of a trajectory; NaN if one is unknown or there are none."""
+    path = [tree.segments[index] for index in tree.path(leaf)]
+    logprobs = [segment.logprobs for segment in path if segment.role is Role.MODEL and len(segment)]
+    known = [values for values in logprobs if values is not None]
+    if not known or len(known) < len(logprobs):
+        return float("nan")
+    return float(np.concatenate(known).mean(dtype=np.float64))

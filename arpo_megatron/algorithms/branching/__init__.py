@@ -1,4 +1,4 @@
-"""Branch policies: one small pure file each. Their names are in `plugins.BUILTIN`."""
+"""Branch policies, one small pure file each. Their names are in `registry.BUILTIN`."""
 
 from arpo_megatron.algorithms.branching.arpo import ArpoPolicy
 from arpo_megatron.algorithms.branching.arpo_reference import ArpoReferencePolicy
@@ -43,22 +43,23 @@ __all__ = [
 
 
 def make_branch_policy(config: AlgorithmConfig, *, vocabulary_size: int, seed: int) -> BranchPolicy:
-    """The part that `algorithm.branching` names. Raises UserError."""
-    given = {**config.component_params(), "vocabulary_size": vocabulary_size, "seed": seed}
-    policy: BranchPolicy = make(ExtensionPoint.BRANCH_POLICY, config.branching, given)
+    """Build the policy that `algorithm.branching` names. Raises UserError."""
+    params = {**config.component_params(), "vocabulary_size": vocabulary_size, "seed": seed}
+    policy: BranchPolicy = make(ExtensionPoint.BRANCH_POLICY, config.branching, params)
     return policy
 
 
 def initial_trajectories(config: AlgorithmConfig) -> int:
-    """N of a task's M trajectories, as the policy that `algorithm.branching` names has it; M: it never forks.
+    """Return N of a task's M trajectories according to the policy that `algorithm.branching` names; M if it never
+    forks.
 
     Raises:
-        UserError: N exceeds M; also see `make_branch_policy`.
+        UserError: N exceeds M, or `make_branch_policy` fails.
     """
-    policy = make_branch_policy(config, vocabulary_size=2, seed=0)  # nothing is decided with it
+    policy = make_branch_policy(config, vocabulary_size=2, seed=0)  # takes no decision
     if policy.initial > policy.total:
         raise UserError(
             f"algorithm.initial_rollouts={policy.initial} exceeds algorithm.group_size={policy.total}, and "
-            f"algorithm.branching={config.branching} begins with so many trajectories"
+            f"algorithm.branching={config.branching} starts with that many trajectories"
         )
     return policy.initial

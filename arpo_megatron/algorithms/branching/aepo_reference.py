@@ -1,9 +1,9 @@
-"""The arithmetic of AEPO's released code (github RUC-NLPIR/ARPO, AEPO), defects included, for comparison."""
+"""The branching of AEPO's released code (github RUC-NLPIR/ARPO, AEPO), defects included, for comparison."""
 
 import math
 from dataclasses import dataclass
 
-from arpo_megatron.algorithms.branching.arpo_reference import released_sum
+from arpo_megatron.algorithms.branching.arpo_reference import released_entropy
 from arpo_megatron.algorithms.branching.base import Decision, ForkingPolicy, ForkPoint, fork, uniform_draw
 from arpo_megatron.tree import BranchRecord
 
@@ -12,25 +12,24 @@ from arpo_megatron.tree import BranchRecord
 class AepoReferencePolicy(ForkingPolicy):
     """Fork when clip((u + w * dH) * (1 - 0.05 * l), 0, 1) >= p, with a uniform draw u, p = alpha and w = beta.
 
-    The released code of AEPO (arXiv 2510.14545). dH is that of `ArpoReferencePolicy`, of the segment that MADE THE
-    CALL. Repeated are that and the number N of first trajectories from the config (both released scripts have the probe
-    switched off). Not repeated, besides what `ArpoReferencePolicy` does not repeat: l counted for a prompt in rounds
-    (here: for a path).
-
-    Attributes:
-        config: M, N, Z, alpha, beta.
-        vocabulary_size: V.
-        seed: the run's seed.
-        streak_penalty: 0.05 in the released code.
+    The released code of AEPO (arXiv 2510.14545). Reproduced: dH of the segment that made the call, as in
+    `ArpoReferencePolicy`, and the number N of first trajectories from the config, because both released scripts switch
+    the probe off. Not reproduced: the defects that `ArpoReferencePolicy` leaves out, and l counted per prompt in rounds
+    (here: per path).
     """
 
     vocabulary_size: int
+    """V."""
     seed: int
+    """Seed of the run."""
     streak_penalty: float = 0.05
+    """0.05 in the released code."""
 
     def decide(self, point: ForkPoint) -> Decision:
-        """One draw for a fork point; the recorded draw is 1 - u, so that a fork is again one below the chance."""
-        rise = released_sum(point.before_entropies) - released_sum(point.start_entropies)
+        """Decide by one draw per fork point. The recorded draw is 1 - u, so that a fork is again a draw below the
+        chance.
+        """
+        rise = released_entropy(point.before_entropies) - released_entropy(point.start_entropies)
         rise /= math.log(self.vocabulary_size)
         limit, weight = self.config.branch_probability, self.config.entropy_weight
         price = max(0.0, 1 - self.streak_penalty * point.streak)

@@ -9,28 +9,25 @@ from arpo_megatron.tree import BranchRecord
 
 @dataclass(frozen=True, slots=True)
 class ArpoPolicy(ForkingPolicy):
-    """Fork where the entropy after a tool result has risen over that of the trajectory's start.
+    """Fork where the entropy after a tool result is higher than at the start of the trajectory.
 
         dH = (sum of the first k entropies after the result - sum of the first k of the trajectory) / log V
         P  = clip(alpha + beta * dH, 0, 1)
 
     ARPO (arXiv 2507.19849, eq. 4 and 5). The paper divides by V and forks where P exceeds tau, which is
-    `algorithm.threshold`; without one P is compared with a draw, as in the released code. The sum over k tokens divided
-    by log V is the scale of that code, for which its alpha and beta were chosen. Where one side has fewer than k
-    tokens, k times its mean stands for its sum. Unlike the released code, the entropy is exact, is measured after the
-    result instead of before the call, and is compared with the trajectory's own start.
-
-    Attributes:
-        config: M, N, Z, alpha, beta, tau, k.
-        vocabulary_size: V.
-        seed: the run's seed.
+    `algorithm.threshold`. Without a threshold P is compared with a draw, as in the released code. The scale, a sum over
+    k tokens divided by log V, is also that of the released code, for which its alpha and beta were chosen. If one side
+    has fewer than k tokens, k times its mean replaces its sum. Unlike the released code, the entropy is exact, is
+    measured after the result instead of before the call, and is compared with the trajectory's own start.
     """
 
     vocabulary_size: int
+    """V."""
     seed: int
+    """Seed of the run."""
 
     def decide(self, point: ForkPoint) -> Decision:
-        """One draw for a fork point; a fork fills the beam as far as the budget goes."""
+        """Decide by one draw per fork point; a fork fills the beam as far as the budget allows."""
         rise = entropy_rise(point, self.config.entropy_tokens, self.vocabulary_size)
         chance = min(1.0, max(0.0, self.config.branch_probability + self.config.entropy_weight * rise))
         draw = uniform_draw(self.seed, point.step, point.task_id, point.path)

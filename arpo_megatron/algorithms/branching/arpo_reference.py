@@ -1,6 +1,6 @@
-"""The arithmetic of the authors' released code (github RUC-NLPIR/ARPO, vllm_rollout_with_tools.py), defects included.
+"""The branching of the authors' released code (github RUC-NLPIR/ARPO, vllm_rollout_with_tools.py), defects included.
 
-It is there so that published runs can be compared. `arpo` is the paper's rule.
+It makes published runs comparable. `arpo` is the rule of the paper.
 """
 
 import math
@@ -12,46 +12,43 @@ from arpo_megatron.algorithms.branching.base import Decision, ForkingPolicy, For
 from arpo_megatron.tree import BranchRecord, Float32Array
 
 RELEASED_TOKENS = 20
-"""First tokens of a segment whose entropy the released code sums; it has no setting for it."""
+"""The released code sums the entropy of this many first tokens of a segment; it has no setting for it."""
 
 
 @dataclass(frozen=True, slots=True)
 class ArpoReferencePolicy(ForkingPolicy):
     """Fork when clip(u - w * dH, 0, 1) <= p, with a uniform draw u, p = alpha and w = beta.
 
-        dH = (sum of the first <= 20 entropies of the segment that MADE THE CALL - sum of those of the first segment)
-             / log V
+        dH = (sum of the first <= 20 entropies of the segment that made the call - sum of those of the first segment) /
+        log V
 
-    What the released code of ARPO (arXiv 2507.19849) has in the place of its eq. 4 and 5. Defects of it that are
-    repeated here:
+    The released code of ARPO (arXiv 2507.19849) in place of its eq. 4 and 5. These defects are reproduced:
         - the entropy is that of the segment before the tool result, one round late;
-        - so dH is 0 behind a trajectory's first call, whatever the tool answered;
+        - so dH is 0 after a trajectory's first call, whatever the tool answered;
         - entropies are summed over as many tokens as there are, so a short segment counts as a certain one.
 
-    Not repeated, because a decision is a function of (tree, entropies, seed), or because it is no decision at all:
-        - the baseline keyed by the position in the batch and never reset, so that later batches were compared with
-          other prompts' (here: the trajectory's own);
+    These are not, because a decision is a function of (tree, entropies, seed), or because they are not decisions:
+        - the baseline keyed by the position in the batch and never reset, which compared later batches with other
+          prompts (here: the trajectory's own);
         - the unseeded draw (here: keyed by the place in the tree), and the fork budget that went to the first path that
-          asked (here: divided in advance by `split_budget`);
-        - entropy over the ten most probable tokens only (here: the exact one, which is larger by the rest);
+          asked (here: see `split_budget`);
+        - entropy over the ten most probable tokens only (here: over all);
         - forks of paths that had ended by length, away from a tool result;
-        - top-up by one trajectory a round, the made-up end-of-sequence token behind the last call, paths that ended
+        - top-up by one trajectory per round, the made-up end-of-sequence token after the last call, paths that ended
           silently at an empty tool answer, special tokens within tool results, and the mean over micro-batches.
 
-    Where nothing is clipped or rounded, P = clip(p + w * dH, 0, 1) is the chance of a fork; it is recorded.
-
-    Attributes:
-        config: M, N, Z, alpha, beta, k (only how many tokens are sampled before the siblings start).
-        vocabulary_size: V.
-        seed: the run's seed.
+    If nothing is clipped or rounded, P = clip(p + w * dH, 0, 1) is the chance of a fork; it is recorded. Of k, only the
+    number of tokens sampled before the siblings start is used.
     """
 
     vocabulary_size: int
+    """V."""
     seed: int
+    """Seed of the run."""
 
     def decide(self, point: ForkPoint) -> Decision:
-        """One draw for a fork point; what was sampled behind the tool result has no part in it."""
-        rise = (released_sum(point.before_entropies) - released_sum(point.start_entropies)) / math.log(
+        """Decide by one draw per fork point; tokens sampled after the tool result do not matter."""
+        rise = (released_entropy(point.before_entropies) - released_entropy(point.start_entropies)) / math.log(
             self.vocabulary_size
         )
         chance, weight = self.config.branch_probability, self.config.entropy_weight
@@ -62,6 +59,6 @@ class ArpoReferencePolicy(ForkingPolicy):
         return Decision(siblings, BranchRecord(dH=rise, probability=probability, draw=draw, why=why))
 
 
-def released_sum(entropies: Float32Array) -> float:
-    """Entropy of the first tokens in nats, as many as there are."""
+def released_entropy(entropies: Float32Array) -> float:
+    """Sum the entropies of the first tokens, as many as there are, in nats."""
     return float(entropies[:RELEASED_TOKENS].sum(dtype=np.float64))

@@ -8,25 +8,25 @@ from arpo_megatron.tree import BranchRecord
 
 @dataclass(frozen=True, slots=True)
 class GrpoPolicy:
-    """`group_size` trajectories from the prompt and no forks (GRPO, arXiv 2402.03300, the expectation in eq. 3)."""
+    """`group_size` trajectories from the prompt and no forks (GRPO, arXiv 2402.03300, expectation in eq. 3)."""
 
     group_size: int
 
     @property
     def initial(self) -> int:
-        """All of them."""
+        """Return the group size."""
         return self.group_size
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """Return the group size."""
         return self.group_size
 
     @property
     def measured_tokens(self) -> int:
-        """Nothing is measured."""
+        """Return 0: nothing is measured."""
         return 0
 
     def decide(self, point: ForkPoint) -> Decision:
-        """Go on."""
+        """Return a decision against any fork."""
         return Decision(0, BranchRecord(dH=0.0, probability=0.0, draw=0.0, why="grpo"))

@@ -1,4 +1,4 @@
-"""How uncertain a beginning is."""
+"""Entropy of the first tokens of a segment, and its rise after a tool result."""
 
 import math
 
@@ -6,13 +6,15 @@ from arpo_megatron.algorithms.branching.base import ForkPoint
 from arpo_megatron.tree import Float32Array
 
 
-def extrapolated(entropies: Float32Array, tokens: int) -> float:
-    """Entropy of the first `tokens` tokens in nats, extrapolated by their mean from fewer; 0 for none."""
+def extrapolate_entropy(entropies: Float32Array, tokens: int) -> float:
+    """Return the entropy of the first `tokens` tokens in nats; if there are fewer, extrapolate by their mean (0 for
+    none).
+    """
     first = entropies[:tokens]
     return float(first.mean(dtype=float)) * tokens if len(first) else 0.0
 
 
 def entropy_rise(point: ForkPoint, tokens: int, vocabulary_size: int) -> float:
-    """dH: how much more of `extrapolated` there is after the tool result than at the start, over log V."""
-    rise = extrapolated(point.entropies, tokens) - extrapolated(point.start_entropies, tokens)
+    """Return dH: the entropy after the tool result minus that of the trajectory's start, over log V."""
+    rise = extrapolate_entropy(point.entropies, tokens) - extrapolate_entropy(point.start_entropies, tokens)
     return rise / math.log(vocabulary_size)

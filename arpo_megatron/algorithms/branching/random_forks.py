@@ -1,4 +1,4 @@
-"""The control arm of ARPO: the same places and the same draws, compared with a probability that no entropy enters."""
+"""The control arm of ARPO: the same places and draws, with a chance that does not depend on entropy."""
 
 from dataclasses import dataclass
 
@@ -8,21 +8,18 @@ from arpo_megatron.tree import BranchRecord
 
 @dataclass(frozen=True, slots=True)
 class RandomPolicy(ForkingPolicy):
-    """Fork with probability alpha behind every tool result: `ArpoPolicy` with beta = 0.
+    """Fork with probability alpha after every tool result: `ArpoPolicy` with beta = 0.
 
-    Budget, beam and draws are those of `ArpoPolicy` (a place's draw is the same in both), so whatever differs in the
-    outcome is the entropy's doing. k tokens are sampled before a decision here too: the arms cost the same requests.
-    dH is recorded as 0, and `algorithm.entropy_weight` and `algorithm.threshold` are ignored.
-
-    Attributes:
-        config: M, N, Z, alpha, k.
-        seed: the run's seed.
+    Budget, beam and draws are those of `ArpoPolicy` (the draw of a place is the same in both), so the arms differ only
+    by the use of entropy. k tokens are sampled before a decision here too, so that both arms cost the same requests. dH
+    is recorded as 0. `algorithm.entropy_weight` and `algorithm.threshold` are ignored.
     """
 
     seed: int
+    """Seed of the run."""
 
     def decide(self, point: ForkPoint) -> Decision:
-        """One draw for a fork point."""
+        """Decide by one draw per fork point."""
         chance = self.config.branch_probability
         draw = uniform_draw(self.seed, point.step, point.task_id, point.path)
         siblings, why = fork(point, self.config.beam_size, wanted=draw < chance, why="draw")

@@ -1,1 +1,1 @@
-"""Policy losses: a file each. Their names are in `plugins.BUILTIN`."""
+"""Policy losses, one per file. Their names are in `registry.BUILTIN`."""

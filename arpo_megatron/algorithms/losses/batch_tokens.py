@@ -1,4 +1,4 @@
-"""What losses of whole minibatches have in common."""
+"""The tokens of a whole minibatch as columns, for losses that need all of them at once."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,28 +15,25 @@ from arpo_megatron.algorithms.types import Floats
 
 @dataclass(frozen=True, slots=True)
 class BatchTokens:
-    """All tokens of a minibatch, tree after tree, in segment-index order: float64[tokens] each.
-
-    Attributes:
-        shapes: of the trees.
-        positive: sum over leaves of w_i max(A_i, 0); 0 outside of MODEL tokens, like the next two.
-        negative: sum over leaves of w_i min(A_i, 0).
-        weight: sum over leaves of w_i.
-        ratio: new over old probability.
-        mismatch: old over sampling probability, which is 1 where the engine's arithmetic and weights are the trainer's;
-            1 where the sampling log-prob is unknown.
-    """
+    """All tokens of a minibatch, tree after tree, in segment-index order: float64[tokens] each."""
 
     shapes: Sequence[TreeShape]
+    """The shapes of the trees."""
     positive: Floats
+    """Sum over leaves of w_i max(A_i, 0); 0 outside MODEL tokens."""
     negative: Floats
+    """Sum over leaves of w_i min(A_i, 0); 0 outside MODEL tokens."""
     weight: Floats
+    """Sum over leaves of w_i; 0 outside MODEL tokens."""
     ratio: Floats
+    """New over old probability."""
     mismatch: Floats
+    """Old over sampling probability: 1 if the engine's arithmetic and weights equal the trainer's, or if the sampling
+    log-prob is unknown."""
 
     @classmethod
     def of(cls, batch: Batch, advantages: Sequence[Floats] | None = None) -> Self:
-        """Of a minibatch, with `advantages` in place of its own."""
+        """Collect the tokens of a minibatch; `advantages` replace those of the minibatch."""
         shapes = [TreeShape(tree) for tree in batch.trees]
         credits = [
             shape.token_credit(own, weights)
@@ -44,23 +41,32 @@ class BatchTokens:
         ]
         return cls(
             shapes,
-            joined([credit.positive for credit in credits]),
-            joined([credit.negative for credit in credits]),
-            joined([credit.weight for credit in credits]),
-            bounded_exp(np.nan_to_num(joined(batch.logprobs) - joined(batch.old_logprobs))),
-            bounded_exp(np.nan_to_num(joined(batch.old_logprobs) - joined(batch.sampling_logprobs))),
+            concatenate([credit.positive for credit in credits]),
+            concatenate([credit.negative for credit in credits]),
+            concatenate([credit.weight for credit in credits]),
+            bounded_exp(np.nan_to_num(concatenate(batch.logprobs) - concatenate(batch.old_logprobs))),
+            bounded_exp(np.nan_to_num(concatenate(batch.old_logprobs) - concatenate(batch.sampling_logprobs))),
         )
 
     def value(self, loss: float, positive: Floats, negative: Floats, low: int, high: int) -> MinibatchValue:
-        """From the coefficient of each token's log-prob in two parts, and how many tokens a bound left without one."""
-        told = ratio_statistics(loss, [self.ratio[self.weight > 0]], low, high)
+        """Build the value of a loss from the coefficient of each token's log-prob, given as a positive and a negative
+        part.
+
+        Args:
+            loss: value of the loss.
+            positive: float64[tokens].
+            negative: float64[tokens].
+            low: number of tokens without gradient because of a lower bound.
+            high: number of tokens without gradient because of an upper bound.
+        """
+        statistics = ratio_statistics(loss, [self.ratio[self.weight > 0]], low, high)
         columns = [self.split(values.astype(np.float32)) for values in (positive, negative, self.weight)]
-        return MinibatchValue(loss, [TreeCredit(*parts) for parts in zip(*columns, strict=True)], told)
+        return MinibatchValue(loss, [TreeCredit(*arrays) for arrays in zip(*columns, strict=True)], statistics)
 
     def clipped(
         self, low: Floats | float, high: Floats | float, most: Floats | float | None, ratio: Floats
     ) -> MinibatchValue:
-        """PPO's loss of these tokens with a ratio and bounds of their own, dual clip included."""
+        """Return PPO's loss of these tokens for a given ratio and given bounds, dual clip (`most`) included."""
         largest = np.inf if most is None else most
         loss = -float((self.positive * np.minimum(ratio, high) + self.negative * np.clip(ratio, low, largest)).sum())
         gains = np.where(ratio <= high, self.positive * ratio, 0.0)
@@ -69,41 +75,42 @@ class BatchTokens:
         return self.value(loss, gains, costs, int(cut_low.sum()), int(cut_high.sum()))
 
     def split(self, values: NDArray[Any]) -> list[NDArray[Any]]:
-        """A column tree by tree."""
+        """Split a column into one array per tree."""
         ends = np.cumsum([shape.lengths.sum() for shape in self.shapes])[:-1]
         return np.split(values, ends) if self.shapes else []
 
     def masked_share(self, before: "BatchTokens") -> dict[str, float]:
-        """What masks took away from `before`, by the size of its credit, as a statistic of the update."""
-        whole, left = (float((own.positive - own.negative).sum()) for own in (before, self))
-        return {"masked_share": 1 - left / whole if whole else 0.0}
+        """Return the share of the credit of `before` that masks have removed, as a statistic of the update."""
+        whole, kept = (float((tokens.positive - tokens.negative).sum()) for tokens in (before, self))
+        return {"masked_share": 1 - kept / whole if whole else 0.0}
 
 
-def joined(values: Sequence[Any]) -> Floats:
-    """float64[tokens] of all trees in one; of none, empty."""
+def concatenate(values: Sequence[Any]) -> Floats:
+    """Join the arrays of all trees into float64[tokens]; no trees give an empty array."""
     return np.concatenate([np.zeros(0), *values])
 
 
 def ratio_statistics(loss: float, ratios: Sequence[Floats], clipped_low: int, clipped_high: int) -> dict[str, Any]:
-    """Figures under the names of the token-level ones, here means over `ratios`; empty without any.
+    """Return the statistics of a loss under the names of the token-level ones, as means over `ratios`; empty without
+    ratios.
 
     Args:
-        loss: of the minibatch.
-        ratios: float64[n], of the trajectories or tokens of each tree.
-        clipped_low: how many of them the lower bound has left without gradient.
-        clipped_high: likewise the upper bound.
+        loss: value of the loss of the minibatch.
+        ratios: float64[n] per tree, of its trajectories or tokens.
+        clipped_low: number of ratios without gradient because of the lower bound.
+        clipped_high: number of ratios without gradient because of the upper bound.
     """
-    every = np.concatenate([np.zeros(0), *ratios])
-    if not len(every):
+    values = concatenate(ratios)
+    if not len(values):
         return {}
-    p01, p50, p99 = np.quantile(every, [0.01, 0.5, 0.99])
+    p01, p50, p99 = np.quantile(values, [0.01, 0.5, 0.99])
     return {
         "loss": loss,
         "loss_policy": loss,
-        "clip_low_share": clipped_low / len(every),
-        "clip_high_share": clipped_high / len(every),
-        "ratio_max": float(every.max()),
-        "ratio_mean": float(every.mean()),
+        "clip_low_share": clipped_low / len(values),
+        "clip_high_share": clipped_high / len(values),
+        "ratio_max": float(values.max()),
+        "ratio_mean": float(values.mean()),
         "ratio_p01": float(p01),
         "ratio_p50": float(p50),
         "ratio_p99": float(p99),

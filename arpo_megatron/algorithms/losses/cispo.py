@@ -1,4 +1,4 @@
-"""CISPO: the importance weight is clipped, not the gradient, so that every token keeps one."""
+"""CISPO: the importance weight is clipped instead of the gradient, so every token keeps one."""
 
 from dataclasses import dataclass
 
@@ -9,20 +9,18 @@ from arpo_megatron.algorithms.base import Factors, LossTokens
 class Cispo:
     """Clipped importance sampling policy optimization (MiniMax-M1, arXiv 2506.13585, eq. 4 and 5).
 
-    L = -(pos + neg) * sg(min(max(r, 1 - clip_low), 1 + clip_high)) * logprob, token-mean. The paper sets no lower
-    bound (clip_low=1 here) and tunes the upper one without telling it. The preset's clip_high=5 is ours: weights up to
-    6, the loosest of the limits that public recipes for CISPO set (4 to 6).
-
-    Attributes:
-        clip_low: lower bound of the importance weight, as its distance to 1.
-        clip_high: upper bound likewise.
+    L = -(pos + neg) * sg(min(max(r, 1 - clip_low), 1 + clip_high)) * logprob, token-mean. The paper sets no lower bound
+    (clip_low=1 here) and does not publish its tuned upper bound. The preset's clip_high=5 is ours: weights up to 6, the
+    loosest limit of public CISPO recipes (4 to 6).
     """
 
     clip_low: float
+    """Lower bound of the importance weight, as its distance to 1."""
     clip_high: float
+    """Upper bound of the importance weight, as its distance to 1."""
 
     def factors(self, tokens: LossTokens) -> Factors:
-        """Both signs have the same factor."""
+        """Return the same factor for both signs."""
         low, high = 1 - self.clip_low, 1 + self.clip_high
         term = tokens.ratio.detach().clamp(min=low, max=high) * tokens.logprobs
         return Factors(gain=term, cost=term, cut_high=tokens.ratio > high, cut_low=tokens.ratio < low)

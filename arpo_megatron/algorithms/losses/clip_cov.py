@@ -1,4 +1,4 @@
-"""Clip-Cov: a few of the tokens that would cost the most entropy are left out."""
+"""Clip-Cov: some of the tokens that would reduce the entropy most get no gradient."""
 
 import zlib
 from dataclasses import dataclass, replace
@@ -14,55 +14,55 @@ from arpo_megatron.algorithms.types import Floats
 
 @dataclass(frozen=True, slots=True)
 class ClipCov:
-    """PPO-clip without some of the tokens whose log-prob and advantage go together (SPEAR, arXiv 2509.22601).
+    """PPO-clip without some of the tokens whose log-prob and advantage vary together (SPEAR, arXiv 2509.22601).
 
-    Of the tokens of all trajectories that PPO does not clip and whose covariance (A - mean A) * (logp - mean logp) lies
-    between `covariance_low` and `covariance_high`, `covariance_share` of all tokens (at least one) are drawn and have
-    neither value nor gradient. As in SPEAR's released code (`compute_policy_loss_clip_cov`; eq. 18 to 21 of its
-    arXiv version 4, as public notes on it number them), which has it from arXiv 2505.22617, eq. 10 and 11; means are
-    over the minibatch here. A shared token stands for each of its trajectories, so some of its copies may be left out.
-    The draw follows from the tasks and the step.
-
-    Attributes:
-        clip_low: lower bound of the ratio, as its distance to 1.
-        clip_high: upper bound likewise.
-        covariance_share: share of tokens that are left out.
-        covariance_low: lowest covariance of those.
-        covariance_high: highest.
+    Candidates are the tokens of all trajectories that PPO does not clip and whose covariance (A - mean A) * (logp -
+    mean logp) lies between `covariance_low` and `covariance_high`. Of these, `covariance_share` of all tokens (at least
+    one) are drawn and get neither value nor gradient. This follows SPEAR's released code
+    (`compute_policy_loss_clip_cov`; eq. 18 to 21 of version 4 by public notes), which takes it from arXiv 2505.22617,
+    eq. 10 and 11; here the means are over the minibatch. A shared token stands for each of its trajectories, so single
+    copies of it may be drawn. The draw is a function of the tasks and the step.
     """
 
     clip_low: float
+    """Lower bound of the ratio, as its distance to 1."""
     clip_high: float
+    """Upper bound of the ratio, as its distance to 1."""
     covariance_share: Annotated[float, Field(gt=0, le=1)] = 0.0002
+    """Share of tokens that are drawn."""
     covariance_low: float = 1.0
+    """Lowest covariance of a candidate."""
     covariance_high: float = 5.0
+    """Highest covariance of a candidate."""
 
     def value(self, batch: Batch) -> MinibatchValue:
-        """The loss and the coefficient of every token."""
+        """Return the loss and the coefficient of every token."""
         low, high = 1 - self.clip_low, 1 + self.clip_high
         whole = BatchTokens.of(batch)
-        token, given, weight = self._copies(whole, batch)
+        token, advantage, weight = self._copies(whole, batch)
         logprob = np.nan_to_num(np.concatenate([np.zeros(0), *batch.logprobs]))[token]
         ratio = whole.ratio[token]
-        clipped = ((given > 0) & (ratio > high)) | ((given < 0) & (ratio < low))
-        covariance = (given - _mean(given)) * (logprob - _mean(logprob))
-        near = ~clipped & (covariance > self.covariance_low) & (covariance < self.covariance_high)
-        count = min(int(near.sum()), max(int(self.covariance_share * len(token)), 1))
+        clipped = ((advantage > 0) & (ratio > high)) | ((advantage < 0) & (ratio < low))
+        covariance = (advantage - _mean(advantage)) * (logprob - _mean(logprob))
+        candidate = ~clipped & (covariance > self.covariance_low) & (covariance < self.covariance_high)
+        count = min(int(candidate.sum()), max(int(self.covariance_share * len(token)), 1))
         key = "-".join(f"{tree.task_id}/{tree.step}" for tree in batch.trees)
-        drawn = np.random.default_rng(zlib.crc32(key.encode())).permutation(np.flatnonzero(near))[:count]
+        drawn = np.random.default_rng(zlib.crc32(key.encode())).permutation(np.flatnonzero(candidate))[:count]
         lost = np.zeros((2, len(whole.ratio)))
-        np.add.at(lost[0], token[drawn], weight[drawn] * np.maximum(given[drawn], 0.0))
-        np.add.at(lost[1], token[drawn], weight[drawn] * np.minimum(given[drawn], 0.0))
-        left = replace(
+        np.add.at(lost[0], token[drawn], weight[drawn] * np.maximum(advantage[drawn], 0.0))
+        np.add.at(lost[1], token[drawn], weight[drawn] * np.minimum(advantage[drawn], 0.0))
+        kept = replace(
             whole,
-            positive=np.maximum(whole.positive - lost[0], 0.0),  # of float32 sums
+            positive=np.maximum(whole.positive - lost[0], 0.0),  # rounding of float32 sums must not change a sign
             negative=np.minimum(whole.negative - lost[1], 0.0),
         )
-        found = left.clipped(low, high, None, left.ratio)
-        return replace(found, statistics={**found.statistics, **left.masked_share(whole)})
+        value = kept.clipped(low, high, None, kept.ratio)
+        return replace(value, statistics={**value.statistics, **kept.masked_share(whole)})
 
     def _copies(self, tokens: BatchTokens, batch: Batch) -> tuple[np.ndarray, Floats, Floats]:
-        """Of every MODEL token of every trajectory: its place in the columns, advantage, and weight."""
+        """Return index, advantage and weight of every MODEL token of every trajectory; the index is that into the
+        columns.
+        """
         places, advantages, weights = [np.zeros(0, int)], [np.zeros(0)], [np.zeros(0)]
         start = 0
         for shape, given, own in zip(tokens.shapes, batch.advantages, batch.weights, strict=True):

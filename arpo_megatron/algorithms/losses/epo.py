@@ -1,4 +1,4 @@
-"""EPO: entropy is wanted, within a corridor around its own past."""
+"""EPO: an entropy bonus, with a penalty outside a corridor around the entropy of earlier steps."""
 
 from dataclasses import dataclass, replace
 from math import exp
@@ -14,36 +14,34 @@ Positive = Annotated[float, Field(ge=0)]
 
 @dataclass(frozen=True, slots=True)
 class Epo:
-    """PPO-clip, and w * epo_weight * (beta_k * epo_smoothing * P_t - H_t) is added (EPO, arXiv 2509.22576, eq. 2 to 6).
+    """PPO-clip plus w * epo_weight * (beta_k * epo_smoothing * P_t - H_t) (EPO, arXiv 2509.22576, eq. 2 to 6).
 
-    P_t = max(0, epo_low * M - H_t) + max(0, H_t - epo_high * M) with M the mean over the finished steps of their mean
-    entropies, P_t = 0 in the first step; beta_k = 1 + exp(-epo_decay * k / floor(K / 2)) in step k of K. The paper
-    averages over the tokens of a turn, turns, and trajectories; here tokens have the weights that `aggregation` says. M
-    counts a token that trajectories share once. (`arpo replay-pack` repeats a skipped update as if it were in the first
-    step.)
-
-    Attributes:
-        clip_low: lower bound of the ratio, as its distance to 1.
-        clip_high: upper bound likewise.
-        dual_clip: upper bound of the ratio for negative advantages; None: none.
-        epo_weight: lambda; the default is ours.
-        epo_smoothing: alpha.
-        epo_low: kappa_l.
-        epo_high: kappa_r.
-        epo_decay: gamma; the default is ours.
+    P_t = max(0, epo_low * M - H_t) + max(0, H_t - epo_high * M), with M the mean over the finished steps of their mean
+    entropies; P_t = 0 in the first step. beta_k = 1 + exp(-epo_decay * k / floor(K / 2)) in step k of K. The paper
+    averages over the tokens of a turn, turns, and trajectories; here `loss_aggregation` sets the weights of tokens. M
+    counts a token that trajectories share once. `arpo replay-pack` repeats a skipped update as if it were in the first
+    step.
     """
 
     clip_low: float
+    """Lower bound of the ratio, as its distance to 1."""
     clip_high: float
+    """Upper bound of the ratio, as its distance to 1."""
     dual_clip: float | None
+    """Upper bound of the ratio for negative advantages; None: no bound."""
     epo_weight: Positive = 0.001
+    """lambda; the default is ours."""
     epo_smoothing: Positive = 0.1
+    """alpha."""
     epo_low: Positive = 0.5
+    """kappa_l."""
     epo_high: Positive = 1.5
+    """kappa_r."""
     epo_decay: Positive = 1.0
+    """gamma; the default is ours."""
 
     def factors(self, tokens: LossTokens) -> Factors:
-        """PPO's factors, and the penalty."""
+        """Return PPO's factors, and the penalty."""
         entropies, progress = tokens.entropies, tokens.progress
         penalty = -self.epo_weight * entropies
         if progress.entropy is not None:

@@ -1,10 +1,10 @@
-"""Group sequence policy optimization: a ratio that belongs to a whole trajectory, on the tree.
+"""Group sequence policy optimization on the tree: one ratio per trajectory.
 
-A sequence-level ratio needs the log-ratios of all tokens of a trajectory, and its gradient weighs each of them alike.
+A sequence-level ratio needs the log-ratios of all tokens of a trajectory, and its gradient weighs each of them equally.
 With the ratios held constant (their gradient is a multiple of themselves) the loss of a minibatch is linear in the
 log-probs of its tokens, so a shared token needs one coefficient: the sum over the trajectories that hold it. Sums of
-log-ratios run down the tree, sums of coefficients run up, and training is one backward pass of
-`-sum(coefficient * logprob)`, in every layout, because the controller does this from the log-probs of the packs.
+log-ratios run down the tree and sums of coefficients run up. Training is one backward pass of `-sum(coefficient *
+logprob)` in every layout, because the controller computes the coefficients from the log-probs of the packs.
 """
 
 from dataclasses import dataclass
@@ -20,39 +20,37 @@ from arpo_megatron.algorithms.types import Floats
 
 @dataclass(frozen=True, slots=True)
 class Gspo:
-    """GSPO (arXiv 2507.18071, eq. 5 to 7); with advantages that differ by segment GSPO-token (eq. 13 and 14).
+    """GSPO (arXiv 2507.18071, eq. 5 to 7); GSPO-token (eq. 13 and 14) if advantages differ by segment.
 
-    With s_i = exp(mean over the model tokens of trajectory i of new - old log-prob),
-    L = -(1 / trajectories) * sum_i v_i * mean_t min(s_i A_it, clip(s_i, 1 - clip_low, 1 + clip_high) A_it), v_i the
-    trajectory weight, and where that is the unclipped one, the gradient is -(1 / trajectories) * v_i A_it s_i / |o_i|
-    * grad logprob_t. The mean is always one of sequences: `aggregation` has no part in it.
-
-    Attributes:
-        clip_low: lower bound of the ratio, as its distance to 1.
-        clip_high: upper bound likewise.
+    With s_i = exp(mean over the model tokens of trajectory i of new - old log-prob), L = -(1 / trajectories) * sum_i
+    v_i * mean_t min(s_i A_it, clip(s_i, 1 - clip_low, 1 + clip_high) A_it), v_i the trajectory weight. Where the
+    unclipped term is the smaller one, the gradient is -(1 / trajectories) * v_i A_it s_i / |o_i| * grad logprob_t. The
+    mean is always over sequences: `loss_aggregation` has no effect.
     """
 
     clip_low: float
+    """Lower bound of the ratio, as its distance to 1."""
     clip_high: float
+    """Upper bound of the ratio, as its distance to 1."""
 
     def value(self, batch: Batch) -> MinibatchValue:
-        """The loss and the coefficient of every token."""
+        """Return the loss and the coefficient of every token."""
         shapes = [TreeShape(tree) for tree in batch.trees]
         count = max(1, sum(len(shape.leaves) for shape in shapes))
         loss, low, high = 0.0, 0, 0
         credits, ratios = list[TreeCredit](), list[Floats]()
         for number, shape in enumerate(shapes):
-            given, weight = batch.advantages[number], batch.trajectory_weights[number] / count
+            own, weight = batch.advantages[number], batch.trajectory_weights[number] / count
             length = np.maximum(shape.leaf_model_tokens, 1.0)
             mean = shape.sum_to_leaves(batch.logprobs[number] - batch.old_logprobs[number]) / length
             ratio = bounded_exp(mean)
             bounded = np.clip(ratio, 1 - self.clip_low, 1 + self.clip_high)
-            advantage = given if given.ndim == 2 else given[:, None]
+            advantage = own if own.ndim == 2 else own[:, None]
             free = ratio[:, None] * advantage <= bounded[:, None] * advantage
             terms = np.where(free, ratio[:, None], bounded[:, None]) * advantage
-            means = terms[:, 0] if given.ndim == 1 else (terms * shape.below) @ shape.model_lengths / length
+            means = terms[:, 0] if own.ndim == 1 else (terms * shape.below) @ shape.model_lengths / length
             loss -= float((weight * means).sum())
-            cut = ~free.all(1) if given.ndim == 1 else (~free & shape.below & shape.is_model).any(1)
+            cut = ~free.all(1) if own.ndim == 1 else (~free & shape.below & shape.is_model).any(1)
             low += int((cut & (ratio < bounded)).sum())
             high += int((cut & (ratio > bounded)).sum())
             scale = (weight * ratio / length)[:, None]

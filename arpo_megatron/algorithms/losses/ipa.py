@@ -1,4 +1,4 @@
-"""IPA: one ratio a chunk of interaction, and none at all where the outcome was good."""
+"""IPA: one ratio per chunk of interaction, and imitation without a ratio if the outcome was good."""
 
 from dataclasses import dataclass, replace
 from typing import Annotated
@@ -9,7 +9,7 @@ from pydantic import Field
 from arpo_megatron.algorithms.base import Batch, MinibatchValue
 from arpo_megatron.algorithms.credit import TreeShape
 from arpo_megatron.algorithms.importance import bounded_exp
-from arpo_megatron.algorithms.losses.batch_tokens import BatchTokens, joined
+from arpo_megatron.algorithms.losses.batch_tokens import BatchTokens, concatenate
 from arpo_megatron.algorithms.turns import turns
 from arpo_megatron.algorithms.types import Floats
 from arpo_megatron.tree import RolloutTree
@@ -19,37 +19,35 @@ from arpo_megatron.tree import RolloutTree
 class Ipa:
     """L = -sum w_i m_c f_c A_is logprob_t, f_c = 1 where A > 0, else sg(min(rho_c, 1)) (ROME, arXiv 2512.24873, eq. 9).
 
-    For a chunk c (a turn) rho_c = exp(mean of new - old log-prob), and m_c = 1 where exp(mean of old - sampling
-    log-prob) is at most `chunk_mismatch`, else 0 (eq. 8): good chunks are imitated, bad ones unlearnt by truncated
-    importance sampling. Equations as public notes on the paper quote them, the limit that of a public training run. The
-    paper's resampling from chunks of expert trajectories is no part of this. A sampling log-prob that is unknown counts
+    For a chunk c (a turn) rho_c = exp(mean of new - old log-prob), and m_c = 1 if exp(mean of old - sampling log-prob)
+    is at most `chunk_mismatch`, else 0 (eq. 8). Good chunks are imitated; bad ones are trained against with truncated
+    importance sampling. The equations come from public notes on the paper and the limit from a public training run.
+    Experimental. Resampling from chunks of expert trajectories is not implemented. An unknown sampling log-prob counts
     as the old one.
-
-    Attributes:
-        chunk_mismatch: H.
     """
 
     chunk_mismatch: Annotated[float, Field(gt=0)] = 5.0
+    """H."""
 
     def value(self, batch: Batch) -> MinibatchValue:
-        """The loss and the coefficient of every token."""
+        """Return the loss and the coefficient of every token."""
         whole = BatchTokens.of(batch)
         factors, kept = list[Floats](), list[Floats]()
         for number, tree in enumerate(batch.trees):
-            shape, given = whole.shapes[number], batch.advantages[number]
-            advantage = np.broadcast_to(given if given.ndim == 2 else given[:, None], shape.below.shape)
+            shape, own = whole.shapes[number], batch.advantages[number]
+            advantage = np.broadcast_to(own if own.ndim == 2 else own[:, None], shape.below.shape)
             drift = _chunk_ratios(tree, shape, batch.logprobs[number] - batch.old_logprobs[number])
             mismatch = _chunk_ratios(tree, shape, batch.old_logprobs[number] - batch.sampling_logprobs[number])
             kept.append(np.where(mismatch <= self.chunk_mismatch, advantage, 0.0))
             factors.append(kept[-1] * np.where(advantage > 0, 1.0, np.minimum(drift, 1.0)))
-        tokens, left = BatchTokens.of(batch, factors), BatchTokens.of(batch, kept)
-        loss = -float(((tokens.positive + tokens.negative) * np.nan_to_num(joined(batch.logprobs))).sum())
-        found = tokens.value(loss, tokens.positive, tokens.negative, 0, 0)
-        return replace(found, statistics={**found.statistics, **left.masked_share(whole)})
+        tokens, unmasked = BatchTokens.of(batch, factors), BatchTokens.of(batch, kept)
+        loss = -float(((tokens.positive + tokens.negative) * np.nan_to_num(concatenate(batch.logprobs))).sum())
+        value = tokens.value(loss, tokens.positive, tokens.negative, 0, 0)
+        return replace(value, statistics={**value.statistics, **unmasked.masked_share(whole)})
 
 
 def _chunk_ratios(tree: RolloutTree, shape: TreeShape, log_ratios: Floats) -> Floats:
-    """float64[leaves, segments]: exp of the mean log-ratio over the turn that a segment belongs to on that path."""
+    """Return float64[leaves, segments]: exp of the mean log-ratio over the turn of each segment on that leaf's path."""
     sums = shape.sum_of_segments(np.nan_to_num(log_ratios))
     found = np.ones(shape.below.shape)
     for row, leaf in enumerate(shape.leaves):

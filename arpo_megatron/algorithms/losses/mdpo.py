@@ -1,4 +1,4 @@
-"""Mirror descent: the objective is linear in the ratio, and what holds it is the distance to the policy of the step."""
+"""Mirror descent: an objective linear in the ratio, limited by a divergence from the policy of the step."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -12,18 +12,16 @@ from arpo_megatron.algorithms.base import Factors, LossTokens
 class Mdpo:
     """L = -(pos + neg) * r + w / mirror_step * (r log r - r + 1) (on-policy MDPO, arXiv 2005.09814, eq. 5).
 
-    The bracket estimates KL(new || old) at a token that the old policy has sampled: its mean is E[r log r], because
-    E[r] = 1, and it is never negative. The paper has the divergence over all actions of a state. Nothing is clipped.
-
-    Attributes:
-        mirror_step: t_k, the step size of mirror descent, constant here. Its value is ours and not tuned: the authors'
-            code lets t_k fall in a straight line from 1 to 0, with several updates on the same data; a step here makes
-            few (`algorithm.minibatches`), and 10 leaves each of them more room.
+    The bracket estimates KL(new || old) at a token that the old policy has sampled: its mean is E[r log r] because E[r]
+    = 1, and it is never negative. The paper takes the divergence over all actions of a state. Nothing is clipped.
     """
 
     mirror_step: Annotated[float, Field(gt=0)] = 10.0
+    """t_k, the step size of mirror descent, constant here. The default is ours and not tuned: the authors' code lowers
+    t_k linearly from 1 to 0 over several updates on the same data. A step here makes few updates
+    (`algorithm.minibatches`), and 10 gives each of them more room."""
 
     def factors(self, tokens: LossTokens) -> Factors:
-        """The ratio for both signs, and the divergence."""
+        """Return the ratio for both signs, and the divergence."""
         ratio = tokens.ratio
         return Factors(gain=ratio, cost=ratio, penalty=(ratio * ratio.log() - ratio + 1) / self.mirror_step)

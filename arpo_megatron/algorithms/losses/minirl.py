@@ -1,4 +1,4 @@
-"""MiniRL: REINFORCE with the importance weight of each token against the engine that sampled it, and PPO's clipping."""
+"""MiniRL: REINFORCE with a per-token importance weight against the engine, and PPO's clipping."""
 
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
@@ -7,38 +7,36 @@ import numpy as np
 from pydantic import Field
 
 from arpo_megatron.algorithms.base import Batch, MinibatchValue
-from arpo_megatron.algorithms.losses.batch_tokens import BatchTokens, joined
+from arpo_megatron.algorithms.losses.batch_tokens import BatchTokens, concatenate
 
 
 @dataclass(frozen=True, slots=True)
 class MiniRl:
     """L = -sum w_i A_i M_t sg(min(new / sampling, importance_limit)) logprob_t (arXiv 2512.01374, eq. 7).
 
-    M_t is 0 where PPO would clip (A > 0 and r > 1 + clip_high, A < 0 and r < 1 - clip_low), with r = new / old, else 1.
-    The weight corrects at once for older weights and for the engine's arithmetic (eq. 5);
-    `algorithm.trajectory_weight_limit` would do so once more, so the preset has none. A sampling log-prob that is
-    unknown counts as the old one. The paper sums over tokens; `aggregation=token-mean` is that up to a constant of the
-    minibatch.
-
-    Attributes:
-        clip_low: lower bound of the ratio, as its distance to 1.
-        clip_high: upper bound likewise.
-        importance_limit: largest weight (truncated importance sampling), 5 in the paper; a large one: none.
+    M_t is 0 where PPO would clip (A > 0 and r > 1 + clip_high, or A < 0 and r < 1 - clip_low, with r = new / old), else
+    1. The weight corrects for older weights and for the engine's arithmetic at once (eq. 5);
+    `algorithm.trajectory_weight_limit` would correct a second time, so the preset does not set it. An unknown sampling
+    log-prob counts as the old one. The paper sums over tokens; `loss_aggregation=token-mean` equals that up to a
+    constant of the minibatch.
     """
 
     corrects_for_sampling: ClassVar[bool] = True
     clip_low: float
+    """Lower bound of the ratio, as its distance to 1."""
     clip_high: float
+    """Upper bound of the ratio, as its distance to 1."""
     importance_limit: Annotated[float, Field(gt=0)] = 5.0
+    """Largest weight (truncated importance sampling), 5 in the paper."""
 
     def value(self, batch: Batch) -> MinibatchValue:
-        """The loss and the coefficient of every token."""
+        """Return the loss and the coefficient of every token."""
         tokens = BatchTokens.of(batch)
         weight = np.minimum(tokens.ratio * tokens.mismatch, self.importance_limit)
         high, low = tokens.ratio > 1 + self.clip_high, tokens.ratio < 1 - self.clip_low
         gains = np.where(high, 0.0, tokens.positive * weight)
         costs = np.where(low, 0.0, tokens.negative * weight)
-        loss = -float(((gains + costs) * np.nan_to_num(joined(batch.logprobs))).sum())
+        loss = -float(((gains + costs) * np.nan_to_num(concatenate(batch.logprobs))).sum())
         return tokens.value(
             loss, gains, costs, int((low & (tokens.negative < 0)).sum()), int((high & (tokens.positive > 0)).sum())
         )

@@ -1,4 +1,4 @@
-"""Old trajectories that are trained again."""
+"""Replay buffers: old trajectories that are trained again, one file per method."""
 
 from arpo_megatron.algorithms.replay.base import ReplayBuffer
 from arpo_megatron.config import AlgorithmConfig
@@ -6,8 +6,8 @@ from arpo_megatron.registry import ExtensionPoint, make
 
 
 def make_replay_buffer(config: AlgorithmConfig) -> ReplayBuffer | None:
-    """The part that `algorithm.replay` names; None: there is none. Raises UserError."""
+    """Build the replay buffer that `algorithm.replay` names, or None. Raises UserError."""
     if config.replay is None:
         return None
-    store: ReplayBuffer = make(ExtensionPoint.REPLAY, config.replay, config.component_params())
-    return store
+    buffer: ReplayBuffer = make(ExtensionPoint.REPLAY, config.replay, config.component_params())
+    return buffer

@@ -1,4 +1,4 @@
-"""What an experience store answers, and how a stored trajectory is put into a tree."""
+"""The protocol of replay buffers, and how a stored trajectory is put into a tree."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,59 +12,57 @@ from arpo_megatron.tree import RolloutTree, Segment
 
 @dataclass(frozen=True, slots=True)
 class StoredTrajectory:
-    """A finished trajectory and what it earned.
-
-    Attributes:
-        prompt: its PROMPT segment.
-        segments: the others, in order from the prompt; with the log-probs at which the engine sampled them.
-        reward: its reward.
-        accuracy: how right its answer is, in [0, 1].
-        format_ok: whether it keeps to the tag protocol.
-        step: rollout step in which its tree was begun.
-    """
+    """A finished trajectory with its scores."""
 
     prompt: Segment
+    """Its PROMPT segment."""
     segments: tuple[Segment, ...]
+    """The other segments, in order from the prompt, with the log-probs at which the engine sampled them."""
     reward: float
+    """Its reward."""
     accuracy: float
+    """Correctness of its answer, in [0, 1]."""
     format_ok: bool
+    """Whether it follows the tag protocol."""
     step: int
+    """Rollout step in which its tree was started."""
 
 
 class ReplayBuffer(Protocol):
-    """Keeps finished trajectories, a bounded number, and replays them. Only the controller holds one. Deterministic.
+    """Keeps a bounded number of finished trajectories and replays them. Only the controller holds one. Deterministic.
 
-    What it replays keeps its sampling log-probs, with which `algorithm.trajectory_weight_limit` corrects.
+    Replayed trajectories keep their sampling log-probs, which `algorithm.trajectory_weight_limit` needs.
     """
 
     def mix(self, item: ScoredTree, step: int) -> ScoredTree:
-        """A tree of the step as it is to be trained; the store takes in from it what it wants to keep."""
+        """Return a tree of the step as it is to be trained, and store what the buffer wants from it."""
 
     def metrics(self) -> Mapping[str, float]:
-        """`replay/...` of what was mixed since the last call."""
+        """Return `replay/...` metrics of what was mixed since the last call."""
 
     def snapshot(self) -> Callable[[], bytes]:
-        """All of its state at this moment; the bytes are asked for later, in another thread."""
+        """Capture the whole state now; the result is called later, in another thread, for its bytes."""
 
     def restore(self, state: bytes) -> None:
-        """Go on where `snapshot` was taken."""
+        """Restore the state that `snapshot` captured."""
 
 
 @runtime_checkable
 class AddsTrees(Protocol):
-    """What an experience store adds that trains stored trajectories beside a step's trees, not in the place of some."""
+    """Implemented by replay buffers that train stored trajectories in addition to a step's trees."""
 
-    def added(self, trees: int, step: int) -> list[ScoredTree]:
-        """Trees of stored trajectories alone (`replayed` counts all of them), asked for once a step, after all `mix`.
+    def extra_trees(self, trees: int, step: int) -> list[ScoredTree]:
+        """Return trees of stored trajectories alone (`replayed` counts all of them). Called once per step, after all
+        `mix`.
 
         Args:
-            trees: how many the step has sampled.
+            trees: number of trees that the step has sampled.
             step: rollout step.
         """
 
 
 def stored_trajectory(item: ScoredTree, row: int) -> StoredTrajectory:
-    """Trajectory number `row` of a tree. Expert routes are left out: newer weights choose others."""
+    """Return trajectory number `row` of a tree. Expert routes are left out because newer weights choose others."""
     tree = item.tree
     path = [replace(tree.segments[index], routes=None) for index in tree.path(tree.leaves()[row])]
     return StoredTrajectory(
@@ -77,14 +75,14 @@ def stored_trajectory(item: ScoredTree, row: int) -> StoredTrajectory:
     )
 
 
-def replace_trajectory(item: ScoredTree, row: int, kept: StoredTrajectory) -> ScoredTree:
-    """The tree with a stored trajectory, from the prompt, in the place of its trajectory number `row`.
+def replace_trajectory(item: ScoredTree, row: int, stored: StoredTrajectory) -> ScoredTree:
+    """Return the tree with a stored trajectory, from the prompt, in place of its trajectory number `row`.
 
-    Stored ones stand behind all others (`ScoredTree.replayed`). Segments that only that one holds go. Trees of the same
-    task have the same prompt; ValueError where not.
+    Stored trajectories come after all others (`ScoredTree.replayed`). Segments that only the replaced one holds are
+    removed. Trees of the same task have the same prompt; ValueError if they do not.
     """
     old = item.tree
-    if not np.array_equal(old.prompt_ids, kept.prompt.token_ids):
+    if not np.array_equal(old.prompt_ids, stored.prompt.token_ids):
         raise ValueError(f"the stored trajectory has another prompt than task {old.task_id}")
     leaves = old.leaves()
     rest = leaves[:row] + leaves[row + 1 :]
@@ -96,7 +94,7 @@ def replace_trajectory(item: ScoredTree, row: int, kept: StoredTrajectory) -> Sc
         segment = old.segments[index]
         places[index] = tree.append(places[segment.parent], segment)
     above = 0
-    for segment in kept.segments:
+    for segment in stored.segments:
         above = tree.append(above, segment)
     order = [*range(row), *range(row + 1, len(leaves))]
 
@@ -106,9 +104,9 @@ def replace_trajectory(item: ScoredTree, row: int, kept: StoredTrajectory) -> Sc
     return replace(
         item,
         tree=tree,
-        rewards=column(item.rewards, kept.reward),
-        accuracies=column(item.accuracies, kept.accuracy),
-        format_ok=column(item.format_ok, kept.format_ok).astype(bool),
+        rewards=column(item.rewards, stored.reward),
+        accuracies=column(item.accuracies, stored.accuracy),
+        format_ok=column(item.format_ok, stored.format_ok).astype(bool),
         replayed=item.replayed + 1,
         terms={name: column(values, np.nan) for name, values in item.terms.items()},
     )

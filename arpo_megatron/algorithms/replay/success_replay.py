@@ -19,30 +19,28 @@ Count = Annotated[int, Field(gt=0)]
 
 @dataclass(slots=True)
 class SuccessReplay:
-    """Keeps each task's last successes; a group without spread whose mean is low gets one in place of its last leaf.
+    """Keep each task's last successes; a group with low mean and no spread gets one in place of its last leaf.
 
-    GUI-ARPO (Agentic Replay Policy Optimization, arXiv 2505.16282). The authors' replayed samples count as sampled by
+    GUI-ARPO (Agentic Replay Policy Optimization, arXiv 2505.16282). The authors treat replayed samples as sampled by
     the present policy (ratio 1); here the stored sampling log-probs give them a truncated importance weight
-    (`algorithm.trajectory_weight_limit`). Of a task's successes the newest is replayed, which is the least stale.
-
-    Attributes:
-        replay_keep: successes kept of a task, the oldest go first.
-        replay_capacity: successes kept in all, likewise.
-        replay_std_below: a group wants a replay when the standard deviation of its rewards is below this,
-        replay_mean_below: and their mean below this.
-        success_above: a success is a trajectory whose accuracy exceeds this.
+    (`algorithm.trajectory_weight_limit`). The newest success of a task is replayed, because it is the least stale.
     """
 
     replay_keep: Count = 8
+    """Successes kept per task; the oldest are dropped first."""
     replay_capacity: Count = 1024
+    """Successes kept in total; the oldest are dropped first."""
     replay_std_below: float = 0.05
+    """A group gets a replay if the standard deviation of its rewards is below this."""
     replay_mean_below: float = 0.2
+    """A group gets a replay only if the mean of its rewards is below this."""
     success_above: float = 0.5
+    """A trajectory is a success if its accuracy exceeds this."""
     _kept: deque[tuple[str, StoredTrajectory]] = field(default_factory=deque, init=False)
     _ages: list[int] = field(default_factory=list, init=False)
 
     def mix(self, item: ScoredTree, step: int) -> ScoredTree:
-        """The group with a success in it, if it wants one and there is one of the same prompt."""
+        """Return the group, with a success of the same prompt in it if it needs one and one is stored."""
         kept = self._newest(item.task.id, item)
         wanted = len(item.rewards) > 0 and (
             float(np.std(item.rewards)) < self.replay_std_below
@@ -56,7 +54,7 @@ class SuccessReplay:
         return replace_trajectory(item, len(item.rewards) - 1, kept)
 
     def metrics(self) -> Mapping[str, float]:
-        """Trees mixed, what is stored, and the age of what was replayed."""
+        """Return counts of mixed trees and stored successes, and the ages of the replayed ones."""
         ages, self._ages = self._ages, []
         return {
             "replay/trees": len(ages),
@@ -65,11 +63,11 @@ class SuccessReplay:
         }
 
     def snapshot(self) -> Callable[[], bytes]:
-        """All successes, with the trees' own lossless form."""
+        """Capture all successes, in the lossless form of trees."""
         return partial(_packed, tuple(self._kept))
 
     def restore(self, state: bytes) -> None:
-        """Inverse of `snapshot`."""
+        """Restore what `snapshot` captured."""
         self._kept = deque(_unpacked(row) for row in msgspec.msgpack.decode(state))
 
     def _newest(self, task_id: str, item: ScoredTree) -> StoredTrajectory | None:

@@ -1,4 +1,4 @@
-"""Stored trees: taken from those of a step, and as the bytes of a checkpoint."""
+"""Helpers of buffers that store trees: what of a tree is stored, and its bytes in a checkpoint."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -12,10 +12,10 @@ from arpo_megatron.tasks.base import Task
 from arpo_megatron.tree import RolloutTree
 
 
-def stored(item: ScoredTree, rows: Sequence[int] | None = None) -> ScoredTree:
-    """The tree as it is replayed, or of it the trajectories of these rows (ascending) alone.
+def storable_tree(item: ScoredTree, rows: Sequence[int] | None = None) -> ScoredTree:
+    """Return the tree as it is replayed, or only its trajectories of these rows (ascending).
 
-    Expert routes are left out, because newer weights choose others, and so are the parts of rewards.
+    Expert routes are left out because newer weights choose others; so are the terms of rewards.
     """
     tree = item.tree
     leaves = tree.leaves()
@@ -31,8 +31,8 @@ def stored(item: ScoredTree, rows: Sequence[int] | None = None) -> ScoredTree:
     )
 
 
-def packed(items: Iterable[ScoredTree]) -> bytes:
-    """What `stored` gave, with the trees' own lossless form."""
+def pack_trees(items: Iterable[ScoredTree]) -> bytes:
+    """Encode stored trees, in the lossless form of trees."""
     return msgspec.msgpack.encode(
         [
             {
@@ -47,8 +47,8 @@ def packed(items: Iterable[ScoredTree]) -> bytes:
     )
 
 
-def unpacked(state: bytes) -> list[ScoredTree]:
-    """Inverse of `packed`."""
+def unpack_trees(state: bytes) -> list[ScoredTree]:
+    """Decode what `pack_trees` encoded."""
     rows: list[dict[str, Any]] = msgspec.msgpack.decode(state)
     return [
         ScoredTree(
@@ -68,7 +68,7 @@ def _task(row: Mapping[str, Any]) -> Task:
 
 
 def replay_metrics(kept: Iterable[ScoredTree], ages: Sequence[int]) -> dict[str, float]:
-    """`replay/...`: trees trained again (`ages` has one of each), trajectories that are stored, and those ages."""
+    """Return `replay/...`: the number of trees trained again (one age each), of stored trajectories, and those ages."""
     return {
         "replay/trees": len(ages),
         "replay/stored": sum(len(item.rewards) for item in kept),

@@ -1,1 +1,1 @@
-"""judge."""
+"""A model as a judge of answers: its prompts, a cache of its replies, and a report on its reliability."""

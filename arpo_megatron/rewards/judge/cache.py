@@ -1,4 +1,4 @@
-"""Replies of a judge in an SQLite file, by what was asked of which model."""
+"""A judge's replies in an SQLite file, keyed by model and question."""
 
 import hashlib
 import json
@@ -12,13 +12,13 @@ from arpo_megatron.rewards.judge.prompts import VERSION
 
 
 class Replies:
-    """A cache that several threads may use, and several processes too.
+    """A cache that may be used by several threads and processes.
 
     Args:
-        path: of the file, made with its folder where it is missing; None: nothing is kept.
+        path: the file, created with its directory if it is missing; None: nothing is kept.
 
     Raises:
-        UserError: the file is no such cache.
+        UserError: the file is not such a cache.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -32,15 +32,15 @@ class Replies:
             self._database.execute("PRAGMA journal_mode=WAL")
             self._database.execute("CREATE TABLE IF NOT EXISTS replies (key TEXT PRIMARY KEY, reply TEXT NOT NULL)")
         except sqlite3.DatabaseError as error:
-            raise UserError(f"{path} is no cache of a judge's replies ({error}): delete it") from None
+            raise UserError(f"{path} is not a cache of a judge's replies ({error}): delete it") from None
 
     @staticmethod
     def key(model: str, system: str, user: str) -> str:
-        """A digest of the model, the version of the prompts and all that is asked."""
+        """Return a digest of the model, the version of the prompts and the whole question."""
         return hashlib.sha256(json.dumps([VERSION, model, system, user]).encode()).hexdigest()
 
     def get(self, key: str) -> str | None:
-        """The reply, None where it was not asked before."""
+        """Return the reply, or None if the question was not asked before."""
         with self._lock:
             if self._database is None:
                 return None
@@ -48,13 +48,13 @@ class Replies:
         return None if row is None else str(row[0])
 
     def put(self, key: str, reply: str) -> None:
-        """Keep a reply; a full disk costs only this."""
+        """Store a reply; a full disk costs only this entry."""
         with self._lock, suppress(sqlite3.OperationalError):
             if self._database is not None:
                 self._database.execute("INSERT OR REPLACE INTO replies VALUES (?, ?)", (key, reply))
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         with self._lock:
             if self._database is not None:
                 self._database.close()

@@ -1,10 +1,11 @@
-"""A model as a judge, behind any server that speaks the OpenAI chat protocol.
+"""A model as a judge, behind any server with the OpenAI chat protocol.
 
-Replies are kept in an SQLite file, so that a resumed or repeated run asks nothing twice. A server that fails is asked
-again; when it stays away, whoever asks waits for it or goes on by the rules of the reward (`reward.judge.when_down`),
-and both are told and counted. No verdict ever becomes a 0 by itself.
+Replies are kept in an SQLite file, so a resumed or repeated run asks nothing twice. A failing server is asked again.
+While it is down, callers wait or fall back to the rules of the reward (`reward.judge.when_down`); both are logged and
+counted. A missing verdict never becomes a 0.
 
-All requests run in one thread with an event loop: there they can be given up at any moment, and so the process can end.
+All requests run in one thread with an event loop, where they can be cancelled at any moment so that the process can
+end.
 """
 
 import asyncio
@@ -28,13 +29,13 @@ if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
 COUNTERS = ("asked", "cached", "repeated", "unreadable", "fallbacks", "waited_s")
-"""Questions sent to the server; answered from the cache; sent again because it failed; answered without a verdict;
-left to the rules because it was down; seconds that questions waited for it, added up."""
+"""Questions sent to the server; answered from the cache; sent again after a failure; answered without a verdict; left
+to the rules because the server was down; seconds that questions waited for it, summed."""
 
-_DOWN_S = 30.0  # with `fallback`: how long a server that failed is left alone
+_DOWN_S = 30.0  # with `fallback`: pause before a server that failed is asked again
 _WAIT_S, _LONGEST_WAIT_S = 1.0, 30.0
-_REPEAT_S = 0.5  # before a reply that is none is asked for again, then twice as long: as the openai client does it
-_TELL_EVERY_S = 60.0
+_REPEAT_S = 0.5  # pause before the first repetition of an unreadable reply; doubles, as in the openai client
+_LOG_EVERY_S = 60.0
 _CHECK_EVERY_S = 0.5
 _CLOSE_S = 2.0
 
@@ -47,11 +48,11 @@ class Judge:
     """Asks for verdicts. May be used from several threads.
 
     Args:
-        config: the server, the model, and what to do without it.
-        cache: SQLite file of replies; None: none is kept.
-        waiting: what waits for a server that is down, for the line that says so; None: nothing does, it is an error.
-        log: takes a line for the user, now and then while the server is away.
-        check: is called every now and then by who waits for a verdict; raises to end that.
+        config: the server, the model, and what to do while it is down.
+        cache: SQLite file of replies; None: replies are not kept.
+        waiting: names what waits for a server that is down, for the log line; None: a server that is down is an error.
+        log: receives a line for the user, now and then while the server is down.
+        check: called regularly by threads that wait for a verdict; raises to stop the wait.
     """
 
     def __init__(
@@ -64,53 +65,58 @@ class Judge:
         check: Callable[[], None] = lambda: None,
     ) -> None:
         if config.url is None:
-            raise UserError("a judge is wanted: give reward.judge.url=http://HOST:PORT/v1 and reward.judge.model=NAME")
+            raise UserError(
+                "the reward needs a judge: give reward.judge.url=http://HOST:PORT/v1 and reward.judge.model=NAME"
+            )
         if not config.model:
             raise UserError("reward.judge.model is missing: name the model that reward.judge.url serves")
         self._config = config
         self._replies = Replies(cache)
         self._waiting, self._log, self._check = waiting, log, check
-        self._lock = threading.Lock()  # of what follows, up to the next comment
+        # Guarded by the lock.
+        self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._closed = False
-        # Of the loop's thread alone.
+        # Used by the loop's thread only.
         self._client: AsyncOpenAI | None = None
-        self._places = asyncio.Semaphore(config.concurrency)
-        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by question, while it is asked
-        self._down_until = self._told_at = 0.0
+        self._slots = asyncio.Semaphore(config.concurrency)
+        self._question_locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._down_until = self._logged_at = 0.0
 
     def ask(self, questions: Sequence[JudgeQuestion]) -> list[str | None]:
-        """A verdict for each question, in this order; None where there is none (counted): the caller has rules then.
+        """Return a verdict for each question, in this order; None (counted) if there is none and the caller's rules
+        decide.
 
         Raises:
-            UserError: the server refuses the key, or knows no such model or address; or it is down and nothing waits.
+            UserError: the server refuses the key or does not know the model or address; or it is down and `waiting` is
+                None.
         """
-        different = list(dict.fromkeys(questions))
-        said = self._submit(different)
-        if said is None:
+        unique = list(dict.fromkeys(questions))
+        answers = self._submit(unique)
+        if answers is None:
             return [None] * len(questions)
         try:
-            while not wait([said], _CHECK_EVERY_S).done:
+            while not wait([answers], _CHECK_EVERY_S).done:
                 self._check()
         except BaseException:
-            said.cancel()
+            answers.cancel()
             raise
         try:
-            found = dict(zip(different, said.result(), strict=True))
+            verdicts = dict(zip(unique, answers.result(), strict=True))
         except CancelledError:  # by `close`
             return [None] * len(questions)
-        return [found[question] for question in questions]
+        return [verdicts[question] for question in questions]
 
     def take_counts(self) -> dict[str, float]:
-        """The `COUNTERS` since the last call."""
+        """Return the `COUNTERS` since the last call."""
         with self._lock:
             counts, self._counts = self._counts, Counter()
         return {name: counts[name] for name in COUNTERS}
 
     def close(self) -> None:
-        """Ask nothing any more: requests under way are given up, and who waits for them gets no verdict."""
+        """Cancel requests in flight and refuse new ones; waiting callers get no verdict."""
         with self._lock:
             loop, self._loop, self._closed = self._loop, None, True
         if loop is not None and self._thread is not None:
@@ -119,13 +125,13 @@ class Judge:
         self._replies.close()
 
     def _submit(self, questions: Sequence[JudgeQuestion]) -> "Future[list[str | None]] | None":
-        """Have them answered by the loop, which the first call starts; None once the judge is closed."""
+        """Hand the questions to the loop, which the first call starts; None once the judge is closed."""
         with self._lock:
             if self._closed:
                 return None
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
-                # A daemon: a process that ends without `close` does not wait for the server either.
+                # A daemon, so that a process that ends without `close` does not wait for the server.
                 self._thread = threading.Thread(target=_run, args=(self._loop,), name="judge", daemon=True)
                 self._thread.start()
             return asyncio.run_coroutine_threadsafe(self._verdicts(questions), self._loop)
@@ -149,14 +155,14 @@ class Judge:
 
     async def _verdict(self, question: JudgeQuestion) -> str | None:
         key = self._replies.key(self._config.model, question.system, question.user)
-        # Whoever asks the same at the same time waits for the reply that the first one gets.
-        async with self._turns.setdefault(key, asyncio.Lock()):
+        # Callers with the same question wait for the reply to the first of them.
+        async with self._question_locks.setdefault(key, asyncio.Lock()):
             reply = self._replies.get(key)
             if reply is not None:
                 self._count("cached")
                 return read_verdict(reply, question)
-            async with self._places:
-                reply = await self._asked_until_answered(question)
+            async with self._slots:
+                reply = await self._ask_until_answered(question)
             if reply is None:
                 return None
             verdict = read_verdict(reply, question)
@@ -166,7 +172,7 @@ class Judge:
                 self._replies.put(key, reply)
             return verdict
 
-    async def _asked_until_answered(self, question: JudgeQuestion) -> str | None:
+    async def _ask_until_answered(self, question: JudgeQuestion) -> str | None:
         fallback, pause_s = self._config.when_down == "fallback", _WAIT_S
         while True:
             if fallback and time.monotonic() < self._down_until:
@@ -176,20 +182,20 @@ class Judge:
                 return await self._reply(question)
             except _DownError as error:
                 if fallback:
-                    self._say(f"{error}", "answers are scored by rule for now")
+                    self._log_down(f"{error}", "answers are scored by rule for now")
                     self._down_until = time.monotonic() + _DOWN_S
                     continue
                 if self._waiting is None:
                     raise UserError(
-                        f"the judge at {self._config.url} does not answer ({error}): is reward.judge.url right and its "
-                        "server up?"
+                        f"the judge at {self._config.url} does not answer ({error}): check reward.judge.url and that "
+                        "its server is running"
                     ) from None
-                self._say(f"{error}", f"{self._waiting} waits for it")
+                self._log_down(f"{error}", f"{self._waiting} waits for it")
             await self._sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_WAIT_S)
 
     async def _reply(self, question: JudgeQuestion) -> str:
-        """What the server says; what is no reply is asked for again as often as a failure is."""
+        """Return the server's reply; an unreadable reply is repeated as often as a failure."""
         from arpo_megatron.utils.chat_client import UnreadableReplyError
 
         self._count("asked")
@@ -207,11 +213,11 @@ class Judge:
     async def _reply_once(self, question: JudgeQuestion) -> str:
         import openai
 
-        from arpo_megatron.utils import chat_client as chat
+        from arpo_megatron.utils import chat_client
 
         try:
-            found = await chat.complete(
-                self._connected(),
+            found = await chat_client.complete(
+                self._connect(),
                 model=self._config.model,
                 messages=[
                     {"role": "system", "content": question.system},
@@ -221,22 +227,22 @@ class Judge:
                 max_tokens=self._config.max_tokens,
             )
         except openai.OpenAIError as error:
-            trouble = chat.Trouble.SERVER
+            trouble = chat_client.Trouble.SERVER
             if isinstance(error, openai.APIStatusError):
-                trouble = chat.trouble_of(error.status_code)
-                if trouble is chat.Trouble.ACCESS:
+                trouble = chat_client.trouble_of(error.status_code)
+                if trouble is chat_client.Trouble.ACCESS:
                     raise UserError(
                         f"the judge at {self._config.url} answers {error.status_code} for {self._config.model!r}: "
                         "check reward.judge.url, reward.judge.model and the key in $" + self._config.api_key_env
                     ) from None
-            if trouble is chat.Trouble.REQUEST:
-                return ""  # this question is beyond it (too long, say): no verdict, and the server is up
+            if trouble is chat_client.Trouble.REQUEST:
+                return ""  # the server is up but refuses this question (too long, for example): no verdict
             self._count("repeated", self._config.retries)
             raise _DownError(f"{type(error).__name__}: {error}") from None
         self._count("repeated", found.repeated)
         return found.text
 
-    def _connected(self) -> "AsyncOpenAI":
+    def _connect(self) -> "AsyncOpenAI":
         from arpo_megatron.utils.chat_client import connected
 
         if self._client is None:
@@ -254,11 +260,11 @@ class Judge:
         finally:
             self._count("waited_s", time.monotonic() - begun)
 
-    def _say(self, what: str, course: str) -> None:
+    def _log_down(self, reason: str, consequence: str) -> None:
         now = time.monotonic()
-        if not self._told_at or now - self._told_at >= _TELL_EVERY_S:
-            self._told_at = now
-            self._log(f"the judge at {self._config.url} is down ({what}): {course}")
+        if not self._logged_at or now - self._logged_at >= _LOG_EVERY_S:
+            self._logged_at = now
+            self._log(f"the judge at {self._config.url} is down ({reason}): {consequence}")
 
     def _count(self, name: str, amount: float = 1) -> None:
         with self._lock:
@@ -266,12 +272,11 @@ class Judge:
 
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:
-    """Until it is stopped."""
     loop.run_forever()
     loop.close()
 
 
 def read_verdict(reply: str, question: JudgeQuestion) -> str | None:
-    """The verdict of a reply: the word behind the question's code; None where there is none or there are several."""
+    """Return the verdict of a reply, the word after the question's code; None if there is none or several differ."""
     words = re.findall(rf"VERDICT\W+{question.code}\W+([A-Z]+)", reply)
     return words[0] if len(set(words)) == 1 and words[0] in question.verdicts else None

@@ -1,8 +1,8 @@
-"""What a model judge is asked, word by word. Another wording is another version: it is part of the cache's key.
+"""The questions to a model judge, word for word. Change `VERSION` with any wording: it is part of the cache's key.
 
-What is judged was written by a policy that is paid for the verdict, so it is hostile text. It stands between marks that
-carry a code, and a verdict counts only with that code. The code is a digest of all that is asked: who wrote an answer
-cannot have known it, so an answer that spells a verdict, or that a judge quotes, decides nothing.
+The judged text was written by a policy that is rewarded for the verdict, so it is hostile. It stands between marks with
+a code, and a verdict counts only with that code. The code is a digest of the whole question, which the author of an
+answer cannot know. So an answer that spells a verdict, or that a judge quotes, decides nothing.
 """
 
 import hashlib
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from arpo_megatron.tasks.base import Task
 
 VERSION = "1"
-"""Of all wordings below."""
+"""Version of all wordings below."""
 CORRECT, INCORRECT = "CORRECT", "INCORRECT"
 FLAWED, SOUND = "FLAWED", "SOUND"
 FIRST, SECOND, TIE = "FIRST", "SECOND", "TIE"
@@ -26,57 +26,54 @@ _RULES = (
 
 @dataclass(frozen=True, slots=True)
 class JudgeQuestion:
-    """One question to a judge.
-
-    Attributes:
-        system: who it is.
-        user: what it is asked.
-        code: without which no verdict counts.
-        verdicts: the words it may choose from.
-    """
+    """One question to a judge."""
 
     system: str
+    """System message."""
     user: str
+    """User message."""
     code: str
+    """Code without which no verdict counts."""
     verdicts: tuple[str, ...]
+    """Words that the judge may choose from."""
 
 
-def question_text(task: Task) -> str:
-    """What the user asks in a task, without the system prompt."""
+def user_question(task: Task) -> str:
+    """Return what the user asks in a task, without the system prompt."""
     asked = [message["content"] for message in task.messages if message["role"] == "user"]
     return asked[-1] if asked else task.prompt_text
 
 
-def same_answer(question: str, truth: str, answer: str) -> JudgeQuestion:
-    """Whether a short answer says the same as the expected one: CORRECT or INCORRECT."""
+def equivalence_question(question: str, truth: str, answer: str) -> JudgeQuestion:
+    """Ask whether a short answer means the same as the expected one: CORRECT or INCORRECT."""
     task = (
         "Decide whether the given answer is correct. It is when it means the same as the reference answer, in whatever "
         "words or notation; not when it is incomplete, contradicts the reference, or offers several answers."
     )
     parts = {"question": question, "reference answer": truth, "given answer": _cut(answer, _ANSWER_CHARACTERS)}
-    return _asked(task, parts, (CORRECT, INCORRECT))
+    return _question(task, parts, (CORRECT, INCORRECT))
 
 
-def flawed(question: str, truth: str, response: str) -> JudgeQuestion:
-    """Whether a solution with the right answer got there by wrong steps: FLAWED or SOUND."""
+def flaw_question(question: str, truth: str, response: str) -> JudgeQuestion:
+    """Ask whether a solution with the right answer got there by wrong steps: FLAWED or SOUND."""
     task = (
         "The solution below ends with the correct answer. Decide whether the way to it is sound. It is flawed when a "
         "step is wrong or unfounded, when the answer is guessed, or when results of tools contradict what is made of "
         "them."
     )
     parts = {"question": question, "reference answer": truth, "solution": _cut(response, _RESPONSE_CHARACTERS)}
-    return _asked(task, parts, (FLAWED, SOUND))
+    return _question(task, parts, (FLAWED, SOUND))
 
 
-def better(question: str, first: str, second: str) -> JudgeQuestion:
-    """Which of two solutions is better: FIRST, SECOND or TIE."""
+def preference_question(question: str, first: str, second: str) -> JudgeQuestion:
+    """Ask which of two solutions is better: FIRST, SECOND or TIE."""
     task = "Decide which of two solutions of the question is better: right before elegant, founded before confident."
     half = _RESPONSE_CHARACTERS // 2
     parts = {"question": question, "first solution": _cut(first, half), "second solution": _cut(second, half)}
-    return _asked(task, parts, (FIRST, SECOND, TIE))
+    return _question(task, parts, (FIRST, SECOND, TIE))
 
 
-def _asked(task: str, parts: dict[str, str], verdicts: tuple[str, ...]) -> JudgeQuestion:
+def _question(task: str, parts: dict[str, str], verdicts: tuple[str, ...]) -> JudgeQuestion:
     code = hashlib.sha256("\0".join([VERSION, task, *parts.values()]).encode(errors="replace")).hexdigest()[:8]
     marked = "\n\n".join(f"[begin {name} {code}]\n{text}\n[end {name} {code}]" for name, text in parts.items())
     choice = " or ".join(f"`VERDICT {code}: {word}`" for word in verdicts)
@@ -86,7 +83,7 @@ def _asked(task: str, parts: dict[str, str], verdicts: tuple[str, ...]) -> Judge
 
 
 def _cut(text: str, most: int) -> str:
-    """Without its middle where it is too long: a judge's context is bounded."""
+    """Return the text without its middle if it is too long: a judge's context is bounded."""
     if len(text) <= most:
         return text
     return f"{text[: most // 2]}\n[{len(text) - most} characters left out]\n{text[-(most // 2) :]}"

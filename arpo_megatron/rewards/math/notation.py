@@ -1,6 +1,6 @@
-"""How mathematical answers are written: one form for what never changes the meaning, before anything is computed.
+"""Notation of mathematical answers: one form for variants that never change the meaning, before anything is computed.
 
-Everything here is linear in the length of the text. What must be computed is `verify`'s.
+Everything here is linear in the length of the text. `verify` does the computing.
 """
 
 import re
@@ -30,7 +30,9 @@ _SYNONYMS = (
     ),
 )
 _ROOT = re.compile(r"(?<![²³⁴-⁹])√ ?(\d+(?:\.\d+)?|[a-zA-Z]|\([^()]*\)|(?=\{))")
-_DASH = re.compile(r"(?:^|(?<=[(\[{,=^]))\u2013(?=[\d.\\a-zA-Z(])")  # an en dash; between numbers it means "to"
+_DASH = re.compile(
+    r"(?:^|(?<=[(\[{,=^]))\u2013(?=[\d.\\a-zA-Z(])"
+)  # an en dash as minus; between numbers it means "to"
 _GROUPS_OF_THREE = re.compile(r"(?<![\d.])\d{1,3}(?:\\ \d{3})+(?!\d)")
 _THOUSANDS = re.compile(r"[+-]?\d{1,3}(,\d{3})+(\.\d*)?")
 _NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)(e[+-]?\d{1,3})?")
@@ -58,13 +60,14 @@ _UNIT_SPACE = re.compile(r"(?<=\d) (?=[a-z])")
 _BASE = re.compile(r"(-?[0-9A-Z]+)_\{?(\d+)\}?")
 
 
-def canonical(text: str, other_unit: Collection[str] = (), *, expected: bool = False) -> str:
-    """The text without white space, signs of money, sizes of brackets and fractions, and names of units and points.
+def canonicalise(text: str, other_unit: Collection[str] = (), *, expected: bool = False) -> str:
+    """Return the text without white space, currency signs, sizes of brackets and fractions, and names of units and
+    points.
 
     Args:
         text: an answer, or the expected one.
-        other_unit: the words of the other one's unit.
-        expected: whether this is the expected one.
+        other_unit: the words of the other answer's unit.
+        expected: whether this is the expected answer.
     """
     text = _INVISIBLE.sub("", text)
     for word, usual in _SYNONYMS:
@@ -78,7 +81,7 @@ def canonical(text: str, other_unit: Collection[str] = (), *, expected: bool = F
         text = whole[1].strip()
     if scaled := _SCALED.match(text):
         text = f"{Decimal(scaled[1]) * _SCALES[scaled[2]]:f}{text[scaled.end() :]}"
-    if _TRIGONOMETRY.search(text):  # the sine of 30 degrees is not that of 30; elsewhere degrees are a unit
+    if _TRIGONOMETRY.search(text):  # sin of 30 degrees is not sin of 30; elsewhere degrees are a unit
         text = _DEGREES.sub(r"{(\1\\cdot\\pi/180)}", text)
     text = _LOOSE_SPACE.sub("", without_unit(text, other_unit, expected=expected)).removesuffix(".")
     if mixed := _MIXED.fullmatch(text):
@@ -92,13 +95,15 @@ def canonical(text: str, other_unit: Collection[str] = (), *, expected: bool = F
     return text.replace(",", "") if _THOUSANDS.fullmatch(text) else text
 
 
-def certain(answer: str) -> bool:
-    """Whether a canonical text says all it means: no parser of LaTeX minds two numbers in a row, dots or bases."""
+def is_unambiguous(answer: str) -> bool:
+    """Whether a canonical text has one meaning: LaTeX parsers accept two numbers in a row, dots and bases without
+    error.
+    """
     return not _UNCERTAIN.search(answer)
 
 
-def settled(answer: str, truth: str) -> bool | None:
-    """Whether two canonical texts mean the same, as far as that needs no algebra; None: it does."""
+def compare_without_algebra(answer: str, truth: str) -> bool | None:
+    """Whether two canonical texts are equal, if that can be decided without algebra; None: it cannot."""
     if answer == truth or same_text(answer, truth):
         return bool(truth)
     if not answer:
@@ -114,16 +119,16 @@ def settled(answer: str, truth: str) -> bool | None:
 
 
 def same_text(answer: str, truth: str) -> bool:
-    """Whether two texts are one but for white space and \\text{}; blank ones are not."""
-    expected = _unwrapped(truth)
-    return bool(expected) and _unwrapped(answer) == expected
+    r"""Whether two texts are equal except for white space and \text{}; blank texts are not."""
+    expected = _unwrap(truth)
+    return bool(expected) and _unwrap(answer) == expected
 
 
 def _as_numbers(answer: str, truth: str) -> bool | None:
-    """Of two numbers, with a sign of per cent or without; None: they are something else.
+    """Compare two numbers, with or without a per cent sign; None if one of them is not a number.
 
-    50% is 0.5, and 50 as well, because what is expected of "what percent" is written with and without the sign. Below
-    1% only a hundredth is meant: 0.35% is not 0.35.
+    50% is 0.5, and also 50, because answers to "what percent" are written with and without the sign. Below 1% only a
+    hundredth is accepted: 0.35% is not 0.35.
     """
     signs = [_PERCENT.fullmatch(text) for text in (answer, truth)]
     shares = [Decimal(sign[1]) for sign in signs if sign]
@@ -131,21 +136,21 @@ def _as_numbers(answer: str, truth: str) -> bool | None:
     if len(shares) + len(plain) < 2:
         return None
     if len(plain) == 2:
-        return near(plain[0], plain[1])
+        return nearly_equal(plain[0], plain[1])
     if len(shares) == 2:
         return shares[0] == shares[1]
     return plain[0] == shares[0] / 100 or (plain[0] == shares[0] and abs(plain[0]) >= 1)
 
 
-def near(given: Decimal, expected: Decimal) -> bool:
-    """Equal, or rounded to no less than six decimals, of which four digits are not zero."""
+def nearly_equal(given: Decimal, expected: Decimal) -> bool:
+    """Whether both are equal, or one is rounded to at least six decimals with four significant digits."""
     if given == given.to_integral_value() and expected == expected.to_integral_value():
         return given == expected
     return abs(given - expected) <= min(Decimal("5e-7"), abs(expected) / 10**4)
 
 
 def _fraction(repeating: re.Match[str]) -> str:
-    """0.1666..., written 0.1\\overline{6}, is 15/90."""
+    r"""0.1666..., written 0.1\overline{6}, is 15/90."""
     whole, first, period = repeating.groups()
     value = Fraction(
         int(f"{whole}{first}{period}") - int(f"0{whole}{first}"), (10 ** len(period) - 1) * 10 ** len(first)
@@ -153,16 +158,16 @@ def _fraction(repeating: re.Match[str]) -> str:
     return f"\\frac{{{value.numerator}}}{{{value.denominator}}}"
 
 
-def _unwrapped(text: str) -> str:
-    """Without \\text{} and its like around words."""
+def _unwrap(text: str) -> str:
+    r"""Remove \text{} and similar wrappers around words."""
     plain = _LOOSE_SPACE.sub("", " ".join(_WRAPPER.sub(r"\1", text).split())).removesuffix(".")
     return _UNIT_SPACE.sub("", plain)
 
 
 def _brackets_agree(answer: str, truth: str) -> bool:
-    """False where one is a set and the other an interval or point, or intervals have other ends.
+    """Return False if one is a set and the other an interval or point, or if intervals have different ends.
 
-    Only whole answers without brackets inside are compared, and where both have brackets: a list may be written
+    Only whole answers without inner brackets are compared, and only if both have brackets: a list may be written
     without. A vector of more than two numbers may be in round or square ones.
     """
     given, expected = _brackets(answer), _brackets(truth)

@@ -1,8 +1,8 @@
-"""What unit an answer names, so that 12 minutes are not 12 hours.
+"""The unit that an answer names, so that 12 minutes are not 12 hours.
 
-Names are compared, nothing is converted: 60 minutes are not 1 hour. Where only one side names a unit there is nothing
-to compare, because the expected texts of the benchmarks often leave it out. A word is a unit only where it looks like
-one, for 3 halves, 3 doubled or 3 mod seven are not 3.
+Names are compared, nothing is converted: 60 minutes are not 1 hour. If only one side names a unit there is nothing to
+compare, because the expected texts of the benchmarks often leave it out. A word counts as a unit only if it looks like
+one: 3 halves, 3 doubled and 3 mod seven are not 3.
 """
 
 import re
@@ -49,17 +49,18 @@ _MEASURES = {
     )
     for name in names.split()
 }
-"""The ways to write a measure, in the singular -> its name here."""
+"""Spellings of a measure, in the singular -> its name here."""
 _SYMBOLS = frozenset(("N", "J", "W", "V", "K", "Hz", "Pa", "kW", "mol"))
-"""Units where they are set in \\text{}; elsewhere they are variables."""
+r"""Units if they are set in \text{}; elsewhere they are variables."""
 _COUNTED = {"unit"}
 """Words that only say that there is a unit."""
 NO_UNIT = frozenset(("and", "or", "to", "times", "over", "pi", "sqrt", "half", "dozen", "sin", "cos", "tan", "log"))
+"""Words that are no unit after a number."""
 NO_UNIT |= {"hundred", "thousand", "million", "billion", "trillion", "plus", "minus", "more", "less", "than"}
 NO_UNIT |= {"is", "are", "was", "not", "no", "wrong", "if", "but", "except", "without", "versus", "vs"}
 NO_UNIT |= {"squared", "cubed", "doubled", "tripled", "halved", "factorial"}
 NO_UNIT |= {"mod", "modulo", "choose", "point", "power"}
-"""Words that make what stands behind a number something else than a unit."""
+"""Words that are not a unit after a number."""
 _NUMERAL = re.compile(
     r"(?:zero|one|two|three|four|five|six|seven|eight?|nine?|ten|eleven|twelve|twelf|\w{3,5}teen|\w{3,5}t(?:y|ie)|dozen"
     r"|hundred|thousand|\w{1,6}illion|half|halve|third|quarter|fif|hal)(?:e?s|th|ths|fold)?"
@@ -68,9 +69,9 @@ _PEOPLE_AND_SHEEP = frozenset(("people", "children", "men", "women", "feet", "te
 
 
 def same_unit(given: list[str], expected: list[str]) -> bool:
-    """False where both sides name a unit (`unit_of`), and not the same.
+    """Return False if both sides name a unit (`unit_of`), and not the same one.
 
-    Measures and their powers must agree in order; of other words one side may say more ("apples", "red apples").
+    Measures and their powers must agree in order. Of other words one side may have more ("apples", "red apples").
     """
     if not given or not expected:
         return True
@@ -79,7 +80,7 @@ def same_unit(given: list[str], expected: list[str]) -> bool:
 
 
 def unit_of(text: str) -> list[str]:
-    """The words of the unit behind a value, in one form for all ways to write them; none where there is no unit."""
+    """Return the words of the unit after a value, in one form for all spellings; empty without a unit."""
     if not _ANY.search(text):
         return []
     sign = text.strip().lstrip("+-")[:1]
@@ -103,12 +104,12 @@ def unit_of(text: str) -> list[str]:
 
 
 def without_unit(text: str, named: Collection[str], *, expected: bool) -> str:
-    """A value without the unit behind it; the text itself where what stands there is not certain to be a unit.
+    """Return a value without its unit, or the text itself if it is not certain that it ends with a unit.
 
     Args:
         text: with single spaces.
-        named: the words of the other side's unit, which are units here too.
-        expected: this is the expected answer, where whatever is not known to be something else is a unit.
+        named: the words of the other side's unit, which count as units here, too.
+        expected: this is the expected answer, in which any word not known to be something else is a unit.
     """
     if text[-1:].isdecimal() and "^" not in text:
         return text
@@ -134,7 +135,9 @@ def without_unit(text: str, named: Collection[str], *, expected: bool) -> str:
 
 
 def _is_unit(text: str, named: Collection[str], *, likely: bool) -> bool:
-    """A known measure, something in the plural, or what the other side says; where one is likely, any longer word."""
+    """Whether this is a known measure, a plural, or a word of the other side; if a unit is likely, also any longer
+    word.
+    """
     written, words = re.findall("[a-z]+", text), _words(text)
     if any(map(_no_unit, written)) or not words:
         return False
@@ -153,7 +156,7 @@ def _no_unit(word: str) -> bool:
 
 
 def _in_powers(text: str) -> str:
-    """Meters squared are m^2; 3 squared is left."""
+    """Write meters squared as m^2; leave 3 squared."""
     for word, power in _TO_THE_POWER:
         if text.endswith(f" {word}") and text[-len(word) - 2].isalpha():
             text = text.removesuffix(f" {word}") + power
@@ -165,7 +168,7 @@ def _words(text: str) -> list[str]:
 
 
 def _read(text: str) -> Iterator[str]:
-    """Words in the singular, abbreviations written out, powers before what they belong to."""
+    """Yield words in the singular, abbreviations written out, powers before the words they belong to."""
     for found in _NAMES.finditer(text.replace("mph", "miles per hour")):
         word, power, slash = found.groups()
         if slash:

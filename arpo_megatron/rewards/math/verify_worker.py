@@ -1,8 +1,8 @@
 """The process that runs math-verify: `python -m arpo_megatron.rewards.math.verify_worker FD`.
 
-Reads [answer, truth, seconds] from the connection at file descriptor FD, answers "equal", "different" or "undecided",
-and ends when the other side closes. A question that takes more seconds of CPU time ends the process: the default action
-of SIGPROF needs no Python. (CPU time, so that a busy machine changes no verdict.)
+It reads [answer, truth, seconds] from the connection at file descriptor FD, answers "equal", "different" or
+"undecided", and ends when the other side closes. A question that takes more seconds of CPU time ends the process: the
+default action of SIGPROF needs no Python. The limit is CPU time, so that a busy machine changes no verdict.
 """
 
 import json
@@ -34,46 +34,46 @@ def main(fd: int) -> None:
         except EOFError:
             return
         signal.setitimer(signal.ITIMER_PROF, timeout_s)
-        found = _compared(answer, truth)
+        found = _compare(answer, truth)
         signal.setitimer(signal.ITIMER_PROF, 0.0)
         connection.send_bytes(json.dumps(found).encode())
 
 
-def _compared(answer: str, truth: str) -> str:
+def _compare(answer: str, truth: str) -> str:
     try:
-        expected, given = _parsed(truth), _parsed(answer)
+        expected, given = _parse(truth), _parse(answer)
         if not _consistent(given, answer):
             return "different"
         if _verified(expected, given):
             return "equal"
-        if (again := (_school(expected), _school(given))) != (expected, given) and _verified(*again):
+        if (again := (_school_notation(expected), _school_notation(given))) != (expected, given) and _verified(*again):
             return "equal"
     except MemoryError:
         return "undecided"
-    except Exception:  # sympy raises anything on odd input, recursion included: not an answer that can be read
+    except Exception:  # sympy raises anything on odd input, recursion included: the answer cannot be read
         return "different"
     return "different"
 
 
-def _parsed(text: str) -> Any:
-    """The whole text, or an error.
+def _parse(text: str) -> Any:
+    r"""Parse the whole text; raise an error if that fails.
 
-    `math_verify.parse` looks for a text that it can read: of `5 \\lor 6` it takes 6, and it drops words as units.
+    `math_verify.parse` searches for a part that it can read: from `5 \lor 6` it takes 6, and it drops words as units.
     """
     from math_verify.grader import should_treat_as_complex
     from math_verify.parser import NormalizationConfig, latex2sympy, normalize_latex
 
     plain = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none")
-    either = bool(_OR.search(text))  # normalized it is a comma
+    is_union = bool(_OR.search(text))  # normalization turns "or" into a comma
     text = normalize_latex(text, config=plain)
     parsed = latex2sympy(
         text, is_real=not should_treat_as_complex(text), convert_degrees=False, normalization_config=None
     )
-    return _either(parsed) if either else parsed
+    return _union(parsed) if is_union else parsed
 
 
-def _either(parsed: Any) -> Any:
-    """x < 1 or x > 2 is a union of intervals."""
+def _union(parsed: Any) -> Any:
+    """Return x < 1 or x > 2 as a union of intervals."""
     import sympy
     from math_verify.grader import is_equation, is_relation
 
@@ -83,9 +83,11 @@ def _either(parsed: Any) -> Any:
 
 
 def _consistent(given: Any, answer: str) -> bool:
-    """False for 7 = 6 and 5 \\approx 6: of a chain math-verify compares one end, so the numbers in it must be the same.
+    r"""Return False for 7 = 6 and 5 \approx 6: math-verify compares one end of a chain, so the numbers in it must be
+    equal.
 
-    What is approximated is compared; a number behind the sign must be that, at most one off in its last digit.
+    The approximated side is compared. A number after the sign must equal it, with an error of at most one in its last
+    digit.
     """
     import sympy
     from math_verify.grader import sympy_expr_eq
@@ -98,9 +100,9 @@ def _consistent(given: Any, answer: str) -> bool:
             return False
     values = [part.split("=") for part in answer.split("\\approx")]
     for exact, rounded in pairwise(values):
-        value = _parsed(exact[-1])
+        value = _parse(exact[-1])
         if value.free_symbols and len(values) == 2:
-            continue  # a name
+            continue  # x \approx 5 names the value
         decimals = _DECIMAL.fullmatch(rounded[0].strip())
         if not decimals or abs(value.evalf() - sympy.Float(decimals[0])) >= 10.0 ** -len(decimals[1] or ""):
             return False
@@ -112,13 +114,13 @@ def _verified(expected: Any, given: Any) -> bool:
     from sympy.logic.boolalg import Boolean
 
     if verify(expected, given, timeout_seconds=None):
-        return _of_one_size(expected, given)
-    # math-verify reads an inequality as the interval it describes only where it is what is expected.
+        return _same_magnitude(expected, given)
+    # math-verify reads an inequality as an interval only on the expected side.
     return isinstance(given, Boolean) and bool(verify(given, expected, timeout_seconds=None))
 
 
-def _of_one_size(expected: Any, given: Any) -> bool:
-    """False for small numbers that are the same only because math-verify rounds to six decimals."""
+def _same_magnitude(expected: Any, given: Any) -> bool:
+    """Return False for small numbers that are equal only because math-verify rounds to six decimals."""
     import sympy
 
     if not all(isinstance(part, sympy.Expr) and not part.free_symbols for part in (expected, given)):
@@ -129,8 +131,8 @@ def _of_one_size(expected: Any, given: Any) -> bool:
     return not abs(small) < 1e-2 or bool(abs(small - other) <= 1e-4 * abs(small))
 
 
-def _school(parsed: Any) -> Any:
-    """What was parsed, with i as the imaginary unit and odd roots of negative numbers as the real ones."""
+def _school_notation(parsed: Any) -> Any:
+    """Return the expression with i as the imaginary unit and odd roots of negative numbers as the real ones."""
     import sympy
 
     def real_root(power: Any) -> Any:

@@ -1,1 +1,1 @@
-"""What may be added to a reward: one file a method or kind of measure; each gives a number per trajectory."""
+"""Terms that may be added to a reward: a value per trajectory, one file per method."""

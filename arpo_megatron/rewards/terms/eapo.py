@@ -1,4 +1,4 @@
-"""EAPO: a right answer is worth less the more rounds it took."""
+"""EAPO: a right answer earns less the more rounds it took."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,11 +9,11 @@ from arpo_megatron.rewards.base import ResponseGroup, Score
 
 @dataclass(frozen=True, slots=True)
 class GeometricDiscount:
-    """accuracy * (discount^(T-1) - 1), so that with weight 1 the accuracy counts discount^(T-1) times.
+    """accuracy * (discount^(T-1) - 1), so with weight 1 the accuracy counts discount^(T-1) times.
 
-    EAPO (IterResearch, arXiv 2511.07327, eq. 3). T is the number of rounds, tool calls and the answer. The paper
-    rewards round t of T with discount^(T-t) * R; this is its first round's reward, for the whole trajectory. (A reward
-    by round is an advantage estimator's business.)
+    EAPO (IterResearch, arXiv 2511.07327, eq. 3). T is the number of rounds: tool calls plus the answer. The paper
+    rewards round t of T with discount^(T-t) * R; this is the reward of its first round, for the whole trajectory. (A
+    reward per round would be an advantage estimator.)
     """
 
     needs_judge: ClassVar[bool] = False
@@ -24,7 +24,7 @@ class GeometricDiscount:
             raise ValueError(f"discount must be above 0 and at most 1, not {self.discount}")
 
     def values(self, group: ResponseGroup, scores: Sequence[Score]) -> list[float]:
-        """One for each response."""
+        """Return a value for each response."""
         return [
             score.accuracy * (self.discount**response.calls - 1.0)
             for score, response in zip(scores, group.responses, strict=True)

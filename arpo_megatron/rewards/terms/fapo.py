@@ -5,30 +5,29 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from arpo_megatron.rewards.base import ResponseGroup, Score
-from arpo_megatron.rewards.judge.prompts import FLAWED, flawed, question_text
+from arpo_megatron.rewards.judge.prompts import FLAWED, flaw_question, user_question
 
 
 @dataclass(frozen=True, slots=True)
 class FlawedPositive:
-    """-1 where the answer is right and a judge calls the way to it flawed, else 0.
+    """-1 if the answer is right and a judge calls the way to it flawed, else 0.
 
     FAPO (arXiv 2510.22543, eq. 8). The paper subtracts lambda = 1 from rewards of 1 and -1, which puts a flawed right
-    answer half-way between right and wrong: with rewards of 1 and 0 that is weight 0.5. The delay needs no schedule:
-    normalised in its group such an answer still beats wrong ones while they are the most, and loses to sound ones once
-    those are. Without all verdicts of a group (the judge is down) the term leaves that group out: it is 0 for all of
-    it.
+    answer half-way between right and wrong. With rewards of 1 and 0 that is weight 0.5. The delay needs no schedule:
+    normalised in its group such an answer beats wrong ones while they are the majority, and loses to sound ones once
+    those are. If a verdict of a group is missing because the judge is down, the term is 0 for the whole group.
     """
 
     needs_judge: ClassVar[bool] = True
 
     def values(self, group: ResponseGroup, scores: Sequence[Score]) -> list[float]:
-        """One for each response."""
+        """Return a value for each response."""
         assert group.judge is not None
-        question, truth = question_text(group.task), group.task.ground_truth
+        question, truth = user_question(group.task), group.task.ground_truth
         right = [index for index, score in enumerate(scores) if score.accuracy > 0.5]
-        said = group.judge.ask([flawed(question, truth, group.responses[index].text) for index in right])
+        verdicts = group.judge.ask([flaw_question(question, truth, group.responses[index].text) for index in right])
         values = [0.0] * len(scores)
-        if None not in said:
-            for index, verdict in zip(right, said, strict=True):
+        if None not in verdicts:
+            for index, verdict in zip(right, verdicts, strict=True):
                 values[index] = -float(verdict == FLAWED)
         return values

@@ -1,4 +1,4 @@
-"""SPEAR: tool calls are rewarded for their own sake, less and less."""
+"""SPEAR: a bonus for tool calls that fades during training."""
 
 import math
 from collections.abc import Sequence
@@ -12,21 +12,19 @@ from arpo_megatron.rewards.base import ResponseGroup, Score
 class FadingToolBonus:
     """min(1, 0.1 * calls) * (1 + cos(pi * t / T)) / 2 in step t, and 0 from step T on.
 
-    SPEAR (arXiv 2509.22601v4, eq. 6 and 14, as public notes on it number them). As in its released code
-    (retool/recipe/retool/reward.py, `cosine`), where right answers earn 1 and wrong ones -1.
-
-    Attributes:
-        fade_steps: T.
+    SPEAR (arXiv 2509.22601v4, eq. 6 and 14 by public notes), as in its released code (retool/recipe/retool/reward.py,
+    `cosine`), where right answers earn 1 and wrong ones -1.
     """
 
     needs_judge: ClassVar[bool] = False
     fade_steps: int = 200
+    """T."""
 
     def __post_init__(self) -> None:
         if self.fade_steps < 1:
             raise ValueError(f"fade_steps must be positive, not {self.fade_steps}")
 
     def values(self, group: ResponseGroup, scores: Sequence[Score]) -> list[float]:
-        """One for each response."""
+        """Return a value for each response."""
         left = (1.0 + math.cos(math.pi * min(1.0, group.step / self.fade_steps))) / 2.0
         return [min(1.0, 0.1 * response.calls) * left for response in group.responses]

@@ -1,4 +1,4 @@
-"""SPO: the share of a group that one beats."""
+"""SPO: the share of its group that a trajectory beats."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,32 +6,32 @@ from itertools import permutations
 from typing import ClassVar
 
 from arpo_megatron.rewards.base import ResponseGroup, Score
-from arpo_megatron.rewards.judge.prompts import FIRST, SECOND, better, question_text
+from arpo_megatron.rewards.judge.prompts import FIRST, SECOND, preference_question, user_question
 
 _WON = {FIRST: (1.0, 0.0), SECOND: (0.0, 1.0)}
 
 
 @dataclass(frozen=True, slots=True)
 class ShareOfWins:
-    """Mean over the group's other trajectories of 1 where a judge prefers this one, 0 the other, 1/2 neither.
+    """Mean over the group's other trajectories of 1 if a judge prefers this one, 0 if the other, 1/2 if neither.
 
     SPO (self-play preference optimization, arXiv 2401.04056, algorithm 2). Every pair is asked about in both orders,
-    against the judge's liking for the first: G * (G - 1) questions a group. Without all verdicts of a group (the judge
-    is down) the term leaves that group out: it is 0 for all of it.
+    because judges favour the first: G * (G - 1) questions per group. If a verdict of a group is missing because the
+    judge is down, the term is 0 for the whole group.
     """
 
     needs_judge: ClassVar[bool] = True
 
     def values(self, group: ResponseGroup, scores: Sequence[Score]) -> list[float]:
-        """One for each response."""
+        """Return a value for each response."""
         assert group.judge is not None
-        question, texts = question_text(group.task), [response.text for response in group.responses]
+        question, texts = user_question(group.task), [response.text for response in group.responses]
         wins, count = [0.0] * len(texts), len(texts)
         pairs = [(i, j) for i, j in permutations(range(count), 2) if texts[i] != texts[j]]
-        said = group.judge.ask([better(question, texts[i], texts[j]) for i, j in pairs])
-        if count < 2 or None in said:
+        verdicts = group.judge.ask([preference_question(question, texts[i], texts[j]) for i, j in pairs])
+        if count < 2 or None in verdicts:
             return wins
-        for (i, j), verdict in zip(pairs, said, strict=True):
+        for (i, j), verdict in zip(pairs, verdicts, strict=True):
             first, second = _WON.get(str(verdict), (0.5, 0.5))
             wins[i] += first / 2
             wins[j] += second / 2
