@@ -1,22 +1,21 @@
-"""What is measured on a GPU machine is tried here: everything up to the first use of a GPU, and the whole on a CPU."""
+"""GPU measurements, run on a CPU with tiny models; those that start engines or a job are campaigns."""
 
-import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import requests
-import torch
+from typer.testing import CliRunner
 
-from arpo_megatron.bench.gpu.exact import Exactness, exact_parts
-from arpo_megatron.bench.gpu.journal import Part, run_parts
-from arpo_megatron.bench.gpu.push import Pushes, push_parts
-from arpo_megatron.bench.gpu.random_engines import Kind, RandomEngines, step_bytes, write_directory
-from arpo_megatron.bench.gpu.rollout import Load, Rollouts, rollout_parts
-from arpo_megatron.bench.gpu.update import QWEN3_4B, Bench, update_parts
+from arpo_megatron.bench.gpu.exact import ExactBench, exact_measurements
+from arpo_megatron.bench.gpu.measure import run_all
+from arpo_megatron.bench.gpu.push import PushBench, push_measurements
+from arpo_megatron.bench.gpu.random_engines import EngineKind, RandomEngines, step_bytes, write_directory
+from arpo_megatron.bench.gpu.rollout import Load, RolloutBench, rollout_measurements
+from arpo_megatron.bench.gpu.step import StepBench
+from arpo_megatron.bench.gpu.update import QWEN3_4B, UpdateBench, update_measurements
 from arpo_megatron.bench.tool_calling_model import sums
+from arpo_megatron.cli.bench_gpu import app
 from arpo_megatron.config import AlgorithmConfig, EngineConfig, ModelConfig
 from arpo_megatron.models.known import KNOWN_MODELS
 from arpo_megatron.models.spec import ModelSpec
@@ -26,92 +25,71 @@ TINY = replace(QWEN3_4B, layers=1, hidden=32, heads=2, kv_heads=1, head_dim=16, 
 SIZES = EngineConfig(max_running_requests=16, max_total_tokens=16384, memory_fraction=0.1)
 
 
-DRY_RUNS = """
-import sys
-from typer.testing import CliRunner
-from arpo_megatron.cli.bench_gpu import app
+def test_failed_measurement_is_a_result_and_costs_no_other() -> None:
+    def fail() -> dict[str, int]:
+        raise RuntimeError("out of memory\nand a trace")
 
-for command in sys.argv[2:]:
-    done = CliRunner().invoke(app, [command, "--dry", "--out", sys.argv[1]], catch_exceptions=False)
-    print(done.stdout.splitlines()[-1])
-"""
-COMMANDS = ["demo", "exact", "update", "rollout", "push", "step", "largest", "profile"]
+    results = run_all({"a": fail, "b": lambda: {"figure": 1}})
+    assert results["a"]["error"] == "RuntimeError: out of memory"
+    assert results["b"]["figure"] == 1
 
 
-def test_a_dry_run_builds_every_part_and_records_nothing(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", DRY_RUNS, tmp_path, *COMMANDS], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    answers = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(answers) == len(COMMANDS)
-    for answer in answers:
-        assert answer["dry"]
-        assert not answer.get("failed"), answer
-        assert not answer.get("left"), answer
-    assert not list(tmp_path.glob("*.jsonl"))
-
-
-def test_a_part_is_run_once_and_one_that_failed_again(tmp_path: Path) -> None:
-    runs: list[str] = []
-
-    def part(name: str, fails: bool = False) -> Part:
-        def measure() -> dict[str, int]:
-            runs.append(name)
-            if fails:
-                raise RuntimeError("out of memory\nand a trace")
-            return {"figure": 1}
-
-        return Part(name, lambda: measure)
-
-    parts = [part("a"), part("b", fails=True), part("c")]
-    first = run_parts("item", parts, tmp_path, minutes=1)
-    assert first["failed"] == ["b"]
-    assert first["parts"]["b"]["error"] == "RuntimeError: out of memory"
-    with (tmp_path / "item.jsonl").open("a") as journal:
-        journal.write('{"part": "cut sh')  # killed while it wrote
-    second = run_parts("item", parts, tmp_path, minutes=1)
-    assert runs == ["a", "b", "c", "b"]
-    assert second["parts"]["a"] == first["parts"]["a"]
-    assert run_parts("item", [part("d")], tmp_path, minutes=0)["left"] == ["d"]
-    run_parts("item", parts, tmp_path, minutes=1, fresh=True)
-    assert runs == ["a", "b", "c", "b", "a", "b", "c"]
+def test_commands_are_those_of_the_docs() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "gpu.md").read_text()
+    help_text = CliRunner().invoke(app, ["--help"]).stdout
+    for command in ("exact", "kernels", "update", "rollout", "push", "step"):
+        assert f"arpo bench gpu {command}" in page
+        assert command in help_text
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_the_measuring_code_runs_on_a_cpu_with_a_tiny_model(tmp_path: Path) -> None:
+def test_exactness_and_update_speed_are_measured_on_a_tiny_model(tmp_path: Path) -> None:
     tiny = ModelConfig(hidden_size=64, layers=1, heads=4, kv_heads=2, ffn_size=64, max_length=4096)
-    parts = [p for p in exact_parts(Exactness(tmp_path, model=tiny, requests=4, tokens=16)) if p.name == "model none"]
-    found = run_parts("exact", parts, tmp_path, minutes=5)["parts"]["model none"]
+    found = exact_measurements(ExactBench(tmp_path, model=tiny))["model none"]()
     assert found["ratio_before_update"] == 1.0
     assert 0 < found["gap_to_float32"]["max"] < 0.2
-    bench = Bench(spec=TINY, dtype="float32", repeats=1)
-    parts = [p for p in update_parts(bench) if p.name == "none reasoning 8192"]
-    found = run_parts("update", parts, tmp_path, minutes=5)["parts"]["none reasoning 8192"]
+    bench = UpdateBench(spec=TINY, dtype="float32", repeats=1)
+    found = update_measurements(bench)["bfloat16 reasoning"]()
     assert found["tree"]["tokens"] < found["flat"]["tokens"]
     assert found["tree"]["tflops"] > 0
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU they are measured")
-def test_what_a_cpu_cannot_do_is_an_error_of_its_part_alone(tmp_path: Path) -> None:
-    parts = [p for p in exact_parts(Exactness(tmp_path)) if p.name == "attention bfloat16"]
-    assert "error" in run_parts("exact", parts, tmp_path, minutes=5)["parts"]["attention bfloat16"]
+@pytest.mark.parametrize("name", ["Qwen/Qwen3-4B", "Qwen/Qwen2.5-7B-Instruct"])
+def test_written_directory_has_the_spec_and_a_word_for_every_token(name: str, tmp_path: Path) -> None:
+    spec = KNOWN_MODELS[name]
+    write_directory(tmp_path, spec, "bfloat16", sums(4))
+    assert ModelSpec.from_hf(tmp_path) == spec
+    assert TokenizerCodec(tmp_path).vocabulary_size == spec.vocabulary
+
+
+def test_decoding_step_reads_all_weights_once_and_keys_and_values_per_request() -> None:
+    spec = KNOWN_MODELS["Qwen/Qwen3-8B"]
+    embedding = 151936 * 4096
+    weights = step_bytes(spec, requests=1, context=0, value=2, product=2)
+    assert weights == 2 * (8_190_735_360 - embedding)  # the model card: 8.19 billion parameters
+    one = step_bytes(spec, requests=1, context=1, value=2, product=2) - weights
+    assert one == 147456
+    assert step_bytes(spec, requests=3, context=5, value=2, product=2) == weights + 15 * one
+    assert step_bytes(spec, requests=1, context=0, value=2, product=1) == weights - 36 * (
+        4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 12288
+    )
 
 
 @pytest.mark.slow_campaign
-def test_decoding_and_trees_are_measured_on_a_real_engine_of_a_tiny_shape(tmp_path: Path) -> None:
+def test_decoding_and_trees_are_measured_on_a_real_engine(tmp_path: Path) -> None:
     with RandomEngines(tmp_path, "float32", SIZES) as engines:
         algorithm = AlgorithmConfig(group_size=4, initial_rollouts=2, entropy_tokens=4)
-        what = Rollouts(engines, {"tiny": TINY}, [Load(2, 8)], (2, 6), 1, algorithm, tasks=2, tool_s=0.01)
-        decode, trees, _ = rollout_parts(what)
-        found = run_parts("rollout", [decode], tmp_path, minutes=5)["parts"][decode.name]
-        assert "error" not in found
+        bench = RolloutBench(engines, {"tiny": TINY}, [Load(2, 8)], (2, 6), 1, algorithm, tasks=2, tool_s=0.01)
+        measurements = rollout_measurements(bench)
+        found = measurements["decode tiny"]()
         figures = found["2 requests, prompts of 8"]
         assert figures["tokens_per_s"] > 0
         assert figures["floor_ms"] < figures["step_ms"]
         assert len(found["startup_s"]) == len(figures["entropy_costs"]) + 1 == 2
-        with_it, without = engines.only(Kind(TINY), Kind(TINY, entropy=False))
+        with_it, without = engines.only(EngineKind(TINY), EngineKind(TINY, entropy=False))
         assert "entropy" in _sample(with_it.url)
         assert "entropy" not in _sample(without.url)
-        found = run_parts("rollout", [trees], tmp_path, minutes=5)["parts"][trees.name]
+        found = measurements["trees tiny"]()
         assert not without.alive()
         assert (found["trees"], found["failed"], found["trajectories"]) == (2, 0, 8)
         assert found["prefill_over_unique"] <= 1.05
@@ -125,14 +103,12 @@ def _sample(url: str) -> dict[str, object]:
 
 @pytest.mark.slow_campaign
 @pytest.mark.usefixtures("one_rank")
-def test_pushes_and_lent_memory_are_measured_on_a_real_engine_of_a_tiny_shape(tmp_path: Path) -> None:
+def test_pushes_and_lent_memory_are_measured_on_a_real_engine(tmp_path: Path) -> None:
     with RandomEngines(tmp_path, "float32", SIZES) as engines:
-        what = Pushes(engines, TINY, buckets_mb=(1, 64), repeats=1)
-        parts = push_parts(what)[:2]
-        done = run_parts("push", parts, tmp_path, minutes=5)
-        what.close()
-    assert not done["failed"], done
-    push, memory = (done["parts"][part.name] for part in parts)
+        bench = PushBench(engines, TINY, buckets_mb=(1, 64), repeats=1)
+        measurements = push_measurements(bench)
+        push, memory = measurements["push float32"](), measurements["memory float32"]()
+        bench.close()
     assert push["tensors_verified"] > 0
     assert max(push["first_probe_gap"], push["probe_gap"], memory["probe_gap_after"]) < 1e-4
     assert push["buckets of 64 MB"]["push_s"][0] > 0
@@ -140,22 +116,12 @@ def test_pushes_and_lent_memory_are_measured_on_a_real_engine_of_a_tiny_shape(tm
     assert len(memory["release_s"]) == len(memory["resume_s"]) == 1
 
 
-@pytest.mark.parametrize("name", ["Qwen/Qwen3-4B", "Qwen/Qwen2.5-7B-Instruct"])
-def test_a_made_directory_has_the_shape_and_a_word_for_every_token(name: str, tmp_path: Path) -> None:
-    spec = KNOWN_MODELS[name]
-    write_directory(tmp_path, spec, "bfloat16", sums(4))
-    assert ModelSpec.from_hf(tmp_path) == spec
-    assert TokenizerCodec(tmp_path).vocabulary_size == spec.vocabulary
-
-
-def test_a_step_reads_all_weights_once_and_the_keys_and_values_of_every_request() -> None:
-    spec = KNOWN_MODELS["Qwen/Qwen3-8B"]
-    embedding = 151936 * 4096
-    weights = step_bytes(spec, requests=1, context=0, value=2, product=2)
-    assert weights == 2 * (8_190_735_360 - embedding)  # the page of the model has 8.19 billion
-    one = step_bytes(spec, requests=1, context=1, value=2, product=2) - weights
-    assert one == 147456
-    assert step_bytes(spec, requests=3, context=5, value=2, product=2) == weights + 15 * one
-    assert step_bytes(spec, requests=1, context=0, value=2, product=1) == weights - 36 * (
-        4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 12288
-    )
+@pytest.mark.slow_campaign
+@pytest.mark.timeout(1200)
+def test_phases_of_a_whole_job_are_measured(tmp_path: Path) -> None:
+    spec = replace(QWEN3_4B, layers=2, hidden=64, heads=4, kv_heads=2, head_dim=16, ffn=128, vocabulary=960)
+    found = StepBench(tmp_path, spec=spec, dtype="float32", steps=2, response=256, tasks=4, group_size=4).measure()
+    for phase in ("rollout", "logprobs", "update", "push"):
+        assert found["seconds_by_phase"][phase] > 0, phase
+    assert found["forks"] > 0
+    assert not list((tmp_path / "run" / "checkpoints").glob("*"))

@@ -1,4 +1,4 @@
-"""`arpo bench rollout`, shortened: every way of growing finishes all its trajectories on the real engine."""
+"""`arpo bench rollout`, shortened: every schedule finishes all its trajectories on a real engine."""
 
 import asyncio
 from collections.abc import Sequence
@@ -22,7 +22,8 @@ from arpo_megatron.trainer.collector import TreeCollector
 from arpo_megatron.tree import Role, RolloutTree
 
 
-def test_every_way_finishes_all_trajectories_within_its_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.slow_campaign
+def test_every_schedule_finishes_all_trajectories_within_its_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rollout, "STEPS", 2)
     monkeypatch.setattr(rollout, "TASKS", 2)
     monkeypatch.setattr(rollout, "LATENCIES", {"heavy_tail": rollout.LATENCIES["heavy_tail"]})

@@ -1,14 +1,18 @@
-"""`arpo bench sync`, shortened: every transport brings new weights to the real engine and holds two buckets at most."""
+"""`arpo bench sync`, shortened: every transport delivers new weights to a real engine within two buckets of memory.
+
+`make test` covers pushes in tests/weights; these campaigns cover their memory.
+"""
 
 import pytest
 
 from arpo_megatron.bench.sync import TRANSPORTS, bench_sync
 
 BUCKET_MB = 64
+pytestmark = pytest.mark.slow_campaign
 
 
 @pytest.mark.parametrize("tensor", [1, 2])
-def test_new_weights_arrive_by_every_transport_with_two_buckets_of_memory(tensor, tmp_path):
+def test_every_transport_delivers_weights_within_two_buckets(tensor, tmp_path):
     figures = bench_sync(200, tensor, BUCKET_MB, 1, tmp_path)
     assert figures["model_bytes"] >= 200e6
     for share in ("share_of_floor", "share_of_floor_verified"):
@@ -19,17 +23,17 @@ def test_new_weights_arrive_by_every_transport_with_two_buckets_of_memory(tensor
         (floor,), (push,), (verified,) = found["floor_s"], found["push_s"], found["verified_push_s"]
         assert push > found["probe_s"][0] > 0, name
         in_a_run = ((found["verify_every"] - 1) * push + verified) / found["verify_every"]
-        assert found["share_of_floor"] == pytest.approx(floor / in_a_run, rel=0.05), name  # all are rounded
+        assert found["share_of_floor"] == pytest.approx(floor / in_a_run, rel=0.05), name  # all values are rounded
         assert found["share_of_floor_verified"] == pytest.approx(floor / verified, rel=0.05), name
         assert found["probe_gap"] < 1e-4, name
         assert found["tensors_verified"] >= figures["model_bytes"] / (BUCKET_MB * 2**20)
-        for process in ("peak_extra_bytes", "engine_peak_extra_bytes"):  # the trainer's rank 0, and the engine
+        for process in ("peak_extra_bytes", "engine_peak_extra_bytes"):  # trainer rank 0, and the engine
             assert found[process] <= found["two_buckets_bytes"], (name, process, found)
     assert not list(tmp_path.iterdir())
 
 
-def test_an_embedding_of_four_buckets_takes_two_of_them(tmp_path):
-    """But by shared memory, which SGLang reads whole tensors from: one bucket, and the embedding (and 16 MB)."""
+def test_embedding_of_four_buckets_needs_two(tmp_path):
+    """SGLang reads whole tensors from shared memory, so `ipc` needs one bucket, the embedding and 16 MB."""
     bucket_mb, vocabulary = 32, 24576
     found = bench_sync(200, 2, bucket_mb, 1, tmp_path, vocabulary)["transports"]
     embedding, buckets = vocabulary * 4096, 2 * bucket_mb * 2**20

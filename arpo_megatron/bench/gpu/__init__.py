@@ -1,1 +1,1 @@
-"""Measurements for a GPU machine that can be had for minutes at a time: resumable, in order of value, tried dry."""
+"""Measurements for a machine with a GPU (`arpo bench gpu`); docs/gpu.md explains their figures."""

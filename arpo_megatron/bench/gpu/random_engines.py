@@ -1,7 +1,7 @@
-"""Engines at the shapes of known models, with weights that nobody has trained and that no file holds.
+"""Engines with the sizes of known models and random weights that no file holds.
 
-SGLang draws the weights itself (its load format `dummy`): they are tiny, so every token of the vocabulary is about
-equally likely, and trees can be grown as from `tool_calling_model`.
+SGLang draws the weights itself (its load format `dummy`). They are tiny, so every token of the vocabulary is about
+equally likely, and trees grow as from `tool_calling_model`.
 """
 
 import json
@@ -14,12 +14,13 @@ from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
+import requests
 import torch
 
 from arpo_megatron.actor import parallel
-from arpo_megatron.bench.gpu.journal import timed
+from arpo_megatron.bench.gpu.measure import timed
 from arpo_megatron.bench.tool_calling_model import OTHERS, sums, talkative_tokenizer
 from arpo_megatron.config import EngineConfig
 from arpo_megatron.engine.launch import EngineHandle, launch_engine
@@ -29,46 +30,40 @@ from arpo_megatron.models.spec import ModelSpec
 from arpo_megatron.plan.parameters import whole_model
 
 SEGMENT = 128
-"""Mean tokens before a call."""
+"""Mean tokens before a tool call."""
 DUMMY: Mapping[str, object] = MappingProxyType({"load-format": "dummy"})
 """Options of an engine that draws its weights."""
+REQUEST_TIMEOUT_S = 600.0
 _CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 _COPIED_BYTES = 2**30
 
 
 @dataclass(frozen=True, slots=True)
 class EngineKind:
-    """One way to run an engine.
-
-    Attributes:
-        spec: of its model.
-        entropy: it has the entropy plug-in, as a job's engines do.
-        quantization: of its weights; FP8 ones are drawn too, so it is for speed alone.
-    """
+    """An engine variant."""
 
     spec: ModelSpec
     entropy: bool = True
+    """Whether it has the entropy plug-in, as a job's engines do."""
     quantization: Literal["none", "fp8"] = "none"
+    """Quantization of the weights. FP8 weights are random too, so they are for speed alone."""
 
 
 @dataclass(slots=True)
 class RandomEngines:
-    """Those that run now; a context manager that ends them.
-
-    Attributes:
-        logs: directory of their logs.
-        dtype: of their parameters.
-        sizes: of each.
-    """
+    """The running engines; a context manager that stops them."""
 
     logs: Path
+    """Directory of their logs."""
     dtype: Literal["bfloat16", "float32"]
+    """Data type of their parameters."""
     sizes: EngineConfig
     _running: dict[EngineKind, EngineHandle] = field(default_factory=dict)
     _stack: ExitStack = field(default_factory=ExitStack)
     _folders: dict[ModelSpec, Path] = field(default_factory=dict)
 
     def __enter__(self) -> "RandomEngines":
+        self.logs.mkdir(parents=True, exist_ok=True)
         return self
 
     def __exit__(self, *_exception: object) -> None:
@@ -76,13 +71,13 @@ class RandomEngines:
         self._stack.close()
 
     def only(self, *kinds: EngineKind) -> list[EngineHandle]:
-        """These, started where they do not run yet, after all others have been ended."""
+        """Stop all other engines, start those of `kinds` that are not running, and return them."""
         for kind in [kind for kind in self._running if kind not in kinds]:
             self._running.pop(kind).stop()
         return [self._running.get(kind) or self._start(kind) for kind in kinds]
 
     def folder(self, spec: ModelSpec) -> Path:
-        """A Hugging Face directory of that shape, without weights."""
+        """Return a Hugging Face directory of the model, without weights."""
         if spec not in self._folders:
             made = self._stack.enter_context(TemporaryDirectory(prefix="arpo-bench-gpu-"))
             write_directory(Path(made), spec, self.dtype, sums(max(1, spec.vocabulary // SEGMENT)))
@@ -100,15 +95,34 @@ class RandomEngines:
                 dtype=self.dtype,
                 seed=1,
                 log_path=self.logs / "engines.log",
-                placement=here(shared=False),
+                placement=first_gpu(shared=False),
                 options=options,
             )
         self._running[kind] = engine
         return engine
 
 
-def here(*, shared: bool) -> Placement:
-    """The first GPU, or the CPU where there is none."""
+def generate(url: str, prompts: list[list[int]], tokens: int) -> list[dict[str, Any]]:
+    """Sample `tokens` tokens after each prompt with one request, and return the engine's answers.
+
+    Raises:
+        RuntimeError: an answer has another number of tokens.
+    """
+    body = {
+        "input_ids": prompts,
+        "sampling_params": {"temperature": 1.0, "max_new_tokens": tokens, "ignore_eos": True},
+        "return_logprob": True,
+    }
+    answer = requests.post(f"{url}/generate", json=body, timeout=REQUEST_TIMEOUT_S)
+    answer.raise_for_status()
+    answers: list[dict[str, Any]] = answer.json()
+    if any(len(each["output_ids"]) != tokens for each in answers):
+        raise RuntimeError(f"the engine did not sample {tokens} tokens of each request")
+    return answers
+
+
+def first_gpu(*, shared: bool) -> Placement:
+    """Return the placement on the first GPU, or on the CPU if there is none."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return Placement(gpus, engine_gpu=0, shared=shared) if gpus else ON_CPU
 
@@ -123,10 +137,10 @@ def _without_entropy() -> Iterator[None]:
 
 
 def write_directory(folder: Path, spec: ModelSpec, dtype: str, calls: Sequence[str]) -> None:
-    """config.json and a talkative tokenizer of the shape's vocabulary, with these calls; no weights.
+    """Write config.json and a tokenizer with whole calls as tokens, but no weights.
 
     Raises:
-        ValueError: a mixture, or rotary frequencies that are scaled.
+        ValueError: the model has experts or scaled rotary frequencies.
     """
     if spec.experts is not None or spec.rope_scaling is not None:
         raise ValueError(f"no config.json for {spec}")
@@ -159,7 +173,7 @@ def write_directory(folder: Path, spec: ModelSpec, dtype: str, calls: Sequence[s
 
 @cache
 def copies_per_s() -> float:
-    """Bytes that a copy within the device's memory moves in a second; each is read and written."""
+    """Return the bytes per second of a copy within the device's memory; each byte is read and written."""
     size = _COPIED_BYTES if torch.cuda.is_available() else 2**24
     source = torch.ones(size, dtype=torch.uint8, device=parallel.device())
     target = torch.empty_like(source)
@@ -173,13 +187,13 @@ def copies_per_s() -> float:
 
 
 def step_bytes(spec: ModelSpec, *, requests: int, context: int, value: int, product: int) -> float:
-    """What a decoding step has to read: every weight but the embedding's unused rows, and the keys and values.
+    """Return the bytes that a decoding step reads: every weight except unused embedding rows, and keys and values.
 
     Args:
-        spec: of the model.
-        requests: that are decoded.
-        context: tokens before each, on average.
-        value: bytes of a parameter, and of a number in the KV pool.
+        spec: the model.
+        requests: number of requests.
+        context: mean tokens before each.
+        value: bytes of a parameter and of a value in the KV pool.
         product: bytes of a parameter of the layers' matrices.
     """
     whole = whole_model(spec)

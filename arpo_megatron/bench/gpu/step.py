@@ -1,29 +1,23 @@
-"""A whole ARPO training job of a few steps, trainer and engine on one GPU, beside what the planner says of it.
+"""A whole training job of a few steps, trainer and engine on one GPU: seconds by phase and device memory.
 
-The model has the layout of Qwen3 4B and random weights. Whole tool calls are tokens of its vocabulary
-(bench/tool_calling_model.py), as likely as in the planner's typical trajectory, so trees fork and tools are called for
-real without any training. Rewards are zero, so gradients are zero, but they are computed. The job is the ordinary one,
-stopped after the record of its last step: a checkpoint of 14 bytes a parameter would follow.
-
-Each prediction stands twice: as `arpo plan` gives it before the run, and for the trees that the run has grown, which
-tells the planner's idea of the machine from its idea of the work.
+The model has the sizes of Qwen3 4B and random weights. Its vocabulary contains whole tool calls
+(bench/tool_calling_model.py), so trees fork and tools run without any training. Rewards and gradients are zero, but
+they are computed. The job ends after the record of its last step, before a checkpoint of 14 bytes per parameter.
 """
 
 import gc
 import shutil
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from collections import defaultdict
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from statistics import median
+from typing import Any, Literal
 
 import torch
 
-from arpo_megatron.bench.gpu.journal import Figures, Part, reset_peak
+from arpo_megatron.bench.gpu.measure import Figures, reset_peak, used_bytes
 from arpo_megatron.bench.gpu.random_engines import write_directory
-from arpo_megatron.bench.gpu.step_figures import Watched, memory_of, seconds_of, times_of, work_of
-from arpo_megatron.bench.gpu.trainer import device_used, in_process, one_gpu
 from arpo_megatron.config import (
     AlgorithmConfig,
     EngineConfig,
@@ -35,178 +29,151 @@ from arpo_megatron.config import (
     SandboxConfig,
     TrainConfig,
 )
-from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.launch.job import opened, run_phases, watching
 from arpo_megatron.models.known import KNOWN_MODELS
 from arpo_megatron.models.random_init import save_random_weights
 from arpo_megatron.models.spec import ModelSpec
 from arpo_megatron.monitor.events import EventReader
-from arpo_megatron.monitor.tree_store import read_trees, step_file
-from arpo_megatron.plan import memory, plan, timing
-from arpo_megatron.plan.workload import TOOL_SHARE, TYPICAL_FILL, grown
 from arpo_megatron.utils.processes import ManagedProcesses, ProcessDiedError
 
 ENDLESS = 10**6
 LIMIT_S = 400.0
-"""A job that has not done all its steps by then is ended with those that it has."""
+"""The job is stopped after this time with the steps that it has recorded."""
+CALLS = 3
+"""Tool calls of a trajectory at most."""
+SEGMENT_SHARE, RESULT_SHARE = 1 / 13, 1 / 15
+"""Mean length of a sampled segment and length of a tool result, as shares of the longest response."""
+_METRICS = ("tokens_sampled", "unique_tokens", "forks", "prefill_over_unique", "tokens_per_s", "trainer/tokens_per_s")
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """What is run.
-
-    Attributes:
-        directory: for the model and the run.
-        spec: of the model.
-        dtype: of its weights.
-        steps: of the job, the first of which is not counted: it compiles.
-        response: longest response in tokens.
-        tasks: of a step.
-        samples: trajectories a task.
-    """
+class StepBench:
+    """The job."""
 
     directory: Path
+    """Directory of the model and the run."""
     spec: ModelSpec = KNOWN_MODELS["Qwen/Qwen3-4B"]
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     steps: int = 3
+    """Steps of the job; the first one compiles and is not in the medians."""
     response: int = 2048
+    """Longest response in tokens."""
     tasks: int = 16
-    samples: int = 16
-
-    @property
-    def calls(self) -> int:
-        """Tool calls of a trajectory."""
-        return 3
+    """Tasks per step."""
+    group_size: int = 16
+    """Trajectories per task."""
 
     def config(self) -> JobConfig:
-        """Of the job."""
-        prompt, running = 64, 256
+        """Return the config of the job."""
+        prompt = 64
         return JobConfig(
             name="gpu-step",
             run_dir=self.directory / "run",
             model=ModelConfig(path=self.directory / "model", dtype=self.dtype, max_length=prompt + self.response),
             parallel=ParallelConfig(distributed_optimizer=True, recompute="full"),
-            algorithm=AlgorithmConfig(group_size=self.samples, initial_rollouts=self.samples // 2, minibatches=2),
+            algorithm=AlgorithmConfig(group_size=self.group_size, initial_rollouts=self.group_size // 2, minibatches=2),
             rollout=RolloutConfig(
-                max_tool_calls=self.calls, max_response_tokens=self.response, max_tool_tokens=self.response // 4
+                max_tool_calls=CALLS, max_response_tokens=self.response, max_tool_tokens=self.response // 4
             ),
-            engine=EngineConfig(max_running_requests=running, memory_fraction=0.3, placement="colocated"),
-            sandbox=SandboxConfig(isolation="limits"),  # the programs are this file's own
+            engine=EngineConfig(max_running_requests=256, memory_fraction=0.3, placement="colocated"),
+            sandbox=SandboxConfig(isolation="limits"),  # the only programs are those of `make_model`
             train=TrainConfig(
                 steps=ENDLESS,
                 save_every=ENDLESS,
                 tasks_per_step=self.tasks,
                 token_budget=max(2048, 8 * self.response),
-                logprob_gap_limit=2.0,  # of a random model: a figure here and no reason to stop
+                logprob_gap_limit=2.0,  # a random model's gap is a figure, not a reason to stop
             ),
             evaluation=EvalConfig(before=False, after=False),
         )
 
-    def make_model(self, *, weights: bool) -> Path:
-        """The model's directory, made where it is missing; without its weights it is never whole."""
+    def make_model(self) -> None:
+        """Write the random model unless it exists."""
         path = self.directory / "model"
-        if (path / "config.json").is_file() and (not weights or any(path.glob("*.safetensors"))):
-            return path
-        shutil.rmtree(path, ignore_errors=True)
-        being_made = path.with_name("model.tmp") if weights else path
-        shutil.rmtree(being_made, ignore_errors=True)
-        being_made.mkdir(parents=True)
-        typical_response = TYPICAL_FILL * self.response
-        result = TOOL_SHARE * typical_response / self.calls
-        segment = (1 - TOOL_SHARE) * typical_response / (self.calls + 1)
-        count = round(self.spec.vocabulary / round(segment))
-        calls = [f"<python>print(' w{number}' * {round(result)})</python>" for number in range(count)]
-        write_directory(being_made, self.spec, self.dtype, calls)
-        if weights:
-            save_random_weights(being_made, seed=1, device="cuda" if torch.cuda.is_available() else "cpu")
-            gc.collect()
-            reset_peak()  # gives the memory back
-            being_made.rename(path)
-        return path
+        if path.exists():
+            return
+        partial_path = path.with_name("model.tmp")
+        shutil.rmtree(partial_path, ignore_errors=True)
+        partial_path.mkdir(parents=True)
+        count = round(self.spec.vocabulary / round(SEGMENT_SHARE * self.response))
+        result = round(RESULT_SHARE * self.response)
+        calls = [f"<python>print(' w{number}' * {result})</python>" for number in range(count)]
+        write_directory(partial_path, self.spec, self.dtype, calls)
+        save_random_weights(partial_path, seed=1, device="cuda" if torch.cuda.is_available() else "cpu")
+        gc.collect()
+        reset_peak()  # the job needs the memory
+        partial_path.rename(path)
 
-
-def step_parts(what: Step) -> list[Part]:
-    """The job, then its trainer alone, whose memory is told by part."""
-    return [Part("job", partial(_prepare_job, what)), Part("trainer by part", partial(_prepare_trainer, what))]
-
-
-def _prepare_trainer(what: Step) -> Callable[[], Figures]:
-    what.make_model(weights=False)
-    return partial(in_process, what.config(), what.directory)
-
-
-def _prepare_job(what: Step) -> Callable[[], Figures]:
-    from arpo_megatron.engine.launch import engine_options
-    from arpo_megatron.hardware.placement import Placement
-
-    what.make_model(weights=False)
-    config, hardware = what.config(), one_gpu()
-    ahead = plan(config, hardware)
-    engine_options(config.engine, Placement.of(config, 1), config.model.dtype)
-
-    def measure() -> Figures:
-        what.make_model(weights=True)
-        shutil.rmtree(what.directory / "run", ignore_errors=True)
-        watched = _run(config, what.steps)
-        rows = watched.rows[1:] or watched.rows
-        run = RunDirectory(what.directory / "run")
-        trees = [each.tree for row in rows for each in read_trees(step_file(run, int(row["step"])))]
-        work = grown(trees)
-        needs = memory.of_job(config, what.spec, hardware, work)
-        phases = timing.of_step(config, what.spec, hardware, work, needs.kv_tokens)
+    def measure(self) -> Figures:
+        """Run the job and return medians over its steps, without the first."""
+        self.make_model()
+        shutil.rmtree(self.directory / "run", ignore_errors=True)
+        found = self._run()
+        rows = found.steps[1:] or found.steps
+        phases = [key for key in rows[0] if key.startswith("seconds/")]
+        seconds = {key.removeprefix("seconds/"): round(median(row.get(key, 0.0) for row in rows), 3) for key in phases}
         return {
-            "plan_fits": ahead.fits,
-            "startup_s": round(watched.startup_s, 1),
-            "steps": len(watched.rows),
-            "first_step": seconds_of(watched.rows[0]),
-            "phases": times_of(rows, ahead.step_seconds, phases),
-            "gib": memory_of(watched, ahead.memory, needs),
-            "trees": work_of(rows, config, work.tools_s),
+            "startup_s": round(found.startup_s, 1),
+            "steps": len(found.steps),
+            "step_s": round(median(sum(row.get(key, 0.0) for key in phases) for row in rows), 3),
+            "seconds_by_phase": seconds,
+            "trainer_peak_gib": round(max(float(row["memory_peak_gb"]) for row in found.steps) * 1e9 / 2**30, 2),
+            "device_gib_by_phase": {phase: round(used / 2**30, 2) for phase, used in found.used.items()},
+            **{key: median(float(row[key]) for row in rows) for key in _METRICS},
         }
 
-    return measure
+    def _run(self) -> "_Observed":
+        """Run the job until its steps are recorded.
+
+        Raises:
+            RuntimeError: a process died, or no step finished in `LIMIT_S`.
+        """
+        config, found, phase = self.config(), _Observed(), "start"
+        started, own = time.monotonic(), used_bytes()
+        with (
+            opened(config, resume=False) as run,
+            watching(run) as (progress, poll),
+            ManagedProcesses(run.logs) as processes,
+        ):
+            reader = EventReader(run.events)
+
+            def watch() -> None:
+                nonlocal phase
+                poll()
+                for event in reader.new():
+                    if event["kind"] == "phase":
+                        phase = event["name"]
+                        if phase == "rollout" and not found.startup_s:
+                            found.startup_s = time.monotonic() - started
+                    elif event["kind"] == "step":
+                        found.steps.append(event)
+                found.used[phase] = max(found.used[phase], used_bytes() - own)
+                late = time.monotonic() - started > LIMIT_S
+                if late and not found.steps:
+                    raise RuntimeError(f"no step finished within {LIMIT_S:.0f} s; logs: {run.logs}")
+                if late or len(found.steps) >= self.steps:
+                    raise _EnoughError
+
+            try:
+                run_phases(config, run, processes, progress, watch)
+            except _EnoughError:
+                pass
+            except ProcessDiedError as error:
+                raise RuntimeError(str(error).strip().splitlines()[-1].strip(" |")) from error
+        return found
 
 
 class _EnoughError(Exception):
-    """The steps that are wanted have been recorded, or the time is up."""
+    """All steps are recorded, or the time is up."""
 
 
-def _run(config: JobConfig, steps: int) -> Watched:
-    """Run the job until so many steps are recorded.
+@dataclass(slots=True)
+class _Observed:
+    """Observations of the run."""
 
-    Raises:
-        RuntimeError: a role died; with the last line of what it said.
-    """
-    found, phase, started, own = Watched(), "start", time.monotonic(), device_used()
-    with (
-        opened(config, resume=False) as run,
-        watching(run) as (progress, poll),
-        ManagedProcesses(run.logs) as processes,
-    ):
-        reader = EventReader(run.events)
-
-        def watch() -> None:
-            nonlocal phase
-            poll()
-            for event in reader.new():
-                if event["kind"] == "phase":
-                    phase = event["name"]
-                    if phase == "rollout" and not found.startup_s:
-                        found.startup_s = time.monotonic() - started
-                elif event["kind"] == "step":
-                    found.rows.append(event)
-            found.used[phase] = max(found.used[phase], device_used() - own)
-            late = time.monotonic() - started > LIMIT_S
-            if late and not found.rows:
-                raise RuntimeError(f"no step was done within {LIMIT_S:.0f} s: {run.logs}")
-            if late or len(found.rows) >= steps:
-                raise _EnoughError
-
-        try:
-            run_phases(config, run, processes, progress, watch)
-        except _EnoughError:
-            pass
-        except ProcessDiedError as error:
-            first, *rest = str(error).strip().splitlines()
-            raise RuntimeError(f"{first.partition(';')[0]}: {(rest or [first])[-1].strip(' |')}") from error
-    return found
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    """Metrics of each step."""
+    used: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
+    """Most device bytes in use by all processes of the job, by phase."""
+    startup_s: float = 0.0
+    """Seconds until the first trees started."""

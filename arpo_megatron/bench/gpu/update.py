@@ -1,10 +1,9 @@
-"""Speed of a training step: trees and flat sequences, bfloat16 and FP8, as tokens/s and share of the measured peak.
+"""Speed of a training step: trees and flat sequences, bfloat16 and FP8, in tokens/s and as a share of the peak.
 
-The peak is that of a large bfloat16 matrix product in the same process. Model FLOPs are those of packing/flops.py.
+The peak is that of a large bfloat16 matrix product in the same process. `packing/flops.py` counts the model's FLOPs.
 """
 
 import gc
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
@@ -15,10 +14,8 @@ import torch
 
 from arpo_megatron.actor import parallel
 from arpo_megatron.actor.actor import Actor
-from arpo_megatron.actor.flex_attention import flex_plan
 from arpo_megatron.algorithms.credit import supervised_credit
-from arpo_megatron.bench.gpu.journal import Figures, Part, peak_gib, reset_peak, timed
-from arpo_megatron.bench.gpu.kernels import speed_parts
+from arpo_megatron.bench.gpu.measure import Figures, Measurements, peak_gib, reset_peak, timed
 from arpo_megatron.config import Fp8Recipe, JobConfig, ModelConfig, ParallelConfig
 from arpo_megatron.models.known import KNOWN_MODELS
 from arpo_megatron.models.spec import ModelSpec
@@ -33,34 +30,28 @@ PEAK_SIZE = 8192
 
 
 @dataclass(slots=True)
-class Bench:
-    """The model under measurement; one at a time is in memory.
-
-    Attributes:
-        spec: of the model, with random weights.
-        dtype: of its parameters.
-        repeats: timed updates of each kind, after one that is not.
-    """
+class UpdateBench:
+    """A random model with its optimizer; one at a time is in memory."""
 
     spec: ModelSpec = QWEN3_4B
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     repeats: int = 2
+    """Timed updates, after one that compiles."""
     _key: tuple[str, str] | None = None
     _actor: Actor | None = None
     _peak_flops: float = field(default=0.0)
 
     def config(self, recipe: Fp8Recipe, recompute: Recompute) -> JobConfig:
-        """Of a job that trains so.
+        """Return the config of a job that trains this way.
 
         Raises:
-            UserError: the shape's products are not of the sizes that the recipe needs.
+            UserError: the FP8 recipe does not support the sizes of the model's products.
         """
         spec, layout = self.spec, ParallelConfig(recompute=recompute)
-        width = spec.heads * spec.head_dim
         model = ModelConfig(
             dtype=self.dtype,
             fp8=recipe,
-            hidden_size=width,
+            hidden_size=spec.heads * spec.head_dim,
             heads=spec.heads,
             kv_heads=spec.kv_heads,
             ffn_size=spec.ffn,
@@ -70,7 +61,7 @@ class Bench:
         return JobConfig(name="gpu-update", model=model, parallel=layout)
 
     def actor(self, recipe: Fp8Recipe, recompute: Recompute) -> Actor:
-        """The model with its optimizer."""
+        """Return the model with its optimizer, and free the previous one if it was another."""
         if self._key != (recipe, recompute) or self._actor is None:
             self._actor = None
             gc.collect()
@@ -83,7 +74,7 @@ class Bench:
         return self._actor
 
     def peak_flops(self) -> float:
-        """FLOP/s of a bfloat16 product on random values."""
+        """Return the FLOP/s of a bfloat16 product of random values."""
         if not self._peak_flops:
             size = PEAK_SIZE if torch.cuda.is_available() else 256
             left, right = (torch.randn(size, size, dtype=torch.bfloat16, device=parallel.device()) for _ in range(2))
@@ -96,95 +87,73 @@ class Bench:
             self._peak_flops = 10 * 2 * size**3 / median(timed(products) for _ in range(3))
         return self._peak_flops
 
+    def measure_flat(self, length: int, recipe: Fp8Recipe) -> Figures:
+        """Measure updates on one sequence."""
+        return self._measure(recipe, "none", {"flat": _packed([_sequence(length)], length)})
 
-def update_parts(bench: Bench) -> list[Part]:
-    """In order of value."""
+    def measure_mix(self, mix: str, recipe: Fp8Recipe, budget: int, recompute: Recompute = "none") -> Figures:
+        """Measure updates on a tree of the mix and on its flattened trajectories, in turn."""
+        trees = [MIXES[mix].tree(0, self.spec.vocabulary)]
+        sides = {"tree": _packed(trees, budget), "flat": _packed(flattened(trees), budget)}
+        figures = self._measure(recipe, recompute, sides)
+        return figures | _gain(figures, sides, self.spec)
 
-    def single(length: int, recipe: Fp8Recipe) -> Part:
-        return Part(
-            f"{recipe} flat {length}", partial(_prepare, bench, recipe, "none", length, [single_chain(length)], None)
-        )
+    def _measure(self, recipe: Fp8Recipe, recompute: Recompute, sides: dict[str, list[TreePack]]) -> Figures:
+        actor = self.actor(recipe, recompute)
+        figures: dict[str, Any] = {"peak_tflops": round(self.peak_flops() / 1e12, 1)}
+        seconds: dict[str, list[float]] = {side: [] for side in sides}
+        for repeat in range(1 + self.repeats):
+            for side, packs in sides.items():
+                if not repeat:
+                    reset_peak()
+                seconds[side].append(timed(partial(actor.update, packs, None)))
+                if not repeat:
+                    figures[side] = {"gib": peak_gib()}
+        for side, packs in sides.items():
+            elapsed, tokens = median(seconds[side][1:]), sum(len(pack) for pack in packs)
+            flops = update_flops(self.spec, packs).model_update
+            figures[side] |= {
+                "step_s": round(elapsed, 4),
+                "first_s": round(seconds[side][0], 2),
+                "tokens": tokens,
+                "packs": len(packs),
+                "tokens_per_s": round(tokens / elapsed),
+                "tflops": round(flops / elapsed / 1e12, 2),
+                "mfu": round(flops / elapsed / self.peak_flops(), 4),
+            }
+        return figures
 
-    def mix(name: str, recipe: Fp8Recipe, budget: int, recompute: Recompute = "none") -> Part:
-        trees = [MIXES[name].tree(0, bench.spec.vocabulary)]
-        part = f"{recipe} {name} {budget}{'' if recompute == 'none' else f' recompute {recompute}'}"
-        return Part(part, partial(_prepare, bench, recipe, recompute, budget, trees, flattened(trees)))
 
-    return [
-        single(8192, "none"),
-        mix("reasoning", "none", 8192),
-        mix("long_prompt", "none", 8192),
-        mix("tau2_like", "none", 16384),
-        single(8192, "blockwise"),
-        mix("reasoning", "blockwise", 8192),
-        single(8192, "current"),
-        single(8192, "delayed"),
-        *speed_parts(),
-        single(16384, "none"),
-        single(16384, "blockwise"),
-        mix("deep_search", "none", 8192, "full"),
-    ]
+def update_measurements(bench: UpdateBench) -> Measurements:
+    """Return the measurements, the most important ones first."""
+    return {
+        "bfloat16 flat 8192": partial(bench.measure_flat, 8192, "none"),
+        "bfloat16 reasoning": partial(bench.measure_mix, "reasoning", "none", 8192),
+        "bfloat16 long_prompt": partial(bench.measure_mix, "long_prompt", "none", 8192),
+        "bfloat16 tau2_like": partial(bench.measure_mix, "tau2_like", "none", 16384),
+        "blockwise flat 8192": partial(bench.measure_flat, 8192, "blockwise"),
+        "blockwise reasoning": partial(bench.measure_mix, "reasoning", "blockwise", 8192),
+        "current flat 8192": partial(bench.measure_flat, 8192, "current"),
+        "delayed flat 8192": partial(bench.measure_flat, 8192, "delayed"),
+        "bfloat16 flat 16384": partial(bench.measure_flat, 16384, "none"),
+        "blockwise flat 16384": partial(bench.measure_flat, 16384, "blockwise"),
+        "bfloat16 deep_search, full recomputation": partial(bench.measure_mix, "deep_search", "none", 8192, "full"),
+    }
 
 
-def single_chain(length: int) -> RolloutTree:
-    """One sequence."""
+def _sequence(length: int) -> RolloutTree:
     rng = np.random.default_rng(length)
     tree = RolloutTree("flat", rng.integers(0, 1024, 16))
     tree.add(0, Role.MODEL, rng.integers(0, 1024, length - 16))
     return tree
 
 
-def _prepare(
-    bench: Bench,
-    recipe: Fp8Recipe,
-    recompute: Recompute,
-    budget: int,
-    trees: list[RolloutTree],
-    flat: list[RolloutTree] | None,
-) -> Callable[[], Figures]:
-    bench.config(recipe, recompute)
-    sides = {"tree" if flat else "flat": packed(trees, budget)} | ({"flat": packed(flat, budget)} if flat else {})
-    for packs in sides.values():
-        for pack in packs:
-            flex_plan(pack.subtree_end, np.arange(pack.inherited, len(pack.subtree_end)))
-    return partial(_measure, bench, recipe, recompute, sides)
-
-
-def packed(trees: list[RolloutTree], budget: int) -> list[TreePack]:
-    """Trees in packs for an update."""
+def _packed(trees: list[RolloutTree], budget: int) -> list[TreePack]:
     return pack_trees(trees, supervised_credit(trees), token_budget=budget, share_prompt=False)
 
 
-def _measure(bench: Bench, recipe: Fp8Recipe, recompute: Recompute, sides: dict[str, list[TreePack]]) -> Figures:
-    actor = bench.actor(recipe, recompute)
-    figures: dict[str, Any] = {"peak_tflops": round(bench.peak_flops() / 1e12, 1)}
-    seconds: dict[str, list[float]] = {side: [] for side in sides}
-    for repeat in range(1 + bench.repeats):
-        for side, packs in sides.items():
-            if not repeat:
-                reset_peak()
-            seconds[side].append(timed(partial(actor.update, packs, None)))
-            if not repeat:
-                figures[side] = {"gib": peak_gib()}
-    for side, packs in sides.items():
-        elapsed, tokens = median(seconds[side][1:]), sum(len(pack) for pack in packs)
-        flops = update_flops(bench.spec, packs).model_update
-        figures[side] |= {
-            "step_s": round(elapsed, 4),
-            "first_s": round(seconds[side][0], 2),
-            "tokens": tokens,
-            "packs": len(packs),
-            "tokens_per_s": round(tokens / elapsed),
-            "tflops": round(flops / elapsed / 1e12, 2),
-            "mfu": round(flops / elapsed / bench.peak_flops(), 4),
-        }
-    return figures | _gain(figures, sides, bench.spec)
-
-
 def _gain(figures: Figures, sides: dict[str, list[TreePack]], spec: ModelSpec) -> Figures:
-    """Trees against their flattened trajectories, and the floor: the ratio of what both have to compute."""
-    if len(sides) == 1:
-        return {}
+    """Return the time of trees over that of their flattened trajectories, and the same ratio of the FLOPs."""
     tree, flat = figures["tree"], figures["flat"]
     work = {side: update_flops(spec, packs).model_update for side, packs in sides.items()}
     pairs = {side: sum(pack.attention_pairs for pack in packs) for side, packs in sides.items()}
