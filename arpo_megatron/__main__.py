@@ -9,14 +9,14 @@ from arpo_megatron.errors import USER_ERROR_EXIT_CODE, UserError
 from arpo_megatron.utils.processes import ProcessDiedError
 from arpo_megatron.utils.signals import Interrupted, interrupt_on_signals
 
-_RESUME = "the same command with --resume goes on from the last step"
+_RESUME = "the same command with --resume continues from the last step"
 
 
-def _how_to_go_on() -> str:
-    """What to do after an interrupted or failed command; empty for one that begins anew."""
+def _resume_hint() -> str:
+    """Return how to continue an interrupted or failed command; empty if it starts from the beginning."""
     command = sys.argv[1:2]
     if command == ["study"]:
-        return "the same command goes on with what is missing"
+        return "the same command continues"
     return _RESUME if command in (["demo"], ["train"], ["sft"]) else ""
 
 
@@ -32,11 +32,11 @@ def main() -> None:
         sys.exit(USER_ERROR_EXIT_CODE)
     except ProcessDiedError as error:
         print(f"arpo: {error}", file=sys.stderr)
-        if hint := _how_to_go_on():
-            print(f"arpo: with the cause mended, {hint}", file=sys.stderr)
+        if hint := _resume_hint():
+            print(f"arpo: after fixing the cause, {hint}", file=sys.stderr)
         sys.exit(1)
     except Interrupted as interrupt:
-        hint = str(interrupt) or _how_to_go_on()
+        hint = str(interrupt) or _resume_hint()
         print(f"arpo: interrupted{f'; {hint}' if hint else ''}", file=sys.stderr)
         sys.exit(130)
 

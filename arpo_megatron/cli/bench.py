@@ -1,4 +1,4 @@
-"""`arpo bench ...`: measurements, side by side in one run. The last line of standard output is one JSON object."""
+"""`arpo bench`: measurements of both sides of a comparison in one run. The last line of output is a JSON object."""
 
 import json
 import os
@@ -13,13 +13,16 @@ from arpo_megatron.cli.bench_gpu import app as gpu
 from arpo_megatron.hardware.environment import CPU_ENVIRONMENT
 from arpo_megatron.jobs import resolve
 
-app = typer.Typer(no_args_is_help=True, help="Measure, side by side in one run; the last line is one JSON object.")
+app = typer.Typer(
+    no_args_is_help=True,
+    help="Measure both sides of a comparison in one run. The last line of standard output is a JSON object.",
+)
 
 app.add_typer(gpu, name="gpu")
 
 
 class MixName(StrEnum):
-    """Families of trees (plan/synthetic_trees.py)."""
+    """A family of synthetic trees (plan/synthetic_trees.py)."""
 
     REASONING = "reasoning"
     DEEP_SEARCH = "deep_search"
@@ -29,13 +32,11 @@ class MixName(StrEnum):
 
 @app.command()
 def pack(
-    mix: Annotated[
-        list[MixName] | None, typer.Option(help="Families of trees; all of them where none is named.")
-    ] = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Timed updates of each side, in turn.")] = 3,
-    json_only: Annotated[bool, typer.Option("--json", help="No progress on standard error.")] = False,
+    mix: Annotated[list[MixName] | None, typer.Option(help="Family of trees, may be repeated; default: all.")] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Number of timed updates of each side, alternating.")] = 3,
+    json_only: Annotated[bool, typer.Option("--json", help="Print no progress on standard error.")] = False,
 ) -> None:
-    """A training step on trees against the same trajectories flattened."""
+    """Compare a training step on trees with one on the same trajectories flattened."""
     os.environ.update(CPU_ENVIRONMENT)
     from arpo_megatron.actor.parallel import quiet
 
@@ -50,11 +51,11 @@ def pack(
 def rollout(
     controller: Annotated[
         bool,
-        typer.Option(help="Also the controller alone, to 32,768 trajectories, engine and tools simulated."),
+        typer.Option(help="Also measure the controller alone, up to 32,768 simulated trajectories."),
     ] = True,
-    json_only: Annotated[bool, typer.Option("--json", help="No progress on standard error.")] = False,
+    json_only: Annotated[bool, typer.Option("--json", help="Print no progress on standard error.")] = False,
 ) -> None:
-    """Growing trees without waiting against a batch-synchronous loop, on one engine with slow tools."""
+    """Compare asynchronous rollouts with a batch-synchronous loop, on one engine with slow tools."""
     os.environ.update(CPU_ENVIRONMENT)
     from arpo_megatron.bench.rollout import bench_rollout
 
@@ -63,14 +64,14 @@ def rollout(
 
 @app.command()
 def load(
-    gigabytes: Annotated[float, typer.Option(min=0.1, help="Weights of the random model, in 10^9 bytes.")] = 1.0,
-    tensor: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks.")] = 2,
-    pipeline: Annotated[int, typer.Option(min=1, help="Pipeline stages.")] = 1,
+    gigabytes: Annotated[float, typer.Option(min=0.1, help="Size of the random model, in 10^9 bytes.")] = 1.0,
+    tensor: Annotated[int, typer.Option(min=1, help="Number of tensor-parallel ranks.")] = 2,
+    pipeline: Annotated[int, typer.Option(min=1, help="Number of pipeline stages.")] = 1,
     directory: Annotated[
-        Path | None, typer.Option(help="Where to write twice the weights; default: the temporary directory.")
+        Path | None, typer.Option(help="Directory with room for twice the weights; default: the temporary directory.")
     ] = None,
 ) -> None:
-    """Memory of loading and exporting a model: at most the own shard and the two largest tensors on every rank."""
+    """Measure the memory per rank of loading and exporting a model: its shard plus at most two largest tensors."""
     os.environ.update(CPU_ENVIRONMENT)
     from arpo_megatron.bench.load import bench_load
 
@@ -79,16 +80,16 @@ def load(
 
 @app.command()
 def sync(
-    megabytes: Annotated[int, typer.Option(min=1, help="Weights of the random model, in 10^6 bytes.")] = 600,
-    tensor: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks of the trainer.")] = 1,
-    bucket_mb: Annotated[int, typer.Option(min=1, help="sync.bucket_mb")] = 64,
-    repeats: Annotated[int, typer.Option(min=1, help="Timed rounds.")] = 5,
+    megabytes: Annotated[int, typer.Option(min=1, help="Size of the random model, in 10^6 bytes.")] = 600,
+    tensor: Annotated[int, typer.Option(min=1, help="Number of tensor-parallel ranks of the trainer.")] = 1,
+    bucket_mb: Annotated[int, typer.Option(min=1, help="Value of sync.bucket_mb.")] = 64,
+    repeats: Annotated[int, typer.Option(min=1, help="Number of timed rounds.")] = 5,
     directory: Annotated[
-        Path | None, typer.Option(help="Where to write the model and two copies; default: the temporary directory.")
+        Path | None, typer.Option(help="Directory for the model and two copies; default: the temporary directory.")
     ] = None,
-    json_only: Annotated[bool, typer.Option("--json", help="Nothing but the result.")] = False,
+    json_only: Annotated[bool, typer.Option("--json", help="Print no progress on standard error.")] = False,
 ) -> None:
-    """Whole weight pushes into a running engine against the bare transfer of the same bytes, for each transport."""
+    """Compare whole weight pushes into a running engine with a bare copy of the same bytes, for each transport."""
     os.environ.update(CPU_ENVIRONMENT)
     from arpo_megatron.bench.sync import bench_sync
 
@@ -99,12 +100,14 @@ def sync(
 
 @app.command()
 def sandbox(
-    cold_calls: Annotated[int, typer.Option(min=2, help="Cold starts; the service gets 20 calls for each.")] = 20,
-    in_flight: Annotated[int, typer.Option(min=1, help="Calls at a time where throughput is measured.")] = 8,
-    passages: Annotated[int, typer.Option(min=1, help="Passages of the corpus that is searched.")] = 100_000,
-    json_only: Annotated[bool, typer.Option("--json", help="Nothing but the result.")] = False,
+    cold_calls: Annotated[
+        int, typer.Option(min=2, help="Number of cold interpreter starts; the service gets 20 times as many calls.")
+    ] = 20,
+    in_flight: Annotated[int, typer.Option(min=1, help="Concurrent calls when measuring throughput.")] = 8,
+    passages: Annotated[int, typer.Option(min=1, help="Number of passages in the searched corpus.")] = 100_000,
+    json_only: Annotated[bool, typer.Option("--json", help="Print no progress on standard error.")] = False,
 ) -> None:
-    """The tool service: an isolated python call against a cold interpreter with the same imports; search and cache."""
+    """Compare isolated Python calls of the tool service with cold interpreters; measure search and cache."""
     from tools_sandbox.bench.python import bench_python
     from tools_sandbox.bench.search import bench_search
 
@@ -115,5 +118,5 @@ def sandbox(
     _answer("sandbox", {**ratios, "python": python, "search": bench_search(passages)})
 
 
-def _answer(name: str, figures: dict[str, Any]) -> None:
-    print(json.dumps({"benchmark": name, **figures}), flush=True)
+def _answer(name: str, results: dict[str, Any]) -> None:
+    print(json.dumps({"benchmark": name, **results}), flush=True)

@@ -1,4 +1,4 @@
-"""`arpo submit | status | logs | cancel | resume | doctor`: a run on a cluster, by its name."""
+"""`arpo submit`, `status`, `logs`, `cancel`, `resume` and `doctor`: runs on a cluster, addressed by name."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,18 +15,24 @@ if TYPE_CHECKING:
 
 app = typer.Typer()
 
-Recipe = Annotated[str, typer.Argument(help="Recipe name; `arpo recipes` lists them.")]
-Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Overrides of the recipe.")]
-Cluster = Annotated[str, typer.Option(help="Profile in slurm/clusters, or the path of one (FILE.yaml).")]
-ConfigFile = Annotated[Path | None, typer.Option("--config", help="YAML file laid over the recipe, below KEY=VALUE.")]
-Run = Annotated[str, typer.Argument(metavar="RUN", help="Name of a submitted run, or its directory.")]
-Where = Annotated[
-    str | None,
-    typer.Option("--cluster", help="Look in this profile's `runs` only (over SSH, where it says so)."),
+Recipe = Annotated[str, typer.Argument(help="Recipe, or RECIPE+VARIANT+...; `arpo recipes` lists both.")]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Config overrides.")]
+Cluster = Annotated[str, typer.Option(help="Cluster profile: a name in slurm/clusters, or a YAML file.")]
+ConfigFile = Annotated[
+    Path | None, typer.Option("--config", help="YAML file with config values; they override the recipe's.")
 ]
-Nodes = Annotated[int | None, typer.Option(min=1, help="Nodes; default: the profile's, or as few as can be.")]
-Force = Annotated[bool, typer.Option("--force", help="Also where `arpo plan` says that the job does not fit.")]
-Chain = Annotated[int, typer.Option(min=1, help="Jobs, one after the other, that go on where the last one stopped.")]
+Run = Annotated[str, typer.Argument(metavar="RUN", help="Name or directory of a submitted run.")]
+ClusterOfRun = Annotated[
+    str | None,
+    typer.Option("--cluster", help="Cluster profile that the run was submitted with; searches only its `runs`."),
+]
+Nodes = Annotated[
+    int | None, typer.Option(min=1, help="Number of nodes; default: the profile's, else the fewest that fit the job.")
+]
+Force = Annotated[bool, typer.Option("--force", help="Submit even if `arpo plan` expects that the job does not fit.")]
+Chain = Annotated[
+    int, typer.Option(min=1, help="Number of jobs to queue one after the other; each continues the one before.")
+]
 
 
 @app.command()
@@ -42,15 +48,15 @@ def submit(
         bool, typer.Option("--dryrun", help="Print the batch script and the node layout, then stop.")
     ] = False,
 ) -> None:
-    """Train a recipe on a Slurm cluster: one allocation with tool service, engines and trainer as its steps.
+    """Train a recipe on a Slurm cluster, in one allocation for tool service, engines and trainer.
 
-    Prints the run's name and the job's id.
+    Prints the name of the run and the id of its job.
     """
     from arpo_megatron.cluster.profile import load_profile
-    from arpo_megatron.cluster.ssh import elsewhere
+    from arpo_megatron.cluster.ssh import run_on_login_node
 
     options = {"config": config, "nodes": nodes, "chain": chain, "force": force, "dryrun": dryrun}
-    elsewhere(cluster, "submit", recipe, *(overrides or ()), **options)
+    run_on_login_node(cluster, "submit", recipe, *(overrides or ()), **options)
     profile = load_profile(cluster)
     job = _resolved(recipe, profile, nodes or profile.nodes, overrides or (), config)
     _submit(job, profile, nodes=nodes, chain=chain, force=force, dryrun=dryrun)
@@ -60,43 +66,44 @@ def submit(
 def resume(
     run: Run,
     overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="train.steps, parallel.*, engine.*, ...")
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="Config overrides: train.steps, parallel.*, engine.*, ..."),
     ] = None,
     cluster: Annotated[
         str | None,
-        typer.Option(help="Profile to submit with, in whose `runs` the run is; default: as it was submitted last."),
+        typer.Option(help="Cluster profile to submit with; default: the profile of the last submission."),
     ] = None,
     nodes: Nodes = None,
     chain: Chain = 1,
     force: Force = False,
 ) -> None:
-    """Submit a run again, with the code as it is now: it goes on from its newest whole checkpoint.
+    """Submit a run again with the current code. It continues from its newest complete checkpoint.
 
     The job takes as many nodes as before. --nodes fills that many nodes with more or fewer data-parallel ranks and
     engines. Overrides that change ranks, engines or their placement take the number of GPU nodes that they need.
     """
-    from arpo_megatron.cluster import runs as commands
+    from arpo_megatron.cluster import runs
     from arpo_megatron.cluster.profile import load_profile
-    from arpo_megatron.cluster.ssh import elsewhere
-    from arpo_megatron.cluster.submissions import config_said
+    from arpo_megatron.cluster.ssh import run_on_login_node
+    from arpo_megatron.cluster.submissions import config_before_auto
     from arpo_megatron.plan.nodes import scaled
 
-    elsewhere(cluster, "resume", run, *(overrides or ()), nodes=nodes, chain=chain, force=force)
-    directory = commands.find_run(run, cluster)
+    run_on_login_node(cluster, "resume", run, *(overrides or ()), nodes=nodes, chain=chain, force=force)
+    directory = runs.find_run(run, cluster)
     profile = load_profile(cluster or str(directory.cluster))
-    said = resolve.explicit_keys(resolve.override_layers(overrides or ()))
-    before = config_said(directory)
+    explicit = resolve.explicit_keys(resolve.override_layers(overrides or ()))
+    before = config_before_auto(directory)
     job = resolve.with_overrides(before, overrides or ())
     gpus = profile.gpus_of(job)
     if nodes is not None and gpus:
-        job = scaled(job, nodes, gpus, keep=said)
+        job = scaled(job, nodes, gpus, keep=explicit)
     elif nodes is None and not (gpus and _layout(job) != _layout(before)):
-        nodes = commands.nodes_of(directory)
+        nodes = runs.nodes_of(directory)
     _submit(job, profile, nodes=nodes, chain=chain, force=force, resuming=True)
 
 
 def _layout(job: JobConfig) -> tuple[object, ...]:
-    """What decides how many nodes with GPUs a job takes."""
+    """Return the config values that decide how many GPU nodes a job takes."""
     engine = job.engine
     return job.parallel.world_size, engine.tensor, engine.replicas, engine.placement
 
@@ -104,12 +111,12 @@ def _layout(job: JobConfig) -> tuple[object, ...]:
 def _resolved(
     recipe: str, profile: "ClusterProfile | None", nodes: int | None, overrides: Sequence[str], file: Path | None = None
 ) -> JobConfig:
-    """The job on so many nodes of the cluster; None: as the recipe has it."""
+    """Return the job laid out on `nodes` nodes of the cluster, or as the recipe has it if `nodes` is None."""
     from arpo_megatron.plan.nodes import on_nodes
 
     job = resolve.resolve(recipe, file=file, overrides=overrides)
     if nodes is not None and profile is not None and profile.gpus_of(job):
-        # Once more, because a layout for so many nodes lies between the recipe and the overrides.
+        # Resolve again: the layout for this number of nodes goes between the recipe and the overrides.
         job = on_nodes(recipe, nodes, profile.gpus_of(job), file=file, overrides=overrides)
     return job
 
@@ -125,76 +132,80 @@ def _submit(
     resuming: bool = False,
 ) -> None:
     from arpo_megatron.cluster.runs import address
-    from arpo_megatron.cluster.submit import dry_run, prepare_submission
-    from arpo_megatron.cluster.submit import submit as send
+    from arpo_megatron.cluster.submit import dry_run, prepare_submission, submit_jobs
 
     submission = prepare_submission(job, profile, nodes=nodes, chain=chain, resume=resuming)
     if dryrun:
         print(dry_run(submission))
         return
-    jobs = send(submission, force=force)
-    run, found = submission.run, address(submission.run)
+    jobs = submit_jobs(submission, force=force)
+    run, name = submission.run, address(submission.run)
     print(f"{run.path.name}: job {', '.join(jobs)}, run directory {run.path}")
-    print(f"arpo status {found} | arpo logs {found} --follow | arpo cancel {found}")
+    print(f"arpo status {name} | arpo logs {name} --follow | arpo cancel {name}")
 
 
 @app.command()
 def status(
-    run: Annotated[str | None, typer.Argument(metavar="[RUN]", help="One run; default: all submitted ones.")] = None,
-    cluster: Where = None,
+    run: Annotated[
+        str | None, typer.Argument(metavar="[RUN]", help="Name or directory of a run; default: all submitted runs.")
+    ] = None,
+    cluster: ClusterOfRun = None,
 ) -> None:
-    """Say what Slurm and the run itself report: state, nodes, time, steps done, checkpoints."""
-    from arpo_megatron.cluster import runs as commands
-    from arpo_megatron.cluster.ssh import elsewhere
+    """Show the state of submitted runs: Slurm's state, nodes, time, finished steps, checkpoints."""
+    from arpo_megatron.cluster import runs
+    from arpo_megatron.cluster.ssh import run_on_login_node
 
-    elsewhere(cluster, "status", run)
-    commands.print_status(run, cluster)
+    run_on_login_node(cluster, "status", run)
+    runs.print_status(run, cluster)
 
 
 @app.command()
 def logs(
     run: Run,
-    role: Annotated[str, typer.Option(help="job, doctor, train, sft, engine, sandbox, rollout, ...")] = "job",
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on printing until the job has ended.")] = False,
-    lines: Annotated[int, typer.Option(min=0, help="How many of the last lines.")] = 40,
-    cluster: Where = None,
+    role: Annotated[
+        str, typer.Option(help="Process of the job: job (its supervisor), doctor, train, sft, engine-0, sandbox, ...")
+    ] = "job",
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep printing until the job has ended.")] = False,
+    lines: Annotated[int, typer.Option(min=0, help="Number of last lines to print first.")] = 40,
+    cluster: ClusterOfRun = None,
 ) -> None:
-    """Print the log of a role of a submitted run."""
-    from arpo_megatron.cluster import runs as commands
-    from arpo_megatron.cluster.ssh import elsewhere
+    """Print the log of one process of a submitted run."""
+    from arpo_megatron.cluster import runs
+    from arpo_megatron.cluster.ssh import run_on_login_node
 
-    elsewhere(cluster, "logs", run, role=role, follow=follow, lines=lines)
-    commands.print_log(commands.find_run(run, cluster), role, lines=lines, follow=follow)
+    run_on_login_node(cluster, "logs", run, role=role, follow=follow, lines=lines)
+    runs.print_log(runs.find_run(run, cluster), role, lines=lines, follow=follow)
 
 
 @app.command()
-def cancel(run: Run, cluster: Where = None) -> None:
-    """Cancel a run's jobs, those that wait in its chain too. `arpo resume` goes on from its newest checkpoint."""
-    from arpo_megatron.cluster import runs as commands
-    from arpo_megatron.cluster.ssh import elsewhere
+def cancel(run: Run, cluster: ClusterOfRun = None) -> None:
+    """Cancel all jobs of a run, including the queued ones of its chain. `arpo resume` continues the run."""
+    from arpo_megatron.cluster import runs
+    from arpo_megatron.cluster.ssh import run_on_login_node
 
-    elsewhere(cluster, "cancel", run)
-    commands.cancel(commands.find_run(run, cluster))
+    run_on_login_node(cluster, "cancel", run)
+    runs.cancel(runs.find_run(run, cluster))
 
 
 @app.command()
 def doctor(
-    recipe: Annotated[str | None, typer.Argument(help="Look at what this recipe needs, too.")] = None,
+    recipe: Annotated[str | None, typer.Argument(help="Also check the files and the layout of this recipe.")] = None,
     overrides: Overrides = None,
-    cluster: Annotated[str | None, typer.Option(help="Look at this cluster from here, its login node.")] = None,
+    cluster: Annotated[
+        str | None, typer.Option(help="Check the cluster of this profile; run it on the login node.")
+    ] = None,
 ) -> None:
-    """Check this machine, a recipe's files and a cluster before anything is started; a line each, with how to mend.
+    """Check this machine, a recipe and a cluster before a job starts. Each problem is one line with its fix.
 
-    Ends with code 1 where a check fails. Every submitted job does the same on all its nodes first.
+    Exits with code 1 if a check fails. Every submitted job runs the same checks on all its nodes first.
     """
     from arpo_megatron.cli.doctor import examine
     from arpo_megatron.cluster.profile import load_profile
-    from arpo_megatron.cluster.ssh import elsewhere
+    from arpo_megatron.cluster.ssh import run_on_login_node
 
-    elsewhere(cluster, "doctor", recipe, *(overrides or ()))
-
+    run_on_login_node(cluster, "doctor", recipe, *(overrides or ()))
     if overrides and recipe is None:
-        raise UserError("KEY=VALUE needs a recipe")
+        raise UserError("KEY=VALUE needs a recipe: arpo doctor RECIPE KEY=VALUE")
     profile = None if cluster is None else load_profile(cluster)
     job = None if recipe is None else _resolved(recipe, profile, profile.nodes if profile else None, overrides or ())
     if not examine(job, profile):

@@ -1,4 +1,4 @@
-"""`arpo doctor`: this machine, a recipe's files, and a cluster as it looks from its login node."""
+"""`arpo doctor`: check this machine, a recipe's files, and a cluster from its login node."""
 
 from arpo_megatron.cluster.profile import ClusterProfile
 from arpo_megatron.cluster.slurm_checks import cluster_checks
@@ -14,18 +14,18 @@ from arpo_megatron.launch.preflight.machine import PORTS, Check, check_clock, ch
 from arpo_megatron.utils.ports import free_ports
 
 LOCAL_CHECK_S = 120.0
-"""Seconds that a check may take; nothing waits for it."""
+"""Seconds that one check may take."""
 
 
 def examine(config: JobConfig | None, profile: ClusterProfile | None) -> bool:
-    """Print one line a check; whether none has failed."""
+    """Print one line per check and return whether none failed."""
     checks: list[Check] = []
     if profile is None:
         runs = (config.run_dir if config else None) or RUNS
         gpus = gpu_count("auto" if config is None else config.platform)
         checks += machine_checks(gpus=gpus, on_gpus=gpus > 0 or _wants_gpus(config), config=config)
         checks += [("ports", _check_ports), ("network", lambda: on_this_machine(gpus, *free_ports(1)))]
-    else:  # a login node has neither GPUs nor the packages of the roles
+    else:  # a login node has neither GPUs nor the packages of the job's processes
         runs = profile.runs.expanduser()
         checks += [("python", check_python), *cluster_checks(profile)]
     checks.append(("clock", lambda: check_clock(runs)))
@@ -37,7 +37,7 @@ def examine(config: JobConfig | None, profile: ClusterProfile | None) -> bool:
 
 
 def _wants_gpus(config: JobConfig | None) -> bool:
-    """A model that is fetched is trained on GPUs, also where an image is looked at on a machine without."""
+    """Return whether the job trains a downloaded model. Such a job needs GPUs even if this machine has none."""
     return config is not None and config.platform != "cpu" and not config.model.is_generated
 
 
@@ -46,13 +46,13 @@ def _check_ports() -> CheckResult:
 
 
 def _check_recipe(config: JobConfig, profile: ClusterProfile | None) -> CheckResult:
-    """Its inputs are there, and this machine can run it, or `arpo submit` would take it."""
+    """Check the recipe's inputs, then whether this machine can run it or the cluster would accept it."""
     if profile is None:
         check_inputs(config)
         return ok("recipe", f"{config.name} can run on this machine")
     check_files(config)
     submission = prepare_submission(config, profile, nodes=None)
-    forecast, plan = submission.forecast, submission.layout
+    forecast, layout = submission.forecast, submission.layout
     if forecast is not None and not forecast.fits:
         return failure("recipe", f"{config.name} does not fit: {forecast.reason}", "arpo plan shows layouts that do")
-    return ok("recipe", f"{config.name} on {plan.nodes} node(s): {'; '.join(plan.describe())}")
+    return ok("recipe", f"{config.name} on {layout.nodes} node(s): {'; '.join(layout.describe())}")

@@ -12,57 +12,60 @@ from arpo_megatron.evaluation.prompts import Tools
 app = typer.Typer()
 
 DATA = Path("data/eval")
-Data = Annotated[Path, typer.Option(help="Directory with the files of the benchmarks.")]
+Data = Annotated[Path, typer.Option(help="Directory with the benchmark files.")]
 SkipMissing = Annotated[
-    bool, typer.Option("--skip-missing", help="Go on without benchmarks whose file is missing; they are named.")
+    bool, typer.Option("--skip-missing", help="Skip benchmarks whose file is missing, and list them.")
 ]
-EvalTarget = Annotated[
+Target = Annotated[
     str,
     typer.Argument(
-        metavar="SUBJECT",
-        help="A run directory, a Hugging Face directory, the URL of a server that speaks OpenAI's format, or "
-        "`oracle` or `wrong` (known answers, to check scorers and files).",
+        metavar="TARGET",
+        help="Run directory, Hugging Face directory or URL of an OpenAI-compatible server; `oracle` and `wrong` give "
+        "known answers, to check scorers and files.",
     ),
 ]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]...", help="Config values, e.g. evaluation.temperature=0 engine.replicas=2"),
+    typer.Argument(metavar="[KEY=VALUE]...", help="Config overrides, e.g. evaluation.temperature=0 engine.replicas=2"),
 ]
 Suite = Annotated[
     str | None,
     typer.Option(
         metavar="NAME[,NAME]",
-        help="reasoning, deepsearch, names of benchmarks, or held_out: a run's own held-out tasks, its default.",
+        help="reasoning, deepsearch, names of benchmarks, or held_out (a run's own held-out tasks, default for a run).",
     ),
 ]
-K = Annotated[int, typer.Option(min=1, help="Attempts of which the best counts, for pass@k.")]
+K = Annotated[int, typer.Option(min=1, help="The k of pass@k.")]
 Attempts = Annotated[
-    int | None, typer.Option(min=1, help="Attempts at a question; default: k. More make pass@k more precise.")
+    int | None, typer.Option(min=1, help="Attempts per question; default: k. More attempts make pass@k more precise.")
 ]
 WithTools = Annotated[
     Tools | None,
-    typer.Option(help="none, prompt (the protocol is explained) or trained; default: trained, prompt for a URL."),
+    typer.Option(help="none, prompt (the prompt explains the tools) or trained; default: trained, prompt for a URL."),
 ]
 Model = Annotated[
     str | None,
-    typer.Option(help="Of a run: Hugging Face directory, default its export. Of a URL: the model's name there."),
+    typer.Option(help="For a run: Hugging Face directory, default its export. For a URL: model name on the server."),
 ]
 Tasks = Annotated[
-    int | None, typer.Option(min=1, help="Only the first N questions (held_out: default the run's own number).")
+    int | None,
+    typer.Option(
+        min=1, help="Number of questions to answer, from the first; default: all (held_out: the run's number)."
+    ),
 ]
 TrainData = Annotated[
     Path | None,
-    typer.Option(help="Training file to look for the questions in; default: that of a run on released files."),
+    typer.Option(help="Training file to search for the questions; default: the run's own, if it trained on files."),
 ]
-SystemPrompt = Annotated[
-    Path | None, typer.Option(help="File with the system prompt, in the place of the built-in one.")
+SystemPrompt = Annotated[Path | None, typer.Option(help="File with a system prompt that replaces the built-in one.")]
+Out = Annotated[
+    Path | None, typer.Option(help="Directory for records and tables. An interrupted evaluation continues in it.")
 ]
-Out = Annotated[Path | None, typer.Option(help="Directory for records and tables; the same evaluation goes on in it.")]
 
 
 @app.command("eval")
 def evaluate(
-    target: EvalTarget,
+    target: Target,
     overrides: Overrides = None,
     suite: Suite = None,
     k: K = 1,
@@ -76,9 +79,9 @@ def evaluate(
     system_prompt: SystemPrompt = None,
     out: Out = None,
 ) -> None:
-    """Answer benchmarks or held-out tasks through an engine or a server and the tools, and score the answers.
+    """Answer benchmarks or held-out tasks with a model and tools, and score the answers.
 
-    Stopped at any moment, the same command goes on where it was. The last line of standard output is one JSON object.
+    After an interruption, the same command continues. The last line of standard output is a JSON object.
     """
     from arpo_megatron.evaluation.run import EvalRequest
     from arpo_megatron.evaluation.run import evaluate as run
@@ -98,17 +101,17 @@ def evaluate(
         system_prompt=system_prompt,
         overrides=tuple(overrides or ()),
     )
-    print(json.dumps(run(request, _tell)), flush=True)
+    print(json.dumps(run(request, _log)), flush=True)
 
 
 @app.command("eval-report")
 def eval_report(
     directories: Annotated[
-        list[Path], typer.Argument(metavar="DIR...", help="Directories of finished evaluations (`out` of `arpo eval`).")
+        list[Path], typer.Argument(metavar="DIR...", help="--out directories of finished evaluations.")
     ],
     out: Annotated[Path, typer.Option(help="Directory for report.md, report.tex and report.html.")],
 ) -> None:
-    """Put several evaluations into one table, the published rows beside them."""
+    """Put several evaluations into one table, next to the published results."""
     from arpo_megatron.evaluation.report import read_summary, write_reports
 
     measured = [read_summary(directory) for directory in directories]
@@ -123,12 +126,15 @@ def decontaminate(
         Path, typer.Argument(metavar="FILE", help="Training questions: parquet, JSON lines, a JSON array or CSV.")
     ],
     suite: Annotated[
-        str, typer.Option(metavar="NAME[,NAME]", help="Evaluation questions to look for.")
+        str, typer.Option(metavar="NAME[,NAME]", help="Suites or benchmarks whose questions to search for.")
     ] = "reasoning,deepsearch",
     data: Data = DATA,
     skip_missing: SkipMissing = False,
 ) -> None:
-    """Name the evaluation questions that a training file holds, one JSON object a line; ends with code 1 for any."""
+    """List the evaluation questions that a training file contains, one JSON object per line.
+
+    Exits with code 1 if there are any.
+    """
     from arpo_megatron.evaluation.benchmarks import select_benchmarks
     from arpo_megatron.evaluation.contamination import find_overlaps, training_questions
     from arpo_megatron.evaluation.questions import read_all
@@ -149,14 +155,14 @@ def decontaminate(
     for tested in sets:
         name = tested.benchmark.name
         count = sum(each.question.benchmark == name for each in found)
-        _tell(f"{name}: {count} of {len(tested.questions)} questions are in {train_data}")
+        _log(f"{name}: {count} of {len(tested.questions)} questions are in {train_data}")
     if training.note:
-        _tell(training.note)
+        _log(training.note)
     if missing:
-        _tell(f"not looked for, no file in {data}: {', '.join(each.name for each in missing)}")
+        _log(f"skipped, no file in {data}: {', '.join(each.name for each in missing)}")
     if found:
         raise typer.Exit(1)
 
 
-def _tell(text: str) -> None:
+def _log(text: str) -> None:
     print(text, file=sys.stderr, flush=True)

@@ -1,23 +1,29 @@
-"""`python -m arpo_megatron.cli.login_node`: the command that standard input holds, on the login node."""
+"""`python -m arpo_megatron.cli.login_node`: run the command that `cluster.ssh` sends to the login node.
+
+Standard input has one JSON line with `arguments`, `files` and `environment`. An argument that names one of the files is
+replaced by the path of a temporary copy.
+"""
 
 import json
 import os
 import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    pass
 
 
 def main() -> None:
-    """On the login node: run the command that standard input holds."""
+    """Run `arpo` with the arguments, files and environment from standard input."""
     payload = json.loads(sys.stdin.readline())
     os.environ |= payload["environment"]
     from arpo_megatron.__main__ import main as arpo
-    from arpo_megatron.cluster.ssh import _words
 
     with tempfile.TemporaryDirectory(prefix="arpo-") as folder:
-        sys.argv = ["arpo", *_words(payload["words"], payload["files"], Path(folder))]
+        for name, text in payload["files"].items():
+            (Path(folder) / name).write_text(text, encoding="utf-8")
+        arguments = [str(Path(folder) / each) if each in payload["files"] else each for each in payload["arguments"]]
+        sys.argv = ["arpo", *arguments]
         arpo()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,4 @@
-"""`arpo`: the command line. Imports of torch and friends wait until a command needs them."""
+"""The `arpo` command line. torch and other slow packages are imported only by the commands that need them."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -24,35 +24,38 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
-    help="Train tool-using language models with ARPO. Begin with [bold]arpo demo[/bold]: a tiny agent learns to use "
-    "its tools on two CPU cores, in minutes.",
+    help="Train tool-using language models with ARPO. Start with [bold]arpo demo[/bold]: in a few minutes on two CPU "
+    "cores, a tiny agent learns to use its tools.",
 )
 app.add_typer(bench, name="bench")
 app.add_typer(cluster)
 app.add_typer(evaluation)
 app.add_typer(study, name="study")
 
-Recipe = Annotated[str, typer.Argument(help="Recipe name, with variants as RECIPE+VARIANT; `arpo recipes` lists them.")]
+Recipe = Annotated[str, typer.Argument(help="Recipe, or RECIPE+VARIANT+...; `arpo recipes` lists both.")]
 Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, e.g. algorithm.entropy_weight=0.4")
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="Config overrides, e.g. algorithm.entropy_weight=0.4"),
 ]
-Resume = Annotated[bool, typer.Option("--resume", help="Go on with the newest run of this config from its last step.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the resolved config and what would run, then stop.")]
-Seed = Annotated[int | None, typer.Option(help="Everything random follows from it; short for seed=N.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Continue the newest run of this config from its last step.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the resolved config and the processes, then stop.")]
+Seed = Annotated[int | None, typer.Option(help="Random seed of the whole job; the same as seed=N.")]
 
 
 @app.command()
 def demo(
     overrides: Overrides = None,
     seed: Seed = None,
-    algorithm: Annotated[str | None, typer.Option(help="arpo, or a comparison: grpo, random, arpo_reference.")] = None,
+    algorithm: Annotated[
+        str | None, typer.Option(help="Algorithm preset: arpo, or grpo, random or arpo_reference to compare with.")
+    ] = None,
     config: ConfigFile = None,
     resume: Resume = False,
     dry_run: DryRun = False,
 ) -> None:
-    """The main job at laptop size: cold start, evaluation, ARPO, evaluation, export, and one question answered.
+    """Run the whole pipeline at laptop size: cold start, evaluation, ARPO, evaluation, export, one answered question.
 
-    The last line of standard output is one JSON object with the figures.
+    The last line of standard output is a JSON object with the results.
     """
     overrides = [*([] if algorithm is None else [f"algorithm.name={algorithm}"]), *(overrides or ())]
     job = _resolve("quickstart", overrides, config, seed)
@@ -77,7 +80,7 @@ def _start_sft(job: JobConfig, resume: bool) -> None:
 
 
 def _recipe_command(name: str, text: str, start: Callable[[JobConfig, bool], None]) -> None:
-    """Add a command that runs a recipe; all of them take the same overrides and options."""
+    """Register a command that runs a recipe. All of these commands take the same arguments and options."""
 
     @app.command(name, help=text)
     def command(
@@ -90,7 +93,7 @@ def _recipe_command(name: str, text: str, start: Callable[[JobConfig, bool], Non
     ) -> None:
         job = _resolve(recipe, overrides, config, seed)
         if name == "sft" and job.sft.steps == 0:
-            raise UserError(f"recipe {recipe} has no cold start: give sft.steps=N")
+            raise UserError(f"recipe {recipe} has no cold start; add one with sft.steps=N")
         if dry_run:
             _print_plan(job)
         else:
@@ -99,28 +102,29 @@ def _recipe_command(name: str, text: str, start: Callable[[JobConfig, bool], Non
 
 _recipe_command(
     "train",
-    "Run a recipe on this machine: cold start where it has one, the ARPO loop, and the export.\n\n"
+    "Train a recipe on this machine: the cold start if it has one, the ARPO loop, and the export.\n\n"
     "Example: arpo train quickstart algorithm.entropy_weight=0.4 train.steps=20",
     _start_train,
 )
 _recipe_command(
     "sft",
-    "Run only the cold start of a recipe, on conversations (sft.data=FILE) or generated demonstrations, and export the "
-    "model to RUN_DIR/sft.\n\nThe last line of standard output is one JSON object with the figures.",
+    "Run only the cold start of a recipe and export the model to RUN_DIR/sft. It trains on conversations "
+    "(sft.data=FILE) or on generated demonstrations.\n\n"
+    "The last line of standard output is a JSON object with the results.",
     _start_sft,
 )
 
 
-RunDir = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Directory of a run, e.g. runs/quickstart-arpo-seed1")]
+RunDir = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Run directory, e.g. runs/quickstart-arpo-seed1")]
 
 
 @app.command()
 def export(
     run_dir: RunDir,
-    out: Annotated[Path, typer.Option(help="Hugging Face directory to write; must not exist.")],
+    out: Annotated[Path, typer.Option(help="Hugging Face directory to write; it must not exist yet.")],
     step: Annotated[int | None, typer.Option(help="Step of the checkpoint; default: the newest.")] = None,
 ) -> None:
-    """Turn a checkpoint of a run into a Hugging Face directory that transformers and SGLang load."""
+    """Convert a checkpoint of a run to a Hugging Face directory that transformers and SGLang can load."""
     from arpo_megatron.launch.job import export_checkpoint
 
     print(export_checkpoint(_open_run(run_dir), out, step))
@@ -129,11 +133,11 @@ def export(
 @app.command("replay-pack")
 def replay_pack(
     file: Annotated[Path, typer.Argument(help="Dump of a skipped update: RUN_DIR/skipped_updates/*.npz.")],
-    run: Annotated[Path | None, typer.Option(help="Run directory; default: the one that the file lies in.")] = None,
+    run: Annotated[Path | None, typer.Option(help="Run directory; default: the one that contains the file.")] = None,
 ) -> None:
-    """Compute an update again that was skipped, and say which of its quantities are not finite.
+    """Compute a skipped update again and report which of its quantities are not finite.
 
-    The weights are those of the run's newest whole checkpoint; nothing is changed.
+    The weights come from the run's newest complete checkpoint. The run is not changed.
     """
     from arpo_megatron.launch.job import replay_bad_update
 
@@ -143,14 +147,16 @@ def replay_pack(
 @app.command()
 def trees(
     run_dir: RunDir,
-    step: Annotated[int | None, typer.Option(help="Step whose trees to show; default: the last.")] = None,
+    step: Annotated[int | None, typer.Option(help="Step of the trees; default: the last stored one.")] = None,
     count: Annotated[
-        int, typer.Option(min=0, help="How many trees to draw below the list, the most telling first.")
+        int, typer.Option(min=0, help="Number of trees to draw below the list, the most telling first.")
     ] = 1,
-    tree: Annotated[int | None, typer.Option(min=0, help="Draw the one with this number in the list.")] = None,
-    svg: Annotated[Path | None, typer.Option(help="Write the picture to this SVG file instead of the screen.")] = None,
+    tree: Annotated[int | None, typer.Option(min=0, help="Draw only the tree with this number in the list.")] = None,
+    svg: Annotated[
+        Path | None, typer.Option(help="Write the drawing to this SVG file instead of the terminal.")
+    ] = None,
 ) -> None:
-    """List and draw the rollout trees of a step: where they forked, how uncertain the policy was, who was right."""
+    """List and draw the rollout trees of a step: their forks, the policy's entropies, and the rewards."""
     from arpo_megatron.cli.trees import show_trees
 
     show_trees(_open_run(run_dir), step=step, tree=tree, count=count, svg=svg)
@@ -159,14 +165,15 @@ def trees(
 @app.command("replay-tree")
 def replay_tree(
     file: Annotated[Path, typer.Argument(help="Stored trees: RUN_DIR/trees/step_N.parquet.")],
-    tree: Annotated[int | None, typer.Option(min=0, help="Only the one with this number; default: all.")] = None,
+    tree: Annotated[int | None, typer.Option(min=0, help="Number of the tree to check; default: all.")] = None,
     config: Annotated[
-        Path | None, typer.Option("--config", help="The run's config.yaml; default: that of the run the file lies in.")
+        Path | None,
+        typer.Option("--config", help="Config of the run; default: config.yaml of the file's run directory."),
     ] = None,
 ) -> None:
-    """Derive every branching decision of stored trees again from tree, entropies and seed.
+    """Recompute every branching decision of stored trees from tree, entropies and seed.
 
-    Shows the first difference, if there is one, and ends with code 1 then.
+    Prints the first difference and exits with code 1 if there is one.
     """
     from arpo_megatron.cli.trees import replay_trees
 
@@ -183,9 +190,9 @@ def judge_report(
     overrides: Overrides = None,
     config: ConfigFile = None,
 ) -> None:
-    """How far a job's judge (reward.judge) agrees with labels, and how often hostile answers fool it.
+    """Measure a job's judge (reward.judge) on labelled answers: agreement, and how often hostile answers fool it.
 
-    Prints one JSON object. The rules that would score in its place are measured beside it.
+    Prints one JSON object, which has the scores of the rule-based verifiers for comparison.
     """
     from arpo_megatron.rewards.judge.report import report
 
@@ -194,27 +201,29 @@ def judge_report(
 
 @app.command()
 def health(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="Directory of a run, or the name of a submitted one.")],
-    cluster: Annotated[str | None, typer.Option(help="Look in this profile's `runs` only.")] = None,
+    run: Annotated[str, typer.Argument(metavar="RUN", help="Run directory, or the name of a submitted run.")],
+    cluster: Annotated[
+        str | None, typer.Option(help="Cluster profile that the run was submitted with; searches only its `runs`.")
+    ] = None,
 ) -> None:
-    """Say what is up in a running job: each role, since when, how often it was restarted and why."""
-    from arpo_megatron.cluster import runs as commands
-    from arpo_megatron.cluster.ssh import elsewhere
+    """Show the processes of a running job: state, uptime, number of restarts, last error."""
+    from arpo_megatron.cluster import runs
+    from arpo_megatron.cluster.ssh import run_on_login_node
     from arpo_megatron.launch.health import print_health
 
-    elsewhere(cluster, "health", run)
+    run_on_login_node(cluster, "health", run)
     if (Path(run) / "config.yaml").is_file() and not (Path(run) / "submissions").is_dir():
         print_health(run_directory.RunDirectory(Path(run)))
     else:
-        commands.print_health(commands.find_run(run, cluster))
+        runs.print_health(runs.find_run(run, cluster))
 
 
-Gpu = Annotated[str, typer.Option(help="h100-80, h200 or a100-80.")]
+Gpu = Annotated[str, typer.Option(help="GPU type: h100-80, h200 or a100-80.")]
 
 
 @app.command()
 def recipes() -> None:
-    """List the recipes with their model, nodes of eight H100 80 GB and the memory expected of the fullest GPU."""
+    """List the recipes: model, nodes of eight H100 80 GB, expected memory of the fullest GPU, variants."""
     from arpo_megatron.hardware.specs import GIB
     from arpo_megatron.plan import GPUS, plan
 
@@ -222,17 +231,17 @@ def recipes() -> None:
     for name in resolve.recipe_names():
         job = resolve.resolve(name)
         found = plan(job, GPUS["h100-80"])
-        model = job.model.hub_id or "made on the spot, for a CPU"
+        model = job.model.hub_id or "a tiny random model, for a CPU"
         size = "" if job.model.is_generated else f"{found.nodes:5} {found.peak_bytes / GIB:4.0f}"
         print(f"{name:15} {model:33} {size:10}  {' '.join(resolve.variant_names(name))}")
     print(
-        "\nRECIPE+VARIANT+... lays variants over a recipe; `arpo show` says what it is then, `arpo plan` what it needs"
+        "\nAdd variants as RECIPE+VARIANT+...; `arpo show` prints the resulting config, `arpo plan` its memory and time"
     )
 
 
 @app.command()
 def show(recipe: Recipe, overrides: Overrides = None, config: ConfigFile = None, seed: Seed = None) -> None:
-    """Print a resolved config and where each value comes from: default, base, recipe, variant, file or override."""
+    """Print a resolved config with the source of each value: default, base, recipe, variant, file or override."""
     from arpo_megatron.jobs.explain import render
 
     print(render(recipe, file=config, overrides=_with_seed(overrides, seed)), end="")
@@ -244,13 +253,13 @@ def plan_command(
     overrides: Overrides = None,
     config: ConfigFile = None,
     gpu: Gpu = "h100-80",
-    nodes: Annotated[int | None, typer.Option(min=1, help="Nodes; default: those of the recipe's layout.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object and nothing else.")] = False,
-    search: Annotated[bool, typer.Option(help="Look for better layouts too: seconds.")] = True,
+    nodes: Annotated[int | None, typer.Option(min=1, help="Number of nodes; default: the recipe's layout.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print only one JSON object.")] = False,
+    search: Annotated[bool, typer.Option(help="Also search for better layouts (takes seconds).")] = True,
 ) -> None:
-    """What a job will need: memory by part, seconds by phase, GPU-hours, and better layouts for as many GPUs.
+    """Estimate a job: memory by part, seconds by phase, GPU-hours, and better layouts on the same number of GPUs.
 
-    Ends with code 1 when it does not fit.
+    Exits with code 1 if the job does not fit.
     """
     from arpo_megatron.plan import Hardware, plan, report
     from arpo_megatron.plan.nodes import on_nodes
@@ -281,26 +290,27 @@ def _with_seed(overrides: Sequence[str] | None, seed: int | None) -> list[str]:
 def _open_run(path: Path) -> run_directory.RunDirectory:
     run = run_directory.RunDirectory(path)
     if not run.config.is_file():
-        raise UserError(f"{path} is not a run directory (no config.yaml there)")
+        raise UserError(f"{path} is not a run directory: it has no config.yaml")
     return run
 
 
 def _print_plan(config: JobConfig) -> None:
-    """The resolved config, then the processes and phases in order."""
+    """Print the resolved config, then the processes and phases in their order."""
     from arpo_megatron.jobs.inputs import check_inputs
     from arpo_megatron.plan.report import layout
 
     check_inputs(config)
     print(yaml_text(dump_config(config)), end="")
-    parallel, train_config = config.parallel, config.train
+    parallel, train = config.parallel, config.train
     print(f"# plan: a new run in {run_directory.next_path(config)}")
     print("#   sandbox  python -m tools_sandbox")
     engines = "engine " if config.engine.replicas == 1 else f"{config.engine.replicas} engines"
     print(f"#   {engines}  SGLang, tensor parallel {config.engine.tensor}, {config.model.dtype}")
-    print(f"#   trainer  {parallel.world_size} rank(s){f': {said}' if (said := layout(parallel)) else ''}")
+    dimensions = layout(parallel)
+    print(f"#   trainer  {parallel.world_size} rank(s){f': {dimensions}' if dimensions else ''}")
     if config.sft.steps:
         print(f"#   cold start: {config.sft.steps} updates of {config.sft.batch} demonstrations")
     print(
-        f"#   {config.algorithm.name}: {train_config.steps} steps of {train_config.tasks_per_step} tasks x "
+        f"#   {config.algorithm.name}: {train.steps} steps of {train.tasks_per_step} tasks x "
         f"{config.algorithm.group_size} trajectories, {config.algorithm.minibatches} update(s) a step"
     )

@@ -1,4 +1,4 @@
-"""Recipes for nemo-run: factories of `run.Config[JobConfig]` from Python, `nemorun arpo train job=RECIPE` in a shell.
+"""Recipes for nemo-run: factories of `run.Config[JobConfig]` for Python, and `nemorun arpo train job=RECIPE`.
 
     from arpo_megatron.cli.nemo import factories
     recipe = factories["deepsearch_14b"]
@@ -8,8 +8,8 @@
     nemorun arpo train job=deepsearch_14b job.model.path=DIR job.train.steps=10
     nemorun arpo train "job=quickstart(preset='grpo')"
 
-What nemo-run builds from such a config is a `JobConfig`, checked as the command line checks its own. Importing nemo-run
-takes seconds, so nothing else imports this module.
+nemo-run builds a `JobConfig` from such a config; it is validated like a config of the command line. Importing nemo-run
+takes seconds, so no other module imports this one.
 """
 
 import dataclasses
@@ -26,50 +26,50 @@ from arpo_megatron.config import JobConfig
 from arpo_megatron.errors import UserError
 from arpo_megatron.jobs import resolve
 
-# nemo-run 0.11.1 reads Optional[Path], but not Path | None.
+# nemo-run 0.11.1 can parse Optional[Path], but not Path | None.
 cli_parser.type_parser.register_parser(types.UnionType)(cli_parser.type_parser.parse_union)
 
 Factory = Callable[..., "run.Config[JobConfig]"]
 
 
 def configured(value: Any) -> Any:
-    """A (nested) config as nemo-run's: sections that can be changed key by key, values that are not defaults."""
+    """Convert a (nested) config to `run.Config`, with every section and with values that differ from their default."""
     if not dataclasses.is_dataclass(value):
         return value
     kind: Any = type(value)
-    given = {}
+    values = {}
     for field in dataclasses.fields(value):
         item = getattr(value, field.name)
         if dataclasses.is_dataclass(item) or item != kind.__pydantic_fields__[field.name].default:
-            given[field.name] = configured(item)
-    return run.Config(kind, **given)
+            values[field.name] = configured(item)
+    return run.Config(kind, **values)
 
 
 def checked(laid_preset: str, **values: Any) -> JobConfig:
-    """What a recipe's config builds: the job, checked, with absolute paths.
+    """Build a validated job with absolute paths from the values of a recipe's config.
 
     Args:
-        laid_preset: `algorithm.name` as the factory gave it. Only there a preset's parts and numbers are laid, so that
-            another name afterwards would be a job that is called after a method which it does not train.
-        values: of the job, by its keys.
+        laid_preset: `algorithm.name` when the factory applied the preset's components and params. A later change of
+            the name would not apply another preset, so it is an error.
+        values: config values by key.
 
     Raises:
-        UserError: `algorithm.name` was changed, or what `resolve.check` finds.
+        UserError: `algorithm.name` was changed, or the config is invalid.
     """
     job = JobConfig(**values)
     if job.algorithm.name != laid_preset:
         raise UserError(
-            f"algorithm.name={job.algorithm.name} alone leaves the method as it is ({laid_preset}): "
-            f"make the recipe with it, job=RECIPE(preset='{job.algorithm.name}')"
+            f"algorithm.name={job.algorithm.name} cannot replace the preset {laid_preset} here: "
+            f"use job=RECIPE(preset='{job.algorithm.name}')"
         )
     return resolve.with_overrides(job, ())
 
 
-# nemo-run reads names and types of `job.KEY=VALUE` here: those of a job.
-_OF_JOB = inspect.signature(JobConfig)
-checked.__signature__ = _OF_JOB.replace(  # type: ignore[attr-defined]
+# nemo-run takes the names and types of `job.KEY=VALUE` from this signature.
+_JOB_SIGNATURE = inspect.signature(JobConfig)
+checked.__signature__ = _JOB_SIGNATURE.replace(  # type: ignore[attr-defined]
     parameters=[
-        *_OF_JOB.parameters.values(),
+        *_JOB_SIGNATURE.parameters.values(),
         inspect.Parameter("laid_preset", inspect.Parameter.KEYWORD_ONLY, annotation=str),
     ]
 )
@@ -89,22 +89,22 @@ def _factory(name: str) -> Factory:
 
 
 factories: Mapping[str, Factory] = {name: _factory(name) for name in resolve.recipe_names()}
-"""By recipe; `variants` are those of `RECIPE+variant`, joined by `+`; `preset` is that of `algorithm.name=PRESET`."""
+"""Factories by recipe name. `variants` are joined by `+` as in `RECIPE+VARIANT`; `preset` sets `algorithm.name`."""
 
 
 def train(job: JobConfig, resume: bool = False) -> None:
-    """The whole job: cold start where it has one, the ARPO loop, and the export."""
+    """Train a recipe on this machine: the cold start if it has one, the ARPO loop, and the export."""
     from arpo_megatron.launch.job import run_job
 
     run_job(resolve.with_overrides(job, ()), resume=resume)
 
 
 def sft(job: JobConfig, resume: bool = False) -> None:
-    """Supervised training, and the export."""
+    """Run only the cold start of a recipe and export the model."""
     from arpo_megatron.launch.job import run_sft
 
     run_sft(resolve.with_overrides(job, ()), resume=resume)
 
 
-run.cli.entrypoint(namespace="arpo", help="Run a recipe on this machine, as `arpo train` does.")(train)
-run.cli.entrypoint(namespace="arpo", help="Run only the cold start of a recipe, as `arpo sft` does.")(sft)
+run.cli.entrypoint(namespace="arpo", help="Train a recipe on this machine, like `arpo train`.")(train)
+run.cli.entrypoint(namespace="arpo", help="Run only the cold start of a recipe, like `arpo sft`.")(sft)

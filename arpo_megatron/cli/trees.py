@@ -1,4 +1,4 @@
-"""`arpo trees` and `arpo replay-tree`: what a run's stored trees look like, and whether their decisions follow."""
+"""`arpo trees` and `arpo replay-tree`: show a run's stored trees, and check that their decisions can be recomputed."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -25,13 +25,13 @@ from arpo_megatron.monitor.tree_view import printable, render_tree, save_svg
 
 
 def show_trees(run: RunDirectory, *, step: int | None, tree: int | None, count: int, svg: Path | None) -> None:
-    """List the stored trees of a step and draw some of them, on the screen or as SVG.
+    """List the stored trees of a step and draw some of them, in the terminal or as SVG.
 
     Args:
-        run: of which run.
-        step: None: the newest.
-        tree: the number of the one to draw, as listed; None: `count` trees, the most telling first.
-        count: how many to draw; 0 only lists.
+        run: run with stored trees.
+        step: step of the trees; None for the newest.
+        tree: number of the tree to draw, as listed; None to draw `count` trees, the most telling first.
+        count: number of trees to draw; 0 only lists.
         svg: file for the drawing.
 
     Raises:
@@ -57,12 +57,12 @@ def show_trees(run: RunDirectory, *, step: int | None, tree: int | None, count: 
 
 
 def replay_trees(file: Path, *, tree: int | None, config: Path | None) -> bool:
-    """Derive the decisions of stored trees again and print what was found; whether all of them are as stored.
+    """Recompute the decisions of stored trees, print the outcome, and return whether all match.
 
     Args:
         file: RUN_DIR/trees/step_N.parquet.
-        tree: the number of one tree; None: all.
-        config: of the run; None: that of the run directory in which the file lies.
+        tree: number of one tree; None for all.
+        config: config of the run; None for that of the run directory that contains the file.
 
     Raises:
         UserError: the file, the config or the tokenizer cannot be read.
@@ -73,7 +73,7 @@ def replay_trees(file: Path, *, tree: int | None, config: Path | None) -> bool:
 
     run = RunDirectory(file.resolve().parent.parent)
     if config is None and not run.config.is_file():
-        raise UserError(f"{file} lies in no run directory: give the run's config with --config")
+        raise UserError(f"{file} is not in a run directory: give the run's config with --config")
     job = resolve.load(config or run.config)
     vocabulary_size = TokenizerCodec(model_path(job, run)).vocabulary_size
     policy = make_branch_policy(job.algorithm, vocabulary_size=vocabulary_size, seed=job.seed)
@@ -88,9 +88,9 @@ def replay_trees(file: Path, *, tree: int | None, config: Path | None) -> bool:
                 found, leaves = len(item.rewards), len(item.tree.leaves())
                 print(printable(f"tree {number} ({item.tree.task_id}): {found} rewards for {leaves} trajectories"))
                 return False
-            incomplete += 1  # it was given up in the middle
+            incomplete += 1  # the tree was dropped before it was complete
             continue
-        if item.replayed:  # a stored trajectory stands where another was sampled
+        if item.replayed:  # a replayed trajectory replaced a sampled one
             mixed += 1
             continue
         try:
@@ -99,9 +99,9 @@ def replay_trees(file: Path, *, tree: int | None, config: Path | None) -> bool:
             print(printable(f"tree {number} ({item.tree.task_id}): {difference}"))
             return False
     if incomplete:
-        print(f"{incomplete} trees were given up before their end, and are left out")
+        print(f"{incomplete} trees were dropped before they were complete; they are skipped")
     if mixed:
-        print(f"{mixed} trees hold replayed trajectories, and are left out")
+        print(f"{mixed} trees contain replayed trajectories; they are skipped")
     print(f"{len(numbers) - incomplete - mixed} trees, {decisions} decisions: all follow from tree, entropies and seed")
     return True
 
@@ -112,12 +112,12 @@ def _picture(item: StoredTree, decode: Callable[[list[int]], str]) -> Renderable
 
 def _numbered(stored: list[StoredTree], number: int, path: Path) -> StoredTree:
     if not 0 <= number < len(stored):
-        raise UserError(f"{path} has trees 0 to {len(stored) - 1}, no tree {number}")
+        raise UserError(f"{path} has no tree {number}: it has trees 0 to {len(stored) - 1}")
     return stored[number]
 
 
 def _table(path: Path, steps: list[int]) -> Table:
-    """One line a tree, in the order in which they are stored."""
+    """Return a table with one row per tree, in stored order."""
     rows = read_summaries(path)
     title = f"{path} (stored: steps {steps[0]} to {steps[-1]})"
     table = Table(title=Text(title), title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0))

@@ -1,17 +1,19 @@
-"""A job on a Slurm cluster: profile and recipe -> one allocation, whose role supervisor starts every role as a step.
+"""Jobs on a Slurm cluster: submission, and the supervisor that starts every process as a step of the allocation.
 
-| file | what |
+Imports `launch`, `plan` and the layers below; only `cli` and `bench` may import it.
+
+| module | content |
 | --- | --- |
-| `cli.py` | the commands: `arpo submit`, `status`, `logs`, `cancel`, `resume`, `doctor` |
-| `profile.py` | what a cluster wants to be told (slurm/clusters/*.yaml) |
-| `code.py` | the code that runs is the code that was submitted |
-| `submit.py` | all of that -> nemo-run -> sbatch |
-| `submissions.py` | what was submitted of a run, and what is still in the queue |
-| `job.py` | the first process of the allocation: doctor, preparation, training, the way a job ends |
-| `prepare.py` | the preparation as a step, where the packages are |
-| `backend.py` | a role becomes an `srun` of that allocation |
-| `rank.py` | a trainer rank learns from Slurm who it is |
-| `commands.py` | what `arpo status`, `logs`, `health` and `cancel` do |
-| `over_ssh.py` | the same commands on a login node that is elsewhere |
-| `slurm.py` | the few Slurm commands that all of these use |
+| `profile` | the values that describe a cluster (slurm/clusters/*.yaml) |
+| `code_snapshot` | the code of the working tree, packed with the job |
+| `submit` | recipe, profile and code -> nemo-run -> sbatch |
+| `submissions` | the records of a run's submissions, and its jobs in the queue |
+| `supervise` | the first process of the allocation: checks, preparation, training, and how a job ends |
+| `preflight`, `preflight_node` | the checks of all nodes, as the first step of a job |
+| `prepare` | the preparation, as a step |
+| `backend` | srun commands for the processes of a job |
+| `rank` | a trainer rank's environment from Slurm's variables |
+| `runs` | `arpo status`, `logs`, `health` and `cancel` |
+| `ssh` | the same commands on a login node that is reached over SSH |
+| `slurm`, `slurm_checks` | Slurm's commands, and the checks of a cluster from its login node |
 """

@@ -1,6 +1,7 @@
-"""`python -m arpo_megatron.cluster RUN_DIR`: the role supervisor of a Slurm job (`job.py`).
+"""`python -m arpo_megatron.cluster RUN_DIR`: the supervisor of a Slurm job (`supervise.py`).
 
-Slurm's warning, and TERM, may come while it is still being imported, and would end a process that does not listen yet.
+Slurm may send USR1 or TERM while the supervisor is still being imported. Handlers keep them from
+ending it.
 """
 
 import signal
@@ -9,7 +10,7 @@ from pathlib import Path
 
 
 def main() -> None:
-    """Entry point."""
+    """Install signal handlers, then run the job."""
     warned: list[int] = []
     for each in (signal.SIGUSR1, signal.SIGTERM):
         signal.signal(each, lambda number, _frame: warned.append(number))

@@ -1,7 +1,7 @@
-"""The nodes of a Slurm allocation as the backend of a job: every role is a step of it, started with srun.
+"""Backend of a Slurm job: each process runs as a step of the allocation, started with srun.
 
-All steps overlap (`--overlap`) and see all GPUs of their node; which of them a role uses is said by the node layout, as
-on one machine: `--exact` would divide the CPUs and could not let an engine share the trainer's GPUs.
+All steps overlap (`--overlap`) and see all GPUs of their node. The node layout decides which GPUs a process uses, as on
+one machine. `--exact` would divide the CPUs, and engines could not share the trainer's GPUs.
 """
 
 import os
@@ -28,53 +28,48 @@ from arpo_megatron.utils.processes import GRACE_S
 from arpo_megatron.utils.service_spec import ServiceSpec
 
 TASK = "trap '' TERM USR1; exec \"$@\""
-"""The shell line in which a task starts. Slurm's signals are for the supervisor alone, so roles do not hear them; it
-ends a step through its srun, which makes a KILL of a TERM."""
+"""Shell line that starts a task. It ignores Slurm's signals, which are for the supervisor alone. The supervisor ends a
+step through its srun, which follows a TERM with a KILL."""
 SERVICE = "trap '' USR1; trap : TERM; \"$@\"; exit $?"
-"""The same for a service: servers handle TERM, ignored or not, and their children have to end on it. So the shell stays
-and hears it in their place. (proctrack/cgroup signals the children of slurmstepd alone, except with KILL.)"""
+"""Shell line that starts a service. Servers must end on TERM, with their children, so TERM is not ignored; the shell
+stays alive to receive it. (proctrack/cgroup signals only the children of slurmstepd, except with KILL.)"""
 MAKE_SCRATCH = (
     'mkdir -p -m 700 "$1" || exit; '
     '[ -O "$1" ] && [ ! -L "$1" ] || { echo "$1 is there already, and it is not ours" >&2; exit 1; }; '
     'chmod 700 "$1" && find /tmp -maxdepth 1 -type d -user "$(id -u)" -name "arpo-[0-9]*"'
 )
-"""Also names this user's others, one a line. Job numbers can be guessed: what somebody else has made is not taken."""
+"""Makes the scratch directory and prints the user's others, one per line. Job numbers can be guessed, so a
+directory of another user is refused."""
 _SHORT_S = 30.0
 _ALIVE_S = 20.0
 KEPT_VARIABLES = ("SLURM_JOB_ID", "SLURM_CONF")
-"""Of Slurm's own: the others describe the supervisor's step, and srun would take them for wishes."""
+"""Slurm's variables to keep. The others describe the supervisor's step, and srun would take them as options."""
 
 
 class SilentNodeError(UserError):
-    """A node has not done what it was asked. Slurm may have lost it, which it notices later: see `lost_nodes`."""
+    """A node did not respond. Slurm may have lost it and may notice later (see `SlurmBackend.lost_nodes`)."""
 
 
 @dataclass(slots=True)
 class SlurmBackend:
-    """See `backend.Backend`.
-
-    Attributes:
-        profile: of the cluster.
-        layout: which role runs where.
-        nodes: of the allocation.
-        free_ports: of each node by its name, found there by the doctor.
-        run: run directory; all nodes see it.
-        job_id: of the allocation.
-    """
+    """Implementation of `launch.backend.Backend` for the nodes of an allocation."""
 
     profile: ClusterProfile
     layout: NodeLayout
     nodes: Sequence[Node]
+    """Nodes of the allocation, in the order of the layout."""
     run: RunDirectory
+    """Run directory, which all nodes share."""
     job_id: str
     free_ports: dict[str, list[int]] = field(default_factory=dict)
+    """Free TCP ports by node name; the preflight checks set them."""
 
     def host(self, role: str) -> str:
-        """The address of the role's node."""
+        """Return the address of the process's node."""
         return self._node(role).address
 
     def ports(self, role: str, count: int) -> list[int]:
-        """Of those that were free on its node. Raises UserError where they are used up."""
+        """Take `count` of the free ports of the process's node. Raises UserError if too few are left."""
         free = self.free_ports[self._node(role).name]
         if len(free) < count:
             raise UserError(f"no TCP port is left for {role} on {self._node(role).name}: widen `ports` in the profile")
@@ -82,15 +77,15 @@ class SlurmBackend:
         return taken
 
     def placement(self, config: JobConfig, engine: int) -> Placement:
-        """As planned."""
+        """Return the placement of an engine on its node."""
         return self.layout.placement(engine)
 
     def place(self, role: str, program: ServiceSpec) -> ServiceSpec:
-        """The program as a step on its node."""
+        """Return the service as a step on its node."""
         return replace(
             program,
             command=self.step(program.name, [self._node(role)], 1, self.python(program.command), task=SERVICE),
-            # Slurm ends the step with the supervisor; no process of this machine is to be watched over there.
+            # Slurm ends the step when the supervisor ends. The launcher's process id means nothing on another node.
             environment={**_without_slurm(program.environment), LAUNCHER_PID_VARIABLE: "0"},
             grace_s=GRACE_S,
             restart_grace_s=GRACE_S,
@@ -98,7 +93,7 @@ class SlurmBackend:
         )
 
     def ranks(self, module: str, arguments: Sequence[str], config: JobConfig) -> tuple[list[str], dict[str, str]]:
-        """One task a rank (`rank.py`), spread as planned."""
+        """Return command and variables of the trainer: one task per rank (`rank.py`), spread over the trainer nodes."""
         nodes, each = self.nodes[: self.layout.trainer_nodes], self.layout.ranks_per_node
         command = self.python([sys.executable, "-m", "arpo_megatron.cluster.rank", module, *arguments])
         (port,) = self.ports("trainer", 1)
@@ -111,15 +106,15 @@ class SlurmBackend:
 
     @contextmanager
     def scratch(self) -> Iterator[Path]:
-        """A short path on each node; it is there inside `prepared`."""
+        """Yield a short path that exists on each node inside `prepared`."""
         yield self._scratch
 
     @contextmanager
     def prepared(self) -> Iterator[None]:
-        """Make the scratch directory on each node, before the first container that mounts it, and remove it at the end.
+        """Make the scratch directory on each node, before the first container mounts it, and remove it at the end.
 
-        A cancelled or killed job starts no step any more: what it leaves is removed by the next job on the node, where
-        Slurm knows that it has ended. Raises SilentNodeError where it cannot be made.
+        A cancelled or killed job can start no step, so the next job on the node removes its directory, once Slurm
+        reports that job as ended. Raises SilentNodeError if a node cannot make the directory.
         """
         made = self._on_nodes("scratch", ["bash", "-c", MAKE_SCRATCH, "arpo", str(self._scratch)])
         if made is None or made.returncode:
@@ -129,30 +124,30 @@ class SlurmBackend:
             self._sweep(made.stdout.split())
             yield
         finally:
-            shutil.rmtree(self._scratch, ignore_errors=True)  # on this node without a step
-            self._on_nodes("tidy", ["rm", "-rf", str(self._scratch)])
+            shutil.rmtree(self._scratch, ignore_errors=True)  # on this node, without a step
+            self._on_nodes("cleanup", ["rm", "-rf", str(self._scratch)])
 
     def _sweep(self, folders: Sequence[str]) -> None:
-        """Remove scratch directories of jobs that have ended; one that Slurm does not know may be another cluster's."""
+        """Remove scratch directories of ended jobs. A job unknown to Slurm may belong to another cluster, and stays."""
         jobs = {folder.rpartition("-")[2] for folder in folders} - {self.job_id}
-        with suppress(UserError):  # Slurm is silent: the next job does it
+        with suppress(UserError):  # Slurm does not answer: the next job removes them
             states = slurm.job_states(sorted(job for job in jobs if job.isdecimal()))
             if ended := [str(_scratch_of(job)) for job, state in states.items() if not state.live]:
                 self._on_nodes("sweep", ["rm", "-rf", *ended])
 
     def _on_nodes(self, name: str, command: Sequence[str]) -> "subprocess.CompletedProcess[str] | None":
-        """Run a short command on each node itself, outside containers; None: it took too long."""
-        words = self.step(name, self.nodes, 1, command, inside=False)
+        """Run a short command on each node, outside containers. Return None if it takes too long."""
+        step = self.step(name, self.nodes, 1, command, inside=False)
         with suppress(subprocess.TimeoutExpired):
             return subprocess.run(
-                words, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_SHORT_S, check=False
+                step, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_SHORT_S, check=False
             )
         return None
 
     def python(self, command: Sequence[str]) -> list[str]:
-        """A command that begins with this Python, as the roles' own runs it."""
+        """Return a command that starts with this Python, for the Python of the job's processes."""
         if command[0] != sys.executable:
-            raise ValueError(f"a role is a Python program, not {command[0]}")
+            raise ValueError(f"a process of a job is a Python program, not {command[0]}")
         python = sys.executable if self.profile.container is None else self.profile.container_python
         return [python, *command[1:]]
 
@@ -166,7 +161,7 @@ class SlurmBackend:
         inside: bool = True,
         task: str = TASK,
     ) -> list[str]:
-        """The srun of a role: `tasks_per_node` tasks on each of these nodes, `inside` the container if there is one."""
+        """Return an srun command with `tasks_per_node` tasks per node, `inside` the container if there is one."""
         return [
             *("srun", "--overlap", "--kill-on-bad-exit=1", "--cpu-bind=none", f"--job-name={name}"),
             f"--nodes={len(nodes)}",
@@ -179,14 +174,21 @@ class SlurmBackend:
         ]
 
     def lost_nodes(self) -> list[str]:
-        """Names of the nodes that start no step any more. Takes seconds; only a failure asks."""
-        words = [(node.name, self.step("alive", [node], 1, ["true"], inside=False)) for node in self.nodes]
-        tries = [
-            (name, subprocess.Popen(word, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)) for name, word in words
+        """Return the names of nodes that can no longer start a step. This takes seconds, so call it after a failure."""
+        attempts = [
+            (
+                node.name,
+                subprocess.Popen(
+                    self.step("alive", [node], 1, ["true"], inside=False),
+                    stdin=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                ),
+            )
+            for node in self.nodes
         ]
         deadline = time.monotonic() + _ALIVE_S
         lost = []
-        for name, process in tries:
+        for name, process in attempts:
             try:
                 code = process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
@@ -198,7 +200,7 @@ class SlurmBackend:
     def _container(self) -> list[str]:
         if self.profile.container is None:
             return []
-        # The code is in the run directory too. Steps have a /tmp each; roles meet in sockets in the scratch directory.
+        # The code is in the run directory too. Every step has its own /tmp, so sockets are in the scratch directory.
         mounts = [*self.profile.mounts, *(f"{path}:{path}" for path in (self.run.path, self._scratch))]
         return [
             f"--container-image={self.profile.container}",
@@ -211,11 +213,11 @@ class SlurmBackend:
 
 
 def _scratch_of(job_id: str) -> Path:
-    return Path(f"/tmp/arpo-{job_id}")  # noqa: S108  (IPC sockets want a short path that belongs to the node)
+    return Path(f"/tmp/arpo-{job_id}")  # noqa: S108  (sockets need a short path on a local filesystem)
 
 
 def gpu_options(profile: ClusterProfile, layout: NodeLayout) -> list[str]:
-    """How a step, or an allocation, asks for all GPUs of its nodes, if it wants any."""
+    """Return the options with which a step or an allocation requests all GPUs of its nodes."""
     if not layout.gpus or profile.gpu_request == "none":
         return []
     amount = f"{profile.gpu_type}:{layout.gpus}" if profile.gpu_type else str(layout.gpus)
@@ -223,7 +225,7 @@ def gpu_options(profile: ClusterProfile, layout: NodeLayout) -> list[str]:
 
 
 def drop_slurm_variables() -> None:
-    """Take from this process what Slurm has told it about its own step; what it starts are other steps."""
+    """Remove the variables of the supervisor's own step from this process, which starts other steps."""
     for name in set(os.environ) - set(_without_slurm(os.environ)):
         del os.environ[name]
 

@@ -1,4 +1,4 @@
-"""The doctor as the first step of a job: one task on every node, then what the nodes say of each other."""
+"""Preflight checks as the first step of a job: one task per node, then a comparison of their reports."""
 
 import json
 import re
@@ -19,43 +19,41 @@ from arpo_megatron.utils.atomic import write_json
 from arpo_megatron.utils.processes import ManagedProcess, ManagedProcesses, ProcessDiedError, stop_groups
 
 START_S = 300.0
-"""For a first report: all nodes start Python and import torch, perhaps from a cold filesystem, and have checked."""
+"""Limit for the first report: all nodes start Python, import torch, perhaps from a cold filesystem, and run checks."""
 IMAGE_S = 900.0
-"""The same in a container, whose image may have to be fetched."""
+"""The same limit in a container, whose image may have to be downloaded."""
 LAST_S = 10.0
-"""From the first report to the last: nodes write theirs right after the meeting, which is over for all at once."""
+"""Limit from the first to the last report. Nodes write theirs after the all-reduce, which ends for all at once."""
 _NO_REPORT = "report"
-"""The check of a node that has left none."""
+"""Name of the failure for a node without a report."""
 _FAILURE = re.compile(r"^(\S+): failure +(\S+) +(.+)$", re.MULTILINE)
-"""A line of `show` on a node: its name, the check, what was found and how to fix it."""
+"""A failure in a node's log: name of the node, name of the check, text and fix."""
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What one node has found.
-
-    Attributes:
-        findings: in the order of the checks.
-        clock: seconds since the epoch, right after the meeting.
-        ports: free there.
-    """
+    """The report of one node."""
 
     findings: tuple[CheckResult, ...]
+    """Results in the order of the checks."""
     clock: float
+    """Unix time right after the all-reduce, in seconds."""
     ports: list[int]
+    """Free TCP ports."""
 
 
 def examine_nodes(backend: SlurmBackend, processes: ManagedProcesses, port: int, poll: Callable[[], None]) -> None:
-    """Run `doctor.node` on every node, print what was found, and note the ports that are free there.
+    """Check every node (`preflight_node`), print the results, and set `backend.free_ports`.
 
     Args:
-        backend: whose `free_ports` are set.
-        processes: the step becomes one of them.
-        port: of node 0, where the nodes meet.
-        poll: called meanwhile.
+        backend: nodes of the job.
+        processes: receives the step.
+        port: TCP port of node 0 for the all-reduce.
+        poll: called while waiting.
 
     Raises:
-        UserError: a check has failed; the line names it, its node and what to do.
+        UserError: a check failed; the message has the check, its node and the fix.
+        SilentNodeError: a node did not report, and no other check failed.
         SilentNodeError: a node did not report, and nothing else has failed.
     """
     folder, token = backend.run.doctor, secrets.token_hex(8)
@@ -75,18 +73,18 @@ def examine_nodes(backend: SlurmBackend, processes: ManagedProcesses, port: int,
         processes.wait(step, poll=_until_late(step, limit_s, poll))
     except ProcessDiedError as error:
         died = error
-    except _LateError:  # who is late has left no report
+    except _LateError:  # the late nodes have left no report
         stop_groups([step.process])
         processes.running.remove(step)
     reports = {name: found for name in names if (found := _report(backend.run, name))}
     reported = [(name, item) for name in reports for item in reports[name].findings]
     logged = _logged(step) if died else []
-    findings = [*logged, *reported, *([] if died else judged(reports, names))]
+    findings = [*logged, *reported, *([] if died else compare_reports(reports, names))]
     for name, item in findings:
         show([item], f"{name}: ")
     if died and not logged:
-        raise SilentNodeError(f"doctor: a node cannot even run it: {died}")
-    if worst := guilty(findings):
+        raise SilentNodeError(f"doctor: a node cannot run the checks: {died}")
+    if worst := worst_failure(findings):
         name, item = worst
         kind = SilentNodeError if item.name == _NO_REPORT else UserError
         raise kind(f"doctor: {item.name} on {name}: {item.text}{f': {item.fix}' if item.fix else ''}")
@@ -94,17 +92,17 @@ def examine_nodes(backend: SlurmBackend, processes: ManagedProcesses, port: int,
 
 
 def _logged(step: ManagedProcess) -> list[tuple[str, CheckResult]]:
-    """The failures that nodes could only write to the step's log: they do not see the supervisor's filesystem."""
-    said = step.log.read_bytes()[step.log_start :].decode(errors="replace")
-    return [(name, failure(check, text)) for name, check, text in _FAILURE.findall(said)]
+    """Return the failures that nodes wrote to the step's log because they do not see the supervisor's filesystem."""
+    log = step.log.read_bytes()[step.log_start :].decode(errors="replace")
+    return [(name, failure(check, text)) for name, check, text in _FAILURE.findall(log)]
 
 
 class _LateError(Exception):
-    """A node has not reported in time."""
+    """A node did not report in time."""
 
 
 def _until_late(step: ManagedProcess, limit_s: float, poll: Callable[[], None]) -> Callable[[], None]:
-    """A `poll` that raises _LateError when the first report, or after it the last one, takes too long."""
+    """Return a `poll` that raises _LateError if the first report, or the last one after it, takes too long."""
     deadline, reported = time.monotonic() + limit_s, False
 
     def check() -> None:
@@ -118,27 +116,16 @@ def _until_late(step: ManagedProcess, limit_s: float, poll: Callable[[], None]) 
     return check
 
 
-def judged(reports: Mapping[str, Report], names: list[str]) -> list[tuple[str, CheckResult]]:
-    """What the reports of all nodes say together: who left none, and whether clocks agree.
+def compare_reports(reports: Mapping[str, Report], names: list[str]) -> list[tuple[str, CheckResult]]:
+    """Return the results that need all reports: missing reports, and the difference between the nodes' clocks.
 
-    Clocks can be compared only where the nodes have met: otherwise each was read when its node gave up waiting.
+    Clocks are only compared if the all-reduce succeeded. Otherwise each was read when its node stopped waiting.
     """
-    found = [
-        (
-            name,
-            failure(
-                _NO_REPORT,
-                "the node left none: it hangs, or is far behind the others",
-                "look at its load and filesystems",
-            ),
-        )
-        for name in names
-        if name not in reports
-    ]
-    met = not found and all(item.level == "ok" for item in _meetings(reports))
-    if not met:
-        text = "not compared: the nodes have not met"
-        return [*found, ("all nodes", warning("clock", text, "fix what kept them from it"))]
+    text, fix = "no report: the node hangs or is much slower than the others", "look at its load and filesystems"
+    missing = [(name, failure(_NO_REPORT, text, fix)) for name in names if name not in reports]
+    if missing or any(item.level != "ok" for item in _network_checks(reports)):
+        text = "not compared, because the all-reduce failed"
+        return [*missing, ("all nodes", warning("clock", text, "fix the other failures first"))]
     clocks = [report.clock for report in reports.values()]
     skew = max(clocks) - min(clocks)
     text = f"{skew:.2f} s between the nodes"
@@ -147,13 +134,16 @@ def judged(reports: Mapping[str, Report], names: list[str]) -> list[tuple[str, C
     return [("all nodes", failure("clock", text, "have the clocks set (chrony, ntp)"))]
 
 
-def guilty(findings: list[tuple[str, CheckResult]]) -> tuple[str, CheckResult] | None:
-    """The failure that ends the job: the first, but a node that was waited for in vain is blamed before the network."""
+def worst_failure(findings: list[tuple[str, CheckResult]]) -> tuple[str, CheckResult] | None:
+    """Return the failure that ends the job: the first, but a network failure only if it is the only kind.
+
+    A node that does not take part in the all-reduce fails the network check of all others.
+    """
     failed = [found for found in findings if found[1].level == "failure"]
     return min(failed, key=lambda found: found[1].name == "network", default=None)
 
 
-def _meetings(reports: Mapping[str, Report]) -> list[CheckResult]:
+def _network_checks(reports: Mapping[str, Report]) -> list[CheckResult]:
     return [item for report in reports.values() for item in report.findings if item.name == "network"]
 
 

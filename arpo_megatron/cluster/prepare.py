@@ -1,4 +1,4 @@
-"""`python -m arpo_megatron.cluster.prepare RUN_DIR`: the preparation of a job as a step, where the packages are."""
+"""`python -m arpo_megatron.cluster.prepare RUN_DIR`: the preparation of a job, as a step with the job's packages."""
 
 import sys
 from pathlib import Path
@@ -13,7 +13,7 @@ from arpo_megatron.utils.rank_main import rank_main
 
 @rank_main
 def main() -> None:
-    """Entry point of the one task."""
+    """Prepare the run and write progress and errors to its events."""
     run = RunDirectory(Path(sys.argv[1]))
     config, events = resolve.load(run.config), EventLog(run.events)
     with log_user_errors(run.events):

@@ -1,7 +1,7 @@
 """`python -m arpo_megatron.cluster.rank MODULE ARGUMENTS...`: a trainer rank that Slurm has started.
 
-Slurm starts one task a rank, so torchrun is not needed: a signal then reaches the rank itself, and the first rank that
-fails ends the step (srun --kill-on-bad-exit). What torchrun would have told the rank is read from Slurm's variables.
+Slurm starts one task per rank instead of torchrun. Signals reach the rank itself, and the first rank that fails ends
+the step (srun --kill-on-bad-exit). torchrun's variables are set from Slurm's.
 """
 
 import os
@@ -10,11 +10,11 @@ import sys
 
 FROM_SLURM = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_NTASKS", "LOCAL_RANK": "SLURM_LOCALID"}
 RANKS_PER_NODE = "ARPO_RANKS_PER_NODE"
-"""Environment variable of a rank; Slurm's own tells a list that would have to be parsed."""
+"""Environment variable of a rank. Slurm has one too, but it is a list that must be parsed."""
 
 
 def main() -> None:
-    """Run the module as `python -m` would."""
+    """Set torchrun's variables and run the module like `python -m`."""
     os.environ |= {name: os.environ[source] for name, source in FROM_SLURM.items()}
     os.environ["LOCAL_WORLD_SIZE"] = os.environ[RANKS_PER_NODE]
     sys.argv = sys.argv[1:]

@@ -1,4 +1,4 @@
-"""What can be asked of a submitted run, by its name: where it is, what it says, and that it end."""
+"""Commands for submitted runs: find one by name, and print its status, logs and health, or cancel it."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from typing import Any
 from arpo_megatron.cluster import slurm
 from arpo_megatron.cluster.code_snapshot import ROOT
 from arpo_megatron.cluster.profile import load_profile, profile_names
-from arpo_megatron.cluster.ssh import login_node, words_to_add
+from arpo_megatron.cluster.ssh import cluster_hint, login_node
 from arpo_megatron.cluster.submissions import job_states, job_states_of, live_jobs, submissions_of
 from arpo_megatron.errors import UserError
 from arpo_megatron.jobs import resolve
@@ -25,17 +25,16 @@ from arpo_megatron.launch import health
 _FOLLOW_INTERVAL_S = 1.0
 _STATE_INTERVAL_S = 3.0
 _SILENCE_S = 600.0
-"""How long a controller that does not answer is waited for by `arpo logs --follow`: longer than its restart takes."""
-_ENDING_S, _LOOK_S = 60.0, 1.0
-"""How long a job that is ending is waited for (Slurm's KillWait is 30 s, if nobody has changed it), and between two
-looks."""
+"""How long `arpo logs --follow` waits for a controller that does not answer; longer than its restart takes."""
+_ENDING_S, _ENDING_INTERVAL_S = 60.0, 1.0
+"""How long to wait for a job that is ending (Slurm's KillWait is 30 s by default), and the interval of the checks."""
 
 
 def find_run(name: str, cluster: str | None = None) -> RunDirectory:
-    """A submitted run by the path of its directory, or by its name in the `runs` of the profiles.
+    """Find a submitted run by its directory, or by its name in the `runs` of the profiles.
 
     Raises:
-        UserError: there is none, or there are several of that name.
+        UserError: there is no such run, or several have that name.
     """
     if (run := RunDirectory(Path(name).absolute())).submissions.is_dir():
         if not submissions_of(run):
@@ -45,8 +44,8 @@ def find_run(name: str, cluster: str | None = None) -> RunDirectory:
     if not found:
         names = ", ".join(sorted(run.path.name for run in _submitted(cluster))) or "none"
         raise UserError(
-            f"no submitted run is called {name}; there are: {names} (or give its directory, or the --cluster it was "
-            "submitted to)"
+            f"no submitted run is called {name}; there are: {names}. Give its directory, or the --cluster that it was "
+            "submitted to"
         )
     if len(found) > 1:
         raise UserError(
@@ -56,17 +55,16 @@ def find_run(name: str, cluster: str | None = None) -> RunDirectory:
 
 
 def address(run: RunDirectory) -> str:
-    """How a command that is told to the user names a run: by its name where that finds it, else by its directory.
+    """Return the words that identify a run in a printed command: its name if that is enough, else its directory.
 
-    A profile may be any file, and no command without its `--cluster` looks in the `runs` of one that is not in
-    `slurm/clusters`; there may also be another run of that name.
+    The name is not enough if the run's profile is not in `slurm/clusters`, or if another run has the same name.
     """
-    return (run.path.name if _found_by_name(run) else str(run.path)) + words_to_add()
+    return (run.path.name if _found_by_name(run) else str(run.path)) + cluster_hint()
 
 
 def _found_by_name(run: RunDirectory) -> bool:
     with suppress(UserError, OSError):
-        if words_to_add():  # the user names the profile
+        if cluster_hint():  # the printed command names the profile
             return load_profile(str(run.cluster)).runs.expanduser().absolute() == run.path.parent
         return find_run(run.path.name).path == run.path
     return False
@@ -76,18 +74,18 @@ def _submitted(cluster: str | None) -> list[RunDirectory]:
     places = set()
     for name in [cluster] if cluster else profile_names():
         try:
-            if not cluster and login_node(name) is not None:  # asked only when it is named
+            if not cluster and login_node(name) is not None:  # only queried if the user names it
                 continue
             places.add(load_profile(name).runs.expanduser().absolute())
         except UserError:
-            if cluster:  # a profile of a cluster that this machine does not belong to has variables that are not set
+            if cluster:  # else it is a profile of another cluster, with variables that are not set here
                 raise
     folders = (path.parents[1] for place in sorted(places) for path in place.glob("*/submissions/1.json"))
     return [RunDirectory(path) for path in sorted(folders, key=lambda path: path.stat().st_mtime)]
 
 
 def print_status(name: str | None, cluster: str | None) -> None:
-    """A line a run; of a single one all that is known."""
+    """Print one line per submitted run, or all details of the run `name`."""
     runs = [find_run(name, cluster)] if name else _submitted(cluster)
     if not runs:
         print("no run has been submitted")
@@ -100,7 +98,7 @@ def print_status(name: str | None, cluster: str | None) -> None:
 
 
 def newest_state(run: RunDirectory) -> slurm.JobState | None:
-    """Of the job of this run that runs, else of the first that waits, else of the last one that has run."""
+    """Return the state of the run's running job, else of the first waiting one, else of the last one that ran."""
     state = _newest(job_states(run))
     return None if state is None else slurm.job_state(state.id)
 
@@ -112,12 +110,12 @@ def _newest(states: Sequence[slurm.JobState]) -> slurm.JobState | None:
 
 
 def nodes_of(run: RunDirectory) -> int:
-    """How many nodes its newest submission asked for."""
+    """Return the number of nodes of the newest submission."""
     return int(submissions_of(run)[-1]["layout"]["nodes"])
 
 
 def _progress(run: RunDirectory) -> str:
-    """Of the cold start, where there is one that is not done, else of the ARPO loop."""
+    """Describe the progress of the cold start until it is done, then of the ARPO loop."""
     config = resolve.load(run.config)
     updates, steps = config.sft.steps, config.train.steps
     if (done := run.steps_done) >= steps:
@@ -138,7 +136,7 @@ def _print_details(run: RunDirectory, state: slurm.JobState | None) -> None:
     if state is not None:
         print(f"  nodes {state.nodes or '-'}, {state.elapsed}, restarts {state.restarts}, exit {state.exit_code}")
         if state.state == "PENDING":
-            print(f"  waits: {state.reason}")
+            print(f"  waiting: {state.reason}")
     submission = submissions_of(run)[-1]
     changed = " with uncommitted changes (submissions/*.diff)" if submission["changed"] else ""
     jobs = ", ".join(job for each in submissions_of(run) for job in each["jobs"])
@@ -155,39 +153,39 @@ def _last_events(run: RunDirectory, count: int) -> list[dict[str, Any]]:
 
 
 def log_of(run: RunDirectory, role: str) -> Path:
-    """The file of a role; of `job`, the role supervisor, that of the newest job and restart.
+    """Return the log of a process. `job` is the supervisor, with one log per job and restart: the newest is returned.
 
     Raises:
-        UserError: there is none; the roles that have one are named.
+        UserError: there is no such log; the message lists the existing ones.
     """
     if not (found := _logs_of(run, role)):
         known: Iterable[str] = sorted(path.stem for path in run.logs.glob("*.log"))
-        raise UserError(f"{run.path.name} has no log of {role!r} yet; there are: {', '.join(['job', *known])}")
+        raise UserError(f"{run.path.name} has no log of {role!r} yet; it has: {', '.join(['job', *known])}")
     return found[-1]
 
 
 def _logs_of(run: RunDirectory, role: str) -> list[Path]:
-    """The oldest first."""
+    """Return the logs of a process, oldest first."""
     found = run.logs.glob("log-*.out" if role == "job" else "*.log")
-    wanted = [path for path in found if role in ("job", path.stem)]  # a role is a name, not a pattern
+    wanted = [path for path in found if role in ("job", path.stem)]  # not in the glob: a role is not a pattern
     return sorted(wanted, key=lambda path: path.stat().st_mtime)
 
 
 @dataclass(slots=True)
-class _End:
-    """Of the jobs of a run, as `arpo logs --follow` waits for it."""
+class _EndOfJobs:
+    """Detects the end of a run's jobs for `arpo logs --follow`."""
 
     run: RunDirectory
     silent_since: float | None = None
 
     def reached(self) -> bool:
-        """Whether none of them waits or runs. A silent Slurm is told once; raises UserError where it remains so."""
+        """Return whether no job waits or runs. Report a silent Slurm once; raise UserError if it stays silent."""
         try:
             state = newest_state(self.run)
         except UserError as error:
             if self.silent_since is None:
                 self.silent_since = time.monotonic()
-                print(f"arpo: {error}; asking again", file=sys.stderr, flush=True)
+                print(f"arpo: {error}; trying again", file=sys.stderr, flush=True)
             elif time.monotonic() - self.silent_since > _SILENCE_S:
                 raise
             return False
@@ -196,21 +194,21 @@ class _End:
 
 
 def print_log(run: RunDirectory, role: str, *, lines: int, follow: bool) -> None:
-    """The last lines; with `follow` a log that is not there yet is awaited, and whatever comes until the job's end."""
-    end = _End(run)
+    """Print the last lines of a log. With `follow`, wait for the log, and print new text until the end of the job."""
+    end = _EndOfJobs(run)
     while follow and not _logs_of(run, role) and not end.reached():
         time.sleep(_FOLLOW_INTERVAL_S)
     newest = log_of(run, role)
-    said = newest.read_bytes()
-    text = said.decode(errors="replace").splitlines(keepends=True)
+    content = newest.read_bytes()
+    text = content.decode(errors="replace").splitlines(keepends=True)
     print("".join(text[-lines:] if lines else []), end="", flush=True)
-    path, start = newest if follow else None, len(said)
+    path, start = newest if follow else None, len(content)
     while path is not None:
-        path, start = _followed(run, role, path, start, end), 0
+        path, start = _follow(run, role, path, start, end), 0
 
 
-def _followed(run: RunDirectory, role: str, path: Path, start: int, end: _End) -> Path | None:
-    """Print what comes after byte `start` of a log; returns the log of the next life, None where the job has ended."""
+def _follow(run: RunDirectory, role: str, path: Path, start: int, end: _EndOfJobs) -> Path | None:
+    """Print a log from byte `start` on. Return the log of the next restart, or None after the end of the job."""
     asked = 0.0
     with path.open("rb") as file:
         file.seek(start)
@@ -219,19 +217,19 @@ def _followed(run: RunDirectory, role: str, path: Path, start: int, end: _End) -
             print(new, end="", flush=True)
             if not new and time.monotonic() - asked > _STATE_INTERVAL_S:
                 reached, asked = end.reached(), time.monotonic()
-                logs = _logs_of(run, role)  # of the supervisor, a restart writes its own
+                logs = _logs_of(run, role)  # a restarted supervisor writes a new one
                 later = logs[logs.index(path) + 1 :]
                 if later or reached:
-                    print(file.read().decode(errors="replace"), end="", flush=True)  # said since then
+                    print(file.read().decode(errors="replace"), end="", flush=True)  # written since the last read
                     return later[0] if later else None
             time.sleep(_FOLLOW_INTERVAL_S)
 
 
 def print_health(run: RunDirectory) -> None:
-    """As `arpo health` on one machine. The supervisor answers on its own node only, so it is asked from a step there.
+    """Print the health of a running job, from a step on the supervisor's node, because it only listens there.
 
     Raises:
-        UserError: the run has no job that runs, or nothing of it is watched yet.
+        UserError: the run has no running job, or the job does not publish its health yet.
     """
     state = newest_state(run)
     if state is None or state.state != "RUNNING":
@@ -253,35 +251,35 @@ def print_health(run: RunDirectory) -> None:
     except subprocess.TimeoutExpired:
         raise UserError(f"a step on {first} did not answer for {slurm.TIMEOUT_S:g} s: it is lost or busy") from None
     if done.returncode:
-        told = [line for line in done.stderr.splitlines() if line.startswith("arpo: ")] or done.stderr.splitlines()
-        raise UserError(told[0].removeprefix("arpo: ") if told else f"no step can be started on {first}")
+        errors = [line for line in done.stderr.splitlines() if line.startswith("arpo: ")] or done.stderr.splitlines()
+        raise UserError(errors[0].removeprefix("arpo: ") if errors else f"cannot start a step on {first}")
     print(done.stdout, end="")
     return None
 
 
 def cancel(run: RunDirectory) -> None:
-    """All jobs of a run; the waiting ones first, or one of them would start."""
+    """Cancel all jobs of a run, the waiting ones first, because one of them could start otherwise."""
     if not (live := live_jobs(run)):
-        raise UserError(f"{run.path.name} has no job that waits or runs")
+        raise UserError(f"{run.path.name} has no waiting or running job")
     for job in reversed(live):
         slurm.call("scancel", job)
-    print(f"{run.path.name}: cancelled job {', '.join(live)}; arpo resume {address(run)} goes on")
+    print(f"{run.path.name}: cancelled job {', '.join(live)}; arpo resume {address(run)} continues the run")
 
 
-def until_ended(run: RunDirectory) -> None:
-    """Wait for a job that is ending already, as one is for some seconds after `arpo cancel`.
+def wait_until_ended(run: RunDirectory) -> None:
+    """Wait for a job that is already ending, as after `arpo cancel`.
 
     Raises:
-        UserError: a job of the run waits or runs, or does not come to its end.
+        UserError: a job of the run waits or runs, or takes too long to end.
     """
     name, began = run.path.name, time.monotonic()
-    told = False
+    reported = False
     while live := [state for state in job_states(run) if state.live]:
         if other := [state for state in live if state.state != "COMPLETING"]:
-            raise UserError(f"job {other[0].id} of {name} is in the queue: arpo cancel {address(run)} first")
+            raise UserError(f"job {other[0].id} of {name} is in the queue: run arpo cancel {address(run)} first")
         if time.monotonic() - began > _ENDING_S:
             raise UserError(f"job {live[0].id} of {name} is still ending after {_ENDING_S:g} s: try again later")
-        if not told:
-            print(f"arpo: job {live[0].id} of {name} is still ending: waiting for it", file=sys.stderr, flush=True)
-        told = True
-        time.sleep(_LOOK_S)
+        if not reported:
+            print(f"arpo: waiting for job {live[0].id} of {name} to end", file=sys.stderr, flush=True)
+        reported = True
+        time.sleep(_ENDING_INTERVAL_S)

@@ -1,4 +1,4 @@
-"""The few Slurm commands that are used besides nemo-run's sbatch."""
+"""Calls of Slurm's commands, except sbatch, which nemo-run calls."""
 
 import re
 import shutil
@@ -17,15 +17,16 @@ LIVE = frozenset({"PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED"
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A node of an allocation: its name for Slurm, and an address under which the other nodes reach it."""
+    """A node of an allocation."""
 
     name: str
     address: str
+    """Address at which the other nodes reach it."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobState:
-    """What Slurm knows of a job. `end` is when its time is up, or its grace after a preemption (Unix time, seconds)."""
+    """A job as Slurm's controller or its accounting describes it."""
 
     id: str
     state: str
@@ -36,54 +37,57 @@ class JobState:
     restarts: int = 0
     exit_code: str = ""
     end: float | None = None
+    """Unix time in seconds at which the time limit, or the grace period after a preemption, ends."""
 
     @property
     def live(self) -> bool:
-        """Whether it may still run."""
+        """Whether the job waits, runs or is ending."""
         return self.state in LIVE
 
 
 _UNKNOWN = "Invalid job id"
 _OWED = re.compile(r"^\s*\d+: REQUEST_(?:SIGNAL|TERMINATE)_TASKS\s+(\S+)", re.MULTILINE)
-"""A line of sdiag's "Pending RPCs", with the nodes that wait for it."""
+"""A line of sdiag's "Pending RPCs", with the nodes that have not answered it."""
 
 
-def call(*words: str, check: bool = True, but: str | None = None) -> str:
-    """Standard output of a Slurm command.
+def call(*command: str, check: bool = True, ignore: str | None = None) -> str:
+    """Return the standard output of a Slurm command.
 
     Raises:
-        UserError: it is not installed, does not answer, or (`check`) failed, unless it says `but`; the message is its
-            own.
+        UserError: the command is not installed, does not answer, or fails. A failure is ignored if `check` is False or
+            its error contains `ignore`.
     """
-    if shutil.which(words[0]) is None:
-        raise UserError(f"{words[0]} is not on the PATH: this is not a login node of a Slurm cluster")
+    if shutil.which(command[0]) is None:
+        raise UserError(f"{command[0]} is not on the PATH: run this on a login node of the Slurm cluster")
     try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:
-        raise UserError(f"{words[0]} did not answer for {TIMEOUT_S:g} s: Slurm's controller is down or busy") from None
-    if done.returncode and check and not (but and but in done.stderr):
-        raise UserError(f"{' '.join(words[:3])}: {' '.join(done.stderr.split()) or 'failed'}")
+        raise UserError(
+            f"{command[0]} did not answer for {TIMEOUT_S:g} s: Slurm's controller is down or busy"
+        ) from None
+    if done.returncode and check and not (ignore and ignore in done.stderr):
+        raise UserError(f"{' '.join(command[:3])}: {' '.join(done.stderr.split()) or 'failed'}")
     return done.stdout
 
 
 def allocated_nodes(node_list: str) -> list[Node]:
-    """The nodes of a Slurm host list, in order."""
+    """Return the nodes of a Slurm host list, in order."""
     names = call("scontrol", "show", "hostnames", node_list).split()
     return [Node(name, _field(call("scontrol", "-o", "show", "node", name), "NodeAddr") or name) for name in names]
 
 
-def nodes_owed_a_kill() -> set[str]:
-    """Names of the nodes that have not answered yet when a step on them was to be signalled.
+def nodes_with_pending_kills() -> set[str]:
+    """Return the names of nodes that have not yet confirmed a signal to one of their steps.
 
-    The controller repeats such a signal once a minute. What it says of them may be half a minute old.
+    The controller repeats such a signal once a minute. Its list may be half a minute old.
     """
     owed = _OWED.findall(call("sdiag"))
     return set(call("scontrol", "show", "hostnames", ",".join(owed)).split()) if owed else set()
 
 
 def job_state(job_id: str) -> JobState | None:
-    """What the controller knows of a job, or the accounting where it has forgotten; None: neither."""
-    shown = call("scontrol", "-o", "show", "job", job_id, but=_UNKNOWN)
+    """Return a job from the controller, else from the accounting, else None."""
+    shown = call("scontrol", "-o", "show", "job", job_id, ignore=_UNKNOWN)
     if state := _field(shown, "JobState"):
         return JobState(
             job_id,
@@ -104,21 +108,21 @@ def job_state(job_id: str) -> JobState | None:
 
 
 def job_states(job_ids: Sequence[str]) -> dict[str, JobState]:
-    """Name and state of many jobs by id, as `job_state` finds them, with one question to each of the two."""
+    """Return name and state of several jobs by id, from the same sources as `job_state`, with one call to each."""
     found: dict[str, JobState] = {}
     controller = ("squeue", "-h", "-t", "all", "-o", "%i|%T|%j", "-j")
     accounting = ("sacct", "-X", "-n", "-P", "-o", "JobID,State,JobName", "-j")
-    for words in (controller, accounting):
+    for command in (controller, accounting):
         if not (missing := [job for job in job_ids if job not in found]):
             break
-        said = call(*words, ",".join(missing), check=words is controller, but=_UNKNOWN)
-        for job, state, name in (line.split("|", 2) for line in said.splitlines() if line.strip()):
+        shown = call(*command, ",".join(missing), check=command is controller, ignore=_UNKNOWN)
+        for job, state, name in (line.split("|", 2) for line in shown.splitlines() if line.strip()):
             found[job.strip()] = JobState(job.strip(), state.split()[0], name.strip())
     return found
 
 
 def seconds(limit: str) -> int:
-    """Of a time limit as Slurm writes it: [days-]hours:minutes:seconds, minutes:seconds, minutes, days-hours."""
+    """Convert a time limit of Slurm: [days-]hours:minutes:seconds, minutes:seconds, minutes or days-hours."""
     days, _, rest = limit.rpartition("-")
     parts = [int(part) for part in rest.split(":")]
     if days:
@@ -132,7 +136,7 @@ def seconds(limit: str) -> int:
 
 
 def _time(text: str) -> float | None:
-    """As Slurm writes one, in this machine's zone; None: Unknown."""
+    """Parse a time that Slurm printed in this machine's time zone. Return None for "Unknown"."""
     with suppress(ValueError):
         return time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))
     return None

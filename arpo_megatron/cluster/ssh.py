@@ -1,9 +1,8 @@
-"""A login node that is elsewhere (`ssh` in the profile): `arpo` runs there, with the code as it lies here.
+"""Run `arpo` on a login node that is reached over SSH (`ssh` in the profile), with the local code.
 
-nemo-run's SSHTunnel brings the working tree, as a git clone of one commit (`~/.arpo/code/TREE`); the same command then
-runs on the login node and does what it always does there: the run directory, the inputs and Slurm are all on its side.
-Command, profile and the secrets that come from our environment go through standard input, so that no list of processes
-shows them.
+nemo-run's SSHTunnel copies the working tree, as a git clone of one commit (`~/.arpo/code/TREE`). The same command then
+runs on the login node, which has the run directory, the inputs and Slurm. Command, profile and the secrets from the
+local environment are sent through standard input, so that no process list shows them.
 """
 
 import json
@@ -11,7 +10,7 @@ import os
 import re
 import tempfile
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
@@ -27,44 +26,41 @@ from arpo_megatron.errors import UserError
 if TYPE_CHECKING:
     from nemo_run import SSHTunnel
 
-HINT_VARIABLE = "ARPO_CLUSTER_WORDS"
-"""Environment variable on the login node: what the user adds to each command here."""
-_HERE_ONLY = ("ssh", "identity")
+HINT_VARIABLE = "ARPO_CLUSTER_HINT"
+"""Environment variable on the login node: the text that completes commands printed there, ` --cluster NAME`."""
+_LOCAL_KEYS = ("ssh", "identity")
 _CODE = ".arpo/code"
 _KEPT_DAYS = 30
 
 
 @dataclass(frozen=True, slots=True)
 class LoginNode:
-    """How to get there, and what `arpo` is there.
-
-    Attributes:
-        cluster: name of the profile, or its file.
-        profile: what it says to the login node.
-        user: None: what ~/.ssh/config says, or the user here.
-        host: name, or an alias of ~/.ssh/config.
-        port: None: likewise.
-        identity: private key; None: the agent, the usual files, or a password that is asked for.
-    """
+    """The SSH address of a login node, and the profile to use there."""
 
     cluster: str
+    """Name or file of the profile."""
     profile: Mapping[str, Any]
+    """Values of the profile without those that only the local machine needs."""
     user: str | None
+    """None: the user of ~/.ssh/config, or the local user."""
     host: str
+    """Host name, or an alias of ~/.ssh/config."""
     port: int | None
+    """None: the port of ~/.ssh/config, or 22."""
     identity: str | None
+    """Private key; None: the agent, the usual files, or a password prompt."""
 
 
-def words_to_add() -> str:
-    """For the end of each command that is told to the user; nothing where the user is on this machine."""
+def cluster_hint() -> str:
+    """Return the text that completes each printed `arpo` command, empty if the user works on this machine."""
     return os.environ.get(HINT_VARIABLE, "")
 
 
 def login_node(cluster: str | None) -> LoginNode | None:
-    """Where the profile's commands run; None: here.
+    """Return the login node of a profile, or None if its commands run on this machine.
 
     Raises:
-        UserError: there is no such profile, or it lacks what a login node elsewhere wants.
+        UserError: there is no such profile, or a key that SSH needs is wrong or missing.
     """
     if cluster is None:
         return None
@@ -73,13 +69,13 @@ def login_node(cluster: str | None) -> LoginNode | None:
         return None
     found = re.fullmatch(r"(?:([\w.-]+)@)?([\w.-]+)(?::(\d+))?", str(values["ssh"]))
     if found is None:
-        raise UserError(f"{where}: ssh: {values['ssh']!r} is not [USER@]HOST[:PORT]")
+        raise UserError(f"{where}: ssh: {values['ssh']!r} does not have the form [USER@]HOST[:PORT]")
     if not isinstance(values.get("python"), str) or '"' in values["python"]:
-        raise UserError(f"{where}: with ssh, python must name the Python on the cluster that has this package")
+        raise UserError(f"{where}: ssh needs python, the path of the cluster's Python that has this package")
     identity = values.get("identity")
     return LoginNode(
         cluster=cluster,
-        profile={key: value for key, value in values.items() if key not in _HERE_ONLY},
+        profile={key: value for key, value in values.items() if key not in _LOCAL_KEYS},
         user=found[1],
         host=found[2],
         port=int(found[3]) if found[3] else None,
@@ -87,36 +83,36 @@ def login_node(cluster: str | None) -> LoginNode | None:
     )
 
 
-def elsewhere(cluster: str | None, command: str, *words: str | None, **options: object) -> None:
-    """Run an `arpo` command on the profile's login node and exit as it did; returns where that is this machine.
+def run_on_login_node(cluster: str | None, command: str, *arguments: str | None, **options: object) -> None:
+    """Run an `arpo` command on the profile's login node and exit with its code. Return if that is this machine.
 
     Args:
-        cluster: profile.
+        cluster: name or file of the profile.
         command: `submit`, `status`, ...
-        words: its arguments; None: not given.
-        options: its options; None and False: not given, True: a flag, a path: of a file that goes along.
+        arguments: positional arguments; None is left out.
+        options: command options. None and False are left out, True is a flag, a path is a file to send.
 
     Raises:
-        UserError: the login node cannot be reached, or the code cannot be brought there.
+        UserError: the login node cannot be reached, or the code cannot be copied to it.
     """
     if (node := login_node(cluster)) is None:
         return
     files = {f"{Path(node.cluster).stem}.yaml": yaml.safe_dump(dict(node.profile))}
-    said = [command, *(word for word in words if word is not None), "--cluster", next(iter(files))]
+    sent = [command, *(each for each in arguments if each is not None), "--cluster", next(iter(files))]
     for name, value in options.items():
         if isinstance(value, Path):
             files[f"over-{value.name}"] = _text_of(value)
-            said += [f"--{name}", f"over-{value.name}"]
+            sent += [f"--{name}", f"over-{value.name}"]
         elif value is not None and value is not False:
-            said += [f"--{name}"] if value is True else [f"--{name}", str(value)]
+            sent += [f"--{name}"] if value is True else [f"--{name}", str(value)]
     wanted = [name for name, source in (node.profile.get("secrets") or {}).items() if source == "env"]
     payload = {
-        "words": said,
+        "arguments": sent,
         "files": files,
         "environment": {name: os.environ[name] for name in wanted if name in os.environ}
         | {HINT_VARIABLE: f" --cluster {node.cluster}"},
     }
-    raise typer.Exit(_run_there(node, json.dumps(payload)))
+    raise typer.Exit(_run_remotely(node, json.dumps(payload)))
 
 
 def _text_of(path: Path) -> str:
@@ -126,29 +122,29 @@ def _text_of(path: Path) -> str:
         raise UserError(f"cannot read {path}: {error}") from None
 
 
-def _run_there(node: LoginNode, payload: str) -> int:
+def _run_remotely(node: LoginNode, payload: str) -> int:
     code = snapshot()
-    tunnel = _connected(node, f"{_CODE}/{code.tree}")
+    tunnel = _connect(node, f"{_CODE}/{code.tree}")
     from paramiko.ssh_exception import SSHException
 
     try:
-        _bring(tunnel, code, node.host)
+        _upload(tunnel, code, node.host)
         python = node.profile["python"]
-        shell = f'cd {tunnel.job_dir} && exec "{python}" -m arpo_megatron.cluster.ssh'
-        # A login shell: it is the one that has Slurm on its PATH.
-        given = StringIO(payload + "\n")
-        code_there = int(tunnel.run(f"bash -lc '{shell}'", hide=False, warn=True, in_stream=given).exited)
+        shell = f'cd {tunnel.job_dir} && exec "{python}" -m arpo_megatron.cli.login_node'
+        # In a login shell, because only that has Slurm on its PATH.
+        stdin = StringIO(payload + "\n")
+        exit_code = int(tunnel.run(f"bash -lc '{shell}'", hide=False, warn=True, in_stream=stdin).exited)
     except (EOFError, ConnectionError, SSHException) as error:
         raise UserError(f"the connection to {node.host} was lost: {error or type(error).__name__}") from None
     finally:
         tunnel.cleanup()
-    if code_there < 0:
-        raise UserError(f"no end of the command was heard from {node.host}: the connection was lost, or it was killed")
-    return code_there
+    if exit_code < 0:
+        raise UserError(f"{node.host} returned no exit code: the connection was lost, or the command was killed")
+    return exit_code
 
 
-def _connected(node: LoginNode, folder: str) -> "SSHTunnel":
-    with warnings.catch_warnings():  # of packages that nemo-run imports for other executors
+def _connect(node: LoginNode, folder: str) -> "SSHTunnel":
+    with warnings.catch_warnings():  # nemo-run imports packages for other executors that warn
         warnings.simplefilter("ignore")
         try:
             from nemo_run import SSHTunnel
@@ -166,26 +162,27 @@ def _connected(node: LoginNode, folder: str) -> "SSHTunnel":
     except (OSError, SSHException) as error:
         raise UserError(f"{node.host} cannot be reached over SSH: {error or type(error).__name__}") from None
     except SystemExit:
-        raise UserError(f"{node.host} lets {node.user or 'this user'} in with no key, and with no password") from None
+        user = node.user or "this user"
+        raise UserError(f"{node.host} accepts no key and no password of {user}: check ssh and identity") from None
     return tunnel
 
 
-def _bring(tunnel: "SSHTunnel", code: Code, host: str) -> None:
-    """The working tree as a clone whose HEAD is our commit; a tree that is there already is not sent again."""
+def _upload(tunnel: "SSHTunnel", code: Code, host: str) -> None:
+    """Copy the working tree as a clone with the local HEAD, unless the login node has this tree already."""
     folder, whole = tunnel.job_dir, f"{tunnel.job_dir}/.git/arpo-whole"
     if tunnel.run(f"test -e {whole}", warn=True).ok:
         return
     listed = git(ROOT, "rev-list", "--objects", "--no-walk", code.commit, code.tree)
     with tempfile.TemporaryDirectory() as scratch:
         pack = Path(scratch) / "pack"
-        pack.write_bytes(git(ROOT, "pack-objects", "--stdout", "-q", given=listed))
+        pack.write_bytes(git(ROOT, "pack-objects", "--stdout", "-q", stdin=listed))
         made = tunnel.run(f"rm -rf {folder} && mkdir -p -m 700 {folder}", warn=True)
         if not made.ok:
-            raise UserError(f"{host}: no directory for the code: {' '.join(made.stderr.split())}")
+            raise UserError(f"{host}: cannot create {folder}: {' '.join(made.stderr.split())}")
         try:
             tunnel.put(str(pack), f"{folder}/.pack")
-        except OSError as error:  # what SFTP says of a full disk does not name it
-            raise UserError(f"{host}: {folder}/.pack cannot be written ({error}): is the disk there full?") from None
+        except OSError as error:  # SFTP's message for a full disk does not mention the disk
+            raise UserError(f"{host}: cannot write {folder}/.pack ({error}): is the disk there full?") from None
     done = tunnel.run(
         f"cd {folder} && git init -q . && git unpack-objects -q <.pack && rm .pack && "
         f"echo {code.commit} >.git/shallow && git update-ref --no-deref HEAD {code.commit} && "
@@ -194,10 +191,4 @@ def _bring(tunnel: "SSHTunnel", code: Code, host: str) -> None:
         warn=True,
     )
     if not done.ok:
-        raise UserError(f"the code cannot be unpacked on the login node: {' '.join(done.stderr.split())}")
-
-
-def _words(given: Sequence[str], files: Mapping[str, str], folder: Path) -> list[str]:
-    for name, text in files.items():
-        (folder / name).write_text(text, encoding="utf-8")
-    return [str(folder / word) if word in files else word for word in given]
+        raise UserError(f"{host}: cannot unpack the code: {' '.join(done.stderr.split())}")

@@ -1,4 +1,4 @@
-"""What was submitted of a run, and which of its jobs are still in the queue."""
+"""Records of a run's submissions, and its jobs in Slurm's queue."""
 
 import json
 from collections.abc import Sequence
@@ -11,37 +11,37 @@ from arpo_megatron.jobs import resolve
 from arpo_megatron.jobs.run_directory import RunDirectory
 
 _MAY_BE_AUTO = ("engine.placement", "sync.transport")
-"""Keys that the number of nodes settles where they are `auto`. The config of a submitted run, which its roles read, has
-what they are to do on the nodes of its newest submission."""
+"""Keys whose value `auto` depends on the number of nodes. The config of a submitted run has the values for its newest
+submission, because its processes read it."""
 
 
 def submissions_of(run: RunDirectory) -> list[dict[str, Any]]:
-    """What `submit` has recorded, oldest first."""
+    """Return the records of `submit_jobs`, oldest first."""
     files = sorted(run.submissions.glob("[0-9]*.json"), key=lambda path: int(path.stem))
     return [json.loads(path.read_text(encoding="utf-8")) for path in files]
 
 
-def no_longer_auto(said: JobConfig, settled: JobConfig) -> tuple[str, ...]:
-    """Keys that were `auto` before a submission has settled them."""
+def no_longer_auto(before: JobConfig, after: JobConfig) -> tuple[str, ...]:
+    """Return the keys that were `auto` before the submission replaced their values."""
     values = [(key, attrgetter(key)) for key in _MAY_BE_AUTO]
-    return tuple(key for key, value in values if value(said) == "auto" != value(settled))
+    return tuple(key for key, value in values if value(before) == "auto" != value(after))
 
 
-def config_said(run: RunDirectory) -> JobConfig:
-    """The config of a submitted run as the user gave it: what its newest submission has settled is `auto` again."""
+def config_before_auto(run: RunDirectory) -> JobConfig:
+    """Return the config of a submitted run with `auto` again where its newest submission replaced it."""
     auto = submissions_of(run)[-1].get("auto", ())
     return resolve.with_overrides(resolve.load(run.config), [f"{key}=auto" for key in auto])
 
 
 def job_states(run: RunDirectory) -> list[slurm.JobState]:
-    """Of its jobs, in the order of their submission; those that Slurm has forgotten are left out."""
+    """Return the states of a run's jobs in the order of submission, without those that Slurm has forgotten."""
     return job_states_of([run])[0]
 
 
 def job_states_of(runs: Sequence[RunDirectory]) -> list[list[slurm.JobState]]:
-    """`job_states` of each run, all asked at once.
+    """Return `job_states` of each run, with one query for all of them.
 
-    Slurm gives numbers anew after its state is lost or they run out: a job of another name is not the run's.
+    Slurm reuses job ids after a loss of its state, or when they run out. A job with another name is not the run's.
     """
     names = [
         {job: submission["job_name"] for submission in submissions_of(run) for job in submission["jobs"]}
@@ -55,10 +55,10 @@ def job_states_of(runs: Sequence[RunDirectory]) -> list[list[slurm.JobState]]:
 
 
 def live_jobs(run: RunDirectory) -> list[str]:
-    """Ids of those that wait or run."""
+    """Return the ids of the run's jobs that wait or run."""
     return [state.id for state in job_states(run) if state.live]
 
 
 def waiting_jobs(run: RunDirectory) -> list[str]:
-    """Ids of those that wait: the links of a chain that have not begun."""
+    """Return the ids of the run's jobs that wait: the links of its chain that have not started."""
     return [state.id for state in job_states(run) if state.state == "PENDING"]

@@ -1,20 +1,20 @@
-"""The role supervisor, the first process of a Slurm allocation (`python -m arpo_megatron.cluster RUN_DIR`).
+"""The supervisor of a Slurm job, its first process (`python -m arpo_megatron.cluster RUN_DIR`).
 
-Doctor, preparation, cold start and training are steps of the allocation (`backend.py`), watched as on one machine:
-services are restarted within limits, the first fatal exit ends all. How it ends:
+Preflight checks, preparation, cold start and training are steps of the allocation (`backend.py`), managed as on one
+machine: services are restarted within limits, and the first fatal exit ends the job. How a job ends:
 
-| what happens | what is done | the job is then |
+| event | action | state of the job |
 | --- | --- | --- |
-| training is done | links of the chain that still wait are cancelled | COMPLETED |
-| USR1: time is nearly up, or a preemption | trainer saves and ends; a waiting link goes on | COMPLETED |
-| the same, and no link waits | the job goes back into the queue | PENDING |
-| the same, and Slurm or the profile refuses a requeue | one line; `arpo resume` goes on | FAILED, exit code 75 |
-| a fatal exit | all steps end; the last lines of the guilty log; a waiting link goes on | FAILED, code of the role |
-| a node is lost, also before training | the job goes back into the queue | PENDING |
-| the controller is silent when the job begins | asked three times, then the same | PENDING |
-| something that the user must fix | one line; links of the chain that still wait are cancelled | FAILED, exit code 2 |
+| training is done | the waiting jobs of the chain are cancelled | COMPLETED |
+| USR1: a time limit or preemption is near | the trainer saves and ends; the chain's next job continues | COMPLETED |
+| USR1, and no job of the chain waits | the job is requeued | PENDING |
+| USR1, and Slurm or the profile refuses a requeue | one line; `arpo resume` continues | FAILED, exit code 75 |
+| a fatal exit | all steps end; last lines of the failed process's log; the next job continues | FAILED, its exit code |
+| a node is lost, even before training | the job is requeued | PENDING |
+| the controller does not answer at the start | it is asked three times, then the job is requeued | PENDING |
+| an error that the user must fix | one line; the waiting jobs of the chain are cancelled | FAILED, exit code 2 |
 | TERM, and the job is no longer RUNNING: scancel | all steps are ended | CANCELLED |
-| TERM, and it is: a preemption with a GraceTime | as with USR1, if the trainer ends before that time | PENDING |
+| TERM, and it is RUNNING: preemption with a GraceTime | like USR1, if the trainer ends in time | PENDING |
 """
 
 import math
@@ -49,66 +49,65 @@ from tools_sandbox.config import TOKEN_VARIABLE
 
 _T = TypeVar("_T")
 UNFINISHED = 75
-"""Exit code (EX_TEMPFAIL) of a job whose time was up, and that nobody goes on with."""
+"""Exit code (EX_TEMPFAIL) of a job that reached its time limit and that no other job continues."""
 TERMINATED = 128 + signal.SIGTERM
-_IS_BACK = "Job is pending execution"
-"""What Slurm says where it has taken the job back by itself already, for a lost node."""
+_REQUEUED_ALREADY = "Job is pending execution"
+"""Slurm's answer if it has already requeued the job itself, for a lost node."""
 _END_S = 60.0
 _LEAVE_S = 20.0
-"""Seconds before Slurm's KILL that ending the steps and asking for a requeue take, at most half of what is left."""
-_REPEATED_S, _LOOK_S = 120.0, 2.0
-"""How long kills of the last life are waited for at most (Slurm repeats them every 60 s), and between two looks."""
+"""Seconds reserved for ending the steps and requesting a requeue before Slurm's KILL; at most half of the time left."""
+_REPEATED_S, _REPEATED_INTERVAL_S = 120.0, 2.0
+"""How long to wait for kills of the job's previous run (Slurm repeats them every 60 s), and the interval of checks."""
 _TRIES, _PAUSE_S = 3, 5.0
-"""How often a controller that does not answer is asked, and seconds between."""
+"""Number of attempts with a controller that does not answer, and seconds between them."""
 
 
 def supervise(path: Path, warned: Sequence[int]) -> int:
-    """Run the job to one of its ends; returns its exit code.
+    """Run the job to its end and return its exit code.
 
     Args:
-        path: of the run directory.
-        warned: the signals of Slurm (USR1, TERM) that have come already.
+        path: run directory.
+        warned: signals from Slurm (USR1, TERM) that were received during the import.
     """
     try:
         return _supervise(RunDirectory(path), warned)
     except UserError as error:
-        return _told(error, USER_ERROR_EXIT_CODE)
+        return _report(error, USER_ERROR_EXIT_CODE)
 
 
 def _supervise(run: RunDirectory, warned: Sequence[int]) -> int:
-    """As `supervise`. Raises UserError for what the user can fix."""
     try:
         job_id, node_list = os.environ["SLURM_JOB_ID"], os.environ["SLURM_JOB_NODELIST"]
     except KeyError:
-        raise UserError("this is no Slurm job: arpo submit starts one") from None
+        raise UserError("this is not a Slurm job: start one with arpo submit") from None
     drop_slurm_variables()
     try:
-        return _to_its_end(run, job_id, node_list, warned)
+        return _run_to_end(run, job_id, node_list, warned)
     except UserError:
-        # The next link would only find the same, and a run with a link in the queue cannot be resumed.
+        # The next job of the chain would fail in the same way, and a run with a job in the queue cannot be resumed.
         if cancelled := _cancel_waiting(run):
-            _told(StoppedError(f"cancelled job {', '.join(cancelled)}, the rest of the chain"), 0)
+            _report(StoppedError(f"cancelled the rest of the chain: job {', '.join(cancelled)}"), 0)
         raise
 
 
-def _to_its_end(run: RunDirectory, job_id: str, node_list: str, warned: Sequence[int]) -> int:
+def _run_to_end(run: RunDirectory, job_id: str, node_list: str, warned: Sequence[int]) -> int:
     profile, config = load_profile(str(run.cluster)), resolve.load(run.config)
-    nodes: list[Node] = _patiently(lambda: slurm.allocated_nodes(node_list), [])
-    if not nodes:  # nothing that the user could fix, and the next link may be luckier
+    nodes: list[Node] = _retry(lambda: slurm.allocated_nodes(node_list), [])
+    if not nodes:  # the user cannot fix it, and a later job may succeed
         return _requeue(job_id, UNFINISHED) if profile.requeue else UNFINISHED
     backend = SlurmBackend(profile, lay_out_nodes(config, profile.gpus_per_node, len(nodes)), nodes, run, job_id)
     try:
         interrupt_on_signals()
         _run(config, run, backend, warned)
     except StoppedError:
-        return _leave_to_others(run, profile, job_id)
+        return _hand_over(run, profile, job_id)
     except ProcessDiedError as error:
-        code = _told(error, error.code)
+        code = _report(error, error.code)
         return _leave_lost(lost, backend, code) if (lost := backend.lost_nodes()) else code
     except SilentNodeError as error:
         if not (lost := backend.lost_nodes()):
             raise
-        _told(error, 0)
+        _report(error, 0)
         return _leave_lost(lost, backend, UNFINISHED)
     except Interrupted:
         return _requeue(job_id, TERMINATED) if profile.requeue and _still_wanted(job_id) else TERMINATED
@@ -117,43 +116,43 @@ def _to_its_end(run: RunDirectory, job_id: str, node_list: str, warned: Sequence
 
 
 def _leave_lost(lost: Sequence[str], backend: SlurmBackend, otherwise: int) -> int:
-    """Back into the queue without these nodes, which Slurm itself would miss minutes later."""
-    _told(UserError(f"{', '.join(lost)} cannot be reached any more"), 1)
+    """Requeue the job without these nodes, which Slurm itself would notice minutes later."""
+    _report(UserError(f"cannot reach {', '.join(lost)} any more"), 1)
     return _requeue(backend.job_id, otherwise) if backend.profile.requeue else otherwise
 
 
 def _cancel_waiting(run: RunDirectory) -> list[str]:
-    """Of the links of the chain that have not begun; returns their ids. Where Slurm is silent, they find out."""
+    """Cancel the jobs of the chain that have not started, and return their ids. If Slurm is silent, they fail later."""
     cancelled: list[str] = []
     try:
         for waiting in waiting_jobs(run):
             slurm.call("scancel", waiting, check=False)
             cancelled.append(waiting)
     except UserError as error:
-        _told(error, 0)
+        _report(error, 0)
     return cancelled
 
 
 def _run(config: JobConfig, run: RunDirectory, backend: SlurmBackend, warned: Sequence[int]) -> None:
-    _take_secrets(backend.profile)
+    _read_secrets(backend.profile)
     with run.locked(), watching(run) as (progress, poll), backend.prepared(), ManagedProcesses(run.logs) as processes:
-        run.remove_partial()  # what a kill -9 left
-        asked = _Asked(run, backend, progress)
+        run.remove_partial()  # left by a kill -9
+        signals = _Signals(run, backend, progress)
         for number in (signal.SIGUSR1, signal.SIGTERM):
-            signal.signal(number, asked.hear)
+            signal.signal(number, signals.receive)
         for early in warned:
-            asked.hear(early)
-        processes.checks.append(asked.heed)
+            signals.receive(early)
+        processes.checks.append(signals.handle)
         progress.note(f"job {backend.job_id} on {', '.join(node.name for node in backend.nodes)}")
         for line in backend.layout.describe():
             progress.note(line)
         try:
-            _outlast_kills(backend, processes, progress)
+            _wait_for_old_kills(backend, processes, progress)
             _phases(config, run, backend, processes, progress, poll)
         except (ProcessDiedError, SilentNodeError) as error:
-            if not asked.term:
+            if not signals.term:
                 raise
-            _told(error, 0)  # proctrack/linuxproc signals their sruns too: nobody is left to save
+            _report(error, 0)  # proctrack/linuxproc sends TERM to the steps' sruns too, so none could save
             raise Interrupted from None
 
 
@@ -166,11 +165,12 @@ def _phases(
     poll: Callable[[], None],
 ) -> None:
     progress.phase("doctor")
-    (meeting,) = free_ports(1, backend.nodes[0].address, backend.profile.ports)
-    examine_nodes(backend, processes, meeting, poll)
+    (port,) = free_ports(1, backend.nodes[0].address, backend.profile.ports)
+    examine_nodes(backend, processes, port, poll)
     progress.phase("prepare")
-    words = backend.python([sys.executable, "-m", "arpo_megatron.cluster.prepare", str(run.path)])
-    processes.wait(processes.start("prepare", backend.step("prepare", backend.nodes[:1], 1, words)), poll=poll)
+    command = backend.python([sys.executable, "-m", "arpo_megatron.cluster.prepare", str(run.path)])
+    step = backend.step("prepare", backend.nodes[:1], 1, command)
+    processes.wait(processes.start("prepare", step), poll=poll)
     if config.sft_only:
         sft_phase(config, run, processes, progress, poll, backend)
     else:
@@ -178,64 +178,62 @@ def _phases(
     progress.note(f"exported to {run.sft_model if config.sft_only else run.export}")
 
 
-def _outlast_kills(backend: SlurmBackend, processes: ManagedProcesses, progress: Progress) -> None:
-    """After a requeue: start no step before what Slurm repeats for the last life's has reached the nodes.
+def _wait_for_old_kills(backend: SlurmBackend, processes: ManagedProcesses, progress: Progress) -> None:
+    """After a requeue, wait until Slurm has delivered the kills of the job's previous run.
 
-    The kill of a step that a lost node did not answer is repeated until it does, even when the node is back and the job
-    requeued. Slurm numbers steps anew then, so it would end the one that has the number now (seen with Slurm 22.05).
+    Slurm repeats the kill of a step until its node answers, even if the node was lost and the job requeued. Step
+    numbers start at 0 again, so that kill would end a new step (seen with Slurm 22.05).
     """
-    with suppress(UserError):  # Slurm is silent: most likely there is nothing to wait for
+    with suppress(UserError):  # Slurm does not answer: most likely there is nothing to wait for
         state = slurm.job_state(backend.job_id)
         if state is None or not state.restarts:
             return
-        deadline, mine = time.monotonic() + _REPEATED_S, {node.name for node in backend.nodes}
-        told = False
-        while (owed := mine & slurm.nodes_owed_a_kill()) and time.monotonic() < deadline:
-            if not told:
-                progress.note(
-                    f"Slurm still repeats on {', '.join(sorted(owed))} the end of an earlier step: waiting for it"
-                )
-            told = True
+        deadline, names = time.monotonic() + _REPEATED_S, {node.name for node in backend.nodes}
+        reported = False
+        while (pending := names & slurm.nodes_with_pending_kills()) and time.monotonic() < deadline:
+            if not reported:
+                progress.note(f"waiting until Slurm has ended earlier steps on {', '.join(sorted(pending))}")
+            reported = True
             processes.check()
-            time.sleep(_LOOK_S)
+            time.sleep(_REPEATED_INTERVAL_S)
 
 
 @dataclass(slots=True)
-class _Asked:
-    """What Slurm's signals ask for. A handler only notes it: whatever is told or asked of Slurm, the main loop does."""
+class _Signals:
+    """Slurm's signals. The handler only records them; the main loop prints and calls Slurm."""
 
     run: RunDirectory
     backend: SlurmBackend
     progress: Progress
-    heard: list[int] = field(default_factory=list)
+    received: list[int] = field(default_factory=list)
     term: bool = False
     deadline: float = math.inf
 
-    def hear(self, number: int, _frame: object = None) -> None:
-        """The handler."""
-        self.heard.append(number)
+    def receive(self, number: int, _frame: object = None) -> None:
+        """Record a signal; this is the handler."""
+        self.received.append(number)
         if number == signal.SIGUSR1:
             self.run.stop.touch()
         else:
             self.term = True
 
-    def heed(self) -> None:
-        """Do what was asked since the last call.
+    def handle(self) -> None:
+        """React to the signals since the last call.
 
         Raises:
-            Interrupted: the job is no longer wanted, or what it has left is too short for more than its end.
+            Interrupted: the job was cancelled, or the time left is only enough to end it.
         """
-        while self.heard:
-            if self.heard.pop(0) == signal.SIGUSR1:
+        while self.received:
+            if self.received.pop(0) == signal.SIGUSR1:
                 self._save("Slurm's warning")
             else:
-                self._heed_term()
+                self._handle_term()
         if time.monotonic() > self.deadline:
             raise Interrupted
 
-    def _heed_term(self) -> None:
+    def _handle_term(self) -> None:
         left_s: float = self.backend.profile.signal_s
-        with suppress(UserError):  # a controller that is silent now did send it a moment ago: it wants the nodes
+        with suppress(UserError):  # no answer now, but the controller did send TERM, so it wants the nodes back
             state = slurm.job_state(self.backend.job_id)
             if not _running(state):
                 raise Interrupted
@@ -249,67 +247,67 @@ class _Asked:
         self.progress.note(f"{why}: the trainer saves and ends")
 
 
-def _take_secrets(profile: ClusterProfile) -> None:
-    """Into this process's environment, which srun hands to every step; they are written nowhere."""
+def _read_secrets(profile: ClusterProfile) -> None:
+    """Put the secrets into the environment, which srun passes to every step. They are not written to disk."""
     for name, source in profile.secrets.items():
         if source != "env":
             try:
                 os.environ[name] = Path(source).expanduser().read_text(encoding="utf-8").strip()
             except OSError as error:
-                raise UserError(f"the secret {name} cannot be read from {source}: {error.strerror}") from None
+                raise UserError(f"cannot read the secret {name} from {source}: {error.strerror}") from None
         elif not os.environ.get(name):
-            raise UserError(f"the secret {name} is not in the environment that sbatch handed over")
-    # Other nodes reach the tool service, so it must know its callers.
+            raise UserError(f"the secret {name} is not in the environment that sbatch passed on")
+    # The tool service can be reached from other nodes, so callers must authenticate.
     os.environ.setdefault(TOKEN_VARIABLE, secrets.token_urlsafe(32))
 
 
-def _told(error: Exception, code: int) -> int:
+def _report(error: Exception, code: int) -> int:
     print(f"arpo: {error}", file=sys.stderr, flush=True)
     return code
 
 
-def _leave_to_others(run: RunDirectory, profile: ClusterProfile, job_id: str) -> int:
-    """All is saved: the next link of the chain goes on, or this job itself after a requeue."""
-    waiting: list[str] = _patiently(lambda: waiting_jobs(run), [])
+def _hand_over(run: RunDirectory, profile: ClusterProfile, job_id: str) -> int:
+    """After a save, leave the rest to the next job of the chain, or to this job after a requeue."""
+    waiting: list[str] = _retry(lambda: waiting_jobs(run), [])
     if waiting:
-        return _told(StoppedError(f"saved; job {waiting[0]} goes on"), 0)
+        return _report(StoppedError(f"saved; job {waiting[0]} continues the run"), 0)
     if profile.requeue:
         return _requeue(job_id, UNFINISHED)
-    return _told(StoppedError("saved; `arpo resume` goes on"), UNFINISHED)
+    return _report(StoppedError("saved; `arpo resume` continues the run"), UNFINISHED)
 
 
 def _still_wanted(job_id: str) -> bool:
-    """A job that was cancelled or whose time is up is no longer RUNNING; one that is to be preempted is."""
-    return _patiently(lambda: _running(slurm.job_state(job_id)), True)
+    """Return whether the job is still RUNNING, as before a preemption. It is not after scancel or the time limit."""
+    return _retry(lambda: _running(slurm.job_state(job_id)), True)
 
 
 def _running(state: slurm.JobState | None) -> bool:
     return state is not None and state.state in ("RUNNING", "SIGNALING")
 
 
-def _patiently(ask: Callable[[], _T], otherwise: _T) -> _T:
-    """What Slurm answers, which may need a moment; `otherwise`, where it remains silent."""
+def _retry(ask: Callable[[], _T], otherwise: _T) -> _T:
+    """Ask Slurm, several times if it does not answer, and return `otherwise` if it stays silent."""
     for number in range(_TRIES):
         if number:
             time.sleep(_PAUSE_S)
         try:
             return ask()
         except UserError as error:
-            _told(error, 0)
+            _report(error, 0)
     return otherwise
 
 
 def _requeue(job_id: str, otherwise: int) -> int:
-    """Slurm ends this process and starts the job again later, from its newest whole checkpoint.
+    """Ask Slurm to end this process and start the job again later; the run then continues from its newest checkpoint.
 
-    Returns `otherwise`, the exit code of a job that Slurm will not take back.
+    Returns `otherwise`, the exit code of the job, if Slurm refuses.
     """
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    _told(StoppedError("back into the queue"), 0)
+    _report(StoppedError("requeueing the job"), 0)
     try:
         slurm.call("scontrol", "requeue", job_id)
     except UserError as error:
-        if _IS_BACK not in str(error):
-            return _told(UserError(f"{error}; `arpo resume` goes on"), otherwise)
+        if _REQUEUED_ALREADY not in str(error):
+            return _report(UserError(f"{error}; `arpo resume` continues the run"), otherwise)
     time.sleep(_END_S)
     return otherwise

@@ -176,7 +176,9 @@ class Onebox:
         path.write_text(json.dumps({**plain, "mem": None, "signal_s": 60, **values}))  # YAML is JSON's superset
         return str(path)
 
-    def submit(self, name: str, *words: str, profile: str = "", nodes: int = 2, options: tuple[str, ...] = ()) -> Job:
+    def submit_run(
+        self, name: str, *words: str, profile: str = "", nodes: int = 2, options: tuple[str, ...] = ()
+    ) -> Job:
         run = self.runs / name
         where = ["--cluster", profile or self.profile(), "--nodes", str(nodes), *options]
         said = self.arpo("submit", "quickstart", *where, f"run_dir={run}", *TINY, *words)

@@ -31,7 +31,7 @@ class Queue:
         self.jobs[job := str(4711 + len(self.jobs))], self.name = "PENDING", submission.job_name
         return job
 
-    def call(self, *words: str, check: bool = True, but: str | None = None) -> str:
+    def call(self, *words: str, check: bool = True, ignore: str | None = None) -> str:
         self.asked.append(words[0])
         if words[0] == "squeue":
             known = [job for job in words[-1].split(",") if job in self.jobs]

@@ -54,7 +54,7 @@ def calm(box: Onebox) -> Undisturbed:
     make_model_directory(model, ModelConfig(hidden_size=32, layers=2, heads=2, kv_heads=2, ffn_size=64), tokenizer)
     save_random_weights(model, seed=1)
     words = (f"model.path={model}", f"sft.data={talks}", "sft.batch=32", "sft.save_every=10", "model.max_length=128")
-    job = box.submit("undisturbed", *words, f"sft.steps={UPDATES}")
+    job = box.submit_run("undisturbed", *words, f"sft.steps={UPDATES}")
     assert job.end() == "COMPLETED", str(job)
     return Undisturbed(words, job.rows("sft_metrics.jsonl"))
 
@@ -70,7 +70,7 @@ def start(
     chain: int = 1,
 ) -> Job:
     options = ("--chain", str(chain)) if chain > 1 else ()
-    return box.submit(name, *calm.words, f"sft.steps={updates}", profile=profile, nodes=nodes, options=options)
+    return box.submit_run(name, *calm.words, f"sft.steps={updates}", profile=profile, nodes=nodes, options=options)
 
 
 def trains(job: Job, update: int = 25) -> None:
@@ -113,7 +113,7 @@ def test_a_killed_rank_ends_the_job_which_goes_on_exactly(box: Onebox, calm: Und
 
 
 def test_a_killed_tool_service_is_restarted(box: Onebox) -> None:
-    job = box.submit("tools", "sft.steps=0", "train.steps=12")
+    job = box.submit_run("tools", "sft.steps=0", "train.steps=12")
     job.wait_for("the tool service", lambda: job.processes("tools_sandbox"))
     victim = job.processes("tools_sandbox")[0]
     job.wait_for("training", lambda: job.in_phase("rollout", 0))
@@ -205,7 +205,7 @@ def test_a_job_that_does_not_go_back_into_the_queue_has_saved(box: Onebox, calm:
     trains(job)
     box.slurm("scancel", "--signal=USR1", job.id)
     said = failed(job, "75:0")
-    assert "`arpo resume` goes on" in said and "Traceback" not in said
+    assert "`arpo resume` continues the run" in said and "Traceback" not in said
     assert ("scontrol requeue" in said) is requeue
     is_whole(box.resume(job), calm)
 
@@ -221,7 +221,7 @@ def test_training_goes_on_exactly_when_time_is_up(box: Onebox, calm: Undisturbed
     first, second = chain.ids
     chain.wait_for("the end of the first link", lambda: chain.state(first) not in LIVE, dead=True)
     assert chain.state(first) == "COMPLETED", str(chain)
-    assert f"saved; job {second} goes on" in chain.said()
+    assert f"saved; job {second} continues the run" in chain.said()
     alone.wait_for("requeue", lambda: alone.shown("Restarts") == "1")
     assert alone.said().count("Slurm's warning: the trainer saves and ends") == 1
     # What is there when the first life has ended is of that life.
@@ -344,7 +344,7 @@ def contained(box: Onebox) -> Iterator[dict[str, Any]]:
 
 
 def test_roles_in_containers_need_no_tmp_in_common(box: Onebox, contained: dict[str, Any]) -> None:
-    job = box.submit("contained", "sft.steps=0", "train.steps=1", profile=box.profile("contained", **contained))
+    job = box.submit_run("contained", "sft.steps=0", "train.steps=1", profile=box.profile("contained", **contained))
     assert job.end() == "COMPLETED", str(job)
     assert job.nothing_is_left()
     assert not list(Path("/tmp").glob(f"arpo-{job.id}")), "the scratch directory is left"
@@ -361,7 +361,7 @@ def test_a_container_that_is_not_there_ends_the_job_at_once_and_its_chain(
     box.slurm("scontrol", "update", "NodeName=n[1-2]", "State=RESUME")
     said = failed(job, "2:0")
     assert job.shown("RunTime").startswith("00:00:"), "it took a minute"
-    assert "arpo: doctor: a node cannot even run it" in said
+    assert "arpo: doctor: a node cannot run the checks" in said
     assert f"pyxis: No such file or directory: {image}" in said
     assert [job.state(link) for link in job.ids] == ["FAILED", "CANCELLED", "CANCELLED"]
     is_whole(box.resume(job, "--cluster", box.profile("bare")), calm)
@@ -420,7 +420,7 @@ def test_a_job_of_the_same_run_is_not_submitted_twice(box: Onebox, calm: Undistu
     assert job.nothing_is_left()
 
 
-def test_a_login_node_elsewhere_is_reached_over_ssh(box: Onebox, calm: Undisturbed, tmp_path: Path) -> None:
+def test_a_login_node_elsewhere_is_reached_ssh(box: Onebox, calm: Undisturbed, tmp_path: Path) -> None:
     if why := sshd.install():
         pytest.skip(f"no sshd: {why}")
     secret, run = secrets.token_hex(16), box.runs / "over-ssh"

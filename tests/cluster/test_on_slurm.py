@@ -21,7 +21,7 @@ SECRET = secrets.token_hex(16)
 def test_a_job_loses_an_engine_and_is_preempted_and_ends_well(box: Onebox) -> None:
     profile = box.profile("short", environment={"NOTE": "two words"}, secrets={"TEST_SECRET": "env"})
     box.environment["TEST_SECRET"] = SECRET
-    job = box.submit("short", "sft.steps=0", "train.steps=12", "train.tasks_per_step=2", profile=profile)
+    job = box.submit_run("short", "sft.steps=0", "train.steps=12", "train.tasks_per_step=2", profile=profile)
     job.wait_for("the engine", lambda: job.processes("arpo_megatron.engine.server.main"))
     engine = job.processes("arpo_megatron.engine.server.main")[0]
     job.wait_for("training", lambda: job.in_phase("rollout", 0))
@@ -70,4 +70,4 @@ def test_the_doctor_knows_what_slurm_will_refuse(box: Onebox) -> None:
     assert "sbatch refused the job" in box.arpo("submit", "quickstart", "--cluster", ill, ok=False)
     assert not list(box.runs.glob("quickstart*")), "a refused run leaves nothing behind"
     many = box.profile("many", gpus_per_node=16)
-    assert "the profile says 16 GPUs" in box.arpo("doctor", "--cluster", many, ok=False)
+    assert "the profile requests 16 GPUs" in box.arpo("doctor", "--cluster", many, ok=False)

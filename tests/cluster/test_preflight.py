@@ -239,7 +239,7 @@ def test_gpus_of_the_nodes_are_counted_by_type(
     monkeypatch.setattr("arpo_megatron.cluster.slurm.call", Cluster("partition_prio", "600", gres=gres).call)
     found = check_gres(profile(gpus_per_node=count, gpu_type=kind))
     assert found.level == level, found
-    assert level == "ok" or f"the profile says {count} GPUs{f' of type {kind}' if kind else ''}" in found.text
+    assert level == "ok" or f"the profile requests {count} GPUs{f' of type {kind}' if kind else ''}" in found.text
 
 
 @pytest.mark.parametrize(
@@ -250,7 +250,7 @@ def test_gpus_of_the_nodes_are_counted_by_type(
         ("partition_prio", "0", None, "warning", "GraceTime=0 leaves no time"),
         ("qos", "00:10:00", "high", "ok", "600 s before the end"),
         ("qos", "00:00:00", "high", "warning", "GraceTime=0 leaves no time"),
-        ("qos", "00:10:00", None, "warning", "which the profile does not name"),
+        ("qos", "00:10:00", None, "warning", "which the profile does not set"),
     ],
 )
 def test_a_warning_without_time_to_save_is_none(

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from arpo_megatron.cluster.backend import SilentNodeError, SlurmBackend
-from arpo_megatron.cluster.preflight import Report, examine_nodes, guilty, judged
+from arpo_megatron.cluster.preflight import Report, compare_reports, examine_nodes, worst_failure
 from arpo_megatron.cluster.profile import check_profile, save_profile
 from arpo_megatron.cluster.slurm import Node
 from arpo_megatron.config.io import save_config
@@ -28,23 +28,23 @@ def test_clocks_of_nodes_that_have_not_met_are_not_compared() -> None:
     """Two nodes wait 44 s for each other, one after the other: their clocks were read 44 s apart."""
     alone = failure("network", "2 ranks did not meet")
     reports = {"n1": report(alone), "n2": report(alone, clock=144.0)}
-    findings = [*((name, alone) for name in reports), *judged(reports, ["n1", "n2"])]
-    assert guilty(findings) == ("n1", alone)
-    assert [item.level for _, item in judged(reports, ["n1", "n2"])] == ["warning"]
+    findings = [*((name, alone) for name in reports), *compare_reports(reports, ["n1", "n2"])]
+    assert worst_failure(findings) == ("n1", alone)
+    assert [item.level for _, item in compare_reports(reports, ["n1", "n2"])] == ["warning"]
 
 
 def test_clocks_of_nodes_that_have_met_are() -> None:
     met = ok("network", "all-reduce")
     reports = {"n1": report(met), "n2": report(met, clock=106.0)}
-    worst = guilty(judged(reports, ["n1", "n2"]))
+    worst = worst_failure(compare_reports(reports, ["n1", "n2"]))
     assert worst is not None and worst[1].name == "clock" and "6.00 s between the nodes" in worst[1].text
-    assert guilty(judged({"n1": report(met), "n2": report(met, clock=104.0)}, ["n1", "n2"])) is None
+    assert worst_failure(compare_reports({"n1": report(met), "n2": report(met, clock=104.0)}, ["n1", "n2"])) is None
 
 
 def test_a_node_that_nobody_met_is_blamed_before_the_network() -> None:
     alone = failure("network", "2 ranks did not meet")
-    worst = guilty([("n1", alone), *judged({"n1": report(alone)}, ["n1", "n2"])])
-    assert worst is not None and worst[0] == "n2" and "it hangs" in worst[1].text
+    worst = worst_failure([("n1", alone), *compare_reports({"n1": report(alone)}, ["n1", "n2"])])
+    assert worst is not None and worst[0] == "n2" and "the node hangs" in worst[1].text
 
 
 BOTH = """#!/bin/bash
@@ -74,7 +74,7 @@ def examined(monkeypatch: pytest.MonkeyPatch, folder: Path, gpus: int = 0, **pro
         try:
             examine_nodes(backend, processes, *free_ports(1), lambda: None)
         finally:
-            assert not [role for role in processes.running if role.process.poll() is None]
+            assert not [each for each in processes.running if each.process.poll() is None]
     return backend
 
 
@@ -104,7 +104,7 @@ def test_a_node_that_hangs_ends_the_job_with_its_name(monkeypatch: pytest.Monkey
     """The first node reports, the second never does."""
     monkeypatch.setattr("arpo_megatron.cluster.preflight.LAST_S", 0.5)
     started = time.monotonic()
-    with pytest.raises(SilentNodeError, match="doctor: report on n2: the node left none: it hangs"):
+    with pytest.raises(SilentNodeError, match="doctor: report on n2: no report: the node hangs"):
         examined(monkeypatch, tmp_path, srun=HANGING.format(python=sys.executable))
     assert time.monotonic() - started < 90  # what hangs does so for 100 s
 
@@ -116,21 +116,21 @@ exit 1
 
 
 def test_a_step_that_does_not_start_may_be_a_lost_node(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    with pytest.raises(SilentNodeError, match=r"doctor: a node cannot even run it: .*\n.* failed on node n2"):
+    with pytest.raises(SilentNodeError, match=r"doctor: a node cannot run the checks: .*\n.* failed on node n2"):
         examined(monkeypatch, tmp_path, srun=LOST)
 
 
 UNSHARED = """#!{python}
 import json, os, pathlib, sys
-from arpo_megatron.launch.preflight import node
+from arpo_megatron.cluster import preflight_node
 run, token = sys.argv[-2:]
 finding = {{"name": "rdma", "level": "warning", "text": "no RDMA device", "fix": "x"}}
 report = {{"findings": [finding], "clock": 1.0, "ports": []}}
 (pathlib.Path(run) / "doctor" / "n1.json").write_text(json.dumps(report))
 os.environ |= {{"SLURMD_NODENAME": "n2", "SLURM_PROCID": "1", "SLURM_NTASKS": "2"}}
 sys.argv[1:] = [{run}, {token}]
-node._CANARY_S = 0.1
-node.main()
+preflight_node._CANARY_S = 0.1
+preflight_node.main()
 """
 
 
@@ -140,10 +140,10 @@ def test_a_run_directory_that_nodes_do_not_share_is_named_with_the_node(
 ) -> None:
     """The second node sees another directory of that name, or none; what the first one has reported is shown too."""
     with pytest.raises(
-        UserError, match=r"^doctor: filesystem on n2: \S+/canary is not what .*: `runs` must be"
+        UserError, match=r"^doctor: filesystem on n2: \S+/canary is not the supervisor.*: set `runs`"
     ) as said_so:
         examined(monkeypatch, tmp_path, srun=UNSHARED.format(python=sys.executable, run=run, token=token))
-    assert not isinstance(said_so.value, SilentNodeError), "no other nodes mend it"
+    assert not isinstance(said_so.value, SilentNodeError), "other nodes would not help"
     said = capsys.readouterr().out
     assert "n1: warning  rdma         no RDMA device" in said
     assert "n2: failure  filesystem   " in said

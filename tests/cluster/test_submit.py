@@ -14,7 +14,7 @@ import yaml
 from typer.testing import CliRunner
 
 from arpo_megatron.cli.cluster import app
-from arpo_megatron.cluster import runs as commands
+from arpo_megatron.cluster import runs
 from arpo_megatron.cluster.code_snapshot import ROOT, snapshot
 from arpo_megatron.cluster.profile import (
     DIRECTORY,
@@ -26,8 +26,8 @@ from arpo_megatron.cluster.profile import (
 from arpo_megatron.cluster.slurm import JobState, Node, seconds
 from arpo_megatron.cluster.slurm_checks import check_secrets
 from arpo_megatron.cluster.ssh import HINT_VARIABLE, LoginNode, login_node
-from arpo_megatron.cluster.submissions import config_said
-from arpo_megatron.cluster.submit import Submission, dry_run, prepare_submission, submit
+from arpo_megatron.cluster.submissions import config_before_auto
+from arpo_megatron.cluster.submit import Submission, dry_run, prepare_submission, submit_jobs
 from arpo_megatron.config import JobConfig
 from arpo_megatron.config.io import save_config
 from arpo_megatron.errors import UserError
@@ -57,24 +57,24 @@ def test_a_job_that_does_not_fit_its_gpus_is_refused_before_it_waits_in_a_queue(
     words = ["parallel.tensor=1", "parallel.sequence=false", "parallel.data=8", "engine.replicas=1"]
     small = profile(gpu="h100-80", runs=str(tmp_path))
     job = prepare_submission(resolve.resolve("deepsearch_14b", overrides=words), small, nodes=None)
-    assert "# not submitted as it is: training needs" in dry_run(job)
+    assert "# arpo submit would refuse it: training needs" in dry_run(job)
     monkeypatch.setattr("arpo_megatron.cluster.submit.check_files", lambda config: None)  # its weights are not here
     with pytest.raises(UserError, match=r"the job does not fit: training needs .* --force submits it"):
-        submit(job)
+        submit_jobs(job)
     assert not list(tmp_path.iterdir())
     whole = prepare_submission(resolve.resolve("deepsearch_14b"), small, nodes=None)
     assert whole.forecast is not None and whole.forecast.fits
-    with pytest.raises(UserError, match="gpu: 'h1000' is none that `arpo plan` knows"):
+    with pytest.raises(UserError, match="gpu: unknown type 'h1000'"):
         profile(gpu="h1000")
 
 
 def in_chain(queue: Queue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, resume: bool = False) -> RunDirectory:
-    monkeypatch.setattr("arpo_megatron.cluster.submit._sent", queue.send)
+    monkeypatch.setattr("arpo_megatron.cluster.submit._submit_one", queue.send)
     monkeypatch.setattr("arpo_megatron.cluster.slurm.call", queue.call)
     job = resolve.resolve("quickstart", overrides=["platform=cpu"])
     submission = prepare_submission(job, profile(runs=str(tmp_path)), nodes=1, chain=3, resume=resume)
     with pytest.raises(UserError, match="QOSMaxSubmitJobPerUserLimit") as refused:
-        submit(submission)
+        submit_jobs(submission)
     submission.run.path.with_suffix(".said").write_text(str(refused.value))
     return submission.run
 
@@ -87,16 +87,16 @@ def test_a_chain_that_is_refused_in_its_middle_leaves_no_job_behind(
     assert queue.jobs == {"4711": "CANCELLED", "4712": "CANCELLED"}
     said = run.path.with_suffix(".said").read_text()
     assert said.startswith("job 3 of 3: sbatch refused the job: QOS") and "cancelled job 4711, 4712" in said
-    commands.print_status(str(run.path), None)
+    runs.print_status(str(run.path), None)
     assert "job 4712 CANCELLED" in capsys.readouterr().out
 
 
 def test_jobs_that_cannot_be_cancelled_now_can_be_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     queue = Queue(takes=1, cancels=False)
     run = in_chain(queue, tmp_path, monkeypatch)
-    assert f"arpo cancel {run.path} for what was taken (4711)" in run.path.with_suffix(".said").read_text()
+    assert f"cancel the accepted jobs (4711) with arpo cancel {run.path}" in run.path.with_suffix(".said").read_text()
     queue.cancels = True
-    commands.cancel(commands.find_run(str(run.path)))
+    runs.cancel(runs.find_run(str(run.path)))
     assert queue.jobs == {"4711": "CANCELLED"}
 
 
@@ -105,15 +105,15 @@ def test_one_question_is_asked_for_all_jobs_and_those_of_other_names_are_not_our
 ) -> None:
     queue = Queue(takes=2, cancels=False)
     run = in_chain(queue, tmp_path, monkeypatch)
-    monkeypatch.setattr(commands, "_submitted", lambda cluster: [run, run])
+    monkeypatch.setattr(runs, "_submitted", lambda cluster: [run, run])
     queue.asked.clear()
-    commands.print_status(None, None)
+    runs.print_status(None, None)
     assert queue.asked == ["squeue"]
     assert capsys.readouterr().out.count("job 4711 PENDING") == 2
     queue.name = "somebody-elses"
-    assert commands.newest_state(run) is None
-    with pytest.raises(UserError, match="has no job that waits or runs"):
-        commands.cancel(run)
+    assert runs.newest_state(run) is None
+    with pytest.raises(UserError, match="has no waiting or running job"):
+        runs.cancel(run)
 
 
 def test_a_run_whose_first_job_is_refused_never_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,11 +121,11 @@ def test_a_run_whose_first_job_is_refused_never_was(tmp_path: Path, monkeypatch:
     assert not run.path.exists()
     run.submissions.mkdir(parents=True)
     with pytest.raises(UserError, match="no job of this run was submitted"):
-        commands.find_run(str(run.path))
+        runs.find_run(str(run.path))
 
 
 def test_a_resume_that_is_refused_leaves_the_run_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("arpo_megatron.cluster.submit._sent", Queue(takes=0).send)
+    monkeypatch.setattr("arpo_megatron.cluster.submit._submit_one", Queue(takes=0).send)
     monkeypatch.setattr("arpo_megatron.cluster.slurm.call", Queue(takes=0).call)
     job = resolve.resolve("quickstart", overrides=["platform=cpu"])
     run = submitted(tmp_path, job, profile(runs=str(tmp_path)))
@@ -133,7 +133,7 @@ def test_a_resume_that_is_refused_leaves_the_run_as_it_was(tmp_path: Path, monke
     changed = resolve.with_overrides(resolve.load(run.config), ["train.steps=999", "parallel.data=2"])
     again = prepare_submission(changed, profile(runs=str(tmp_path), time="08:00:00"), nodes=2, resume=True)
     with pytest.raises(UserError, match="QOSMaxSubmitJobPerUserLimit"):
-        submit(again)
+        submit_jobs(again)
     assert {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()} == before
 
 
@@ -145,16 +145,16 @@ def test_what_is_told_to_somebody_elsewhere_can_be_typed_there(
     queue = Queue(takes=1, cancels=False)
     run = in_chain(queue, tmp_path, monkeypatch)
     name, said = run.path.name, run.path.with_suffix(".said")
-    assert f"arpo cancel {name} --cluster far for what was taken" in said.read_text()
-    with pytest.raises(UserError, match=f"in the queue: arpo cancel {name} --cluster far first"):
-        submit(prepare_submission(resolve.load(run.config), profile(runs=str(tmp_path)), nodes=1, resume=True))
+    assert f"with arpo cancel {name} --cluster far" in said.read_text()
+    with pytest.raises(UserError, match=f"in the queue: run arpo cancel {name} --cluster far first"):
+        submit_jobs(prepare_submission(resolve.load(run.config), profile(runs=str(tmp_path)), nodes=1, resume=True))
     queue.cancels = True
-    commands.cancel(run)
-    assert f"arpo resume {name} --cluster far goes on" in capsys.readouterr().out
+    runs.cancel(run)
+    assert f"arpo resume {name} --cluster far continues the run" in capsys.readouterr().out
     in_chain(Queue(takes=2), tmp_path, monkeypatch, resume=True)
     assert f"arpo resume {name} --cluster far submits it again" in said.read_text()
     with pytest.raises(UserError, match=f"arpo status {name} --cluster far"):
-        commands.print_health(run)
+        runs.print_health(run)
 
 
 @pytest.mark.parametrize("named", ["far", None])
@@ -167,7 +167,7 @@ def test_what_is_told_finds_the_run_and_no_other_of_its_name(
     (clusters / "here.yaml").write_text(yaml.safe_dump({**PLAIN, "runs": str(tmp_path / "here")}))
     (mine := tmp_path / "mine.yaml").write_text(yaml.safe_dump({**PLAIN, "runs": str(tmp_path / "mine")}))
     queue = Queue(takes=9)
-    monkeypatch.setattr("arpo_megatron.cluster.submit._sent", queue.send)
+    monkeypatch.setattr("arpo_megatron.cluster.submit._submit_one", queue.send)
     monkeypatch.setattr("arpo_megatron.cluster.slurm.call", queue.call)
 
     def told(cluster: str, *words: str) -> str:
@@ -183,11 +183,11 @@ def test_what_is_told_finds_the_run_and_no_other_of_its_name(
         return
     assert told(str(mine)).startswith(f"arpo status {other} | arpo logs {other} --follow | arpo cancel {other}")
     assert told("here").startswith(f"arpo status {name} | arpo logs {name} --follow | arpo cancel {name}")
-    run = commands.find_run(str(other))
-    with pytest.raises(UserError, match=f"in the queue: arpo cancel {other} first"):
-        submit(prepare_submission(resolve.load(run.config), load_profile(str(mine)), nodes=1, resume=True))
+    run = runs.find_run(str(other))
+    with pytest.raises(UserError, match=f"in the queue: run arpo cancel {other} first"):
+        submit_jobs(prepare_submission(resolve.load(run.config), load_profile(str(mine)), nodes=1, resume=True))
     with pytest.raises(UserError, match=f"no running job: arpo status {other}$"):
-        commands.print_health(run)
+        runs.print_health(run)
     assert told("here", f"run_dir={tmp_path}/apart").startswith(f"arpo status {tmp_path}/apart |")
 
 
@@ -198,8 +198,8 @@ class Ending(Queue):
         super().__init__(takes=2)
         self.looks = looks
 
-    def call(self, *words: str, check: bool = True, but: str | None = None) -> str:
-        said = super().call(*words, check=check, but=but)
+    def call(self, *words: str, check: bool = True, ignore: str | None = None) -> str:
+        said = super().call(*words, check=check, ignore=ignore)
         if words[0] == "squeue" and "CANCELLED" in said and self.looks:
             self.looks -= 1
             return said.replace("CANCELLED", "COMPLETING")
@@ -210,33 +210,33 @@ class Ending(Queue):
 def test_a_job_that_was_just_cancelled_is_waited_for(
     looks: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("arpo_megatron.cluster.runs._LOOK_S", 0.01)
+    monkeypatch.setattr("arpo_megatron.cluster.runs._ENDING_INTERVAL_S", 0.01)
     monkeypatch.setattr("arpo_megatron.cluster.runs._ENDING_S", 1.0)
     queue, cluster = Ending(looks), profile(runs=str(tmp_path))
-    monkeypatch.setattr("arpo_megatron.cluster.submit._sent", queue.send)
+    monkeypatch.setattr("arpo_megatron.cluster.submit._submit_one", queue.send)
     monkeypatch.setattr("arpo_megatron.cluster.slurm.call", queue.call)
     first = prepare_submission(resolve.resolve("quickstart", overrides=["platform=cpu"]), cluster, nodes=1)
-    submit(first)
+    submit_jobs(first)
     again = prepare_submission(resolve.load(first.run.config), cluster, nodes=1, resume=True)
-    with pytest.raises(UserError, match=r"job 4711 of .* is in the queue: arpo cancel"):
-        submit(again)
-    commands.cancel(first.run)
+    with pytest.raises(UserError, match=r"job 4711 of .* is in the queue: run arpo cancel"):
+        submit_jobs(again)
+    runs.cancel(first.run)
     if looks == 3:
-        assert submit(again) == ["4712"]
+        assert submit_jobs(again) == ["4712"]
     else:
         with pytest.raises(UserError, match=r"job 4711 of .* is still ending after 1 s: try again later"):
-            submit(again)
-    assert capsys.readouterr().err.count("job 4711 of quickstart-arpo-seed1 is still ending: waiting for it") == 1
+            submit_jobs(again)
+    assert capsys.readouterr().err.count("waiting for job 4711 of quickstart-arpo-seed1 to end") == 1
 
 
 def test_the_progress_of_a_cold_start_is_told_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(commands, "job_states_of", lambda runs: [[JobState("1", "RUNNING")] for _ in runs])
+    monkeypatch.setattr(runs, "job_states_of", lambda runs: [[JobState("1", "RUNNING")] for _ in runs])
     run = submitted(tmp_path, resolve.resolve("quickstart"), profile(runs=str(tmp_path)))
 
     def told() -> str:
-        monkeypatch.setattr(commands, "_submitted", lambda cluster: [run])
+        monkeypatch.setattr(runs, "_submitted", lambda cluster: [run])
         with redirect_stdout(StringIO()) as said:
-            commands.print_status(None, None)
+            runs.print_status(None, None)
         return said.getvalue().strip().removeprefix("run: job 1 RUNNING, ")
 
     def saved(place: Path, step: int) -> None:
@@ -279,23 +279,23 @@ def test_a_role_is_a_name_and_no_pattern(tmp_path: Path) -> None:
     run.logs.mkdir(exist_ok=True)
     for name in ("train.log", "engine-0.log", "log-7_0.out", "log-7_1.out"):
         (run.logs / name).write_text("")
-    assert commands.log_of(run, "train").name == "train.log"
-    assert commands.log_of(run, "job").name.startswith("log-7_")
+    assert runs.log_of(run, "train").name == "train.log"
+    assert runs.log_of(run, "job").name.startswith("log-7_")
     for role in ("*", "engine-?", "[t]rain", "../logs/train"):
-        with pytest.raises(UserError, match=r"has no log of .* yet; there are: job, engine-0, train"):
-            commands.log_of(run, role)
+        with pytest.raises(UserError, match=r"has no log of .* yet; it has: job, engine-0, train"):
+            runs.log_of(run, role)
 
 
 def test_a_node_that_does_not_answer_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = submitted(tmp_path, resolve.resolve("quickstart"), profile(runs=str(tmp_path)))
-    monkeypatch.setattr(commands, "newest_state", lambda run: JobState("1", "RUNNING", nodes="n1"))
+    monkeypatch.setattr(runs, "newest_state", lambda run: JobState("1", "RUNNING", nodes="n1"))
     monkeypatch.setattr("arpo_megatron.cluster.slurm.allocated_nodes", lambda names: [Node("n1", "127.0.0.1")])
     monkeypatch.setattr("arpo_megatron.cluster.slurm.TIMEOUT_S", 0.2)
     (srun := tmp_path / "srun").write_text("#!/bin/sh\nexec sleep 60\n")
     srun.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     with pytest.raises(UserError, match="a step on n1 did not answer"):
-        commands.print_health(run)
+        runs.print_health(run)
 
 
 @pytest.mark.parametrize("requeue", [True, False])
@@ -303,11 +303,11 @@ def test_slurm_itself_requeues_no_job_whose_profile_forbids_it(
     requeue: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     queue = Queue(takes=2)
-    monkeypatch.setattr("arpo_megatron.cluster.submit._sent", queue.send)
+    monkeypatch.setattr("arpo_megatron.cluster.submit._submit_one", queue.send)
     monkeypatch.setattr("arpo_megatron.cluster.slurm.call", queue.call)
     job = resolve.resolve("quickstart", overrides=["platform=cpu"])
     cluster = profile(runs=str(tmp_path), requeue=requeue)
-    jobs = submit(prepare_submission(job, cluster, nodes=1, chain=2))
+    jobs = submit_jobs(prepare_submission(job, cluster, nodes=1, chain=2))
     assert queue.updates == ([] if requeue else [(f"JobId={job}", "Requeue=0") for job in jobs])
 
 
@@ -320,7 +320,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[Submission]:
         found.append(submission)
         return ["1"]
 
-    monkeypatch.setattr("arpo_megatron.cluster.submit.submit", note)
+    monkeypatch.setattr("arpo_megatron.cluster.submit.submit_jobs", note)
     return found
 
 
@@ -408,12 +408,12 @@ def test_what_was_left_to_auto_is_settled_for_the_nodes_of_each_submission(
 
 def test_a_submission_records_what_it_has_settled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("arpo_megatron.cluster.submit.check_files", lambda config: None)  # its weights are not here
-    monkeypatch.setattr("arpo_megatron.cluster.submit._sent", Queue(takes=1).send)
+    monkeypatch.setattr("arpo_megatron.cluster.submit._submit_one", Queue(takes=1).send)
     monkeypatch.setattr("arpo_megatron.cluster.slurm.call", Queue(takes=1).call)
     config = resolve.resolve("deepsearch_14b", overrides=["engine.placement=auto"])
     submission = prepare_submission(config, profile(runs=str(tmp_path)), nodes=2)
-    submit(submission)
-    said = config_said(submission.run)
+    submit_jobs(submission)
+    said = config_before_auto(submission.run)
     assert (said.engine.placement, said.sync.transport) == ("auto", "auto")
     assert replace(said, run_dir=None) == config
 
@@ -524,39 +524,39 @@ def test_colocated_engines_on_several_nodes_are_sent_their_weights() -> None:
         ({"time": ""}, "time: "),
         ({"time": 5}, "time: 5 leaves nothing before signal_s=300.* raise time or lower signal_s"),
         ({"time": "00:10:00", "signal_s": 600}, "time: 00:10:00 leaves nothing before signal_s=600"),
-        ({"ports": [7000, 7010]}, "at least 64"),
-        ({"ports": [65500, 66000]}, "ports: .* the last TCP port there is is 65535"),
-        ({"secrets": {"A B": "env"}}, "cannot be the name of a variable"),
+        ({"ports": [7000, 7010]}, "are fewer than 64"),
+        ({"ports": [65500, 66000]}, "ports: .* TCP ports end at 65535"),
+        ({"secrets": {"A B": "env"}}, "is not a valid name of an environment variable"),
         (
             {"environment": {"NOTE": "1"}, "secrets": {"NOTE": "env"}},
-            "NOTE is listed under environment and under secrets",
+            "NOTE is in environment and in secrets",
         ),
-        ({"secrets": {"KEY": "sk-123"}}, "secrets: KEY must be `env` or the path of a file"),
+        ({"secrets": {"KEY": "sk-123"}}, "secrets: KEY must be `env` or a path that begins"),
         (
             {"environment": {"WANDB_API_KEY": "1"}},
-            "WANDB_API_KEY would stand in the batch script: list it under secrets",
+            "WANDB_API_KEY would be in the batch script: move it to secrets",
         ),
-        ({"environment": {"hf_token": "1"}}, "hf_token would stand in the batch script: list it under secrets"),
-        ({"mounts": ["/data"]}, "mounts: '/data' is not FROM:TO"),
-        ({"account": "a\n#SBATCH --uid=0"}, "account: .* no line of a batch script can have"),
-        ({"sbatch": {"comment": "a\nb"}}, "sbatch.comment: .* no line of a batch script can have"),
-        ({"sbatch": {"job-name": "mine"}}, "sbatch: job-name cannot be given here: arpo submit decides it"),
-        ({"sbatch": {"job_name": "mine"}}, "sbatch: job_name cannot be given here"),
-        ({"sbatch": {"output": "mine"}}, "sbatch: output cannot be given here"),
-        ({"sbatch": {"dependency": "afterok:1"}}, "sbatch: dependency cannot be given here: --chain decides it"),
-        ({"sbatch": {"time": "1"}}, "sbatch: time cannot be given here: the key time decides it"),
-        ({"sbatch": {"gpus-per-node": "1"}}, "sbatch: gpus-per-node cannot be given here: the key gpu_request decides"),
-        ({"sbatch": {"array": "0-1"}}, "sbatch: array cannot be given here: a run is one job"),
-        ({"sbatch": {"arr": "0-1"}}, "sbatch: arr cannot be given here: a run is one job"),
-        ({"sbatch": {"export": "NONE"}}, "sbatch: export cannot be given here: the keys environment and secrets say"),
-        ({"sbatch": {"ntasks": "1"}}, "sbatch: ntasks cannot be given here: arpo submit decides it"),
-        ({"sbatch": {"wrap": "true"}}, "sbatch: wrap cannot be given here: the batch script is"),
-        ({"sbatch": {"clusters": "b"}}, "sbatch: clusters cannot be given here: no other command"),
-        ({"sbatch": {"container_image": "a"}}, "sbatch: container_image cannot be given here: the key container"),
-        ({"sbatch": {"wait": ""}}, "sbatch: wait cannot be given here: arpo submit does not wait"),
-        ({"sbatch": {"test-only": ""}}, "sbatch: test-only cannot be given here: no job would be submitted"),
-        ({"sbatch": {"gres": "gpu:1"}, "gpu_request": "gres"}, "sbatch: gres cannot be given here"),
-        ({"runs": "$NOT_SET_ANYWHERE/runs"}, r"the variable \$NOT_SET_ANYWHERE is not set"),
+        ({"environment": {"hf_token": "1"}}, "hf_token would be in the batch script: move it to secrets"),
+        ({"mounts": ["/data"]}, "mounts: '/data' does not have the form FROM:TO"),
+        ({"account": "a\n#SBATCH --uid=0"}, "account: .* cannot be in a batch script"),
+        ({"sbatch": {"comment": "a\nb"}}, "sbatch.comment: .* cannot be in a batch script"),
+        ({"sbatch": {"job-name": "mine"}}, "sbatch: job-name is not allowed here: arpo submit sets it"),
+        ({"sbatch": {"job_name": "mine"}}, "sbatch: job_name is not allowed here"),
+        ({"sbatch": {"output": "mine"}}, "sbatch: output is not allowed here"),
+        ({"sbatch": {"dependency": "afterok:1"}}, "sbatch: dependency is not allowed here: use arpo submit --chain"),
+        ({"sbatch": {"time": "1"}}, "sbatch: time is not allowed here: set the key time"),
+        ({"sbatch": {"gpus-per-node": "1"}}, "sbatch: gpus-per-node is not allowed here: set the key gpu_request"),
+        ({"sbatch": {"array": "0-1"}}, "sbatch: array is not allowed here: a run is one job"),
+        ({"sbatch": {"arr": "0-1"}}, "sbatch: arr is not allowed here: a run is one job"),
+        ({"sbatch": {"export": "NONE"}}, "sbatch: export is not allowed here: use the keys environment and secrets"),
+        ({"sbatch": {"ntasks": "1"}}, "sbatch: ntasks is not allowed here: arpo submit sets it"),
+        ({"sbatch": {"wrap": "true"}}, "sbatch: wrap is not allowed here: arpo submit writes"),
+        ({"sbatch": {"clusters": "b"}}, "sbatch: clusters is not allowed here: arpo status and"),
+        ({"sbatch": {"container_image": "a"}}, "sbatch: container_image is not allowed here: set the key container"),
+        ({"sbatch": {"wait": ""}}, "sbatch: wait is not allowed here: arpo submit does not wait"),
+        ({"sbatch": {"test-only": ""}}, "sbatch: test-only is not allowed here: no job would be submitted"),
+        ({"sbatch": {"gres": "gpu:1"}, "gpu_request": "gres"}, "sbatch: gres is not allowed here"),
+        ({"runs": "$NOT_SET_ANYWHERE/runs"}, r"the environment variable \$NOT_SET_ANYWHERE is not set"),
     ],
 )
 def test_a_wrong_profile_is_one_line(values: dict[str, object], said: str) -> None:
@@ -568,13 +568,13 @@ def test_a_wrong_profile_is_one_line(values: dict[str, object], said: str) -> No
 def test_a_job_without_its_secrets_is_not_submitted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("A_KEY", raising=False)
     asked = prepare_submission(resolve.resolve("quickstart"), profile(secrets={"A_KEY": "env"}), nodes=None)
-    with pytest.raises(UserError, match="the secret A_KEY is not in this environment"):
-        submit(asked)
+    with pytest.raises(UserError, match="the secret A_KEY is not set: export"):
+        submit_jobs(asked)
     assert check_secrets(asked.profile).level == "failure"
     monkeypatch.setenv("A_KEY", "value")
     assert check_secrets(asked.profile).level == "ok"
     found = check_secrets(profile(secrets={"A_KEY": str(tmp_path / "none")}))
-    assert (found.level, found.text) == ("warning", f"{tmp_path / 'none'} is not here")
+    assert (found.level, found.text) == ("warning", f"{tmp_path / 'none'} does not exist here")
 
 
 @pytest.mark.parametrize(
@@ -583,9 +583,9 @@ def test_a_job_without_its_secrets_is_not_submitted(monkeypatch: pytest.MonkeyPa
 def test_a_path_that_a_batch_script_reads_otherwise_is_not_submitted(name: str, tmp_path: Path) -> None:
     """nemo-run writes them without quotes: into PYTHONPATH, into the line of srun, into sbatch's --output."""
     job = resolve.resolve("quickstart")
-    with pytest.raises(UserError, match=r"^the run directory .* in it, which batch scripts do not carry through: only"):
+    with pytest.raises(UserError, match=r"^the run directory .* in it, which a batch script cannot hold: use"):
         prepare_submission(job, profile(runs=str(tmp_path / name)), nodes=None)
-    with pytest.raises(UserError, match=r"^python: .* in it, which batch scripts do not carry through: only"):
+    with pytest.raises(UserError, match=r"^python: .* in it, which a batch script cannot hold: use"):
         prepare_submission(job, profile(runs=str(tmp_path), python=f"/tmp/{name}/python"), nodes=None)
     plain = prepare_submission(job, profile(runs=str(tmp_path / "a-b_c+d=e@f.1"), python="~/bin/python3"), nodes=None)
     assert f" {Path.home()}/bin/python3 -m " in dry_run(plain)
@@ -650,7 +650,7 @@ def test_code_is_submitted_as_it_lies_there(tmp_path: Path, clone: Callable[...,
     assert code.commit == clone("rev-parse", "HEAD").strip()
     assert all(line in code.diff for line in (b"+2", b"+3", b"deleted file mode"))
     assert clone("status", "--short") == before
-    with pytest.raises(UserError, match="no git clone"):
+    with pytest.raises(UserError, match="is not a git clone"):
         snapshot(tmp_path / "out")
 
 
@@ -666,7 +666,7 @@ def test_a_file_for_secrets_is_not_packed(tmp_path: Path, clone: Callable[..., s
     secret = tmp_path / name
     secret.parent.mkdir(exist_ok=True)
     secret.write_text("WANDB_API_KEY=abc123\n")
-    with pytest.raises(UserError, match=f"{name} is new and may hold secrets"):
+    with pytest.raises(UserError, match=f"{name} is new, may hold secrets"):
         snapshot(tmp_path)
     (tmp_path / ".git" / "info" / "exclude").write_text(name)
     assert b"abc123" not in snapshot(tmp_path).diff
@@ -678,7 +678,7 @@ def test_a_file_for_secrets_is_not_packed(tmp_path: Path, clone: Callable[..., s
     (tmp_path / ".git" / "info" / "exclude").write_text("")
     example.rename(secret)  # to git that is a change of a file it knows
     secret.write_text(secret.read_text() + "WANDB_API_KEY=abc123\n")
-    with pytest.raises(UserError, match=f"{name} is new and may hold secrets"):
+    with pytest.raises(UserError, match=f"{name} is new, may hold secrets"):
         snapshot(tmp_path)
     ignored = subprocess.run(["git", "check-ignore", "--no-index", "-q", ".env"], cwd=ROOT)
     assert ignored.returncode == 0, "a clone of this project ignores it"
@@ -719,9 +719,9 @@ def test_a_profile_says_how_its_login_node_is_reached(tmp_path: Path) -> None:
     assert node.profile == {**PLAIN, "python": there, "runs": "$SCRATCH_THERE"}, "variables are the cluster's"
     alias = written(ssh="cluster", python=there)
     assert alias is not None and (alias.user, alias.port, alias.identity) == (None, None, None)
-    with pytest.raises(UserError, match="python must name the Python on the cluster"):
+    with pytest.raises(UserError, match="ssh needs python, the path"):
         written(ssh="cluster")
-    with pytest.raises(UserError, match=r"is not \[USER@\]HOST\[:PORT\]"):
+    with pytest.raises(UserError, match=r"does not have the form \[USER@\]HOST\[:PORT\]"):
         written(ssh="cluster -o ProxyCommand=x", python=there)
     with pytest.raises(UserError, match="unknown cluster"):
         login_node("nowhere")
@@ -744,16 +744,16 @@ def test_a_log_is_followed_over_a_restart_of_the_controller(
             raise answer
         return answer
 
-    monkeypatch.setattr(commands, "newest_state", newest_state)
-    monkeypatch.setattr(commands, "_FOLLOW_INTERVAL_S", 0.0)
-    monkeypatch.setattr(commands, "_STATE_INTERVAL_S", 0.0)
-    commands.print_log(run, "job", lines=40, follow=True)
+    monkeypatch.setattr(runs, "newest_state", newest_state)
+    monkeypatch.setattr(runs, "_FOLLOW_INTERVAL_S", 0.0)
+    monkeypatch.setattr(runs, "_STATE_INTERVAL_S", 0.0)
+    runs.print_log(run, "job", lines=40, follow=True)
     said = capsys.readouterr()
-    assert (said.out, said.err) == ("step 1\n", f"arpo: {down}; asking again\n" * 2), "once each time"
+    assert (said.out, said.err) == ("step 1\n", f"arpo: {down}; trying again\n" * 2), "once each time"
     answers[:] = [down, down]
-    monkeypatch.setattr(commands, "_SILENCE_S", 0.0)
+    monkeypatch.setattr(runs, "_SILENCE_S", 0.0)
     with pytest.raises(UserError, match="connect failure"):
-        commands.print_log(run, "job", lines=40, follow=True)
+        runs.print_log(run, "job", lines=40, follow=True)
 
 
 @pytest.mark.parametrize("lines", [0, 2])
@@ -782,10 +782,10 @@ def test_nothing_that_a_restart_says_is_missed_in_a_log_that_is_followed(
         return JobState("1", "RUNNING" if looks < 2 else "COMPLETED")
 
     says(0, "step 1\nstep 2\nstep 3\n")
-    monkeypatch.setattr(commands, "newest_state", newest_state)
-    monkeypatch.setattr(commands, "_FOLLOW_INTERVAL_S", 0.0)
-    monkeypatch.setattr(commands, "_STATE_INTERVAL_S", 0.0)
-    commands.print_log(run, "job", lines=lines, follow=True)
+    monkeypatch.setattr(runs, "newest_state", newest_state)
+    monkeypatch.setattr(runs, "_FOLLOW_INTERVAL_S", 0.0)
+    monkeypatch.setattr(runs, "_STATE_INTERVAL_S", 0.0)
+    runs.print_log(run, "job", lines=lines, follow=True)
     more = [f"life {life} step {step}" for life in (1, 2) for step in range(100)]
     assert capsys.readouterr().out.splitlines() == [*["step 2", "step 3"][:lines], "saved", *more]
 

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from arpo_megatron.cluster import runs as commands
+from arpo_megatron.cluster import runs
 from arpo_megatron.cluster.code_snapshot import ROOT, Code
 from arpo_megatron.cluster.submissions import submissions_of
-from arpo_megatron.cluster.submit import Submission, prepare_submission, submit
+from arpo_megatron.cluster.submit import Submission, prepare_submission, submit_jobs
 from arpo_megatron.errors import UserError
 from arpo_megatron.jobs import resolve, run_directory
 from arpo_megatron.jobs.run_directory import RunDirectory
@@ -25,7 +25,7 @@ from tests.cluster.stand_in import PLAIN, Queue, profile
 @pytest.fixture
 def queue(monkeypatch: pytest.MonkeyPatch) -> Queue:
     stand_in = Queue(takes=9)
-    monkeypatch.setattr("arpo_megatron.cluster.submit._sent", stand_in.send)
+    monkeypatch.setattr("arpo_megatron.cluster.submit._submit_one", stand_in.send)
     monkeypatch.setattr("arpo_megatron.cluster.slurm.call", stand_in.call)
     return stand_in
 
@@ -69,26 +69,26 @@ def files_of(run: RunDirectory) -> dict[Path, bytes]:
 def test_what_slurm_has_taken_when_it_is_interrupted_is_cancelled_and_known(
     queue: Queue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("arpo_megatron.cluster.submit._sent", with_ctrl_c(queue.send, 2, taken=True))
+    monkeypatch.setattr("arpo_megatron.cluster.submit._submit_one", with_ctrl_c(queue.send, 2, taken=True))
     submission = prepared(tmp_path, chain=3)
     with pytest.raises(Interrupted) as interrupt:
-        submit(submission)
+        submit_jobs(submission)
     assert str(interrupt.value) == f"cancelled job 4711, 4712; arpo resume {submission.run.path} submits it again"
     assert queue.jobs == {"4711": "CANCELLED", "4712": "CANCELLED"}
-    assert [each["jobs"] for each in submissions_of(commands.find_run(str(submission.run.path)))] == [["4711", "4712"]]
+    assert [each["jobs"] for each in submissions_of(runs.find_run(str(submission.run.path)))] == [["4711", "4712"]]
 
 
 def test_an_interrupt_between_links_cancels_and_a_second_one_does_not_stop_that(
     queue: Queue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def call(*words: str, check: bool = True, but: str | None = None) -> str:
+    def call(*words: str, check: bool = True, ignore: str | None = None) -> str:
         if words[0] in ("scancel", "scontrol"):
             signal.raise_signal(signal.SIGINT)
-        return queue.call(*words, check=check, but=but)
+        return queue.call(*words, check=check, ignore=ignore)
 
     monkeypatch.setattr("arpo_megatron.cluster.slurm.call", call)
     with pytest.raises(Interrupted, match="cancelled job 4711; arpo resume"):
-        submit(prepared(tmp_path, chain=2, requeue=False))
+        submit_jobs(prepared(tmp_path, chain=2, requeue=False))
     assert queue.jobs == {"4711": "CANCELLED"}
 
 
@@ -96,20 +96,20 @@ def test_a_job_that_cannot_be_cancelled_after_an_interrupt_is_told(
     queue: Queue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     queue.cancels = False
-    monkeypatch.setattr("arpo_megatron.cluster.submit._sent", with_ctrl_c(queue.send, 1, taken=True))
-    with pytest.raises(Interrupted, match=r"scancel did not answer .*: arpo cancel .* for what was taken \(4711\)"):
-        submit(submission := prepared(tmp_path))
+    monkeypatch.setattr("arpo_megatron.cluster.submit._submit_one", with_ctrl_c(queue.send, 1, taken=True))
+    with pytest.raises(Interrupted, match=r"scancel did not answer .*: cancel the accepted jobs \(4711\)"):
+        submit_jobs(submission := prepared(tmp_path))
     queue.cancels = True
-    commands.cancel(submission.run)
+    runs.cancel(submission.run)
     assert queue.jobs == {"4711": "CANCELLED"}
 
 
 def test_an_interrupt_before_slurm_is_asked_leaves_no_half_run(
     queue: Queue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("arpo_megatron.cluster.submit._sent", with_ctrl_c(queue.send, 1, taken=False))
+    monkeypatch.setattr("arpo_megatron.cluster.submit._submit_one", with_ctrl_c(queue.send, 1, taken=False))
     with pytest.raises(Interrupted):
-        submit(first := prepared(tmp_path))
+        submit_jobs(first := prepared(tmp_path))
     assert not first.run.path.exists()
     assert prepared(tmp_path).run == first.run, "the next one has its name"
 
@@ -123,16 +123,16 @@ def test_whatever_comes_while_a_run_is_written_leaves_it_as_it_was(
         raise fault
 
     expected = Interrupted if isinstance(fault, Interrupted) else UserError
-    submit(prepared(tmp_path))
+    submit_jobs(prepared(tmp_path))
     queue.jobs["4711"] = "COMPLETED"
     (resumed := prepared(tmp_path, resume=True)).run.logs.rmdir()
     before = files_of(resumed.run)
     monkeypatch.setattr(f"arpo_megatron.cluster.submit.{at}", fail)
     with pytest.raises(expected):
-        submit(resumed)
+        submit_jobs(resumed)
     assert files_of(resumed.run) == before and not resumed.run.logs.exists()
     with pytest.raises(expected):
-        submit(fresh := prepared(tmp_path))
+        submit_jobs(fresh := prepared(tmp_path))
     assert fresh.run != resumed.run and not fresh.run.path.exists()
 
 
@@ -144,20 +144,20 @@ def test_a_run_that_is_being_submitted_is_submitted_once(
 
     def send(submission: Submission, code: Code) -> str:
         with pytest.raises(UserError, match="is being submitted by another command") as refused:
-            submit(others.pop())
+            submit_jobs(others.pop())
         said.append(str(refused.value))
         return queue.send(submission, code)
 
-    monkeypatch.setattr("arpo_megatron.cluster.submit._sent", send)
+    monkeypatch.setattr("arpo_megatron.cluster.submit._submit_one", send)
     others, late = [prepared(tmp_path)], prepared(tmp_path)
-    submit(first := prepared(tmp_path))
+    submit_jobs(first := prepared(tmp_path))
     with pytest.raises(UserError, match="already holds a run"):
-        submit(late)
+        submit_jobs(late)
     queue.jobs["4711"] = "COMPLETED"
     others, late = [prepared(tmp_path, resume=True)], prepared(tmp_path, resume=True)
-    submit(prepared(tmp_path, resume=True))
+    submit_jobs(prepared(tmp_path, resume=True))
     with pytest.raises(UserError, match=r"job 4712 of .* is in the queue"):
-        submit(late)
+        submit_jobs(late)
     assert len(said) == 2
     assert [each["jobs"] for each in submissions_of(first.run)] == [["4711"], ["4712"]]
     assert not (first.run.path / run_directory.SUBMIT_LOCK).exists()
@@ -168,7 +168,7 @@ def test_a_directory_of_somebody_else_is_left_alone(queue: Queue, tmp_path: Path
     (logs / "precious").write_text("")
     job = resolve.resolve("quickstart", overrides=["platform=cpu", f"run_dir={tmp_path / 'mine'}"])
     with pytest.raises(UserError, match="holds files that are no run's"):
-        submit(prepare_submission(job, profile(runs=str(tmp_path)), nodes=1))
+        submit_jobs(prepare_submission(job, profile(runs=str(tmp_path)), nodes=1))
     assert [path.name for path in tmp_path.rglob("*")] == ["mine", "logs", "precious"]
 
 

@@ -15,7 +15,7 @@ from typing import NoReturn
 
 import pytest
 
-from arpo_megatron.cluster import supervise as job
+from arpo_megatron.cluster import supervise
 from arpo_megatron.cluster.backend import MAKE_SCRATCH, SERVICE, TASK, SilentNodeError, SlurmBackend
 from arpo_megatron.cluster.profile import check_profile, load_profile, save_profile
 from arpo_megatron.cluster.slurm import JobState, Node
@@ -42,7 +42,7 @@ class Refusing:
     def __init__(self, silent: str = "", refusal: str = DISABLED) -> None:
         self.silent, self.refusal = silent, refusal
 
-    def call(self, *words: str, check: bool = True, but: str | None = None) -> str:
+    def call(self, *words: str, check: bool = True, ignore: str | None = None) -> str:
         if words[:2] == ("scontrol", "requeue"):
             raise UserError(self.refusal)
         if words[0] == self.silent:
@@ -74,10 +74,10 @@ def ended(monkeypatch: pytest.MonkeyPatch, run: RunDirectory, error: BaseExcepti
         if error is not None:
             raise error
 
-    monkeypatch.setattr(job, "_run", stop)
-    monkeypatch.setattr(job, "interrupt_on_signals", lambda: None)
+    monkeypatch.setattr(supervise, "_run", stop)
+    monkeypatch.setattr(supervise, "interrupt_on_signals", lambda: None)
     warned: Sequence[int] = []
-    return job.supervise(run.path, warned)
+    return supervise.supervise(run.path, warned)
 
 
 @pytest.mark.parametrize(
@@ -92,16 +92,16 @@ def test_a_refused_requeue_is_one_line_and_keeps_the_code_of_the_end(
     code: int,
 ) -> None:
     assert ended(monkeypatch, run, error) == code
-    assert capsys.readouterr().err.splitlines()[-1] == f"arpo: {DISABLED}; `arpo resume` goes on"
+    assert capsys.readouterr().err.splitlines()[-1] == f"arpo: {DISABLED}; `arpo resume` continues the run"
 
 
 def test_a_job_that_slurm_has_taken_back_by_itself_is_not_said_to_be_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], run: RunDirectory
 ) -> None:
     monkeypatch.setattr("arpo_megatron.cluster.slurm.call", Refusing(refusal=TAKEN_BACK).call)
-    monkeypatch.setattr(job, "_END_S", 0.0)
+    monkeypatch.setattr(supervise, "_END_S", 0.0)
     assert ended(monkeypatch, run, ProcessDiedError("train was killed", 137)) == 137
-    assert capsys.readouterr().err.splitlines()[-1] == "arpo: back into the queue"
+    assert capsys.readouterr().err.splitlines()[-1] == "arpo: requeueing the job"
 
 
 def test_a_finished_training_is_done_even_if_slurm_does_not_answer(
@@ -122,13 +122,13 @@ def test_a_requeue_is_tried_even_if_slurm_did_not_answer(
     code: int,
 ) -> None:
     submitted(run)
-    monkeypatch.setattr(job, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(supervise, "_PAUSE_S", 0.0)
     monkeypatch.setattr("arpo_megatron.cluster.slurm.job_state", silence)
     monkeypatch.setattr("arpo_megatron.cluster.slurm.job_states", silence)
     assert ended(monkeypatch, run, error) == code
     said = capsys.readouterr().err.splitlines()
     assert [line for line in said if "did not answer" in line] == ["arpo: scontrol did not answer for 30 s"] * 3
-    assert said[-1] == f"arpo: {DISABLED}; `arpo resume` goes on"
+    assert said[-1] == f"arpo: {DISABLED}; `arpo resume` continues the run"
 
 
 def silence(*_: object) -> NoReturn:
@@ -138,10 +138,10 @@ def silence(*_: object) -> NoReturn:
 def test_a_handler_only_notes_a_warning_and_the_loop_tells_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], run: RunDirectory
 ) -> None:
-    asked = asked_by(monkeypatch, run, None)
-    asked.hear(signal.SIGUSR1)
+    signals = asked_by(monkeypatch, run, None)
+    signals.receive(signal.SIGUSR1)
     assert run.stop.exists() and capsys.readouterr().err == ""
-    asked.heed()
+    signals.handle()
     assert "Slurm's warning: the trainer saves" in capsys.readouterr().err
 
 
@@ -162,7 +162,7 @@ def test_a_fault_that_only_the_user_can_mend_ends_the_chain(
     (run.submissions / "1.json").write_text('{"jobs": ["7", "8", "9"], "job_name": "arpo-test"}')
     asked: list[str] = []
 
-    def call(*words: str, check: bool = True, but: str | None = None) -> str:
+    def call(*words: str, check: bool = True, ignore: str | None = None) -> str:
         if words[0] == "scancel":
             asked.append(words[1])
         return "7|RUNNING|arpo-test\n8|PENDING|arpo-test\n9|PENDING|arpo-test\n" if words[0] == "squeue" else ""
@@ -173,7 +173,7 @@ def test_a_fault_that_only_the_user_can_mend_ends_the_chain(
     assert asked == cancelled
     said = capsys.readouterr().err.splitlines()
     assert said[-1] == f"arpo: {error}"
-    assert ("arpo: cancelled job 8, 9, the rest of the chain" in said) is bool(cancelled)
+    assert ("arpo: cancelled the rest of the chain: job 8, 9" in said) is bool(cancelled)
 
 
 SILENT = "doctor: report on n2: the node left none"
@@ -186,7 +186,7 @@ class Requeueing:
         self.silent = silent
         self.told: list[tuple[str, ...]] = []
 
-    def call(self, *words: str, check: bool = True, but: str | None = None) -> str:
+    def call(self, *words: str, check: bool = True, ignore: str | None = None) -> str:
         if words[0] == "scancel" or words[1:2] == ("requeue",):
             self.told.append(words)
         if words[0] == "squeue":
@@ -220,12 +220,12 @@ def test_a_node_that_is_lost_before_training_is_no_fault_of_the_users(
     save_profile(replace(load_profile(str(run.cluster)), requeue=requeue), run.cluster)
     monkeypatch.setattr("arpo_megatron.cluster.slurm.call", (slurm := Requeueing()).call)
     monkeypatch.setattr("arpo_megatron.cluster.backend.SlurmBackend.lost_nodes", lambda backend: lost)
-    monkeypatch.setattr(job, "_END_S", 0.0)
+    monkeypatch.setattr(supervise, "_END_S", 0.0)
     assert ended(monkeypatch, run, SilentNodeError(SILENT)) == code
     assert slurm.told == told
     said = capsys.readouterr().err.splitlines()
     assert said.count(f"arpo: {SILENT}") == 1
-    assert ("arpo: n2 cannot be reached any more" in said) is bool(lost)
+    assert ("arpo: cannot reach n2 any more" in said) is bool(lost)
 
 
 def test_scratch_that_a_lost_node_does_not_make_may_be_its_loss(
@@ -258,39 +258,39 @@ def test_a_controller_that_is_silent_when_a_job_begins_does_not_cost_its_chain(
     slurm = Requeueing(silent)
     monkeypatch.setattr("arpo_megatron.cluster.slurm.call", slurm.call)
     monkeypatch.setattr("arpo_megatron.cluster.slurm.allocated_nodes", slurm.nodes)
-    monkeypatch.setattr(job, "_PAUSE_S", 0.0)
-    monkeypatch.setattr(job, "_END_S", 0.0)
+    monkeypatch.setattr(supervise, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(supervise, "_END_S", 0.0)
     assert ended(monkeypatch, run, None) == code
     assert slurm.told == told
 
 
-def asked_by(monkeypatch: pytest.MonkeyPatch, run: RunDirectory, state: JobState | None) -> job._Asked:
+def asked_by(monkeypatch: pytest.MonkeyPatch, run: RunDirectory, state: JobState | None) -> supervise._Signals:
     monkeypatch.setattr("arpo_megatron.cluster.slurm.job_state", lambda job_id: state)
     backend = SlurmBackend(load_profile(str(run.cluster)), NodeLayout(1, 0, 1, 1, 0, 0, True), [], run, "7")
-    return job._Asked(run, backend, Progress())
+    return supervise._Signals(run, backend, Progress())
 
 
 def test_term_saves_within_the_grace_of_a_preemption(monkeypatch: pytest.MonkeyPatch, run: RunDirectory) -> None:
     """Slurm makes the end of the grace the end of the job. What the trainer has not saved by then, it will not."""
-    asked = asked_by(monkeypatch, run, JobState("7", "RUNNING", end=time.time() + 120))
-    asked.hear(signal.SIGTERM)
+    signals = asked_by(monkeypatch, run, JobState("7", "RUNNING", end=time.time() + 120))
+    signals.receive(signal.SIGTERM)
     assert not run.stop.exists(), "it may be a cancellation"
-    asked.heed()
+    signals.handle()
     assert run.stop.exists()
-    assert 90 < asked.deadline - time.monotonic() <= 100
-    monkeypatch.setattr(time, "monotonic", lambda: asked.deadline + 1)
+    assert 90 < signals.deadline - time.monotonic() <= 100
+    monkeypatch.setattr(time, "monotonic", lambda: signals.deadline + 1)
     with pytest.raises(Interrupted):
-        asked.heed()
+        signals.handle()
 
 
 @pytest.mark.parametrize("state", [JobState("7", "CANCELLED"), JobState("7", "TIMEOUT"), None])
 def test_term_ends_a_job_that_is_no_longer_wanted_at_once(
     monkeypatch: pytest.MonkeyPatch, run: RunDirectory, state: JobState | None
 ) -> None:
-    asked = asked_by(monkeypatch, run, state)
-    asked.hear(signal.SIGTERM)
+    signals = asked_by(monkeypatch, run, state)
+    signals.receive(signal.SIGTERM)
     with pytest.raises(Interrupted):
-        asked.heed()
+        signals.handle()
     assert not run.stop.exists()
 
 
@@ -304,13 +304,13 @@ def test_roles_that_hear_term_themselves_do_not_fail_the_job(
         raise ProcessDiedError("doctor was killed by SIGTERM", 143)
 
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
-    monkeypatch.setattr(job, "_phases", die)
+    monkeypatch.setattr(supervise, "_phases", die)
     made = subprocess.CompletedProcess([], 0, "", "")
     monkeypatch.setattr("arpo_megatron.cluster.backend.SlurmBackend._on_nodes", lambda *_: made)
-    asked = asked_by(monkeypatch, run, None)
+    signals = asked_by(monkeypatch, run, None)
     try:
         with pytest.raises(Interrupted):
-            job._run(resolve.load(run.config), run, replace(asked.backend, job_id=NOBODYS), [])
+            supervise._run(resolve.load(run.config), run, replace(signals.backend, job_id=NOBODYS), [])
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -346,17 +346,17 @@ def test_a_requeued_job_starts_no_step_before_the_last_lifes_kills_have_come(
         return words[-1].replace(",m[3-4]", "\nm3\nm4\n")
 
     monkeypatch.setattr("arpo_megatron.cluster.slurm.call", call)
-    monkeypatch.setattr(job, "_LOOK_S", 0.0)
-    job._outlast_kills(backend, ManagedProcesses(run.logs), Progress())
+    monkeypatch.setattr(supervise, "_REPEATED_INTERVAL_S", 0.0)
+    supervise._wait_for_old_kills(backend, ManagedProcesses(run.logs), Progress())
     assert len(asked) == looks
 
 
 def test_a_requeued_job_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch, run: RunDirectory) -> None:
     backend = replace(asked_by(monkeypatch, run, JobState("7", "RUNNING", restarts=1)).backend, nodes=[Node("n1", "")])
-    monkeypatch.setattr("arpo_megatron.cluster.slurm.nodes_owed_a_kill", lambda: {"n1"})
-    monkeypatch.setattr(job, "_LOOK_S", 0.0)
-    monkeypatch.setattr(job, "_REPEATED_S", 0.1)
-    job._outlast_kills(backend, ManagedProcesses(run.logs), Progress())
+    monkeypatch.setattr("arpo_megatron.cluster.slurm.nodes_with_pending_kills", lambda: {"n1"})
+    monkeypatch.setattr(supervise, "_REPEATED_INTERVAL_S", 0.0)
+    monkeypatch.setattr(supervise, "_REPEATED_S", 0.1)
+    supervise._wait_for_old_kills(backend, ManagedProcesses(run.logs), Progress())
 
 
 def test_what_an_ended_job_has_left_on_the_nodes_is_removed_by_the_next(
@@ -367,7 +367,7 @@ def test_what_an_ended_job_has_left_on_the_nodes_is_removed_by_the_next(
     listed = subprocess.CompletedProcess([], 0, "".join(f"/tmp/arpo-{n}\n" for n in (NOBODYS, 8, 9, 10)), "")
     monkeypatch.setattr(
         "arpo_megatron.cluster.backend.SlurmBackend._on_nodes",
-        lambda backend, name, words: steps.append(words) or listed,
+        lambda self, name, words: steps.append(words) or listed,
     )
     states = {"8": JobState("8", "CANCELLED"), "9": JobState("9", "RUNNING")}
     monkeypatch.setattr(
@@ -428,4 +428,4 @@ def test_what_is_wrong_before_the_job_begins_is_one_line(
     assert "unknown config key train.stepz" in capsys.readouterr().err
     monkeypatch.delenv("SLURM_JOB_ID")
     assert ended(monkeypatch, run, None) == 2
-    assert "this is no Slurm job" in capsys.readouterr().err
+    assert "this is not a Slurm job" in capsys.readouterr().err

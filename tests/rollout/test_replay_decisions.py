@@ -258,7 +258,7 @@ def test_replay_tree_on_the_command_line(tree: RolloutTree, tmp_path: Path) -> N
     assert (code, "2 trees" in said, "all follow" in said) == (0, True, True)
     write_trees(path, 1, [scored, ScoredTree.incomplete(scored.task, tree, "failed")], CODEC.decode)
     code, said = replay(str(path))
-    assert (code, "1 trees, " in said, "1 trees were given up" in said) == (0, True, True)
+    assert (code, "1 trees, " in said, "1 trees were dropped" in said) == (0, True, True)
     write_trees(path, 1, [scored, replace(scored, tree=RolloutTree.from_dict(data))], CODEC.decode)
     code, said = replay(str(path))
     assert code == 1
