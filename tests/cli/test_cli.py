@@ -1,7 +1,8 @@
-"""A user's mistake is one line and exit code 2, before any process starts."""
+"""The command line: a user error is one line and exit code 2, before any process starts."""
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,11 +11,23 @@ from arpo_megatron.__main__ import main
 from arpo_megatron.config import ParallelConfig
 from arpo_megatron.plan import report
 
-ARPO = [sys.executable, "-m", "arpo_megatron"]
+Arpo = Callable[..., tuple[int, str, str]]
 
 
-def arpo(*words: str, cwd: Path) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run([*ARPO, *words], cwd=cwd, capture_output=True, text=True, timeout=400)
+@pytest.fixture
+def arpo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Arpo:
+    """Run a command in this process and in an empty directory; return exit code, standard output and error."""
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr("arpo_megatron.__main__.interrupt_on_signals", lambda: None)
+        monkeypatch.setattr(sys, "argv", ["arpo", *arguments])
+        monkeypatch.chdir(tmp_path)
+        with pytest.raises(SystemExit) as ended:
+            main()
+        captured = capfd.readouterr()
+        return int(ended.value.code or 0), captured.out, captured.err
+
+    return run
 
 
 @pytest.mark.parametrize(
@@ -49,45 +62,33 @@ def arpo(*words: str, cwd: Path) -> "subprocess.CompletedProcess[str]":
         (["train", "quickstart", "engine.tensor=8"], "an engine on a CPU has one rank"),
     ],
 )
-def test_a_mistake_is_one_line(
-    words: list[str],
-    line: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    """In this process, but for its signals: a start for each would take longer than all the rest."""
-    monkeypatch.setattr("arpo_megatron.__main__.interrupt_on_signals", lambda: None)
-    monkeypatch.setattr(sys, "argv", ["arpo", *words])
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 2
-    said = capfd.readouterr()
-    assert line in said.err
-    assert len(said.err.splitlines()) == 1
-    assert said.out == ""
-    assert not list(tmp_path.iterdir()), "nothing may be written"
+def test_user_error_is_one_line_and_writes_nothing(arpo: Arpo, words: list[str], line: str, tmp_path: Path) -> None:
+    code, output, error = arpo(*words)
+    assert code == 2
+    assert line in error
+    assert len(error.splitlines()) == 1
+    assert output == ""
+    assert not list(tmp_path.iterdir())
 
 
-def test_help_names_every_command(tmp_path: Path) -> None:
-    done = arpo("--help", cwd=tmp_path)
-    assert done.returncode == 0
+def test_help_lists_commands(arpo: Arpo) -> None:
+    code, output, _ = arpo("--help")
+    assert code == 0
     for command in ("demo", "train", "sft", "eval", "export", "trees", "replay-tree", "recipes", "show", "plan"):
-        assert command in done.stdout
+        assert command in output
 
 
-def test_a_dry_run_prints_the_resolved_config_and_the_plan_and_writes_nothing(tmp_path: Path) -> None:
-    done = arpo("train", "quickstart", "train.steps=3", "--dry-run", cwd=tmp_path)
-    assert done.returncode == 0
-    assert "  steps: 3\n" in done.stdout
-    assert "# plan: a new run in runs/quickstart-arpo-seed1\n" in done.stdout
-    assert "#   trainer  1 rank(s)\n" in done.stdout
+def test_dry_run_prints_config_and_plan_and_writes_nothing(arpo: Arpo, tmp_path: Path) -> None:
+    code, output, _ = arpo("train", "quickstart", "train.steps=3", "--dry-run")
+    assert code == 0
+    assert "  steps: 3\n" in output
+    assert "# plan: a new run in runs/quickstart-arpo-seed1\n" in output
+    assert "#   trainer  1 rank(s)\n" in output
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
-    ("layout", "said"),
+    ("layout", "text"),
     [
         ({}, ""),
         ({"data": 2}, "data 2"),
@@ -95,15 +96,15 @@ def test_a_dry_run_prints_the_resolved_config_and_the_plan_and_writes_nothing(tm
         ({"pipeline": 2, "virtual_pipeline": 4}, "pipeline 2, virtual pipeline 4"),
     ],
 )
-def test_the_plan_names_every_dimension_that_is_not_1(layout: dict[str, int], said: str) -> None:
-    assert report.layout(ParallelConfig(**layout)) == said
+def test_plan_lists_dimensions_other_than_1(layout: dict[str, int], text: str) -> None:
+    assert report.layout(ParallelConfig(**layout)) == text
 
 
-def test_recipes_are_listed_with_what_they_are(tmp_path: Path) -> None:
-    done = arpo("recipes", cwd=tmp_path)
-    assert "quickstart" in done.stdout
-    assert "reasoning_tiny" in done.stdout
-    line = next(line for line in done.stdout.splitlines() if line.startswith("deepsearch_14b"))
+def test_recipes_command_lists_model_nodes_memory_and_variants(arpo: Arpo) -> None:
+    _, output, _ = arpo("recipes")
+    assert "quickstart" in output
+    assert "reasoning_tiny" in output
+    line = next(line for line in output.splitlines() if line.startswith("deepsearch_14b"))
     name, model, nodes, gib, *variants = line.split()
     assert (name, model, nodes) == ("deepsearch_14b", "Qwen/Qwen3-14B", "2")
     assert 40 < int(gib) < 80 and "fp8" in variants
@@ -124,14 +125,15 @@ main()
 """
 
 
-@pytest.mark.parametrize("moment", ["typer", "yaml", "pydantic", "arpo_megatron.cli.main"])
-def test_ctrl_c_while_the_command_line_is_being_imported_is_one_line(moment: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", INTERRUPTED_IMPORT, "recipes", moment]
+@pytest.mark.parametrize("module", ["typer", "arpo_megatron.cli.main"])
+def test_ctrl_c_during_an_import_is_one_line(module: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", INTERRUPTED_IMPORT, "recipes", module]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=400)
     assert (done.returncode, done.stderr) == (130, "arpo: interrupted\n")
 
 
-@pytest.mark.parametrize("module", ["arpo_megatron", "arpo_megatron.cli.main"])
-def test_the_command_line_runs_as_a_module_too(module: str, tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-m", module, "recipes"], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0 and "quickstart" in done.stdout
+def test_package_runs_as_a_module(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "arpo_megatron", "show", "quickstart"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0 and "name: quickstart" in done.stdout
