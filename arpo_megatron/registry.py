@@ -1,8 +1,8 @@
-"""The parts that a method is put together from, by name: the project's own, and those of installed packages.
+"""The components of methods by name: built-in ones and those of installed packages.
 
-A part is a frozen dataclass whose fields are its numbers and whose methods are those of the protocol of its plug-in
-point. A package adds one by an entry point in the group of that point (docs/extending.md builds one); the project's own
-stand in `BUILTIN`. Nothing is imported before it is asked for.
+A component is a dataclass with the methods of its extension point's protocol; its fields are its params. Built-in
+components are listed in `BUILTIN`. A package adds one by an entry point in the group of the extension point
+(docs/extending.md builds one). A component's module is imported when it is loaded.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from arpo_megatron.errors import UserError, did_you_mean
 
 
 class ExtensionPoint(StrEnum):
-    """The plug-in points, by the group of their entry points."""
+    """Kinds of components; the value is the group of their entry points."""
 
     TASK_SELECTOR = "arpo_megatron.task_selectors"
     BRANCH_POLICY = "arpo_megatron.branch_policies"
@@ -31,8 +31,8 @@ class ExtensionPoint(StrEnum):
     PRESET = "arpo_megatron.presets"
 
     @property
-    def words(self) -> str:
-        """In words, for messages: "advantage", "branch policy"."""
+    def label(self) -> str:
+        """The name in messages, such as "branch policy"."""
         return self.name.lower().replace("_", " ")
 
 
@@ -134,32 +134,32 @@ BUILTIN: Mapping[ExtensionPoint, Mapping[str, str]] = {
         "tool_calls": "arpo_megatron.rewards.terms.measures:ToolCalls",
     },
 }
-"""The project's own parts: name -> "module:attribute"."""
+"""Name -> "module:attribute" of each built-in component."""
 
 
 def names(point: ExtensionPoint) -> list[str]:
-    """Every name that a point knows, sorted."""
+    """Return the names of all components of an extension point, sorted."""
     return sorted({*BUILTIN.get(point, {}), *(entry.name for entry in _installed(point))})
 
 
 def load(point: ExtensionPoint, name: str) -> Any:
-    """The object of that name.
+    """Return the class (or preset) of that name.
 
     Raises:
-        UserError: nobody offers it, two packages do, or its package cannot be imported.
+        UserError: no package has it, two packages do, or its module cannot be imported.
     """
     offered = [entry for entry in _installed(point) if entry.name == name]
     if (own := BUILTIN.get(point, {}).get(name)) is not None:
         offered.append(metadata.EntryPoint(name, own, point.value))
     if not offered:
         known = names(point)
-        raise UserError(f"unknown {point.words} {name!r}{did_you_mean(name, known)}; known: {', '.join(known)}")
+        raise UserError(f"unknown {point.label} {name!r}{did_you_mean(name, known)}; known: {', '.join(known)}")
     if len(found := sorted({entry.value for entry in offered})) > 1:
-        raise UserError(f"the {point.words} {name!r} is offered twice, as {' and '.join(found)}: uninstall one")
+        raise UserError(f"the {point.label} {name!r} is offered twice, as {' and '.join(found)}: uninstall one")
     try:
         return offered[0].load()
     except (ImportError, AttributeError) as error:
-        raise UserError(f"the {point.words} {name!r} cannot be imported from {offered[0].value}: {error}") from None
+        raise UserError(f"the {point.label} {name!r} cannot be imported from {offered[0].value}: {error}") from None
 
 
 def _installed(point: ExtensionPoint) -> Sequence[metadata.EntryPoint]:
@@ -168,43 +168,45 @@ def _installed(point: ExtensionPoint) -> Sequence[metadata.EntryPoint]:
 
 @cache
 def _entry_points(_path: tuple[str, ...]) -> Mapping[ExtensionPoint, Sequence[metadata.EntryPoint]]:
-    """Of all packages on the path. Looking through them takes 17 ms, and one config asks for a dozen parts."""
+    # Cached, because a search takes 17 ms and one config loads a dozen components.
     found = metadata.entry_points()
     return {point: tuple(found.select(group=point.value)) for point in ExtensionPoint}
 
 
-def params_of(part: type) -> list[str]:
-    """Names of the fields that a part is made with."""
-    return [field.name for field in dataclasses.fields(part) if field.init]
+def params_of(component: type) -> list[str]:
+    """Return the names of the fields that a component is constructed with."""
+    return [field.name for field in dataclasses.fields(component) if field.init]
 
 
 def make(point: ExtensionPoint, name: str, given: Mapping[str, Any]) -> Any:
-    """The part of that name with its numbers: each of its fields from `given`, or its default.
+    """Construct the component of that name: each field from `given`, or its default.
 
-    What else `given` holds is for other parts.
+    `given` may have values of other components.
 
     Raises:
-        UserError: see `load`; or a value is not one that the part can have.
+        UserError: see `load`; or the component refuses a value.
     """
-    part = load(point, name)
-    values = {field: given[field] for field in params_of(part) if field in given}
-    types = get_type_hints(part, include_extras=True)
+    component = load(point, name)
+    values = {field: given[field] for field in params_of(component) if field in given}
+    types = get_type_hints(component, include_extras=True)
     try:
         for field, value in values.items():
-            where = f"{point.words} {name}: {field}"
+            where = f"{point.label} {name}: {field}"
             if isinstance(value, int | float | str):
                 values[field] = TypeAdapter(types[field]).validate_python(value)
-        where = f"{point.words} {name}"
-        return part(**values)
-    except ValueError as error:  # pydantic's is one too
-        said = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
-        raise UserError(f"{where}: {said}") from None
+        where = f"{point.label} {name}"
+        return component(**values)
+    except ValueError as error:  # pydantic's ValidationError is one
+        reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
+        raise UserError(f"{where}: {reason}") from None
 
 
-def check_params(parts: Sequence[tuple[ExtensionPoint, str]], numbers: Mapping[str, Any]) -> None:
-    """Raises UserError for a number that none of the chosen parts has."""
-    fields = sorted({field for point, name in parts for field in params_of(load(point, name))})
-    for name in numbers:
-        if name not in fields:
-            chosen = ", ".join(f"{point.words} {part}" for point, part in parts)
-            raise UserError(f"no chosen part has the number {name!r}{did_you_mean(name, fields)} (chosen: {chosen})")
+def check_params(components: Sequence[tuple[ExtensionPoint, str]], params: Mapping[str, Any]) -> None:
+    """Raise UserError for a param that none of the chosen components has."""
+    fields = sorted({field for point, name in components for field in params_of(load(point, name))})
+    for param in params:
+        if param not in fields:
+            chosen = ", ".join(f"{point.label} {name}" for point, name in components)
+            raise UserError(
+                f"no chosen component has the param {param!r}{did_you_mean(param, fields)}; chosen: {chosen}"
+            )

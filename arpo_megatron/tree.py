@@ -25,7 +25,7 @@ Record = TypeVar("Record", "BranchRecord", "ToolRecord")
 
 
 class Role(StrEnum):
-    """Who wrote a segment."""
+    """Author of a segment."""
 
     PROMPT = "prompt"
     MODEL = "model"
@@ -33,7 +33,7 @@ class Role(StrEnum):
 
 
 class Finish(StrEnum):
-    """Why a MODEL segment ended."""
+    """Reason for the end of a MODEL segment."""
 
     TOOL_CALL = "tool_call"  # a closing tool tag: a TOOL segment follows
     END = "end"  # the end-of-sequence token or a finished answer
@@ -44,24 +44,21 @@ class Finish(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class BranchRecord:
-    """One branching decision, taken on the first tokens of a MODEL segment.
+    """One branching decision, taken on the first tokens of a MODEL segment."""
 
-    Attributes:
-        dH: normalised entropy after the tool result minus that at the trajectory's start (dimensionless).
-        probability: chance of a fork that followed from it, in [0, 1].
-        draw: the number the chance was compared with (fork when draw < probability), in [0, 1].
-        why: the rule that decided, in words ("draw", "threshold", "budget spent", ...).
-    """
-
-    dH: float  # noqa: N815  (the paper's symbol, and part of the contract)
+    dH: float  # noqa: N815  (the paper's symbol)
+    """Normalised entropy after the tool result minus that at the start of the trajectory, dimensionless."""
     probability: float
+    """Chance of a fork, in [0, 1]."""
     draw: float
+    """Number in [0, 1] that is compared with the chance: a fork if draw < probability."""
     why: str
+    """Rule that decided: "draw", "threshold", "budget spent", ..."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolRecord:
-    """How the text of a TOOL segment came about. `seconds` is wall time at the caller."""
+    """The call that a TOOL segment answers. `seconds` is wall time at the caller."""
 
     name: str
     arguments: Mapping[str, Any]
@@ -72,32 +69,29 @@ class ToolRecord:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A run of tokens with one author.
-
-    Attributes:
-        token_ids: int32[n].
-        role: who wrote them.
-        parent: index of the segment above, -1 for the root, always smaller than the own index.
-        logprobs: float32[n] sampling log-probs in nats; MODEL only, None where unknown.
-        entropies: float32[k] entropy in nats of the distribution each of the first k tokens was drawn from; MODEL only.
-        policy_version: version of the weights that sampled it.
-        finish: why a MODEL segment ended; None while it grows and for other roles.
-        branch: the branching decision taken at its start, if one was.
-        tool: how a TOOL segment's text came about.
-        routes: int16[n, layers, k], the experts of a mixture that the engine sent each token to, in any order; -1 for
-            all of a token that is not known. None: of no token. Any role.
-    """
+    """A run of tokens with one author."""
 
     token_ids: Int32Array
+    """int32[n]."""
     role: Role
+    """Author of the tokens."""
     parent: int
+    """Index of the segment above, smaller than this segment's; -1 for the root."""
     logprobs: Float32Array | None = None
+    """float32[n], sampling log-probs in nats. MODEL only; None if unknown."""
     entropies: Float32Array | None = None
+    """float32[k], entropy in nats of the distribution of each of the first k tokens. MODEL only."""
     policy_version: int = 0
+    """Version of the weights that sampled the tokens."""
     finish: Finish | None = None
+    """Reason for the end. MODEL only; None while it grows."""
     branch: BranchRecord | None = None
+    """Branching decision at its start, if there was one."""
     tool: ToolRecord | None = None
+    """The call that it answers. TOOL only."""
     routes: Int16Array | None = None
+    """int16[n, layers, k], the experts that the engine chose for each token, in any order; -1 for a token without known
+    routes. None: no token has routes."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -105,19 +99,16 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """One root-to-leaf path as flat arrays of one length n.
-
-    Attributes:
-        token_ids: int32[n].
-        loss_mask: int32[n], 1 on MODEL tokens only.
-        logprobs: float32[n], sampling log-probs in nats, 0 outside MODEL tokens and where unknown.
-        segment_of_token: int32[n], index of the segment in the tree.
-    """
+    """One root-to-leaf path as flat arrays of one length n."""
 
     token_ids: Int32Array
+    """int32[n]."""
     loss_mask: Int32Array
+    """int32[n], 1 on MODEL tokens only."""
     logprobs: Float32Array
+    """float32[n], sampling log-probs in nats; 0 outside MODEL tokens and if unknown."""
     segment_of_token: Int32Array
+    """int32[n], index of the segment in the tree."""
 
 
 _FIELDS = {field.name for field in fields(Segment)}
@@ -135,7 +126,7 @@ def _ids(values: ArrayLike) -> Int32Array:
 
 
 def _routes(values: ArrayLike | Mapping[str, Any], tokens: int) -> Int16Array:
-    """As given, or from the form of `stored_routes`."""
+    # A mapping has the form of `stored_routes`.
     if isinstance(values, Mapping):
         values = np.asarray(values["experts"], np.int16).reshape(tokens, values["layers"], values["top_k"])
     array = np.array(values, dtype=np.int16)
@@ -149,7 +140,7 @@ def _routes(values: ArrayLike | Mapping[str, Any], tokens: int) -> Int16Array:
 
 
 def stored_routes(routes: Int16Array | None) -> dict[str, Any] | None:
-    """The form in which routes are written: flat int16 values and the lengths of the last two axes."""
+    """Return the stored form of routes: flat int16 values and the lengths of the last two axes."""
     if routes is None:
         return None
     return {"layers": routes.shape[1], "top_k": routes.shape[2], "experts": routes.reshape(-1)}
@@ -161,17 +152,16 @@ def _frozen(array: Array) -> Array:
 
 
 class RolloutTree:
-    """All trajectories of one task, grown by `add`. Segments are immutable once added.
+    """All trajectories of one task, grown by `add`. Segments are immutable.
+
+    `segments` has them in the order of their addition, so a parent comes before its children.
 
     Args:
-        task_id: which task this is an attempt at.
+        task_id: task that the trajectories attempt.
         prompt_ids: int[n], tokens of segment 0.
-        routes: of the prompt; see `Segment`.
-        step: rollout step in which it was begun; keys its branching draws.
+        routes: routes of the prompt; see `Segment`.
+        step: rollout step in which it began; keys its branching draws.
         seconds: wall time from its beginning to the end of its last trajectory.
-
-    Attributes:
-        segments: all segments in the order they were added; a parent comes before its children.
     """
 
     __slots__ = ("seconds", "segments", "step", "task_id")
@@ -242,23 +232,23 @@ class RolloutTree:
         return len(self.segments) - 1
 
     def append(self, parent: int, segment: Segment) -> int:
-        """`add` what a segment, of another tree say, holds; its own `parent` does not count."""
+        """Add a copy of a segment, such as one of another tree, below `parent`."""
         return self.add(parent, **{name: getattr(segment, name) for name in _FIELDS - {"parent"}})
 
     def children(self) -> list[list[int]]:
-        """For each segment, the indices of the segments below it, in the order they were added."""
+        """Return for each segment the indices of its children, in the order of their addition."""
         below: list[list[int]] = [[] for _ in self.segments]
         for index, segment in enumerate(self.segments[1:], start=1):
             below[segment.parent].append(index)
         return below
 
     def leaves(self) -> list[int]:
-        """Indices of the segments with nothing below them, ascending. A lone prompt is a leaf."""
+        """Return the indices of the segments without children, ascending. A lone prompt is a leaf."""
         inner = {segment.parent for segment in self.segments}
         return [index for index in range(len(self.segments)) if index not in inner]
 
     def path(self, leaf: int) -> list[int]:
-        """Indices from the root to `leaf`, both included. Any segment may be given, not only a leaf."""
+        """Return the indices from the root to `leaf`, both included. `leaf` may be any segment."""
         if not 0 <= leaf < len(self.segments):
             raise ValueError(f"unknown segment {leaf}: the tree has segments 0 to {len(self.segments) - 1}")
         indices = []
@@ -268,7 +258,7 @@ class RolloutTree:
         return indices[::-1]
 
     def trajectory(self, leaf: int) -> Trajectory:
-        """The flat arrays of the path to `leaf`."""
+        """Return the path to `leaf` as flat arrays."""
         path = self.path(leaf)
         parts = [self.segments[index] for index in path]
         zeros = [np.zeros(len(part), np.float32) for part in parts]
@@ -282,17 +272,17 @@ class RolloutTree:
         )
 
     def path_tokens(self, leaf: int) -> Int32Array:
-        """int32[n]: only the token ids of `trajectory(leaf)`."""
+        """Return int32[n], the token ids of `trajectory(leaf)`."""
         return np.concatenate([self.segments[index].token_ids for index in self.path(leaf)])
 
     @property
     def unique_tokens(self) -> int:
-        """Tokens of the tree, each counted once."""
+        """Number of tokens of the tree, each counted once."""
         return sum(len(segment) for segment in self.segments)
 
     @property
     def flat_tokens(self) -> int:
-        """Tokens of all root-to-leaf trajectories, shared ones counted once for each leaf."""
+        """Number of tokens of all trajectories: shared ones count once per leaf."""
         lengths: list[int] = []
         for segment in self.segments:
             lengths.append(len(segment) + (lengths[segment.parent] if segment.parent >= 0 else 0))
@@ -300,12 +290,12 @@ class RolloutTree:
 
     @property
     def forks(self) -> int:
-        """Trajectories that began behind a tool result."""
+        """Number of trajectories that began after a tool result."""
         below = zip(self.children(), self.segments, strict=True)
         return sum(len(children) - 1 for children, segment in below if segment.role is Role.TOOL and children)
 
     def to_dict(self) -> dict[str, Any]:
-        """A JSON-safe, lossless form (float32 values survive the round trip bit for bit)."""
+        """Return a JSON-safe, lossless form; float32 values survive the round trip bit for bit."""
         return {
             "task_id": self.task_id,
             "step": self.step,
@@ -315,7 +305,7 @@ class RolloutTree:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """Inverse of `to_dict`. Raises ValueError or KeyError where the data is not a tree."""
+        """Return the tree of a `to_dict` form. Raises ValueError or KeyError if the data is not a tree."""
         root, *rest = data["segments"]
         if root["role"] != Role.PROMPT or root["parent"] != -1:
             raise ValueError("segment 0 must be the PROMPT with parent -1")
@@ -346,14 +336,13 @@ class RolloutTree:
 
 
 def _whole(record: Record) -> Record:
-    """A record as read. Raises ValueError where a field of it is null."""
+    # A stored record may have been edited: a null in it is an error.
     if empty := [field.name for field in fields(record) if getattr(record, field.name) is None]:
         raise ValueError(f"a {type(record).__name__} without {', '.join(empty)}")
     return record
 
 
 def _segment_to_dict(segment: Segment) -> dict[str, Any]:
-    """Plain lists and numbers; fields that hold nothing are left out."""
     data: dict[str, Any] = {
         "parent": segment.parent,
         "role": segment.role.value,

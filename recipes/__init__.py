@@ -1,1 +1,1 @@
-"""One file a recipe: a function `recipe() -> JobConfig` that states only what differs from the defaults."""
+"""Recipes: one file each, with a function `recipe() -> JobConfig` that states its difference from a base."""

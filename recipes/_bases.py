@@ -1,7 +1,7 @@
-"""What recipes for real models have in common: hyper-parameters of ARPO (arXiv 2507.19849) and of its released code.
+"""Bases of the recipes for real models: hyper-parameters of ARPO (arXiv 2507.19849) and of its released code.
 
-A recipe states what differs from one of these. `RECIPE+variant` lays a variant over it: a layout for so many nodes,
-FP8, or a comparison arm.
+A recipe states its difference from one of these. `RECIPE+variant` adds a variant: a layout for a number of nodes, FP8,
+or a comparison arm.
 """
 
 from dataclasses import replace
@@ -32,14 +32,14 @@ ARMS: dict[str, Variant] = {
     "dapo": {"algorithm.name": "dapo"},
     "reinforce_plus_plus": {"algorithm.name": "reinforce_plus_plus"},
 }
-"""Comparison arms with the same samples: presets of these names (docs/algorithms.md)."""
+"""Comparison arms with the same group size: presets of these names (docs/algorithms.md)."""
 
 EVALUATION = EvalConfig(temperature=0.6, top_p=0.95, top_k=20, repetition_penalty=1.1)
-"""How the paper samples when it evaluates; `arpo eval` does too on its benchmarks."""
+"""Sampling of the paper's evaluation, which `arpo eval` uses on the benchmarks."""
 
 
 def _cluster(name: str) -> JobConfig:
-    """What all jobs on GPUs share, the released code's values where it has them."""
+    """Return the values that all GPU jobs share: the released code's if it has them."""
     return JobConfig(
         name=name,
         model=ModelConfig(hub_id="to be named"),

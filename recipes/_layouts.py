@@ -1,4 +1,4 @@
-"""How a job lies on GPUs: what the layouts of a recipe differ in, as a job's config and as a variant's keys."""
+"""Layouts of a job on GPUs, as its config and as the keys of a variant."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -7,36 +7,33 @@ from typing import Literal
 from arpo_megatron.config import JobConfig
 
 Variant = dict[str, object]
-"""Config keys, dotted, and their values: what `RECIPE+variant` lays over the recipe."""
+"""Dotted config keys and their values, which `RECIPE+variant` sets."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Trainer ranks, and engines that share their GPUs (or, with `split`, have as many of their own).
-
-    Attributes:
-        tensor: tensor-parallel ranks; above 1 with sequence parallelism.
-        data: data-parallel ranks.
-        pipeline: pipeline stages.
-        expert: ranks that share out the experts.
-        recompute: activations computed again.
-        token_budget: tokens of a pack.
-        engine: GPUs of an engine; there are as many engines as the GPUs make.
-        memory_fraction: of a GPU for the engine's weights and KV pool.
-        offload: optimizer state in host memory.
-        split: engines have GPUs of their own.
-    """
+    """Trainer ranks, and engines that share their GPUs or, with `split`, have as many others."""
 
     tensor: int = 1
+    """Tensor-parallel ranks; above 1 with sequence parallelism."""
     data: int = 1
+    """Data-parallel ranks."""
     pipeline: int = 1
+    """Pipeline stages."""
     expert: int = 1
+    """Expert-parallel ranks."""
     recompute: Literal["none", "selective", "full"] = "full"
+    """Activations that are computed again."""
     token_budget: int = 16384
+    """Tokens of a pack."""
     engine: int = 1
+    """GPUs of an engine; engines fill the GPUs."""
     memory_fraction: float = 0.3
+    """Share of a GPU for the engine's weights and KV pool."""
     offload: bool = False
+    """Keep optimizer state in host memory."""
     split: bool = False
+    """Give engines separate GPUs."""
 
     @property
     def engines(self) -> int:
@@ -44,7 +41,7 @@ class Layout:
         return self.tensor * self.data * self.pipeline // self.engine
 
     def variant(self) -> Variant:
-        """All of its keys, so that it replaces another layout whole."""
+        """Return all keys of the layout, so that it replaces another layout completely."""
         return {
             "parallel.tensor": self.tensor,
             "parallel.sequence": self.tensor > 1,
@@ -61,7 +58,7 @@ class Layout:
         }
 
     def of(self, job: JobConfig) -> JobConfig:
-        """The job in this layout."""
+        """Return the job in this layout."""
         sections: dict[str, dict[str, object]] = {}
         for key, value in self.variant().items():
             section, name = key.split(".")
@@ -71,18 +68,18 @@ class Layout:
 
 
 def variants(layouts: Mapping[str, Layout]) -> dict[str, Variant]:
-    """Those of layouts by name: `1node`, `2nodes`, ... for H100 80 GB, eight a node, and others by their GPU."""
+    """Return the variants of layouts by name: `2nodes` means nodes of eight H100 80 GB, others name their GPU."""
     return {name: layout.variant() for name, layout in layouts.items()}
 
 
 FP8: Variant = {"model.fp8": "blockwise", "model.bf16_edge_layers": 1}
-"""The trainer's products in FP8, a scale for 128 features of a token; the first and the last layer in bfloat16."""
+"""The trainer's products in FP8, one scale per 128 features of a token; first and last layer in bfloat16."""
 
 FP8_ENGINE: Variant = {"engine.quantization": "fp8", "algorithm.trajectory_weight_limit": 2.0}
-"""Rollouts with quantized weights, and trajectories weighed for the difference; not for models with normed heads."""
+"""Rollouts with quantized weights, corrected by importance weights; not for models with head norms."""
 
 
 def asynchronous(layout: Layout) -> Variant:
-    """The layout with as many GPUs again for engines, and trees that grow while the trainer trains."""
+    """Return the variant with as many GPUs for engines, on which trees grow while the trainer trains."""
     split = replace(layout, split=True, memory_fraction=0.85)
     return {**split.variant(), "rollout.max_staleness": 1, "algorithm.trajectory_weight_limit": 2.0}

@@ -2,7 +2,7 @@
 
     arpo train moe_30b_a3b model.path=DIR data.path=hard_search_1k.parquet
 
-In training each token goes to the experts to which the engine had sent it (arXiv 2510.11370).
+Each token is trained with the experts that the engine chose (arXiv 2510.11370).
 Model: Qwen/Qwen3-30B-A3B. Data: dongguanting/ARPO-RL-DeepSearch-1K.
 """
 

@@ -2,8 +2,8 @@
 
     arpo train reasoning_tiny data.path=train_10k.parquet
 
-The model is made on the spot and knows nothing, so its reward stays near the format penalty; what is shown is that
-the questions, the protocol, the tools and the trainer fit together.
+The model is random, so its reward stays near the format penalty. The recipe shows that questions, protocol, tools and
+trainer fit together.
 """
 
 from pathlib import Path

@@ -1,6 +1,6 @@
-"""What the studies train: an agent on trails, where every tool result asks for a decision (`arpo study`).
+"""The job of the studies (`arpo study`): an agent on trails, where every tool result asks for a decision.
 
-The variants are the arms of the studies; each names only parts and numbers.
+The variants are the arms of the studies.
 """
 
 from dataclasses import replace
@@ -22,14 +22,14 @@ VARIANTS: dict[str, Variant] = {
     "initial_6": {"algorithm.initial_rollouts": 6},
     "beam_4": {"algorithm.beam_size": 4},
 }
-"""Arms of the studies. `grpo_equal_calls` has as many samples as make it execute about the calls of `arpo` in a step.
-The entropy weight of the paper, 0.2, is meant for 20 tokens of a turn. Here few of the eight measured are uncertain
-(one behind a search, three behind python): dH is about 0.1, and 0.2 would move the chance of a fork by 0.02, so the
-recipe has 2, and `weight_02` the paper's."""
+"""Arms of the studies. `grpo_equal_calls` has a group size with which a step executes about as many calls as `arpo`.
+The paper's entropy weight, 0.2, belongs to 20 tokens of a turn. Here few of the eight measured tokens are uncertain
+(one after a search, three after python), so dH is about 0.1 and 0.2 would move the chance of a fork by 0.02. The recipe
+has 2; `weight_02` is the paper's."""
 
 
 def recipe() -> JobConfig:
-    """The quickstart's model less a layer, 8 x 8 trajectories a step, evaluated every three steps."""
+    """Return the quickstart's model with one layer less, 8 x 8 trajectories a step, evaluated every three steps."""
     job = quickstart()
     return replace(
         job,

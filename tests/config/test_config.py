@@ -96,7 +96,7 @@ def test_words_win_over_the_file_and_the_file_over_the_recipe(tmp_path: Path) ->
         (["rollout.stale=drop"], "rollout.stale=drop needs rollout.max_staleness > 0"),
         (["reward.terms={nope: 1}"], "unknown reward term 'nope'"),
         (["reward.kind=nope"], "unknown reward 'nope'"),
-        (["reward.params.nope=1"], "no chosen part has the number 'nope'"),
+        (["reward.params.nope=1"], "no chosen component has the param 'nope'"),
         (["steps"], "section.key=value"),
         (["=3"], "section.key=value"),
         (["train.=3"], "section.key=value"),
