@@ -40,26 +40,31 @@ def render() -> str:
 
 
 def render_profile(page: str) -> str:
-    """The page about clusters with the keys of a profile rendered again."""
+    """Return the page about clusters with its table of profile keys."""
     rows = []
     for name, info in ClusterProfile.__pydantic_fields__.items():
         meaning = " ".join((info.description or "").split()).replace("|", "\\|")
         value = info.get_default(call_default_factory=True)
         default = "required" if info.is_required() else f"`{_plain(value)}`"
         rows.append(f"| `{name}` | {default} | {meaning} |")
-    table = "\n".join(["", "| key | default | meaning |", "| --- | --- | --- |", *rows, ""])
-    return re.sub(r"(?<=: begin -->\n).*?(?=<!-- end -->)", lambda _: table + "\n", page, flags=re.DOTALL)
+    return _between("profile", ["| key | default | meaning |", "| --- | --- | --- |", *rows], page)
 
 
 def render_algorithms(page: str) -> str:
-    """The page about methods with its presets and components rendered again."""
-    page = re.sub(r"(?<=presets: begin -->\n).*?(?=<!-- presets: end -->)", lambda _: _presets(), page, flags=re.DOTALL)
-    return re.sub(
-        r"(?<=components: begin -->\n).*?(?=<!-- components: end -->)", lambda _: _components(), page, flags=re.DOTALL
-    )
+    """Return the page about methods with its tables of presets and components."""
+    return _between("components", _components(), _between("presets", _presets(), page))
 
 
-def _presets() -> str:
+def _between(name: str, rows: list[str], page: str) -> str:
+    """Replace the text between the two marks of `name`."""
+    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+    before, found, rest = page.partition(begin)
+    _, closed, after = rest.partition(end)
+    assert found and closed, f"the page has no {begin} ... {end}"
+    return "\n".join([f"{before}{begin}", "", *rows, "", f"{end}{after}"])
+
+
+def _presets() -> list[str]:
     components = ("selector", "branching", "advantage", "loss", "replay")
     rows = ["| `algorithm.name` | method | components | other values |", "| --- | --- | --- | --- |"]
     for name in BUILTIN[ExtensionPoint.PRESET]:
@@ -70,10 +75,10 @@ def _presets() -> str:
         plain = {"shared_advantage": "soft", "loss_aggregation": "token-mean", "drop_groups_without_signal": False}
         others = [f"`{k}={_plain(v)}`" for k, v in values.items() if k not in components and plain.get(k, "") != v]
         rows.append(f"| `{name}` | {found.about} | {', '.join(named)} | {', '.join(others)} |")
-    return "\n".join(["", *rows, "", ""])
+    return rows
 
 
-def _components() -> str:
+def _components() -> list[str]:
     """One row per component: the first paragraph of its docstring, its params, and the file that has the equations."""
     rows = ["| component | summary | params (default) |", "| --- | --- | --- |"]
     keys = {field.name for field in dataclasses.fields(AlgorithmConfig)}
@@ -96,7 +101,7 @@ def _components() -> str:
             link = f"[`{key}={name}`](../{component.__module__.replace('.', '/')}.py)"
             cells = [text.replace("|", "\\|") for text in (link, summary, "; ".join(params))]
             rows.append(f"| {' | '.join(cells)} |")
-    return "\n".join(["", *rows, "", ""])
+    return rows
 
 
 def _attributes(owner: type) -> dict[str, str]:
