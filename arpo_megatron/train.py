@@ -1,7 +1,7 @@
 """The ARPO training loop. Read `train` from top to bottom: it is the algorithm.
 
-Every rank runs this file (`torchrun -m arpo_megatron.train RUN_DIR`). The controller alone grows trees and scores them;
-the other ranks hold empty lists until `broadcast_batches` hands every rank the same packs.
+Every rank runs this file (`torchrun -m arpo_megatron.train RUN_DIR`). Rank 0 alone talks to the rollout process and the
+engines; on other ranks `trees` is empty, and `make_batches` hands every rank the same batches.
 """
 
 import sys
@@ -10,35 +10,31 @@ from pathlib import Path
 
 from arpo_megatron.errors import StoppedError
 from arpo_megatron.jobs.run_directory import RunDirectory
-from arpo_megatron.monitor.events import log_user_errors
-from arpo_megatron.trainer.batch import add_reference_logprobs, broadcast_batches, build_batches
 from arpo_megatron.trainer.consistency import check_on_policy
 from arpo_megatron.trainer.run import TrainingRun
-from arpo_megatron.trainer.setup import training_run
+from arpo_megatron.trainer.setup import actor_session
 from arpo_megatron.utils.rank_main import rank_main
 
 
 def train(run: TrainingRun) -> None:
-    """Train from the last checkpoint to the last step."""
-    config = run.config
-    run.push_weights(version=run.state.step)
+    """Train from the last checkpoint to the last step, then export the model."""
+    run.push_weights(version=run.step)
     run.evaluate()
-    while run.state.step < config.train.steps:
+    while run.step < run.config.train.steps:
         with run.phase("rollout"):
-            scored = run.rollout()
+            trees = run.rollout()
         with run.phase("logprobs"):
-            minibatches = broadcast_batches(build_batches(scored, config, run.actor.spec))
-            minibatches = add_reference_logprobs(run.actor, minibatches)
-            old_scores = [run.actor.scores(minibatch.packs) for minibatch in minibatches]
+            batches = run.make_batches(trees)  # rewards -> advantages -> credit of tokens -> packs
+            old_scores = run.score(batches)
         with run.phase("update"):
             updates = [
-                run.update(minibatch, old, on_policy=number == 0)
-                for number, (minibatch, old) in enumerate(zip(minibatches, old_scores, strict=True))
+                run.update(batch, old, on_policy=index == 0)
+                for index, (batch, old) in enumerate(zip(batches, old_scores, strict=True))
             ]
-        check_on_policy(updates, config)
+        check_on_policy(updates, run.config)
         with run.phase("push"):
-            run.push_weights(version=run.state.step + 1)
-        run.finish_step(scored, minibatches, old_scores, updates)
+            run.push_weights(version=run.step + 1)
+        run.finish_step(trees, batches, old_scores, updates)
     run.evaluate()
     run.export()
 
@@ -46,9 +42,8 @@ def train(run: TrainingRun) -> None:
 @rank_main
 def main() -> None:
     """Entry point of every trainer rank."""
-    directory = RunDirectory(Path(sys.argv[1]))
-    with log_user_errors(directory.events), training_run(directory) as run, suppress(StoppedError):
-        train(run)
+    with actor_session(RunDirectory(Path(sys.argv[1])), "train") as session, suppress(StoppedError):
+        train(TrainingRun.start(session))
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ from arpo_megatron.rollout.messages import RolloutReport, RolloutSettings
 from arpo_megatron.rollout.worker import TokenizerCodec
 from arpo_megatron.tasks.base import Task
 from arpo_megatron.tasks.tags import calls as protocol
-from arpo_megatron.trainer.collector import wanted_trees
+from arpo_megatron.trainer.collector import collect_request
 from arpo_megatron.tree import Role, RolloutTree
 
 ALGORITHM = AlgorithmConfig(group_size=8, initial_rollouts=4, entropy_tokens=4)
@@ -198,7 +198,7 @@ class Bench:
             while in_flight < config.trees_in_flight(step):
                 pool.start(start(_tasks(begun), step=begun, version=version, settings=settings))
                 begun, in_flight = begun + 1, in_flight + TASKS
-            report = await pool.collect(wanted_trees(config.rollout, GROUP, TASKS, first + step))
+            report = await pool.collect(collect_request(config.rollout, GROUP, TASKS, first + step))
             in_flight -= len(report.tree_ids)
             found.add(report)
         await pool.close()

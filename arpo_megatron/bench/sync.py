@@ -268,7 +268,7 @@ class Pushes:
 
     def _push(self, took: list[Took], bucket_bytes: int) -> None:
         from arpo_megatron.actor import parallel
-        from arpo_megatron.trainer.controller import probe_pack
+        from arpo_megatron.trainer.push import probe_pack
         from arpo_megatron.weights.export import hf_buckets
         from arpo_megatron.weights.sync import probe_gap
 

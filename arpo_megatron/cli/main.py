@@ -139,9 +139,9 @@ def replay_pack(
 
     The weights come from the run's newest complete checkpoint. The run is not changed.
     """
-    from arpo_megatron.launch.job import replay_bad_update
+    from arpo_megatron.launch.job import replay_skipped_update
 
-    print(replay_bad_update(_open_run(run or file.resolve().parent.parent), file), end="", flush=True)
+    print(replay_skipped_update(_open_run(run or file.resolve().parent.parent), file), end="", flush=True)
 
 
 @app.command()

@@ -13,7 +13,7 @@ from typing import Any
 
 from arpo_megatron.config import JobConfig
 from arpo_megatron.errors import UserError
-from arpo_megatron.jobs.run_directory import RunDirectory, fixed_part
+from arpo_megatron.jobs.run_directory import RunDirectory, fixed_part, start_model
 from arpo_megatron.models.spec import ModelSpec
 from arpo_megatron.utils.atomic import write_json
 
@@ -60,7 +60,7 @@ _MEND = "put the old one back, or start a new run"
 
 
 def _model(config: JobConfig, run: RunDirectory) -> Path:
-    return config.model.path or run.initial_model
+    return start_model(config, run, "sft")
 
 
 def _shape(config: JobConfig, run: RunDirectory) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from arpo_megatron.engine.server.cpu import SGLANG_VERSION
 from arpo_megatron.errors import UserError
 from arpo_megatron.hardware.placement import check_machine
 from arpo_megatron.jobs.fingerprint import check_started_with
-from arpo_megatron.jobs.run_directory import RunDirectory
+from arpo_megatron.jobs.run_directory import RunDirectory, start_model
 from arpo_megatron.models.known import check_is_known
 from arpo_megatron.models.spec import ModelSpec
 from arpo_megatron.rewards import make_reward
@@ -62,11 +62,6 @@ def load_conversations(
         return None
     longest = config.sft.max_tokens or config.model.max_length
     return read_conversations(config.sft.data, tokenizer, longest, vocabulary=spec.vocabulary, log=tell)
-
-
-def model_path(config: JobConfig, run: RunDirectory) -> Path:
-    """The Hugging Face directory that training begins with."""
-    return config.model.path or run.initial_model
 
 
 def load_tokenizer(directory: Path) -> "PreTrainedTokenizerFast":
@@ -162,11 +157,11 @@ def prepare(config: JobConfig, run: RunDirectory, tell: Callable[[str], None] = 
     if config.model.path is None and not run.initial_model.exists():
         _make_model(config, run)
     check_started_with(config, run)
-    tokenizer = load_tokenizer(model_path(config, run))
+    tokenizer = load_tokenizer(start_model(config, run, "sft"))
     data = load_data(config, tokenizer)
     _check_data(config, data, tokenizer)
     write_tool_files(config, run, data)
-    spec = ModelSpec.from_hf(model_path(config, run))
+    spec = ModelSpec.from_hf(start_model(config, run, "sft"))
     if (conversations := load_conversations(config, tokenizer, spec, tell)) is not None:
         conversations.split(config.sft.held_out, config.seed)  # says so now where nothing is left to train on
         bad = [{"file": str(config.sft.data), **asdict(row)} for row in conversations.bad_rows]

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Literal
 
 import yaml
 
@@ -34,6 +34,8 @@ CHANGEABLE = (
 )
 """Config keys and sections that a resumed run may give another value: a longer run, another machine, another layout
 (a checkpoint is read in any). (`run_dir` is how the directory was found, and the same one has many names.)"""
+Phase = Literal["train", "sft"]
+"""Training phases of a job: "sft" is the cold start, "train" is ARPO."""
 RUNS = Path("runs")
 """Where runs are made, unless told otherwise."""
 SUBMIT_LOCK = ".submit.lock"
@@ -231,6 +233,13 @@ def _taken(file: IO[str]) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+def start_model(config: JobConfig, run: RunDirectory, phase: Phase) -> Path:
+    """Return the Hugging Face directory that a phase starts from; every other code asks here."""
+    if phase == "train" and config.sft.steps:
+        return run.sft_model
+    return config.model.path or run.initial_model
 
 
 def fresh(config: JobConfig) -> RunDirectory:

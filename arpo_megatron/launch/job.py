@@ -14,12 +14,12 @@ from arpo_megatron.jobs import resolve, run_directory
 from arpo_megatron.jobs.checkpoint_dirs import checkpoint_directories, step_of
 from arpo_megatron.jobs.fingerprint import check_model
 from arpo_megatron.jobs.inputs import check_inputs, prepare
-from arpo_megatron.jobs.run_directory import RunDirectory
+from arpo_megatron.jobs.run_directory import RunDirectory, start_model
 from arpo_megatron.launch.backend import Backend, LocalBackend
 from arpo_megatron.launch.services import run_trainer, services
 from arpo_megatron.monitor.events import EventReader
 from arpo_megatron.monitor.progress import Progress
-from arpo_megatron.trainer.skipped_updates import check_dump, load_bad_update
+from arpo_megatron.trainer.skipped_updates import check_dump, load_skipped_update
 from arpo_megatron.utils.processes import ManagedProcesses
 
 
@@ -104,20 +104,16 @@ def export_checkpoint(run: RunDirectory, out: Path, step: int | None) -> Path:
     return out
 
 
-def replay_bad_update(run: RunDirectory, dump: Path) -> str:
-    """Compute a skipped update of a run again, with its newest checkpoint; lines on what is finite and what is not.
+def replay_skipped_update(run: RunDirectory, dump: Path) -> str:
+    """Compute a skipped update again with the newest checkpoint of its run; return lines that say what is finite.
 
     Raises:
         UserError: the dump cannot be read or is another run's, or no checkpoint is whole.
         ProcessDiedError: a rank failed; the message names its log.
     """
     config = resolve.load(run.config)
-    try:
-        bad = load_bad_update(dump)
-    except ValueError as error:
-        raise UserError(str(error)) from None
     check_model(config, run)
-    check_dump(bad, dump, config, run)
+    check_dump(load_skipped_update(dump), dump, config, run)
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "replay.txt"
         with run.locked(), watching(run) as (_, poll), ManagedProcesses(run.logs) as processes:
@@ -210,7 +206,7 @@ def _train(
 ) -> None:
     _check_stop(run)
     progress.phase("start engine and tools")
-    model = run.sft_model if config.sft.steps else config.model.path or run.initial_model
+    model = start_model(config, run, "train")
     with services(config, run, processes, model, backend) as ready:
         _check_stop(run)
         run_trainer("arpo_megatron.train", config, run, processes, env=ready.environment, poll=poll, backend=backend)

@@ -1,7 +1,7 @@
-"""One optimizer update of the policy: its packs, which all ranks hold, and its trees, which rank 0 holds.
+"""Batches of trees: from rewards to the packs of one update.
 
-Most of a minibatch's credit follows from its rewards alone and is in the packs from the start. What depends on
-log-probs besides (importance weights of trajectories, sequence-level ratios) is put in here, between the passes.
+Most credit follows from rewards alone and is in the packs from the start. Credit that depends on log-probs (importance
+weights of trajectories, ratios of sequences) is added by `finish_credit` between the passes.
 """
 
 from collections.abc import Sequence
@@ -29,27 +29,24 @@ from arpo_megatron.tree import Float32Array, RolloutTree
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Of one update.
-
-    Attributes:
-        packs: on every rank the same ones.
-        trees: on the controller those of the packs, elsewhere none.
-        advantages: on the controller for each tree float64[leaves] or [leaves, segments].
-        reference_logprobs: of the packs under the reference policy, from `add_reference_logprobs`; None: there is none.
-    """
+    """The packs and trees of one update."""
 
     packs: list[TreePack]
+    """The same on every rank."""
     trees: Sequence[RolloutTree] = ()
+    """Trees of the packs, on rank 0."""
     advantages: Sequence[Floats] = ()
+    """For each tree float64[leaves] or [leaves, segments], on rank 0."""
     reference_logprobs: Sequence[Float32Array] | None = None
+    """Log-probs of the packs under the reference policy; None without a KL penalty."""
 
 
 def build_batches(scored: Sequence[ScoredTree], config: JobConfig, spec: ModelSpec) -> list[Batch]:
-    """A step's minibatches: rewards of leaves -> their advantages -> credit of tokens -> packs.
+    """Turn the trees of a step into batches: rewards -> advantages -> credit of tokens -> packs.
 
-    Advantages may compare all trees of the step, but those whose advantages the store has given
-    (`ScoredTree.advantages`). The trees are then divided, in order, into minibatches as equal as can be; weights are
-    global over each of them.
+    Advantages may compare all trees of the step, except those that the replay buffer has given
+    (`ScoredTree.advantages`). The trees are then divided, in order, into `algorithm.minibatches` batches of nearly
+    equal size. Token weights are global over a batch.
     """
     algorithm = config.algorithm
     groups = [Group(item.tree, item.rewards, item.accuracies) for item in scored]
@@ -59,142 +56,129 @@ def build_batches(scored: Sequence[ScoredTree], config: JobConfig, spec: ModelSp
             [group for group, item in zip(groups, scored, strict=True) if item.advantages is None]
         )
     )
-    found = [next(estimated) if item.advantages is None else item.advantages for item in scored]
+    raw = [next(estimated) if item.advantages is None else item.advantages for item in scored]
     advantages = [
         shape.attribute(values, algorithm.shared_advantage)
-        for shape, values in zip(shapes, check_advantages(shapes, found), strict=True)
+        for shape, values in zip(shapes, check_advantages(shapes, raw), strict=True)
     ]
     count = min(algorithm.minibatches, len(groups))
     bounds = [round(index * len(groups) / count) for index in range(count + 1)] if count else []
-    minibatches = []
+    batches = []
     for a, b in pairwise(bounds):
         trees = [group.tree for group in groups[a:b]]
         credits = tree_credits(trees, advantages[a:b], aggregation=algorithm.loss_aggregation)
-        minibatches.append(Batch(pack_batch(trees, credits, config, spec), trees, advantages[a:b]))
-    return minibatches
+        batches.append(Batch(pack_batch(trees, credits, config, spec), trees, advantages[a:b]))
+    return batches
 
 
-def broadcast_batches(minibatches: Sequence[Batch]) -> list[Batch]:
-    """The controller's minibatches on every rank; the trees stay with the controller."""
-    packs = parallel.broadcast_object([minibatch.packs for minibatch in minibatches])
-    return list(minibatches) if parallel.is_rank_zero() else [Batch(own) for own in packs]
+def broadcast_batches(batches: Sequence[Batch]) -> list[Batch]:
+    """Return rank 0's batches on every rank; the trees stay on rank 0."""
+    packs = parallel.broadcast_object([batch.packs for batch in batches])
+    return list(batches) if parallel.is_rank_zero() else [Batch(own) for own in packs]
 
 
-def add_reference_logprobs(actor: Actor, minibatches: Sequence[Batch]) -> list[Batch]:
-    """A step's minibatches with the reference policy's log-probs of their packs (a call of all ranks, once a step)."""
-    found = actor.reference_logprobs([minibatch.packs for minibatch in minibatches])
-    if found is None:
-        return list(minibatches)
-    return [replace(each, reference_logprobs=own) for each, own in zip(minibatches, found, strict=True)]
+def add_reference_logprobs(actor: Actor, batches: Sequence[Batch]) -> list[Batch]:
+    """Add the reference policy's log-probs to the batches of a step; all ranks call it, once a step."""
+    logprobs = actor.reference_logprobs([batch.packs for batch in batches])
+    if logprobs is None:
+        return list(batches)
+    return [replace(batch, reference_logprobs=own) for batch, own in zip(batches, logprobs, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
 class ReadyUpdate:
-    """What `Actor.update` takes, and what it cannot know.
-
-    Attributes:
-        packs: with their final credits.
-        old_logprobs: None where the loss needs none.
-        loss: the kind of loss.
-        statistics: replace those of the update.
-    """
+    """Arguments of `Actor.update`, and statistics that it cannot know."""
 
     packs: list[TreePack]
+    """With their final credits."""
     old_logprobs: Sequence[Float32Array] | None
     loss: Loss
     statistics: dict[str, Any] = field(default_factory=dict)
+    """Replace those of the update."""
 
 
 def finish_credit(
     actor: Actor,
-    minibatch: Batch,
+    batch: Batch,
     old_logprobs: Sequence[Float32Array],
     config: JobConfig,
     *,
     on_policy: bool,
     entropies: Sequence[Float32Array] = (),
 ) -> ReadyUpdate:
-    """The part of the algorithm that needs log-probs (a call of all ranks).
+    """Compute the credits that depend on log-probs; all ranks call it.
 
     Args:
         actor: the policy.
-        minibatch: from `broadcast_batches` and `add_reference_logprobs`.
+        batch: with its reference log-probs.
         old_logprobs: of its packs under the policy of the step.
         config: the algorithm.
-        on_policy: the present policy still is that of the step.
-        entropies: of the packs under the policy of the step; only some parts need them.
+        on_policy: the actor still is the policy of the step.
+        entropies: of the packs under the policy of the step; only some algorithms need them.
     """
     loss, estimator = make_policy_loss(config.algorithm), make_advantage_estimator(config.algorithm)
-    limited = config.algorithm.trajectory_weight_limit is not None
+    limit = config.algorithm.trajectory_weight_limit
     scaling = estimator if isinstance(estimator, TokenScaling) else None
-    if isinstance(loss, TokenLoss) and not limited and scaling is None:
-        return ReadyUpdate(minibatch.packs, old_logprobs, "policy")
-    known = _Known(minibatch, old_logprobs, entropies, config)
+    if isinstance(loss, TokenLoss) and limit is None and scaling is None:
+        return ReadyUpdate(batch.packs, old_logprobs, "policy")
     if isinstance(loss, TokenLoss):
-        batch = known.batch(old_logprobs)
-        factors = None if scaling is None or not parallel.is_rank_zero() else scaling.token_factors(batch)
+        inputs = _loss_batch(batch, old_logprobs, old_logprobs, entropies, config)
+        factors = None if scaling is None or not parallel.is_rank_zero() else scaling.token_factors(inputs)
         credits = tree_credits(
-            batch.trees,
-            batch.advantages,
+            inputs.trees,
+            inputs.advantages,
             aggregation=config.algorithm.loss_aggregation,
-            trajectory_weights=batch.trajectory_weights,
+            trajectory_weights=inputs.trajectory_weights,
             token_factors=factors,
         )
-        statistics = _limited(batch, config.algorithm.trajectory_weight_limit)
-        return ReadyUpdate(_credited(minibatch, credits).packs, old_logprobs, "policy", statistics)
-    new = old_logprobs if on_policy else actor.logprobs(minibatch.packs)
-    batch = known.batch(new)
-    found = loss.value(batch) if parallel.is_rank_zero() else MinibatchValue(0.0, [])
-    # Ratios and loss are those of the whole minibatch: only the controller knows them, and only it reports.
-    # They follow from log-probs of earlier passes; that this pass computes the same shows in its kl_old.
-    packs = _credited(minibatch, found.credits).packs
-    statistics = {**found.statistics, **_limited(batch, config.algorithm.trajectory_weight_limit)}
-    return ReadyUpdate(packs, old_logprobs, "linear", statistics)
+        return ReadyUpdate(_with_credits(batch, credits), old_logprobs, "policy", _limited_share(inputs, limit))
+    new = old_logprobs if on_policy else actor.logprobs(batch.packs)
+    inputs = _loss_batch(batch, old_logprobs, new, entropies, config)
+    # Ratios and loss cover the whole batch, so rank 0 alone computes and reports them. They come from the log-probs of
+    # earlier passes; kl_old of this pass shows whether it computes the same.
+    value = loss.value(inputs) if parallel.is_rank_zero() else MinibatchValue(0.0, [])
+    statistics = {**value.statistics, **_limited_share(inputs, limit)}
+    return ReadyUpdate(_with_credits(batch, value.credits), old_logprobs, "linear", statistics)
 
 
-@dataclass(frozen=True, slots=True)
-class _Known:
-    """What the controller can say of a minibatch; on other ranks of no trees."""
+def _loss_batch(
+    batch: Batch,
+    old_logprobs: Sequence[Float32Array],
+    logprobs: Sequence[Float32Array],
+    entropies: Sequence[Float32Array],
+    config: JobConfig,
+) -> LossBatch:
+    """Arrange values by tree; without trees (on other ranks than 0) all lists are empty."""
+    trees, algorithm = batch.trees, config.algorithm
 
-    minibatch: Batch
-    old_logprobs: Sequence[Float32Array]
-    entropies: Sequence[Float32Array]
-    config: JobConfig
+    def by_tree(values: Sequence[Float32Array]) -> list[Floats]:
+        return split_by_tree(batch.packs, values, trees) if trees else []
 
-    def batch(self, logprobs: Sequence[Float32Array]) -> LossBatch:
-        """With `logprobs`, a pack each, as those of the present policy."""
-        packs, trees = self.minibatch.packs, self.minibatch.trees
-        algorithm = self.config.algorithm
-        old = self._by_tree(self.old_logprobs)
-        sampling = self._by_tree([pack.sampling_logprobs for pack in packs])
-        shapes = [TreeShape(tree) for tree in trees]
-        factors = [np.ones(len(shape.leaves)) for shape in shapes]
-        if (limit := algorithm.trajectory_weight_limit) is not None:
-            apart = [a - b for a, b in zip(old, sampling, strict=True)]
-            factors = trajectory_weights(trees, apart, limit=limit)
-        return LossBatch(
-            trees=trees,
-            advantages=self.minibatch.advantages,
-            weights=leaf_weights(shapes, algorithm.loss_aggregation, factors),
-            trajectory_weights=factors,
-            old_logprobs=old,
-            logprobs=self._by_tree(logprobs),
-            sampling_logprobs=sampling,
-            entropies=self._by_tree(self.entropies or [np.full_like(own, np.nan) for own in self.old_logprobs]),
-        )
-
-    def _by_tree(self, values: Sequence[Float32Array]) -> list[Floats]:
-        return split_by_tree(self.minibatch.packs, values, self.minibatch.trees) if self.minibatch.trees else []
+    old, sampling = by_tree(old_logprobs), by_tree([pack.sampling_logprobs for pack in batch.packs])
+    shapes = [TreeShape(tree) for tree in trees]
+    factors = [np.ones(len(shape.leaves)) for shape in shapes]
+    if algorithm.trajectory_weight_limit is not None:
+        log_ratios = [a - b for a, b in zip(old, sampling, strict=True)]
+        factors = trajectory_weights(trees, log_ratios, limit=algorithm.trajectory_weight_limit)
+    return LossBatch(
+        trees=trees,
+        advantages=batch.advantages,
+        weights=leaf_weights(shapes, algorithm.loss_aggregation, factors),
+        trajectory_weights=factors,
+        old_logprobs=old,
+        logprobs=by_tree(logprobs),
+        sampling_logprobs=sampling,
+        entropies=by_tree(entropies or [np.full_like(own, np.nan) for own in old_logprobs]),
+    )
 
 
-def _limited(batch: LossBatch, limit: float | None) -> dict[str, float]:
-    """How many trajectories met the limit of their importance weights; nothing where there is none, or no trees."""
+def _limited_share(batch: LossBatch, limit: float | None) -> dict[str, float]:
+    """Return the share of trajectories whose importance weight met the limit."""
     if limit is None or not batch.trees:
         return {}
     return {"weights_limited": float(np.mean(np.concatenate(batch.trajectory_weights) >= limit))}
 
 
-def _credited(minibatch: Batch, credits: Sequence[TreeCredit]) -> Batch:
-    """The same packs with the controller's new credits, on every rank."""
-    packs = replace_credits(minibatch.packs, credits) if parallel.is_rank_zero() else None
-    return replace(minibatch, packs=parallel.broadcast_object(packs))
+def _with_credits(batch: Batch, credits: Sequence[TreeCredit]) -> list[TreePack]:
+    """Return the packs with rank 0's new credits, on every rank."""
+    return parallel.broadcast_object(replace_credits(batch.packs, credits) if parallel.is_rank_zero() else batch.packs)

@@ -1,4 +1,4 @@
-"""What must agree: trainer and engine after a push, and a policy with itself before an update."""
+"""Checks of the loop: the engines have the trainer's weights, and a policy agrees with itself before an update."""
 
 from collections.abc import Sequence
 
@@ -6,13 +6,13 @@ from arpo_megatron.actor.update_stats import UpdateStats
 from arpo_megatron.config import JobConfig
 
 GAP_LIMITS = {"float32": 1e-3, "bfloat16": 0.2, "fp8": 0.5}
-"""Nats between trainer and engine that are rounding; see `TrainConfig.logprob_gap_limit`."""
+"""Largest gap between trainer and engine that is rounding, in nats; see `train.logprob_gap_limit`."""
 DELAYED_KL_LIMIT = 1e-2
-"""Nats between two passes of one pack with delayed scaling, whose scales change in between."""
+"""Largest gap between two passes of one pack in nats, with delayed FP8 scaling, whose scales change in between."""
 
 
 def check_push(gap: float, version: int, config: JobConfig) -> None:
-    """Raises RuntimeError where the engine's log-probs are further from the trainer's than number formats explain."""
+    """Raise RuntimeError if the log-probs of trainer and engine differ by more than rounding explains."""
     rounded = config.model.fp8 != "none" or config.engine.quantization != "none"
     limit = config.train.logprob_gap_limit or GAP_LIMITS["fp8" if rounded else config.model.dtype]
     if gap > limit:
@@ -23,7 +23,7 @@ def check_push(gap: float, version: int, config: JobConfig) -> None:
 
 
 def check_on_policy(updates: Sequence[UpdateStats], config: JobConfig) -> None:
-    """On the first minibatch nothing was updated yet: every ratio must be exactly 1 (same packs, same kernels)."""
+    """Raise RuntimeError if a ratio of the first update, before which nothing changed, is not exactly 1."""
     if not updates or updates[0].skipped:
         return
     first = updates[0]
@@ -31,9 +31,9 @@ def check_on_policy(updates: Sequence[UpdateStats], config: JobConfig) -> None:
         if not first.kl_old < DELAYED_KL_LIMIT:
             raise RuntimeError(f"before any update the policy is {first.kl_old!r} nats (k3) from itself")
         return
-    # The k3 estimate is 0 only where every single ratio is 1; it is written so that NaN is refused too.
+    # The k3 estimate is 0 only if every single ratio is 1. `not (... == ...)` refuses NaN too.
     if not (first.ratio_max == 1.0 and first.kl_old == 0.0):
         raise RuntimeError(
-            f"probability ratios of the first minibatch before any update: largest {first.ratio_max!r}, k3 "
-            f"{first.kl_old!r}: old log-probs and training pass do not compute the same thing"
+            f"probability ratios of the first update are not 1: largest {first.ratio_max!r}, k3 {first.kl_old!r}; "
+            "old log-probs and training pass do not compute the same thing"
         )

@@ -1,39 +1,32 @@
-"""Rank 0's part of a step: growing, scoring, pushing, counting. No other rank talks to the outside."""
+"""Rank 0's part of a step: rollouts, scores, the engines' end of a push. No other rank talks to a service."""
 
-import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
-import numpy as np
-
-from arpo_megatron.algorithms.credit import supervised_credit
 from arpo_megatron.algorithms.replay import make_replay_buffer
-from arpo_megatron.config import JobConfig
 from arpo_megatron.engine.admin import WeightPushError
 from arpo_megatron.engine.wire.buckets import Bucket
 from arpo_megatron.hardware.placement import placement
-from arpo_megatron.jobs.run_directory import RunDirectory
-from arpo_megatron.monitor.events import EventLog
 from arpo_megatron.monitor.tree_store import TreeLog
-from arpo_megatron.packing.packs import TreePack, pack_trees
 from arpo_megatron.rewards import make_reward
 from arpo_megatron.rewards.composed import ComposedReward
 from arpo_megatron.rewards.scored_tree import ScoredTree
-from arpo_megatron.rewards.tree_scorer import TreeScorer, mean_terms, terms_by_name
-from arpo_megatron.rollout.accounting import RolloutStats, tokens_per_second
 from arpo_megatron.rollout.endpoints import Services, connect_rollouts
 from arpo_megatron.rollout.handle import RolloutHandle
 from arpo_megatron.rollout.messages import CollectTrees, RolloutSettings
+from arpo_megatron.rollout.record import UnfinishedTree, pack_trees, unpack_trees
 from arpo_megatron.tasks.base import Task
-from arpo_megatron.tasks.selectors.base import TaskSelector
-from arpo_megatron.trainer.collector import TreeCollector, age_metrics, check_stop, show_progress
+from arpo_megatron.tasks.selectors.base import make_task_selector
+from arpo_megatron.trainer.collector import TreeCollector, check_stop, report_progress
 from arpo_megatron.trainer.held_out import HeldOutResult
+from arpo_megatron.trainer.metrics import rollout_counters, rollout_metrics
+from arpo_megatron.trainer.scorer import TreeScorer
+from arpo_megatron.trainer.setup import ActorSession
 from arpo_megatron.trainer.step_journal import StepJournal
-from arpo_megatron.tree import Float32Array, Role, RolloutTree
+from arpo_megatron.tree import Float32Array
 from arpo_megatron.weights.sync import LONG_PROBE_TOKENS, WeightSync
 
 if TYPE_CHECKING:
@@ -42,227 +35,201 @@ if TYPE_CHECKING:
 EVALUATION = "evaluation"
 """Group of the trees of held-out tasks."""
 PROBE_TEXT = "<think>probe</think><python>12*34</python> <result>\n408\n</result><answer>\\boxed{408}</answer>"
-"""Scored by trainer and engine after each push: text of the job's own protocol, so ordinary rows of the embedding."""
+"""Scored by trainer and engine after each push: text of the tag protocol, so rows of the embedding that are used."""
+TREES_FILE = "trees.msgpack"
+"""File of a checkpoint: the trees that are not trained yet (`rollout/record.py`)."""
+REPLAY_FILE = "replay.msgpack"
+"""File of a checkpoint: the replay buffer, if the algorithm has one."""
+
+
+@dataclass(frozen=True, slots=True)
+class ControllerState:
+    """The controller's share of a checkpoint."""
+
+    selector: dict[str, Any]
+    """State of the task selector, at the same moment as `trees`."""
+    trees: Sequence[UnfinishedTree] = ()
+    """Trees that were started and not trained, with all that they have sampled."""
+    replay: Callable[[], bytes] | None = None
+    """Returns the replay buffer, as it was before the step in progress; None without one."""
+
+    @classmethod
+    def load(cls, checkpoint: Path, selector: dict[str, Any]) -> Self:
+        """Read the files of a checkpoint; its state.json holds `selector`."""
+        replay = checkpoint / REPLAY_FILE
+        trees = unpack_trees((checkpoint / TREES_FILE).read_bytes())
+        return cls(selector, trees, replay.read_bytes if replay.exists() else None)
+
+    def files(self) -> dict[str, Callable[[], bytes]]:
+        """Return the files of a checkpoint; their contents are made by the thread that writes them."""
+        files: dict[str, Callable[[], bytes]] = {TREES_FILE: partial(pack_trees, self.trees)}
+        return files if self.replay is None else {**files, REPLAY_FILE: self.replay}
 
 
 @dataclass(slots=True)
 class Controller:
-    """Holds the rollout service, the reward and the weight sync of a run."""
+    """Holds the rollout process, the reward and the weight sync of a run."""
 
-    config: JobConfig
+    session: ActorSession
+    tasks: Sequence[Task]
     tokenizer: "PreTrainedTokenizerFast"
     rollouts: RolloutHandle
     reward: ComposedReward
     sync: WeightSync
-    selector: TaskSelector
-    events: EventLog
-    probe: list[int]
-    memory_lent: Path
-    evaluating: bool = False
+    scorer: TreeScorer = field(init=False)
     collector: TreeCollector = field(init=False)
     tree_log: TreeLog = field(init=False)
+    evaluating: bool = False
 
     def __post_init__(self) -> None:
-        store = make_replay_buffer(self.config.algorithm)
-        directory, tell = RunDirectory(self.events.path.parent), lambda text: self.events.emit("note", text=text)
-        journal = StepJournal(
-            directory.step_journal,
-            directory.checkpoints,
-            self.config.train.save_every,
-            self.config.rollout.journal_every_s,
-            tell,
-        )
+        session, config = self.session, self.session.config
+        self.scorer = TreeScorer(self.reward, self.decode)
         self.collector = TreeCollector(
-            self.config, self.rollouts, self.score, self.selector, self.events, store=store, journal=journal
+            config=config,
+            rollouts=self.rollouts,
+            scorer=self.scorer,
+            selector=make_task_selector(config.algorithm, self.tasks, config.seed),
+            replay=make_replay_buffer(config.algorithm),
+            journal=StepJournal(
+                session.directory.step_journal,
+                session.directory.checkpoints,
+                config.train.save_every,
+                config.rollout.journal_every_s,
+                session.note,
+            ),
+            events=session.events,
         )
-        self.tree_log = TreeLog(directory, tell)
+        self.tree_log = TreeLog(session.directory, session.note)
 
     @classmethod
     def start(
-        cls,
-        config: JobConfig,
-        directory: RunDirectory,
-        model: Path,
-        tokenizer: "PreTrainedTokenizerFast",
-        services: Services,
-        selector: TaskSelector,
-        events: EventLog,
+        cls, session: ActorSession, tasks: Sequence[Task], tokenizer: "PreTrainedTokenizerFast", services: Services
     ) -> Self:
-        """Take hold of the rollout process (with the tokenizer of `model`), and prepare to push weights."""
-        return cls(
-            config=config,
+        """Connect to the services of a job. The controller is closed with the session."""
+        config, directory = session.config, session.directory
+        controller = cls(
+            session=session,
+            tasks=tasks,
             tokenizer=tokenizer,
-            rollouts=connect_rollouts(config, model, services),
+            rollouts=connect_rollouts(config, session.start, services),
             reward=make_reward(
                 config.reward,
                 max_response_tokens=config.rollout.max_response_tokens,
                 cache=directory.judge_replies,
-                log=lambda text: events.emit("note", text=text),
-                check=partial(check_stop, events),
+                log=session.note,
+                check=partial(check_stop, session.events),
             ),
             sync=WeightSync.of(config, services.engine_urls, directory.path, services.engine_token),
-            selector=selector,
-            events=events,
-            probe=tokenizer.encode(PROBE_TEXT, add_special_tokens=False)[:LONG_PROBE_TOKENS],
-            memory_lent=directory.memory_lent,
         )
+        session.closing.callback(controller.close)
+        return controller
 
     def close(self) -> None:
-        """Let go of the rollout process, the engine and the judge, and write the trees that wait for the disk."""
+        """Close the connections, and write the trees that wait for room on the disk."""
         self.tree_log.close()
         self.rollouts.close()
         self.sync.close()
         if self.reward.judge is not None:
             self.reward.judge.close()
 
-    def score(self, trees: Sequence[RolloutTree], tasks: Sequence[Task]) -> list[ScoredTree]:
-        """Rewards for every leaf of the trees of these tasks."""
-        step = max(0, self.collector.begun)
-        found = TreeScorer(self.reward, self.decode).score(trees, tasks, step=step)
-        return [
-            ScoredTree(
-                task=task,
-                tree=tree,
-                rewards=np.array([score.reward for score in scores]),
-                accuracies=np.array([score.accuracy for score in scores]),
-                format_ok=np.array([score.format_ok for score in scores]),
-                terms=terms_by_name(scores),
-            )
-            for tree, task, scores in zip(trees, tasks, found, strict=True)
-        ]
+    def collect(self, step: int) -> list[ScoredTree]:
+        """Return the trees that the step trains. Raises as `TreeCollector.collect` does."""
+        return self.collector.collect(step)
+
+    def write_journal(self) -> None:
+        """Journal what the trees in flight have sampled, if it is time."""
+        self.collector.write_journal()
 
     def evaluate(self, tasks: Sequence[Task], step: int) -> HeldOutResult:
-        """How one trajectory a task fares.
+        """Answer each task once and score the answers.
 
-        Raises StaleEnginesError where engines need a push; a second call goes on where this one was.
+        Raises:
+            StaleEnginesError: engines need a push; a second call continues.
         """
         if not self.evaluating:
-            settings = RolloutSettings.evaluation(self.config)
+            settings = RolloutSettings.evaluation(self.session.config)
             self.rollouts.start_trees(EVALUATION, tasks, step=step, version=step, settings=settings)
             self.evaluating = True
-        report = self.rollouts.collect(CollectTrees(EVALUATION), partial(show_progress, self.events))
+        report = self.rollouts.collect(CollectTrees(EVALUATION), partial(report_progress, self.session.events))
         self.evaluating = False
         self.rollouts.discard_collected(EVALUATION)
         for each in report.failed:
-            text = f"{each.tree.task_id} could not be evaluated and counts as wrong: {each.reason}"
-            self.events.emit("note", text=text)
+            self.session.note(f"{each.tree.task_id} could not be evaluated and counts as wrong: {each.reason}")
         by_id = {task.id: task for task in tasks}
-        scored = self.score(report.trees, [by_id[tree.task_id] for tree in report.trees])
-        return HeldOutResult.of(tasks, scored, self.config.reward.success_threshold)
+        scored = self.scorer.score(report.trees, [by_id[tree.task_id] for tree in report.trees], step=step)
+        return HeldOutResult.from_trees(tasks, scored, self.session.config.reward.success_threshold)
 
     def lend_memory(self) -> None:
-        """Stop the trees, and give the engines' memory to the trainer until the next push."""
+        """Pause the trees, and lend the engines' GPU memory to the trainer until the next push."""
         self.collector.before_push()
-        self.sync.engines.wait_until_up(self.config.engine.startup_timeout_s)
-        self.memory_lent.touch()  # an engine that dies from now on stays down until the push
+        self.sync.engines.wait_until_up(self.session.config.engine.startup_timeout_s)
+        # An engine that dies from now on stays down until the push.
+        self.session.directory.memory_lent.touch()
         try:
             self.sync.engines.release_memory()
         except WeightPushError as error:
-            self.events.emit("note", text=f"an engine has not given its memory back: {error}")
+            self.session.note(f"an engine has not released its memory: {error}")
 
-    def push(self, buckets: Iterable[Bucket], version: int) -> tuple[TreePack, Callable[[], list[Float32Array]]]:
-        """Send the weights to the engines, between whose requests there is none meanwhile.
+    def push(self, buckets: Iterable[Bucket], version: int) -> tuple[Sequence[int], Callable[[], list[Float32Array]]]:
+        """Send the weights to the engines; trees are paused until `resume_trees`.
 
-        Returns the probe and, to be waited for, what each engine makes of it. Raises WeightPushError.
+        Returns:
+            The tokens of the probe, and a function that waits for the log-probs that each engine gives them.
+
+        Raises:
+            WeightPushError: an engine has not taken the weights.
         """
+        config = self.session.config
         self.collector.before_push()
-        self.memory_lent.unlink(missing_ok=True)
-        self.sync.engines.wait_until_up(self.config.engine.startup_timeout_s)
-        if placement(self.config).shared:  # one that has its memory, because it was restarted, say, does nothing
+        self.session.directory.memory_lent.unlink(missing_ok=True)
+        self.sync.engines.wait_until_up(config.engine.startup_timeout_s)
+        if placement(config).shared:  # does nothing on an engine that has its memory, for example a restarted one
             self.sync.engines.resume_memory()
-        probe = self.probe[: self.sync.push(buckets, version).probe_tokens]
-        scores = self.sync.engines.start_scores(probe)
-        return probe_pack(probe), scores
+        text = self.tokenizer.encode(PROBE_TEXT, add_special_tokens=False)[:LONG_PROBE_TOKENS]
+        probe = text[: self.sync.push(buckets, version).probe_tokens]
+        return probe, self.sync.engines.start_scores(probe)
 
-    def count(self, totals: dict[str, float]) -> None:
-        """Add the counters of the last step to `totals`."""
-        for name, value in self.counters().items():
+    def resume_trees(self, version: int) -> None:
+        """Let the trees continue with policy `version`, which has been pushed."""
+        self.collector.after_push(version)
+
+    def finish_step(self, trained: Sequence[ScoredTree], totals: dict[str, float]) -> dict[str, Any]:
+        """End the step: store its trees, add its counters to `totals`, and return its rollout metrics."""
+        step = self.collector.done()
+        for name, value in rollout_counters(step).items():
             totals[name] = totals.get(name, 0) + value
-
-    def counters(self) -> dict[str, float]:
-        """Counters of the last step that add up over steps."""
+        missing = self.tree_log.store(step.step + 1, [*trained, *step.left_out], self.decode)
+        totals["trees_not_stored"] = int(totals.get("trees_not_stored", 0)) + missing
+        judge, replay = self.reward.judge, self.collector.replay
         return {
-            **sum_by_name(_counted(stats) for stats in self.collector.stats),
-            **self.collector.metrics(),
-        }
-
-    def step_metrics(self, scored: Sequence[ScoredTree], version: int) -> dict[str, float]:
-        """What the trees of the last step, trained by the update of policy `version`, earned and what they cost.
-
-        Trees of stored trajectories alone are the store's to tell of.
-        """
-        scored = [item for item in scored if item.sampled]
-        counted = self.counters()
-        judge = self.reward.judge
-        return {
-            **earned(scored, self.config.reward.success_threshold),
-            "groups_without_signal": sum(bool(np.ptp(item.rewards) == 0) for item in scored),
-            **age_metrics([item.tree for item in scored], version),
-            "cached_prompt_share": counted["cached_tokens"] / max(1, counted["prompt_tokens"]),
-            "prefill_over_unique": counted["prefilled_tokens"] / max(1, counted["unique_tokens"]),
-            "prefill_over_given": counted["prefilled_tokens"] / max(1, counted["given_tokens"]),
-            "predicted_cached_share": counted["predicted_cached_tokens"] / max(1, counted["predicted_prompt_tokens"]),
-            "tokens_per_s": tokens_per_second(self.collector.stats),
-            **counted,
-            **{f"reward/{name}": mean for name, mean in mean_terms([item.terms for item in scored]).items()},
+            **rollout_metrics(trained, step, self.session.config.reward.success_threshold),
             **({} if judge is None else {f"judge/{name}": count for name, count in judge.take_counts().items()}),
-            **self.selector.metrics(),
-            **({} if self.collector.store is None else self.collector.store.metrics()),
+            **self.collector.selector.metrics(),
+            **({} if replay is None else replay.metrics()),
+            "trees_not_stored": totals["trees_not_stored"],
         }
+
+    def snapshot(self) -> ControllerState:
+        """Return the state that a checkpoint keeps, also within a step."""
+        collector = self.collector
+        return ControllerState(collector.selector.state_dict(), collector.unfinished(), collector.replay_snapshot())
+
+    def restore(self, state: ControllerState | None, step: int) -> None:
+        """Continue from the checkpoint of `step` (None: there is none), or from the journal of the step after it."""
+        trees: Sequence[UnfinishedTree] = ()
+        if state is not None:
+            trees = state.trees
+            self.collector.selector.load_state_dict(state.selector)
+            if state.replay is not None and self.collector.replay is not None:
+                self.collector.replay.restore(state.replay())
+        if (journal := self.collector.journal.read(step)) is not None:
+            trees = journal.trees
+            self.collector.selector.load_state_dict(journal.selector)
+            self.session.note(
+                f"step {step + 1} continues with {len(trees)} trees and {journal.entries} entries of its journal"
+            )
+        self.collector.restore(trees, self.tasks)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Token ids as text, special tokens kept."""
+        """Return token ids as text, special tokens kept."""
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=False))
-
-
-def earned(scored: Sequence[ScoredTree], threshold: float) -> dict[str, float]:
-    """Mean reward, share of successes and of kept formats over the trajectories that were sampled for these trees.
-
-    Replayed ones say how the policy once was; NaN where there is no other.
-    """
-    own = [(item, slice(len(item.rewards) - item.replayed)) for item in scored]  # those that come first
-    rewards = np.concatenate([item.rewards[first] for item, first in own])
-    if not len(rewards):
-        return dict.fromkeys(("reward", "success", "format_ok"), math.nan)
-    return {
-        "reward": float(rewards.mean()),
-        "success": float((np.concatenate([item.accuracies[first] for item, first in own]) > threshold).mean()),
-        "format_ok": float(np.concatenate([item.format_ok[first] for item, first in own]).mean()),
-    }
-
-
-def probe_pack(token_ids: Sequence[int]) -> TreePack:
-    """A sequence as a pack whose targets are all its tokens but the first."""
-    tree = RolloutTree("probe", token_ids[:1])
-    tree.add(0, Role.MODEL, token_ids[1:])
-    return pack_trees([tree], supervised_credit([tree]), token_budget=len(token_ids))[0]
-
-
-def sum_by_name(rows: Iterable[dict[str, float]]) -> dict[str, float]:
-    """Rows with the same names -> their sums."""
-    total: Counter[str] = Counter()
-    for row in rows:
-        total.update(row)
-    return dict(total)
-
-
-def _counted(stats: RolloutStats) -> dict[str, float]:
-    """The counters of one collection under the names of the metrics."""
-    return {
-        "forks": stats.forks,
-        "trees": stats.trees,
-        "trajectories": stats.trajectories,
-        "tool_calls_executed": stats.counts.calls_executed,
-        "tool_calls_cached": stats.counts.calls_cached,
-        "tool_calls_inherited": stats.calls_inherited,
-        "requests_repeated": stats.counts.retries,
-        "tokens_sampled": stats.counts.tokens_sampled,
-        "prompt_tokens": stats.counts.prompt_tokens,
-        "cached_tokens": stats.counts.cached_tokens,
-        "prefilled_tokens": stats.counts.prefilled_tokens,
-        "predicted_prompt_tokens": stats.predicted_prompt_tokens,
-        "predicted_cached_tokens": stats.predicted_cached_tokens,
-        "unique_tokens": stats.unique_tokens,
-        "flat_tokens": stats.flat_tokens,
-        "given_tokens": stats.given_tokens,
-    }

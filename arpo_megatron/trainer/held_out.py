@@ -1,4 +1,4 @@
-"""Success at the held-out tasks of a run while it trains: one trajectory each, scored as `arpo eval` does."""
+"""Success at the held-out tasks while a run trains: one trajectory each, scored as `arpo eval` scores it."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -13,33 +13,29 @@ from arpo_megatron.utils.atomic import write_json
 
 
 def evaluation_due(config: JobConfig, step: int) -> str | None:
-    """The name of the evaluation that is due when `step` steps are done; None: there is none."""
-    wanted = config.evaluation
+    """Return the name of the evaluation that is due after `step` steps, if any."""
+    evaluation = config.evaluation
     if step == 0:
-        return "before" if wanted.before else None
+        return "before" if evaluation.before else None
     if step == config.train.steps:
-        return "after" if wanted.after else None
-    return f"step_{step}" if wanted.every and step % wanted.every == 0 else None
+        return "after" if evaluation.after else None
+    return f"step_{step}" if evaluation.every and step % evaluation.every == 0 else None
 
 
 @dataclass(frozen=True, slots=True)
 class HeldOutResult:
-    """What one trajectory a held-out task has earned.
-
-    Attributes:
-        solved: task id -> whether it was solved; what could not be finished was not.
-        rewards: task id -> reward, of those that were finished.
-        tool_calls: how many calls ended with each status ("ok", "error", "timeout", "refused"): a tool service in
-            trouble makes a policy look worse than it is.
-    """
+    """The result of one evaluation."""
 
     solved: Mapping[str, bool]
+    """Task id -> whether it was solved. A task that could not be finished was not."""
     rewards: Mapping[str, float]
+    """Task id -> reward, for the tasks that were finished."""
     tool_calls: Mapping[str, int]
+    """Calls by status ("ok", "error", "timeout", "refused"): a tool service in trouble makes a policy look worse."""
 
     @classmethod
-    def of(cls, tasks: Sequence[Task], scored: Sequence[ScoredTree], threshold: float) -> Self:
-        """Of trees with one leaf each, grown for `tasks`; a task is solved where the accuracy exceeds `threshold`."""
+    def from_trees(cls, tasks: Sequence[Task], scored: Sequence[ScoredTree], threshold: float) -> Self:
+        """Summarize trees of one leaf each, grown for `tasks`; an accuracy above `threshold` solves its task."""
         solved = {item.task.id: bool(item.accuracies[0] > threshold) for item in scored}
         rewards = {item.task.id: float(item.rewards[0]) for item in scored}
         tools = [segment.tool for item in scored for segment in item.tree.segments if segment.tool is not None]
@@ -52,7 +48,7 @@ class HeldOutResult:
         return sum(self.solved.values()) / max(1, len(self.solved))
 
     def write(self, directory: Path, step: int, totals: Mapping[str, float]) -> None:
-        """Keep them, beside what the run had spent (`RunState.totals`) when `step` steps were done."""
+        """Write the result of `step` steps as JSON, with what the run had spent by then (`RunState.totals`)."""
         directory.mkdir(exist_ok=True)
         row = {"step": step, "totals": totals, "success": self.success, **asdict(self)}
         write_json(directory / f"step_{step:06d}.json", row)

@@ -1,5 +1,7 @@
-"""The figures of a step that come from the trainer: packs, updates, work and speed, the gap to the engine."""
+"""The metrics of a step; docs/run-directory.md lists them by name."""
 
+import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
@@ -13,61 +15,141 @@ from arpo_megatron.models.spec import ModelSpec
 from arpo_megatron.packing.balance import CostModel
 from arpo_megatron.packing.flops import update_flops
 from arpo_megatron.packing.packs import report, split_by_tree
+from arpo_megatron.rewards.scored_tree import ScoredTree
+from arpo_megatron.rollout.accounting import RolloutStats, tokens_per_second
 from arpo_megatron.trainer.batch import Batch
+from arpo_megatron.trainer.collector import DROPS, StepInProgress, staleness
+from arpo_megatron.trainer.scorer import mean_terms
+from arpo_megatron.tree import Role, RolloutTree
 
 Logprobs = NDArray[np.float32]
 
 
-def sampling_gap(minibatches: Sequence[Batch], logprobs: Sequence[Sequence[Logprobs]], *, version: int) -> float | None:
-    """Largest |trainer - engine| log-prob in nats over the tokens that the trainer's own `version` has sampled.
+def rollout_metrics(trained: Sequence[ScoredTree], step: StepInProgress, success_threshold: float) -> dict[str, float]:
+    """Return what the trees of a step earned and what they cost.
 
-    inf where one is not finite; None where there is no such token: older versions sampled all of them, or there are no
-    trees (on all ranks but the controller).
+    Trees that hold replayed trajectories only are left out.
+    """
+    sampled = [item for item in trained if item.sampled]
+    counters = rollout_counters(step)
+    return {
+        **reward_metrics(sampled, success_threshold),
+        "groups_without_signal": sum(bool(np.ptp(item.rewards) == 0) for item in sampled),
+        **age_metrics([item.tree for item in sampled], step.step),
+        "cached_prompt_share": counters["cached_tokens"] / max(1, counters["prompt_tokens"]),
+        "prefill_over_unique": counters["prefilled_tokens"] / max(1, counters["unique_tokens"]),
+        "prefill_over_given": counters["prefilled_tokens"] / max(1, counters["given_tokens"]),
+        "predicted_cached_share": counters["predicted_cached_tokens"] / max(1, counters["predicted_prompt_tokens"]),
+        "tokens_per_s": tokens_per_second(step.stats),
+        **counters,
+        **{f"reward/{name}": mean for name, mean in mean_terms([item.terms for item in sampled]).items()},
+    }
+
+
+def rollout_counters(step: StepInProgress) -> dict[str, float]:
+    """Return the counters of a step that add up over steps."""
+    total: Counter[str] = Counter()
+    for stats in step.stats:
+        total.update(_collection_counters(stats))
+    return {**total, **{f"dropped/{reason}": step.dropped[reason] for reason in DROPS}}
+
+
+def _collection_counters(stats: RolloutStats) -> dict[str, float]:
+    return {
+        "forks": stats.forks,
+        "trees": stats.trees,
+        "trajectories": stats.trajectories,
+        "tool_calls_executed": stats.counts.calls_executed,
+        "tool_calls_cached": stats.counts.calls_cached,
+        "tool_calls_inherited": stats.calls_inherited,
+        "requests_repeated": stats.counts.retries,
+        "tokens_sampled": stats.counts.tokens_sampled,
+        "prompt_tokens": stats.counts.prompt_tokens,
+        "cached_tokens": stats.counts.cached_tokens,
+        "prefilled_tokens": stats.counts.prefilled_tokens,
+        "predicted_prompt_tokens": stats.predicted_prompt_tokens,
+        "predicted_cached_tokens": stats.predicted_cached_tokens,
+        "unique_tokens": stats.unique_tokens,
+        "flat_tokens": stats.flat_tokens,
+        "given_tokens": stats.given_tokens,
+    }
+
+
+def reward_metrics(scored: Sequence[ScoredTree], success_threshold: float) -> dict[str, float]:
+    """Return the mean reward and the shares of successes and kept formats; NaN if there is no sampled trajectory.
+
+    Replayed trajectories are left out: they tell how an older policy did.
+    """
+    own = [(item, slice(len(item.rewards) - item.replayed)) for item in scored]  # replayed ones come last
+    rewards = np.concatenate([item.rewards[first] for item, first in own])
+    if not len(rewards):
+        return dict.fromkeys(("reward", "success", "format_ok"), math.nan)
+    return {
+        "reward": float(rewards.mean()),
+        "success": float((np.concatenate([item.accuracies[first] for item, first in own]) > success_threshold).mean()),
+        "format_ok": float(np.concatenate([item.format_ok[first] for item, first in own]).mean()),
+    }
+
+
+def age_metrics(trees: Sequence[RolloutTree], version: int) -> dict[str, float]:
+    """Return the age of the weights that sampled the trees of update `version`; see `staleness`."""
+    ages = [staleness(tree, version) for tree in trees]
+    sampled = [max(1, sum(len(s) for s in tree.segments if s.role is Role.MODEL)) for tree in trees]
+    return {
+        "staleness": float(np.average([mean for mean, _ in ages], weights=sampled)),
+        "staleness_max": max(most for _, most in ages),
+        "stale_trees": sum(most > 0 for _, most in ages),
+    }
+
+
+def sampling_gap(batches: Sequence[Batch], logprobs: Sequence[Sequence[Logprobs]], *, version: int) -> float | None:
+    """Return the largest |trainer - engine| log-prob in nats over the tokens that policy `version` sampled.
+
+    inf if a log-prob is not finite; None if there is no such token: older policies sampled all of them, or this rank
+    has no trees.
     """
     largest: float | None = None
-    for minibatch, outputs in zip(minibatches, logprobs, strict=True):
-        if not minibatch.trees:
+    for batch, outputs in zip(batches, logprobs, strict=True):
+        if not batch.trees:
             continue
-        for tree, ours in zip(minibatch.trees, split_by_tree(minibatch.packs, outputs, minibatch.trees), strict=True):
+        for tree, ours in zip(batch.trees, split_by_tree(batch.packs, outputs, batch.trees), strict=True):
             ends = np.cumsum([len(segment) for segment in tree.segments])
             for segment, end in zip(tree.segments, ends, strict=True):
                 if segment.logprobs is None or segment.policy_version != version or not len(segment):
                     continue
                 gaps = np.abs(ours[end - len(segment) : end] - segment.logprobs)
-                # A comparison with NaN is false: not finite means as far apart as can be.
                 largest = max(largest or 0.0, float(gaps.max()) if np.isfinite(gaps).all() else np.inf)
     return largest
 
 
-def pack_metrics(minibatches: Sequence[Batch], spec: ModelSpec, config: JobConfig) -> dict[str, float]:
-    """What packing made of a step's trees: sums over its minibatches, but the largest of `held` and `imbalance`.
-
-    And what ranks add to the packs, `pack/padding`.
-    """
+def pack_metrics(batches: Sequence[Batch], spec: ModelSpec, config: JobConfig) -> dict[str, float]:
+    """Return the figures of a step's packs: maxima of `live_tokens` and `imbalance`, sums of the others."""
+    if not batches:
+        return {}
     cost = CostModel.of(spec)
     layout = config.parallel
     rows = [
         report(
-            minibatch.packs,
-            minibatch.trees,
+            batch.packs,
+            batch.trees,
             ranks=layout.data,
             in_flight=layout.pipeline,
             in_step=layout.expert > 1,
             cost=cost,
         ).row()
-        for minibatch in minibatches
+        for batch in batches
     ]
     largest = ("pack/live_tokens", "pack/imbalance")
-    place = ContextShard(0, layout.context, config.pack_multiple, cost)
-    padding = sum(padding_of(pack, place) for minibatch in minibatches for pack in minibatch.packs)
-    found = {name: (max if name in largest else sum)(row[name] for row in rows) for name in (rows[0] if rows else ())}
-    return {**found, "pack/padding": padding} if rows else {}
+    shard = ContextShard(0, layout.context, config.pack_multiple, cost)
+    padding = sum(padding_of(pack, shard) for batch in batches for pack in batch.packs)
+    figures = {name: (max if name in largest else sum)(row[name] for row in rows) for name in rows[0]}
+    return {**figures, "pack/padding": padding}
 
 
 def update_metrics(updates: Sequence[UpdateStats]) -> dict[str, float]:
-    """Update figures of a step: means over its minibatches, but the largest ratio and the number of skipped updates.
+    """Return the figures of a step's updates: the maximum of `ratio_max`, the number of skipped ones, other means.
 
-    What the model does not have (experts) is left out, and so are updates that were skipped where others were not.
+    Figures of parts that the model does not have (experts) are left out. Skipped updates count only if all were.
     """
     if not updates:
         return {}
@@ -82,31 +164,29 @@ def update_metrics(updates: Sequence[UpdateStats]) -> dict[str, float]:
 
 
 def count_entropy(totals: dict[str, float], updates: Sequence[UpdateStats]) -> None:
-    """Add a step's mean entropy to "entropy", and 1 to "entropy_steps", unless all of its updates were skipped."""
-    if found := [update.entropy_mean for update in updates if not update.skipped]:
-        totals["entropy"] = totals.get("entropy", 0.0) + sum(found) / len(found)
+    """Add a step's mean entropy to "entropy" and 1 to "entropy_steps", unless all of its updates were skipped."""
+    if entropies := [update.entropy_mean for update in updates if not update.skipped]:
+        totals["entropy"] = totals.get("entropy", 0.0) + sum(entropies) / len(entropies)
         totals["entropy_steps"] = totals.get("entropy_steps", 0) + 1
 
 
 def speed_metrics(
-    minibatches: Sequence[Batch], spec: ModelSpec, config: JobConfig, seconds: Mapping[str, float]
+    batches: Sequence[Batch], spec: ModelSpec, config: JobConfig, seconds: Mapping[str, float]
 ) -> dict[str, float]:
-    """Speed of the update phase, per second and rank where it is FLOPs.
+    """Return the speed of the update phase; FLOPs are per second and rank.
 
-    `trainer/tokens_per_s` counts computed tokens, `trainer/flat_tokens_per_s` those of the flattened trajectories.
-    `trainer/tflops` are model FLOPs (see packing/flops.py), `trainer/hardware_tflops` all that are computed, and
-    `trainer/mfu` the first over `monitor.peak_tflops`.
+    `trainer/tflops` counts model FLOPs (packing/flops.py), `trainer/hardware_tflops` all that are computed.
     """
     elapsed = seconds.get("update", 0.0)
     if not elapsed:
         return {}
-    packs = [pack for minibatch in minibatches for pack in minibatch.packs]
+    packs = [pack for batch in batches for pack in batch.packs]
     work, ranks = update_flops(spec, packs), config.parallel.world_size
     tflops = work.model_update / elapsed / ranks / 1e12
     peak = config.monitor.peak_tflops
     return {
         "trainer/tokens_per_s": sum(len(pack) for pack in packs) / elapsed,
-        "trainer/flat_tokens_per_s": sum(tree.flat_tokens for m in minibatches for tree in m.trees) / elapsed,
+        "trainer/flat_tokens_per_s": sum(tree.flat_tokens for batch in batches for tree in batch.trees) / elapsed,
         "trainer/tflops": tflops,
         "trainer/hardware_tflops": work.hardware_update(config.parallel.recompute) / elapsed / ranks / 1e12,
         **({} if peak is None else {"trainer/mfu": tflops / peak}),

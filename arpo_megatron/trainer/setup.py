@@ -1,74 +1,199 @@
-"""A rank of the training, set up from its run directory and taken down again."""
+"""Set-up of a training rank: model, checkpoints and logs, opened and closed in one place.
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+Used by `train`, `sft`, `export_checkpoint` and `replay_update`.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NoReturn
 
 from arpo_megatron.actor import parallel
 from arpo_megatron.actor.actor import Actor
 from arpo_megatron.actor.checkpoint import CheckpointStore
+from arpo_megatron.actor.optimizer import optimizer_name
+from arpo_megatron.algorithms.credit import Loss
+from arpo_megatron.config import JobConfig
+from arpo_megatron.errors import StoppedError
 from arpo_megatron.jobs import resolve
-from arpo_megatron.jobs.inputs import load_data, load_tokenizer, model_path
-from arpo_megatron.jobs.run_directory import RunDirectory
+from arpo_megatron.jobs.checkpoint_dirs import COLD_START_KEPT
+from arpo_megatron.jobs.fingerprint import fingerprint
+from arpo_megatron.jobs.run_directory import Phase, RunDirectory, start_model
 from arpo_megatron.models.spec import ModelSpec
-from arpo_megatron.monitor.events import EventLog
+from arpo_megatron.monitor.events import EventLog, log_user_errors
 from arpo_megatron.monitor.metrics import MetricsLog
 from arpo_megatron.monitor.profiler import StepProfiler
-from arpo_megatron.rollout.endpoints import Services
-from arpo_megatron.tasks.selectors.base import make_task_selector
-from arpo_megatron.trainer.controller import Controller
-from arpo_megatron.trainer.run import TrainingRun
+from arpo_megatron.packing.layout import TreePack
+from arpo_megatron.trainer.skipped_updates import SkippedUpdate, dump_skipped_update
+from arpo_megatron.tree import Float32Array
 from arpo_megatron.utils.rank_main import log_failure
+
+_NO_FILES: Mapping[str, Callable[[], bytes]] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True)
+class ActorSession:
+    """One rank of a training phase, as `actor_session` sets it up."""
+
+    config: JobConfig
+    directory: RunDirectory
+    phase: Phase
+    start: Path
+    """Hugging Face directory that the phase starts from."""
+    actor: Actor
+    checkpoints: CheckpointStore
+    events: EventLog
+    """Enabled on rank 0 only."""
+    metrics: MetricsLog | None
+    """None on ranks other than 0, and for a command that trains nothing."""
+    profiler: StepProfiler
+    closing: ExitStack
+    """Closes the session's resources; whatever a phase adds to it is closed first."""
+
+    def note(self, text: str) -> None:
+        """Log a line for the user."""
+        self.events.emit("note", text=text)
+
+    def load_newest(self) -> Path | None:
+        """Load the actor from the newest whole checkpoint and return its directory; None if there is none.
+
+        Raises:
+            UserError: there are checkpoints, but all are damaged.
+        """
+        if self.metrics is not None:
+            self.note(f"optimizer: {optimizer_name(self.actor.optimizer)}")
+        found = self.checkpoints.resume_point()
+        for line in found.told:
+            self.note(line)
+        if found.path is not None:
+            self.actor.load(CheckpointStore.actor_directory(found.path))
+        return found.path
+
+    def save(self, step: int, state: dict[str, Any], files: Mapping[str, Callable[[], bytes]] = _NO_FILES) -> None:
+        """Start to write the checkpoint of `step`; see `CheckpointStore.save`."""
+        self.checkpoints.save(step, self.actor, state, files)
+
+    def log_saves(self, *, wait: bool = False) -> None:
+        """Log the saves that failed since the last call; with `wait`, finish the one in flight first."""
+        if wait:
+            self.checkpoints.finish()
+        for report in self.checkpoints.reports():
+            if report.error:
+                self.note(str(report))
+
+    def stopping(self) -> bool:
+        """Whether the job is asked to save and end; the same answer on all ranks."""
+        return parallel.broadcast_object(parallel.is_rank_zero() and self.directory.stop.exists())
+
+    def stop(self, step: int, save: Callable[[], None]) -> NoReturn:
+        """Save what is not saved yet and end the phase on all ranks.
+
+        Args:
+            step: finished steps (updates, for supervised training).
+            save: starts the checkpoint of `step`.
+
+        Raises:
+            StoppedError: always.
+        """
+        self.log_saves(wait=True)
+        if step and not parallel.broadcast_object((self.checkpoints.root / f"step_{step}").exists()):
+            save()
+            self.log_saves(wait=True)
+        self.note(f"asked to end: {step} {'steps' if self.phase == 'train' else 'updates'} are done and saved")
+        raise StoppedError
+
+    def count_skipped(
+        self,
+        in_a_row: int,
+        *,
+        skipped: bool,
+        step: int,
+        loss: Loss,
+        packs: Sequence[TreePack],
+        old_logprobs: Sequence[Float32Array] | None = None,
+        reference_logprobs: Sequence[Float32Array] | None = None,
+    ) -> int:
+        """Dump the last update if it was skipped; return how many were skipped in a row.
+
+        Raises:
+            UserError: too many were.
+        """
+        if not skipped:
+            return 0
+        update = SkippedUpdate(
+            phase=self.phase,
+            step=step,
+            loss=loss,
+            suspects=self.actor.nonfinite_packs,
+            packs=packs,
+            old_logprobs=old_logprobs,
+            reference_logprobs=reference_logprobs,
+            made_by=fingerprint(self.config, self.actor.spec),
+        )
+        return dump_skipped_update(update, in_a_row, self.directory.skipped_updates, self.events)
+
+    def end_profile(self, step: int) -> None:
+        """Log the trace of the profiler if `step` was the last one of its window."""
+        if (trace := self.profiler.after(step)) is not None:
+            self.note(f"profile: {trace}")
 
 
 @contextmanager
-def training_run(directory: RunDirectory) -> Iterator[TrainingRun]:
-    """Set a rank up from a run directory (resuming where it left off) and take it down again."""
+def actor_session(directory: RunDirectory, phase: Phase, *, training: bool = True) -> Iterator[ActorSession]:
+    """Set up this rank for a phase of a run and close everything at the end, whatever happens inside.
+
+    Args:
+        directory: run directory with its config.
+        phase: decides the first weights, the optimizer and the checkpoints.
+        training: False for a command that only loads a checkpoint: it has no metrics and no reference policy.
+    """
+    with log_user_errors(directory.events), ExitStack() as closing:
+        try:
+            yield _open(directory, phase, training, closing)
+        except BaseException as error:
+            log_failure(error)  # before the clean-up, which may take long and which other ranks may notice
+            raise
+    # Not after a failure: a failed rank leaves its groups only when it ends, so that it is the first to report.
+    parallel.destroy()
+
+
+def _open(directory: RunDirectory, phase: Phase, training: bool, closing: ExitStack) -> ActorSession:
     config = resolve.load(directory.config)
     parallel.initialize(config.parallel, config.seed)
     is_rank_zero = parallel.is_rank_zero()
-    start = directory.sft_model if config.sft.steps else model_path(config, directory)
-    tokenizer = load_tokenizer(start)
-    data = load_data(config, tokenizer)
-    spec = ModelSpec.from_hf(start)
-    updates = config.train.steps * config.algorithm.minibatches
+    events = EventLog(directory.events, enabled=is_rank_zero)
+    start = start_model(config, directory, phase)
+    train = config.train
+    if phase == "sft":
+        optimizer, updates = config.sft.optimizer, config.sft.steps
+        checkpoints = CheckpointStore(directory.sft_checkpoints, COLD_START_KEPT)
+    else:
+        optimizer, updates = config.optimizer, train.steps * config.algorithm.minibatches
+        checkpoints = CheckpointStore(directory.checkpoints, train.keep_checkpoints, train.keep_every)
     actor = Actor(
         config,
-        spec,
+        ModelSpec.from_hf(start),
         start,
-        optimizer=config.optimizer,
+        optimizer=optimizer,
         total_updates=updates,
-        keep_reference=config.algorithm.kl_coefficient > 0,
+        keep_reference=training and phase == "train" and config.algorithm.kl_coefficient > 0,
     )
-    events = EventLog(directory.events, enabled=is_rank_zero)
-    found = Services.from_environment()
-    selector = make_task_selector(config.algorithm, data.train, config.seed)
-    controller = (
-        Controller.start(config, directory, start, tokenizer, found, selector, events) if is_rank_zero else None
-    )
+    metrics = None
+    if training and is_rank_zero:
+        metrics = MetricsLog(directory.path, config, phase="sft" if phase == "sft" else "")
+        closing.callback(_close_metrics, metrics, events)
     window = config.monitor.profile_steps if is_rank_zero or config.monitor.profile_ranks == "all" else None
-    run = TrainingRun(
-        config=config,
-        directory=directory,
-        actor=actor,
-        tasks=data.train,
-        selector=selector,
-        held_out=data.held_out,
-        checkpoints=CheckpointStore(directory.checkpoints, config.train.keep_checkpoints, config.train.keep_every),
-        events=events,
-        metrics=MetricsLog(directory.path, config) if is_rank_zero else None,
-        controller=controller,
-        profiler=StepProfiler(window, directory.profile, parallel.rank()),
+    profiler = StepProfiler(
+        window if training else None,
+        directory.profile / "sft" if phase == "sft" else directory.profile,
+        parallel.rank(),
     )
-    try:
-        run.resume()
-        yield run
-    except BaseException as error:
-        log_failure(error)  # before the clean-up, which may take a while and which other ranks may notice
-        raise
-    finally:
-        if controller is not None:
-            controller.close()
-        if run.metrics is not None and (rows := run.metrics.close()):
-            events.emit("note", text=f"the last {rows} rows of metrics.jsonl are not stored: the disk has no room")
-        run.profiler.close()
-    parallel.destroy()  # a failed rank leaves its groups only with its end, so that it is the first to tell
+    closing.callback(profiler.close)
+    return ActorSession(config, directory, phase, start, actor, checkpoints, events, metrics, profiler, closing)
+
+
+def _close_metrics(metrics: MetricsLog, events: EventLog) -> None:
+    if rows := metrics.close():
+        events.emit("note", text=f"the last {rows} rows of metrics are not stored: the disk is full")

@@ -1,8 +1,7 @@
-"""What the trees of a step have sampled, written down while the step waits for them: a killed run goes on within it.
+"""A journal of the step in progress: what its trees have sampled, so that a killed run resumes within the step.
 
-A checkpoint is of the moment between two steps. The file here is of the moment of its last writing, and says after how
-many steps that was: it is of use to a run that goes on from the checkpoint of that very step, whose weights are those
-that have sampled.
+A checkpoint holds the state between two steps. The journal holds the state within the step that follows checkpoint
+`step_N`, and names N. Only a run that resumes from that checkpoint uses it: its weights are the ones that sampled.
 """
 
 import hashlib
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from arpo_megatron.rollout.record import UnfinishedTree, pack_trees, unpack_trees
-from arpo_megatron.utils.atomic import flush
+from arpo_megatron.utils.atomic import atomic_write
 
 _LENGTH = struct.Struct("<Q")
 _DIGEST = hashlib.blake2b().digest_size
@@ -24,48 +23,40 @@ _DIGEST = hashlib.blake2b().digest_size
 
 @dataclass(frozen=True, slots=True)
 class StepSnapshot:
-    """Within a step.
-
-    Attributes:
-        selector: state of the task order, behind the tasks of these trees.
-        trees: that are not trained yet, with all they had sampled.
-    """
+    """The state of a run within a step."""
 
     selector: dict[str, Any]
+    """State of the task selector after the tasks of these trees were drawn."""
     trees: list[UnfinishedTree]
+    """Trees that were started and not trained, with all that they have sampled."""
 
     @property
     def entries(self) -> int:
-        """Of all records together."""
+        """Number of entries in the records of all trees."""
         return sum(len(tree.entries) for tree in self.trees)
 
 
 @dataclass(slots=True)
 class StepJournal:
-    """The file `path`, whole or not there, written every `every_s` seconds while `keep` is called.
+    """The file `path`, which exists whole or not at all.
 
-    A disk that is full costs the file and not the run: that is told once, and again after a step in which all was well.
-
-    Attributes:
-        path: of the file.
-        checkpoints: where `step_N` are.
-        save_every: steps between two of them. Within a step before which none is saved nothing is written, for nobody
-            could go on there; what there is of an earlier one stays.
-        every_s: seconds.
-        tell: takes a line for the user.
-        kept_at: when it was written last.
-        failed: the step of the last writing that did, until one of another step has not.
+    A full disk costs the journal, not the run. It is logged once, and again after a step in which every write worked.
     """
 
     path: Path
     checkpoints: Path
+    """Directory of the checkpoints `step_N`."""
     save_every: int
+    """Steps between two checkpoints. Within a step without a checkpoint before it nothing is written, because no run
+    could resume there; the journal of an earlier step stays."""
     every_s: float
-    tell: Callable[[str], None]
-    kept_at: float = field(default_factory=time.monotonic)
+    """Seconds between two writes."""
+    log: Callable[[str], None]
+    written_at: float = field(default_factory=time.monotonic)
     failed: int | None = None
+    """Step of the last write that failed; None again after a write of another step that worked."""
 
-    def keep(
+    def write(
         self,
         step: int,
         selector: Mapping[str, Any],
@@ -73,46 +64,43 @@ class StepJournal:
         *,
         now: bool = False,
     ) -> None:
-        """Write the moment down, if it is time or must be `now`; so many steps are done."""
-        if not now and time.monotonic() - self.kept_at < self.every_s:
+        """Write the state within the step after `step` finished ones, if it is time or `now`."""
+        if not now and time.monotonic() - self.written_at < self.every_s:
             return
-        # A stopped run has one between those that are due.
+        # A run that was stopped has a checkpoint between those that are due.
         if step % self.save_every and not (self.checkpoints / f"step_{step}").exists():
             return
-        self.kept_at = time.monotonic()
-        partial = self.path.with_name(self.path.name + ".tmp")
+        self.written_at = time.monotonic()
         try:
-            _write(partial, {"step": step, "selector": selector}, trees())
-            partial.replace(self.path)
-            flush(self.path.parent)
+            with atomic_write(self.path, durable=True) as partial:
+                _write(partial, {"step": step, "selector": selector}, trees())
         except OSError as error:
-            # The file goes too: it may be of an earlier life of the run, whose weights had the same number.
-            for path in (partial, self.path):
-                path.unlink(missing_ok=True)
+            # The old journal goes too: its step may have been repeated since, with other weights.
+            self.path.unlink(missing_ok=True)
             if self.failed is None:
-                self.tell(f"{self.path.name} could not be written: {error.strerror}; training goes on")
+                self.log(f"{self.path.name} could not be written: {error.strerror}; training continues")
             self.failed = step
         else:
-            # Within a step one may succeed by the room that a failure has given back: that says nothing of the next.
+            # Within the step of a failure a write may work in the room that the deleted journal left.
             if step != self.failed:
                 self.failed = None
 
     def read(self, step: int) -> StepSnapshot | None:
-        """What was written when so many steps were done; None where that is not what the file holds, whole.
+        """Return the journal of the step after `step` finished ones; None if the file holds no such journal.
 
-        What is of no use is removed: a later checkpoint with the file's number would be of another life of the run.
+        A file that is of no use is deleted: a later checkpoint of the same number would have other weights.
         """
-        if (moment := self._found(step)) is None:
+        if (snapshot := self._read(step)) is None:
             self.path.unlink(missing_ok=True)
-        return moment
+        return snapshot
 
-    def _found(self, step: int) -> StepSnapshot | None:
+    def _read(self, step: int) -> StepSnapshot | None:
         try:
             head, *trees = _parts(self.path.read_bytes())
         except FileNotFoundError:
             return None
         except (OSError, ValueError, struct.error) as error:
-            self.tell(f"{self.path.name} is not used: {error}")
+            self.log(f"{self.path.name} is not used: {error}")
             return None
         found = json.loads(bytes(head))
         if found["step"] != step:
@@ -121,9 +109,9 @@ class StepJournal:
 
 
 def _write(path: Path, head: Mapping[str, Any], trees: Sequence[UnfinishedTree]) -> None:
-    """The head and every tree with its length before it, and behind them their digest.
+    """Write the head and every tree, each after its length, then a digest of all of it.
 
-    Tree by tree: the routes of experts of a whole step can take gigabytes.
+    One tree at a time: the expert routes of a whole step can take gigabytes.
     """
     digest = hashlib.blake2b()
     with path.open("wb") as file:
@@ -132,11 +120,10 @@ def _write(path: Path, head: Mapping[str, Any], trees: Sequence[UnfinishedTree])
                 file.write(piece)
                 digest.update(piece)
         file.write(digest.digest())
-    flush(path)
 
 
 def _parts(content: bytes) -> Iterator[memoryview]:
-    """What `_write` has put together. Raises ValueError where a bit of it is another."""
+    """Return what `_write` was given. Raises ValueError if the content is damaged."""
     body, digest = memoryview(content)[:-_DIGEST], content[-_DIGEST:]
     if not body or hashlib.blake2b(body).digest() != digest:
         raise ValueError("it is damaged")

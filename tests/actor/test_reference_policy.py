@@ -1,7 +1,6 @@
 """The reference policy of the KL penalty: what it computes, and when a step swaps it in."""
 
-from contextlib import contextmanager
-from dataclasses import fields
+from contextlib import ExitStack, contextmanager
 
 import numpy as np
 import pytest
@@ -17,7 +16,8 @@ from arpo_megatron.packing.packs import pack_trees
 from arpo_megatron.rewards.scored_tree import ScoredTree
 from arpo_megatron.tasks.base import Task
 from arpo_megatron.train import train
-from arpo_megatron.trainer.run import RunState, TrainingRun
+from arpo_megatron.trainer.run import TrainingRun
+from arpo_megatron.trainer.setup import ActorSession
 from tests.actor import cases
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -48,11 +48,19 @@ class Steps(TrainingRun):
     """A training run without engine and checkpoints: trees are given, and what the updates said is kept."""
 
     def __init__(self, actor: Actor, directory: RunDirectory) -> None:
-        values = dict.fromkeys(field.name for field in fields(TrainingRun))
-        events, profiler = EventLog(directory.events, enabled=False), StepProfiler(None, directory.path)
-        values |= {"config": actor.config, "directory": directory, "actor": actor, "events": events}
-        values |= {"profiler": profiler, "state": RunState(), "phases": {}}
-        super().__init__(**values)
+        session = ActorSession(
+            config=actor.config,
+            directory=directory,
+            phase="train",
+            start=directory.path,
+            actor=actor,
+            checkpoints=None,
+            events=EventLog(directory.events, enabled=False),
+            metrics=None,
+            profiler=StepProfiler(None, directory.path),
+            closing=ExitStack(),
+        )
+        super().__init__(session, controller=None, held_out=())
         self.current, self.updates = "", []
 
     @contextmanager

@@ -9,7 +9,7 @@ from arpo_megatron.algorithms.replay.base import StoredTrajectory, replace_traje
 from arpo_megatron.algorithms.replay.success_replay import SuccessReplay
 from arpo_megatron.rewards.scored_tree import ScoredTree
 from arpo_megatron.tasks.base import Task
-from arpo_megatron.trainer.controller import earned
+from arpo_megatron.trainer.metrics import reward_metrics
 from arpo_megatron.tree import Role, RolloutTree
 
 PROMPT = [7, 8, 9]
@@ -50,14 +50,14 @@ def test_a_failed_group_gets_the_newest_success_of_its_task() -> None:
     assert store.metrics()["replay/trees"] == 0
 
 
-def test_what_is_replayed_is_not_counted_as_earned() -> None:
+def test_what_is_replayed_is_not_counted_as_reward_metrics() -> None:
     store = SuccessReplay()
     store.mix(scored("a", [1.0, 1.0]), 0)
     mixed = store.mix(scored("a", [0.0, 0.0, 0.0], step=5, first=70), 5)
     other = scored("b", [1.0, 0.0], step=5)
     assert mixed.rewards.sum() == 1.0
-    assert earned([mixed, other], 0.5) == {"reward": 0.25, "success": 0.25, "format_ok": 0.25}
-    assert np.isnan(earned([store.mix(scored("a", [0.0], step=6, first=90), 6)], 0.5)["reward"])
+    assert reward_metrics([mixed, other], 0.5) == {"reward": 0.25, "success": 0.25, "format_ok": 0.25}
+    assert np.isnan(reward_metrics([store.mix(scored("a", [0.0], step=6, first=90), 6)], 0.5)["reward"])
 
 
 def test_groups_with_spread_or_success_are_left_as_they_are() -> None:

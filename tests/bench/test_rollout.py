@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,10 +16,12 @@ from arpo_megatron.monitor.events import EventLog
 from arpo_megatron.rewards.scored_tree import ScoredTree
 from arpo_megatron.rollout.accounting import RolloutCounts, rollout_stats
 from arpo_megatron.rollout.messages import CollectTrees, RolloutReport, StartTrees
+from arpo_megatron.rollout.record import UnfinishedTree
 from arpo_megatron.rollout.worker import TokenizerCodec
 from arpo_megatron.tasks.base import Task
 from arpo_megatron.tasks.selectors.base import EpochSelector
 from arpo_megatron.trainer.collector import TreeCollector
+from arpo_megatron.trainer.step_journal import StepJournal
 from arpo_megatron.tree import Role, RolloutTree
 
 
@@ -75,6 +78,9 @@ class Schedule:
         self.calls: list[tuple[str, int | None, int | None]] = []
         self.in_flight: list[Task] = []
 
+    def unfinished_trees(self, _group: str) -> list[UnfinishedTree]:
+        return []
+
     def start_trees(self, _group: str, tasks: Sequence[Task], **_how: object) -> None:
         self.in_flight += tasks
         if self.calls and self.calls[-1][0] == "start":  # the benchmark starts a step's trees at a time
@@ -115,16 +121,19 @@ class Pool(Schedule):
 def test_the_benchmark_starts_and_waits_for_what_a_run_does(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ahead: bool
 ) -> None:
-    def score(trees: Sequence[RolloutTree], tasks: Sequence[Task]) -> list[ScoredTree]:
+    def score(trees: Sequence[RolloutTree], tasks: Sequence[Task], *, step: int) -> list[ScoredTree]:
         one = np.ones(1)
         return [ScoredTree(task, tree, one, one, one == 1) for task, tree in zip(tasks, trees, strict=True)]
 
     config = rollout._job(ahead=ahead)
     tasks = [rollout._task(number) for number in range(rollout.TASKS * rollout.STEPS)]
     run: Any = Schedule()
-    collector = TreeCollector(config, run, score, EpochSelector(tasks, 1), EventLog(tmp_path / "events.jsonl"))
+    scorer: Any = SimpleNamespace(score=score)
+    journal = StepJournal(tmp_path / "step_journal.msgpack", tmp_path, 1, 3600.0, pytest.fail)
+    events = EventLog(tmp_path / "events.jsonl")
+    collector = TreeCollector(config, run, scorer, EpochSelector(tasks, 1), journal, events)
     for step in range(rollout.STEPS):
-        assert len(collector.step(step)) == rollout.TASKS
+        assert len(collector.collect(step)) == rollout.TASKS
 
     async def version() -> int:
         bench._version += 1

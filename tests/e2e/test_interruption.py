@@ -142,7 +142,7 @@ def test_ctrl_c_and_killed_rank_lose_no_step_and_no_token(start: Start, warm_run
 
     job = start(training(warm_run, *overrides, "--resume"))
     wait_for("resumed training", lambda: "resumed from step_1: 1 steps are done" in notes(warm_run), job)
-    wait_for("trees", lambda: any(note.startswith("step 2 goes on where it was: 8") for note in notes(warm_run)), job)
+    wait_for("trees", lambda: any(note.startswith("step 2 continues with 8") for note in notes(warm_run)), job)
     rank, family = process_of(job, "arpo_megatron.train"), family_of(job)
     record, checkpoint = warm_run / "metrics.jsonl", warm_run / "checkpoints" / "step_2"
     # Kill between the step's metrics row and its checkpoint, whichever is written first.
@@ -224,6 +224,6 @@ def test_killed_command_line_ends_all_processes_and_loses_no_token(start: Start,
     first = journal_of(warm_run, 0)
     assert first is not None
     run_to_end(training(warm_run, *overrides, "--resume", steps=1), warm_run)
-    assert any(note.startswith(f"step 1 goes on where it was: {TASKS} trees") for note in notes(warm_run))
+    assert any(note.startswith(f"step 1 continues with {TASKS} trees") for note in notes(warm_run))
     check_kept(warm_run, first.trees)
     assert not (warm_run / "step_journal.msgpack").exists(), "training is done"

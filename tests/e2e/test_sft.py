@@ -21,8 +21,8 @@ from arpo_megatron.models.random_init import save_random_weights
 from arpo_megatron.models.spec import ModelSpec
 from arpo_megatron.models.tiny import make_model_directory, train_bpe
 from arpo_megatron.packing.packs import pack_trees
-from arpo_megatron.sft import Examples
-from arpo_megatron.trainer.skipped_updates import SkippedUpdate, save_bad_update
+from arpo_megatron.trainer.sft_run import Examples
+from arpo_megatron.trainer.skipped_updates import SkippedUpdate, save_skipped_update
 from arpo_megatron.tree import Role, RolloutTree
 from tests.e2e.jobs import ARPO, quickstart, rows_of, run_to_end, undocumented
 
@@ -160,14 +160,14 @@ def test_replay_pack_names_the_nonfinite_pack(run: Path, model: Path) -> None:
     bad = dataclasses.replace(pack, positive=pack.positive * np.float32(np.nan))
     made_by = fingerprint(resolve.load(run / "config.yaml"), ModelSpec.from_hf(model))
     update = SkippedUpdate("sft", 1, "nll", [1], [pack, bad], None, made_by=made_by)
-    dump = save_bad_update(run / "skipped_updates", update)
+    dump = save_skipped_update(run / "skipped_updates", update)
     done = subprocess.run([*ARPO, "replay-pack", str(dump)], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0] == "skipped update after 1 updates: the loss of pack 1 of 2 was not finite"
     assert lines[1].startswith("weights of ") and "step_" in lines[1]
-    assert lines[2].startswith("pack 0: inputs finite, log-probs finite, loss finite")
-    assert lines[3].startswith("pack 1: inputs NOT FINITE (positive: 3 of 3 not finite)")
+    assert lines[2].startswith("pack 0: finite (loss ")
+    assert lines[3].startswith("pack 1: positive: 3 of 3 not finite, ")
 
 
 def test_only_rank_zero_reads_the_conversations(
@@ -178,11 +178,11 @@ def test_only_rank_zero_reads_the_conversations(
     tokenizer, spec = load_tokenizer(model), ModelSpec.from_hf(model)
     sent: list[object] = []
     monkeypatch.setattr(parallel, "broadcast_object", lambda own: sent.append(own) or own)
-    leading = Examples.of(config, tokenizer, spec)
+    leading = Examples.load(config, tokenizer, spec)
     copy.unlink()  # a second read fails
     monkeypatch.setattr(parallel, "is_rank_zero", lambda: False)
     monkeypatch.setattr(parallel, "broadcast_object", lambda own: sent[0] if own is None else own)
-    other = Examples.of(config, tokenizer, spec)
+    other = Examples.load(config, tokenizer, spec)
     for number in range(3):
         assert [t.task_id for t in other.of_update(number)] == [t.task_id for t in leading.of_update(number)]
     assert (other.conversations, len(other.held_out), other.skipped_rows) == (36, 4, 2)

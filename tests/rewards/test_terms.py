@@ -4,7 +4,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 
 from arpo_megatron.config import JudgeConfig, RewardConfig
@@ -14,9 +13,7 @@ from arpo_megatron.rewards.base import Response, ResponseGroup, Score
 from arpo_megatron.rewards.terms.eapo import GeometricDiscount
 from arpo_megatron.rewards.terms.measures import BrokenFormat, Length, Overlong, ToolCalls
 from arpo_megatron.rewards.terms.spear import FadingToolBonus
-from arpo_megatron.rewards.tree_scorer import TreeScorer, mean_terms, terms_by_name
 from arpo_megatron.tasks.base import Task
-from arpo_megatron.tree import Role, RolloutTree
 from tests.rewards.judge_server import Rule, chat_server, part, verdict
 
 TASK = Task("t", ({"role": "user", "content": "?"},), "5", "math", "?")
@@ -124,24 +121,3 @@ def test_a_share_of_wins_is_free_of_the_liking_for_the_first() -> None:
     shares = [score.terms["spo"] for score in found]
     assert shares == pytest.approx([0.5 / 3, 0.5 / 3, 2.5 / 3, 2.5 / 3])
     assert sum(shares) == pytest.approx(4 / 2)
-
-
-def test_trees_are_scored_at_once_and_parts_are_kept_by_leaf() -> None:
-    trees = []
-    for number in range(6):
-        tree = RolloutTree(f"t{number}", [9])
-        call = tree.add(0, Role.MODEL, [1, 2])
-        tree.add(tree.add(call, Role.TOOL, [3]), Role.MODEL, [5])
-        tree.add(0, Role.MODEL, [6])
-        trees.append(tree)
-    tasks = [Task(tree.task_id, (), "5" if number % 2 else "6", "math", "") for number, tree in enumerate(trees)]
-    reward = make_reward(RewardConfig(terms={"tool_calls": 1.0, "length": 1.0}), max_response_tokens=8)
-    found = TreeScorer(reward, lambda ids: text(str(ids[-1])) if ids[-1] == 5 else "broken").score(trees, tasks, step=3)
-    assert [[score.accuracy for score in each] for each in found] == [[0.0, 0.0], [1.0, 0.0]] * 3
-    parts = terms_by_name(found[1])
-    assert parts["tool_calls"].tolist() == [-1.0, 0.0]
-    assert parts["length"].tolist() == [-0.5, -0.125]
-    assert math.isnan(parts["verified"][1]), "a broken response has no answer"
-    assert mean_terms([parts, {"tool_calls": np.array([-3.0])}]) == pytest.approx(
-        {"verified": 1.0, "undecided": 0.0, "tool_bonus": 0.0, "tool_calls": -4 / 3, "length": -0.3125}
-    )

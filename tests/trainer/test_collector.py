@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,8 @@ from arpo_megatron.rollout.messages import (
 from arpo_megatron.rollout.record import UnfinishedTree
 from arpo_megatron.tasks.base import Task
 from arpo_megatron.tasks.selectors.base import EpochSelector, TaskSelector
-from arpo_megatron.trainer.collector import TreeCollector, age_metrics
+from arpo_megatron.trainer.collector import StepInProgress, TreeCollector
+from arpo_megatron.trainer.metrics import age_metrics
 from arpo_megatron.trainer.step_journal import StepJournal
 from arpo_megatron.tree import Role, RolloutTree
 
@@ -137,6 +139,12 @@ class Selector:
         return {"noted": len(self.noted)}
 
 
+def current(collector: TreeCollector) -> StepInProgress:
+    """The step that the collector is in."""
+    assert collector.current is not None
+    return collector.current
+
+
 Start = Callable[..., tuple[TreeCollector, Rollouts]]
 
 
@@ -145,7 +153,7 @@ def collector(tmp_path: Path) -> Start:
     def make(
         signal: Callable[[str], bool] = lambda _id: True, selector: TaskSelector | None = None, **rollout: Any
     ) -> tuple[TreeCollector, Rollouts]:
-        def score(trees: Sequence[RolloutTree], tasks: Sequence[Task]) -> list[ScoredTree]:
+        def score(trees: Sequence[RolloutTree], tasks: Sequence[Task], *, step: int) -> list[ScoredTree]:
             rewards = [np.array([0.0, 1.0 if signal(task.id) else 0.0]) for task in tasks]
             whole = zip(tasks, trees, rewards, strict=True)
             return [ScoredTree(task, tree, given, given, given == 1) for task, tree, given in whole]
@@ -158,40 +166,43 @@ def collector(tmp_path: Path) -> Start:
         )
         rollouts = Rollouts()
         events = EventLog(tmp_path / "events.jsonl")
-        return TreeCollector(config, rollouts, score, selector or Selector(), events), rollouts  # type: ignore[arg-type]  # doubles
+        journal = StepJournal(tmp_path / "step_journal.msgpack", tmp_path, 1, 3600.0, pytest.fail)
+        scorer: Any = SimpleNamespace(score=score)
+        double: Any = rollouts
+        return TreeCollector(config, double, scorer, selector or Selector(), journal, events), rollouts
 
     return make
 
 
 def test_groups_without_signal_are_replaced_and_counted(collector: Start) -> None:
     held, rollouts = collector(lambda task: task not in ("t0", "t2"), max_refills=3)
-    assert [item.tree.task_id for item in held.step(0)] == ["t1", "t3", "t4", "t5"]
+    assert [item.tree.task_id for item in held.collect(0)] == ["t1", "t3", "t4", "t5"]
     assert rollouts.calls == ["start 4", "collect 4", "start 2", "collect 2"]
-    assert held.dropped["no_signal"] == 2
+    assert current(held).dropped["no_signal"] == 2
 
 
 def test_spare_trees_are_used_before_others_are_started_whatever_the_refills(collector: Start) -> None:
     held, rollouts = collector(lambda task: task not in ("t0", "t2"), max_refills=0, oversampling=0.5)
-    assert [item.tree.task_id for item in held.step(0)] == ["t1", "t3", "t4", "t5"]
+    assert [item.tree.task_id for item in held.collect(0)] == ["t1", "t3", "t4", "t5"]
     assert rollouts.calls == ["start 6", "collect 4", "collect 2"]
 
 
 def test_a_step_trains_what_it_has_when_the_refills_are_used_up(collector: Start) -> None:
     held, _ = collector(lambda task: task == "t5", max_refills=1)
-    assert [item.tree.task_id for item in held.step(0)] == ["t5"]
-    assert held.dropped["no_signal"] == 7
+    assert [item.tree.task_id for item in held.collect(0)] == ["t5"]
+    assert current(held).dropped["no_signal"] == 7
     assert "step 1 trains 1 trees of 4" in held.events.path.read_text()
 
 
 def test_a_step_without_any_tree_says_what_became_of_them(collector: Start) -> None:
     held, _ = collector(lambda _task: False, max_refills=1)
-    with pytest.raises(RuntimeError, match=r"step 1 has not one tree to train; dropped: .*8 no_signal"):
-        held.step(0)
+    with pytest.raises(RuntimeError, match=r"step 1 has no tree to train; dropped: .*8 no_signal"):
+        held.collect(0)
 
 
 def test_a_push_that_is_made_again_does_not_wait_for_trees_at_rest(collector: Start) -> None:
     held, rollouts = collector(max_staleness=1, across_push="drain")
-    held.step(0)
+    held.collect(0)
     rollouts.calls.clear()
     rollouts.stale = 1  # an engine is restarted while the trees are drained: some are not finished
     for _attempt in range(2):
@@ -204,38 +215,38 @@ def test_a_push_that_is_made_again_does_not_wait_for_trees_at_rest(collector: St
 
 def test_trees_that_are_given_up_are_kept_for_the_log_with_what_they_cost(collector: Start) -> None:
     held, rollouts = collector(oversampling=0.75)
-    assert len(held.step(0)) == 4
+    assert len(held.collect(0)) == 4
     assert rollouts.calls == ["start 7", "collect 4", "stop"]
-    assert [(item.tree.task_id, item.dropped, len(item.rewards)) for item in held.left_out] == [
-        ("t4", "oversampled", 2),
+    assert [(item.tree.task_id, item.dropped, len(item.rewards)) for item in current(held).left_out] == [
         ("t5", "oversampled", 0),
         ("t6", "oversampled", 0),
+        ("t4", "oversampled", 2),
     ]
-    assert held.dropped == Counter(oversampled=3)
-    assert sum(stats.counts.tokens_sampled for stats in held.stats) == 7
-    assert held.growing == []
+    assert current(held).dropped == Counter(oversampled=3)
+    assert sum(stats.counts.tokens_sampled for stats in current(held).stats) == 7
+    assert held.in_flight == []
 
 
 def test_a_step_refuses_trees_that_are_too_old_instead_of_waiting_and_replaces_them(collector: Start) -> None:
     held, rollouts = collector(max_staleness=1, stale="drop")
     rollouts.versions = {f"t{n}": 1 for n in range(9, 16)}  # t8 took longer: its first segment is of version 0
-    steps = [[item.tree.task_id for item in held.step(step)] for step in range(3)]
+    steps = [[item.tree.task_id for item in held.collect(step)] for step in range(3)]
     assert steps == [["t0", "t1", "t2", "t3"], ["t4", "t5", "t6", "t7"], ["t9", "t10", "t11", "t12"]]
-    assert [(item.tree.task_id, item.dropped) for item in held.left_out] == [("t8", "stale")]
-    assert held.metrics()["dropped/stale"] == 1
+    assert [(item.tree.task_id, item.dropped) for item in current(held).left_out] == [("t8", "stale")]
+    assert current(held).dropped["stale"] == 1
     assert rollouts.waited == {None}
 
 
 def test_without_refusal_a_step_waits_for_those_that_would_be_too_old(collector: Start) -> None:
     held, rollouts = collector(max_staleness=2)
-    held.step(0)
-    held.step(5)
+    held.collect(0)
+    held.collect(5)
     assert rollouts.waited == {-1, 4}  # versions before which a tree that still grows is waited for
 
 
 def test_the_trees_of_a_stopped_run_go_on_first_in_its_continuation(collector: Start) -> None:
     held, _ = collector(max_staleness=1)
-    held.step(0)
+    held.collect(0)
     assert [tree.task_id for tree in held.unfinished()] == [f"t{n}" for n in range(8)]
     held.done()
     trees = held.unfinished()
@@ -243,7 +254,7 @@ def test_the_trees_of_a_stopped_run_go_on_first_in_its_continuation(collector: S
     again, rollouts = collector(max_staleness=1)
     again.restore(trees, [task(tree.task_id) for tree in trees])
     assert again.unfinished() == trees  # a checkpoint before the next step loses none of them
-    assert [item.tree.task_id for item in again.step(1)] == ["t4", "t5", "t6", "t7"]
+    assert [item.tree.task_id for item in again.collect(1)] == ["t4", "t5", "t6", "t7"]
     assert rollouts.calls == ["go on t4 t5 t6 t7", "start 4", "collect 4"]
     assert [item.id for item in rollouts.in_flight] == ["t0", "t1", "t2", "t3"]
 
@@ -267,19 +278,19 @@ def test_a_job_that_ends_within_a_step_trains_every_task_once(
     selector, held, rollouts = begin()
     trained = []
     for step in range(2):
-        trained += held.step(step)
+        trained += held.collect(step)
         held.done()
     rollouts.interrupts = interrupts
     with pytest.raises(StoppedError):
-        held.step(2)
+        held.collect(2)
     state, left = selector.state_dict(), held.unfinished()
 
     selector, held, _ = begin()
     selector.load_state_dict(state)
     held.restore(left, tasks)
     for step in range(2, 4):
-        trained += held.step(step)
-        dropped = held.left_out
+        trained += held.collect(step)
+        dropped = current(held).left_out
         held.done()
     ids = [item.task.id for item in trained]
     assert len(ids) == len(set(ids)) == 16
@@ -302,9 +313,9 @@ def test_a_job_that_is_killed_within_a_step_goes_on_with_what_was_written(
     path, told = tmp_path / "step_journal.msgpack", list[str]()
 
     class UntilKilled(StepJournal):
-        def keep(self, step: int, *moment: Any, now: bool = False) -> None:
+        def write(self, step: int, *state: Any, now: bool = False) -> None:
             if not killed:
-                super().keep(step, *moment, now=now)
+                super().write(step, *state, now=now)
 
     def begin() -> tuple[EpochSelector, TreeCollector, Rollouts]:
         selector = EpochSelector(tasks, 1)
@@ -317,7 +328,7 @@ def test_a_job_that_is_killed_within_a_step_goes_on_with_what_was_written(
     selector, held, rollouts = begin()
     trained = []
     for step in range(2):
-        trained += held.step(step)
+        trained += held.collect(step)
         held.done()
 
     collect, left = rollouts.collect, report
@@ -333,18 +344,17 @@ def test_a_job_that_is_killed_within_a_step_goes_on_with_what_was_written(
 
     rollouts.collect = collect_until_killed  # type: ignore[method-assign]  # its process dies
     with pytest.raises(Killed):
-        held.step(2)
+        held.collect(2)
 
     killed = False
     selector, held, rollouts = begin()
-    assert held.journal is not None
     moment = held.journal.read(2)
     assert moment is not None
     assert moment.trees
     selector.load_state_dict(moment.selector)
     held.restore(moment.trees, tasks)
     for step in range(2, 4):
-        trained += held.step(step)
+        trained += held.collect(step)
         held.done()
     ids = [item.task.id for item in trained]
     assert len(ids) == len(set(ids)) == 16
@@ -365,13 +375,13 @@ def test_a_step_begins_no_task_twice_whatever_its_refills(collector: Start, inte
         if interrupted:  # at the first report, before the refill
             rollouts.interrupts = 1
             with pytest.raises(StoppedError):
-                held.step(step)
+                held.collect(step)
             state, left = selector.state_dict(), held.unfinished()
             selector, held, rollouts = begin()
             selector.load_state_dict(state)
             held.restore(left, tasks)
-        kept = [item.task.id for item in held.step(step)]
-        begun = kept + [item.task.id for item in held.left_out]
+        kept = [item.task.id for item in held.collect(step)]
+        begun = kept + [item.task.id for item in current(held).left_out]
         assert len(kept) == 4
         assert len(set(begun)) == len(begun)
         held.done()
@@ -379,8 +389,8 @@ def test_a_step_begins_no_task_twice_whatever_its_refills(collector: Start, inte
 
 def test_a_step_trains_what_it_has_when_no_task_is_left(collector: Start) -> None:
     held, rollouts = collector(lambda name: name == "t5", EpochSelector([task(f"t{n}") for n in range(6)], 1))
-    assert [item.task.id for item in held.step(0)] == ["t5"]
-    assert held.dropped["no_signal"] == 5
+    assert [item.task.id for item in held.collect(0)] == ["t5"]
+    assert current(held).dropped["no_signal"] == 5
     assert rollouts.calls == ["start 4", "collect 4", "start 2", "collect 2"]
 
 
@@ -388,22 +398,22 @@ def test_a_job_that_ends_while_spare_trees_are_scored_has_told_its_sampler_nothi
     """Its state is stored beside these trees, which the continuation tells of."""
     selector = Selector()
     held, rollouts = collector(selector=selector, oversampling=0.5)
-    score = held.score
+    score = held.scorer.score
 
-    def until_stopped(trees: Sequence[RolloutTree], tasks: Sequence[Task]) -> list[ScoredTree]:
+    def until_stopped(trees: Sequence[RolloutTree], tasks: Sequence[Task], *, step: int) -> list[ScoredTree]:
         if "stop" in rollouts.calls:
-            raise StoppedError  # as a judge does that is away
-        return score(trees, tasks)
+            raise StoppedError  # from the wait for a judge that is down
+        return score(trees, tasks, step=step)
 
-    held.score = until_stopped
+    held.scorer = SimpleNamespace(score=until_stopped)  # type: ignore[assignment]
     with pytest.raises(StoppedError):
-        held.step(0)
+        held.collect(0)
     assert selector.noted == []
     left = held.unfinished()
     assert [tree.task_id for tree in left] == [f"t{n}" for n in range(6)]
     again, _ = collector(selector=selector, oversampling=0.5)
     again.restore(left, [task(tree.task_id) for tree in left])
-    again.step(0)
+    again.collect(0)
     assert selector.noted == ["t0", "t1", "t2", "t3"]
 
 
@@ -412,11 +422,11 @@ def test_a_sampler_hears_of_a_tree_when_its_step_has_all_of_them(collector: Star
     held, rollouts = collector(lambda name: name != "t0", selector, max_refills=1)
     rollouts.interrupts = 2
     with pytest.raises(StoppedError):
-        held.step(0)
+        held.collect(0)
     assert selector.noted == []  # the continuation scores the trees again, and tells
     again, _ = collector(lambda name: name != "t0", selector, max_refills=1)
     again.restore(held.unfinished(), [task(tree.task_id) for tree in held.unfinished()])
-    again.step(0)
+    again.collect(0)
     assert selector.noted == ["t0", "t1", "t2", "t3", "t4"]
 
 
@@ -426,7 +436,7 @@ def test_what_is_written_of_a_step_is_from_before_its_sampler_heard_of_it(collec
     held, _ = collector(selector=Selector())
     held.journal = StepJournal(tmp_path / "step_journal.msgpack", tmp_path, 1, 3600.0, pytest.fail)
     for step in range(2):
-        held.step(step)
+        held.collect(step)
         moment = held.journal.read(step)
         assert moment is not None
         assert moment.selector == {"noted": 4 * step}
@@ -442,7 +452,7 @@ def test_trees_of_later_steps_are_written_while_the_trainer_trains_until_weights
     held.journal = StepJournal(tmp_path / "step_journal.msgpack", tmp_path, 1, 0.0, pytest.fail)
 
     def written(step: int) -> tuple[int, int]:
-        moment = held.journal.read(step) if held.journal else None
+        moment = held.journal.read(step)
         assert moment is not None
         return moment.selector["noted"], moment.entries
 
@@ -450,33 +460,33 @@ def test_trees_of_later_steps_are_written_while_the_trainer_trains_until_weights
     held.after_push(0)
     assert list(tmp_path.iterdir()) == []  # what a killed run has left is read when the first step begins
     for step in range(2):
-        held.step(step)
+        held.collect(step)
         assert written(step) == (4 * step, 8)
         rollouts.entries_each = 2
-        held.keep()
+        held.write_journal()
         assert written(step) == (4 * step, 16)
         rollouts.entries_each = 3
         held.before_push()
         assert written(step) == (4 * step, 24)
         rollouts.entries_each = 4
-        held.keep()
+        held.write_journal()
         held.after_push(step + 1)
-        held.keep()
+        held.write_journal()
         held.done()
-        held.keep()
+        held.write_journal()
         assert written(step) == (4 * step, 24)
         rollouts.entries_each = 1
 
 
 def test_a_store_may_put_old_trees_beside_those_of_a_step_once(collector: Start) -> None:
     held, _ = collector()
-    held.store = RolloutReplay(rollout_share=0.5)
-    first, taken = held.step(0), held.snapshot()
+    held.replay = RolloutReplay(rollout_share=0.5)
+    first, taken = held.collect(0), held.replay_snapshot()
     assert len(first) == 4 and taken is not None
-    second = held.step(1)
+    second = held.collect(1)
     assert [item.sampled for item in second] == [True, False] * 4
     assert {item.task.id for item in second if not item.sampled} == {item.task.id for item in first}
-    assert held.store.metrics()["replay/trees"] == 4
+    assert held.replay.metrics()["replay/trees"] == 4
 
 
 def test_trees_that_older_weights_have_had_a_part_in_are_counted() -> None:

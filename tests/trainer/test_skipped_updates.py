@@ -13,7 +13,12 @@ from arpo_megatron.errors import UserError
 from arpo_megatron.monitor.events import EventLog
 from arpo_megatron.packing.packs import pack_trees
 from arpo_megatron.trainer.replay_update import replay
-from arpo_megatron.trainer.skipped_updates import SkippedUpdate, dump_if_skipped, load_bad_update, save_bad_update
+from arpo_megatron.trainer.skipped_updates import (
+    SkippedUpdate,
+    dump_skipped_update,
+    load_skipped_update,
+    save_skipped_update,
+)
 from tests.actor import cases
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -50,7 +55,7 @@ def test_the_pack_whose_loss_is_not_finite_is_named(value):
     assert len(packs) > 1
     before = [parameter.detach().clone() for parameter in actor.model.parameters()]
     bad = bad_update(actor, with_a(value, packs, 1))
-    assert bad.told == f"the loss of pack 1 of {len(packs)} was not finite"
+    assert bad.reason == f"the loss of pack 1 of {len(packs)} was not finite"
     assert all(torch.equal(old, new) for old, new in zip(before, actor.model.parameters(), strict=True))
 
 
@@ -58,7 +63,7 @@ def test_a_gradient_that_alone_is_not_finite_is_skipped_too():
     actor, packs = new_actor(), packs_of(0)
     hook = actor.model.embedding.word_embeddings.weight.register_hook(lambda gradient: gradient * np.nan)
     bad = bad_update(actor, packs)
-    assert bad.told == f"the gradient was not finite, the loss of all {len(packs)} packs was"
+    assert bad.reason == f"the gradient was not finite, the loss of all {len(packs)} packs was"
     assert any("the gradient is not finite in 1 weights, embedding" in line for line in replay(actor, bad))
     hook.remove()
     assert not actor.update(packs, None, "nll").skipped
@@ -71,9 +76,9 @@ def test_a_dump_holds_the_whole_minibatch(tmp_path, old, budget):
     logprobs = [pack.sampling_logprobs for pack in packs] if old else None
     reference = [pack.weight for pack in packs] if old else None
     first = SkippedUpdate("sft", 7, "policy", [0, 2], packs, logprobs, reference, made_by=MADE_BY)
-    paths = [save_bad_update(tmp_path / "skipped_updates", first) for _ in range(2)]
+    paths = [save_skipped_update(tmp_path / "skipped_updates", first) for _ in range(2)]
     assert [path.name for path in paths] == ["sft_000007.npz", "sft_000007-2.npz"]
-    again = load_bad_update(paths[1])
+    again = load_skipped_update(paths[1])
     assert (again.phase, again.step, again.loss, list(again.suspects)) == ("sft", 7, "policy", [0, 2])
     assert again.made_by == MADE_BY
     for one, two in zip(first.packs, again.packs, strict=True):
@@ -93,19 +98,17 @@ def test_a_dump_holds_the_whole_minibatch(tmp_path, old, budget):
 def test_a_replay_says_which_quantities_are_finite_and_changes_nothing(tmp_path):
     actor, packs = new_actor(), packs_of(0, 30)
     bad = bad_update(actor, with_a(np.nan, packs, 1))
-    again = load_bad_update(save_bad_update(tmp_path, bad))
+    again = load_skipped_update(save_skipped_update(tmp_path, bad))
     before = [parameter.detach().clone() for parameter in actor.model.parameters()]
     lines = list(replay(actor, again))
     assert len(lines) == len(packs) + 2
-    assert lines[0].startswith("pack 0: inputs finite, log-probs finite, loss finite (")
+    assert lines[0].startswith("pack 0: finite (loss ")
     count = len(packs[1].positive)
-    assert lines[1].startswith(
-        f"pack 1: inputs NOT FINITE (positive: 1 of {count} not finite), log-probs finite, loss NOT"
-    )
-    assert lines[-2] == "minibatch: gradient norm NOT FINITE (nan)"
+    assert lines[1] == f"pack 1: positive: 1 of {count} not finite, loss not finite (loss nan)"
+    assert lines[-2] == "gradient norm: nan"
     assert "the gradient is not finite in" in lines[-1]
     assert all(torch.equal(old, new) for old, new in zip(before, actor.model.parameters(), strict=True))
-    assert not any("NOT FINITE" in line for line in replay(actor, dataclasses.replace(again, packs=packs)))
+    assert not any("not finite" in line for line in replay(actor, dataclasses.replace(again, packs=packs)))
 
 
 def test_three_skipped_updates_in_a_row_stop_the_run_in_one_line(tmp_path):
@@ -113,32 +116,19 @@ def test_three_skipped_updates_in_a_row_stop_the_run_in_one_line(tmp_path):
     bad = SkippedUpdate("train", 3, "policy", [1], packs_of(0), None, made_by=MADE_BY)
     in_a_row = 0
     for update in (bad, bad, None, bad, bad):
-        in_a_row = dump_if_skipped(update, in_a_row, folder, events)
-    with pytest.raises(UserError, match=r"3 updates in a row were skipped .* arpo replay-pack .*train_000003-5.npz"):
-        dump_if_skipped(bad, in_a_row, folder, events)
+        in_a_row = 0 if update is None else dump_skipped_update(update, in_a_row, folder, events)
+    with pytest.raises(UserError, match=r"3 updates in a row were skipped; .* arpo replay-pack .*train_000003-5.npz"):
+        dump_skipped_update(bad, in_a_row, folder, events)
     told = [json.loads(line)["text"] for line in events.path.read_text().splitlines()]
     assert len(told) == len(list(folder.iterdir())) == 5
     packs = len(bad.packs)
-    assert told[0].startswith(
-        f"an update was skipped: the loss of pack 1 of {packs} was not finite; what is not finite "
-    )
-
-
-def test_a_dump_that_does_not_say_who_made_it_is_refused(tmp_path):
-    path = save_bad_update(tmp_path, SkippedUpdate("train", 3, "policy", [1], packs_of(0), None, made_by=MADE_BY))
-    with np.load(path) as stored:
-        arrays = dict(stored)
-    about = json.loads(str(arrays["about"]))
-    del about["made_by"]
-    np.savez_compressed(path, **{**arrays, "about": np.array(json.dumps(about))})
-    with pytest.raises(ValueError, match="was dumped by another version of this program"):
-        load_bad_update(path)
+    assert told[0].startswith(f"an update was skipped: the loss of pack 1 of {packs} was not finite; arpo replay-pack ")
 
 
 def test_a_file_that_is_no_dump_is_refused(tmp_path):
     for name, content in {"empty.npz": b"", "text.npz": b"hello", "cut.npz": b"PK\x03\x04" + b"0" * 99}.items():
         (tmp_path / name).write_bytes(content)
-        with pytest.raises(ValueError, match="is no dump of a skipped update"):
-            load_bad_update(tmp_path / name)
-    with pytest.raises(ValueError, match="is no dump of a skipped update"):
-        load_bad_update(tmp_path / "missing.npz")
+        with pytest.raises(UserError, match="is no dump of a skipped update"):
+            load_skipped_update(tmp_path / name)
+    with pytest.raises(UserError, match="is no dump of a skipped update"):
+        load_skipped_update(tmp_path / "missing.npz")

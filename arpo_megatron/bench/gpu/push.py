@@ -27,7 +27,7 @@ from arpo_megatron.engine.admin import EngineAdmin, EngineEndpoint
 from arpo_megatron.engine.launch import EngineHandle, launch_engine
 from arpo_megatron.models.known import KNOWN_MODELS
 from arpo_megatron.models.spec import ModelSpec
-from arpo_megatron.trainer.controller import probe_pack
+from arpo_megatron.trainer.push import probe_pack
 from arpo_megatron.weights.export import export_hf, hf_buckets
 from arpo_megatron.weights.sync import LONG_PROBE_TOKENS, TIMEOUT_S, WeightSync, probe_gap
 from arpo_megatron.weights.transports import SharedMemory

@@ -1,0 +1,120 @@
+"""Metrics of a step: the gap to the engines, ages of weights, experts, entropies; and the check of the first ratios."""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from arpo_megatron.actor.update_stats import PolicyStats, UpdateStats
+from arpo_megatron.algorithms.credit import supervised_credit
+from arpo_megatron.config import JobConfig
+from arpo_megatron.packing.packs import pack_trees
+from arpo_megatron.rewards.scored_tree import ScoredTree
+from arpo_megatron.tasks.base import Task
+from arpo_megatron.trainer.batch import Batch
+from arpo_megatron.trainer.consistency import check_on_policy
+from arpo_megatron.trainer.metrics import (
+    Logprobs,
+    age_metrics,
+    count_entropy,
+    sampling_gap,
+    update_metrics,
+)
+from arpo_megatron.tree import Role, RolloutTree
+
+STATS = UpdateStats.of(
+    PolicyStats.of(ratio=torch.ones(3), log_ratio=torch.zeros(3), entropies=torch.ones(3)).sums,
+    torch.ones(()),
+    grad_norm=1.0,
+    lr=1e-3,
+    skipped=False,
+)
+
+
+def sampled_batch(*versions: int) -> tuple[Batch, list[Logprobs]]:
+    """A tree with a MODEL segment of two tokens for each version, sampled at -1 nat, and its log-probs."""
+    tree = RolloutTree("task", [1, 2])
+    for version in versions:
+        tree.add(0, Role.MODEL, [3, 4], logprobs=[-1.0, -1.0], policy_version=version)
+    tree.add(0, Role.MODEL, [5])  # without log-probs
+    packs = pack_trees([tree], supervised_credit([tree]), token_budget=100)
+    return Batch(packs, [tree]), [np.full(len(pack.predictors), -1.0, np.float32) for pack in packs]
+
+
+def set_logprob(of: tuple[Batch, list[Logprobs]], token: int, logprob: float) -> None:
+    """Set the trainer's log-prob of a token of the tree, counted over its segments."""
+    batch, logprobs = of
+    logprobs[0][batch.packs[0].token_index == token] = logprob
+
+
+def test_sampling_gap_covers_tokens_of_the_present_version() -> None:
+    first, second = sampled_batch(3, 3), sampled_batch(3, 2)
+    assert sampling_gap([first[0], second[0]], [first[1], second[1]], version=3) == 0.0
+    set_logprob(second, 2, -1.5)
+    set_logprob(second, 3, -0.75)
+    assert sampling_gap([first[0], second[0]], [first[1], second[1]], version=3) == 0.5
+    set_logprob(second, 4, -9.0)  # sampled by version 2
+    assert sampling_gap([first[0], second[0]], [first[1], second[1]], version=3) == 0.5
+    assert sampling_gap([first[0], second[0]], [first[1], second[1]], version=2) == 8.0
+
+
+def test_sampling_gap_is_none_without_tokens_to_compare() -> None:
+    first = sampled_batch(3, 2)
+    assert sampling_gap([first[0]], [first[1]], version=4) is None  # older versions sampled all
+    assert sampling_gap([], [], version=3) is None
+    assert sampling_gap([Batch(first[0].packs)], [first[1]], version=3) is None  # a rank without trees
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_sampling_gap_is_infinite_if_a_logprob_is_not_finite(bad: float) -> None:
+    one = sampled_batch(3)
+    set_logprob(one, 3, bad)
+    assert sampling_gap([one[0]], [one[1]], version=3) == np.inf
+
+
+def test_staleness_of_a_step_is_the_mean_over_its_sampled_tokens() -> None:
+    def path(*lengths: int) -> ScoredTree:
+        """One trajectory whose segments of these lengths were sampled by the versions 0, 1, ..."""
+        tree, parent = RolloutTree("task", [1]), 0
+        for version, length in enumerate(lengths):
+            parent = tree.add(parent, Role.MODEL, [5] * length, policy_version=version)
+        return ScoredTree(Task("task", (), "1", "math", "?"), tree, np.ones(1), np.ones(1), np.ones(1, bool))
+
+    trees = [path(2, 6), path(0, 4), path(4, 4, 16)]
+    found = age_metrics([item.tree for item in trees], 2)
+    ages = [2] * 2 + [1] * 6 + [1] * 4 + [2] * 4 + [1] * 4 + [0] * 16
+    assert found == {"staleness": pytest.approx(np.mean(ages)), "staleness_max": 2, "stale_trees": 3}
+
+
+def check(**changes: Any) -> None:
+    check_on_policy([dataclasses.replace(STATS, **changes)], JobConfig("test"))
+
+
+def test_ratios_of_exactly_one_pass() -> None:
+    check()
+    check_on_policy([], JobConfig("test"))
+
+
+@pytest.mark.parametrize(
+    "changes", [{"ratio_max": 1.0000001}, {"kl_old": 1e-12}, {"ratio_max": np.nan}, {"kl_old": np.nan}]
+)
+def test_any_other_ratio_before_an_update_is_refused(changes: dict[str, float]) -> None:
+    with pytest.raises(RuntimeError, match="do not compute the same thing"):
+        check(**changes)
+
+
+def test_expert_metrics_are_means_and_absent_without_experts() -> None:
+    assert not {"expert_busiest", "expert_loss"} & update_metrics([STATS, STATS]).keys()
+    rows = [dataclasses.replace(STATS, expert_busiest=busiest, expert_loss=1.5) for busiest in (1.0, 2.0)]
+    found = update_metrics(rows)
+    assert (found["expert_busiest"], found["expert_loss"]) == (1.5, 1.5)
+
+
+def test_mean_entropy_leaves_out_skipped_updates() -> None:
+    totals: dict[str, float] = {}
+    count_entropy(totals, [dataclasses.replace(STATS, entropy_mean=value) for value in (1.0, 2.0)])
+    count_entropy(totals, [dataclasses.replace(STATS, entropy_mean=float("nan"), skipped=True)])
+    count_entropy(totals, [dataclasses.replace(STATS, entropy_mean=0.5)])
+    assert totals == {"entropy": 2.0, "entropy_steps": 2}
