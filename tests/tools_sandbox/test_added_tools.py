@@ -15,16 +15,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.tools_sandbox.test_service_process import wait_until
+from tests.tools_sandbox.helpers.services import wait_until
 from tools_sandbox.catalog import build_tools, tools_by_name
 from tools_sandbox.client import SandboxClient
 from tools_sandbox.config import ConfigError, McpServerConfig, PluginConfig, SandboxConfig
 from tools_sandbox.mcp.relay import TOO_LONG, relay
 from tools_sandbox.mcp.tools import connect
 
-HERE = Path(__file__).parent
-SERVER = {"command": sys.executable, "args": [str(HERE / "mcp_server.py")]}
-CARELESS = str(HERE / "careless_mcp_server.py")
+HELPERS = Path(__file__).parent / "helpers"
+SERVER = {"command": sys.executable, "args": [str(HELPERS / "mcp_server.py")]}
+CARELESS = str(HELPERS / "careless_mcp_server.py")
 StartService = Callable[..., Any]
 
 

@@ -21,8 +21,8 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.tools_sandbox.attacks import ATTACKS, Attack
-from tests.tools_sandbox.conftest import running
+from tests.tools_sandbox.helpers.attacks import ATTACKS, Attack
+from tests.tools_sandbox.helpers.services import running
 from tools_sandbox.client import SandboxClient
 from tools_sandbox.config import PythonConfig
 

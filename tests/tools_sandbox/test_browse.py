@@ -22,8 +22,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.tools_sandbox.hostile_site import BOMB_BYTES, FORBIDDEN, PERMITTED, SECRET, Site, hostile_site
-from tests.tools_sandbox.test_service_process import wait_until, wait_until_gone
+from tests.tools_sandbox.helpers.hostile_site import BOMB_BYTES, FORBIDDEN, PERMITTED, SECRET, Site, hostile_site
+from tests.tools_sandbox.helpers.services import wait_until, wait_until_gone
 from tools_sandbox.answers import ToolResult
 from tools_sandbox.browse.addresses import AddressPolicy, _is_own
 from tools_sandbox.browse.fetch import Page

@@ -16,19 +16,19 @@ import requests
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.tools_sandbox.conftest import running
+from tests.tools_sandbox.helpers.services import running
 from tools_sandbox.answers import ToolAnswer
 from tools_sandbox.client import AsyncSandboxClient, SandboxClient
 from tools_sandbox.config import ConfigError, SandboxConfig
 from tools_sandbox.service.descriptors import plan_budget
 
-CALLS = 200
+CALLS = 160
 
 
 @pytest.fixture(scope="module")
 def scarce() -> Iterator[Any]:
     """A service that may open 256 files."""
-    with running({"max_concurrency": 8}, open_files=256) as service:
+    with running({"max_concurrency": 8, "workers": 1}, open_files=256) as service:
         yield service
 
 

@@ -14,8 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.tools_sandbox.conftest import python_pool, running
-from tests.tools_sandbox.test_service_process import wait_until, wait_until_gone
+from tests.tools_sandbox.helpers.services import python_pool, running, wait_until, wait_until_gone
 from tools_sandbox.client import SandboxClient
 from tools_sandbox.config import Limits
 from tools_sandbox.python_tool import cgroups, seccomp

@@ -19,9 +19,8 @@ import psutil
 import pytest
 import requests
 
-from tests.tools_sandbox.hostile_site import PERMITTED, SECRET, Site, hostile_site
-from tests.tools_sandbox.test_service_http import metric
-from tests.tools_sandbox.test_service_process import wait_until
+from tests.tools_sandbox.helpers.hostile_site import PERMITTED, SECRET, Site, hostile_site
+from tests.tools_sandbox.helpers.services import metric, wait_until
 from tools_sandbox.client import AsyncSandboxClient, ToolAnswer
 
 IN_FLIGHT = 64

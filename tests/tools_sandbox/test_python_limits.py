@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from tests.tools_sandbox.conftest import python_pool
+from tests.tools_sandbox.helpers.services import python_pool
 from tools_sandbox.client import SandboxClient
 from tools_sandbox.config import Limits, PythonConfig, SandboxConfig
 from tools_sandbox.python_tool.tool import PythonArguments, PythonTool

@@ -15,7 +15,7 @@ import pytest
 from aiohttp import web
 from pydantic import TypeAdapter
 
-from tests.tools_sandbox.served import serving
+from tests.tools_sandbox.helpers.served import serving
 from tools_sandbox.answers import ToolResult
 from tools_sandbox.client import SandboxClient
 from tools_sandbox.config import ConfigError, DenseConfig, SearchConfig, WebConfig

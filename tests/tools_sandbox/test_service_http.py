@@ -19,10 +19,8 @@ from urllib.parse import urlsplit
 
 import pytest
 import requests
-from prometheus_client.parser import text_string_to_metric_families
 
-from tests.tools_sandbox.conftest import running
-from tests.tools_sandbox.test_service_process import running_calls, wait_until
+from tests.tools_sandbox.helpers.services import metric, running, running_calls, wait_until
 from tools_sandbox.client import AsyncSandboxClient, SandboxClient, SandboxDenied, SandboxUnavailable
 
 StartService = Callable[..., Any]
@@ -42,12 +40,6 @@ def sleeping(seconds: float) -> dict[str, str]:
 
 def waiting_calls(service: Any) -> int:
     return int(requests.get(f"{service.url}/health", timeout=5).json()["waiting"])
-
-
-def metric(service: Any, name: str, **labels: str) -> float:
-    page = requests.get(f"{service.url}/metrics", timeout=5).text
-    samples = (sample for family in text_string_to_metric_families(page) for sample in family.samples)
-    return sum(s.value for s in samples if s.name == name and labels.items() <= s.labels.items())
 
 
 def executions(service: Any) -> float:

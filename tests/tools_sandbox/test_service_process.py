@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -18,6 +16,12 @@ import psutil
 import pytest
 import requests
 
+from tests.tools_sandbox.helpers.services import (
+    refused_start,
+    running_calls,
+    wait_until,
+    wait_until_gone,
+)
 from tools_sandbox.__main__ import _CannotStartError, _listen
 from tools_sandbox.client import SandboxClient, SandboxUnavailable
 from tools_sandbox.config import CacheConfig, ConfigError, load_config
@@ -25,43 +29,6 @@ from tools_sandbox.service.cache import AnswerCache
 
 StartService = Callable[..., Any]
 SLEEPER = {"code": "import time; time.sleep(60)"}
-
-
-def refused_start(*arguments: str) -> str:
-    """Start a service that cannot start, and return the one line that it writes to stderr."""
-    result = subprocess.run(
-        [sys.executable, "-m", "tools_sandbox", *arguments], capture_output=True, text=True, timeout=240, check=False
-    )
-    assert result.returncode == 2
-    assert result.stdout == ""
-    (line,) = result.stderr.splitlines()
-    return line
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    """Wait for a condition, with a limit that only a broken service reaches, since the machine may be busy."""
-    deadline = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
-def running_calls(service: Any) -> int:
-    return int(requests.get(f"{service.url}/health", timeout=5).json()["running"])
-
-
-def wait_until_gone(family: list[psutil.Process]) -> None:
-    """Wait until the processes have ended. Zombies count as ended, since init may reap them late."""
-    deadline = time.monotonic() + 20
-    while alive := [each for each in family if is_alive(each)]:
-        assert time.monotonic() < deadline, alive
-        time.sleep(0.02)
-
-
-def is_alive(process: psutil.Process) -> bool:
-    with suppress(psutil.NoSuchProcess):
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    return False
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import requests
 
-from tests.tools_sandbox.conftest import python_pool, running
-from tests.tools_sandbox.test_service_process import wait_until_gone
+from tests.tools_sandbox.helpers.services import python_pool, running, wait_until_gone
 from tools_sandbox.client import SandboxClient, ToolAnswer
 from tools_sandbox.config import Limits
 from tools_sandbox.python_tool.sessions import SessionStore

@@ -18,14 +18,13 @@ from typing import Any
 import pytest
 import requests
 
-from tests.tools_sandbox.conftest import running
-from tests.tools_sandbox.test_service_process import wait_until, wait_until_gone
+from tests.tools_sandbox.helpers.services import running, wait_until, wait_until_gone
 from tools_sandbox.catalog import build_tools
 from tools_sandbox.client import SandboxClient
 from tools_sandbox.config import ConfigError, PluginConfig, SandboxConfig
 
 StartService = Callable[..., Any]
-ROOT, HERE = Path(__file__).resolve().parents[2], Path(__file__).resolve().parent
+ROOT, HELPERS = Path(__file__).resolve().parents[2], Path(__file__).resolve().parent / "helpers"
 PLUGINS = {
     "abort": "Abort",
     "abort_once": "AbortOnce",
@@ -48,7 +47,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: troublesome\nVersion: 1.0\n")
     lines = "".join(f"{name} = troublesome_tools:{kind}\n" for name, kind in PLUGINS.items())
     (metadata / "entry_points.txt").write_text(f"[tools_sandbox.tool]\n{lines}")
-    return {"PYTHONPATH": f"{folder}:{HERE}:{ROOT}"}
+    return {"PYTHONPATH": f"{folder}:{HELPERS}:{ROOT}"}
 
 
 def configured(folder: Path, *plugins: dict[str, Any], **more: Any) -> dict[str, Any]:
@@ -189,8 +188,8 @@ def test_next_service_removes_leftovers_of_killed_start(
     place = tmp_path / "tmp"
     place.mkdir()
     env = {**environment, "TMPDIR": str(place)}
-    config = configured(tmp_path)
-    (tmp_path / "facts.jsonl").write_text('{"text": "fact"}\n' * 200_000)  # takes seconds to index
+    config = configured(tmp_path, workers=1)
+    (tmp_path / "facts.jsonl").write_text('{"text": "fact"}\n' * 100_000)  # takes seconds to index
     (tmp_path / "c.yaml").write_text(json.dumps({**config, "python": {"preload": []}}))
     command = [sys.executable, "-m", "tools_sandbox", "--config", str(tmp_path / "c.yaml")]
     killed = subprocess.Popen(command, env={**os.environ, **env}, stderr=subprocess.DEVNULL, start_new_session=True)

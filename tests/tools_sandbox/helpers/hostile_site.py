@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 from aiohttp import web
 
-from tests.tools_sandbox.served import serving
+from tests.tools_sandbox.helpers.served import serving
 
 PERMITTED = "127.0.0.2"
 FORBIDDEN = "127.0.0.1"
