@@ -373,7 +373,7 @@ def test_slow_parsing_blocks_neither_search_nor_browse(
         (worker,) = service.workers()
         # More than the threads of asyncio's default executor.
         hostile = [
-            pool.submit(client.call, "browse", {"url": site.url(f"/breaks/{n}")}, timeout_s=4, trajectory_id="evil")
+            pool.submit(client.call, "browse", {"url": site.url(f"/breaks/{n}")}, timeout_s=3, trajectory_id="evil")
             for n in range(min(32, (os.cpu_count() or 1) + 4) + 1)
         ]
         time.sleep(1)

@@ -92,19 +92,20 @@ def test_address_without_scheme_raises() -> None:
 
 
 def test_silent_service_counts_as_unavailable() -> None:
-    with socket.socket() as silent:
-        silent.bind(("127.0.0.1", 0))
-        silent.listen()
-        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        with SandboxClient(url, queue_wait_s=0.2) as client, pytest.raises(SandboxUnavailable):
+    def call(url: str) -> None:
+        with SandboxClient(url, queue_wait_s=0.2) as client:
             client.call("python", {"code": "1"}, timeout_s=0.2)
 
-        async def call_async() -> None:
-            async with AsyncSandboxClient(url, queue_wait_s=0.2) as client:
-                await client.call("python", {"code": "1"}, timeout_s=0.2)
+    async def call_async(url: str) -> None:
+        async with AsyncSandboxClient(url, queue_wait_s=0.2) as client:
+            await client.call("python", {"code": "1"}, timeout_s=0.2)
 
+    with socket.create_server(("127.0.0.1", 0)) as silent, ThreadPoolExecutor(1) as pool:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        plain = pool.submit(call, url)
         with pytest.raises(SandboxUnavailable):
-            asyncio.run(call_async())
+            asyncio.run(call_async(url))
+        assert isinstance(plain.exception(), SandboxUnavailable)
 
 
 def test_malformed_request_is_denied_without_retry(service: Any, client: SandboxClient) -> None:

@@ -42,6 +42,7 @@ def raised() -> Iterator[Any]:
 def test_more_callers_than_descriptors_get_right_answers(scarce: Any) -> None:
     async def run() -> list[ToolAnswer]:
         async with AsyncSandboxClient(scarce.url) as client:
+            await client.call("python", {"code": "0"})  # Retry-After is estimated from earlier calls
             codes = [{"code": f"{n}"} for n in range(CALLS)]
             asked = (client.call("python", code, trajectory_id=f"t{n % 50}") for n, code in enumerate(codes))
             return await asyncio.gather(*asked)

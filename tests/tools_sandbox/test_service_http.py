@@ -31,6 +31,7 @@ UNIQUE = {"code": "import time, uuid; time.sleep(0.4); uuid.uuid4()"}
 def narrow() -> Iterator[Any]:
     """A service with one slot and room for three waiting calls."""
     with running({"max_concurrency": 1, "max_waiting": 3, "orphan_s": 0.5}) as service:
+        post(service, arguments={"code": "0"})  # Retry-After is estimated from earlier calls
         yield service
 
 
@@ -161,7 +162,7 @@ def test_clients_wait_and_retry_when_service_is_full(narrow: Any) -> None:
 
 def test_client_deadline_covers_all_attempts(narrow: Any) -> None:
     with ThreadPoolExecutor(8) as pool, SandboxClient(narrow.url) as client:
-        blockers = [pool.submit(post, narrow, arguments=sleeping(1), trajectory_id=str(n)) for n in range(4)]
+        blockers = [pool.submit(post, narrow, arguments=sleeping(0.6), trajectory_id=str(n)) for n in range(4)]
         wait_until(lambda: waiting_calls(narrow) == 3)
         with (
             SandboxClient(narrow.url, queue_wait_s=0.0) as impatient,
