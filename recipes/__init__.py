@@ -1,1 +1,1 @@
-"""Recipes: one file each, with a function `recipe() -> JobConfig` that states its difference from a base."""
+"""One recipe per file: a function `recipe() -> JobConfig` with the values that differ from the defaults."""

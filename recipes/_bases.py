@@ -1,7 +1,7 @@
 """Bases of the recipes for real models: hyper-parameters of ARPO (arXiv 2507.19849) and of its released code.
 
-A recipe states its difference from one of these. `RECIPE+variant` adds a variant: a layout for a number of nodes, FP8,
-or a comparison arm.
+A recipe sets what differs from one of these. `RECIPE+variant` applies a variant to it: a layout for a number of nodes,
+FP8, or a comparison arm.
 """
 
 from dataclasses import replace
@@ -32,14 +32,14 @@ ARMS: dict[str, Variant] = {
     "dapo": {"algorithm.name": "dapo"},
     "reinforce_plus_plus": {"algorithm.name": "reinforce_plus_plus"},
 }
-"""Comparison arms with the same group size: presets of these names (docs/algorithms.md)."""
+"""Comparison arms with the same number of samples: presets of these names (docs/algorithms.md)."""
 
 EVALUATION = EvalConfig(temperature=0.6, top_p=0.95, top_k=20, repetition_penalty=1.1)
-"""Sampling of the paper's evaluation, which `arpo eval` uses on the benchmarks."""
+"""Sampling of the paper's evaluation; `arpo eval` uses it for its benchmarks, too."""
 
 
 def _cluster(name: str) -> JobConfig:
-    """Return the values that all GPU jobs share: the released code's if it has them."""
+    """Return what all jobs on GPUs share, with the values of the released code if it has them."""
     return JobConfig(
         name=name,
         model=ModelConfig(hub_id="to be named"),
@@ -53,7 +53,7 @@ def _cluster(name: str) -> JobConfig:
 
 
 def reasoning() -> JobConfig:
-    """Mathematics and knowledge with python and search: 10,000 questions, 2 epochs of 128 x 16 trajectories a step."""
+    """Mathematics and knowledge with python and search: 10,000 questions, 2 epochs, 128 x 16 trajectories per step."""
     job = _cluster("reasoning")
     return replace(
         job,
@@ -66,7 +66,7 @@ def reasoning() -> JobConfig:
 
 
 def deep_search() -> JobConfig:
-    """Web research: 1,000 questions, 5 epochs of 128 x 16 trajectories a step, six calls each."""
+    """Web research: 1,000 questions, 5 epochs, 128 x 16 trajectories per step, six tool calls each."""
     job = _cluster("deep_search")
     return replace(
         job,
@@ -80,7 +80,7 @@ def deep_search() -> JobConfig:
 
 
 def deep_search_large() -> JobConfig:
-    """Deep search as the 14B model was trained: 64 x 12 trajectories a step, shorter responses."""
+    """Deep search as the 14B model was trained: 64 x 12 trajectories per step, shorter responses."""
     job = deep_search()
     return replace(
         job,

@@ -1,4 +1,4 @@
-"""Layouts of a job on GPUs, as its config and as the keys of a variant."""
+"""Layouts of a job on GPUs: the values in which the layouts of a recipe differ, as a config and as a variant."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -7,12 +7,12 @@ from typing import Literal
 from arpo_megatron.config import JobConfig
 
 Variant = dict[str, object]
-"""Dotted config keys and their values, which `RECIPE+variant` sets."""
+"""Values by dotted config key, which `RECIPE+variant` applies to the recipe."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Trainer ranks, and engines that share their GPUs or, with `split`, have as many others."""
+    """Trainer ranks, and engines that share their GPUs (with `split`: that have the same number of other GPUs)."""
 
     tensor: int = 1
     """Tensor-parallel ranks; above 1 with sequence parallelism."""
@@ -23,17 +23,17 @@ class Layout:
     expert: int = 1
     """Expert-parallel ranks."""
     recompute: Literal["none", "selective", "full"] = "full"
-    """Activations that are computed again."""
+    """Activations computed again in the backward pass."""
     token_budget: int = 16384
-    """Tokens of a pack."""
+    """Tokens per pack."""
     engine: int = 1
-    """GPUs of an engine; engines fill the GPUs."""
+    """GPUs per engine; the number of engines follows from the number of GPUs."""
     memory_fraction: float = 0.3
     """Share of a GPU for the engine's weights and KV pool."""
     offload: bool = False
-    """Keep optimizer state in host memory."""
+    """Keep the optimizer state in host memory."""
     split: bool = False
-    """Give engines separate GPUs."""
+    """Give the engines GPUs of their own."""
 
     @property
     def engines(self) -> int:
@@ -41,7 +41,7 @@ class Layout:
         return self.tensor * self.data * self.pipeline // self.engine
 
     def variant(self) -> Variant:
-        """Return all keys of the layout, so that it replaces another layout completely."""
+        """Return all of its keys, so that it replaces another layout completely."""
         return {
             "parallel.tensor": self.tensor,
             "parallel.sequence": self.tensor > 1,
@@ -57,7 +57,7 @@ class Layout:
             "optimizer.offload": self.offload,
         }
 
-    def of(self, job: JobConfig) -> JobConfig:
+    def apply(self, job: JobConfig) -> JobConfig:
         """Return the job in this layout."""
         sections: dict[str, dict[str, object]] = {}
         for key, value in self.variant().items():
@@ -68,18 +68,19 @@ class Layout:
 
 
 def variants(layouts: Mapping[str, Layout]) -> dict[str, Variant]:
-    """Return the variants of layouts by name: `2nodes` means nodes of eight H100 80 GB, others name their GPU."""
+    """Return layouts as variants: `1node`, `2nodes`, ... for nodes of eight H100 80 GB, others named by GPU."""
     return {name: layout.variant() for name, layout in layouts.items()}
 
 
 FP8: Variant = {"model.fp8": "blockwise", "model.bf16_edge_layers": 1}
-"""The trainer's products in FP8, one scale per 128 features of a token; first and last layer in bfloat16."""
+"""The trainer's matrix products in FP8 with a scale for 128 features of a token; first and last layer in bfloat16."""
 
 FP8_ENGINE: Variant = {"engine.quantization": "fp8", "algorithm.trajectory_weight_limit": 2.0}
-"""Rollouts with quantized weights, corrected by importance weights; not for models with head norms."""
+"""Rollouts with quantized weights, and trajectory weights that correct for the difference; not for models with normed
+heads."""
 
 
 def asynchronous(layout: Layout) -> Variant:
-    """Return the variant with as many GPUs for engines, on which trees grow while the trainer trains."""
+    """Return the layout with as many GPUs again for engines, and rollouts that overlap with training."""
     split = replace(layout, split=True, memory_fraction=0.85)
     return {**split.variant(), "rollout.max_staleness": 1, "algorithm.trajectory_weight_limit": 2.0}

@@ -28,6 +28,8 @@ VARIANTS: dict[str, Variant] = {
 
 
 def recipe() -> JobConfig:
-    """64 questions with 12 trajectories each, on two nodes."""
+    """Train on 64 questions with 12 trajectories each per step, on two nodes."""
     job = base()
-    return LAYOUTS["2nodes"].of(replace(job, name="deepsearch_14b", model=replace(job.model, hub_id="Qwen/Qwen3-14B")))
+    return LAYOUTS["2nodes"].apply(
+        replace(job, name="deepsearch_14b", model=replace(job.model, hub_id="Qwen/Qwen3-14B"))
+    )

@@ -28,6 +28,8 @@ VARIANTS: dict[str, Variant] = {
 
 
 def recipe() -> JobConfig:
-    """64 questions with 12 trajectories each, on four nodes."""
+    """Train on 64 questions with 12 trajectories each per step, on four nodes."""
     job = base()
-    return LAYOUTS["4nodes"].of(replace(job, name="deepsearch_32b", model=replace(job.model, hub_id="Qwen/Qwen3-32B")))
+    return LAYOUTS["4nodes"].apply(
+        replace(job, name="deepsearch_32b", model=replace(job.model, hub_id="Qwen/Qwen3-32B"))
+    )

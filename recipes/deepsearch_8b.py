@@ -1,4 +1,4 @@
-"""Qwen3 8B learns deep search: six calls and 10,000 tokens a trajectory.
+"""Qwen3 8B learns deep search: six tool calls and 10,000 tokens per trajectory.
 
     arpo train deepsearch_8b model.path=DIR data.path=hard_search_1k.parquet
 
@@ -28,6 +28,6 @@ VARIANTS: dict[str, Variant] = {
 
 
 def recipe() -> JobConfig:
-    """128 questions with 16 trajectories each, on one node."""
+    """Train on 128 questions with 16 trajectories each per step, on one node."""
     job = base()
-    return LAYOUTS["1node"].of(replace(job, name="deepsearch_8b", model=replace(job.model, hub_id="Qwen/Qwen3-8B")))
+    return LAYOUTS["1node"].apply(replace(job, name="deepsearch_8b", model=replace(job.model, hub_id="Qwen/Qwen3-8B")))

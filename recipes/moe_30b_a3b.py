@@ -1,8 +1,8 @@
-"""Qwen3 30B-A3B, 8 of 128 experts a token, learns deep search with the hyper-parameters of the 14B run.
+"""Qwen3 30B-A3B, 8 of 128 experts per token, learns deep search with the hyper-parameters of the 14B run.
 
     arpo train moe_30b_a3b model.path=DIR data.path=hard_search_1k.parquet
 
-Each token is trained with the experts that the engine chose (arXiv 2510.11370).
+In training each token goes to the experts that the engine chose for it (arXiv 2510.11370).
 Model: Qwen/Qwen3-30B-A3B. Data: dongguanting/ARPO-RL-DeepSearch-1K.
 """
 
@@ -29,9 +29,9 @@ VARIANTS: dict[str, Variant] = {
 
 
 def recipe() -> JobConfig:
-    """64 questions with 12 trajectories each, on four nodes."""
+    """Train on 64 questions with 12 trajectories each per step, on four nodes."""
     job = base()
-    return LAYOUTS["4nodes"].of(
+    return LAYOUTS["4nodes"].apply(
         replace(
             job,
             name="moe_30b_a3b",

@@ -1,4 +1,4 @@
-"""The main job on two CPU cores: a tiny agent learns to use a calculator and a fact search, in minutes."""
+"""The default job on two CPU cores: a tiny agent learns to use a calculator and a fact search in minutes."""
 
 from arpo_megatron.config import (
     AlgorithmConfig,
@@ -16,7 +16,7 @@ from arpo_megatron.config import (
 
 
 def recipe() -> JobConfig:
-    """A 0.9M-parameter Qwen3 made on the spot, careless demonstrations, then ARPO."""
+    """Train a generated 0.9M-parameter Qwen3 on demonstrations with mistakes, then with ARPO."""
     return JobConfig(
         name="quickstart",
         model=ModelConfig(dtype="float32", max_length=192),

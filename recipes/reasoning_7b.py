@@ -23,8 +23,8 @@ VARIANTS: dict[str, Variant] = {**variants(LAYOUTS), **ARMS, "fp8": FP8, "fp8_en
 
 
 def recipe() -> JobConfig:
-    """16 trajectories a question, 8 of them from the prompt, on one node."""
+    """Train with 16 trajectories per question, 8 of them from the prompt, on one node."""
     job = base()
-    return LAYOUTS["1node"].of(
+    return LAYOUTS["1node"].apply(
         replace(job, name="reasoning_7b", model=replace(job.model, hub_id="Qwen/Qwen2.5-7B-Instruct"))
     )

@@ -23,8 +23,8 @@ VARIANTS: dict[str, Variant] = {**variants(LAYOUTS), **ARMS, "fp8": FP8, "fp8_en
 
 
 def recipe() -> JobConfig:
-    """The 7B hyper-parameters, as in the paper's table 1."""
+    """Train with the 7B hyper-parameters, as in table 1 of the paper."""
     job = base()
-    return LAYOUTS["1node"].of(
+    return LAYOUTS["1node"].apply(
         replace(job, name="reasoning_8b", model=replace(job.model, hub_id="meta-llama/Llama-3.1-8B-Instruct"))
     )

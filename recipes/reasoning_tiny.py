@@ -2,8 +2,8 @@
 
     arpo train reasoning_tiny data.path=train_10k.parquet
 
-The model is random, so its reward stays near the format penalty. The recipe shows that questions, protocol, tools and
-trainer fit together.
+The model is generated and knows nothing, so its reward stays near the format penalty. The recipe shows that questions,
+protocol, tools and trainer fit together.
 """
 
 from pathlib import Path
@@ -22,7 +22,7 @@ from arpo_megatron.config import (
 
 
 def recipe() -> JobConfig:
-    """Three steps of four questions with eight trajectories each."""
+    """Train three steps on four questions with eight trajectories each."""
     return JobConfig(
         name="reasoning_tiny",
         model=ModelConfig(

@@ -22,6 +22,8 @@ VARIANTS: dict[str, Variant] = {**variants(LAYOUTS), "fp8": FP8}
 
 
 def recipe() -> JobConfig:
-    """Three epochs on one node."""
+    """Train three epochs on one node."""
     job = base()
-    return LAYOUTS["1node"].of(replace(job, name="sft_7b", model=replace(job.model, hub_id="Qwen/Qwen2.5-7B-Instruct")))
+    return LAYOUTS["1node"].apply(
+        replace(job, name="sft_7b", model=replace(job.model, hub_id="Qwen/Qwen2.5-7B-Instruct"))
+    )

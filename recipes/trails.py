@@ -1,6 +1,6 @@
-"""The job of the studies (`arpo study`): an agent on trails, where every tool result asks for a decision.
+"""The job of the studies: an agent on trails, where every tool result requires a decision (`arpo study`).
 
-The variants are the arms of the studies.
+The variants are the arms of the studies; each sets only components and parameters.
 """
 
 from dataclasses import replace
@@ -22,14 +22,14 @@ VARIANTS: dict[str, Variant] = {
     "initial_6": {"algorithm.initial_rollouts": 6},
     "beam_4": {"algorithm.beam_size": 4},
 }
-"""Arms of the studies. `grpo_equal_calls` has a group size with which a step executes about as many calls as `arpo`.
-The paper's entropy weight, 0.2, belongs to 20 tokens of a turn. Here few of the eight measured tokens are uncertain
-(one after a search, three after python), so dH is about 0.1 and 0.2 would move the chance of a fork by 0.02. The recipe
-has 2; `weight_02` is the paper's."""
+"""Arms of the studies. `grpo_equal_calls` has the number of samples with which it executes about as many calls per step
+as `arpo`. The paper's entropy weight, 0.2, is meant for 20 tokens of a turn. Here few of the eight measured tokens are
+uncertain (one after a search, three after python): dH is about 0.1, and a weight of 0.2 would change the chance of a
+fork by 0.02. So the recipe has 2, and `weight_02` the paper's weight."""
 
 
 def recipe() -> JobConfig:
-    """Return the quickstart's model with one layer less, 8 x 8 trajectories a step, evaluated every three steps."""
+    """Train the quickstart's model without one layer, 8 x 8 trajectories per step, evaluated every three steps."""
     job = quickstart()
     return replace(
         job,

@@ -1,6 +1,7 @@
-"""What the trainer tells the terminal: an append-only JSONL file that the command line follows.
+"""Events: an append-only JSONL file through which the ranks of a job reach the terminal.
 
-The ranks own no terminal (on a cluster they run elsewhere); they append events, and whoever wants to watch reads them.
+The ranks own no terminal: on a cluster they run on other machines. They append events, and the command line follows
+the file.
 """
 
 import json
@@ -13,38 +14,30 @@ from pathlib import Path
 from typing import Any
 
 from arpo_megatron.errors import UserError
-from arpo_megatron.utils.atomic import append_lines
-
-_RESERVED_BYTES = 2**20
-"""Of the disk, kept for lines to come: those that say that it is full must find room, and be read at once."""
+from arpo_megatron.utils.atomic import append_line
 
 
 @dataclass(slots=True)
 class EventLog:
-    """Appends events to `path`; one JSON object a line with at least `time` (seconds since the epoch) and `kind`.
-
-    A full disk does not silence it: it has room of its own there (`_RESERVED_BYTES`), where the file system can keep
-    some. What finds none waits in memory and is written with the next event for which there is room.
-    """
+    """Appends events to a file, one JSON object per line with at least `time` (seconds since the epoch) and `kind`."""
 
     path: Path
     enabled: bool = True
-    _waiting: list[str] = field(default_factory=list, init=False, repr=False)
+    """False on ranks other than the controller's: `emit` then does nothing."""
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False, compare=False)
 
     def emit(self, kind: str, **fields: Any) -> None:
-        """Append one event. Disabled logs (ranks other than the leader) do nothing."""
+        """Append one event. An event that the disk refuses is lost: it must not end a run."""
         if not self.enabled:
             return
         line = json.dumps({"time": round(time.time(), 3), "kind": kind, **fields})
-        with self._lock, suppress(OSError):  # a full disk, of which these lines tell, must not end a run
-            self._waiting.append(line)
-            append_lines(self.path, self._waiting, reserved=_RESERVED_BYTES)
+        with self._lock, suppress(OSError):
+            append_line(self.path, line)
 
 
 @contextmanager
 def log_user_errors(path: Path) -> Iterator[None]:
-    """A `UserError` inside becomes an event too: the command line says its one line instead of showing a traceback."""
+    """Record a `UserError` as an event, so that the command line shows its one line instead of a traceback."""
     try:
         yield
     except UserError as error:
@@ -54,7 +47,7 @@ def log_user_errors(path: Path) -> Iterator[None]:
 
 @dataclass(slots=True)
 class EventReader:
-    """Reads the events appended to `path` since it was made or last asked; half-written lines wait for their end."""
+    """Reads the events appended to a file since the reader was created or last used; half-written lines are left."""
 
     path: Path
     offset: int = 0
@@ -64,7 +57,7 @@ class EventReader:
             self.offset = self.path.stat().st_size
 
     def new(self) -> list[dict[str, Any]]:
-        """Events since the last call."""
+        """Return the events since the last call."""
         if not self.path.exists():
             return []
         with self.path.open("rb") as file:

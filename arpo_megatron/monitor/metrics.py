@@ -1,32 +1,32 @@
-"""Metrics of a run: RUN_DIR/metrics.jsonl, one JSON object a step, and Weights & Biases where configured."""
+"""Metrics of a run: RUN_DIR/metrics.jsonl with one JSON object per step, and Weights & Biases if configured."""
 
 import json
 import math
 import os
 import uuid
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
 from arpo_megatron.config import JobConfig
 from arpo_megatron.config.io import dump_config
 from arpo_megatron.errors import UserError
-from arpo_megatron.utils.atomic import append_lines, atomic_write
+from arpo_megatron.utils.atomic import append_line, atomic_write
 
 Value = float | int | str | bool | None
 
 
 class MetricsLog:
-    """Appends the metrics of each step, so that every step is there once, whatever was interrupted and resumed.
+    """Appends the metrics of each step; a step appears once, also after interruptions.
 
     A resumed run repeats the steps after its last checkpoint; their first rows are replaced. The wandb run has one id,
-    kept in RUN_DIR/wandb_run_id, so a resumed run goes on in the same curves.
+    kept in RUN_DIR/wandb_run_id, so a resumed run continues the same curves. A row that the disk refuses is counted and
+    lost: it must not end a run.
 
     Args:
         run_dir: the run directory, which exists.
-        config: says whether and how wandb is used; its values are logged there.
-        phase: of a cold start: the file is PHASE_metrics.jsonl, and wandb's curves are PHASE/... over PHASE/step.
+        config: sets whether and how wandb is used; its values are logged there.
+        phase: set for a cold start: the file is PHASE_metrics.jsonl, and wandb's curves are PHASE/... over PHASE/step.
 
     Raises:
         UserError: wandb cannot be started (no login in online mode, for example).
@@ -36,36 +36,33 @@ class MetricsLog:
         self._path = run_dir / (f"{phase}_metrics.jsonl" if phase else "metrics.jsonl")
         self._prefix = f"{phase}/" if phase else ""
         self._last_step = _repair(self._path)
-        self._unwritten: list[str] = []
+        self._lost_rows = 0
         mode = config.monitor.wandb
         self._wandb = None if mode == "disabled" else _start_wandb(run_dir, config, mode, self._prefix)
 
     def log(self, row: Mapping[str, Any]) -> None:
-        """Write one step, `row["step"]` counting from 1. Values are numbers or text; NaN and infinity become null."""
+        """Write the row of one step, `row["step"]` from 1. Values are numbers or text; NaN and infinity become null."""
         plain = {key: _plain(value) for key, value in row.items()}
         step = int(row["step"])
-        if step <= self._last_step:
-            _keep_before(self._path, step)
-        self._unwritten.append(json.dumps(plain))
-        self._write()
-        self._last_step = step
+        try:
+            if step <= self._last_step:
+                _keep_before(self._path, step)
+            append_line(self._path, json.dumps(plain))
+            self._last_step = step
+        except OSError:
+            self._lost_rows += 1
         if self._wandb is not None:
             self._wandb.log({self._prefix + key: value for key, value in plain.items()})
 
     def close(self) -> int:
-        """End the wandb run, if there is one. Returns how many rows the disk keeps out to the last."""
-        self._write()
+        """End the wandb run, if there is one. Return the number of rows that could not be written."""
         if self._wandb is not None:
             self._wandb.finish()
-        return len(self._unwritten)
-
-    def _write(self) -> None:
-        with suppress(OSError):  # a full disk: the rows are written when there is room again
-            append_lines(self._path, self._unwritten)
+        return self._lost_rows
 
 
 def _plain(value: Any) -> Value:
-    """A JSON value: numpy scalars become Python numbers, and NaN and infinities null."""
+    """Return a JSON value: numpy scalars become Python numbers, NaN and infinities null."""
     if hasattr(value, "item"):
         value = value.item()
     if isinstance(value, float) and not math.isfinite(value):
@@ -76,7 +73,7 @@ def _plain(value: Any) -> Value:
 
 
 def _repair(path: Path) -> int:
-    """Cut off a line that a crash left half-written; returns the last whole row's step, 0 without one."""
+    """Cut off a half-written line of a crash. Return the step of the last whole row, or 0."""
     if not path.exists():
         return 0
     data = path.read_bytes()
@@ -88,14 +85,14 @@ def _repair(path: Path) -> int:
 
 
 def _keep_before(path: Path, step: int) -> None:
-    """Leave out the rows of `step` and later; the file is the old or the new one at any moment."""
+    """Remove the rows of `step` and later; at any moment the file is the old or the new one."""
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     with atomic_write(path) as partial:
         partial.write_text("".join(line for line in lines if json.loads(line)["step"] < step), encoding="utf-8")
 
 
 def _start_wandb(run_dir: Path, config: JobConfig, mode: Literal["offline", "online"], prefix: str) -> Any:
-    """A wandb run that an earlier part of this run may have begun."""
+    """Start the wandb run, or resume the one that an earlier part of this run has started."""
     import wandb
 
     id_file = run_dir / "wandb_run_id"
@@ -115,6 +112,6 @@ def _start_wandb(run_dir: Path, config: JobConfig, mode: Literal["offline", "onl
     except wandb.errors.Error as error:
         reason = str(error).splitlines()[0]
         raise UserError(f"monitor.wandb={mode}: {reason}; or use monitor.wandb=offline") from None
-    # Steps of a resumed run come twice; wandb drops those when they are its own step counter, but not as a metric.
+    # A resumed run repeats steps. wandb drops repeated values of its own step counter, but not of a metric.
     run.define_metric(f"{prefix}*", step_metric=f"{prefix}step")
     return run

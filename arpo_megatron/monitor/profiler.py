@@ -1,4 +1,4 @@
-"""Memory peaks of a rank, and a window of steps under torch's profiler."""
+"""Memory peak of a rank, and a trace of some steps with torch's profiler."""
 
 import resource
 import threading
@@ -9,7 +9,7 @@ import torch
 
 
 def peak_memory_gb() -> float:
-    """Most memory in GB (10^9 bytes) that this rank has had: of the GPU by tensors, without one of the process."""
+    """Return the peak memory of this rank in GB (10^9 bytes): tensors on the GPU, or the process without one."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 1e9
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
@@ -18,12 +18,12 @@ def peak_memory_gb() -> float:
 class StepProfiler:
     """Traces log-prob passes and updates of some steps.
 
-    Inside the window every module's forward pass is a range with the name of its class (`TreeAttention`, `MLP`, ...);
-    torch names the optimizer's step itself. Outside of it nothing is hooked, recorded or slowed.
+    Within the window every module's forward pass is a range named after its class (`TreeAttention`, `MLP`, ...); torch
+    names the optimizer's step itself. Outside the window nothing is hooked or recorded.
 
     Args:
-        window: first and last step, counted from 1; None: nothing is traced.
-        folder: `rankN.json.gz` is written there, for chrome://tracing or Perfetto.
+        window: first and last step, counted from 1; None: no trace.
+        folder: directory of the trace `rankN.json.gz`, for chrome://tracing or Perfetto.
         rank: N.
     """
 
@@ -34,7 +34,7 @@ class StepProfiler:
         self._hooks: list[Any] = []
 
     def before(self, step: int) -> None:
-        """The compute of a step begins."""
+        """Start the trace if the window begins with this step."""
         if self._window is None or self._running is not None or not self._window[0] <= step <= self._window[1]:
             return
         from torch.profiler import ProfilerActivity, profile
@@ -47,11 +47,11 @@ class StepProfiler:
         self._running.start()
 
     def after(self, step: int) -> Path | None:
-        """A step is over; returns the trace if it was the last one of the window."""
+        """Return the path of the trace if this step was the last one of the window."""
         return self.close() if self._window is not None and step >= self._window[1] else None
 
     def close(self) -> Path | None:
-        """End the trace early, where a run ends inside the window; returns it if there is one."""
+        """End the trace early if a run ends within the window; return its path if there is one."""
         if self._running is None:
             return None
         running, self._running = self._running, None
@@ -59,7 +59,7 @@ class StepProfiler:
         for hook in self._hooks:
             hook.remove()
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        # Whole or absent, like every file of a run; torch packs it only where its name ends so.
+        # Written under another name first, so that the file is never incomplete; torch compresses it by its suffix.
         partial = self._path.with_name("writing.tmp.gz")
         running.export_chrome_trace(str(partial))
         partial.replace(self._path)
@@ -67,7 +67,7 @@ class StepProfiler:
 
 
 def _name_modules() -> list[Any]:
-    """Hooks that put every module's forward pass into a range with the name of its class."""
+    """Install hooks that put every module's forward pass into a range with the name of its class."""
     from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
     from torch.profiler import record_function
 

@@ -1,4 +1,4 @@
-"""The display of a running job, on standard error: a live table in a terminal, plain lines anywhere else.
+"""Display of a running job on standard error: a live table in a terminal, plain lines elsewhere.
 
 Standard output stays free for results that programs read.
 """
@@ -21,7 +21,7 @@ Row = Mapping[str, Any]
 Renderable = ConsoleRenderable | RichCast | str
 
 STEP_PHASES = frozenset({"rollout", "lend", "logprobs", "ratios", "update", "push", "save"})
-"""Phases inside a step: shown live, and as seconds in the step's row, but not as lines of their own."""
+"""Phases within a step: shown live and as seconds in the step's row, but not as separate lines."""
 
 _ROWS_SHOWN = 12
 
@@ -60,14 +60,14 @@ COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
     ("GB", _number("memory_peak_gb", ".1f")),
     ("seconds by phase", _seconds),
 )
-"""Title and content of each column; a row is what `MetricsLog.log` gets, and a value it lacks is shown as "-"."""
+"""Title and content of each column; a row is what `MetricsLog.log` receives, and a missing value is shown as "-"."""
 
 
 class Progress:
     """Shows phases, steps and notes of a job. Use it as a context manager.
 
     Args:
-        console: where to; standard error by default.
+        console: output; standard error by default.
     """
 
     def __init__(self, console: Console | None = None) -> None:
@@ -77,7 +77,7 @@ class Progress:
         self._spinner = Spinner("dots", Text(""))
         self._phase = ""
         self._live = Live(
-            console=self.console, get_renderable=self._picture, refresh_per_second=2, redirect_stdout=False
+            console=self.console, get_renderable=self._render, refresh_per_second=2, redirect_stdout=False
         )
 
     def __enter__(self) -> Self:
@@ -94,13 +94,13 @@ class Progress:
             self._live.stop()
 
     def event(self, event: Mapping[str, Any]) -> None:
-        """Show one event of `monitor.events`. Raises ValueError for a kind that is not known."""
+        """Show one event of `monitor.events`. Raises ValueError for an unknown kind."""
         fields = {key: value for key, value in event.items() if key not in ("time", "kind")}
         match event["kind"]:
             case "phase":
                 self.phase(fields["name"])
             case "progress":
-                self._say(f"{self._phase}: {fields['text']}")
+                self._set_status(f"{self._phase}: {fields['text']}")
             case "note" | "restart":
                 self.note(fields["text"])
             case "step":
@@ -113,22 +113,22 @@ class Progress:
                 raise ValueError(f"unknown event kind {other!r}")
 
     def phase(self, name: str) -> None:
-        """What the job does now."""
+        """Show the current phase of the job."""
         if name != self._phase and name not in STEP_PHASES and not self._live.is_started:
             self._line(name)
         self._phase = name
-        self._say(name)
+        self._set_status(name)
 
     def note(self, text: str) -> None:
-        """A line that stays."""
+        """Print a line that stays."""
         self._line(text)
 
     def show(self, renderable: Renderable) -> None:
-        """Anything that Rich can draw; it stays."""
+        """Print anything that Rich can draw; it stays."""
         self._print(renderable)
 
     def step(self, row: Row) -> None:
-        """The figures of a finished step, with `steps` as the number of all steps."""
+        """Show the metrics of a finished step, with `steps` as the number of all steps."""
         self._rows.append(row)
         if self._live.is_started:
             return
@@ -136,15 +136,15 @@ class Progress:
         self._line(" | ".join(fields))
 
     def sft(self, *, update: int, updates: int, loss: float, seconds: float) -> None:
-        """How far supervised training is."""
+        """Show the progress of supervised training."""
         text = f"cold start: update {update}/{updates}, loss {loss:.3f}, {seconds:.0f} s"
         if self._live.is_started and update < updates:
-            self._say(text)
+            self._set_status(text)
         else:
             self._line(text)
 
     def evaluation(self, when: str, success: float) -> None:
-        """Held-out success, in [0, 1], "before" or "after" training, or after a step ("step_4")."""
+        """Show held-out success, in [0, 1], "before" or "after" training, or after a step ("step_4")."""
         moment = f"{when} training" if when in ("before", "after") else f"after {when.replace('_', ' ')}"
         self._line(f"held-out success {moment}: {success:.1%}")
 
@@ -157,23 +157,23 @@ class Progress:
         if self.console.is_terminal:
             self.console.print(renderable, soft_wrap=soft_wrap)
             return
-        # It may be a file (a batch job's log) on a disk that is full, which must not end the job. The stream itself
-        # keeps some kilobytes until there is room again; Rich would write what has failed with every line once more.
+        # The output may be a file on a full disk, which must not end the job. Rich would write failed text again with
+        # every later line, so it renders into memory.
         text = io.StringIO()
         Console(file=text, force_terminal=False, width=self.console.width).print(renderable, soft_wrap=soft_wrap)
         with suppress(OSError):
             self.console.file.write(text.getvalue())
             self.console.file.flush()
 
-    def _say(self, text: str) -> None:
-        """Text beside the spinner."""
+    def _set_status(self, text: str) -> None:
+        """Show a text next to the spinner."""
         self._spinner.update(text=Text(text))
 
-    def _picture(self) -> ConsoleRenderable:
+    def _render(self) -> ConsoleRenderable:
         parts: list[ConsoleRenderable] = []
         if self._rows:
             table = Table(*(title for title, _ in COLUMNS), box=None, pad_edge=False, header_style="bold")
-            for row in list(self._rows):  # a copy: the display draws in a thread of its own
+            for row in list(self._rows):  # a copy, because the display draws in another thread
                 table.add_row(*(content(row) for _, content in COLUMNS))
             parts.append(table)
         if self._phase:

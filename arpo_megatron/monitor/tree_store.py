@@ -1,35 +1,33 @@
-"""Finished trees on disk: RUN_DIR/trees/step_NNNNNN.parquet, a row a tree, for pandas, polars and `arpo trees`.
+"""Finished trees on disk: RUN_DIR/trees/step_NNNNNN.parquet, one row per tree, for pandas, polars and `arpo trees`.
 
-A file is written once, wholly or not at all; a step that is done again after a resume replaces its own. Pages carry
-checksums: a damaged file is told from a whole one.
+A file is written completely or not at all; a step that is repeated after a resume replaces its file. Pages carry
+checksums, so a damaged file is detected.
 """
 
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from arpo_megatron.errors import UserError
 from arpo_megatron.jobs.run_directory import RunDirectory
+from arpo_megatron.rewards.scored_tree import ScoredTree
 from arpo_megatron.tree import RolloutTree, Segment, stored_routes
 from arpo_megatron.utils.atomic import atomic_write
 
 if TYPE_CHECKING:
     import pyarrow as pa
-from arpo_megatron.rewards.scored_tree import ScoredTree
 
 Decode = Callable[[Sequence[int]], str]
-_ROWS_A_GROUP = 16  # what a reader that wants a few trees has to hold in memory
+_ROWS_PER_GROUP = 16  # bounds the memory of a reader that wants a few trees
 _STEP_FILE = re.compile(r"step_(\d{6,})\.parquet")
-_WAITING_BYTES = 2**30
-"""Of trees that wait for room on the disk, so many bytes in memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTree:
-    """A row of a tree file, as far as it is drawn and replayed. One that was given up has no rewards."""
+    """The columns of a tree file that are needed to draw and replay a tree. A dropped tree has no rewards."""
 
     ground_truth: str
     tree: RolloutTree
@@ -39,19 +37,19 @@ class StoredTree:
 
     @property
     def complete(self) -> bool:
-        """Whether all its trajectories have ended: each has a reward."""
+        """Whether all its trajectories have ended, so that each has a reward."""
         return len(self.rewards) == len(self.tree.leaves())
 
 
 def step_file(run: RunDirectory, step: int) -> Path:
-    """Where the trees of a step are."""
+    """Return the path of the file with the trees of a step."""
     return run.trees / f"step_{step:06d}.parquet"
 
 
 def stored_steps(run: RunDirectory) -> list[int]:
-    """Steps with stored trees, ascending. Raises UserError where there is none."""
+    """Return the steps with stored trees, ascending. Raises UserError if there are none."""
     found = [_STEP_FILE.fullmatch(path.name) for path in run.trees.glob("step_*.parquet")]
-    steps = sorted(int(name[1]) for name in found if name)  # a stranger's file of another name does no harm
+    steps = sorted(int(name[1]) for name in found if name)  # other files are ignored
     if not steps:
         raise UserError(f"{run.path} holds no trees yet")
     return steps
@@ -59,82 +57,42 @@ def stored_steps(run: RunDirectory) -> list[int]:
 
 @dataclass(slots=True)
 class TreeLog:
-    """Writes each step's trees. Those for which the disk has no room wait in memory and are tried again with the next.
-
-    Attributes:
-        run: whose directory takes them.
-        log: says what waits, and what is given up.
-        most_bytes: of trees that wait; beyond it the oldest steps are given up.
-        waiting: their tables by step.
-    """
+    """Writes each step's trees. Trees that the disk refuses are counted and lost: they must not end a run."""
 
     run: RunDirectory
+    """The run whose directory receives them."""
     log: Callable[[str], None]
-    most_bytes: int = _WAITING_BYTES
-    waiting: "dict[int, pa.Table]" = field(default_factory=dict)
+    """Receives one line, at the first failure."""
+    _failed: bool = field(default=False, init=False)
 
     def store(self, step: int, scored: Sequence[ScoredTree], decode: Decode) -> int:
-        """Write a step's trees. Returns by how many more trees are not stored now; below 0 where some had waited."""
-        before = self._count()
-        self.waiting[step] = _rows(step, scored, decode)
-        error = self.write_waiting()
-        lost = 0
-        while sum(table.nbytes for table in self.waiting.values()) > self.most_bytes:
-            oldest = min(self.waiting)
-            trees = int(self.waiting.pop(oldest).num_rows)
-            self.log(f"the {trees} trees of step {oldest} are given up: too many wait for room on the disk")
-            lost += trees
-        after = self._count()
-        if after:
-            self.log(f"{after} trees of steps {_listed(self.waiting)} wait for the disk, training goes on: {error}")
-        return after + lost - before
-
-    def write_waiting(self) -> str:
-        """Try all that waits, the oldest first; what went wrong last, empty: nothing waits any more."""
-        failure = ""
-        for step in sorted(self.waiting):
-            try:
-                _write(step_file(self.run, step), self.waiting[step])
-                del self.waiting[step]
-            except OSError as error:
-                failure = str(error)  # the error itself would keep the file open, and so its room occupied
-        return failure
-
-    def _count(self) -> int:
-        """Trees that wait."""
-        return sum(int(table.num_rows) for table in self.waiting.values())
-
-    def close(self) -> None:
-        """The last attempt; what is lost now is told."""
-        if error := self.write_waiting():
-            self.log(f"the {self._count()} trees of steps {_listed(self.waiting)} are not stored: {error}")
+        """Write a step's trees. Return the number of trees that could not be written."""
+        try:
+            write_trees(step_file(self.run, step), step, scored, decode)
+        except OSError as error:
+            if not self._failed:
+                self.log(
+                    f"the trees of step {step} are not stored ({error}); training continues, and metric "
+                    "trees_not_stored counts the trees that are lost"
+                )
+            self._failed = True
+            return len(scored)
+        return 0
 
 
 def write_trees(path: Path, step: int, scored: Sequence[ScoredTree], decode: Decode) -> None:
-    """Write a step's trees in the form that docs/run-directory.md describes. Raises OSError; nothing is left then."""
-    _write(path, _rows(step, scored, decode))
-
-
-def _listed(steps: Iterable[int]) -> str:
-    return ", ".join(map(str, sorted(steps)))
-
-
-def _rows(step: int, scored: Sequence[ScoredTree], decode: Decode) -> "pa.Table":
+    """Write a step's trees in the format of docs/run-directory.md. Raises OSError and leaves nothing then."""
     import pyarrow as pa
-
-    return pa.Table.from_pylist([_row(step, item, decode) for item in scored], schema=_schema())
-
-
-def _write(path: Path, table: "pa.Table") -> None:
     import pyarrow.parquet as pq
 
+    table = pa.Table.from_pylist([_row(step, item, decode) for item in scored], schema=_schema())
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(path, durable=True) as partial:
-        pq.write_table(table, partial, compression="zstd", row_group_size=_ROWS_A_GROUP, write_page_checksum=True)
+        pq.write_table(table, partial, compression="zstd", row_group_size=_ROWS_PER_GROUP, write_page_checksum=True)
 
 
 def read_trees(path: Path) -> list[StoredTree]:
-    """What `write_trees` wrote. Raises UserError where the file is missing or is no such file; it names the row."""
+    """Read a file of `write_trees`. Raises UserError, with the row, if the file is missing or damaged."""
     columns = ["task_id", "ground_truth", "begun_in_step", "grow_seconds", "rewards", "dropped", "replayed", "segments"]
     found = []
     for number, row in enumerate(_read(path, columns)):
@@ -146,7 +104,7 @@ def read_trees(path: Path) -> list[StoredTree]:
 
 
 def read_summaries(path: Path) -> list[dict[str, Any]]:
-    """The rows of a tree file without their segments. Raises UserError as `read_trees` does."""
+    """Read the rows of a tree file without their segments. Raises UserError like `read_trees`."""
     columns = ["step", "task_id", "leaves", "forks", "rewards", "unique_tokens", "flat_tokens"]
     columns += ["grow_seconds", "dropped"]
     return _read(path, columns)
@@ -173,7 +131,7 @@ def _damaged(path: Path, error: Exception, where: str = "") -> UserError:
 
 
 def _schema() -> "pa.Schema":
-    """Columns in the order in which they are documented."""
+    """Return the columns in the order of docs/run-directory.md."""
     import pyarrow as pa
 
     text, number = pa.string(), pa.int32()
@@ -282,9 +240,9 @@ def _tree(row: dict[str, Any]) -> RolloutTree:
 
 
 def rank_for_display(stored: Sequence[StoredTree]) -> list[StoredTree]:
-    """Trees ordered for showing: those whose forks decided between right and wrong first, short ones before long.
+    """Order trees for display: first those whose forks decided between right and wrong, short ones before long ones.
 
-    Those that were given up are left out.
+    Dropped trees are left out.
     """
 
     def decisive_forks(item: StoredTree) -> int:

@@ -1,4 +1,4 @@
-"""A rollout tree in the terminal: where it forked, how uncertain the policy was there, and who was right."""
+"""Rollout trees in the terminal: forks, the policy's uncertainty there, and the rewards."""
 
 import io
 import re
@@ -19,8 +19,8 @@ _BARS = "▁▂▃▄▅▆▇█"
 _TAG = re.compile(r"</?(?:think|search|python|result|answer)>|\\boxed\{")
 _RESULT_TAGS = re.compile(r"</?result>")
 _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Control characters, line ends, changes of direction, and halves of characters."""
-LEGEND = "H: entropy of the first tokens in nats, a bar a token; dH: its normalised rise; P: chance of a fork"
+"""Control characters, line ends, changes of direction, and surrogates."""
+LEGEND = "H: entropy of the first tokens in nats, one bar per token; dH: its normalised rise; P: chance of a fork"
 
 
 def render_tree(
@@ -28,17 +28,17 @@ def render_tree(
 ) -> RenderableType:
     """Draw one tree with rich.
 
-    A branch of the picture is a run of segments without a fork: model text, tool results, and at its end the reward.
+    A branch of the picture is a run of segments without a fork: model text, tool results, and the reward at its end.
 
     Args:
         tree: the tree to draw.
         decode: token ids -> text.
-        rewards: one for each leaf, in the order of `tree.leaves()`; positive ones are drawn as right. Empty for a tree
-            that was given up.
+        rewards: one per leaf, in the order of `tree.leaves()`; positive ones are drawn as right. Empty for a dropped
+            tree.
         max_characters: longer texts are cut in the middle.
 
     Raises:
-        ValueError: another number of rewards than leaves.
+        ValueError: the number of rewards differs from that of leaves.
     """
     leaves = tree.leaves()
     if rewards and len(rewards) != len(leaves):
@@ -55,7 +55,7 @@ def render_tree(
 
 
 def printable(text: str) -> str:
-    """`text` with escapes for what would command a terminal: models, tools and data sets are not its masters."""
+    """Escape characters that would control a terminal: texts of models, tools and data sets are untrusted."""
     return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
@@ -84,22 +84,22 @@ class _Painter:
         )
 
     def add_below(self, parent: Tree, index: int) -> None:
-        """Add what is below segment `index`: each child with its chain is one branch of the picture."""
+        """Add the segments below segment `index`: each child with its chain is one branch of the picture."""
         pending = [(parent, child) for child in self._children[index]]
-        while pending:  # no recursion: a tree may be deeper than Python's stack
+        while pending:  # not recursive, because a tree may be deeper than Python's stack
             branch, child = pending.pop(0)
             chain = self._chain(child)
             node = branch.add(Group(*self._lines(chain)))
             pending.extend((node, below) for below in self._children[chain[-1]])
 
     def text(self, segment: Segment, style: str) -> Text:
-        """The decoded segment on one line, tags dimmed."""
+        """Return the decoded segment on one line, with dimmed tags."""
         text = Text(self._short(self._decode(segment.token_ids.tolist())), style)
         text.highlight_regex(_TAG, "not bold dim cyan")
         return text
 
     def _chain(self, index: int) -> list[int]:
-        """`index` and the only children below it."""
+        """Return `index` and the chain of only children below it."""
         chain = [index]
         while len(self._children[chain[-1]]) == 1:
             chain.append(self._children[chain[-1]][0])
@@ -120,7 +120,7 @@ class _Painter:
         return lines
 
     def _uncertainty(self, entropies: Float32Array | None, branch: BranchRecord | None) -> Text:
-        """Mean entropy with a bar a token, and the branching decision."""
+        """Return the mean entropy with one bar per token, and the branching decision."""
         line = Text()
         if _measured(entropies):
             line.append(f"H {entropies.mean():.2f} ", "yellow")

@@ -1,1 +1,4 @@
-"""Where questions come from: data sets as `Task` records, tokenizers, demonstrations and the resumable sampler."""
+"""Questions: data sets as `Task` records, the tag protocol, task selectors, demonstrations, and conversations for SFT.
+
+This package may import `registry`, `config`, `utils` and `tree`.
+"""

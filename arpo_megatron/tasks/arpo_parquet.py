@@ -1,8 +1,8 @@
-"""The released ARPO training files: parquet with the columns prompt, reward_model and ability.
+r"""The released ARPO training files: parquet with the columns prompt, reward_model and ability.
 
-Each row is a conversation (system and user message) with its expected answer. Two things are mended on the way in:
-every system prompt of the published files carries a literal backspace where "\\boxed" should be, and rows that cannot
-be trained on are left out. Such rows are named and counted, never dropped silently.
+Each row is a conversation (system and user message) with its expected answer. Reading fixes two things. Every system
+prompt of the published files has a literal backspace in place of the backslash of "\boxed". Rows that cannot be trained
+on are left out, logged and counted.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,10 +27,10 @@ class ChatTokenizer(Protocol):
     def apply_chat_template(
         self, conversation: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool
     ) -> Any:
-        """The conversation as the model's own prompt text."""
+        """Return the conversation as the model's prompt text."""
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of a text."""
+        """Return the token ids of a text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +48,11 @@ def read_parquet(
 
     Args:
         path: the parquet file.
-        tokenizer: gives the chat form of the prompt, where it has a chat template, and the prompt's length.
+        tokenizer: provides the chat template, if it has one, and the prompt's length.
         max_prompt_tokens: a longer prompt is a bad row; needs `tokenizer`.
 
     Raises:
-        UserError: no such file, not parquet, columns missing, or not one usable row.
+        UserError: the file is missing or not parquet, columns are missing, or no row is usable.
     """
     tasks, bad_rows = [], []
     for row in _rows(path):
@@ -70,19 +70,19 @@ def read_parquet(
 
 
 def check_readable(path: Path) -> None:
-    """Raises UserError where `path` is no parquet file with the released columns."""
+    """Raise UserError unless `path` is a parquet file with the released columns."""
     next(iter(_rows(path)), None)
 
 
 def read_texts(path: Path) -> Iterator[str]:
-    """The text of every usable row (messages and answer), to train a tokenizer on. Raises as `read_parquet` does."""
+    """Yield the text of every usable row (messages and answer), to train a tokenizer on. Raises like `read_parquet`."""
     for task in read_parquet(path).tasks:
         yield task.prompt_text
         yield task.ground_truth
 
 
 def chat_text(messages: Sequence[Message], tokenizer: ChatTokenizer | None) -> str:
-    """The prompt up to the beginning of the model's turn: the tokenizer's chat template, or ChatML without one."""
+    """Return the prompt up to the start of the model's turn: the tokenizer's chat template, or ChatML without one."""
     if tokenizer is not None and tokenizer.chat_template:
         turns = [{"role": message["role"], "content": message["content"]} for message in messages]
         return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
@@ -91,9 +91,9 @@ def chat_text(messages: Sequence[Message], tokenizer: ChatTokenizer | None) -> s
 
 
 def _rows(path: Path) -> Iterator[FileRow]:
-    """The rows, once it is known that the file has the released columns."""
+    """Yield the rows after a check that the file has the released columns."""
     if not path.is_file():
-        raise UserError(f"{_KEY}{path}: no such file; name one with {_KEY}FILE.parquet")
+        raise UserError(f"{_KEY}{path}: no such file; give {_KEY}FILE.parquet")
     found = parquet_columns(path, _KEY)
     missing = [name for name in _COLUMNS if name not in found]
     if not any(name in found for name in _SOURCE_COLUMNS):
@@ -110,14 +110,14 @@ def _task(task_id: str, row: Mapping[str, Any], tokenizer: ChatTokenizer | None)
         raise BadRowError("the answer is missing")
     kind = next((row[name] for name in _SOURCE_COLUMNS if row.get(name)), None)
     if kind is None:
-        raise BadRowError("neither ability nor data_source says what kind of question it is")
+        raise BadRowError("neither ability nor data_source names the kind of question")
     source = "math" if "math" in str(kind).lower() else "qa"
     return Task(task_id, messages, truth.strip(), source, chat_text(messages, tokenizer))
 
 
 def _messages(prompt: Any) -> tuple[Message, ...]:
     if not isinstance(prompt, list) or not all(isinstance(turn, dict) for turn in prompt):
-        raise BadRowError("the prompt is no list of messages")
+        raise BadRowError("the prompt is not a list of messages")
     messages: list[Message] = []
     for turn in prompt:
         role, content = turn.get("role"), turn.get("content")

@@ -1,4 +1,4 @@
-"""A task: one question with its checkable answer, in the form every data source is brought to."""
+"""A task: one question with its checkable answer, the form to which every data source is converted."""
 
 from dataclasses import dataclass
 from typing import TypedDict
@@ -15,21 +15,18 @@ class Message(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A question and what counts as its answer. Its texts are made of `whole_characters`.
-
-    Attributes:
-        id: unique within a data set and stable between runs ("calc-17", "train-204").
-        messages: the conversation before the model's turn.
-        ground_truth: the expected content of the answer's box, always text.
-        source: how an answer is verified: "math" (mathematical equality) or "qa" (token F1).
-        prompt_text: the messages as the text that is tokenized and put before the model.
-    """
+    """A question with its expected answer. Its texts are made of `whole_characters`."""
 
     id: str
+    """Unique within a data set and stable between runs ("calc-17", "train-204")."""
     messages: tuple[Message, ...]
+    """The conversation before the model's turn."""
     ground_truth: str
+    """Expected content of the answer's box, always text."""
     source: str
+    """How an answer is verified: "math" (mathematical equality) or "qa" (token F1)."""
     prompt_text: str
+    """The messages as the text that the model is prompted with."""
 
     def __post_init__(self) -> None:
         for name in ("id", "ground_truth", "source", "prompt_text"):
@@ -42,7 +39,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class BadRow:
-    """A row of a data file that nothing was made of: its number from 0 and the reason in words."""
+    """A row of a data file that could not be used: its number from 0 and the reason."""
 
     row: int
     reason: str

@@ -125,8 +125,7 @@ class Controller:
         return controller
 
     def close(self) -> None:
-        """Close the connections, and write the trees that wait for room on the disk."""
-        self.tree_log.close()
+        """Close the rollout process, the engine connections and the judge."""
         self.rollouts.close()
         self.sync.close()
         if self.reward.judge is not None:

@@ -196,4 +196,4 @@ def _open(directory: RunDirectory, phase: Phase, training: bool, closing: ExitSt
 
 def _close_metrics(metrics: MetricsLog, events: EventLog) -> None:
     if rows := metrics.close():
-        events.emit("note", text=f"the last {rows} rows of metrics are not stored: the disk is full")
+        events.emit("note", text=f"{rows} rows of metrics are not stored: the disk refused them")

@@ -22,7 +22,7 @@ from arpo_megatron.jobs.inputs import load_conversations, load_data, load_tokeni
 from arpo_megatron.models.spec import ModelSpec
 from arpo_megatron.monitor.profiler import peak_memory_gb
 from arpo_megatron.packing.packs import pack_batch
-from arpo_megatron.tasks.sft.dataset import batch
+from arpo_megatron.tasks.sft.dataset import draw_batch
 from arpo_megatron.tasks.synthetic.demonstrations import demonstrate
 from arpo_megatron.tasks.synthetic.families import FAMILIES
 from arpo_megatron.trainer.batch import Batch
@@ -67,7 +67,7 @@ class Examples:
         if read is not None:
             train, held_out = read.split(sft.held_out, seed)
             return cls(
-                lambda number: batch(train, sft.batch, seed=seed, update=number),
+                lambda number: draw_batch(train, sft.batch, seed=seed, update=number),
                 held_out,
                 len(train),
                 len(read.bad_rows),

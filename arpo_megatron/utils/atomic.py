@@ -1,6 +1,5 @@
 """Files and directories that exist whole or not at all, also after a crash or on a full disk."""
 
-import ctypes
 import errno
 import json
 import os
@@ -11,9 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from arpo_megatron.errors import UserError
-
-_LIBC = ctypes.CDLL(None, use_errno=True)
-_FALLOC_FL_KEEP_SIZE = 1
 
 
 @contextmanager
@@ -41,21 +37,8 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
         partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def append_lines(path: Path, waiting: list[str], *, reserved: int = 0) -> None:
-    """Append `waiting` to a file and remove each line from the list once it is written.
-
-    `reserved` bytes are kept allocated after the end of the file, so that the last lines of a run find room on a disk
-    that others have filled.
-
-    Raises:
-        OSError: a line could not be written; no part of it is in the file.
-    """
-    while waiting:
-        _append_line(path, waiting[0], reserved=reserved)
-        del waiting[0]
-
-
-def _append_line(path: Path, text: str, *, reserved: int) -> None:
+def append_line(path: Path, text: str) -> None:
+    """Append a line to a file. Raises OSError if it cannot be written; no part of it is in the file then."""
     with path.open("ab", buffering=0) as file:
         end = file.tell()
         data = text.encode() + b"\n"
@@ -65,11 +48,6 @@ def _append_line(path: Path, text: str, *, reserved: int) -> None:
         except OSError:
             file.truncate(end)
             raise
-        status = os.fstat(file.fileno())
-        if 512 * status.st_blocks - status.st_size < reserved // 2:
-            # A failure is fine: some file systems (NFS) cannot reserve, and a full one has nothing left.
-            size, count = ctypes.c_long(status.st_size), ctypes.c_long(reserved)
-            _LIBC.fallocate(file.fileno(), _FALLOC_FL_KEEP_SIZE, size, count)
 
 
 def flush(path: Path) -> None:

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 from arpo_megatron.config import JobConfig, MonitorConfig
-from arpo_megatron.monitor.events import EventLog, EventReader
+from arpo_megatron.monitor.events import EventLog
 from arpo_megatron.monitor.metrics import MetricsLog
-from tests.faults import small_disk
 
 CONFIG = JobConfig(name="test")
 
@@ -53,60 +52,25 @@ def test_a_half_written_line_is_cut_off(tmp_path: Path) -> None:
     assert rows_of(tmp_path) == [{"step": 1}, {"step": 2}]
 
 
-def test_what_a_full_disk_refused_is_written_when_there_is_room_again(tmp_path: Path) -> None:
+def test_rows_and_events_that_a_full_disk_refuses_leave_whole_lines_and_rows_are_counted(tmp_path: Path) -> None:
     log, events = MetricsLog(tmp_path, CONFIG), EventLog(tmp_path / "events.jsonl")
     log.log({"step": 1})
     events.emit("note", text="first")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # the kernel's answer is then an error
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # the kernel then returns an error
     resource.setrlimit(resource.RLIMIT_FSIZE, (20, hard))  # in the middle of a line
     try:
         log.log({"step": 2, "reward": 0.5})
         log.log({"step": 3, "reward": 0.5})
-        events.emit("note", text="held back")
+        events.emit("note", text="lost")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, ignored)
-    assert rows_of(tmp_path) == [{"step": 1}]
     log.log({"step": 4})
     events.emit("note", text="last")
-    assert [row["step"] for row in rows_of(tmp_path)] == [1, 2, 3, 4]
-    assert [json.loads(line)["text"] for line in events.path.read_text().splitlines()] == ["first", "held back", "last"]
-    assert log.close() == 0
-
-
-def test_the_last_rows_are_tried_again_at_the_end_and_those_that_are_lost_are_counted(tmp_path: Path) -> None:
-    log = MetricsLog(tmp_path, CONFIG)
-    (tmp_path / "metrics.jsonl").mkdir()  # nothing can be written there
-    log.log({"step": 1})
-    log.log({"step": 2})
+    assert [row["step"] for row in rows_of(tmp_path)] == [1, 4]
+    assert [json.loads(line)["text"] for line in events.path.read_text().splitlines()] == ["first", "last"]
     assert log.close() == 2
-    (tmp_path / "metrics.jsonl").rmdir()
-    assert log.close() == 0
-    assert [row["step"] for row in rows_of(tmp_path)] == [1, 2]
-
-
-def test_events_are_read_at_once_while_the_disk_is_full(tmp_path: Path) -> None:
-    """By whoever follows the file; otherwise the terminal would be silent for as long as that lasts."""
-    with small_disk(tmp_path, 2**22) as full:
-        events = EventLog(tmp_path / "events.jsonl")
-        reader = EventReader(events.path)
-        events.emit("note", text="there is room")
-        with pytest.raises(OSError, match=full), (tmp_path / "fill").open("wb", buffering=0) as fill:
-            while True:
-                fill.write(bytes(2**16))
-        for step in range(200):  # each as long as that of a step
-            events.emit("note", text=f"{step:02000}")
-        EventLog(events.path).emit("user_error", text="another process ends")
-        kinds = [event["kind"] for event in reader.new()]
-        assert kinds == ["note"] * 201 + ["user_error"]
-        for step in range(1000):
-            events.emit("note", text=f"{step:02000}")
-        held = len(reader.new())
-        assert 200 < held < 1000, "the room of its own has an end too"
-        (tmp_path / "fill").unlink()
-        events.emit("note", text="there is room again")
-        assert len(reader.new()) == 1001 - held
 
 
 def test_a_value_that_is_no_number_is_refused(tmp_path: Path) -> None:

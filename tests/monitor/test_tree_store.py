@@ -177,44 +177,20 @@ for seconds in sys.stdin:
 
 
 @pytest.mark.parametrize("kind", FULL)
-def test_trees_wait_in_memory_while_the_disk_is_full_and_are_written_when_it_is_not(
-    run: RunDirectory, kind: str
-) -> None:
-    told: list[str] = []
-    log = TreeLog(run, told.append)
+def test_trees_that_a_full_disk_refuses_are_counted_and_leave_no_file(run: RunDirectory, kind: str) -> None:
+    lines: list[str] = []
+    log = TreeLog(run, lines.append)
     many = [scored(grown(number, long=300)) for number in range(9)]
     run.trees.mkdir(parents=True)
     with small_disk(run.trees, 2**15, kind) as full:
         assert log.store(1, [scored(grown())], decode) == 0
-        assert log.store(2, many, decode) == 9
+        assert [log.store(step, many, decode) for step in (2, 3)] == [9, 9]
         assert [path.name for path in run.trees.iterdir()] == ["step_000001.parquet"]  # the room is free again
-        assert log.store(3, [scored(grown(1))], decode) == 0
-        assert log.store(2, many[1:], decode) == -1  # done again
-        assert stored_steps(run) == [1, 3]
-        assert len(told) == 3
-        assert "9 trees of steps 2 wait for the disk" in told[0]
-        assert full in told[0]
-        log.close()
-        assert "the 8 trees of steps 2 are not stored: " in told[3]
-    assert log.store(4, [scored(grown(2))], decode) == -8
-    assert {2, 4} <= set(stored_steps(run))
-    assert [item.tree.to_dict() for item in read_trees(step_file(run, 2))] == [item.tree.to_dict() for item in many[1:]]
-
-
-def test_trees_that_wait_are_bounded_and_those_given_up_are_counted(run: RunDirectory) -> None:
-    told: list[str] = []
-    run.path.mkdir()
-    run.trees.write_text("a file where the directory should be")
-    log = TreeLog(run, told.append)
-    trees = [scored(grown(number)) for number in (1, 2, 3)]
-    assert [log.store(step, [trees[step - 1]], decode) for step in (1, 2)] == [1, 1]
-    log.most_bytes = sum(table.nbytes for table in log.waiting.values()) + 100
-    assert log.store(3, [trees[2]], decode) == 1
-    assert sorted(log.waiting) == [2, 3]
-    assert "the 1 trees of step 1 are given up" in "".join(told)
-    run.trees.unlink()
-    log.close()
-    assert stored_steps(run) == [2, 3]
+        assert log.store(4, [scored(grown(1))], decode) == 0
+        assert stored_steps(run) == [1, 4]
+    assert len(lines) == 1
+    assert "the trees of step 2 are not stored" in lines[0]
+    assert full in lines[0]
 
 
 def test_a_damaged_file_is_one_line_and_a_strangers_file_no_harm(run: RunDirectory) -> None:

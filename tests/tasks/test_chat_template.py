@@ -187,7 +187,7 @@ def test_reasoning_that_the_whole_leaves_out_makes_a_bad_row() -> None:
         said("user", "c"),
         said("assistant", "d"),
     ]
-    with pytest.raises(BadRowError, match="otherwise in the whole"):
+    with pytest.raises(BadRowError, match="differently in the whole"):
         tree_of(QWEN_THINKING, messages)
     assert learnt(QWEN_THINKING, [messages[0], {**messages[1], "train": False}, *messages[2:]])[0].endswith(
         "d<|im_end|>"

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from arpo_megatron.errors import UserError
 from arpo_megatron.tasks.sft.chat_template import ChatEncoder
-from arpo_megatron.tasks.sft.dataset import batch, conversation_tree, read_conversations
+from arpo_megatron.tasks.sft.dataset import conversation_tree, draw_batch, read_conversations
 from arpo_megatron.tree import Role
 
 CHATML = (
@@ -150,6 +150,6 @@ def test_a_file_that_cannot_be_used_is_one_line(tmp_path: Path) -> None:
 
 @given(count=st.integers(1, 9), size=st.integers(1, 7), seed=st.integers(0, 99))
 def test_every_epoch_holds_every_conversation_once(count: int, size: int, seed: int) -> None:
-    drawn = [item for update in range(3 * count) for item in batch(range(count), size, seed=seed, update=update)]
+    drawn = [item for update in range(3 * count) for item in draw_batch(range(count), size, seed=seed, update=update)]
     for epoch in range(len(drawn) // count):
         assert sorted(drawn[epoch * count : (epoch + 1) * count]) == list(range(count))

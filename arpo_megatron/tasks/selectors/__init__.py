@@ -1,1 +1,1 @@
-"""selectors."""
+"""Task selectors, one file per method. Their names are in `registry.BUILTIN`."""

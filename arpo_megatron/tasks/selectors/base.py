@@ -1,4 +1,4 @@
-"""Which tasks a step trains on: shuffled epochs that a resumed run continues exactly."""
+"""The protocol of task selectors, and shuffled epochs that a resumed run continues exactly."""
 
 import random
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -12,38 +12,38 @@ from arpo_megatron.tasks.base import Task
 
 
 class TaskSelector(Protocol):
-    """Chooses the tasks of a step from what earlier ones have earned. Deterministic; only the controller asks it.
+    """Chooses the tasks of a step by the results of earlier ones. Deterministic; only the controller uses it.
 
-    A part of `algorithm.selector` is made with `tasks`, `seed` and numbers of its own.
+    A component of `algorithm.selector` is built with `tasks`, `seed` and its own params.
     """
 
     def next_batch(self, count: int, begun: Collection[str] = ()) -> list[Task]:
-        """The next `count` different tasks, without those of `begun`; fewer where no others are left.
+        """Return the next `count` different tasks, none of them in `begun`; fewer if no others are left.
 
         Args:
-            count: how many are wanted.
-            begun: ids of tasks that the step has begun already. A second tree of one of them in the same step would
-                draw the same random numbers: a copy.
+            count: number of tasks.
+            begun: ids of tasks that the step has already started. A second tree of such a task in the same step would
+                draw the same random numbers and be a copy.
 
         Raises:
-            UserError: there are fewer tasks than `count` in all.
+            UserError: there are fewer than `count` tasks.
         """
 
     def note(self, task_id: str, accuracies: Sequence[float]) -> None:
-        """A finished tree of a training task: how right the answer of each of its leaves is, in [0, 1]."""
+        """Record a finished tree of a training task: the accuracy of each of its leaves, in [0, 1]."""
 
     def metrics(self) -> Mapping[str, float]:
-        """Figures of the step, under names of their own (`selector/...`)."""
+        """Return metrics of the step, named `selector/...`."""
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-safe; all that the next choices depend on."""
+        """Return everything that the next choices depend on, JSON-safe."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken. Raises UserError for the state of another selector."""
+        """Restore a `state_dict`. Raises UserError for that of another selector."""
 
 
 def make_task_selector(config: AlgorithmConfig, tasks: Sequence[Task], seed: int) -> TaskSelector:
-    """The part that `algorithm.selector` names. Raises UserError."""
+    """Build the selector that `algorithm.selector` names. Raises UserError."""
     selector: TaskSelector = make(
         ExtensionPoint.TASK_SELECTOR, config.selector, {**config.component_params(), "tasks": tasks, "seed": seed}
     )
@@ -52,20 +52,18 @@ def make_task_selector(config: AlgorithmConfig, tasks: Sequence[Task], seed: int
 
 @dataclass(slots=True)
 class EpochSelector:
-    """Goes through the tasks in shuffled epochs.
+    """Draws the tasks in shuffled epochs.
 
-    Every epoch holds every task once. A batch may begin in one epoch and end in the next, but never holds a task twice,
-    nor one that its step has begun already: such a task keeps its turn for a later step.
-
-    Attributes:
-        tasks: what is sampled from; a resumed run must give the same ones in the same order.
-        seed: each epoch's order follows from it and the epoch's number.
-        epoch: number of the epoch the next task belongs to, from 0; it counts up when the first of its tasks is drawn.
+    Every epoch holds every task once. A batch may start in one epoch and end in the next. It never holds a task twice,
+    nor one that its step has already started: such a task is kept for a later step.
     """
 
     tasks: Sequence[Task]
+    """All tasks; a resumed run must have the same ones in the same order."""
     seed: int
+    """Seed of each epoch's order, together with the epoch's number."""
     epoch: int = field(default=0, init=False)
+    """Number of the epoch of the next task, from 0; it increases when the first of its tasks is drawn."""
     _order: list[int] = field(init=False)
     _position: int = field(default=0, init=False)
 
@@ -73,14 +71,14 @@ class EpochSelector:
         self._order = self._shuffled(0)
 
     def note(self, task_id: str, accuracies: Sequence[float]) -> None:
-        """The order does not depend on it."""
+        """Ignore the result: the order does not depend on it."""
 
     def metrics(self) -> Mapping[str, float]:
-        """None."""
+        """Return no metrics."""
         return {}
 
     def next_batch(self, count: int, begun: Collection[str] = ()) -> list[Task]:
-        """See `TaskSelector`."""
+        """Return the next tasks of the epochs; see `TaskSelector`."""
         check_enough(self.tasks, count)
         used = {index for index, task in enumerate(self.tasks) if task.id in begun}
         count = min(count, len(self.tasks) - len(used))
@@ -92,7 +90,7 @@ class EpochSelector:
         return [self.tasks[index] for index in drawn]
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-safe position; the order itself is part of it, whatever a later version's shuffle does."""
+        """Return the JSON-safe position. The order is part of it, so that a later version's shuffle does not matter."""
         return {
             "seed": self.seed,
             "tasks": len(self.tasks),
@@ -102,7 +100,7 @@ class EpochSelector:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken. Raises UserError for the state of other tasks or another seed."""
+        """Restore a `state_dict`. Raises UserError for that of other tasks or another seed."""
         if state["tasks"] != len(self.tasks) or state["seed"] != self.seed:
             raise UserError(
                 f"the checkpoint was made with {state['tasks']} tasks and seed {state['seed']}, but this job has "
@@ -117,7 +115,7 @@ class EpochSelector:
         return order
 
     def _draw(self, count: int, used: set[int]) -> list[int]:
-        """Up to `count` tasks of this epoch that are not in `used`, which come later in it."""
+        """Return up to `count` tasks of this epoch that are not in `used`; those move to its end."""
         rest = self._order[self._position :]
         drawn = [index for index in rest if index not in used][:count]
         chosen = set(drawn)
@@ -127,28 +125,28 @@ class EpochSelector:
 
 
 def check_enough(tasks: Sequence[Task], count: int) -> None:
-    """Raises UserError where there are fewer tasks than a batch of `count` needs."""
+    """Raise UserError if there are fewer tasks than a batch of `count` needs."""
     if count > len(tasks):
-        raise UserError(f"{count} different tasks are wanted at once, but there are only {len(tasks)} training tasks")
+        raise UserError(f"a step needs {count} different tasks, but there are only {len(tasks)} training tasks")
 
 
-def passing(
+def draw_matching(
     epochs: EpochSelector, count: int, wanted: Callable[[Task], bool], begun: Collection[str] = ()
 ) -> tuple[list[Task], int]:
-    """The next `count` different tasks that are wanted, filled up with others where too few are.
+    """Return the next `count` different tasks that match a filter, filled up with others if too few do.
 
     Args:
-        epochs: where they come from.
-        count: how many.
-        wanted: whether a task is.
+        epochs: the source of the tasks.
+        count: number of tasks.
+        wanted: whether a task matches.
         begun: see `TaskSelector.next_batch`.
 
     Returns:
-        the tasks, and how many were passed over. Raises UserError when there are fewer tasks than `count`.
+        The tasks, and the number of tasks passed over. Raises UserError if there are fewer than `count` tasks.
     """
     check_enough(epochs.tasks, count)
     chosen, passed = dict[str, Task](), dict[str, Task]()
-    # In two epochs every task comes by; one that came twice is passed over.
+    # Two epochs hold every task; one that comes twice is passed over.
     for _ in range(2 * len(epochs.tasks)):
         if len(chosen) == count:
             return list(chosen.values()), len(passed)

@@ -1,4 +1,4 @@
-"""Tasks of a difficulty from which the policy learns most."""
+"""Tasks of a target difficulty, from which the policy learns most."""
 
 import random
 from collections.abc import Collection, Mapping, Sequence
@@ -17,34 +17,32 @@ from arpo_megatron.tasks.selectors.base import check_enough
 class TargetedTasks:
     """Draws without replacement with P ~ exp(-|p - difficulty_target| / difficulty_temperature), p a task's success.
 
-    Difficulty-targeted online data selection (DOTS, arXiv 2506.05316, section 4.2 and algorithm 1, line 10), which says
-    it of the difficulty, 1 - p. There that is predicted for all tasks before every draw, from the similarity of their
-    embeddings to a few tasks that are tried; here p is the mean accuracy of the task's last tree, and a task without
-    one counts as on target, so that it is tried early. What was far from the target comes back as the temperature lets
-    it, whose default is ours. A task under way is not drawn again while others can be. The paper's replay is
+    Difficulty-targeted online data selection (DOTS, arXiv 2506.05316, section 4.2 and algorithm 1, line 10), which
+    states it for the difficulty 1 - p. There p is predicted for all tasks before every draw, from the similarity of
+    their embeddings to a few tried tasks. Here p is the mean accuracy of the task's last tree, and an untried task
+    counts as on target, so that it is tried early. Tasks far from the target return as the temperature permits; its
+    default is ours. A task in flight is not drawn again while others can be. The paper's replay is
     `algorithm.replay=rollout_replay`.
-
-    Attributes:
-        tasks: what is drawn from.
-        seed: of the draws.
-        difficulty_target: the success that is aimed at, 1 - alpha; 0.5 in the paper.
-        difficulty_temperature: tau.
     """
 
     tasks: Sequence[Task]
+    """All tasks."""
     seed: int
+    """Seed of the draws."""
     difficulty_target: float = 0.5
+    """Target success, 1 - alpha; 0.5 in the paper."""
     difficulty_temperature: Annotated[float, Field(gt=0)] = 0.1
+    """tau."""
     _success: dict[str, float] = field(default_factory=dict, init=False)
     _in_flight: dict[str, None] = field(default_factory=dict, init=False)
     _draws: int = field(default=0, init=False)
 
     def next_batch(self, count: int, begun: Collection[str] = ()) -> list[Task]:
-        """See `TaskSelector`."""
+        """Draw tasks by their distance to the target; see `TaskSelector`."""
         check_enough(self.tasks, count)
         others = [task.id for task in self.tasks if task.id not in begun]
         missing = min(count, len(others)) - sum(name not in self._in_flight for name in others)
-        if missing > 0:  # the longest under way first
+        if missing > 0:  # release those longest in flight
             for name in [name for name in self._in_flight if name not in begun][:missing]:
                 del self._in_flight[name]
         draw, self._draws = random.Random(f"targeted-{self.seed}-{self._draws}"), self._draws + 1
@@ -56,18 +54,18 @@ class TargetedTasks:
         return chosen
 
     def note(self, task_id: str, accuracies: Sequence[float]) -> None:
-        """A finished tree."""
+        """Record the mean accuracy of a finished tree."""
         if accuracies:
             self._success[task_id] = sum(accuracies) / len(accuracies)
         self._in_flight.pop(task_id, None)
 
     def metrics(self) -> Mapping[str, float]:
-        """Tasks that have been tried, and their mean distance to the target."""
+        """Return the number of tried tasks, and their mean distance to the target."""
         apart = [abs(success - self.difficulty_target) for success in self._success.values()]
         return {"selector/tried": len(apart), **({"selector/distance": sum(apart) / len(apart)} if apart else {})}
 
     def state_dict(self) -> dict[str, Any]:
-        """What is known of each task, what is under way, and the number of draws."""
+        """Return each task's success, the tasks in flight, and the number of draws."""
         return {
             "seed": self.seed,
             "tasks": len(self.tasks),
@@ -77,7 +75,7 @@ class TargetedTasks:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken. Raises UserError for the state of other tasks or another selector."""
+        """Restore a `state_dict`. Raises UserError for that of other tasks or another selector."""
         if "draws" not in state or state["tasks"] != len(self.tasks) or state["seed"] != self.seed:
             raise UserError(
                 "the checkpoint was made with other tasks, another seed or another algorithm.selector: start a new "
@@ -92,5 +90,5 @@ class TargetedTasks:
 
 
 def _gumbel(draw: random.Random) -> float:
-    """Its largest sums with log-weights are a draw without replacement by those weights."""
+    """Draw Gumbel noise: the tasks with the largest sums of log-weight and noise are a draw without replacement."""
     return -log(-log(max(draw.random(), 1e-300)))

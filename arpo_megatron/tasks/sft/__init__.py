@@ -1,1 +1,1 @@
-"""sft."""
+"""Conversations for supervised training: their rows, their tokens, and their order."""

@@ -1,9 +1,9 @@
-"""A conversation as tokens: exactly those of the model's chat template, and which of them the model is to learn.
+"""A conversation as tokens: exactly those of the model's chat template, and which of them are trained.
 
-What is learned of an assistant turn is what the model would have sampled: everything after the generation prompt up to
-the token that ends the turn, that token included. A template that marks this itself (`{% generation %}`) is asked. With
-any other the conversation is rendered up to each turn, and every such beginning must be a token-prefix of the whole;
-where it is not (a template that rewrites earlier turns) nobody could say which tokens to learn, and the row is refused.
+The trained tokens of an assistant turn are those that the model would sample: everything after the generation prompt up
+to and including the token that ends the turn. A template that marks them itself (`{% generation %}`) is followed. With
+any other template the conversation is rendered up to each turn, and every such beginning must be a token prefix of the
+whole. If it is not, because the template rewrites earlier turns, the trained tokens are unknown and the row is refused.
 """
 
 import re
@@ -47,9 +47,9 @@ class ChatEncoder:
         self._special = set(tokenizer.all_special_ids) | {i for i, token in added.items() if token.special}
 
     def encode(self, conversation: Conversation) -> list[TemplatePart]:
-        """PROMPT, then MODEL and TOOL (context without loss) in turn, up to the last token that carries loss.
+        """Return PROMPT, then MODEL and TOOL (context without loss) in turn, up to the last token with loss.
 
-        What follows that token is seen by nobody, so it is left out.
+        Tokens after that one have no effect, so they are left out.
 
         Raises:
             BadRowError: the template refuses the conversation, or does not show where the trained turns are.
@@ -62,7 +62,7 @@ class ChatEncoder:
                 ids, spans = self._incremental(conversation)
         except BadRowError:
             raise
-        except Exception as error:  # templates raise what they like: jinja2's errors, TypeError, KeyError, ...
+        except Exception as error:  # templates raise anything: jinja2's errors, TypeError, KeyError, ...
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise BadRowError(f"the chat template refuses the conversation: {reason}") from error
         if spans[0][0] == 0:
@@ -70,12 +70,12 @@ class ChatEncoder:
         return _parts(ids, spans)
 
     def _marked(self, conversation: Conversation) -> tuple[list[int], list[Span]]:
-        """Trained spans by the template's own marks, the end-of-turn token added where they leave it out."""
+        """Find the trained spans by the template's own marks; add the end-of-turn token if they leave it out."""
         ids, runs = self._with_mask(conversation.messages, conversation.tools)
         turns = [i for i, message in enumerate(conversation.messages) if message["role"] == "assistant"]
         if len(runs) != len(turns):
             raise BadRowError(f"the chat template marks {len(runs)} spans for {len(turns)} assistant messages")
-        # Whatever special token follows when nothing else does is the end of a turn.
+        # A special token that follows the last turn is the end-of-turn token.
         last, last_runs = self._with_mask(conversation.messages[: turns[-1] + 1], conversation.tools)
         after = last[last_runs[-1][1] :]
         end = after[0] if after and after[0] in self._special else None
@@ -93,13 +93,13 @@ class ChatEncoder:
         )
         mask, offsets = list(found["assistant_masks"]), found["offset_mapping"]
         for i in range(1, len(mask)):
-            # Of a last character that takes several tokens transformers marks the first one only.
+            # If the last character takes several tokens, transformers marks only the first of them.
             mask[i] = mask[i] or int(mask[i - 1] and offsets[i][0] < offsets[i - 1][1])
         edges = np.flatnonzero(np.diff([0, *mask, 0]))
         return list(found["input_ids"]), [(int(a), int(b)) for a, b in edges.reshape(-1, 2)]
 
     def _incremental(self, conversation: Conversation) -> tuple[list[int], list[Span]]:
-        """Trained spans by rendering the conversation up to and including each trained turn."""
+        """Find the trained spans by rendering the conversation up to and including each trained turn."""
         messages, tools = conversation.messages, conversation.tools
         turns = [i for i, trained in enumerate(conversation.trained) if trained]
         texts = [self._render(messages, tools)]
@@ -113,7 +113,7 @@ class ChatEncoder:
             if whole[: len(before)] != before:
                 if texts[0].startswith(texts[1 + 2 * number]):
                     raise BadRowError(f"the tokenizer joins the beginning of message {turn} with what is before it")
-                raise BadRowError(f"the chat template renders the turns before message {turn} otherwise in the whole")
+                raise BadRowError(f"the chat template renders the turns before message {turn} differently in the whole")
             spans.append((len(before), self._end(turn, whole, len(before), through)))
         return whole, spans
 
@@ -130,32 +130,32 @@ class ChatEncoder:
         )
 
     def _end(self, turn: int, whole: list[int], start: int, through: list[int]) -> int:
-        """One past the last token of a turn that begins at `start`; `through` is the conversation rendered up to it."""
+        """Return the end of a turn that starts at `start`; `through` is the conversation rendered up to it."""
         own = through[start:]
         stop = next((i + 1 for i in reversed(range(len(own))) if own[i] in self._special), 0)
         if stop and not self._decode(own[stop:]).strip():
             own = own[:stop]  # what follows the end-of-turn token belongs to the template, not to the model
         if whole[start : start + len(own)] == own:
             if whole[:start] != through[:start]:
-                raise BadRowError(f"the chat template renders the turns before message {turn} otherwise in the whole")
+                raise BadRowError(f"the chat template renders the turns before message {turn} differently in the whole")
             return start + len(own)
-        # Qwen3 shows an empty thinking block in the last turn only: tags without text may be missing in the whole.
+        # Qwen3 shows an empty thinking block in the last turn only, so tags without text may be missing in the whole.
         for skipped in range(1, len(own)):
             if own[skipped - 1] not in self._added and self._decode(own[skipped - 1 : skipped]).strip():
                 break
             if whole[start : start + len(own) - skipped] == own[skipped:]:
                 return start + len(own) - skipped
         raise BadRowError(
-            f"the chat template renders the turns before message {turn + 1} otherwise in the whole "
-            "(one that leaves out earlier reasoning does)"
+            f"the chat template renders the turns before message {turn + 1} differently in the whole "
+            "(templates that leave out earlier reasoning do)"
         )
 
     def _decode(self, ids: list[int]) -> str:
         return str(self._tokenizer.decode(ids, skip_special_tokens=False))
 
 
-def tree_of(task_id: str, parts: Sequence[TemplatePart]) -> RolloutTree:
-    """A tree of one path."""
+def path_tree(task_id: str, parts: Sequence[TemplatePart]) -> RolloutTree:
+    """Build a tree of one path."""
     tree = RolloutTree(task_id, parts[0].token_ids)
     for above, part in enumerate(parts[1:]):
         tree.add(above, part.role, part.token_ids)
@@ -163,7 +163,7 @@ def tree_of(task_id: str, parts: Sequence[TemplatePart]) -> RolloutTree:
 
 
 def _dicts(items: Messages) -> list[dict[str, Any]]:
-    """As transformers takes messages and tools."""
+    """Return messages or tools in the form that transformers takes."""
     return [dict(item) for item in items]
 
 

@@ -1,6 +1,6 @@
-"""Conversations for supervised training: the rows of a file as trees of one path, and the order they are learnt in.
+"""Conversations for supervised training: the rows of a file as trees of one path, and the order of training.
 
-What a row looks like says messages.py; which of its tokens are learnt, chat_tokens.py.
+rows.py checks a row; chat_template.py finds its trained tokens.
 """
 
 import random
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from arpo_megatron.errors import UserError
 from arpo_megatron.tasks.base import BadRow
-from arpo_megatron.tasks.sft.chat_template import ChatEncoder, tree_of
+from arpo_megatron.tasks.sft.chat_template import ChatEncoder, path_tree
 from arpo_megatron.tasks.sft.rows import check_row, conversation_rows
 from arpo_megatron.tree import RolloutTree
 from arpo_megatron.utils.table_reader import BadRowError
@@ -26,17 +26,18 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True, slots=True)
 class Conversations:
-    """The usable rows of a file as trees of one path, in its order, and those that are not."""
+    """The usable rows of a file as trees of one path, in its order, and the bad rows."""
 
     trees: tuple[RolloutTree, ...]
     bad_rows: tuple[BadRow, ...]
 
     def split(self, held_out: float, seed: int) -> tuple[list[RolloutTree], list[RolloutTree]]:
-        """Those to train on and those to keep out, drawn by the seed: a file may be sorted by source.
+        """Split into conversations to train on and held-out ones, drawn by the seed because a file may be sorted by
+        source.
 
         Args:
-            held_out: share that is kept out, in [0, 1); at least one where it is not 0.
-            seed: a function of it and of the number of usable rows alone.
+            held_out: share that is held out, in [0, 1); at least one conversation if it is not 0.
+            seed: together with the number of usable rows it determines the draw.
 
         Raises:
             UserError: nothing is left to train on.
@@ -60,11 +61,11 @@ def read_conversations(
     """Read a .jsonl, .json or .parquet file.
 
     Args:
-        path: of the file.
-        tokenizer: with a chat template.
+        path: the file.
+        tokenizer: a tokenizer with a chat template.
         max_tokens: a longer conversation is a bad row.
-        vocabulary: rows of the model's embedding; a token beyond makes a bad row.
-        log: is told how far it is, now and then.
+        vocabulary: rows of the model's embedding; a token beyond it makes a bad row.
+        log: receives a progress line now and then.
 
     Raises:
         UserError: the file or the chat template is missing, or no row is usable.
@@ -89,10 +90,10 @@ def read_conversations(
     return Conversations(tuple(trees), tuple(bad_rows))
 
 
-def batch(conversations: Sequence[Item], size: int, *, seed: int, update: int) -> list[Item]:
-    """The conversations of an update: shuffled epochs, a pure function of seed and update number.
+def draw_batch(conversations: Sequence[Item], size: int, *, seed: int, update: int) -> list[Item]:
+    """Return the conversations of an update: shuffled epochs, a pure function of seed and update number.
 
-    A batch may begin in one epoch and end in the next, or hold several.
+    A batch may start in one epoch and end in the next, or hold several.
     """
     drawn: list[Item] = []
     position = update * size
@@ -111,12 +112,12 @@ def _epoch_order(count: int, seed: int, epoch: int) -> list[int]:
 
 
 def conversation_tree(row: Any, encoder: ChatEncoder, max_tokens: int, name: str = "conversation") -> RolloutTree:
-    """One row as a path: PROMPT, then MODEL segments with TOOL segments (any context) between them.
+    """Return one row as a path: PROMPT, then MODEL segments with TOOL segments (any context) between them.
 
     Raises:
-        BadRowError: it cannot be used; the message says why.
+        BadRowError: the row cannot be used; the message is the reason.
     """
-    tree = tree_of(name, encoder.encode(check_row(row)))
+    tree = path_tree(name, encoder.encode(check_row(row)))
     if tree.unique_tokens > max_tokens:
         raise BadRowError(f"{tree.unique_tokens} tokens, more than {max_tokens}")
     return tree

@@ -1,9 +1,9 @@
-"""Conversations for supervised training: rows of {"messages": [{"role", "content"}, ...]}, as TRL, LLaMA-Factory and
-OpenAI's fine-tuning files have them.
+"""Rows of conversations: {"messages": [{"role", "content"}, ...]}, the format of TRL, LLaMA-Factory and OpenAI's
+fine-tuning.
 
-A row may also hold `tools` (a list, or one as JSON text), which the chat template shows to the model. A message may
-hold what its template knows (`tool_calls`, `name`, `reasoning_content`, ...). An assistant message with
-`"train": false` or `"weight": 0` is context only. Rows that cannot be trained on are named, never dropped silently.
+A row may hold `tools` (a list, or a list as JSON text), which the chat template shows to the model. A message may hold
+fields that its template knows (`tool_calls`, `name`, `reasoning_content`, ...). An assistant message with `"train":
+false` or `"weight": 0` is context only. Rows that cannot be trained on are logged and counted.
 """
 
 import json
@@ -22,21 +22,18 @@ _KEY = "sft.data="
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """One checked row.
-
-    Attributes:
-        messages: as the chat template takes them; fields that hold nothing are left out.
-        trained: for each message whether its tokens carry loss; only assistant messages may.
-        tools: what the template is to offer; None: nothing.
-    """
+    """One checked row."""
 
     messages: tuple[Mapping[str, Any], ...]
+    """Messages as the chat template takes them; empty fields are left out."""
     trained: tuple[bool, ...]
+    """Whether the tokens of each message carry loss; only those of assistant messages may."""
     tools: tuple[Mapping[str, Any], ...] | None = None
+    """Tools that the template offers to the model; None: none."""
 
 
 def check_file(path: Path) -> None:
-    """Raises UserError unless `sft.data` may be this file."""
+    """Raise UserError unless `sft.data` may be this file."""
     if path.suffix not in FORMATS:
         raise UserError(f"{_KEY}{path}: conversations are read from {', '.join(FORMATS)} files")
     if not path.is_file():
@@ -44,10 +41,10 @@ def check_file(path: Path) -> None:
 
 
 def conversation_rows(path: Path) -> Iterator[FileRow]:
-    """The rows of a file of conversations (`sft.data`).
+    """Yield the rows of a file of conversations (`sft.data`).
 
     Raises:
-        UserError: no such file, none of `FORMATS`, or a table without conversations.
+        UserError: the file is missing, has none of `FORMATS`, or is a table without conversations.
     """
     check_file(path)
     if path.suffix != ".parquet":
@@ -61,7 +58,7 @@ def conversation_rows(path: Path) -> Iterator[FileRow]:
 
 
 def check_row(row: Any) -> Conversation:
-    """The conversation of a row. Raises BadRowError where it cannot be trained on."""
+    """Return the conversation of a row. Raises BadRowError if it cannot be trained on."""
     if not isinstance(row, dict) or "messages" not in row:
         raise BadRowError('no "messages" list')
     given = row["messages"]
@@ -70,7 +67,7 @@ def check_row(row: Any) -> Conversation:
     messages, trained = [], []
     for number, message in enumerate(given):
         if not isinstance(message, dict):
-            raise BadRowError(f"message {number} is no object")
+            raise BadRowError(f"message {number} is not an object")
         kept = {key: value for key, value in message.items() if value is not None}
         trained.append(_is_trained(number, kept))
         messages.append(_message(number, kept))
@@ -80,14 +77,14 @@ def check_row(row: Any) -> Conversation:
 
 
 def _without_nulls(value: Any) -> Any:
-    """A column has one type: fields that only other rows have are null in this one."""
+    """Remove nulls: a column has one type, so fields that only other rows have are null in this one."""
     if isinstance(value, dict):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _is_trained(number: int, message: dict[str, Any]) -> bool:
-    """Whether the message carries loss; takes the marks that say so out of it."""
+    """Whether the message carries loss; removes the fields that mark this."""
     marks = {name: message.pop(name) for name in ("train", "weight") if name in message}
     for name, value in marks.items():
         if isinstance(value, str) or value not in (0, 1):
@@ -113,7 +110,7 @@ def _message(number: int, message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _text(number: int, content: Any) -> str:
-    """Text, also where it comes in OpenAI's list of parts."""
+    """Return content as text, also if it comes in OpenAI's list of parts."""
     if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
         content = "".join(str(part.get("text") or "") for part in content)
     if not isinstance(content, str):
@@ -122,10 +119,10 @@ def _text(number: int, content: Any) -> str:
 
 
 def _tool_calls(number: int, calls: Any) -> list[Any]:
-    """OpenAI writes arguments as JSON text; templates expect what it stands for and would quote it a second time."""
+    """Parse arguments given as JSON text (as OpenAI writes them): templates expect the object and would quote text."""
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
-        raise BadRowError(f"message {number}: tool_calls is no list of calls")
-    mended = []
+        raise BadRowError(f"message {number}: tool_calls is not a list of calls")
+    parsed = []
     for call in calls:
         inner = call.get("function", call)
         if not isinstance(inner, dict) or not isinstance(inner.get("name"), str):
@@ -135,8 +132,8 @@ def _tool_calls(number: int, calls: Any) -> list[Any]:
                 inner = {**inner, "arguments": json.loads(arguments)}
             except ValueError:
                 raise BadRowError(f"message {number}: the arguments of {inner['name']} are not JSON") from None
-        mended.append({**call, "function": inner} if "function" in call else inner)
-    return mended
+        parsed.append({**call, "function": inner} if "function" in call else inner)
+    return parsed
 
 
 def _tools(tools: Any) -> tuple[Mapping[str, Any], ...] | None:
@@ -148,5 +145,5 @@ def _tools(tools: Any) -> tuple[Mapping[str, Any], ...] | None:
     if not tools:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise BadRowError("tools is no list of tools")
+        raise BadRowError("tools is not a list of tools")
     return tuple(tools)

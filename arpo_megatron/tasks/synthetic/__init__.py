@@ -1,1 +1,1 @@
-"""synthetic."""
+"""Tasks generated from a seed, with demonstrations of how tools solve them."""

@@ -1,9 +1,9 @@
-"""Demonstrations for the cold start: how an agent calls tools on a generated task, sometimes carelessly.
+"""Demonstrations for the cold start: tool calls that solve a generated task, sometimes with mistakes.
 
 A demonstration is a `RolloutTree` with one leaf, cut into segments exactly where sampling would cut it, so supervised
-training runs through the same packs as ARPO. Some agents are careless, always within the format: they calculate with
-a wrong operator, misspell a name, skip the second hop, or answer something else than the tool said. A model that
-imitates them is right only part of the time, which leaves ARPO something to learn.
+training runs through the same packs as ARPO. Some demonstrations hold mistakes, always within the format: a wrong
+operator, a misspelt name, a skipped second hop, or an answer other than the tool's. A model that imitates them is right
+only part of the time, which leaves ARPO something to learn.
 """
 
 import random
@@ -24,20 +24,24 @@ from arpo_megatron.tasks.synthetic.writer import Encoder, Writer
 from arpo_megatron.tree import RolloutTree
 
 Agent = Callable[[Task, Writer, random.Random], str]
-"""Makes the tool calls of one demonstration and returns what it answers; all its chances are draws of the generator."""
+"""Makes the tool calls of one demonstration and returns its answer; every chance is a draw of the generator."""
 
 
 @dataclass(frozen=True, slots=True)
 class LookupMistakes:
-    """Chance of each careless act where it can happen."""
+    """Chance of each mistake on `generated` tasks, wherever it can happen."""
 
-    wrong_operator: float  # calc
-    misspelt_name: float  # lookup, two
-    skipped_hop: float  # two
-    ignored_result: float  # every kind
+    wrong_operator: float
+    """In calc tasks."""
+    misspelt_name: float
+    """In lookup and two-hop tasks."""
+    skipped_hop: float
+    """In two-hop tasks."""
+    ignored_result: float
+    """In tasks of every kind."""
 
     def of_kind(self, kind: QuestionKind) -> tuple[float, ...]:
-        """Chances of the acts that can happen in a task of that kind; they are independent."""
+        """Return the chances of the mistakes that can happen in a task of that kind; they are independent."""
         if kind is QuestionKind.CALC:
             return (self.wrong_operator, self.ignored_result)
         if kind is QuestionKind.LOOKUP:
@@ -46,13 +50,13 @@ class LookupMistakes:
 
     @property
     def share(self) -> float:
-        """Expected share of demonstrations with at least one careless act, over the mix of generated tasks."""
+        """Expected share of demonstrations with at least one mistake, over the mix of generated tasks."""
         total = 0.0
         for kind, weight in MIX.items():
-            careful = 1.0
+            correct = 1.0
             for chance in self.of_kind(kind):
-                careful *= 1.0 - chance
-            total += weight * (1.0 - careful)
+                correct *= 1.0 - chance
+            total += weight * (1.0 - correct)
         return total
 
 
@@ -60,19 +64,22 @@ _PROPORTIONS = LookupMistakes(wrong_operator=0.30, misspelt_name=0.20, skipped_h
 
 
 def lookup_mistakes(share: float) -> LookupMistakes:
-    """Chances in fixed proportions (30 : 20 : 25 : 20) under which about `share` of demonstrations are careless.
+    """Return chances in fixed proportions (30 : 20 : 25 : 20) with which about `share` of demonstrations have a
+    mistake.
 
     Args:
-        share: expected share of demonstrations with at least one careless act, in [0, 1].
+        share: expected share of demonstrations with at least one mistake, in [0, 1].
     """
-    # At the upper end every result is ignored: share 1.
+    # At the largest scale every result is ignored: share 1.
     return _scaled(scale_for(share, lambda scale: _scaled(scale).share, most=1.0 / _PROPORTIONS.ignored_result))
 
 
 def scale_for(share: float, share_of: Callable[[float], float], *, most: float) -> float:
-    """The scale in [0, most] at which `share_of`, which rises with it, comes to `share`; ValueError outside [0, 1]."""
+    """Find the scale in [0, most] at which the increasing function `share_of` equals `share`; ValueError outside [0,
+    1].
+    """
     if not 0.0 <= share <= 1.0:
-        raise ValueError(f"the share of careless demonstrations must be in [0, 1], not {share}")
+        raise ValueError(f"the share of demonstrations with mistakes must be in [0, 1], not {share}")
     low, high = 0.0, most
     for _ in range(60):  # bisection
         middle = (low + high) / 2
@@ -91,7 +98,7 @@ def _scaled(scale: float) -> LookupMistakes:
 
 
 def calculator_agent(mistake_share: float) -> Agent:
-    """An agent for the tasks of `generated`; about the share `mistake_share` of its demonstrations is careless."""
+    """Return an agent for `generated` tasks; about `mistake_share` of its demonstrations have a mistake."""
     return partial(_calculate, lookup_mistakes(mistake_share))
 
 
@@ -104,18 +111,18 @@ def demonstrate(
     seed: int,
     agent: Callable[[float], Agent] = calculator_agent,
 ) -> list[RolloutTree]:
-    """One demonstration for each task, with the results that the real tools would give.
+    """Make one demonstration per task, with the results that the real tools would give.
 
     Args:
         tasks: generated tasks; a task given twice gets two independent demonstrations.
-        facts: name -> what its page says, the search corpus.
-        tokenizer: prompts and segments are encoded with it, each alone and without special tokens added.
-        mistake_share: share of demonstrations with at least one careless act, in [0, 1].
+        facts: name -> text of its page, the search corpus.
+        tokenizer: encodes prompts and segments, each alone and without special tokens.
+        mistake_share: share of demonstrations with at least one mistake, in [0, 1].
         seed: every draw follows from it, the task's id and its position.
-        agent: share of careless demonstrations -> who makes them; it must know this family of tasks.
+        agent: share of mistakes -> agent that makes the demonstrations; it must know this family of tasks.
 
     Returns:
-        A tree with one leaf for each task, in order.
+        A tree with one leaf per task, in order.
     """
     act = agent(mistake_share)
     trees = []

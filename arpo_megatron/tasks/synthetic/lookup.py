@@ -3,11 +3,11 @@
 Three kinds, which a tiny model learns in minutes:
 
     calc     "12*34"     needs python: the model is too small to multiply
-    lookup   "qzlf"      needs search: the value of a name is nowhere but in the corpus
+    lookup   "qzlf"      needs search: the value of a name is only in the corpus
     two      "qzlf+56"   needs both, one after the other
 
-Held-out tasks use names and operand pairs that no training task contains, so success there means that the model
-calls and copies, not that it remembers.
+Held-out tasks use names and operand pairs that no training task contains. So success there means that the model calls
+tools and copies results, not that it remembers.
 """
 
 import json
@@ -24,20 +24,21 @@ from arpo_megatron.tasks.base import Task
 
 OPERATORS = "+-*"
 NAME_LETTERS = "bcdfghjklmnpqrstvwxz"
-"""No vowels: a random name is then never an English word that a search index treats specially (stop words, stems)."""
+"""No vowels, so that a random name is never an English word that a search index treats specially (stop words, stems).
+"""
 NAME_LENGTH = 4
 OPERANDS = range(11, 100)
 VALUES = range(100, 1000)
 
 MOST_NAMES = len(NAME_LETTERS) ** NAME_LENGTH // 2
-"""Beyond half of all names, drawing fresh ones becomes slow."""
+"""Half of all names: beyond that, drawing unused ones becomes slow."""
 _END = " ?"
 _MOST_HELD_OUT_PAIRS = len(OPERANDS) ** 2 // 2
 _QUESTION = re.compile(r"(?:(?P<name>[a-z]{4})|(?P<left>\d\d))(?:(?P<operator>[-+*])(?P<right>\d\d))?")
 
 
 class QuestionKind(StrEnum):
-    """Which tools a generated task needs."""
+    """The tools that a generated task needs."""
 
     CALC = "calc"  # python
     LOOKUP = "lookup"  # search
@@ -50,7 +51,7 @@ MIX: Mapping[QuestionKind, float] = {QuestionKind.CALC: 0.4, QuestionKind.LOOKUP
 
 @dataclass(frozen=True, slots=True)
 class GeneratedQuestion:
-    """What a generated task asks, in parts: `left operator right`, `name`, or `name operator right`."""
+    """The question of a generated task: `left operator right`, `name`, or `name operator right`."""
 
     kind: QuestionKind
     name: str = ""
@@ -67,7 +68,7 @@ class GeneratedQuestion:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Inverse of `text`. Raises ValueError where it is not such a question."""
+        """Parse a `text`. Raises ValueError if it is not such a question."""
         match = _QUESTION.fullmatch(text)
         if match is None or (match["left"] and not match["operator"]):
             raise ValueError(f"not a generated question: {text!r}")
@@ -82,23 +83,23 @@ class GeneratedQuestion:
 
 @dataclass(frozen=True, slots=True)
 class GeneratedTasks:
-    """Training and held-out tasks with the facts that answer them (name -> what its page says, e.g. "417")."""
+    """Training and held-out tasks with the facts that answer them (name -> text of its page, e.g. "417")."""
 
     train: tuple[Task, ...]
     held_out: tuple[Task, ...]
     facts: Mapping[str, str]
 
     def write_corpus(self, path: Path) -> None:
-        """Write the facts as a search corpus, one {"text": "qzlf 417"} a line."""
+        """Write the facts as a search corpus, one {"text": "qzlf 417"} per line."""
         path.parent.mkdir(parents=True, exist_ok=True)
         lines = (json.dumps({"text": f"{name} {fact}"}) for name, fact in self.facts.items())
         path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
 
 
 def generate(seed: int, train: int, held_out: int) -> GeneratedTasks:
-    """Make `train` + `held_out` tasks from a seed, 40 % calc, 30 % lookup and 30 % two-hop.
+    """Generate `train` + `held_out` tasks from a seed: 40 % calc, 30 % lookup and 30 % two-hop.
 
-    The held-out tasks are drawn first and the training tasks one after the other, so a larger `train` only appends.
+    The held-out tasks are drawn first and the training tasks in order, so a larger `train` only appends.
 
     Raises:
         UserError: more tasks than there are names or operand pairs.
@@ -118,7 +119,7 @@ def generate(seed: int, train: int, held_out: int) -> GeneratedTasks:
 
 
 def fresh_name(rng: random.Random, taken: Container[str]) -> str:
-    """A name that is not `taken`."""
+    """Return a name that is not `taken`."""
     while True:
         name = "".join(rng.choices(NAME_LETTERS, k=NAME_LENGTH))
         if name not in taken:
@@ -126,12 +127,12 @@ def fresh_name(rng: random.Random, taken: Container[str]) -> str:
 
 
 def question_text(task: Task) -> str:
-    """The question of a generated task as it was written, e.g. "12*34"."""
+    """Return the question of a generated task as it was written, e.g. "12*34"."""
     return task.messages[-1]["content"].removesuffix(_END)
 
 
 def generated_task(task_id: str, text: str, truth: int, source: str) -> Task:
-    """The task that asks a generated question."""
+    """Build the task that asks a generated question."""
     return Task(
         id=task_id,
         messages=({"role": "user", "content": text + _END},),
@@ -142,12 +143,12 @@ def generated_task(task_id: str, text: str, truth: int, source: str) -> Task:
 
 
 def prompt(text: str) -> str:
-    """A question as it is put before the model."""
+    """Return a question as the model is prompted with it."""
     return f"question: {text}{_END}"
 
 
 def solve(question: GeneratedQuestion, facts: Mapping[str, str]) -> int:
-    """The right answer. Raises KeyError for a name without a fact."""
+    """Return the right answer. Raises KeyError for a name without a fact."""
     if question.kind is QuestionKind.LOOKUP:
         return int(facts[question.name])
     left = question.left if question.kind is QuestionKind.CALC else int(facts[question.name])
@@ -155,7 +156,7 @@ def solve(question: GeneratedQuestion, facts: Mapping[str, str]) -> int:
 
 
 def apply(left: int, operator: str, right: int) -> int:
-    """`left operator right` for one of `OPERATORS`."""
+    """Return `left operator right` for one of `OPERATORS`."""
     if operator == "+":
         return left + right
     if operator == "-":

@@ -1,22 +1,21 @@
-"""Trails: generated tasks in which every tool result asks for a decision.
+"""Trails: generated tasks in which every tool result requires a decision.
 
-The page of a name says another name and a number: "Page 1: qzlf brtk417". A question names where a trail begins, how
-many pages to read, and what to add to the number on the last of them:
+The page of a name holds another name and a number: "Page 1: qzlf brtk417". A question gives the name where a trail
+starts, the number of pages to read, and a number to add to that of the last page:
 
-    "qzlf 2 +56"   search qzlf (-> brtk), search brtk (-> 233, say), python 233+56, answer 289
+    "qzlf 2 +56"   search qzlf (-> brtk), search brtk (-> 233, for example), python 233+56, answer 289
 
-All pages look alike, so nothing on a page says whether the trail ends there. Only the question and the searches made so
-far do: after each result the agent must count, then choose between another search and the calculation, and which name
-or number to copy. The levels are one, two and three pages.
+All pages look alike, so no page shows whether the trail ends there. Only the question and the searches made so far do:
+after each result the agent must count, then choose between another search and the calculation, and which name or number
+to copy. The levels are one, two and three pages.
 
-Why it is hard. A guessed answer is right once in about a thousand times, and an agent that skips one search, makes one
-too many, or answers with the page's number is always wrong: no partial credit leads the way. The demonstrations of the
-cold start are careless at exactly these decisions, behind tool results and nowhere else, so a policy that imitates them
-is uncertain there, and the more often the longer the trail. Held-out trails run over names of which no training task
-has one.
+The task is hard. A guessed answer is right about once in a thousand times, and an agent that skips one search, makes
+one too many, or answers with the page's number is always wrong: there is no partial credit. The demonstrations of the
+cold start have mistakes at exactly these decisions, after tool results and nowhere else. So a policy that imitates them
+is uncertain there, more often on longer trails. Held-out trails use names that no training task has.
 
-The name of the next page is written together with the number ("brtk417"), so that a search index takes the two for one
-word and a search for brtk finds brtk's own page alone.
+The name of the next page is written together with the number ("brtk417"), so that a search index takes both for one
+word and a search for brtk finds only brtk's page.
 """
 
 import random
@@ -42,14 +41,14 @@ from arpo_megatron.tasks.synthetic.lookup import (
 from arpo_megatron.tasks.synthetic.writer import Writer
 
 LEVELS = (1, 2, 3)
-"""Pages that a question wants to be read; each level has a third of the tasks."""
-_RING = LEVELS[-1] + 1  # names of a trail, the last of which leads to the first: one page too many can be read
+"""Numbers of pages to read; each level has a third of the tasks."""
+_RING = LEVELS[-1] + 1  # names of a trail; the last leads to the first, so that one page too many can be read
 _QUESTION = re.compile(r"(?P<name>[a-z]{4}) (?P<hops>[123]) \+(?P<addend>\d\d)")
 
 
 @dataclass(frozen=True, slots=True)
 class Trail:
-    """What a task asks: read `hops` pages beginning with that of `name`, and add `addend` to the last one's number."""
+    """The question of a task: read `hops` pages from that of `name`, and add `addend` to the last one's number."""
 
     name: str
     hops: int
@@ -62,13 +61,13 @@ class Trail:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Inverse of `text`. Raises ValueError where it is not such a question."""
+        """Parse a `text`. Raises ValueError if it is not such a question."""
         if (match := _QUESTION.fullmatch(text)) is None:
             raise ValueError(f"not a question about a trail: {text!r}")
         return cls(match["name"], int(match["hops"]), int(match["addend"]))
 
     def solve(self, facts: Mapping[str, str]) -> int:
-        """The right answer. Raises KeyError for a name without a page."""
+        """Return the right answer. Raises KeyError for a name without a page."""
         name, value = self.name, 0
         for _ in range(self.hops):
             name, value = read_page(facts[name])
@@ -76,14 +75,14 @@ class Trail:
 
 
 def read_page(fact: str) -> tuple[str, int]:
-    """What a page says: "brtk417" -> the next name and the number."""
+    """Split the text of a page, "brtk417", into the next name and the number."""
     return fact[:NAME_LENGTH], int(fact[NAME_LENGTH:])
 
 
 def generate(seed: int, train: int, held_out: int) -> GeneratedTasks:
-    """Make `train` + `held_out` tasks from a seed, each over names of its own.
+    """Generate `train` + `held_out` tasks from a seed, with different names in each.
 
-    The held-out tasks are drawn first and the training tasks one after the other, so a larger `train` only appends.
+    The held-out tasks are drawn first and the training tasks in order, so a larger `train` only appends.
 
     Raises:
         UserError: more tasks than there are names.
@@ -110,21 +109,25 @@ def _draw(rng: random.Random, facts: dict[str, str], task_id: str) -> Task:
 
 @dataclass(frozen=True, slots=True)
 class TrailMistakes:
-    """Chance of each careless act where it can happen; each is behind a tool result, and they are independent."""
+    """Chance of each mistake wherever it can happen; each follows a tool result, and they are independent."""
 
-    stopped: float  # after a page that is not the last: takes its number
-    one_more: float  # after the last page: reads another one
-    wrong_addend: float  # in the calculation: adds another number
-    ignored: float  # after the calculation: answers with the page's number
+    stopped: float
+    """After a page that is not the last: take its number."""
+    one_more: float
+    """After the last page: read another one."""
+    wrong_addend: float
+    """In the calculation: add another number."""
+    ignored: float
+    """After the calculation: answer with the page's number."""
 
     def share_of(self, hops: int) -> float:
-        """Expected share of careless demonstrations at a level."""
-        careful = (1.0 - self.stopped) ** (hops - 1) * (1.0 - self.one_more) * (1.0 - self.wrong_addend)
-        return 1.0 - careful * (1.0 - self.ignored)
+        """Return the expected share of demonstrations with a mistake at a level."""
+        correct = (1.0 - self.stopped) ** (hops - 1) * (1.0 - self.one_more) * (1.0 - self.wrong_addend)
+        return 1.0 - correct * (1.0 - self.ignored)
 
     @property
     def share(self) -> float:
-        """The same over all levels."""
+        """Expected share of demonstrations with a mistake over all levels."""
         return sum(map(self.share_of, LEVELS)) / len(LEVELS)
 
 
@@ -132,8 +135,10 @@ _PROPORTIONS = TrailMistakes(stopped=0.30, one_more=0.25, wrong_addend=0.15, ign
 
 
 def trail_mistakes(share: float) -> TrailMistakes:
-    """Chances in fixed proportions (30 : 25 : 15 : 15) under which about `share` of demonstrations are careless."""
-    most = 1.0 / _PROPORTIONS.one_more  # there every last page is followed by another: share 1
+    """Return chances in fixed proportions (30 : 25 : 15 : 15) with which about `share` of demonstrations have a
+    mistake.
+    """
+    most = 1.0 / _PROPORTIONS.one_more  # every last page is then followed by another: share 1
     return _scaled(scale_for(share, lambda scale: _scaled(scale).share, most=most))
 
 
@@ -144,7 +149,7 @@ def _scaled(scale: float) -> TrailMistakes:
 
 
 def trail_agent(mistake_share: float) -> Agent:
-    """An agent for trails; about the share `mistake_share` of its demonstrations is careless."""
+    """Return an agent for trails; about `mistake_share` of its demonstrations have a mistake."""
     return partial(_follow, trail_mistakes(mistake_share))
 
 

@@ -1,4 +1,4 @@
-"""How a demonstration is written: cut where sampling would cut, with the answers of the real tools."""
+"""Writing of demonstrations: cut where sampling would cut, with the answers of the real tools."""
 
 from collections.abc import Mapping
 from typing import Protocol
@@ -20,7 +20,7 @@ class Encoder(Protocol):
         """Text of the end-of-sequence token."""
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of a text."""
+        """Return the token ids of a text."""
 
 
 class Writer:
@@ -34,14 +34,14 @@ class Writer:
         self._last = 0
 
     def python(self, left: int, operator: str, right: int) -> int:
-        """Call python and return the number it answers."""
+        """Call python and return the number that it answers."""
         code = f"{left}{operator}{right}"
         value = apply(left, operator, right)
         self._call("calculate", "python", code, {"code": code}, str(value))
         return value
 
     def search(self, name: str) -> str | None:
-        """Search for a name and return what its page says, None where nothing is found."""
+        """Search for a name and return the text of its page, or None if nothing is found."""
         fact = self._facts.get(name)
         text = NOTHING_FOUND if fact is None else f"Page 1: {name} {fact}"
         self._call("look up", "search", name, {"query": name}, text)

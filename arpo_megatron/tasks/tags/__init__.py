@@ -1,1 +1,1 @@
-"""tags."""
+"""The tag protocol between model and tools, for sampling and for scoring."""

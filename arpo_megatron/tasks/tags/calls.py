@@ -1,8 +1,8 @@
-"""The tag protocol between model and tools, as pure functions on text.
+r"""Tool calls and results in the text between model and tools, as pure functions.
 
 The model writes <think>..</think>, then either <search>query</search> or <python>code</python> and stops there, or
-<answer>..</answer> and its end-of-sequence token. A tool's answer comes back as " <result>\\n{text}\\n</result>"
-inside the same turn (ARPO, section 2).
+<answer>..</answer> and its end-of-sequence token. A tool's answer is inserted as " <result>\n{text}\n</result>" in the
+same turn (ARPO, arXiv 2507.19849, section 2).
 """
 
 import re
@@ -13,16 +13,16 @@ from types import MappingProxyType
 from arpo_megatron.utils.text import whole_characters
 
 STOP_STRINGS = ("</search>", "</python>")
-"""A generation ends behind the first of these."""
+"""A generation ends after the first of these."""
 ANSWER_STOP = "</answer>"
-"""Ends a generation too where `rollout.stop_at_answer` says so, wherever it stands."""
+"""Ends a generation, too, if `rollout.stop_at_answer` is set."""
 
 PYTHON = "python"
 _ARGUMENT_OF_TOOL: Mapping[str, str] = MappingProxyType({"search": "query", "python": "code"})
 OPENING = re.compile(r"<(search|python)>")
 _THOUGHT, _THOUGHT_END = "<think>", "</think>"
 _LONGEST_TOKENS = 16
-"""Characters a token of a tool's answer that are worth tokenizing: 10 MB of it would hold up all other trees."""
+"""Characters per token of a tool's answer that are tokenized at most: 10 MB of text would delay all other trees."""
 
 Encode = Callable[[str], Sequence[int]]
 Decode = Callable[[Sequence[int]], str]
@@ -38,7 +38,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Malformed:
-    """A closing tool tag without a usable call before it; `reason` says what is wrong."""
+    """A closing tool tag without a usable call before it, with the reason."""
 
     reason: str
 
@@ -46,13 +46,12 @@ class Malformed:
 def parse_call(text: str, stop: str) -> ToolCall | Malformed:
     """Read the call that ended a MODEL segment.
 
-    What stands before the last </think> that has the call's own opening tag behind it is thought, and tags in it are
-    prose. Behind it the first opening tool tag begins the call, which reaches to `stop`. Its content may hold any text
-    (a program may print tags, </think> among them) except the call's own opening tag once more.
+    Text before the last </think> that is followed by the call's opening tag is thought, and tags in it are prose. After
+    it, the first opening tool tag starts the call, which reaches to `stop`. Its content may hold any text (a program
+    may print tags, </think> among them) except the call's own opening tag.
 
     Args:
-        text: the segment's whole text; anything behind the first `stop` belongs to the stop's last token and is
-            ignored.
+        text: the segment's whole text; text after the first `stop` belongs to the stop's last token and is ignored.
         stop: the member of `STOP_STRINGS` that ended the generation.
     """
     tool = stop.removeprefix("</").removesuffix(">")
@@ -72,16 +71,18 @@ def parse_call(text: str, stop: str) -> ToolCall | Malformed:
 
 
 def _thought_length(body: str, tag: str) -> int:
-    """How many characters before a call that begins with `tag` are thought; without such a call, all that may be."""
+    """Return the number of characters before a call that starts with `tag` that are thought; without a call, all that
+    may be.
+    """
     call = body.rfind(tag) if tag in body else len(body)
     end = body.rfind(_THOUGHT_END, 0, call)
-    if _THOUGHT in body[max(0, end) : call]:  # the tag stands in a thought, where that one ends
+    if _THOUGHT in body[max(0, end) : call]:  # the tag is part of a thought
         end = max(end, body.find(_THOUGHT_END, call))
     return end + len(_THOUGHT_END) if end >= 0 else 0
 
 
 def find_stop(text: str, stops: Sequence[str] = STOP_STRINGS) -> str | None:
-    """The stop string that ends first in `text`, None where there is none."""
+    """Return the stop string that ends first in `text`, or None."""
     found = [(text.find(stop) + len(stop), stop) for stop in stops if stop in text]
     return min(found)[1] if found else None
 
@@ -89,30 +90,31 @@ def find_stop(text: str, stops: Sequence[str] = STOP_STRINGS) -> str | None:
 def ends_inside_stop(text: str, stops: Sequence[str] = STOP_STRINGS) -> bool:
     """Whether `text` ends with the beginning of a stop string.
 
-    A generation must not be cut there: the engine looks for stop strings in the new tokens only.
+    A generation must not be cut there, because the engine searches for stop strings in new tokens only.
     """
     return any(text.endswith(stop[:length]) for stop in stops for length in range(1, len(stop)))
 
 
 def result_text(text: str) -> str:
-    """What is put into the context for a tool's answer."""
+    """Return the text that is inserted into the context for a tool's answer."""
     return f" <result>\n{text}\n</result>"
 
 
 def result_tokens(text: str, *, encode: Encode, decode: Decode, max_tokens: int) -> list[int]:
-    """Token ids of `result_text`, at most `max_tokens` of them.
+    """Return the token ids of `result_text`, at most `max_tokens` of them.
 
-    A longer answer loses its end (that of a gross one without being read: ordinary text has fewer than 16 characters a
-    token); the tags around it stay, and half a character becomes U+FFFD. Tokenized alone: neither the text before nor
-    special tokens have a part in it.
+    A longer answer loses its end, and an extremely long one is cut before it is tokenized: ordinary text has fewer than
+    16 characters per token. The tags around it stay, and half a character becomes U+FFFD. The text is tokenized alone,
+    without the text before it and without special tokens.
 
     Args:
-        encode: text -> ids without special tokens, also where the text spells one: a page must not end the turn.
-        decode: its inverse.
-        max_tokens: at least what an empty result takes.
+        text: the tool's answer.
+        encode: text -> ids without special tokens, even if the text spells one: a page must not end the turn.
+        decode: inverse of `encode`.
+        max_tokens: at least the length of an empty result.
 
     Raises:
-        ValueError: not even an empty result fits.
+        ValueError: an empty result does not fit.
     """
     text = whole_characters(text[: _LONGEST_TOKENS * max_tokens])
     ids = list(encode(result_text(text)))

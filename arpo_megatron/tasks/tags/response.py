@@ -1,7 +1,7 @@
-"""The tag format of a finished trajectory, and where its answer is.
+r"""The tag format of a finished trajectory, and its answer.
 
 <think>..</think> <search>query</search> <result>..</result> <python>code</python> <result>..</result>
-<answer>..\\boxed{x}..</answer>
+<answer>..\boxed{x}..</answer>
 """
 
 import re
@@ -14,25 +14,22 @@ _RESULT = re.compile(r"\s*<result>")
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """What the tags of a response say.
-
-    Attributes:
-        reason: the first rule that is broken, empty where none is.
-        answer: content of the last box inside the answer; None where the format is broken.
-        tools: names of the tools that were called and answered.
-    """
+    """The tags of a response, parsed."""
 
     reason: str
+    """The first rule that is broken; empty if none is."""
     answer: str | None
+    """Content of the last box in the answer; None if the format is broken."""
     tools: frozenset[str]
+    """Names of the tools that were called and answered."""
 
 
 def parse_response(text: str) -> Parsed:
-    """Check the rules of the ARPO protocol on a whole response.
+    r"""Check the rules of the ARPO protocol on a whole response.
 
-    At least one paired <think>, exactly one <answer>, every <search> and <python> followed by a <result>, and a
-    \\boxed{} inside the answer. A <result> stands for a call only, and what is inside one (or inside a call) is not
-    read as tags: a web page or a program may contain any text. A thought may name a tool's tag without calling it.
+    The response needs at least one paired <think>, exactly one <answer>, a <result> after every <search> and <python>,
+    and a \boxed{} in the answer. A <result> must follow a call, and text in a result or a call is not read as tags: a
+    web page or a program may contain any text. A thought may name a tool's tag without calling it.
     """
     scan = _Scan(text)
     reason = scan.run()
@@ -47,7 +44,7 @@ def parse_response(text: str) -> Parsed:
 
 
 def last_boxed(text: str) -> str | None:
-    """Content of the last \\boxed{...} with balanced braces, None where there is none."""
+    r"""Return the content of the last \boxed{...} with balanced braces, or None."""
     start = text.rfind("\\boxed{")
     if start < 0:
         return None
@@ -61,7 +58,7 @@ def last_boxed(text: str) -> str | None:
 
 
 class _Scan:
-    """Walks over the tags from left to right."""
+    """A scan over the tags from left to right."""
 
     def __init__(self, text: str) -> None:
         self.thoughts = 0
@@ -71,7 +68,7 @@ class _Scan:
         self._position = 0
 
     def run(self) -> str:
-        """Returns what is wrong, or an empty string."""
+        """Return the broken rule, or an empty string."""
         thinking = False
         while match := _TAG.search(self._text, self._position):
             self._position = match.end()
@@ -92,7 +89,7 @@ class _Scan:
         return "<think> is not paired" if thinking else ""
 
     def _block(self, name: str) -> str:
-        """Skip over a call with its result, or over the answer."""
+        """Skip a call with its result, or the answer."""
         content = self._until(f"</{name}>")
         if content is None:
             return f"<{name}> is not closed"
@@ -107,12 +104,12 @@ class _Scan:
         return ""
 
     def _closed_before(self, tag: str, end: str) -> bool:
-        """Whether `tag` comes, and before `end`."""
+        """Whether `tag` follows, and comes before `end`."""
         place, limit = self._text.find(tag, self._position), self._text.find(end, self._position)
         return place >= 0 and (limit < 0 or place < limit)
 
     def _until(self, tag: str) -> str | None:
-        """Text up to `tag`, which is passed; None where it does not come."""
+        """Return the text up to `tag` and move past it; None if it does not follow."""
         end = self._text.find(tag, self._position)
         if end < 0:
             return None
