@@ -68,7 +68,7 @@ def replay_trees(file: Path, *, tree: int | None, config: Path | None) -> bool:
         UserError: the file, the config or the tokenizer cannot be read.
     """
     from arpo_megatron.algorithms.branching import make_branch_policy
-    from arpo_megatron.rollout.replay_decisions import Difference, replay_decisions
+    from arpo_megatron.rollout.replay_decisions import DecisionMismatchError, replay_decisions
     from arpo_megatron.rollout.worker import TokenizerCodec
 
     run = RunDirectory(file.resolve().parent.parent)
@@ -95,7 +95,7 @@ def replay_trees(file: Path, *, tree: int | None, config: Path | None) -> bool:
             continue
         try:
             decisions += replay_decisions(item.tree, policy)
-        except Difference as difference:
+        except DecisionMismatchError as difference:
             print(printable(f"tree {number} ({item.tree.task_id}): {difference}"))
             return False
     if incomplete:

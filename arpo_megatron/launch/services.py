@@ -16,7 +16,7 @@ from arpo_megatron.launch.backend import Backend, LocalBackend
 from arpo_megatron.launch.supervisor import Supervisor
 from arpo_megatron.rollout.endpoints import (
     Services,
-    _replays,
+    uses_expert_routes,
 )
 from arpo_megatron.rollout.handle import rollout_service, rollout_socket
 from arpo_megatron.utils.processes import GRACE_S, ManagedProcesses
@@ -64,7 +64,7 @@ def services(
             urls,
             log_path=run.logs / "router.log",
             ports=backend.ports("router", 2),
-            expert_routes=_replays(config),
+            expert_routes=uses_expert_routes(config),
             host=backend.host("router"),
             token=token,
         )
@@ -103,7 +103,7 @@ def _engine(
         scratch=scratch,
         placement=backend.placement(config, index),
         name=name,
-        expert_routes=_replays(config),
+        expert_routes=uses_expert_routes(config),
         host=backend.host(role),
         token=token,
     )

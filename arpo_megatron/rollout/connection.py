@@ -1,4 +1,4 @@
-"""The two ends of the connection between trainer rank 0 and the rollout process (see `service`)."""
+"""Helpers for the connection between trainer rank 0 and the rollout process."""
 
 import os
 import socket
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class Outbox:
-    """Sends from a thread, so that a busy reader at the other end delays no tree."""
+    """Sends messages from a thread, so that a slow reader at the other end delays no tree."""
 
     def __init__(self, connection: "Connection[Any, Any]") -> None:
         self._connection = connection
@@ -19,11 +19,11 @@ class Outbox:
         self._thread.start()
 
     def put(self, message: object) -> None:
-        """Returns at once; messages arrive in this order."""
+        """Queue a message and return at once; messages are sent in this order."""
         self._messages.put(message)
 
     def close(self) -> None:
-        """Returns when everything is sent, or nobody reads any more."""
+        """Wait until all messages are sent, or the other end is gone."""
         self._messages.put(None)
         self._thread.join()
 
@@ -31,11 +31,11 @@ class Outbox:
         while (message := self._messages.get()) is not None:
             try:
                 self._connection.send(message)
-            except OSError:  # the other end is gone: whoever reads notices
+            except OSError:  # the other end is gone; the reader of this connection notices
                 return
 
 
 def hang_up(connection: "Connection[Any, Any]") -> None:
-    """End a connection in which another thread waits."""
+    """Shut a connection down while another thread waits for a message."""
     with suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as same:
         same.shutdown(socket.SHUT_RDWR)

@@ -1,4 +1,4 @@
-"""What the trees of one call share while they grow: engine, tools, tokenizer, policy, limits."""
+"""What trees share while they grow: engine, tools, tokenizer, policy, limits."""
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from arpo_megatron.engine.client import EngineClient
 from arpo_megatron.engine.expert_routes import ExpertRouteSpec
 from arpo_megatron.engine.request import Sampling
 from arpo_megatron.rollout.tools import ToolClient
-from arpo_megatron.tasks.tags import calls as protocol
+from arpo_megatron.tasks.tags.calls import ANSWER_STOP, STOP_STRINGS
 
 
 class PromptTooLongError(ValueError):
@@ -17,56 +17,57 @@ class PromptTooLongError(ValueError):
 
 
 class ToolTextError(ValueError):
-    """The tokenizer does not take what a tool has answered."""
+    """The tokenizer does not accept the text of a tool's answer."""
 
 
 class TextCodec(Protocol):
-    """Text to token ids without special tokens added, and back with special tokens kept."""
+    """Converts text to token ids without adding special tokens, and back with special tokens kept."""
 
     def encode(self, text: str) -> list[int]: ...  # noqa: D102
 
     def encode_plain(self, text: str) -> list[int]:
-        """The same, but what spells a special token in the text becomes ordinary ones."""
+        """Encode text; the spelling of a special token in it becomes ordinary tokens."""
 
     def decode(self, token_ids: Sequence[int]) -> str: ...  # noqa: D102
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutLimits:
-    """Bounds of a trajectory (`config.RolloutConfig`), and `max_length`, those of prompt and response together.
-
-    With `sessions` a python call begins with the state that the one before it on its path has left.
-    """
+    """Limits of a trajectory; see `config.RolloutConfig`."""
 
     max_length: int
+    """Tokens of prompt and response together."""
     max_response_tokens: int
     max_tool_calls: int
     max_tool_tokens: int
     tool_timeout_s: float
     stop_at_answer: bool = False
     sessions: bool = False
+    """A python call starts from the interpreter state that the previous one on its path has left."""
 
     @property
     def stops(self) -> tuple[str, ...]:
         """The strings that end a generation."""
-        return (*protocol.STOP_STRINGS, *([protocol.ANSWER_STOP] if self.stop_at_answer else []))
+        return (*STOP_STRINGS, *([ANSWER_STOP] if self.stop_at_answer else []))
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutContext:
-    """What all trees of one call share. `seed` is the run's; `sampling.seed` is replaced for every place.
-
-    With `routes` the engine tells to which experts it sent each token. `ready` is awaited before each request.
-    """
+    """What the trees of a step share."""
 
     engine: EngineClient
     tools: ToolClient
     codec: TextCodec
     policy: BranchPolicy
     sampling: Sampling
+    """Its seed is replaced for each path."""
     limits: RolloutLimits
     seed: int
+    """The run's seed."""
     step: int
     on_tokens: Callable[[int], None]
-    routes: ExpertRouteSpec | None = None
+    """Called with the number of tokens of each generation."""
+    expert_routes: ExpertRouteSpec | None = None
+    """Ask the engine for the experts that each token was sent to."""
     ready: Callable[[], Awaitable[None]] | None = None
+    """Awaited before each request."""

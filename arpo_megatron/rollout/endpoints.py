@@ -1,4 +1,4 @@
-"""Where the services of a job answer, and a connection to the rollout process."""
+"""Addresses of a job's services, and the trainer's connection to the rollout process."""
 
 import os
 from dataclasses import dataclass, field
@@ -13,37 +13,33 @@ from arpo_megatron.rollout.messages import ServiceSettings
 from tools_sandbox.config import TOKEN_VARIABLE
 
 ENGINE_URLS = "ARPO_ENGINE_URLS"
-"""Environment variable of the trainer: where the engines serve, separated by spaces."""
-
+"""Environment variable of the trainer: URLs of the engines, separated by spaces."""
 
 ROUTER_URL = "ARPO_ROUTER_URL"
-"""Environment variable of the trainer: where the router before them serves; not set where there is none."""
-
+"""Environment variable of the trainer: URL of SGLang's router; not set if there is none."""
 
 ROLLOUT_SOCKET = "ARPO_ROLLOUT_SOCKET"
-"""Environment variable of the trainer: where the rollout process listens."""
-
+"""Environment variable of the trainer: socket of the rollout process."""
 
 SANDBOX_URL = "ARPO_SANDBOX_URL"
-"""Environment variable of the trainer: where the tool service serves."""
+"""Environment variable of the trainer: URL of the tool service."""
 
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """Where tool service, engines and rollout process answer, and the router before the engines if there is one.
-
-    Requests to engines and router bear `engine_token`: whoever reaches them could replace the policy's weights.
-    """
+    """Addresses of tool service, engines, rollout process and router."""
 
     sandbox_url: str
     engine_urls: tuple[str, ...]
     rollout_socket: Path
     router_url: str | None = None
+    """None if there is no router."""
     engine_token: str | None = field(default=None, repr=False)
+    """Bearer token of engines and router. Without it anyone who can reach them could replace the policy's weights."""
 
     @property
     def environment(self) -> dict[str, str]:
-        """The variables through which the trainer learns of them."""
+        """Environment variables that pass the addresses to the trainer."""
         router = {} if self.router_url is None else {ROUTER_URL: self.router_url}
         return {
             SANDBOX_URL: self.sandbox_url,
@@ -55,7 +51,7 @@ class Services:
 
     @classmethod
     def from_environment(cls) -> "Services":
-        """What `environment` said to this process."""
+        """Read `environment` in the trainer."""
         return cls(
             sandbox_url=os.environ[SANDBOX_URL],
             engine_urls=tuple(os.environ[ENGINE_URLS].split()),
@@ -66,7 +62,7 @@ class Services:
 
 
 def connect_rollouts(config: JobConfig, model: Path, services: Services) -> RolloutHandle:
-    """A hold on the job's rollout process, with the tokenizer of `model`."""
+    """Connect to the job's rollout process, which will use the tokenizer of `model`."""
     settings = ServiceSettings(
         engine_urls=services.engine_urls,
         router_url=services.router_url,
@@ -82,12 +78,13 @@ def connect_rollouts(config: JobConfig, model: Path, services: Services) -> Roll
     return RolloutHandle.connect(services.rollout_socket, settings, patience_s=config.engine.retry_for_s)
 
 
-def _replays(config: JobConfig) -> bool:
+def uses_expert_routes(config: JobConfig) -> bool:
+    """Return whether the trainer replays the expert routes of rollouts, so engines must return them."""
     return config.algorithm.router_replay == "rollout"
 
 
 def _expert_routes(config: JobConfig, model: Path) -> ExpertRouteSpec | None:
-    if not _replays(config):
+    if not uses_expert_routes(config):
         return None
     spec = ModelSpec.from_hf(model)
     assert spec.experts is not None  # checked with the job's inputs

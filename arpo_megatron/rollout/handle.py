@@ -1,12 +1,12 @@
-"""Trainer rank 0's hold on the rollout process, in which the trees grow (`worker`).
+"""Trainer rank 0's handle of the rollout process (`worker`), in which the trees grow.
 
-An event loop with thousands of coroutines inside a training rank would delay its kernel launches and be delayed by
-them. The process is a service like the engines: supervised, restarted where it dies or hangs. What its trees have
-sampled is sent here as it comes, entry by entry (`record`), so a new process goes on with them where the old one was;
-a checkpoint holds the same entries.
+An event loop with thousands of coroutines inside a training rank would delay its kernel launches, and be delayed by
+them. So the rollout process is a service like the engines: supervised, and restarted if it dies or hangs. It sends the
+entries of its trees' records here as they are made. A new process gets them and continues where the old one stopped;
+checkpoints store the same entries.
 
-Both ends speak multiprocessing's `Connection` over a Unix socket in a directory that only this user may enter. A
-thread of this process reads it at all times, also while the trainer trains, and connects anew when it is cut.
+Both ends use multiprocessing's `Connection` over a Unix socket in a directory that only this user may enter. A thread
+reads it at all times, also while the trainer trains, and reconnects when it is cut.
 """
 
 import itertools
@@ -48,27 +48,27 @@ _CONNECT_INTERVAL_S = 0.1
 _STARTUP_S = 180.0
 _CLOSE_DEADLINE_S = 5.0
 _GREETING = 0
-"""Number of the request with which every connection begins."""
+"""Id of the first request of each connection."""
 
 
 class RolloutError(RuntimeError):
-    """The rollout process failed in a way that is not a failed tree; the message holds its traceback or exit code."""
+    """The rollout process failed, not just a tree; the message has its traceback or what happened."""
 
 
 class RolloutHandle:
-    """Holds the trees of the rollout process, whichever runs now. Not for several threads at once.
+    """Starts, collects and restores trees in the rollout process. Also a context manager that closes it.
 
-    Also a context manager that closes it.
+    It must not be used by several threads at the same time.
     """
 
     def __init__(self, address: Path, settings: ServiceSettings, *, patience_s: float) -> None:
         self._address = address
         self._settings = settings
         self._patience_s = patience_s
-        self._lock = threading.Lock()  # of all below
+        self._lock = threading.Lock()  # protects the fields below
         self._connection: Connection[object, object] | None = None
         self._trees: dict[int, tuple[LiveTree, list[bytes]]] = {}
-        self._collected: set[int] = set()  # those of them that were collected
+        self._collected: set[int] = set()  # ids of collected trees that are still in _trees
         self._version = 0
         self._paused = False
         self._pending: tuple[int, object] | None = None
@@ -80,16 +80,16 @@ class RolloutHandle:
 
     @classmethod
     def connect(cls, address: Path, settings: ServiceSettings, *, patience_s: float = 600.0) -> Self:
-        """Wait for the process that listens at `address`; returns when it is ready to grow.
+        """Wait for the process that listens at `address` until it is ready to grow trees.
 
         Args:
-            address: of its socket.
+            address: its socket.
             settings: addresses, tokenizer, seed.
-            patience_s: how long a restart of it may take.
+            patience_s: time that a restart of the process may take.
 
         Raises:
-            UserError: `tokenizer_path` holds no tokenizer.json.
-            RolloutError: nobody listens there.
+            UserError: `tokenizer_path` has no tokenizer.json.
+            RolloutError: no process listens at `address`.
         """
         handle = cls(address, settings, patience_s=patience_s)
         handle._thread.start()
@@ -109,17 +109,17 @@ class RolloutHandle:
         settings: RolloutSettings,
         progress: Callable[[RolloutProgress], None] | None = None,
     ) -> RolloutReport:
-        """Grow one tree for each task, all at once; blocks until the last one is finished or has failed.
+        """Grow one tree for each task and wait for all of them.
 
         Args:
-            tasks: see `start_trees`, as for the next three.
-            step: keys the branching draws.
-            version: of the weights the engine holds, at least.
-            settings: how to grow.
-            progress: called now and then from this thread.
+            tasks: see `start_trees`.
+            step: see `start_trees`.
+            version: see `start_trees`.
+            settings: see `start_trees`.
+            progress: called from this thread now and then.
 
         Raises:
-            RolloutError: the process failed. A tree that cannot be finished is no error: see `RolloutReport.failed`.
+            RolloutError: the process failed. A tree that cannot be finished is reported in `RolloutReport.failed`.
             StaleEnginesError: see `collect`.
         """
         group = f"call {next(self._numbers)}"
@@ -131,17 +131,17 @@ class RolloutHandle:
     def start_trees(
         self, group: str, tasks: Sequence[Task], *, step: int, version: int, settings: RolloutSettings
     ) -> None:
-        """Begin to grow a tree for each task; returns at once. They go on growing whatever else is called.
+        """Start a tree for each task and return at once. The trees grow until they are finished or stopped.
 
         Args:
-            group: trees that are collected together.
-            tasks: ids may repeat only if equal trees' draws are wanted.
-            step: keys the branching draws.
-            version: of the weights that the engine holds now, at least.
-            settings: how to grow.
+            group: trees of a group are collected together.
+            tasks: equal task ids make equal draws.
+            step: rollout step, part of the key of branching draws.
+            version: policy version that the engines have now, at least.
+            settings: how the trees are grown.
 
         Raises:
-            RolloutError: the process broke down.
+            RolloutError: the process failed.
         """
         self._start([LiveTree(next(self._numbers), group, task, step, version, settings) for task in tasks], version)
 
@@ -153,7 +153,7 @@ class RolloutHandle:
         version: int,
         settings: RolloutSettings,
     ) -> None:
-        """Grow trees on from what they have sampled; see `start_trees`."""
+        """Continue trees from what they have sampled; see `start_trees`."""
         self._start(
             [
                 LiveTree(next(self._numbers), group, task, tree.step, tree.version, settings, tree.entries)
@@ -163,9 +163,9 @@ class RolloutHandle:
         )
 
     def unfinished_trees(self, group: str) -> list[UnfinishedTree]:
-        """The trees of a group in the order of their start, with all they have sampled.
+        """Return the trees of a group, in the order of their start, with all they have sampled.
 
-        Collected trees are included until `discard_collected`, so an interruption while a report arrives loses none.
+        Collected trees are included until `discard_collected`, so that an interruption after `collect` loses none.
         """
         with self._lock:
             return [
@@ -175,7 +175,7 @@ class RolloutHandle:
             ]
 
     def discard_collected(self, group: str) -> None:
-        """Let go of the records of the trees of a group that were collected: nobody will ask for them again."""
+        """Drop the records of a group's collected trees, which are safe elsewhere now."""
         with self._lock:
             done = {number for number in self._collected if self._trees[number][0].group == group}
             self._collected -= done
@@ -188,34 +188,34 @@ class RolloutHandle:
         """Wait for finished trees.
 
         Raises:
-            RolloutError: the process broke down.
-            StaleEnginesError: an engine lacks the weights (it was restarted). The trees go on at the others; nothing
-                was collected.
+            RolloutError: the process failed.
+            StaleEnginesError: an engine was restarted and lacks the weights. Its trees continue on the others, and
+                nothing was collected.
         """
         return self._report(request, progress)
 
     def finish_trees(self, request: FinishTrees, progress: Callable[[RolloutProgress], None] | None = None) -> None:
-        """Wait for all trees of a group. Raises what `collect` does."""
+        """Wait until all trees of a group are finished. Raises the errors of `collect`."""
         self._call(request, progress)
 
     def stop_trees(self, request: StopTrees) -> RolloutReport:
-        """Give up trees; they are what is reported. Raises RolloutError."""
+        """Stop trees and report them. Raises RolloutError."""
         return self._report(request)
 
     def pause(self) -> None:
-        """Stop all trees where they are; the engine is idle when this returns. Raises RolloutError."""
+        """Hold all trees and wait until the engines are idle. Raises RolloutError."""
         with self._lock:
-            self._paused = True  # before it is asked for: a process that begins from here on must not grow
+            self._paused = True  # before the request: a process that starts from now on must not send requests
         self._call(Pause())
 
     def resume(self, version: int) -> None:
-        """Let the trees go on with policy `version`. Raises RolloutError."""
+        """Let the trees continue with policy `version`. Raises RolloutError."""
         with self._lock:
             self._paused, self._version = False, version
         self._call(Resume(version))
 
     def close(self) -> None:
-        """Let go of the process, which gives all trees up; a second call changes nothing."""
+        """Disconnect; the process then stops all trees. A second call changes nothing."""
         self._closed.set()
         with self._lock:
             if self._connection is not None:
@@ -242,10 +242,10 @@ class RolloutHandle:
         return report
 
     def _call(self, request: object, progress: Callable[[RolloutProgress], None] | None = None) -> object:
-        """Send a request and wait for its answer; where the connection is cut, the thread sends it again."""
+        """Send a request and wait for its answer. If the connection is cut, the thread sends the request again."""
         with self._lock:
             if self._broken is not None:
-                raise RolloutError(f"the rollout process has failed before: {self._broken}")
+                raise RolloutError(f"the rollout process has already failed: {self._broken}")
             number = next(self._requests)
             self._pending = (number, request)
             if self._connection is not None:
@@ -268,7 +268,7 @@ class RolloutHandle:
                 self._broken = answer
                 raise answer
             if number != request:
-                continue  # of a call that was interrupted, or another connection's greeting
+                continue  # the answer to an interrupted call, or to the first request of another connection
             if isinstance(answer, StaleEnginesError):
                 raise answer
             if not isinstance(answer, RolloutProgress):
@@ -277,18 +277,18 @@ class RolloutHandle:
                 progress(answer)
 
     def _keep_connected(self) -> None:
-        """The thread: read what comes, and connect again where that ends.
+        """Run the thread: read messages, and reconnect when the connection ends.
 
-        Not behind a `Failure`: the same trees might fail again, at once and for ever.
+        It does not reconnect after a `Failure`, because the same trees might fail again.
         """
         failed = False
         try:
             while not (failed or self._closed.is_set()):
-                connection = self._connected()
+                connection = self._connect()
                 with suppress(EOFError, OSError):
-                    self._greet(connection)
+                    self._restore(connection)
                     while not failed:
-                        failed = self._take(connection.recv())
+                        failed = self._receive(connection.recv())
                 with self._lock:
                     self._connection = None
                 connection.close()
@@ -296,17 +296,19 @@ class RolloutHandle:
             text = str(error) if isinstance(error, RolloutError) else f"{type(error).__name__}: {error}"
             self._answers.put((_GREETING, RolloutError(text)))
 
-    def _connected(self) -> "Connection[object, object]":
+    def _connect(self) -> "Connection[object, object]":
         give_up = time.monotonic() + self._patience_s
         while True:
             try:
                 return Client(str(self._address), "AF_UNIX")
             except OSError as error:
                 if self._closed.wait(_CONNECT_INTERVAL_S) or time.monotonic() > give_up:
-                    raise RolloutError(f"the rollout process is gone: {error.strerror}: {self._address}") from None
+                    raise RolloutError(
+                        f"the rollout process does not listen at {self._address}: {error.strerror}"
+                    ) from None
 
-    def _greet(self, connection: "Connection[object, object]") -> None:
-        """Tell a process what the one before it was doing, if there was one."""
+    def _restore(self, connection: "Connection[object, object]") -> None:
+        """Send the unfinished trees and the pending request, for a process that was restarted."""
         with self._lock:
             self._connection = connection
             if self._closed.is_set():
@@ -320,8 +322,8 @@ class RolloutHandle:
             if self._pending is not None:
                 connection.send(self._pending)
 
-    def _take(self, message: object) -> bool:
-        """Keep what came; whether it is the end of everything."""
+    def _receive(self, message: object) -> bool:
+        """Handle a message; return whether it was a `Failure`."""
         if isinstance(message, RecordEntry):
             with self._lock:
                 if message.tree_id in self._trees:
@@ -339,13 +341,13 @@ class RolloutHandle:
 
 
 def rollout_service(directory: Path, port: int, *, log_path: Path, hang_timeout_s: float) -> ServiceSpec:
-    """How to start the rollout process.
+    """Return how to start the rollout process.
 
     Args:
-        directory: for its socket, `rollout_socket`, in a folder that only this user may enter.
-        port: free; on 127.0.0.1 it tells that its event loop runs, and nothing else.
+        directory: parent of the socket's folder (`rollout_socket`), which only this user may enter.
+        port: free port on 127.0.0.1 for the health check of its event loop.
         log_path: file for its output.
-        hang_timeout_s: as of `ServiceSpec`.
+        hang_timeout_s: see `ServiceSpec`.
     """
     command = [sys.executable, "-m", "arpo_megatron.rollout.worker", str(rollout_socket(directory)), str(port)]
     return ServiceSpec(
@@ -360,5 +362,5 @@ def rollout_service(directory: Path, port: int, *, log_path: Path, hang_timeout_
 
 
 def rollout_socket(directory: Path) -> Path:
-    """Where the process that was started with that directory listens."""
+    """Return the socket of the process that was started with this directory."""
     return directory / "rollout" / "socket"

@@ -1,4 +1,4 @@
-"""What trainer rank 0 and the rollout process say to each other (see `service`)."""
+"""Messages between trainer rank 0 (`handle`) and the rollout process (`worker`)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -15,30 +15,26 @@ from arpo_megatron.tree import RolloutTree
 
 
 class StaleEnginesError(RuntimeError):
-    """EngineAdmin (their URLs are the arguments) serve older weights than trees need: push, then ask again."""
+    """Engines (their URLs are the arguments) have older weights than trees need: push weights, then collect again."""
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutSettings:
-    """How the trees of one call are grown.
-
-    Attributes:
-        branching: the algorithm whose policy distributes the trajectories; None: independent ones.
-        samples: trajectories a task where `branching` is None.
-        sampling: how tokens are drawn; its seed is replaced for every place.
-        limits: bounds of a trajectory.
-        routes: keep what the engine tells of expert routes, where it does (`ServiceSettings.routes`).
-    """
+    """How trees are grown."""
 
     branching: AlgorithmConfig | None
+    """The algorithm whose policy distributes the trajectories; None: independent trajectories."""
     samples: int
+    """Trajectories per task if `branching` is None."""
     sampling: Sampling
+    """Its seed is replaced for each path."""
     limits: RolloutLimits
     expert_routes: bool = False
+    """Store expert routes, if the engine returns them (`ServiceSettings.expert_routes`)."""
 
     @classmethod
     def training(cls, config: JobConfig) -> Self:
-        """A training step: the config's algorithm and temperature."""
+        """Return the settings of a training step."""
         return cls(
             branching=config.algorithm,
             samples=config.algorithm.group_size,
@@ -49,16 +45,16 @@ class RolloutSettings:
 
     @classmethod
     def evaluation(cls, config: JobConfig, *, samples: int = 1, temperature: float | None = None) -> Self:
-        """Independent trajectories, sampled as `config.evaluation` says, or at another `temperature`."""
-        drawn = config.evaluation if temperature is None else replace(config.evaluation, temperature=temperature)
+        """Return the settings of an evaluation: independent trajectories, optionally at another `temperature`."""
+        evaluation = config.evaluation if temperature is None else replace(config.evaluation, temperature=temperature)
         return cls(
             branching=None,
             samples=samples,
             sampling=Sampling(
-                temperature=drawn.temperature,
-                top_p=drawn.top_p,
-                top_k=drawn.top_k,
-                repetition_penalty=drawn.penalty,
+                temperature=evaluation.temperature,
+                top_p=evaluation.top_p,
+                top_k=evaluation.top_k,
+                repetition_penalty=evaluation.penalty,
             ),
             limits=_limits(config),
         )
@@ -66,7 +62,7 @@ class RolloutSettings:
 
 @dataclass(frozen=True, slots=True)
 class RolloutProgress:
-    """How far a call has come. `trees_done` counts failed trees too."""
+    """Progress of a `collect`. `trees_done` includes failed trees."""
 
     trees_done: int
     trees_total: int
@@ -75,7 +71,7 @@ class RolloutProgress:
 
 @dataclass(frozen=True, slots=True)
 class IncompleteTree:
-    """A tree that was given up: what it had sampled, and why."""
+    """A tree that could not be finished: what it had sampled, and why it failed."""
 
     tree: RolloutTree
     reason: str
@@ -83,76 +79,66 @@ class IncompleteTree:
 
 @dataclass(frozen=True, slots=True)
 class RolloutReport:
-    """What a call has grown.
-
-    Attributes:
-        trees: the finished trees, in the order of their tasks.
-        failed: the trees of tasks that could not be finished.
-        stats: what all of them cost.
-        numbers: of these trees (`LiveTree.tree_id`).
-    """
+    """Collected trees."""
 
     trees: list[RolloutTree]
+    """Finished trees, in the order of their tasks."""
     failed: list[IncompleteTree]
+    """Trees that could not be finished."""
     stats: RolloutStats
+    """Costs of all of them."""
     tree_ids: tuple[int, ...] = ()
+    """Their ids (`LiveTree.tree_id`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServiceSettings:
-    """What the process needs to know once.
-
-    Attributes:
-        engine_urls: the SGLang servers.
-        sandbox_url: the tool service.
-        tokenizer_path: Hugging Face directory with the tokenizer.
-        seed: the run's seed; branching draws follow from it.
-        request_timeout_s: deadline of one engine request.
-        retry_for_s: how long after its first failure a request or tool call is repeated.
-        sandbox_token: the tool service's bearer token, if it has one.
-        engine_token: that of engines and router, likewise.
-        router_url: SGLang's router before the engines, if one runs.
-        routes: what an engine's expert routes look like; None: it tells none.
-    """
+    """Addresses and constants of the rollout process."""
 
     engine_urls: tuple[str, ...]
+    """The SGLang servers."""
     sandbox_url: str
+    """The tool service."""
     tokenizer_path: Path
+    """Hugging Face directory with the tokenizer."""
     seed: int
+    """The run's seed, from which branching draws follow."""
     request_timeout_s: float = 600.0
+    """Deadline of one attempt of an engine request."""
     retry_for_s: float = 60.0
+    """Time after its first failure during which a request or tool call is retried."""
     sandbox_token: str | None = field(default=None, repr=False)
+    """Bearer token of the tool service; None if it needs none."""
     engine_token: str | None = field(default=None, repr=False)
+    """Bearer token of engines and router; None if they need none."""
     router_url: str | None = None
+    """SGLang's router, if there is one."""
     expert_routes: ExpertRouteSpec | None = None
+    """Sizes of the engines' expert routes; None if they return none."""
 
 
 @dataclass(frozen=True, slots=True)
 class LiveTree:
-    """A tree to be grown, and what it has sampled already.
-
-    Attributes:
-        number: different for all trees of a run.
-        group: trees that are collected together.
-        task: several trees of one task and step would draw equal numbers.
-        step: keys the branching draws.
-        version: of the policy when it was begun.
-        settings: how to grow.
-        entries: from `record.packed`, in order; they answer before engine and tools are asked.
-    """
+    """A tree to grow, with what it has sampled already."""
 
     tree_id: int
+    """Unique in the run."""
     group: str
+    """Trees of a group are collected together."""
     task: Task
+    """Several trees of the same task and step make the same draws."""
     step: int
+    """Rollout step, part of the key of branching draws."""
     version: int
+    """Policy version when the tree was started."""
     settings: RolloutSettings
     entries: Sequence[bytes] = ()
+    """Its record (`record.encode_entry`), which answers before engine and tools are asked."""
 
 
 @dataclass(frozen=True, slots=True)
 class StartTrees:
-    """Grow these trees; the engines hold policy `version`, at least."""
+    """Grow these trees; the engines have at least policy `version`."""
 
     trees: tuple[LiveTree, ...]
     version: int
@@ -160,7 +146,7 @@ class StartTrees:
 
 @dataclass(frozen=True, slots=True)
 class Restore:
-    """First of all: what a process that ended has left. With `paused` no request may pass until `Resume`."""
+    """The first message of a connection: all unfinished trees. With `paused`, requests are held until `Resume`."""
 
     settings: ServiceSettings
     start: StartTrees
@@ -169,7 +155,7 @@ class Restore:
 
 @dataclass(frozen=True, slots=True)
 class RecordEntry:
-    """A tree has sampled something; an entry of its record. Not an answer to anything."""
+    """A new entry of a tree's record. It is sent without a request."""
 
     tree_id: int
     entry: bytes
@@ -177,10 +163,10 @@ class RecordEntry:
 
 @dataclass(frozen=True, slots=True)
 class CollectTrees:
-    """Wait for `count` finished trees of a group (None: for all of it), and for all that began before a version.
+    """Wait for `count` finished trees of a group (None: all), and for all trees started before a policy version.
 
-    Those that began with the oldest version come first, and in the order of their start. More than `count` come only
-    where more began before `finish_before`.
+    Trees with the oldest version come first, in the order of their start. More than `count` are reported only if more
+    were started before version `finish_before`.
     """
 
     group: str
@@ -190,41 +176,37 @@ class CollectTrees:
 
 @dataclass(frozen=True, slots=True)
 class FinishTrees:
-    """Wait until no tree of a group grows; they stay to be collected."""
+    """Wait until all trees of a group are finished; they can still be collected."""
 
     group: str
 
 
 @dataclass(frozen=True, slots=True)
 class StopTrees:
-    """Give up all trees of a group that were not collected: those that still grow are reported as failed."""
+    """Stop all trees of a group that were not collected. Unfinished ones are reported as failed."""
 
     group: str
 
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """Let no request pass to the engine and cut short those that run."""
+    """Hold new engine requests and cut running ones short."""
 
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """Go on with policy `version`."""
+    """Continue with policy `version`."""
 
     version: int
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """An exception on its way back.
-
-    Attributes:
-        traceback: the process's, as text.
-        user_error: the one line of a `UserError`, None for other exceptions.
-    """
+    """An exception that ended the session."""
 
     traceback: str
     user_error: str | None = None
+    """The message of a `UserError`; None for other exceptions."""
 
 
 def _limits(config: JobConfig) -> RolloutLimits:

@@ -1,4 +1,4 @@
-"""A segment of a tree that still grows."""
+"""A segment of a tree that is still growing."""
 
 from dataclasses import dataclass, field
 
@@ -10,7 +10,7 @@ from arpo_megatron.tree import BranchRecord, Finish, Float32Array, Int16Array, I
 
 @dataclass(slots=True)
 class Node:
-    """A segment that may still grow: the fields of `tree.Segment`, its place, and its neighbours in the tree."""
+    """A segment with the fields of `tree.Segment`, its path key, and its neighbors in the tree."""
 
     role: Role
     key: PathKey
@@ -22,32 +22,32 @@ class Node:
     branch: BranchRecord | None = None
     tool: ToolRecord | None = None
     routes: Int16Array | None = None
-    above: "Node | None" = None
+    parent: "Node | None" = None
     children: "list[Node]" = field(default_factory=list)
 
-    def child(self, role: Role) -> "Node":
-        """Take the next place below this segment."""
-        node = Node(role, (*self.key, len(self.children)), above=self)
+    def add_child(self, role: Role) -> "Node":
+        """Add a segment below this one, with the next free path key."""
+        node = Node(role, (*self.key, len(self.children)), parent=self)
         self.children.append(node)
         return node
 
-    def continuation(self) -> "Node":
-        """A MODEL segment below this one that goes on with it: the same place, sampled by newer weights."""
-        node = Node(Role.MODEL, self.key, above=self)
+    def add_continuation(self) -> "Node":
+        """Add a MODEL segment that continues this one with newer weights, under the same path key."""
+        node = Node(Role.MODEL, self.key, parent=self)
         self.children.append(node)
         return node
 
-    def caller(self, tool: str) -> "Node | None":
-        """The nearest segment above this one that has called a tool of that name and got its answer."""
+    def last_caller(self, tool: str) -> "Node | None":
+        """Return the nearest segment above this one that has called the tool and got a result."""
         node = self
-        while node.above is not None:
+        while node.parent is not None:
             if node.tool is not None and node.tool.name == tool:
-                return node.above
-            node = node.above
+                return node.parent
+            node = node.parent
         return None
 
-    def keep_routes(self, end: int, routes: Int16Array) -> None:
-        """Give the routes of the tokens before position `end` to the segments that hold them, this one and above."""
+    def store_routes(self, end: int, routes: Int16Array) -> None:
+        """Store expert routes of the tokens right before position `end` in this segment and those above it."""
         node: Node | None = self
         stop = end - len(routes)
         length = self.path_length()
@@ -58,8 +58,8 @@ class Node:
             first, last = max(begin, stop), min(length, end)
             if first < last:
                 node.routes[first - begin : last - begin] = routes[first - stop : last - stop]
-            node, length = node.above, begin
+            node, length = node.parent, begin
 
     def path_length(self) -> int:
-        """Tokens from the root to the end of this segment."""
-        return len(self.token_ids) + (0 if self.above is None else self.above.path_length())
+        """Return the number of tokens from the root to the end of this segment."""
+        return len(self.token_ids) + (0 if self.parent is None else self.parent.path_length())

@@ -1,11 +1,11 @@
-"""What a tree has sampled so far, kept so that whoever grows it may die.
+"""What a tree has sampled so far, kept so that another process can continue it.
 
-Every answer of engine and tools becomes an entry as soon as it is there. A tree is a function of its prompt, its
-settings and these answers (`grower`: every decision follows from them and the seed), so growing it again with the
-entries answering first leads to the same place, and on from there with the engine.
+Every answer of engine and tools becomes an entry as soon as it arrives. A tree is a function of its prompt, its
+settings and these answers (see `grower`). So growing it again, with the entries answering first, leads to the same
+point, from which it continues with the engine.
 
-Entries are bytes (msgpack: nothing in a file is executed); trainer rank 0 keeps those of all trees under way, for the
-process that grows them and for the checkpoint.
+Entries are bytes (msgpack, so reading a file executes nothing). Trainer rank 0 keeps those of all unfinished trees, for
+the rollout process and for the checkpoint.
 """
 
 from collections.abc import Iterable, Sequence
@@ -23,82 +23,78 @@ _encoder, _decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder()
 
 
 @dataclass(frozen=True, slots=True)
-class Prefilled:
-    """A prompt was put into the engine's cache: tokens sent, and how many of those it held before."""
+class Prefill:
+    """A prefix was put into the engine's cache."""
 
     prompt_tokens: int
+    """Tokens in the request."""
     cached_tokens: int
+    """Tokens of the request that the cache had before."""
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
-    """A call was answered: int32[n] tokens of the result, how it came about."""
+class ToolResult:
+    """A tool call was answered."""
 
     token_ids: Int32Array
+    """int32[n], the tokens of the result."""
     tool: ToolRecord
 
 
-Answer = Prefilled | Generation | Answered
+Answer = Prefill | Generation | ToolResult
 
 
 @dataclass(frozen=True, slots=True)
 class UnfinishedTree:
-    """A tree that is not trained yet, growing or finished, as a checkpoint holds it.
-
-    Attributes:
-        task_id: its task.
-        step: rollout step in which it was begun.
-        version: of the policy at that time.
-        entries: what it has sampled, in order.
-    """
+    """A tree that has not been trained on yet, growing or finished, as a checkpoint stores it."""
 
     task_id: str
     step: int
+    """Rollout step in which it was started."""
     version: int
+    """Policy version when it was started."""
     entries: tuple[bytes, ...]
+    """Its record, in order."""
 
 
 @dataclass(slots=True)
 class TreeRecord:
-    """The entries of one tree by their places.
+    """The decoded entries of one tree."""
 
-    Attributes:
-        prefilled: of its prompt, in order.
-        sampled: the answers of the engine at a MODEL segment's place, in order.
-        answered: what came of the call that ended the MODEL segment at a place.
-        seconds: age of the tree at its newest entry.
-    """
-
-    prefilled: list[Prefilled] = field(default_factory=list)
-    sampled: dict[PathKey, list[Generation]] = field(default_factory=dict)
-    answered: dict[PathKey, Answered] = field(default_factory=dict)
+    prefills: list[Prefill] = field(default_factory=list)
+    """In order."""
+    generations: dict[PathKey, list[Generation]] = field(default_factory=dict)
+    """Generations of a MODEL segment, in order, by its path key."""
+    tool_results: dict[PathKey, ToolResult] = field(default_factory=dict)
+    """The result of the call that ended a MODEL segment, by its path key."""
     seconds: float = 0.0
+    """Age of the tree at its newest entry."""
 
     @classmethod
-    def of(cls, entries: Iterable[bytes]) -> "TreeRecord":
-        """From what `packed` made."""
+    def from_entries(cls, entries: Iterable[bytes]) -> "TreeRecord":
+        """Decode the results of `encode_entry`."""
         record = cls()
         for entry in entries:
-            record.add(*_unpacked(entry))
+            record.add(*_decode_entry(entry))
         return record
 
     def add(self, key: PathKey, answer: Answer, seconds: float) -> None:
-        """Put in the answer at a place, which came when the tree was so old."""
+        """Add an answer that arrived when the tree was `seconds` old."""
         self.seconds = max(self.seconds, seconds)
         match answer:
-            case Prefilled():
-                self.prefilled.append(answer)
+            case Prefill():
+                self.prefills.append(answer)
             case Generation():
-                self.sampled.setdefault(key, []).append(answer)
-            case Answered():
-                self.answered[key] = answer
+                self.generations.setdefault(key, []).append(answer)
+            case ToolResult():
+                self.tool_results[key] = answer
 
 
-def packed(key: PathKey, answer: Answer, seconds: float) -> bytes:
-    """One entry."""
+def encode_entry(key: PathKey, answer: Answer, seconds: float) -> bytes:
+    """Return the entry for an answer at a path key, which arrived when the tree was `seconds` old."""
     fields: dict[str, Any] = {"key": key, "seconds": seconds}
     match answer:
-        case Prefilled():
+        case Prefill():
             fields["prefilled"] = (answer.prompt_tokens, answer.cached_tokens)
         case Generation():
             fields["ids"] = answer.token_ids.tobytes()
@@ -107,21 +103,21 @@ def packed(key: PathKey, answer: Answer, seconds: float) -> bytes:
             fields["counts"] = (answer.prompt_tokens, answer.cached_tokens, answer.weight_version)
             if answer.routes is not None:
                 fields["routes"] = (answer.routes.shape, answer.routes.tobytes())
-        case Answered():
+        case ToolResult():
             tool = answer.tool
             fields["ids"] = answer.token_ids.tobytes()
             fields["tool"] = (tool.name, dict(tool.arguments), tool.status, tool.seconds, tool.cached)
     return _encoder.encode(fields)
 
 
-def _unpacked(entry: bytes) -> tuple[PathKey, Answer, float]:
+def _decode_entry(entry: bytes) -> tuple[PathKey, Answer, float]:
     fields = _decoder.decode(entry)
     key, seconds = tuple(fields["key"]), fields["seconds"]
     if "prefilled" in fields:
-        return key, Prefilled(*fields["prefilled"]), seconds
+        return key, Prefill(*fields["prefilled"]), seconds
     ids = np.frombuffer(fields["ids"], np.int32)
     if "tool" in fields:
-        return key, Answered(ids, ToolRecord(*fields["tool"])), seconds
+        return key, ToolResult(ids, ToolRecord(*fields["tool"])), seconds
     prompt_tokens, cached_tokens, version = fields["counts"]
     routes = None
     if "routes" in fields:
@@ -145,12 +141,12 @@ def _unpacked(entry: bytes) -> tuple[PathKey, Answer, float]:
 
 
 def pack_trees(trees: Sequence[UnfinishedTree]) -> bytes:
-    """The file of a checkpoint."""
+    """Return the content of a checkpoint's file."""
     return _encoder.encode([(tree.task_id, tree.step, tree.version, tree.entries) for tree in trees])
 
 
 def unpack_trees(content: bytes | memoryview) -> list[UnfinishedTree]:
-    """Inverse of `pack_trees`."""
+    """Read the result of `pack_trees`."""
     return [
         UnfinishedTree(task_id, step, version, tuple(entries))
         for task_id, step, version, entries in _decoder.decode(content)

@@ -1,11 +1,11 @@
-"""Every branching decision of a finished tree, derived once more from nothing but the tree, the settings and the seed.
+"""Derives the branching decisions of a finished tree again, from the tree, the policy's settings and the seed.
 
-The grower decides while answers come in; this walks the finished tree in the order of places. That both agree is what
-"a decision is a pure function of (tree, entropies, seed)" means (`arpo replay-tree`).
+The grower decides while answers arrive; this walks the finished tree depth first. `arpo replay-tree` shows with it that
+a decision is a pure function of tree, entropies and seed.
 """
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -22,158 +22,151 @@ from arpo_megatron.algorithms.branching import (
 from arpo_megatron.tree import Float32Array, Role, RolloutTree
 
 _TOLERANCE = 1e-9
-"""Relative, for dH and probability: another build of numpy may sum in another order. Draws are compared exactly."""
+"""Relative tolerance of dH and probability: builds of numpy sum in different orders. Draws are compared exactly."""
 
 
-class Difference(Exception):  # noqa: N818  (no error of this program: it is what was looked for)
-    """Where a stored tree is not what follows from it; the message says segment, stored and derived value."""
+class DecisionMismatchError(Exception):
+    """A stored tree differs from the derived decisions; the message has the segment and both values."""
+
+
+def replay_decisions(tree: RolloutTree, policy: BranchPolicy) -> int:
+    """Derive all decisions of a tree again; return their number.
+
+    Args:
+        tree: a finished tree with its entropies.
+        policy: the policy that grew it, with its settings and seed.
+
+    Raises:
+        DecisionMismatchError: the first difference in depth-first order. It concerns a draw, an entropy, a rule, the
+            forks after a tool result, or the fresh trajectories from unused forks.
+    """
+    return _Replay(tree, policy).run()
 
 
 @dataclass(frozen=True, slots=True)
-class _Path:
-    """A MODEL segment to look at next; the fields are those of the grower's `_Place`, `above` the TOOL segment."""
+class _Start:
+    """The start of a MODEL segment; the fields are those of the grower's `BranchStart`."""
 
     index: int
     key: PathKey
-    forks: int
-    above: int | None = None
+    budget: int
+    tool: int | None = None
     start_entropies: Float32Array | None = None
     before_entropies: Float32Array | None = None
     streak: int = 0
 
 
-@dataclass(slots=True)
-class _Walk:
-    tree: RolloutTree
-    policy: BranchPolicy
-    children: list[list[int]] = field(init=False)
-    pending: list[_Path] = field(default_factory=list)
-    decisions: int = 0
-    unused: int = 0
+class _Replay:
+    def __init__(self, tree: RolloutTree, policy: BranchPolicy) -> None:
+        self._tree, self._policy = tree, policy
+        self._children = tree.children()
+        self._pending: list[_Start] = []
+        self._decisions = self._unused = 0
 
-    def __post_init__(self) -> None:
-        self.children = self.tree.children()
-
-    def run(self) -> None:
-        first = self.children[0]
+    def run(self) -> int:
+        first = self._children[0]
         initial = self._initial(first)
-        reserved = initial_budgets(self.policy, initial)
-        if len(first) < len(reserved):
-            raise Difference(f"segment 0: {len(first)} trajectories begin here, derived at least {len(reserved)}")
-        reserved += [0] * (len(first) - len(reserved))
-        self.pending = [_Path(i, (place,), n) for place, (i, n) in enumerate(zip(first, reserved, strict=True))][::-1]
-        while self.pending:
-            self._look_at(self.pending.pop())
-        if len(first) != (derived := initial + self.unused):
-            raise Difference(f"segment 0: {len(first)} trajectories begin here, derived {derived}")
+        budgets = initial_budgets(self._policy, initial)
+        if len(first) < len(budgets):
+            raise DecisionMismatchError(f"segment 0: {len(first)} trajectories start here, derived {len(budgets)}")
+        budgets += [0] * (len(first) - len(budgets))  # fresh trajectories
+        starts = [_Start(index, (n,), budget) for n, (index, budget) in enumerate(zip(first, budgets, strict=True))]
+        self._pending = starts[::-1]
+        while self._pending:
+            self._replay(self._pending.pop())
+        if len(first) != (derived := initial + self._unused):
+            raise DecisionMismatchError(f"segment 0: {len(first)} trajectories start here, derived {derived}")
+        return self._decisions
 
     def _initial(self, first: list[int]) -> int:
-        """N, which follows from the first trajectory where the policy probes."""
-        if not isinstance(self.policy, ProbingPolicy):
-            return self.policy.initial
+        """Return the number of initial trajectories; a probing policy derives it from the first one."""
+        if not isinstance(self._policy, ProbingPolicy) or not first:
+            return self._policy.initial
         entropies, below = [], first[:1]
         while below:
             chain = self._chain(below[0])
             entropies.append(self._entropies(chain))
-            tool = self.children[chain[-1]]
-            below = self.children[tool[0]][:1] if tool else []
-        return self.policy.plan(Probe(entropies[0], tuple(entropies[1:]))) if entropies else self.policy.initial
+            tool = self._children[chain[-1]]
+            below = self._children[tool[0]][:1] if tool else []
+        return self._policy.plan(Probe(entropies[0], tuple(entropies[1:])))
 
-    def _look_at(self, path: _Path) -> None:
-        """Derive the decision at the beginning of a segment, and share out what is left of its forks."""
-        chain = self._chain(path.index)
+    def _replay(self, start: _Start) -> None:
+        """Derive the decision in a segment, compare it, and continue with siblings and the next segment."""
+        chain = self._chain(start.index)
         entropies = self._entropies(chain)
-        siblings, kept, streak = self._siblings(path), path.forks, path.streak
-        derived = self._decision(path, entropies)
-        self._compare(path.index, derived)
-        for piece in chain[1:]:
-            self._compare(piece, None)
-        if path.above is not None:
-            wanted = 0 if derived is None else derived.siblings
+        decision = self._decide(start, entropies)
+        self._compare(start.index, decision)
+        for index in chain[1:]:
+            self._compare(index, None)
+        if start.tool is not None:
+            wanted = 0 if decision is None else decision.siblings
+            siblings = self._children[start.tool][1:]
             if len(siblings) != wanted:
-                raise Difference(f"segment {path.above}: {len(siblings)} forks are stored here, derived {wanted}")
-            streak = (path.streak + 1 if wanted else 0) if derived is not None else path.streak
-            kept, *given = split_budget(path.forks - wanted, 1 + wanted)
-            # Below the measured path, whose place comes first, in depth-first order.
-            for place, (index, forks) in reversed(list(enumerate(zip(siblings, given, strict=True), start=1))):
-                key = (*path.key[:-1], place)
-                self.pending.append(_Path(index, key, forks, None, path.start_entropies, path.before_entropies, streak))
-        self._go_on(replace(path, forks=kept, streak=streak), chain[-1], entropies)
+                raise DecisionMismatchError(f"segment {start.tool}: {len(siblings)} forks are stored, derived {wanted}")
+            streak = start.streak if decision is None else start.streak + 1 if wanted else 0
+            kept, *shares = split_budget(start.budget - wanted, 1 + wanted)
+            for n, (index, budget) in reversed(list(enumerate(zip(siblings, shares, strict=True), start=1))):
+                key = (*start.key[:-1], n)
+                self._pending.append(replace(start, index=index, key=key, budget=budget, tool=None, streak=streak))
+            start = replace(start, budget=kept, streak=streak)
+        self._follow(start, chain[-1], entropies)
 
-    def _go_on(self, path: _Path, last: int, entropies: Float32Array) -> None:
-        below = self.children[last]
+    def _follow(self, start: _Start, last: int, entropies: Float32Array) -> None:
+        """Continue below the last node of a segment, or count the budget of a path that ended there."""
+        below = self._children[last]
         if not below:
-            self.unused += path.forks
+            self._unused += start.budget
             return
         tool, *others = below
-        if others or not self.children[tool]:
-            raise Difference(f"segment {last}: a call has one TOOL segment below it, with a MODEL segment below that")
-        start = entropies if path.start_entropies is None else path.start_entropies
-        key = (*path.key, 0, 0)
-        self.pending.append(_Path(self.children[tool][0], key, path.forks, tool, start, entropies, path.streak))
+        if others or not self._children[tool]:
+            raise DecisionMismatchError(f"segment {last}: expected one TOOL segment with a MODEL segment below it")
+        first = entropies if start.start_entropies is None else start.start_entropies
+        key = (*start.key, 0, 0)
+        self._pending.append(_Start(self._children[tool][0], key, start.budget, tool, first, entropies, start.streak))
 
     def _chain(self, index: int) -> list[int]:
-        """A MODEL segment and its continuations by newer weights."""
+        """Return a MODEL segment and its continuations by newer weights."""
         chain = [index]
-        segments = self.tree.segments
-        while (below := self.children[chain[-1]]) and segments[below[0]].role is Role.MODEL:
+        while (below := self._children[chain[-1]]) and self._tree.segments[below[0]].role is Role.MODEL:
             if len(below) > 1:
-                raise Difference(f"segment {chain[-1]}: newer weights go on with it once, not {len(below)} times")
+                raise DecisionMismatchError(f"segment {chain[-1]}: {len(below)} continuations, expected one")
             chain.append(below[0])
         return chain
 
     def _entropies(self, chain: list[int]) -> Float32Array:
-        parts = [self.tree.segments[index].entropies for index in chain]
-        return np.concatenate([np.zeros(0, np.float32), *(part for part in parts if part is not None)])
+        entropies = [self._tree.segments[index].entropies for index in chain]
+        return np.concatenate([np.zeros(0, np.float32), *(each for each in entropies if each is not None)])
 
-    def _siblings(self, path: _Path) -> list[int]:
-        return [] if path.above is None else self.children[path.above][1:]
-
-    def _decision(self, path: _Path, entropies: Float32Array) -> Decision | None:
-        """None where the grower does not ask."""
-        measured = self.policy.measured_tokens
-        if path.above is None or not path.forks or not measured:
+    def _decide(self, start: _Start, entropies: Float32Array) -> Decision | None:
+        """Ask the policy; None if the grower does not ask here."""
+        measured = self._policy.measured_tokens
+        if start.tool is None or not start.budget or not measured:
             return None
-        if path.start_entropies is None or path.before_entropies is None:
-            raise AssertionError("a segment behind a tool result has a segment before it")
-        self.decisions += 1
-        return self.policy.decide(
+        if start.start_entropies is None or start.before_entropies is None:
+            raise AssertionError("a segment after a tool result has a segment before it")
+        self._decisions += 1
+        return self._policy.decide(
             ForkPoint(
-                task_id=self.tree.task_id,
-                step=self.tree.step,
-                path=path.key,
-                start_entropies=path.start_entropies,
-                before_entropies=path.before_entropies,
+                task_id=self._tree.task_id,
+                step=self._tree.step,
+                path=start.key,
+                start_entropies=start.start_entropies,
+                before_entropies=start.before_entropies,
                 entropies=entropies[:measured],
-                budget=path.forks,
-                streak=path.streak,
+                budget=start.budget,
+                streak=start.streak,
             )
         )
 
     def _compare(self, index: int, derived: Decision | None) -> None:
-        stored = self.tree.segments[index].branch
+        stored = self._tree.segments[index].branch
         if stored is None or derived is None:
             if stored is not None or derived is not None:
-                raise Difference(f"segment {index}: decision {stored}, derived {derived and derived.record}")
+                text = f"segment {index}: stored decision {stored}, derived {derived and derived.record}"
+                raise DecisionMismatchError(text)
             return
         for name in ("draw", "dH", "probability", "why"):
             ours, theirs = getattr(derived.record, name), getattr(stored, name)
             exact = name in ("draw", "why")
             if ours != theirs if exact else not math.isclose(ours, theirs, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE):
-                raise Difference(f"segment {index}: {name} {theirs!r}, derived {ours!r}")
-
-
-def replay_decisions(tree: RolloutTree, policy: BranchPolicy) -> int:
-    """Derive all decisions of a tree again; returns how many there are.
-
-    Args:
-        tree: finished, with its entropies.
-        policy: that grew it, with its settings and seed.
-
-    Raises:
-        Difference: the first one, in depth-first order, that is not what was stored: a draw, an entropy, a rule, the
-            forks below a tool result, or the fresh trajectories that the unused forks became.
-    """
-    walk = _Walk(tree, policy)
-    walk.run()
-    return walk.decisions
+                raise DecisionMismatchError(f"segment {index}: stored {name} {theirs!r}, derived {ours!r}")

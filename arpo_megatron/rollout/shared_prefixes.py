@@ -1,89 +1,109 @@
-"""Which beginnings of a tree the engine's cache holds, so that what several paths share is computed once.
+"""The prefixes of one tree in the engine's cache, so that tokens shared by several paths are computed once.
 
-A weight push empties the cache, and a tree whose engine fails goes on at another one, or at the same one restarted.
-Paths that would go on at the same moment would each compute all of their tokens; so one of them has the prompt put into
-the cache first, then each fork point below, and the others wait for it. Where neither happens only the prompt is asked
-for: a fork point is in the cache before its siblings begin.
+A weight push empties the cache. A tree whose engine fails continues on another one, or on the same one after a restart.
+All paths then continue at the same time, and each would compute all of its tokens. So one path first puts the prompt
+into the cache, then each fork point below it, and the others wait. Without such an event only the prompt is prefilled:
+a fork point is in the cache before its siblings start.
 """
 
 import asyncio
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+
+import numpy as np
 
 from arpo_megatron.algorithms.branching import PathKey
 from arpo_megatron.engine.affinity import CacheId
 from arpo_megatron.rollout.node import Node
 from arpo_megatron.tree import Int32Array, Role
 
+MIN_SHARED_PREFIX = 16
+"""Shortest common prefix of all prompts that is prefilled by its own request."""
+
 Prefill = Callable[[Int32Array], Awaitable[None]]
 
 
 class SharedPrefixes:
-    """Of one tree.
+    """Tracks which prefixes of a tree are in the cache.
 
     Args:
         prefill: puts a prefix into the cache.
-        cache: which one a request of the tree would meet now.
+        cache_id: returns the cache that a request of the tree would meet now.
     """
 
-    def __init__(self, prefill: Prefill, cache: Callable[[], CacheId]) -> None:
+    def __init__(self, prefill: Prefill, cache_id: Callable[[], CacheId]) -> None:
         self._prefill = prefill
-        self._cache = cache
-        self._paths: Counter[PathKey] = Counter()  # that pass through a fork point and have not ended
-        self._held: dict[PathKey, CacheId] = {}  # the last one that it was put into
-        self._asked: dict[PathKey, CacheId] = {}  # the one that a MODEL segment's request has gone to
-        self._turns: defaultdict[PathKey, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._cache_id = cache_id
+        self._paths: Counter[PathKey] = Counter()
+        """Unfinished paths through a fork point."""
+        self._cached_in: dict[PathKey, CacheId] = {}
+        """The last cache into which a fork point was put."""
+        self._sent_to: dict[PathKey, CacheId] = {}
+        """The cache that the request for a MODEL segment meets."""
+        self._locks: defaultdict[PathKey, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     def add_path(self, node: Node) -> None:
-        """A path begins at a MODEL segment."""
-        self._paths.update(place.key for place in _fork_points(node))
+        """Add a path that starts with a MODEL segment."""
+        self._paths.update(point.key for point in _fork_points(node))
 
     def extend_path(self, tool: Node) -> None:
-        """A path goes on below a TOOL segment."""
+        """Extend a path by a TOOL segment."""
         self._paths[tool.key] += 1
 
     def end_path(self, node: Node) -> None:
-        """A path has ended with that segment."""
-        self._paths.subtract(place.key for place in _fork_points(node))
+        """Remove a path that ended with this segment."""
+        self._paths.subtract(point.key for point in _fork_points(node))
 
-    def hold(self, node: Node) -> None:
-        """A request for that MODEL segment was answered: all that stands above it is in the cache that it went to."""
-        self._hold(node, self._asked.pop(node.key))
+    def mark_cached(self, node: Node) -> None:
+        """Note that the request for a MODEL segment was answered: all tokens before it are in the cache it met."""
+        self._mark(node, self._sent_to.pop(node.key))
 
-    async def ready(self, node: Node, prefix: Int32Array) -> None:
-        """Return when the cache holds what the path of a MODEL segment shares with others, from the root downwards.
+    async def wait_until_cached(self, node: Node, prefix: Int32Array) -> None:
+        """Wait until the cache has what the path of a MODEL segment shares with others, from the root downwards.
 
-        The request for the segment is to be sent at once: later it may meet another cache.
+        The request for the segment must be sent at once: later it may meet another cache.
 
         Args:
-            node: the segment that is to be sampled.
-            prefix: int32[n], the tokens above it at least.
+            node: the segment that will be sampled.
+            prefix: int32[n], at least the tokens before it.
         """
-        for place in reversed(_fork_points(node)):
-            if self._paths[place.key] < 2 or self._is_held(place):
+        for point in reversed(_fork_points(node)):
+            if self._paths[point.key] < 2 or self._is_cached(point):
                 continue
-            async with self._turns[place.key]:
-                if self._is_held(place):
+            async with self._locks[point.key]:
+                if self._is_cached(point):
                     continue
-                cache = self._cache()
-                await self._prefill(prefix[: place.path_length()])
-                if self._cache() == cache:  # else another engine may have answered
-                    self._hold(place, cache)
-        self._asked[node.key] = self._cache()
+                cache = self._cache_id()
+                await self._prefill(prefix[: point.path_length()])
+                if self._cache_id() == cache:  # otherwise another engine may have answered
+                    self._mark(point, cache)
+        self._sent_to[node.key] = self._cache_id()
 
-    def _hold(self, node: Node, cache: CacheId) -> None:
-        self._held.update((place.key, cache) for place in _fork_points(node))
+    def _mark(self, node: Node, cache: CacheId) -> None:
+        self._cached_in.update((point.key, cache) for point in _fork_points(node))
 
-    def _is_held(self, place: Node) -> bool:
-        return self._held.get(place.key) == self._cache()
+    def _is_cached(self, point: Node) -> bool:
+        return self._cached_in.get(point.key) == self._cache_id()
+
+
+def common_prefix_length(prompts: Sequence[Int32Array]) -> int:
+    """Return how many tokens all prompts begin with; 0 for fewer than two prompts or `MIN_SHARED_PREFIX` tokens."""
+    if len(prompts) < 2:
+        return 0
+    shortest = min(len(prompt) for prompt in prompts)
+    same = np.ones(shortest, dtype=bool)
+    for prompt in prompts[1:]:
+        same &= prompt[:shortest] == prompts[0][:shortest]
+    length = shortest if same.all() else int(same.argmin())
+    return length if length >= MIN_SHARED_PREFIX else 0
 
 
 def _fork_points(node: Node) -> list[Node]:
-    """Where other paths may leave the one to this segment, itself included, the nearest first."""
-    found = []
+    """Return the segments on the path to `node`, itself included, after which paths may fork; the nearest first."""
+    points = []
     above: Node | None = node
     while above is not None:
         if above.role is not Role.MODEL:
-            found.append(above)
-        above = above.above
-    return found
+            points.append(above)
+        above = above.parent
+    return points

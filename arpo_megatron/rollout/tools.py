@@ -1,8 +1,8 @@
-"""Tool calls that survive the tool service: it may be restarted, overloaded, or fail at one call for good.
+"""Client of the tool service that survives its restarts, overload and failures at single calls.
 
-A call that was lost is made again, under the same request id: a service that still lives executes it once. After a
-restart it is executed again, which is safe: a search only reads, and what a Python call leaves behind
-(`sandbox.sessions`) has the name of its place, which the second execution writes anew from the same state before it.
+A lost call is sent again with the same request id, so a service that is still running executes it once. After a restart
+the call is executed again. That is safe: a search only reads, and a Python call writes its interpreter state
+(`sandbox.sessions`) under a name that follows from its path, starting from the same state before it.
 """
 
 import asyncio
@@ -15,17 +15,17 @@ from typing import Self
 from tools_sandbox.client import AsyncSandboxClient, SandboxUnavailable, ToolAnswer
 
 _FIRST_PAUSE_S = 0.5
-_LONGEST_PAUSE_S = 5.0
-_FAILED = 500  # the service lives and fails at this call
+_MAX_PAUSE_S = 5.0
+_CALL_FAILED = 500  # the service is running, but fails at this call
 
 
 class ToolClient:
-    """Client of the tool service at `url`, for one event loop. Use as `async with`.
+    """Client of the tool service at `url` for one event loop. Use as `async with`.
 
     Args:
         url: http://host:port.
-        token: bearer token of the service, if it has one.
-        retry_for_s: how long after its first failure a call is repeated (the service may be restarting).
+        token: bearer token of the service; None if it needs none.
+        retry_for_s: time after a call's first failure during which it is retried (the service may be restarting).
     """
 
     def __init__(self, url: str, token: str | None = None, *, retry_for_s: float = 60.0) -> None:
@@ -49,13 +49,18 @@ class ToolClient:
         timeout_s: float,
         on_retry: Callable[[], None] = lambda: None,
     ) -> ToolAnswer:
-        """The tool's answer, whatever its status; where the service fails at the call, an error for the model to read.
+        """Return the tool's answer with any status. If the service fails at this call, the answer is an error text.
 
-        `on_retry` is called for each time that the call is made again, after the service's own client has given up.
+        Args:
+            tool: name of the tool.
+            arguments: arguments of the call.
+            trajectory_id: names the trajectory to the service.
+            timeout_s: deadline of the tool.
+            on_retry: called before each retry, after the service's client has given up.
 
         Raises:
-            SandboxUnavailable: the service was not there for `retry_for_s` seconds.
-            SandboxDenied: it does not accept the request.
+            SandboxUnavailable: the service was unavailable for `retry_for_s` seconds.
+            SandboxDenied: the service does not accept the request.
         """
         request_id = uuid.uuid4().hex
         started, give_up, pause_s = time.monotonic(), float("inf"), _FIRST_PAUSE_S
@@ -66,7 +71,7 @@ class ToolClient:
                 )
             except SandboxUnavailable as error:
                 now = time.monotonic()
-                if error.status == _FAILED:
+                if error.status == _CALL_FAILED:
                     text = f"The {tool} tool failed; this is not the fault of the call."
                     return ToolAnswer(text, "error", now - started, cached=False)
                 give_up = min(give_up, now + self._retry_for_s)
@@ -74,4 +79,4 @@ class ToolClient:
                     raise
             on_retry()
             await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            pause_s = min(2 * pause_s, _MAX_PAUSE_S)

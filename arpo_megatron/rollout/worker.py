@@ -1,8 +1,9 @@
-"""The rollout process: one event loop, in which the trees of a `TreePool` grow (see `service`).
+"""The rollout process: one event loop in which the trees of a `TreePool` grow.
 
     python -m arpo_megatron.rollout.worker SOCKET PORT
 
-It serves one connection after the other at SOCKET, each with the trees that it brings, and says at PORT that it lives.
+It serves one connection of a trainer (`handle`) at a time at SOCKET, and answers health checks at PORT. A connection
+begins with the trees to grow; they are stopped when it ends.
 """
 
 import asyncio
@@ -45,8 +46,7 @@ from arpo_megatron.rollout.tools import ToolClient
 class TokenizerCodec:
     """The tokenizer.json of a Hugging Face directory as a `TextCodec`.
 
-    Read without transformers, whose import (with torch) takes seconds and hundreds of megabytes that this process has
-    no use for.
+    It does without transformers, whose import (with torch) takes seconds and hundreds of megabytes.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -59,12 +59,12 @@ class TokenizerCodec:
         self.vocabulary_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
 
     def encode(self, text: str) -> list[int]:
-        """Text -> ids, nothing added."""
+        """Encode text without adding special tokens."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
     def encode_plain(self, text: str) -> list[int]:
-        """Text -> ids; what spells a special token in it becomes ordinary ones."""
+        """Encode text; the spelling of a special token in it becomes ordinary tokens."""
         self._tokenizer.encode_special_tokens = True
         try:
             return self.encode(text)
@@ -72,22 +72,22 @@ class TokenizerCodec:
             self._tokenizer.encode_special_tokens = False
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Ids -> text, special tokens kept."""
+        """Decode ids, with special tokens kept."""
         text: str = self._tokenizer.decode(token_ids, skip_special_tokens=False)
         return text
 
 
 class Session:
-    """One connection: its trees begin with it and end with it; they grow on between its requests."""
+    """One connection. Its trees grow until it ends, also between requests."""
 
     def __init__(self, connection: "Connection[Any, Any]") -> None:
         self._connection = connection
         self._outbox = Outbox(connection)
         self._requests: asyncio.Queue[tuple[int, Any]] = asyncio.Queue()
-        self._request = 0  # the one that is being answered
+        self._request = 0  # id of the request that is being answered
 
     async def serve(self) -> None:
-        """Until the other end is closed, which ends a request that is being answered, too."""
+        """Serve requests until the other end is closed; that also ends a request in progress."""
         reading, answering = asyncio.create_task(self._read()), asyncio.create_task(self._serve())
         try:
             done, _ = await asyncio.wait((reading, answering), return_when=asyncio.FIRST_COMPLETED)
@@ -105,7 +105,7 @@ class Session:
             self._connection.close()
 
     async def _read(self) -> None:
-        """Take requests, also while one is answered: else a cut would be noticed only then."""
+        """Read requests, also while one is in progress, so that a closed connection is noticed at once."""
         with suppress(EOFError, OSError):
             while True:
                 self._requests.put_nowait(await asyncio.to_thread(self._connection.recv))
@@ -117,10 +117,10 @@ class Session:
         codec = TokenizerCodec(settings.tokenizer_path)
 
         @lru_cache
-        def policy(grown: RolloutSettings) -> BranchPolicy:
-            if grown.branching is None:
-                return GrpoPolicy(grown.samples)
-            return make_branch_policy(grown.branching, vocabulary_size=codec.vocabulary_size, seed=settings.seed)
+        def policy(trees: RolloutSettings) -> BranchPolicy:
+            if trees.branching is None:
+                return GrpoPolicy(trees.samples)
+            return make_branch_policy(trees.branching, vocabulary_size=codec.vocabulary_size, seed=settings.seed)
 
         engine = EngineClient(
             *settings.engine_urls,
@@ -180,12 +180,12 @@ async def _alive(_request: web.Request) -> web.Response:
 
 
 async def serve(path: Path, port: int) -> None:
-    """Answer connections at `path`, one after the other, until this process is ended."""
+    """Serve connections at the socket `path`, one after the other, until the process is killed."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     owner = path.parent.stat()
-    if owner.st_uid != os.getuid() or owner.st_mode & 0o077:  # messages are pickled: no stranger may send one
+    if owner.st_uid != os.getuid() or owner.st_mode & 0o077:  # messages are pickled, so only this user may send them
         raise PermissionError(f"{path.parent} must belong to this user alone")
-    path.unlink(missing_ok=True)  # of a process that was killed
+    path.unlink(missing_ok=True)  # left by a killed process
     with Listener(str(path), "AF_UNIX") as listener:
         app = web.Application()
         app.router.add_get("/health", _alive)
@@ -197,11 +197,11 @@ async def serve(path: Path, port: int) -> None:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """The process; whoever started it ends it."""
+    """Run the rollout process until its launcher kills it."""
     path, port = arguments
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C reaches the job too, which then ends this process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C also reaches the job, which then kills this process
     _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))  # a connection for each path that waits
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))  # one connection for each waiting path
     asyncio.run(serve(Path(path), int(port)))
 
 

@@ -72,8 +72,8 @@ def check_kept(run: Path, trees: list[UnfinishedTree]) -> None:
     by_task = {item.tree.task_id: item.tree for item in trained(run)}
     sampled = 0
     for tree in trees:
-        record, segments = TreeRecord.of(tree.entries), by_task[tree.task_id].segments
-        for part in (part for parts in record.sampled.values() for part in parts):
+        record, segments = TreeRecord.from_entries(tree.entries), by_task[tree.task_id].segments
+        for part in (part for parts in record.generations.values() for part in parts):
             assert any(
                 segment.policy_version == part.weight_version
                 and segment.logprobs is not None
@@ -84,5 +84,5 @@ def check_kept(run: Path, trees: list[UnfinishedTree]) -> None:
             )
             sampled += len(part.token_ids)
         results = [segment.token_ids.tolist() for segment in segments if segment.role is Role.TOOL]
-        assert all(answer.token_ids.tolist() in results for answer in record.answered.values())
+        assert all(answer.token_ids.tolist() in results for answer in record.tool_results.values())
     assert sampled > 0, "no tree was in flight"

@@ -353,8 +353,8 @@ def test_trees_that_a_push_waits_for_are_sampled_by_one_policy(engine: EngineHan
 
 def versions_cut_short(rollouts: RolloutHandle) -> set[int]:
     """Versions of the policy whose generations a pause has met, with tokens sampled already."""
-    records = [TreeRecord.of(tree.entries) for tree in rollouts.unfinished_trees("training")]
-    parts = [part for record in records for parts in record.sampled.values() for part in parts]
+    records = [TreeRecord.from_entries(tree.entries) for tree in rollouts.unfinished_trees("training")]
+    parts = [part for record in records for parts in record.generations.values() for part in parts]
     return {part.weight_version for part in parts if part.finish is EngineFinish.CUT_SHORT and len(part.token_ids)}
 
 

@@ -124,8 +124,8 @@ def test_trees_keep_their_routes_across_pushes(
             time.sleep(0.05)
             handle.pause()
             handle.resume(0)
-            records = [TreeRecord.of(tree.entries) for tree in handle.unfinished_trees("training")]
-            parts = [part for record in records for answers in record.sampled.values() for part in answers]
+            records = [TreeRecord.from_entries(tree.entries) for tree in handle.unfinished_trees("training")]
+            parts = [part for record in records for answers in record.generations.values() for part in answers]
             cut = [part for part in parts if part.finish == "cut_short" and len(part.token_ids)]
         report = handle.collect(CollectTrees("training"))
     assert report.failed == []

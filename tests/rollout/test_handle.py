@@ -59,7 +59,7 @@ def test_trees_that_end_the_process_each_time_are_sent_to_it_once(folder: Path) 
                 handle.resume_trees("g", [(Task("t", (), "", "math", "w"), unreadable)], version=0, settings=settings)
             time.sleep(0.3)
             assert len(served) == 1
-            with pytest.raises(RolloutError, match="has failed before"):
+            with pytest.raises(RolloutError, match="has already failed"):
                 handle.pause()
 
 

@@ -27,9 +27,9 @@ from arpo_megatron.rollout.messages import (
     StartTrees,
 )
 from arpo_megatron.rollout.pool import TreePool
-from arpo_megatron.rollout.prefix_cache import PrefixCache
 from arpo_megatron.tasks.base import Task
 from tests.engine.scripted import ScriptedEngine
+from tests.rollout.prefix_cache import PrefixCache
 from tests.rollout.test_grower import CODEC, SEED, arpo
 
 Start = Callable[[ScriptedEngine], ScriptedEngine]

@@ -1,4 +1,4 @@
-"""A radix cache as far as counting goes: how many leading tokens of a sequence have been stored before."""
+"""A radix cache that only counts how many leading tokens of a sequence it has seen before."""
 
 from dataclasses import dataclass, field
 
@@ -7,7 +7,7 @@ from arpo_megatron.tree import Int32Array
 
 @dataclass(slots=True)
 class _Edge:
-    """A run of tokens without a fork, and the edges after it by their first token."""
+    """A run of tokens without a fork, and the edges after it by first token."""
 
     tokens: Int32Array
     below: "dict[int, _Edge]" = field(default_factory=dict)
@@ -15,12 +15,12 @@ class _Edge:
 
 @dataclass(slots=True)
 class PrefixCache:
-    """Token sequences stored as a compressed trie; it never forgets."""
+    """A compressed trie of token sequences."""
 
     roots: dict[int, _Edge] = field(default_factory=dict)
 
     def insert(self, ids: Int32Array) -> int:
-        """Store a sequence. Returns how many of its leading tokens were stored before."""
+        """Store a sequence; return how many of its leading tokens were stored before."""
         edges, matched = self.roots, 0
         while matched < len(ids):
             rest = ids[matched:]
@@ -30,7 +30,7 @@ class PrefixCache:
                 break
             common = _common_prefix(edge.tokens, rest)
             matched += common
-            if common < len(edge.tokens):  # the new sequence leaves in the middle of this edge: cut it there
+            if common < len(edge.tokens):  # the sequence leaves inside this edge: split it
                 tail = _Edge(edge.tokens[common:], edge.below)
                 edge.tokens, edge.below = edge.tokens[:common], {int(tail.tokens[0]): tail}
             edges = edge.below

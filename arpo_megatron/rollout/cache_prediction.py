@@ -1,0 +1,81 @@
+"""The engine requests that finished trees must have taken, and the cached tokens that their shape guarantees.
+
+The engine reports what its radix cache really served. It serves less only if something is wrong: evicted prefixes, a
+lost prefill, repeated requests, or weight pushes, which empty the cache. It serves more if trajectories have sampled
+equal tokens by chance.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from arpo_megatron.algorithms.branching import BranchPolicy, ProbingPolicy
+from arpo_megatron.rollout.shared_prefixes import common_prefix_length
+from arpo_megatron.tree import Int32Array, Role, RolloutTree
+
+
+@dataclass(frozen=True, slots=True)
+class PredictedRequest:
+    """One engine request."""
+
+    prompt_tokens: int
+    """Tokens in its prompt."""
+    cached_tokens: int
+    """Prompt tokens that an earlier request of the same path or fork point has put into the cache."""
+
+
+def predict_requests(
+    trees: Sequence[RolloutTree], policy: BranchPolicy, inside_stop: Callable[[Int32Array], bool] | None = None
+) -> list[PredictedRequest]:
+    """Return the requests for trees that grew together from an empty cache, without a weight push in between.
+
+    The requests are, in this order:
+
+    - one for the prefix that all prompts share
+    - one for each prompt from which several trajectories start
+    - one for each MODEL segment; two if a branching decision was taken after its first k tokens
+    - one for each token that was sampled alone because those k tokens ended inside a tag
+
+    The cache holds the tokens that were fed to the model: all but the last one that a request samples. The last token
+    of a prompt is always computed, because its logits are needed.
+
+    Args:
+        trees: finished trees.
+        policy: the policy with which they grew.
+        inside_stop: whether a segment's tokens so far end inside a stop string (see `ends_inside_stop`); None: never,
+            as if every tag were a single token.
+    """
+    requests: list[PredictedRequest] = []
+
+    def predict(prompt_tokens: int, cached_tokens: int) -> None:
+        requests.append(PredictedRequest(prompt_tokens, min(cached_tokens, prompt_tokens - 1)))
+
+    shared = common_prefix_length([tree.prompt_ids for tree in trees])
+    if shared:
+        predict(shared, 0)
+    prefilled = policy.initial > 1 and not isinstance(policy, ProbingPolicy)  # a probe itself fills the cache
+    for tree in trees:
+        if prefilled:
+            predict(len(tree.prompt_ids), shared)
+        started: set[int] = set()  # segments below which a request has been sent
+        for index, segment in enumerate(tree.segments):
+            if segment.role is not Role.MODEL:
+                continue
+            path = tree.path_tokens(index)
+            before = len(path) - len(segment)
+            parent = tree.segments[segment.parent]
+            if parent.role is Role.MODEL:
+                cached = 0  # a weight push cut the segment before short, and emptied the cache
+            elif segment.parent in started:
+                cached = before
+            elif parent.role is Role.PROMPT:
+                cached = before if prefilled else shared
+            else:  # the tool result and the last sampled token before it are new
+                cached = before - len(parent) - 1
+            started.add(segment.parent)
+            predict(before, cached)
+            sampled = len(segment) if segment.branch is None else policy.measured_tokens
+            while sampled < len(segment):
+                predict(before + sampled, before + sampled - 1)
+                alone = inside_stop is not None and inside_stop(path[before : before + sampled])
+                sampled = sampled + 1 if alone else len(segment)
+    return requests

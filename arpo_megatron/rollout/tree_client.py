@@ -1,0 +1,166 @@
+"""The client through which one tree asks engine and tools: it records and counts every answer.
+
+A tree that is grown again from its record gets the recorded answers first, and sends a request only after the last one.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+
+from arpo_megatron.algorithms.branching import PathKey, path_seed
+from arpo_megatron.engine.expert_routes import ExpertRouteRequest
+from arpo_megatron.engine.request import Generation
+from arpo_megatron.rollout.accounting import RolloutCounts
+from arpo_megatron.rollout.context import RolloutContext, ToolTextError
+from arpo_megatron.rollout.node import Node
+from arpo_megatron.rollout.record import Answer, Prefill, ToolResult, TreeRecord, encode_entry
+from arpo_megatron.rollout.shared_prefixes import SharedPrefixes
+from arpo_megatron.tasks.tags.calls import PYTHON, ToolCall, result_tokens
+from arpo_megatron.tree import Int32Array, ToolRecord
+
+
+class TreeClient:
+    """Sends the requests of one tree.
+
+    Args:
+        task_id: the tree's task.
+        context: what the tree shares with others.
+        entries: the tree's record, if it was grown before.
+        record: called with each new entry of the record.
+    """
+
+    def __init__(
+        self, task_id: str, context: RolloutContext, entries: Sequence[bytes], record: Callable[[bytes], None]
+    ) -> None:
+        self.counts = RolloutCounts()
+        """Costs of all answers, recorded ones included."""
+        self.prefixes = SharedPrefixes(self._prefill, lambda: context.engine.cache_id(self._routing_key))
+        """The tree's prefixes in the engine's cache. Its user reports when paths start and end."""
+        self._record = TreeRecord.from_entries(entries)
+        self._write = record
+        self._started = time.monotonic() - self._record.seconds
+        for prefill in self._record.prefills:
+            self._count(prefill)
+        self._task_id = task_id
+        self._routing_key = f"{context.step}/{task_id}"  # a tree stays on one engine, whose cache has its prefixes
+        self._context = context
+
+    @property
+    def age_s(self) -> float:
+        """Age of the tree in seconds, including the time up to the last entry of its record."""
+        return time.monotonic() - self._started
+
+    def recorded(self, node: Node) -> Sequence[Generation]:
+        """Return the recorded generations of a MODEL segment, in order."""
+        return self._record.generations.get(node.key, [])
+
+    async def sample(
+        self, node: Node, prefix: Int32Array, previous: Sequence[Generation], max_new_tokens: int, known_routes: int
+    ) -> Generation:
+        """Return the next generation of a segment, from the record or from the engine.
+
+        Args:
+            node: the segment.
+            prefix: int32[n], all tokens before it.
+            previous: generations of the segment so far.
+            max_new_tokens: at least 1.
+            known_routes: number of prefix tokens whose expert routes other requests return.
+        """
+        recorded = self.recorded(node)
+        if len(previous) < len(recorded):
+            generation = recorded[len(previous)]
+            self._count(generation)
+            self.counts.tokens_recorded += len(generation.token_ids)
+            self._context.on_tokens(len(generation.token_ids))
+            return generation
+        context = self._context
+        seed = path_seed(context.seed, context.step, self._task_id, node.key)
+        tokens = np.concatenate([prefix, *(each.token_ids for each in previous)])
+        first_route = len(tokens) - 1 if len(tokens) > len(prefix) else known_routes
+        routes = None if context.expert_routes is None else ExpertRouteRequest(first_route, context.expert_routes)
+        generation = await context.engine.generate(
+            tokens,
+            max_new_tokens=max_new_tokens,
+            sampling=replace(context.sampling, seed=seed),
+            stop=context.limits.stops,
+            key=self._routing_key,
+            routes=routes,
+            ready=partial(self._ready, node, prefix),
+            on_retry=self._count_retry,
+        )
+        self.prefixes.mark_cached(node)
+        self._add(node.key, generation)
+        context.on_tokens(len(generation.token_ids))
+        return generation
+
+    async def call_tool(self, node: Node, call: ToolCall) -> ToolResult:
+        """Return the result of the call that ended a segment, from the record or from the tool service."""
+        result = self._record.tool_results.get(node.key)
+        if result is not None:
+            self._count(result)
+            return result
+        result = await self._send_call(node, call)
+        self._add(node.key, result)
+        return result
+
+    async def _send_call(self, node: Node, call: ToolCall) -> ToolResult:
+        started, limits, codec = time.monotonic(), self._context.limits, self._context.codec
+        session = self._session(node) if limits.sessions and call.tool == PYTHON else {}
+        answer = await self._context.tools.call(
+            call.tool,
+            {**call.arguments, **session},
+            trajectory_id="/".join([self._task_id, *map(str, node.key)]),
+            timeout_s=limits.tool_timeout_s,
+            on_retry=self._count_retry,
+        )
+        try:
+            ids = result_tokens(
+                answer.text, encode=codec.encode_plain, decode=codec.decode, max_tokens=limits.max_tool_tokens
+            )
+        except (TypeError, UnicodeError) as error:
+            raise ToolTextError(f"cannot tokenize the answer of {call.tool}, {answer.text[:80]!a}: {error}") from error
+        seconds = time.monotonic() - started
+        record = ToolRecord(call.tool, dict(call.arguments), str(answer.status), seconds, answer.cached)
+        return ToolResult(np.array(ids, dtype=np.int32), record)
+
+    def _session(self, node: Node) -> dict[str, str]:
+        """Return the names of the interpreter states before and after a python call, which follow from path keys."""
+
+        def name(caller: Node) -> str:
+            return "/".join(map(str, (self._context.step, self._task_id, *caller.key)))
+
+        before = node.last_caller(PYTHON)
+        return {"state": "" if before is None else name(before), "keep": name(node)}
+
+    async def _ready(self, node: Node, prefix: Int32Array) -> None:
+        if self._context.ready is not None:
+            await self._context.ready()
+        await self.prefixes.wait_until_cached(node, prefix)
+
+    async def _prefill(self, prefix: Int32Array) -> None:
+        engine, key = self._context.engine, self._routing_key
+        self._add((), Prefill(*await engine.prefill(prefix, key=key, on_retry=self._count_retry)))
+
+    def _add(self, key: PathKey, answer: Answer) -> None:
+        seconds = self.age_s
+        self._count(answer)
+        self._record.add(key, answer, seconds)
+        self._write(encode_entry(key, answer, seconds))
+
+    def _count(self, answer: Answer) -> None:
+        counts = self.counts
+        if isinstance(answer, ToolResult):
+            counts.calls_executed += 1
+            counts.calls_cached += answer.tool.cached
+            return
+        counts.requests += 1
+        counts.prompt_tokens += answer.prompt_tokens
+        counts.cached_tokens += answer.cached_tokens
+        if isinstance(answer, Generation):
+            counts.tokens_sampled += len(answer.token_ids)
+
+    def _count_retry(self) -> None:
+        self.counts.retries += 1
