@@ -1,7 +1,8 @@
-"""The policy in training: log-probs of packs, optimizer updates, its own checkpoint. One object on every trainer rank.
+"""The policy in training: log-probs of packs, optimizer updates and the state of a checkpoint.
 
-All ranks call the same methods with the same packs (the controller broadcasts them); each data-parallel rank computes
-its share, and results that leave a method are equal on all ranks.
+Every trainer rank has one `Actor`. All ranks call the same methods with the same packs, which the controller
+broadcasts. Each data-parallel rank computes its share; what a public method returns is equal on all ranks unless its
+docstring says otherwise.
 """
 
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ from arpo_megatron.actor.losses import linear_loss, policy_loss
 from arpo_megatron.actor.microbatch import ContextShard, MicroBatch, MicroBatches
 from arpo_megatron.actor.model import DTYPES, TreeGPTModel, build_chunks
 from arpo_megatron.actor.moe_router import ExpertBalance, begin_pass, finish_pass
-from arpo_megatron.actor.optimizer import build_optimizer, build_scheduler, clipped_step, gradient_buffers
+from arpo_megatron.actor.optimizer import build_optimizer, build_scheduler, clip_and_step, gradient_buffers
 from arpo_megatron.actor.parallel import device, gather_objects
 from arpo_megatron.actor.reference import ReferencePolicy
 from arpo_megatron.actor.schedule import Finish, run_nested, run_pipeline
@@ -41,32 +42,36 @@ from arpo_megatron.weights.load import load_hf
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """What a policy makes of packs: float32[m] a pack, in nats, of its targets."""
+    """A policy's log-probs and entropies for the targets of packs."""
 
     logprobs: list[Float32Array]
+    """float32[m] per pack, in nats."""
     entropies: list[Float32Array]
+    """float32[m] per pack, in nats: entropy of the distribution that predicts each target."""
 
 
 class Actor:
     """The model, its optimizer and its schedule on this rank.
 
+    Call `arpo_megatron.actor.parallel.initialize` before creating one.
+
     Args:
-        config: `model.dtype`, `parallel`, `algorithm` (clipping) and `rollout.temperature` are used.
-        spec: of the model at `model_path`.
-        model_path: Hugging Face directory of the first weights; None: random ones, the same in layouts
-            without pipeline and expert parallelism.
-        optimizer: learning rate and schedule (supervised and policy training have different ones); None: there are
-            gradients (`accumulate`) and no updates.
+        config: the job; `model`, `parallel`, `algorithm` and `rollout.temperature` are used.
+        spec: sizes of the model at `model_path`.
+        model_path: Hugging Face directory of the first weights. None makes random weights, which are equal in all
+            layouts without pipeline and expert parallelism.
+        optimizer: learning rate and schedule; supervised and policy training have different ones. With None the actor
+            computes gradients (`accumulate`) but makes no updates.
         total_updates: length of the schedule.
-        keep_reference: the first weights stay in host memory, as the reference policy of a KL penalty.
-
-    `arpo_megatron.actor.parallel.initialize` comes first.
-
-    Attributes:
-        nonfinite_packs: after a skipped update, indices of its packs whose loss was not finite on some rank; empty if
-            only the gradient was not.
-        course: where the run stands, for losses that depend on it.
+        keep_reference: keep the first weights in host memory as the reference policy of a KL penalty.
     """
+
+    nonfinite_packs: list[int]
+    """After a skipped update, the packs whose loss was not finite on some rank; empty if only the gradient was not."""
+    progress: TrainingProgress
+    """Position in the run, for losses that depend on it."""
+    expert_balance: ExpertBalance | None
+    """Statistics of the routers in the last pass over packs; None for a model without experts."""
 
     def __init__(
         self,
@@ -92,7 +97,7 @@ class Actor:
             balance_coefficient=balance,
             fp8=Fp8.of(config.model),
         )
-        self.expert_balance: ExpertBalance | None = None  # of the last pass over packs; None without experts
+        self.expert_balance = None
         if model_path is not None:
             load_hf(self.chunks, spec, model_path)
         self._reference = ReferencePolicy(self.chunks) if keep_reference else None
@@ -102,7 +107,7 @@ class Actor:
         for chunk in self.chunks:
             chunk.config.finalize_model_grads_func = _sum_gradients
             chunk.config.no_sync_func = None if len(self.chunks) == 1 else [w.no_sync for w in self._wrapped]
-        self.nonfinite_packs: list[int] = []
+        self.nonfinite_packs = []
         self.progress = TrainingProgress()
         self._optimizer_config = optimizer
         self.optimizer: Any = None
@@ -115,33 +120,31 @@ class Actor:
 
     @property
     def model(self) -> TreeGPTModel:
-        """The only chunk of a rank without a virtual pipeline."""
+        """The first chunk: the whole local model unless the pipeline is interleaved."""
         return self.chunks[0]
 
     @property
     def updates_done(self) -> int:
-        """Updates since the schedule's beginning, skipped ones included."""
+        """Updates since the start of the schedule, including skipped ones."""
         return int(self.scheduler.num_steps)
 
     def logprobs(
         self, packs: Sequence[TreePack], *, temperature: float | None = None, training: bool = True
     ) -> list[Float32Array]:
-        """`scores` without the entropies: float32[m] a pack, on every rank."""
+        """Return the log-probs of `scores`: float32[m] per pack, in nats."""
         return self.scores(packs, temperature=temperature, training=training).logprobs
 
     @torch.no_grad()
     def scores(self, packs: Sequence[TreePack], *, temperature: float | None = None, training: bool = True) -> Scores:
-        """Log-probs of the packs' targets under the present weights, and the entropies of their distributions.
+        """Compute log-probs and entropies of the packs' targets under the current weights.
 
-        The kernels and shapes are those of `update`, so that the ratio of a first on-policy update is exactly 1.
+        The kernels and shapes are those of `update`, so the ratio of a first on-policy update is exactly 1.
 
         Args:
-            packs: on every rank the same ones.
-            temperature: None: the job's sampling temperature.
-            training: these packs are about to be trained; False for a reference policy, a probe, held-out data.
-
-        Returns:
-            the same on every rank.
+            packs: packs of all data-parallel ranks.
+            temperature: divides the logits; None takes the job's sampling temperature.
+            training: the packs are trained next, so the routers keep the load that this pass measures. False for a
+                reference policy, a probe or held-out data.
         """
         if not packs:
             return Scores([], [])
@@ -163,19 +166,23 @@ class Actor:
         return Scores(np.split(logprobs, ends[:-1]), np.split(entropies, ends[:-1]))
 
     def reference_logprobs(self, minibatches: Sequence[Sequence[TreePack]]) -> list[list[Float32Array]] | None:
-        """`logprobs` of each minibatch's packs under the reference policy; None where none is kept.
+        """Return `logprobs` of each minibatch's packs under the reference policy; None if no reference is kept.
 
-        Weights move between host and device once a call, so it is made once a step, before the step's first update.
+        Call it once per step, before the first update: each call swaps the weights between host and device. Expert
+        routes of the packs are ignored; the reference policy routes by itself.
+
+        Raises:
+            RuntimeError: the loss has a KL term and no reference is kept.
         """
         if self._reference is None:
             if self.config.algorithm.kl_coefficient:
                 raise RuntimeError(
-                    "algorithm.kl_coefficient without a reference policy: the actor was told to keep none"
+                    "algorithm.kl_coefficient needs a reference policy: create Actor(keep_reference=True)"
                 )
             return None
-        with self._reference.swapped_in():
-            free = [[drop_routes(pack) for pack in packs] for packs in minibatches]  # its own routers choose
-            return [self.logprobs(packs, training=False) for packs in free]
+        with self._reference.swap_in():
+            unrouted = [[drop_routes(pack) for pack in packs] for packs in minibatches]
+            return [self.logprobs(packs, training=False) for packs in unrouted]
 
     def update(
         self,
@@ -185,23 +192,26 @@ class Actor:
         *,
         reference_logprobs: Sequence[Float32Array] | None = None,
     ) -> UpdateStats:
-        """One optimizer step on a minibatch, each pack a micro-batch.
+        """Take one optimizer step on a minibatch; each pack is a micro-batch.
+
+        The step is skipped if a loss or the gradient is not finite.
 
         Args:
-            packs: the whole minibatch; their credits are normalised over it.
-            old_logprobs: from `logprobs` before the step's first update; None: the present policy is the old one.
-            loss: what the credits mean.
-            reference_logprobs: from the method of that name.
+            packs: the whole minibatch; credits are normalised over it.
+            old_logprobs: float32[m] per pack from `logprobs` before the step's first update; None if the current
+                policy is the old one.
+            loss: meaning of the credits (see `algorithms.credit.Loss`).
+            reference_logprobs: float32[m] per pack from `reference_logprobs`.
 
         Raises:
-            ValueError: no packs, old log-probs that do not fit them, or no optimizer.
+            ValueError: there are no packs, the old log-probs do not fit them, or the actor has no optimizer.
         """
         if self._optimizer_config is None:
-            raise ValueError("an actor without an optimizer makes no updates")
+            raise ValueError("this actor has no optimizer: create it with optimizer=OptimizerConfig(...)")
         self.scheduler.step(1)
         outputs = self.accumulate(packs, old_logprobs, loss, reference_logprobs=reference_logprobs)
         nonfinite = [index for index, value in self.losses(packs, outputs).items() if not np.isfinite(value)]
-        grad_norm, stepped = clipped_step(self.optimizer, self._optimizer_config.clip_grad, sound=not nonfinite)
+        grad_norm, stepped = clip_and_step(self.optimizer, self._optimizer_config.clip_grad, finite=not nonfinite)
         self.nonfinite_packs = (
             [] if stepped else sorted({index for part in gather_objects(nonfinite) for index in part})
         )
@@ -215,10 +225,13 @@ class Actor:
         *,
         reference_logprobs: Sequence[Float32Array] | None = None,
     ) -> list[Tensor]:
-        """The first half of `update`: afterwards every parameter's `main_grad` is the gradient of the whole minibatch.
+        """Compute the gradient of a minibatch into every parameter's `main_grad`: the first half of `update`.
 
         Returns:
-            a row of statistics for each of this rank's packs, none before the last stage of a pipeline.
+            One row of statistics per pack of this rank; empty before the last pipeline stage.
+
+        Raises:
+            ValueError: there are no packs, or the old log-probs do not fit them.
         """
         if not packs:
             raise ValueError("an update needs at least one pack")
@@ -238,9 +251,13 @@ class Actor:
         )
 
     def losses(self, packs: Sequence[TreePack], outputs: Sequence[Tensor]) -> dict[int, float]:
-        """The loss of each of this rank's packs by its index, from what `accumulate` returned.
+        """Return the loss of each of this rank's packs by its index.
 
-        With context parallelism a collective of the ranks that share a pack, each of which computes a part.
+        A collective of the context-parallel ranks, each of which computes a part of the loss.
+
+        Args:
+            packs: those of `accumulate`.
+            outputs: rows that `accumulate` returned.
         """
         rows = torch.stack(list(outputs))[:, 0] if outputs else None
         if rows is not None and self.config.parallel.context > 1:
@@ -249,21 +266,21 @@ class Actor:
         return {index: value for index, value in zip(self._indices(packs), values, strict=False) if index < len(packs)}
 
     def snapshot(self, directory: Path) -> Snapshot:
-        """Weights, optimizer, schedule and generators for an existing empty directory, copied to host memory.
+        """Copy weights, optimizer, schedule and random generators to host memory, to be written to `directory`.
 
-        A call of all ranks; what it returns is written without them.
+        All ranks call it. The directory exists and is empty. `Snapshot.write` needs no other rank.
         """
         return snapshot(directory, self.chunks, self.optimizer, self.scheduler)
 
     def load(self, directory: Path) -> None:
-        """Continue from what a `snapshot` wrote, in any layout; in the same one bit for bit.
+        """Restore a written `snapshot`, from any layout; from the same layout bit for bit.
 
-        Configured rates win over saved ones.
+        Learning rates come from the config, not from the snapshot.
         """
         load_training_state(directory, self.chunks, self.optimizer, self.scheduler)
 
     def _indices(self, packs: Sequence[TreePack]) -> list[int]:
-        """This rank's packs in order, and beyond the last index empty ones that keep ranks in step with each other."""
+        """Indices of this rank's packs in order; larger indices are empty packs that keep the ranks in step."""
         parallel = self.config.parallel
         own = [i for i, pack in enumerate(packs) if pack.data_rank == parallel_state.get_data_parallel_rank()]
         counts = [sum(pack.data_rank == rank for pack in packs) for rank in range(parallel.data)]
@@ -282,7 +299,7 @@ class Actor:
         reference_logprobs: Sequence[Float32Array] | None = None,
         keep_load: bool = True,
     ) -> list[Any]:
-        """This rank's passes; what `finish` keeps, on the last stage of a pipeline."""
+        """Run this rank's passes and return the values that `finish` keeps, on the last pipeline stage."""
         mine = self._indices(packs)
         extra = sum(index >= len(packs) for index in mine)
         padded = [*packs, *[new_pack()] * extra]  # without tokens and loss
@@ -306,7 +323,7 @@ class Actor:
         forward_only: bool,
     ) -> list[Any]:
         for chunk in self.chunks:
-            chunk.set_is_first_microbatch()  # FP8: weights are quantized anew, once a pass
+            chunk.set_is_first_microbatch()  # FP8 quantizes the weights once per pass
         if self.config.parallel.pipeline > 1:
             return run_pipeline(
                 self._wrapped, batches.make, mine, finish, temperature=temperature, forward_only=forward_only
@@ -392,5 +409,5 @@ def _keep(batch: MicroBatch, output: tuple[Tensor, Tensor]) -> tuple[None, tuple
 
 
 def _sum_gradients(model: list[Any], num_tokens: Tensor | None, **groups: Any) -> None:
-    """Megatron's gradient reduction without its division by tokens: the credits are normalised already."""
+    """Reduce gradients as Megatron does, but without its division by tokens: credits are already normalised."""
     finalize_model_grads(model, None, **groups)

@@ -13,17 +13,17 @@ from arpo_megatron.actor.flex_attention import FlexPlan, flex_tree_attention
 
 
 def tree_attention(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, scale: float) -> Tensor:
-    """Attention of one pack under its tree mask.
+    """Compute attention of one pack under its tree mask.
 
     Args:
-        query: [q, heads, head_dim], the tokens of the plan's blocks one after the other; what follows them is padding.
-        key: [n, groups, head_dim] with heads a multiple of groups, all tokens of the pack.
-        value: like `key`.
+        query: [q, heads, head_dim], the tokens of the plan's blocks in order, then padding.
+        key: [n, groups, head_dim], all tokens of the pack; heads is a multiple of groups.
+        value: [n, groups, head_dim].
         plan: from `plan_attention`.
         scale: factor of the scores.
 
     Returns:
-        [q, heads, head_dim], the type of `query`; zeros for padding.
+        [q, heads, head_dim] in the dtype of `query`; zeros for padding.
     """
     sizes = [block.stop - block.start for block in plan.blocks]
     padding = len(query) - plan.queries

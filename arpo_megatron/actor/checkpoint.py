@@ -1,9 +1,9 @@
-"""Checkpoints: directories that are whole or absent, written while the training goes on.
+"""Checkpoints: directories that are either whole or absent, written while training continues.
 
-A save writes into `step_N.tmp`: every rank its own files, then a manifest with the checksum of each of them; the rename
-to `step_N` is what makes it count. Whatever happens before leaves the older checkpoints as they were, and a `.tmp` that
-is swept away. Training waits only for the copy of the state to host memory; a thread on every rank writes, over a gloo
-group of its own, so a checkpoint counts as soon as the last rank has written, and a failure is known at the next step.
+A save writes into `step_N.tmp`: each rank its own files, then a manifest with the checksum of every file. The rename to
+`step_N` makes the checkpoint count. A save that fails earlier leaves older checkpoints as they were, and its `.tmp` is
+removed. Training waits only for the copy of the state to host memory. A thread on every rank writes and agrees with the
+other ranks over a separate gloo group, so a failure is known at the next step.
 """
 
 import json
@@ -23,9 +23,9 @@ from arpo_megatron.actor import parallel
 from arpo_megatron.actor.manifest import (
     DamagedError,
     FileRecord,
-    damage,
+    find_damaged_files,
     read_manifest,
-    record,
+    record_file,
     write_manifest,
 )
 from arpo_megatron.errors import UserError
@@ -33,7 +33,7 @@ from arpo_megatron.jobs.checkpoint_dirs import checkpoint_directories, kept
 from arpo_megatron.utils.atomic import flush, remove, replace_directory
 
 MAX_FAILED_SAVES = 3
-"""Saves that may fail in a row (a full disk) before the run stops: until then it goes on without a new checkpoint."""
+"""Saves that may fail in a row (for example on a full disk) before the run stops."""
 _STATE_FILE = "state.json"
 _ACTOR_DIRECTORY = "actor"
 _GROUP = "checkpoint"
@@ -43,72 +43,70 @@ class Snapshot(Protocol):
     """A state at one moment, copied and ready to be written."""
 
     def write(self) -> tuple[Any, list[Path]]:
-        """Write this rank's part, in any thread; what `finish` needs of it, and the files."""
+        """Write this rank's part, in any thread; return the rank's entry for `finish` and the files written."""
 
     def finish(self, written: list[Any]) -> list[Path]:
-        """On the controller, with every rank's `written`: write what joins them; those files."""
+        """Write the files that join all ranks' parts and return them; only rank 0 calls it, with every rank's entry."""
 
 
 class Saveable(Protocol):
-    """An actor, as far as its checkpoint goes."""
+    """An object whose state can be saved: the actor."""
 
     def snapshot(self, directory: Path) -> Snapshot:
-        """Copy the state for writing into an existing empty directory; all ranks call it."""
+        """Copy the state for an existing empty directory; all ranks call it."""
 
 
 @dataclass(frozen=True, slots=True)
 class SaveReport:
-    """How a save ended.
-
-    Attributes:
-        step: of the checkpoint.
-        seconds: from the beginning of the save to its end, most of it beside the training.
-        error: why there is no such checkpoint; empty where there is.
-    """
+    """Result of one save."""
 
     step: int
+    """Step of the checkpoint."""
     seconds: float
+    """Wall time of the save; training continues for most of it."""
     error: str = ""
+    """Why there is no checkpoint; empty on success."""
 
     def __str__(self) -> str:
         if not self.error:
             return f"step_{self.step} is saved ({self.seconds:.1f} s)"
-        return f"step_{self.step} could not be saved: {self.error}; older checkpoints are whole, training goes on"
+        return f"step_{self.step} could not be saved: {self.error}; older checkpoints are intact, training continues"
 
 
 @dataclass(frozen=True, slots=True)
 class ResumePoint:
-    """Where to go on from.
-
-    Attributes:
-        path: the newest whole checkpoint, None where there is none at all.
-        refused: newer ones and what is wrong with them.
-    """
+    """The checkpoint to resume from."""
 
     path: Path | None
+    """The newest intact checkpoint; None if there are no checkpoints."""
     refused: tuple[tuple[Path, str], ...] = ()
+    """Newer, damaged checkpoints and what is wrong with each."""
 
     @property
-    def told(self) -> list[str]:
-        """A line for each one that is not used."""
+    def warnings(self) -> list[str]:
+        """One line per damaged checkpoint."""
         return [f"{path.name} is not used: {why}" for path, why in self.refused]
 
 
 def find_damage(path: Path) -> list[str]:
-    """What is wrong with a checkpoint, a phrase each; all ranks read a share of it and get the same answer."""
+    """Check the files of a checkpoint; each rank reads a share of them and all ranks get the same answer.
+
+    Returns:
+        One phrase per damaged file; empty if the checkpoint is intact.
+    """
     records, unreadable = parallel.broadcast_object(_manifest(path) if parallel.is_rank_zero() else ([], ""))
     if unreadable:
         return [unreadable]
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     mine = records[dist.get_rank() if ranks > 1 else 0 :: ranks]
-    return [phrase for part in parallel.gather_objects(damage(path, mine)) for phrase in part]
+    return [phrase for part in parallel.gather_objects(find_damaged_files(path, mine)) for phrase in part]
 
 
 def newest_intact(root: Path) -> ResumePoint:
-    """Check the checkpoints at `root` from the newest down to the first that is whole; all ranks call it.
+    """Check the checkpoints at `root` from the newest to the first intact one; all ranks call it.
 
     Raises:
-        UserError: there are checkpoints, but none is whole. Beginning anew is not for the program to decide.
+        UserError: there are checkpoints, but none is intact. Only the user may decide to start over.
     """
     refused: list[tuple[Path, str]] = []
     for path in parallel.broadcast_object(checkpoint_directories(root)[::-1]):
@@ -116,18 +114,18 @@ def newest_intact(root: Path) -> ResumePoint:
             return ResumePoint(path, tuple(refused))
         refused.append((path, phrases[0] + (f" and {len(phrases) - 1} more" if len(phrases) > 1 else "")))
     if refused:
-        told = "; ".join(ResumePoint(None, tuple(refused)).told)
-        raise UserError(f"no checkpoint in {root} is whole ({told}): restore one, or delete them all")
+        damaged = "; ".join(ResumePoint(None, tuple(refused)).warnings)
+        raise UserError(f"no checkpoint in {root} is intact ({damaged}): restore one, or delete them all")
     return ResumePoint(None)
 
 
 class CheckpointStore:
-    """The checkpoints `root/step_N` of a run, on a file system that all ranks share; they construct and call it alike.
+    """The checkpoints `root/step_N` of a run, on a file system that all ranks share; all ranks call every method.
 
     Args:
-        root: made where it is missing; what an interrupted save left there is removed.
-        keep: newest checkpoints kept.
-        keep_every: those of every n-th step are kept too; 0: none.
+        root: created if missing; leftovers of interrupted saves in it are removed.
+        keep: number of newest checkpoints to keep.
+        keep_every: also keep the checkpoints of every n-th step; 0 keeps none.
     """
 
     def __init__(self, root: Path, keep: int, keep_every: int = 0) -> None:
@@ -140,7 +138,7 @@ class CheckpointStore:
         self._last_error = ""
         if parallel.is_rank_zero():
             root.mkdir(parents=True, exist_ok=True)
-            for stale in root.glob("step_*.tmp"):  # a stranger's file of another name does no harm
+            for stale in root.glob("step_*.tmp"):  # other files are not this store's
                 shutil.rmtree(stale) if stale.is_dir() else stale.unlink()
         parallel.gather_objects(None, _GROUP)  # makes the group, and is a barrier
 
@@ -151,13 +149,13 @@ class CheckpointStore:
         crash_state: dict[str, Any],
         files: Mapping[str, Callable[[], bytes]] = MappingProxyType({}),
     ) -> None:
-        """Begin to write `step_N`; `reports` tells how it ended. Waits for the save before it.
+        """Start writing `step_N`, after the previous save has ended. `reports` returns the result.
 
         Args:
             step: N; an older checkpoint of the same step is replaced.
-            actor: the training state as it is now.
-            crash_state: whatever else must survive a crash, JSON-safe; the controller's is written.
-            files: names and contents of more of it; rank 0's are asked for and written by the thread that writes.
+            actor: the training state at this moment.
+            crash_state: all other state that must survive a crash, JSON-safe; rank 0's is written.
+            files: more files, as functions that return contents by name; rank 0 calls and writes them in its thread.
 
         Raises:
             TypeError: `crash_state` is not JSON-safe.
@@ -167,11 +165,11 @@ class CheckpointStore:
         if self._failed_in_a_row >= MAX_FAILED_SAVES:
             raise UserError(
                 f"{self._failed_in_a_row} checkpoints in a row could not be saved ({self._last_error}): "
-                f"mend {self.root} and go on with --resume"
+                f"fix {self.root} and restart with --resume"
             )
         state, started = json.dumps(crash_state), time.monotonic()
         partial = self.root / f"step_{step}.tmp"
-        if error := _on_rank_zero(lambda: _fresh(partial), "control"):
+        if error := _on_rank_zero(lambda: _make_empty(partial), "control"):
             self._note(SaveReport(step, time.monotonic() - started, error))
             return
         self._writing = _Writing(
@@ -179,24 +177,24 @@ class CheckpointStore:
         )
 
     def reports(self) -> list[SaveReport]:
-        """How saves ended, those not yet told; does not wait."""
+        """Return the results of saves that ended since the last call, without waiting."""
         if self._writing is not None and self._writing.report is not None:
             self._note(self._writing.report)
             self._writing = None
-        told, self._reports = self._reports, []
-        return told
+        ended, self._reports = self._reports, []
+        return ended
 
     def finish(self) -> None:
-        """Wait until the save under way has ended."""
+        """Wait until the save in flight has ended."""
         if self._writing is not None:
             self._note(self._writing.wait())
             self._writing = None
 
     def resume_point(self) -> ResumePoint:
-        """`newest_intact`; damaged newer ones are set aside as `step_N.damaged`, so they crowd out nothing.
+        """Return `newest_intact`, and rename newer damaged checkpoints to `step_N.damaged` so that they do not count.
 
         Raises:
-            UserError: there are checkpoints, but none is whole.
+            UserError: there are checkpoints, but none is intact.
         """
         found = newest_intact(self.root)
         if parallel.is_rank_zero():
@@ -207,13 +205,13 @@ class CheckpointStore:
 
     @staticmethod
     def load_state(path: Path) -> dict[str, Any]:
-        """The crash state of a checkpoint; a file is read on every rank."""
+        """Read the crash state of a checkpoint; every rank reads the file."""
         state: dict[str, Any] = json.loads((path / _STATE_FILE).read_text())
         return state
 
     @staticmethod
     def actor_directory(path: Path) -> Path:
-        """What `Actor.load` takes."""
+        """Return the directory that `Actor.load` takes."""
         return path / _ACTOR_DIRECTORY
 
     def _note(self, report: SaveReport) -> None:
@@ -222,7 +220,7 @@ class CheckpointStore:
         self._last_error = report.error
 
     def _commit(self, step: int, partial: Path, records: list[FileRecord]) -> None:
-        """On the controller: from here on `step_N` counts, and older ones may go."""
+        """Make `step_N` count and delete checkpoints that need not be kept; rank 0 calls it."""
         write_manifest(partial, records)
         replace_directory(partial, self.root / f"step_{step}")
         there = checkpoint_directories(self.root)
@@ -233,7 +231,7 @@ class CheckpointStore:
 
 
 class _Writing:
-    """A save under way: a thread that writes this rank's part and agrees with the other ranks' threads."""
+    """A save in flight: a thread that writes this rank's part and agrees with the threads of the other ranks."""
 
     def __init__(
         self,
@@ -260,16 +258,16 @@ class _Writing:
     def _run(self) -> None:
         try:
             error = self._save()
-        except Exception as lost:  # a group whose member has died; that rank tells why
+        except Exception as lost:  # a member of the group has died; that rank logs why
             error = _reason(lost)
         self.report = SaveReport(self._step, time.monotonic() - self._started, error)
 
     def _save(self) -> str:
-        """Why it failed, the same words on all ranks; empty when it did not."""
+        """Write, and return why that failed, equal on all ranks; empty on success."""
         error, written, records = "", None, []
         try:
             written, files = self._snapshot.write()
-            records = [record(path, self._partial) for path in files]
+            records = [record_file(path, self._partial) for path in files]
         except Exception as failure:
             error = _reason(failure)
         parts = parallel.gather_objects((error, written, records), _GROUP)
@@ -291,10 +289,10 @@ class _Writing:
         added = [*self._snapshot.finish(written), state, *more]
         for path in added:
             flush(path)
-        self._commit(self._step, self._partial, [*records, *(record(path, self._partial) for path in added)])
+        self._commit(self._step, self._partial, [*records, *(record_file(path, self._partial) for path in added)])
 
 
-def _fresh(partial: Path) -> None:
+def _make_empty(partial: Path) -> None:
     shutil.rmtree(partial, ignore_errors=True)
     (partial / _ACTOR_DIRECTORY).mkdir(parents=True)
 
@@ -307,7 +305,7 @@ def _manifest(path: Path) -> tuple[list[FileRecord], str]:
 
 
 def _on_rank_zero(action: Callable[[], None], group: str) -> str:
-    """Do it on the controller; on all ranks why it failed, or nothing."""
+    """Run an action on rank 0; return on all ranks why it failed, or an empty string."""
     error = ""
     if parallel.is_rank_zero():
         try:
@@ -318,7 +316,7 @@ def _on_rank_zero(action: Callable[[], None], group: str) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """One line: the system's words where a file could not be written, however torch wrapped that."""
+    """Describe an error in one line: the message of the operating system if there is one, however torch wrapped it."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.strerror:

@@ -1,17 +1,16 @@
-"""The CPU platform layer: everything that is changed in torch and megatron-core so that training runs without CUDA.
+"""The CPU platform layer: every change to torch and megatron-core that lets training run without CUDA.
 
-megatron-core runs on gloo, but it speaks of CUDA in places where it means "the device of this rank". `PATCHES` lists
-every such place and what it becomes. There are three mechanisms:
+megatron-core runs on gloo, but names CUDA where it means the device of this rank. `PATCHES` lists every such occurrence
+and its replacement. There are three kinds:
 
-- `Replace`: an attribute gets another function. Only functions that can do nothing but raise in a process without
-  CUDA are replaced.
-- `Preset`: an attribute that would be filled by a CUDA call gets a value before.
-- `Retarget`: string literals ("cuda", "torch.cuda.FloatTensor") inside one named function are exchanged in its code
-  object, in place, so that modules which imported the function by name see the change too. A literal that is not
-  there is an error: the table and the installed version have drifted apart.
+- `Replace` gives an attribute another function. Only functions that always raise without CUDA are replaced.
+- `Preset` sets an attribute that a CUDA call would set later.
+- `Retarget` exchanges string literals ("cuda", "torch.cuda.FloatTensor") in the code object of one function, in place,
+  so modules that imported the function by name see the change. A missing literal is an error: the table does not fit
+  the installed version.
 
-With CUDA, `install` does nothing at all. The table was checked against one version of megatron-core; another one is
-refused on a CPU, because a half-patched optimizer may train wrongly instead of failing.
+With CUDA, `install` does nothing. The table was checked against one version of megatron-core. Other versions are
+refused on a CPU, because a half-patched optimizer may train wrongly without failing.
 """
 
 import importlib
@@ -33,14 +32,14 @@ CHECKED_MEGATRON_CORE = "0.16.1"
 
 @dataclass(frozen=True, slots=True)
 class Replace:
-    """`module:attribute` becomes `function`, because `reason`."""
+    """Patch: `module:attribute` becomes `function`, because of `reason`."""
 
     target: str
     function: Callable[..., Any]
     reason: str
 
     def apply(self) -> None:
-        """Raises UserError where there is no such attribute."""
+        """Set the attribute; UserError if it does not exist."""
         *path, name = _split(self.target)
         owner = _resolve(self.target, path)
         if not callable(getattr(owner, name, None)):
@@ -50,14 +49,14 @@ class Replace:
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """`module:attribute`, None until its first use, becomes `value`, because `reason`."""
+    """Patch: `module:attribute`, None until its first use, becomes `value`, because of `reason`."""
 
     target: str
     value: object
     reason: str
 
     def apply(self) -> None:
-        """Raises UserError where there is no such attribute, or it has a value already."""
+        """Set the attribute; UserError if it does not exist or already has a value."""
         *path, name = _split(self.target)
         owner = _resolve(self.target, path)
         if getattr(owner, name, self) is not None:
@@ -67,14 +66,14 @@ class Preset:
 
 @dataclass(frozen=True, slots=True)
 class Retarget:
-    """The string literals of `literals` inside `module:function` are exchanged, because `reason`."""
+    """Patch: string literals in `module:function` are exchanged, because of `reason`."""
 
     target: str
     literals: Mapping[str, str]
     reason: str
 
     def apply(self) -> None:
-        """Raises UserError where the function or one of the literals is missing."""
+        """Exchange the literals; UserError if the function or a literal does not exist."""
         found = inspect.unwrap(_resolve(self.target, _split(self.target)))
         function = getattr(found, "__func__", found)
         if not isinstance(function, FunctionType):
@@ -98,7 +97,7 @@ _TYPES = "chooses parameter groups by the name of the tensor type"
 
 
 def _split_sizes_for_gloo(self: Any, point: str, tokens_per_expert: Any = None) -> Any:
-    """What the all-to-all dispatcher copies to the host on CUDA is there already; only its form is another."""
+    """Convert the split sizes that the all-to-all dispatcher copies to the host on CUDA; here they are on the host."""
     if point == self.cuda_dtoh_point:
         for name in ("input_splits", "output_splits", "output_splits_tp"):
             if isinstance(sizes := getattr(self, name), torch.Tensor):
@@ -156,10 +155,10 @@ PATCHES: tuple[Replace | Preset | Retarget, ...] = (
 
 @cache
 def install() -> None:
-    """Apply `PATCHES` once in this process; do nothing where CUDA is available.
+    """Apply `PATCHES` once per process; do nothing if CUDA is available.
 
     Raises:
-        UserError: megatron-core is missing or of another version than the table was checked against.
+        UserError: megatron-core is missing or has an unchecked version.
     """
     if torch.cuda.is_available():
         return
@@ -169,7 +168,7 @@ def install() -> None:
 
 
 def check_version() -> None:
-    """Raises UserError unless the installed megatron-core is the one that `PATCHES` was checked against."""
+    """Raise UserError unless the installed megatron-core has the version that `PATCHES` was checked against."""
     try:
         found = version("megatron-core")
     except PackageNotFoundError:
@@ -197,7 +196,7 @@ def _drifted(target: str, why: str) -> UserError:
 
 
 def _exchange(value: Any, literals: Mapping[str, str], seen: set[str]) -> Any:
-    """`value` with its literals exchanged, inside tuples and nested code objects too; `seen` gathers those met."""
+    """Exchange literals in a value, also in nested tuples and code objects; `seen` collects those found."""
     if isinstance(value, str) and value in literals:
         seen.add(value)
         return literals[value]

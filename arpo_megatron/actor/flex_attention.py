@@ -1,18 +1,18 @@
-"""Tree attention on CUDA: one FlexAttention call a layer, its block mask made on the CPU from subtree intervals.
+"""Tree attention on CUDA: one FlexAttention call per layer, with a block mask made on the CPU from subtree intervals.
 
-Query q attends to key k iff k <= q < key_end[k]. The kernel works on blocks of 128 queries by 128 keys and needs to
-know of each whether no pair of it attends, all do, or some. Evaluating every pair would cost n^2; two numbers a block
-decide instead. Of a query block only its smallest and largest position count, and the first one at or behind a key
-block's start; of a key block the smallest and the largest `key_end`:
+Query q attends to key k iff k <= q < key_end[k]. The kernel works on blocks of 128 queries by 128 keys; each block is
+full (all pairs attend), partial or empty. Evaluating every pair would cost n^2. Instead, two numbers per block decide:
+of a query block, its smallest and largest position and its first position at or after a key block's start; of a key
+block, the smallest and largest `key_end`.
 
-    full   every key lies at or before the first query, and every key's subtree reaches past the last query
-    empty  no query at or behind the block's start, or the first such query lies behind every subtree of the block
+    full   every key is at or before the first query, and every key's subtree reaches past the last query
+    empty  no query is at or after the block's start, or the first such query is past every subtree of the block
 
-Both are exact, and they hold for any ascending list of queries: a whole pack, one whose ancestors' keys come from
-earlier packs, or the query blocks of one context-parallel rank.
+Both tests are exact for any ascending list of queries: a whole pack, a pack with inherited keys, or the query blocks of
+one context-parallel rank.
 
-Lengths are padded to a few sizes, because the kernel is compiled for each pair of lengths. Padding attends to nothing
-and nothing attends to it: its blocks are empty and skipped, its rows are zeros.
+Lengths are padded to a few sizes because the kernel is compiled once per pair of lengths. Blocks of padding are empty
+and skipped; padded rows of the output are zeros.
 """
 
 from collections.abc import Callable
@@ -28,52 +28,49 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.functional import pad
 
 BLOCK = 128
-"""Queries and keys of a block. The kernel divides it further as it likes."""
+"""Queries and keys per block. The kernel may divide it further."""
 COMPILED_LENGTHS = 256
-"""Most versions of the kernel: pairs of padded lengths, with and without gradient."""
+"""Largest number of compiled kernels: one per pair of padded lengths, with and without gradient."""
 
 _Positions = NDArray[np.integer[Any]]
 
 
 @dataclass(frozen=True, slots=True)
 class FlexPlan:
-    """The call for one pack, or for one context-parallel rank's queries of it.
-
-    Attributes:
-        queries: number of queries.
-        keys: number of keys.
-        mask: of padded lengths, on the device of the tensors; None without queries.
-        full_blocks: blocks all of whose pairs attend.
-        partial_blocks: blocks some of whose pairs attend.
-    """
+    """The call for one pack, or for the queries of one context-parallel rank."""
 
     queries: int
+    """Number of queries."""
     keys: int
+    """Number of keys."""
     mask: BlockMask | None
+    """Block mask of padded lengths, on the device of the tensors; None without queries."""
     full_blocks: int
+    """Number of blocks in which all pairs attend."""
     partial_blocks: int
+    """Number of blocks in which some pairs attend."""
 
     @property
     def pairs(self) -> int:
-        """Query-key pairs computed, masked ones included."""
+        """Number of query-key pairs computed, masked pairs included."""
         return (self.full_blocks + self.partial_blocks) * BLOCK**2
 
 
 def padded_length(length: int) -> int:
-    """The smallest of 128, 256, 384, 512, 768, 1024, 1536 ... (two an octave) that is not smaller."""
+    """Return the smallest of 128, 256, 384, 512, 768, 1024, 1536 ... (two per octave) that is at least `length`."""
     step = max(BLOCK, 1 << max(0, (length - 1).bit_length() - 2))
     return max(1, -(-length // step)) * step
 
 
 def block_classes(key_end: _Positions, query_positions: _Positions) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """Which blocks are full and which are partial; the others are empty.
+    """Classify the blocks of a mask.
 
     Args:
         key_end: int[n], one past the last position of each key's subtree (above its own position).
         query_positions: int[q], ascending, q > 0.
 
     Returns:
-        bool[query blocks, key blocks] twice, of the padded lengths.
+        The full and the partial blocks, bool[query blocks, key blocks] of the padded lengths; all others are empty.
     """
     n, q = len(key_end), len(query_positions)
     rows, columns = padded_length(q) // BLOCK, padded_length(n) // BLOCK
@@ -95,12 +92,12 @@ def block_classes(key_end: _Positions, query_positions: _Positions) -> tuple[NDA
 
 
 def flex_plan(key_end: _Positions, query_positions: _Positions, device: torch.device | str = "cpu") -> FlexPlan:
-    """The block mask of some queries over the keys of a pack.
+    """Make the block mask of some queries over the keys of a pack.
 
     Args:
         key_end: int32[n], one past the last position of each key's subtree.
         query_positions: int32[q], ascending positions among the keys.
-        device: of queries, keys and values.
+        device: device of queries, keys and values.
 
     Raises:
         ValueError: positions are not ascending or not among the keys, or a subtree ends before its own root.
@@ -130,9 +127,11 @@ def flex_plan(key_end: _Positions, query_positions: _Positions, device: torch.de
 
 
 def _ordered(blocks: NDArray[np.bool_]) -> tuple[Tensor, Tensor]:
-    """Number and indices of the marked key blocks of each query block, as int32[1, 1, rows] and [1, 1, rows, columns].
+    """List the marked key blocks of each query block.
 
-    Marked ones come first, ascending.
+    Returns:
+        Their number, int32[1, 1, rows], and the indices of all key blocks, marked ones first and ascending,
+        int32[1, 1, rows, columns].
     """
     counts = torch.from_numpy(blocks.sum(1).astype(np.int32))
     indices = torch.from_numpy(np.argsort(~blocks, axis=1, kind="stable").astype(np.int32))
@@ -147,19 +146,19 @@ def _mask_mod(position: Tensor, end: Tensor) -> Callable[[Tensor, Tensor, Tensor
 
 
 def flex_tree_attention(query: Tensor, key: Tensor, value: Tensor, plan: FlexPlan, scale: float) -> Tensor:
-    """Attention of one pack under its tree mask.
+    """Compute attention of one pack under its tree mask.
+
+    On a CPU this has no gradient and computes every pair: for tests only.
 
     Args:
-        query: [q, heads, head_dim], the plan's queries; what follows them is padding.
-        key: [n, groups, head_dim] with heads a multiple of groups, all keys of the plan.
-        value: like `key`.
+        query: [q, heads, head_dim], the plan's queries, then padding.
+        key: [n, groups, head_dim], all keys of the plan; heads is a multiple of groups.
+        value: [n, groups, head_dim].
         plan: from `flex_plan`, on the same device.
         scale: factor of the scores.
 
     Returns:
-        [q, heads, head_dim], the type of `query`; zeros for padding.
-
-    On a CPU there is no gradient, and every pair is computed: that is for tests.
+        [q, heads, head_dim] in the dtype of `query`; zeros for padding.
     """
     if plan.mask is None:
         # Zeros that depend on keys and values: a rank with nothing but padding takes part in summing their gradients.
@@ -178,7 +177,7 @@ def flex_tree_attention(query: Tensor, key: Tensor, value: Tensor, plan: FlexPla
 
 
 def _padded(tensor: Tensor, length: int) -> Tensor:
-    """[tokens, heads, dim] -> [1, heads, length, dim]; new tokens are zeros."""
+    """Zero-pad [tokens, heads, dim] to [1, heads, length, dim]."""
     return pad(tensor, (0, 0, 0, 0, 0, length - len(tensor))).transpose(0, 1)[None]
 
 
@@ -189,13 +188,14 @@ def _kernel(compiled: bool) -> Callable[..., Tensor]:
 
 
 def compiled_kernel(backend: Any = "inductor") -> Callable[..., Tensor]:
-    """FlexAttention for static lengths, compiled by one of torch.compile's backends at the first call of each."""
+    """Return FlexAttention for static lengths; torch.compile's `backend` compiles it at the first call of each
+    length."""
     kernel: Callable[..., Any] = torch.compile(flex_attention, backend=backend, dynamic=False, fullgraph=True)
     return kernel
 
 
 def _allow_many_lengths() -> None:
-    """Beyond torch's limit a new pair of lengths would be an error, or (in other versions) every pair of the pack."""
+    """Raise torch's limits of recompilation; past them a new pair of lengths is an error or runs uncompiled."""
     import torch._dynamo.config as dynamo
 
     dynamo.recompile_limit = max(dynamo.recompile_limit, COMPILED_LENGTHS)

@@ -1,6 +1,7 @@
-"""The layers that the model is made of: Megatron's specs with our norms, core attention, CPU products and router.
+"""Layer specs of the model: Megatron's, with our norms, core attention, CPU matrix products and router.
 
-In bfloat16 on CUDA they are Transformer Engine's (see te_layers.py), with other names; the weight mapping knows both.
+In bfloat16 on CUDA the layers are Transformer Engine's (see te_layers.py). Their parameters have other names, which the
+weight mapping knows.
 """
 
 from typing import Any
@@ -23,10 +24,10 @@ from arpo_megatron.models.spec import ModelSpec
 
 
 class RMSNorm(nn.Module):
-    """RMSNorm in the shape of a layer spec's norm, usable under sequence parallelism.
+    """RMSNorm with the interface of a layer spec's norm, usable under sequence parallelism.
 
-    Megatron's own wrapper refuses sequence parallelism; all it takes is the mark that makes the weight's gradient be
-    summed over the tensor-parallel ranks.
+    Megatron's own wrapper refuses sequence parallelism. It only needs the mark on the weight that makes tensor-parallel
+    ranks sum its gradient.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
@@ -36,12 +37,12 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[..., hidden_size] -> the same."""
+        """Normalise [..., hidden_size] over the last dimension."""
         return rms_norm(hidden, self.weight.shape, self.weight, self.eps)
 
 
 def block_spec(config: TransformerConfig, stage: int | None = None) -> TransformerBlockSubmodules:
-    """The layers of this pipeline stage (of its chunk `stage`, with an interleaved pipeline), all alike."""
+    """Return the layers of this pipeline stage, or of its chunk `stage` in an interleaved pipeline."""
     layers = get_num_layers_to_build(config, vp_stage=stage)
     if uses_transformer_engine(config.params_dtype):
         return TransformerBlockSubmodules(layer_specs=[te_layer(config)] * layers, layer_norm=te_norm())
@@ -65,14 +66,13 @@ def block_spec(config: TransformerConfig, stage: int | None = None) -> Transform
 
 
 def expert_fields(spec: ModelSpec, parallel: ParallelConfig, balance_coefficient: float) -> dict[str, Any]:
-    """The fields of TransformerConfig for a mixture of experts; almost none for a dense model.
+    """Return the fields of TransformerConfig for a mixture of experts; for a dense model only the dispatcher.
 
-    Tokens travel by all-to-all, because expert-parallel ranks hold packs of different lengths and the all-gather
-    dispatcher wants equal ones.
+    Tokens travel by all-to-all: expert-parallel ranks hold packs of different lengths, and the all-gather dispatcher
+    needs equal lengths.
     """
-    dispatcher = {
-        "moe_token_dispatcher_type": "alltoall"
-    }  # dense pipelines too: the default refuses packs of any length
+    # Dense pipelines need it too: the default dispatcher refuses packs of different lengths.
+    dispatcher = {"moe_token_dispatcher_type": "alltoall"}
     if (experts := spec.experts) is None:
         return dispatcher
     return {

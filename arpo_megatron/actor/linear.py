@@ -1,4 +1,4 @@
-"""The matrix products of training on a CPU, through oneDNN, in forward and backward alike."""
+"""Matrix products of training on a CPU, through oneDNN in both passes."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from arpo_megatron.hardware.onednn import product
 
 
 def weight_gradient(gradient: Tensor, inputs: Tensor) -> Tensor:
-    """gradient.t() @ inputs for matrices [tokens, n] and [tokens, k], as [n, k]."""
+    """Return gradient.T @ inputs, [n, k], for gradient [tokens, n] and inputs [tokens, k]."""
     # Both orders need one transposed copy; the narrower side's is the cheaper.
     if gradient.shape[1] > inputs.shape[1]:
         return product(inputs.t(), gradient.t()).t()
@@ -19,7 +19,7 @@ def weight_gradient(gradient: Tensor, inputs: Tensor) -> Tensor:
 
 
 def linear(inputs: Tensor, weight: Tensor) -> Tensor:
-    """inputs [..., k] times weight [n, k] transposed -> [..., n], differentiable in both."""
+    """Return inputs [..., k] @ weight.T for weight [n, k], as [..., n]; differentiable in both."""
     result: Tensor = _Linear.apply(inputs, weight)  # type: ignore[no-untyped-call]  # untyped in torch
     return result
 
@@ -70,7 +70,7 @@ class CpuColumnParallelLinear(ColumnParallelLinear):  # type: ignore[misc]  # Me
 
 
 class CpuRowParallelLinear(RowParallelLinear):  # type: ignore[misc]  # Megatron has no types
-    """Megatron's layer with the products of this module; its output reduction is outside of them."""
+    """Megatron's row-parallel layer with the products of this module."""
 
     def _forward_impl(self, input: Tensor, weight: Tensor, bias: Tensor | None, **_: Any) -> Tensor:  # noqa: A002
         return _forward(input, weight, bias, allreduce_dgrad=False, sequence_parallel=False, group=None)

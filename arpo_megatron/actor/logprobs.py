@@ -1,7 +1,7 @@
-"""Log-probs and entropies of target tokens from hidden states, without ever holding [targets, vocabulary] whole.
+"""Log-probs and entropies of target tokens from hidden states, without holding all logits [targets, vocabulary].
 
-The head's matrix product, the softmax over the vocabulary-parallel shards and the choice of the target are one
-autograd function that works through the targets in chunks and computes each chunk's logits again in the backward pass.
+One autograd function does the head's matrix product, the softmax over the vocabulary shards and the choice of the
+target. It works in chunks of targets and recomputes each chunk's logits in the backward pass.
 """
 
 from typing import Any
@@ -14,23 +14,24 @@ from arpo_megatron.actor.linear import weight_gradient
 from arpo_megatron.hardware.onednn import product
 
 CHUNK_ELEMENTS = 1 << 26
-"""Logits of one chunk on one rank (256 MiB in float32)."""
+"""Largest number of logits in one chunk on one rank (256 MiB in float32)."""
 
 
 def target_logprobs(
     hidden: Tensor, weight: Tensor, targets: Tensor, *, temperature: float = 1.0, group: Any = None
 ) -> tuple[Tensor, Tensor]:
-    """log softmax(hidden @ weight.T / temperature) at the targets, as the engine reports it, and its entropy.
+    """Return log softmax(hidden @ weight.T / temperature) at the targets, and the entropy of the softmax.
 
     Args:
-        hidden: [m, width], whole on every rank of `group` (its gradient is this rank's share: the sum is the caller's).
+        hidden: [m, width], whole on every rank of `group`. Its gradient is this rank's share; the caller sums the
+            shares.
         weight: [vocabulary / ranks, width], this rank's rows of the head.
         targets: int64[m], ids in the whole vocabulary.
-        temperature: of the sampling distribution.
-        group: tensor-parallel process group; None: one rank.
+        temperature: divides the logits, as in sampling.
+        group: tensor-parallel process group; None for one rank.
 
     Returns:
-        log-probs [m] and entropies [m], in nats, both differentiable, float32 (float64 for float64 weights).
+        Log-probs [m] and entropies [m] in nats, both differentiable; float32, or float64 for float64 weights.
     """
     result: tuple[Tensor, Tensor] = _TargetLogprobs.apply(  # type: ignore[no-untyped-call]  # untyped in torch
         hidden, weight, targets, temperature, group
@@ -45,7 +46,7 @@ class _TargetLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         ranks = 1 if group is None else dist.get_world_size(group)
         first = 0 if group is None else dist.get_rank(group) * len(weight)
-        dtype = wide(weight.dtype)
+        dtype = sum_dtype(weight.dtype)
         logprobs, entropies, normalisers = torch.empty(3, len(hidden), dtype=dtype, device=hidden.device)
         for rows in _chunks(len(hidden), len(weight)):
             logits = _logits(hidden[rows], weight, temperature)
@@ -65,7 +66,7 @@ class _TargetLogprobs(torch.autograd.Function):
             normalisers[rows] = top + log_sum
         ctx.save_for_backward(hidden, weight, targets, normalisers, entropies)
         ctx.temperature, ctx.first = temperature, first
-        ctx.set_materialize_grads(False)  # whoever does not use the entropies does not pay for their gradient
+        ctx.set_materialize_grads(False)  # unused entropies then cost no gradient
         return logprobs, entropies
 
     @staticmethod
@@ -91,18 +92,18 @@ class _TargetLogprobs(torch.autograd.Function):
         return grad_hidden, grad_weight.to(weight.dtype), None, None, None
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """The type that sums over values of another type are kept in."""
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype for sums over values of `dtype`: float64 for float64, otherwise float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
-    logits = product(hidden, weight).to(wide(weight.dtype))
+    logits = product(hidden, weight).to(sum_dtype(weight.dtype))
     return logits if temperature == 1.0 else logits.div_(temperature)
 
 
 def _local(targets: Tensor, first: int, rows: int) -> tuple[Tensor, Tensor]:
-    """Row of each target on this rank (0 for others' targets), and whether it is this rank's."""
+    """Return each target's row on this rank (0 for targets of other ranks), and whether this rank has it."""
     local = targets - first
     mine = (local >= 0) & (local < rows)
     return local * mine, mine

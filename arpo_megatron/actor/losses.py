@@ -1,4 +1,4 @@
-"""Losses of a pack: sums over its target tokens, already weighted, so packs add up to the minibatch's loss."""
+"""Losses of a pack: weighted sums over its target tokens, so that packs add up to the minibatch's loss."""
 
 import torch
 from torch import Tensor
@@ -21,26 +21,26 @@ def policy_loss(
     reference_logprobs: Tensor | None = None,
     progress: TrainingProgress | None = None,
 ) -> tuple[Tensor, PolicyStats]:
-    """A token-level loss of a tree: one term a shared token that equals the sum over all its flattened copies.
+    """Compute a token-level loss on a tree; a shared token has one term that equals the sum over its flattened copies.
 
     With pos = sum_i w_i max(A_i, 0) and neg = sum_i w_i min(A_i, 0) over the leaves i below a token,
-    L = -(pos * gain + neg * cost), gain and cost from the loss. Penalty and bonus do not know of advantages, so
-    sum_i w_i is enough: see `_regularisers`.
+    L = -(pos * gain + neg * cost), with gain and cost from the algorithm. The KL penalty and the entropy bonus do not
+    depend on advantages and need only sum_i w_i (see `_regularisers`).
 
     Args:
-        loss: the algorithm's.
+        loss: the algorithm's loss.
         logprobs: float[m] of the policy in training, in nats.
         entropies: float[m] of the same distributions, in nats.
-        old_logprobs: float[m] of the policy before the step's first update.
-        positive: float[m], at least 0.
-        negative: float[m], at most 0.
-        weight: float[m].
-        config: coefficients.
-        reference_logprobs: float[m], needed with a kl_coefficient.
-        progress: of the run, for losses that depend on it; None: its beginning.
+        old_logprobs: float[m] of the policy before the step's first update, in nats.
+        positive: float[m], pos of each token, at least 0.
+        negative: float[m], neg of each token, at most 0.
+        weight: float[m], sum_i w_i of each token.
+        config: coefficients of penalty and bonus.
+        reference_logprobs: float[m] in nats, needed with a `kl_coefficient`.
+        progress: position in the run, for losses that depend on it; None is its start.
 
     Returns:
-        the sum of the terms over the tokens, and its statistics.
+        The sum of the terms over the tokens, and its statistics.
     """
     log_ratio = (logprobs - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio = log_ratio.exp()
@@ -83,15 +83,15 @@ def linear_loss(
     config: AlgorithmConfig | None = None,
     reference_logprobs: Tensor | None = None,
 ) -> tuple[Tensor, PolicyStats]:
-    """-sum(coefficient * logprob): supervised training, and losses of whole minibatches (`base.BatchLoss`).
+    """Compute -sum(coefficient * logprob), for supervised training and for losses of whole minibatches.
 
     Args:
         logprobs: float[m] in nats.
         entropies: float[m] in nats.
         coefficient: float[m].
-        old_logprobs: float[m] in nats, for the statistics alone; None where there is no older policy.
-        weight: float[m], of penalty and bonus.
-        config: their coefficients; None: neither.
+        old_logprobs: float[m] in nats, for the statistics only; None without an older policy.
+        weight: float[m], sum_i w_i of each token for penalty and bonus.
+        config: coefficients of penalty and bonus; None adds neither.
         reference_logprobs: float[m] in nats.
     """
     policy = -(coefficient * logprobs).sum()
@@ -118,8 +118,11 @@ def linear_loss(
 def _regularisers(
     logprobs: Tensor, entropies: Tensor, weight: Tensor, config: AlgorithmConfig, reference_logprobs: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Penalty and bonus: weight * kl_coefficient * (exp(d) - 1 - d) with d = reference - new log-prob (k3, arXiv
-    2402.03300 eq. 4), and weight * entropy_coefficient * entropy, summed."""
+    """Return the KL penalty and the entropy bonus, summed over tokens.
+
+    The penalty of a token is weight * kl_coefficient * (exp(d) - 1 - d) with d = reference - new log-prob (k3, arXiv
+    2402.03300 eq. 4); the bonus is weight * entropy_coefficient * entropy.
+    """
     penalty = bonus = logprobs.new_zeros(())
     if config.kl_coefficient and reference_logprobs is not None:
         penalty = config.kl_coefficient * (weight * _k3(logprobs - reference_logprobs)).sum()
@@ -129,9 +132,9 @@ def _regularisers(
 
 
 def _k3(log_ratio: Tensor) -> Tensor:
-    """exp(-x) - 1 + x for the log-ratio x = log(p / q): an estimate of KL(p || q) from samples of p.
+    """Return exp(-x) - 1 + x for the log-ratio x = log(p / q): an estimate of KL(p || q) from samples of p.
 
-    Never negative, and 0 for x = 0 alone: in float64, for in float32 every x below 1e-4 would be lost in rounding.
+    It is never negative and 0 only for x = 0. It is computed in float64: float32 rounds away every x below 1e-4.
     """
     bounded = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).double()
     return (torch.expm1(-bounded) + bounded).to(log_ratio.dtype)

@@ -1,6 +1,6 @@
-"""A checkpoint's manifest: every file with its size and checksum, so that damage is found before it is trained on.
+"""The manifest of a checkpoint: size and checksum of every file, so that damage is found before training resumes.
 
-The checksum is xxh3 with 128 bits, which no accident passes and which costs less time than reading the file.
+The checksum is xxh3 with 128 bits. It detects every accidental change and takes less time than reading the file.
 """
 
 import json
@@ -21,30 +21,27 @@ _CHUNK_BYTES = 1 << 22
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """One file of a checkpoint.
-
-    Attributes:
-        name: path below the checkpoint's directory, with slashes.
-        size: in bytes.
-        xxh3_128: checksum of the content, 32 hexadecimal digits.
-    """
+    """One file of a checkpoint."""
 
     name: str
+    """Path relative to the checkpoint's directory, with slashes."""
     size: int
+    """Size in bytes."""
     xxh3_128: str
+    """Checksum of the content, 32 hexadecimal digits."""
 
 
 class DamagedError(Exception):
-    """A manifest is missing or is not as it was written; the message says which."""
+    """A manifest is missing or damaged; the message says which."""
 
 
-def record(path: Path, root: Path) -> FileRecord:
-    """Read a file back and note what it holds."""
+def record_file(path: Path, root: Path) -> FileRecord:
+    """Read a file back and return its size and checksum."""
     return FileRecord(path.relative_to(root).as_posix(), path.stat().st_size, _checksum(path))
 
 
 def write_manifest(root: Path, records: Iterable[FileRecord]) -> None:
-    """Write the manifest of the checkpoint at `root` and flush it and the directories below to disk."""
+    """Write the manifest of the checkpoint at `root`; flush it and the directories below to disk."""
     files = sorted((asdict(each) for each in records), key=lambda each: str(each["name"]))
     body = {"format": _FORMAT, "files": files}
     with (root / MANIFEST_FILE).open("w", encoding="utf-8") as file:
@@ -56,10 +53,10 @@ def write_manifest(root: Path, records: Iterable[FileRecord]) -> None:
 
 
 def read_manifest(root: Path) -> list[FileRecord]:
-    """The files that belong to the checkpoint at `root`.
+    """Return the files that belong to the checkpoint at `root`.
 
     Raises:
-        DamagedError: there is no manifest, or it was changed.
+        DamagedError: there is no manifest, or it has changed.
     """
     try:
         content = json.loads((root / MANIFEST_FILE).read_text(encoding="utf-8"))
@@ -74,8 +71,8 @@ def read_manifest(root: Path) -> list[FileRecord]:
     return records
 
 
-def damage(root: Path, records: Sequence[FileRecord]) -> list[str]:
-    """What is wrong with these files of the checkpoint at `root`, a phrase each; empty when all are as written."""
+def find_damaged_files(root: Path, records: Sequence[FileRecord]) -> list[str]:
+    """Compare files with their records; return one phrase per damaged file."""
     found = []
     for each in records:
         path = root / each.name

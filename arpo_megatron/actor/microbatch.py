@@ -1,4 +1,4 @@
-"""A pack as tensors: this rank's tokens of it, the context of its attention, and what its loss needs."""
+"""A pack as tensors: this rank's tokens, the context of its attention, and the inputs of its loss."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from arpo_megatron.actor.attention_plan import plan_attention, share_blocks
-from arpo_megatron.actor.context import Inheritance, Legacy, PackContext, register, release
+from arpo_megatron.actor.context import Inheritance, KeptKeyValues, PackContext, register, release
 from arpo_megatron.actor.flex_attention import flex_plan
 from arpo_megatron.actor.parallel import device
 from arpo_megatron.packing.balance import TYPICAL_COST, CostModel
@@ -22,52 +22,46 @@ _Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """One pack on this rank's device. Context-parallel ranks hold different tokens and targets of it.
-
-    Attributes:
-        inputs: arguments of `TreeGPTModel.forward` up to the targets.
-        targets: int64[m], which of the pack's targets are predicted here.
-        positive: float32[m], like the next two from the pack.
-        negative: float32[m].
-        weight: float32[m].
-        old_logprobs: float32[m] in nats, None where the present policy is the old one.
-        reference_logprobs: float32[m] in nats, None without a reference policy.
-    """
+    """One pack on this rank's device. Context-parallel ranks hold different tokens and targets of the pack."""
 
     inputs: tuple[Tensor, ...]
+    """Arguments of `TreeGPTModel.forward` up to the targets."""
     targets: Tensor
+    """int64[m], indices of the pack's targets that are predicted here."""
     positive: Tensor
+    """float32[m], credit sum_i w_i max(A_i, 0) of each target."""
     negative: Tensor
+    """float32[m], credit sum_i w_i min(A_i, 0) of each target."""
     weight: Tensor
+    """float32[m], sum_i w_i of each target."""
     old_logprobs: Tensor | None
+    """float32[m] in nats; None if the current policy is the old one."""
     reference_logprobs: Tensor | None
+    """float32[m] in nats; None without a reference policy."""
 
 
 @dataclass(frozen=True, slots=True)
 class ContextShard:
-    """This rank among those that share a pack.
-
-    Attributes:
-        rank: context-parallel rank.
-        ranks: context-parallel ranks.
-        multiple_of: the tokens of a rank are padded to a multiple of this.
-        cost: balances the ranks; the same model of work that balances packs and data-parallel ranks.
-    """
+    """This rank's position among the context-parallel ranks that share a pack."""
 
     rank: int = 0
+    """Index of this rank."""
     ranks: int = 1
+    """Number of ranks."""
     multiple_of: int = 1
+    """Each rank pads its tokens to a multiple of this number."""
     cost: CostModel = TYPICAL_COST
+    """Model of the work that balances the ranks; packs and data-parallel ranks use the same."""
 
 
 class MicroBatches:
-    """Makes the micro-batches of one pass over packs, and keeps what they hand down to each other; a context manager.
+    """Make the micro-batches of one pass and hold the keys and values that packs hand down; a context manager.
 
     Args:
-        packs: of the whole minibatch; those of other data-parallel ranks are never asked for.
-        old_logprobs: one array a pack, or None.
-        shard: of this rank.
-        reference_logprobs: one array a pack, or None.
+        packs: the whole minibatch; packs of other data-parallel ranks are never made.
+        old_logprobs: float32[m] per pack, or None.
+        shard: this rank's share of every pack.
+        reference_logprobs: float32[m] per pack, or None.
     """
 
     def __init__(
@@ -81,7 +75,7 @@ class MicroBatches:
         self._reference = reference_logprobs
         self._old = old_logprobs
         self._shard = shard
-        self._legacies = _legacies(packs)
+        self._kept = _kept_key_values(packs)
         self._handles: dict[int, list[Tensor]] = {}
 
     def __enter__(self) -> Self:
@@ -92,13 +86,13 @@ class MicroBatches:
             self.done(index)
 
     def done(self, index: int) -> None:
-        """Forget a pack that nothing will be asked of any more, and what it kept for others."""
+        """Release a pack that is not needed any more, and the keys and values it kept for others."""
         for handle in self._handles.pop(index, ()):
             release(handle)
-        self._legacies.pop(index, None)
+        self._kept.pop(index, None)
 
     def make(self, index: int) -> MicroBatch:
-        """The micro-batch of a pack; its context is found by its handle until it is done."""
+        """Make the micro-batch of a pack. Its context stays registered until `done`."""
         pack = self._packs[index]
         local = _Local.of(pack, self._shard)
         plan = (
@@ -109,9 +103,9 @@ class MicroBatches:
         multiplicity = np.append(pack.multiplicity, 0)[local.members]
         context = PackContext(
             plan=plan,
-            multiplicity=_put(multiplicity, torch.float32),
+            multiplicity=_to_device(multiplicity, torch.float32),
             inheritances=self._inheritances(pack),
-            legacy=self._legacies.get(index),
+            kept=self._kept.get(index),
             routes=_routes(pack, local.members),
             order=local.order if self._shard.ranks > 1 else None,
         )
@@ -120,92 +114,90 @@ class MicroBatches:
         predictors, targets = local.targets(pack)
         return MicroBatch(
             inputs=(
-                _put(np.append(pack.token_ids, 0)[local.members], torch.int64),
-                _put(np.append(pack.position_ids, 0)[local.members], torch.int64),
+                _to_device(np.append(pack.token_ids, 0)[local.members], torch.int64),
+                _to_device(np.append(pack.position_ids, 0)[local.members], torch.int64),
                 handle,
-                _put(predictors, torch.int64),
-                _put(pack.target_ids[targets], torch.int64),
+                _to_device(predictors, torch.int64),
+                _to_device(pack.target_ids[targets], torch.int64),
             ),
-            targets=_put(targets, torch.int64),
-            positive=_put(pack.positive[targets]),
-            negative=_put(pack.negative[targets]),
-            weight=_put(pack.weight[targets]),
-            old_logprobs=None if self._old is None else _put(self._old[index][targets]),
-            reference_logprobs=None if self._reference is None else _put(self._reference[index][targets]),
+            targets=_to_device(targets, torch.int64),
+            positive=_to_device(pack.positive[targets]),
+            negative=_to_device(pack.negative[targets]),
+            weight=_to_device(pack.weight[targets]),
+            old_logprobs=None if self._old is None else _to_device(self._old[index][targets]),
+            reference_logprobs=None if self._reference is None else _to_device(self._reference[index][targets]),
         )
 
     def _inheritances(self, pack: TreePack) -> list[Inheritance]:
-        """Runs of leading tokens that one earlier pack computed."""
+        """Group the leading tokens into runs that one earlier pack computed."""
         edges = np.flatnonzero(np.diff(pack.inherited_pack)) + 1
         runs = zip(np.split(pack.inherited_pack, edges), np.split(pack.inherited_index, edges), strict=True)
         found = []
-        for sources, places in runs:
+        for sources, indices in runs:
             if len(sources):
-                legacy = self._legacies[int(sources[0])]
-                own = places - self._packs[int(sources[0])].inherited
-                found.append(Inheritance(legacy, torch.searchsorted(legacy.places, _put(own, torch.int64))))
+                source = int(sources[0])
+                own = indices - self._packs[source].inherited
+                kept = self._kept[source]
+                found.append(Inheritance(kept, torch.searchsorted(kept.positions, _to_device(own, torch.int64))))
         return found
 
 
-def _legacies(packs: Sequence[TreePack]) -> dict[int, Legacy]:
-    """For each pack that others inherit from, the places of all tokens that any of them takes."""
+def _kept_key_values(packs: Sequence[TreePack]) -> dict[int, KeptKeyValues]:
+    """For each pack that others inherit from, collect the positions of all inherited tokens."""
     taken: dict[int, list[NDArray[np.int32]]] = {}
     for pack in packs:
         for source in np.unique(pack.inherited_pack):
             taken.setdefault(int(source), []).append(pack.inherited_index[pack.inherited_pack == source])
     return {
-        source: Legacy(_put(np.unique(np.concatenate(places)) - packs[source].inherited, torch.int64))
-        for source, places in taken.items()
+        source: KeptKeyValues(_to_device(np.unique(np.concatenate(indices)) - packs[source].inherited, torch.int64))
+        for source, indices in taken.items()
     }
 
 
 @dataclass(frozen=True, slots=True)
 class _Local:
-    """One rank's tokens of a pack.
-
-    Attributes:
-        spans: its blocks.
-        members: int64[q], their positions in the pack, then padding (-1).
-        order: of all ranks' gathered tokens: sizes of the pieces (blocks and padding), and those that make up the pack.
-    """
+    """One rank's tokens of a pack."""
 
     spans: list[Span]
+    """The blocks of this rank."""
     members: _Ints
+    """int64[q], positions in the pack, then -1 for padding."""
     order: tuple[list[int], list[int]]
+    """Sizes of the pieces gathered from all ranks (blocks and padding), and the pieces that make up the pack."""
 
     @classmethod
     def of(cls, pack: TreePack, shard: ContextShard) -> "_Local":
-        shares, counts, length = _divided(pack, shard)
+        shares, counts, length = _divide(pack, shard)
         sizes: list[int] = []
         starts: list[tuple[int, int]] = []  # of each block: where it begins in the pack, and its piece
-        for share, held in zip(shares, counts, strict=True):
+        for share, count in zip(shares, counts, strict=True):
             for start, stop in share:
                 starts.append((start, len(sizes)))
                 sizes.append(stop - start)
-            sizes.append(length - held)
+            sizes.append(length - count)
         spans = shares[shard.rank]
         mine = [np.arange(start, stop) for start, stop in spans]
         members = np.concatenate([*mine, np.full(length - counts[shard.rank], -1)]).astype(np.int64)
         return cls(spans, members, (sizes, [piece for _, piece in sorted(starts)]))
 
     def targets(self, pack: TreePack) -> tuple[_Ints, _Ints]:
-        """Local positions that predict, and which of the pack's targets those are."""
-        where = np.full(len(pack.token_ids) + 1, -1)
-        where[self.members] = np.arange(len(self.members))
-        where[-1] = -1  # written by padding
-        local = where[pack.predictors]
+        """Return the local positions that predict, and the indices of the pack's targets they predict."""
+        index = np.full(len(pack.token_ids) + 1, -1)
+        index[self.members] = np.arange(len(self.members))
+        index[-1] = -1  # padding has written here
+        local = index[pack.predictors]
         here = np.flatnonzero(local >= 0)
         return local[here], here
 
 
 def padding_of(pack: TreePack, shard: ContextShard) -> int:
-    """Tokens of padding that the ranks of a pack add to it."""
-    _, counts, length = _divided(pack, shard)
+    """Return the number of padding tokens that all ranks together add to a pack."""
+    _, counts, length = _divide(pack, shard)
     return length * shard.ranks - sum(counts)
 
 
-def _divided(pack: TreePack, shard: ContextShard) -> tuple[list[list[Span]], list[int], int]:
-    """The blocks of each rank, its tokens, and the tokens of every rank with padding."""
+def _divide(pack: TreePack, shard: ContextShard) -> tuple[list[list[Span]], list[int], int]:
+    """Return each rank's blocks, each rank's tokens, and the tokens per rank with padding."""
     shares = share_blocks(pack.subtree_end, pack.inherited, shard.ranks, shard.cost)
     counts = [sum(stop - start for start, stop in share) for share in shares]
     multiple = shard.multiple_of
@@ -213,12 +205,12 @@ def _divided(pack: TreePack, shard: ContextShard) -> tuple[list[list[Span]], lis
 
 
 def _routes(pack: TreePack, members: _Ints) -> Tensor | None:
-    """Those of the members, -1 for padding; None without any."""
+    """Return the routes of the members, -1 for padding; None if the pack has no routes."""
     if not pack.routes.size:
         return None
-    nowhere = np.full_like(pack.routes[:1], -1)
-    return _put(np.concatenate([pack.routes, nowhere])[members])
+    padding = np.full_like(pack.routes[:1], -1)
+    return _to_device(np.concatenate([pack.routes, padding])[members])
 
 
-def _put(array: NDArray[Any], dtype: torch.dtype | None = None) -> Tensor:
+def _to_device(array: NDArray[Any], dtype: torch.dtype | None = None) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(array)).to(device(), dtype)

@@ -1,7 +1,7 @@
 """The policy: Megatron's GPTModel over a pack instead of a batch of sequences.
 
-Three things differ from GPTModel: positions are depths in the tree, the core attention is `TreeAttention`, and the
-output is the log-prob and entropy of every predicted token, not logits.
+It differs from GPTModel in three ways: positions are depths in the tree, the core attention is `TreeAttention`, and the
+output is the log-prob and entropy of each predicted token instead of logits.
 """
 
 from typing import Any
@@ -26,11 +26,11 @@ from arpo_megatron.config import ParallelConfig
 from arpo_megatron.models.spec import ModelSpec
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
-"""Names of parameter types; float64 is for tests of exactness."""
+"""Parameter dtypes by name; float64 is for tests of exactness."""
 
 
 class TreeGPTModel(GPTModel):  # type: ignore[misc]  # Megatron has no types
-    """GPTModel whose input is one pack and whose output are log-probs."""
+    """GPTModel with a pack as input and log-probs as output."""
 
     def forward(
         self,
@@ -41,19 +41,19 @@ class TreeGPTModel(GPTModel):  # type: ignore[misc]  # Megatron has no types
         targets: Tensor,
         temperature: float = 1.0,
     ) -> tuple[Tensor, Tensor] | Tensor:
-        """Log-probs and entropies of the predicted tokens.
+        """Compute log-probs and entropies of the predicted tokens.
 
         Args:
-            token_ids: int64[n], this rank's; n a multiple of the tensor-parallel size under sequence parallelism.
-            position_ids: int64[n], depth of each token in its own trajectory.
-            handle: int64[] on the CPU, of the pack's context (see context.py).
-            predictors: int64[m], which of the n tokens predict the targets.
+            token_ids: int64[n] of this rank; n is a multiple of the tensor-parallel size under sequence parallelism.
+            position_ids: int64[n], depth of each token in its trajectory.
+            handle: int64[] on the CPU, handle of the pack's context (see context.py).
+            predictors: int64[m], indices of the tokens that predict the targets.
             targets: int64[m], the predicted token ids.
-            temperature: log-probs are those of logits / temperature.
+            temperature: divides the logits.
 
         Returns:
-            float32[m] log-probs and float32[m] entropies in nats; on a pipeline stage that is not the
-            last, hidden states [n, 1, hidden].
+            float32[m] log-probs and float32[m] entropies in nats; before the last pipeline stage, hidden states
+            [n, 1, hidden].
         """
         embedded = self.embedding(token_ids[None], position_ids[None]) if self.pre_process else None
         frequencies = torch.outer(position_ids.to(self.rotary_pos_emb.inv_freq.dtype), self.rotary_pos_emb.inv_freq)
@@ -65,7 +65,7 @@ class TreeGPTModel(GPTModel):  # type: ignore[misc]  # Megatron has no types
         if not self.post_process:
             return hidden  # type: ignore[no-any-return]  # Megatron has no types
         group = self.pg_collection.tp
-        # Whichever way the whole hidden states come to be, their gradient is summed over the vocabulary's shards.
+        # Both ways, the gradient of the hidden states is summed over the vocabulary shards.
         if self.config.sequence_parallel:
             hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden, group=group)
         elif group.size() > 1:
@@ -89,7 +89,7 @@ def build_chunks(
     balance_coefficient: float = 0.0,
     fp8: Fp8 = NO_FP8,
 ) -> list[TreeGPTModel]:
-    """The model of this rank: one chunk, or `parallel.virtual_pipeline` of them for the interleaved schedule."""
+    """Build the model of this rank: one chunk, or `parallel.virtual_pipeline` chunks for the interleaved schedule."""
     count = parallel.virtual_pipeline
     return [
         build_model(
@@ -115,17 +115,17 @@ def build_model(
     balance_coefficient: float = 0.0,
     fp8: Fp8 = NO_FP8,
 ) -> TreeGPTModel:
-    """A model chunk of this rank, on its device, in training mode (there is no dropout).
+    """Build a model chunk of this rank, on its device and in training mode (there is no dropout).
 
     Args:
         spec: sizes and family traits.
         parallel: the layout that Megatron's parallel state was initialized with.
-        dtype: of parameters and activations.
-        initialize: draw random weights from torch's generator, the same in layouts without pipeline and expert
-            parallelism; False leaves them undefined for a load that follows.
-        stage: which chunk of a virtual pipeline; None without one.
-        balance_coefficient: of the loss that levels the load of experts (see router.py).
-        fp8: number format of the layers' products.
+        dtype: dtype of parameters and activations.
+        initialize: draw random weights from torch's generator, equal in layouts without pipeline and expert
+            parallelism. False leaves them undefined for a load that follows.
+        stage: index of the chunk in a virtual pipeline; None without one.
+        balance_coefficient: coefficient of the router's load-balancing loss (see moe_router.py).
+        fp8: number format of the layers' matrix products.
 
     Raises:
         UserError: heads, MLP, vocabulary or layers cannot be divided by the layout.
@@ -167,10 +167,10 @@ def build_model(
 
 
 def _mark_divided(model: TreeGPTModel) -> None:
-    """Tell Megatron which weights tensor-parallel ranks hold parts of, where it has not drawn them itself.
+    """Mark weights that tensor-parallel ranks divide, as Megatron does when it draws random weights itself.
 
-    It sets the mark as it draws a weight, so a model that is built to be loaded has none, and everything but the first
-    rank's part would be taken for a copy and left out of the gradient norm. Transformer Engine's layers mark theirs.
+    Without the mark, a model that is built to be loaded would count only the first rank's part in the gradient norm,
+    because Megatron takes the other parts for copies. Transformer Engine's layers mark their weights.
     """
     for module in model.modules():
         if not isinstance(module, VocabParallelEmbedding | ColumnParallelLinear | RowParallelLinear):
@@ -190,7 +190,7 @@ def transformer_config(
     balance_coefficient: float = 0.0,
     fp8: Fp8 = NO_FP8,
 ) -> TransformerConfig:
-    """Megatron's configuration for `shape`. Its fusions are off unless te_layers.py turns them on."""
+    """Return Megatron's configuration for `spec`. Its fusions are off unless te_layers.py turns them on."""
     recompute: dict[str, dict[str, Any]] = {
         "none": {},
         "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},

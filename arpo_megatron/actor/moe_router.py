@@ -1,23 +1,23 @@
-"""The router of a mixture of experts, and its balance over trajectories instead of tree tokens.
+"""The router of a mixture of experts, balanced over trajectories instead of tree tokens.
 
-A token that m trajectories share counts m times, and padding not at all, in the experts' load and in the loss that
-pulls them level (global-batch balance, arXiv 2501.11873, the way Qwen3's were trained). For a layer with E experts and
-the tokens t of all packs of a minibatch, with multiplicities m_t, M their sum and p_te the softmax of the router,
+In the load of experts and in the balancing loss (global-batch balance, arXiv 2501.11873, as Qwen3 was trained), a token
+that m trajectories share counts m times and padding counts 0 times. For a layer with E experts, tokens t of all packs
+of a minibatch, multiplicities m_t with sum M, and router softmax p_te,
 
     loss = coefficient * sum_t m_t / M * E * sum_e load_e * p_te
 
-and load_e is a constant: the share of all choices that fell on expert e in the last whole pass over packs (as in every
-such loss, choices have no gradient). The loss is therefore a sum over tokens: it and its gradient do not depend on how
-tokens are packed, cut into micro-batches or laid over ranks, and a tree's equal those of its flattened trajectories
-exactly. Taking load_e from the packs at hand would make it depend on the packing, because the product of two sums does.
+where the constant load_e is the share of all choices that fell on expert e in the last whole pass over packs. (Choices
+have no gradient in any such loss.) The loss is a sum over tokens, so it and its gradient do not depend on packing,
+micro-batches or layout, and a tree's loss equals that of its flattened trajectories exactly. Taking load_e from the
+current packs would make the loss depend on the packing, because it would be a product of two sums.
 
-In reinforcement learning the log-prob pass over the step's packs comes first, so the load of the first update is that
-of the present weights. Before any pass the load is level, and a level load has no gradient: sum_e p_te is 1.
+In reinforcement learning, the log-prob pass over the step's packs comes first, so the first update uses the load of the
+current weights. Before any pass the load is level. A level load has no gradient, because sum_e p_te is 1.
 
-Router replay (arXiv 2510.11370): a token whose pack brings routes goes to those experts, the engine's, with the weights
-that this router's own softmax gives them, through which the gradient flows; load and loss count the choice that was
-made. Megatron's `RouterReplay` hands routes out first in, first out, but the packs of a cut tree come back in nested
-order; the context of a pack is found by its handle in any order, and in recomputation too.
+Router replay (arXiv 2510.11370): a token whose pack has routes goes to those experts, which the engine chose. Its
+weights come from this router's softmax, through which the gradient flows; load and loss count the engine's choice.
+Megatron's `RouterReplay` hands out routes first in, first out, but the packs of a cut tree return in nested order. Here
+the routes are part of the pack's context, which its handle finds in any order and in recomputation.
 """
 
 from collections.abc import Iterator, Sequence
@@ -37,67 +37,67 @@ from arpo_megatron.actor.linear import linear
 
 @dataclass(frozen=True, slots=True)
 class ExpertBalance:
-    """How evenly a pass used the experts, over logical tokens.
-
-    Attributes:
-        busiest: load of the busiest expert of any layer over the mean load; 1 is level, the count of experts the most.
-        loss: mean over layers of E * sum_e load_e * mean_t p_te, without coefficient; 1 is level.
-        replayed: share of tokens that went where the engine had sent them.
-        differing: share of their choices that this router would not have made; 0 where nothing is replayed.
-    """
+    """Balance of the experts in one pass, over the tokens of trajectories."""
 
     busiest: float
+    """Load of the busiest expert of any layer over the mean load; 1 is level, the number of experts is the maximum."""
     loss: float
+    """Mean over layers of E * sum_e load_e * mean_t p_te, without the coefficient; 1 is level."""
     replayed: float
+    """Share of tokens that went to the engine's experts."""
     differing: float
+    """Share of the replayed choices that this router would not have made; 0 if nothing is replayed."""
 
 
 class TreeTopKRouter(TopKRouter):  # type: ignore[misc]  # Megatron has no types
-    """Megatron's router with the choice of transformers' Qwen3-MoE and the loss above. No token is ever dropped.
+    """Megatron's router with the choice of transformers' Qwen3-MoE and the loss above. No token is ever dropped."""
 
-    Attributes:
-        load: float64[experts], share of all choices that fell on each expert in the last finished pass; in checkpoints.
-        logical_tokens: sum of the multiplicities of all packs of the present pass, on all ranks; see `begin_pass`.
-        choices: float64[experts], choices of the present pass on this rank so far.
-        scores: float64[experts], likewise sums of the softmax.
-        replay: float64[2], likewise tokens with given routes, and sums of the share of their choices that are others
-            than its own.
-    """
+    load: Tensor
+    """float64[experts], share of all choices per expert in the last finished pass; a buffer, saved in checkpoints."""
+    logical_tokens: float | None
+    """Sum of the multiplicities of all packs of this pass on all ranks; `begin_pass` sets it."""
+    choices: Tensor
+    """float64[experts], choices of this pass on this rank so far."""
+    scores: Tensor
+    """float64[experts], sums of the softmax of this pass on this rank so far."""
+    replay: Tensor
+    """float64[2], tokens with given routes so far, and the sum over them of the share of choices that differ."""
 
     def __init__(self, config: Any, pg_collection: Any = None) -> None:
         super().__init__(config=config, pg_collection=pg_collection)
         count = config.num_moe_experts
         device = torch.cuda.current_device()
         self.register_buffer("load", torch.full((count,), 1 / count, dtype=torch.float64, device=device))
-        self.logical_tokens: float | None = None
+        self.logical_tokens = None
         self.choices = torch.zeros(count, dtype=torch.float64, device=device)
         self.scores = torch.zeros_like(self.choices)
         self.replay = torch.zeros(2, dtype=torch.float64, device=device)
 
     def gating(self, hidden: Tensor) -> Tensor:
-        """[n, 1, hidden] -> logits [n, 1, experts] in the type of the model, as transformers and SGLang compute them.
+        """Return logits [n, 1, experts] of hidden states [n, 1, hidden], in the dtype of the model as in transformers
+        and SGLang.
 
-        Megatron's own names a function of Transformer Engine that is undefined without it.
+        Megatron's own method needs a function of Transformer Engine.
         """
         return linear(hidden, self.weight)
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Experts of every token and their weights.
+        """Choose the experts of every token, and their weights.
 
         Args:
             logits: [n, 1, experts] of this rank's tokens.
             padding_mask: unused; padding has multiplicity 0.
 
         Returns:
-            weights [n, experts], zero for experts not chosen, float32 (float64 for float64 logits); and which were
-            chosen, bool[n, experts].
+            Weights [n, experts], zero for experts that are not chosen, in float32 (float64 for float64 logits); and the
+            choice, bool[n, experts].
         """
         logits = logits.flatten(0, -2)
-        # float32 like transformers' and SGLang's; Megatron's own would round float64 to it too.
+        # float32 as in transformers and SGLang. Megatron's own softmax would round float64 to it.
         scores = logits.softmax(-1, dtype=torch.float64 if logits.dtype == torch.float64 else torch.float32)
         multiplicity = self._multiplicity(len(scores))
         given = self._given(len(scores))
-        # Among the given ones too the largest comes first: equal choices are then summed in equal order, bit for bit.
+        # Given experts are sorted by score too, so equal choices are summed in equal order, bit for bit.
         allowed = scores if given is None else scores.masked_fill(~_choosable(scores, given), -1.0)
         weights, experts = allowed.topk(self.topk, dim=-1)
         if given is not None and multiplicity is not None:
@@ -107,7 +107,7 @@ class TreeTopKRouter(TopKRouter):  # type: ignore[misc]  # Megatron has no types
         routing_map = torch.zeros_like(scores, dtype=torch.bool).scatter(1, experts, True)
         probabilities = torch.zeros_like(scores).scatter(1, experts, weights)
         if multiplicity is not None:
-            # Recomputation counts every token twice; shares do not change by it.
+            # Recomputation counts every token twice, which does not change the shares.
             self.choices += multiplicity @ routing_map.double()
             self.scores += multiplicity @ scores.detach().double()
         if self.config.moe_aux_loss_coeff and self.training and torch.is_grad_enabled():
@@ -116,15 +116,16 @@ class TreeTopKRouter(TopKRouter):  # type: ignore[misc]  # Megatron has no types
         return probabilities, routing_map
 
     def _multiplicity(self, tokens: int) -> Tensor | None:
-        """float64[tokens] of this rank."""
+        """Return the multiplicity of this rank's tokens, float64[tokens]."""
         context = PackContext.current  # set by the attention of the same layer
         return None if context is None else self._mine(context.multiplicity, tokens).double()
 
     def _given(self, tokens: int) -> Tensor | None:
-        """int64[tokens, k] of this rank and layer, rows of -1 without routes; None where the whole pack has none.
+        """Return the given experts of this rank and layer, int64[tokens, k], -1 without routes; None if the pack has
+        none.
 
         Raises:
-            ValueError: the routes are those of a model with other layers or another k.
+            ValueError: the routes are of a model with another number of layers or another k.
         """
         context = PackContext.current
         if context is None or context.routes is None:
@@ -137,7 +138,7 @@ class TreeTopKRouter(TopKRouter):  # type: ignore[misc]  # Megatron has no types
         return self._mine(context.routes, tokens)[:, self.layer_number - 1].long()
 
     def _mine(self, whole: Tensor, tokens: int) -> Tensor:
-        """What belongs to this rank's tokens; under sequence parallelism a slice of the pack's."""
+        """Return the rows of this rank's tokens; under sequence parallelism a slice of the pack's."""
         first = 0 if len(whole) == tokens else self.tp_group.rank() * tokens
         return whole[first : first + tokens]
 
@@ -156,11 +157,11 @@ class TreeTopKRouter(TopKRouter):  # type: ignore[misc]  # Megatron has no types
 
 
 def begin_pass(chunks: Sequence[nn.Module], logical_tokens: float) -> None:
-    """Before the packs of a minibatch run (forward, or forward and backward).
+    """Reset the counts before the packs of a minibatch run.
 
     Args:
         chunks: this rank's model.
-        logical_tokens: sum of the multiplicities over the packs of ALL ranks.
+        logical_tokens: sum of the multiplicities over the packs of all ranks.
     """
     for router in _routers(chunks):
         router.logical_tokens = logical_tokens
@@ -170,14 +171,15 @@ def begin_pass(chunks: Sequence[nn.Module], logical_tokens: float) -> None:
 
 
 def finish_pass(chunks: Sequence[nn.Module], *, keep_load: bool) -> ExpertBalance | None:
-    """After all packs of a pass have run on all ranks: its figures; None without experts or without counted tokens.
-
-    A collective of all ranks of a model with experts.
+    """Sum the counts after all packs of a pass have run; a collective of all ranks of a model with experts.
 
     Args:
         chunks: this rank's model.
-        keep_load: the next training pass is balanced by the load of this one. Not so for other weights or other
-            data than those that are trained.
+        keep_load: balance the next training pass by the load of this one. False for passes with other weights or data
+            than those that are trained.
+
+    Returns:
+        The balance of the pass; None without experts or without counted tokens.
     """
     routers = list(_routers(chunks))
     if not routers:
@@ -211,7 +213,7 @@ def finish_pass(chunks: Sequence[nn.Module], *, keep_load: bool) -> ExpertBalanc
 
 
 def _choosable(scores: Tensor, given: Tensor) -> Tensor:
-    """bool[tokens, experts]: the given experts of each token, all of them where it has none."""
+    """Return the given experts of each token as bool[tokens, experts]; all experts for a token without routes."""
     free = given[:, :1] < 0
     return torch.zeros_like(scores, dtype=torch.bool).scatter(1, given.clamp(min=0), True) | free
 

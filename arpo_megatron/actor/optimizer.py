@@ -1,4 +1,4 @@
-"""AdamW through Megatron's optimizer, whole or divided among data-parallel ranks, and its learning-rate schedule."""
+"""AdamW through Megatron's optimizer, optionally divided among data-parallel ranks, and its learning-rate schedule."""
 
 import gc
 import math
@@ -19,7 +19,12 @@ from arpo_megatron.config import OptimizerConfig
 
 
 def gradient_buffers(dtype: torch.dtype, *, distributed: bool) -> DistributedDataParallelConfig:
-    """How gradients are held, in float32, and reduced: summed on every rank, or only where it is owned."""
+    """Configure gradient buffers: accumulation in float32, reduction to all ranks or only to the owners.
+
+    Args:
+        dtype: dtype of the parameters.
+        distributed: each data-parallel rank owns a part of the gradient.
+    """
     return DistributedDataParallelConfig(
         grad_reduce_in_fp32=dtype == torch.bfloat16, use_distributed_optimizer=distributed
     )
@@ -28,15 +33,15 @@ def gradient_buffers(dtype: torch.dtype, *, distributed: bool) -> DistributedDat
 def build_optimizer(
     config: OptimizerConfig, wrapped_chunks: list[Any], dtype: torch.dtype, *, distributed: bool = False
 ) -> Any:
-    """Megatron's optimizer for model chunks in Megatron's DistributedDataParallel.
+    """Build Megatron's optimizer for model chunks in Megatron's DistributedDataParallel.
 
-    Norms and biases are not decayed. In bfloat16 the optimizer keeps float32 master weights.
+    Norms and biases have no weight decay. In bfloat16 the optimizer keeps float32 master weights.
 
     Args:
-        config: learning rate, decay, clipping. What offloading needs say config/validation.py and machine.py.
+        config: learning rate, decay, clipping and offloading.
         wrapped_chunks: made with `gradient_buffers` of the same `dtype` and `distributed`.
-        dtype: of the parameters.
-        distributed: moments and master weights are divided among the data-parallel ranks.
+        dtype: dtype of the parameters.
+        distributed: divide moments and master weights among the data-parallel ranks.
     """
     optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(
@@ -60,13 +65,13 @@ def build_optimizer(
         wrapped_chunks,
     )
     if config.offload:
-        gc.collect()  # the distributed optimizer makes the offloading one anew; the first one's copies are in cycles
+        gc.collect()  # the distributed optimizer replaces the offloading one, whose copies are in reference cycles
     complete_state(optimizer)
     return optimizer
 
 
 def optimizer_name(optimizer: Any) -> str:
-    """Whose Adam does the arithmetic, for the log: Transformer Engine's, apex's or torch's, and where its state is."""
+    """Name the Adam implementation (Transformer Engine, apex or torch) and the location of its state, for the log."""
     makers = {"transformer_engine": "Transformer Engine", "apex": "apex", "torch": "torch"}
     found = []
     for inner in inner_optimizers(optimizer):
@@ -79,15 +84,14 @@ def optimizer_name(optimizer: Any) -> str:
 
 
 def complete_state(optimizer: Any) -> None:
-    """Give every Adam its whole state before the first update, and torch's its fused kernel.
+    """Create the whole state of every Adam before the first update, and select torch's fused kernel.
 
-    With the state there from the beginning, a checkpoint has the same tensors before and after the first update, and
-    can be loaded in place.
+    A checkpoint then has the same tensors before and after the first update, and can be loaded in place.
     """
     for part in optimizer.chained_optimizers:
         inner = part.optimizer
         if isinstance(inner, HybridDeviceOptimizer):
-            # Its own `dummy_step` would be an update with a random gradient, and leave that one's moments behind.
+            # Its own `dummy_step` is an update with a random gradient, whose moments would stay.
             for each in inner.sub_optimizers:
                 _complete(each)
             inner._sync_sub_optimizers_state_to_hdo()
@@ -110,7 +114,10 @@ def _complete(inner: torch.optim.Optimizer) -> None:
 
 
 def build_scheduler(config: OptimizerConfig, optimizer: Any, total_updates: int) -> Any:
-    """Warm-up from 0, then constant, linear or cosine to `min_lr_ratio`; update k of n uses the rate at k/n."""
+    """Build the schedule: warm-up from 0, then constant, linear or cosine to `min_lr_ratio`.
+
+    Update k of n uses the rate at k/n.
+    """
     total = max(2, total_updates)
     return OptimizerParamScheduler(
         optimizer,
@@ -128,24 +135,24 @@ def build_scheduler(config: OptimizerConfig, optimizer: Any, total_updates: int)
 
 
 def gradient_norm(optimizer: Any) -> float:
-    """The global norm of the accumulated gradient; afterwards the optimizer is ready to clip and step."""
+    """Return the global norm of the accumulated gradient; the optimizer is then ready to clip and step."""
     optimizer.prepare_grads()
     return float(optimizer.get_grad_norm())
 
 
-def clipped_step(optimizer: Any, clip_grad: float, *, sound: bool = True) -> tuple[float, bool]:
-    """Clip by the global norm and step, unless something is not finite on any rank: then nothing changes.
+def clip_and_step(optimizer: Any, clip_grad: float, *, finite: bool = True) -> tuple[float, bool]:
+    """Clip by the global norm and step. If anything is not finite on any rank, change nothing.
 
     Args:
-        optimizer: with the gradient of a whole minibatch accumulated.
+        optimizer: has accumulated the gradient of a whole minibatch.
         clip_grad: largest norm.
-        sound: whether this rank's losses were finite.
+        finite: this rank's losses were finite.
 
     Returns:
-        the global gradient norm before clipping, and whether the step was taken; that is the same on all ranks.
+        The global gradient norm before clipping, and whether the step was taken; equal on all ranks.
     """
     norm = gradient_norm(optimizer)
-    if not everywhere(sound and math.isfinite(norm)):
+    if not all_ranks(finite and math.isfinite(norm)):
         return norm, False
     for part in optimizer.chained_optimizers:
         if parameters := part.get_parameters():
@@ -159,8 +166,8 @@ def clipped_step(optimizer: Any, clip_grad: float, *, sound: bool = True) -> tup
     return norm, True
 
 
-def everywhere(condition: bool) -> bool:
-    """Whether it holds on all ranks."""
+def all_ranks(condition: bool) -> bool:
+    """Return whether a condition holds on all ranks."""
     if dist.get_world_size() == 1:
         return condition
     flag = torch.tensor(int(condition), device=device())

@@ -1,7 +1,7 @@
-"""Process groups of the trainer: gloo on a CPU, nccl on CUDA, laid out by Megatron's parallel state.
+"""Process groups of the trainer: gloo on a CPU, NCCL on CUDA, with the groups of Megatron's parallel state.
 
-Ranks come from the environment that torchrun (or srun with the same variables) sets; without one, the process is
-a world of its own. Call `initialize` before anything of megatron is built.
+Ranks come from the environment variables of torchrun, which srun jobs set too. Without them the process is a world of
+one rank. Call `initialize` before building anything of Megatron.
 """
 
 import logging
@@ -17,28 +17,28 @@ from torch._C._distributed_c10d import HashStore
 from arpo_megatron.actor import cpu_platform
 from arpo_megatron.config import ParallelConfig
 from arpo_megatron.errors import UserError
-from arpo_megatron.hardware import malloc as freed_memory
+from arpo_megatron.hardware import malloc
 
 Object = TypeVar("Object")
 
-_LEADER = 0
+_RANK_ZERO = 0
 _groups: dict[str, Any] = {}
 
 
 def initialize(
     parallel: ParallelConfig, seed: int, *, timeout_s: float = 1800.0, idle_timeout_s: float = 86400.0
 ) -> None:
-    """Join the process group, install the CPU platform layer where needed and seed every generator.
+    """Join the process group, install the CPU platform layer if needed, and seed every random generator.
 
     Args:
-        parallel: the layout; its `world_size` must be the number of ranks started.
-        seed: equal on all ranks; tensor-parallel ranks get streams of their own from it.
+        parallel: the layout; its `world_size` must equal the number of started ranks.
+        seed: equal on all ranks; tensor-parallel ranks derive separate streams from it.
         timeout_s: deadline of one training collective in seconds.
-        idle_timeout_s: deadline of `broadcast_object` in seconds. Other ranks wait in it while the controller collects
-            trajectories, so it bounds the longest rollout.
+        idle_timeout_s: deadline of `broadcast_object` in seconds. The other ranks wait in it while the controller
+            collects trajectories, so it bounds the longest rollout.
 
     Raises:
-        UserError: the number of ranks is not `parallel.world_size`, or megatron-core is of an unchecked version.
+        UserError: the number of ranks is not `parallel.world_size`, or megatron-core has an unchecked version.
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if world_size != parallel.world_size:
@@ -47,32 +47,32 @@ def initialize(
             f"{parallel.data} need {parallel.world_size} trainer ranks, but {world_size} started: use torchrun "
             f"--nproc-per-node {parallel.world_size}"
         )
-    quiet()
+    silence_import_warnings()
     cpu_platform.install()
     from megatron.core import tensor_parallel
 
     torch.set_num_threads(_threads())
     if not torch.cuda.is_available():
-        freed_memory.keep()
+        malloc.keep()
     else:
         torch.cuda.set_device(device())
     dist.init_process_group(
         "nccl" if torch.cuda.is_available() else "gloo",
-        # A lone process needs no rendezvous, and so no port that another run may take.
+        # A single process needs no rendezvous and so no port, which another run could take.
         store=HashStore() if world_size == 1 else None,
         rank=rank(),
         world_size=world_size,
         timeout=timedelta(seconds=timeout_s),
     )
-    lay_out(parallel, timeout_s=timeout_s)
-    # Gloo on CUDA too: a rank that waits for the controller's next order must not spin on its GPU.
+    create_groups(parallel, timeout_s=timeout_s)
+    # Gloo on CUDA too: a rank that waits for the controller must not spin on its GPU.
     group("control", timeout_s=idle_timeout_s)
     torch.manual_seed(seed)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
 
-def lay_out(parallel: ParallelConfig, *, timeout_s: float = 1800.0) -> None:
-    """Megatron's groups over the ranks that have joined."""
+def create_groups(parallel: ParallelConfig, *, timeout_s: float = 1800.0) -> None:
+    """Create Megatron's groups over the ranks of the process group."""
     from megatron.core import parallel_state
 
     parallel_state.initialize_model_parallel(
@@ -87,7 +87,7 @@ def lay_out(parallel: ParallelConfig, *, timeout_s: float = 1800.0) -> None:
 
 
 def destroy() -> None:
-    """Leave all process groups; harmless without any."""
+    """Leave all process groups, if there are any."""
     if not dist.is_initialized():
         return
     from megatron.core import parallel_state
@@ -98,26 +98,26 @@ def destroy() -> None:
 
 
 def device() -> torch.device:
-    """The device of this rank's parameters."""
+    """Return the device of this rank's parameters."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
 
 def is_rank_zero() -> bool:
-    """Whether this is rank 0, which talks to the rollout service and to the engine."""
-    return rank() == _LEADER
+    """Return whether this is rank 0, which runs the controller."""
+    return rank() == _RANK_ZERO
 
 
 def rank() -> int:
-    """The number of this rank among all."""
+    """Return the index of this rank among all ranks."""
     return int(os.environ.get("RANK", "0"))
 
 
 def group(name: str, *, timeout_s: float = 86400.0) -> Any:
-    """A gloo group of all ranks by that name, made when it is first asked for (by all ranks); None for a lone process.
+    """Return the gloo group of all ranks with this name; None for a single process.
 
-    Two threads may talk at once if each has a group of its own.
+    All ranks must ask for it; the first request creates it. Threads can communicate concurrently on separate groups.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
@@ -127,17 +127,17 @@ def group(name: str, *, timeout_s: float = 86400.0) -> Any:
 
 
 def broadcast_object(obj: Object | None, name: str = "control") -> Object:
-    """The controller's (picklable) object, on every rank of `group(name)`; what other ranks pass in is ignored."""
+    """Return rank 0's (picklable) object on every rank of `group(name)`; other ranks' arguments are ignored."""
     members = group(name)
     if members is None:
         return obj  # type: ignore[return-value]  # a lone process is the controller, whose object is one
     box = [obj if is_rank_zero() else None]
-    dist.broadcast_object_list(box, src=_LEADER, group=members)
+    dist.broadcast_object_list(box, src=_RANK_ZERO, group=members)
     return box[0]  # type: ignore[return-value]  # the controller's by now
 
 
 def gather_objects(obj: Object, name: str = "control") -> list[Object]:
-    """Every rank's (picklable) object, in the order of ranks, on every rank of `group(name)`."""
+    """Return every rank's (picklable) object, in the order of ranks, on every rank of `group(name)`."""
     members = group(name)
     if members is None:
         return [obj]
@@ -147,12 +147,12 @@ def gather_objects(obj: Object, name: str = "control") -> list[Object]:
 
 
 def _threads() -> int:
-    """Cores of this machine over the ranks on it. torchrun's OMP_NUM_THREADS=1 is meant for GPU ranks."""
+    """Return the machine's cores per local rank. torchrun's default OMP_NUM_THREADS=1 is meant for GPU ranks."""
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
     return max(1, len(os.sched_getaffinity(0)) // local_ranks)
 
 
-def quiet() -> None:
-    """Silence what megatron says on import about packages that the project does without."""
+def silence_import_warnings() -> None:
+    """Silence warnings that Megatron prints on import about packages this project does not use."""
     warnings.filterwarnings("ignore", module=r"megatron\.core\..*")
     logging.getLogger("megatron.core").setLevel(logging.ERROR)

@@ -1,4 +1,4 @@
-"""The reference policy of a KL penalty: the first weights, kept on the host and swapped in for a log-prob pass."""
+"""The reference policy of a KL penalty: the first weights, kept in host memory and swapped in for a log-prob pass."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 
 class ReferencePolicy:
-    """A copy of this rank's parameters in host memory (pinned with CUDA), as large as they are.
+    """A copy of this rank's parameters in host memory (pinned with CUDA).
 
     Args:
-        chunks: this rank's part of the model; their present weights become the reference.
+        chunks: this rank's part of the model; their current weights become the reference.
     """
 
     @torch.no_grad()
@@ -20,8 +20,8 @@ class ReferencePolicy:
         self._weights = [_on_host(parameter) for parameter in self._parameters]
 
     @contextmanager
-    def swapped_in(self) -> Iterator[None]:
-        """Inside, the model computes with the reference's weights; afterwards with its own, bit for bit."""
+    def swap_in(self) -> Iterator[None]:
+        """Let the model compute with the reference weights inside the context; restore its own bit for bit."""
         own = [_on_host(parameter) for parameter in self._parameters]
         try:
             self._fill(self._weights)

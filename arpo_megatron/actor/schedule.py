@@ -1,8 +1,8 @@
-"""In which order packs go forward and backward through the model.
+"""The order of forward and backward passes over packs.
 
-Without a pipeline the order is nested: a pack waits with its backward pass for the packs that inherit keys and values
-from it, and so the activations of one path of packs live at a time. A pipeline needs Megatron's own order, first in
-first out; its packs do not inherit.
+Without a pipeline the order is nested: a pack's backward pass waits for the packs that inherit keys and values from it,
+so only the activations of one path of packs are alive at a time. A pipeline uses Megatron's first-in-first-out order;
+its packs do not inherit.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,17 +18,17 @@ from torch import Tensor
 from arpo_megatron.actor.microbatch import MicroBatch, MicroBatches
 
 Finish = Callable[[MicroBatch, tuple[Tensor, Tensor]], tuple[Tensor | None, Any]]
-"""A micro-batch and the model's output -> the loss (None: forward only) and what is to be kept."""
+"""A function from a micro-batch and the model output to the loss (None in a forward-only pass) and a value to keep."""
 
 
 def nested_order(uses: Sequence[tuple[int, int]]) -> Iterator[tuple[str, int]]:
-    """Forward and backward passes of packs that inherit from each other: ("forward" | "backward", pack).
+    """Yield the passes of packs that inherit from each other, as ("forward" or "backward", pack).
 
-    A pack's backward pass comes after those of all that inherit from it, whose gradients it needs, and as soon as
-    possible, because its activations live until then.
+    A pack's backward pass follows those of all packs that inherit from it, because it needs their gradients. It comes
+    as early as possible, because the pack's activations live until then.
 
     Args:
-        uses: each pack, in order, and the last one that inherits from it (itself where none does).
+        uses: each pack in order, and the last pack that inherits from it (itself if none does).
     """
     waiting: list[tuple[int, int]] = []
     for index, last_use in uses:
@@ -49,18 +49,18 @@ def run_nested(
     temperature: float,
     forward_only: bool,
 ) -> list[Any]:
-    """All passes of one rank; gradients are summed over data-parallel ranks at the end.
+    """Run all packs of a rank without a pipeline, in nested order.
 
     Args:
         model: the chunk, in Megatron's DistributedDataParallel.
-        batches: of the pass; a pack is done with after its backward pass.
+        batches: micro-batches of the pass; each is released after its backward pass.
         uses: as in `nested_order`.
-        finish: makes the loss.
-        temperature: of the sampling distribution.
-        forward_only: no backward passes.
+        finish: computes the loss.
+        temperature: divides the logits.
+        forward_only: make no backward passes.
 
     Returns:
-        what `finish` keeps of each pack, in order.
+        The kept value of each pack, in order.
     """
     kept: list[Any] = []
     if forward_only:
@@ -70,7 +70,7 @@ def run_nested(
             for over in [earlier for earlier, last_use in uses if last_use == index]:
                 batches.done(over)
         return kept
-    losses: list[Tensor] = []  # of the packs that wait, the last to come the first to go
+    losses: list[Tensor] = []  # a stack: losses of packs that wait for their backward pass
     left = len(uses)
     with ExitStack() as unsynchronised:
         unsynchronised.enter_context(model.no_sync())
@@ -100,7 +100,8 @@ def run_pipeline(
     temperature: float,
     forward_only: bool,
 ) -> list[Any]:
-    """Megatron's pipeline schedules; as `run_nested`, but only the last stage gets what `finish` keeps."""
+    """Run all packs with Megatron's pipeline schedules; like `run_nested`, but only the last stage gets the kept
+    values."""
 
     def forward_step(iterator: Iterator[MicroBatch], model: Any) -> tuple[Any, Any]:
         batch = next(iterator)
@@ -108,9 +109,9 @@ def run_pipeline(
 
     def finished(batch: MicroBatch, output: Any) -> tuple[Tensor, Tensor, Any]:
         loss, keep = finish(batch, output)
-        if loss is None:  # Megatron asks the loss for its device, with experts, and forward only too
+        if loss is None:  # with experts Megatron reads the loss's device, in forward-only passes too
             loss = torch.zeros((), device=batch.targets.device)
-        # The count of tokens that the schedule wants is not used: credits are normalised over the minibatch.
+        # The schedule's token count is not used: credits are normalised over the minibatch.
         return loss, torch.ones((), dtype=torch.int32, device=batch.targets.device), keep
 
     iterators = [map(make, indices) for _ in chunks]
@@ -119,7 +120,7 @@ def run_pipeline(
         data_iterator=iterators if len(chunks) > 1 else iterators[0],
         model=list(chunks) if len(chunks) > 1 else chunks[0],
         num_microbatches=len(indices),
-        seq_length=1,  # the stages tell each other the shapes
+        seq_length=1,  # ignored: the stages send each other the shapes
         micro_batch_size=1,
         forward_only=forward_only,
     )

@@ -1,25 +1,25 @@
-"""Transformer Engine's layers around tree attention, and what Megatron must be told to use them: bfloat16 on CUDA, FP8.
+"""Transformer Engine's layers around tree attention, for bfloat16 on CUDA and FP8.
 
-Megatron's own spec of TE layers is taken as it is; only the core attention (and a mixture's router) is ours. Its linear
-layers hold the norm before them (`linear_qkv.layer_norm_weight`), and all experts of a rank are one grouped product.
+Megatron's spec of TE layers is used unchanged except for the core attention and a mixture's router. Its linear layers
+include the norm before them (`linear_qkv.layer_norm_weight`), and all experts of a rank are one grouped product.
 
-float32 on CUDA stays with Megatron's own layers: TE's float32 products are TF32, 10 bits of mantissa, while the point
-of float32 here is to compare numbers.
+float32 on CUDA uses Megatron's own layers. TE computes float32 products in TF32 with 10 bits of mantissa; float32 here
+serves to compare numbers.
 
-Flat packs, too, go through FlexAttention: TE's fused attention would need the keys of inherited ancestors as sequences
-of their own and another kernel for old log-probs and training where a minibatch mixes trees and sequences.
+Flat packs use FlexAttention too. TE's fused attention would need the keys of inherited ancestors as separate sequences,
+and a minibatch of trees and sequences would use different kernels for old log-probs and for training.
 
-Which of Megatron's fusions are on, with TE 2.11 and megatron-core 0.16.1:
+Megatron's fusions, with TE 2.11 and megatron-core 0.16.1:
 
     apply_rope_fusion               on: one kernel, cosines in float32 (Megatron's own rounds them to bfloat16). It
-                                    takes a row of angles a token: any positions will do, depths in a tree too.
-    bias_activation_fusion          on: SwiGLU in one kernel that keeps its input alone for the backward pass.
-    moe_grouped_gemm                on: one call for all experts of a rank instead of one each.
+                                    takes one row of angles per token, so depths in a tree are possible positions.
+    bias_activation_fusion          on: SwiGLU in one kernel that keeps only its input for the backward pass.
+    moe_grouped_gemm                on: one call for all experts of a rank.
     gradient_accumulation_fusion    off: Megatron refuses to build the output head with it unless apex is installed.
-    bias_dropout_fusion             off: there are no such biases and no dropout; what is left is one addition.
+    bias_dropout_fusion             off: the model has no such biases and no dropout.
     masked_softmax_fusion           off: it belongs to the core attention that is replaced.
-    persist_layer_norm              off: apex's norms; TE has its own.
-    moe_permute_fusion              off: not measured here yet.
+    persist_layer_norm              off: it selects apex's norms; TE has its own.
+    moe_permute_fusion              off: not measured yet.
 """
 
 import importlib.util
@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 
 _RECIPES: dict[str, dict[str, Any]] = {
     "none": {},
-    # The amaxima are exchanged within tensor- and context-parallel groups only: data-parallel ranks run different
-    # numbers of packs, and an exchange among them after every pass would wait for ever.
+    # Amaxima are exchanged within tensor- and context-parallel groups only: data-parallel ranks run different numbers
+    # of packs, so an exchange among them after every pass would deadlock.
     "delayed": {
         "fp8": "hybrid",
         "fp8_recipe": "delayed",
@@ -57,23 +57,20 @@ _RECIPES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Fp8:
-    """Number format of the matrix products.
-
-    Attributes:
-        recipe: how tensors are scaled.
-        bf16_edge_layers: layers at either end that stay in bfloat16.
-    """
+    """Number format of the matrix products."""
 
     recipe: "Fp8Recipe" = "none"
+    """How tensors are scaled."""
     bf16_edge_layers: int = 0
+    """Number of layers at either end that stay in bfloat16."""
 
     @classmethod
     def of(cls, model: "ModelConfig") -> "Fp8":
-        """As the job says."""
+        """Return the job's format."""
         return cls(model.fp8, model.bf16_edge_layers)
 
     def fields(self) -> dict[str, Any]:
-        """Fields of TransformerConfig."""
+        """Return the fields of TransformerConfig."""
         edges = self.bf16_edge_layers
         return _RECIPES[self.recipe] | (
             {
@@ -90,7 +87,7 @@ NO_FP8 = Fp8()
 
 
 def uses_transformer_engine(dtype: torch.dtype) -> bool:
-    """Whether a model of this type is made of TE's layers on this machine."""
+    """Return whether a model of this dtype uses TE's layers on this machine."""
     return (
         dtype == torch.bfloat16
         and torch.cuda.is_available()
@@ -99,10 +96,10 @@ def uses_transformer_engine(dtype: torch.dtype) -> bool:
 
 
 def te_fields(dtype: torch.dtype, fp8: Fp8, *, experts: bool) -> dict[str, Any]:
-    """Fields of TransformerConfig that TE's layers want; none without them.
+    """Return the fields of TransformerConfig that TE's layers need; none if the model does not use TE.
 
     Raises:
-        UserError: FP8 without TE's layers.
+        UserError: FP8 is requested and the model does not use TE.
     """
     if not uses_transformer_engine(dtype):
         if fp8 != NO_FP8:
@@ -117,7 +114,7 @@ def te_fields(dtype: torch.dtype, fp8: Fp8, *, experts: bool) -> dict[str, Any]:
 
 
 def te_layer(config: TransformerConfig) -> ModuleSpec:
-    """A layer of TE modules around tree attention; the config's fields come from `te_fields`."""
+    """Return the spec of a layer of TE modules around tree attention."""
     layer: ModuleSpec = get_gpt_layer_with_transformer_engine_spec(
         num_experts=config.num_moe_experts,
         moe_grouped_gemm=config.moe_grouped_gemm,
@@ -130,7 +127,7 @@ def te_layer(config: TransformerConfig) -> ModuleSpec:
 
 
 def te_norm() -> Any:
-    """The norm behind the last layer."""
+    """Return the class of the norm after the last layer."""
     from megatron.core.extensions.transformer_engine import TENorm
 
     return TENorm

@@ -29,40 +29,37 @@ from arpo_megatron.actor import optimizer_state, parallel
 _COMMON_FILE = "common.pt"
 _METADATA_FILES = (".metadata", "metadata.json", _COMMON_FILE)
 _FORM = {"non_homogeneous_layers": True}
-"""Layers are saved one by one under their number in the whole model, whichever stage and chunk holds them."""
+"""Save layers one by one under their number in the whole model, regardless of pipeline stage and chunk."""
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """This rank's part of a state at one moment, in host memory.
-
-    Attributes:
-        directory: where it goes; exists and is empty.
-        plan: what this rank writes.
-        planner: resolves the plan to tensors.
-        writer: torch's, of this directory.
-        metadata: of all ranks' parts; on the controller.
-        common: what is not sharded; on the controller.
-    """
+    """This rank's part of the training state at one moment, in host memory."""
 
     directory: Path
+    """Destination; exists and is empty."""
     plan: Any
+    """What this rank writes."""
     planner: MCoreSavePlanner
+    """Resolves the plan to tensors."""
     writer: FileSystemWriter
+    """Writer of torch.distributed.checkpoint for the directory."""
     metadata: Any
+    """Description of all ranks' parts; on rank 0 only."""
     common: dict[str, Any]
+    """State that is not sharded; on rank 0 only."""
 
     def write(self) -> tuple[Any, list[Path]]:
         """Write this rank's part, in any thread.
 
         Returns:
-            what the controller's `finish` needs of every rank, and the files written.
+            This rank's entry for `finish`, and the files written.
         """
         written = self.writer.write_data(self.plan, self.planner).value()
         return written, sorted({self.directory / each.storage_data.relative_path for each in written})
 
     def finish(self, written: list[Any]) -> list[Path]:
-        """The files that join all ranks' parts; rank 0 alone calls it, with what each rank's `write` returned."""
+        """Write the files that join all ranks' parts and return them; only rank 0 calls it, with every rank's entry."""
         self.writer.finish(self.metadata, written)
         save_config(CheckpointingConfig("torch_dist", 1), str(self.directory))
         torch.save(self.common, self.directory / _COMMON_FILE)
@@ -70,28 +67,28 @@ class Snapshot:
 
 
 def snapshot(directory: Path, chunks: list[Any], optimizer: Any, scheduler: Any) -> Snapshot:
-    """Copy the state as it is now to host memory; a call of all ranks.
+    """Copy the current state to host memory; all ranks call it.
 
     Args:
-        directory: where `Snapshot.write` will write; it exists and is empty.
+        directory: destination of `Snapshot.write`; it exists and is empty.
         chunks: the model chunks of this rank (several under a virtual pipeline).
-        optimizer: of those chunks.
-        scheduler: of that optimizer.
+        optimizer: the optimizer of those chunks.
+        scheduler: the schedule of that optimizer.
     """
     template, _ = _template(chunks, optimizer, scheduler, with_rng=True)
     sharded, common = save_preprocess(template)
     by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
-    copies = {key: [_copied(base) for base in bases] for key, bases in by_key.items()}
+    copies = {key: [_copy_to_host(base) for base in bases] for key, bases in by_key.items()}
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     writer = FileSystemWriter(directory, single_file_per_rank=True, per_thread_copy_ahead=0)
     planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
-    leader = parallel.is_rank_zero()
-    planner.set_up_planner(mcore_to_pyt_state_dict(copies, False), writer.storage_meta(), leader)
-    writer.set_up_storage_writer(leader)
+    is_zero = parallel.is_rank_zero()
+    planner.set_up_planner(mcore_to_pyt_state_dict(copies, False), writer.storage_meta(), is_zero)
+    writer.set_up_storage_writer(is_zero)
     plans = parallel.gather_objects(writer.prepare_local_plan(planner.create_local_plan()))
     metadata = None
-    if leader:
+    if is_zero:
         plans, metadata = planner.create_global_plan(plans)
         plans = writer.prepare_global_plan(plans)
     mine = parallel.broadcast_object(plans)[dist.get_rank()]
@@ -99,10 +96,10 @@ def snapshot(directory: Path, chunks: list[Any], optimizer: Any, scheduler: Any)
 
 
 def load_training_state(directory: Path, chunks: list[Any], optimizer: Any, scheduler: Any) -> None:
-    """Continue from a state saved in any layout, with or without the distributed optimizer.
+    """Load a state saved in any layout, with or without the distributed optimizer.
 
-    Generators are restored only in the layout that they were saved in. Hyper-parameters stay those of `optimizer` and
-    `scheduler`: a resumed run follows its configuration.
+    Random generators are restored only in the layout that they were saved in. Hyper-parameters stay those of
+    `optimizer` and `scheduler`: a resumed run follows its config.
     """
     common = dist_checkpointing.load_common_state_dict(str(directory))
     same_layout = common["layout"] == _layout()
@@ -113,8 +110,8 @@ def load_training_state(directory: Path, chunks: list[Any], optimizer: Any, sche
     with torch.no_grad():
         for label, tensor in own.items():
             tensor.copy_(state["moments"][label].view(tensor.shape))
-    optimizer_state.set_steps(optimizer, state["adam_steps"])
-    optimizer_state.settle(optimizer)
+    optimizer_state.set_adam_steps(optimizer, state["adam_steps"])
+    optimizer_state.sync_offloaded_state(optimizer)
     scheduler.num_steps = 0
     scheduler.step(state["updates"])
     if same_layout:
@@ -124,14 +121,14 @@ def load_training_state(directory: Path, chunks: list[Any], optimizer: Any, sche
 def _template(
     chunks: list[Any], optimizer: Any, scheduler: Any, *, with_rng: bool
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """What is saved, and the optimizer's tensors that "moments" is loaded into."""
+    """Return the state to save or load, and the optimizer tensors that its "moments" are copied into."""
     weights = {f"chunk{index}": chunk.sharded_state_dict(metadata=dict(_FORM)) for index, chunk in enumerate(chunks)}
     every = {f"{name}.{key}": base for name, part in weights.items() for key, base in part.items()}
-    moments, own = optimizer_state.template(optimizer, every)
+    moments, own = optimizer_state.state_template(optimizer, every)
     state = {
         **weights,
         "moments": moments,
-        "adam_steps": optimizer_state.steps(optimizer),
+        "adam_steps": optimizer_state.adam_steps(optimizer),
         "updates": int(scheduler.num_steps),
         "layout": _layout(),
     }
@@ -140,11 +137,11 @@ def _template(
     return state, own
 
 
-def _copied(base: Any) -> Any:
+def _copy_to_host(base: Any) -> Any:
     if not isinstance(base, ShardedTensor):
         return base  # an object: it is serialized below, in memory
-    held = torch.empty(base.data.shape, dtype=base.data.dtype, pin_memory=base.data.is_cuda)
-    return replace(base, data=held.copy_(base.data.detach(), non_blocking=True))
+    copied = torch.empty(base.data.shape, dtype=base.data.dtype, pin_memory=base.data.is_cuda)
+    return replace(base, data=copied.copy_(base.data.detach(), non_blocking=True))
 
 
 def _layout() -> dict[str, int]:

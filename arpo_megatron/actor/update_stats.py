@@ -1,4 +1,4 @@
-"""What an update says about itself: sums that packs and ranks add up, and the figures made of them."""
+"""Statistics of an update: sums that packs and ranks add up, and the metrics computed from them."""
 
 from dataclasses import dataclass
 from typing import Any, Self
@@ -9,7 +9,7 @@ from torch import Tensor
 
 HISTOGRAM_BINS = 65
 HISTOGRAM_BOUND = 4.0625
-"""Log-ratios are counted in equal bins between -bound and bound nats; what lies outside counts in the last ones."""
+"""Log-ratios are counted in equal bins between -bound and bound nats; values outside count in the last bins."""
 
 _SUMS = (
     "loss",
@@ -29,19 +29,16 @@ _SUMS = (
 
 @dataclass(frozen=True, slots=True)
 class PolicyStats:
-    """Of one pack.
-
-    Attributes:
-        sums: float64[sums + bins], what adds up over packs: `_SUMS`, then the histogram of log-ratios.
-        ratio_max: float64[], the largest ratio, 0 without tokens.
-    """
+    """Statistics of one pack."""
 
     sums: Tensor
+    """float64[sums + bins], additive over packs: `_SUMS`, then the histogram of log-ratios."""
     ratio_max: Tensor
+    """float64[], the largest ratio; 0 without tokens."""
 
     @classmethod
     def of(cls, *, ratio: Tensor, log_ratio: Tensor, entropies: Tensor, **sums: Tensor | None) -> Self:
-        """From token values and sums; a sum that is not given is 0."""
+        """Collect token values and sums; a missing sum is 0."""
         values = {
             "tokens": torch.tensor(ratio.numel()),
             "ratio": ratio.detach().sum(),
@@ -59,7 +56,7 @@ class PolicyStats:
         return cls(torch.cat([torch.stack(row), histogram]), largest)
 
     def row(self) -> Tensor:
-        """float64[WIDTH]: the sums, then the maximum."""
+        """Return float64[WIDTH]: the sums, then the maximum."""
         return torch.cat([self.sums, self.ratio_max[None]])
 
 
@@ -72,68 +69,65 @@ def _zero(like: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class UpdateStats:
-    """One optimizer update. Means are over target tokens, a shared token counted once.
-
-    Attributes:
-        loss: of the whole minibatch.
-        loss_policy: its policy (or supervised) part.
-        loss_kl: its penalty for leaving the reference policy.
-        loss_entropy: what the entropy bonus took off it.
-        grad_norm: global norm before clipping.
-        lr: learning rate of this update.
-        clip_low_share: share of tokens whose negative gradient was clipped away below, in [0, 1].
-        clip_high_share: likewise of the positive one above.
-        clip_dual_share: likewise of the negative one above (dual clip).
-        ratio_max: largest ratio of new to old probability.
-        ratio_mean: its mean.
-        ratio_p01: its quantiles, to a bin of the histogram (0.125 nats).
-        ratio_p50: likewise.
-        ratio_p99: likewise.
-        entropy_mean: of the policy before the update, in nats.
-        kl_old: k3 estimate of KL(old || new), mean, in nats.
-        kl_reference: k3 estimate of KL(new || reference), mean, in nats.
-        tokens: target tokens.
-        skipped: loss or gradient was not finite, so weights and optimizer state are unchanged (the schedule goes on).
-        masked_share: share of the minibatch's weighted advantages, by size, that masks of the loss have left out
-            (`ipa`, `hispo`, `clip_cov`); None where the loss has none.
-        weights_limited: share of trajectories whose importance weight met `algorithm.trajectory_weight_limit`, in
-            [0, 1]; None without one.
-        expert_busiest: load of the busiest expert of any layer over the mean, a shared token counted as often as it is
-            shared; None without experts.
-        expert_loss: what the router's balancing loss is without its coefficient, mean over layers; 1 is level.
-        routes_replayed: share of tokens that went where the engine had sent them, in [0, 1]; None without experts.
-        routes_differing: share of their experts that the trainer's routers would not have chosen; None likewise.
-    """
+    """Statistics of one optimizer update. Means are over target tokens; a shared token counts once."""
 
     loss: float
+    """Loss of the whole minibatch."""
     loss_policy: float
+    """Policy (or supervised) part of the loss."""
     loss_kl: float
+    """KL penalty in the loss."""
     loss_entropy: float
+    """Entropy bonus subtracted from the loss."""
     grad_norm: float
+    """Global gradient norm before clipping."""
     lr: float
+    """Learning rate of this update."""
     clip_low_share: float
+    """Share of tokens whose negative gradient was clipped below, in [0, 1]."""
     clip_high_share: float
+    """Share of tokens whose positive gradient was clipped above, in [0, 1]."""
     clip_dual_share: float
+    """Share of tokens whose negative gradient was clipped above (dual clip), in [0, 1]."""
     ratio_max: float
+    """Largest ratio of new to old probability."""
     ratio_mean: float
+    """Mean ratio."""
     ratio_p01: float
+    """1 % quantile of the ratio, to one bin of the histogram (0.125 nats)."""
     ratio_p50: float
+    """Median ratio, to one bin of the histogram."""
     ratio_p99: float
+    """99 % quantile of the ratio, to one bin of the histogram."""
     entropy_mean: float
+    """Mean entropy of the policy before the update, in nats."""
     kl_old: float
+    """Mean k3 estimate of KL(old || new), in nats."""
     kl_reference: float
+    """Mean k3 estimate of KL(new || reference), in nats."""
     tokens: int
+    """Number of target tokens."""
     skipped: bool
+    """Loss or gradient was not finite, so weights and optimizer state are unchanged; the schedule advances."""
     masked_share: float | None = None
+    """Share of the minibatch's weighted advantages, by absolute value, that the loss masked (`ipa`, `hispo`,
+    `clip_cov`); None for losses without a mask."""
     weights_limited: float | None = None
+    """Share of trajectories whose importance weight reached `algorithm.trajectory_weight_limit`, in [0, 1]; None
+    without a limit."""
     expert_busiest: float | None = None
+    """Load of the busiest expert of any layer over the mean load, over tokens of trajectories; None without experts."""
     expert_loss: float | None = None
+    """Mean over layers of the router's balancing loss without its coefficient; 1 is level. None without experts."""
     routes_replayed: float | None = None
+    """Share of tokens that went to the engine's experts, in [0, 1]; None without experts."""
     routes_differing: float | None = None
+    """Share of the replayed experts that the trainer's routers would not have chosen; None without experts."""
 
     @classmethod
     def of(cls, sums: Tensor, ratio_max: Tensor, **measured: Any) -> Self:
-        """From the sums and the maximum over all packs; `measured` is what follows from neither."""
+        """Compute the statistics from the sums and the maximum over all packs; `measured` has the fields that follow
+        from neither."""
         values = dict(zip(_SUMS, sums[: len(_SUMS)].tolist(), strict=True))
         histogram = sums[len(_SUMS) :].cpu().numpy()
         count = max(1.0, values["tokens"])
@@ -159,7 +153,7 @@ class UpdateStats:
 
 
 def ratio_quantile(histogram: np.ndarray[Any, Any], share: float) -> float:
-    """The ratio below which `share` of the tokens lie: the middle of its bin; 1 without tokens."""
+    """Return the middle of the bin below which `share` of the ratios lie; 1 without tokens."""
     total = histogram.sum()
     if not total:
         return 1.0

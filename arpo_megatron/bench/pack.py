@@ -27,7 +27,7 @@ from arpo_megatron.models.spec import ModelSpec
 from arpo_megatron.packing.balance import PAIR_SLOWNESS, CostModel
 from arpo_megatron.packing.flops import forward_flops
 from arpo_megatron.packing.layout import TreePack
-from arpo_megatron.packing.packs import pack_trees, rank_costs, report
+from arpo_megatron.packing.packs import pack_trees, rank_costs, report_packs
 from arpo_megatron.plan.synthetic_trees import MIXES, flattened
 from arpo_megatron.tree import RolloutTree
 
@@ -114,7 +114,7 @@ def _measure(actor: Actor, name: str, repeats: int, progress: bool) -> dict[str,
     tree_s, flat_s = (median(seconds[kind][1:]) for kind in ("tree", "flat"))
     tokens = {kind: sum(len(pack) for pack in packs[kind]) for kind in packs}
     pairs = {kind: sum(pack.attention_pairs for pack in packs[kind]) for kind in packs}
-    made = report(packs["tree"], trees)
+    made = report_packs(packs["tree"], trees)
     return {
         "tree_s": tree_s,
         "flat_s": flat_s,
@@ -141,7 +141,7 @@ def _repeated_share(trees: list[RolloutTree]) -> float:
     """Of a layout whose cuts repeat ancestors, at the budget that its config allows at least."""
     budget = max(TOKEN_BUDGET, *(len(tree.path_tokens(leaf)) for tree in trees for leaf in tree.leaves()))
     packs = pack_trees(trees, supervised_credit(trees), token_budget=budget, inherit=False)
-    made = report(packs, trees)
+    made = report_packs(packs, trees)
     return made.repeated / made.computed
 
 
@@ -175,7 +175,7 @@ def _balance(name: str) -> dict[str, float]:
     largest = max(rank_costs(whole, TREES, cost))
     fewest = max(RANKS, -(-sum(tree.unique_tokens for tree in trees) // TOKEN_BUDGET))
     return {
-        "imbalance": report(packs, trees, ranks=RANKS, cost=cost).imbalance,
+        "imbalance": report_packs(packs, trees, ranks=RANKS, cost=cost).imbalance,
         "slowest_rank_over_lower_bound": max(ranks) / max(sum(ranks) / RANKS, largest) - 1,
         "packs_over_lower_bound": len(packs) / fewest - 1,
     }

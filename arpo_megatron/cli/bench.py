@@ -38,9 +38,9 @@ def pack(
 ) -> None:
     """Compare a training step on trees with one on the same trajectories flattened."""
     os.environ.update(CPU_ENVIRONMENT)
-    from arpo_megatron.actor.parallel import quiet
+    from arpo_megatron.actor.parallel import silence_import_warnings
 
-    quiet()
+    silence_import_warnings()
     from arpo_megatron.bench.pack import bench_pack
 
     names = [m.value for m in (mix or MixName)]

@@ -93,6 +93,6 @@ def _prepare() -> None:
 
 
 def _quiet() -> None:
-    from arpo_megatron.actor.parallel import quiet
+    from arpo_megatron.actor.parallel import silence_import_warnings
 
-    quiet()
+    silence_import_warnings()

@@ -1,4 +1,5 @@
-"""Whether a Hugging Face directory has the tensors of its architecture: names, shapes and types, from headers alone."""
+"""Check that a Hugging Face directory has the tensors of its architecture: names, shapes and dtypes, from headers
+only."""
 
 from arpo_megatron.errors import UserError
 from arpo_megatron.models.mapping import hf_shapes
@@ -7,10 +8,10 @@ from arpo_megatron.models.spec import ModelSpec
 
 
 def check_tensors(files: TensorFiles, spec: ModelSpec) -> None:
-    """Look at all names and shapes, without reading a tensor.
+    """Check all names and shapes without reading a tensor.
 
     Raises:
-        UserError: a tensor is missing, of another shape or type, or unknown to the family; files are damaged.
+        UserError: a tensor is missing, has another shape or dtype or is unknown to the family, or files are damaged.
     """
     tensors = hf_shapes(spec)
     if unknown := sorted(files.names.keys() - tensors.keys() - _ignored(spec)):
@@ -22,6 +23,6 @@ def check_tensors(files: TensorFiles, spec: ModelSpec) -> None:
 
 
 def _ignored(spec: ModelSpec) -> set[str]:
-    """Tensors that may be there and say nothing: the copy of a tied head, frequencies that older checkpoints store."""
+    """Tensors that may exist and are ignored: the copy of a tied head, and frequencies in older checkpoints."""
     frequencies = {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in range(spec.layers)}
     return frequencies | ({"lm_head.weight"} if spec.tied else set())

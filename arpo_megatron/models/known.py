@@ -1,6 +1,6 @@
-"""Sizes of the models that recipes train, so that a job can be planned before its weights are fetched.
+"""Sizes of the models that recipes train, so that a job can be planned before its weights are downloaded.
 
-From the config.json of each Hugging Face repository; tests build each one on the meta device and count.
+They come from the config.json of each Hugging Face repository; tests build each model on the meta device and compare.
 """
 
 from collections.abc import Mapping
@@ -70,17 +70,17 @@ KNOWN_MODELS: Mapping[str, ModelSpec] = {
         experts=MoESpec(count=128, top_k=8, normalise=True, balance_coefficient=0.001),
     ),
 }
-"""By Hugging Face id."""
+"""Specs by Hugging Face id."""
 
 
 _SIZES = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocabulary", "tied", "qkv_bias", "qk_norm")
 
 
 def load_spec(model: ModelConfig) -> ModelSpec:
-    """Of the model that a job trains: read from its files where they are there, else known by name.
+    """Return the spec of a job's model: from its files if they exist, else from `KNOWN_MODELS`.
 
     Raises:
-        UserError: the files cannot be read, or there are none and the name is not known.
+        UserError: the files cannot be read, or there are none and the model is not in `KNOWN_MODELS`.
     """
     if model.path is not None and (model.path / "config.json").is_file():
         spec = ModelSpec.from_hf(model.path)
@@ -96,7 +96,7 @@ def load_spec(model: ModelConfig) -> ModelSpec:
 
 
 def check_is_known(spec: ModelSpec, hub_id: str | None, path: Path) -> None:
-    """Raises UserError where the files at `path` are of other sizes than the model `hub_id` has."""
+    """Raise UserError if the files at `path` have other sizes than the model `hub_id`."""
     known = KNOWN_MODELS.get(hub_id or "")
     if known is None:
         return
@@ -109,7 +109,7 @@ def check_is_known(spec: ModelSpec, hub_id: str | None, path: Path) -> None:
 
 
 def _made(model: ModelConfig) -> ModelSpec:
-    """As preparation.py makes it; its vocabulary may turn out smaller."""
+    """Return the spec of the model that `jobs/inputs.py` makes; its vocabulary may turn out smaller."""
     return ModelSpec(
         family="qwen3",
         layers=model.layers,

@@ -1,9 +1,9 @@
-"""Which Hugging Face tensors make up which Megatron parameter, and how tensor parallelism divides them.
+"""The table of Hugging Face tensors in each Megatron parameter, and how tensor parallelism divides them.
 
-`FAMILIES` is the whole truth: one row a parameter. Loading, exporting and pushing read it in one direction or the
-other. Megatron fuses query, key and value into one matrix, interleaved by query group (the queries of a group, then
-its key, then its value), and gate and up projection into another; each rank holds its own piece of every part.
-Layers and experts are numbered as in the whole model here; `held.py` knows which of them a rank has.
+`FAMILIES` has one row per parameter; loading, exporting and pushing read it in either direction. Megatron fuses query,
+key and value into one matrix, interleaved by query group (the queries of a group, then its key, then its value), and
+gate and up projection into another. Each rank holds its piece of every part. Layers and experts have the numbers of the
+whole model here; `weights/shards.py` knows which of them a rank has.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,7 +17,7 @@ from arpo_megatron.models.spec import Family, ModelSpec
 
 
 class Layout(Enum):
-    """How a rank's parameter is made of the Hugging Face tensors of its row."""
+    """How a rank's parameter is composed of the Hugging Face tensors of its row."""
 
     WHOLE = "every rank holds all of it"
     ROWS = "each tensor divided by rows, the pieces stacked"
@@ -26,26 +26,23 @@ class Layout(Enum):
 
     @property
     def split_dim(self) -> int | None:
-        """The dimension of the Hugging Face tensors that tensor parallelism divides."""
+        """Dimension of the Hugging Face tensors that tensor parallelism divides; None for whole tensors."""
         return {Layout.WHOLE: None, Layout.COLUMNS: 1}.get(self, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One Megatron parameter; `{layer}` and `{expert}` stand for their numbers.
-
-    Attributes:
-        megatron: its name; a second one is that of Transformer Engine's layer specs, which fuse norms into the
-            linear layer behind them and keep all experts of a rank in one module.
-        hf: Hugging Face names with the sizes of their dimensions (see `sizes`), in Megatron's order.
-        layout: how they are divided and put together.
-        copy: the last pipeline stage's copy of a parameter that another row names: loaded, but never exported.
-    """
+    """One Megatron parameter; `{layer}` and `{expert}` stand for their numbers."""
 
     megatron: tuple[str, ...]
+    """Names of the parameter. A second name is that of Transformer Engine's layers, which fuse norms into the linear
+    layer after them and keep all experts of a rank in one module."""
     hf: Mapping[str, tuple[str, ...]]
+    """Hugging Face names with the names of their dimensions (see `sizes`), in Megatron's order."""
     layout: Layout
+    """How the tensors are divided and combined."""
     copy: bool = False
+    """The last pipeline stage's copy of a parameter that another row names: loaded, but never exported."""
 
 
 _LAYER, _HF = "decoder.layers.{layer}.", "model.layers.{layer}."
@@ -135,11 +132,11 @@ FAMILIES: Mapping[Family, tuple[Row, ...]] = {
     "qwen3": (*_COMMON, *_MLP, _Q_NORM, _K_NORM),
     "qwen3_moe": (*_COMMON, *_MIXTURE, _Q_NORM, _K_NORM),
 }
-"""Rows of each family; the output head comes besides."""
+"""Rows of each family; the row of the output head is added in `entries`."""
 
 
 def sizes(spec: ModelSpec) -> dict[str, int]:
-    """The sizes that the rows' dimensions are named after."""
+    """Return the sizes of the rows' dimensions by name."""
     return {
         "vocabulary": spec.vocabulary,
         "hidden": spec.hidden,
@@ -153,7 +150,7 @@ def sizes(spec: ModelSpec) -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Rows `first` to `last` (one past the last of them) of the Hugging Face tensor `name` of shape `size`."""
+    """Rows [first, last) of the Hugging Face tensor `name` of shape `size`."""
 
     name: str
     size: tuple[int, ...]
@@ -162,39 +159,36 @@ class Rows:
 
     @property
     def elements(self) -> int:
-        """How many numbers they are."""
+        """Number of elements."""
         return (self.last - self.first) * prod(self.size[1:])
 
     @property
     def are_all(self) -> bool:
-        """Whether they are the whole tensor."""
+        """Whether these rows are the whole tensor."""
         return self.last - self.first == self.size[0]
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A row for one layer, and one expert, of one model.
-
-    Attributes:
-        megatron: possible names of the parameter, with numbers of the whole model.
-        hf: Hugging Face names and full shapes.
-        layout: as in the row.
-        groups: query groups (key/value heads) of the whole model.
-        layer: number of the layer, None outside of the layers.
-        expert: number of the expert, None for parameters that all tokens use.
-        copy: as in the row.
-    """
+    """A row for one layer, and one expert, of a model."""
 
     megatron: tuple[str, ...]
+    """Possible names of the parameter, with numbers of the whole model."""
     hf: Mapping[str, tuple[int, ...]]
+    """Hugging Face names and full shapes."""
     layout: Layout
+    """Layout of the row."""
     groups: int
+    """Query groups (key/value heads) of the whole model."""
     layer: int | None
+    """Number of the layer; None outside the layers."""
     expert: int | None
+    """Number of the expert; None for parameters that all tokens use."""
     copy: bool
+    """See `Row.copy`."""
 
     def piece(self, size: tuple[int, ...], rank: int, ranks: int) -> tuple[slice, ...]:
-        """Index of the part of a Hugging Face tensor of shape `size` that a tensor-parallel rank holds."""
+        """Return the index of a tensor-parallel rank's part in a Hugging Face tensor of shape `size`."""
         dim = self.layout.split_dim
         if dim is None:
             return tuple(slice(None) for _ in size)
@@ -203,11 +197,11 @@ class Entry:
         return tuple(mine if index == dim else slice(None) for index in range(len(size)))
 
     def part_shape(self, size: tuple[int, ...], ranks: int) -> tuple[int, ...]:
-        """Shape of a rank's part of that tensor."""
+        """Return the shape of a rank's part of a tensor of shape `size`."""
         return tuple(n // ranks if dim == self.layout.split_dim else n for dim, n in enumerate(size))
 
     def parts(self, parameter: Tensor, ranks: int) -> list[Tensor]:
-        """The parameter's views for each Hugging Face tensor, in order: parts of `part_shape`.
+        """Return views of the parameter for each Hugging Face tensor, in order, with the shapes of `part_shape`.
 
         Parts that are interleaved by query group are [groups of the rank, rows of a group, ...].
         """
@@ -219,13 +213,14 @@ class Entry:
             return list(parameter.split([self.part_shape(size, ranks)[0] for size in self.hf.values()]))
         return [parameter]
 
-    def cut(self, limit: int | None, *, fused: bool) -> list[list[Rows]]:
-        """What of it is sent together: its whole tensors, or one after the other and in blocks of rows.
+    def split(self, limit: int | None, *, fused: bool) -> list[list[Rows]]:
+        """Split the entry into groups of tensors that are sent together: all tensors, or single tensors in blocks of
+        rows.
 
         Args:
-            limit: so many numbers are sent at a time, unless a single row (of query, key and value: the rows of one
-                group) has more; None: any number.
-            fused: tensors of one parameter are always sent together, whole.
+            limit: largest number of elements in a group, unless a single row (of query, key and value: the rows of one
+                query group) has more; None for no limit.
+            fused: always send the tensors of one parameter together and whole.
         """
         if limit is None or (fused and len(self.hf) > 1) or sum(map(prod, self.hf.values())) <= limit:
             return [[Rows(name, size, 0, size[0]) for name, size in self.hf.items()]]
@@ -239,11 +234,11 @@ class Entry:
 
 
 def entries(spec: ModelSpec) -> list[Entry]:
-    """Every parameter of the model, layer by layer, expert by expert: the order of exports and pushes."""
+    """Return an entry for every parameter, layer by layer and expert by expert: the order of exports and pushes."""
     rows = (*FAMILIES[spec.family], _TIED_HEAD if spec.tied else _HEAD)
     size = sizes(spec)
 
-    def made(row: Row, layer: int | None = None, expert: int | None = None) -> Entry:
+    def make(row: Row, layer: int | None = None, expert: int | None = None) -> Entry:
         numbers = {"layer": layer, "expert": expert}
         hf = {name.format(**numbers): tuple(size[dim] for dim in dims) for name, dims in row.hf.items()}
         names = tuple(name.format(**numbers) for name in row.megatron)
@@ -251,40 +246,40 @@ def entries(spec: ModelSpec) -> list[Entry]:
 
     def of_layer(row: Row, layer: int) -> Iterator[Entry]:
         if "{expert}" not in row.megatron[0]:
-            yield made(row, layer)
+            yield make(row, layer)
         else:
-            yield from (made(row, layer, expert) for expert in range(size["experts"]))
+            yield from (make(row, layer, expert) for expert in range(size["experts"]))
 
-    once = [made(row) for row in rows if "{layer}" not in row.megatron[0]]
+    once = [make(row) for row in rows if "{layer}" not in row.megatron[0]]
     layered = [row for row in rows if "{layer}" in row.megatron[0]]
     return once + [entry for layer in range(spec.layers) for row in layered for entry in of_layer(row, layer)]
 
 
 def hf_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of all Hugging Face tensors of the model, in the order in which they are exported."""
+    """Return the names and shapes of all Hugging Face tensors of the model, in the order of export."""
     return {name: size for entry in entries(spec) if not entry.copy for name, size in entry.hf.items()}
 
 
 def hf_bytes(spec: ModelSpec, itemsize: int) -> int:
-    """Size of all Hugging Face tensors of the model, at `itemsize` bytes a number."""
+    """Return the size of all Hugging Face tensors in bytes, at `itemsize` bytes per element."""
     return sum(prod(size) for size in hf_shapes(spec).values()) * itemsize
 
 
 def plan_buckets(spec: ModelSpec, limit: int, *, fused: bool = False) -> list[list[Rows]]:
-    """What each bucket of a push holds: whole rows of the table, or a block of a parameter that is larger.
+    """Plan the buckets of a push: whole tensors of the table, or a block of a parameter that is larger.
 
     Args:
-        spec: of the model.
-        limit: a bucket's numbers.
-        fused: see `Entry.cut`; a bucket may then be larger than `limit`.
+        spec: the model.
+        limit: largest number of elements in a bucket.
+        fused: see `Entry.split`; a bucket may then exceed `limit`.
     """
     found: list[list[Rows]] = [[]]
-    held = 0
-    for together in (group for entry in entries(spec) if not entry.copy for group in entry.cut(limit, fused=fused)):
+    elements = 0
+    for together in (group for entry in entries(spec) if not entry.copy for group in entry.split(limit, fused=fused)):
         size, is_block = sum(rows.elements for rows in together), not together[0].are_all
-        if held and (is_block or held + size > limit):
+        if elements and (is_block or elements + size > limit):
             found.append([])
-            held = 0
+            elements = 0
         found[-1] += together
-        held = max(limit, size) if is_block else held + size
+        elements = max(limit, size) if is_block else elements + size
     return found

@@ -1,21 +1,21 @@
-"""Random weights for a model made on the spot (the quickstart, tests): nothing is downloaded."""
+"""Random weights for a model made by a job (the quickstart, tests), without a download."""
 
 from pathlib import Path
 
 
 def save_random_weights(directory: Path, *, seed: int, device: str = "cpu") -> None:
-    """Write model.safetensors for the config.json in `directory`, drawn by transformers' own initialisation.
+    """Write model.safetensors for the config.json in `directory`, drawn by transformers' initialisation.
 
     Args:
         directory: Hugging Face directory with a config.json.
-        seed: the draws follow from it and the kind of device.
-        device: where they are drawn: billions of them take a GPU.
+        seed: determines the draws, for one kind of device.
+        device: where to draw; billions of weights need a GPU.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 
-    logging.disable_progress_bar()  # a bar for one small file would only disturb the job's own display
+    logging.disable_progress_bar()  # a bar for one small file would disturb the job's display
 
     config = AutoConfig.from_pretrained(directory, local_files_only=True)
     with torch.random.fork_rng(), torch.device(device):

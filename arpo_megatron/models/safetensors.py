@@ -1,8 +1,8 @@
-"""Safetensors files, read and written a piece at a time.
+"""Read and write safetensors files in pieces.
 
-The format is a length (8 bytes, little endian), a JSON header of names, types, shapes and byte ranges, and the bytes.
-The safetensors package maps whole files into memory, so that every page read stays with the process, and writes from
-a dictionary of whole tensors; here a rank holds only the piece that it reads, and the tensor that it writes.
+The format is a length (8 bytes, little endian), a JSON header of names, dtypes, shapes and byte ranges, and the data.
+The safetensors package maps whole files into memory, so every page read stays with the process, and it writes from a
+dictionary of whole tensors. Here a rank holds only the piece it reads and the tensor it writes.
 """
 
 import hashlib
@@ -25,14 +25,14 @@ Shape = tuple[int, ...]
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _BLOCK_BYTES = 2 * 2**20
-"""Whole rows are read in blocks of this size where only some columns are kept."""
+"""Size of the blocks in which whole rows are read if only some columns are needed."""
 _LARGEST_HEADER = 100_000_000
 _SAMPLE_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class TensorLocation:
-    """Where a tensor lies: an open file, its first byte there, its bytes, its type's name and its shape."""
+    """Location of a tensor in an open file: offset and size in bytes, name of the dtype, and shape."""
 
     file: BinaryIO
     offset: int
@@ -42,14 +42,14 @@ class TensorLocation:
 
 
 class TensorFiles:
-    """The safetensors of a model directory, one file or several under an index; a context manager.
-
-    Attributes:
-        names: every tensor and the file it is in.
+    """The safetensors of a model directory, one file or several with an index; a context manager.
 
     Raises:
-        UserError: the directory has no safetensors, or one that is listed is missing or damaged.
+        UserError: the directory has no safetensors, or a listed file is missing or damaged.
     """
+
+    names: dict[str, Path]
+    """The file of every tensor."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -64,76 +64,77 @@ class TensorFiles:
         self._stack.close()
 
     def check(self, tensors: Mapping[str, Shape]) -> None:
-        """Look all of them up, without reading any.
+        """Check names, shapes and dtypes without reading a tensor.
 
         Raises:
-            UserError: one is missing, of another shape or of a type that is not read.
+            UserError: a tensor is missing, or has another shape or an unsupported dtype.
         """
         for name, shape in tensors.items():
-            place = self._place(name)
-            if place.shape != shape:
+            location = self._locate(name)
+            if location.shape != shape:
                 raise UserError(
-                    f"{self.path}: tensor {name} has shape {list(place.shape)}, but config.json says {list(shape)}"
+                    f"{self.path}: tensor {name} has shape {list(location.shape)}, but config.json says {list(shape)}"
                 )
-            if place.dtype not in _DTYPES:
+            if location.dtype not in _DTYPES:
                 kinds = ", ".join(_DTYPES)
                 raise UserError(
-                    f"{self.path}: tensor {name} is stored as {place.dtype}, which is not read ({kinds} are)"
+                    f"{self.path}: tensor {name} is stored as {location.dtype}, which is not supported ({kinds} are)"
                 )
 
     def read(self, name: str, index: tuple[slice, ...]) -> Tensor:
-        """That part of a tensor that `check` has passed, on the CPU; only rows inside of it are read."""
-        place = self._place(name)
-        rows, *columns = (range(*part.indices(size)) for part, size in zip(index, place.shape, strict=True))
-        dtype, width = _DTYPES[place.dtype], place.shape[1:]
+        """Read a part of a tensor that `check` has passed, to the CPU; only rows inside the part are read."""
+        location = self._locate(name)
+        rows, *columns = (range(*part.indices(size)) for part, size in zip(index, location.shape, strict=True))
+        dtype, width = _DTYPES[location.dtype], location.shape[1:]
         row_bytes = prod(width) * dtype.itemsize
         kept = [slice(part.start, part.stop) for part in columns]
         if all(len(part) == size for part, size in zip(columns, width, strict=True)):
             part = torch.empty(len(rows), *width, dtype=dtype)
-            self._fill(part, place, rows.start * row_bytes)
+            self._fill(part, location, rows.start * row_bytes)
             return part
         part = torch.empty(len(rows), *(len(column) for column in columns), dtype=dtype)
         step = max(1, _BLOCK_BYTES // row_bytes)
         block = torch.empty(min(step, len(rows)), *width, dtype=dtype)
         for start in range(0, len(rows), step):
             count = min(step, len(rows) - start)
-            self._fill(block[:count], place, (rows.start + start) * row_bytes)
+            self._fill(block[:count], location, (rows.start + start) * row_bytes)
             part[start : start + count] = block[:count][(slice(None), *kept)]
         return part
 
     def sampled_digest(self) -> str:
-        """SHA-256 of every tensor's name, type and shape and of `_SAMPLE_BYTES` at its beginning, middle and end.
+        """Return the SHA-256 of every tensor's name, dtype and shape and of `_SAMPLE_BYTES` at its start, middle and
+        end.
 
-        Cheap for any model (7 MB are read of one of 14 billion parameters), and any training changes it; one row that
-        is edited in the middle of nowhere need not.
+        It is cheap for any model (7 MB are read for 14 billion parameters), and any training changes it. An edit of a
+        single row may go unnoticed.
         """
         digest = hashlib.sha256()
         for name in sorted(self.names):
-            place = self._place(name)
-            digest.update(json.dumps([name, place.dtype, place.shape]).encode())
-            rest = max(0, place.size - _SAMPLE_BYTES)
+            location = self._locate(name)
+            digest.update(json.dumps([name, location.dtype, location.shape]).encode())
+            rest = max(0, location.size - _SAMPLE_BYTES)
             for start in sorted({0, rest // 2, rest}):
-                count = min(_SAMPLE_BYTES, place.size - start)
-                digest.update(os.pread(place.file.fileno(), count, place.offset + start))
+                count = min(_SAMPLE_BYTES, location.size - start)
+                digest.update(os.pread(location.file.fileno(), count, location.offset + start))
         return digest.hexdigest()
 
-    def _fill(self, tensor: Tensor, place: TensorLocation, start: int) -> None:
-        """Read bytes from `start` of the tensor's data on into a contiguous tensor."""
-        left, offset = _bytes(tensor), place.offset + start
+    def _fill(self, tensor: Tensor, location: TensorLocation, start: int) -> None:
+        """Read bytes of the tensor's data, from `start`, into a contiguous tensor."""
+        left, offset = _bytes(tensor), location.offset + start
         while left:
-            count = os.preadv(place.file.fileno(), [left], offset)
+            count = os.preadv(location.file.fileno(), [left], offset)
             if not count:
-                raise UserError(f"{place.file.name} is damaged: it ends before its last tensor")
+                raise UserError(f"{location.file.name} is damaged: it ends before its last tensor")
             left, offset = left[count:], offset + count
 
-    def _place(self, name: str) -> TensorLocation:
+    def _locate(self, name: str) -> TensorLocation:
         if name not in self.names:
             raise UserError(f"{self.path}: tensor {name} is missing")
         file = self.names[name]
-        places = self._header(file)
-        if name not in places:
+        locations = self._header(file)
+        if name not in locations:
             raise UserError(f"{file} does not hold tensor {name}, although the index says so")
-        return places[name]
+        return locations[name]
 
     def _index(self) -> dict[str, Path]:
         if not self.path.is_dir():
@@ -146,7 +147,9 @@ class TensorFiles:
                 raise UserError(f"{index} is damaged: {error!r}") from None
         single = self.path / "model.safetensors"
         if not single.exists():
-            raise UserError(f"{self.path} has neither model.safetensors nor {index.name}: other formats are not read")
+            raise UserError(
+                f"{self.path} has neither model.safetensors nor {index.name}: other formats are not supported"
+            )
         return dict.fromkeys(self._header(single), single)
 
     def _header(self, file: Path) -> dict[str, TensorLocation]:
@@ -169,21 +172,21 @@ def write_tensors(
     directory: Path,
     max_shard_bytes: int,
 ) -> None:
-    """Write safetensors files, and for more than one their index, from tensors that come one by one.
+    """Write safetensors files, with an index if there are several, from tensors that come one by one.
 
     Args:
-        tensors: all of `shapes`, in that order, of type `dtype`, on any device; run to its end.
-        shapes: names and shapes, known beforehand because a file begins with them.
-        dtype: of all tensors.
-        directory: an existing one without such files.
-        max_shard_bytes: of a file's data; a larger tensor has a file of its own.
+        tensors: all of `shapes`, in that order, of dtype `dtype`, on any device; consumed to the end.
+        shapes: names and shapes, needed first because they are the head of a file.
+        dtype: dtype of all tensors.
+        directory: an existing directory without such files.
+        max_shard_bytes: largest size of a file's data; a larger tensor has its own file.
 
     Raises:
-        RuntimeError: a tensor is not the one that comes next.
+        RuntimeError: a tensor is not the expected next one.
     """
     coming = iter(tensors)
     sizes = {name: prod(shape) * dtype.itemsize for name, shape in shapes.items()}
-    groups = list(_grouped(sizes, max_shard_bytes))
+    groups = list(_group_by_size(sizes, max_shard_bytes))
     weight_map: dict[str, str] = {}
     for number, names in enumerate(groups):
         file = f"model-{number + 1:05d}-of-{len(groups):05d}.safetensors" if len(groups) > 1 else "model.safetensors"
@@ -200,7 +203,7 @@ def write_tensors(
 
 
 def write_file(path: Path, tensors: Sequence[tuple[str, Tensor]]) -> None:
-    """Write one safetensors file of contiguous tensors that are there already, of any types that are read here."""
+    """Write one safetensors file of contiguous tensors of any supported dtypes."""
     with path.open("wb") as out:
         out.write(_make_header({name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors}))
         for _, tensor in tensors:
@@ -208,7 +211,8 @@ def write_file(path: Path, tensors: Sequence[tuple[str, Tensor]]) -> None:
 
 
 def write_rows(path: Path, name: str, shape: Shape, rows: Tensor, first: int) -> None:
-    """Write one safetensors file with one tensor, in as many calls as it has blocks of rows, from `first` = 0 on."""
+    """Write one safetensors file with one tensor, one block of rows per call; the block with `first` = 0 starts the
+    file."""
     with path.open("ab" if first else "wb") as out:
         if not first:
             out.write(_make_header({name: (shape, rows.dtype)}))
@@ -224,18 +228,18 @@ def _write_next(
     out.write(_bytes(tensor.detach().cpu().contiguous()))
 
 
-def _grouped(sizes: Mapping[str, int], limit: int) -> Iterator[list[str]]:
-    """Consecutive names whose sizes stay within the limit together; a larger one is alone."""
-    held: list[str] = []
+def _group_by_size(sizes: Mapping[str, int], limit: int) -> Iterator[list[str]]:
+    """Yield consecutive names whose sizes together stay within the limit; a larger tensor is alone."""
+    group: list[str] = []
     total = 0
     for name, size in sizes.items():
-        if held and total + size > limit:
-            yield held
-            held, total = [], 0
-        held.append(name)
+        if group and total + size > limit:
+            yield group
+            group, total = [], 0
+        group.append(name)
         total += size
-    if held:
-        yield held
+    if group:
+        yield group
 
 
 def _make_header(tensors: Mapping[str, tuple[Shape, torch.dtype]]) -> bytes:
@@ -250,12 +254,12 @@ def _make_header(tensors: Mapping[str, tuple[Shape, torch.dtype]]) -> bytes:
 
 
 def _parse_header(file: BinaryIO) -> dict[str, TensorLocation]:
-    """Raises ValueError, or what reading wrong JSON raises, where it is not a safetensors file."""
+    """Parse the header; ValueError, KeyError, TypeError or AttributeError if the file is not a safetensors file."""
     length = int.from_bytes(file.read(8), "little")
     if not 0 < length <= _LARGEST_HEADER:
         raise ValueError(f"its header cannot be {length} bytes long")
     start, size = 8 + length, os.fstat(file.fileno()).st_size
-    places = {}
+    locations = {}
     for name, entry in json.loads(file.read(length)).items():
         if name == "__metadata__":
             continue
@@ -266,10 +270,10 @@ def _parse_header(file: BinaryIO) -> dict[str, TensorLocation]:
             raise ValueError(f"tensor {name} of shape {list(shape)} cannot take {last - first} bytes")
         if first < 0 or start + last > size:
             raise ValueError(f"it ends before its tensor {name}")
-        places[name] = TensorLocation(file, start + first, last - first, dtype, shape)
-    return places
+        locations[name] = TensorLocation(file, start + first, last - first, dtype, shape)
+    return locations
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU."""
+    """Return the memory of a contiguous tensor on the CPU."""
     return tensor.view(-1).view(torch.uint8).numpy().data

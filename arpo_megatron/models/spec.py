@@ -1,4 +1,4 @@
-"""What a model is made of, read from the config.json of its Hugging Face directory."""
+"""Sizes and traits of a model, read from the config.json of its Hugging Face directory."""
 
 import json
 import math
@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from arpo_megatron.config import AlgorithmConfig, EngineConfig, ModelConfig, ParallelConfig
-from arpo_megatron.config import validation as rules
+from arpo_megatron.config import AlgorithmConfig, EngineConfig, ModelConfig, ParallelConfig, validation
 from arpo_megatron.errors import UserError
 
 Family = Literal["llama", "qwen2", "qwen3", "qwen3_moe"]
@@ -22,10 +21,10 @@ _FAMILIES: dict[str, Family] = {
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
-    """Llama 3.1's stretch of the rotary frequencies (rope_type "llama3" in transformers).
+    """Llama 3.1's scaling of the rotary frequencies (rope_type "llama3" in transformers).
 
-    Wavelengths above original_max_positions / low_freq_factor are divided by `factor`, those below
-    original_max_positions / high_freq_factor stay, those between are interpolated.
+    Wavelengths above original_max_positions / low_freq_factor are scaled by `factor`, those below
+    original_max_positions / high_freq_factor are unchanged, and those between are interpolated.
     """
 
     factor: float
@@ -36,63 +35,57 @@ class RopeScaling:
 
 @dataclass(frozen=True, slots=True)
 class MoESpec:
-    """The mixture of experts in the place of every layer's MLP; each expert is as wide as `ModelSpec.ffn`.
-
-    Attributes:
-        count: experts of a layer.
-        top_k: experts that a token is sent to.
-        normalise: the weights of a token's experts are scaled to sum to 1.
-        balance_coefficient: `router_aux_loss_coef` of config.json; used only where the job says so.
-    """
+    """The mixture of experts that replaces every layer's MLP; each expert has width `ModelSpec.ffn`."""
 
     count: int
+    """Experts per layer."""
     top_k: int
+    """Experts per token."""
     normalise: bool
+    """The weights of a token's experts are scaled to sum to 1."""
     balance_coefficient: float
+    """`router_aux_loss_coef` of config.json; used only if the job says `model.router_aux_loss=model`."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """Sizes and traits of a decoder: everything that building it and naming its weights needs.
-
-    Attributes:
-        family: which rows of the weight mapping apply.
-        layers: transformer layers.
-        hidden: width of the residual stream.
-        heads: query heads.
-        kv_heads: key/value heads; each serves heads / kv_heads query heads.
-        head_dim: width of one head (heads * head_dim need not be `hidden`).
-        ffn: width of the gated MLP, or of each expert.
-        vocabulary: rows of the embedding.
-        rope_theta: base of the rotary frequencies.
-        norm_eps: added to the mean square in RMSNorm.
-        tied: the output head is the embedding.
-        qkv_bias: query, key and value projections have a bias.
-        qk_norm: queries and keys are normalised per head.
-        max_positions: longest sequence the weights were made for.
-        rope_scaling: stretch of the rotary frequencies, if there is one.
-        experts: the mixture of experts, if it is one.
-    """
+    """Sizes and traits of a decoder: what is needed to build it and to name its weights."""
 
     family: Family
+    """Selects the rows of the weight mapping."""
     layers: int
+    """Number of transformer layers."""
     hidden: int
+    """Width of the residual stream."""
     heads: int
+    """Number of query heads."""
     kv_heads: int
+    """Number of key/value heads; each serves heads / kv_heads query heads."""
     head_dim: int
+    """Width of one head; heads * head_dim may differ from `hidden`."""
     ffn: int
+    """Width of the gated MLP, or of each expert."""
     vocabulary: int
+    """Number of rows of the embedding."""
     rope_theta: float
+    """Base of the rotary frequencies."""
     norm_eps: float
+    """Epsilon of RMSNorm, added to the mean square."""
     tied: bool
+    """The output head shares the weights of the embedding."""
     qkv_bias: bool
+    """Query, key and value projections have a bias."""
     qk_norm: bool
+    """Queries and keys are normalised per head."""
     max_positions: int
+    """Longest sequence that the weights were trained for."""
     rope_scaling: RopeScaling | None = None
+    """Scaling of the rotary frequencies, if any."""
     experts: MoESpec | None = None
+    """The mixture of experts; None for a dense model."""
 
     def check_divisible(self, parallel: ParallelConfig) -> None:
-        """Raises UserError where tensor or expert parallelism cannot divide the model."""
+        """Raise UserError if tensor, pipeline or expert parallelism cannot divide the model."""
         divided = {"query heads": self.heads, "key/value heads": self.kv_heads, "vocabulary": self.vocabulary}
         if self.experts is None or parallel.expert_tensor > 1:
             divided["MLP width"] = self.ffn
@@ -125,24 +118,24 @@ class ModelSpec:
             )
 
     def check_fp8(self, model: ModelConfig, parallel: ParallelConfig) -> None:
-        """Raises UserError where the products of a rank are not of the sizes that `model.fp8` needs."""
+        """Raise UserError if the sizes of a rank's matrix products do not fit `model.fp8`."""
         try:
-            rules.check_fp8_widths(
+            validation.check_fp8_widths(
                 model.fp8,
                 hidden=self.hidden,
                 queries=self.heads * self.head_dim // parallel.tensor,
                 keys=self.kv_heads * self.head_dim // parallel.tensor,
                 ffn=self.ffn // (parallel.tensor if self.experts is None else parallel.expert_tensor),
             )
-            rules.check_fp8_layers(model, self.layers, parallel)
+            validation.check_fp8_layers(model, self.layers, parallel)
         except ValueError as error:
             raise UserError(str(error)) from None
 
     def check_engine(self, engine: EngineConfig) -> None:
-        """Raises UserError where SGLang cannot quantize the weights it is sent.
+        """Raise UserError if SGLang cannot quantize the weights that it receives.
 
-        Its loader for that (`flash_rl` of 0.5.18) would also quantize the norms of queries and keys, and the router
-        and experts of a mixture, without keeping their scales.
+        Its loader for pushed weights (`flash_rl` of 0.5.18) would also quantize the norms of queries and keys and the
+        router and experts of a mixture, without keeping their scales.
         """
         if engine.quantization != "none" and (self.qk_norm or self.experts is not None):
             raise UserError(
@@ -151,7 +144,7 @@ class ModelSpec:
             )
 
     def check_replay(self, algorithm: AlgorithmConfig) -> None:
-        """Raises UserError where there are no routes to replay."""
+        """Raise UserError if the job replays expert routes and the model has no experts."""
         if algorithm.router_replay != "none" and self.experts is None:
             raise UserError(f"algorithm.router_replay={algorithm.router_replay}, but the model has no experts")
 
@@ -160,8 +153,8 @@ class ModelSpec:
         """Read `path`/config.json.
 
         Raises:
-            UserError: no such directory or file, an unknown architecture, or a variant of a known one that the
-                trainer does not compute (sliding windows, other biases, other rotary scalings).
+            UserError: the directory or the file does not exist, the architecture is unknown, or it is a variant that
+                the trainer does not implement (sliding windows, other biases, other rotary scalings).
         """
         family = _family(path)
         config = _parse(path)
@@ -210,7 +203,8 @@ def _family(path: Path) -> Family:
 
 
 def _parse(path: Path) -> Any:
-    """The config through transformers, which knows every family's defaults and both spellings of the rotary fields."""
+    """Parse the config with transformers, which knows every family's defaults and both spellings of the rotary
+    fields."""
     from transformers import AutoConfig
 
     try:
@@ -221,7 +215,7 @@ def _parse(path: Path) -> Any:
 
 
 def _check_variant(path: Path, family: Family, config: Any) -> None:
-    """Refuse options that would change the computation and that nothing here implements."""
+    """Refuse options that would change the computation and are not implemented."""
     unsupported = {
         "hidden_act": config.hidden_act != "silu",
         "attention_bias": family != "qwen2" and config.attention_bias,

@@ -1,7 +1,7 @@
-"""Tokenizers for models made here, and the directory such a model starts from.
+"""Tokenizers for models made here, and the Hugging Face directory such a model starts from.
 
-Both kinds keep each tag of the tool protocol as one token, so that a tool call ends on a token boundary, and give back
-exactly the text they were given. A model from the Hugging Face hub brings its own tokenizer instead.
+Both tokenizers keep each tag of the tool protocol as one token, so that a tool call ends on a token boundary, and
+decode to exactly the encoded text. A model from the Hugging Face hub has its own tokenizer.
 """
 
 import json
@@ -37,9 +37,10 @@ _VOCABULARY_MULTIPLE = 8  # tensor parallelism divides the vocabulary
 
 
 def generated_tokenizer() -> "PreTrainedTokenizerFast":
-    """The tokenizer of the generated tasks: protocol tags, a few whole words, and single ASCII characters.
+    """Make the tokenizer of the generated tasks: protocol tags, a few whole words, and single ASCII characters.
 
-    A trajectory takes about 35 tokens. `decode(encode(text)) == text` for printable ASCII; anything else becomes <unk>.
+    A trajectory takes about 35 tokens. `decode(encode(text)) == text` for printable ASCII; other characters become
+    <unk>.
     """
     specials = ["<pad>", "<eos>", "<unk>"]
     vocabulary = {token: index for index, token in enumerate([*specials, *_WORDS, *_CHARACTERS])}
@@ -47,18 +48,18 @@ def generated_tokenizer() -> "PreTrainedTokenizerFast":
     words = "|".join(re.escape(word) for word in _WORDS)
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(rf"{words}|[\s\S]"), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
-    return _finished(tokenizer, eos="<eos>", pad="<pad>", unk="<unk>")
+    return _finish(tokenizer, eos="<eos>", pad="<pad>", unk="<unk>")
 
 
 def train_bpe(texts: Iterable[str], vocabulary_size: int) -> "PreTrainedTokenizerFast":
-    """Train a byte-level BPE tokenizer that can write any text and splits numbers into digits.
+    """Train a byte-level BPE tokenizer that can encode any text and splits numbers into digits.
 
     Args:
-        texts: what to learn the merges from; protocol tags in them are left out.
-        vocabulary_size: most tokens of the result, tags and special tokens included; a multiple of 8 comes out.
+        texts: texts to learn merges from; protocol tags in them are ignored.
+        vocabulary_size: upper bound on the vocabulary, tags and special tokens included; the result is a multiple of 8.
 
     Raises:
-        ValueError: a vocabulary too small for all bytes and tags.
+        ValueError: the vocabulary is too small for all bytes and tags.
     """
     reserved = len(PROTOCOL_TAGS) + len(CHAT_TAGS) + 1
     smallest = -(-(256 + reserved) // _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE
@@ -75,20 +76,20 @@ def train_bpe(texts: Iterable[str], vocabulary_size: int) -> "PreTrainedTokenize
     )
     tags = re.compile("|".join(re.escape(tag) for tag in (*PROTOCOL_TAGS, *CHAT_TAGS)))
     tokenizer.train_from_iterator((tags.sub(" ", text) for text in texts), trainer)
-    return _finished(tokenizer, eos="<|im_end|>", pad="<|endoftext|>", special=("<|im_start|>",))
+    return _finish(tokenizer, eos="<|im_end|>", pad="<|endoftext|>", special=("<|im_start|>",))
 
 
-def _finished(
+def _finish(
     tokenizer: Tokenizer, *, eos: str, pad: str, unk: str | None = None, special: tuple[str, ...] = ()
 ) -> "PreTrainedTokenizerFast":
-    """Add the protocol tags, fill the vocabulary up to the multiple, and wrap it for transformers and SGLang."""
+    """Add the protocol tags, pad the vocabulary to the multiple, and wrap the tokenizer for transformers and SGLang."""
     from transformers import PreTrainedTokenizerFast
 
     names = [name for name in (pad, eos, unk, *special) if name is not None]
     tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in names])
     tokenizer.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in PROTOCOL_TAGS])
     missing = -tokenizer.get_vocab_size() % _VOCABULARY_MULTIPLE
-    # Every id the model can sample has a text of its own; the fillers have no other use.
+    # Every id that the model can sample needs a text; the fillers have no other use.
     fillers = [AddedToken(f"<|unused{index}|>", special=True, normalized=False) for index in range(missing)]
     tokenizer.add_special_tokens(fillers)
     return PreTrainedTokenizerFast(
@@ -101,7 +102,7 @@ def _finished(
 
 
 def make_model_directory(directory: Path, model: ModelConfig, tokenizer: "PreTrainedTokenizerFast") -> None:
-    """Write config.json, generation_config.json and the tokenizer of a Qwen3 model of that shape, but no weights."""
+    """Write config.json, generation_config.json and the tokenizer of a Qwen3 model of these sizes, without weights."""
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer.save_pretrained(directory)
     _write_json(directory / "config.json", _qwen3_config(model, tokenizer))

@@ -1,1 +1,4 @@
-"""packing."""
+"""Lay rollout trees out as packs, the unit of one forward and backward pass: pure numpy, equal on all ranks.
+
+May import algorithms, models and everything below them, but no torch.
+"""

@@ -1,7 +1,6 @@
-"""Which trees go into which pack, where a large tree is cut, and which rank computes what: decisions as pure functions.
+"""Decisions about packs as pure functions: which trees share a pack, where a large tree is cut, which rank computes it.
 
-Costs are in query-key pairs, the unit of attention work; `CostModel` says how many of them a token is worth outside of
-attention, and a prediction in the output head.
+Costs are in query-key pairs, the unit of attention work. `CostModel` converts tokens and predictions to pairs.
 """
 
 from collections.abc import Sequence
@@ -18,61 +17,59 @@ from arpo_megatron.packing.layout import Span
 CUT_STEP = 64
 """A long chain may be cut at every multiple of this many tokens from its start."""
 PACK_COST_TOKENS = 512
-"""What one more pack costs, in tokens; an inherited or repeated ancestor costs one."""
+"""Cost of one more pack, in tokens; an inherited or repeated ancestor costs one token."""
 BROKEN_CHAIN_TOKENS = 16
-"""What a cut inside a chain costs besides: the pack before it has to wait with its activations."""
+"""Extra cost of a cut inside a chain, in tokens: the pack before it waits with its activations."""
 PAIR_SLOWNESS = 3.0
-"""Seconds of an attention FLOP over those of a FLOP elsewhere: `arpo bench pack` measures 3.2 on two idle cores."""
+"""Time of an attention FLOP over the time of any other FLOP; `arpo bench pack` measures 3.2 on two idle cores."""
 
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """Estimated work of a stretch of tokens.
-
-    Attributes:
-        token_pairs: work of a token in the layers outside attention, in query-key pairs.
-        target_pairs: work of a predicted token in the output head, in query-key pairs.
-    """
+    """Model of the work of a stretch of tokens."""
 
     token_pairs: float
+    """Work per token in the layers outside attention, in query-key pairs."""
     target_pairs: float = 0.0
+    """Work per predicted token in the output head, in query-key pairs."""
 
     @classmethod
     def of(cls, spec: ModelSpec) -> "CostModel":
-        """From the FLOPs of a model, an attention FLOP taking `PAIR_SLOWNESS` as long as another."""
+        """Derive the costs from the FLOPs of a model; an attention FLOP takes `PAIR_SLOWNESS` times as long as
+        others."""
         pair, _ = forward_flops(spec, 0, 1, 0)
         token, target = forward_flops(spec, 1, 0, 1)
         return cls(token / pair / PAIR_SLOWNESS, target / pair / PAIR_SLOWNESS)
 
     def cost(self, tokens: int, pairs: int, targets: int) -> float:
-        """Work in query-key pairs."""
+        """Return the work in query-key pairs."""
         return self.token_pairs * tokens + pairs + self.target_pairs * targets
 
 
 TYPICAL_COST = CostModel(token_pairs=4000.0)
-"""Of a model of medium size; a job takes `CostModel.of` its own."""
+"""Costs of a model of medium size; a job uses `CostModel.of` its model."""
 
 
 def first_fit_decreasing(sizes: Sequence[int], budget: int) -> list[list[int]]:
-    """Indices of `sizes` in groups whose sums stay within `budget`; a larger item is alone, an empty one left out."""
+    """Group indices of `sizes` so that sums stay within `budget`; a larger item is alone, empty items are left out."""
     groups: list[list[int]] = []
     free: list[int] = []
     for index in sorted((i for i, size in enumerate(sizes) if size), key=lambda i: -sizes[i]):
-        place = next((g for g, room in enumerate(free) if sizes[index] <= room), None)
-        if place is None:
+        group = next((g for g, room in enumerate(free) if sizes[index] <= room), None)
+        if group is None:
             groups.append([index])
             free.append(budget - sizes[index])
         else:
-            groups[place].append(index)
-            free[place] -= sizes[index]
+            groups[group].append(index)
+            free[group] -= sizes[index]
     return groups
 
 
 def balanced_groups(sizes: Sequence[int], costs: Sequence[float], budget: int) -> list[list[int]]:
-    """As few groups as first-fit-decreasing needs, with costs as equal as a greedy division makes them.
+    """Group items into as few groups as first-fit-decreasing needs, with costs balanced greedily.
 
-    The costliest item first, each to the cheapest group that has room. Where that leaves one without room, the groups
-    of first-fit-decreasing stay.
+    The costliest item goes first, each to the cheapest group with room. If an item finds no room, the groups of
+    first-fit-decreasing are returned.
     """
     fitted = first_fit_decreasing(sizes, budget)
     groups: list[list[int]] = [[] for _ in fitted]
@@ -81,10 +78,10 @@ def balanced_groups(sizes: Sequence[int], costs: Sequence[float], budget: int) -
         fits = [g for g in range(len(groups)) if sizes[index] <= room[g] or not groups[g]]
         if not fits:
             return fitted
-        place = min(fits, key=lambda g: load[g])
-        groups[place].append(index)
-        room[place] -= sizes[index]
-        load[place] += costs[index]
+        group = min(fits, key=lambda g: load[g])
+        groups[group].append(index)
+        room[group] -= sizes[index]
+        load[group] += costs[index]
     return groups
 
 
@@ -100,16 +97,16 @@ def divide_work(costs: Sequence[float], ranks: int) -> list[list[int]]:
 
 
 def depths(subtree_end: NDArray[np.int32]) -> NDArray[np.int64]:
-    """Number of ancestors of each token: subtrees opened before it, less those that have ended."""
+    """Return the number of ancestors of each token: subtrees opened before it minus those that have ended."""
     n = len(subtree_end)
     ended = np.cumsum(np.bincount(subtree_end, minlength=n + 1))[:n]
     return np.arange(n) - ended
 
 
 def allowed_cuts(subtree_end: NDArray[np.int32], step: int) -> NDArray[np.int64]:
-    """Ascending positions, 0 and n among them, at most `step` apart: chain boundaries and places inside chains."""
+    """Return ascending positions from 0 to n, at most `step` apart: chain boundaries and positions inside chains."""
     n = len(subtree_end)
-    # A chain goes on from t-1 to t when t is the only child: then both subtrees end at one place.
+    # A chain continues from t-1 to t if t is the only child: then both subtrees end at the same position.
     heads = (
         np.flatnonzero(np.concatenate([[True], subtree_end[1:] != subtree_end[:-1]])) if n else np.zeros(0, np.int64)
     )
@@ -119,7 +116,7 @@ def allowed_cuts(subtree_end: NDArray[np.int32], step: int) -> NDArray[np.int64]
 
 
 def trace_spans(cuts: NDArray[np.int64], previous: NDArray[np.int64]) -> list[Span]:
-    """The spans that end at the last cut, where `previous[i]` numbers the cut at which the span up to cut i begins."""
+    """Return the spans up to the last cut, where the span that ends at cut i begins at cut `previous[i]`."""
     spans: list[Span] = []
     i = len(cuts) - 1
     while i > 0:
@@ -129,14 +126,14 @@ def trace_spans(cuts: NDArray[np.int64], previous: NDArray[np.int64]) -> list[Sp
 
 
 def cut_spans(subtree_end: NDArray[np.int32], budget: int, *, inherit: bool) -> list[Span]:
-    """Where a tree larger than the budget is cut: few packs, at places with few ancestors.
+    """Choose where a tree larger than the budget is cut: few packs, at positions with few ancestors.
 
     Args:
         subtree_end: int32[n] of a whole tree in depth-first order.
-        budget: most tokens that a pack computes.
-        inherit: ancestors come from earlier packs; otherwise they are computed again and count. (The budget is then
-            raised to the longest path: a job's config refuses a smaller one.) What lies between two neighbouring
-            cuts is a part of one chain, so with its ancestors it is a part of one path and always fits.
+        budget: largest number of tokens that a pack computes.
+        inherit: ancestors come from earlier packs; otherwise they are computed again and count. The budget is then
+            raised to the longest path (a job's config refuses a smaller one). The tokens between neighbouring cuts are
+            part of one chain, so with their ancestors they are part of one path and always fit.
     """
     step = max(1, min(CUT_STEP, budget // 2))
     cuts = allowed_cuts(subtree_end, step)

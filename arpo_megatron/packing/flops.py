@@ -1,9 +1,8 @@
-"""How much work an update is, and what share of the machine it used.
+"""FLOPs of an update, and the share of the machine's peak it reached.
 
-Model FLOPs are those that the mathematics needs, by the usual count (PaLM, arXiv 2204.02311, appendix B): two a weight
-and token in every matrix product, four a head's width, query and key that may see it in attention, and twice as much
-again in the backward pass. Tokens are the tree's, so the flattened trajectories' work is not claimed: sharing shows as
-less time, not as more FLOP/s.
+Model FLOPs are those the mathematics needs, counted as in PaLM (arXiv 2204.02311, appendix B): two per weight and token
+in every matrix product; in attention, four per head width, query and visible key; twice as much again in the backward
+pass. Tokens are those of the tree, not of the flattened trajectories: sharing shows as less time, not as more FLOP/s.
 """
 
 from collections.abc import Iterable
@@ -15,47 +14,45 @@ from arpo_megatron.packing.layout import TreePack
 
 Recompute = Literal["none", "selective", "full"]
 BACKWARD = 2.0
-"""Work of a backward pass over that of its forward pass."""
+"""FLOPs of a backward pass over those of its forward pass."""
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateFlops:
-    """FLOPs of forward passes.
-
-    Attributes:
-        layers: of the transformer layers.
-        head: of the output head, which is computed where a token is predicted.
-        repeated: of tokens that a cut computed again, a part of `layers`.
-        attention: of query-key pairs, a part of `layers`.
-    """
+    """FLOPs of the forward passes of an update."""
 
     layers: float
+    """FLOPs of the transformer layers."""
     head: float
+    """FLOPs of the output head, which is computed only for predicted tokens."""
     repeated: float
+    """FLOPs of tokens that a cut computed again, a part of `layers`."""
     attention: float
+    """FLOPs of query-key pairs, a part of `layers`."""
 
     @property
     def model_update(self) -> float:
-        """Forward and backward pass, without what is computed twice."""
+        """FLOPs of forward and backward pass, without tokens that are computed twice."""
         return (1 + BACKWARD) * (self.layers - self.repeated + self.head)
 
     def hardware_update(self, recompute: Recompute) -> float:
-        """What is really computed: with repeated tokens, the head's logits twice, and what recomputation does again.
+        """Return the FLOPs actually computed: with repeated tokens, the second pass over the head's logits, and
+        recomputation.
 
-        Masked pairs inside a block of queries and padding are not in it.
+        Masked pairs inside a block of queries, and padding, are not counted.
         """
         again = {"none": 0.0, "selective": self.attention, "full": self.layers}[recompute]
         return (1 + BACKWARD) * self.layers + again + (2 + BACKWARD) * self.head
 
 
 def forward_flops(spec: ModelSpec, tokens: int, pairs: int, targets: int) -> tuple[float, float]:
-    """FLOPs of one forward pass: of the layers, and of the output head.
+    """Return the FLOPs of one forward pass: of the layers, and of the output head.
 
     Args:
-        spec: of the model; of a mixture, the experts that a token visits count.
-        tokens: through all layers.
+        spec: the model; in a mixture the experts that a token visits count.
+        tokens: tokens through all layers.
         pairs: query-key pairs under the attention mask.
-        targets: tokens that are predicted.
+        targets: predicted tokens.
     """
     queries, keys = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
     attention = spec.hidden * (2 * queries + 2 * keys)
@@ -67,7 +64,7 @@ def forward_flops(spec: ModelSpec, tokens: int, pairs: int, targets: int) -> tup
 
 
 def update_flops(spec: ModelSpec, packs: Iterable[TreePack]) -> UpdateFlops:
-    """Of one forward pass over packs."""
+    """Return the FLOPs of one forward pass over packs."""
     layers = head = repeated = attention = 0.0
     for pack in packs:
         own, predicted = forward_flops(spec, len(pack), pack.attention_pairs, len(pack.predictors))

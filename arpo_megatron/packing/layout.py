@@ -1,6 +1,6 @@
 """Rollout trees as arrays in depth-first order: the layout that packs are made of.
 
-Everything here is numpy and a pure function of its inputs, so all ranks that hold the same trees hold the same packs.
+All functions are pure functions on numpy arrays, so ranks that hold the same trees compute the same packs.
 """
 
 from collections.abc import Sequence
@@ -18,52 +18,50 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class TreePack:
-    """A stretch of a forest in depth-first order, and the predictions that it makes: one forward and backward pass.
+    """A stretch of a forest in depth-first order and its predictions: the unit of one forward and backward pass.
 
-    Its tokens may begin with ancestors of the others that an earlier pack has computed: of those only keys and values
-    are used here (`inherited`). Attention and positions treat them like any token.
-
-    Attributes:
-        token_ids: int32[n].
-        position_ids: int32[n], depth in the own trajectory.
-        subtree_end: int32[n], one past the last position of the subtree: q attends to k iff k <= q < subtree_end[k].
-        multiplicity: int32[n], leaves (trajectories) that a token belongs to; 0 where another pack counts it.
-        routes: int16[n, layers, k], experts that the engine chose, -1 where the model's router shall choose; [n, 0, 0]
-            where it shall for all.
-        inherited_pack: int32[a], for each of the first `a` tokens the index of the pack that computes it.
-        inherited_index: int32[a], its position there.
-        predictors: int32[m], positions whose hidden states predict a MODEL token; ascending.
-        target_ids: int32[m], the predicted tokens.
-        positive: float32[m], like the next two from the trees' credits.
-        negative: float32[m].
-        weight: float32[m].
-        sampling_logprobs: float32[m] in nats, NaN where unknown.
-        tree_index: int32[m], which of the packed trees a target belongs to.
-        token_index: int32[m], its place among that tree's tokens (segments 0 to S-1 concatenated).
-        repeated: tokens at the beginning that another pack computes too (ancestors, where none can be inherited).
-        data_rank: data-parallel rank that computes the pack.
+    The first tokens may be inherited: ancestors of the others that an earlier pack has computed. Only their keys and
+    values are used here; attention and positions treat them like any token.
     """
 
     token_ids: Int32Array
+    """int32[n], token ids."""
     position_ids: Int32Array
+    """int32[n], depth of each token in its trajectory."""
     subtree_end: Int32Array
+    """int32[n], one past the last position of the subtree: q attends to k iff k <= q < subtree_end[k]."""
     multiplicity: Int32Array
+    """int32[n], number of leaves (trajectories) below each token; 0 if another pack counts the token."""
     routes: Int16Array
+    """int16[n, layers, k], experts that the engine chose, -1 if the model's router chooses; [n, 0, 0] if it chooses
+    for all tokens."""
     inherited_pack: Int32Array
+    """int32[a], for each of the first `a` tokens the index of the pack that computes it."""
     inherited_index: Int32Array
+    """int32[a], position of the token in that pack."""
     predictors: Int32Array
+    """int32[m], positions whose hidden states predict a MODEL token, ascending."""
     target_ids: Int32Array
+    """int32[m], the predicted token ids."""
     positive: Float32Array
+    """float32[m], credit sum_i w_i max(A_i, 0) of each target."""
     negative: Float32Array
+    """float32[m], credit sum_i w_i min(A_i, 0) of each target."""
     weight: Float32Array
+    """float32[m], sum_i w_i of each target."""
     sampling_logprobs: Float32Array
+    """float32[m] in nats, NaN if unknown."""
     tree_index: Int32Array
+    """int32[m], index of the tree of each target."""
     token_index: Int32Array
+    """int32[m], index of each target among its tree's tokens (segments 0 to S-1 concatenated)."""
     repeated: int = 0
+    """Number of leading tokens that another pack computes too: ancestors that could not be inherited."""
     data_rank: int = 0
+    """Data-parallel rank that computes the pack."""
 
     def __len__(self) -> int:
-        """Tokens computed here."""
+        """Return the number of tokens computed here."""
         return len(self.token_ids) - self.inherited
 
     @property
@@ -73,7 +71,7 @@ class TreePack:
 
     @property
     def attention_pairs(self) -> int:
-        """Query-key pairs under the mask."""
+        """Number of query-key pairs under the mask."""
         return int(self.position_ids[self.inherited :].sum(dtype=np.int64)) + len(self)
 
 
@@ -92,7 +90,7 @@ _FLOATS = ("positive", "negative", "weight", "sampling_logprobs")
 
 
 def new_pack(**values: Any) -> TreePack:
-    """A pack of arrays of any numeric type; fields that are left out are empty."""
+    """Make a pack from arrays of any numeric dtype; omitted fields are empty."""
     arrays: dict[str, Any] = {}
     for field in fields(TreePack)[: -len(("repeated", "data_rank"))]:
         dtype = np.float32 if field.name in _FLOATS else np.int16 if field.name == "routes" else np.int32
@@ -103,15 +101,15 @@ def new_pack(**values: Any) -> TreePack:
 
 
 def lay_out(index: int, tree: RolloutTree, credit: TreeCredit) -> TreePack:
-    """A whole tree as one pack.
+    """Lay a whole tree out as one pack.
 
     Args:
-        index: of the tree in its minibatch.
-        tree: its segments may be empty, a MODEL token may not be the first of all.
-        credit: of this tree.
+        index: index of the tree in its minibatch.
+        tree: segments may be empty; the first token of the tree may not be a MODEL token.
+        credit: credit of this tree.
 
     Raises:
-        ValueError: the credit is of another length, or a MODEL token has no token before it.
+        ValueError: the credit has another length, or a MODEL token has no token before it.
     """
     total = tree.unique_tokens
     for name in ("positive", "negative", "weight"):
@@ -125,14 +123,14 @@ def lay_out(index: int, tree: RolloutTree, credit: TreeCredit) -> TreePack:
     predictor = np.where(offset > 0, np.arange(total) - 1, before[segment])
     model = np.array([s.role is Role.MODEL for s in tree.segments])
     targets = np.flatnonzero(model[segment])
-    # Depth-first order lets a fork's later children come after its first child's whole subtree.
+    # In depth-first order a fork's later children follow the whole subtree of its first child.
     targets = targets[np.argsort(predictor[targets], kind="stable")]
     if len(targets) and predictor[targets[0]] < 0:
         raise ValueError(f"tree {index}: a MODEL token has no token before it that could predict it (empty prompt)")
     token_index = walk.first_token[segment] + offset
     token_ids = np.concatenate([tree.segments[s].token_ids for s in walk.order])
     logprobs = [np.full(len(s), np.nan, np.float32) if s.logprobs is None else s.logprobs for s in tree.segments]
-    place = token_index[targets]
+    own = token_index[targets]
     return new_pack(
         token_ids=token_ids,
         position_ids=walk.depth[segment] + offset,
@@ -141,17 +139,17 @@ def lay_out(index: int, tree: RolloutTree, credit: TreeCredit) -> TreePack:
         routes=_routes([(len(tree.segments[s]), tree.segments[s].routes) for s in walk.order]),
         predictors=predictor[targets],
         target_ids=token_ids[targets],
-        positive=credit.positive[place],
-        negative=credit.negative[place],
-        weight=credit.weight[place],
-        sampling_logprobs=np.concatenate(logprobs)[place],
+        positive=credit.positive[own],
+        negative=credit.negative[own],
+        weight=credit.weight[own],
+        sampling_logprobs=np.concatenate(logprobs)[own],
         tree_index=np.full(len(targets), index),
-        token_index=place,
+        token_index=own,
     )
 
 
 def _routes(parts: Sequence[tuple[int, Int16Array | None]]) -> Int16Array:
-    """Routes of stretches of so many tokens, one after the other; -1 in those without any."""
+    """Concatenate routes of stretches of given lengths; -1 for stretches without routes."""
     inner = next((routes.shape[1:] for _, routes in parts if routes is not None and routes.size), (0, 0))
     missing = [np.full((count, *inner), -1, np.int16) for count, _ in parts]
     return np.concatenate(
@@ -161,29 +159,26 @@ def _routes(parts: Sequence[tuple[int, Int16Array | None]]) -> Int16Array:
 
 @dataclass(frozen=True, slots=True)
 class _Walk:
-    """A tree's segments in depth-first order; arrays are indexed by segment unless they say otherwise.
-
-    Attributes:
-        order: the segments as they are met.
-        segment: int64[tokens], the segment of every token in depth-first order.
-        parents: of every segment.
-        start: position of its first token.
-        end: one past the last position of its subtree.
-        depth: depth of its first token.
-        last: position of the token before its end on its path (its own last, if it has any), -1 for none.
-        leaves: number of leaves at or below it.
-        first_token: where its tokens begin when segments are concatenated by index.
-    """
+    """A tree's segments in depth-first order; arrays are indexed by segment unless noted."""
 
     order: NDArray[np.int64]
+    """Segments in depth-first order."""
     segment: NDArray[np.int64]
+    """int64[tokens], segment of each token in depth-first order."""
     parents: NDArray[np.int64]
+    """Parent of each segment."""
     start: NDArray[np.int64]
+    """Position of the first token."""
     end: NDArray[np.int64]
+    """One past the last position of the subtree."""
     depth: NDArray[np.int64]
+    """Depth of the first token."""
     last: NDArray[np.int64]
+    """Position of the last token on the path down to and including the segment; -1 if the path is empty."""
     leaves: NDArray[np.int64]
+    """Number of leaves at or below the segment."""
     first_token: NDArray[np.int64]
+    """Index of the first token when segments are concatenated by index."""
 
     @classmethod
     def of(cls, tree: RolloutTree) -> "_Walk":
@@ -216,12 +211,12 @@ def _depth_first(tree: RolloutTree) -> list[int]:
     return order
 
 
-def join(layouts: Sequence[TreePack], shared: int = 0) -> TreePack:
-    """Whole trees side by side in one pack.
+def join_packs(layouts: Sequence[TreePack], shared: int = 0) -> TreePack:
+    """Join whole trees in one pack.
 
     Args:
-        layouts: from `lay_out`.
-        shared: the first `shared` tokens of all of them are equal (a common system prompt): they appear once, as a
+        layouts: packs from `lay_out`.
+        shared: number of first tokens that are equal in all of them (a common system prompt). They appear once, as a
             root over all trees.
     """
     if not layouts:
@@ -250,17 +245,17 @@ def join(layouts: Sequence[TreePack], shared: int = 0) -> TreePack:
     return new_pack(**arrays)
 
 
-def cut(layout: TreePack, spans: Sequence[Span], *, first_pack: int, inherit: bool) -> list[TreePack]:
-    """A pack for each span of one tree, with the ancestors of its first token before it.
+def cut_pack(layout: TreePack, spans: Sequence[Span], *, first_pack: int, inherit: bool) -> list[TreePack]:
+    """Make one pack per span of a tree, each with the ancestors of its first token before it.
 
-    Those are all that its tokens attend to outside of the span (see attention_plan.py). A prediction is made where the
-    predicting token is computed first, also that of a token of a later span.
+    The tokens of a span attend to nothing else outside it (see attention_plan.py). A prediction belongs to the pack
+    that computes the predicting token first, even if the target is in a later span.
 
     Args:
-        layout: of a whole tree.
-        spans: consecutive, from 0 to its end.
-        first_pack: index of the first of these packs among all of the minibatch.
-        inherit: take the ancestors' keys and values from the packs that computed them; otherwise compute them again.
+        layout: pack of a whole tree.
+        spans: consecutive spans from 0 to the end of the tree.
+        first_pack: index of the first of these packs among all packs of the minibatch.
+        inherit: take the ancestors' keys and values from the packs that computed them; False computes them again.
     """
     starts = np.array([start for start, _ in spans])
     offsets: list[int] = []  # position of a span's first token in its own pack
@@ -270,7 +265,7 @@ def cut(layout: TreePack, spans: Sequence[Span], *, first_pack: int, inherit: bo
         offsets.append(len(above))
         members = np.concatenate([above, np.arange(start, stop)])
         home = np.searchsorted(starts, above, side="right") - 1
-        place = above - starts[home] + np.array(offsets)[home] if len(above) else above
+        index = above - starts[home] + np.array(offsets)[home] if len(above) else above
         targets = slice(*np.searchsorted(layout.predictors, (start, stop)))
         end = np.minimum(layout.subtree_end[members], stop) - start + len(above)
         packs.append(
@@ -281,7 +276,7 @@ def cut(layout: TreePack, spans: Sequence[Span], *, first_pack: int, inherit: bo
                 multiplicity=np.where(members < start, 0, layout.multiplicity[members]),
                 routes=layout.routes[members],
                 inherited_pack=home + first_pack if inherit else (),
-                inherited_index=place if inherit else (),
+                inherited_index=index if inherit else (),
                 repeated=0 if inherit else len(above),
                 **{name: getattr(layout, name)[targets] for name in _TARGET_FIELDS if name != "predictors"},
                 predictors=layout.predictors[targets] - start + len(above),
@@ -291,15 +286,15 @@ def cut(layout: TreePack, spans: Sequence[Span], *, first_pack: int, inherit: bo
 
 
 def shared_prefix(layouts: Sequence[TreePack], prompts: Sequence[int]) -> int:
-    """Tokens that the prompts of all trees begin with; 0 for fewer than two trees.
+    """Return the number of tokens that all prompts begin with; 0 for fewer than two trees.
 
     Args:
-        layouts: of whole trees.
+        layouts: packs of whole trees.
         prompts: length of each tree's prompt.
     """
     if len(layouts) < 2:
         return 0
-    # At least one token of each tree is left, so that none vanishes.
+    # At least one token of each tree must remain.
     first = layouts[0].token_ids[: min(*prompts, *(len(layout) - 1 for layout in layouts))]
     length = len(first)
     for layout in layouts[1:]:
@@ -309,10 +304,5 @@ def shared_prefix(layouts: Sequence[TreePack], prompts: Sequence[int]) -> int:
 
 
 def drop_routes(pack: TreePack) -> TreePack:
-    """The pack, for a model whose own routers choose."""
+    """Return the pack without routes, so that the model's own routers choose."""
     return replace(pack, routes=pack.routes[:, :0, :0])
-
-
-def on_rank(pack: TreePack, data_rank: int) -> TreePack:
-    """The pack, for another data-parallel rank."""
-    return replace(pack, data_rank=data_rank)

@@ -12,7 +12,7 @@ from statistics import mean
 from arpo_megatron.algorithms.branching import initial_trajectories
 from arpo_megatron.algorithms.credit import supervised_credit
 from arpo_megatron.config import JobConfig
-from arpo_megatron.packing.packs import TreePack, pack_trees, report
+from arpo_megatron.packing.packs import TreePack, pack_trees, report_packs
 from arpo_megatron.plan.synthetic_trees import Mix
 from arpo_megatron.tree import Role, RolloutTree
 
@@ -174,7 +174,7 @@ def _packing(trees: tuple[RolloutTree, ...], budget: int, nested: bool) -> Packi
     forests: list[list[TreePack]] = [
         pack_trees([tree], supervised_credit([tree]), token_budget=budget, inherit=nested) for tree in trees
     ]
-    reports = [report(packs, [tree]) for packs, tree in zip(forests, trees, strict=True)]
+    reports = [report_packs(packs, [tree]) for packs, tree in zip(forests, trees, strict=True)]
     every = [pack for packs in forests for pack in packs]
     return Packing(
         computed=mean(found.computed for found in reports),

@@ -14,7 +14,7 @@ from arpo_megatron.config import JobConfig
 from arpo_megatron.models.spec import ModelSpec
 from arpo_megatron.packing.balance import CostModel
 from arpo_megatron.packing.flops import update_flops
-from arpo_megatron.packing.packs import report, split_by_tree
+from arpo_megatron.packing.packs import report_packs, split_by_tree
 from arpo_megatron.rewards.scored_tree import ScoredTree
 from arpo_megatron.rollout.accounting import RolloutStats, tokens_per_second
 from arpo_megatron.trainer.batch import Batch
@@ -129,7 +129,7 @@ def pack_metrics(batches: Sequence[Batch], spec: ModelSpec, config: JobConfig) -
     cost = CostModel.of(spec)
     layout = config.parallel
     rows = [
-        report(
+        report_packs(
             batch.packs,
             batch.trees,
             ranks=layout.data,

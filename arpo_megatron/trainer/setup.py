@@ -65,7 +65,7 @@ class ActorSession:
         if self.metrics is not None:
             self.note(f"optimizer: {optimizer_name(self.actor.optimizer)}")
         found = self.checkpoints.resume_point()
-        for line in found.told:
+        for line in found.warnings:
             self.note(line)
         if found.path is not None:
             self.actor.load(CheckpointStore.actor_directory(found.path))

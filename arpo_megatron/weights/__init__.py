@@ -1,1 +1,4 @@
-"""Weights between their three homes: Hugging Face files, Megatron's shards and the running engine."""
+"""Move weights between Hugging Face files, Megatron's shards and running engines.
+
+May import engine, models, packing and everything below them, but not actor or rollout.
+"""

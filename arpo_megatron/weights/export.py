@@ -1,4 +1,4 @@
-"""Megatron's shards back into Hugging Face tensors, and into a directory that transformers and SGLang open."""
+"""Gather Megatron's shards into Hugging Face tensors, and write a directory that transformers and SGLang can load."""
 
 import json
 import shutil
@@ -13,7 +13,7 @@ from megatron.core import parallel_state
 from torch import Tensor, nn
 
 from arpo_megatron.engine.wire.buckets import Block, Bucket
-from arpo_megatron.hardware import malloc as freed_memory
+from arpo_megatron.hardware import malloc
 from arpo_megatron.models.mapping import Entry, Rows, entries, hf_shapes, plan_buckets
 from arpo_megatron.models.safetensors import write_tensors
 from arpo_megatron.models.spec import ModelSpec
@@ -22,7 +22,7 @@ from arpo_megatron.weights.shards import LocalParameters
 
 MAX_SHARD_BYTES = 5_000_000_000
 _BLOCK_BYTES = 2 * 2**20
-"""What tensor-parallel ranks send at a time."""
+"""Size of the blocks that tensor-parallel ranks send."""
 
 _COPIED = (
     "generation_config.json",
@@ -39,49 +39,50 @@ _COPIED = (
 
 
 def hf_tensors(chunks: Sequence[nn.Module], spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
-    """Every full tensor under its Hugging Face name, in the parameters' type and on their device.
+    """Yield every full tensor under its Hugging Face name, in the parameters' dtype and on their device.
 
-    A collective of all ranks: each must run the iterator to its end. The tensors come out on rank 0, in the order of
-    `mapping.exported`, and nothing on the others. One tensor at a time is gathered: besides its own share of the model
-    rank 0 never holds more than one whole tensor and shards of it, another rank two shards. Tensors may share memory
+    A collective: every rank must run the iterator to its end. Rank 0 gets the tensors, in the order of
+    `mapping.hf_shapes`; the other ranks get nothing. One tensor is gathered at a time. Besides its share of the model,
+    rank 0 holds at most one whole tensor and shards of it, any other rank at most two shards. Tensors may share memory
     with the model: use or copy them before its next update.
 
     Args:
         chunks: this rank's part of the model, wrapped or not (see `load_hf`).
-        spec: of the whole model.
+        spec: the whole model.
     """
-    return _gathered(chunks, spec, None, limit=None, fused=True)
+    return _gather(chunks, spec, None, limit=None, fused=True)
 
 
 def hf_buckets(
     chunks: Sequence[nn.Module], spec: ModelSpec, bucket_bytes: int, buffers: int = 2, *, fused: bool = False
 ) -> Iterator[Bucket]:
-    """The tensors of `hf_tensors` in buckets, each gathered when it is asked for.
+    """Yield the tensors of `hf_tensors` in buckets, each gathered when it is requested.
 
-    A collective of all ranks, likewise; only rank 0 gets buckets. All tensors of one Megatron parameter are in one
-    bucket, if they fit: they are those that SGLang fuses too (query, key and value; gate and up projection). If not,
-    they come one after the other, and those that are larger than a bucket in blocks of rows. What is gathered lies in
-    buffers that take turns: a bucket may be read while the next one, with two buffers, is gathered, and no longer.
+    A collective: every rank must run the iterator to its end; only rank 0 gets buckets. The tensors of one Megatron
+    parameter, which SGLang fuses too (query, key and value; gate and up projection), share a bucket if they fit.
+    Otherwise they come one after the other, and tensors larger than a bucket come in blocks of rows. Gathered tensors
+    lie in buffers that take turns: with two buffers, a bucket stays valid while the next one is gathered, and no
+    longer.
 
     Args:
         chunks: this rank's part of the model.
-        spec: of the whole model.
-        bucket_bytes: a bucket holds at most this many bytes, or one row that is larger.
-        buffers: of that size; used only where tensors are not already whole in the model.
-        fused: a parameter of several tensors is in one bucket also where it is larger: an engine that quantizes wants
-            to see them together.
+        spec: the whole model.
+        bucket_bytes: largest size of a bucket, unless a single row is larger.
+        buffers: number of buffers of that size, for tensors that are not whole in the model already.
+        fused: keep all tensors of a parameter in one bucket even if it is larger; engines that quantize need them
+            together.
     """
-    room = _Room(bucket_bytes, buffers)
+    pool = _BufferPool(bucket_bytes, buffers)
     limit = bucket_bytes // next(chunks[0].parameters()).dtype.itemsize
-    tensors = _gathered(chunks, spec, room, limit=limit, fused=fused)
+    tensors = _gather(chunks, spec, pool, limit=limit, fused=fused)
     if dist.get_rank():
         for _ in tensors:
             pass
         return
     for planned in plan_buckets(spec, limit, fused=fused):
-        room.turn()
+        pool.turn()
         yield _bucket(list(islice(tensors, len(planned))), planned[0])
-    for _ in tensors:  # it has something to do after its last tensor
+    for _ in tensors:  # run the code after the last tensor
         pass
 
 
@@ -95,20 +96,20 @@ def export_hf(
 ) -> None:
     """Write `out_dir` as a Hugging Face directory: safetensors, config.json, generation config and tokenizer.
 
-    A call of all ranks; rank 0 writes, one tensor at a time. The directory appears under its name when it is complete,
-    replacing one that was there; what a killed export leaves is `out_dir`.tmp, which the next one removes.
+    All ranks call it; rank 0 writes one tensor at a time. The directory is written as `out_dir`.tmp and renamed when it
+    is complete, replacing an older one. The next export removes what a killed one left.
 
     Args:
         chunks: this rank's part of the model, wrapped or not (see `load_hf`).
-        spec: of the whole model.
+        spec: the whole model.
         source_dir: Hugging Face directory that everything except the weights is copied from.
-        out_dir: where to.
-        max_shard_bytes: tensors are spread over files of at most this many bytes (a larger tensor has its own).
+        out_dir: destination.
+        max_shard_bytes: largest size of a file; a larger tensor has its own file.
 
     Raises:
-        OSError: on rank 0, of a full disk for example; nothing is left then.
+        OSError: writing failed on rank 0, for example on a full disk; nothing is left behind.
     """
-    freed_memory.give_back()  # training, or loading, has left holes that whole tensors do not fit in
+    malloc.give_back()  # training or loading has left holes too small for whole tensors
     tensors = hf_tensors(chunks, spec)
     if dist.get_rank() == 0:
         dtype = next(chunks[0].parameters()).dtype
@@ -116,7 +117,7 @@ def export_hf(
         try:
             _write(tensors, spec, dtype, source_dir, temporary, max_shard_bytes)
         except OSError:
-            shutil.rmtree(temporary, ignore_errors=True)  # others wait for the room
+            shutil.rmtree(temporary, ignore_errors=True)  # free the disk
             raise
         replace_directory(temporary, out_dir)
     else:
@@ -125,31 +126,31 @@ def export_hf(
     dist.barrier()
 
 
-def _gathered(
-    chunks: Sequence[nn.Module], spec: ModelSpec, room: "_Room | None", *, limit: int | None, fused: bool
+def _gather(
+    chunks: Sequence[nn.Module], spec: ModelSpec, pool: "_BufferPool | None", *, limit: int | None, fused: bool
 ) -> Iterator[tuple[str, Tensor]]:
-    """What `Entry.cut` says of every entry, gathered into `room` (None: into memory of its own)."""
-    held = LocalParameters.of(chunks)
+    """Gather the parts of `Entry.split` of every entry into the pool's buffers, or into new memory without a pool."""
+    local = LocalParameters.of(chunks)
     table = [entry for entry in entries(spec) if not entry.copy]
-    stages = _stages(table, held)
+    stages = _stages(table, local)
     for entry, stage in zip(table, stages, strict=True):
-        found = held.find(entry)
+        found = local.find(entry)
         indices = {name: index for index, name in enumerate(entry.hf)}
-        for rows in (rows for together in entry.cut(limit, fused=fused) for rows in together):
-            route = _Route(entry, spec, stage, rows, next(iter(held.parameters.values())), room)
+        for rows in (rows for together in entry.split(limit, fused=fused) for rows in together):
+            route = _Route(entry, spec, stage, rows, next(iter(local.parameters.values())), pool)
             part = None if found is None else entry.parts(found[1].detach(), route.ranks)[indices[rows.name]]
             whole = route.to_rank_zero(part)
             if whole is not None:
                 yield rows.name, whole
-            del part, whole  # or they would live until the next ones are there
+            del part, whole  # otherwise they would live until the next ones are gathered
 
 
 def _bucket(tensors: list[tuple[str, Tensor]], first: Rows) -> Bucket:
     return tensors if first.are_all else Block(first.name, tensors[0][1], first.first, first.size[0])
 
 
-class _Room:
-    """Memory for whole tensors: buffers that take turns, and where one is full memory from the allocator.
+class _BufferPool:
+    """Buffers for whole tensors that take turns; a full buffer falls back to the allocator.
 
     The allocator alone would spread tensors of many sizes over more memory than is in use at a time.
     """
@@ -160,12 +161,12 @@ class _Room:
         self._used = 0
 
     def turn(self) -> None:
-        """Go on to the next buffer, from its beginning."""
+        """Switch to the next buffer and empty it."""
         self._buffers.append(self._buffers.pop(0))
         self._used = 0
 
     def take(self, size: Sequence[int], like: Tensor) -> Tensor:
-        """An uninitialised tensor of that shape, of the type and on the device of `like`."""
+        """Return an uninitialised tensor of that shape, with dtype and device of `like`."""
         start, end = self._used, self._used + prod(size) * like.itemsize
         if end > self._size:
             return like.new_empty(tuple(size))
@@ -176,17 +177,19 @@ class _Room:
 
 
 class _Route:
-    """The way of a Hugging Face tensor, or a block of its rows, from the ranks that hold it to rank 0: expert, then
-    stage, then tensor ranks.
+    """The way of a Hugging Face tensor, or of a block of its rows, to rank 0: expert ranks, then stages, then tensor
+    ranks.
 
-    Only the first data-parallel replica (and the ranks that share out its experts) takes part; the parameters of the
-    others are the same.
+    Only the first data-parallel replica takes part, with the ranks that share out its experts; other replicas hold the
+    same values.
     """
 
-    def __init__(self, entry: Entry, spec: ModelSpec, stage: int, rows: Rows, like: Tensor, room: _Room | None) -> None:
+    def __init__(
+        self, entry: Entry, spec: ModelSpec, stage: int, rows: Rows, like: Tensor, pool: _BufferPool | None
+    ) -> None:
         self._entry, self._stage, self._rows, self._like = entry, stage, rows, like
         self._size = (rows.last - rows.first, *rows.size[1:])
-        self._room = None if dist.get_rank() else room
+        self._pool = None if dist.get_rank() else pool
         self.ranks = parallel_state.get_tensor_model_parallel_world_size()
         self._rank = parallel_state.get_tensor_model_parallel_rank()
         self._expert_rank = 0
@@ -197,8 +200,9 @@ class _Route:
             self._expert_rank = entry.expert // share
 
     def to_rank_zero(self, part: Tensor | None) -> Tensor | None:
-        """The whole tensor, or block, on rank 0, None elsewhere; `part` is what this rank has of the whole tensor."""
-        part = None if part is None else self._asked(part)
+        """Return the whole tensor or block on rank 0, None elsewhere; `part` is this rank's part of the whole
+        tensor."""
+        part = None if part is None else self._requested(part)
         here, row = (
             parallel_state.get_pipeline_model_parallel_rank(),
             parallel_state.get_tensor_model_parallel_rank(),
@@ -221,21 +225,21 @@ class _Route:
         return whole
 
     def _assemble(self, part: Tensor | None, row: int, here: int) -> Tensor | None:
-        """All rows on rank 0, from the parts of the tensor-parallel ranks of the stage that has them.
+        """Assemble all rows on rank 0 from the parts of the tensor-parallel ranks of the stage that has them.
 
-        In blocks of rows, stage to stage and then rank to rank: a second tensor of this size, or a part of one, would
-        be too much for a rank 0 that is nearly full.
+        It goes in blocks of rows, from stage to stage and then from rank to rank: a nearly full rank 0 has no room for
+        a second tensor of this size, or for a part of one.
         """
         whole = None if row or here else self._new(self._size)
         others = self._entry.part_shape(self._size, self.ranks)[1:]
         step = max(1, _BLOCK_BYTES // (prod(others) * self._like.itemsize))
         received = self._like.new_empty(min(step, self._size[0]), *others)
         for rank in range(self.ranks):
-            held = self._held(rank)
+            local = self._local_rows(rank)
             columns = self._entry.piece(self._rows.size, rank, self.ranks)[1:]
-            place = None if whole is None else whole[(_from(held, self._rows.first), *columns)]
-            for start in range(0, len(held), step):
-                rows = received[: min(step, len(held) - start)]
+            target = None if whole is None else whole[(_relative(local, self._rows.first), *columns)]
+            for start in range(0, len(local), step):
+                rows = received[: min(step, len(local) - start)]
                 if rank == row and here == self._stage:
                     assert part is not None, self._entry.megatron
                     rows = _rows(part, start, start + len(rows), grouped=part.dim() > len(self._size))
@@ -244,48 +248,48 @@ class _Route:
                     dist.broadcast(rows, group=group, group_src=self._stage)
                 if here == 0:
                     dist.broadcast(rows, group=parallel_state.get_tensor_model_parallel_group(), group_src=rank)
-                if place is not None:
-                    place[start : start + step].copy_(rows)
+                if target is not None:
+                    target[start : start + step].copy_(rows)
         return whole
 
     def _share(self, rank: int) -> range:
-        """The rows of the whole tensor that a rank's part has something of."""
+        """Rows of the whole tensor that a rank's part contains (whole or by columns)."""
         return range(self._rows.size[0])[self._entry.piece(self._rows.size, rank, self.ranks)[0]]
 
-    def _held(self, rank: int) -> range:
-        """Those of them that are asked for."""
+    def _local_rows(self, rank: int) -> range:
+        """Requested rows that a rank's part contains."""
         share = self._share(rank)
         first = max(share.start, self._rows.first)
         return range(first, max(first, min(share.stop, self._rows.last)))
 
-    def _asked(self, part: Tensor) -> Tensor:
-        """The rows of this rank's part that are asked for; interleaved ones are whole groups (`Entry.cut`)."""
-        rows, unit = _from(self._held(self._rank), self._share(self._rank).start), 1
+    def _requested(self, part: Tensor) -> Tensor:
+        """Return the requested rows of this rank's part; interleaved rows come in whole groups (see `Entry.split`)."""
+        rows, unit = _relative(self._local_rows(self._rank), self._share(self._rank).start), 1
         if part.dim() > len(self._size):
             unit = part.shape[1]
         return part[rows.start // unit : rows.stop // unit]
 
     def _new(self, size: tuple[int, ...]) -> Tensor:
-        return self._like.new_empty(size) if self._room is None else self._room.take(size, self._like)
+        return self._like.new_empty(size) if self._pool is None else self._pool.take(size, self._like)
 
     def _broadcast(self, part: Tensor | None, group: dist.ProcessGroup, source: int) -> Tensor:
-        """The part of the group's rank `source`; what others pass in is left alone."""
+        """Broadcast the part of the group's rank `source`; other ranks' arguments are ignored."""
         if dist.get_rank(group) == source:
             assert part is not None, self._entry.megatron
             part = part.contiguous()
         else:
-            part = self._new((len(self._held(self._rank)), *self._entry.part_shape(self._size, self.ranks)[1:]))
+            part = self._new((len(self._local_rows(self._rank)), *self._entry.part_shape(self._size, self.ranks)[1:]))
         dist.broadcast(part, group=group, group_src=source)
         return part
 
 
-def _from(rows: range, start: int) -> slice:
-    """Those rows, counted from `start`."""
+def _relative(rows: range, start: int) -> slice:
+    """Return rows as a slice counted from `start`."""
     return slice(rows.start - start, rows.stop - start)
 
 
 def _rows(part: Tensor, start: int, stop: int, *, grouped: bool) -> Tensor:
-    """Rows of a part, contiguous; a part that is interleaved with others comes as [groups, rows of a group, ...]."""
+    """Return rows of a part, contiguous; an interleaved part is [groups, rows of a group, ...]."""
     if not grouped:
         return part[start:stop].contiguous()
     width = part.shape[1]
@@ -293,9 +297,9 @@ def _rows(part: Tensor, start: int, stop: int, *, grouped: bool) -> Tensor:
     return groups[start % width : start % width + stop - start]
 
 
-def _stages(table: Sequence[Entry], held: LocalParameters) -> list[int]:
-    """The pipeline rank that has each entry, or whose expert ranks have it."""
-    mine = {index for index, entry in enumerate(table) if entry.layer in held.layers or held.find(entry) is not None}
+def _stages(table: Sequence[Entry], local: LocalParameters) -> list[int]:
+    """Return the pipeline rank that has each entry, directly or through its expert ranks."""
+    mine = {index for index, entry in enumerate(table) if entry.layer in local.layers or local.find(entry) is not None}
     count = parallel_state.get_pipeline_model_parallel_world_size()
     everyones: list[set[int]] = [mine] * count
     if count > 1:

@@ -1,4 +1,4 @@
-"""Hugging Face safetensors into Megatron's shards. Every rank reads only its own part of every tensor."""
+"""Load Hugging Face safetensors into Megatron's shards; every rank reads only its own part of every tensor."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,27 +17,27 @@ from arpo_megatron.weights.shards import LocalParameters
 def load_hf(chunks: Sequence[nn.Module], spec: ModelSpec, path: Path) -> None:
     """Fill this rank's model from the Hugging Face directory `path`.
 
-    Values are converted to the parameters' type. With a wrapped model, the optimizer's master weights are not touched:
-    load before it is built. Besides the model, one piece of one tensor is in memory.
+    Values are converted to the parameters' dtype. The optimizer's master weights are not touched, so load before
+    building it. Besides the model, one part of one tensor is in memory.
 
     Args:
-        chunks: the rank's part of a model of this shape, wrapped or not: one GPTModel, or the several of an interleaved
-            pipeline.
-        spec: of the whole model.
+        chunks: this rank's part of the model, wrapped or not: one GPTModel, or several of an interleaved pipeline.
+        spec: the whole model.
         path: Hugging Face directory.
 
     Raises:
-        UserError: a tensor is missing, of another shape, or unknown to the family; files are missing or damaged. All
-            ranks look at all names and shapes, so that they agree.
+        UserError: a tensor is missing, has another shape or is unknown to the family, or files are missing or damaged.
+            All ranks check all names and shapes, so all of them raise.
+        KeyError: the model has a parameter that the family's table does not name.
     """
     dense = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
     sparse = parallel_state.get_expert_tensor_parallel_rank(), parallel_state.get_expert_tensor_parallel_world_size()
-    held = LocalParameters.of(chunks)
-    left = set(held.parameters)
+    local = LocalParameters.of(chunks)
+    left = set(local.parameters)
     with TensorFiles(path) as files, torch.no_grad():
         check_tensors(files, spec)
         for entry in entries(spec):
-            if (found := held.find(entry)) is not None:
+            if (found := local.find(entry)) is not None:
                 name, parameter = found
                 _fill(entry, parameter, files, *(dense if entry.expert is None else sparse))
                 left.remove(name)

@@ -1,7 +1,7 @@
-"""Which parameters this rank holds, under the numbers that layers and experts have in the whole model.
+"""The parameters of this rank, named with the layer and expert numbers of the whole model.
 
 Megatron numbers the layers of a pipeline stage (or of a chunk of the interleaved pipeline) and the experts of a rank
-from 0; every layer knows where it stands in the whole.
+from 0. Every layer knows its number in the whole model.
 """
 
 import re
@@ -19,21 +19,18 @@ _EXPERT = re.compile(r"(mlp\.experts\.(?:local_experts\.|linear_fc[12]\.weight))
 
 @dataclass(frozen=True, slots=True)
 class LocalParameters:
-    """This rank's share of the model.
-
-    Attributes:
-        parameters: by Megatron name with numbers of the whole model.
-        layers: the numbers of its layers.
-        experts: the numbers of its experts, in every layer the same.
-    """
+    """This rank's share of the model."""
 
     parameters: Mapping[str, Tensor]
+    """Parameters by Megatron name, with numbers of the whole model."""
     layers: frozenset[int]
+    """Numbers of the local layers."""
     experts: frozenset[int]
+    """Numbers of the local experts, equal in every layer."""
 
     @classmethod
     def of(cls, chunks: Sequence[nn.Module]) -> Self:
-        """Those of the model chunks of a rank, without the wrappers of data parallelism and mixed precision."""
+        """Collect the parameters of model chunks, without the wrappers of data parallelism and mixed precision."""
         parameters: dict[str, Tensor] = {}
         layers: set[int] = set()
         experts: set[int] = set()
@@ -48,10 +45,10 @@ class LocalParameters:
         return cls(parameters, frozenset(layers), frozenset(experts))
 
     def find(self, entry: Entry) -> tuple[str, Tensor] | None:
-        """The parameter of an entry and the name it goes by here; None where other ranks hold it.
+        """Return the name and tensor of an entry's parameter; None if other ranks hold it.
 
         Raises:
-            KeyError: it should be here and is not: the model is not of the shape that the entry was made for.
+            KeyError: the parameter should be local and is not; the model does not fit the spec of the entry.
         """
         for name in entry.megatron:
             if name in self.parameters:

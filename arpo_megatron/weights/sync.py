@@ -1,15 +1,15 @@
-"""Live weights from the trainer into running SGLang servers: begin, buckets, commit, verify.
+"""Push weights from the trainer into running SGLang servers: begin, buckets, commit, verify.
 
     begin    every engine refuses to generate (HTTP 503) and has no generation left
-    buckets  one is on its way while the next one is gathered from the trainer's ranks: never more than two
+    buckets  one travels while the next is gathered from the trainer's ranks; never more than two exist
     commit   caches are emptied, answers carry the new policy version, engines generate again
     verify   the caller compares log-probs of a short probe
 
-At an engine's first push, and at every n-th, checksums of sampled rows on the engine are compared too, and the probe is
-a long one.
+At an engine's first push and at every n-th one, checksums of sampled rows on the engine are compared too, and the probe
+is longer.
 
-Whatever interrupts a push before its commit, a kill -9 of the trainer included, leaves engines that refuse to
-generate until a whole push has arrived.
+A push that is interrupted before its commit, even by a kill -9 of the trainer, leaves engines that refuse to generate
+until a whole push has arrived.
 """
 
 import hashlib
@@ -30,46 +30,43 @@ from arpo_megatron.hardware.placement import placement
 from arpo_megatron.weights.transports import Broadcast, Disk, SharedMemory, Transport
 
 TIMEOUT_S = 120.0
-"""Deadline of a request to an engine: of joining, of a bucket, of generations that are waited for."""
+"""Deadline of a request to an engine, in seconds: for joining, a bucket, or running generations."""
 PROBE_TOKENS = 3
-"""Of the probe after every push: its last log-prob depends on every weight, also on how two tokens mix; products of
-so few rows take no longer than reading the weights."""
+"""Length of the probe after a push. Its last log-prob depends on every weight and on how two tokens mix; so few rows
+cost no more than reading the weights."""
 LONG_PROBE_TOKENS = 16
-"""Where a push is verified. What mixes tokens, queries and keys, shows better in a longer one."""
+"""Length of the probe after a verified push; errors in queries and keys, which mix tokens, show better in it."""
 _SAMPLED_SHARE = 16
-"""Of each bucket's tensors one in so many is sampled for checksums, and at least one; all that come in blocks."""
+"""One in this many of a bucket's tensors is sampled for checksums, at least one; so are all tensors sent in blocks."""
 _SAMPLE_BYTES = 2**20
-"""Of a sampled tensor's rows so many bytes."""
+"""Bytes sampled of a tensor's rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class PushReport:
-    """What a push took.
-
-    Attributes:
-        seconds: wall time from begin to commit, or to the comparison of checksums.
-        bytes: sent to each engine.
-        buckets: in how many parts.
-        verified: names of the tensors whose checksums were compared.
-        probe_tokens: length of the probe whose log-probs are to be compared now.
-    """
+    """Result of one push."""
 
     seconds: float
+    """Wall time from begin to commit, or to the comparison of checksums."""
     bytes: int
+    """Bytes sent to each engine."""
     buckets: int
+    """Number of buckets."""
     verified: tuple[str, ...]
+    """Names of the tensors whose checksums were compared."""
     probe_tokens: int
+    """Length of the probe whose log-probs the caller compares next."""
 
 
 class WeightSync:
-    """Rank 0's end.
+    """The trainer's end of a push, on rank 0.
 
     Args:
-        requests: to the engines; closed with this.
-        transport: carries the buckets; closed with this.
-        verify_every: so many pushes after one that was verified another one is; 0: only those to engines that no
-            whole push has reached yet, or none since one that failed.
-        comparable: the engines hold the trainer's bits; False where they quantize them: no checksums then.
+        requests: requests to the engines; closed with this object.
+        transport: carries the buckets; closed with this object.
+        verify_every: pushes from one verification to the next. 0 verifies only pushes to engines that no whole push has
+            reached since their start or since a failed push.
+        comparable: the engines hold the trainer's bits. False if they quantize them; checksums are then not compared.
     """
 
     def __init__(
@@ -80,34 +77,34 @@ class WeightSync:
         self._verify_every = verify_every
         self._comparable = comparable
         self._reached: tuple[EngineEndpoint, ...] = ()
-        """The engines of the last push, if it was a success."""
+        """The engines of the last push, if it succeeded."""
         self._since_verified = 0
-        """Pushes, the verified one included."""
+        """Pushes since the last verified one, including it."""
 
     @property
     def engines(self) -> EngineAdmin:
-        """Requests to the engines beside a push."""
+        """Requests to the engines outside a push."""
         return self._requests
 
     @property
     def buffers(self) -> int:
-        """How many buffers `export.hf_buckets` is to gather into."""
+        """Number of buffers for `export.hf_buckets`."""
         return self._transport.buffers
 
     @property
     def fused(self) -> bool:
-        """Whether `export.hf_buckets` is to keep tensors of one parameter together: where engines quantize them."""
+        """Whether `export.hf_buckets` must keep the tensors of a parameter together, because engines quantize them."""
         return not self._comparable
 
     @classmethod
     def of(cls, config: JobConfig, urls: Sequence[str], run: Path, token: str | None = None) -> Self:
-        """As a job's config says.
+        """Create the sync that a job's config describes.
 
         Args:
-            config: of the job.
+            config: the job.
             urls: http://host:port of each engine.
             run: the run directory.
-            token: that the engines ask for, if they do.
+            token: access token of the engines, if they require one.
 
         Raises:
             UserError: the transport cannot reach an engine.
@@ -126,15 +123,15 @@ class WeightSync:
         return cls(requests, transport, verify_every=config.sync.verify_every, comparable=comparable)
 
     def push(self, buckets: Iterable[Bucket], version: int) -> PushReport:
-        """Replace engines' weights and set their policy version.
+        """Replace the engines' weights and set their policy version.
 
         Args:
-            buckets: full tensors under Hugging Face names, each bucket made when it is asked for
-                (`export.hf_buckets`). A tied head needs no entry of its own: SGLang's head is its embedding.
-            version: reported from then on by every answer of an engine (`meta_info["weight_version"]`).
+            buckets: full tensors under Hugging Face names, each bucket made when it is requested (`export.hf_buckets`).
+                A tied head needs no entry: SGLang's head is its embedding.
+            version: policy version that every later answer of an engine reports (`meta_info["weight_version"]`).
 
         Raises:
-            WeightPushError: an engine failed or differs; the next push starts anew.
+            WeightPushError: an engine failed, or its weights differ; the next push starts from the beginning.
             ValueError: there are no tensors.
         """
         started = time.monotonic()
@@ -147,7 +144,7 @@ class WeightSync:
             total, count, sums = self._send(buckets, sampler)
             self._requests.commit_push(version, self._transport.finish())
         except BaseException:
-            self._transport.close()  # the two ends may be out of step now
+            self._transport.close()  # trainer and engines may disagree about the buckets sent
             raise
         if sums:
             self._verify(sums)
@@ -156,21 +153,21 @@ class WeightSync:
         return PushReport(time.monotonic() - started, total, count, tuple(sums), probe_tokens)
 
     def close(self) -> None:
-        """Let go of the engines. Those that are gone already are not an error."""
+        """Disconnect from the engines; engines that have ended are not an error."""
         self._transport.close()
         self._requests.close()
 
     def _send(
         self, buckets: Iterable[Bucket], sampler: np.random.Generator | None
     ) -> tuple[int, int, dict[str, tuple[Sample, int]]]:
-        """Bytes and buckets sent, and what is known of the sampled tensors."""
+        """Send all buckets; return bytes, number of buckets, and the expected checksums of sampled tensors."""
         total, count = 0, 0
         sums: dict[str, tuple[Sample, int]] = {}
         wait: Callable[[], None] | None = None
-        for bucket in buckets:  # gathered while the last one travels
+        for bucket in buckets:  # gathered while the previous one travels
             if sampler is not None:
                 _sample(bucket, sampler, sums)
-            arrived = self._transport.send(bucket)  # announced before the last one has arrived: engines do not idle
+            arrived = self._transport.send(bucket)  # announced early, so that engines do not idle
             if wait is not None:
                 wait()
             wait = arrived
@@ -181,15 +178,15 @@ class WeightSync:
         return total, count, sums
 
     def _verify(self, sums: dict[str, tuple[Sample, int]]) -> None:
-        everyones = self._requests.checksums({name: sample for name, (sample, _) in sums.items()})
-        for url, held in zip(self._requests.urls, everyones, strict=True):
+        by_engine = self._requests.checksums({name: sample for name, (sample, _) in sums.items()})
+        for url, checksums in zip(self._requests.urls, by_engine, strict=True):
             for name, (sample, expected) in sums.items():
-                if what := sample.difference(held[name], expected):
-                    raise WeightPushError(f"{url}: {name} is not what the trainer sent: {what}")
+                if difference := sample.difference(checksums[name], expected):
+                    raise WeightPushError(f"{url}: {name} is not what the trainer sent: {difference}")
 
 
 def _sample(bucket: Bucket, sampler: np.random.Generator, sums: dict[str, tuple[Sample, int]]) -> None:
-    """Add what is to be known of a bucket. The sampled rows of a tensor that comes in blocks may lie in two of them."""
+    """Add the expected checksums of a bucket; the sampled rows of a tensor sent in blocks may lie in two blocks."""
     if isinstance(bucket, Block):
         if not bucket.first:
             sums[bucket.name] = Sample.of(bucket.whole, sampler.random(), _SAMPLE_BYTES), 0
@@ -204,17 +201,18 @@ def _sample(bucket: Bucket, sampler: np.random.Generator, sums: dict[str, tuple[
 
 
 def _directory(shared: Path | None, run: Path) -> Path:
-    """Of the `disk` transport, which empties it: inside the run's, or one of the run's own in what jobs share."""
+    """Return the directory of the `disk` transport, which empties it: in the run directory, or one per run in the
+    shared directory."""
     if shared is None:
         return run / "sync"
     return shared / f"{run.name}-{hashlib.blake2b(str(run.resolve()).encode(), digest_size=4).hexdigest()}"
 
 
 def probe_gap(trainer_logprobs: ArrayLike, engine_logprobs: ArrayLike) -> float:
-    """Largest absolute difference in nats of two arrays of log-probs; infinity where either is not finite.
+    """Return the largest absolute difference of two arrays of log-probs, in nats; infinity if a value is not finite.
 
     Raises:
-        ValueError: they are of different lengths.
+        ValueError: the arrays differ in length.
     """
     trainer, engine = np.asarray(trainer_logprobs, np.float64), np.asarray(engine_logprobs, np.float64)
     if trainer.shape != engine.shape:

@@ -1,10 +1,10 @@
-"""Three ways for a bucket of tensors into an engine. `sync.WeightSync` says what is sent when.
+"""Three ways to send a bucket of tensors to an engine. `sync.WeightSync` decides what is sent when.
 
-| | bucket travels through | for |
+| | a bucket travels through | for |
 | --- | --- | --- |
-| `Broadcast` | a process group of its own: gloo, or NCCL on CUDA | engines that the trainer's network reaches |
-| `SharedMemory` | CUDA IPC handles, on a CPU a shared memory file | an engine on the trainer's own GPU or machine |
-| `Disk` | safetensors in a directory that both see | engines elsewhere |
+| `Broadcast` | a separate process group: gloo, or NCCL on CUDA | engines that the trainer's network reaches |
+| `SharedMemory` | CUDA IPC handles, or a shared memory file on a CPU | an engine on the trainer's GPU or machine |
+| `Disk` | safetensors in a directory that both see | all other engines |
 """
 
 import base64
@@ -46,42 +46,39 @@ from arpo_megatron.models.safetensors import write_file, write_rows
 
 _POLL_INTERVAL_S = 0.0005
 _CLOSE_S = 5.0
-"""How long an engine is waited for that is to leave a group."""
+"""Seconds to wait for engines to leave a group."""
 _DEVICE_ARGUMENT = 6
-"""The device among the arguments of torch's `rebuild_cuda_tensor`."""
+"""Index of the device among the arguments of torch's `rebuild_cuda_tensor`."""
 
 
 class Transport(Protocol):
-    """One way of sending buckets.
-
-    Attributes:
-        buffers: of `export.hf_buckets`: 2, or 1 where `send` itself has made a copy when it returns.
-    """
+    """A way to send buckets to engines."""
 
     buffers: int
+    """Number of buffers for `export.hf_buckets`: 2, or 1 if `send` has copied the bucket when it returns."""
 
     def connect(self, engines: Sequence[EngineEndpoint]) -> None:
-        """Be ready to send to these; called at the beginning of every push."""
+        """Prepare to send to these engines; called at the start of every push."""
 
     def send(self, bucket: Bucket) -> Callable[[], None]:
-        """Start to send a bucket that is not empty; the result waits until every engine has received it.
+        """Start to send a non-empty bucket; the result waits until every engine has received it.
 
-        The bucket's tensors are not changed until then. One more bucket may be sent before, and none after that.
+        The caller leaves the bucket's tensors unchanged until then. It may send one more bucket before waiting.
         """
 
     def finish(self) -> int:
-        """Wait until every engine has loaded all that was sent; returns in how many requests since `connect`."""
+        """Wait until every engine has loaded all buckets; return the number of requests since `connect`."""
 
     def close(self) -> None:
-        """Let go of what `connect` made; engines that are gone already are not an error."""
+        """Release what `connect` made; engines that have ended are not an error."""
 
 
 class Broadcast:
-    """Trainer rank 0 and all ranks of the engines form a process group; each tensor is broadcast as it is.
+    """Broadcast each tensor in a process group of trainer rank 0 and all ranks of the engines.
 
     Args:
-        requests: to the engines.
-        backend: None: nccl where torch sees a GPU, else gloo.
+        requests: requests to the engines.
+        backend: None selects nccl if torch sees a GPU, else gloo.
     """
 
     buffers = 2
@@ -93,13 +90,13 @@ class Broadcast:
         self._name = ""
         self._group: Any = None
         self._posts: list[Future[Any]] = []
-        """Announcements that have not been answered yet."""
+        """Announcements without an answer so far."""
         self._loads = 0
         self._acknowledged: list[Any] = []
-        """The work that is done when every engine has taken the last announcement."""
+        """Work that completes when every engine has received the last announcement."""
 
     def connect(self, engines: Sequence[EngineEndpoint]) -> None:
-        """Join with the engines, unless they are those of the last push and none was restarted since."""
+        """Form the group, unless it has the same engines as the last push and none has restarted."""
         self._loads = 0
         if self._group is not None and self._engines == tuple(engines):
             return
@@ -108,12 +105,12 @@ class Broadcast:
         self._join()
 
     def send(self, bucket: Bucket) -> Callable[[], None]:
-        """Announce the tensors by HTTP and broadcast them, behind a bucket that is still on its way."""
+        """Announce the tensors by HTTP and broadcast them after the bucket that is in flight."""
         works = self._announce(bucket)
         return lambda: self._wait(works)
 
     def finish(self) -> int:
-        """An engine answers when it has loaded the bucket before: behind the last one comes an empty one."""
+        """Send an empty bucket and wait: an engine answers an announcement when it has loaded the bucket before it."""
         self._announce([])
         for post in self._posts:
             post.result()
@@ -134,8 +131,9 @@ class Broadcast:
         concurrent.futures.wait(posts, _CLOSE_S)
 
     def _announce(self, bucket: Bucket) -> list[Any]:
-        """The works of the process group that carry the tensors. The engines' half is `engine/server/receive.py`."""
-        self._wait(self._acknowledged)  # or this announcement might overtake the last one
+        """Return the works of the process group that carry the tensors. The engines' half is
+        `engine/server/receive.py`."""
+        self._wait(self._acknowledged)  # otherwise this announcement could overtake the previous one
         tensors = [tensor.detach().contiguous() for _, tensor in named_tensors(bucket)]
         body: dict[str, Any] = {
             "names": [name for name, _ in named_tensors(bucket)],
@@ -163,7 +161,7 @@ class Broadcast:
                 while not work.is_completed():
                     for post in self._posts:
                         if post.done():
-                            post.result()  # an engine that refused will never take part in the broadcast
+                            post.result()  # an engine that refused never joins the broadcast
                     if time.monotonic() > deadline:
                         raise first_push_error(self._posts, f"{self._where()}: no engine took the bucket in time")
                     time.sleep(_POLL_INTERVAL_S)
@@ -179,7 +177,7 @@ class Broadcast:
         world_size = 1 + sum(engine.ranks for engine in self._engines)
         address = local_address(self._engines[0].url)
         timeout = timedelta(seconds=self._requests.timeout_s)
-        # Engines keep groups by name: one that a crashed trainer left behind must not be met again.
+        # Engines keep groups by name; a new name avoids the group that a crashed trainer left.
         self._name = f"arpo-weights-{time.time_ns()}"
         store = TCPStore(address, 0, world_size, is_master=True, timeout=timeout, wait_for_workers=False)
         bodies, offset = [], 1
@@ -196,8 +194,8 @@ class Broadcast:
             offset += engine.ranks
         posts = self._requests.post_all("init_weights_update_group", bodies)
         try:
-            # torch has no public way to a second group with processes outside the default one; SGLang, slime and
-            # verl all take this one, and both ends must, for the keys in the store to match.
+            # torch has no public way to form a second group with processes outside the default group. SGLang, slime
+            # and verl use this function; both ends must, because the keys in the store have to match.
             group, _ = _new_process_group_helper(
                 world_size,
                 0,
@@ -219,10 +217,10 @@ class Broadcast:
 
 
 class SharedMemory:
-    """The bucket is copied into one buffer that the engine's processes map: CUDA IPC, or shared memory on a CPU.
+    """Copy each bucket into one buffer that the engine's processes map: CUDA IPC, or shared memory on a CPU.
 
     Args:
-        requests: to the engines, all on this machine.
+        requests: requests to the engines, all on this machine.
 
     Raises:
         UserError: an engine is on another machine.
@@ -242,12 +240,12 @@ class SharedMemory:
         self._loads = 0
 
     def connect(self, engines: Sequence[EngineEndpoint]) -> None:
-        """There is nothing to join."""
+        """Remember the engines; there is nothing to join."""
         self._loads = 0
         self._engines = tuple(engines)
 
     def send(self, bucket: Bucket) -> Callable[[], None]:
-        """Copy the tensors into the buffer, when it is free, and hand its handle to every rank of every engine."""
+        """Copy the tensors into the buffer when it is free, and send its handle to every rank of every engine."""
         concurrent.futures.wait(self._reading)
         block, values = bucket if isinstance(bucket, Block) else None, named_tensors(bucket)
         wholes = [tensor for _, tensor in values] if block is None else [block.whole]
@@ -260,10 +258,10 @@ class SharedMemory:
             bounds = {"start_idx": start, "end_idx": end, "numel": whole.nbytes}
             # SGLang's FlattenedTensorMetadata in all but name; it reads the attributes and unpickles few classes.
             metadata.append(SimpleNamespace(name=name, shape=whole.shape, dtype=whole.dtype, **bounds))
-        if block is not None and not block.is_last:  # SGLang reads whole tensors: this one is put together here
+        if block is not None and not block.is_last:  # SGLang reads whole tensors: blocks are assembled in the buffer
             return lambda: None
         if flat.is_cuda:
-            torch.cuda.synchronize()  # another process reads it, on a stream of its own
+            torch.cuda.synchronize()  # another process reads it, on another stream
         bodies = []
         for engine in self._engines:
             # A handle for each rank: torch counts who has opened one.
@@ -280,7 +278,7 @@ class SharedMemory:
         return wait
 
     def finish(self) -> int:
-        """Every bucket was waited for: the buffer is freed, its memory is the training's until the next push."""
+        """Free the buffer for training; all buckets have been waited for."""
         self.close()
         return self._loads
 
@@ -289,7 +287,7 @@ class SharedMemory:
         self._buffer, self._reading = None, []
 
     def _room(self, size: int, device: torch.device) -> Tensor:
-        """uint8[size], the beginning of the buffer."""
+        """Return the first `size` bytes of the buffer, uint8[size]."""
         if self._buffer is None or len(self._buffer) < size:
             self._buffer = None  # before the larger one is made
             self._buffer = _shareable(size, device)
@@ -297,26 +295,26 @@ class SharedMemory:
 
 
 class _CudaHandle:
-    """Pickles a CUDA tensor as SGLang's processes expect one."""
+    """Pickles a CUDA tensor as SGLang's processes expect it."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
 
     def __reduce__(self) -> tuple[Any, ...]:
         function, arguments = reductions.reduce_tensor(self._tensor)[:2]
-        # The engine may number the GPUs otherwise; it understands a GPU's own name in the place of its number.
+        # The engine may number the GPUs differently; it accepts a GPU's UUID instead of its number.
         device = str(torch.cuda.get_device_properties(self._tensor.device).uuid)
         return function, (*arguments[:_DEVICE_ARGUMENT], device, *arguments[_DEVICE_ARGUMENT + 1 :])
 
 
 def _shareable(size: int, device: torch.device) -> Tensor:
-    """uint8[size] that another process may map."""
+    """Return uint8[size] that another process can map."""
     if device.type != "cuda":
         with _shared_by_name():
             buffer = torch.empty(size, dtype=torch.uint8)
             buffer.share_memory_()
             return buffer
-    # Of memory in expandable segments no handle can be opened without rights over this process. The allocator heeds
+    # A handle to memory in expandable segments cannot be opened without rights over this process. The allocator reads
     # the setting at every allocation.
     expandable = "expandable_segments:True" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
     if expandable:
@@ -329,7 +327,7 @@ def _shareable(size: int, device: torch.device) -> Tensor:
 
 
 def _pickled(flat: Tensor, metadata: Sequence[SimpleNamespace]) -> str:
-    """What SGLang's `MultiprocessingSerializer` would make of a flattened bucket, for one rank."""
+    """Serialize a flattened bucket for one rank as SGLang's `MultiprocessingSerializer` does."""
     stream = BytesIO()
     with _shared_by_name():
         handle = _CudaHandle(flat) if flat.is_cuda else flat
@@ -339,7 +337,7 @@ def _pickled(flat: Tensor, metadata: Sequence[SimpleNamespace]) -> str:
 
 @contextmanager
 def _shared_by_name() -> Iterator[None]:
-    """CPU memory is shared by file name: torch's default, a descriptor, ends an engine that is not a child."""
+    """Share CPU memory by file name: torch's default, a file descriptor, needs the receiver to be a child process."""
     before = torch.multiprocessing.get_sharing_strategy()
     torch.multiprocessing.set_sharing_strategy("file_system")
     try:
@@ -349,11 +347,11 @@ def _shared_by_name() -> Iterator[None]:
 
 
 class Disk:
-    """Each bucket, or all blocks of a tensor, is a safetensors file that the engines read; then it is deleted.
+    """Write each bucket, or all blocks of a tensor, to a safetensors file that the engines read; then delete it.
 
     Args:
-        requests: to the engines.
-        directory: one that trainer and engines see under the same name; it is made, and emptied at the end.
+        requests: requests to the engines.
+        directory: path that trainer and engines share; it is created, and removed at the end.
     """
 
     buffers = 2
@@ -367,7 +365,7 @@ class Disk:
         self._loads = 0
 
     def connect(self, engines: Sequence[EngineEndpoint]) -> None:
-        """Make the directory; what an interrupted push left there is removed."""
+        """Create the directory, without the leftovers of an interrupted push."""
         self._loads = 0
         self._engines = tuple(engines)
         shutil.rmtree(self._directory, ignore_errors=True)
@@ -377,16 +375,16 @@ class Disk:
             raise DiskPushError(f"sync.directory: {error}") from error
 
     def send(self, bucket: Bucket) -> Callable[[], None]:
-        """Write the file and have the engines read it, both while the caller goes on."""
-        self._last = self._writer.submit(self._write_and_load, bucket)  # after the one before: there is one writer
+        """Write the file and let the engines read it, in a thread."""
+        self._last = self._writer.submit(self._write_and_load, bucket)  # one writer: buckets are written in order
         return self._last.result
 
     def finish(self) -> int:
-        """Every bucket was waited for."""
+        """Return the number of loads; all buckets have been waited for."""
         return self._loads
 
     def close(self) -> None:
-        """Remove the directory; a bucket that waits for the one before is not sent any more."""
+        """Remove the directory; a bucket that waits in the queue is not sent any more."""
         if self._last is not None:
             self._last.cancel()
         shutil.rmtree(self._directory, ignore_errors=True)

@@ -91,11 +91,11 @@ class Training:
         bit."""
         found = xxhash.xxh3_128()
         tensors = [tensor for chunk in self.actor.chunks for tensor in [*chunk.parameters(), *chunk.buffers()]]
-        for holding in optimizer_state.holdings(self.actor.optimizer):
-            tensors += holding.tensors.values()
+        for state in optimizer_state.weight_states(self.actor.optimizer):
+            tensors += state.tensors.values()
         for tensor in [*tensors, torch.get_rng_state()]:
             found.update(tensor.detach().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
-        counts = [optimizer_state.steps(self.actor.optimizer), self.actor.updates_done]
+        counts = [optimizer_state.adam_steps(self.actor.optimizer), self.actor.updates_done]
         found.update(json.dumps([counts, asdict(self.state) if parallel.is_rank_zero() else None]).encode())
         return parallel.gather_objects(found.hexdigest())
 
@@ -151,7 +151,7 @@ def main(root: Path, kind: str, moment: dict[str, Any] | None) -> None:
     if found.path is not None:
         run.resume(found.path)
     if parallel.is_rank_zero():
-        row = {"resumed": run.state.step, "epoch": run.selector.epoch, "refused": found.told, "partial": partial}
+        row = {"resumed": run.state.step, "epoch": run.selector.epoch, "refused": found.warnings, "partial": partial}
         with (root / "attempts.jsonl").open("a") as file:
             file.write(json.dumps(row) + "\n")
     for step in range(run.state.step + 1, STEPS + 1):

@@ -247,7 +247,7 @@ def join(layout: ParallelConfig) -> None:
         parallel_state.destroy_model_parallel()
         # Its shape differs between pipelines and other layouts; a job never has both.
         MoEAuxLossAutoScaler.main_loss_backward_scale = None
-        parallel.lay_out(layout)
+        parallel.create_groups(layout)
         torch.manual_seed(7)
         tensor_parallel.model_parallel_cuda_manual_seed(7, force_reset_rng=True)
     else:

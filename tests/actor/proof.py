@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -16,14 +16,14 @@ from arpo_megatron.actor import attention_plan, parallel
 from arpo_megatron.actor.actor import Actor
 from arpo_megatron.actor.attention_plan import share_blocks
 from arpo_megatron.actor.optimizer import gradient_norm
-from arpo_megatron.actor.optimizer_state import holdings
+from arpo_megatron.actor.optimizer_state import weight_states
 from arpo_megatron.algorithms.credit import TreeCredit
 from arpo_megatron.config import AlgorithmConfig, OptimizerConfig, ParallelConfig
 from arpo_megatron.config import validation as rules
 from arpo_megatron.packing.balance import CostModel
-from arpo_megatron.packing.layout import lay_out, on_rank
-from arpo_megatron.packing.packs import TreePack, pack_trees, report
-from arpo_megatron.trainer.batch import Minibatch, ReadyUpdate, finish_credit, share
+from arpo_megatron.packing.layout import lay_out
+from arpo_megatron.packing.packs import TreePack, pack_trees, report_packs
+from arpo_megatron.trainer.batch import Batch, ReadyUpdate, broadcast_batches, finish_credit
 from arpo_megatron.tree import RolloutTree
 from arpo_megatron.weights.export import hf_tensors
 from arpo_megatron.weights.load import load_hf
@@ -130,7 +130,7 @@ def packed(problem: Problem, packing: str, layout: ParallelConfig) -> list[TreeP
         for single, advantage in zip(cases.flat_trees(tree), advantages, strict=True)
     ]
     if packing == "padded":
-        return [on_rank(lay_out(index, *pair), index % ranks) for index, pair in enumerate(flat)]
+        return [replace(lay_out(index, *pair), data_rank=index % ranks) for index, pair in enumerate(flat)]
     singles, credits = zip(*flat, strict=True)
     return pack_trees(singles, credits, token_budget=FLAT_BUDGET, ranks=ranks, inherit=inherit, share_prompt=False)
 
@@ -156,7 +156,7 @@ def gradient(actor: Actor, problem: Problem, packs: list[TreePack], old: list[np
     references = actor.reference_logprobs([packs])
     reference = None if references is None else references[0]
     if problem.stale:
-        (minibatch,) = share([Minibatch(packs, problem.forest, problem.advantages)])
+        (minibatch,) = broadcast_batches([Batch(packs, problem.forest, problem.advantages)])
         ready = finish_credit(actor, minibatch, old, actor.config, on_policy=False)
     else:
         ready = ReadyUpdate(packs, old, "policy")
@@ -183,7 +183,7 @@ def gradient(actor: Actor, problem: Problem, packs: list[TreePack], old: list[np
 
 def gather_gradients(actor: Actor) -> None:
     """Under the distributed optimizer a rank has summed the stretches of weights that it owns, and only them."""
-    owned = {id(holding.weight): holding.span for holding in holdings(actor.optimizer)}
+    owned = {id(state.weight): state.span for state in weight_states(actor.optimizer)}
     for parameter in (parameter for chunk in actor.chunks for parameter in chunk.parameters()):
         start, end = owned.get(id(parameter), (0, 0))
         flat = parameter.main_grad.view(-1)
@@ -224,7 +224,7 @@ def solve(root: Path, name: str, layout: ParallelConfig, family: str) -> dict[st
     }
     load_hf(actor.chunks, spec, root / family)
     if name == "weighted":
-        assert report(packs["several"], problem.forest).saved_by_shared_prompt > 0
+        assert report_packs(packs["several"], problem.forest).saved_by_shared_prompt > 0
     if balance:
         actor.logprobs(packs["cut"])  # measures the load
     gradients = {}

@@ -61,7 +61,9 @@ def skipped(actor: Actor) -> list[tuple[bool, list[int]]]:
     layout = actor.config.parallel
     packs = pack_trees(*cases.minibatch(9, count=5), token_budget=60, ranks=layout.data, inherit=layout.nested_packs)
     packs[-1] = replace(packs[-1], positive=packs[-1].positive * float("nan"))
-    return parallel.gather_objects((actor.update(packs, None, "nll").skipped, [i - len(packs) for i in actor.unsound]))
+    return parallel.gather_objects(
+        (actor.update(packs, None, "nll").skipped, [i - len(packs) for i in actor.nonfinite_packs])
+    )
 
 
 def save(actor: Actor, directory: Path) -> None:

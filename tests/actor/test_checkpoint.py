@@ -137,7 +137,7 @@ def test_a_damaged_checkpoint_is_named_with_its_reason_and_the_next_older_one_is
     harm(tmp_path / "step_2" / name)
     found = CheckpointStore(tmp_path, keep=3).resume_point()
     assert found.path == tmp_path / "step_1"
-    (line,) = found.told
+    (line,) = found.warnings
     assert line.startswith(f"step_2 is not used: file {name} ")
     assert any(word in line for word in words.split("|")), line
 
@@ -159,7 +159,7 @@ def test_damage_of_all_checkpoints_stops_the_run_with_every_reason(tmp_path):
     store = CheckpointStore(tmp_path, keep=2)
     for step in (1, 2):
         flip_a_byte(saved(store, step) / "actor" / "weights")
-    with pytest.raises(UserError, match=r"no checkpoint in .* is whole .*step_2 is not used.*step_1 is not used"):
+    with pytest.raises(UserError, match=r"no checkpoint in .* is intact .*step_2 is not used.*step_1 is not used"):
         store.resume_point()
 
 
@@ -183,7 +183,7 @@ def test_a_file_that_cannot_be_written_is_told_and_leaves_the_older_checkpoint_w
         store.save(2, Weights(2, size=100_000), {})
         store.finish()
     (report,) = store.reports()
-    assert str(report) == "step_2 could not be saved: File too large; older checkpoints are whole, training goes on"
+    assert str(report) == "step_2 could not be saved: File too large; older checkpoints are intact, training continues"
     assert names(tmp_path) == ["step_1"] and newest_intact(tmp_path).path == tmp_path / "step_1"
     saved(store, 3)
 
@@ -197,7 +197,7 @@ def test_failing_saves_stop_the_run_only_after_several_in_a_row(tmp_path):
             store.finish()
         if not start:
             saved(store, 99)  # one that succeeds begins the count anew
-    with pytest.raises(UserError, match="3 checkpoints in a row could not be saved \\(File too large\\): mend"):
+    with pytest.raises(UserError, match="3 checkpoints in a row could not be saved \\(File too large\\): fix"):
         store.save(100, Weights(1), {})
 
 

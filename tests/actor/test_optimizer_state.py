@@ -25,7 +25,7 @@ def test_boxes_tile_a_stretch_in_its_order_and_are_few(shape, data):
     start = data.draw(st.integers(0, size))
     end = data.draw(st.integers(start, size))
     places = np.arange(size).reshape(shape)
-    found = list(optimizer_state.boxes(shape, start, end))
+    found = list(optimizer_state.split_into_boxes(shape, start, end))
     cuts = [places[tuple(slice(o, o + n) for o, n in zip(*box, strict=True))].reshape(-1) for box in found]
     assert [int(i) for cut in cuts for i in cut] == list(range(start, end))
     assert len(found) <= max(1, 2 * len(shape) - 1)

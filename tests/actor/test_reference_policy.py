@@ -94,13 +94,13 @@ def scored(seed: int) -> ScoredTree:
 
 def test_a_step_swaps_the_reference_in_once_and_before_its_updates(tmp_path, monkeypatch):
     run = Steps(new_actor(kl_coefficient=0.1), RunDirectory(tmp_path))
-    swapped_in, seen = ReferencePolicy.swapped_in, []
+    swap_in, seen = ReferencePolicy.swap_in, []
 
     def watched(policy):
         seen.append(run.current)
-        return swapped_in(policy)
+        return swap_in(policy)
 
-    monkeypatch.setattr(ReferencePolicy, "swapped_in", watched)
+    monkeypatch.setattr(ReferencePolicy, "swap_in", watched)
     train(run)
     assert seen == ["logprobs"] * STEPS
     assert [len(updates) for updates in run.updates] == [MINIBATCHES] * STEPS
@@ -120,12 +120,12 @@ def test_the_reference_is_the_first_policy_and_leaves_no_trace():
     for now, then in zip(actor.reference_logprobs([packs])[0], first, strict=True):
         assert np.array_equal(now, then)
     assert all(torch.equal(now, before[name]) for name, now in weights(actor).items())
-    with pytest.raises(RuntimeError, match="stop"), actor._reference.swapped_in():
+    with pytest.raises(RuntimeError, match="stop"), actor._reference.swap_in():
         raise RuntimeError("stop")
     assert all(torch.equal(now, before[name]) for name, now in weights(actor).items())
     assert new_actor().reference_logprobs([packs]) is None
     forgotten = Actor(actor.config, cases.QWEN3, None, optimizer=OptimizerConfig(), total_updates=1)
-    with pytest.raises(RuntimeError, match="told to keep none"):
+    with pytest.raises(RuntimeError, match="keep_reference=True"):
         forgotten.reference_logprobs([packs])
 
 

@@ -8,7 +8,7 @@ from arpo_megatron.actor.actor import Actor
 from arpo_megatron.actor.model import build_model
 from arpo_megatron.actor.moe_router import begin_pass, finish_pass
 from arpo_megatron.config import AlgorithmConfig, OptimizerConfig, ParallelConfig
-from arpo_megatron.packing.layout import join, lay_out
+from arpo_megatron.packing.layout import join_packs, lay_out
 from arpo_megatron.packing.packs import pack_trees
 from arpo_megatron.tree import RolloutTree
 from tests.actor import cases, reference
@@ -110,7 +110,7 @@ def test_trees_of_one_prompt_share_its_routes_and_one_without_routes_is_routed_f
         alike.append(longer)
     first = cases.routed(alike[0], cases.other_routes(alike[0]))
     credits = [cases.plain_credit(t, a, WEIGHT) for t, a in zip(alike, advantages, strict=True)]
-    pack = join([lay_out(i, tree, credits[i]) for i, tree in enumerate([first, alike[1]])], len(prompt))
+    pack = join_packs([lay_out(i, tree, credits[i]) for i, tree in enumerate([first, alike[1]])], len(prompt))
     assert len(pack) == sum(tree.unique_tokens for tree in alike) - len(prompt)
     assert pack.routes.shape == (len(pack), *SHAPE)
     assert (pack.routes[: len(prompt)] == first.segments[0].routes[: len(prompt)]).all()

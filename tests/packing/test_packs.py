@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from arpo_megatron.actor.microbatch import ContextShard, MicroBatches, padding_of
 from arpo_megatron.algorithms.credit import TreeCredit
 from arpo_megatron.packing.balance import PACK_COST_TOKENS, balanced_groups, divide_work, first_fit_decreasing
-from arpo_megatron.packing.packs import SAME_BEGINNING, pack_trees, report
+from arpo_megatron.packing.packs import SHARED_PREFIX_TOKENS, pack_trees, report_packs
 from arpo_megatron.tree import Role, RolloutTree
 from tests.actor import cases
 
@@ -68,7 +68,7 @@ def test_every_model_token_of_every_tree_is_trained_once_with_its_credit(forest,
     assert_packed(packs, forest)
     again = pack_trees(forest, credits, token_budget=budget, ranks=ranks, inherit=inherit)
     assert pickle.dumps(again) == pickle.dumps(packs)  # a plan follows from its inputs alone
-    made = report(packs, forest, ranks=ranks)
+    made = report_packs(packs, forest, ranks=ranks)
     if inherit:
         assert made.repeated == 0 and all(len(pack) <= budget for pack in packs)
     else:
@@ -84,7 +84,7 @@ def test_every_model_token_of_every_tree_is_trained_once_with_its_credit(forest,
 @settings(max_examples=40)
 @given(
     rests=st.lists(st.lists(st.integers(0, 31), max_size=3), min_size=2, max_size=4),
-    system=st.lists(st.integers(0, 31), min_size=1, max_size=SAME_BEGINNING + 9),
+    system=st.lists(st.integers(0, 31), min_size=1, max_size=SHARED_PREFIX_TOKENS + 9),
     seed=st.integers(0, 99),
 )
 def test_a_system_prompt_is_computed_once_a_pack(rests, system, seed):
@@ -98,7 +98,7 @@ def test_a_system_prompt_is_computed_once_a_pack(rests, system, seed):
     packs = pack_trees(forest, [numbered_credit(t, 1000 * i) for i, t in enumerate(forest)], token_budget=10**6)
     assert_packed(packs, forest)
     assert len(packs) == 1
-    assert report(packs, forest).saved_by_shared_prompt >= len(system) * (len(forest) - 1)
+    assert report_packs(packs, forest).saved_by_shared_prompt >= len(system) * (len(forest) - 1)
     assert packs[0].multiplicity[0] == 3 * len(forest)
 
 
@@ -111,7 +111,7 @@ def test_an_odd_prompt_takes_nothing_from_those_that_share_theirs():
         forest.append(tree)
     packs = pack_trees(forest, [numbered_credit(t, 1000 * i) for i, t in enumerate(forest)], token_budget=10**6)
     assert_packed(packs, forest)
-    assert report(packs, forest).saved_by_shared_prompt == 3 * 50 + 2 * 50
+    assert report_packs(packs, forest).saved_by_shared_prompt == 3 * 50 + 2 * 50
     assert len(packs) == 3
 
 
@@ -124,9 +124,11 @@ def test_ranks_that_meet_in_every_pass_meet_packs_of_like_cost(forest, budget):
         for in_step in (False, True)
     )
     assert_packed(meeting, forest)
-    assert report(meeting, forest, ranks=2).imbalance == pytest.approx(report(apart, forest, ranks=2).imbalance)
-    waited, paired = (report(packs, forest, ranks=2, in_step=True).imbalance for packs in (apart, meeting))
-    assert report(meeting, forest, ranks=2).imbalance - 1e-9 <= paired <= waited + 1e-9
+    assert report_packs(meeting, forest, ranks=2).imbalance == pytest.approx(
+        report_packs(apart, forest, ranks=2).imbalance
+    )
+    waited, paired = (report_packs(packs, forest, ranks=2, in_step=True).imbalance for packs in (apart, meeting))
+    assert report_packs(meeting, forest, ranks=2).imbalance - 1e-9 <= paired <= waited + 1e-9
 
 
 @pytest.mark.parametrize(("multiple", "ranks"), [(1, 1), (16, 1), (16, 2)])
@@ -146,7 +148,7 @@ def test_a_pipeline_holds_as_many_packs_as_it_is_deep():
     packs = pack_trees([tree], [numbered_credit(tree, 0)], token_budget=10, inherit=False)
     sizes = [len(pack) for pack in packs]
     assert len(sizes) > 2
-    assert report(packs, [tree], in_flight=2).live_tokens == max(map(sum, pairwise(sizes)))
+    assert report_packs(packs, [tree], in_flight=2).live_tokens == max(map(sum, pairwise(sizes)))
 
 
 def test_a_pack_waits_only_for_those_that_hang_below_it():
@@ -155,7 +157,7 @@ def test_a_pack_waits_only_for_those_that_hang_below_it():
     for _ in range(6):
         cases.add(tree, 0, Role.MODEL, 30, rng)
     packs = pack_trees([tree], [numbered_credit(tree, 0)], token_budget=40)
-    made = report(packs, [tree])
+    made = report_packs(packs, [tree])
     assert made.packs == 7 and made.computed == tree.unique_tokens
     assert made.live_tokens == 70  # the prompt and one branch at a time: the memory of a path
 
@@ -214,7 +216,7 @@ def test_a_model_token_that_nothing_predicts_is_refused():
 
 @pytest.mark.parametrize(("budget", "ranks"), [(0, 1), (-3, 1), (9, 0)])
 def test_packs_of_no_tokens_or_for_no_ranks_are_refused(budget, ranks):
-    with pytest.raises(ValueError, match=rf"at most {budget} tokens for {ranks} ranks: both must be at least 1"):
+    with pytest.raises(ValueError, match=rf"token_budget={budget} and ranks={ranks} must be at least 1"):
         pack_trees(*cases.minibatch(0), token_budget=budget, ranks=ranks)
 
 

@@ -93,7 +93,7 @@ def laid_out(layout: ParallelConfig, rank: int) -> Iterator[None]:
     """As rank `rank` of the layout's."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(layout.world_size))
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world_size)
-    parallel.lay_out(layout)
+    parallel.create_groups(layout)
     tensor_parallel.model_parallel_cuda_manual_seed(1, force_reset_rng=True)
     try:
         yield
@@ -193,7 +193,7 @@ def worst(measured: dict[str, list[dict[str, Any]]]) -> str:
 
 
 if __name__ == "__main__":
-    parallel.quiet()
+    parallel.silence_import_warnings()
     cpu_platform.install()
     torch.set_num_threads(1)
     new_group = dist.new_group
