@@ -86,7 +86,7 @@ def resume(
     from arpo_megatron.cluster.profile import load_profile
     from arpo_megatron.cluster.ssh import run_on_login_node
     from arpo_megatron.cluster.submissions import config_before_auto
-    from arpo_megatron.plan.nodes import scaled
+    from arpo_megatron.plan.nodes import scale_to_nodes
 
     run_on_login_node(cluster, "resume", run, *(overrides or ()), nodes=nodes, chain=chain, force=force)
     directory = runs.find_run(run, cluster)
@@ -96,7 +96,7 @@ def resume(
     job = resolve.with_overrides(before, overrides or ())
     gpus = profile.gpus_of(job)
     if nodes is not None and gpus:
-        job = scaled(job, nodes, gpus, keep=explicit)
+        job = scale_to_nodes(job, nodes, gpus, keep=explicit)
     elif nodes is None and not (gpus and _layout(job) != _layout(before)):
         nodes = runs.nodes_of(directory)
     _submit(job, profile, nodes=nodes, chain=chain, force=force, resuming=True)
@@ -112,12 +112,12 @@ def _resolved(
     recipe: str, profile: "ClusterProfile | None", nodes: int | None, overrides: Sequence[str], file: Path | None = None
 ) -> JobConfig:
     """Return the job laid out on `nodes` nodes of the cluster, or as the recipe has it if `nodes` is None."""
-    from arpo_megatron.plan.nodes import on_nodes
+    from arpo_megatron.plan.nodes import resolve_on_nodes
 
     job = resolve.resolve(recipe, file=file, overrides=overrides)
     if nodes is not None and profile is not None and profile.gpus_of(job):
         # Resolve again: the layout for this number of nodes goes between the recipe and the overrides.
-        job = on_nodes(recipe, nodes, profile.gpus_of(job), file=file, overrides=overrides)
+        job = resolve_on_nodes(recipe, nodes, profile.gpus_of(job), file=file, overrides=overrides)
     return job
 
 

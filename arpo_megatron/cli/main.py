@@ -262,11 +262,11 @@ def plan_command(
     Exits with code 1 if the job does not fit.
     """
     from arpo_megatron.plan import Hardware, plan, report
-    from arpo_megatron.plan.nodes import on_nodes
+    from arpo_megatron.plan.nodes import resolve_on_nodes
     from arpo_megatron.plan.search import search as search_layouts
 
     hardware = Hardware.named(gpu)
-    job = on_nodes(recipe, nodes, hardware.gpus, file=config, overrides=overrides or ())
+    job = resolve_on_nodes(recipe, nodes, hardware.gpus, file=config, overrides=overrides or ())
     found = plan(job, hardware, nodes)
     others = search_layouts(found.config, hardware) if search else None
     if as_json:

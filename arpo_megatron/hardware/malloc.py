@@ -1,4 +1,4 @@
-"""What glibc does with memory that a program has freed: a trainer on a CPU wants to keep it, an export to return it."""
+"""Calls of glibc's allocator: a trainer on a CPU keeps freed memory for reuse, and an export returns it."""
 
 import ctypes
 
@@ -6,11 +6,11 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
 
 
 def keep() -> None:
-    """Reuse freed blocks instead of giving them back to the kernel, which has to clear every page anew.
+    """Keep freed blocks for reuse, because the kernel must clear the pages of a block that was returned.
 
-    An update of some thousand tokens then took about a tenth less time on two cores. Blocks of 32 MiB and more (the
-    largest threshold that glibc takes) do go back: a heap with holes of the size of an embedding would break the
-    promise of `arpo bench load`. Another C library is left as it is.
+    An update of some thousand tokens took about 10 % less time on two cores. Blocks of 32 MiB and more (glibc's largest
+    threshold) are still returned, because holes of that size in the heap would exceed the memory that `arpo bench load`
+    checks. Other C libraries are not changed.
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
@@ -19,7 +19,7 @@ def keep() -> None:
 
 
 def give_back() -> None:
-    """Give the kernel what was kept so far."""
+    """Return kept memory to the kernel."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):
         libc.malloc_trim(0)

@@ -1,9 +1,9 @@
-"""Which processors the roles of a job use: the GPUs of this machine where it has any, unless the config says `cpu`.
+"""Devices of a job's processes: the GPUs of this machine, or its CPUs if it has none or `platform=cpu`.
 
-Trainer ranks take the first GPUs, one each. Engines take those behind them (split), or share the trainer's (colocated);
-`engine.placement=auto` shares where there are too few for both. Colocated engines give their memory back while the
-trainer trains; on a CPU too, so that the same steps are taken there. It is all a pure function of the config and the
-number of GPUs, so every role finds the same answer.
+Each trainer rank takes one of the first GPUs. Engines take the GPUs after those (split) or share the trainer's
+(colocated). `engine.placement=auto` shares them if there are too few for both. Colocated engines release their memory
+while the trainer trains; they do so on a CPU too, so that the same code runs. Placement is a pure function of the
+config and the number of GPUs, so every process computes the same.
 """
 
 from dataclasses import dataclass, replace
@@ -14,48 +14,46 @@ from arpo_megatron.config import EngineConfig, JobConfig, Platform
 from arpo_megatron.errors import UserError
 
 SHARED_MEMORY_FRACTION = 0.3
-"""Of a GPU's memory for an engine that shares it with the trainer."""
+"""Share of a GPU's memory for an engine that shares it with the trainer."""
 OWN_MEMORY_FRACTION = 0.6
+"""Share of a GPU's memory for an engine without a trainer rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where the engine computes.
-
-    Attributes:
-        gpus: of this machine that the job may use; 0: it runs on a CPU.
-        engine_gpu: the (first) engine's first one.
-        shared: the engine computes where trainer ranks do, and takes turns with them.
-    """
+    """Devices of an engine."""
 
     gpus: int
+    """Number of the machine's GPUs that the job may use; 0: the job runs on CPUs."""
     engine_gpu: int
+    """First GPU of the engine."""
     shared: bool
+    """Whether the engine and trainer ranks take turns on the same devices."""
 
     @classmethod
     def of(cls, config: JobConfig, gpus: int) -> "Placement":
-        """For a machine with `gpus` of them."""
+        """Return the placement of the first engine on a machine with `gpus` GPUs."""
         shared = takes_turns(config, not gpus or gpus >= gpus_for_both(config))
         return cls(gpus, 0 if shared or not gpus else config.parallel.world_size, shared)
 
     def of_engine(self, index: int, engine: EngineConfig) -> "Placement":
-        """The same for replica `index`, whose GPUs are behind those of the replicas before."""
+        """Return the placement of replica `index`, whose GPUs follow those of the replicas before it."""
         return replace(self, engine_gpu=self.engine_gpu + index * engine.tensor) if self.gpus else self
 
     def memory_fraction(self, engine: EngineConfig) -> float:
-        """Share of the device's memory for the engine."""
+        """Return the share of the device's memory for the engine."""
         if engine.memory_fraction is not None:
             return engine.memory_fraction
         return SHARED_MEMORY_FRACTION if self.shared else OWN_MEMORY_FRACTION
 
 
 def gpus_for_both(config: JobConfig) -> int:
-    """Of trainer ranks and engines beside each other."""
+    """Return the number of GPUs that trainer ranks and engines need without sharing."""
     return config.parallel.world_size + config.engine.tensor * config.engine.replicas
 
 
 def takes_turns(config: JobConfig, enough: bool) -> bool:
-    """Whether engines compute where trainer ranks do; `auto` decides by whether there are GPUs `enough` for both."""
+    """Return whether engines share the trainer's devices. `auto` shares unless there is `enough` for both."""
     return config.engine.placement == "colocated" or (config.engine.placement == "auto" and not enough)
 
 
@@ -70,43 +68,43 @@ def _visible_gpus() -> int:
 
 
 def gpu_count(platform: Platform) -> int:
-    """GPUs that a job may use on this machine."""
+    """Return the number of this machine's GPUs that a job may use."""
     return 0 if platform == "cpu" else _visible_gpus()
 
 
 def placement(config: JobConfig) -> Placement:
-    """On this machine."""
+    """Return the placement of the first engine on this machine."""
     return Placement.of(config, gpu_count(config.platform))
 
 
 def check_machine(config: JobConfig) -> None:
-    """Whether this machine can run the job.
+    """Check that this machine can run the job.
 
     Raises:
-        UserError: it has too few GPUs, none of the kind or software that FP8 needs, or none at all for what needs one.
+        UserError: it has no GPU, too few GPUs, or none that supports the job's FP8 recipe.
     """
     gpus = gpu_count(config.platform)
     if not gpus:
         if config.engine.tensor > 1:
             raise UserError(f"engine.tensor={config.engine.tensor}: an engine on a CPU has one rank")
         if config.model.fp8 != "none":
-            raise UserError(f"model.fp8={config.model.fp8} needs a GPU, and torch sees none here")
+            raise UserError(f"model.fp8={config.model.fp8} needs a GPU, but torch finds none")
         if config.engine.quantization != "none":
-            raise UserError(f"engine.quantization={config.engine.quantization} needs a GPU, and torch sees none here")
+            raise UserError(f"engine.quantization={config.engine.quantization} needs a GPU, but torch finds none")
         if config.optimizer.offload or config.sft.optimizer.offload:
-            raise UserError("optimizer.offload=true needs a GPU: without one all state is in host memory already")
+            raise UserError("optimizer.offload=true needs a GPU: without one, all state is in host memory already")
         return
     ranks, engines = config.parallel.world_size, config.engine.tensor * config.engine.replicas
     for name, wanted in (("trainer ranks", ranks), ("engine.tensor * engine.replicas", engines)):
         if wanted > gpus:
-            raise UserError(f"{wanted} {name} need as many GPUs, and torch sees {gpus} here (platform=cpu uses none)")
+            raise UserError(f"{wanted} {name} need {wanted} GPUs, but torch finds {gpus} (platform=cpu needs none)")
     if config.engine.placement == "split" and ranks + engines > gpus:
         raise UserError(
-            f"engine.placement=split needs {ranks} GPUs for the trainer and {engines} for engines, and torch sees "
-            f"{gpus} here"
+            f"engine.placement=split needs {ranks} GPUs for the trainer and {engines} for engines, but torch "
+            f"finds {gpus}"
         )
     if config.sync.transport == "ipc" and not Placement.of(config, gpus).shared:
-        raise UserError("sync.transport=ipc is for an engine that shares the trainer's GPUs; here it has its own")
+        raise UserError("sync.transport=ipc needs engine.placement=colocated: engines on the trainer's GPUs")
     if config.model.fp8 != "none":
         _check_fp8(config.model.fp8)
 
@@ -120,6 +118,6 @@ def _check_fp8(recipe: str) -> None:
     found = torch.cuda.get_device_capability()
     if found < needed:
         raise UserError(
-            f"model.fp8={recipe} needs compute capability {'.'.join(map(str, needed))}, and this GPU has "
+            f"model.fp8={recipe} needs compute capability {'.'.join(map(str, needed))}, but this GPU has "
             f"{'.'.join(map(str, found))}"
         )

@@ -1,4 +1,4 @@
-"""What machines can do. Peaks are the manufacturer's; what share of them is reached is said in timing.py."""
+"""Specs of GPU nodes: the manufacturers' peaks. `plan.timing` has the share of them that a job reaches."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,39 +11,34 @@ GIB = 2**30
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """A node and its network.
-
-    Attributes:
-        name: of the GPU.
-        memory: bytes of a GPU that a process can allocate (what nvidia-smi calls total).
-        memory_speed: bytes/s of it.
-        bf16_flops: FLOP/s of dense bfloat16 products.
-        fp8_flops: the same in FP8; that of bfloat16 where there is none.
-        fp8: FP8 products exist.
-        gpus: of a node.
-        link: bytes/s from a GPU to the others of its node, one way.
-        network: bytes/s of a GPU to other nodes, one way.
-        host_link: bytes/s between a GPU and its host.
-        host_memory: bytes of a node.
-        host_memory_speed: bytes/s of it.
-    """
+    """A node and its network. Sizes are in bytes, speeds in bytes/s, one way for links."""
 
     name: str
+    """Name of the GPU."""
     memory: float
+    """Memory of a GPU that a process can allocate (nvidia-smi's total)."""
     memory_speed: float
     bf16_flops: float
+    """FLOP/s of dense bfloat16 products."""
     fp8_flops: float
+    """FLOP/s of dense FP8 products; the value for bfloat16 if the GPU has none."""
     fp8: bool
+    """Whether the GPU has FP8 products."""
     gpus: int
+    """GPUs per node."""
     link: float
+    """Speed from a GPU to the others of its node."""
     network: float
+    """Speed from a GPU to other nodes."""
     host_link: float
+    """Speed between a GPU and its host."""
     host_memory: float
+    """Memory of a node."""
     host_memory_speed: float
 
     @classmethod
     def named(cls, name: str) -> "Hardware":
-        """Raises UserError for a name that is not in `GPUS`."""
+        """Return the GPU with this name. Raises UserError if it is not in `GPUS`."""
         if name not in GPUS:
             raise UserError(f"unknown GPU {name!r}; known: {', '.join(GPUS)}")
         return GPUS[name]
@@ -87,4 +82,4 @@ GPUS: Mapping[str, Hardware] = {
         host_memory_speed=380 * GB,
     ),
 }
-"""By name, for `--gpu`."""
+"""Specs by the name for `--gpu`."""

@@ -1,4 +1,4 @@
-"""`arpo show`: every value of a resolved config, and which layer said so."""
+"""`arpo show`: every value of a resolved config, and the layer that it comes from."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -11,11 +11,11 @@ from arpo_megatron.jobs import resolve
 
 
 def sources(layers: Sequence[resolve.Layer]) -> dict[str, resolve.Layer]:
-    """For each dotted key the layer that its value is from: the last that changed it, or in which the user wrote it."""
+    """Return for each dotted key the last layer that changed its value, or in which the user wrote it."""
     values: dict[str, Any] = {}
     found: dict[str, resolve.Layer] = {}
     for layer in layers:
-        if layer.source is resolve.Source.PRESET:  # numbers of other parts go
+        if layer.source is resolve.Source.PRESET:  # it removes the params of other components
             for key in [key for key in found if key.startswith("algorithm.params.")]:
                 del found[key], values[key]
         for key, value in layer.keys.items():
@@ -26,26 +26,26 @@ def sources(layers: Sequence[resolve.Layer]) -> dict[str, resolve.Layer]:
 
 
 def render(recipe: str, *, file: Path | None = None, overrides: Sequence[str] = ()) -> str:
-    """The config as YAML, with a comment behind each value that is not a default.
+    """Return the config as YAML, with the source of each value that is not a default as a comment.
 
     Raises:
-        UserError: as `resolve.resolve`.
+        UserError: the recipe, the file or an override is invalid.
     """
     job = resolve.resolve(recipe, file=file, overrides=overrides)
-    said = sources(resolve.layers(recipe, file=file, overrides=overrides))
-    lines = [f"# {recipe}: what is not marked is a default", *_lines(dump_config(job), "", said)]
+    origins = sources(resolve.layers(recipe, file=file, overrides=overrides))
+    lines = [f"# {recipe}: values without a comment are defaults", *_lines(dump_config(job), "", origins)]
     return "\n".join(lines) + "\n"
 
 
-def _lines(values: Mapping[str, Any], prefix: str, said: Mapping[str, resolve.Layer]) -> Iterator[str]:
+def _lines(values: Mapping[str, Any], prefix: str, origins: Mapping[str, resolve.Layer]) -> Iterator[str]:
     indent = "  " * prefix.count(".")
     for key, value in values.items():
-        if isinstance(value, Mapping) and value:  # a section, or numbers by their names
+        if isinstance(value, Mapping) and value:  # a section, or params by name
             yield f"{indent}{key}:"
-            yield from _lines(value, f"{prefix}{key}.", said)
+            yield from _lines(value, f"{prefix}{key}.", origins)
             continue
         text = f"{indent}{key}: {_yaml(value)}"
-        layer = said.get(f"{prefix}{key}")
+        layer = origins.get(f"{prefix}{key}")
         default = layer is None or layer.source is resolve.Source.DEFAULT
         yield text if default else f"{text:<48}  # {layer}"
 

@@ -1,7 +1,7 @@
-"""What a run was started with, so that a resume notices what has changed under its config, and a replay a stranger.
+"""Fingerprint of a run's inputs, so that a resume notices files that changed, and a replay the dump of another run.
 
-The config names files; `inputs.json` holds what was in them: the model's shape, a digest of samples of its weights, and
-digests of tokenizer and data.
+The config has the paths of files. `inputs.json` has their content: the model's spec, digests of its tokenizer and data,
+and a digest of samples of its weights.
 """
 
 import hashlib
@@ -19,51 +19,51 @@ from arpo_megatron.utils.atomic import write_json
 
 
 def check_started_with(config: JobConfig, run: RunDirectory) -> None:
-    """Record what a fresh run starts with; refuse to go on with one where that has changed.
+    """Record the inputs of a new run, or check that those of an existing run have not changed.
 
     Raises:
-        UserError: the model, its tokenizer or a data file is another one than when the run was started.
+        UserError: the model, its tokenizer or a data file differs from the one at the start of the run.
     """
     found = _digests(config, run)
     if not run.inputs.exists():
-        write_json(run.inputs, {"model": _shape(config, run), **found})
+        write_json(run.inputs, {"model": _spec(config, run), **found})
         return
     check_model(config, run)
     recorded = json.loads(run.inputs.read_text(encoding="utf-8"))
     for name, value in found.items():
-        if value != recorded.get(name, value):  # a run of an older version has not recorded all of them
+        if value != recorded.get(name, value):
             path = {"sft.data": config.sft.data, "data.path": config.data.path}.get(name)
             what = f"{_NAMES[name]} at {_model(config, run)}" if path is None else f"{name}={path}"
-            raise UserError(f"{what} has changed since {run.path} was started: {_MEND}")
+            raise UserError(f"{what} has changed since {run.path} was started: {_FIX}")
 
 
 def check_model(config: JobConfig, run: RunDirectory) -> None:
-    """Raises UserError where the model that a run was started with has another shape by now."""
+    """Check that the model has the spec that it had at the start of the run. Raises UserError if it differs."""
     if not run.inputs.exists():
         return
     recorded = json.loads(run.inputs.read_text(encoding="utf-8"))["model"]
-    for name, value in _shape(config, run).items():
+    for name, value in _spec(config, run).items():
         if value != recorded.get(name):
             raise UserError(
                 f"the model at {_model(config, run)} has changed since {run.path} was started ({name} was "
-                f"{recorded.get(name)}, now {value}): {_MEND}"
+                f"{recorded.get(name)}, now {value}): {_FIX}"
             )
 
 
 def fingerprint(config: JobConfig, spec: ModelSpec) -> dict[str, str]:
-    """Of the model's shape, and of what a resumed run may not change in its config."""
+    """Return digests of the model's spec and of the config values that a resumed run cannot change."""
     return {"model": _digest_of(asdict(spec)), "config": _digest_of(fixed_part(config))}
 
 
 _NAMES = {"tokenizer": "the tokenizer", "weights": "the content of the model"}
-_MEND = "put the old one back, or start a new run"
+_FIX = "restore it, or start a new run"
 
 
 def _model(config: JobConfig, run: RunDirectory) -> Path:
     return start_model(config, run, "sft")
 
 
-def _shape(config: JobConfig, run: RunDirectory) -> dict[str, Any]:
+def _spec(config: JobConfig, run: RunDirectory) -> dict[str, Any]:
     return asdict(ModelSpec.from_hf(_model(config, run)))
 
 

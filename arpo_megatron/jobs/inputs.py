@@ -1,6 +1,6 @@
-"""What a job needs before its first process starts: the tasks, the model to begin with, the tool service's config.
+"""Inputs of a job: its tasks, its initial model, and the files of the tool service, before the first process starts.
 
-`load_data` is a pure function of the config, so the command line and every trainer rank see the same tasks.
+`load_data` is a pure function of the config, so the command line and every trainer rank get the same tasks.
 """
 
 import importlib.util
@@ -30,72 +30,71 @@ from arpo_megatron.tasks.synthetic.families import FAMILIES
 from arpo_megatron.tasks.synthetic.lookup import GeneratedTasks
 from arpo_megatron.tasks.tags.calls import result_text
 
-if TYPE_CHECKING:  # transformers imports torch: seconds that `arpo --help` need not take
+if TYPE_CHECKING:  # transformers imports torch, which takes seconds
     from transformers import PreTrainedTokenizerFast
 
 
 @dataclass(frozen=True, slots=True)
 class JobData:
-    """The tasks of a job.
-
-    Attributes:
-        train: what the policy practises on.
-        held_out: what it is evaluated on; never trained.
-        facts: name -> what its page says, of generated tasks; empty for other data.
-        bad_rows: rows that were skipped, each with its place and the reason.
-    """
+    """The tasks of a job."""
 
     train: Sequence[Task]
+    """Tasks to train on."""
     held_out: Sequence[Task]
+    """Tasks to evaluate on; never trained."""
     facts: Mapping[str, str] = field(default_factory=dict)
+    """Name -> text of its search result, for generated tasks; empty for other data."""
     bad_rows: Sequence[Mapping[str, Any]] = ()
+    """Skipped rows, each with its position and the reason."""
 
 
 def load_conversations(
     config: JobConfig,
     tokenizer: "PreTrainedTokenizerFast",
     spec: ModelSpec,
-    tell: Callable[[str], None] = lambda text: None,
+    log: Callable[[str], None] = lambda text: None,
 ) -> Conversations | None:
-    """What `sft.data` holds; None without it. Raises UserError for a missing or unusable file."""
+    """Read `sft.data`. Return None if it is not set; raise UserError if the file is missing or unusable."""
     if config.sft.data is None:
         return None
     longest = config.sft.max_tokens or config.model.max_length
-    return read_conversations(config.sft.data, tokenizer, longest, vocabulary=spec.vocabulary, log=tell)
+    return read_conversations(config.sft.data, tokenizer, longest, vocabulary=spec.vocabulary, log=log)
 
 
 def load_tokenizer(directory: Path) -> "PreTrainedTokenizerFast":
-    """The tokenizer of a Hugging Face directory. Raises UserError where there is none."""
+    """Load the tokenizer of a Hugging Face directory. Raises UserError if there is none."""
     from transformers import AutoTokenizer
 
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(directory, local_files_only=True)
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
-        raise UserError(f"model.path={directory}: no tokenizer can be loaded from there: {reason}") from None
-    if not tokenizer.encode("a", add_special_tokens=False):  # transformers makes an empty one where files are missing
-        raise UserError(f"model.path={directory}: its tokenizer makes no tokens of text: is tokenizer.json missing?")
-    return tokenizer  # type: ignore[no-any-return]  # of whatever kind, it has what a fast one has
+        raise UserError(f"model.path={directory}: cannot load its tokenizer: {reason}") from None
+    if not tokenizer.encode("a", add_special_tokens=False):  # transformers loads an empty one if files are missing
+        raise UserError(f"model.path={directory}: its tokenizer is empty: is tokenizer.json missing?")
+    return tokenizer  # type: ignore[no-any-return]  # any kind has the methods of a fast one
 
 
 def load_data(config: JobConfig, tokenizer: "PreTrainedTokenizerFast") -> JobData:
-    """Read or make the tasks. Raises UserError for a missing or unusable file."""
+    """Read or generate the tasks. Raises UserError for a missing or unusable file."""
     data = config.data
     if data.is_generated:
         made = FAMILIES[data.kind].generate(config.seed, data.tasks, data.held_out)
         return JobData(made.train, made.held_out, made.facts)
     read = read_parquet(_parquet_path(config), tokenizer=tokenizer, max_prompt_tokens=data.max_prompt_tokens)
     if len(read.tasks) <= data.held_out:
-        raise UserError(f"data.path={data.path}: {len(read.tasks)} usable rows, but data.held_out={data.held_out}")
+        raise UserError(
+            f"data.path={data.path}: {len(read.tasks)} usable rows are too few for data.held_out={data.held_out}"
+        )
     cut = len(read.tasks) - data.held_out
     return JobData(read.tasks[:cut], read.tasks[cut:], bad_rows=[asdict(row) for row in read.bad_rows])
 
 
 def check_inputs(config: JobConfig) -> None:
-    """Look for the engine, every file that the config names, the parts of the reward, and every tensor of the model.
+    """Check the engine, every file in the config, the reward's components, and every tensor of the model.
 
     Raises:
-        UserError: something is missing; nothing has been written or started yet.
+        UserError: something is missing. Nothing has been written or started yet.
     """
     if importlib.util.find_spec("sglang") is None:
         raise UserError(
@@ -106,7 +105,7 @@ def check_inputs(config: JobConfig) -> None:
     without_file = replace(config.reward, judge=replace(config.reward.judge, cache=None))
     make_reward(without_file, max_response_tokens=config.rollout.max_response_tokens)
     if config.model.path is not None and spec is not None:
-        from arpo_megatron.models.check import check_tensors  # brings torch, which no other check wants
+        from arpo_megatron.models.check import check_tensors  # imports torch
         from arpo_megatron.models.safetensors import TensorFiles
 
         with TensorFiles(config.model.path) as files:
@@ -115,18 +114,18 @@ def check_inputs(config: JobConfig) -> None:
 
 
 def check_files(config: JobConfig) -> ModelSpec | None:
-    """Look for every file that the config names, and whether the model in them can be laid out as it says.
+    """Check every file in the config, and whether the model can be partitioned as configured.
 
     Returns:
-        The shape of that model; None where the job makes one.
+        The model's spec; None if the job generates the model.
 
     Raises:
-        UserError: one is missing or cannot be used.
+        UserError: a file is missing or cannot be used.
     """
     spec: ModelSpec | None = None
     hub_id, path = config.model.hub_id, config.model.path
     if hub_id is not None and path is None:
-        raise UserError(f"model.path is missing: fetch {hub_id} (`hf download {hub_id} --local-dir DIR`), then give it")
+        raise UserError(f"model.path is missing: fetch {hub_id} (`hf download {hub_id} --local-dir DIR`), then set it")
     if path is not None:
         if not (path / "config.json").is_file():
             raise UserError(f"model.path={path}: no Hugging Face model there (config.json is missing)")
@@ -146,13 +145,13 @@ def check_files(config: JobConfig) -> ModelSpec | None:
     return spec
 
 
-def prepare(config: JobConfig, run: RunDirectory, tell: Callable[[str], None] = lambda text: None) -> JobData:
-    """Fill a run directory with what its roles read; what is there already is kept. Raises UserError.
+def prepare(config: JobConfig, run: RunDirectory, log: Callable[[str], None] = lambda text: None) -> JobData:
+    """Write the inputs of the job's processes to its run directory, unless they exist. Raises UserError.
 
     Args:
-        config: of the job.
-        run: its directory.
-        tell: is told how far the slow parts are.
+        config: config of the job.
+        run: its run directory.
+        log: receives the progress of the slow parts.
     """
     if config.model.path is None and not run.initial_model.exists():
         _make_model(config, run)
@@ -162,8 +161,8 @@ def prepare(config: JobConfig, run: RunDirectory, tell: Callable[[str], None] = 
     _check_data(config, data, tokenizer)
     write_tool_files(config, run, data)
     spec = ModelSpec.from_hf(start_model(config, run, "sft"))
-    if (conversations := load_conversations(config, tokenizer, spec, tell)) is not None:
-        conversations.split(config.sft.held_out, config.seed)  # says so now where nothing is left to train on
+    if (conversations := load_conversations(config, tokenizer, spec, log)) is not None:
+        conversations.split(config.sft.held_out, config.seed)  # raises now if nothing is left to train on
         bad = [{"file": str(config.sft.data), **asdict(row)} for row in conversations.bad_rows]
         data = replace(data, bad_rows=[*data.bad_rows, *bad])
     if data.bad_rows:
@@ -173,7 +172,7 @@ def prepare(config: JobConfig, run: RunDirectory, tell: Callable[[str], None] = 
 
 
 def write_tool_files(config: JobConfig, run: RunDirectory, data: JobData) -> None:
-    """What the tool service reads: its config, and the facts of generated tasks as a search corpus."""
+    """Write the tool service's config, and the facts of generated tasks as a search corpus."""
     sources = []
     if data.facts:
         GeneratedTasks((), (), data.facts).write_corpus(run.corpus)
@@ -184,7 +183,7 @@ def write_tool_files(config: JobConfig, run: RunDirectory, data: JobData) -> Non
 
 
 def _check_data(config: JobConfig, data: JobData, tokenizer: "PreTrainedTokenizerFast") -> None:
-    """What only the data and the tokenizer can tell about the config. Raises UserError."""
+    """Check the config against the data and the tokenizer. Raises UserError."""
     try:
         check_tasks(config, len(data.train), f"the {len(data.train)} training tasks")
     except ValueError as error:
@@ -192,37 +191,37 @@ def _check_data(config: JobConfig, data: JobData, tokenizer: "PreTrainedTokenize
     tags = len(tokenizer.encode(result_text(""), add_special_tokens=False))
     if config.rollout.max_tool_tokens <= tags:
         raise UserError(
-            f"rollout.max_tool_tokens={config.rollout.max_tool_tokens} leaves no room for a result, "
-            f"whose tags alone take {tags} tokens"
+            f"rollout.max_tool_tokens={config.rollout.max_tool_tokens} leaves no room for a tool result: "
+            f"its tags take {tags} tokens"
         )
 
 
 def _sandbox_values(config: JobConfig, sources: list[dict[str, str]]) -> dict[str, Any]:
-    """The tool service's own config file, from the job's."""
+    """Return the tool service's config for the job."""
     sandbox = config.sandbox
     return {
         "limits": {"time_s": sandbox.python_timeout_s, "memory_mb": sandbox.python_memory_mb},
         "python": {
             "preload": list(sandbox.preload),
             "isolation": sandbox.isolation,
-            # Beside the service's config file, in the run directory.
+            # Relative to the config file, in the run directory.
             "session_dir": "sandbox_states" if sandbox.sessions else None,
         },
-        # Kept with the run, so that a restarted service finds its index built.
+        # In the run directory, so that a restarted service does not build it again.
         "search": {"sources": sources, "index_path": "search/index", "max_results": sandbox.search_results},
     }
 
 
 def _make_model(config: JobConfig, run: RunDirectory) -> None:
-    from arpo_megatron.models import tiny as tokenizers
+    from arpo_megatron.models import tiny
     from arpo_megatron.models.random_init import save_random_weights
 
     if config.data.is_generated:
-        tokenizer = tokenizers.generated_tokenizer()
+        tokenizer = tiny.generated_tokenizer()
     else:
-        tokenizer = tokenizers.train_bpe(read_texts(_parquet_path(config)), config.model.vocabulary_size)
+        tokenizer = tiny.train_bpe(read_texts(_parquet_path(config)), config.model.vocabulary_size)
     partial = run.initial_model.with_name(run.initial_model.name + ".tmp")
-    tokenizers.make_model_directory(partial, config.model, tokenizer)
+    tiny.make_model_directory(partial, config.model, tokenizer)
     save_random_weights(partial, seed=config.seed)
     partial.rename(run.initial_model)
 
@@ -238,5 +237,5 @@ def _search_cache(config: JobConfig) -> Path | None:
         return config.data.search_cache
     if config.data.path is None:
         return None
-    beside = config.data.path.with_name("search_cache.json")
-    return beside if beside.is_file() else None
+    default = config.data.path.with_name("search_cache.json")
+    return default if default.is_file() else None

@@ -1,4 +1,4 @@
-"""From a recipe's name and the user's overrides to a checked `JobConfig`, or one line that says what is wrong."""
+"""Resolution of a job's config: defaults, recipe, variants, file and overrides in layers, then validation."""
 
 import dataclasses
 import importlib
@@ -12,20 +12,20 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from arpo_megatron import registry
 from arpo_megatron.algorithms.components import check_components
 from arpo_megatron.config import JobConfig
 from arpo_megatron.config.io import JOB, dump_config
 from arpo_megatron.config.yaml import parse_value, read_yaml
 from arpo_megatron.errors import UserError, did_you_mean
 from arpo_megatron.registry import ExtensionPoint
-from arpo_megatron.registry import load as load_part
 from arpo_megatron.rewards import check_reward
 
 Tree = dict[str, Any]
 
 
 def recipe_names() -> list[str]:
-    """Names of the recipes that ship with the project."""
+    """Return the names of the recipes in the package."""
     from arpo_megatron import recipes
 
     modules = (module.name for module in pkgutil.iter_modules(recipes.__path__))
@@ -33,12 +33,12 @@ def recipe_names() -> list[str]:
 
 
 def variant_names(recipe: str) -> list[str]:
-    """What may follow the name of a recipe after a `+`: layouts, number formats, comparison arms."""
+    """Return the variants of a recipe, which follow its name after a `+`: layouts, number formats, comparison arms."""
     return list(_variants(recipe))
 
 
 class Source(StrEnum):
-    """Who has said the values of a layer."""
+    """Origin of a layer."""
 
     DEFAULT = "default"
     BASE = "base"
@@ -50,26 +50,21 @@ class Source(StrEnum):
 
 
 USER_LAYERS = frozenset({Source.VARIANT, Source.FILE, Source.OVERRIDE})
-"""What the user of a recipe has asked for; such layers name only the keys that they are about, the others every key."""
+"""Layers that the user chose. They have only some keys; the other layers have all."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Values of a job's config, nested, and where they come from; each layer lies over the ones before.
-
-    Attributes:
-        source: who has said them.
-        name: of the base, the recipe, the variant or the file.
-        values: as a config file has them.
-    """
+    """Nested config values from one source. A later layer takes precedence over the ones before."""
 
     source: Source
     name: str
+    """Name of the base, recipe, variant, preset or file; empty for defaults and overrides."""
     values: Tree
 
     @property
     def keys(self) -> dict[str, Any]:
-        """Its values by dotted key."""
+        """The values by dotted key."""
         return dict(_leaves(self.values))
 
     def __str__(self) -> str:
@@ -80,12 +75,12 @@ def layers(recipe: str, *, file: Path | None = None, overrides: Sequence[str] = 
     """Return the unchecked layers: defaults, base, recipe, variants, YAML file, overrides, and the presets they name.
 
     Args:
-        recipe: a recipe's name, or several joined by `+`: the recipe and variants of it.
-        file: YAML with some of the keys.
+        recipe: name of a recipe, with variants after a `+`.
+        file: YAML file with some of the keys.
         overrides: `section.key=value`.
 
     Raises:
-        UserError: unknown recipe or variant, unreadable file or word.
+        UserError: the recipe or variant is unknown, or the file or an override cannot be read.
     """
     name, *wanted = recipe.split("+")
     if name not in (names := recipe_names()):
@@ -109,14 +104,14 @@ def layers(recipe: str, *, file: Path | None = None, overrides: Sequence[str] = 
 
 
 def explicit_keys(layers: Sequence[Layer]) -> set[str]:
-    """Dotted keys that the user has given a value, by variants, file or overrides."""
+    """Return the dotted keys that the user set in variants, file or overrides."""
     return {key for layer in layers if layer.source in USER_LAYERS for key in layer.keys}
 
 
 def _with_presets(below: Sequence[Layer], overrides: Sequence[Layer]) -> list[Layer]:
-    """The layers with a preset's under each that names one by `algorithm.name`: a word's lies under all overrides.
+    """Insert each preset named by `algorithm.name` below the layer that names it, or below all overrides.
 
-    Recipes are whole configs, so they name one only by being made with its values.
+    Recipes have all keys, so a recipe's preset is applied when its config is built.
     """
     found: list[Layer] = []
     for layer in below:
@@ -134,34 +129,34 @@ def _preset_name(layer: Layer) -> str | None:
 
 def _preset(name: str) -> Layer:
     values: Tree = {}
-    for key, value in load_part(ExtensionPoint.PRESET, name).values.items():
+    for key, value in registry.load(ExtensionPoint.PRESET, name).values.items():
         _merge(values, _nested(key.split("."), value))
     return Layer(Source.PRESET, name, values)
 
 
 def resolve(recipe: str, *, file: Path | None = None, overrides: Sequence[str] = ()) -> JobConfig:
-    """The layers of a job (see `layers`), one over the other, checked.
+    """Merge the layers of a job (see `layers`) and validate the result.
 
     Raises:
-        UserError: unknown recipe, unreadable file, unknown key, wrong type or a combination that cannot work.
+        UserError: a recipe, file, key or value is invalid, or the combination cannot work.
     """
     values: Tree = {}
     for layer in layers(recipe, file=file, overrides=overrides):
-        _lay(values, layer)
+        _apply(values, layer)
     return _with_absolute_paths(check(values))
 
 
 def with_overrides(config: JobConfig, overrides: Sequence[str]) -> JobConfig:
-    """A config with `key=value` overrides laid over it. Raises what `resolve` does."""
+    """Return a config with `key=value` overrides applied. Raises UserError like `resolve`."""
     values = dump_config(config)
     for layer in _with_presets([], override_layers(overrides)):
-        _lay(values, layer)
+        _apply(values, layer)
     return _with_absolute_paths(check(values))
 
 
 def override_layers(overrides: Sequence[str]) -> list[Layer]:
-    """A layer for each `key=value` word. Raises UserError for one that cannot be read."""
-    return [Layer(Source.OVERRIDE, "", _parse_override(word)) for word in overrides]
+    """Return a layer for each `key=value` override. Raises UserError if one cannot be read."""
+    return [Layer(Source.OVERRIDE, "", _parse_override(override)) for override in overrides]
 
 
 def _variants(recipe: str) -> Mapping[str, Mapping[str, Any]]:
@@ -172,7 +167,7 @@ def _variants(recipe: str) -> Mapping[str, Mapping[str, Any]]:
 
 
 def _with_absolute_paths(config: JobConfig) -> JobConfig:
-    """Inputs are found again from another working directory (`arpo eval RUN_DIR`, another node)."""
+    """Make input paths absolute, because `arpo eval RUN_DIR` or another node may have another working directory."""
 
     def absolute(path: Path | None) -> Path | None:
         return None if path is None else path.expanduser().absolute()
@@ -183,9 +178,9 @@ def _with_absolute_paths(config: JobConfig) -> JobConfig:
 
 
 def check(values: Mapping[str, Any]) -> JobConfig:
-    """Validate plain values. Raises UserError with one line for the first fault."""
+    """Validate plain values. Raises UserError with one line for the first error."""
     try:
-        # As JSON: in pydantic's strict mode text is then still a path and a list a tuple, but true is not 1.
+        # From JSON, strict mode still accepts text for a path and a list for a tuple, but not true for 1.
         job = JOB.validate_json(json.dumps(values, default=str))
     except ValidationError as error:
         raise UserError(_one_line(error)) from None
@@ -195,21 +190,21 @@ def check(values: Mapping[str, Any]) -> JobConfig:
 
 
 def load(path: Path) -> JobConfig:
-    """Read what `save_config` wrote."""
+    """Read and validate a config that `save_config` wrote."""
     return check(read_yaml(path))
 
 
-def _parse_override(word: str) -> Tree:
+def _parse_override(override: str) -> Tree:
     """`a.b=1` -> {"a": {"b": 1}}; the value is read as YAML."""
-    key, equals, text = word.partition("=")
+    key, equals, text = override.partition("=")
     if not equals or not all(key.split(".")):
-        raise UserError(f"cannot read {word!r}: an override has the form section.key=value")
+        raise UserError(f"cannot read {override!r}: write an override as section.key=value")
     return _nested(key.split("."), parse_value(text))
 
 
-def _nested(parts: Sequence[str], value: Any) -> Tree:
+def _nested(path: Sequence[str], value: Any) -> Tree:
     """["a", "b"] and 1 -> {"a": {"b": 1}}."""
-    for part in reversed(parts):
+    for part in reversed(path):
         value = {part: value}
     return value  # type: ignore[no-any-return]  # a key has at least one part, so this is a dict
 
@@ -222,8 +217,8 @@ def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield prefix + key, value
 
 
-def _lay(values: Tree, layer: Layer) -> None:
-    """Put a layer over the values. A preset brings all numbers of its parts: those of other parts go."""
+def _apply(values: Tree, layer: Layer) -> None:
+    """Merge a layer into the values. A preset has all params of its components, so it removes the others."""
     if layer.source is Source.PRESET and "algorithm" in values:
         values["algorithm"]["params"] = {}
     _merge(values, layer.values)
@@ -238,7 +233,7 @@ def _merge(base: Tree, over: Mapping[str, Any]) -> None:
 
 
 def _one_line(error: ValidationError) -> str:
-    # Unknown keys first: a misspelt key is the likeliest cause of whatever else is wrong.
+    # Unknown keys first: a misspelt key is the most likely cause of the other errors.
     faults = sorted(error.errors(), key=lambda fault: fault["type"] != "unexpected_keyword_argument")
     fault = faults[0]
     path = [str(part) for part in fault["loc"]]
@@ -247,12 +242,12 @@ def _one_line(error: ValidationError) -> str:
         return f"unknown config key {key}{_key_hint(path)}"
     message = fault["msg"].removeprefix("Value error, ")
     if not path or fault["type"] == "value_error":
-        return f"impossible config: {message}"
+        return f"invalid config: {message}"
     return f"config key {key}: {message[0].lower()}{message[1:]}, not {fault['input']!r}"
 
 
 def _key_hint(path: Sequence[str]) -> str:
-    """Nearest key of the same section, else of any section."""
+    """Suggest the nearest key of the same section, else of any section."""
     *section, name = path
     every = list(_keys(JobConfig))
     same = [key.rpartition(".")[2] for key in every if key.rpartition(".")[0] == ".".join(section)]

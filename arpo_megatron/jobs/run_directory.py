@@ -1,4 +1,4 @@
-"""Where a job writes, and what each file there is (docs/run-directory.md)."""
+"""Run directories: where a job writes, and the purpose of each file (docs/run-directory.md)."""
 
 import fcntl
 import json
@@ -32,20 +32,20 @@ CHANGEABLE = (
     "monitor",
     "rollout.journal_every_s",
 )
-"""Config keys and sections that a resumed run may give another value: a longer run, another machine, another layout
-(a checkpoint is read in any). (`run_dir` is how the directory was found, and the same one has many names.)"""
+"""Config keys and sections that a resumed run may change: a longer run, another machine, another layout (checkpoints
+can be loaded in any). `run_dir` is among them because a directory can have several paths."""
 Phase = Literal["train", "sft"]
 """Training phases of a job: "sft" is the cold start, "train" is ARPO."""
 RUNS = Path("runs")
-"""Where runs are made, unless told otherwise."""
+"""Default parent of run directories."""
 SUBMIT_LOCK = ".submit.lock"
 REUSABLE = frozenset({"initial_model", "sft", ".lock", SUBMIT_LOCK})
-"""What a directory may hold for a fresh run to begin there: a model and a cold start that are not made again."""
+"""Entries that a fresh run may find in its directory. It reuses the initial model and the cold start."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunDirectory:
-    """The paths inside a run directory."""
+    """Paths in a run directory."""
 
     path: Path
 
@@ -56,22 +56,22 @@ class RunDirectory:
 
     @property
     def events(self) -> Path:
-        """What the trainer tells the terminal (JSONL)."""
+        """Events for the terminal: phases, notes, errors (JSONL)."""
         return self.path / "events.jsonl"
 
     @property
     def logs(self) -> Path:
-        """One log a role."""
+        """One log per process."""
         return self.path / "logs"
 
     @property
     def initial_model(self) -> Path:
-        """Hugging Face directory of the model made for this run, where the recipe names none."""
+        """Hugging Face directory of the generated model, if the config names no model."""
         return self.path / "initial_model"
 
     @property
     def inputs(self) -> Path:
-        """What the run was started with: the model's shape, digests of its weights, tokenizer and data (JSON)."""
+        """Fingerprint of the inputs: the model's spec, digests of its weights, tokenizer and data (JSON)."""
         return self.path / "inputs.json"
 
     @property
@@ -96,12 +96,12 @@ class RunDirectory:
 
     @property
     def sft_result(self) -> Path:
-        """Final figures of the cold start (JSON); there once it is done."""
+        """Results of the cold start (JSON); written at its end."""
         return self.path / "sft_result.json"
 
     @property
     def checkpoints(self) -> Path:
-        """Checkpoints of the ARPO loop: step_N, each whole or absent."""
+        """Checkpoints of the ARPO loop: step_N, each complete or absent."""
         return self.path / "checkpoints"
 
     @property
@@ -111,27 +111,27 @@ class RunDirectory:
 
     @property
     def skipped_updates(self) -> Path:
-        """Minibatches whose update was skipped because something was not finite (`arpo replay-pack`)."""
+        """Batches whose update was skipped because a quantity was not finite (`arpo replay-pack`)."""
         return self.path / "skipped_updates"
 
     @property
     def trees(self) -> Path:
-        """Finished trees with their rewards, one Parquet file a step."""
+        """Finished trees with their rewards, one Parquet file per step."""
         return self.path / "trees"
 
     @property
     def step_journal(self) -> Path:
-        """What the trees of a step that is not done have sampled (msgpack)."""
+        """Samples of the unfinished step's trees (msgpack)."""
         return self.path / "step_journal.msgpack"
 
     @property
     def held_out(self) -> Path:
-        """What each held-out task earned, one JSON file an evaluation."""
+        """Rewards of the held-out tasks, one JSON file per evaluation."""
         return self.path / "held_out"
 
     @property
     def judge_replies(self) -> Path:
-        """What a judge has answered (SQLite); there where `reward.judge` is used."""
+        """Cached replies of the judge (SQLite), if the job uses `reward.judge`."""
         return self.path / "judge.sqlite"
 
     @property
@@ -141,37 +141,37 @@ class RunDirectory:
 
     @property
     def result(self) -> Path:
-        """Final counters and held-out success (JSON); there once the job is done."""
+        """Final counters and held-out success (JSON); written at the end of the job."""
         return self.path / "result.json"
 
     @property
     def health(self) -> Path:
-        """Address of the health page of a running job (JSON); there while its services run."""
+        """Address of the health page (JSON); exists while the job's services run."""
         return self.path / "health.json"
 
     @property
     def memory_lent(self) -> Path:
-        """There while the trainer has the memory of the engines: none may be started."""
+        """Exists while the trainer uses the engines' memory, when no engine may start."""
         return self.path / "memory_lent"
 
     @property
     def cluster(self) -> Path:
-        """Profile of the cluster that the run was submitted to (YAML)."""
+        """Cluster profile of the newest submission (YAML)."""
         return self.path / "cluster.yaml"
 
     @property
     def submissions(self) -> Path:
-        """A submitted run: its Slurm jobs, the code of each and their batch scripts."""
+        """Records of a submitted run: its Slurm jobs, the code of each, and their batch scripts."""
         return self.path / "submissions"
 
     @property
     def doctor(self) -> Path:
-        """What every node said of itself before the job began."""
+        """Preflight report of every node."""
         return self.path / "doctor"
 
     @property
     def stop(self) -> Path:
-        """There while a running job is asked to save and end (a time limit or preemption is near)."""
+        """Exists while a job is asked to save and end, before a time limit or a preemption."""
         return self.path / "stop"
 
     @property
@@ -181,16 +181,16 @@ class RunDirectory:
 
     @property
     def steps_done(self) -> int:
-        """Steps of a finished training, -1 where none has finished; one that goes on may want more."""
+        """Steps of a finished training, -1 if none has finished. A resumed run may need more."""
         return int(json.loads(self.result.read_text())["step"]) if self.result.exists() else -1
 
     @property
     def sft_done(self) -> bool:
-        """Whether the cold start has ended with its model."""
+        """Whether the cold start has finished and exported its model."""
         return (self.sft_model / "config.json").exists()
 
     def remove_partial(self) -> None:
-        """Delete what was being written when its writer ended: a job writes NAME.tmp and then renames it."""
+        """Delete the files of interrupted writes. A job writes NAME.tmp and then renames it."""
         models = [self.initial_model, self.sft_model, self.export]
         found = [path.with_name(path.name + ending) for path in models for ending in (".tmp", ".replaced.tmp")]
         found += [self.memory_lent, self.stop]
@@ -204,30 +204,30 @@ class RunDirectory:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the directory for this process. Raises UserError when another job is using it."""
+        """Hold the directory for a job of this process. Raises UserError if another job holds it."""
         with (self.path / ".lock").open("w") as file:
-            if not _taken(file):
-                raise UserError(f"{self.path} is in use by another job; end it first, or name another run_dir")
+            if not _try_lock(file):
+                raise UserError(f"{self.path} is in use by another job: end that job, or set another run_dir")
             yield
 
     @contextmanager
     def submitting(self) -> Iterator[None]:
-        """Hold the directory against other submissions; a job of the run may begin meanwhile (that is `locked`).
+        """Hold the directory against other submissions. A job of the run may start in the meantime (see `locked`).
 
         Raises:
             UserError: another command is submitting this run.
         """
         lock = self.path / SUBMIT_LOCK
         with lock.open("w") as file:
-            if not _taken(file) or not os.fstat(file.fileno()).st_nlink:  # removed by whoever held it until now
-                raise UserError(f"{self.path} is being submitted by another command: wait for its end, then try again")
+            if not _try_lock(file) or not os.fstat(file.fileno()).st_nlink:  # the last holder removed it
+                raise UserError(f"{self.path} is being submitted by another command: try again after it ends")
             try:
                 yield
             finally:
                 lock.unlink(missing_ok=True)
 
 
-def _taken(file: IO[str]) -> bool:
+def _try_lock(file: IO[str]) -> bool:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -243,7 +243,7 @@ def start_model(config: JobConfig, run: RunDirectory, phase: Phase) -> Path:
 
 
 def fresh(config: JobConfig) -> RunDirectory:
-    """A new run directory with the config saved in it: `run_dir` where given, else the next free runs/NAME-seedN[-K].
+    """Create a run directory with the config: `run_dir`, or the next free runs/NAME-ALGORITHM-seedN[-K].
 
     Raises:
         UserError: `run_dir` already holds a run, or cannot be written.
@@ -253,14 +253,14 @@ def fresh(config: JobConfig) -> RunDirectory:
         if not os.access(path, os.W_OK):
             raise PermissionError(f"{path} is not writable")
     except OSError as error:
-        raise UserError(f"cannot make the run directory {next_path(config)}: {error.strerror or error}") from None
+        raise UserError(f"cannot create the run directory {next_path(config)}: {error.strerror or error}") from None
     run = RunDirectory(path)
     save_config(config, run.config)
     return run
 
 
 def _chosen(config: JobConfig) -> Path:
-    """The next free one, made; of several commands that find the same, the one that makes it has it."""
+    """Create the next free directory. If several commands choose the same path, one can create it."""
     while True:
         path = next_path(config)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -272,36 +272,37 @@ def _chosen(config: JobConfig) -> Path:
 def _named(path: Path) -> Path:
     if (path / "config.yaml").exists():
         raise UserError(
-            f"{path} already holds a run: go on with it (--resume; arpo resume, if it was submitted), or name another "
-            "run_dir"
+            f"{path} already holds a run: continue it (--resume, or arpo resume if submitted), or set another run_dir"
         )
-    strangers = sorted({item.name for item in path.iterdir()} - REUSABLE) if path.is_dir() else []
-    if strangers:
-        raise UserError(f"run_dir={path} holds files that are no run's ({strangers[0]}, ...): name a new directory")
+    others = sorted({item.name for item in path.iterdir()} - REUSABLE) if path.is_dir() else []
+    if others:
+        raise UserError(f"run_dir={path} holds other files ({others[0]}, ...): set a new directory")
     path.mkdir(parents=True, exist_ok=True)
     return path
 
 
 def next_path(config: JobConfig, base: Path = RUNS) -> Path:
-    """Where a fresh run of this config would be: `run_dir`, or in the directory `base`."""
+    """Return the path of a fresh run of this config: `run_dir`, or the next free one in `base`."""
     return config.run_dir or _next_free(_default(config, base))
 
 
 def existing(config: JobConfig, base: Path = RUNS) -> RunDirectory:
-    """The newest run directory of this config, to go on with; what is in `CHANGEABLE` may have changed.
+    """Return the newest run directory of this config, whose `CHANGEABLE` values may differ.
 
     Raises:
-        UserError: there is none, or it was started with another config (the differing key is named).
+        UserError: there is none, or it was started with another config; the message has the first differing key.
     """
     path = config.run_dir or _newest(_default(config, base))
     if path is None or not (path / "config.yaml").exists():
         raise UserError(
-            f"nothing to resume at {path or _default(config, base)}: no run was started there; "
-            "start one, or name the run_dir of one that was"
+            f"nothing to resume at {path or _default(config, base)}: there is no run. Start one, or set "
+            "run_dir to an existing run"
         )
     run = RunDirectory(path)
     if difference := _difference(fixed_part(resolve.load(run.config)), fixed_part(config)):
-        raise UserError(f"{path} was started with another config: {difference}; give the same words, or start afresh")
+        raise UserError(
+            f"{path} was started with another config: {difference}. Use the same overrides, or start a new run"
+        )
     return run
 
 
@@ -310,7 +311,7 @@ def _default(config: JobConfig, base: Path) -> Path:
 
 
 def _series(base: Path) -> list[tuple[int, Path]]:
-    """(number, path) of runs/NAME-seedN, runs/NAME-seedN-2, ... in order."""
+    """Return number and path of NAME, NAME-2, ... in order."""
     found = []
     for path in base.parent.glob(f"{base.name}*"):
         if match := re.fullmatch(rf"{re.escape(base.name)}(?:-(\d+))?", path.name):
@@ -329,7 +330,7 @@ def _newest(base: Path) -> Path | None:
 
 
 def fixed_part(config: JobConfig) -> resolve.Tree:
-    """What a run keeps for as long as it lives: its config without `CHANGEABLE`."""
+    """Return the config values that a run cannot change: all but `CHANGEABLE`."""
     return _without_changeable(dump_config(config))
 
 

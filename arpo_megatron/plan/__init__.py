@@ -1,4 +1,7 @@
-"""What a job will need, before any GPU hour: memory by part, seconds by phase, and layouts that would do better."""
+"""The planner: estimates a job's memory and time before it runs, lays it out on nodes, and searches for better layouts.
+
+Imports `jobs`, `packing`, `algorithms`, `models`, `hardware` and the layers below them, but not torch.
+"""
 
 from arpo_megatron.hardware.specs import GPUS, Hardware
 from arpo_megatron.plan.fit import Plan, plan

@@ -1,10 +1,10 @@
-"""Bytes that one layer keeps for the backward pass, a token: a sum over the tensors that its operations save.
+"""Bytes per token that one layer keeps for the backward pass: a sum over the tensors that its operations save.
 
-There are two sets of layers: a GPU's in bfloat16 (Transformer Engine's around FlexAttention, te_layers.py), and a CPU's
-(layers.py), whose bytes tests measure. The method is that of Korthikanti et al. (arXiv 2205.05198, section 4); their
-closed form is for GPT-2's layers (LayerNorm, GELU, dropout, attention scores), none of which are here.
+There are two implementations of layers: Transformer Engine's around FlexAttention for GPUs in bfloat16 (te_layers.py),
+and layers.py for CPUs, whose bytes tests measure. The method is that of Korthikanti et al. (arXiv 2205.05198, section
+4); their closed form is for GPT-2's layers (LayerNorm, GELU, dropout, attention scores), which are not used here.
 
-Widths below are of one rank: tensor parallelism divides heads and the MLP, sequence parallelism also what lies between.
+Widths are those of one rank. Tensor parallelism divides heads and the MLP; sequence parallelism also divides the rest.
 """
 
 from dataclasses import dataclass
@@ -17,38 +17,36 @@ if TYPE_CHECKING:
     from arpo_megatron.actor.attention_plan import AttentionPlan
 
 EXPERT_IMBALANCE = 1.3
-"""Tokens of the busiest rank's experts over the mean; no token is dropped. An assumption: `expert_busiest` says it."""
+"""Tokens of the busiest rank's experts over the mean; no token is dropped. Assumption; the metric is
+`expert_busiest`."""
 TARGET = 40
-"""Bytes of the small tensors of a predicted token."""
+"""Bytes of the small tensors per predicted token."""
 FLOAT = 4
-"""Bytes of a float32, in which norms keep one number a token, and attention its normalisers."""
+"""Bytes of a float32. Norms keep one per token, attention keeps its normalisers in it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Widths:
-    """Numbers of one token on one rank.
-
-    Attributes:
-        hidden: of the residual stream.
-        between: the same between the divided matrices: less with sequence parallelism.
-        queries: of all query heads.
-        keys: of all key heads; values are as many.
-        ffn: of the gated MLP or of one expert.
-        heads: number of query heads.
-        value: bytes of a number.
-    """
+    """Sizes of one token's tensors on one rank, in numbers."""
 
     hidden: float
+    """Residual stream."""
     between: float
+    """Residual stream outside the divided matrices; smaller with sequence parallelism."""
     queries: float
+    """All query heads."""
     keys: float
+    """All key heads; values have the same size."""
     ffn: float
+    """Gated MLP, or one expert."""
     heads: float
+    """Number of query heads."""
     value: int
+    """Bytes per number."""
 
     @classmethod
     def of(cls, spec: ModelSpec, parallel: ParallelConfig, value: int) -> "Widths":
-        """Of the layout; `value` bytes a number."""
+        """Return the widths of a model in a layout, with `value` bytes per number."""
         tensor = parallel.tensor
         return cls(
             hidden=spec.hidden,
@@ -63,34 +61,28 @@ class Widths:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Of one rank's part of a pack.
-
-    Attributes:
-        queries: computed there.
-        keys: that its attention reads: of context-parallel ranks and ancestors too.
-    """
+    """One rank's tokens of a pack."""
 
     queries: float
+    """Tokens that the rank computes."""
     keys: float
+    """Tokens that its attention reads, including those of context-parallel ranks and ancestors."""
 
 
 @dataclass(frozen=True, slots=True)
 class LocalCalls:
-    """What tree attention on a CPU keeps beyond its inputs (attention.py): its calls copy and mask.
-
-    Attributes:
-        joined: keys of the calls that put them together from several pieces, summed over calls.
-        pairs: query-key pairs computed, each with a number of the mask.
-        views: some call's keys are one piece, which keeps the tensor that it is a part of.
-    """
+    """Extra memory of tree attention on a CPU (attention.py), whose calls copy inputs and create masks."""
 
     joined: int
+    """Keys of the calls that concatenate several pieces, summed over calls."""
     pairs: int
+    """Computed query-key pairs, each with one number of the mask."""
     views: bool
+    """Whether some call's keys are one piece, a view that keeps its whole tensor alive."""
 
     @classmethod
     def of(cls, plan: "AttentionPlan") -> "LocalCalls":
-        """From the calls of a pack."""
+        """Count the calls of a pack's attention plan."""
         several = [pieces for pieces in plan.keys if len(pieces) > 1]
         joined = sum(plan.piece_sizes[piece] for pieces in several for piece in pieces)
         return cls(joined, plan.pairs, len(several) < len(plan.keys))
@@ -105,25 +97,27 @@ def layer_bytes(
     fp8: bool = False,
     calls: LocalCalls | None = None,
 ) -> float:
-    """What one layer keeps, as `parallel.recompute` says.
+    """Return the bytes that one layer keeps with `parallel.recompute`.
 
     Args:
-        spec: of the model.
-        parallel: the layout.
-        tokens: of the pack on this rank.
-        value: bytes of a number; float32 is computed by Megatron's own layers on a GPU too.
-        fp8: inputs of matrix products are kept in FP8.
-        calls: on a CPU, those of the attention; None: FlexAttention.
+        spec: spec of the model.
+        parallel: layout.
+        tokens: tokens of the pack on this rank.
+        value: bytes per number. float32 runs in layers.py on a GPU too.
+        fp8: whether inputs of matrix products are kept in FP8.
+        calls: attention calls on a CPU; None for FlexAttention.
     """
     w = Widths.of(spec, parallel, value)
     if parallel.recompute == "full":
         return tokens.queries * w.between * value  # the layer's input
     visits = 0.0
-    if spec.experts is not None:  # a rank with all experts has all visits, however uneven
+    if spec.experts is not None:  # a rank with all experts has all visits
         visits = spec.experts.top_k * (EXPERT_IMBALANCE if parallel.expert > 1 else 1.0)
     local = calls is not None or value == FLOAT
     token = _local_token(w, spec, visits) if local else _te_token(w, spec, visits, fp8)
-    mixed = (w.queries + 2 * w.keys) * value  # the product that keys and values, and a norm's input, may be views of
+    mixed = (
+        w.queries + 2 * w.keys
+    ) * value  # projection output, of which keys and values, and a norm's input, may be views
     if parallel.recompute == "selective":
         return tokens.queries * (token + mixed + (w.queries + w.keys) * value)  # rotated; values are views
     if calls is None:
@@ -145,17 +139,17 @@ def pass_bytes(
     fp8: bool = False,
     calls: LocalCalls | None = None,
 ) -> float:
-    """What a forward pass over a pack leaves on a rank of a pipeline stage: its layers, and what the head needs.
+    """Return the bytes that a forward pass of a pack keeps on a rank: its stage's layers, and the head's inputs.
 
     Args:
-        spec: of the model.
-        parallel: the layout.
-        tokens: of the pack on this rank.
+        spec: spec of the model.
+        parallel: layout.
+        tokens: tokens of the pack on this rank.
         targets: predicted tokens of the pack on this rank.
-        value: bytes of a number.
-        last: it is the last stage.
-        fp8: as in `layer_bytes`.
-        calls: likewise.
+        value: bytes per number.
+        last: whether this is the last stage.
+        fp8: see `layer_bytes`.
+        calls: see `layer_bytes`.
     """
     layers = spec.layers // parallel.pipeline
     one = layer_bytes(spec, parallel, tokens, value=value, fp8=fp8, calls=calls)
@@ -168,9 +162,9 @@ def pass_bytes(
 
 
 def _te_token(w: Widths, spec: ModelSpec, visits: float, fp8: bool) -> float:
-    """Bytes a token of Transformer Engine's layers, without core attention and the product before it."""
+    """Return the bytes per token of Transformer Engine's layers, without core attention and its projection."""
     value, product = w.value, 1 if fp8 else w.value
-    norm = w.between * (value + product) + FLOAT  # its input, what the product behind it reads, a normaliser
+    norm = w.between * (value + product) + FLOAT  # its input, the next product's input, a normaliser
     per_head = w.queries * value if spec.qk_norm else 0.0  # the norm's copy of the queries
     attention = norm + per_head + w.queries * product
     if spec.experts is not None:
@@ -179,7 +173,7 @@ def _te_token(w: Widths, spec: ModelSpec, visits: float, fp8: bool) -> float:
 
 
 def _local_token(w: Widths, spec: ModelSpec, visits: float) -> float:
-    """The same of the layers in layers.py."""
+    """Return the same bytes for layers.py."""
     value = w.value
     # torch composes RMSNorm: it keeps, in float32, its input, the normalised input and a normaliser.
     norm = w.between * 2 * FLOAT + FLOAT + w.hidden * value  # and its output, gathered, is what a product reads
@@ -195,13 +189,13 @@ def _local_token(w: Widths, spec: ModelSpec, visits: float) -> float:
 
 
 def _flex_core(w: Widths, tokens: Tokens) -> float:
-    """FlexAttention keeps padded copies of queries, keys and values, the output, its normalisers and largest scores."""
+    """Return FlexAttention's bytes: padded queries, keys and values, the output, normalisers and maximal scores."""
     padded, keys = padded_length(tokens.queries), padded_length(tokens.keys)
     return (2 * padded * w.queries + 2 * keys * w.keys) * w.value + padded * w.heads * 2 * FLOAT
 
 
 def _te_experts(w: Widths, experts: MoESpec, visits: float, product: int) -> float:
-    """Bytes a token of a mixture with its norm and router; as many tokens come to a rank's experts as leave it."""
+    """Return the bytes per token of a mixture with norm and router, for balanced experts."""
     share, value = w.between / w.hidden, w.value
     visit = w.hidden * product + 2 * w.ffn * value + w.ffn * product + w.hidden * value
     router = 3 * experts.count * FLOAT  # logits, probabilities, the routing map
@@ -210,7 +204,7 @@ def _te_experts(w: Widths, experts: MoESpec, visits: float, product: int) -> flo
 
 
 def _local_experts(w: Widths, experts: MoESpec, visits: float) -> float:
-    """The same of the layers in layers.py, without the norm."""
+    """Return the bytes per token of a mixture in layers.py, without the norm."""
     # Of a visit its input, gate and up, silu(gate), up + 0, their product, and that times the router's weight.
     visit = (w.hidden + 6 * w.ffn) * w.value + 2 * FLOAT
     router = experts.count * (2 * FLOAT + 1) + experts.top_k * 5 * FLOAT  # weights and map of all, choice and places
@@ -218,7 +212,7 @@ def _local_experts(w: Widths, experts: MoESpec, visits: float) -> float:
 
 
 def padded_length(length: float) -> int:
-    """As FlexAttention pads (flex_attention.py): the smallest of 128, 256, 384, 512, 768 ... that is not smaller."""
+    """Pad like FlexAttention (flex_attention.py): to the next of 128, 256, 384, 512, 768, ..."""
     whole = int(-(-length // 1))
     step = max(128, 1 << max(0, (whole - 1).bit_length() - 2))
     return max(1, -(-whole // step)) * step

@@ -1,4 +1,4 @@
-"""The plan of a job: sizes, memory and time on some hardware, and whether it fits. Nothing is fetched or started."""
+"""The plan of a job: sizes, memory and time on given hardware, and whether it fits. Nothing is downloaded."""
 
 import re
 from dataclasses import asdict, dataclass, replace
@@ -11,95 +11,87 @@ from arpo_megatron.models.known import load_spec
 from arpo_megatron.models.spec import ModelSpec
 from arpo_megatron.plan import memory, timing
 from arpo_megatron.plan.node_layout import NodeLayout, lay_out_nodes, with_placement
-from arpo_megatron.plan.parameters import active, of_stage, whole_model
+from arpo_megatron.plan.parameters import active_parameters, stage_parameters, whole_model
 from arpo_megatron.plan.workload import largest, typical
 
 
 @dataclass(frozen=True, slots=True)
 class Unfit:
-    """Why a job cannot run.
-
-    Attributes:
-        kind: the same for all layouts that fail so.
-        text: with the figures of this one.
-    """
+    """The reason why a job cannot run."""
 
     kind: str
+    """Reason without numbers, equal for all layouts that fail in the same way."""
     text: str
+    """Reason with this layout's numbers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a job needs.
-
-    Attributes:
-        config: of the job.
-        hardware: that it would run on.
-        layout: where the processes run; None: nowhere (`reason` says why).
-        parameters: of the model.
-        active_parameters: that a token meets.
-        rank_parameters: of the trainer rank with most.
-        memory: bytes by part, of the GPU that needs most.
-        step_seconds: of one step (update of a cold start) by phase.
-        seconds: of one whole step.
-        decode_batch: paths that decode at once in an engine; 0 without engines.
-        tokens: of a step's trees, each once.
-        steps: of the whole job.
-        unfit: why it does not fit; None where it does.
-    """
+    """The needs of a job on given hardware."""
 
     config: JobConfig
     hardware: Hardware
     layout: NodeLayout | None
+    """Nodes of the processes; None if they cannot be laid out (see `reason`)."""
     parameters: int
+    """Parameters of the model."""
     active_parameters: int
+    """Parameters that process one token; fewer than all for a mixture of experts."""
     rank_parameters: int
+    """Parameters of the trainer rank with most."""
     memory: memory.Memory
+    """Bytes by part of the fullest GPU."""
     step_seconds: dict[str, float]
+    """Seconds by phase of one step (of one update, for a cold start)."""
     seconds: float
+    """Seconds of one whole step, in which phases may overlap."""
     decode_batch: float
+    """Paths that an engine decodes at once; 0 without engines."""
     tokens: float
+    """Tokens of a step's trees, each counted once."""
     steps: int
+    """Steps of the whole job."""
     unfit: Unfit | None
+    """Reason why the job does not fit; None if it fits."""
 
     @property
     def fits(self) -> bool:
-        """Whether the job can run there."""
+        """Whether the job can run."""
         return self.unfit is None
 
     @property
     def reason(self) -> str | None:
-        """Why it does not fit; None where it does."""
+        """Reason why the job does not fit; None if it fits."""
         return self.unfit.text if self.unfit else None
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What is wasted by a job that can run."""
+        """Resources that the job would waste."""
         config, data = self.config, self.config.parallel.data
         alone = config.sft_only
         trees = config.sft.batch if alone else config.train.tasks_per_step // config.algorithm.minibatches
         if data <= trees:
             return ()
         what = f"{trees} {'conversations' if alone else 'trees'} an update"
-        return (f"parallel.data={data}, but {what}: {data - trees} of {data} ranks wait; give tensor or pipeline",)
+        return (f"parallel.data={data}, but {what}: {data - trees} of {data} ranks wait; raise tensor or pipeline",)
 
     @property
     def gpu_hours(self) -> float:
-        """Of the whole job, without evaluations and checkpoints."""
+        """GPU-hours of the whole job, without evaluations and checkpoints."""
         return self.steps * self.seconds * self.nodes * self.hardware.gpus / 3600
 
     @property
     def nodes(self) -> int:
-        """Of the allocation; where roles have no place on any, as many as the trainer's ranks make."""
+        """Number of nodes; without a layout, the number that the trainer's ranks fill."""
         return self.layout.nodes if self.layout else -(-self.config.parallel.world_size // self.hardware.gpus)
 
     @property
     def peak_bytes(self) -> float:
-        """Of the GPU that needs most, in the phase in which it does."""
+        """Largest number of bytes on any GPU in any phase."""
         return max(sum(parts.values()) for parts in (self.memory.training, self.memory.rollout, self.memory.engine))
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-safe, for `arpo plan --json`."""
+        """Return JSON-safe values for `arpo plan --json`."""
         return {
             "recipe": self.config.name,
             "model": self.config.model.hub_id,
@@ -131,36 +123,36 @@ class Plan:
 
 
 def plan(config: JobConfig, hardware: Hardware, nodes: int | None = None) -> Plan:
-    """The plan of a job.
+    """Plan a job.
 
     Args:
-        config: of the job; with `engine.placement=auto` the plan's own says what that comes to.
-        hardware: that it would run on.
-        nodes: how many; None: as few as can be.
+        config: config of the job. The plan's config has the placement for `engine.placement=auto`.
+        hardware: node to run on.
+        nodes: number of nodes; None for as few as possible.
 
     Raises:
-        UserError: the model's sizes are not known (no files at `model.path`, no known `model.hub_id`).
+        UserError: the model's sizes are unknown (no files at `model.path`, no known `model.hub_id`).
     """
     spec = load_spec(config.model)
-    layout, unfit = None, impossible(config, spec, hardware)
+    layout, unfit = None, find_conflict(config, spec, hardware)
     if unfit is None:
         try:
             layout = lay_out_nodes(replace(config, platform="auto"), hardware.gpus, nodes)
             config = with_placement(config, layout)
         except UserError as error:
-            unfit = Unfit("the roles cannot be laid over the nodes", str(error))
+            unfit = Unfit("the job cannot be laid out on the nodes", str(error))
     work, most = typical(config), largest(config)
     alone = config.sft_only
     trees = config.sft.batch if alone else config.train.tasks_per_step
-    needs = memory.of_job(config, spec, hardware, most)
-    phases = timing.of_step(config, spec, hardware, work, needs.kv_tokens)
-    held = [of_stage(spec, config.parallel, stage).total for stage in range(config.parallel.pipeline)]
+    needs = memory.job_memory(config, spec, hardware, most)
+    phases = timing.phase_seconds(config, spec, hardware, work, needs.kv_tokens)
+    held = [stage_parameters(spec, config.parallel, stage).total for stage in range(config.parallel.pipeline)]
     return Plan(
         config=config,
         hardware=hardware,
         layout=layout,
         parameters=whole_model(spec).total,
-        active_parameters=active(spec),
+        active_parameters=active_parameters(spec),
         rank_parameters=max(held),
         memory=needs,
         step_seconds=phases,
@@ -168,12 +160,12 @@ def plan(config: JobConfig, hardware: Hardware, nodes: int | None = None) -> Pla
         decode_batch=0.0 if alone else timing.decoding(config, spec, hardware, work, needs.kv_tokens).batch,
         tokens=trees * work.unique,
         steps=config.sft.steps if alone else config.train.steps,
-        unfit=unfit or too_large(config, needs, hardware),
+        unfit=unfit or find_shortage(config, needs, hardware),
     )
 
 
-def impossible(config: JobConfig, spec: ModelSpec, hardware: Hardware) -> Unfit | None:
-    """Why the layout cannot work with this model on this hardware, whatever the memory; None where it can."""
+def find_conflict(config: JobConfig, spec: ModelSpec, hardware: Hardware) -> Unfit | None:
+    """Return why the layout cannot work with this model and hardware even with enough memory, or None."""
     try:
         spec.check_divisible(config.parallel)
         spec.check_fp8(config.model, config.parallel)
@@ -181,14 +173,14 @@ def impossible(config: JobConfig, spec: ModelSpec, hardware: Hardware) -> Unfit 
         if not config.sft_only:
             spec.check_engine(config.engine)
     except UserError as error:
-        return refused(str(error))
+        return conflict(str(error))
     if config.model.fp8 != "none" and not hardware.fp8:
-        return refused(f"model.fp8={config.model.fp8}: {hardware.name} has no FP8 products")
+        return conflict(f"model.fp8={config.model.fp8}: {hardware.name} has no FP8 products")
     return None if config.sft_only else _engines_impossible(config, spec, hardware)
 
 
-def refused(text: str) -> Unfit:
-    """What a check says of a layout; without its figures it says the same of others."""
+def conflict(text: str) -> Unfit:
+    """Make an Unfit from an error message. Its kind is the message without numbers."""
     return Unfit(re.sub(r"\d+", "N", text.split(":", maxsplit=1)[0]), text)
 
 
@@ -196,22 +188,22 @@ def _engines_impossible(config: JobConfig, spec: ModelSpec, hardware: Hardware) 
     engine, ranks = config.engine, config.parallel.world_size
     tensor, engines = engine.tensor, engine.tensor * engine.replicas
     if memory.shared(config) and engines > ranks:
-        return refused(f"colocated engines take more GPUs than there are trainer ranks: {engines}, and {ranks} ranks")
+        return conflict(f"colocated engines need more GPUs than there are trainer ranks: {engines} GPUs, {ranks} ranks")
     if tensor > hardware.gpus:
-        return refused(f"engine.tensor={tensor} exceeds the {hardware.gpus} GPUs of a node")
+        return conflict(f"engine.tensor={tensor} exceeds the {hardware.gpus} GPUs of a node")
     for what, size in (("query heads", spec.heads), ("vocabulary", spec.vocabulary)):
         if size % tensor:
-            return refused(f"the model's {what} ({size}) cannot be divided by engine.tensor={tensor}")
-    if max(spec.kv_heads, tensor) % min(spec.kv_heads, tensor):  # more GPUs than heads hold copies
-        return refused(f"the model's key/value heads ({spec.kv_heads}) cannot be divided by engine.tensor={tensor}")
+            return conflict(f"the model's {what} ({size}) cannot be divided by engine.tensor={tensor}")
+    if max(spec.kv_heads, tensor) % min(spec.kv_heads, tensor):  # GPUs beyond the number of heads hold copies
+        return conflict(f"the model's key/value heads ({spec.kv_heads}) cannot be divided by engine.tensor={tensor}")
     return None
 
 
 UPDATE_TOO_LARGE = "an update needs more memory than a GPU has"
 
 
-def too_large(config: JobConfig, needs: memory.Memory, hardware: Hardware) -> Unfit | None:
-    """Which memory is too small; None where all is enough."""
+def find_shortage(config: JobConfig, needs: memory.Memory, hardware: Hardware) -> Unfit | None:
+    """Return which memory is too small, or None."""
     for kind, phase, parts in (
         (UPDATE_TOO_LARGE, "training", needs.training),
         ("trainer and engine together need more memory than a GPU has", "rollout", needs.rollout),
@@ -229,7 +221,7 @@ def too_large(config: JobConfig, needs: memory.Memory, hardware: Hardware) -> Un
         return Unfit(
             "the KV pool cannot hold one trajectory",
             f"an engine's KV pool holds {needs.kv_tokens} tokens, fewer than model.max_length="
-            f"{config.model.max_length}: give engine.memory_fraction or engine.tensor",
+            f"{config.model.max_length}: raise engine.memory_fraction or engine.tensor",
         )
     ranks = min(hardware.gpus, config.parallel.world_size)
     host = ranks * sum(needs.host.values())

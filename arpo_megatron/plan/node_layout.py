@@ -1,4 +1,4 @@
-"""Which role runs on which node and GPU: a pure function of the recipe, the nodes and their GPUs."""
+"""Node layout: which process runs on which node and GPU, a pure function of the config, the nodes and their GPUs."""
 
 from dataclasses import dataclass, replace
 from math import ceil
@@ -10,55 +10,55 @@ from arpo_megatron.hardware.placement import Placement, gpus_for_both, takes_tur
 
 @dataclass(frozen=True, slots=True)
 class NodeLayout:
-    """Nodes are numbered from 0 in the order of the allocation. Tool service, rollout process and router are on node 0.
+    """Trainer ranks and engines on nodes, which are numbered from 0 in the order of the allocation.
 
-    Attributes:
-        nodes: how many.
-        gpus: of a node.
-        trainer_nodes: those with trainer ranks: the first so many.
-        ranks_per_node: on each of these.
-        engines: how many; `place` says where each is. (A list of them would be as long as the cluster is large, and a
-            search of layouts makes thousands of plans.)
-        engine_gpus: of an engine.
-        shared: engines and trainer ranks take turns on the same GPUs.
+    Tool service, rollout process and router are on node 0. Engines are not a list but computed by `place`, because a
+    layout search makes thousands of layouts.
     """
 
     nodes: int
+    """Number of nodes."""
     gpus: int
+    """GPUs per node; 0 for a job on CPUs."""
     trainer_nodes: int
+    """Number of nodes with trainer ranks; they come first."""
     ranks_per_node: int
+    """Trainer ranks on each of these nodes."""
     engines: int
+    """Number of engines."""
     engine_gpus: int
+    """GPUs per engine."""
     shared: bool
+    """Whether engines and trainer ranks take turns on the same GPUs."""
 
     @property
     def engine_nodes(self) -> int:
-        """Those with engines alone."""
+        """Number of nodes that have only engines."""
         return self.nodes - self.trainer_nodes
 
     @property
     def gpus_used(self) -> int:
-        """That compute, of all nodes; where there are none, ranks and engines."""
+        """GPUs in use on all nodes; for a job on CPUs, the number of ranks and engines."""
         ranks, engines = self.trainer_nodes * self.ranks_per_node, self.engines * self.engine_gpus
         return ranks if self.shared else ranks + engines
 
     def place(self, engine: int) -> tuple[int, int]:
-        """Node and first GPU of an engine."""
+        """Return node and first GPU of an engine."""
         if not self.gpus:  # from the last node backwards
             return self.nodes - 1 - engine % self.nodes, 0
         if self.shared:
             return engine % self.trainer_nodes, engine // self.trainer_nodes * self.engine_gpus
-        if not self.engine_nodes:  # behind the ranks of the one node
+        if not self.engine_nodes:  # after the ranks of the only node
             return 0, self.ranks_per_node + engine * self.engine_gpus
         slots = self.gpus // self.engine_gpus
         return self.trainer_nodes + engine // slots, engine % slots * self.engine_gpus
 
     def placement(self, engine: int) -> Placement:
-        """Of an engine, on its own node."""
+        """Return the placement of an engine on its node."""
         return Placement(self.gpus, self.place(engine)[1], self.shared)
 
     def describe(self) -> list[str]:
-        """A line for each role."""
+        """Return a line per process."""
 
         def where(first: int, count: int) -> str:
             return f"node {first}" if count == 1 else f"nodes {first} to {first + count - 1}"
@@ -82,15 +82,15 @@ class NodeLayout:
 
 
 def with_placement(config: JobConfig, layout: NodeLayout) -> JobConfig:
-    """With the `engine.placement` that the plan has: `auto` depends on the number of nodes."""
+    """Return the config with the layout's `engine.placement`, which for `auto` depends on the number of nodes."""
     return replace(config, engine=replace(config.engine, placement="colocated" if layout.shared else "split"))
 
 
 def lay_out_nodes(config: JobConfig, gpus_per_node: int, nodes: int | None) -> NodeLayout:
-    """Lay the roles over nodes; `nodes` None: as few as the config's placement needs. `platform=cpu` uses no GPU.
+    """Lay out a job on nodes; None takes as few as its placement needs. `platform=cpu` uses no GPU.
 
     Raises:
-        UserError: they do not fit, or nodes would have nothing to do.
+        UserError: the job does not fit, or nodes would have nothing to do.
     """
     ranks, engine = config.parallel.world_size, config.engine
     gpus = 0 if config.platform == "cpu" else gpus_per_node
@@ -100,10 +100,10 @@ def lay_out_nodes(config: JobConfig, gpus_per_node: int, nodes: int | None) -> N
         _check_count(nodes, (alone := _trainer_alone(config, gpus)).nodes, "without engines", config, gpus)
         return alone
     if engine.tensor > gpus:
-        raise UserError(f"engine.tensor={engine.tensor}: an engine does not span nodes, and a node has {gpus} GPUs")
+        raise UserError(f"engine.tensor={engine.tensor}: an engine cannot span nodes, and a node has {gpus} GPUs")
     alone = _trainer_alone(config, gpus)
     trainer_nodes, per_node = alone.trainer_nodes, alone.ranks_per_node
-    slots = gpus // engine.tensor  # engines that a node holds
+    slots = gpus // engine.tensor  # engines per node
     together = gpus_for_both(config) <= gpus
     split = 1 if together else trainer_nodes + ceil(engine.replicas / slots)
     if takes_turns(config, nodes is None or nodes >= split):
@@ -120,7 +120,7 @@ def lay_out_nodes(config: JobConfig, gpus_per_node: int, nodes: int | None) -> N
 
 
 def _trainer_alone(config: JobConfig, gpus: int) -> NodeLayout:
-    """As without engines."""
+    """Return the layout without engines."""
     ranks = config.parallel.world_size
     per_node, nodes = min(ranks, gpus), ceil(ranks / gpus)
     if ranks % per_node:
@@ -129,12 +129,12 @@ def _trainer_alone(config: JobConfig, gpus: int) -> NodeLayout:
 
 
 def _on_cpus(config: JobConfig, nodes: int) -> NodeLayout:
-    """Ranks divided evenly among the first nodes."""
+    """Return a layout with the ranks divided evenly among the first nodes."""
     ranks, engine = config.parallel.world_size, config.engine
     if engine.tensor > 1:
         raise UserError(f"engine.tensor={engine.tensor}: an engine on a CPU has one rank")
     if nodes > max(ranks, engine.replicas + 1):
-        raise UserError(f"{nodes} nodes, but only {ranks} trainer rank(s) and {engine.replicas} engine(s)")
+        raise UserError(f"{nodes} nodes are too many for {ranks} trainer rank(s) and {engine.replicas} engine(s)")
     trainer_nodes = min(nodes, ranks)
     if ranks % trainer_nodes:
         raise UserError(f"{ranks} trainer ranks cannot be divided evenly among {trainer_nodes} nodes")
@@ -149,5 +149,5 @@ def _check_count(given: int | None, needed: int, placement: str, config: JobConf
     engines = f"{config.engine.replicas} engine(s) of {config.engine.tensor} GPU(s)"
     raise UserError(
         f"{given} nodes of {gpus} GPUs, but {config.parallel.world_size} trainer ranks and {engines}, {placement}, "
-        f"take {needed}: give --nodes {needed}, or change parallel.*, engine.replicas or engine.placement"
+        f"need {needed}: use --nodes {needed}, or change parallel.*, engine.replicas or engine.placement"
     )

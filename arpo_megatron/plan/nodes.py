@@ -1,4 +1,4 @@
-"""A job on another number of nodes: the recipe's own layout for them, or more or fewer ranks and engines."""
+"""Adapt a job to a number of nodes: with the recipe's layout for them, or with more or fewer ranks and engines."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
@@ -11,39 +11,40 @@ from arpo_megatron.plan.memory import shared
 from arpo_megatron.plan.node_layout import lay_out_nodes
 
 
-def on_nodes(
+def resolve_on_nodes(
     recipe: str, nodes: int | None, gpus_per_node: int, *, file: Path | None = None, overrides: Sequence[str] = ()
 ) -> JobConfig:
-    """A recipe on so many nodes: in its own layout for them, else in the one it has with more or fewer ranks.
+    """Resolve a recipe for a number of nodes.
 
-    The recipe's own is taken where its placement is the job's and no variant that was asked for is a layout too. What
-    the user has said of a job is never changed; `lay_out_nodes` says where that and the nodes do not agree.
+    The recipe's own layout for that number is used if it has the job's placement and no chosen variant is a layout.
+    Otherwise ranks and engines are added or removed. Values that the user set are never changed; if they do not agree
+    with the nodes, `lay_out_nodes` raises later.
 
     Raises:
-        UserError: as `resolve.resolve`, or the layout cannot fill the nodes.
+        UserError: the recipe or an override is invalid, or the layout cannot fill the nodes.
     """
     job = resolve(recipe, file=file, overrides=overrides)
     if nodes is None:
         return job
-    asked = layers(recipe, file=file, overrides=overrides)
-    chosen = {key for layer in asked if layer.source is Source.VARIANT for key in layer.keys}
-    own = f"{nodes}node{'s' if nodes > 1 else ''}"
-    if "parallel.data" not in chosen and own in variant_names(recipe.split("+", maxsplit=1)[0]):
-        laid = f"{recipe}+{own}"
-        if resolve(laid).engine.placement == job.engine.placement:
-            job = resolve(laid, file=file, overrides=overrides)
-    said = explicit_keys([layer for layer in asked if layer.source is not Source.VARIANT])
-    return scaled(job, nodes, gpus_per_node, keep=said)
+    given = layers(recipe, file=file, overrides=overrides)
+    chosen = {key for layer in given if layer.source is Source.VARIANT for key in layer.keys}
+    layout = f"{nodes}node{'s' if nodes > 1 else ''}"
+    if "parallel.data" not in chosen and layout in variant_names(recipe.split("+", maxsplit=1)[0]):
+        laid_out = f"{recipe}+{layout}"
+        if resolve(laid_out).engine.placement == job.engine.placement:
+            job = resolve(laid_out, file=file, overrides=overrides)
+    explicit = explicit_keys([layer for layer in given if layer.source is not Source.VARIANT])
+    return scale_to_nodes(job, nodes, gpus_per_node, keep=explicit)
 
 
-def scaled(config: JobConfig, nodes: int, gpus_per_node: int, keep: Collection[str] = ()) -> JobConfig:
-    """The job on so many nodes: as it is where these are what it takes, else with other numbers of ranks and engines.
+def scale_to_nodes(config: JobConfig, nodes: int, gpus_per_node: int, keep: Collection[str] = ()) -> JobConfig:
+    """Return the job for a number of nodes, unchanged if it already takes that number.
 
-    Data-parallel ranks and engines are as many as fill the nodes. Split ones share them out as they do now, in whole
-    nodes where there are several. With one of the two numbers among the keys to `keep` the job stays as it is.
+    Otherwise data-parallel ranks and engines fill the nodes. With split placement they keep their ratio, in whole nodes
+    if there are several. If `keep` has one of the two numbers, the job is not changed.
 
     Raises:
-        UserError: the GPUs are no multiple of what one data-parallel rank or one engine takes.
+        UserError: the GPUs are not a multiple of what one data-parallel rank or one engine needs.
     """
     if {"parallel.data", "engine.replicas"} & set(keep) or _takes(config, nodes, gpus_per_node):
         return config
@@ -59,8 +60,8 @@ def scaled(config: JobConfig, nodes: int, gpus_per_node: int, keep: Collection[s
     if ranks % block or not replicas or (engines % engine.tensor and not config.sft_only):
         raise UserError(
             f"{nodes} node(s) with {gpus_per_node} GPUs cannot be divided into tensor {parallel.tensor} x context "
-            f"{parallel.context} x pipeline {parallel.pipeline} and engines of {engine.tensor}: give parallel.data and "
-            "engine.replicas too"
+            f"{parallel.context} x pipeline {parallel.pipeline} and engines of {engine.tensor}: set parallel.data and "
+            "engine.replicas"
         )
     return with_overrides(config, [f"parallel.data={ranks // block}", f"engine.replicas={replicas}"])
 

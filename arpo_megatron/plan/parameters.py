@@ -1,4 +1,4 @@
-"""Parameters of a model, and of one rank of it. Exact: tests build the models on the meta device and count."""
+"""Parameter counts of a model and of one rank. They are exact: tests build models on the meta device and compare."""
 
 from dataclasses import dataclass
 
@@ -8,60 +8,57 @@ from arpo_megatron.models.spec import ModelSpec
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """Numbers of parameters.
-
-    Attributes:
-        dense: of all but the experts.
-        experts: of the experts (0 without any), whose data-parallel ranks are others.
-        products: of the layers' matrices, experts included: what FP8 makes copies of.
-    """
+    """Numbers of parameters."""
 
     dense: int
+    """All parameters except the experts'."""
     experts: int
+    """Parameters of experts, which have other data-parallel groups; 0 without experts."""
     products: int
+    """Parameters of the layers' matrices, including experts: FP8 copies these."""
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """All parameters."""
         return self.dense + self.experts
 
 
 def whole_model(spec: ModelSpec) -> Parameters:
-    """Of the model."""
-    return of_stage(spec, ParallelConfig(), 0)
+    """Return the parameters of the model."""
+    return stage_parameters(spec, ParallelConfig(), 0)
 
 
-def active(spec: ModelSpec) -> int:
-    """Parameters that a token meets: of a mixture's experts those that it is sent to."""
+def active_parameters(spec: ModelSpec) -> int:
+    """Return the number of parameters that process one token: of a mixture, only the experts that it is routed to."""
     whole = whole_model(spec)
     if spec.experts is None:
         return whole.total
     return whole.dense + whole.experts * spec.experts.top_k // spec.experts.count
 
 
-def copies(parallel: ParallelConfig) -> tuple[int, int]:
-    """How many ranks hold the same parameters: of all but the experts, and of the experts.
+def replica_counts(parallel: ParallelConfig) -> tuple[int, int]:
+    """Return the numbers of ranks with the same dense parameters and with the same experts.
 
-    So many reduce the gradients among them and, with the distributed optimizer, share out its work and state.
+    These ranks reduce gradients and, with the distributed optimizer, shard its work and state.
     """
     dense = parallel.data * parallel.context
     return dense, max(1, parallel.tensor * dense // (parallel.expert * parallel.expert_tensor))
 
 
-def updated(held: Parameters, parallel: ParallelConfig) -> float:
-    """Parameters whose optimizer state one rank keeps, of those that it holds."""
+def optimizer_parameters(held: Parameters, parallel: ParallelConfig) -> float:
+    """Return the number of a rank's parameters whose optimizer state it keeps."""
     if not parallel.distributed_optimizer:
         return held.total
-    dense, experts = copies(parallel)
+    dense, experts = replica_counts(parallel)
     return held.dense / dense + held.experts / experts
 
 
-def of_stage(spec: ModelSpec, parallel: ParallelConfig, stage: int) -> Parameters:
-    """Of each rank of a pipeline stage.
+def stage_parameters(spec: ModelSpec, parallel: ParallelConfig, stage: int) -> Parameters:
+    """Return the parameters of each rank of a pipeline stage.
 
-    Matrices are divided among tensor-parallel ranks, norms and the router are not; expert parallelism divides whole
-    experts (`ParallelConfig.expert_tensor`). The first stage has the embedding, the last one the final norm and the
-    head, which with tied embeddings is a copy of the embedding unless one stage has both.
+    Tensor parallelism divides matrices, but not norms and the router. Expert parallelism divides whole experts
+    (`ParallelConfig.expert_tensor`). The first stage has the embedding, the last one the final norm and the head. With
+    tied embeddings the head is a copy of the embedding unless one stage has both.
     """
     tensor, stages = parallel.tensor, parallel.pipeline
     queries, keys = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim

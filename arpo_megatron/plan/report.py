@@ -1,4 +1,4 @@
-"""A plan as text."""
+"""Text of a plan and of a layout search."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
@@ -13,16 +13,16 @@ LAYOUT_KEYS: Mapping[str, tuple[str, ...]] = {
     "train": ("token_budget",),
     "engine": ("tensor", "replicas", "memory_fraction"),
 }
-"""What a search changes."""
+"""Config keys that a search changes."""
 
 
 def render(plan: Plan) -> str:
-    """Sizes, memory by part, seconds by phase, and whether it fits."""
+    """Return a plan as text: sizes, memory by part, seconds by phase, and whether the job fits."""
     return "\n".join(_lines(plan)) + "\n"
 
 
 def render_search(found: LayoutSearchResult) -> str:
-    """The best layouts and why others fail."""
+    """Return the best layouts, and the number of others by reason of failure."""
     lines = [f"layouts on the same GPUs: {found.tried} tried, {found.fit} fit"]
     if found.best:
         lines.append(f"  {'s/step':>7} {'GPU-h':>6} {'GiB':>5} {'batch':>5}  layout")
@@ -30,7 +30,7 @@ def render_search(found: LayoutSearchResult) -> str:
         batch = f"{plan.decode_batch:.0f}" if plan.decode_batch else "-"
         lines.append(
             f"  {plan.seconds:7.1f} {plan.gpu_hours:6.0f} {plan.peak_bytes / GIB:5.0f} {batch:>5}  "
-            f"{words(plan, found.of)}"
+            f"{overrides_between(plan, found.base)}"
         )
     for reason, count in found.failed:
         lines.append(f"  {count:5} fail: {reason}")
@@ -38,9 +38,9 @@ def render_search(found: LayoutSearchResult) -> str:
 
 
 def layout(parallel: ParallelConfig) -> str:
-    """The dimensions that are not 1: those whose product is the number of ranks, then those that are no ranks more.
+    """Return the dimensions other than 1: first those whose product is the number of ranks, then the others.
 
-    `tensor 4 x data 8, expert 4`; nothing for one rank.
+    Example: `tensor 4 x data 8, expert 4`. Empty for one rank.
     """
     dimensions = ("tensor", "context", "pipeline", "data")
     product = " x ".join(f"{name} {size}" for name in dimensions if (size := getattr(parallel, name)) > 1)
@@ -49,14 +49,14 @@ def layout(parallel: ParallelConfig) -> str:
     return ", ".join([*([product] if product else []), *more])
 
 
-def words(plan: Plan, than: JobConfig) -> str:
-    """What differs from another config of the job, as words that any command takes."""
+def overrides_between(plan: Plan, base: JobConfig) -> str:
+    """Return the overrides that change the config `base` to the plan's, for any command."""
     found = []
     for section, names in LAYOUT_KEYS.items():
-        new, old = getattr(plan.config, section), getattr(than, section)
+        new, old = getattr(plan.config, section), getattr(base, section)
         changed = [name for name in names if getattr(new, name) != getattr(old, name)]
         found += [f"{section}.{name}={_text(getattr(new, name))}" for name in changed]
-    return " ".join(found) or "as it is"
+    return " ".join(found) or "unchanged"
 
 
 def _text(value: object) -> str:
@@ -64,14 +64,14 @@ def _text(value: object) -> str:
 
 
 def _engines(engine: EngineConfig, shared: bool) -> str:
-    where = "on the trainer's GPUs" if shared else "on GPUs of their own"
+    where = "on the trainer's GPUs" if shared else "on separate GPUs"
     count = f"{engine.replicas} engines" if engine.replicas > 1 else "1 engine"
     return f"{count} of {engine.tensor} GPU(s), {where}"
 
 
 def _lines(plan: Plan) -> Iterator[str]:
     config, needs = plan.config, plan.memory
-    model = config.model.hub_id or config.model.path or "made on the spot"
+    model = config.model.hub_id or config.model.path or "a random model"
     size = f"{plan.parameters / 1e9:.2f}" if plan.parameters > 1e8 else f"{plan.parameters / 1e9:.4f}"
     met = f", {plan.active_parameters / 1e9:.2f} billion a token" if plan.active_parameters < plan.parameters else ""
     yield f"{config.name}: {model}, {size} billion parameters{met}"
@@ -82,7 +82,7 @@ def _lines(plan: Plan) -> Iterator[str]:
     yield ""
     for title, parts in (
         ("GPU of a trainer rank in an update", needs.training),
-        ("the same while trees grow", needs.rollout),
+        ("the same during rollouts", needs.rollout),
         ("GPU of an engine", needs.engine),
         ("host memory of a trainer rank", needs.host),
     ):

@@ -1,4 +1,4 @@
-"""Layouts of the same job on the same GPUs: the fastest that fit, and why the others do not."""
+"""Layout search: the fastest layouts of a job that fit on the same GPUs, and why the others fail."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -12,35 +12,32 @@ from arpo_megatron.config import JobConfig, ParallelConfig
 from arpo_megatron.hardware.specs import Hardware
 from arpo_megatron.models.known import load_spec
 from arpo_megatron.packing.flops import Recompute
-from arpo_megatron.plan.fit import UPDATE_TOO_LARGE, Plan, impossible, plan, refused
+from arpo_megatron.plan.fit import UPDATE_TOO_LARGE, Plan, conflict, find_conflict, plan
 
 FRACTIONS = (0.85, 0.7, 0.6, 0.5, 0.4, 0.3)
-"""Of a GPU's memory for an engine; the largest that fits is taken."""
+"""Candidates for `engine.memory_fraction`; the largest that fits is used."""
 
 RECOMPUTE: tuple[Recompute, ...] = ("none", "full")
-"""`selective` would save little: FlexAttention keeps no scores."""
+"""Candidates for `parallel.recompute`. `selective` would save little, because FlexAttention stores no scores."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayoutSearchResult:
-    """Result of a search.
+    """Result of a layout search."""
 
-    Attributes:
-        of: the job whose layouts were searched.
-        best: plans that fit, fastest first, each with another division of the model.
-        tried: layouts looked at.
-        fit: how many of them fit.
-        failed: why the others do not, and how many for each reason; the commonest first.
-    """
-
-    of: JobConfig
+    base: JobConfig
+    """Config of the job."""
     best: tuple[Plan, ...]
+    """Plans that fit, fastest first, each with a different partition of the model."""
     tried: int
+    """Number of layouts tried."""
     fit: int
+    """Number of layouts that fit."""
     failed: tuple[tuple[str, int], ...]
+    """Reasons of the other layouts with their counts, most frequent first."""
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-safe, for `arpo plan --json`."""
+        """Return JSON-safe values for `arpo plan --json`."""
         return {
             "best": [plan.to_dict() for plan in self.best],
             "tried": self.tried,
@@ -50,9 +47,9 @@ class LayoutSearchResult:
 
 
 def search(config: JobConfig, hardware: Hardware, *, best: int = 5) -> LayoutSearchResult:
-    """Tries tensor, pipeline, virtual pipeline, context and expert parallelism, packs, recomputation and engine sizes.
+    """Try tensor, (virtual) pipeline, context and expert parallelism, pack sizes, recomputation and engine sizes.
 
-    The number of trainer ranks and of engine GPUs stays; ranks that are left over are data-parallel.
+    The number of trainer ranks and of engine GPUs is constant. Ranks without another dimension are data-parallel.
     """
     spec = load_spec(config.model)
     engines = config.engine.tensor * config.engine.replicas
@@ -64,7 +61,7 @@ def search(config: JobConfig, hardware: Hardware, *, best: int = 5) -> LayoutSea
         for tensor in sizes:
             tried += 1
             if engines % tensor:
-                failed["engine GPUs cannot be divided so"] += 1
+                failed["engine GPUs are not a multiple of engine.tensor"] += 1
                 continue
             try:
                 job = replace(
@@ -74,9 +71,9 @@ def search(config: JobConfig, hardware: Hardware, *, best: int = 5) -> LayoutSea
                     engine=replace(config.engine, tensor=tensor, replicas=engines // tensor),
                 )
             except ValidationError as error:
-                failed[_said(error)] += 1
+                failed[_kind_of(error)] += 1
                 continue
-            if unfit := impossible(job, spec, hardware):
+            if unfit := find_conflict(job, spec, hardware):
                 failed[unfit.kind] += 1
                 continue
             candidate = _largest_pool(job, hardware)
@@ -84,13 +81,15 @@ def search(config: JobConfig, hardware: Hardware, *, best: int = 5) -> LayoutSea
                 fitting.append(candidate)
             else:
                 failed[candidate.unfit.kind] += 1
-    # Among equals the layout with fewer dimensions; rounded, because the times are estimates.
+    # Prefer fewer dimensions among equal times, which are rounded because they are estimates.
     fitting.sort(key=lambda found: (round(found.seconds, 1), _dimensions(found.config.parallel), found.peak_bytes))
-    return LayoutSearchResult(config, tuple(_unlike(fitting)[:best]), tried, len(fitting), tuple(failed.most_common()))
+    return LayoutSearchResult(
+        config, tuple(_distinct(fitting)[:best]), tried, len(fitting), tuple(failed.most_common())
+    )
 
 
-def _unlike(fitting: list[Plan]) -> list[Plan]:
-    """Of each division of the model and the trees the first, whatever its packs, recomputation and engines."""
+def _distinct(fitting: list[Plan]) -> list[Plan]:
+    """Return the first plan of each partition of model and trees, whatever its packs, recomputation and engines."""
     first: dict[tuple[int, ...], Plan] = {}
     for found in fitting:
         p = found.config.parallel
@@ -99,7 +98,7 @@ def _unlike(fitting: list[Plan]) -> list[Plan]:
 
 
 def _layouts(config: JobConfig, hardware: Hardware, experts: bool) -> Iterator[ParallelConfig]:
-    """Tensor parallelism stays inside a node; ranks that are left over are data-parallel."""
+    """Yield layouts with tensor parallelism inside a node. Ranks without another dimension are data-parallel."""
     world = config.parallel.world_size
     virtual, sizes = (1, 2), _powers(min(8, world))
     shared_out = _powers(min(16, world)) if experts else [1]
@@ -131,7 +130,7 @@ def _powers(most: int) -> list[int]:
 
 
 def _largest_pool(job: JobConfig, hardware: Hardware) -> Plan:
-    """With the largest fraction for engines that fits; where none does, with the smallest."""
+    """Plan with the largest engine memory fraction that fits, or the smallest if none does."""
     if job.sft_only:
         return plan(job, hardware)
     for fraction in FRACTIONS:
@@ -146,6 +145,6 @@ def _dimensions(parallel: ParallelConfig) -> int:
     return sum(size > 1 for size in sizes)
 
 
-def _said(error: ValidationError) -> str:
-    """What the config's own check says of a layout."""
-    return refused(error.errors()[0]["msg"].removeprefix("Value error, ")).kind
+def _kind_of(error: ValidationError) -> str:
+    """Return the kind of an error of the config's validation."""
+    return conflict(error.errors()[0]["msg"].removeprefix("Value error, ")).kind

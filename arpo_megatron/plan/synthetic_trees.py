@@ -1,4 +1,4 @@
-"""Documented, seeded families of rollout trees for measurements, with the lengths and forks of real agents."""
+"""Seeded families of synthetic rollout trees, with lengths and forks like those of real agents."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,30 +12,28 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """Trees as ARPO grows them.
-
-    Attributes:
-        samples: M, trajectories a task.
-        initial: N, trajectories from the prompt before any fork.
-        calls: tool calls of a trajectory.
-        prompt: tokens of the prompt.
-        segment: bounds of a MODEL segment's tokens.
-        result: bounds of a tool result's tokens.
-        fork_probability: of a fork after a tool result, while the budget lasts.
-    """
+    """Family of trees that fork like ARPO's."""
 
     samples: int
+    """M, trajectories per task."""
     initial: int
+    """N, trajectories from the prompt before any fork."""
     calls: int
+    """Tool calls per trajectory."""
     prompt: int
+    """Tokens of the prompt."""
     segment: Range
+    """Smallest and largest number of tokens of a MODEL segment."""
     result: Range
+    """Smallest and largest number of tokens of a tool result."""
     fork_probability: float = 0.5
+    """Probability of a fork after a tool result while there is budget."""
 
     def tree(self, seed: int, vocabulary: int) -> RolloutTree:
-        """All paths advance a call at a time; every tool result may fork once (beam 2) until M paths exist.
+        """Generate a tree.
 
-        What the forks leave of the budget goes to fresh trajectories.
+        All paths advance by one call at a time, and each tool result may fork once until M paths exist. The remaining
+        budget goes to fresh trajectories.
         """
         rng = np.random.default_rng(seed)
         tree = RolloutTree(str(seed), rng.integers(0, vocabulary, self.prompt))
@@ -63,22 +61,19 @@ class Mix:
 
 @dataclass(frozen=True, slots=True)
 class TurnMix:
-    """Multi-turn dialogues of which every turn is a sample: leaves along one trunk, as in tau2-bench.
-
-    Attributes:
-        turns: leaves; each hangs below one more turn of the trunk than the one before.
-        prompt: tokens of policy and tool descriptions.
-        segment: bounds of a leaf's and of a turn's MODEL tokens.
-        result: bounds of what user or tool answer.
-    """
+    """Family of multi-turn dialogues in which every turn is a sample: leaves along one trunk, as in tau2-bench."""
 
     turns: int
+    """Leaves. Each is attached one turn further along the trunk than the one before."""
     prompt: int
+    """Tokens of policy and tool descriptions."""
     segment: Range
+    """Smallest and largest number of MODEL tokens of a leaf or a turn."""
     result: Range
+    """Smallest and largest number of tokens of a reply by user or tool."""
 
     def tree(self, seed: int, vocabulary: int) -> RolloutTree:
-        """One dialogue."""
+        """Generate one dialogue."""
         rng = np.random.default_rng(seed)
         tree = RolloutTree(str(seed), rng.integers(0, vocabulary, self.prompt))
         trunk = 0
@@ -96,11 +91,11 @@ MIXES: dict[str, Mix | TurnMix] = {
     "long_prompt": Mix(samples=16, initial=8, calls=3, prompt=1500, segment=(150, 400), result=(100, 300)),
     "tau2_like": TurnMix(turns=16, prompt=2500, segment=(60, 200), result=(100, 300)),
 }
-"""By name; the ratio of unique to flattened tokens is 0.673, 0.660, 0.400 and 0.114."""
+"""Families by name. Their ratios of unique to flattened tokens are 0.673, 0.660, 0.400 and 0.114."""
 
 
 def flattened(trees: Sequence[RolloutTree]) -> list[RolloutTree]:
-    """Every trajectory as a tree of its own."""
+    """Return every trajectory as its own tree."""
     flat = []
     for tree in trees:
         for leaf in tree.leaves():

@@ -1,7 +1,7 @@
-"""Seconds of a step by phase: bytes and operations over what the hardware reaches of its peaks.
+"""Seconds of a step by phase: bytes and FLOPs divided by the share of its peaks that the hardware reaches.
 
-The shares of the peaks are assumptions, written here once, until `arpo bench gpu` has measured them; comparisons
-between layouts depend on them less than the seconds do.
+These shares are assumptions until `arpo bench gpu` has measured them. Comparisons between layouts depend on them less
+than the seconds do.
 """
 
 import math
@@ -12,56 +12,62 @@ from arpo_megatron.hardware.specs import Hardware
 from arpo_megatron.models.spec import ModelSpec
 from arpo_megatron.packing.flops import UpdateFlops, forward_flops
 from arpo_megatron.plan.memory import engine_weights, kv_bytes, offloaded, shared, value_bytes
-from arpo_megatron.plan.parameters import active, copies, of_stage, updated, whole_model
+from arpo_megatron.plan.parameters import (
+    active_parameters,
+    optimizer_parameters,
+    replica_counts,
+    stage_parameters,
+    whole_model,
+)
 from arpo_megatron.plan.workload import Packing, Workload
 
 PRODUCT_SHARE = 0.6
-"""Of the peak that large products reach in training; Megatron-LM reports 40 to 50 % of it for whole steps on H100."""
+"""Share of the peak that large matrix products reach in training. Megatron-LM reports 40 to 50 % for whole steps on
+H100."""
 FP8_SHARE = 0.4
-"""The same of the layers' products in FP8, casts included. Attention and the head stay in bfloat16."""
+"""The same share for the layers' products in FP8, including casts. Attention and the head stay in bfloat16."""
 NARROW_SHARE = 0.5
-"""What the experts' products keep of that: an expert is narrow and sees a part of the tokens."""
+"""Factor for the experts' products: an expert is narrow and gets only a part of the tokens."""
 ATTENTION_SHARE = 0.3
-"""Of the bfloat16 peak that attention reaches, counted in pairs that the mask lets through. FlashAttention-2 reaches
-0.34 to 0.37 of an H100's going forward (arXiv 2407.08608, figure 5); here blocks hold masked pairs too, and the way
-back is slower."""
+"""Share of the bfloat16 peak that attention reaches, counted in unmasked pairs. FlashAttention-2's forward pass reaches
+0.34 to 0.37 on an H100 (arXiv 2407.08608, figure 5); here blocks have masked pairs too, and the backward pass is
+slower."""
 FLOAT32_SHARE = 1 / 16
-"""Of the bfloat16 peak that float32 has, without TF32 (NVIDIA H100 data sheet: 67 of 989 TFLOP/s)."""
+"""Ratio of the float32 peak without TF32 to bfloat16's (NVIDIA H100 data sheet: 67 of 989 TFLOP/s)."""
 MEMORY_SHARE = 0.7
-"""Of the memory's speed that decoding reaches."""
+"""Share of the memory's speed that decoding reaches."""
 LINK_SHARE = 0.7
-"""Of a link's or network's speed that collectives reach."""
+"""Share of a link's or network's speed that collectives reach."""
 DECODE_OVERHEAD_S = 0.003
-"""Of a decoding step beside its memory traffic: launches, sampling, the scheduler."""
+"""Time of a decoding step in addition to its memory traffic: launches, sampling, the scheduler."""
 DECODE_REDUCTION_S = 10e-6
-"""Of an all-reduce of a decoding step among the GPUs of an engine; two a layer. What they carry takes no time."""
+"""Latency of an all-reduce among the GPUs of an engine, two per layer and decoding step. Its payload is negligible."""
 PUSH_OVERHEAD_S = 1.0
-"""Of a weight push: begin, commit, the probe."""
+"""Fixed time of a weight push: begin, commit, probe."""
 GLOO_SPEED = 4e9
-"""Bytes/s that gloo sends from one process: one thread that copies through TCP, whatever the network. An assumption; on
-two slow cores it is 1.2 to 1.5 GB/s (docs/engines-and-weights.md, the floor of `arpo bench sync`)."""
+"""Bytes/s that gloo sends from one process, with one thread that copies through TCP, on any network. Assumption; on two
+slow cores it is 1.2 to 1.5 GB/s (docs/engines-and-weights.md, the floor of `arpo bench sync`)."""
 MAIN_GRADIENT, MASTER_AND_MOMENTS = 4, 12
 
 
 @dataclass(frozen=True, slots=True)
 class Decoding:
-    """How an engine decodes.
-
-    Attributes:
-        engines: their number.
-        batch: paths that decode at once in one.
-        step_s: seconds of one step.
-        alone_s: seconds of one step with one path.
-    """
+    """Decoding of an engine."""
 
     engines: int
+    """Number of engines."""
     batch: float
+    """Paths that an engine decodes at once."""
     step_s: float
+    """Seconds of one step."""
     alone_s: float
+    """Seconds of one step with one path."""
 
 
-def of_step(config: JobConfig, spec: ModelSpec, hardware: Hardware, work: Workload, kv_tokens: int) -> dict[str, float]:
-    """Seconds of one step by phase, with trajectories of typical length."""
+def phase_seconds(
+    config: JobConfig, spec: ModelSpec, hardware: Hardware, work: Workload, kv_tokens: int
+) -> dict[str, float]:
+    """Return the seconds of one step by phase, for trajectories of typical length."""
     if config.sft_only:
         return _updates(config, spec, hardware, work, trees=config.sft.batch, updates=1)
     tasks, updates = config.train.tasks_per_step, config.algorithm.minibatches
@@ -74,7 +80,7 @@ def of_step(config: JobConfig, spec: ModelSpec, hardware: Hardware, work: Worklo
 
 
 def step_seconds(config: JobConfig, phases: dict[str, float]) -> float:
-    """Of a whole step: phases one after the other, or rollouts beside training where that is allowed."""
+    """Return the seconds of a whole step. Rollouts overlap with training if the config allows it."""
     rollout = sum(phases.get(name, 0.0) for name in ("prefill", "decode", "tools"))
     rest = sum(phases.values()) - rollout
     if config.rollout.max_staleness and config.engine.placement == "split":
@@ -83,9 +89,10 @@ def step_seconds(config: JobConfig, phases: dict[str, float]) -> float:
 
 
 def decoding(config: JobConfig, spec: ModelSpec, hardware: Hardware, work: Workload, kv_tokens: int) -> Decoding:
-    """The batch is what is asked for, allowed and has room in the pool; a step reads all weights and the batch's keys.
+    """Return batch size and step times of decoding.
 
-    Of a mixture, the experts that any of the batch visits are read: 1 - (1 - k/n)^batch of them.
+    The batch is limited by the number of paths, `engine.max_running_requests` and the KV pool. A step reads all weights
+    and the batch's keys. Of a mixture it reads the experts that any path visits: 1 - (1 - k/n)^batch of them.
     """
     engine = config.engine
     paths = config.train.tasks_per_step * work.trajectories / engine.replicas
@@ -97,7 +104,7 @@ def decoding(config: JobConfig, spec: ModelSpec, hardware: Hardware, work: Workl
 
 
 def _decoding_step(config: JobConfig, spec: ModelSpec, hardware: Hardware, batch: float, depth: float) -> float:
-    """Seconds of one step of an engine."""
+    """Return the seconds of one step of an engine."""
     engine = config.engine
     weights = engine_weights(config, spec)
     if spec.experts is not None:
@@ -105,7 +112,7 @@ def _decoding_step(config: JobConfig, spec: ModelSpec, hardware: Hardware, batch
         whole = whole_model(spec)
         weights *= (whole.dense + visited * whole.experts) / whole.total
     read = weights + batch * depth * kv_bytes(config, spec)
-    compute = 2.0 * active(spec) * batch / engine.tensor / (hardware.bf16_flops * PRODUCT_SHARE)
+    compute = 2.0 * active_parameters(spec) * batch / engine.tensor / (hardware.bf16_flops * PRODUCT_SHARE)
     reductions = 2 * spec.layers * DECODE_REDUCTION_S if engine.tensor > 1 else 0.0
     return max(read / (hardware.memory_speed * MEMORY_SHARE), compute) + DECODE_OVERHEAD_S + reductions
 
@@ -113,15 +120,15 @@ def _decoding_step(config: JobConfig, spec: ModelSpec, hardware: Hardware, batch
 def _rollout(
     config: JobConfig, spec: ModelSpec, hardware: Hardware, work: Workload, kv_tokens: int
 ) -> dict[str, float]:
-    """Full batches for what is sampled in the mean; then the straggler goes on alone.
+    """Return the seconds of full batches for the mean number of tokens, then of the longest trajectory alone.
 
-    Of a step's hundreds of trajectories one is as long as allowed and calls no tool: a decoding step for each token.
+    Of a step's hundreds of trajectories one has the maximal length and calls no tool: one decoding step per token.
     """
     found = decoding(config, spec, hardware, work, kv_tokens)
     tasks = config.train.tasks_per_step
     steps = tasks * work.sampled / found.engines / found.batch
     alone = max(0.0, work.straggler - steps)
-    flops = tasks * work.prefilled * 2.0 * active(spec)
+    flops = tasks * work.prefilled * 2.0 * active_parameters(spec)
     speed = found.engines * config.engine.tensor * hardware.bf16_flops * PRODUCT_SHARE
     return {
         "prefill": flops / speed,
@@ -150,9 +157,9 @@ def _passes(
     *,
     backward: bool,
 ) -> float:
-    """All passes over a step's trees, of the data-parallel rank with most of them: compute and what it waits for.
+    """Return the seconds of all passes over a step's trees, of the data-parallel rank with most trees.
 
-    A stage idles for a pack's whole pass, waits included, so the bubble is a share of both.
+    A pipeline stage idles for a pack's whole pass, including its waits for communication, so the bubble scales both.
     """
     parallel = config.parallel
     packing = work.packing(config.train.token_budget, nested=parallel.nested_packs)
@@ -168,7 +175,7 @@ def _passes(
 
 
 def _forward(config: JobConfig, spec: ModelSpec, hardware: Hardware, packing: Packing) -> UpdateFlops:
-    """Of a tree's forward pass on one GPU, in seconds: an update's count is a sum over parts of a forward pass."""
+    """Return a tree's forward pass on one GPU in seconds, by the parts from which an update's time is computed."""
     tokens = round(packing.computed)
     layers, head = forward_flops(spec, tokens, 0, round(packing.targets))
     pairs, _ = forward_flops(spec, 0, round(packing.pairs), 0)
@@ -186,10 +193,10 @@ def _forward(config: JobConfig, spec: ModelSpec, hardware: Hardware, packing: Pa
 
 
 def _token_traffic(config: JobConfig, spec: ModelSpec, hardware: Hardware) -> float:
-    """Seconds of a token's collectives in one pass through the layers of a rank's stage, none of it overlapped.
+    """Return the seconds per token of a stage's collectives in one pass, none of them overlapped.
 
-    Tensor parallelism: two all-reduces of hidden states a layer and pass (arXiv 1909.08053, section 3), or as many
-    gathers and scatters; context parallelism: keys and values of the other ranks; experts: there and back.
+    Tensor parallelism: two all-reduces of hidden states per layer and pass (arXiv 1909.08053, section 3), or as many
+    gathers and scatters. Context parallelism: keys and values of the other ranks. Experts: dispatch and combine.
     """
     parallel, value = config.parallel, value_bytes(config)
     layers = spec.layers / parallel.pipeline
@@ -209,15 +216,15 @@ def _token_traffic(config: JobConfig, spec: ModelSpec, hardware: Hardware) -> fl
 
 
 def _link(ranks: int, hardware: Hardware) -> float:
-    """Bytes/s of a group of so many neighbouring ranks."""
+    """Return the bytes/s of a group of `ranks` neighbouring ranks."""
     return (hardware.link if ranks <= hardware.gpus else hardware.network) * LINK_SHARE
 
 
 def _reduction(config: JobConfig, spec: ModelSpec, hardware: Hardware) -> float:
-    """Gradients in float32 scattered, weights gathered (or gradients reduced on every rank), once an update."""
+    """Return the seconds per update to scatter float32 gradients and gather weights, or to all-reduce gradients."""
     parallel = config.parallel
-    dense, experts = copies(parallel)
-    stages = [of_stage(spec, parallel, stage) for stage in range(parallel.pipeline)]
+    dense, experts = replica_counts(parallel)
+    stages = [stage_parameters(spec, parallel, stage) for stage in range(parallel.pipeline)]
     sent = max(held.dense * (1 - 1 / dense) + held.experts * (1 - 1 / experts) for held in stages)
     back = value_bytes(config) if parallel.distributed_optimizer else MAIN_GRADIENT
     # Groups of both kinds reach over all ranks of a stage.
@@ -225,9 +232,11 @@ def _reduction(config: JobConfig, spec: ModelSpec, hardware: Hardware) -> float:
 
 
 def _optimizer(config: JobConfig, spec: ModelSpec, hardware: Hardware) -> float:
-    """Every byte of state is read and written once, on the GPU or in host memory behind its link."""
+    """Return the seconds per update to read and write every byte of state once, on the GPU or in host memory."""
     parallel = config.parallel
-    held = max(updated(of_stage(spec, parallel, stage), parallel) for stage in range(parallel.pipeline))
+    held = max(
+        optimizer_parameters(stage_parameters(spec, parallel, stage), parallel) for stage in range(parallel.pipeline)
+    )
     touched = held * (2 * MASTER_AND_MOMENTS + MAIN_GRADIENT + value_bytes(config))
     share, here = offloaded(config), touched / (hardware.memory_speed * MEMORY_SHARE)
     travels = held * (MAIN_GRADIENT + value_bytes(config)) / hardware.host_link
@@ -236,12 +245,13 @@ def _optimizer(config: JobConfig, spec: ModelSpec, hardware: Hardware) -> float:
 
 
 def _push(config: JobConfig, spec: ModelSpec, hardware: Hardware) -> float:
-    """Gathered on the first rank while the bucket before travels to the engines: the slower of both.
+    """Return the seconds of a weight push.
 
-    On one node engines share memory with the trainer. On several those on the trainer's GPUs cannot use NCCL, which
-    refuses two ranks on one GPU (`weights/sync.py`): gloo carries them, and its root sends the whole to log2 of the
-    ranks (a binomial tree, gloo's broadcast.cc); so it does on one where `sync.transport=broadcast` is given. Engines
-    on GPUs of their own are reached by NCCL. Files (`disk`) count as the network: how fast they are is not known here.
+    Gathering a bucket overlaps with sending the one before, so the slower one counts. On one node, engines share memory
+    with the trainer. Engines on GPUs of their own use NCCL. Colocated engines on several nodes, or with
+    `sync.transport=broadcast`, use gloo, because NCCL refuses two ranks on one GPU (`weights/sync.py`); gloo's root
+    sends everything to log2 of the ranks (a binomial tree, gloo's broadcast.cc). Files (`disk`) count as network
+    traffic, because their speed is unknown here.
     """
     size, transport = whole_model(spec).total * value_bytes(config), config.sync.transport
     spread = config.parallel.world_size > hardware.gpus

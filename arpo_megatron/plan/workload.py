@@ -1,10 +1,9 @@
-"""What a step will be made of: trees as the job will grow them, drawn and packed by the trainer's own code.
+"""The trees of a step: synthetic trees with the job's limits, packed by the trainer's own code.
 
-How long real responses are nobody knows before a run, so two forests are drawn: `typical` for time, with trajectories
-half as long as allowed, and `largest` for memory, with every trajectory as long as allowed.
+The lengths of real responses are unknown before a run. So there are two workloads: `typical` for time, with
+trajectories of half the maximal length, and `largest` for memory, with all trajectories at the maximal length.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from statistics import mean
@@ -17,89 +16,71 @@ from arpo_megatron.plan.synthetic_trees import Mix
 from arpo_megatron.tree import Role, RolloutTree
 
 TYPICAL_FILL = 0.5
-"""Of the longest response that is allowed: what responses fill in the mean. An assumption."""
+"""Mean length of responses as a share of the maximal length. Assumption."""
 TOOL_SHARE = 0.4
-"""Of a response: what tool results fill. An assumption; the mixes of `arpo bench pack` have 0.35 and 0.77."""
+"""Share of tool results in a response. Assumption; the mixes of `arpo bench pack` have 0.35 and 0.77."""
 TOOL_S = 2.0
-"""Of a tool call; on a path they wait for each other."""
+"""Seconds of a tool call; the calls of a path are sequential."""
 SEEDS = (0, 1)
-"""Of the trees that are drawn."""
+"""Seeds of the synthetic trees."""
 FORK_PROBABILITY = 0.5
-"""After a tool result, while the budget lasts: the released code's chance at an unchanged entropy."""
+"""Probability of a fork after a tool result while there is budget: the released code's at unchanged entropy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """A tree's packs, in tokens unless said otherwise; means, but `longest`.
-
-    Attributes:
-        computed: by the trainer, repeated ancestors included.
-        pairs: query-key pairs under the mask.
-        targets: predicted tokens.
-        longest: most keys of a pack, inherited ones included.
-    """
+    """Packs of a tree. Values are means in tokens, except `longest`."""
 
     computed: float
+    """Tokens that the trainer computes, including repeated ancestors."""
     pairs: float
+    """Unmasked query-key pairs."""
     targets: float
+    """Predicted tokens."""
     longest: int
+    """Largest number of keys of a pack, including inherited ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """One task's tree: means over several.
-
-    Attributes:
-        trees: that the figures are of.
-        sampled: MODEL tokens, each once.
-        prefilled: tokens of prompt and tool results, each once.
-        unique: tokens, each once.
-        depth: mean number of tokens before a sampled one.
-        trajectories: leaves.
-        tools_s: seconds of tool calls that wait for each other.
-        straggler: tokens that the longest trajectory of a step samples one after the other.
-        bound: tokens of the largest tree that there can be.
-    """
+    """The tree of one task. Values are means over several trees."""
 
     trees: tuple[RolloutTree, ...]
+    """Trees of the sample."""
     sampled: float
+    """MODEL tokens, each once."""
     prefilled: float
+    """Tokens of prompt and tool results, each once."""
     unique: float
+    """All tokens, each once."""
     depth: float
+    """Mean number of tokens before a sampled one."""
     trajectories: int
+    """Leaves."""
     tools_s: float
+    """Seconds of sequential tool calls."""
     straggler: int
+    """Tokens that a step's longest trajectory samples sequentially."""
     bound: int
+    """Tokens of the largest possible tree."""
 
     def packing(self, budget: int, *, nested: bool) -> Packing:
-        """The tree in packs of so many tokens; `nested`: cuts inherit ancestors."""
+        """Pack the tree with a budget of tokens. With `nested`, packs of a cut tree inherit ancestors."""
         return _packing(self.trees, budget, nested)
 
 
 def typical(config: JobConfig) -> Workload:
-    """For time."""
-    return _drawn(_mix(config, TYPICAL_FILL), longest_response(config))
+    """Return the workload for estimates of time."""
+    return _sample(_mix(config, TYPICAL_FILL), longest_response(config))
 
 
 def largest(config: JobConfig) -> Workload:
-    """For memory."""
-    return _drawn(_mix(config, 1.0), longest_response(config))
-
-
-def grown(trees: Sequence[RolloutTree]) -> Workload:
-    """Of a run's trees: what is left of a plan's error with it is not that of the assumptions above."""
-    paths = [[tree.segments[index] for index in tree.path(leaf)] for tree in trees for leaf in tree.leaves()]
-    return _of(
-        tuple(trees),
-        trajectories=round(len(paths) / len(trees)),
-        tools_s=max(sum(segment.tool.seconds for segment in path if segment.tool is not None) for path in paths),
-        straggler=max(sum(len(segment) for segment in path if segment.role is Role.MODEL) for path in paths),
-        bound=max(tree.unique_tokens for tree in trees),
-    )
+    """Return the workload for estimates of memory."""
+    return _sample(_mix(config, 1.0), longest_response(config))
 
 
 def longest_response(config: JobConfig) -> int:
-    """Tokens of a response as long as allowed."""
+    """Return the maximal number of tokens of a response."""
     return min(config.rollout.max_response_tokens, config.model.max_length - _prompt(config))
 
 
@@ -137,16 +118,18 @@ def _around(tokens: float) -> tuple[int, int]:
 
 
 @cache
-def _drawn(mix: Mix, straggler: int) -> Workload:
-    # Of the largest tree every trajectory is fresh, only the prompt shared. So many tokens' activations may live at
-    # once where packs of a cut tree wait for those that inherit from them: of 200 drawn trees of six calls, in packs
-    # of a tenth, the worst had 0.84 of this.
+def _sample(mix: Mix, straggler: int) -> Workload:
+    # In the largest tree all trajectories are fresh and share only the prompt. The activations of that many tokens may
+    # live at once, because packs of a cut tree wait for those that inherit from them. Of 200 sampled trees with six
+    # calls, in packs of a tenth, the worst had 0.84 of this bound.
     bound = mix.prompt + mix.samples * ((mix.calls + 1) * mix.segment[1] + mix.calls * mix.result[1])
     trees = tuple(mix.tree(seed, 64) for seed in SEEDS)
-    return _of(trees, trajectories=mix.samples, tools_s=mix.calls * TOOL_S, straggler=straggler, bound=bound)
+    return _measure(trees, trajectories=mix.samples, tools_s=mix.calls * TOOL_S, straggler=straggler, bound=bound)
 
 
-def _of(trees: tuple[RolloutTree, ...], *, trajectories: int, tools_s: float, straggler: int, bound: int) -> Workload:
+def _measure(
+    trees: tuple[RolloutTree, ...], *, trajectories: int, tools_s: float, straggler: int, bound: int
+) -> Workload:
     sampled = sum(len(segment) for tree in trees for segment in tree.segments if segment.role is Role.MODEL)
     unique = sum(tree.unique_tokens for tree in trees)
     depth = 0.0

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# `make slurm-demo`: the quickstart on a real Slurm of two nodes that lives on this machine for the length of the job.
+# `make slurm-demo`: run the quickstart on a real Slurm with two nodes, started on this machine for the job.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 ARPO="$PWD/.venv/bin/arpo"
-WORDS="platform=cpu parallel.data=2 sft.steps=100 train.steps=3 train.tasks_per_step=8 evaluation.before=false evaluation.after=false"
+OVERRIDES="platform=cpu parallel.data=2 sft.steps=100 train.steps=3 train.tasks_per_step=8 evaluation.before=false evaluation.after=false"
 
 slurm/onebox/onebox.sh install
 DIR=$(mktemp -d /tmp/onebox-XXXX)
@@ -15,13 +15,13 @@ export SLURM_CONF="$DIR/slurm.conf"
 sinfo -N -o '%N %t %P'
 
 # shellcheck disable=SC2086
-said=$("$ARPO" submit quickstart --cluster onebox --nodes 2 $WORDS "$@")
-echo "$said"
-name=${said%%:*}
-job=$(sed -n '1s/.*: job \([0-9]*\),.*/\1/p' <<<"$said")
+output=$("$ARPO" submit quickstart --cluster onebox --nodes 2 $OVERRIDES "$@")
+echo "$output"
+name=${output%%:*}
+job=$(sed -n '1s/.*: job \([0-9]*\),.*/\1/p' <<<"$output")
 "$ARPO" logs "$name" --follow --lines 1000
 "$ARPO" status "$name"
-for _ in $(seq 100); do  # the job's last process has ended; Slurm takes a moment to say so
+for _ in $(seq 100); do  # Slurm reports the end a moment after the last process ends
   state=$(scontrol -o show job "$job" | sed -n 's/.*JobState=\([A-Z_]*\).*/\1/p')
   [ "$state" = COMPLETING ] || [ "$state" = RUNNING ] || break
   sleep 0.2

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Packages of the distribution, without the services that they would start: `install.sh PACKAGE...`, as root.
-# Debian asks policy-rc.d before it starts a service; 101 is "no". What was there before is put back.
+# Install packages of the distribution without starting their services: `install.sh PACKAGE...`, as root.
+# Debian calls policy-rc.d before it starts a service; exit code 101 denies it. An existing policy is restored.
 set -euo pipefail
 POLICY=${POLICY:-/usr/sbin/policy-rc.d}
 
-exec 9<"$0"; flock 9  # another that installs would take our policy for the machine's own
+exec 9<"$0"; flock 9  # a concurrent install would mistake our policy for the machine's
 restore() { rm -f "$POLICY"; [ ! -e "$POLICY.before" ] || mv "$POLICY.before" "$POLICY"; }
 trap restore EXIT
 trap 'exit 130' INT TERM

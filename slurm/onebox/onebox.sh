@@ -2,15 +2,14 @@
 # A real Slurm of several nodes on one machine, for `make slurm-demo` and the tests: no systemd, no cgroups, no
 # accounting database. Everything it writes is in one folder, and everything it starts ends with `down`.
 #
-#   onebox.sh install          packages from the distribution, where they are absent; says so first, starts no service
-#   onebox.sh installable      ends with an error where neither Slurm is here nor `install` could bring it
-#   onebox.sh up DIR           starts it; the last line of output is `export SLURM_CONF=...`
-#   onebox.sh down DIR         cancels what runs, stops every daemon of DIR
+#   onebox.sh install          install missing packages of the distribution; starts no service
+#   onebox.sh installable      fail if Slurm is not installed and `install` could not install it
+#   onebox.sh up DIR           start Slurm; the last line of output is `export SLURM_CONF=...`
+#   onebox.sh down DIR         cancel all jobs and stop every daemon of DIR
 #
-# Environment: NODES (2), CPUS a node (8), PORT (26800, the first of a few), PROCTRACK (linuxproc), WARNING
-# (preempt_send_user_signal; empty: a preempted job hears SIGTERM), all optional. DIR wants a short path: it
-# holds a socket. Each node has a loopback address of its own (127.0.0.11, ...), so that a service that listens on the
-# wrong one is found out.
+# Optional environment: NODES (2), CPUS per node (8), PORT (26800, the first of a few), PROCTRACK (linuxproc), WARNING
+# (preempt_send_user_signal; if empty, a preempted job gets SIGTERM). DIR needs a short path, because it has a socket.
+# Each node has its own loopback address (127.0.0.11, ...), so that a service on the wrong address fails.
 set -euo pipefail
 export PATH=$PATH:/usr/sbin:/sbin
 say() { printf 'onebox: %s\n' "$*" >&2; }
@@ -21,7 +20,7 @@ missing() { for program in $PROGRAMS; do command -v "$program" >/dev/null || { e
 
 installable() {
   [ -n "$(missing)" ] || return 0
-  command -v apt-get >/dev/null || fail "$(missing) is not installed: install Slurm and munge (this script knows apt-get only)"
+  command -v apt-get >/dev/null || fail "$(missing) is not installed: install Slurm and munge (this script only supports apt-get)"
   [ "$(id -u)" = 0 ] || fail "$(missing) is not installed: as root, apt-get install slurmctld slurmd slurm-client munge"
 }
 
@@ -29,9 +28,9 @@ install_packages() {
   [ -n "$(missing)" ] || return 0
   installable
   say "Slurm is not installed here: installing the distribution's slurmctld, slurmd, slurm-client and munge (10 to 30 s);" \
-    "their services are not started now (systemctl disable munge, for the next boot)"
+    "their services are not started (run systemctl disable munge before the next boot)"
   local log; log=$(mktemp)
-  "$(dirname "$0")/install.sh" slurmctld slurmd slurm-client munge >"$log" 2>&1 || { tail -n 5 "$log" >&2; fail "that failed; the whole log is $log"; }
+  "$(dirname "$0")/install.sh" slurmctld slurmd slurm-client munge >"$log" 2>&1 || { tail -n 5 "$log" >&2; fail "the installation failed; log: $log"; }
   rm -f "$log"
 }
 
@@ -45,12 +44,12 @@ configure() {
 ClusterName=onebox
 SlurmctldHost=$host(127.0.0.1)
 SlurmctldPort=$PORT
-# Job numbers of its own: they name directories in /tmp, which several of these on one machine share.
+# Distinct job ids: they name directories in /tmp, which all instances on a machine share.
 FirstJobId=$((100 * PORT))
 SlurmUser=$(id -un)
 SlurmdUser=$(id -un)
 AuthType=auth/munge
-# Credentials that expire late make a requeued job wait for them.
+# A requeued job waits until its old credentials have expired.
 AuthInfo=socket=$dir/munge.socket,cred_expire=5
 CredType=cred/munge
 StateSaveLocation=$dir/state
@@ -73,7 +72,7 @@ SelectTypeParameters=CR_CPU
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 JobRequeue=1
-# A preempted job hears the signal that it asked for (--signal) instead of SIGTERM.
+# A preempted job gets the signal of its --signal option instead of SIGTERM.
 ${WARNING:+SlurmctldParameters=$WARNING}
 KillWait=10
 OverTimeLimit=0
@@ -84,7 +83,7 @@ InactiveLimit=0
 SlurmdParameters=config_overrides
 GresTypes=gpu
 CONF
-  # GPUs that only Slurm believes in: null devices, or empty files where none can be made.
+  # GPUs only in Slurm's view: null devices, or empty files if mknod is not permitted.
   mkdir -p "$dir/gpu"
   for index in $(seq 0 7); do mknod "$dir/gpu/$index" c 1 3 2>/dev/null || : >>"$dir/gpu/$index"; done
   echo "NodeName=n[1-$NODES] Name=gpu File=$dir/gpu/[0-7]" >"$dir/gres.conf"
@@ -129,7 +128,7 @@ stop() {
   [ ${#pids[@]} -gt 0 ] || return 0
   kill "${pids[@]}" 2>/dev/null || true
   for _ in $(seq 30); do kill -0 "${pids[@]}" 2>/dev/null || break; sleep 0.1; done
-  kill -9 "${pids[@]}" 2>/dev/null || true  # the controller takes its time to save a state that nobody reads again
+  kill -9 "${pids[@]}" 2>/dev/null || true  # the controller would spend seconds on saving its state
 }
 
 NODES=${NODES:-2}; CPUS=${CPUS:-8}; PORT=${PORT:-26800}

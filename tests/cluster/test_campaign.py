@@ -96,7 +96,7 @@ def failed(job: Job, code: str) -> str:
     return job.said()
 
 
-def test_a_killed_rank_ends_the_job_which_goes_on_exactly(box: Onebox, calm: Undisturbed) -> None:
+def test_killed_rank_ends_the_job_and_resume_is_exact(box: Onebox, calm: Undisturbed) -> None:
     job = start(box, calm, "rank")
     # Looked for early: on a busy machine that takes longer than what is left of the training.
     job.wait_for("ranks", lambda: len(job.processes("arpo_megatron.cluster.rank")) == 2)
@@ -112,19 +112,22 @@ def test_a_killed_rank_ends_the_job_which_goes_on_exactly(box: Onebox, calm: Und
     is_whole(box.resume(job), calm)
 
 
-def test_a_killed_tool_service_is_restarted(box: Onebox) -> None:
-    job = box.submit_run("tools", "sft.steps=0", "train.steps=12")
-    job.wait_for("the tool service", lambda: job.processes("tools_sandbox"))
-    victim = job.processes("tools_sandbox")[0]
+@pytest.mark.parametrize(
+    ("service", "module"), [("sandbox", "tools_sandbox"), ("engine", "arpo_megatron.engine.server.main")]
+)
+def test_killed_service_is_restarted(box: Onebox, service: str, module: str) -> None:
+    job = box.submit_run(f"killed-{service}", "sft.steps=0", "train.steps=12")
+    job.wait_for("the service", lambda: job.processes(module))
+    victim = job.processes(module)[0]
     job.wait_for("training", lambda: job.in_phase("rollout", 0))
     victim.kill()
-    job.wait_for("restart", lambda: "sandbox is up again" in job.said())
+    job.wait_for("restart", lambda: f"{service} is up again" in job.said())
     assert job.end() == "COMPLETED", str(job)
     assert [row["step"] for row in job.rows()] == [*range(1, 13)]
     assert job.nothing_is_left()
 
 
-def test_a_killed_supervisor_ends_the_job_which_goes_on_with_fewer_nodes(box: Onebox, calm: Undisturbed) -> None:
+def test_job_with_killed_supervisor_resumes_on_fewer_nodes(box: Onebox, calm: Undisturbed) -> None:
     job = start(box, calm, "supervisor")
     job.wait_for("supervisor", lambda: job.processes("arpo_megatron.cluster"))
     # A program that it is about to start looks like it for a moment, and is younger.
@@ -137,13 +140,13 @@ def test_a_killed_supervisor_ends_the_job_which_goes_on_with_fewer_nodes(box: On
     assert again.shown("NumNodes") == "1"
 
 
-def test_a_cancelled_job_leaves_nothing(box: Onebox, calm: Undisturbed) -> None:
+def test_cancelled_job_leaves_no_process(box: Onebox, calm: Undisturbed) -> None:
     job = start(box, calm, "cancelled")
     trains(job)
     assert "cancelled job" in box.arpo("cancel", str(job.run))
     assert job.end() == "CANCELLED"
     assert job.nothing_is_left()
-    assert "no job that waits or runs" in box.arpo("cancel", str(job.run), ok=False)
+    assert "no waiting or running job" in box.arpo("cancel", str(job.run), ok=False)
     # A supervisor that is not killed removes it itself, and these nodes share a /tmp: so this is what a KILL leaves.
     left = Path(f"/tmp/arpo-{job.id}")
     left.mkdir(exist_ok=True)
@@ -151,7 +154,7 @@ def test_a_cancelled_job_leaves_nothing(box: Onebox, calm: Undisturbed) -> None:
     assert not left.exists(), "the next job removes what is left on its nodes"
 
 
-def test_a_preempted_job_saves_and_comes_back(box: Onebox, calm: Undisturbed) -> None:
+def test_preempted_job_saves_and_is_requeued(box: Onebox, calm: Undisturbed) -> None:
     job = start(box, calm, "preempted")
     trains(job)
     urgent = box.slurm("sbatch", "--parsable", "-p", "urgent", "-N2", "--exclusive", "-o/dev/null", "--wrap=sleep 3")
@@ -172,7 +175,7 @@ def plain_box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Onebox]:
     slurm.stop()
 
 
-def test_a_job_that_is_preempted_with_term_saves_within_its_grace(plain_box: Onebox, calm: Undisturbed) -> None:
+def test_job_preempted_with_term_saves_in_its_grace_time(plain_box: Onebox, calm: Undisturbed) -> None:
     job = start(plain_box, calm, "term")
     trains(job)
     urgent = plain_box.slurm(
@@ -185,7 +188,7 @@ def test_a_job_that_is_preempted_with_term_saves_within_its_grace(plain_box: One
     assert job.state(urgent.strip()) == "COMPLETED"
 
 
-def test_a_job_that_cannot_be_saved_comes_back_all_the_same(box: Onebox, calm: Undisturbed) -> None:
+def test_job_is_requeued_even_if_it_cannot_save(box: Onebox, calm: Undisturbed) -> None:
     """TERM reaches all processes here (proctrack/linuxproc), the sruns of the roles too."""
     job = start(box, calm, "all-term")
     trains(job)
@@ -195,7 +198,7 @@ def test_a_job_that_cannot_be_saved_comes_back_all_the_same(box: Onebox, calm: U
 
 
 @pytest.mark.parametrize("requeue", [True, False])
-def test_a_job_that_does_not_go_back_into_the_queue_has_saved(box: Onebox, calm: Undisturbed, requeue: bool) -> None:
+def test_job_without_requeue_has_saved(box: Onebox, calm: Undisturbed, requeue: bool) -> None:
     """The profile forbids it, or Slurm refuses it."""
     name = "refused" if requeue else "forbidden"
     job = start(box, calm, name, profile=box.profile(name, requeue=requeue))
@@ -210,7 +213,7 @@ def test_a_job_that_does_not_go_back_into_the_queue_has_saved(box: Onebox, calm:
     is_whole(box.resume(job), calm)
 
 
-def test_training_goes_on_exactly_when_time_is_up(box: Onebox, calm: Undisturbed) -> None:
+def test_training_continues_exactly_after_the_time_limit(box: Onebox, calm: Undisturbed) -> None:
     """Told between one and two minutes after their start, a chain's next link goes on, and a job alone comes back.
 
     Side by side, a node each. Nothing ends the training by itself, so that it lasts longer than the time.
@@ -247,7 +250,7 @@ def test_training_goes_on_exactly_when_time_is_up(box: Onebox, calm: Undisturbed
         ]
 
 
-def test_the_next_link_of_a_chain_goes_on_after_a_death(box: Onebox, calm: Undisturbed) -> None:
+def test_next_job_of_a_chain_continues_after_a_failure(box: Onebox, calm: Undisturbed) -> None:
     job = start(box, calm, "mortal", chain=2)
     job.wait_for("ranks", lambda: len(job.processes("arpo_megatron.cluster.rank")) == 2)
     victim = job.processes("arpo_megatron.cluster.rank")[0]
@@ -257,13 +260,13 @@ def test_the_next_link_of_a_chain_goes_on_after_a_death(box: Onebox, calm: Undis
     is_whole(Job(box, job.run, job.ids[1:]), calm)
 
 
-def test_links_of_a_chain_that_are_not_needed_are_cancelled(box: Onebox, calm: Undisturbed) -> None:
+def test_unneeded_jobs_of_a_chain_are_cancelled(box: Onebox, calm: Undisturbed) -> None:
     job = start(box, calm, "unneeded", chain=3)
     is_whole(job, calm)
     assert [job.end(link) for link in job.ids] == ["COMPLETED", "CANCELLED", "CANCELLED"]
 
 
-def test_a_job_leaves_a_dead_node_and_comes_back(box: Onebox, calm: Undisturbed) -> None:
+def test_job_is_requeued_without_a_dead_node(box: Onebox, calm: Undisturbed) -> None:
     """Its new steps have the numbers of those that Slurm is still ending on the lost node."""
     job = start(box, calm, "node")
     trains(job)
@@ -276,7 +279,7 @@ def test_a_job_leaves_a_dead_node_and_comes_back(box: Onebox, calm: Undisturbed)
     is_whole(job, calm)
 
 
-def test_a_full_disk_ends_a_job_that_goes_on_when_there_is_room(box: Onebox, calm: Undisturbed) -> None:
+def test_job_ended_by_a_full_disk_resumes_with_free_space(box: Onebox, calm: Undisturbed) -> None:
     disk = box.runs / "disk"
     disk.mkdir()
     with small_disk(disk, 1300 * 2**20):
@@ -343,14 +346,14 @@ def contained(box: Onebox) -> Iterator[dict[str, Any]]:
     shutil.rmtree(folder)
 
 
-def test_roles_in_containers_need_no_tmp_in_common(box: Onebox, contained: dict[str, Any]) -> None:
+def test_containers_need_no_shared_tmp(box: Onebox, contained: dict[str, Any]) -> None:
     job = box.submit_run("contained", "sft.steps=0", "train.steps=1", profile=box.profile("contained", **contained))
     assert job.end() == "COMPLETED", str(job)
     assert job.nothing_is_left()
     assert not list(Path("/tmp").glob(f"arpo-{job.id}")), "the scratch directory is left"
 
 
-def test_a_container_that_is_not_there_ends_the_job_at_once_and_its_chain(
+def test_missing_container_image_ends_the_job_and_its_chain(
     box: Onebox, calm: Undisturbed, contained: dict[str, Any]
 ) -> None:
     image = Path(contained["container"])
@@ -382,7 +385,7 @@ def taken() -> Iterator[tuple[int, list[socket.socket]]]:
         yield first, sockets
 
 
-def test_taken_ports_are_left_alone_and_a_lack_of_them_is_told(
+def test_used_ports_are_avoided_and_too_few_ports_are_reported(
     box: Onebox, calm: Undisturbed, taken: tuple[int, list[socket.socket]]
 ) -> None:
     first, sockets = taken
@@ -396,7 +399,7 @@ def test_taken_ports_are_left_alone_and_a_lack_of_them_is_told(
     is_whole(start(box, calm, "ports", profile=profile), calm)
 
 
-def test_two_jobs_side_by_side_do_not_disturb_each_other(box: Onebox, calm: Undisturbed) -> None:
+def test_concurrent_jobs_do_not_disturb_each_other(box: Onebox, calm: Undisturbed) -> None:
     jobs = [start(box, calm, f"side-{index}", nodes=1) for index in range(2)]
     for job in jobs:
         job.wait_for("running", lambda job=job: job.state() == "RUNNING")
@@ -406,7 +409,7 @@ def test_two_jobs_side_by_side_do_not_disturb_each_other(box: Onebox, calm: Undi
         is_whole(job, calm)
 
 
-def test_a_job_of_the_same_run_is_not_submitted_twice(box: Onebox, calm: Undisturbed) -> None:
+def test_run_in_the_queue_is_not_submitted_again(box: Onebox, calm: Undisturbed) -> None:
     job = start(box, calm, "twice", updates=100_000)  # not over before the second command begins
     try:
         before = (job.run / "config.yaml").read_bytes()
@@ -420,7 +423,7 @@ def test_a_job_of_the_same_run_is_not_submitted_twice(box: Onebox, calm: Undistu
     assert job.nothing_is_left()
 
 
-def test_a_login_node_elsewhere_is_reached_ssh(box: Onebox, calm: Undisturbed, tmp_path: Path) -> None:
+def test_remote_login_node_is_reached_over_ssh(box: Onebox, calm: Undisturbed, tmp_path: Path) -> None:
     if why := sshd.install():
         pytest.skip(f"no sshd: {why}")
     secret, run = secrets.token_hex(16), box.runs / "over-ssh"
@@ -442,7 +445,7 @@ def test_a_login_node_elsewhere_is_reached_ssh(box: Onebox, calm: Undisturbed, t
         is_whole(job, calm)
         logs = box.arpo("logs", "over-ssh", "--cluster", profile, "--follow", "--lines", "1000", **here)
         assert f"job {job.id} on n1, n2" in logs and "exported to" in logs
-        assert "no job that waits or runs" in box.arpo("cancel", "over-ssh", "--cluster", profile, ok=False, **here)
+        assert "no waiting or running job" in box.arpo("cancel", "over-ssh", "--cluster", profile, ok=False, **here)
         (submission,) = submissions_of(RunDirectory(run))
         code = Path.home() / ".arpo" / "code" / submission["tree"]
         for path in (server.log, *run.rglob("*"), *code.rglob("*")):

@@ -15,7 +15,7 @@ from tests.cluster.onebox import ROOT
 
 
 @pytest.mark.parametrize(("before", "code"), [(None, 0), ("#!/bin/sh\nexit 104\n", 0), (None, 100)])
-def test_services_are_held_back_while_packages_are_installed(tmp_path: Path, before: str | None, code: int) -> None:
+def test_package_installation_starts_no_service(tmp_path: Path, before: str | None, code: int) -> None:
     """apt-get is stood in for, because this machine's packages are left alone: it asks as a package's script does."""
     policy, said = tmp_path / "policy-rc.d", tmp_path / "said"
     if before is not None:

@@ -38,7 +38,7 @@ def job(*words: str) -> JobConfig:
     return resolve.resolve("quickstart", overrides=words)
 
 
-def test_a_check_that_cannot_be_made_is_a_failure_of_that_name() -> None:
+def test_check_that_raises_is_a_failure() -> None:
     def broken() -> None:
         raise OSError("no such device")
 
@@ -48,7 +48,7 @@ def test_a_check_that_cannot_be_made_is_a_failure_of_that_name() -> None:
     assert show(found[:1]) and not show(found)
 
 
-def test_a_check_that_hangs_is_a_failure_of_that_name_and_the_others_are_made() -> None:
+def test_hanging_check_is_a_failure_and_later_checks_run() -> None:
     hung = threading.Event()
     checks = [("mount", lambda: ok("mount", str(hung.wait()))), ("fine", lambda: ok("fine", "yes"))]
     found = run_checks(checks, each_s=0.2)
@@ -57,7 +57,7 @@ def test_a_check_that_hangs_is_a_failure_of_that_name_and_the_others_are_made() 
     assert "no answer for 1 s" in found[0].text
 
 
-def test_a_disk_that_cannot_hold_the_checkpoints_is_refused(tmp_path: Path) -> None:
+def test_disk_check_fails_if_checkpoints_do_not_fit(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "runs" / "first")
     assert check_disk(job(), run).level == "ok"
     large = resolve.resolve("deepsearch_14b", overrides=["train.keep_checkpoints=20"])
@@ -93,7 +93,7 @@ def saved(root: Path, *steps: int) -> None:
             file.truncate(CHECKPOINT)
 
 
-def test_a_run_that_goes_on_is_not_refused_for_what_it_has_saved(tmp_path: Path, disk: Callable[[float], None]) -> None:
+def test_disk_check_counts_existing_checkpoints_of_a_resumed_run(tmp_path: Path, disk: Callable[[float], None]) -> None:
     """A disk that two checkpoints and a third that is being written fill, in each life of the job."""
     config, run = resolve.resolve("deepsearch_14b", overrides=["train.steps=9"]), RunDirectory(tmp_path)
     for kept in range(3):
@@ -108,7 +108,7 @@ def test_a_run_that_goes_on_is_not_refused_for_what_it_has_saved(tmp_path: Path,
     assert check_disk(config, run).level == "failure"
 
 
-def test_checkpoints_that_are_kept_for_good_are_counted(tmp_path: Path, disk: Callable[[float], None]) -> None:
+def test_disk_check_counts_permanent_checkpoints(tmp_path: Path, disk: Callable[[float], None]) -> None:
     words, run = ["train.steps=10", "train.save_every=1", "train.keep_every=3"], RunDirectory(tmp_path)
     config = resolve.resolve("deepsearch_14b", overrides=words)
     disk(4.9)  # 3, 6, 9 and 10, and one that is being written
@@ -121,7 +121,7 @@ def test_checkpoints_that_are_kept_for_good_are_counted(tmp_path: Path, disk: Ca
     assert check_disk(config, run).level == "ok"
 
 
-def test_a_cold_start_keeps_its_own_number_of_checkpoints(tmp_path: Path, disk: Callable[[float], None]) -> None:
+def test_disk_check_counts_cold_start_checkpoints(tmp_path: Path, disk: Callable[[float], None]) -> None:
     words = ["sft.steps=500", "sft.save_every=100", "train.keep_checkpoints=9", "model.hub_id=Qwen/Qwen3-14B"]
     alone = resolve.resolve("sft_7b", overrides=[*words, f"sft.data={tmp_path}/chats.jsonl"])
     run = RunDirectory(tmp_path / "run")
@@ -142,7 +142,7 @@ def test_a_cold_start_keeps_its_own_number_of_checkpoints(tmp_path: Path, disk: 
     assert check_disk(both, run).level == "ok"
 
 
-def test_half_a_model_is_refused(tmp_path: Path) -> None:
+def test_incomplete_model_is_a_failure(tmp_path: Path) -> None:
     for name in ("config.json", "tokenizer.json"):
         found = check_model_files(job(f"model.path={tmp_path}"))
         assert found.level == "failure" and name in found.text
@@ -166,7 +166,7 @@ def test_half_a_model_is_refused(tmp_path: Path) -> None:
     assert check_model_files(job()).level == "ok"
 
 
-def test_metrics_that_go_online_want_a_login(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_online_metrics_need_credentials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     online = job("monitor.wandb=online")
@@ -205,7 +205,7 @@ class Cluster:
         return f"PartitionName=gpu\n   DefaultTime=NONE GraceTime={self.grace}\n   PreemptMode=REQUEUE State=UP\n"
 
 
-def test_without_a_partition_the_default_one_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_partition_check_uses_the_default_partition(monkeypatch: pytest.MonkeyPatch) -> None:
     """sinfo's first line is that of a partition with a minute and no GPU."""
     monkeypatch.setattr("arpo_megatron.cluster.slurm.call", Cluster("partition_prio", "600").call)
     assert "gpu: 4 nodes, up, time limit infinite" in check_partition(profile()).text
@@ -233,7 +233,7 @@ def test_without_a_partition_the_default_one_is_judged(monkeypatch: pytest.Monke
         ("(null)", 1, None, "failure"),
     ],
 )
-def test_gpus_of_the_nodes_are_counted_by_type(
+def test_gres_check_counts_gpus_by_type(
     monkeypatch: pytest.MonkeyPatch, gres: str, count: int, kind: str | None, level: str
 ) -> None:
     monkeypatch.setattr("arpo_megatron.cluster.slurm.call", Cluster("partition_prio", "600", gres=gres).call)
@@ -253,7 +253,7 @@ def test_gpus_of_the_nodes_are_counted_by_type(
         ("qos", "00:10:00", None, "warning", "which the profile does not set"),
     ],
 )
-def test_a_warning_without_time_to_save_is_none(
+def test_preemption_check_compares_grace_time_with_signal_time(
     monkeypatch: pytest.MonkeyPatch, kind: str, grace: str, qos: str | None, level: str, text: str
 ) -> None:
     monkeypatch.setattr("arpo_megatron.cluster.slurm.call", Cluster(kind, grace).call)
@@ -262,14 +262,16 @@ def test_a_warning_without_time_to_save_is_none(
 
 
 @pytest.mark.parametrize(("kind", "level"), [("cgroup", "ok"), ("pgid", "ok"), ("linuxproc", "warning")])
-def test_without_the_users_signal_term_is_the_warning(monkeypatch: pytest.MonkeyPatch, kind: str, level: str) -> None:
+def test_preemption_check_knows_whether_term_reaches_the_trainer(
+    monkeypatch: pytest.MonkeyPatch, kind: str, level: str
+) -> None:
     answers = Cluster("partition_prio", "600", more=f"ProctrackType           = proctrack/{kind}\n")
     monkeypatch.setattr("arpo_megatron.cluster.slurm.call", answers.call)
     found = check_preemption(profile())
     assert found.level == level and "TERM" in found.text, found
 
 
-def test_a_clock_that_is_not_the_filesystems_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_clock_check_compares_with_the_filesystem(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert check_clock(tmp_path / "runs").level == "ok"
     now = time.time()
     monkeypatch.setattr("time.time", lambda: now + 44)
@@ -277,7 +279,7 @@ def test_a_clock_that_is_not_the_filesystems_is_refused(monkeypatch: pytest.Monk
     assert found.level == "failure" and "s from the clock of the filesystem" in found.text
 
 
-def test_an_image_that_lacks_what_the_recipe_needs_is_refused() -> None:
+def test_missing_package_of_a_recipe_is_a_failure() -> None:
     assert check_packages(job("engine.router=sglang"), False).level == "ok"
     found = check_packages(job(), True)
     assert found.level == "failure" and "quickstart wants transformer-engine, sgl_kernel, not installed" in found.text
@@ -285,7 +287,7 @@ def test_an_image_that_lacks_what_the_recipe_needs_is_refused() -> None:
     assert "no_such_module" in check_packages(job("sandbox.preload=[no_such_module]"), False).text
 
 
-def test_a_cold_start_wants_nothing_of_the_tool_service_that_it_does_not_start() -> None:
+def test_cold_start_skips_checks_of_the_tool_service() -> None:
     words = ["sandbox.preload=[no_such_module]"]
     checks = {
         name: dict(machine_checks(gpus=0, on_gpus=False, config=resolve.resolve(name, overrides=words)))
@@ -296,7 +298,7 @@ def test_a_cold_start_wants_nothing_of_the_tool_service_that_it_does_not_start()
     assert "no_such_module" not in checks["sft_7b"]["packages"]().text
 
 
-def test_the_isolation_of_foreign_code_is_tried_and_not_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_isolation_check_runs_isolated_code(monkeypatch: pytest.MonkeyPatch) -> None:
     reached = check_isolation(job("sandbox.isolation=limits"))
     assert reached.level == "ok" and "at least limits is asked for" in reached.text
     monkeypatch.setattr("tools_sandbox.python_tool.walls.Walls.level", lambda walls: Level.LIMITS)  # an old kernel
@@ -304,7 +306,7 @@ def test_the_isolation_of_foreign_code_is_tried_and_not_guessed(monkeypatch: pyt
     assert found.level == "failure" and "level limits, sandbox.isolation wants contained" in found.text
 
 
-def test_a_node_without_its_gpus_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_gpu_check_fails_on_missing_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """As the driver's program tells it, and as torch sees it, which may be built for another driver."""
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setattr("arpo_megatron.launch.preflight.machine.gpu_count", lambda platform: 2)
@@ -328,7 +330,7 @@ def lines_of(said: str) -> dict[str, str]:
     return {line.split()[1]: line for line in said.splitlines() if line.startswith(("ok ", "warning ", "failure "))}
 
 
-def test_an_image_is_looked_at_for_gpus_where_there_are_none(
+def test_gpu_packages_are_checked_on_a_machine_without_gpus(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A model that is fetched is trained on GPUs, unless the words say otherwise."""
@@ -343,7 +345,7 @@ def test_an_image_is_looked_at_for_gpus_where_there_are_none(
     assert said["packages"].startswith("ok") and "gpu" not in said
 
 
-def test_what_submit_refuses_the_doctor_refuses(
+def test_doctor_reports_what_submit_refuses(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("arpo_megatron.cluster.slurm.call", Cluster("partition_prio", "600").call)
@@ -359,7 +361,7 @@ def test_what_submit_refuses_the_doctor_refuses(
     assert "has ' ' in it" in lines_of(capsys.readouterr().out)["recipe"]
 
 
-def test_this_machine_can_run_the_quickstart(capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_passes_for_the_quickstart_on_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
     assert examine(job("platform=cpu"), None)
     lines = capsys.readouterr().out.splitlines()
     said = {line.split()[1] for line in lines if line.startswith("ok ")}

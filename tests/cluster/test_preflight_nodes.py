@@ -24,7 +24,7 @@ def report(*findings: CheckResult, clock: float = 100.0) -> Report:
     return Report(findings, clock, [])
 
 
-def test_clocks_of_nodes_that_have_not_met_are_not_compared() -> None:
+def test_clocks_are_not_compared_after_a_failed_all_reduce() -> None:
     """Two nodes wait 44 s for each other, one after the other: their clocks were read 44 s apart."""
     alone = failure("network", "2 ranks did not meet")
     reports = {"n1": report(alone), "n2": report(alone, clock=144.0)}
@@ -33,7 +33,7 @@ def test_clocks_of_nodes_that_have_not_met_are_not_compared() -> None:
     assert [item.level for _, item in compare_reports(reports, ["n1", "n2"])] == ["warning"]
 
 
-def test_clocks_of_nodes_that_have_met_are() -> None:
+def test_clocks_are_compared_after_an_all_reduce() -> None:
     met = ok("network", "all-reduce")
     reports = {"n1": report(met), "n2": report(met, clock=106.0)}
     worst = worst_failure(compare_reports(reports, ["n1", "n2"]))
@@ -41,7 +41,7 @@ def test_clocks_of_nodes_that_have_met_are() -> None:
     assert worst_failure(compare_reports({"n1": report(met), "n2": report(met, clock=104.0)}, ["n1", "n2"])) is None
 
 
-def test_a_node_that_nobody_met_is_blamed_before_the_network() -> None:
+def test_missing_report_has_precedence_over_network_failures() -> None:
     alone = failure("network", "2 ranks did not meet")
     worst = worst_failure([("n1", alone), *compare_reports({"n1": report(alone)}, ["n1", "n2"])])
     assert worst is not None and worst[0] == "n2" and "the node hangs" in worst[1].text
@@ -78,7 +78,7 @@ def examined(monkeypatch: pytest.MonkeyPatch, folder: Path, gpus: int = 0, **pro
     return backend
 
 
-def test_two_nodes_meet_and_offer_ports(
+def test_two_nodes_reduce_and_report_free_ports(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Two processes of this machine are the nodes; Slurm's own are in test_on_slurm.py."""
@@ -100,7 +100,7 @@ time.sleep(100)
 """
 
 
-def test_a_node_that_hangs_ends_the_job_with_its_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_hanging_node_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The first node reports, the second never does."""
     monkeypatch.setattr("arpo_megatron.cluster.preflight.LAST_S", 0.5)
     started = time.monotonic()
@@ -115,7 +115,7 @@ exit 1
 """
 
 
-def test_a_step_that_does_not_start_may_be_a_lost_node(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_step_that_does_not_start_is_a_silent_node(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises(SilentNodeError, match=r"doctor: a node cannot run the checks: .*\n.* failed on node n2"):
         examined(monkeypatch, tmp_path, srun=LOST)
 
@@ -135,7 +135,7 @@ preflight_node.main()
 
 
 @pytest.mark.parametrize(("run", "token"), [("run", "'another'"), ("'/not/there'", "token")])
-def test_a_run_directory_that_nodes_do_not_share_is_named_with_the_node(
+def test_unshared_run_directory_is_reported_with_its_node(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], run: str, token: str
 ) -> None:
     """The second node sees another directory of that name, or none; what the first one has reported is shown too."""
@@ -149,7 +149,7 @@ def test_a_run_directory_that_nodes_do_not_share_is_named_with_the_node(
     assert "n2: failure  filesystem   " in said
 
 
-def test_gpus_that_torch_cannot_use_are_no_cpus(
+def test_gpus_unusable_by_torch_are_a_failure(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")

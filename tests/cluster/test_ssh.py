@@ -31,23 +31,19 @@ def told(server: sshd.Sshd, python: str = "/not/reached") -> str:
     return str(error.value)
 
 
-def test_a_home_that_cannot_be_written_is_one_line(
-    server: sshd.Sshd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unwritable_remote_home_is_one_line(server: sshd.Sshd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setattr(ssh, "_CODE", str(tmp_path / "file" / "code"))
     assert "cannot create .*: mkdir: cannot create directory" in told(server)
 
 
-def test_a_full_disk_there_is_one_line(server: sshd.Sshd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_remote_disk_is_one_line(server: sshd.Sshd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with small_disk(tmp_path, 64 * 2**10):
         monkeypatch.setattr(ssh, "_CODE", str(tmp_path / "code"))
         assert re.search(r"cannot write .*/.pack \(.*\): is the disk there full\?", told(server))
 
 
-def test_a_connection_that_is_lost_is_one_line(
-    server: sshd.Sshd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lost_connection_is_one_line(server: sshd.Sshd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ssh, "_CODE", str(tmp_path / "code"))
     (python := tmp_path / "python").write_text("#!/bin/sh\nkill -9 $PPID\n")
     python.chmod(0o755)

@@ -42,7 +42,7 @@ def sbatch_lines(text: str) -> set[str]:
 
 
 @pytest.mark.parametrize("recipe", resolve.recipe_names())
-def test_every_recipe_dry_runs(recipe: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_dry_run_of_every_recipe(recipe: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PWD", str(tmp_path))
     text = dry_run(prepare_submission(resolve.resolve(recipe), load_profile("onebox"), nodes=None))
@@ -51,9 +51,7 @@ def test_every_recipe_dry_runs(recipe: str, monkeypatch: pytest.MonkeyPatch, tmp
     assert not list(tmp_path.iterdir()), "a dry run leaves nothing behind"
 
 
-def test_a_job_that_does_not_fit_its_gpus_is_refused_before_it_waits_in_a_queue(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_job_that_does_not_fit_is_not_submitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["parallel.tensor=1", "parallel.sequence=false", "parallel.data=8", "engine.replicas=1"]
     small = profile(gpu="h100-80", runs=str(tmp_path))
     job = prepare_submission(resolve.resolve("deepsearch_14b", overrides=words), small, nodes=None)
@@ -79,7 +77,7 @@ def in_chain(queue: Queue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, r
     return submission.run
 
 
-def test_a_chain_that_is_refused_in_its_middle_leaves_no_job_behind(
+def test_partly_refused_chain_is_cancelled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     queue = Queue(takes=2)
@@ -91,7 +89,7 @@ def test_a_chain_that_is_refused_in_its_middle_leaves_no_job_behind(
     assert "job 4712 CANCELLED" in capsys.readouterr().out
 
 
-def test_jobs_that_cannot_be_cancelled_now_can_be_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_jobs_of_a_refused_chain_can_be_cancelled_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     queue = Queue(takes=1, cancels=False)
     run = in_chain(queue, tmp_path, monkeypatch)
     assert f"cancel the accepted jobs (4711) with arpo cancel {run.path}" in run.path.with_suffix(".said").read_text()
@@ -100,7 +98,7 @@ def test_jobs_that_cannot_be_cancelled_now_can_be_later(tmp_path: Path, monkeypa
     assert queue.jobs == {"4711": "CANCELLED"}
 
 
-def test_one_question_is_asked_for_all_jobs_and_those_of_other_names_are_not_ours(
+def test_status_queries_slurm_once_and_ignores_jobs_of_other_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     queue = Queue(takes=2, cancels=False)
@@ -116,7 +114,7 @@ def test_one_question_is_asked_for_all_jobs_and_those_of_other_names_are_not_our
         runs.cancel(run)
 
 
-def test_a_run_whose_first_job_is_refused_never_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_is_removed_if_its_first_job_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = in_chain(Queue(takes=0), tmp_path, monkeypatch)
     assert not run.path.exists()
     run.submissions.mkdir(parents=True)
@@ -124,7 +122,7 @@ def test_a_run_whose_first_job_is_refused_never_was(tmp_path: Path, monkeypatch:
         runs.find_run(str(run.path))
 
 
-def test_a_resume_that_is_refused_leaves_the_run_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused_resume_restores_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("arpo_megatron.cluster.submit._submit_one", Queue(takes=0).send)
     monkeypatch.setattr("arpo_megatron.cluster.slurm.call", Queue(takes=0).call)
     job = resolve.resolve("quickstart", overrides=["platform=cpu"])
@@ -137,7 +135,7 @@ def test_a_resume_that_is_refused_leaves_the_run_as_it_was(tmp_path: Path, monke
     assert {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()} == before
 
 
-def test_what_is_told_to_somebody_elsewhere_can_be_typed_there(
+def test_printed_commands_have_the_cluster_of_a_remote_user(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Without its cluster a command finds no run that is on a login node elsewhere."""
@@ -158,9 +156,7 @@ def test_what_is_told_to_somebody_elsewhere_can_be_typed_there(
 
 
 @pytest.mark.parametrize("named", ["far", None])
-def test_what_is_told_finds_the_run_and_no_other_of_its_name(
-    named: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_printed_commands_identify_the_run(named: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Names repeat, and commands without `--cluster` look in the profiles of `slurm/clusters` only."""
     (clusters := tmp_path / "clusters").mkdir()
     monkeypatch.setattr("arpo_megatron.cluster.profile.DIRECTORY", clusters)
@@ -207,7 +203,7 @@ class Ending(Queue):
 
 
 @pytest.mark.parametrize("looks", [3, float("inf")])
-def test_a_job_that_was_just_cancelled_is_waited_for(
+def test_resume_waits_for_a_cancelled_job(
     looks: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("arpo_megatron.cluster.runs._ENDING_INTERVAL_S", 0.01)
@@ -229,7 +225,7 @@ def test_a_job_that_was_just_cancelled_is_waited_for(
     assert capsys.readouterr().err.count("waiting for job 4711 of quickstart-arpo-seed1 to end") == 1
 
 
-def test_the_progress_of_a_cold_start_is_told_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_status_reports_progress_of_cold_start_and_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runs, "job_states_of", lambda runs: [[JobState("1", "RUNNING")] for _ in runs])
     run = submitted(tmp_path, resolve.resolve("quickstart"), profile(runs=str(tmp_path)))
 
@@ -274,7 +270,7 @@ def test_the_progress_of_a_cold_start_is_told_too(tmp_path: Path, monkeypatch: p
     assert told() == "no checkpoint yet, 28 steps wanted"
 
 
-def test_a_role_is_a_name_and_no_pattern(tmp_path: Path) -> None:
+def test_logs_takes_names_and_no_patterns(tmp_path: Path) -> None:
     run = submitted(tmp_path, resolve.resolve("quickstart"), profile(runs=str(tmp_path)))
     run.logs.mkdir(exist_ok=True)
     for name in ("train.log", "engine-0.log", "log-7_0.out", "log-7_1.out"):
@@ -286,7 +282,7 @@ def test_a_role_is_a_name_and_no_pattern(tmp_path: Path) -> None:
             runs.log_of(run, role)
 
 
-def test_a_node_that_does_not_answer_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_health_of_a_silent_node_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = submitted(tmp_path, resolve.resolve("quickstart"), profile(runs=str(tmp_path)))
     monkeypatch.setattr(runs, "newest_state", lambda run: JobState("1", "RUNNING", nodes="n1"))
     monkeypatch.setattr("arpo_megatron.cluster.slurm.allocated_nodes", lambda names: [Node("n1", "127.0.0.1")])
@@ -299,9 +295,7 @@ def test_a_node_that_does_not_answer_is_one_line(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize("requeue", [True, False])
-def test_slurm_itself_requeues_no_job_whose_profile_forbids_it(
-    requeue: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_requeue_false_disables_slurms_requeue(requeue: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     queue = Queue(takes=2)
     monkeypatch.setattr("arpo_megatron.cluster.submit._submit_one", queue.send)
     monkeypatch.setattr("arpo_megatron.cluster.slurm.call", queue.call)
@@ -348,7 +342,7 @@ def submitted(tmp_path: Path, config: JobConfig, cluster: ClusterProfile, nodes:
         ("deepsearch_14b+split", ["--nodes", "6"], 6, 6, 6),
     ],
 )
-def test_a_run_goes_on_on_other_nodes(
+def test_resume_on_another_number_of_nodes(
     tmp_path: Path, sent: list[Submission], recipe: str, words: list[str], nodes: int, data: int, engines: int
 ) -> None:
     run = submitted(tmp_path, resolve.resolve(recipe), profile(gpu="h100-80", runs=str(tmp_path)))
@@ -364,7 +358,7 @@ def test_a_run_goes_on_on_other_nodes(
     ("words", "nodes", "data"),
     [([], 2, 4), (["parallel.data=8"], 4, 8), (["engine.restarts=3"], 2, 4), (["--nodes", "4"], 4, 8)],
 )
-def test_the_profiles_nodes_are_for_new_runs(
+def test_resume_ignores_nodes_of_the_profile(
     tmp_path: Path, sent: list[Submission], words: list[str], nodes: int, data: int
 ) -> None:
     run = submitted(tmp_path, resolve.resolve("deepsearch_14b"), profile(runs=str(tmp_path), nodes=2))
@@ -372,9 +366,7 @@ def test_the_profiles_nodes_are_for_new_runs(
     assert [(job.layout.nodes, job.config.parallel.data) for job in sent] == [(nodes, data)]
 
 
-def test_words_without_a_say_in_the_layout_leave_ranks_without_gpus_on_their_nodes(
-    tmp_path: Path, sent: list[Submission]
-) -> None:
+def test_resume_keeps_nodes_of_a_cpu_job(tmp_path: Path, sent: list[Submission]) -> None:
     config = resolve.resolve("quickstart", overrides=["platform=cpu", "parallel.data=2"])
     run = submitted(tmp_path, config, profile(gpus_per_node=0, runs=str(tmp_path)), nodes=2)
     for words in (["engine.restarts=3"], ["parallel.data=4"]):
@@ -393,7 +385,7 @@ def test_words_without_a_say_in_the_layout_leave_ranks_without_gpus_on_their_nod
         (["sync.transport=disk"], 2, "colocated", "disk"),
     ],
 )
-def test_what_was_left_to_auto_is_settled_for_the_nodes_of_each_submission(
+def test_auto_is_replaced_for_each_submission(
     tmp_path: Path, sent: list[Submission], words: list[str], nodes: int, placement: str, transport: str
 ) -> None:
     config = resolve.resolve("deepsearch_14b", overrides=["engine.placement=auto"])
@@ -406,7 +398,7 @@ def test_what_was_left_to_auto_is_settled_for_the_nodes_of_each_submission(
     assert (job.layout.nodes, job.config.engine.placement, job.config.sync.transport) == (nodes, placement, transport)
 
 
-def test_a_submission_records_what_it_has_settled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_submission_records_replaced_auto_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("arpo_megatron.cluster.submit.check_files", lambda config: None)  # its weights are not here
     monkeypatch.setattr("arpo_megatron.cluster.submit._submit_one", Queue(takes=1).send)
     monkeypatch.setattr("arpo_megatron.cluster.slurm.call", Queue(takes=1).call)
@@ -427,7 +419,7 @@ def test_a_submission_records_what_it_has_settled(tmp_path: Path, monkeypatch: p
         (["deepsearch_14b", "engine.placement=split", "--nodes", "4"], 4, 2, 4),
     ],
 )
-def test_a_job_is_submitted_with_the_placement_that_was_asked_for(
+def test_submission_keeps_an_explicit_placement(
     tmp_path: Path, sent: list[Submission], words: list[str], nodes: int, trainer_nodes: int, data: int
 ) -> None:
     (file := tmp_path / "mine.yaml").write_text(yaml.safe_dump({**PLAIN, "gpu": "h100-80", "runs": str(tmp_path)}))
@@ -438,7 +430,7 @@ def test_a_job_is_submitted_with_the_placement_that_was_asked_for(
     assert job.forecast is not None and job.forecast.fits
 
 
-def test_the_doctor_looks_at_the_job_that_would_be_submitted(
+def test_doctor_checks_the_submitted_layout(
     tmp_path: Path, sent: list[Submission], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The profile's nodes decide, as in `arpo submit`: the recipe alone would take two."""
@@ -454,7 +446,7 @@ def test_the_doctor_looks_at_the_job_that_would_be_submitted(
     assert looked_at.parallel.data == 8
 
 
-def test_a_run_goes_on_with_the_profile_that_is_named(tmp_path: Path, sent: list[Submission]) -> None:
+def test_resume_uses_the_given_profile(tmp_path: Path, sent: list[Submission]) -> None:
     run = submitted(tmp_path, resolve.resolve("deepsearch_14b"), profile(runs=str(tmp_path)))
     values = {**PLAIN, "runs": str(tmp_path), "account": "another", "time": "08:00:00"}
     (file := tmp_path / "mine.yaml").write_text(yaml.safe_dump(values))
@@ -463,14 +455,14 @@ def test_a_run_goes_on_with_the_profile_that_is_named(tmp_path: Path, sent: list
     assert [job.profile.account for job in sent] == ["another", PLAIN["account"]]
 
 
-def test_words_and_nodes_that_contradict_each_other_are_told(tmp_path: Path, sent: list[Submission]) -> None:
+def test_overrides_that_contradict_nodes_are_refused(tmp_path: Path, sent: list[Submission]) -> None:
     run = submitted(tmp_path, resolve.resolve("deepsearch_14b"), profile(runs=str(tmp_path)))
     with pytest.raises(UserError, match=r"3 nodes of 8 GPUs, but 16 trainer ranks .* take 2: give"):
         CliRunner().invoke(app, ["resume", str(run.path), "--nodes", "3", "parallel.data=4"], catch_exceptions=False)
     assert not sent
 
 
-def test_a_profile_decides_everything_about_the_cluster(tmp_path: Path) -> None:
+def test_batch_script_follows_the_profile(tmp_path: Path) -> None:
     cluster = profile(
         partition="h100",
         qos="high",
@@ -506,7 +498,7 @@ def test_a_profile_decides_everything_about_the_cluster(tmp_path: Path) -> None:
     assert "# engine-7  node 2, GPU 7" in text
 
 
-def test_colocated_engines_on_several_nodes_are_sent_their_weights() -> None:
+def test_colocated_engines_on_several_nodes_use_broadcast() -> None:
     config = resolve.resolve(
         "quickstart", overrides=["parallel.data=16", "engine.placement=colocated", "engine.replicas=8"]
     )
@@ -559,13 +551,13 @@ def test_colocated_engines_on_several_nodes_are_sent_their_weights() -> None:
         ({"runs": "$NOT_SET_ANYWHERE/runs"}, r"the environment variable \$NOT_SET_ANYWHERE is not set"),
     ],
 )
-def test_a_wrong_profile_is_one_line(values: dict[str, object], said: str) -> None:
+def test_profile_error_is_one_line(values: dict[str, object], said: str) -> None:
     with pytest.raises(UserError, match=f"^here.yaml: .*{said}") as error:
         profile(**values)
     assert "sk-123" not in str(error.value)
 
 
-def test_a_job_without_its_secrets_is_not_submitted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_job_with_unset_secrets_is_not_submitted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("A_KEY", raising=False)
     asked = prepare_submission(resolve.resolve("quickstart"), profile(secrets={"A_KEY": "env"}), nodes=None)
     with pytest.raises(UserError, match="the secret A_KEY is not set: export"):
@@ -580,7 +572,7 @@ def test_a_job_without_its_secrets_is_not_submitted(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     "name", ["my runs", "ru(n)s;touch", "it's", "a:b", "a,b", "100%j", "$(id)", "`id`", "a&b", "grün"]
 )
-def test_a_path_that_a_batch_script_reads_otherwise_is_not_submitted(name: str, tmp_path: Path) -> None:
+def test_path_with_special_characters_is_not_submitted(name: str, tmp_path: Path) -> None:
     """nemo-run writes them without quotes: into PYTHONPATH, into the line of srun, into sbatch's --output."""
     job = resolve.resolve("quickstart")
     with pytest.raises(UserError, match=r"^the run directory .* in it, which a batch script cannot hold: use"):
@@ -591,7 +583,7 @@ def test_a_path_that_a_batch_script_reads_otherwise_is_not_submitted(name: str, 
     assert f" {Path.home()}/bin/python3 -m " in dry_run(plain)
 
 
-def test_what_no_other_key_can_say_is_left_to_sbatch() -> None:
+def test_other_sbatch_parameters_are_accepted() -> None:
     more = {
         "gres": "gpu:8,nvme:1",
         "exclusive": "user",
@@ -603,9 +595,7 @@ def test_what_no_other_key_can_say_is_left_to_sbatch() -> None:
     assert profile(sbatch=more, gpu_request="none", exclusive=False, mem=None).sbatch == more
 
 
-def test_every_profile_that_ships_can_be_read_and_survives_the_way_to_the_job(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_profiles_in_the_repository_survive_a_round_trip(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in profile_names():
         for word in ("USER", "SCRATCH", "PWD"):
             monkeypatch.setenv(word, "/somewhere")
@@ -635,7 +625,7 @@ def clone(tmp_path: Path) -> Callable[..., str]:
     return git
 
 
-def test_code_is_submitted_as_it_lies_there(tmp_path: Path, clone: Callable[..., str]) -> None:
+def test_snapshot_has_the_working_tree(tmp_path: Path, clone: Callable[..., str]) -> None:
     assert snapshot(tmp_path).diff == b""
     (tmp_path / "changed.py").write_text("2\n")
     (tmp_path / "gone.py").unlink()
@@ -654,7 +644,7 @@ def test_code_is_submitted_as_it_lies_there(tmp_path: Path, clone: Callable[...,
         snapshot(tmp_path / "out")
 
 
-def test_code_may_be_in_any_encoding(tmp_path: Path, clone: Callable[..., str]) -> None:
+def test_snapshot_accepts_any_encoding(tmp_path: Path, clone: Callable[..., str]) -> None:
     text = "Grüße\n".encode("latin-1")
     (tmp_path / "changed.py").write_bytes(text)
     (tmp_path / "neu-\udcfc.py").write_text("a name that is no UTF-8")
@@ -662,7 +652,7 @@ def test_code_may_be_in_any_encoding(tmp_path: Path, clone: Callable[..., str]) 
 
 
 @pytest.mark.parametrize("name", [".env", "tools/.env.local", "cluster.pem", "id_ed25519"])
-def test_a_file_for_secrets_is_not_packed(tmp_path: Path, clone: Callable[..., str], name: str) -> None:
+def test_snapshot_refuses_secret_files(tmp_path: Path, clone: Callable[..., str], name: str) -> None:
     secret = tmp_path / name
     secret.parent.mkdir(exist_ok=True)
     secret.write_text("WANDB_API_KEY=abc123\n")
@@ -698,14 +688,14 @@ def test_a_file_for_secrets_is_not_packed(tmp_path: Path, clone: Callable[..., s
         ("10-0:30", 865800),
     ],
 )
-def test_time_limits_are_read_as_slurm_reads_them(limit: str, expected: int, tmp_path: Path) -> None:
+def test_time_limits_have_slurms_meaning(limit: str, expected: int, tmp_path: Path) -> None:
     """The forms of sbatch(1), --time; without quotes, as one writes them."""
     (file := tmp_path / "mine.yaml").write_text(f"account: a\nruns: /shared\nsignal_s: 60\ntime: {limit}\n")
     assert load_profile(str(file)).time == limit
     assert seconds(limit) == expected
 
 
-def test_a_profile_says_how_its_login_node_is_reached(tmp_path: Path) -> None:
+def test_profile_with_ssh_has_a_login_node(tmp_path: Path) -> None:
     file = tmp_path / "far.yaml"
 
     def written(**values: object) -> LoginNode | None:
@@ -727,7 +717,7 @@ def test_a_profile_says_how_its_login_node_is_reached(tmp_path: Path) -> None:
         login_node("nowhere")
 
 
-def test_a_log_is_followed_over_a_restart_of_the_controller(
+def test_followed_log_survives_a_restart_of_the_controller(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = submitted(tmp_path, resolve.resolve("quickstart"), profile(runs=str(tmp_path)))
@@ -757,7 +747,7 @@ def test_a_log_is_followed_over_a_restart_of_the_controller(
 
 
 @pytest.mark.parametrize("lines", [0, 2])
-def test_nothing_that_a_restart_says_is_missed_in_a_log_that_is_followed(
+def test_followed_log_has_all_output_of_restarts(
     lines: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Two lives have begun, and the last one ended, before the next look."""
@@ -790,7 +780,7 @@ def test_nothing_that_a_restart_says_is_missed_in_a_log_that_is_followed(
     assert capsys.readouterr().out.splitlines() == [*["step 2", "step 3"][:lines], "saved", *more]
 
 
-def test_a_machine_without_git_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_git_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError, match="git is not installed"):
         snapshot()

@@ -66,7 +66,7 @@ def files_of(run: RunDirectory) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
 
 
-def test_what_slurm_has_taken_when_it_is_interrupted_is_cancelled_and_known(
+def test_interrupt_cancels_and_records_accepted_jobs(
     queue: Queue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("arpo_megatron.cluster.submit._submit_one", with_ctrl_c(queue.send, 2, taken=True))
@@ -78,7 +78,7 @@ def test_what_slurm_has_taken_when_it_is_interrupted_is_cancelled_and_known(
     assert [each["jobs"] for each in submissions_of(runs.find_run(str(submission.run.path)))] == [["4711", "4712"]]
 
 
-def test_an_interrupt_between_links_cancels_and_a_second_one_does_not_stop_that(
+def test_second_interrupt_does_not_stop_the_cancellation(
     queue: Queue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def call(*words: str, check: bool = True, ignore: str | None = None) -> str:
@@ -92,7 +92,7 @@ def test_an_interrupt_between_links_cancels_and_a_second_one_does_not_stop_that(
     assert queue.jobs == {"4711": "CANCELLED"}
 
 
-def test_a_job_that_cannot_be_cancelled_after_an_interrupt_is_told(
+def test_job_that_cannot_be_cancelled_after_an_interrupt_is_reported(
     queue: Queue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     queue.cancels = False
@@ -104,9 +104,7 @@ def test_a_job_that_cannot_be_cancelled_after_an_interrupt_is_told(
     assert queue.jobs == {"4711": "CANCELLED"}
 
 
-def test_an_interrupt_before_slurm_is_asked_leaves_no_half_run(
-    queue: Queue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupt_before_sbatch_removes_the_run(queue: Queue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("arpo_megatron.cluster.submit._submit_one", with_ctrl_c(queue.send, 1, taken=False))
     with pytest.raises(Interrupted):
         submit_jobs(first := prepared(tmp_path))
@@ -116,7 +114,7 @@ def test_an_interrupt_before_slurm_is_asked_leaves_no_half_run(
 
 @pytest.mark.parametrize("at", ["save_config", "save_profile", "_nemo_run"])
 @pytest.mark.parametrize("fault", [Interrupted(), OSError(28, "No space left on device")])
-def test_whatever_comes_while_a_run_is_written_leaves_it_as_it_was(
+def test_error_while_writing_a_run_restores_it(
     at: str, fault: BaseException, queue: Queue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> None:
@@ -136,7 +134,7 @@ def test_whatever_comes_while_a_run_is_written_leaves_it_as_it_was(
     assert fresh.run != resumed.run and not fresh.run.path.exists()
 
 
-def test_a_run_that_is_being_submitted_is_submitted_once(
+def test_concurrent_submissions_of_a_run_submit_once(
     queue: Queue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two commands at once, both of which found the same before they began."""
@@ -163,11 +161,11 @@ def test_a_run_that_is_being_submitted_is_submitted_once(
     assert not (first.run.path / run_directory.SUBMIT_LOCK).exists()
 
 
-def test_a_directory_of_somebody_else_is_left_alone(queue: Queue, tmp_path: Path) -> None:
+def test_directory_with_other_files_is_not_changed(queue: Queue, tmp_path: Path) -> None:
     (logs := tmp_path / "mine" / "logs").mkdir(parents=True)
     (logs / "precious").write_text("")
     job = resolve.resolve("quickstart", overrides=["platform=cpu", f"run_dir={tmp_path / 'mine'}"])
-    with pytest.raises(UserError, match="holds files that are no run's"):
+    with pytest.raises(UserError, match="holds other files"):
         submit_jobs(prepare_submission(job, profile(runs=str(tmp_path)), nodes=1))
     assert [path.name for path in tmp_path.rglob("*")] == ["mine", "logs", "precious"]
 
@@ -183,7 +181,7 @@ echo "$@" >>"$0.said"
 """
 
 
-def test_the_terminals_ctrl_c_does_not_reach_sbatch(tmp_path: Path) -> None:
+def test_ctrl_c_does_not_reach_sbatch(tmp_path: Path) -> None:
     """The whole command with programs in Slurm's place: sbatch has the job, and has not said so yet."""
     tools, runs = tmp_path / "bin", tmp_path / "runs"
     tools.mkdir()

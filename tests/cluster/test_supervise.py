@@ -84,7 +84,7 @@ def ended(monkeypatch: pytest.MonkeyPatch, run: RunDirectory, error: BaseExcepti
     ("error", "code"),
     [(StoppedError("saved"), 75), (Interrupted(15), 143), (ProcessDiedError("train was killed", 137), 137)],
 )
-def test_a_refused_requeue_is_one_line_and_keeps_the_code_of_the_end(
+def test_refused_requeue_is_one_line_and_keeps_the_exit_code(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     run: RunDirectory,
@@ -95,7 +95,7 @@ def test_a_refused_requeue_is_one_line_and_keeps_the_code_of_the_end(
     assert capsys.readouterr().err.splitlines()[-1] == f"arpo: {DISABLED}; `arpo resume` continues the run"
 
 
-def test_a_job_that_slurm_has_taken_back_by_itself_is_not_said_to_be_refused(
+def test_requeue_by_slurm_is_not_a_refusal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], run: RunDirectory
 ) -> None:
     monkeypatch.setattr("arpo_megatron.cluster.slurm.call", Refusing(refusal=TAKEN_BACK).call)
@@ -104,7 +104,7 @@ def test_a_job_that_slurm_has_taken_back_by_itself_is_not_said_to_be_refused(
     assert capsys.readouterr().err.splitlines()[-1] == "arpo: requeueing the job"
 
 
-def test_a_finished_training_is_done_even_if_slurm_does_not_answer(
+def test_finished_job_succeeds_without_an_answer_from_slurm(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], run: RunDirectory
 ) -> None:
     submitted(run)
@@ -114,7 +114,7 @@ def test_a_finished_training_is_done_even_if_slurm_does_not_answer(
 
 
 @pytest.mark.parametrize(("error", "code"), [(StoppedError("saved"), 75), (Interrupted(15), 143)])
-def test_a_requeue_is_tried_even_if_slurm_did_not_answer(
+def test_requeue_is_tried_after_failed_queries(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     run: RunDirectory,
@@ -135,7 +135,7 @@ def silence(*_: object) -> NoReturn:
     raise UserError("scontrol did not answer for 30 s")
 
 
-def test_a_handler_only_notes_a_warning_and_the_loop_tells_it(
+def test_signal_handler_only_records_the_signal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], run: RunDirectory
 ) -> None:
     signals = asked_by(monkeypatch, run, None)
@@ -149,7 +149,7 @@ def test_a_handler_only_notes_a_warning_and_the_loop_tells_it(
     ("error", "code", "cancelled"),
     [(UserError("No space left on device"), 2, ["8", "9"]), (ProcessDiedError("train was killed", 137), 137, [])],
 )
-def test_a_fault_that_only_the_user_can_mend_ends_the_chain(
+def test_user_error_cancels_the_chain(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     run: RunDirectory,
@@ -206,7 +206,7 @@ class Requeueing:
         ([], True, 2, [("scancel", "8")]),
     ],
 )
-def test_a_node_that_is_lost_before_training_is_no_fault_of_the_users(
+def test_node_lost_before_training_requeues_the_job(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     run: RunDirectory,
@@ -228,7 +228,7 @@ def test_a_node_that_is_lost_before_training_is_no_fault_of_the_users(
     assert ("arpo: cannot reach n2 any more" in said) is bool(lost)
 
 
-def test_scratch_that_a_lost_node_does_not_make_may_be_its_loss(
+def test_missing_scratch_directory_of_a_lost_node_requeues_the_job(
     monkeypatch: pytest.MonkeyPatch, run: RunDirectory
 ) -> None:
     monkeypatch.setattr("arpo_megatron.cluster.backend.SlurmBackend._on_nodes", lambda *_: None)
@@ -245,7 +245,7 @@ def test_scratch_that_a_lost_node_does_not_make_may_be_its_loss(
         (9, False, 75, []),
     ],
 )
-def test_a_controller_that_is_silent_when_a_job_begins_does_not_cost_its_chain(
+def test_silent_controller_at_the_start_requeues_the_job(
     monkeypatch: pytest.MonkeyPatch,
     run: RunDirectory,
     silent: int,
@@ -270,7 +270,7 @@ def asked_by(monkeypatch: pytest.MonkeyPatch, run: RunDirectory, state: JobState
     return supervise._Signals(run, backend, Progress())
 
 
-def test_term_saves_within_the_grace_of_a_preemption(monkeypatch: pytest.MonkeyPatch, run: RunDirectory) -> None:
+def test_term_saves_within_the_grace_time(monkeypatch: pytest.MonkeyPatch, run: RunDirectory) -> None:
     """Slurm makes the end of the grace the end of the job. What the trainer has not saved by then, it will not."""
     signals = asked_by(monkeypatch, run, JobState("7", "RUNNING", end=time.time() + 120))
     signals.receive(signal.SIGTERM)
@@ -284,7 +284,7 @@ def test_term_saves_within_the_grace_of_a_preemption(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("state", [JobState("7", "CANCELLED"), JobState("7", "TIMEOUT"), None])
-def test_term_ends_a_job_that_is_no_longer_wanted_at_once(
+def test_term_ends_a_cancelled_job_at_once(
     monkeypatch: pytest.MonkeyPatch, run: RunDirectory, state: JobState | None
 ) -> None:
     signals = asked_by(monkeypatch, run, state)
@@ -294,9 +294,7 @@ def test_term_ends_a_job_that_is_no_longer_wanted_at_once(
     assert not run.stop.exists()
 
 
-def test_roles_that_hear_term_themselves_do_not_fail_the_job(
-    monkeypatch: pytest.MonkeyPatch, run: RunDirectory
-) -> None:
+def test_processes_that_receive_term_do_not_fail_the_job(monkeypatch: pytest.MonkeyPatch, run: RunDirectory) -> None:
     """With proctrack/linuxproc even their sruns do."""
 
     def die(*_: object) -> None:
@@ -328,7 +326,7 @@ Pending RPCs
 
 
 @pytest.mark.parametrize(("restarts", "looks"), [(0, 0), (1, 3)])
-def test_a_requeued_job_starts_no_step_before_the_last_lifes_kills_have_come(
+def test_requeued_job_waits_for_pending_kills(
     monkeypatch: pytest.MonkeyPatch, run: RunDirectory, restarts: int, looks: int
 ) -> None:
     """Slurm repeats them by the step's number, which the new life's steps have too."""
@@ -351,7 +349,7 @@ def test_a_requeued_job_starts_no_step_before_the_last_lifes_kills_have_come(
     assert len(asked) == looks
 
 
-def test_a_requeued_job_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch, run: RunDirectory) -> None:
+def test_requeued_job_waits_a_limited_time(monkeypatch: pytest.MonkeyPatch, run: RunDirectory) -> None:
     backend = replace(asked_by(monkeypatch, run, JobState("7", "RUNNING", restarts=1)).backend, nodes=[Node("n1", "")])
     monkeypatch.setattr("arpo_megatron.cluster.slurm.nodes_with_pending_kills", lambda: {"n1"})
     monkeypatch.setattr(supervise, "_REPEATED_INTERVAL_S", 0.0)
@@ -359,9 +357,7 @@ def test_a_requeued_job_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch, 
     supervise._wait_for_old_kills(backend, ManagedProcesses(run.logs), Progress())
 
 
-def test_what_an_ended_job_has_left_on_the_nodes_is_removed_by_the_next(
-    monkeypatch: pytest.MonkeyPatch, run: RunDirectory
-) -> None:
+def test_scratch_directories_of_ended_jobs_are_removed(monkeypatch: pytest.MonkeyPatch, run: RunDirectory) -> None:
     """That of a job that runs, and of one that this Slurm does not know, stay."""
     steps: list[list[str]] = []
     listed = subprocess.CompletedProcess([], 0, "".join(f"/tmp/arpo-{n}\n" for n in (NOBODYS, 8, 9, 10)), "")
@@ -377,7 +373,7 @@ def test_what_an_ended_job_has_left_on_the_nodes_is_removed_by_the_next(
         assert steps[1:] == [["rm", "-rf", "/tmp/arpo-8"]]
 
 
-def test_a_scratch_directory_is_made_and_all_of_the_user_are_named() -> None:
+def test_scratch_directory_is_made_and_others_are_listed() -> None:
     folder = Path(f"/tmp/arpo-{NOBODYS}")
     try:
         said = subprocess.run(["bash", "-c", MAKE_SCRATCH, "arpo", folder], capture_output=True, text=True, check=True)
@@ -387,7 +383,7 @@ def test_a_scratch_directory_is_made_and_all_of_the_user_are_named() -> None:
 
 
 @pytest.mark.parametrize("whose", ["ours", "a link", "somebody else's"])
-def test_a_scratch_directory_that_is_there_already_is_taken_from_us_alone(whose: str, tmp_path: Path) -> None:
+def test_scratch_directory_of_another_user_is_refused(whose: str, tmp_path: Path) -> None:
     folder = tmp_path / "arpo-7"
     if whose == "a link":
         (tmp_path / "elsewhere").mkdir(0o755)
@@ -405,7 +401,7 @@ def test_a_scratch_directory_that_is_there_already_is_taken_from_us_alone(whose:
 
 
 @pytest.mark.parametrize(("task", "ends_on_term"), [(TASK, 7), (SERVICE, 143)])
-def test_a_step_is_shielded_from_slurms_signals(task: str, ends_on_term: int) -> None:
+def test_steps_ignore_slurms_signals(task: str, ends_on_term: int) -> None:
     """The child of slurmstepd hears them. A service ends on its own TERM, and its code is the step's."""
     inside = 'echo up; read -r; [ -n "$REPLY" ] || kill -TERM $$; exit 7'
     for word, code in (("x\n", 7), ("\n", ends_on_term)):
@@ -420,7 +416,7 @@ def test_a_step_is_shielded_from_slurms_signals(task: str, ends_on_term: int) ->
             assert step.wait(30) == code
 
 
-def test_what_is_wrong_before_the_job_begins_is_one_line(
+def test_error_before_the_job_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], run: RunDirectory
 ) -> None:
     run.config.write_text("train: {stepz: 1}")

@@ -28,11 +28,11 @@ def job(*, ranks: int = 1, engine: int = 1) -> JobConfig:
         (8, 2, 8, Placement(8, 0, shared=True)),
     ],
 )
-def test_the_engine_shares_the_trainers_gpus_only_where_there_are_too_few(ranks, engine, gpus, expected) -> None:
+def test_auto_placement_shares_only_if_there_are_too_few_gpus(ranks, engine, gpus, expected) -> None:
     assert Placement.of(job(ranks=ranks, engine=engine), gpus) == expected
 
 
-def test_replicas_take_the_gpus_one_behind_the_other() -> None:
+def test_engine_replicas_take_consecutive_gpus() -> None:
     config = JobConfig(name="test", parallel=ParallelConfig(data=4), engine=EngineConfig(tensor=2, replicas=2))
     place = Placement.of(config, 8)
     assert [place.of_engine(index, config.engine).engine_gpu for index in range(2)] == [4, 6]
@@ -40,13 +40,13 @@ def test_replicas_take_the_gpus_one_behind_the_other() -> None:
     assert Placement.of(config, 0).of_engine(1, config.engine) == ON_CPU
 
 
-def test_an_engine_that_shares_a_gpu_takes_less_of_its_memory_unless_told_how_much() -> None:
+def test_memory_fraction_is_smaller_for_shared_gpus_unless_set() -> None:
     shared, alone = Placement.of(job(), 1), Placement.of(job(), 2)
     assert shared.memory_fraction(EngineConfig()) < alone.memory_fraction(EngineConfig())
     assert shared.memory_fraction(EngineConfig(memory_fraction=0.9)) == 0.9
 
 
-def test_platform_cpu_hides_gpus_from_every_role() -> None:
+def test_platform_cpu_hides_gpus_from_all_processes() -> None:
     for environment in (process_environment("cpu"), trainer_environment("cpu")):
         assert environment["CUDA_VISIBLE_DEVICES"] == ""
     for environment in (process_environment("auto"), trainer_environment("auto")):
@@ -57,22 +57,22 @@ def test_platform_cpu_hides_gpus_from_every_role() -> None:
 @pytest.mark.parametrize(
     ("words", "gpus", "line"),
     [
-        (["parallel.data=2"], 1, "2 trainer ranks need as many GPUs, and torch sees 1"),
-        (["engine.tensor=4"], 2, "4 engine.tensor * engine.replicas need as many GPUs, and torch sees 2"),
-        (["engine.placement=split"], 1, "needs 1 GPUs for the trainer and 1 for engines, and torch sees 1"),
+        (["parallel.data=2"], 1, "2 trainer ranks need 2 GPUs, but torch finds 1"),
+        (["engine.tensor=4"], 2, "4 engine.tensor * engine.replicas need 4 GPUs, but torch finds 2"),
+        (["engine.placement=split"], 1, "needs 1 GPUs for the trainer and 1 for engines, but torch finds 1"),
         (["engine.tensor=2"], 0, "an engine on a CPU has one rank"),
-        (["model.fp8=current", "model.dtype=bfloat16"], 0, "needs a GPU, and torch sees none"),
+        (["model.fp8=current", "model.dtype=bfloat16"], 0, "needs a GPU, but torch finds none"),
         (["model.fp8=current", "model.dtype=bfloat16"], 1, "needs Transformer Engine"),
-        (["engine.quantization=fp8", "model.dtype=bfloat16"], 0, "needs a GPU, and torch sees none"),
+        (["engine.quantization=fp8", "model.dtype=bfloat16"], 0, "needs a GPU, but torch finds none"),
         (
             ["optimizer.offload=true", "parallel.distributed_optimizer=true", "model.dtype=bfloat16"],
             0,
             "optimizer.offload=true needs a GPU",
         ),
-        (["sync.transport=ipc"], 2, "is for an engine that shares the trainer's GPUs; here it has its own"),
+        (["sync.transport=ipc"], 2, "needs engine.placement=colocated"),
     ],
 )
-def test_a_machine_that_cannot_run_the_job_is_one_line(words, gpus, line, monkeypatch) -> None:
+def test_check_machine_error_is_one_line(words, gpus, line, monkeypatch) -> None:
     monkeypatch.setattr(placement, "_visible_gpus", lambda: gpus)
     monkeypatch.setattr(placement, "find_spec", lambda name: None)
     with pytest.raises(UserError) as caught:
@@ -81,7 +81,7 @@ def test_a_machine_that_cannot_run_the_job_is_one_line(words, gpus, line, monkey
     assert "\n" not in str(caught.value)
 
 
-def test_an_engine_on_a_gpu_captures_its_largest_batch_and_forks_at_any_token() -> None:
+def test_gpu_engine_captures_its_largest_batch_and_caches_single_tokens() -> None:
     options = engine_options(EngineConfig(max_running_requests=48), Placement.of(job(), 2), "bfloat16")
     assert (options["device"], options["dtype"]) == ("cuda", "bfloat16")
     assert options["base-gpu-id"] == 1
@@ -107,7 +107,7 @@ print(*(option for action in parser._actions for option in action.option_strings
 """
 
 
-def test_every_engine_option_is_one_of_the_installed_sglang() -> None:
+def test_engine_options_exist_in_the_installed_sglang() -> None:
     done = subprocess.run([sys.executable, "-c", KNOWN_OPTIONS], capture_output=True, text=True, check=True)
     known = done.stdout.splitlines()[-1].split()
     engine = EngineConfig(attention_backend="fa3", deterministic=True, max_total_tokens=100, quantization="fp8")

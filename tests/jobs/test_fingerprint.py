@@ -55,25 +55,23 @@ def change_shape(config: JobConfig) -> None:
     file.write_text(json.dumps({**json.loads(file.read_text()), "intermediate_size": 48}))
 
 
-def test_a_run_whose_inputs_are_the_same_goes_on(config: JobConfig, run: RunDirectory) -> None:
+def test_run_with_unchanged_inputs_resumes(config: JobConfig, run: RunDirectory) -> None:
     check_started_with(config, run)
 
 
-def test_a_model_that_changed_in_place_is_named(config: JobConfig, run: RunDirectory) -> None:
+def test_changed_model_is_reported(config: JobConfig, run: RunDirectory) -> None:
     change_shape(config)
-    with pytest.raises(UserError, match=r"model has changed since .*run was started \(ffn was 32, now 48\): put"):
+    with pytest.raises(UserError, match=r"model has changed since .*run was started \(ffn was 32, now 48\): restore"):
         check_started_with(config, run)
     (run.checkpoints / "step_1").mkdir(parents=True)
     with pytest.raises(UserError, match="model has changed since"):
         export_checkpoint(run, run.path / "out", None)
 
 
-def test_data_and_tokenizer_that_changed_in_place_are_named(config: JobConfig, run: RunDirectory) -> None:
+def test_changed_data_and_tokenizer_are_reported(config: JobConfig, run: RunDirectory) -> None:
     talks = Path(str(config.sft.data))
     talks.write_text("{}\n")
-    with pytest.raises(
-        UserError, match=r"sft\.data=.*talks\.jsonl has changed since .*: put the old one back, or start"
-    ):
+    with pytest.raises(UserError, match=r"sft\.data=.*talks\.jsonl has changed since .*: restore it, or start"):
         check_started_with(config, run)
     talks.write_text("{}\n{}\n")
     with (Path(str(config.model.path)) / "tokenizer.json").open("a") as file:
@@ -82,27 +80,25 @@ def test_data_and_tokenizer_that_changed_in_place_are_named(config: JobConfig, r
         check_started_with(config, run)
 
 
-def test_weights_that_changed_in_place_are_named_under_the_same_size_and_time(
-    config: JobConfig, run: RunDirectory
-) -> None:
+def test_changed_weights_are_reported_with_equal_size_and_time(config: JobConfig, run: RunDirectory) -> None:
     file = Path(str(config.model.path)) / "model.safetensors"
     before = file.stat()
     save_random_weights(file.parent, seed=2)
     os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert (file.stat().st_size, file.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
-    with pytest.raises(UserError, match=r"the content of the model at .*model has changed since .*: put the old"):
+    with pytest.raises(UserError, match=r"the content of the model at .*model has changed since .*: restore it"):
         check_started_with(config, run)
     save_random_weights(file.parent, seed=1)
     check_started_with(config, run)
 
 
-def test_a_dump_of_this_run_is_replayed(config: JobConfig, run: RunDirectory) -> None:
+def test_dump_of_the_run_is_accepted(config: JobConfig, run: RunDirectory) -> None:
     longer = resolve.resolve("quickstart", overrides=[f"run_dir={run.path}", "train.steps=99"])
     assert run_directory.fixed_part(longer) == run_directory.fixed_part(replace(longer, run_dir=None))
     check_dump(dumped(config), Path("dump.npz"), config, run)
 
 
-def test_a_dump_of_another_run_is_refused(config: JobConfig, run: RunDirectory) -> None:
+def test_dump_of_another_run_is_refused(config: JobConfig, run: RunDirectory) -> None:
     other = dumped(replace(config, seed=5))
     file = save_skipped_update(run.skipped_updates, other)
     with pytest.raises(UserError, match=r"sft_000001\.npz was dumped by a run with another config than .* --run"):

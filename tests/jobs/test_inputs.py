@@ -27,7 +27,7 @@ from arpo_megatron.jobs.run_directory import RunDirectory
         ),
     ],
 )
-def test_fewer_questions_than_a_step_begins_trees_are_refused(tmp_path: Path, words: list[str], said: str) -> None:
+def test_fewer_tasks_than_a_step_needs_are_refused(tmp_path: Path, words: list[str], said: str) -> None:
     rows: list[dict[str, Any]] = [
         {
             "prompt": [{"role": "user", "content": f"How much is {number} and {number}?"}],

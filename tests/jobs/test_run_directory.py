@@ -14,7 +14,7 @@ def in_empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def test_fresh_runs_never_share_a_directory_and_resume_takes_the_newest() -> None:
+def test_fresh_runs_get_new_directories_and_resume_takes_the_newest() -> None:
     config = resolve.resolve("quickstart")
     paths = [run_directory.fresh(config).path for _ in range(11)]
     assert [path.name for path in paths[:3]] == [f"quickstart-arpo-seed1{end}" for end in ("", "-2", "-3")]
@@ -22,25 +22,25 @@ def test_fresh_runs_never_share_a_directory_and_resume_takes_the_newest() -> Non
     assert run_directory.existing(config).path == paths[-1]
 
 
-def test_seed_1_and_seed_11_are_different_runs() -> None:
+def test_runs_of_seed_1_and_seed_11_are_distinct() -> None:
     first = run_directory.fresh(resolve.resolve("quickstart", overrides=["seed=1"]))
     run_directory.fresh(resolve.resolve("quickstart", overrides=["seed=11"]))
     assert run_directory.existing(resolve.resolve("quickstart", overrides=["seed=1"])).path == first.path
 
 
-def test_resuming_another_config_names_the_key_that_differs() -> None:
+def test_resume_with_another_config_reports_the_differing_key() -> None:
     run_directory.fresh(resolve.resolve("quickstart"))
     with pytest.raises(UserError, match=r"algorithm\.beam_size was 2, now 3"):
         run_directory.existing(resolve.resolve("quickstart", overrides=["algorithm.beam_size=3"]))
 
 
-def test_a_run_may_be_resumed_for_more_steps() -> None:
+def test_run_can_be_resumed_for_more_steps() -> None:
     run = run_directory.fresh(resolve.resolve("quickstart"))
     longer = resolve.resolve("quickstart", overrides=["train.steps=99", "engine.max_running_requests=3"])
     assert run_directory.existing(longer) == run
 
 
-def test_a_refused_second_job_changes_nothing_of_the_running_one() -> None:
+def test_refused_second_job_does_not_change_the_run() -> None:
     run = run_directory.fresh(resolve.resolve("quickstart"))
     before = run.config.read_bytes()
     with (
@@ -52,16 +52,16 @@ def test_a_refused_second_job_changes_nothing_of_the_running_one() -> None:
     assert run.config.read_bytes() == before
 
 
-def test_a_directory_with_other_files_is_refused_and_left_alone(tmp_path: Path) -> None:
+def test_directory_with_other_files_is_refused(tmp_path: Path) -> None:
     mine = tmp_path / "mine"
     mine.mkdir()
     (mine / "notes.tmp").write_text("precious")
-    with pytest.raises(UserError, match=r"holds files that are no run's \(notes\.tmp"):
+    with pytest.raises(UserError, match=r"holds other files \(notes\.tmp"):
         run_directory.fresh(resolve.resolve("quickstart", overrides=[f"run_dir={mine}"]))
     assert [path.name for path in mine.iterdir()] == ["notes.tmp"]
 
 
-def test_only_what_a_job_was_writing_is_removed(tmp_path: Path) -> None:
+def test_remove_partial_deletes_only_partial_files(tmp_path: Path) -> None:
     run = run_directory.fresh(resolve.resolve("quickstart"))
     partial = [run.checkpoints / "step_3.tmp", run.path / "export.tmp"]
     for path in [*partial, run.path / "notes.tmp", run.checkpoints / "step_2"]:
@@ -71,34 +71,34 @@ def test_only_what_a_job_was_writing_is_removed(tmp_path: Path) -> None:
     assert (run.path / "notes.tmp").exists() and (run.checkpoints / "step_2").exists()
 
 
-def test_resuming_nothing_is_one_line() -> None:
+def test_resume_without_a_run_is_one_line() -> None:
     with pytest.raises(UserError, match="nothing to resume"):
         run_directory.existing(resolve.resolve("quickstart"))
-    with pytest.raises(UserError, match=r"nothing to resume at .*other: no run was started there") as refused:
+    with pytest.raises(UserError, match=r"nothing to resume at .*other: there is no run") as refused:
         run_directory.existing(resolve.resolve("quickstart", overrides=["run_dir=other"]))
     assert "--resume" not in str(refused.value), "`arpo resume` has no such option"
 
 
-def test_a_named_directory_with_a_run_is_not_overwritten() -> None:
+def test_fresh_run_does_not_overwrite_run_dir() -> None:
     config = resolve.resolve("quickstart", overrides=["run_dir=here"])
     run_directory.fresh(config)
     with pytest.raises(UserError, match="--resume"):
         run_directory.fresh(config)
 
 
-def test_an_unwritable_place_is_one_line() -> None:
+def test_unwritable_run_dir_is_one_line() -> None:
     Path("file").write_text("")
-    with pytest.raises(UserError, match="cannot make the run directory"):
+    with pytest.raises(UserError, match="cannot create the run directory"):
         run_directory.fresh(resolve.resolve("quickstart", overrides=["run_dir=file/run"]))
 
 
-def test_two_jobs_cannot_hold_one_directory() -> None:
+def test_run_directory_is_locked_by_one_job() -> None:
     run = run_directory.fresh(resolve.resolve("quickstart"))
     with run.locked(), pytest.raises(UserError, match="in use"), run.locked():
         pass
 
 
-def test_two_commands_that_find_the_same_name_free_have_one_each(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_that_choose_the_same_name_get_distinct_directories(monkeypatch: pytest.MonkeyPatch) -> None:
     config = resolve.resolve("quickstart")
     found, free = [Path("runs/quickstart-arpo-seed1")] * 2, run_directory._next_free
     monkeypatch.setattr(run_directory, "_next_free", lambda base: found.pop() if found else free(base))

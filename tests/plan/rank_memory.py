@@ -32,7 +32,7 @@ from arpo_megatron.models.spec import ModelSpec, MoESpec
 from arpo_megatron.packing.packs import TreePack, pack_trees
 from arpo_megatron.plan.activations import LocalCalls, Tokens, pass_bytes
 from arpo_megatron.plan.memory import static_parts
-from arpo_megatron.plan.parameters import of_stage
+from arpo_megatron.plan.parameters import stage_parameters
 from arpo_megatron.plan.synthetic_trees import Mix
 
 QWEN3 = ModelSpec(
@@ -112,7 +112,7 @@ def counted() -> Iterator[dict[str, Any]]:
             yield {
                 "of": f"parameters: {name} stage {stage}",
                 "measured": found,
-                "planned": of_stage(KNOWN_MODELS[name], layout, stage).total,
+                "planned": stage_parameters(KNOWN_MODELS[name], layout, stage).total,
             }
 
 

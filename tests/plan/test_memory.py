@@ -46,7 +46,7 @@ def transformers_config(spec: ModelSpec) -> PreTrainedConfig:
 
 
 @pytest.mark.parametrize("name", KNOWN_MODELS)
-def test_a_model_has_as_many_parameters_as_transformers_builds(name: str) -> None:
+def test_parameter_counts_match_transformers(name: str) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(transformers_config(KNOWN_MODELS[name]))
     assert whole_model(KNOWN_MODELS[name]).total == sum(parameter.numel() for parameter in model.parameters())
@@ -62,7 +62,7 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_and_as_many_as_its_page_says(name: str) -> None:
+def test_parameter_counts_match_model_pages(name: str) -> None:
     assert whole_model(KNOWN_MODELS[name]).total == PUBLISHED[name]
 
 
@@ -82,13 +82,13 @@ def measured() -> dict[str, list[dict[str, float]]]:
     return found
 
 
-def test_a_rank_has_as_many_parameters_as_megatron_builds(measured: dict[str, list[dict[str, float]]]) -> None:
+def test_rank_parameter_counts_match_megatron(measured: dict[str, list[dict[str, float]]]) -> None:
     assert len(measured["counted"]) == 14
     for row in measured["counted"]:
         assert row["planned"] == row["measured"], row["of"]
 
 
-def test_weights_gradients_and_optimizer_take_the_bytes_that_are_planned(
+def test_static_memory_matches_measurement(
     measured: dict[str, list[dict[str, float]]],
 ) -> None:
     assert len(measured["held"]) == 21
@@ -96,13 +96,13 @@ def test_weights_gradients_and_optimizer_take_the_bytes_that_are_planned(
         assert row["planned"] == pytest.approx(row["measured"], rel=0.0005), row["of"]
 
 
-def test_a_forward_pass_keeps_the_bytes_that_are_planned(measured: dict[str, list[dict[str, float]]]) -> None:
+def test_activation_memory_matches_measurement(measured: dict[str, list[dict[str, float]]]) -> None:
     assert len(measured["kept"]) == 9
     for row in measured["kept"]:
         within = 0.05 if "recompute full" in str(row["of"]) else 0.004
         assert row["planned"] == pytest.approx(row["measured"], rel=within), row["of"]
 
 
-def test_constants_of_the_trainer_are_the_trainers() -> None:
+def test_constants_match_the_trainer() -> None:
     assert LOGITS == CHUNK_ELEMENTS
     assert [padded_length(n) for n in range(1, 5000, 7)] == [padded_by_attention(n) for n in range(1, 5000, 7)]

@@ -37,9 +37,7 @@ def used(plan: NodeLayout, ranks: bool = True) -> list[tuple[int, int]]:
     placement=st.sampled_from(["auto", "split", "colocated"]),
     gpus=st.sampled_from([0, 1, 4, 8]),
 )
-def test_one_node_is_laid_out_as_this_machine_is(
-    data: int, replicas: int, tensor: int, placement: str, gpus: int
-) -> None:
+def test_layout_of_one_node_matches_placement(data: int, replicas: int, tensor: int, placement: str, gpus: int) -> None:
     config = job(replicas=replicas, tensor=tensor, placement=placement)
     config = replace(config, parallel=replace(config.parallel, data=data))
     try:
@@ -51,7 +49,7 @@ def test_one_node_is_laid_out_as_this_machine_is(
         assert plan.placement(index) == here.of_engine(index, config.engine)
 
 
-def test_the_same_recipe_is_split_or_colocated() -> None:
+def test_layouts_of_split_and_colocated_placement() -> None:
     split = lay_out_nodes(job(replicas=4, tensor=2, placement="split"), 8, None)
     assert (split.nodes, split.trainer_nodes, split.ranks_per_node, split.shared) == (2, 1, 8, False)
     assert places(split) == [(1, 0), (1, 2), (1, 4), (1, 6)]
@@ -68,7 +66,7 @@ def test_the_same_recipe_is_split_or_colocated() -> None:
     placement=st.sampled_from(["split", "colocated"]),
     gpus=st.sampled_from([0, 4, 8]),
 )
-def test_no_gpu_is_given_twice_unless_it_is_shared(
+def test_layout_uses_no_gpu_twice_unless_shared(
     data: int, replicas: int, tensor: int, placement: str, gpus: int
 ) -> None:
     config = job(replicas=replicas, tensor=tensor, placement=placement)
@@ -88,7 +86,7 @@ def test_no_gpu_is_given_twice_unless_it_is_shared(
 
 
 @pytest.mark.parametrize("placement", ["split", "colocated"])
-def test_a_plan_is_no_larger_on_a_larger_cluster(placement: str) -> None:
+def test_layout_does_not_depend_on_the_size_of_the_cluster(placement: str) -> None:
     """A search of layouts holds thousands: with a list of engines in each it did not end on 100000 nodes."""
     sizes = []
     for nodes in (2, 200_000):
@@ -100,7 +98,7 @@ def test_a_plan_is_no_larger_on_a_larger_cluster(placement: str) -> None:
     assert sizes[1] < sizes[0] + 50
 
 
-def test_ranks_on_cpus_are_divided_among_the_nodes() -> None:
+def test_cpu_ranks_are_divided_among_nodes() -> None:
     plan = lay_out_nodes(resolve.resolve("quickstart", overrides=["parallel.data=2", "platform=cpu"]), 8, 2)
     assert (plan.gpus, plan.trainer_nodes, plan.ranks_per_node, places(plan)) == (0, 2, 1, [(1, 0)])
 
@@ -108,15 +106,15 @@ def test_ranks_on_cpus_are_divided_among_the_nodes() -> None:
 @pytest.mark.parametrize(
     ("engine", "gpus", "nodes", "said"),
     [
-        ({"tensor": 16}, 8, None, "an engine does not span nodes"),
-        ({"placement": "split", "replicas": 8}, 8, 3, "give --nodes 2"),
+        ({"tensor": 16}, 8, None, "an engine cannot span nodes"),
+        ({"placement": "split", "replicas": 8}, 8, 3, "use --nodes 2"),
         ({"placement": "colocated", "replicas": 9}, 8, None, "lower engine.replicas"),
         ({}, 3, None, "cannot be divided among nodes of 3 GPUs"),
         ({"tensor": 2}, 0, None, "an engine on a CPU has one rank"),
-        ({}, 0, 16, "16 nodes, but only 8 trainer"),
+        ({}, 0, 16, "16 nodes are too many for 8 trainer"),
         ({}, 0, 3, "cannot be divided evenly"),
     ],
 )
-def test_what_does_not_fit_is_one_line(engine: dict[str, object], gpus: int, nodes: int | None, said: str) -> None:
+def test_layout_error_is_one_line(engine: dict[str, object], gpus: int, nodes: int | None, said: str) -> None:
     with pytest.raises(UserError, match=said):
         lay_out_nodes(job(**engine), gpus, nodes)

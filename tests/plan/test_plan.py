@@ -14,9 +14,9 @@ from arpo_megatron.jobs import resolve
 from arpo_megatron.models.known import KNOWN_MODELS
 from arpo_megatron.plan import GPUS, Hardware, plan
 from arpo_megatron.plan.node_layout import lay_out_nodes
-from arpo_megatron.plan.nodes import on_nodes, scaled
-from arpo_megatron.plan.parameters import of_stage, whole_model
-from arpo_megatron.plan.report import render, render_search, words
+from arpo_megatron.plan.nodes import resolve_on_nodes, scale_to_nodes
+from arpo_megatron.plan.parameters import stage_parameters, whole_model
+from arpo_megatron.plan.report import overrides_between, render, render_search
 from arpo_megatron.plan.search import search
 from arpo_megatron.plan.workload import typical
 
@@ -25,7 +25,7 @@ REAL = [name for name in resolve.recipe_names() if not resolve.resolve(name).mod
 
 
 @pytest.mark.parametrize("recipe", REAL)
-def test_every_layout_of_a_recipe_fits_on_its_gpus(recipe: str) -> None:
+def test_recipe_layouts_fit_their_gpus(recipe: str) -> None:
     assert {"1node", "2nodes", "4nodes", "16nodes", "h200"} <= set(resolve.variant_names(recipe))
     for variant in resolve.variant_names(recipe):
         hardware = GPUS["h200" if variant == "h200" else "h100-80"]
@@ -46,7 +46,7 @@ def test_every_layout_of_a_recipe_fits_on_its_gpus(recipe: str) -> None:
         ("deepsearch_14b", ["engine.memory_fraction=0.09"], "h100-80", "fewer than model.max_length"),
         ("deepsearch_14b", ["parallel.tensor=16", "parallel.data=1"], "h100-80", "give parallel.tensor=8"),
         ("deepsearch_14b", ["engine.tensor=16", "engine.replicas=1"], "h100-80", "exceeds the 8 GPUs"),
-        ("deepsearch_14b", ["engine.replicas=8"], "h100-80", "than there are trainer ranks: 32, and 16 ranks"),
+        ("deepsearch_14b", ["engine.replicas=8"], "h100-80", "than there are trainer ranks: 32 GPUs, 16 ranks"),
         ("deepsearch_14b", ["parallel.pipeline=16", "parallel.tensor=1", "parallel.sequence=false",
                             "parallel.data=1"], "h100-80", "layers (40) cannot be divided"),
         ("deepsearch_14b+fp8", [], "a100-80", "no FP8 products"),
@@ -57,9 +57,7 @@ def test_every_layout_of_a_recipe_fits_on_its_gpus(recipe: str) -> None:
         ("deepsearch_14b", ["algorithm.router_replay=rollout"], "h100-80", "no experts"),
     ],
 )  # fmt: skip
-def test_what_cannot_run_does_not_fit_and_the_reason_says_why(
-    recipe: str, overrides: list[str], gpu: str, reason: str
-) -> None:
+def test_impossible_job_has_a_reason(recipe: str, overrides: list[str], gpu: str, reason: str) -> None:
     try:
         found = plan(resolve.resolve(recipe, overrides=overrides), GPUS[gpu])
     except UserError as error:
@@ -69,7 +67,7 @@ def test_what_cannot_run_does_not_fit_and_the_reason_says_why(
     assert reason in (found.reason or "")
 
 
-def test_offloading_is_planned_in_host_memory() -> None:
+def test_offloaded_state_counts_as_host_memory() -> None:
     job = resolve.resolve("deepsearch_32b+2nodes")
     there, here = (plan(replace(job, optimizer=replace(job.optimizer, offload=value)), H100) for value in (True, False))
     assert there.memory.training["optimizer"] == 0 < here.memory.training["optimizer"]
@@ -83,13 +81,13 @@ def test_offloading_is_planned_in_host_memory() -> None:
 
 
 @pytest.mark.parametrize("nodes", ["1node", "4nodes", "16nodes"])
-def test_experts_are_updated_and_reduced_by_the_ranks_that_hold_the_same_ones(nodes: str) -> None:
+def test_expert_gradients_are_reduced_over_expert_replicas(nodes: str) -> None:
     """Eight ranks share out the experts: of tensor 4 x data 2 one has each, of 4 x 8 four, of 4 x 32 sixteen."""
     words = ["parallel.pipeline=1", "parallel.data=32"] if nodes == "16nodes" else []
     job = resolve.resolve(f"moe_30b_a3b+{nodes}", overrides=["optimizer.offload=false", *words])
     found = plan(job, H100)
     copies = {"1node": 1, "4nodes": 4, "16nodes": 16}[nodes]
-    held = of_stage(KNOWN_MODELS["Qwen/Qwen3-30B-A3B"], job.parallel, 0)
+    held = stage_parameters(KNOWN_MODELS["Qwen/Qwen3-30B-A3B"], job.parallel, 0)
     own = held.dense / job.parallel.data + held.experts / copies
     assert found.memory.training["optimizer"] == 12 * own
     # Reads and writes weights and moments (24), reads the gradient (4), writes the weight (2): at 0.7 of the memory.
@@ -100,14 +98,14 @@ def test_experts_are_updated_and_reduced_by_the_ranks_that_hold_the_same_ones(no
     assert found.step_seconds["gradient_reduction"] == pytest.approx(updates * 6 * away / (0.7 * link))
 
 
-def test_more_ranks_divide_the_optimizer_and_the_work() -> None:
+def test_data_parallel_ranks_divide_optimizer_and_work() -> None:
     two, four = (plan(resolve.resolve(f"deepsearch_14b+{n}nodes"), H100) for n in (2, 4))
     assert four.memory.training["optimizer"] == pytest.approx(two.memory.training["optimizer"] / 2)
     assert four.memory.training["weights"] == two.memory.training["weights"]
     assert four.step_seconds["forward_backward"] == pytest.approx(two.step_seconds["forward_backward"] / 2)
 
 
-def test_ranks_without_a_tree_of_their_own_gain_nothing_and_are_told() -> None:
+def test_ranks_without_trees_are_a_warning() -> None:
     """Eight questions a minibatch: with 32 data-parallel ranks three in four have nothing to do."""
     some, many = (
         plan(resolve.resolve("deepsearch_14b", overrides=[f"parallel.data={n}", f"engine.replicas={n}"]), H100)
@@ -118,7 +116,7 @@ def test_ranks_without_a_tree_of_their_own_gain_nothing_and_are_told() -> None:
     assert "warning: parallel.data=32, but 8 trees an update: 24 of 32 ranks wait" in render(many)
 
 
-def test_decoding_is_bounded_by_the_memory_and_training_by_the_products() -> None:
+def test_decoding_is_memory_bound_and_training_compute_bound() -> None:
     """The parts change with the hardware's figures that they come from, and with no other."""
     job = resolve.resolve("deepsearch_14b")
     before = plan(job, H100).step_seconds
@@ -131,7 +129,7 @@ def test_decoding_is_bounded_by_the_memory_and_training_by_the_products() -> Non
 
 
 @pytest.mark.parametrize("recipe", ["deepsearch_14b", "deepsearch_14b+fp8", "moe_30b_a3b"])
-def test_a_pass_is_the_sum_of_its_products_each_at_its_own_share_of_the_peak(recipe: str) -> None:
+def test_forward_time_is_the_sum_of_its_products(recipe: str) -> None:
     """The head and the edge layers of FP8 stay in bfloat16, attention is slower, and only experts are narrow."""
     job = resolve.resolve(recipe)
     spec, trees = KNOWN_MODELS[job.model.hub_id or ""], typical(job)
@@ -151,7 +149,7 @@ def test_a_pass_is_the_sum_of_its_products_each_at_its_own_share_of_the_peak(rec
     assert plan(job, fast).step_seconds["old_logprobs"] == pytest.approx(own * seconds / job.parallel.tensor, rel=1e-4)
 
 
-def test_stages_idle_while_others_wait_for_their_collectives_too() -> None:
+def test_pipeline_bubble_includes_collectives() -> None:
     """Half the bubble is half of it for work and for waits alike."""
     words = ["parallel.pipeline=4", "parallel.data=1"]
     jobs = [
@@ -166,7 +164,7 @@ def test_stages_idle_while_others_wait_for_their_collectives_too() -> None:
     assert waits[0] / waits[1] == pytest.approx(work[0] / work[1])
 
 
-def test_colocated_engines_on_several_nodes_get_their_weights_from_gloo() -> None:
+def test_colocated_engines_on_several_nodes_use_gloo() -> None:
     """A GPU cannot be in an NCCL group twice. 16 GPUs and the root: five sends, of 14.77 billion parameters in bf16."""
     one, two, split = (plan(resolve.resolve(f"deepsearch_14b+{v}"), H100) for v in ("1node", "2nodes", "split"))
     sent = 2 * two.parameters
@@ -181,7 +179,7 @@ def test_colocated_engines_on_several_nodes_get_their_weights_from_gloo() -> Non
     assert files.step_seconds["weight_push"] == split.step_seconds["weight_push"]
 
 
-def test_a_push_takes_two_buckets_and_by_shared_memory_one_and_the_largest_tensor() -> None:
+def test_push_memory_by_transport() -> None:
     """Qwen3-14B's embedding has 1.56 GB, its gate and up projection 0.36 GB, a bucket 0.27 GB."""
 
     def planned(**engine: str) -> float:
@@ -196,20 +194,20 @@ def test_a_push_takes_two_buckets_and_by_shared_memory_one_and_the_largest_tenso
     assert one.memory.rollout["push_buckets"] == bucket + embedding
 
 
-def test_no_step_ends_before_the_longest_response_has_been_sampled() -> None:
+def test_step_is_not_shorter_than_its_longest_response() -> None:
     job = resolve.resolve("deepsearch_14b+16nodes")
     weights = 2 * whole_model(KNOWN_MODELS["Qwen/Qwen3-14B"]).total / job.engine.tensor
     one = weights / (0.7 * H100.memory_speed) + 0.003  # a path alone needs the weights read once a token
     assert job.rollout.max_response_tokens * one < plan(job, H100).step_seconds["decode"]
 
 
-def test_training_takes_no_less_than_its_flops_at_the_peak() -> None:
+def test_training_is_not_faster_than_the_peak() -> None:
     found = plan(resolve.resolve("deepsearch_14b"), H100)
     floor = 6 * found.parameters * found.tokens / (16 * H100.bf16_flops)
     assert floor < found.step_seconds["forward_backward"] < 5 * floor
 
 
-def test_split_engines_have_nodes_of_their_own_and_roll_out_meanwhile() -> None:
+def test_split_engines_overlap_with_training() -> None:
     found = plan(resolve.resolve("deepsearch_14b+split"), H100)
     assert found.layout and (found.layout.trainer_nodes, found.layout.engine_nodes) == (2, 2)
     assert "kv_cache" in found.memory.engine and "kv_cache" not in found.memory.rollout
@@ -220,77 +218,80 @@ def test_split_engines_have_nodes_of_their_own_and_roll_out_meanwhile() -> None:
     ("overrides", "nodes", "placement"),
     [([], 2, "colocated"), (["engine.placement=auto"], 4, "split"), (["engine.placement=auto"], 2, "colocated")],
 )
-def test_a_plan_counts_the_nodes_and_the_placement_that_a_submission_takes(
-    overrides: list[str], nodes: int, placement: str
-) -> None:
+def test_plan_matches_node_layout(overrides: list[str], nodes: int, placement: str) -> None:
     job = resolve.resolve("deepsearch_14b", overrides=overrides)
     found, layout = plan(job, H100, nodes), lay_out_nodes(job, 8, nodes)
     assert found.layout == layout and (found.nodes, found.config.engine.placement) == (nodes, placement)
     assert bool(found.memory.engine) is (placement == "split")
-    assert "take 2: give --nodes 2" in (plan(resolve.resolve("deepsearch_14b"), H100, 3).reason or "")
+    assert "need 2: use --nodes 2" in (plan(resolve.resolve("deepsearch_14b"), H100, 3).reason or "")
 
 
-def test_a_number_of_nodes_takes_the_recipes_layout_or_more_data_parallel_ranks() -> None:
-    assert on_nodes("deepsearch_14b", 4, 8) == resolve.resolve("deepsearch_14b+4nodes")
-    assert on_nodes("deepsearch_14b+fp8", 4, 8) == resolve.resolve("deepsearch_14b+fp8+4nodes")
-    three = on_nodes("deepsearch_14b", 3, 8)
+def test_nodes_use_the_recipes_layout_or_scale_data_parallelism() -> None:
+    assert resolve_on_nodes("deepsearch_14b", 4, 8) == resolve.resolve("deepsearch_14b+4nodes")
+    assert resolve_on_nodes("deepsearch_14b+fp8", 4, 8) == resolve.resolve("deepsearch_14b+fp8+4nodes")
+    three = resolve_on_nodes("deepsearch_14b", 3, 8)
     assert (three.parallel.data, three.engine.replicas) == (6, 6)
     with pytest.raises(UserError, match="cannot be divided"):
-        scaled(resolve.resolve("deepsearch_14b"), 1, 6)
-    cold = on_nodes("sft_7b", 3, 8)
+        scale_to_nodes(resolve.resolve("deepsearch_14b"), 1, 6)
+    cold = resolve_on_nodes("sft_7b", 3, 8)
     assert cold.parallel.world_size == 24 and plan(cold, H100, 3).nodes == 3
 
 
-def test_what_the_user_has_said_of_a_layout_is_not_changed() -> None:
+def test_explicit_layout_keys_are_not_changed() -> None:
     mine = ["parallel.data=2", "engine.replicas=2"]
-    assert on_nodes("deepsearch_14b", 3, 8, overrides=mine) == resolve.resolve("deepsearch_14b", overrides=mine)
-    assert on_nodes("deepsearch_14b", 1, 8, overrides=mine) == resolve.resolve("deepsearch_14b+1node", overrides=mine)
-    wide = on_nodes("deepsearch_14b", 4, 8, overrides=["parallel.tensor=8"])
+    assert resolve_on_nodes("deepsearch_14b", 3, 8, overrides=mine) == resolve.resolve("deepsearch_14b", overrides=mine)
+    assert resolve_on_nodes("deepsearch_14b", 1, 8, overrides=mine) == resolve.resolve(
+        "deepsearch_14b+1node", overrides=mine
+    )
+    wide = resolve_on_nodes("deepsearch_14b", 4, 8, overrides=["parallel.tensor=8"])
     assert (wide.parallel.tensor, wide.parallel.data, wide.engine.replicas) == (8, 4, 8)
-    assert on_nodes("deepsearch_32b+h200", 2, 8) == resolve.resolve("deepsearch_32b+h200")
-    assert on_nodes("deepsearch_32b+h200", 4, 8).engine.tensor == resolve.resolve("deepsearch_32b+h200").engine.tensor
+    assert resolve_on_nodes("deepsearch_32b+h200", 2, 8) == resolve.resolve("deepsearch_32b+h200")
+    assert (
+        resolve_on_nodes("deepsearch_32b+h200", 4, 8).engine.tensor
+        == resolve.resolve("deepsearch_32b+h200").engine.tensor
+    )
     auto = ["engine.placement=auto"]
-    assert on_nodes("deepsearch_14b", 4, 8, overrides=auto) == resolve.resolve("deepsearch_14b", overrides=auto)
+    assert resolve_on_nodes("deepsearch_14b", 4, 8, overrides=auto) == resolve.resolve("deepsearch_14b", overrides=auto)
 
 
 @pytest.mark.parametrize(
     ("nodes", "data", "replicas"), [(1, 1, 1), (2, 2, 2), (3, 2, 4), (4, 4, 4), (6, 6, 6), (16, 16, 16)]
 )
-def test_a_split_job_stays_split_on_any_number_of_nodes(nodes: int, data: int, replicas: int) -> None:
-    job = on_nodes("deepsearch_14b+split", nodes, 8)
+def test_split_job_stays_split_on_any_number_of_nodes(nodes: int, data: int, replicas: int) -> None:
+    job = resolve_on_nodes("deepsearch_14b+split", nodes, 8)
     assert (job.engine.placement, job.rollout.max_staleness) == ("split", 1)
     assert (job.parallel.data, job.engine.replicas) == (data, replicas)
     assert lay_out_nodes(job, 8, nodes).nodes == nodes
     if nodes > 1:
-        word = on_nodes("deepsearch_14b", nodes, 8, overrides=["engine.placement=split"])
+        word = resolve_on_nodes("deepsearch_14b", nodes, 8, overrides=["engine.placement=split"])
         assert word.engine.placement == "split" and lay_out_nodes(word, 8, nodes).nodes == nodes
 
 
 @pytest.mark.parametrize(("trainer", "engines"), [(3, 8), (6, 5), (11, 4)])
-def test_whole_nodes_are_shared_out_exactly(trainer: int, engines: int) -> None:
+def test_scaling_keeps_the_ratio_of_whole_nodes(trainer: int, engines: int) -> None:
     words = [
         "engine.placement=split",
         "engine.tensor=1",
         f"parallel.data={8 * trainer}",
         f"engine.replicas={8 * engines}",
     ]
-    job = scaled(resolve.resolve("quickstart", overrides=words), 5 * (trainer + engines), 8)
+    job = scale_to_nodes(resolve.resolve("quickstart", overrides=words), 5 * (trainer + engines), 8)
     assert (job.parallel.data, job.engine.replicas) == (40 * trainer, 40 * engines)
 
 
-def test_the_words_of_a_found_layout_give_its_plan() -> None:
+def test_overrides_of_a_found_layout_reproduce_its_plan() -> None:
     job = resolve.resolve("deepsearch_14b")
     found = search(job, H100)
     assert len(found.best) == 5
     assert found.fit + sum(count for _, count in found.failed) == found.tried
     own = plan(job, H100)
     for best in found.best:
-        again = plan(resolve.resolve("deepsearch_14b", overrides=words(best, job).split()), H100)
+        again = plan(resolve.resolve("deepsearch_14b", overrides=overrides_between(best, job).split()), H100)
         assert again.fits and again.to_dict() == best.to_dict()
         assert best.seconds <= own.seconds
 
 
-def test_a_cold_start_is_planned_without_engines() -> None:
+def test_cold_start_plan_has_no_engines() -> None:
     job = resolve.resolve("sft_7b")
     found, layouts = plan(job, H100), search(job, H100)
     assert found.decode_batch == found.memory.kv_tokens == 0
@@ -300,19 +301,19 @@ def test_a_cold_start_is_planned_without_engines() -> None:
     assert len(layouts.best) == 5
 
 
-def test_layouts_that_fail_alike_are_counted_together() -> None:
+def test_search_counts_failures_by_kind() -> None:
     found = search(resolve.resolve("reasoning_7b"), H100)
     reasons = [reason for reason, _ in found.failed]
     assert "an update needs more memory than a GPU has" in reasons
     assert len({re.sub(r"[0-9N]+", "", reason) for reason in reasons}) == len(reasons)
 
 
-def test_an_unknown_gpu_is_named() -> None:
+def test_unknown_gpu_is_reported() -> None:
     with pytest.raises(UserError, match="unknown GPU 'h1000'; known: h100-80, h200, a100-80"):
         Hardware.named("h1000")
 
 
-def test_parts_add_up_in_text() -> None:
+def test_rendered_parts_add_up() -> None:
     found = plan(resolve.resolve("deepsearch_14b"), H100)
     text = render(found)
     assert "Qwen/Qwen3-14B, 14.77 billion parameters" in text
@@ -325,7 +326,7 @@ def arpo(*arguments: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run([sys.executable, "-m", "arpo_megatron", *arguments], capture_output=True, text=True)
 
 
-def test_the_command_gives_one_json_object_and_fails_where_the_job_does_not_fit() -> None:
+def test_plan_command_prints_json_and_fails_if_the_job_does_not_fit() -> None:
     done = arpo("plan", "moe_30b_a3b", "--json", "--no-search")
     found = json.loads(done.stdout)
     assert (done.returncode, found["fits"], found["parameters"]) == (0, True, 30_532_122_624)
@@ -338,7 +339,7 @@ def test_the_command_gives_one_json_object_and_fails_where_the_job_does_not_fit(
     assert done.returncode == 1 and "does not fit: rollout needs" in done.stdout
 
 
-def test_planning_needs_neither_torch_nor_the_models_files(tmp_path: Path) -> None:
+def test_plan_imports_no_torch(tmp_path: Path) -> None:
     program = (
         "import sys\nfrom arpo_megatron.jobs import resolve\nfrom arpo_megatron.plan import GPUS, plan\n"
         "from arpo_megatron.plan.search import search\n"

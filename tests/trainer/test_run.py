@@ -73,7 +73,7 @@ def test_failed_export_names_the_checkpoint_to_resume_from(tmp_path: Path, monke
 
     monkeypatch.setattr("arpo_megatron.trainer.run.export_hf", full)
     run = new_run(tmp_path)
-    room = r"export could not be written \(No space left on device\): make room and .* --resume, from "
+    room = r"export could not be written \(No space left on device\): free disk space, then .* --resume \(from "
     with pytest.raises(UserError, match=room + "the beginning"):
         run.export()
     (run.session.directory.checkpoints / "step_50").mkdir(parents=True)
