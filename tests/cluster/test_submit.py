@@ -457,7 +457,7 @@ def test_resume_uses_the_given_profile(tmp_path: Path, sent: list[Submission]) -
 
 def test_overrides_that_contradict_nodes_are_refused(tmp_path: Path, sent: list[Submission]) -> None:
     run = submitted(tmp_path, resolve.resolve("deepsearch_14b"), profile(runs=str(tmp_path)))
-    with pytest.raises(UserError, match=r"3 nodes of 8 GPUs, but 16 trainer ranks .* take 2: give"):
+    with pytest.raises(UserError, match=r"3 nodes of 8 GPUs, but 16 trainer ranks .* need 2: use"):
         CliRunner().invoke(app, ["resume", str(run.path), "--nodes", "3", "parallel.data=4"], catch_exceptions=False)
     assert not sent
 
