@@ -15,8 +15,9 @@ from arpo_megatron.errors import UserError
 from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.launch.preflight.check import CheckResult, failure, ok, show, warning
 from arpo_megatron.launch.preflight.machine import CLOCK_SKEW_S
+from arpo_megatron.launch.supervisor import SupervisedProcess, Supervisor
 from arpo_megatron.utils.atomic import write_json
-from arpo_megatron.utils.processes import ManagedProcess, ManagedProcesses, ProcessDiedError, stop_groups
+from arpo_megatron.utils.processes import ProcessDiedError
 
 START_S = 300.0
 """Limit for the first report: all nodes start Python, import torch, perhaps from a cold filesystem, and run checks."""
@@ -42,12 +43,12 @@ class Report:
     """Free TCP ports."""
 
 
-def examine_nodes(backend: SlurmBackend, processes: ManagedProcesses, port: int, poll: Callable[[], None]) -> None:
+def examine_nodes(backend: SlurmBackend, supervisor: Supervisor, port: int, poll: Callable[[], None]) -> None:
     """Check every node (`preflight_node`), print the results, and set `backend.free_ports`.
 
     Args:
         backend: nodes of the job.
-        processes: receives the step.
+        supervisor: receives the step.
         port: TCP port of node 0 for the all-reduce.
         poll: called while waiting.
 
@@ -66,16 +67,15 @@ def examine_nodes(backend: SlurmBackend, processes: ManagedProcesses, port: int,
     )
     variables = {"ARPO_NODE_ADDRESSES": addresses, "MASTER_PORT": str(port)}
     names = [node.name for node in backend.nodes]
-    step = processes.start("doctor", backend.step("doctor", backend.nodes, 1, command), env=variables)
+    step = supervisor.start("doctor", backend.step("doctor", backend.nodes, 1, command), env=variables)
     limit_s = START_S if backend.profile.container is None else IMAGE_S
     died: ProcessDiedError | None = None
     try:
-        processes.wait(step, poll=_until_late(step, limit_s, poll))
+        supervisor.wait(step, poll=_until_late(step, limit_s, poll))
     except ProcessDiedError as error:
         died = error
     except _LateError:  # the late nodes have left no report
-        stop_groups([step.process])
-        processes.running.remove(step)
+        supervisor.end(step)
     reports = {name: found for name in names if (found := _report(backend.run, name))}
     reported = [(name, item) for name in reports for item in reports[name].findings]
     logged = _logged(step) if died else []
@@ -91,7 +91,7 @@ def examine_nodes(backend: SlurmBackend, processes: ManagedProcesses, port: int,
     backend.free_ports.update({name: reports[name].ports for name in names})
 
 
-def _logged(step: ManagedProcess) -> list[tuple[str, CheckResult]]:
+def _logged(step: SupervisedProcess) -> list[tuple[str, CheckResult]]:
     """Return the failures that nodes wrote to the step's log because they do not see the supervisor's filesystem."""
     log = step.log.read_bytes()[step.log_start :].decode(errors="replace")
     return [(name, failure(check, text)) for name, check, text in _FAILURE.findall(log)]
@@ -101,7 +101,7 @@ class _LateError(Exception):
     """A node did not report in time."""
 
 
-def _until_late(step: ManagedProcess, limit_s: float, poll: Callable[[], None]) -> Callable[[], None]:
+def _until_late(step: SupervisedProcess, limit_s: float, poll: Callable[[], None]) -> Callable[[], None]:
     """Return a `poll` that raises _LateError if the first report, or the last one after it, takes too long."""
     deadline, reported = time.monotonic() + limit_s, False
 

@@ -40,10 +40,11 @@ from arpo_megatron.errors import USER_ERROR_EXIT_CODE, StoppedError, UserError
 from arpo_megatron.jobs import resolve
 from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.launch.job import sft_phase, train_phases, watching
+from arpo_megatron.launch.supervisor import Supervisor
 from arpo_megatron.monitor.progress import Progress
 from arpo_megatron.plan.node_layout import lay_out_nodes
 from arpo_megatron.utils.ports import free_ports
-from arpo_megatron.utils.processes import ManagedProcesses, ProcessDiedError
+from arpo_megatron.utils.processes import ProcessDiedError
 from arpo_megatron.utils.signals import Interrupted, interrupt_on_signals
 from tools_sandbox.config import TOKEN_VARIABLE
 
@@ -135,20 +136,20 @@ def _cancel_waiting(run: RunDirectory) -> list[str]:
 
 def _run(config: JobConfig, run: RunDirectory, backend: SlurmBackend, warned: Sequence[int]) -> None:
     _read_secrets(backend.profile)
-    with run.locked(), watching(run) as (progress, poll), backend.prepared(), ManagedProcesses(run.logs) as processes:
+    with run.locked(), watching(run) as (progress, poll), backend.prepared(), Supervisor(run.logs) as supervisor:
         run.remove_partial()  # left by a kill -9
         signals = _Signals(run, backend, progress)
         for number in (signal.SIGUSR1, signal.SIGTERM):
             signal.signal(number, signals.receive)
         for early in warned:
             signals.receive(early)
-        processes.checks.append(signals.handle)
+        supervisor.checks.append(signals.handle)
         progress.note(f"job {backend.job_id} on {', '.join(node.name for node in backend.nodes)}")
         for line in backend.layout.describe():
             progress.note(line)
         try:
-            _wait_for_old_kills(backend, processes, progress)
-            _phases(config, run, backend, processes, progress, poll)
+            _wait_for_old_kills(backend, supervisor, progress)
+            _phases(config, run, backend, supervisor, progress, poll)
         except (ProcessDiedError, SilentNodeError) as error:
             if not signals.term:
                 raise
@@ -160,25 +161,25 @@ def _phases(
     config: JobConfig,
     run: RunDirectory,
     backend: SlurmBackend,
-    processes: ManagedProcesses,
+    supervisor: Supervisor,
     progress: Progress,
     poll: Callable[[], None],
 ) -> None:
     progress.phase("doctor")
     (port,) = free_ports(1, backend.nodes[0].address, backend.profile.ports)
-    examine_nodes(backend, processes, port, poll)
+    examine_nodes(backend, supervisor, port, poll)
     progress.phase("prepare")
     command = backend.python([sys.executable, "-m", "arpo_megatron.cluster.prepare", str(run.path)])
     step = backend.step("prepare", backend.nodes[:1], 1, command)
-    processes.wait(processes.start("prepare", step), poll=poll)
+    supervisor.wait(supervisor.start("prepare", step), poll=poll)
     if config.sft_only:
-        sft_phase(config, run, processes, progress, poll, backend)
+        sft_phase(config, run, supervisor, progress, poll, backend)
     else:
-        train_phases(config, run, processes, progress, poll, backend)
+        train_phases(config, run, supervisor, progress, poll, backend)
     progress.note(f"exported to {run.sft_model if config.sft_only else run.export}")
 
 
-def _wait_for_old_kills(backend: SlurmBackend, processes: ManagedProcesses, progress: Progress) -> None:
+def _wait_for_old_kills(backend: SlurmBackend, supervisor: Supervisor, progress: Progress) -> None:
     """After a requeue, wait until Slurm has delivered the kills of the job's previous run.
 
     Slurm repeats the kill of a step until its node answers, even if the node was lost and the job requeued. Step
@@ -194,7 +195,7 @@ def _wait_for_old_kills(backend: SlurmBackend, processes: ManagedProcesses, prog
             if not reported:
                 progress.note(f"waiting until Slurm has ended earlier steps on {', '.join(sorted(pending))}")
             reported = True
-            processes.check()
+            supervisor.check()
             time.sleep(_REPEATED_INTERVAL_S)
 
 

@@ -27,10 +27,10 @@ from arpo_megatron.evaluation.scorers import judge_check
 from arpo_megatron.evaluation.summary import EvalSummary, summarize
 from arpo_megatron.evaluation.target import EvalTarget, TargetKind, eval_config, parse_target
 from arpo_megatron.jobs.run_directory import RunDirectory
+from arpo_megatron.launch.supervisor import Supervisor
 from arpo_megatron.rewards import make_reward
 from arpo_megatron.rewards.judge.judge import Judge
 from arpo_megatron.utils.atomic import write_json
-from arpo_megatron.utils.processes import ManagedProcesses
 from tools_sandbox.config import TOKEN_VARIABLE
 
 _NOTE_EVERY_S = 10.0
@@ -238,7 +238,7 @@ def _agent(
         yield OracleAgent(right=target.kind is TargetKind.ORACLE)
         return
     write_tool_files(config, out, prompted.data)
-    with ManagedProcesses(out.logs) as processes:
+    with Supervisor(out.logs) as supervisor:
         if target.kind is TargetKind.SERVER:
             from arpo_megatron.evaluation.agents.server import ServerAgent
 
@@ -246,16 +246,16 @@ def _agent(
             if tools is Tools.NONE:
                 yield ServerAgent(target.url, target.name, config, tools, None, tell=tell)
                 return
-            with tool_service(config, out, processes) as sandbox_url:
+            with tool_service(config, out, supervisor) as sandbox_url:
                 yield ServerAgent(target.url, target.name, config, tools, sandbox_url, token, tell)
             return
         from arpo_megatron.evaluation.agents.engine import EngineAgent
 
         assert target.model is not None and prompted.decode is not None
-        with services(config, out, processes, target.model) as ready:
+        with services(config, out, supervisor, target.model) as ready:
             rollouts = connect_rollouts(config, target.model, ready)
             try:
-                yield EngineAgent(rollouts, config, attempts, prompted.decode, processes.check)
+                yield EngineAgent(rollouts, config, attempts, prompted.decode, supervisor.check)
             finally:
                 rollouts.close()
 

@@ -13,6 +13,7 @@ from arpo_megatron.jobs.inputs import load_data, load_tokenizer
 from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.launch.job import opened, run_phases, watching
 from arpo_megatron.launch.services import services
+from arpo_megatron.launch.supervisor import Supervisor
 from arpo_megatron.monitor.progress import Progress
 from arpo_megatron.monitor.tree_store import rank_for_display, read_trees, step_file, stored_steps
 from arpo_megatron.monitor.tree_view import render_tree
@@ -20,7 +21,6 @@ from arpo_megatron.rollout.endpoints import connect_rollouts
 from arpo_megatron.rollout.messages import RolloutSettings
 from arpo_megatron.tasks.base import Task
 from arpo_megatron.tree import RolloutTree, Trajectory
-from arpo_megatron.utils.processes import ManagedProcesses
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -37,12 +37,12 @@ def run_demo(config: JobConfig, *, resume: bool) -> dict[str, Any]:
     with (
         opened(config, resume=resume) as run,
         watching(run) as (progress, poll),
-        ManagedProcesses(run.logs) as processes,
+        Supervisor(run.logs) as supervisor,
     ):
-        run_phases(config, run, processes, progress, poll)
+        run_phases(config, run, supervisor, progress, poll)
         progress.phase("serve the export")
         tokenizer = load_tokenizer(run.export)
-        task, tree = _answer_one(config, run, processes, tokenizer)
+        task, tree = _answer_one(config, run, supervisor, tokenizer)
         gap = _transformers_gap(run, tree.trajectory(tree.leaves()[0]))
         progress.note(f"transformers and SGLang agree on the export: log-probs differ by {gap:.1e} nats at most")
         _show(progress, tokenizer, task, tree)
@@ -51,13 +51,13 @@ def run_demo(config: JobConfig, *, resume: bool) -> dict[str, Any]:
 
 
 def _answer_one(
-    config: JobConfig, run: RunDirectory, processes: ManagedProcesses, tokenizer: "PreTrainedTokenizerFast"
+    config: JobConfig, run: RunDirectory, supervisor: Supervisor, tokenizer: "PreTrainedTokenizerFast"
 ) -> tuple[Task, RolloutTree]:
     """One held-out question, answered greedily by the exported model through a new engine and the tools."""
     held_out = load_data(config, tokenizer).held_out
     # The last kind of generated task needs both tools, one after the other: the most to see.
     task = next((task for task in held_out if task.id.endswith("-two")), held_out[0])
-    with services(config, run, processes, run.export) as ready:
+    with services(config, run, supervisor, run.export) as ready:
         rollouts = connect_rollouts(config, run.export, ready)
         try:
             settings = RolloutSettings.evaluation(config, temperature=0.0)
@@ -66,7 +66,7 @@ def _answer_one(
                 step=config.train.steps,
                 version=0,
                 settings=settings,
-                progress=lambda _progress: processes.check(),
+                progress=lambda _progress: supervisor.check(),
             )
         finally:
             rollouts.close()

@@ -17,10 +17,10 @@ from arpo_megatron.jobs.inputs import check_inputs, prepare
 from arpo_megatron.jobs.run_directory import RunDirectory, start_model
 from arpo_megatron.launch.backend import Backend, LocalBackend
 from arpo_megatron.launch.services import run_trainer, services
+from arpo_megatron.launch.supervisor import Supervisor
 from arpo_megatron.monitor.events import EventReader
 from arpo_megatron.monitor.progress import Progress
 from arpo_megatron.trainer.skipped_updates import check_dump, load_skipped_update
-from arpo_megatron.utils.processes import ManagedProcesses
 
 
 def run_job(config: JobConfig, *, resume: bool) -> RunDirectory:
@@ -33,36 +33,36 @@ def run_job(config: JobConfig, *, resume: bool) -> RunDirectory:
     with (
         opened(config, resume=resume) as run,
         watching(run) as (progress, poll),
-        ManagedProcesses(run.logs) as processes,
+        Supervisor(run.logs) as supervisor,
     ):
-        run_phases(config, run, processes, progress, poll)
+        run_phases(config, run, supervisor, progress, poll)
         progress.note(f"exported to {run.export}")
     return run
 
 
 def run_phases(
-    config: JobConfig, run: RunDirectory, processes: ManagedProcesses, progress: Progress, poll: Callable[[], None]
+    config: JobConfig, run: RunDirectory, supervisor: Supervisor, progress: Progress, poll: Callable[[], None]
 ) -> None:
     """Prepare, cold start where the recipe has one, train; what a stopped run has done already is not done again."""
     _prepare(config, run, progress)
-    train_phases(config, run, processes, progress, poll, LocalBackend())
+    train_phases(config, run, supervisor, progress, poll, LocalBackend())
 
 
 def train_phases(
     config: JobConfig,
     run: RunDirectory,
-    processes: ManagedProcesses,
+    supervisor: Supervisor,
     progress: Progress,
     poll: Callable[[], None],
     backend: Backend,
 ) -> None:
     """`run_phases` without the preparation, on any backend. Raises StoppedError too."""
     if config.sft.steps:
-        sft_phase(config, run, processes, progress, poll, backend)
+        sft_phase(config, run, supervisor, progress, poll, backend)
     if run.steps_done >= config.train.steps:
         progress.note("training is done already")
     else:
-        _train(config, run, processes, progress, poll, backend)
+        _train(config, run, supervisor, progress, poll, backend)
 
 
 def run_sft(config: JobConfig, *, resume: bool) -> dict[str, Any]:
@@ -70,10 +70,10 @@ def run_sft(config: JobConfig, *, resume: bool) -> dict[str, Any]:
     with (
         opened(config, resume=resume) as run,
         watching(run) as (progress, poll),
-        ManagedProcesses(run.logs) as processes,
+        Supervisor(run.logs) as supervisor,
     ):
         _prepare(config, run, progress)
-        sft_phase(config, run, processes, progress, poll, LocalBackend())
+        sft_phase(config, run, supervisor, progress, poll, LocalBackend())
         progress.note(f"exported to {run.sft_model}")
         figures = json.loads(run.sft_result.read_text()) if run.sft_result.exists() else {}
     return {**figures, "run_dir": str(run.path), "export_dir": str(run.sft_model)}
@@ -97,9 +97,9 @@ def export_checkpoint(run: RunDirectory, out: Path, step: int | None) -> Path:
     wanted = "newest" if step is None else str(step)
     config = resolve.load(run.config)
     check_model(config, run)
-    with run.locked(), watching(run) as (_, poll), ManagedProcesses(run.logs) as processes:
+    with run.locked(), watching(run) as (_, poll), Supervisor(run.logs) as supervisor:
         run_trainer(
-            "arpo_megatron.trainer.export_checkpoint", config, run, processes, arguments=[wanted, str(out)], poll=poll
+            "arpo_megatron.trainer.export_checkpoint", config, run, supervisor, arguments=[wanted, str(out)], poll=poll
         )
     return out
 
@@ -116,12 +116,12 @@ def replay_skipped_update(run: RunDirectory, dump: Path) -> str:
     check_dump(load_skipped_update(dump), dump, config, run)
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "replay.txt"
-        with run.locked(), watching(run) as (_, poll), ManagedProcesses(run.logs) as processes:
+        with run.locked(), watching(run) as (_, poll), Supervisor(run.logs) as supervisor:
             run_trainer(
                 "arpo_megatron.trainer.replay_update",
                 config,
                 run,
-                processes,
+                supervisor,
                 arguments=[str(dump.resolve()), str(out)],
                 poll=poll,
             )
@@ -180,7 +180,7 @@ def prepare_run(config: JobConfig, run: RunDirectory, tell: Callable[[str], None
 def sft_phase(
     config: JobConfig,
     run: RunDirectory,
-    processes: ManagedProcesses,
+    supervisor: Supervisor,
     progress: Progress,
     poll: Callable[[], None],
     backend: Backend,
@@ -191,7 +191,7 @@ def sft_phase(
         return
     _check_stop(run)
     progress.phase("start the trainer")
-    run_trainer("arpo_megatron.sft", config, run, processes, poll=poll, backend=backend)
+    run_trainer("arpo_megatron.sft", config, run, supervisor, poll=poll, backend=backend)
     if not run.sft_done:
         _check_stop(run)
 
@@ -199,7 +199,7 @@ def sft_phase(
 def _train(
     config: JobConfig,
     run: RunDirectory,
-    processes: ManagedProcesses,
+    supervisor: Supervisor,
     progress: Progress,
     poll: Callable[[], None],
     backend: Backend,
@@ -207,9 +207,9 @@ def _train(
     _check_stop(run)
     progress.phase("start engine and tools")
     model = start_model(config, run, "train")
-    with services(config, run, processes, model, backend) as ready:
+    with services(config, run, supervisor, model, backend) as ready:
         _check_stop(run)
-        run_trainer("arpo_megatron.train", config, run, processes, env=ready.environment, poll=poll, backend=backend)
+        run_trainer("arpo_megatron.train", config, run, supervisor, env=ready.environment, poll=poll, backend=backend)
         if run.steps_done < config.train.steps:  # else it was asked to end while it exported, and is done
             _check_stop(run)
 

@@ -1,4 +1,4 @@
-"""The roles of a job: tool service, engines and trainer ranks, started in order, watched, and ended together."""
+"""The services and ranks of a job: tool service, engines, rollout process, router, trainer ranks."""
 
 import os
 import secrets
@@ -14,12 +14,9 @@ from arpo_megatron.hardware.environment import trainer_environment
 from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.launch.backend import Backend, LocalBackend
 from arpo_megatron.launch.supervisor import Supervisor
-from arpo_megatron.rollout.endpoints import (
-    Services,
-    uses_expert_routes,
-)
+from arpo_megatron.rollout.endpoints import Services, uses_expert_routes
 from arpo_megatron.rollout.handle import rollout_service, rollout_socket
-from arpo_megatron.utils.processes import GRACE_S, ManagedProcesses
+from arpo_megatron.utils.processes import GRACE_S
 from arpo_megatron.utils.service_spec import ServiceSpec
 
 SANDBOX_STARTUP_S = 180.0
@@ -27,37 +24,32 @@ SANDBOX_STARTUP_S = 180.0
 
 @contextmanager
 def services(
-    config: JobConfig, run: RunDirectory, processes: ManagedProcesses, model: Path, backend: Backend | None = None
+    config: JobConfig, run: RunDirectory, supervisor: Supervisor, model: Path, backend: Backend | None = None
 ) -> Iterator[Services]:
-    """Start the tool service, engines that serve `model`, and the rollout process; inside the block they are kept up.
+    """Start the tool service, engines that serve `model`, and the rollout process; keep them up inside the block.
 
     Args:
-        config: of the job.
+        config: config of the job.
         run: its directory.
-        processes: its other processes.
+        supervisor: its processes.
         model: Hugging Face directory.
-        backend: where they run; None: on this machine.
+        backend: where the services run; None: on this machine.
 
     Raises:
         UserError: no model at `model`, or the config wants a router that is not installed.
-        ProcessDiedError: one of them did not come up in time; the message names its log.
+        ProcessDiedError: a service did not come up in time; the message names its log.
     """
     backend, hang_timeout_s = backend or LocalBackend(), config.engine.hang_timeout_s
     token = secrets.token_urlsafe(32)
-    with backend.scratch() as scratch:
+    with backend.scratch() as scratch, supervisor.serving(run, restarts=config.engine.restarts):
         engines = [
             _engine(config, run, model, index, backend, scratch, token) for index in range(config.engine.replicas)
         ]
         (port,) = backend.ports("sandbox", 1)
-        sandbox = backend.place(
-            "sandbox", sandbox_program(run, port, hang_timeout_s=hang_timeout_s, host=backend.host("sandbox"))
-        )
+        sandbox = sandbox_service(run, port, hang_timeout_s=hang_timeout_s, host=backend.host("sandbox"))
         (port,) = backend.ports("rollout", 1)
-        log = run.logs / "rollout.log"
-        rollout = backend.place(
-            "rollout",
-            rollout_service(scratch, port, log_path=log, hang_timeout_s=hang_timeout_s),
-        )
+        rollout = rollout_service(scratch, port, log_path=run.logs / "rollout.log", hang_timeout_s=hang_timeout_s)
+        supervisor.serve(backend.place("sandbox", sandbox), *engines, backend.place("rollout", rollout))
         urls = tuple(engine.url for engine in engines)
         router = router_service(
             config.engine,
@@ -68,23 +60,20 @@ def services(
             host=backend.host("router"),
             token=token,
         )
-        with Supervisor(run, processes, restarts=config.engine.restarts) as supervisor:
-            supervisor.start(sandbox, *engines, rollout)
-            if router is not None:
-                supervisor.start(backend.place("router", router))
-            router_url = router.url if router is not None else None
-            yield Services(sandbox.url, urls, rollout_socket(scratch), router_url, token)
-            supervisor.check()
+        if router is not None:
+            supervisor.serve(backend.place("router", router))
+        yield Services(sandbox.url, urls, rollout_socket(scratch), router.url if router is not None else None, token)
+        supervisor.check()
 
 
 @contextmanager
-def tool_service(config: JobConfig, run: RunDirectory, processes: ManagedProcesses) -> Iterator[str]:
-    """The tool service alone, on this machine; inside the block it is kept up at the URL. Raises ProcessDiedError."""
+def tool_service(config: JobConfig, run: RunDirectory, supervisor: Supervisor) -> Iterator[str]:
+    """Start the tool service alone, on this machine, and yield its URL. Raises ProcessDiedError."""
     (port,) = LocalBackend().ports("sandbox", 1)
-    program = sandbox_program(run, port, hang_timeout_s=config.engine.hang_timeout_s)
-    with Supervisor(run, processes, restarts=config.engine.restarts) as supervisor:
-        supervisor.start(program)
-        yield program.url
+    sandbox = sandbox_service(run, port, hang_timeout_s=config.engine.hang_timeout_s)
+    with supervisor.serving(run, restarts=config.engine.restarts):
+        supervisor.serve(sandbox)
+        yield sandbox.url
         supervisor.check()
 
 
@@ -93,7 +82,7 @@ def _engine(
 ) -> ServiceSpec:
     name = "engine" if config.engine.replicas == 1 else f"engine-{index}"
     role = f"engine-{index}"
-    program = engine_service(
+    spec = engine_service(
         model,
         config.engine,
         dtype=config.model.dtype,
@@ -107,16 +96,16 @@ def _engine(
         host=backend.host(role),
         token=token,
     )
-    return replace(backend.place(role, program), held_by=run.memory_lent)
+    return replace(backend.place(role, spec), held_by=run.memory_lent)
 
 
-def sandbox_program(run: RunDirectory, port: int, *, hang_timeout_s: float, host: str = "127.0.0.1") -> ServiceSpec:
-    """How to start the tool service; it takes its token, if any, from this process's environment."""
-    where = ["--host", host, "--port", str(port), "--config", str(run.sandbox_config)]
+def sandbox_service(run: RunDirectory, port: int, *, hang_timeout_s: float, host: str = "127.0.0.1") -> ServiceSpec:
+    """Return how to start the tool service; it takes its token, if any, from this process's environment."""
+    options = ["--host", host, "--port", str(port), "--config", str(run.sandbox_config)]
     return ServiceSpec(
         name="sandbox",
         url=f"http://{host}:{port}",
-        command=[sys.executable, "-m", "tools_sandbox", *where],
+        command=[sys.executable, "-m", "tools_sandbox", *options],
         log=run.logs / "sandbox.log",
         environment=dict(os.environ),
         startup_timeout_s=SANDBOX_STARTUP_S,
@@ -129,7 +118,7 @@ def run_trainer(
     module: str,
     config: JobConfig,
     run: RunDirectory,
-    processes: ManagedProcesses,
+    supervisor: Supervisor,
     *,
     arguments: Sequence[str] = (),
     env: Mapping[str, str] | None = None,
@@ -144,4 +133,4 @@ def run_trainer(
     name = module.rpartition(".")[2]
     command, needed = (backend or LocalBackend()).ranks(module, [str(run.path), *arguments], config)
     variables = {**trainer_environment(config.platform), **needed, **(env or {})}
-    processes.wait(processes.start(name, command, env=variables), poll=poll)
+    supervisor.wait(supervisor.start(name, command, env=variables), poll=poll)

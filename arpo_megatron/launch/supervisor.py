@@ -1,245 +1,312 @@
-"""The services of a job (engines, their router, the tool service): started, watched, and restarted when they fail.
+"""The processes of a job: started, watched, restarted if they are services, and ended together.
 
-A service that ends, or that does not answer its probe in time (a hung one still holds its connections open), is killed
-with its whole process group and started again at the same address, after a pause that doubles. What was asked of it
-meanwhile is repeated by those who asked. After `restarts` of them the job stops.
+A process that runs once (a trainer rank, a preparation) ends the job when it fails. A service that ends, or that does
+not answer its probe in time (a hung one still holds its connections), is killed with its process group and started
+again at the same address, after a pause that doubles. Its clients repeat their requests. After a number of restarts the
+job ends.
 
-All of it runs in one thread with an event loop of its own, so it goes on while the main thread waits for a rank.
+Every process leads a session, so a ctrl-C reaches the command line alone, which ends the processes in order. The kernel
+kills them if the command line is killed, so nothing is left behind.
 """
 
-import asyncio
+import os
 import subprocess
 import threading
 import time
-from collections.abc import Coroutine
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any, Self
+from pathlib import Path
+from typing import Self
 
-import aiohttp
+import requests
 
 from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.launch.health import HealthPage, ServiceHealth
 from arpo_megatron.monitor.events import EventLog
 from arpo_megatron.utils.processes import (
-    ManagedProcess,
-    ManagedProcesses,
+    REAP_DEADLINE_S,
     ProcessDiedError,
     exit_code,
+    first_failure,
     how_it_ended,
     last_lines,
     stop_groups,
 )
 from arpo_megatron.utils.service_spec import ServiceSpec
-from arpo_megatron.utils.signals import interrupts_ignored
+from arpo_megatron.utils.signals import interrupts_deferred, interrupts_ignored
 
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 60.0
-SOUND_S = 60.0
-"""A service that was up for so many seconds has recovered: its next restart pauses as shortly as the first."""
+RECOVERED_S = 60.0
+"""A service that was up for this long pauses before its next restart as briefly as before the first."""
 _POLL_INTERVAL_S = 0.1
 _PROBE_INTERVAL_S = 5.0
 
 
 @dataclass(slots=True)
-class _SupervisedService:
-    """A program and the process that runs it now."""
+class SupervisedProcess:
+    """A process group of the job; for a service the one that runs now."""
 
-    program: ServiceSpec
+    spec: ServiceSpec
     process: "subprocess.Popen[bytes] | None" = None
+    log_start: int = 0
+    """Size of the log in bytes before the first start."""
     up: bool = False
     since: float = field(default_factory=time.time)
+    """Time of the start, or of the last change of `up`."""
     restarts: int = 0
-    pause_s: float = FIRST_PAUSE_S
     error: str = ""
-    code: int = 1
+    """Why it was last restarted."""
+
+    @property
+    def log(self) -> Path:
+        """File of its output."""
+        return self.spec.log
+
+    def poll(self) -> int | None:
+        """Return the return code, None while it runs."""
+        return None if self.process is None else self.process.poll()
+
+    def failure(self) -> str:
+        """Return the message for the user when a process that runs once has ended."""
+        report = first_failure(self.log, self.log_start) or last_lines(self.log)
+        return f"{self.spec.name} {how_it_ended(self.poll() or 0)}; log: {self.log}\n{report}"
 
     def health(self) -> ServiceHealth:
+        """Return its row of the health page."""
         return ServiceHealth(
-            name=self.program.name,
+            name=self.spec.name,
             pid=self.process.pid if self.process is not None else None,
             up=self.up,
             since=self.since,
             restarts=self.restarts,
             last_error=self.error,
-            url=self.program.url,
-            log=str(self.program.log),
+            url=self.spec.url,
+            log=str(self.log),
         )
 
     def turn(self, *, up: bool) -> None:
+        """Record that it came up or went down."""
         self.up, self.since = up, time.time()
 
 
 class Supervisor:
-    """Keeps services up while the `with` block runs, and serves the health page.
+    """Starts the processes of a job, and ends all of them on leaving the `with` block.
 
     Args:
-        run: whose `events` are told of every restart, and where the health page's address is written.
-        processes: the job's other processes, for the page; their `wait` also ends when a service has failed for good.
-        restarts: of all services together, before the job stops.
+        logs: directory for the logs of processes that run once.
     """
 
-    def __init__(self, run: RunDirectory, processes: ManagedProcesses, *, restarts: int) -> None:
-        self.restarted = 0
-        self._run = run
-        self._processes = processes
-        self._restarts = restarts
-        self._events = EventLog(run.events)
-        self._services: list[_SupervisedService] = []
-        self._failure: ProcessDiedError | None = None
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="supervisor", daemon=True)
-        self._http: aiohttp.ClientSession | None = None
-        self._page = HealthPage(self._health)
+    def __init__(self, logs: Path) -> None:
+        self.running: list[SupervisedProcess] = []
+        """Processes that run once and have not been waited for."""
+        self.checks: list[Callable[[], None]] = []
+        """Called while a process is waited for; one that raises ends the wait."""
+        self._logs = logs
+        self._services: _Services | None = None
 
     def __enter__(self) -> Self:
-        self._thread.start()
-        self._in_loop(self._open())
-        self._processes.checks.append(self.check)
+        self._logs.mkdir(parents=True, exist_ok=True)
         return self
 
     def __exit__(self, *_exception: object) -> None:
-        with interrupts_ignored():
-            self._processes.checks.remove(self.check)
-            self._in_loop(self._close())
-            for grace_s in sorted({service.program.grace_s for service in self._services}):
-                same = [service for service in self._services if service.program.grace_s == grace_s]
-                stop_groups([service.process for service in same if service.process is not None], grace_s)
-            # Last: the kernel kills bound services with the thread that started them.
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-            self._loop.close()
+        self.stop()
 
-    def start(self, *programs: ServiceSpec) -> None:
-        """Start services side by side; returns when all of them are ready, and from then on keeps them so.
+    def start(self, name: str, command: Sequence[str], *, env: Mapping[str, str] | None = None) -> SupervisedProcess:
+        """Start a process that runs once; its output goes to `<logs>/<name>.log`."""
+        spec = ServiceSpec(name, command, self._logs / f"{name}.log", {**os.environ, **(env or {})})
+        log_start = spec.log.stat().st_size if spec.log.exists() else 0
+        with interrupts_deferred():
+            process = SupervisedProcess(spec, spec.start(), log_start, up=True)
+            self.running.append(process)
+        return process
+
+    def wait(
+        self, process: SupervisedProcess, *, poll: Callable[[], None] = lambda: None, every_s: float = 0.1
+    ) -> None:
+        """Wait until `process` ends well, and call `poll` meanwhile.
+
+        Raises:
+            ProcessDiedError: it or a service failed, or another process that runs once ended.
+        """
+        while True:
+            poll()
+            self.check()
+            for each in self.running:
+                code = each.poll()
+                if code is not None and (code != 0 or each is not process):
+                    raise ProcessDiedError(each.failure(), exit_code(code))
+            if process.poll() is not None:
+                self.running.remove(process)
+                poll()
+                return
+            time.sleep(every_s)
+
+    def end(self, process: SupervisedProcess) -> None:
+        """End a process that runs once, before its time."""
+        self.running.remove(process)
+        if process.process is not None:
+            stop_groups([process.process])
+
+    def check(self) -> None:
+        """Call all `checks`. Raises ProcessDiedError if a service has failed for good."""
+        for check in self.checks:
+            check()
+        if self._services is not None and self._services.failure is not None:
+            raise self._services.failure
+
+    @contextmanager
+    def serving(self, run: RunDirectory, *, restarts: int) -> Iterator[None]:
+        """Inside the block, `serve` starts services and the health page is up; all services end with the block.
+
+        Args:
+            run: its event log gets every restart, and `run.health` the address of the page.
+            restarts: of all services together, before the job ends.
+        """
+        self._services = services = _Services(run, restarts, lambda: [each.health() for each in self.running])
+        try:
+            yield
+        finally:
+            with interrupts_ignored():
+                services.close()
+                self._services = None
+
+    def serve(self, *specs: ServiceSpec) -> None:
+        """Start services; return when all of them are ready.
 
         Raises:
             ProcessDiedError: one ended or missed its deadline at its first start; the message holds the end of its log.
         """
-        services = [_SupervisedService(program) for program in programs]
-        self._services += services
-        for service in services:
-            asyncio.run_coroutine_threadsafe(self._guard(service), self._loop)
+        if self._services is None:
+            raise RuntimeError("services are started inside `serving`")
+        services = [self._services.start(spec) for spec in specs]
         while not all(service.up for service in services):
-            self._processes.check()
+            self.check()
             time.sleep(_POLL_INTERVAL_S / 2)
 
-    def check(self) -> None:
-        """Raise ProcessDiedError when a service has failed for good."""
-        if self._failure is not None:
-            raise self._failure
+    def stop(self) -> None:
+        """End all processes that run once: SIGTERM, then SIGKILL after GRACE_S. A ctrl-C does not interrupt it."""
+        with interrupts_ignored():
+            stop_groups([each.process for each in self.running if each.process is not None])
+        self.running.clear()
 
-    async def _guard(self, service: _SupervisedService) -> None:
-        """A defect here, or a machine that can start no more processes, stops the job instead of its supervision."""
+
+class _Services:
+    """The services of a job. A thread for each starts it, probes it, and starts it again."""
+
+    def __init__(self, run: RunDirectory, restarts: int, others: Callable[[], list[ServiceHealth]]) -> None:
+        self.failure: ProcessDiedError | None = None
+        self._services: list[SupervisedProcess] = []
+        self._threads: list[threading.Thread] = []
+        self._restarts = restarts
+        self._restarted = 0
+        self._events = EventLog(run.events)
+        self._ending = threading.Event()
+        self._starting = threading.Lock()
+        self._page = HealthPage(run.health, lambda: [*(each.health() for each in self._services), *others()])
+
+    def start(self, spec: ServiceSpec) -> SupervisedProcess:
+        """Start a service in its thread."""
+        service = SupervisedProcess(spec)
+        thread = threading.Thread(target=self._guard, args=(service,), name=f"supervise {spec.name}", daemon=True)
+        self._services.append(service)
+        self._threads.append(thread)
+        thread.start()
+        return service
+
+    def close(self) -> None:
+        """End all services and their threads."""
+        with self._starting:  # no thread starts a process after this
+            self._ending.set()
+        for grace_s in sorted({service.spec.grace_s for service in self._services}):
+            same = [service for service in self._services if service.spec.grace_s == grace_s]
+            stop_groups([service.process for service in same if service.process is not None], grace_s)
+        for thread in self._threads:
+            thread.join(REAP_DEADLINE_S)
+        self._page.close()
+
+    def _guard(self, service: SupervisedProcess) -> None:
+        """A bug here, or a machine that cannot start a process, ends the job and not only its supervision."""
         try:
-            await self._keep(service)
+            self._keep(service)
         except Exception as error:
-            text = f"{service.program.name} cannot be watched any longer: {type(error).__name__}: {error}"
-            self._failure = ProcessDiedError(text)
+            text = f"{service.spec.name} cannot be supervised any longer: {type(error).__name__}: {error}"
+            self.failure = ProcessDiedError(text)
 
-    async def _keep(self, service: _SupervisedService) -> None:
+    def _keep(self, service: SupervisedProcess) -> None:
         """Start a service, and again whenever it is down, until that has happened too often."""
-        program = service.program
+        spec, pause_s = service.spec, FIRST_PAUSE_S
         while True:
-            service.process, service.code = program.start(), 1
-            why = await _first(self._until_dead(service), self._until_silent(service))
+            with self._starting:
+                if self._ending.is_set():
+                    return None
+                service.process = process = spec.start()
+            error, code = self._watch(service, process)
+            if self._ending.is_set():
+                process.wait()  # for its grace: the kernel kills it when this thread ends
+                return None
             was_up_s = time.time() - service.since if service.up else None
+            service.error = error
             service.turn(up=False)
-            service.error = why
-            await asyncio.to_thread(stop_groups, [service.process], program.restart_grace_s)
+            stop_groups([process], spec.restart_grace_s)
             if was_up_s is None and not service.restarts:
-                return self._fail(service, "")
-            if self.restarted >= self._restarts:
-                return self._fail(service, f", after {self.restarted} restarts of services (engine.restarts)")
-            if was_up_s is not None and was_up_s > SOUND_S:
-                service.pause_s = FIRST_PAUSE_S
-            self.restarted += 1
+                return self._fail(service, "", code)
+            with self._starting:
+                if self._restarted >= self._restarts:
+                    return self._fail(
+                        service, f", after {self._restarted} restarts of services (engine.restarts)", code
+                    )
+                self._restarted += 1
+            if was_up_s is not None and was_up_s > RECOVERED_S:
+                pause_s = FIRST_PAUSE_S
             service.restarts += 1
-            text = f"{program.name} {why}; restart {self.restarted} of {self._restarts} in {service.pause_s:g} s"
-            self._tell(service, text)
-            await asyncio.sleep(service.pause_s)
-            while program.held_by is not None and program.held_by.exists():
-                await asyncio.sleep(_POLL_INTERVAL_S)
-            service.pause_s = min(2 * service.pause_s, LONGEST_PAUSE_S)
+            self._log(service, f"{error}; restart {self._restarted} of {self._restarts} in {pause_s:g} s")
+            self._ending.wait(pause_s)
+            while spec.held_by is not None and spec.held_by.exists() and not self._ending.is_set():
+                self._ending.wait(_POLL_INTERVAL_S)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
-    def _tell(self, service: _SupervisedService, text: str) -> None:
+    def _watch(self, service: SupervisedProcess, process: "subprocess.Popen[bytes]") -> tuple[str, int]:
+        """Wait until a service is down; return a phrase that says why, and the exit code of the job if it ends here."""
+        spec = service.spec
+        deadline, next_probe = time.monotonic() + spec.startup_timeout_s, 0.0
+        while not self._ending.is_set():
+            if (code := process.poll()) is not None:
+                return how_it_ended(code), exit_code(code)
+            now = time.monotonic()
+            if now >= deadline:
+                return (
+                    f"did not answer for {spec.hang_timeout_s:g} s"
+                    if service.up
+                    else f"was not ready after {spec.startup_timeout_s:g} s"
+                ), 1
+            if now >= next_probe and _answers(spec.url + (spec.alive if service.up else spec.ready), deadline - now):
+                if not service.up:
+                    service.turn(up=True)
+                    if service.restarts:
+                        self._log(service, "is up again")
+                deadline = time.monotonic() + spec.hang_timeout_s
+                next_probe = time.monotonic() + min(_PROBE_INTERVAL_S, spec.hang_timeout_s / 4)
+            self._ending.wait(_POLL_INTERVAL_S)
+        return "", 1
+
+    def _fail(self, service: SupervisedProcess, more: str, code: int) -> None:
+        spec = service.spec
+        text = f"{spec.name} {service.error}{more}; log: {spec.log}\n{last_lines(spec.log)}"
+        self.failure = ProcessDiedError(text, code)
+
+    def _log(self, service: SupervisedProcess, text: str) -> None:
+        name = service.spec.name
         with suppress(OSError):  # a full disk must not end what keeps the job alive
-            self._events.emit("restart", role=service.program.name, number=self.restarted, text=text)
-
-    def _fail(self, service: _SupervisedService, more: str) -> None:
-        program = service.program
-        text = f"{program.name} {service.error}{more}; log: {program.log}\n{last_lines(program.log)}"
-        self._failure = ProcessDiedError(text, service.code)
-
-    async def _until_dead(self, service: _SupervisedService) -> str:
-        """Returns how its process has ended."""
-        if service.process is None:
-            raise AssertionError("a service is watched after it was started")
-        while service.process.poll() is None:
-            await asyncio.sleep(_POLL_INTERVAL_S)
-        service.code = exit_code(service.process.returncode)
-        return how_it_ended(service.process.returncode)
-
-    async def _until_silent(self, service: _SupervisedService) -> str:
-        """Marks a service as up when it is ready; returns in which way it has failed to answer."""
-        program = service.program
-        if not await self._answers(program.url + program.ready, program.startup_timeout_s):
-            return f"was not ready after {program.startup_timeout_s:g} s"
-        service.turn(up=True)
-        if service.restarts:
-            self._tell(service, f"{program.name} is up again")
-        while await self._answers(program.url + program.alive, program.hang_timeout_s):
-            await asyncio.sleep(min(_PROBE_INTERVAL_S, program.hang_timeout_s / 4))
-        return f"did not answer for {program.hang_timeout_s:g} s"
-
-    async def _answers(self, url: str, timeout_s: float) -> bool:
-        """Ask until the answer is 200; False: it was not within `timeout_s` seconds."""
-        if self._http is None:
-            raise AssertionError("the supervisor is used inside `with`")
-        with suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                while True:
-                    with suppress(aiohttp.ClientError):
-                        async with self._http.get(url) as response:
-                            if response.status == 200:
-                                return True
-                    await asyncio.sleep(_POLL_INTERVAL_S)
-        return False
-
-    async def _open(self) -> None:
-        # No deadline and no kept connections: `_answers` has the deadline, and the process may be another next time.
-        connector = aiohttp.TCPConnector(force_close=True)
-        self._http = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
-        await self._page.open(self._run.health)
-
-    async def _close(self) -> None:
-        """End all tasks of the loop; none starts a process after this."""
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in others:
-            task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
-        await self._page.close(self._run.health)
-        if self._http is not None:
-            await self._http.close()
-
-    def _in_loop(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
-
-    def _health(self) -> list[ServiceHealth]:
-        return [*(service.health() for service in self._services), *map(_role_health, self._processes.running)]
+            self._events.emit("restart", role=name, number=self._restarted, text=f"{name} {text}")
 
 
-def _role_health(role: ManagedProcess) -> ServiceHealth:
-    """A role that is not a service runs for as long as it is listed."""
-    return ServiceHealth(role.name, role.process.pid, True, role.started, 0, "", "", str(role.log))
-
-
-async def _first(*coroutines: Coroutine[Any, Any, str]) -> str:
-    """The result of the one that ends first; the others are cancelled."""
-    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+def _answers(url: str, timeout_s: float) -> bool:
+    """Return whether a GET is answered with 200 in time. Each probe has its own connection: the process may be new."""
     try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        return done.pop().result()
-    finally:
-        for task in tasks:
-            task.cancel()
+        with requests.Session() as session:
+            session.trust_env = False
+            return session.get(url, timeout=timeout_s).status_code == 200
+    except requests.RequestException:
+        return False

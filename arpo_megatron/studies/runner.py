@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from arpo_megatron.launch.supervisor import SupervisedProcess, Supervisor
 from arpo_megatron.monitor.events import EventReader
 from arpo_megatron.monitor.progress import Progress
 from arpo_megatron.studies.runs import StudyRun
-from arpo_megatron.utils.processes import ManagedProcess, ManagedProcesses, ProcessDiedError
+from arpo_megatron.utils.processes import ProcessDiedError
 
 _POLL_S = 0.2
 
@@ -19,7 +20,7 @@ class _Active:
     """A run whose process is alive."""
 
     run: StudyRun
-    process: ManagedProcess
+    process: SupervisedProcess
     events: EventReader
     started: float
     status: str = "starts"
@@ -56,13 +57,13 @@ class StudyRunner:
         total = len(waiting)
         self.progress.note(f"{len(self.runs)} runs in {self.out}: {total} to do, {self.jobs} at a time")
         active: list[_Active] = []
-        with ManagedProcesses(self.out / "logs") as processes:
+        with Supervisor(self.out / "logs") as supervisor:
             while waiting or active:
                 while len(active) < self.jobs and (run := _next_ready(waiting)) is not None:
                     waiting.remove(run)
-                    active.append(self._start(run, processes))
+                    active.append(self._start(run, supervisor))
                 time.sleep(_POLL_S)
-                for each in [each for each in active if self._ended(each, processes)]:
+                for each in [each for each in active if self._ended(each, supervisor)]:
                     active.remove(each)
                 waiting = [run for run in waiting if run.cold_start is None or run.cold_start.name not in self.failed]
                 done = total - len(waiting) - len(active)
@@ -84,19 +85,19 @@ class StudyRunner:
                     found.append(each)
         return found
 
-    def _start(self, run: StudyRun, processes: ManagedProcesses) -> _Active:
+    def _start(self, run: StudyRun, supervisor: Supervisor) -> _Active:
         run.directory.path.parent.mkdir(parents=True, exist_ok=True)
-        process = processes.start(run.name.replace(" ", "-"), run.command)
+        process = supervisor.start(run.name.replace(" ", "-"), run.command)
         self.progress.note(f"{run.name} {'resumes' if run.started else 'starts'}")
         return _Active(run, process, EventReader(run.directory.events), time.monotonic())
 
-    def _ended(self, each: _Active, processes: ManagedProcesses) -> bool:
+    def _ended(self, each: _Active, supervisor: Supervisor) -> bool:
         """Return whether a run has ended, and report how."""
         each.update_status()
-        code = each.process.process.poll()
+        code = each.process.poll()
         if code is None:
             return False
-        processes.running.remove(each.process)
+        supervisor.running.remove(each.process)
         name, seconds = each.run.name, time.monotonic() - each.started
         if code == 0:
             self.progress.note(f"{name} is done after {seconds:.0f} s{_success(each.run)}")

@@ -16,7 +16,7 @@ from arpo_megatron.actor.checkpoint import CheckpointStore
 from arpo_megatron.actor.optimizer import optimizer_name
 from arpo_megatron.algorithms.credit import Loss
 from arpo_megatron.config import JobConfig
-from arpo_megatron.errors import StoppedError
+from arpo_megatron.errors import StoppedError, UserError
 from arpo_megatron.jobs import resolve
 from arpo_megatron.jobs.checkpoint_dirs import COLD_START_KEPT
 from arpo_megatron.jobs.fingerprint import fingerprint
@@ -26,10 +26,12 @@ from arpo_megatron.monitor.events import EventLog, log_user_errors
 from arpo_megatron.monitor.metrics import MetricsLog
 from arpo_megatron.monitor.profiler import StepProfiler
 from arpo_megatron.packing.layout import TreePack
-from arpo_megatron.trainer.skipped_updates import SkippedUpdate, dump_skipped_update
+from arpo_megatron.trainer.skipped_updates import SkippedUpdate, save_skipped_update
 from arpo_megatron.tree import Float32Array
 from arpo_megatron.utils.rank_main import log_failure
 
+MAX_SKIPPED_UPDATES = 3
+"""Updates skipped in a row that end the run."""
 _NO_FILES: Mapping[str, Callable[[], bytes]] = MappingProxyType({})
 
 
@@ -138,6 +140,28 @@ class ActorSession:
         """Log the trace of the profiler if `step` was the last one of its window."""
         if (trace := self.profiler.after(step)) is not None:
             self.note(f"profile: {trace}")
+
+
+def dump_skipped_update(update: SkippedUpdate, skipped_before: int, folder: Path, events: EventLog) -> int:
+    """Dump and log a skipped update; all ranks call it, and rank 0 (whose `events` are enabled) writes.
+
+    Returns:
+        The updates skipped in a row: this one, and the `skipped_before` ones before it.
+
+    Raises:
+        UserError: they are `MAX_SKIPPED_UPDATES`.
+    """
+    hint = ""
+    if events.enabled:
+        try:
+            hint = f"arpo replay-pack {save_skipped_update(folder, update)} shows what is not finite"
+        except OSError as error:
+            hint = f"it could not be dumped: {error}"
+    hint = parallel.broadcast_object(hint)  # any rank's error may be the one that the user reads
+    events.emit("note", text=f"an update was skipped: {update.reason}; {hint}")
+    if skipped_before + 1 < MAX_SKIPPED_UPDATES:
+        return skipped_before + 1
+    raise UserError(f"{MAX_SKIPPED_UPDATES} updates in a row were skipped; the last: {update.reason}; {hint}")
 
 
 @contextmanager

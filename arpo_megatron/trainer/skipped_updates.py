@@ -13,20 +13,16 @@ from zipfile import BadZipFile
 
 import numpy as np
 
-from arpo_megatron.actor import parallel
 from arpo_megatron.algorithms.credit import Loss
 from arpo_megatron.config import JobConfig
 from arpo_megatron.errors import UserError
 from arpo_megatron.jobs.fingerprint import fingerprint
 from arpo_megatron.jobs.run_directory import Phase, RunDirectory, start_model
 from arpo_megatron.models.spec import ModelSpec
-from arpo_megatron.monitor.events import EventLog
 from arpo_megatron.packing.layout import TreePack, new_pack
 from arpo_megatron.tree import Float32Array
 from arpo_megatron.utils.atomic import atomic_write
 
-MAX_SKIPPED_UPDATES = 3
-"""Updates skipped in a row that end the run."""
 _LOGPROBS = ("old_logprobs", "reference_logprobs")
 
 
@@ -112,28 +108,6 @@ def nonfinite_inputs(update: SkippedUpdate, index: int) -> list[str]:
     arrays |= {name: values[index] for name, values in update.logprobs().items()}
     counts = {name: int((~np.isfinite(values)).sum()) for name, values in arrays.items()}
     return [f"{name}: {count} of {len(arrays[name])} not finite" for name, count in counts.items() if count]
-
-
-def dump_skipped_update(update: SkippedUpdate, skipped_before: int, folder: Path, events: EventLog) -> int:
-    """Dump and log a skipped update; all ranks call it, and rank 0 (whose `events` are enabled) writes.
-
-    Returns:
-        The updates skipped in a row: this one, and the `skipped_before` ones before it.
-
-    Raises:
-        UserError: they are `MAX_SKIPPED_UPDATES`.
-    """
-    hint = ""
-    if events.enabled:
-        try:
-            hint = f"arpo replay-pack {save_skipped_update(folder, update)} shows what is not finite"
-        except OSError as error:
-            hint = f"it could not be dumped: {error}"
-    hint = parallel.broadcast_object(hint)  # any rank's error may be the one that the user reads
-    events.emit("note", text=f"an update was skipped: {update.reason}; {hint}")
-    if skipped_before + 1 < MAX_SKIPPED_UPDATES:
-        return skipped_before + 1
-    raise UserError(f"{MAX_SKIPPED_UPDATES} updates in a row were skipped; the last: {update.reason}; {hint}")
 
 
 def _pack(arrays: dict[str, Any]) -> TreePack:

@@ -1,8 +1,4 @@
-"""The roles of a job on one machine: processes that start together, log to files, and end together.
-
-Every role leads a session of its own, so that ctrl-C reaches the command line alone and the command line ends the
-roles in order. A role also dies when the command line is killed (the kernel signals it), so nothing is ever left over.
-"""
+"""Process groups: how they are ended, what their logs say, and how they die with the process that started them."""
 
 import contextlib
 import ctypes
@@ -12,28 +8,28 @@ import subprocess
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Self
-
-from arpo_megatron.utils.signals import interrupts_deferred, interrupts_ignored
+from typing import Any
 
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True)
 PARENT_WATCH_INTERVAL_S = 0.5
 RANK_FAILED = "---- rank {rank} failed:"
-"""Begins, on a line of its own, what a failing trainer rank writes to its log (`ranks.py`)."""
+"""First line of a failing trainer rank's report in its log (`rank_main.py`)."""
 RANK_FAILED_END = "---- end of that rank's report"
 GRACE_S = 5.0
 """Seconds between SIGTERM and SIGKILL."""
 REAP_DEADLINE_S = 4.0
+"""Longest time that a killed group may take to disappear."""
+JOB_PID = "ARPO_JOB_PID"
+"""Environment variable of a rank: the process of the job that started torchrun on this machine."""
 
 
 class ProcessDiedError(Exception):
-    """A role ended with an error; the message names the role, its exit and its log with the last lines of it.
+    """A process of the job ended with an error. The message names it, how it ended, and its log with the last lines.
 
-    `code` is the exit code of the role as a shell tells it (`exit_code`), 1 where it was ended for what it did.
+    `code` is the exit code as a shell reports it (`exit_code`), 1 for a process that was killed as hung.
     """
 
     def __init__(self, message: str, code: int = 1) -> None:
@@ -41,98 +37,10 @@ class ProcessDiedError(Exception):
         self.code = code
 
 
-@dataclass(slots=True)
-class ManagedProcess:
-    """One running process group, the file that its output goes to, and where in that file it begins, in bytes.
-
-    `started` is in seconds since the epoch.
-    """
-
-    name: str
-    process: subprocess.Popen[Any]
-    log: Path
-    log_start: int = 0
-    started: float = field(default_factory=time.time)
-
-    def failure(self) -> str:
-        """What to tell the user when this role ended by itself."""
-        report = first_failure(self.log, self.log_start) or last_lines(self.log)
-        return f"{self.name} {how_it_ended(self.process.returncode)}; log: {self.log}\n{report}"
-
-
-@dataclass(slots=True)
-class ManagedProcesses:
-    """Starts roles and ends all of them on leaving the `with` block, whatever happened inside.
-
-    `checks` are called while a role is waited for; one that raises ends the wait.
-    """
-
-    log_dir: Path
-    running: list[ManagedProcess] = field(default_factory=list)
-    checks: list[Callable[[], None]] = field(default_factory=list)
-
-    def __enter__(self) -> Self:
-        self.log_dir.mkdir(parents=True, exist_ok=True)
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.stop()
-
-    def start(self, name: str, command: Sequence[str], *, env: Mapping[str, str] | None = None) -> ManagedProcess:
-        """Start `command` in a session of its own, appending its output to `<log_dir>/<name>.log`."""
-        log = self.log_dir / f"{name}.log"
-        log_start = log.stat().st_size if log.exists() else 0
-        with interrupts_deferred(), log.open("a", encoding="utf-8") as sink:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=sink,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **(env or {})},
-                start_new_session=True,
-                preexec_fn=die_with_parent,  # noqa: PLW1509  (one prctl call, safe between fork and exec)
-                text=True,
-            )
-            role = ManagedProcess(name, process, log, log_start)
-            self.running.append(role)
-        return role
-
-    def wait(self, role: ManagedProcess, *, poll: Callable[[], None] = lambda: None, every_s: float = 0.1) -> None:
-        """Wait until `role` ends well, calling `poll` meanwhile.
-
-        Raises:
-            ProcessDiedError: any role, this one included, ended with an error, or another ended at all, or one of the
-                `checks` says so.
-        """
-        while True:
-            poll()
-            self.check()
-            for each in self.running:
-                code = each.process.poll()
-                if code is not None and (code != 0 or each is not role):
-                    raise ProcessDiedError(each.failure(), exit_code(code))
-            if role.process.poll() is not None:
-                self.running.remove(role)
-                poll()
-                return
-            time.sleep(every_s)
-
-    def check(self) -> None:
-        """Call the `checks`, whatever is waited for. Raises ProcessDiedError where one says so."""
-        for check in self.checks:
-            check()
-
-    def stop(self) -> None:
-        """SIGTERM to every role's group, SIGKILL after GRACE_S. A ctrl-C meanwhile does not interrupt it."""
-        with interrupts_ignored():
-            stop_groups([role.process for role in self.running])
-        self.running.clear()
-
-
 def stop_groups(processes: Sequence[subprocess.Popen[Any]], grace_s: float = GRACE_S) -> None:
-    """End whole process groups: TERM, up to `grace_s` seconds together (0: no TERM), then KILL.
+    """End whole process groups: SIGTERM, up to `grace_s` seconds for all of them (0: no SIGTERM), then SIGKILL.
 
-    The leaders are reaped, and no member is left (unless the kernel takes longer than REAP_DEADLINE_S).
+    No member is left, unless the kernel takes longer than REAP_DEADLINE_S.
     """
     if grace_s:
         for process in processes:
@@ -144,10 +52,6 @@ def stop_groups(processes: Sequence[subprocess.Popen[Any]], grace_s: float = GRA
     _wait_for_end(processes, REAP_DEADLINE_S)
 
 
-JOB_PID = "ARPO_JOB_PID"
-"""Environment variable of a rank: the process of the job that started torchrun on this machine."""
-
-
 def die_with_parent() -> None:
     """Ask the kernel to kill the calling process when the thread that started it ends (Linux prctl(2))."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -156,7 +60,7 @@ def die_with_parent() -> None:
 def watch_parent(parent_pid: int, on_death: Callable[[], None]) -> None:
     """Call `on_death` from a thread as soon as this process is no longer a child of `parent_pid`.
 
-    For a process that is started from another thread than its parent's main one: `die_with_parent` would fire when
+    For a process whose parent starts it from another thread than its main one: `die_with_parent` would kill it when
     that thread ends.
     """
 
@@ -169,17 +73,17 @@ def watch_parent(parent_pid: int, on_death: Callable[[], None]) -> None:
 
 
 def exit_code(code: int) -> int:
-    """That of a failure, from a process's return code: 128 + n for signal n; 1 where a process ended well too early."""
+    """Return the exit code of a failure as a shell reports it: 128 + n for signal n, 1 for a premature success."""
     return 128 - code if code < 0 else code or 1
 
 
 def how_it_ended(code: int) -> str:
-    """A process's return code (`Popen.returncode`) in words."""
+    """Return a phrase for a process's return code (`Popen.returncode`)."""
     return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
 
 def last_lines(path: Path, count: int = 15) -> str:
-    """The end of a log, for an error message; empty when there is none."""
+    """Return the end of a log, indented for an error message; "" if there is none."""
     if not path.exists():
         return ""
     with path.open(encoding="utf-8", errors="replace") as file:
@@ -187,7 +91,7 @@ def last_lines(path: Path, count: int = 15) -> str:
 
 
 def first_failure(path: Path, start: int = 0, limit: int = 40) -> str:
-    """What the first failing rank wrote to a log after byte `start`, its last `limit` lines; empty where none did."""
+    """Return the report of the first failing rank in a log after byte `start`, its last `limit` lines; "" if none."""
     if not path.exists():
         return ""
     with path.open("rb") as file:
@@ -214,7 +118,7 @@ def _wait_for_end(processes: Sequence[subprocess.Popen[Any]], timeout_s: float) 
 
 
 def _group_alive(process: subprocess.Popen[Any]) -> bool:
-    process.poll()  # reap the leader, or its zombie would keep the group alive
+    process.poll()  # reap the group's first process, or its zombie would keep the group alive
     try:
         os.killpg(process.pid, 0)
     except ProcessLookupError:

@@ -1,52 +1,45 @@
-"""How a supervised service is started and probed."""
+"""The description of a process that a job starts."""
 
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from arpo_megatron.utils.processes import (
-    die_with_parent,
-)
+from arpo_megatron.utils.processes import die_with_parent
 
 
 @dataclass(frozen=True, slots=True)
 class ServiceSpec:
-    """A service that can be started again and again at one address.
-
-    Attributes:
-        name: of the role, and of its log.
-        url: http://host:port.
-        command: what to run.
-        log: where its output goes; an old file is continued.
-        environment: all of its variables.
-        startup_timeout_s: from start to the first 200 of `ready`.
-        hang_timeout_s: longest time without a 200 of `alive`.
-        ready: path that answers 200 when the service does its work.
-        alive: path that answers 200 while it lives; it must cost nothing and disturb nothing.
-        grace_s: seconds between SIGTERM and SIGKILL when the job ends; 0: killed outright.
-        restart_grace_s: the same before it is started again. (srun ends its step on a SIGTERM, and cannot on
-            a SIGKILL.)
-        held_by: while this file exists, the program is not started again.
-        bound: the kernel kills it with the thread that started it. (An engine watches its launcher itself.)
-    """
+    """How to start a process of a job, and how to tell that it works."""
 
     name: str
-    url: str
+    """Name in messages and on the health page."""
     command: Sequence[str]
     log: Path
+    """File for its output, which is appended."""
     environment: Mapping[str, str]
-    startup_timeout_s: float
-    hang_timeout_s: float
+    """All of its variables."""
+    url: str = ""
+    """http://host:port that is probed. A process without it runs once: it is not restarted when it ends."""
+    startup_timeout_s: float = 0.0
+    """Time from the start to the first 200 of `ready`."""
+    hang_timeout_s: float = 0.0
+    """Longest time without a 200 of `alive`."""
     ready: str = "/health"
+    """Path that answers 200 when the service can work."""
     alive: str = "/health"
+    """Path that answers 200 while the service lives, at no cost."""
     grace_s: float = 0.0
+    """Time between SIGTERM and SIGKILL when the job ends; 0: killed at once."""
     restart_grace_s: float = 0.0
+    """The same before a restart. (srun ends its step on a SIGTERM, and cannot on a SIGKILL.)"""
     held_by: Path | None = None
+    """The service is not restarted while this file exists."""
     bound: bool = True
+    """The kernel kills it with the thread that started it. (An engine watches its launcher itself.)"""
 
     def start(self) -> "subprocess.Popen[bytes]":
-        """Start it in a session of its own; does not wait until it is ready."""
+        """Start the process in a session of its own, so that a ctrl-C does not reach it. Does not wait."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
             return subprocess.Popen(

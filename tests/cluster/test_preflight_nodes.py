@@ -15,9 +15,9 @@ from arpo_megatron.errors import UserError
 from arpo_megatron.jobs import resolve
 from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.launch.preflight.check import CheckResult, failure, ok
+from arpo_megatron.launch.supervisor import Supervisor
 from arpo_megatron.plan.node_layout import lay_out_nodes
 from arpo_megatron.utils.ports import free_ports
-from arpo_megatron.utils.processes import ManagedProcesses
 
 
 def report(*findings: CheckResult, clock: float = 100.0) -> Report:
@@ -70,11 +70,11 @@ def examined(monkeypatch: pytest.MonkeyPatch, folder: Path, gpus: int = 0, **pro
     save_profile(profile, run.cluster)
     nodes = [Node("n1", "127.0.0.1"), Node("n2", "127.0.0.2")]
     backend = SlurmBackend(profile, lay_out_nodes(config, gpus, 2), nodes, run, "7")
-    with ManagedProcesses(run.logs) as processes:
+    with Supervisor(run.logs) as supervisor:
         try:
-            examine_nodes(backend, processes, *free_ports(1), lambda: None)
+            examine_nodes(backend, supervisor, *free_ports(1), lambda: None)
         finally:
-            assert not [each for each in processes.running if each.process.poll() is None]
+            assert not [each for each in supervisor.running if each.process.poll() is None]
     return backend
 
 

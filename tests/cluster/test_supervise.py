@@ -23,9 +23,10 @@ from arpo_megatron.config.io import save_config
 from arpo_megatron.errors import StoppedError, UserError
 from arpo_megatron.jobs import resolve
 from arpo_megatron.jobs.run_directory import RunDirectory
+from arpo_megatron.launch.supervisor import Supervisor
 from arpo_megatron.monitor.progress import Progress
 from arpo_megatron.plan.node_layout import NodeLayout
-from arpo_megatron.utils.processes import ManagedProcesses, ProcessDiedError
+from arpo_megatron.utils.processes import ProcessDiedError
 from arpo_megatron.utils.signals import Interrupted
 from tools_sandbox.config import TOKEN_VARIABLE
 
@@ -345,7 +346,7 @@ def test_requeued_job_waits_for_pending_kills(
 
     monkeypatch.setattr("arpo_megatron.cluster.slurm.call", call)
     monkeypatch.setattr(supervise, "_REPEATED_INTERVAL_S", 0.0)
-    supervise._wait_for_old_kills(backend, ManagedProcesses(run.logs), Progress())
+    supervise._wait_for_old_kills(backend, Supervisor(run.logs), Progress())
     assert len(asked) == looks
 
 
@@ -354,7 +355,7 @@ def test_requeued_job_waits_a_limited_time(monkeypatch: pytest.MonkeyPatch, run:
     monkeypatch.setattr("arpo_megatron.cluster.slurm.nodes_with_pending_kills", lambda: {"n1"})
     monkeypatch.setattr(supervise, "_REPEATED_INTERVAL_S", 0.0)
     monkeypatch.setattr(supervise, "_REPEATED_S", 0.1)
-    supervise._wait_for_old_kills(backend, ManagedProcesses(run.logs), Progress())
+    supervise._wait_for_old_kills(backend, Supervisor(run.logs), Progress())
 
 
 def test_scratch_directories_of_ended_jobs_are_removed(monkeypatch: pytest.MonkeyPatch, run: RunDirectory) -> None:

@@ -105,7 +105,7 @@ def interrupt(job: Job, run: Path, *, codes: tuple[int, ...] = (130,)) -> str:
     _, screen = job.communicate(timeout=2 * END_S)
     assert time.monotonic() - started < END_S
     assert job.returncode in codes, screen
-    assert job.returncode == 0 or "--resume goes on from the last step" in screen
+    assert job.returncode == 0 or "--resume continues from the last step" in screen
     assert not alive(family, run)
     assert not list(run.rglob("*.tmp"))
     return screen

@@ -21,9 +21,9 @@ from arpo_megatron.jobs import resolve
 from arpo_megatron.jobs.inputs import write_tool_files
 from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.launch.services import services
+from arpo_megatron.launch.supervisor import Supervisor
 from arpo_megatron.rollout.endpoints import Services, connect_rollouts
 from arpo_megatron.rollout.handle import RolloutHandle
-from arpo_megatron.utils.processes import ManagedProcesses
 
 WORDS = [
     *("platform=cpu", "engine.max_total_tokens=65536", "engine.memory_fraction=0.1", "engine.max_running_requests=16"),
@@ -39,11 +39,11 @@ class Stage:
     rollouts: RolloutHandle
     wanted: list[PendingQuestion]
     decode: Decode
-    processes: ManagedProcesses
+    supervisor: Supervisor
 
     def grown(self, *words: str, samples: int = 1) -> Agent:
         return EngineAgent(
-            self.rollouts, resolve.with_overrides(self.config, words), samples, self.decode, self.processes.check
+            self.rollouts, resolve.with_overrides(self.config, words), samples, self.decode, self.supervisor.check
         )
 
 
@@ -67,10 +67,10 @@ def stage(files: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sta
     assert prompted.decode is not None
     run = RunDirectory(place)
     write_tool_files(config, run, prompted.data)
-    with ManagedProcesses(run.logs) as processes, services(config, run, processes, model) as ready:
+    with Supervisor(run.logs) as supervisor, services(config, run, supervisor, model) as ready:
         rollouts = connect_rollouts(config, model, ready)
         wanted = [PendingQuestion(question, task, (0,)) for question, task in prompted.asked]
-        yield Stage(config, ready, rollouts, wanted, prompted.decode, processes)
+        yield Stage(config, ready, rollouts, wanted, prompted.decode, supervisor)
         rollouts.close()
 
 

@@ -12,7 +12,8 @@ import psutil
 import pytest
 
 from arpo_megatron.launch.backend import LocalBackend
-from arpo_megatron.utils.processes import ManagedProcesses, ProcessDiedError
+from arpo_megatron.launch.supervisor import Supervisor
+from arpo_megatron.utils.processes import ProcessDiedError
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
 STUBBORN = [
@@ -38,17 +39,19 @@ def gone(pid: int, within_s: float = 60.0) -> bool:
 
 def test_a_role_that_ends_well_is_waited_for(tmp_path: Path) -> None:
     polls = []
-    with ManagedProcesses(tmp_path) as processes:
-        processes.wait(processes.start("quick", [sys.executable, "-c", "print('hello')"]), poll=lambda: polls.append(1))
+    with Supervisor(tmp_path) as supervisor:
+        supervisor.wait(
+            supervisor.start("quick", [sys.executable, "-c", "print('hello')"]), poll=lambda: polls.append(1)
+        )
     assert (tmp_path / "quick.log").read_text() == "hello\n"
     assert polls
 
 
 def test_the_first_role_to_fail_is_named_with_its_log_and_ends_the_others(tmp_path: Path) -> None:
-    with pytest.raises(ProcessDiedError) as caught, ManagedProcesses(tmp_path) as processes:
-        sleeper = processes.start("trainer", SLEEP)
-        processes.start("engine", [sys.executable, "-c", "import sys; print('out of memory'); sys.exit(3)"])
-        processes.wait(sleeper)
+    with pytest.raises(ProcessDiedError) as caught, Supervisor(tmp_path) as supervisor:
+        sleeper = supervisor.start("trainer", SLEEP)
+        supervisor.start("engine", [sys.executable, "-c", "import sys; print('out of memory'); sys.exit(3)"])
+        supervisor.wait(sleeper)
     assert "engine ended with exit code 3" in str(caught.value)
     assert str(tmp_path / "engine.log") in str(caught.value)
     assert "out of memory" in str(caught.value)
@@ -58,16 +61,16 @@ def test_the_first_role_to_fail_is_named_with_its_log_and_ends_the_others(tmp_pa
 def test_a_killed_service_ends_the_wait_even_though_the_trainer_lives(tmp_path: Path) -> None:
     with (
         pytest.raises(ProcessDiedError, match="sandbox was killed by SIGKILL"),
-        ManagedProcesses(tmp_path) as processes,
+        Supervisor(tmp_path) as supervisor,
     ):
-        trainer, sandbox = processes.start("trainer", SLEEP), processes.start("sandbox", SLEEP)
+        trainer, sandbox = supervisor.start("trainer", SLEEP), supervisor.start("sandbox", SLEEP)
         os.kill(sandbox.process.pid, signal.SIGKILL)
-        processes.wait(trainer)
+        supervisor.wait(trainer)
 
 
 def test_stop_ends_whole_groups_even_when_term_is_ignored(tmp_path: Path) -> None:
-    with ManagedProcesses(tmp_path) as processes:
-        role = processes.start("stubborn", STUBBORN)
+    with Supervisor(tmp_path) as supervisor:
+        role = supervisor.start("stubborn", STUBBORN)
         while role.log.read_text() != "up\n":
             time.sleep(0.02)
         family = [role.process.pid, *(child.pid for child in psutil.Process(role.process.pid).children())]
@@ -79,9 +82,9 @@ def test_stop_ends_whole_groups_even_when_term_is_ignored(tmp_path: Path) -> Non
 
 def test_roles_die_with_a_killed_launcher(tmp_path: Path) -> None:
     script = (
-        "import sys, time; from pathlib import Path; from arpo_megatron.utils.processes import ManagedProcesses\n"
-        f"processes = ManagedProcesses(Path({str(tmp_path)!r})); processes.__enter__()\n"
-        "child = processes.start('child', [sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        "import sys, time; from pathlib import Path; from arpo_megatron.launch.supervisor import Supervisor\n"
+        f"supervisor = Supervisor(Path({str(tmp_path)!r})); supervisor.__enter__()\n"
+        "child = supervisor.start('child', [sys.executable, '-c', 'import time; time.sleep(600)'])\n"
         "print(child.process.pid, flush=True)\n"
         "time.sleep(600)"
     )

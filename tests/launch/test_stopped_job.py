@@ -17,9 +17,9 @@ from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.launch import job
 from arpo_megatron.launch.backend import LocalBackend
 from arpo_megatron.launch.services import run_trainer
+from arpo_megatron.launch.supervisor import Supervisor
 from arpo_megatron.monitor.progress import Progress
 from arpo_megatron.utils.atomic import write_json
-from arpo_megatron.utils.processes import ManagedProcesses
 
 WORDS = ["platform=cpu", "sft.steps=2", "train.steps=3"]
 
@@ -48,9 +48,9 @@ class Ranks(LocalBackend):
 
     def train(self, *words: str) -> None:
         config = resolve.resolve("quickstart", overrides=[*WORDS, *words])
-        with ManagedProcesses(self.run.logs) as processes, pytest.MonkeyPatch.context() as patch:
+        with Supervisor(self.run.logs) as supervisor, pytest.MonkeyPatch.context() as patch:
             patch.setattr(job, "services", self.services)
-            job.train_phases(config, self.run, processes, Progress(), lambda: None, self)
+            job.train_phases(config, self.run, supervisor, Progress(), lambda: None, self)
 
 
 def test_a_job_that_is_asked_to_end_while_it_exports_is_done(tmp_path: Path) -> None:
@@ -80,21 +80,21 @@ def test_no_engine_is_started_behind_a_cold_start_that_was_asked_to_end(tmp_path
 
 def test_a_cold_start_alone_that_is_asked_to_end_while_it_exports_is_done(tmp_path: Path) -> None:
     ranks = Ranks(RunDirectory(tmp_path), "sft", exports=True)
-    with ManagedProcesses(ranks.run.logs) as processes:
+    with Supervisor(ranks.run.logs) as supervisor:
         job.sft_phase(
-            resolve.resolve("quickstart", overrides=WORDS), ranks.run, processes, Progress(), lambda: None, ranks
+            resolve.resolve("quickstart", overrides=WORDS), ranks.run, supervisor, Progress(), lambda: None, ranks
         )
 
 
 def test_what_a_killed_job_was_asked_does_not_keep_its_checkpoints_from_being_exported(tmp_path: Path) -> None:
     ranks = Ranks(RunDirectory(tmp_path), "", exports=True)
     ranks.run.stop.touch()
-    with ManagedProcesses(ranks.run.logs) as processes:
+    with Supervisor(ranks.run.logs) as supervisor:
         run_trainer(
             "arpo_megatron.trainer.export_checkpoint",
             resolve.resolve("quickstart"),
             ranks.run,
-            processes,
+            supervisor,
             backend=ranks,
         )
     assert ranks.ran == ["export_checkpoint"]

@@ -19,7 +19,7 @@ from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.launch.health import print_health, read_health
 from arpo_megatron.launch.supervisor import FIRST_PAUSE_S, Supervisor
 from arpo_megatron.utils.ports import free_ports
-from arpo_megatron.utils.processes import ManagedProcesses, ProcessDiedError
+from arpo_megatron.utils.processes import ProcessDiedError
 from arpo_megatron.utils.service_spec import ServiceSpec
 
 SERVER = """
@@ -40,9 +40,9 @@ def run(tmp_path: Path) -> RunDirectory:
 
 
 @pytest.fixture
-def processes(run: RunDirectory) -> Iterator[ManagedProcesses]:
-    with ManagedProcesses(run.logs) as processes:
-        yield processes
+def supervisor(run: RunDirectory) -> Iterator[Supervisor]:
+    with Supervisor(run.logs) as supervisor:
+        yield supervisor
 
 
 def program(
@@ -94,12 +94,12 @@ def events(run: RunDirectory) -> list[dict[str, Any]]:
     ("fault", "why"), [(signal.SIGKILL, "was killed by SIGKILL"), (signal.SIGSTOP, "did not answer for 3 s")]
 )
 def test_a_dead_or_hung_service_comes_back_at_its_address(
-    run: RunDirectory, processes: ManagedProcesses, fault: signal.Signals, why: str, capsys: pytest.CaptureFixture[str]
+    run: RunDirectory, supervisor: Supervisor, fault: signal.Signals, why: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     hang_timeout_s = 3.0 if fault is signal.SIGSTOP else 120.0
     toy, other = program(run, hang_timeout_s=hang_timeout_s), program(run, "other")
-    with Supervisor(run, processes, restarts=3) as supervisor:
-        supervisor.start(toy, other)
+    with supervisor.serving(run, restarts=3):
+        supervisor.serve(toy, other)
         first, bystander = answer(toy.url), answer(other.url)
         assert first
         os.kill(first, fault)
@@ -110,7 +110,7 @@ def test_a_dead_or_hung_service_comes_back_at_its_address(
         said = [event["text"] for event in events(run)]
         assert said == [f"toy {why}; restart 1 of 3 in {FIRST_PAUSE_S:g} s", "toy is up again"]
         supervisor.check()
-        health = {role["name"]: role for role in read_health(run)["roles"]}
+        health = {role["name"]: role for role in read_health(run)["processes"]}
         assert (health["toy"]["pid"], health["toy"]["up"], health["toy"]["restarts"]) == (second, True, 1)
         assert health["toy"]["last_error"] == why
         assert (health["other"]["restarts"], health["other"]["last_error"]) == (0, "")
@@ -125,7 +125,7 @@ def test_a_dead_or_hung_service_comes_back_at_its_address(
 
 
 def test_a_service_is_not_down_before_it_was_up_once(
-    run: RunDirectory, processes: ManagedProcesses, capsys: pytest.CaptureFixture[str]
+    run: RunDirectory, supervisor: Supervisor, capsys: pytest.CaptureFixture[str]
 ) -> None:
     may_serve = run.path / "may_serve"
     waiting = f"import pathlib, time\nwhile not pathlib.Path({str(may_serve)!r}).exists():\n    time.sleep(0.05)\n"
@@ -136,24 +136,24 @@ def test_a_service_is_not_down_before_it_was_up_once(
             print_health(run)
             may_serve.touch()
 
-    with Supervisor(run, processes, restarts=1) as supervisor:
-        processes.checks.append(look)  # called while `start` waits
-        supervisor.start(toy)
+    with supervisor.serving(run, restarts=1):
+        supervisor.checks.append(look)  # called while `start` waits
+        supervisor.serve(toy)
         said = capsys.readouterr().out
         assert " starting " in said and " down " not in said
         may_serve.unlink()
         os.kill(answer(toy.url) or 0, signal.SIGKILL)
-        wait_until(lambda: not read_health(run)["roles"][0]["up"])
+        wait_until(lambda: not read_health(run)["processes"][0]["up"])
         print_health(run)
         assert " down " in capsys.readouterr().out
 
 
-def test_after_the_last_restart_the_job_stops_with_the_reason(run: RunDirectory, processes: ManagedProcesses) -> None:
+def test_after_the_last_restart_the_job_stops_with_the_reason(run: RunDirectory, supervisor: Supervisor) -> None:
     toy = program(run)
-    trainer = processes.start("trainer", [sys.executable, "-c", "import time; time.sleep(600)"])
-    with Supervisor(run, processes, restarts=1) as supervisor:
-        supervisor.start(toy)
-        names = {role["name"]: role["pid"] for role in read_health(run)["roles"]}
+    trainer = supervisor.start("trainer", [sys.executable, "-c", "import time; time.sleep(600)"])
+    with supervisor.serving(run, restarts=1):
+        supervisor.serve(toy)
+        names = {role["name"]: role["pid"] for role in read_health(run)["processes"]}
         assert names["trainer"] == trainer.process.pid
         killed: set[int] = set()
 
@@ -164,7 +164,7 @@ def test_after_the_last_restart_the_job_stops_with_the_reason(run: RunDirectory,
                 os.kill(pid, signal.SIGKILL)
 
         with pytest.raises(ProcessDiedError) as caught:
-            processes.wait(trainer, poll=kill_again)
+            supervisor.wait(trainer, poll=kill_again)
     assert len(killed) == 2
     first_line, *log = str(caught.value).splitlines()
     assert first_line == (
@@ -173,12 +173,12 @@ def test_after_the_last_restart_the_job_stops_with_the_reason(run: RunDirectory,
     assert log == ["  | serving", "  | serving"]
 
 
-def test_pauses_between_restarts_double(run: RunDirectory, processes: ManagedProcesses) -> None:
+def test_pauses_between_restarts_double(run: RunDirectory, supervisor: Supervisor) -> None:
     # It ends after its second answer: ready, then alive once.
     fragile = SERVER.replace("Threading", "").replace("http.server.HTTPServer(", "s = http.server.HTTPServer(")
     fragile = fragile.replace(".serve_forever()", "; s.handle_request(); s.handle_request()")
-    with Supervisor(run, processes, restarts=2) as supervisor:
-        supervisor.start(program(run, code=fragile))
+    with supervisor.serving(run, restarts=2):
+        supervisor.serve(program(run, code=fragile, hang_timeout_s=4.0))
         with pytest.raises(ProcessDiedError, match="ended with exit code 0, after 2 restarts"):
             wait_until(supervisor.check)
     pauses = [event["text"].rpartition(" in ")[2] for event in events(run) if "restart" in event["text"]]
@@ -193,25 +193,25 @@ def test_pauses_between_restarts_double(run: RunDirectory, processes: ManagedPro
     ],
 )
 def test_a_service_that_never_came_up_is_not_restarted(
-    run: RunDirectory, processes: ManagedProcesses, code: str, ready_s: float, why: str
+    run: RunDirectory, supervisor: Supervisor, code: str, ready_s: float, why: str
 ) -> None:
     with (
         pytest.raises(ProcessDiedError, match=f"broken {why}"),
-        Supervisor(run, processes, restarts=9) as supervisor,
+        supervisor.serving(run, restarts=9),
     ):
-        supervisor.start(program(run), program(run, "broken", code, startup_timeout_s=ready_s))
+        supervisor.serve(program(run), program(run, "broken", code, startup_timeout_s=ready_s))
     assert not run.events.exists()
     assert not run.health.exists()
 
 
 @pytest.mark.parametrize(("grace_s", "said"), [(120.0, "serving\nbye\n"), (0.0, "serving\n")])
 def test_a_service_that_is_given_time_ends_in_order(
-    run: RunDirectory, processes: ManagedProcesses, grace_s: float, said: str
+    run: RunDirectory, supervisor: Supervisor, grace_s: float, said: str
 ) -> None:
     polite = "import signal\nsignal.signal(signal.SIGTERM, lambda *_: (print('bye', flush=True), os._exit(0)))\n"
     toy = program(run, code=SERVER.replace("class", f"{polite}class", 1), grace_s=grace_s)
-    with Supervisor(run, processes, restarts=3) as supervisor:
-        supervisor.start(toy)
+    with supervisor.serving(run, restarts=3):
+        supervisor.serve(toy)
     assert toy.log.read_text() == said
 
 
@@ -220,13 +220,13 @@ import sys, time
 from pathlib import Path
 sys.path[:0] = [{tests!r}]
 from tests.launch.test_supervisor import program
-from arpo_megatron.utils.processes import ManagedProcesses
+from arpo_megatron.launch.supervisor import Supervisor
 from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.launch.supervisor import Supervisor
 run = RunDirectory(Path({path!r}))
-with ManagedProcesses(run.logs) as processes, Supervisor(run, processes, restarts=3) as supervisor:
+with Supervisor(run.logs) as supervisor, supervisor.serving(run, restarts=3):
     toy = program(run)
-    supervisor.start(toy)
+    supervisor.serve(toy)
     print(toy.url, flush=True)
     time.sleep(600)
 """
@@ -239,7 +239,7 @@ def test_services_die_with_a_killed_job_and_its_page_says_so(run: RunDirectory) 
         url = job.stdout.readline().strip()
         pid = answer(url)
         assert pid
-        assert read_health(run)["roles"][0]["pid"] == pid
+        assert read_health(run)["processes"][0]["pid"] == pid
         job.kill()
     wait_until(lambda: not psutil.pid_exists(pid))
     with pytest.raises(UserError, match="the job has ended"):
@@ -247,11 +247,11 @@ def test_services_die_with_a_killed_job_and_its_page_says_so(run: RunDirectory) 
 
 
 def test_a_service_whose_memory_is_lent_stays_down_until_it_may_have_it_again(
-    run: RunDirectory, processes: ManagedProcesses
+    run: RunDirectory, supervisor: Supervisor
 ) -> None:
     toy = program(run, held_by=run.memory_lent)
-    with Supervisor(run, processes, restarts=3) as supervisor:
-        supervisor.start(toy)
+    with supervisor.serving(run, restarts=3):
+        supervisor.serve(toy)
         first = answer(toy.url)
         assert first
         run.memory_lent.touch()

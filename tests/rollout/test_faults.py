@@ -30,7 +30,7 @@ from arpo_megatron.engine.request import Sampling
 from arpo_megatron.engine.wire.endpoints import HEALTH_PATH, bearer
 from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.launch.health import read_health
-from arpo_megatron.launch.services import sandbox_program
+from arpo_megatron.launch.services import sandbox_service
 from arpo_megatron.launch.supervisor import Supervisor
 from arpo_megatron.monitor.tree_store import TreeLog, read_trees, step_file
 from arpo_megatron.rewards.scored_tree import ScoredTree
@@ -39,7 +39,6 @@ from arpo_megatron.rollout.messages import RolloutProgress, RolloutReport, Rollo
 from arpo_megatron.tasks.base import Task
 from arpo_megatron.tree import Role, RolloutTree
 from arpo_megatron.utils.ports import free_ports
-from arpo_megatron.utils.processes import ManagedProcesses
 from arpo_megatron.utils.service_spec import ServiceSpec
 from tests.faults import CutProxy, Proxies, ToolProxy
 
@@ -110,7 +109,7 @@ class Fleet:
 
     def pid(self, name: str) -> int | None:
         """Of a service that is up."""
-        return {role["name"]: role["pid"] for role in read_health(self.run)["roles"] if role["up"]}.get(name)
+        return {role["name"]: role["pid"] for role in read_health(self.run)["processes"] if role["up"]}.get(name)
 
     @contextmanager
     def rollouts(self, *, routed: bool, seed: int) -> Iterator[tuple[RolloutHandle, list[CutProxy], ToolProxy]]:
@@ -153,7 +152,7 @@ def started_fleet(model: Path, folder: Path) -> Iterator[Fleet]:
         )
         for index in range(ENGINES)
     ]
-    sandbox = sandbox_program(run, ports[-1], hang_timeout_s=ENGINE.hang_timeout_s)
+    sandbox = sandbox_service(run, ports[-1], hang_timeout_s=ENGINE.hang_timeout_s)
     rollout = rollout_service(
         scratch, ports[-2], log_path=run.logs / "rollout.log", hang_timeout_s=ENGINE.hang_timeout_s
     )
@@ -164,9 +163,9 @@ def started_fleet(model: Path, folder: Path) -> Iterator[Fleet]:
         is None
     )
     assert router is not None
-    with ManagedProcesses(run.logs) as processes, Supervisor(run, processes, restarts=100) as supervisor:
-        supervisor.start(sandbox, *engines, rollout)
-        supervisor.start(router)
+    with Supervisor(run.logs) as supervisor, supervisor.serving(run, restarts=100):
+        supervisor.serve(sandbox, *engines, rollout)
+        supervisor.serve(router)
         yield Fleet(run, supervisor, engines, sandbox, router, scratch, model)
 
 
@@ -236,9 +235,9 @@ class Saboteur:
                 self._tools.slow_left = 3
         return True
 
-    def _signal(self, processes: list[str], number: signal.Signals) -> bool:
+    def _signal(self, supervisor: list[str], number: signal.Signals) -> bool:
         """To the first of these that is up and was not hit before (it may be dying, or hang unnoticed yet)."""
-        for pid in map(self._fleet.pid, processes):
+        for pid in map(self._fleet.pid, supervisor):
             if pid is not None and pid not in self._hit:
                 self._hit.add(pid)
                 os.kill(pid, number)
@@ -306,7 +305,7 @@ def campaign(fleet: Fleet, expected: RolloutReport, *, routed: bool, seed: int) 
     assert found.stats.counts.retries > 0
     killed = sum(count for name, count in FAULTS.items() if name.startswith(("kill", "stop")))
     deadline = time.monotonic() + 300
-    while not all(role["up"] for role in read_health(fleet.run)["roles"]) or (
+    while not all(role["up"] for role in read_health(fleet.run)["processes"]) or (
         fleet.supervisor.restarted - restarted < killed
     ):
         assert time.monotonic() < deadline, read_health(fleet.run)

@@ -13,9 +13,9 @@ from arpo_megatron.errors import UserError
 from arpo_megatron.monitor.events import EventLog
 from arpo_megatron.packing.packs import pack_trees
 from arpo_megatron.trainer.replay_update import replay
+from arpo_megatron.trainer.setup import dump_skipped_update
 from arpo_megatron.trainer.skipped_updates import (
     SkippedUpdate,
-    dump_skipped_update,
     load_skipped_update,
     save_skipped_update,
 )

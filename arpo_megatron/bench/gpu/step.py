@@ -30,11 +30,12 @@ from arpo_megatron.config import (
     TrainConfig,
 )
 from arpo_megatron.launch.job import opened, run_phases, watching
+from arpo_megatron.launch.supervisor import Supervisor
 from arpo_megatron.models.known import KNOWN_MODELS
 from arpo_megatron.models.random_init import save_random_weights
 from arpo_megatron.models.spec import ModelSpec
 from arpo_megatron.monitor.events import EventReader
-from arpo_megatron.utils.processes import ManagedProcesses, ProcessDiedError
+from arpo_megatron.utils.processes import ProcessDiedError
 
 ENDLESS = 10**6
 LIMIT_S = 400.0
@@ -133,7 +134,7 @@ class StepBench:
         with (
             opened(config, resume=False) as run,
             watching(run) as (progress, poll),
-            ManagedProcesses(run.logs) as processes,
+            Supervisor(run.logs) as supervisor,
         ):
             reader = EventReader(run.events)
 
@@ -155,7 +156,7 @@ class StepBench:
                     raise _EnoughError
 
             try:
-                run_phases(config, run, processes, progress, watch)
+                run_phases(config, run, supervisor, progress, watch)
             except _EnoughError:
                 pass
             except ProcessDiedError as error:
