@@ -1,4 +1,4 @@
-"""Recipes state what the paper trained with, and `arpo show` says where every value comes from."""
+"""Recipes have the values of the paper, and `arpo show` names the source of every value."""
 
 import dataclasses
 import json
@@ -36,7 +36,7 @@ RELEASED = {
 
 
 @pytest.mark.parametrize("recipe", RELEASED)
-def test_a_recipe_has_the_hyper_parameters_of_the_released_scripts(recipe: str) -> None:
+def test_recipes_have_the_hyper_parameters_of_the_released_scripts(recipe: str) -> None:
     job = resolve.resolve(recipe)
     forks, prompts, minibatch, (prompt, response), calls = RELEASED[recipe]
     algorithm = job.algorithm
@@ -55,7 +55,7 @@ def test_a_recipe_has_the_hyper_parameters_of_the_released_scripts(recipe: str) 
     )
 
 
-def test_the_cold_start_has_those_of_the_paper() -> None:
+def test_cold_start_has_the_hyper_parameters_of_the_paper() -> None:
     job = resolve.resolve("sft_7b")
     optimizer = job.sft.optimizer
     assert (optimizer.lr, optimizer.schedule, optimizer.warmup_fraction) == (7e-6, "cosine", 0.1)
@@ -63,7 +63,7 @@ def test_the_cold_start_has_those_of_the_paper() -> None:
 
 
 @pytest.mark.parametrize("recipe", resolve.recipe_names())
-def test_every_variant_of_a_recipe_resolves_and_changes_what_it_names(recipe: str) -> None:
+def test_variants_resolve_and_change_what_they_name(recipe: str) -> None:
     for variant in resolve.variant_names(recipe):
         layers = resolve.layers(f"{recipe}+{variant}")
         job = resolve.resolve(f"{recipe}+{variant}")
@@ -76,7 +76,7 @@ def test_every_variant_of_a_recipe_resolves_and_changes_what_it_names(recipe: st
                 assert value(job, f"{section}.{key}") == expected
 
 
-def test_a_later_variant_wins_and_a_word_wins_over_all() -> None:
+def test_later_variant_wins_and_override_wins_over_all() -> None:
     assert resolve.resolve("deepsearch_14b+4nodes+2nodes").parallel.data == 4
     assert (
         resolve.resolve("deepsearch_14b+4nodes", overrides=["parallel.data=2", "engine.replicas=2"]).parallel.data == 2
@@ -92,7 +92,7 @@ def test_a_later_variant_wins_and_a_word_wins_over_all() -> None:
         ("_bases", "unknown recipe '_bases'"),
     ],
 )
-def test_a_misspelt_recipe_or_variant_is_one_line(recipe: str, line: str) -> None:
+def test_misspelt_recipe_or_variant_is_one_line(recipe: str, line: str) -> None:
     with pytest.raises(UserError) as error:
         resolve.resolve(recipe)
     assert line in str(error.value)
@@ -135,7 +135,7 @@ def test_show_names_the_source_of_each_number_of_a_method(variant: str, word: st
 
 
 @pytest.mark.parametrize("recipe", ["moe_30b_a3b+2nodes", "deepsearch_14b+aepo"])
-def test_what_show_prints_is_a_config_file_of_the_same_job(recipe: str, tmp_path: Path) -> None:
+def test_output_of_show_is_a_config_file_of_the_same_job(recipe: str, tmp_path: Path) -> None:
     file = tmp_path / "shown.yaml"
     file.write_text(render(recipe))
     assert resolve.load(file) == resolve.resolve(recipe)
@@ -147,12 +147,12 @@ def test_show_has_every_key() -> None:
         assert f"{section.name}:" in text
 
 
-def test_a_job_without_its_weights_is_told_what_to_fetch() -> None:
+def test_job_without_weights_names_what_to_download() -> None:
     with pytest.raises(UserError, match=r"fetch Qwen/Qwen3-14B .*--local-dir DIR"):
         check_inputs(resolve.resolve("deepsearch_14b"))
 
 
-def test_other_weights_than_the_recipe_is_for_are_refused(tmp_path: Path) -> None:
+def test_weights_of_another_size_are_refused(tmp_path: Path) -> None:
     spec = KNOWN_MODELS["Qwen/Qwen3-8B"]
     config = {
         "architectures": ["Qwen3ForCausalLM"],
@@ -172,6 +172,6 @@ def test_other_weights_than_the_recipe_is_for_are_refused(tmp_path: Path) -> Non
     assert load_spec(model).layers == 36
 
 
-def test_an_unknown_model_without_files_cannot_be_planned() -> None:
+def test_unknown_model_without_files_cannot_be_planned() -> None:
     with pytest.raises(UserError, match="sizes are not known without its files"):
         load_spec(resolve.resolve("deepsearch_14b", overrides=["model.hub_id=some/model"]).model)

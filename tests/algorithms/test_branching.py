@@ -47,26 +47,26 @@ def array(*values: float) -> Float32Array:
     return np.array(values, np.float32)
 
 
-def test_the_probability_is_the_papers_on_the_released_scale() -> None:
+def test_arpo_fork_probability_is_the_papers_on_the_released_scale() -> None:
     record = POLICY.decide(point(array(1, 2, 3, 4, 99), array(2, 3, 4, 5, 99))).record
     rise = (2 + 3 + 4 + 5 - 1 - 2 - 3 - 4) / math.log(1000)  # only the first k = 4 tokens count
     assert record.dH == pytest.approx(rise)
     assert record.probability == pytest.approx(0.5 + 0.2 * rise)
 
 
-def test_fewer_tokens_than_k_are_extrapolated_by_their_mean() -> None:
+def test_entropy_of_fewer_than_k_tokens_is_extrapolated_by_the_mean() -> None:
     record = POLICY.decide(point(array(1, 1, 1, 1), array(3, 3))).record
     assert record.dH == pytest.approx(4 * 2 / math.log(1000))
 
 
-def test_a_fork_follows_from_draw_below_probability() -> None:
+def test_arpo_forks_if_the_draw_is_below_the_probability() -> None:
     for step in range(50):
         decision = POLICY.decide(point(array(1), array(1), step=step))
         assert decision.record.probability == 0.5
         assert decision.siblings == (1 if decision.record.draw < 0.5 else 0)
 
 
-def test_a_threshold_replaces_the_draw() -> None:
+def test_arpo_threshold_replaces_the_draw() -> None:
     policy = ArpoPolicy(replace(CONFIG, threshold=0.6), vocabulary_size=1000, seed=3)
     rising = policy.decide(point(array(0, 0, 0, 0), array(2, 2, 2, 2)))
     flat = policy.decide(point(array(1, 1, 1, 1), array(1, 1, 1, 1)))
@@ -74,7 +74,7 @@ def test_a_threshold_replaces_the_draw() -> None:
     assert (flat.siblings, flat.record.why) == (0, "threshold")
 
 
-def test_more_entropy_never_makes_a_fork_less_likely() -> None:
+def test_arpo_fork_probability_grows_with_entropy() -> None:
     chances = [POLICY.decide(point(array(2), array(level))).record.probability for level in np.linspace(0, 7, 30)]
     assert chances == sorted(chances)
     assert chances[0] >= 0.0
@@ -82,7 +82,7 @@ def test_more_entropy_never_makes_a_fork_less_likely() -> None:
 
 
 @given(entropies, entropies, st.integers(0, 8), st.integers(2, 5), st.floats(0, 1))
-def test_budget_and_beam_are_never_exceeded(
+def test_forks_never_exceed_budget_and_beam(
     start: Float32Array, after: Float32Array, budget: int, beam: int, alpha: float
 ) -> None:
     for name in BRANCHING:
@@ -95,7 +95,7 @@ def test_budget_and_beam_are_never_exceeded(
 
 
 @given(entropies, entropies, st.integers(0, 2**32), st.integers(0, 10**6), st.text(), paths)
-def test_the_same_seed_gives_the_same_decision(
+def test_decisions_are_a_function_of_the_seed(
     start: Float32Array, after: Float32Array, seed: int, step: int, task_id: str, path: tuple[int, ...]
 ) -> None:
     asked = ForkPoint(task_id, step, path, start, after, after, budget=3)
@@ -104,7 +104,7 @@ def test_the_same_seed_gives_the_same_decision(
         assert first == second
 
 
-def test_draws_are_uniform_and_differ_in_every_key() -> None:
+def test_draws_are_uniform_and_differ_by_every_key() -> None:
     draws = [uniform_draw(0, 0, "task", (place, 0)) for place in range(2000)]
     assert abs(np.mean(draws) - 0.5) < 0.03
     assert min(draws) >= 0
@@ -120,12 +120,12 @@ def test_draws_are_uniform_and_differ_in_every_key() -> None:
     assert len(variants) == 6
 
 
-def test_a_spent_budget_is_named() -> None:
+def test_decision_without_budget_records_why() -> None:
     policy = ArpoPolicy(replace(CONFIG, branch_probability=1.0), vocabulary_size=50, seed=0)
     assert policy.decide(point(array(1), array(1), budget=0)).record.why == "budget spent"
 
 
-def test_policies_are_made_by_name() -> None:
+def test_branch_policies_are_built_by_name() -> None:
     assert make_branch_policy(CONFIG, vocabulary_size=9, seed=0) == ArpoPolicy(CONFIG, 9, 0)
     grpo = make_branch_policy(replace(CONFIG, branching="grpo"), vocabulary_size=9, seed=0)
     assert grpo == GrpoPolicy(16)
@@ -136,13 +136,13 @@ def test_policies_are_made_by_name() -> None:
     assert (POLICY.initial, POLICY.total, POLICY.measured_tokens) == (8, 16, 4)
 
 
-def test_nothing_is_measured_where_no_fork_is_possible() -> None:
+def test_policies_measure_nothing_if_no_fork_is_possible() -> None:
     assert ArpoPolicy(replace(CONFIG, beam_size=1), 9, 0).measured_tokens == 0
     assert ArpoPolicy(replace(CONFIG, initial_rollouts=16), 9, 0).measured_tokens == 0
 
 
 @given(st.integers(0, 100), st.integers(1, 20))
-def test_forks_are_shared_out_evenly_and_wholly(forks: int, paths: int) -> None:
+def test_split_budget_is_even_and_complete(forks: int, paths: int) -> None:
     reserved = split_budget(forks, paths)
     assert len(reserved) == paths
     assert sum(reserved) == forks
@@ -157,7 +157,7 @@ def released_branches(draw: float, before: list[float], start: list[float], voca
 
 
 @given(entropies, entropies, entropies, st.integers(0, 500))
-def test_the_reference_is_the_released_codes_arithmetic(
+def test_arpo_reference_equals_the_released_arithmetic(
     start: Float32Array, before: Float32Array, after: Float32Array, step: int
 ) -> None:
     policy = ArpoReferencePolicy(named("arpo_reference"), vocabulary_size=1000, seed=3)
@@ -167,7 +167,7 @@ def test_the_reference_is_the_released_codes_arithmetic(
     assert decision.siblings == int(expected) or abs(decision.record.draw - chance) < 1e-6
 
 
-def test_the_reference_is_a_round_late_and_does_not_extrapolate() -> None:
+def test_arpo_reference_is_one_round_late_and_does_not_extrapolate() -> None:
     policy = ArpoReferencePolicy(named("arpo_reference"), vocabulary_size=1000, seed=3)
     start = array(2, 2, 2, 2)
     first = policy.decide(point(start, array(9, 9, 9, 9)))  # before_entropies are the first segment's
@@ -176,7 +176,7 @@ def test_the_reference_is_a_round_late_and_does_not_extrapolate() -> None:
     assert second.record.dH == pytest.approx((3 - 8) / math.log(1000))
 
 
-def test_the_control_arm_forks_as_arpo_does_without_entropy() -> None:
+def test_random_policy_forks_like_arpo_without_entropy() -> None:
     arpo = ArpoPolicy(replace(CONFIG, entropy_weight=0.0), vocabulary_size=1000, seed=3)
     control = RandomPolicy(named("random"), seed=3)
     forks = 0
@@ -190,7 +190,7 @@ def test_the_control_arm_forks_as_arpo_does_without_entropy() -> None:
     assert 70 < forks < 130
 
 
-def test_aepo_begins_with_more_where_the_question_is_less_certain_than_the_tools() -> None:
+def test_aepo_starts_more_trajectories_if_the_question_is_less_certain_than_the_tools() -> None:
     policy = AepoPolicy(CONFIG, vocabulary_size=1000, seed=0, probe_slope=2.0)
     low, high = array(0.5, 0.5, 0.5, 0.5), array(3, 3, 3, 3)
     share = 1 / (1 + math.exp(-2.0 * (12 - (2 + 12) / 2) / math.log(1000)))
@@ -202,14 +202,14 @@ def test_aepo_begins_with_more_where_the_question_is_less_certain_than_the_tools
     assert initial_budgets(policy, 4) == [0, 4, 4, 4]
 
 
-def test_forks_in_a_row_cost_chance() -> None:
+def test_aepo_consecutive_forks_lower_the_chance() -> None:
     policy = AepoPolicy(CONFIG, vocabulary_size=1000, seed=0, streak_penalty=0.25)
     chances = [policy.decide(point(array(1), array(1), streak=streak)).record.probability for streak in range(6)]
     assert chances == pytest.approx([0.5, 0.375, 0.25, 0.125, 0.0, 0.0])
 
 
 @given(entropies, entropies, entropies, st.integers(0, 500), st.integers(0, 25))
-def test_aepos_reference_is_the_released_codes_arithmetic(
+def test_aepo_reference_equals_the_released_arithmetic(
     start: Float32Array, before: Float32Array, after: Float32Array, step: int, streak: int
 ) -> None:
     policy = AepoReferencePolicy(named("aepo_reference"), vocabulary_size=1000, seed=3)

@@ -1,4 +1,4 @@
-"""Credit on the tree equals the sums over all flattened trajectories."""
+"""Credit on the tree equals sums over all flattened trajectories."""
 
 from collections import defaultdict
 
@@ -56,7 +56,7 @@ def flattened(
 @pytest.mark.parametrize("attribution", ["soft", "hard"])
 @pytest.mark.parametrize("aggregation", ["token-mean", "sequence-mean"])
 @given(case=trees_with_advantages())
-def test_equals_brute_force_over_flattened_trajectories(
+def test_tree_credits_equal_brute_force_over_flattened_trajectories(
     aggregation: Aggregation, attribution: SharedAdvantage, case: tuple[list[RolloutTree], list[list[float]]]
 ) -> None:
     trees, advantages = case
@@ -69,7 +69,7 @@ def test_equals_brute_force_over_flattened_trajectories(
 
 
 @given(trees_with_advantages())
-def test_supervised_weights_sum_to_one_and_push_upwards_only(case: tuple[list[RolloutTree], list[list[float]]]) -> None:
+def test_supervised_credit_sums_to_one_and_is_never_negative(case: tuple[list[RolloutTree], list[list[float]]]) -> None:
     trees, _ = case
     found = supervised_credit(trees)
     flat_model_tokens = sum(int(tree.trajectory(leaf).loss_mask.sum()) for tree in trees for leaf in tree.leaves())
@@ -79,7 +79,7 @@ def test_supervised_weights_sum_to_one_and_push_upwards_only(case: tuple[list[Ro
         assert not one.negative.any()
 
 
-def test_hard_attribution_gives_the_shared_prefix_the_mean_advantage() -> None:
+def test_hard_shared_advantage_gives_the_prefix_the_mean() -> None:
     tree = RolloutTree("task", np.arange(2, dtype=np.int32))
     shared = tree.add(0, Role.MODEL, [1, 2])
     tool = tree.add(shared, Role.TOOL, [3])
@@ -94,7 +94,7 @@ def test_hard_attribution_gives_the_shared_prefix_the_mean_advantage() -> None:
     np.testing.assert_allclose(soft.negative, np.array([0, 0, -1, -1, 0, 0, -1]) * sixth, rtol=1e-6)
 
 
-def test_advantages_that_do_not_fit_the_leaves_are_refused() -> None:
+def test_tree_credits_refuse_advantages_that_do_not_fit_the_leaves() -> None:
     tree = RolloutTree("task", np.arange(2, dtype=np.int32))
     tree.add(0, Role.MODEL, [1])
     with pytest.raises(ValueError, match="leaves"):

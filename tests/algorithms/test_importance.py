@@ -1,8 +1,8 @@
-"""Weights of trajectories that another policy has sampled."""
+"""Importance weights of trajectories that another policy has sampled."""
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from arpo_megatron.algorithms.credit import tree_credits
@@ -10,9 +10,8 @@ from arpo_megatron.algorithms.importance import trajectory_weights
 from tests.algorithms import flat
 
 
-@settings(max_examples=40)
 @given(forest=flat.forests(), seed=st.integers(0, 1000))
-def test_a_trajectory_weighs_its_product_of_ratios_up_to_the_limit(forest, seed):
+def test_trajectory_weight_is_the_product_of_ratios_up_to_the_limit(forest, seed):
     rng = np.random.default_rng(seed)
     log_ratios = [rng.normal(0, 0.5, tree.unique_tokens) for tree in forest]
     for values in log_ratios:
@@ -24,7 +23,7 @@ def test_a_trajectory_weighs_its_product_of_ratios_up_to_the_limit(forest, seed)
 
 
 @given(forest=flat.forests(), seed=st.integers(0, 1000))
-def test_weights_of_trajectories_multiply_their_credit(forest, seed):
+def test_trajectory_weights_multiply_the_credit(forest, seed):
     rng = np.random.default_rng(seed)
     advantages = [rng.normal(0, 1, len(tree.leaves())) for tree in forest]
     weights = [rng.uniform(0, 2, len(own)) for own in advantages]

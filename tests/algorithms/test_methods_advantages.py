@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from arpo_megatron.algorithms.advantages.aepo import EntropyAware
@@ -17,7 +17,6 @@ from tests.algorithms import flat
 seeds = st.integers(0, 10**6)
 
 
-@settings(max_examples=60)
 @given(forest=flat.forests(), kind=flat.rewards_of_any_kind, seed=seeds)
 def test_rloo_compares_with_the_mean_of_the_others(forest, kind, seed):
     groups = flat.groups_of(forest, kind, np.random.default_rng(seed))
@@ -30,7 +29,6 @@ def test_rloo_compares_with_the_mean_of_the_others(forest, kind, seed):
 
 
 @pytest.mark.parametrize("baseline", [False, True])
-@settings(max_examples=60)
 @given(forest=flat.forests(), kind=flat.rewards_of_any_kind, seed=seeds)
 def test_reinforce_plus_plus_whitens_over_the_tokens_of_all_copies(baseline, forest, kind, seed):
     groups = flat.groups_of(forest, kind, np.random.default_rng(seed))
@@ -50,7 +48,6 @@ def test_reinforce_plus_plus_whitens_over_the_tokens_of_all_copies(baseline, for
         np.testing.assert_allclose(own, (expected - np.mean(tokens)) / std, rtol=1e-9, atol=1e-9)
 
 
-@settings(max_examples=40)
 @given(case=flat.cases(by_segment=False))
 def test_aepo_weighs_advantages_by_the_standardised_entropy_of_all_copies(case):
     batch = case.batch
@@ -70,9 +67,8 @@ def test_aepo_weighs_advantages_by_the_standardised_entropy_of_all_copies(case):
             np.testing.assert_allclose(factors[known], 1 + 0.2 * standardised, rtol=1e-6)
 
 
-@settings(max_examples=60)
 @given(forest=flat.forests(), seed=seeds)
-def test_flow_grpo_weighs_turns_alike(forest, seed):
+def test_flow_grpo_gives_all_turns_equal_weight(forest, seed):
     """Token by token: 1 / (trajectories * turns of the trajectory * tokens of the turn)."""
     groups = flat.groups_of(forest, "real", np.random.default_rng(seed))
     count = sum(len(tree.leaves()) for tree in forest)

@@ -1,8 +1,8 @@
-"""Estimators that credit turns, and those that look at more than rewards: against their papers, copy by copy."""
+"""Estimators by turn, and those that use more than rewards, against the formulas of their papers, copy by copy."""
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from arpo_megatron.algorithms.advantages.centred import Centred
@@ -45,9 +45,8 @@ def by_token(tree: RolloutTree, advantages: np.ndarray, row: int) -> np.ndarray:
     return advantages[row][flat.segments_of(tree)]
 
 
-@settings(max_examples=60)
 @given(forest=flat.forests(), kind=KINDS, seed=seeds)
-def test_a_chunk_earns_the_outcome_discounted_by_those_after_it(forest, kind, seed):
+def test_chunk_return_is_discounted_by_later_chunks(forest, kind, seed):
     groups = flat.groups_of(forest, kind, np.random.default_rng(seed))
     for group, found in zip(groups, ChunkReturn(0.9)(groups), strict=True):
         for row, leaf in enumerate(group.tree.leaves()):
@@ -78,7 +77,6 @@ def flat_hgpo(group: Group, history: int, alpha: float, gamma: float) -> dict[tu
     return found
 
 
-@settings(max_examples=60)
 @given(forest=flat.forests(), kind=KINDS, seed=seeds, history=st.integers(0, 3), alpha=st.sampled_from([0.0, 1.0, 2.0]))
 def test_hgpo_compares_a_turn_with_all_that_share_its_last_states(forest, kind, seed, history, alpha):
     groups = flat.groups_of(forest, kind, np.random.default_rng(seed))
@@ -92,7 +90,7 @@ def test_hgpo_compares_a_turn_with_all_that_share_its_last_states(forest, kind, 
 
 
 def test_hgpo_prefers_siblings_of_a_fork_to_strangers_with_the_same_answer() -> None:
-    """Two branches behind one fork and a stranger whose tool said the same: the sibling weighs in twice."""
+    """Two branches after one fork and an unrelated turn with the same tool result: the sibling counts twice."""
     tree = RolloutTree("t", [1])
     call = tree.add(0, Role.MODEL, [2])
     result = tree.add(call, Role.TOOL, [9])
@@ -108,9 +106,8 @@ def test_hgpo_prefers_siblings_of_a_fork_to_strangers_with_the_same_answer() -> 
     assert found[0, 3] == pytest.approx((everyone + 2 * siblings) / 3)
 
 
-@settings(max_examples=60)
 @given(forest=flat.forests(), kind=KINDS, seed=seeds)
-def test_rapo_lets_groups_with_spread_stand_in_for_the_others(forest, kind, seed):
+def test_rapo_scales_groups_with_spread_by_their_share(forest, kind, seed):
     groups = flat.groups_of(forest, kind, np.random.default_rng(seed))
     good = [len(set(group.rewards.tolist())) > 1 for group in groups]
     for group, told, found in zip(groups, good, RewardAware()(groups), strict=True):
@@ -123,9 +120,8 @@ def test_rapo_lets_groups_with_spread_stand_in_for_the_others(forest, kind, seed
         np.testing.assert_allclose(centred, rewards - rewards.mean() if told else 0.0, atol=1e-15)
 
 
-@settings(max_examples=60)
 @given(forest=flat.forests(), kind=KINDS, seed=seeds, limit=st.sampled_from([1.2, 5.0]))
-def test_the_group_of_tokens_has_their_mean_and_spread(forest, kind, seed, limit):
+def test_token_group_uses_mean_and_spread_over_tokens(forest, kind, seed, limit):
     groups = flat.groups_of(forest, kind, np.random.default_rng(seed))
     for group, found in zip(groups, TokenGroup(limit)(groups), strict=True):
         tree, rewards = group.tree, group.rewards
@@ -144,9 +140,8 @@ def test_the_group_of_tokens_has_their_mean_and_spread(forest, kind, seed, limit
         assert sum(own) == pytest.approx(0.0, abs=1e-6)
 
 
-@settings(max_examples=60)
 @given(forest=flat.forests(), seed=seeds)
-def test_xrpo_sharpens_what_is_better_and_less_likely_than_the_group(forest, seed):
+def test_xrpo_sharpens_better_and_less_likely_trajectories(forest, seed):
     rng = np.random.default_rng(seed)
     told = []
     for tree in forest:

@@ -1,4 +1,4 @@
-"""Stored trees beside those of a step: which they are, with which advantages, how many, and after a resume."""
+"""Stored trees added to those of a step: their choice, their advantages, their number, and after a resume."""
 
 import math
 from dataclasses import replace
@@ -29,7 +29,7 @@ def paths(item: ScoredTree) -> list[list[int]]:
 
 
 @given(st.lists(st.floats(-1, 1), min_size=1, max_size=5), st.data())
-def test_stored_trajectories_are_those_of_the_tree_also_after_a_checkpoint(rewards: list[float], data) -> None:
+def test_storable_trees_survive_packing(rewards: list[float], data) -> None:
     item = scored("a", rewards, step=3)
     rows = sorted(data.draw(st.sets(st.integers(0, len(rewards) - 1), min_size=1)))
     for kept in (storable_tree(item, rows), *unpack_trees(pack_trees([storable_tree(item, rows)]))):
@@ -41,7 +41,7 @@ def test_stored_trajectories_are_those_of_the_tree_also_after_a_checkpoint(rewar
             assert own.logprobs.tolist() == other.logprobs.tolist() and own.policy_version == 3
 
 
-def test_a_full_buffer_imitates_what_is_better_than_the_usual_mean() -> None:
+def test_self_imitation_replays_a_full_buffer_above_the_median_mean() -> None:
     store = SelfImitation(imitation_capacity=3, imitation_weight=2.0, imitation_warmup=8)
     groups = {0: [0.0, 1.0], 1: [0.0, 0.2, 0.1], 2: [1.0, 1.0], 3: [0.0, 3.0, 0.0]}
     kept: list[tuple[int, float]] = []  # by the formula, on plain lists
@@ -60,7 +60,7 @@ def test_a_full_buffer_imitates_what_is_better_than_the_usual_mean() -> None:
     assert store.extra_trees(1, 3) == []
 
 
-def test_imitation_is_bounded_forgets_what_is_old_and_begins_at_nothing() -> None:
+def test_self_imitation_is_bounded_in_age_and_size_and_warms_up() -> None:
     store = SelfImitation(imitation_capacity=2, imitation_age=2, imitation_baselines=1)
     store.mix(scored("a", [0.0, 1.0], step=0), 0)
     store.mix(scored("a", [0.0, 1.0, 2.0], step=0), 0)
@@ -74,7 +74,7 @@ def test_imitation_is_bounded_forgets_what_is_old_and_begins_at_nothing() -> Non
     assert found.rewards.tolist() == [5.0] and found.advantages is not None and found.advantages[0] > 0
 
 
-def test_a_share_of_the_trees_is_replayed_from_earlier_steps() -> None:
+def test_rollout_replay_adds_its_share_of_earlier_trees() -> None:
     store = RolloutReplay(rollout_share=0.4, rollout_capacity=4)
     for step in range(3):
         for number in range(3):
@@ -88,7 +88,7 @@ def test_a_share_of_the_trees_is_replayed_from_earlier_steps() -> None:
     assert store.metrics()["replay/stored"] == 12 and store.metrics()["replay/trees"] == 0
 
 
-def test_replay_has_a_window_of_steps() -> None:
+def test_rollout_replay_respects_its_age_window() -> None:
     store = RolloutReplay(rollout_age=2)
     for step in range(4):
         store.mix(scored(f"t{step}", [0.0, 1.0], step=step), step)
@@ -96,7 +96,7 @@ def test_replay_has_a_window_of_steps() -> None:
 
 
 @pytest.mark.parametrize("make", [RolloutReplay, lambda: SelfImitation(imitation_capacity=4)])
-def test_a_resumed_store_adds_the_same(make) -> None:
+def test_resumed_buffer_adds_the_same_trees(make) -> None:
     store, resumed = make(), make()
     for step in range(3):
         store.mix(scored(f"t{step}", [0.0, 1.0], step=step), step)
@@ -115,7 +115,7 @@ def test_a_resumed_store_adds_the_same(make) -> None:
 
 
 @given(st.integers(1, 9), st.integers(0, 9), st.integers(1, 4))
-def test_every_minibatch_has_its_share_of_stored_trees(own: int, added: int, parts: int) -> None:
+def test_minibatches_get_even_shares_of_stored_trees(own: int, added: int, parts: int) -> None:
     trees = [scored(f"own{number}", [0.0]) for number in range(own)]
     stored_ones = [scored(f"added{number}", [0.0]) for number in range(added)]
     mixed = [item.task.id for item in interleaved(trees, stored_ones)]
@@ -125,7 +125,7 @@ def test_every_minibatch_has_its_share_of_stored_trees(own: int, added: int, par
         assert abs(sum(name.startswith("added") for name in mixed[:count]) - count * added / len(mixed)) <= 1
 
 
-def test_the_store_gives_advantages_where_it_says_so_and_the_estimator_elsewhere() -> None:
+def test_advantages_of_the_buffer_replace_those_of_the_estimator() -> None:
     """With RAPO's estimator, which looks at all groups: those that it does not see change nothing."""
     own, flat = scored("own", [0.0, 1.0, 0.5]), scored("flat", [1.0, 1.0])
     given = replace(storable_tree(scored("given", [0.0, 3.0]), [1]), advantages=np.array([0.25]))
@@ -143,7 +143,7 @@ def test_the_store_gives_advantages_where_it_says_so_and_the_estimator_elsewhere
     np.testing.assert_allclose(found["rapo"][0], [3 / 2 * value for value in biased])  # of three groups two have spread
 
 
-def test_stored_trees_are_told_from_sampled_ones_on_disk(tmp_path: Path) -> None:
+def test_tree_files_mark_replayed_trees(tmp_path: Path) -> None:
     items = [scored("a", [0.0, 1.0]), storable_tree(scored("b", [0.0, 1.0]))]
     write_trees(tmp_path / "step_000000.parquet", 0, items, lambda _ids: "")
     assert [item.replayed for item in read_trees(tmp_path / "step_000000.parquet")] == [0, 2]

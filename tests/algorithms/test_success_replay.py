@@ -1,4 +1,4 @@
-"""Replayed successes: where they go, how many are kept, and that a checkpoint keeps them."""
+"""Replayed successes: the groups that get one, the number kept, and their survival in a checkpoint."""
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ def task(name: str) -> Task:
 
 
 def scored(name: str, rewards: list[float], step: int = 0, first: int = 10) -> ScoredTree:
-    """A fork behind a first call for every reward but the first, which begins at the prompt."""
+    """A fork after a first call for every reward but the first, which begins at the prompt."""
     tree = RolloutTree(name, PROMPT, step=step)
     tree.add(0, Role.MODEL, [first], logprobs=[-1.0], policy_version=step)
     if len(rewards) > 1:
@@ -32,7 +32,7 @@ def scored(name: str, rewards: list[float], step: int = 0, first: int = 10) -> S
     return ScoredTree(task(name), tree, values, values, values > 0, terms={"f1": values})
 
 
-def test_a_failed_group_gets_the_newest_success_of_its_task() -> None:
+def test_success_replay_puts_the_newest_success_into_a_failed_group() -> None:
     store = SuccessReplay()
     store.mix(scored("a", [0.0, 1.0, 0.0]), 0)
     store.mix(scored("b", [1.0, 1.0], first=50), 1)
@@ -50,7 +50,7 @@ def test_a_failed_group_gets_the_newest_success_of_its_task() -> None:
     assert store.metrics()["replay/trees"] == 0
 
 
-def test_what_is_replayed_is_not_counted_as_reward_metrics() -> None:
+def test_replayed_trajectories_do_not_count_in_reward_metrics() -> None:
     store = SuccessReplay()
     store.mix(scored("a", [1.0, 1.0]), 0)
     mixed = store.mix(scored("a", [0.0, 0.0, 0.0], step=5, first=70), 5)
@@ -60,7 +60,7 @@ def test_what_is_replayed_is_not_counted_as_reward_metrics() -> None:
     assert np.isnan(reward_metrics([store.mix(scored("a", [0.0], step=6, first=90), 6)], 0.5)["reward"])
 
 
-def test_groups_with_spread_or_success_are_left_as_they_are() -> None:
+def test_success_replay_leaves_groups_with_spread_or_success() -> None:
     store = SuccessReplay()
     store.mix(scored("a", [1.0, 1.0]), 0)
     for rewards in ([0.0, 1.0], [0.3, 0.3], [1.0, 1.0]):
@@ -68,7 +68,7 @@ def test_groups_with_spread_or_success_are_left_as_they_are() -> None:
         assert store.mix(item, 1) is item
 
 
-def test_no_more_is_kept_than_may_be_and_the_oldest_go_first() -> None:
+def test_success_replay_drops_the_oldest_beyond_its_capacity() -> None:
     store = SuccessReplay(replay_keep=2, replay_capacity=3)
     for step in range(4):
         store.mix(scored("a", [1.0], step=step, first=10 * step), step)
@@ -79,7 +79,7 @@ def test_no_more_is_kept_than_may_be_and_the_oldest_go_first() -> None:
     assert store.mix(scored("a", [0.0], step=9, first=90), 9).tree.path_tokens(1).tolist()[3:] == [30]
 
 
-def test_a_resumed_store_replays_the_same() -> None:
+def test_resumed_success_replay_replays_the_same() -> None:
     store, resumed = SuccessReplay(), SuccessReplay()
     for name in ("a", "b"):
         store.mix(scored(name, [0.0, 1.0, 0.5]), 3)
@@ -94,7 +94,7 @@ def test_a_resumed_store_replays_the_same() -> None:
 
 
 @given(st.integers(1, 5), st.data())
-def test_a_graft_takes_one_trajectory_away_and_changes_no_other(count: int, data: st.DataObject) -> None:
+def test_replace_trajectory_changes_no_other_trajectory(count: int, data: st.DataObject) -> None:
     rewards = [float(number) for number in range(count)]
     item, donor = scored("a", rewards), scored("a", [9.0], first=99)
     row = data.draw(st.integers(0, count - 1))
@@ -105,7 +105,7 @@ def test_a_graft_takes_one_trajectory_away_and_changes_no_other(count: int, data
     assert mixed.rewards.tolist() == [*rewards[:row], *rewards[row + 1 :], 9.0]
 
 
-def test_another_prompt_is_refused() -> None:
+def test_replace_trajectory_refuses_another_prompt() -> None:
     other = RolloutTree("a", [1])
     with pytest.raises(ValueError, match="another prompt"):
         replace_trajectory(scored("a", [0.0]), 0, StoredTrajectory(other.segments[0], (), 1.0, 1.0, True, 0))

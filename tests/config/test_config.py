@@ -1,4 +1,4 @@
-"""A wrong word in a config is one clear line before anything starts."""
+"""A wrong value in a config is one clear line before anything starts."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -14,13 +14,13 @@ from arpo_megatron.jobs import resolve
 
 
 @pytest.mark.parametrize("recipe", resolve.recipe_names())
-def test_every_recipe_survives_saving_and_loading(recipe: str, tmp_path: Path) -> None:
+def test_recipes_survive_saving_and_loading(recipe: str, tmp_path: Path) -> None:
     config = resolve.resolve(recipe)
     save_config(config, tmp_path / "config.yaml")
     assert resolve.load(tmp_path / "config.yaml") == config
 
 
-def test_words_win_over_the_file_and_the_file_over_the_recipe(tmp_path: Path) -> None:
+def test_overrides_win_over_the_file_and_the_file_over_the_recipe(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text("train: {steps: 5, tasks_per_step: 4}\noptimizer: {lr: 1e-5}\n")
     config = resolve.resolve("quickstart", file=file, overrides=["train.steps=7"])
@@ -102,7 +102,7 @@ def test_words_win_over_the_file_and_the_file_over_the_recipe(tmp_path: Path) ->
         (["train.=3"], "section.key=value"),
     ],
 )
-def test_a_wrong_word_is_one_line_that_helps(words: list[str], line: str) -> None:
+def test_wrong_override_is_one_line_that_helps(words: list[str], line: str) -> None:
     with pytest.raises(UserError) as caught:
         resolve.resolve("quickstart", overrides=words)
     assert line in str(caught.value)
@@ -110,7 +110,7 @@ def test_a_wrong_word_is_one_line_that_helps(words: list[str], line: str) -> Non
 
 
 @pytest.mark.parametrize("loss", ["hispo", "minirl", "mix_ppg"])
-def test_a_loss_that_corrects_for_older_weights_needs_no_weights_of_trajectories(loss: str) -> None:
+def test_loss_that_corrects_for_older_weights_needs_no_trajectory_weights(loss: str) -> None:
     words = [f"algorithm.loss={loss}", "rollout.max_staleness=1", "algorithm.replay=rollout_replay"]
     assert resolve.resolve("quickstart", overrides=words).algorithm.trajectory_weight_limit is None
 
@@ -124,7 +124,7 @@ def choices(owner: Any = JobConfig, prefix: str = "") -> Iterator[tuple[str, str
             yield from ((prefix + field.name, word) for word in get_args(field.type))
 
 
-def test_every_documented_choice_can_be_given_as_a_word() -> None:
+def test_every_documented_choice_can_be_an_override() -> None:
     wide = ["model.dtype=bfloat16", "model.hidden_size=256", "model.heads=8", "model.kv_heads=8"]
     for key, word in choices():
         if key in ("model.fp8", "engine.quantization"):
@@ -137,17 +137,36 @@ def test_every_documented_choice_can_be_given_as_a_word() -> None:
 
 
 @pytest.mark.parametrize("text", ["1e-5", "0.00001", "1E-5", "10e-6"])
-def test_numbers_are_read_as_people_write_them(text: str) -> None:
+def test_numbers_are_read_as_yaml_1_2(text: str) -> None:
     assert resolve.resolve("quickstart", overrides=[f"optimizer.lr={text}"]).optimizer.lr == 1e-5
 
 
-def test_a_misspelt_recipe_is_suggested() -> None:
+@pytest.mark.parametrize(
+    ("key", "hint"),
+    [
+        ("algorithm.samples", "did you mean algorithm."),
+        ("algorithm.beam", "did you mean algorithm.beam_size?"),
+        ("algorithm.aggregation", "did you mean algorithm.loss_aggregation?"),
+        ("rollout.keep_every_s", "did you mean rollout.journal_every_s?"),
+        ("sft.careless", "keys here: "),
+    ],
+)
+def test_keys_of_earlier_versions_are_refused_in_one_line(key: str, hint: str, tmp_path: Path) -> None:
+    section, name = key.split(".")
+    file = tmp_path / "config.yaml"
+    file.write_text(f"name: quickstart\n{section}: {{{name}: 4}}\n")
+    for attempt in (lambda: resolve.load(file), lambda: resolve.resolve("quickstart", overrides=[f"{key}=4"])):
+        with pytest.raises(UserError, match=f"^unknown config key {key}; {hint}.*$".replace("?", r"\?")):
+            attempt()
+
+
+def test_misspelt_recipe_gets_a_suggestion() -> None:
     with pytest.raises(UserError, match="did you mean quickstart"):
         resolve.resolve("quikstart")
 
 
 @pytest.mark.parametrize("content", ["a: [", "- 1\n- 2\n", "1: 2\n", "\x00"])
-def test_an_unusable_file_is_one_line(content: str, tmp_path: Path) -> None:
+def test_unusable_config_file_is_one_line(content: str, tmp_path: Path) -> None:
     file = tmp_path / "bad.yaml"
     file.write_text(content)
     with pytest.raises(UserError) as caught:
@@ -156,12 +175,12 @@ def test_an_unusable_file_is_one_line(content: str, tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
+def test_missing_config_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"nowhere\.yaml"):
         resolve.resolve("quickstart", file=tmp_path / "nowhere.yaml")
 
 
-def test_a_key_that_stands_twice_in_a_file_is_named_with_its_lines(tmp_path: Path) -> None:
+def test_repeated_key_is_named_with_its_line(tmp_path: Path) -> None:
     file = tmp_path / "twice.yaml"
     file.write_text("train:\n  steps: 3\n  token_budget: 4096\n  steps: 4\n")
     with pytest.raises(UserError, match=r"twice\.yaml.*the key steps stands in line 2 and in line 4") as caught:
@@ -172,14 +191,14 @@ def test_a_key_that_stands_twice_in_a_file_is_named_with_its_lines(tmp_path: Pat
     assert (config.train.steps, config.sft.steps) == (3, 4)
 
 
-def test_a_file_may_use_yaml_anchors(tmp_path: Path) -> None:
+def test_config_file_may_use_yaml_anchors(tmp_path: Path) -> None:
     file = tmp_path / "anchors.yaml"
     file.write_text("optimizer: &rate\n  lr: 2e-4\nsft:\n  optimizer: *rate\n")
     config = resolve.resolve("quickstart", file=file)
     assert config.optimizer.lr == config.sft.optimizer.lr == 2e-4
 
 
-def test_inputs_are_found_again_from_another_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_input_paths_are_made_absolute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     config = resolve.resolve("quickstart", overrides=["sft.data=talks.jsonl", "model.path=model"])
     assert config.sft.data == tmp_path / "talks.jsonl"

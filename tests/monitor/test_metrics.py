@@ -1,4 +1,4 @@
-"""metrics.jsonl holds every step once, whatever was interrupted; wandb goes on in one run."""
+"""metrics.jsonl holds every step once despite interruptions; wandb continues one run."""
 
 import json
 import math
@@ -21,7 +21,7 @@ def rows_of(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_each_step_is_on_disk_as_one_json_object_at_once(tmp_path: Path) -> None:
+def test_metrics_write_each_step_at_once(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path, CONFIG)
     log.log({"step": 1, "reward": np.float32(0.5), "forks": np.int64(3), "note": "first", "gap": None})
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
@@ -33,7 +33,7 @@ def test_each_step_is_on_disk_as_one_json_object_at_once(tmp_path: Path) -> None
     log.close()
 
 
-def test_repeated_steps_of_a_resumed_run_replace_the_old_rows(tmp_path: Path) -> None:
+def test_metrics_of_repeated_steps_replace_old_rows(tmp_path: Path) -> None:
     first = MetricsLog(tmp_path, CONFIG)
     for step in (1, 2, 3, 4):
         first.log({"step": step, "run": 1})
@@ -44,7 +44,7 @@ def test_repeated_steps_of_a_resumed_run_replace_the_old_rows(tmp_path: Path) ->
     assert rows == [(1, 1), (2, 1), (3, 2), (4, 2), (5, 2)]
 
 
-def test_a_half_written_line_is_cut_off(tmp_path: Path) -> None:
+def test_metrics_cut_off_a_half_written_line(tmp_path: Path) -> None:
     MetricsLog(tmp_path, CONFIG).log({"step": 1})
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 2, "rew')
@@ -73,15 +73,9 @@ def test_rows_and_events_that_a_full_disk_refuses_leave_whole_lines_and_rows_are
     assert log.close() == 2
 
 
-def test_a_value_that_is_no_number_is_refused(tmp_path: Path) -> None:
+def test_metrics_refuse_values_that_are_not_numbers(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="list"):
         MetricsLog(tmp_path, CONFIG).log({"step": 1, "rewards": [1.0]})
-
-
-def test_wandb_is_not_touched_unless_configured(tmp_path: Path) -> None:
-    MetricsLog(tmp_path, CONFIG).log({"step": 1})
-    assert not (tmp_path / "wandb_run_id").exists()
-    assert not (tmp_path / "wandb").exists()
 
 
 def test_wandb_offline_keeps_one_run_id_over_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The profiler traces the steps it is told to, names modules, and leaves everything else alone."""
+"""The profiler traces the configured steps, names modules, and changes nothing else."""
 
 import gzip
 import json
@@ -20,7 +20,7 @@ def hooked() -> int:
     return len(hooks._global_forward_pre_hooks) + len(hooks._global_forward_hooks)
 
 
-def test_the_window_is_traced_and_leaves_no_hook(tmp_path: Path) -> None:
+def test_profiler_traces_the_window_and_leaves_no_hook(tmp_path: Path) -> None:
     profiler, part, before = StepProfiler((2, 3), tmp_path / "profile", rank=1), NamedPart(), hooked()
     traces = []
     for step in range(1, 6):
@@ -36,7 +36,7 @@ def test_the_window_is_traced_and_leaves_no_hook(tmp_path: Path) -> None:
     assert list(path.parent.iterdir()) == [path], "nothing half-written is left"
 
 
-def test_a_run_that_ends_inside_the_window_keeps_what_it_has(tmp_path: Path) -> None:
+def test_profiler_keeps_the_trace_of_a_run_that_ends_early(tmp_path: Path) -> None:
     profiler, before = StepProfiler((1, 9), tmp_path), hooked()
     profiler.before(1)
     NamedPart()(torch.ones(2))
@@ -46,7 +46,7 @@ def test_a_run_that_ends_inside_the_window_keeps_what_it_has(tmp_path: Path) -> 
     assert hooked() == before
 
 
-def test_without_a_window_nothing_happens(tmp_path: Path) -> None:
+def test_profiler_does_nothing_without_a_window(tmp_path: Path) -> None:
     profiler, before = StepProfiler(None, tmp_path), hooked()
     profiler.before(1)
     assert hooked() == before

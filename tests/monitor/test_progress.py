@@ -1,4 +1,4 @@
-"""The display: plain lines where there is no terminal, a live table where there is one, never on standard output."""
+"""The display: plain lines without a terminal, a live table in one, and nothing on standard output."""
 
 import io
 from pathlib import Path
@@ -33,7 +33,7 @@ def plain(width: int = 200) -> tuple[Progress, io.StringIO]:
     return Progress(Console(file=output, force_terminal=False, width=width)), output
 
 
-def test_without_a_terminal_every_fact_is_one_plain_line() -> None:
+def test_progress_prints_plain_lines_without_a_terminal() -> None:
     progress, output = plain(width=40)
     with progress:
         progress.phase("prepare")
@@ -55,14 +55,14 @@ def test_without_a_terminal_every_fact_is_one_plain_line() -> None:
     assert "\x1b" not in output.getvalue()
 
 
-def test_figures_that_a_step_lacks_are_left_out() -> None:
+def test_progress_leaves_out_missing_metrics() -> None:
     progress, output = plain()
     with progress:
         progress.step({"step": 1, "reward": None, "logprob_gap": None})
     assert output.getvalue().endswith(" step 1\n")
 
 
-def test_in_a_terminal_steps_fill_a_table_and_notes_stay() -> None:
+def test_progress_shows_a_table_in_a_terminal() -> None:
     output = io.StringIO()
     with Progress(Console(file=output, force_terminal=True, width=160)) as progress:
         progress.phase("cold start")
@@ -77,7 +77,7 @@ def test_in_a_terminal_steps_fill_a_table_and_notes_stay() -> None:
         assert part in text
 
 
-def test_standard_output_stays_free(capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_leaves_standard_output_free(capsys: pytest.CaptureFixture[str]) -> None:
     with Progress() as progress:
         progress.phase("prepare")
         progress.step(STEP)
@@ -87,7 +87,7 @@ def test_standard_output_stays_free(capsys: pytest.CaptureFixture[str]) -> None:
     assert "step 3/40" in captured.err
 
 
-def test_a_log_on_a_full_disk_does_not_end_the_job_and_has_each_line_once(tmp_path: Path) -> None:
+def test_progress_survives_a_full_disk(tmp_path: Path) -> None:
     with small_disk(tmp_path, 2**15) as full:
         (tmp_path / "fill").write_bytes(bytes(2**15 - 2**12))
         with (tmp_path / "job.out").open("w", buffering=1) as output:
@@ -102,7 +102,7 @@ def test_a_log_on_a_full_disk_does_not_end_the_job_and_has_each_line_once(tmp_pa
         assert lines == [*(f"{number}" * 1000 for number in range(6)), "room"]
 
 
-def test_events_of_the_trainer_are_shown(tmp_path: Path) -> None:
+def test_progress_shows_events_of_the_trainer(tmp_path: Path) -> None:
     log = EventLog(tmp_path / "events.jsonl")
     reader = EventReader(log.path)
     log.emit("phase", name="evaluate before", step=0)

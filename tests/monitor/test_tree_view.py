@@ -1,4 +1,4 @@
-"""A drawn tree shows its forks, its uncertainty, the tools' answers and who was right."""
+"""A drawn tree shows its forks, its uncertainty, the tool results and the rewards."""
 
 import io
 from pathlib import Path
@@ -41,7 +41,7 @@ def drawn(renderable: RenderableType, width: int = 140) -> str:
     return console.file.getvalue()
 
 
-def test_forks_uncertainty_tool_results_and_rewards_are_shown() -> None:
+def test_tree_view_shows_forks_uncertainty_results_and_rewards() -> None:
     text = drawn(render_tree(forked(), decode, [1.0, -1.0]))
     lines = [line.rstrip() for line in text.splitlines()]
     assert lines[0].startswith("train-7-calc: 2 trajectories, 1 right, forks after tool results: 1")
@@ -54,7 +54,7 @@ def test_forks_uncertainty_tool_results_and_rewards_are_shown() -> None:
     assert lines[-1] == LEGEND
 
 
-def test_a_failed_or_cached_tool_says_so() -> None:
+def test_tree_view_marks_failed_and_cached_tools() -> None:
     tree = RolloutTree("t", np.array(ids("question: "), np.int32))
     call = tree.add(0, Role.MODEL, ids("<search>qzlf</search>"))
     record = ToolRecord("search", {"query": "qzlf"}, "timeout", seconds=30.0, cached=True)
@@ -62,7 +62,7 @@ def test_a_failed_or_cached_tool_says_so() -> None:
     assert "→ Error: late  (search, from cache, timeout)" in drawn(render_tree(tree, decode, [0.0]))
 
 
-def test_long_texts_are_cut_and_brackets_are_no_markup() -> None:
+def test_tree_view_cuts_long_texts_and_escapes_markup() -> None:
     tree = RolloutTree("t", np.array(ids("[bold]x[/nonsense]"), np.int32))
     tree.add(0, Role.MODEL, ids("y" * 500))
     text = drawn(render_tree(tree, decode, [0.0], max_characters=20))
@@ -70,7 +70,7 @@ def test_long_texts_are_cut_and_brackets_are_no_markup() -> None:
     assert "yyyyyyyyyy … yyyyyyyyyy" in text
 
 
-def test_a_very_deep_tree_is_drawn() -> None:
+def test_tree_view_draws_a_very_deep_tree() -> None:
     tree = RolloutTree("t", np.array(ids("q"), np.int32))
     last = 0
     for _ in range(3000):
@@ -78,12 +78,12 @@ def test_a_very_deep_tree_is_drawn() -> None:
     assert "reward" in drawn(render_tree(tree, decode, [1.0]))
 
 
-def test_rewards_must_fit_the_leaves() -> None:
+def test_tree_view_refuses_rewards_that_do_not_fit_the_leaves() -> None:
     with pytest.raises(ValueError, match="1 rewards for 2 leaves"):
         render_tree(forked(), decode, [1.0])
 
 
-def test_a_picture_for_documents_is_written_as_svg(tmp_path: Path) -> None:
+def test_tree_view_writes_svg(tmp_path: Path) -> None:
     path = tmp_path / "tree.svg"
     save_svg(render_tree(forked(), decode, [1.0, 0.0]), path, title="one question, two answers")
     text = path.read_text()

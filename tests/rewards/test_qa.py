@@ -23,7 +23,7 @@ PAIRS = [  # answer, truth, F1, exact match
 
 
 @pytest.mark.parametrize(("answer", "truth", "f1", "exact"), PAIRS)
-def test_known_pairs(answer: str, truth: str, f1: float, exact: float) -> None:
+def test_f1_and_exact_match_of_known_pairs(answer: str, truth: str, f1: float, exact: float) -> None:
     assert token_f1(answer, truth) == pytest.approx(f1)
     assert token_f1(truth, answer) == pytest.approx(f1)
     assert exact_match(answer, truth) == exact

@@ -68,20 +68,20 @@ BROKEN = [
 
 
 @pytest.mark.parametrize("text", WELL_FORMED)
-def test_a_response_that_keeps_the_rules_gets_its_accuracy(text: str) -> None:
+def test_response_in_format_gets_its_accuracy(text: str) -> None:
     score = score_text(ArpoReward(tool_bonus=0.0), text, task("5"))
     assert (score.format_ok, score.reward, score.accuracy, score.answer) == (True, 1.0, 1.0, "5")
     assert score_text(ArpoReward(tool_bonus=0.0), text, task("6")).reward == 0.0
 
 
 @pytest.mark.parametrize(("text", "reason"), BROKEN)
-def test_a_broken_rule_is_named_and_costs_the_penalty(text: str, reason: str) -> None:
+def test_broken_format_is_named_and_gets_the_penalty(text: str, reason: str) -> None:
     score = score_text(ArpoReward(format_penalty=-0.7), text, task("5"))
     assert (score.format_ok, score.reward, score.accuracy, score.reason) == (False, -0.7, 0.0, reason)
 
 
 @pytest.mark.parametrize(("text", "bonus"), [(THINK + SEARCH, 0.0), (THINK + PYTHON, 0.0), (TWO_TOOLS, 0.1)])
-def test_the_bonus_needs_both_tools_and_a_right_answer(text: str, bonus: float) -> None:
+def test_tool_bonus_needs_both_tools_and_a_right_answer(text: str, bonus: float) -> None:
     reward = ArpoReward()
     assert score_text(reward, text + answer("5"), task("5")).reward == pytest.approx(1.0 + bonus)
     assert score_text(reward, text + answer("4"), task("5")).reward == 0.0
@@ -90,7 +90,7 @@ def test_the_bonus_needs_both_tools_and_a_right_answer(text: str, bonus: float) 
     assert partly.terms["exact_match"] == 0.0
 
 
-def test_the_released_scorer_keeps_its_errors() -> None:
+def test_released_scorer_keeps_its_errors() -> None:
     released, ours = ReleasedReward(), ArpoReward()
     minus = THINK + answer("-6")
     assert (score_text(released, minus, task("6")).reward, score_text(ours, minus, task("6")).reward) == (1.0, 0.0)
@@ -104,13 +104,13 @@ def test_the_released_scorer_keeps_its_errors() -> None:
 
 
 @pytest.mark.parametrize("text", [text for text, reason in BROKEN if "without a call" not in reason])
-def test_the_released_scorer_refuses_what_its_rules_refuse(text: str) -> None:
+def test_released_scorer_applies_its_format_rules(text: str) -> None:
     score = score_text(ReleasedReward(), text, task("5"))
     lenient = text.startswith(("<think><think>", THINK + "</search>", THINK + "<search>q</search> so"))
     assert score.reward == (1.0 if lenient else -1.0)
 
 
-def test_the_released_scorer_gives_the_bonus_for_tags() -> None:
+def test_released_scorer_gives_the_bonus_for_tags() -> None:
     score = score_text(ReleasedReward(), TWO_TOOLS + answer("a British film"), task("British", "qa"))
     assert score.reward == pytest.approx(2 / 3 + 0.1)
 
@@ -119,7 +119,7 @@ def test_the_released_scorer_gives_the_bonus_for_tags() -> None:
     ("text", "content"),
     [("\\boxed{a{b}c}", "a{b}c"), ("\\boxed{1} \\boxed{2}", "2"), ("\\boxed{1", None), ("1", None), ("\\boxed{}", "")],
 )
-def test_the_last_box_is_read_with_balanced_braces(text: str, content: str | None) -> None:
+def test_last_box_is_read_with_balanced_braces(text: str, content: str | None) -> None:
     assert last_boxed(text) == content
 
 
@@ -127,7 +127,7 @@ def test_a_megabyte_of_tags_is_scanned_quickly() -> None:
     assert not parse_response(THINK + PYTHON * 20_000 + answer("5")).reason
 
 
-def test_careful_demonstrations_score_full_marks() -> None:
+def test_demonstrations_without_mistakes_score_full_marks() -> None:
     tasks, tokenizer = generate(3, train=40, held_out=0), generated_tokenizer()
     reward = make_reward(RewardConfig())
     for one, tree in zip(
@@ -137,7 +137,7 @@ def test_careful_demonstrations_score_full_marks() -> None:
         assert score.reward == (1.1 if one.id.endswith("two") else 1.0)
 
 
-def test_careless_demonstrations_keep_the_format() -> None:
+def test_demonstrations_with_mistakes_follow_the_format() -> None:
     tasks, tokenizer = generate(3, train=200, held_out=0), generated_tokenizer()
     trees = demonstrate(tasks.train, tasks.facts, tokenizer, mistake_share=1.0, seed=0)
     scores = [
@@ -164,7 +164,7 @@ def test_a_tree_is_scored_leaf_by_leaf_after_the_prompt() -> None:
     assert [score.reward for score in scores] == [1.0, 0.0, -1.0]
 
 
-def test_the_configured_reward_is_built() -> None:
+def test_make_reward_builds_the_configured_reward() -> None:
     assert make_reward(RewardConfig(format_penalty=-2.0, tool_bonus=0.5)).base == ArpoReward(-2.0, 0.5)
     assert make_reward(RewardConfig(kind="arpo_released")).base == ReleasedReward(-1.0, 0.1)
 
@@ -187,7 +187,7 @@ class Mine:
         return [Score(self.my_scale if group.judge else 0.0, 0.0, format_ok=True) for _ in group.responses]
 
 
-def test_a_reward_of_ones_own_has_its_numbers_and_a_judge(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_installed_reward_gets_its_params_and_the_judge(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(BUILTIN, ExtensionPoint.REWARD, {**BUILTIN[ExtensionPoint.REWARD], "mine": f"{__name__}:Mine"})
     judge = JudgeConfig(url="http://127.0.0.1:9/v1", model="m")
 

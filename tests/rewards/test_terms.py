@@ -1,4 +1,4 @@
-"""What is added to a reward: each formula, its weight, and its place in the log."""
+"""Reward terms: each formula, its weight, and its name in the metrics."""
 
 import math
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ def group(*responses: Response, step: int = 0) -> ResponseGroup:
     return ResponseGroup(TASK, responses, step)
 
 
-def test_overlong_falls_in_a_straight_line_within_the_buffer() -> None:
+def test_overlong_falls_linearly_within_the_buffer() -> None:
     lengths = [0, 70, 80, 90, 95, 100, 130]
     found = Overlong(100, 20).values(group(*(Response("", n) for n in lengths)), scores(*[1.0] * 7))
     # DAPO, equation 13, written out
@@ -47,7 +47,7 @@ def test_measures_of_format_length_and_calls() -> None:
     assert ToolCalls().values(given, broken) == [-2.0, 0.0]
 
 
-def test_a_right_answer_is_discounted_by_its_rounds() -> None:
+def test_eapo_discounts_right_answers_by_rounds() -> None:
     given = group(*(Response("", 0, calls) for calls in (0, 1, 3, 3)))
     found = GeometricDiscount(0.9).values(given, scores(1.0, 1.0, 0.5, 0.0))
     accuracies = [1.0, 1.0, 0.5, 0.0]
@@ -58,13 +58,13 @@ def test_a_right_answer_is_discounted_by_its_rounds() -> None:
 @pytest.mark.parametrize(
     ("step", "left"), [(0, 1.0), (50, 0.5), (25, (1 + math.sqrt(0.5)) / 2), (100, 0.0), (500, 0.0)]
 )
-def test_the_tool_bonus_fades(step: int, left: float) -> None:
+def test_spear_tool_bonus_fades(step: int, left: float) -> None:
     given = group(*(Response("", 0, calls) for calls in (0, 1, 4, 30)), step=step)
     found = FadingToolBonus(100).values(given, scores(0, 0, 1, 1))
     assert found == pytest.approx([0.0, 0.1 * left, 0.4 * left, left])
 
 
-def test_terms_are_weighed_added_and_named() -> None:
+def test_terms_are_weighted_added_and_named() -> None:
     settings = RewardConfig(terms={"overlong": 2.0, "tool_calls": 0.1, "format": 0.0}, params={"overlong_buffer": 50})
     reward = make_reward(settings, max_response_tokens=100)
     found = reward.score_group(group(Response(text("5"), 75, 1), Response("broken", 40, 3)))
@@ -86,7 +86,7 @@ def test_terms_are_weighed_added_and_named() -> None:
         ({"terms": {"length": 1.0}, "params": {"max_response_tokens": 7}}, "use rollout.max_response_tokens"),
     ],
 )
-def test_what_cannot_be_is_one_line(settings: dict[str, Any], message: str) -> None:
+def test_impossible_terms_are_one_line(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message) as caught:
         make_reward(RewardConfig(**settings), max_response_tokens=100)
     assert "\n" not in str(caught.value)
@@ -99,7 +99,7 @@ def judged(terms: dict[str, float], answers: Sequence[str], rule: Rule) -> list[
         return reward.score_group(group(*(Response(answer) for answer in answers)))
 
 
-def test_only_right_answers_are_looked_at_for_flaws() -> None:
+def test_fapo_asks_only_about_right_answers() -> None:
     def rule(asked: str) -> str:
         solution = part(asked, "solution")
         assert "\\boxed{5}" in solution
@@ -110,7 +110,7 @@ def test_only_right_answers_are_looked_at_for_flaws() -> None:
     assert [score.reward for score in found] == [1.0, 0.5, 0.0, -1.0]
 
 
-def test_a_share_of_wins_is_free_of_the_liking_for_the_first() -> None:
+def test_spo_asks_in_both_orders() -> None:
     def rule(asked: str) -> str:
         """Prefers the longer one where lengths differ by more than one, else the first."""
         first, second = (len(part(asked, f"{place} solution")) for place in ("first", "second"))

@@ -1,4 +1,4 @@
-"""Mathematical equality: right in every notation of the benchmarks, bounded on hostile answers."""
+"""Mathematical equality: right in every notation of the benchmarks, bounded in time on hostile answers."""
 
 import itertools
 import json
@@ -28,7 +28,7 @@ KNOWN_ERRORS = {
 """What we get wrong: the table counts it."""
 
 
-def test_the_corpus_is_graded_right_and_the_table_of_errors_is_true() -> None:
+def test_math_pairs_are_graded_as_recorded() -> None:
     """One test, so that math-verify starts once and every pair is asked once."""
     wrong, lines, sums = set[tuple[str, str]](), list[str](), [0, 0, 0, 0]
     for notation, rows in itertools.groupby(PAIRS, key=lambda row: row[0]):
@@ -57,7 +57,7 @@ def test_answers_in_digits_never_reach_sympy(monkeypatch: pytest.MonkeyPatch) ->
     assert time.perf_counter() - started < 5.0
 
 
-def test_words_are_compared_as_they_are_written_and_in_the_canonical_form(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_words_are_compared_as_written_and_in_canonical_form(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verify, "_pool", None)
     for loaves in ("3 loaf", "\\text{3 loaf}"):
         assert math_equal(loaves, "\\text{3 loaf}"), "canonically the expected one is 3, and the answer is not"
@@ -91,7 +91,7 @@ def test_hostile_answers_are_never_right_and_cost_a_question_a_bounded_time(monk
     pool.close()
 
 
-def test_all_answers_to_a_question_have_one_limit_of_wall_time_also_where_the_machine_is_busy(
+def test_question_has_one_limit_of_wall_time_on_a_busy_machine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ended, stop = list[float](), verify._Worker.stop
@@ -110,7 +110,7 @@ def test_all_answers_to_a_question_have_one_limit_of_wall_time_also_where_the_ma
     pool.close()
 
 
-def test_waiting_for_a_worker_that_others_have_takes_no_time_from_a_question(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_for_a_worker_takes_no_time_from_a_question(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verify, "QUESTION_TIMEOUT_S", 2.0)
     monkeypatch.setattr(verify, "_pool", pool := verify._Pool(1))
     assert math_equal("\\frac{2}{4}", "\\frac12")  # the worker is up
@@ -120,7 +120,7 @@ def test_waiting_for_a_worker_that_others_have_takes_no_time_from_a_question(mon
     pool.close()
 
 
-def test_a_megabyte_of_latex_is_not_even_scanned() -> None:
+def test_a_megabyte_of_latex_is_not_scanned() -> None:
     started = time.perf_counter()
     for text in ("\\frac{" * 200_000, "1," * 500_000, " " * 1_000_000 + "x", "\\left" * 200_000, "9" * 1_000_000):
         assert not math_equal(text, "1")
@@ -143,13 +143,13 @@ def test_a_megabyte_of_latex_is_not_even_scanned() -> None:
         "1" * 4998 + "%",
     ],
 )
-def test_what_is_scanned_is_scanned_quickly(text: str) -> None:
+def test_long_answers_are_scanned_quickly(text: str) -> None:
     started = time.perf_counter()
     assert not math_equal(text, "17x")
     assert time.perf_counter() - started < 1.0
 
 
-def test_works_outside_the_main_thread_and_from_several_at_once() -> None:
+def test_math_equal_works_from_several_threads() -> None:
     results: dict[int, bool] = {}
 
     def work(number: int) -> None:

@@ -1,4 +1,4 @@
-"""The released parquet files: read as published, mended where they are broken, and nothing dropped silently."""
+"""The released parquet files: read as published, with known defects fixed and bad rows counted."""
 
 import os
 from pathlib import Path
@@ -33,7 +33,7 @@ def write(path: Path, rows: list[dict[str, Any]]) -> Path:
     return path
 
 
-def test_the_backspace_is_repaired_and_the_chat_form_written(tmp_path: Path) -> None:
+def test_parquet_reader_repairs_the_backspace_and_writes_chatml(tmp_path: Path) -> None:
     (task,) = read_parquet(write(tmp_path / "small.parquet", [row()])).tasks
     assert (task.id, task.ground_truth, task.source) == ("small-0", "2", "math")
     assert task.messages[0]["content"] == "answer in \\boxed{}"
@@ -42,14 +42,14 @@ def test_the_backspace_is_repaired_and_the_chat_form_written(tmp_path: Path) -> 
     )
 
 
-def test_a_tokenizer_with_a_chat_template_decides_the_form(tmp_path: Path) -> None:
+def test_parquet_reader_uses_the_chat_template(tmp_path: Path) -> None:
     tokenizer = train_bpe(["text"], 288)
     tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}[assistant] "
     (task,) = read_parquet(write(tmp_path / "small.parquet", [row()]), tokenizer=tokenizer).tasks
     assert task.prompt_text == "[system] answer in \\boxed{}\n[user] 1+1?\n[assistant] "
 
 
-def test_bad_rows_are_named_and_the_rest_is_kept(tmp_path: Path) -> None:
+def test_parquet_reader_names_bad_rows_and_keeps_the_rest(tmp_path: Path) -> None:
     rows = [row(), row(question=" \n"), row(truth=""), row(truth=None), row("long " * 500), row(ability="qa")]
     tokenizer = train_bpe(["text"], 288)
     read = read_parquet(write(tmp_path / "bad.parquet", rows), tokenizer=tokenizer, max_prompt_tokens=400)
@@ -61,7 +61,7 @@ def test_bad_rows_are_named_and_the_rest_is_kept(tmp_path: Path) -> None:
     assert "more than data.max_prompt_tokens=400" in read.bad_rows[3].reason
 
 
-def test_messages_of_another_form_are_bad_rows(tmp_path: Path) -> None:
+def test_malformed_messages_are_bad_rows(tmp_path: Path) -> None:
     good, empty, silent, model = row(), row(), row(), row()
     empty["prompt"] = []
     silent["prompt"] = [{"role": "user", "content": None}]
@@ -72,7 +72,7 @@ def test_messages_of_another_form_are_bad_rows(tmp_path: Path) -> None:
     assert reasons == ["the question is empty", "a message without role or content", "the question is empty"]
 
 
-def test_the_kind_of_question_comes_from_ability_or_the_source(tmp_path: Path) -> None:
+def test_kind_of_question_comes_from_ability_or_source(tmp_path: Path) -> None:
     unknown, from_source = row(ability=None), row(ability=None)
     unknown["data_source"] = None
     from_source["data_source"] = "MATH500"
@@ -99,7 +99,7 @@ def test_unusable_files_are_one_line_user_errors(tmp_path: Path) -> None:
 
 
 @real_data
-def test_the_released_training_set_is_read_whole() -> None:
+def test_released_training_set_is_read_completely() -> None:
     read = read_parquet(DATA / "train_10k.parquet")
     assert len(read.tasks) + len(read.bad_rows) == 10_000
     assert read.bad_rows == (BadRow(5274, "the answer is missing"),)

@@ -1,4 +1,4 @@
-"""A task holds text that tokenizers and files take."""
+"""A task holds text that tokenizers and files accept."""
 
 from arpo_megatron.tasks.base import Task
 

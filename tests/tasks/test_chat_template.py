@@ -1,4 +1,4 @@
-"""Which tokens of a conversation are learnt: for every style of chat template exactly what the model would sample."""
+"""The trained tokens of a conversation: for every style of chat template exactly those that the model would sample."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -131,11 +131,8 @@ turns = st.lists(st.tuples(text, st.booleans(), text), min_size=1, max_size=4)
 
 
 @pytest.mark.parametrize("style", STYLES)
-@settings(max_examples=40)
 @given(turns=turns)
-def test_what_is_learnt_is_each_trained_answer_with_its_end_and_nothing_else(
-    style: str, turns: list[tuple[str, bool, str]]
-) -> None:
+def test_trained_tokens_are_each_trained_answer_with_its_end(style: str, turns: list[tuple[str, bool, str]]) -> None:
     template = STYLES[style]
     turns = [*turns, ("bye", True, "bye")]
     messages = [said("system", "be brief")]
@@ -150,7 +147,7 @@ def test_what_is_learnt_is_each_trained_answer_with_its_end_and_nothing_else(
     assert tree.segments[-1].role is Role.MODEL, "nothing that no token attends to is computed"
 
 
-def test_tool_calls_are_learnt_and_their_results_are_not() -> None:
+def test_tool_calls_are_trained_and_their_results_are_not() -> None:
     call = {"type": "function", "function": {"name": "python", "arguments": '{"code": "6*7"}'}}
     messages = [
         said("system", "be brief"),
@@ -175,12 +172,12 @@ def test_tool_calls_are_learnt_and_their_results_are_not() -> None:
         assert [s.role for s in tree.segments] == [Role.PROMPT, Role.MODEL, Role.TOOL, Role.MODEL]
 
 
-def test_an_empty_thinking_block_that_only_the_last_turn_shows_does_no_harm() -> None:
+def test_empty_thinking_block_of_the_last_turn_is_accepted() -> None:
     messages = [said("user", "a"), said("assistant", "b"), said("user", "c"), said("assistant", "d")]
     assert learnt(QWEN_THINKING, messages) == ["b<|im_end|>", "<think>\n\n</think>\n\nd<|im_end|>"]
 
 
-def test_reasoning_that_the_whole_leaves_out_makes_a_bad_row() -> None:
+def test_template_that_drops_reasoning_makes_a_bad_row() -> None:
     messages = [
         said("user", "a"),
         said("assistant", "b", reasoning_content="hm"),
@@ -194,7 +191,7 @@ def test_reasoning_that_the_whole_leaves_out_makes_a_bad_row() -> None:
     )
 
 
-def test_a_last_character_of_several_tokens_is_learnt_whole() -> None:
+def test_last_character_of_several_tokens_is_trained_completely() -> None:
     for template in ENDS:
         assert learnt(template, [said("user", "a"), said("assistant", "done \U0001f600")])[0].startswith(
             "done \U0001f600"
@@ -209,13 +206,13 @@ def test_a_turn_that_shares_a_token_with_its_prompt_is_refused() -> None:
         conversation_tree({"messages": [said("user", "a"), said("assistant", "yes")]}, ChatEncoder(tokenizer), 100)
 
 
-def test_without_an_end_token_the_whole_turn_is_learnt() -> None:
+def test_whole_turn_is_trained_without_an_end_token() -> None:
     assert learnt(NO_END, [said("user", "a"), said("assistant", "<think>x</think>the answer")]) == [
         "<think>x</think>the answer\n"
     ]
 
 
-def test_weight_and_train_say_the_same() -> None:
+def test_weight_and_train_are_equivalent() -> None:
     for mark in ({"weight": 0}, {"train": False}):
         messages = [said("user", "a"), said("assistant", "no", **mark), said("user", "b"), said("assistant", "yes")]
         for template, end in ENDS.items():
@@ -241,23 +238,23 @@ def test_weight_and_train_say_the_same() -> None:
         ([said("user", [{"type": "image"}]), said("assistant", "b")], "the content is not text"),
     ],
 )
-def test_a_row_of_no_use_says_why(messages: list[dict[str, Any]], reason: str) -> None:
+def test_unusable_message_gives_a_reason(messages: list[dict[str, Any]], reason: str) -> None:
     with pytest.raises(BadRowError, match=reason):
         check_row({"messages": messages})
 
 
 @pytest.mark.parametrize("template", ["{{ raise_exception('') }}", "{{ messages[0].x.y }}", "{{ 1 / 0 }}"])
-def test_whatever_a_template_raises_is_one_bad_row(template: str) -> None:
+def test_template_errors_are_bad_rows(template: str) -> None:
     with pytest.raises(BadRowError, match="the chat template refuses"):
         ChatEncoder(make(template)).encode(check_row({"messages": [said("user", "a"), said("assistant", "b")]}))
 
 
-def test_content_may_come_in_parts_of_text() -> None:
+def test_content_may_be_a_list_of_text_parts() -> None:
     parts = [{"type": "text", "text": "the "}, {"type": "text", "text": "answer"}]
     assert learnt(CHATML, [said("user", "a"), {"role": "assistant", "content": parts}]) == ["the answer<|im_end|>"]
 
 
-def test_fields_that_only_other_rows_of_a_parquet_file_have_are_absent(tmp_path: Path) -> None:
+def test_parquet_nulls_of_other_rows_fields_are_removed(tmp_path: Path) -> None:
     call = {"function": {"name": "f", "arguments": {"x": "1"}}}
     rows = [
         {"messages": [said("user", "a"), said("assistant", "b")]},
@@ -304,7 +301,7 @@ def test_a_token_beyond_the_embedding_is_a_bad_row(tmp_path: Path) -> None:
 
 
 @given(count=st.integers(2, 60), share=st.floats(0, 0.9), seed=st.integers(0, 99))
-def test_every_conversation_is_trained_on_or_held_out_and_the_seed_decides(count: int, share: float, seed: int) -> None:
+def test_split_is_complete_disjoint_and_seeded(count: int, share: float, seed: int) -> None:
     from arpo_megatron.tasks.sft.dataset import Conversations
 
     trees = tuple(RolloutTree(str(index), [1]) for index in range(count))

@@ -1,4 +1,4 @@
-"""Demonstrations look exactly like sampled trajectories, and as many are careless as asked for."""
+"""Demonstrations look exactly like sampled trajectories, and the requested share of them has a mistake."""
 
 import re
 
@@ -26,7 +26,7 @@ def correct_answer(made: GeneratedTasks, mistake_share: float, seed: int) -> flo
     return sum(right) / len(right)
 
 
-def test_a_careful_demonstration_calls_the_tools_and_copies_their_answers() -> None:
+def test_demonstration_without_mistakes_calls_tools_and_copies_answers() -> None:
     facts = {"qzlf": "417"}
     task = next(task for task in MADE.train if task.id.endswith("two"))
     name = GeneratedQuestion.parse(task.messages[0]["content"].removesuffix(" ?")).name
@@ -56,7 +56,7 @@ def test_segments_end_where_sampling_would_end_them() -> None:
         assert all(tool is not None and tool.status == "ok" and tool.name in ("search", "python") for tool in tools)
 
 
-def test_the_rollout_protocol_reads_the_same_calls_and_writes_the_same_results() -> None:
+def test_demonstrations_agree_with_the_tag_protocol() -> None:
     for tree in demonstrate(MADE.train[:300], MADE.facts, TOKENIZER, mistake_share=0.5, seed=1):
         for index, segment in enumerate(tree.segments):
             if segment.tool is None:
@@ -69,14 +69,8 @@ def test_the_rollout_protocol_reads_the_same_calls_and_writes_the_same_results()
             assert result == result_text(result.removeprefix(" <result>\n").removesuffix("\n</result>"))
 
 
-def test_trajectories_are_short() -> None:
-    trees = demonstrate(MADE.train, MADE.facts, TOKENIZER, mistake_share=0.4, seed=1)
-    assert sum(tree.flat_tokens for tree in trees) / len(trees) < 45
-    assert max(tree.flat_tokens for tree in trees) < 70
-
-
 @pytest.mark.parametrize("share", [0.0, 0.2, 0.4, 0.7, 1.0])
-def test_the_stated_share_is_careless(share: float) -> None:
+def test_demonstrations_have_the_requested_share_of_mistakes(share: float) -> None:
     assert lookup_mistakes(share).share == pytest.approx(share, abs=1e-6)
     # A careless act can still end right (a guess, 1 in 1000), a careful one cannot end wrong.
     assert correct_answer(MADE, share, seed=2) == pytest.approx(1.0 - share, abs=0.04)
@@ -103,7 +97,7 @@ def test_the_probe_proportions_give_the_share_by_the_formula() -> None:
     assert chances.share == pytest.approx(expected)
 
 
-def test_every_careless_act_happens_and_the_rest_stays_whole() -> None:
+def test_every_kind_of_mistake_happens() -> None:
     trees = demonstrate(MADE.train, MADE.facts, TOKENIZER, mistake_share=0.6, seed=3)
     wrong_operator = misspelt = skipped = ignored = 0
     for task, tree in zip(MADE.train, trees, strict=True):
@@ -118,7 +112,7 @@ def test_every_careless_act_happens_and_the_rest_stays_whole() -> None:
     assert min(wrong_operator, misspelt, skipped, ignored) > 20
 
 
-def test_the_seed_decides_everything() -> None:
+def test_demonstrations_are_a_function_of_the_seed() -> None:
     first = demonstrate(MADE.train[:50], MADE.facts, TOKENIZER, mistake_share=0.5, seed=4)
     again = demonstrate(MADE.train[:50], MADE.facts, TOKENIZER, mistake_share=0.5, seed=4)
     other = demonstrate(MADE.train[:50], MADE.facts, TOKENIZER, mistake_share=0.5, seed=5)
@@ -126,6 +120,6 @@ def test_the_seed_decides_everything() -> None:
     assert [texts(tree) for tree in first] != [texts(tree) for tree in other]
 
 
-def test_a_share_outside_zero_and_one_is_refused() -> None:
+def test_mistake_share_outside_zero_and_one_is_refused() -> None:
     with pytest.raises(ValueError, match="share"):
         lookup_mistakes(1.5)

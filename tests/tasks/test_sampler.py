@@ -1,4 +1,4 @@
-"""The sampler: epochs without loss or repetition, and exact resumption."""
+"""The epoch selector: epochs without loss or repetition, and exact resumption."""
 
 import json
 from collections import Counter
@@ -60,7 +60,7 @@ def test_a_step_never_begins_a_task_twice_whatever_its_refills(
 
 
 @given(sizes, st.integers(0, 100), st.integers(0, 10))
-def test_a_resumed_sampler_goes_on_exactly(size: tuple[int, int], seed: int, before: int) -> None:
+def test_resumed_epochs_continue_exactly(size: tuple[int, int], seed: int, before: int) -> None:
     count, batch = size
     sampler = EpochSelector(tasks(count), seed)
     ids(sampler, batch, before)

@@ -1,4 +1,4 @@
-"""Selectors by difficulty: what they leave out or prefer, no task twice in a batch, the same draws after a resume."""
+"""Selectors by difficulty: tasks left out or preferred, no task twice in a batch, the same draws after a resume."""
 
 import json
 import math
@@ -27,7 +27,7 @@ def drawn(selector: TaskSelector, count: int, solved: dict[str, float] = SOLVED)
     return ids
 
 
-def test_tasks_that_are_nearly_always_solved_are_pruned_for_good() -> None:
+def test_unsaturated_tasks_prune_saturated_ones() -> None:
     selector = UnsaturatedTasks(TASKS, 3)
     assert sorted(drawn(selector, 6)) == [task.id for task in TASKS]
     for _ in range(5):
@@ -38,7 +38,7 @@ def test_tasks_that_are_nearly_always_solved_are_pruned_for_good() -> None:
     assert selector.metrics() == {"selector/left_out": 6, "selector/pruned": 6}
 
 
-def test_every_task_is_tried_before_difficulty_decides() -> None:
+def test_targeted_tasks_are_all_tried_first() -> None:
     selector = TargetedTasks(TASKS, 1, difficulty_temperature=0.01)
     assert sorted(drawn(selector, 3) + drawn(selector, 3)) == [task.id for task in TASKS]
     for _ in range(10):
@@ -46,7 +46,7 @@ def test_every_task_is_tried_before_difficulty_decides() -> None:
     assert selector.metrics() == {"selector/tried": 6, "selector/distance": pytest.approx(1.9 / 6)}
 
 
-def test_difficulty_is_drawn_by_its_weight() -> None:
+def test_targeted_draws_follow_their_weights() -> None:
     """A single draw from all tasks follows the softmax."""
     selector = TargetedTasks(TASKS, 5, difficulty_temperature=0.2)
     drawn(selector, 6)
@@ -56,17 +56,17 @@ def test_difficulty_is_drawn_by_its_weight() -> None:
         assert counts[name] / 4000 == pytest.approx(weight / sum(weights.values()), abs=0.03)
 
 
-def test_a_task_under_way_is_not_drawn_again_while_others_can_be() -> None:
+def test_targeted_tasks_in_flight_are_drawn_last() -> None:
     selector = TargetedTasks(TASKS, 2)
     first = {task.id for task in selector.next_batch(3)}
     second = {task.id for task in selector.next_batch(3)}
     assert not first & second
-    assert {task.id for task in selector.next_batch(3)} == first  # which never came back: the longest under way
+    assert {task.id for task in selector.next_batch(3)} == first  # which never came back: the longest in flight
 
 
 @pytest.mark.parametrize("kind", [SolvableTasks, TargetedTasks, UnsaturatedTasks])
 @pytest.mark.parametrize("seed", range(4))
-def test_a_step_that_draws_again_begins_no_task_twice(kind: type, seed: int) -> None:
+def test_refills_of_a_step_never_repeat_a_task(kind: type, seed: int) -> None:
     selector = kind(TASKS, seed)
     drawn(selector, 3)
     for _ in range(6):
@@ -81,7 +81,7 @@ def test_a_step_that_draws_again_begins_no_task_twice(kind: type, seed: int) -> 
 
 
 @pytest.mark.parametrize("kind", [TargetedTasks, UnsaturatedTasks])
-def test_a_resumed_run_draws_the_same(kind: type) -> None:
+def test_resumed_selector_draws_the_same(kind: type) -> None:
     selector = kind(TASKS, 1)
     for _ in range(4):
         drawn(selector, 2)
@@ -92,7 +92,7 @@ def test_a_resumed_run_draws_the_same(kind: type) -> None:
 
 
 @pytest.mark.parametrize("kind", [TargetedTasks, UnsaturatedTasks])
-def test_what_cannot_be_drawn_or_restored_is_said(kind: type) -> None:
+def test_selector_errors_are_one_line(kind: type) -> None:
     with pytest.raises(UserError, match="only 6 training tasks"):
         kind(TASKS, 1).next_batch(7)
     with pytest.raises(UserError, match="other tasks" if kind is TargetedTasks else "with 6 tasks"):

@@ -1,4 +1,4 @@
-"""Conversations become paths that are token-exact to the chat template, with the assistant's tokens to learn."""
+"""Conversations become paths with the exact tokens of the chat template; those of the assistant are trained."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -64,7 +64,7 @@ TALK = [
 
 
 @pytest.mark.parametrize("template", [CHATML, LLAMA, MARKED])
-def test_the_assistants_tokens_and_no_others_are_learnt(template: str) -> None:
+def test_only_assistant_tokens_are_trained(template: str) -> None:
     tokenizer = tokenizer_with(template)
     tree = conversation_tree({"messages": TALK}, ChatEncoder(tokenizer), 1000)
     trajectory = tree.trajectory(tree.leaves()[0])
@@ -75,12 +75,11 @@ def test_the_assistants_tokens_and_no_others_are_learnt(template: str) -> None:
     assert tree.segments[0].role is Role.PROMPT and tree.segments[2].role is Role.TOOL
 
 
-@settings(max_examples=40)
 @given(
     turns=st.lists(st.tuples(st.sampled_from(["user", "assistant", "tool"]), st.text(max_size=12)), max_size=6),
     template=st.sampled_from([CHATML, MARKED]),
 )
-def test_any_talk_is_a_beginning_of_the_rendered_one(turns: list[tuple[str, str]], template: str) -> None:
+def test_any_conversation_is_a_prefix_of_the_rendered_one(turns: list[tuple[str, str]], template: str) -> None:
     messages = [said("system", "x"), *(said(role, "x" + text) for role, text in turns), said("assistant", "end")]
     tokenizer = tokenizer_with(template)
     tree = conversation_tree({"messages": messages}, ChatEncoder(tokenizer), 10**6)
@@ -91,7 +90,7 @@ def test_any_talk_is_a_beginning_of_the_rendered_one(turns: list[tuple[str, str]
     assert sum(segment.role is Role.MODEL for segment in tree.segments) == turns_learnt
 
 
-def test_a_turn_that_is_not_to_be_learnt_is_context() -> None:
+def test_untrained_turn_is_context() -> None:
     messages = [*TALK[:2], said("assistant", "wrong", train=False), TALK[3], TALK[4]]
     for template in (CHATML, MARKED):
         tree = conversation_tree({"messages": messages}, ChatEncoder(tokenizer_with(template)), 1000)
@@ -109,7 +108,7 @@ def test_a_turn_that_is_not_to_be_learnt_is_context() -> None:
         ({"messages": [said("user", "x"), said("assistant", "y", train="no")]}, "neither true nor false"),
     ],
 )
-def test_a_row_that_cannot_be_used_says_why(row: dict[str, object], reason: str) -> None:
+def test_unusable_row_gives_a_reason(row: dict[str, object], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         conversation_tree(row, ChatEncoder(tokenizer_with(CHATML)), 100)
 

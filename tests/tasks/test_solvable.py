@@ -1,4 +1,4 @@
-"""Tasks that were never solved are left out after the first epoch, counted, and used again where others lack."""
+"""Tasks that were never solved are left out after the first epoch, counted, and used again if others lack."""
 
 import json
 
@@ -15,7 +15,7 @@ def drawn(selector: SolvableTasks, count: int, solved: set[str]) -> list[str]:
     return ids
 
 
-def test_the_first_epoch_has_all_and_later_ones_the_solved() -> None:
+def test_solvable_tasks_are_all_in_the_first_epoch_and_solved_later() -> None:
     selector, solved = SolvableTasks(TASKS, 3), {"t1", "t4", "t5"}
     assert sorted(drawn(selector, 6, solved)) == [task.id for task in TASKS]
     for _ in range(4):
@@ -24,7 +24,7 @@ def test_the_first_epoch_has_all_and_later_ones_the_solved() -> None:
     assert selector.metrics()["selector/left_out"] > 0
 
 
-def test_a_batch_is_filled_up_and_holds_no_task_twice() -> None:
+def test_solvable_batches_are_filled_up_without_repetition() -> None:
     selector = SolvableTasks(TASKS, 3)
     for solved in (set(), {"t0"}, set()):
         for _ in range(3):
@@ -32,7 +32,7 @@ def test_a_batch_is_filled_up_and_holds_no_task_twice() -> None:
             assert len(set(ids)) == 5
 
 
-def test_a_resumed_run_draws_the_same() -> None:
+def test_resumed_selector_draws_the_same() -> None:
     selector, solved = SolvableTasks(TASKS, 1), {"t2", "t3"}
     for _ in range(4):
         drawn(selector, 2, solved)

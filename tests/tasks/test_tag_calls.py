@@ -1,4 +1,4 @@
-"""The tag protocol reads what a model may write, and never cuts a result's tags off."""
+"""The tag protocol accepts any text of a model, and never cuts the tags of a result."""
 
 import pytest
 from hypothesis import given
@@ -62,7 +62,7 @@ def test_usable_calls_are_read(text: str, stop: str, call: ToolCall) -> None:
         ("", "</python>"),
     ],
 )
-def test_unusable_calls_are_malformed_and_say_why(text: str, stop: str) -> None:
+def test_unusable_calls_are_malformed_with_a_reason(text: str, stop: str) -> None:
     outcome = parse_call(text, stop)
     assert isinstance(outcome, Malformed)
     assert outcome.reason
@@ -83,7 +83,7 @@ def test_a_cut_within_a_stop_string_is_noticed(text: str, stop: str, length: int
     assert find_stop(text + stop) is not None
 
 
-def test_a_finished_stop_string_is_not_a_cut_one() -> None:
+def test_complete_stop_string_is_not_a_cut_one() -> None:
     assert not ends_inside_stop("<search>x</search>")
     assert not ends_inside_stop("")
     assert find_stop("a</python>b</search>") == "</python>"
@@ -113,7 +113,7 @@ def test_a_limit_below_the_tags_is_an_error() -> None:
         result_tokens("x" * 50, encode=encode, decode=decode, max_tokens=5)
 
 
-def test_an_answer_is_a_stop_only_where_it_is_asked_for() -> None:
+def test_answer_stops_only_if_configured() -> None:
     stops = (*STOP_STRINGS, ANSWER_STOP)
     assert find_stop("<answer>1</answer>") is None
     assert find_stop("<answer>1</answer>", stops) == ANSWER_STOP

@@ -1,4 +1,4 @@
-"""Trails: answers follow from pages and counts, held-out names are new, and demonstrations err only behind results."""
+"""Trails: answers follow from pages and counts, held-out names are new, and mistakes follow tool results only."""
 
 import re
 from collections import Counter
@@ -43,7 +43,7 @@ def test_every_truth_follows_from_the_pages(seed: int) -> None:
     assert all(task.ground_truth == str(by_hand(task, made.facts)) for task in (*made.train, *made.held_out))
 
 
-def test_trails_share_no_page_and_lead_on_beyond_every_level() -> None:
+def test_trails_share_no_page_and_continue_beyond_every_level() -> None:
     seen: Counter[str] = Counter()
     for task in (*MADE.train, *MADE.held_out):
         name = Trail.parse(question_text(task)).name
@@ -60,7 +60,7 @@ def level_of(task_id: str) -> int:
     return int(task_id[-1])
 
 
-def test_levels_are_equally_frequent_and_told_by_the_id() -> None:
+def test_levels_are_equally_frequent_and_named_in_the_id() -> None:
     counts = Counter(level_of(task.id) for task in MADE.train)
     assert all(counts[level] / len(MADE.train) == pytest.approx(1 / 3, abs=0.05) for level in LEVELS)
     assert all(level_of(task.id) == Trail.parse(question_text(task)).hops for task in MADE.train)
@@ -78,17 +78,17 @@ def test_more_trails_than_names_is_a_user_error() -> None:
 
 
 @given(st.builds(Trail, st.text(NAME_LETTERS, min_size=4, max_size=4), st.sampled_from(LEVELS), st.integers(11, 99)))
-def test_a_question_survives_its_text(trail: Trail) -> None:
+def test_question_survives_its_text(trail: Trail) -> None:
     assert Trail.parse(trail.text) == trail
 
 
 @pytest.mark.parametrize("text", ["", "qzlf", "qzlf 4 +56", "qzlf 2+56", "qzl 2 +56", "qzlf 2 +5"])
-def test_other_text_is_no_question(text: str) -> None:
+def test_other_text_is_not_a_question(text: str) -> None:
     with pytest.raises(ValueError, match="not a question about a trail"):
         Trail.parse(text)
 
 
-def test_a_careful_demonstration_follows_the_trail() -> None:
+def test_demonstration_without_mistakes_follows_the_trail() -> None:
     task = next(task for task in MADE.train if level_of(task.id) == 2)
     trail = Trail.parse(question_text(task))
     middle, _ = read_page(MADE.facts[trail.name])
@@ -107,14 +107,14 @@ def test_a_careful_demonstration_follows_the_trail() -> None:
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.6, 1.0])
-def test_the_stated_share_is_careless_and_careless_is_wrong(share: float) -> None:
+def test_trail_demonstrations_have_the_requested_share_of_mistakes(share: float) -> None:
     assert trail_mistakes(share).share == pytest.approx(share, abs=1e-6)
     pairs = zip(MADE.train, shown(share), strict=True)
     right = [f"\\boxed{{{task.ground_truth}}}" in texts(tree)[-1] for task, tree in pairs]
     assert sum(right) / len(right) == pytest.approx(1.0 - share, abs=0.05)
 
 
-def test_demonstrations_err_behind_results_only_and_in_every_way() -> None:
+def test_trail_mistakes_follow_results_only() -> None:
     early = late = addend = ignored = 0
     for task, tree in zip(MADE.train, shown(0.6), strict=True):
         trail, parts = Trail.parse(question_text(task)), texts(tree)

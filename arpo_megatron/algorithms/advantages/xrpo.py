@@ -18,12 +18,13 @@ Positive = Annotated[float, Field(ge=0)]
 @dataclass(frozen=True, slots=True)
 class NoveltySharpened:
     """A_i + min(max(novelty_gain * (1 - eta_i), 0), novelty_limit * A_i) where A_i > 0, else A_i; A_i that of `group`.
+    Experimental: the formula comes from public notes on the paper.
 
     eta_i = exp(s_i - mean(s)), with s_i the mean sampling log-prob of trajectory i's model tokens and the mean over the
     group (XRPO, arXiv 2510.06672, novelty-guided advantage sharpening). The formula and both numbers come from public
-    reviews and code, which give no equation number. Experimental. The paper sharpens right answers; here those better
-    than the group. A trajectory with unknown log-probs is neither sharpened nor part of the mean. The paper's rollout
-    allocation and in-prompt examples are not implemented.
+    reviews and code, which give no equation number. The paper sharpens right answers; here those better than the group.
+    A trajectory with unknown log-probs is neither sharpened nor part of the mean. The paper's rollout allocation and
+    in-prompt examples are not implemented.
     """
 
     novelty_gain: Positive = 2.5

@@ -16,6 +16,7 @@ Limit = Annotated[float, Field(gt=0)]
 @dataclass(frozen=True, slots=True)
 class Hispo:
     """PPO-clip of the whole ratio new / sampling = d_t * r_t under two masks (LongCat-Flash-Prover, arXiv 2603.21065).
+    Experimental: the formula comes from public notes on the paper.
 
     With d_t = old / sampling (train-inference discrepancy) and r_t = new / old (staleness), a token counts if
 
@@ -23,8 +24,8 @@ class Hispo:
 
     Three bounds limit the ratio: 1 + clip_high for A > 0, 1 - clip_low and dual_clip for A < 0. Masks, decomposition
     and bounds come from public notes on the paper. The notes do not say whether the bounds apply to d * r or to r,
-    between which the masks leave little room, nor give the two limits; those here are ours. Experimental. An unknown
-    sampling log-prob counts as the old one.
+    between which the masks leave little room, nor give the two limits; those here are ours. An unknown sampling
+    log-prob counts as the old one.
     """
 
     corrects_for_sampling: ClassVar[bool] = True

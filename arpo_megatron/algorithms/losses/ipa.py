@@ -18,12 +18,13 @@ from arpo_megatron.tree import RolloutTree
 @dataclass(frozen=True, slots=True)
 class Ipa:
     """L = -sum w_i m_c f_c A_is logprob_t, f_c = 1 where A > 0, else sg(min(rho_c, 1)) (ROME, arXiv 2512.24873, eq. 9).
+    Experimental: the formula comes from public notes on the paper.
 
     For a chunk c (a turn) rho_c = exp(mean of new - old log-prob), and m_c = 1 if exp(mean of old - sampling log-prob)
     is at most `chunk_mismatch`, else 0 (eq. 8). Good chunks are imitated; bad ones are trained against with truncated
     importance sampling. The equations come from public notes on the paper and the limit from a public training run.
-    Experimental. Resampling from chunks of expert trajectories is not implemented. An unknown sampling log-prob counts
-    as the old one.
+    Resampling from chunks of expert trajectories is not implemented. An unknown sampling log-prob counts as the old
+    one.
     """
 
     chunk_mismatch: Annotated[float, Field(gt=0)] = 5.0

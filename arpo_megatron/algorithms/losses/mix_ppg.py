@@ -10,12 +10,13 @@ from arpo_megatron.algorithms.losses.batch_tokens import BatchTokens
 @dataclass(frozen=True, slots=True)
 class MixPpg:
     """Mix-policy proximal policy gradient (ReMix, arXiv 2507.06892; formula from public notes on the paper).
+    Experimental: the formula comes from public notes on the paper.
 
         L = -sum w_i min(r A, clip(r, d - clip_low, d + clip_high) A), r = new / sampling, d = old / sampling
 
     The old policy is that of the step: a trajectory that it has sampled has d = 1, which gives PPO. An unknown sampling
     log-prob counts as the old one. For A < 0 the recipe's dual clip bounds r by d * dual_clip, which the notes do not
-    mention. The paper's entropy bonus is `algorithm.entropy_coefficient`. Experimental.
+    mention. The paper's entropy bonus is `algorithm.entropy_coefficient`.
     """
 
     corrects_for_sampling: ClassVar[bool] = True

@@ -20,15 +20,16 @@ Count = Annotated[int, Field(gt=0)]
 class SelfImitation:
     """Train a full buffer of good trajectories in addition to a step's own, then empty it (SPEAR, arXiv 2509.22601, eq.
     1-5).
+    Experimental: the formula comes from public notes on the paper.
 
     A trajectory that earned more than the mean of its group (A > 0) enters the buffer. Once the buffer is full,
     trajectories with R - P50 > 0 are trained with the advantage gamma * (R - P50), where P50 is the median of the last
     groups' mean rewards (eq. 2 and 3; no division by a deviation). gamma warms up as imitation_weight * (1 - cos(pi * t
     / T)) / 2 with t at most T; as a factor of a positive advantage it weighs PPO's term (eq. 5). The equations come
     from public notes on the paper; filling, emptying and warm-up from its released code (`TrajectoryBufferBatch`,
-    `dp_actor.py`). Experimental. The code averages the two parts separately; here their tokens have the weights of one
-    minibatch. The authors' ratio refers to the policy that sampled, clipped token by token; here it refers to the
-    step's policy, and `algorithm.trajectory_weight_limit` weighs a trajectory by the rest.
+    `dp_actor.py`). The code averages the two parts separately; here their tokens have the weights of one minibatch. The
+    authors' ratio refers to the policy that sampled, clipped token by token; here it refers to the step's policy, and
+    `algorithm.trajectory_weight_limit` weighs a trajectory by the rest.
     """
 
     imitation_capacity: Count = 128
