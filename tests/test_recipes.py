@@ -112,22 +112,22 @@ def test_show_names_the_source_of_each_value(tmp_path: Path) -> None:
         ("fp8", "variant fp8"),
         ("steps", f"file {file}"),
         ("lr", "override"),
-        ("hang_timeout_s", "override"),  # what a user wrote is said, though it is the default
+        ("hang_timeout_s", "override"),  # an override is shown even if it equals the default
     ):
         assert lines[key].endswith(f"# {source}"), lines[key]
     assert "clip_grad: 1.0\n" in text, "defaults are not marked"
 
 
 @pytest.mark.parametrize(
-    ("variant", "word", "expected"),
+    ("variant", "override", "expected"),
     [
         ("aepo", "algorithm.name=dapo", {}),
         ("reinforce_plus_plus", "algorithm.name=aepo", FROM_AEPO),
         ("aepo", "algorithm.params.probe_slope=1", FROM_AEPO | {"probe_slope": "override"}),
     ],
 )
-def test_show_names_the_source_of_each_number_of_a_method(variant: str, word: str, expected: dict[str, str]) -> None:
-    text = render(f"deepsearch_14b+{variant}", overrides=[word])
+def test_show_names_the_source_of_each_param(variant: str, override: str, expected: dict[str, str]) -> None:
+    text = render(f"deepsearch_14b+{variant}", overrides=[override])
     section = text.partition("\nalgorithm:\n")[2].partition("\n  group_size:")[0]
     numbers = section.partition("  params:")[2].splitlines()
     assert numbers.pop(0).strip() == ("" if expected else "{}")

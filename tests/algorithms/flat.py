@@ -21,7 +21,7 @@ TokenTerm = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 
 
 def places(tree: RolloutTree, leaf: int) -> np.ndarray:
-    """Where the MODEL tokens of a trajectory stand in segment-index order."""
+    """Return the positions of a trajectory's MODEL tokens in segment-index order."""
     starts = np.cumsum([0, *(len(segment) for segment in tree.segments)])
     parts = [np.arange(starts[s], starts[s + 1]) for s in tree.path(leaf) if tree.segments[s].role is Role.MODEL]
     return np.concatenate([np.zeros(0, int), *parts])
@@ -33,7 +33,7 @@ def segments_of(tree: RolloutTree) -> np.ndarray:
 
 @st.composite
 def forests(draw: st.DrawFn, most: int = 3) -> list[RolloutTree]:
-    """Trees of any shape, some with one leaf, segments without tokens and trajectories without model tokens."""
+    """Draw trees of any shape: with one leaf, segments without tokens, trajectories without model tokens."""
     trees = []
     for number in range(draw(st.integers(1, most))):
         tree = RolloutTree(f"task-{number}", range(draw(st.integers(1, 3))))
@@ -67,7 +67,7 @@ class Case:
     batch: Batch
     aggregation: str
     parameters: list[Tensor]  # the log-probs, as leaves of autograd
-    entropies: list[Tensor]  # in the pass
+    entropies: list[Tensor]  # in the training pass
 
 
 @st.composite
@@ -103,13 +103,13 @@ def cases(draw: st.DrawFn, *, by_segment: bool | None = None) -> Case:
 
 
 def advantage_at(batch: Batch, number: int, row: int, spots: np.ndarray) -> np.ndarray:
-    """float64[tokens] of one trajectory."""
+    """Return float64[tokens] of one trajectory."""
     given = batch.advantages[number][row]
     return np.full(len(spots), given) if given.ndim == 0 else given[segments_of(batch.trees[number])[spots]]
 
 
 def flat_loss(case: Case, term: TokenTerm, scale: Sequence[np.ndarray] | None = None) -> Tensor:
-    """-sum_i w_i sum_t term, trajectory by trajectory; `scale` multiplies advantages token by token."""
+    """Return -sum_i w_i sum_t term, trajectory by trajectory; `scale` multiplies advantages token by token."""
     batch, total = case.batch, torch.zeros((), dtype=torch.float64)
     for number, tree in enumerate(batch.trees):
         for row, leaf in enumerate(tree.leaves()):
@@ -120,7 +120,7 @@ def flat_loss(case: Case, term: TokenTerm, scale: Sequence[np.ndarray] | None = 
             if scale is not None:
                 advantages = advantages * scale[number][spots]
             ratio = (new - old).clamp(-20, 20).exp()
-            for t in range(len(spots)):  # a token at a time, as the paper's sum has it
+            for t in range(len(spots)):  # token by token, like the sum in the paper
                 one = slice(t, t + 1)
                 value = term(new[one], ratio[one], case.entropies[number][spots][one], float(advantages[t]))
                 total = total - batch.weights[number][row] * value.sum()
@@ -128,7 +128,7 @@ def flat_loss(case: Case, term: TokenTerm, scale: Sequence[np.ndarray] | None = 
 
 
 def flat_weights(case: Case, term: Callable[[Tensor], Tensor]) -> Tensor:
-    """sum_i w_i sum_t term(ratio), trajectory by trajectory."""
+    """Return sum_i w_i sum_t term(ratio), trajectory by trajectory."""
     batch, total = case.batch, torch.zeros((), dtype=torch.float64)
     for number, tree in enumerate(batch.trees):
         for row, leaf in enumerate(tree.leaves()):
@@ -140,7 +140,7 @@ def flat_weights(case: Case, term: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 def tree_loss(case: Case, loss: object, scale: Sequence[np.ndarray] | None = None) -> tuple[float, list[Tensor]]:
-    """What the project makes of it: the loss, and its gradients with regard to each tree's log-probs."""
+    """Return the loss on the tree, and its gradients with respect to each tree's log-probs."""
     batch = case.batch
     if isinstance(loss, BatchLoss):
         found = loss.value(batch)
@@ -178,7 +178,7 @@ def gradients(total: Tensor, case: Case) -> list[Tensor]:
 
 
 def assert_same(case: Case, loss: object, exact: Tensor, scale: Sequence[np.ndarray] | None = None) -> None:
-    """Loss and every gradient; credits are float32."""
+    """Compare loss and every gradient; credits are float32."""
     value, found = tree_loss(case, loss, scale)
     size = max(1.0, abs(float(exact.detach())))
     assert abs(value - float(exact.detach())) <= 1e-5 * size, (value, float(exact.detach()))

@@ -151,7 +151,7 @@ def test_split_budget_is_even_and_complete(forks: int, paths: int) -> None:
 
 
 def released_branches(draw: float, before: list[float], start: list[float], vocabulary: int) -> bool:
-    """The released code's own steps, written down from its description: fork when clip(u - w dH, 0, 1) <= p."""
+    """Reproduce the released code's decision: fork when clip(u - w dH, 0, 1) <= p."""
     now, initial = (sum(values[:20]) / math.log(vocabulary) for values in (before, start))
     return float(np.clip(draw - 0.2 * (now - initial), 0, 1)) <= 0.5
 

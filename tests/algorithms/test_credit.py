@@ -27,7 +27,7 @@ def trees_with_advantages(draw: st.DrawFn) -> tuple[list[RolloutTree], list[list
 def flattened(
     trees: list[RolloutTree], advantages: list[list[float]], aggregation: Aggregation, attribution: SharedAdvantage
 ) -> list[TreeCredit]:
-    """The same numbers token by token over all root-to-leaf trajectories, without any sharing."""
+    """Return the same numbers token by token over all root-to-leaf trajectories, without sharing."""
     trajectories = [[tree.trajectory(leaf) for leaf in tree.leaves()] for tree in trees]
     all_masks = [trajectory.loss_mask.sum() for group in trajectories for trajectory in group]
     result = []

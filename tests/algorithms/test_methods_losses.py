@@ -39,7 +39,7 @@ def cispo(new, ratio, _entropies, advantage):
 
 
 def aepo(_new, ratio, _entropies, advantage):
-    """F of arXiv 2510.14545: bounded in value, the gradient rescaled."""
+    """Factor F of arXiv 2510.14545: bounded value, rescaled gradient."""
     kept = torch.where(ratio > 1 + HIGH, (1 + HIGH) / ratio.detach() * ratio, ratio)
     return (kept if advantage >= 0 else ratio.clamp(min=1 - LOW)) * advantage
 
@@ -56,7 +56,7 @@ def test_mdpo_adds_the_distance_of_every_copy(case: flat.Case) -> None:
 def test_epo_holds_the_entropy_of_every_copy_in_a_corridor_of_its_past(
     case: flat.Case, past: float | None, step: int
 ) -> None:
-    """Value, and the gradient with regard to entropies; PPO's part is tested as such."""
+    """Checks the value and the gradient with respect to entropies; PPO's part has its own test."""
     batch, loss = case.batch, Epo(LOW, HIGH, 3.0, 0.1, 0.5, 0.8, 1.2, 2.0)
     entropies = [entropy.clone().requires_grad_() for entropy in case.entropies]
     exact = torch.zeros((), dtype=torch.float64)
@@ -84,7 +84,7 @@ def test_epo_holds_the_entropy_of_every_copy_in_a_corridor_of_its_past(
 
 
 def flat_bounds(case: flat.Case, loss: Bapo) -> tuple[float, float]:
-    """The search over all copies of all tokens."""
+    """Search the bounds over all copies of all tokens."""
     copies = [
         (batch.weights[number][row], advantage, ratio)
         for batch in [case.batch]
@@ -124,7 +124,7 @@ def test_bapo_is_ppo_with_the_bounds_that_balance_the_copies(case: flat.Case) ->
 def test_bapo_moves_the_lower_bound_first() -> None:
     loss, ones = Bapo(dual_clip=None), np.ones(2)
     even = np.array([1.0, 0.0]), np.array([0.0, -1.0])
-    assert loss.bounds(*even, ones) == (0.6, 1.2)  # on policy both sides weigh alike
+    assert loss.bounds(*even, ones) == (0.6, 1.2)  # on policy both sides have equal weight
     assert loss.bounds(np.array([0.5, 0.0]), even[1], ones) == pytest.approx((0.9, 3.0))
     found = loss.bounds(np.array([1.0, 0.0]), np.array([0.0, -1.0]), np.array([2.0, 1.3]))
     assert found == pytest.approx((0.9, 1.3), abs=0.051)
@@ -155,7 +155,7 @@ def test_token_factors_may_swap_the_signs_of_advantages(name: str, case: flat.Ca
 
 
 def assert_slope(case: flat.Case, found: list[torch.Tensor], value: Callable[[flat.Case], float]) -> None:
-    """By finite differences of `value`, at every token that is not at a kink."""
+    """Compare with finite differences of `value` at every token that is not at a kink."""
     step = 1e-5
     for number, (own, old) in enumerate(zip(found, case.batch.old_logprobs, strict=True)):
         for token in np.flatnonzero(~np.isnan(old))[:4]:
@@ -168,7 +168,7 @@ def assert_slope(case: flat.Case, found: list[torch.Tensor], value: Callable[[fl
 
 
 def shifted(case: flat.Case, number: int, token: int, width: float) -> flat.Case:
-    """With one log-prob of the policy in training moved."""
+    """Return the batch with one log-prob of the policy in training moved."""
     move = np.zeros(len(case.batch.logprobs[number]))
     move[token] = width
     logprobs = [own + move if n == number else own for n, own in enumerate(case.batch.logprobs)]
@@ -179,12 +179,12 @@ def shifted(case: flat.Case, number: int, token: int, width: float) -> flat.Case
 
 
 def within_limit(case: flat.Case) -> bool:
-    """Beyond the limit of log-ratios the value stands still, where losses of minibatches keep their gradient."""
+    """Whether no log-ratio is clamped: beyond the limit the value is constant, but batch losses keep a gradient."""
     return all(np.abs(np.nan_to_num(new - old)).max(initial=0.0) < 19 for new, old in new_and_old(case))
 
 
 def value_of(loss: object) -> Callable[[flat.Case], float]:
-    """Its value on the tree."""
+    """Return the value of the loss on the tree."""
     return lambda case: flat.tree_loss(case, loss)[0]
 
 
@@ -213,7 +213,7 @@ def test_loss_gradient_is_the_slope_of_the_loss(name: str, case: flat.Case) -> N
 @settings(max_examples=8)
 @given(case=flat.cases())
 def test_bapo_gradient_is_the_slope_between_its_bounds(case: flat.Case) -> None:
-    """The bounds are held where they were found: they move by steps."""
+    """The bounds are held constant, because they move by steps."""
     assume(within_limit(case))
     loss = Bapo(dual_clip=3.0)
     low, high = flat_bounds(case, loss)
@@ -224,7 +224,9 @@ def test_bapo_gradient_is_the_slope_between_its_bounds(case: flat.Case) -> None:
 @settings(max_examples=8)
 @given(case=flat.cases())
 def test_hapo_gradient_is_the_slope_if_no_advantage_jumps(case: flat.Case) -> None:
-    """Where a ratio leaves the inner half of its bounds, value and slope jump: no difference quotient settles there."""
+    """Value and slope jump if a ratio leaves the inner half of its bounds, so difference quotients do not converge
+    there.
+    """
     assume(within_limit(case))
     loss = Hapo(LOW, HIGH, 3.0)
     assert_slope(case, flat.tree_loss(case, loss)[1], value_of(loss))
@@ -233,7 +235,7 @@ def test_hapo_gradient_is_the_slope_if_no_advantage_jumps(case: flat.Case) -> No
 @settings(max_examples=8)
 @given(case=flat.cases())
 def test_cispo_gradient_is_the_slope_with_constant_weights(case: flat.Case) -> None:
-    """sg(r) * A * logprob: the weights are those of the place where the gradient is taken."""
+    """Checks sg(r) * A * logprob with the weights of the point where the gradient is taken."""
     weights = [np.exp(np.clip(new - old, -20, 20)).clip(0, 1 + HIGH) for new, old in new_and_old(case)]
 
     def surrogate(moved: flat.Case) -> float:
@@ -250,12 +252,12 @@ def test_cispo_gradient_is_the_slope_with_constant_weights(case: flat.Case) -> N
 
 
 def new_and_old(case: flat.Case) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """(new, old) log-probs, tree by tree."""
+    """Return (new, old) log-probs, tree by tree."""
     return zip(case.batch.logprobs, case.batch.old_logprobs, strict=True)
 
 
 def flat_gspo(case: flat.Case) -> torch.Tensor:
-    """Trajectory by trajectory, with autograd through the ratios (GSPO-token's stopped ones where segments differ)."""
+    """Compute GSPO trajectory by trajectory, with autograd through the ratios (stopped in GSPO-token)."""
     batch, total = case.batch, torch.zeros((), dtype=torch.float64)
     count = sum(len(tree.leaves()) for tree in batch.trees)
     for number, tree in enumerate(batch.trees):

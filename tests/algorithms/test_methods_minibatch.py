@@ -72,7 +72,7 @@ def limited(logs: Tensor) -> Tensor:
 
 
 def mismatched(case: flat.Case, spread: float, seed: int) -> flat.Case:
-    """With an engine that is further away."""
+    """Return the case with an engine that differs more from the trainer."""
     rng = np.random.default_rng(seed)
     drawn = [old + rng.normal(0, spread, len(old)) for old in case.batch.old_logprobs]
     return replace(case, batch=replace(case.batch, sampling_logprobs=drawn))
@@ -140,7 +140,7 @@ def test_hapo_moves_bounds_and_advantages_with_the_entropy_of_all_copies(case, p
     every = np.concatenate([np.zeros(0), *(copy.entropies.numpy() for copy in copies(case))])
     logs = np.log(np.maximum(every, 1e-8))
     centre = np.quantile(logs, pivot, method="nearest") if len(logs) else 0.0
-    # As the authors have it, standard deviation included.
+    # As in the authors' code, standard deviation included.
     std = max(float(((logs - centre) ** 2).mean()) if len(logs) else 1.0, 1e-16) ** 0.5
     most, least = max(((logs - centre) / std).max(initial=0), 1e-8), min(((logs - centre) / std).min(initial=0), -1e-8)
 
@@ -176,7 +176,7 @@ def test_ipa_imitates_good_chunks_and_weighs_bad_ones_by_their_ratio(case, sprea
 
 @given(case=flat.cases(), share=st.sampled_from([0.001, 0.1, 1.0]))
 def test_clip_cov_masks_the_set_share_of_candidates(case, share):
-    """Which ones is drawn: with all of them allowed it is every one; else their number and kind are known."""
+    """With a share of 1 every candidate is masked; otherwise only their number and kind are known."""
     loss = ClipCov(LOW, HIGH, share, covariance_low=0.02, covariance_high=0.2)
     every = list(copies(case))
     tokens = sum(len(copy.spots) for copy in every)

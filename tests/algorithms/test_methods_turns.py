@@ -21,7 +21,7 @@ KINDS = st.sampled_from(["binary", "equal", "real"])
 
 
 def flat_turns(tree: RolloutTree, leaf: int) -> list[tuple[tuple[int, ...], list[int]]]:
-    """Token by token: what came since the turn before, and the places of the turn's own tokens."""
+    """Return, token by token, the text since the previous turn and the positions of the turn's tokens."""
     starts = np.cumsum([0, *(len(segment) for segment in tree.segments)])
     found: list[tuple[tuple[int, ...], list[int]]] = []
     seen: list[int] = []
@@ -57,7 +57,7 @@ def test_chunk_return_is_discounted_by_later_chunks(forest, kind, seed):
 
 
 def flat_hgpo(group: Group, history: int, alpha: float, gamma: float) -> dict[tuple[int, int], float]:
-    """Every turn of every copy against all others, by (trajectory, turn)."""
+    """Compare every turn of every copy with all others, by (trajectory, turn)."""
     paths = [flat_turns(group.tree, leaf) for leaf in group.tree.leaves()]
     steps = [(i, t) for i, path in enumerate(paths) for t in range(len(path))]
     returns = {(i, t): group.rewards[i] * gamma ** (len(paths[i]) - 1 - t) for i, t in steps}
@@ -110,14 +110,14 @@ def test_hgpo_prefers_siblings_of_a_fork_to_strangers_with_the_same_answer() -> 
 def test_rapo_scales_groups_with_spread_by_their_share(forest, kind, seed):
     groups = flat.groups_of(forest, kind, np.random.default_rng(seed))
     good = [len(set(group.rewards.tolist())) > 1 for group in groups]
-    for group, told, found in zip(groups, good, RewardAware()(groups), strict=True):
+    for group, logged, found in zip(groups, good, RewardAware()(groups), strict=True):
         rewards = group.rewards
         expected = np.zeros(len(rewards))
-        if told:
+        if logged:
             expected = len(groups) / sum(good) * (rewards - rewards.mean()) / (np.std(rewards) + 1e-6)
         np.testing.assert_allclose(found, expected, rtol=1e-12)
         centred = Centred()([group])[0]
-        np.testing.assert_allclose(centred, rewards - rewards.mean() if told else 0.0, atol=1e-15)
+        np.testing.assert_allclose(centred, rewards - rewards.mean() if logged else 0.0, atol=1e-15)
 
 
 @given(forest=flat.forests(), kind=KINDS, seed=seeds, limit=st.sampled_from([1.2, 5.0]))
@@ -143,15 +143,15 @@ def test_token_group_uses_mean_and_spread_over_tokens(forest, kind, seed, limit)
 @given(forest=flat.forests(), seed=seeds)
 def test_xrpo_sharpens_better_and_less_likely_trajectories(forest, seed):
     rng = np.random.default_rng(seed)
-    told = []
+    logged = []
     for tree in forest:
         copy = RolloutTree(tree.task_id, tree.prompt_ids)
         for segment in tree.segments[1:]:
             known = segment.role is Role.MODEL and rng.random() < 0.9
             values = rng.normal(-1, 1, len(segment)) if known else None
             copy.add(segment.parent, segment.role, segment.token_ids, logprobs=values)
-        told.append(copy)
-    for group, found in zip(groups := flat.groups_of(told, "real", rng), NoveltySharpened()(groups), strict=True):
+        logged.append(copy)
+    for group, found in zip(groups := flat.groups_of(logged, "real", rng), NoveltySharpened()(groups), strict=True):
         scores: list[float | None] = []
         for leaf in group.tree.leaves():
             path = [s for s in (group.tree.segments[i] for i in group.tree.path(leaf)) if s.role is Role.MODEL]

@@ -42,76 +42,76 @@ def test_storable_trees_survive_packing(rewards: list[float], data) -> None:
 
 
 def test_self_imitation_replays_a_full_buffer_above_the_median_mean() -> None:
-    store = SelfImitation(imitation_capacity=3, imitation_weight=2.0, imitation_warmup=8)
+    buffer = SelfImitation(imitation_capacity=3, imitation_weight=2.0, imitation_warmup=8)
     groups = {0: [0.0, 1.0], 1: [0.0, 0.2, 0.1], 2: [1.0, 1.0], 3: [0.0, 3.0, 0.0]}
     kept: list[tuple[int, float]] = []  # by the formula, on plain lists
     for step, rewards in groups.items():
         item = scored(f"t{step}", rewards, step=step)
-        assert store.mix(item, step) is item
+        assert buffer.mix(item, step) is item
         kept += [(step, r) for r in rewards if r > np.mean(rewards)]
-        found = store.extra_trees(1, step)
+        found = buffer.extra_trees(1, step)
         assert bool(found) is (len(kept) == 3)
     usual = np.median([np.mean(rewards) for rewards in groups.values()])  # of 0.5, 0.1, 1, 1
     gamma = 2.0 * (1 - math.cos(math.pi * 3 / 8)) / 2
     expected = [(step, gamma * (r - usual)) for step, r in kept if r > usual]
     assert [item.tree.step for item in found] == [step for step, _ in expected]
     assert [item.advantages.tolist() for item in found] == [pytest.approx([value]) for _, value in expected]
-    assert store.metrics() == {"replay/trees": 2, "replay/stored": 0, "replay/age": 1.5, "replay/age_max": 3}
-    assert store.extra_trees(1, 3) == []
+    assert buffer.metrics() == {"replay/trees": 2, "replay/stored": 0, "replay/age": 1.5, "replay/age_max": 3}
+    assert buffer.extra_trees(1, 3) == []
 
 
 def test_self_imitation_is_bounded_in_age_and_size_and_warms_up() -> None:
-    store = SelfImitation(imitation_capacity=2, imitation_age=2, imitation_baselines=1)
-    store.mix(scored("a", [0.0, 1.0], step=0), 0)
-    store.mix(scored("a", [0.0, 1.0, 2.0], step=0), 0)
-    assert store.metrics()["replay/stored"] == 2
-    assert store.extra_trees(2, 0) == []  # gamma is 0 in the first step
+    buffer = SelfImitation(imitation_capacity=2, imitation_age=2, imitation_baselines=1)
+    buffer.mix(scored("a", [0.0, 1.0], step=0), 0)
+    buffer.mix(scored("a", [0.0, 1.0, 2.0], step=0), 0)
+    assert buffer.metrics()["replay/stored"] == 2
+    assert buffer.extra_trees(2, 0) == []  # gamma is 0 in the first step
     for step in (1, 4):
-        store.mix(scored("a", [0.0, 1.0], step=step), step)
-        assert store.extra_trees(1, step) == []  # the first is too old when the second comes
-    store.mix(scored("a", [0.0, 5.0], step=5), 5)
-    (found,) = store.extra_trees(1, 5)  # the usual mean is that of the last group alone
+        buffer.mix(scored("a", [0.0, 1.0], step=step), step)
+        assert buffer.extra_trees(1, step) == []  # the first is too old when the second comes
+    buffer.mix(scored("a", [0.0, 5.0], step=5), 5)
+    (found,) = buffer.extra_trees(1, 5)  # the usual mean is that of the last group alone
     assert found.rewards.tolist() == [5.0] and found.advantages is not None and found.advantages[0] > 0
 
 
 def test_rollout_replay_adds_its_share_of_earlier_trees() -> None:
-    store = RolloutReplay(rollout_share=0.4, rollout_capacity=4)
+    buffer = RolloutReplay(rollout_share=0.4, rollout_capacity=4)
     for step in range(3):
         for number in range(3):
-            store.mix(scored(f"{step}-{number}", [0.0, 1.0, 0.0], step=step), step)
-        store.mix(scored(f"{step}-flat", [1.0, 1.0], step=step), step)
-        found = store.extra_trees(3, step)
+            buffer.mix(scored(f"{step}-{number}", [0.0, 1.0, 0.0], step=step), step)
+        buffer.mix(scored(f"{step}-flat", [1.0, 1.0], step=step), step)
+        found = buffer.extra_trees(3, step)
         assert len(found) == (0 if step == 0 else 2)  # 2 of 5
         assert all(item.tree.step < step and item.advantages is None and not item.sampled for item in found)
         assert len({item.task.id for item in found}) == len(found)
         assert not any("flat" in item.task.id for item in found)
-    assert store.metrics()["replay/stored"] == 12 and store.metrics()["replay/trees"] == 0
+    assert buffer.metrics()["replay/stored"] == 12 and buffer.metrics()["replay/trees"] == 0
 
 
 def test_rollout_replay_respects_its_age_window() -> None:
-    store = RolloutReplay(rollout_age=2)
+    buffer = RolloutReplay(rollout_age=2)
     for step in range(4):
-        store.mix(scored(f"t{step}", [0.0, 1.0], step=step), step)
-        assert {item.tree.step for item in store.extra_trees(9, step)} == set(range(max(0, step - 2), step))
+        buffer.mix(scored(f"t{step}", [0.0, 1.0], step=step), step)
+        assert {item.tree.step for item in buffer.extra_trees(9, step)} == set(range(max(0, step - 2), step))
 
 
 @pytest.mark.parametrize("make", [RolloutReplay, lambda: SelfImitation(imitation_capacity=4)])
 def test_resumed_buffer_adds_the_same_trees(make) -> None:
-    store, resumed = make(), make()
+    buffer, resumed = make(), make()
     for step in range(3):
-        store.mix(scored(f"t{step}", [0.0, 1.0], step=step), step)
-        store.extra_trees(1, step)
-    taken = store.snapshot()
-    store.mix(scored("later", [0.0, 1.0], step=3), 3)
+        buffer.mix(scored(f"t{step}", [0.0, 1.0], step=step), step)
+        buffer.extra_trees(1, step)
+    taken = buffer.snapshot()
+    buffer.mix(scored("later", [0.0, 1.0], step=3), 3)
     resumed.restore(taken())
     resumed.mix(scored("later", [0.0, 1.0], step=3), 3)
-    one, other = store.extra_trees(2, 3), resumed.extra_trees(2, 3)
+    one, other = buffer.extra_trees(2, 3), resumed.extra_trees(2, 3)
     assert one and [item.tree.to_dict() for item in one] == [item.tree.to_dict() for item in other]
     assert [item.advantages is None or item.advantages.tolist() for item in one] == [
         item.advantages is None or item.advantages.tolist() for item in other
     ]
-    assert store.metrics() == resumed.metrics()
-    assert isinstance(store, AddsTrees) and not isinstance(SuccessReplay(), AddsTrees)
+    assert buffer.metrics() == resumed.metrics()
+    assert isinstance(buffer, AddsTrees) and not isinstance(SuccessReplay(), AddsTrees)
 
 
 @given(st.integers(1, 9), st.integers(0, 9), st.integers(1, 4))
@@ -126,7 +126,7 @@ def test_minibatches_get_even_shares_of_stored_trees(own: int, added: int, parts
 
 
 def test_advantages_of_the_buffer_replace_those_of_the_estimator() -> None:
-    """With RAPO's estimator, which looks at all groups: those that it does not see change nothing."""
+    """RAPO's estimator looks at all groups; those with given advantages must not change its result."""
     own, flat = scored("own", [0.0, 1.0, 0.5]), scored("flat", [1.0, 1.0])
     given = replace(storable_tree(scored("given", [0.0, 3.0]), [1]), advantages=np.array([0.25]))
     again = storable_tree(scored("again", [0.0, 2.0]))

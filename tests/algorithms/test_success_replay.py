@@ -33,58 +33,58 @@ def scored(name: str, rewards: list[float], step: int = 0, first: int = 10) -> S
 
 
 def test_success_replay_puts_the_newest_success_into_a_failed_group() -> None:
-    store = SuccessReplay()
-    store.mix(scored("a", [0.0, 1.0, 0.0]), 0)
-    store.mix(scored("b", [1.0, 1.0], first=50), 1)
-    assert store.mix(scored("c", [0.0, 0.0]), 2).replayed == 0
-    store.mix(scored("a", [1.0, 0.0, 0.0], step=2, first=30), 2)
+    buffer = SuccessReplay()
+    buffer.mix(scored("a", [0.0, 1.0, 0.0]), 0)
+    buffer.mix(scored("b", [1.0, 1.0], first=50), 1)
+    assert buffer.mix(scored("c", [0.0, 0.0]), 2).replayed == 0
+    buffer.mix(scored("a", [1.0, 0.0, 0.0], step=2, first=30), 2)
     failed = scored("a", [0.0, 0.0, 0.0], step=5, first=70)
-    mixed = store.mix(failed, 5)
+    mixed = buffer.mix(failed, 5)
     leaves = mixed.tree.leaves()
     assert mixed.replayed == 1 and mixed.rewards.tolist() == [0.0, 0.0, 1.0]
     assert [mixed.tree.path_tokens(leaf).tolist()[3:] for leaf in leaves] == [[70], [71, 72, 73], [30]]
     replay = mixed.tree.segments[leaves[-1]]
     assert replay.policy_version == 2 and replay.logprobs.tolist() == [-1.0]  # as it was sampled
     assert mixed.terms["f1"][:2].tolist() == [0.0, 0.0] and np.isnan(mixed.terms["f1"][2])
-    assert store.metrics() == {"replay/trees": 1, "replay/stored": 4, "replay/age": 3.0, "replay/age_max": 3}
-    assert store.metrics()["replay/trees"] == 0
+    assert buffer.metrics() == {"replay/trees": 1, "replay/stored": 4, "replay/age": 3.0, "replay/age_max": 3}
+    assert buffer.metrics()["replay/trees"] == 0
 
 
 def test_replayed_trajectories_do_not_count_in_reward_metrics() -> None:
-    store = SuccessReplay()
-    store.mix(scored("a", [1.0, 1.0]), 0)
-    mixed = store.mix(scored("a", [0.0, 0.0, 0.0], step=5, first=70), 5)
+    buffer = SuccessReplay()
+    buffer.mix(scored("a", [1.0, 1.0]), 0)
+    mixed = buffer.mix(scored("a", [0.0, 0.0, 0.0], step=5, first=70), 5)
     other = scored("b", [1.0, 0.0], step=5)
     assert mixed.rewards.sum() == 1.0
     assert reward_metrics([mixed, other], 0.5) == {"reward": 0.25, "success": 0.25, "format_ok": 0.25}
-    assert np.isnan(reward_metrics([store.mix(scored("a", [0.0], step=6, first=90), 6)], 0.5)["reward"])
+    assert np.isnan(reward_metrics([buffer.mix(scored("a", [0.0], step=6, first=90), 6)], 0.5)["reward"])
 
 
 def test_success_replay_leaves_groups_with_spread_or_success() -> None:
-    store = SuccessReplay()
-    store.mix(scored("a", [1.0, 1.0]), 0)
+    buffer = SuccessReplay()
+    buffer.mix(scored("a", [1.0, 1.0]), 0)
     for rewards in ([0.0, 1.0], [0.3, 0.3], [1.0, 1.0]):
         item = scored("a", rewards, 1)
-        assert store.mix(item, 1) is item
+        assert buffer.mix(item, 1) is item
 
 
 def test_success_replay_drops_the_oldest_beyond_its_capacity() -> None:
-    store = SuccessReplay(replay_keep=2, replay_capacity=3)
+    buffer = SuccessReplay(replay_keep=2, replay_capacity=3)
     for step in range(4):
-        store.mix(scored("a", [1.0], step=step, first=10 * step), step)
-    assert store.metrics()["replay/stored"] == 2
+        buffer.mix(scored("a", [1.0], step=step, first=10 * step), step)
+    assert buffer.metrics()["replay/stored"] == 2
     for step in range(4, 6):
-        store.mix(scored("b", [1.0], step=step), step)
-    assert store.metrics()["replay/stored"] == 3
-    assert store.mix(scored("a", [0.0], step=9, first=90), 9).tree.path_tokens(1).tolist()[3:] == [30]
+        buffer.mix(scored("b", [1.0], step=step), step)
+    assert buffer.metrics()["replay/stored"] == 3
+    assert buffer.mix(scored("a", [0.0], step=9, first=90), 9).tree.path_tokens(1).tolist()[3:] == [30]
 
 
 def test_resumed_success_replay_replays_the_same() -> None:
-    store, resumed = SuccessReplay(), SuccessReplay()
+    buffer, resumed = SuccessReplay(), SuccessReplay()
     for name in ("a", "b"):
-        store.mix(scored(name, [0.0, 1.0, 0.5]), 3)
-    taken = store.snapshot()
-    store.mix(scored("a", [1.0]), 4)  # after the snapshot
+        buffer.mix(scored(name, [0.0, 1.0, 0.5]), 3)
+    taken = buffer.snapshot()
+    buffer.mix(scored("a", [1.0]), 4)  # after the snapshot
     resumed.restore(taken())
     assert resumed.metrics()["replay/stored"] == 2
     for each in ("a", "b"):

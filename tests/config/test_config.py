@@ -29,7 +29,7 @@ def test_overrides_win_over_the_file_and_the_file_over_the_recipe(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("words", "line"),
+    ("overrides", "line"),
     [
         (["algorithm.entropy_wieght=0.3"], "did you mean algorithm.entropy_weight?"),
         (["algorithm.lr=0.3"], "did you mean optimizer.lr?"),
@@ -102,38 +102,38 @@ def test_overrides_win_over_the_file_and_the_file_over_the_recipe(tmp_path: Path
         (["train.=3"], "section.key=value"),
     ],
 )
-def test_wrong_override_is_one_line_that_helps(words: list[str], line: str) -> None:
+def test_wrong_override_is_one_line_that_helps(overrides: list[str], line: str) -> None:
     with pytest.raises(UserError) as caught:
-        resolve.resolve("quickstart", overrides=words)
+        resolve.resolve("quickstart", overrides=overrides)
     assert line in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("loss", ["hispo", "minirl", "mix_ppg"])
 def test_loss_that_corrects_for_older_weights_needs_no_trajectory_weights(loss: str) -> None:
-    words = [f"algorithm.loss={loss}", "rollout.max_staleness=1", "algorithm.replay=rollout_replay"]
-    assert resolve.resolve("quickstart", overrides=words).algorithm.trajectory_weight_limit is None
+    overrides = [f"algorithm.loss={loss}", "rollout.max_staleness=1", "algorithm.replay=rollout_replay"]
+    assert resolve.resolve("quickstart", overrides=overrides).algorithm.trajectory_weight_limit is None
 
 
 def choices(owner: Any = JobConfig, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """(key, word) for every value of every key that has a fixed set of them."""
+    """Yield (key, value) for every value of every key with a fixed set of them."""
     for field in dataclasses.fields(owner):
         if dataclasses.is_dataclass(field.type):
             yield from choices(field.type, f"{prefix}{field.name}.")
         elif get_origin(field.type) is Literal:
-            yield from ((prefix + field.name, word) for word in get_args(field.type))
+            yield from ((prefix + field.name, value) for value in get_args(field.type))
 
 
 def test_every_documented_choice_can_be_an_override() -> None:
     wide = ["model.dtype=bfloat16", "model.hidden_size=256", "model.heads=8", "model.kv_heads=8"]
-    for key, word in choices():
+    for key, value in choices():
         if key in ("model.fp8", "engine.quantization"):
-            resolve.resolve("quickstart", overrides=[*wide, f"{key}={word}"])
+            resolve.resolve("quickstart", overrides=[*wide, f"{key}={value}"])
             continue
-        more = ["data.path=x", "data.max_prompt_tokens=99", "sft.steps=0"] if word == "arpo_parquet" else []
-        more += ["model.path=x"] if word == "rollout" else []
-        more += ["rollout.max_staleness=1", "algorithm.loss=minirl"] if word == "drop" else []
-        resolve.resolve("quickstart", overrides=[f"{key}={word}", *more])
+        more = ["data.path=x", "data.max_prompt_tokens=99", "sft.steps=0"] if value == "arpo_parquet" else []
+        more += ["model.path=x"] if value == "rollout" else []
+        more += ["rollout.max_staleness=1", "algorithm.loss=minirl"] if value == "drop" else []
+        resolve.resolve("quickstart", overrides=[f"{key}={value}", *more])
 
 
 @pytest.mark.parametrize("text", ["1e-5", "0.00001", "1E-5", "10e-6"])

@@ -138,9 +138,9 @@ def test_repeated_step_replaces_its_tree_file(run: RunDirectory) -> None:
 
 
 def test_kill_leaves_the_old_tree_file_or_the_new_one(run: RunDirectory) -> None:
-    """kill -9 at 6 moments of a loop that writes two versions of one step in turn.
+    """Kill -9 at several moments of a loop that writes two versions of one step in turn.
 
-    The writers are forked from one process, which has the trees and has written nothing itself.
+    The writers are forked from one process that has loaded the trees and has written nothing itself.
     """
     script = """
 import os, sys, time
@@ -292,9 +292,9 @@ def test_damaged_row_is_named_in_one_line(
     rows = table.to_pylist()
     tamper(rows[1])
     pq.write_table(pa.Table.from_pylist(rows, schema=table.schema), path)
-    with pytest.raises(UserError, match=rf"step_000001\.parquet is not a file of trees: row 1 .*{said}") as told:
+    with pytest.raises(UserError, match=rf"step_000001\.parquet is not a file of trees: row 1 .*{said}") as logged:
         read_trees(path)
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(logged.value)
 
 
 def test_control_characters_are_escaped(
@@ -372,7 +372,7 @@ def test_dropped_trees_are_stored_and_shown_with_the_reason(
 
 @pytest.fixture(scope="module")
 def tiny_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with a byte-level tokenizer."""
+    """Return a directory with a byte-level tokenizer."""
     from transformers import PreTrainedTokenizerFast
 
     folder = tmp_path_factory.mktemp("tokenizer")

@@ -19,7 +19,7 @@ Rule = Callable[[str], str | int | bytes | Iterator[bytes]]
 
 @dataclass
 class ChatServer:
-    """Where it is, what it does, and what it was asked."""
+    """Address, behaviour and received questions of the server."""
 
     url: str
     rule: Rule
@@ -27,14 +27,14 @@ class ChatServer:
 
 
 def part(text: str, name: str) -> str:
-    """One of the marked parts of a question."""
+    """Return one of the marked parts of a question."""
     found = re.search(rf"\[begin {name} (\w+)\]\n(.*?)\n\[end {name} \1\]", text, re.DOTALL)
     assert found, text
     return found[2]
 
 
 def verdict(text: str, word: str) -> str:
-    """A reply that says `word` as the question wants it said."""
+    """Return a reply with the verdict `word`."""
     code = re.findall(r"`VERDICT (\w+): ", text)[-1]
     return f"I have looked at it.\nVERDICT {code}: {word}"
 
@@ -57,7 +57,7 @@ def chat_server(rule: Rule, port: int = 0) -> Iterator[ChatServer]:
             self.send_response(status)
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(data)))
-            with suppress(ConnectionError):  # who asked has hung up
+            with suppress(ConnectionError):  # the client has disconnected
                 self.end_headers()
                 self.wfile.write(data)
             return None

@@ -78,7 +78,7 @@ def test_judge_refuses_a_file_that_is_not_a_cache(tmp_path: Path) -> None:
     file.write_text("not a data base, but long enough to be taken for the header of one" * 9)
     with pytest.raises(UserError, match=r"judge\.sqlite is not a cache"):
         Judge(config(NOBODY), file)
-    assert sqlite3  # the format, which the file has not
+    assert sqlite3  # not SQLite's format
 
 
 @pytest.mark.parametrize(
@@ -139,13 +139,13 @@ NO_COMPLETIONS = [
 @pytest.mark.parametrize("body", NO_COMPLETIONS)
 def test_unreadable_reply_is_repeated_and_then_the_judge_is_down(body: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(judge_module, "_REPEAT_S", 0.01)
-    told = list[str]()
+    logged = list[str]()
     with chat_server(lambda _text: body) as server:
-        judge = Judge(config(server, retries=2, when_down="fallback"), log=told.append)
+        judge = Judge(config(server, retries=2, when_down="fallback"), log=logged.append)
         assert judge.ask([ASKED]) == [None]
         assert len(server.asked) == 3
         assert judge.take_counts().items() >= {"asked": 1, "repeated": 2, "fallbacks": 1}.items()
-        (line,) = told
+        (line,) = logged
         assert "is down (a " in line and "\n" not in line
         judge.close()
         answers = iter([body])
@@ -250,18 +250,18 @@ def test_process_ends_at_once_with_requests_in_flight(tmp_path: Path, number: si
 
 def test_training_waits_for_a_judge_that_is_down_and_logs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(judge_module, "_WAIT_S", 0.2)
-    (port,), told, found = free_ports(1), list[str](), list[str | None]()
-    judge = Judge(config(f"http://127.0.0.1:{port}/v1"), log=told.append)
+    (port,), logged, found = free_ports(1), list[str](), list[str | None]()
+    judge = Judge(config(f"http://127.0.0.1:{port}/v1"), log=logged.append)
     waiting = threading.Thread(target=lambda: found.extend(judge.ask([ASKED])))
     waiting.start()
-    while not told:
+    while not logged:
         time.sleep(0.02)
     assert not found
     with chat_server(knows_ada, port):
         waiting.join(60.0)
     assert found == ["CORRECT"]
-    assert len(told) == 1
-    assert "is down" in told[0] and "training waits" in told[0]
+    assert len(logged) == 1
+    assert "is down" in logged[0] and "training waits" in logged[0]
     assert judge.take_counts()["waited_s"] > 0
 
 
@@ -274,11 +274,11 @@ def test_stopping_run_does_not_wait_for_a_judge_that_is_down() -> None:
 
 
 def test_closing_the_judge_releases_waiting_callers() -> None:
-    told, found = list[str](), list[str | None]()
-    judge = Judge(config(NOBODY), log=told.append)
+    logged, found = list[str](), list[str | None]()
+    judge = Judge(config(NOBODY), log=logged.append)
     waiting = threading.Thread(target=lambda: found.extend(judge.ask([ASKED])))
     waiting.start()
-    while not told:
+    while not logged:
         time.sleep(0.02)
     judge.close()
     waiting.join(60.0)
@@ -286,12 +286,12 @@ def test_closing_the_judge_releases_waiting_callers() -> None:
 
 
 def test_fallback_scores_by_rule_and_pauses_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = list[str]()
+    logged = list[str]()
     with chat_server(lambda _text: 500) as server:
         settings = RewardConfig(
             qa="judge", judge=config(server, when_down="fallback", concurrency=1), terms={"fapo": 0.5}
         )
-        reward = make_reward(settings, log=told.append)
+        reward = make_reward(settings, log=logged.append)
         assert reward.judge is not None
         answers = ["Ada", "Ada Lovelace", "Grace Hopper"]
         scores = reward.score_group(ResponseGroup(TASK, [response(answer) for answer in answers]))
@@ -299,7 +299,7 @@ def test_fallback_scores_by_rule_and_pauses_requests(monkeypatch: pytest.MonkeyP
         assert [score.terms["fapo"] for score in scores] == [0.0, 0.0, 0.0], "the term leaves the group out"
         assert len(server.asked) == 1, "it is not asked again at once"
         assert reward.judge.take_counts()["fallbacks"] == 5
-        assert len(told) == 1 and "scored by rule" in told[0]
+        assert len(logged) == 1 and "scored by rule" in logged[0]
         server.rule = lambda text: (
             verdict(text, "FLAWED") if "`VERDICT" in text and "FLAWED" in text else knows_ada(text)
         )
@@ -318,7 +318,7 @@ def test_errors_that_the_user_can_fix_are_one_line(status: int, what: str) -> No
 @pytest.mark.parametrize("status", [400, 405, 413, 415, 422])
 def test_refused_question_does_not_make_the_judge_down(status: int) -> None:
     with chat_server(lambda _text: status) as server:
-        judge = Judge(config(server), waiting=None)  # one that waits would wait for ever
+        judge = Judge(config(server), waiting=None)  # a judge that waits would wait forever
         assert judge.ask([ASKED]) == [None]
         assert judge.take_counts()["unreadable"] == 1
 

@@ -171,7 +171,7 @@ def test_make_reward_builds_the_configured_reward() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Mine:
-    """A reward of somebody's own: numbers of its own and of the config, and a judge."""
+    """A reward of an installed package, with params of its own and of the config, and a judge."""
 
     needs_judge: ClassVar[bool] = True
     max_response_tokens: int

@@ -112,7 +112,7 @@ def test_fapo_asks_only_about_right_answers() -> None:
 
 def test_spo_asks_in_both_orders() -> None:
     def rule(asked: str) -> str:
-        """Prefers the longer one where lengths differ by more than one, else the first."""
+        """Prefer the longer solution if lengths differ by more than one, else the first."""
         first, second = (len(part(asked, f"{place} solution")) for place in ("first", "second"))
         return verdict(asked, "FIRST" if first >= second - 1 else "SECOND")
 

@@ -29,7 +29,7 @@ KNOWN_ERRORS = {
 
 
 def test_math_pairs_are_graded_as_recorded() -> None:
-    """One test, so that math-verify starts once and every pair is asked once."""
+    """One test, so that math-verify starts once and every pair is compared once."""
     wrong, lines, sums = set[tuple[str, str]](), list[str](), [0, 0, 0, 0]
     for notation, rows in itertools.groupby(PAIRS, key=lambda row: row[0]):
         pairs = [((answer, expected), same) for _, same, answer, expected in rows]
@@ -85,7 +85,7 @@ def test_hostile_answers_are_never_right_and_cost_a_question_a_bounded_time(monk
     found = compare_answers(HOSTILE, "1")
     assert MathVerdict.EQUAL not in found
     assert found[0] is MathVerdict.UNDECIDED
-    # The limit; patience with the last answer; and new workers, one for each whose time was up, on a busy machine.
+    # The limit, the wall time of the last answer, and a new worker for each that ran out of time on a busy machine.
     assert time.monotonic() - started < 2.0 + 4.0 + 3 * 30.0
     assert math_equal("\\frac{3}{6}", "\\frac12")
     pool.close()

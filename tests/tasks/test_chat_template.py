@@ -89,7 +89,9 @@ WORDS_REGEX = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\
 
 
 def make(template: str) -> PreTrainedTokenizerFast:
-    """A byte-level BPE with merges, the marks of all templates as special tokens and the tool tags as plain ones."""
+    """Build a byte-level BPE with merges, with the marks of all templates as special tokens and tool tags as plain
+    ones.
+    """
     tokenizer = train_bpe([WORDS] * 20, 500)
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -201,7 +203,7 @@ def test_last_character_of_several_tokens_is_trained_completely() -> None:
 def test_a_turn_that_shares_a_token_with_its_prompt_is_refused() -> None:
     tokenizer = make(LLAMA3)
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    # GPT-2's division of text: two line breaks are one token at the end of a prompt, and two before a word.
+    # With GPT-2's splitting, two line breaks are one token at the end of a prompt, and two before a word.
     with pytest.raises(BadRowError, match="the tokenizer joins the beginning of message 1"):
         conversation_tree({"messages": [said("user", "a"), said("assistant", "yes")]}, ChatEncoder(tokenizer), 100)
 

@@ -72,7 +72,7 @@ def test_demonstrations_agree_with_the_tag_protocol() -> None:
 @pytest.mark.parametrize("share", [0.0, 0.2, 0.4, 0.7, 1.0])
 def test_demonstrations_have_the_requested_share_of_mistakes(share: float) -> None:
     assert lookup_mistakes(share).share == pytest.approx(share, abs=1e-6)
-    # A careless act can still end right (a guess, 1 in 1000), a careful one cannot end wrong.
+    # A mistake can still give the right answer (1 in 1000); without one the answer is always right.
     assert correct_answer(MADE, share, seed=2) == pytest.approx(1.0 - share, abs=0.04)
 
 

@@ -61,7 +61,7 @@ def test_targeted_tasks_in_flight_are_drawn_last() -> None:
     first = {task.id for task in selector.next_batch(3)}
     second = {task.id for task in selector.next_batch(3)}
     assert not first & second
-    assert {task.id for task in selector.next_batch(3)} == first  # which never came back: the longest in flight
+    assert {task.id for task in selector.next_batch(3)} == first  # the longest in flight
 
 
 @pytest.mark.parametrize("kind", [SolvableTasks, TargetedTasks, UnsaturatedTasks])
@@ -71,7 +71,7 @@ def test_refills_of_a_step_never_repeat_a_task(kind: type, seed: int) -> None:
     drawn(selector, 3)
     for _ in range(6):
         begun: list[str] = []
-        for wanted, found in ((2, 2), (3, 3), (2, 1), (1, 0)):  # the step before has noted all its trees
+        for wanted, found in ((2, 2), (3, 3), (2, 1), (1, 0)):  # the previous step has recorded all its trees
             more = [task.id for task in selector.next_batch(wanted, begun)]
             assert len(more) == found
             begun += more

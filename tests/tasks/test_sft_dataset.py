@@ -38,7 +38,7 @@ END = {CHATML: "<|im_end|>", LLAMA: "<|eot|>", MARKED: "<|im_end|>"}
 
 
 def tokenizer_with(template: str | None) -> PreTrainedTokenizerFast:
-    """Bytes as tokens, and the marks of all templates as special ones."""
+    """Return a tokenizer with bytes as tokens and the marks of all templates as special tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     made = Tokenizer(models.BPE({token: index for index, token in enumerate(alphabet)}, []))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -137,8 +137,8 @@ def test_bad_rows_are_counted_and_named(tmp_path: Path, kind: str) -> None:
 
 def test_a_file_that_cannot_be_used_is_one_line(tmp_path: Path) -> None:
     path = tmp_path / "talks.jsonl"
-    for told, tokenizer in (("no such file", tokenizer_with(CHATML)), ("chat template", tokenizer_with(None))):
-        with pytest.raises(UserError, match=told):
+    for logged, tokenizer in (("no such file", tokenizer_with(CHATML)), ("chat template", tokenizer_with(None))):
+        with pytest.raises(UserError, match=logged):
             read_conversations(path, tokenizer, 100)
     path.write_text("{}\n")
     with pytest.raises(UserError, match="none of its 1 rows"):

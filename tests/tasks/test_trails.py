@@ -29,7 +29,7 @@ def shown(mistake_share: float) -> list[RolloutTree]:
 
 
 def by_hand(task: Task, facts: Mapping[str, str]) -> int:
-    """The answer, from the text of the question and the pages alone."""
+    """Return the answer from the text of the question and the pages alone."""
     name, hops, addend = re.fullmatch(r"question: (\w{4}) (\d) \+(\d\d) \?", task.prompt_text).groups()  # type: ignore[union-attr]  # it matches
     for _ in range(int(hops)):
         page = facts[name]
@@ -56,7 +56,7 @@ def test_trails_share_no_page_and_continue_beyond_every_level() -> None:
 
 
 def level_of(task_id: str) -> int:
-    """2 for "held-out-7-hops2"."""
+    """Return 2 for "held-out-7-hops2"."""
     return int(task_id[-1])
 
 
@@ -118,7 +118,7 @@ def test_trail_mistakes_follow_results_only() -> None:
     early = late = addend = ignored = 0
     for task, tree in zip(MADE.train, shown(0.6), strict=True):
         trail, parts = Trail.parse(question_text(task)), texts(tree)
-        # The turn before any result is right: nothing is to be learnt there.
+        # The turn before any result is always right.
         assert parts[1] == f"<think>look up</think><search>{trail.name}</search>"
         searches = len(re.findall("<search>", "".join(parts)))
         early += searches < trail.hops

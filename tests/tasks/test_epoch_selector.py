@@ -16,8 +16,8 @@ def tasks(count: int) -> list[Task]:
     return [Task(f"t{index}", (), "", "qa", "") for index in range(count)]
 
 
-def ids(sampler: EpochSelector, count: int, batches: int) -> list[list[str]]:
-    return [[task.id for task in sampler.next_batch(count)] for _ in range(batches)]
+def ids(selector: EpochSelector, count: int, batches: int) -> list[list[str]]:
+    return [[task.id for task in selector.next_batch(count)] for _ in range(batches)]
 
 
 sizes = st.integers(1, 12).flatmap(lambda size: st.tuples(st.just(size), st.integers(1, size)))
@@ -44,13 +44,13 @@ def test_a_batch_never_holds_a_task_twice(size: tuple[int, int], seed: int) -> N
 def test_a_step_never_begins_a_task_twice_whatever_its_refills(
     size: tuple[int, int], seed: int, refills: list[int], steps: int
 ) -> None:
-    """Whatever it draws across the end of an epoch; and no task loses a turn."""
+    """This holds for draws across the end of an epoch, and no task loses a turn."""
     count, batch = size
-    sampler, drawn = EpochSelector(tasks(count), seed), list[str]()
+    selector, drawn = EpochSelector(tasks(count), seed), list[str]()
     for _ in range(steps):
         begun: list[str] = []
         for wanted in [batch, *(min(refill, count) for refill in refills)]:
-            found = [task.id for task in sampler.next_batch(wanted, begun)]
+            found = [task.id for task in selector.next_batch(wanted, begun)]
             assert len(found) == min(wanted, count - len(begun))
             begun += found
         assert len(set(begun)) == len(begun)
@@ -62,20 +62,20 @@ def test_a_step_never_begins_a_task_twice_whatever_its_refills(
 @given(sizes, st.integers(0, 100), st.integers(0, 10))
 def test_resumed_epochs_continue_exactly(size: tuple[int, int], seed: int, before: int) -> None:
     count, batch = size
-    sampler = EpochSelector(tasks(count), seed)
-    ids(sampler, batch, before)
-    saved = json.dumps(sampler.state_dict())
-    expected = ids(sampler, batch, 10)
+    selector = EpochSelector(tasks(count), seed)
+    ids(selector, batch, before)
+    saved = json.dumps(selector.state_dict())
+    expected = ids(selector, batch, 10)
     resumed = EpochSelector(tasks(count), seed)
     resumed.load_state_dict(json.loads(saved))
     assert ids(resumed, batch, 10) == expected
 
 
 def test_epochs_and_seeds_differ_in_order() -> None:
-    sampler = EpochSelector(tasks(50), 1)
-    first, second = ids(sampler, 50, 2)
+    selector = EpochSelector(tasks(50), 1)
+    first, second = ids(selector, 50, 2)
     assert first != second
-    assert sampler.epoch == 1
+    assert selector.epoch == 1
     assert ids(EpochSelector(tasks(50), 2), 50, 1) != [first]
 
 
