@@ -1,1 +1,4 @@
-"""Benchmarks, for `arpo bench`: each prints its progress to standard error and returns figures for one JSON line."""
+"""Benchmarks of `arpo bench`: each logs progress to standard error and returns the figures of one JSON line.
+
+They may import every lower layer, but not `studies`.
+"""

@@ -1,9 +1,10 @@
-"""What the rollout controller itself costs: a whole pool of trees whose ENGINE ANSWERS AND TOOLS ARE SIMULATED.
+"""Cost of the rollout controller itself: a whole pool of trees whose ENGINE ANSWERS AND TOOLS ARE SIMULATED.
 
-No engine of this machine could answer so many requests. Trees, forks, the parsing of calls, decisions, records and
-accounting are real. Left out are HTTP, whose cost is in the controller seconds of the runs with the real engine, and
-the way to the trainer: records and reports are made and dropped, so their pickling, the thread that sends them, and
-the memory that rank 0 keeps them in are in no figure of `arpo bench rollout`.
+Trees, forks, the parsing of calls, decisions, records and accounting are real. Two costs are left out:
+
+- HTTP, which the controller seconds of the runs with a real engine contain
+- sending records and reports to the trainer: they are made and dropped, so their pickling, the sending thread and the
+  memory of rank 0 are in no figure of `arpo bench rollout`
 """
 
 import asyncio
@@ -33,23 +34,23 @@ from arpo_megatron.tasks.base import Task
 from arpo_megatron.tree import Int32Array, Role
 
 SIZES = (2048, 8192, 32768)
-"""Trajectories that are under way together from the first moment on; forks add to them."""
+"""Trajectories in flight from the start; forks add to them."""
 ALGORITHM = AlgorithmConfig(group_size=16, initial_rollouts=8, entropy_tokens=4)
 LIMITS = RolloutLimits(
     max_length=2048, max_response_tokens=1024, max_tool_calls=3, max_tool_tokens=32, tool_timeout_s=600.0
 )
 SEGMENT = 24
-"""Tokens of a simulated segment; its last one is a tool call."""
+"""Tokens of a simulated segment; the last one is a tool call."""
 ANSWER_S = 1.0
 
 
 class SimulatedEngine(EngineClient):
-    """Answers after a second, out of thin air."""
+    """An engine client that answers after a second without an engine."""
 
     def __init__(self, call: int) -> None:
         super().__init__("http://nowhere.invalid")
-        self._call = call  # the token that is a whole tool call
-        self.most = self._now = 0
+        self._call = call  # the token of a whole tool call
+        self.most_in_flight = self._in_flight = 0
 
     async def generate(
         self,
@@ -63,13 +64,13 @@ class SimulatedEngine(EngineClient):
         ready: Callable[[], Awaitable[None]] | None = None,
         on_retry: Callable[[], None] = lambda: None,
     ) -> Generation:
-        """`SEGMENT` tokens and a call, or as many as are wanted."""
-        self._now += 1
-        self.most = max(self.most, self._now)
+        """Return `SEGMENT` tokens that end with a call, or fewer tokens if the limit is lower."""
+        self._in_flight += 1
+        self.most_in_flight = max(self.most_in_flight, self._in_flight)
         if ready is not None:
             await ready()
         await asyncio.sleep(ANSWER_S)
-        self._now -= 1
+        self._in_flight -= 1
         count = min(max_new_tokens, SEGMENT)
         called = count == SEGMENT
         ids = np.full(count, 20, np.int32)
@@ -89,31 +90,27 @@ class SimulatedEngine(EngineClient):
     async def prefill(
         self, input_ids: Sequence[int] | Int32Array, *, key: str = "", on_retry: Callable[[], None] = lambda: None
     ) -> tuple[int, int]:
-        """Nothing to do."""
+        """Return without prefilling."""
         return len(input_ids), 0
 
 
 @dataclass(frozen=True, slots=True)
 class ControllerTimings:
-    """Of one size.
-
-    Attributes:
-        concurrent: most trajectories that waited for the engine at one moment.
-        trajectories: grown in all.
-        segments: MODEL segments.
-        cpu_ms_per_segment: CPU time of the process.
-        peak_gb: its memory, in 10^9 bytes.
-    """
+    """Timings of one pool size."""
 
     concurrent: int
+    """Most trajectories waiting for the engine at the same time."""
     trajectories: int
     segments: int
+    """Number of MODEL segments."""
     cpu_ms_per_segment: float
+    """CPU time of the process."""
     peak_gb: float
+    """Peak memory of the process in 10^9 bytes."""
 
 
-def controller_figures(model: Path) -> dict[str, Any]:
-    """Each size in a process of its own, so that its peak memory is its own."""
+def bench_controller(model: Path) -> dict[str, Any]:
+    """Measure each size in a separate process, which gives it its own peak memory."""
     rows = []
     for size in SIZES:
         command = [sys.executable, "-m", "arpo_megatron.bench.controller", str(model), str(size)]
@@ -146,7 +143,7 @@ async def _measure(model: Path, size: int) -> ControllerTimings:
     segments = sum(segment.role is Role.MODEL for tree in report.trees for segment in tree.segments)
     cpu_s = time.process_time() - before
     trajectories = sum(len(tree.leaves()) for tree in report.trees)
-    return ControllerTimings(engine.most, trajectories, segments, 1e3 * cpu_s / segments, peak_memory_gb())
+    return ControllerTimings(engine.most_in_flight, trajectories, segments, 1e3 * cpu_s / segments, peak_memory_gb())
 
 
 if __name__ == "__main__":

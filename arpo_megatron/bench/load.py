@@ -1,8 +1,8 @@
 """Memory of loading and exporting a model: no rank needs more than its own shard and the two largest tensors.
 
-The random model has the widths of Llama 3.2 1B, a hard case: its embedding is tied, and so the largest tensor by far.
-`arpo bench load` writes it to disk tensor by tensor, starts the ranks, and compares what they export with what they
-loaded. What the C library keeps of freed blocks counts too.
+The random model has the widths of Llama 3.2 1B, a hard case: its tied embedding is by far the largest tensor. The
+benchmark writes the model tensor by tensor, starts the ranks, and compares the export with the source. Freed blocks
+that the C library keeps count as memory.
 """
 
 import gc
@@ -30,7 +30,7 @@ from arpo_megatron.models.spec import ModelSpec
 
 DTYPE = torch.bfloat16
 SHARD_BYTES = 400_000_000
-"""Of the files: several, as real checkpoints have."""
+"""Size of the files, so that there are several as in real checkpoints."""
 SMALLEST = ModelSpec(
     family="llama",
     layers=1,
@@ -51,8 +51,8 @@ WARM_UP = replace(SMALLEST, vocabulary=1024, hidden=64, ffn=64)
 
 
 @dataclass(frozen=True, slots=True)
-class RankFigures:
-    """What one rank measured; bytes are above its resident memory before the model was built."""
+class RankMemory:
+    """Memory and time of one rank; bytes exclude its resident memory before the model was built."""
 
     shard_bytes: int
     load_peak_bytes: int
@@ -62,16 +62,16 @@ class RankFigures:
 
 
 def bench_load(gigabytes: float, tensor: int, pipeline: int, directory: Path | None) -> dict[str, Any]:
-    """Figures for a model of at least that many GB in bfloat16.
+    """Measure loading and exporting a model in bfloat16.
 
     Args:
-        gigabytes: 10^9 bytes of weights.
+        gigabytes: least 10^9 bytes of weights.
         tensor: tensor-parallel ranks.
         pipeline: pipeline stages.
-        directory: where to write (twice the model's size); None: the system's temporary directory.
+        directory: directory for twice the model's size; None for the system's temporary directory.
 
     Raises:
-        UserError: the model cannot be divided so, or a rank failed.
+        UserError: the layout does not divide the model, or a rank failed.
     """
     spec, layout = _spec(gigabytes, pipeline), ParallelConfig(tensor=tensor, pipeline=pipeline)
     spec.check_divisible(layout)
@@ -103,7 +103,7 @@ def bench_load(gigabytes: float, tensor: int, pipeline: int, directory: Path | N
 
 
 def _spec(gigabytes: float, pipeline: int) -> ModelSpec:
-    """As many layers as it takes, divisible by the stages."""
+    """Return a model with the fewest layers for the size, divisible by the stages."""
     rest, one = (hf_bytes(replace(SMALLEST, layers=layers), DTYPE.itemsize) for layers in (0, pipeline))
     steps = ceil((gigabytes * 1e9 - rest) / (one - rest))
     return replace(SMALLEST, layers=max(1, steps) * pipeline)
@@ -123,7 +123,7 @@ def _same(left: Path, right: Path, spec: ModelSpec) -> bool:
         return all(torch.equal(first.read(name, part), second.read(name, part)) for name, part in everything.items())
 
 
-def _run_ranks(root: Path, spec: ModelSpec, layout: ParallelConfig) -> list[RankFigures]:
+def _run_ranks(root: Path, spec: ModelSpec, layout: ParallelConfig) -> list[RankMemory]:
     settings = {"layers": spec.layers, "tensor": layout.tensor, "pipeline": layout.pipeline}
     (root / "settings.json").write_text(json.dumps(settings))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
@@ -137,11 +137,11 @@ def _run_ranks(root: Path, spec: ModelSpec, layout: ParallelConfig) -> list[Rank
     if done.returncode:
         reasons = [line for line in done.stderr.splitlines() if "Error: " in line]
         raise UserError(f"bench load: a rank failed: {(reasons or ['no message'])[0]}")
-    return [RankFigures(**json.loads((root / f"rank{rank}.json").read_text())) for rank in range(layout.world_size)]
+    return [RankMemory(**json.loads((root / f"rank{rank}.json").read_text())) for rank in range(layout.world_size)]
 
 
 def _peak(work: Callable[[], Any]) -> tuple[int, float]:
-    """Largest resident memory while `work` runs, in bytes, and its seconds."""
+    """Return the peak resident memory while `work` runs, in bytes, and its seconds."""
     memory.reset()
     started = time.perf_counter()
     work()
@@ -149,7 +149,7 @@ def _peak(work: Callable[[], Any]) -> tuple[int, float]:
 
 
 def main() -> None:
-    """One rank: the model is loaded and exported; before it a tiny one, so that no first use of code is measured."""
+    """Load and export the model on one rank, after a tiny one that warms up all code."""
     from arpo_megatron.actor import parallel
     from arpo_megatron.actor.model import build_chunks
     from arpo_megatron.weights.export import export_hf
@@ -161,14 +161,14 @@ def main() -> None:
     layout = ParallelConfig(**settings)
     parallel.initialize(layout, seed=1)
 
-    def measured(name: str, spec: ModelSpec, out: Path) -> RankFigures:
+    def measured(name: str, spec: ModelSpec, out: Path) -> RankMemory:
         gc.collect()
         baseline = memory.resident()
         chunks = build_chunks(spec, layout, DTYPE, initialize=False)
         shard = sum(tensor.nbytes for chunk in chunks for tensor in chunk.parameters())
         load_peak, load_s = _peak(lambda: load_hf(chunks, spec, root / name))
         export_peak, export_s = _peak(lambda: export_hf(chunks, spec, root / name, out, max_shard_bytes=SHARD_BYTES))
-        return RankFigures(shard, load_peak - baseline, export_peak - baseline, round(load_s, 2), round(export_s, 2))
+        return RankMemory(shard, load_peak - baseline, export_peak - baseline, round(load_s, 2), round(export_s, 2))
 
     try:
         measured("warm_up", replace(WARM_UP, layers=layout.pipeline), root / "warmed_up")

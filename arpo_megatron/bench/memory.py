@@ -1,20 +1,20 @@
-"""Resident memory of a process, from /proc."""
+"""Resident memory of a process, read from /proc."""
 
 from pathlib import Path
 
 
 def resident(pid: int | str = "self") -> int:
-    """Bytes now."""
+    """Return the resident bytes."""
     return _status("VmRSS", pid)
 
 
 def highest(pid: int | str = "self") -> int:
-    """Most bytes since `reset`."""
+    """Return the peak of the resident bytes since `reset`."""
     return _status("VmHWM", pid)
 
 
 def reset(pid: int | str = "self") -> None:
-    """Set the high-water mark back to the present."""
+    """Start a new measurement of the peak."""
     Path(f"/proc/{pid}/clear_refs").write_text("5")
 
 

@@ -1,12 +1,11 @@
-"""What training the tree saves: a forward and backward pass of Megatron on trees against the trajectories flattened.
+"""Time of a forward and backward pass of Megatron on trees, compared with their flattened trajectories.
 
-Both kinds go through the same packs, attention and model; the flattened one has neither padding nor masked pairs to
-carry (variable-length causal attention). The floor is the token ratio: work outside attention is proportional to
-tokens. `captured` is (flat time / tree time) / (flat tokens / unique tokens): 1 when all shared work is saved, more
-when attention shrinks more than the tokens do.
+Both sides use the same packs, attention and model. The flattened side has neither padding nor masked pairs
+(variable-length causal attention). Work outside attention is proportional to tokens, so `captured`, which is (flat time
+/ tree time) / (flat tokens / unique tokens), is 1 if all shared work is saved, and more if attention shrinks more.
 
-All passes together say how much longer an attention FLOP takes than one of a matrix product (`pair_slowness`), which is
-what the packer's cost model has to know: least squares over the medians, each weighted by its inverse.
+`pair_slowness` is the time of an attention FLOP over that of a FLOP of a matrix product, a parameter of the packer's
+cost model. It is a least-squares fit to the medians of all passes, each weighted by its inverse.
 """
 
 import sys
@@ -49,21 +48,21 @@ SHAPE = ModelSpec(
 )
 TOKEN_BUDGET = 8192
 RANKS = 8
-"""Data-parallel ranks for which balance is reported (planned, not run)."""
+"""Data-parallel ranks of the reported balance, which is planned and not run."""
 TREES = 32
-"""Trees of the minibatch for which balance is reported."""
+"""Trees of the reported balance."""
 
 
 def bench_pack(config: JobConfig, *, mixes: list[str], repeats: int, progress: bool = True) -> dict[str, Any]:
-    """Medians over `repeats` updates of one tree of each mix, on one rank in float32.
+    """Measure updates on one tree of each mix, on one rank in float32.
 
-    The two kinds are timed in turn, so a machine whose speed drifts slows both.
+    The two sides are timed in turn, so that drift of the machine affects both.
 
     Args:
         config: seed and sampling temperature.
-        mixes: names in `MIXES`; the first one's figures are the top level of the answer.
-        repeats: timed updates of each kind, after one that is not.
-        progress: tell each pass on standard error.
+        mixes: names in `MIXES`; the figures of the first one are at the top level of the result.
+        repeats: timed updates of each side, after one warm-up.
+        progress: print each pass to standard error.
     """
     config = replace(config, model=replace(config.model, dtype="float32"))
     parallel.initialize(config.parallel, config.seed)
@@ -83,7 +82,7 @@ def bench_pack(config: JobConfig, *, mixes: list[str], repeats: int, progress: b
 
 
 def _pair_slowness(found: list[dict[str, Any]]) -> float:
-    """Seconds of an attention FLOP over those of a FLOP elsewhere, fitted to the flat and the tree passes."""
+    """Fit the time of an attention FLOP over that of another FLOP to the flat and the tree passes."""
     rows, seconds = [], []
     for figures in found:
         for kind in ("tree", "flat"):
@@ -138,7 +137,7 @@ def _measure(actor: Actor, name: str, repeats: int, progress: bool) -> dict[str,
 
 
 def _repeated_share(trees: list[RolloutTree]) -> float:
-    """Of a layout whose cuts repeat ancestors, at the budget that its config allows at least."""
+    """Return the share of repeated tokens if cuts repeat ancestors, at the smallest valid budget."""
     budget = max(TOKEN_BUDGET, *(len(tree.path_tokens(leaf)) for tree in trees for leaf in tree.leaves()))
     packs = pack_trees(trees, supervised_credit(trees), token_budget=budget, inherit=False)
     made = report_packs(packs, trees)
@@ -150,9 +149,9 @@ def _packed(trees: list[RolloutTree], *, share_prompt: bool = True) -> list[Tree
 
 
 def _distance(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
-    """Relative L2 distance of the two gradients of the parameter where it is largest.
+    """Return the largest relative L2 distance of a parameter's two gradients.
 
-    A gradient counts as at least a thousandth of the largest: below that it is rounding.
+    The denominator is at least a thousandth of the largest gradient norm; smaller gradients are rounding.
     """
     norms = [float(b.double().norm()) for b in expected]
     least = 1e-3 * max(norms)
@@ -163,9 +162,9 @@ def _distance(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
 
 
 def _balance(name: str) -> dict[str, float]:
-    """Of a minibatch on several ranks: the slowest rank over the mean, and over what no packer can beat, less 1.
+    """Return the slowest rank over the mean and over a lower bound, and the packs over their lower bound, less 1.
 
-    Prompts of a mix have nothing in common, so packs compute every token of the trees, and each holds a budget at most.
+    Trees of a mix share no prompts, so packs compute every token of the trees, at most one budget each.
     """
     trees = [MIXES[name].tree(seed, SHAPE.vocabulary) for seed in range(TREES)]
     cost = CostModel.of(SHAPE)

@@ -1,4 +1,4 @@
-"""A tree pool without a rollout process around it, as the benchmarks use it."""
+"""Tree pools without a rollout process."""
 
 import itertools
 from collections.abc import Sequence
@@ -16,11 +16,11 @@ _numbers = itertools.count()
 
 
 def new_pool(engine: EngineClient, tools: ToolClient, codec: TextCodec, policy: BranchPolicy, seed: int) -> TreePool:
-    """All its trees branch alike; their records are made as ever, and nobody keeps them."""
+    """Return a pool with one branching policy for all trees. Records are made and dropped."""
     return TreePool(engine, tools, codec, seed, lambda _settings: policy, lambda _progress: None, lambda *_entry: None)
 
 
 def start(tasks: Sequence[Task], *, step: int, version: int, settings: RolloutSettings) -> StartTrees:
-    """A tree for each task."""
+    """Return the request that starts one tree per task."""
     trees = [LiveTree(next(_numbers), GROUP, task, step, version, settings) for task in tasks]
     return StartTrees(tuple(trees), version)

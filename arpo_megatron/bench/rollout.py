@@ -1,10 +1,10 @@
-"""What not waiting gains: the tree pool against a batch-synchronous loop, on one engine, with slow tools.
+"""Speed-up of the tree pool over a batch-synchronous loop, on one engine with slow tools.
 
 The engine is real and its model is tiny and random: single tokens of its vocabulary are whole tool calls, so segments
-have geometric lengths. Tools are simulated (they sleep and answer a constant); their mean latency is the mean time of a
-segment in a full batch, so tools and decoding weigh the same. Each way of growing goes through the same steps of the
-same tasks; at each step the engine gets a new policy version and an empty cache, as by a weight push. Speed-ups are
-ratios of sampled tokens a second.
+have geometric lengths. Tools sleep and answer a constant. Their mean latency is the mean time of a segment in a full
+batch, so tools and decoding have equal weight. Each schedule runs the same steps of the same tasks. Every step gives
+the engine a new policy version and an empty cache, as a weight push does. Speed-ups are ratios of sampled tokens per
+second.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ import aiohttp
 
 from arpo_megatron.algorithms.branching import make_branch_policy
 from arpo_megatron.bench.batch_synchronous import grow_in_rounds
-from arpo_megatron.bench.controller import controller_figures
+from arpo_megatron.bench.controller import bench_controller
 from arpo_megatron.bench.pools import GROUP, new_pool, start
 from arpo_megatron.bench.simulated_tools import LATENCIES, SimulatedTools
 from arpo_megatron.bench.tool_calling_model import write_model
@@ -33,57 +33,53 @@ from arpo_megatron.rollout.context import RolloutLimits
 from arpo_megatron.rollout.messages import RolloutReport, RolloutSettings
 from arpo_megatron.rollout.worker import TokenizerCodec
 from arpo_megatron.tasks.base import Task
-from arpo_megatron.tasks.tags import calls as protocol
+from arpo_megatron.tasks.tags.calls import STOP_STRINGS
 from arpo_megatron.trainer.collector import collect_request
 from arpo_megatron.tree import Role, RolloutTree
 
 ALGORITHM = AlgorithmConfig(group_size=8, initial_rollouts=4, entropy_tokens=4)
 TASKS = 8
-"""Of a step; times M they fill the engine's batch."""
+"""Tasks per step; their M trajectories each fill the engine's batch."""
 BATCH = TASKS * ALGORITHM.group_size
 ENGINE = EngineConfig(max_running_requests=BATCH, max_total_tokens=2**17, memory_fraction=0.1)
 LIMITS = RolloutLimits(
     max_length=2048, max_response_tokens=1024, max_tool_calls=6, max_tool_tokens=32, tool_timeout_s=600.0
 )
-"""Calls as in the recipes for deep search, whose tools are the slow ones."""
+"""Limits with the number of calls of the deep-search recipes, whose tools are slow."""
 STEPS = 6
 SEED = 1
 
 
 @dataclass(slots=True)
 class Run:
-    """One way of growing, over all steps.
-
-    Attributes:
-        seconds: wall time.
-        tokens: sampled.
-        trajectories: finished.
-        segments: MODEL segments.
-        requests: answered by the engine.
-        computed: prompt tokens that the engine had to compute.
-        given: tokens of the trees that nobody sampled: prompts and tool results.
-        unique: tokens of the trees.
-        floor_s: sum over the steps of the slowest path's tool time; a step that begins with nothing cannot end before.
-        controller_s: CPU time of this process.
-        busy_share: part of the wall time in which the engine had a request.
-        mean_batch: requests that it had, on average.
-    """
+    """Totals of a schedule over all steps."""
 
     seconds: float = 0.0
+    """Wall time."""
     tokens: int = 0
+    """Sampled tokens."""
     trajectories: int = 0
     segments: int = 0
+    """MODEL segments."""
     requests: int = 0
+    """Requests that the engine answered."""
     computed: int = 0
+    """Prompt tokens that the engine computed."""
     given: int = 0
+    """Tokens of prompts and tool results, which are not sampled."""
     unique: int = 0
+    """Tokens of the trees."""
     floor_s: float = 0.0
+    """Sum over steps of the slowest path's tool time, a lower bound for steps that start without trees in flight."""
     controller_s: float = 0.0
+    """CPU time of this process."""
     busy_share: float = 0.0
+    """Share of the wall time with a request in the engine."""
     mean_batch: float = 0.0
+    """Mean number of requests in the engine."""
 
     def add(self, report: RolloutReport) -> None:
-        """Count what was collected."""
+        """Add the counts of a report."""
         stats = report.stats
         self.tokens += stats.counts.tokens_sampled
         self.trajectories += stats.trajectories
@@ -96,9 +92,9 @@ class Run:
 
 
 class MeteredEngine(EngineClient):
-    """The client, with an account of how many requests the engine has over time.
+    """A client that integrates the number of requests in the engine over time.
 
-    A request that waits for a push, for its turn or to be repeated is none of them.
+    Requests that wait for a push, for a slot or for a retry do not count.
     """
 
     def __init__(self, url: str) -> None:
@@ -123,7 +119,7 @@ class MeteredEngine(EngineClient):
 
 
 class Bench:
-    """What the runs on one engine have in common."""
+    """Runs of all schedules on one engine."""
 
     def __init__(self, url: str, codec: TokenizerCodec, *, progress: bool) -> None:
         self._url = url
@@ -134,36 +130,36 @@ class Bench:
         self.segment_s = 0.0
 
     async def calibrate(self) -> None:
-        """Mean time of a segment while the batch is full: three times as many segments as the batch holds."""
+        """Measure the mean time of a segment in a full batch, over three times as many segments as slots."""
         free = asyncio.Semaphore(BATCH)
         prompt = self._codec.encode(_task(0).prompt_text)
 
         async def segment(engine: EngineClient) -> None:
             async with free:
-                await engine.generate(prompt, max_new_tokens=1024, sampling=Sampling(), stop=protocol.STOP_STRINGS)
+                await engine.generate(prompt, max_new_tokens=1024, sampling=Sampling(), stop=STOP_STRINGS)
 
         async with MeteredEngine(self._url) as engine:
             await asyncio.gather(*(segment(engine) for _ in range(3 * BATCH)))
             self.segment_s = engine.request_s / (3 * BATCH)
 
-    async def run(self, way: str, latency: str) -> Run:
-        """All steps of "rounds", "on_policy" or "partial", with tools of that latency."""
+    async def run(self, schedule: str, latency: str) -> Run:
+        """Run all steps of the schedule "rounds", "on_policy" or "partial" with tools of that latency."""
         tools = SimulatedTools(self.segment_s, LATENCIES[latency])
         found, began, cpu = Run(), time.monotonic(), time.process_time()
         async with MeteredEngine(self._url) as engine:
-            if way == "rounds":
+            if schedule == "rounds":
                 await self._in_rounds(engine, tools, found)
             else:
-                await self._in_trees(engine, tools, found, ahead=way == "partial")
+                await self._in_trees(engine, tools, found, ahead=schedule == "partial")
             found.seconds = time.monotonic() - began
             found.controller_s = time.process_time() - cpu
             found.busy_share = engine.busy_s / found.seconds
             found.mean_batch = engine.request_s / found.seconds
-        self.tell(f"{latency}, {way}: {found.seconds:.1f} s, {found.tokens / found.seconds:.0f} tokens/s")
+        self.log(f"{latency}, {schedule}: {found.seconds:.1f} s, {found.tokens / found.seconds:.0f} tokens/s")
         return found
 
-    def tell(self, text: str) -> None:
-        """On standard error, where that is wanted."""
+    def log(self, text: str) -> None:
+        """Print to standard error if progress is on."""
         if self._progress:
             print(text, file=sys.stderr)
 
@@ -185,26 +181,26 @@ class Bench:
             found.trajectories += made.trajectories
 
     async def _in_trees(self, engine: MeteredEngine, tools: SimulatedTools, found: Run, *, ahead: bool) -> None:
-        """What a run starts and waits for (`collector.TreeCollector`), with max_staleness 1 (`ahead`) or 0."""
+        """Start and collect trees as `TreeCollector` does, with max_staleness 1 (`ahead`) or 0."""
         config = _job(ahead=ahead)
         pool = new_pool(engine, tools, self._codec, self._policy, SEED)
         settings = RolloutSettings(ALGORITHM, ALGORITHM.group_size, Sampling(), LIMITS)
         first = self._version + 1
-        begun = in_flight = 0
+        started = in_flight = 0
         for step in range(STEPS):
             await pool.pause()
             version = await self._new_version()
             pool.resume(version)
             while in_flight < config.trees_in_flight(step):
-                pool.start(start(_tasks(begun), step=begun, version=version, settings=settings))
-                begun, in_flight = begun + 1, in_flight + TASKS
+                pool.start(start(_tasks(started), step=started, version=version, settings=settings))
+                started, in_flight = started + 1, in_flight + TASKS
             report = await pool.collect(collect_request(config.rollout, GROUP, TASKS, first + step))
             in_flight -= len(report.tree_ids)
             found.add(report)
         await pool.close()
 
     async def _new_version(self) -> int:
-        """What a push does besides sending weights. The engine is idle."""
+        """Set the engine's version and clear its cache as a push does, while the engine is idle."""
         self._version += 1
         async with aiohttp.ClientSession() as session:
             body = {"new_version": str(self._version), "abort_all_requests": False}
@@ -214,7 +210,7 @@ class Bench:
 
 
 def bench_rollout(*, controller: bool, progress: bool) -> dict[str, Any]:
-    """Figures of all ways and latencies, of the real engine and, if wanted, of the controller at scale."""
+    """Measure all schedules and latencies on a real engine, and optionally the controller at scale."""
     with tempfile.TemporaryDirectory(prefix="arpo-bench-rollout-") as folder:
         model = Path(folder) / "model"
         write_model(model)
@@ -222,16 +218,16 @@ def bench_rollout(*, controller: bool, progress: bool) -> dict[str, Any]:
         with launch_engine(model, ENGINE, dtype="float32", seed=SEED, log_path=log) as engine:
             bench = Bench(engine.url, TokenizerCodec(model), progress=progress)
             runs = asyncio.run(_all(bench))
-        scale = {"controller": controller_figures(model)} if controller else {}
+        scale = {"controller": bench_controller(model)} if controller else {}
     return {**_speedups(runs), "segment_s": bench.segment_s, **scale, "runs": _plain(runs)}
 
 
 async def _all(bench: Bench) -> dict[str, dict[str, Run]]:
     await bench.calibrate()  # once to warm up
     await bench.calibrate()
-    bench.tell(f"mean segment, and mean tool latency: {bench.segment_s:.2f} s")
-    ways = ("rounds", "on_policy", "partial")
-    return {latency: {way: await bench.run(way, latency) for way in ways} for latency in LATENCIES}
+    bench.log(f"mean segment, and mean tool latency: {bench.segment_s:.2f} s")
+    schedules = ("rounds", "on_policy", "partial")
+    return {latency: {name: await bench.run(name, latency) for name in schedules} for latency in LATENCIES}
 
 
 def _speedups(runs: dict[str, dict[str, Run]]) -> dict[str, Any]:
@@ -258,7 +254,7 @@ def _plain(runs: dict[str, dict[str, Run]]) -> dict[str, Any]:
 
 
 def _job(*, ahead: bool) -> JobConfig:
-    """Of which the schedule alone counts."""
+    """Return a config whose schedule is used."""
     return JobConfig(
         "bench",
         train=TrainConfig(steps=STEPS, tasks_per_step=TASKS),
@@ -277,7 +273,7 @@ def _task(number: int) -> Task:
 
 
 def _slowest_path_s(tree: RolloutTree) -> float:
-    """Seconds that the tools of its slowest trajectory took."""
+    """Return the tool seconds of the tree's slowest trajectory."""
 
     def seconds(path: Sequence[int]) -> float:
         return sum(tool.seconds for index in path if (tool := tree.segments[index].tool) is not None)

@@ -1,7 +1,7 @@
-"""Tools that sleep and answer a constant: only their latency is of interest.
+"""Tools that sleep and answer a constant.
 
-It is a function of the task and of how many calls were made for it before. Ways of growing that are compared name the
-places of a tree differently; as far as they make equally many calls for a task, these take equally long in all.
+The latency depends on the task and on the number of its earlier calls. So schedules that make equally many calls for a
+task wait equally long in total, whatever their order.
 """
 
 import asyncio
@@ -30,11 +30,11 @@ LATENCIES: Mapping[str, Callable[[np.random.Generator], float]] = MappingProxyTy
         "heavy_tail": _heavy_tail,
     }
 )
-"""Distributions with mean 1: always the same; log-normal with sigma 1; 2 % of the calls 20 times slower."""
+"""Distributions with mean 1: constant; log-normal with sigma 1; 2 % of the calls 20 times slower."""
 
 
 class SimulatedTools(ToolClient):
-    """Sleeps for `mean_s` times a draw of `latency`; to compare two ways of growing takes one for each of them."""
+    """Sleep for `mean_s` times a draw of `latency`. Each schedule in a comparison needs its own instance."""
 
     def __init__(self, mean_s: float, latency: Callable[[np.random.Generator], float]) -> None:
         super().__init__("http://nowhere.invalid")
@@ -51,7 +51,7 @@ class SimulatedTools(ToolClient):
         timeout_s: float,
         on_retry: Callable[[], None] = lambda: None,
     ) -> ToolAnswer:
-        """The same for every call. Its task is what comes before the first "/" of `trajectory_id`."""
+        """Return the same answer for every call. `trajectory_id` starts with the task and a "/"."""
         task = trajectory_id.partition("/")[0]
         seconds = self._mean_s * self._latency(_generator(task, self._calls[task]))
         self._calls[task] += 1

@@ -1,19 +1,18 @@
 """Weight pushes against the bare transfer of the same bytes: `arpo bench sync`.
 
-A random model in float32 lies in the trainer's ranks, and an SGLang server on this machine serves it. Each round
-measures for every transport, one after the other, whole pushes and the floor. A push is begin, gathering, naming,
-sending, loading, commit, and the probe through trainer and engine at once; one of two is verified, with checksums of
-sampled tensors and a longer probe. `share_of_floor` is what a run's pushes have, of which one in `sync.verify_every`'s
-default is verified: the floor over the mean of so many; `share_of_floor_verified` is that of a run that verifies every
-push. The floor is the bare transfer plus one memory copy:
+The trainer's ranks hold a random model in float32, and an SGLang server on this machine serves it. Each round measures
+whole pushes and the floor for every transport in turn. A push is begin, gathering, naming, sending, loading, commit,
+and the probe through trainer and engine together. Every other push is verified, with checksums of sampled tensors and a
+longer probe. `share_of_floor` is the floor over the mean push of a run with the default `sync.verify_every`;
+`share_of_floor_verified` is that of a run that verifies every push. The floor is the bare transfer plus one memory
+copy:
 
     broadcast   one flat tensor broadcast by gloo between two processes
     ipc         one copy into shared memory
     disk        one file written and read
 
-The model's pass over the probe, the trainer's and the engine's at once, is part of the push and reads all weights:
-`share_of_floor_without_probe` is the share of what is left. The weights change before every push, and the engine must
-then hold the new ones.
+The probe reads all weights in trainer and engine; `share_of_floor_without_probe` excludes it. The weights change before
+every push, and the engine must hold the new ones afterwards.
 """
 
 import ctypes
@@ -62,15 +61,15 @@ def bench_sync(
     directory: Path | None,
     vocabulary: int = VOCABULARY,
 ) -> dict[str, Any]:
-    """Medians over rounds.
+    """Measure pushes and floors, and return medians over rounds.
 
     Args:
-        megabytes: 10^6 bytes of weights, at least.
+        megabytes: least 10^6 bytes of weights.
         tensor: tensor-parallel ranks of the trainer.
         bucket_mb: `sync.bucket_mb`.
-        repeats: rounds that count; one before them does not.
-        directory: where to write (the model and two copies of it); None: the system's temporary directory.
-        vocabulary: of the model; 4 KiB of its embedding each.
+        repeats: timed rounds, after one warm-up.
+        directory: directory for the model and two copies; None for the system's temporary directory.
+        vocabulary: size of the vocabulary; each entry has 4 KiB in the embedding.
 
     Raises:
         UserError: a rank or the engine failed.
@@ -104,7 +103,7 @@ def bench_sync(
 
 
 def _make_model(directory: Path, megabytes: int, vocabulary: int) -> ModelSpec:
-    """A Qwen3 with as many layers as it takes, random weights and the tokenizer of the generated tasks."""
+    """Write a random Qwen3 of at least that size, with the tokenizer of the generated tasks."""
     from arpo_megatron.models.tiny import generated_tokenizer, make_model_directory
 
     model = ModelConfig(hidden_size=1024, layers=1, heads=16, kv_heads=8, ffn_size=4096, dtype="float32")
@@ -129,7 +128,7 @@ def _make_model(directory: Path, megabytes: int, vocabulary: int) -> ModelSpec:
 
 
 def _largest(pid: int) -> int:
-    """The engine's process that holds the weights."""
+    """Return the engine's process with the weights."""
     processes = psutil.Process(pid).children(recursive=True)
     return max(processes, key=lambda process: process.memory_info().rss).pid
 
@@ -137,7 +136,7 @@ def _largest(pid: int) -> int:
 def _run_ranks(root: Path, ranks: int) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
     log = root / "ranks.log"
-    # Not a pipe: the daemon that torch keeps shared memory with outlives the ranks while the engine does, and holds it.
+    # Not a pipe: torch's shared-memory daemon holds it, and lives as long as the engine.
     with log.open("wb") as err:
         done = subprocess.run(
             [*command, str(ranks), "-m", "arpo_megatron.bench.sync", str(root)],
@@ -151,7 +150,7 @@ def _run_ranks(root: Path, ranks: int) -> None:
 
 
 class Floors:
-    """The bare transfers of `size` bytes, each with one memory copy behind it. All buffers are there beforehand."""
+    """Bare transfers of `size` bytes, each followed by one memory copy, with preallocated buffers."""
 
     def __init__(self, size: int, directory: Path) -> None:
         self._file = directory / "floor"
@@ -166,7 +165,7 @@ class Floors:
         self._group = ProcessGroupGloo(store, 0, 2, timedelta(seconds=TIMEOUT_S))
 
     def seconds(self, transport: str) -> float:
-        """Of one transfer and one copy."""
+        """Return the seconds of one transfer and one copy."""
         bare: dict[str, Callable[[], None]] = {"broadcast": self._broadcast, "ipc": self._copy_out, "disk": self._disk}
         started = time.perf_counter()
         bare[transport]()
@@ -208,15 +207,15 @@ def _receive(port: int, size: int, pipe: Any) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Took:
-    """Seconds of a push, those of its probe included, and of the probe alone."""
+class PushTimes:
+    """Seconds of a push with its probe, and of the probe alone."""
 
     push: float
     probe: float
 
 
 class Pushes:
-    """One rank's part of the pushes by one of the transports: in turn one that is verified and a plain one."""
+    """One rank's pushes by one transport: verified and plain pushes in turn."""
 
     def __init__(
         self, root: Path, settings: dict[str, Any], transport: TransportName, chunks: Any, spec: ModelSpec
@@ -235,16 +234,16 @@ class Pushes:
         self._version = 0
         self.gap = 0.0
         self.checksums = 0
-        self.verified: list[Took] = []
-        self.plain: list[Took] = []
+        self.verified: list[PushTimes] = []
+        self.plain: list[PushTimes] = []
         self.peaks: tuple[int, int] | None = None
 
     def verified_push(self) -> None:
-        """The first one also measures memory."""
+        """Push with verification; the first call also measures memory."""
         if self.peaks is not None:
             self._push(self.verified, self.bucket_bytes)
             return
-        # The first use of code, threads and connections is not measured: two pushes in tiny buckets have it all.
+        # Two pushes in tiny buckets warm up code, threads and connections.
         for _ in range(2):
             self._push([], _TINY_BUCKET_BYTES)
         gc.collect()
@@ -258,15 +257,15 @@ class Pushes:
         self.peaks = peaks[0], peaks[1]
 
     def plain_push(self) -> None:
-        """Behind a verified one."""
+        """Push without verification, after a verified push."""
         self._push(self.plain, self.bucket_bytes)
 
     def close(self) -> None:
-        """Let go of the engine."""
+        """Close the connections to the engine."""
         if self._sync is not None:
             self._sync.close()
 
-    def _push(self, took: list[Took], bucket_bytes: int) -> None:
+    def _push(self, took: list[PushTimes], bucket_bytes: int) -> None:
         from arpo_megatron.actor import parallel
         from arpo_megatron.trainer.push import probe_pack
         from arpo_megatron.weights.export import hf_buckets
@@ -286,12 +285,10 @@ class Pushes:
         pushed = time.perf_counter()
         tokens = list(range(report.probe_tokens))
         scores = self._sync.engines.start_scores(tokens)
-        wanted = trainer_logprobs(
-            self._chunks[0], parallel.broadcast_object(probe_pack(tokens))
-        )  # while the engine does
-        self.gap = max(self.gap, probe_gap(wanted.numpy(), scores()[0]))
+        own = trainer_logprobs(self._chunks[0], parallel.broadcast_object(probe_pack(tokens)))  # while the engine does
+        self.gap = max(self.gap, probe_gap(own.numpy(), scores()[0]))
         ended = time.perf_counter()
-        took.append(Took(ended - started, ended - pushed))
+        took.append(PushTimes(ended - started, ended - pushed))
         self.checksums = len(report.verified) or self.checksums
 
     def _change(self) -> None:
@@ -302,19 +299,17 @@ class Pushes:
 
 
 def trainer_logprobs(model: Any, pack: Any) -> Tensor:
-    """float32[m]: the trainer's log-probs of the pack's targets."""
+    """Return the trainer's log-probs of the pack's targets, float32[m]."""
     from arpo_megatron.actor.microbatch import ContextShard, MicroBatches
 
-    place = ContextShard(
-        multiple_of=dist.get_world_size()
-    )  # all ranks are tensor-parallel, and divide the sequence too
-    with torch.no_grad(), MicroBatches([pack], None, place) as batches:
+    shard = ContextShard(multiple_of=dist.get_world_size())  # all ranks are tensor-parallel with sequence parallelism
+    with torch.no_grad(), MicroBatches([pack], None, shard) as batches:
         logprobs: Tensor = model(*batches.make(0).inputs)[0]
     return logprobs
 
 
 def main() -> None:
-    """One rank: floors and pushes in turn."""
+    """Measure floors and pushes in turn on one rank."""
     from arpo_megatron.actor import parallel
     from arpo_megatron.actor.model import build_chunks
     from arpo_megatron.weights.load import load_hf
@@ -352,8 +347,8 @@ def _figures(pushes: Pushes, floor_s: list[float]) -> dict[str, Any]:
     plain, verified = pushes.plain[1:], pushes.verified[1:]
     every = SyncConfig().verify_every
 
-    def share(seconds: Callable[[Took], float], every: int) -> float:
-        """Of the floor, where one push of `every` is verified."""
+    def share(seconds: Callable[[PushTimes], float], every: int) -> float:
+        """Return floor over push for a run that verifies one push of `every`."""
         mean = ((every - 1) * median(map(seconds, plain)) + median(map(seconds, verified))) / every
         return round(median(floor_s) / mean, 3)
 

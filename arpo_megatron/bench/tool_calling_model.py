@@ -1,6 +1,6 @@
 """Random models that call tools by chance: whole tool calls are single tokens of their vocabulary.
 
-Its logits are nearly level, so the length of a segment is geometric with a known mean, and nothing has to be trained.
+Their logits are nearly uniform, so segment lengths are geometric with a known mean, without any training.
 """
 
 from collections.abc import Sequence
@@ -12,14 +12,14 @@ if TYPE_CHECKING:
 
 WORDS = 896
 CALLS = 64
-"""One token in (WORDS + CALLS) / CALLS is a call."""
+"""Call tokens: one sampled token in (WORDS + CALLS) / CALLS is a call."""
 _SPECIALS = ("<eos>", "<pad>", "<unk>", *" <>/\n", "result", "42")
 OTHERS = len(_SPECIALS)
-"""Tokens of the vocabulary that are neither."""
+"""Number of tokens that are neither words nor calls."""
 
 
 def random_qwen3(vocabulary: int, *, eos: int, pad: int, positions: int, spread: float) -> "Qwen3ForCausalLM":
-    """Two layers of width 64 in float32; `spread` is the standard deviation of its weights."""
+    """Return a model of two layers and width 64 in float32; `spread` is the standard deviation of its weights."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -44,19 +44,19 @@ def random_qwen3(vocabulary: int, *, eos: int, pad: int, positions: int, spread:
 
 
 def write_model(folder: Path) -> None:
-    """A Hugging Face directory with such a model, and a tokenizer of one token a word."""
-    tokenizer = talkative_tokenizer(WORDS, sums(CALLS))
+    """Write a Hugging Face directory with such a model and its tokenizer."""
+    tokenizer = tool_calling_tokenizer(WORDS, sums(CALLS))
     random_qwen3(len(tokenizer), eos=0, pad=1, positions=4096, spread=0.02).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
 def sums(count: int) -> list[str]:
-    """So many calls of the tool `python`, each of another sum."""
+    """Return `count` different calls of the tool `python`, each a sum."""
     return [f"<python>{number}+{number}</python>" for number in range(count)]
 
 
-def talkative_tokenizer(words: int, calls: Sequence[str]) -> "PreTrainedTokenizerFast":
-    """One token a word (" w0", " w1", ...), a call and a sign of the protocol; 0 ends a sequence, 1 is padding."""
+def tool_calling_tokenizer(words: int, calls: Sequence[str]) -> "PreTrainedTokenizerFast":
+    """Return a tokenizer with one token per word (" w0", " w1", ...) and per call; 0 is EOS, 1 is padding."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -109,15 +109,14 @@ def eval_report(
     directories: Annotated[
         list[Path], typer.Argument(metavar="DIR...", help="--out directories of finished evaluations.")
     ],
-    out: Annotated[Path, typer.Option(help="Directory for report.md, report.tex and report.html.")],
+    out: Annotated[Path, typer.Option(help="Directory for report.md.")],
 ) -> None:
     """Put several evaluations into one table, next to the published results."""
-    from arpo_megatron.evaluation.report import read_summary, write_reports
+    from arpo_megatron.evaluation.report import read_summary, write_report
 
-    measured = [read_summary(directory) for directory in directories]
+    results = [read_summary(directory) for directory in directories]
     out.mkdir(parents=True, exist_ok=True)
-    for path in write_reports(out, measured):
-        print(path)
+    print(write_report(out, results))
 
 
 @app.command()

@@ -1,1 +1,4 @@
-"""Evaluation of Hugging Face models through the engine and the tools."""
+"""Evaluation of models on benchmarks and held-out tasks: answers from an engine or a server, scores, and tables.
+
+It uses the run's engine, tools and rewards (`launch`, `rollout`, `rewards`), and does not import `bench` or `studies`.
+"""

@@ -1,7 +1,7 @@
-"""The 13 benchmarks that ARPO is judged by (arXiv 2507.19849, section 4.1) and their suites.
+"""The 13 benchmarks of the ARPO paper (arXiv 2507.19849, section 4.1) and their suites.
 
-A benchmark is a few lines: how its released file is read, how its answers are scored, and where it comes from. None of
-the data is shipped: licences differ, and three of the sets are gated or encrypted so that models do not train on them.
+An entry names the reader of the released file, the metric, and the source. No data is shipped: licences differ, and
+three of the sets are gated or encrypted so that models do not train on them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -10,45 +10,43 @@ from typing import Any, Literal
 
 from arpo_megatron.errors import UserError
 from arpo_megatron.evaluation import datasets as rows
-from arpo_megatron.evaluation.datasets import Row
+from arpo_megatron.evaluation.datasets import QuestionAnswers, Row
 
 Metric = Literal["math", "f1", "judge"]
-"""`math`: math-verify says that both are equal. `f1`: token F1 after SQuAD's normalisation. `judge`: a model says that
-the answer is right."""
+"""`math`: equality by math-verify. `f1`: token F1 after SQuAD's normalisation. `judge`: the verdict of a model."""
 
 HELD_OUT = "held_out"
-"""The suite of a run's own held-out tasks, which is no file."""
+"""The suite of a run's own held-out tasks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Benchmark:
-    """One test set.
-
-    Attributes:
-        name: on the command line, in records and as the file's stem.
-        title: in tables, as the paper writes it.
-        metric: how an answer is scored.
-        licence: of the data, as its publisher states it; for orientation, not legal advice.
-        source: where to get the file, and what to do with it.
-        read: a row of the released file -> question and accepted answers; raises `BadRowError` for a row that is
-            none (a question with a picture, say).
-        columns: names under which released files hold the question, and the answer.
-        also: other stems under which the file is published.
-        sha256: of released files that the reader was tried on; another file is read too, and the report says so.
-    """
+    """A test set."""
 
     name: str
+    """Name on the command line and in records, and the stem of the file."""
     title: str
+    """Name in tables, as in the paper."""
     metric: Metric
     licence: str
+    """Licence of the data as its publisher states it; not legal advice."""
     source: str
-    read: Callable[[Row, Sequence[str], Sequence[str]], tuple[str, tuple[str, ...]]] = rows.plain
+    """Address of the file, and how to prepare it."""
+    read: Callable[[Row, Sequence[str], Sequence[str]], QuestionAnswers] = rows.plain
+    """Reader of a row; raises `BadRowError` for a row that is unusable, such as a question with an image."""
     columns: tuple[tuple[str, ...], tuple[str, ...]] = (("question", "problem"), ("answer",))
+    """Field names of the question and of the answer in released files."""
     also: tuple[str, ...] = ()
+    """Other stems under which the file is published."""
     sha256: tuple[str, ...] = ()
+    """Digests of released files that the reader was tested with; other files get a note in the report."""
 
-    def question_of(self, row: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:
-        """Question and accepted answers of a row. Raises BadRowError."""
+    def read_row(self, row: Mapping[str, Any]) -> QuestionAnswers:
+        """Read the question and its accepted answers from a row.
+
+        Raises:
+            BadRowError: the row is unusable.
+        """
         return self.read(row, *self.columns)
 
 
@@ -185,21 +183,21 @@ SUITES: Mapping[str, tuple[str, ...]] = {
     ),
     "deepsearch": ("gaia", "hle", "webwalker", "xbench"),
 }
-"""The columns of the paper's tables 1 and 2, in their order."""
+"""Columns of the paper's tables 1 and 2, in their order."""
 
 
 def select_benchmarks(text: str) -> list[Benchmark]:
-    """The benchmarks that `NAME[,NAME]` names, suites and benchmarks mixed, each once, in this order.
+    """Return the benchmarks of `NAME[,NAME]`, a list of suites and benchmarks, each once and in this order.
 
     Raises:
-        UserError: an unknown name, which is told with the known ones.
+        UserError: a name is unknown.
     """
     names: dict[str, None] = {}
-    for word in (part.strip() for part in text.split(",")):
-        if word not in SUITES and word not in BENCHMARKS:
+    for name in map(str.strip, text.split(",")):
+        if name not in SUITES and name not in BENCHMARKS:
             raise UserError(
-                f"--suite {word!r}: no such suite or benchmark; suites: {', '.join(SUITES)}, {HELD_OUT}; "
+                f"--suite {name!r}: no such suite or benchmark; suites: {', '.join(SUITES)}, {HELD_OUT}; "
                 f"benchmarks: {', '.join(BENCHMARKS)}"
             )
-        names |= dict.fromkeys(SUITES.get(word, (word,)))
+        names |= dict.fromkeys(SUITES.get(name, (name,)))
     return [BENCHMARKS[name] for name in names]

@@ -1,4 +1,4 @@
-"""Rows of released benchmark files -> question and accepted answers. Each set has its own field names and forms."""
+"""Readers for rows of released benchmark files: each returns the question and its accepted answers."""
 
 import base64
 import binascii
@@ -10,12 +10,12 @@ from arpo_megatron.utils.table_reader import BadRowError
 from arpo_megatron.utils.text import whole_characters
 
 Row = Mapping[str, Any]
-Asked = tuple[str, tuple[str, ...]]
-"""A question and the answers that count as right, at least one."""
+QuestionAnswers = tuple[str, tuple[str, ...]]
+"""A question and its accepted answers, at least one."""
 
 
-def plain(row: Row, questions: Sequence[str], answers: Sequence[str]) -> Asked:
-    """Question and answer under the first of these names that the row has; an answer is text, a number or a list."""
+def plain(row: Row, questions: Sequence[str], answers: Sequence[str]) -> QuestionAnswers:
+    """Read question and answer from the first of these fields in the row; an answer is text, a number or a list."""
     question = _first(row, questions)
     if not isinstance(question, str) or not question.strip():
         raise BadRowError(f"no question ({' or '.join(questions)})")
@@ -27,28 +27,28 @@ def plain(row: Row, questions: Sequence[str], answers: Sequence[str]) -> Asked:
     return whole_characters(question.strip()), tuple(dict.fromkeys(accepted))
 
 
-def after_hashes(row: Row, questions: Sequence[str], answers: Sequence[str]) -> Asked:
-    """GSM8K: the solution ends with `#### 1,234`."""
+def after_hashes(row: Row, questions: Sequence[str], answers: Sequence[str]) -> QuestionAnswers:
+    """Read a GSM8K row, whose solution ends with `#### 1,234`."""
     question, accepted = plain(row, questions, answers)
     return question, tuple(text.rpartition("####")[2].strip() for text in accepted)
 
 
-def boxed(row: Row, questions: Sequence[str], answers: Sequence[str]) -> Asked:
-    """MATH: the answer stands in the solution's last box, unless the file has it by itself."""
+def boxed(row: Row, questions: Sequence[str], answers: Sequence[str]) -> QuestionAnswers:
+    """Read a MATH row, whose answer is the last box of its solution, unless the file has a separate answer."""
     question, accepted = plain(row, questions, answers)
     return question, tuple(text if (box := last_boxed(text)) is None else box for text in accepted)
 
 
-def without_attachment(row: Row, questions: Sequence[str], answers: Sequence[str]) -> Asked:
-    """GAIA and HLE: what comes with a file or a picture is left out, as in the paper (text only)."""
+def without_attachment(row: Row, questions: Sequence[str], answers: Sequence[str]) -> QuestionAnswers:
+    """Read a GAIA or HLE row, and reject rows with a file or an image: the paper uses text only."""
     for name in ("file_name", "image"):
         if row.get(name):
-            raise BadRowError(f"needs its {name.replace('_name', '')}, and only text is asked")
+            raise BadRowError(f"it needs its {name.replace('_name', '')}; only text questions are supported")
     return plain(row, questions, answers)
 
 
-def xor_encrypted(row: Row, questions: Sequence[str], answers: Sequence[str]) -> Asked:
-    """xbench: base64 of the text XOR the row's own `canary`, repeated. A row without one is plain text."""
+def xor_encrypted(row: Row, questions: Sequence[str], answers: Sequence[str]) -> QuestionAnswers:
+    """Read an xbench row: base64 of the text XOR the row's repeated `canary`; a row without canary is plain text."""
     canary = row.get("canary")
     if not canary:
         return plain(row, questions, answers)

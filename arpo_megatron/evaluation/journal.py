@@ -1,7 +1,7 @@
-"""What is kept of every attempt at a question, in a form that a kill at any moment leaves usable.
+"""The journal of an evaluation: every attempt, in a file that a kill at any moment leaves usable.
 
-Attempts are appended to a journal (JSON lines) as they end, and before them answers that wait for the verdict of a
-judge; a torn last line is cut off by whoever goes on. When all are there, `records.parquet` holds a row an attempt.
+Attempts are appended as JSON lines as they finish. Answers that wait for a judge are appended before their verdict.
+A torn last line is cut off when an evaluation resumes. At the end, `records.parquet` has one row per attempt.
 """
 
 import json
@@ -16,86 +16,82 @@ from arpo_megatron.utils.atomic import atomic_write
 from arpo_megatron.utils.text import whole_characters
 
 _ANSWER = "to_judge"
-"""Of a line of the journal that holds no attempt yet, but the answer that the judge is asked about."""
-_MOST = 2**31 - 1
-"""That a column of counts holds."""
+"""Key of a line with an unjudged answer."""
+_MAX_COUNT = 2**31 - 1
+"""Largest value of an int32 column."""
 
 
 class Outcome(StrEnum):
-    """What became of an attempt; the first three are answers, the others failures by kind."""
+    """Outcome of an attempt: the first three are answers, the others failures."""
 
     RIGHT = "right"
     PARTIAL = "partial"  # some tokens of the right answer (token F1)
     WRONG = "wrong"
-    NO_ANSWER = "no_answer"  # ended without an answer that can be found, or breaks the format where that counts
+    NO_ANSWER = "no_answer"  # no answer was found, or it breaks a required format
     LENGTH = "length"  # cut by the token limit before an answer
-    CALL_LIMIT = "call_limit"  # asked for a tool after the last allowed call
-    MALFORMED = "malformed"  # a closing tool tag without a usable call before it
+    CALL_LIMIT = "call_limit"  # a tool call beyond the limit
+    MALFORMED = "malformed"  # a closing tool tag without a valid call
     PROMPT_TOO_LONG = "prompt_too_long"
-    REFUSED = "refused"  # the server does not accept the request
-    ENGINE = "engine"  # engine or server did not answer
-    TOOLS = "tools"  # the tool service did not
-    UNJUDGED = "unjudged"  # answered, but the judge could not be asked
+    REFUSED = "refused"  # the server rejected the request
+    ENGINE = "engine"  # the engine or server did not answer
+    TOOLS = "tools"  # the tool service did not answer
+    UNJUDGED = "unjudged"  # answered, but the judge did not answer
 
 
 TRANSIENT = frozenset({Outcome.ENGINE, Outcome.TOOLS, Outcome.UNJUDGED})
-"""Not the model's fault and maybe over by now: asked again when an evaluation goes on; until then they are wrong."""
+"""Failures of services: the attempt counts as wrong, and is repeated when the evaluation resumes."""
 UNANSWERED = TRANSIENT | {Outcome.PROMPT_TOO_LONG, Outcome.REFUSED}
+"""Outcomes without a scored response."""
 
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One answer to one question, scored.
-
-    Attributes:
-        benchmark: name, "held_out" for the held-out tasks of a run.
-        question_id: unique within the benchmark.
-        attempt: counts from 0.
-        question: its text.
-        expected: accepted answers.
-        answer: what the model answers; None: nothing that can be found.
-        score: in [0, 1]; what pass@k is computed from.
-        correct: whether it counts as right as a whole (exact match, for token F1).
-        format_ok: whether the response keeps to the format it was asked for.
-        outcome: right, wrong, or the kind of failure.
-        detail: more about a failure.
-        tool_calls: made and answered.
-        tool_errors: those of them whose tool did not answer "ok".
-        model_tokens: sampled.
-        tool_tokens: of tool results.
-        seconds: until the attempt ended, wall time; of a checkpoint's attempts, until the last one at the question did.
-        response: the text after the prompt, tool results included.
-    """
+    """A scored answer to a question."""
 
     benchmark: str
+    """Name of the benchmark; "held_out" for the held-out tasks of a run."""
     question_id: str
+    """Unique within the benchmark."""
     attempt: int
+    """Number of the attempt, from 0."""
     question: str
     expected: tuple[str, ...]
+    """Accepted answers."""
     answer: str | None
+    """The model's answer; None if none was found."""
     score: float
+    """Score in [0, 1], the input of pass@k."""
     correct: bool
+    """Whether the answer is correct as a whole: for token F1, an exact match."""
     format_ok: bool
+    """Whether the response has the requested format."""
     outcome: Outcome
     detail: str
+    """Details of a failure."""
     tool_calls: int
+    """Calls that were answered."""
     tool_errors: int
+    """Calls whose status is not "ok"."""
     model_tokens: int
+    """Sampled tokens."""
     tool_tokens: int
+    """Tokens of tool results."""
     seconds: float
+    """Wall time of the attempt; for a checkpoint, of all attempts at the question."""
     response: str
+    """Text after the prompt, with tool results."""
 
     @property
     def key(self) -> tuple[str, str, int]:
-        """What tells attempts apart."""
+        """Benchmark, question and number, which identify the attempt."""
         return self.benchmark, self.question_id, self.attempt
 
 
 class Journal:
-    """The attempts of an evaluation, in a file that grows. May be called from any thread.
+    """The attempts of an evaluation, in a file that grows. Thread-safe.
 
     Args:
-        path: of the file; what an earlier process has left there is read, the last word on each attempt.
+        path: the file. Attempts of an earlier process are read; the last line of each attempt counts.
     """
 
     def __init__(self, path: Path) -> None:
@@ -110,42 +106,42 @@ class Journal:
                 if _ANSWER in row:
                     self._answers[row["benchmark"], row["question_id"], row["attempt"]] = row[_ANSWER]
                 else:
-                    self._keep(_attempt(row))
+                    self._store(_attempt(row))
             with path.open("r+b") as file:
                 file.truncate(len(whole))
         self._file = path.open("a", encoding="utf-8")
 
     def add(self, attempts: Iterable[Attempt]) -> None:
-        """Keep attempts: they are in the hands of the operating system when this returns."""
+        """Append attempts; the operating system has them when this returns."""
         attempts = list(attempts)
         lines = "".join(json.dumps(asdict(attempt)) + "\n" for attempt in attempts)
         with self._lock:
             self._file.write(lines)
             self._file.flush()
             for attempt in attempts:
-                self._keep(attempt)
+                self._store(attempt)
 
-    def keep_answers(self, benchmark: str, question_id: str, answers: Mapping[int, Mapping[str, Any]]) -> None:
-        """Keep what is still to be judged: JSON-safe, by the attempt's number; as safe as an attempt is."""
-        where = {"benchmark": benchmark, "question_id": question_id}
+    def save_answers(self, benchmark: str, question_id: str, answers: Mapping[int, Mapping[str, Any]]) -> None:
+        """Append JSON-safe answers that wait for a judge, by attempt number."""
+        key = {"benchmark": benchmark, "question_id": question_id}
         lines = "".join(
-            json.dumps({**where, "attempt": number, _ANSWER: answer}) + "\n" for number, answer in answers.items()
+            json.dumps({**key, "attempt": number, _ANSWER: answer}) + "\n" for number, answer in answers.items()
         )
         with self._lock:
             self._file.write(lines)
             self._file.flush()
 
     def answer(self, benchmark: str, question_id: str, attempt: int) -> Mapping[str, Any] | None:
-        """What an earlier process has kept by `keep_answers`."""
+        """Return an answer that an earlier process saved with `save_answers`."""
         return self._answers.get((benchmark, question_id, attempt))
 
     def done(self, benchmark: str, question_id: str, attempt: int) -> bool:
-        """Whether this attempt need not be made any more."""
+        """Return whether the attempt is finished for good."""
         found = self._attempts.get((benchmark, question_id, attempt))
         return found is not None and found.outcome not in TRANSIENT
 
     def attempts(self) -> list[Attempt]:
-        """All of them, in an order that does not depend on which ended first."""
+        """Return all attempts in a fixed order."""
         with self._lock:
             return [self._attempts[key] for key in sorted(self._attempts)]
 
@@ -153,12 +149,12 @@ class Journal:
         """Close the file."""
         self._file.close()
 
-    def _keep(self, attempt: Attempt) -> None:
+    def _store(self, attempt: Attempt) -> None:
         self._attempts[attempt.key] = attempt
 
 
 def write_records(path: Path, attempts: Sequence[Attempt]) -> None:
-    """Write `records.parquet`: a row an attempt, columns as in `Attempt`; whole or not at all."""
+    """Write `records.parquet` atomically: one row per attempt with the fields of `Attempt`."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -168,7 +164,7 @@ def write_records(path: Path, attempts: Sequence[Attempt]) -> None:
         "bool": pa.bool_(),
         "tuple[str, ...]": pa.list_(pa.string()),
     }
-    # The annotations are text or types; both are written the same way here.
+    # Annotations are strings or types.
     names = {field.name: getattr(field.type, "__name__", str(field.type)) for field in fields(Attempt)}
     names["expected"] = "tuple[str, ...]"
     schema = pa.schema({name: kinds.get(kind, pa.string()) for name, kind in names.items()})
@@ -178,9 +174,9 @@ def write_records(path: Path, attempts: Sequence[Attempt]) -> None:
 
 
 def _attempt(row: dict[str, Any]) -> Attempt:
-    """Earlier versions wrote what a server said as it was: halves of characters, counts that no file holds."""
+    """Parse a line. Lone surrogates and impossible counts of a server are replaced, as Parquet cannot store them."""
     row = {name: whole_characters(value) if isinstance(value, str) else value for name, value in row.items()}
-    row |= {name: row[name] if 0 <= row[name] <= _MOST else 0 for name in ("model_tokens", "tool_tokens")}
+    row |= {name: row[name] if 0 <= row[name] <= _MAX_COUNT else 0 for name in ("model_tokens", "tool_tokens")}
     row["expected"] = tuple(map(whole_characters, row["expected"]))
     row["outcome"] = Outcome(row["outcome"])
     return Attempt(**row)

@@ -1,4 +1,4 @@
-"""Where an evaluation writes, so that the same one goes on after a kill and another never mixes with it."""
+"""Output directory of an evaluation: the same evaluation resumes in it, and another one never mixes with it."""
 
 import hashlib
 import json
@@ -17,9 +17,10 @@ from arpo_megatron.jobs.run_directory import RUNS, RunDirectory
 from arpo_megatron.utils.atomic import write_json
 
 IDENTITY = "evaluation.json"
-"""What is evaluated, on what and how; whoever finds the same goes on."""
+"""File with the identity of the evaluation; the same identity resumes."""
 
 Identity = Mapping[str, Any]
+"""Everything that the attempts depend on, JSON-safe."""
 
 
 def eval_identity(
@@ -33,7 +34,7 @@ def eval_identity(
     attempts: int,
     system: str | None,
 ) -> Identity:
-    """All that the attempts depend on, JSON-safe. Reads samples of the model's weights."""
+    """Return the identity of an evaluation. Reads samples of the model's weights."""
     values = dump_config(config)
     used = ("seed", "evaluation", "rollout", "reward", "data", "sandbox")
     return {
@@ -46,29 +47,29 @@ def eval_identity(
         "attempts": attempts,
         "system_prompt": None if system is None else hashlib.sha256(system.encode()).hexdigest(),
         "max_length": config.model.max_length,
-        "judge": values["reward"].pop("judge")["model"],  # at whatever address
+        "judge": values["reward"].pop("judge")["model"],  # its address may change
         "config": {name: values[name] for name in used},
     }
 
 
 def open_output(identity: Identity, *, out: Path | None, target: EvalTarget) -> RunDirectory:
-    """The directory of an evaluation: `out`, or the first of its series that holds the same or nothing yet.
+    """Return the directory of an evaluation: `out`, or the first of its series that is empty or has the same identity.
 
     Raises:
-        UserError: `out` holds another evaluation, or files of something else.
+        UserError: `out` contains another evaluation or other files, or cannot be written.
     """
     if out is not None:
         if found := _difference(out, identity):
-            raise UserError(f"--out {out} holds {found}; name another directory")
-        return _made(out, identity)
+            raise UserError(f"--out {out} contains {found}; name another directory")
+        return _create(out, identity)
     base = _default(identity, target)
     number = 1
     while _difference(path := base if number == 1 else base.with_name(f"{base.name}-{number}"), identity):
         number += 1
-    return _made(path, identity)
+    return _create(path, identity)
 
 
-def _made(path: Path, identity: Identity) -> RunDirectory:
+def _create(path: Path, identity: Identity) -> RunDirectory:
     try:
         path.mkdir(parents=True, exist_ok=True)
         if not (path / IDENTITY).exists():
@@ -87,19 +88,18 @@ def _default(identity: Identity, target: EvalTarget) -> Path:
 
 
 def _difference(path: Path, identity: Identity) -> str:
-    """What makes the content of a directory another evaluation; empty where it is this one, or there is none."""
+    """Describe how a directory differs from this evaluation; empty if it is the same one, or empty."""
     if not (path / IDENTITY).is_file():
-        return "files of something else" if path.is_dir() and any(path.iterdir()) else ""
+        return "other files" if path.is_dir() and any(path.iterdir()) else ""
     found = json.loads((path / IDENTITY).read_text(encoding="utf-8"))
-    wanted = json.loads(json.dumps(identity))
-    for name, value in wanted.items():
+    for name, value in json.loads(json.dumps(identity)).items():
         if found.get(name) != value:
             return f"an evaluation with another {name.replace('_', ' ')} ({_differing(found.get(name), value)})"
     return ""
 
 
 def _differing(there: Any, here: Any, name: str = "") -> str:
-    """The values that differ, by dotted key where they are in a section; the first few of many."""
+    """List the values that differ, by dotted key in sections: the first three."""
     if isinstance(there, Mapping) and isinstance(here, Mapping):
         keys = [key for key in sorted({*there, *here}) if there.get(key) != here.get(key)]
         found = [_differing(there.get(key), here.get(key), f"{name}.{key}" if name else key) for key in keys[:3]]

@@ -1,4 +1,4 @@
-"""pass@k without bias, and intervals over questions."""
+"""Unbiased pass@k, and bootstrap intervals over questions."""
 
 from collections.abc import Sequence
 from math import comb
@@ -11,34 +11,34 @@ CONFIDENCE = 0.95
 
 
 def pass_at_k(scores: Sequence[float], k: int) -> float:
-    """Expected best score of `k` attempts drawn without replacement from those made, for one question.
+    """Return the expected best score of `k` attempts drawn without replacement, for one question.
 
-    With scores of 0 and 1, c of n being 1, this is the unbiased estimator 1 - C(n-c, k) / C(n, k) of pass@k (Chen et
-    al., arXiv 2107.03374, equation 1); with graded scores (token F1) it is its like for the maximum, since the i-th
-    smallest score is the best of the draw in C(i-1, k-1) of the C(n, k) draws.
+    For scores of 0 and 1, with c ones among n, this is the unbiased estimator 1 - C(n-c, k) / C(n, k) of pass@k (Chen
+    et al., arXiv 2107.03374, equation 1). For graded scores such as token F1 it is the same expectation of the maximum:
+    the i-th smallest score is the best of C(i-1, k-1) of the C(n, k) draws.
 
     Args:
-        scores: of all attempts at the question, in any order.
-        k: at most their number.
+        scores: scores of all attempts at the question, in any order.
+        k: number of draws, at most the number of attempts.
 
     Raises:
-        ValueError: fewer attempts than `k`.
+        ValueError: there are fewer attempts than `k`.
     """
     count = len(scores)
     if not 1 <= k <= count:
         raise ValueError(f"pass@{k} of {count} attempts")
-    weighted = sum(score * comb(place, k - 1) for place, score in enumerate(sorted(scores)))
+    weighted = sum(score * comb(rank, k - 1) for rank, score in enumerate(sorted(scores)))
     return float(weighted / comb(count, k))
 
 
 def interval(values: ArrayLike, *, seed: int) -> tuple[float, float]:
-    """Percentile bootstrap interval of the mean at `CONFIDENCE`; both ends are the mean for fewer than two values.
+    """Return the percentile bootstrap interval of the mean at `CONFIDENCE`; for fewer than two values, the mean twice.
 
-    Attempts at one question are not independent, so questions are what is resampled.
+    Attempts at one question are not independent, so questions are resampled.
 
     Args:
-        values: float[questions], a number for each question.
-        seed: of the resampling.
+        values: float[questions], one value per question.
+        seed: seed of the resampling.
     """
     data: NDArray[np.float64] = np.asarray(values, dtype=np.float64)
     if len(data) < 2:

@@ -1,4 +1,4 @@
-"""Questions as they are prompted to a model, and how their answers are scored."""
+"""Questions with their prompts and scorers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from arpo_megatron.config import JobConfig
 from arpo_megatron.errors import UserError
 from arpo_megatron.evaluation.benchmarks import HELD_OUT
-from arpo_megatron.evaluation.held_out import held_out_question
 from arpo_megatron.evaluation.prompts import Tools, messages
 from arpo_megatron.evaluation.questions import Question, TestSet
 from arpo_megatron.evaluation.response import Decode
@@ -25,27 +24,28 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PromptedQuestions:
-    """What is asked.
+    """The questions of an evaluation."""
 
-    Attributes:
-        asked: questions with the tasks that stand for them.
-        scorers: by benchmark, in the order of the report.
-        metrics: what each of these scores is.
-        decode: token ids -> text, where an engine of ours answers.
-        data: what the tool service is made for.
-        notes: what a reader of the results must know.
-    """
-
-    asked: Sequence[tuple[Question, Task]]
+    tasks: Sequence[tuple[Question, Task]]
+    """Each question, and the task with its prompt."""
     scorers: Mapping[str, Scorer]
+    """Scorer by benchmark, in the order of the report."""
     metrics: Mapping[str, str]
+    """Meaning of a score, by benchmark."""
     decode: Decode | None = None
+    """Token ids to text, if an engine answers."""
     data: JobData = field(default_factory=lambda: JobData((), ()))
+    """Data that the tool service serves."""
     notes: Sequence[str] = ()
+    """Notes for the report."""
 
 
 def prompt_held_out(target: EvalTarget, config: JobConfig, reward: Reward, tasks: int | None) -> PromptedQuestions:
-    """The held-out tasks of a run, scored by its reward. Raises UserError where there are fewer than asked for."""
+    """Return the held-out tasks of a run, scored by its reward.
+
+    Raises:
+        UserError: the run has fewer than `tasks`.
+    """
     assert target.model is not None
     tokenizer = load_tokenizer(target.model)
     data = load_data(config, tokenizer)
@@ -54,7 +54,9 @@ def prompt_held_out(target: EvalTarget, config: JobConfig, reward: Reward, tasks
     held_out = data.held_out[: tasks or config.evaluation.tasks]
     scorer = held_out_scorer(reward, held_out, config.reward.success_threshold)
     return PromptedQuestions(
-        asked=[(held_out_question(task), task) for task in held_out],
+        tasks=[
+            (Question(HELD_OUT, task.id, task.messages[-1]["content"], (task.ground_truth,)), task) for task in held_out
+        ],
         scorers={HELD_OUT: scorer},
         metrics={HELD_OUT: f"reward {config.reward.kind}"},
         decode=_decoder(tokenizer),
@@ -71,26 +73,25 @@ def prompt_benchmarks(
     judge: AnswerCheck | None,
     tasks: int | None,
 ) -> PromptedQuestions:
-    """The questions of benchmarks, the first `tasks` of each where that is given.
+    """Return the questions of benchmarks, or the first `tasks` of each.
 
-    A run on generated tasks is asked as it was trained, without a chat around the question, unless a system prompt is
-    given.
+    A run on generated tasks gets the bare prompt that it was trained on, unless there is a system prompt.
     """
     tokenizer = load_tokenizer(target.model) if target.model is not None else None
     bare = target.kind is TargetKind.RUN and config.data.is_generated and system is None
-    asked = []
+    prompted = []
     for each in sets:
         source = "math" if each.benchmark.metric == "math" else "qa"
         for question in each.questions[:tasks]:
             turns = messages(question.text, tools, system)
             text = generated.prompt(question.text) if bare else chat_text(turns, tokenizer)
-            asked.append((question, Task(question.id, turns, question.answers[0], source, text)))
-    notes = ["asked in the form of the generated tasks that the run was trained on"] if bare else []
+            prompted.append((question, Task(question.id, turns, question.answers[0], source, text)))
+    notes = ["prompted in the form of the generated tasks that the run was trained on"] if bare else []
     unjudged = [each.benchmark.name for each in sets if each.benchmark.metric == "judge" and judge is None]
     if unjudged:
-        notes.append(f"no judge (reward.judge.url), so by token F1 instead: {', '.join(unjudged)}")
+        notes.append(f"no judge (reward.judge.url), so scored by token F1: {', '.join(unjudged)}")
     return PromptedQuestions(
-        asked=asked,
+        tasks=prompted,
         scorers={each.benchmark.name: benchmark_scorer(each.benchmark.metric, tools, judge) for each in sets},
         metrics={
             each.benchmark.name: "f1" if each.benchmark.name in unjudged else each.benchmark.metric for each in sets
@@ -102,7 +103,7 @@ def prompt_benchmarks(
 
 
 def training_prompt(config: JobConfig) -> str | None:
-    """The system prompt of the questions that a run was trained on; None where they have none, or differ in form."""
+    """Return the system prompt of the data that a run was trained on; None if it has none."""
     if config.data.kind != "arpo_parquet" or config.data.path is None:
         return None
     first = read_parquet(config.data.path).tasks[0].messages[0]

@@ -1,4 +1,4 @@
-"""What is put before the model: one wording for each of the three kinds of row in the paper's table."""
+"""Prompts of an evaluation: one wording for each kind of row in the paper's tables."""
 
 from collections.abc import Mapping
 from enum import StrEnum
@@ -7,11 +7,11 @@ from arpo_megatron.tasks.base import Message
 
 
 class Tools(StrEnum):
-    """How the model comes to its tools."""
+    """How the model knows its tools."""
 
     NONE = "none"  # no tools: direct reasoning
-    PROMPT = "prompt"  # a model that was not trained for it is told how (tool-integrated reasoning by prompting)
-    TRAINED = "trained"  # a model that was trained on the tag protocol
+    PROMPT = "prompt"  # the prompt explains the protocol to a model that was not trained on it
+    TRAINED = "trained"  # the model was trained on the tag protocol
 
 
 SYSTEM: Mapping[Tools, str] = {
@@ -22,7 +22,7 @@ SYSTEM: Mapping[Tools, str] = {
         "Solve the question step by step. You can use two tools while you reason.\n"
         "To search, write a query between <search> and </search>. To compute, write a Python program that prints what "
         "you want to know between <python> and </python>. Stop after the closing tag: the output of the tool follows "
-        "between <result> and </result>, and you go on from there. Use a tool as often as it helps, a few times at "
+        "between <result> and </result>, and you continue from there. Use a tool as often as it helps, a few times at "
         "most, and never write a <result> yourself.\n"
         "Put your reasoning between <think> and </think>. When you are sure, write <answer>...</answer> with the final "
         "answer, and nothing else, inside \\boxed{}.\n"
@@ -35,11 +35,11 @@ SYSTEM: Mapping[Tools, str] = {
         "<answer>\\boxed{answer}</answer>."
     ),
 }
-"""Of `TRAINED`: what a model is shown whose training prompt is not known; a run's own is used where there is one."""
+"""Default system prompts. `TRAINED` is for models whose training prompt is unknown; a run uses its own."""
 
 
 def messages(question: str, tools: Tools, system: str | None) -> tuple[Message, ...]:
-    """The conversation before the model's turn. `system` takes the place of the wording above where it is given."""
+    """Return the conversation before the model's turn, with `system` instead of the default if it is not None."""
     return (
         {"role": "system", "content": SYSTEM[tools] if system is None else system},
         {"role": "user", "content": question},

@@ -1,8 +1,7 @@
-"""Figures that the authors have published, to stand beside ours, in per cent.
+"""Results published by the authors, in per cent, for the tables of `arpo eval`.
 
-They were not measured here: other search engine, other judge, other seeds. Only figures found in two independent
-places, or in the authors' own abstract, are listed; table 1's cells by benchmark were not to be had, so its rows give
-the average alone.
+They were measured with another search engine, another judge and other seeds. Each value was found in two independent
+places or in the authors' own abstract. Of table 1 only the averages are listed, because its cells were not available.
 """
 
 from collections.abc import Mapping
@@ -11,25 +10,20 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class PublishedRow:
-    """One row.
-
-    Attributes:
-        model: base model.
-        method: how it was trained or prompted.
-        suite: the table it belongs to.
-        k: attempts of which the best counts.
-        source: where it is published.
-        values: benchmark -> per cent.
-        average: of the whole suite.
-    """
+    """A published row."""
 
     model: str
+    """Base model."""
     method: str
+    """Training method or prompt."""
     suite: str
     k: int
+    """k of pass@k."""
     source: str
     values: Mapping[str, float]
+    """Per cent by benchmark."""
     average: float | None = None
+    """Per cent, mean over the suite."""
 
 
 _TABLE_1 = "arXiv 2507.19849, table 1"
@@ -68,7 +62,7 @@ ROWS: tuple[PublishedRow, ...] = (
         for model, averages in _AVERAGES.items()
         for method, average in averages.items()
     ),
-    # Two readings of the HLE cells of Qwen3-8B differ: they are left out.
+    # The HLE cells of Qwen3-8B are left out: two sources disagree.
     _deep("Qwen3-8B", "GRPO", 1, _TABLE_2, {"gaia": 32.0, "webwalker": 29.0, "xbench": 20.0}),
     _deep("Qwen3-8B", "ARPO", 1, _TABLE_2, {"gaia": 38.8, "webwalker": 30.5, "xbench": 25.0}),
     _deep("Qwen3-14B", "GRPO", 1, _TABLE_2, {"gaia": 36.9, "hle": 8.6, "webwalker": 30.0, "xbench": 27.0}),

@@ -1,9 +1,8 @@
-"""Tables in the shape of the paper's, with the published rows beside: Markdown, LaTeX and HTML of the same cells."""
+"""Tables in the form of the paper's, as Markdown, with the published rows next to the measured ones."""
 
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -15,80 +14,60 @@ from arpo_megatron.evaluation.journal import TRANSIENT
 from arpo_megatron.evaluation.published import ROWS
 
 SUMMARY = "summary.json"
-"""What `EvalResult` is read from."""
+"""File with an `EvalResult`."""
 _NONE = "-"
-_MARKED_ABOVE = 0.01
-"""Share of missing attempts above which a figure is marked."""
+_MAX_MISSING = 0.01
+"""Share of missing attempts above which a value is marked."""
 _MARK = "*"
 _MARK_NOTE = (
-    f"{_MARK} more than {_MARKED_ABOVE:.0%} of these attempts are missing (engine, tools, unjudged) and count as wrong"
+    f"{_MARK} more than {_MAX_MISSING:.0%} of these attempts are missing (engine, tools, unjudged) and count as wrong"
 )
-FORMATS: Mapping[str, str] = {"md": "github", "tex": "latex_booktabs", "html": "html"}
-"""Ending of a report's file -> tabulate's name of the format."""
 
 
 @dataclass(frozen=True, slots=True)
 class EvalResult:
-    """An evaluation as it is reported (`summary.json`).
-
-    Attributes:
-        model: what was evaluated.
-        method: how its row is called in the tables.
-        benchmarks: name -> `summary.Figures` as a dict.
-        notes: what a reader must know, one line each.
-    """
+    """A finished evaluation (`summary.json`)."""
 
     model: str
     method: str
+    """Method in the tables."""
     benchmarks: Mapping[str, Mapping[str, Any]]
+    """`EvalSummary` as a dictionary, by benchmark."""
     notes: Sequence[str] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Table:
-    """A caption, column names and rows of text."""
-
-    caption: str
-    columns: Sequence[str]
-    rows: Sequence[Sequence[str]]
-
-
 def read_summary(directory: Path) -> EvalResult:
-    """The result of a finished evaluation. Raises UserError where there is none."""
+    """Read the result of a finished evaluation.
+
+    Raises:
+        UserError: the directory contains none.
+    """
     try:
         found = json.loads((directory / SUMMARY).read_text(encoding="utf-8"))
         return EvalResult(found["model"], found["method"], found["benchmarks"], found["notes"])
     except (OSError, ValueError, KeyError):
-        raise UserError(f"{directory} holds no finished evaluation ({SUMMARY}): run `arpo eval` first") from None
+        raise UserError(f"{directory} contains no finished evaluation ({SUMMARY}): run `arpo eval` first") from None
 
 
-def tables_of(measured: Sequence[EvalResult]) -> list[Table]:
-    """One table a suite that any of these has part in, then what each measured row cost and where it failed."""
-    names = {name for each in measured for name in each.benchmarks}
+def write_report(directory: Path, results: Sequence[EvalResult]) -> Path:
+    """Write report.md and return its path: a table per suite, then costs and failures of each result."""
+    names = {name for each in results for name in each.benchmarks}
     suites = [suite for suite, columns in SUITES.items() if names & set(columns)]
     if len(suites) == 2 and names <= set(SUITES["deepsearch"]):
-        suites.remove("reasoning")  # WebWalker is in both
+        suites.remove("reasoning")  # WebWalker belongs to both
     elif len(suites) == 2 and names <= set(SUITES["reasoning"]):
         suites.remove("deepsearch")
-    return [_suite_table(suite, measured) for suite in suites] + [_details(each) for each in measured]
-
-
-def write_reports(directory: Path, measured: Sequence[EvalResult]) -> list[Path]:
-    """Write report.md, report.tex and report.html; returns their paths."""
-    tables = tables_of(measured)
-    notes = [note for each in measured for note in each.notes]
-    if any(_mark(figures) for each in measured for figures in each.benchmarks.values()):
+    notes = [note for each in results for note in each.notes]
+    if any(_mark(row) for each in results for row in each.benchmarks.values()):
         notes.insert(0, _MARK_NOTE)
-    texts = {"md": _markdown(tables, notes), "tex": _latex(tables, notes), "html": _html(tables, notes)}
-    paths = []
-    for ending, text in texts.items():
-        path = directory / f"report.{ending}"
-        path.write_text(text, encoding="utf-8")
-        paths.append(path)
-    return paths
+    tables = [_suite_table(suite, results) for suite in suites] + [_details(each) for each in results]
+    text = "\n".join(["# Evaluation\n", *tables, *(f"- {note}" for note in notes)]).rstrip() + "\n"
+    path = directory / "report.md"
+    path.write_text(text, encoding="utf-8")
+    return path
 
 
-def _suite_table(suite: str, measured: Sequence[EvalResult]) -> Table:
+def _suite_table(suite: str, results: Sequence[EvalResult]) -> str:
     columns = SUITES[suite]
     rows = [
         [row.model, row.method, f"published ({row.source})", f"pass@{row.k}"]
@@ -97,97 +76,66 @@ def _suite_table(suite: str, measured: Sequence[EvalResult]) -> Table:
         for row in ROWS
         if row.suite == suite
     ]
-    for each in measured:
-        found = [each.benchmarks[name] for name in columns if name in each.benchmarks]
-        if not found:
-            continue
-        for k in sorted({1, *(row["k"] for row in found)}):
+    for each in results:
+        for k in sorted({k for name in columns if name in each.benchmarks for k in (1, each.benchmarks[name]["k"])}):
             values = [_cell(each.benchmarks.get(name), k) for name in columns]
             rows.append([each.model, each.method, "measured", f"pass@{k}", *values, _average(each, columns, k)])
     titles = [BENCHMARKS[name].title for name in columns]
     caption = f"{suite}: per cent, measured rows with 95 % bootstrap intervals over questions"
-    return Table(caption, ["model", "method", "where from", "metric", *titles, "avg."], rows)
+    return _table(caption, ["model", "method", "source", "metric", *titles, "avg."], rows)
 
 
-def _cell(figures: Mapping[str, Any] | None, k: int) -> str:
-    if figures is None or k not in (1, figures["k"]):
+def _cell(row: Mapping[str, Any] | None, k: int) -> str:
+    if row is None or k not in (1, row["k"]):
         return _NONE
     name = "accuracy" if k == 1 else "pass_at_k"
-    low, high = figures[f"{name}_interval"]
-    return f"{100 * figures[name]:.1f} [{100 * low:.1f}, {100 * high:.1f}]{_mark(figures)}"
+    low, high = row[f"{name}_interval"]
+    return f"{100 * row[name]:.1f} [{100 * low:.1f}, {100 * high:.1f}]{_mark(row)}"
 
 
 def _mark(*rows: Mapping[str, Any]) -> str:
-    """What stands behind a figure of these where so many of the attempts are missing that it says little."""
+    """Return the mark of a value with too many missing attempts, or nothing."""
 
-    def missing(figures: Mapping[str, Any]) -> float:
-        outcomes = figures["outcomes"]
+    def missing(row: Mapping[str, Any]) -> float:
+        outcomes = row["outcomes"]
         return float(sum(outcomes.get(kind.value, 0) for kind in TRANSIENT) / max(1, sum(outcomes.values())))
 
-    return _MARK if any(missing(figures) > _MARKED_ABOVE for figures in rows) else ""
+    return _MARK if any(missing(row) > _MAX_MISSING for row in rows) else ""
 
 
 def _average(each: EvalResult, columns: Sequence[str], k: int) -> str:
-    """Of the whole suite only: an average over fewer benchmarks would stand beside what it is not comparable with."""
-    found = [each.benchmarks[name] for name in columns if name in each.benchmarks]
-    if len(found) < len(columns) or any(k not in (1, figures["k"]) for figures in found):
+    """Return the mean over a complete suite; a mean over fewer benchmarks would not be comparable."""
+    rows = [each.benchmarks[name] for name in columns if name in each.benchmarks]
+    if len(rows) < len(columns) or any(k not in (1, row["k"]) for row in rows):
         return _NONE
-    mean = sum(figures["accuracy" if k == 1 else "pass_at_k"] for figures in found) / len(found)
-    return f"{100 * mean:.1f}{_mark(*found)}"
+    mean = sum(row["accuracy" if k == 1 else "pass_at_k"] for row in rows) / len(rows)
+    return f"{100 * mean:.1f}{_mark(*rows)}"
 
 
-def _details(each: EvalResult) -> Table:
+def _details(each: EvalResult) -> str:
     rows = []
-    for name, figures in each.benchmarks.items():
-        shown = ", ".join(f"{kind} {count}" for kind, count in sorted(figures["outcomes"].items()))
-        held, others = figures["in_training_data"], figures["accuracy_of_others"]
-        without = "" if others is None or not held else f" (without: {100 * others:.1f})"
+    for name, row in each.benchmarks.items():
+        outcomes = ", ".join(f"{kind} {count}" for kind, count in sorted(row["outcomes"].items()))
+        found, others = row["in_training_data"], row["accuracy_of_others"]
+        without = "" if others is None or not found else f" (without: {100 * others:.1f})"
         rows.append(
             [
                 HELD_OUT if name == HELD_OUT else BENCHMARKS[name].title,
-                figures["metric"],
-                f"{figures['tasks']} x {figures['attempts']}",
-                _cell(figures, 1),
-                _NONE if figures["k"] == 1 else f"{_cell(figures, figures['k'])} (k = {figures['k']})",
-                f"{100 * figures['format_ok']:.1f}",
-                f"{figures['tool_calls_a_question']:.2f}",
-                f"{figures['model_tokens_a_question']:.0f} + {figures['tool_tokens_a_question']:.0f}",
-                shown,
-                _NONE if held is None else f"{held}{without}",
+                row["metric"],
+                f"{row['tasks']} x {row['attempts']}",
+                _cell(row, 1),
+                _NONE if row["k"] == 1 else f"{_cell(row, row['k'])} (k = {row['k']})",
+                f"{100 * row['format_ok']:.1f}",
+                f"{row['tool_calls_per_attempt']:.2f}",
+                f"{row['model_tokens_per_attempt']:.0f} + {row['tool_tokens_per_attempt']:.0f}",
+                outcomes,
+                _NONE if found is None else f"{found}{without}",
             ]
         )
     columns = ["benchmark", "scored by", "questions x attempts", "pass@1", "pass@k", "format kept", "calls"]
     columns += ["tokens: model + tools", "attempts by outcome", "questions in training data"]
-    return Table(f"{each.model}, {each.method}: calls and tokens are means of one attempt", columns, rows)
+    return _table(f"{each.model}, {each.method}: calls and tokens are means per attempt", columns, rows)
 
 
-def _text(table: Table, ending: str) -> str:
-    return str(tabulate(table.rows, headers=table.columns, tablefmt=FORMATS[ending], disable_numparse=True))
-
-
-def _markdown(tables: Sequence[Table], notes: Sequence[str]) -> str:
-    parts = [f"**{table.caption}**\n\n{_text(table, 'md')}\n" for table in tables]
-    return "\n".join(["# Evaluation\n", *parts, *(f"- {note}" for note in notes)]).rstrip() + "\n"
-
-
-def _latex(tables: Sequence[Table], notes: Sequence[str]) -> str:
-    parts = ["% needs \\usepackage{booktabs}"]
-    parts += [f"% {table.caption}\n{_text(table, 'tex')}\n" for table in tables]
-    return "\n".join([*parts, *(f"% {note}" for note in notes)]).rstrip() + "\n"
-
-
-_HEAD = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>Evaluation</title>
-<style>body{font-family:sans-serif;margin:2em}table{border-collapse:collapse;margin-bottom:2em}
-th,td{border-bottom:1px solid #ccc;padding:.3em .7em;text-align:left}caption{text-align:left;font-weight:bold}</style>
-</head><body><h1>Evaluation</h1>
-"""
-
-
-def _html(tables: Sequence[Table], notes: Sequence[str]) -> str:
-    parts = []
-    for table in tables:
-        text = _text(table, "html").replace("<table>", f"<table>\n<caption>{escape(table.caption)}</caption>", 1)
-        parts.append(text)
-    items = "".join(f"<li>{escape(note)}</li>\n" for note in notes)
-    return _HEAD + "\n".join(parts) + f"\n<ul>\n{items}</ul>\n</body></html>\n"
+def _table(caption: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return f"**{caption}**\n\n{tabulate(rows, headers=columns, tablefmt='github', disable_numparse=True)}\n"

@@ -1,4 +1,4 @@
-"""What an agent gives back for a question, before it is scored."""
+"""Responses of agents, before they are scored."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,60 +8,58 @@ from arpo_megatron.rollout.messages import IncompleteTree
 from arpo_megatron.tree import Finish, Role, RolloutTree
 
 Decode = Callable[[list[int]], str]
+"""Token ids to text."""
 
 
 @dataclass(frozen=True, slots=True)
 class AgentResponse:
-    """A trajectory as text.
-
-    Attributes:
-        text: everything after the prompt, tool results included.
-        model_text: what the model wrote of it: a box in a tool's result is no answer.
-        finish: why it ended.
-        tool_calls: made and answered.
-        tool_errors: those whose tool did not answer "ok".
-        model_tokens: sampled.
-        tool_tokens: of tool results.
-        seconds: wall time.
-    """
+    """A trajectory as text."""
 
     text: str
+    """Everything after the prompt, with tool results."""
     model_text: str
+    """Text of the model alone; a boxed answer in a tool result is not the model's answer."""
     finish: Finish
     tool_calls: int = 0
+    """Calls that were answered."""
     tool_errors: int = 0
+    """Calls whose status is not "ok"."""
     model_tokens: int = 0
+    """Sampled tokens."""
     tool_tokens: int = 0
+    """Tokens of tool results."""
     seconds: float = 0.0
+    """Wall time."""
 
 
 @dataclass(frozen=True, slots=True)
 class NoResponse:
-    """Why there is none: the kind, and more about it."""
+    """A failed attempt."""
 
     outcome: Outcome
     detail: str
+    """The error in words."""
 
 
 Response = AgentResponse | NoResponse
 
-_FINISHES = {Finish.LENGTH: Outcome.LENGTH, Finish.CALL_LIMIT: Outcome.CALL_LIMIT, Finish.MALFORMED: Outcome.MALFORMED}
+_OUTCOMES = {Finish.LENGTH: Outcome.LENGTH, Finish.CALL_LIMIT: Outcome.CALL_LIMIT, Finish.MALFORMED: Outcome.MALFORMED}
 
 
 def outcome_without_answer(finish: Finish) -> Outcome:
-    """The kind of failure of a response in which no answer was found."""
-    return _FINISHES.get(finish, Outcome.NO_ANSWER)
+    """Return the outcome of a response without an answer."""
+    return _OUTCOMES.get(finish, Outcome.NO_ANSWER)
 
 
 def tree_responses(tree: RolloutTree, decode: Decode) -> list[AgentResponse]:
-    """The trajectories of a finished tree, in the order of its leaves."""
+    """Return the trajectories of a finished tree, in the order of its leaves."""
     prompt = len(tree.segments[0])
-    found = []
+    responses = []
     for leaf in tree.leaves():
         path = [tree.segments[index] for index in tree.path(leaf)]
         model = [segment for segment in path if segment.role is Role.MODEL]
         tools = [segment for segment in path if segment.role is Role.TOOL]
-        found.append(
+        responses.append(
             AgentResponse(
                 text=decode(tree.path_tokens(leaf)[prompt:].tolist()),
                 model_text="".join(decode(segment.token_ids.tolist()) for segment in model),
@@ -73,10 +71,10 @@ def tree_responses(tree: RolloutTree, decode: Decode) -> list[AgentResponse]:
                 seconds=tree.seconds,
             )
         )
-    return found
+    return responses
 
 
-_REASONS = {
+_FAILURES = {
     "PromptTooLongError": Outcome.PROMPT_TOO_LONG,
     "EngineRefusedError": Outcome.REFUSED,
     "SandboxUnavailable": Outcome.TOOLS,
@@ -85,7 +83,7 @@ _REASONS = {
 }
 
 
-def no_response(failed: IncompleteTree) -> NoResponse:
-    """Why a tree could not be grown."""
+def failed_response(failed: IncompleteTree) -> NoResponse:
+    """Return the outcome of the attempts in a tree that could not be finished."""
     name, _, rest = failed.reason.partition(": ")
-    return NoResponse(_REASONS.get(name, Outcome.ENGINE), rest or name)
+    return NoResponse(_FAILURES.get(name, Outcome.ENGINE), rest or name)

@@ -1,26 +1,26 @@
-"""`arpo eval`: questions answered, scored, kept as they come, and reported."""
+"""`arpo eval`: answer questions, score the answers, save them as they arrive, and report."""
 
 import os
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from arpo_megatron.config import JobConfig
 from arpo_megatron.errors import UserError
-from arpo_megatron.evaluation import contamination as overlap
-from arpo_megatron.evaluation import report
 from arpo_megatron.evaluation.agents.base import Agent, PendingQuestion
 from arpo_megatron.evaluation.agents.oracle import OracleAgent
 from arpo_megatron.evaluation.benchmarks import HELD_OUT, Benchmark, select_benchmarks
-from arpo_megatron.evaluation.journal import TRANSIENT, Attempt, Journal, Outcome, write_records
+from arpo_megatron.evaluation.contamination import TrainingQuestions, find_overlaps, training_questions
+from arpo_megatron.evaluation.journal import Attempt, Journal, write_records
+from arpo_megatron.evaluation.notes import failure_warnings, file_notes, judge_note, missing_note, sampling_note
 from arpo_megatron.evaluation.output import eval_identity, open_output
 from arpo_megatron.evaluation.prompting import PromptedQuestions, prompt_benchmarks, prompt_held_out, training_prompt
 from arpo_megatron.evaluation.prompts import Tools
 from arpo_megatron.evaluation.questions import Question, TestSet, read_all
+from arpo_megatron.evaluation.report import SUMMARY, EvalResult, write_report
 from arpo_megatron.evaluation.response import Response
 from arpo_megatron.evaluation.score_queue import ScoreQueue
 from arpo_megatron.evaluation.scorers import judge_check
@@ -33,13 +33,14 @@ from arpo_megatron.rewards.judge.judge import Judge
 from arpo_megatron.utils.atomic import write_json
 from tools_sandbox.config import TOKEN_VARIABLE
 
-_NOTE_EVERY_S = 10.0
-Tell = Callable[[str], None]
+_LOG_EVERY_S = 10.0
+_METHODS = {Tools.NONE: "no tools", Tools.PROMPT: "TIR prompting", Tools.TRAINED: "trained"}
+Log = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class EvalRequest:
-    """What the command line asks for; see `arpo eval --help`."""
+    """Arguments of `arpo eval`; see its --help."""
 
     target: str
     suite: str | None = None
@@ -56,95 +57,90 @@ class EvalRequest:
     overrides: Sequence[str] = field(default_factory=tuple)
 
 
-def evaluate(request: EvalRequest, tell: Tell = lambda _text: None) -> dict[str, Any]:
-    """Answer, score and report; what an earlier process of the same evaluation has done is not done again.
+@dataclass(frozen=True, slots=True)
+class _Evaluation:
+    """A request and everything that follows from it before the first attempt."""
+
+    request: EvalRequest
+    target: EvalTarget
+    tools: Tools
+    sets: Sequence[TestSet]
+    """Questions of the benchmarks; empty for held-out tasks."""
+    missing: Sequence[Benchmark]
+    """Benchmarks without a file."""
+    config: JobConfig
+    attempts: int
+    """Attempts per question."""
+    system: str | None
+    """System prompt; None for the default."""
+    out: RunDirectory
+    log: Log
+
+
+def evaluate(request: EvalRequest, log: Log = lambda _text: None) -> dict[str, Any]:
+    """Answer, score and report. Attempts of an earlier process of the same evaluation are not repeated.
 
     Returns:
-        the model, the directory with the records, and a row of figures for each benchmark; for one benchmark its
-        figures stand beside them too.
+        the model, the output directory, and the metrics of each benchmark; the metrics of a single benchmark are also
+        at the top level.
 
     Raises:
-        UserError: something that is named does not exist or cannot be used.
+        UserError: an argument names something that does not exist or cannot be used.
         ProcessDiedError: the engine or the tool service did not start.
     """
+    evaluation = _resolve(request, log)
+    with evaluation.out.locked():
+        with _prompted(evaluation) as (prompted, judge):
+            training = _training_data(evaluation) if evaluation.sets else None
+            overlapping = None if training is None else _overlapping(prompted, training)
+            with closing(Journal(evaluation.out.path / "attempts.jsonl")) as journal:
+                _answer(evaluation, prompted, journal, judged=judge is not None)
+                attempts = journal.attempts()
+        notes = [
+            sampling_note(evaluation.target.name, evaluation.config),
+            *prompted.notes,
+            *file_notes(evaluation.sets),
+            *missing_note(evaluation.missing, request.data),
+        ]
+        if request.tasks is not None:
+            notes.append(f"only the first {request.tasks} questions of each benchmark")
+        if training is not None and training.note:
+            notes.append(training.note)
+        notes += judge_note(judge)
+        for warning in failure_warnings(attempts):
+            log(f"warning: {warning}")
+            notes.append(warning)
+        return _report(evaluation, _summaries(evaluation, prompted, attempts, overlapping), notes, attempts)
+
+
+def _resolve(request: EvalRequest, log: Log) -> _Evaluation:
     target = parse_target(request.target, request.model)
     tools = request.tools or (Tools.PROMPT if target.kind is TargetKind.SERVER else Tools.TRAINED)
     suite = request.suite or (HELD_OUT if target.kind is TargetKind.RUN else "")
-    benchmarks, missing, sets = _sets(target, suite, request)
+    benchmarks, missing, sets = _test_sets(request, target, suite)
     config = eval_config(target, benchmarks, tools, list(request.overrides))
-    target = _named(target, request, config, tell)
+    if target.kind is TargetKind.SERVER and request.model is None:
+        from arpo_megatron.evaluation.agents.server import served_model
+
+        target = EvalTarget(target.kind, served_model(target.url, config, log), url=target.url)
     attempts = request.attempts or request.k
     if attempts < request.k:
         raise UserError(f"--attempts {attempts} is fewer than --k {request.k}")
-    system = _system_prompt(request, target, config, bool(benchmarks) and tools is Tools.TRAINED)
+    system = _system_prompt(request, target, config, trained=bool(benchmarks) and tools is Tools.TRAINED)
     identity = eval_identity(
-        target,
-        config,
-        sets,
-        suite=suite,
-        tools=tools,
-        tasks=request.tasks,
-        attempts=attempts,
-        system=system,
+        target, config, sets, suite=suite, tools=tools, tasks=request.tasks, attempts=attempts, system=system
     )
     out = open_output(identity, out=request.out, target=target)
-    with out.locked():
-        with _asked(request, target, config, tools, system, out, sets, tell) as (prompted, judge):
-            training = _training_data(request, target, config, tell) if sets else None
-            held = None if training is None else _held(prompted, training)
-            journal = Journal(out.path / "attempts.jsonl")
-            try:
-                _answer(target, config, tools, out, prompted, journal, attempts, judge is not None, tell)
-                kept = journal.attempts()
-            finally:
-                journal.close()
-        figures = _figures(request, config, prompted, kept, held)
-        notes = [*_notes(prompted, sets, missing, request, training), *_judging(judge)]
-        return _report(out, target, tools, config, figures, notes, kept, tell)
+    return _Evaluation(request, target, tools, sets, missing, config, attempts, system, out, log)
 
 
-@contextmanager
-def _asked(
-    request: EvalRequest,
-    target: EvalTarget,
-    config: JobConfig,
-    tools: Tools,
-    system: str | None,
-    out: RunDirectory,
-    sets: Sequence[TestSet],
-    tell: Tell,
-) -> Iterator[tuple[PromptedQuestions, Judge | None]]:
-    """What is asked, and the model that judges answers, if one does.
-
-    That is closed at the end of the block, however this is left: whoever waits for it is let go then.
-    """
-    judge, cache = None, config.reward.judge.cache or out.judge_replies
-    try:
-        if sets:
-            if config.reward.judge.url is not None and any(each.benchmark.metric == "judge" for each in sets):
-                judge = Judge(config.reward.judge, cache, waiting="the evaluation", log=tell)
-            verdicts = None if judge is None else judge_check(judge)
-            prompted = prompt_benchmarks(sets, target, config, tools, system, verdicts, request.tasks)
-        else:
-            limit = config.rollout.max_response_tokens
-            reward = make_reward(
-                config.reward, max_response_tokens=limit, cache=cache, waiting="the evaluation", log=tell
-            )
-            judge = reward.judge
-            prompted = prompt_held_out(target, config, reward, request.tasks)
-        yield prompted, judge
-    finally:
-        if judge is not None:
-            judge.close()
-
-
-def _sets(
-    target: EvalTarget, suite: str, request: EvalRequest
+def _test_sets(
+    request: EvalRequest, target: EvalTarget, suite: str
 ) -> tuple[list[Benchmark], list[Benchmark], list[TestSet]]:
-    """The benchmarks of a suite, those whose file is missing, and the files of the others."""
+    """Return the benchmarks of the suite, those without a file, and the questions of the others."""
     if suite == HELD_OUT:
         if target.kind is not TargetKind.RUN:
-            raise UserError(f"--suite {HELD_OUT}: only a run directory has held-out tasks")
+            raise UserError(f"--suite {HELD_OUT}: {request.target} is not a run directory with held-out tasks")
         return [], [], []
     if not suite:
         raise UserError("--suite is missing: reasoning, deepsearch, or names of benchmarks")
@@ -153,17 +149,8 @@ def _sets(
     return benchmarks, missing, sets
 
 
-def _named(target: EvalTarget, request: EvalRequest, config: JobConfig, tell: Tell) -> EvalTarget:
-    """With the name of the model that a server has."""
-    if target.kind is not TargetKind.SERVER or request.model is not None:
-        return target
-    from arpo_megatron.evaluation.agents.server import served_model
-
-    return EvalTarget(target.kind, served_model(target.url, config, tell), url=target.url)
-
-
-def _system_prompt(request: EvalRequest, target: EvalTarget, config: JobConfig, trained: bool) -> str | None:
-    """The user's, or for a trained model that of its training data; None: our own wording."""
+def _system_prompt(request: EvalRequest, target: EvalTarget, config: JobConfig, *, trained: bool) -> str | None:
+    """Return the user's system prompt, or that of the training data of a trained run; None for the default."""
     if request.system_prompt is not None:
         try:
             return request.system_prompt.read_text(encoding="utf-8").strip()
@@ -172,70 +159,84 @@ def _system_prompt(request: EvalRequest, target: EvalTarget, config: JobConfig, 
     return training_prompt(config) if trained and target.kind is TargetKind.RUN else None
 
 
-def _answer(
-    target: EvalTarget,
-    config: JobConfig,
-    tools: Tools,
-    out: RunDirectory,
-    prompted: PromptedQuestions,
-    journal: Journal,
-    attempts: int,
-    judged: bool,
-    tell: Tell,
-) -> None:
-    """Have all attempts made that the journal does not hold, and those scored that only want a verdict."""
-    told = time.monotonic()
+@contextmanager
+def _prompted(evaluation: _Evaluation) -> Iterator[tuple[PromptedQuestions, Judge | None]]:
+    """Yield the questions and the judge, if there is one. Closing the judge releases the threads that wait for it."""
+    config, target, tasks = evaluation.config, evaluation.target, evaluation.request.tasks
+    judge, cache = None, config.reward.judge.cache or evaluation.out.judge_replies
+    try:
+        if evaluation.sets:
+            if config.reward.judge.url is not None and any(e.benchmark.metric == "judge" for e in evaluation.sets):
+                judge = Judge(config.reward.judge, cache, waiting="the evaluation", log=evaluation.log)
+            check = None if judge is None else judge_check(judge)
+            yield (
+                prompt_benchmarks(evaluation.sets, target, config, evaluation.tools, evaluation.system, check, tasks),
+                judge,
+            )
+        else:
+            reward = make_reward(
+                config.reward,
+                max_response_tokens=config.rollout.max_response_tokens,
+                cache=cache,
+                waiting="the evaluation",
+                log=evaluation.log,
+            )
+            judge = reward.judge
+            yield prompt_held_out(target, config, reward, tasks), judge
+    finally:
+        if judge is not None:
+            judge.close()
 
-    def note(done: int) -> None:
-        nonlocal told
-        if time.monotonic() - told > _NOTE_EVERY_S:
-            told = time.monotonic()
-            tell(f"{done} of {total} attempts")
 
-    # Only a model's verdict is worth keeping what it is asked about: rules take no time.
-    kept = [name for name, metric in prompted.metrics.items() if judged and metric not in ("math", "f1")]
-    at_once = config.reward.judge.concurrency if judged else None  # a thread each: it waits for the verdict
-    with ScoreQueue(prompted.scorers, journal, kept, note, at_once) as scoring:
-        wanted, unscored = [], list[tuple[Question, dict[int, Response]]]()
-        for question, task in prompted.asked:
-            left = [n for n in range(attempts) if not journal.done(question.benchmark, question.id, n)]
-            if answers := scoring.kept(question, left):
+def _answer(evaluation: _Evaluation, prompted: PromptedQuestions, journal: Journal, *, judged: bool) -> None:
+    """Make the attempts that the journal lacks, and score saved answers that lack a verdict."""
+    logged = time.monotonic()
+
+    def progress(done: int) -> None:
+        nonlocal logged
+        if time.monotonic() - logged > _LOG_EVERY_S:
+            logged = time.monotonic()
+            evaluation.log(f"{done} of {total} attempts")
+
+    # Answers are saved only for a judge: scoring by rules takes no time.
+    saved = [name for name, metric in prompted.metrics.items() if judged and metric not in ("math", "f1")]
+    threads = evaluation.config.reward.judge.concurrency if judged else None  # each waits for a verdict
+    with ScoreQueue(prompted.scorers, journal, saved, progress, threads) as queue:
+        pending, unscored = [], list[tuple[Question, dict[int, Response]]]()
+        for question, task in prompted.tasks:
+            left = [n for n in range(evaluation.attempts) if not journal.done(question.benchmark, question.id, n)]
+            if answers := queue.saved_answers(question, left):
                 unscored.append((question, answers))
             if rest := tuple(n for n in left if n not in answers):
-                wanted.append(PendingQuestion(question, task, rest))
-        to_make = sum(len(each.attempts) for each in wanted)
+                pending.append(PendingQuestion(question, task, rest))
+        to_make = sum(len(each.attempts) for each in pending)
         to_judge = sum(len(answers) for _, answers in unscored)
         total = to_make + to_judge
         if not total:
             return
-        known = len(prompted.asked) * attempts - total
-        said = [f"{to_make} attempts to make", *([f"{to_judge} to judge"] if to_judge else [])]
-        tell(f"{', '.join(said)}{f', {known} are there already' if known else ''}; records in {out.path}")
+        done = len(prompted.tasks) * evaluation.attempts - total
+        counts = [f"{to_make} attempts to make"]
+        counts += [f"{to_judge} to judge"] if to_judge else []
+        counts += [f"{done} are done"] if done else []
+        evaluation.log(f"{', '.join(counts)}; records in {evaluation.out.path}")
         for question, answers in unscored:
-            scoring.score(question, answers)
-        if wanted:
-            with _agent(target, config, tools, out, prompted, attempts, tell) as agent:
-                agent.answer(wanted, scoring.deliver)
-        scoring.finish()
+            queue.score(question, answers)
+        if pending:
+            with _agent(evaluation, prompted) as agent:
+                agent.answer(pending, queue.deliver)
+        queue.finish()
 
 
 @contextmanager
-def _agent(
-    target: EvalTarget,
-    config: JobConfig,
-    tools: Tools,
-    out: RunDirectory,
-    prompted: PromptedQuestions,
-    attempts: int,
-    tell: Tell,
-) -> Iterator[Agent]:
-    """Whoever answers, with the services that this needs."""
+def _agent(evaluation: _Evaluation, prompted: PromptedQuestions) -> Iterator[Agent]:
+    """Start the services of an agent, and yield it."""
     from arpo_megatron.jobs.inputs import write_tool_files
     from arpo_megatron.launch.services import services, tool_service
     from arpo_megatron.rollout.endpoints import connect_rollouts
 
+    target, config, out, tools = evaluation.target, evaluation.config, evaluation.out, evaluation.tools
     if target.kind in (TargetKind.ORACLE, TargetKind.WRONG):
-        yield OracleAgent(right=target.kind is TargetKind.ORACLE)
+        yield OracleAgent(correct=target.kind is TargetKind.ORACLE)
         return
     write_tool_files(config, out, prompted.data)
     with Supervisor(out.logs) as supervisor:
@@ -244,10 +245,10 @@ def _agent(
 
             token = os.environ.get(TOKEN_VARIABLE) or None
             if tools is Tools.NONE:
-                yield ServerAgent(target.url, target.name, config, tools, None, tell=tell)
+                yield ServerAgent(target.url, target.name, config, tools, None, log=evaluation.log)
                 return
             with tool_service(config, out, supervisor) as sandbox_url:
-                yield ServerAgent(target.url, target.name, config, tools, sandbox_url, token, tell)
+                yield ServerAgent(target.url, target.name, config, tools, sandbox_url, token, evaluation.log)
             return
         from arpo_megatron.evaluation.agents.engine import EngineAgent
 
@@ -255,129 +256,60 @@ def _agent(
         with services(config, out, supervisor, target.model) as ready:
             rollouts = connect_rollouts(config, target.model, ready)
             try:
-                yield EngineAgent(rollouts, config, attempts, prompted.decode, supervisor.check)
+                yield EngineAgent(rollouts, config, evaluation.attempts, prompted.decode, supervisor.check)
             finally:
                 rollouts.close()
 
 
-def _training_data(
-    request: EvalRequest, target: EvalTarget, config: JobConfig, tell: Tell
-) -> overlap.TrainingQuestions | None:
-    """What the model was trained on, where that is known."""
-    train_data, key = request.train_data, "--train-data "
-    if train_data is None and target.run is not None and config.data.kind == "arpo_parquet":
-        train_data, key = config.data.path, "data.path="
-    if train_data is None:
+def _training_data(evaluation: _Evaluation) -> TrainingQuestions | None:
+    """Read the questions of the training data, if its file is known."""
+    path, key = evaluation.request.train_data, "--train-data "
+    config = evaluation.config
+    if path is None and evaluation.target.run is not None and config.data.kind == "arpo_parquet":
+        path, key = config.data.path, "data.path="
+    if path is None:
         return None
-    tell(f"looking for the questions in {train_data}")
-    return overlap.training_questions(train_data, key)
+    evaluation.log(f"searching {path} for the questions")
+    return training_questions(path, key)
 
 
-def _held(prompted: PromptedQuestions, training: overlap.TrainingQuestions) -> dict[str, set[str]]:
-    """The ids of the questions that the training data holds, by benchmark."""
-    held: dict[str, set[str]] = {name: set() for name in prompted.scorers}
-    for each in overlap.find_overlaps([question for question, _ in prompted.asked], training.texts):
-        held[each.question.benchmark].add(each.question.id)
-    return held
+def _overlapping(prompted: PromptedQuestions, training: TrainingQuestions) -> dict[str, set[str]]:
+    """Return the ids of the questions found in the training data, by benchmark."""
+    found: dict[str, set[str]] = {name: set() for name in prompted.scorers}
+    for each in find_overlaps([question for question, _ in prompted.tasks], training.texts):
+        found[each.question.benchmark].add(each.question.id)
+    return found
 
 
-def _figures(
-    request: EvalRequest,
-    config: JobConfig,
+def _summaries(
+    evaluation: _Evaluation,
     prompted: PromptedQuestions,
-    kept: Sequence[Attempt],
-    held: Mapping[str, set[str]] | None,
+    attempts: Sequence[Attempt],
+    overlapping: Mapping[str, set[str]] | None,
 ) -> list[EvalSummary]:
-    """A row for each benchmark, in the order in which they were asked for."""
-    asked = {(question.benchmark, question.id) for question, _ in prompted.asked}
-    kept = [attempt for attempt in kept if (attempt.benchmark, attempt.question_id) in asked]
+    asked = {(question.benchmark, question.id) for question, _ in prompted.tasks}
+    attempts = [attempt for attempt in attempts if (attempt.benchmark, attempt.question_id) in asked]
     return [
         summarize(
-            [attempt for attempt in kept if attempt.benchmark == name],
+            [attempt for attempt in attempts if attempt.benchmark == name],
             metric=prompted.metrics[name],
-            k=request.k,
-            seed=config.seed,
-            overlapping=None if held is None else held[name],
+            k=evaluation.request.k,
+            seed=evaluation.config.seed,
+            overlapping=None if overlapping is None else overlapping[name],
         )
         for name in prompted.scorers
     ]
 
 
-def _notes(
-    prompted: PromptedQuestions,
-    sets: Sequence[TestSet],
-    missing: Sequence[Benchmark],
-    request: EvalRequest,
-    training: overlap.TrainingQuestions | None,
-) -> list[str]:
-    """What a reader of the tables must know."""
-    notes = list(prompted.notes)
-    for each in sets:
-        if not each.known_file:
-            digest = each.sha256[:12]
-            notes.append(
-                f"{each.benchmark.name}: {each.path.name} (sha256 {digest}...) is not a file known to this version"
-            )
-        if each.left_out:
-            row, reason = each.left_out[0]
-            notes.append(f"{each.benchmark.name}: {len(each.left_out)} rows left out, the first (row {row}): {reason}")
-    if missing:
-        notes.append(f"not evaluated, no file in {request.data}: {', '.join(each.name for each in missing)}")
-    if request.tasks is not None:
-        notes.append(f"only the first {request.tasks} questions of each benchmark")
-    if training is not None and training.note:
-        notes.append(training.note)
-    return notes
-
-
-def _judging(judge: Judge | None) -> list[str]:
-    """What a reader must know of the judge: of answers that it gave no verdict on, some are scored by rule."""
-    if judge is None:
-        return []
-    counts = judge.take_counts()
-    return [
-        f"by the last process of this evaluation the judge was asked {counts['asked']:.0f} times "
-        f"({counts['cached']:.0f} replies were kept from before); {counts['unreadable']:.0f} replies had no verdict, "
-        f"{counts['fallbacks']:.0f} questions had none because it was down, and {counts['waited_s']:.0f} s were waited "
-        "for it"
-    ]
-
-
 def _report(
-    out: RunDirectory,
-    target: EvalTarget,
-    tools: Tools,
-    config: JobConfig,
-    figures: Sequence[EvalSummary],
-    notes: Sequence[str],
-    kept: Sequence[Attempt],
-    tell: Tell,
+    evaluation: _Evaluation, summaries: Sequence[EvalSummary], notes: Sequence[str], attempts: Sequence[Attempt]
 ) -> dict[str, Any]:
-    """Write records, summary and tables; returns what the command prints."""
-    drawn = config.evaluation
-    sampling = f"temperature {drawn.temperature:g}, top_p {drawn.top_p:g}, top_k {drawn.top_k or 'all'}"
-    sampling += f", repetition penalty {drawn.penalty:g}, seed {config.seed}"
-    failed = Counter(attempt.outcome.value for attempt in kept if attempt.outcome in TRANSIENT)
-    told = [f"{target.name}: {sampling}", *notes]
-    if failed:
-        kinds = ", ".join(f"{kind} {count}" for kind, count in sorted(failed.items()))
-        told.append(
-            f"{failed.total()} of {len(kept)} attempts failed for reasons that may be over ({kinds}) and count as "
-            "wrong: the same command makes them again, or has them judged"
-        )
-        tell(f"warning: {told[-1]}")
-    refused = [attempt.detail for attempt in kept if attempt.outcome is Outcome.REFUSED]
-    if refused:
-        told.append(
-            f"{len(refused)} of {len(kept)} attempts were refused by the server and count as wrong, also when the same "
-            f"command goes on; the first: {refused[0]}"
-        )
-        tell(f"warning: {told[-1]}")
-    rows = {row.benchmark: row.to_dict() for row in figures}
-    method = {Tools.NONE: "no tools", Tools.PROMPT: "TIR prompting", Tools.TRAINED: "trained"}[tools]
-    write_records(out.path / "records.parquet", kept)
-    summary = {"model": target.name, "method": method, "benchmarks": rows, "notes": told}
-    write_json(out.path / report.SUMMARY, summary)
-    report.write_reports(out.path, [report.EvalResult(target.name, method, rows, told)])
+    """Write records, summary and tables, and return the output of the command."""
+    target, out = evaluation.target, evaluation.out.path
+    rows = {row.benchmark: row.to_dict() for row in summaries}
+    method = _METHODS[evaluation.tools]
+    write_records(out / "records.parquet", attempts)
+    write_json(out / SUMMARY, {"model": target.name, "method": method, "benchmarks": rows, "notes": notes})
+    write_report(out, [EvalResult(target.name, method, rows, notes)])
     single = next(iter(rows.values())) if len(rows) == 1 else {}
-    return {"model": str(target.model or target.name), "out": str(out.path), **single, "benchmarks": rows}
+    return {"model": str(target.model or target.name), "out": str(out), **single, "benchmarks": rows}

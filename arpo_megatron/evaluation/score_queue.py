@@ -1,4 +1,4 @@
-"""Answers are kept, then scored in threads of their own: a judge may be away for longer than anybody wants to wait."""
+"""A queue that scores responses in threads, because a judge may be slow or unavailable for a long time."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
@@ -16,26 +16,26 @@ from arpo_megatron.tree import Finish
 
 
 class ScoreQueue:
-    """Scores what agents deliver; use as `with`.
+    """Scores the responses of agents; a context manager.
 
     Args:
-        scorers: by benchmark.
-        journal: takes answers and attempts.
-        kept: benchmarks whose answers wait for a verdict, and are kept before.
-        note: is told how many attempts are scored, from any thread.
-        at_once: how many attempts are scored at a time: as many as a judge may be asked; None: as suits the machine.
+        scorers: scorer by benchmark.
+        journal: receives answers and attempts.
+        judged: benchmarks with a judge. Their answers are saved before they are scored.
+        progress: called from any thread with the number of scored attempts.
+        threads: attempts scored at a time; None for the default of the machine.
     """
 
     def __init__(
         self,
         scorers: Mapping[str, Scorer],
         journal: Journal,
-        kept: Collection[str],
-        note: Callable[[int], None],
-        at_once: int | None = None,
+        judged: Collection[str],
+        progress: Callable[[int], None],
+        threads: int | None = None,
     ) -> None:
-        self._scorers, self._journal, self._kept, self._note = scorers, journal, kept, note
-        self._threads = ThreadPoolExecutor(at_once, thread_name_prefix="scoring")
+        self._scorers, self._journal, self._judged, self._progress = scorers, journal, judged, progress
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="scoring")
         self._futures = list[Future[None]]()
         self._failed: BaseException | None = None
         self._lock, self._done = Lock(), 0
@@ -44,51 +44,52 @@ class ScoreQueue:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_error: object) -> None:
-        """Whoever ends this early may have scorers that wait for a judge; they are let go when that is closed.
+        """Stop scoring.
 
-        Where rules alone score, and what ended it is the user's to mend, what was answered is still scored: it is
-        kept nowhere else.
+        Responses are lost without their score unless they wait for a judge. So after a UserError, scoring by rules
+        finishes. Scorers that wait for a judge return when the judge is closed.
         """
-        rest = kind is not None and issubclass(kind, UserError) and not self._kept
-        self._threads.shutdown(wait=rest, cancel_futures=not rest)
+        finish = kind is not None and issubclass(kind, UserError) and not self._judged
+        self._threads.shutdown(wait=finish, cancel_futures=not finish)
 
-    def kept(self, question: Question, numbers: Iterable[int]) -> dict[int, Response]:
-        """The answers among these attempts that only want a verdict."""
-        if question.benchmark not in self._kept:
+    def saved_answers(self, question: Question, numbers: Iterable[int]) -> dict[int, Response]:
+        """Return the saved answers among these attempts, which need only a verdict."""
+        if question.benchmark not in self._judged:
             return {}
-        found = {number: self._journal.answer(question.benchmark, question.id, number) for number in numbers}
+        rows = {number: self._journal.answer(question.benchmark, question.id, number) for number in numbers}
         return {
             number: AgentResponse(**{**row, "finish": Finish(row["finish"])})
-            for number, row in found.items()
+            for number, row in rows.items()
             if row is not None
         }
 
-    def deliver(self, each: PendingQuestion, given: Mapping[int, Response]) -> None:
-        """Of the protocol of agents. Raises what an earlier answer could not be scored for."""
-        question, new = each.question, {number: given[number] for number in each.attempts if number in given}
-        if question.benchmark in self._kept:
-            rows = {number: asdict(one) for number, one in new.items() if isinstance(one, AgentResponse)}
-            self._journal.keep_answers(question.benchmark, question.id, rows)
-        self.score(question, new)
+    def deliver(self, pending: PendingQuestion, responses: Mapping[int, Response]) -> None:
+        """Queue an agent's responses. Raises the error of an earlier response that could not be scored."""
+        question = pending.question
+        responses = {number: responses[number] for number in pending.attempts if number in responses}
+        if question.benchmark in self._judged:
+            rows = {number: asdict(each) for number, each in responses.items() if isinstance(each, AgentResponse)}
+            self._journal.save_answers(question.benchmark, question.id, rows)
+        self.score(question, responses)
 
-    def score(self, question: Question, given: Mapping[int, Response]) -> None:
-        """Have answers scored, each in some thread. Raises as `deliver`."""
+    def score(self, question: Question, responses: Mapping[int, Response]) -> None:
+        """Queue responses without saving them. Raises like `deliver`."""
         if self._failed is not None:
             raise self._failed
-        self._futures += [self._threads.submit(self._scored, question, number, one) for number, one in given.items()]
+        self._futures += [self._threads.submit(self._score, question, *each) for each in responses.items()]
 
     def finish(self) -> None:
-        """Wait until all are scored. Raises as `deliver`."""
+        """Wait until all responses are scored. Raises like `deliver`."""
         for future in as_completed(self._futures):
             future.result()
 
-    def _scored(self, question: Question, number: int, given: Response) -> None:
+    def _score(self, question: Question, number: int, response: Response) -> None:
         scorer = self._scorers[question.benchmark]
         try:
-            self._journal.add([score_response(question, number, given, scorer)])
+            self._journal.add([score_response(question, number, response, scorer)])
         except BaseException as error:
             self._failed = error
             raise
         with self._lock:
             self._done += 1
-            self._note(self._done)
+            self._progress(self._done)

@@ -1,4 +1,4 @@
-"""From a response to a scored attempt: a scorer for the held-out tasks of a run, one for each metric of benchmarks."""
+"""Scorers: one for the held-out tasks of a run, and one for each metric of benchmarks."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ _ANSWER = re.compile(r"<answer>(.*?)(?:</answer>|$)", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class AnswerVerdict:
-    """How right a response is. `outcome` is given where it does not follow from the rest."""
+    """Score of a response. `outcome` is set only if it does not follow from the other fields."""
 
     answer: str | None
     score: float
@@ -37,15 +37,15 @@ Scorer = Callable[[Question, AgentResponse], AnswerVerdict]
 
 
 class JudgeUnavailableError(RuntimeError):
-    """There is no verdict of the judge."""
+    """The judge gave no verdict."""
 
 
 AnswerCheck = Callable[[str, str, str], bool]
-"""(question, answer, expected) -> whether both answers mean the same; raises JudgeUnavailableError."""
+"""(question, answer, expected) -> whether both answers have the same meaning; raises JudgeUnavailableError."""
 
 
 def judge_check(model: Judge) -> AnswerCheck:
-    """A model as a judge (docs/rewards.md says how it is asked)."""
+    """Return a check by a judge model; docs/rewards.md shows its prompt."""
 
     def judge(question: str, answer: str, expected: str) -> bool:
         (verdict,) = model.ask([equivalence_question(question, expected, answer)])
@@ -57,9 +57,9 @@ def judge_check(model: Judge) -> AnswerCheck:
 
 
 def extract_answer(model_text: str) -> str | None:
-    """What the model answers: the last box inside its last <answer>, else that answer's text, else the last box at all.
+    """Return the last box inside the last <answer>, else the text of that answer, else the last box of the text.
 
-    Stricter rules about the format are counted beside (`Attempt.format_ok`); an answer that a reader would find counts.
+    An answer that a reader would find counts; `Attempt.format_ok` records whether the format was kept.
     """
     blocks = _ANSWER.findall(model_text)
     inside = blocks[-1].strip() if blocks else ""
@@ -71,7 +71,7 @@ def extract_answer(model_text: str) -> str | None:
 
 
 def benchmark_scorer(metric: Metric, tools: Tools, judge: AnswerCheck | None) -> Scorer:
-    """Scores answers to a benchmark's questions; where it wants a judge and there is none, by token F1."""
+    """Return the scorer of a metric; without a judge, the metric "judge" is scored by token F1."""
     grade = {"math": _math, "f1": _f1, "judge": _f1}[metric] if judge is None or metric != "judge" else _judged(judge)
 
     def score(question: Question, response: AgentResponse) -> AnswerVerdict:
@@ -90,24 +90,24 @@ def benchmark_scorer(metric: Metric, tools: Tools, judge: AnswerCheck | None) ->
 
 
 def held_out_scorer(reward: Reward, tasks: Sequence[Task], threshold: float) -> Scorer:
-    """Scores held-out tasks as the run's reward does: the format counts, and success is accuracy above `threshold`."""
+    """Return a scorer by the run's reward: the format counts, and success is accuracy above `threshold`."""
     by_id = {task.id: task for task in tasks}
 
-    def score(question: Question, response: AgentResponse) -> AnswerVerdict:
-        found = score_text(reward, response.text, by_id[question.id])
-        answer = found.answer if found.format_ok else None
-        return AnswerVerdict(answer, found.accuracy, found.accuracy > threshold, found.format_ok, detail=found.reason)
+    def grade(question: Question, response: AgentResponse) -> AnswerVerdict:
+        score = score_text(reward, response.text, by_id[question.id])
+        answer = score.answer if score.format_ok else None
+        return AnswerVerdict(answer, score.accuracy, score.accuracy > threshold, score.format_ok, detail=score.reason)
 
-    return score
+    return grade
 
 
-def score_response(question: Question, number: int, given: Response, scorer: Scorer) -> Attempt:
-    """Score attempt `number` at a question."""
-    if isinstance(given, NoResponse):
-        verdict = AnswerVerdict(None, 0.0, False, False, given.outcome, given.detail)
+def score_response(question: Question, number: int, response: Response, scorer: Scorer) -> Attempt:
+    """Score the response of attempt `number` at a question."""
+    if isinstance(response, NoResponse):
+        verdict = AnswerVerdict(None, 0.0, False, False, response.outcome, response.detail)
         response = AgentResponse("", "", finish=Finish.END)
     else:
-        verdict, response = scorer(question, given), given
+        verdict = scorer(question, response)
     return Attempt(
         benchmark=question.benchmark,
         question_id=question.id,
@@ -138,8 +138,8 @@ def _outcome(verdict: AnswerVerdict, response: AgentResponse) -> Outcome:
 
 
 def _math(question: Question, answer: str) -> tuple[float, bool]:
-    right = any(math_equal(answer, expected) for expected in question.answers)
-    return float(right), right
+    correct = any(math_equal(answer, expected) for expected in question.answers)
+    return float(correct), correct
 
 
 def _f1(question: Question, answer: str) -> tuple[float, bool]:
@@ -149,7 +149,7 @@ def _f1(question: Question, answer: str) -> tuple[float, bool]:
 
 def _judged(judge: AnswerCheck) -> Callable[[Question, str], tuple[float, bool]]:
     def grade(question: Question, answer: str) -> tuple[float, bool]:
-        right = any(judge(question.text, answer, expected) for expected in question.answers)
-        return float(right), right
+        correct = any(judge(question.text, answer, expected) for expected in question.answers)
+        return float(correct), correct
 
     return grade

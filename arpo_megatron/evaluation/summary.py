@@ -1,4 +1,4 @@
-"""From attempts to figures: one row a benchmark."""
+"""Summary of the attempts at a benchmark: one row of metrics."""
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -13,85 +13,80 @@ from arpo_megatron.evaluation.pass_at_k import interval, pass_at_k
 
 @dataclass(frozen=True, slots=True)
 class EvalSummary:
-    """What the attempts at a benchmark come to. Shares and scores are in [0, 1]; whatever failed scores 0.
-
-    Attributes:
-        benchmark: its name.
-        metric: what a score is: "math", "f1", "judge", or the name of a run's reward.
-        tasks: questions asked.
-        attempts: at each.
-        not_answered: attempts for which there is no response.
-        success: share of attempts that are right as a whole.
-        accuracy: mean score; pass@1.
-        accuracy_interval: its bootstrap interval over questions.
-        k: of the next two.
-        pass_at_k: expected best score of k attempts.
-        pass_at_k_interval: its interval.
-        format_ok: share of attempts that keep to the format.
-        tool_calls: of all attempts.
-        tool_calls_a_question: mean over attempts.
-        tool_errors: calls whose tool did not answer "ok".
-        model_tokens_a_question: sampled, mean over attempts.
-        tool_tokens_a_question: of tool results, mean over attempts.
-        outcomes: attempts by what became of them.
-        in_training_data: questions that the training data holds; None: not looked for.
-        accuracy_of_others: mean score without those.
-    """
+    """Metrics of a benchmark. Shares and scores are in [0, 1]; failed attempts score 0."""
 
     benchmark: str
     metric: str
+    """Meaning of a score: "math", "f1", "judge", or the name of a run's reward."""
     tasks: int
+    """Number of questions."""
     attempts: int
+    """Attempts per question."""
     not_answered: int
+    """Attempts without a response."""
     success: float
+    """Share of correct attempts."""
     accuracy: float
+    """Mean score, pass@1."""
     accuracy_interval: tuple[float, float]
+    """Bootstrap interval of the accuracy over questions."""
     k: int
     pass_at_k: float
+    """Expected best score of k attempts."""
     pass_at_k_interval: tuple[float, float]
     format_ok: float
+    """Share of attempts in the requested format."""
     tool_calls: int
-    tool_calls_a_question: float
+    """Calls of all attempts."""
+    tool_calls_per_attempt: float
+    """Mean calls per attempt."""
     tool_errors: int
-    model_tokens_a_question: float
-    tool_tokens_a_question: float
+    """Calls whose status is not "ok"."""
+    model_tokens_per_attempt: float
+    """Mean sampled tokens per attempt."""
+    tool_tokens_per_attempt: float
+    """Mean tokens of tool results per attempt."""
     outcomes: Mapping[str, int]
+    """Number of attempts by outcome."""
     in_training_data: int | None = None
+    """Questions found in the training data; None if it was not searched."""
     accuracy_of_others: float | None = None
+    """Mean score of the questions not found in the training data."""
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-safe."""
+        """Return a JSON-safe dictionary."""
         return asdict(self)
 
 
 def summarize(
     attempts: Sequence[Attempt], *, metric: str, k: int, seed: int, overlapping: Collection[str] | None = None
 ) -> EvalSummary:
-    """The figures of one benchmark.
+    """Summarize all attempts at one benchmark.
 
     Args:
-        attempts: all of it, as many at each question.
-        metric: what their scores are.
-        k: for pass@k.
-        seed: of the bootstrap.
-        overlapping: ids of questions that the training data holds; None: not looked for.
+        attempts: the attempts, equally many per question.
+        metric: meaning of their scores.
+        k: k of pass@k.
+        seed: seed of the bootstrap.
+        overlapping: ids of the questions found in the training data; None if it was not searched.
 
     Raises:
-        ValueError: attempts at several benchmarks, at none, or fewer than k at a question.
+        ValueError: the attempts belong to no benchmark or to several, or there are fewer than k per question.
     """
     (benchmark,) = {attempt.benchmark for attempt in attempts}
-    by_question: dict[str, list[float]] = {}
+    scores: dict[str, list[float]] = {}
     for attempt in attempts:
-        by_question.setdefault(attempt.question_id, []).append(attempt.score)
-    means = {question: float(np.mean(scores)) for question, scores in by_question.items()}
-    best = [pass_at_k(scores, k) for scores in by_question.values()]
+        scores.setdefault(attempt.question_id, []).append(attempt.score)
+    means = {question: float(np.mean(own)) for question, own in scores.items()}
+    best = [pass_at_k(own, k) for own in scores.values()]
     others = [mean for question, mean in means.items() if overlapping is not None and question not in overlapping]
     count = len(attempts)
+    tool_calls = sum(attempt.tool_calls for attempt in attempts)
     return EvalSummary(
         benchmark=benchmark,
         metric=metric,
-        tasks=len(by_question),
-        attempts=count // len(by_question),
+        tasks=len(scores),
+        attempts=count // len(scores),
         not_answered=sum(attempt.outcome in UNANSWERED for attempt in attempts),
         success=sum(attempt.correct for attempt in attempts) / count,
         accuracy=float(np.mean(list(means.values()))),
@@ -100,11 +95,11 @@ def summarize(
         pass_at_k=float(np.mean(best)),
         pass_at_k_interval=interval(best, seed=seed),
         format_ok=sum(attempt.format_ok for attempt in attempts) / count,
-        tool_calls=sum(attempt.tool_calls for attempt in attempts),
-        tool_calls_a_question=sum(attempt.tool_calls for attempt in attempts) / count,
+        tool_calls=tool_calls,
+        tool_calls_per_attempt=tool_calls / count,
         tool_errors=sum(attempt.tool_errors for attempt in attempts),
-        model_tokens_a_question=sum(attempt.model_tokens for attempt in attempts) / count,
-        tool_tokens_a_question=sum(attempt.tool_tokens for attempt in attempts) / count,
+        model_tokens_per_attempt=sum(attempt.model_tokens for attempt in attempts) / count,
+        tool_tokens_per_attempt=sum(attempt.tool_tokens for attempt in attempts) / count,
         outcomes=dict(Counter(attempt.outcome.value for attempt in attempts)),
         in_training_data=None if overlapping is None else len(means) - len(others),
         accuracy_of_others=float(np.mean(others)) if others else None,

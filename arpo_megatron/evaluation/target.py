@@ -1,4 +1,4 @@
-"""What `arpo eval` is given to evaluate, and the config that follows from it."""
+"""The target of `arpo eval`, and the config for evaluating it."""
 
 import json
 from dataclasses import dataclass
@@ -19,46 +19,42 @@ PAPER_SAMPLING = (
     "evaluation.top_k=20",
     "evaluation.repetition_penalty=1.1",
 )
-"""How the paper samples (arXiv 2507.19849, section 4.4, and its released scripts)."""
+"""Sampling of the paper (arXiv 2507.19849, section 4.4, and its released scripts)."""
 _DEEP = RolloutConfig(max_tool_calls=6, max_response_tokens=10000, max_tool_tokens=2560)
 _REASONING = RolloutConfig(max_tool_calls=3, max_response_tokens=4096)
 _PROMPT_TOKENS = 2000
 
 
 class TargetKind(StrEnum):
-    """Where answers come from."""
+    """Source of the answers."""
 
-    RUN = "run"  # a run directory: its export, or another Hugging Face directory, as the run's config serves it
+    RUN = "run"  # a run directory: its export, or another Hugging Face directory, served with the run's config
     MODEL = "model"  # a Hugging Face directory
     SERVER = "server"  # a URL
-    ORACLE = "oracle"  # the right answers
-    WRONG = "wrong"  # wrong ones
+    ORACLE = "oracle"  # correct answers
+    WRONG = "wrong"  # wrong answers
 
 
 @dataclass(frozen=True, slots=True)
 class EvalTarget:
-    """Who is evaluated.
-
-    Attributes:
-        kind: where answers come from.
-        name: in tables.
-        run: the run, if it is one.
-        model: Hugging Face directory that an engine serves, if one does.
-        url: of the server, if it is one.
-    """
+    """The model, server or oracle that is evaluated."""
 
     kind: TargetKind
     name: str
+    """Name in tables."""
     run: RunDirectory | None = None
+    """The run, for `TargetKind.RUN`."""
     model: Path | None = None
+    """Hugging Face directory that an engine serves, for runs and models."""
     url: str = ""
+    """Address, for `TargetKind.SERVER`."""
 
 
 def parse_target(text: str, model: str | None) -> EvalTarget:
-    """What SUBJECT and --model mean.
+    """Parse the arguments TARGET and --model.
 
     Raises:
-        UserError: neither a directory of a run or a model, nor a URL, nor `oracle` or `wrong`.
+        UserError: TARGET is neither a directory of a run or a model, nor a URL, nor `oracle` or `wrong`.
     """
     if text in (TargetKind.ORACLE, TargetKind.WRONG):
         return EvalTarget(TargetKind(text), text)
@@ -69,7 +65,7 @@ def parse_target(text: str, model: str | None) -> EvalTarget:
     if run.config.is_file():
         served = Path(model) if model is not None else run.export
         if not (served / "config.json").is_file():
-            raise UserError(f"{served} is no Hugging Face model; name one with --model")
+            raise UserError(f"{served} is not a Hugging Face model; name one with --model")
         return EvalTarget(TargetKind.RUN, path.name if model is None else str(model), run=run, model=served)
     if (path / "config.json").is_file():
         if model is not None:
@@ -85,35 +81,35 @@ def eval_config(target: EvalTarget, benchmarks: list[Benchmark], tools: Tools, o
     """Return the config for answering: the run's or a fresh one, then the paper's sampling, then `overrides`.
 
     Args:
-        target: who is evaluated.
-        benchmarks: on what; empty: the run's own held-out tasks, sampled as the run says.
-        tools: how the model comes to its tools.
-        overrides: `section.key=value`, above all else.
+        target: the model.
+        benchmarks: the benchmarks; empty for the run's own held-out tasks, which keep the run's sampling.
+        tools: how the model calls tools.
+        overrides: `section.key=value` of the user.
 
     Raises:
-        UserError: a word cannot be used.
+        UserError: an override is not valid.
     """
     if benchmarks:
         overrides = [*PAPER_SAMPLING, *overrides]
     if tools is Tools.NONE:
         overrides = [*overrides, "rollout.max_tool_calls=0"]
-    base = _fresh(target, benchmarks) if target.run is None else resolve.load(target.run.config)
+    base = _fresh_config(target, benchmarks) if target.run is None else resolve.load(target.run.config)
     return resolve.with_overrides(base, overrides)
 
 
-def _fresh(target: EvalTarget, benchmarks: list[Benchmark]) -> JobConfig:
-    """Without a run: the lengths of the recipes, deep search's where all benchmarks are of that suite."""
+def _fresh_config(target: EvalTarget, benchmarks: list[Benchmark]) -> JobConfig:
+    """Return a config with the lengths of the recipes: those of deep search if all benchmarks belong to that suite."""
     deep = {benchmark.name for benchmark in benchmarks} <= set(SUITES["deepsearch"])
     rollout = _DEEP if deep else _REASONING
     length = _PROMPT_TOKENS + rollout.max_response_tokens
     model = ModelConfig(max_length=length)
     if target.model is not None:
-        shape = json.loads((target.model / "config.json").read_text(encoding="utf-8"))
-        stored = str(shape.get("dtype") or shape.get("torch_dtype") or "bfloat16")
+        hf_config = json.loads((target.model / "config.json").read_text(encoding="utf-8"))
+        stored = str(hf_config.get("dtype") or hf_config.get("torch_dtype") or "bfloat16")
         model = ModelConfig(
             path=target.model,
             dtype="float32" if stored.endswith("float32") else "bfloat16",
-            max_length=max(64, min(length, int(shape.get("max_position_embeddings") or length))),
+            max_length=max(64, min(length, int(hf_config.get("max_position_embeddings") or length))),
         )
     return JobConfig(
         name="eval",

@@ -1,4 +1,4 @@
-"""`arpo bench pack` on small trees: its figures are those of the trees, and both sides have one gradient."""
+"""`arpo bench pack` on small trees: token figures match the trees, and both sides have the same gradient."""
 
 from dataclasses import replace
 
@@ -30,7 +30,7 @@ def test_figures_of_a_small_mix(monkeypatch: pytest.MonkeyPatch) -> None:
         assert 0 <= figures["imbalance"] < 0.5
 
 
-def test_the_mixes_share_what_they_say() -> None:
+def test_token_ratios_of_the_mixes() -> None:
     ratios = []
     for mix in MIXES.values():
         tree = mix.tree(0, pack.SHAPE.vocabulary)

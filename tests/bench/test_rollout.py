@@ -40,26 +40,26 @@ def test_every_schedule_finishes_all_trajectories_within_its_bounds(monkeypatch:
     assert found["prefill_over_unique"] <= 1.05
     on_policy = found["runs"]["heavy_tail"]["on_policy"]
     needless = on_policy["computed"] - on_policy["given"]
-    assert needless <= on_policy["requests"]  # the last token of a prompt that is cached otherwise
-    # With two tasks a step there is less to overlap, and a machine that does other work adds noise: the figures of the
-    # whole benchmark are far from these bounds (docs/performance.md).
+    assert needless <= on_policy["requests"]  # the last token of an otherwise cached prompt
+    # Two tasks per step overlap less, and other load adds noise: the full benchmark is far from these bounds
+    # (docs/performance.md).
     assert found["speedup_heavy_tail"] > 1.2
     small, large = found["controller"]["sizes"]
     assert (small["trajectories"], large["trajectories"]) == (256, 2048)
     assert small["concurrent"] >= 128
     assert large["concurrent"] >= 1024
-    # Linear: a segment costs as much among many as among few. With each among all others it would cost eight times.
+    # The cost of a segment must not grow with the number of trajectories; quadratic cost would give 8.
     assert found["controller"]["growth"] <= 3
     assert found["controller"]["engine_answers"] == "simulated"
 
 
-def test_tasks_have_prompts_of_their_own(tmp_path: Path) -> None:
+def test_tasks_share_no_prompt_prefix(tmp_path: Path) -> None:
     write_model(tmp_path)
     codec = TokenizerCodec(tmp_path)
     prompts = [codec.encode(rollout._task(number).prompt_text) for number in range(rollout.TASKS * rollout.STEPS)]
     unknown = codec.encode("nowhere")
     assert {len(prompt) for prompt in prompts} == {40}
-    assert len({prompt[0] for prompt in prompts}) == len(prompts)  # nothing in common to begin with
+    assert len({prompt[0] for prompt in prompts}) == len(prompts)  # no common first token
     assert not any(unknown[0] in prompt for prompt in prompts)
 
 
@@ -71,8 +71,8 @@ def test_tool_latencies_have_mean_one() -> None:
         assert np.mean([draw(rng) for _ in range(20000)]) == pytest.approx(1.0, abs=0.05), name
 
 
-class Schedule:
-    """A tree pool, and a hold on one, that finishes trees at once: what it is asked for is all that counts here."""
+class RecordingHandle:
+    """A rollout handle that finishes trees at once and records its calls."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, int | None, int | None]] = []
@@ -83,7 +83,7 @@ class Schedule:
 
     def start_trees(self, _group: str, tasks: Sequence[Task], **_how: object) -> None:
         self.in_flight += tasks
-        if self.calls and self.calls[-1][0] == "start":  # the benchmark starts a step's trees at a time
+        if self.calls and self.calls[-1][0] == "start":  # the benchmark starts all trees of a step together
             self.calls[-1] = ("start", (self.calls[-1][1] or 0) + len(tasks), None)
         else:
             self.calls.append(("start", len(tasks), None))
@@ -98,11 +98,11 @@ class Schedule:
         return RolloutReport(trees, [], stats, tuple(range(len(trees))))
 
     def stop_trees(self, _request: object) -> RolloutReport:
-        raise AssertionError("none is left over")
+        raise AssertionError("no tree is left over")
 
 
-class Pool(Schedule):
-    """Asked as the benchmark asks it."""
+class RecordingPool(RecordingHandle):
+    """The same as a tree pool."""
 
     def start(self, request: StartTrees) -> None:
         self.start_trees("", [tree.task for tree in request.trees])
@@ -118,7 +118,7 @@ class Pool(Schedule):
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_the_benchmark_starts_and_waits_for_what_a_run_does(
+def test_benchmark_starts_and_collects_trees_as_a_run_does(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ahead: bool
 ) -> None:
     def score(trees: Sequence[RolloutTree], tasks: Sequence[Task], *, step: int) -> list[ScoredTree]:
@@ -127,7 +127,7 @@ def test_the_benchmark_starts_and_waits_for_what_a_run_does(
 
     config = rollout._job(ahead=ahead)
     tasks = [rollout._task(number) for number in range(rollout.TASKS * rollout.STEPS)]
-    run: Any = Schedule()
+    run: Any = RecordingHandle()
     scorer: Any = SimpleNamespace(score=score)
     journal = StepJournal(tmp_path / "step_journal.msgpack", tmp_path, 1, 3600.0, pytest.fail)
     events = EventLog(tmp_path / "events.jsonl")
@@ -140,8 +140,8 @@ def test_the_benchmark_starts_and_waits_for_what_a_run_does(
         return bench._version
 
     write_model(tmp_path / "model")
-    pool, bench = Pool(), rollout.Bench("", TokenizerCodec(tmp_path / "model"), progress=False)
-    bench._version = -1  # so that a step's version is its number, as in a run
+    pool, bench = RecordingPool(), rollout.Bench("", TokenizerCodec(tmp_path / "model"), progress=False)
+    bench._version = -1  # so that versions equal steps, as in a run
     monkeypatch.setattr(rollout, "new_pool", lambda *_: pool)
     monkeypatch.setattr(bench, "_new_version", version)
     nothing: Any = None

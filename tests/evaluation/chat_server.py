@@ -1,7 +1,7 @@
-"""A server that speaks OpenAI's chat format and says what a script says.
+"""A server that speaks OpenAI's chat format and answers by a script.
 
-A real model cannot be made to answer a given question rightly, fail at a given request, or count who asked. What the
-real SGLang does with the same requests is tested in test_engines.py.
+A real model cannot be made to answer a given question correctly or to fail at a given request. test_agents.py sends the
+same requests to a real SGLang.
 """
 
 import asyncio
@@ -16,33 +16,29 @@ from aiohttp import web
 
 @dataclass
 class ChatServer:
-    """Answers POST /v1/chat/completions.
-
-    Attributes:
-        script: the messages of a request -> what the model would say by itself, which is cut at stop strings.
-        delay_s: how long an answer takes.
-        fail: status to answer a request with, by its messages; 0: none.
-        said: the body of such an answer; empty: an error as OpenAI says it.
-        unknown: parameter of a request that is not known: 400, and an error that names it; empty: none.
-        body: what a request is answered with as it is, by its messages; None: as the script says.
-        holds_after: so many requests are answered; those behind them wait until it is more.
-        requests: all of them.
-    """
+    """Answers POST /v1/chat/completions."""
 
     script: Callable[[list[dict[str, str]]], str]
+    """Messages of a request to the model's text, before it is cut at stop strings."""
     delay_s: float = 0.0
+    """Time of an answer."""
     fail: Callable[[list[dict[str, str]]], int] = lambda _messages: 0
-    said: str = ""
+    """Messages of a request to the error status; 0 for success."""
+    error_body: str = ""
+    """Body of a failed request; empty for an error in OpenAI's format."""
     unknown: str = ""
+    """Parameter that the server rejects with 400."""
     body: Callable[[list[dict[str, str]]], bytes | None] = lambda _messages: None
+    """Messages of a request to the raw body; None for a completion of the script."""
     holds_after: float = float("inf")
+    """Number of requests that are answered; later ones wait until it is raised."""
     requests: list[dict[str, Any]] = field(default_factory=list)
     most_at_once: int = 0
     url: str = ""
     _now: int = 0
 
     def asked(self) -> list[str]:
-        """The questions of all requests, without the probe."""
+        """Return the questions of all requests except the probe."""
         users = [next(m["content"] for m in each["messages"] if m["role"] == "user") for each in self.requests]
         return [text for text in users if text != "1+1="]
 
@@ -61,7 +57,7 @@ class ChatServer:
                 return web.json_response(error, status=400)
             if status := self.fail(body["messages"]):
                 error = {"error": {"message": f"status {status} was wanted"}}
-                return web.json_response(self.said or error, status=status)
+                return web.json_response(self.error_body or error, status=status)
             if (raw := self.body(body["messages"])) is not None:
                 return web.Response(body=raw, content_type="application/json")
             text, reason = self.script(body["messages"]), "stop"
@@ -69,7 +65,7 @@ class ChatServer:
             text = text[: min(cuts)] if cuts else text
             if len(text.split()) > body["max_tokens"]:
                 text, reason = " ".join(text.split()[: body["max_tokens"]]), "length"
-            said = len(text.split())
+            tokens = len(text.split())
             prompt = sum(len(message["content"].split()) for message in body["messages"])
             return web.json_response(
                 {
@@ -80,7 +76,7 @@ class ChatServer:
                     "choices": [
                         {"index": 0, "finish_reason": reason, "message": {"role": "assistant", "content": text}}
                     ],
-                    "usage": {"prompt_tokens": prompt, "completion_tokens": said, "total_tokens": prompt + said},
+                    "usage": {"prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": prompt + tokens},
                 }
             )
         finally:
@@ -92,7 +88,7 @@ class ChatServer:
 
 @contextmanager
 def served(server: ChatServer) -> Iterator[ChatServer]:
-    """Serve it from a thread with an event loop of its own."""
+    """Serve from a thread with its own event loop."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()

@@ -1,4 +1,4 @@
-"""Small test sets of our own, in the forms of the released files."""
+"""Small test sets in the formats of the released files."""
 
 import base64
 import csv
@@ -22,34 +22,34 @@ def write_lines(path: Path, rows: list[dict[str, Any]]) -> None:
 
 @pytest.fixture(scope="session")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with a file for six of the thirteen benchmarks, one of each form."""
-    place = tmp_path_factory.mktemp("benchmarks")
+    """Write a file for six of the thirteen benchmarks, one of each format."""
+    directory = tmp_path_factory.mktemp("benchmarks")
     write_lines(
-        place / "aime24.jsonl",
+        directory / "aime24.jsonl",
         [{"problem": f"What is {n} plus {n}?", "answer": f"{2 * n:03d}"} for n in range(1, 7)],
     )
     write_lines(
-        place / "gsm8k.jsonl",
+        directory / "gsm8k.jsonl",
         [{"question": "Ann has 3 bags of 400 nuts. How many nuts?", "answer": "3*400=<<3*400=1200>>\n#### 1,200"}],
     )
     write_lines(
-        place / "math.jsonl",
+        directory / "math.jsonl",
         [{"problem": "Solve $x^2=4$ for $x>0$, halved.", "solution": "It is $x=2$, so $\\boxed{\\frac{2}{2}}$."}],
     )
     rows = [
         {"id": "dev_0", "question": "Who wrote it?", "golden_answers": ["Jane Austen", "Austen"]},
         {"id": "dev_1", "question": "Are both novels?", "golden_answers": ["no"]},
     ]
-    pq.write_table(pa.Table.from_pylist(rows), place / "hotpotqa.parquet")
+    pq.write_table(pa.Table.from_pylist(rows), directory / "hotpotqa.parquet")
     write_lines(
-        place / "metadata.jsonl",
+        directory / "metadata.jsonl",
         [
             {"Question": "Which city?", "Final answer": "Lima", "file_name": ""},
             {"Question": "What does the table say?", "Final answer": "3", "file_name": "table.xlsx"},
         ],
     )
-    with (place / "DeepSearch-2505.csv").open("w", encoding="utf-8-sig", newline="") as file:
+    with (directory / "DeepSearch-2505.csv").open("w", encoding="utf-8-sig", newline="") as file:
         table = csv.DictWriter(file, ["id", "prompt", "answer", "canary"])
         table.writeheader()
         table.writerow({"id": 1, "prompt": xor("哪座山更高?", "k3y"), "answer": xor("珠峰", "k3y"), "canary": "k3y"})
-    return place
+    return directory

@@ -1,4 +1,4 @@
-"""A real SGLang serves a model, once for this file: grown in tokens, and asked as a stranger's server."""
+"""Agents on a real SGLang engine, started once: trees in tokens, and OpenAI's format as text."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -37,65 +37,64 @@ class Stage:
     config: JobConfig
     ready: Services
     rollouts: RolloutHandle
-    wanted: list[PendingQuestion]
+    pending: list[PendingQuestion]
     decode: Decode
     supervisor: Supervisor
 
-    def grown(self, *words: str, samples: int = 1) -> Agent:
-        return EngineAgent(
-            self.rollouts, resolve.with_overrides(self.config, words), samples, self.decode, self.supervisor.check
-        )
+    def engine_agent(self, *overrides: str, attempts: int = 1) -> Agent:
+        config = resolve.with_overrides(self.config, overrides)
+        return EngineAgent(self.rollouts, config, attempts, self.decode, self.supervisor.check)
 
 
 @pytest.fixture(scope="module")
 def stage(files: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
-    """A random model that calls tools by chance, with the services of an evaluation."""
+    """Start the services of an evaluation with a random model that calls tools by chance."""
     from transformers import AutoTokenizer
 
-    place = tmp_path_factory.mktemp("stage")
-    model = place / "model"
+    directory = tmp_path_factory.mktemp("stage")
+    model = directory / "model"
     write_model(model)
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.chat_template = CHAT
     tokenizer.save_pretrained(model)
-    target, benchmark = EvalTarget(TargetKind.MODEL, "talkative", model=model), BENCHMARKS["aime24"]
+    target, benchmark = EvalTarget(TargetKind.MODEL, "tool-calling", model=model), BENCHMARKS["aime24"]
     config = eval_config(target, [benchmark], Tools.TRAINED, WORDS)
     assert (config.model.dtype, config.evaluation.top_k) == ("float32", 20)
     path = find(benchmark, files)
     assert path is not None
     prompted = prompt_benchmarks([read(benchmark, path)], target, config, Tools.TRAINED, "", None, None)
     assert prompted.decode is not None
-    run = RunDirectory(place)
+    run = RunDirectory(directory)
     write_tool_files(config, run, prompted.data)
     with Supervisor(run.logs) as supervisor, services(config, run, supervisor, model) as ready:
         rollouts = connect_rollouts(config, model, ready)
-        wanted = [PendingQuestion(question, task, (0,)) for question, task in prompted.asked]
-        yield Stage(config, ready, rollouts, wanted, prompted.decode, supervisor)
+        pending = [PendingQuestion(question, task, (0,)) for question, task in prompted.tasks]
+        yield Stage(config, ready, rollouts, pending, prompted.decode, supervisor)
         rollouts.close()
 
 
-def responses(agent: Agent, wanted: list[PendingQuestion]) -> dict[tuple[str, int], AgentResponse]:
-    """What the agent delivers, without what the clock says."""
+def responses(agent: Agent, pending: list[PendingQuestion]) -> dict[tuple[str, int], AgentResponse]:
+    """Return the delivered responses, without their wall time."""
     found = {}
 
-    def deliver(each, given):
-        for number, response in given.items():
+    def deliver(each, delivered):
+        for number, response in delivered.items():
             assert isinstance(response, AgentResponse), response
             found[each.question.id, number] = replace(response, seconds=0.0)
 
-    agent.answer(wanted, deliver)
+    agent.answer(pending, deliver)
     return found
 
 
-def test_greedy_answers_are_the_same_every_time(stage: Stage) -> None:
-    first = responses(stage.grown("evaluation.temperature=0"), stage.wanted)
-    assert len(first) == len(stage.wanted)
-    assert responses(stage.grown("evaluation.temperature=0"), stage.wanted[::-1]) == first
+def test_greedy_answers_are_deterministic(stage: Stage) -> None:
+    first = responses(stage.engine_agent("evaluation.temperature=0"), stage.pending)
+    assert len(first) == len(stage.pending)
+    assert responses(stage.engine_agent("evaluation.temperature=0"), stage.pending[::-1]) == first
 
 
-def test_attempts_of_the_paper_s_sampling_differ_and_call_real_tools(stage: Stage) -> None:
-    found = responses(stage.grown(samples=3), stage.wanted)
-    assert len(found) == 3 * len(stage.wanted)
+def test_sampled_attempts_differ_and_call_real_tools(stage: Stage) -> None:
+    found = responses(stage.engine_agent(attempts=3), stage.pending)
+    assert len(found) == 3 * len(stage.pending)
     assert len({response.model_text for response in found.values()}) == len(found)
     called = [response for response in found.values() if response.tool_calls]
     assert called
@@ -105,12 +104,12 @@ def test_attempts_of_the_paper_s_sampling_differ_and_call_real_tools(stage: Stag
     assert all(0 < response.model_tokens + response.tool_tokens <= 200 for response in found.values())
 
 
-def test_the_same_engine_is_a_server_that_speaks_openai_s_format(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_server_agent_calls_tools_through_openai_s_format(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", stage.ready.engine_token or "")
     url = stage.ready.engine_urls[0]
     name = served_model(url, stage.config)
     agent = ServerAgent(url, name, stage.config, Tools.TRAINED, stage.ready.sandbox_url)
-    found = responses(agent, stage.wanted)
+    found = responses(agent, stage.pending)
     called = [response for response in found.values() if response.tool_calls]
     assert called
     firsts = [response.text.partition(" <result>\n")[0] for response in called]

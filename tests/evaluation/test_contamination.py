@@ -1,4 +1,4 @@
-"""Evaluation questions that the training data holds are found; contest phrases alone are not enough."""
+"""Evaluation questions are found in training data; common contest phrases alone do not match."""
 
 import json
 from pathlib import Path
@@ -25,12 +25,12 @@ def question(text: str) -> Question:
     return Question("aime24", "aime24-0", text, ("1",))
 
 
-def test_equal_words_are_found_whatever_their_case_and_signs() -> None:
+def test_equal_words_match_without_case_and_punctuation() -> None:
     (found,) = find_overlaps([question("Who wrote *Emma*?")], ["what?", "who  wrote Emma"])
     assert (found.training_row, found.share) == (1, 1.0)
 
 
-def test_most_of_a_question_inside_another_is_found() -> None:
+def test_most_of_a_question_inside_another_matches() -> None:
     (found,) = find_overlaps(
         [question(LONG + "both go at 50 km/h?")], ["short", f"Read this. {LONG}both go at 70 km/h?"]
     )
@@ -38,12 +38,12 @@ def test_most_of_a_question_inside_another_is_found() -> None:
     assert 0.5 <= found.share < 1.0
 
 
-def test_a_phrase_of_contests_is_no_overlap() -> None:
+def test_contest_phrase_alone_does_not_match() -> None:
     asked = question(f"{LONG}the answer is m/n, {PHRASE}")
     assert not find_overlaps([asked], [f"Find the side of the square as m/n, {PHRASE}"])
 
 
-def test_conversations_are_training_data_too(tmp_path: Path) -> None:
+def test_user_turns_of_conversations_are_questions(tmp_path: Path) -> None:
     path = tmp_path / "sft.jsonl"
     turns = [{"role": "user", "content": "Who wrote Emma?"}, {"role": "assistant", "content": "Austen"}]
     path.write_text(json.dumps({"messages": turns}) + "\nnot json\n")
@@ -62,7 +62,7 @@ ROWS = [
 ]
 
 
-def test_tables_are_training_data_too(tmp_path: Path) -> None:
+def test_csv_tables_are_training_data(tmp_path: Path) -> None:
     path = tmp_path / "train.csv"
     path.write_text("question,answer\nWho wrote Emma?,Austen\n,none\n")
     found = training_questions(path, "")
@@ -72,7 +72,7 @@ def test_tables_are_training_data_too(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("row", ROWS)
 @pytest.mark.parametrize("suffix", ["jsonl", "json", "parquet"])
-def test_questions_are_read_under_every_known_name(tmp_path: Path, row: dict[str, Any], suffix: str) -> None:
+def test_questions_are_read_from_every_known_field(tmp_path: Path, row: dict[str, Any], suffix: str) -> None:
     path = tmp_path / f"train.{suffix}"
     if suffix == "parquet":
         pq.write_table(pa.Table.from_pylist([row]), path)
@@ -84,27 +84,27 @@ def test_questions_are_read_under_every_known_name(tmp_path: Path, row: dict[str
 
 @pytest.mark.parametrize("rows", [[], [{"instruction": "Who wrote Emma?"}], [{"question": "QUJD", "canary": "k"}]])
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
-def test_a_file_without_one_question_is_no_all_clear(tmp_path: Path, rows: list[dict[str, str]], suffix: str) -> None:
+def test_file_without_questions_is_an_error(tmp_path: Path, rows: list[dict[str, str]], suffix: str) -> None:
     path = tmp_path / f"train.{suffix}"
     if suffix == "parquet":
         pq.write_table(pa.Table.from_pylist(rows), path)
     else:
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with pytest.raises(UserError, match=r"not one question in its \d rows; expected .*messages.*question") as caught:
+    with pytest.raises(UserError, match=r"no question in its \d rows; expected .*messages.*question") as caught:
         training_questions(path, "--train-data ")
     assert "\n" not in str(caught.value)
 
 
-def test_a_benchmark_is_found_in_itself_and_rows_that_are_not_read_are_told(files: Path, tmp_path: Path) -> None:
+def test_decontaminate_finds_a_benchmark_in_itself_and_counts_unread_rows(files: Path, tmp_path: Path) -> None:
     train = tmp_path / "train.jsonl"
     train.write_text((files / "gsm8k.jsonl").read_text() + '{"text": "?"}\n')
-    told = CliRunner().invoke(app, ["decontaminate", str(train), "--suite", "gsm8k", "--data", str(files)])
-    assert told.exit_code == 1
-    assert "gsm8k: 1 of 1 questions are in" in told.stderr
-    assert "1 of 2 rows" in told.stderr and "(row 1): no question in it; it has text" in told.stderr
+    logged = CliRunner().invoke(app, ["decontaminate", str(train), "--suite", "gsm8k", "--data", str(files)])
+    assert logged.exit_code == 1
+    assert "gsm8k: 1 of 1 questions are in" in logged.stderr
+    assert "1 of 2 rows" in logged.stderr and "(row 1): no question in it; it has text" in logged.stderr
 
 
-def test_a_short_question_is_found_inside_a_text_unless_it_is_very_short() -> None:
+def test_short_question_matches_inside_a_text_unless_very_short() -> None:
     asked = question("In what year was Jane Austen born?")
     (found,) = find_overlaps([asked], ["When?", "Question: in what year was Jane Austen born? Think first."])
     assert (found.training_row, found.share) == (1, 1.0)
@@ -114,19 +114,19 @@ def test_a_short_question_is_found_inside_a_text_unless_it_is_very_short() -> No
 
 
 @pytest.mark.parametrize("name", ["none.parquet", "none.jsonl", "none"])
-def test_a_training_file_that_is_missing_is_named_as_it_was_given(tmp_path: Path, name: str) -> None:
+def test_missing_training_file_is_named_as_given(tmp_path: Path, name: str) -> None:
     with pytest.raises(UserError, match=r"^--train-data .*none\S*: no such file$"):
         training_questions(tmp_path / name, "--train-data ")
 
 
-def test_a_training_file_that_cannot_be_read_is_named_as_it_was_given(tmp_path: Path) -> None:
+def test_unreadable_training_file_is_named_as_given(tmp_path: Path) -> None:
     for name, text in (("a.json", "{"), ("a.parquet", "no"), ("a.csv", ""), ("a.txt", "")):
         (tmp_path / name).write_text(text)
         with pytest.raises(UserError, match=rf"^--train-data \S*{name}(, line 1)?: "):
             training_questions(tmp_path / name, "--train-data ")
 
 
-def test_in_text_without_spaces_every_character_is_a_word() -> None:
+def test_each_chinese_character_is_a_word() -> None:
     asked = question("请问在AIME2024比赛中获得满分的选手来自哪个城市的学校?")
     (found,) = find_overlaps([asked], ["题目:" + asked.text.removesuffix("的学校?") + ",请说明."])
     assert 0.5 <= found.share < 1.0

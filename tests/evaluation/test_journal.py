@@ -1,4 +1,4 @@
-"""What was answered is kept: through a torn line, in order, and in a file that pandas and polars open."""
+"""The journal survives a torn line, and records are a Parquet file."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +28,7 @@ ONE = Attempt(
 )
 
 
-def test_a_torn_line_costs_that_attempt_only(tmp_path: Path) -> None:
+def test_torn_line_loses_one_attempt(tmp_path: Path) -> None:
     path = tmp_path / "attempts.jsonl"
     journal = Journal(path)
     journal.add([ONE, replace(ONE, attempt=1)])
@@ -43,7 +43,7 @@ def test_a_torn_line_costs_that_attempt_only(tmp_path: Path) -> None:
         assert path.read_bytes() == whole
 
 
-def test_what_an_earlier_version_kept_as_it_came_is_readable(tmp_path: Path) -> None:
+def test_invalid_text_and_counts_are_readable(tmp_path: Path) -> None:
     odd = replace(ONE, expected=("\ud800",), response="\udfff!", model_tokens=10**30, tool_tokens=-1)
     journal = Journal(tmp_path / "attempts.jsonl")
     journal.add([odd])
@@ -56,7 +56,7 @@ def test_what_an_earlier_version_kept_as_it_came_is_readable(tmp_path: Path) -> 
     assert (row["model_tokens"], row["tool_tokens"]) == (0, 0)
 
 
-def test_what_failed_by_no_fault_of_the_model_is_asked_again(tmp_path: Path) -> None:
+def test_service_failures_are_repeated(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "attempts.jsonl")
     journal.add([replace(ONE, outcome=Outcome.ENGINE), replace(ONE, attempt=1, outcome=Outcome.PROMPT_TOO_LONG)])
     assert not journal.done("aime24", "aime24-0", 0)
@@ -68,7 +68,7 @@ def test_what_failed_by_no_fault_of_the_model_is_asked_again(tmp_path: Path) -> 
     journal.close()
 
 
-def test_records_are_a_parquet_file_of_attempts(tmp_path: Path) -> None:
+def test_records_have_a_row_per_attempt(tmp_path: Path) -> None:
     path = tmp_path / "records.parquet"
     write_records(path, [ONE, replace(ONE, attempt=1, answer=None, outcome=Outcome.LENGTH)])
     table = pl.read_parquet(path)

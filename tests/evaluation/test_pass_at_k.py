@@ -1,4 +1,4 @@
-"""pass@k is what drawing k of the attempts at random gives on average."""
+"""pass@k against enumeration of all draws, and the coverage of bootstrap intervals."""
 
 from itertools import combinations
 from math import comb
@@ -12,14 +12,14 @@ from arpo_megatron.evaluation.pass_at_k import interval, pass_at_k
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=8), st.data())
-def test_it_is_the_mean_best_of_all_draws(scores: list[float], data: st.DataObject) -> None:
+def test_pass_at_k_is_the_mean_best_of_all_draws(scores: list[float], data: st.DataObject) -> None:
     k = data.draw(st.integers(1, len(scores)))
     best = [max(draw) for draw in combinations(scores, k)]
     assert pass_at_k(scores, k) == pytest.approx(sum(best) / len(best))
 
 
 @given(st.integers(1, 40), st.data())
-def test_for_right_and_wrong_it_is_the_unbiased_estimator(count: int, data: st.DataObject) -> None:
+def test_binary_pass_at_k_is_the_unbiased_estimator(count: int, data: st.DataObject) -> None:
     right = data.draw(st.integers(0, count))
     k = data.draw(st.integers(1, count))
     expected = 1 - comb(count - right, k) / comb(count, k)
@@ -27,12 +27,12 @@ def test_for_right_and_wrong_it_is_the_unbiased_estimator(count: int, data: st.D
 
 
 @pytest.mark.parametrize("k", [0, 3])
-def test_more_draws_than_attempts_are_refused(k: int) -> None:
+def test_more_draws_than_attempts_are_an_error(k: int) -> None:
     with pytest.raises(ValueError, match="of 2 attempts"):
         pass_at_k([0.0, 1.0], k)
 
 
-def test_the_interval_covers_the_mean_as_often_as_it_says() -> None:
+def test_interval_has_its_nominal_coverage() -> None:
     rng = np.random.default_rng(0)
     covered = 0
     for trial in range(60):
@@ -41,7 +41,7 @@ def test_the_interval_covers_the_mean_as_often_as_it_says() -> None:
     assert 50 <= covered <= 60
 
 
-def test_the_interval_of_equal_values_is_a_point_and_depends_on_the_seed_alone() -> None:
+def test_interval_of_equal_values_is_a_point_and_depends_on_the_seed() -> None:
     assert interval([1.0, 1.0, 1.0], seed=1) == (1.0, 1.0)
     assert interval([0.25], seed=1) == (0.25, 0.25)
     values = np.linspace(0, 1, 50)

@@ -1,4 +1,4 @@
-"""Released files are read as they are; a missing one is a line that says where to get it."""
+"""Readers of released files, and the error for a missing one."""
 
 import csv
 import os
@@ -36,12 +36,12 @@ def test_the_paper_has_thirteen_benchmarks_in_two_suites() -> None:
         ("xbench", "哪座山更高?", ("珠峰",)),
     ],
 )
-def test_each_form_is_read(files: Path, name: str, text: str, answers: tuple[str, ...]) -> None:
+def test_each_file_format_is_read(files: Path, name: str, text: str, answers: tuple[str, ...]) -> None:
     assert first(files, name) == Question(name, f"{name}-0", text, answers)
 
 
 @pytest.mark.parametrize("mark", ["\u2028", "\x85", "\x0c", "\n", "\r\n"])
-def test_a_row_of_a_table_ends_where_csv_ends_it(tmp_path: Path, mark: str) -> None:
+def test_csv_row_may_contain_line_separators(tmp_path: Path, mark: str) -> None:
     path = tmp_path / "bamboogle.csv"
     with path.open("w", encoding="utf-8", newline="") as file:
         table = csv.writer(file)
@@ -53,7 +53,7 @@ def test_a_row_of_a_table_ends_where_csv_ends_it(tmp_path: Path, mark: str) -> N
     ]
 
 
-def test_a_table_that_is_none_is_refused_in_one_line(tmp_path: Path) -> None:
+def test_invalid_csv_is_a_one_line_error(tmp_path: Path) -> None:
     path = tmp_path / "bamboogle.csv"
     path.write_text("question,answer\n" + "x" * 200_000 + ",y\n")
     with pytest.raises(UserError, match=r"bamboogle.csv, line 2: not CSV: field larger") as caught:
@@ -61,13 +61,13 @@ def test_a_table_that_is_none_is_refused_in_one_line(tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_rows_that_cannot_be_asked_are_named(files: Path) -> None:
+def test_unusable_rows_are_listed(files: Path) -> None:
     path = find(BENCHMARKS["gaia"], files)
     assert path is not None
-    assert read(BENCHMARKS["gaia"], path).left_out == ((1, "needs its file, and only text is asked"),)
+    assert read(BENCHMARKS["gaia"], path).left_out == ((1, "it needs its file; only text questions are supported"),)
 
 
-def test_a_missing_file_is_one_line_with_the_instruction(files: Path) -> None:
+def test_missing_file_error_has_the_source(files: Path) -> None:
     with pytest.raises(UserError) as caught:
         read_all(select_benchmarks("aime24,aime25,hle"), files, skip_missing=False)
     line = str(caught.value)
@@ -79,12 +79,12 @@ def test_a_missing_file_is_one_line_with_the_instruction(files: Path) -> None:
     assert [each.name for each in missing] == ["aime25", "hle"]
 
 
-def test_where_every_file_is_missing_nothing_can_be_skipped(tmp_path: Path) -> None:
+def test_skip_missing_needs_one_file(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="--data DIR"):
         read_all(select_benchmarks("reasoning"), tmp_path, skip_missing=True)
 
 
-def test_suites_and_names_mix_and_an_unknown_one_is_told() -> None:
+def test_suites_and_names_mix_and_an_unknown_name_is_an_error() -> None:
     assert [each.name for each in select_benchmarks("deepsearch,gaia,aime24")] == [
         "gaia",
         "hle",
@@ -101,11 +101,11 @@ def test_suites_and_names_mix_and_an_unknown_one_is_told() -> None:
     [
         (b'{"problem": "1+1?", "answer": 2}\n\nnot json\n', r"aime24\.jsonl, line 3: not JSON: Expecting value"),
         (b"{}\n\xff\xfe\n", r"aime24\.jsonl, line 2: not UTF-8"),
-        (b"[1]\n", "not one question"),
-        (b"", "not one question"),
+        (b"[1]\n", "no question"),
+        (b"", "no question"),
     ],
 )
-def test_an_unreadable_file_is_one_line(tmp_path: Path, content: bytes, message: str) -> None:
+def test_unreadable_file_is_a_one_line_error(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "aime24.jsonl"
     path.write_bytes(content)
     with pytest.raises(UserError, match=message):
@@ -114,7 +114,7 @@ def test_an_unreadable_file_is_one_line(tmp_path: Path, content: bytes, message:
 
 @pytest.mark.skipif(not DATA.is_dir(), reason=f"no released test sets at {DATA} (set ARPO_DATA to their parent)")
 @pytest.mark.parametrize(("name", "count"), [("aime24", 30), ("math500", 500), ("gsm8k", 1319), ("hotpotqa", 200)])
-def test_released_files_are_known_and_read_whole(name: str, count: int) -> None:
+def test_released_files_are_known_and_complete(name: str, count: int) -> None:
     path = find(BENCHMARKS[name], DATA)
     assert path is not None
     found = read(BENCHMARKS[name], path)

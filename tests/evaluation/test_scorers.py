@@ -1,4 +1,4 @@
-"""What counts as an answer, and as right."""
+"""Extraction of answers, and their scores."""
 
 import pytest
 
@@ -36,11 +36,11 @@ def attempt(question: Question, text: str, finish: Finish = Finish.END, *, tools
         ("", None),
     ],
 )
-def test_the_answer_is_where_a_reader_would_find_it(text: str, answer: str | None) -> None:
+def test_answer_is_extracted_where_a_reader_would_find_it(text: str, answer: str | None) -> None:
     assert extract_answer(text) == answer
 
 
-def test_a_box_in_a_tool_result_is_no_answer() -> None:
+def test_box_in_a_tool_result_is_not_an_answer() -> None:
     said = "<think>t</think><search>q</search>"
     text = said + " <result>\n\\boxed{42} <answer>\\boxed{42}</answer>\n</result>"
     found = score_response(
@@ -56,11 +56,11 @@ def test_a_box_in_a_tool_result_is_no_answer() -> None:
         (("5", "six", "6.0", "007"), "8"),
         (("5", "6 apples"), "7"),
         (("1,199", "1,200"), "1201"),
-        (("-1", "0"), "2"),  # to token F1, which drops the sign, 1 is the first of them
+        (("-1", "0"), "2"),  # token F1 drops the sign, so 1 equals -1
         (("Ada", "5"), NONSENSE),
     ],
 )
-def test_a_wrong_answer_is_none_of_those_accepted(answers: tuple[str, ...], wrong: str) -> None:
+def test_wrong_answer_is_never_accepted(answers: tuple[str, ...], wrong: str) -> None:
     question = Question("hotpotqa", "hotpotqa-0", "How many?", answers)
     assert wrong_answer(question) == wrong
     metrics: tuple[Metric, ...] = ("math", "f1")
@@ -72,12 +72,12 @@ def test_a_wrong_answer_is_none_of_those_accepted(answers: tuple[str, ...], wron
         assert found.score == 0.0
 
 
-def test_mathematics_is_compared_as_mathematics() -> None:
+def test_equal_expressions_are_correct() -> None:
     assert attempt(NUMBER, "<answer>\\boxed{\\frac{84}{2}}</answer>").correct
     assert not attempt(NUMBER, "<answer>\\boxed{-42}</answer>").correct
 
 
-def test_words_earn_the_f1_of_the_closest_accepted_answer() -> None:
+def test_f1_uses_the_closest_accepted_answer() -> None:
     found = attempt(NAME, "<answer>\\boxed{the writer Jane Austen}</answer>")
     assert found.score == pytest.approx(0.8)
     assert (found.correct, found.outcome) == (False, Outcome.PARTIAL)
@@ -85,7 +85,7 @@ def test_words_earn_the_f1_of_the_closest_accepted_answer() -> None:
     assert attempt(NAME, "<answer>\\boxed{Emily Bronte}</answer>").outcome is Outcome.WRONG
 
 
-def test_the_format_is_told_beside_the_answer() -> None:
+def test_format_is_recorded_besides_the_answer() -> None:
     bare = "it is \\boxed{42}"
     assert attempt(NUMBER, bare).correct
     assert not attempt(NUMBER, bare).format_ok
@@ -102,16 +102,16 @@ def test_the_format_is_told_beside_the_answer() -> None:
         (Finish.MALFORMED, Outcome.MALFORMED),
     ],
 )
-def test_without_an_answer_the_end_names_the_failure(finish: Finish, outcome: Outcome) -> None:
+def test_outcome_without_answer_follows_the_finish(finish: Finish, outcome: Outcome) -> None:
     assert attempt(NUMBER, "hm", finish).outcome is outcome
 
 
-def test_what_was_not_answered_scores_nothing_and_says_why() -> None:
+def test_failed_attempt_scores_zero_with_its_reason() -> None:
     found = score_response(NUMBER, 2, NoResponse(Outcome.ENGINE, "gone"), benchmark_scorer("math", Tools.NONE, None))
     assert (found.attempt, found.score, found.outcome, found.detail) == (2, 0.0, Outcome.ENGINE, "gone")
 
 
-def test_an_answer_that_the_judge_could_not_see_is_not_a_wrong_one() -> None:
+def test_unjudged_answer_is_not_wrong() -> None:
     def down(question: str, answer: str, expected: str) -> bool:
         raise JudgeUnavailableError("the judge is down")
 

@@ -21,7 +21,7 @@ import torch
 
 from arpo_megatron.actor import parallel
 from arpo_megatron.bench.gpu.measure import timed
-from arpo_megatron.bench.tool_calling_model import OTHERS, sums, talkative_tokenizer
+from arpo_megatron.bench.tool_calling_model import OTHERS, sums, tool_calling_tokenizer
 from arpo_megatron.config import EngineConfig
 from arpo_megatron.engine.launch import EngineHandle, launch_engine
 from arpo_megatron.engine.server.entropy import WITHOUT_ENTROPY
@@ -168,7 +168,7 @@ def write_directory(folder: Path, spec: ModelSpec, dtype: str, calls: Sequence[s
         "dtype": dtype,
     }
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    talkative_tokenizer(spec.vocabulary - OTHERS - len(calls), calls).save_pretrained(folder)
+    tool_calling_tokenizer(spec.vocabulary - OTHERS - len(calls), calls).save_pretrained(folder)
 
 
 @cache

@@ -1,1 +1,1 @@
-"""Who answers: a checkpoint in an engine of our own, a server that speaks OpenAI's format, or a known answer."""
+"""Agents that answer questions: a checkpoint in an engine, a server that speaks OpenAI's format, or an oracle."""

@@ -1,4 +1,4 @@
-"""What an evaluation asks of whoever answers."""
+"""The protocol of agents."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from arpo_megatron.tasks.base import Task
 
 @dataclass(frozen=True, slots=True)
 class PendingQuestion:
-    """A question as it is put, and the numbers of the attempts that are to be made at it."""
+    """A question with its prompt, and the numbers of the attempts to make."""
 
     question: Question
     task: Task
@@ -19,11 +19,11 @@ class PendingQuestion:
 
 
 Deliver = Callable[[PendingQuestion, Mapping[int, Response]], None]
-"""Takes some attempts at a question, by number, and has them scored later; to be called from one thread."""
+"""Queue responses to a question for scoring, by attempt number. Must be called from one thread."""
 
 
 class Agent(Protocol):
-    """Answers questions. What it draws follows from the seed, the question and the attempt's number alone."""
+    """An agent that answers questions. Its draws depend on the seed, the question and the attempt number only."""
 
-    def answer(self, wanted: Sequence[PendingQuestion], deliver: Deliver) -> None:
-        """Make all attempts and deliver each as soon as it is there, in any order; returns behind the last."""
+    def answer(self, pending: Sequence[PendingQuestion], deliver: Deliver) -> None:
+        """Make all attempts and deliver each as soon as it finishes, in any order. Return after the last one."""

@@ -1,4 +1,4 @@
-"""Two agents that prove the scorers: one knows every answer and must score 1, one none and must score 0."""
+"""Two agents that check the scorers: one always answers correctly and must score 1, one never and must score 0."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,28 +11,25 @@ from arpo_megatron.rewards.qa import token_f1
 from arpo_megatron.tree import Finish
 
 NONSENSE = "qzxqv"
-"""No answer to anything, and no word of one."""
+"""A text that shares no word with any answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class OracleAgent:
-    """Gives the first accepted answer of every question, or where it is not `right` a wrong one."""
+    """Answers with the first accepted answer, or with a wrong one."""
 
-    right: bool
+    correct: bool
 
-    def answer(self, wanted: Sequence[PendingQuestion], deliver: Deliver) -> None:
-        """As the protocol says."""
-        for each in wanted:
-            text = each.question.answers[0] if self.right else wrong_answer(each.question)
-            said = f"<think>I was told.</think><answer>\\boxed{{{text}}}</answer>"
-            response = AgentResponse(said, said, Finish.END)
-            deliver(each, dict.fromkeys(each.attempts, response))
+    def answer(self, pending: Sequence[PendingQuestion], deliver: Deliver) -> None:
+        """Deliver the same response for every attempt at a question."""
+        for each in pending:
+            answer = each.question.answers[0] if self.correct else wrong_answer(each.question)
+            text = f"<think>Oracle.</think><answer>\\boxed{{{answer}}}</answer>"
+            deliver(each, dict.fromkeys(each.attempts, AgentResponse(text, text, Finish.END)))
 
 
 def wrong_answer(question: Question) -> str:
-    """The next integer that is not accepted where the answer is one (a number is then compared with a number), else a
-    word of nonsense.
-    """
+    """Return the next integer that is not accepted if the answer is an integer, and a nonsense word otherwise."""
     text = question.answers[0].strip().replace(",", "")
     if not text.removeprefix("-").isdecimal():
         return NONSENSE

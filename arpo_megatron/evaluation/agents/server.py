@@ -1,8 +1,8 @@
 """Any server that speaks OpenAI's chat format: SGLang, vLLM, a provider.
 
-Such a server takes and gives text, so trajectories are grown as text here: until a tool's closing tag, then the tool's
-answer, then on. A model that was trained on the protocol reads the result inside its own turn, which needs the
-`continue_final_message` of SGLang and vLLM; one that is only prompted gets it as a message, which every server takes.
+The server exchanges text, so trajectories grow as text: up to the closing tag of a tool call, then the tool's answer,
+then the next request. A trained model reads the result inside its own turn, which needs the `continue_final_message` of
+SGLang and vLLM. A prompted model gets the result as a user message, which every server accepts.
 """
 
 import asyncio
@@ -26,30 +26,30 @@ from arpo_megatron.evaluation.prompts import Tools
 from arpo_megatron.evaluation.response import AgentResponse, NoResponse, Response
 from arpo_megatron.rollout.tools import ToolClient
 from arpo_megatron.tasks.base import Message
-from arpo_megatron.tasks.tags import calls as protocol
+from arpo_megatron.tasks.tags import calls
 from arpo_megatron.tree import Finish
-from arpo_megatron.utils import chat_client as chat
+from arpo_megatron.utils import chat_client
 from arpo_megatron.utils.text import whole_characters
 from tools_sandbox.client import SandboxError
 
 KEY_VARIABLE = "OPENAI_API_KEY"
-"""Environment variable of the server's key, if it wants one."""
+"""Environment variable with the server's key."""
 _BACKOFF_S = 8.0
-"""Longest pause between two tries of the openai client."""
+"""Longest pause between two attempts of the openai client."""
 _SILENT_S = 10.0
-"""How long the first request may take before the user is told that it does."""
+"""Time of the first request after which a line is logged."""
 _EXTENSIONS = ("top_k", "repetition_penalty", "continue_final_message", "add_generation_prompt")
-"""Parameters that SGLang and vLLM have beyond OpenAI's."""
-_CHARACTERS = 4
-"""Of a tool's result for each token it may have: a server's tokenizer is not known here."""
+"""Parameters of SGLang and vLLM that OpenAI's format lacks."""
+_CHARACTERS_PER_TOKEN = 4
+"""Assumed length of a token in tool results, because the server's tokenizer is unknown."""
 
-Tell = Callable[[str], None]
+Log = Callable[[str], None]
 T = TypeVar("T")
 
 
 @dataclass(slots=True)
 class _Trajectory:
-    """What has been said so far at one attempt."""
+    """An attempt so far."""
 
     text: str = ""
     model_text: str = ""
@@ -58,7 +58,7 @@ class _Trajectory:
     tool_errors: int = 0
     model_tokens: int = 0
     prompt_tokens: int = 0
-    length: int = 0  # tokens behind the prompt
+    length: int = 0  # tokens after the prompt
 
     def response(self, finish: Finish, began: float) -> AgentResponse:
         return AgentResponse(
@@ -75,32 +75,31 @@ class _Trajectory:
 
 @dataclass(frozen=True, slots=True)
 class ServerAgent:
-    """Answers with a model behind an address.
-
-    Attributes:
-        url: of the server; `/v1` is added where it has no path.
-        model: its name there.
-        config: sampling (`evaluation`), limits (`rollout`), patience and requests at once (`engine`), seed.
-        tools: how the model comes to its tools.
-        sandbox_url: of the tool service; None without tools.
-        sandbox_token: its token, if it has one.
-        tell: takes a line for the user where the server is not there at once.
-    """
+    """Answers with the model of a server."""
 
     url: str
+    """Address of the server; `/v1` is added if it has no path."""
     model: str
+    """Name of the model on the server."""
     config: JobConfig
+    """Sampling (`evaluation`), limits (`rollout`), timeouts and concurrency (`engine`), and seed."""
     tools: Tools
     sandbox_url: str | None
+    """Address of the tool service; None without tools."""
     sandbox_token: str | None = None
-    tell: Tell = lambda _text: None
+    log: Log = lambda _text: None
+    """Receives a line if the server does not answer at once."""
 
-    def answer(self, wanted: Sequence[PendingQuestion], deliver: Deliver) -> None:
-        """As the protocol says. Raises UserError where the server refuses the kind of request that is needed."""
-        asyncio.run(self._answer_all(wanted, deliver))
+    def answer(self, pending: Sequence[PendingQuestion], deliver: Deliver) -> None:
+        """Grow a trajectory for each attempt.
 
-    async def _answer_all(self, wanted: Sequence[PendingQuestion], deliver: Deliver) -> None:
-        places = asyncio.Semaphore(self.config.engine.max_running_requests)
+        Raises:
+            UserError: the server cannot be reached, or rejects the kind of request that is needed.
+        """
+        asyncio.run(self._answer_all(pending, deliver))
+
+    async def _answer_all(self, pending: Sequence[PendingQuestion], deliver: Deliver) -> None:
+        slots = asyncio.Semaphore(self.config.engine.max_running_requests)
         retry_for_s = self.config.engine.retry_for_s
         async with connected(self.url, self.config) as client:
             sandbox = None
@@ -110,12 +109,12 @@ class ServerAgent:
                 await self._probe(client)
 
                 async def one(each: PendingQuestion, number: int) -> None:
-                    async with places:
-                        given = await self._attempt(client, sandbox, each, number)
-                    deliver(each, {number: given})
+                    async with slots:
+                        response = await self._attempt(client, sandbox, each, number)
+                    deliver(each, {number: response})
 
                 async with asyncio.TaskGroup() as group:
-                    for each in wanted:
+                    for each in pending:
                         for number in each.attempts:
                             group.create_task(one(each, number))
             except BaseExceptionGroup as errors:
@@ -125,133 +124,133 @@ class ServerAgent:
                     await sandbox.__aexit__(None, None, None)
 
     async def _probe(self, client: openai.AsyncOpenAI) -> None:
-        """One token with all the parameters, so that what the server does not take is said once and at once.
+        """Request one token with all parameters, so that an unsupported one fails once and at the start.
 
-        Its context may still be too short for what follows: `arpo eval` tells at the end what was refused.
+        The server's context may still be too short for later requests, which then count as refused.
         """
         question: Message = {"role": "user", "content": "1+1="}
 
         async def ask(client: openai.AsyncOpenAI) -> None:
             await self._complete(client, [question], 1, seed=0)
-            if self.tools is Tools.TRAINED:  # behind a tool's result the model's own turn goes on
+            if self.tools is Tools.TRAINED:  # the model's turn continues after a tool result
                 await self._complete(client, [question, {"role": "assistant", "content": "<think>"}], 1, seed=0)
 
         try:
-            await first_answer(ask, client, self.url, self.config, self.tell)
-        except chat.UnreadableReplyError as error:
-            raise UserError(
-                f"{self.url} does not speak OpenAI's chat format: asked for one token it gave {error}"
-            ) from None
+            await first_answer(ask, client, self.url, self.config, self.log)
+        except chat_client.UnreadableReplyError as error:
+            raise UserError(f"{self.url} does not speak OpenAI's chat format: the first reply is {error}") from None
         except openai.APIStatusError as error:
-            said, trouble = _text(error), chat.trouble_of(error.status_code)
-            if trouble is chat.Trouble.SERVER:
-                raise UserError(f"{self.url} is up but does not answer: {said}") from None
-            if trouble is chat.Trouble.ACCESS:
+            reason, trouble = _text(error), chat_client.trouble_of(error.status_code)
+            if trouble is chat_client.Trouble.SERVER:
+                raise UserError(f"{self.url} is up but does not answer: {reason}") from None
+            if trouble is chat_client.Trouble.ACCESS:
                 raise self._no_access(error) from None
             hint = ""
-            if any(name in said for name in _EXTENSIONS):
+            if any(name in reason for name in _EXTENSIONS):
                 hint = (
-                    "; a server without these extensions takes evaluation.top_k=0 "
+                    "; for a server without these extensions use evaluation.top_k=0 "
                     "evaluation.repetition_penalty=1.0 and --tools prompt or none"
                 )
-            raise UserError(f"{self.url} does not accept what {self.model} is to be asked: {said}{hint}") from None
+            raise UserError(f"{self.url} does not accept the requests for {self.model}: {reason}{hint}") from None
         except openai.APIError as error:
             raise UserError(f"{self.url} does not answer: {_text(error)}") from None
 
     async def _attempt(
-        self, client: openai.AsyncOpenAI, sandbox: ToolClient | None, wanted: PendingQuestion, number: int
+        self, client: openai.AsyncOpenAI, sandbox: ToolClient | None, pending: PendingQuestion, number: int
     ) -> Response:
         try:
-            return await self._respond(client, sandbox, wanted, number)
+            return await self._respond(client, sandbox, pending, number)
         except SandboxError as error:
             return NoResponse(Outcome.TOOLS, str(error))
         except openai.APIStatusError as error:
-            trouble = chat.trouble_of(error.status_code)
-            if trouble is chat.Trouble.ACCESS:
+            trouble = chat_client.trouble_of(error.status_code)
+            if trouble is chat_client.Trouble.ACCESS:
                 raise self._no_access(error) from None
-            return NoResponse(Outcome.ENGINE if trouble is chat.Trouble.SERVER else Outcome.REFUSED, _text(error))
-        except (openai.APIError, chat.UnreadableReplyError) as error:
+            return NoResponse(
+                Outcome.ENGINE if trouble is chat_client.Trouble.SERVER else Outcome.REFUSED, _text(error)
+            )
+        except (openai.APIError, chat_client.UnreadableReplyError) as error:
             return NoResponse(Outcome.ENGINE, _text(error))
 
     def _no_access(self, error: openai.APIStatusError) -> UserError:
-        """Also in the middle of an evaluation: a key that ended, a model that was taken away."""
+        """Return the error for a rejected key or an unknown model, which may also appear during an evaluation."""
         return UserError(
             f"{self.url} answers {error.status_code} for {self.model!r} ({_text(error)}): check the address, --model "
-            f"and the key in ${KEY_VARIABLE}; attempts that are made are kept, and the same command makes the others"
+            f"and the key in ${KEY_VARIABLE}; the same command then makes the remaining attempts"
         )
 
     async def _respond(
-        self, client: openai.AsyncOpenAI, sandbox: ToolClient | None, wanted: PendingQuestion, number: int
+        self, client: openai.AsyncOpenAI, sandbox: ToolClient | None, pending: PendingQuestion, number: int
     ) -> AgentResponse:
         """Alternate between model and tool until the trajectory ends."""
-        said, began, limits = _Trajectory(), time.monotonic(), self.config.rollout
-        while (left := limits.max_response_tokens - said.length) > 0:
-            seed = path_seed(self.config.seed, 0, wanted.task.id, (number, said.tool_calls))
-            answer = await self._complete(client, [*wanted.task.messages, *said.turns], left, seed=seed)
+        trajectory, began, limits = _Trajectory(), time.monotonic(), self.config.rollout
+        while (left := limits.max_response_tokens - trajectory.length) > 0:
+            seed = path_seed(self.config.seed, 0, pending.task.id, (number, trajectory.tool_calls))
+            answer = await self._complete(client, [*pending.task.messages, *trajectory.turns], left, seed=seed)
             if answer.prompt_tokens is not None and answer.completion_tokens is not None:
-                said.prompt_tokens = said.prompt_tokens or answer.prompt_tokens
-                said.model_tokens += answer.completion_tokens
-                said.length = answer.prompt_tokens + answer.completion_tokens - said.prompt_tokens
+                trajectory.prompt_tokens = trajectory.prompt_tokens or answer.prompt_tokens
+                trajectory.model_tokens += answer.completion_tokens
+                trajectory.length = answer.prompt_tokens + answer.completion_tokens - trajectory.prompt_tokens
             text, stop = answer.text, None
-            if sandbox is not None:  # else a tag is prose
-                text, stop = call_in(answer.text, answer.finish_reason == "stop")
-            said.text += text
-            said.model_text += text
+            if sandbox is not None:  # without tools a tag is plain text
+                text, stop = split_call(answer.text, answer.finish_reason == "stop")
+            trajectory.text += text
+            trajectory.model_text += text
             if stop is None or sandbox is None:
-                return said.response(Finish.LENGTH if answer.finish_reason == "length" else Finish.END, began)
-            call = protocol.parse_call(text, stop)
-            if isinstance(call, protocol.Malformed):
-                return said.response(Finish.MALFORMED, began)
-            if said.tool_calls >= limits.max_tool_calls:
-                return said.response(Finish.CALL_LIMIT, began)
+                return trajectory.response(Finish.LENGTH if answer.finish_reason == "length" else Finish.END, began)
+            call = calls.parse_call(text, stop)
+            if isinstance(call, calls.Malformed):
+                return trajectory.response(Finish.MALFORMED, began)
+            if trajectory.tool_calls >= limits.max_tool_calls:
+                return trajectory.response(Finish.CALL_LIMIT, began)
             result = await sandbox.call(
                 call.tool,
                 dict(call.arguments),
-                trajectory_id=f"{wanted.task.id}/{number}",
+                trajectory_id=f"{pending.task.id}/{number}",
                 timeout_s=limits.tool_timeout_s,
             )
-            said.tool_calls += 1
-            said.tool_errors += result.status != "ok"
-            shown = whole_characters(result.text[: _CHARACTERS * limits.max_tool_tokens])
-            self._append(said, text, protocol.result_text(shown))
-        return said.response(Finish.LENGTH, began)
+            trajectory.tool_calls += 1
+            trajectory.tool_errors += result.status != "ok"
+            shown = whole_characters(result.text[: _CHARACTERS_PER_TOKEN * limits.max_tool_tokens])
+            self._append(trajectory, text, calls.result_text(shown))
+        return trajectory.response(Finish.LENGTH, began)
 
-    def _append(self, said: _Trajectory, text: str, result: str) -> None:
-        """Put a tool's result behind the model's `text`."""
-        said.text += result
+    def _append(self, trajectory: _Trajectory, text: str, result: str) -> None:
+        """Append a tool result after the model's `text`."""
+        trajectory.text += result
         if self.tools is Tools.TRAINED:
-            said.turns = [{"role": "assistant", "content": said.text}]
+            trajectory.turns = [{"role": "assistant", "content": trajectory.text}]
         else:
-            said.turns += [{"role": "assistant", "content": text}, {"role": "user", "content": result.strip()}]
+            trajectory.turns += [{"role": "assistant", "content": text}, {"role": "user", "content": result.strip()}]
 
     async def _complete(
         self, client: openai.AsyncOpenAI, messages: Sequence[Message], max_tokens: int, *, seed: int
-    ) -> chat.Completion:
-        """One request; only what changes something is sent, since not every server knows every parameter."""
-        drawn = self.config.evaluation
+    ) -> chat_client.Completion:
+        """Send one request, without parameters at their default, because not every server supports them."""
+        sampling = self.config.evaluation
         extra: dict[str, Any] = {}
-        if drawn.top_k:
-            extra["top_k"] = drawn.top_k
-        if drawn.penalty != 1.0:
-            extra["repetition_penalty"] = drawn.penalty
+        if sampling.top_k:
+            extra["top_k"] = sampling.top_k
+        if sampling.penalty != 1.0:
+            extra["repetition_penalty"] = sampling.penalty
         if messages[-1]["role"] == "assistant":
             extra |= {"continue_final_message": True, "add_generation_prompt": False}
-        return await chat.complete(
+        return await chat_client.complete(
             client,
             model=self.model,
             messages=list(messages),
-            temperature=drawn.temperature,
-            top_p=drawn.top_p,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
             max_tokens=max_tokens,
-            stop=list(protocol.STOP_STRINGS) if self.sandbox_url is not None else openai.omit,
+            stop=list(calls.STOP_STRINGS) if self.sandbox_url is not None else openai.omit,
             seed=seed,
             extra_body=extra or None,
         )
 
 
 def connected(url: str, config: JobConfig) -> openai.AsyncOpenAI:
-    """A client of the server; use as `async with`."""
-    return chat.connected(
+    """Return a client of the server, an async context manager."""
+    return chat_client.connected(
         url if urlsplit(url).path.strip("/") else url.rstrip("/") + "/v1",
         key=os.environ.get(KEY_VARIABLE),
         deadline_s=config.engine.request_timeout_s,
@@ -264,23 +263,23 @@ async def first_answer(
     client: openai.AsyncOpenAI,
     url: str,
     config: JobConfig,
-    tell: Tell,
+    log: Log,
 ) -> T:
-    """What the first request to a server is answered with.
+    """Return the answer to the first request to a server.
 
-    Later ones are repeated in silence, for a server may be away for a while. One that never was there is likelier a
-    wrong address: that nothing can be connected to is said at once, and that an answer keeps the user waiting too.
+    Later requests are retried silently, because a server may be down for a while. For the first one a refused
+    connection is an error, since the address is probably wrong, and a slow answer is logged.
 
     Args:
-        ask: makes the request.
-        client: of the server, with all its patience.
-        url: its address, as the user gave it.
-        config: patience (`engine`).
-        tell: takes the line that says what is waited for.
+        ask: sends the request.
+        client: client of the server with its retries.
+        url: address as the user wrote it.
+        config: timeouts (`engine`).
+        log: receives the line about a slow answer.
 
     Raises:
-        UserError: nothing listens there.
-        openai.APIError: there is no answer.
+        UserError: the connection is refused.
+        openai.APIError: there is no answer after all retries.
     """
     try:
         async with asyncio.timeout(_SILENT_S):
@@ -292,45 +291,49 @@ async def first_answer(
             raise UserError(f"cannot connect to {url} ({error.__cause__}): is the server up?") from None
         why = _text(error)
     except openai.APIStatusError as error:
-        if chat.trouble_of(error.status_code) is not chat.Trouble.SERVER:
+        if chat_client.trouble_of(error.status_code) is not chat_client.Trouble.SERVER:
             raise
         why = _text(error)
     engine = config.engine
-    tell(
-        f"no answer from {url} yet ({why}): what fails is sent again for about engine.retry_for_s="
-        f"{engine.retry_for_s:g} s, and a reply may take engine.request_timeout_s={engine.request_timeout_s:g} s"
+    log(
+        f"no answer from {url} yet ({why}): retrying for about engine.retry_for_s={engine.retry_for_s:g} s; a reply "
+        f"may take engine.request_timeout_s={engine.request_timeout_s:g} s"
     )
     return await ask(client)
 
 
-def served_model(url: str, config: JobConfig, tell: Tell = lambda _text: None) -> str:
-    """The name of the only model that a server has. Raises UserError where there are several, or none can be told."""
+def served_model(url: str, config: JobConfig, log: Log = lambda _text: None) -> str:
+    """Return the name of the server's only model.
+
+    Raises:
+        UserError: the server has another number of models, or does not list them.
+    """
 
     async def names() -> list[str]:
         async with connected(url, config) as client:
-            return await first_answer(chat.model_names, client, url, config, tell)
+            return await first_answer(chat_client.model_names, client, url, config, log)
 
     try:
         found = asyncio.run(names())
-    except (openai.APIError, chat.UnreadableReplyError) as error:
-        raise UserError(f"{url} does not say which models it has ({_text(error)}); give --model NAME") from None
+    except (openai.APIError, chat_client.UnreadableReplyError) as error:
+        raise UserError(f"{url} does not list its models ({_text(error)}); name one with --model NAME") from None
     if len(found) != 1:
-        raise UserError(f"{url} has {len(found)} models ({', '.join(found[:5])}); choose with --model NAME")
+        raise UserError(f"{url} has {len(found)} models ({', '.join(found[:5])}); choose one with --model NAME")
     return found[0]
 
 
-def call_in(text: str, stopped: bool) -> tuple[str, str | None]:
-    """The text up to the end of its tool call, and the closing tag that ends it; None where it holds no call.
+def split_call(text: str, stopped: bool) -> tuple[str, str | None]:
+    """Return the text up to the end of its tool call, and the closing tag; the whole text and None without a call.
 
-    Servers cut the stop string off. Where the model stopped inside an open call, outside its thoughts, it was that.
+    Servers cut the stop string off. It is restored if the model stopped inside an open call and outside its thoughts.
 
     Args:
-        text: what the server gave.
+        text: text of the reply.
         stopped: whether the model stopped by itself or at a stop string.
     """
-    if (stop := protocol.find_stop(text)) is not None:
+    if (stop := calls.find_stop(text)) is not None:
         return text[: text.find(stop) + len(stop)], stop
-    opening = protocol.OPENING.search(text, text.rfind("</think>") + 1)
+    opening = calls.OPENING.search(text, text.rfind("</think>") + 1)
     if not stopped or opening is None:
         return text, None
     stop = f"</{opening[1]}>"
