@@ -19,6 +19,7 @@ from arpo_megatron.cli.bench_gpu import app
 from arpo_megatron.config import AlgorithmConfig, EngineConfig, ModelConfig
 from arpo_megatron.models.known import KNOWN_MODELS
 from arpo_megatron.models.spec import ModelSpec
+from arpo_megatron.plan.synthetic_trees import MIXES, Mix
 from arpo_megatron.rollout.worker import TokenizerCodec
 
 TINY = replace(QWEN3_4B, layers=1, hidden=32, heads=2, kv_heads=1, head_dim=16, ffn=64, vocabulary=1024)
@@ -43,15 +44,20 @@ def test_commands_are_those_of_the_docs() -> None:
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_exactness_and_update_speed_are_measured_on_a_tiny_model(tmp_path: Path) -> None:
+def test_exactness_and_update_speed_are_measured_on_a_tiny_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = Mix(samples=4, initial=2, calls=1, prompt=40, segment=(5, 30), result=(5, 30))
+    monkeypatch.setitem(MIXES, "small", small)
     tiny = ModelConfig(hidden_size=64, layers=1, heads=4, kv_heads=2, ffn_size=64, max_length=4096)
-    found = exact_measurements(ExactBench(tmp_path, model=tiny))["model none"]()
+    found = exact_measurements(ExactBench(tmp_path, model=tiny, mix="small"))["model none"]()
     assert found["ratio_before_update"] == 1.0
     assert 0 < found["gap_to_float32"]["max"] < 0.2
     bench = UpdateBench(spec=TINY, dtype="float32", repeats=1)
-    found = update_measurements(bench)["bfloat16 reasoning"]()
+    assert "bfloat16 reasoning" in update_measurements(bench)
+    found = bench.measure_mix("small", "none", 8192)
     assert found["tree"]["tokens"] < found["flat"]["tokens"]
-    assert found["tree"]["tflops"] > 0
+    assert found["tree"]["tokens_per_s"] > 0
 
 
 @pytest.mark.parametrize("name", ["Qwen/Qwen3-4B", "Qwen/Qwen2.5-7B-Instruct"])
