@@ -1,8 +1,7 @@
-"""What the ranks of test_kill_campaign.py do: ten steps of training that are killed at a moment, and resumed.
+"""Training for test_kill_campaign.py: ten steps that are killed at a given moment, and resumed.
 
-A step is that of train.py with trees that are made instead of sampled. The controller draws tasks from the
-`EpochSelector`; all ranks share its batch, compute log-probs, and update. The `RunState` of a real job is saved with
-the actor.
+A step is that of train.py with generated trees instead of sampled ones. Rank 0 draws tasks from the `EpochSelector`;
+all ranks share its batch, compute log-probs and update. The `RunState` of a real job is saved with the actor.
 """
 
 import json
@@ -34,7 +33,7 @@ from tests.actor import cases
 
 STEPS = 10
 TASKS = [Task(str(number), (), "", "math", "") for number in range(11)]
-"""So few that steps end one epoch and begin the next."""
+"""Few enough that steps cross the end of an epoch."""
 LAYOUTS = {
     "data": ParallelConfig(data=2, distributed_optimizer=True),
     "experts": ParallelConfig(data=2, expert=2, distributed_optimizer=True),
@@ -60,7 +59,7 @@ def new_actor(kind: str) -> Actor:
 
 @dataclass
 class Training:
-    """What a rank holds of a run."""
+    """State of a run on one rank."""
 
     actor: Actor
     selector: EpochSelector = field(default_factory=lambda: EpochSelector(TASKS, seed=5))
@@ -87,8 +86,7 @@ class Training:
             self.state.selector = self.selector.state_dict()
 
     def digest(self) -> list[str]:
-        """Of every rank's weights, loads of experts, moments, master weights, generators and crash state, bit for
-        bit."""
+        """Hash every rank's weights, expert loads, moments, master weights, generators and crash state, bit for bit."""
         found = xxhash.xxh3_128()
         tensors = [tensor for chunk in self.actor.chunks for tensor in [*chunk.parameters(), *chunk.buffers()]]
         for state in optimizer_state.weight_states(self.actor.optimizer):
@@ -101,21 +99,21 @@ class Training:
 
 
 def scored(task: Task) -> ScoredTree:
-    """A tree of the task and rewards for its leaves."""
+    """Make a tree for the task, with rewards for its leaves."""
     tree = cases.grown(int(task.id))
     rewards = cases.dyadic_advantages(tree, int(task.id))
     return ScoredTree(task, tree, rewards, rewards, np.ones(len(rewards), bool))
 
 
 class Killer:
-    """Kills this process with -9 at its moment."""
+    """Kills this process with SIGKILL at a given moment."""
 
     def __init__(self, root: Path, moment: dict[str, Any] | None) -> None:
         self.root = root
         self.moment = moment if moment and moment["rank"] == dist.get_rank() else None
 
     def begins(self, point: str, step: int) -> None:
-        """The update or the save of a step begins."""
+        """Report that the update or the save of a step begins."""
         if self.moment is None or self.moment["step"] != step:
             return
         wanted = self.moment["point"]

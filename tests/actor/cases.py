@@ -1,4 +1,4 @@
-"""Trees, credits and shapes for the actor's tests."""
+"""Trees, credits and model specs for the actor's tests."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -48,7 +48,7 @@ SPECS = {
     "untied": replace(QWEN3, layers=4),
     "experts": replace(QWEN3_MOE, layers=4),
 }
-"""By name, deep enough for two stages of two chunks each."""
+"""Specs by name, deep enough for two stages of two chunks each."""
 
 
 def job(
@@ -71,13 +71,14 @@ def add(tree: RolloutTree, parent: int, role: Role, length: int, rng: np.random.
 
 @st.composite
 def trees(draw: st.DrawFn, max_segments: int = 8, max_tokens: int = 5) -> RolloutTree:
-    """Any tree: deep, bushy, forked at the prompt, one-token branches, empty segments, leaves without model tokens."""
+    """Draw any tree: deep, bushy, forked at the prompt, with one-token branches, empty segments or leaves without
+    MODEL tokens."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     return _any_tree(rng, lambda low, high: draw(st.integers(low, high)), max_segments, max_tokens)
 
 
 def random_tree(seed: int, max_segments: int = 8, max_tokens: int = 5) -> RolloutTree:
-    """One of `trees`, where a seed has to say which: ranks and references make it anew."""
+    """Return one of `trees` by seed, so that ranks and references make the same one."""
     rng = np.random.default_rng(seed)
     return _any_tree(rng, lambda low, high: int(rng.integers(low, high + 1)), max_segments, max_tokens)
 
@@ -95,9 +96,9 @@ def _any_tree(
 
 
 def grown(seed: int, samples: int = 6, length: int = 6, system: int = 0) -> RolloutTree:
-    """A tree as ARPO grows it: half of the samples from the prompt, the rest forked after tool results.
+    """Return a tree as ARPO grows it: half of the samples from the prompt, the rest forked after tool results.
 
-    `system` tokens, the same for every seed, begin the prompt.
+    The prompt begins with `system` tokens that are equal for all seeds.
     """
     rng = np.random.default_rng(seed)
     shared = np.arange(system) % VOCABULARY
@@ -113,12 +114,12 @@ def grown(seed: int, samples: int = 6, length: int = 6, system: int = 0) -> Roll
 
 
 def dyadic_advantages(tree: RolloutTree, seed: int) -> np.ndarray:
-    """One advantage a leaf, of both signs, whose sums are exact in float32."""
+    """Return one advantage per leaf, of both signs; their sums are exact in float32."""
     return np.random.default_rng(seed).integers(-8, 9, len(tree.leaves())) / 8.0
 
 
 def plain_credit(tree: RolloutTree, advantages: np.ndarray, weight: float) -> TreeCredit:
-    """The definition, leaf by leaf and token by token: sums of w * max(A, 0), w * min(A, 0) and w."""
+    """Compute credit by its definition, leaf by leaf and token by token: sums of w * max(A, 0), w * min(A, 0) and w."""
     starts = np.cumsum([0, *(len(segment) for segment in tree.segments)])
     sums = np.zeros((3, tree.unique_tokens), np.float32)
     for leaf, advantage in zip(tree.leaves(), advantages, strict=True):
@@ -130,7 +131,7 @@ def plain_credit(tree: RolloutTree, advantages: np.ndarray, weight: float) -> Tr
 
 
 def flat_trees(tree: RolloutTree) -> list[RolloutTree]:
-    """The tree's trajectories as trees of one path each."""
+    """Return the tree's trajectories as trees of one path each."""
     flat = []
     for leaf in tree.leaves():
         path = tree.path(leaf)
@@ -143,7 +144,7 @@ def flat_trees(tree: RolloutTree) -> list[RolloutTree]:
 
 
 def save(actor: Actor, directory: Path) -> None:
-    """Write its state to an existing empty directory; a call of all ranks, which returns when all is written."""
+    """Write the state to an existing empty directory; all ranks call it, and it returns when everything is written."""
     taken = actor.snapshot(directory)
     written = parallel.gather_objects(taken.write()[0])
     if parallel.is_rank_zero():
@@ -152,26 +153,26 @@ def save(actor: Actor, directory: Path) -> None:
 
 
 def parameters_of(actor: Actor) -> dict[str, torch.Tensor]:
-    """float64 copies for a reference."""
+    """Return float64 copies of the parameters for a reference."""
     return {name: p.detach().double().requires_grad_() for name, p in actor.model.named_parameters()}
 
 
 def move(actor: Actor) -> None:
-    """Weights that are some steps away."""
+    """Change the weights as some steps would."""
     with torch.no_grad():
         for parameter in actor.model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.06)
 
 
 def assert_gradients(actor: Actor, expected: dict[str, torch.Tensor]) -> None:
-    """Every gradient is that of the parameter of the same name in `expected` (`parameters_of`), but for float32."""
+    """Assert that every gradient equals that of `expected` (from `parameters_of`) to float32 precision."""
     for name, parameter in actor.model.named_parameters():
         exact = expected[name].grad
         assert (parameter.main_grad - exact).norm() <= 1e-4 * exact.norm() + 1e-9, name
 
 
 def backward(model, packs, loss, old=True):
-    """Forward and backward passes in the order that packs need; the sum of `loss(batch, output)`, and its gradients."""
+    """Run passes in the order that packs need; return the sum of `loss(batch, output)` and the gradients."""
     model.zero_grad()
     old_logprobs = [pack.sampling_logprobs for pack in packs] if old else None
     total, waiting = 0.0, []
@@ -192,13 +193,13 @@ def gradients(model) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def outputs(model, packs) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Log-probs and entropies of each pack's targets."""
+    """Return log-probs and entropies of each pack's targets."""
     with MicroBatches(packs, None) as batches:
         return [model(*batches.make(index).inputs) for index in range(len(packs))]
 
 
 def minibatch(seed: int, count: int = 4) -> tuple[list[RolloutTree], list[TreeCredit]]:
-    """Grown trees with advantages of both signs, weighted like a token mean."""
+    """Return grown trees with advantages of both signs, weighted as in a token mean."""
     forest = [grown(10 * seed + i) for i in range(count)]
     return forest, [plain_credit(t, dyadic_advantages(t, seed + i), 2.0**-7) for i, t in enumerate(forest)]
 
@@ -217,7 +218,7 @@ def other_routes(tree: RolloutTree, seed: int = 5, spec: ModelSpec = QWEN3_MOE) 
 
 
 def routed(tree: RolloutTree, routes: list[np.ndarray]) -> RolloutTree:
-    """The tree with these routes of its segments."""
+    """Return the tree with these routes of its segments."""
     again = RolloutTree(tree.task_id, tree.prompt_ids, routes=routes[0])
     for segment, known in zip(tree.segments[1:], routes[1:], strict=True):
         again.add(segment.parent, segment.role, segment.token_ids, logprobs=segment.logprobs, routes=known)
@@ -225,7 +226,8 @@ def routed(tree: RolloutTree, routes: list[np.ndarray]) -> RolloutTree:
 
 
 def odd(seed: int) -> RolloutTree:
-    """What grown trees seldom have: branches of one token and at the prompt, a leaf without model tokens, depth."""
+    """Return a tree with rare features: one-token branches, branches at the prompt, a leaf without MODEL tokens,
+    depth."""
     rng = np.random.default_rng(seed)
     tree = RolloutTree(f"odd-{seed}", rng.integers(0, VOCABULARY, 3))
     call = add(tree, 0, Role.MODEL, 5, rng)

@@ -1,4 +1,4 @@
-"""Tests of the actor compute on one thread: for models this small a second one only waits."""
+"""Run the tests of the actor on one thread: for models this small, a second thread only waits."""
 
 from collections.abc import Iterator
 
@@ -8,7 +8,6 @@ import torch
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
-    """Restored afterwards, for the tests of other folders."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -1,4 +1,4 @@
-"""What the ranks of test_exactness.py compute: gradients and updates of small problems in several layouts."""
+"""Gradients and updates of small problems in several layouts; the ranks of test_exactness.py run it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -33,16 +33,16 @@ from tests.actor.cases import join
 WEIGHT = 2.0**-7
 CLIP = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 1.5}
 TREE_BUDGETS = {"several": 120, "cut": 24}
-"""Of packings of trees, which have about 45 tokens."""
+"""Token budgets of packings of trees, which have about 45 tokens."""
 FLAT_BUDGET = 90
 PADDED = 64
-"""Tokens that each trajectory's pack is filled up to a multiple of."""
+"""Each trajectory's pack is padded to a multiple of this many tokens."""
 WEIGHT_LIMIT = 1.5
 SYSTEM = 20
 ADAMW = OptimizerConfig(
     lr=1e-2, schedule="cosine", warmup_fraction=0.2, weight_decay=0.1, beta1=0.8, beta2=0.9, clip_grad=0.05, eps=1e-5
 )
-"""With a small eps an entry whose gradient is nearly 0 moves as far as others do, and so its rounding shows in full."""
+"""With a small eps, an entry whose gradient is nearly 0 moves as far as others, so its rounding error shows in full."""
 UPDATES = 10
 TAKEN = 4
 """Updates that are made of the schedule's `UPDATES`."""
@@ -137,7 +137,7 @@ def packed(problem: Problem, packing: str, layout: ParallelConfig) -> list[TreeP
 
 @contextmanager
 def padding(packing: str, actor: Actor) -> Iterator[None]:
-    """Inside, packs of the `padded` packing are filled up, as FP8 would have them, but further."""
+    """Pad packs of the `padded` packing inside the context, as FP8 would, but further."""
     if packing != "padded":
         yield
         return
@@ -147,8 +147,8 @@ def padding(packing: str, actor: Actor) -> Iterator[None]:
 
 
 def gradient(actor: Actor, problem: Problem, packs: list[TreePack], old: list[np.ndarray]) -> dict[str, torch.Tensor]:
-    """The loss, that of the router where there is one, the norm of the gradient that would be clipped by, and on the
-    leader all gradients, whole."""
+    """Return the loss, the router's loss if any, the gradient norm before clipping and, on rank 0, all whole
+    gradients."""
     layout = actor.config.parallel
     cost = CostModel.of(actor.spec)
     shares = [share_blocks(pack.subtree_end, pack.inherited, layout.context, cost) for pack in packs if pack.inherited]
@@ -182,7 +182,7 @@ def gradient(actor: Actor, problem: Problem, packs: list[TreePack], old: list[np
 
 
 def gather_gradients(actor: Actor) -> None:
-    """Under the distributed optimizer a rank has summed the stretches of weights that it owns, and only them."""
+    """Gather the gradients of the distributed optimizer: a rank has summed only the ranges of weights that it owns."""
     owned = {id(state.weight): state.span for state in weight_states(actor.optimizer)}
     for parameter in (parameter for chunk in actor.chunks for parameter in chunk.parameters()):
         start, end = owned.get(id(parameter), (0, 0))
@@ -198,17 +198,17 @@ def gather_gradients(actor: Actor) -> None:
 
 
 def on_policy(actor: Actor, packs: list[TreePack]) -> list[list[float]]:
-    """Largest ratio and k3 of two updates from the log-probs before the first."""
+    """Return the largest ratio and k3 of two updates with the log-probs from before the first."""
     old = actor.logprobs(packs)
     updates = [actor.update(packs, old) for _ in range(2)]
     return [[update.ratio_max, update.kl_old] for update in updates]
 
 
 def solve(root: Path, name: str, layout: ParallelConfig, family: str) -> dict[str, object]:
-    """What a layout makes of a problem.
+    """Solve a problem in a layout.
 
     Returns:
-        `gradients` by packing and Hugging Face name, and `ratios`, from `on_policy`.
+        `gradients` by packing and Hugging Face name, and `ratios` from `on_policy`.
     """
     problem, spec = PROBLEMS[name], cases.SPECS[family]
     balance = 0.0 if spec.experts is None else problem.balance
@@ -235,7 +235,8 @@ def solve(root: Path, name: str, layout: ParallelConfig, family: str) -> dict[st
 
 
 def train(root: Path, layout: ParallelConfig, family: str) -> dict[str, object]:
-    """The weights after `TAKEN` updates by Hugging Face name, and the gradient norm and rate of each update."""
+    """Return the weights after `TAKEN` updates by Hugging Face name, and gradient norm and learning rate of each
+    update."""
     spec = cases.SPECS[family]
     job = cases.job(layout, algorithm=AlgorithmConfig(**CLIP))
     actor = Actor(job, spec, root / family, optimizer=ADAMW, total_updates=UPDATES)

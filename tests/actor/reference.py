@@ -17,7 +17,7 @@ def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _rotate(x: Tensor, positions: Tensor, theta: float) -> Tensor:
-    """Rotary embedding of [tokens, heads, dim]; angles in float32, as models are trained and served."""
+    """Apply the rotary embedding to [tokens, heads, dim]; angles in float32, as models are trained and served."""
     dim = x.shape[-1]
     inverse = 1.0 / (theta ** (torch.arange(0, dim, 2).float() / dim))
     angles = positions.float()[:, None] * inverse[None]
@@ -54,10 +54,13 @@ def _mlp(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
 def _mixture(
     p: dict[str, Tensor], prefix: str, x: Tensor, spec: ModelSpec, given: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Output, softmax [n, experts] of the router, and the chosen experts [n, k]; every expert on every token.
+    """Compute every expert on every token.
 
     Args:
-        given: int64[n, k], the experts to take, -1 where the router chooses.
+        given: int64[n, k], experts to take, -1 if the router chooses.
+
+    Returns:
+        The output, the softmax of the router [n, experts], and the chosen experts [n, k].
     """
     scores = (x @ p[prefix + "router.weight"].T).softmax(-1)
     chosen = scores.topk(spec.experts.top_k, dim=-1).indices
@@ -81,9 +84,11 @@ def logits(
     routes: list | None = None,
     given: Tensor | None = None,
 ) -> Tensor:
-    """[n, vocabulary] for one sequence; `routes` gets each layer's softmax over experts and the chosen ones.
+    """Return the logits [n, vocabulary] of one sequence.
 
-    `given`, int64[n, layers, k], are experts to take, -1 where the routers choose.
+    Args:
+        routes: receives each layer's softmax over experts and its chosen experts.
+        given: int64[n, layers, k], experts to take, -1 if the routers choose.
     """
     x = p["embedding.word_embeddings.weight"][token_ids]
     for layer in range(spec.layers):
@@ -105,7 +110,8 @@ def logits(
 def trajectory_logprobs(
     p: dict[str, Tensor], tree: RolloutTree, leaf: int, spec: ModelSpec, temperature: float = 1.0, routes=None
 ):
-    """Log-probs of all tokens of one trajectory but the first, [n - 1]; `routes` are those of the tree's segments."""
+    """Return the log-probs [n - 1] of all tokens of a trajectory but the first; `routes` are those of the tree's
+    segments."""
     ids = torch.from_numpy(tree.trajectory(leaf).token_ids).long()
     given = None if routes is None else torch.cat([torch.from_numpy(routes[index]) for index in tree.path(leaf)]).long()
     table = torch.log_softmax(logits(p, ids, spec, given=given) / temperature, -1)
@@ -124,7 +130,7 @@ def flat_ppo(
     dual_clip: float | None,
     routes=None,
 ) -> Tensor:
-    """The textbook loss: for every trajectory and every model token on it, PPO-clip with the trajectory's advantage."""
+    """Compute the textbook loss: PPO-clip with the trajectory's advantage for every MODEL token of every trajectory."""
     total = torch.zeros((), dtype=torch.float64)
     for leaf, advantage in zip(tree.leaves(), advantages, strict=True):
         trajectory = tree.trajectory(leaf)
@@ -151,20 +157,22 @@ def flat_off_policy(
     clip_high: float,
     dual_clip: float | None = None,
 ) -> tuple[Tensor, list[float]]:
-    """A minibatch's loss, trajectory by trajectory, where the policy of the step has other weights than the present
-    one; and the weight of each trajectory, min(limit, its probability under the former over that of its sampling).
+    """Compute a minibatch's loss trajectory by trajectory when the old policy has other weights than the current one.
 
     Args:
-        p: the present policy.
-        step: the policy of the step.
+        p: parameters of the current policy.
+        step: parameters of the old policy.
         forest: trees.
-        advantages: of each tree's leaves.
-        spec: of the model.
-        ratio: "sequence": GSPO (arXiv 2507.18071 eq. 5), mean over trajectories; "token": PPO-clip, token mean.
-        limit: largest weight of a trajectory.
-        clip_low: as a distance from 1.
-        clip_high: likewise.
-        dual_clip: of "token".
+        advantages: per tree, of its leaves.
+        spec: the model.
+        ratio: "sequence" is GSPO (arXiv 2507.18071 eq. 5), mean over trajectories; "token" is PPO-clip, token mean.
+        limit: largest importance weight of a trajectory.
+        clip_low: lower clip, as a distance from 1.
+        clip_high: upper clip, as a distance from 1.
+        dual_clip: bound of the dual clip for "token".
+
+    Returns:
+        The loss, and each trajectory's weight: min(limit, its probability under the old policy over that in sampling).
     """
     rows = []
     for tree, own in zip(forest, advantages, strict=True):
@@ -190,7 +198,7 @@ def flat_off_policy(
 def learning_rate(
     schedule: str, update: int, *, updates: int, warmup: int, peak: float = 1.0, last: float = 0.1
 ) -> float:
-    """Of update 1 to `updates`: a rise from 0 in `warmup` of them, then the schedule's course to `last` of the peak."""
+    """Return the rate of one update: linear warm-up from 0, then the schedule down to `last` times the peak."""
     if update <= warmup:
         return peak * update / warmup
     progress = (update - warmup) / (updates - warmup)
@@ -208,7 +216,7 @@ def flat_penalties(
     kl_coefficient: float,
     entropy_coefficient: float,
 ) -> Tensor:
-    """For every trajectory and every model token on it, k3 (arXiv 2402.03300 eq. 4) from `first`, less entropy."""
+    """Sum k3 (arXiv 2402.03300 eq. 4) from `first` minus entropy over every MODEL token of every trajectory."""
     total = torch.zeros((), dtype=torch.float64)
     for leaf in tree.leaves():
         trajectory = tree.trajectory(leaf)
@@ -224,10 +232,10 @@ def flat_penalties(
 def flat_balance(
     p: dict[str, Tensor], trees: list[RolloutTree], spec: ModelSpec, load: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The router's loss without coefficient, summed over layers, from all trajectories one by one; and the load.
+    """Compute the router's loss without its coefficient, summed over layers, and the load, trajectory by trajectory.
 
     Args:
-        load: float64[layers, experts], shares of choices; None: those of these trajectories.
+        load: float64[layers, experts], shares of choices; None takes those of these trajectories.
     """
     count = spec.experts.count
     scores, choices = torch.zeros(2, spec.layers, count, dtype=torch.float64)

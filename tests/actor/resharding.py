@@ -1,4 +1,4 @@
-"""What the ranks of test_resharding.py do: layouts of four ranks resume from each other's checkpoints."""
+"""Layouts of four ranks resume from each other's checkpoints; the ranks of test_resharding.py run it."""
 
 import json
 from dataclasses import asdict, replace
@@ -38,12 +38,12 @@ def new_actor(kind: str, layout: ParallelConfig) -> Actor:
 
 
 def draws_alike(layout: ParallelConfig) -> bool:
-    """Whether random weights are those of one rank: not where ranks draw layers or experts of their own."""
+    """Whether the layout draws the random weights of one rank; stages and expert ranks draw their own."""
     return layout.pipeline == layout.expert == 1
 
 
 def train(actor: Actor, updates: range) -> list[dict[str, float]]:
-    """The statistics of the updates, and a sum of the log-probs before each."""
+    """Return the statistics of the updates, and a sum of the log-probs before each."""
     layout = actor.config.parallel
     rows = []
     for seed in updates:
@@ -57,7 +57,7 @@ def train(actor: Actor, updates: range) -> list[dict[str, float]]:
 
 
 def skipped(actor: Actor) -> list[tuple[bool, list[int]]]:
-    """What each rank makes of an update in which one pack's loss is not finite."""
+    """Return what each rank reports about an update in which the loss of one pack is not finite."""
     layout = actor.config.parallel
     packs = pack_trees(*cases.minibatch(9, count=5), token_budget=60, ranks=layout.data, inherit=layout.nested_packs)
     packs[-1] = replace(packs[-1], positive=packs[-1].positive * float("nan"))

@@ -1,4 +1,4 @@
-"""The actor on one rank: what an update promises."""
+"""The actor on one rank: promises of an update."""
 
 import dataclasses
 
@@ -38,7 +38,7 @@ def assert_equal_weights(one: Actor, two: Actor) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_first_on_policy_ratio_is_exactly_one(dtype):
+def test_first_on_policy_ratio_is_exactly_one(dtype):
     actor = new_actor(dtype=dtype)
     packs = packs_of(0)
     assert len(packs) > 1
@@ -49,7 +49,7 @@ def test_the_first_on_policy_ratio_is_exactly_one(dtype):
     assert actor.update(packs, old).ratio_max != 1.0
 
 
-def test_without_old_logprobs_the_present_policy_is_the_old_one():
+def test_update_without_old_logprobs_takes_the_current_policy_as_old():
     explicit, implicit = new_actor(), new_actor()
     packs = packs_of(0)
     first = explicit.update(packs, explicit.logprobs(packs))
@@ -57,7 +57,7 @@ def test_without_old_logprobs_the_present_policy_is_the_old_one():
     assert_equal_weights(explicit, implicit)
 
 
-def test_logprobs_are_those_of_each_trajectory_at_the_sampling_temperature():
+def test_logprobs_equal_those_of_each_trajectory_at_the_sampling_temperature():
     actor = new_actor(rollout=RolloutConfig(temperature=0.7))
     parameters = {name: p.detach().double() for name, p in actor.model.named_parameters()}
     tree = cases.grown(3)
@@ -75,7 +75,7 @@ def test_logprobs_are_those_of_each_trajectory_at_the_sampling_temperature():
         assert value == pytest.approx(expected[(*pack.token_ids[path], target)], abs=2e-5)
 
 
-def test_the_gradient_norm_and_loss_are_those_of_the_trajectories():
+def test_gradient_norm_and_loss_equal_those_of_the_trajectories():
     algorithm = AlgorithmConfig(clip_low=0.2, clip_high=0.28, dual_clip=1.5)
     actor = new_actor(algorithm=algorithm)
     forest, credits = cases.minibatch(1)
@@ -96,7 +96,7 @@ def test_the_gradient_norm_and_loss_are_those_of_the_trajectories():
     assert stats.tokens == sum(len(pack.predictors) for pack in packs)
 
 
-def test_weights_come_from_the_hugging_face_directory(tmp_path):
+def test_actor_loads_weights_from_the_hugging_face_directory(tmp_path):
     source = new_actor()
     save_file({n: t.contiguous() for n, t in hf_tensors([source.model], cases.QWEN3)}, tmp_path / "model.safetensors")
     torch.manual_seed(99)
@@ -121,7 +121,7 @@ def test_supervised_training_ignores_the_sampling_temperature():
     assert warm.update(packs, None, "nll") == cool.update(packs, None, "nll")
 
 
-def test_a_gradient_that_is_not_finite_changes_nothing_and_is_reported():
+def test_nonfinite_gradient_changes_nothing_and_is_reported():
     actor, other = new_actor(), new_actor()
     good, bad = (
         packs_of(0),
@@ -140,7 +140,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_is_reported():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_resumed_run_is_the_same_run_bit_for_bit(dtype, tmp_path):
+def test_resumed_run_equals_the_uninterrupted_run_bit_for_bit(dtype, tmp_path):
     batches = [packs_of(seed) for seed in range(4)]
 
     def train(actor: Actor, some) -> list:
@@ -158,7 +158,7 @@ def test_a_resumed_run_is_the_same_run_bit_for_bit(dtype, tmp_path):
     assert_equal_weights(resumed, straight)
 
 
-def test_a_checkpoint_before_the_first_update_can_be_resumed(tmp_path):
+def test_checkpoint_before_the_first_update_can_be_resumed(tmp_path):
     saved, resumed = new_actor(), new_actor(seed=99)
     cases.save(saved, tmp_path)
     resumed.load(tmp_path)
@@ -167,7 +167,7 @@ def test_a_checkpoint_before_the_first_update_can_be_resumed(tmp_path):
     assert_equal_weights(saved, resumed)
 
 
-def test_a_resumed_run_follows_its_configuration_not_the_saved_one(tmp_path):
+def test_resumed_run_follows_its_config_not_the_saved_one(tmp_path):
     saved = new_actor(lr=1e-2)
     saved.update(packs_of(0), None)
     cases.save(saved, tmp_path)
@@ -176,7 +176,7 @@ def test_a_resumed_run_follows_its_configuration_not_the_saved_one(tmp_path):
     assert resumed.update(packs_of(1), None).lr == 3e-4
 
 
-def test_impossible_calls_are_refused():
+def test_actor_refuses_impossible_calls():
     actor = new_actor()
     with pytest.raises(ValueError, match="at least one pack"):
         actor.update([], None)
@@ -186,7 +186,7 @@ def test_impossible_calls_are_refused():
     assert actor.logprobs([]) == []
 
 
-def test_a_cut_tree_trains_as_a_whole_one_and_nothing_of_the_pass_is_kept():
+def test_cut_tree_trains_like_a_whole_one_and_leaves_no_context():
     whole, cut = new_actor(), new_actor()
     forest, credits = cases.minibatch(1)
     stats = whole.update(pack_trees(forest, credits, token_budget=10**6), None)

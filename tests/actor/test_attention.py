@@ -1,4 +1,4 @@
-"""The blocks of tree attention compute exactly the dense mask, and not much more."""
+"""The blocks of tree attention compute exactly the dense mask, and few masked pairs."""
 
 from itertools import pairwise
 
@@ -41,7 +41,7 @@ forests = st.one_of(
 
 @settings(max_examples=60)
 @given(forest=forests)
-def test_the_plan_covers_exactly_the_dense_mask(forest):
+def test_plan_covers_exactly_the_dense_mask(forest):
     ends = subtree_ends(forest)
     plan = plan_attention(ends)
     covered = np.zeros((len(ends), len(ends)), int)
@@ -87,7 +87,7 @@ def test_short_sequences_share_calls_and_long_ones_are_cut():
     assert plan_attention(long).pairs < 0.6 * 4096**2
 
 
-def test_context_ranks_are_level_by_the_cost_model_that_they_are_given():
+def test_context_ranks_are_balanced_by_the_given_cost_model():
     ends = np.concatenate([np.full(2048, 2048), 2048 + np.repeat(np.arange(1, 65) * 32, 32)]).astype(np.int32)
     attention, linear = CostModel(token_pairs=0.0), CostModel(token_pairs=1e6)
 
@@ -101,7 +101,7 @@ def test_context_ranks_are_level_by_the_cost_model_that_they_are_given():
     assert gap(attention, linear) > 1.3
 
 
-def test_a_forked_tree_costs_less_than_its_flattened_trajectories():
+def test_forked_tree_costs_less_than_its_flattened_trajectories():
     forest = [cases.grown(seed, samples=16, length=40) for seed in range(4)]
     flat = [single for tree in forest for single in cases.flat_trees(tree)]
     assert cost(plan_attention(subtree_ends(forest))) < cost(plan_attention(subtree_ends(flat)))
@@ -109,7 +109,7 @@ def test_a_forked_tree_costs_less_than_its_flattened_trajectories():
 
 @settings(max_examples=40)
 @given(forest=st.lists(cases.trees(max_segments=6, max_tokens=3), min_size=1, max_size=2))
-def test_no_cut_at_the_same_places_is_cheaper(forest):
+def test_cut_blocks_finds_the_cheapest_cut(forest):
     ends = subtree_ends(forest)
     n = len(ends)
     edges = [0, *(t for t in range(1, n) if ends[t] != ends[t - 1]), n]

@@ -1,4 +1,4 @@
-"""A checkpoint is whole or absent, and damage is named."""
+"""Checkpoints are whole or absent, and damage is reported."""
 
 import os
 import resource
@@ -16,7 +16,7 @@ from arpo_megatron.errors import UserError
 
 @dataclass
 class Weights:
-    """Something to save: a file with a number, taken as it is when the save begins."""
+    """A state to save: a file with a number, copied when the save begins."""
 
     value: int
     seconds: float = 0.0
@@ -69,7 +69,7 @@ def flip_a_byte(path: Path) -> None:
 
 @contextmanager
 def largest_file(size: int):
-    """The system refuses to let this process write files beyond `size` bytes."""
+    """Let the system refuse to write files beyond `size` bytes."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
@@ -78,7 +78,7 @@ def largest_file(size: int):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_state_and_weights_come_back_and_the_newest_is_found(tmp_path):
+def test_store_returns_state_and_weights_of_the_newest_checkpoint(tmp_path):
     store = CheckpointStore(tmp_path / "checkpoints", keep=5)
     assert store.resume_point().path is None
     state = {"step": 3, "buffer": [{"task": "a", "logprobs": [-0.1]}]}
@@ -88,7 +88,7 @@ def test_state_and_weights_come_back_and_the_newest_is_found(tmp_path):
     assert value_of(last) == "10" and store.load_state(last) == state
 
 
-def test_training_goes_on_while_a_checkpoint_is_written_and_it_holds_the_state_of_its_step(tmp_path):
+def test_save_in_the_background_holds_the_state_of_its_step(tmp_path):
     store, go_on = CheckpointStore(tmp_path, keep=2), threading.Event()
     weights = Weights(1, seconds=0.3, go_on=go_on)
     store.save(1, weights, {})
@@ -101,7 +101,7 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_it_holds_the_state_o
     assert value_of(tmp_path / "step_1") == "1"
 
 
-def test_a_second_save_waits_for_the_first(tmp_path):
+def test_second_save_waits_for_the_first(tmp_path):
     store = CheckpointStore(tmp_path, keep=2)
     store.save(1, Weights(1, seconds=0.2), {})
     store.save(2, Weights(2), {})
@@ -113,7 +113,7 @@ def test_a_second_save_waits_for_the_first(tmp_path):
 @pytest.mark.parametrize(
     ("every", "left"), [(0, [8, 9]), (1, list(range(10))), (3, [0, 3, 6, 8, 9]), (7, [0, 7, 8, 9])]
 )
-def test_the_newest_and_every_nth_are_kept(tmp_path, every, left):
+def test_store_keeps_the_newest_and_every_nth_checkpoint(tmp_path, every, left):
     store = CheckpointStore(tmp_path, keep=2, keep_every=every)
     for step in range(10):
         saved(store, step)
@@ -130,7 +130,7 @@ def test_the_newest_and_every_nth_are_kept(tmp_path, every, left):
     ],
     ids=["a flipped byte", "a lost file", "a short file"],
 )
-def test_a_damaged_checkpoint_is_named_with_its_reason_and_the_next_older_one_is_taken(tmp_path, name, harm, words):
+def test_resume_skips_a_damaged_checkpoint_and_reports_why(tmp_path, name, harm, words):
     store = CheckpointStore(tmp_path, keep=3)
     for step in (1, 2):
         saved(store, step, Weights(10 * step, size=100), {"step": step})
@@ -142,7 +142,7 @@ def test_a_damaged_checkpoint_is_named_with_its_reason_and_the_next_older_one_is
     assert any(word in line for word in words.split("|")), line
 
 
-def test_a_damaged_checkpoint_crowds_out_no_whole_one_and_is_replaced(tmp_path):
+def test_damaged_checkpoint_does_not_count_and_is_replaced(tmp_path):
     store = CheckpointStore(tmp_path, keep=2)
     for step in (1, 2):
         saved(store, step)
@@ -163,7 +163,7 @@ def test_damage_of_all_checkpoints_stops_the_run_with_every_reason(tmp_path):
         store.resume_point()
 
 
-def test_an_interrupted_save_leaves_the_last_whole_one_and_is_swept_away(tmp_path):
+def test_interrupted_save_leaves_the_last_checkpoint_and_is_removed(tmp_path):
     store = CheckpointStore(tmp_path, keep=2)
     saved(store, 1)
     store.save(2, Weights(2, seconds=60.0), {})  # its process would be killed now
@@ -176,7 +176,7 @@ def test_an_interrupted_save_leaves_the_last_whole_one_and_is_swept_away(tmp_pat
     assert value_of(saved(again, 2)) == "2"
 
 
-def test_a_file_that_cannot_be_written_is_told_and_leaves_the_older_checkpoint_whole(tmp_path):
+def test_failed_save_is_reported_and_leaves_the_older_checkpoint_intact(tmp_path):
     store = CheckpointStore(tmp_path, keep=2)
     saved(store, 1)
     with largest_file(4096):
@@ -196,12 +196,12 @@ def test_failing_saves_stop_the_run_only_after_several_in_a_row(tmp_path):
                 store.save(step, Weights(step, size=100_000), {})
             store.finish()
         if not start:
-            saved(store, 99)  # one that succeeds begins the count anew
+            saved(store, 99)  # one that succeeds restarts the count
     with pytest.raises(UserError, match="3 checkpoints in a row could not be saved \\(File too large\\): fix"):
         store.save(100, Weights(1), {})
 
 
-def test_a_step_that_is_done_again_replaces_its_checkpoint(tmp_path):
+def test_repeated_step_replaces_its_checkpoint(tmp_path):
     store = CheckpointStore(tmp_path, keep=2)
     saved(store, 1, state={"try": 1})
     again = saved(store, 1, Weights(7), {"try": 2})
@@ -209,7 +209,7 @@ def test_a_step_that_is_done_again_replaces_its_checkpoint(tmp_path):
     assert names(tmp_path) == ["step_1"]
 
 
-def test_state_that_is_not_json_is_refused_before_it_counts(tmp_path):
+def test_save_refuses_state_that_is_not_json(tmp_path):
     store = CheckpointStore(tmp_path, keep=2)
     with pytest.raises(TypeError):
         store.save(1, Weights(1), {"bytes": b"no"})

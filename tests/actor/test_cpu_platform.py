@@ -1,4 +1,4 @@
-"""The CPU platform layer does what its table says, and refuses to guess."""
+"""The CPU platform layer applies its table and refuses targets that do not fit."""
 
 import os
 import subprocess
@@ -26,13 +26,13 @@ def test_every_patch_is_applied_once_and_has_a_reason() -> None:
     assert all(patch.reason for patch in cpu_platform.PATCHES)
 
 
-def test_another_version_of_megatron_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unchecked_megatron_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_platform, "CHECKED_MEGATRON_CORE", "0.0.1")
     with pytest.raises(UserError, match=r"megatron-core 0\.16\.1 is not checked on a CPU \(only 0\.0\.1 is\)"):
         cpu_platform.check_version()
 
 
-def test_literals_are_exchanged_wherever_the_function_holds_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_retarget_exchanges_literals_in_nested_code(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_platform, "_resolve", lambda target, path: literals)
     cpu_platform.Retarget("here:literals", {"cuda": "cpu"}, "a test").apply()
     assert literals() == ("cpu", "cpu")
@@ -50,18 +50,20 @@ def test_literals_are_exchanged_wherever_the_function_holds_them(monkeypatch: py
         (cpu_platform.Replace("torch:cuda.no_such_thing", lambda: None, "-"), "no such function"),
     ],
 )
-def test_a_target_that_has_drifted_is_refused(patch: cpu_platform.Replace | cpu_platform.Retarget, said: str) -> None:
+def test_patch_refuses_a_target_that_does_not_fit(
+    patch: cpu_platform.Replace | cpu_platform.Retarget, said: str
+) -> None:
     with pytest.raises(UserError, match=said):
         patch.apply()
 
 
-def test_a_wrong_number_of_ranks_is_told_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_initialize_refuses_a_wrong_number_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     with pytest.raises(UserError, match=r"need 4 trainer ranks, but 1 started: use torchrun --nproc-per-node 4"):
         parallel.initialize(ParallelConfig(tensor=2, data=2), seed=1)
 
 
-def test_a_lone_process_is_a_quiet_world_of_its_own() -> None:
+def test_single_process_initializes_without_torchrun_or_output() -> None:
     code = (
         "from arpo_megatron.actor import parallel; from arpo_megatron.config import ParallelConfig\n"
         "from arpo_megatron.actor.cpu_platform import install\n"

@@ -57,7 +57,7 @@ REPRESENTATIVES = {
     "alone": [("all terms", "tied"), ("weighted", "untied"), ("adamw", "experts")],
     "recomputed": [("all terms", "experts")],
     "tensor": [("clip", "tied")],
-    "selective recomputation": [("all terms", "experts")],
+    "selective recomputation": [("clip", "experts")],
     "data, distributed optimizer": [("weighted", "experts"), ("adamw", "tied")],
     "context": [("sequence", "tied")],
     "pipeline": [("sequence", "tied")],
@@ -66,13 +66,13 @@ REPRESENTATIVES = {
     "experts over context ranks, recomputed": [("replayed", "experts")],
     "tensor x pipeline": [("adamw", "untied")],
     "tensor x context": [("weighted", "tied")],
-    "context x data": [("clip", "untied")],
     "experts x tensor": [("clip", "experts")],
 }
 """Problems and families of the short run: each way to divide a model, products of them, each loss and packing."""
 MORE = {
     "all terms": {
         "tensor and sequence": "experts",
+        "selective recomputation": "experts",
         "data, distributed optimizer": "tied",
         "context": "experts",
         "pipeline": "untied",
@@ -112,7 +112,7 @@ def runs_of(name: str, *, full: bool) -> list[tuple[str, str]]:
 
 
 def random_weights(spec, directory) -> dict[str, torch.Tensor]:
-    """Written as a Hugging Face directory; in float64 by Megatron's names."""
+    """Write random weights as a Hugging Face directory; return them in float64 by Megatron's names."""
     model = build_model(spec, ParallelConfig(), "float32")
     with torch.no_grad():
         for parameter in model.parameters():
@@ -124,7 +124,7 @@ def random_weights(spec, directory) -> dict[str, torch.Tensor]:
 
 
 def solution(problem: proof.Problem, spec, weights, first) -> dict[str, torch.Tensor]:
-    """The loss and the gradients, by Hugging Face names."""
+    """Return the loss and the gradients by Hugging Face name."""
     parameters = {name: value.clone().requires_grad_() for name, value in weights.items()}
     penalties = {
         "kl_coefficient": problem.algorithm.kl_coefficient,
@@ -172,8 +172,11 @@ def stale_loss(problem: proof.Problem, parameters, first, spec) -> torch.Tensor:
 
 
 def trained(weights: dict[str, torch.Tensor], spec) -> tuple[dict[str, torch.Tensor], list[tuple[float, float]]]:
-    """The change of weights by torch's AdamW in float64 on flattened trajectories, by Hugging Face names; and the
-    gradient norm and rate of each update."""
+    """Train with torch's AdamW in float64 on flattened trajectories.
+
+    Returns:
+        The change of weights by Hugging Face name, and the gradient norm and learning rate of each update.
+    """
     parameters = {name: torch.nn.Parameter(value.clone()) for name, value in weights.items()}
     config, rows = proof.ADAMW, []
     matrices = [p for p in parameters.values() if p.dim() > 1]
@@ -233,7 +236,7 @@ FULL = [pytest.param((ranks, True), id=f"{ranks} ranks, all", marks=pytest.mark.
 
 @pytest.fixture(scope="module", params=SHORT + FULL)
 def computed(request, solutions):
-    """Results of each layout of that many ranks, by layout, problem and family; of one rank, from this process."""
+    """Return the results of each layout of that many ranks, by layout, problem and family; one rank is this process."""
     ranks, full = request.param
     layouts = LAYOUTS[ranks]
     runs = {name: own for name in layouts if (own := runs_of(name, full=full))}
@@ -249,7 +252,7 @@ def computed(request, solutions):
 
 
 def errors(found: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> dict[str, float]:
-    """Of losses, norm and gradients, relative to their largest entry, but at least a thousandth of any gradient's."""
+    """Relative errors of losses, norm and gradients; a gradient's scale is at least a thousandth of the largest one."""
     assert found.keys() == exact.keys()
     numbers = {"loss", "router loss", "gradient norm"}
     scale = max(float(value.abs().max()) for name, value in exact.items() if name not in numbers)

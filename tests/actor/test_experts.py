@@ -45,7 +45,7 @@ def ppo(batch, output) -> torch.Tensor:
 
 
 def nothing(batch, output) -> torch.Tensor:
-    """No policy loss: what comes back is the router's alone."""
+    """Return a zero policy loss, so that only the router has a gradient."""
     return 0.0 * output[0].sum()
 
 
@@ -99,13 +99,13 @@ def level(model) -> None:
 
 
 def run(model, packs, loss=nothing):
-    """A pass; its gradients and the figures of its experts."""
+    """Run a pass; return its gradients and the balance of its experts."""
     begin_pass([model], float(sum(int(pack.multiplicity.sum()) for pack in packs)))
     _, gradients = cases.backward(model, packs, loss)
     return gradients, finish_pass([model], keep_load=True)
 
 
-def test_the_routers_gradient_is_that_of_the_trajectories_however_they_are_packed(balanced):
+def test_router_gradient_equals_that_of_the_trajectories_in_every_packing(balanced):
     forest = [cases.grown(seed) for seed in range(3)]
     parameters = dict(balanced.named_parameters())
     with torch.no_grad():
@@ -125,7 +125,7 @@ def loads(model) -> torch.Tensor:
     return torch.stack([layer.mlp.router.load for layer in model.decoder.layers])
 
 
-def test_recomputation_changes_neither_the_routers_gradient_nor_the_load(balanced):
+def test_recomputation_changes_neither_router_gradient_nor_load(balanced):
     again = built(COEFFICIENT, recompute="full")
     again.load_state_dict(balanced.state_dict())
     packs = packings([cases.grown(seed) for seed in range(2)])["a pack a tree"]
@@ -137,13 +137,13 @@ def test_recomputation_changes_neither_the_routers_gradient_nor_the_load(balance
     assert all(torch.equal(gradient, second[name]) for name, gradient in first.items())
 
 
-def test_a_pass_that_was_not_begun_is_refused_where_it_would_be_scaled_wrongly(one_rank):
+def test_balancing_loss_needs_begin_pass(one_rank):
     fresh = built(COEFFICIENT)
     with pytest.raises(RuntimeError, match="needs begin_pass"):
         cases.backward(fresh, packings([cases.grown(1)])["one pack"], nothing)
 
 
-def test_a_dense_model_has_no_passes_to_balance(one_rank):
+def test_dense_model_has_no_expert_balance(one_rank):
     dense = build_model(cases.QWEN3, ParallelConfig(), "float32")
     begin_pass([dense], 1.0)
     assert finish_pass([dense], keep_load=True) is None

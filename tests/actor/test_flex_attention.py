@@ -50,7 +50,7 @@ def plans(draw: st.DrawFn, max_tokens: int = 150):
 
 @settings(max_examples=80)
 @given(plan=plans())
-def test_a_block_is_full_where_all_pairs_attend_and_empty_where_none_does(plan):
+def test_block_classes_equal_those_of_the_dense_mask(plan):
     key_end, positions = plan
     if not len(positions):
         return
@@ -65,7 +65,7 @@ def test_a_block_is_full_where_all_pairs_attend_and_empty_where_none_does(plan):
 
 @settings(max_examples=15)
 @given(plan=plans())
-def test_the_block_mask_is_the_one_that_torch_finds_by_evaluating_every_pair(plan):
+def test_block_mask_equals_torchs_create_block_mask(plan):
     key_end, positions = plan
     mask = flex_plan(key_end, positions).mask
     if mask is None:
@@ -106,7 +106,7 @@ def test_outputs_equal_those_of_a_dense_mask_and_padding_is_zeros(plan, groups, 
     assert torch.equal(output[len(positions) :], torch.zeros_like(output[len(positions) :]))
 
 
-def test_a_rank_with_nothing_but_padding_brings_zero_gradients_for_keys_and_values_instead_of_none():
+def test_rank_with_only_padding_has_zero_gradients_for_keys_and_values():
     key_end, positions = np.array([3, 2, 3], np.int32), np.zeros(0, np.int64)
     leaves = inputs(key_end, positions, 2, padding=4)
     output = flex_tree_attention(*leaves, flex_plan(key_end, positions), 1.0)
@@ -115,7 +115,7 @@ def test_a_rank_with_nothing_but_padding_brings_zero_gradients_for_keys_and_valu
     assert all(torch.equal(leaf.grad, torch.zeros_like(leaf)) for leaf in leaves[1:])
 
 
-def test_packs_of_one_length_class_share_one_compiled_kernel(monkeypatch):
+def test_packs_of_one_padded_length_share_one_compiled_kernel(monkeypatch):
     monkeypatch.delenv("TORCHDYNAMO_DISABLE")  # of CPU_ENVIRONMENT: on a CPU the product compiles nothing
     counter = CompileCounter()
     kernel = compiled_kernel(counter)
@@ -126,7 +126,7 @@ def test_packs_of_one_length_class_share_one_compiled_kernel(monkeypatch):
     assert counter.frame_count == 1
 
 
-def test_lengths_fall_into_two_classes_an_octave():
+def test_padded_lengths_are_two_per_octave():
     lengths = np.arange(1, 20000)
     padded = np.array([padded_length(int(n)) for n in lengths])
     assert (padded >= lengths).all()
@@ -136,7 +136,7 @@ def test_lengths_fall_into_two_classes_an_octave():
     assert all(padded_length(int(n)) == n for n in set(padded))
 
 
-def test_a_tree_computes_few_pairs_that_it_masks():
+def test_tree_computes_few_masked_pairs():
     (pack,) = packed([cases.grown(seed, samples=16, length=200) for seed in range(2)], token_budget=10**6)
     plan = flex_plan(pack.subtree_end, np.arange(len(pack)))
     assert plan.pairs < 2.5 * pack.attention_pairs
@@ -153,7 +153,7 @@ def test_a_tree_computes_few_pairs_that_it_masks():
         ([2, 2], [-1, 1], "among the 2 keys"),
     ],
 )
-def test_positions_that_are_no_queries_of_these_keys_are_refused(key_end, positions, fault):
+def test_flex_plan_refuses_invalid_positions(key_end, positions, fault):
     with pytest.raises(ValueError, match=fault):
         flex_plan(np.array(key_end, np.int32), np.array(positions))
 
@@ -178,7 +178,7 @@ def test_outputs_and_gradients_on_a_gpu_equal_those_of_a_dense_mask(dtype, toler
 
 
 @needs_gpu
-def test_padding_brings_no_nan_into_gradients_on_a_gpu():
+def test_padding_causes_no_nan_gradients_on_a_gpu():
     key_end, positions = np.full(130, 130, np.int32), np.arange(130)  # the second query block is almost empty
     leaves = inputs(key_end, positions, 2, padding=300, device="cuda", dtype=torch.float32)
     output = flex_tree_attention(*leaves, flex_plan(key_end, positions, "cuda"), 0.25)
@@ -188,7 +188,7 @@ def test_padding_brings_no_nan_into_gradients_on_a_gpu():
 
 
 @needs_gpu
-def test_another_branch_changes_nothing_bit_for_bit_on_a_gpu():
+def test_sibling_branch_changes_no_bit_on_a_gpu():
     (pack,) = packed([cases.grown(0, samples=8, length=60)], token_budget=10**6)
     key_end, positions = pack.subtree_end, np.arange(len(pack))
     leaf = int(np.flatnonzero(key_end == positions + 1)[0])  # the end of the first branch

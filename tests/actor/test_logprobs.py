@@ -18,7 +18,7 @@ def problem():
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("chunk_elements", [1, 44, 1 << 20])
-def test_values_and_gradients_are_those_of_log_softmax(problem, temperature, chunk_elements, monkeypatch):
+def test_values_and_gradients_equal_those_of_log_softmax(problem, temperature, chunk_elements, monkeypatch):
     monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", chunk_elements)
     hidden, weight, targets = problem
     actual, entropies = target_logprobs(hidden, weight, targets, temperature=temperature)
@@ -69,7 +69,7 @@ class LargestResult(TorchDispatchMode):
         return result
 
 
-def test_a_large_vocabulary_is_never_held_for_all_tokens(monkeypatch):
+def test_logits_are_never_held_for_all_tokens(monkeypatch):
     monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", 1 << 23)
     tokens, vocabulary, width = 500, 151_936, 16
     generator = torch.Generator().manual_seed(1)

@@ -1,4 +1,4 @@
-"""The loss of a shared token, against PPO-clip written out copy by copy."""
+"""The loss of a shared token, against PPO-clip computed copy by copy."""
 
 import math
 
@@ -40,7 +40,7 @@ def summed(*stats) -> UpdateStats:
     clip_high=st.floats(0, 2),
     dual_clip=st.none() | st.floats(1.01, 5),
 )
-def test_one_term_equals_the_sum_over_the_copies(log_ratio, copies, clip_low, clip_high, dual_clip):
+def test_shared_token_loss_equals_the_sum_over_its_copies(log_ratio, copies, clip_low, clip_high, dual_clip):
     ratio, expected = math.exp(log_ratio), 0.0
     for weight, advantage in copies:
         objective = min(ratio * advantage, min(max(ratio, 1 - clip_low), 1 + clip_high) * advantage)
@@ -54,7 +54,7 @@ def test_one_term_equals_the_sum_over_the_copies(log_ratio, copies, clip_low, cl
     assert float(loss) == pytest.approx(expected, rel=1e-9, abs=1e-9)
 
 
-def test_a_clipped_token_has_no_gradient_and_is_counted():
+def test_clipped_token_has_no_gradient_and_is_counted():
     new = torch.tensor([0.0, math.log(1.5), math.log(0.5), math.log(9.0)], dtype=torch.float64, requires_grad=True)
     positive, negative = tensor(1, 1, 0, 0), tensor(-1, 0, -1, -1)
     loss, stats = ppo(new, tensor(0, 0, 0, 0), positive, negative, DUAL)
@@ -65,7 +65,7 @@ def test_a_clipped_token_has_no_gradient_and_is_counted():
     assert told.ratio_max == pytest.approx(9.0)
 
 
-def test_an_infinite_ratio_gives_no_nan():
+def test_infinite_ratio_gives_no_nan():
     new = torch.tensor([1000.0, -1000.0], requires_grad=True)
     config = AlgorithmConfig(kl_coefficient=0.1, dual_clip=None)
     loss, stats = ppo(new, torch.zeros(2), torch.ones(2), -torch.ones(2), config, reference=torch.zeros(2))
@@ -77,7 +77,7 @@ def test_an_infinite_ratio_gives_no_nan():
     tokens=st.lists(st.tuples(st.floats(-6, 0), st.floats(-6, 0), st.floats(0, 2)), min_size=1, max_size=6),
     coefficient=st.floats(0.01, 1),
 )
-def test_the_penalty_is_k3_against_the_reference_and_pulls_towards_it(tokens, coefficient):
+def test_kl_penalty_is_k3_and_pulls_towards_the_reference(tokens, coefficient):
     new, reference, weight = (tensor(*column) for column in zip(*tokens, strict=True))
     new.requires_grad_()
     zeros, config = torch.zeros_like(weight), AlgorithmConfig(kl_coefficient=coefficient)
@@ -90,7 +90,7 @@ def test_the_penalty_is_k3_against_the_reference_and_pulls_towards_it(tokens, co
     torch.testing.assert_close(new.grad, tensor(*slopes), rtol=1e-9, atol=1e-12)
 
 
-def test_the_bonus_is_the_weighted_entropy():
+def test_entropy_bonus_is_the_weighted_entropy():
     new, entropies = tensor(-1, -2).requires_grad_(), tensor(0.5, 1.5).requires_grad_()
     zeros, config = torch.zeros(2, dtype=torch.float64), AlgorithmConfig(entropy_coefficient=0.1)
     loss, stats = ppo(new, new.detach(), zeros, zeros, config, weight=tensor(1, 2), entropies=entropies)
@@ -107,19 +107,19 @@ def test_on_policy_statistics_are_exact():
     assert (told.ratio_mean, told.ratio_max, told.kl_old, told.clip_high_share) == (1.0, 1.0, 0.0, 0.0)
 
 
-def test_no_tokens_have_no_loss():
+def test_pack_without_targets_has_no_loss():
     empty = torch.zeros(0, requires_grad=True)
     for loss, stats in (ppo(empty, empty, empty, empty), linear_loss(empty, empty, empty)):
         told = summed(stats)
         assert float(loss) == 0 and told.tokens == 0 and told.ratio_max == 0 and told.ratio_p50 == 1.0
 
 
-def test_a_linear_loss_weighs_log_probs():
+def test_linear_loss_weights_log_probs():
     loss, stats = linear_loss(tensor(-1.0, -2.0), tensor(0, 0), tensor(0.25, 0.5))
     assert float(loss) == 1.25 and summed(stats).tokens == 2
 
 
-def test_packs_add_up_and_quantiles_are_those_of_all_tokens():
+def test_statistics_of_packs_add_up():
     log_ratios = torch.linspace(-1, 1, 1001, dtype=torch.float64)
     packs = [ppo(part, torch.zeros_like(part), part * 0, part * 0)[1] for part in log_ratios.split(300)]
     told = summed(*packs)
@@ -130,7 +130,7 @@ def test_packs_add_up_and_quantiles_are_those_of_all_tokens():
 
 
 @pytest.mark.parametrize("ulps", [-1024, -4, -1, 1, 4, 1024])
-def test_a_ratio_that_is_off_by_a_rounding_is_seen_in_kl_old(ulps: int) -> None:
+def test_kl_old_resolves_ratios_off_by_rounding(ulps: int) -> None:
     """`agreement.check_on_policy` takes kl_old == 0 to mean that every ratio is exactly 1."""
     old = torch.full((5,), -0.75)
     new = old.clone()

@@ -1,4 +1,4 @@
-"""AEPO from packs to gradients, against flat float64: entropies of the step's policy, factors of tokens, the clip."""
+"""AEPO from packs to gradients, against flat float64: the old policy's entropies, token factors and the clip."""
 
 import pytest
 import torch
@@ -47,7 +47,7 @@ def flat_aepo(now, step, forest, advantages) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("budget", [10**6, 24])
-def test_the_gradient_is_that_of_the_flattened_trajectories_also_through_cuts(budget):
+def test_gradient_equals_that_of_the_flattened_trajectories(budget):
     torch.manual_seed(1)
     actor = Actor(cases.job(algorithm=ALGORITHM), cases.QWEN3, None, optimizer=OptimizerConfig(), total_updates=1)
     forest, credits = cases.minibatch(2)
@@ -67,7 +67,7 @@ def test_the_gradient_is_that_of_the_flattened_trajectories_also_through_cuts(bu
     cases.assert_gradients(actor, now)
 
 
-def test_a_loss_of_tokens_and_a_policy_update_go_together():
+def test_update_refuses_a_loss_of_the_wrong_kind():
     actor = Actor(
         cases.job(algorithm=AlgorithmConfig(loss="gspo")),
         cases.QWEN3,

@@ -1,4 +1,4 @@
-"""What the model refuses, and which parameters it has."""
+"""Sizes and layouts that the model refuses, and its parameters."""
 
 from dataclasses import replace
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("one_rank")
     ("change", "what"),
     [({"vocabulary": 33}, "vocabulary"), ({"kv_heads": 1}, "key/value heads"), ({"ffn": 31}, "MLP width")],
 )
-def test_a_size_that_cannot_be_divided_is_refused_in_one_line(change, what):
+def test_model_refuses_sizes_that_cannot_be_divided(change, what):
     with pytest.raises(
         UserError, match=rf"{what} \(\d+\) cannot be divided by parallel.tensor=2: give parallel.tensor=1$"
     ):
@@ -33,13 +33,13 @@ def test_a_size_that_cannot_be_divided_is_refused_in_one_line(change, what):
         (cases.QWEN3, {"pipeline": 3}, r"layers \(2\) cannot be divided into parallel.pipeline=3 x"),
     ],
 )
-def test_a_layout_that_the_model_cannot_have_is_refused_in_one_line(spec, layout, said):
+def test_model_refuses_layouts_that_do_not_fit(spec, layout, said):
     with pytest.raises(UserError, match=said):
         build_model(spec, ParallelConfig(**layout), "float32")
 
 
 @pytest.mark.parametrize("spec", [cases.QWEN3, cases.QWEN2, cases.LLAMA], ids=lambda spec: spec.family)
-def test_families_differ_by_their_traits_only(spec):
+def test_families_have_the_parameters_of_their_traits(spec):
     names = {name for name, _ in build_model(spec, ParallelConfig(), "float32").named_parameters()}
     assert ("output_layer.weight" in names) != spec.tied
     assert any(name.endswith("linear_qkv.bias") for name in names) == spec.qkv_bias

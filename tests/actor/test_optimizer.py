@@ -29,13 +29,13 @@ def rates(config: OptimizerConfig) -> list[float]:
 
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
 @pytest.mark.parametrize("warmup", [0, 3])
-def test_the_rate_follows_the_schedule(schedule, warmup):
+def test_learning_rate_follows_the_schedule(schedule, warmup):
     config = OptimizerConfig(lr=1.0, schedule=schedule, warmup_fraction=warmup / UPDATES, min_lr_ratio=0.1)
     expected = [reference.learning_rate(schedule, k, updates=UPDATES, warmup=warmup) for k in range(1, UPDATES + 1)]
     assert rates(config) == pytest.approx(expected)
 
 
-def test_an_update_is_adamw_with_clipping_and_without_decay_of_norms():
+def test_update_is_adamw_with_clipping_and_without_decay_of_norms():
     config = OptimizerConfig(lr=1e-2, weight_decay=0.1, beta1=0.8, beta2=0.9, clip_grad=0.05)
     actor = Actor(cases.job(), cases.QWEN3, None, optimizer=config, total_updates=UPDATES)
     packs = pack_trees(*cases.minibatch(0), token_budget=1000)
@@ -57,7 +57,7 @@ def test_an_update_is_adamw_with_clipping_and_without_decay_of_norms():
         torch.testing.assert_close(parameter.double(), copies[name], rtol=1e-5, atol=1e-6)
 
 
-def test_state_in_host_memory_begins_empty(monkeypatch):
+def test_offloaded_state_starts_at_zero(monkeypatch):
     """Not with the moments of a random gradient, nor with weights that it has moved."""
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)  # doubles: it makes streams, and uses none here
     monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
@@ -77,7 +77,7 @@ def test_state_in_host_memory_begins_empty(monkeypatch):
     assert adam_steps(optimizer) == 0
 
 
-def test_gradients_without_an_optimizer_are_those_of_an_update():
+def test_actor_without_optimizer_accumulates_the_same_gradients():
     packs = pack_trees(*cases.minibatch(0), token_budget=1000)
     alone, whole = (
         Actor(cases.job(), cases.QWEN3, None, optimizer=config, total_updates=1) for config in (None, OptimizerConfig())

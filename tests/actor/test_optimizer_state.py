@@ -1,4 +1,4 @@
-"""Stretches of flattened weights as boxes, and a full disk under a real optimizer's checkpoint."""
+"""Ranges of flattened weights as boxes, and a full disk during a real optimizer's save."""
 
 from math import prod
 from pathlib import Path
@@ -20,7 +20,7 @@ from tests.faults import FULL, small_disk
 
 
 @given(st.lists(st.integers(1, 5), max_size=4), st.data())
-def test_boxes_tile_a_stretch_in_its_order_and_are_few(shape, data):
+def test_boxes_tile_a_range_in_order_and_are_few(shape, data):
     size = prod(shape)
     start = data.draw(st.integers(0, size))
     end = data.draw(st.integers(start, size))
@@ -42,7 +42,7 @@ def update(actor: Actor, seed: int) -> object:
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_every_parameter_has_a_step_count_of_its_own_after_a_load(tmp_path):
+def test_parameters_have_separate_step_tensors_after_a_load(tmp_path):
     actor = new_actor("bfloat16")
     update(actor, 0)
     cases.save(actor, tmp_path)
@@ -54,7 +54,7 @@ def test_every_parameter_has_a_step_count_of_its_own_after_a_load(tmp_path):
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_the_log_says_whose_adam_it_is():
+def test_optimizer_name_names_the_implementation():
     assert (
         optimizer_name(new_actor().optimizer)
         == optimizer_name(new_actor("bfloat16").optimizer)
@@ -64,7 +64,7 @@ def test_the_log_says_whose_adam_it_is():
 
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("kind", FULL)
-def test_a_disk_that_fills_up_during_a_save_costs_that_checkpoint_only(tmp_path, kind):
+def test_full_disk_during_a_save_costs_only_that_checkpoint(tmp_path, kind):
     actor = new_actor()
     update(actor, 0)
     cases.save(actor, _made(tmp_path / "probe"))
@@ -85,7 +85,7 @@ def test_a_disk_that_fills_up_during_a_save_costs_that_checkpoint_only(tmp_path,
         (report,) = store.reports()
         assert report.error.startswith(full) and "\n" not in str(report)
         if kind != "tmpfs":
-            return  # the limit cannot be told from the first save on
+            return  # the limit also hits the first save
         assert [path.name for path in store.root.iterdir()] == ["step_1"]
         filler.unlink()
         store.save(2, actor, {})

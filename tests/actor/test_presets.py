@@ -1,4 +1,4 @@
-"""Every preset resolves on a recipe, and its parts train a model together."""
+"""Every preset resolves on a recipe, and its components train a model together."""
 
 from dataclasses import replace
 
@@ -21,7 +21,7 @@ from tests.actor import cases
 
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("name", BUILTIN[ExtensionPoint.PRESET])
-def test_a_preset_trains(name: str) -> None:
+def test_preset_trains(name: str) -> None:
     """Two updates, with stored trees where the method has some; the second one's ratios are not 1."""
     full = {"spear": ["algorithm.params.imitation_capacity=2"]}
     words = [f"algorithm.name={name}", "algorithm.minibatches=2", *full.get(name, [])]

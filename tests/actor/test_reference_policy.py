@@ -1,4 +1,4 @@
-"""The reference policy of the KL penalty: what it computes, and when a step swaps it in."""
+"""The reference policy of the KL penalty: its log-probs, and when a step swaps it in."""
 
 from contextlib import ExitStack, contextmanager
 
@@ -92,7 +92,7 @@ def scored(seed: int) -> ScoredTree:
     return ScoredTree(Task("task", (), "1", "math", "?"), tree, rewards, rewards, rewards >= 0)
 
 
-def test_a_step_swaps_the_reference_in_once_and_before_its_updates(tmp_path, monkeypatch):
+def test_step_swaps_the_reference_in_once_before_its_updates(tmp_path, monkeypatch):
     run = Steps(new_actor(kl_coefficient=0.1), RunDirectory(tmp_path))
     swap_in, seen = ReferencePolicy.swap_in, []
 
@@ -110,7 +110,7 @@ def test_a_step_swaps_the_reference_in_once_and_before_its_updates(tmp_path, mon
     assert all(update.kl_reference > 0 for update in later)
 
 
-def test_the_reference_is_the_first_policy_and_leaves_no_trace():
+def test_reference_is_the_first_policy_and_changes_nothing():
     actor = new_actor(kl_coefficient=0.1)
     packs = packs_of(0)
     first = actor.logprobs(packs)
@@ -129,7 +129,7 @@ def test_the_reference_is_the_first_policy_and_leaves_no_trace():
         forgotten.reference_logprobs([packs])
 
 
-def test_the_penalty_keeps_the_policy_near_the_reference():
+def test_kl_penalty_keeps_the_policy_near_the_reference():
     distances = {}
     for coefficient in (0.0, 10.0):
         actor = new_actor(kl_coefficient=coefficient)

@@ -1,4 +1,4 @@
-"""Router replay: a pack's routes decide where tokens go; weights, gradients and the load follow from that."""
+"""Router replay: routes of a pack choose the experts; weights, gradients and load follow."""
 
 import numpy as np
 import pytest
@@ -29,7 +29,7 @@ def built(dtype: str, **layout):
 
 
 def own_routes(model, tree: RolloutTree) -> list[np.ndarray]:
-    """What the float64 reference of the model chooses for each segment of a tree, shuffled."""
+    """Return the choices of the model's float64 reference for each segment of a tree, shuffled."""
     parameters = {name: p.detach().double() for name, p in model.named_parameters()}
     rng = np.random.default_rng(0)
     found = [np.zeros((len(segment), *SHAPE), np.int16) for segment in tree.segments]
@@ -64,7 +64,7 @@ def figures(model, packs):
     return loss, gradients, finish_pass([model], keep_load=False)
 
 
-def test_the_routers_own_routes_change_no_bit():
+def test_replay_of_the_routers_own_routes_changes_no_bit():
     model = built("float32")
     forest, advantages = forest_of()
     replayed = [cases.routed(tree, own_routes(model, tree)) for tree in forest]
@@ -77,7 +77,7 @@ def test_the_routers_own_routes_change_no_bit():
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_other_routes_give_loss_and_gradients_of_a_reference_that_takes_them(recompute):
+def test_replayed_routes_give_the_reference_loss_and_gradients(recompute):
     model = built("float64", recompute=recompute)
     forest, advantages = forest_of()
     routes = [cases.other_routes(tree, seed) for seed, tree in enumerate(forest)]
@@ -99,7 +99,7 @@ def test_other_routes_give_loss_and_gradients_of_a_reference_that_takes_them(rec
         assert 0.5 < balance.differing < 0.8
 
 
-def test_trees_of_one_prompt_share_its_routes_and_one_without_routes_is_routed_freely():
+def test_shared_prompt_takes_the_routes_of_the_first_tree():
     forest, advantages = forest_of(2)
     prompt = np.arange(20) % cases.VOCABULARY
     alike = []
@@ -117,7 +117,7 @@ def test_trees_of_one_prompt_share_its_routes_and_one_without_routes_is_routed_f
     assert (pack.routes[first.unique_tokens :] == -1).all()
 
 
-def test_an_updates_ratios_are_exactly_one_with_replay_and_the_reference_policy_chooses_by_itself():
+def test_replay_keeps_ratios_at_one_and_skips_the_reference_policy():
     job = cases.job(algorithm=AlgorithmConfig(kl_coefficient=0.1))
     torch.manual_seed(7)
     actor = Actor(job, QWEN3_MOE, None, optimizer=OptimizerConfig(lr=1e-3), total_updates=2, keep_reference=True)

@@ -1,4 +1,4 @@
-"""Sequence-level ratios from packs to gradients: `finish_credit` and the backward pass, against flat float64."""
+"""Sequence-level ratios from packs to gradients, against flat float64."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ LOW, HIGH, LIMIT = 0.1, 0.2, 1.5
 
 
 @pytest.mark.parametrize("budget", [10**6, 24])
-def test_the_gradient_is_that_of_the_flattened_trajectories_also_through_cuts(budget):
+def test_gradient_equals_that_of_the_flattened_trajectories(budget):
     torch.manual_seed(1)
     algorithm = AlgorithmConfig(loss="gspo", clip_low=LOW, clip_high=HIGH, trajectory_weight_limit=LIMIT)
     actor = Actor(cases.job(algorithm=algorithm), cases.QWEN3, None, optimizer=OptimizerConfig(), total_updates=1)
@@ -38,7 +38,7 @@ def test_the_gradient_is_that_of_the_flattened_trajectories_also_through_cuts(bu
     cases.assert_gradients(actor, now)
 
 
-def test_a_pass_that_is_not_that_of_the_old_logprobs_is_seen():
+def test_finish_credit_detects_a_pass_with_other_weights():
     torch.manual_seed(1)
     algorithm = AlgorithmConfig(loss="gspo")
     actor = Actor(cases.job(algorithm=algorithm), cases.QWEN3, None, optimizer=OptimizerConfig(), total_updates=2)
@@ -53,7 +53,7 @@ def test_a_pass_that_is_not_that_of_the_old_logprobs_is_seen():
 
 
 @pytest.mark.parametrize("loss", ["ppo", "gspo"])
-def test_trajectories_that_meet_the_limit_of_the_weights_are_counted(loss):
+def test_trajectories_at_the_weight_limit_are_counted(loss):
     algorithm = AlgorithmConfig(loss=loss, trajectory_weight_limit=LIMIT)
     actor = Actor(cases.job(algorithm=algorithm), cases.QWEN3, None, optimizer=OptimizerConfig(), total_updates=1)
     forest, credits = cases.minibatch(2)

@@ -1,4 +1,4 @@
-"""Training a tree is training its trajectories: same loss, same gradient, in float64 to the last digits."""
+"""Training a tree equals training its trajectories: same loss and gradient in float64."""
 
 import dataclasses
 
@@ -70,7 +70,7 @@ def test_loss_and_every_gradient_equal_those_of_the_flattened_trajectories(model
     assert_same(cases.backward(model, packs, ppo), evaluate(flat, model))
 
 
-def test_a_grown_tree_with_clipping_on_both_sides_equals_its_trajectories(models):
+def test_clipping_on_both_sides_equals_that_of_the_trajectories(models):
     spec, model = models["qwen3"]
     tree = cases.grown(5, samples=8)
     advantages = cases.dyadic_advantages(tree, 5)
@@ -126,7 +126,7 @@ def test_supervised_loss_is_the_weighted_negative_log_likelihood(models):
     assert_same(found, evaluate(expected, model))
 
 
-def test_recomputing_activations_changes_nothing(models):
+def test_recomputation_changes_nothing(models):
     spec, model = models["qwen3"]
     again = build_model(spec, ParallelConfig(recompute="full"), "float64")
     again.load_state_dict(model.state_dict())
@@ -138,7 +138,7 @@ def test_recomputing_activations_changes_nothing(models):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_branch_cannot_see_its_siblings_nor_other_trees_in_the_pack(one_rank, dtype):
+def test_branch_sees_neither_siblings_nor_other_trees(one_rank, dtype):
     torch.manual_seed(4)
     model = build_model(cases.QWEN3, ParallelConfig(), dtype)
     forest = [cases.grown(seed, samples=8, length=40) for seed in range(3)]

@@ -1,4 +1,4 @@
-"""Tokenizers give back the text they were given and survive the way through a model directory."""
+"""Tokenizers decode to the encoded text and survive a model directory."""
 
 import json
 from pathlib import Path
@@ -33,19 +33,19 @@ def encode(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
 
 
 @given(protocol_text)
-def test_printable_text_comes_back_exactly(text: str) -> None:
+def test_printable_text_round_trips(text: str) -> None:
     for tokenizer in BOTH:
         assert tokenizer.decode(encode(tokenizer, text)) == text
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"]), max_size=40))
-def test_bpe_writes_any_text(text: str) -> None:
+def test_bpe_round_trips_any_text(text: str) -> None:
     assert BPE.decode(encode(BPE, text)) == text
 
 
 @pytest.mark.parametrize("tokenizer", BOTH)
 @pytest.mark.parametrize("tag", PROTOCOL_TAGS)
-def test_a_protocol_tag_is_one_token_wherever_it_stands(tokenizer: PreTrainedTokenizerFast, tag: str) -> None:
+def test_protocol_tag_is_one_token_in_any_context(tokenizer: PreTrainedTokenizerFast, tag: str) -> None:
     number = tokenizer.convert_tokens_to_ids(tag)
     assert encode(tokenizer, tag) == [number]
     for before, after in (("a", "b"), (" ", " "), ("\n", "\n"), ("1", "}")):
@@ -53,7 +53,7 @@ def test_a_protocol_tag_is_one_token_wherever_it_stands(tokenizer: PreTrainedTok
     assert tokenizer.decode([number], skip_special_tokens=True) == tag  # not special: never skipped
 
 
-def test_segments_encoded_alone_join_to_the_whole() -> None:
+def test_segments_encoded_separately_join_to_the_whole() -> None:
     cuts = [TRAJECTORY.index(part) for part in (" <result>", "<think>calculate")]
     pieces = [TRAJECTORY[: cuts[0]], TRAJECTORY[cuts[0] : cuts[1]], TRAJECTORY[cuts[1] :]]
     for tokenizer in BOTH:
@@ -68,20 +68,20 @@ def test_no_special_token_is_added() -> None:
         assert tokenizer.pad_token_id not in (None, tokenizer.eos_token_id)
 
 
-def test_unknown_characters_become_unk_and_a_trajectory_stays_short() -> None:
+def test_unknown_characters_become_unk() -> None:
     assert encode(GENERATED, "é") == [GENERATED.unk_token_id]
     assert len(encode(GENERATED, TRAJECTORY)) == 58
 
 
 @pytest.mark.parametrize("tokenizer", BOTH)
-def test_every_id_has_a_text_and_tensor_parallel_ranks_share_evenly(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_every_id_has_a_text_and_the_vocabulary_divides_by_eight(tokenizer: PreTrainedTokenizerFast) -> None:
     assert len(tokenizer) % 8 == 0
     tokens = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
     assert None not in tokens
     assert len(set(tokens)) == len(tokens)
 
 
-def test_bpe_keeps_to_its_size_and_splits_numbers_into_digits() -> None:
+def test_bpe_respects_its_size_and_splits_numbers_into_digits() -> None:
     assert len(BPE) <= 400
     assert len(encode(BPE, "12345")) == 5
     with pytest.raises(ValueError, match="at least"):
@@ -89,7 +89,7 @@ def test_bpe_keeps_to_its_size_and_splits_numbers_into_digits() -> None:
 
 
 @pytest.mark.parametrize("tokenizer", BOTH)
-def test_a_model_directory_loads_again(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+def test_model_directory_loads_again(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     model = ModelConfig(hidden_size=48, layers=2, heads=4, kv_heads=2, ffn_size=64, max_length=128, dtype="float32")
     make_model_directory(tmp_path / "model", model, tokenizer)
     loaded = AutoTokenizer.from_pretrained(tmp_path / "model")

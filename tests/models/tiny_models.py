@@ -1,4 +1,4 @@
-"""Random tiny models of every family, made and judged by transformers, and their log-probs through Megatron."""
+"""Random tiny models of every family, made by transformers, and their log-probs through Megatron."""
 
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def make(directory: Path, case: str, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
-    """A transformers model of the case, saved in `directory`; no parameter has a neutral value (biases, norms)."""
+    """Save a transformers model of the case in `directory` and return it; no parameter has a neutral value."""
     import transformers
 
     name = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3moe": "Qwen3Moe"}[case.partition("-")[0]]
@@ -67,7 +67,8 @@ def make(directory: Path, case: str, seed: int = 0, dtype: torch.dtype = torch.f
 
 
 def gradients(model: Any) -> dict[str, Tensor]:
-    """Those of a transformers model under the names of its files: in memory it holds all experts in two tensors."""
+    """Return the gradients of a transformers model under the names of its files; in memory all experts are two
+    tensors."""
     found = {}
     for name, parameter in model.named_parameters():
         experts, _, kind = name.rpartition(".")
@@ -82,18 +83,18 @@ def gradients(model: Any) -> dict[str, Tensor]:
 
 
 def sample_tokens(length: int = 40, seed: int = 3) -> Tensor:
-    """int64[length]"""
+    """Return random token ids, int64[length]."""
     return torch.randint(0, VOCABULARY, (length,), generator=torch.Generator().manual_seed(seed))
 
 
 def reference_logprobs(model: Any, tokens: Tensor) -> Tensor:
-    """[n - 1] log-probs of each token after the first, by transformers."""
+    """Return the log-probs [n - 1] of each token after the first, by transformers."""
     table = model(tokens[None]).logits[0].log_softmax(-1)
     return table[:-1].gather(1, tokens[1:, None])[:, 0]
 
 
 def megatron_logprobs(model: Any, tokens: Tensor) -> Tensor:
-    """[n - 1], the same by the trainer's model: a pack of one plain sequence."""
+    """Return the log-probs [n - 1] by the trainer's model, from a pack of one plain sequence."""
     from arpo_megatron.actor.microbatch import MicroBatches
     from arpo_megatron.algorithms.credit import supervised_credit
     from arpo_megatron.packing.packs import pack_trees
@@ -107,6 +108,6 @@ def megatron_logprobs(model: Any, tokens: Tensor) -> Tensor:
 
 
 def weigh(logprobs: Tensor) -> Tensor:
-    """A scalar with a gradient through every token, of both signs."""
+    """Return a scalar with a gradient of either sign through every token."""
     weights = torch.randn(len(logprobs), generator=torch.Generator().manual_seed(5))
     return (logprobs * weights).sum() / len(logprobs)

@@ -1,4 +1,4 @@
-"""The count of work agrees with what torch counts, and trees claim only what they compute."""
+"""FLOP counts agree with torch's, and trees count only what they compute."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from tests.actor import cases
 
 
 def qwen3(spec, **more):
-    """A transformers model of the shape whose attention computes every pair."""
+    """Return a transformers model of the spec whose attention computes every pair."""
     moe = spec.experts is not None
     config = (Qwen3MoeConfig if moe else Qwen3Config)(
         hidden_size=spec.hidden,
@@ -41,17 +41,17 @@ ROTARY = 2 * (cases.QWEN3.head_dim // 2) * TOKENS
 """transformers makes the angles by a matrix product, without a backward pass."""
 
 
-def test_a_forward_pass_has_the_flops_that_torch_counts():
+def test_forward_flops_equal_torchs_count():
     layers, head = forward_flops(cases.QWEN3, TOKENS, TOKENS * TOKENS, TOKENS)
     assert counted(qwen3(cases.QWEN3), TOKENS) == pytest.approx(layers + head + ROTARY, rel=1e-12)
 
 
-def test_a_backward_pass_has_twice_as_many():
+def test_backward_pass_has_twice_the_flops():
     work = UpdateFlops(*forward_flops(cases.QWEN3, TOKENS, TOKENS * TOKENS, TOKENS), repeated=0.0, attention=0.0)
     assert counted(qwen3(cases.QWEN3), TOKENS, backward=True) == pytest.approx(work.model_update + ROTARY, rel=1e-12)
 
 
-def test_of_a_mixture_the_experts_that_a_token_visits_count():
+def test_mixture_counts_only_visited_experts():
     spec = cases.QWEN3_MOE
     model = qwen3(
         spec,
@@ -64,13 +64,13 @@ def test_of_a_mixture_the_experts_that_a_token_visits_count():
     assert counted(model, TOKENS) == pytest.approx(layers + head + ROTARY, rel=1e-12)
 
 
-def test_recomputation_is_hardware_work_and_no_model_work():
+def test_recomputation_adds_hardware_flops_only():
     work = UpdateFlops(layers=100.0, head=10.0, repeated=20.0, attention=30.0)
     assert work.model_update == 3 * (100 - 20 + 10)
     assert [work.hardware_update(kind) for kind in ("none", "selective", "full")] == [340, 370, 440]
 
 
-def test_a_cut_that_repeats_ancestors_claims_no_more_model_flops():
+def test_repeated_ancestors_add_no_model_flops():
     tree = cases.grown(1, samples=8, length=20)
     credit = supervised_credit([tree])
     whole, inheriting, repeating = (

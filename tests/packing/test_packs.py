@@ -1,4 +1,4 @@
-"""Packs: every model token once, with its credit, in an order from which the tree can be read back."""
+"""Packs train every MODEL token once, with its credit, in depth-first order."""
 
 import pickle
 from itertools import pairwise
@@ -87,7 +87,7 @@ def test_every_model_token_of_every_tree_is_trained_once_with_its_credit(forest,
     system=st.lists(st.integers(0, 31), min_size=1, max_size=SHARED_PREFIX_TOKENS + 9),
     seed=st.integers(0, 99),
 )
-def test_a_system_prompt_is_computed_once_a_pack(rests, system, seed):
+def test_system_prompt_is_computed_once_per_pack(rests, system, seed):
     rng = np.random.default_rng(seed)
     forest = []
     for i, rest in enumerate(rests):
@@ -102,7 +102,7 @@ def test_a_system_prompt_is_computed_once_a_pack(rests, system, seed):
     assert packs[0].multiplicity[0] == 3 * len(forest)
 
 
-def test_an_odd_prompt_takes_nothing_from_those_that_share_theirs():
+def test_odd_prompt_does_not_prevent_sharing():
     rng = np.random.default_rng(0)
     forest = []
     for number, prompt in enumerate([[1] * 50] * 4 + [[2] * 50] * 3 + [[3] * 20, [4] * 20]):
@@ -117,7 +117,7 @@ def test_an_odd_prompt_takes_nothing_from_those_that_share_theirs():
 
 @settings(max_examples=30)
 @given(forest=st.lists(cases.trees(), min_size=3, max_size=9), budget=st.integers(20, 60))
-def test_ranks_that_meet_in_every_pass_meet_packs_of_like_cost(forest, budget):
+def test_packs_in_step_are_paired_by_cost(forest, budget):
     credits = [numbered_credit(tree, 1000 * i) for i, tree in enumerate(forest)]
     apart, meeting = (
         pack_trees(forest, credits, token_budget=budget, ranks=2, inherit=False, in_step=in_step)
@@ -132,7 +132,7 @@ def test_ranks_that_meet_in_every_pass_meet_packs_of_like_cost(forest, budget):
 
 
 @pytest.mark.parametrize(("multiple", "ranks"), [(1, 1), (16, 1), (16, 2)])
-def test_padding_is_what_the_ranks_of_a_pack_add_to_it(multiple, ranks):
+def test_padding_of_counts_the_tokens_that_ranks_add(multiple, ranks):
     (pack,) = pack_trees(*cases.minibatch(0), token_budget=10**6)
     shard = ContextShard(0, ranks, multiple)
     with MicroBatches([pack], None, shard) as batches:
@@ -141,7 +141,7 @@ def test_padding_is_what_the_ranks_of_a_pack_add_to_it(multiple, ranks):
     assert local % multiple == 0 and (padding_of(pack, shard) > 0) is (multiple > 1)
 
 
-def test_a_pipeline_holds_as_many_packs_as_it_is_deep():
+def test_pipeline_holds_as_many_packs_as_stages():
     tree = RolloutTree("wide", [0])
     for _ in range(4):
         cases.add(tree, 0, Role.MODEL, 9, np.random.default_rng(0))
@@ -151,7 +151,7 @@ def test_a_pipeline_holds_as_many_packs_as_it_is_deep():
     assert report_packs(packs, [tree], in_flight=2).live_tokens == max(map(sum, pairwise(sizes)))
 
 
-def test_a_pack_waits_only_for_those_that_hang_below_it():
+def test_pack_waits_only_for_packs_that_inherit_from_it():
     tree = RolloutTree("deep", np.arange(40) % 32)
     rng = np.random.default_rng(0)
     for _ in range(6):
@@ -164,7 +164,7 @@ def test_a_pack_waits_only_for_those_that_hang_below_it():
 
 @settings(max_examples=60)
 @given(forest=st.lists(cases.trees(), min_size=1, max_size=4))
-def test_a_token_counts_as_often_as_trajectories_hold_it(forest):
+def test_multiplicity_is_the_number_of_trajectories(forest):
     packs = pack_trees(forest, [numbered_credit(t, 0) for t in forest], token_budget=10**6)
     assert sum(int(pack.multiplicity.sum()) for pack in packs) == sum(tree.flat_tokens for tree in forest)
     assert sum(pack.attention_pairs for pack in packs) == sum(
@@ -174,7 +174,7 @@ def test_a_token_counts_as_often_as_trajectories_hold_it(forest):
 
 
 @given(sizes=st.lists(st.integers(0, 30), max_size=40), budget=st.integers(1, 40))
-def test_packs_keep_to_the_budget_and_waste_little(sizes, budget):
+def test_packs_fit_the_budget_and_waste_little(sizes, budget):
     groups = first_fit_decreasing(sizes, budget)
     assert sorted(i for group in groups for i in group) == [i for i, size in enumerate(sizes) if size]
     loads = [sum(sizes[i] for i in group) for group in groups]
@@ -185,7 +185,7 @@ def test_packs_keep_to_the_budget_and_waste_little(sizes, budget):
 
 
 @given(costs=st.lists(st.integers(1, 100), max_size=30), ranks=st.integers(1, 8))
-def test_ranks_get_shares_that_differ_by_one_tree_at_most(costs, ranks):
+def test_rank_loads_differ_by_at_most_one_tree(costs, ranks):
     shares = divide_work(costs, ranks)
     assert sorted(i for share in shares for i in share) == list(range(len(costs)))
     loads = [sum(costs[i] for i in share) for share in shares]
@@ -207,7 +207,7 @@ def test_unknown_sampling_logprobs_are_nan():
     assert np.isnan(pack.sampling_logprobs).all()
 
 
-def test_a_model_token_that_nothing_predicts_is_refused():
+def test_model_token_without_predictor_is_refused():
     tree = RolloutTree("t", [])
     tree.add(0, Role.MODEL, [3])
     with pytest.raises(ValueError, match="empty prompt"):
@@ -215,12 +215,12 @@ def test_a_model_token_that_nothing_predicts_is_refused():
 
 
 @pytest.mark.parametrize(("budget", "ranks"), [(0, 1), (-3, 1), (9, 0)])
-def test_packs_of_no_tokens_or_for_no_ranks_are_refused(budget, ranks):
+def test_pack_trees_refuses_an_empty_budget_or_no_ranks(budget, ranks):
     with pytest.raises(ValueError, match=rf"token_budget={budget} and ranks={ranks} must be at least 1"):
         pack_trees(*cases.minibatch(0), token_budget=budget, ranks=ranks)
 
 
-def test_credits_that_do_not_fit_are_refused():
+def test_credits_of_the_wrong_length_are_refused():
     tree = cases.grown(0)
     with pytest.raises(ValueError, match="1 trees but 0 credits"):
         pack_trees([tree], [], token_budget=10)

@@ -1,4 +1,4 @@
-"""Pushes one bucket of the model in DIRECTORY to the engine at URL, says so, and waits to be killed.
+"""Push one bucket of the model in DIRECTORY to the engine at URL, print a line, and wait to be killed.
 
 Arguments: URL DIRECTORY VERSION
 """
@@ -22,7 +22,7 @@ def main() -> None:
 
     def buckets() -> Iterator[Bucket]:
         yield tensors[:4]
-        yield tensors[4:8]  # is asked for when the first is under way, sent when it has arrived
+        yield tensors[4:8]  # requested while the first is in flight, sent when it has arrived
         print("one bucket has arrived", flush=True)
         time.sleep(600)
 

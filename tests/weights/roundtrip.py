@@ -1,4 +1,4 @@
-"""What the ranks of test_conversion.py do: load models, compute log-probs, export, and gather in small buckets."""
+"""Load models, compute log-probs, export, and gather in small buckets; the ranks of test_conversion.py run it."""
 
 import math
 from pathlib import Path
@@ -57,7 +57,7 @@ def round_trip(spec: ModelSpec, source: Path, layout: ParallelConfig, out: Path)
 
 
 def blocks_are_the_files_rows(chunks: list[torch.nn.Module], spec: ModelSpec, source: Path) -> None:
-    """Some of them lie in the parts of two ranks, and some ranks have nothing of a block."""
+    """Assert that buckets have the rows of the file; some blocks lie in the parts of two ranks."""
     expected, tops = load_file(source / "model.safetensors"), dict.fromkeys(hf_shapes(spec), 0)
     blocks = 0
     for bucket in hf_buckets(chunks, spec, BUCKET_BYTES):

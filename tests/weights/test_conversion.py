@@ -1,4 +1,4 @@
-"""Hugging Face -> Megatron -> Hugging Face: the same function, the same gradient, the same bits."""
+"""Hugging Face to Megatron and back: same function, same gradient, same bits."""
 
 import json
 from math import prod
@@ -71,7 +71,7 @@ def test_gradients_are_those_of_transformers_under_the_same_names(case: str, tmp
 
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("case", CASES)
-def test_a_round_trip_keeps_every_bit(case: str, tmp_path: Path) -> None:
+def test_round_trip_keeps_every_bit(case: str, tmp_path: Path) -> None:
     from arpo_megatron.weights.export import export_hf
 
     make(tmp_path / "source", case)
@@ -140,7 +140,7 @@ def specs_and_ranks(draw: st.DrawFn) -> tuple[ModelSpec, int]:
 
 @settings(max_examples=60)
 @given(specs_and_ranks())
-def test_filling_every_ranks_parameter_and_putting_it_back_changes_nothing(case: tuple[ModelSpec, int]) -> None:
+def test_division_among_ranks_is_lossless(case: tuple[ModelSpec, int]) -> None:
     spec, ranks = case
     for entry in entries(spec):
         full = {name: torch.randn(size) for name, size in entry.hf.items()}
@@ -165,7 +165,9 @@ def fill(entry: Entry, full: dict[str, Tensor], rank: int, ranks: int) -> Tensor
 
 
 @given(specs_and_ranks(), st.integers(1, 800), st.booleans())
-def test_buckets_hold_whole_parameters_and_as_many_as_fit(case: tuple[ModelSpec, int], limit: int, fused: bool) -> None:
+def test_buckets_are_as_full_as_possible_and_keep_parameters_together(
+    case: tuple[ModelSpec, int], limit: int, fused: bool
+) -> None:
     """Or one after the other the blocks of one that does not fit."""
     spec, _ = case
     sizes, tops = hf_shapes(spec), dict.fromkeys(hf_shapes(spec), 0)
@@ -197,7 +199,7 @@ def test_buckets_hold_whole_parameters_and_as_many_as_fit(case: tuple[ModelSpec,
             )
 
 
-def test_parameters_are_found_under_the_names_of_both_layer_specs() -> None:
+def test_parameters_are_found_by_the_names_of_both_layer_specs() -> None:
     experts = MoESpec(2, 1, False, 0.0)
     spec = ModelSpec("qwen3_moe", 1, 4, 2, 2, 2, 4, 8, 1e4, 1e-6, False, False, True, 8, None, experts)
     both = [entry for entry in entries(spec) if len(entry.megatron) == 2]
@@ -234,7 +236,7 @@ class Numbered(nn.Module):
             self.mlp.experts.linear_fc1.register_parameter(f"weight{number}", nn.Parameter(torch.ones(1)))
 
 
-def test_layers_and_experts_of_a_rank_get_the_numbers_of_the_whole_model() -> None:
+def test_local_parameters_have_numbers_of_the_whole_model() -> None:
     chunk = nn.Module()
     chunk.decoder = nn.Module()
     chunk.decoder.layers = nn.ModuleList([Numbered()])
@@ -244,7 +246,7 @@ def test_layers_and_experts_of_a_rank_get_the_numbers_of_the_whole_model() -> No
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_a_sharded_export_loads_again_and_opens_in_transformers(tmp_path: Path) -> None:
+def test_sharded_export_loads_in_megatron_and_transformers(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     from arpo_megatron.weights.export import export_hf
@@ -264,7 +266,7 @@ def test_a_sharded_export_loads_again_and_opens_in_transformers(tmp_path: Path) 
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_an_export_to_a_full_disk_leaves_the_old_one_and_the_room(tmp_path: Path) -> None:
+def test_export_to_a_full_disk_leaves_the_old_export_and_no_partial_one(tmp_path: Path) -> None:
     from arpo_megatron.weights.export import export_hf
 
     make(tmp_path / "source", "qwen3")
@@ -281,7 +283,7 @@ def test_an_export_to_a_full_disk_leaves_the_old_one_and_the_room(tmp_path: Path
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_an_export_replaces_a_directory_whole_and_takes_the_tokenizer_along(tmp_path: Path) -> None:
+def test_export_replaces_the_directory_and_copies_the_tokenizer(tmp_path: Path) -> None:
     from arpo_megatron.weights.export import export_hf
 
     source, out = tmp_path / "source", tmp_path / "out"

@@ -1,4 +1,5 @@
-"""Pushes into a real SGLang server: the engine's next log-probs are those of the trainer's weights, or it is silent."""
+"""Pushes into a real SGLang server: its next log-probs are those of the trainer's weights, or it refuses to
+generate."""
 
 import base64
 import json
@@ -166,7 +167,7 @@ def test_each_push_gives_the_engine_the_trainers_weights_and_version(
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_every_tensor_of_the_model_can_be_found_in_the_engine(engine: EngineHandle, tmp_path: Path) -> None:
+def test_every_tensor_is_found_in_the_engine(engine: EngineHandle, tmp_path: Path) -> None:
     """Fused ones, and the tied head's; the checksums are those of other code over the file's tensors."""
     from arpo_megatron.weights.export import hf_tensors
 
@@ -199,7 +200,7 @@ def of_swapped_layers(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tenso
     [of_swapped_layers, *(transposed(name) for name in ("q_proj", "k_proj", "v_proj", "o_proj"))],
     ids=["swapped-layers", "q", "k", "v", "o"],
 )
-def test_the_short_probe_notices_what_a_plain_push_has_put_in_a_wrong_place(
+def test_short_probe_detects_swapped_tensors(
     engine: EngineHandle, tmp_path: Path, wrong: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
 ) -> None:
     from arpo_megatron.weights.export import hf_tensors
@@ -218,7 +219,7 @@ def test_the_short_probe_notices_what_a_plain_push_has_put_in_a_wrong_place(
     assert gaps[2] > GAP_LIMITS["float32"] * 3
 
 
-def test_an_engines_first_push_one_after_a_failure_and_every_nth_are_verified(engine: EngineHandle) -> None:
+def test_first_push_after_a_failure_and_every_nth_are_verified(engine: EngineHandle) -> None:
     thorough, plain = (LONG_PROBE_TOKENS, (NORM[0],)), (PROBE_TOKENS, ())
 
     def pushes(sync: WeightSync, count: int) -> list[tuple[int, tuple[str, ...]]]:
@@ -250,7 +251,7 @@ class Corrupting(Broadcast):
 
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("size", [BUCKET_BYTES, TINY_BUCKET_BYTES], ids=["whole", "blocks"])
-def test_one_wrong_bit_on_the_engine_is_found_by_its_checksum(engine: EngineHandle, tmp_path: Path, size: int) -> None:
+def test_checksum_detects_one_wrong_bit_on_the_engine(engine: EngineHandle, tmp_path: Path, size: int) -> None:
     from arpo_megatron.weights.export import hf_buckets
 
     model, spec, _ = trainer(tmp_path, 8)
@@ -260,7 +261,7 @@ def test_one_wrong_bit_on_the_engine_is_found_by_its_checksum(engine: EngineHand
                 sync.push(hf_buckets([model], spec, size), 8)
 
 
-def test_a_generation_under_way_is_waited_for_and_new_ones_are_refused(engine: EngineHandle) -> None:
+def test_push_waits_for_running_generations_and_refuses_new_ones(engine: EngineHandle) -> None:
     refused: list[requests.Response] = []
 
     def bucket_after_a_request() -> Iterator[Bucket]:
@@ -276,7 +277,7 @@ def test_a_generation_under_way_is_waited_for_and_new_ones_are_refused(engine: E
     assert generate(engine.url)["meta_info"]["weight_version"] == "20"
 
 
-def test_generations_that_outlast_the_deadline_are_an_error_and_the_engine_serves_on(engine: EngineHandle) -> None:
+def test_push_fails_if_generations_outlast_the_deadline(engine: EngineHandle) -> None:
     version = generate(engine.url)["meta_info"]["weight_version"]
     (scheduler,) = [
         child
@@ -296,7 +297,7 @@ def test_generations_that_outlast_the_deadline_are_an_error_and_the_engine_serve
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_an_engine_that_was_restarted_is_joined_anew(engine: EngineHandle, model: Path, tmp_path: Path) -> None:
+def test_restarted_engine_is_joined_again(engine: EngineHandle, model: Path, tmp_path: Path) -> None:
     from arpo_megatron.weights.export import hf_buckets
 
     trained, spec, _ = trainer(tmp_path, 25)
@@ -321,9 +322,7 @@ def test_an_engine_that_was_restarted_is_joined_anew(engine: EngineHandle, model
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_a_trainer_killed_between_two_buckets_leaves_an_engine_that_refuses_until_a_whole_push(
-    engine: EngineHandle, tmp_path: Path
-) -> None:
+def test_engine_refuses_after_a_killed_push_until_a_whole_one(engine: EngineHandle, tmp_path: Path) -> None:
     from arpo_megatron.weights.export import hf_buckets
 
     model, spec, _ = trainer(tmp_path, 30)
@@ -368,7 +367,7 @@ def check_silent(url: str, reason: str) -> None:
         assert requests.get(url + path, timeout=20).status_code == 200, path
 
 
-def test_half_a_push_is_served_nowhere_and_no_commit_makes_it_a_whole_one(engine: EngineHandle, model: Path) -> None:
+def test_half_a_push_is_never_served_or_committed(engine: EngineHandle, model: Path) -> None:
     engines = EngineAdmin([engine.url], TIMEOUT_S)
     transport = Broadcast(engines)
     transport.connect(engines.begin_push(39))
@@ -392,7 +391,7 @@ def test_half_a_push_is_served_nowhere_and_no_commit_makes_it_a_whole_one(engine
     engines.close()
 
 
-def test_an_engine_whose_memory_was_lent_is_silent_until_a_push(engine: EngineHandle) -> None:
+def test_engine_with_lent_memory_refuses_until_a_push(engine: EngineHandle) -> None:
     engines = EngineAdmin([engine.url], TIMEOUT_S)
     engines.resume_memory()  # as after a restart while the trainer had the memory
     generate(engine.url)
@@ -413,7 +412,7 @@ def test_an_engine_whose_memory_was_lent_is_silent_until_a_push(engine: EngineHa
     assert generate(engine.url)["meta_info"]["weight_version"] == "45"
 
 
-def test_a_tensor_the_engine_cannot_take_is_an_error_with_its_words_and_the_next_push_starts_anew(
+def test_rejected_tensor_is_reported_and_the_next_push_succeeds(
     engine: EngineHandle,
 ) -> None:
     with weight_sync(engine.url) as sync:
@@ -429,7 +428,7 @@ def test_a_tensor_the_engine_cannot_take_is_an_error_with_its_words_and_the_next
 
 
 @pytest.mark.parametrize("megabytes", [0.001, 32], ids=["fits-the-socket", "stalls-the-broadcast"])
-def test_an_engine_that_hangs_is_an_error_at_the_deadline(engine: EngineHandle, megabytes: float) -> None:
+def test_hanging_engine_is_an_error_at_the_deadline(engine: EngineHandle, megabytes: float) -> None:
     def stops_then_sends() -> Iterator[Bucket]:
         os.killpg(engine.process.pid, signal.SIGSTOP)
         yield [("model.norm.weight", torch.ones(int(megabytes * 2**18)))]
@@ -444,7 +443,7 @@ def test_an_engine_that_hangs_is_an_error_at_the_deadline(engine: EngineHandle, 
     assert 1.5 < time.monotonic() - started < 60.0
 
 
-def test_an_engine_that_is_gone_is_an_error_and_not_a_hang(engine: EngineHandle) -> None:
+def test_dead_engine_is_an_error_and_not_a_hang(engine: EngineHandle) -> None:
     with weight_sync(engine.url) as sync:
         sync.push([[NORM]], 70)
         engine.stop()
@@ -475,7 +474,7 @@ print(json.dumps({
 """
 
 
-def test_what_is_sent_is_what_the_installed_sglang_takes() -> None:
+def test_requests_have_the_fields_of_the_installed_sglang() -> None:
     """Also that of CUDA handles, which no CPU can try: SGLang takes a GPU's name in the place of its number."""
     done = subprocess.run([sys.executable, "-c", SGLANG_KNOWS], capture_output=True, text=True, check=True)
     known = json.loads(done.stdout.splitlines()[-1])
@@ -496,13 +495,13 @@ def test_what_is_sent_is_what_the_installed_sglang_takes() -> None:
     assert {"torch.", "types."} <= set(known["safe"])
 
 
-def test_an_engine_on_another_machine_is_refused_by_shared_memory() -> None:
+def test_shared_memory_refuses_an_engine_on_another_machine() -> None:
     with pytest.raises(Exception, match=r"sync\.transport=ipc: the engine at http://192\.0\.2\.1:80 is not on"):
         SharedMemory(EngineAdmin(["http://192.0.2.1:80"], TIMEOUT_S))
 
 
 class MappingEngine(BaseHTTPRequestHandler):
-    """An engine's half of shared memory, and nothing else of one: it maps each bucket and lets go of it."""
+    """The engine's half of shared memory only: map each bucket and release it."""
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -513,7 +512,7 @@ class MappingEngine(BaseHTTPRequestHandler):
         self.wfile.write(b"{}")
 
     def log_message(self, *_arguments: object) -> None:
-        """Nothing."""
+        """Keep the test's output clean."""
 
 
 def test_shared_memory_is_free_between_pushes() -> None:
@@ -537,7 +536,7 @@ def test_shared_memory_is_free_between_pushes() -> None:
         server.shutdown()
 
 
-def test_a_full_disk_between_trainer_and_engines_is_told_from_what_an_engine_fails_of(tmp_path: Path) -> None:
+def test_full_disk_is_distinguished_from_an_engine_failure(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
     requests = EngineAdmin(["http://127.0.0.1:9"], TIMEOUT_S)
@@ -551,7 +550,7 @@ def test_a_full_disk_between_trainer_and_engines_is_told_from_what_an_engine_fai
     requests.close()
 
 
-def test_the_probe_gap_is_the_largest_difference_and_never_hides_a_nan() -> None:
+def test_probe_gap_is_the_largest_difference_and_infinite_for_nan() -> None:
     assert probe_gap([-1.0, -2.0], np.float32([-1.0, -2.5])) == 0.5
     assert probe_gap([-1.0], [np.nan]) == float("inf")
     assert probe_gap([-np.inf], [-np.inf]) == float("inf")

@@ -1,4 +1,4 @@
-"""What the user can mend is told in one line that names the file, the tensor and the field."""
+"""Errors that the user can fix name the file, the tensor and the field in one line."""
 
 import json
 from pathlib import Path
@@ -48,7 +48,7 @@ def write_config(directory: Path, source: Path, **changes: Any) -> Path:
         ({"hidden_size": "wide"}, "Field 'hidden_size' expected int, got str (value: 'wide')"),
     ],
 )
-def test_a_model_that_would_be_computed_wrongly_is_refused(
+def test_unsupported_model_variants_are_refused(
     source: Path, tmp_path: Path, changes: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(UserError) as error:
@@ -66,9 +66,7 @@ def test_a_model_that_would_be_computed_wrongly_is_refused(
         ({"num_experts_per_tok": 1}, "norm_topk_prob with one expert a token gives the router no gradient"),
     ],
 )
-def test_a_mixture_that_would_be_computed_wrongly_is_refused(
-    tmp_path: Path, changes: dict[str, Any], said: str
-) -> None:
+def test_unsupported_mixtures_are_refused(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
     make(tmp_path, "qwen3moe")
     assert ModelSpec.from_hf(tmp_path).experts == MoESpec(8, 3, True, 0.001)
     with pytest.raises(UserError, match=said) as error:
@@ -79,9 +77,7 @@ def test_a_mixture_that_would_be_computed_wrongly_is_refused(
 @pytest.mark.parametrize(
     ("case", "possible"), [("llama", True), ("qwen2", True), ("qwen3", False), ("qwen3moe", False)]
 )
-def test_an_engine_that_would_quantize_a_norm_or_an_expert_without_its_scale_is_refused(
-    tmp_path: Path, case: str, possible: bool
-) -> None:
+def test_quantized_engine_is_refused_for_norms_and_experts(tmp_path: Path, case: str, possible: bool) -> None:
     make(tmp_path, case)
     spec = ModelSpec.from_hf(tmp_path)
     spec.check_engine(EngineConfig())
@@ -92,7 +88,7 @@ def test_an_engine_that_would_quantize_a_norm_or_an_expert_without_its_scale_is_
             spec.check_engine(EngineConfig(quantization="fp8"))
 
 
-def test_a_path_that_is_no_model_directory_is_named(tmp_path: Path) -> None:
+def test_path_without_a_model_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is not a directory") as error:
         ModelSpec.from_hf(tmp_path / "nowhere")
     assert "nowhere" in line(error)
@@ -132,7 +128,7 @@ def refusal(model_and_spec: tuple[Any, ModelSpec], path: Path) -> str:
     return line(error)
 
 
-def test_a_missing_a_misshapen_and_an_unknown_tensor_are_named(
+def test_missing_misshapen_and_unknown_tensors_are_named(
     model_and_spec: tuple[Any, ModelSpec], source: Path, tmp_path: Path
 ) -> None:
     name, file = "model.layers.1.mlp.up_proj.weight", tmp_path / "model.safetensors"
@@ -145,7 +141,7 @@ def test_a_missing_a_misshapen_and_an_unknown_tensor_are_named(
     assert "tensor model.layers.0.self_attn.q_proj.bias (one of 1) does not belong" in refusal(model_and_spec, tmp_path)
 
 
-def test_a_missing_tensor_is_found_before_anything_is_started(source: Path, tmp_path: Path) -> None:
+def test_job_check_finds_a_missing_tensor(source: Path, tmp_path: Path) -> None:
     write_config(tmp_path, source)
     tensors = load_file(source / "model.safetensors")
     job = resolve.resolve("quickstart", overrides=[f"model.path={tmp_path}", f"run_dir={tmp_path}/run"])
