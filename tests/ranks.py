@@ -4,6 +4,7 @@ Ranks are forked from a server process that has imported torch and Megatron once
 instead of the ten seconds of those imports. Every call gets new processes: no state of an earlier test is left in them.
 """
 
+import gc
 import os
 import sys
 import traceback
@@ -101,6 +102,7 @@ def _run(
     }
     import torch
 
+    gc.freeze()  # otherwise every collection copies the memory pages shared with the server process
     torch.set_num_threads(1)
     try:
         function(*arguments)
