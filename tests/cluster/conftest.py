@@ -1,4 +1,4 @@
-"""One Slurm for all tests of a file."""
+"""A Slurm for the tests of a module."""
 
 import os
 import shutil
@@ -12,7 +12,7 @@ from tests.cluster.onebox import SCRIPT, Onebox
 
 @pytest.fixture(scope="module")
 def box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Onebox]:
-    """A Slurm of two nodes; where it can neither be found nor installed, its tests are skipped."""
+    """A Slurm with two nodes. Tests are skipped if it is not installed and cannot be."""
     if not shutil.which("slurmctld", path=os.environ["PATH"] + ":/usr/sbin"):
         done = subprocess.run([SCRIPT, "install"], capture_output=True, text=True, timeout=180)
         if done.returncode:

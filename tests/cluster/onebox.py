@@ -1,4 +1,4 @@
-"""A real Slurm of two nodes on this machine, and jobs on it."""
+"""A real Slurm with two nodes on this machine, and its jobs."""
 
 import json
 import os
@@ -28,11 +28,11 @@ TINY = [
     "evaluation.before=false",
     "evaluation.after=false",
 ]
-"""Words that make a step of the quickstart take seconds, on two ranks."""
+"""Overrides with which a step of the quickstart takes seconds, on two ranks."""
 LIVE = {"PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "SIGNALING"}
 MOMENT_S = 600.0
 LOOK_S = 0.5
-"""Between two looks, each of which asks Slurm and goes through all processes: the job wants the cores."""
+"""Interval of checks. Each calls Slurm and lists all processes, and the job needs the cores."""
 END_S = 30.0
 
 
@@ -49,15 +49,15 @@ class Job:
         return self.ids[0]
 
     def shown(self, name: str, job: str = "") -> str:
-        """A field of `scontrol show job`."""
+        """Return a field of `scontrol show job`."""
         found = re.search(rf"(?:^|\s){name}=(\S*)", self.box.slurm("scontrol", "-o", "show", "job", job or self.id))
         return found[1] if found else ""
 
     def state(self, job: str = "") -> str:
         return self.shown("JobState", job)
 
-    def said(self) -> str:
-        """What the role supervisor has said, in all its lives."""
+    def log(self) -> str:
+        """Return the supervisor's output of all restarts."""
         logs = sorted((self.run / "logs").glob("log-*.out"), key=lambda path: path.stat().st_mtime)
         return "".join(path.read_text() for path in logs)
 
@@ -70,7 +70,7 @@ class Job:
         return any(row.get("name") == name and row.get("step") == step for row in self.rows("events.jsonl"))
 
     def wait_for(self, what: str, condition: Callable[[], object], *, dead: bool = False) -> None:
-        """`dead`: the job may have ended."""
+        """Wait for a condition. With `dead`, the job may end in the meantime."""
         deadline = time.monotonic() + MOMENT_S
         while time.monotonic() < deadline:
             if condition():
@@ -81,7 +81,7 @@ class Job:
         raise AssertionError(f"no {what} within {MOMENT_S:g} s: {self}")
 
     def end(self, job: str = "") -> str:
-        """Wait until it has ended, and nothing of it is left; returns its state."""
+        """Wait for the end of the job and return its state."""
         self.wait_for("end", lambda: self.state(job) not in LIVE, dead=True)
         return self.state(job)
 
@@ -92,7 +92,7 @@ class Job:
         return not left
 
     def processes(self, module: str = "") -> list[psutil.Process]:
-        """Those that name the run directory in their words or environment; with `module` the ones that are that."""
+        """Return the processes with the run directory in arguments or environment (and, if given, of `module`)."""
         found = []
         for process in psutil.process_iter():
             try:
@@ -106,12 +106,12 @@ class Job:
         return found
 
     def __str__(self) -> str:
-        return f"{self.run}\n{self.said()[-3000:]}"
+        return f"{self.run}\n{self.log()[-3000:]}"
 
 
 @dataclass
 class Onebox:
-    """Started by `start`, ended by `stop`."""
+    """A Slurm, from `start` to `stop`."""
 
     folder: Path
     runs: Path
@@ -119,7 +119,7 @@ class Onebox:
 
     @classmethod
     def start(cls, runs: Path, **variables: str) -> "Onebox":
-        """`variables` of the script."""
+        """Start Slurm; `variables` are environment variables of onebox.sh."""
         folder = Path(tempfile.mkdtemp(prefix="onebox-", dir="/tmp"))
         box = cls(folder, runs, {**os.environ, "SLURM_CONF": str(folder / "slurm.conf"), "PYTHONPATH": str(ROOT)})
         subprocess.run(
@@ -130,13 +130,13 @@ class Onebox:
 
     def stop(self) -> None:
         subprocess.run([SCRIPT, "down", self.folder], check=True, timeout=300)
-        left = [p for p in psutil.process_iter() if any(str(self.folder) in word for word in _words(p))]
+        left = [p for p in psutil.process_iter() if any(str(self.folder) in word for word in _arguments(p))]
         assert not left
         shutil.rmtree(self.folder)
 
     def lose_power(self, node: str) -> None:
-        """End its slurmd, the steps' daemons and what they run at once: none may live to tell of another's end."""
-        there, log = [], str(self.folder / "log" / f"slurmd.{node}.log")  # Slurm's own have it open
+        """Kill the node's slurmd, its step daemons and their tasks at once, so that none can report another's end."""
+        there, log = [], str(self.folder / "log" / f"slurmd.{node}.log")  # Slurm's daemons have it open
         for process in psutil.process_iter():
             try:
                 variables, files = process.environ(), {file.path for file in process.open_files()}
@@ -156,7 +156,7 @@ class Onebox:
         ).stdout
 
     def arpo(self, *words: str, ok: bool = True, **variables: str) -> str:
-        """What `arpo` says, on both channels."""
+        """Run `arpo` and return standard output and error."""
         done = subprocess.run(
             [*ARPO, *words], env={**self.environment, **variables}, capture_output=True, text=True, timeout=MOMENT_S
         )
@@ -164,7 +164,7 @@ class Onebox:
         return done.stdout + done.stderr
 
     def profile(self, name: str = "test", **values: Any) -> str:
-        """A profile file of its own."""
+        """Write a profile and return its path."""
         path = self.runs / f"{name}.yaml"
         plain = {
             "account": "root",
@@ -194,7 +194,7 @@ class Onebox:
 
 
 def _ports() -> int:
-    """The first of three neighbours that are free."""
+    """Return the first of three consecutive free ports."""
     while True:
         first = random.SystemRandom().randrange(20000, 30000)
         try:
@@ -206,7 +206,7 @@ def _ports() -> int:
         return first
 
 
-def _words(process: psutil.Process) -> list[str]:
+def _arguments(process: psutil.Process) -> list[str]:
     try:
         return process.cmdline()
     except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):

@@ -1,4 +1,4 @@
-"""A real sshd on this machine: the login node of a cluster that is elsewhere."""
+"""A real sshd on this machine, as the login node of a remote cluster."""
 
 import os
 import shutil
@@ -19,7 +19,7 @@ INSTALL = Path(__file__).resolve().parents[2] / "slurm" / "onebox" / "install.sh
 
 @dataclass(frozen=True)
 class Sshd:
-    """Lets this user in with one key."""
+    """An sshd that accepts one key of this user."""
 
     port: int
     key: Path
@@ -27,7 +27,7 @@ class Sshd:
 
 
 def install() -> str:
-    """From the distribution's packages, where it is absent; returns why that cannot be, or nothing."""
+    """Install sshd if it is missing. Return the reason if that fails, else an empty string."""
     if Path(SSHD).exists():
         return ""
     if shutil.which("apt-get") is None or os.getuid():
@@ -38,12 +38,12 @@ def install() -> str:
 
 @contextmanager
 def sshd(**variables: str) -> Iterator[Sshd]:
-    """A server for the length of the block; `variables` are those of whoever comes in."""
+    """Run a server; `variables` are environment variables of its sessions."""
     folder = Path(tempfile.mkdtemp(prefix="sshd-", dir="/tmp"))
     for name in ("host", "key"):
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True)
     (port,) = free_ports(1)
-    # One line for all, which sshd wants, and none for none.
+    # sshd accepts one SetEnv line at most.
     given = "SetEnv " + " ".join(f"{name}={value}" for name, value in variables.items()) + "\n" if variables else ""
     (folder / "config").write_text(
         f"Port {port}\nListenAddress 127.0.0.1\nHostKey {folder}/host\nAuthorizedKeysFile {folder}/key.pub\n"

@@ -1,9 +1,19 @@
-"""For tests of what is said to Slurm, where a real one is not needed or could not be made to do it."""
+"""A stand-in for Slurm, for tests that need no real one or a behaviour that a real one cannot be made to show."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
 
 from arpo_megatron.cluster.code_snapshot import Code
-from arpo_megatron.cluster.profile import ClusterProfile, check_profile
-from arpo_megatron.cluster.submit import Submission
+from arpo_megatron.cluster.profile import ClusterProfile, check_profile, save_profile
+from arpo_megatron.cluster.submit import Submission, prepare_submission, submit_jobs
+from arpo_megatron.config import JobConfig
+from arpo_megatron.config.io import save_config
 from arpo_megatron.errors import UserError
+from arpo_megatron.jobs import resolve, run_directory
+from arpo_megatron.jobs.run_directory import RunDirectory
+from arpo_megatron.utils.atomic import write_json
 
 PLAIN = {"account": "research", "runs": "/shared/runs", "gpus_per_node": 8}
 
@@ -13,10 +23,7 @@ def profile(**values: object) -> ClusterProfile:
 
 
 class Queue:
-    """A Slurm that takes so many jobs and refuses the next, as one with a limit on submitted jobs does.
-
-    (The real ones of the other files would need accounting for such a limit.)
-    """
+    """Slurm with a limit on submitted jobs: it accepts `takes` jobs. (A real one needs accounting for such a limit.)"""
 
     def __init__(self, takes: int, *, cancels: bool = True) -> None:
         self.takes, self.cancels = takes, cancels
@@ -43,3 +50,29 @@ class Queue:
                 raise UserError("scancel did not answer for 30 s")
             self.jobs[words[1]] = "CANCELLED"
         return f"JobState={self.jobs[words[-1]]} " if words[:4] == ("scontrol", "-o", "show", "job") else ""
+
+
+def in_chain(queue: Queue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, resume: bool = False) -> RunDirectory:
+    """Submit a chain of three jobs, of which the queue refuses one; the error is in `RUN.error`."""
+    monkeypatch.setattr("arpo_megatron.cluster.submit._submit_one", queue.send)
+    monkeypatch.setattr("arpo_megatron.cluster.slurm.call", queue.call)
+    job = resolve.resolve("quickstart", overrides=["platform=cpu"])
+    submission = prepare_submission(job, profile(runs=str(tmp_path)), nodes=1, chain=3, resume=resume)
+    with pytest.raises(UserError, match="QOSMaxSubmitJobPerUserLimit") as refused:
+        submit_jobs(submission)
+    submission.run.path.with_suffix(".error").write_text(str(refused.value))
+    return submission.run
+
+
+def submitted(tmp_path: Path, config: JobConfig, cluster: ClusterProfile, nodes: int | None = None) -> RunDirectory:
+    """Return a run like one that `arpo submit` wrote."""
+    submission = prepare_submission(replace(config, run_dir=tmp_path / "run"), cluster, nodes=nodes)
+    run = run_directory.fresh(submission.config)
+    save_config(submission.config, run.config)
+    run.submissions.mkdir()
+    save_profile(cluster, run.cluster)
+    write_json(
+        run.submissions / "1.json",
+        {"jobs": ["1"], "job_name": "arpo-run", "layout": {"nodes": submission.layout.nodes}, "auto": submission.auto},
+    )
+    return run

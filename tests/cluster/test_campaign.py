@@ -1,4 +1,4 @@
-"""Every way in which a cluster fails a job: the final state, and that training goes on with nothing left behind."""
+"""Faults of a cluster: the final state of the job, exact continuation of the training, and no leftovers."""
 
 import getpass
 import json
@@ -36,7 +36,7 @@ TEMPLATE = "{% for m in messages %}{{ m['content'] }}<|endoftext|>{% endfor %}"
 
 @dataclass(frozen=True)
 class Undisturbed:
-    """Supervised training that nothing disturbs: its words, and what each update gave."""
+    """An undisturbed supervised training: its overrides, and the metrics of each update."""
 
     words: tuple[str, ...]
     rows: list[dict[str, Any]]
@@ -44,7 +44,7 @@ class Undisturbed:
 
 @pytest.fixture(scope="module")
 def calm(box: Onebox) -> Undisturbed:
-    """What the others are compared with: two ranks on two nodes, no engine, so that a life takes seconds."""
+    """The reference: two ranks on two nodes, without engines, so that a start takes seconds."""
     talks, model = box.runs / "talks.jsonl", box.runs / "model"
     turns = [(f"what is thing {number}?", f"a number, {number * number}") for number in range(64)]
     messages = [[{"role": "user", "content": a}, {"role": "assistant", "content": b}] for a, b in turns]
@@ -74,13 +74,13 @@ def start(
 
 
 def trains(job: Job, update: int = 25) -> None:
-    """Wait until so many updates are done, of which those up to the last ten are saved."""
+    """Wait until `updates` updates are done; all but the last ten are saved."""
     job.wait_for(f"update {update}", lambda: len(job.rows("sft_metrics.jsonl")) >= update)
     job.wait_for("a checkpoint", lambda: any((job.run / "sft_checkpoints").glob("step_*[0-9]")))
 
 
 def is_whole(job: Job, calm: Undisturbed) -> None:
-    """It has ended well: each update once, with what it gave undisturbed, the export there, no process left."""
+    """Check a completed job: each update once, with the reference metrics, an export, and no process left."""
     assert job.end() == "COMPLETED", str(job)
     rows = job.rows("sft_metrics.jsonl")
     assert [[row[name] for name in EXACT] for row in rows] == [[row[name] for name in EXACT] for row in calm.rows]
@@ -93,21 +93,21 @@ def failed(job: Job, code: str) -> str:
     assert job.end() == "FAILED", str(job)
     assert job.shown("ExitCode") == code
     assert job.nothing_is_left()
-    return job.said()
+    return job.log()
 
 
 def test_killed_rank_ends_the_job_and_resume_is_exact(box: Onebox, calm: Undisturbed) -> None:
     job = start(box, calm, "rank")
-    # Looked for early: on a busy machine that takes longer than what is left of the training.
+    # Early, because on a busy machine the search may take longer than the rest of the training.
     job.wait_for("ranks", lambda: len(job.processes("arpo_megatron.cluster.rank")) == 2)
     ranks = job.processes("arpo_megatron.cluster.rank")
     victim = next(rank for rank in ranks if rank.environ()["SLURM_PROCID"] == "1")
     trains(job)
     victim.kill()
     job.wait_for("end", lambda: job.state() not in LIVE, dead=True)
-    found = re.search(r"arpo: sft ended with exit code (\d+); log: .*sft.log", job.said())
+    found = re.search(r"arpo: sft ended with exit code (\d+); log: .*sft.log", job.log())
     assert found, str(job)
-    # srun's, the highest of the ranks': 137 of the killed one, unless its neighbour noticed first.
+    # srun's code is the highest of the ranks': 137 of the killed one, unless the other rank ended first.
     failed(job, f"{found[1]}:0")
     is_whole(box.resume(job), calm)
 
@@ -121,7 +121,7 @@ def test_killed_service_is_restarted(box: Onebox, service: str, module: str) -> 
     victim = job.processes(module)[0]
     job.wait_for("training", lambda: job.in_phase("rollout", 0))
     victim.kill()
-    job.wait_for("restart", lambda: f"{service} is up again" in job.said())
+    job.wait_for("restart", lambda: f"{service} is up again" in job.log())
     assert job.end() == "COMPLETED", str(job)
     assert [row["step"] for row in job.rows()] == [*range(1, 13)]
     assert job.nothing_is_left()
@@ -130,7 +130,7 @@ def test_killed_service_is_restarted(box: Onebox, service: str, module: str) -> 
 def test_job_with_killed_supervisor_resumes_on_fewer_nodes(box: Onebox, calm: Undisturbed) -> None:
     job = start(box, calm, "supervisor")
     job.wait_for("supervisor", lambda: job.processes("arpo_megatron.cluster"))
-    # A program that it is about to start looks like it for a moment, and is younger.
+    # A child between fork and exec looks the same, but is younger.
     victim = min(job.processes("arpo_megatron.cluster"), key=psutil.Process.create_time)
     trains(job)
     victim.kill()
@@ -147,7 +147,7 @@ def test_cancelled_job_leaves_no_process(box: Onebox, calm: Undisturbed) -> None
     assert job.end() == "CANCELLED"
     assert job.nothing_is_left()
     assert "no waiting or running job" in box.arpo("cancel", str(job.run), ok=False)
-    # A supervisor that is not killed removes it itself, and these nodes share a /tmp: so this is what a KILL leaves.
+    # A supervisor removes it unless it is killed, and these nodes share /tmp: so this is left by a KILL.
     left = Path(f"/tmp/arpo-{job.id}")
     left.mkdir(exist_ok=True)
     is_whole(box.resume(job), calm)
@@ -159,16 +159,16 @@ def test_preempted_job_saves_and_is_requeued(box: Onebox, calm: Undisturbed) -> 
     trains(job)
     urgent = box.slurm("sbatch", "--parsable", "-p", "urgent", "-N2", "--exclusive", "-o/dev/null", "--wrap=sleep 3")
     job.wait_for("requeue", lambda: job.shown("Restarts") == "1")
-    assert "asked to end: " in job.said()
+    assert "asked to end: " in job.log()
     is_whole(job, calm)
     assert job.state(urgent.strip()) == "COMPLETED"
 
 
 @pytest.fixture
 def plain_box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Onebox]:
-    """A Slurm whose preempted jobs hear TERM, as most do.
+    """A Slurm that sends TERM to preempted jobs, as most do.
 
-    cgroups are for root of a whole machine. As with them, the sruns of the roles do not hear what their tasks do.
+    Without cgroups, which need root of a whole machine. Like with cgroups, the steps' sruns get no signal.
     """
     slurm = Onebox.start(tmp_path_factory.mktemp("plain"), PROCTRACK="pgid", WARNING="")
     yield slurm
@@ -182,14 +182,14 @@ def test_job_preempted_with_term_saves_in_its_grace_time(plain_box: Onebox, calm
         "sbatch", "--parsable", "-p", "urgent", "-N2", "--exclusive", "-o/dev/null", "--wrap=sleep 3"
     )
     job.wait_for("requeue", lambda: job.shown("Restarts") == "1")
-    assert re.search(r"Slurm's TERM, \d+ s before the end: the trainer saves and ends", job.said())
-    assert "asked to end: " in job.said()
+    assert re.search(r"Slurm's TERM, \d+ s before the end: the trainer saves and ends", job.log())
+    assert "asked to end: " in job.log()
     is_whole(job, calm)
     assert job.state(urgent.strip()) == "COMPLETED"
 
 
 def test_job_is_requeued_even_if_it_cannot_save(box: Onebox, calm: Undisturbed) -> None:
-    """TERM reaches all processes here (proctrack/linuxproc), the sruns of the roles too."""
+    """With proctrack/linuxproc, TERM reaches all processes, including the steps' sruns."""
     job = start(box, calm, "all-term")
     trains(job)
     box.slurm("scancel", "--signal=TERM", job.id)
@@ -199,7 +199,7 @@ def test_job_is_requeued_even_if_it_cannot_save(box: Onebox, calm: Undisturbed) 
 
 @pytest.mark.parametrize("requeue", [True, False])
 def test_job_without_requeue_has_saved(box: Onebox, calm: Undisturbed, requeue: bool) -> None:
-    """The profile forbids it, or Slurm refuses it."""
+    """The profile has requeue=false, or Slurm refuses a requeue."""
     name = "refused" if requeue else "forbidden"
     job = start(box, calm, name, profile=box.profile(name, requeue=requeue))
     if requeue:
@@ -214,9 +214,9 @@ def test_job_without_requeue_has_saved(box: Onebox, calm: Undisturbed, requeue: 
 
 
 def test_training_continues_exactly_after_the_time_limit(box: Onebox, calm: Undisturbed) -> None:
-    """Told between one and two minutes after their start, a chain's next link goes on, and a job alone comes back.
+    """One to two minutes after its start, a job is continued by the next one of its chain, or is requeued.
 
-    Side by side, a node each. Nothing ends the training by itself, so that it lasts longer than the time.
+    Both run at the same time, on one node each. Their training would take longer than the time limit.
     """
     endless, profile = 100_000, box.profile("short", time="00:03:00", signal_s=60)
     chain = start(box, calm, "chain", updates=endless, profile=profile, nodes=1, chain=2)
@@ -224,10 +224,10 @@ def test_training_continues_exactly_after_the_time_limit(box: Onebox, calm: Undi
     first, second = chain.ids
     chain.wait_for("the end of the first link", lambda: chain.state(first) not in LIVE, dead=True)
     assert chain.state(first) == "COMPLETED", str(chain)
-    assert f"saved; job {second} continues the run" in chain.said()
+    assert f"saved; job {second} continues the run" in chain.log()
     alone.wait_for("requeue", lambda: alone.shown("Restarts") == "1")
-    assert alone.said().count("Slurm's warning: the trainer saves and ends") == 1
-    # What is there when the first life has ended is of that life.
+    assert alone.log().count("Slurm's warning: the trainer saves and ends") == 1
+    # All rows at the requeue are of the first run.
     done = {job.run.name: len(job.rows("sft_metrics.jsonl")) for job in (chain, alone)}
     for job, last in ((chain, second), (alone, alone.id)):
         more = done[job.run.name] + 10
@@ -267,13 +267,13 @@ def test_unneeded_jobs_of_a_chain_are_cancelled(box: Onebox, calm: Undisturbed) 
 
 
 def test_job_is_requeued_without_a_dead_node(box: Onebox, calm: Undisturbed) -> None:
-    """Its new steps have the numbers of those that Slurm is still ending on the lost node."""
+    """New steps have the numbers of old steps that Slurm is still killing on the lost node."""
     job = start(box, calm, "node")
     trains(job)
     box.lose_power("n2")
     job.wait_for("requeue", lambda: job.shown("Restarts") == "1", dead=True)
-    job.wait_for("its reason", lambda: "DUE TO NODE FAILURE" in job.said(), dead=True)
-    # Until Slurm knows that the node is down it repeats what it could not tell it: to end this very job, too.
+    job.wait_for("its reason", lambda: "DUE TO NODE FAILURE" in job.log(), dead=True)
+    # Slurm repeats kills for the lost node, also of this job, until it knows that the node is down.
     job.wait_for("n2 down", lambda: "down" in box.slurm("sinfo", "-hNo%N %T", "-nn2"))
     subprocess.run(["/usr/sbin/slurmd", "-N", "n2"], env=box.environment, check=True)
     is_whole(job, calm)
@@ -286,7 +286,7 @@ def test_job_ended_by_a_full_disk_resumes_with_free_space(box: Onebox, calm: Und
         filler = disk / "filler"
         job = start(box, calm, "disk/run")
         trains(job)
-        with filler.open("wb", buffering=0) as file, suppress(OSError):  # it writes too, so what is free changes
+        with filler.open("wb", buffering=0) as file, suppress(OSError):  # the job writes too, so the free space changes
             while True:
                 file.write(bytes(2**20))
         said = failed(job, "2:0")
@@ -333,7 +333,7 @@ exec /usr/bin/srun "${words[@]}" "$@"
 
 @pytest.fixture
 def contained(box: Onebox) -> Iterator[dict[str, Any]]:
-    """Values of a profile whose roles run in containers, where a file in the place of the image is enough."""
+    """Values of a profile with a container; srun's stand-in accepts any file as an image."""
     if subprocess.run(["unshare", "--mount", "true"], capture_output=True).returncode:
         pytest.skip("no mount namespaces: containers cannot be stood for")
     folder, path = Path(tempfile.mkdtemp(prefix="pyxis-", dir=Path.home())), box.environment["PATH"]
@@ -358,7 +358,7 @@ def test_missing_container_image_ends_the_job_and_its_chain(
 ) -> None:
     image = Path(contained["container"])
     image.unlink()
-    # No link may end before all are in the queue: it would not know of those that come.
+    # No job may end before all are in the queue, because it would not cancel later ones.
     box.slurm("scontrol", "update", "NodeName=n[1-2]", "State=DRAIN", "Reason=later")
     job = start(box, calm, "container", profile=box.profile("container", **contained), chain=3)
     box.slurm("scontrol", "update", "NodeName=n[1-2]", "State=RESUME")
@@ -372,7 +372,7 @@ def test_missing_container_image_ends_the_job_and_its_chain(
 
 @pytest.fixture
 def taken() -> Iterator[tuple[int, list[socket.socket]]]:
-    """A range of 64 ports, all of them taken on both nodes; the sockets can be closed one by one."""
+    """A range of 64 ports that are all in use on both nodes, with their sockets."""
     first = 23000
     with ExitStack() as stack:
         sockets = []
@@ -390,7 +390,7 @@ def test_used_ports_are_avoided_and_too_few_ports_are_reported(
 ) -> None:
     first, sockets = taken
     sockets[126].close()
-    sockets[127].close()  # the supervisor finds one port to meet at, the services none
+    sockets[127].close()  # the supervisor finds a port for the all-reduce, the services none
     profile = box.profile("ports", ports=[first, first + 63])
     said = failed(start(box, calm, "no-ports", profile=profile), "2:0")
     assert "arpo: doctor: ports on n" in said
@@ -410,7 +410,7 @@ def test_concurrent_jobs_do_not_disturb_each_other(box: Onebox, calm: Undisturbe
 
 
 def test_run_in_the_queue_is_not_submitted_again(box: Onebox, calm: Undisturbed) -> None:
-    job = start(box, calm, "twice", updates=100_000)  # not over before the second command begins
+    job = start(box, calm, "twice", updates=100_000)  # longer than until the second command
     try:
         before = (job.run / "config.yaml").read_bytes()
         said = box.arpo("resume", str(job.run), "engine.restarts=7", ok=False)
@@ -429,7 +429,7 @@ def test_remote_login_node_is_reached_over_ssh(box: Onebox, calm: Undisturbed, t
     secret, run = secrets.token_hex(16), box.runs / "over-ssh"
     config = tmp_path / "steps.yaml"
     config.write_text(f"sft:\n  steps: {UPDATES}\n")
-    here = {"SLURM_CONF": "/nowhere", "TEST_SECRET": secret}  # this side has no Slurm
+    here = {"SLURM_CONF": "/nowhere", "TEST_SECRET": secret}  # this machine has no Slurm
     with sshd.sshd(SLURM_CONF=str(box.folder / "slurm.conf")) as server:
         where = {"ssh": f"{getpass.getuser()}@127.0.0.1:{server.port}", "identity": str(server.key)}
         profile = box.profile("elsewhere", **where, python=sys.executable, secrets={"TEST_SECRET": "env"})

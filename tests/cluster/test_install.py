@@ -1,5 +1,4 @@
-"""Packages that `make slurm-demo` installs start no service of a machine that has an init; where they cannot be had,
-that is said."""
+"""Package installation for `make slurm-demo` starts no service, and a missing Slurm is reported."""
 
 import os
 import re
@@ -16,7 +15,7 @@ from tests.cluster.onebox import ROOT
 
 @pytest.mark.parametrize(("before", "code"), [(None, 0), ("#!/bin/sh\nexit 104\n", 0), (None, 100)])
 def test_package_installation_starts_no_service(tmp_path: Path, before: str | None, code: int) -> None:
-    """apt-get is stood in for, because this machine's packages are left alone: it asks as a package's script does."""
+    """A stand-in for apt-get calls policy-rc.d like a package's script."""
     policy, said = tmp_path / "policy-rc.d", tmp_path / "said"
     if before is not None:
         policy.write_text(before)

@@ -1,4 +1,4 @@
-"""What would fail a job is said before it starts, with how to fix it."""
+"""Checks before a job: each failure has its reason and its fix."""
 
 import json
 import threading
@@ -61,7 +61,7 @@ def test_disk_check_fails_if_checkpoints_do_not_fit(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "runs" / "first")
     assert check_disk(job(), run).level == "ok"
     large = resolve.resolve("deepsearch_14b", overrides=["train.keep_checkpoints=20"])
-    found = check_disk(large, run)  # of a model that is not here either
+    found = check_disk(large, run)  # of an unknown model
     assert (
         "4343.0 GB are wanted for checkpoints" in found.text
     )  # 21 of 14,768,307,200 parameters, 14 bytes each, and 1 GiB
@@ -71,12 +71,12 @@ def test_disk_check_fails_if_checkpoints_do_not_fit(tmp_path: Path) -> None:
 
 
 CHECKPOINT = 14_768_307_200 * 14
-"""Bytes of one of Qwen3 14B: weights in two bytes, AdamW's state in twelve."""
+"""Bytes of a checkpoint of Qwen3 14B: two for weights and twelve for AdamW's state per parameter."""
 
 
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Sets what is free on all disks, in checkpoints (and the spare GiB)."""
+    """A function that sets the free space of all disks, in checkpoints (plus the reserve of 1 GiB)."""
 
     def free(checkpoints: float) -> None:
         usage = SimpleNamespace(free=int(checkpoints * CHECKPOINT) + 2**30)
@@ -86,7 +86,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
 
 
 def saved(root: Path, *steps: int) -> None:
-    """Checkpoints of that size that take no room."""
+    """Write sparse checkpoints of that size."""
     for step in steps:
         (folder := root / f"step_{step}" / "actor").mkdir(parents=True)
         with (folder / "weights").open("wb") as file:
@@ -94,7 +94,7 @@ def saved(root: Path, *steps: int) -> None:
 
 
 def test_disk_check_counts_existing_checkpoints_of_a_resumed_run(tmp_path: Path, disk: Callable[[float], None]) -> None:
-    """A disk that two checkpoints and a third that is being written fill, in each life of the job."""
+    """Two checkpoints, and a third during a save, fill the disk in each run of the job."""
     config, run = resolve.resolve("deepsearch_14b", overrides=["train.steps=9"]), RunDirectory(tmp_path)
     for kept in range(3):
         disk(3 - kept)
@@ -104,19 +104,19 @@ def test_disk_check_counts_existing_checkpoints_of_a_resumed_run(tmp_path: Path,
         disk(2.9 - kept)
         assert check_disk(config, run).level == "failure"
         saved(run.checkpoints, kept + 1)
-    disk(0.9)  # three are there, because train.keep_checkpoints was larger: one is written before they go
+    disk(0.9)  # three exist from a larger train.keep_checkpoints: one more is written before they are deleted
     assert check_disk(config, run).level == "failure"
 
 
 def test_disk_check_counts_permanent_checkpoints(tmp_path: Path, disk: Callable[[float], None]) -> None:
     words, run = ["train.steps=10", "train.save_every=1", "train.keep_every=3"], RunDirectory(tmp_path)
     config = resolve.resolve("deepsearch_14b", overrides=words)
-    disk(4.9)  # 3, 6, 9 and 10, and one that is being written
+    disk(4.9)  # 3, 6, 9, 10 and the one during a save
     found = check_disk(config, run)
     assert found.level == "failure" and "train.keep_every" in found.fix
     disk(5)
     assert check_disk(config, run).level == "ok"
-    saved(run.checkpoints, 2, 3)  # 2 will go
+    saved(run.checkpoints, 2, 3)  # 2 will be deleted
     disk(3)
     assert check_disk(config, run).level == "ok"
 
@@ -138,7 +138,7 @@ def test_disk_check_counts_cold_start_checkpoints(tmp_path: Path, disk: Callable
     run.sft_model.mkdir(parents=True)
     (run.sft_model / "config.json").touch()
     saved(run.sft_checkpoints, 300)
-    disk(10)  # it is done, and what it has kept stays
+    disk(10)  # the cold start is done, its checkpoints stay
     assert check_disk(both, run).level == "ok"
 
 
@@ -147,7 +147,7 @@ def test_incomplete_model_is_a_failure(tmp_path: Path) -> None:
         found = check_model_files(job(f"model.path={tmp_path}"))
         assert found.level == "failure" and name in found.text
         (tmp_path / name).write_text("{}")
-    (tmp_path / "model-00001-of-00003.safetensors").touch()  # of those that no index lists none is read
+    (tmp_path / "model-00001-of-00003.safetensors").touch()  # files that the index does not list are not read
     assert "lacks model.safetensors" in check_model_files(job(f"model.path={tmp_path}")).text
     (tmp_path / "model.safetensors").touch()
     assert check_model_files(job(f"model.path={tmp_path}")).level == "ok"
@@ -179,7 +179,7 @@ def test_online_metrics_need_credentials(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 
 class Cluster:
-    """Slurm's answers on a cluster unlike the one that tests can start: a default that comes second, and QOS."""
+    """Slurm's answers on a cluster whose default partition is the second, with QOS."""
 
     def __init__(
         self, preempt_type: str, grace: str, default: str = "gpu*", more: str = "", gres: str = "gpu:h100:8"
@@ -206,7 +206,7 @@ class Cluster:
 
 
 def test_partition_check_uses_the_default_partition(monkeypatch: pytest.MonkeyPatch) -> None:
-    """sinfo's first line is that of a partition with a minute and no GPU."""
+    """sinfo's first line is a partition with a limit of a minute and no GPU."""
     monkeypatch.setattr("arpo_megatron.cluster.slurm.call", Cluster("partition_prio", "600").call)
     assert "gpu: 4 nodes, up, time limit infinite" in check_partition(profile()).text
     assert check_gres(profile()).level == "ok"
@@ -307,7 +307,7 @@ def test_isolation_check_runs_isolated_code(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_gpu_check_fails_on_missing_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """As the driver's program tells it, and as torch sees it, which may be built for another driver."""
+    """nvidia-smi and torch may disagree if torch was built for another driver."""
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setattr("arpo_megatron.launch.preflight.machine.gpu_count", lambda platform: 2)
     (program := tmp_path / "nvidia-smi").write_text(
@@ -326,14 +326,14 @@ def test_gpu_check_fails_on_missing_gpus(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 
 def lines_of(said: str) -> dict[str, str]:
-    """Of the doctor, by the name of the check."""
+    """Return the check's results by name."""
     return {line.split()[1]: line for line in said.splitlines() if line.startswith(("ok ", "warning ", "failure "))}
 
 
 def test_gpu_packages_are_checked_on_a_machine_without_gpus(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A model that is fetched is trained on GPUs, unless the words say otherwise."""
+    """A downloaded model is trained on GPUs unless overrides set platform=cpu."""
     monkeypatch.setattr("arpo_megatron.cli.doctor.gpu_count", lambda platform: 0)
     monkeypatch.setattr("arpo_megatron.cli.doctor.on_this_machine", lambda gpus, port: ok("network", ""))
     examine(resolve.resolve("deepsearch_14b"), None)

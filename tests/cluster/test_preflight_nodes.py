@@ -1,4 +1,4 @@
-"""The first step of a job: what its nodes say of themselves and of each other, and who is blamed."""
+"""Preflight step of a job: reports of its nodes, and which failure ends the job."""
 
 import sys
 import time
@@ -25,7 +25,7 @@ def report(*findings: CheckResult, clock: float = 100.0) -> Report:
 
 
 def test_clocks_are_not_compared_after_a_failed_all_reduce() -> None:
-    """Two nodes wait 44 s for each other, one after the other: their clocks were read 44 s apart."""
+    """Two nodes wait 44 s for each other in turn, so their clocks were read 44 s apart."""
     alone = failure("network", "2 ranks did not meet")
     reports = {"n1": report(alone), "n2": report(alone, clock=144.0)}
     findings = [*((name, alone) for name in reports), *compare_reports(reports, ["n1", "n2"])]
@@ -56,7 +56,7 @@ for task in $started; do wait $task || exit 1; done
 
 
 def examined(monkeypatch: pytest.MonkeyPatch, folder: Path, gpus: int = 0, **programs: str) -> SlurmBackend:
-    """`examine_nodes` of two nodes, with these programs (`srun`, ...) in place of those that the PATH has."""
+    """Run `examine_nodes` for two nodes with stand-ins for programs (`srun`, ...)."""
     (folder / "bin").mkdir()
     for name, text in programs.items():
         (folder / "bin" / name.replace("_", "-")).write_text(text)
@@ -81,7 +81,7 @@ def examined(monkeypatch: pytest.MonkeyPatch, folder: Path, gpus: int = 0, **pro
 def test_two_nodes_reduce_and_report_free_ports(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Two processes of this machine are the nodes; Slurm's own are in test_on_slurm.py."""
+    """Two local processes stand for the nodes; test_on_slurm.py has real ones."""
     backend = examined(monkeypatch, tmp_path, srun=BOTH)
     assert [len(backend.free_ports[name]) for name in ("n1", "n2")] == [32, 32]
     said = capsys.readouterr().out
@@ -101,12 +101,12 @@ time.sleep(100)
 
 
 def test_hanging_node_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The first node reports, the second never does."""
+    """The first node reports, the second does not."""
     monkeypatch.setattr("arpo_megatron.cluster.preflight.LAST_S", 0.5)
     started = time.monotonic()
     with pytest.raises(SilentNodeError, match="doctor: report on n2: no report: the node hangs"):
         examined(monkeypatch, tmp_path, srun=HANGING.format(python=sys.executable))
-    assert time.monotonic() - started < 90  # what hangs does so for 100 s
+    assert time.monotonic() - started < 90  # the stand-in hangs for 100 s
 
 
 LOST = """#!/bin/sh
@@ -138,7 +138,7 @@ preflight_node.main()
 def test_unshared_run_directory_is_reported_with_its_node(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], run: str, token: str
 ) -> None:
-    """The second node sees another directory of that name, or none; what the first one has reported is shown too."""
+    """The second node has another directory of that name, or none; the report of the first is shown too."""
     with pytest.raises(
         UserError, match=r"^doctor: filesystem on n2: \S+/canary is not the supervisor.*: set `runs`"
     ) as said_so:

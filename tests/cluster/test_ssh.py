@@ -1,4 +1,4 @@
-"""A login node elsewhere that takes no code: one line, through a real sshd on this machine."""
+"""Errors of a remote login node are one line; the login node is a real sshd on this machine."""
 
 import getpass
 import re

@@ -1,4 +1,4 @@
-"""Submitting is done wholly or not at all, whatever comes between; and one command at a time does it."""
+"""Interrupted, failing and concurrent submissions: a run is submitted completely or not at all."""
 
 import os
 import signal
@@ -32,7 +32,7 @@ def queue(monkeypatch: pytest.MonkeyPatch) -> Queue:
 
 @pytest.fixture(autouse=True)
 def interruptible() -> Iterator[None]:
-    """As in the command line."""
+    """Signal handlers of the command line."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = {number: signal.getsignal(number) for number in numbers}
     interrupt_on_signals()
@@ -47,16 +47,16 @@ def prepared(tmp_path: Path, *, chain: int = 1, resume: bool = False, requeue: b
 
 
 def with_ctrl_c(send: Callable[[Submission, Code], str], at: int, *, taken: bool) -> Callable[[Submission, Code], str]:
-    """Slurm's answer to the link numbered `at` with an interrupt before it, or while it takes the link."""
+    """Wrap `send` with an interrupt at job number `at`, before Slurm accepts it or while it does."""
     sent: list[str] = []
 
     def interrupted(submission: Submission, code: Code) -> str:
         if len(sent) + 1 == at and not taken:
-            raise Interrupted  # without waiting for the answer, which only a test of the clean-up can do
+            raise Interrupted  # at once; a real interrupt waits for the answer
         sent.append(send(submission, code))
         if len(sent) == at:
             signal.raise_signal(signal.SIGINT)
-            signal.raise_signal(signal.SIGINT)  # nobody presses it once
+            signal.raise_signal(signal.SIGINT)  # users press it repeatedly
         return sent[-1]
 
     return interrupted
@@ -137,7 +137,7 @@ def test_error_while_writing_a_run_restores_it(
 def test_concurrent_submissions_of_a_run_submit_once(
     queue: Queue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two commands at once, both of which found the same before they began."""
+    """Two concurrent commands that both prepared the same submission."""
     said: list[str] = []
 
     def send(submission: Submission, code: Code) -> str:
@@ -182,7 +182,7 @@ echo "$@" >>"$0.said"
 
 
 def test_ctrl_c_does_not_reach_sbatch(tmp_path: Path) -> None:
-    """The whole command with programs in Slurm's place: sbatch has the job, and has not said so yet."""
+    """The whole command with stand-ins for Slurm: sbatch has the job, but has not answered yet."""
     tools, runs = tmp_path / "bin", tmp_path / "runs"
     tools.mkdir()
     for name, text in {"sbatch": SBATCH, "scancel": SCANCEL}.items():

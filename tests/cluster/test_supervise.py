@@ -1,7 +1,7 @@
-"""How a job ends where Slurm does not do what it is asked.
+"""How a job ends if Slurm refuses or does not answer.
 
-Slurm is stood in for: a real one cannot be made to fall silent, or to refuse, at just these moments. (That a real one
-refuses a requeue is in test_campaign.py.)
+Slurm is a stand-in, because a real one cannot be made to fail at these moments. (test_campaign.py has a requeue that a
+real one refuses.)
 """
 
 import os
@@ -31,14 +31,14 @@ from arpo_megatron.utils.signals import Interrupted
 from tools_sandbox.config import TOKEN_VARIABLE
 
 NOBODYS = "99999999999"
-"""A job's number that no Slurm gives."""
+"""A job id that no Slurm assigns."""
 DISABLED = "scontrol requeue 7: Requested operation is presently disabled"
 
 TAKEN_BACK = "scontrol requeue 7: Job is pending execution for job 7"
 
 
 class Refusing:
-    """A Slurm that answers questions about one running job and takes no job back."""
+    """Slurm with one running job; it refuses requeues."""
 
     def __init__(self, silent: str = "", refusal: str = DISABLED) -> None:
         self.silent, self.refusal = silent, refusal
@@ -158,7 +158,7 @@ def test_user_error_cancels_the_chain(
     code: int,
     cancelled: list[str],
 ) -> None:
-    """After a death the next link goes on."""
+    """After another failure, the next job of the chain continues."""
     run.submissions.mkdir()
     (run.submissions / "1.json").write_text('{"jobs": ["7", "8", "9"], "job_name": "arpo-test"}')
     asked: list[str] = []
@@ -181,7 +181,7 @@ SILENT = "doctor: report on n2: the node left none"
 
 
 class Requeueing:
-    """A Slurm that takes a job back, and does not hear the first `silent` questions after nodes."""
+    """Slurm that accepts requeues and does not answer the first `silent` queries about nodes."""
 
     def __init__(self, silent: int = 0) -> None:
         self.silent = silent
@@ -216,7 +216,7 @@ def test_node_lost_before_training_requeues_the_job(
     code: int,
     told: list[tuple[str, ...]],
 ) -> None:
-    """One that is there but does not do what it should is: its line ends the chain."""
+    """A node that is alive but fails ends the chain."""
     submitted(run)
     save_profile(replace(load_profile(str(run.cluster)), requeue=requeue), run.cluster)
     monkeypatch.setattr("arpo_megatron.cluster.slurm.call", (slurm := Requeueing()).call)
@@ -272,7 +272,7 @@ def asked_by(monkeypatch: pytest.MonkeyPatch, run: RunDirectory, state: JobState
 
 
 def test_term_saves_within_the_grace_time(monkeypatch: pytest.MonkeyPatch, run: RunDirectory) -> None:
-    """Slurm makes the end of the grace the end of the job. What the trainer has not saved by then, it will not."""
+    """Slurm sets the end of the job to the end of the grace time."""
     signals = asked_by(monkeypatch, run, JobState("7", "RUNNING", end=time.time() + 120))
     signals.receive(signal.SIGTERM)
     assert not run.stop.exists(), "it may be a cancellation"
@@ -296,7 +296,7 @@ def test_term_ends_a_cancelled_job_at_once(
 
 
 def test_processes_that_receive_term_do_not_fail_the_job(monkeypatch: pytest.MonkeyPatch, run: RunDirectory) -> None:
-    """With proctrack/linuxproc even their sruns do."""
+    """With proctrack/linuxproc even the steps' sruns get TERM."""
 
     def die(*_: object) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -330,7 +330,7 @@ Pending RPCs
 def test_requeued_job_waits_for_pending_kills(
     monkeypatch: pytest.MonkeyPatch, run: RunDirectory, restarts: int, looks: int
 ) -> None:
-    """Slurm repeats them by the step's number, which the new life's steps have too."""
+    """Slurm repeats kills by step number, and new steps have the same numbers."""
     backend = replace(
         asked_by(monkeypatch, run, JobState("7", "RUNNING", restarts=restarts)).backend, nodes=[Node("n1", "")]
     )
@@ -359,7 +359,7 @@ def test_requeued_job_waits_a_limited_time(monkeypatch: pytest.MonkeyPatch, run:
 
 
 def test_scratch_directories_of_ended_jobs_are_removed(monkeypatch: pytest.MonkeyPatch, run: RunDirectory) -> None:
-    """That of a job that runs, and of one that this Slurm does not know, stay."""
+    """Directories of running jobs and of unknown jobs stay."""
     steps: list[list[str]] = []
     listed = subprocess.CompletedProcess([], 0, "".join(f"/tmp/arpo-{n}\n" for n in (NOBODYS, 8, 9, 10)), "")
     monkeypatch.setattr(
@@ -403,7 +403,7 @@ def test_scratch_directory_of_another_user_is_refused(whose: str, tmp_path: Path
 
 @pytest.mark.parametrize(("task", "ends_on_term"), [(TASK, 7), (SERVICE, 143)])
 def test_steps_ignore_slurms_signals(task: str, ends_on_term: int) -> None:
-    """The child of slurmstepd hears them. A service ends on its own TERM, and its code is the step's."""
+    """The child of slurmstepd gets the signals. A service ends on TERM, and its exit code is the step's."""
     inside = 'echo up; read -r; [ -n "$REPLY" ] || kill -TERM $$; exit 7'
     for word, code in (("x\n", 7), ("\n", ends_on_term)):
         command = ["bash", "-c", task, "arpo", "bash", "-c", inside]

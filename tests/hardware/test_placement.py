@@ -1,4 +1,4 @@
-"""Where the roles compute is a pure function of config and GPUs, and an impossible machine is one line."""
+"""Placement is a pure function of config and GPUs; an unsuitable machine is a one-line error."""
 
 import subprocess
 import sys

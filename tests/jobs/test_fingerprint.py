@@ -1,4 +1,4 @@
-"""A resume goes on with what the run was started with, a replay with the run that dumped; else it is one line."""
+"""A resume needs the inputs of the run, and a replay the run of the dump; otherwise a one-line error."""
 
 import json
 import os
@@ -27,7 +27,7 @@ SIZES = ModelConfig(hidden_size=16, layers=1, heads=2, kv_heads=2, ffn_size=32)
 
 @pytest.fixture
 def config(tmp_path: Path) -> JobConfig:
-    """Of a run with a model and conversations of its own."""
+    """Config of a run with a model directory and conversations."""
     make_model_directory(tmp_path / "model", SIZES, generated_tokenizer())
     save_random_weights(tmp_path / "model", seed=1)
     (tmp_path / "talks.jsonl").write_text("{}\n{}\n")

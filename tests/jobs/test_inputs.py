@@ -1,4 +1,4 @@
-"""What only the data can tell of a config is said before anything is started."""
+"""Conflicts between config and data are reported before anything starts."""
 
 from pathlib import Path
 from typing import Any

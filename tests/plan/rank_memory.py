@@ -1,8 +1,8 @@
-"""Script of test_memory.py: what one rank of several layouts holds, measured; prints one JSON object.
+"""Script of test_memory.py: measure the memory of one rank for several layouts, and print one JSON object.
 
-Arguments: what to measure (counted, held, kept), and `--worst` to print the worst agreement of each kind instead.
-Groups have torch's `fake` backend: collectives return at once with whatever is in the buffers, everything else of the
-trainer is real. So one process holds exactly what a rank among others would hold.
+Arguments: what to measure (counted, held, kept); `--worst` prints the worst agreement of each kind instead. Groups have
+torch's `fake` backend, whose collectives return at once without communication. So one process has exactly the memory of
+a rank among others.
 """
 
 import json
@@ -64,7 +64,7 @@ REAL = [
     ("Qwen/Qwen2.5-3B-Instruct", ParallelConfig(tensor=2, pipeline=2, data=4)),
     ("Qwen/Qwen2.5-3B-Instruct", ParallelConfig(tensor=2, data=8)),
 ]
-"""Of 16 ranks, on the meta device."""
+"""Layouts of 16 ranks, on the meta device."""
 HELD = [
     (QWEN3, "float32", ParallelConfig(data=4)),
     (QWEN3, "bfloat16", ParallelConfig(data=4)),
@@ -74,7 +74,7 @@ HELD = [
     (QWEN3, "bfloat16", ParallelConfig(context=2, data=2, distributed_optimizer=True)),
     (MIXTURE, "bfloat16", ParallelConfig(expert=2, data=4, distributed_optimizer=True)),
 ]
-"""Of 4 ranks, in memory."""
+"""Layouts of 4 ranks, in memory."""
 PASSES = [
     (QWEN3, "float32", ParallelConfig(data=4)),
     (QWEN3, "bfloat16", ParallelConfig(data=4)),
@@ -90,7 +90,7 @@ PASSES = [
 
 @contextmanager
 def laid_out(layout: ParallelConfig, rank: int) -> Iterator[None]:
-    """As rank `rank` of the layout's."""
+    """Run as rank `rank` of the layout."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(layout.world_size))
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world_size)
     parallel.create_groups(layout)
@@ -103,7 +103,7 @@ def laid_out(layout: ParallelConfig, rank: int) -> Iterator[None]:
 
 
 def counted() -> Iterator[dict[str, Any]]:
-    """Parameters of the first and the last pipeline stage."""
+    """Compare the parameters of the first and the last pipeline stage."""
     for name, layout in REAL:
         for stage, rank in ((0, 0), (layout.pipeline - 1, layout.world_size - 1)):
             with laid_out(layout, rank), torch.device("meta"):
@@ -117,7 +117,7 @@ def counted() -> Iterator[dict[str, Any]]:
 
 
 def held() -> Iterator[dict[str, Any]]:
-    """Bytes of weights, gradient buffers and optimizer state of rank 0."""
+    """Compare the bytes of weights, gradient buffers and optimizer state of rank 0."""
     for spec, dtype, layout in HELD:
         config = JobConfig(name="test", model=ModelConfig(hub_id="not read", dtype=dtype), parallel=layout)
         with laid_out(layout, 0):
@@ -144,7 +144,7 @@ def held() -> Iterator[dict[str, Any]]:
 
 
 def kept() -> Iterator[dict[str, Any]]:
-    """Bytes that a forward pass leaves behind on a rank."""
+    """Compare the bytes that a forward pass keeps on a rank."""
     tree = Mix(samples=4, initial=2, calls=2, prompt=64, segment=(100, 100), result=(60, 60)).tree(0, 500)
     (pack,) = pack_trees([tree], supervised_credit([tree]), token_budget=10**6)
     for spec, dtype, layout in PASSES:
@@ -167,16 +167,16 @@ def kept() -> Iterator[dict[str, Any]]:
 
 
 def after_forward(spec: ModelSpec, dtype: str, layout: ParallelConfig, pack: TreePack) -> int:
-    """Bytes that the allocator counts."""
+    """Return the allocator's byte count."""
     (chunk,) = build_chunks(spec, layout, dtype)
     place = ContextShard(0, 1, layout.tensor if layout.sequence else 1)
     with MicroBatches([pack], None, place) as batches:
         batch = batches.make(0)
-        return grown(lambda: chunk(*batch.inputs, 1.0))
+        return allocated_by(lambda: chunk(*batch.inputs, 1.0))
 
 
-def grown(work: Callable[[], object]) -> int:
-    """Bytes allocated and not freed while the result of `work` lives."""
+def allocated_by(work: Callable[[], object]) -> int:
+    """Return the bytes that stay allocated while the result of `work` is alive."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         kept_alive = work()
     events = profiler.profiler.kineto_results.events()
@@ -185,7 +185,7 @@ def grown(work: Callable[[], object]) -> int:
 
 
 def worst(measured: dict[str, list[dict[str, Any]]]) -> str:
-    """A line for each kind: how far plans are from measurements at most."""
+    """Return a line per kind with the largest deviation of plan from measurement."""
     off: dict[str, list[float]] = {}
     for row in (row for rows in measured.values() for row in rows):
         off.setdefault(row["of"].partition(":")[0], []).append(abs(row["planned"] / row["measured"] - 1))

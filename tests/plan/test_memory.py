@@ -1,4 +1,4 @@
-"""What the planner counts is what a rank holds, as closely as docs/planning.md says."""
+"""The planner's memory matches the memory of a rank, as closely as docs/planning.md states."""
 
 import json
 import os
@@ -58,7 +58,7 @@ PUBLISHED = {
     "Qwen/Qwen3-32B": 32_762_123_264,
     "Qwen/Qwen3-30B-A3B": 30_532_122_624,
 }
-"""What the models' pages on Hugging Face say."""
+"""Parameter counts on the models' Hugging Face pages."""
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -68,7 +68,7 @@ def test_parameter_counts_match_model_pages(name: str) -> None:
 
 @pytest.fixture(scope="module")
 def measured() -> dict[str, list[dict[str, float]]]:
-    """From ranks of many layouts, one after the other in one process."""
+    """Measurements for ranks of many layouts, one after the other in one process."""
     script = Path(__file__).with_name("rank_memory.py")
     done = subprocess.run(
         [sys.executable, script, "counted", "held", "kept"],

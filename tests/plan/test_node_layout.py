@@ -1,4 +1,4 @@
-"""Roles find their nodes and GPUs, or the submitter is told in one line why not."""
+"""Processes are laid out on nodes and GPUs, or the reason is a one-line error."""
 
 from dataclasses import replace
 
@@ -19,12 +19,12 @@ def job(**engine: object) -> JobConfig:
 
 
 def places(plan: NodeLayout) -> list[tuple[int, int]]:
-    """Node and first GPU of each engine."""
+    """Return node and first GPU of each engine."""
     return [plan.place(index) for index in range(plan.engines)]
 
 
 def used(plan: NodeLayout, ranks: bool = True) -> list[tuple[int, int]]:
-    """(node, GPU) of every engine rank, and of every trainer rank."""
+    """Return (node, GPU) of every engine rank and every trainer rank."""
     engines = [(node, first + gpu) for node, first in places(plan) for gpu in range(plan.engine_gpus)]
     trainer = [(node, gpu) for node in range(plan.trainer_nodes) for gpu in range(plan.ranks_per_node)]
     return engines + trainer if ranks else engines
@@ -87,7 +87,7 @@ def test_layout_uses_no_gpu_twice_unless_shared(
 
 @pytest.mark.parametrize("placement", ["split", "colocated"])
 def test_layout_does_not_depend_on_the_size_of_the_cluster(placement: str) -> None:
-    """A search of layouts holds thousands: with a list of engines in each it did not end on 100000 nodes."""
+    """A search makes thousands of layouts; with a list of engines in each, 100000 nodes took forever."""
     sizes = []
     for nodes in (2, 200_000):
         config = job(replicas=4 * nodes, placement=placement)

@@ -1,4 +1,4 @@
-"""A plan says what a job needs, and refuses what cannot run."""
+"""Plans: memory, time and layouts of a job, and why a job cannot run."""
 
 import json
 import re
@@ -82,7 +82,7 @@ def test_offloaded_state_counts_as_host_memory() -> None:
 
 @pytest.mark.parametrize("nodes", ["1node", "4nodes", "16nodes"])
 def test_expert_gradients_are_reduced_over_expert_replicas(nodes: str) -> None:
-    """Eight ranks share out the experts: of tensor 4 x data 2 one has each, of 4 x 8 four, of 4 x 32 sixteen."""
+    """Expert parallelism 8: with tensor 4 x data 2 one rank has an expert, with 4 x 8 four, with 4 x 32 sixteen."""
     words = ["parallel.pipeline=1", "parallel.data=32"] if nodes == "16nodes" else []
     job = resolve.resolve(f"moe_30b_a3b+{nodes}", overrides=["optimizer.offload=false", *words])
     found = plan(job, H100)
@@ -106,7 +106,7 @@ def test_data_parallel_ranks_divide_optimizer_and_work() -> None:
 
 
 def test_ranks_without_trees_are_a_warning() -> None:
-    """Eight questions a minibatch: with 32 data-parallel ranks three in four have nothing to do."""
+    """Eight tasks per update: of 32 data-parallel ranks, three in four have nothing to do."""
     some, many = (
         plan(resolve.resolve("deepsearch_14b", overrides=[f"parallel.data={n}", f"engine.replicas={n}"]), H100)
         for n in (8, 32)
@@ -117,7 +117,7 @@ def test_ranks_without_trees_are_a_warning() -> None:
 
 
 def test_decoding_is_memory_bound_and_training_compute_bound() -> None:
-    """The parts change with the hardware's figures that they come from, and with no other."""
+    """Each part depends on its own hardware values only."""
     job = resolve.resolve("deepsearch_14b")
     before = plan(job, H100).step_seconds
     memory = plan(job, replace(H100, memory_speed=2 * H100.memory_speed)).step_seconds
@@ -130,7 +130,7 @@ def test_decoding_is_memory_bound_and_training_compute_bound() -> None:
 
 @pytest.mark.parametrize("recipe", ["deepsearch_14b", "deepsearch_14b+fp8", "moe_30b_a3b"])
 def test_forward_time_is_the_sum_of_its_products(recipe: str) -> None:
-    """The head and the edge layers of FP8 stay in bfloat16, attention is slower, and only experts are narrow."""
+    """With FP8, head and edge layers stay in bfloat16; attention is slower, and only experts are narrow."""
     job = resolve.resolve(recipe)
     spec, trees = KNOWN_MODELS[job.model.hub_id or ""], typical(job)
     packing = trees.packing(job.train.token_budget, nested=job.parallel.nested_packs)
@@ -150,7 +150,7 @@ def test_forward_time_is_the_sum_of_its_products(recipe: str) -> None:
 
 
 def test_pipeline_bubble_includes_collectives() -> None:
-    """Half the bubble is half of it for work and for waits alike."""
+    """Half the bubble halves both work and waits."""
     words = ["parallel.pipeline=4", "parallel.data=1"]
     jobs = [
         resolve.resolve("deepsearch_14b", overrides=[*words, f"parallel.virtual_pipeline={chunks}"])
@@ -165,7 +165,7 @@ def test_pipeline_bubble_includes_collectives() -> None:
 
 
 def test_colocated_engines_on_several_nodes_use_gloo() -> None:
-    """A GPU cannot be in an NCCL group twice. 16 GPUs and the root: five sends, of 14.77 billion parameters in bf16."""
+    """A GPU cannot be in an NCCL group twice. 16 GPUs and the root: five sends of 14.77e9 bf16 parameters."""
     one, two, split = (plan(resolve.resolve(f"deepsearch_14b+{v}"), H100) for v in ("1node", "2nodes", "split"))
     sent = 2 * two.parameters
     assert two.step_seconds["weight_push"] == pytest.approx(1 + 5 * sent / 4e9)
@@ -197,7 +197,7 @@ def test_push_memory_by_transport() -> None:
 def test_step_is_not_shorter_than_its_longest_response() -> None:
     job = resolve.resolve("deepsearch_14b+16nodes")
     weights = 2 * whole_model(KNOWN_MODELS["Qwen/Qwen3-14B"]).total / job.engine.tensor
-    one = weights / (0.7 * H100.memory_speed) + 0.003  # a path alone needs the weights read once a token
+    one = weights / (0.7 * H100.memory_speed) + 0.003  # one path reads the weights once per token
     assert job.rollout.max_response_tokens * one < plan(job, H100).step_seconds["decode"]
 
 

@@ -1,0 +1,137 @@
+"""Profiles of clusters: errors are one line, and time limits and login nodes have Slurm's and SSH's meaning."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from arpo_megatron.cluster.profile import (
+    DIRECTORY,
+    ClusterProfile,
+    load_profile,
+    profile_names,
+    save_profile,
+)
+from arpo_megatron.cluster.slurm import seconds
+from arpo_megatron.cluster.ssh import LoginNode, login_node
+from arpo_megatron.errors import UserError
+from tests.cluster.stand_in import PLAIN, profile
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"gpus_pernode": 4}, "unknown key gpus_pernode; did you mean gpus_per_node?"),
+        ({"gpus_per_node": -1}, "gpus_per_node: "),
+        ({"time": "tomorrow"}, "time: "),
+        ({"time": "1:2:3:4"}, "time: "),
+        ({"time": ""}, "time: "),
+        ({"time": 5}, "time: 5 leaves nothing before signal_s=300.* raise time or lower signal_s"),
+        ({"time": "00:10:00", "signal_s": 600}, "time: 00:10:00 leaves nothing before signal_s=600"),
+        ({"ports": [7000, 7010]}, "are fewer than 64"),
+        ({"ports": [65500, 66000]}, "ports: .* TCP ports end at 65535"),
+        ({"secrets": {"A B": "env"}}, "is not a valid name of an environment variable"),
+        (
+            {"environment": {"NOTE": "1"}, "secrets": {"NOTE": "env"}},
+            "NOTE is in environment and in secrets",
+        ),
+        ({"secrets": {"KEY": "sk-123"}}, "secrets: KEY must be `env` or a path that begins"),
+        (
+            {"environment": {"WANDB_API_KEY": "1"}},
+            "WANDB_API_KEY would be in the batch script: move it to secrets",
+        ),
+        ({"environment": {"hf_token": "1"}}, "hf_token would be in the batch script: move it to secrets"),
+        ({"mounts": ["/data"]}, "mounts: '/data' does not have the form FROM:TO"),
+        ({"account": "a\n#SBATCH --uid=0"}, "account: .* cannot be in a batch script"),
+        ({"sbatch": {"comment": "a\nb"}}, "sbatch.comment: .* cannot be in a batch script"),
+        ({"sbatch": {"job-name": "mine"}}, "sbatch: job-name is not allowed here: arpo submit sets it"),
+        ({"sbatch": {"job_name": "mine"}}, "sbatch: job_name is not allowed here"),
+        ({"sbatch": {"output": "mine"}}, "sbatch: output is not allowed here"),
+        ({"sbatch": {"dependency": "afterok:1"}}, "sbatch: dependency is not allowed here: use arpo submit --chain"),
+        ({"sbatch": {"time": "1"}}, "sbatch: time is not allowed here: set the key time"),
+        ({"sbatch": {"gpus-per-node": "1"}}, "sbatch: gpus-per-node is not allowed here: set the key gpu_request"),
+        ({"sbatch": {"array": "0-1"}}, "sbatch: array is not allowed here: a run is one job"),
+        ({"sbatch": {"arr": "0-1"}}, "sbatch: arr is not allowed here: a run is one job"),
+        ({"sbatch": {"export": "NONE"}}, "sbatch: export is not allowed here: use the keys environment and secrets"),
+        ({"sbatch": {"ntasks": "1"}}, "sbatch: ntasks is not allowed here: arpo submit sets it"),
+        ({"sbatch": {"wrap": "true"}}, "sbatch: wrap is not allowed here: arpo submit writes"),
+        ({"sbatch": {"clusters": "b"}}, "sbatch: clusters is not allowed here: arpo status and"),
+        ({"sbatch": {"container_image": "a"}}, "sbatch: container_image is not allowed here: set the key container"),
+        ({"sbatch": {"wait": ""}}, "sbatch: wait is not allowed here: arpo submit does not wait"),
+        ({"sbatch": {"test-only": ""}}, "sbatch: test-only is not allowed here: no job would be submitted"),
+        ({"sbatch": {"gres": "gpu:1"}, "gpu_request": "gres"}, "sbatch: gres is not allowed here"),
+        ({"runs": "$NOT_SET_ANYWHERE/runs"}, r"the environment variable \$NOT_SET_ANYWHERE is not set"),
+    ],
+)
+def test_profile_error_is_one_line(values: dict[str, object], said: str) -> None:
+    with pytest.raises(UserError, match=f"^here.yaml: .*{said}") as error:
+        profile(**values)
+    assert "sk-123" not in str(error.value)
+
+
+def test_other_sbatch_parameters_are_accepted() -> None:
+    more = {
+        "gres": "gpu:8,nvme:1",
+        "exclusive": "user",
+        "mem-per-cpu": "4G",
+        "reservation": "mine",
+        "gpus": "8",
+        "chdir": "/",
+    }
+    assert profile(sbatch=more, gpu_request="none", exclusive=False, mem=None).sbatch == more
+
+
+def test_profiles_in_the_repository_survive_a_round_trip(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in profile_names():
+        for word in ("USER", "SCRATCH", "PWD"):
+            monkeypatch.setenv(word, "/somewhere")
+        read = load_profile(name)
+        save_profile(read, tmp_path / "cluster.yaml")
+        assert load_profile(str(tmp_path / "cluster.yaml")) == read
+        keys = yaml.safe_load((DIRECTORY / f"{name}.yaml").read_text())
+        assert all(str(key) in ClusterProfile.__dataclass_fields__ for key in keys)
+    with pytest.raises(UserError, match="unknown cluster 'oneboxx'"):
+        load_profile("oneboxx")
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"),
+    [
+        ("0", 0),
+        ("30", 1800),
+        ("120", 7200),
+        ("2:30", 150),
+        ("04:00:00", 14400),
+        ("100:00:00", 360000),
+        ("1-00:00:00", 86400),
+        ("2-12", 216000),
+        ("10-0:30", 865800),
+    ],
+)
+def test_time_limits_have_slurms_meaning(limit: str, expected: int, tmp_path: Path) -> None:
+    """The forms of --time in sbatch(1), as unquoted YAML."""
+    (file := tmp_path / "mine.yaml").write_text(f"account: a\nruns: /shared\nsignal_s: 60\ntime: {limit}\n")
+    assert load_profile(str(file)).time == limit
+    assert seconds(limit) == expected
+
+
+def test_profile_with_ssh_has_a_login_node(tmp_path: Path) -> None:
+    file = tmp_path / "far.yaml"
+
+    def written(**values: object) -> LoginNode | None:
+        file.write_text(yaml.safe_dump({**PLAIN, **values}))
+        return login_node(str(file))
+
+    assert written() is None
+    there = "$HOME_OF_THE_CLUSTER/.venv/bin/python"
+    node = written(ssh="me@login.cluster:2222", python=there, identity="~/.ssh/key", runs="$SCRATCH_THERE")
+    assert node is not None and (node.user, node.host, node.port) == ("me", "login.cluster", 2222)
+    assert node.profile == {**PLAIN, "python": there, "runs": "$SCRATCH_THERE"}, "variables are the cluster's"
+    alias = written(ssh="cluster", python=there)
+    assert alias is not None and (alias.user, alias.port, alias.identity) == (None, None, None)
+    with pytest.raises(UserError, match="ssh needs python, the path"):
+        written(ssh="cluster")
+    with pytest.raises(UserError, match=r"does not have the form \[USER@\]HOST\[:PORT\]"):
+        written(ssh="cluster -o ProxyCommand=x", python=there)
+    with pytest.raises(UserError, match="unknown cluster"):
+        login_node("nowhere")
