@@ -22,7 +22,7 @@ def server() -> Iterator[sshd.Sshd]:
         yield started
 
 
-def told(server: sshd.Sshd, python: str = "/not/reached") -> str:
+def error_of(server: sshd.Sshd, python: str = "/not/reached") -> str:
     profile = {"python": python}
     node = LoginNode("far", profile, getpass.getuser(), "127.0.0.1", server.port, str(server.key))
     with pytest.raises(UserError) as error:
@@ -34,17 +34,17 @@ def told(server: sshd.Sshd, python: str = "/not/reached") -> str:
 def test_unwritable_remote_home_is_one_line(server: sshd.Sshd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setattr(ssh, "_CODE", str(tmp_path / "file" / "code"))
-    assert "cannot create .*: mkdir: cannot create directory" in told(server)
+    assert "mkdir: cannot create directory" in error_of(server)
 
 
 def test_full_remote_disk_is_one_line(server: sshd.Sshd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with small_disk(tmp_path, 64 * 2**10):
         monkeypatch.setattr(ssh, "_CODE", str(tmp_path / "code"))
-        assert re.search(r"cannot write .*/.pack \(.*\): is the disk there full\?", told(server))
+        assert re.search(r"cannot write .*/.pack \(.*\): is the disk there full\?", error_of(server))
 
 
 def test_lost_connection_is_one_line(server: sshd.Sshd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ssh, "_CODE", str(tmp_path / "code"))
     (python := tmp_path / "python").write_text("#!/bin/sh\nkill -9 $PPID\n")
     python.chmod(0o755)
-    assert told(server, str(python)).startswith("127.0.0.1 returned no exit code")
+    assert error_of(server, str(python)).startswith("127.0.0.1 returned no exit code")
